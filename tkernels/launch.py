@@ -1,0 +1,425 @@
+"""Start ranks on this machine, one process each, run a function on all of them, bring back results or the first failure.
+
+    def add_up(ctx, x):
+        x = x * (ctx.rank + 1)
+        torch.distributed.all_reduce(x)
+        return x
+
+    if __name__ == "__main__":
+        print(launch(add_up, 2, torch.ones(3))[0])  # tensor([3., 3., 3.])
+
+The parent holds one pipe to each rank. A rank that loses its parent exits, a rank that hangs or fails is killed, and nothing
+is written to disk, so no process and no file outlives the parent, however it ends. torch is imported late here, so that
+`import tkernels.launch` costs nothing.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import io
+import multiprocessing.connection
+import multiprocessing.process
+import multiprocessing.resource_tracker
+import multiprocessing.util  # noqa: F401  (registers its exit function before ours: exit functions run last in, first out)
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import weakref
+
+START_TIMEOUT_S = 300.0  # importing torch, joining the group, allocating the heap; many ranks share few cores
+CLOSE_TIMEOUT_S = 30.0  # freeing the heap and leaving the interpreter
+GRACE_S = 0.5  # after a first failure: time for the failure that caused it to arrive
+STACK_SIGNAL = signal.SIGUSR1
+
+
+class RankError(RuntimeError):
+    """A rank failed. `__cause__` is the exception itself where it could be sent.
+
+    rank: the rank that failed first.  type_name: its exception's class, or "died".  traceback_text: as the rank printed it.
+    """
+
+    def __init__(self, rank: int, type_name: str, traceback_text: str, headline: str | None = None):
+        self.rank, self.type_name, self.traceback_text = rank, type_name, traceback_text
+        self.headline = headline or f"rank {rank}: {type_name}"
+        super().__init__(rank, type_name, traceback_text, self.headline)  # the arguments, so that it pickles
+
+    def __str__(self):
+        return f"{self.headline}\n\n{self.traceback_text}".rstrip()
+
+
+class RankTimeoutError(RankError):
+    """Ranks did not finish in time. `rank` is the first of them; `traceback_text` holds the Python stacks of every rank."""
+
+
+def launch(fn, ranks: int, *args, timeout_s: float = 300.0, ctx_options: dict | None = None) -> list:
+    """Run ``fn(ctx, *args)`` on `ranks` new processes and return the results, one a rank.
+
+    fn is a function of a module (it travels by name), args and results are values that pickle. Tensors travel by value;
+    those in results come back detached and on the CPU. Each process joins torch.distributed (gloo, and nccl on GPUs, where
+    rank r has GPU r) and makes a Context by ``tkernels.init(**ctx_options)``. A script that calls this needs the usual
+    ``if __name__ == "__main__":``, since the new processes import it.
+
+    Raises RankError with the first failure of a rank, RankTimeoutError when `timeout_s` seconds after the start of fn some
+    rank is still running, ValueError for more ranks than GPUs on the nvshmem runtime.
+    """
+    with RankPool(ranks, ctx_options=ctx_options) as pool:
+        return pool.run(fn, *args, timeout_s=timeout_s)
+
+
+class RankPool:
+    """Ranks that stay alive between calls; the processes start with the first one.
+
+    A failure may leave ranks out of step, so after any failure the processes are killed and the next call starts new ones.
+    One thread at a time may use a pool.
+    """
+
+    def __init__(self, ranks: int, *, ctx_options: dict | None = None):
+        if ranks < 1:
+            raise ValueError(f"a pool needs at least 1 rank, got {ranks}")
+        self.ranks = ranks
+        self.ctx_options = dict(ctx_options or {})
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._pipes: list[multiprocessing.connection.Connection] = []  # commands out, results in
+        self._stacks: list[multiprocessing.connection.Connection] = []  # what faulthandler writes on STACK_SIGNAL
+        self._store = None
+        _pools.add(self)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank; empty before the first call, after a failure and after close()."""
+        return [process.pid for process in self._processes]
+
+    def run(self, fn, *args, timeout_s: float = 300.0) -> list:
+        """Run ``fn(ctx, *args)`` on every rank: `launch` on processes that are kept. The Context is the same in each call."""
+        try:
+            call = dumps((fn, args))
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            name = getattr(fn, "__qualname__", repr(fn))
+            raise TypeError(
+                f"{name} and its arguments cannot be sent to the ranks: {error}. "
+                "Pass a function defined at the top of a module, and arguments that pickle."
+            ) from error
+        try:
+            if not self._processes:
+                self._start()
+            self._send(call)
+            return self._collect(timeout_s)
+        except BaseException:
+            self.kill()
+            raise
+
+    def close(self) -> None:
+        """Finalize the Context on all ranks and end the processes. Raises RankError when finalizing fails."""
+        if not self._processes:
+            return
+        try:
+            self._send(b"")
+            self._collect(CLOSE_TIMEOUT_S)
+            limit = time.monotonic() + CLOSE_TIMEOUT_S
+            for process in self._processes:
+                process.join(max(0.0, limit - time.monotonic()))
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """End the processes at once. The next run() starts new ones."""
+        processes, self._processes = self._processes, []
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+            process.close()
+        for pipe in self._pipes + self._stacks:
+            pipe.close()
+        self._pipes, self._stacks, self._store = [], [], None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, exc_type, exc, tb):
+        if exc_type is None:
+            self.close()
+        else:
+            self.kill()
+
+    def __del__(self):
+        if getattr(self, "_processes", None):
+            self.kill()
+
+    def _start(self) -> None:
+        from tkernels.comm.runtime import RUNTIME
+
+        if RUNTIME == "nvshmem":
+            import torch
+
+            if self.ranks > torch.cuda.device_count():
+                raise ValueError(
+                    f"{self.ranks} ranks need {self.ranks} GPUs, one each, found {torch.cuda.device_count()}; "
+                    "start fewer ranks, or set TKERNELS_RUNTIME=simulated to run them on the CPU"
+                )
+        self._store, port = _serve_store()
+        context = multiprocessing.get_context("spawn")
+        num_threads = max(1, len(os.sched_getaffinity(0)) // self.ranks)
+        # Ctrl-C at a terminal reaches the ranks as well, even before they can ignore it: they are born with SIGINT blocked.
+        # The tracker unblocks SIGINT when it starts, so it starts before.
+        multiprocessing.resource_tracker.ensure_running()
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            with _environment(OMP_NUM_THREADS=str(num_threads), TKERNELS_RUNTIME=RUNTIME):
+                for rank in range(self.ranks):
+                    pipe, rank_pipe = context.Pipe()
+                    stacks, rank_stacks = context.Pipe(duplex=False)
+                    self._pipes.append(pipe)
+                    self._stacks.append(stacks)
+                    process = context.Process(
+                        target=_rank_main,
+                        args=(rank, self.ranks, port, num_threads, self.ctx_options, rank_pipe, rank_stacks),
+                        name=f"tkernels-rank-{rank}",
+                    )
+                    process.start()
+                    self._processes.append(process)
+                    rank_pipe.close()
+                    rank_stacks.close()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        self._collect(START_TIMEOUT_S)
+
+    def _send(self, message: bytes) -> None:
+        for pipe in self._pipes:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a dead rank: _collect says so
+                pipe.send_bytes(message)
+
+    def _collect(self, timeout_s: float) -> list:
+        """One reply of every rank, or the first failure."""
+        deadline = time.monotonic() + timeout_s
+        replies: dict[int, tuple] = {}
+        died: list[int] = []
+        limit = deadline
+        while len(replies) + len(died) < self.ranks and (left := limit - time.monotonic()) > 0:
+            pending = {self._pipes[r]: r for r in range(self.ranks) if r not in replies and r not in died}
+            ready = multiprocessing.connection.wait(list(pending), timeout=min(left, 1.0))
+            for pipe in ready:
+                try:
+                    replies[pending[pipe]] = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    died.append(pending[pipe])
+            # a child of a dead rank may hold the pipe open
+            died += [r for p, r in pending.items() if p not in ready and self._processes[r].exitcode is not None]
+            if limit == deadline and (died or any(kind == "failed" for kind, *_ in replies.values())):
+                limit = min(deadline, time.monotonic() + GRACE_S)
+
+        if died:  # before all exceptions: those of other ranks come from their lost connection
+            raise self._death(died[0])
+        failures = {r: (at, payload) for r, (kind, at, payload) in replies.items() if kind == "failed"}
+        if failures:
+            rank = min(failures, key=lambda r: failures[r][0])
+            type_name, headline, text, cause = failures[rank][1]
+            raise RankError(rank, type_name, text, f"rank {rank} of {self.ranks}: {headline}") from _loads_or_none(cause)
+        if len(replies) < self.ranks:
+            raise self._timeout(timeout_s, [r for r in range(self.ranks) if r not in replies])
+        return [pickle.loads(replies[r][2]) for r in range(self.ranks)]
+
+    def _death(self, rank: int) -> RankError:
+        process = self._processes[rank]
+        process.join(1.0)
+        code = process.exitcode
+        if code is not None and code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        else:
+            how = f"exited with code {code}"
+        return RankError(rank, "died", "", f"rank {rank} of {self.ranks} {how} before it had finished")
+
+    def _timeout(self, timeout_s: float, running: list[int]) -> RankTimeoutError:
+        for rank in range(self.ranks):
+            os.kill(self._processes[rank].pid, STACK_SIGNAL)
+        stacks = []
+        for rank, pipe in enumerate(self._stacks):
+            state = "still running" if rank in running else "had finished"
+            stacks.append(f"rank {rank} ({state}):\n{_read_stacks(pipe.fileno())}")
+        names = ", ".join(map(str, running))
+        headline = f"rank{'s' * (len(running) > 1)} {names} of {self.ranks} still running after {timeout_s:g} s"
+        return RankTimeoutError(running[0], "TimeoutError", "\n".join(stacks), headline)
+
+
+_pools: weakref.WeakSet[RankPool] = weakref.WeakSet()
+
+
+@atexit.register
+def _kill_pools():
+    # before multiprocessing's own exit function, which would wait for them
+    for pool in list(_pools):
+        pool.kill()
+
+
+@contextlib.contextmanager
+def _environment(**values: str):
+    """os.environ with `values`: a spawned process has the environment of its start, and torch reads it when imported."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _serve_store():
+    """A TCPStore in this process, reachable from this machine only, at a port that the system chose: (store, port)."""
+    import torch.distributed as dist
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    return store, port
+
+
+def _read_stacks(fd: int, first_s: float = 2.0, quiet_s: float = 0.3) -> str:
+    """What faulthandler writes has no end mark: read until nothing comes for `quiet_s`."""
+    text = b""
+    while multiprocessing.connection.wait([fd], timeout=quiet_s if text else first_s):
+        piece = os.read(fd, 1 << 16)
+        if not piece:
+            break
+        text += piece
+    return _without_own_frames(text.decode(errors="replace")) or "  (no answer: stopped, or still starting)\n"
+
+
+def _without_own_frames(stacks: str) -> str:
+    """faulthandler's text, less the thread and the outermost frames that are this module's."""
+    threads = [thread.splitlines() for thread in stacks.strip().split("\n\n")]
+    shown = ""
+    for lines in threads:
+        own = [i for i, line in enumerate(lines) if f'"{__file__}"' in line]
+        if any(lines[i].endswith(" in _exit_with_parent") for i in own):
+            continue
+        calls = [i for i in own if lines[i].endswith(" in run")]
+        shown += "\n".join(lines[: calls[0]] if calls else lines) + "\n"
+    return shown
+
+
+# What runs in a rank
+
+
+def _rank_main(rank, ranks, port, num_threads, ctx_options, pipe, stacks):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    faulthandler.register(STACK_SIGNAL, file=stacks.fileno(), all_threads=True)
+    threading.Thread(target=_exit_with_parent, name="tkernels-parent-watch", daemon=True).start()
+
+    ctx = None
+
+    def join():
+        nonlocal ctx
+        ctx = _join(rank, ranks, port, num_threads, ctx_options)
+
+    def run(call):
+        fn, args = pickle.loads(call)
+        return fn(ctx, *args)
+
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # no parent, no work
+        _reply(pipe, join)
+        while call := pipe.recv_bytes():
+            _reply(pipe, run, call)
+        _reply(pipe, _leave, ctx)
+
+
+def _exit_with_parent():
+    multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)
+
+
+def _reply(pipe, work, *args):
+    try:
+        reply = ("done", time.monotonic(), dumps(work(*args)))
+    except BaseException as error:  # SystemExit and test outcomes too: whatever ended the call is for the parent to judge
+        reply = ("failed", time.monotonic(), _describe(error))
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # so that the output is there when the call returns
+    pipe.send_bytes(pickle.dumps(reply))
+
+
+def _join(rank, ranks, port, num_threads, ctx_options):
+    import torch
+    import torch.distributed as dist
+
+    from tkernels.comm.context import init
+    from tkernels.comm.runtime import RUNTIME
+
+    torch.set_num_threads(num_threads)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here; host names need not resolve
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    if RUNTIME == "nvshmem":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=ranks, device_id=device
+        )
+    else:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    return init(**ctx_options)
+
+
+def _leave(ctx):
+    import torch.distributed as dist
+
+    ctx.finalize()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _describe(error: BaseException) -> tuple:
+    """(class name, first line, traceback from the caller's first frame on, the exception pickled or None)."""
+    tb = error.__traceback__
+    while tb is not None and tb.tb_frame.f_globals.get("__name__") in (__name__, "tkernels.testing.plugin"):
+        tb = tb.tb_next
+    text = "".join(traceback.format_exception(type(error), error, tb or error.__traceback__))
+    headline = traceback.format_exception_only(type(error), error)[0].splitlines()[0]
+    try:
+        cause = dumps(error)
+    except Exception:  # an exception's own reduction can raise anything; the text has travelled
+        cause = None
+    return type(error).__name__, headline, text, cause
+
+
+# How values travel
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors by value, and only the elements they show: plain pickle would send the storage, a whole heap perhaps."""
+
+    def reducer_override(self, value):
+        torch = sys.modules.get("torch")
+        if torch is None or type(value) is not torch.Tensor or value.layout is not torch.strided or value.is_quantized:
+            return NotImplemented
+        flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        return _tensor, (flat.view(torch.uint8).numpy(), value.dtype, value.shape)
+
+
+def _tensor(content, dtype, shape):
+    import torch
+
+    return torch.from_numpy(content).view(dtype).reshape(shape)
+
+
+def dumps(value) -> bytes:
+    """pickle.dumps, with tensors by value."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return buffer.getvalue()
+
+
+def _loads_or_none(cause: bytes | None):
+    try:
+        return pickle.loads(cause) if cause is not None else None
+    except Exception:  # an exception class may refuse the arguments it was pickled with; its text has travelled
+        return None
