@@ -1,4 +1,4 @@
-"""Start ranks on this machine, one process each, run a function on all of them, bring back results or the first failure.
+"""Start ranks on this machine, one process each, and run a function on all of them.
 
     def add_up(ctx, x):
         x = x * (ctx.rank + 1)
@@ -8,9 +8,9 @@
     if __name__ == "__main__":
         print(launch(add_up, 2, torch.ones(3))[0])  # tensor([3., 3., 3.])
 
-The parent holds one pipe to each rank. A rank that loses its parent exits, a rank that hangs or fails is killed, and nothing
-is written to disk, so no process and no file outlives the parent, however it ends. torch is imported late here, so that
-`import tkernels.launch` costs nothing.
+The results come back, or the first failure. The parent holds a pipe to each rank: a rank that loses its parent exits, a
+rank that hangs or fails is killed, and nothing is written to disk, so no process and no file outlives the parent,
+however it ends. torch is imported late, so that `import tkernels.launch` costs nothing.
 """
 
 import atexit
@@ -40,7 +40,9 @@ STACK_SIGNAL = signal.SIGUSR1
 class RankError(RuntimeError):
     """A rank failed. `__cause__` is the exception itself where it could be sent.
 
-    rank: the rank that failed first.  type_name: its exception's class, or "died".  traceback_text: as the rank printed it.
+    rank: the rank that failed first.
+    type_name: the class of its exception, "died" if its process ended, "TimeoutError" if it never finished.
+    traceback_text: the traceback on that rank, from the called function on.
     """
 
     def __init__(self, rank: int, type_name: str, traceback_text: str, headline: str | None = None):
@@ -53,19 +55,19 @@ class RankError(RuntimeError):
 
 
 class RankTimeoutError(RankError):
-    """Ranks did not finish in time. `rank` is the first of them; `traceback_text` holds the Python stacks of every rank."""
+    """Ranks did not finish in time: `rank` is the first of them, `traceback_text` has the stacks of every rank."""
 
 
 def launch(fn, ranks: int, *args, timeout_s: float = 300.0, ctx_options: dict | None = None) -> list:
     """Run ``fn(ctx, *args)`` on `ranks` new processes and return the results, one a rank.
 
-    fn is a function of a module (it travels by name), args and results are values that pickle. Tensors travel by value;
-    those in results come back detached and on the CPU. Each process joins torch.distributed (gloo, and nccl on GPUs, where
-    rank r has GPU r) and makes a Context by ``tkernels.init(**ctx_options)``. A script that calls this needs the usual
+    fn is a function of a module (it travels by name), args and results are values that pickle. Tensors travel by value,
+    detached and on the CPU. Each process joins torch.distributed (gloo, and nccl on GPUs, where rank r has GPU r) and
+    makes a Context by ``tkernels.init(**ctx_options)``. A script that calls this needs the usual
     ``if __name__ == "__main__":``, since the new processes import it.
 
-    Raises RankError with the first failure of a rank, RankTimeoutError when `timeout_s` seconds after the start of fn some
-    rank is still running, ValueError for more ranks than GPUs on the nvshmem runtime.
+    Raises RankError with the first failure of a rank, RankTimeoutError when some rank still runs fn after `timeout_s`
+    seconds, TypeError for an fn or args that don't pickle, ValueError for more ranks than GPUs on the nvshmem runtime.
     """
     with RankPool(ranks, ctx_options=ctx_options) as pool:
         return pool.run(fn, *args, timeout_s=timeout_s)
@@ -74,8 +76,8 @@ def launch(fn, ranks: int, *args, timeout_s: float = 300.0, ctx_options: dict | 
 class RankPool:
     """Ranks that stay alive between calls; the processes start with the first one.
 
-    A failure may leave ranks out of step, so after any failure the processes are killed and the next call starts new ones.
-    One thread at a time may use a pool.
+    A failure may leave ranks out of step, so any failure kills the processes, and the next call starts new ones. One
+    thread at a time may use a pool.
     """
 
     def __init__(self, ranks: int, *, ctx_options: dict | None = None):
@@ -95,7 +97,7 @@ class RankPool:
         return [process.pid for process in self._processes]
 
     def run(self, fn, *args, timeout_s: float = 300.0) -> list:
-        """Run ``fn(ctx, *args)`` on every rank: `launch` on processes that are kept. The Context is the same in each call."""
+        """Run ``fn(ctx, *args)`` on every rank, as `launch` does; ctx is the same in every call until a failure."""
         try:
             call = dumps((fn, args))
         except (pickle.PicklingError, TypeError, AttributeError) as error:
@@ -165,8 +167,8 @@ class RankPool:
         self._store, port = _serve_store()
         context = multiprocessing.get_context("spawn")
         num_threads = max(1, len(os.sched_getaffinity(0)) // self.ranks)
-        # Ctrl-C at a terminal reaches the ranks as well, even before they can ignore it: they are born with SIGINT blocked.
-        # The tracker unblocks SIGINT when it starts, so it starts before.
+        # Ctrl-C at a terminal reaches the ranks as well, even before they can ignore it, so they are born with SIGINT
+        # blocked. The tracker unblocks SIGINT when it starts, so it starts before.
         multiprocessing.resource_tracker.ensure_running()
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -219,7 +221,8 @@ class RankPool:
         if failures:
             rank = min(failures, key=lambda r: failures[r][0])
             type_name, headline, text, cause = failures[rank][1]
-            raise RankError(rank, type_name, text, f"rank {rank} of {self.ranks}: {headline}") from _loads_or_none(cause)
+            headline = f"rank {rank} of {self.ranks}: {headline}"
+            raise RankError(rank, type_name, text, headline) from _loads_or_none(cause)
         if len(replies) < self.ranks:
             raise self._timeout(timeout_s, [r for r in range(self.ranks) if r not in replies])
         return [pickle.loads(replies[r][2]) for r in range(self.ranks)]
@@ -258,7 +261,7 @@ def _kill_pools():
 
 @contextlib.contextmanager
 def _environment(**values: str):
-    """os.environ with `values`: a spawned process has the environment of its start, and torch reads it when imported."""
+    """os.environ with `values`, for processes that start meanwhile: torch reads them when it is imported."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -341,7 +344,7 @@ def _exit_with_parent():
 def _reply(pipe, work, *args):
     try:
         reply = ("done", time.monotonic(), dumps(work(*args)))
-    except BaseException as error:  # SystemExit and test outcomes too: whatever ended the call is for the parent to judge
+    except BaseException as error:  # SystemExit and test outcomes too: what ended the call is for the parent to judge
         reply = ("failed", time.monotonic(), _describe(error))
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # so that the output is there when the call returns

@@ -1,0 +1,260 @@
+"""pytest plugin: a test marked ``@pytest.mark.ranks(2, 4)`` runs its body on 2 ranks, then on 4.
+
+    @pytest.mark.ranks(2, 4)
+    @pytest.mark.parametrize("rows", [1, 64])
+    def test_all_gather_keeps_the_order_of_ranks(ctx, rows):
+        mine = torch.full((rows, 8), float(ctx.rank), device=ctx.device)
+        gathered = tkernels.all_gather(mine, ctx=ctx)
+        assert gathered[:: rows, 0].tolist() == list(range(ctx.size))
+
+`ctx` is the rank's Context. Fixtures run in pytest's process; the body receives their values, which therefore have to
+pickle. A body may skip, if it does so on every rank. The ranks are kept between tests, with their Context; a failure
+ends them and the next test starts new ones. On the nvshmem runtime a test that needs more GPUs than there are is skipped.
+
+The time limit of one test is that of the marker (``timeout_s=60``), else the ini option ``tkernels_timeout`` (120
+seconds). A test beyond it fails and shows the stack of every rank.
+
+pytest loads this module wherever tkernels is installed, so it imports torch and the rest of tkernels only for tests
+that are marked.
+"""
+
+import ast
+import importlib
+import importlib.machinery
+import importlib.util
+import inspect
+import pickle
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+MAX_POOLS = 3  # world sizes whose ranks are kept; the one used longest ago goes first
+
+_SIZE = "_tkernels_ranks"  # the fixture that carries a test's world size
+_POOLS = pytest.StashKey[dict]()
+_CLOSE_ERRORS = pytest.StashKey[list]()
+
+
+def pytest_addoption(parser):
+    parser.addini("tkernels_timeout", "seconds that the body of a test marked `ranks` may take", default="120")
+
+
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers",
+        "ranks(*sizes, timeout_s=None): run the test's body on that many ranks, once for each size; "
+        "timeout_s overrides the ini option tkernels_timeout",
+    )
+    config.stash[_POOLS] = {}
+    config.stash[_CLOSE_ERRORS] = []
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc):
+    marker = metafunc.definition.get_closest_marker("ranks")
+    if marker is not None:
+        sizes = _sizes(marker)
+        metafunc.fixturenames.append(_SIZE)
+        metafunc.parametrize(_SIZE, sizes, ids=[f"ranks={size}" for size in sizes], indirect=True)
+
+
+@pytest.fixture(name=_SIZE)
+def _world_size(request):
+    return request.param
+
+
+@pytest.fixture
+def ctx(request):
+    """The rank's Context, in the body of a test marked `ranks`."""
+    if request.node.get_closest_marker("ranks") is None:
+        pytest.fail("ctx is the Context of a rank: mark the test with @pytest.mark.ranks(...)", pytrace=False)
+    return _ContextOfTheRank()
+
+
+class _ContextOfTheRank:
+    """Stands for ctx in pytest's own process, where there is no rank."""
+
+    def __getattr__(self, name):
+        raise AttributeError(f"ctx.{name}: ctx exists on the ranks only, in the body of the test and not in a fixture")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("ranks") is None or not hasattr(item, "callspec"):
+        return
+    from tkernels.comm.runtime import RUNTIME
+
+    if RUNTIME == "nvshmem":
+        import torch
+
+        needed, found = item.callspec.params[_SIZE], torch.cuda.device_count()
+        if found < needed:
+            pytest.skip(f"needs {needed} GPUs, found {found}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    marker = pyfuncitem.get_closest_marker("ranks")
+    if marker is None:
+        return None
+    from tkernels.launch import RankError
+
+    failure = None
+    try:
+        skips = _pool(pyfuncitem).run(_run_body, _body_of(pyfuncitem), timeout_s=_timeout_s(marker, pyfuncitem.config))
+    except RankError as error:
+        failure = str(error)
+    if failure is None and any(skips):
+        if all(skips):
+            pytest.skip(skips[0])
+        rank = next(rank for rank, reason in enumerate(skips) if reason)
+        others = [rank for rank, reason in enumerate(skips) if not reason]
+        failure = f"rank {rank} skipped ({skips[rank]}), but ranks {others} did not; skip on every rank or on none"
+    if failure is not None:
+        pytest.fail(failure, pytrace=False)
+    return True
+
+
+def pytest_sessionfinish(session):
+    pools = session.config.stash[_POOLS]
+    while pools:
+        _close_oldest(session.config)
+    if session.config.stash[_CLOSE_ERRORS] and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    for error in config.stash[_CLOSE_ERRORS]:
+        terminalreporter.section("ranks failed to finalize after their tests", red=True)
+        terminalreporter.write_line(error)
+
+
+def _sizes(marker) -> tuple[int, ...]:
+    sizes, unknown = marker.args, set(marker.kwargs) - {"timeout_s"}
+    if not sizes or unknown or any(type(size) is not int or size < 1 for size in sizes):
+        options = [repr(size) for size in sizes] + [f"{name}={value!r}" for name, value in marker.kwargs.items()]
+        raise pytest.UsageError(
+            f"@pytest.mark.ranks({', '.join(options)}): give one or more numbers of ranks, and timeout_s=seconds if need "
+            "be, as in @pytest.mark.ranks(2, 4, timeout_s=60)"
+        )
+    return sizes
+
+
+def _timeout_s(marker, config) -> float:
+    timeout_s = marker.kwargs.get("timeout_s")
+    return float(config.getini("tkernels_timeout") if timeout_s is None else timeout_s)
+
+
+def _pool(item):
+    from tkernels.launch import RankPool
+
+    pools, ranks = item.config.stash[_POOLS], item.callspec.params[_SIZE]
+    pool = pools.pop(ranks, None)
+    if pool is None:
+        pool = RankPool(ranks)
+        while len(pools) >= MAX_POOLS:
+            _close_oldest(item.config)
+    pools[ranks] = pool  # the newest last
+    return pool
+
+
+def _close_oldest(config):
+    from tkernels.launch import RankError
+
+    pools = config.stash[_POOLS]
+    try:
+        pools.pop(next(iter(pools))).close()
+    except RankError as error:  # no test's fault: reported at the end of the session
+        config.stash[_CLOSE_ERRORS].append(str(error))
+
+
+# The way of a test's body to the ranks
+
+
+@dataclass(frozen=True)
+class _Body:
+    """Where a test's function is, and the values to call it with, pickled one by one; None stands for ctx."""
+
+    module: str
+    path: str
+    import_path: list[str]
+    class_name: str
+    function: str
+    values: dict[str, bytes | None]
+
+
+def _body_of(item) -> _Body:
+    from tkernels.launch import dumps
+
+    values, problem = {}, None
+    for name in inspect.signature(item.function).parameters:
+        if name not in item.funcargs:
+            continue
+        value = item.funcargs[name]
+        try:
+            values[name] = None if isinstance(value, _ContextOfTheRank) else dumps(value)
+        except Exception as error:  # a value's own reduction can raise anything
+            problem = f"the value of fixture {name!r} ({type(value).__name__}) cannot be sent to the ranks: {error}"
+    if problem is not None:
+        pytest.fail(
+            f"{problem}. Fixtures run in pytest's process; make the value in the body of the test, or one that pickles.",
+            pytrace=False,
+        )
+    return _Body(
+        module=item.module.__name__,
+        path=item.module.__file__,
+        import_path=sys.path,
+        class_name=item.cls.__qualname__ if item.cls else "",
+        function=item.originalname,
+        values=values,
+    )
+
+
+def _run_body(ctx, body: _Body) -> str:
+    """Run a test's body on this rank; the result is why it skipped, or "" if it did not."""
+    sys.path[:] = body.import_path
+    owner = _load(body.module, body.path)
+    values = {name: ctx if value is None else pickle.loads(value) for name, value in body.values.items()}
+    for name in filter(None, body.class_name.split(".")):
+        owner = getattr(owner, name)
+    function = getattr(owner() if body.class_name else owner, body.function)
+    try:
+        function(**values)
+    except pytest.skip.Exception as skipped:
+        return skipped.msg or "skipped"
+    return ""
+
+
+def _load(name: str, path: str):
+    """The module of that name from that file: a test module need not be importable, and two may share a name."""
+    module = sys.modules.get(name)
+    if module is not None and getattr(module, "__file__", None) == path:
+        return module
+    if "." in name:
+        importlib.import_module(name.rpartition(".")[0])
+    loader = _AssertionLoader(name, path)
+    module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, path, loader=loader))
+    sys.modules[name] = module
+    try:
+        loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+class _AssertionLoader(importlib.machinery.SourceFileLoader):
+    """Loads a test module with pytest's rewritten asserts, so that a failing one shows its values on the ranks as well."""
+
+    def get_code(self, fullname):
+        # not through the cache of byte code, which belongs to the module as it is written
+        source = self.get_data(self.path)
+        tree = ast.parse(source, self.path)
+        try:
+            from _pytest.assertion.rewrite import rewrite_asserts
+        except ImportError:  # not a public name of pytest; without it the asserts work, with less to read
+            pass
+        else:
+            rewrite_asserts(tree, source, self.path)
+        return compile(tree, self.path, "exec", dont_inherit=True)
