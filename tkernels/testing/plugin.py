@@ -9,7 +9,8 @@
 
 `ctx` is the rank's Context. Fixtures run in pytest's process; the body receives their values, which therefore have to
 pickle. A body may skip, if it does so on every rank. The ranks are kept between tests, with their Context; a failure
-ends them and the next test starts new ones. On the nvshmem runtime a test that needs more GPUs than there are is skipped.
+ends them and the next test starts new ones. On the nvshmem runtime a test that needs more GPUs than there are is
+skipped.
 
 The time limit of one test is that of the marker (``timeout_s=60``), else the ini option ``tkernels_timeout`` (120
 seconds). A test beyond it fails and shows the stack of every rank.
@@ -135,8 +136,8 @@ def _sizes(marker) -> tuple[int, ...]:
     if not sizes or unknown or any(type(size) is not int or size < 1 for size in sizes):
         options = [repr(size) for size in sizes] + [f"{name}={value!r}" for name, value in marker.kwargs.items()]
         raise pytest.UsageError(
-            f"@pytest.mark.ranks({', '.join(options)}): give one or more numbers of ranks, and timeout_s=seconds if need "
-            "be, as in @pytest.mark.ranks(2, 4, timeout_s=60)"
+            f"@pytest.mark.ranks({', '.join(options)}): give one or more numbers of ranks, and timeout_s=seconds "
+            "if need be, as in @pytest.mark.ranks(2, 4, timeout_s=60)"
         )
     return sizes
 
@@ -198,7 +199,8 @@ def _body_of(item) -> _Body:
             problem = f"the value of fixture {name!r} ({type(value).__name__}) cannot be sent to the ranks: {error}"
     if problem is not None:
         pytest.fail(
-            f"{problem}. Fixtures run in pytest's process; make the value in the body of the test, or one that pickles.",
+            f"{problem}. Fixtures run in pytest's process; make this value in the body of the test, "
+            "or let the fixture return one that pickles.",
             pytrace=False,
         )
     return _Body(
@@ -245,7 +247,7 @@ def _load(name: str, path: str):
 
 
 class _AssertionLoader(importlib.machinery.SourceFileLoader):
-    """Loads a test module with pytest's rewritten asserts, so that a failing one shows its values on the ranks as well."""
+    """Loads a test module with pytest's rewritten asserts: one that fails on a rank shows its values, too."""
 
     def get_code(self, fullname):
         # not through the cache of byte code, which belongs to the module as it is written

@@ -1,0 +1,107 @@
+"""How the tests of matrix products make operands and judge results.
+
+Two kinds of data, two kinds of equality. `integers` are small, so fp32 sums of their products are exact: a lost row, a
+tile of the wrong rank or a doubled bias shows in ``torch.equal``, without any tolerance. `normal` values test rounding,
+within a `tolerance` that follows from dtype and number of terms.
+"""
+
+import math
+
+import torch
+
+AWKWARD_SHAPES = [  # (M, N, K)
+    (1, 16, 32),  # one row
+    (1, 1, 1),
+    (7, 13, 31),  # primes
+    (64, 32, 8),  # K smaller than a block
+    (65, 33, 129),  # one over a block each way
+    (37, 96, 50),  # many blocks of columns, part of a block of rows
+]
+
+
+def integers(shape, dtype: torch.dtype, seed: int, low: int = -4, high: int = 4, device="cpu") -> torch.Tensor:
+    """Integers of low to high, both included; the same on every device and rank for one seed.
+
+    Sums of products are exact in fp32 while ``terms * max(|low|, high)**2`` is at most 2**24.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(low, high + 1, _sizes(shape), generator=generator).to(device=device, dtype=dtype)
+
+
+def normal(shape, dtype: torch.dtype, seed: int, device="cpu") -> torch.Tensor:
+    """Values of mean 0 and variance 1, rounded to dtype; the same on every device and rank for one seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(_sizes(shape), generator=generator).to(device=device, dtype=dtype)
+
+
+def _sizes(shape) -> tuple[int, ...]:
+    return (shape,) if isinstance(shape, int) else tuple(shape)
+
+
+def poison(t: torch.Tensor) -> torch.Tensor:
+    """Fill t with NaN, or with its dtype's largest value where there is no NaN, and return it.
+
+    What a kernel forgets to write, or reads before it has arrived, then shows.
+    """
+    if t.is_floating_point() or t.is_complex():
+        return t.fill_(math.nan)
+    return t.fill_(True if t.dtype is torch.bool else torch.iinfo(t.dtype).max)
+
+
+def tolerance(dtype: torch.dtype, terms: int, roundings: int = 1, scale: float = 1.0) -> tuple[float, float]:
+    """(atol, rtol) for ``y = sum of `terms` products``, accumulated in fp32 and returned in dtype.
+
+    The products are independent, of mean 0 and standard deviation `scale` (1 for two operands of unit variance); the
+    reference has the same operands, to the bit, and is exact. With n = terms and u = 2**-24, y is about scale * sqrt(n):
+
+    - *accumulation, rounded*: adding the k-th product errs by at most u |s_k|, where s_k, the sum so far, is about
+      scale * sqrt(k). As a random walk this has a standard deviation below u * scale * n / sqrt(6). For the worst of many
+      elements, whose own sums are large too, we allow 20 of these: 8 u * scale * n.
+    - *accumulation, truncated*, as tensor cores do it: an addition errs by up to 2 u |s_k|, by half of that on average,
+      always towards zero; but one adds 16 products. Along the path to a result six deviations out, |s_k| averages
+      4 scale * sqrt(n), so that n / 16 additions err by u * scale * n**1.5 / 4.
+    - *the result*, rounded to dtype, errs by eps(dtype) / 2 of itself, hence rtol; below the normal numbers, by half of
+      the spacing there.
+    - *staging*: `roundings` counts roundings to dtype on the way, the result's included. Each of the others applies to a
+      partial sum, no larger than about scale * sqrt(n), which may cancel later, so it counts into atol: independent
+      errors with a standard deviation of eps / 2 / sqrt(3) of that, and we allow six.
+
+    A bias is one more term. An activation of slope at most 1.13 (all of ours) fits into what the first item allows.
+    """
+    half_ulp = torch.finfo(dtype).eps / 2
+    accumulation = 2.0**-24 * scale * (8 * terms + terms**1.5 / 4)
+    staging = 6 / math.sqrt(3) * half_ulp * scale * math.sqrt((roundings - 1) * terms)
+    return accumulation + staging + torch.finfo(dtype).smallest_normal * half_ulp, half_ulp
+
+
+def assert_close_to(
+    got: torch.Tensor, want_fp64: torch.Tensor, terms: int, roundings: int = 1, scale: float = 1.0
+) -> None:
+    """Every element of `got` is within `tolerance` of a reference computed in fp64.
+
+    Raises AssertionError naming the worst element and how many are off, TypeError for a reference that is not fp64,
+    ValueError for one that is not finite.
+    """
+    if want_fp64.dtype is not torch.float64:
+        raise TypeError(f"the reference is {want_fp64.dtype}; compute it in torch.float64, it must add no error")
+    assert got.shape == want_fp64.shape, f"shape {tuple(got.shape)}, want {tuple(want_fp64.shape)}"
+    if got.numel() == 0:
+        return
+    want = want_fp64.detach().cpu()
+    if not want.isfinite().all():
+        raise ValueError("the reference has elements that are not finite; no result can be near them")
+    atol, rtol = tolerance(got.dtype, terms, roundings, scale)
+    values = got.detach().cpu().double()
+    error = (values - want).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+    allowed = atol + rtol * want.abs()
+    off = error > allowed
+    if not off.any():
+        return
+    excess = (error / allowed).reshape(-1)
+    at = tuple(int(i) for i in torch.unravel_index(excess.argmax(), got.shape))
+    raise AssertionError(
+        f"{int(off.sum())} of {got.numel()} elements are off, the worst at {at}: got {values[at]:.9g}, "
+        f"want {want[at]:.9g}, error {error[at]:.3g}, allowed {allowed[at]:.3g} "
+        f"({got.dtype}, terms={terms}, roundings={roundings}, scale={scale:g}: atol {atol:.3g}, rtol {rtol:.3g}; "
+        f"{int((~values.isfinite()).sum())} not finite)"
+    )
