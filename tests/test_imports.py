@@ -1,0 +1,154 @@
+"""Imports: one module object a file, light ones, and in one direction, layers -> tkernels -> comm."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+def python(code: str, cwd: Path) -> str:
+    """Run `code` in a new interpreter that sees `cwd` first, as one started there does; returns what it printed."""
+    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+ALIASES = """
+import sys
+{imports}
+for name in ("comm", "layers", "comm.errors"):
+    assert sys.modules[name] is sys.modules["tkernels." + name], name
+    assert sys.modules[name].__name__ == sys.modules[name].__spec__.name == "tkernels." + name, name
+assert runtime is sys.modules["tkernels.comm.runtime"]
+try:
+    import comm.absent
+except ModuleNotFoundError as error:
+    print(error)
+"""
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("order", ["short name first", "long name first"])
+def test_a_checkout_gives_the_same_modules_under_both_names(checkout, order):
+    short = ["import comm", "import layers", "import comm.errors", "from comm import runtime"]
+    long = ["import tkernels.comm", "import tkernels.layers", "import tkernels.comm.errors"]
+    imports = short + long if order == "short name first" else long + short
+    assert python(ALIASES.format(imports="\n".join(imports)), checkout) == "No module named 'comm.absent'"
+
+
+def test_an_install_leaves_other_top_level_names_alone(checkout, tmp_path):
+    """Another project's `comm` (Jupyter has one) stays what it was; ours is found in a checkout's root only."""
+    (tmp_path / "comm.py").write_text("")
+    lines = [
+        "from importlib.util import find_spec",
+        "import comm, tkernels.comm",
+        "assert comm is not tkernels.comm",
+        "print([find_spec(name) for name in ('comm', 'layers', 'tests', 'bench')])",
+    ]
+    found = python("\n".join(lines), tmp_path)
+    assert str(tmp_path / "comm.py") in found
+    assert str(checkout) not in found
+
+
+def test_import_needs_neither_cuda_nor_nvshmem_and_loads_no_tool(tmp_path):
+    """The finder stands for a machine without NVSHMEM; no device is visible."""
+    lines = [
+        "import os, sys",
+        "os.environ['CUDA_VISIBLE_DEVICES'] = ''",
+        "os.environ.pop('TKERNELS_RUNTIME', None)",
+        "class Without:",
+        "    def find_spec(self, name, path=None, target=None):",
+        "        if name.split('.')[0] == 'nvshmem': raise ModuleNotFoundError(name, name=name)",
+        "sys.meta_path.insert(0, Without())",
+        "import tkernels, tkernels.comm, tkernels.layers",
+        "print(sorted({'nvshmem', 'matplotlib', 'pytest', 'rich'} & set(sys.modules)))",
+    ]
+    assert python("\n".join(lines), tmp_path) == "[]"
+
+
+# The rule of imports. It reads the sources, so it sees imports inside functions and holds for modules that cannot be
+# imported here.
+
+APPLICATIONS = ("cli", "demo", "doctor", "testing")  # the parts of tkernels that stand above the layers
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """The dotted names that a module imports; `from a import b` counts as a.b, since b may be a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names)
+
+
+def broken(module: str, source: str) -> list[str]:
+    """What `module` (dotted, within tkernels) imports against the rule."""
+
+    def within(name: str, *packages: str) -> bool:
+        return any(name == package or name.startswith(package + ".") for package in packages)
+
+    def forbidden(name: str) -> bool:
+        if within(name, "nvshmem"):
+            return module not in ("tkernels.comm.nvshmem_runtime", "tkernels.comm.device_nvshmem")
+        if name.startswith(".") or within(name, "comm", "layers"):
+            return True  # modules are imported by their one absolute name
+        if within(module, "tkernels.comm"):
+            return within(name, "tkernels") and not within(name, "tkernels.comm", "tkernels._alias")
+        above = [f"tkernels.{part}" for part in APPLICATIONS]
+        if within(module, *above):
+            return False
+        return within(name, *above) or (within(name, "tkernels.layers") and not within(module, "tkernels.layers"))
+
+    return [name for name in imported(ast.parse(source)) if forbidden(name)]
+
+
+def sources(checkout: Path) -> Iterator[tuple[str, str]]:
+    for folder, package in (("tkernels", "tkernels"), ("comm", "tkernels.comm"), ("layers", "tkernels.layers")):
+        for file in (checkout / folder).rglob("*.py"):
+            below = file.relative_to(checkout / folder).with_suffix("").parts
+            yield ".".join((package, *below)).removesuffix(".__init__"), file.read_text()
+
+
+@pytest.mark.quick
+def test_imports_go_from_layers_to_tkernels_to_comm(checkout):
+    assert {module: names for module, text in sources(checkout) if (names := broken(module, text))} == {}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "module, line",
+    [
+        ("tkernels.comm.heap", "import tkernels.gemm"),
+        ("tkernels.comm.heap", "from tkernels import gemm"),
+        ("tkernels.comm.heap", "def f():\n    from tkernels.layers.linear import ColumnParallelLinear"),
+        ("tkernels.comm", "import tkernels"),
+        ("tkernels.gemm", "from tkernels.layers import linear"),
+        ("tkernels", "from tkernels import layers"),
+        ("tkernels.gemm", "from tkernels.testing import plugin"),
+        ("tkernels.layers.linear", "import tkernels.cli"),
+        ("tkernels.gemm", "from .tiles import offsets"),
+        ("tkernels.gemm", "import comm.heap"),
+        ("tkernels.comm.heap", "import nvshmem.core"),
+        ("tkernels.doctor", "from nvshmem import core"),
+    ],
+)
+def test_the_rule_sees_a_violation(module, line):
+    assert broken(module, line)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "module, line",
+    [
+        ("tkernels.comm.nvshmem_runtime", "import nvshmem.core"),
+        ("tkernels.comm.heap", "from tkernels.comm import regions"),
+        ("tkernels.gemm", "from tkernels.comm.device import put"),
+        ("tkernels.layers.linear", "import tkernels"),
+        ("tkernels.demo", "from tkernels.layers import linear"),
+    ],
+)
+def test_the_rule_lets_the_rest_through(module, line):
+    assert not broken(module, line)
