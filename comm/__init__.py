@@ -4,3 +4,25 @@ if __name__ == "comm":  # imported from a checkout's root; see tkernels/_alias.p
     from tkernels._alias import alias
 
     alias("comm", "tkernels.comm")
+else:
+    from tkernels.comm.context import Context, current_context, finalize, find_context, init
+    from tkernels.comm.errors import Fault, HeapExhaustedError, MismatchError, TkernelsError, WaitTimeoutError
+    from tkernels.comm.heap import SymmetricHeap
+    from tkernels.comm.regions import Regions
+    from tkernels.comm.runtime import RUNTIME
+
+    __all__ = [
+        "Context",
+        "Fault",
+        "HeapExhaustedError",
+        "MismatchError",
+        "RUNTIME",
+        "Regions",
+        "SymmetricHeap",
+        "TkernelsError",
+        "WaitTimeoutError",
+        "current_context",
+        "finalize",
+        "find_context",
+        "init",
+    ]

@@ -1,0 +1,230 @@
+"""Context: what the ranks of one group share. Made by `init`, given back by `finalize`."""
+
+import itertools
+import time
+
+import torch
+import torch.distributed as dist
+
+from tkernels.comm import runtime
+from tkernels.comm.device import (
+    BASES,
+    CLOCK,
+    FAULT_FIELDS,
+    FAULT_RECORD,
+    FAULTS,
+    HOST_FLAG,
+    RANK,
+    SIZE,
+    TIMEOUT_NS,
+    TRANSPORTS,
+    operation_name,
+)
+from tkernels.comm.errors import Fault, TkernelsError, WaitTimeoutError
+from tkernels.comm.group import Group
+from tkernels.comm.heap import SymmetricHeap
+from tkernels.comm.workspace import Workspace
+
+DEFAULT_HEAP_BYTES = {"simulated": 256 << 20, "nvshmem": 2 << 30}
+DEFAULT_PROGRAMS = {"simulated": 4}  # on a GPU: its number of multiprocessors
+
+_contexts: dict[str, "Context"] = {}
+_names = itertools.count()
+
+
+def init(
+    group: dist.ProcessGroup | None = None,
+    *,
+    heap_bytes: int | None = None,
+    transport: str = "auto",
+    timeout_s: float = 60.0,
+    num_programs: int | None = None,
+) -> "Context":
+    """Collective over `group`. Symmetric memory and workspaces for its ranks; the result becomes the default context.
+
+    group: any torch process group; None is the default group, or this process alone without torch.distributed. On the
+        nvshmem runtime the first init of a process must be made by all ranks of the default group, each for its group.
+    heap_bytes: symmetric memory a rank, for workspaces and for `Context.empty`. Default: 256 MiB simulated, 2 GiB on GPUs.
+    transport: "simulated", "peer", "nvshmem", or "auto" for the preferred one that reaches every rank.
+    timeout_s: how long a wait for a peer's signal may take before every rank raises WaitTimeoutError.
+    num_programs: programs of a persistent kernel. Default: the GPU's multiprocessors, or 4 simulated.
+
+    Raises ValueError for a transport that can't be used here, MismatchError if the ranks' options differ.
+    """
+    return Context(group, heap_bytes, transport, timeout_s, num_programs)
+
+
+def finalize(ctx: "Context | None" = None):
+    """Collective. Give a context's memory back; None is the default context."""
+    (ctx or current_context()).finalize()
+
+
+def current_context() -> "Context":
+    """The context of the latest `init` that has not been finalized. Raises TkernelsError if there is none."""
+    if not _contexts:
+        raise TkernelsError("no context: call tkernels.init() on every rank first, or pass ctx=...")
+    return next(reversed(_contexts.values()))
+
+
+def find_context(name: str) -> "Context":
+    """The context of that name; torch operators carry names, since an operator's arguments are plain values."""
+    if name not in _contexts:
+        raise TkernelsError(f"context {name!r} has been finalized; open contexts: {', '.join(_contexts) or 'none'}")
+    return _contexts[name]
+
+
+class Context:
+    """One group's symmetric heap, its signal workspaces, and the table that kernels address peers with.
+
+    Attributes: group, rank, size, device, transport, timeout_s, num_programs, heap, name.
+    """
+
+    def __init__(self, group, heap_bytes, transport, timeout_s, num_programs):
+        self.group = Group(group)
+        self.rank, self.size = self.group.rank, self.group.size
+        self.device = runtime.device()
+        self.runtime = runtime.RUNTIME
+        self.timeout_s = timeout_s
+        self.num_programs = num_programs or DEFAULT_PROGRAMS.get(self.runtime) or _multiprocessors()
+        self._workspaces: dict[int, Workspace] = {}
+        self._constants = {}
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s={timeout_s} must be positive")
+        if transport != "auto" and transport not in TRANSPORTS:
+            raise ValueError(f"transport={transport!r} is unknown; use auto, {', '.join(TRANSPORTS)}")
+
+        heap_bytes = heap_bytes or DEFAULT_HEAP_BYTES[self.runtime]
+        self.heap = SymmetricHeap(self.group, heap_bytes, runtime.open_segment)
+        available = self.group.gather((runtime.transports(self.heap.segment), transport, self.num_programs))
+        usable = [t for t in available[0][0] if all(t in theirs for theirs, _, _ in available)]
+        self.transport = usable[0] if transport == "auto" and usable else transport
+        if self.transport not in usable:
+            self.heap.close()
+            raise ValueError(
+                f"transport={transport!r} can't reach every rank on the {self.runtime} runtime; usable: {', '.join(usable)}"
+            )
+        if len({options for _, *options in map(tuple, available) for options in [tuple(options)]}) > 1:
+            self.heap.close()
+            raise ValueError(
+                f"init(): (transport, num_programs) differ between ranks: {[(t, n) for _, t, n in available]}"
+            )
+        self.transport_id = TRANSPORTS[self.transport]
+
+        words = FAULT_RECORD.value * (1 + self.size)
+        self._faults = self.heap.empty(words, dtype=torch.int64)
+        self._faults.zero_()
+        self._clock = torch.zeros(1, dtype=torch.int64, device=self.device)
+        pinned = self.device.type == "cuda"
+        self._host_flag = torch.zeros(1, dtype=torch.int64, pin_memory=pinned)
+        self.table = self._make_table()
+        self.group.barrier()
+        self.name = f"context{next(_names)}"
+        _contexts[self.name] = self
+
+    def _make_table(self) -> torch.Tensor:
+        segment = self.heap.segment
+        head = [0] * BASES.value
+        head[RANK.value], head[SIZE.value] = self.rank, self.size
+        head[TIMEOUT_NS.value] = int(self.timeout_s * 1e9)
+        head[FAULTS.value] = self._faults.data_ptr()
+        head[HOST_FLAG.value] = self._host_flag.data_ptr()
+        head[CLOCK.value] = self._clock.data_ptr()
+        words = [*head, *segment.bases, *segment.symmetric_bases, *segment.pes]
+        return torch.tensor(words, dtype=torch.int64, device=self.device)
+
+    def __repr__(self):
+        return f"Context({self.name}: rank {self.rank} of {self.size}, {self.runtime} runtime, transport {self.transport})"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.finalize()
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Collective. A tensor in symmetric memory, uninitialised; see `SymmetricHeap.empty`."""
+        return self.heap.empty(*shape, dtype=dtype)
+
+    def free(self, tensor: torch.Tensor):
+        """Give back a tensor of `empty`; all ranks, in the same order."""
+        self.heap.free(tensor)
+
+    def workspace(self) -> Workspace:
+        """The current stream's workspace; made at its first use, which all ranks must come to in the same order."""
+        stream = torch.cuda.current_stream().cuda_stream if self.device.type == "cuda" else 0
+        if stream not in self._workspaces:
+            self._workspaces[stream] = Workspace(self)
+        return self._workspaces[stream]
+
+    def constant(self, key, make) -> torch.Tensor:
+        """A small integer tensor on the device, made from `make()` once for each `key`: schedules and offsets."""
+        if key not in self._constants:
+            self._constants[key] = torch.tensor(make(), dtype=torch.int64).to(self.device)
+        return self._constants[key]
+
+    def launch(self, kernel, num_programs: int, *arguments, **options):
+        """Run a kernel of `num_programs` programs; raises WaitTimeoutError if a wait of this or an earlier one expired."""
+        if self.failed:
+            self.check()
+        if self.transport == "nvshmem":
+            from tkernels.comm.nvshmem_runtime import device_library
+
+            options["extern_libs"] = {"libnvshmem_device": device_library()}
+        if self.runtime == "nvshmem":
+            # Programs wait for each other, so all must be resident at once: a cooperative launch refuses otherwise.
+            kernel[(num_programs,)](*arguments, launch_cooperative_grid=True, **options)
+            return
+        from tkernels.comm.device_simulated import WaitExpired
+
+        try:
+            kernel[(num_programs,)](*arguments, **options)
+        except WaitExpired:
+            self.check()
+            raise
+
+    @property
+    def failed(self) -> bool:
+        """True once this rank knows that a wait expired; costs a read of host memory. `check()` says which."""
+        return bool(self._host_flag.item()) or (self.device.type == "cpu" and bool(self._faults[0].item()))
+
+    def check(self):
+        """Raise WaitTimeoutError if a wait expired on this rank, or on a peer that told us. Waits for the device."""
+        deadline = time.monotonic() + 5.0  # a flag is raised a moment before its record is complete
+        while True:
+            words = self._faults.cpu().view(-1, FAULT_RECORD.value)
+            if not words[0, 0]:
+                return
+            written = [record for record in words[1:].tolist() if record[0]]
+            if written or time.monotonic() > deadline:
+                break
+        self._host_flag.fill_(1)
+        if not written:
+            raise TkernelsError("a wait on a signal expired, but its record was lost; the context can't be used any more")
+        fields = dict(zip(FAULT_FIELDS[1:], written[0][1:], strict=False))
+        fields["operation"] = operation_name(fields["operation"])
+        raise WaitTimeoutError(Fault(**fields), self.timeout_s)
+
+    def barrier(self):
+        """Collective, on the current stream: later work starts after all ranks' earlier work on their streams."""
+        from tkernels.comm.collectives import barrier
+
+        barrier(self)
+
+    def finalize(self):
+        """Collective. Give the memory back; the context and its tensors must not be used any more. May be repeated.
+
+        After an expired wait it does not meet the other ranks, which may be gone.
+        """
+        if _contexts.pop(self.name, None) is None:
+            return
+        if not self.failed:
+            self.group.barrier()
+        elif self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self._workspaces.clear()
+        self._constants.clear()
+        self.heap.close()
+
+
+def _multiprocessors() -> int:
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count

@@ -1,0 +1,307 @@
+"""The device verbs: put, get, put_signal, signal, wait_signal, fence, quiet, peer.
+
+Three transports stand behind one constexpr:
+
+SIMULATED  Triton's interpreter; peers' memory is mapped into the process.
+PEER       compiled; NVSHMEM's memory is reached by load and store through the addresses of nvshmem_ptr.
+NVSHMEM    compiled; NVSHMEM's own device calls, which also reach other nodes.
+
+All verbs are for whole programs: every thread of a program comes here together. `table` is the context's int64 table,
+laid out as below; `rank` is always a rank within the group. Signals are int64 words that only grow.
+"""
+
+import triton
+import triton.language as tl
+
+from tkernels.comm.device_nvshmem import SIGNAL_ADD, SIGNAL_SET, getmem_block, putmem_block, putmem_signal_block
+from tkernels.comm.device_nvshmem import fence as nvshmem_fence
+from tkernels.comm.device_nvshmem import quiet as nvshmem_quiet
+from tkernels.comm.device_simulated import delay, give_up, spin
+
+SIMULATED = tl.constexpr(0)
+PEER = tl.constexpr(1)
+NVSHMEM = tl.constexpr(2)
+TRANSPORTS = {"simulated": 0, "peer": 1, "nvshmem": 2}
+
+# The table: words 0 to 7 as named, then for each rank its base address as mapped here, then its NVSHMEM base, its pe.
+RANK = tl.constexpr(0)
+SIZE = tl.constexpr(1)
+TIMEOUT_NS = tl.constexpr(2)
+FAULTS = tl.constexpr(3)  # address of this rank's fault words
+HOST_FLAG = tl.constexpr(4)  # address of a word in host memory that says "look at the fault words"; 0 if none
+CLOCK = tl.constexpr(5)  # address of a word that waits share to read one clock
+BASES = tl.constexpr(8)
+
+# The fault words of a rank: word 0 is the flag; then a record for each rank of the group, written by that rank.
+FAULT_RECORD = tl.constexpr(8)
+FAULT_FIELDS = ("written", "operation", "rank", "peer", "chunk", "expected", "seen")
+
+POLLS_PER_LOOK = tl.constexpr(256)  # polls of a signal between two looks at clock and fault flag; a poll takes about 1 us
+
+SET = tl.constexpr(0)
+ADD = tl.constexpr(1)
+
+_operations = ["unnamed"]
+
+
+def operation(name: str) -> tl.constexpr:
+    """Register an operation's name for the records of expired waits; kernels pass the number on."""
+    _operations.append(name)
+    return tl.constexpr(len(_operations) - 1)
+
+
+def operation_name(number: int) -> str:
+    return _operations[number]
+
+
+@triton.jit
+def peer(pointer, rank, table, ALIGN: tl.constexpr = 1):
+    """The pointer to the same object in `rank`'s part of the heap, for loads and stores.
+
+    ALIGN is what the caller knows of the address in bytes: without 16 a store to a peer is split into element-wide ones.
+    """
+    mine = tl.load(table + BASES + tl.load(table + RANK))
+    theirs = tl.load(table + BASES + rank)
+    return tl.multiple_of((pointer.to(tl.int64) - mine + theirs).to(pointer.dtype), ALIGN)
+
+
+@triton.jit
+def _symmetric_address(pointer, rank, table):
+    size = tl.load(table + SIZE)
+    mine = tl.load(table + BASES + tl.load(table + RANK))
+    return pointer.to(tl.int64) - mine + tl.load(table + BASES + size + rank)
+
+
+@triton.jit
+def _pe(rank, table):
+    return tl.load(table + BASES + 2 * tl.load(table + SIZE) + rank).to(tl.int32)
+
+
+@triton.jit
+def copy(dst, src, num_elements, BLOCK: tl.constexpr, ALIGN: tl.constexpr = 1):
+    """Copy contiguous elements with this program's threads, BLOCK at a time. Orders nothing."""
+    dst = tl.multiple_of(dst, ALIGN)
+    src = tl.multiple_of(src, ALIGN)
+    for start in range(0, num_elements, BLOCK):
+        at = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
+        tl.store(dst + at, tl.load(src + at, mask=at < num_elements), mask=at < num_elements)
+
+
+@triton.jit
+def put(dst, src, num_elements, rank, table, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr = 1):
+    """Copy `num_elements` of local `src` to `dst` in `rank`'s memory.
+
+    Orders: nothing by itself; `fence` orders it before later signals to the same rank, `quiet` completes it.
+    Reuse: `src` may be overwritten after `quiet()`.
+    """
+    if TRANSPORT == NVSHMEM:
+        num_bytes = tl.cast(num_elements, tl.int64) * (dst.dtype.element_ty.primitive_bitwidth // 8)
+        putmem_block(_symmetric_address(dst, rank, table), src.to(tl.int64), num_bytes, _pe(rank, table))
+    else:
+        copy(peer(dst, rank, table, ALIGN), src, num_elements, BLOCK, ALIGN)
+
+
+@triton.jit
+def get(dst, src, num_elements, rank, table, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr = 1):
+    """Copy `num_elements` of `src` in `rank`'s memory to local `dst`. Blocking: `dst` holds the data on return.
+
+    Orders: nothing on the remote side; the caller must have waited for a signal that says `src` is written.
+    """
+    if TRANSPORT == NVSHMEM:
+        num_bytes = tl.cast(num_elements, tl.int64) * (src.dtype.element_ty.primitive_bitwidth // 8)
+        getmem_block(dst.to(tl.int64), _symmetric_address(src, rank, table), num_bytes, _pe(rank, table))
+        tl.debug_barrier()
+    else:
+        copy(dst, peer(src, rank, table, ALIGN), num_elements, BLOCK, ALIGN)
+
+
+@triton.jit
+def put_signal(
+    dst, src, num_elements, signal_word, value, rank, table,
+    TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr = 1,
+):  # fmt: skip
+    """`put`, then set `signal_word` on `rank` to `value`.
+
+    Orders: a peer that sees `value` in `signal_word` also sees all of `dst`, and everything that this program wrote to
+    that rank or to its own memory before.
+    Does not order: puts of other programs, or anything on a third rank.
+    """
+    if TRANSPORT == NVSHMEM:
+        num_bytes = tl.cast(num_elements, tl.int64) * (dst.dtype.element_ty.primitive_bitwidth // 8)
+        tl.debug_barrier()  # src may have been written by other threads of this program
+        putmem_signal_block(
+            _symmetric_address(dst, rank, table), src.to(tl.int64), num_bytes,
+            _symmetric_address(signal_word, rank, table), value, SIGNAL_SET, _pe(rank, table),
+        )  # fmt: skip
+    else:
+        if TRANSPORT == SIMULATED:
+            delay()
+        copy(peer(dst, rank, table, ALIGN), src, num_elements, BLOCK, ALIGN)
+        signal(signal_word, value, rank, table, TRANSPORT)
+
+
+@triton.jit
+def signal(signal_word, value, rank, table, TRANSPORT: tl.constexpr, OPERATOR: tl.constexpr = SET):
+    """Set `signal_word` on `rank` to `value` (SET), or add `value` to it (ADD).
+
+    Orders: a peer that sees the new value also sees what this program put there or wrote to its own memory before.
+    """
+    value = tl.cast(value, tl.int64)
+    # Triton 3.6 issues a release by one thread with no barrier before it: other threads' stores could follow it.
+    tl.debug_barrier()
+    if TRANSPORT == NVSHMEM:
+        # The form for one thread would be called by every thread of the program and add many times.
+        nvshmem_fence()
+        address = _symmetric_address(signal_word, rank, table)
+        NVSHMEM_OPERATOR: tl.constexpr = SIGNAL_SET if OPERATOR == SET else SIGNAL_ADD
+        putmem_signal_block(address, address, 0, address, value, NVSHMEM_OPERATOR, _pe(rank, table))
+    else:
+        if TRANSPORT == SIMULATED:
+            delay()
+        word = peer(signal_word, rank, table)
+        if OPERATOR == SET:
+            tl.atomic_xchg(word, value, sem="release", scope="sys")
+        else:
+            tl.atomic_add(word, value, sem="release", scope="sys")
+
+
+@triton.jit
+def count(counter, TRANSPORT: tl.constexpr):
+    """Add one to a counter in this rank's own memory, for another program of this rank that waits on it.
+
+    Orders: whoever sees the new count also sees what this program wrote before.
+    """
+    tl.debug_barrier()
+    if TRANSPORT == SIMULATED:
+        delay()
+    tl.atomic_add(counter, tl.full((), 1, tl.int64), sem="release", scope="gpu")
+
+
+@triton.jit
+def wait_signal(
+    signal_word, epoch, table, source, chunk, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr
+):  # fmt: skip
+    """Wait until the local `signal_word` is at least `epoch`; `source` and `chunk` say whose signal it is, for the record.
+
+    Orders: what the signalling program ordered before its signal is visible to this program afterwards, to loads and to
+    TMA loads.
+    Ends: after the context's limit, or once any rank of the group has flagged a fault, the wait gives up. It leaves a
+    record with every rank that can be reached, and the host raises WaitTimeoutError; what the kernel computes from
+    here on is void.
+    """
+    epoch = tl.cast(epoch, tl.int64)
+    if TRANSPORT == SIMULATED:
+        if spin(signal_word, epoch, tl.load(table + TIMEOUT_NS), tl.load(table + FAULTS)) == 0:
+            seen = tl.atomic_add(signal_word, tl.full((), 0, tl.int64), sem="acquire", scope="sys")
+            _record_fault(table, source, chunk, epoch, seen, OPERATION)
+            give_up()
+    else:
+        seen = epoch - 1
+        polls = 0
+        start = tl.full((), 0, tl.int64)
+        while seen < epoch:
+            # An acquire load by one thread, broadcast to the others: adding 0 is how Triton spells it.
+            seen = tl.atomic_add(signal_word, tl.full((), 0, tl.int64), sem="acquire", scope="sys")
+            polls += 1
+            if polls % POLLS_PER_LOOK == 0:
+                # Every thread must come to the same verdict, or some would leave the loop and its barrier alone. So
+                # the clock is read through an atomic of one thread: it returns the latest time of the look before.
+                clock = tl.load(table + CLOCK).to(tl.pointer_type(tl.int64))
+                now = tl.atomic_max(clock, _globaltimer(), sem="relaxed", scope="gpu")
+                flag = tl.load(table + FAULTS).to(tl.pointer_type(tl.int64))
+                flagged = tl.atomic_add(flag, tl.full((), 0, tl.int64), sem="relaxed", scope="sys")
+                if polls == 2 * POLLS_PER_LOOK:
+                    start = now
+                expired = (polls > 2 * POLLS_PER_LOOK) & (now - start > tl.load(table + TIMEOUT_NS))
+                if (seen < epoch) & (expired | (flagged != 0)):
+                    _record_fault(table, source, chunk, epoch, seen, OPERATION)
+                    seen = epoch
+        # Data that arrived by a peer's stores may be read through the async proxy (TMA) next.
+        tl.inline_asm_elementwise(
+            "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def _globaltimer():
+    return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
+def _record_fault(table, source, chunk, epoch, seen, OPERATION: tl.constexpr):
+    flag = tl.load(table + FAULTS).to(tl.pointer_type(tl.int64))
+    host_flag = tl.load(table + HOST_FLAG)
+    if host_flag != 0:
+        tl.store(host_flag.to(tl.pointer_type(tl.int64)), tl.full((), 1, tl.int64))
+    first = tl.atomic_cas(flag, tl.full((), 0, tl.int64), tl.full((), 1, tl.int64), sem="relaxed", scope="sys")
+    if first == 0:
+        rank = tl.load(table + RANK)
+        for other in range(tl.load(table + SIZE).to(tl.int32)):
+            if tl.load(table + BASES + other) != 0:  # a rank out of reach of stores finds out by its own limit
+                theirs = peer(flag, other, table)
+                record = theirs + FAULT_RECORD * (1 + rank)
+                tl.store(record + 1, tl.full((), OPERATION, tl.int64))
+                tl.store(record + 2, tl.cast(rank, tl.int64))
+                tl.store(record + 3, tl.cast(source, tl.int64))
+                tl.store(record + 4, tl.cast(chunk, tl.int64))
+                tl.store(record + 5, tl.cast(epoch, tl.int64))
+                tl.store(record + 6, tl.cast(seen, tl.int64))
+                tl.debug_barrier()
+                tl.atomic_xchg(record, tl.full((), 1, tl.int64), sem="release", scope="sys")
+                tl.atomic_xchg(theirs, tl.full((), 1, tl.int64), sem="release", scope="sys")
+
+
+@triton.jit
+def fence(TRANSPORT: tl.constexpr):
+    """Order this program's puts before its later signals and puts to the same rank. Completes nothing."""
+    tl.debug_barrier()
+    if TRANSPORT == NVSHMEM:
+        nvshmem_fence()
+    elif TRANSPORT == PEER:
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def quiet(TRANSPORT: tl.constexpr):
+    """Return once this program's puts are complete: visible to their rank, and their sources free for reuse."""
+    tl.debug_barrier()
+    if TRANSPORT == NVSHMEM:
+        nvshmem_quiet()
+        tl.debug_barrier()
+    elif TRANSPORT == PEER:
+        tl.inline_asm_elementwise("fence.sc.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+        tl.debug_barrier()
+
+
+@triton.jit
+def publish(TRANSPORT: tl.constexpr):
+    """Complete this program's TMA stores, so that a later signal or count covers them.
+
+    Triton itself waits only until the shared memory may be reused (cp.async.bulk.wait_group.read), not for visibility.
+    """
+    if TRANSPORT != SIMULATED:
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0; fence.proxy.async.global; mov.u32 $0, 0;",
+            "=r", [], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def begin_epoch(state):
+    """The epoch of this launch. `state` is a workspace's [epoch, finished programs], in local memory."""
+    return tl.load(state) + 1
+
+
+@triton.jit
+def end_epoch(state, epoch):
+    """Last call of every program: the last one to come here advances the epoch for the next launch.
+
+    The epoch lives in device memory and not in the host's arguments, so a captured graph replays with fresh epochs.
+    """
+    tl.debug_barrier()
+    finished = tl.atomic_add(state + 1, tl.full((), 1, tl.int64), sem="acq_rel", scope="gpu")
+    if finished == tl.num_programs(0) - 1:
+        tl.store(state + 1, tl.full((), 0, tl.int64))
+        tl.store(state, epoch)

@@ -1,0 +1,50 @@
+"""The simulated transport's parts that are plain Python: what a wait and a delay are, by definition.
+
+These functions are called from kernels in the interpreter and never reached in compiled code.
+"""
+
+import ctypes
+import time
+
+from tkernels.comm import interpreter
+from tkernels.comm.errors import TkernelsError
+
+
+class WaitExpired(TkernelsError):
+    """Ends a launch of the interpreter; the context turns it into a WaitTimeoutError."""
+
+
+def _int(value) -> int:
+    data = value.handle.data if hasattr(value, "handle") else value
+    return int(data.item()) if hasattr(data, "item") else int(getattr(data, "value", data))
+
+
+@interpreter.builtin
+def spin(signal, epoch, timeout_ns, fault_flag):
+    """Return 1 once the 64-bit word at `signal` is at least `epoch`, 0 once the limit has passed or a fault is flagged.
+
+    The thread sleeps between looks: ranks outnumber cores, and a spinning thread would hold up the one it waits for.
+    """
+    word = ctypes.c_int64.from_address(_int(signal))
+    flag = ctypes.c_int64.from_address(_int(fault_flag))
+    wanted, limit = _int(epoch), time.monotonic_ns() + _int(timeout_ns)
+    interpreter.jitter()
+    pause = 20e-6
+    while word.value < wanted:
+        if flag.value or interpreter.aborted() or time.monotonic_ns() > limit:
+            return 0
+        time.sleep(pause)
+        pause = min(2 * pause, 1e-3)
+    return 1
+
+
+@interpreter.builtin
+def give_up():
+    """End this launch: a wait expired and its record is written."""
+    raise WaitExpired("a wait on a signal expired")
+
+
+@interpreter.builtin
+def delay():
+    """A random pause where the interpreter was given a seed for it; nothing otherwise."""
+    interpreter.jitter()

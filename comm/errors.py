@@ -1,0 +1,59 @@
+"""The errors that symmetric memory and its verbs raise, each with the fields that it reports."""
+
+from dataclasses import dataclass
+
+
+class TkernelsError(RuntimeError):
+    """Base class of what this library raises at run time; wrong arguments are ValueError or TypeError."""
+
+
+class MismatchError(TkernelsError):
+    """Ranks of one group asked for different things in one collective call. Every rank raises the same message."""
+
+
+class HeapExhaustedError(TkernelsError):
+    """A symmetric allocation does not fit. Fields in bytes: `asked`, `free` (largest block), `total`."""
+
+    def __init__(self, asked: int, free: int, total: int):
+        self.asked, self.free, self.total = asked, free, total
+        super().__init__(
+            f"symmetric heap exhausted: asked for {asked} bytes, the largest free block has {free} of {total} bytes; "
+            f"free tensors that are no longer needed or pass a larger heap_bytes to init()"
+        )
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What an expired wait leaves behind: rank `rank` in `operation` waited for `peer`'s signal of `chunk`."""
+
+    operation: str
+    rank: int
+    peer: int
+    chunk: int
+    expected: int
+    seen: int
+
+
+class WaitTimeoutError(TkernelsError):
+    """A wait on a signal expired, on this rank or on a peer of its group: `fault` says who waited for what.
+
+    The context can't be used any more, since its epochs are out of step; `finalize()` it and `init()` a new one.
+    """
+
+    def __init__(self, fault: Fault, timeout_s: float):
+        self.fault, self.timeout_s = fault, timeout_s
+        super().__init__(
+            f"{fault.operation}: rank {fault.rank} waited {timeout_s:g} s for the signal of rank {fault.peer}, chunk "
+            f"{fault.chunk}: expected epoch {fault.expected}, seen {fault.seen}. Rank {fault.peer} died, is slower than "
+            f"the limit, or did not make this call; all ranks must make the same calls in the same order "
+            f"(a longer limit: init(timeout_s=...))"
+        )
+
+    def __getattr__(self, name):
+        # The fault's fields are the error's: `error.peer` reads better than `error.fault.peer`.
+        if name in Fault.__dataclass_fields__ and "fault" in self.__dict__:
+            return getattr(self.fault, name)
+        raise AttributeError(name)
+
+    def __reduce__(self):
+        return type(self), (self.fault, self.timeout_s)

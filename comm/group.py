@@ -1,0 +1,41 @@
+"""The ranks that work together: a torch process group, or this process alone."""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+
+class Group:
+    """Rank, size and host-side exchange of one torch process group (gloo, nccl or any other backend)."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None):
+        """`process_group=None` is the default group, or one rank when torch.distributed is not initialised."""
+        if not dist.is_initialized():
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                raise ValueError(
+                    f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but torch.distributed is not initialised; call "
+                    f"torch.distributed.init_process_group() before init()"
+                )
+            self.process_group, self.rank, self.size, self.global_ranks = None, 0, 1, [0]
+            return
+        self.process_group = process_group if process_group is not None else dist.group.WORLD
+        if self.process_group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(f"rank {dist.get_rank()} is not a member of the group that was passed to init()")
+        self.rank = dist.get_rank(self.process_group)
+        self.size = dist.get_world_size(self.process_group)
+        self.global_ranks = dist.get_process_group_ranks(self.process_group)
+
+    def gather(self, value) -> list:
+        """Collective. Every rank's picklable `value`, in rank order."""
+        if self.size == 1:
+            return [value]
+        values = [None] * self.size
+        dist.all_gather_object(values, value, group=self.process_group)
+        return values
+
+    def barrier(self):
+        """Collective. Returns once every rank has come here (a host barrier, after the device's work so far)."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        self.gather(None)

@@ -1,0 +1,77 @@
+"""SymmetricHeap: memory that has the same layout on every rank of a group, so that a peer's copy can be addressed."""
+
+import math
+import os
+
+import torch
+
+from tkernels.comm.allocator import FirstFit
+from tkernels.comm.errors import HeapExhaustedError, MismatchError
+from tkernels.comm.group import Group
+from tkernels.comm.regions import ALIGNMENT, round_up
+
+
+class SymmetricHeap:
+    """A first-fit allocator over one segment of symmetric memory.
+
+    The heap belongs to one group. All ranks allocate and free in the same order, so an object has the same offset on
+    every rank; each allocation compares offset and size on all ranks before it returns.
+    """
+
+    def __init__(self, group: Group, num_bytes: int, open_segment):
+        """Collective. `open_segment(group, num_bytes)` is the runtime's; see `runtime.Segment`."""
+        asked = group.gather(num_bytes)
+        if len(set(asked)) > 1:
+            raise MismatchError(f"SymmetricHeap: ranks asked for different heap_bytes: {_by_rank(asked)}")
+        self.group = group
+        self.num_bytes = round_up(num_bytes, ALIGNMENT)
+        self.segment = open_segment(group, self.num_bytes)
+        self._blocks = FirstFit(self.num_bytes)
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Collective. An uninitialised contiguous tensor at the same offset on every rank, 256-byte aligned.
+
+        Raises MismatchError on every rank if shape or dtype give different sizes, HeapExhaustedError if it does
+        not fit. With TKERNELS_POISON=1 the memory is filled with NaN (all bits set).
+        """
+        if len(shape) == 1 and not isinstance(shape[0], int):
+            shape = tuple(shape[0])
+        num_bytes = math.prod(shape) * dtype.itemsize
+        size = round_up(max(num_bytes, 1), ALIGNMENT)
+        offset = self._blocks.find(size)
+        asked = self.group.gather((num_bytes, offset))
+        if len(set(asked)) > 1:
+            raise MismatchError(
+                f"symmetric allocation differs between ranks, in (bytes, offset): {_by_rank(asked)}; all ranks must "
+                f"allocate the same sizes in the same order"
+            )
+        if offset is None:
+            raise HeapExhaustedError(num_bytes, self._blocks.largest, self.num_bytes)
+        self._blocks.take(size)
+        memory = self.segment.local[offset : offset + num_bytes]
+        if os.environ.get("TKERNELS_POISON") == "1":
+            memory.fill_(0xFF)
+        return memory.view(dtype).view(shape)
+
+    def free(self, tensor: torch.Tensor):
+        """Give a tensor of `empty` back; all ranks, in the same order. Raises ValueError for any other tensor."""
+        try:
+            self._blocks.give_back(self.offset(tensor))
+        except KeyError:
+            raise ValueError(
+                "free() takes a tensor as empty() returned it; this one is no allocation of this heap"
+            ) from None
+
+    def offset(self, tensor: torch.Tensor) -> int | None:
+        """Bytes from the heap's start to the tensor's first element; None if the tensor lies elsewhere."""
+        distance = tensor.data_ptr() - self.segment.local.data_ptr()
+        return distance if 0 <= distance < self.num_bytes and tensor.device == self.segment.local.device else None
+
+    def close(self):
+        """Give the segment back to the runtime. Tensors of this heap must not be used any more."""
+        self.segment.close()
+        self._blocks = FirstFit(0)
+
+
+def _by_rank(values) -> str:
+    return ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))

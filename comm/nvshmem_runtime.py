@@ -1,0 +1,108 @@
+"""Symmetric memory on GPUs: NVSHMEM through nvshmem4py, one process a GPU.
+
+NVSHMEM is initialised once a process, over the default process group's ranks, with a unique id sent through that
+group; it stays up until the process ends. Its symmetric heap gives one pool at that moment, the same on every rank,
+and segments of any sub-group are carved out of the pool without the ranks outside it. A segment may lie at different
+places in its ranks' pools, so its ranks exchange the offsets.
+"""
+
+import atexit
+import importlib.util
+import os
+from pathlib import Path
+
+import nvshmem.bindings.nvshmem as bindings
+import nvshmem.core as nvshmem
+import torch
+import torch.distributed as dist
+import triton
+from cuda.core import Device
+
+from tkernels.comm.allocator import FirstFit
+from tkernels.comm.group import Group
+from tkernels.comm.regions import ALIGNMENT, round_up
+from tkernels.comm.runtime import Segment
+
+POOL_BYTES = int(os.environ.get("TKERNELS_POOL_BYTES", 8 << 30))
+
+_pool = None
+
+
+class _Pool:
+    """This process's share of NVSHMEM's memory, and where each processing element's share is mapped."""
+
+    def __init__(self):
+        device = torch.cuda.current_device()
+        world = Group(None)
+        if not dist.is_initialized() or dist.get_backend() == "gloo":
+            # NVSHMEM binds to the current device; make sure its context exists.
+            torch.cuda.init()
+        handle = Device(device)
+        handle.set_current()
+        unique_id = nvshmem.get_unique_id(empty=world.rank != 0)
+        unique_id = world.gather(unique_id)[0]
+        nvshmem.init(device=handle, uid=unique_id, rank=world.rank, nranks=world.size, initializer_method="uid")
+        self.world_size = world.size
+        self.memory = nvshmem.tensor((POOL_BYTES,), dtype=torch.uint8)
+        self.peers = [self._mapped(pe, world) for pe in range(world.size)]
+        self.blocks = FirstFit(POOL_BYTES)
+        triton.knobs.runtime.kernel_load_end_hook.add(_initialise_module)
+        atexit.register(self._finalise)
+
+    def _mapped(self, pe: int, world: Group) -> int:
+        if pe == world.rank:
+            return self.memory.data_ptr()
+        return bindings.ptr(self.memory.data_ptr(), pe) or 0
+
+    def _finalise(self):
+        triton.knobs.runtime.kernel_load_end_hook.remove(_initialise_module)
+
+
+def open_segment(group: Group, num_bytes: int) -> Segment:
+    """Collective over the group; the first call of a process over the default process group (all ranks)."""
+    global _pool
+    if _pool is None:
+        _pool = _Pool()
+    pool = _pool
+    if group.global_ranks[-1] >= pool.world_size:
+        raise RuntimeError(
+            f"NVSHMEM was initialised with {pool.world_size} ranks and can't be initialised again in this process; "
+            f"the group has global rank {group.global_ranks[-1]}"
+        )
+    num_bytes = round_up(num_bytes, ALIGNMENT)
+    offset = pool.blocks.take(num_bytes)
+    offsets = group.gather(offset)
+    if None in offsets:
+        if offset is not None:
+            pool.blocks.give_back(offset)
+        raise RuntimeError(
+            f"NVSHMEM's pool of {POOL_BYTES} bytes has no room for a heap of {num_bytes} bytes on rank "
+            f"{offsets.index(None)}; set TKERNELS_POOL_BYTES to a larger value or finalize() other contexts"
+        )
+    local = pool.memory[offset : offset + num_bytes]
+    mapped = [pool.peers[pe] for pe in group.global_ranks]
+    bases = [base + at if base else 0 for base, at in zip(mapped, offsets, strict=True)]
+    symmetric = [pool.memory.data_ptr() + at for at in offsets]
+    return Segment(local, bases, symmetric, group.global_ranks, lambda: pool.blocks.give_back(offset))
+
+
+def device_library() -> str:
+    """Path of NVSHMEM's device bitcode, which the transport `nvshmem` links into kernels."""
+    spec = importlib.util.find_spec("nvidia.nvshmem")
+    for folder in spec.submodule_search_locations if spec else []:
+        path = Path(folder) / "lib" / "libnvshmem_device.bc"
+        if path.exists():
+            return str(path)
+    raise FileNotFoundError(
+        "libnvshmem_device.bc was not found in nvidia-nvshmem-cu13; transport='nvshmem' needs version 3.4 to 3.6 of it "
+        "(transport='peer' does not)"
+    )
+
+
+def _initialise_module(module, function, name, metadata_group, hash):
+    # Runs after every load of a compiled kernel, from the disk cache too. Only a module that holds NVSHMEM's device
+    # state may be initialised: the call fails on any other.
+    ptx = next((path for file, path in metadata_group.items() if file.endswith(".ptx")), None)
+    if ptx is not None and "nvshmemi_device_state_d" in Path(ptx).read_text():
+        handle = module.value if hasattr(module, "value") else module
+        bindings.cumodule_init(int(handle))

@@ -1,0 +1,86 @@
+"""The one choice between the two runtimes, made when this module is first imported, before any kernel is decorated.
+
+`simulated`: Triton's interpreter, CPU tensors, one process a rank, a shared-memory segment each.
+`nvshmem`: compiled kernels, CUDA tensors, one process a GPU, NVSHMEM's symmetric memory.
+
+TKERNELS_RUNTIME=auto|simulated|nvshmem overrides the choice; `auto` takes nvshmem where torch sees a GPU and
+nvshmem4py is installed, and the simulated runtime elsewhere.
+"""
+
+import importlib.util
+import os
+from dataclasses import dataclass, field
+
+import torch
+
+from tkernels.comm import interpreter
+from tkernels.comm.group import Group
+
+
+@dataclass
+class Segment:
+    """`num_bytes` of symmetric memory of one group, as this process sees it.
+
+    local: this rank's part, uint8 [num_bytes].
+    bases: address of each rank's part as mapped here; 0 where loads and stores don't reach (another node).
+    symmetric_bases: the address that names each rank's part in NVSHMEM device calls; 0 on the simulated runtime.
+    pes: each rank's NVSHMEM processing element.
+    """
+
+    local: torch.Tensor
+    bases: list[int]
+    symmetric_bases: list[int]
+    pes: list[int]
+    on_close: object = field(default=lambda: None, repr=False)
+
+    def close(self):
+        self.on_close()
+        self.local = None
+
+
+def candidates() -> dict[str, str | None]:
+    """Each runtime, with the reason why it can't be used here, or None if it can."""
+    reason = None
+    if not torch.cuda.is_available():
+        reason = "torch sees no CUDA device"
+    elif importlib.util.find_spec("nvshmem") is None:
+        reason = 'nvshmem4py is not installed (pip install "tkernels[nvshmem]")'
+    return {"nvshmem": reason, "simulated": None}
+
+
+def _choose() -> str:
+    asked = os.environ.get("TKERNELS_RUNTIME", "auto")
+    if asked not in ("auto", "simulated", "nvshmem"):
+        raise ValueError(f"TKERNELS_RUNTIME={asked!r} is not a runtime; use auto, simulated or nvshmem")
+    if asked == "auto":
+        return "nvshmem" if candidates()["nvshmem"] is None else "simulated"
+    return asked
+
+
+RUNTIME = _choose()
+if RUNTIME == "simulated":
+    interpreter.install()
+
+
+def device() -> torch.device:
+    """Where this runtime's tensors live."""
+    return torch.device("cpu") if RUNTIME == "simulated" else torch.device("cuda", torch.cuda.current_device())
+
+
+def transports(segment: Segment) -> list[str]:
+    """The ways to reach every rank of a segment, the preferred one first."""
+    if RUNTIME == "simulated":
+        return ["simulated"]
+    return ["peer", "nvshmem"] if all(segment.bases) else ["nvshmem"]
+
+
+def open_segment(group: Group, num_bytes: int) -> Segment:
+    """Collective. New symmetric memory for a group; see `Segment`."""
+    if RUNTIME == "simulated":
+        from tkernels.comm import simulated_runtime as chosen
+    else:
+        reason = candidates()["nvshmem"]
+        if reason is not None:
+            raise RuntimeError(f"TKERNELS_RUNTIME=nvshmem was asked for, but {reason}")
+        from tkernels.comm import nvshmem_runtime as chosen
+    return chosen.open_segment(group, num_bytes)

@@ -1,0 +1,73 @@
+"""The memory that one stream's operations exchange data through, and the protocol that lets calls reuse it.
+
+A workspace belongs to one group and one stream. Every operation on it is one epoch: its kernels read the epoch from
+device memory, signal with it, and the last program of the launch advances it.
+
+Why two inboxes are enough, with no barrier and no credit: in every call every rank signals every peer at least once,
+zero rows included, and every rank waits for at least one signal of each peer. A rank sends the signals of call n + 1
+after its own call n has finished (same stream). So whoever has heard from everyone in call n + 1 knows that everyone
+has finished call n, and may overwrite in call n + 2 what call n left in the peers' inboxes. Calls alternate between
+two inboxes by the parity of the epoch. The argument holds for calls in one order on all ranks, of any mix of
+operations and sizes, as long as both inboxes stay where they are: growing moves them and is a collective of its own.
+"""
+
+import torch
+
+from tkernels.comm.errors import TkernelsError
+from tkernels.comm.regions import ALIGNMENT, Regions, round_up
+
+
+class Workspace:
+    """Symmetric inboxes and signal words, and local scratch, of one (context, stream).
+
+    inbox: uint8 [2 * inbox_bytes + slack], symmetric; the second inbox begins at or after byte `inbox_bytes`.
+    ready: int64 [2 * size * num_chunks], symmetric; word (phase, source, chunk) holds the epoch that has arrived.
+    state: int64 [2], local: the epoch of the last finished call, and how many programs of this one have finished.
+    counters: int64 [num_counters], local, zero between calls: for programs of one launch among themselves.
+    outbox: uint8, local scratch.
+    """
+
+    def __init__(self, context):
+        self.context = context
+        self.inbox_bytes = self.num_chunks = 0
+        self.inbox = self.ready = self._memory = None
+        self.state = torch.zeros(2, dtype=torch.int64, device=context.device)
+        self.counters = torch.zeros(0, dtype=torch.int64, device=context.device)
+        self.outbox = torch.empty(0, dtype=torch.uint8, device=context.device)
+
+    def reserve(self, inbox_bytes: int, num_chunks: int, outbox_bytes: int = 0, num_counters: int = 0) -> "Workspace":
+        """Make room; collective where it grows, so all ranks must ask for the same. Raises during graph capture."""
+        if inbox_bytes > self.inbox_bytes or num_chunks > self.num_chunks:
+            self._forbid_capture()
+            self._grow(max(inbox_bytes, self.inbox_bytes), max(num_chunks, self.num_chunks))
+        if outbox_bytes > self.outbox.numel():
+            self._forbid_capture()
+            self.outbox = torch.empty(round_up(outbox_bytes, ALIGNMENT), dtype=torch.uint8, device=self.context.device)
+        if num_counters > self.counters.numel():
+            self._forbid_capture()
+            self.counters = torch.zeros(num_counters, dtype=torch.int64, device=self.context.device)
+        return self
+
+    def _grow(self, inbox_bytes: int, num_chunks: int):
+        heap, size = self.context.heap, self.context.size
+        inbox_bytes = round_up(inbox_bytes, ALIGNMENT)
+        self.context.group.barrier()  # nobody still reads or writes the old inboxes
+        if self._memory is not None:
+            heap.free(self._memory)
+        # The slack lets an operation begin the second inbox at a multiple of its own row.
+        plan = Regions(
+            ready=((2 * size * num_chunks,), torch.int64), inbox=((2 * inbox_bytes + inbox_bytes // 2,), torch.uint8)
+        )
+        self._memory = heap.empty(plan.num_bytes, dtype=torch.uint8)
+        self.ready, self.inbox = plan.view(self._memory, "ready"), plan.view(self._memory, "inbox")
+        self.ready.zero_()
+        self.state.zero_()
+        self.inbox_bytes, self.num_chunks = inbox_bytes, num_chunks
+        self.context.group.barrier()  # nobody signals before every rank's words are zero
+
+    def _forbid_capture(self):
+        if self.context.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise TkernelsError(
+                "this call needs a larger workspace, which can't be allocated while a CUDA graph is captured; make one "
+                "call with the largest sizes before the capture"
+            )

@@ -1,0 +1,224 @@
+"""y[M, N/R] = activation(all_gather(x_shard_m)[M, K] @ w[N/R, K].T + bias[N/R]): multiply while the rows arrive.
+
+M rows of all ranks.  K the dimension summed over.  N/R this rank's out-features.  R ranks.
+
+One persistent launch a rank. The comm programs push this rank's rows, chunk by chunk, into every peer's inbox, a
+signal behind each chunk, and then multiply with the rest. Tiles start with the own rows, read where they are, and go on
+with the peers' in the order in which they arrive; a tile waits once, for its chunk, before its main loop.
+
+The inbox alternates by the epoch's parity (tkernels.comm.workspace has the argument); for it, every rank sends at
+least one signal to each peer, and one program waits for each peer even when that peer has no rows.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tkernels.comm.context import Context
+from tkernels.comm.device import begin_epoch, end_epoch, operation, put_signal, wait_signal
+from tkernels.comm.collectives import check_rows
+from tkernels.gemm import (
+    ACTIVATIONS,
+    Operand,
+    activation_reference,
+    check_operands,
+    finish,
+    halves,
+    matmul,
+    multiply,
+    precision,
+    store_tile,
+    tile_of,
+    triton_dtype,
+)
+from tkernels.overlap import (
+    TILE_FIELDS,
+    OverlapConfig,
+    default_overlap,
+    first_turn,
+    num_chunks,
+    tile_schedule,
+    turn_tile,
+)
+
+OP = operation("all_gather_matmul")
+
+SEND_BYTES_PER_S = 300e9  # what the comm programs reach together, H200 over NVLink
+FLOPS_PER_S = 650e12  # of all programs together, H200, bf16
+
+
+# fmt: off
+@triton.jit
+def all_gather_matmul_kernel(
+    x, x_stride_m, x_stride_k, x_memory,  # [M/R, K], and the same as a pointer to contiguous rows
+    gathered, inbox, parity_rows,  # [parity_rows + M, K], and as a pointer
+    w, w_stride_n, w_stride_k,  # [N/R, K]
+    bias, y, y_stride_m,  # [N/R]; [M, N/R]
+    schedule, tiles_m, head_turns,
+    ready, max_chunks, state, table,
+    first_row, rows, N, K, chunk_rows,  # this rank's first row in the whole, and its rows
+    RANK: tl.constexpr, SIZE: tl.constexpr, NUM_COMM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
+    X_TMA: tl.constexpr, G_TMA: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr, Y_TMA: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, PUT_BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    epoch = begin_epoch(state)
+    parity_row = (epoch % 2).to(tl.int32) * parity_rows
+    if pid < NUM_COMM:
+        chunks = tl.maximum(tl.cdiv(rows, chunk_rows), 1)
+        for i in range(pid, chunks * (SIZE - 1), NUM_COMM):
+            chunk = i // (SIZE - 1)
+            target = (RANK + 1 + i % (SIZE - 1)) % SIZE
+            row = tl.cast(chunk * chunk_rows, tl.int64)
+            put_signal(
+                inbox + (parity_row + first_row + row) * K, x_memory + row * K,
+                tl.minimum(rows - row, chunk_rows) * K,
+                ready + RANK * max_chunks + chunk, epoch, target, table, TRANSPORT, PUT_BLOCK, ALIGN,
+            )
+        if pid == 0:
+            for step in range(1, SIZE):
+                source = (RANK + step) % SIZE
+                wait_signal(ready + source * max_chunks, epoch, table, source, 0, OPERATION, TRANSPORT)
+
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    turn = first_turn(pid, NUM_COMM, head_turns)
+    index = turn_tile(turn, pid, NUM_COMM, head_turns)
+    while index < tiles_m * tiles_n:
+        tile_m, tile_n = tile_of(index, tiles_m, tiles_n, GROUP_M)
+        tile = schedule + tile_m * TILE_FIELDS
+        source = tl.load(tile).to(tl.int32)
+        row = tl.load(tile + 1).to(tl.int32)
+        out_row = tl.load(tile + 2).to(tl.int32)
+        valid = tl.load(tile + 3).to(tl.int32)
+        column = tile_n * BLOCK_N
+        if source == RANK:
+            total = multiply(
+                x, x_stride_m, x_stride_k, row, rows, w, w_stride_n, w_stride_k, column, N, K,
+                BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, False, W_TMA, W_TRANSPOSED, PRECISION,
+            )
+        else:
+            chunk = tl.load(tile + 4).to(tl.int32)
+            wait_signal(ready + source * max_chunks + chunk, epoch, table, source, chunk, OPERATION, TRANSPORT)
+            at = parity_row + out_row
+            total = multiply(
+                gathered, K, 1, at, at + valid, w, w_stride_n, w_stride_k, column, N, K,
+                BLOCK_M, BLOCK_N, BLOCK_K, G_TMA, False, W_TMA, W_TRANSPOSED, PRECISION,
+            )
+        if SPLIT == 2:
+            HALF: tl.constexpr = BLOCK_N // 2
+            left, right = halves(total, BLOCK_M, BLOCK_N)
+            left = finish(left, bias, column, N, HALF, HAS_BIAS, ACTIVATION)
+            store_tile(left, y, y_stride_m, out_row, valid, column, N, BLOCK_M, HALF, Y_TMA, DTYPE)
+            right = finish(right, bias, column + HALF, N, HALF, HAS_BIAS, ACTIVATION)
+            store_tile(right, y, y_stride_m, out_row, valid, column + HALF, N, BLOCK_M, HALF, Y_TMA, DTYPE)
+        else:
+            total = finish(total, bias, column, N, BLOCK_N, HAS_BIAS, ACTIVATION)
+            store_tile(total, y, y_stride_m, out_row, valid, column, N, BLOCK_M, BLOCK_N, Y_TMA, DTYPE)
+        turn += 1
+        index = turn_tile(turn, pid, NUM_COMM, head_turns)
+    end_epoch(state, epoch)
+# fmt: on
+
+
+def all_gather_matmul(
+    ctx: Context,
+    x_shard_m: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    return_gathered: bool = False,
+    *,
+    rows: tuple[int, ...] | None = None,
+    config: OverlapConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Collective. x_shard_m [M/R, K], w [N/R, K], bias [N/R] -> y [M, N/R] and, if asked for, x gathered [M, K].
+
+    x_shard_m is used where it is; a copy is made only if its rows are not contiguous. `rows` names every rank's row
+    count where they differ. Raises ValueError or TypeError before the first signal.
+    """
+    check_operands("all_gather_matmul", x_shard_m, w, bias, activation, ctx.device)
+    rows = check_rows("all_gather_matmul", ctx, rows, own=x_shard_m.shape[0])
+    M, (N, K) = sum(rows), w.shape
+    if ctx.size == 1 or M == 0:
+        y = matmul(x_shard_m, w, bias, activation, config=config.gemm if config else None)
+        return y, x_shard_m.clone() if return_gathered else None
+
+    config = config or default_overlap(M, N, x_shard_m.dtype, ctx.size, ctx.num_programs)
+    gemm, x = config.gemm, x_shard_m.contiguous()
+    itemsize = x.element_size()
+    row_bytes = K * itemsize
+    workspace = ctx.workspace().reserve(max(M, 4) * row_bytes, max(num_chunks(count, config) for count in rows))
+    # Both inboxes are one matrix: the second one begins at the first whole row past the first one's bytes.
+    parity_rows = triton.cdiv(workspace.inbox_bytes, row_bytes)
+    inbox = workspace.inbox[: (parity_rows + M) * row_bytes].view(x.dtype).view(parity_rows + M, K)
+    y = x.new_empty((M, N))
+
+    schedule = ctx.constant(("all_gather_matmul", rows, config), lambda: _schedule(ctx, rows, config))
+    tiles_m = schedule.numel() // TILE_FIELDS.value
+    tiles = tiles_m * triton.cdiv(N, gemm.block_n)
+    num_programs = min(ctx.num_programs, config.num_comm + tiles)
+    ragged = any(count % gemm.block_m for count in rows)
+    x_operand = Operand.of(x, gemm.block_m, gemm.block_k, gemm.use_tma)
+    g_operand = Operand.of(inbox, gemm.block_m, gemm.block_k, gemm.use_tma)
+    w_operand = Operand.of(w, gemm.block_n, gemm.block_k, gemm.use_tma)
+    y_operand = Operand.of(y, gemm.block_m, gemm.block_n // gemm.split, gemm.use_tma and not ragged and N > 1)
+    first_row = sum(rows[: ctx.rank])
+    aligned = row_bytes % 16 == 0 and x.data_ptr() % 16 == 0
+    ctx.launch(
+        all_gather_matmul_kernel, num_programs,
+        x_operand.argument, K, 1, x,
+        g_operand.argument, inbox, parity_rows,
+        w_operand.argument, w_operand.row_stride, w_operand.column_stride,
+        bias if bias is not None else x, y_operand.argument, N,
+        schedule, tiles_m, _head_turns(ctx, rows, K, config, num_programs),
+        workspace.ready, workspace.num_chunks, workspace.state, ctx.table,
+        first_row, rows[ctx.rank], N, K, config.chunk_rows,
+        RANK=ctx.rank, SIZE=ctx.size, NUM_COMM=config.num_comm,
+        BLOCK_M=gemm.block_m, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, GROUP_M=gemm.group_m, SPLIT=gemm.split,
+        X_TMA=x_operand.tma, G_TMA=g_operand.tma, W_TMA=w_operand.tma, W_TRANSPOSED=w_operand.transposed,
+        Y_TMA=y_operand.tma, HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
+        DTYPE=triton_dtype(x.dtype), PRECISION=precision(x.dtype),
+        OPERATION=OP, TRANSPORT=ctx.transport_id, PUT_BLOCK=config.put_block, ALIGN=16 if aligned else itemsize,
+        num_warps=gemm.num_warps, num_stages=gemm.num_stages,
+    )  # fmt: skip
+    return y, _collect(workspace, x, first_row, parity_rows, M) if return_gathered else None
+
+
+def _schedule(ctx: Context, rows, config: OverlapConfig) -> list[int]:
+    # Ranks send to the next rank first, so the previous rank's chunks arrive first.
+    peers = [(ctx.rank + ctx.size - step) % ctx.size for step in range(1, ctx.size)]
+    return tile_schedule(rows, [ctx.rank], config) + tile_schedule(rows, peers, config)
+
+
+def _head_turns(ctx: Context, rows, K: int, config: OverlapConfig, num_programs: int) -> int:
+    """Turns that the comm programs sit out: how many tiles the others compute while the own rows are sent."""
+    gemm = config.gemm
+    send_s = rows[ctx.rank] * K * 2 * (ctx.size - 1) / SEND_BYTES_PER_S
+    tile_s = 2 * gemm.block_m * gemm.block_n * K * num_programs / FLOPS_PER_S
+    return round(send_s / tile_s)
+
+
+def _collect(workspace, x: torch.Tensor, first_row: int, parity_rows: int, M: int) -> torch.Tensor:
+    """Copy the gathered rows out of the inbox, which the call after the next one overwrites.
+
+    The parity is known on the device alone, so the choice of inbox is an index computed there.
+    """
+    K = x.shape[1]
+    both = workspace.inbox.view(x.dtype)
+    inboxes = torch.as_strided(both, (2, M, K), (parity_rows * K, K, 1))
+    gathered = inboxes.index_select(0, workspace.state[:1] % 2)[0]
+    gathered[first_row : first_row + x.shape[0]] = x
+    return gathered
+
+
+def all_gather_matmul_reference(group, x_shard_m, w, bias=None, activation=None) -> torch.Tensor:
+    """The same with torch.distributed, in fp64: every rank's rows gathered, then one product."""
+    shards = [None] * group.size()
+    torch.distributed.all_gather_object(shards, x_shard_m.cpu(), group=group)
+    x = torch.cat(shards).to(w.device)
+    value = x.double() @ w.double().t()
+    if bias is not None:
+        value = value + bias.double()
+    return activation_reference(value, activation)

@@ -1,0 +1,328 @@
+"""y[M, N] = activation(x[M, K] @ w[N, K].T + bias[N]), accumulated in fp32: the main loop that all operations share.
+
+M rows of x.  N rows of w (out-features).  K the dimension summed over.
+
+A persistent kernel: each program computes tiles of BLOCK_M x BLOCK_N until none are left. Operands come through TMA
+descriptors where their layout allows and by pointers elsewhere; either operand may have either dimension contiguous.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tkernels.comm import runtime
+
+ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """How one GEMM is tiled.
+
+    group_m: rows of tiles that are walked together, so that one pass over w serves them all from L2.
+    split: column slices in which a tile is stored; 2 halves the shared memory that the epilogue needs.
+    use_tma: descriptors where the layout allows; False loads and stores by pointers always.
+    """
+
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 64
+    group_m: int = 8
+    split: int = 2
+    num_warps: int = 8
+    num_stages: int = 3
+    use_tma: bool = True
+
+
+def default_config(M: int, N: int, dtype: torch.dtype) -> GemmConfig:
+    """The tiles for a local GEMM of M x N."""
+    if runtime.RUNTIME == "simulated":
+        # Small enough that test shapes have several tiles; the interpreter's cost is per operation, not per element.
+        return GemmConfig(32, 32, 32, group_m=2)
+    if dtype == torch.float32:
+        # IEEE fp32 has no tensor cores: more than 64 x 64 accumulators spill.
+        return GemmConfig(64, 64, 32, num_warps=4, num_stages=3, split=1)
+    if M <= 64:
+        return GemmConfig(64, 128, 64, num_warps=4, num_stages=4)
+    if N <= 128:
+        return GemmConfig(128, 128, 64, num_warps=8, num_stages=4)
+    return GemmConfig()
+
+
+# fmt: off
+@triton.jit
+def tile_of(index, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """Tile number -> (tile_m, tile_n), walking GROUP_M rows of tiles at a time, column by column."""
+    tiles_per_group = GROUP_M * tiles_n
+    first_m = index // tiles_per_group * GROUP_M
+    rows = tl.minimum(tiles_m - first_m, GROUP_M)
+    within = index % tiles_per_group
+    return first_m + within % rows, within // rows
+
+
+@triton.jit
+def load_tile(
+    source, row_stride, column_stride,  # pointer or descriptor of [num_rows, num_columns]
+    row, column, num_rows, num_columns,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr, TRANSPOSED: tl.constexpr,
+):
+    """The [ROWS, COLUMNS] tile at (row, column); zeros outside. TRANSPOSED: the descriptor's memory is [columns, rows]."""
+    if TMA:
+        if TRANSPOSED:
+            tile = source.load([column, row]).T
+        else:
+            tile = source.load([row, column])
+    else:
+        # int64: row * stride passes 2**31 for tensors over 2**31 elements
+        rows = tl.cast(row, tl.int64) + tl.arange(0, ROWS)[:, None]
+        columns = tl.cast(column, tl.int64) + tl.arange(0, COLUMNS)[None, :]
+        tile = tl.load(
+            source + rows * row_stride + columns * column_stride,
+            mask=(rows < num_rows) & (columns < num_columns), other=0.0,
+        )
+    return tile
+
+
+@triton.jit
+def multiply(
+    x, x_stride_m, x_stride_k, x_row, x_rows,
+    w, w_stride_n, w_stride_k, column, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    X_TMA: tl.constexpr, X_TRANSPOSED: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One tile of x @ w.T in fp32: rows from x_row (of x_rows), columns from `column` (of N)."""
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for step in range(tl.cdiv(K, BLOCK_K)):
+        k = step * BLOCK_K
+        x_tile = load_tile(x, x_stride_m, x_stride_k, x_row, k, x_rows, K, BLOCK_M, BLOCK_K, X_TMA, X_TRANSPOSED)
+        w_tile = load_tile(w, w_stride_n, w_stride_k, column, k, N, K, BLOCK_N, BLOCK_K, W_TMA, W_TRANSPOSED)
+        total = tl.dot(x_tile, w_tile.T, total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def activate(value, ACTIVATION: tl.constexpr):
+    """The activation of an fp32 tile; numbers as in ACTIVATIONS."""
+    if ACTIVATION == 1:
+        value = tl.maximum(value, 0.0)
+    elif ACTIVATION == 2:
+        value = 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
+    elif ACTIVATION == 3:
+        # tanh(u) = 2 sigmoid(2u) - 1, u = sqrt(2 / pi) (value + 0.044715 value^3)
+        value = value * tl.sigmoid(1.5957691216057308 * (value + 0.044715 * value * value * value))
+    elif ACTIVATION == 4:
+        value = value * tl.sigmoid(value)
+    return value
+
+
+@triton.jit
+def finish(value, bias, column, N, COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Bias, then activation, of an fp32 tile whose first column is `column`."""
+    if HAS_BIAS:
+        columns = column + tl.arange(0, COLUMNS)
+        value += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    return activate(value, ACTIVATION)
+
+
+@triton.jit
+def store_tile(
+    value, out, row_stride, row, num_rows, column, N,  # out: pointer or descriptor of [rows, N]
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr, DTYPE: tl.constexpr,
+):
+    """Store an fp32 tile's first `num_rows` rows at (row, column) as DTYPE. With TMA, ROWS rows or to the tensor's end."""
+    if TMA:
+        out.store([row, column], value.to(DTYPE))
+    else:
+        rows = tl.arange(0, ROWS)
+        columns = column + tl.arange(0, COLUMNS)
+        at = (tl.cast(row, tl.int64) + rows)[:, None] * row_stride + columns[None, :]
+        tl.store(out + at, value.to(DTYPE), mask=(rows < num_rows)[:, None] & (columns < N)[None, :])
+
+
+@triton.jit
+def halves(value, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The left and the right half of a tile's columns."""
+    return tl.split(tl.permute(tl.reshape(value, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def matmul_kernel(
+    x, x_stride_m, x_stride_k,  # [M, K]
+    w, w_stride_n, w_stride_k,  # [N, K]
+    bias,  # [N]
+    y, y_stride_m,  # [M, N]
+    M, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
+    X_TMA: tl.constexpr, X_TRANSPOSED: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr,
+    Y_TMA: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    for index in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+        tile_m, tile_n = tile_of(index, tiles_m, tiles_n, GROUP_M)
+        row = tile_m * BLOCK_M
+        column = tile_n * BLOCK_N
+        total = multiply(
+            x, x_stride_m, x_stride_k, row, M, w, w_stride_n, w_stride_k, column, N, K,
+            BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, X_TRANSPOSED, W_TMA, W_TRANSPOSED, PRECISION,
+        )
+        if SPLIT == 2:
+            left, right = halves(total, BLOCK_M, BLOCK_N)
+            HALF: tl.constexpr = BLOCK_N // 2
+            left = finish(left, bias, column, N, HALF, HAS_BIAS, ACTIVATION)
+            store_tile(left, y, y_stride_m, row, M - row, column, N, BLOCK_M, HALF, Y_TMA, DTYPE)
+            right = finish(right, bias, column + HALF, N, HALF, HAS_BIAS, ACTIVATION)
+            store_tile(right, y, y_stride_m, row, M - row, column + HALF, N, BLOCK_M, HALF, Y_TMA, DTYPE)
+        else:
+            total = finish(total, bias, column, N, BLOCK_N, HAS_BIAS, ACTIVATION)
+            store_tile(total, y, y_stride_m, row, M - row, column, N, BLOCK_M, BLOCK_N, Y_TMA, DTYPE)
+# fmt: on
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A matrix as a kernel takes it: pointer or TMA descriptor, strides, and which of the two."""
+
+    argument: object
+    row_stride: int
+    column_stride: int
+    tma: bool
+    transposed: bool
+
+    @classmethod
+    def of(cls, matrix: torch.Tensor, block_rows: int, block_columns: int, use_tma: bool = True) -> "Operand":
+        """Describe a two-dimensional tensor; through TMA if it has a unit stride and 16-byte rows and base."""
+        row_stride, column_stride = matrix.stride()
+        transposed = row_stride == 1 and column_stride != 1
+        plain = matrix.t() if transposed else matrix
+        if use_tma and tma_allowed(plain):
+            block = [block_columns, block_rows] if transposed else [block_rows, block_columns]
+            descriptor = TensorDescriptor(plain, list(plain.shape), list(plain.stride()), block)
+            return cls(descriptor, row_stride, column_stride, True, transposed)
+        return cls(matrix, row_stride, column_stride, False, False)
+
+
+def tma_allowed(matrix: torch.Tensor) -> bool:
+    """Whether a TMA descriptor can describe the matrix: inner stride 1, base and rows of whole 16 bytes, not empty."""
+    return (
+        matrix.stride(1) == 1
+        and matrix.stride(0) * matrix.element_size() % 16 == 0
+        and matrix.stride(0) >= matrix.shape[1]
+        and matrix.data_ptr() % 16 == 0
+        and matrix.numel() > 0
+    )
+
+
+@functools.cache
+def triton_dtype(dtype: torch.dtype) -> tl.dtype:
+    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
+
+
+def precision(dtype: torch.dtype) -> str:
+    """fp32 products: IEEE, or TF32 where torch's own switch allows it, as for torch.matmul."""
+    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def check_operands(name: str, x: torch.Tensor, w: torch.Tensor, bias, activation, device: torch.device):
+    """What every matmul asks of its operands, before anything is launched. Raises ValueError or TypeError."""
+    for label, matrix in (("x", x), ("w", w)):
+        if matrix.dim() != 2:
+            raise ValueError(f"{name}: {label} must be a matrix, but has shape {tuple(matrix.shape)}")
+        if 1 not in matrix.stride() and matrix.numel() > 0:
+            raise ValueError(
+                f"{name}: {label} has strides {matrix.stride()}, neither of which is 1; pass {label}.contiguous()"
+            )
+        if matrix.device != device:
+            raise ValueError(f"{name}: {label} is on {matrix.device}, but the operation runs on {device}")
+    if x.dtype not in DTYPES or w.dtype != x.dtype:
+        raise TypeError(f"{name}: x is {x.dtype} and w is {w.dtype}; both must be float32, float16 or bfloat16 alike")
+    if x.shape[1] != w.shape[1]:
+        raise ValueError(
+            f"{name}: x is {tuple(x.shape)} and w is {tuple(w.shape)}, but K, the second dimension, must match "
+            f"(w as nn.Linear has it; pass w.t() for [K, N])"
+        )
+    if x.shape[1] == 0 or w.shape[0] == 0:
+        raise ValueError(f"{name}: x is {tuple(x.shape)} and w is {tuple(w.shape)}; N and K must be at least 1")
+    if bias is not None and (bias.shape != w.shape[:1] or bias.dtype != x.dtype or bias.device != device):
+        raise ValueError(
+            f"{name}: bias is {bias.dtype} {tuple(bias.shape)} on {bias.device}, but must be {x.dtype} "
+            f"({w.shape[0]},) on {device}"
+        )
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{name}: activation={activation!r} is unknown; use {', '.join(map(str, ACTIVATIONS))}")
+
+
+def matmul(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    *,
+    config: GemmConfig | None = None,
+) -> torch.Tensor:
+    """x [M, K], w [N, K], bias [N] -> activation(x @ w.T + bias) [M, N], in x's dtype (fp32, fp16, bf16).
+
+    Local, not collective. Either matrix may be transposed in memory: pass `w.t()` of a [K, N] tensor.
+    """
+    check_operands("matmul", x, w, bias, activation, runtime.device())
+    (M, K), N = x.shape, w.shape[0]
+    y = x.new_empty((M, N))
+    if M == 0:
+        return y
+    config = config or default_config(M, N, x.dtype)
+    x_operand = Operand.of(x, config.block_m, config.block_k, config.use_tma)
+    w_operand = Operand.of(w, config.block_n, config.block_k, config.use_tma)
+    y_operand = Operand.of(y, config.block_m, config.block_n // config.split, config.use_tma and y.stride(1) == 1)
+    if y_operand.transposed:  # a single column: its "rows" are what is contiguous
+        y_operand = replace(y_operand, argument=y, tma=False)
+    tiles = triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
+    matmul_kernel[(min(tiles, num_programs()),)](
+        x_operand.argument, x_operand.row_stride, x_operand.column_stride,
+        w_operand.argument, w_operand.row_stride, w_operand.column_stride,
+        bias if bias is not None else x,
+        y_operand.argument, y.stride(0),
+        M, N, K,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        GROUP_M=config.group_m, SPLIT=config.split,
+        X_TMA=x_operand.tma, X_TRANSPOSED=x_operand.transposed,
+        W_TMA=w_operand.tma, W_TRANSPOSED=w_operand.transposed,
+        Y_TMA=y_operand.tma, HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
+        DTYPE=triton_dtype(x.dtype), PRECISION=precision(x.dtype),
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return y
+
+
+@functools.cache
+def num_programs() -> int:
+    """Programs of a persistent local kernel."""
+    if runtime.RUNTIME == "simulated":
+        return 4
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
+def activation_reference(value: torch.Tensor, activation: str | None) -> torch.Tensor:
+    """The activation in torch, differentiable: what `activate` computes."""
+    if activation is None:
+        return value
+    functional = torch.nn.functional
+    return {
+        "relu": functional.relu,
+        "gelu": functional.gelu,
+        "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
+        "silu": functional.silu,
+    }[activation](value)
+
+
+def matmul_reference(x, w, bias=None, activation=None) -> torch.Tensor:
+    """The same in torch, in fp64 [M, N]: the ground truth of tests and benchmarks."""
+    value = x.double() @ w.double().t()
+    if bias is not None:
+        value = value + bias.double()
+    return activation_reference(value, activation)

@@ -1,0 +1,47 @@
+"""y[M, N] = activation(sum over ranks of (x_shard_k[M, K/R] @ w_shard_k[N, K/R].T) + bias), on every rank.
+
+M rows.  N out-features.  K/R this rank's part of the dimension summed over.  R ranks.
+
+Reduce-scatter and all-gather in one launch of the kernel of `matmul_reduce_scatter`: each rank sums and finishes an
+even part of the rows and sends it to all others, so every rank holds the same bits.
+"""
+
+import torch
+
+from tkernels.comm.collectives import split_rows
+from tkernels.comm.context import Context
+from tkernels.comm.device import operation
+from tkernels.gemm import activation_reference, check_operands
+from tkernels.matmul_reduce_scatter import matmul_reduce
+from tkernels.overlap import OverlapConfig
+
+OP = operation("matmul_all_reduce")
+
+
+def matmul_all_reduce(
+    ctx: Context,
+    x_shard_k: torch.Tensor,
+    w_shard_k: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    *,
+    config: OverlapConfig | None = None,
+) -> torch.Tensor:
+    """Collective. x_shard_k [M, K/R], w_shard_k [N, K/R], bias [N] -> y [M, N], the same bits on every rank.
+
+    Bias is added once, after the sum over ranks, and the activation after it. Raises ValueError or TypeError before
+    the first signal.
+    """
+    check_operands("matmul_all_reduce", x_shard_k, w_shard_k, bias, activation, ctx.device)
+    rows = split_rows(x_shard_k.shape[0], ctx.size)
+    return matmul_reduce(ctx, OP, x_shard_k, w_shard_k, bias, activation, rows, config, gather=True)
+
+
+def matmul_all_reduce_reference(group, x_shard_k, w_shard_k, bias=None, activation=None) -> torch.Tensor:
+    """The same with torch.distributed, in fp64."""
+    products = [None] * group.size()
+    torch.distributed.all_gather_object(products, (x_shard_k.double() @ w_shard_k.double().t()).cpu(), group=group)
+    value = sum(products).to(x_shard_k.device)
+    if bias is not None:
+        value = value + bias.double()
+    return activation_reference(value, activation)

@@ -1,0 +1,314 @@
+"""y[M/R, N] = activation(sum over ranks of (x_shard_k[M, K/R] @ w_shard_k[N, K/R].T) + bias): send while multiplying.
+
+M rows.  N out-features.  K/R this rank's part of the dimension summed over.  R ranks; each owns a part of the rows.
+
+One persistent launch a rank. Tiles of the peers' rows come first and are stored to a local outbox; once all tiles of a
+chunk are there, a comm program pushes the chunk into its owner's inbox, a signal behind it. Tiles of the own rows come
+last: their epilogue adds the peers' partial sums from the inbox, in a fixed order of ranks, then bias and activation.
+Partial sums travel in the operands' dtype and are added in fp32; the result is the same bits on every run.
+
+The same kernel, with GATHER, is `matmul_all_reduce`: the comm programs also send the finished chunks of the own rows to
+every peer, and all programs copy what arrives to the output.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tkernels.comm.collectives import check_rows, receive_parts
+from tkernels.comm.context import Context
+from tkernels.comm.device import (
+    begin_epoch,
+    count,
+    end_epoch,
+    operation,
+    publish,
+    put_signal,
+    wait_signal,
+)
+from tkernels.gemm import (
+    ACTIVATIONS,
+    Operand,
+    activation_reference,
+    check_operands,
+    finish,
+    halves,
+    load_tile,
+    matmul,
+    multiply,
+    precision,
+    store_tile,
+    tile_of,
+    triton_dtype,
+)
+from tkernels.overlap import (
+    TILE_FIELDS,
+    OverlapConfig,
+    default_overlap,
+    first_turn,
+    num_chunks,
+    tile_schedule,
+    turn_tile,
+)
+
+OP = operation("matmul_reduce_scatter")
+
+
+# fmt: off
+@triton.jit
+def add_partials(
+    total, partials, partial_row, part_stride, row, valid, column, N, chunk,
+    ready, max_chunks, epoch, table,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, TMA: tl.constexpr,
+    OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
+):
+    """Add the peers' partial sums of one tile, [R * part_stride, N] from partial_row on, waiting for each peer's chunk."""
+    for step in range(1, SIZE):
+        source = (RANK + step) % SIZE
+        wait_signal(ready + source * max_chunks + chunk, epoch, table, source, chunk, OPERATION, TRANSPORT)
+        at = partial_row + source * part_stride + row
+        total += load_tile(partials, N, 1, at, column, at + valid, N, ROWS, COLUMNS, TMA, False).to(tl.float32)
+    return total
+
+
+@triton.jit
+def matmul_reduce_kernel(
+    x, x_stride_m, x_stride_k,  # [M, K/R]
+    w, w_stride_n, w_stride_k,  # [N, K/R]
+    bias, y, y_memory,  # [N]; [M/R, N], or [M, N] with GATHER, and the same as a pointer
+    outbox, outbox_memory,  # [M, N], and as a pointer
+    partials, inbox, parity_rows, part_stride,  # [parity_rows + R * part_stride (+ M), N], and as a pointer
+    schedule, tiles_m, head_turns,
+    sends, num_sends, parts, starts,  # [num_sends, 4]: target, chunk, first row in the whole, rows; first rows; elements
+    counters, ready, max_chunks, state, table,
+    N, K, chunk_rows,
+    RANK: tl.constexpr, SIZE: tl.constexpr, NUM_COMM: tl.constexpr, GATHER: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
+    X_TMA: tl.constexpr, X_TRANSPOSED: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr,
+    Y_TMA: tl.constexpr, O_TMA: tl.constexpr, P_TMA: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, PUT_BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    epoch = begin_epoch(state)
+    parity_row = (epoch % 2).to(tl.int32) * parity_rows
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    first = tl.load(parts + RANK)  # the own rows in the whole
+    own = tl.load(parts + RANK + 1) - first
+    own_chunks = tl.maximum(tl.cdiv(own, chunk_rows), 1)
+
+    if pid < NUM_COMM:
+        for i in range(pid, num_sends, NUM_COMM):
+            send = sends + i * 4
+            target = tl.load(send).to(tl.int32)
+            chunk = tl.load(send + 1).to(tl.int32)
+            row = tl.load(send + 2)
+            rows = tl.load(send + 3)
+            counter = counters + target * max_chunks + chunk
+            wait_signal(counter, tl.cdiv(rows, BLOCK_M) * tiles_n, table, RANK, chunk, OPERATION, TRANSPORT)
+            tl.debug_barrier()
+            tl.store(counter, tl.full((), 0, tl.int64))
+            at = tl.cast(parity_row + RANK * part_stride + chunk * chunk_rows, tl.int64)
+            put_signal(
+                inbox + at * N, outbox_memory + row * N, rows * N,
+                ready + RANK * max_chunks + chunk, epoch, target, table, TRANSPORT, PUT_BLOCK, ALIGN,
+            )
+
+    turn = first_turn(pid, NUM_COMM, head_turns)
+    index = turn_tile(turn, pid, NUM_COMM, head_turns)
+    while index < tiles_m * tiles_n:
+        tile_m, tile_n = tile_of(index, tiles_m, tiles_n, GROUP_M)
+        tile = schedule + tile_m * TILE_FIELDS
+        owner = tl.load(tile).to(tl.int32)
+        row = tl.load(tile + 1).to(tl.int32)
+        x_row = tl.load(tile + 2).to(tl.int32)
+        valid = tl.load(tile + 3).to(tl.int32)
+        chunk = tl.load(tile + 4).to(tl.int32)
+        column = tile_n * BLOCK_N
+        total = multiply(
+            x, x_stride_m, x_stride_k, x_row, x_row + valid, w, w_stride_n, w_stride_k, column, N, K,
+            BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, X_TRANSPOSED, W_TMA, W_TRANSPOSED, PRECISION,
+        )
+        if owner == RANK:
+            out_row = row
+            if GATHER:
+                out_row = x_row
+            if SPLIT == 2:
+                HALF: tl.constexpr = BLOCK_N // 2
+                left, right = halves(total, BLOCK_M, BLOCK_N)
+                left = add_partials(
+                    left, partials, parity_row, part_stride, row, valid, column, N, chunk,
+                    ready, max_chunks, epoch, table, BLOCK_M, HALF, RANK, SIZE, P_TMA, OPERATION, TRANSPORT,
+                )
+                left = finish(left, bias, column, N, HALF, HAS_BIAS, ACTIVATION)
+                store_tile(left, y, N, out_row, valid, column, N, BLOCK_M, HALF, Y_TMA, DTYPE)
+                right = add_partials(
+                    right, partials, parity_row, part_stride, row, valid, column + HALF, N, chunk,
+                    ready, max_chunks, epoch, table, BLOCK_M, HALF, RANK, SIZE, P_TMA, OPERATION, TRANSPORT,
+                )
+                right = finish(right, bias, column + HALF, N, HALF, HAS_BIAS, ACTIVATION)
+                store_tile(right, y, N, out_row, valid, column + HALF, N, BLOCK_M, HALF, Y_TMA, DTYPE)
+            else:
+                total = add_partials(
+                    total, partials, parity_row, part_stride, row, valid, column, N, chunk,
+                    ready, max_chunks, epoch, table, BLOCK_M, BLOCK_N, RANK, SIZE, P_TMA, OPERATION, TRANSPORT,
+                )
+                total = finish(total, bias, column, N, BLOCK_N, HAS_BIAS, ACTIVATION)
+                store_tile(total, y, N, out_row, valid, column, N, BLOCK_M, BLOCK_N, Y_TMA, DTYPE)
+        else:
+            if SPLIT == 2:
+                HALF: tl.constexpr = BLOCK_N // 2
+                left, right = halves(total, BLOCK_M, BLOCK_N)
+                store_tile(left, outbox, N, x_row, valid, column, N, BLOCK_M, HALF, O_TMA, DTYPE)
+                store_tile(right, outbox, N, x_row, valid, column + HALF, N, BLOCK_M, HALF, O_TMA, DTYPE)
+            else:
+                store_tile(total, outbox, N, x_row, valid, column, N, BLOCK_M, BLOCK_N, O_TMA, DTYPE)
+        if GATHER or owner != RANK:
+            publish(TRANSPORT)
+            count(counters + owner * max_chunks + chunk, TRANSPORT)
+        turn += 1
+        index = turn_tile(turn, pid, NUM_COMM, head_turns)
+
+    if pid == 0:  # a rank without rows of its own still hears from every peer
+        for step in range(1, SIZE):
+            source = (RANK + step) % SIZE
+            wait_signal(ready + source * max_chunks, epoch, table, source, 0, OPERATION, TRANSPORT)
+
+    if GATHER:
+        gathered = inbox + tl.cast(parity_row + SIZE * part_stride, tl.int64) * N
+        gathered_ready = ready + SIZE * max_chunks
+        if pid < NUM_COMM:
+            for chunk in range(pid, own_chunks, NUM_COMM):
+                row = tl.cast(chunk * chunk_rows, tl.int64)
+                rows = tl.maximum(tl.minimum(own - row, chunk_rows), 0)
+                counter = counters + RANK * max_chunks + chunk
+                wait_signal(counter, tl.cdiv(rows, BLOCK_M) * tiles_n, table, RANK, chunk, OPERATION, TRANSPORT)
+                tl.debug_barrier()
+                tl.store(counter, tl.full((), 0, tl.int64))
+                for step in range(1, SIZE):
+                    put_signal(
+                        gathered + (first + row) * N, y_memory + (first + row) * N, rows * N,
+                        gathered_ready + RANK * max_chunks + chunk, epoch, (RANK + step) % SIZE, table,
+                        TRANSPORT, PUT_BLOCK, ALIGN,
+                    )
+        receive_parts(
+            y_memory, gathered, gathered_ready, starts, max_chunks, epoch, table, chunk_rows * N,
+            RANK, SIZE, OPERATION, TRANSPORT, PUT_BLOCK, ALIGN,
+        )
+    end_epoch(state, epoch)
+# fmt: on
+
+
+def matmul_reduce_scatter(
+    ctx: Context,
+    x_shard_k: torch.Tensor,
+    w_shard_k: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    *,
+    rows: tuple[int, ...] | None = None,
+    config: OverlapConfig | None = None,
+) -> torch.Tensor:
+    """Collective. x_shard_k [M, K/R], w_shard_k [N, K/R], bias [N] -> y_shard_m [M/R, N].
+
+    Bias is added once, after the sum over ranks, and the activation after it. `rows` names how many rows each rank
+    owns, where M doesn't divide. Raises ValueError or TypeError before the first signal.
+    """
+    check_operands("matmul_reduce_scatter", x_shard_k, w_shard_k, bias, activation, ctx.device)
+    rows = check_rows("matmul_reduce_scatter", ctx, rows, total=x_shard_k.shape[0])
+    return matmul_reduce(ctx, OP, x_shard_k, w_shard_k, bias, activation, rows, config, gather=False)
+
+
+def matmul_reduce(ctx, op, x, w, bias, activation, rows, config, gather: bool) -> torch.Tensor:
+    """The launch that reduce-scatter and all-reduce share; operands have been checked."""
+    (M, K), N = x.shape, w.shape[0]
+    if ctx.size == 1 or M == 0:
+        return matmul(x, w, bias, activation, config=config.gemm if config else None)
+    config = config or default_overlap(M, N, x.dtype, ctx.size, ctx.num_programs)
+    gemm, itemsize = config.gemm, x.element_size()
+    part_stride = triton.cdiv(max(rows), gemm.block_m) * gemm.block_m
+    inbox_rows = ctx.size * part_stride + (M if gather else 0)
+    chunks = max(num_chunks(part, config) for part in rows)
+    workspace = ctx.workspace()
+    # The counters are indexed with the workspace's own num_chunks, which may be larger than this call's.
+    workspace.reserve(max(inbox_rows, 4) * N * itemsize, chunks)
+    workspace.reserve(0, 0, M * N * itemsize, ctx.size * workspace.num_chunks)
+    parity_rows = triton.cdiv(workspace.inbox_bytes, N * itemsize)
+    inbox = workspace.inbox[: (parity_rows + inbox_rows) * N * itemsize].view(x.dtype).view(-1, N)
+    outbox = workspace.outbox[: M * N * itemsize].view(x.dtype).view(M, N)
+    y = x.new_empty((M if gather else rows[ctx.rank], N))
+
+    key = ("matmul_reduce", rows, config)
+    peers = [(ctx.rank + step) % ctx.size for step in range(1, ctx.size)]
+    schedule = ctx.constant(
+        (*key, "schedule"), lambda: tile_schedule(rows, peers, config) + tile_schedule(rows, [ctx.rank], config)
+    )
+    sends = ctx.constant((*key, "sends"), lambda: send_schedule(rows, peers, config))
+    first_rows = [sum(rows[:rank]) for rank in range(ctx.size + 1)]
+    parts = ctx.constant(("starts", *first_rows), lambda: first_rows)
+    starts = ctx.constant(("starts", *(N * row for row in first_rows)), lambda: [N * row for row in first_rows])
+
+    tiles_n = triton.cdiv(N, gemm.block_n)
+    tiles_m = schedule.numel() // TILE_FIELDS.value
+    peer_tiles = sum(triton.cdiv(rows[peer], gemm.block_m) for peer in peers)
+    num_programs = min(ctx.num_programs, config.num_comm + tiles_m * tiles_n)
+    # Comm programs wait for the peers' tiles, so these must all fall to the other programs. The group of tiles in which
+    # the peers' rows end may also hold own rows; it counts as the peers'.
+    head_tiles = min(triton.cdiv(peer_tiles, gemm.group_m) * gemm.group_m, tiles_m) * tiles_n
+    head_turns = triton.cdiv(head_tiles, num_programs - config.num_comm)
+    ragged = any(part % gemm.block_m for part in rows)
+    x_operand = Operand.of(x, gemm.block_m, gemm.block_k, gemm.use_tma)
+    w_operand = Operand.of(w, gemm.block_n, gemm.block_k, gemm.use_tma)
+    box = gemm.block_m, gemm.block_n // gemm.split
+    store_tma = gemm.use_tma and not ragged and N > 1
+    y_operand = Operand.of(y, *box, store_tma)
+    o_operand = Operand.of(outbox, *box, store_tma)
+    p_operand = Operand.of(inbox, *box, gemm.use_tma and N > 1)
+    ctx.launch(
+        matmul_reduce_kernel, num_programs,
+        x_operand.argument, x_operand.row_stride, x_operand.column_stride,
+        w_operand.argument, w_operand.row_stride, w_operand.column_stride,
+        bias if bias is not None else x, y_operand.argument, y,
+        o_operand.argument, outbox,
+        p_operand.argument, inbox, parity_rows, part_stride,
+        schedule, tiles_m, head_turns,
+        sends, sends.numel() // 4, parts, starts,
+        workspace.counters, workspace.ready, workspace.num_chunks, workspace.state, ctx.table,
+        N, K, config.chunk_rows,
+        RANK=ctx.rank, SIZE=ctx.size, NUM_COMM=config.num_comm, GATHER=gather,
+        BLOCK_M=gemm.block_m, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, GROUP_M=gemm.group_m, SPLIT=gemm.split,
+        X_TMA=x_operand.tma, X_TRANSPOSED=x_operand.transposed, W_TMA=w_operand.tma,
+        W_TRANSPOSED=w_operand.transposed, Y_TMA=y_operand.tma, O_TMA=o_operand.tma, P_TMA=p_operand.tma,
+        HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
+        DTYPE=triton_dtype(x.dtype), PRECISION=precision(x.dtype),
+        OPERATION=op, TRANSPORT=ctx.transport_id, PUT_BLOCK=config.put_block,
+        ALIGN=16 if N * itemsize % 16 == 0 else itemsize,
+        num_warps=gemm.num_warps, num_stages=gemm.num_stages,
+    )  # fmt: skip
+    return y
+
+
+def send_schedule(rows: tuple[int, ...], peers: list[int], config: OverlapConfig) -> list[int]:
+    """The chunks to send, in the order in which `tile_schedule` fills them: (target, chunk, first row, rows) each.
+
+    A peer without rows still gets one empty chunk, which carries the signal that this rank has come so far.
+    """
+    starts = [sum(rows[:rank]) for rank in range(len(rows))]
+    schedule = []
+    for chunk in range(max(num_chunks(rows[peer], config) for peer in peers)):
+        for peer in peers:
+            if chunk < num_chunks(rows[peer], config):
+                first = chunk * config.chunk_rows
+                schedule += [peer, chunk, starts[peer] + first, min(config.chunk_rows, rows[peer] - first)]
+    return schedule
+
+
+def matmul_reduce_scatter_reference(group, x_shard_k, w_shard_k, bias=None, activation=None, rows=None) -> torch.Tensor:
+    """The same with torch.distributed, in fp64: products of all ranks summed, then this rank's rows."""
+    products = [None] * group.size()
+    torch.distributed.all_gather_object(products, (x_shard_k.double() @ w_shard_k.double().t()).cpu(), group=group)
+    value = sum(products).to(x_shard_k.device)
+    if bias is not None:
+        value = value + bias.double()
+    value = activation_reference(value, activation)
+    return value.split(rows or [value.shape[0] // group.size()] * group.size())[group.rank()]
