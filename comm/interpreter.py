@@ -1,0 +1,595 @@
+"""Triton's interpreter as a CPU device that can be trusted: exact types, programs that run together, memory in place.
+
+Stock, the interpreter differs from a GPU where this library needs it most: it multiplies the bit patterns of bf16, it
+runs the programs of a launch one after another (so a program can't wait for a later one), it may copy a tensor's whole
+storage onto itself after a launch (undoing what a peer wrote meanwhile), and it replaces every exception by its own.
+`install()` repairs that, for triton 3.6 and later; importing this module changes nothing.
+
+What it does not show: weak memory. x86 is strongly ordered, so a missing release, acquire or fence passes here.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import inspect
+import itertools
+import operator
+import os
+import queue
+import random
+import threading
+import time
+import types
+
+import numpy as np
+import triton
+import triton.language as tl
+from triton._C.libtriton import ir
+from triton.runtime import interpreter as stock
+from triton.runtime.jit import JITFunction
+
+# A GPU holds one to a few programs on each of its ~130 SMs; 64 threads show the same waits at a bearable cost.
+DEFAULT_RESIDENT = 64
+
+# One program start or `jitter()` in three sleeps, up to this long: it reorders neighbours and leaves tests quick.
+JITTER_PROBABILITY = 1 / 3
+JITTER_MAX_S = 5e-3
+
+# How long an interrupted launch waits for its programs to notice.
+INTERRUPT_GRACE_S = 5.0
+
+_KEEP = ...  # in the functions below: leave this setting as it is
+
+
+# Settings: how many programs are in flight, and the random delays
+
+
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    resident: int = DEFAULT_RESIDENT
+    jitter_seed: int | None = None
+    rank: int = 0
+    # Numbers the launches, so that each gets other delays and a second run of the same block gets the same ones.
+    launches: itertools.count = dataclasses.field(default_factory=itertools.count)
+
+    def replaced(self, **changes) -> "_Settings":
+        changes = {name: value for name, value in changes.items() if value is not _KEEP}
+        if changes.get("resident", 1) < 1:
+            raise ValueError(f"resident={changes['resident']} programs in flight; at least 1 must be")
+        return dataclasses.replace(self, launches=itertools.count(), **changes)
+
+
+_default = _Settings()
+_override: contextvars.ContextVar[_Settings | None] = contextvars.ContextVar("tkernels_execution", default=None)
+
+
+def _settings() -> _Settings:
+    return _override.get() or _default
+
+
+@contextlib.contextmanager
+def execution(*, resident: int = _KEEP, jitter_seed: int | None = _KEEP, rank: int = _KEEP):
+    """Choose how kernels launched in this block (and this thread) run; what isn't given stays as it is.
+
+    resident: programs of a launch in flight at once, taken in order of program id, x fastest. 1 runs them one by one.
+    jitter_seed: random delays at program starts and at `jitter()`, drawn from (seed, rank, number of the launch in this
+        block, program index), so that a second run gets the same delays. None: no delays.
+    rank: this process's share in that draw.
+    Raises ValueError for resident < 1.
+    """
+    token = _override.set(_settings().replaced(resident=resident, jitter_seed=jitter_seed, rank=rank))
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+def set_default(*, resident: int = _KEEP, jitter_seed: int | None = _KEEP, rank: int = _KEEP) -> None:
+    """Like `execution`, for the whole process; `install` does so with TKERNELS_RESIDENT and TKERNELS_JITTER."""
+    global _default
+    _default = _default.replaced(resident=resident, jitter_seed=jitter_seed, rank=rank)
+
+
+def set_rank(rank: int) -> None:
+    """Tell the random delays which rank this process is, so that ranks with one seed don't all pause alike."""
+    set_default(rank=rank)
+
+
+def resident() -> int:
+    """How many programs of one launch are in flight at once, at most: a program may only wait for one of these."""
+    return _settings().resident
+
+
+def _integer_from_environment(name: str):
+    text = os.environ.get(name, "")
+    if not text:
+        return _KEEP
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} is not an integer") from None
+
+
+# Programs and launches
+
+
+class LaunchAborted(BaseException):
+    """Ends a program because another program of its launch failed. A BaseException, so that no kernel swallows it."""
+
+
+class _Launch:
+    """What the programs of one launch share."""
+
+    def __init__(self, kernel: str, grid: tuple[int, int, int], settings: _Settings):
+        self.kernel, self.grid, self.settings = kernel, grid, settings
+        self.number = next(settings.launches)
+        self.error: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def abort(self, error: BaseException) -> None:
+        """End the launch because of `error`; only the first one counts."""
+        with self._lock:
+            if self.error is None:
+                self.error = error
+
+
+class _Program:
+    """The program that a thread runs now."""
+
+    def __init__(self, launch: _Launch, index: tuple[int, int, int]):
+        self.launch, self.index = launch, index
+        seed, rank = launch.settings.jitter_seed, launch.settings.rank
+        self.delays = None if seed is None else random.Random(f"{seed}/{rank}/{launch.number}/{index}")
+
+
+_thread = threading.local()
+
+
+def _current() -> _Program | None:
+    return getattr(_thread, "program", None)
+
+
+def aborted() -> bool:
+    """Whether another program of the calling program's launch has failed. What waits inside a kernel polls this."""
+    program = _current()
+    return program is not None and program.launch.error is not None
+
+
+def builtin(fn):
+    """Mark a plain Python function as callable from kernels, in branches that only the interpreter takes.
+
+    Without the mark, Triton refuses a kernel that names the function, even where it is never called.
+    """
+    fn.__triton_builtin__ = True
+    return fn
+
+
+_pause = time.sleep
+
+
+@builtin
+def jitter() -> None:
+    """If the launch has a jitter seed, sleep at random. Device code calls it where the order of events matters."""
+    program = _current()
+    if program is not None and program.delays is not None and program.delays.random() < JITTER_PROBABILITY:
+        _pause(program.delays.random() * JITTER_MAX_S)
+
+
+def _run_program(body, launch: _Launch, index: tuple[int, int, int]) -> None:
+    _thread.program = _Program(launch, index)
+    try:
+        jitter()
+        body()
+    except LaunchAborted:
+        raise
+    except BaseException as error:
+        error.add_note(f"in program {index} of {launch.kernel}, grid {launch.grid}")
+        raise
+    finally:
+        _thread.program = None
+
+
+class _Workers:
+    """Threads that outlive a launch: starting one costs as much as a small program. They end with the process."""
+
+    def __init__(self):
+        self._tasks, self._idle = queue.SimpleQueue(), threading.Semaphore(0)
+
+    def start(self, task) -> None:
+        """Run `task` at once, on an idle thread or else a new one."""
+        self._tasks.put(task)
+        if not self._idle.acquire(blocking=False):
+            threading.Thread(target=self._work, name="tkernels-program", daemon=True).start()
+
+    def _work(self):
+        tasks, idle = self._tasks, self._idle
+        while True:
+            tasks.get()()
+            idle.release()
+
+
+_workers = _Workers()
+
+
+def _run_together(body, launch: _Launch, indices, num_threads: int) -> None:
+    """Run the programs on `num_threads` threads, in order. Raises the first program's exception, as it was raised."""
+    lock, ended, running = threading.Lock(), threading.Event(), num_threads
+
+    def run_programs():
+        # A device does not warn of an overflow. NumPy keeps this setting per thread.
+        with np.errstate(all="ignore"):
+            while launch.error is None:
+                with lock:
+                    index = next(indices, None)
+                if index is None:
+                    return
+                try:
+                    _run_program(body, launch, index)
+                except BaseException as error:
+                    launch.abort(error)
+
+    def task():
+        nonlocal running
+        run_programs()
+        with lock:
+            running -= 1
+            if not running:
+                ended.set()
+
+    try:
+        for _ in range(num_threads):
+            _workers.start(task)
+        ended.wait()
+    except BaseException as interrupt:
+        launch.abort(interrupt)
+        ended.wait(INTERRUPT_GRACE_S)
+        raise
+    if launch.error is not None:
+        raise launch.error
+
+
+def _launch_kernel(executor, *args, **kwargs):
+    """What `kernel[grid](*args, **kwargs)` does: run every program of the grid on the caller's own memory."""
+    kernel = executor.fn.__name__
+    # Launch options (num_warps, num_stages, extern_libs, ...) come the same way as arguments and mean nothing here.
+    kwargs = {name: value for name, value in kwargs.items() if name in executor.arg_names}
+    for hook in executor.pre_run_hooks:
+        hook(*args, **kwargs)
+    bound = inspect.signature(executor.fn).bind(*args, **kwargs)
+    bound.apply_defaults()
+    arguments = {
+        name: _without_constexpr(value) if name in executor.constexprs else _device_value(value, name, kernel)
+        for name, value in bound.arguments.items()
+    }
+    grid = executor.grid(bound.arguments) if callable(executor.grid) else executor.grid
+    if not 1 <= len(grid) <= 3:
+        raise ValueError(f"{kernel}: a grid has 1 to 3 dimensions, not {len(grid)}: {grid}")
+    grid = tuple(map(operator.index, grid)) + (1,) * (3 - len(grid))
+
+    # x fastest, as a GPU's block scheduler takes them
+    indices = ((x, y, z) for z in range(grid[2]) for y in range(grid[1]) for x in range(grid[0]))
+    num_programs = grid[0] * grid[1] * grid[2]
+    settings = _settings()
+    num_threads = min(settings.resident, num_programs)
+    launch = _Launch(kernel, grid, settings)
+    body = functools.partial(executor.fn, **arguments)
+    if num_threads > 1:
+        _run_together(body, launch, indices, num_threads)
+    else:
+        with np.errstate(all="ignore"):
+            for index in indices:
+                _run_program(body, launch, index)
+
+
+def _without_constexpr(value):
+    return value.value if isinstance(value, tl.constexpr) else value
+
+
+def _device_value(value, name: str, kernel: str):
+    """A host argument as the kernel sees it. Tensors become the address of their own memory: nothing is copied."""
+    if isinstance(value, bool):
+        return _scalar(value, np.bool_, tl.int1)
+    if isinstance(value, int):
+        # the types that the compiler gives to integer arguments
+        for dtype, triton_type in ((np.int32, tl.int32), (np.int64, tl.int64), (np.uint64, tl.uint64)):
+            if np.iinfo(dtype).min <= value <= np.iinfo(dtype).max:
+                return _scalar(value, dtype, triton_type)
+        raise ValueError(f"{kernel}: {name}={value} does not fit in 64 bits")
+    if isinstance(value, float):
+        return _scalar(value, np.float32, tl.float32)
+    if isinstance(value, tuple):
+        items = [_device_value(item, f"{name}[{i}]", kernel) for i, item in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    tensor = value.base if isinstance(value, stock.TensorDescriptor) else value
+    if hasattr(tensor, "data_ptr") and tensor.device.type != "cpu":
+        raise ValueError(f"{kernel}: {name} is on {tensor.device}, the interpreter takes CPU tensors; use {name}.cpu()")
+    return stock._implicit_cvt(value)
+
+
+def _scalar(value, dtype, triton_type):
+    return tl.core.tensor(stock.TensorHandle(np.array([value], dtype=dtype), triton_type), triton_type)
+
+
+# bf16, which the interpreter keeps as uint16 bit patterns: widen to fp32, compute, round once
+
+
+def bf16_to_fp32(bits: np.ndarray) -> np.ndarray:
+    """uint16 bit patterns of bf16 -> float32, exactly."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def fp32_to_bf16(values: np.ndarray) -> np.ndarray:
+    """float32 -> uint16 bit patterns of bf16, to nearest, ties to even; NaN stays NaN and overflow is infinity."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32).reshape(np.shape(values))
+    # Adding half a unit (less the tie) carries into the exponent by itself, up to infinity.
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    # A NaN whose payload is in the low half would round to infinity or carry into the sign: keep the top, made quiet.
+    quiet_nan = (bits >> np.uint32(16)) | np.uint32(0x0040)
+    return np.where(np.isnan(values), quiet_nan, rounded).astype(np.uint16)
+
+
+def _is_bf16(handle) -> bool:
+    return isinstance(handle, stock.TensorHandle) and handle.dtype.scalar == tl.bfloat16
+
+
+def _widened(handle):
+    return stock.TensorHandle(bf16_to_fp32(handle.data), tl.float32) if _is_bf16(handle) else handle
+
+
+def _narrowed(handle):
+    if handle.data.dtype == np.bool_:  # a comparison
+        return handle
+    return stock.TensorHandle(fp32_to_bf16(handle.data), tl.bfloat16)
+
+
+def _in_fp32(operation, *operands):
+    """The builder's operation on these operands, right for bf16 ones too."""
+    if not any(map(_is_bf16, operands)):
+        return operation(*operands)
+    return _narrowed(operation(*map(_widened, operands)))
+
+
+class Builder(stock.InterpreterBuilder):
+    """The interpreter's operations, with those replaced that are wrong or incomplete."""
+
+    # Each thread runs a program of its own, so the one builder can't hold the index.
+    grid_idx = property(lambda self: _current().index)
+    grid_dim = property(lambda self: _current().launch.grid)
+
+    def get_bf16(self, value):
+        return stock.TensorHandle(fp32_to_bf16(np.array([value], dtype=np.float32)), tl.bfloat16)
+
+    # arithmetic
+
+    def binary_op(self, lhs, rhs, op):
+        result = _in_fp32(super().binary_op, lhs, rhs, op)
+        if result.data.dtype == np.bool_:
+            # Stock calls a comparison's result by its operands' type, and a cast of it would read it as such.
+            return stock.TensorHandle(result.data, tl.int1)
+        return result
+
+    def unary_op(self, arg, op):
+        return _in_fp32(super().unary_op, arg, op)
+
+    def create_erf(self, arg):
+        return _in_fp32(super().create_erf, arg)
+
+    def create_rsqrt(self, arg):
+        return _in_fp32(super().create_rsqrt, arg)
+
+    # The hardware's minimum and maximum return the other operand where one is NaN; triton 3.6 has NaN here.
+    def create_minnumf(self, lhs, rhs):
+        return self.binary_op(lhs, rhs, np.fmin)
+
+    def create_maxnumf(self, lhs, rhs):
+        return self.binary_op(lhs, rhs, np.fmax)
+
+    def create_clampf(self, arg, lo, hi, propagate_nans):
+        if propagate_nans == ir.PROPAGATE_NAN.NONE:
+            return self.create_minnumf(self.create_maxnumf(arg, lo), hi)
+        return _in_fp32(super().create_clampf, arg, lo, hi, propagate_nans)
+
+    def create_fma(self, x, y, z):
+        if z.data.dtype == np.float64 or (z.data.dtype == np.float32 and hasattr(stock._interpreter, "fma_fp32")):
+            return super().create_fma(x, y, z)
+        # The product is exact in fp64, so this rounds as one operation does, but for the rarest of fp32 ties.
+        x, y, addend = (_widened(operand).data.astype(np.float64) for operand in (x, y, z))
+        return self.cast_impl(stock.TensorHandle(x * y + addend, tl.float64), z.dtype.scalar)
+
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        if any(not x.dtype.is_floating() or x.dtype.primitive_bitwidth == 8 for x in (a, b)):
+            return super().create_dot(a, b, d, input_precision, max_num_imprecise_acc)
+        # In fp32 at least, as tensor cores do. NumPy's matmul is fast only where both operands have the result's type.
+        accumulator = np.promote_types(d.data.dtype, np.float32)
+        product = np.matmul(*(_widened(x).data.astype(accumulator, copy=False) for x in (a, b)))
+        return stock.TensorHandle((product + d.data).astype(d.data.dtype, copy=False), d.dtype.scalar)
+
+    # casts
+
+    def cast_impl(self, src, dst_type):
+        if dst_type.scalar == tl.bfloat16:
+            return src if _is_bf16(src) else _narrowed(stock.TensorHandle(src.data.astype(np.float32), tl.float32))
+        return super().cast_impl(_widened(src), dst_type)
+
+    def create_fp_to_fp(self, src, dst_type, rounding_mode):
+        if src.dtype.primitive_bitwidth == 8 or dst_type.scalar.primitive_bitwidth == 8:
+            return super().create_fp_to_fp(src, dst_type, rounding_mode)
+        nearest = self.cast_impl(src, dst_type)
+        if rounding_mode != ir.ROUNDING_MODE.RTZ:
+            return nearest
+        exact, rounded = (np.abs(self.cast_impl(x, tl.float64).data) for x in (src, nearest))
+        # Where rounding went away from zero, the next float towards zero is one bit pattern down.
+        bits = nearest.data.view(f"u{nearest.data.itemsize}") - (rounded > exact)
+        return stock.TensorHandle(bits.astype(f"u{nearest.data.itemsize}").view(nearest.data.dtype), nearest.dtype)
+
+    # memory: every access ends a program whose launch has failed, so that a loop polling a word ends too
+
+    def create_masked_load(self, *args, **kwargs):
+        _raise_if_aborted()
+        return super().create_masked_load(*args, **kwargs)
+
+    def create_masked_store(self, *args, **kwargs):
+        _raise_if_aborted()
+        return super().create_masked_store(*args, **kwargs)
+
+    def create_atomic_cas(self, *args, **kwargs):
+        _yield_to_other_programs()
+        return super().create_atomic_cas(*args, **kwargs)
+
+    def create_atomic_rmw(self, rmw_op, ptr, val, mask, sem, scope):
+        _yield_to_other_programs()
+        if _is_bf16(val) and rmw_op == ir.ATOMIC_OP.FADD:
+            return self._atomic_add_bf16(ptr, val, mask, sem)
+        return super().create_atomic_rmw(rmw_op, ptr, val, mask, sem, scope)
+
+    def _atomic_add_bf16(self, ptr, val, mask, sem):
+        """A compare-and-swap loop, the elements that lost a race (or share an address) again each time round."""
+        sem = self.ir_sem_to_interpreter_sem[sem]
+        ptrs, values, active = (x.ravel() for x in np.broadcast_arrays(ptr.data, val.data, mask.data))
+        before, left = np.zeros(ptrs.shape, dtype=np.uint16), np.flatnonzero(active)
+        while left.size:
+            everywhere, none = np.ones(left.shape, dtype=np.bool_), np.zeros(left.shape, dtype=np.uint16)
+            seen = stock._interpreter.load(ptrs[left], everywhere, none, np.dtype(np.uint16))
+            wanted = fp32_to_bf16(bf16_to_fp32(seen) + bf16_to_fp32(values[left]))
+            won = stock._interpreter.atomic_cas(ptrs[left], seen, wanted, sem) == seen
+            before[left[won]] = seen[won]
+            left = left[~won]
+        return stock.TensorHandle(before.reshape(val.data.shape), tl.bfloat16)
+
+    # tensor descriptors
+
+    def create_descriptor_load(self, desc, indices, *cache):
+        if desc.padding != ir.PADDING_OPTION.PAD_NAN or desc.base.get_element_ty() != tl.bfloat16:
+            return super().create_descriptor_load(desc, indices, *cache)
+        ptrs, mask = desc.materialize_pointers(indices)
+        if not isinstance(mask, stock.TensorHandle):  # triton 3.6
+            mask = stock.TensorHandle(mask, tl.int1)
+        padding = stock.TensorHandle(np.full(ptrs.data.shape, 0x7FC0, dtype=np.uint16), tl.bfloat16)
+        return self.create_masked_load(ptrs, mask, padding, *cache, is_volatile=False)
+
+
+def _raise_if_aborted():
+    if aborted():
+        raise LaunchAborted
+
+
+def _yield_to_other_programs():
+    """Programs spin on atomics: without this, each spin keeps the interpreter lock from the program it waits for."""
+    _raise_if_aborted()
+    time.sleep(0)
+
+
+def _reduce_or_scan(op, inputs):
+    """tl.reduce and tl.associative_scan: 16-bit floats in fp32, rounded once at the end."""
+    if not isinstance(inputs, tuple):
+        return _reduce_or_scan(op, (inputs,))[0]
+    op.check_tensor(inputs)
+    cast = stock.interpreter_semantic.cast
+    short = [x.dtype in (tl.float16, tl.bfloat16) for x in inputs]
+    outputs = op.apply_impl(tuple(cast(x, tl.float32) if s else x for x, s in zip(inputs, short, strict=True)))
+    outputs = outputs if isinstance(outputs, (list, tuple)) else (outputs,)
+    return tuple(cast(y, x.dtype) if s else y for x, y, s in zip(inputs, outputs, short, strict=True))
+
+
+# Installation
+
+
+def _call_device_function(function, *args, **kwargs):
+    """A @triton.jit function called from a kernel. Stock patches all of `tl` at each call, and hides exceptions."""
+    return function.rewrite()(*args, **kwargs)
+
+
+@functools.cache
+def _interpreted(fn):
+    return stock.InterpretedFunction(fn)
+
+
+def _call_compiled_function(function, *args, **kwargs):
+    """A function that was decorated before `install`, as Triton's own tl.sum and tl.cdiv are, called from a kernel."""
+    if _current() is None:
+        raise RuntimeError(f"{function.__name__} is a @triton.jit function; only kernels can call it")
+    return _interpreted(function.fn)(*args, **kwargs)
+
+
+def _method(function: JITFunction):
+    return lambda self, *args, **kwargs: _interpreted(function.fn)(self, *args, **kwargs)
+
+
+def _compile_rewritten(rewriter, tree):
+    """The function from its rewritten source, in its own module's globals.
+
+    Stock copies all of its own globals there too, and a kernel that forgot an import runs here and fails on the GPU.
+    """
+    module = rewriter.fn.__globals__
+    for name in ("interpreter_semantic", "_InterpreterComparison"):  # what rewritten source names
+        if hasattr(stock, name):
+            module.setdefault(name, getattr(stock, name))
+    namespace = dict(rewriter.kwargs)
+    exec(compile(tree, rewriter.filename, "exec"), module, namespace)
+    return namespace[rewriter.fn.__name__]
+
+
+_rewriting = threading.RLock()
+
+
+def _rewrite(function):
+    if function.fn not in function.rewritten_fn:
+        with _rewriting:
+            if function.fn not in function.rewritten_fn:
+                function.rewritten_fn[function.fn] = function.rewriter.rewrite_ast()
+    return function.rewritten_fn[function.fn]
+
+
+def _patch_language():
+    """Make every function of `tl` an interpreted one, for good.
+
+    Stock does so for the length of a launch: a cost at each launch and call, and a race between launches.
+    """
+    stock._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    stock._patch_lang = lambda fn: stock._LangPatchScope()
+    # NumPy 2.4 refuses int() of a one-element array; triton 3.6 relies on it.
+    tl.core.tensor.__index__ = lambda self: int(self.handle.data.item())
+    tl.core.tensor.T = property(_transposed)
+    for name, member in list(vars(tl.core.tensor).items()):
+        if isinstance(member, JITFunction):
+            setattr(tl.core.tensor, name, _method(member))
+
+
+def _transposed(tensor):
+    order = list(range(len(tensor.shape)))
+    order[-2:] = reversed(order[-2:])
+    return stock.interpreter_semantic.permute(tensor, order)
+
+
+@functools.cache
+def install() -> None:
+    """Make this process interpret: every @triton.jit function decorated from now on runs on CPU tensors, repaired.
+
+    May be called again, to no effect. Kernels decorated earlier can't be launched, but interpreted ones may call them.
+    Reads TKERNELS_RESIDENT and TKERNELS_JITTER; raises ValueError where they aren't integers.
+    """
+    set_default(
+        resident=_integer_from_environment("TKERNELS_RESIDENT"),
+        jitter_seed=_integer_from_environment("TKERNELS_JITTER"),
+    )
+    os.register_at_fork(after_in_child=_workers.__init__)
+    _interpret_from_now_on()
+    stock.interpreter_builder.__class__ = Builder
+    stock.InterpreterBuilder = Builder
+    stock.ReduceScanOpInterface.apply = _reduce_or_scan
+    stock.GridExecutor.__call__ = _launch_kernel
+    stock.InterpretedFunction.__call__ = _call_device_function
+    stock.InterpretedFunction.rewrite = _rewrite
+    stock.FunctionRewriter._compile_and_exec = _compile_rewritten
+    JITFunction.__call__ = _call_compiled_function
+    _patch_language()
+
+
+def _interpret_from_now_on():
+    """Set Triton's own switch, but not the environment, as it would: a child process may want to compile."""
+    propagate, triton.knobs.propagate_env = triton.knobs.propagate_env, False
+    try:
+        triton.knobs.runtime.interpret = True
+    finally:
+        triton.knobs.propagate_env = propagate
