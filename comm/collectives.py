@@ -37,8 +37,8 @@ def check_rows(name: str, ctx: Context, rows, own: int | None = None, total: int
     if rows is None:
         if own is None and total % ctx.size:
             raise ValueError(
-                f"{name}: M={total} rows don't divide by {ctx.size} ranks; pass rows=split_rows({total}, {ctx.size}) or "
-                f"another split"
+                f"{name}: M={total} rows don't divide by {ctx.size} ranks; pass rows=split_rows({total}, {ctx.size}) "
+                f"or another split"
             )
         return (own,) * ctx.size if own is not None else split_rows(total, ctx.size)
     rows = tuple(rows)

@@ -44,7 +44,7 @@ def init(
 
     group: any torch process group; None is the default group, or this process alone without torch.distributed. On the
         nvshmem runtime the first init of a process must be made by all ranks of the default group, each for its group.
-    heap_bytes: symmetric memory a rank, for workspaces and for `Context.empty`. Default: 256 MiB simulated, 2 GiB on GPUs.
+    heap_bytes: symmetric memory a rank, for workspaces and `Context.empty`. Default: 256 MiB simulated, 2 GiB on GPUs.
     transport: "simulated", "peer", "nvshmem", or "auto" for the preferred one that reaches every rank.
     timeout_s: how long a wait for a peer's signal may take before every rank raises WaitTimeoutError.
     num_programs: programs of a persistent kernel. Default: the GPU's multiprocessors, or 4 simulated.
@@ -95,19 +95,21 @@ class Context:
 
         heap_bytes = heap_bytes or DEFAULT_HEAP_BYTES[self.runtime]
         self.heap = SymmetricHeap(self.group, heap_bytes, runtime.open_segment)
-        available = self.group.gather((runtime.transports(self.heap.segment), transport, self.num_programs))
-        usable = [t for t in available[0][0] if all(t in theirs for theirs, _, _ in available)]
+        reachable, asked, programs = zip(
+            *self.group.gather((runtime.transports(self.heap.segment), transport, self.num_programs)), strict=True
+        )
+        usable = [name for name in reachable[0] if all(name in others for others in reachable)]
         self.transport = usable[0] if transport == "auto" and usable else transport
-        if self.transport not in usable:
-            self.heap.close()
-            raise ValueError(
+        problem = None
+        if len(set(asked)) > 1 or len(set(programs)) > 1:
+            problem = f"the ranks' options differ: transport {asked}, num_programs {programs}"
+        elif self.transport not in usable:
+            problem = (
                 f"transport={transport!r} can't reach every rank on the {self.runtime} runtime; usable: {', '.join(usable)}"
             )
-        if len({options for _, *options in map(tuple, available) for options in [tuple(options)]}) > 1:
+        if problem:
             self.heap.close()
-            raise ValueError(
-                f"init(): (transport, num_programs) differ between ranks: {[(t, n) for _, t, n in available]}"
-            )
+            raise ValueError(f"init: {problem}")
         self.transport_id = TRANSPORTS[self.transport]
 
         words = FAULT_RECORD.value * (1 + self.size)
@@ -133,7 +135,7 @@ class Context:
         return torch.tensor(words, dtype=torch.int64, device=self.device)
 
     def __repr__(self):
-        return f"Context({self.name}: rank {self.rank} of {self.size}, {self.runtime} runtime, transport {self.transport})"
+        return f"Context({self.name}: rank {self.rank} of {self.size}, {self.runtime} runtime, {self.transport})"
 
     def __enter__(self):
         return self
@@ -163,7 +165,7 @@ class Context:
         return self._constants[key]
 
     def launch(self, kernel, num_programs: int, *arguments, **options):
-        """Run a kernel of `num_programs` programs; raises WaitTimeoutError if a wait of this or an earlier one expired."""
+        """Run a kernel of `num_programs` programs. Raises WaitTimeoutError if a wait of this or an earlier one expired."""
         if self.failed:
             self.check()
         if self.transport == "nvshmem":
@@ -199,7 +201,7 @@ class Context:
                 break
         self._host_flag.fill_(1)
         if not written:
-            raise TkernelsError("a wait on a signal expired, but its record was lost; the context can't be used any more")
+            raise TkernelsError("a wait on a signal expired, but its record was lost; finalize() this context")
         fields = dict(zip(FAULT_FIELDS[1:], written[0][1:], strict=False))
         fields["operation"] = operation_name(fields["operation"])
         raise WaitTimeoutError(Fault(**fields), self.timeout_s)

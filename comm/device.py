@@ -36,7 +36,7 @@ BASES = tl.constexpr(8)
 FAULT_RECORD = tl.constexpr(8)
 FAULT_FIELDS = ("written", "operation", "rank", "peer", "chunk", "expected", "seen")
 
-POLLS_PER_LOOK = tl.constexpr(256)  # polls of a signal between two looks at clock and fault flag; a poll takes about 1 us
+POLLS_PER_LOOK = tl.constexpr(256)  # polls between two looks at the clock and the fault flag; a poll takes about 1 us
 
 SET = tl.constexpr(0)
 ADD = tl.constexpr(1)
@@ -58,7 +58,7 @@ def operation_name(number: int) -> str:
 def peer(pointer, rank, table, ALIGN: tl.constexpr = 1):
     """The pointer to the same object in `rank`'s part of the heap, for loads and stores.
 
-    ALIGN is what the caller knows of the address in bytes: without 16 a store to a peer is split into element-wide ones.
+    ALIGN: what the caller knows of the address, in bytes. Without 16, stores to a peer are split into element-wide ones.
     """
     mine = tl.load(table + BASES + tl.load(table + RANK))
     theirs = tl.load(table + BASES + rank)
@@ -181,7 +181,7 @@ def count(counter, TRANSPORT: tl.constexpr):
 def wait_signal(
     signal_word, epoch, table, source, chunk, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr
 ):  # fmt: skip
-    """Wait until the local `signal_word` is at least `epoch`; `source` and `chunk` say whose signal it is, for the record.
+    """Wait until the local `signal_word` is at least `epoch`. `source` and `chunk` say, for the record, whose signal it is.
 
     Orders: what the signalling program ordered before its signal is visible to this program afterwards, to loads and to
     TMA loads.

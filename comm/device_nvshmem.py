@@ -25,12 +25,14 @@ def _call(name, result, arguments, types, semantic):
 
 @core.extern
 def putmem_block(dst, src, num_bytes, pe, _semantic=None):
-    return _call("nvshmemx_putmem_block", _INT32, [dst, src, num_bytes, pe], [_INT64, _INT64, _INT64, _INT32], _semantic)
+    types = [_INT64, _INT64, _INT64, _INT32]
+    return _call("nvshmemx_putmem_block", _INT32, [dst, src, num_bytes, pe], types, _semantic)
 
 
 @core.extern
 def getmem_block(dst, src, num_bytes, pe, _semantic=None):
-    return _call("nvshmemx_getmem_block", _INT32, [dst, src, num_bytes, pe], [_INT64, _INT64, _INT64, _INT32], _semantic)
+    types = [_INT64, _INT64, _INT64, _INT32]
+    return _call("nvshmemx_getmem_block", _INT32, [dst, src, num_bytes, pe], types, _semantic)
 
 
 @core.extern

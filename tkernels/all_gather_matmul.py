@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from tkernels.comm.collectives import check_rows
 from tkernels.comm.context import Context
 from tkernels.comm.device import begin_epoch, end_epoch, operation, put_signal, wait_signal
-from tkernels.comm.collectives import check_rows
 from tkernels.gemm import (
     ACTIVATIONS,
     Operand,

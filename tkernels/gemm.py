@@ -71,7 +71,7 @@ def load_tile(
     row, column, num_rows, num_columns,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):
-    """The [ROWS, COLUMNS] tile at (row, column); zeros outside. TRANSPOSED: the descriptor's memory is [columns, rows]."""
+    """The [ROWS, COLUMNS] tile at (row, column); zeros outside. TRANSPOSED: the descriptor is of [columns, rows]."""
     if TMA:
         if TRANSPOSED:
             tile = source.load([column, row]).T
@@ -135,7 +135,7 @@ def store_tile(
     value, out, row_stride, row, num_rows, column, N,  # out: pointer or descriptor of [rows, N]
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr, DTYPE: tl.constexpr,
 ):
-    """Store an fp32 tile's first `num_rows` rows at (row, column) as DTYPE. With TMA, ROWS rows or to the tensor's end."""
+    """Store an fp32 tile's first `num_rows` rows at (row, column) as DTYPE; with TMA, all rows that the tensor has."""
     if TMA:
         out.store([row, column], value.to(DTYPE))
     else:

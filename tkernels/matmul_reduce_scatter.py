@@ -62,7 +62,7 @@ def add_partials(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, TMA: tl.constexpr,
     OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
 ):
-    """Add the peers' partial sums of one tile, [R * part_stride, N] from partial_row on, waiting for each peer's chunk."""
+    """Add the peers' partial sums of one tile, waiting for each peer's chunk; partials: [R, part_stride, N]."""
     for step in range(1, SIZE):
         source = (RANK + step) % SIZE
         wait_signal(ready + source * max_chunks + chunk, epoch, table, source, chunk, OPERATION, TRANSPORT)
@@ -79,7 +79,8 @@ def matmul_reduce_kernel(
     outbox, outbox_memory,  # [M, N], and as a pointer
     partials, inbox, parity_rows, part_stride,  # [parity_rows + R * part_stride (+ M), N], and as a pointer
     schedule, tiles_m, head_turns,
-    sends, num_sends, parts, starts,  # [num_sends, 4]: target, chunk, first row in the whole, rows; first rows; elements
+    sends, num_sends,  # [num_sends, 4]: target, chunk, first row in the whole, rows
+    parts, starts,  # [R + 1], [R + 1]: first row and first element of each part
     counters, ready, max_chunks, state, table,
     N, K, chunk_rows,
     RANK: tl.constexpr, SIZE: tl.constexpr, NUM_COMM: tl.constexpr, GATHER: tl.constexpr,

@@ -38,8 +38,8 @@ class OverlapConfig:
     def __post_init__(self):
         if self.chunk_rows % self.gemm.block_m:
             raise ValueError(
-                f"chunk_rows={self.chunk_rows} must be a multiple of block_m={self.gemm.block_m}, so that a tile waits for "
-                f"one chunk"
+                f"chunk_rows={self.chunk_rows} must be a multiple of block_m={self.gemm.block_m}, so that a tile "
+                f"waits for one chunk"
             )
 
 

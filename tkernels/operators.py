@@ -1,0 +1,304 @@
+"""The operations as torch operators, with fake implementations and autograd, below plain functions.
+
+Torch operators take plain values, so a context travels by its name. None of them writes to an argument: what they
+change, the workspace, belongs to the context, and no tensor that a caller holds aliases it.
+
+Gradients (each is an overlapped operation of its own):
+
+    operation               dx                                  dw                          dbias
+    all_gather_matmul       matmul_reduce_scatter(dy, w.T)      dy.T @ all_gather(x)        dy summed
+    matmul_reduce_scatter   all_gather_matmul(dy, w.T)          all_gather(dy).T @ x        all_gather(dy) summed
+    matmul_all_reduce       dy @ w                              dy.T @ x                    dy summed
+    all_gather              reduce_scatter(dy)
+    reduce_scatter          all_gather(dy)
+    all_reduce              dy
+
+The result of an all-reduce is one replicated tensor, so its gradient is taken as equal on all ranks (Megatron's
+"reduce from the tensor-parallel region"). Backward is collective where the table names a collective: all ranks must
+want the same gradients.
+"""
+
+import torch
+
+import tkernels.all_gather_matmul as _all_gather_matmul
+import tkernels.matmul_all_reduce as _matmul_all_reduce
+import tkernels.matmul_reduce_scatter as _matmul_reduce_scatter
+from tkernels.comm import collectives
+from tkernels.comm.context import Context, current_context, find_context
+from tkernels.comm.errors import TkernelsError
+from tkernels.gemm import activation_reference
+
+_library = torch.library.Library("tkernels", "DEF")
+_ops = torch.ops.tkernels
+
+
+def _define(schema: str, implementation, fake, setup_context=None, backward=None):
+    name = schema.split("(")[0]
+    _library.define(schema, tags=(torch.Tag.needs_fixed_stride_order,))
+    _library.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tkernels::{name}", fake, lib=_library)
+    if backward is not None:
+        torch.library.register_autograd(
+            f"tkernels::{name}", backward, setup_context=setup_context, lib=_library
+        )
+
+
+def _with_unit_stride(matrix: torch.Tensor) -> torch.Tensor:
+    # Gradients arrive expanded (from sum()) or sliced; the kernels take one unit stride.
+    return matrix if 1 in matrix.stride() and 0 not in matrix.stride() else matrix.contiguous()
+
+
+def _all_gather_matmul_impl(x_shard_m, w, bias, activation, return_gathered, rows, context):
+    y, gathered = _all_gather_matmul.all_gather_matmul(
+        find_context(context), x_shard_m, w, bias, activation, return_gathered, rows=tuple(rows)
+    )
+    return y, gathered if return_gathered else x_shard_m.new_empty(0)
+
+
+def _all_gather_matmul_fake(x_shard_m, w, bias, activation, return_gathered, rows, context):
+    M = sum(rows)
+    gathered = x_shard_m.new_empty((M, x_shard_m.shape[1]) if return_gathered else (0,))
+    return x_shard_m.new_empty((M, w.shape[0])), gathered
+
+
+def _all_gather_matmul_setup(ctx, inputs, output):
+    x_shard_m, w, _, activation, return_gathered, rows, context = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(w, output[1] if return_gathered else x_shard_m)
+    ctx.activation, ctx.return_gathered, ctx.rows, ctx.context = activation, return_gathered, rows, context
+
+
+def _all_gather_matmul_backward(ctx, dy, dgathered):
+    _refuse_fused_activation("all_gather_matmul", ctx.activation)
+    w, x = ctx.saved_tensors
+    dx = dw = dbias = None
+    if dy is not None:
+        dy = _with_unit_stride(dy)
+        if ctx.needs_input_grad[0]:
+            dx = _ops.matmul_reduce_scatter(dy, w.t(), None, None, ctx.rows, ctx.context)
+        if ctx.needs_input_grad[1]:
+            gathered = x if ctx.return_gathered else _ops.all_gather(x, ctx.rows, ctx.context)
+            dw = dy.t() @ gathered
+        if ctx.needs_input_grad[2]:
+            dbias = dy.sum(0)
+    if dgathered is not None and ctx.needs_input_grad[0]:
+        from_gathered = _ops.reduce_scatter(dgathered.contiguous(), ctx.rows, ctx.context)
+        dx = from_gathered if dx is None else dx + from_gathered
+    return dx, dw, dbias, None, None, None, None
+
+
+_define(
+    "all_gather_matmul(Tensor x_shard_m, Tensor w, Tensor? bias, str? activation, bool return_gathered, SymInt[] rows,"
+    " str context) -> (Tensor, Tensor)",
+    _all_gather_matmul_impl,
+    _all_gather_matmul_fake,
+    _all_gather_matmul_setup,
+    _all_gather_matmul_backward,
+)
+
+
+def _matmul_reduce_scatter_impl(x_shard_k, w_shard_k, bias, activation, rows, context):
+    return _matmul_reduce_scatter.matmul_reduce_scatter(
+        find_context(context), x_shard_k, w_shard_k, bias, activation, rows=tuple(rows)
+    )
+
+
+def _matmul_reduce_scatter_fake(x_shard_k, w_shard_k, bias, activation, rows, context):
+    return x_shard_k.new_empty((rows[find_context(context).rank], w_shard_k.shape[0]))
+
+
+def _matmul_reduce_scatter_setup(ctx, inputs, output):
+    x_shard_k, w_shard_k, _, ctx.activation, ctx.rows, ctx.context = inputs
+    ctx.save_for_backward(x_shard_k, w_shard_k)
+
+
+def _matmul_reduce_scatter_backward(ctx, dy):
+    _refuse_fused_activation("matmul_reduce_scatter", ctx.activation)
+    x, w = ctx.saved_tensors
+    dy = dy.contiguous()
+    need_x, need_w, need_bias = ctx.needs_input_grad[:3]
+    dx = dw = dbias = None
+    if need_x:
+        # The product gathers dy on its way; the weight's and the bias's gradients reuse what it gathered.
+        dx, gathered = _ops.all_gather_matmul(dy, w.t(), None, None, need_w or need_bias, ctx.rows, ctx.context)
+    elif need_w or need_bias:
+        gathered = _ops.all_gather(dy, ctx.rows, ctx.context)
+    if need_w:
+        dw = gathered.t() @ x
+    if need_bias:
+        dbias = gathered.sum(0)
+    return dx, dw, dbias, None, None, None
+
+
+_define(
+    "matmul_reduce_scatter(Tensor x_shard_k, Tensor w_shard_k, Tensor? bias, str? activation, SymInt[] rows,"
+    " str context) -> Tensor",
+    _matmul_reduce_scatter_impl,
+    _matmul_reduce_scatter_fake,
+    _matmul_reduce_scatter_setup,
+    _matmul_reduce_scatter_backward,
+)
+
+
+def _matmul_all_reduce_impl(x_shard_k, w_shard_k, bias, activation, context):
+    return _matmul_all_reduce.matmul_all_reduce(find_context(context), x_shard_k, w_shard_k, bias, activation)
+
+
+def _matmul_all_reduce_fake(x_shard_k, w_shard_k, bias, activation, context):
+    return x_shard_k.new_empty((x_shard_k.shape[0], w_shard_k.shape[0]))
+
+
+def _matmul_all_reduce_setup(ctx, inputs, output):
+    x_shard_k, w_shard_k, _, ctx.activation, _ = inputs
+    ctx.save_for_backward(x_shard_k, w_shard_k)
+
+
+def _matmul_all_reduce_backward(ctx, dy):
+    _refuse_fused_activation("matmul_all_reduce", ctx.activation)
+    x, w = ctx.saved_tensors
+    need_x, need_w, need_bias = ctx.needs_input_grad[:3]
+    dx = dy @ w if need_x else None
+    dw = dy.t() @ x if need_w else None
+    return dx, dw, dy.sum(0) if need_bias else None, None, None
+
+
+_define(
+    "matmul_all_reduce(Tensor x_shard_k, Tensor w_shard_k, Tensor? bias, str? activation, str context) -> Tensor",
+    _matmul_all_reduce_impl,
+    _matmul_all_reduce_fake,
+    _matmul_all_reduce_setup,
+    _matmul_all_reduce_backward,
+)
+
+
+def _save_rows(ctx, inputs, output):
+    _, ctx.rows, ctx.context = inputs
+
+
+_define(
+    "all_gather(Tensor x_shard_m, SymInt[] rows, str context) -> Tensor",
+    lambda x, rows, context: collectives.all_gather(find_context(context), x, tuple(rows)),
+    lambda x, rows, context: x.new_empty((sum(rows), *x.shape[1:])),
+    _save_rows,
+    lambda ctx, dy: (_ops.reduce_scatter(dy.contiguous(), ctx.rows, ctx.context), None, None),
+)
+_define(
+    "reduce_scatter(Tensor x, SymInt[] rows, str context) -> Tensor",
+    lambda x, rows, context: collectives.reduce_scatter(find_context(context), x, tuple(rows)),
+    lambda x, rows, context: x.new_empty((rows[find_context(context).rank], *x.shape[1:])),
+    _save_rows,
+    lambda ctx, dy: (_ops.all_gather(dy.contiguous(), ctx.rows, ctx.context), None, None),
+)
+_define(
+    "all_reduce(Tensor x, str context) -> Tensor",
+    lambda x, context: collectives.all_reduce(find_context(context), x),
+    lambda x, context: torch.empty_like(x, memory_format=torch.contiguous_format),
+    lambda ctx, inputs, output: None,
+    lambda ctx, dy: (dy, None),
+)
+
+
+def _refuse_fused_activation(name: str, activation: str | None):
+    # The public functions apply the activation outside the operator when a gradient is wanted.
+    if activation is not None:
+        raise TkernelsError(
+            f"torch.ops.tkernels.{name} has no gradient through a fused activation ({activation!r}); call "
+            f"tkernels.{name}, which keeps what backward needs"
+        )
+
+
+def _split_activation(activation: str | None, *operands: torch.Tensor | None) -> tuple[str | None, str | None]:
+    """(fused, separate): the activation is fused unless backward will need its input."""
+    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
+    return (None, activation) if wanted else (activation, None)
+
+
+def all_gather_matmul(
+    x_shard_m: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    return_gathered: bool = False,
+    *,
+    rows: tuple[int, ...] | None = None,
+    ctx: Context | None = None,
+):
+    """Collective. y = activation(all_gather(x_shard_m) @ w.T + bias).
+
+    x_shard_m [M/R, K], w [N/R, K], bias [N/R] -> y [M, N/R].
+
+    return_gathered: also return x gathered [M, K]; backward then uses it instead of gathering again.
+    rows: every rank's row count where they differ, for example split_rows(M, R). None: all have as many as this rank.
+    activation: None, "relu", "gelu" (exact), "gelu_tanh" or "silu"; fused unless a gradient is wanted.
+    fp32, fp16, bf16; accumulated in fp32. w may be the view `w.t()` of a [K, N/R] matrix.
+    Raises ValueError or TypeError before the first signal, WaitTimeoutError if a peer did not answer in time.
+    """
+    ctx = ctx or current_context()
+    rows = collectives.check_rows("all_gather_matmul", ctx, rows, own=x_shard_m.shape[0])
+    fused, separate = _split_activation(activation, x_shard_m, w, bias)
+    y, gathered = _ops.all_gather_matmul(x_shard_m, w, bias, fused, return_gathered, rows, ctx.name)
+    y = activation_reference(y, separate)
+    return (y, gathered) if return_gathered else y
+
+
+def matmul_reduce_scatter(
+    x_shard_k: torch.Tensor,
+    w_shard_k: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    *,
+    rows: tuple[int, ...] | None = None,
+    ctx: Context | None = None,
+) -> torch.Tensor:
+    """Collective. This rank's rows of activation(sum over ranks of x_shard_k @ w_shard_k.T + bias).
+
+    x_shard_k [M, K/R], w_shard_k [N, K/R], bias [N] -> y_shard_m [M/R, N]. Bias is added once, after the sum.
+    rows: every rank's row count; needed where M does not divide by R. Otherwise as all_gather_matmul.
+    """
+    ctx = ctx or current_context()
+    rows = collectives.check_rows("matmul_reduce_scatter", ctx, rows, total=x_shard_k.shape[0])
+    fused, separate = _split_activation(activation, x_shard_k, w_shard_k, bias)
+    y = _ops.matmul_reduce_scatter(x_shard_k, w_shard_k, bias, fused, rows, ctx.name)
+    return activation_reference(y, separate)
+
+
+def matmul_all_reduce(
+    x_shard_k: torch.Tensor,
+    w_shard_k: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    *,
+    ctx: Context | None = None,
+) -> torch.Tensor:
+    """Collective. activation(sum over ranks of x_shard_k @ w_shard_k.T + bias), the same bits on every rank.
+
+    x_shard_k [M, K/R], w_shard_k [N, K/R], bias [N] -> y [M, N]. Otherwise as all_gather_matmul.
+    """
+    ctx = ctx or current_context()
+    fused, separate = _split_activation(activation, x_shard_k, w_shard_k, bias)
+    y = _ops.matmul_all_reduce(x_shard_k, w_shard_k, bias, fused, ctx.name)
+    return activation_reference(y, separate)
+
+
+def all_gather(x_shard_m: torch.Tensor, *, rows: tuple[int, ...] | None = None, ctx: Context | None = None):
+    """Collective. Every rank's rows: x_shard_m [M/R, ...] -> [M, ...]; any dtype. rows as in all_gather_matmul."""
+    ctx = ctx or current_context()
+    rows = collectives.check_rows("all_gather", ctx, rows, own=x_shard_m.shape[0])
+    return _ops.all_gather(x_shard_m, rows, ctx.name)
+
+
+def reduce_scatter(x: torch.Tensor, *, rows: tuple[int, ...] | None = None, ctx: Context | None = None):
+    """Collective. This rank's rows of the sum over ranks: x [M, ...] -> [M/R, ...]; fp32, fp16, bf16."""
+    ctx = ctx or current_context()
+    rows = collectives.check_rows("reduce_scatter", ctx, rows, total=x.shape[0])
+    return _ops.reduce_scatter(x, rows, ctx.name)
+
+
+def all_reduce(x: torch.Tensor, *, ctx: Context | None = None):
+    """Collective. The sum over ranks, in a new tensor of x's shape; fp32, fp16, bf16. The same bits on every rank."""
+    return _ops.all_reduce(x, (ctx or current_context()).name)
+
+
+def barrier(*, ctx: Context | None = None):
+    """Collective, on the current stream: later work of the stream starts after all ranks have come here."""
+    (ctx or current_context()).barrier()
