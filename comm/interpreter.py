@@ -469,6 +469,24 @@ class Builder(stock.InterpreterBuilder):
         return self.create_masked_load(ptrs, mask, padding, *cache, is_volatile=False)
 
 
+class Semantic(stock.TritonSemantic):
+    """What the operators of `tl` mean."""
+
+    _EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+    def binary_op_sanitize_overflow_impl(self, lhs, rhs, binary_op):
+        """Stock's check of integer arithmetic, which takes five operations and more than a third of a kernel's time."""
+        dtype = lhs.type.scalar
+        if dtype.int_bitwidth >= 64 or not self.builder.options.sanitize_overflow:
+            return
+        lhs, rhs = (x.handle.data.astype(np.int64) for x in (lhs, rhs))
+        exact = self._EXACT[binary_op.__name__](lhs, rhs)
+        low, high = exact.min(), exact.max()
+        if low < dtype.get_int_min_value() or high > dtype.get_int_max_value():
+            found = low if low < dtype.get_int_min_value() else high
+            raise OverflowError(f"{binary_op.__name__} gives {found}, which {dtype} can't hold; cast to int64 before")
+
+
 def _raise_if_aborted():
     if aborted():
         raise LaunchAborted
@@ -494,6 +512,13 @@ def _reduce_or_scan(op, inputs):
 
 # Installation
 
+
+_numpy_type_of_scalar = functools.cache(stock._get_np_dtype)  # stock builds its table of types at each call
+
+
+def _numpy_type(dtype):
+    scalar = dtype.scalar
+    return np.dtype(np.uint64) if scalar.is_ptr() else _numpy_type_of_scalar(scalar)
 
 def _call_device_function(function, *args, **kwargs):
     """A @triton.jit function called from a kernel. Stock patches all of `tl` at each call, and hides exceptions."""
@@ -575,8 +600,9 @@ def install() -> None:
     )
     os.register_at_fork(after_in_child=_workers.__init__)
     _interpret_from_now_on()
-    stock.interpreter_builder.__class__ = Builder
-    stock.InterpreterBuilder = Builder
+    stock.interpreter_builder.__class__ = stock.InterpreterBuilder = Builder
+    stock.interpreter_semantic.__class__ = stock.TritonSemantic = Semantic
+    stock._get_np_dtype = _numpy_type
     stock.ReduceScanOpInterface.apply = _reduce_or_scan
     stock.GridExecutor.__call__ = _launch_kernel
     stock.InterpretedFunction.__call__ = _call_device_function

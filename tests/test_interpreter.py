@@ -320,6 +320,22 @@ def test_unary(op, dtype):
     assert_ulps(out, UNARY[op](x))
 
 
+@triton.jit
+def offsets_kernel(out, row, stride):
+    tl.store(out, row * stride)
+
+
+def test_overflow_of_an_int32_offset_is_an_error():
+    """On a GPU it wraps in silence and the program reads somewhere else."""
+    out = torch.zeros(1, dtype=torch.int64)
+    offsets_kernel[(1,)](out, 2**15, 2**15)
+    assert out == 2**30
+    with pytest.raises(OverflowError, match="mul gives 2147483648, which int32 can't hold"):
+        offsets_kernel[(1,)](out, 2**16, 2**15)
+    offsets_kernel[(1,)](out, 2**40, 2**15)
+    assert out == 2**55
+
+
 # reductions
 
 
