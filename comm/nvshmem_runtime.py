@@ -6,7 +6,7 @@ and segments of any sub-group are carved out of the pool without the ranks outsi
 places in its ranks' pools, so its ranks exchange the offsets.
 """
 
-import atexit
+import functools
 import importlib.util
 import os
 from pathlib import Path
@@ -14,7 +14,6 @@ from pathlib import Path
 import nvshmem.bindings.nvshmem as bindings
 import nvshmem.core as nvshmem
 import torch
-import torch.distributed as dist
 import triton
 from cuda.core import Device
 
@@ -32,12 +31,8 @@ class _Pool:
     """This process's share of NVSHMEM's memory, and where each processing element's share is mapped."""
 
     def __init__(self):
-        device = torch.cuda.current_device()
         world = Group(None)
-        if not dist.is_initialized() or dist.get_backend() == "gloo":
-            # NVSHMEM binds to the current device; make sure its context exists.
-            torch.cuda.init()
-        handle = Device(device)
+        handle = Device(torch.cuda.current_device())  # NVSHMEM binds to it for the life of the process
         handle.set_current()
         unique_id = nvshmem.get_unique_id(empty=world.rank != 0)
         unique_id = world.gather(unique_id)[0]
@@ -47,15 +42,11 @@ class _Pool:
         self.peers = [self._mapped(pe, world) for pe in range(world.size)]
         self.blocks = FirstFit(POOL_BYTES)
         triton.knobs.runtime.kernel_load_end_hook.add(_initialise_module)
-        atexit.register(self._finalise)
 
     def _mapped(self, pe: int, world: Group) -> int:
         if pe == world.rank:
             return self.memory.data_ptr()
         return bindings.ptr(self.memory.data_ptr(), pe) or 0
-
-    def _finalise(self):
-        triton.knobs.runtime.kernel_load_end_hook.remove(_initialise_module)
 
 
 def open_segment(group: Group, num_bytes: int) -> Segment:
@@ -86,6 +77,7 @@ def open_segment(group: Group, num_bytes: int) -> Segment:
     return Segment(local, bases, symmetric, group.global_ranks, lambda: pool.blocks.give_back(offset))
 
 
+@functools.cache
 def device_library() -> str:
     """Path of NVSHMEM's device bitcode, which the transport `nvshmem` links into kernels."""
     spec = importlib.util.find_spec("nvidia.nvshmem")

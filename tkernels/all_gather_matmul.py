@@ -50,7 +50,7 @@ FLOPS_PER_S = 650e12  # of all programs together, H200, bf16
 # fmt: off
 @triton.jit
 def all_gather_matmul_kernel(
-    x, x_stride_m, x_stride_k, x_memory,  # [M/R, K], and the same as a pointer to contiguous rows
+    x, x_memory,  # [M/R, K], and the same as a pointer to contiguous rows
     gathered, inbox, parity_rows,  # [parity_rows + M, K], and as a pointer
     w, w_stride_n, w_stride_k,  # [N/R, K]
     bias, y, y_stride_m,  # [N/R]; [M, N/R]
@@ -59,7 +59,7 @@ def all_gather_matmul_kernel(
     first_row, rows, N, K, chunk_rows,  # this rank's first row in the whole, and its rows
     RANK: tl.constexpr, SIZE: tl.constexpr, NUM_COMM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
-    X_TMA: tl.constexpr, G_TMA: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr, Y_TMA: tl.constexpr,
+    X_TMA: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr, Y_TMA: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
     OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, PUT_BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):
@@ -93,19 +93,18 @@ def all_gather_matmul_kernel(
         out_row = tl.load(tile + 2).to(tl.int32)
         valid = tl.load(tile + 3).to(tl.int32)
         column = tile_n * BLOCK_N
-        if source == RANK:
-            total = multiply(
-                x, x_stride_m, x_stride_k, row, rows, w, w_stride_n, w_stride_k, column, N, K,
-                BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, False, W_TMA, W_TRANSPOSED, PRECISION,
-            )
-        else:
+        # One main loop for both: two would each take the shared memory of a pipeline.
+        operand = x
+        at = row
+        if source != RANK:
+            operand = gathered
+            at = parity_row + out_row
             chunk = tl.load(tile + 4).to(tl.int32)
             wait_signal(ready + source * max_chunks + chunk, epoch, table, source, chunk, OPERATION, TRANSPORT)
-            at = parity_row + out_row
-            total = multiply(
-                gathered, K, 1, at, at + valid, w, w_stride_n, w_stride_k, column, N, K,
-                BLOCK_M, BLOCK_N, BLOCK_K, G_TMA, False, W_TMA, W_TRANSPOSED, PRECISION,
-            )
+        total = multiply(
+            operand, K, 1, at, at + valid, w, w_stride_n, w_stride_k, column, N, K,
+            BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, False, W_TMA, W_TRANSPOSED, PRECISION,
+        )
         if SPLIT == 2:
             HALF: tl.constexpr = BLOCK_N // 2
             left, right = halves(total, BLOCK_M, BLOCK_N)
@@ -161,14 +160,14 @@ def all_gather_matmul(
     num_programs = min(ctx.num_programs, config.num_comm + tiles)
     ragged = any(count % gemm.block_m for count in rows)
     x_operand = Operand.of(x, gemm.block_m, gemm.block_k, gemm.use_tma)
-    g_operand = Operand.of(inbox, gemm.block_m, gemm.block_k, gemm.use_tma)
+    g_operand = Operand.of(inbox, gemm.block_m, gemm.block_k, x_operand.tma)
     w_operand = Operand.of(w, gemm.block_n, gemm.block_k, gemm.use_tma)
     y_operand = Operand.of(y, gemm.block_m, gemm.block_n // gemm.split, gemm.use_tma and not ragged and N > 1)
     first_row = sum(rows[: ctx.rank])
     aligned = row_bytes % 16 == 0 and x.data_ptr() % 16 == 0
     ctx.launch(
         all_gather_matmul_kernel, num_programs,
-        x_operand.argument, K, 1, x,
+        x_operand.argument, x,
         g_operand.argument, inbox, parity_rows,
         w_operand.argument, w_operand.row_stride, w_operand.column_stride,
         bias if bias is not None else x, y_operand.argument, N,
@@ -177,7 +176,7 @@ def all_gather_matmul(
         first_row, rows[ctx.rank], N, K, config.chunk_rows,
         RANK=ctx.rank, SIZE=ctx.size, NUM_COMM=config.num_comm,
         BLOCK_M=gemm.block_m, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, GROUP_M=gemm.group_m, SPLIT=gemm.split,
-        X_TMA=x_operand.tma, G_TMA=g_operand.tma, W_TMA=w_operand.tma, W_TRANSPOSED=w_operand.transposed,
+        X_TMA=x_operand.tma, W_TMA=w_operand.tma, W_TRANSPOSED=w_operand.transposed,
         Y_TMA=y_operand.tma, HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
         DTYPE=triton_dtype(x.dtype), PRECISION=precision(x.dtype),
         OPERATION=OP, TRANSPORT=ctx.transport_id, PUT_BLOCK=config.put_block, ALIGN=16 if aligned else itemsize,
