@@ -52,18 +52,18 @@ def tolerance(dtype: torch.dtype, terms: int, roundings: int = 1, scale: float =
     """(atol, rtol) for ``y = sum of `terms` products``, accumulated in fp32 and returned in dtype.
 
     The products are independent, of mean 0 and standard deviation `scale` (1 for two operands of unit variance); the
-    reference has the same operands, to the bit, and is exact. With n = terms and u = 2**-24, y is about scale * sqrt(n):
+    reference has the same operands, to the bit, and is exact. Let n = terms and u = 2**-24; y is about scale * sqrt(n).
 
     - *accumulation, rounded*: adding the k-th product errs by at most u |s_k|, where s_k, the sum so far, is about
-      scale * sqrt(k). As a random walk this has a standard deviation below u * scale * n / sqrt(6). For the worst of many
-      elements, whose own sums are large too, we allow 20 of these: 8 u * scale * n.
-    - *accumulation, truncated*, as tensor cores do it: an addition errs by up to 2 u |s_k|, by half of that on average,
-      always towards zero; but one adds 16 products. Along the path to a result six deviations out, |s_k| averages
-      4 scale * sqrt(n), so that n / 16 additions err by u * scale * n**1.5 / 4.
+      scale * sqrt(k). As a random walk this has a standard deviation below u * scale * n / sqrt(6). For the worst of
+      many elements, whose own sums are large too, we allow 20 of these: 8 u * scale * n.
+    - *accumulation, truncated*, as tensor cores do it: an addition errs by up to 2 u |s_k|, by half of that on
+      average, always towards zero; but one adds 16 products. Along the path to a result six deviations out, |s_k|
+      averages 4 scale * sqrt(n), so that n / 16 additions err by u * scale * n**1.5 / 4.
     - *the result*, rounded to dtype, errs by eps(dtype) / 2 of itself, hence rtol; below the normal numbers, by half of
       the spacing there.
-    - *staging*: `roundings` counts roundings to dtype on the way, the result's included. Each of the others applies to a
-      partial sum, no larger than about scale * sqrt(n), which may cancel later, so it counts into atol: independent
+    - *staging*: `roundings` counts roundings to dtype on the way, the result's included. Each of the others applies to
+      a partial sum, no larger than about scale * sqrt(n), which may cancel later, so it counts into atol: independent
       errors with a standard deviation of eps / 2 / sqrt(3) of that, and we allow six.
 
     A bias is one more term. An activation of slope at most 1.13 (all of ours) fits into what the first item allows.

@@ -1,0 +1,357 @@
+"""launch and RankPool: results and failures come back, and nothing stays behind."""
+
+import importlib.metadata
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tkernels.comm import runtime
+from tkernels.launch import RankError, RankPool, RankTimeoutError, _describe, dumps, launch
+
+if runtime.RUNTIME == "nvshmem" and torch.cuda.device_count() < 2:
+    pytest.skip(f"needs 2 GPUs, found {torch.cuda.device_count()}", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """Two ranks; a test that makes them fail costs the next one a start."""
+    with RankPool(2) as pool:
+        yield pool
+
+
+def who(ctx):
+    return ctx.rank, ctx.size, os.getpid()
+
+
+def sum_over_ranks(ctx, x, factor):
+    x = x.to(ctx.device) * factor**ctx.rank
+    dist.all_reduce(x)
+    return x
+
+
+def threads(ctx):
+    return torch.get_num_threads(), int(os.environ["OMP_NUM_THREADS"])
+
+
+def raise_on_rank_1(ctx, error):
+    if ctx.rank == 1:
+        raise error
+    dist.barrier()
+
+
+def all_raise_rank_1_first(ctx):
+    if ctx.rank == 0:
+        time.sleep(0.2)
+    raise NeedsTwoArguments(f"from rank {ctx.rank}", "and more")
+
+
+def hang_on_rank_1(ctx):
+    if ctx.rank == 1:
+        inner = threading.Thread(target=sleep_in_a_thread)
+        inner.start()
+        inner.join()
+
+
+def sleep_in_a_thread():
+    time.sleep(600)
+
+
+def die_on_rank_1(ctx):
+    if ctx.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def return_a_lambda(ctx):
+    return lambda: ctx.rank
+
+
+def break_finalize(ctx):
+    def finalize():
+        raise RuntimeError("cannot finalize")
+
+    ctx.finalize = finalize
+
+
+class NeedsTwoArguments(Exception):
+    """Pickles, but does not unpickle: __init__ gets one argument back."""
+
+    def __init__(self, first, second):
+        super().__init__(first)
+
+
+class DoesNotPickle(Exception):
+    def __reduce__(self):
+        raise TypeError("never")
+
+
+def assert_dead(pids):
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_launch_returns_what_each_rank_returned_in_order_of_ranks():
+    results = launch(who, 2)
+    assert [(rank, size) for rank, size, _ in results] == [(0, 2), (1, 2)]
+    pids = [pid for _, _, pid in results]
+    assert len({os.getpid(), *pids}) == 3
+    assert_dead(pids)
+
+
+def test_a_pool_keeps_its_processes_and_passes_arguments(pool):
+    pids = [pid for _, _, pid in pool.run(who)]
+    for factor in (2, 3):
+        results = pool.run(sum_over_ranks, torch.arange(4.0), factor)
+        for result in results:
+            assert torch.equal(result, torch.arange(4.0) * (1 + factor))
+    assert pids == pool.pids
+
+
+def test_ranks_share_the_cores(pool):
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert pool.run(threads) == [(share, share)] * 2
+    assert os.environ.get("OMP_NUM_THREADS") != str(share) or share == 1
+
+
+def test_what_does_not_pickle_is_refused_before_it_is_sent(pool):
+    pids = pool.pids
+    with pytest.raises(TypeError, match=r"<lambda>.*cannot be sent.*top of a module"):
+        pool.run(lambda ctx: 0)
+    assert pool.pids == pids, "no rank has seen the call, so all are in step"
+
+
+def test_the_failure_of_one_rank_ends_the_call_for_all_and_the_pool_starts_anew(pool):
+    pool.run(who)
+    pids = pool.pids
+    begin = time.monotonic()
+    with pytest.raises(RankError) as failure:
+        pool.run(raise_on_rank_1, KeyError("lost"))  # rank 0 waits in a barrier for ever
+    assert time.monotonic() - begin < 5
+    error = failure.value
+    assert (error.rank, error.type_name) == (1, "KeyError")
+    assert str(error).startswith("rank 1 of 2: KeyError: 'lost'\n")
+    assert "in raise_on_rank_1" in error.traceback_text and "/launch.py" not in error.traceback_text
+    assert isinstance(error.__cause__, KeyError) and error.__cause__.args == ("lost",)
+    assert_dead(pids)
+    assert not set(pids) & {pid for _, _, pid in pool.run(who)}
+
+
+def test_of_several_failures_the_first_in_time_is_raised(pool):
+    with pytest.raises(RankError, match="rank 1 of 2: .*NeedsTwoArguments: from rank 1") as failure:
+        pool.run(all_raise_rank_1_first)
+    assert failure.value.type_name == "NeedsTwoArguments"
+    assert failure.value.__cause__ is None, "it does not unpickle, and must not hide the failure for that"
+
+
+def test_an_exception_that_does_not_pickle_travels_as_text():
+    type_name, headline, text, pickled = _describe(DoesNotPickle("kept as text"))
+    assert (type_name, pickled) == ("DoesNotPickle", None)
+    assert headline.endswith("DoesNotPickle: kept as text") and headline in text
+
+
+def test_a_result_that_does_not_pickle_is_the_failure_of_its_rank(pool):
+    with pytest.raises(RankError, match="return_a_lambda"):
+        pool.run(return_a_lambda)
+
+
+def test_a_dead_rank_is_named_although_the_others_fail_as_well(pool):
+    with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL") as failure:
+        pool.run(die_on_rank_1)
+    assert (failure.value.rank, failure.value.type_name) == (1, "died")
+
+
+def test_a_hung_rank_is_killed_at_its_limit_and_all_stacks_are_shown(pool):
+    pool.run(who)
+    pids = pool.pids
+    begin = time.monotonic()
+    with pytest.raises(RankTimeoutError) as failure:
+        pool.run(hang_on_rank_1, timeout_s=1)
+    assert time.monotonic() - begin < 6
+    text = str(failure.value)
+    assert text.startswith("rank 1 of 2 still running after 1 s")
+    finished, hung = text.split("rank 1 (still running):")
+    assert "rank 0 (had finished):" in finished and "in recv_bytes" in finished
+    assert "in sleep_in_a_thread" in hung and "in hang_on_rank_1" in hung, "all threads"
+    assert "_exit_with_parent" not in text
+    assert_dead(pids)
+
+
+def test_ranks_that_cannot_start_say_why():
+    with pytest.raises(RankError, match="rank [01] of 2: ValueError: .*transport='pigeon'"):
+        launch(who, 2, ctx_options={"transport": "pigeon"})
+
+
+def test_a_failure_to_finalize_is_raised_by_close():
+    pool = RankPool(1)
+    pool.run(break_finalize)
+    pids = pool.pids
+    with pytest.raises(RankError, match="rank 0 of 1: RuntimeError: cannot finalize"):
+        pool.close()
+    assert_dead(pids)
+
+
+def test_numbers_of_ranks_that_cannot_be_are_refused(monkeypatch):
+    with pytest.raises(ValueError, match="at least 1 rank"):
+        launch(who, 0)
+    monkeypatch.setattr(runtime, "RUNTIME", "nvshmem")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="3 ranks need 3 GPUs, one each, found 2; .*TKERNELS_RUNTIME=simulated"):
+        launch(who, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64], ids=str)
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (2, 3)], ids=str)
+def test_tensors_travel_by_value(dtype, shape):
+    x = torch.randint(0, 2, shape).to(dtype)
+    y = pickle.loads(dumps({"x": [x]}))["x"][0]
+    assert y.dtype == dtype and y.shape == x.shape and torch.equal(x, y)
+    y.zero_()  # writable, and not x
+
+
+def test_a_view_travels_without_the_rest_of_its_storage():
+    storage = torch.zeros(1 << 20)
+    assert len(dumps(storage.view(1024, 1024)[:, 7])) < 5000
+    weight = torch.ones(3, 2, requires_grad=True)
+    assert torch.equal(pickle.loads(dumps((weight * 2).t())), torch.full((2, 3), 2.0))
+
+
+SCRIPT = """
+import os, sys, time, torch
+import torch.distributed as dist
+from tkernels.launch import RankError, RankPool, launch
+
+def work(ctx, x):
+    buffer = ctx.empty(1000)
+    sys.stdout.write(f"hello from {ctx.rank}\\n")
+    with open("/proc/self/maps") as maps:
+        return x + ctx.rank, [line for line in maps if "/dev/shm" in line]
+
+def fail(ctx):
+    raise ValueError("as asked")
+
+def run_on(ctx):
+    buffer = ctx.empty(1000)
+    dist.barrier()
+    if ctx.rank == 0:
+        print("running", flush=True)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    case = sys.argv[1]
+    if case == "ends":
+        pool = RankPool(2)
+        try:
+            pool.run(fail)
+        except RankError as error:
+            print(error)
+        results = pool.run(work, torch.ones(1 << 18))
+        assert [maps for _, maps in results] == [[], []]
+        print("running", flush=True)  # and ends, with the pool open
+    elif case == "starting":
+        pool = RankPool(2)
+        print("running", flush=True)
+        pool.run(run_on)
+    else:
+        launch(run_on, 2)
+"""
+
+TEST_FILE = """
+import os, time, pytest
+
+@pytest.mark.ranks(1)
+def test_that_leaves_a_pool_idle(ctx):
+    pass
+
+@pytest.mark.ranks(2)
+def test_that_runs_on(ctx):
+    if ctx.rank == 0:
+        os.write(2, b"running\\n")
+    time.sleep(600)
+"""
+
+
+def processes_with(token: str) -> list[str]:
+    """Command lines of the processes whose environment has `token`."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if token.encode() in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_text().replace("\0", " "))
+        except OSError:  # gone meanwhile, or another user's
+            continue
+    return found
+
+
+@pytest.mark.parametrize(
+    "case, end",
+    [
+        ("ends", None),
+        ("starting", signal.SIGINT),
+        ("running", signal.SIGKILL),
+        ("pytest", signal.SIGINT),
+    ],
+    ids=["returns", "ctrl-c-while-starting", "killed", "ctrl-c-in-pytest"],
+)
+def test_no_process_and_no_file_is_left_behind(tmp_path, case, end):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "test_it.py").write_text(TEST_FILE)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    shared_before = set(os.listdir("/dev/shm"))
+    token = uuid.uuid4().hex
+    root = str(Path(__file__).parent.parent)
+    environment = os.environ | {"TMPDIR": str(temporary), "TKERNELS_TEST_TOKEN": token, "PYTHONPATH": root}
+    command = ["script.py", case]
+    if case == "pytest":
+        installed = importlib.metadata.entry_points(group="pytest11", name="tkernels")
+        plugin = [] if installed else ["-p", "tkernels.testing.plugin"]
+        command = ["-m", "pytest", "-s", "-p", "no:cacheprovider", *plugin, "test_it.py"]
+    parent = subprocess.Popen(
+        [sys.executable, *command],
+        cwd=tmp_path,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        output = ""
+        while "running\n" not in output:
+            line = parent.stdout.readline()
+            assert line, f"ended early:\n{output}"
+            output += line
+        if case == "starting":
+            time.sleep(0.5)  # well into the start of the ranks' interpreters
+        if end == signal.SIGINT:
+            os.killpg(parent.pid, signal.SIGINT)  # as a terminal does: to the parent and to the ranks
+        elif end is not None:
+            parent.send_signal(end)
+        output += parent.communicate(timeout=30)[0]
+        limit = time.monotonic() + 10
+        while (alive := processes_with(token)) and time.monotonic() < limit:
+            time.sleep(0.05)
+    finally:
+        if processes_with(token):
+            os.killpg(parent.pid, signal.SIGKILL)
+    assert alive == []
+    if end is None:
+        assert parent.returncode == 0, output
+        assert "hello from 0" in output and "hello from 1" in output and "as asked" in output
+    if end == signal.SIGINT:
+        assert output.count("Traceback") <= 1, f"ranks should end silently:\n{output}"
+        assert "KeyboardInterrupt" in output
+    assert list(temporary.iterdir()) == []
+    assert set(os.listdir("/dev/shm")) <= shared_before
+
