@@ -55,7 +55,15 @@ def check_rows(name: str, ctx: Context, rows, own: int | None = None, total: int
 @triton.jit
 def chunk_count(part, chunk):
     """Chunks of a part; an empty part still has one, so that its rank is heard from."""
-    return tl.maximum(tl.cdiv(part, chunk), 1)
+    return tl.cast(tl.maximum(tl.cdiv(part, chunk), 1), tl.int32)
+
+
+@triton.jit
+def part_of(starts, rank, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
+    """First element and number of elements of a rank's part; both are multiples of ALIGN bytes."""
+    VECTOR: tl.constexpr = max(ALIGN * 8 // DTYPE.primitive_bitwidth, 1)
+    start = tl.multiple_of(tl.load(starts + rank), VECTOR)
+    return start, tl.multiple_of(tl.load(starts + rank + 1) - start, VECTOR)
 
 
 @triton.jit
@@ -67,8 +75,7 @@ def receive_parts(
     """Wait for every peer's part and copy it from the inbox to `out`; the programs share the chunks."""
     for step in range(1, SIZE):
         source = (RANK + SIZE - step) % SIZE
-        start = tl.load(starts + source)
-        part = tl.load(starts + source + 1) - start
+        start, part = part_of(starts, source, out.dtype.element_ty, ALIGN)
         for index in range(tl.program_id(0), chunk_count(part, chunk), tl.num_programs(0)):
             wait_signal(ready + source * max_chunks + index, epoch, table, source, index, OPERATION, TRANSPORT)
             first = tl.cast(index, tl.int64) * chunk
@@ -86,8 +93,7 @@ def all_gather_kernel(
 ):
     epoch = begin_epoch(state)
     inbox += epoch % 2 * inbox_stride
-    start = tl.load(starts + RANK)
-    part = tl.load(starts + RANK + 1) - start
+    start, part = part_of(starts, RANK, x.dtype.element_ty, ALIGN)
     chunks = chunk_count(part, chunk)
     for i in range(tl.program_id(0), chunks * (SIZE - 1), tl.num_programs(0)):
         index = i // (SIZE - 1)
@@ -121,8 +127,7 @@ def reduce_kernel(
     pid = tl.program_id(0)
     for step in range(1, SIZE):
         target = (RANK + step) % SIZE
-        start = tl.load(starts + target)
-        part = tl.load(starts + target + 1) - start
+        start, part = part_of(starts, target, x.dtype.element_ty, ALIGN)
         for index in range(pid, chunk_count(part, chunk), tl.num_programs(0)):
             first = tl.cast(index, tl.int64) * chunk
             put_signal(
@@ -130,8 +135,7 @@ def reduce_kernel(
                 ready + RANK * max_chunks + index, epoch, target, table, TRANSPORT, BLOCK, ALIGN,
             )
 
-    start = tl.load(starts + RANK)
-    part = tl.load(starts + RANK + 1) - start
+    start, part = part_of(starts, RANK, x.dtype.element_ty, ALIGN)
     own = out + start if GATHER else out
     gathered = inbox + SIZE * part_stride
     gathered_ready = ready + SIZE * max_chunks

@@ -79,9 +79,15 @@ def _pe(rank, table):
 
 @triton.jit
 def copy(dst, src, num_elements, BLOCK: tl.constexpr, ALIGN: tl.constexpr = 1):
-    """Copy contiguous elements with this program's threads, BLOCK at a time. Orders nothing."""
+    """Copy contiguous elements with this program's threads, BLOCK at a time. Orders nothing.
+
+    ALIGN: bytes that both addresses and the size are multiples of. Without 16, copies are element by element.
+    """
     dst = tl.multiple_of(dst, ALIGN)
     src = tl.multiple_of(src, ALIGN)
+    VECTOR: tl.constexpr = ALIGN * 8 // dst.dtype.element_ty.primitive_bitwidth
+    if VECTOR > 1:
+        num_elements = num_elements // VECTOR * VECTOR  # so that the compiler knows that no vector is masked in part
     for start in range(0, num_elements, BLOCK):
         at = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
         tl.store(dst + at, tl.load(src + at, mask=at < num_elements), mask=at < num_elements)
