@@ -37,6 +37,7 @@ from tkernels.overlap import (
     default_overlap,
     first_turn,
     num_chunks,
+    programs_of,
     tile_schedule,
     turn_tile,
 )
@@ -146,6 +147,8 @@ def all_gather_matmul(
 
     config = config or default_overlap(M, N, x_shard_m.dtype, ctx.size, ctx.num_programs)
     gemm, x = config.gemm, x_shard_m.contiguous()
+    tiles_m = sum(triton.cdiv(count, gemm.block_m) for count in rows)
+    num_programs = programs_of(config, ctx.num_programs, tiles_m * triton.cdiv(N, gemm.block_n))
     itemsize = x.element_size()
     row_bytes = K * itemsize
     workspace = ctx.workspace().reserve(max(M, 4) * row_bytes, max(num_chunks(count, config) for count in rows))
@@ -155,9 +158,6 @@ def all_gather_matmul(
     y = x.new_empty((M, N))
 
     schedule = ctx.constant(("all_gather_matmul", rows, config), lambda: _schedule(ctx, rows, config))
-    tiles_m = schedule.numel() // TILE_FIELDS.value
-    tiles = tiles_m * triton.cdiv(N, gemm.block_n)
-    num_programs = min(ctx.num_programs, config.num_comm + tiles)
     ragged = any(count % gemm.block_m for count in rows)
     x_operand = Operand.of(x, gemm.block_m, gemm.block_k, gemm.use_tma)
     g_operand = Operand.of(inbox, gemm.block_m, gemm.block_k, x_operand.tma)

@@ -47,6 +47,7 @@ from tkernels.overlap import (
     default_overlap,
     first_turn,
     num_chunks,
+    programs_of,
     tile_schedule,
     turn_tile,
 )
@@ -78,7 +79,7 @@ def matmul_reduce_kernel(
     bias, y, y_memory,  # [N]; [M/R, N], or [M, N] with GATHER, and the same as a pointer
     outbox, outbox_memory,  # [M, N], and as a pointer
     partials, inbox, parity_rows, part_stride,  # [parity_rows + R * part_stride (+ M), N], and as a pointer
-    schedule, tiles_m, head_turns,
+    schedule, tiles_m, peer_tiles_m, head_turns,  # the first peer_tiles_m rows of tiles are the peers'
     sends, num_sends,  # [num_sends, 4]: target, chunk, first row in the whole, rows
     parts, starts,  # [R + 1], [R + 1]: first row and first element of each part
     counters, ready, max_chunks, state, table,
@@ -118,7 +119,13 @@ def matmul_reduce_kernel(
     turn = first_turn(pid, NUM_COMM, head_turns)
     index = turn_tile(turn, pid, NUM_COMM, head_turns)
     while index < tiles_m * tiles_n:
-        tile_m, tile_n = tile_of(index, tiles_m, tiles_n, GROUP_M)
+        # No group of tiles holds both: an own tile waits for the peers, and a program that came to it before all its
+        # tiles of the peers' rows could keep them waiting for ever, as theirs could it.
+        if index < peer_tiles_m * tiles_n:
+            tile_m, tile_n = tile_of(index, peer_tiles_m, tiles_n, GROUP_M)
+        else:
+            tile_m, tile_n = tile_of(index - peer_tiles_m * tiles_n, tiles_m - peer_tiles_m, tiles_n, GROUP_M)
+            tile_m += peer_tiles_m
         tile = schedule + tile_m * TILE_FIELDS
         owner = tl.load(tile).to(tl.int32)
         row = tl.load(tile + 1).to(tl.int32)
@@ -227,6 +234,8 @@ def matmul_reduce(ctx, op, x, w, bias, activation, rows, config, gather: bool) -
         return matmul(x, w, bias, activation, config=config.gemm if config else None)
     config = config or default_overlap(M, N, x.dtype, ctx.size, ctx.num_programs)
     gemm, itemsize = config.gemm, x.element_size()
+    tiles_m, tiles_n = sum(triton.cdiv(count, gemm.block_m) for count in rows), triton.cdiv(N, gemm.block_n)
+    num_programs = programs_of(config, ctx.num_programs, tiles_m * tiles_n)
     part_stride = triton.cdiv(max(rows), gemm.block_m) * gemm.block_m
     inbox_rows = ctx.size * part_stride + (M if gather else 0)
     chunks = max(num_chunks(part, config) for part in rows)
@@ -249,14 +258,9 @@ def matmul_reduce(ctx, op, x, w, bias, activation, rows, config, gather: bool) -
     parts = ctx.constant(("starts", *first_rows), lambda: first_rows)
     starts = ctx.constant(("starts", *(N * row for row in first_rows)), lambda: [N * row for row in first_rows])
 
-    tiles_n = triton.cdiv(N, gemm.block_n)
-    tiles_m = schedule.numel() // TILE_FIELDS.value
-    peer_tiles = sum(triton.cdiv(rows[peer], gemm.block_m) for peer in peers)
-    num_programs = min(ctx.num_programs, config.num_comm + tiles_m * tiles_n)
-    # Comm programs wait for the peers' tiles, so these must all fall to the other programs. The group of tiles in which
-    # the peers' rows end may also hold own rows; it counts as the peers'.
-    head_tiles = min(triton.cdiv(peer_tiles, gemm.group_m) * gemm.group_m, tiles_m) * tiles_n
-    head_turns = triton.cdiv(head_tiles, num_programs - config.num_comm)
+    peer_tiles_m = sum(triton.cdiv(rows[peer], gemm.block_m) for peer in peers)
+    # Comm programs wait for the peers' tiles, so these must all fall to the other programs.
+    head_turns = triton.cdiv(peer_tiles_m * tiles_n, num_programs - config.num_comm)
     ragged = any(part % gemm.block_m for part in rows)
     x_operand = Operand.of(x, gemm.block_m, gemm.block_k, gemm.use_tma)
     w_operand = Operand.of(w, gemm.block_n, gemm.block_k, gemm.use_tma)
@@ -272,7 +276,7 @@ def matmul_reduce(ctx, op, x, w, bias, activation, rows, config, gather: bool) -
         bias if bias is not None else x, y_operand.argument, y,
         o_operand.argument, outbox,
         p_operand.argument, inbox, parity_rows, part_stride,
-        schedule, tiles_m, head_turns,
+        schedule, tiles_m, peer_tiles_m, head_turns,
         sends, sends.numel() // 4, parts, starts,
         workspace.counters, workspace.ready, workspace.num_chunks, workspace.state, ctx.table,
         N, K, config.chunk_rows,

@@ -76,6 +76,19 @@ def num_chunks(rows: int, config: OverlapConfig) -> int:
     return max(triton.cdiv(rows, config.chunk_rows), 1)
 
 
+def programs_of(config: OverlapConfig, available: int, tiles: int) -> int:
+    """Programs of a launch that computes `tiles` tiles, of `available` ones; some send and some multiply.
+
+    Raises ValueError if there are too few for both.
+    """
+    if not 0 < config.num_comm < available:
+        raise ValueError(
+            f"of num_programs={available} programs, num_comm={config.num_comm} would send: at least one must send and "
+            f"one must not; pass init(num_programs=...) of 2 or more, or another OverlapConfig(num_comm=...)"
+        )
+    return min(available, config.num_comm + tiles)
+
+
 @triton.jit
 def turn_tile(turn, pid, NUM_COMM: tl.constexpr, head_turns):
     """The tile that program `pid` computes at its turn: in the first `head_turns` the comm programs sit out."""
