@@ -54,6 +54,9 @@ class Workspace:
         self.context.group.barrier()  # nobody still reads or writes the old inboxes
         if self._memory is not None:
             heap.free(self._memory)
+            # Should the heap have no room below, the next call must not take what is free again for inboxes.
+            self.inbox_bytes = self.num_chunks = 0
+            self.inbox = self.ready = self._memory = None
         # The slack lets an operation begin the second inbox at a multiple of its own row.
         plan = Regions(
             ready=((2 * size * num_chunks,), torch.int64), inbox=((2 * inbox_bytes + inbox_bytes // 2,), torch.uint8)
