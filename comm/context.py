@@ -20,7 +20,7 @@ from tkernels.comm.device import (
     TRANSPORTS,
     operation_name,
 )
-from tkernels.comm.errors import Fault, TkernelsError, WaitTimeoutError
+from tkernels.comm.errors import Fault, MismatchError, TkernelsError, WaitTimeoutError
 from tkernels.comm.group import Group
 from tkernels.comm.heap import SymmetricHeap
 from tkernels.comm.workspace import Workspace
@@ -95,21 +95,23 @@ class Context:
 
         heap_bytes = heap_bytes or DEFAULT_HEAP_BYTES[self.runtime]
         self.heap = SymmetricHeap(self.group, heap_bytes, runtime.open_segment)
-        reachable, asked, programs = zip(
-            *self.group.gather((runtime.transports(self.heap.segment), transport, self.num_programs)), strict=True
-        )
+        options = {"transport": transport, "timeout_s": timeout_s, "num_programs": self.num_programs}
+        reachable, asked = zip(*self.group.gather((runtime.transports(self.heap.segment), options)), strict=True)
         usable = [name for name in reachable[0] if all(name in others for others in reachable)]
         self.transport = usable[0] if transport == "auto" and usable else transport
         problem = None
-        if len(set(asked)) > 1 or len(set(programs)) > 1:
-            problem = f"the ranks' options differ: transport {asked}, num_programs {programs}"
+        differing = {name: [theirs[name] for theirs in asked] for name in options if len({o[name] for o in asked}) > 1}
+        if differing:
+            by_rank = "; ".join(f"{name} by rank: {', '.join(map(str, values))}" for name, values in differing.items())
+            problem = MismatchError(f"init: the ranks' options differ, in {by_rank}; all must pass the same")
         elif self.transport not in usable:
-            problem = (
-                f"transport={transport!r} can't reach every rank on the {self.runtime} runtime; usable: {', '.join(usable)}"
+            problem = ValueError(
+                f"init: transport={transport!r} can't reach every rank on the {self.runtime} runtime; "
+                f"usable: {', '.join(usable)}"
             )
         if problem:
             self.heap.close()
-            raise ValueError(f"init: {problem}")
+            raise problem
         self.transport_id = TRANSPORTS[self.transport]
 
         words = FAULT_RECORD.value * (1 + self.size)
