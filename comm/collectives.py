@@ -22,6 +22,7 @@ OP_BARRIER = operation("barrier")
 BLOCK = 8192  # elements a program copies at a step; 8 warps saturate NVLink with 12 programs at this size
 CHUNK_BYTES = 256 << 10
 MAX_PROGRAMS = 32
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def split_rows(num_rows: int, size: int) -> tuple[int, ...]:
@@ -188,18 +189,22 @@ def barrier_kernel(
 def all_gather(ctx: Context, x_shard_m: torch.Tensor, rows=None) -> torch.Tensor:
     """Collective. Every rank's rows: x_shard_m [M/R, ...] -> [M, ...], any dtype of 1, 2, 4 or 8 bytes.
 
-    rows: row counts by rank, where they differ. Raises ValueError if they don't fit.
+    rows: row counts by rank, where they differ. Raises ValueError if they don't fit, TypeError for a wider dtype.
     """
     _check_tensor("all_gather", ctx, x_shard_m)
+    if x_shard_m.element_size() not in _BITS:
+        raise TypeError(f"all_gather: moves elements of up to 8 bytes, not {x_shard_m.dtype}; pass a view of it")
     rows = check_rows("all_gather", ctx, rows, own=x_shard_m.shape[0])
     out = x_shard_m.new_empty((sum(rows), *x_shard_m.shape[1:]))
     if ctx.size == 1:
         return out.copy_(x_shard_m)
     width = math.prod(x_shard_m.shape[1:])
-    plan = _Plan(ctx, [count * width for count in rows], x_shard_m, out)
+    # As integers: what moves is bits, and a bool's width in Triton is not that of its byte.
+    bits = _BITS[x_shard_m.element_size()]
+    plan = _Plan(ctx, [count * width for count in rows], x_shard_m.detach().contiguous().view(bits), out.view(bits))
     workspace = plan.reserve(plan.total)
     ctx.launch(
-        all_gather_kernel, plan.num_programs, plan.x, out,
+        all_gather_kernel, plan.num_programs, plan.x, plan.out,
         workspace.inbox.view(plan.x.dtype), workspace.inbox_bytes // plan.itemsize, workspace.ready,
         workspace.num_chunks, workspace.state, ctx.table, plan.starts, plan.chunk,
         RANK=ctx.rank, SIZE=ctx.size, OPERATION=OP_ALL_GATHER, **plan.options,
@@ -262,7 +267,7 @@ class _Plan:
     """How one call's parts are cut into chunks and shared among programs."""
 
     def __init__(self, ctx: Context, parts: list[int], x: torch.Tensor, out: torch.Tensor):
-        self.ctx, self.x, self.itemsize = ctx, x.contiguous(), x.element_size()
+        self.ctx, self.x, self.out, self.itemsize = ctx, x.contiguous(), out, x.element_size()
         starts = [sum(parts[:rank]) for rank in range(ctx.size + 1)]
         self.total = starts[-1]
         self.starts = ctx.constant(("starts", *starts), lambda: starts)
