@@ -4,3 +4,30 @@ if __name__ == "layers":  # imported from a checkout's root; see tkernels/_alias
     from tkernels._alias import alias
 
     alias("layers", "tkernels.layers")
+else:
+    from tkernels.layers.functions import (
+        column_parallel_linear,
+        copy_to_tensor_model_parallel_region,
+        gather_from_sequence_parallel_region,
+        gather_from_tensor_model_parallel_region,
+        reduce_from_tensor_model_parallel_region,
+        reduce_scatter_to_sequence_parallel_region,
+        scatter_to_sequence_parallel_region,
+        scatter_to_tensor_model_parallel_region,
+    )
+    from tkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
+    from tkernels.layers.mlp import ParallelMLP
+
+    __all__ = [
+        "ColumnParallelLinear",
+        "ParallelMLP",
+        "RowParallelLinear",
+        "column_parallel_linear",
+        "copy_to_tensor_model_parallel_region",
+        "gather_from_sequence_parallel_region",
+        "gather_from_tensor_model_parallel_region",
+        "reduce_from_tensor_model_parallel_region",
+        "reduce_scatter_to_sequence_parallel_region",
+        "scatter_to_sequence_parallel_region",
+        "scatter_to_tensor_model_parallel_region",
+    ]

@@ -1,0 +1,177 @@
+"""What a tensor-parallel layer does at its two ends, each with the backward that is exact for it.
+
+    x_shard_m  [M/R, K]  this rank's rows (sequence parallel)     R ranks
+    x_shard_k  [M, K/R]  this rank's features, all rows           other tensors are replicated: equal on all ranks
+    w_shard_n  [N/R, K]  this rank's out-features
+
+    function                                      forward             backward
+    column_parallel_linear                        x @ w_shard_n.T     all_reduce(dy_shard_n @ w_shard_n), overlapped
+    copy_to_tensor_model_parallel_region          x                   all_reduce(dy)
+    reduce_from_tensor_model_parallel_region      all_reduce(x)       dy
+    scatter_to_tensor_model_parallel_region       own features        all_gather of features
+    gather_from_tensor_model_parallel_region      all_gather          own features
+    scatter_to_sequence_parallel_region           own rows            all_gather of rows
+    gather_from_sequence_parallel_region          all_gather          reduce_scatter, or own rows
+    reduce_scatter_to_sequence_parallel_region    reduce_scatter      all_gather of rows
+
+The names are Megatron's. Features are the last dimension, rows the first one. The gradient of a replicated tensor is
+taken as equal on all ranks. All of them are collective, in forward or in backward or in both; in backward all ranks
+must want the same gradients.
+"""
+
+import torch
+
+import tkernels
+from tkernels.comm.collectives import check_rows
+from tkernels.comm.context import Context, current_context, find_context
+
+
+def _own_part(x: torch.Tensor, sizes: tuple[int, ...], dim: int, ctx: Context) -> torch.Tensor:
+    # A copy: the part outlives the whole, and kernels and views want it contiguous.
+    start = sum(sizes[: ctx.rank])
+    return x.narrow(dim, start, sizes[ctx.rank]).clone(memory_format=torch.contiguous_format)
+
+
+def _gather(x_part: torch.Tensor, sizes: tuple[int, ...], dim: int, ctx: Context) -> torch.Tensor:
+    whole = tkernels.all_gather(x_part.movedim(dim, 0).contiguous(), rows=sizes, ctx=ctx)
+    return whole.movedim(0, dim).contiguous()
+
+
+class _ColumnParallelLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w_shard_n, bias_shard_n, context):
+        ctx.save_for_backward(x, w_shard_n)
+        ctx.context = context
+        return torch.nn.functional.linear(x, w_shard_n, bias_shard_n)
+
+    @staticmethod
+    def backward(ctx, dy_shard_n):
+        x, w_shard_n = ctx.saved_tensors
+        dy_shard_n = dy_shard_n.contiguous()
+        dx = dw = dbias = None
+        if ctx.needs_input_grad[0]:
+            dx = tkernels.matmul_all_reduce(dy_shard_n, w_shard_n.t(), ctx=find_context(ctx.context))
+        if ctx.needs_input_grad[1]:
+            dw = dy_shard_n.t() @ x
+        if ctx.needs_input_grad[2]:
+            dbias = dy_shard_n.sum(0)
+        return dx, dw, dbias, None
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, context):
+        ctx.context = context
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return tkernels.all_reduce(dy.contiguous(), ctx=find_context(ctx.context)), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, sizes, dim, context):
+        ctx.sizes, ctx.dim, ctx.context = sizes, dim, context
+        return _own_part(x, sizes, dim, find_context(context))
+
+    @staticmethod
+    def backward(ctx, dy_part):
+        return _gather(dy_part, ctx.sizes, ctx.dim, find_context(ctx.context)), None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_part, sizes, dim, context):
+        ctx.sizes, ctx.dim, ctx.context = sizes, dim, context
+        return _gather(x_part, sizes, dim, find_context(context))
+
+    @staticmethod
+    def backward(ctx, dy):
+        return _own_part(dy, ctx.sizes, ctx.dim, find_context(ctx.context)), None, None, None
+
+
+def column_parallel_linear(
+    x: torch.Tensor,
+    w_shard_n: torch.Tensor,
+    bias_shard_n: torch.Tensor | None = None,
+    *,
+    ctx: Context | None = None,
+) -> torch.Tensor:
+    """x [M, K], w_shard_n [N/R, K], bias_shard_n [N/R] -> y_shard_n [M, N/R]. Collective in backward.
+
+    x is replicated, and so is its gradient: the sum over ranks travels while dy_shard_n @ w_shard_n is computed.
+    """
+    return _ColumnParallelLinear.apply(x, w_shard_n, bias_shard_n, (ctx or current_context()).name)
+
+
+def copy_to_tensor_model_parallel_region(x: torch.Tensor, *, ctx: Context | None = None) -> torch.Tensor:
+    """x as it is; its gradient is the sum over ranks. Any shape of at least one dimension. Collective in backward.
+
+    For a replicated tensor that each rank uses on its own features or rows, a norm's weight for example.
+    """
+    return _Copy.apply(x, (ctx or current_context()).name)
+
+
+def reduce_from_tensor_model_parallel_region(x: torch.Tensor, *, ctx: Context | None = None) -> torch.Tensor:
+    """Collective. The sum of x over ranks; the gradient passes as it is."""
+    return tkernels.all_reduce(x, ctx=ctx)
+
+
+def scatter_to_tensor_model_parallel_region(
+    x: torch.Tensor, *, sizes: tuple[int, ...] | None = None, ctx: Context | None = None
+) -> torch.Tensor:
+    """This rank's features: x [..., K] -> x_shard_k [..., K/R]. Collective in backward. sizes: features by rank."""
+    ctx = ctx or current_context()
+    features = x.shape[-1]
+    if sizes is None and features % ctx.size or sizes is not None and (len(sizes), sum(sizes)) != (ctx.size, features):
+        raise ValueError(
+            f"scatter_to_tensor_model_parallel_region: {features} features can't be split over {ctx.size} ranks as "
+            f"sizes={sizes}; pass a size for each rank, for example split_rows({features}, {ctx.size})"
+        )
+    sizes = (features // ctx.size,) * ctx.size if sizes is None else tuple(sizes)
+    return _Scatter.apply(x, sizes, -1, ctx.name)
+
+
+def gather_from_tensor_model_parallel_region(
+    x_shard_k: torch.Tensor, *, sizes: tuple[int, ...] | None = None, ctx: Context | None = None
+) -> torch.Tensor:
+    """Collective. Every rank's features: x_shard_k [..., K/R] -> x [..., K]. sizes: features by rank, None: equal."""
+    ctx = ctx or current_context()
+    sizes = (x_shard_k.shape[-1],) * ctx.size if sizes is None else tuple(sizes)
+    return _Gather.apply(x_shard_k, sizes, -1, ctx.name)
+
+
+def scatter_to_sequence_parallel_region(
+    x: torch.Tensor, *, rows: tuple[int, ...] | None = None, ctx: Context | None = None
+) -> torch.Tensor:
+    """This rank's rows: x [M, ...] -> x_shard_m [M/R, ...]. Collective in backward. rows: row counts by rank."""
+    ctx = ctx or current_context()
+    rows = check_rows("scatter_to_sequence_parallel_region", ctx, rows, total=x.shape[0])
+    return _Scatter.apply(x, rows, 0, ctx.name)
+
+
+def gather_from_sequence_parallel_region(
+    x_shard_m: torch.Tensor,
+    *,
+    tensor_parallel_output_grad: bool = True,
+    rows: tuple[int, ...] | None = None,
+    ctx: Context | None = None,
+) -> torch.Tensor:
+    """Collective. Every rank's rows: x_shard_m [M/R, ...] -> x [M, ...]. rows: row counts by rank, None: equal.
+
+    tensor_parallel_output_grad: True where each rank goes on with its own features, so that gradients are partial and
+    backward sums them; False where all ranks compute the same, so that backward takes the own rows. Megatron's name.
+    """
+    if tensor_parallel_output_grad:
+        return tkernels.all_gather(x_shard_m, rows=rows, ctx=ctx)
+    ctx = ctx or current_context()
+    rows = check_rows("gather_from_sequence_parallel_region", ctx, rows, own=x_shard_m.shape[0])
+    return _Gather.apply(x_shard_m, rows, 0, ctx.name)
+
+
+def reduce_scatter_to_sequence_parallel_region(
+    x: torch.Tensor, *, rows: tuple[int, ...] | None = None, ctx: Context | None = None
+) -> torch.Tensor:
+    """Collective. This rank's rows of the sum over ranks: x [M, ...] -> x_shard_m [M/R, ...]."""
+    return tkernels.reduce_scatter(x, rows=rows, ctx=ctx)

@@ -1,0 +1,278 @@
+"""y = x @ weight.T + bias with the weight split over R ranks: by out-features (column), or by in-features (row).
+
+    ColumnParallelLinear   weight_shard_n [N/R, K], bias_shard_n [N/R]    K in-features, N out-features
+        x [..., K] -> y_shard_n [..., N/R]               sequence parallel: x_shard_m [s/R, ..., K] -> [s, ..., N/R]
+    RowParallelLinear      weight_shard_k [N, K/R], bias [N]
+        x_shard_k [..., K/R] -> y [..., N]               sequence parallel: [s, ..., K/R] -> y_shard_m [s/R, ..., N]
+
+"Column" is Megatron's word: a column of the transposed weight. A column layer followed by a row layer needs no other
+communication between them. Options have Megatron's names and meanings.
+
+Initial weights: every rank draws the full weight and bias as nn.Linear does, from torch's default generator, and keeps
+its slice. So with the same seed a layer has the same weights on any number of ranks, as nn.Linear has them, and the
+generator is left in the same state. Ranks whose generators differ are refused.
+"""
+
+import hashlib
+
+import torch
+from torch import nn
+
+import tkernels
+from tkernels.comm import Context, MismatchError, current_context, find_context
+from tkernels.comm.collectives import check_rows
+from tkernels.layers.functions import (
+    column_parallel_linear,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
+
+
+class _ParallelLinear(nn.Module):
+    """What both layers share: parameters, how they are cut, and how inputs become rows."""
+
+    partition_dim: int  # of the weight
+
+    def _build(self, in_features, out_features, bias, dtype, device, ctx, init_method):
+        ctx = ctx or current_context()
+        # A name, as operators take it: modules are copied and pickled, contexts are not.
+        self.context_name = ctx.name
+        self.in_features, self.out_features = in_features, out_features
+        what, features = (("out-features", out_features), ("in-features", in_features))[self.partition_dim]
+        stride = self.partition_stride
+        if features % stride or features // stride < ctx.size:
+            blocks = f" in {stride} equal blocks" if stride > 1 else ""
+            raise ValueError(
+                f"{type(self).__name__}({in_features}, {out_features}): {features} {what} can't be split{blocks} over "
+                f"{ctx.size} ranks with at least one for each; use fewer ranks or nn.Linear"
+            )
+        self.feature_sizes = tuple(stride * size for size in tkernels.split_rows(features // stride, ctx.size))
+        full = nn.Linear(in_features, out_features, bias, device=device or ctx.device, dtype=dtype)
+        if not full.weight.is_meta:
+            self._check_generators(ctx, full.weight.device)
+        if init_method is not None:
+            with torch.no_grad():
+                init_method(full.weight)
+                if bias:
+                    full.bias.zero_()
+        self._take(full)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, *, ctx: Context | None = None, **options):
+        """The layer that holds this rank's slice of an nn.Linear's parameters, on the same device. Not collective.
+
+        options: those of the class, less features, bias, device, dtype and init_method, which the nn.Linear has.
+        """
+        has_bias = linear.bias is not None
+        layer = cls(linear.in_features, linear.out_features, has_bias, device="meta", ctx=ctx, **options)
+        layer._take(linear)
+        return layer.train(linear.training)
+
+    def _take(self, full: nn.Linear):
+        """Become this rank's part of `full`."""
+        for name in ("weight", "bias"):
+            value = getattr(full, name)
+            if value is None:
+                self.register_parameter(name, None)
+                continue
+            dim = self.partitioned().get(name)
+            shard = value.detach() if dim is None else self.shard(value.detach(), dim)
+            parameter = nn.Parameter(shard.clone(memory_format=torch.contiguous_format), value.requires_grad)
+            # Megatron's marks, read by its optimizers and gradient clipping.
+            parameter.tensor_model_parallel = dim is not None
+            parameter.partition_dim = -1 if dim is None else dim
+            parameter.partition_stride = 1 if dim is None else self.partition_stride
+            setattr(self, name, parameter)
+
+    def _check_generators(self, ctx: Context, device: torch.device):
+        state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+        digests = ctx.group.gather(hashlib.sha256(state.numpy().tobytes()).hexdigest())
+        differ = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if differ:
+            raise MismatchError(
+                f"{type(self).__name__}({self.in_features}, {self.out_features}): the random generators of ranks "
+                f"{differ} differ from rank 0's, so the slices would not be of one weight; call torch.manual_seed with "
+                f"the same seed on all ranks before making the model"
+            )
+
+    @property
+    def ctx(self) -> Context:
+        return find_context(self.context_name)
+
+    def partitioned(self) -> dict[str, int]:
+        """The parameters of which each rank holds a part, and along which dimension."""
+        raise NotImplementedError
+
+    def shard(self, full: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's part of a full parameter or gradient."""
+        sizes = [size // self.partition_stride for size in self.feature_sizes]
+        blocks = full.tensor_split(self.partition_stride, dim)
+        return torch.cat([block.split(sizes, dim)[self.ctx.rank] for block in blocks], dim)
+
+    def unshard(self, shards: list[torch.Tensor], dim: int) -> torch.Tensor:
+        """The inverse: every rank's part -> the full tensor."""
+        blocks = zip(*(shard.tensor_split(self.partition_stride, dim) for shard in shards), strict=True)
+        return torch.cat([part for block in blocks for part in block], dim)
+
+    def _check_input(self, x: torch.Tensor, features: int, rows, hint: str = ""):
+        name = type(self).__name__
+        if x.shape[-1] != features:
+            raise ValueError(f"{name}: the input's last dimension is {x.shape[-1]}, but must be {features}{hint}")
+        if self.sequence_parallel and x.dim() < 2:
+            raise ValueError(f"{name}: sequence_parallel splits the first of at least two dimensions, but x has one")
+        if rows is not None and not self.sequence_parallel:
+            raise ValueError(f"{name}: rows={rows} splits a sequence, but this layer has sequence_parallel=False")
+
+    def extra_repr(self) -> str:
+        options = ", ".join(f"{name}={getattr(self, name)}" for name in self._options)
+        ranks = len(self.feature_sizes)
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {options}, ranks={ranks}"
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """nn.Linear with the out-features split over ranks. Collective: construction, forward, backward.
+
+    in_features, out_features: of the full layer; where out-features don't divide, the first ranks have one more.
+    sequence_parallel: the input is this rank's part of the first dimension, [s/R, ..., K], and is gathered while the
+        product is computed; backward reduce-scatters. False: the input is replicated, [..., K].
+    gather_output: every rank returns all out-features, [..., N].
+    return_bias: forward returns (y, bias) and doesn't add the bias, for a fused kernel that does (Megatron's
+        skip_bias_add). With gather_output the bias returned is still this rank's part, as in Megatron.
+    keep_gathered: with sequence_parallel, keep the gathered input [s, ..., K] for the weight's gradient. False gathers
+        it again in backward, which holds R times less memory (what Megatron does).
+    partition_stride: the weight is this many blocks one below the other, each split over ranks: 2 for the fused gate
+        and up-projection of a gated MLP. This rank's parts of the blocks are one below the other, too.
+    device: default, the context's. init_method: called on the full weight; the bias is then zero. None: as nn.Linear.
+
+    Parameters: weight [N/R, K], bias [N/R], each with tensor_model_parallel, partition_dim, partition_stride.
+    """
+
+    partition_dim = 0
+    _options = ("sequence_parallel", "gather_output")
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        sequence_parallel: bool = False,
+        gather_output: bool = False,
+        return_bias: bool = False,
+        keep_gathered: bool = True,
+        partition_stride: int = 1,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        ctx: Context | None = None,
+        init_method=None,
+    ):
+        if gather_output and partition_stride > 1:
+            raise ValueError(
+                "ColumnParallelLinear: gather_output=True takes partition_stride=1, the parts of one block"
+            )
+        super().__init__()
+        self.sequence_parallel, self.gather_output = sequence_parallel, gather_output
+        self.return_bias, self.keep_gathered, self.partition_stride = return_bias, keep_gathered, partition_stride
+        self._build(in_features, out_features, bias, dtype, device, ctx, init_method)
+
+    def partitioned(self) -> dict[str, int]:
+        return {"weight": 0, "bias": 0}
+
+    def forward(self, x: torch.Tensor, *, rows: tuple[int, ...] | None = None):
+        """Collective. x [..., K], or x_shard_m [s/R, ..., K] -> y_shard_n [..., N/R] (or [..., N] with gather_output).
+
+        rows: with sequence_parallel, every rank's length of the first dimension where they differ.
+        """
+        ctx = self.ctx
+        own = self.feature_sizes[ctx.rank]
+        self._check_input(x, self.in_features, rows)
+        bias = None if self.return_bias else self.bias
+        flat = x.reshape(-1, self.in_features)
+        if self.sequence_parallel:
+            rows = check_rows("ColumnParallelLinear", ctx, rows, own=x.shape[0])
+            flat_rows = tuple(count * x.shape[1:-1].numel() for count in rows)
+            keep = self.keep_gathered and torch.is_grad_enabled() and self.weight.requires_grad
+            y = tkernels.all_gather_matmul(flat, self.weight, bias, return_gathered=keep, rows=flat_rows, ctx=ctx)
+            y = (y[0] if keep else y).view(sum(rows), *x.shape[1:-1], own)
+        else:
+            y = column_parallel_linear(flat, self.weight, bias, ctx=ctx).view(*x.shape[:-1], own)
+        if self.gather_output:
+            y = gather_from_tensor_model_parallel_region(y, sizes=self.feature_sizes, ctx=ctx)
+        return (y, self.bias) if self.return_bias else y
+
+
+class RowParallelLinear(_ParallelLinear):
+    """nn.Linear with the in-features split over ranks; the ranks' products are summed. Collective as the column layer.
+
+    in_features, out_features: of the full layer; where in-features don't divide, the first ranks have one more.
+    sequence_parallel: each rank gets its part of the first dimension of the sum, [s/R, ..., N], sent while the product
+        is computed. False: every rank gets all of it, [..., N].
+    input_is_parallel: the input is this rank's features, as a column layer returns them. False: it is replicated and
+        split here; not with sequence_parallel.
+    return_bias: forward returns (y, bias) and doesn't add the bias, for a fused kernel that does.
+    device, init_method: as in ColumnParallelLinear.
+
+    Parameters: weight [N, K/R] with tensor_model_parallel, partition_dim, partition_stride; bias [N], replicated. Its
+    mark `sequence_parallel` says, as in Megatron, that its gradient comes from this rank's rows only and must still be
+    summed over ranks. That is so with return_bias and sequence_parallel alone: where the layer adds the bias, its
+    gradient is the full sum on every rank. `all_reduce_sequence_parallel_grads` sums what is marked.
+    """
+
+    partition_dim = 1
+    partition_stride = 1
+    _options = ("sequence_parallel", "input_is_parallel")
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        sequence_parallel: bool = False,
+        input_is_parallel: bool = True,
+        return_bias: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        ctx: Context | None = None,
+        init_method=None,
+    ):
+        if sequence_parallel and not input_is_parallel:
+            raise ValueError(
+                "RowParallelLinear: sequence_parallel=True takes input_is_parallel=True, since the input is split by "
+                "features already"
+            )
+        super().__init__()
+        self.sequence_parallel, self.input_is_parallel = sequence_parallel, input_is_parallel
+        self.return_bias = return_bias
+        self._build(in_features, out_features, bias, dtype, device, ctx, init_method)
+
+    def partitioned(self) -> dict[str, int]:
+        return {"weight": 1}
+
+    def _take(self, full: nn.Linear):
+        super()._take(full)
+        if self.bias is not None:
+            self.bias.sequence_parallel = self.sequence_parallel and self.return_bias
+
+    def forward(self, x: torch.Tensor, *, rows: tuple[int, ...] | None = None):
+        """Collective. x_shard_k [..., K/R] (or x [..., K]) -> y [..., N], or y_shard_m [s/R, ..., N].
+
+        rows: with sequence_parallel, every rank's length of the first dimension where it doesn't divide.
+        """
+        ctx = self.ctx
+        own = self.feature_sizes[ctx.rank]
+        if self.input_is_parallel:
+            self._check_input(x, own, rows, hint=f", rank {ctx.rank}'s part of {self.in_features} in-features")
+        else:
+            self._check_input(x, self.in_features, rows)
+            x = scatter_to_tensor_model_parallel_region(x, sizes=self.feature_sizes, ctx=ctx)
+        bias = None if self.return_bias else self.bias
+        flat = x.reshape(-1, own)
+        if self.sequence_parallel:
+            rows = check_rows("RowParallelLinear", ctx, rows, total=x.shape[0])
+            flat_rows = tuple(count * x.shape[1:-1].numel() for count in rows)
+            y = tkernels.matmul_reduce_scatter(flat, self.weight, bias, rows=flat_rows, ctx=ctx)
+            y = y.view(rows[ctx.rank], *x.shape[1:-1], self.out_features)
+        else:
+            y = tkernels.matmul_all_reduce(flat, self.weight, bias, ctx=ctx).view(*x.shape[:-1], self.out_features)
+        return (y, self.bias) if self.return_bias else y

@@ -1,0 +1,66 @@
+"""The transformer's MLP: a column layer, an activation on this rank's features, a row layer."""
+
+import functools
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tkernels.comm import Context
+from tkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
+
+ACTIVATIONS = {
+    "relu": functional.relu,
+    "gelu": functional.gelu,
+    "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
+    "silu": functional.silu,
+}
+
+
+class ParallelMLP(nn.Module):
+    """fc2(activation(fc1(x))): x [..., hidden] -> [..., hidden], or x_shard_m [s/R, ..., hidden] -> the same.
+
+    activation: "relu", "gelu" (exact), "gelu_tanh", "silu", or "swiglu", which is silu(gate) * up with gate and up one
+        below the other in fc1's weight [2 * ffn_hidden, hidden].
+    sequence_parallel: input and output are this rank's part of the first dimension; gathered and reduce-scattered while
+        the products are computed. False: input and output are replicated.
+    keep_gathered, dtype, device, ctx, init_method: as in ColumnParallelLinear.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        ffn_hidden: int,
+        activation: str = "gelu",
+        bias: bool = True,
+        *,
+        sequence_parallel: bool = False,
+        keep_gathered: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        ctx: Context | None = None,
+        init_method=None,
+    ):
+        super().__init__()
+        if activation not in (*ACTIVATIONS, "swiglu"):
+            raise ValueError(f"activation={activation!r} is unknown; use {', '.join(ACTIVATIONS)} or swiglu")
+        self.activation = activation
+        blocks = 2 if activation == "swiglu" else 1
+        common = dict(sequence_parallel=sequence_parallel, dtype=dtype, device=device, ctx=ctx, init_method=init_method)
+        self.fc1 = ColumnParallelLinear(
+            hidden, blocks * ffn_hidden, bias, partition_stride=blocks, keep_gathered=keep_gathered, **common
+        )
+        self.fc2 = RowParallelLinear(ffn_hidden, hidden, bias, **common)
+
+    def forward(self, x: torch.Tensor, *, rows: tuple[int, ...] | None = None) -> torch.Tensor:
+        """Collective. rows: with sequence_parallel, every rank's length of the first dimension where they differ."""
+        h = self.fc1(x, rows=rows)
+        if self.activation == "swiglu":
+            gate, up = h.chunk(2, dim=-1)
+            h = functional.silu(gate) * up
+        else:
+            h = ACTIVATIONS[self.activation](h)
+        return self.fc2(h, rows=rows)
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation}"
