@@ -137,7 +137,7 @@ def test_the_failure_of_one_rank_ends_the_call_for_all_and_the_pool_starts_anew(
     begin = time.monotonic()
     with pytest.raises(RankError) as failure:
         pool.run(raise_on_rank_1, KeyError("lost"))  # rank 0 waits in a barrier for ever
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 20
     error = failure.value
     assert (error.rank, error.type_name) == (1, "KeyError")
     assert str(error).startswith("rank 1 of 2: KeyError: 'lost'\n")
@@ -177,7 +177,7 @@ def test_a_hung_rank_is_killed_at_its_limit_and_all_stacks_are_shown(pool):
     begin = time.monotonic()
     with pytest.raises(RankTimeoutError) as failure:
         pool.run(hang_on_rank_1, timeout_s=1)
-    assert time.monotonic() - begin < 6
+    assert time.monotonic() - begin < 20
     text = str(failure.value)
     assert text.startswith("rank 1 of 2 still running after 1 s")
     finished, hung = text.split("rank 1 (still running):")

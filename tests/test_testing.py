@@ -122,7 +122,7 @@ def test_that_skips_on_one_rank(ctx):
         "rank 1 skipped (not here), but ranks [[]0[]] did not;*",
     ])
     seconds = [r.duration for r in result.reprec.getreports() if r.when == "call" and "hangs" in r.nodeid]
-    assert 3 <= seconds[0] < 30
+    assert 3 <= seconds[0] < 120, "with the start of new ranks"
 
 
 def test_what_cannot_reach_the_ranks_is_named(run):

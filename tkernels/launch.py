@@ -229,7 +229,7 @@ class RankPool:
 
     def _death(self, rank: int) -> RankError:
         process = self._processes[rank]
-        process.join(1.0)
+        process.join(10.0)
         code = process.exitcode
         if code is not None and code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
