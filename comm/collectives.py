@@ -146,8 +146,8 @@ def reduce_kernel(
                 wait_signal(ready + source * max_chunks + index, epoch, table, source, index, OPERATION, TRANSPORT)
         first = tl.cast(index, tl.int64) * chunk
         last = tl.minimum(part, first + chunk)
-        for offset in range(0, chunk, BLOCK):
-            at = first + offset + tl.arange(0, BLOCK)
+        for offset in range(first, last, BLOCK):
+            at = tl.cast(offset, tl.int64) + tl.arange(0, BLOCK)
             total = tl.zeros((BLOCK,), tl.float32)
             for source in range(SIZE):
                 if source == RANK:
@@ -277,7 +277,13 @@ class _Plan:
         aligned = all(start * self.itemsize % 16 == 0 for start in starts)
         aligned = aligned and self.x.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
         self.options = dict(
-            TRANSPORT=ctx.transport_id, BLOCK=BLOCK, ALIGN=16 if aligned else self.itemsize, num_warps=8
+            TRANSPORT=ctx.transport_id,
+            # Element by element, every element costs registers for its address and its mask.
+            BLOCK=BLOCK if aligned else BLOCK // 4,
+            ALIGN=16 if aligned else self.itemsize,
+            num_warps=8,
+            # Without a limit ptxas spills rather than cross one at which more programs share a multiprocessor.
+            maxnreg=128,
         )
 
     def reserve(self, inbox_elements: int):
