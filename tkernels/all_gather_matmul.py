@@ -49,7 +49,8 @@ FLOPS_PER_S = 650e12  # of all programs together, H200, bf16
 
 
 # fmt: off
-@triton.jit
+# Row counts may change from call to call: no new kernel for each.
+@triton.jit(do_not_specialize=["parity_rows", "tiles_m", "head_turns", "max_chunks", "first_row", "rows", "chunk_rows"])
 def all_gather_matmul_kernel(
     x, x_memory,  # [M/R, K], and the same as a pointer to contiguous rows
     gathered, inbox, parity_rows,  # [parity_rows + M, K], and as a pointer

@@ -72,7 +72,10 @@ def add_partials(
     return total
 
 
-@triton.jit
+# Row counts may change from call to call: no new kernel for each.
+@triton.jit(do_not_specialize=[
+    "parity_rows", "part_stride", "tiles_m", "peer_tiles_m", "head_turns", "num_sends", "max_chunks", "chunk_rows",
+])
 def matmul_reduce_kernel(
     x, x_stride_m, x_stride_k,  # [M, K/R]
     w, w_stride_n, w_stride_k,  # [N, K/R]
