@@ -1,0 +1,1 @@
+"""Measurements: `python -m bench.run` from the repository's root."""

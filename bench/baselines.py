@@ -1,0 +1,103 @@
+"""What ours is compared with, on the same operands: cuBLAS, NCCL, NCCL then cuBLAS, and torch's fused operators.
+
+A baseline's call returns the operation's result, or None where it does only a part of it.
+"""
+
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from bench.problem import Problem
+
+NAMES = {
+    "cublas": "torch.mm of this rank's product, operands gathered",
+    "nccl": "the NCCL collective alone",
+    "serial": "NCCL, then cuBLAS (or cuBLAS, then NCCL)",
+    "torch": "torch.ops.symm_mem.fused_*",
+}
+
+
+def baselines(problem: Problem) -> dict[str, Callable[[], torch.Tensor | None]]:
+    """The calls that make sense for the operation, by the names of NAMES; none without a GPU."""
+    ctx, op, x, w = problem.ctx, problem.case.op, problem.x, problem.w
+    if ctx.device.type != "cuda":
+        return {}
+    if op == "gemm":
+        return {"cublas": lambda: torch.mm(x, w.t())}
+    if ctx.size == 1:
+        return {"cublas": part(lambda: torch.mm(x, w.t()))} if w is not None else {}
+    group = ctx.group.process_group
+    if op in ("all_gather_matmul", "all_gather"):
+        return _gathers(problem, group)
+    return _reductions(problem, group)
+
+
+def _gathers(problem: Problem, group):
+    x, w = problem.x, problem.w
+    full = problem.gathered
+    out = torch.empty_like(full)
+
+    def gather():
+        dist.all_gather_into_tensor(out, x, group=group)
+        return out
+
+    if w is None:
+        return {"nccl": gather}
+    return {
+        "cublas": lambda: torch.mm(full, w.t()),
+        "nccl": part(gather),
+        "serial": lambda: torch.mm(gather(), w.t()),
+        "torch": lambda: torch.ops.symm_mem.fused_all_gather_matmul(
+            x, [w.t()], 0, group.group_name, return_A=False
+        )[1][0],
+    }
+
+
+def _reductions(problem: Problem, group):
+    case, x, w = problem.case, problem.x, problem.w
+    scatters = case.op in ("matmul_reduce_scatter", "reduce_scatter")
+    y = x if w is None else torch.mm(x, w.t())
+    out = y.new_empty((case.M // problem.ctx.size, case.N)) if scatters else None
+    in_place = None if scatters else torch.zeros_like(y)  # NCCL sums in place; zeros stay what they are, call by call
+
+    def scatter(y):
+        dist.reduce_scatter_tensor(out, y, group=group)
+        return out
+
+    def reduce(y):
+        dist.all_reduce(y, group=group)
+        return y
+
+    def collective():
+        return scatter(y) if scatters else reduce(in_place)
+
+    if w is None:
+        return {"nccl": collective if scatters else part(collective)}
+    calls = {
+        "cublas": part(lambda: torch.mm(x, w.t())),
+        "nccl": part(collective),
+        "serial": lambda: (scatter if scatters else reduce)(torch.mm(x, w.t())),
+    }
+    if scatters:
+        calls["torch"] = lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w.t(), "sum", 0, group.group_name)
+    return calls
+
+
+def part(call: Callable[[], torch.Tensor]) -> Callable[[], None]:
+    """The same call where it is a part of the operation, so that its result is none of the operation's."""
+
+    def run():
+        call()
+
+    return run
+
+
+def enable_symmetric_memory(group) -> None:
+    """torch's fused operators need it, once for each group. Collective."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # recent versions enable it by themselves
+        symmetric_memory.enable_symm_mem_for_group(group.group_name)

@@ -1,0 +1,203 @@
+"""A case from start to end, on all ranks: our result is checked, then timed beside the baselines, then recorded.
+
+A wrong result is refused: there is no time for it. A baseline that is missing or wrong is left out, with the reason.
+"""
+
+import dataclasses
+import functools
+import statistics
+import time
+
+import torch
+
+from bench.baselines import baselines, enable_symmetric_memory
+from bench.problem import Case, Problem, config_of
+from bench.roofs import Roofs
+from bench.timing import WARMUPS, Call, Timing, agree, measure
+from tkernels.comm.context import Context
+
+ROWS_AT_ONCE = 1024  # of a result, when it is compared in fp64
+BASELINE_ERROR = 0.02  # relative to the result's norm; bf16 partial sums of 8 ranks stay below
+
+
+def wrong(problem: Problem, result: torch.Tensor) -> str | None:
+    """What is wrong with our result on this rank, or None."""
+    x, w = problem.truth()
+    shape = (x.shape[0], x.shape[1] if w is None else w.shape[0])
+    if tuple(result.shape) != shape or result.dtype != problem.case.dtype:
+        return f"the result is {result.dtype} {tuple(result.shape)}, not {problem.case.dtype} {shape}"
+    atol, rtol = problem.allowed()
+    w = w.double() if w is not None else None
+    off, example = 0, None
+    for first in range(0, shape[0], ROWS_AT_ONCE):
+        want = x[first : first + ROWS_AT_ONCE].double()
+        want = want @ w.t() if w is not None else want
+        got = result[first : first + ROWS_AT_ONCE]
+        if (atol, rtol) == (0.0, 0.0):
+            want = want.to(got.dtype).double()
+        error = (got.double() - want).abs()
+        bad = ~(error <= atol + rtol * want.abs())  # so that NaN is bad
+        off += int(bad.sum())
+        if example is None and bad.any():
+            row, column = (int(at) for at in bad.nonzero()[0])
+            example = f"at ({first + row}, {column}) got {float(got[row, column]):g}, want {float(want[row, column]):g}"
+    return f"{off} of {result.numel()} elements are off on {problem.values} operands; {example}" if off else None
+
+
+def far(problem: Problem, result: torch.Tensor) -> str | None:
+    """Whether a baseline's result is nowhere near the truth on this rank; its own roundings are its own affair."""
+    x, w = problem.truth()
+    rows = slice(0, min(x.shape[0], ROWS_AT_ONCE))
+    want = x[rows].double() if w is None else x[rows].double() @ w.double().t()
+    error = ((result[rows].double() - want).norm() / want.norm()).item()
+    return None if error <= BASELINE_ERROR else f"its result is wrong: relative error {error:.1e}"
+
+
+def usable_baselines(ctx: Context, problem: Problem) -> tuple[dict[str, Call], dict[str, str]]:
+    """Collective. The baselines that run here and give the right result, and why the others don't."""
+    calls, unavailable = {}, {}
+    candidates = baselines(problem)
+    for name, call in candidates.items():
+        reason = None
+        try:
+            if name == "torch":
+                enable_symmetric_memory(ctx.group.process_group)
+            result = call()
+            torch.cuda.synchronize()
+            reason = far(problem, result) if result is not None else None
+        except Exception as error:  # a baseline may miss anything here; it is reported as missing, with the reason
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:200]
+        reason = agree(ctx, reason)
+        if reason is None:
+            calls[name] = call
+        else:
+            unavailable[name] = reason
+    return calls, unavailable
+
+
+def run_case(ctx: Context, case: Case, iterations: int, roofs: Roofs, ours=Problem.ours) -> dict:
+    """Collective. One case measured: the record, or {"op", "shape", "refused"} if our result is wrong.
+
+    ours: called with a Problem and its default configuration, returns the result that is checked and timed.
+    """
+    head = {"op": case.op, "shape": case.shape}
+    config = config_of(ctx, case)
+    with torch.no_grad():
+        for values in ("integers", "normal"):
+            problem = Problem(ctx, case, values)
+            checked = ours(problem, config)
+            ctx.check()
+            reason = agree(ctx, wrong(problem, checked))
+            if reason is not None:
+                return {**head, "refused": reason}
+        others, unavailable = usable_baselines(ctx, problem)
+        timings, last = measure(ctx, {"ours": lambda: ours(problem, config), **others}, iterations)
+        ctx.check()
+        repeated = torch.equal(last["ours"], checked)
+        reason = agree(ctx, None if repeated else "the result of a timed call differs from that of the checked call")
+        if reason is not None:
+            return {**head, "refused": reason}
+        operator_host_us = _operator_host_us(problem)
+    return record(ctx, case, timings, roofs) | {
+        "operator_host_us": operator_host_us,
+        "config": dataclasses.asdict(config) if config is not None else None,
+        "unavailable": {**roofs.missing, **unavailable},
+        "iterations": iterations,
+        "warmups": WARMUPS[ctx.device.type],
+    }
+
+
+def record(ctx: Context, case: Case, timings: dict[str, Timing], roofs: Roofs) -> dict:
+    """Every column of one case; None where there is nothing to say."""
+    work = case.work(ctx.size, ctx.rank)
+    wire_us = None
+    if roofs.peer_copy_bytes_per_s is not None:
+        wire_us = work.link_in_bytes / roofs.peer_copy_bytes_per_s * 1e6
+    columns = {
+        "op": case.op,
+        "shape": case.shape,
+        "M": case.M,
+        "N": case.N,
+        "K": case.K,
+        "ranks": ctx.size,
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "runtime": ctx.runtime,
+        "transport": ctx.transport,
+        "flops": work.flops,
+        "hbm_bytes": work.hbm_bytes,
+        "link_in_bytes": work.link_in_bytes,
+        "link_out_bytes": work.link_out_bytes,
+        "wire_us": wire_us,
+    }
+    for name in ("ours", "cublas", "nccl", "serial", "torch"):
+        timing = timings.get(name, Timing(None, None, None, None))
+        columns |= {f"{name}_{key}": value for key, value in dataclasses.asdict(timing).items()}
+    ours = timings["ours"].us
+    for name in ("cublas", "nccl", "serial", "torch"):
+        columns[f"speedup_over_{name}"] = timings[name].us / ours if name in timings else None
+    needed = [timings["cublas"].us if "cublas" in timings else None] if "matmul" in case.op or case.op == "gemm" else []
+    needed += [wire_us] if ctx.size > 1 and case.op != "gemm" else []
+    known = bool(needed) and None not in needed
+    columns["overlap_efficiency"] = max(needed) / ours if known else None
+    columns["ours_flop_per_s"] = work.flops / ours * 1e6
+    return columns
+
+
+def _operator_host_us(problem: Problem, calls: int = 20) -> float | None:
+    """How long the public operator keeps the host, median over calls that nobody waits for, slowest rank."""
+    if problem.ctx.device.type != "cuda":
+        return None
+    took = []
+    for _ in range(calls):
+        began = time.perf_counter()
+        problem.operator()
+        took.append((time.perf_counter() - began) * 1e6)
+    torch.cuda.synchronize()
+    return max(problem.ctx.group.gather(statistics.median(took)))
+
+
+@functools.lru_cache(maxsize=2)
+def _kept(ctx: Context, case: Case, values: str) -> Problem:
+    return Problem(ctx, case, values)
+
+
+@functools.lru_cache(maxsize=1)
+def _wanted(ctx: Context, case: Case) -> torch.Tensor:
+    """The result on integers, as the default configuration computes it, once it was found right."""
+    problem = _kept(ctx, case, "integers")
+    result = problem.ours()
+    ctx.check()
+    reason = wrong(problem, result)
+    if reason is not None:
+        raise RuntimeError(f"{case.op} {case.shape}: the default configuration's result is wrong: {reason}")
+    return result
+
+
+def try_config(ctx: Context, case: Case, config, iterations: int) -> dict:
+    """Collective. One configuration: {"us", "p10_us", "p90_us", "cublas_us", "over_cublas"}, or {"failed": reason}."""
+    with torch.no_grad():
+        want = _wanted(ctx, case)
+        reason = None
+        try:
+            got = _kept(ctx, case, "integers").ours(config)
+            ctx.check()
+            reason = None if torch.equal(got, want) else "wrong result"
+        except Exception as error:
+            if ctx.failed:
+                raise  # this context's ranks are out of step; new ones must be started
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"[:160]
+        reason = agree(ctx, reason)
+        if reason is not None:
+            return {"failed": reason.split(": ", 1)[1]}
+        problem = _kept(ctx, case, "normal")
+        calls = {"ours": lambda: problem.ours(config)}
+        calls |= {name: call for name, call in baselines(problem).items() if name == "cublas"}
+        timings, _ = measure(ctx, calls, iterations)
+    ours, cublas = timings["ours"], timings.get("cublas")
+    return {
+        "us": ours.us,
+        "p10_us": ours.p10_us,
+        "p90_us": ours.p90_us,
+        "cublas_us": cublas.us if cublas else None,
+        "over_cublas": cublas.us / ours.us if cublas else None,
+    }

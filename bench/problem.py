@@ -1,0 +1,163 @@
+"""One operation on one shape: its configuration, its operands on every rank, our call, and the truth.
+
+Operands come from seeds, so that every rank can make every rank's, and the truth needs no communication.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+import tkernels
+from tkernels import work
+from tkernels.all_gather_matmul import all_gather_matmul
+from tkernels.comm.context import Context
+from tkernels.gemm import GemmConfig, default_config, matmul
+from tkernels.matmul_all_reduce import matmul_all_reduce
+from tkernels.matmul_reduce_scatter import matmul_reduce_scatter
+from tkernels.overlap import OverlapConfig, default_overlap
+from tkernels.testing.compare import tolerance
+
+TERMS_OF_AN_INTEGER_ROW = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to measure: M, N, K over all ranks."""
+
+    op: str
+    shape: str
+    M: int
+    N: int
+    K: int
+    dtype: torch.dtype
+
+    def refusal(self, ranks: int) -> str | None:
+        """Why the case can't be measured on that many ranks; the baselines take equal shards only."""
+        shared = {"M": self.M} if self.op != "gemm" else {}
+        shared |= {"N": self.N} if self.op == "all_gather_matmul" else {}
+        shared |= {"K": self.K} if self.op in ("matmul_reduce_scatter", "matmul_all_reduce") else {}
+        odd = [f"{name}={size}" for name, size in shared.items() if size % ranks]
+        return f"{self.op} {self.shape}: {', '.join(odd)} doesn't divide by {ranks} ranks" if odd else None
+
+    def work(self, ranks: int, rank: int = 0) -> work.Work:
+        """What one GPU does in one call."""
+        if self.op == "gemm":
+            return work.matmul(self.M, self.N, self.K, self.dtype)
+        function = getattr(work, self.op)
+        if "matmul" in self.op:
+            return function(self.M, self.N, self.K, ranks, self.dtype, rank)
+        return function(self.M, self.K if self.op == "all_gather" else self.N, ranks, self.dtype, rank)
+
+
+def config_of(ctx: Context, case: Case) -> GemmConfig | OverlapConfig | None:
+    """The configuration that a call without one uses; None for operations that have none."""
+    if case.op == "gemm":
+        return default_config(case.M, case.N, case.dtype)
+    if "matmul" not in case.op:
+        return None
+    N = case.N // ctx.size if case.op == "all_gather_matmul" else case.N
+    return default_overlap(case.M, N, case.dtype, ctx.size, ctx.num_programs)
+
+
+class Problem:
+    """A case on this rank.
+
+    values: "normal" (mean 0, variance 1) to time and to test rounding; "integers" for exact equality: an x whose rows
+    have at most 64 elements of +-1, and w of -2 to 2, so that a rank's partial sum is at most 128, exact in bf16.
+    """
+
+    def __init__(self, ctx: Context, case: Case, values: str):
+        self.ctx, self.case, self.values = ctx, case, values
+        self.x, self.w = self.x_of(ctx.rank), self.w_of(ctx.rank)
+
+    def x_of(self, rank: int) -> torch.Tensor:
+        """Rank's x: [M, K] gemm, [M/R, K] gathers, [M, K/R] products to be reduced, [M, N] reductions."""
+        case, size = self.case, self.ctx.size
+        shape = {
+            "gemm": (case.M, case.K),
+            "all_gather_matmul": (case.M // size, case.K),
+            "all_gather": (case.M // size, case.K),
+            "matmul_reduce_scatter": (case.M, case.K // size),
+            "matmul_all_reduce": (case.M, case.K // size),
+            "reduce_scatter": (case.M, case.N),
+            "all_reduce": (case.M, case.N),
+        }[case.op]
+        return self._make(shape, seed=2 * rank, sparse=True)
+
+    def w_of(self, rank: int) -> torch.Tensor | None:
+        """Rank's w, as nn.Linear has it; None for the plain collectives."""
+        case, size = self.case, self.ctx.size
+        if case.op == "gemm":
+            shape = (case.N, case.K)
+        elif case.op == "all_gather_matmul":
+            shape = (case.N // size, case.K)
+        elif "matmul" in case.op:
+            shape = (case.N, case.K // size)
+        else:
+            return None
+        return self._make(shape, seed=2 * rank + 1, sparse=False)
+
+    def _make(self, shape, seed: int, sparse: bool) -> torch.Tensor:
+        device, dtype = self.ctx.device, self.case.dtype
+        generator = torch.Generator(device).manual_seed(seed)
+        if self.values == "normal":
+            return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+        if not sparse:
+            return torch.randint(-2, 3, shape, generator=generator, device=device).to(dtype)
+        rows, columns = shape
+        at = (rows, min(columns, TERMS_OF_AN_INTEGER_ROW))
+        places = torch.randint(0, columns, at, generator=generator, device=device)
+        signs = torch.randint(0, 2, at, generator=generator, device=device) * 2 - 1
+        return torch.zeros(shape, device=device, dtype=dtype).scatter_(1, places, signs.to(dtype))
+
+    @functools.cached_property
+    def gathered(self) -> torch.Tensor:
+        """Every rank's x, row after row: what a gather yields."""
+        return torch.cat([self.x_of(rank) for rank in range(self.ctx.size)])
+
+    def ours(self, config=None) -> torch.Tensor:
+        """Collective. Our result, through the function that takes a configuration (None: the default one)."""
+        op, ctx, x, w = self.case.op, self.ctx, self.x, self.w
+        if op == "gemm":
+            return matmul(x, w, config=config)
+        if op == "all_gather_matmul":
+            return all_gather_matmul(ctx, x, w, config=config)[0]
+        if op == "matmul_reduce_scatter":
+            return matmul_reduce_scatter(ctx, x, w, config=config)
+        if op == "matmul_all_reduce":
+            return matmul_all_reduce(ctx, x, w, config=config)
+        return self.operator()
+
+    def operator(self) -> torch.Tensor:
+        """Collective. Our result, through the public operator, as users call it."""
+        if self.case.op == "gemm":
+            return tkernels.matmul(self.x, self.w)
+        operands = (self.x,) if self.w is None else (self.x, self.w)
+        return getattr(tkernels, self.case.op)(*operands, ctx=self.ctx)
+
+    def truth(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(X, W): this rank's result is X @ W.T, or X alone, in fp64."""
+        op, ranks, size = self.case.op, range(self.ctx.size), self.ctx.size
+        scattered = op in ("matmul_reduce_scatter", "reduce_scatter")
+        share = self.case.M // size if scattered else self.case.M
+        own = slice(self.ctx.rank * share, (self.ctx.rank + 1) * share) if scattered else slice(None)
+        if op == "gemm":
+            return self.x, self.w
+        if op in ("all_gather_matmul", "all_gather"):
+            return self.gathered, self.w
+        if self.w is None:
+            return sum(self.x_of(rank)[own].double() for rank in ranks), None
+        x = torch.cat([self.x_of(rank)[own] for rank in ranks], dim=1)
+        return x, torch.cat([self.w_of(rank) for rank in ranks], dim=1)
+
+    def allowed(self) -> tuple[float, float]:
+        """(atol, rtol) of our result against the truth; (0, 0) asks for the truth rounded once to the dtype."""
+        case, size = self.case, self.ctx.size
+        if self.values == "integers" or case.op == "all_gather":
+            return 0.0, 0.0
+        if case.op in ("gemm", "all_gather_matmul"):
+            return tolerance(case.dtype, case.K)
+        if "matmul" in case.op:  # the partial sums of all ranks but one are rounded on their way
+            return tolerance(case.dtype, case.K, roundings=size)
+        return tolerance(case.dtype, size)

@@ -1,0 +1,59 @@
+"""Where a number comes from: machine, versions, source, date."""
+
+import datetime
+import hashlib
+import importlib.metadata
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+from tkernels.comm.context import Context
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def provenance(ctx: Context) -> dict:
+    """For every record. commit and dirty are None outside a git checkout; source_sha256 is of the files as they ran."""
+    on_gpu = ctx.device.type == "cuda"
+    commit = _git("rev-parse", "HEAD")
+    changes = _git("status", "--porcelain", "--untracked-files=no")
+    return {
+        "gpu": torch.cuda.get_device_name(ctx.device) if on_gpu else None,
+        "num_gpus": torch.cuda.device_count() if on_gpu else 0,
+        "cpu": platform.processor() or platform.machine(),
+        "python_version": platform.python_version(),
+        "torch_version": torch.__version__,
+        "triton_version": _version("triton"),
+        "nccl_version": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
+        "nvshmem_version": _version("nvidia-nvshmem-cu13") or _version("nvidia-nvshmem-cu12"),
+        "nvshmem4py_version": _version("nvshmem4py-cu13") or _version("nvshmem4py-cu12"),
+        "commit": commit,
+        "dirty": bool(changes) if commit is not None else None,
+        "source_sha256": _digest(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _digest() -> str:
+    digest = hashlib.sha256()
+    for folder in ("comm", "tkernels", "layers", "bench"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()

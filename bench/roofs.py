@@ -1,0 +1,63 @@
+"""What this machine reaches at best, measured: a copy to a peer by the copy engine, cuBLAS, a copy in GPU memory."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from bench.baselines import enable_symmetric_memory
+from bench.timing import agree, measure
+from tkernels.comm.context import Context
+
+PEER_COPY_BYTES = 256 << 20
+HBM_COPY_BYTES = 1 << 30
+GEMM_SIZE = 8192
+
+
+@dataclass(frozen=True)
+class Roofs:
+    """Per GPU, all GPUs at work. None where there is no such thing here; `missing` says why.
+
+    peer_copy_bytes_per_s: into each GPU, all of them at once, the better of push and pull.
+    cublas_flop_per_s: of one square product of 8192.
+    hbm_copy_bytes_per_s: bytes read plus bytes written.
+    """
+
+    peer_copy_bytes_per_s: float | None = None
+    cublas_flop_per_s: float | None = None
+    hbm_copy_bytes_per_s: float | None = None
+    missing: dict[str, str] = field(default_factory=dict)
+
+
+def measure_roofs(ctx: Context, dtype: torch.dtype, iterations: int) -> Roofs:
+    """Collective. All three, slowest rank."""
+    if ctx.device.type != "cuda":
+        return Roofs(missing={"roofs": "the simulated runtime has no hardware to measure"})
+    calls, missing, reason = {}, {}, None
+    if ctx.size > 1:
+        try:
+            local, remote = _peer_buffers(ctx)
+            calls |= {"push": lambda: remote.copy_(local), "pull": lambda: local.copy_(remote)}
+        except Exception as error:  # torch's symmetric memory may be missing here; the wire's columns then stay empty
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        reason = agree(ctx, reason)
+        if reason is not None:
+            calls, missing = {}, {"wire": f"the peak of a copy to a peer was not measured ({reason})"}
+    source = torch.zeros(HBM_COPY_BYTES, dtype=torch.uint8, device=ctx.device)
+    target = torch.empty_like(source)
+    a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE, device=ctx.device, dtype=dtype) for _ in range(2))
+    calls |= {"hbm": lambda: target.copy_(source), "cublas": lambda: torch.mm(a, b.t())}
+    timings, _ = measure(ctx, calls, iterations)
+    per_s = {name: 1e6 / timing.us for name, timing in timings.items()}
+    peer = max(per_s["push"], per_s["pull"]) * PEER_COPY_BYTES if "push" in per_s else None
+    return Roofs(peer, per_s["cublas"] * 2 * GEMM_SIZE**3, per_s["hbm"] * 2 * HBM_COPY_BYTES, missing)
+
+
+def _peer_buffers(ctx: Context) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's memory and the next rank's, mapped here: torch's symmetric memory, so the peak owes us nothing."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    group = ctx.group.process_group
+    enable_symmetric_memory(group)
+    memory = symmetric_memory.empty(PEER_COPY_BYTES, dtype=torch.uint8, device=ctx.device)
+    handle = symmetric_memory.rendezvous(memory, group)
+    return memory, handle.get_buffer((ctx.rank + 1) % ctx.size, (PEER_COPY_BYTES,), torch.uint8)

@@ -1,0 +1,326 @@
+"""Measure operations: python -m bench.run OP --shape NAME --ranks R, alone or under torchrun, from the root.
+
+Exit code 0: all was measured. 1: a result was wrong, or a case failed; no number is reported for it. 2: the arguments.
+"""
+
+import argparse
+import collections
+import contextlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import tkernels
+from bench import shapes
+from bench.harness import run_case, try_config
+from bench.problem import Case, config_of
+from bench.provenance import provenance
+from bench.roofs import Roofs, measure_roofs
+from bench.sweep import GEMM_FIELDS, changed, changes, parse_grid
+from tkernels.launch import RankError, RankPool
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+WAIT_TIMEOUT_S = 30.0  # of a wait in a kernel
+CASE_TIMEOUT_S = 600.0
+SIMULATED_LIMIT = 1 << 24  # M N K that the interpreter does in seconds
+WIDTH = 120
+BEST = 5
+
+EPILOG = """example:
+  python -m bench.run all_gather_matmul --shape llama70b-qkv,gpt3-fc1 --ranks 4 --json bench/results/ag.jsonl
+  python -m bench.run matmul_reduce_scatter --shape rs-b --ranks 4 --sweep num_comm=6,12 chunk_rows=128,512
+  torchrun --nproc-per-node 4 -m bench.run all --shape all
+"""
+
+
+def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Case]]:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.run",
+        description="Time tkernels' operations beside cuBLAS, NCCL and torch's fused operators.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    world = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None
+    simulated = tkernels.RUNTIME == "simulated"
+    parser.add_argument("op", metavar="OP", help=f"{', '.join(shapes.BY_OPERATION)}, or all")
+    parser.add_argument("--shape", default="all", help="names with commas between them, or all (default)")
+    parser.add_argument(
+        "--ranks", type=int, default=world or (2 if simulated else torch.cuda.device_count()),
+        help="one GPU each; default: all GPUs, torchrun's number of processes, or 2 on the simulated runtime",
+    )  # fmt: skip
+    parser.add_argument("--dtype", default="bf16", choices=DTYPES)
+    parser.add_argument("--transport", default="auto", choices=["auto", "peer", "nvshmem", "simulated"])
+    parser.add_argument("--iterations", type=int, default=20, help="measurements of each candidate (default 20)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="append one JSON line for each operation and shape")
+    parser.add_argument(
+        "--sweep", nargs="*", metavar="FIELD=A,B",
+        help="try configurations: the product of the fields' values, or one change at a time from the default",
+    )  # fmt: skip
+    args = parser.parse_args(argv)
+
+    if args.op not in (*shapes.BY_OPERATION, "all"):
+        parser.error(f"{args.op!r} is no operation; there are {', '.join(shapes.BY_OPERATION)}, or all")
+    if args.iterations < 1:
+        parser.error(f"--iterations {args.iterations}: measure at least once")
+    if args.ranks < 1:
+        parser.error(f"--ranks {args.ranks}: at least one rank is needed")
+    if world is not None and args.ranks != world:
+        parser.error(f"--ranks {args.ranks}, but torchrun started {world} processes; leave --ranks out")
+    if not simulated and world is None and args.ranks > torch.cuda.device_count():
+        parser.error(f"--ranks {args.ranks} needs a GPU each, and there are {torch.cuda.device_count()}")
+    if args.transport != "auto" and simulated != (args.transport == "simulated"):
+        parser.error(f"--transport {args.transport} does not exist on the {tkernels.RUNTIME} runtime, which runs here")
+
+    ops = list(shapes.BY_OPERATION) if args.op == "all" else [args.op]
+    names = args.shape.split(",")
+    dtype = DTYPES[args.dtype]
+    cases = [Case(op, name, *shape, dtype) for op in ops for name, shape in shapes.select(op, names).items()]
+    for name in names:
+        if name != "all" and name not in {case.shape for case in cases}:
+            known = {known for op in ops for known in shapes.BY_OPERATION[op]}
+            parser.error(f"--shape {name}: {args.op} has {', '.join([*sorted(known), *shapes.TINY])}, or all")
+    for case in cases:
+        if simulated and case.M * case.N * case.K > SIMULATED_LIMIT:
+            parser.error(
+                f"--shape {case.shape}: {case.M} x {case.N} x {case.K} would take the interpreter hours; on "
+                f"the simulated runtime, use {', '.join(shapes.TINY)}"
+            )
+        if case.refusal(args.ranks):
+            parser.error(case.refusal(args.ranks))
+    args.grid = {}
+    if args.sweep is not None:
+        try:
+            args.grid = parse_grid(args.sweep)
+        except ValueError as error:
+            parser.error(str(error))
+        for op in ops:
+            if "gemm" != op and "matmul" not in op:
+                parser.error(f"--sweep: {op} has no configuration to sweep")
+        if "gemm" in ops and set(args.grid) - set(GEMM_FIELDS):
+            parser.error(f"--sweep: gemm has only the fields {', '.join(GEMM_FIELDS)}")
+    return args, cases
+
+
+class ThisRank:
+    """What RankPool does, in a process that torchrun started: this is one of the ranks."""
+
+    def __init__(self, ctx_options: dict):
+        if tkernels.RUNTIME == "nvshmem":
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
+            torch.cuda.set_device(device)
+            dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+        else:
+            dist.init_process_group("gloo")
+        self.ctx = tkernels.init(**ctx_options)
+
+    def run(self, fn, *args, timeout_s: float) -> list:
+        return [fn(self.ctx, *args)]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, exc_type, exc, tb):
+        if exc_type is None:  # else the ranks are out of step, and torchrun ends the others
+            self.ctx.finalize()
+            dist.destroy_process_group()
+
+
+def open_ranks(args) -> RankPool | ThisRank:
+    options = {"transport": args.transport, "timeout_s": WAIT_TIMEOUT_S}
+    return ThisRank(options) if "RANK" in os.environ else RankPool(args.ranks, ctx_options=options)
+
+
+class Report:
+    """What the first rank (or the process that started the ranks) tells people and files."""
+
+    def __init__(self, args, cases: list[Case]):
+        self.leads = int(os.environ.get("RANK", "0")) == 0
+        width = WIDTH if not sys.stdout.isatty() else min(WIDTH, Console().width)
+        self.console = Console(width=width, quiet=not self.leads, highlight=False)
+        self.progress = Progress(
+            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            console=Console(stderr=True, quiet=not self.leads), transient=True,
+        )  # fmt: skip
+        self.task = self.progress.add_task("starting the ranks", total=len(cases))
+        self.json = args.json if self.leads else None
+        self.failed = 0
+
+    def write(self, line: dict):
+        if self.json is not None:
+            self.json.parent.mkdir(parents=True, exist_ok=True)
+            with self.json.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def failure(self, case: Case, reason: str):
+        self.failed += 1
+        self.console.print(f"{case.op} {case.shape}: no number is reported: {reason}", style="red", markup=False)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args, cases = parse(argv)
+    report = Report(args, cases)
+    began = time.monotonic()
+    with report.progress, open_ranks(args) as ranks:
+        origin = ranks.run(provenance, timeout_s=CASE_TIMEOUT_S)[0]
+        if args.sweep is not None:
+            sweep_all(ranks, args, cases, origin, report)
+        else:
+            measure_all(ranks, args, cases, origin, report)
+    report.console.print(f"{time.monotonic() - began:.1f} s in all", style="dim")
+    return 1 if report.failed else 0
+
+
+def measure_all(ranks, args, cases: list[Case], origin: dict, report: Report):
+    roofs = ranks.run(measure_roofs, DTYPES[args.dtype], args.iterations, timeout_s=CASE_TIMEOUT_S)[0]
+    peaks = {name: value for name, value in vars(roofs).items() if name != "missing"}
+    records = collections.defaultdict(list)
+    for case in cases:
+        report.progress.update(report.task, description=f"{case.op} {case.shape}")
+        with reported(report, case):
+            line = ranks.run(run_case, case, args.iterations, roofs, timeout_s=CASE_TIMEOUT_S)[0]
+            if "refused" in line:
+                report.failure(case, line["refused"])
+            else:
+                line |= {**peaks, **origin}
+                records[case.op].append(line)
+                report.write(line)
+        report.progress.advance(report.task)
+    for op, lines in records.items():
+        report.console.print(table(op, lines))
+    report.console.print(notes([line for lines in records.values() for line in lines], roofs), markup=False)
+
+
+@contextlib.contextmanager
+def reported(report: Report, case: Case):
+    """A case whose ranks fail is reported, and the next one gets new ranks; torchrun's can't be replaced."""
+    try:
+        yield
+    except RankError as error:
+        report.failure(case, str(error))
+
+
+def _us(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def table(op: str, lines: list[dict]) -> Table:
+    """The records of one operation; times in us."""
+    first = lines[0]
+    machine = f"{first['ranks']} x {first['gpu']}" if first["gpu"] else f"{first['ranks']} ranks, simulated"
+    result = Table(
+        title=f"{op}, {machine}, {first['dtype']}, {first['transport']}, us, median of {first['iterations']}",
+        title_justify="left", pad_edge=False, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
+    )  # fmt: skip
+    result.add_column("shape", no_wrap=True)
+    headings = ["ours", "p10-p90", "host", "cuBLAS", "wire", "NCCL", "serial", "torch"]
+    for heading in [*headings, "/cuBLAS", "/serial", "/torch", "eff"]:
+        result.add_column(heading, justify="right", no_wrap=True)
+    for line in lines:
+        spread = f"{_us(line['ours_p10_us'])}-{_us(line['ours_p90_us'])}"
+        times = [_us(line[f"{name}_us"]) for name in ("cublas", "wire", "nccl", "serial", "torch")]
+        ratios = [_ratio(line[f"speedup_over_{name}"]) for name in ("cublas", "serial", "torch")]
+        result.add_row(
+            line["shape"], _us(line["ours_us"]), spread, _us(line["ours_host_us"]), *times, *ratios,
+            _ratio(line["overlap_efficiency"]),
+        )  # fmt: skip
+    return result
+
+
+def notes(lines: list[dict], roofs: Roofs) -> str:
+    """What the tables don't say by themselves."""
+    texts = []
+    if lines and lines[0]["runtime"] == "simulated":
+        texts.append("simulated runtime: times are the interpreter's")
+    elif lines:
+        peer = f"{roofs.peer_copy_bytes_per_s / 1e9:.0f} GB/s" if roofs.peer_copy_bytes_per_s else "-"
+        texts += [
+            "/x: time of x divided by ours. eff: max(cuBLAS, wire) / ours. wire: bytes in / peak of a copy to a peer. "
+            "host: how long a call keeps the host.",
+            f"peaks in this run: copy to a peer {peer}, cuBLAS {roofs.cublas_flop_per_s / 1e12:.0f} TFLOP/s, copy in "
+            f"GPU memory {roofs.hbm_copy_bytes_per_s / 1e12:.2f} TB/s",
+        ]
+        missing = {(name, reason) for line in lines for name, reason in line["unavailable"].items()}
+        texts += [f"- in {name}: {reason}" for name, reason in sorted(missing)]
+    return "\n".join(texts)
+
+
+def sweep_all(ranks, args, cases: list[Case], origin: dict, report: Report):
+    for case in cases:
+        with reported(report, case):
+            sweep_case(ranks, args, case, origin, report)
+        report.progress.advance(report.task)
+    if origin["gpu"] is None:
+        report.console.print("simulated runtime: times are the interpreter's")
+
+
+def sweep_case(ranks, args, case: Case, origin: dict, report: Report):
+    default = ranks.run(config_of, case, timeout_s=CASE_TIMEOUT_S)[0]
+    candidates = changes(default, args.grid)
+    results, failures = [], collections.defaultdict(list)
+    for number, change in enumerate(candidates):
+        name = change_name(change)
+        description = f"{case.op} {case.shape} {number + 1}/{len(candidates)}: {name}"
+        report.progress.update(report.task, description=description)
+        outcome = _try(ranks, case, default, change, args.iterations)
+        if "failed" not in outcome:
+            results.append({"change": change, **outcome})
+        elif change:
+            failures[outcome["failed"]].append(name)
+        else:  # the others would be compared with the default's result
+            report.failure(case, f"the default configuration failed: {outcome['failed']}")
+            return
+    results.sort(key=lambda result: -result["over_cublas"] if result["over_cublas"] else result["us"])
+    report.console.print(sweep_table(case, args.ranks, results))
+    for reason, names in failures.items():
+        report.console.print(f"failed: {reason}\n  {'; '.join(names)}", style="yellow", markup=False)
+    head = {"op": case.op, "shape": case.shape, "M": case.M, "N": case.N, "K": case.K, "ranks": args.ranks}
+    report.write({**head, "dtype": args.dtype, "sweep": results, "failed": failures, **origin})
+
+
+def change_name(change: dict) -> str:
+    return ", ".join(f"{field}={value}" for field, value in change.items()) or "default"
+
+
+def _try(ranks, case: Case, default, change: dict, iterations: int) -> dict:
+    try:
+        config = changed(default, change)
+        return ranks.run(try_config, case, config, iterations, timeout_s=CASE_TIMEOUT_S)[0]
+    except ValueError as error:
+        return {"failed": str(error)}
+    except RankError as error:
+        return {"failed": error.headline.split(": ", 1)[-1]}
+
+
+def sweep_table(case: Case, ranks: int, results: list[dict]) -> Table:
+    """The best configurations, by the ratio to cuBLAS in the same measurement, since the clock drifts between them."""
+    result = Table(
+        title=f"{case.op} {case.shape}, {ranks} ranks: best {min(BEST, len(results))} of {len(results)}, us",
+        title_justify="left", pad_edge=False, box=box.SIMPLE_HEAD,
+    )  # fmt: skip
+    result.add_column("change from the default", overflow="fold")
+    for heading in ("ours", "p10-p90", "cuBLAS", "cuBLAS/ours"):
+        result.add_column(heading, justify="right", no_wrap=True)
+    for line in results[:BEST]:
+        spread = f"{_us(line['p10_us'])}-{_us(line['p90_us'])}"
+        against = _us(line["cublas_us"]), _ratio(line["over_cublas"])
+        result.add_row(change_name(line["change"]), _us(line["us"]), spread, *against)
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())

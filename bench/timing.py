@@ -1,0 +1,116 @@
+"""How calls are timed, on all ranks at once.
+
+One measurement on a GPU: the L2 cache is flushed, the ranks meet, the stream sleeps while the host queues what follows,
+a barrier on the stream lets all ranks go at the same moment, and events enclose the call. So neither the host's launch
+time nor the ranks' different starts count. All candidates are measured in turn, in each iteration, since the chip's
+clock drifts; an iteration's time is that of its slowest rank.
+
+On the simulated runtime a measurement is the host's wall time, which is the interpreter's and says nothing of a GPU.
+"""
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tkernels.comm.context import Context
+
+WARMUPS = {"cuda": 5, "cpu": 1}
+FLUSH_BYTES = 256 << 20  # more than any L2
+PAUSE_US = 300.0  # for queueing the barrier and the events
+
+Call = Callable[[], torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median and spread of iterations, each the slowest rank's; host_us: what a call kept the host, None if simulated."""
+
+    us: float
+    p10_us: float
+    p90_us: float
+    host_us: float | None
+
+
+class Stopwatch:
+    """Times single calls on this rank; all ranks use theirs at the same time."""
+
+    def __init__(self, ctx: Context):
+        self.ctx = ctx
+        self.on_gpu = ctx.device.type == "cuda"
+        if self.on_gpu:
+            self.flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=ctx.device)
+            self.cycles_per_us = self._cycles_per_us()
+
+    def _cycles_per_us(self, cycles: int = 2_000_000) -> float:
+        torch.cuda._sleep(cycles)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        torch.cuda._sleep(cycles)
+        end.record()
+        end.synchronize()
+        return cycles / (start.elapsed_time(end) * 1e3)
+
+    def time(self, call: Call, pause_us: float = PAUSE_US) -> tuple[float, float, torch.Tensor | None]:
+        """Collective. (us on the device, us on the host, the call's result)."""
+        if not self.on_gpu:
+            self.ctx.group.barrier()
+            began = time.perf_counter()
+            result = call()
+            took = (time.perf_counter() - began) * 1e6
+            return took, took, result
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.flush.zero_()
+        self.ctx.group.barrier()
+        torch.cuda._sleep(int(pause_us * self.cycles_per_us))
+        self.ctx.barrier()
+        start.record()
+        began = time.perf_counter()
+        result = call()
+        host = (time.perf_counter() - began) * 1e6
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3, host, result
+
+
+@functools.lru_cache(maxsize=1)
+def stopwatch(ctx: Context) -> Stopwatch:
+    """The rank's stopwatch, kept between cases."""
+    return Stopwatch(ctx)
+
+
+def measure(ctx: Context, calls: dict[str, Call], iterations: int) -> tuple[dict[str, Timing], dict]:
+    """Collective. Times of all calls, interleaved, and the last iteration's results of those named "ours"."""
+    watch, names = stopwatch(ctx), list(calls)
+    pauses = {}
+    for name in names:
+        hosts = [watch.time(calls[name])[1] for _ in range(WARMUPS[ctx.device.type])]
+        pauses[name] = PAUSE_US + 2 * statistics.median(hosts)
+    samples = {name: ([], []) for name in names}
+    results = {}
+    for iteration in range(iterations):
+        for place in range(len(names)):
+            name = names[(iteration + place) % len(names)]  # nobody always runs after the same neighbour
+            us, host_us, result = watch.time(calls[name], pauses[name])
+            samples[name][0].append(us)
+            samples[name][1].append(host_us)
+            if name == "ours":
+                results[name] = result
+    everyones = ctx.group.gather(samples)
+    timings = {}
+    for name in names:
+        slowest = np.max([theirs[name][0] for theirs in everyones], axis=0)
+        p10, median, p90 = np.percentile(slowest, [10, 50, 90])
+        host = float(np.max(np.median([theirs[name][1] for theirs in everyones], axis=1))) if watch.on_gpu else None
+        timings[name] = Timing(float(median), float(p10), float(p90), host)
+    return timings, results
+
+
+def agree(ctx: Context, reason: str | None) -> str | None:
+    """Collective. The first rank's reason, if any rank has one."""
+    reasons = ctx.group.gather(reason)
+    return next((f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason), None)

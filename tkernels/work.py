@@ -1,0 +1,101 @@
+"""The work of each operation on one GPU, from global sizes: FLOPs, bytes through its memory, bytes over its links.
+
+M rows of all ranks.  N out-features of all ranks.  K the dimension summed over, of all ranks.  R = ranks.
+`rows` are every rank's row counts where M is shared unevenly; `rank` says whose work is meant.
+
+Memory bytes are the least that the operation can do: every operand is read once for all its uses and every result
+written once; what arrives over the link is written once, and read once if something is computed from it; what was
+computed to be sent is written once and read once for all peers.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from tkernels.comm.collectives import split_rows
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one GPU does in one call."""
+
+    flops: int
+    hbm_bytes: int
+    link_in_bytes: int = 0
+    link_out_bytes: int = 0
+
+    @property
+    def link_bytes(self) -> int:
+        """Bytes over the links, both directions."""
+        return self.link_in_bytes + self.link_out_bytes
+
+
+def matmul(M: int, N: int, K: int, dtype: torch.dtype) -> Work:
+    """y [M, N] = x [M, K] @ w [N, K].T, local."""
+    return Work(2 * M * N * K, (M * K + N * K + M * N) * dtype.itemsize)
+
+
+def all_gather_matmul(M: int, N: int, K: int, ranks: int, dtype: torch.dtype, rank: int = 0, rows=None) -> Work:
+    """y [M, N/R] = all_gather(x_shard_m [M/R, K]) @ w [N/R, K].T. Raises ValueError where R does not divide N."""
+    local = matmul(M, _share("N", N, ranks), K, dtype)
+    own = _rows(M, ranks, rows)[rank]
+    incoming = (M - own) * K * dtype.itemsize
+    outgoing = own * K * dtype.itemsize * (ranks - 1)
+    return Work(local.flops, local.hbm_bytes + incoming, incoming, outgoing)
+
+
+def matmul_reduce_scatter(M: int, N: int, K: int, ranks: int, dtype: torch.dtype, rank: int = 0, rows=None) -> Work:
+    """y_shard_m [M/R, N] = reduce_scatter(x [M, K/R] @ w [N, K/R].T). Raises ValueError where R does not divide K."""
+    local = matmul(M, N, _share("K", K, ranks), dtype)
+    own = _rows(M, ranks, rows)[rank]
+    incoming = own * N * dtype.itemsize * (ranks - 1)
+    outgoing = (M - own) * N * dtype.itemsize
+    # The product's M rows are written in any case, as partial sums or as results; the partial sums are read to be sent.
+    return Work(local.flops, local.hbm_bytes + outgoing + 2 * incoming, incoming, outgoing)
+
+
+def matmul_all_reduce(M: int, N: int, K: int, ranks: int, dtype: torch.dtype, rank: int = 0, rows=None) -> Work:
+    """y [M, N] = all_reduce(x [M, K/R] @ w [N, K/R].T), as a reduce-scatter and an all-gather of y's rows."""
+    return _then_gather(matmul_reduce_scatter(M, N, K, ranks, dtype, rank, rows), M, N, ranks, dtype, rank, rows)
+
+
+def all_gather(M: int, width: int, ranks: int, dtype: torch.dtype, rank: int = 0, rows=None) -> Work:
+    """Every rank's rows: [M/R, width] -> [M, width]."""
+    own = _rows(M, ranks, rows)[rank] * width * dtype.itemsize
+    incoming = M * width * dtype.itemsize - own
+    return Work(0, 2 * own + incoming, incoming, own * (ranks - 1))
+
+
+def reduce_scatter(M: int, width: int, ranks: int, dtype: torch.dtype, rank: int = 0, rows=None) -> Work:
+    """This rank's rows of the sum over ranks: [M, width] -> [M/R, width]."""
+    own = _rows(M, ranks, rows)[rank] * width * dtype.itemsize
+    whole = M * width * dtype.itemsize
+    incoming = own * (ranks - 1)
+    return Work(incoming // dtype.itemsize, whole + own + 2 * incoming, incoming, whole - own)
+
+
+def all_reduce(M: int, width: int, ranks: int, dtype: torch.dtype, rank: int = 0, rows=None) -> Work:
+    """The sum over ranks of [M, width], everywhere, as a reduce-scatter and an all-gather."""
+    return _then_gather(reduce_scatter(M, width, ranks, dtype, rank, rows), M, width, ranks, dtype, rank, rows)
+
+
+def _then_gather(scattered: Work, M, width, ranks, dtype, rank, rows) -> Work:
+    own = _rows(M, ranks, rows)[rank] * width * dtype.itemsize
+    incoming = M * width * dtype.itemsize - own
+    outgoing = own * (ranks - 1)
+    # The own rows lie in the result already; they are read once more only if there is a peer to send them to.
+    hbm_bytes = scattered.hbm_bytes + incoming + (own if ranks > 1 else 0)
+    return Work(scattered.flops, hbm_bytes, scattered.link_in_bytes + incoming, scattered.link_out_bytes + outgoing)
+
+
+def _rows(M: int, ranks: int, rows) -> tuple[int, ...]:
+    rows = split_rows(M, ranks) if rows is None else tuple(rows)
+    if len(rows) != ranks or sum(rows) != M or min(rows) < 0:
+        raise ValueError(f"rows={rows} must name a count >= 0 for each of {ranks} ranks, {M} in all")
+    return rows
+
+
+def _share(name: str, size: int, ranks: int) -> int:
+    if size % ranks:
+        raise ValueError(f"{name}={size} doesn't divide by {ranks} ranks")
+    return size // ranks
