@@ -183,7 +183,6 @@ def test_it(ctx):
     result.stdout.fnmatch_lines(["*ranks failed to finalize after their tests*", "rank 0 of 1: *: cannot finalize"])
 
 
-@pytest.mark.xfail(strict=True, reason="tkernels/__init__.py imports all of tkernels")
 def test_the_plugin_alone_imports_neither_torch_nor_triton():
     """Every pytest run of a user loads it; and to import triton here would decide how it runs there."""
     code = "import sys, tkernels.testing.plugin; print(sorted({'torch', 'triton', 'numpy'} & set(sys.modules)))"
