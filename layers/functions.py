@@ -175,3 +175,20 @@ def reduce_scatter_to_sequence_parallel_region(
 ) -> torch.Tensor:
     """Collective. This rank's rows of the sum over ranks: x [M, ...] -> x_shard_m [M/R, ...]."""
     return tkernels.reduce_scatter(x, rows=rows, ctx=ctx)
+
+
+def all_reduce_sequence_parallel_grads(module: torch.nn.Module, *, ctx: Context | None = None):
+    """Collective. Sum over ranks, in place, the gradients of the parameters that have `sequence_parallel = True`.
+
+    Call it between backward and the optimizer's step. Such a parameter is replicated but used on this rank's rows only,
+    so its gradient is a part of the sum: set the mark on the norms between sequence-parallel layers (Megatron's mark
+    and meaning). One all-reduce a dtype.
+    """
+    grads = {}
+    for parameter in module.parameters():
+        if getattr(parameter, "sequence_parallel", False) and parameter.grad is not None:
+            grads.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+    for same_dtype in grads.values():
+        total = tkernels.all_reduce(torch.cat([grad.reshape(-1) for grad in same_dtype]), ctx=ctx)
+        for grad, part in zip(same_dtype, total.split([grad.numel() for grad in same_dtype]), strict=True):
+            grad.copy_(part.view_as(grad))

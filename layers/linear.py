@@ -28,7 +28,7 @@ from tkernels.layers.functions import (
 )
 
 
-class _ParallelLinear(nn.Module):
+class ParallelLinear(nn.Module):
     """What both layers share: parameters, how they are cut, and how inputs become rows."""
 
     partition_dim: int  # of the weight
@@ -114,6 +114,15 @@ class _ParallelLinear(nn.Module):
         blocks = zip(*(shard.tensor_split(self.partition_stride, dim) for shard in shards), strict=True)
         return torch.cat([part for block in blocks for part in block], dim)
 
+    def _operands(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """The input as rows, the weight, and the bias to add; in autocast's dtype where autocast is on."""
+        bias = None if self.return_bias else self.bias
+        operands = x.reshape(-1, self.weight.shape[1]), self.weight, bias
+        if not torch.is_autocast_enabled(x.device.type):
+            return operands
+        dtype = torch.get_autocast_dtype(x.device.type)
+        return tuple(operand if operand is None else operand.to(dtype) for operand in operands)
+
     def _check_input(self, x: torch.Tensor, features: int, rows, hint: str = ""):
         name = type(self).__name__
         if x.shape[-1] != features:
@@ -129,7 +138,7 @@ class _ParallelLinear(nn.Module):
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {options}, ranks={ranks}"
 
 
-class ColumnParallelLinear(_ParallelLinear):
+class ColumnParallelLinear(ParallelLinear):
     """nn.Linear with the out-features split over ranks. Collective: construction, forward, backward.
 
     in_features, out_features: of the full layer; where out-features don't divide, the first ranks have one more.
@@ -186,22 +195,21 @@ class ColumnParallelLinear(_ParallelLinear):
         ctx = self.ctx
         own = self.feature_sizes[ctx.rank]
         self._check_input(x, self.in_features, rows)
-        bias = None if self.return_bias else self.bias
-        flat = x.reshape(-1, self.in_features)
+        flat, weight, bias = self._operands(x)
         if self.sequence_parallel:
             rows = check_rows("ColumnParallelLinear", ctx, rows, own=x.shape[0])
             flat_rows = tuple(count * x.shape[1:-1].numel() for count in rows)
             keep = self.keep_gathered and torch.is_grad_enabled() and self.weight.requires_grad
-            y = tkernels.all_gather_matmul(flat, self.weight, bias, return_gathered=keep, rows=flat_rows, ctx=ctx)
+            y = tkernels.all_gather_matmul(flat, weight, bias, return_gathered=keep, rows=flat_rows, ctx=ctx)
             y = (y[0] if keep else y).view(sum(rows), *x.shape[1:-1], own)
         else:
-            y = column_parallel_linear(flat, self.weight, bias, ctx=ctx).view(*x.shape[:-1], own)
+            y = column_parallel_linear(flat, weight, bias, ctx=ctx).view(*x.shape[:-1], own)
         if self.gather_output:
             y = gather_from_tensor_model_parallel_region(y, sizes=self.feature_sizes, ctx=ctx)
         return (y, self.bias) if self.return_bias else y
 
 
-class RowParallelLinear(_ParallelLinear):
+class RowParallelLinear(ParallelLinear):
     """nn.Linear with the in-features split over ranks; the ranks' products are summed. Collective as the column layer.
 
     in_features, out_features: of the full layer; where in-features don't divide, the first ranks have one more.
@@ -266,13 +274,12 @@ class RowParallelLinear(_ParallelLinear):
         else:
             self._check_input(x, self.in_features, rows)
             x = scatter_to_tensor_model_parallel_region(x, sizes=self.feature_sizes, ctx=ctx)
-        bias = None if self.return_bias else self.bias
-        flat = x.reshape(-1, own)
+        flat, weight, bias = self._operands(x)
         if self.sequence_parallel:
             rows = check_rows("RowParallelLinear", ctx, rows, total=x.shape[0])
             flat_rows = tuple(count * x.shape[1:-1].numel() for count in rows)
-            y = tkernels.matmul_reduce_scatter(flat, self.weight, bias, rows=flat_rows, ctx=ctx)
+            y = tkernels.matmul_reduce_scatter(flat, weight, bias, rows=flat_rows, ctx=ctx)
             y = y.view(rows[ctx.rank], *x.shape[1:-1], self.out_features)
         else:
-            y = tkernels.matmul_all_reduce(flat, self.weight, bias, ctx=ctx).view(*x.shape[:-1], self.out_features)
+            y = tkernels.matmul_all_reduce(flat, weight, bias, ctx=ctx).view(*x.shape[:-1], self.out_features)
         return (y, self.bias) if self.return_bias else y

@@ -1,0 +1,149 @@
+"""Swap the nn.Linear modules of an existing model for parallel layers that keep their weights."""
+
+import fnmatch
+import hashlib
+import inspect
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import tkernels
+from tkernels.comm import Context, MismatchError, TkernelsError
+from tkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
+
+STYLES = {"column": ColumnParallelLinear, "row": RowParallelLinear}
+# What an nn.Linear says itself, or what concerns drawing its weights.
+_NOT_OPTIONS = {"in_features", "out_features", "bias", "dtype", "device", "ctx", "init_method"}
+
+
+def parallelize(
+    model: nn.Module, plan: Mapping[str, str | Mapping], mesh_or_group: DeviceMesh | dist.ProcessGroup | Context
+) -> nn.Module:
+    """Collective. Replace modules of `model` in place, and return it. Each rank keeps its slices of the weights.
+
+        parallelize(model, {"*.mlp.up": "column", "*.mlp.down": "row"}, device_mesh["tp"])
+        parallelize(model, {"*.qkv": {"style": "column", "sequence_parallel": True}}, ctx)
+
+    plan: patterns of module names (fnmatch; * also matches dots) to "column" or "row", or to a dict of "style" and
+        options of ColumnParallelLinear or RowParallelLinear.
+    mesh_or_group: a Context, or a process group or a mesh of one dimension. For these the newest open context is taken
+        if it is over the same ranks; otherwise tkernels.init makes one, which tkernels.finalize() gives back.
+
+    All ranks must hold the same model. Make the optimizer afterwards, as the parameters are new ones. Attention that
+    reshapes a column layer's output into heads must take their number from the tensor, as each rank has its part.
+
+    Raises ValueError or TypeError, before anything is changed: for a pattern that matches nothing, or something that is
+    not exactly an nn.Linear; for a module that two patterns match; for an unknown style or option; for a module with
+    hooks, or whose parameters are tied to other ones. MismatchError if the parameters differ between ranks.
+    """
+    ctx = _context(mesh_or_group)
+    styles = _match(model, plan)
+    for name in styles:
+        _check_swappable(model, name)
+    _check_equal(model, ctx)
+    layers = {}
+    for name, (style, options) in styles.items():
+        try:
+            layers[name] = STYLES[style].from_linear(model.get_submodule(name), ctx=ctx, **options)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"parallelize: {name!r}: {error}") from error
+    for name, layer in layers.items():
+        model.set_submodule(name, layer)
+    return model
+
+
+def _context(mesh_or_group) -> Context:
+    if isinstance(mesh_or_group, Context):
+        return mesh_or_group
+    if isinstance(mesh_or_group, DeviceMesh):
+        if mesh_or_group.ndim != 1:
+            raise ValueError(
+                f"parallelize: the mesh has {mesh_or_group.ndim} dimensions {mesh_or_group.mesh_dim_names}; pass the "
+                f"tensor-parallel one, for example mesh['tp']"
+            )
+        group = mesh_or_group.get_group()
+    elif isinstance(mesh_or_group, dist.ProcessGroup):
+        group = mesh_or_group
+    else:
+        raise TypeError(
+            f"parallelize: takes a Context, a ProcessGroup or a DeviceMesh, not {type(mesh_or_group).__name__}"
+        )
+    try:
+        newest = tkernels.current_context()
+    except TkernelsError:  # none is open
+        return tkernels.init(group)
+    return newest if newest.group.global_ranks == dist.get_process_group_ranks(group) else tkernels.init(group)
+
+
+def _match(model: nn.Module, plan) -> dict[str, tuple[str, dict]]:
+    """Module name -> (style, options), as the plan says. Raises for a plan that doesn't fit."""
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    matched, styles = {}, {}
+    for pattern, value in plan.items():
+        options = {"style": value} if isinstance(value, str) else dict(value)
+        style = options.pop("style", None)
+        if style not in STYLES:
+            raise ValueError(f"parallelize: the style of {pattern!r} is {style!r}; use {' or '.join(STYLES)}")
+        known = set(inspect.signature(STYLES[style]).parameters) - _NOT_OPTIONS
+        if unknown := sorted(set(options) - known):
+            raise ValueError(
+                f"parallelize: {pattern!r}: a {style} layer has no options {unknown}; it has {sorted(known)}"
+            )
+        hits = fnmatch.filter(names, pattern)
+        if not hits:
+            raise ValueError(
+                f"parallelize: {pattern!r} matches no module; the modules are {', '.join(names) or 'none'}"
+            )
+        for name in hits:
+            if name in matched:
+                raise ValueError(f"parallelize: {name!r} is matched by both {matched[name]!r} and {pattern!r}")
+            matched[name], styles[name] = pattern, (style, options)
+            kind = type(model.get_submodule(name))
+            if kind is not nn.Linear:
+                raise TypeError(
+                    f"parallelize: {pattern!r} matches {name!r}, which is a {kind.__name__}, not exactly an nn.Linear"
+                )
+    return styles
+
+
+def _check_swappable(model: nn.Module, name: str):
+    linear = model.get_submodule(name)
+    own = {id(parameter) for parameter in linear.parameters()}
+    tied = [other for other, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in own]
+    others = [other for other in tied if other.rpartition(".")[0] != name]
+    if others:
+        raise ValueError(
+            f"parallelize: {name!r} shares its parameters with {', '.join(others)}, which would keep the full ones; "
+            f"untie them, or leave {name!r} out of the plan"
+        )
+    hooks = [
+        kind for kind in ("forward", "forward_pre", "backward", "backward_pre") if getattr(linear, f"_{kind}_hooks")
+    ]
+    if hooks:
+        raise ValueError(
+            f"parallelize: {name!r} has {' and '.join(hooks)} hooks, which the new layer would lose; register them "
+            f"after parallelize"
+        )
+
+
+def _check_equal(model: nn.Module, ctx: Context):
+    """All ranks hold the same bits, as slices of different weights would make up a model that nobody has."""
+    digests = ctx.group.gather({name: _digest(parameter) for name, parameter in model.named_parameters()})
+    for rank, other in enumerate(digests):
+        differ = [name for name in digests[0].keys() | other.keys() if digests[0].get(name) != other.get(name)]
+        if differ:
+            more = f" and {len(differ) - 5} more" if len(differ) > 5 else ""
+            raise MismatchError(
+                f"parallelize: the models of rank 0 and rank {rank} differ in {', '.join(sorted(differ)[:5])}{more}; "
+                f"make them from the same seed or load the same state dict first"
+            )
+
+
+def _digest(parameter: torch.Tensor):
+    if parameter.is_meta:
+        return tuple(parameter.shape), parameter.dtype
+    bits = parameter.detach().contiguous().reshape(-1).view(torch.uint8)
+    return tuple(parameter.shape), parameter.dtype, hashlib.sha256(bits.cpu().numpy()).hexdigest()

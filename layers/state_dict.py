@@ -1,0 +1,102 @@
+"""State dicts of models with parallel layers: as shards, as the full model, and as torch.distributed.checkpoint's.
+
+`model.state_dict()` and `model.load_state_dict()` hold this rank's shards. The full model's keys and shapes are those
+of the same model with nn.Linear, so a state dict of one loads into the other:
+
+    gather_state_dict(model)          shards -> full tensors, on the CPU
+    load_full_state_dict(model, full) full tensors -> shards
+    sharded_state_dict(model)         shards that know their place in the full tensor; a checkpoint that
+                                      torch.distributed.checkpoint writes of it loads on any number of ranks
+"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
+
+from tkernels.layers.linear import ParallelLinear
+
+
+def _partitioned(model: nn.Module) -> dict[str, tuple[ParallelLinear, int]]:
+    """The keys of the state dict that hold a part of a tensor: their layer, and the dimension that is split."""
+    return {
+        f"{prefix}.{name}".removeprefix("."): (layer, dim)
+        for prefix, layer in model.named_modules(remove_duplicate=False)
+        if isinstance(layer, ParallelLinear)
+        for name, dim in layer.partitioned().items()
+        if getattr(layer, name) is not None
+    }
+
+
+def gather_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict:
+    """Collective. The state dict of the full model, its tensors on the CPU.
+
+    rank0_only: the other ranks get an empty dict, and hold no more than one full tensor at a time.
+    """
+    partitioned = _partitioned(model)
+    wanted = not rank0_only or all(layer.ctx.rank == 0 for layer, _ in partitioned.values())
+    full = {}
+    for key, value in model.state_dict().items():
+        if isinstance(value, torch.Tensor):
+            value = value.detach().cpu()
+        if key in partitioned:
+            layer, dim = partitioned[key]
+            value = layer.unshard(layer.ctx.group.gather(value), dim)
+        if wanted:
+            full[key] = value
+    return full
+
+
+def load_full_state_dict(model: nn.Module, full: Mapping[str, torch.Tensor], *, strict: bool = True):
+    """Load a state dict of the full model, of which each rank takes its parts. Not collective; every rank has `full`.
+
+    Tensors that are mapped from a file (torch.load(..., mmap=True)) are read only where this rank needs them. strict
+    and the result are those of load_state_dict. Raises ValueError for a tensor that isn't a full one.
+    """
+    shards = dict(full)
+    for key, (layer, dim) in _partitioned(model).items():
+        if key not in shards:
+            continue
+        found, features = tuple(shards[key].shape), sum(layer.feature_sizes)
+        if found[dim] != features:
+            raise ValueError(
+                f"load_full_state_dict: {key} is {found}, but the full tensor has {features} along dimension {dim}; "
+                f"load a state dict of shards with model.load_state_dict"
+            )
+        shards[key] = layer.shard(shards[key], dim)
+    return model.load_state_dict(shards, strict=strict)
+
+
+def sharded_state_dict(model: nn.Module) -> dict:
+    """Collective. A state dict for torch.distributed.checkpoint, whose tensors share memory with the model's.
+
+        checkpoint.save(sharded_state_dict(model), checkpoint_id=folder)
+        checkpoint.load(sharded_state_dict(model), checkpoint_id=folder)  # into the model; no load_state_dict needed
+
+    What is split comes as a ShardedTensor, which may be uneven and in several pieces a rank, as a DTensor may not; the
+    rest as it is. A checkpoint of the same model with nn.Linear loads, too, and the other way round.
+    """
+    partitioned = _partitioned(model)
+    return {
+        key: _sharded_tensor(value.detach(), *partitioned[key]) if key in partitioned else value
+        for key, value in model.state_dict().items()
+    }
+
+
+def _sharded_tensor(value: torch.Tensor, layer: ParallelLinear, dim: int):
+    """This rank's part of a parameter, with its place in the full one; the full one if there is one rank."""
+    group = layer.ctx.group
+    if group.size == 1:
+        return value
+    features, blocks = sum(layer.feature_sizes), value.tensor_split(layer.partition_stride, dim)
+    first = sum(layer.feature_sizes[: group.rank]) // layer.partition_stride
+    shards = []
+    for index, block in enumerate(blocks):
+        offsets = [0] * value.dim()
+        offsets[dim] = index * (features // layer.partition_stride) + first
+        shards.append(Shard.from_tensor_and_offsets(block, offsets, dist.get_rank()))
+    size = list(value.shape)
+    size[dim] = features
+    return init_from_local_shards(shards, size, process_group=group.process_group)
