@@ -1,0 +1,49 @@
+"""What tests of several ranks share: a context over each transport, poisoned workspaces, and a failure as a value."""
+
+import time
+
+import pytest
+
+import tkernels
+
+TRANSPORTS = ["simulated"] if tkernels.RUNTIME == "simulated" else ["peer", "nvshmem"]
+every_transport = pytest.mark.parametrize("transport", TRANSPORTS)
+simulated_only = pytest.mark.skipif(
+    tkernels.RUNTIME != "simulated", reason="replaces parts of the simulated runtime, or would corrupt a GPU's memory"
+)
+
+_open = {}
+
+
+def over(ctx, transport, **options):
+    """Collective. A context of ctx's ranks over `transport`, kept as long as the ranks are alive."""
+    if not options and ctx.transport == transport:
+        return ctx
+    key = (transport, *sorted(options.items()))
+    if key not in _open or _open[key].failed:
+        _open[key] = tkernels.init(ctx.group.process_group, transport=transport, heap_bytes=64 << 20, **options)
+    return _open[key]
+
+
+def poison_workspace(ctx):
+    """Collective. NaN into all that operations exchange data through: what they read, they must have received."""
+    ctx.barrier()  # the workspace exists from here on
+    ctx.group.barrier()
+    workspace = ctx.workspace()
+    for memory in (workspace.inbox, workspace.outbox):
+        memory.fill_(0xFF)
+    ctx.group.barrier()
+
+
+def late(ctx, rank, seconds=0.1):
+    """Collective. Every rank has come here; then `rank` alone is held up."""
+    ctx.group.barrier()
+    if ctx.rank == rank:
+        time.sleep(seconds)
+
+
+def message_on_every_rank(ctx, error):
+    """Collective. The text of `error`, which must be the same on all ranks."""
+    texts = ctx.group.gather(f"{type(error).__name__}: {error}")
+    assert len(set(texts)) == 1, texts
+    return texts[0]
