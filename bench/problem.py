@@ -108,8 +108,9 @@ class Problem:
         rows, columns = shape
         at = (rows, min(columns, TERMS_OF_AN_INTEGER_ROW))
         places = torch.randint(0, columns, at, generator=generator, device=device)
-        signs = torch.randint(0, 2, at, generator=generator, device=device) * 2 - 1
-        return torch.zeros(shape, device=device, dtype=dtype).scatter_(1, places, signs.to(dtype))
+        # The sign is the column's, for where a row draws a column twice: which of two values stays is anyone's guess.
+        signs = (torch.randint(0, 2, (columns,), generator=generator, device=device) * 2 - 1).to(dtype)
+        return torch.zeros(shape, device=device, dtype=dtype).scatter_(1, places, signs[places])
 
     @functools.cached_property
     def gathered(self) -> torch.Tensor:
