@@ -200,7 +200,7 @@ def wait_signal(
         if spin(signal_word, epoch, tl.load(table + TIMEOUT_NS), tl.load(table + FAULTS)) == 0:
             seen = tl.atomic_add(signal_word, tl.full((), 0, tl.int64), sem="acquire", scope="sys")
             _record_fault(table, source, chunk, epoch, seen, OPERATION)
-            give_up()
+            give_up(tl.load(table + FAULTS), tl.load(table + SIZE), FAULT_RECORD)
     else:
         seen = epoch - 1
         polls = 0
@@ -242,7 +242,9 @@ def _record_fault(table, source, chunk, epoch, seen, OPERATION: tl.constexpr):
     first = tl.atomic_cas(flag, tl.full((), 0, tl.int64), tl.full((), 1, tl.int64), sem="relaxed", scope="sys")
     if first == 0:
         rank = tl.load(table + RANK)
-        for other in range(tl.load(table + SIZE).to(tl.int32)):
+        size = tl.load(table + SIZE).to(tl.int32)
+        for step in range(size):
+            other = (rank + 1 + step) % size  # this rank last: its own record says that the others have theirs
             if tl.load(table + BASES + other) != 0:  # a rank out of reach of stores finds out by its own limit
                 theirs = peer(flag, other, table)
                 record = theirs + FAULT_RECORD * (1 + rank)

@@ -9,6 +9,8 @@ import time
 from tkernels.comm import interpreter
 from tkernels.comm.errors import TkernelsError
 
+RECORD_LIMIT_S = 5.0  # to write the record of an expired wait
+
 
 class WaitExpired(TkernelsError):
     """Ends a launch of the interpreter; the context turns it into a WaitTimeoutError."""
@@ -39,8 +41,16 @@ def spin(signal, epoch, timeout_ns, fault_flag):
 
 
 @interpreter.builtin
-def give_up():
-    """End this launch: a wait expired and its record is written."""
+def give_up(faults, size, words):
+    """End this launch, since a wait expired, once a record of it is complete.
+
+    The records of `size` ranks, `words` long, follow the flag at `faults`. Another program of this launch may be
+    writing one now, and would be ended in the middle of it.
+    """
+    records = [ctypes.c_int64.from_address(_int(faults) + 8 * _int(words) * (1 + rank)) for rank in range(_int(size))]
+    limit = time.monotonic() + RECORD_LIMIT_S
+    while not any(record.value for record in records) and not interpreter.aborted() and time.monotonic() < limit:
+        time.sleep(1e-4)
     raise WaitExpired("a wait on a signal expired")
 
 
