@@ -43,15 +43,17 @@ def _gathers(problem: Problem, group):
         dist.all_gather_into_tensor(out, x, group=group)
         return out
 
+    def fused():
+        gathered, products = torch.ops.symm_mem.fused_all_gather_matmul(x, [w.t()], 0, group.group_name, return_A=False)
+        return products[0]
+
     if w is None:
         return {"nccl": gather}
     return {
         "cublas": lambda: torch.mm(full, w.t()),
         "nccl": part(gather),
         "serial": lambda: torch.mm(gather(), w.t()),
-        "torch": lambda: torch.ops.symm_mem.fused_all_gather_matmul(
-            x, [w.t()], 0, group.group_name, return_A=False
-        )[1][0],
+        "torch": fused,
     }
 
 

@@ -1,6 +1,7 @@
 """One operation on one shape: its configuration, its operands on every rank, our call, and the truth.
 
-Operands come from seeds, so that every rank can make every rank's, and the truth needs no communication.
+Operands come from seeds, so that every rank can make every rank's, and the truth needs no communication. For that, the
+GPUs of a group must be of one kind: a GPU's random numbers depend on its size.
 """
 
 import functools

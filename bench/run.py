@@ -29,7 +29,7 @@ from bench.sweep import GEMM_FIELDS, changed, changes, parse_grid
 from tkernels.launch import RankError, RankPool
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-WAIT_TIMEOUT_S = 30.0  # of a wait in a kernel
+WAIT_TIMEOUT_S = 60.0  # of a wait in a kernel; a peer may still be compiling
 CASE_TIMEOUT_S = 600.0
 SIMULATED_LIMIT = 1 << 24  # M N K that the interpreter does in seconds
 WIDTH = 120
@@ -148,11 +148,23 @@ class Report:
         self.console = Console(width=width, quiet=not self.leads, highlight=False)
         self.progress = Progress(
             SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            console=Console(stderr=True, quiet=not self.leads), transient=True,
+            console=Console(stderr=True, quiet=not self.leads, highlight=False, soft_wrap=True),
+            transient=True,
+            disable=not sys.stderr.isatty(),
         )  # fmt: skip
+        self.num_cases, self.num_done = len(cases), 0
         self.task = self.progress.add_task("starting the ranks", total=len(cases))
         self.json = args.json if self.leads else None
         self.failed = 0
+
+    def begin(self, text: str):
+        self.progress.update(self.task, description=text)
+
+    def end(self, text: str):
+        """One case is done; its line is there at once, so that a run that is cut off has shown what it had."""
+        self.num_done += 1
+        self.progress.console.print(f"[{self.num_done}/{self.num_cases}] {text}", markup=False)
+        self.progress.advance(self.task)
 
     def write(self, line: dict):
         if self.json is not None:
@@ -169,12 +181,13 @@ def main(argv: list[str] | None = None) -> int:
     args, cases = parse(argv)
     report = Report(args, cases)
     began = time.monotonic()
-    with report.progress, open_ranks(args) as ranks:
-        origin = ranks.run(provenance, timeout_s=CASE_TIMEOUT_S)[0]
-        if args.sweep is not None:
-            sweep_all(ranks, args, cases, origin, report)
-        else:
-            measure_all(ranks, args, cases, origin, report)
+    try:
+        with report.progress, open_ranks(args) as ranks:
+            origin = ranks.run(provenance, timeout_s=CASE_TIMEOUT_S)[0]
+            (sweep_all if args.sweep is not None else measure_all)(ranks, args, cases, origin, report)
+    except RankError as error:
+        report.console.print(f"the ranks failed outside of any case: {error}", style="red", markup=False)
+        return 1
     report.console.print(f"{time.monotonic() - began:.1f} s in all", style="dim")
     return 1 if report.failed else 0
 
@@ -184,7 +197,8 @@ def measure_all(ranks, args, cases: list[Case], origin: dict, report: Report):
     peaks = {name: value for name, value in vars(roofs).items() if name != "missing"}
     records = collections.defaultdict(list)
     for case in cases:
-        report.progress.update(report.task, description=f"{case.op} {case.shape}")
+        text = f"{case.op} {case.shape}"
+        report.begin(text)
         with reported(report, case):
             line = ranks.run(run_case, case, args.iterations, roofs, timeout_s=CASE_TIMEOUT_S)[0]
             if "refused" in line:
@@ -193,7 +207,9 @@ def measure_all(ranks, args, cases: list[Case], origin: dict, report: Report):
                 line |= {**peaks, **origin}
                 records[case.op].append(line)
                 report.write(line)
-        report.progress.advance(report.task)
+                times = {name: line[f"{name}_us"] for name in ("ours", "cublas", "serial", "torch")}
+                text += ": " + ", ".join(f"{name} {_us(us)}" for name, us in times.items() if us is not None) + " us"
+        report.end(text)
     for op, lines in records.items():
         report.console.print(table(op, lines))
     report.console.print(notes([line for lines in records.values() for line in lines], roofs), markup=False)
@@ -263,7 +279,7 @@ def sweep_all(ranks, args, cases: list[Case], origin: dict, report: Report):
     for case in cases:
         with reported(report, case):
             sweep_case(ranks, args, case, origin, report)
-        report.progress.advance(report.task)
+        report.end(f"{case.op} {case.shape}")
     if origin["gpu"] is None:
         report.console.print("simulated runtime: times are the interpreter's")
 
@@ -275,7 +291,7 @@ def sweep_case(ranks, args, case: Case, origin: dict, report: Report):
     for number, change in enumerate(candidates):
         name = change_name(change)
         description = f"{case.op} {case.shape} {number + 1}/{len(candidates)}: {name}"
-        report.progress.update(report.task, description=description)
+        report.begin(description)
         outcome = _try(ranks, case, default, change, args.iterations)
         if "failed" not in outcome:
             results.append({"change": change, **outcome})

@@ -28,7 +28,10 @@ Call = Callable[[], torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Timing:
-    """Median and spread of iterations, each the slowest rank's; host_us: what a call kept the host, None if simulated."""
+    """Median and spread over iterations, each its slowest rank's.
+
+    host_us: how long a call kept the host; None on the simulated runtime, where that is all there is.
+    """
 
     us: float
     p10_us: float
@@ -105,8 +108,8 @@ def measure(ctx: Context, calls: dict[str, Call], iterations: int) -> tuple[dict
     for name in names:
         slowest = np.max([theirs[name][0] for theirs in everyones], axis=0)
         p10, median, p90 = np.percentile(slowest, [10, 50, 90])
-        host = float(np.max(np.median([theirs[name][1] for theirs in everyones], axis=1))) if watch.on_gpu else None
-        timings[name] = Timing(float(median), float(p10), float(p90), host)
+        host = np.max(np.median([theirs[name][1] for theirs in everyones], axis=1)) if watch.on_gpu else None
+        timings[name] = Timing(*(None if us is None else round(float(us), 3) for us in (median, p10, p90, host)))
     return timings, results
 
 
