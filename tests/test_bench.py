@@ -66,6 +66,21 @@ def test_right_results_are_measured(ctx, checkout, op):
     assert line["ours_us"] > 0
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_gather"])
+def test_baselines_compute_what_we_compute(ctx, checkout, op):
+    """Without torch's fused operators, which exist on GPUs only; gloo stands in for NCCL where there is none."""
+    baselines, harness, problem = (load(checkout, name) for name in ("baselines", "harness", "problem"))
+    here = problem.Problem(ctx, a_case(checkout, op), "normal")
+    make = baselines._gathers if "gather" in op else baselines._reductions
+    calls = make(here, ctx.group.process_group)
+    results = {name: call() for name, call in calls.items() if name != "torch"}
+    whole = {name: result for name, result in results.items() if result is not None}
+    assert set(whole) == {"nccl"} if op == "all_gather" else "serial" in whole
+    assert {name: harness.far(here, result) for name, result in whole.items()} == dict.fromkeys(whole)
+    assert harness.far(here, next(iter(whole.values())) * 1.05).startswith("its result is wrong")
+
+
 def off_by_one_rounding(problem, config):
     result = problem.ours(config)
     if problem.ctx.rank == 1:
