@@ -3,6 +3,7 @@
 import datetime
 import hashlib
 import importlib.metadata
+import os
 import platform
 import subprocess
 from pathlib import Path
@@ -15,9 +16,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def provenance(ctx: Context) -> dict:
-    """For every record. commit and dirty are None outside a git checkout; source_sha256 is of the files as they ran."""
+    """For every record. Outside a git checkout the commit is that of TKERNELS_COMMIT, or None.
+
+    source_sha256 is of the files as they ran.
+    """
     on_gpu = ctx.device.type == "cuda"
-    commit = _git("rev-parse", "HEAD")
+    commit = _git("rev-parse", "HEAD") or os.environ.get("TKERNELS_COMMIT")
     changes = _git("status", "--porcelain", "--untracked-files=no")
     return {
         "gpu": torch.cuda.get_device_name(ctx.device) if on_gpu else None,
@@ -30,7 +34,7 @@ def provenance(ctx: Context) -> dict:
         "nvshmem_version": _version("nvidia-nvshmem-cu13") or _version("nvidia-nvshmem-cu12"),
         "nvshmem4py_version": _version("nvshmem4py-cu13") or _version("nvshmem4py-cu12"),
         "commit": commit,
-        "dirty": bool(changes) if commit is not None else None,
+        "dirty": bool(changes) if changes is not None else None,
         "source_sha256": _digest(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
