@@ -6,7 +6,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from tkernels.comm import runtime
+from tkernels.comm import interpreter, runtime
 from tkernels.comm.device import (
     BASES,
     CLOCK,
@@ -82,6 +82,7 @@ class Context:
     def __init__(self, group, heap_bytes, transport, timeout_s, num_programs):
         self.group = Group(group)
         self.rank, self.size = self.group.rank, self.group.size
+        interpreter.set_rank(self.group.global_ranks[self.rank])  # random delays differ from rank to rank
         self.device = runtime.device()
         self.runtime = runtime.RUNTIME
         self.timeout_s = timeout_s
@@ -167,7 +168,7 @@ class Context:
         return self._constants[key]
 
     def launch(self, kernel, num_programs: int, *arguments, **options):
-        """Run a kernel of `num_programs` programs. Raises WaitTimeoutError if a wait of this or an earlier one expired."""
+        """Run a kernel of `num_programs` programs. Raises WaitTimeoutError if its wait, or an earlier one, expired."""
         if self.failed:
             self.check()
         if self.transport == "nvshmem":
