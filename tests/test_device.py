@@ -1,0 +1,357 @@
+"""The device verbs, in small kernels over every transport: exact data, odd sizes and places, many rounds."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from transports import every_transport, late, over
+
+from tkernels.comm import interpreter
+from tkernels.comm.device import (
+    ADD,
+    begin_epoch,
+    copy,
+    count,
+    end_epoch,
+    fence,
+    get,
+    operation,
+    peer,
+    put,
+    put_signal,
+    quiet,
+    signal,
+    wait_signal,
+)
+from tkernels.testing.compare import poison
+
+OP = operation("test_device")
+GUARD = 9  # elements around what is written, which must stay as they were
+
+# (elements, offset of the source, offset of the destination, what the kernel is told of their alignment in bytes)
+PIECES = [
+    (1, 0, 0, 1),
+    (3, 1, 2, 1),
+    (127, 5, 3, 1),
+    (128, 0, 0, 16),
+    (1000, 1, 0, 1),
+    (0, 0, 0, 1),
+    (2048, 16, 32, 16),
+]
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
+
+
+class Exchange:
+    """An inbox with room for one piece of each rank, signal words, and the values that every rank sends."""
+
+    def __init__(self, ctx, dtype, num_elements):
+        self.ctx, self.dtype = ctx, dtype
+        self.stride = -(-(num_elements + 64 + GUARD) // 256) * 256
+        self.inbox = ctx.empty(ctx.size, self.stride, dtype=dtype)
+        self.ready = ctx.empty(ctx.size, dtype=torch.int64)
+        self.ready.zero_()
+        self.refill()
+
+    def refill(self):
+        """Collective. Poison in the inbox; nobody writes there meanwhile."""
+        self.ctx.group.barrier()
+        poison(self.inbox)
+        self.ctx.group.barrier()
+
+    def values(self, rank, round, num_elements):
+        """What `rank` sends in that round: distinct in each place, round and rank, as far as the dtype goes."""
+        return ((torch.arange(num_elements) * 7 + rank * 31 + round * 13) % 127).to(self.dtype)
+
+    def check(self, round, num_elements, offset):
+        """Every peer's piece is in its place, and nothing around it has changed."""
+        untouched = poison(torch.empty(1, dtype=self.dtype))
+        for source in range(self.ctx.size):
+            row = self.inbox[source].cpu()
+            if source != self.ctx.rank:
+                got = row[offset : offset + num_elements]
+                assert torch.equal(got, self.values(source, round, num_elements)), (source, round, num_elements)
+                row = torch.cat([row[:offset], row[offset + num_elements :]])
+            same = row.isnan() if self.dtype.is_floating_point else row == untouched
+            assert same.all(), f"round {round}: written outside of rank {source}'s piece"
+
+    def free(self):
+        self.ctx.barrier()
+        self.ctx.free(self.ready)
+        self.ctx.free(self.inbox)
+
+
+@triton.jit
+def put_kernel(
+    x, inbox, stride, ready, epoch, num_elements, table,
+    RANK: tl.constexpr, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
+    BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    for step in range(1, SIZE):
+        target = (RANK + step) % SIZE
+        put(inbox + RANK * stride, x, num_elements, target, table, TRANSPORT, BLOCK, ALIGN)
+        fence(TRANSPORT)
+        signal(ready + RANK, epoch, target, table, TRANSPORT)
+    for step in range(1, SIZE):
+        source = (RANK + step) % SIZE
+        wait_signal(ready + source, epoch, table, source, 0, OPERATION, TRANSPORT)
+
+
+@triton.jit
+def put_signal_kernel(
+    x, inbox, stride, ready, epoch, num_elements, table,
+    RANK: tl.constexpr, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
+    BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    for step in range(1, SIZE):
+        target = (RANK + step) % SIZE
+        put_signal(
+            inbox + RANK * stride, x, num_elements, ready + RANK, epoch, target, table, TRANSPORT, BLOCK, ALIGN
+        )
+    for step in range(1, SIZE):
+        source = (RANK + step) % SIZE
+        wait_signal(ready + source, epoch, table, source, 0, OPERATION, TRANSPORT)
+
+
+@pytest.mark.quick
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("kernel", ["put_kernel", "put_signal_kernel"])
+@every_transport
+def test_pieces_of_any_size_and_place_arrive_whole_and_alone(ctx, transport, kernel):
+    ctx = over(ctx, transport)
+    for round, (num_elements, source, offset, align) in enumerate(PIECES):
+        dtype = DTYPES[round % len(DTYPES)]
+        exchange = Exchange(ctx, dtype, num_elements)
+        x = torch.zeros(source + num_elements + GUARD, dtype=dtype, device=ctx.device)
+        for repeat in range(2):
+            x[source : source + num_elements] = exchange.values(ctx.rank, repeat, num_elements).to(ctx.device)
+            late(ctx, repeat, 0.01)
+            ctx.launch(
+                globals()[kernel], 1, x[source:], exchange.inbox[:, offset:], exchange.stride, exchange.ready,
+                1 + repeat, num_elements, ctx.table,
+                RANK=ctx.rank, SIZE=ctx.size, OPERATION=OP, TRANSPORT=ctx.transport_id, BLOCK=512, ALIGN=align,
+            )  # fmt: skip
+            ctx.check()
+            exchange.check(repeat, num_elements, offset)
+            exchange.refill()
+        exchange.free()
+
+
+@triton.jit
+def get_kernel(
+    out, x, stride, num_elements, table,
+    RANK: tl.constexpr, SIZE: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    for step in range(SIZE):
+        source = (RANK + step) % SIZE
+        get(out + source * stride, x, num_elements, source, table, TRANSPORT, BLOCK, ALIGN)
+
+
+@pytest.mark.ranks(2, 4)
+@every_transport
+def test_get_reads_every_rank_and_nothing_more(ctx, transport):
+    ctx = over(ctx, transport)
+    for round, (num_elements, source, offset, align) in enumerate(PIECES):
+        exchange = Exchange(ctx, DTYPES[round % len(DTYPES)], num_elements)
+        x = ctx.empty(source + num_elements + GUARD, dtype=exchange.dtype)
+        x[source : source + num_elements] = exchange.values(ctx.rank, round, num_elements).to(ctx.device)
+        ctx.barrier()
+        ctx.launch(
+            get_kernel, 1, exchange.inbox[:, offset:], x[source:], exchange.stride, num_elements, ctx.table,
+            RANK=ctx.rank, SIZE=ctx.size, TRANSPORT=ctx.transport_id, BLOCK=512, ALIGN=align,
+        )  # fmt: skip
+        own = exchange.inbox[ctx.rank, offset : offset + num_elements]
+        assert torch.equal(own.cpu(), exchange.values(ctx.rank, round, num_elements))
+        poison(own)
+        exchange.check(round, num_elements, offset)
+        ctx.barrier()
+        ctx.free(x)
+        exchange.free()
+
+
+@triton.jit
+def add_kernel(
+    word, amount, times, total, table,
+    RANK: tl.constexpr, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, OPERATOR: tl.constexpr,
+):  # fmt: skip
+    for step in range(1, SIZE):
+        for _ in range(times):
+            signal(word, amount, (RANK + step) % SIZE, table, TRANSPORT, OPERATOR)
+    wait_signal(word, total, table, (RANK + 1) % SIZE, 0, OPERATION, TRANSPORT)
+
+
+@pytest.mark.ranks(2, 4)
+@every_transport
+def test_signals_of_all_ranks_add_up_exactly(ctx, transport):
+    ctx = over(ctx, transport)
+    words = ctx.empty(2, dtype=torch.int64)
+    start, times, programs = 1 << 40, 3, 2  # beyond 32 bits
+    words.fill_(start)
+    ctx.group.barrier()
+    amounts = [10**rank for rank in range(ctx.size)]
+    total = start + times * programs * (sum(amounts) - amounts[ctx.rank])
+    ctx.launch(
+        add_kernel, programs, words, amounts[ctx.rank], times, total, ctx.table,
+        RANK=ctx.rank, SIZE=ctx.size, OPERATION=OP, TRANSPORT=ctx.transport_id, OPERATOR=ADD,
+    )  # fmt: skip
+    ctx.check()
+    assert words.tolist() == [total, start]
+    ctx.barrier()
+    ctx.free(words)
+
+
+@triton.jit
+def set_kernel(
+    words, value, least, table,
+    RANK: tl.constexpr, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
+):  # fmt: skip
+    for step in range(1, SIZE):
+        signal(words + RANK, value, (RANK + step) % SIZE, table, TRANSPORT)
+    for step in range(1, SIZE):
+        source = (RANK + step) % SIZE
+        wait_signal(words + source, least, table, source, 0, OPERATION, TRANSPORT)
+
+
+@pytest.mark.ranks(2)
+@every_transport
+def test_a_wait_is_over_at_any_value_from_the_epoch_on(ctx, transport):
+    ctx = over(ctx, transport)
+    words = ctx.empty(ctx.size, dtype=torch.int64)
+    words.zero_()
+    ctx.group.barrier()
+    for value, least in [(1, 1), (5, 3), ((1 << 40) + 1, 1 << 40), ((1 << 40) + 1, 0)]:
+        ctx.launch(
+            set_kernel, 1, words, value, least, ctx.table,
+            RANK=ctx.rank, SIZE=ctx.size, OPERATION=OP, TRANSPORT=ctx.transport_id,
+        )  # fmt: skip
+        ctx.check()
+        assert words[1 - ctx.rank].item() == value
+        ctx.group.barrier()
+    ctx.free(words)
+
+
+@triton.jit
+def reuse_kernel(
+    x, inbox, stride, ready, num_elements, rounds, table,
+    RANK: tl.constexpr, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    for round in range(rounds):
+        at = tl.arange(0, BLOCK)
+        tl.store(x + at, (RANK * 1000 + round * 100 + at).to(tl.float32), mask=at < num_elements)
+        tl.debug_barrier()
+        for step in range(1, SIZE):
+            target = (RANK + step) % SIZE
+            put(inbox + (round * SIZE + RANK) * stride, x, num_elements, target, table, TRANSPORT, BLOCK)
+        quiet(TRANSPORT)
+    for step in range(1, SIZE):
+        signal(ready + RANK, 1, (RANK + step) % SIZE, table, TRANSPORT)
+    for step in range(1, SIZE):
+        source = (RANK + step) % SIZE
+        wait_signal(ready + source, 1, table, source, 0, OPERATION, TRANSPORT)
+
+
+@pytest.mark.ranks(2, 4)
+@every_transport
+def test_after_quiet_the_source_may_be_overwritten(ctx, transport):
+    ctx = over(ctx, transport)
+    num_elements, rounds = 33, 4
+    exchange = Exchange(ctx, torch.float32, num_elements)
+    inbox = ctx.empty(rounds, ctx.size, num_elements)
+    poison(inbox)
+    ctx.group.barrier()
+    x = torch.zeros(64, device=ctx.device)
+    ctx.launch(
+        reuse_kernel, 1, x, inbox, num_elements, exchange.ready, num_elements, rounds, ctx.table,
+        RANK=ctx.rank, SIZE=ctx.size, OPERATION=OP, TRANSPORT=ctx.transport_id, BLOCK=64,
+    )  # fmt: skip
+    ctx.check()
+    for round in range(rounds):
+        for source in set(range(ctx.size)) - {ctx.rank}:
+            want = torch.arange(num_elements) + source * 1000 + round * 100
+            assert torch.equal(inbox[round, source].cpu(), want.float())
+    ctx.barrier()
+    ctx.free(inbox)
+    exchange.free()
+
+
+@triton.jit
+def peer_kernel(x, out, table, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    for rank in range(SIZE):
+        theirs = peer(x, rank, table)
+        tl.store(out + rank * BLOCK + at, tl.load(theirs + at))
+    distance = peer(x, tl.load(table), table).to(tl.int64) - x.to(tl.int64)
+    tl.store(out + SIZE * BLOCK + at, (distance + at).to(tl.float32))
+
+
+@pytest.mark.ranks(2, 4)
+@every_transport
+def test_peer_is_the_same_place_in_another_ranks_memory(ctx, transport):
+    ctx = over(ctx, transport)
+    if not all(ctx.heap.segment.bases):
+        pytest.skip("loads and stores don't reach every rank")
+    x = ctx.empty(16)
+    x.copy_(torch.arange(16) + 100.0 * ctx.rank)
+    ctx.barrier()
+    out = torch.empty((ctx.size + 1, 16), device=ctx.device)
+    ctx.launch(peer_kernel, 1, x, out, ctx.table, SIZE=ctx.size, BLOCK=16)
+    want = [torch.arange(16) + 100.0 * rank for rank in range(ctx.size)]
+    assert torch.equal(out.cpu(), torch.stack([*want, torch.arange(16.0)]))  # a rank's peer at itself is itself
+    ctx.barrier()
+    ctx.free(x)
+
+
+@triton.jit
+def epochs_kernel(
+    x, out, inbox, inbox_stride, stride, ready, state, counters, table,
+    RANK: tl.constexpr, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # Each program sends its own chunk; then it counts up, and the last program to arrive copies all chunks out.
+    chunk, chunks = tl.program_id(0), tl.num_programs(0)
+    epoch = begin_epoch(state)
+    inbox += epoch % 2 * inbox_stride
+    for step in range(1, SIZE):
+        target = (RANK + step) % SIZE
+        put_signal(
+            inbox + RANK * stride + chunk * BLOCK, x + chunk * BLOCK, BLOCK,
+            ready + RANK * chunks + chunk, epoch, target, table, TRANSPORT, BLOCK,
+        )  # fmt: skip
+    for step in range(1, SIZE):
+        source = (RANK + step) % SIZE
+        wait_signal(ready + source * chunks + chunk, epoch, table, source, chunk, OPERATION, TRANSPORT)
+        copy(out + source * stride + chunk * BLOCK, inbox + source * stride + chunk * BLOCK, BLOCK, BLOCK)
+    count(counters, TRANSPORT)
+    if chunk == 0:
+        wait_signal(counters, epoch * chunks, table, RANK, chunk, OPERATION, TRANSPORT)
+        copy(out + RANK * stride, out + (RANK + 1) % SIZE * stride, chunks * BLOCK, BLOCK)  # what others stored
+    end_epoch(state, epoch)
+
+
+@pytest.mark.ranks(2, 4)
+@every_transport
+def test_two_inboxes_carry_many_rounds_without_a_barrier(ctx, transport):
+    """Also count, begin_epoch and end_epoch: the epoch advances by one a launch, once all programs have ended."""
+    ctx = over(ctx, transport)
+    programs, block, rounds = 3, 16, 12
+    stride = programs * block
+    inbox = ctx.empty(2, ctx.size, stride)
+    ready = ctx.empty(ctx.size, programs, dtype=torch.int64)
+    poison(inbox)
+    ready.zero_()
+    state, counters = (torch.zeros(2, dtype=torch.int64, device=ctx.device) for _ in range(2))
+    ctx.group.barrier()
+    with interpreter.execution(jitter_seed=5, rank=ctx.rank):
+        for round in range(rounds):
+            x = torch.arange(stride, device=ctx.device) + 1000.0 * round + 100_000 * ctx.rank
+            out = poison(torch.empty((ctx.size, stride), device=ctx.device))
+            ctx.launch(
+                epochs_kernel, programs, x, out, inbox, ctx.size * stride, stride, ready, state, counters, ctx.table,
+                RANK=ctx.rank, SIZE=ctx.size, OPERATION=OP, TRANSPORT=ctx.transport_id, BLOCK=block,
+            )  # fmt: skip
+            sources = [rank if rank != ctx.rank else (rank + 1) % ctx.size for rank in range(ctx.size)]
+            want = [torch.arange(stride) + 1000.0 * round + 100_000 * source for source in sources]
+            assert torch.equal(out.cpu(), torch.stack(want)), f"round {round}"
+            assert state.tolist() == [round + 1, 0]
+    ctx.check()
+    ctx.barrier()
+    ctx.free(ready)
+    ctx.free(inbox)
