@@ -171,7 +171,7 @@ def all_gather_matmul(
         x_operand.argument, x,
         g_operand.argument, inbox, parity_rows,
         w_operand.argument, w_operand.row_stride, w_operand.column_stride,
-        bias if bias is not None else x, y_operand.argument, N,
+        bias.contiguous() if bias is not None else x, y_operand.argument, N,
         schedule, tiles_m, _head_turns(ctx, rows, K, config, num_programs),
         workspace.ready, workspace.num_chunks, workspace.state, ctx.table,
         first_row, rows[ctx.rank], N, K, config.chunk_rows,

@@ -285,7 +285,7 @@ def matmul(
     matmul_kernel[(min(tiles, num_programs()),)](
         x_operand.argument, x_operand.row_stride, x_operand.column_stride,
         w_operand.argument, w_operand.row_stride, w_operand.column_stride,
-        bias if bias is not None else x,
+        bias.contiguous() if bias is not None else x,
         y_operand.argument, y.stride(0),
         M, N, K,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,

@@ -276,7 +276,7 @@ def matmul_reduce(ctx, op, x, w, bias, activation, rows, config, gather: bool) -
         matmul_reduce_kernel, num_programs,
         x_operand.argument, x_operand.row_stride, x_operand.column_stride,
         w_operand.argument, w_operand.row_stride, w_operand.column_stride,
-        bias if bias is not None else x, y_operand.argument, y,
+        bias.contiguous() if bias is not None else x, y_operand.argument, y,
         o_operand.argument, outbox,
         p_operand.argument, inbox, parity_rows, part_stride,
         schedule, tiles_m, peer_tiles_m, head_turns,
