@@ -1,0 +1,224 @@
+"""The local product: layouts, dtypes and awkward shapes; exact on integers, within derived limits on random values."""
+
+import math
+import mmap
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import tkernels
+from tkernels.comm import runtime
+from tkernels.gemm import (
+    ACTIVATIONS,
+    DTYPES,
+    GemmConfig,
+    activation_reference,
+    default_config,
+    load_tile,
+    matmul,
+    matmul_reference,
+    store_tile,
+)
+from tkernels.testing.compare import AWKWARD_SHAPES, assert_close_to, integers, normal
+
+DEVICE = runtime.device()
+# Whether x and w are row-major (T: as nn.Linear has them, K contiguous) or transposed views (N).
+LAYOUTS = {"TN": (False, False), "NN": (False, True), "NT": (True, True), "TT": (True, False)}
+
+
+def operand(make, shape, dtype, seed, transposed):
+    """A matrix of that shape; transposed: a view whose first dimension is the contiguous one."""
+    matrix = make(shape, dtype, seed, device=DEVICE)
+    return matrix.t().contiguous().t() if transposed else matrix
+
+
+def config(M, N, dtype, **changes):
+    fields = dict(vars(default_config(M, N, dtype)))
+    return GemmConfig(**fields | changes)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_integers_multiply_exactly_in_any_shape(dtype, layout):
+    for seed, (M, N, K) in enumerate(AWKWARD_SHAPES):
+        x = operand(integers, (M, K), dtype, seed, LAYOUTS[layout][0])
+        w = operand(integers, (N, K), dtype, seed + 100, LAYOUTS[layout][1])
+        bias = integers(N, dtype, seed + 200, device=DEVICE)
+        y = matmul(x, w, bias)
+        assert y.is_contiguous()
+        assert torch.equal(y, matmul_reference(x, w, bias).to(dtype)), (M, N, K)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_random_values_are_within_the_derived_limits(dtype):
+    for seed, (M, N, K) in enumerate([(65, 33, 129), (7, 13, 31), (4, 8, 1000)]):
+        x, w = normal((M, K), dtype, seed, device=DEVICE), normal((N, K), dtype, seed + 100, device=DEVICE)
+        bias = normal(N, dtype, seed + 200, device=DEVICE)
+        assert_close_to(matmul(x, w, bias), matmul_reference(x, w, bias), terms=K + 1)
+        # The limits would show a lost term.
+        lost = matmul_reference(x[:, 1:], w[:, 1:], bias)
+        with pytest.raises(AssertionError, match="elements are off"):
+            assert_close_to(matmul(x, w, bias), lost, terms=K + 1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_descriptors_and_pointers_and_both_ways_to_store_give_the_same_bits(layout):
+    M, N, K = 50, 72, 48  # rows of whole 16 bytes in every layout but x's transposed one, M = 50
+    x = operand(normal, (M, K), torch.bfloat16, 1, LAYOUTS[layout][0])
+    w = operand(normal, (N, K), torch.bfloat16, 2, LAYOUTS[layout][1])
+    bias = normal(N, torch.bfloat16, 3, device=DEVICE)
+    results = [
+        matmul(x, w, bias, "gelu", config=config(M, N, x.dtype, use_tma=use_tma, split=split))
+        for use_tma in (True, False)
+        for split in (1, 2)
+    ]
+    assert_close_to(results[0], matmul_reference(x, w, bias, "gelu"), terms=K + 1)
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation_is_torchs(activation):
+    x, w = normal((33, 24), torch.float32, 1, device=DEVICE), normal((40, 24), torch.float32, 2, device=DEVICE)
+    bias = 3 * normal(40, torch.float32, 3, device=DEVICE)
+    want = matmul_reference(x, w, bias, activation)
+    assert_close_to(matmul(x, w, bias, activation), want, terms=24 + 9)  # the bias counts as its variance
+    for other in set(ACTIVATIONS) - {activation}:
+        wrong = matmul_reference(x, w, bias, other)
+        assert (wrong - want).abs().max() > 1e-4, "the data would not tell the activations apart"
+    # Far out, where exp overflows: no NaN.
+    far = torch.tensor([[-1e4], [-90.0], [90.0], [1e4]], device=DEVICE)
+    got = matmul(far, torch.ones(1, 1, device=DEVICE), None, activation)
+    assert torch.allclose(got.double(), activation_reference(far.double(), activation), rtol=1e-6, atol=1e-30)
+
+
+def test_bias_comes_before_the_activation_and_once():
+    x, w = integers((9, 8), torch.float32, 1, device=DEVICE), integers((5, 8), torch.float32, 2, device=DEVICE)
+    bias = torch.tensor([-40.0, -5.0, 1.0, 5.0, 40.0], device=DEVICE)
+    product = matmul_reference(x, w).float()
+    got = matmul(x, w, bias, "relu")
+    assert torch.equal(got, (product + bias).relu())
+    for wrong in (product.relu() + bias, (product + 2 * bias).relu(), product.relu()):
+        assert (got - wrong).abs().max() > 1
+
+
+def test_views_of_larger_tensors_are_multiplied_in_place_and_without_their_surroundings():
+    poisoned = torch.full((80, 100), math.nan, device=DEVICE)
+    for rows, columns in ((slice(3, 40), slice(5, 45)), (slice(0, 32), slice(64, 96)), (slice(7, 8), slice(1, 2))):
+        view = poisoned[rows, columns]
+        view.copy_(integers(view.shape, torch.float32, 1))
+        w = integers((9, view.shape[1]), torch.float32, 2, device=DEVICE)
+        assert torch.equal(matmul(view, w), matmul_reference(view, w).float())
+        assert torch.equal(matmul(w, view), matmul_reference(w, view).float())
+        view.fill_(math.nan)
+
+
+def test_expanded_rows_and_columns_are_multiplied():
+    row, w = integers((1, 16), torch.float32, 1, device=DEVICE), integers((5, 16), torch.float32, 2, device=DEVICE)
+    x = row.expand(7, 16)
+    assert x.stride() == (0, 1) and torch.equal(matmul(x, w), matmul_reference(x, w).float())
+    column = integers((7, 1), torch.float32, 3, device=DEVICE)
+    x = column.expand(7, 16)
+    assert x.stride() == (1, 0) and torch.equal(matmul(x, w), matmul_reference(x, w).float())
+
+
+def test_no_rows_give_no_rows():
+    y = matmul(torch.zeros(0, 8, device=DEVICE), torch.zeros(5, 8, device=DEVICE))
+    assert y.shape == (0, 5)
+
+
+def test_two_runs_give_the_same_bits():
+    x, w = normal((70, 300), torch.bfloat16, 1, device=DEVICE), normal((40, 300), torch.bfloat16, 2, device=DEVICE)
+    assert torch.equal(matmul(x, w), matmul(x, w))
+
+
+X, W = torch.zeros(4, 8, device=DEVICE), torch.zeros(6, 8, device=DEVICE)
+
+
+@pytest.mark.parametrize(
+    "operands, error, message",
+    [
+        ((X[:, ::2], W[:, ::2]), ValueError, r"matmul: x has strides \(8, 2\), neither of which is 1; .*x.contiguous"),
+        ((X[:, :4], W[:, ::2]), ValueError, r"matmul: w has strides \(8, 2\), neither of which is 1; .*w.contiguous"),
+        ((X[0], W), ValueError, r"matmul: x must be a matrix, but has shape \(8,\)"),
+        ((X, W[None]), ValueError, r"matmul: w must be a matrix, but has shape \(1, 6, 8\)"),
+        ((X, W.t()), ValueError, r"x is \(4, 8\) and w is \(8, 6\), but K, .* must match .*pass w.t\(\) for \[K, N\]"),
+        ((X, W.half()), TypeError, "x is torch.float32 and w is torch.float16; both must be float32, float16"),
+        ((X.double(), W.double()), TypeError, "x is torch.float64 and w is torch.float64; both must be"),
+        ((X[:, :0], W[:, :0]), ValueError, "N and K must be at least 1"),
+        ((X, W[:0]), ValueError, "N and K must be at least 1"),
+        ((X, W, X[0]), ValueError, r"bias is torch.float32 \(8,\) on .*, but must be torch.float32 \(6,\)"),
+        ((X, W, W[:, 0].half()), ValueError, r"bias is torch.float16 \(6,\)"),
+        ((X, W, None, "tanh"), ValueError, "activation='tanh' is unknown; use None, relu, gelu, gelu_tanh, silu"),
+        ((X.to("meta"), W), ValueError, "x is on meta, but the operation runs on"),
+    ],
+)
+def test_what_can_not_be_multiplied_is_refused_by_name(operands, error, message):
+    with pytest.raises(error, match=message):
+        matmul(*operands)
+
+
+def test_a_strided_bias_is_read_by_its_stride():
+    x, w = integers((4, 8), torch.float32, 1, device=DEVICE), integers((6, 8), torch.float32, 2, device=DEVICE)
+    bias = integers((6, 3), torch.float32, 3, device=DEVICE)[:, 1]
+    assert torch.equal(matmul(x, w, bias), matmul_reference(x, w, bias).float())
+
+
+# Beyond 2^31 elements
+
+
+def sparse(num_elements, dtype):
+    """A flat tensor of zeros, of which only the pages that are touched take memory (a GPU has enough for all)."""
+    if DEVICE.type == "cuda":
+        return torch.zeros(num_elements, dtype=dtype, device=DEVICE)
+    no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named in Python since 3.13
+    pages = mmap.mmap(-1, num_elements * dtype.itemsize, flags=mmap.MAP_PRIVATE | no_reserve)
+    return torch.frombuffer(pages, dtype=dtype)
+
+
+STRIDE = (1 << 30) + 64
+
+
+@pytest.mark.parametrize("use_tma", [True, False])
+def test_operands_reach_beyond_two_to_the_31_elements(use_tma):
+    flat = sparse(2 * STRIDE + 64, torch.float16)
+    matrix = flat.as_strided((3, 40), (STRIDE, 1))
+    matrix.copy_(integers((3, 40), torch.float16, 1))
+    other = integers((5, 40), torch.float16, 2, device=DEVICE)
+    for x, w in ((matrix, other), (other, matrix)):
+        y = matmul(x, w, config=config(*y_shape(x, w), x.dtype, use_tma=use_tma))
+        assert torch.equal(y, matmul_reference(x, w).half())
+    # Transposed: the stride of K is the large one.
+    x = flat.as_strided((40, 3), (1, STRIDE))
+    w = integers((5, 3), torch.float16, 3, device=DEVICE)
+    for a, b in ((x, w), (w, x)):
+        y = matmul(a, b, config=config(*y_shape(a, b), x.dtype, use_tma=use_tma))
+        assert torch.equal(y, matmul_reference(a, b).half())
+
+
+def y_shape(x, w):
+    return x.shape[0], w.shape[0]
+
+
+@triton.jit
+def move_tile_kernel(
+    source, out, stride, row, num_rows, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr
+):  # fmt: skip
+    tile = load_tile(source, stride, 1, row, 0, num_rows, N, ROWS, COLUMNS, False, False)
+    store_tile(tile.to(tl.float32), out, stride, row, num_rows - row, 0, N, ROWS, COLUMNS, False, DTYPE)
+
+
+def test_results_are_stored_beyond_two_to_the_31_elements():
+    # Row 2^16 + 1 of a matrix of 2^15 columns, in which all other pages stay untouched.
+    row, columns = (1 << 16) + 1, 1 << 15
+    source, out = (sparse((row + 2) * columns, torch.float16).view(row + 2, columns) for _ in range(2))
+    source[row:, :5] = integers((2, 5), torch.float16, 1, low=1)
+    move_tile_kernel[(1,)](source, out, columns, row, row + 2, 5, ROWS=16, COLUMNS=16, DTYPE=tl.float16)
+    assert torch.equal(out[row:, :5], source[row:, :5])
+    assert out[row:, 5:64].eq(0).all() and out[:2, :64].eq(0).all()
+
+
+def test_matmul_is_the_packages_own():
+    assert tkernels.matmul is matmul
