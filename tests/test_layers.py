@@ -1,0 +1,544 @@
+"""The layers against nn.Linear in fp64: outputs, all gradients, every option, state dicts, torch.compile."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from torch import nn
+
+import tkernels
+from tkernels import layers
+from tkernels.comm import MismatchError
+from tkernels.layers import ColumnParallelLinear, ParallelMLP, RowParallelLinear
+from tkernels.testing.compare import assert_close_to, integers, normal
+
+
+def linear(in_features, out_features, seed, *, values=normal, dtype=torch.float32, bias=True, device="cpu"):
+    """A full nn.Linear with parameters of unit variance or small integers, the same on all ranks."""
+    made = nn.Linear(in_features, out_features, bias, dtype=dtype, device=device)
+    with torch.no_grad():
+        made.weight.copy_(values((out_features, in_features), dtype, seed))
+        if bias:
+            made.bias.copy_(values((out_features,), dtype, seed + 1))
+    return made
+
+
+def double(module):
+    """The same module on the CPU in fp64, the reference."""
+    return copy.deepcopy(module).cpu().double()
+
+
+def part(whole, sizes, rank, dim=0):
+    return whole.split(list(sizes), dim)[rank]
+
+
+def own_rows(whole, ctx):
+    return part(whole, tkernels.split_rows(whole.shape[0], ctx.size), ctx.rank)
+
+
+def leaf(x, ctx):
+    return x.detach().to(ctx.device).clone().requires_grad_()
+
+
+# Each layer alone: [s, b, K] -> [s, b, N] with s = 8, b = 3
+
+S, B, K, N = 8, 3, 12, 20
+
+
+def assert_matches_linear(ctx, layer, full, x, dy, got, got_dx, columns, x_rows, x_features, y_rows, y_features):
+    """Output and gradients of one call. The slices say which part of the whole this rank holds; the sums have K, N and
+    S * B terms, and one more for the bias. What travels between ranks is rounded once a rank."""
+    reference, x = double(full), x.double().requires_grad_()
+    want = reference(x)
+    want.backward(dy.double())
+    assert_close_to(got, want[y_rows][..., y_features], terms=K + 1, roundings=ctx.size)
+    assert_close_to(got_dx, x.grad[x_rows][..., x_features], terms=N, roundings=ctx.size)
+    features = (columns, slice(None)) if isinstance(layer, ColumnParallelLinear) else (slice(None), columns)
+    assert_close_to(layer.weight.grad, reference.weight.grad[features], terms=S * B)
+    assert_close_to(layer.bias.grad, reference.bias.grad[features[0]], terms=S * B)
+
+
+def run_column(ctx, dtype, sequence_parallel, gather_output):
+    full = linear(K, N, 1, dtype=dtype)
+    layer = ColumnParallelLinear.from_linear(
+        full, ctx=ctx, sequence_parallel=sequence_parallel, gather_output=gather_output
+    ).to(ctx.device)
+    x, dy = normal((S, B, K), dtype, 3), normal((S, B, N), dtype, 4)
+    everything, size = slice(None), N // ctx.size
+    columns = slice(ctx.rank * size, (ctx.rank + 1) * size)
+    rows = slice(ctx.rank * S // ctx.size, (ctx.rank + 1) * S // ctx.size) if sequence_parallel else everything
+    outputs = everything if gather_output else columns
+    mine = leaf(x[rows], ctx)
+    y = layer(mine)
+    y.backward(dy[..., outputs].to(ctx.device))
+    assert_matches_linear(ctx, layer, full, x, dy, y, mine.grad, columns, rows, everything, everything, outputs)
+
+
+def run_row(ctx, dtype, sequence_parallel, input_is_parallel=True):
+    full = linear(K, N, 5, dtype=dtype)
+    layer = RowParallelLinear.from_linear(
+        full, ctx=ctx, sequence_parallel=sequence_parallel, input_is_parallel=input_is_parallel
+    ).to(ctx.device)
+    x, dy = normal((S, B, K), dtype, 7), normal((S, B, N), dtype, 8)
+    everything, size = slice(None), K // ctx.size
+    columns = slice(ctx.rank * size, (ctx.rank + 1) * size)
+    rows = slice(ctx.rank * S // ctx.size, (ctx.rank + 1) * S // ctx.size) if sequence_parallel else everything
+    inputs = columns if input_is_parallel else everything
+    mine = leaf(x[..., inputs], ctx)
+    y = layer(mine)
+    y.backward(dy[rows].to(ctx.device))
+    assert_matches_linear(ctx, layer, full, x, dy, y, mine.grad, columns, everything, inputs, rows, everything)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("gather_output", [False, True], ids=["split", "gathered"])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
+def test_column_layer_matches_linear(ctx, sequence_parallel, gather_output):
+    run_column(ctx, torch.float32, sequence_parallel, gather_output)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(sequence_parallel=False),
+        dict(sequence_parallel=True),
+        dict(sequence_parallel=False, input_is_parallel=False),
+    ],
+    ids=["replicated", "sequence", "splits its input"],
+)
+def test_row_layer_matches_linear(ctx, options):
+    run_row(ctx, torch.float32, **options)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
+def test_layers_match_linear_in_bf16(ctx, sequence_parallel):
+    run_column(ctx, torch.bfloat16, sequence_parallel, gather_output=False)
+    run_row(ctx, torch.bfloat16, sequence_parallel)
+
+
+# Column and row layer together, on integers: fp32 is exact, so nothing but the right answer is equal
+
+
+def mlp_and_reference(ctx, hidden, ffn_hidden, activation="relu", **options):
+    """An MLP of integer parameters, and the full one as a function with nn.Linear modules fc1 and fc2."""
+    blocks = 2 if activation == "swiglu" else 1
+    values = integers if activation == "relu" else normal
+    full = nn.ModuleDict(
+        dict(
+            fc1=linear(hidden, blocks * ffn_hidden, 11, values=values),
+            fc2=linear(ffn_hidden, hidden, 13, values=values),
+        )
+    )
+    torch.manual_seed(0)
+    mlp = ParallelMLP(hidden, ffn_hidden, activation, ctx=ctx, **options)
+    layers.load_full_state_dict(mlp, full.state_dict())
+    return mlp, double(full)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize(
+    "sequence", [None, "divides by nothing", "all on the last rank"], ids=["replicated", "uneven", "zero rows"]
+)
+def test_mlp_is_exact_on_integers_with_uneven_features_and_rows(ctx, sequence):
+    s, b, hidden, ffn_hidden = 7, 2, 5, 9
+    rows = {
+        None: None,
+        "divides by nothing": tkernels.split_rows(s, ctx.size),
+        "all on the last rank": (0,) * (ctx.size - 1) + (s,),
+    }[sequence]
+    mlp, reference = mlp_and_reference(ctx, hidden, ffn_hidden, sequence_parallel=rows is not None)
+    x, dy = integers((s, b, hidden), torch.float32, 15), integers((s, b, hidden), torch.float32, 16)
+    mine, dy_mine = (part(t, rows or (s,), ctx.rank if rows else 0) for t in (x, dy))
+
+    for _ in range(2):  # signals of the first call must not satisfy the second one's waits
+        mlp.zero_grad()
+        mine = leaf(mine, ctx)
+        y = mlp(mine, rows=rows)
+        y.backward(dy_mine.to(ctx.device))
+
+    x = x.double().requires_grad_()
+    want = reference.fc2(reference.fc1(x).relu())
+    want.backward(dy.double())
+    assert torch.equal(y.cpu(), part(want, rows or (s,), ctx.rank if rows else 0).float())
+    assert torch.equal(mine.grad.cpu(), part(x.grad, rows or (s,), ctx.rank if rows else 0).float())
+    columns = mlp.fc1.feature_sizes
+    assert columns == tkernels.split_rows(ffn_hidden, ctx.size)
+    for got, full, dim in [
+        (mlp.fc1.weight, reference.fc1.weight, 0),
+        (mlp.fc1.bias, reference.fc1.bias, 0),
+        (mlp.fc2.weight, reference.fc2.weight, 1),
+    ]:
+        assert torch.equal(got.grad.cpu(), part(full.grad, columns, ctx.rank, dim).float())
+    assert torch.equal(mlp.fc2.bias.grad.cpu(), reference.fc2.bias.grad.float())
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "swiglu"])
+def test_mlp_applies_its_activation(ctx, activation):
+    """The weights are scaled so that every tensor has a variance of about 1. An error of the first product then passes
+    through activation (slope 1.13 at most) and second product without growing, so the terms of both add up."""
+    s, hidden, ffn_hidden = 4, 16, 12
+    mlp, reference = mlp_and_reference(ctx, hidden, ffn_hidden, activation, sequence_parallel=True)
+    with torch.no_grad():
+        for module in (mlp, reference):
+            module.fc1.weight /= hidden**0.5
+            module.fc2.weight /= ffn_hidden**0.5
+    rounded = double(layers_to_full(mlp))
+    x = normal((s, hidden), torch.float32, 17)
+    got = mlp(own_rows(x, ctx).to(ctx.device))
+    h = rounded.fc1(x.double())
+    if activation == "swiglu":
+        gate, up = h.chunk(2, -1)
+        h = nn.functional.silu(gate) * up
+    else:
+        h = tkernels.gemm.activation_reference(h, activation)
+    want = rounded.fc2(h)
+    terms = hidden + ffn_hidden + 2
+    # swiglu multiplies two values of order 1, at most 4 in a sample of this size: so much may an error of either grow
+    scale = (4 if activation == "swiglu" else 1) / min(hidden, ffn_hidden) ** 0.5
+    assert_close_to(got, own_rows(want, ctx), terms=terms, roundings=2, scale=scale)
+    assert (want - rounded.fc2(rounded.fc1(x.double())[..., :ffn_hidden])).abs().max() > 0.1  # without an activation
+
+
+def layers_to_full(mlp):
+    """The nn.Linear modules that a parallel MLP's weights are the parts of. Collective."""
+    state = layers.gather_state_dict(mlp)
+    full = nn.ModuleDict()
+    for name in ("fc1", "fc2"):
+        weight, bias = state[f"{name}.weight"], state[f"{name}.bias"]
+        full[name] = nn.Linear(weight.shape[1], weight.shape[0])
+        full[name].load_state_dict({"weight": weight, "bias": bias})
+    return full
+
+
+# Options
+
+
+@pytest.mark.ranks(2, 4)
+def test_row_layer_adds_its_bias_once(ctx):
+    full = linear(8, 6, 21, values=integers)
+    x = integers((4, 8), torch.float32, 23)
+    right = full(x)
+    wrong = right + (ctx.size - 1) * full.bias
+    for sequence_parallel in (False, True):
+        layer = RowParallelLinear.from_linear(full, ctx=ctx, sequence_parallel=sequence_parallel).to(ctx.device)
+        y = layer(part(x, layer.feature_sizes, ctx.rank, 1).to(ctx.device)).cpu()
+        rows = slice(ctx.rank * 4 // ctx.size, (ctx.rank + 1) * 4 // ctx.size) if sequence_parallel else slice(None)
+        assert torch.equal(y, right[rows])
+        with pytest.raises(AssertionError, match="are off"):
+            assert_close_to(y, wrong[rows].double(), terms=9, roundings=ctx.size, scale=8)
+
+
+@pytest.mark.quick
+@pytest.mark.ranks(2)
+def test_return_bias_leaves_the_bias_to_the_caller(ctx):
+    x, dy = integers((4, 8), torch.float32, 25), integers((4, 6), torch.float32, 26)
+    full = linear(8, 6, 27, values=integers)
+    reference = double(full)
+    reference(x.double()).backward(dy.double())
+    mine = slice(2 * ctx.rank, 2 * ctx.rank + 2)
+
+    column = ColumnParallelLinear.from_linear(full, ctx=ctx, return_bias=True, sequence_parallel=True).to(ctx.device)
+    y, bias = column(x[mine].to(ctx.device))
+    assert bias is column.bias
+    columns = slice(3 * ctx.rank, 3 * ctx.rank + 3)
+    assert torch.equal(y.cpu(), (x @ full.weight.t())[:, columns])
+    (y + bias).backward(dy[:, columns].to(ctx.device))
+    assert torch.equal(column.bias.grad.cpu(), reference.bias.grad[columns].float())
+
+    row = RowParallelLinear.from_linear(full, ctx=ctx, return_bias=True, sequence_parallel=True)
+    assert row.bias.sequence_parallel  # as long as the caller adds it to this rank's rows
+    y, bias = row(x[:, 4 * ctx.rank : 4 * ctx.rank + 4].to(ctx.device))
+    assert bias is row.bias
+    assert torch.equal(y.cpu(), (x @ full.weight.t())[mine])
+    (y + bias).backward(dy[mine].to(ctx.device))
+    assert torch.equal(row.bias.grad.cpu(), dy[mine].sum(0))
+    layers.all_reduce_sequence_parallel_grads(row, ctx=ctx)
+    assert torch.equal(row.bias.grad.cpu(), reference.bias.grad.float())
+
+
+@pytest.mark.ranks(2)
+def test_gathering_again_gives_the_same_gradients(ctx):
+    full = linear(8, 6, 31, values=integers)
+    x = integers((4, 8), torch.float32, 33)
+    grads = []
+    for keep_gathered in (True, False):
+        layer = ColumnParallelLinear.from_linear(full, ctx=ctx, sequence_parallel=True, keep_gathered=keep_gathered)
+        y = layer(own_rows(x, ctx).to(ctx.device))
+        product = y.grad_fn.next_functions[0][0]  # behind the view that gives back the leading dimensions
+        kept = {tuple(saved.shape) for saved in product.saved_tensors}
+        y.sum().backward()
+        grads.append((layer.weight.grad, layer.bias.grad, (4, 8) in kept))
+    (w, b, kept), (w_again, b_again, kept_again) = grads
+    assert torch.equal(w, w_again) and torch.equal(b, b_again)
+    assert kept and not kept_again
+
+
+@pytest.mark.ranks(1, 2)
+def test_layers_take_one_row_no_bias_and_frozen_weights(ctx):
+    full = linear(4, 6, 35, values=integers, bias=False)
+    full.weight.requires_grad_(False)
+    x = integers((4,), torch.float32, 36)
+    column = ColumnParallelLinear.from_linear(full, ctx=ctx, gather_output=True).to(ctx.device)
+    row = RowParallelLinear.from_linear(full, ctx=ctx, input_is_parallel=False).to(ctx.device)
+    for layer in (column, row):
+        assert layer.bias is None and not layer.weight.requires_grad
+        mine = leaf(x, ctx)
+        y = layer(mine)
+        assert torch.equal(y.cpu(), full(x))
+        y.sum().backward()
+        assert torch.equal(mine.grad.cpu(), full.weight.sum(0))
+    assert "bias=False" in repr(column)
+
+
+@pytest.mark.ranks(2)
+def test_layers_follow_autocast(ctx):
+    full = linear(8, 6, 37)
+    x = normal((4, 8), torch.float32, 38)
+    column = ColumnParallelLinear.from_linear(full, ctx=ctx, sequence_parallel=True, gather_output=True).to(ctx.device)
+    row = RowParallelLinear.from_linear(full, ctx=ctx, input_is_parallel=False).to(ctx.device)
+    narrow = double(copy.deepcopy(full).bfloat16())
+    want = narrow(x.bfloat16().double())
+    for layer, given in [(column, own_rows(x, ctx)), (row, x)]:
+        with torch.autocast(ctx.device.type, torch.bfloat16):
+            y = layer(given.to(ctx.device))
+        assert y.dtype is torch.bfloat16
+        assert_close_to(y, want, terms=9, roundings=ctx.size)
+        y.sum().backward()
+        assert layer.weight.grad.dtype is torch.float32
+
+
+# Weights: drawing, marks, copies
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_initial_weights_are_those_of_linear_from_the_same_seed(ctx):
+    torch.manual_seed(7)
+    want, after = nn.Linear(6, 9), torch.rand(1)
+    for make, dim in [(ColumnParallelLinear, 0), (RowParallelLinear, 1)]:
+        torch.manual_seed(7)
+        layer = make(6, 9, ctx=ctx, device="cpu")
+        assert torch.rand(1) == after
+        assert torch.equal(layer.weight, part(want.weight, layer.feature_sizes, ctx.rank, dim))
+        state = layers.gather_state_dict(layer)
+        assert torch.equal(state["weight"], want.weight) and torch.equal(state["bias"], want.bias)
+
+    layer = ColumnParallelLinear(6, 9, ctx=ctx, init_method=lambda w: w.copy_(torch.arange(54).view(9, 6)))
+    assert layer.weight[0, 0] == 6 * sum(layer.feature_sizes[: ctx.rank])
+    assert not layer.bias.any()
+
+
+@pytest.mark.ranks(2)
+def test_ranks_with_different_seeds_are_refused(ctx):
+    torch.manual_seed(ctx.rank)
+    with pytest.raises(MismatchError, match=r"generators of ranks \[1\] differ from rank 0's.*torch.manual_seed"):
+        ColumnParallelLinear(4, 4, ctx=ctx)
+
+
+@pytest.mark.ranks(2)
+def test_parameters_carry_the_marks_of_megatron(ctx):
+    def marks(parameter):
+        return parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride
+
+    torch.manual_seed(0)
+    mlp = ParallelMLP(4, 6, "swiglu", sequence_parallel=True, ctx=ctx)
+    assert marks(mlp.fc1.weight) == marks(mlp.fc1.bias) == (True, 0, 2)
+    assert marks(mlp.fc2.weight) == (True, 1, 1)
+    assert marks(mlp.fc2.bias) == (False, -1, 1)
+    assert not mlp.fc2.bias.sequence_parallel  # its gradient is the sum over all rows
+
+
+@pytest.mark.ranks(2)
+def test_layers_can_be_copied_and_pickled(ctx):
+    torch.manual_seed(0)
+    layer = RowParallelLinear(4, 3, ctx=ctx)
+    x = torch.ones(2, 2, device=ctx.device)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(other(x), layer(x))
+
+
+# Refusals
+
+
+@pytest.mark.ranks(2)
+def test_wrong_arguments_are_refused_by_name(ctx):
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match=r"ColumnParallelLinear\(4, 1\): 1 out-features can't be split over 2 ranks"):
+        ColumnParallelLinear(4, 1, ctx=ctx)
+    with pytest.raises(ValueError, match=r"RowParallelLinear\(1, 4\): 1 in-features"):
+        RowParallelLinear(1, 4, ctx=ctx)
+    with pytest.raises(ValueError, match="sequence_parallel=True takes input_is_parallel=True"):
+        RowParallelLinear(4, 4, sequence_parallel=True, input_is_parallel=False, ctx=ctx)
+    with pytest.raises(ValueError, match="gather_output=True takes partition_stride=1"):
+        ColumnParallelLinear(4, 4, gather_output=True, partition_stride=2, ctx=ctx)
+    with pytest.raises(ValueError, match="activation='tanh' is unknown; use relu, .* or swiglu"):
+        ParallelMLP(4, 4, "tanh", ctx=ctx)
+
+    row = RowParallelLinear(4, 4, ctx=ctx)
+    with pytest.raises(ValueError, match=r"is 4, but must be 2, rank \d's part of 4 in-features"):
+        row(torch.ones(2, 4))
+    with pytest.raises(ValueError, match=r"rows=\(1, 1\) splits a sequence, but .* sequence_parallel=False"):
+        row(torch.ones(2, 2), rows=(1, 1))
+    row = RowParallelLinear(4, 4, sequence_parallel=True, ctx=ctx)
+    with pytest.raises(ValueError, match=r"M=3 rows don't divide by 2 ranks; pass rows=split_rows\(3, 2\)"):
+        row(torch.ones(3, 2, 2))  # 6 rows of 2 would divide, in the middle of a position
+    with pytest.raises(ValueError, match="first of at least two dimensions"):
+        row(torch.ones(2))
+    with pytest.raises(ValueError, match=r"5 features can't be split over 2 ranks.*split_rows\(5, 2\)"):
+        layers.scatter_to_tensor_model_parallel_region(torch.ones(5), ctx=ctx)
+
+
+# The mappings
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
+def test_mappings_and_their_backward(ctx, uneven):
+    """Forward is a linear map of all ranks' inputs to all ranks' outputs; with replicated gradients taken as equal,
+    backward is what the table of functions.py says. Integers, so exact."""
+    size = 2 * ctx.size + uneven
+    sizes = tkernels.split_rows(size, ctx.size) if uneven else None
+    shares = tkernels.split_rows(size, ctx.size)
+    everyone = [integers((size, 3), torch.float32, 40 + rank).to(ctx.device) for rank in range(ctx.size)]
+    whole, mine, total = everyone[0], everyone[ctx.rank], sum(everyone)
+    grad = integers((size, 3), torch.float32, 60).to(ctx.device)
+
+    def own(t, dim=0):
+        return part(t, shares, ctx.rank, dim)
+
+    def check(mapping, x, want, dy, want_dx, **options):
+        x = leaf(x, ctx)
+        y = mapping(x, ctx=ctx, **options)
+        y.backward(dy)
+        assert torch.equal(y, want), mapping.__name__
+        assert torch.equal(x.grad, want_dx), mapping.__name__
+
+    check(layers.copy_to_tensor_model_parallel_region, whole, whole, mine, total)
+    check(layers.reduce_from_tensor_model_parallel_region, mine, total, grad, grad)
+    check(layers.scatter_to_sequence_parallel_region, whole, own(whole), own(grad), grad, rows=sizes)
+    check(layers.gather_from_sequence_parallel_region, own(whole), whole, mine, own(total), rows=sizes)
+    check(
+        layers.gather_from_sequence_parallel_region, own(whole), whole, grad, own(grad), rows=sizes,
+        tensor_parallel_output_grad=False,
+    )  # fmt: skip
+    check(layers.reduce_scatter_to_sequence_parallel_region, mine, own(total), own(grad), grad, rows=shares)
+    whole, grad = whole.t(), grad.t()
+    scatter, gather = layers.scatter_to_tensor_model_parallel_region, layers.gather_from_tensor_model_parallel_region
+    check(scatter, whole, own(whole, 1), own(grad, 1), grad, sizes=sizes)
+    check(gather, own(whole, 1), whole, grad, own(grad, 1), sizes=sizes)
+
+
+# State dicts
+
+
+def assert_same_state(got, want):
+    assert got.keys() == want.keys()
+    for key in want:
+        assert torch.equal(got[key].cpu(), want[key].cpu()), key
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_state_dicts_go_between_shards_and_the_full_model(ctx, activation):
+    torch.manual_seed(1)
+    mlp = ParallelMLP(6, 9, activation, ctx=ctx)
+    torch.manual_seed(1)
+    alone = ParallelMLP(6, 9, activation, ctx=context_of(ctx.rank, ctx))
+    full = layers.gather_state_dict(mlp)
+    assert_same_state(full, alone.state_dict())
+    only_first = layers.gather_state_dict(mlp, rank0_only=True)
+    assert only_first.keys() == (full.keys() if ctx.rank == 0 else set())
+
+    other = ParallelMLP(6, 9, activation, ctx=ctx)
+    assert not torch.equal(other.fc1.weight, mlp.fc1.weight)
+    assert str(layers.load_full_state_dict(other, full)) == "<All keys matched successfully>"
+    assert_same_state(other.state_dict(), mlp.state_dict())
+    other.load_state_dict(ParallelMLP(6, 9, activation, ctx=ctx).state_dict())
+    assert not torch.equal(other.fc1.weight, mlp.fc1.weight)
+    other.load_state_dict(mlp.state_dict())
+    assert_same_state(other.state_dict(), mlp.state_dict())
+
+    with pytest.raises(ValueError, match=r"fc1.weight is \(.*, 6\), but the full tensor has .* along dimension 0"):
+        layers.load_full_state_dict(other, mlp.state_dict())
+    with pytest.raises(RuntimeError, match="Missing key.*fc2.bias"):
+        layers.load_full_state_dict(other, {key: value for key, value in full.items() if key != "fc2.bias"})
+    tkernels.finalize(alone.fc1.ctx)
+
+
+def context_of(rank, ctx):
+    """A context of this rank alone; all ranks make theirs at the same time."""
+    groups = [dist.new_group([other]) for other in range(ctx.size)]
+    return tkernels.init(groups[rank], heap_bytes=1 << 20)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_a_checkpoint_loads_on_any_number_of_ranks(ctx, tmp_path, activation):
+    """Written on 4 ranks, read and written again on 2, read by an unsharded model; and from that back to 4. Features
+    divide by neither 4 nor 2."""
+
+    def mlp(context, seed):
+        torch.manual_seed(seed)
+        return ParallelMLP(6, 9, activation, ctx=context)
+
+    first = mlp(ctx, 1)
+    full = layers.gather_state_dict(first)
+    checkpoint.save(layers.sharded_state_dict(first), checkpoint_id=tmp_path / "four")
+
+    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][ctx.rank // 2]
+    with tkernels.init(pair, heap_bytes=1 << 20) as ctx_2:
+        if ctx.rank < 2:
+            second = mlp(ctx_2, 2)
+            checkpoint.load(layers.sharded_state_dict(second), checkpoint_id=tmp_path / "four", process_group=pair)
+            assert_same_state(layers.gather_state_dict(second), full)
+            checkpoint.save(layers.sharded_state_dict(second), checkpoint_id=tmp_path / "two", process_group=pair)
+    dist.barrier()
+
+    if ctx.rank == 3:
+        unsharded = {key: torch.zeros_like(value) for key, value in full.items()}  # as nn.Linear modules have them
+        checkpoint.load(unsharded, checkpoint_id=tmp_path / "two", no_dist=True)
+        assert_same_state(unsharded, full)
+        unsharded["fc2.bias"] += 1
+        checkpoint.save(unsharded, checkpoint_id=tmp_path / "one", no_dist=True)
+    dist.barrier()
+
+    again = mlp(ctx, 3)
+    checkpoint.load(layers.sharded_state_dict(again), checkpoint_id=tmp_path / "one")
+    full["fc2.bias"] += 1
+    assert_same_state(layers.gather_state_dict(again), full)
+
+
+# torch.compile
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_a_layer_compiles_without_a_graph_break(ctx, kind, sequence_parallel):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    if kind == "column":
+        layer = ColumnParallelLinear(6, 8, sequence_parallel=sequence_parallel, gather_output=True, ctx=ctx)
+        x, rows = integers((4, 6), torch.float32, 71), (1, 3)
+        mine = part(x, rows, ctx.rank) if sequence_parallel else x
+    else:
+        layer = RowParallelLinear(6, 8, sequence_parallel=sequence_parallel, ctx=ctx)
+        rows = (1, 3)
+        mine = integers((4, 3), torch.float32, 72)
+    rows = rows if sequence_parallel else None
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+
+    def outcome(call):
+        layer.zero_grad()
+        given = leaf(mine, ctx)
+        y = call(given, rows=rows)
+        (y * y).sum().backward()
+        return y, given.grad, layer.weight.grad.clone(), layer.bias.grad.clone()
+
+    for got, want in zip(outcome(compiled), outcome(layer), strict=True):
+        assert torch.equal(got, want)
