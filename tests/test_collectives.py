@@ -1,0 +1,222 @@
+"""all_gather, reduce_scatter, all_reduce and barrier: any dtype, any share, call after call."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from transports import every_transport, late, over, poison_workspace
+
+import tkernels
+from tkernels.comm import collectives, interpreter
+from tkernels.comm.collectives import split_rows
+from tkernels.comm.device import put, quiet
+from tkernels.testing.compare import assert_close_to, integers, normal, poison
+
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+# Rows of each rank, by number of ranks: even, uneven, one row in all, none on a rank, none at all.
+SHARES = {
+    2: [(3, 3), (4, 1), (0, 1), (5, 0), (0, 0)],
+    3: [(4, 4, 4), (2, 0, 5)],
+    4: [(2, 2, 2, 2), (17, 16, 17, 17), (0, 0, 1, 0)],
+}
+WIDTHS = [(7,), (), (2, 3), (0,), (16,)]  # what follows the rows; 16 elements of any dtype are whole 16-byte vectors
+
+
+def gathered(make, ctx, rows, width, dtype, seed):
+    """Every rank's shard, as all ranks know it."""
+    return [make((count, *width), dtype, seed + rank, device=ctx.device) for rank, count in enumerate(rows)]
+
+
+@pytest.mark.quick
+@pytest.mark.ranks(2, 3, 4)
+@every_transport
+def test_all_gather_puts_all_rows_in_the_order_of_ranks(ctx, transport):
+    ctx = over(ctx, transport)
+    for seed, (rows, width) in enumerate(zip(SHARES[ctx.size], WIDTHS, strict=False)):
+        shards = gathered(normal, ctx, rows, width, FLOATS[seed % 3], 10 * seed)
+        got = tkernels.all_gather(shards[ctx.rank], rows=rows, ctx=ctx)
+        ctx.check()
+        assert torch.equal(got, torch.cat(shards)), (rows, width)
+
+
+@pytest.mark.ranks(2)
+@every_transport
+def test_all_gather_moves_any_dtype_bit_for_bit(ctx, transport):
+    ctx = over(ctx, transport)
+    dtypes = [torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float64, torch.complex64]
+    for dtype in [*dtypes, torch.float8_e4m3fn, torch.float8_e5m2]:
+        for rows in ((48, 48), (5, 3)):  # whole 16-byte vectors, and not
+            shards = [(torch.arange(count) % (3 + rank)).to(dtype).to(ctx.device) for rank, count in enumerate(rows)]
+            got = tkernels.all_gather(shards[ctx.rank], rows=rows, ctx=ctx)
+            assert got.dtype == dtype and got.view(torch.uint8).equal(torch.cat(shards).view(torch.uint8)), dtype
+    # NaN payloads and negative zero are bits like others.
+    bits = torch.tensor([0x7FC00001, -0x80000000, 0x7F800001], dtype=torch.int32, device=ctx.device)
+    assert tkernels.all_gather(bits.view(torch.float32), ctx=ctx).view(torch.int32).equal(torch.cat([bits, bits]))
+    with pytest.raises(TypeError, match="elements of up to 8 bytes, not torch.complex128"):
+        tkernels.all_gather(torch.zeros(2, dtype=torch.complex128, device=ctx.device), ctx=ctx)
+
+
+@pytest.mark.quick
+@pytest.mark.ranks(2, 3, 4)
+@every_transport
+def test_sums_of_integers_are_exact_whoever_owns_the_rows(ctx, transport):
+    ctx = over(ctx, transport)
+    for seed, (rows, width) in enumerate(zip(SHARES[ctx.size], WIDTHS, strict=False)):
+        shards = gathered(integers, ctx, (sum(rows),) * ctx.size, width, FLOATS[seed % 3], 10 * seed)
+        want = sum(shard.double() for shard in shards).to(shards[0].dtype)
+        got = tkernels.reduce_scatter(shards[ctx.rank], rows=rows, ctx=ctx)
+        assert torch.equal(got, want.split(rows)[ctx.rank]), (rows, width)
+        got = tkernels.all_reduce(shards[ctx.rank], ctx=ctx)
+        ctx.check()
+        assert torch.equal(got, want), (rows, width)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_sums_of_random_values_are_rounded_once_and_the_same_on_every_rank_and_run(ctx, dtype):
+    rows = split_rows(67, ctx.size)
+    shards = gathered(normal, ctx, (67,) * ctx.size, (5,), dtype, 3)
+    want = sum(shard.double() for shard in shards)
+    results = [tkernels.all_reduce(shards[ctx.rank], ctx=ctx) for _ in range(2)]
+    parts = [tkernels.reduce_scatter(shards[ctx.rank], rows=rows, ctx=ctx) for _ in range(2)]
+    # The second rounding, of the sum sent to others, changes nothing: terms are summed in fp32 and rounded once.
+    assert_close_to(results[0], want, terms=ctx.size)
+    assert_close_to(parts[0], want.split(rows)[ctx.rank], terms=ctx.size)
+    assert torch.equal(results[0], results[1]) and torch.equal(parts[0], parts[1])
+    assert torch.equal(parts[0], results[0].split(rows)[ctx.rank])
+    everyone = ctx.group.gather(results[0].cpu())
+    assert all(torch.equal(everyone[0], other) for other in everyone)
+
+
+@pytest.mark.ranks(2)
+@every_transport
+def test_parts_of_many_chunks_arrive_whole(ctx, transport):
+    ctx = over(ctx, transport)
+    chunk = collectives.CHUNK_BYTES // 4
+    for rows in ((2 * chunk + 8, chunk - 4), (1, 2 * chunk + 1)):
+        shards = gathered(integers, ctx, rows, (), torch.float32, 1)
+        assert torch.equal(tkernels.all_gather(shards[ctx.rank], rows=rows, ctx=ctx), torch.cat(shards))
+        wholes = gathered(integers, ctx, (sum(rows),) * 2, (), torch.float32, 1)
+        got = tkernels.reduce_scatter(wholes[ctx.rank], rows=rows, ctx=ctx)
+        assert torch.equal(got, sum(wholes).split(rows)[ctx.rank])
+    assert torch.equal(tkernels.all_reduce(wholes[ctx.rank], ctx=ctx), sum(wholes))
+
+
+@pytest.mark.ranks(2)
+def test_strided_and_symmetric_operands_are_taken_and_results_share_no_memory(ctx):
+    base = integers((6, 10), torch.float32, ctx.rank, device=ctx.device)
+    everyone = [integers((6, 10), torch.float32, rank, device=ctx.device) for rank in range(2)]
+    for view in (lambda t: t.t(), lambda t: t[1:5, 3:], lambda t: t[::2], lambda t: t[0].expand(4, 10)):
+        mine, all_views = view(base), [view(t) for t in everyone]
+        assert torch.equal(tkernels.all_gather(mine, ctx=ctx), torch.cat(all_views))
+        assert torch.equal(tkernels.all_reduce(mine, ctx=ctx), sum(all_views))
+        rows = split_rows(len(mine), 2)
+        assert torch.equal(
+            tkernels.reduce_scatter(mine, rows=rows, ctx=ctx), sum(all_views).split(rows)[ctx.rank]
+        )
+    symmetric = ctx.empty(6, 10)
+    symmetric.copy_(base)
+    total = tkernels.all_reduce(symmetric, ctx=ctx)
+    ctx.barrier()
+    poison(symmetric)
+    assert torch.equal(total, sum(everyone))
+    ctx.free(symmetric)
+
+
+@pytest.mark.ranks(2, 4)
+@every_transport
+def test_many_calls_of_changing_size_and_kind_on_one_context_never_mix(ctx, transport):
+    ctx = over(ctx, transport)
+    sizes = [(3, 5), (40, 9), (1, 1), (64, 64), (2, 7), (90, 70), (5, 3)]
+    for round, (size, dtype) in enumerate(zip(sizes, itertools.cycle(FLOATS), strict=False)):
+        late(ctx, round % ctx.size, 0.02)
+        shards = gathered(integers, ctx, (size[0],) * ctx.size, size[1:], dtype, 10 * round)
+        mine, total = shards[ctx.rank], sum(shard.double() for shard in shards).to(dtype)
+        rows = split_rows(size[0], ctx.size)
+        # No look at a result before the last call: a late read of an inbox would find the next call's data.
+        results = [
+            tkernels.all_gather(mine, ctx=ctx),
+            tkernels.all_reduce(mine, ctx=ctx),
+            tkernels.reduce_scatter(mine, rows=rows, ctx=ctx),
+            tkernels.all_gather(mine + 1, ctx=ctx),
+        ]
+        tkernels.barrier(ctx=ctx)
+        want = [torch.cat(shards), total, total.split(rows)[ctx.rank], torch.cat(shards) + 1]
+        for got, wanted in zip(results, want, strict=True):
+            assert torch.equal(got, wanted), (round, size)
+        if round % 3 == 0:
+            poison_workspace(ctx)
+    ctx.check()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("seed", range(3))
+def test_random_delays_change_no_result(ctx, seed):
+    with interpreter.execution(jitter_seed=seed, rank=ctx.rank):
+        for round in range(3):
+            wholes = gathered(integers, ctx, (30, 30), (3,), torch.float32, 10 * round)
+            poison_workspace(ctx)
+            assert torch.equal(tkernels.all_reduce(wholes[ctx.rank], ctx=ctx), sum(wholes))
+            assert torch.equal(tkernels.all_gather(wholes[ctx.rank], ctx=ctx), torch.cat(wholes))
+
+
+@triton.jit
+def tell_kernel(cell, value, table, SIZE: tl.constexpr, TRANSPORT: tl.constexpr):
+    for rank in range(SIZE):
+        put(cell, value, 1, rank, table, TRANSPORT, 1)
+    quiet(TRANSPORT)
+
+
+@pytest.mark.ranks(4)
+@every_transport
+def test_no_rank_passes_a_barrier_before_the_last_one_comes(ctx, transport):
+    ctx = over(ctx, transport)
+    cell = ctx.empty(1)
+    for round in range(4):
+        poison(cell)
+        last, value = round % ctx.size, torch.full((1,), float(round), device=ctx.device)
+        late(ctx, last, 0.05)
+        if ctx.rank == last:
+            ctx.launch(tell_kernel, 1, cell, value, ctx.table, SIZE=ctx.size, TRANSPORT=ctx.transport_id)
+        tkernels.barrier(ctx=ctx)
+        assert cell.item() == round
+        ctx.group.barrier()
+    ctx.free(cell)
+
+
+@pytest.mark.ranks(2)
+def test_wrong_arguments_are_refused_before_the_first_signal(ctx):
+    x = torch.zeros(5, 3, device=ctx.device)
+    refused = [
+        (lambda: tkernels.reduce_scatter(x, ctx=ctx), r"M=5 rows don't divide by 2 ranks; .*split_rows\(5, 2\)"),
+        (lambda: tkernels.reduce_scatter(x, rows=(3, 3), ctx=ctx), r"M=5 rows, but rows=\(3, 3\) sums to 6"),
+        (lambda: tkernels.reduce_scatter(x, rows=(5,), ctx=ctx), r"rows=\(5,\) must name a count >= 0 for each"),
+        (lambda: tkernels.reduce_scatter(x, rows=(6, -1), ctx=ctx), r"rows=\(6, -1\) must name a count >= 0"),
+        (lambda: tkernels.all_gather(x, rows=(4, 4), ctx=ctx), r"rank . has 5 rows, but rows=\(4, 4\) gives it 4"),
+        (lambda: tkernels.all_reduce(x.long(), ctx=ctx), "sums float32, float16 and bfloat16, not torch.int64"),
+        (lambda: tkernels.all_reduce(x.sum(), ctx=ctx), "at least one dimension, not a scalar"),
+        (lambda: collectives.all_reduce(ctx, x.to("meta")), "is on meta, but this context works on"),
+    ]
+    for call, message in refused:
+        with pytest.raises((ValueError, TypeError), match=message):
+            call()
+    tkernels.barrier(ctx=ctx)
+    ctx.check()
+
+
+@pytest.mark.ranks(2)
+def test_changing_sizes_reuse_one_workspace_and_small_ones_never_grow_it(ctx):
+    tkernels.all_gather(torch.zeros(3000, device=ctx.device), ctx=ctx)
+    before = ctx.workspace().inbox.data_ptr(), ctx.workspace().inbox_bytes
+    for size in (1, 2000, 17):
+        tkernels.all_gather(torch.zeros(size, device=ctx.device), ctx=ctx)
+    assert (ctx.workspace().inbox.data_ptr(), ctx.workspace().inbox_bytes) == before
+
+
+def test_split_rows_is_the_split_of_tensor_split():
+    for num_rows, size in itertools.product((0, 1, 7, 8, 2047), (1, 2, 3, 4, 8)):
+        want = tuple(len(part) for part in torch.zeros(num_rows).tensor_split(size))
+        assert split_rows(num_rows, size) == want and math.fsum(want) == num_rows
