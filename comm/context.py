@@ -26,6 +26,7 @@ from tkernels.comm.heap import SymmetricHeap
 from tkernels.comm.workspace import Workspace
 
 DEFAULT_HEAP_BYTES = {"simulated": 256 << 20, "nvshmem": 2 << 30}
+MAX_CONSTANTS = 1024
 DEFAULT_PROGRAMS = {"simulated": 4}  # on a GPU: its number of multiprocessors
 
 _contexts: dict[str, "Context"] = {}
@@ -88,7 +89,7 @@ class Context:
         self.timeout_s = timeout_s
         self.num_programs = num_programs or DEFAULT_PROGRAMS.get(self.runtime) or _multiprocessors()
         self._workspaces: dict[int, Workspace] = {}
-        self._constants = {}
+        self._constants, self._captured_constants = {}, {}
         if not timeout_s > 0:
             raise ValueError(f"timeout_s={timeout_s} must be positive")
         if transport != "auto" and transport not in TRANSPORTS:
@@ -162,10 +163,29 @@ class Context:
         return self._workspaces[stream]
 
     def constant(self, key, make) -> torch.Tensor:
-        """A small integer tensor on the device, made from `make()` once for each `key`: schedules and offsets."""
+        """A small integer tensor on the device, made from `make()` once for each `key`: schedules and offsets.
+
+        The oldest of MAX_CONSTANTS go first, for row counts that never repeat; those that a CUDA graph uses stay.
+        """
+        if self.capturing:
+            if key not in self._constants and key not in self._captured_constants:
+                raise TkernelsError(
+                    "this call has sizes that this context has not seen, and their schedule can't be copied to the GPU "
+                    "while a CUDA graph is captured; make one call with the same sizes before the capture"
+                )
+            self._captured_constants.setdefault(key, self._constants.get(key))
+        if key in self._captured_constants:
+            return self._captured_constants[key]
         if key not in self._constants:
+            if len(self._constants) >= MAX_CONSTANTS:
+                del self._constants[next(iter(self._constants))]
             self._constants[key] = torch.tensor(make(), dtype=torch.int64).to(self.device)
         return self._constants[key]
+
+    @property
+    def capturing(self) -> bool:
+        """Whether the current stream is being captured into a CUDA graph."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def launch(self, kernel, num_programs: int, *arguments, **options):
         """Run a kernel of `num_programs` programs. Raises WaitTimeoutError if its wait, or an earlier one, expired."""
@@ -228,6 +248,7 @@ class Context:
             torch.cuda.synchronize()
         self._workspaces.clear()
         self._constants.clear()
+        self._captured_constants.clear()
         self.heap.close()
 
 

@@ -34,17 +34,19 @@ class Workspace:
         self.state = torch.zeros(2, dtype=torch.int64, device=context.device)
         self.counters = torch.zeros(0, dtype=torch.int64, device=context.device)
         self.outbox = torch.empty(0, dtype=torch.uint8, device=context.device)
+        self._captured = False
 
     def reserve(self, inbox_bytes: int, num_chunks: int, outbox_bytes: int = 0, num_counters: int = 0) -> "Workspace":
-        """Make room; collective where it grows, so all ranks must ask for the same. Raises during graph capture."""
+        """Make room; collective where it grows, so all ranks must ask for the same. Raises once captured."""
+        self._captured = self._captured or self.context.capturing
         if inbox_bytes > self.inbox_bytes or num_chunks > self.num_chunks:
-            self._forbid_capture()
+            self._refuse_if_captured()
             self._grow(max(inbox_bytes, self.inbox_bytes), max(num_chunks, self.num_chunks))
         if outbox_bytes > self.outbox.numel():
-            self._forbid_capture()
+            self._refuse_if_captured()
             self.outbox = torch.empty(round_up(outbox_bytes, ALIGNMENT), dtype=torch.uint8, device=self.context.device)
         if num_counters > self.counters.numel():
-            self._forbid_capture()
+            self._refuse_if_captured()
             self.counters = torch.zeros(num_counters, dtype=torch.int64, device=self.context.device)
         return self
 
@@ -68,9 +70,9 @@ class Workspace:
         self.inbox_bytes, self.num_chunks = inbox_bytes, num_chunks
         self.context.group.barrier()  # nobody signals before every rank's words are zero
 
-    def _forbid_capture(self):
-        if self.context.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    def _refuse_if_captured(self):
+        if self._captured:
             raise TkernelsError(
-                "this call needs a larger workspace, which can't be allocated while a CUDA graph is captured; make one "
-                "call with the largest sizes before the capture"
+                "this call needs a larger workspace, but a CUDA graph that is being captured, or was, uses this one where "
+                "it is; make one call with the largest sizes before the capture"
             )
