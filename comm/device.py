@@ -58,7 +58,7 @@ def operation_name(number: int) -> str:
 def peer(pointer, rank, table, ALIGN: tl.constexpr = 1):
     """The pointer to the same object in `rank`'s part of the heap, for loads and stores.
 
-    ALIGN: what the caller knows of the address, in bytes. Without 16, stores to a peer are split into element-wide ones.
+    ALIGN: what the caller knows of the address, in bytes. Without 16, stores to a peer are element by element.
     """
     mine = tl.load(table + BASES + tl.load(table + RANK))
     theirs = tl.load(table + BASES + rank)
@@ -187,7 +187,7 @@ def count(counter, TRANSPORT: tl.constexpr):
 def wait_signal(
     signal_word, epoch, table, source, chunk, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr
 ):  # fmt: skip
-    """Wait until the local `signal_word` is at least `epoch`. `source` and `chunk` say, for the record, whose signal it is.
+    """Wait until the local `signal_word` is at least `epoch`; `source` and `chunk` say whose signal it is.
 
     Orders: what the signalling program ordered before its signal is visible to this program afterwards, to loads and to
     TMA loads.

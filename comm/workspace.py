@@ -73,6 +73,6 @@ class Workspace:
     def _refuse_if_captured(self):
         if self._captured:
             raise TkernelsError(
-                "this call needs a larger workspace, but a CUDA graph that is being captured, or was, uses this one where "
+                "this call needs a larger workspace, but a CUDA graph that is being captured, or was, uses this one as "
                 "it is; make one call with the largest sizes before the capture"
             )
