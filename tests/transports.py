@@ -1,8 +1,10 @@
 """What tests of several ranks share: a context over each transport, poisoned workspaces, and a failure as a value."""
 
+import contextlib
 import time
 
 import pytest
+import torch
 
 import tkernels
 
@@ -47,3 +49,20 @@ def message_on_every_rank(ctx, error):
     texts = ctx.group.gather(f"{type(error).__name__}: {error}")
     assert len(set(texts)) == 1, texts
     return texts[0]
+
+
+@contextlib.contextmanager
+def memory_that_kernels_get(ctx):
+    """A set of the addresses of all tensors that `ctx` passes to kernels, filled while the block runs."""
+    addresses, launch = set(), ctx.launch
+
+    def watch(kernel, num_programs, *arguments, **options):
+        tensors = (getattr(argument, "base", argument) for argument in arguments)  # a TMA descriptor has a base
+        addresses.update(tensor.data_ptr() for tensor in tensors if isinstance(tensor, torch.Tensor))
+        launch(kernel, num_programs, *arguments, **options)
+
+    ctx.launch = watch
+    try:
+        yield addresses
+    finally:
+        del ctx.launch

@@ -1,0 +1,179 @@
+"""all_gather_matmul against the unsharded product: any shape, dtype and layout, call after call."""
+
+import itertools
+
+import pytest
+import torch
+from transports import every_transport, late, memory_that_kernels_get, over, poison_workspace
+
+import tkernels
+from tkernels.all_gather_matmul import all_gather_matmul as fused
+from tkernels.all_gather_matmul import all_gather_matmul_reference
+from tkernels.comm import interpreter
+from tkernels.comm.collectives import split_rows
+from tkernels.gemm import ACTIVATIONS, DTYPES, GemmConfig
+from tkernels.overlap import OverlapConfig
+from tkernels.testing.compare import assert_close_to, integers, normal, poison
+
+# (rows of each rank, N on each rank, K)
+SHAPES = {
+    2: [((33, 32), 40, 48), ((1, 0), 16, 32), ((0, 65), 33, 70), ((7, 7), 13, 31), ((64, 64), 8, 8), ((1, 1), 1, 1)],
+    3: [((33, 0, 5), 20, 24), ((1, 1, 1), 5, 40)],
+    4: [((17, 17, 17, 16), 33, 40), ((0, 0, 1, 0), 16, 32)],
+}
+
+
+def operands(ctx, make, rows, N, K, dtype, seed, transposed=False):
+    """This rank's x_shard_m, w and bias, each different on every rank; transposed: w is the view of a [K, N] matrix."""
+    seed = 100 * seed + 10 * ctx.rank
+    x = make((rows[ctx.rank], K), dtype, seed, device=ctx.device)
+    w = make((K, N) if transposed else (N, K), dtype, seed + 1, device=ctx.device)
+    return x, w.t() if transposed else w, make(N, dtype, seed + 2, device=ctx.device)
+
+
+def reference(ctx, x, w, bias=None, activation=None):
+    return all_gather_matmul_reference(ctx.group.process_group, x, w, bias, activation)
+
+
+@pytest.mark.quick
+@pytest.mark.ranks(2, 3, 4)
+@every_transport
+def test_integers_are_exact_in_any_shape_dtype_and_layout(ctx, transport):
+    ctx = over(ctx, transport)
+    for seed, (rows, N, K) in enumerate(SHAPES[ctx.size]):
+        dtype, activation = DTYPES[seed % 3], (None, "relu")[seed % 2]
+        x, w, bias = operands(ctx, integers, rows, N, K, dtype, seed, transposed=seed % 4 > 1)
+        y, gathered = tkernels.all_gather_matmul(x, w, bias, activation, return_gathered=True, rows=rows, ctx=ctx)
+        want = reference(ctx, x, w, bias, activation)
+        assert torch.equal(y, want.to(dtype)), (rows, N, K)
+        assert torch.equal(gathered, tkernels.all_gather(x, rows=rows, ctx=ctx)), (rows, N, K)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_transport
+def test_random_values_are_within_the_derived_limits_and_bias_is_added_once(ctx, transport, dtype):
+    ctx = over(ctx, transport)
+    for seed, activation in enumerate(ACTIVATIONS):
+        rows, N, K = (40, 27), 33, 70
+        x, w, bias = operands(ctx, normal, rows, N, K, dtype, seed, transposed=seed % 2 == 1)
+        got = tkernels.all_gather_matmul(x, w, bias, activation, rows=rows, ctx=ctx)
+        assert_close_to(got, reference(ctx, x, w, bias, activation), terms=K + 1)
+        for wrong in (None, 2 * bias):
+            with pytest.raises(AssertionError, match="elements are off"):
+                assert_close_to(got, reference(ctx, x, w, wrong, activation), terms=K + 1)
+
+
+@pytest.mark.ranks(2, 4)
+@every_transport
+def test_row_counts_change_from_call_to_call_among_other_operations(ctx, transport):
+    ctx = over(ctx, transport)
+    totals = [5, 67, 1, 130, 40, 0, 67]
+    results = []
+    for round, (M, K) in enumerate(zip(totals, itertools.cycle((24, 9)), strict=False)):
+        rows = split_rows(M, ctx.size)
+        late(ctx, round % ctx.size, 0.02)
+        x, w, bias = operands(ctx, integers, rows, 20, K, torch.float32, round)
+        y, gathered = tkernels.all_gather_matmul(x, w, bias, return_gathered=True, rows=rows, ctx=ctx)
+        total = tkernels.all_reduce(w, ctx=ctx)
+        again = tkernels.all_gather_matmul(x + 1, w, rows=rows, ctx=ctx)
+        if round % 3 == 1:
+            poison_workspace(ctx)
+        if round % 3 == 2:
+            tkernels.barrier(ctx=ctx)
+        results.append((x, w, bias, y, gathered, total, again, rows))
+    # Compared last: a result that shared memory with an inbox would have been overwritten by now.
+    for x, w, bias, y, gathered, total, again, rows in results:
+        assert torch.equal(y, reference(ctx, x, w, bias).float()), rows
+        assert torch.equal(again, reference(ctx, x + 1, w).float()), rows
+        assert torch.equal(gathered, torch.cat(ctx.group.gather(x.cpu())).to(ctx.device)), rows
+        assert torch.equal(total, sum(ctx.group.gather(w.cpu())).to(ctx.device)), rows
+
+
+@pytest.mark.ranks(2, 4)
+def test_delays_and_poison_change_no_bit(ctx):
+    rows = split_rows(67, ctx.size)
+    x, w, bias = operands(ctx, normal, rows, 40, 48, torch.bfloat16, 1)
+    first = tkernels.all_gather_matmul(x, w, bias, "silu", rows=rows, ctx=ctx)
+    for seed in range(2 if ctx.size == 4 else 4):
+        poison_workspace(ctx)
+        late(ctx, seed % ctx.size, 0.05)
+        with interpreter.execution(jitter_seed=seed, rank=ctx.rank):
+            assert torch.equal(tkernels.all_gather_matmul(x, w, bias, "silu", rows=rows, ctx=ctx), first), seed
+
+
+CONFIGS = {
+    "one chunk of two tiles": OverlapConfig(GemmConfig(16, 32, 16), chunk_rows=32, num_comm=1, put_block=256),
+    "by pointers": OverlapConfig(GemmConfig(32, 32, 32, use_tma=False), chunk_rows=32, num_comm=2, put_block=512),
+    "stored in one piece": OverlapConfig(GemmConfig(32, 16, 32, split=1), chunk_rows=64, num_comm=3, put_block=512),
+    "long groups": OverlapConfig(GemmConfig(16, 16, 16, group_m=8), chunk_rows=16, num_comm=1, put_block=128),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_every_tiling_and_number_of_programs_gives_the_same(ctx, config):
+    for num_programs in (config.num_comm + 1, config.num_comm + 4):
+        context = over(ctx, ctx.transport, num_programs=num_programs, timeout_s=20.0)
+        for rows in ((64, 64), (33, 50)):
+            x, w, bias = operands(ctx, integers, rows, 48, 40, torch.float16, num_programs)
+            got, gathered = fused(context, x, w, bias, return_gathered=True, rows=rows, config=config)
+            assert torch.equal(got, reference(ctx, x, w, bias).half()), (num_programs, rows)
+            assert torch.equal(gathered, torch.cat(ctx.group.gather(x.cpu())).to(ctx.device))
+
+
+@pytest.mark.ranks(2)
+@every_transport
+def test_operands_are_read_where_they_are(ctx, transport):
+    ctx = over(ctx, transport)
+    x, w, bias = operands(ctx, integers, (32, 32), 24, 16, torch.float16, 1)
+    want = reference(ctx, x, w, bias).half()
+    symmetric = ctx.empty(32, 16, dtype=torch.float16)
+    symmetric.copy_(x)
+    for mine in (symmetric, x):
+        with memory_that_kernels_get(ctx) as addresses:
+            assert torch.equal(tkernels.all_gather_matmul(mine, w, bias, ctx=ctx), want)
+        assert {mine.data_ptr(), w.data_ptr(), bias.data_ptr()} <= addresses
+    ctx.barrier()
+    ctx.free(symmetric)
+    # Rows that are not contiguous are copied, for they travel as they lie.
+    strided = torch.zeros(16, 32, dtype=torch.float16, device=ctx.device).copy_(x.t()).t()
+    assert strided.stride() == (1, 32)
+    assert torch.equal(tkernels.all_gather_matmul(strided, w, bias, ctx=ctx), want)
+
+
+@pytest.mark.ranks(2)
+def test_the_gathered_rows_are_the_callers_own(ctx):
+    x, w, _ = operands(ctx, integers, (9, 9), 8, 16, torch.float32, 1)
+    for return_gathered in (True, False):
+        result = tkernels.all_gather_matmul(x, w, return_gathered=return_gathered, ctx=ctx)
+        assert isinstance(result, tuple) == return_gathered
+    gathered = tkernels.all_gather_matmul(x, w, return_gathered=True, ctx=ctx)[1]
+    want = gathered.clone()
+    poison(x)
+    for _ in range(3):
+        tkernels.all_gather_matmul(x, w, ctx=ctx)
+    poison_workspace(ctx)
+    assert torch.equal(gathered, want)
+
+
+@pytest.mark.ranks(2)
+def test_wrong_operands_are_refused_before_the_first_signal(ctx):
+    x, w, bias = operands(ctx, integers, (8, 8), 6, 16, torch.float32, 1)
+    call = tkernels.all_gather_matmul
+    all_send = OverlapConfig(GemmConfig(32, 32, 32), num_comm=ctx.num_programs)
+    refused = [
+        (lambda: call(x, w.t(), ctx=ctx), r"all_gather_matmul: x is \(8, 16\) and w is \(16, 6\), but K"),
+        (lambda: call(x, w.half(), ctx=ctx), "x is torch.float32 and w is torch.float16"),
+        (lambda: call(x[:, ::2], w[:, ::2], ctx=ctx), r"x has strides \(16, 2\), neither of which is 1"),
+        (lambda: call(x, w, x[0], ctx=ctx), r"bias is torch.float32 \(16,\) on .*, but must be torch.float32 \(6,\)"),
+        (lambda: call(x, w, bias, "sigmoid", ctx=ctx), "activation='sigmoid' is unknown"),
+        (lambda: call(x, w, rows=(9, 7), ctx=ctx), r"rank . has 8 rows, but rows=\(9, 7\) gives it"),
+        (lambda: call(x, w, rows=(8, 8, 8), ctx=ctx), "must name a count >= 0 for each of 2 ranks"),
+        (lambda: fused(ctx, x, w, config=all_send), r"of num_programs=\d+ programs, num_comm=\d+ would send"),
+    ]
+    for wrong, message in refused:
+        with pytest.raises((ValueError, TypeError), match=message):
+            wrong()
+    assert torch.equal(call(x, w, bias, ctx=ctx), reference(ctx, x, w, bias).float())
+    ctx.check()

@@ -1,0 +1,186 @@
+"""matmul_reduce_scatter against the unsharded product: any shape, dtype and layout, call after call."""
+
+import itertools
+import mmap
+
+import pytest
+import torch
+from transports import every_transport, late, memory_that_kernels_get, over, poison_workspace
+
+import tkernels
+from tkernels.comm import interpreter
+from tkernels.comm.collectives import split_rows
+from tkernels.gemm import ACTIVATIONS, DTYPES, GemmConfig
+from tkernels.matmul_reduce_scatter import matmul_reduce_scatter as fused
+from tkernels.matmul_reduce_scatter import matmul_reduce_scatter_reference
+from tkernels.overlap import OverlapConfig
+from tkernels.testing.compare import assert_close_to, integers, normal
+
+# (rows that each rank owns, N, K on each rank)
+SHAPES = {
+    2: [((33, 32), 40, 48), ((1, 0), 16, 32), ((0, 65), 33, 50), ((7, 7), 13, 31), ((64, 64), 8, 8), ((1, 1), 1, 1)],
+    3: [((33, 0, 5), 20, 24), ((1, 1, 1), 5, 40)],
+    4: [((17, 17, 17, 16), 33, 40), ((0, 0, 1, 0), 16, 32)],
+}
+
+
+def small(shape, dtype, seed, device):
+    """Integers whose partial sums of up to 64 products are exact in bf16, as they travel."""
+    return integers(shape, dtype, seed, low=-2, high=2, device=device)
+
+
+def operands(ctx, make, rows, N, K, dtype, seed, transposed=False):
+    """This rank's x_shard_k and w_shard_k, different on every rank, and the bias that all share."""
+    own = 100 * seed + 10 * ctx.rank
+    x = make((sum(rows), K), dtype, own, device=ctx.device)
+    w = make((K, N) if transposed else (N, K), dtype, own + 1, device=ctx.device)
+    return x, w.t() if transposed else w, make(N, dtype, 100 * seed + 99, device=ctx.device)
+
+
+def reference(ctx, rows, x, w, bias=None, activation=None):
+    return matmul_reduce_scatter_reference(ctx.group.process_group, x, w, bias, activation, rows)
+
+
+@pytest.mark.quick
+@pytest.mark.ranks(2, 3, 4)
+@every_transport
+def test_integers_are_exact_in_any_shape_dtype_and_layout(ctx, transport):
+    ctx = over(ctx, transport)
+    for seed, (rows, N, K) in enumerate(SHAPES[ctx.size]):
+        dtype, activation = DTYPES[seed % 3], (None, "relu")[seed % 2]
+        x, w, bias = operands(ctx, small, rows, N, K, dtype, seed, transposed=seed % 4 > 1)
+        if seed % 3 == 1:
+            x = x.t().contiguous().t()  # either operand may have either dimension contiguous
+        got = tkernels.matmul_reduce_scatter(x, w, bias, activation, rows=rows, ctx=ctx)
+        ctx.check()
+        assert torch.equal(got, reference(ctx, rows, x, w, bias, activation).to(dtype)), (rows, N, K)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_transport
+def test_random_values_are_within_the_derived_limits_and_bias_is_added_once(ctx, transport, dtype):
+    ctx = over(ctx, transport)
+    for seed, activation in enumerate(ACTIVATIONS):
+        rows, N, K = (40, 27), 33, 50
+        x, w, bias = operands(ctx, normal, rows, N, K, dtype, seed, transposed=seed % 2 == 1)
+        got = tkernels.matmul_reduce_scatter(x, w, bias, activation, rows=rows, ctx=ctx)
+        limits = dict(terms=ctx.size * K + 1, roundings=ctx.size)  # each peer's partial sum, and the result
+        assert_close_to(got, reference(ctx, rows, x, w, bias, activation), **limits)
+        for wrong in (None, ctx.size * bias):
+            with pytest.raises(AssertionError, match="elements are off"):
+                assert_close_to(got, reference(ctx, rows, x, w, wrong, activation), **limits)
+
+
+@pytest.mark.ranks(2, 4)
+@every_transport
+def test_row_counts_change_from_call_to_call_among_other_operations(ctx, transport):
+    ctx = over(ctx, transport)
+    totals = [5, 67, 1, 130, 40, 0, 67]
+    results = []
+    for round, (M, N) in enumerate(zip(totals, itertools.cycle((24, 9)), strict=False)):
+        rows = split_rows(M, ctx.size)
+        late(ctx, round % ctx.size, 0.02)
+        x, w, bias = operands(ctx, small, rows, N, 20, torch.float32, round)
+        y = tkernels.matmul_reduce_scatter(x, w, bias, rows=rows, ctx=ctx)
+        gathered = tkernels.all_gather(w, ctx=ctx)
+        again = tkernels.matmul_reduce_scatter(x + 1, w, rows=rows, ctx=ctx)
+        if round % 3 == 1:
+            poison_workspace(ctx)
+        if round % 3 == 2:
+            tkernels.barrier(ctx=ctx)
+        results.append((x, w, bias, y, gathered, again, rows))
+    for x, w, bias, y, gathered, again, rows in results:
+        assert torch.equal(y, reference(ctx, rows, x, w, bias).float()), rows
+        assert torch.equal(again, reference(ctx, rows, x + 1, w).float()), rows
+        assert torch.equal(gathered, torch.cat(ctx.group.gather(w.cpu())).to(ctx.device)), rows
+
+
+@pytest.mark.ranks(2, 4)
+def test_delays_and_poison_change_no_bit(ctx):
+    rows = split_rows(67, ctx.size)
+    x, w, bias = operands(ctx, normal, rows, 40, 48, torch.bfloat16, 1)
+    first = tkernels.matmul_reduce_scatter(x, w, bias, "silu", rows=rows, ctx=ctx)
+    for seed in range(2 if ctx.size == 4 else 4):
+        poison_workspace(ctx)
+        late(ctx, seed % ctx.size, 0.05)
+        with interpreter.execution(jitter_seed=seed, rank=ctx.rank):
+            assert torch.equal(tkernels.matmul_reduce_scatter(x, w, bias, "silu", rows=rows, ctx=ctx), first), seed
+
+
+CONFIGS = {
+    "one chunk of two tiles": OverlapConfig(GemmConfig(16, 32, 16), chunk_rows=32, num_comm=1, put_block=256),
+    "by pointers": OverlapConfig(GemmConfig(32, 32, 32, use_tma=False), chunk_rows=32, num_comm=2, put_block=512),
+    "stored in one piece": OverlapConfig(GemmConfig(32, 16, 32, split=1), chunk_rows=64, num_comm=3, put_block=512),
+    "long groups": OverlapConfig(GemmConfig(16, 16, 16, group_m=8), chunk_rows=16, num_comm=1, put_block=128),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_every_tiling_and_number_of_programs_gives_the_same(ctx, config):
+    # Numbers of programs that are no multiple of a group's rows: a program meets peers' rows and own ones by turns, and
+    # one that waited with an own tile before its last tile of the peers' would never end.
+    for num_programs in (config.num_comm + 1, config.num_comm + 3):
+        context = over(ctx, ctx.transport, num_programs=num_programs, timeout_s=20.0)
+        for rows in ((64, 64), (33, 50)):
+            x, w, bias = operands(ctx, small, rows, 72, 40, torch.float16, num_programs)
+            got = fused(context, x, w, bias, rows=rows, config=config)
+            assert torch.equal(got, reference(ctx, rows, x, w, bias).half()), (num_programs, rows)
+
+
+@pytest.mark.ranks(2)
+@every_transport
+def test_operands_are_read_where_they_are(ctx, transport):
+    ctx = over(ctx, transport)
+    x, w, bias = operands(ctx, small, (16, 16), 24, 16, torch.float16, 1)
+    symmetric = ctx.empty(32, 16, dtype=torch.float16)
+    symmetric.copy_(x)
+    transposed = x.t().contiguous().t()
+    for mine in (symmetric, transposed, x):
+        with memory_that_kernels_get(ctx) as addresses:
+            got = tkernels.matmul_reduce_scatter(mine, w, bias, ctx=ctx)
+        assert torch.equal(got, reference(ctx, (16, 16), x, w, bias).half())
+        assert {mine.data_ptr(), w.data_ptr(), bias.data_ptr()} <= addresses
+    ctx.barrier()
+    ctx.free(symmetric)
+
+
+@pytest.mark.ranks(2)
+def test_operands_reach_beyond_two_to_the_31_elements(ctx):
+    stride, rows = (1 << 30) + 64, (2, 1)
+    if ctx.device.type == "cuda":
+        flat = torch.zeros(2 * stride + 64, dtype=torch.float16, device=ctx.device)
+    else:  # only the pages that are touched take memory
+        no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named in Python since 3.13
+        pages = mmap.mmap(-1, 2 * (2 * stride + 64), flags=mmap.MAP_PRIVATE | no_reserve)
+        flat = torch.frombuffer(pages, dtype=torch.float16)
+    x = flat.as_strided((3, 40), (stride, 1))
+    x.copy_(small((3, 40), torch.float16, ctx.rank, ctx.device))
+    w = small((5, 40), torch.float16, 10 + ctx.rank, ctx.device)
+    want = reference(ctx, rows, x.contiguous(), w).half()
+    for use_tma in (True, False):
+        config = OverlapConfig(GemmConfig(32, 32, 32, use_tma=use_tma), chunk_rows=32, num_comm=1, put_block=512)
+        assert torch.equal(fused(ctx, x, w, rows=rows, config=config), want)
+
+
+@pytest.mark.ranks(2)
+def test_wrong_operands_are_refused_before_the_first_signal(ctx):
+    x, w, bias = operands(ctx, small, (8, 8), 6, 16, torch.float32, 1)
+    call = tkernels.matmul_reduce_scatter
+    refused = [
+        (lambda: call(x, w.t(), ctx=ctx), r"matmul_reduce_scatter: x is \(16, 16\) and w is \(16, 6\), but K"),
+        (lambda: call(x[:15], w, ctx=ctx), r"M=15 rows don't divide by 2 ranks; pass rows=split_rows\(15, 2\)"),
+        (lambda: call(x, w, rows=(8, 9), ctx=ctx), r"there are M=16 rows, but rows=\(8, 9\) sums to 17"),
+        (lambda: call(x, w, x[0], ctx=ctx), r"bias is torch.float32 \(16,\) on .*, but must be torch.float32 \(6,\)"),
+        (lambda: call(x, w, bias, "sigmoid", ctx=ctx), "activation='sigmoid' is unknown"),
+        (lambda: call(x.double(), w.double(), ctx=ctx), "x is torch.float64 and w is torch.float64"),
+    ]
+    for wrong, message in refused:
+        with pytest.raises((ValueError, TypeError), match=message):
+            wrong()
+    too_few = over(ctx, ctx.transport, num_programs=1)
+    with pytest.raises(ValueError, match=r"pass init\(num_programs=...\) of 2 or more"):
+        call(x, w, ctx=too_few)
+    assert torch.equal(call(x, w, bias, ctx=ctx), reference(ctx, (8, 8), x, w, bias).float())
+    ctx.check()
