@@ -21,6 +21,7 @@ from tkernels.gemm import (
     ACTIVATIONS,
     Operand,
     activation_reference,
+    all_tma,
     check_operands,
     finish,
     halves,
@@ -146,7 +147,8 @@ def all_gather_matmul(
         y = matmul(x_shard_m, w, bias, activation, config=config.gemm if config else None)
         return y, x_shard_m.clone() if return_gathered else None
 
-    config = config or default_overlap(M, N, x_shard_m.dtype, ctx.size, ctx.num_programs)
+    tma = all_tma(x_shard_m, w)
+    config = config or default_overlap(M, N, x_shard_m.dtype, ctx.size, ctx.num_programs, tma)
     gemm, x = config.gemm, x_shard_m.contiguous()
     tiles_m = sum(triton.cdiv(count, gemm.block_m) for count in rows)
     num_programs = programs_of(config, ctx.num_programs, tiles_m * triton.cdiv(N, gemm.block_n))
@@ -180,7 +182,8 @@ def all_gather_matmul(
         X_TMA=x_operand.tma, W_TMA=w_operand.tma, W_TRANSPOSED=w_operand.transposed,
         Y_TMA=y_operand.tma, HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
         DTYPE=triton_dtype(x.dtype), PRECISION=precision(x.dtype),
-        OPERATION=OP, TRANSPORT=ctx.transport_id, PUT_BLOCK=config.put_block, ALIGN=16 if aligned else itemsize,
+        OPERATION=OP, TRANSPORT=ctx.transport_id,
+        PUT_BLOCK=config.copy_block(aligned), ALIGN=16 if aligned else itemsize,
         num_warps=gemm.num_warps, num_stages=gemm.num_stages,
     )  # fmt: skip
     return y, _collect(workspace, x, first_row, parity_rows, M) if return_gathered else None

@@ -39,14 +39,20 @@ class GemmConfig:
     use_tma: bool = True
 
 
-def default_config(M: int, N: int, dtype: torch.dtype) -> GemmConfig:
-    """The tiles for a local GEMM of M x N."""
+def default_config(M: int, N: int, dtype: torch.dtype, tma: bool = True) -> GemmConfig:
+    """The tiles for a local GEMM of M x N. tma: everything has a layout that descriptors can describe.
+
+    None of these spills registers. The row count of a tile depends on nothing that could differ between ranks.
+    """
     if runtime.RUNTIME == "simulated":
         # Small enough that test shapes have several tiles; the interpreter's cost is per operation, not per element.
         return GemmConfig(32, 32, 32, group_m=2)
     if dtype == torch.float32:
-        # IEEE fp32 has no tensor cores: more than 64 x 64 accumulators spill.
-        return GemmConfig(64, 64, 32, num_warps=4, num_stages=3, split=1)
+        # IEEE fp32 has no tensor cores: 190 registers with 8 warps; with 4 warps 255 and 160 spills.
+        return GemmConfig(64, 64, 32 if tma else 16, split=1)
+    if not tma:
+        # Element by element, each element of a tile costs registers: 128 x 256 spills 900 times, 128 x 128 x 32 150.
+        return GemmConfig(64 if M <= 64 else 128, 64, 32, split=1, num_warps=4 if M <= 64 else 8)
     if M <= 64:
         return GemmConfig(64, 128, 64, num_warps=4, num_stages=4)
     if N <= 128:
@@ -219,6 +225,12 @@ def tma_allowed(matrix: torch.Tensor) -> bool:
     )
 
 
+def all_tma(x: torch.Tensor, w: torch.Tensor) -> bool:
+    """Whether TMA descriptors can describe x [M, K], w [N, K] and contiguous rows of N."""
+    operands = [matrix.t() if matrix.stride(0) == 1 and matrix.stride(1) != 1 else matrix for matrix in (x, w)]
+    return w.shape[0] * w.element_size() % 16 == 0 and all(tma_allowed(matrix) for matrix in operands)
+
+
 @functools.cache
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:
     return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
@@ -275,7 +287,7 @@ def matmul(
     y = x.new_empty((M, N))
     if M == 0:
         return y
-    config = config or default_config(M, N, x.dtype)
+    config = config or default_config(M, N, x.dtype, all_tma(x, w))
     x_operand = Operand.of(x, config.block_m, config.block_k, config.use_tma)
     w_operand = Operand.of(w, config.block_n, config.block_k, config.use_tma)
     y_operand = Operand.of(y, config.block_m, config.block_n // config.split, config.use_tma and y.stride(1) == 1)

@@ -30,6 +30,7 @@ from tkernels.gemm import (
     ACTIVATIONS,
     Operand,
     activation_reference,
+    all_tma,
     check_operands,
     finish,
     halves,
@@ -235,7 +236,7 @@ def matmul_reduce(ctx, op, x, w, bias, activation, rows, config, gather: bool) -
     (M, K), N = x.shape, w.shape[0]
     if ctx.size == 1 or M == 0:
         return matmul(x, w, bias, activation, config=config.gemm if config else None)
-    config = config or default_overlap(M, N, x.dtype, ctx.size, ctx.num_programs)
+    config = config or default_overlap(M, N, x.dtype, ctx.size, ctx.num_programs, all_tma(x, w))
     gemm, itemsize = config.gemm, x.element_size()
     tiles_m, tiles_n = sum(triton.cdiv(count, gemm.block_m) for count in rows), triton.cdiv(N, gemm.block_n)
     num_programs = programs_of(config, ctx.num_programs, tiles_m * tiles_n)
@@ -267,6 +268,7 @@ def matmul_reduce(ctx, op, x, w, bias, activation, rows, config, gather: bool) -
     ragged = any(part % gemm.block_m for part in rows)
     x_operand = Operand.of(x, gemm.block_m, gemm.block_k, gemm.use_tma)
     w_operand = Operand.of(w, gemm.block_n, gemm.block_k, gemm.use_tma)
+    aligned = N * itemsize % 16 == 0
     box = gemm.block_m, gemm.block_n // gemm.split
     store_tma = gemm.use_tma and not ragged and N > 1
     y_operand = Operand.of(y, *box, store_tma)
@@ -289,8 +291,8 @@ def matmul_reduce(ctx, op, x, w, bias, activation, rows, config, gather: bool) -
         W_TRANSPOSED=w_operand.transposed, Y_TMA=y_operand.tma, O_TMA=o_operand.tma, P_TMA=p_operand.tma,
         HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
         DTYPE=triton_dtype(x.dtype), PRECISION=precision(x.dtype),
-        OPERATION=op, TRANSPORT=ctx.transport_id, PUT_BLOCK=config.put_block,
-        ALIGN=16 if N * itemsize % 16 == 0 else itemsize,
+        OPERATION=op, TRANSPORT=ctx.transport_id,
+        PUT_BLOCK=config.copy_block(aligned), ALIGN=16 if aligned else itemsize,
         num_warps=gemm.num_warps, num_stages=gemm.num_stages,
     )  # fmt: skip
     return y

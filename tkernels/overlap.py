@@ -35,6 +35,10 @@ class OverlapConfig:
     num_comm: int = 12
     put_block: int = 16384
 
+    def copy_block(self, aligned: bool) -> int:
+        """put_block where rows are of whole 16 bytes; else fewer, for every element then costs registers."""
+        return self.put_block if aligned else self.put_block // 8
+
     def __post_init__(self):
         if self.chunk_rows % self.gemm.block_m:
             raise ValueError(
@@ -43,9 +47,11 @@ class OverlapConfig:
             )
 
 
-def default_overlap(M: int, N: int, dtype: torch.dtype, size: int, num_programs: int) -> OverlapConfig:
-    """The configuration of a fused operation whose local GEMM is M x N, among `size` ranks."""
-    gemm = default_config(M, N, dtype)
+def default_overlap(
+    M: int, N: int, dtype: torch.dtype, size: int, num_programs: int, tma: bool = True
+) -> OverlapConfig:
+    """The configuration of a fused operation whose local GEMM is M x N, among `size` ranks; tma: as default_config."""
+    gemm = default_config(M, N, dtype, tma)
     if runtime.RUNTIME == "simulated":
         return OverlapConfig(gemm, chunk_rows=gemm.block_m, num_comm=min(2, num_programs - 1), put_block=4096)
     peers = max(size - 1, 1)
