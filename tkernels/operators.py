@@ -81,7 +81,7 @@ def _all_gather_matmul_backward(ctx, dy, dgathered):
             dw = dy.t() @ gathered
         if ctx.needs_input_grad[2]:
             dbias = dy.sum(0)
-    if dgathered is not None and ctx.needs_input_grad[0]:
+    if dgathered is not None and ctx.return_gathered and ctx.needs_input_grad[0]:
         from_gathered = _ops.reduce_scatter(dgathered.contiguous(), ctx.rows, ctx.context)
         dx = from_gathered if dx is None else dx + from_gathered
     return dx, dw, dbias, None, None, None, None
