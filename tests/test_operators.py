@@ -1,0 +1,305 @@
+"""The torch operators: gradients against the unsharded model in fp64, opcheck, torch.compile and fake tensors."""
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.library import opcheck
+
+import tkernels
+from tkernels.comm import TkernelsError
+from tkernels.comm.collectives import split_rows
+from tkernels.gemm import DTYPES, activation_reference
+from tkernels.testing.compare import assert_close_to, integers, normal
+
+OPS = torch.ops.tkernels
+N, K = 20, 18
+
+
+def mine(parts, ctx):
+    """This rank's part, as a leaf that wants a gradient."""
+    return parts[ctx.rank].detach().clone().contiguous().to(ctx.device).requires_grad_()
+
+
+def leaves(*tensors):
+    return [tensor.double().requires_grad_() for tensor in tensors]
+
+
+class Whole:
+    """Operands of one operation and the gradient of its result, unsharded, the same on every rank."""
+
+    def __init__(self, ctx, dtype, rows, make=normal):
+        size = ctx.size
+        self.x_rows = make((sum(rows), K), dtype, 1)  # sharded by rows
+        self.w_rows = make((size * N, K), dtype, 2)  # sharded by out-features
+        self.bias_rows = make(size * N, dtype, 3)
+        self.x_columns = make((sum(rows), size * K), dtype, 4)  # sharded by the dimension summed over
+        self.w_columns = make((N, size * K), dtype, 5)
+        self.bias = make(N, dtype, 6)
+        self.dy_rows = make((sum(rows), size * N), dtype, 7)
+        self.dy = make((sum(rows), N), dtype, 8)
+        self.dgathered = make((sum(rows), K), dtype, 9)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_of_all_gather_matmul_are_the_unsharded_models(ctx, dtype):
+    rows = split_rows(33, ctx.size)
+    whole = Whole(ctx, dtype, rows)
+    x64, w64, bias64 = leaves(whole.x_rows, whole.w_rows, whole.bias_rows)
+    (x64 @ w64.t() + bias64).backward(whole.dy_rows.double())
+    for return_gathered in (False, True):
+        x = mine(whole.x_rows.split(rows), ctx)
+        w, bias = mine(whole.w_rows.chunk(ctx.size), ctx), mine(whole.bias_rows.chunk(ctx.size), ctx)
+        y = tkernels.all_gather_matmul(x, w, bias, return_gathered=return_gathered, rows=rows, ctx=ctx)
+        y = y[0] if return_gathered else y
+        y.backward(whole.dy_rows.chunk(ctx.size, dim=1)[ctx.rank].to(ctx.device))
+        # dx is summed over ranks: each peer's part is rounded on its way.
+        assert_close_to(x.grad, x64.grad.split(rows)[ctx.rank], terms=ctx.size * N, roundings=ctx.size)
+        assert_close_to(w.grad, w64.grad.chunk(ctx.size)[ctx.rank], terms=sum(rows))
+        assert_close_to(bias.grad, bias64.grad.chunk(ctx.size)[ctx.rank], terms=sum(rows))
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_of_matmul_reduce_scatter_are_the_unsharded_models(ctx, dtype):
+    rows = split_rows(33, ctx.size)
+    whole = Whole(ctx, dtype, rows)
+    x64, w64, bias64 = leaves(whole.x_columns, whole.w_columns, whole.bias)
+    (x64 @ w64.t() + bias64).backward(whole.dy.double())
+    x = mine(whole.x_columns.chunk(ctx.size, dim=1), ctx)
+    w, bias = mine(whole.w_columns.chunk(ctx.size, dim=1), ctx), mine([whole.bias] * ctx.size, ctx)
+    y = tkernels.matmul_reduce_scatter(x, w, bias, rows=rows, ctx=ctx)
+    y.backward(whole.dy.split(rows)[ctx.rank].to(ctx.device))
+    assert_close_to(x.grad, x64.grad.chunk(ctx.size, dim=1)[ctx.rank], terms=N)
+    assert_close_to(w.grad, w64.grad.chunk(ctx.size, dim=1)[ctx.rank], terms=sum(rows))
+    assert_close_to(bias.grad, bias64.grad, terms=sum(rows))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_of_matmul_all_reduce_are_the_unsharded_models(ctx, dtype):
+    rows = split_rows(33, ctx.size)
+    whole = Whole(ctx, dtype, rows)
+    x64, w64, bias64 = leaves(whole.x_columns, whole.w_columns, whole.bias)
+    (x64 @ w64.t() + bias64).backward(whole.dy.double())
+    x = mine(whole.x_columns.chunk(ctx.size, dim=1), ctx)
+    w, bias = mine(whole.w_columns.chunk(ctx.size, dim=1), ctx), mine([whole.bias] * ctx.size, ctx)
+    tkernels.matmul_all_reduce(x, w, bias, ctx=ctx).backward(whole.dy.to(ctx.device))
+    assert_close_to(x.grad, x64.grad.chunk(ctx.size, dim=1)[ctx.rank], terms=N)
+    assert_close_to(w.grad, w64.grad.chunk(ctx.size, dim=1)[ctx.rank], terms=sum(rows))
+    assert_close_to(bias.grad, bias64.grad, terms=sum(rows))
+
+
+@pytest.mark.quick
+@pytest.mark.ranks(2)
+def test_gradients_of_the_collectives_are_exact(ctx):
+    rows = (5, 2)
+    parts = [integers((count, 3), torch.float32, rank, device=ctx.device) for rank, count in enumerate(rows)]
+    wholes = [integers((7, 3), torch.float32, 10 + rank, device=ctx.device) for rank in range(2)]
+
+    x = mine(parts, ctx)
+    tkernels.all_gather(x, rows=rows, ctx=ctx).backward(wholes[ctx.rank])
+    assert torch.equal(x.grad, sum(wholes).split(rows)[ctx.rank])
+
+    x = mine(wholes, ctx)
+    tkernels.reduce_scatter(x, rows=rows, ctx=ctx).backward(parts[ctx.rank])
+    assert torch.equal(x.grad, torch.cat(parts))
+
+    x = mine(wholes, ctx)
+    tkernels.all_reduce(x, ctx=ctx).backward(wholes[0])  # the result is one tensor, and so is its gradient
+    assert torch.equal(x.grad, wholes[0])
+
+
+@pytest.mark.ranks(2)
+def test_the_gathered_rows_have_a_gradient_alone_and_beside_the_product(ctx):
+    rows = split_rows(33, ctx.size)
+    whole = Whole(ctx, torch.float32, rows, make=integers)
+    for with_product in (False, True):
+        x64, w64 = leaves(whole.x_rows, whole.w_rows)
+        loss = ctx.size * (x64 * whole.dgathered.double()).sum()
+        if with_product:
+            loss = loss + ((x64 @ w64.t()) * whole.dy_rows.double()).sum()
+        loss.backward()
+        x, w = mine(whole.x_rows.split(rows), ctx), mine(whole.w_rows.chunk(ctx.size), ctx)
+        y, gathered = tkernels.all_gather_matmul(x, w, return_gathered=True, rows=rows, ctx=ctx)
+        loss = (gathered * whole.dgathered.to(ctx.device)).sum()
+        if with_product:
+            loss = loss + (y * whole.dy_rows.chunk(ctx.size, dim=1)[ctx.rank].to(ctx.device)).sum()
+        loss.backward()
+        assert torch.equal(x.grad, x64.grad.split(rows)[ctx.rank].float().to(ctx.device))
+        if with_product:
+            assert torch.equal(w.grad, w64.grad.chunk(ctx.size)[ctx.rank].float().to(ctx.device))
+
+
+@pytest.mark.ranks(2)
+def test_an_activation_has_its_gradient_and_the_same_forward_as_without_one(ctx):
+    rows = split_rows(17, ctx.size)
+    whole = Whole(ctx, torch.float32, rows)
+    for activation in ("relu", "gelu", "gelu_tanh", "silu"):
+        x64, w64, bias64 = leaves(whole.x_columns, whole.w_columns, whole.bias)
+        activation_reference(x64 @ w64.t() + bias64, activation).backward(whole.dy.double())
+        x = mine(whole.x_columns.chunk(ctx.size, dim=1), ctx)
+        w, bias = mine(whole.w_columns.chunk(ctx.size, dim=1), ctx), mine([whole.bias] * ctx.size, ctx)
+        y = tkernels.matmul_reduce_scatter(x, w, bias, activation, rows=rows, ctx=ctx)
+        with torch.no_grad():
+            fused = tkernels.matmul_reduce_scatter(x, w, bias, activation, rows=rows, ctx=ctx)
+        assert_close_to(y, fused.double(), terms=2 * K)
+        y.backward(whole.dy.split(rows)[ctx.rank].to(ctx.device))
+        # The slope is taken where the forward sum came out, K terms off its exact place, and then multiplies.
+        assert_close_to(x.grad, x64.grad.chunk(ctx.size, dim=1)[ctx.rank], terms=2 * K * N)
+        assert_close_to(w.grad, w64.grad.chunk(ctx.size, dim=1)[ctx.rank], terms=2 * K * sum(rows))
+    with pytest.raises(TkernelsError, match="no gradient through a fused activation .'silu'.; call tkernels.matmul"):
+        OPS.matmul_reduce_scatter(x, w, bias, "silu", rows, ctx.name).sum().backward()
+
+
+@pytest.mark.ranks(2)
+def test_gradients_agree_with_finite_differences(ctx):
+    rows, out = (2, 1), 3
+    x_parts = [normal((count, 4), torch.float32, rank, device=ctx.device) for rank, count in enumerate(rows)]
+    w1 = [normal((5, 4), torch.float32, 10 + rank, device=ctx.device) for rank in range(2)]
+    w2 = [normal((out, 5), torch.float32, 20 + rank, device=ctx.device) for rank in range(2)]
+
+    def loss(x, first, second):
+        """Collective. A two-layer block, as the sum over ranks of the squares of what they hold."""
+        hidden = tkernels.all_gather_matmul(x, first, None, "gelu", rows=rows, ctx=ctx)
+        return tkernels.matmul_reduce_scatter(hidden, second, rows=rows, ctx=ctx).square().sum()
+
+    operands = [mine(x_parts, ctx), mine(w1, ctx), mine(w2, ctx)]
+    loss(*operands).backward()
+    step = 2.0**-6
+    for which, owner in ((0, 0), (0, 1), (1, 1), (2, 0)):
+        for place in (0, 3):
+            values = []
+            for direction in (step, -step):
+                moved = [operand.detach().clone() for operand in operands]
+                if ctx.rank == owner:
+                    moved[which].view(-1)[place] += direction
+                values.append(sum(ctx.group.gather(loss(*moved).item())))
+            difference = (values[0] - values[1]) / (2 * step)
+            gradient = ctx.group.gather(operands[which].grad.view(-1)[place].item())[owner]
+            # The truncation of a central difference is about step^2, its rounding 1e-7 of the loss over the step.
+            assert abs(difference - gradient) < 2e-2 * max(1.0, abs(gradient)), (which, owner, place)
+
+
+@pytest.mark.ranks(2)
+def test_an_expanded_gradient_is_taken(ctx):
+    rows = (4, 3)
+    whole = Whole(ctx, torch.float32, rows, make=integers)
+    x, w = mine(whole.x_rows.split(rows), ctx), mine(whole.w_rows.chunk(ctx.size), ctx)
+    tkernels.all_gather_matmul(x, w, rows=rows, ctx=ctx).sum().backward()
+    assert torch.equal(x.grad.cpu(), whole.w_rows.sum(0).expand(rows[ctx.rank], K))
+    x = mine(whole.x_columns.chunk(ctx.size, dim=1), ctx)
+    w = mine(whole.w_columns.chunk(ctx.size, dim=1), ctx)
+    for call in (lambda: tkernels.matmul_reduce_scatter(x, w, rows=rows, ctx=ctx),
+                 lambda: tkernels.matmul_all_reduce(x, w, ctx=ctx)):  # fmt: skip
+        x.grad = w.grad = None
+        call().sum().backward()
+        assert torch.equal(x.grad, w.detach().sum(0).expand(7, K))
+        assert torch.equal(w.grad, x.detach().sum(0).expand(N, K))
+
+
+@pytest.mark.ranks(2)
+def test_only_the_gradients_that_are_wanted_are_computed(ctx):
+    rows = (4, 3)
+    whole = Whole(ctx, torch.float32, rows, make=integers)
+    x, w = whole.x_rows.split(rows)[ctx.rank].to(ctx.device), mine(whole.w_rows.chunk(ctx.size), ctx)
+    y = tkernels.all_gather_matmul(x, w, rows=rows, ctx=ctx)
+    y.backward(whole.dy_rows.chunk(ctx.size, dim=1)[ctx.rank].to(ctx.device))
+    want = whole.dy_rows.t().double() @ whole.x_rows.double()
+    assert torch.equal(w.grad.cpu(), want.chunk(ctx.size)[ctx.rank].float())
+    w, bias = whole.w_columns.chunk(ctx.size, dim=1)[ctx.rank].to(ctx.device), mine([whole.bias] * ctx.size, ctx)
+    x = whole.x_columns.chunk(ctx.size, dim=1)[ctx.rank].to(ctx.device)
+    tkernels.matmul_reduce_scatter(x, w, bias, rows=rows, ctx=ctx).backward(
+        whole.dy.split(rows)[ctx.rank].to(ctx.device)
+    )
+    assert torch.equal(bias.grad.cpu(), whole.dy.sum(0))
+
+
+@pytest.mark.ranks(2)
+def test_opcheck_passes_for_every_operator(ctx):
+    rows = (4, 3)
+    whole = Whole(ctx, torch.float32, rows)
+    x, w = mine(whole.x_rows.split(rows), ctx), mine(whole.w_rows.chunk(ctx.size), ctx)
+    bias = mine(whole.bias_rows.chunk(ctx.size), ctx)
+    x_k, w_k = (mine(t.chunk(ctx.size, dim=1), ctx) for t in (whole.x_columns, whole.w_columns))
+    bias_k, whole_rows = mine([whole.bias] * ctx.size, ctx), mine([whole.dy] * ctx.size, ctx)
+    cases = [
+        (OPS.all_gather_matmul, (x, w, bias, None, False, rows, ctx.name)),
+        (OPS.all_gather_matmul, (x, w, None, None, True, rows, ctx.name)),
+        (OPS.all_gather_matmul, (x.detach(), w.detach(), None, "silu", False, rows, ctx.name)),
+        (OPS.matmul_reduce_scatter, (x_k, w_k, bias_k, None, rows, ctx.name)),
+        (OPS.matmul_reduce_scatter, (x_k.detach(), w_k.detach(), None, "gelu", rows, ctx.name)),
+        (OPS.matmul_all_reduce, (x_k, w_k, bias_k, None, ctx.name)),
+        (OPS.all_gather, (x, rows, ctx.name)),
+        (OPS.reduce_scatter, (whole_rows, rows, ctx.name)),
+        (OPS.all_reduce, (whole_rows, ctx.name)),
+    ]
+    for operator, arguments in cases:
+        opcheck(operator.default, arguments)
+    checked = {operator._qualified_op_name for operator, _ in cases}
+    assert checked == {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("tkernels::")}
+
+
+@pytest.mark.ranks(2)
+def test_a_compiled_block_gives_the_same_results_and_gradients(ctx):
+    rows = split_rows(9, ctx.size)
+    whole = Whole(ctx, torch.float32, rows)
+    second = normal((K, ctx.size * N), torch.float32, 11)
+
+    def block(x, w1, bias, w2):
+        hidden = tkernels.all_gather_matmul(x, w1, bias, "gelu_tanh", rows=rows, ctx=ctx)
+        return tkernels.matmul_reduce_scatter(hidden, w2, rows=rows, ctx=ctx)
+
+    results = []
+    for function in (block, torch.compile(block, fullgraph=True, backend="aot_eager")):
+        operands = [
+            mine(whole.x_rows.split(rows), ctx), mine(whole.w_rows.chunk(ctx.size), ctx),
+            mine(whole.bias_rows.chunk(ctx.size), ctx), mine(second.chunk(ctx.size, dim=1), ctx),
+        ]  # fmt: skip
+        y = function(*operands)
+        y.square().sum().backward()
+        results.append([y.detach(), *(operand.grad for operand in operands)])
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)
+
+
+@pytest.mark.ranks(2)
+def test_fake_tensors_have_the_shapes_of_real_ones(ctx):
+    rows = (5, 2)
+    shapes = []
+    for mode in (None, FakeTensorMode()):
+        def make(*shape, dtype=torch.bfloat16, mode=mode):
+            if mode is None:
+                return torch.zeros(shape, dtype=dtype, device=ctx.device)
+            with mode:
+                return torch.empty(shape, dtype=dtype, device=ctx.device)
+
+        x, w = make(rows[ctx.rank], 6), make(4, 6)
+        y, gathered = OPS.all_gather_matmul(x, w, None, None, True, rows, ctx.name)
+        results = [
+            y, gathered, OPS.all_gather_matmul(x, w, None, None, False, rows, ctx.name)[1],
+            OPS.matmul_reduce_scatter(make(7, 6), w, make(4), "relu", rows, ctx.name),
+            OPS.matmul_all_reduce(make(7, 6), make(6, 4).t(), None, None, ctx.name),
+            OPS.all_gather(make(rows[ctx.rank], 2, 3, dtype=torch.int64), rows, ctx.name),
+            OPS.reduce_scatter(make(7, 2), rows, ctx.name),
+            OPS.all_reduce(make(3, 4).t(), ctx.name),
+        ]  # fmt: skip
+        shapes.append([(result.shape, result.stride(), result.dtype, result.device) for result in results])
+    assert shapes[0] == shapes[1]
+
+
+@pytest.mark.ranks(2)
+def test_the_context_may_be_left_out(ctx):
+    with tkernels.init(ctx.group.process_group, heap_bytes=4 << 20) as newest:
+        assert tkernels.current_context() is newest
+        x = torch.full((2, 3), float(ctx.rank), device=ctx.device)
+        w = torch.eye(3, device=ctx.device)
+        both = torch.tensor([0.0, 0.0, 1.0, 1.0], device=ctx.device)
+        assert torch.equal(tkernels.all_gather_matmul(x, w)[:, 0], both)
+        assert torch.equal(tkernels.all_gather(x)[:, 0], both)
+        for result in (tkernels.matmul_all_reduce(x, w), tkernels.all_reduce(x)):
+            assert torch.equal(result, torch.ones_like(x))
+        for result in (tkernels.matmul_reduce_scatter(x, w), tkernels.reduce_scatter(x)):
+            assert torch.equal(result, torch.ones_like(x[:1]))
+        tkernels.barrier()
+        assert newest.workspace().state[0] > 0  # it was this one
