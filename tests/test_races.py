@@ -1,0 +1,272 @@
+"""Wrong forms that the tests must catch on every run, beside the right forms, which pass under the same conditions.
+
+Each control is a mistake that works by luck when ranks run in step: a wait left out, a signal sent before its data, an
+inbox used again too early. They stay on the simulated runtime, where a wrong read is a wrong number and no more.
+"""
+
+import contextlib
+import ctypes
+import time
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from transports import poison_workspace, simulated_only
+
+import tkernels
+from tkernels.all_gather_matmul import all_gather_matmul_reference
+from tkernels.comm import device, interpreter
+from tkernels.comm.device import copy, operation, put, put_signal, signal, wait_signal
+from tkernels.comm.device_simulated import delay
+from tkernels.matmul_all_reduce import matmul_all_reduce_reference
+from tkernels.matmul_reduce_scatter import matmul_reduce_scatter_reference
+from tkernels.testing.compare import integers, poison
+
+pytestmark = simulated_only
+OP = operation("test_races")
+PATIENCE_S = 1.0  # how long a late rank waits for the others to make a mistake
+
+
+@contextlib.contextmanager
+def replaced(module, name, value):
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+@interpreter.builtin
+def no_wait(signal, epoch, timeout_ns, fault_flag):
+    return 1
+
+
+def waits(form):
+    """In the wrong form every wait of this process returns at once."""
+    return replaced(device, "spin", no_wait) if form == "wrong" else contextlib.nullcontext()
+
+
+def jitter(ctx, seed):
+    """Every `delay` of a kernel takes its time, with its own draw on every rank."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(replaced(interpreter, "JITTER_PROBABILITY", 1.0))
+    stack.enter_context(interpreter.execution(jitter_seed=seed, rank=ctx.rank))
+    return stack
+
+
+def failures(ctx, check, *arguments):
+    """Collective. How many ranks' check failed."""
+    failed = False
+    try:
+        check(*arguments)
+    except AssertionError:
+        failed = True
+    return sum(ctx.group.gather(failed))
+
+
+class LateRank:
+    """Rank 1 starts only once rank 0 has come out of its call, or after PATIENCE_S, if rank 0 waits as it should."""
+
+    def __init__(self, ctx):
+        self.ctx, self.cell = ctx, ctx.empty(1, dtype=torch.int64)
+        self.cell.zero_()
+        address = ctx.heap.segment.bases[1] + ctx.heap.offset(self.cell)
+        self.on_rank_1 = ctypes.c_int64.from_address(address)
+        ctx.group.barrier()
+
+    def __enter__(self):
+        limit = time.monotonic() + PATIENCE_S
+        while self.ctx.rank == 1 and not self.on_rank_1.value and time.monotonic() < limit:
+            time.sleep(1e-3)
+
+    def __exit__(self, *exception):
+        if self.ctx.rank == 0:
+            self.on_rank_1.value = 1
+
+
+def shards(ctx, seed):
+    """x, w and bias of this rank; K of x and w agree, so that all operations take them."""
+    seed = 100 * seed + 10 * ctx.rank
+    make = [((40, 24), seed), ((20, 24), seed + 1), ((20,), 1000 * seed + 1)]
+    return [integers(shape, torch.float32, s, device=ctx.device) for shape, s in make]
+
+
+def all_gather(ctx, x, w, bias):
+    want = torch.cat(ctx.group.gather(x))
+    return lambda: tkernels.all_gather(x, ctx=ctx), want
+
+
+def reduce_scatter(ctx, x, w, bias):
+    want = sum(ctx.group.gather(x)).chunk(2)[ctx.rank]
+    return lambda: tkernels.reduce_scatter(x, ctx=ctx), want
+
+
+def all_reduce(ctx, x, w, bias):
+    want = sum(ctx.group.gather(x))
+    return lambda: tkernels.all_reduce(x, ctx=ctx), want
+
+
+def all_gather_matmul(ctx, x, w, bias):
+    want = all_gather_matmul_reference(ctx.group.process_group, x, w, bias).float()
+    return lambda: tkernels.all_gather_matmul(x, w, bias, ctx=ctx), want
+
+
+def matmul_reduce_scatter(ctx, x, w, bias):
+    want = matmul_reduce_scatter_reference(ctx.group.process_group, x, w, bias).float()
+    return lambda: tkernels.matmul_reduce_scatter(x, w, bias, ctx=ctx), want
+
+
+def matmul_all_reduce(ctx, x, w, bias):
+    bias = ctx.group.gather(bias)[0]
+    want = matmul_all_reduce_reference(ctx.group.process_group, x, w, bias).float()
+    return lambda: tkernels.matmul_all_reduce(x, w, bias, ctx=ctx), want
+
+
+OPERATIONS = [all_gather, reduce_scatter, all_reduce, all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce]
+
+
+def check_with_a_late_rank(ctx, make, form):
+    """The check of the other test files: a poisoned workspace, a late rank, fresh data, and equality."""
+    make(ctx, *shards(ctx, 1))[0]()  # the workspace has its size; making it larger would bring the ranks into step
+    call, want = make(ctx, *shards(ctx, 2))
+    poison_workspace(ctx)
+    with waits(form), LateRank(ctx):
+        got = call()
+    assert torch.equal(got, want)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("make", [operation.__name__ for operation in OPERATIONS])
+def test_an_operation_without_its_waits_is_caught(ctx, make):
+    for form in ("right", "wrong"):
+        with tkernels.init(heap_bytes=8 << 20) as context:
+            failed = failures(ctx, check_with_a_late_rank, context, globals()[make], form)
+            assert failed == 0 if form == "right" else failed > 0, (form, failed)
+
+
+def check_barrier(ctx, form):
+    tkernels.barrier(ctx=ctx)
+    late = LateRank(ctx)
+    arrived = ctx.empty(1, dtype=torch.int64)
+    arrived.zero_()
+    ctx.group.barrier()
+    with waits(form), late:
+        if ctx.rank == 1:
+            ctypes.c_int64.from_address(ctx.heap.segment.bases[0] + ctx.heap.offset(arrived)).value = 1
+        tkernels.barrier(ctx=ctx)
+        seen = arrived.item()
+    assert seen == 1 or ctx.rank == 1
+
+
+@pytest.mark.quick
+@pytest.mark.ranks(2)
+def test_a_barrier_without_its_waits_is_caught(ctx):
+    for form in ("right", "wrong"):
+        with tkernels.init(heap_bytes=8 << 20) as context:
+            failed = failures(ctx, check_barrier, context, form)
+            assert failed == (0 if form == "right" else 1), (form, failed)
+
+
+@triton.jit
+def exchange_kernel(
+    x, out, inbox, ready, epoch, num_elements, table,
+    RANK: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr,
+    SIGNAL_FIRST: tl.constexpr,
+):  # fmt: skip
+    if SIGNAL_FIRST:
+        signal(ready, epoch, 1 - RANK, table, TRANSPORT)
+        delay()
+        put(inbox, x, num_elements, 1 - RANK, table, TRANSPORT, BLOCK)
+    else:
+        put_signal(inbox, x, num_elements, ready, epoch, 1 - RANK, table, TRANSPORT, BLOCK)
+    wait_signal(ready, epoch, table, 1 - RANK, 0, OPERATION, TRANSPORT)
+    copy(out, inbox, num_elements, BLOCK)
+
+
+def check_exchange(ctx, form):
+    inbox, ready = ctx.empty(64), ctx.empty(1, dtype=torch.int64)
+    ready.zero_()
+    seen, wanted = [], []
+    with jitter(ctx, 1):
+        for epoch in range(1, 13):
+            poison(inbox)
+            ctx.group.barrier()
+            x, out = torch.full((64,), 10.0 * epoch + ctx.rank), torch.zeros(64)
+            ctx.launch(
+                exchange_kernel, 1, x, out, inbox, ready, epoch, 64, ctx.table,
+                RANK=ctx.rank, OPERATION=OP, TRANSPORT=ctx.transport_id, BLOCK=64, SIGNAL_FIRST=form == "wrong",
+            )  # fmt: skip
+            seen.append(out)
+            wanted.append(torch.full((64,), 10.0 * epoch + 1 - ctx.rank))
+            ctx.group.barrier()
+    assert torch.equal(torch.stack(seen), torch.stack(wanted))
+
+
+@pytest.mark.ranks(2)
+def test_a_signal_before_its_data_is_caught(ctx):
+    for form in ("right", "wrong"):
+        with tkernels.init(heap_bytes=1 << 20) as context:
+            failed = failures(ctx, check_exchange, context, form)
+            assert failed == 0 if form == "right" else failed > 0, (form, failed)
+
+
+@triton.jit
+def rounds_kernel(
+    x, out, inbox, ready, rounds, num_elements, table,
+    RANK: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, INBOXES: tl.constexpr,
+):  # fmt: skip
+    for round in range(rounds):
+        epoch = round + 1
+        mine = inbox + epoch % INBOXES * num_elements
+        put_signal(mine, x + round * num_elements, num_elements, ready, epoch, 1 - RANK, table, TRANSPORT, BLOCK)
+        wait_signal(ready, epoch, table, 1 - RANK, 0, OPERATION, TRANSPORT)
+        if RANK == 1:  # a slow reader
+            for _ in range(8):
+                delay()
+        copy(out + round * num_elements, mine, num_elements, BLOCK)
+
+
+def check_rounds(ctx, inboxes):
+    rounds, num_elements = 8, 16
+    inbox, ready = ctx.empty(inboxes, num_elements), ctx.empty(1, dtype=torch.int64)
+    poison(inbox)
+    ready.zero_()
+    ctx.group.barrier()
+    x, want = (torch.arange(rounds * num_elements).float() + 1000 * rank for rank in (ctx.rank, 1 - ctx.rank))
+    out = poison(torch.empty(rounds * num_elements))
+    with jitter(ctx, 2):
+        ctx.launch(
+            rounds_kernel, 1, x, out, inbox, ready, rounds, num_elements, ctx.table,
+            RANK=ctx.rank, OPERATION=OP, TRANSPORT=ctx.transport_id, BLOCK=16, INBOXES=inboxes,
+        )  # fmt: skip
+    assert torch.equal(out, want)
+
+
+@pytest.mark.ranks(2)
+def test_an_inbox_that_is_used_again_at_once_is_caught_and_two_by_parity_are_enough(ctx):
+    with tkernels.init(heap_bytes=1 << 20) as context:
+        assert failures(ctx, check_rounds, context, 2) == 0
+        assert failures(ctx, check_rounds, context, 1) > 0
+
+
+def check_stale_epochs(ctx, form):
+    """Two calls in a row; in the wrong form the second one expects the epoch of the first."""
+    call, _ = all_gather(ctx, *shards(ctx, 1))
+    call()
+    call, want = all_gather(ctx, *shards(ctx, 2))
+    poison_workspace(ctx)
+    if form == "wrong":
+        ctx.workspace().state[0] -= 1
+    with LateRank(ctx):
+        got = call()
+    assert torch.equal(got, want)
+
+
+@pytest.mark.ranks(2)
+def test_a_stale_epoch_is_caught(ctx):
+    for form in ("right", "wrong"):
+        with tkernels.init(heap_bytes=8 << 20) as context:
+            failed = failures(ctx, check_stale_epochs, context, form)
+            assert failed == 0 if form == "right" else failed > 0, (form, failed)
