@@ -122,6 +122,7 @@ class Context:
         self._clock = torch.zeros(1, dtype=torch.int64, device=self.device)
         pinned = self.device.type == "cuda"
         self._host_flag = torch.zeros(1, dtype=torch.int64, pin_memory=pinned)
+        self._side_stream = torch.cuda.Stream() if pinned else None
         self.table = self._make_table()
         self.group.barrier()
         self.name = f"context{next(_names)}"
@@ -189,7 +190,7 @@ class Context:
 
     def launch(self, kernel, num_programs: int, *arguments, **options):
         """Run a kernel of `num_programs` programs. Raises WaitTimeoutError if its wait, or an earlier one, expired."""
-        if self.failed:
+        if self._flagged_here():
             self.check()
         if self.transport == "nvshmem":
             from tkernels.comm.nvshmem_runtime import device_library
@@ -209,8 +210,18 @@ class Context:
 
     @property
     def failed(self) -> bool:
-        """True once this rank knows that a wait expired; costs a read of host memory. `check()` says which."""
-        return bool(self._host_flag.item()) or (self.device.type == "cpu" and bool(self._faults[0].item()))
+        """True once a wait of this rank, or of a peer that told us, has expired; `check()` says which.
+
+        On a GPU it reads a word of device memory on a stream of its own, so it waits for no kernel.
+        """
+        if self._flagged_here() or self.device.type == "cpu" or self.capturing:
+            return self._flagged_here()
+        with torch.cuda.stream(self._side_stream):
+            return bool(self._faults[0].item())
+
+    def _flagged_here(self) -> bool:
+        """What can be known without the device: that a wait of this rank gave up. A launch looks no further."""
+        return bool((self._faults if self.device.type == "cpu" else self._host_flag)[0].item())
 
     def check(self):
         """Raise WaitTimeoutError if a wait expired on this rank, or on a peer that told us. Waits for the device."""
@@ -222,7 +233,7 @@ class Context:
             written = [record for record in words[1:].tolist() if record[0]]
             if written or time.monotonic() > deadline:
                 break
-        self._host_flag.fill_(1)
+        self._host_flag.fill_(1)  # later launches refuse
         if not written:
             raise TkernelsError("a wait on a signal expired, but its record was lost; finalize() this context")
         fields = dict(zip(FAULT_FIELDS[1:], written[0][1:], strict=False))
