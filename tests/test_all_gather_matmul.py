@@ -35,7 +35,6 @@ def reference(ctx, x, w, bias=None, activation=None):
     return all_gather_matmul_reference(ctx.group.process_group, x, w, bias, activation)
 
 
-@pytest.mark.quick
 @pytest.mark.ranks(2, 3, 4)
 @every_transport
 def test_integers_are_exact_in_any_shape_dtype_and_layout(ctx, transport):
@@ -122,6 +121,7 @@ def test_every_tiling_and_number_of_programs_gives_the_same(ctx, config):
             assert torch.equal(gathered, torch.cat(ctx.group.gather(x.cpu())).to(ctx.device))
 
 
+@pytest.mark.quick
 @pytest.mark.ranks(2)
 @every_transport
 def test_operands_are_read_where_they_are(ctx, transport):

@@ -30,7 +30,6 @@ def gathered(make, ctx, rows, width, dtype, seed):
     return [make((count, *width), dtype, seed + rank, device=ctx.device) for rank, count in enumerate(rows)]
 
 
-@pytest.mark.quick
 @pytest.mark.ranks(2, 3, 4)
 @every_transport
 def test_all_gather_puts_all_rows_in_the_order_of_ranks(ctx, transport):
@@ -59,7 +58,6 @@ def test_all_gather_moves_any_dtype_bit_for_bit(ctx, transport):
         tkernels.all_gather(torch.zeros(2, dtype=torch.complex128, device=ctx.device), ctx=ctx)
 
 
-@pytest.mark.quick
 @pytest.mark.ranks(2, 3, 4)
 @every_transport
 def test_sums_of_integers_are_exact_whoever_owns_the_rows(ctx, transport):
@@ -91,6 +89,7 @@ def test_sums_of_random_values_are_rounded_once_and_the_same_on_every_rank_and_r
     assert all(torch.equal(everyone[0], other) for other in everyone)
 
 
+@pytest.mark.quick
 @pytest.mark.ranks(2)
 @every_transport
 def test_parts_of_many_chunks_arrive_whole(ctx, transport):

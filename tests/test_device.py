@@ -112,7 +112,6 @@ def put_signal_kernel(
         wait_signal(ready + source, epoch, table, source, 0, OPERATION, TRANSPORT)
 
 
-@pytest.mark.quick
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("kernel", ["put_kernel", "put_signal_kernel"])
 @every_transport
@@ -211,6 +210,7 @@ def set_kernel(
         wait_signal(words + source, least, table, source, 0, OPERATION, TRANSPORT)
 
 
+@pytest.mark.quick
 @pytest.mark.ranks(2)
 @every_transport
 def test_a_wait_is_over_at_any_value_from_the_epoch_on(ctx, transport):

@@ -45,7 +45,6 @@ def same_everywhere(ctx, y):
     return all(torch.equal(everyone[0], other) for other in everyone)
 
 
-@pytest.mark.quick
 @pytest.mark.ranks(2, 3, 4)
 @every_transport
 def test_integers_are_exact_in_any_shape_dtype_and_layout(ctx, transport):
@@ -129,6 +128,7 @@ def test_every_tiling_and_number_of_programs_gives_the_same(ctx, config):
             assert torch.equal(fused(context, x, w, bias, config=config), reference(ctx, x, w, bias).half())
 
 
+@pytest.mark.quick
 @pytest.mark.ranks(2)
 @every_transport
 def test_operands_are_read_where_they_are(ctx, transport):

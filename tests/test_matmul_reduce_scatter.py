@@ -41,7 +41,6 @@ def reference(ctx, rows, x, w, bias=None, activation=None):
     return matmul_reduce_scatter_reference(ctx.group.process_group, x, w, bias, activation, rows)
 
 
-@pytest.mark.quick
 @pytest.mark.ranks(2, 3, 4)
 @every_transport
 def test_integers_are_exact_in_any_shape_dtype_and_layout(ctx, transport):
@@ -129,6 +128,7 @@ def test_every_tiling_and_number_of_programs_gives_the_same(ctx, config):
             assert torch.equal(got, reference(ctx, rows, x, w, bias).half()), (num_programs, rows)
 
 
+@pytest.mark.quick
 @pytest.mark.ranks(2)
 @every_transport
 def test_operands_are_read_where_they_are(ctx, transport):
