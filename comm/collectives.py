@@ -278,8 +278,8 @@ class _Plan:
         aligned = aligned and self.x.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
         self.options = dict(
             TRANSPORT=ctx.transport_id,
-            # Element by element, every element costs registers for its address and its mask.
-            BLOCK=BLOCK if aligned else BLOCK // 4,
+            # 8-byte elements take twice the registers; element by element, each has an address and a mask as well.
+            BLOCK=BLOCK // max(self.itemsize // 4, 1) // (1 if aligned else 4),
             ALIGN=16 if aligned else self.itemsize,
             num_warps=8,
             # Without a limit ptxas spills rather than cross one at which more programs share a multiprocessor.

@@ -294,6 +294,7 @@ def matmul_reduce(ctx, op, x, w, bias, activation, rows, config, gather: bool) -
         OPERATION=op, TRANSPORT=ctx.transport_id,
         PUT_BLOCK=config.copy_block(aligned), ALIGN=16 if aligned else itemsize,
         num_warps=gemm.num_warps, num_stages=gemm.num_stages,
+        maxnreg=255,  # one program a multiprocessor; ptxas would spill a little to make room for two
     )  # fmt: skip
     return y
 
