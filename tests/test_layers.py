@@ -251,7 +251,7 @@ def test_return_bias_leaves_the_bias_to_the_caller(ctx):
     (y + bias).backward(dy[:, columns].to(ctx.device))
     assert torch.equal(column.bias.grad.cpu(), reference.bias.grad[columns].float())
 
-    row = RowParallelLinear.from_linear(full, ctx=ctx, return_bias=True, sequence_parallel=True)
+    row = RowParallelLinear.from_linear(full, ctx=ctx, return_bias=True, sequence_parallel=True).to(ctx.device)
     assert row.bias.sequence_parallel  # as long as the caller adds it to this rank's rows
     y, bias = row(x[:, 4 * ctx.rank : 4 * ctx.rank + 4].to(ctx.device))
     assert bias is row.bias
@@ -269,6 +269,7 @@ def test_gathering_again_gives_the_same_gradients(ctx):
     grads = []
     for keep_gathered in (True, False):
         layer = ColumnParallelLinear.from_linear(full, ctx=ctx, sequence_parallel=True, keep_gathered=keep_gathered)
+        layer.to(ctx.device)
         y = layer(own_rows(x, ctx).to(ctx.device))
         product = y.grad_fn.next_functions[0][0]  # behind the view that gives back the leading dimensions
         kept = {tuple(saved.shape) for saved in product.saved_tensors}
