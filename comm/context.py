@@ -86,34 +86,27 @@ class Context:
         interpreter.set_rank(self.group.global_ranks[self.rank])  # random delays differ from rank to rank
         self.device = runtime.device()
         self.runtime = runtime.RUNTIME
-        self.timeout_s = timeout_s
-        self.num_programs = num_programs or DEFAULT_PROGRAMS.get(self.runtime) or _multiprocessors()
+        options = {
+            "transport": transport,
+            "timeout_s": timeout_s,
+            "num_programs": _default(num_programs, DEFAULT_PROGRAMS.get(self.runtime) or _multiprocessors()),
+            "heap_bytes": _default(heap_bytes, DEFAULT_HEAP_BYTES[self.runtime]),
+        }
+        self._check_options(options)
+        self.timeout_s, self.num_programs = timeout_s, options["num_programs"]
         self._workspaces: dict[int, Workspace] = {}
         self._constants, self._captured_constants = {}, {}
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s={timeout_s} must be positive")
-        if transport != "auto" and transport not in TRANSPORTS:
-            raise ValueError(f"transport={transport!r} is unknown; use auto, {', '.join(TRANSPORTS)}")
 
-        heap_bytes = heap_bytes or DEFAULT_HEAP_BYTES[self.runtime]
-        self.heap = SymmetricHeap(self.group, heap_bytes, runtime.open_segment)
-        options = {"transport": transport, "timeout_s": timeout_s, "num_programs": self.num_programs}
-        reachable, asked = zip(*self.group.gather((runtime.transports(self.heap.segment), options)), strict=True)
+        self.heap = SymmetricHeap(self.group, options["heap_bytes"], runtime.open_segment)
+        reachable = self.group.gather(runtime.transports(self.heap.segment))
         usable = [name for name in reachable[0] if all(name in others for others in reachable)]
-        self.transport = usable[0] if transport == "auto" and usable else transport
-        problem = None
-        differing = {name: [theirs[name] for theirs in asked] for name in options if len({o[name] for o in asked}) > 1}
-        if differing:
-            by_rank = "; ".join(f"{name} by rank: {', '.join(map(str, values))}" for name, values in differing.items())
-            problem = MismatchError(f"init: the ranks' options differ, in {by_rank}; all must pass the same")
-        elif self.transport not in usable:
-            problem = ValueError(
+        self.transport = usable[0] if transport == "auto" else transport
+        if self.transport not in usable:
+            self.heap.close()
+            raise ValueError(
                 f"init: transport={transport!r} can't reach every rank on the {self.runtime} runtime; "
                 f"usable: {', '.join(usable)}"
             )
-        if problem:
-            self.heap.close()
-            raise problem
         self.transport_id = TRANSPORTS[self.transport]
 
         words = FAULT_RECORD.value * (1 + self.size)
@@ -127,6 +120,19 @@ class Context:
         self.group.barrier()
         self.name = f"context{next(_names)}"
         _contexts[self.name] = self
+
+    def _check_options(self, options: dict):
+        """Collective. The same error on every rank, for options that differ or make no sense."""
+        asked = self.group.gather(options)
+        differing = {name: [theirs[name] for theirs in asked] for name in options if len({o[name] for o in asked}) > 1}
+        if differing:
+            by_rank = "; ".join(f"{name} by rank: {', '.join(map(str, values))}" for name, values in differing.items())
+            raise MismatchError(f"init: the ranks' options differ, in {by_rank}; all must pass the same")
+        for name in ("timeout_s", "num_programs", "heap_bytes"):
+            if not options[name] > 0:
+                raise ValueError(f"init: {name}={options[name]} must be positive")
+        if options["transport"] not in ("auto", *TRANSPORTS):
+            raise ValueError(f"init: transport={options['transport']!r} is unknown; use auto, {', '.join(TRANSPORTS)}")
 
     def _make_table(self) -> torch.Tensor:
         segment = self.heap.segment
@@ -261,6 +267,10 @@ class Context:
         self._constants.clear()
         self._captured_constants.clear()
         self.heap.close()
+
+
+def _default(value, default):
+    return default if value is None else value
 
 
 def _multiprocessors() -> int:

@@ -193,11 +193,14 @@ def wait_signal(
     TMA loads.
     Ends: after the context's limit, or once any rank of the group has flagged a fault, the wait gives up. It leaves a
     record with every rank that can be reached, and the host raises WaitTimeoutError; what the kernel computes from
-    here on is void.
+    here on is void. A counter of this rank itself is waited for twice as long: behind it, another program waits for a
+    peer, and that wait must be the one to expire, since it names the peer.
     """
     epoch = tl.cast(epoch, tl.int64)
+    limit = tl.load(table + TIMEOUT_NS)
+    limit = tl.where(tl.load(table + RANK) == source, 2 * limit, limit)
     if TRANSPORT == SIMULATED:
-        if spin(signal_word, epoch, tl.load(table + TIMEOUT_NS), tl.load(table + FAULTS)) == 0:
+        if spin(signal_word, epoch, limit, tl.load(table + FAULTS)) == 0:
             seen = tl.atomic_add(signal_word, tl.full((), 0, tl.int64), sem="acquire", scope="sys")
             _record_fault(table, source, chunk, epoch, seen, OPERATION)
             give_up(tl.load(table + FAULTS), tl.load(table + SIZE), FAULT_RECORD)
@@ -218,7 +221,7 @@ def wait_signal(
                 flagged = tl.atomic_add(flag, tl.full((), 0, tl.int64), sem="relaxed", scope="sys")
                 if polls == 2 * POLLS_PER_LOOK:
                     start = now
-                expired = (polls > 2 * POLLS_PER_LOOK) & (now - start > tl.load(table + TIMEOUT_NS))
+                expired = (polls > 2 * POLLS_PER_LOOK) & (now - start > limit)
                 if (seen < epoch) & (expired | (flagged != 0)):
                     _record_fault(table, source, chunk, epoch, seen, OPERATION)
                     seen = epoch

@@ -124,6 +124,8 @@ def test_options_that_differ_between_ranks_are_refused_on_every_rank(ctx):
 def test_options_that_make_no_sense_are_refused_by_name(ctx):
     with pytest.raises(ValueError, match="timeout_s=0 must be positive"):
         tkernels.init(timeout_s=0)
+    with pytest.raises(ValueError, match="num_programs=0 must be positive"):
+        tkernels.init(num_programs=0)
     with pytest.raises(ValueError, match="transport='rdma' is unknown; use auto, simulated, peer, nvshmem"):
         tkernels.init(transport="rdma")
     elsewhere = "peer" if ctx.runtime == "simulated" else "simulated"
@@ -217,7 +219,7 @@ def test_the_error_of_a_wait_says_who_waited_for_whom_and_what_to_do():
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("operation", ["all_gather", "matmul_reduce_scatter"])
+@pytest.mark.parametrize("operation", ["all_gather", "matmul_all_reduce"])
 @every_transport
 def test_a_rank_that_never_sends_is_named_by_every_rank_and_a_new_context_works(ctx, transport, operation):
     silent, timeout_s = ctx.size - 1, 1.0
@@ -229,7 +231,7 @@ def test_a_rank_that_never_sends_is_named_by_every_rank_and_a_new_context_works(
         if operation == "all_gather":
             tkernels.all_gather(x, ctx=context)
         else:
-            tkernels.matmul_reduce_scatter(x, w, ctx=context)
+            tkernels.matmul_all_reduce(x, w, ctx=context)
         context.check()  # on a GPU, where a launch returns before its kernel has run
 
     call()

@@ -213,6 +213,12 @@ def _split_activation(activation: str | None, *operands: torch.Tensor | None) ->
     return (None, activation) if wanted else (activation, None)
 
 
+def _num_rows(name: str, x: torch.Tensor) -> int:
+    if x.dim() == 0:
+        raise ValueError(f"{name}: takes rows, but the tensor is a scalar")
+    return x.shape[0]
+
+
 def all_gather_matmul(
     x_shard_m: torch.Tensor,
     w: torch.Tensor,
@@ -234,7 +240,7 @@ def all_gather_matmul(
     Raises ValueError or TypeError before the first signal, WaitTimeoutError if a peer did not answer in time.
     """
     ctx = ctx or current_context()
-    rows = collectives.check_rows("all_gather_matmul", ctx, rows, own=x_shard_m.shape[0])
+    rows = collectives.check_rows("all_gather_matmul", ctx, rows, own=_num_rows("all_gather_matmul", x_shard_m))
     fused, separate = _split_activation(activation, x_shard_m, w, bias)
     y, gathered = _ops.all_gather_matmul(x_shard_m, w, bias, fused, return_gathered, rows, ctx.name)
     y = activation_reference(y, separate)
@@ -256,7 +262,8 @@ def matmul_reduce_scatter(
     rows: every rank's row count; needed where M does not divide by R. Otherwise as all_gather_matmul.
     """
     ctx = ctx or current_context()
-    rows = collectives.check_rows("matmul_reduce_scatter", ctx, rows, total=x_shard_k.shape[0])
+    total = _num_rows("matmul_reduce_scatter", x_shard_k)
+    rows = collectives.check_rows("matmul_reduce_scatter", ctx, rows, total=total)
     fused, separate = _split_activation(activation, x_shard_k, w_shard_k, bias)
     y = _ops.matmul_reduce_scatter(x_shard_k, w_shard_k, bias, fused, rows, ctx.name)
     return activation_reference(y, separate)
@@ -283,14 +290,14 @@ def matmul_all_reduce(
 def all_gather(x_shard_m: torch.Tensor, *, rows: tuple[int, ...] | None = None, ctx: Context | None = None):
     """Collective. Every rank's rows: x_shard_m [M/R, ...] -> [M, ...]; any dtype. rows as in all_gather_matmul."""
     ctx = ctx or current_context()
-    rows = collectives.check_rows("all_gather", ctx, rows, own=x_shard_m.shape[0])
+    rows = collectives.check_rows("all_gather", ctx, rows, own=_num_rows("all_gather", x_shard_m))
     return _ops.all_gather(x_shard_m, rows, ctx.name)
 
 
 def reduce_scatter(x: torch.Tensor, *, rows: tuple[int, ...] | None = None, ctx: Context | None = None):
     """Collective. This rank's rows of the sum over ranks: x [M, ...] -> [M/R, ...]; fp32, fp16, bf16."""
     ctx = ctx or current_context()
-    rows = collectives.check_rows("reduce_scatter", ctx, rows, total=x.shape[0])
+    rows = collectives.check_rows("reduce_scatter", ctx, rows, total=_num_rows("reduce_scatter", x))
     return _ops.reduce_scatter(x, rows, ctx.name)
 
 
