@@ -1,0 +1,106 @@
+"""`tkernels demo`: train a transformer on several ranks, and show that it learns what the unsharded one learns."""
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tkernels.comm.errors import TkernelsError
+from tkernels.comm.runtime import RUNTIME, candidates
+from tkernels.demo import training
+from tkernels.demo.model import shard
+from tkernels.demo.records import Gradient, Operation, Result, Step
+from tkernels.demo.report import Report, draw
+from tkernels.launch import RankPool
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command's arguments.
+
+    ranks: None is 2, or on the nvshmem runtime all GPUs. json: where the result goes, "-" is stdout. plot: the picture.
+    """
+
+    ranks: int | None = None
+    steps: int = 40
+    dtype: str = "fp32"
+    seed: int = 0
+    json: str | None = None
+    plot: Path | None = None
+
+
+def run(options: Options) -> int:
+    """Train, compare, report. The exit code: 0, or 1 if the sharded and the unsharded model part."""
+    began = time.perf_counter()
+    report = Report(options.steps, to_stderr=options.json == "-")
+    ranks = options.ranks or _default_ranks()
+    with RankPool(ranks) as pool:
+        with report.waiting(f"starting {ranks} rank{'s' * (ranks > 1)} on the {RUNTIME} runtime"):
+            result = Result(pool.run(training.start, options.dtype, options.seed, shard)[0])
+        report.setup(result.setup)
+        with report.training():
+            for number in range(1, options.steps + 1):
+                replies = pool.run(training.step, number == options.steps)
+                step, gradient = replies[0]
+                result.steps.append(step)
+                report.step(step)
+                result.problem = _parted(step, [other.sharded for other, _ in replies])
+                if number == 1:
+                    result.gradient = max((gradient for _, gradient in replies), key=_nan_last)
+                    result.problem = result.problem or _wrong_gradient(result.gradient)
+                if result.problem:
+                    break
+        if not result.problem:
+            result.operations = pool.run(training.finish)[0]
+            result.problem = _wrong_operation(result.operations)
+    if options.plot:
+        draw(result, options.plot)
+        result.plot = str(options.plot)
+    result.seconds = time.perf_counter() - began
+    report.result(result)
+    if options.json:
+        report.write_json(result, options.json)
+    return 0 if result.agree else 1
+
+
+def _default_ranks() -> int:
+    reason = candidates()[RUNTIME]
+    if reason is not None:
+        raise TkernelsError(f"the {RUNTIME} runtime was asked for, but {reason}; --runtime simulated needs no GPU")
+    return 2 if RUNTIME == "simulated" else torch.cuda.device_count()
+
+
+def _nan_last(gradient: Gradient) -> float:
+    return math.inf if math.isnan(gradient.error) else gradient.error
+
+
+def _parted(step: Step, losses: list[float]) -> str | None:
+    if len({repr(loss) for loss in losses}) > 1:
+        return f"step {step.step}: the ranks have different losses after an all-reduce: {losses}"
+    if step.difference <= step.allowed:
+        return None
+    return (
+        f"step {step.step}: the sharded model's loss is {step.sharded:.7f}, the unsharded one's {step.unsharded:.7f}: "
+        f"they part by {step.difference:.1e}, and rounding explains {step.allowed:.1e}"
+    )
+
+
+def _wrong_gradient(gradient: Gradient) -> str | None:
+    if gradient.error <= gradient.allowed:
+        return None
+    return (
+        f"step 1: the gradient of {gradient.parameter} on rank {gradient.rank} differs from the unsharded model's by "
+        f"{gradient.error:.1e} of its norm, and rounding explains {gradient.allowed:.1e}"
+    )
+
+
+def _wrong_operation(operations: list[Operation]) -> str | None:
+    for operation in operations:
+        if not operation.error <= operation.allowed:
+            return (
+                f"{operation.operation}: a result is off by {operation.error:.1e} of its terms, and rounding explains "
+                f"{operation.allowed:.1e}"
+            )
+    return None

@@ -1,0 +1,115 @@
+"""What a training step's operations cost, and whether they were right: it sees every call of tkernels' operators."""
+
+import math
+import time
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from tkernels import work
+from tkernels.all_gather_matmul import all_gather_matmul_reference
+from tkernels.comm.context import Context
+from tkernels.matmul_reduce_scatter import matmul_reduce_scatter_reference
+
+
+@dataclass
+class Tally:
+    """All calls of one operation on this rank."""
+
+    calls: int = 0
+    sent_bytes: int = 0  # to peers
+    seconds: float = 0.0  # from the call to the result, waiting for peers included
+    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)  # not yet in `seconds`
+
+
+class Recorder(TorchDispatchMode):
+    """While entered, counts and times the operators of torch.ops.tkernels, those that autograd calls among them.
+
+    Once `keep` is set, the next call of each operation is kept, for `check`.
+    """
+
+    def __init__(self, ctx: Context):
+        super().__init__()
+        self.ctx, self.keep = ctx, False
+        self._tallies: dict[str, Tally] = {}
+        self._kept: dict[str, tuple[tuple, torch.Tensor]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace != "tkernels":
+            return func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("tkernels::")
+        tally = self._tallies.setdefault(name, Tally())
+        if self.ctx.device.type == "cuda":
+            tally.events.append(tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)))
+            tally.events[-1][0].record()
+            result = func(*args, **(kwargs or {}))
+            tally.events[-1][1].record()
+        else:
+            start = time.perf_counter()
+            result = func(*args, **(kwargs or {}))
+            tally.seconds += time.perf_counter() - start
+        tally.calls += 1
+        tally.sent_bytes += sent_bytes(name, args, self.ctx)
+        if self.keep and name not in self._kept:
+            first = result[0] if isinstance(result, tuple) else result
+            # Copies: the optimizer changes weights in place.
+            self._kept[name] = tree_map_only(torch.Tensor, torch.clone, (args, first))
+        return result
+
+    def tallies(self) -> dict[str, Tally]:
+        """By operation. Waits for the device."""
+        for tally in self._tallies.values():
+            for start, end in tally.events:
+                end.synchronize()
+                tally.seconds += start.elapsed_time(end) / 1e3
+            tally.events.clear()
+        return self._tallies
+
+    def check(self) -> dict[str, tuple[float, float]]:
+        """Collective. For each kept call its error against torch in fp64, the worst of all ranks, and what is allowed.
+
+        Every element of every result is a sum of `terms` terms. Its error is taken relative to the sum of the terms'
+        absolute values, which makes the bound hold for all data: with u = 2**-24, adding in fp32 errs by at most u of
+        that for each addition (2 u where hardware truncates); then come two roundings to the dtype, of half an epsilon
+        each: of the partial sums that travel, and of the result.
+        """
+        checked = {}
+        for name, (args, got) in sorted(self._kept.items()):
+            want, magnitude, terms = _reference(name, args, self.ctx)
+            error = ((got.double() - want).abs() / magnitude.clamp_min(torch.finfo(got.dtype).tiny)).max()
+            worst = max(error if error == error else math.inf for error in self.ctx.group.gather(error.item()))
+            checked[name] = worst, 2 * terms * 2.0**-24 + torch.finfo(got.dtype).eps
+        return checked
+
+
+def sent_bytes(name: str, args: tuple, ctx: Context) -> int:
+    """Bytes that this rank sends to its peers in one call of an operator."""
+    x, w = args[0], args[1]
+    share = dict(ranks=ctx.size, dtype=x.dtype, rank=ctx.rank)
+    if name == "all_gather_matmul":
+        rows, K = args[5], x.shape[1]
+        return work.all_gather_matmul(sum(rows), w.shape[0] * ctx.size, K, rows=rows, **share).link_out_bytes
+    if name == "matmul_reduce_scatter":
+        M, K = x.shape[0], x.shape[1] * ctx.size
+        return work.matmul_reduce_scatter(M, w.shape[0], K, rows=args[4], **share).link_out_bytes
+    if name == "all_reduce":
+        return work.all_reduce(x.numel(), 1, **share).link_out_bytes
+    raise NotImplementedError(f"the demo's model does not use {name}")
+
+
+def _reference(name: str, args: tuple, ctx: Context) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """(result in fp64, the same from absolute values, number of terms of an element)."""
+    group = dist.group.WORLD
+    if name == "all_reduce":
+        values = [value.to(ctx.device).double() for value in ctx.group.gather(args[0].cpu())]
+        return sum(values), sum(value.abs() for value in values), ctx.size
+    x, w, bias = args[:3]
+    sizes = [value if value is None else value.abs() for value in (x, w, bias)]
+    if name == "all_gather_matmul":
+        reference, terms = all_gather_matmul_reference, x.shape[1] + 1
+    else:
+        reference, terms = matmul_reduce_scatter_reference, x.shape[1] * ctx.size + ctx.size + 1
+    return reference(group, x, w, bias), reference(group, *sizes), terms
