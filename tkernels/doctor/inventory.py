@@ -1,0 +1,147 @@
+"""What is on this machine, found without importing tkernels.comm: it must work where something is broken."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGES = ("torch", "triton", "numpy", "nvshmem4py-cu13", "nvidia-nvshmem-cu13")
+LINK_KINDS = {
+    "NV": "NVLink",
+    "PIX": "PCIe, one switch",
+    "PXB": "PCIe, several switches",
+    "PHB": "PCIe, through the CPU",
+    "NODE": "PCIe, through several host bridges",
+    "SYS": "through the link between CPUs",
+}  # nvidia-smi's words; NV18 is 18 NVLinks
+
+
+@dataclass(frozen=True)
+class GPU:
+    index: int
+    name: str
+    memory_gib: float
+    multiprocessors: int
+    architecture: str  # sm_90, for example
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between two GPUs. peer_access: loads and stores reach, both ways. kind: in nvidia-smi's words, or "unknown"."""
+
+    gpus: tuple[int, int]
+    peer_access: bool
+    kind: str
+
+    @property
+    def description(self) -> str:
+        letters, number = re.fullmatch(r"([A-Za-z]+)(\d*)", self.kind).groups()
+        known = LINK_KINDS.get(letters, "unknown link")
+        return f"{number} x {known}" if number else known
+
+
+@dataclass(frozen=True)
+class Inventory:
+    python: str
+    system: str
+    cores: int
+    packages: dict[str, str | None]  # version, None if not installed
+    nvshmem_library: str | None  # path of the host library
+    nvshmem_bitcode: str | None  # path of the device functions, which the transport nvshmem links into kernels
+    cuda: str  # of torch, and why it sees no GPU
+    gpus: tuple[GPU, ...]
+    links: tuple[Link, ...]
+    problem: str | None  # why torch or triton can't be imported
+
+
+def take() -> Inventory:
+    """Look around."""
+    cuda, gpus, links, problem = "torch can't be imported", (), (), None
+    try:
+        import torch
+        import triton  # noqa: F401
+    except (ImportError, OSError) as error:  # OSError: one of torch's libraries doesn't load
+        problem = f"{type(error).__name__}: {error}"
+    else:
+        cuda, gpus, links = _gpus(torch)
+    return Inventory(
+        python=platform.python_version(),
+        system=f"{platform.system()} {platform.machine()}",
+        cores=len(os.sched_getaffinity(0)),
+        packages={name: _version(name) for name in PACKAGES},
+        nvshmem_library=_nvshmem_file("libnvshmem_host.so*"),
+        nvshmem_bitcode=_nvshmem_file("libnvshmem_device.bc"),
+        cuda=cuda,
+        gpus=gpus,
+        links=links,
+        problem=problem,
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _nvshmem_file(pattern: str) -> str | None:
+    try:
+        spec = importlib.util.find_spec("nvidia.nvshmem")
+    except ModuleNotFoundError:  # not even nvidia
+        return None
+    folders = spec.submodule_search_locations if spec else []
+    return next((str(path) for folder in folders for path in sorted(Path(folder, "lib").glob(pattern))), None)
+
+
+def _gpus(torch) -> tuple[str, tuple[GPU, ...], tuple[Link, ...]]:
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA", (), ()
+    if not torch.cuda.is_available():
+        return f"torch is built for CUDA {torch.version.cuda}, but sees no GPU or no driver", (), ()
+    count = torch.cuda.device_count()
+    properties = [torch.cuda.get_device_properties(index) for index in range(count)]
+    gpus = tuple(
+        GPU(index, p.name, p.total_memory / 2**30, p.multi_processor_count, f"sm_{p.major}{p.minor}")
+        for index, p in enumerate(properties)
+    )
+    # nvidia-smi counts all GPUs of the machine; its table fits only where torch sees them all.
+    kinds = {} if "CUDA_VISIBLE_DEVICES" in os.environ else link_kinds(_nvidia_smi_topology())
+    reach = torch.cuda.can_device_access_peer
+    links = tuple(
+        Link((a, b), reach(a, b) and reach(b, a), kinds.get((a, b), "unknown"))
+        for a in range(count)
+        for b in range(a + 1, count)
+    )
+    return f"CUDA {torch.version.cuda}", gpus, links
+
+
+def _nvidia_smi_topology() -> str:
+    try:
+        done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def link_kinds(topology: str) -> dict[tuple[int, int], str]:
+    """(GPU, GPU) -> kind of link, from what `nvidia-smi topo -m` prints; empty where it can't be read.
+
+    >>> link_kinds("\\tGPU0\\tGPU1\\tCPU Affinity\\nGPU0\\t X \\tNV18\\t0-47\\nGPU1\\tNV18\\t X \\t0-47\\n")
+    {(0, 1): 'NV18', (1, 0): 'NV18'}
+    """
+    plain = re.sub(r"\x1b\[\d*m", "", topology)
+    lines = [[cell.strip() for cell in line.split("\t")] for line in plain.splitlines()]
+    header = next((line for line in lines if "GPU0" in line[1:]), [])
+    columns = {place: cell for place, cell in enumerate(header) if re.fullmatch(r"GPU\d+", cell)}
+    kinds = {}
+    for line in lines:
+        if line[0] in columns.values():
+            for place, column in columns.items():
+                if column != line[0] and place < len(line):
+                    kinds[int(line[0][3:]), int(column[3:])] = line[place]
+    return kinds

@@ -1,0 +1,136 @@
+"""A round trip of every device verb between two ranks: rank 0 sends, rank 1 answers in kind, both check what came.
+
+The functions here run in the ranks' processes.
+"""
+
+import contextlib
+import time
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+import tkernels
+from tkernels.comm.context import Context
+from tkernels.comm.device import ADD, SET, fence, get, operation, peer, put, put_signal, quiet, signal, wait_signal
+
+OP = operation("doctor")
+
+NUM_ELEMENTS = 1024
+ROUNDS = {"simulated": 10, "nvshmem": 1000}
+
+# What a rank does in its turn, before the other one's wait_signal. Only the first two move no data.
+VERBS = {
+    "signal (set)": 0,
+    "signal (add)": 1,
+    "put_signal": 2,
+    "put, fence, signal": 3,
+    "put, quiet, signal": 4,
+    "get": 5,
+    "store through peer": 6,
+}
+
+
+# fmt: off
+# Not specialised: the second launch, with other numbers, is the one that is timed.
+@triton.jit(do_not_specialize=["epoch", "rounds", "num_elements"])
+def round_trip_kernel(
+    data, inbox, ready,  # [NUM_ELEMENTS], [NUM_ELEMENTS], [1]; all in symmetric memory
+    table, epoch, rounds, num_elements,
+    RANK: tl.constexpr, VERB: tl.constexpr,
+    OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """`rounds` round trips of one verb; signals go on from `epoch`."""
+    other = 1 - RANK
+    for i in range(rounds):
+        turn = epoch + i + 1
+        if RANK == 1:
+            wait_signal(ready, turn, table, other, 0, OPERATION, TRANSPORT)
+        if VERB == 0:
+            signal(ready, turn, other, table, TRANSPORT, SET)
+        elif VERB == 1:
+            signal(ready, 1, other, table, TRANSPORT, ADD)
+        elif VERB == 2:
+            put_signal(inbox, data, num_elements, ready, turn, other, table, TRANSPORT, BLOCK)
+        elif VERB == 3:
+            put(inbox, data, num_elements, other, table, TRANSPORT, BLOCK)
+            fence(TRANSPORT)
+            signal(ready, turn, other, table, TRANSPORT)
+        elif VERB == 4:
+            put(inbox, data, num_elements, other, table, TRANSPORT, BLOCK)
+            quiet(TRANSPORT)
+            signal(ready, turn, other, table, TRANSPORT)
+        elif VERB == 5:
+            get(inbox, data, num_elements, other, table, TRANSPORT, BLOCK)
+            signal(ready, turn, other, table, TRANSPORT)
+        else:
+            at = tl.arange(0, BLOCK)
+            values = tl.load(data + at, mask=at < num_elements)
+            tl.store(peer(inbox, other, table) + at, values, mask=at < num_elements)
+            signal(ready, turn, other, table, TRANSPORT)
+        if RANK == 0:
+            wait_signal(ready, turn, table, other, 0, OPERATION, TRANSPORT)
+# fmt: on
+
+
+@dataclass(frozen=True)
+class RoundTrip:
+    """microseconds: of one round trip, on average; None if the verb failed. num_bytes: that travel, each way."""
+
+    verb: str
+    transport: str
+    num_bytes: int
+    microseconds: float | None
+    problem: str | None
+
+
+def verbs_of(transport: str) -> list[str]:
+    """What to try. Over NVSHMEM's device calls, `peer` need not reach; where it does, transport `peer` tries it."""
+    return [verb for verb in VERBS if transport != "nvshmem" or verb != "store through peer"]
+
+
+def round_trip(ctx: Context, verb: str, transport: str) -> RoundTrip:
+    """Collective, on two ranks."""
+    with _over(ctx, transport) as ctx:
+        data = ctx.empty(NUM_ELEMENTS, dtype=torch.int64)
+        inbox = ctx.empty(NUM_ELEMENTS, dtype=torch.int64)
+        ready = ctx.empty(1, dtype=torch.int64)
+        numbers = torch.arange(NUM_ELEMENTS, device=ctx.device)
+        data.copy_(numbers + 1 + ctx.rank * NUM_ELEMENTS)
+        expected = numbers + 1 + (1 - ctx.rank) * NUM_ELEMENTS
+        moves = VERBS[verb] > 1
+        inbox.zero_()
+        ready.zero_()
+        rounds, signals = ROUNDS[ctx.runtime], 0
+        for count in (1, rounds):  # the first launch compiles
+            ctx.group.barrier()
+            start = time.perf_counter()
+            ctx.launch(
+                round_trip_kernel, 1, data, inbox, ready, ctx.table, signals, count, NUM_ELEMENTS,
+                RANK=ctx.rank, VERB=VERBS[verb], OPERATION=OP, TRANSPORT=ctx.transport_id, BLOCK=NUM_ELEMENTS,
+            )  # fmt: skip
+            signals += count
+            ctx.check()  # waits for the device
+            seconds = time.perf_counter() - start
+        problem = None
+        if ready.item() != signals:
+            problem = f"rank {ctx.rank} counts {ready.item()} signals, not {signals}"
+        elif moves and not torch.equal(inbox, expected):
+            wrong = int((inbox != expected).sum())
+            problem = f"rank {ctx.rank}: {wrong} of {NUM_ELEMENTS} numbers came out wrong"
+        problem = next(filter(None, ctx.group.gather(problem)), None)
+        for tensor in (ready, inbox, data):
+            ctx.free(tensor)
+    num_bytes = data.nbytes if moves else 0
+    return RoundTrip(verb, transport, num_bytes, seconds / rounds * 1e6, problem)
+
+
+@contextlib.contextmanager
+def _over(ctx: Context, transport: str):
+    """ctx, or a context over another transport."""
+    if transport == ctx.transport:
+        yield ctx
+    else:
+        with tkernels.init(transport=transport, heap_bytes=64 << 20, timeout_s=ctx.timeout_s) as other:
+            yield other
