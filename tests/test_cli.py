@@ -1,0 +1,150 @@
+"""The command line: help, wrong arguments, errors and Ctrl-C. What the commands do: test_demo.py, test_doctor.py."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tkernels import __version__, cli
+from tkernels.launch import RankError
+
+COMMAND = [sys.executable, "-m", "tkernels.cli"]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("command", [(), ("demo",), ("doctor",)], ids=["tkernels", "demo", "doctor"])
+def test_help_ends_with_an_example_that_parses(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command, "--help"])
+    assert ended.value.code == 0
+    (example,) = re.findall(r"^example: tkernels (.*)$", capsys.readouterr().out, re.MULTILINE)
+    cli._parser().parse_args(example.split())
+
+
+@pytest.mark.quick
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"tkernels {__version__}\n"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ("", "command"),
+        ("train", "invalid choice: 'train'"),
+        ("demo --ranks 0", "--ranks: takes a whole number of at least 1, not '0'"),
+        ("demo --ranks two", "--ranks: takes a whole number of at least 1, not 'two'"),
+        ("demo --steps -3", "--steps"),
+        ("demo --seed 1.5", "--seed"),
+        ("demo --dtype fp8", "invalid choice: 'fp8'"),
+        ("demo --runtime cuda", "invalid choice: 'cuda'"),
+        ("demo --plot /no/such/folder/losses.png", "there is no folder /no/such/folder"),
+        ("demo --plot -", "--no-plot"),
+        ("demo --json /", "it is a folder"),
+        ("doctor --json /no/such/folder/found.json", "there is no folder"),
+        ("doctor --ranks 2", "unrecognized arguments: --ranks 2"),
+    ],
+)
+def test_a_wrong_argument_gets_one_sentence_and_exit_code_2(arguments, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments.split())
+    assert ended.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err
+    assert err.count("\n") == 1 and "--help" in err
+
+
+def fail(options):
+    raise RankError(1, "ValueError", "Traceback of the rank\n  ...", "rank 1 of 2: ValueError: M=5 rows don't divide")
+
+
+def interrupt(options):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.quick
+def test_an_error_is_a_sentence_unless_the_traceback_is_asked_for(monkeypatch, capsys):
+    monkeypatch.setattr("tkernels.demo.run", fail)
+    assert cli.main(["demo"]) == 1
+    said = "tkernels: rank 1 of 2: ValueError: M=5 rows don't divide (--traceback shows where)\n"
+    assert capsys.readouterr() == ("", said)
+    assert cli.main(["demo", "--traceback"]) == 1
+    assert "Traceback of the rank" in capsys.readouterr().err
+
+
+@pytest.mark.quick
+def test_an_interrupt_is_quiet(monkeypatch, capsys):
+    monkeypatch.setattr("tkernels.demo.run", interrupt)
+    assert cli.main(["demo"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    "environment, said",
+    [
+        ({"TKERNELS_RUNTIME": "cuda"}, "tkernels: TKERNELS_RUNTIME='cuda' is not a runtime"),
+        (
+            {"TKERNELS_RUNTIME": "nvshmem", "CUDA_VISIBLE_DEVICES": ""},
+            "tkernels: the nvshmem runtime was asked for, but torch sees no CUDA device",
+        ),
+    ],
+)
+def test_a_runtime_that_cannot_be_used_is_named_with_the_reason(environment, said):
+    done = subprocess.run(
+        [*COMMAND, "demo"], capture_output=True, text=True, timeout=120, env=os.environ | environment
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(said)
+    assert done.stderr.count("\n") == 1
+
+
+def test_importing_the_command_line_imports_no_torch():
+    code = "import sys, tkernels.cli; print([name for name in ('torch', 'triton', 'rich') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_ctrl_c_ends_quietly_with_130_and_leaves_no_process(tmp_path):
+    options = ["demo", "--runtime", "simulated", "--steps", "1000", "--no-plot"]
+    process = subprocess.Popen(
+        [*COMMAND, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        cwd=tmp_path, env=os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    try:
+        for line in process.stdout:
+            if line.split()[:1] == ["1"]:  # the first step
+                break
+        ranks = children(process.pid)
+        os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to all processes
+        out, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert err == ""
+    assert len(ranks) >= 2
+    deadline = time.monotonic() + 10
+    while any(running(pid) for pid in ranks) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [pid for pid in ranks if running(pid)] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"  # ended, and waits for whoever reaps orphans

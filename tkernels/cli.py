@@ -1,0 +1,142 @@
+"""The command `tkernels`: its arguments and how its errors look. Its work is in tkernels.demo and tkernels.doctor."""
+
+import argparse
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import tkernels
+
+RUNTIMES = ("auto", "simulated", "nvshmem")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command. Returns its exit code: 0, 1 if it failed; 2 (through SystemExit) for a wrong argument; 130."""
+    options = _parser().parse_args(arguments)
+    try:
+        if options.runtime:
+            _choose_runtime(options.runtime)
+        return options.command(options)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:  # the last one to see it: a person wants a sentence
+        if options.traceback:
+            traceback.print_exc()
+        else:
+            print(f"tkernels: {_sentence(error)} (--traceback shows where)", file=sys.stderr)
+        return 1
+
+
+def _choose_runtime(asked: str):
+    os.environ["TKERNELS_RUNTIME"] = asked  # read when tkernels.comm is imported, which the command does
+    chosen = sys.modules.get("tkernels.comm.runtime")
+    if chosen is not None and asked not in ("auto", chosen.RUNTIME):
+        raise ValueError(f"--runtime {asked}: this process uses the {chosen.RUNTIME} runtime already")
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from tkernels import demo
+
+    plot = None if options.no_plot else options.plot
+    return demo.run(demo.Options(options.ranks, options.steps, options.dtype, options.seed, options.json, plot))
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from tkernels import doctor
+
+    return doctor.run(doctor.Options(try_everything=not options.no_run, json=options.json))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: {message}; {self.prog} --help shows what it takes\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="tkernels",
+        description="Triton kernels that overlap tensor-parallel communication with matrix multiplication.",
+        epilog="example: tkernels demo --ranks 4 --steps 20",
+    )
+    parser.add_argument("--version", action="version", version=f"tkernels {tkernels.__version__}")
+    commands = parser.add_subparsers(metavar="command", required=True)
+
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--runtime", choices=RUNTIMES, help="simulated needs no GPU; default: $TKERNELS_RUNTIME, or auto, what fits"
+    )  # fmt: skip
+    common.add_argument("--json", type=_output, metavar="PATH", help="write the result here as JSON; - is stdout")
+    common.add_argument("--traceback", action="store_true", help="show all of an error, not its first sentence alone")
+
+    demo = commands.add_parser(
+        "demo",
+        parents=[common],
+        help="train a transformer on several ranks, beside the same one on a single rank",
+        description="Train a small transformer on Python's own help texts, sharded over several ranks and unsharded "
+        "beside it, and compare: the losses of each step, the first gradients, and a call of each operation. Exit code "
+        "1 if anything differs by more than rounding explains.",
+        epilog="example: tkernels demo --ranks 4 --dtype bf16 --json result.json",
+    )
+    demo.add_argument("--ranks", type=_count, metavar="N", help="default: 2, or all GPUs on the nvshmem runtime")
+    demo.add_argument("--steps", type=_count, metavar="N", default=40, help="default: 40")
+    demo.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="default: fp32")
+    demo.add_argument("--seed", type=_seed, metavar="N", default=0, help="of weights and batches; default: 0")
+    demo.add_argument(
+        "--plot", type=_picture, metavar="PATH", default=Path("tkernels-demo.png"),
+        help="where the PNG of the loss curves goes; default: tkernels-demo.png",
+    )  # fmt: skip
+    demo.add_argument("--no-plot", action="store_true", help="draw no picture")
+    demo.set_defaults(command=_demo)
+
+    doctor = commands.add_parser(
+        "doctor",
+        parents=[common],
+        help="say what is here and what would be chosen, and try every verb and operation",
+        description="Say which versions, GPUs and links are here, which runtime and transports would be chosen and why "
+        "not the others; then try every verb and every operation on two ranks, with their times. Exit code 1 if "
+        "something is broken.",
+        epilog="example: tkernels doctor --no-run --json -",
+    )
+    doctor.add_argument("--no-run", action="store_true", help="only say what is here")
+    doctor.set_defaults(command=_doctor)
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"takes a whole number of at least 1, not {text!r}")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"takes a whole number from 0 to 2**63 - 1, not {text!r}")
+    return int(text)
+
+
+def _output(text: str) -> str:
+    """A path that can be written, so that it is not after a minute of work that we learn it can't; or "-"."""
+    path = Path(text)
+    if text != "-" and (path.is_dir() or not path.parent.is_dir()):
+        problem = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise argparse.ArgumentTypeError(f"can't write to {text!r}: {problem}")
+    if text != "-" and not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"can't write to {text!r}: permission denied")
+    return text
+
+
+def _picture(text: str) -> Path:
+    if text == "-":
+        raise argparse.ArgumentTypeError("takes a path, not '-'; --no-plot draws no picture")
+    return Path(_output(text))
+
+
+def _sentence(error: Exception) -> str:
+    # A RankError's text is a headline and then the traceback of the rank.
+    text = getattr(error, "headline", None) or str(error) or type(error).__name__
+    return text.splitlines()[0].rstrip(".")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
