@@ -45,9 +45,10 @@ def default_config(M: int, N: int, dtype: torch.dtype, tma: bool = True) -> Gemm
     None of these spills registers. The row count of a tile depends on nothing that could differ between ranks.
     """
     if runtime.RUNTIME == "simulated":
-        # The interpreter's cost is per operation, hardly per element: 128 x 128 x 64 takes a fifth of the time of
+        # The interpreter's cost is per operation, hardly per element: 64 x 64 x 64 takes a third of the time of
         # 32 x 32 x 32 on 256 x 128 x 64. Small products, as in tests, still get several tiles.
-        return GemmConfig(32, 32, 32, group_m=2) if M <= 128 else GemmConfig(128, 128, 64, group_m=2)
+        size = 32 if M <= 128 else 64
+        return GemmConfig(size, size, size, group_m=2)
     if dtype == torch.float32:
         # IEEE fp32 has no tensor cores: 190 registers with 8 warps; with 4 warps 255 and 160 spills.
         return GemmConfig(64, 64, 32 if tma else 16, split=1)
