@@ -1,0 +1,72 @@
+"""README is true: its example runs, its test runs, and its tree names every file."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+SHORTENED = {"tkernels/demo", "tkernels/doctor", "tkernels/testing"}  # a line for the folder
+
+
+def blocks(language: str) -> list[str]:
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return [text for name, text in fenced if name == language]
+
+
+def tree() -> set[str]:
+    block = next(block for block in blocks("") if "runtime.py" in block)
+    paths, folder = set(), ""
+    for line in block.splitlines():
+        name = line.split()[0]
+        if not line.startswith(" "):
+            folder = name if name.endswith("/") else ""
+        paths.add(name.rstrip("/") if not line.startswith(" ") else folder + name.rstrip("/"))
+    return paths
+
+
+def sources() -> set[str]:
+    found = set()
+    for folder in ("comm", "tkernels", "layers", "bench"):
+        found.add(folder)
+        for path in (ROOT / folder).iterdir():
+            name = path.relative_to(ROOT).as_posix()
+            package = path.is_dir() and not path.is_symlink() and (path / "__init__.py").exists()
+            if package or (path.suffix == ".py" and path.name != "__init__.py"):
+                found.add(name)
+    return found
+
+
+def test_the_tree_names_every_source_file_and_no_other():
+    named = {path for path in tree() if path.endswith(".py") or path in sources() | SHORTENED}
+    assert named == sources()
+    assert all((ROOT / path).exists() for path in tree() - {"bench/results"})
+
+
+def test_the_example_runs(tmp_path):
+    script = tmp_path / "example.py"
+    script.write_text(blocks("python")[0])
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    errors = [float(error) for error in re.search(r"\[(.*)\]", done.stdout).group(1).split(",")]
+    assert len(errors) == 2 and max(errors) < 1e-5
+
+
+def test_the_example_is_fifteen_lines_of_code():
+    lines = [line for line in blocks("python")[0].splitlines() if line.strip()]
+    assert len(lines) <= 15
+
+
+def test_the_example_of_a_test_passes(pytester):
+    example = next(block for block in blocks("python") if "pytest.mark.ranks" in block)
+    pytester.makepyfile("import pytest\nimport tkernels\nimport torch\n\n\n" + example)
+    pytester.runpytest_subprocess("-q").assert_outcomes(passed=2)
+
+
+@pytest.mark.quick
+def test_the_commands_are_there():
+    assert any("pip install -e . && tkernels demo" in block for block in blocks("sh"))
+    assert any('pip install -e ".[test]" && pytest' in block for block in blocks("sh"))
