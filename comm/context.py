@@ -47,7 +47,8 @@ def init(
         nvshmem runtime the first init of a process must be made by all ranks of the default group, each for its group.
     heap_bytes: symmetric memory a rank, for workspaces and `Context.empty`. Default: 256 MiB simulated, 2 GiB on GPUs.
     transport: "simulated", "peer", "nvshmem", or "auto" for the preferred one that reaches every rank.
-    timeout_s: how long a wait for a peer's signal may take before every rank raises WaitTimeoutError.
+    timeout_s: how long a wait for a peer's signal may take before every rank raises WaitTimeoutError. A peer that has a
+        kernel to compile first is waited for meanwhile.
     num_programs: programs of a persistent kernel. Default: the GPU's multiprocessors, or 4 simulated.
 
     Raises ValueError for a transport that can't be used here, MismatchError if the ranks' options differ.
