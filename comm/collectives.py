@@ -123,6 +123,7 @@ def reduce_kernel(
     OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):
     """Send each rank its part of x, sum what arrives; with GATHER, send the sum of the own part to everyone."""
+    part_stride = tl.cast(part_stride, tl.int64)  # times R it may pass 2**31
     epoch = begin_epoch(state)
     inbox += epoch % 2 * inbox_stride
     pid = tl.program_id(0)

@@ -117,6 +117,7 @@ class Context:
         pinned = self.device.type == "cuda"
         self._host_flag = torch.zeros(1, dtype=torch.int64, pin_memory=pinned)
         self._side_stream = torch.cuda.Stream() if pinned else None
+        self._reported = False  # whether check() has raised
         self.table = self._make_table()
         self.group.barrier()
         self.name = f"context{next(_names)}"
@@ -164,9 +165,20 @@ class Context:
         self.heap.free(tensor)
 
     def workspace(self) -> Workspace:
-        """The current stream's workspace; made at its first use, which all ranks must come to in the same order."""
+        """The current stream's workspace; made at its first use, which all ranks must come to in the same order.
+
+        While a CUDA graph is captured, usually on a stream of its own, a stream without a workspace takes the oldest
+        one: that of the stream that made the calls before, and will replay the graph.
+        """
         stream = torch.cuda.current_stream().cuda_stream if self.device.type == "cuda" else 0
         if stream not in self._workspaces:
+            if self.capturing:
+                if not self._workspaces:
+                    raise TkernelsError(
+                        "a CUDA graph is being captured, and this context has no workspace yet; make one call with the "
+                        "same sizes before the capture"
+                    )
+                return next(iter(self._workspaces.values()))
             self._workspaces[stream] = Workspace(self)
         return self._workspaces[stream]
 
@@ -207,6 +219,11 @@ class Context:
             # Programs wait for each other, so all must be resident at once: a cooperative launch refuses otherwise.
             kernel[(num_programs,)](*arguments, launch_cooperative_grid=True, **options)
             return
+        if num_programs > interpreter.resident():
+            raise ValueError(
+                f"{num_programs} programs wait for each other, but the interpreter runs {interpreter.resident()} at "
+                f"once; pass init(num_programs=...) of no more, or set TKERNELS_RESIDENT"
+            )
         from tkernels.comm.device_simulated import WaitExpired
 
         try:
@@ -241,6 +258,7 @@ class Context:
             if written or time.monotonic() > deadline:
                 break
         self._host_flag.fill_(1)  # later launches refuse
+        self._reported = True
         if not written:
             raise TkernelsError("a wait on a signal expired, but its record was lost; finalize() this context")
         fields = dict(zip(FAULT_FIELDS[1:], written[0][1:], strict=False))
@@ -256,18 +274,24 @@ class Context:
     def finalize(self):
         """Collective. Give the memory back; the context and its tensors must not be used any more. May be repeated.
 
-        After an expired wait it does not meet the other ranks, which may be gone.
+        After an expired wait it does not meet the other ranks, which may be gone. Raises WaitTimeoutError, once the
+        memory is given back, for an expired wait that nothing has reported yet.
         """
         if _contexts.pop(self.name, None) is None:
             return
         if not self.failed:
             self.group.barrier()
-        elif self.device.type == "cuda":
-            torch.cuda.synchronize()
+        reported, error = self._reported, None
+        try:
+            self.check()
+        except TkernelsError as caught:
+            error = caught
         self._workspaces.clear()
         self._constants.clear()
         self._captured_constants.clear()
         self.heap.close()
+        if error is not None and not reported:
+            raise error
 
 
 def _default(value, default):

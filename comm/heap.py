@@ -37,7 +37,7 @@ class SymmetricHeap:
         if len(shape) == 1 and not isinstance(shape[0], int):
             shape = tuple(shape[0])
         num_bytes = math.prod(shape) * dtype.itemsize
-        size = round_up(max(num_bytes, 1), ALIGNMENT)
+        size = round_up(num_bytes, ALIGNMENT)
         offset = self._blocks.find(size)
         asked = self.group.gather((num_bytes, offset))
         if len(set(asked)) > 1:
@@ -45,6 +45,8 @@ class SymmetricHeap:
                 f"symmetric allocation differs between ranks, in (bytes, offset): {_by_rank(asked)}; all ranks must "
                 f"allocate the same sizes in the same order"
             )
+        if num_bytes == 0:
+            return self.segment.local[:0].view(dtype).view(shape)  # has no address, and nothing to give back
         if offset is None:
             raise HeapExhaustedError(num_bytes, self._blocks.largest, self.num_bytes)
         self._blocks.take(size)
@@ -55,6 +57,8 @@ class SymmetricHeap:
 
     def free(self, tensor: torch.Tensor):
         """Give a tensor of `empty` back; all ranks, in the same order. Raises ValueError for any other tensor."""
+        if tensor.numel() == 0:
+            return
         try:
             self._blocks.give_back(self.offset(tensor))
         except KeyError:

@@ -38,7 +38,6 @@ class Workspace:
 
     def reserve(self, inbox_bytes: int, num_chunks: int, outbox_bytes: int = 0, num_counters: int = 0) -> "Workspace":
         """Make room; collective where it grows, so all ranks must ask for the same. Raises once captured."""
-        self._captured = self._captured or self.context.capturing
         if inbox_bytes > self.inbox_bytes or num_chunks > self.num_chunks:
             self._refuse_if_captured()
             self._grow(max(inbox_bytes, self.inbox_bytes), max(num_chunks, self.num_chunks))
@@ -48,6 +47,7 @@ class Workspace:
         if num_counters > self.counters.numel():
             self._refuse_if_captured()
             self.counters = torch.zeros(num_counters, dtype=torch.int64, device=self.context.device)
+        self._captured = self._captured or self.context.capturing
         return self
 
     def _grow(self, inbox_bytes: int, num_chunks: int):
@@ -71,7 +71,7 @@ class Workspace:
         self.context.group.barrier()  # nobody signals before every rank's words are zero
 
     def _refuse_if_captured(self):
-        if self._captured:
+        if self._captured or self.context.capturing:
             raise TkernelsError(
                 "this call needs a larger workspace, but a CUDA graph that is being captured, or was, uses this one as "
                 "it is; make one call with the largest sizes before the capture"

@@ -24,6 +24,7 @@ import torch
 import tkernels
 from tkernels.comm.collectives import check_rows
 from tkernels.comm.context import Context, current_context, find_context
+from tkernels.gemm import check_operands
 
 
 def _own_part(x: torch.Tensor, sizes: tuple[int, ...], dim: int, ctx: Context) -> torch.Tensor:
@@ -101,7 +102,9 @@ def column_parallel_linear(
     """x [M, K], w_shard_n [N/R, K], bias_shard_n [N/R] -> y_shard_n [M, N/R]. Collective in backward.
 
     x is replicated, and so is its gradient: the sum over ranks travels while dy_shard_n @ w_shard_n is computed.
+    fp32, fp16, bf16, all operands alike; under autocast, cast them before. Raises ValueError or TypeError otherwise.
     """
+    check_operands("column_parallel_linear", x, w_shard_n, bias_shard_n, None, (ctx or current_context()).device)
     return _ColumnParallelLinear.apply(x, w_shard_n, bias_shard_n, (ctx or current_context()).name)
 
 

@@ -177,3 +177,12 @@ def test_wrong_operands_are_refused_before_the_first_signal(ctx):
             wrong()
     assert torch.equal(call(x, w, bias, ctx=ctx), reference(ctx, x, w, bias).float())
     ctx.check()
+
+
+@pytest.mark.ranks(2)
+def test_one_row_of_a_wider_buffer_is_read_as_a_row(ctx):
+    """contiguous() leaves the stride of a single row as it is, which a descriptor would believe."""
+    x = integers((1, 8), torch.float32, ctx.rank, device=ctx.device)[:, :5]
+    w = integers((16, 5), torch.float32, 7, device=ctx.device)
+    y = tkernels.all_gather_matmul(x, w, ctx=ctx)
+    assert torch.equal(y.double(), reference(ctx, x, w))

@@ -224,6 +224,8 @@ def test_opcheck_passes_for_every_operator(ctx):
     x_k, w_k = (mine(t.chunk(ctx.size, dim=1), ctx) for t in (whole.x_columns, whole.w_columns))
     bias_k, whole_rows = mine([whole.bias] * ctx.size, ctx), mine([whole.dy] * ctx.size, ctx)
     cases = [
+        (OPS.matmul, (x, w, bias, None)),
+        (OPS.matmul, (x.detach(), w.detach(), None, "relu")),
         (OPS.all_gather_matmul, (x, w, bias, None, False, rows, ctx.name)),
         (OPS.all_gather_matmul, (x, w, None, None, True, rows, ctx.name)),
         (OPS.all_gather_matmul, (x.detach(), w.detach(), None, "silu", False, rows, ctx.name)),
@@ -303,3 +305,25 @@ def test_the_context_may_be_left_out(ctx):
             assert torch.equal(result, torch.ones_like(x[:1]))
         tkernels.barrier()
         assert newest.workspace().state[0] > 0  # it was this one
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_the_local_product_has_gradients(activation):
+    device = torch.device("cuda", torch.cuda.current_device()) if tkernels.RUNTIME == "nvshmem" else "cpu"
+    x, w, bias = (normal(shape, torch.float32, i) for i, shape in enumerate([(7, K), (N, K), (N,)]))
+    whole = leaves(x, w, bias)
+    operands = [t.to(device).requires_grad_() for t in (x, w, bias)]
+    y = tkernels.matmul(*operands, activation)
+    want = activation_reference(whole[0] @ whole[1].t() + whole[2], activation)
+    assert_close_to(y, want, K + 1)
+    dy = normal((7, N), torch.float32, 9)
+    y.backward(dy.to(device))
+    want.backward(dy.double())
+    for got, reference in zip(operands, whole, strict=True):
+        assert_close_to(got.grad, reference.grad, 4 * N)
+
+
+def test_an_unknown_activation_is_refused_before_anything_is_computed():
+    x = torch.ones(2, 4, requires_grad=True)
+    with pytest.raises(ValueError, match="activation='tanh' is unknown"):
+        tkernels.matmul(x, x, activation="tanh")

@@ -145,11 +145,12 @@ def all_gather_matmul(
     M, (N, K) = sum(rows), w.shape
     if ctx.size == 1 or M == 0:
         y = matmul(x_shard_m, w, bias, activation, config=config.gemm if config else None)
-        return y, x_shard_m.clone() if return_gathered else None
+        return y, x_shard_m.clone(memory_format=torch.contiguous_format) if return_gathered else None
 
     tma = all_tma(x_shard_m, w)
     config = config or default_overlap(M, N, x_shard_m.dtype, ctx.size, ctx.num_programs, tma)
-    gemm, x = config.gemm, x_shard_m.contiguous()
+    # Through one dimension: contiguous() keeps any stride of a dimension of size 1, and kernels take rows of K.
+    gemm, x = config.gemm, x_shard_m.contiguous().view(-1).view(x_shard_m.shape)
     tiles_m = sum(triton.cdiv(count, gemm.block_m) for count in rows)
     num_programs = programs_of(config, ctx.num_programs, tiles_m * triton.cdiv(N, gemm.block_n))
     itemsize = x.element_size()
@@ -184,7 +185,7 @@ def all_gather_matmul(
         DTYPE=triton_dtype(x.dtype), PRECISION=precision(x.dtype),
         OPERATION=OP, TRANSPORT=ctx.transport_id,
         PUT_BLOCK=config.copy_block(aligned), ALIGN=16 if aligned else itemsize,
-        num_warps=gemm.num_warps, num_stages=gemm.num_stages,
+        num_warps=gemm.num_warps, num_stages=gemm.num_stages, maxnreg=config.max_registers,
     )  # fmt: skip
     return y, _collect(workspace, x, first_row, parity_rows, M) if return_gathered else None
 

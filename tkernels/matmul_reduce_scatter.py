@@ -204,7 +204,7 @@ def matmul_reduce_kernel(
                         TRANSPORT, PUT_BLOCK, ALIGN,
                     )
         receive_parts(
-            y_memory, gathered, gathered_ready, starts, max_chunks, epoch, table, chunk_rows * N,
+            y_memory, gathered, gathered_ready, starts, max_chunks, epoch, table, tl.cast(chunk_rows, tl.int64) * N,
             RANK, SIZE, OPERATION, TRANSPORT, PUT_BLOCK, ALIGN,
         )
     end_epoch(state, epoch)
@@ -293,8 +293,7 @@ def matmul_reduce(ctx, op, x, w, bias, activation, rows, config, gather: bool) -
         DTYPE=triton_dtype(x.dtype), PRECISION=precision(x.dtype),
         OPERATION=op, TRANSPORT=ctx.transport_id,
         PUT_BLOCK=config.copy_block(aligned), ALIGN=16 if aligned else itemsize,
-        num_warps=gemm.num_warps, num_stages=gemm.num_stages,
-        maxnreg=255,  # one program a multiprocessor; ptxas would spill a little to make room for two
+        num_warps=gemm.num_warps, num_stages=gemm.num_stages, maxnreg=config.max_registers,
     )  # fmt: skip
     return y
 

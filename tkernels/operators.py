@@ -6,6 +6,7 @@ change, the workspace, belongs to the context, and no tensor that a caller holds
 Gradients (each is an overlapped operation of its own):
 
     operation               dx                                  dw                          dbias
+    matmul                  dy @ w                              dy.T @ x                    dy summed
     all_gather_matmul       matmul_reduce_scatter(dy, w.T)      dy.T @ all_gather(x)        dy summed
     matmul_reduce_scatter   all_gather_matmul(dy, w.T)          all_gather(dy).T @ x        all_gather(dy) summed
     matmul_all_reduce       dy @ w                              dy.T @ x                    dy summed
@@ -26,7 +27,8 @@ import tkernels.matmul_reduce_scatter as _matmul_reduce_scatter
 from tkernels.comm import collectives
 from tkernels.comm.context import Context, current_context, find_context
 from tkernels.comm.errors import TkernelsError
-from tkernels.gemm import activation_reference
+from tkernels.gemm import ACTIVATIONS, activation_reference
+from tkernels.gemm import matmul as _matmul
 
 _library = torch.library.Library("tkernels", "DEF")
 _ops = torch.ops.tkernels
@@ -41,6 +43,27 @@ def _define(schema: str, implementation, fake, setup_context=None, backward=None
         torch.library.register_autograd(
             f"tkernels::{name}", backward, setup_context=setup_context, lib=_library
         )
+
+
+def _matmul_setup(ctx, inputs, output):
+    x, w, _, ctx.activation = inputs
+    ctx.save_for_backward(x, w)
+
+
+def _matmul_backward(ctx, dy):
+    _refuse_fused_activation("matmul", ctx.activation)
+    x, w = ctx.saved_tensors
+    need_x, need_w, need_bias = ctx.needs_input_grad[:3]
+    return dy @ w if need_x else None, dy.t() @ x if need_w else None, dy.sum(0) if need_bias else None, None
+
+
+_define(
+    "matmul(Tensor x, Tensor w, Tensor? bias, str? activation) -> Tensor",
+    _matmul,
+    lambda x, w, bias, activation: x.new_empty((x.shape[0], w.shape[0])),
+    _matmul_setup,
+    _matmul_backward,
+)
 
 
 def _with_unit_stride(matrix: torch.Tensor) -> torch.Tensor:
@@ -209,8 +232,18 @@ def _refuse_fused_activation(name: str, activation: str | None):
 
 def _split_activation(activation: str | None, *operands: torch.Tensor | None) -> tuple[str | None, str | None]:
     """(fused, separate): the activation is fused unless backward will need its input."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation={activation!r} is unknown; use {', '.join(map(str, ACTIVATIONS))}")
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
     return (None, activation) if wanted else (activation, None)
+
+
+def matmul(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
+) -> torch.Tensor:
+    """activation(x @ w.T + bias) on this rank alone: x [M, K], w [N, K], bias [N] -> [M, N]; fp32, fp16, bf16."""
+    fused, separate = _split_activation(activation, x, w, bias)
+    return activation_reference(_ops.matmul(x, w, bias, fused), separate)
 
 
 def _num_rows(name: str, x: torch.Tensor) -> int:

@@ -28,12 +28,15 @@ class OverlapConfig:
     num_comm: programs that send while the others multiply. 9 to 12 reach what NVLink gives to stores, 320 GB/s of the
         copy engine's 385 on H200 (16 MB to each of 3 peers).
     put_block: elements that a program copies at a step; 16384 beat 8192 by 8 % on llama70b-qkv (4 H200s, bench/LOG.md).
+    max_registers: a limit of registers a thread. Without one ptxas may spill to make room for a second program on a
+        multiprocessor: 36 spills at 128 registers for fp32 by pointers.
     """
 
     gemm: GemmConfig = field(default_factory=GemmConfig)
     chunk_rows: int = 128
     num_comm: int = 12
     put_block: int = 16384
+    max_registers: int | None = None
 
     def copy_block(self, aligned: bool) -> int:
         """put_block where rows are of whole 16 bytes; else fewer, for every element then costs registers."""
@@ -56,7 +59,8 @@ def default_overlap(
         return OverlapConfig(gemm, chunk_rows=gemm.block_m, num_comm=min(2, num_programs - 1), put_block=4096)
     peers = max(size - 1, 1)
     num_comm = min(max(12 // peers, 1) * peers, num_programs - 1)
-    return OverlapConfig(gemm, chunk_rows=max(128, gemm.block_m), num_comm=num_comm)
+    max_registers = 255 if dtype == torch.float32 else None
+    return OverlapConfig(gemm, max(128, gemm.block_m), num_comm, max_registers=max_registers)
 
 
 def tile_schedule(rows: tuple[int, ...], order: list[int], config: OverlapConfig) -> list[int]:
