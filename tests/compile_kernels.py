@@ -1,0 +1,574 @@
+"""Compile every GPU kernel for sm_90a, on a machine that need not have a GPU, and write down what came out as JSON.
+
+    TKERNELS_RUNTIME=nvshmem python tests/compile_kernels.py facts.json [PART_OF_A_CASE_NAME ...]
+
+A script of its own, because the kernels must be decorated by the compiler and not by the interpreter. It calls the
+library's own functions, on CPU tensors and on a context whose peers don't exist, and stops each launch after the
+compilation: what is compiled is what would be launched, with the arguments specialised as the launcher does it.
+
+The facts come from four places. Machine code: registers, spills, tensor-core instructions. PTX: its control flow, along
+which barriers and fences must come in time. The source, and the optimised LLVM module with its debug information: the
+chains of calls that end in an acquire or a release, to be compared with each other.
+"""
+
+import argparse
+import ast
+import concurrent.futures
+import contextlib
+import functools
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import traceback
+import types
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+import tkernels
+from tkernels import gemm
+from tkernels.comm import collectives, context, device, runtime
+from tkernels.comm.device import PEER, put_signal
+from tkernels.doctor import verbs
+
+WORKERS = 2
+MULTIPROCESSORS = 132  # of an H100 and an H200
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of an operation. shape: M, N, K of the local product, or M and K of what a collective moves.
+
+    rows: how M is split over `ranks`, where it is not evenly.
+    """
+
+    operation: str
+    dtype: str = "bfloat16"
+    label: str = ""
+    shape: tuple[int, int, int] = (1024, 1024, 1024)
+    ranks: int = 1
+    transport: str = "peer"
+    rows: tuple | None = None
+    w_transposed: bool = False
+    x_transposed: bool = False
+    misaligned: bool = False  # the bases of x and w are not multiples of 16 bytes
+    activation: str | None = None
+    bias: bool = False
+    tf32: bool = False
+
+    @property
+    def name(self) -> str:
+        parts = [self.operation, self.dtype, re.sub(r"\W+", "_", self.label).strip("_")]
+        return "-".join(filter(None, parts + ([str(self.ranks), self.transport] if self.ranks > 1 else [])))
+
+
+SHAPES = {
+    "large": (1024, 1024, 1024),
+    "narrow": (1024, 128, 1024),
+    "few_rows": (64, 1024, 1024),
+    "unaligned": (1020, 1001, 1001),
+}
+FUSED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+def _cases() -> list[Case]:
+    cases = []
+    for operation in ("matmul", *FUSED):
+        ranks = 1 if operation == "matmul" else 4
+        for dtype in ("bfloat16", "float32"):
+            for label, shape in SHAPES.items():
+                cases.append(Case(operation, dtype, label, shape, ranks))
+        for label in ("large", "unaligned"):
+            cases.append(Case(operation, "float16", label, SHAPES[label], ranks))
+        for activation in ("relu", "gelu", "gelu_tanh", "silu"):
+            cases.append(Case(operation, label=activation, ranks=ranks, activation=activation, bias=True))
+        cases.append(Case(operation, "float32", "gelu", ranks=ranks, activation="gelu", bias=True))
+        for dtype in ("bfloat16", "float32"):
+            cases.append(Case(operation, dtype, "w_transposed", ranks=ranks, w_transposed=True))
+        cases.append(Case(operation, label="misaligned", ranks=ranks, misaligned=True))
+        cases.append(Case(operation, label="unaligned_gelu", shape=SHAPES["unaligned"], ranks=ranks, activation="gelu",
+                          bias=True))  # fmt: skip
+        cases.append(Case(operation, label="unaligned_N", shape=(1024, 1001, 1024), ranks=ranks, bias=True))
+        cases.append(Case(operation, label="unaligned_K", shape=(1024, 1024, 1001), ranks=ranks, bias=True))
+        if operation != "all_gather_matmul":  # which makes its x contiguous
+            cases.append(Case(operation, label="x_transposed", ranks=ranks, x_transposed=True))
+        if ranks > 1:
+            cases.append(Case(operation, label="uneven", shape=(1023, 1024, 1024), ranks=4, rows=(256, 256, 256, 255)))
+            cases.append(Case(operation, label="large", ranks=2))
+            cases.append(Case(operation, "float32", label="large", ranks=2))
+            cases.append(Case(operation, label="large", ranks=4, transport="nvshmem"))
+    cases.append(Case("matmul", "float32", "tf32", tf32=True))
+    cases.append(Case("matmul", label="one_column", shape=(1024, 1, 1024)))
+    for operation in COLLECTIVES:
+        dtypes = ("bfloat16", "float16", "float32")
+        for dtype in (*dtypes, "int8", "int64") if operation == "all_gather" else dtypes:
+            for label, shape in (("aligned", SHAPES["large"]), ("unaligned", SHAPES["unaligned"])):
+                cases.append(Case(operation, dtype, label, shape, ranks=4))
+        cases.append(Case(operation, label="aligned", ranks=2))
+        cases.append(Case(operation, label="aligned", ranks=4, transport="nvshmem"))
+    for ranks, transport in ((2, "peer"), (4, "peer"), (4, "nvshmem")):
+        cases.append(Case("barrier", "", ranks=ranks, transport=transport))
+    for verb in verbs.VERBS:
+        for transport in ("peer", "nvshmem"):
+            if transport == "peer" or verb in ("put, quiet, signal", "get"):
+                cases.append(Case("round_trip", "", verb, ranks=2, transport=transport))
+    return cases
+
+
+CASES = {case.name: case for case in _cases()}
+
+
+# What the gates must refuse: kernels that forget one thing, and configurations that don't fit.
+
+
+@triton.jit
+def release_without_barrier_kernel(x, word):
+    at = tl.arange(0, 1024)
+    tl.store(x + at, tl.load(x + at) + 1.0)
+    tl.atomic_xchg(word, tl.full((), 1, tl.int64), sem="release", scope="sys")
+
+
+@triton.jit
+def tma_store_without_publish_kernel(source, target, word):
+    target.store([0, 0], source.load([0, 0]))
+    tl.debug_barrier()
+    tl.atomic_xchg(word, tl.full((), 1, tl.int64), sem="release", scope="sys")
+
+
+@triton.jit
+def wait_unused_kernel(x, word):
+    tl.atomic_add(word, tl.full((), 0, tl.int64), sem="acquire", scope="sys")  # deleted, for nobody asks what it read
+    at = tl.arange(0, 1024)
+    tl.store(x + at, tl.load(x + at) + 1.0)
+
+
+@triton.jit
+def tma_load_without_fence_kernel(source, x, word):
+    seen = tl.full((), 0, tl.int64)
+    while seen < 1:
+        seen = tl.atomic_add(word, tl.full((), 0, tl.int64), sem="acquire", scope="sys")
+    tl.store(x + tl.arange(0, 64), tl.sum(source.load([0, 0]), axis=0))
+
+
+@triton.jit
+def put_without_align_kernel(target, source, word, table, num_elements, ALIGN: tl.constexpr):
+    put_signal(target, source, num_elements, word, 1, 1, table, PEER, 1024)
+
+
+def _vector():
+    return torch.empty(1024)
+
+
+def _words():
+    return torch.empty(64, dtype=torch.int64)
+
+
+def _descriptor():
+    return TensorDescriptor(torch.empty(64, 64), [64, 64], [64, 1], [64, 64])
+
+
+def _product(dtype, **config):
+    x = torch.empty(1024, 1024, dtype=dtype)
+    gemm.matmul(x, x, config=gemm.GemmConfig(**config))
+
+
+REFUSED = {
+    "release_without_barrier": lambda: release_without_barrier_kernel[(1,)](_vector(), _words()),
+    "tma_store_without_publish": lambda: tma_store_without_publish_kernel[(1,)](_descriptor(), _descriptor(), _words()),
+    "tma_load_without_fence": lambda: tma_load_without_fence_kernel[(1,)](_descriptor(), _vector(), _words()),
+    "wait_unused": lambda: wait_unused_kernel[(1,)](_vector(), _words()),
+    "put_without_align": lambda: put_without_align_kernel[(1,)](
+        _vector().bfloat16(), _vector().bfloat16(), _words(), _words(), 1024, ALIGN=16
+    ),
+    "spilling_config": lambda: _product(torch.float32, block_m=64, block_n=64, block_k=32, num_warps=4, split=1),
+    "too_many_stages": lambda: _product(torch.bfloat16, num_stages=5),
+}
+
+
+# What is run in a worker.
+
+
+class NoRanks:
+    """A group of ranks of which only this one exists: whatever it gathers, all others would have said the same."""
+
+    def __init__(self, rank_and_size):
+        self.process_group, (self.rank, self.size) = None, rank_and_size
+        self.global_ranks = list(range(self.size))
+
+    def gather(self, value):
+        return [value] * self.size
+
+    def barrier(self):
+        pass
+
+
+NO_CONTEXT = contextlib.nullcontext()
+
+_compiled = []
+
+
+@functools.cache
+def prepare():
+    """Replace the GPU: the target is named, tensors live on the CPU, launches end after the compilation."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    target = GPUTarget("cuda", 90, 32)
+    driver.set_active(
+        types.SimpleNamespace(
+            get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
+        )
+    )
+    run = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **options):
+        _compiled.append(run(self, *args, grid=grid, warmup=True, **options))
+
+    JITFunction.run = compile_only
+    for name in ("nvshmem", "nvshmem.bindings", "nvshmem.bindings.nvshmem", "nvshmem.core", "cuda", "cuda.core"):
+        sys.modules[name] = mock.MagicMock()  # nvshmem_runtime imports them; only its device_library is called
+
+    def open_segment(group, num_bytes):
+        memory = torch.empty(num_bytes, dtype=torch.uint8)
+        bases = [memory.data_ptr()] * group.size
+        return runtime.Segment(memory, bases, bases, group.global_ranks)
+
+    runtime.device = lambda: torch.device("cpu")
+    runtime.open_segment = open_segment
+    context.Group = NoRanks
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
+
+
+def run_case(name: str) -> dict:
+    """Compile one case and return its facts, {"error": ...} or {"skip": ...}."""
+    case = CASES.get(name)
+    if case and case.transport == "nvshmem" and not _has_nvshmem():
+        return {"skip": "nvidia-nvshmem-cu13 (3.4 to 3.6) is not installed, whose device code this would link"}
+    prepare()
+    _compiled.clear()
+    try:
+        _call(case) if case else REFUSED[name]()
+        (kernel,) = set(_compiled)
+        return facts_of(kernel)
+    except Exception:
+        return {"error": traceback.format_exc()}
+
+
+def _has_nvshmem() -> bool:
+    try:
+        return importlib.util.find_spec("nvidia.nvshmem") is not None
+    except ModuleNotFoundError:  # no package named nvidia either
+        return False
+
+
+def _call(case: Case):
+    """Call the operation of a case as rank 1 of its ranks."""
+    M, N, K = case.shape
+    dtype = getattr(torch, case.dtype or "float32")
+    torch.backends.cuda.matmul.allow_tf32 = case.tf32
+
+    def matrix(rows, columns, transposed=False):
+        start = 1 if case.misaligned else 0
+        memory = torch.empty(rows * columns + start, dtype=dtype)[start:]
+        return memory.view(columns, rows).t() if transposed else memory.view(rows, columns)
+
+    ranks = (1, case.ranks)
+    with tkernels.init(ranks, heap_bytes=1 << 30, transport=case.transport) if case.ranks > 1 else NO_CONTEXT as ctx:
+        if case.operation == "barrier":
+            ctx.barrier()
+        elif case.operation == "round_trip":
+            verbs.round_trip(ctx, case.label, case.transport)
+        elif case.operation in COLLECTIVES:
+            getattr(collectives, case.operation)(ctx, matrix(M, K))
+        else:
+            rows = case.rows or (M // case.ranks,) * case.ranks
+            x = matrix(rows[1] if case.operation == "all_gather_matmul" else M, K, case.x_transposed)
+            operands = x, matrix(N, K, case.w_transposed), torch.empty(N, dtype=dtype) if case.bias else None
+            if case.operation == "matmul":
+                gemm.matmul(*operands, case.activation)
+            else:
+                operation = getattr(importlib.import_module(f"tkernels.{case.operation}"), case.operation)
+                split = {} if case.operation == "matmul_all_reduce" else {"rows": rows}
+                operation(ctx, *operands, case.activation, **split)
+
+
+# Facts.
+
+
+def facts_of(kernel) -> dict:
+    """What the gates judge, of one compiled kernel."""
+    ptx, metadata, function = kernel.asm["ptx"], kernel.metadata, kernel.src.fn
+    constants = {function.arg_names[path[0]]: _value(value) for path, value in kernel.src.constants.items()}
+    resources, sass = _disassemble(kernel.asm["cubin"])
+    threads = metadata.num_warps * 32
+    counts, violations, stores = _walk_ptx(ptx)
+    found = _synchronisation(kernel.asm["llir"])
+    expected = [(kind, *chain) for kind, chain in call_sites(function, constants)]
+    missing, unexpected = _compare(found, expected)
+    for kind, number in Counter(kind for kind, *_ in found).items():
+        if counts[kind] < number:
+            missing.append(f"{number - counts[kind]} {kind}s between LLVM and PTX")
+    return {
+        "kernel": function.__name__,
+        "triton": triton.__version__,
+        "constants": {name: value for name, value in constants.items() if isinstance(value, (int, str, bool))},
+        "dtype": str(constants.get("DTYPE", "")),
+        "threads": threads,
+        "num_stages": metadata.num_stages,
+        "registers": int(resources["REG"]),
+        "stack": int(resources["STACK"]),
+        "local": int(resources["LOCAL"]),
+        "spills": len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+        "shared": metadata.shared,
+        "tensor_cores": len(re.findall(r"\b[HQI]GMMA\b", sass)),
+        "tma_loads": len(_TMA_LOAD.findall(ptx)),
+        "tma_stores": len(_TMA_STORE.findall(ptx)),
+        "async_copies": len(re.findall(r"cp\.async\.c[ag]", ptx)),
+        "mbarrier_waits": ptx.count("mbarrier.try_wait"),
+        "warp_specialized": "warp_specialize" in kernel.asm["ttgir"] or "setmaxnreg" in ptx,
+        "external": re.findall(r"\.extern \.func[^;]*?(\w+)\s*[(\n;]", ptx),
+        "sites": dict(Counter(kind for kind, *_ in expected)),
+        "missing": missing,
+        "unexpected": unexpected,
+        "violations": sorted(violations),
+        "copy_stores": stores,
+    }
+
+
+def _disassemble(cubin: bytes) -> tuple[dict, str]:
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage, sass = (
+            subprocess.run([tools / command[0], *command[1:], file.name], capture_output=True, text=True, check=True)
+            for command in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
+        )
+    return dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage.stdout)), sass.stdout
+
+
+_SEMANTICS = re.compile(r"\b(?:ld|st|atom|red)\.[\w.]*\b(acquire|release|acq_rel)\b")
+_PUT_SIGNAL = re.compile(r"\bcall\S*\s.*(?:put_signal|putmem_signal)")
+_TMA_LOAD = re.compile(r"\bcp\.async\.bulk\.tensor\S*\.shared::\w+\.global")
+_TMA_STORE = re.compile(r"\bcp\.async\.bulk\.tensor\S*\.global\.shared")
+_STORE = re.compile(r"\bst\.global\.([\w.]+)")
+_BRANCH = re.compile(r"(@\S+\s+)?bra\S*\s+(\$L\w+)")
+
+
+def _synchronisation(llir: str) -> list[tuple]:
+    """The acquires and releases of an LLVM module: (kind, (file, line), ...), innermost call first."""
+    metadata = dict(re.findall(r"^(!\d+) = (.*)$", llir, re.MULTILINE))
+
+    def field(node, name):
+        match = re.search(rf"\b{name}: (?:(!?\d+)|\"([^\"]*)\")", metadata[node])
+        return match and (match[1] or match[2])
+
+    def chain(location):
+        while location:
+            file = field(field(field(location, "scope"), "file"), "filename")
+            yield Path(file).name, int(field(location, "line"))
+            location = field(location, "inlinedAt")
+
+    calls = re.findall(r"^(.*\bcall\b.*), !dbg (!\d+)", llir, re.MULTILINE)
+    return [(kind, *chain(location)) for call, location in calls if (kind := _kind(call))]
+
+
+def _kind(instruction: str) -> str | None:
+    found = _SEMANTICS.search(instruction)
+    return found[1] if found else "release" if _PUT_SIGNAL.search(instruction) else None
+
+
+def _walk_ptx(ptx: str) -> tuple[Counter, set, dict]:
+    """(numbers of acquires and releases, violations of order, widths of the stores of `copy`) of a kernel's PTX.
+
+    The order is checked along every path of the control flow; a state is the set of what is still owed on some path
+    that leads there.
+    """
+    body = ptx[ptx.index(".entry") :]
+    body = body[: body.index("$L__func_end")]
+    blocks, current, place = {"": []}, "", None
+    for line in body.splitlines():
+        if label := re.match(r"(\$L\w+):", line):
+            blocks[current].append((place, f"bra {label[1]}"))
+            current = label[1]
+            blocks[current] = []
+        elif location := re.match(r"\s*\.loc\b.*?// ([\w.]+\.py):(\d+)", line):
+            place = location[1], int(location[2])
+        elif line.strip() and not line.strip().startswith(("//", ".")):
+            blocks[current].append((place, line.strip()))
+
+    violations = set()
+    states, queue = {label: None for label in blocks}, [("", frozenset())]
+    while queue:
+        label, state = queue.pop()
+        if states[label] is not None and state <= states[label]:
+            continue
+        state = states[label] = state | (states[label] or frozenset())
+        for place, instruction in blocks[label]:
+            where = "{}:{}".format(*place) if place else "an unknown line"
+            if branch := _BRANCH.match(instruction):
+                queue.append((branch[2], state))
+                if not branch[1]:
+                    break
+            elif instruction.startswith(("ret", "trap", "exit")):
+                break
+            kind = _kind(instruction)
+            if kind in ("release", "acq_rel") and "unbarred store" in state:
+                violations.add(f"no barrier between a store and the release at {where}")
+            # The record of an expired wait tells of nothing that TMA stored.
+            if kind == "release" and "unpublished store" in state and _function_at(place) != "_record_fault":
+                violations.add(f"no completion of a TMA store before the release at {where}")
+            reads = re.search(r"\bld\.global|\bcp\.async\.c[ag]", instruction) and kind != "acquire"
+            tma_load = _TMA_LOAD.search(instruction)
+            if (reads or tma_load) and "unbarred acquire" in state:
+                violations.add(f"no barrier between an acquire and the load at {where}")
+            if tma_load and "unfenced acquire" in state:
+                violations.add(f"no proxy fence between an acquire and the TMA load at {where}")
+
+            if "bar.sync" in instruction or "barrier.sync" in instruction:
+                state -= {"unbarred store", "unbarred acquire"}
+            if "cp.async.bulk.wait_group" in instruction and ".read" not in instruction:
+                state -= {"unpublished store"}
+            if "fence.proxy.async.global" in instruction:
+                state -= {"unfenced acquire"}
+            if _TMA_STORE.search(instruction):
+                state |= {"unpublished store"}
+            if kind == "acquire":
+                state |= {"unbarred acquire", "unfenced acquire"}
+            if _STORE.search(instruction):
+                state |= {"unbarred store"}
+    instructions = [pair for block in blocks.values() for pair in block]
+    counts = Counter(kind for _, instruction in instructions if (kind := _kind(instruction)))
+    stores = [(place, store[1]) for place, instruction in instructions if (store := _STORE.search(instruction))]
+    return counts, violations, Counter(width for place, width in stores if _function_at(place) == "copy")
+
+
+def _compare(events: list, expected: list) -> tuple[list[str], list[str]]:
+    """Call sites of the source that were not compiled, and compiled instructions that no call site accounts for."""
+
+    def covers(site, event):
+        if len(site) != len(event) or site[0] != event[0]:
+            return False
+        places = zip(site[1:], event[1:], strict=True)
+        return all(file == seen and first <= line <= last for (file, first, last), (seen, line) in places)
+
+    def text(site):
+        return f"{site[0]} at " + " < ".join(f"{place[0]}:{place[1]}" for place in site[1:])
+
+    missing = [text(site) for site in expected if not any(covers(site, event) for event in events)]
+    unexpected = {text(event) for event in events if not any(covers(site, event) for site in expected)}
+    return missing, sorted(unexpected)
+
+
+@functools.cache
+def _functions(file: str) -> dict[str, ast.FunctionDef]:
+    """The functions of a file of the library, or of this one, by name."""
+    folders = [Path(module.__file__).parent for module in (tkernels, device)] + [Path(__file__).parent]
+    path = next((folder / file for folder in folders if (folder / file).is_file()), None)
+    statements = ast.parse(path.read_text()).body if path else []
+    return {node.name: node for node in statements if isinstance(node, ast.FunctionDef)}
+
+
+def _function_at(place: tuple[str, int] | None) -> str | None:
+    file, line = place or ("", 0)
+    return next((name for name, node in _functions(file).items() if node.lineno <= line <= node.end_lineno), None)
+
+
+def _value(value):
+    return value.value if isinstance(value, tl.constexpr) else value
+
+
+def call_sites(function, constants: dict, chain=()):
+    """(kind, chain) of each acquire, release and acq_rel that a kernel's source can reach with these constants.
+
+    A chain is (file, first line, last line) of each call, innermost first. A branch whose condition the constants
+    decide is taken as decided; both sides of any other one count.
+    """
+    file = Path(function.fn.__code__.co_filename).name
+    names = _Names(function, constants)
+
+    def evaluate(node):
+        return eval(compile(ast.Expression(node), file, "eval"), {"__builtins__": {"max": max, "min": min}}, names)
+
+    def known(node):
+        try:
+            return [evaluate(node)]
+        except (NameError, AttributeError, TypeError):
+            return []
+
+    def visit(node):
+        if isinstance(node, ast.If):
+            yield from visit(node.test)
+            taken = [bool(value) for value in known(node.test)] or [True, False]
+            for statement in (node.body if True in taken else []) + (node.orelse if False in taken else []):
+                yield from visit(statement)
+            return
+        if isinstance(node, ast.AnnAssign):
+            for value in known(node.value):
+                names.constants[node.target.id] = value
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child)
+        if isinstance(node, ast.Call):
+            yield from called(node, ((file, node.lineno, node.end_lineno), *chain))
+
+    def called(node, chain):
+        if isinstance(node.func, ast.Attribute):
+            for keyword in node.keywords:
+                if keyword.arg == "sem" and evaluate(keyword.value) != "relaxed":
+                    yield evaluate(keyword.value), chain
+        elif isinstance(node.func, ast.Name):
+            target = function.__globals__.get(node.func.id)
+            if node.func.id == "putmem_signal_block":
+                yield "release", chain
+            elif isinstance(target, triton.runtime.jit.JITFunction):
+                given = dict(zip(target.arg_names, node.args, strict=False)) | {k.arg: k.value for k in node.keywords}
+                bound = {p.name: _value(p.default) for p in target.params if p.has_default and p.name not in given}
+                bound |= {name: value for name, argument in given.items() for value in known(argument)}
+                yield from call_sites(target, bound, chain)
+
+    for statement in _functions(file)[function.__name__].body:
+        yield from visit(statement)
+
+
+class _Names(dict):
+    """What a name of a kernel's body stands for, where that is known at compile time; NameError where it is not."""
+
+    def __init__(self, function, constants):
+        self.function, self.constants = function, dict(constants)
+
+    def __missing__(self, name):
+        if name in self.constants:
+            return self.constants[name]
+        if name in self.function.fn.__code__.co_varnames:
+            raise NameError(name)
+        return _value(self.function.__globals__[name])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("only", nargs="*", help="compile the cases whose names contain one of these")
+    options = parser.parse_args()
+    if runtime.RUNTIME != "nvshmem":
+        parser.error("set TKERNELS_RUNTIME=nvshmem, so that kernels are compiled and not interpreted")
+    names = [name for name in (*CASES, *REFUSED) if not options.only or any(part in name for part in options.only)]
+    names.sort(key=lambda name: "nvshmem" not in name)  # the slow ones first, so that no worker ends alone with one
+    with concurrent.futures.ProcessPoolExecutor(WORKERS) as pool:
+        facts = dict(zip(names, pool.map(run_case, names), strict=True))
+    options.output.write_text(json.dumps(facts, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""Every GPU kernel, in the configurations that the library chooses, compiles for sm_90a and passes the gates.
+
+The compilations run once a session, in processes of their own (see compile_kernels.py), and need no GPU.
+"""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import triton
+from compile_kernels import CASES, REFUSED
+from packaging.version import Version
+
+import tkernels
+
+pytestmark = pytest.mark.compile
+
+SHARED_BYTES = 232448  # what one program may have on sm_90
+REGISTERS = 65536  # of a multiprocessor
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    """The facts of every case, by name."""
+    output = tmp_path_factory.mktemp("compile") / "facts.json"
+    script = Path(__file__).with_name("compile_kernels.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TKERNELS_RUNTIME"] = "nvshmem"
+    done = subprocess.run([sys.executable, script, output], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(output.read_text())
+
+
+def facts_of(compiled, name: str) -> dict:
+    facts = compiled[name]
+    if "skip" in facts:
+        pytest.skip(facts["skip"])
+    assert "error" not in facts, facts["error"]
+    return facts
+
+
+# A gate returns what is wrong with a kernel, in words, or nothing.
+
+
+def spills(facts):
+    if facts["spills"] or facts["local"] or facts["stack"]:
+        return f"{facts['spills']} spills, {facts['stack']} bytes of stack, with {facts['registers']} registers"
+
+
+def fits(facts):
+    if facts["shared"] > SHARED_BYTES:
+        return f"{facts['shared']} bytes of shared memory; a program may have {SHARED_BYTES}"
+    if facts["registers"] * facts["threads"] > REGISTERS:
+        return f"{facts['registers']} registers for each of {facts['threads']} threads"
+
+
+def tensor_cores(facts):
+    constants = facts["constants"]
+    expected = "BLOCK_K" in constants and (facts["dtype"] in ("fp16", "bf16") or constants["PRECISION"] == "tf32")
+    if expected != bool(facts["tensor_cores"]):
+        return f"{facts['tensor_cores']} tensor-core instructions"
+
+
+def descriptors(facts):
+    constants = facts["constants"]
+    if any(constants.get(name) for name in ("X_TMA", "W_TMA", "P_TMA")) and not facts["tma_loads"]:
+        return "no TMA loads"
+    if any(constants.get(name) for name in ("Y_TMA", "O_TMA")) and not facts["tma_stores"]:
+        return "no TMA stores"
+
+
+def pipeline(facts):
+    constants = facts["constants"]
+    if constants.get("X_TMA") and constants.get("W_TMA"):
+        bits = int(facts["dtype"].lstrip("bfp"))
+        stage = (constants["BLOCK_M"] + constants["BLOCK_N"]) * constants["BLOCK_K"] * bits // 8
+        # wgmma reads a stage from shared memory while others arrive; without it a stage is copied to registers first.
+        stages = facts["num_stages"] - (not facts["tensor_cores"])
+        if facts["shared"] < stages * stage or not facts["mbarrier_waits"]:
+            return f"{facts['shared']} bytes of shared memory don't hold {stages} stages of {stage}"
+    elif facts["dtype"] == "fp32" and not facts["async_copies"]:
+        return "no asynchronous copies"  # of fewer than 4 bytes there are none
+
+
+def calls(facts):
+    if facts["missing"]:
+        return "the compiler deleted " + ", ".join(facts["missing"])
+    if facts["unexpected"]:
+        return "the source doesn't account for " + ", ".join(facts["unexpected"])
+
+
+def order(facts):
+    return "; ".join(facts["violations"])
+
+
+def remote_stores(facts):
+    """Copies between aligned addresses go by 16 bytes: NVLink is slow with less."""
+    widths = {width: math.prod(int(part.lstrip("vb")) for part in width.split(".")) for width in facts["copy_stores"]}
+    narrow = [width for width, bits in widths.items() if bits < 128]
+    if facts["constants"].get("ALIGN") == 16 and narrow:
+        return f"stores of {', '.join(narrow)} where addresses are aligned to 16 bytes"
+
+
+def linked(facts):
+    if facts["external"]:
+        return f"unresolved functions {', '.join(facts['external'])}"
+
+
+def plain_warps(facts):
+    if facts["warp_specialized"]:
+        return "warps are specialized; Triton then deletes waits and signals"
+
+
+GATES = (spills, fits, tensor_cores, descriptors, pipeline, calls, order, remote_stores, linked, plain_warps)
+
+
+def judge(facts) -> dict[str, str]:
+    """The gates that refuse a kernel, each with its reason."""
+    return {gate.__name__: problem for gate in GATES if (problem := gate(facts))}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_passes_the_gates(compiled, name):
+    assert judge(facts_of(compiled, name)) == {}
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if "matmul" in case.operation])
+def test_descriptors_are_used_where_the_layout_allows(compiled, name):
+    case, constants = CASES[name], facts_of(compiled, name)["constants"]
+    itemsize = 4 if case.dtype == "float32" else 2
+    M, N, K = case.shape
+    x_allows, w_allows = (
+        not case.misaligned and inner * itemsize % 16 == 0
+        for inner in (M if case.x_transposed else K, N if case.w_transposed else K)
+    )
+    assert constants["X_TMA"] == x_allows
+    assert constants["W_TMA"] == w_allows
+    assert constants["W_TRANSPOSED"] == case.w_transposed
+    rows = case.rows or (M // case.ranks,)
+    whole_tiles = case.operation == "matmul" or all(count % constants["BLOCK_M"] == 0 for count in rows)
+    assert constants["Y_TMA"] == (N * itemsize % 16 == 0 and whole_tiles)
+
+
+def test_every_kernel_of_the_library_is_compiled(compiled):
+    package = Path(tkernels.__file__).parent
+    files = [file for folder in (package, *package.glob("*/")) for file in folder.glob("*.py")]
+    jitted = r"^@triton\.jit\b.*?^def (\w+_kernel)\("
+    kernels = {name for file in files for name in re.findall(jitted, file.read_text(), re.MULTILINE | re.DOTALL)}
+    assert kernels == {compiled[name].get("kernel") for name in CASES} - {None}
+
+
+def test_waits_and_signals_are_found_in_the_source(compiled):
+    """So that the gate of calls compares with what is really there. The record of an expired wait releases twice."""
+    assert facts_of(compiled, "barrier-4-peer")["sites"] == {"acquire": 1, "release": 1 + 2, "acq_rel": 1}
+    assert facts_of(compiled, "all_gather-bfloat16-aligned-4-peer")["sites"] == {
+        "acquire": 1, "release": 1 + 2, "acq_rel": 1
+    }  # fmt: skip
+    assert facts_of(compiled, "all_gather_matmul-bfloat16-large-4-peer")["sites"] == {
+        "acquire": 2, "release": 1 + 2 * 2, "acq_rel": 1
+    }  # fmt: skip
+
+
+REASONS = {
+    "release_without_barrier": order,
+    "tma_store_without_publish": order,
+    "tma_load_without_fence": order,
+    "wait_unused": calls,
+    "put_without_align": remote_stores,
+    "spilling_config": spills,
+    "too_many_stages": fits,
+}
+# What newer versions of Triton do by themselves, so that the kernel is right there.
+DONE_BY_TRITON = {
+    "release_without_barrier": "puts a barrier before a release",
+    "tma_store_without_publish": "completes TMA stores",
+    "wait_unused": "keeps an acquire whose result nobody uses",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_gates_refuse(compiled, name):
+    refused = judge(facts_of(compiled, name))
+    if not refused and name in DONE_BY_TRITON and Version(triton.__version__) >= Version("3.7"):
+        pytest.skip(f"Triton {triton.__version__} itself {DONE_BY_TRITON[name]}; 3.6 does not")
+    assert list(refused) == [REASONS[name].__name__]
