@@ -475,7 +475,7 @@ def _compare(events: list, expected: list) -> tuple[list[str], list[str]]:
 @functools.cache
 def _functions(file: str) -> dict[str, ast.FunctionDef]:
     """The functions of a file of the library, or of this one, by name."""
-    folders = [Path(module.__file__).parent for module in (tkernels, device)] + [Path(__file__).parent]
+    folders = [Path(module.__file__).parent for module in (tkernels, device, verbs)] + [Path(__file__).parent]
     path = next((folder / file for folder in folders if (folder / file).is_file()), None)
     statements = ast.parse(path.read_text()).body if path else []
     return {node.name: node for node in statements if isinstance(node, ast.FunctionDef)}
