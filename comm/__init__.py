@@ -6,18 +6,31 @@ if __name__ == "comm":  # imported from a checkout's root; see tkernels/_alias.p
     alias("comm", "tkernels.comm")
 else:
     from tkernels.comm.context import Context, current_context, finalize, find_context, init
-    from tkernels.comm.errors import Fault, HeapExhaustedError, MismatchError, TkernelsError, WaitTimeoutError
+    from tkernels.comm.errors import (
+        Fault,
+        HeapExhaustedError,
+        LeaseError,
+        MismatchError,
+        TkernelsError,
+        WaitTimeoutError,
+    )
     from tkernels.comm.heap import SymmetricHeap
+    from tkernels.comm.lease import Fence, Keepalive, Lease, Slot
     from tkernels.comm.regions import Regions
     from tkernels.comm.runtime import RUNTIME
 
     __all__ = [
         "Context",
         "Fault",
+        "Fence",
         "HeapExhaustedError",
+        "Keepalive",
+        "Lease",
+        "LeaseError",
         "MismatchError",
         "RUNTIME",
         "Regions",
+        "Slot",
         "SymmetricHeap",
         "TkernelsError",
         "WaitTimeoutError",

@@ -11,6 +11,10 @@ class MismatchError(TkernelsError):
     """Ranks of one group asked for different things in one collective call. Every rank raises the same message."""
 
 
+class LeaseError(TkernelsError):
+    """A buffer was used against the rules of its lease: out of turn, after its release, across a capture's edge."""
+
+
 class HeapExhaustedError(TkernelsError):
     """A symmetric allocation does not fit. Fields in bytes: `asked`, `free` (largest block), `total`."""
 
