@@ -1,4 +1,4 @@
-"""Who uses a buffer when: Fence, Lease, Slot, Keepalive. All ordering between streams in this library goes through them.
+"""Who uses a buffer when: Fence, Lease, Slot, Keepalive. All ordering between this library's streams goes through them.
 
 A *lease* is one tenancy of a buffer: streams write it (producers), then streams read it (consumers), then it ends. A
 *fence* is what must have happened, at most one completion a stream, since a stream's later work covers its earlier. A
@@ -153,7 +153,7 @@ class Lease:
     behind those before it, for accumulation. Threads may share a lease.
     """
 
-    def __init__(self, tensor: torch.Tensor | None = None, *, dev=None, home=None, gate: Fence | None = None, name=None):
+    def __init__(self, tensor: torch.Tensor | None = None, *, dev=None, home=None, gate=None, name: str | None = None):
         self.tensor = None if tensor is None else tensor.detach()
         self._num_bytes = None if tensor is None else tensor.untyped_storage().nbytes()
         self.dev = dev if dev is not None else torch.get_device_module(tensor.device)
@@ -193,7 +193,7 @@ class Lease:
             self.filled.add(completion)
 
     def read_by(self, completion: Completion):
-        """A consumer whose end is not on a stream of ours. Start it inside `read`, which orders it after the producers."""
+        """A consumer whose end is not on a stream of ours. Start it inside `read`, which orders it after producers."""
         with self._lock:
             self._require(self.state != "released", "read")
             self.used.add(completion)

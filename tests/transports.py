@@ -13,6 +13,7 @@ every_transport = pytest.mark.parametrize("transport", TRANSPORTS)
 simulated_only = pytest.mark.skipif(
     tkernels.RUNTIME != "simulated", reason="replaces parts of the simulated runtime, or would corrupt a GPU's memory"
 )
+gpu_only = pytest.mark.skipif(tkernels.RUNTIME == "simulated", reason="about CUDA streams, which only GPUs have")
 
 _open = {}
 
