@@ -187,22 +187,25 @@ def barrier_kernel(
 # fmt: on
 
 
-def all_gather(ctx: Context, x_shard_m: torch.Tensor, rows=None) -> torch.Tensor:
+def all_gather(ctx: Context, x_shard_m: torch.Tensor, rows=None, out: torch.Tensor | None = None) -> torch.Tensor:
     """Collective. Every rank's rows: x_shard_m [M/R, ...] -> [M, ...], any dtype of 1, 2, 4 or 8 bytes.
 
     rows: row counts by rank, where they differ. Raises ValueError if they don't fit, TypeError for a wider dtype.
+    out: contiguous, filled and returned. x_shard_m may be this rank's rows of it: what is written there is what is.
     """
     _check_tensor("all_gather", ctx, x_shard_m)
     if x_shard_m.element_size() not in _BITS:
         raise TypeError(f"all_gather: moves elements of up to 8 bytes, not {x_shard_m.dtype}; pass a view of it")
     rows = check_rows("all_gather", ctx, rows, own=x_shard_m.shape[0])
-    out = x_shard_m.new_empty((sum(rows), *x_shard_m.shape[1:]))
+    width = math.prod(x_shard_m.shape[1:])
+    out = _output("all_gather", x_shard_m, (sum(rows), *x_shard_m.shape[1:]), out, sum(rows[: ctx.rank]) * width)
     if ctx.size == 1:
         return out.copy_(x_shard_m)
-    width = math.prod(x_shard_m.shape[1:])
     # As integers: what moves is bits, and a bool's width in Triton is not that of its byte.
     bits = _BITS[x_shard_m.element_size()]
-    plan = _Plan(ctx, [count * width for count in rows], x_shard_m.detach().contiguous().view(bits), out.view(bits))
+    plan = _Plan(
+        ctx, [count * width for count in rows], x_shard_m.detach().contiguous().view(bits), out.detach().view(bits)
+    )
     workspace = plan.reserve(plan.total)
     ctx.launch(
         all_gather_kernel, plan.num_programs, plan.x, plan.out,
@@ -213,26 +216,34 @@ def all_gather(ctx: Context, x_shard_m: torch.Tensor, rows=None) -> torch.Tensor
     return out
 
 
-def reduce_scatter(ctx: Context, x: torch.Tensor, rows=None) -> torch.Tensor:
+def reduce_scatter(ctx: Context, x: torch.Tensor, rows=None, out: torch.Tensor | None = None) -> torch.Tensor:
     """Collective. The sum over ranks of x [M, ...], of which each rank gets its rows [M/R, ...]; fp32, fp16, bf16.
 
     rows: row counts by rank, where M doesn't divide. Summed in fp32 in rank order, rounded once.
+    out: contiguous, filled and returned. It may be this rank's rows of x, which nobody else is sent: each element is
+    read and written by one program.
     """
     _check_tensor("reduce_scatter", ctx, x, floating=True)
     rows = check_rows("reduce_scatter", ctx, rows, total=x.shape[0])
+    width = math.prod(x.shape[1:])
+    out = _output("reduce_scatter", x, (rows[ctx.rank], *x.shape[1:]), out, -sum(rows[: ctx.rank]) * width)
     if ctx.size == 1:
-        return x.clone(memory_format=torch.contiguous_format)
-    out = x.new_empty((rows[ctx.rank], *x.shape[1:]))
-    _reduce(ctx, x, out, [count * math.prod(x.shape[1:]) for count in rows], gather=False)
+        return out.copy_(x)
+    _reduce(ctx, x, out, [count * width for count in rows], gather=False)
     return out
 
 
-def all_reduce(ctx: Context, x: torch.Tensor) -> torch.Tensor:
-    """Collective. The sum over ranks of x, in a new tensor; fp32, fp16, bf16. The same bits on every rank."""
+def all_reduce(ctx: Context, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Collective. The sum over ranks of x, in a new tensor; fp32, fp16, bf16. The same bits on every rank.
+
+    out: contiguous, filled and returned. It may be x: the sums of a chunk come back from its owner only after the owner
+    has received every rank's chunk, ours included, so what they overwrite has been sent; a rank's own part is sent to
+    nobody, and each of its elements is read and written by one program.
+    """
     _check_tensor("all_reduce", ctx, x, floating=True)
+    out = _output("all_reduce", x, tuple(x.shape), out)
     if ctx.size == 1:
-        return x.clone(memory_format=torch.contiguous_format)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        return out.copy_(x)
     # Parts of whole 16-byte vectors, the last one shorter.
     vector = 16 // x.element_size()
     vectors = split_rows(-(-x.numel() // vector), ctx.size)
@@ -298,3 +309,33 @@ def _check_tensor(name: str, ctx: Context, x: torch.Tensor, floating: bool = Fal
         raise ValueError(f"{name}: takes a tensor of at least one dimension, not a scalar")
     if floating and x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise TypeError(f"{name}: sums float32, float16 and bfloat16, not {x.dtype}")
+
+
+def check_out(name: str, out: torch.Tensor, shape: tuple[int, ...], x: torch.Tensor):
+    """Raises ValueError unless `out` is a contiguous tensor of that shape, and of x's dtype and device."""
+    if (tuple(out.shape), out.dtype, out.device) != (shape, x.dtype, x.device):
+        raise ValueError(
+            f"{name}: out is {tuple(out.shape)}, {out.dtype}, on {out.device}; the result is {shape}, {x.dtype}, on "
+            f"{x.device}"
+        )
+    if not out.is_contiguous():
+        raise ValueError(f"{name}: out has strides {out.stride()}; pass a contiguous tensor")
+
+
+def _output(name: str, x: torch.Tensor, shape: tuple[int, ...], out: torch.Tensor | None, place: int = 0):
+    """A new contiguous tensor of x's dtype, or the caller's `out` if it fits.
+
+    place: elements from out's start to x's at which they may share memory.
+    """
+    if out is None:
+        return x.new_empty(shape)
+    check_out(name, out, shape, x)
+    size = x.element_size()
+    apart = x.data_ptr() - out.data_ptr()
+    overlap = x.numel() and out.numel() and -x.numel() * size < apart < out.numel() * size
+    if overlap and x.is_contiguous() and apart != place * size:  # a strided x is copied before anything is written
+        raise ValueError(
+            f"{name}: out begins {-apart} bytes after x and overlaps it; in place it begins {-place * size} bytes "
+            f"after, otherwise they share no memory"
+        )
+    return out

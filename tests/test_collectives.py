@@ -162,6 +162,67 @@ def test_random_delays_change_no_result(ctx, seed):
             assert torch.equal(tkernels.all_gather(wholes[ctx.rank], ctx=ctx), torch.cat(wholes))
 
 
+@pytest.mark.ranks(2, 4)
+@every_transport
+def test_results_go_into_the_callers_memory_and_may_be_in_place(ctx, transport):
+    ctx = over(ctx, transport)
+    large = 3 * collectives.CHUNK_BYTES // 4 + 5  # several chunks, shared among programs
+    shares = [((1, 0, 3, 2)[: ctx.size], (7,)), ((large,) * ctx.size, ()), ((8,) * ctx.size, (4,))]
+    for seed, (rows, width) in enumerate(shares):
+        for round in range(3):
+            late(ctx, round % ctx.size, 0.02)
+            start, stop = sum(rows[: ctx.rank]), sum(rows[: ctx.rank + 1])
+            shards = gathered(integers, ctx, rows, width, torch.float32, 10 * seed + round)
+            wholes = gathered(integers, ctx, (sum(rows),) * ctx.size, width, torch.float32, 50 + 10 * seed + round)
+            total, out = sum(wholes), poison(torch.empty_like(wholes[0]))
+            assert tkernels.all_gather(shards[ctx.rank], rows=rows, out=out, ctx=ctx) is out
+            assert torch.equal(out, torch.cat(shards))
+            poison(out)[start:stop] = shards[ctx.rank]
+            tkernels.all_gather(out[start:stop], rows=rows, out=out, ctx=ctx)
+            assert torch.equal(out, torch.cat(shards))
+
+            out = poison(torch.empty_like(total[start:stop]))
+            assert tkernels.reduce_scatter(wholes[ctx.rank], rows=rows, out=out, ctx=ctx) is out
+            assert torch.equal(out, total[start:stop])
+            mine = wholes[ctx.rank].clone()
+            tkernels.reduce_scatter(mine, rows=rows, out=mine[start:stop], ctx=ctx)
+            assert torch.equal(mine[start:stop], total[start:stop])
+
+            out = poison(torch.empty_like(total))
+            assert tkernels.all_reduce(wholes[ctx.rank], out=out, ctx=ctx) is out
+            assert torch.equal(out, total)
+            mine = wholes[ctx.rank].clone()
+            tkernels.all_reduce(mine, out=mine, ctx=ctx)
+            assert torch.equal(mine, total)
+    ctx.check()
+
+
+@pytest.mark.ranks(2)
+def test_an_out_that_does_not_fit_is_refused_before_the_first_signal(ctx):
+    x = torch.zeros(4, 3, device=ctx.device)
+    memory = torch.zeros(40, device=ctx.device)
+    refused = [
+        (lambda: tkernels.all_gather(x, out=torch.zeros_like(x), ctx=ctx), r"out is \(4, 3\), .*the result is \(8, 3\)"),
+        (lambda: tkernels.reduce_scatter(x, out=x[:2].double(), ctx=ctx), "torch.float64, .*result is .*torch.float32"),
+        (lambda: tkernels.all_reduce(x, out=torch.zeros(3, 4, device=ctx.device).t(), ctx=ctx), "strides .1, 4.; pass"),
+        (lambda: tkernels.all_reduce(x, out=x.to("meta"), ctx=ctx), "on meta; the result is"),
+        (lambda: tkernels.all_reduce(memory[:12], out=memory[4:16], ctx=ctx), "out begins 16 bytes after x and overlaps"),
+        (lambda: tkernels.all_gather(memory[2:6], out=memory[:8], ctx=ctx), "out begins -8 bytes after x and overlaps"),
+        (lambda: tkernels.all_reduce(x.clone().requires_grad_(), out=x, ctx=ctx), "out= has no gradient; leave it out"),
+    ]  # fmt: skip
+    for call, message in refused:
+        with pytest.raises(ValueError, match=message):
+            call()
+    with torch.no_grad():
+        tkernels.all_reduce(x.clone().requires_grad_(), out=x, ctx=ctx)
+    # A strided operand is copied first: it may lie anywhere.
+    square = integers((6, 6), torch.float32, 1, device=ctx.device)
+    want = 2 * square.t()
+    assert torch.equal(tkernels.all_reduce(square.t(), out=square, ctx=ctx), want)
+    tkernels.barrier(ctx=ctx)
+    ctx.check()
+
+
 @triton.jit
 def tell_kernel(cell, value, table, SIZE: tl.constexpr, TRANSPORT: tl.constexpr):
     for rank in range(SIZE):

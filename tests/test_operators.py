@@ -238,7 +238,15 @@ def test_opcheck_passes_for_every_operator(ctx):
     ]
     for operator, arguments in cases:
         opcheck(operator.default, arguments)
-    checked = {operator._qualified_op_name for operator, _ in cases}
+    x, whole_rows = x.detach(), whole_rows.detach()
+    into = [
+        (OPS.all_gather_out, (x, rows, ctx.name), torch.empty(7, K)),
+        (OPS.reduce_scatter_out, (whole_rows, rows, ctx.name), torch.empty(rows[ctx.rank], N)),
+        (OPS.all_reduce_out, (whole_rows, ctx.name), torch.empty(7, N)),
+    ]
+    for operator, arguments, out in into:
+        opcheck(operator.default, arguments, {"out": out.to(ctx.device)})
+    checked = {operator._qualified_op_name for operator, *_ in cases + into}
     assert checked == {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("tkernels::")}
 
 
@@ -263,6 +271,23 @@ def test_a_compiled_block_gives_the_same_results_and_gradients(ctx):
         results.append([y.detach(), *(operand.grad for operand in operands)])
     for eager, compiled in zip(*results, strict=True):
         assert torch.equal(eager, compiled)
+
+
+@pytest.mark.ranks(2)
+def test_compiled_code_sees_that_out_is_written(ctx):
+    def step(shard, memory):
+        before = memory + 1
+        whole = tkernels.all_gather(shard, out=memory, ctx=ctx)
+        return before, whole * 2, memory + 3
+
+    shard = torch.full((2, 3), float(ctx.rank), device=ctx.device)
+    results = []
+    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        memory = torch.zeros(4, 3, device=ctx.device)
+        results.append([*function(shard, memory), memory])
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)
+    assert results[0][0].eq(1).all() and results[0][3][:, 0].tolist() == [0, 0, 1, 1]
 
 
 @pytest.mark.ranks(2)

@@ -1,7 +1,8 @@
 """The operations as torch operators, with fake implementations and autograd, below plain functions.
 
-Torch operators take plain values, so a context travels by its name. None of them writes to an argument: what they
-change, the workspace, belongs to the context, and no tensor that a caller holds aliases it.
+Torch operators take plain values, so a context travels by its name. None of them writes to an argument, save those
+that end in _out, which write to `out` and have no gradient: what else they change, the workspace, belongs to the
+context, and no tensor that a caller holds aliases it.
 
 Gradients (each is an overlapped operation of its own):
 
@@ -221,6 +222,36 @@ _define(
 )
 
 
+_define(
+    "all_gather_out(Tensor x, SymInt[] rows, str context, *, Tensor(a!) out) -> ()",
+    lambda x, rows, context, *, out: _discard(collectives.all_gather(find_context(context), x, tuple(rows), out)),
+    lambda x, rows, context, *, out: collectives.check_out("all_gather", out, (sum(rows), *x.shape[1:]), x),
+)
+_define(
+    "reduce_scatter_out(Tensor x, SymInt[] rows, str context, *, Tensor(a!) out) -> ()",
+    lambda x, rows, context, *, out: _discard(collectives.reduce_scatter(find_context(context), x, tuple(rows), out)),
+    lambda x, rows, context, *, out: collectives.check_out(
+        "reduce_scatter", out, (rows[find_context(context).rank], *x.shape[1:]), x
+    ),
+)
+_define(
+    "all_reduce_out(Tensor x, str context, *, Tensor(a!) out) -> ()",
+    lambda x, context, *, out: _discard(collectives.all_reduce(find_context(context), x, out)),
+    lambda x, context, *, out: collectives.check_out("all_reduce", out, tuple(x.shape), x),
+)
+
+
+def _discard(_: torch.Tensor):
+    """An operator's result must not alias its argument."""
+
+
+def _into(name: str, out: torch.Tensor, x: torch.Tensor, *arguments) -> torch.Tensor:
+    if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
+        raise ValueError(f"{name}: out= has no gradient; leave it out, or call under torch.no_grad()")
+    getattr(_ops, f"{name}_out")(x, *arguments, out=out)
+    return out
+
+
 def _refuse_fused_activation(name: str, activation: str | None):
     # The public functions apply the activation outside the operator when a gradient is wanted.
     if activation is not None:
@@ -320,23 +351,51 @@ def matmul_all_reduce(
     return activation_reference(y, separate)
 
 
-def all_gather(x_shard_m: torch.Tensor, *, rows: tuple[int, ...] | None = None, ctx: Context | None = None):
-    """Collective. Every rank's rows: x_shard_m [M/R, ...] -> [M, ...]; any dtype. rows as in all_gather_matmul."""
+def all_gather(
+    x_shard_m: torch.Tensor,
+    *,
+    rows: tuple[int, ...] | None = None,
+    out: torch.Tensor | None = None,
+    ctx: Context | None = None,
+) -> torch.Tensor:
+    """Collective. Every rank's rows: x_shard_m [M/R, ...] -> [M, ...]; any dtype. rows as in all_gather_matmul.
+
+    out: a contiguous [M, ...] to fill and return, without a gradient. x_shard_m may be this rank's rows of it.
+    """
     ctx = ctx or current_context()
     rows = collectives.check_rows("all_gather", ctx, rows, own=_num_rows("all_gather", x_shard_m))
+    if out is not None:
+        return _into("all_gather", out, x_shard_m, rows, ctx.name)
     return _ops.all_gather(x_shard_m, rows, ctx.name)
 
 
-def reduce_scatter(x: torch.Tensor, *, rows: tuple[int, ...] | None = None, ctx: Context | None = None):
-    """Collective. This rank's rows of the sum over ranks: x [M, ...] -> [M/R, ...]; fp32, fp16, bf16."""
+def reduce_scatter(
+    x: torch.Tensor,
+    *,
+    rows: tuple[int, ...] | None = None,
+    out: torch.Tensor | None = None,
+    ctx: Context | None = None,
+) -> torch.Tensor:
+    """Collective. This rank's rows of the sum over ranks: x [M, ...] -> [M/R, ...]; fp32, fp16, bf16.
+
+    out: a contiguous [M/R, ...] to fill and return, without a gradient. It may be this rank's rows of x.
+    """
     ctx = ctx or current_context()
     rows = collectives.check_rows("reduce_scatter", ctx, rows, total=_num_rows("reduce_scatter", x))
+    if out is not None:
+        return _into("reduce_scatter", out, x, rows, ctx.name)
     return _ops.reduce_scatter(x, rows, ctx.name)
 
 
-def all_reduce(x: torch.Tensor, *, ctx: Context | None = None):
-    """Collective. The sum over ranks, in a new tensor of x's shape; fp32, fp16, bf16. The same bits on every rank."""
-    return _ops.all_reduce(x, (ctx or current_context()).name)
+def all_reduce(x: torch.Tensor, *, out: torch.Tensor | None = None, ctx: Context | None = None) -> torch.Tensor:
+    """Collective. The sum over ranks, in a new tensor of x's shape; fp32, fp16, bf16. The same bits on every rank.
+
+    out: a contiguous tensor like x to fill and return, without a gradient. It may be x.
+    """
+    ctx = ctx or current_context()
+    if out is not None:
+        return _into("all_reduce", out, x, ctx.name)
+    return _ops.all_reduce(x, ctx.name)
 
 
 def barrier(*, ctx: Context | None = None):
