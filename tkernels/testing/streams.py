@@ -364,7 +364,7 @@ class Simulator(TorchDispatchMode):
         tensors themselves, which would keep their memory from being reused; None does nothing.
         """
         stream, index = stream or self.current_stream(), next(self._indices)
-        with _disable_current_modes(), torch.no_grad():
+        with _disable_current_modes(), torch.inference_mode(False):
             aliases = [self._alias(tensor) for tensor in (*reads, *writes)]
         accesses = [self._access(name, index, stream, "r", tensor) for tensor in reads]
         accesses += [self._access(name, index, stream, "w", tensor) for tensor in writes]
@@ -379,9 +379,10 @@ class Simulator(TorchDispatchMode):
             return func(*args, **kwargs)
         if func.namespace == "c10d" or device.type != "cpu":
             raise RuntimeError(f"{func} on {device}: queue it with sim.launch(name, function, reads=..., writes=...)")
-        if torch._C.DispatchKey.CompositeImplicitAutograd in func.py_kernels or func._can_decompose():
-            with self:
-                return func.decompose(*args, **kwargs)
+        with self:  # in inference mode, composite operators arrive whole
+            decomposed = func.decompose(*args, **kwargs)
+        if decomposed is not NotImplemented:
+            return decomposed
         if _HOST_TAGS & set(func.tags):
             raise HostRead(f"{func} gives the host a value, which does not exist yet: leave `with sim` and run first")
         returns = func._schema.returns
@@ -413,9 +414,10 @@ class Simulator(TorchDispatchMode):
             if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:
                 self.launch(name, _poison, writes=fresh)
         else:
-            alias_args, alias_kwargs = tree_map(
-                lambda t: self._alias(t) if isinstance(t, torch.Tensor) else t, (args, kwargs)
-            )
+            with torch.inference_mode(False):
+                alias_args, alias_kwargs = tree_map(
+                    lambda t: self._alias(t) if isinstance(t, torch.Tensor) else t, (args, kwargs)
+                )
             num_given = len(reads) + len(writes)
 
             def compute(*aliases):  # holds no tensor of the caller's, whose memory may be reused before it runs
