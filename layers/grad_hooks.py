@@ -1,0 +1,194 @@
+"""When the gradients of a bucket are complete: hooks on parameters, and kernels that write gradients by themselves.
+
+A gradient is *produced* where the kernel that adds it to `param.main_grad` is launched. Usually that is our hook, on
+the stream that autograd runs it on: the stream of the parameter's AccumulateGrad node, which is that of the forward as
+long as nobody holds the node. We hold none; every forward makes it anew. A fused or deferred kernel is launched
+elsewhere, before the hook, after it, or without one, and says so itself: `with hooks.writing(param, stream)` around the
+launch, or `hooks.produced(param, stream)` after it. When the hook fires says nothing about such a gradient.
+
+How often a gradient is produced depends on the graph: a layer that is used in two checkpoints produces twice. So the
+first pass only counts; in later ones a bucket is complete once each of its parameters has reached its count. Counts
+only grow, so that a layer that is skipped now and then keeps its place; in a pass without it the bucket waits for
+`flush`.
+"""
+
+import contextlib
+import threading
+import warnings
+import weakref
+
+from tkernels.comm.errors import LeaseError
+from tkernels.comm.lease import EventCompletion, capturing
+
+_OWNER = "grad_ready_hooks"  # on a parameter: a weak reference to the hooks that it belongs to
+
+
+def grad_ready_hooks(param) -> "GradReadyHooks | None":
+    """The hooks that a parameter belongs to: where a layer with a fused or deferred kernel reports it."""
+    owner = getattr(param, _OWNER, None)
+    return None if owner is None else owner()
+
+
+class GradReadyHooks:
+    """Adds each gradient to `param.main_grad`, and reports each bucket once a pass, when it is complete.
+
+    params: parameters, each with `main_grad`, a view of its bucket. They belong to the newest hooks made for them.
+    on_ready: called as `on_ready(bucket)`, inside the hook that completes the bucket, `writing`, `produced` or `flush`.
+        Buckets are reported in the order in which they first appear in `buckets`, whatever the order of the hooks, so
+        that ranks whose graphs differ start their collectives in one order all the same.
+    buckets: the bucket of each parameter: any object whose `lease` is the tenancy that gradients are written to.
+    names: of the parameters, for messages.
+
+    counting: False for a pass whose gradients are accumulated, but not reported.
+    """
+
+    def __init__(self, params, on_ready, *, buckets, names=None):
+        self._params, self._on_ready = list(params), on_ready
+        self._bucket_of = dict(zip(self._params, buckets, strict=True))
+        self._names = names or [f"parameter {index}" for index in range(len(self._params))]
+        self._names = dict(zip(self._params, self._names, strict=True))
+        self._expected = None  # productions of each parameter in a pass; None before the first
+        self._warned = False
+        self._lock = threading.RLock()
+        self.counting = True
+        self.reset()
+        self._handles = []
+        this = weakref.ref(self)
+        for param in self._params:
+            if (owner := grad_ready_hooks(param)) is not None:
+                owner.remove()
+            setattr(param, _OWNER, this)
+            self._handles.append(param.register_post_accumulate_grad_hook(_hook(this)))
+
+    def remove(self):
+        """Take the hooks off the parameters. May be repeated."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for param in self._params:
+            if grad_ready_hooks(param) is self:
+                delattr(param, _OWNER)
+
+    @property
+    def expected(self) -> dict[str, int] | None:
+        """How often each gradient is produced in a pass, by name; None until the first pass has ended."""
+        return None if self._expected is None else {self._names[param]: n for param, n in self._expected.items()}
+
+    @contextlib.contextmanager
+    def writing(self, param, stream=None):
+        """A context in which kernels that add to `param.main_grad` are launched on `stream`; None is the current one.
+
+        The stream is ordered after the bucket's last tenancy and after earlier gradients of the same parameter.
+        """
+        lease = self._lease(param)
+        again = param in self._written
+        self._written.add(param)
+        with lease.write(stream, ordered=again):
+            yield param.main_grad
+        self._count(param, by_hook=False)
+
+    def produced(self, param, stream=None):
+        """A kernel that adds to `param.main_grad` has been launched on `stream`; None is the current one.
+
+        Call it where the kernel is launched: it stands for all that the stream has been given so far. That the stream
+        was behind the bucket's last tenancy is the caller's affair; `writing` sees to it.
+        """
+        lease = self._lease(param)
+        stream = lease.dev.current_stream() if stream is None else stream
+        self._written.add(param)
+        lease.written_by(EventCompletion(stream, capturing(lease.dev)))
+        self._count(param, by_hook=False)
+
+    def flush(self):
+        """Report the buckets that are left, which ends the pass, and learn from it how many gradients to expect."""
+        with self._lock:
+            while self._unreported:
+                self._on_ready(self._unreported.pop(0))
+            self._over = True
+            self._learn()
+
+    def reset(self):
+        """Begin a pass. What an abandoned one has counted is forgotten."""
+        with self._lock:
+            self._unreported = list(dict.fromkeys(self._bucket_of.values()))
+            self._counts = dict.fromkeys(self._params, 0)
+            self._written, self._announced, self._over = set(), set(), False
+            self._incomplete = dict.fromkeys(self._unreported, 0)  # parameters that a bucket waits for
+            for param, expected in (self._expected or {}).items():
+                self._incomplete[self._bucket_of[param]] += expected > 0
+
+    def relearn(self):
+        """Forget the counts: the next pass counts again, and reports nothing before `flush`."""
+        self._expected = None
+
+    def _take(self, param):
+        """The hook: `param.grad` holds what autograd has for this parameter, if anything."""
+        announced = param in self._announced
+        self._announced.discard(param)
+        if getattr(param, "grad_added_to_main_grad", False):
+            # A fused kernel has added it; if it has not said where, it was here. `.grad` is a placeholder, if any.
+            param.grad, param.grad_added_to_main_grad = None, False
+            if not announced:
+                self.produced(param)
+                self._announced.discard(param)
+        elif param.grad is not None:
+            lease = self._lease(param)
+            again = param in self._written
+            self._written.add(param)
+            with lease.write(ordered=again):
+                param.main_grad.add_(param.grad)
+            param.grad = None
+            self._count(param, by_hook=True)
+
+    def _lease(self, param):
+        bucket = self._bucket_of[param]
+        if bucket in self._unreported:
+            return bucket.lease
+        name, expected = self._names[param], (self._expected or {}).get(param, 0)
+        if self._over:
+            raise LeaseError(
+                f"{name}: a gradient was produced after the end of the pass, when its bucket had been handed on; zero "
+                f"the gradients first"
+            )
+        raise LeaseError(
+            f"{name}: a gradient was produced after its bucket had been handed on; {expected} were expected, as in "
+            f"earlier passes. Call relearn() before a pass whose graph is new, or don't overlap if it always changes"
+        )
+
+    def _count(self, param, by_hook):
+        with self._lock:
+            if not by_hook:
+                self._announced.add(param)
+            if not self.counting:
+                return
+            self._counts[param] += 1
+            if self._expected is None:
+                return
+            if self._counts[param] == self._expected[param]:
+                self._incomplete[self._bucket_of[param]] -= 1
+            while self._unreported and not self._incomplete[self._unreported[0]]:
+                self._on_ready(self._unreported.pop(0))
+
+    def _learn(self):
+        if not any(self._counts.values()):
+            return
+        expected = self._expected or {}
+        missing = [self._names[param] for param, count in self._counts.items() if count < expected.get(param, 0)]
+        if missing and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{missing[0]} and {len(missing) - 1} more had fewer gradients than in earlier passes: their buckets "
+                f"waited for the end of the pass. If that is for good, call relearn()",
+                stacklevel=3,
+            )
+        self._expected = {param: max(count, expected.get(param, 0)) for param, count in self._counts.items()}
+
+
+def _hook(owner):
+    """A hook that keeps nobody alive: a parameter may outlive its hooks."""
+
+    def hook(param):
+        if (hooks := owner()) is not None:
+            hooks._take(param)
+
+    return hook

@@ -1,0 +1,271 @@
+"""Gradients are counted where they are produced, buckets are reported in order, and no graph node is kept."""
+
+import gc
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from tkernels.comm import LeaseError
+from tkernels.comm.lease import Slot
+from tkernels.layers.grad_hooks import GradReadyHooks, grad_ready_hooks
+
+
+class Bucket:
+    """A bucket whose gradients may always be written."""
+
+    def __init__(self, name):
+        self.name = name
+        self.lease = Slot(torch.zeros(1), name=name).acquire()
+
+    def __repr__(self):
+        return self.name
+
+
+class Model:
+    """Parameters named by letters, in buckets; `seen` lists the buckets as they are reported."""
+
+    def __init__(self, letters, bucket_of_letter):
+        self.seen = []
+        self.params = {letter: torch.nn.Parameter(torch.full((2,), 2.0)) for letter in letters}
+        for param in self.params.values():
+            param.main_grad = torch.zeros(2)
+        made = {name: Bucket(name) for name in dict.fromkeys(bucket_of_letter)}
+        self.hooks = GradReadyHooks(
+            self.params.values(),
+            lambda bucket: self.seen.append(bucket.name),
+            buckets=[made[name] for name in bucket_of_letter],
+            names=list(letters),
+        )
+
+    def __getattr__(self, letter):
+        return self.params[letter]
+
+    def run_pass(self, *losses):
+        """What has been reported before the end of the pass, and in all."""
+        for loss in losses:
+            loss.sum().backward()
+        early = list(self.seen)
+        self.hooks.flush()
+        seen, self.seen = self.seen, []
+        self.hooks.reset()
+        return "".join(early), "".join(seen)
+
+
+def test_the_first_pass_counts_and_later_ones_report_in_the_order_of_the_buckets():
+    model = Model("abc", "112")
+    assert model.hooks.expected is None
+    assert model.run_pass(model.a * model.b * model.c) == ("", "12")
+    assert model.hooks.expected == {"a": 1, "b": 1, "c": 1}
+    assert model.run_pass(model.a * model.b * model.c) == ("12", "12")
+    # the second bucket is complete first, and waits for its turn
+    model.c.sum().backward()
+    assert model.seen == []
+    assert model.run_pass(model.a * model.b) == ("12", "12")
+    assert model.a.main_grad.tolist() == [4.0 + 4.0 + 2.0] * 2 and model.a.grad is None
+
+
+def test_a_parameter_that_is_never_used_is_not_waited_for():
+    model = Model("abc", "123")
+    assert model.run_pass(model.a * model.c) == ("", "123")
+    assert model.hooks.expected == {"a": 1, "b": 0, "c": 1}
+    assert model.run_pass(model.a * model.c) == ("123", "123")
+
+
+def test_uses_in_one_graph_are_one_gradient_and_uses_in_two_are_two():
+    model = Model("ab", "12")
+    twice = lambda: model.a * model.b * model.a  # noqa: E731
+    model.run_pass(twice())
+    assert model.hooks.expected == {"a": 1, "b": 1}
+    model = Model("ab", "12")
+    for early in ("", "12"):
+        assert model.run_pass(model.a * 1, model.a * model.b) == (early, "12")
+        assert model.hooks.expected == {"a": 2, "b": 1}
+    assert model.a.main_grad.tolist() == [6.0] * 2
+    model.a.sum().backward()
+    assert model.seen == []  # one of two
+
+
+def test_a_checkpoint_produces_inside_a_nested_backward():
+    model = Model("ab", "12")
+
+    def layer(x):
+        return x * model.a
+
+    def loss():
+        x = torch.ones(2, requires_grad=True)
+        return checkpoint(layer, checkpoint(layer, x, use_reentrant=True), use_reentrant=True) * model.b
+
+    assert model.run_pass(loss()) == ("", "12")
+    assert model.hooks.expected == {"a": 2, "b": 1}  # the nested graphs each have their own node
+    assert model.run_pass(loss()) == ("12", "12")
+    assert model.a.main_grad.tolist() == [2 * (2 * 2 * 2.0)] * 2
+
+
+def test_a_graph_that_lost_a_parameter_waits_for_the_end_and_warns_once():
+    model = Model("abc", "123")
+    model.run_pass(model.a * model.b * model.c)
+    with pytest.warns(UserWarning, match=r"b and 0 more .* relearn\(\)"):
+        assert model.run_pass(model.a * model.c) == ("1", "123")
+    assert model.run_pass(model.a * model.c) == ("1", "123")
+    assert model.run_pass(model.a * model.b * model.c) == ("123", "123")  # it is back, at its place
+    model.hooks.relearn()
+    assert model.run_pass(model.a * model.c) == ("", "123")
+    assert model.hooks.expected == {"a": 1, "b": 0, "c": 1}
+    assert model.run_pass(model.a * model.c) == ("123", "123")
+
+
+def test_a_graph_that_gained_a_parameter_is_learned_or_refused():
+    model = Model("abc", "112")
+    model.run_pass(model.a * model.c)
+    # in time: its bucket still waits for a
+    model.b.sum().backward()
+    assert model.run_pass(model.a * model.c) == ("12", "12")
+    assert model.hooks.expected == {"a": 1, "b": 1, "c": 1}
+    # too late: the bucket has been handed on
+    model.run_pass(model.a * model.b * model.c)
+    (model.a * model.b * model.c).sum().backward()
+    with pytest.raises(LeaseError, match=r"^a: .* after its bucket had been handed on; 1 were expected.* relearn\(\)"):
+        model.a.sum().backward()
+    model.hooks.flush()
+    with pytest.raises(LeaseError, match="^c: .* after the end of the pass.* zero the gradients"):
+        model.c.sum().backward()
+
+
+def test_accumulated_passes_are_not_counted():
+    model = Model("ab", "12")
+    for early in ("", "12"):
+        model.hooks.counting = False
+        (model.a * model.b).sum().backward()
+        model.hooks.counting = True
+        assert model.run_pass(model.a * model.b) == (early, "12")
+    assert model.hooks.expected == {"a": 1, "b": 1}
+    assert model.a.main_grad.tolist() == [8.0] * 2
+
+
+def test_retain_graph_is_two_gradients():
+    model = Model("a", "1")
+    for early in ("", "1"):
+        loss = (model.a * 3).sum()
+        loss.backward(retain_graph=True)
+        assert model.run_pass(loss) == (early, "1")
+    assert model.hooks.expected == {"a": 2}
+    assert model.a.main_grad.tolist() == [12.0] * 2
+
+
+class NoGradient(torch.autograd.Function):
+    """The identity, whose backward says nothing about `param`; `then(param)` is called there."""
+
+    @staticmethod
+    def forward(ctx, x, param, then):
+        ctx.param, ctx.then = param, then
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.then(ctx.param)
+        return grad, None, None
+
+
+def test_a_hook_without_a_gradient_is_no_production():
+    model = Model("ab", "12")
+    fired = []
+    model.a.register_post_accumulate_grad_hook(lambda param: fired.append(param.grad))
+    for early in ("", "12"):
+        assert model.run_pass(NoGradient.apply(model.b, model.a, lambda param: None)) == (early, "12")
+        assert model.hooks.expected == {"a": 0, "b": 1}
+    assert fired == [None, None]
+
+
+def fused(param):
+    with grad_ready_hooks(param).writing(param) as main_grad:
+        main_grad.add_(1.0)
+
+
+def fused_and_marked(param):
+    param.main_grad.add_(1.0)
+    grad_ready_hooks(param).produced(param)
+    param.grad_added_to_main_grad = True
+
+
+def only_marked(param):
+    param.main_grad.add_(1.0)
+    param.grad_added_to_main_grad = True
+
+
+def fused_with_a_placeholder(param):
+    fused_and_marked(param)
+    param.grad = torch.full((2,), float("nan"))  # as layers do whose hooks would otherwise not fire
+
+
+@pytest.mark.parametrize("kernel", [fused, fused_and_marked, only_marked, fused_with_a_placeholder])
+def test_a_fused_gradient_counts_once_where_it_is_launched(kernel):
+    model = Model("ab", "12")
+    for early in ("", "12"):
+        assert model.run_pass(NoGradient.apply(model.b, model.a, kernel)) == (early, "12")
+        assert model.hooks.expected == {"a": 1, "b": 1}
+    assert model.a.main_grad.tolist() == [2.0] * 2
+    assert model.a.grad is None and not getattr(model.a, "grad_added_to_main_grad", False)
+
+
+def test_a_deferred_gradient_is_ready_when_it_is_launched_not_when_the_hook_fires():
+    model = Model("ab", "12")
+    for early in ("", "12"):
+        NoGradient.apply(model.b, model.a, lambda param: None).sum().backward()
+        assert model.seen == []
+        fused(model.a)
+        assert model.run_pass() == (early, "12")
+        assert model.hooks.expected == {"a": 1, "b": 1}
+
+
+def test_a_hook_that_raises_leaves_the_pass_to_be_begun_again():
+    model = Model("ab", "12")
+    model.run_pass(model.a * model.b)
+    handle = model.b.register_post_accumulate_grad_hook(lambda param: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        (model.a * model.b).sum().backward()
+    handle.remove()
+    model.hooks.reset()
+    model.seen.clear()
+    assert model.run_pass(model.a * model.b) == ("12", "12")
+
+
+def accumulate_grad(param):
+    return param.expand_as(param).grad_fn.next_functions[0][0]
+
+
+@pytest.mark.parametrize("retained", [False, True])
+def test_no_accumulate_grad_node_is_kept(retained):
+    """A node that survives would keep the stream it was made on: the tag shows whether the next one is the same."""
+    model = Model("a", "1")
+    kept = [accumulate_grad(model.a)] if retained else []  # the wrong form: hooks on a node have to hold it
+    accumulate_grad(model.a).metadata["tag"] = True
+    for _ in range(2):
+        model.run_pass(model.a * 3)
+    gc.collect()
+    assert ("tag" in accumulate_grad(model.a).metadata) == bool(kept)
+
+
+def test_a_parameter_belongs_to_the_newest_hooks():
+    model = Model("a", "1")
+    newer = []
+    hooks = GradReadyHooks([model.a], newer.append, buckets=[Bucket("2")])
+    assert grad_ready_hooks(model.a) is hooks
+    model.hooks.remove()  # again: nothing of the newer ones is lost
+    (model.a * 3).sum().backward()
+    hooks.flush()
+    assert model.a.main_grad.tolist() == [3.0] * 2
+    assert model.seen == [] and [bucket.name for bucket in newer] == ["2"]
+    hooks.remove()
+    assert grad_ready_hooks(model.a) is None
+    model.a.sum().backward()
+    assert model.a.grad.tolist() == [1.0] * 2  # plain autograd again
+
+
+def test_hooks_that_nobody_keeps_do_nothing():
+    param = torch.nn.Parameter(torch.ones(2))
+    GradReadyHooks([param], pytest.fail, buckets=[Bucket("1")])
+    gc.collect()
+    assert grad_ready_hooks(param) is None
+    param.sum().backward()
+    assert param.grad.tolist() == [1.0] * 2
