@@ -1,0 +1,217 @@
+"""GradBucket: gradients copied side by side into one buffer, from any stream, and reduced together on another.
+
+A *fill* is what one reduction takes: the gradients that were added since the last `flush`. The bucket has `copies`
+buffers, and fills take them in turn, so that gradients are copied into one while the other is reduced. Each fill is a
+lease of its buffer: copies are writes of the streams that they are launched on, and the reduction is a read of the
+comm stream that spans the collective *and* what is done with its result. So
+
+- the reduction comes after every copy of its fill, whatever streams they were launched on;
+- a copy comes after the reduction that last used its buffer, and after nothing else that the comm stream has to do;
+- the host waits for nothing, not even in `finish`.
+
+    bucket = GradBucket(1 << 24, torch.bfloat16, ranks=R, reduce=all_reduce, deliver=keep, comm_stream=comm)
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(lambda p: bucket.add(p, p.grad))
+    loss.backward()
+    bucket.finish()  # the current stream comes after all reductions
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tkernels.comm.lease import Fence, Keepalive, Lease, Slot
+
+
+@dataclass(frozen=True, eq=False)
+class Slice:
+    """Where the gradient of `parameter` lies in its fill: elements `start` to `stop`, contiguous."""
+
+    parameter: torch.Tensor
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.parameter.numel()
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The slice of `flat` [elements of the fill], in the parameter's shape."""
+        return flat[self.start : self.stop].view(self.parameter.shape)
+
+
+class GradBucket:
+    """Gradients of one dtype, reduced in fills of up to `capacity` elements. Fills are reduced in the order of `flush`.
+
+    ranks: R, what `average` divides by. copies: buffers that take turns.
+    reduce: `reduce(flat)` takes a fill [elements] and returns its sum over ranks, or a part of it; it may overwrite
+        `flat`, and is called with the comm stream as the current one.
+    deliver: `deliver(reduced, slices)` uses what `reduce` returned, on the comm stream too; nothing may use the fill
+        later. `slices` are in the order in which they were added. None if `reduce` does all there is to do.
+    average: divide what `reduce` returned by R, before `deliver`.
+    comm_stream: None is the stream that is current now, which means no overlap with its other work.
+    device, dev: where the buffers are and whose streams are meant; `dev` is torch's module of `device` by default.
+
+    `add` and `write` may be called on any stream and from any thread. All ranks must add the same sizes and flush at
+    the same places. Raises ValueError for sizes that are not positive, TypeError for a complex dtype.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        dtype: torch.dtype,
+        *,
+        ranks: int,
+        reduce: Callable[[torch.Tensor], torch.Tensor],
+        deliver: Callable[[torch.Tensor, list[Slice]], None] | None = None,
+        average: bool = True,
+        copies: int = 2,
+        comm_stream=None,
+        device: torch.device | str = "cpu",
+        dev=None,
+    ):
+        for name, value in (("capacity", capacity), ("copies", copies), ("ranks", ranks)):
+            if value < 1:
+                raise ValueError(f"GradBucket: {name}={value} must be positive")
+        if not dtype.is_floating_point:
+            raise TypeError(f"GradBucket: sums floating-point gradients, not {dtype}")
+        self.capacity, self.dtype, self.ranks, self.average = capacity, dtype, ranks, average
+        self.dev = dev if dev is not None else torch.get_device_module(device)
+        self.comm_stream = self.dev.current_stream() if comm_stream is None else comm_stream
+        self._reduce, self._deliver = reduce, deliver
+        self._slots = []
+        for copy in range(copies):
+            slot = Slot(torch.empty(capacity, dtype=dtype, device=device), dev=self.dev, name=f"bucket buffer {copy}")
+            # The memory may have had another owner on this stream: as a tenancy, even the first fill comes after it.
+            lease = slot.acquire()
+            with lease.write():
+                slot.tensor.zero_()
+            slot.release(lease)
+            self._slots.append(slot)
+        self._turn = 0
+        self._lease: Lease | None = None
+        self._slices: dict[torch.Tensor, Slice] = {}
+        self._end = 0
+        self._reduced = Fence(self.dev)
+        self._large = Keepalive()
+        self._lock = threading.RLock()
+
+    def __repr__(self):
+        filled = f"{self._end} of {self.capacity} elements in buffer {self._turn}"
+        return f"GradBucket({self.dtype}, {len(self._slots)} copies, {filled})"
+
+    def add(self, parameter: torch.Tensor, grad: torch.Tensor | None, *, at: int | None = None) -> torch.Tensor:
+        """Copy `grad` into the open fill on the current stream, which must be the one on which it was made.
+
+        Returns the slice that holds it, in the parameter's shape, valid until the flush. None adds zeros. A fill that
+        has no room is flushed first. A parameter that the open fill has already is added to, behind what other
+        streams did to its slice. A gradient that is its slice, since it was written there, is not copied. One of more
+        than `capacity` elements is a fill of its own, reduced at once, for which its own storage is the buffer if the
+        dtype is the bucket's.
+
+        at: the slice's first element, for a caller that lays out fills itself; None appends. Slices must not overlap.
+
+        Raises TypeError for sparse and complex gradients, ValueError for one that doesn't fit the parameter or `at`.
+        """
+        _check(parameter, grad)
+        if parameter.numel() == 0:
+            return parameter.new_empty(parameter.shape, dtype=self.dtype) if grad is None else grad
+        with self._lock:
+            if parameter.numel() > self.capacity:
+                return self._add_large(parameter, grad)
+            again = parameter in self._slices
+            with self.write(parameter, at=at) as view:
+                if grad is None:
+                    if not again:
+                        view.zero_()
+                elif grad.data_ptr() != view.data_ptr():
+                    view.add_(grad) if again else view.copy_(grad)
+            return view
+
+    @contextlib.contextmanager
+    def write(self, parameter: torch.Tensor, *, at: int | None = None):
+        """A context in which a kernel writes `parameter`'s gradient itself: gives the slice, in the parameter's shape.
+
+        For kernels that add to a gradient buffer; launch them inside, on the current stream. In a slice that the open
+        fill did not have there is an older gradient, or zeros. Raises ValueError for more than `capacity` elements.
+        """
+        with self._lock:
+            again = parameter in self._slices
+            slice = self._slices[parameter] if again else self._take(parameter, at)
+            with self._lease.write(ordered=again) as buffer:
+                yield slice.of(buffer)
+
+    def flush(self, elements: int | None = None):
+        """Reduce the open fill on the comm stream, behind all its producers, and turn to the next buffer.
+
+        elements: how many of the buffer's elements are reduced; None: up to the end of the last slice.
+        Does nothing if the fill is empty.
+        """
+        with self._lock:
+            if self._lease is None:
+                return
+            lease, slices, elements = self._lease, self._slices, self._end if elements is None else elements
+            self._lease, self._slices, self._end = None, {}, 0
+            try:
+                self._read(lease, elements, list(slices.values()))
+            finally:
+                self._slots[self._turn].release(lease)
+                self._turn = (self._turn + 1) % len(self._slots)
+
+    def finish(self, stream=None):
+        """Flush, and order `stream` (None: the current one) after all reductions so far. Only `stream` is ordered."""
+        with self._lock:
+            self.flush()
+            self._reduced.wait(self.dev.current_stream() if stream is None else stream)
+            self._reduced.clear()
+            self._large.drain()
+
+    def _take(self, parameter: torch.Tensor, at: int | None) -> Slice:
+        numel = parameter.numel()
+        if at is None and self._end + numel > self.capacity:
+            self.flush()
+        slice = Slice(parameter, self._end if at is None else at)
+        if slice.start < 0 or slice.stop > self.capacity:
+            raise ValueError(
+                f"GradBucket: elements {slice.start} to {slice.stop} don't lie within the bucket's {self.capacity}"
+            )
+        if self._lease is None:
+            self._lease = self._slots[self._turn].acquire()
+        self._slices[parameter] = slice
+        self._end = max(self._end, slice.stop)
+        return slice
+
+    def _add_large(self, parameter: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
+        self.flush()  # what was added before is reduced before
+        if grad is None:
+            grad = torch.zeros_like(parameter, dtype=self.dtype, memory_format=torch.contiguous_format)
+        grad = grad.detach().to(self.dtype).contiguous()
+        lease = Lease(grad.view(-1), dev=self.dev, name="large gradient")
+        with lease.write():
+            pass  # what made it has been launched on this stream
+        self._read(lease, grad.numel(), [Slice(parameter, 0)])
+        self._large.defer(lease)
+        self._large.drain(keep=len(self._slots))
+        return grad
+
+    def _read(self, lease: Lease, elements: int, slices: list[Slice]):
+        with self.dev.stream(self.comm_stream), lease.read(self.comm_stream) as buffer:
+            reduced = self._reduce(buffer[:elements])
+            if self.average and self.ranks > 1:
+                reduced.div_(self.ranks)
+            if self._deliver is not None:
+                self._deliver(reduced, slices)
+        self._reduced.update(lease.used)
+
+
+def _check(parameter: torch.Tensor, grad: torch.Tensor | None):
+    if grad is None:
+        return
+    if grad.layout != torch.strided:
+        raise TypeError(f"GradBucket: takes dense gradients, not {grad.layout}; make the layer with sparse=False")
+    if grad.is_complex():
+        raise TypeError(f"GradBucket: sums real gradients, not {grad.dtype}; keep the parameter as torch.view_as_real")
+    if grad.shape != parameter.shape:
+        raise ValueError(f"GradBucket: a gradient of shape {list(grad.shape)} for one of {list(parameter.shape)}")
