@@ -75,7 +75,8 @@ def test_inventory_alone_runs_nothing(capsys):
     found = json.loads(out)
     assert found["skipped"] == "--no-run"
     assert found["round_trips"] == found["operations"] == []
-    assert found["inventory"]["packages"]["torch"] == torch.__version__
+    version = found["inventory"]["packages"]["torch"]
+    assert version and torch.__version__.startswith(version)  # a build may add "+cu130" to its package's version
     assert len(found["inventory"]["gpus"]) == torch.cuda.device_count()
     assert f"{runtime.RUNTIME} runtime" in err
 
@@ -112,4 +113,4 @@ def test_links_are_read_from_nvidia_smi():
 @pytest.mark.quick
 def test_packages_that_are_not_installed_have_no_version():
     assert inventory._version("no-such-distribution") is None
-    assert inventory._version("torch") == torch.__version__
+    assert inventory._version("pytest") == pytest.__version__
