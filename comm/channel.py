@@ -1,0 +1,253 @@
+"""Channel: messages from each rank to one peer, device-initiated, with a credit from the receiver for every slot.
+
+A rank's inbox has `copies` slots. The n-th slotful that a rank sends, *generation* n, goes to slot (n - 1) % copies of
+its peer. Two words for each program say how far things are, and only grow:
+
+    full    in the receiver's memory, set by the sender: generation n lies in its slot.
+    free    in the sender's memory, set by the receiver: generation n has been copied out of its slot.
+
+Why no slot is overwritten before it was read: the sender writes generation g only after all its `free` words are at
+least g - copies, which is the slot's last tenant, and the receiver raises them only behind the loads of that
+generation, by a release. Why the receiver reads what was sent: it copies generation g out only after all `full` words
+are at least g, and each program raises its word by put_signal, behind its own part of the data. Each end counts
+generations in its own device memory, advanced by the last program of the kernel that moves the data; both ends count
+the same, since every message is the same number of generations for both. Nothing is ever reset, and no generation is
+an argument of a launch, so a captured graph that is replayed goes on counting. The parts that programs copy may differ
+from one generation to the next, and between the ends, because a wait is always for all words.
+
+A wait is a kernel of one program and one warp, on its own, before the kernel of several programs that copies. So what
+waits for a peer takes next to nothing of the GPU, and what takes room never waits.
+
+A message longer than a slot is several generations. The other way, slots that grow, would be a collective in the middle
+of a transfer between two ranks. A sender may be `copies` generations ahead of its receiver. On the simulated runtime a
+launch runs while the caller waits, so a send beyond that blocks the caller until the peer receives: two ranks that both
+send first get along as long as their messages fit into `copies` slots.
+"""
+
+import contextlib
+
+import torch
+import triton
+import triton.language as tl
+
+from tkernels.comm.context import Context
+from tkernels.comm.device import begin_epoch, copy, end_epoch, operation, put_signal, quiet, signal, wait_signal
+from tkernels.comm.errors import MismatchError
+from tkernels.comm.lease import Slot
+from tkernels.comm.regions import ALIGNMENT, Regions, round_up
+
+OP_SEND = operation("channel send")
+OP_RECEIVE = operation("channel receive")
+
+BLOCK_BYTES = 32 << 10  # what a program copies at a step
+PROGRAMS = {"simulated": 2, "nvshmem": 8}
+_WIDTHS = {16: torch.int32, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["peer"])
+def channel_wait_kernel(
+    words, state, table, peer,  # [WORDS] here, raised by `peer`
+    LAG: tl.constexpr, WORDS: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
+):
+    generation = begin_epoch(state) - LAG
+    for index in range(WORDS):
+        wait_signal(words + index, generation, table, peer, index, OPERATION, TRANSPORT)
+
+
+@triton.jit
+def share_of(num_elements, share):
+    """First element and number of elements of this program's part, which may be empty."""
+    first = tl.cast(tl.program_id(0), tl.int64) * share
+    return first, tl.minimum(tl.maximum(num_elements - first, 0), share)
+
+
+@triton.jit(do_not_specialize=["target", "num_elements", "share"])
+def channel_send_kernel(
+    x, slots, slot_stride, full, state, table, target,  # [num_elements], [copies, slot_stride], [programs]
+    num_elements, share,
+    COPIES: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+):
+    generation = begin_epoch(state)
+    first, part = share_of(num_elements, share)
+    slot = slots + (generation - 1) % COPIES * slot_stride
+    put_signal(
+        slot + first, x + first, part, full + tl.program_id(0), generation, target, table, TRANSPORT, BLOCK, ALIGN
+    )
+    quiet(TRANSPORT)  # whoever waits for this kernel may overwrite x
+    end_epoch(state, generation)
+
+
+@triton.jit(do_not_specialize=["source", "num_elements", "share"])
+def channel_receive_kernel(
+    out, slots, slot_stride, free, state, table, source,  # [num_elements], [copies, slot_stride], [programs]
+    num_elements, share,
+    COPIES: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+):
+    generation = begin_epoch(state)
+    first, part = share_of(num_elements, share)
+    slot = slots + (generation - 1) % COPIES * slot_stride
+    copy(out + first, slot + first, part, BLOCK, ALIGN)
+    signal(free + tl.program_id(0), generation, source, table, TRANSPORT)
+    end_epoch(state, generation)
+# fmt: on
+
+
+class RemoteSignal:
+    """A completion: a peer has come to the next generation of one end of a channel, less `lag`.
+
+    The generation is read on the device when the wait runs, so one object stands for each turn, and for each replay.
+    """
+
+    captured = None  # a kernel reads what is true when it runs, inside a graph or outside
+
+    def __init__(self, ctx: Context, dev, words, state, peer: int, lag: int, operation):
+        self.key = self
+        self._ctx, self._dev, self._words, self._state = ctx, dev, words, state
+        self._peer, self._lag, self._operation = peer, lag, operation
+
+    def wait(self, stream):
+        with self._dev.stream(stream):
+            self._ctx.launch(
+                channel_wait_kernel, 1, self._words, self._state, self._ctx.table, self._peer,
+                LAG=self._lag, WORDS=len(self._words), OPERATION=self._operation,
+                TRANSPORT=self._ctx.transport_id, num_warps=1,
+            )  # fmt: skip
+
+    def query(self) -> bool:
+        """Whether it is known to have happened; on a GPU never, since looking would wait for a stream."""
+        return self._ctx.device.type == "cpu" and self._words.min() > self._state[0] - self._lag
+
+
+class Channel:
+    """Collective. From every rank to one peer, its `dst`, and from one peer, its `src`; None for a rank without one.
+
+    dst, src: ranks of the context's group. That a is b's source means that b is a's destination.
+    slot_bytes: rounded up to 256. A longer message takes several slots in turn.
+    copies: slots; how far a sender may be ahead of its receiver.
+    num_programs: of the kernels that copy. Default: 8, or 2 simulated.
+
+    Sends are received in the order in which they were made. Both ends run on the current stream; one end may be used
+    from several streams, and its turns are then put in the order in which they were launched.
+
+    Raises ValueError on every rank for a topology that doesn't match, MismatchError for other options that differ.
+    """
+
+    def __init__(
+        self,
+        ctx: Context,
+        dst: int | None,
+        src: int | None,
+        *,
+        slot_bytes: int,
+        copies: int = 2,
+        num_programs: int | None = None,
+    ):
+        num_programs = PROGRAMS[ctx.runtime] if num_programs is None else num_programs
+        _check_options(ctx, dst, src, {"slot_bytes": slot_bytes, "copies": copies, "num_programs": num_programs})
+        self.ctx, self.dst, self.src, self.copies, self.num_programs = ctx, dst, src, copies, num_programs
+        self.slot_bytes = round_up(slot_bytes, ALIGNMENT)
+        plan = Regions(
+            full=((num_programs,), torch.int64),
+            free=((num_programs,), torch.int64),
+            slots=((copies * self.slot_bytes,), torch.uint8),
+        )
+        self._memory = ctx.empty(plan.num_bytes, dtype=torch.uint8)
+        self._full, self._free, self._slots = (plan.view(self._memory, name) for name in ("full", "free", "slots"))
+        self._full.zero_()
+        self._free.zero_()
+        dev = torch.get_device_module(ctx.device)
+        # What follows one another at an end are the uses of its state: [generation, programs that have finished].
+        self._sending, self._receiving = (
+            Slot(torch.zeros(2, dtype=torch.int64, device=ctx.device), dev=dev, name=f"the channel's {end} end")
+            for end in ("sending", "receiving")
+        )
+        self.credit = RemoteSignal(ctx, dev, self._free, self._sending.tensor, dst, copies, OP_SEND)
+        self.arrival = RemoteSignal(ctx, dev, self._full, self._receiving.tensor, src, 0, OP_RECEIVE)
+        ctx.group.barrier()  # nobody signals before every rank's words are zero
+
+    @property
+    def slots(self) -> tuple[Slot, Slot]:
+        """The two ends' states, for `lease.captured` around a CUDA graph that sends or receives."""
+        return self._sending, self._receiving
+
+    def send(self, tensor: torch.Tensor):
+        """Send a contiguous tensor of any dtype to `dst`, on the current stream; what follows there may overwrite it.
+
+        Raises ValueError for a tensor that isn't contiguous or lies elsewhere.
+        """
+        for part in self._parts(tensor, "send", self.dst):
+            with self._turn(self._sending, self.credit) as state:
+                self._launch(channel_send_kernel, part, self._full, state, self.dst)
+
+    def receive(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Receive the next message of `src` into a contiguous tensor of the size that was sent, on the current stream.
+
+        Returns the tensor. Raises ValueError for a tensor that isn't contiguous or lies elsewhere.
+        """
+        for part in self._parts(tensor, "receive", self.src):
+            with self._turn(self._receiving, self.arrival) as state:
+                self._launch(channel_receive_kernel, part, self._free, state, self.src)
+        return tensor
+
+    def close(self):
+        """Collective. Give the slots back, once all ranks have received what was sent to them."""
+        self.ctx.group.barrier()
+        self.ctx.free(self._memory)
+
+    def _parts(self, tensor: torch.Tensor, verb: str, peer: int | None):
+        """The message as flat bytes, a slotful at a time."""
+        if peer is None:
+            raise ValueError(f"channel: rank {self.ctx.rank} has no peer to {verb} to or from; it was made with None")
+        if tensor.device != self.ctx.device:
+            raise ValueError(f"channel: the tensor is on {tensor.device}, but the context works on {self.ctx.device}")
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"channel: moves contiguous tensors, not one of strides {tensor.stride()}; pass a .contiguous() one"
+            )
+        return tensor.detach().view(-1).view(torch.uint8).split(self.slot_bytes) if tensor.numel() else ()
+
+    @contextlib.contextmanager
+    def _turn(self, end: Slot, signal: RemoteSignal):
+        """A generation of one end: behind its last one, and behind the peer's signal."""
+        end.gate.add(signal)
+        lease = end.acquire()
+        try:
+            with lease.write() as state:
+                yield state
+        finally:
+            end.release(lease)
+
+    def _launch(self, kernel, part: torch.Tensor, words: torch.Tensor, state: torch.Tensor, peer: int):
+        align = next(width for width in _WIDTHS if (part.data_ptr() | part.numel()) % width == 0)
+        itemsize = _WIDTHS[align].itemsize
+        num_elements = part.numel() // itemsize
+        share = round_up(-(-num_elements // self.num_programs), 16 // itemsize)
+        self.ctx.launch(
+            kernel, self.num_programs, part.view(_WIDTHS[align]), self._slots.view(_WIDTHS[align]),
+            self.slot_bytes // itemsize, words, state, self.ctx.table, peer, num_elements, share,
+            COPIES=self.copies, TRANSPORT=self.ctx.transport_id,
+            # Element by element, each has an address and a mask of its own: fewer at a time.
+            BLOCK=BLOCK_BYTES // 4 // (1 if align == 16 else 4), ALIGN=align, num_warps=8, maxnreg=128,
+        )  # fmt: skip
+
+
+def _check_options(ctx: Context, dst, src, options: dict):
+    """Collective. The same error on every rank."""
+    ends = ctx.group.gather((dst, src, options))
+    for _, _, theirs in ends:
+        if theirs != ends[0][2]:
+            by_rank = "; ".join(f"rank {rank}: {theirs}" for rank, (_, _, theirs) in enumerate(ends))
+            raise MismatchError(f"channel: the ranks' options differ: {by_rank}; all must pass the same")
+    for name, value in options.items():
+        if value < 1:
+            raise ValueError(f"channel: {name}={value} must be positive")
+    edges = {(rank, dst) for rank, (dst, _, _) in enumerate(ends) if dst is not None}
+    expected = {(src, rank) for rank, (_, src, _) in enumerate(ends) if src is not None}
+    wrong = edges ^ expected or {edge for edge in edges if edge[0] == edge[1] or edge[1] not in range(ctx.size)}
+    if wrong:
+        a, b = min(wrong)
+        raise ValueError(
+            f"channel: from rank {a} to rank {b} there must be dst={b} on rank {a} and src={a} on rank {b}, which "
+            f"differ and are below {ctx.size}; dst and src by rank are {[(dst, src) for dst, src, _ in ends]}"
+        )

@@ -1,0 +1,301 @@
+"""Channel: messages of any size in order, a credit for every slot, waits that end with a name, replays that count."""
+
+import ctypes
+import time
+
+import pytest
+import torch
+from transports import every_transport, gpu_only, late, message_on_every_rank, over, simulated_only
+
+import tkernels
+from tkernels.comm import MismatchError, WaitTimeoutError, interpreter
+from tkernels.comm.channel import Channel
+from tkernels.testing.compare import poison
+
+PATIENCE_S = 1.0  # how long a late receiver waits for the sender to make a mistake
+
+
+def ring(ctx, **options):
+    """Collective. A channel from every rank to the next one."""
+    options = {"slot_bytes": 1 << 10, **options}
+    return Channel(ctx, (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size, **options)
+
+
+def message(ctx, rank, number, shape, dtype=torch.uint8):
+    """What `rank` sends as its message of that number; every rank can make it."""
+    generator = torch.Generator().manual_seed(1000 * rank + number)
+    return torch.randint(0, 120, shape, generator=generator).to(dtype).to(ctx.device)
+
+
+def poison_slots(channel):
+    """Collective. All bits set in the slots; nobody sends meanwhile."""
+    channel.ctx.group.barrier()
+    channel._slots.fill_(0xFF)
+    channel.ctx.group.barrier()
+
+
+@pytest.mark.quick
+@pytest.mark.ranks(2, 3, 4)
+@every_transport
+def test_messages_of_any_size_arrive_whole(ctx, transport):
+    ctx = over(ctx, transport)
+    channel = ring(ctx, slot_bytes=1 << 10, copies=3)
+    sizes = [1, 2, 15, 16, 17, 255, 1000, 1023, 1024, 1025, 2049, 3072, 0, 7]
+    for number, size in enumerate(sizes):
+        poison_slots(channel)
+        channel.send(message(ctx, ctx.rank, number, (size,)))
+        got = poison(torch.empty(size + 2, dtype=torch.uint8, device=ctx.device))
+        channel.receive(got[1:-1])  # an odd address, and bytes beside it that must stay
+        assert torch.equal(got[1:-1], message(ctx, channel.src, number, (size,))), size
+        assert got[0] == got[-1] == 0xFF
+    ctx.check()
+    channel.close()
+
+
+@pytest.mark.ranks(2)
+def test_any_dtype_and_alignment_moves_bit_for_bit(ctx):
+    channel = ring(ctx)
+    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.bool, torch.float8_e4m3fn]
+    for dtype in [*dtypes, torch.complex128]:
+        for start in range(3):
+            sent = message(ctx, ctx.rank, start, (40,), torch.uint8).to(dtype)[start:]
+            got = torch.empty(40 + start, dtype=dtype, device=ctx.device)[2 * start :]
+            channel.send(sent)
+            channel.receive(got)
+            want = message(ctx, channel.src, start, (40,), torch.uint8).to(dtype)[start:]
+            assert got.view(torch.uint8).equal(want.view(torch.uint8)), (dtype, start)
+    bits = torch.tensor([0x7FC00001, -0x80000000], dtype=torch.int32, device=ctx.device)
+    channel.send(bits.view(torch.float32))
+    assert channel.receive(torch.empty(2, device=ctx.device)).view(torch.int32).equal(bits)
+    scalar = torch.full((), float(ctx.rank), device=ctx.device)
+    channel.send(scalar)
+    assert channel.receive(torch.empty((), device=ctx.device)).item() == channel.src
+    channel.close()
+
+
+@pytest.mark.ranks(2)
+@every_transport
+@pytest.mark.parametrize("late_end", ["sender", "receiver", "either"])
+def test_fifty_messages_in_a_row_stay_in_order(ctx, transport, late_end):
+    ctx = over(ctx, transport)
+    channel = Channel(ctx, *[(1, None), (None, 0)][ctx.rank], slot_bytes=256, copies=2)
+    got = []
+    ctx.group.barrier()
+    for number in range(50):
+        size = 1 + 37 * number % 600  # up to three slots
+        if number % 7 == {"sender": ctx.rank == 0, "receiver": ctx.rank == 1, "either": True}[late_end] * 3:
+            time.sleep(0.01)
+        if ctx.rank == 0:
+            channel.send(message(ctx, 0, number, (size,)))
+        else:
+            got.append(channel.receive(torch.empty(size, dtype=torch.uint8, device=ctx.device)))
+    ctx.check()
+    for number, tensor in enumerate(got):
+        assert tensor.equal(message(ctx, 0, number, tensor.shape)), number
+    channel.close()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("seed", range(3))
+def test_random_delays_change_no_message(ctx, seed):
+    channel = ring(ctx, slot_bytes=256, copies=2, num_programs=3)
+    with interpreter.execution(jitter_seed=seed, rank=ctx.rank):
+        for number in range(8):
+            channel.send(message(ctx, ctx.rank, number, (500,)))
+            got = channel.receive(torch.empty(500, dtype=torch.uint8, device=ctx.device))
+            assert got.equal(message(ctx, channel.src, number, (500,)))
+    channel.close()
+
+
+class LateReceiver:
+    """Rank 1 receives only once rank 0 has sent everything, or after PATIENCE_S, if rank 0 waits as it should."""
+
+    def __init__(self, ctx):
+        self.ctx, self.cell = ctx, ctx.empty(1, dtype=torch.int64)
+        self.cell.zero_()
+        address = ctx.heap.segment.bases[1] + ctx.heap.offset(self.cell)
+        self.on_rank_1 = ctypes.c_int64.from_address(address)
+        ctx.group.barrier()
+
+    def wait(self):
+        limit = time.monotonic() + PATIENCE_S
+        while not self.on_rank_1.value and time.monotonic() < limit:
+            time.sleep(1e-3)
+
+    def all_is_sent(self):
+        self.on_rank_1.value = 1
+
+
+@simulated_only
+@pytest.mark.ranks(2)
+def test_a_sender_that_asks_for_no_credit_is_caught(ctx):
+    """Five messages, two slots: without the credit the third is put over the first, which nobody has read."""
+    wrong = {}
+    for form in ("right", "wrong"):
+        with tkernels.init(heap_bytes=1 << 20) as context:
+            channel = Channel(context, *[(1, None), (None, 0)][ctx.rank], slot_bytes=256, copies=2)
+            if form == "wrong":
+                channel.credit.wait = lambda stream: None
+            receiver = LateReceiver(context)
+            if ctx.rank == 0:
+                for number in range(5):
+                    channel.send(message(ctx, 0, number, (200,)))
+                receiver.all_is_sent()
+            else:
+                receiver.wait()
+            got = [channel.receive(torch.zeros(200, dtype=torch.uint8)) for _ in range(5 * ctx.rank)]
+            wrong[form] = [n for n, tensor in enumerate(got) if not tensor.equal(message(ctx, 0, n, (200,)))]
+    assert wrong == ({"right": [], "wrong": [0, 1, 2]} if ctx.rank == 1 else {"right": [], "wrong": []})
+
+
+@simulated_only
+@pytest.mark.ranks(2)
+def test_a_receiver_that_does_not_wait_is_caught(ctx):
+    for form in ("right", "wrong"):
+        with tkernels.init(heap_bytes=1 << 20) as context:
+            channel = ring(context)
+            if form == "wrong":
+                channel.arrival.wait = lambda stream: None
+            poison_slots(channel)
+            late(context, 0, 0.2)
+            if ctx.rank == 0:
+                channel.send(message(ctx, 0, 0, (200,)))
+            else:
+                got = channel.receive(torch.zeros(200, dtype=torch.uint8))
+                assert got.equal(message(ctx, 0, 0, (200,))) == (form == "right")
+            context.group.barrier()
+
+
+@pytest.mark.ranks(2)
+@every_transport
+def test_a_receiver_that_never_releases_is_named(ctx, transport):
+    channel = ring(over(ctx, transport))
+    channel.send(message(ctx, ctx.rank, 0, (10,)))  # compiled before a short limit runs
+    channel.receive(torch.empty(10, dtype=torch.uint8, device=ctx.device))
+    with tkernels.init(heap_bytes=1 << 20, transport=transport, timeout_s=1.0) as context:
+        channel = Channel(context, *[(1, None), (None, 0)][ctx.rank], slot_bytes=256, copies=2)
+        with pytest.raises(WaitTimeoutError) as e:
+            for number in range(3 * (1 - ctx.rank)):
+                channel.send(message(ctx, 0, number, (200,)))
+            if ctx.rank == 1:
+                time.sleep(1.5)  # a rank that is told of the fault by its peer
+            while True:
+                context.check()
+                time.sleep(0.01)
+        assert (e.value.operation, e.value.rank, e.value.peer) == ("channel send", 0, 1)
+        assert (e.value.expected, e.value.seen) == (1, 0)  # generation 3 asks that generation 1 was read
+        assert "channel send: rank 0 waited 1 s for the signal of rank 1" in message_on_every_rank(ctx, e.value)
+
+
+@pytest.mark.ranks(2)
+def test_a_sender_that_never_sends_is_named(ctx):
+    channel = ring(ctx)
+    channel.send(message(ctx, ctx.rank, 0, (10,)))
+    channel.receive(torch.empty(10, dtype=torch.uint8, device=ctx.device))
+    with tkernels.init(heap_bytes=1 << 20, timeout_s=0.5) as context:
+        channel = ring(context)
+        with pytest.raises(WaitTimeoutError) as e:
+            if ctx.rank == 1:
+                channel.receive(torch.empty(10, dtype=torch.uint8, device=ctx.device))
+            while True:
+                context.check()
+                time.sleep(0.01)
+        assert (e.value.operation, e.value.rank, e.value.peer) == ("channel receive", 1, 0)
+        assert (e.value.expected, e.value.seen) == (1, 0)
+
+
+@pytest.mark.ranks(3)
+def test_wrong_arguments_are_refused_before_the_first_signal(ctx):
+    after, before = (ctx.rank + 1) % 3, (ctx.rank - 1) % 3
+    with pytest.raises(ValueError, match="from rank 0 to rank 1 there must be dst=1 on rank 0 and src=0 on rank 1"):
+        Channel(ctx, after, None if ctx.rank == 1 else before, slot_bytes=256)
+    with pytest.raises(ValueError, match="dst and src by rank are"):
+        Channel(ctx, ctx.rank, ctx.rank, slot_bytes=256)
+    with pytest.raises(MismatchError, match="options differ: rank 0.*all must pass the same"):
+        Channel(ctx, after, before, slot_bytes=256 << ctx.rank)
+    with pytest.raises(ValueError, match="copies=0 must be positive"):
+        Channel(ctx, after, before, slot_bytes=256, copies=0)
+    channel = Channel(
+        ctx, *((1, None) if ctx.rank == 0 else (None, 0) if ctx.rank == 1 else (None, None)), slot_bytes=1
+    )
+    if ctx.rank == 2:
+        with pytest.raises(ValueError, match="rank 2 has no peer to send to"):
+            channel.send(torch.zeros(3, device=ctx.device))
+    if ctx.rank == 0:
+        with pytest.raises(ValueError, match=r"contiguous tensors, not one of strides \(1, 3\)"):
+            channel.send(torch.zeros(3, 3, device=ctx.device).t())
+        with pytest.raises(ValueError, match="the tensor is on meta, but the context works on"):
+            channel.send(torch.zeros(3, device="meta"))
+    channel.close()
+
+
+@pytest.mark.ranks(2)
+def test_two_channels_of_one_context_and_both_directions_do_not_mix(ctx):
+    forward = ring(ctx)
+    backward = Channel(ctx, 1 - ctx.rank, 1 - ctx.rank, slot_bytes=512)
+    for number in range(6):
+        forward.send(message(ctx, ctx.rank, number, (300,)))
+        backward.send(message(ctx, ctx.rank, 100 + number, (301,)))
+        got = backward.receive(torch.empty(301, dtype=torch.uint8, device=ctx.device))
+        assert got.equal(message(ctx, 1 - ctx.rank, 100 + number, (301,)))
+        got = forward.receive(torch.empty(300, dtype=torch.uint8, device=ctx.device))
+        assert got.equal(message(ctx, 1 - ctx.rank, number, (300,)))
+    backward.close()
+    forward.close()
+
+
+@gpu_only
+@pytest.mark.ranks(2, 4)
+@every_transport
+@pytest.mark.parametrize("rounds", [20])
+def test_a_captured_exchange_replays_with_fresh_generations(ctx, transport, rounds):
+    """More replays than slots: generations that stood still would let them overwrite each other."""
+    from tkernels.comm.lease import captured
+
+    ctx = over(ctx, transport)
+    channel = ring(ctx, slot_bytes=1 << 20, copies=2)
+    sent, got = (torch.zeros(3 << 18, device=ctx.device) for _ in range(2))  # three slots
+    channel.send(sent)
+    channel.receive(got)
+    torch.cuda.synchronize()
+    ctx.group.barrier()
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with captured(torch.cuda.graph(graph), slots=channel.slots, streams=[side]):
+        with torch.cuda.stream(side):  # two slots don't hold three: the receiver has to run meanwhile
+            channel.receive(got)
+        channel.send(sent)
+    for number in range(rounds):
+        sent.fill_(float(100 * number + ctx.rank))
+        got.fill_(-1.0)
+        if number % 5 == 0:
+            late(ctx, number // 5 % ctx.size, 0.05)
+        graph.replay()
+        assert (got == 100 * number + channel.src).all(), number
+        if number % 3 == 0:  # calls in between go on with the count
+            channel.send(sent[: 1 << 18])
+            assert (channel.receive(got[: 1 << 18]) == 100 * number + channel.src).all()
+    ctx.check()
+    channel.close()
+
+
+@gpu_only
+@pytest.mark.ranks(2, 4)
+@every_transport
+@pytest.mark.parametrize("iterations", [200])
+def test_a_source_may_be_overwritten_behind_its_send(ctx, transport, iterations):
+    ctx = over(ctx, transport)
+    channel = ring(ctx, slot_bytes=4 << 20, copies=3)
+    source = torch.empty(1 << 20, device=ctx.device)
+    wrong = torch.zeros((), device=ctx.device, dtype=torch.int64)
+    for number in range(iterations):
+        source.fill_(float(number))
+        channel.send(source)
+        source.fill_(-1.0)
+        if number >= 2:
+            got = channel.receive(torch.empty_like(source))
+            wrong += (got != number - 2).sum()
+    for number in range(iterations - 2, iterations):
+        wrong += (channel.receive(torch.empty_like(source)) != number).sum()
+    ctx.check()
+    assert wrong.item() == 0
+    channel.close()
