@@ -67,13 +67,18 @@ class EventCompletion:
 class WorkCompletion:
     """A collective or a transfer of torch.distributed that was started with async_op.
 
-    Waiting orders a CUDA stream behind NCCL's own. Gloo knows no streams, and there it blocks the host.
+    Make it right after the start. Waiting orders a CUDA stream behind NCCL's own. Gloo knows no streams, and there it
+    blocks the host.
     """
 
-    captured = None
+    __slots__ = ("captured", "_work", "_dev")
 
     def __init__(self, work, dev):
-        self.key, self._work, self._dev = self, work, dev
+        self.captured, self._work, self._dev = capturing(dev), work, dev
+
+    @property
+    def key(self):
+        return self
 
     def wait(self, stream):
         with self._dev.stream(stream):
@@ -108,13 +113,12 @@ class Fence:
         """Order later work of `stream` behind all of it. Raises LeaseError across the edge of a capture."""
         inside = None
         for key, completion in self._completions.items():
-            if key == stream:  # by ==: torch makes a new wrapper at each current_stream()
-                continue
-            if completion.captured is not None:
+            if completion.captured is not None:  # the stream's own, too: a graph need not be replayed where it was made
                 inside = capturing(self._dev) if inside is None else inside
                 if inside != completion.captured:
                     raise LeaseError(_ACROSS[inside])
-            completion.wait(stream)
+            if key != stream:  # by value: torch makes a new wrapper at each current_stream()
+                completion.wait(stream)
 
     def query(self) -> bool:
         """Whether all of it is known to have happened; never under capture, where asking is not allowed."""
@@ -136,8 +140,7 @@ _ACROSS = {
 
 def capturing(dev) -> bool:
     """Whether the current stream of `dev` is being captured into a CUDA graph."""
-    ask = getattr(dev, "is_current_stream_capturing", None)
-    return ask is not None and ask()
+    return dev is not torch.cpu and getattr(dev, "is_current_stream_capturing", bool)()
 
 
 class Lease:
@@ -154,15 +157,17 @@ class Lease:
     """
 
     def __init__(self, tensor: torch.Tensor | None = None, *, dev=None, home=None, gate=None, name: str | None = None):
+        self.name = name or "buffer"
+        self.dev = dev = dev if dev is not None else _device_module(tensor, self.name)
         self.tensor = None if tensor is None else tensor.detach()
         self._num_bytes = None if tensor is None else tensor.untyped_storage().nbytes()
-        self.dev = dev if dev is not None else torch.get_device_module(tensor.device)
-        self.home = self.dev.current_stream() if home is None else home
-        self.gate = Fence(self.dev) if gate is None else gate
-        self.filled, self.used = Fence(self.dev), Fence(self.dev)
-        self.name = name or "buffer"
+        self.home = dev.current_stream() if home is None else home
+        self.gate = Fence(dev) if gate is None else gate
+        self.filled, self.used = Fence(dev), Fence(dev)
         self.state = "filling"
-        self._admitted, self._writing, self._reading = [], 0, 0
+        self._writers = []  # streams that are behind the gate
+        self._writing = self._reading = 0
+        self._passed = False  # whether anyone's end implies that the gate has been passed
         self._lock = threading.RLock()
 
     def __repr__(self):
@@ -175,16 +180,17 @@ class Lease:
     def write(self, stream=None, *, ordered: bool = False) -> "_Block":
         """A context in which work that writes the buffer is launched on `stream`; None is the current stream.
 
-        The stream's first write of this tenancy waits for the tenancy before. Raises LeaseError once it was read.
+        The stream's first write of this tenancy waits for the tenancy before. Raises LeaseError once it was read, and
+        for an ordered write while another one is open, whose end can't be waited for yet.
         """
-        return _Block(self, "_begin_write", "_end_write", stream, ordered)
+        return _Block(self, Lease._begin_write, Lease._end_write, stream, ordered)
 
     def read(self, stream=None) -> "_Block":
         """A context in which work that reads the buffer is launched on `stream`; None is the current stream.
 
         The stream waits for every producer. Raises LeaseError while a write is open, or after the release.
         """
-        return _Block(self, "_begin_read", "_end_read", stream)
+        return _Block(self, Lease._begin_read, Lease._end_read, stream)
 
     def written_by(self, completion: Completion):
         """A producer whose end is not on a stream of ours. Start it inside `write`, which orders it after the gate."""
@@ -195,7 +201,7 @@ class Lease:
     def read_by(self, completion: Completion):
         """A consumer whose end is not on a stream of ours. Start it inside `read`, which orders it after producers."""
         with self._lock:
-            self._require(self.state != "released", "read")
+            self._require_readable()
             self.used.add(completion)
             self.state = "sealed"
 
@@ -217,8 +223,8 @@ class Lease:
             self.state = "released"
             self.tensor = None
             gate = Fence(self.dev)
-            if not (self.filled or self.used):
-                gate.update(self.gate)  # nobody came: what the next tenant must wait for is what we had to
+            if not self._passed:
+                gate.update(self.gate)  # nobody of ours waited for it, so the next tenant has to
             gate.update(self.filled)
             gate.update(self.used)
             self.gate = gate
@@ -226,13 +232,21 @@ class Lease:
 
     def _require(self, holds: bool, verb: str):
         if not holds:
-            raise LeaseError(f"{self.name}: {verb} while {self.state}" + _HINTS.get((verb, self.state), ""))
+            raise LeaseError(f"{self.name}: {verb} while {self.state}{_HINTS[verb, self.state]}")
+
+    def _require_readable(self):
+        self._require(self.state != "released", "read")
+        if self._writing:
+            raise LeaseError(f"{self.name}: read while a write block is open; leave it first")
 
     def _begin_write(self, stream, ordered):
         self._require(self.state == "filling", "written")
-        if stream not in self._admitted:
+        if ordered and self._writing:
+            raise LeaseError(f"{self.name}: an ordered write while another write block is open; leave it first")
+        if stream not in self._writers:
             self.gate.wait(stream)
-            self._admitted.append(stream)
+            self._writers.append(stream)
+            self._passed = True
         if ordered:
             self.filled.wait(stream)
         self._writing += 1
@@ -242,10 +256,12 @@ class Lease:
         self.filled.record(stream)
 
     def _begin_read(self, stream, ordered):
-        self._require(self.state != "released", "read")
-        if self._writing:
-            raise LeaseError(f"{self.name}: read while a write block is open; leave it first")
-        (self.filled or self.gate).wait(stream)
+        self._require_readable()
+        if self.filled:
+            self.filled.wait(stream)
+        else:
+            self.gate.wait(stream)
+            self._passed = True
         self.state = "sealed"
         self._reading += 1
 
@@ -261,6 +277,12 @@ _HINTS = {
 }
 
 
+def _device_module(tensor, name: str):
+    if tensor is None:
+        raise LeaseError(f"{name}: neither a tensor nor dev=; pass dev=torch.cuda, or whatever has the streams")
+    return torch.get_device_module(tensor.device)
+
+
 class _Block:
     """The time in which work of one kind is launched; the event is recorded at its end, right after the last launch."""
 
@@ -274,23 +296,29 @@ class _Block:
         if self._stream is None:
             self._stream = lease.dev.current_stream()
         with lease._lock:
-            getattr(lease, self._begin)(self._stream, self._ordered)
+            self._begin(lease, self._stream, self._ordered)
         return lease.tensor
 
     def __exit__(self, *exception):
-        with self._lease._lock:
-            getattr(self._lease, self._end)(self._stream)
+        lease = self._lease
+        with lease._lock:
+            self._end(lease, self._stream)
 
 
 class Slot:
-    """A long-lived buffer that is leased again and again, to one tenant at a time."""
+    """A long-lived buffer that is leased again and again, to one tenant at a time. Threads may share it.
+
+    tensor: the buffer, as an alias of its storage.
+    """
 
     def __init__(self, tensor: torch.Tensor | None = None, *, dev=None, home=None, name: str | None = None):
-        self.tensor, self.name = tensor, name or "slot"
-        self.dev = dev if dev is not None else torch.get_device_module(tensor.device)
+        self.name = name or "slot"
+        self.dev = dev if dev is not None else _device_module(tensor, self.name)
+        self.tensor = None if tensor is None else tensor.detach()
         self.home = self.dev.current_stream() if home is None else home
         self.lease: Lease | None = None
         self._first_gate = Fence(self.dev)
+        self._lock = threading.RLock()
 
     @property
     def gate(self) -> Fence:
@@ -299,23 +327,31 @@ class Slot:
 
     def acquire(self) -> Lease:
         """The next tenancy. Raises LeaseError while the last one has not been released."""
-        if self.lease is not None and not self.lease.released:
-            raise LeaseError(f"{self.name}: acquired while its last lease is {self.lease.state}; release it first")
-        self.lease = Lease(self.tensor, dev=self.dev, home=self.home, gate=self.gate, name=self.name)
-        return self.lease
+        with self._lock:
+            self._require_released("acquired")
+            self.lease = Lease(self.tensor, dev=self.dev, home=self.home, gate=self.gate, name=self.name)
+            return self.lease
 
     def release(self, lease: Lease):
         """End the slot's tenancy. Raises LeaseError for a lease that is not the current one."""
-        if lease is not self.lease:
-            raise LeaseError(f"{self.name}: a stale lease was released; the slot has had another tenant since")
-        lease.release()
+        with self._lock:
+            if lease is not self.lease:
+                raise LeaseError(f"{self.name}: a stale lease was released; the slot has had another tenant since")
+            lease.release()
 
     def join(self, stream=None):
         """Order `stream` (None: the current one) behind everything of the last tenancy, and forget it."""
+        with self._lock:
+            self._require_released("joined")
+            self.gate.wait(self.dev.current_stream() if stream is None else stream)
+            self.gate.clear()
+
+    def _require_released(self, verb: str):
         if self.lease is not None and not self.lease.released:
-            raise LeaseError(f"{self.name}: joined while its lease is {self.lease.state}; release it first")
-        self.gate.wait(self.dev.current_stream() if stream is None else stream)
-        self.gate.clear()
+            raise LeaseError(f"{self.name}: {verb} while its last lease is {self.lease.state}; release it first")
+
+    def _forget(self):
+        self.lease, self._first_gate = None, Fence(self.dev)
 
 
 class Keepalive:
@@ -327,29 +363,40 @@ class Keepalive:
 
     def __init__(self):
         self._deferred = deque()
+        self._lock = threading.RLock()
 
     def __len__(self):
         return len(self._deferred)
 
     def defer(self, lease: Lease, drop=None):
-        """End `lease` and hold its storage; `drop()` is called when it is let go. Issues no wait."""
-        held = lease.tensor
-        self._deferred.append((lease.release(), lease.home, held, drop))
+        """End `lease` and hold its storage; `drop()` is called when it is let go. Issues no wait.
+
+        Raises LeaseError for a lease that was released before, which holds its storage no longer.
+        """
+        with lease._lock:
+            if lease.released:
+                raise LeaseError(f"{lease.name}: deferred after its release, which gave its storage up; defer instead")
+            held = lease.tensor
+            gate = lease.release()
+        with self._lock:
+            self._deferred.append((gate, lease.home, held, drop))
 
     def drain(self, keep: int = 0):
         """Let go of all but the newest `keep`, each after a wait of its home stream."""
-        while len(self._deferred) > keep:
-            self._let_go()
+        with self._lock:
+            while len(self._deferred) > keep:
+                gate, home = self._deferred[0][:2]
+                gate.wait(home)  # it may refuse, under capture: then the storage is held still
+                self._let_go()
 
     def collect(self):
         """Let go of the oldest ones that have finished already, which needs no wait."""
-        while self._deferred and self._deferred[0][0].query():
-            self._let_go(finished=True)
+        with self._lock:
+            while self._deferred and self._deferred[0][0].query():
+                self._let_go()
 
-    def _let_go(self, finished: bool = False):
-        gate, home, _, drop = self._deferred.popleft()
-        if not finished:
-            gate.wait(home)
+    def _let_go(self):
+        drop = self._deferred.popleft()[-1]
         if drop is not None:
             drop()
 
@@ -358,22 +405,47 @@ class Keepalive:
 def captured(graph, *, slots=(), streams=(), dev=torch.cuda):
     """Capture a CUDA graph that uses `slots` on side `streams`: `graph` is torch.cuda.graph(...), not yet entered.
 
-    What was launched on the slots before is put ahead of the current stream, which therefore has to be the one that
-    replays the graph, or to be waited for by it. Inside, the side streams fork from the capture and join it at the end.
-    Afterwards one external event, recorded by every replay, stands for all that the graph does with the slots.
+        with captured(torch.cuda.graph(g), slots=[slot], streams=[comm]) as replay:
+            step()
+        replay()  # g.replay(), in order with what is launched on the slots outside
+
+    The side streams fork from the capture and join it at its end. One external event, recorded by every replay, stands
+    for all that the graph does with the slots: who uses them next waits for it. `replay` in turn puts what was launched
+    on the slots ahead of the current stream; a bare g.replay() does not. A capture that fails leaves the slots as if
+    they had never been used.
+
+    Raises LeaseError for a slot with an open lease, at either edge.
     """
+    slots, streams = tuple(slots), tuple(streams)
     for slot in slots:
         slot.join()
-    with graph:
-        stream = dev.current_stream()
-        for side in streams:
-            side.wait_event(stream.record_event())
-        yield
+    replayed = dev.Event(external=True)
+    done = EventCompletion(replayed, captured=None, event=replayed)
+
+    def leave():
         for slot in slots:
-            slot.join(stream)
-        for side in streams:
-            stream.wait_event(side.record_event())
-        replayed = dev.Event(external=True)
-        replayed.record(stream)
-    for slot in slots:
-        slot.gate.add(EventCompletion(replayed, captured=None, event=replayed))
+            slot.gate.add(done)
+
+    def replay():
+        for slot in slots:
+            slot.join()
+        graph.cuda_graph.replay()
+        leave()
+
+    try:
+        with graph:
+            stream = dev.current_stream()
+            fork = stream.record_event()
+            for side in streams:
+                side.wait_event(fork)
+            yield replay
+            for slot in slots:
+                slot.join(stream)
+            for side in streams:
+                stream.wait_event(side.record_event())
+            replayed.record(stream)
+    except BaseException:
+        for slot in slots:
+            slot._forget()
+        raise
+    leave()
