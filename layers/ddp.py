@@ -1,0 +1,577 @@
+"""OverlappedDDP: data-parallel training whose gradients are summed, and parameters gathered, beside the computation.
+
+Parameters are taken in reverse order, which is about the order of their gradients, and grouped into buckets. A bucket's
+gradients are contiguous: every parameter has `main_grad`, a view of it. Once all gradients of a bucket are produced
+(`grad_hooks`), its reduction starts on the comm stream. Each bucket is a slot of the lifetime core, with one tenancy
+after the other:
+
+    tenancy               written by                                     read by
+    zeroed                the stream of `zero_grad`
+    accumulated           the streams of hooks and of fused kernels
+    reduced               the comm stream, in place                      the streams of `finish_grad_sync`
+
+so that the reduction comes after every kernel that wrote a gradient, on whatever stream, and after nothing else. With
+the distributed optimizer a rank keeps a shard of each bucket's sum and updates that shard of the parameters, which are
+contiguous, too, and a slot of their own:
+
+    gathered              the comm stream, in place                      the streams of forward and backward
+    updated               the stream of the optimizer, its shard
+
+With several instances of the distributed optimizer, ranks are in instances of R/I neighbours. Sums are scattered inside
+an instance and then all-reduced across instances, by the ranks that have the same shard.
+
+Collectives start in the order of the buckets on every rank, also if the ranks' graphs differ.
+"""
+
+import contextlib
+import functools
+import math
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import tkernels
+from tkernels.comm.context import Context, current_context
+from tkernels.comm.errors import LeaseError, MismatchError
+from tkernels.comm.group import Group
+from tkernels.comm.lease import EventCompletion, Lease, Slot, captured, capturing
+from tkernels.layers.grad_hooks import GradReadyHooks
+
+ALIGN_BYTES = 128  # of a parameter in its bucket: whole cache lines, and more than TMA asks for
+_OWNER = "overlapped_ddp"  # on a parameter: a weak reference to the OverlappedDDP that it belongs to
+
+
+class OverlappedDDP(nn.Module):
+    """Collective. A module whose gradients are averaged over the ranks, overlapped with backward.
+
+        ddp = OverlappedDDP(module, ctx)
+        optimizer = torch.optim.AdamW(ddp.owned_parameters())
+        for x, y in batches:                     # every rank its own
+            ddp.zero_grad()
+            loss(ddp(x), y).backward()           # reductions start in here
+            ddp.finish_grad_sync()               # the current stream comes after them
+            optimizer.step()
+
+    module: its parameters must be equal on all ranks. Those that require a gradient now are the ones that are trained.
+    group: a Context for the backend "tkernels", None for the current one. A process group for "torch", None for the
+        default one.
+    bucket_size: elements of a bucket; a larger parameter has one of its own. Default: 40 million, 1 million a rank in
+        large groups, or all in one bucket without overlap.
+    overlap_grad_reduce: reduce during backward; otherwise in `finish_grad_sync`. The results are the same bits.
+    use_distributed_optimizer: every rank updates a shard of each bucket: see `owned_parameters`. Default: if one of the
+        next two needs it.
+    overlap_param_gather: after the update a module's forward waits for its own parameters only.
+    num_distributed_optimizer_instances: I, which must divide R. With the backend "tkernels" the two levels have
+        contexts of their own, the newest of which becomes the default context: pass `ctx=` elsewhere.
+    average: divide by R before the sum. Otherwise the sum over ranks.
+    grad_dtype: of `main_grad`; default: that of the parameter. If it differs, `.grad` is not set: use `main_grad`.
+    comm_stream: default: a new one. dev: whose streams are meant; torch's module of the parameters' device.
+
+    `param.grad` is taken into `main_grad` as soon as it is there. Fused and deferred kernels add to `param.main_grad`
+    themselves and report it: see `grad_hooks`. Buffers are not synchronised.
+
+    Raises ValueError or TypeError for what doesn't fit, MismatchError if ranks disagree on parameters or options.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group=None,
+        *,
+        bucket_size: int | None = None,
+        overlap_grad_reduce: bool = True,
+        overlap_param_gather: bool = False,
+        use_distributed_optimizer: bool | None = None,
+        num_distributed_optimizer_instances: int = 1,
+        average: bool = True,
+        grad_dtype: torch.dtype | None = None,
+        comm_stream=None,
+        backend: str = "tkernels",
+        dev=None,
+    ):
+        super().__init__()
+        params = {name: param for name, param in module.named_parameters() if param.requires_grad}
+        needs_shards = overlap_param_gather or num_distributed_optimizer_instances > 1
+        self.sharded = needs_shards if use_distributed_optimizer is None else use_distributed_optimizer
+        if needs_shards and not self.sharded:
+            raise ValueError(
+                "OverlappedDDP: overlap_param_gather and num_distributed_optimizer_instances > 1 are about shards of "
+                "the parameters; leave out use_distributed_optimizer=False"
+            )
+        if bucket_size is not None and bucket_size < 1:
+            raise ValueError(f"OverlappedDDP: bucket_size={bucket_size} must be positive, or None")
+        _check_parameters(params, grad_dtype)
+        whole = _collectives(backend, group)
+        if num_distributed_optimizer_instances < 1 or whole.size % num_distributed_optimizer_instances:
+            raise ValueError(
+                f"OverlappedDDP: num_distributed_optimizer_instances={num_distributed_optimizer_instances} must divide "
+                f"the {whole.size} ranks"
+            )
+        if bucket_size is None:
+            bucket_size = max(40_000_000, 1_000_000 * whole.size) if overlap_grad_reduce else math.inf
+        for owner in {_owner(param): None for param in params.values()}:
+            if owner is not None:
+                owner.remove()
+        options = {
+            "bucket_size": bucket_size,
+            "use_distributed_optimizer": self.sharded,
+            "num_distributed_optimizer_instances": num_distributed_optimizer_instances,
+            "average": average,
+            "grad_dtype": grad_dtype,
+            "backend": backend,
+        }
+        _check_agreement(whole, options, params)
+
+        self.module = module
+        self.overlap_param_gather = overlap_param_gather
+        self.dev = torch.get_device_module(next(iter(params.values())).device) if dev is None else dev
+        self.comm_stream = self.dev.Stream() if comm_stream is None else comm_stream
+        self._wire = _Wire(whole, self.sharded, num_distributed_optimizer_instances, average)
+        self.buckets = [
+            _Bucket(f"bucket {index}", members, grad_dtype, self._wire, self.comm_stream, self.dev)
+            for index, members in enumerate(_group(reversed(params.values()), bucket_size))
+        ]
+        self._bucket_of = {param: bucket for bucket in self.buckets for param in bucket.parameters}
+        names = {param: name for name, param in params.items()}
+        self.hooks = GradReadyHooks(
+            self._bucket_of,
+            _Bucket.reduce,
+            buckets=self._bucket_of.values(),
+            names=[names[param] for param in self._bucket_of],
+        )
+        self.hooks.counting = overlap_grad_reduce
+        for param in self._bucket_of:
+            setattr(param, _OWNER, weakref.ref(self))
+        self._pre_hooks = []
+        if self.sharded:
+            self._pre_hooks = [
+                child.register_forward_pre_hook(_before_forward)
+                for child in module.modules()
+                if any(param in self._bucket_of for param in child.parameters(recurse=False))
+            ]
+
+    def forward(self, *arguments, **options):
+        """The module's. Starts to gather updated parameters if `start_param_sync` has not been called."""
+        if self.sharded and any(bucket.updating for bucket in self.buckets):
+            self.start_param_sync()
+        return self.module(*arguments, **options)
+
+    def owned_parameters(self) -> list[nn.Parameter]:
+        """What this rank's optimizer updates: all parameters or, with the distributed optimizer, its shards.
+
+        A shard is this rank's part of a bucket, 1-D, across the borders of parameters: right for optimizers that treat
+        each element by itself. A norm of gradients has to be summed over the ranks of an instance.
+        """
+        return [owned for bucket in self.buckets for owned in bucket.owned]
+
+    def zero_grad(self):
+        """Begin a step: `main_grad` is zero and `.grad` None. Gradients accumulate until `finish_grad_sync`."""
+        self.hooks.reset()
+        for bucket in self.buckets:
+            bucket.zero()
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """A context for all backward passes of a step but the last: gradients accumulate and no reduction starts."""
+        before, self.hooks.counting = self.hooks.counting, False
+        try:
+            yield
+        finally:
+            self.hooks.counting = before
+
+    def start_grad_sync(self):
+        """Collective. Start the reductions that have not started yet: no gradient may come later."""
+        self.hooks.flush()
+
+    def finish_grad_sync(self, stream=None):
+        """Collective. Order `stream` (None: the current one), and no other, behind all reductions of this step.
+
+        `main_grad` is then the mean over ranks, of this rank's shards if it has shards; `.grad` is the same tensor. May
+        be repeated, for another stream. Until `zero_grad` only the streams that it was called for may use gradients.
+        """
+        self.start_grad_sync()
+        stream = self.dev.current_stream() if stream is None else stream
+        for bucket in self.buckets:
+            bucket.finish(stream)
+
+    def start_param_sync(self):
+        """Collective. Gather the shards, in the order of forward, behind the optimizer's kernels launched so far.
+
+        Those are on this stream, or on one that `finish_grad_sync` was called for. Without overlap_param_gather
+        the current stream is put behind the gathers. Raises RuntimeError without shards.
+        """
+        if not self.sharded:
+            raise RuntimeError("start_param_sync: every rank has updated all parameters; there are no shards to gather")
+        for bucket in reversed(self.buckets):
+            bucket.gather()
+        if not self.overlap_param_gather:
+            ensure_params_ready(self._bucket_of)
+
+    @contextlib.contextmanager
+    def captured(self, graph, *, streams=()):
+        """Capture steps in a CUDA graph: `graph` is torch.cuda.graph(...), not yet entered.
+
+        Take some steps before, on the stream that will replay the graph. `streams`: those that the capture uses beside
+        its own and the comm stream. Updated parameters are gathered before the capture and at its end.
+        """
+        slots = [buffer.slot for bucket in self.buckets for buffer in bucket.buffers]
+        self._settle()
+        with captured(graph, slots=slots, streams=[self.comm_stream, *streams], dev=self.dev):
+            yield
+            self._settle()
+
+    def remove(self):
+        """Collective. Take hooks and buckets off the module, which is as before, with the parameters of now."""
+        if any(bucket.updating for bucket in self.buckets):
+            self.start_param_sync()
+        ensure_params_ready(self._bucket_of)
+        self.hooks.remove()
+        for handle in self._pre_hooks:
+            handle.remove()
+        for param in self._bucket_of:
+            if _owner(param) is self:
+                delattr(param, _OWNER)
+                del param.main_grad
+                param.grad = None
+        self._wire.close()
+
+    def _settle(self):
+        """End all tenancies, as an edge of a capture wants it."""
+        if any(bucket.updating for bucket in self.buckets):
+            self.start_param_sync()
+        for bucket in self.buckets:
+            for buffer in bucket.buffers:
+                buffer.end()
+
+
+def ensure_params_ready(params):
+    """Order the current stream behind the gathers of these parameters, for code that reads them outside their modules.
+
+    Starts nothing, and waits once for each bucket and stream. The stream may read them until the next update. Does
+    nothing for parameters without an OverlappedDDP. Raises LeaseError if their gather has not been started.
+    """
+    buckets = {}
+    for param in params:
+        owner = _owner(param)
+        if owner is not None and owner.sharded:
+            buckets[owner._bucket_of[param]] = None
+    for bucket in buckets:
+        bucket.ready()
+
+
+def _before_forward(module, _):
+    ensure_params_ready(module.parameters(recurse=False))
+
+
+def _owner(param) -> OverlappedDDP | None:
+    owner = getattr(param, _OWNER, None)
+    return None if owner is None else owner()
+
+
+class _Buffer:
+    """A slot with at most one open tenancy, whose readers read until it ends."""
+
+    def __init__(self, numel: int, like: torch.Tensor, dtype: torch.dtype, dev, name: str):
+        self.slot = Slot(torch.empty(numel, dtype=dtype, device=like.device), dev=dev, name=name)
+        self._readers = []
+
+    @property
+    def lease(self) -> Lease:
+        """The open tenancy, or a new one."""
+        if self.slot.lease is None or self.slot.lease.released:
+            return self.slot.acquire()
+        return self.slot.lease
+
+    def read(self, stream):
+        """Order `stream` behind those who wrote; it may read until the end of the tenancy."""
+        if stream not in self._readers:
+            with self.lease.read(stream):
+                self._readers.append(stream)
+
+    def end(self):
+        """End the open tenancy, if any: its readers have been given all that they read."""
+        if self.slot.lease is None or self.slot.lease.released:
+            return
+        for stream in self._readers:
+            self.slot.lease.read_by(EventCompletion(stream, capturing(self.slot.dev)))
+        self._readers = []
+        self.slot.release(self.slot.lease)
+
+    def zero(self):
+        self.end()
+        with self.lease.write() as tensor:
+            tensor.zero_()
+        self.end()
+
+
+class _Bucket:
+    """Parameters, and their gradients side by side; with shards, their values side by side, too.
+
+    grads: [n], where n is a multiple of the shards, and zero between the parameters. values: [n], or None.
+    owned: what this rank's optimizer updates, each with its `main_grad`.
+    """
+
+    def __init__(self, name: str, parameters: list[nn.Parameter], grad_dtype, wire: "_Wire", comm_stream, dev):
+        self.name, self.parameters, self.wire, self.comm_stream, self.dev = name, parameters, wire, comm_stream, dev
+        first = parameters[0]
+        grad_dtype = first.dtype if grad_dtype is None else grad_dtype
+        align = ALIGN_BYTES // min(first.element_size(), grad_dtype.itemsize)
+        places, end = [], 0
+        for parameter in parameters:
+            places.append(slice(end, end + parameter.numel()))
+            end = _round_up(end + parameter.numel(), align)
+        numel = _round_up(max(end, 1), align * wire.num_shards)
+
+        self.grads = _Buffer(numel, first, grad_dtype, dev, f"gradients of {name}")
+        self.grads.zero()
+        for parameter, place in zip(parameters, places, strict=True):
+            parameter.main_grad = self.grads.slot.tensor[place].view(parameter.shape)
+            parameter.grad = None
+        self.values, self.owned = None, parameters
+        self.updating = False  # an optimizer may be writing the shard
+        self._updatable = False  # reduced, and not gathered since
+        self._updaters = []  # the streams of the optimizer
+        if wire.sharded:
+            self.values = _Buffer(numel, first, first.dtype, dev, f"parameters of {name}")
+            with torch.no_grad(), self.values.lease.write() as values:
+                values.zero_()
+                for parameter, place in zip(parameters, places, strict=True):
+                    values[place].view(parameter.shape).copy_(parameter)
+                    parameter.data = values[place].view(parameter.shape)
+            self.owned = [nn.Parameter(wire.shard(self.values.slot.tensor))]
+            self.owned[0].main_grad = wire.shard(self.grads.slot.tensor)
+
+    def __repr__(self):
+        return f"{self.name} ({len(self.parameters)} parameters, {self.grads.slot.tensor.numel()} elements)"
+
+    @property
+    def buffers(self) -> list[_Buffer]:
+        return [self.grads] if self.values is None else [self.grads, self.values]
+
+    @property
+    def lease(self) -> Lease:
+        """The tenancy in which gradients accumulate."""
+        return self.grads.lease
+
+    def zero(self):
+        for parameter in (*self.parameters, *self.owned):
+            parameter.grad = None
+        self.grads.zero()
+
+    def reduce(self):
+        """Collective. Sum the gradients on the comm stream, behind everything that accumulated them."""
+        self.grads.end()
+        with self.dev.stream(self.comm_stream), self.grads.lease.write(self.comm_stream) as grads:
+            self.wire.reduce(grads)
+        self._updatable = True
+
+    def finish(self, stream):
+        """Order `stream` behind the reduction and, for shards, behind all who read the values that it may update."""
+        self.grads.read(stream)
+        for parameter in self.owned:
+            if parameter.main_grad.dtype == parameter.dtype:
+                parameter.grad = parameter.main_grad
+        if self.values is not None and self._updatable:
+            self._begin_update(stream)
+
+    def gather(self):
+        """Collective. Gather the values on the comm stream, behind the update on the streams it was finished for."""
+        self._begin_update(self.dev.current_stream())
+        for stream in self._updaters:
+            with self.values.lease.write(stream):
+                pass  # the optimizer's kernels have been launched
+        self.values.end()
+        self.updating, self._updatable, self._updaters = False, False, []
+        with self.dev.stream(self.comm_stream), self.values.lease.write(self.comm_stream) as values:
+            self.wire.gather(values)
+
+    def ready(self):
+        """Order the current stream behind the gather."""
+        if self.updating:
+            raise LeaseError(
+                f"the parameters of {self.name} have been updated by each rank for itself, and not been gathered; call "
+                f"start_param_sync() on every rank, or the OverlappedDDP itself, before they are used"
+            )
+        self.values.read(self.dev.current_stream())
+
+    def _begin_update(self, stream):
+        if not self.updating:
+            self.values.end()
+            self.updating = True
+        if stream not in self._updaters:
+            with self.values.lease.write(stream):
+                self._updaters.append(stream)
+
+
+class _Wire:
+    """How gradients are summed and values gathered: in place, on the current stream."""
+
+    def __init__(self, whole, sharded: bool, instances: int, average: bool):
+        self.inside, self.across = whole.split(instances) if instances > 1 else (whole, None)
+        self.sharded, self.num_shards = sharded, self.inside.size if sharded else 1
+        self._scale = 1 / whole.size if average else 1.0
+
+    def shard(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(self.num_shards, -1)[self.inside.rank]
+
+    def reduce(self, grads: torch.Tensor):
+        if self._scale != 1.0:
+            grads.mul_(self._scale)
+        if not self.sharded:
+            self.inside.all_reduce(grads)
+            return
+        self.inside.reduce_scatter(self.shard(grads), grads)
+        if self.across is not None:
+            self.across.all_reduce(self.shard(grads))
+
+    def gather(self, values: torch.Tensor):
+        self.inside.all_gather(values, self.shard(values))
+
+    def close(self):
+        """Collective. Give back the two levels."""
+        if self.across is not None:
+            self.inside.close()
+            self.across.close()
+
+
+class _Torch:
+    """Collectives of a torch process group, on the current stream. An output may be this rank's part of the input."""
+
+    def __init__(self, group: Group):
+        self.group, self.rank, self.size, self.gather = group, group.rank, group.size, group.gather
+
+    def all_reduce(self, x: torch.Tensor):
+        if self.size > 1:
+            dist.all_reduce(x, group=self.group.process_group)
+
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor):
+        if self.size > 1:
+            _reduce_scatter(out, x, group=self.group.process_group)
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor):
+        if self.size > 1:
+            _all_gather(out, x, group=self.group.process_group)
+
+    def split(self, instances: int) -> tuple["_Torch", "_Torch"]:
+        """Collective. The ranks of this rank's instance, and the ranks of its place in all instances."""
+        inside, across = _split(self.group, instances)
+        return _Torch(Group(inside)), _Torch(Group(across))
+
+    def close(self):
+        """Give back what `split` has made: the process groups stay."""
+
+
+class _Tkernels:
+    """Collectives of a context, on the current stream."""
+
+    def __init__(self, ctx: Context):
+        self.ctx, self.group, self.rank, self.size, self.gather = ctx, ctx.group, ctx.rank, ctx.size, ctx.group.gather
+
+    def all_reduce(self, x: torch.Tensor):
+        tkernels.all_reduce(x, out=x, ctx=self.ctx)
+
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor):
+        tkernels.reduce_scatter(x, out=out, ctx=self.ctx)
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor):
+        tkernels.all_gather(x, out=out, ctx=self.ctx)
+
+    def split(self, instances: int) -> tuple["_Tkernels", "_Tkernels"]:
+        """Collective. As of `_Torch`, with contexts of their own, each with as large a heap as this one."""
+        options = {
+            "heap_bytes": self.ctx.heap.num_bytes,
+            "transport": self.ctx.transport,
+            "timeout_s": self.ctx.timeout_s,
+            "num_programs": self.ctx.num_programs,
+        }
+        inside, across = (tkernels.init(group, **options) for group in _split(self.group, instances))
+        return _Tkernels(inside), _Tkernels(across)
+
+    def close(self):
+        """Collective. Give back what `split` has made."""
+        self.ctx.finalize()
+
+
+# torch 2.13 renames them and warns of the old names.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _split(group: Group, instances: int) -> list[dist.ProcessGroup]:
+    ranks, size = sorted(group.global_ranks), group.size // instances
+    place = ranks.index(group.global_ranks[group.rank])
+    inside, across = ranks[place // size * size :][:size], ranks[place % size :: size]
+    return [_process_group(dist.group.WORLD, tuple(members)) for members in (inside, across)]
+
+
+@functools.cache
+def _process_group(world: dist.ProcessGroup, members: tuple[int, ...]) -> dist.ProcessGroup:
+    """Collective over `members`: other processes need not know. Kept, since torch can't make such a group twice."""
+    return dist.new_group(list(members), use_local_synchronization=True)
+
+
+def _collectives(backend, group):
+    if not isinstance(backend, str):
+        return backend
+    if backend == "tkernels":
+        if group is not None and not isinstance(group, Context):
+            raise TypeError(
+                f"OverlappedDDP: backend='tkernels' takes a Context, not {type(group).__name__}; pass "
+                f"tkernels.init(group), or backend='torch'"
+            )
+        return _Tkernels(current_context() if group is None else group)
+    if backend == "torch":
+        return _Torch(group.group if isinstance(group, Context) else Group(group))
+    raise ValueError(f"OverlappedDDP: backend={backend!r} is unknown; use 'tkernels' or 'torch'")
+
+
+def _check_parameters(params: dict[str, nn.Parameter], grad_dtype: torch.dtype | None):
+    if not params:
+        raise ValueError("OverlappedDDP: no parameter of the module requires a gradient; there is nothing to train")
+    first, device = next((name, param.device) for name, param in params.items())
+    for name, param in params.items():
+        if param.device != device:
+            raise ValueError(f"OverlappedDDP: {name} is on {param.device}, and {first} on {device}; move them together")
+        for dtype in (param.dtype, grad_dtype or param.dtype):
+            if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+                raise TypeError(f"OverlappedDDP: {name}: sums float32, float16 and bfloat16, not {dtype}")
+
+
+def _check_agreement(whole, options: dict, params: dict[str, nn.Parameter]):
+    """Collective. Raises MismatchError, the same on every rank."""
+    layouts = {name: f"{list(param.shape)} of {param.dtype}" for name, param in params.items()}
+    bits = {2: torch.int16, 4: torch.int32}
+    sums = [
+        param.detach().contiguous().view(bits[param.element_size()]).sum(dtype=torch.int64) for param in params.values()
+    ]
+    values = dict(zip(params, torch.stack(sums).tolist(), strict=True))
+    ranks = whole.gather((options, layouts, values))
+    for what, index in (("option", 0), ("parameter", 1), ("values of parameter", 2)):
+        for rank, theirs in enumerate(ranks):
+            ours, theirs = ranks[0][index], theirs[index]
+            differing = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+            if differing:
+                name = differing[0]
+                found = "" if index == 2 else f": {ours.get(name)} and {theirs.get(name)}"
+                raise MismatchError(
+                    f"OverlappedDDP: ranks 0 and {rank} differ in {what} {name}{found}; all ranks must pass the same "
+                    f"options and begin with the same parameters (one seed, or a broadcast of rank 0's)"
+                )
+
+
+def _group(params, bucket_size: float) -> list[list[nn.Parameter]]:
+    """Parameters of one dtype in each group, of at most bucket_size elements unless it is one parameter."""
+    filling, full = {}, []
+    for param in params:
+        members = filling.setdefault(param.dtype, [])
+        if members and sum(member.numel() for member in members) + param.numel() > bucket_size:
+            full.append(members)
+            members = filling[param.dtype] = []
+        members.append(param)
+    return full + list(filling.values())
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
