@@ -1,0 +1,470 @@
+"""Buffers that fully sharded units of different shapes take in turns: a plan, an allocator, and what to gather ahead.
+
+A *unit* (a layer) needs a few *buckets* at a time; two units are in use at once, the one that computes and the one that
+is being gathered. The pool has the elementwise maximum of what the units ask for: sort each unit's buckets of one
+storage dtype by size, the largest first; slot i is as large as the largest i-th bucket. That is the smallest pool into
+which every unit fits, since whoever fits unit u needs an i-th slot of at least u's i-th size; and it does not depend on
+the order of the units. There are `copies` of it: how far ahead is gathered changes their number, never the sizes.
+
+    units            bf16         uint8             Mi elements
+    dense            8            96  64
+    mamba            40  12       24
+    moe              48           72  72  16
+    pool             48  12       96  72  16        304 MiB a copy; the largest unit has 256
+
+All memory is one allocation, made at once, and a bucket's address never changes afterwards: CUDA graphs and registered
+memory may rely on it. Who may write a slot when is the business of the slot's leases (`tkernels.comm.lease`), on
+whatever streams its tenants work; the host only decides whose turn it is, in the same order on every rank.
+"""
+
+import hashlib
+import warnings
+import zlib
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tkernels.comm.context import Context
+from tkernels.comm.errors import LeaseError, MismatchError
+from tkernels.comm.lease import Keepalive, Lease, Slot, capturing
+from tkernels.comm.regions import round_up
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A flat tensor that a unit needs while it is in use. id: an int or a string, unique in the plan."""
+
+    id: int | str
+    dtype: torch.dtype
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class SlotSpec:
+    """A slot of the pool, as it is in each copy.
+
+    dtype: what it stores; uint8 for 8-bit floats, and for everything in a plan with merge_dtypes.
+    index: 0 is the largest slot of this dtype. nbytes: of the largest bucket. offset: in bytes, within a copy.
+    bucket, unit: whose size it has.
+    """
+
+    dtype: torch.dtype
+    index: int
+    nbytes: int
+    offset: int
+    bucket: int | str
+    unit: Hashable
+
+    @property
+    def name(self) -> str:
+        return f"{_short(self.dtype)}[{self.index}]"
+
+
+def storage_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What a bucket of that dtype is stored as: 8-bit floats as uint8, everything else as itself."""
+    return torch.uint8 if dtype.is_floating_point and dtype.itemsize == 1 else dtype
+
+
+@dataclass(frozen=True)
+class MaxPoolPlan:
+    """Which slot each bucket gets, and how large the slots are. Made by `build`, on the host alone.
+
+    slots: of one copy. slot_of: the slot of each bucket of a unit, by its id. unit_of: the same for its unit.
+    buckets: all buckets by id, padded. others: offset, after the copies, of the buckets of no unit.
+    copy_nbytes: bytes of a copy. others_nbytes: bytes of `others`. fingerprint: equal if and only if the plans are.
+    """
+
+    slots: tuple[SlotSpec, ...]
+    slot_of: Mapping[int | str, SlotSpec]
+    unit_of: Mapping[int | str, Hashable]
+    buckets: Mapping[int | str, Bucket]
+    others: Mapping[int | str, int]
+    copies: int
+    copy_nbytes: int
+    others_nbytes: int
+    fingerprint: str
+
+    @classmethod
+    def build(
+        cls,
+        units: Mapping[Hashable, Sequence[Bucket]],
+        *,
+        others: Iterable[Bucket] = (),
+        copies: int = 2,
+        align: int = 256,
+        pad_multiple: int = 1,
+        merge_dtypes: bool = False,
+    ) -> "MaxPoolPlan":
+        """The smallest pool into which every unit fits.
+
+        units: the buckets of each. others: buckets of no unit, each of which gets memory of its own.
+        copies: units that may be in use at once. align: bytes that slots start at multiples of, a power of 2 from 16.
+        pad_multiple: every bucket is padded to a multiple of that many elements before anything is compared, for
+            example the number of ranks that it is split over.
+        merge_dtypes: all dtypes share slots, which are then sized in bytes.
+
+        Raises ValueError for a bucket that is named twice, even with another dtype: what two units share belongs to
+        `others`.
+        """
+        if copies < 1 or pad_multiple < 1 or align < 16 or align & (align - 1):
+            raise ValueError(
+                f"a pool needs copies >= 1, pad_multiple >= 1 and an align that is a power of 2 from 16; got "
+                f"copies={copies}, pad_multiple={pad_multiple}, align={align}"
+            )
+        if None in units:
+            raise ValueError("None is no name for a unit; buckets of no unit go into `others`")
+        padded, unit_of = {}, {}
+        for unit, buckets in [*units.items(), (None, others)]:
+            for bucket in buckets:
+                if bucket.id in padded:
+                    raise ValueError(_twice(padded[bucket.id], unit_of.get(bucket.id), bucket, unit))
+                if bucket.numel < 0:
+                    raise ValueError(f"bucket {bucket.id!r} has {bucket.numel} elements")
+                numel = -(-bucket.numel // pad_multiple) * pad_multiple
+                padded[bucket.id] = Bucket(bucket.id, bucket.dtype, numel)
+                if unit is not None:
+                    unit_of[bucket.id] = unit
+
+        largest, place = {}, {}
+        for unit, buckets in sorted(units.items(), key=lambda item: str(item[0])):  # ties: the first by name
+            stored = defaultdict(list)
+            for bucket in buckets:
+                stored[torch.uint8 if merge_dtypes else storage_dtype(bucket.dtype)].append(padded[bucket.id])
+            for dtype, same in stored.items():
+                for index, bucket in enumerate(sorted(same, key=lambda bucket: (-bucket.nbytes, str(bucket.id)))):
+                    place[bucket.id] = (dtype, index)
+                    if (dtype, index) not in largest or bucket.nbytes > largest[dtype, index][0].nbytes:
+                        largest[dtype, index] = bucket, unit
+        slots, offset = {}, 0
+        for dtype, index in sorted(largest, key=lambda key: (str(key[0]), key[1])):
+            bucket, unit = largest[dtype, index]
+            slots[dtype, index] = SlotSpec(dtype, index, bucket.nbytes, offset, bucket.id, unit)
+            offset += round_up(bucket.nbytes, align)
+        outside, others_nbytes = {}, 0
+        for bucket in sorted((padded[bucket.id] for bucket in others), key=lambda bucket: str(bucket.id)):
+            outside[bucket.id] = others_nbytes
+            others_nbytes += round_up(bucket.nbytes, align)
+        slot_of = {bucket_id: slots[key] for bucket_id, key in place.items()}
+        sizes = sorted((str(bucket.id), str(bucket.dtype), bucket.numel) for bucket in padded.values())
+        layout = sorted((str(bucket_id), slot.name, slot.offset) for bucket_id, slot in slot_of.items())
+        fingerprint = hashlib.sha256(repr((sizes, layout, outside, copies, offset)).encode()).hexdigest()[:16]
+        return cls(tuple(slots.values()), slot_of, unit_of, padded, outside, copies, offset, others_nbytes, fingerprint)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all copies, without the buckets of no unit."""
+        return self.copies * self.copy_nbytes
+
+    def __str__(self):
+        rows = [("slot", "bytes", "bucket", "unit")]
+        rows += [(slot.name, f"{slot.nbytes:,}", str(slot.bucket), str(slot.unit)) for slot in self.slots]
+        rows += [("own", f"{self.buckets[id].nbytes:,}", str(id), "none") for id in self.others]
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        lines = [
+            f"{slot:<{widths[0]}}  {size:>{widths[1]}}  {bucket:<{widths[2]}}  {unit}".rstrip()
+            for slot, size, bucket, unit in rows
+        ]
+        total = f"{self.copies} copies of {self.copy_nbytes:,} bytes"
+        return "\n".join([*lines, total + (f", and {self.others_nbytes:,} of no unit" if self.others else "")])
+
+
+class FixedPoolPlan(MaxPoolPlan):
+    """The plan of the largest class of equal units; the buckets of all other units become `others`."""
+
+    @classmethod
+    def build(
+        cls,
+        units: Mapping[Hashable, Sequence[Bucket]],
+        *,
+        others: Iterable[Bucket] = (),
+        copies: int = 2,
+        align: int = 256,
+        pad_multiple: int = 1,
+        merge_dtypes: bool = False,
+    ) -> "FixedPoolPlan":
+        """As MaxPoolPlan.build. Units are equal if their buckets are, in number, dtypes and sizes."""
+        classes = defaultdict(list)
+        for unit, buckets in units.items():
+            classes[tuple(sorted((str(bucket.dtype), bucket.numel) for bucket in buckets))].append(unit)
+        # Ties, and so the plan, depend on the buckets alone, not on the order of the units.
+        pooled = max(sorted(classes.items()), key=lambda item: len(item[1]), default=((), []))[1]
+        left = [bucket for unit, buckets in units.items() if unit not in pooled for bucket in buckets]
+        return super().build(
+            {unit: units[unit] for unit in pooled},
+            others=[*others, *left],
+            copies=copies,
+            align=align,
+            pad_multiple=pad_multiple,
+            merge_dtypes=merge_dtypes,
+        )
+
+
+class MaxPoolAllocator:
+    """Leases of a plan's slots, to one bucket at a time each.
+
+        pool = MaxPoolAllocator(plan, device="cuda")
+        lease = pool.acquire("layer0")
+        with lease.write(comm):
+            ...                          # gather into lease.tensor
+        with lease.read():
+            ...                          # compute with it
+        pool.release("layer0")           # issues no wait
+
+    Every tenant's writers come after everything of the tenant before, on whatever streams (`Slot`). A bucket keeps the
+    copy that it got first, so that its address is the same in every step.
+    """
+
+    def __init__(
+        self,
+        plan: MaxPoolPlan,
+        memory: str = "torch",
+        *,
+        strict_assignments: str | bool = "warn",
+        others: str = "persistent",
+        ctx: Context | None = None,
+        device: torch.device | str | None = None,
+        dev=None,
+    ):
+        """Collective if there is a ctx. All the memory, in one allocation.
+
+        memory: "torch", or "symmetric" for the heap of `ctx`.
+        strict_assignments: what happens when the copy that a bucket had before is not free: "warn" gives it another
+            one, "error" raises; under a CUDA graph's capture both raise, as a graph knows addresses. False: buckets
+            get any copy.
+        others: buckets of no unit have "persistent" memory in the same allocation, or get it at each acquire
+            ("dynamic"; not on the symmetric heap, where ranks would have to agree on every allocation).
+        ctx: the ranks that use the pool together, whose plans are compared. device, dev: for memory="torch"; the
+            default device is ctx's, else the CPU.
+
+        Raises MismatchError if the ranks' plans differ, ValueError for options that don't go together.
+        """
+        if memory not in ("torch", "symmetric") or others not in ("persistent", "dynamic"):
+            raise ValueError(
+                f'memory={memory!r} must be "torch" or "symmetric", others={others!r} "persistent" or "dynamic"'
+            )
+        if strict_assignments not in ("warn", "error", False):
+            raise ValueError(f'strict_assignments={strict_assignments!r} must be "warn", "error" or False')
+        if memory == "symmetric" and (ctx is None or others == "dynamic" or device is not None):
+            raise ValueError(
+                'memory="symmetric" needs a ctx, whose device it is on, and others="persistent": every allocation on '
+                "the symmetric heap is one that all ranks agree on"
+            )
+        if ctx is not None:
+            _check_same(ctx, "plans", f"{plan.fingerprint} {memory} {others}")
+        self.plan, self.strict_assignments, self.others = plan, strict_assignments, others
+        nbytes = plan.nbytes + (plan.others_nbytes if others == "persistent" else 0)
+        self._ctx, self._symmetric = ctx, memory == "symmetric"
+        if self._symmetric:
+            self.memory = ctx.empty(nbytes, dtype=torch.uint8)
+        else:
+            self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device or (ctx.device if ctx else "cpu"))
+        self._dev = dev if dev is not None else torch.get_device_module(self.memory.device)
+        copies = {
+            spec: [
+                self._slot(f"{spec.name} copy {copy}", copy * plan.copy_nbytes + spec.offset, spec.nbytes)
+                for copy in range(plan.copies)
+            ]
+            for spec in plan.slots
+        }
+        self._copies = {bucket: copies[spec] for bucket, spec in plan.slot_of.items()}
+        if others == "persistent":
+            for bucket, offset in plan.others.items():
+                slot = self._slot(f"memory of {bucket!r}", plan.nbytes + offset, plan.buckets[bucket].nbytes)
+                self._copies[bucket] = [slot]
+        self._tenants: dict[Slot, int | str] = {}
+        self._held: dict[int | str, tuple[Lease, Slot]] = {}
+        self._assigned: dict[int | str, Slot] = {}
+        self._dynamic = Keepalive()
+        self._order = 0
+
+    def __str__(self):
+        return str(self.plan)
+
+    @property
+    def slots(self) -> list[Slot]:
+        """All slots, as `comm.lease.captured` wants them."""
+        return list(dict.fromkeys(slot for copies in self._copies.values() for slot in copies))
+
+    def acquire(self, bucket_id: int | str, *, strict: bool = True) -> Lease:
+        """The bucket's tenancy; the same one if it is held already. `tensor` has the bucket's dtype and padded size.
+
+        strict=False: this once any copy will do, and is not remembered; for what precedes the steps that repeat.
+        Raises LeaseError if all copies are held, naming the holders, or if strict_assignments is violated.
+        """
+        if bucket_id in self._held:
+            return self._held[bucket_id][0]
+        bucket = self._bucket(bucket_id)
+        if bucket_id in self.plan.others and self.others == "dynamic":
+            self._dynamic.drain(keep=1)
+            memory = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self.memory.device)
+            slot = Slot(memory, dev=self._dev, name=f"memory of {bucket_id!r}")
+        else:
+            slot = self._choose(bucket_id, strict and bool(self.strict_assignments))
+        self._order = zlib.crc32(f"{bucket_id!r} {slot.name}".encode(), self._order)
+        lease = slot.acquire()
+        lease.tensor = lease.tensor[: bucket.nbytes].view(bucket.dtype)
+        self._tenants[slot] = bucket_id
+        self._held[bucket_id] = lease, slot
+        return lease
+
+    def release(self, bucket_id: int | str):
+        """End the bucket's tenancy, once everything that uses it has been launched. Issues no wait.
+
+        Raises LeaseError for a bucket that is not held, unless strict_assignments is False.
+        """
+        if bucket_id not in self._held:
+            self._bucket(bucket_id)
+            if self.strict_assignments:
+                raise LeaseError(f"bucket {bucket_id!r} was released, but is not held; held are {self._holders()}")
+            return
+        lease, slot = self._held[bucket_id]
+        if slot in self._copies.get(bucket_id, ()):
+            slot.release(lease)
+        else:
+            self._dynamic.defer(lease)
+        del self._held[bucket_id], self._tenants[slot]
+
+    def held(self, bucket_id: int | str) -> bool:
+        return bucket_id in self._held
+
+    def idle(self, bucket_id: int | str) -> bool:
+        """Whether an acquire would give the bucket memory of its own choice: its copy, or any if it has none yet."""
+        if bucket_id not in self._copies:
+            return bucket_id not in self._held
+        choice = self._assigned.get(bucket_id)
+        return any(slot not in self._tenants for slot in ([choice] if choice else self._copies[bucket_id]))
+
+    def check_order(self):
+        """Collective. Raises MismatchError unless all ranks have acquired the same buckets in the same order."""
+        if self._ctx is not None:
+            _check_same(self._ctx, "orders of acquire", f"{self._order:08x}")
+
+    def close(self):
+        """Collective on the symmetric heap. Give the memory back. Raises LeaseError while a bucket is held."""
+        if self._held:
+            raise LeaseError(f"the pool was closed while it holds {self._holders()}; release them first")
+        self._dynamic.drain()
+        for slot in self.slots:
+            slot.join()
+        if self._symmetric and self.memory is not None:
+            self._ctx.free(self.memory)
+        self.memory = None
+
+    def _slot(self, name: str, offset: int, nbytes: int) -> Slot:
+        return Slot(self.memory[offset : offset + nbytes], dev=self._dev, name=name)
+
+    def _bucket(self, bucket_id) -> Bucket:
+        if bucket_id not in self.plan.buckets:
+            raise ValueError(f"the plan has no bucket {bucket_id!r}; it has {', '.join(map(repr, self.plan.buckets))}")
+        return self.plan.buckets[bucket_id]
+
+    def _choose(self, bucket_id, strict: bool) -> Slot:
+        copies = self._copies[bucket_id]
+        idle = [slot for slot in copies if slot not in self._tenants]
+        if not idle:
+            holders = ", ".join(f"{self._tenants[slot]!r} ({slot.name})" for slot in copies)
+            raise LeaseError(
+                f"bucket {bucket_id!r} wants a slot of which all {len(copies)} copies are held, by {holders}; release "
+                f"one first, gather less ahead, or plan with more copies"
+            )
+        if not strict:
+            return idle[0]
+        before = self._assigned.setdefault(bucket_id, idle[0])
+        if before in idle:
+            return before
+        message = (
+            f"bucket {bucket_id!r} had {before.name} before, which {self._tenants[before]!r} holds now; its memory "
+            f"would move to {idle[0].name}"
+        )
+        if self.strict_assignments == "error" or capturing(self._dev):
+            raise LeaseError(message + "; acquire and release in the same order in every step")
+        warnings.warn(message + ": a CUDA graph that was captured with it would use the old address", stacklevel=3)
+        return idle[0]
+
+    def _holders(self) -> str:
+        return ", ".join(map(repr, self._held)) or "none"
+
+
+class FixedPoolAllocator(MaxPoolAllocator):
+    """A pool for models whose units are all alike, but for a few: those have memory of their own.
+
+    The same interface; the plan is a FixedPoolPlan.
+    """
+
+    def __init__(self, plan: FixedPoolPlan, memory: str = "torch", **options):
+        """As MaxPoolAllocator. Raises TypeError for a plan whose units may differ."""
+        if not isinstance(plan, FixedPoolPlan):
+            raise TypeError("a FixedPoolAllocator takes a FixedPoolPlan, whose units are all alike; build one of those")
+        super().__init__(plan, memory, **options)
+
+
+def buckets_ahead(
+    plan: MaxPoolPlan,
+    requested: Iterable[int | str],
+    following: Iterable[int | str],
+    *,
+    max_numel: int | None = None,
+    double_buffered: bool = True,
+) -> list[int | str]:
+    """Which of the buckets that follow to gather while the requested ones are used.
+
+    requested: needed now. following: what comes after them, in order. max_numel: stop once that many elements are
+    gathered ahead; None is no limit of its own.
+    double_buffered: the buckets live in the plan's slots. Then no more than `plan.copies` units are taken, requested
+        ones included, and nothing is gathered ahead of buckets of no unit alone: a tied embedding is used a second time
+        when the last layer still needs its slots, and what follows its first use would take all that is left.
+
+    Raises ValueError if more units are requested than there are copies.
+    """
+    chosen, ahead, numel = set(requested), [], 0
+    units = {plan.unit_of[bucket] for bucket in chosen if bucket in plan.unit_of}
+    if double_buffered and len(units) > plan.copies:
+        raise ValueError(
+            f"{len(units)} units are requested at once ({', '.join(sorted(map(str, units)))}), but the pool has "
+            f"{plan.copies} copies; request fewer, or plan with more"
+        )
+    if double_buffered and not units:
+        return []
+    for bucket in following:
+        if max_numel is not None and numel >= max_numel:
+            break
+        if bucket in chosen:
+            continue
+        if bucket in plan.unit_of:
+            units.add(plan.unit_of[bucket])
+        if double_buffered and len(units) > plan.copies:
+            break
+        chosen.add(bucket)
+        ahead.append(bucket)
+        numel += plan.buckets[bucket].numel
+    return ahead
+
+
+def _check_same(ctx: Context, what: str, mine: str):
+    all_ranks = ctx.group.gather(mine)
+    if len(set(all_ranks)) > 1:
+        by_rank = ", ".join(f"rank {rank}: {theirs}" for rank, theirs in enumerate(all_ranks))
+        raise MismatchError(
+            f"the ranks' {what} differ ({by_rank}); all must have the same units and take the same steps"
+        )
+
+
+def _twice(first: Bucket, first_unit, second: Bucket, second_unit) -> str:
+    def where(unit):
+        return "no unit" if unit is None else f"unit {unit}"
+
+    return (
+        f"bucket {first.id!r} is named twice: {first.numel} elements of {_short(first.dtype)} in {where(first_unit)}, "
+        f"{second.numel} of {_short(second.dtype)} in {where(second_unit)}; ids are unique, and what units share "
+        f"belongs to `others`, once"
+    )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
