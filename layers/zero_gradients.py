@@ -1,0 +1,206 @@
+"""The gradients' way from backward to their owners, by hooks and buckets.
+
+Fills are reduced in one order on all ranks, that of the layout, whatever the order of the hooks and the streams that
+they run on. A gradient that comes early waits where autograd put it, and is copied on the stream that it was made on.
+What a rank did not use counts as zeros, so ranks may use different parameters.
+
+A backward is a *pass* over all fills. It ends by itself, at the end of backward: what is missing then is taken as it is
+in `parameter.grad`, or as zeros. Passes add up in the owners' gradients.
+"""
+
+import contextlib
+import threading
+from dataclasses import dataclass, field
+
+import torch
+
+from tkernels.comm.lease import Lease, Slot
+from tkernels.layers.grad_bucket import GradBucket, Slice
+from tkernels.layers.zero_layout import Shard
+from tkernels.layers.zero_wire import Wire
+
+
+@dataclass(eq=False)
+class _Arriving:
+    """A fill in the present pass: the parameters that have not come, and those that wait for the bucket.
+
+    early: (slice, gradient, the stream on which it is ready).
+    """
+
+    shard: Shard
+    bucket: "_Bucket"
+    missing: dict[torch.Tensor, Slice] = field(default_factory=dict)
+    early: list[tuple] = field(default_factory=list)
+
+
+class _Bucket:
+    """A bucket, and the fills that take turns in it."""
+
+    def __init__(self, shards: list[Shard], capacity: int, wire: Wire, deliver, **options):
+        self.fills, self.turn = [_Arriving(shard, self) for shard in shards], 0
+        self.grads = GradBucket(
+            capacity,
+            ranks=wire.ctx.size,
+            average=False,  # the owners do it, in fp32
+            reduce=lambda flat: wire.reduce(flat, self.open.shard.fill.rows),
+            deliver=lambda reduced, slices: deliver(self.open.shard, reduced),
+            **options,
+        )
+
+    @property
+    def open(self) -> _Arriving | None:
+        """The fill that the bucket takes now."""
+        return self.fills[self.turn] if self.turn < len(self.fills) else None
+
+
+class OwnerGradients:
+    """Adds the sum over ranks of each backward's gradients to `shard.grad`, and takes `parameter.grad` away.
+
+    comm_stream: where gradients are reduced.
+    used: the parameters that this rank has had a gradient for since `discard`.
+    enabled: False leaves `parameter.grad` alone, to be taken by a later pass.
+    """
+
+    def __init__(self, comm_stream, dev):
+        self.comm_stream, self.dev = comm_stream, dev
+        self.used: set[torch.Tensor] = set()
+        self.enabled = True
+        self._buckets: list[_Bucket] = []
+        self._order: list[_Arriving] = []
+        self._fill_of: dict[torch.Tensor, _Arriving] = {}
+        self._turn = self._passes = 0
+        self._in_pass = False
+        self._slot = Slot(dev=dev, name="the owners' gradients")
+        self._lease: Lease | None = None
+        self._lock = threading.RLock()
+
+    def add_bucket(self, shards: list[Shard], capacity: int, dtype: torch.dtype, wire: Wire):
+        """Collective. A bucket of `capacity` elements for `shards`, which were made on the current stream."""
+        device = wire.ctx.device
+        bucket = _Bucket(
+            shards,
+            capacity,
+            wire,
+            self._deliver,
+            dtype=dtype,
+            comm_stream=self.comm_stream,
+            device=device,
+            dev=self.dev,
+        )
+        self._buckets.append(bucket)
+        lease = self._slot.acquire()
+        with lease.write():
+            pass  # whoever adds to the shards comes after what made them
+        self._slot.release(lease)
+        with self.dev.stream(self.comm_stream):
+            for shard in shards:  # workspaces grow here, and not in a backward: that is a barrier, and stops the device
+                wire.reduce(torch.zeros(shard.fill.elements, dtype=dtype, device=device), shard.fill.rows)
+
+    def start(self, parameters: list[torch.Tensor]) -> list:
+        """Register the hooks, once all buckets are there. Returns them. `parameters` in the order of the model."""
+        index = {parameter: i for i, parameter in enumerate(parameters)}
+        # One order for all buckets: that in which backward completes their fills.
+        self._order = sorted(
+            (fill for bucket in self._buckets for fill in bucket.fills),
+            key=lambda fill: -min(index[slice.parameter] for slice in fill.shard.fill.slices),
+        )
+        self._fill_of = {slice.parameter: fill for fill in self._order for slice in fill.shard.fill.slices}
+        return [parameter.register_post_accumulate_grad_hook(self._ready) for parameter in self._fill_of]
+
+    @property
+    def shards(self) -> list[Shard]:
+        """In the order in which they are reduced."""
+        return [fill.shard for fill in self._order]
+
+    def _ready(self, parameter: torch.Tensor):
+        """The hook: autograd has accumulated parameter.grad, and it is ready on the current stream."""
+        if not self.enabled or parameter.grad is None:
+            return
+        with self._lock:
+            if self._in_pass and parameter not in self._fill_of[parameter].missing:
+                self.end_pass()  # a second backward inside the first one
+            if not self._in_pass:
+                self._begin_pass()
+                torch.autograd.Variable._execution_engine.queue_callback(self.end_pass)
+            self._take(parameter)
+
+    def _begin_pass(self):
+        self._turn, self._in_pass = 0, True
+        for bucket in self._buckets:
+            bucket.turn = 0
+        for fill in self._order:
+            fill.missing = {slice.parameter: slice for slice in fill.shard.fill.slices}
+
+    @torch.no_grad()
+    def end_pass(self):
+        """Collective. Reduce what is left of the present pass, if there is one."""
+        with self._lock:
+            if self._in_pass:
+                for parameter in [parameter for fill in self._order for parameter in fill.missing]:
+                    self._take(parameter)
+
+    def _take(self, parameter: torch.Tensor):
+        """Take parameter.grad, which is ready on the current stream, and reduce the fills that are complete."""
+        fill = self._fill_of[parameter]
+        grad, parameter.grad = parameter.grad, None
+        if grad is not None:
+            self.used.add(parameter)
+        fill.early.append((fill.missing.pop(parameter), grad, self.dev.current_stream()))
+        self._copy(fill)
+        while self._turn < len(self._order) and not self._order[self._turn].missing:
+            fill = self._order[self._turn]
+            self._copy(fill)
+            fill.bucket.grads.flush(fill.shard.fill.elements)
+            self._turn += 1
+            fill.bucket.turn += 1
+            if fill.bucket.open is not None:
+                self._copy(fill.bucket.open)
+        if self._turn == len(self._order):
+            self._in_pass = False
+            self._passes += 1
+
+    def _copy(self, fill: _Arriving):
+        """Copy what has come of a fill if the bucket is its own now; large gradients are reduced with it, in turn."""
+        if fill is fill.bucket.open and (not fill.shard.fill.large or fill is self._order[self._turn]):
+            early, fill.early = fill.early, []
+            for slice, grad, stream in early:
+                with self.dev.stream(stream):
+                    fill.bucket.grads.add(slice.parameter, grad, at=slice.start)
+
+    def _deliver(self, shard: Shard, reduced: torch.Tensor):
+        """On the comm stream: add a reduced fill to the owner's gradients."""
+        if self._lease is None:
+            self._lease = self._slot.acquire()
+        with self._lease.write():
+            if not shard.has_grad:
+                shard.grad.zero_()
+                shard.has_grad = True
+            shard.grad.add_(reduced)
+
+    @contextlib.contextmanager
+    def collected(self):
+        """Collective. A context in which the current stream uses `shard.grad`, after all passes; then they are over.
+
+        A rank whose loss came to no parameter makes a pass of zeros here, since the others have made one.
+        """
+        self.end_pass()
+        if self._passes == 0:
+            self._begin_pass()
+            self.end_pass()
+        for bucket in self._buckets:
+            bucket.grads.finish()
+        with self._lease.read():
+            yield
+        self.discard()
+
+    def discard(self):
+        """Collective, inside a pass. Forget the gradients so far, those in `parameter.grad` too."""
+        with self._lock:
+            self.end_pass()
+            for parameter, fill in self._fill_of.items():
+                parameter.grad, fill.shard.has_grad = None, False
+            if self._lease is not None:
+                self._slot.release(self._lease)
+            self._lease = None
+            self.used.clear()
+            self._passes = 0

@@ -1,0 +1,128 @@
+"""Which rank owns what of the parameters: fills, and a rank's memory for its part of each.
+
+A *fill* is what one gradient bucket holds: parameters side by side, in the order in which backward comes to them. Each
+rank owns a part of every fill: fp32 copies of those parameters (masters), their gradients, their optimizer state. The
+parameters become views of one buffer a fill, in the same places, so that gathering the owners' parts updates them.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tkernels.comm import Context
+from tkernels.comm.lease import Slot
+from tkernels.layers.grad_bucket import Slice
+
+ALIGNMENT = 16  # elements: slices begin at multiples of 16 bytes in every dtype, and so do the owners' parts
+
+
+@dataclass(frozen=True, eq=False)
+class Fill:
+    """Parameters that share a bucket. rows: how many of its `elements` each rank owns, in rank order.
+
+    large: one parameter of more than the bucket's capacity, whose gradient is reduced where it lies.
+    """
+
+    slices: list[Slice]
+    elements: int
+    rows: tuple[int, ...]
+    large: bool
+
+
+def plan(parameters: Iterable[torch.Tensor], capacity: int, ranks: int, partition: str) -> list[Fill]:
+    """Lay out `parameters`, in their order, in fills of up to `capacity` elements, a multiple of ranks * ALIGNMENT.
+
+    partition: "elements" cuts each fill into `ranks` equal parts; "parameters" gives each parameter to one owner, the
+    largest of a fill first, each to whoever has least so far. Slices begin at multiples of ALIGNMENT.
+    """
+    fills, loads, batch, room = [], [0] * ranks, [], capacity
+    for parameter in parameters:
+        if batch and _padded(parameter) > room:
+            fills.append(_lay_out(batch, capacity, loads, partition))
+            batch, room = [], capacity
+        batch.append(parameter)
+        room -= _padded(parameter)
+    return [*fills, _lay_out(batch, capacity, loads, partition)] if batch else fills
+
+
+def _padded(parameter: torch.Tensor) -> int:
+    return -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+
+
+def _lay_out(parameters: list[torch.Tensor], capacity: int, loads: list[int], partition: str) -> Fill:
+    large = parameters[0].numel() > capacity
+    if partition == "parameters":
+        owned = [[] for _ in loads]
+        for parameter in sorted(parameters, key=torch.Tensor.numel, reverse=True):
+            owner = loads.index(min(loads))
+            loads[owner] += parameter.numel()
+            owned[owner].append(parameter)
+        parameters = [parameter for theirs in owned for parameter in theirs]
+        rows = [sum(map(torch.Tensor.numel if large else _padded, theirs)) for theirs in owned]
+    else:
+        unit = len(loads) * ALIGNMENT
+        part = -(-sum(map(_padded, parameters)) // unit) * ALIGNMENT
+        end = parameters[0].numel() if large else part * len(loads)
+        rows = [max(0, min(part, end - rank * part)) for rank in range(len(loads))]
+    slices, start = [], 0
+    for parameter in parameters:
+        slices.append(Slice(parameter, start))
+        start += _padded(parameter)
+    return Fill(slices, sum(rows), tuple(rows), large)
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """What this rank owns of a parameter: its elements `start` to `stop`, in the parameter's shape if that is all."""
+
+    parameter: torch.Tensor
+    start: int
+    stop: int
+    master: nn.Parameter
+    grad: torch.Tensor
+
+    def cut(self, value):
+        """The piece of a value in the parameter's shape; anything else as it is."""
+        if not isinstance(value, torch.Tensor) or value.shape != self.parameter.shape:
+            return value
+        return value.reshape(-1)[self.start : self.stop].view(self.master.shape)
+
+
+class Shard:
+    """A fill's memory on one rank: `flat`, all of its parameters, and the masters and gradients of the own part.
+
+    slot, lease: of `flat`; a tenancy begins with each gather. Made on the current stream.
+    """
+
+    def __init__(self, fill: Fill, ctx: Context, dev):
+        dtype = fill.slices[0].parameter.dtype
+        self.fill, self.ctx = fill, ctx
+        self.begin = sum(fill.rows[: ctx.rank])
+        self.end = self.begin + fill.rows[ctx.rank]
+        self.flat = torch.empty(fill.elements, dtype=dtype, device=ctx.device)
+        self.slot = Slot(self.flat, dev=dev, name="parameters")
+        self.lease = self.slot.acquire()
+        with self.lease.write():
+            self.flat.zero_()
+            for slice in fill.slices:
+                slice.of(self.flat).copy_(slice.parameter.detach())
+                slice.parameter.data = slice.of(self.flat)
+        kept = torch.promote_types(dtype, torch.float32)
+        self.master, self.grad = torch.zeros(2, self.end - self.begin, dtype=kept, device=ctx.device)
+        self.has_grad = False  # since the last step
+        self.pieces = [piece for slice in fill.slices if (piece := self._piece(slice)) is not None]
+
+    def _piece(self, slice: Slice) -> Piece | None:
+        first, last = max(slice.start, self.begin), min(slice.stop, self.end)
+        if first >= last:
+            return None
+        shape = slice.parameter.shape if last - first == slice.parameter.numel() else (-1,)
+        master, grad = (flat[first - self.begin : last - self.begin].view(shape) for flat in (self.master, self.grad))
+        return Piece(slice.parameter, first - slice.start, last - slice.start, nn.Parameter(master), grad)
+
+    @property
+    def own(self) -> torch.Tensor:
+        """The own part of the parameters."""
+        return self.flat[self.begin : self.end]
