@@ -81,11 +81,15 @@ class WorkCompletion:
         return self
 
     def wait(self, stream):
+        if self._work is None:
+            return
         with self._dev.stream(stream):
             self._work.wait()
+        if self._dev is torch.cpu:  # it is over, and a second wait for a send of gloo's would never end
+            self._work = None
 
     def query(self) -> bool:
-        return self._work.is_completed()
+        return self._work is None or self._work.is_completed()
 
 
 class Fence:

@@ -626,6 +626,18 @@ def test_a_collective_of_torch_distributed_is_a_completion(ctx):
     assert gate.query()
 
 
+@pytest.mark.ranks(2)
+def test_a_transfer_of_gloos_is_waited_for_any_number_of_times(ctx):
+    """A second wait for the same send would never return."""
+    group, tensor = dist.new_group(backend="gloo"), torch.full((64,), float(ctx.rank))
+    transfer = dist.irecv if ctx.rank else dist.isend
+    completion = WorkCompletion(transfer(tensor, 1 - ctx.rank, group=group), torch.cpu)
+    for _ in range(2):
+        completion.wait(torch.cpu.current_stream())
+    assert completion.query() and tensor.eq(0.0).all()
+    dist.destroy_process_group(group)
+
+
 # Nothing else orders streams
 
 ORDERING = {"wait_stream", "wait_event", "record_event", "record_stream"}
