@@ -18,6 +18,7 @@ whatever streams its tenants work; the host only decides whose turn it is, in th
 """
 
 import hashlib
+import itertools
 import warnings
 import zlib
 from collections import defaultdict
@@ -217,7 +218,8 @@ class MaxPoolAllocator:
         pool.release("layer0")           # issues no wait
 
     Every tenant's writers come after everything of the tenant before, on whatever streams (`Slot`). A bucket keeps the
-    copy that it got first, so that its address is the same in every step.
+    copy that it got first, so that its address is the same in every step. At first it gets the copy that was released
+    longest ago: the tenants of a slot alternate between its copies even if the host never holds two at once.
     """
 
     def __init__(
@@ -280,8 +282,9 @@ class MaxPoolAllocator:
         self._tenants: dict[Slot, int | str] = {}
         self._held: dict[int | str, tuple[Lease, Slot]] = {}
         self._assigned: dict[int | str, Slot] = {}
+        self._released: dict[Slot, int] = {}  # when, counted in releases
         self._dynamic = Keepalive()
-        self._order = 0
+        self._order, self._count = 0, itertools.count(1)
 
     def __str__(self):
         return str(self.plan)
@@ -291,10 +294,9 @@ class MaxPoolAllocator:
         """All slots, as `comm.lease.captured` wants them."""
         return list(dict.fromkeys(slot for copies in self._copies.values() for slot in copies))
 
-    def acquire(self, bucket_id: int | str, *, strict: bool = True) -> Lease:
+    def acquire(self, bucket_id: int | str) -> Lease:
         """The bucket's tenancy; the same one if it is held already. `tensor` has the bucket's dtype and padded size.
 
-        strict=False: this once any copy will do, and is not remembered; for what precedes the steps that repeat.
         Raises LeaseError if all copies are held, naming the holders, or if strict_assignments is violated.
         """
         if bucket_id in self._held:
@@ -305,7 +307,7 @@ class MaxPoolAllocator:
             memory = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self.memory.device)
             slot = Slot(memory, dev=self._dev, name=f"memory of {bucket_id!r}")
         else:
-            slot = self._choose(bucket_id, strict and bool(self.strict_assignments))
+            slot = self._choose(bucket_id)
         self._order = zlib.crc32(f"{bucket_id!r} {slot.name}".encode(), self._order)
         lease = slot.acquire()
         lease.tensor = lease.tensor[: bucket.nbytes].view(bucket.dtype)
@@ -326,6 +328,7 @@ class MaxPoolAllocator:
         lease, slot = self._held[bucket_id]
         if slot in self._copies.get(bucket_id, ()):
             slot.release(lease)
+            self._released[slot] = next(self._count)
         else:
             self._dynamic.defer(lease)
         del self._held[bucket_id], self._tenants[slot]
@@ -364,7 +367,7 @@ class MaxPoolAllocator:
             raise ValueError(f"the plan has no bucket {bucket_id!r}; it has {', '.join(map(repr, self.plan.buckets))}")
         return self.plan.buckets[bucket_id]
 
-    def _choose(self, bucket_id, strict: bool) -> Slot:
+    def _choose(self, bucket_id) -> Slot:
         copies = self._copies[bucket_id]
         idle = [slot for slot in copies if slot not in self._tenants]
         if not idle:
@@ -373,19 +376,20 @@ class MaxPoolAllocator:
                 f"bucket {bucket_id!r} wants a slot of which all {len(copies)} copies are held, by {holders}; release "
                 f"one first, gather less ahead, or plan with more copies"
             )
-        if not strict:
-            return idle[0]
-        before = self._assigned.setdefault(bucket_id, idle[0])
+        oldest = min(idle, key=lambda slot: self._released.get(slot, 0))
+        if not self.strict_assignments:
+            return oldest
+        before = self._assigned.setdefault(bucket_id, oldest)
         if before in idle:
             return before
         message = (
             f"bucket {bucket_id!r} had {before.name} before, which {self._tenants[before]!r} holds now; its memory "
-            f"would move to {idle[0].name}"
+            f"would move to {oldest.name}"
         )
         if self.strict_assignments == "error" or capturing(self._dev):
             raise LeaseError(message + "; acquire and release in the same order in every step")
         warnings.warn(message + ": a CUDA graph that was captured with it would use the old address", stacklevel=3)
-        return idle[0]
+        return oldest
 
     def _holders(self) -> str:
         return ", ".join(map(repr, self._held)) or "none"
