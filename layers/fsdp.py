@@ -1,0 +1,607 @@
+"""FullyShard: every rank keeps an R-th of each parameter, and has the whole only while it is computed with.
+
+    model = FullyShard(model, units=(Block,), ctx=ctx)
+    optimizer = torch.optim.AdamW(model.parameters())    # over this rank's shards
+    loss(model(x), y).backward()                         # x, y: this rank's part of the batch
+    optimizer.step()
+
+The parameters of a unit lie one after the other in one flat parameter (one for each dtype, and one for those that are
+not trained); a rank's shard is its R-th. What belongs to no unit, or to several, belongs to the root: it is gathered
+when forward begins and stays until the end of backward.
+
+    stream     compute                          comm
+    forward    unit 0                           gather unit 1
+               unit 1                           gather unit 2, into the memory of unit 0
+    backward   unit 1, gradients into a bucket  gather unit 0
+               unit 0                           reduce-scatter the gradients of unit 1
+
+What follows what is learned from the iteration before (the first one gathers nothing ahead). Memory comes from two
+pools (`tkernels.layers.pools`), of parameters and of gradients, each with a few copies of the largest unit; who waits
+for whom is up to the leases of their slots. Shards and their gradients have a lease each, too: a gather comes after the
+optimizer's step, a reduction after whatever the optimizer did with the gradients of the step before.
+"""
+
+import contextlib
+import functools
+import zlib
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+import tkernels
+from tkernels.comm import Context, LeaseError, MismatchError, Slot, current_context
+from tkernels.comm.regions import round_up
+from tkernels.layers.pools import (
+    Bucket,
+    FixedPoolAllocator,
+    FixedPoolPlan,
+    MaxPoolAllocator,
+    MaxPoolPlan,
+    buckets_ahead,
+)
+
+ALIGN = 16  # elements that parameters and shards start at multiples of: 16 bytes or more
+POOLS = {"max": (MaxPoolPlan, MaxPoolAllocator), "fixed": (FixedPoolPlan, FixedPoolAllocator)}
+SUMMED = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class FullyShard(nn.Module):
+    """A module whose parameters are sharded over the ranks of a context. Calls are the module's own, and collective.
+
+    parameters() are this rank's shards, flat; any optimizer that works element by element gives the same result as on
+    the whole parameters. Their gradients are the mean over ranks. Between iterations the module's own parameters are
+    empty; gather_state_dict() has their values.
+
+    All ranks must run the same units in the same order. The loss must be made from the output of this module or of its
+    units. Activation checkpointing of a unit works with use_reentrant=False.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: type[nn.Module] | tuple[type[nn.Module], ...],
+        *,
+        ctx: Context | None = None,
+        overlap: bool = True,
+        grad_dtype: torch.dtype | None = None,
+        pool: str = "max",
+        memory: str = "torch",
+        copies: int = 2,
+        comm_stream=None,
+        dev=None,
+    ):
+        """Collective. Shard `module`, which must be the same on every rank; its parameters are emptied.
+
+        units: classes of the modules that are gathered as a whole; none may lie inside another.
+        overlap: communicate on a stream of its own, one unit ahead. False gives the same bits on one stream.
+        grad_dtype: what gradients are reduced in; None is the parameter's dtype. Sums are taken in fp32.
+        pool: "max" for units of any shapes, "fixed" to pool the largest class of equal ones only.
+        memory: "torch" or "symmetric", of the pools. copies: units in use at once; one less is gathered ahead.
+        comm_stream, dev: instead of a new stream of the device's module.
+
+        Raises ValueError or TypeError for a module that can't be sharded, MismatchError if it differs between ranks.
+        """
+        super().__init__()
+        self.ctx = ctx = ctx or current_context()
+        if pool not in POOLS:
+            raise ValueError(f"FullyShard: pool={pool!r} is unknown; use {' or '.join(POOLS)}")
+        self._keys = [
+            key for key, value in module.state_dict(keep_vars=True).items() if isinstance(value, nn.Parameter)
+        ]
+        self._units = [_Unit(self, name, *parts) for name, parts in _partition(module, units, ctx, grad_dtype).items()]
+        self._root = self._units.pop(0)
+        self._flats = {flat.id: flat for unit in (self._root, *self._units) for flat in unit.flats}
+
+        self._dev = dev if dev is not None else torch.get_device_module(ctx.device)
+        self.comm_stream = comm_stream if comm_stream is not None or not overlap else self._dev.Stream()
+        plan_of, allocator_of = POOLS[pool]
+        options = dict(copies=copies, pad_multiple=ALIGN * ctx.size)
+
+        def make(buckets, strict):
+            sizes = {unit.name: buckets(unit) for unit in self._units}
+            plan = plan_of.build(sizes, others=buckets(self._root), **options)
+            return allocator_of(plan, memory, strict_assignments=strict, ctx=ctx, dev=dev)
+
+        # Backward reads parameters at the addresses that forward saved; gradients only ever travel.
+        self.parameter_pool = make(lambda unit: [Bucket(f.id, f.dtype, f.numel) for f in unit.flats], "error")
+        self.gradient_pool = make(lambda unit: [Bucket(f.id, f.grad_dtype, f.numel) for f in unit.trained], "warn")
+
+        self.module = module
+        self.shards = nn.ParameterDict()
+        buckets = self.parameter_pool.plan.buckets
+        _check_equal(ctx, self._flats.values())
+        for flat in self._flats.values():
+            self.shards[flat.id.replace(".", "/")] = flat.shard_over(ctx, buckets[flat.id].numel)
+        for unit in (self._root, *self._units):
+            unit.watch()
+        self._weight_slot = Slot(dev=self._dev, name="parameter shards")
+        self._sum_slot = Slot(dev=self._dev, name="gradient shards")
+        self._weights = self._sums = None  # their leases, while an iteration or a backward is under way
+        self._sync = True
+        self._learned = {}  # with and without gradients: units in the order of their use
+        self._uses, self._expected = [], None
+        if hasattr(torch.autograd.graph, "set_override_stale_capture_stream"):
+            # What warm-up left of the autograd graph must not pull its stream into a capture.
+            torch.autograd.graph.set_override_stale_capture_stream(True)
+
+    def forward(self, *args, **kwargs):
+        """Collective. The module's result for this rank's part of the batch."""
+        self._end()
+        gradients = torch.is_grad_enabled()
+        self._expected = self._learned.get(gradients)
+        self._uses = self._learned[gradients] = []
+        self._begin()
+        try:
+            output = self.module(*args, **kwargs)
+        finally:
+            if not gradients:
+                self._end()
+        for tensor in _differentiable(output) if gradients else ():
+            tensor.register_hook(self._begin_backward)
+        return output
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """A context in which backward communicates no gradients: whole ones add up until a backward outside of it."""
+        self._sync, before = False, self._sync
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    @property
+    def slots(self) -> list[Slot]:
+        """What `comm.lease.captured` needs to know, beside `comm_stream`, to capture whole iterations.
+
+        Run two iterations first: one to learn the order, one to find every copy; then set gradients to None.
+        """
+        return [*self.parameter_pool.slots, *self.gradient_pool.slots, self._weight_slot, self._sum_slot]
+
+    def gather_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+        """Collective. The state dict of the unsharded module, on the CPU; empty on other ranks with rank0_only."""
+        wanted, full = not rank0_only or self.ctx.rank == 0, {}
+        for flat in self._flats.values():
+            whole = tkernels.all_gather(flat.shard.detach(), ctx=self.ctx)
+            if wanted:
+                for names, value in zip(flat.names, flat.views(whole), strict=True):
+                    full |= dict.fromkeys(names, value.cpu().clone())
+        if not wanted:
+            return {}
+        return {key: full[key] for key in self._keys} | {k: v.cpu() for k, v in self.module.state_dict().items()}
+
+    @torch.no_grad()
+    def load_full_state_dict(self, full: Mapping[str, torch.Tensor]):
+        """Load the state dict of an unsharded module, of which each rank takes its part. Not collective.
+
+        Raises ValueError, before anything is changed, unless it has the keys and shapes of the module.
+        """
+        self._end()
+        buffers = self.module.state_dict()
+        wanted = {key: value.shape for key, value in buffers.items()}
+        for flat in self._flats.values():
+            for names, shape in zip(flat.names, flat.shapes, strict=True):
+                wanted |= dict.fromkeys(names, shape)
+        found = {key: value.shape for key, value in full.items()}
+        wrong = sorted(key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key))
+        if wrong:
+            listed = [f"{key} is {_shape(found.get(key))}, not {_shape(wanted.get(key))}" for key in wrong[:5]]
+            raise ValueError(f"load_full_state_dict: {len(wrong)} entries don't fit the module: {'; '.join(listed)}")
+        for flat in self._flats.values():
+            whole = flat.shard.new_zeros(self.ctx.size * flat.shard.numel())
+            for names, view in zip(flat.names, flat.views(whole), strict=True):
+                view.copy_(full[names[0]])
+            flat.shard.copy_(whole.chunk(self.ctx.size)[self.ctx.rank])
+        self.module.load_state_dict({key: full[key] for key in buffers}, strict=False)
+
+    def _apply(self, function, recurse=True):
+        raise TypeError("FullyShard: move or convert the module before it is sharded; its memory stays where it is now")
+
+    # An iteration
+
+    def _begin(self):
+        """Open the shards for gathers, behind the optimizer's step, and gather the root."""
+        if self._weights is None:
+            self._weights = self._weight_slot.acquire()
+            with self._weights.write():
+                pass  # what has been launched on this stream: the optimizer, a loaded checkpoint
+            self._root.use()
+
+    def _begin_backward(self, _=None):
+        if self._sums is None:
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            self._begin()
+            self._sums = self._sum_slot.acquire()
+            with self._sums.write():
+                pass  # what has been launched on this stream: the last step's reads, zero_grad
+            for unit in (self._root, *self._units):
+                unit.missing = {id(parameter) for flat in unit.trained for parameter in flat.parameters}
+
+    def _end_backward(self):
+        """Reduce what is left, for parameters that got no gradient, and hand the sums to this stream."""
+        for unit in (self._root, *self._units):
+            unit.reduce()
+        self._end()
+
+    def _end(self):
+        """Give everything back, also what a failure has left; this stream may change shards and gradients then."""
+        for unit in (self._root, *self._units):
+            unit.close()
+        if self._sums is not None:
+            with self._sums.read():
+                pass
+            self._sum_slot.release(self._sums)
+            self._sums = None
+        if self._weights is not None:
+            self._weight_slot.release(self._weights)
+            self._weight_slot.join()
+            self._weights = None
+
+    # Communication
+
+    def _on_comm(self):
+        return self._dev.current_stream() if self.comm_stream is None else self.comm_stream
+
+    @torch.no_grad()
+    def _gather(self, flat: "_FlatParameter"):
+        comm = self._on_comm()
+        lease = self.parameter_pool.acquire(flat.id)
+        with self._weights.read(comm), lease.write(comm), self._dev.stream(comm):
+            tkernels.all_gather(flat.shard.detach(), out=lease.tensor, ctx=self.ctx)
+        return lease
+
+    @torch.no_grad()
+    def _reduce(self, flat: "_FlatParameter"):
+        comm = self._on_comm()
+        lease = self.gradient_pool.acquire(flat.id)
+        with lease.read(comm), self._sums.write(comm, ordered=True), self._dev.stream(comm):
+            total = tkernels.reduce_scatter(lease.tensor, ctx=self.ctx)
+            if flat.shard.grad is None:
+                flat.shard.grad = flat.sums
+                flat.sums.copy_(total).mul_(1 / self.ctx.size)
+            else:
+                flat.shard.grad.add_(total, alpha=1 / self.ctx.size)
+        self.gradient_pool.release(flat.id)
+
+    # What comes next
+
+    def _used(self, unit: "_Unit"):
+        """A unit is about to compute: gather it, unless it is, and what comes after it."""
+        self._uses.append(unit)
+        if self._expected is not None and self._expected[len(self._uses) - 1 :][:1] != [unit]:
+            self._expected = None  # not the order of last time: what was gathered for it makes room
+            for other in self._units:
+                if other is not unit and not other.uses:
+                    other.close()
+        unit.gather()
+        self._gather_ahead()
+
+    def _next(self, count: int) -> list["_Unit"]:
+        return [] if self._expected is None else self._expected[len(self._uses) :][:count]
+
+    def _gather_ahead(self):
+        if not self._uses:
+            return
+        plan = self.parameter_pool.plan
+        following = [flat.id for unit in self._next(plan.copies) for flat in unit.flats]
+        ahead = set(buckets_ahead(plan, [flat.id for flat in self._uses[-1].flats], following))
+        for unit in self._next(plan.copies):
+            ids = {flat.id for flat in unit.flats}
+            if not unit.leases and (not ids <= ahead or not all(self.parameter_pool.idle(id) for id in ids)):
+                return
+            unit.gather()
+
+
+class _FlatParameter:
+    """Parameters one after the other: those of a unit that have one dtype and are all trained, or all not.
+
+    parameters, names, shapes, starts: one entry a parameter; a tied one has several names. numel: in all, not padded.
+    shard: this rank's R-th. sums: its gradient, memory that is kept. staged: which gradients are in the bucket.
+    """
+
+    def __init__(self, id: str, members: list[tuple[nn.Parameter, list[str]]], grad_dtype: torch.dtype | None):
+        self.id = id
+        self.parameters, self.names = [p for p, _ in members], [names for _, names in members]
+        self.shapes = [parameter.shape for parameter in self.parameters]
+        self.dtype, self.trained = self.parameters[0].dtype, self.parameters[0].requires_grad
+        self.grad_dtype = grad_dtype or self.dtype
+        self.starts, self.numel = [], 0
+        for parameter in self.parameters:
+            self.starts.append(self.numel)
+            self.numel = round_up(self.numel + parameter.numel(), ALIGN)
+        self.staged: set[int] = set()
+        self._views = {}
+
+    def views(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters' places in a flat tensor."""
+        return [
+            whole[start : start + shape.numel()].view(shape)
+            for start, shape in zip(self.starts, self.shapes, strict=True)
+        ]
+
+    def shard_over(self, ctx: Context, padded: int) -> nn.Parameter:
+        """Keep this rank's part of the values, and empty the parameters."""
+        whole = torch.zeros(padded, dtype=self.dtype, device=ctx.device)
+        for parameter, view in zip(self.parameters, self.views(whole), strict=True):
+            view.copy_(parameter.detach())
+        shard = whole.chunk(ctx.size)[ctx.rank].clone()
+        self.shard = nn.Parameter(shard, requires_grad=self.trained)
+        self.sums = torch.empty_like(shard) if self.trained else None
+        self._empty = shard.new_empty(0)
+        self.hide()
+        return self.shard
+
+    def expose(self, whole: torch.Tensor):
+        """Let the parameters be what has been gathered."""
+        if whole.data_ptr() not in self._views:
+            self._views[whole.data_ptr()] = self.views(whole)
+        for parameter, view in zip(self.parameters, self._views[whole.data_ptr()], strict=True):
+            parameter.data = view
+
+    def hide(self):
+        """Whoever reads a parameter now finds nothing, and not the values of another unit."""
+        for parameter in self.parameters:
+            parameter.data = self._empty
+
+    def unstaged(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """Every part of the bucket that holds no gradient: of unused parameters, and between and after them."""
+        ends = [0] + [self.starts[i] + self.shapes[i].numel() for i in sorted(self.staged)]
+        starts = [self.starts[i] for i in sorted(self.staged)] + [whole.numel()]
+        return [whole[end:start] for end, start in zip(ends, starts, strict=True) if end < start]
+
+
+class _Unit:
+    """A module whose parameters are gathered while it computes.
+
+    leases: of what is gathered. uses: how many reasons there are to keep it: its forward, its backward, a recomputation
+    inside of that. missing: parameters (ids) that this backward has given no gradient yet.
+    """
+
+    def __init__(self, owner: FullyShard, name: str, module: nn.Module, flats: list[_FlatParameter]):
+        self.owner, self.name, self.module, self.flats = owner, name, module, flats
+        self.trained = [flat for flat in flats if flat.trained]
+        self.leases, self.uses, self.missing = {}, 0, set()
+        self._reading = contextlib.ExitStack()
+        self._forwards, self._open_calls = [], []
+
+    def watch(self):
+        for flat in self.trained:
+            for index, parameter in enumerate(flat.parameters):
+                parameter.register_post_accumulate_grad_hook(functools.partial(self._collect, flat, index))
+        if self is not self.owner._root:
+            self.module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+            self.module.register_forward_hook(self._after_forward, always_call=True)
+
+    # Parameters
+
+    def gather(self):
+        if not self.leases:
+            self.leases = {flat: self.owner._gather(flat) for flat in self.flats}
+
+    def use(self):
+        if self.uses == 0:
+            if self is self.owner._root:
+                self.gather()
+            else:
+                self.owner._used(self)
+            for flat, lease in self.leases.items():
+                self._reading.enter_context(lease.read())
+                flat.expose(lease.tensor)
+        self.uses += 1
+
+    def unuse(self):
+        self.uses -= 1
+        if self.uses == 0:
+            self._conceal()
+            if self.owner._next(1) != [self]:  # the last unit of forward is the first of backward
+                self._release()
+            self.owner._gather_ahead()
+
+    def close(self):
+        """Give everything back, whatever state it is in."""
+        self._conceal()
+        self._release()
+        self.uses, self.missing = 0, set()
+        self._forwards.clear()
+        for call in self._open_calls:
+            call.left = None
+        self._open_calls.clear()
+        for flat in self.trained:
+            flat.staged.clear()
+            if self.owner.gradient_pool.held(flat.id):
+                self.owner.gradient_pool.release(flat.id)
+
+    def _conceal(self):
+        self._reading.close()
+        if self.leases:
+            for flat in self.flats:
+                flat.hide()
+
+    def _release(self):
+        for flat in self.leases:
+            self.owner.parameter_pool.release(flat.id)
+        self.leases = {}
+
+    # Forward and backward of the module
+
+    def _before_forward(self, module, args, kwargs):
+        recomputed = self.uses > 0  # inside its own backward
+        self.use()
+        watch = torch.is_grad_enabled() and not recomputed
+        self._forwards.append(_Call(self, _differentiable((args, kwargs))) if watch else None)
+
+    def _after_forward(self, module, args, output):
+        if not self._forwards:  # it failed before it began
+            return
+        call = self._forwards.pop()
+        if call is not None:
+            call.watch(_differentiable(output))
+        self.unuse()
+
+    @torch.no_grad()
+    def _collect(self, flat: _FlatParameter, index: int, parameter: nn.Parameter):
+        """A gradient is complete: into the bucket with it, on the stream that has just made it."""
+        self.owner._begin_backward()
+        self.missing.discard(id(parameter))
+        if self.owner._sync:
+            self._stage(flat, index)
+        if not self.missing:
+            self.reduce()
+            for call in [call for call in self._open_calls if call.left == 0]:
+                call.end()
+
+    def _stage(self, flat: _FlatParameter, index: int):
+        parameter = flat.parameters[index]
+        if parameter.grad is None:
+            return
+        if parameter.grad.layout is not torch.strided:
+            raise TypeError(f"FullyShard: the gradient of {flat.names[index][0]} is sparse; ask for a dense one")
+        lease = self.owner.gradient_pool.acquire(flat.id)
+        start = flat.starts[index]
+        with lease.write():
+            lease.tensor[start : start + parameter.grad.numel()].view(parameter.grad.shape).copy_(parameter.grad)
+        parameter.grad = None
+        flat.staged.add(index)
+
+    @torch.no_grad()
+    def reduce(self):
+        """Reduce the gradients that are there; those that come later are added by another reduction."""
+        if not self.owner._sync:
+            return
+        for flat in self.trained:
+            for index in range(len(flat.parameters)):  # what no_sync has left of parameters unused since
+                self._stage(flat, index)
+            if flat.staged:
+                lease = self.owner.gradient_pool.acquire(flat.id)
+                with lease.write():
+                    for part in flat.unstaged(lease.tensor):
+                        part.zero_()
+                flat.staged.clear()
+                self.owner._reduce(flat)
+
+
+class _Call:
+    """One forward of a unit. Its backward begins with the gradient of an output, and ends with those of all inputs.
+
+    left: inputs without a gradient yet, None while no backward is under way. A unit none of whose inputs wants one ends
+    with the gradients of its parameters; whatever gets no gradient at all, at the end of backward.
+    """
+
+    def __init__(self, unit: _Unit, inputs: list[torch.Tensor]):
+        self.unit, self.num_inputs, self.left = unit, len(inputs), None
+        self._addresses = _addresses(unit)
+        for tensor in inputs:
+            tensor.register_hook(self._input_done)
+
+    def watch(self, outputs: list[torch.Tensor]):
+        for tensor in outputs:
+            tensor.register_hook(self._begin)
+
+    def _begin(self, _):
+        if self.left is not None:  # with the gradient of another output
+            return
+        self.unit.owner._begin_backward()
+        self.left = self.num_inputs
+        self.unit._open_calls.append(self)
+        self.unit.use()
+        if _addresses(self.unit) != self._addresses:
+            raise LeaseError(
+                f"FullyShard: unit {self.unit.name} lies elsewhere now than in the forward whose backward this is; run "
+                f"the forwards of one backward, and no others, since the order of units last changed"
+            )
+
+    def _input_done(self, _):
+        if self.left:
+            self.left -= 1
+            if self.left == 0:
+                self.end()
+
+    def end(self):
+        self.left = None
+        self.unit._open_calls.remove(self)
+        self.unit.reduce()
+        self.unit.unuse()
+
+
+def _addresses(unit: _Unit) -> list[int]:
+    return [lease.tensor.data_ptr() for lease in unit.leases.values()]
+
+
+def _differentiable(values) -> list[torch.Tensor]:
+    """The different tensors among `values` that want a gradient."""
+    tensors = {id(leaf): leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
+    return list(tensors.values())
+
+
+def _partition(module, units, ctx, grad_dtype) -> dict[str, tuple[nn.Module, list[_FlatParameter]]]:
+    """The root and then the units, by name: the module, its flat parameters. Takes the parameters off the modules."""
+    names = {name: part for name, part in module.named_modules() if isinstance(part, units)}
+    if not names:
+        raise ValueError(f"FullyShard: no module is a unit: none is of the types {_class_names(units)}")
+    if "" in names:
+        raise ValueError("FullyShard: the module itself is of a unit's type; name the types of its parts")
+    for name in names:
+        inside = [other for other in names if other.startswith(f"{name}.")]
+        if inside:
+            raise ValueError(f"FullyShard: unit {inside[0]!r} lies inside unit {name!r}; name the types of one level")
+    owners = {}  # parameter -> where it is: (module, attribute, full name, unit)
+    for path, part in module.named_modules(remove_duplicate=False):
+        unit = next((name for name in names if f"{path}.".startswith(f"{name}.")), "")
+        for attribute, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+            name = f"{path}.{attribute}".removeprefix(".")
+            _check_parameter(name, parameter, ctx, grad_dtype)
+            owners.setdefault(parameter, []).append((part, attribute, name, unit))
+    groups = {name: {} for name in ("", *names)}
+    for parameter, places in owners.items():
+        homes = {unit for *_, unit in places}
+        home = homes.pop() if len(homes) == 1 else ""  # what units share is the root's
+        key = (parameter.dtype, parameter.requires_grad)
+        groups[home].setdefault(key, []).append((parameter, [name for _, _, name, _ in places]))
+        for part, attribute, *_ in places:
+            if attribute in part._parameters:
+                del part._parameters[attribute]
+                object.__setattr__(part, attribute, parameter)
+    result = {}
+    for name, by_kind in groups.items():
+        flats = []
+        for (dtype, trained), members in by_kind.items():
+            kind = str(dtype).removeprefix("torch.") + ("" if trained else "-frozen")
+            flats.append(_FlatParameter(f"{name or 'root'}:{kind}", members, grad_dtype))
+        result[name] = names.get(name, module), flats
+    return result
+
+
+def _check_parameter(name: str, parameter: nn.Parameter, ctx: Context, grad_dtype: torch.dtype | None):
+    if parameter.device != ctx.device:
+        raise ValueError(f"FullyShard: {name} is on {parameter.device}; move the module to {ctx.device} first")
+    if parameter.requires_grad and (grad_dtype or parameter.dtype) not in SUMMED:
+        raise TypeError(
+            f"FullyShard: {name}: gradients are summed in float32, float16 or bfloat16, not "
+            f"{grad_dtype or parameter.dtype}; pass one as grad_dtype"
+        )
+
+
+def _check_equal(ctx: Context, flats: Iterable[_FlatParameter]):
+    """Collective. Raises MismatchError, on every rank, unless all hold the same bits."""
+    digests = {}
+    for flat in flats:
+        for names, parameter in zip(flat.names, flat.parameters, strict=True):
+            bits = parameter.detach().contiguous().reshape(-1).view(torch.uint8)
+            digests[names[0]] = zlib.crc32(bits.cpu().numpy().data)
+    ranks = ctx.group.gather(digests)
+    for rank, theirs in enumerate(ranks):
+        differing = [name for name in ranks[0] if theirs.get(name) != ranks[0][name]]
+        if differing:
+            raise MismatchError(
+                f"FullyShard: the modules of rank 0 and rank {rank} differ in {', '.join(differing[:5])}"
+                f"{' and more' if len(differing) > 5 else ''}; make them from one seed, or load one state dict"
+            )
+
+
+def _class_names(units) -> str:
+    return ", ".join(kind.__name__ for kind in (units if isinstance(units, tuple) else (units,)))
+
+
+def _shape(shape) -> str:
+    return "nothing" if shape is None else str(tuple(shape))
