@@ -187,10 +187,17 @@ def barrier_kernel(
 # fmt: on
 
 
-def all_gather(ctx: Context, x_shard_m: torch.Tensor, rows=None, out: torch.Tensor | None = None) -> torch.Tensor:
+def all_gather(
+    ctx: Context,
+    x_shard_m: torch.Tensor,
+    rows=None,
+    out: torch.Tensor | None = None,
+    max_programs: int = MAX_PROGRAMS,
+) -> torch.Tensor:
     """Collective. Every rank's rows: x_shard_m [M/R, ...] -> [M, ...], any dtype of 1, 2, 4 or 8 bytes.
 
     rows: row counts by rank, where they differ. Raises ValueError if they don't fit, TypeError for a wider dtype.
+    max_programs: fewer leave multiprocessors to what runs beside it.
     out: contiguous, filled and returned. x_shard_m may be this rank's rows of it: what is written there is what is.
     """
     _check_tensor("all_gather", ctx, x_shard_m)
@@ -204,7 +211,11 @@ def all_gather(ctx: Context, x_shard_m: torch.Tensor, rows=None, out: torch.Tens
     # As integers: what moves is bits, and a bool's width in Triton is not that of its byte.
     bits = _BITS[x_shard_m.element_size()]
     plan = _Plan(
-        ctx, [count * width for count in rows], x_shard_m.detach().contiguous().view(bits), out.detach().view(bits)
+        ctx,
+        [count * width for count in rows],
+        x_shard_m.detach().contiguous().view(bits),
+        out.detach().view(bits),
+        max_programs,
     )
     workspace = plan.reserve(plan.total)
     ctx.launch(
@@ -216,7 +227,9 @@ def all_gather(ctx: Context, x_shard_m: torch.Tensor, rows=None, out: torch.Tens
     return out
 
 
-def reduce_scatter(ctx: Context, x: torch.Tensor, rows=None, out: torch.Tensor | None = None) -> torch.Tensor:
+def reduce_scatter(
+    ctx: Context, x: torch.Tensor, rows=None, out: torch.Tensor | None = None, max_programs: int = MAX_PROGRAMS
+) -> torch.Tensor:
     """Collective. The sum over ranks of x [M, ...], of which each rank gets its rows [M/R, ...]; fp32, fp16, bf16.
 
     rows: row counts by rank, where M doesn't divide. Summed in fp32 in rank order, rounded once.
@@ -229,7 +242,7 @@ def reduce_scatter(ctx: Context, x: torch.Tensor, rows=None, out: torch.Tensor |
     out = _output("reduce_scatter", x, (rows[ctx.rank], *x.shape[1:]), out, -sum(rows[: ctx.rank]) * width)
     if ctx.size == 1:
         return out.copy_(x)
-    _reduce(ctx, x, out, [count * width for count in rows], gather=False)
+    _reduce(ctx, x, out, [count * width for count in rows], gather=False, max_programs=max_programs)
     return out
 
 
@@ -262,8 +275,10 @@ def barrier(ctx: Context):
         )  # fmt: skip
 
 
-def _reduce(ctx: Context, x: torch.Tensor, out: torch.Tensor, parts: list[int], gather: bool):
-    plan = _Plan(ctx, parts, x, out)
+def _reduce(
+    ctx: Context, x: torch.Tensor, out: torch.Tensor, parts: list[int], gather: bool, max_programs: int = MAX_PROGRAMS
+):
+    plan = _Plan(ctx, parts, x, out, max_programs)
     part_stride = -(-max(parts) // BLOCK) * BLOCK
     workspace = plan.reserve(ctx.size * part_stride + (plan.total if gather else 0))
     ctx.launch(
@@ -278,14 +293,14 @@ def _reduce(ctx: Context, x: torch.Tensor, out: torch.Tensor, parts: list[int], 
 class _Plan:
     """How one call's parts are cut into chunks and shared among programs."""
 
-    def __init__(self, ctx: Context, parts: list[int], x: torch.Tensor, out: torch.Tensor):
+    def __init__(self, ctx: Context, parts: list[int], x: torch.Tensor, out: torch.Tensor, max_programs: int):
         self.ctx, self.x, self.out, self.itemsize = ctx, x.contiguous(), out, x.element_size()
         starts = [sum(parts[:rank]) for rank in range(ctx.size + 1)]
         self.total = starts[-1]
         self.starts = ctx.constant(("starts", *starts), lambda: starts)
         self.chunk = max(BLOCK, CHUNK_BYTES // self.itemsize)
         self.max_chunks = max(-(-part // self.chunk) for part in parts) or 1
-        self.num_programs = min(ctx.num_programs, MAX_PROGRAMS, self.max_chunks * (ctx.size - 1))
+        self.num_programs = min(ctx.num_programs, max_programs, self.max_chunks * (ctx.size - 1))
         aligned = all(start * self.itemsize % 16 == 0 for start in starts)
         aligned = aligned and self.x.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
         self.options = dict(

@@ -40,6 +40,7 @@ def init(
     transport: str = "auto",
     timeout_s: float = 60.0,
     num_programs: int | None = None,
+    default: bool = True,
 ) -> "Context":
     """Collective over `group`. Symmetric memory and workspaces for its ranks; the result becomes the default context.
 
@@ -50,10 +51,11 @@ def init(
     timeout_s: how long a wait for a peer's signal may take before every rank raises WaitTimeoutError. A peer that has a
         kernel to compile first is waited for meanwhile.
     num_programs: programs of a persistent kernel. Default: the GPU's multiprocessors, or 4 simulated.
+    default: False leaves the default context what it is, if there is one: for a library's own context.
 
     Raises ValueError for a transport that can't be used here, MismatchError if the ranks' options differ.
     """
-    return Context(group, heap_bytes, transport, timeout_s, num_programs)
+    return Context(group, heap_bytes, transport, timeout_s, num_programs, default)
 
 
 def finalize(ctx: "Context | None" = None):
@@ -81,7 +83,7 @@ class Context:
     Attributes: group, rank, size, device, transport, timeout_s, num_programs, heap, name.
     """
 
-    def __init__(self, group, heap_bytes, transport, timeout_s, num_programs):
+    def __init__(self, group, heap_bytes, transport, timeout_s, num_programs, default=True):
         self.group = Group(group)
         self.rank, self.size = self.group.rank, self.group.size
         interpreter.set_rank(self.group.global_ranks[self.rank])  # random delays differ from rank to rank
@@ -121,7 +123,12 @@ class Context:
         self.table = self._make_table()
         self.group.barrier()
         self.name = f"context{next(_names)}"
-        _contexts[self.name] = self
+        if default:
+            _contexts[self.name] = self
+        else:  # the newest in the order of this dictionary is the default
+            others = dict(_contexts)
+            _contexts.clear()
+            _contexts.update({self.name: self, **others})
 
     def _check_options(self, options: dict):
         """Collective. The same error on every rank, for options that differ or make no sense."""

@@ -13,7 +13,16 @@ import torch.distributed as dist
 from transports import TRANSPORTS, every_transport, message_on_every_rank, over
 
 import tkernels
-from tkernels.comm import Context, Fault, MismatchError, TkernelsError, WaitTimeoutError, find_context, runtime
+from tkernels.comm import (
+    Context,
+    Fault,
+    MismatchError,
+    TkernelsError,
+    WaitTimeoutError,
+    current_context,
+    find_context,
+    runtime,
+)
 from tkernels.testing.compare import integers
 
 
@@ -324,6 +333,14 @@ def test_a_rank_that_dies_is_named_by_the_others_in_time(operation, tmp_path):
     assert results[1][2] == 7, results[1][1]
     for out, err, code in (results[0], results[2]):
         assert (out.strip(), code) == ("survived", 0), err
+
+
+@pytest.mark.ranks(2)
+def test_a_librarys_own_context_does_not_become_the_default(ctx):
+    before = current_context()
+    with tkernels.init(ctx.group.process_group, heap_bytes=1 << 20, default=False) as own:
+        assert current_context() is before is not own
+        assert find_context(own.name) is own
 
 
 @pytest.mark.ranks(2)

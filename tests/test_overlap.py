@@ -2,6 +2,7 @@
 
 import doctest
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -102,6 +103,7 @@ def test_a_launch_has_programs_that_send_and_programs_that_multiply():
     config = OverlapConfig(num_comm=12)
     assert programs_of(config, 132, 1000) == 132
     assert programs_of(config, 132, 5) == 17
+    assert programs_of(replace(config, max_programs=100), 132, 1000) == 100
     for num_comm, available in ((12, 12), (12, 4), (0, 4)):
         with pytest.raises(ValueError, match=rf"of num_programs={available} programs, num_comm={num_comm} would send"):
             programs_of(OverlapConfig(num_comm=num_comm), available, 1000)

@@ -30,6 +30,7 @@ class OverlapConfig:
     put_block: elements that a program copies at a step; 16384 beat 8192 by 8 % on llama70b-qkv (4 H200s, bench/LOG.md).
     max_registers: a limit of registers a thread. Without one ptxas may spill to make room for a second program on a
         multiprocessor: 36 spills at 128 registers for fp32 by pointers.
+    max_programs: fewer than the context's leave multiprocessors to what runs beside the operation.
     """
 
     gemm: GemmConfig = field(default_factory=GemmConfig)
@@ -37,6 +38,7 @@ class OverlapConfig:
     num_comm: int = 12
     put_block: int = 16384
     max_registers: int | None = None
+    max_programs: int | None = None
 
     def copy_block(self, aligned: bool) -> int:
         """put_block where rows are of whole 16 bytes; else fewer, for every element then costs registers."""
@@ -91,6 +93,7 @@ def programs_of(config: OverlapConfig, available: int, tiles: int) -> int:
 
     Raises ValueError if there are too few for both.
     """
+    available = min(available, config.max_programs or available)
     if not 0 < config.num_comm < available:
         raise ValueError(
             f"of num_programs={available} programs, num_comm={config.num_comm} would send: at least one must send and "
