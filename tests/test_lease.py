@@ -3,6 +3,8 @@
 import ast
 import contextlib
 import gc
+import importlib
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -692,6 +694,17 @@ def test_the_rule_of_order_lets_the_rest_through(line):
 
 def test_the_core_itself_would_be_found():
     assert list(ordering(Path(__import__("tkernels.comm.lease", fromlist=["lease"]).__file__).read_text()))
+
+
+@pytest.mark.ranks(2, timeout_s=300)
+def test_the_bench_of_leases_counts_those_of_a_training_step(ctx, checkout):
+    sys.path.insert(0, str(checkout))  # the bench is imported from the repository's root alone
+    leases = importlib.import_module("bench.leases")
+    leases.REPEATS = leases.CALLS = leases.WARMUPS = leases.STEPS = 2
+    line = leases.measure(ctx, None)
+    assert line["leases"] >= leases.BUCKETS and line["share"] > 0
+    line = leases.measure(ctx, {"leases": 4, "step_ms": 2.0})
+    assert line["share"] == pytest.approx(4 * line["two_streams_us"] / 2000)
 
 
 # Real streams. `_sleep` holds up the stream that must be late; the wrong form stands beside each.
