@@ -1,0 +1,574 @@
+"""P2PCommunicator: activations and gradients between pipeline stages, and handles that make freeing them safe.
+
+    comm = P2PCommunicator(ctx)                                  # or (group, backend="nccl")
+    x, handles = comm.send_forward_recv_forward(y, True, shape, overlap_p2p_comm=True)
+    deallocate_output_tensor(y)                                  # at once: y's storage is held until it is sent
+    z = compute()                                                # while the transfers are under way
+    handles["recv_prev"].wait()                                  # x may be used on this stream
+
+The storage of what is sent is leased from the moment of the send and goes back to its allocator once its home stream is
+ordered behind the send: when the next send but `max_inflight` - 1 is made, or by `drain`. Until then nothing waits, and
+no kernel that was launched after the send can be given the memory.
+
+Each of a rank's four edges (send_next, recv_prev, send_prev, recv_next) has a stream of its own, so that a send that
+waits for its peer holds up no receive, and a receive that was posted early no send. Even ranks send to the next rank
+first, odd ranks receive first: where a launch runs while its caller waits, or a transport takes one message at a time,
+pairs of ranks still meet.
+"""
+
+import os
+import warnings
+import weakref
+from collections import deque
+
+import torch
+import torch.distributed as dist
+
+from tkernels.comm.channel import Channel
+from tkernels.comm.context import Context, current_context
+from tkernels.comm.errors import LeaseError
+from tkernels.comm.group import Group
+from tkernels.comm.lease import Fence, Keepalive, Lease, WorkCompletion
+
+EDGES = ("send_next", "recv_prev", "send_prev", "recv_next")
+ISSUE_ORDER = (EDGES, ("recv_prev", "send_next", "recv_next", "send_prev"))  # of even ranks, of odd ranks
+SLOT_BYTES = {"simulated": 4 << 20, "nvshmem": 32 << 20}
+MAX_DIMENSIONS = 8  # of a tensor whose shape is exchanged
+BACKENDS = ("nvshmem", "nccl", "gloo")
+
+
+class P2PHandle:
+    """A transfer that has been started. Close it once: by `wait`, by `release`, or as a context manager.
+
+    After a release nobody may wait any more. A handle that is dropped before either is released with a ResourceWarning.
+    """
+
+    def __init__(self, name: str, dev, done: list[Fence], leases: list[Lease], keepalive: Keepalive):
+        """done: what will have happened. leases: buffers that a receive writes, which `keepalive` gets when dropped."""
+        self.name, self.state = name, "open"
+        self._dev, self._done, self._leases, self._keepalive = dev, done, leases, keepalive
+
+    def __repr__(self):
+        return f"P2PHandle({self.name}, {self.state})"
+
+    def wait(self, stream=None):
+        """Order later work of `stream` (None: the current one) behind the transfer; may be repeated.
+
+        The host goes on at once, except with gloo and on the simulated runtime, which know no streams.
+        """
+        self._require_not_released()
+        stream = self._dev.current_stream() if stream is None else stream
+        for done in self._done:
+            done.wait(stream)
+        self.state = "waited"
+        for lease in self._leases:
+            if lease.home == stream:  # so whoever drops the tensor gives back memory that is no longer written
+                lease.release()
+        self._leases = [lease for lease in self._leases if not lease.released]
+
+    def query(self) -> bool:
+        """Whether the transfer is known to be done; never under capture of a CUDA graph."""
+        self._require_not_released()
+        return all(done.query() for done in self._done)
+
+    def release(self):
+        """Give the handle up, without a wait; may be repeated. The storage is held while the transfer lasts."""
+        self.state = "released"
+        while self._leases:
+            self._keepalive.defer(self._leases.pop())
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.release()
+
+    def __del__(self):
+        if getattr(self, "state", "released") == "open":
+            warnings.warn(
+                f"the handle of {self.name} was dropped; call wait() or release() on it, or use it as a context "
+                f"manager",
+                ResourceWarning,
+                source=self,
+                stacklevel=2,
+            )
+        if getattr(self, "_leases", None):
+            self.release()
+
+    def _require_not_released(self):
+        if self.state == "released":
+            raise LeaseError(f"the handle of {self.name} has been released: wait for it before, or keep it open")
+
+
+class P2PCommunicator:
+    """Collective. Transfers between each rank of a pipeline and the two beside it; after the last rank comes the first.
+
+    group: a Context (backend "nvshmem"; None is the default one), or a torch process group (None is the default one).
+    backend: "nvshmem", device-initiated puts through a `Channel` for each direction, also on the simulated runtime;
+        "nccl", "gloo", torch.distributed's isend and irecv (gloo: of CPU tensors). Or an object with
+        `send(edge, tensor)` and `receive(edge, tensor)`, which start a transfer on the current stream and return a
+        completion, or None where that stream is one.
+    dtype: of what the methods below receive.
+    max_inflight: sends of one direction whose storage is held; one more waits on the stream, not the host, for the
+        oldest.
+    variable_seq_lengths: every tensor's shape is sent before it. The receiver's host then waits for the shape.
+    stream: one for all transfers, in the order of their issue. None: one for each edge, of high priority.
+    slot_bytes, copies: of the channels (nvshmem); a sender is at most `copies` slots ahead of its receiver.
+    dev: where streams come from; None: torch.cuda or torch.cpu.
+
+    Ranks are those of the group. Attributes: rank, size, next_rank, prev_rank, device, streams (by edge).
+
+    The methods have Megatron's names and arguments. An output or a shape may be one, or a list or a dict of them; None
+    is nothing to send. Without overlap_p2p_comm they return when the current stream is ordered behind all of the call's
+    transfers, so that even what was sent may be overwritten. Raises ValueError for tensors that aren't contiguous or
+    of another dtype or device.
+    """
+
+    def __init__(
+        self,
+        group: Context | dist.ProcessGroup | None = None,
+        *,
+        backend="nvshmem",
+        dtype: torch.dtype = torch.float32,
+        max_inflight: int = 2,
+        variable_seq_lengths: bool = False,
+        stream=None,
+        slot_bytes: int | None = None,
+        copies: int | None = None,
+        dev=None,
+    ):
+        if isinstance(backend, str) and backend not in BACKENDS:
+            raise ValueError(f"P2PCommunicator: backend={backend!r} is unknown; use {', '.join(BACKENDS)}")
+        if max_inflight < 1:
+            raise ValueError(f"P2PCommunicator: max_inflight={max_inflight} must be positive")
+        ctx = _context_of(group) if backend == "nvshmem" else group if isinstance(group, Context) else None
+        self.group = ctx.group if ctx else group if isinstance(group, Group) else Group(group)
+        self.rank, self.size, self.dtype = self.group.rank, self.group.size, dtype
+        self.next_rank, self.prev_rank = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        self.max_inflight, self.variable_seq_lengths = max_inflight, variable_seq_lengths
+        self.device = ctx.device if backend == "nvshmem" else torch.device("cuda" if backend == "nccl" else "cpu")
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.dev = torch.get_device_module(self.device) if dev is None else dev
+        if self.size == 1:
+            self._wire = None
+        elif backend == "nvshmem":
+            slot_bytes = SLOT_BYTES[ctx.runtime] if slot_bytes is None else slot_bytes
+            copies = max(2, max_inflight) if copies is None else copies
+            self._wire = _ChannelWire(ctx, slot_bytes, copies)
+        elif isinstance(backend, str):
+            self._wire = _TorchWire(self.group, backend, self.dev)
+        else:
+            self._wire = backend
+        self.streams = {edge: self.dev.Stream(priority=-1) if stream is None else stream for edge in EDGES}
+        self._in_flight = {edge: deque() for edge in EDGES if edge.startswith("send")}  # a keepalive for each message
+        self._dropped = Keepalive()  # buffers of receives that nobody waited for
+        self._handles = weakref.WeakSet()
+
+    # One transfer
+
+    def isend(self, tensor, dst: int, *, deallocate: bool = False, producers=None, home=None) -> P2PHandle:
+        """Start to send a contiguous tensor (or a list or dict of them) to `dst`, which is before or after this rank.
+
+        deallocate: the tensor is left with one element, as by `deallocate_output_tensor`.
+        producers: the streams that wrote it; default: the current one. home: the stream whose memory it is; default:
+        the first producer. The same tensor may be sent to both peers.
+        """
+        edge = "send_next" if dst == self.next_rank else "send_prev"
+        if dst not in (self.next_rank, self.prev_rank):
+            raise ValueError(self._no_neighbour("send to", dst))
+        if deallocate:
+            _check_no_view(tensor)
+        handle = self._send(edge, tensor, producers, home)
+        if deallocate:
+            deallocate_output_tensor(tensor)
+        return handle
+
+    def irecv(self, shape, dtype: torch.dtype | None, src: int) -> tuple[torch.Tensor, P2PHandle]:
+        """Start to receive from `src`: a new tensor, to be used once its handle has been waited for."""
+        if src not in (self.next_rank, self.prev_rank):
+            raise ValueError(self._no_neighbour("receive from", src))
+        return self._receive("recv_prev" if src == self.prev_rank else "recv_next", shape, dtype)
+
+    def drain(self, keep: int = 0):
+        """Let go of the storage of all but the newest `keep` sends of each direction, once its home stream waits."""
+        for messages in self._in_flight.values():
+            while len(messages) > keep:
+                messages.popleft().drain()
+        if keep == 0:
+            self._dropped.drain()
+
+    @property
+    def open_handles(self) -> list[str]:
+        """What has been started, and neither waited for nor released."""
+        return sorted(handle.name for handle in self._handles if handle.state == "open")
+
+    @property
+    def num_in_flight(self) -> dict[str, int]:
+        """By edge, the sends whose storage is held."""
+        return {edge: len(messages) for edge, messages in self._in_flight.items()}
+
+    def close(self):
+        """Collective. Drain, and give the channels' memory back."""
+        self.drain()
+        if isinstance(self._wire, _ChannelWire | _TorchWire):
+            self._wire.close()
+        self._wire = None
+
+    # Megatron's methods
+
+    def recv_forward(self, tensor_shapes, is_first_stage: bool):
+        """The activations from the stage before; None on the first stage."""
+        return None if is_first_stage else self._exchange(receive={"recv_prev": tensor_shapes})["recv_prev"]
+
+    def recv_backward(self, tensor_shapes, is_last_stage: bool):
+        """The gradients from the stage behind; None on the last stage."""
+        return None if is_last_stage else self._exchange(receive={"recv_next": tensor_shapes})["recv_next"]
+
+    def send_forward(self, output_tensors, is_last_stage: bool):
+        if not is_last_stage:
+            self._exchange(send={"send_next": output_tensors})
+
+    def send_backward(self, input_tensor_grads, is_first_stage: bool):
+        if not is_first_stage:
+            self._exchange(send={"send_prev": input_tensor_grads})
+
+    def send_forward_recv_backward(self, output_tensors, tensor_shapes, is_last_stage: bool):
+        """Returns the gradients; None on the last stage, which does neither."""
+        if is_last_stage:
+            return None
+        return self._exchange({"send_next": output_tensors}, {"recv_next": tensor_shapes})["recv_next"]
+
+    def send_backward_recv_forward(self, input_tensor_grads, tensor_shapes, is_first_stage: bool):
+        """Returns the activations; None on the first stage, which does neither."""
+        if is_first_stage:
+            return None
+        return self._exchange({"send_prev": input_tensor_grads}, {"recv_prev": tensor_shapes})["recv_prev"]
+
+    def send_forward_recv_forward(self, output_tensor, recv_prev: bool, tensor_shape, overlap_p2p_comm: bool = False):
+        """Returns the activations, or None; with overlap_p2p_comm, (activations, handles by edge), not waited for."""
+        receive = {"recv_prev": tensor_shape} if recv_prev else {}
+        return self._one_way({"send_next": output_tensor}, receive, overlap_p2p_comm)
+
+    def send_backward_recv_backward(
+        self, input_tensor_grad, recv_next: bool, tensor_shape, overlap_p2p_comm: bool = False
+    ):
+        """Returns the gradients, or None; with overlap_p2p_comm, (gradients, handles by edge), not waited for."""
+        receive = {"recv_next": tensor_shape} if recv_next else {}
+        return self._one_way({"send_prev": input_tensor_grad}, receive, overlap_p2p_comm)
+
+    def send_forward_backward_recv_forward_backward(
+        self, output_tensor, input_tensor_grad, recv_prev: bool, recv_next: bool, tensor_shape
+    ):
+        """Returns (activations, gradients), each None where it is not received."""
+        wanted = [edge for edge, receives in (("recv_prev", recv_prev), ("recv_next", recv_next)) if receives]
+        received = self._exchange(
+            {"send_next": output_tensor, "send_prev": input_tensor_grad}, dict.fromkeys(wanted, tensor_shape)
+        )
+        return received.get("recv_prev"), received.get("recv_next")
+
+    # How it is done
+
+    def _one_way(self, send: dict, receive: dict, overlap: bool):
+        received, handles = self._start(send, receive, in_order=not overlap)
+        result = next(iter(received.values()), None)
+        if overlap:
+            return result, handles
+        for handle in handles.values():
+            handle.wait()
+        return result
+
+    def _exchange(self, send=None, receive=None) -> dict:
+        received, handles = self._start(send or {}, receive or {}, in_order=True)
+        for handle in handles.values():
+            handle.wait()
+        return received
+
+    def _start(self, send: dict, receive: dict, in_order: bool) -> tuple[dict, dict[str, P2PHandle]]:
+        """Start the transfers in this rank's order; returns what will be received, and handles, by edge.
+
+        in_order: where receives run only when they are waited for, wait for each before the next transfer starts.
+        """
+        received, handles = {}, {}
+        for edge in ISSUE_ORDER[self.rank % 2]:
+            if any(True for _ in leaves(send.get(edge))):
+                self._check_dtype(edge, send[edge])
+                handles[edge] = self._send(edge, send[edge])
+            elif edge in receive:
+                received[edge], handles[edge] = self._receive(edge, receive[edge], self.dtype)
+                if in_order and getattr(self._wire, "synchronous", False):
+                    handles[edge].wait()
+        return received, handles
+
+    def _send(self, edge: str, value, producers=None, home=None) -> P2PHandle:
+        self._require_peer(edge)
+        tensors = list(leaves(value))
+        for tensor in tensors:
+            if not tensor.is_contiguous():
+                raise ValueError(
+                    f"{edge}: sends contiguous tensors, not one of strides {tensor.stride()}; pass .contiguous()"
+                )
+        producers = [self.dev.current_stream()] if producers is None else producers
+        messages, message = self._in_flight[edge], Keepalive()
+        while len(messages) >= self.max_inflight:
+            messages.popleft().drain()
+        messages.append(message)
+        done = []
+        for tensor in tensors:
+            if self.variable_seq_lengths:
+                header = torch.tensor(_header(tensor.shape), dtype=torch.int64, device=self.device)
+                self._launch_send(edge, header, None, None, message)
+            done.append(self._launch_send(edge, tensor, producers, home, message))
+        return self._handle(f"{edge} of rank {self.rank}", done, [])
+
+    def _launch_send(self, edge: str, tensor, producers, home, message: Keepalive) -> Fence:
+        producers = [self.dev.current_stream()] if producers is None else producers
+        lease = Lease(tensor, dev=self.dev, home=home or producers[0], name=edge)
+        for stream in producers:
+            with lease.write(stream):
+                pass  # it was written before: what the stream has done so far is what the send comes after
+        stream = self.streams[edge]
+        try:
+            with self.dev.stream(stream), lease.read(stream):
+                completion = self._wire.send(edge, lease.tensor)
+            if completion is not None:
+                lease.read_by(completion)
+        finally:  # if it failed halfway, the storage may be read all the same
+            message.defer(lease)
+        return lease.used
+
+    def _receive(self, edge: str, shapes, dtype) -> tuple[object, P2PHandle]:
+        self._require_peer(edge)
+        done, leases = [], []
+        value = _map_shapes(shapes, lambda shape: self._launch_receive(edge, shape, dtype or self.dtype, done, leases))
+        return value, self._handle(f"{edge} of rank {self.rank}", done, leases)
+
+    def _launch_receive(self, edge: str, shape, dtype, done: list, leases: list) -> torch.Tensor:
+        if self.variable_seq_lengths:
+            shape = self._receive_shape(edge)
+        tensor = torch.empty(shape, dtype=dtype, device=self.device)
+        home = self.dev.current_stream()
+        gate = Fence(self.dev)
+        gate.record(home)  # whoever had this memory before is done there
+        lease = Lease(tensor, dev=self.dev, home=home, gate=gate, name=edge)
+        stream = self.streams[edge]
+        leases.append(lease)
+        with self.dev.stream(stream), lease.write(stream):
+            completion = self._wire.receive(edge, lease.tensor)
+        if completion is not None:
+            lease.written_by(completion)
+        done.append(lease.filled)
+        return tensor.requires_grad_(edge == "recv_prev" and dtype.is_floating_point)
+
+    def _receive_shape(self, edge: str) -> tuple[int, ...]:
+        stream = self.streams[edge]
+        with self.dev.stream(stream):
+            header = torch.empty(MAX_DIMENSIONS + 1, dtype=torch.int64, device=self.device)
+            completion = self._wire.receive(edge, header)
+            if completion is not None:
+                completion.wait(stream)
+            num_dimensions, *sizes = header.tolist()
+        return tuple(sizes[:num_dimensions])
+
+    def _handle(self, name: str, done: list[Fence], leases: list[Lease]) -> P2PHandle:
+        handle = P2PHandle(name, self.dev, done, leases, self._dropped)
+        self._handles.add(handle)
+        return handle
+
+    def _require_peer(self, edge: str):
+        if self._wire is None:
+            raise ValueError(f"{edge}: rank {self.rank} of {self.size} has no peer, or the communicator was closed")
+
+    def _no_neighbour(self, verb: str, rank: int) -> str:
+        return (
+            f"rank {self.rank} can't {verb} rank {rank}: a pipeline's rank talks to the one before it "
+            f"({self.prev_rank}) and the one after it ({self.next_rank})"
+        )
+
+    def _check_dtype(self, edge: str, value):
+        for tensor in leaves(value):
+            if tensor.dtype != self.dtype:
+                raise ValueError(
+                    f"{edge}: a {tensor.dtype} tensor, but the peer receives {self.dtype}; pass dtype={tensor.dtype} "
+                    f"to P2PCommunicator on every rank"
+                )
+
+
+class _ChannelWire:
+    """Transfers by device-initiated puts: a channel for each direction."""
+
+    def __init__(self, ctx: Context, slot_bytes: int, copies: int):
+        if ctx.device.type == "cuda" and int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")) < 8:
+            raise ValueError(
+                f"CUDA_DEVICE_MAX_CONNECTIONS={os.environ['CUDA_DEVICE_MAX_CONNECTIONS']}: with fewer than 8 queues, a "
+                f"kernel that waits for a peer can hold up those that the peer waits for; unset it"
+            )
+        after, before = (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size
+        forward = Channel(ctx, after, before, slot_bytes=slot_bytes, copies=copies)
+        backward = Channel(ctx, before, after, slot_bytes=slot_bytes, copies=copies)
+        self.channels = dict(zip(EDGES, (forward, forward, backward, backward), strict=True))
+        self.synchronous = ctx.device.type == "cpu"
+        self._waiting = {edge: deque() for edge in EDGES}
+
+    def send(self, edge: str, tensor: torch.Tensor):
+        self.channels[edge].send(tensor)
+
+    def receive(self, edge: str, tensor: torch.Tensor):
+        if self.synchronous:
+            return _LateReceive(self.channels[edge], tensor, self._waiting[edge])
+        self.channels[edge].receive(tensor)
+
+    def close(self):
+        for edge in ("send_prev", "send_next"):
+            self.channels[edge].close()
+
+
+class _LateReceive:
+    """A receive where launches run while their caller waits: it runs when it is waited for, those before it first.
+
+    A receive that ran when it is issued would block a rank that has yet to send what its peer waits for.
+    """
+
+    captured = None
+
+    def __init__(self, channel: Channel, tensor: torch.Tensor, waiting: deque):
+        self.key, self._channel, self._tensor, self._waiting = self, channel, tensor, waiting
+        waiting.append(self)
+
+    def wait(self, stream):
+        while self._tensor is not None:
+            self._waiting[0]._run()
+
+    def query(self) -> bool:
+        while self._tensor is not None and self._channel.arrival.query():
+            self._waiting[0]._run()
+        return self._tensor is None
+
+    def _run(self):
+        self._channel.receive(self._tensor)
+        self._waiting.popleft()
+        self._tensor = None
+
+
+class _TorchWire:
+    """Transfers by torch.distributed, with process groups of its own.
+
+    NCCL runs what one group sends and receives on a rank in one order. So that a receive that is posted early never
+    holds up a send, the edges of a direction are coloured, and no rank has two edges of one colour.
+    """
+
+    synchronous = False
+
+    def __init__(self, group: Group, backend: str, dev):
+        ranks, world = group.global_ranks, dist.get_world_size()
+        if backend == "nccl" and len(ranks) < world and dist.group.WORLD.bound_device_id is not None:
+            raise ValueError(
+                f"P2PCommunicator: {len(ranks)} of {world} ranks can't make NCCL groups of their own after "
+                f"init_process_group(device_id=...), which splits the communicator of all; leave device_id out"
+            )
+        self._rank, self._size, self._ranks, self._dev = group.rank, group.size, ranks, dev
+        self._groups = [
+            dist.new_group(ranks, backend=backend, use_local_synchronization=len(ranks) < world)
+            for _ in range(2 * (2 + self._size % 2))
+        ]
+
+    def send(self, edge: str, tensor: torch.Tensor):
+        return self._start(dist.isend, edge, tensor, sender=self._rank)
+
+    def receive(self, edge: str, tensor: torch.Tensor):
+        return self._start(dist.irecv, edge, tensor, sender=self._peer(edge))
+
+    def _peer(self, edge: str) -> int:
+        return (self._rank + (1 if edge.endswith("next") else -1)) % self._size
+
+    def _start(self, transfer, edge: str, tensor: torch.Tensor, sender: int):
+        colour = 2 if self._size % 2 and sender == self._size - 1 else sender % 2
+        group = self._groups[2 * colour + (edge in ("send_prev", "recv_next"))]
+        return WorkCompletion(transfer(tensor, self._ranks[self._peer(edge)], group=group), self._dev)
+
+    def close(self):
+        for group in self._groups:
+            dist.destroy_process_group(group)
+
+
+def deallocate_output_tensor(out, handle: P2PHandle | None = None):
+    """Leave `out`, a tensor or a list or dict of them, with one element each; only their grad_fn is of use afterwards.
+
+    What has been sent is held until it has arrived. handle: of the send, if there was one; it has to be open, or waited
+    for, so that a handle that was released, perhaps of another output, is noticed. Raises ValueError for a view, whose
+    storage others use.
+    """
+    if handle is not None:
+        handle._require_not_released()
+    _check_no_view(out)
+    for tensor in leaves(out):
+        tensor.data = torch.empty((1,), dtype=tensor.dtype, device=tensor.device)
+
+
+def custom_backward(output, grad_output):
+    """Backward of a deallocated output: the gradient has the shape that the output had, which torch would refuse.
+
+    output, grad_output: a tensor each, or lists or dicts of them. grad_output None: of a scalar, for one.
+    Raises ValueError if an output is not deallocated and no scalar; use torch.autograd.backward for those.
+    """
+    outputs = tuple(leaves(output))
+    for tensor in outputs:
+        if tensor.numel() != 1:
+            raise ValueError(
+                f"custom_backward: takes an output that was deallocated to one element, not one of shape "
+                f"{tuple(tensor.shape)}; use torch.autograd.backward"
+            )
+    grads = tuple(torch.ones_like(tensor) for tensor in outputs) if grad_output is None else tuple(leaves(grad_output))
+    torch.autograd.Variable._execution_engine.run_backward(
+        outputs, grads, False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def _context_of(group) -> Context:
+    if isinstance(group, Context):
+        return group
+    ctx = current_context()
+    if group is not None and Group(group).global_ranks != ctx.group.global_ranks:
+        raise ValueError(
+            f"P2PCommunicator: backend 'nvshmem' sends through a Context, and the default one is of ranks "
+            f"{ctx.group.global_ranks}, not {Group(group).global_ranks}; pass tkernels.init(group)"
+        )
+    return ctx
+
+
+def leaves(value):
+    """The tensors of a tensor, a list or a dict of them, or of None, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from leaves(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from leaves(part)
+    elif value is not None:
+        raise TypeError(f"takes tensors, or lists or dicts of them, not {type(value).__name__}")
+
+
+def _map_shapes(shapes, make):
+    """`make` of each shape; a shape is a sequence of integers, or None where it is exchanged."""
+    if isinstance(shapes, dict):
+        return {name: _map_shapes(shape, make) for name, shape in shapes.items()}
+    if isinstance(shapes, list | tuple) and any(not isinstance(size, int) for size in shapes):
+        return [_map_shapes(shape, make) for shape in shapes]
+    return make(shapes)
+
+
+def _check_no_view(out):
+    for tensor in leaves(out):
+        if tensor._base is not None:
+            raise ValueError(
+                f"deallocate: a {tuple(tensor.shape)} view can't be deallocated, since others use its storage; let "
+                f"the stage return a tensor of its own, for instance by .clone()"
+            )
+
+
+def _header(shape) -> list[int]:
+    if len(shape) > MAX_DIMENSIONS:
+        raise ValueError(f"variable_seq_lengths: sends up to {MAX_DIMENSIONS} dimensions, not {tuple(shape)}")
+    return [len(shape), *shape, *[0] * (MAX_DIMENSIONS - len(shape))]

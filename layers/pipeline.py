@@ -1,0 +1,205 @@
+"""Pipeline-parallel training: 1F1B and interleaved 1F1B over a P2PCommunicator.
+
+R ranks.  V chunks of the model on each rank.  m microbatches.  Chunk c of rank r is part c * R + r of the model.
+
+    R = 2, V = 1, m = 4        rank 0    F0 F1 B0 F2 B1 F3 B2 B3
+                               rank 1       F0 B0 F1 B1 F2 B2 F3 B3
+
+A schedule is a list of steps, made before anything runs. Between two steps lies one exchange: what the step before
+produced goes out, what a step to come needs comes in. Without overlap that is the next step, and the exchange is waited
+for. With overlap it is the step after the next one: the next one's input is on its way or here, and computes meanwhile.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tkernels.comm.collectives import split_rows
+from tkernels.layers.p2p import P2PCommunicator, custom_backward, deallocate_output_tensor, leaves
+
+
+@dataclass(frozen=True)
+class Step:
+    """Forward or backward of one microbatch through one of this rank's chunks."""
+
+    forward: bool
+    microbatch: int
+    chunk: int
+
+    def __str__(self):
+        return f"{'F' if self.forward else 'B'}{self.microbatch}.{self.chunk}"
+
+
+def schedule(rank: int, size: int, num_chunks: int, num_microbatches: int, forward_only: bool = False) -> list[Step]:
+    """The steps of a rank: 1F1B for one chunk, interleaved 1F1B for several.
+
+    Raises ValueError if interleaved microbatches don't divide by the ranks, or there is one rank to interleave.
+    """
+    if num_chunks > 1 and (size == 1 or num_microbatches % size):
+        raise ValueError(
+            f"pipeline: {num_chunks} chunks a rank take at least 2 ranks, of which the number of microbatches is a "
+            f"multiple; there are {size} ranks and {num_microbatches} microbatches"
+        )
+    total = num_microbatches * num_chunks
+    forwards, backwards = [], []
+    for k in range(total):
+        # A round takes `size` microbatches through chunk 0, then the same ones through chunk 1, and so on.
+        round, within = divmod(k, size * num_chunks)
+        chunk, microbatch = within // size, round * size + within % size
+        forwards.append(Step(True, microbatch, chunk))
+        backwards.append(Step(False, microbatch, num_chunks - 1 - chunk))
+    if forward_only:
+        return forwards
+    if num_chunks == 1:
+        warmup = size - rank - 1
+    else:
+        warmup = 2 * (size - rank - 1) + (num_chunks - 1) * size
+    warmup = min(warmup, total)
+    steady = [step for pair in zip(forwards[warmup:], backwards, strict=False) for step in pair]
+    return forwards[:warmup] + steady + backwards[total - warmup :]
+
+
+def split_into_stages(
+    embedding: nn.Module, blocks, head: nn.Module, *, rank: int, size: int, num_chunks: int = 1
+) -> nn.ModuleList:
+    """This rank's chunks of a model: `embedding`, then `blocks`, then `head`, the blocks as evenly as can be.
+
+    Shares the modules. Raises ValueError if there are fewer blocks than parts.
+    """
+    blocks, parts = list(blocks), size * num_chunks
+    if len(blocks) < parts:
+        raise ValueError(f"pipeline: {len(blocks)} blocks don't make {parts} parts, of {size} ranks x {num_chunks}")
+    counts, chunks = split_rows(len(blocks), parts), nn.ModuleList()
+    for part in range(rank, parts, size):
+        mine = blocks[sum(counts[:part]) : sum(counts[: part + 1])]
+        chunks.append(nn.Sequential(*[embedding] * (part == 0), *mine, *[head] * (part == parts - 1)))
+    return chunks
+
+
+def forward_backward_pipelining(
+    stage_chunks,
+    microbatches,
+    loss_fn,
+    comm: P2PCommunicator,
+    *,
+    tensor_shape=None,
+    forward_only: bool = False,
+    overlap: bool = False,
+    deallocate: bool = False,
+) -> list[torch.Tensor]:
+    """Collective. One step of training: gradients are accumulated, of the mean of the microbatches' losses.
+
+    stage_chunks: this rank's parts of the model, in order; each maps what it receives to what it sends. The first part
+        gets a microbatch's input.
+    microbatches: pairs (input, target), the same number on every rank. The first part reads inputs, the last targets.
+    loss_fn: (output of the last part, target) -> scalar.
+    tensor_shape: of what goes from stage to stage, or a function of the microbatch's number; lists and dicts of shapes
+        as in P2PCommunicator; None where the communicator exchanges shapes.
+    forward_only: losses without gradients.
+    overlap: transfers run while the next step computes; the losses are the same, bit for bit.
+    deallocate: outputs are freed once they are sent; only their graph stays for backward.
+
+    Returns the losses by microbatch, detached, on the rank of the last stage; [] on the others. Raises ValueError for a
+    schedule that is not possible, and for overlap where the communicator exchanges shapes, which the host waits for.
+    """
+    if overlap and comm.variable_seq_lengths:
+        raise ValueError(
+            "pipeline: with variable_seq_lengths the host waits for each shape, so nothing would overlap; pass "
+            "overlap=False, or a communicator without it and tensor_shape as a function of the microbatch"
+        )
+    steps = schedule(comm.rank, comm.size, len(stage_chunks), len(microbatches), forward_only)
+    run = _Run(list(stage_chunks), microbatches, loss_fn, comm, tensor_shape, forward_only, overlap, deallocate)
+    ahead = 1 + overlap
+    for step in steps[:ahead]:
+        run.exchange(None, step)
+    with torch.set_grad_enabled(not forward_only):
+        for step, later in zip(steps, [*steps[ahead:], *[None] * ahead], strict=False):
+            run.compute(step)
+            run.exchange(step, later)
+    comm.drain()
+    assert not run.arriving and not comm.open_handles, comm.open_handles
+    return [run.losses[number].detach() for number in sorted(run.losses)]
+
+
+class _Run:
+    """One call of forward_backward_pipelining: what is in memory between its steps."""
+
+    def __init__(self, chunks, microbatches, loss_fn, comm, tensor_shape, forward_only, overlap, deallocate):
+        self.chunks, self.microbatches, self.loss_fn, self.comm = chunks, microbatches, loss_fn, comm
+        self.forward_only, self.overlap, self.deallocate = forward_only, overlap, deallocate
+        self.shape_of = tensor_shape if callable(tensor_shape) else lambda microbatch: tensor_shape
+        self.losses = {}
+        self.inputs, self.outputs = {}, {}  # by (microbatch, chunk), from forward to backward
+        self.produced = None  # by the step that has just run, to be sent
+        self.arriving = deque()  # of the steps to come: (tensor, its handle or None)
+
+    def is_first(self, step: Step) -> bool:
+        return self.comm.rank == 0 and step.chunk == 0
+
+    def is_last(self, step: Step) -> bool:
+        return self.comm.rank == self.comm.size - 1 and step.chunk == len(self.chunks) - 1
+
+    def compute(self, step: Step):
+        received, handle = self.arriving.popleft()
+        if handle is not None:
+            handle.wait()
+        (self._forward if step.forward else self._backward)(step, received)
+
+    def _forward(self, step: Step, x):
+        source, target = self.microbatches[step.microbatch]
+        output = self.chunks[step.chunk](source if self.is_first(step) else x)
+        if self.is_last(step):
+            output = self.losses[step.microbatch] = self.loss_fn(output, target)
+        else:
+            self.produced = output
+        if not self.forward_only:
+            self.inputs[step.microbatch, step.chunk] = x
+            self.outputs[step.microbatch, step.chunk] = output
+
+    def _backward(self, step: Step, grad):
+        x, output = (tensors.pop((step.microbatch, step.chunk)) for tensors in (self.inputs, self.outputs))
+        if self.is_last(step):
+            (output / len(self.microbatches)).backward()
+        elif self.deallocate:
+            custom_backward(output, grad)
+        else:
+            torch.autograd.backward(list(leaves(output)), list(leaves(grad)))
+        if not self.is_first(step):
+            self.produced = _map(x, lambda tensor: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
+
+    def exchange(self, before: Step | None, later: Step | None):
+        """Send what `before` produced, and receive what `later` needs."""
+        produced, self.produced = self.produced, None
+        output, grad = (produced, None) if before is not None and before.forward else (None, produced)
+        recv_prev = later is not None and later.forward and not self.is_first(later)
+        recv_next = later is not None and not later.forward and not self.is_last(later)
+        shape = self.shape_of(later.microbatch) if later is not None else None
+        if self.overlap:
+            forward, forward_handles = self.comm.send_forward_recv_forward(output, recv_prev, shape, True)
+            backward, backward_handles = self.comm.send_backward_recv_backward(grad, recv_next, shape, True)
+            handles = forward_handles | backward_handles
+        else:
+            forward, backward = self.comm.send_forward_backward_recv_forward_backward(
+                output, grad, recv_prev, recv_next, shape
+            )
+            handles = {}
+        if output is not None and self.deallocate and not self.forward_only:
+            deallocate_output_tensor(output, handles.get("send_next"))
+        for edge in ("send_next", "send_prev"):
+            if edge in handles:
+                handles[edge].release()  # the communicator holds what is sent
+        if later is not None:
+            self.arriving.append(
+                (forward if recv_prev else backward, handles.get("recv_prev", handles.get("recv_next")))
+            )
+
+
+def _map(value, function):
+    """`function` of each tensor of a tensor, or of a list or dict of them."""
+    if isinstance(value, dict):
+        return {name: _map(part, function) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_map(part, function) for part in value]
+    return None if value is None else function(value)
