@@ -409,6 +409,19 @@ def test_invariant_9_nothing_waits_across_the_edge_of_a_capture(sim, inside, sam
             pass
 
 
+def test_invariant_9_a_collective_started_inside_a_capture_means_nothing_outside(sim):
+    class Work:
+        def is_completed(self):
+            return True
+
+    sim.capturing = True
+    lease = Lease(dev=sim)
+    lease.written_by(WorkCompletion(Work(), sim))
+    sim.capturing = False
+    with pytest.raises(LeaseError, match="inside a CUDA graph's capture"), lease.read():
+        pass
+
+
 def test_invariant_9_captured_joins_at_the_edges_and_leaves_one_external_event(sim):
     with sim:
         comm, other = sim.Stream("comm"), sim.Stream("other")

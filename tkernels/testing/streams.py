@@ -12,7 +12,8 @@
 The simulator is a `dev` as leases take it: it has `current_stream()`, `stream(s)`, streams with `record_event()` and
 `wait_event(event)`. Streams are FIFO queues. Inside `with sim`, views and other metadata operations happen at once, and
 everything that touches values is queued; the host never sees a value before `run`, so `.item()` raises there, and
-`tolist()`, which nobody can intercept, reads stale memory.
+`tolist()`, which nobody can intercept, reads stale memory. Backward and its hooks run on the stream that is current
+where `backward()` is called; autograd's own rule, a node's backward on the stream of its forward, is not simulated.
 
 A race is a pair of kernels that touch the same bytes, one of them writing, with no path of stream order, events and
 signals from one to the other. It is found from the queues alone, by vector clocks. `run` executes adversarially: a
@@ -383,8 +384,8 @@ class Simulator(TorchDispatchMode):
             decomposed = func.decompose(*args, **kwargs)
         if decomposed is not NotImplemented:
             return decomposed
-        if _HOST_TAGS & set(func.tags):
-            raise HostRead(f"{func} gives the host a value, which does not exist yet: leave `with sim` and run first")
+        if torch.Tag.data_dependent_output in func.tags:
+            raise HostRead(_HOST_READ.format(func))
         returns = func._schema.returns
         values = any(isinstance(r.type.getElementType() if _is_list(r) else r.type, torch.TensorType) for r in returns)
         written = [argument for argument in func._schema.arguments if _is_write(argument)]
@@ -446,7 +447,9 @@ class Simulator(TorchDispatchMode):
         kwargs.pop("pin_memory", None)
         try:
             outputs = func(*args, **kwargs)
-        except NotImplementedError:
+        except NotImplementedError as error:
+            if torch.Tag.dynamic_output_shape in func.tags:
+                raise HostRead(_HOST_READ.format(func)) from error
             if any(result.alias_info is None for result in func._schema.returns):
                 raise
             return (None,) * len(func._schema.returns)  # fused optimizers: all that they return is given
@@ -542,7 +545,7 @@ def subsets(names) -> list[tuple]:
     return [chosen for count in range(len(names) + 1) for chosen in itertools.combinations(names, count)]
 
 
-_HOST_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_HOST_READ = "{} tells the host something of a value, which does not exist yet: leave `with sim` and run first"
 _VIEWS = {torch.ops.aten._unsafe_view.default, torch.ops.aten.lift_fresh.default}
 _ALLOCATIONS = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")}
 
