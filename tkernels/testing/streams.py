@@ -39,6 +39,7 @@ import torch._meta_registrations  # shapes of the operators that C++ alone can't
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+PAGE_BYTES = 4096
 GRANULE_BYTES = 512  # blocks are rounded up to it, as CUDA's allocator does
 
 
@@ -91,6 +92,10 @@ class Access:
 
     def __str__(self):
         return f"{self.kernel!r} on {self.stream.name} {'writes' if self.mode == 'w' else 'reads'}"
+
+    def pages(self) -> range:
+        """Where it is filed, so that only its neighbours are compared with it."""
+        return range(self.runs[0][0] // PAGE_BYTES, (self.runs[-1][1] - 1) // PAGE_BYTES + 1)
 
     def overlap(self, other: "Access") -> tuple[int, int] | None:
         """The first bytes that both touch, counted from the start of the memory."""
@@ -219,17 +224,19 @@ class _Kernel:
         stream.clock[stream] = self.index
         sim, found = stream.sim, {}
         for access in self.accesses:
-            for other in sim._accesses:
+            for other in itertools.chain.from_iterable(sim._accesses[page] for page in access.pages()):
                 if (
                     other.stream is not stream
                     and "w" in (access.mode, other.mode)
                     and other.index > stream.clock.get(other.stream, 0)
+                    and other.index not in found
                     and (span := access.overlap(other))
                 ):
-                    pair = sorted((other, access), key=lambda a: a.index)
-                    found.setdefault(other.index, Race(*pair, span))
+                    found[other.index] = Race(*sorted((other, access), key=lambda a: a.index), span)
         sim._races.extend(found.values())
-        sim._accesses.extend(self.accesses)
+        for access in self.accesses:
+            for page in access.pages():
+                sim._accesses[page].append(access)
 
     runnable = checkable
 
@@ -302,7 +309,7 @@ class Simulator(TorchDispatchMode):
         self._blocks: dict[int, _Block] = {}
         self._free = defaultdict(list)  # (home, bytes) -> blocks, the last one freed is the first one reused
         self._outside = {}  # storages of tensors made elsewhere: kept, so that their addresses are not reused
-        self._accesses: list[Access] = []
+        self._accesses: dict[int, list[Access]] = defaultdict(list)  # by page, since the last run
         self._races: list[Race] = []
         self._indices = itertools.count(1)
         self._lock = threading.RLock()
