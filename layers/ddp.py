@@ -211,16 +211,32 @@ class OverlappedDDP(nn.Module):
 
     @contextlib.contextmanager
     def captured(self, graph, *, streams=()):
-        """Capture steps in a CUDA graph: `graph` is torch.cuda.graph(...), not yet entered.
+        """Capture whole steps in a CUDA graph: `graph` is torch.cuda.graph(...), not yet entered.
 
-        Take some steps before, on the stream that will replay the graph. `streams`: those that the capture uses beside
-        its own and the comm stream. Updated parameters are gathered before the capture and at its end.
+            with ddp.captured(torch.cuda.graph(g)) as replay:
+                step()
+            replay()
+
+        Take a few steps before, and drop their losses: a graph of autograd that is alive keeps its stream. Updated
+        parameters are gathered before the capture and at its end. `replay()` is in order with what is launched outside.
+        streams: those that the capture uses beside its own and the comm stream.
         """
         slots = [buffer.slot for bucket in self.buckets for buffer in bucket.buffers]
-        self._settle()
-        with captured(graph, slots=slots, streams=[self.comm_stream, *streams], dev=self.dev):
-            yield
+
+        def settled_replay():
             self._settle()
+            replay()
+
+        self._settle()
+        try:
+            with captured(graph, slots=slots, streams=[self.comm_stream, *streams], dev=self.dev) as replay:
+                yield settled_replay
+                self._settle()
+        except BaseException:
+            self.hooks.reset()
+            for bucket in self.buckets:
+                bucket.forget_update()  # it was captured, and did not happen
+            raise
 
     def remove(self):
         """Collective. Take hooks and buckets off the module, which is as before, with the parameters of now."""
@@ -281,13 +297,15 @@ class _Buffer:
     def lease(self) -> Lease:
         """The open tenancy, or a new one."""
         if self.slot.lease is None or self.slot.lease.released:
+            self._readers = []
             return self.slot.acquire()
         return self.slot.lease
 
     def read(self, stream):
         """Order `stream` behind those who wrote; it may read until the end of the tenancy."""
+        lease = self.lease
         if stream not in self._readers:
-            with self.lease.read(stream):
+            with lease.read(stream):
                 self._readers.append(stream)
 
     def end(self):
@@ -296,7 +314,6 @@ class _Buffer:
             return
         for stream in self._readers:
             self.slot.lease.read_by(EventCompletion(stream, capturing(self.slot.dev)))
-        self._readers = []
         self.slot.release(self.slot.lease)
 
     def zero(self):
@@ -330,9 +347,7 @@ class _Bucket:
             parameter.main_grad = self.grads.slot.tensor[place].view(parameter.shape)
             parameter.grad = None
         self.values, self.owned = None, parameters
-        self.updating = False  # an optimizer may be writing the shard
-        self._updatable = False  # reduced, and not gathered since
-        self._updaters = []  # the streams of the optimizer
+        self.forget_update()
         if wire.sharded:
             self.values = _Buffer(numel, first, first.dtype, dev, f"parameters of {name}")
             with torch.no_grad(), self.values.lease.write() as values:
@@ -383,7 +398,7 @@ class _Bucket:
             with self.values.lease.write(stream):
                 pass  # the optimizer's kernels have been launched
         self.values.end()
-        self.updating, self._updatable, self._updaters = False, False, []
+        self.forget_update()
         with self.dev.stream(self.comm_stream), self.values.lease.write(self.comm_stream) as values:
             self.wire.gather(values)
 
@@ -395,6 +410,11 @@ class _Bucket:
                 f"start_param_sync() on every rank, or the OverlappedDDP itself, before they are used"
             )
         self.values.read(self.dev.current_stream())
+
+    def forget_update(self):
+        self.updating = False  # an optimizer may be writing the shard
+        self._updatable = False  # reduced, and not gathered since
+        self._updaters = []  # the streams of the optimizer
 
     def _begin_update(self, stream):
         if not self.updating:

@@ -4,7 +4,8 @@ A gradient is *produced* where the kernel that adds it to `param.main_grad` is l
 the stream that autograd runs it on: the stream of the parameter's AccumulateGrad node, which is that of the forward as
 long as nobody holds the node. We hold none; every forward makes it anew. A fused or deferred kernel is launched
 elsewhere, before the hook, after it, or without one, and says so itself: `with hooks.writing(param, stream)` around the
-launch, or `hooks.produced(param, stream)` after it. When the hook fires says nothing about such a gradient.
+launch, or `hooks.produced(param, stream)` after it. When the hook fires says nothing about such a gradient. A layer
+that only sets `param.grad_added_to_main_grad` is taken to have launched its kernel on the hook's stream.
 
 How often a gradient is produced depends on the graph: a layer that is used in two checkpoints produces twice. So the
 first pass only counts; in later ones a bucket is complete once each of its parameters has reached its count. Counts
@@ -21,6 +22,7 @@ from tkernels.comm.errors import LeaseError
 from tkernels.comm.lease import EventCompletion, capturing
 
 _OWNER = "grad_ready_hooks"  # on a parameter: a weak reference to the hooks that it belongs to
+_ADDED = "grad_added_to_main_grad"  # on a parameter: True once a fused kernel has been launched; Megatron's name
 
 
 def grad_ready_hooks(param) -> "GradReadyHooks | None":
@@ -113,6 +115,9 @@ class GradReadyHooks:
             self._unreported = list(dict.fromkeys(self._bucket_of.values()))
             self._counts = dict.fromkeys(self._params, 0)
             self._written, self._announced, self._over = set(), set(), False
+            for param in self._params:
+                if getattr(param, _ADDED, False):  # a deferred kernel's, for which no hook has fired since
+                    setattr(param, _ADDED, False)
             self._incomplete = dict.fromkeys(self._unreported, 0)  # parameters that a bucket waits for
             for param, expected in (self._expected or {}).items():
                 self._incomplete[self._bucket_of[param]] += expected > 0
@@ -125,10 +130,10 @@ class GradReadyHooks:
         """The hook: `param.grad` holds what autograd has for this parameter, if anything."""
         announced = param in self._announced
         self._announced.discard(param)
-        if getattr(param, "grad_added_to_main_grad", False):
-            # A fused kernel has added it; if it has not said where, it was here. `.grad` is a placeholder, if any.
-            param.grad, param.grad_added_to_main_grad = None, False
-            if not announced:
+        if getattr(param, _ADDED, False):
+            setattr(param, _ADDED, False)
+            param.grad = None  # a placeholder
+            if not announced:  # the kernel's stream is said to be this one
                 self.produced(param)
                 self._announced.discard(param)
         elif param.grad is not None:

@@ -213,7 +213,7 @@ def test_a_deferred_gradient_is_ready_when_it_is_launched_not_when_the_hook_fire
     for early in ("", "12"):
         NoGradient.apply(model.b, model.a, lambda param: None).sum().backward()
         assert model.seen == []
-        fused(model.a)
+        fused_and_marked(model.a)
         assert model.run_pass() == (early, "12")
         assert model.hooks.expected == {"a": 1, "b": 1}
 

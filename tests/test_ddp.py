@@ -1,0 +1,991 @@
+"""Data parallelism: the gradients and losses of one process, whatever is overlapped, and no race in any trace."""
+
+import copy
+import gc
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transports import gpu_only, message_on_every_rank
+
+import tkernels
+from tkernels.comm import LeaseError, MismatchError
+from tkernels.demo import training
+from tkernels.demo.data import Text
+from tkernels.demo.model import ModelConfig, Transformer
+from tkernels.layers.ddp import OverlappedDDP, _Bucket, ensure_params_ready
+from tkernels.layers.grad_hooks import grad_ready_hooks
+from tkernels.testing.compare import integers
+from tkernels.testing.streams import Simulator, subsets
+
+BACKENDS = ["tkernels", "torch"]
+ALL_REDUCED = {}
+SHARDED = {"use_distributed_optimizer": True}
+GATHERED_LATE = {"overlap_param_gather": True}
+TWO_INSTANCES = {"overlap_param_gather": True, "num_distributed_optimizer_instances": 2}
+every_mode = pytest.mark.parametrize(
+    "mode", [ALL_REDUCED, SHARDED, GATHERED_LATE, TWO_INSTANCES], ids=["all-reduced", "sharded", "gathered-late", "two"]
+)
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+# Training, against the same model in one process
+
+
+def train(ctx, steps, **options):
+    """Losses and parameters of the demo's model; without options it is trained by this rank alone on all sequences."""
+    text = Text.of_python_help()
+    config = ModelConfig(vocabulary=len(text.vocabulary), sequence=16, batch=4, heads=2, layers=1)
+    torch.manual_seed(0)
+    model = Transformer(config).to(ctx.device)
+    ddp = OverlappedDDP(model, ctx, bucket_size=5000, **options) if options else None
+    module = ddp or model
+    parameters = ddp.owned_parameters() if ddp else model.parameters()
+    adam = torch.optim.AdamW(parameters, training.LEARNING_RATE, betas=(0.9, 0.95), eps=training.ADAM_EPSILON)
+    own = slice(ctx.rank, None, ctx.size) if ddp else slice(None)
+    positions, losses = torch.arange(config.sequence, device=ctx.device), []
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        batch = text.batch(config.sequence, config.batch, generator)
+        tokens, targets = (part[:, own].to(ctx.device) for part in batch)
+        module.zero_grad()
+        loss = F.cross_entropy(module(tokens, positions).flatten(0, 1), targets.flatten())
+        loss.backward()
+        if ddp:
+            ddp.finish_grad_sync()
+        adam.step()
+        loss = loss.detach()[None]
+        losses.append((tkernels.all_reduce(loss / ctx.size, ctx=ctx) if ddp else loss).item())
+    if ddp:
+        ddp.remove()
+    return config, losses, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.ranks(2, 4, timeout_s=180)
+@every_backend
+@every_mode
+def test_losses_are_those_of_one_process_and_overlap_changes_no_bit(ctx, backend, mode):
+    config, want, _ = train(ctx, 4)
+    _, losses, parameters = train(ctx, 4, backend=backend, **mode)
+    allowed = [training.allowed_loss(config, torch.float32, loss, step) for step, loss in enumerate(want)]
+    errors = [abs(ours - theirs) for ours, theirs in zip(losses, want, strict=True)]
+    assert all(error <= limit for error, limit in zip(errors, allowed, strict=True)), (errors, allowed)
+    assert want[3] < want[0] - 0.3
+
+    late = {**mode, "overlap_grad_reduce": False, "overlap_param_gather": False}
+    if mode is GATHERED_LATE:
+        late |= SHARDED
+    _, losses_of_late, parameters_of_late = train(ctx, 4, backend=backend, **late)
+    assert losses_of_late == losses
+    assert all(map(torch.equal, parameters_of_late, parameters))
+
+
+# Gradients, exactly
+
+
+class FusedLinear(nn.Module):
+    """Its backward adds the weight's gradient to `main_grad` on `stream` and tells autograd nothing.
+
+    deferred: only in `backward_dw`, which the caller calls between backward and `finish_grad_sync`.
+    told: how the kernel is reported: "where launched", "after launch", or "by the hook", on whatever stream that is.
+    sleep: cycles of a GPU that the gradient comes late.
+    """
+
+    def __init__(self, features, *, deferred=False, told="where launched", sleep=0):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(features, features))
+        self.deferred, self.told, self.sleep, self.stream, self.queue = deferred, told, sleep, None, []
+
+    def forward(self, x):
+        if grad_ready_hooks(self.weight) is None:
+            return x @ self.weight.t()
+        return _FusedLinear.apply(x, self.weight, self)
+
+    def backward_dw(self):
+        while self.queue:
+            self.queue.pop(0)()
+
+    def launch(self, dy, x):
+        weight, dev = self.weight, torch.get_device_module(x.device)
+        if self.stream is None:
+            self.stream = dev.Stream()
+        self.stream.wait_stream(dev.current_stream())  # dy and x are made there
+        for tensor in (dy, x):
+            if tensor.is_cuda:
+                tensor.record_stream(self.stream)
+
+        def kernel():
+            if self.sleep:
+                torch.cuda._sleep(self.sleep)
+            weight.main_grad.addmm_(dy.t(), x)
+
+        with torch.no_grad(), dev.stream(self.stream):
+            if self.told == "where launched":
+                with grad_ready_hooks(weight).writing(weight):
+                    kernel()
+            else:
+                kernel()
+            if self.told == "after launch":
+                grad_ready_hooks(weight).produced(weight)
+        weight.grad_added_to_main_grad = True
+
+
+class _FusedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, layer):
+        ctx.save_for_backward(x, weight)
+        ctx.layer = layer
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        if ctx.layer.deferred:
+            ctx.layer.queue.append(lambda: ctx.layer.launch(dy, x))
+        else:
+            ctx.layer.launch(dy, x)
+        return dy @ weight, None, None
+
+
+class Awkward(nn.Module):
+    """Whatever makes gradients come more than once, late, elsewhere or not at all; of small integers."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.first = nn.Linear(8, 8, bias=False)
+        self.tied = nn.Linear(8, 8, bias=False)
+        self.unused = nn.Parameter(torch.empty(5))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.scalar = nn.Parameter(torch.empty(()))
+        self.optional = nn.Linear(8, 8, bias=False)
+        self.checkpointed = nn.Linear(8, 8, bias=False)
+        self.fused = FusedLinear(8)
+        self.reported = FusedLinear(8, told="after launch")
+        self.deferred = FusedLinear(8, deferred=True)
+        self.frozen = nn.Parameter(torch.ones(()), requires_grad=False)
+        self.tail = nn.Linear(8, 8, bias=False)
+        self.tail.weight = self.tied.weight
+        with torch.no_grad():
+            for seed, parameter in enumerate(self.parameters()):
+                parameter.copy_(integers(parameter.shape, torch.float32, seed, -1, 1))
+        self.to(device)
+
+    def forward(self, x, with_optional=True):
+        x = self.first(x) * self.frozen
+        for _ in range(2):
+            x = checkpoint(self.checkpointed, x, use_reentrant=True)
+        x = self.tied(x)
+        x = self.reported(self.fused(x))
+        if with_optional:
+            x = self.optional(x)
+        return self.tail(self.deferred(x)) * self.scalar
+
+    def gradients(self, x, **options):
+        self(x, **options).sum().backward()
+        self.deferred.backward_dw()
+
+
+def batch_of(ctx, step, micro):
+    return integers((2, 8), torch.float32, 1000 * step + 10 * micro + ctx.rank, -1, 1, device=ctx.device)
+
+
+def expected_gradients(ctx, model, batches, **options):
+    """Collective. What every parameter that is trained gets in all, by plain autograd."""
+    plain = copy.deepcopy(model)
+    parameters = [parameter for parameter in plain.parameters() if parameter.requires_grad]
+    for x in batches:
+        plain.gradients(x, **options)
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    return [sum(parts) for parts in zip(*ctx.group.gather([grad.cpu() for grad in grads]), strict=True)]
+
+
+def check_gradients(ddp, want):
+    """This rank's part of every bucket is, to the bit, what `want` puts there."""
+    places = dict(zip((p for p in ddp.module.parameters() if p.requires_grad), want, strict=True))
+    for bucket in ddp.buckets:
+        flat = torch.zeros(bucket.grads.slot.tensor.numel())
+        for parameter in bucket.parameters:
+            start = parameter.main_grad.storage_offset()
+            flat[start : start + parameter.numel()] = places[parameter].flatten()
+        for owned in bucket.owned:
+            part = flat[owned.main_grad.storage_offset() :][: owned.numel()]
+            assert owned.main_grad.flatten().cpu().equal(part), bucket
+            assert owned.grad is owned.main_grad
+
+
+@pytest.mark.ranks(2, 4, timeout_s=120)
+@every_backend
+@every_mode
+@pytest.mark.parametrize("overlap", [True, False])
+def test_gradients_that_come_twice_late_elsewhere_or_not_at_all(ctx, backend, mode, overlap):
+    model = Awkward(ctx.device)
+    plain = copy.deepcopy(model)
+    ddp = OverlappedDDP(
+        model, ctx, bucket_size=150, backend=backend, average=False, overlap_grad_reduce=overlap, **mode
+    )
+    assert len(ddp.buckets) == 4
+    for step in range(4):
+        batches = [batch_of(ctx, step, micro) for micro in range(3)]
+        want = expected_gradients(ctx, plain, batches)
+        ddp.zero_grad()
+        with ddp.no_sync():
+            for x in batches[:2]:
+                ddp.module.gradients(x)
+        before_last = ddp.hooks._unreported[:]
+        assert before_last == ddp.buckets
+        ddp.module.gradients(batches[2])
+        if overlap and step:
+            assert ddp.hooks._unreported == []  # everything has been started, the deferred one's bucket last
+        if step == 2:
+            ddp.start_grad_sync()
+        ddp.finish_grad_sync()
+        check_gradients(ddp, want)
+        ddp.finish_grad_sync()  # again
+        check_gradients(ddp, want)
+        with torch.no_grad():
+            ddp(batches[0])  # evaluation between steps; it gathers what nobody has changed
+    if overlap:
+        counts = ddp.hooks.expected
+        assert counts["checkpointed.weight"] == 2 and counts["unused"] == 0
+        assert all(count == 1 for name, count in counts.items() if name not in ("checkpointed.weight", "unused"))
+    ddp.remove()
+
+
+@pytest.mark.ranks(2, timeout_s=120)
+@every_backend
+def test_ranks_with_different_graphs_start_their_collectives_in_one_order(ctx, backend, monkeypatch):
+    model = Awkward(ctx.device)
+    plain = copy.deepcopy(model)
+    ddp = OverlappedDDP(model, ctx, bucket_size=150, backend=backend, average=False)
+    order = []
+    start = _Bucket.reduce
+    monkeypatch.setattr(ddp.hooks, "_on_ready", lambda bucket: (order.append(bucket.name), start(bucket)))
+    for step in range(6):
+        x = batch_of(ctx, step, 0)
+        with_optional = step == 0 or (step + ctx.rank) % 3 != 0
+        want = expected_gradients(ctx, plain, [x], with_optional=with_optional)
+        ddp.zero_grad()
+        model.gradients(x, with_optional=with_optional)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the overlap was lost once
+            ddp.finish_grad_sync()
+        check_gradients(ddp, want)
+    assert order == [bucket.name for bucket in ddp.buckets] * 6
+    assert ctx.group.gather(order) == [order] * ctx.size
+    ddp.remove()
+
+
+@pytest.mark.ranks(2)
+def test_a_step_that_fails_can_be_begun_again(ctx):
+    model = nn.Linear(8, 8, bias=False).to(ctx.device)
+    model.weight.data.fill_(1.0)
+    ddp = OverlappedDDP(model, ctx, average=False)
+
+    def gradient():
+        ddp(torch.full((1, 8), ctx.rank + 1.0, device=ctx.device)).sum().backward()
+
+    def fail(_):
+        raise ArithmeticError("a hook of the user's")
+
+    for _ in range(3):
+        ddp.zero_grad()
+        handle = model.weight.register_post_accumulate_grad_hook(fail)
+        with ddp.no_sync(), pytest.raises(ArithmeticError):
+            gradient()
+        handle.remove()
+        ddp.zero_grad()
+        gradient()
+        ddp.finish_grad_sync()
+        assert model.weight.grad.eq(3.0).all()
+    with pytest.raises(LeaseError, match="weight: a gradient was produced after the end of the pass.*zero"):
+        gradient()
+    ddp.remove()
+
+
+@pytest.mark.ranks(2)
+@every_mode
+def test_a_second_wrapper_takes_the_parameters_over(ctx, mode):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(ctx.device)
+    for seed, parameter in enumerate(model.parameters()):
+        parameter.data.copy_(integers(parameter.shape, torch.float32, seed))
+    values = [parameter.detach().clone() for parameter in model.parameters()]
+    older = OverlappedDDP(model, ctx, **mode)
+    if older.sharded:
+        for owned in older.owned_parameters():
+            owned.data.add_(ctx.rank * 0.0 + 1.0)
+        older.start_param_sync()
+        values = [value + 1.0 for value in values]
+    newer = OverlappedDDP(model, ctx, average=False, **mode)
+    assert all(grad_ready_hooks(parameter) is newer.hooks for parameter in model.parameters())
+    older.remove()  # again: nothing of the newer one is lost
+    for _ in range(2):
+        newer.zero_grad()
+        newer(torch.ones(1, 8, device=ctx.device)).sum().backward()
+        newer.finish_grad_sync()
+    newer.remove()
+    assert all(map(torch.equal, model.parameters(), values))
+    model(torch.ones(1, 8, device=ctx.device)).sum().backward()
+    assert model[1].bias.grad.eq(1.0).all() and not hasattr(model[1].bias, "main_grad")
+
+
+@pytest.mark.ranks(2)
+def test_bfloat16_parameters_with_gradients_in_fp32(ctx):
+    model = nn.Linear(16, 16, bias=False).to(ctx.device, torch.bfloat16)
+    model.weight.data.fill_(1.0)
+    for mode in (ALL_REDUCED, SHARDED):
+        ddp = OverlappedDDP(model, ctx, grad_dtype=torch.float32, **mode)
+        ddp.zero_grad()
+        for part in (256.0, 1.0):  # bfloat16 has 8 bits: their sum needs 9
+            with ddp.no_sync():
+                ddp(torch.full((1, 16), part, device=ctx.device, dtype=torch.bfloat16)).sum().backward()
+        ddp.finish_grad_sync()
+        for owned in ddp.owned_parameters():
+            assert owned.main_grad.dtype == torch.float32 and owned.main_grad.eq(257.0).all()
+            assert owned.grad is None
+        ddp.remove()
+
+
+@pytest.mark.ranks(2)
+def test_what_does_not_fit_is_refused_on_every_rank(ctx):
+    model = nn.Linear(4, 4).to(ctx.device)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    with pytest.raises(ValueError, match="num_distributed_optimizer_instances=3 must divide the 2 ranks"):
+        OverlappedDDP(model, ctx, num_distributed_optimizer_instances=3)
+    with pytest.raises(ValueError, match="leave out use_distributed_optimizer=False"):
+        OverlappedDDP(model, ctx, overlap_param_gather=True, use_distributed_optimizer=False)
+    with pytest.raises(ValueError, match="bucket_size=0 must be positive"):
+        OverlappedDDP(model, ctx, bucket_size=0)
+    with pytest.raises(ValueError, match="backend='nccl' is unknown; use 'tkernels' or 'torch'"):
+        OverlappedDDP(model, ctx, backend="nccl")
+    with pytest.raises(TypeError, match="takes a Context, not ProcessGroup"):
+        OverlappedDDP(model, ctx.group.process_group)
+    with pytest.raises(TypeError, match="weight: sums float32, float16 and bfloat16, not torch.float64"):
+        OverlappedDDP(copy.deepcopy(model).double(), ctx)
+    with pytest.raises(ValueError, match="nothing to train"):
+        OverlappedDDP(copy.deepcopy(model).requires_grad_(False), ctx)
+    with pytest.raises(RuntimeError, match="no shards to gather"):
+        OverlappedDDP(model, ctx).start_param_sync()
+
+    with pytest.raises(MismatchError, match="differ in option bucket_size: 100 and 101") as error:
+        OverlappedDDP(model, ctx, bucket_size=100 + ctx.rank)
+    message_on_every_rank(ctx, error.value)
+    other = nn.Linear(4, 4 + ctx.rank).to(ctx.device)
+    with pytest.raises(MismatchError, match=r"differ in parameter weight: \[4, 4\] of torch.float32 and \[5, 4\]"):
+        OverlappedDDP(other, ctx)
+    model.bias.data.fill_(ctx.rank)
+    with pytest.raises(MismatchError, match="differ in values of parameter bias; all .* begin with the same"):
+        OverlappedDDP(model, ctx)
+
+
+# The order of streams, in the simulator
+
+
+class SimulatedWire:
+    """The collectives of rank 0 of two, as kernels of the simulator; the other rank has what this one has."""
+
+    rank, size = 0, 2
+
+    def __init__(self, sim, name=""):
+        self.sim, self.name = sim, name
+
+    def gather(self, value):
+        return [value] * 2
+
+    def split(self, instances):
+        return SimulatedWire(self.sim, "inside "), SimulatedWire(self.sim, "across ")
+
+    def all_reduce(self, x):
+        self.sim.launch(f"{self.name}all_reduce", lambda x, _: x.mul_(2), reads=[x], writes=[x])
+
+    def reduce_scatter(self, out, x):
+        self.sim.launch(f"{self.name}reduce_scatter", lambda _, out: out.mul_(2), reads=[x], writes=[out])
+
+    def all_gather(self, out, x):
+        def copy_to_all(x, out):
+            out.view(2, -1).copy_(x.expand(2, -1).clone())
+
+        self.sim.launch("all_gather", copy_to_all, reads=[x], writes=[out])
+
+
+class Scale(nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((64,), value))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+class Simulated:
+    """A wrapped model of `a`, then `b`, with streams `one`, `two` and `comm` beside the main one; one step is done.
+
+    Each layer's loss is separate, so that its backward can be on a stream of its own.
+    """
+
+    def __init__(self, bucket_size=None, **options):
+        self.sim = Simulator()
+        self.one, self.two = self.sim.Stream("one"), self.sim.Stream("two")
+        self.a, self.b = Scale(2.0), Scale(3.0)
+        self.ddp = OverlappedDDP(
+            nn.ModuleList([self.a, self.b]),
+            backend=SimulatedWire(self.sim),
+            bucket_size=bucket_size,
+            average=False,
+            comm_stream=self.sim.Stream("comm"),
+            dev=self.sim,
+            **options,
+        )
+        with self.sim:
+            self.step()
+        self.finish_step()
+
+    def step(self):
+        self.ddp.zero_grad()
+        for layer, stream in ((self.a, self.one), (self.b, self.two)):
+            with self.sim.stream(stream):
+                layer(torch.ones(64)).sum().backward()
+
+    def finish_step(self):
+        with self.sim:
+            self.ddp.finish_grad_sync()
+            if self.ddp.sharded:
+                self.ddp.start_param_sync()
+        self.sim.check()
+        self.sim.run()
+        self.sim.log.clear()
+
+
+def reduce_behind(stream_of):
+    """The landed forms: the comm stream waits for the tail of one stream, which had better be the right one."""
+
+    def reduce(bucket):
+        bucket.comm_stream.wait_stream(stream_of(bucket.dev))
+        with bucket.dev.stream(bucket.comm_stream):
+            bucket.wire.reduce(bucket.grads.slot.tensor)
+
+    return reduce
+
+
+FORMS = {
+    "default stream": (reduce_behind(lambda dev: dev.default_stream()), 2),
+    "current stream": (reduce_behind(lambda dev: dev.current_stream()), 1),
+    "lease": (_Bucket.reduce, 0),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_reduction_comes_after_the_hooks_of_all_streams(form):
+    reduce, races = FORMS[form]
+    right = []
+    for starved in subsets(("one", "two", "main", "comm")):
+        simulated = Simulated()
+        simulated.ddp.hooks._on_ready = reduce
+        with simulated.sim:
+            simulated.step()
+        found = [race for race in simulated.sim.races if race.kernels == ("add_", "all_reduce")]
+        assert len(found) == len(simulated.sim.races) == races
+        simulated.sim.run(starve=starved)
+        grads = torch.cat([simulated.a.weight.main_grad, simulated.b.weight.main_grad])
+        right.append(bool(grads.eq(2.0).all()))
+    assert all(right) == (races == 0)
+
+
+def test_the_order_of_hooks_and_fused_kernels_does_not_matter():
+    for starved in subsets(("one", "two", "main", "comm")):
+        simulated = Simulated()
+        sim, ddp = simulated.sim, simulated.ddp
+        with sim:
+            ddp.zero_grad()
+            with sim.stream(simulated.two):
+                simulated.b(torch.ones(64)).sum().backward()
+            with ddp.hooks.writing(simulated.a.weight, simulated.one) as main_grad, sim.stream(simulated.one):
+                main_grad.add_(1.0)
+        sim.check()
+        sim.run(starve=starved)
+        assert simulated.a.weight.main_grad.eq(2.0).all() and simulated.b.weight.main_grad.eq(2.0).all()
+
+
+def test_micro_batches_on_different_streams_add_up():
+    for starved in subsets(("one", "two", "main", "comm")):
+        simulated = Simulated()
+        sim, ddp = simulated.sim, simulated.ddp
+        with sim:
+            ddp.zero_grad()
+            with ddp.no_sync(), sim.stream(simulated.one):
+                simulated.a(torch.ones(64)).sum().backward()
+            for layer in (simulated.a, simulated.b):
+                with sim.stream(simulated.two):
+                    layer(torch.ones(64)).sum().backward()
+        sim.check()
+        sim.run(starve=starved)
+        assert simulated.a.weight.main_grad.eq(4.0).all() and simulated.b.weight.main_grad.eq(2.0).all()
+
+
+def test_finish_orders_the_stream_that_it_is_given_and_no_other():
+    for reader, races in (("one", False), ("two", False), ("main", True)):
+        simulated = Simulated()
+        sim, ddp = simulated.sim, simulated.ddp
+        with sim:
+            simulated.step()
+            ddp.finish_grad_sync(simulated.one)
+            ddp.finish_grad_sync(simulated.two)
+            with sim.stream({"one": simulated.one, "two": simulated.two}.get(reader)):
+                simulated.a.weight.main_grad.clone()
+        assert bool(sim.races) == races
+
+
+def test_gradients_are_zeroed_after_the_optimizer_has_read_them():
+    for starved in subsets(("one", "two", "main", "comm")):
+        simulated = Simulated()
+        sim, ddp = simulated.sim, simulated.ddp
+        with sim:
+            simulated.step()
+            ddp.finish_grad_sync(simulated.one)
+            with sim.stream(simulated.one):
+                read = simulated.b.weight.main_grad.clone()
+            simulated.step()  # zeroes on the main stream
+        sim.check()
+        sim.run(starve=starved)
+        assert read.eq(2.0).all()
+
+
+@pytest.mark.parametrize("form", ["lease", "tail of the stream"])
+def test_a_bucket_is_reduced_while_backward_goes_on(form):
+    """Backward is held up wherever it can be: what the comm stream does meanwhile is overlapped."""
+    overlapped = form == "lease"
+    simulated = Simulated(bucket_size=64, overlap_grad_reduce=overlapped)
+    sim, ddp = simulated.sim, simulated.ddp
+    if not overlapped:
+        ddp.hooks._on_ready = reduce_behind(lambda dev: dev.current_stream())
+    with sim:
+        ddp.zero_grad()
+        simulated.b(simulated.a(torch.ones(64))).sum().backward()
+        ddp.finish_grad_sync()
+    sim.run(starve=["main"])
+    adds = [index for index, name in enumerate(sim.log) if name == "add_"]
+    assert len(adds) == 2 and (sim.log.index("all_reduce") < adds[1]) == overlapped
+
+
+def test_one_stream_of_hooks_costs_one_wait_a_bucket():
+    simulated = Simulated(bucket_size=64)
+    sim, ddp = simulated.sim, simulated.ddp
+    for _ in range(2):
+        with sim:
+            ddp.zero_grad()
+            sim.waits = 0
+            (simulated.a(torch.ones(64)) + simulated.b(torch.ones(64))).sum().backward()
+            assert sim.waits == 2  # the comm stream, for each bucket
+            ddp.finish_grad_sync()
+            assert sim.waits == 4  # this stream, for each bucket
+    sim.check()
+
+
+def update(simulated, amount):
+    for owned in simulated.ddp.owned_parameters():
+        owned.data.add_(amount)
+
+
+@pytest.mark.parametrize("asks", [True, False])
+@pytest.mark.parametrize("mode", [SHARDED, GATHERED_LATE, TWO_INSTANCES], ids=["sharded", "gathered-late", "two"])
+def test_parameters_are_read_after_their_gather_and_gathered_after_they_were_read(mode, asks):
+    """`asks`: a stream that reads a parameter outside of its module says so; it races if not."""
+    right = []
+    for starved in subsets(("one", "two", "main", "comm")):
+        simulated = Simulated(bucket_size=64, **mode)
+        sim, ddp = simulated.sim, simulated.ddp
+        with sim:
+            for _ in range(2):
+                simulated.step()
+                ddp.finish_grad_sync(simulated.two)
+                with sim.stream(simulated.two):
+                    update(simulated, 1.0)
+                ddp.start_param_sync()
+                with sim.stream(simulated.one):
+                    if asks:
+                        ensure_params_ready([simulated.b.weight])
+                    read = simulated.b.weight.detach().clone()
+        assert bool(sim.races) == (not asks)
+        sim.run(starve=starved)
+        right.append(bool(read.eq(3.0 + 2.0).all() and simulated.a.weight.eq(2.0 + 2.0).all()))
+    assert all(right) == asks
+
+
+def test_both_levels_of_a_reduction_are_in_order_on_the_comm_stream():
+    simulated = Simulated(**TWO_INSTANCES)
+    with simulated.sim:
+        simulated.step()
+        simulated.ddp.finish_grad_sync()
+    simulated.sim.check()
+    simulated.sim.run(starve=["comm"])
+    assert [name for name in simulated.sim.log if "reduce" in name] == ["inside reduce_scatter", "across all_reduce"]
+    assert simulated.ddp.buckets[0].owned[0].main_grad.eq(4.0).all()
+
+
+# ensure_params_ready
+
+
+def updated(**options):
+    """After an update, with gathers under way and nobody behind them yet."""
+    simulated = Simulated(bucket_size=64, **GATHERED_LATE, **options)
+    with simulated.sim:
+        simulated.step()
+        simulated.ddp.finish_grad_sync()
+        update(simulated, 1.0)
+        simulated.ddp.start_param_sync()
+    simulated.sim.waits = 0
+    return simulated
+
+
+def test_readiness_waits_once_for_each_bucket_and_stream():
+    simulated = updated()
+    sim, (a, b) = simulated.sim, (simulated.a.weight, simulated.b.weight)
+    with sim:
+        ensure_params_ready([a, a])
+        assert sim.waits == 1
+        ensure_params_ready([a, b, nn.Parameter(torch.ones(1))])
+        assert sim.waits == 2
+        ensure_params_ready([a, b])
+        simulated.a(torch.ones(64))
+        assert sim.waits == 2
+        with sim.stream(simulated.one):
+            simulated.a(torch.ones(64))
+        assert sim.waits == 3
+    sim.check()
+
+
+def test_all_parameters_in_one_bucket_are_one_wait():
+    simulated = Simulated(**GATHERED_LATE)
+    with simulated.sim:
+        simulated.step()
+        simulated.ddp.finish_grad_sync()
+        simulated.ddp.start_param_sync()
+        simulated.sim.waits = 0
+        ensure_params_ready(simulated.ddp.module.parameters())
+    assert simulated.sim.waits == 1
+
+
+def test_readiness_starts_nothing_and_refuses_parameters_that_were_not_gathered():
+    simulated = Simulated(**GATHERED_LATE)
+    with simulated.sim:
+        simulated.step()
+        simulated.ddp.finish_grad_sync()
+        update(simulated, 1.0)
+        with pytest.raises(LeaseError, match=r"bucket 0 have been updated .* call start_param_sync\(\)"):
+            simulated.a(torch.ones(64))
+    simulated.sim.run()
+    assert "all_gather" not in simulated.sim.log
+
+
+def test_the_wrapper_itself_starts_the_gather():
+    class Both(nn.Sequential):
+        pass
+
+    sim = Simulator()
+    ddp = OverlappedDDP(
+        Both(Scale(2.0), Scale(3.0)), backend=SimulatedWire(sim), bucket_size=64, dev=sim, **GATHERED_LATE
+    )
+    with sim:
+        ddp(torch.ones(64)).sum().backward()
+        ddp.finish_grad_sync()
+        for owned in ddp.owned_parameters():
+            owned.data.add_(1.0)
+        y = ddp(torch.ones(64))
+    sim.check()
+    sim.run(starve=["main"])
+    assert y.eq(3.0 * 4.0).all()
+    gathers = [i for i, name in enumerate(sim.log) if name == "all_gather"]
+    assert len(gathers) == 2
+
+
+def test_parameters_keep_no_wrapper_alive():
+    simulated = updated()
+    a, sim = simulated.a, simulated.sim
+    simulated.sim.run()
+    del simulated
+    gc.collect()
+    assert grad_ready_hooks(a.weight) is None
+    with sim:
+        ensure_params_ready([a.weight])
+        a(torch.ones(64))
+    assert sim.waits == 0
+
+
+def test_readiness_is_nothing_once_the_wrapper_is_removed():
+    simulated = updated()
+    sim = simulated.sim
+    with sim:
+        simulated.ddp.remove()
+        assert sim.waits == 2  # the stream that removed it is behind both gathers
+        ensure_params_ready([simulated.a.weight])
+        simulated.a(torch.ones(64))
+    assert sim.waits == 2
+    assert simulated.ddp._pre_hooks and not simulated.a._forward_pre_hooks
+    sim.check()
+
+
+@pytest.mark.parametrize("settled", [True, False])
+def test_a_capture_waits_for_nothing_of_outside(settled, monkeypatch):
+    """At its edge all is joined; without that, a gather of outside is refused, since no graph could wait for it."""
+    simulated = updated()
+    sim, ddp = simulated.sim, simulated.ddp
+    if settled:
+        with sim:
+            ddp._settle()
+            for bucket in ddp.buckets:
+                bucket.values.slot.join()
+    sim.waits = 0
+    monkeypatch.setattr(sim, "is_current_stream_capturing", lambda: True)
+    with sim, sim.stream(simulated.one):
+        if settled:
+            simulated.a(torch.ones(64))
+        else:
+            with pytest.raises(LeaseError, match="outside the CUDA graph"):
+                simulated.a(torch.ones(64))
+    assert sim.waits == 0
+
+
+# On GPUs: the same, with streams that are really late
+
+SLEEP = 100_000_000  # cycles, about 50 ms
+MANY = [(5, SLEEP), (1000, 2_000_000)]  # iterations and cycles
+
+
+class Branches(nn.Module):
+    """Two parameters, each used on a stream of its own; late[i]: cycles that pass in its hook before the gradient goes."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.full((4096,), 2.0, device=device)) for _ in range(2))
+        self.streams, self.late = [torch.cuda.Stream() for _ in range(2)], [0, 0]
+        for index, weight in enumerate(self.weights):  # before those of the wrapper, which come after it then
+            weight.register_post_accumulate_grad_hook(lambda _, index=index: torch.cuda._sleep(self.late[index]))
+
+    def backward(self, value):
+        """Every gradient is `value`. Nothing but the wrapper orders the streams of backward with others."""
+        for weight, stream in zip(self.weights, self.streams, strict=True):
+            stream.wait_stream(torch.cuda.current_stream())  # behind the parameters
+            with torch.cuda.stream(stream):
+                (weight * value).sum().backward()
+
+    def gradients(self, ddp):
+        """This rank's shards of the gradients, as they are once the GPU has nothing left to do."""
+        torch.cuda.synchronize()
+        return torch.cat([owned.main_grad for owned in ddp.owned_parameters()]).cpu()
+
+
+def wrapped_on_a_side_stream(ctx, backend, **options):
+    """A wrapper that was made on a stream of its own, and has learned its counts."""
+    model, side = Branches(ctx.device), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        ddp = OverlappedDDP(model, ctx, backend=backend, average=False, **TWO_INSTANCES, **options)
+    torch.cuda.current_stream().wait_stream(side)
+    for _ in range(2):
+        ddp.zero_grad()
+        model.backward(ctx.rank + 1.0)
+        ddp.finish_grad_sync()
+    torch.cuda.synchronize()
+    return model, ddp
+
+
+@gpu_only
+@pytest.mark.ranks(2, 4, timeout_s=300)
+@every_backend
+@pytest.mark.parametrize("iterations, cycles", MANY, ids=["sleep", "many"])
+def test_late_hooks_are_waited_for(ctx, backend, iterations, cycles):
+    model, ddp = wrapped_on_a_side_stream(ctx, backend)
+    reference, plain = wrapped_on_a_side_stream(ctx, backend, overlap_grad_reduce=False)
+    for iteration in range(iterations):
+        model.late = [cycles, 0] if iteration % 2 else [0, cycles]
+        value = iteration + ctx.rank + 1.0
+        for module, wrapper in ((model, ddp), (reference, plain)):
+            wrapper.zero_grad()
+            module.backward(value)
+            wrapper.finish_grad_sync()
+        grads, want = (torch.cat([p.main_grad for p in w.owned_parameters()]).clone() for w in (ddp, plain))
+        assert torch.equal(grads, want), f"iteration {iteration}"
+        assert grads.eq(sum(iteration + rank + 1.0 for rank in range(ctx.size))).all(), f"iteration {iteration}"
+    ddp.remove()
+    plain.remove()
+
+
+@gpu_only
+@pytest.mark.ranks(2, 4, timeout_s=120)
+@every_backend
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_that_wait_for_one_stream_lose_the_gradients_of_another(ctx, backend, form, late):
+    """The stream of the first hook is late, or that of the last one."""
+    reduce, races = FORMS[form]
+    model, ddp = wrapped_on_a_side_stream(ctx, backend)
+    ddp.hooks._on_ready = reduce
+    model.late[late] = SLEEP
+    ddp.zero_grad()
+    # the last stream sees the zeros, and the wrong forms fail for one reason only
+    torch.cuda.synchronize()
+    model.backward(ctx.rank + 1.0)
+    grads = model.gradients(ddp)
+    right = all(ctx.group.gather(bool(grads.eq(sum(rank + 1.0 for rank in range(ctx.size))).all())))
+    assert right == (races == 0 or (form == "current stream" and late == 1))
+    ctx.group.barrier()
+    ddp.hooks._on_ready = _Bucket.reduce
+    ddp.remove()
+
+
+@gpu_only
+@pytest.mark.ranks(2, 4, timeout_s=120)
+@every_backend
+@pytest.mark.parametrize("told", ["where launched", "after launch", "by the hook"])
+@pytest.mark.parametrize("deferred", [False, True])
+def test_late_fused_gradients_are_waited_for(ctx, backend, told, deferred):
+    """Readiness is where the kernel is launched; "by the hook" takes the hook's stream for the kernel's, and fails."""
+    layer = FusedLinear(64, told=told, deferred=deferred).to(ctx.device)
+    layer.weight.data.fill_(1.0)
+    x = torch.full((4, 64), ctx.rank + 1.0, device=ctx.device)
+    ddp = OverlappedDDP(layer, ctx, backend=backend, average=False)
+    right = []
+    for step in range(4):
+        layer.sleep = SLEEP if step else 0
+        ddp.zero_grad()
+        torch.cuda.synchronize()
+        ddp(x.requires_grad_()).sum().backward()
+        layer.backward_dw()
+        ddp.finish_grad_sync()
+        grad = layer.weight.main_grad.clone()
+        torch.cuda.synchronize()
+        right.append(bool(grad.eq(sum(4.0 * (rank + 1) for rank in range(ctx.size))).all()))
+        ctx.group.barrier()
+    assert all(right) == (told != "by the hook"), right
+    ddp.remove()
+
+
+@gpu_only
+@pytest.mark.ranks(2)
+def test_a_hook_runs_where_its_node_was_made(ctx):
+    """And wherever it was registered; the nodes that we don't keep are made by each forward."""
+    main, side, other = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
+    seen = []
+
+    def node_of(param):
+        return param.expand_as(param).grad_fn.next_functions[0][0]
+
+    def note(*_):
+        seen.append(torch.cuda.current_stream())
+
+    param = nn.Parameter(torch.ones(10, device=ctx.device))
+    node = node_of(param)
+    with torch.cuda.stream(side):
+        node.register_hook(note)
+    (param * 2).sum().backward()
+    assert seen == [main]
+
+    seen.clear()
+    param = nn.Parameter(torch.ones(10, device=ctx.device))
+    with torch.cuda.stream(side):
+        node = node_of(param)
+        node.register_hook(note)
+    (param * 2).sum().backward()
+    assert seen == [side]
+    del node
+    torch.cuda.synchronize()
+
+    seen.clear()
+    layer = Scale(1.0).to(ctx.device)
+    with torch.cuda.stream(side):
+        ddp = OverlappedDDP(layer, ctx, backend="torch")
+        layer.weight.register_post_accumulate_grad_hook(note)
+    for stream in (main, other, side, main):
+        stream.wait_stream(main)
+        with torch.cuda.stream(stream):
+            layer(torch.ones(64, device=ctx.device)).sum().backward()
+        main.wait_stream(stream)
+        assert seen.pop() == stream
+    ddp.finish_grad_sync()
+    ddp.remove()
+
+
+@gpu_only
+@pytest.mark.ranks(2, 4, timeout_s=120)
+@every_backend
+def test_backward_goes_on_while_a_reduction_is_open(ctx, backend):
+    """The comm stream is held up; what overlaps has finished before it."""
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))).to(ctx.device)
+    with torch.no_grad():
+        for seed, parameter in enumerate(model.parameters()):
+            parameter.copy_(integers(parameter.shape, torch.float32, seed, -1, 1))
+    ddp = OverlappedDDP(model, ctx, backend=backend, bucket_size=100_000)
+    x = torch.ones(16, 256, device=ctx.device)
+    for overlapped in (False, True):  # the first pass learns, and finishes late
+        ddp.zero_grad()
+        torch.cuda.synchronize()
+        ctx.group.barrier()
+        with torch.cuda.stream(ddp.comm_stream):
+            torch.cuda._sleep(10 * SLEEP)
+        ddp(x).sum().backward()
+        started = len(ddp.hooks._unreported) < len(ddp.buckets)
+        reduced, computed = ddp.comm_stream.record_event(), torch.cuda.current_stream().record_event()
+        computed.synchronize()
+        assert not reduced.query()
+        assert started == overlapped
+        ddp.finish_grad_sync()
+    torch.cuda.synchronize()
+    ddp.remove()
+
+
+@gpu_only
+@pytest.mark.ranks(2, 4, timeout_s=180)
+@every_backend
+@every_mode
+def test_a_whole_iteration_is_captured_after_a_warm_up_on_the_default_stream(ctx, backend, mode):
+    ctx = tkernels.init(ctx.group.process_group, heap_bytes=256 << 20)  # a captured workspace can't grow any more
+
+    def training_of(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(ctx.device)
+        ddp = OverlappedDDP(model, ctx, backend=backend, bucket_size=10_000, **mode)
+        sgd = torch.optim.SGD(ddp.owned_parameters(), lr=0.1, momentum=0.9)
+        x = torch.empty(32, 64, device=ctx.device)
+        loss_of_step = torch.zeros((), device=ctx.device)
+
+        def step():
+            ddp.zero_grad()
+            loss = (ddp(x) - x).square().mean()
+            loss.backward()
+            ddp.finish_grad_sync()
+            sgd.step()
+            loss_of_step.copy_(loss.detach())
+
+        return ddp, x, loss_of_step, step
+
+    def batch(number):
+        generator = torch.Generator().manual_seed(100 * number + ctx.rank)
+        return torch.randn(32, 64, generator=generator)
+
+    eager, captured = training_of(0), training_of(0)
+    for number in range(3):
+        for _, x, _, step in (eager, captured):
+            x.copy_(batch(number))
+            step()
+    ddp, x, loss_of_step, step = captured
+    graph = torch.cuda.CUDAGraph()
+    with ddp.captured(torch.cuda.graph(graph)) as replay:
+        step()
+    for number in range(3, 6):
+        x.copy_(batch(number))
+        replay()
+        eager[1].copy_(batch(number))
+        eager[3]()
+        assert torch.equal(loss_of_step, eager[2]), f"replay {number - 3}"
+    # and eagerly again, in order with the last replay
+    for _, x, _, step in (eager, captured):
+        x.copy_(batch(6))
+        step()
+    assert torch.equal(loss_of_step, eager[2])
+    for wrapper in (eager[0], ddp):
+        wrapper.remove()
+    assert all(map(torch.equal, ddp.module.parameters(), eager[0].module.parameters()))
+    ctx.finalize()
