@@ -258,13 +258,13 @@ class P2PCommunicator:
         return self._one_way({"send_prev": input_tensor_grad}, receive, overlap_p2p_comm)
 
     def send_forward_backward_recv_forward_backward(
-        self, output_tensor, input_tensor_grad, recv_prev: bool, recv_next: bool, tensor_shape
+        self, output_tensor, input_tensor_grad, recv_prev: bool, recv_next: bool, tensor_shape, grad_shape=None
     ):
-        """Returns (activations, gradients), each None where it is not received."""
-        wanted = [edge for edge, receives in (("recv_prev", recv_prev), ("recv_next", recv_next)) if receives]
-        received = self._exchange(
-            {"send_next": output_tensor, "send_prev": input_tensor_grad}, dict.fromkeys(wanted, tensor_shape)
-        )
+        """Returns (activations, gradients), each None where it is not received; grad_shape: where theirs differs."""
+        receive = {"recv_prev": tensor_shape} if recv_prev else {}
+        if recv_next:
+            receive["recv_next"] = tensor_shape if grad_shape is None else grad_shape
+        received = self._exchange({"send_next": output_tensor, "send_prev": input_tensor_grad}, receive)
         return received.get("recv_prev"), received.get("recv_next")
 
     # How it is done

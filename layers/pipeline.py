@@ -5,12 +5,12 @@ R ranks.  V chunks of the model on each rank.  m microbatches.  Chunk c of rank 
     R = 2, V = 1, m = 4        rank 0    F0 F1 B0 F2 B1 F3 B2 B3
                                rank 1       F0 B0 F1 B1 F2 B2 F3 B3
 
-A schedule is a list of steps, made before anything runs. Between two steps lies one exchange: what the step before
-produced goes out, what a step to come needs comes in. Without overlap that is the next step, and the exchange is waited
-for. With overlap it is the step after the next one: the next one's input is on its way or here, and computes meanwhile.
+A schedule is a list of turns, made before anything runs; a turn is one step, or a forward and a backward. Between two
+turns lies one exchange: what the turn before produced goes out, what a turn to come needs comes in. Without overlap
+that is the next turn, and the exchange is waited for. With overlap, turns are single steps, and what comes in is for
+the step after the next one, which meanwhile computes on what came before.
 """
 
-from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -32,8 +32,13 @@ class Step:
         return f"{'F' if self.forward else 'B'}{self.microbatch}.{self.chunk}"
 
 
-def schedule(rank: int, size: int, num_chunks: int, num_microbatches: int, forward_only: bool = False) -> list[Step]:
-    """The steps of a rank: 1F1B for one chunk, interleaved 1F1B for several.
+def schedule(
+    rank: int, size: int, num_chunks: int, num_microbatches: int, *, forward_only: bool = False, overlap: bool = False
+) -> list[tuple[Step, ...]]:
+    """The turns of a rank: 1F1B for one chunk, interleaved 1F1B for several.
+
+    A turn of two steps is what several chunks take without overlap: a rank that waited for its forward's receiver
+    before its backward could be waited for by that receiver's backward.
 
     Raises ValueError if interleaved microbatches don't divide by the ranks, or there is one rank to interleave.
     """
@@ -51,14 +56,16 @@ def schedule(rank: int, size: int, num_chunks: int, num_microbatches: int, forwa
         forwards.append(Step(True, microbatch, chunk))
         backwards.append(Step(False, microbatch, num_chunks - 1 - chunk))
     if forward_only:
-        return forwards
+        return [(step,) for step in forwards]
     if num_chunks == 1:
         warmup = size - rank - 1
     else:
         warmup = 2 * (size - rank - 1) + (num_chunks - 1) * size
     warmup = min(warmup, total)
-    steady = [step for pair in zip(forwards[warmup:], backwards, strict=False) for step in pair]
-    return forwards[:warmup] + steady + backwards[total - warmup :]
+    steady = list(zip(forwards[warmup:], backwards, strict=False))
+    if overlap or num_chunks == 1:
+        steady = [(step,) for pair in steady for step in pair]
+    return [(step,) for step in forwards[:warmup]] + steady + [(step,) for step in backwards[total - warmup :]]
 
 
 def split_into_stages(
@@ -109,15 +116,18 @@ def forward_backward_pipelining(
             "pipeline: with variable_seq_lengths the host waits for each shape, so nothing would overlap; pass "
             "overlap=False, or a communicator without it and tensor_shape as a function of the microbatch"
         )
-    steps = schedule(comm.rank, comm.size, len(stage_chunks), len(microbatches), forward_only)
+    turns = schedule(
+        comm.rank, comm.size, len(stage_chunks), len(microbatches), forward_only=forward_only, overlap=overlap
+    )
     run = _Run(list(stage_chunks), microbatches, loss_fn, comm, tensor_shape, forward_only, overlap, deallocate)
     ahead = 1 + overlap
-    for step in steps[:ahead]:
-        run.exchange(None, step)
+    for turn in turns[:ahead]:
+        run.exchange(turn)
     with torch.set_grad_enabled(not forward_only):
-        for step, later in zip(steps, [*steps[ahead:], *[None] * ahead], strict=False):
-            run.compute(step)
-            run.exchange(step, later)
+        for turn, later in zip(turns, [*turns[ahead:], *[()] * ahead], strict=False):
+            for step in turn:
+                run.compute(step)
+            run.exchange(later)
     comm.drain()
     assert not run.arriving and not comm.open_handles, comm.open_handles
     return [run.losses[number].detach() for number in sorted(run.losses)]
@@ -132,8 +142,8 @@ class _Run:
         self.shape_of = tensor_shape if callable(tensor_shape) else lambda microbatch: tensor_shape
         self.losses = {}
         self.inputs, self.outputs = {}, {}  # by (microbatch, chunk), from forward to backward
-        self.produced = None  # by the step that has just run, to be sent
-        self.arriving = deque()  # of the steps to come: (tensor, its handle or None)
+        self.output = self.grad = None  # of the turn that has just run, to be sent
+        self.arriving = {}  # step -> (tensor, its handle or None)
 
     def is_first(self, step: Step) -> bool:
         return self.comm.rank == 0 and step.chunk == 0
@@ -142,7 +152,7 @@ class _Run:
         return self.comm.rank == self.comm.size - 1 and step.chunk == len(self.chunks) - 1
 
     def compute(self, step: Step):
-        received, handle = self.arriving.popleft()
+        received, handle = self.arriving.pop(step, (None, None))
         if handle is not None:
             handle.wait()
         (self._forward if step.forward else self._backward)(step, received)
@@ -153,7 +163,7 @@ class _Run:
         if self.is_last(step):
             output = self.losses[step.microbatch] = self.loss_fn(output, target)
         else:
-            self.produced = output
+            self.output = output
         if not self.forward_only:
             self.inputs[step.microbatch, step.chunk] = x
             self.outputs[step.microbatch, step.chunk] = output
@@ -167,33 +177,32 @@ class _Run:
         else:
             torch.autograd.backward(list(leaves(output)), list(leaves(grad)))
         if not self.is_first(step):
-            self.produced = _map(x, lambda tensor: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
+            self.grad = _map(x, lambda tensor: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
 
-    def exchange(self, before: Step | None, later: Step | None):
-        """Send what `before` produced, and receive what `later` needs."""
-        produced, self.produced = self.produced, None
-        output, grad = (produced, None) if before is not None and before.forward else (None, produced)
-        recv_prev = later is not None and later.forward and not self.is_first(later)
-        recv_next = later is not None and not later.forward and not self.is_last(later)
-        shape = self.shape_of(later.microbatch) if later is not None else None
+    def exchange(self, later: tuple[Step, ...]):
+        """Send what the last turn produced, and receive what the steps of `later` need."""
+        forward = next((step for step in later if step.forward and not self.is_first(step)), None)
+        backward = next((step for step in later if not step.forward and not self.is_last(step)), None)
+        x_shape, grad_shape = (self.shape_of(step.microbatch) if step else None for step in (forward, backward))
+        output, grad, self.output, self.grad = self.output, self.grad, None, None
+        handles = {}
         if self.overlap:
-            forward, forward_handles = self.comm.send_forward_recv_forward(output, recv_prev, shape, True)
-            backward, backward_handles = self.comm.send_backward_recv_backward(grad, recv_next, shape, True)
-            handles = forward_handles | backward_handles
+            x, handles = self.comm.send_forward_recv_forward(output, forward is not None, x_shape, True)
+            output_grad, others = self.comm.send_backward_recv_backward(grad, backward is not None, grad_shape, True)
+            handles |= others
         else:
-            forward, backward = self.comm.send_forward_backward_recv_forward_backward(
-                output, grad, recv_prev, recv_next, shape
+            x, output_grad = self.comm.send_forward_backward_recv_forward_backward(
+                output, grad, forward is not None, backward is not None, x_shape, grad_shape
             )
-            handles = {}
-        if output is not None and self.deallocate and not self.forward_only:
+        if self.deallocate and not self.forward_only:
             deallocate_output_tensor(output, handles.get("send_next"))
         for edge in ("send_next", "send_prev"):
             if edge in handles:
                 handles[edge].release()  # the communicator holds what is sent
-        if later is not None:
-            self.arriving.append(
-                (forward if recv_prev else backward, handles.get("recv_prev", handles.get("recv_next")))
-            )
+        if forward is not None:
+            self.arriving[forward] = x, handles.get("recv_prev")
+        if backward is not None:
+            self.arriving[backward] = output_grad, handles.get("recv_next")
 
 
 def _map(value, function):

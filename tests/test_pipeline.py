@@ -1,7 +1,7 @@
 """Pipelines: schedules that balance and cannot deadlock, and training to the losses of the model that is not split."""
 
 import itertools
-from collections import defaultdict, deque
+from collections import defaultdict
 
 import pytest
 import torch
@@ -10,8 +10,10 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tkernels
+from tkernels.comm.group import Group
 from tkernels.demo.model import ModelConfig, Transformer
-from tkernels.layers.p2p import ISSUE_ORDER, P2PCommunicator, deallocate_output_tensor
+from tkernels.layers import pipeline
+from tkernels.layers.p2p import ISSUE_ORDER, P2PCommunicator
 from tkernels.layers.pipeline import Step, forward_backward_pipelining, schedule, split_into_stages
 
 BACKENDS = ["nvshmem", "gloo"] if tkernels.RUNTIME == "simulated" else ["nvshmem", "nccl"]
@@ -21,6 +23,189 @@ PLANS = [
     if chunks == 1 or (size > 1 and count % size == 0)
 ]
 CONFIG = ModelConfig(vocabulary=11, sequence=6, batch=2, heads=2, head_features=4, layers=8)
+
+
+# Schedules
+
+
+class Ranks(Group):
+    """A group of which this process plays one rank."""
+
+    def __init__(self, rank, size):
+        self.process_group, self.rank, self.size, self.global_ranks = None, rank, size, list(range(size))
+
+
+class Recorder:
+    """A wire that writes down what is asked of it: (verb, edge, number of the message on that edge)."""
+
+    synchronous = False
+
+    def __init__(self):
+        self.trace, self.count = [], defaultdict(itertools.count)
+
+    def send(self, edge, tensor):
+        return self._start("send", edge)
+
+    def receive(self, edge, tensor):
+        tensor.zero_()
+        return self._start("recv", edge)
+
+    def _start(self, verb, edge):
+        number = next(self.count[edge])
+        self.trace.append((verb, edge, number))
+        return Recorded(self.trace, edge, number)
+
+
+class Recorded:
+    captured = None
+
+    def __init__(self, trace, edge, number):
+        self.key, self._trace, self._what = self, trace, (edge, number)
+
+    def wait(self, stream):
+        self._trace.append(("wait", *self._what))
+
+    def query(self):
+        return False
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def traces(size, num_chunks, count, **options):
+    """What every rank does in one step of training, and its communicators."""
+    made = []
+    for rank in range(size):
+        wire = Recorder()
+        comm = P2PCommunicator(Ranks(rank, size), backend=wire)
+        chunks = [Scale() for _ in range(num_chunks)]
+        data = [(torch.ones(1), None)] * count
+        losses = forward_backward_pipelining(chunks, data, lambda y, _: y.sum(), comm, tensor_shape=(1,), **options)
+        assert len(losses) == (count if rank == size - 1 else 0)
+        made.append((wire.trace, comm))
+    return made
+
+
+PEER = {"send_next": (1, "recv_prev"), "recv_prev": (-1, "send_next")}
+PEER |= {"send_prev": (-1, "recv_next"), "recv_next": (1, "send_prev")}
+
+
+def finishes(lists, slots=None):
+    """Whether all ranks come to the end of their traces.
+
+    slots None: a transfer is over once both ends have been posted, and only waits block (gloo, NCCL). Otherwise as a
+    channel of so many slots on the simulated runtime: a receive runs when it is waited for, a send when it is posted,
+    which blocks until a slot is free.
+    """
+    size, at = len(lists), [0] * len(lists)
+    done = [set() for _ in lists]
+
+    def can(rank, verb, edge, number):
+        step, opposite = PEER[edge]
+        peer = done[(rank + step) % size]
+        if slots is None:
+            return verb != "wait" or ("recv" if edge.startswith("send") else "send", opposite, number) in peer
+        if verb == "send":
+            return number < slots or ("wait", opposite, number - slots) in peer
+        if verb == "wait" and edge.startswith("recv"):
+            return ("send", opposite, number) in peer
+        return True
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, trace in enumerate(lists):
+            while at[rank] < len(trace) and can(rank, *trace[at[rank]]):
+                done[rank].add(trace[at[rank]])
+                at[rank] += 1
+                moved = True
+    return at == [len(trace) for trace in lists]
+
+
+def messages(trace, edge):
+    """The numbers of the messages of an edge, in the order in which they were started."""
+    return [number for verb, e, number in trace if verb != "wait" and e == edge]
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_every_schedule_ends_on_every_transport_and_leaves_nothing_open(overlap, forward_only):
+    for size, num_chunks, count in PLANS:
+        made = traces(size, num_chunks, count, overlap=overlap, forward_only=forward_only, deallocate=overlap)
+        lists = [trace for trace, _ in made]
+        for slots in (None, 2, 3):
+            assert finishes(lists, slots), (size, num_chunks, count, slots)
+        for rank, (trace, comm) in enumerate(made):
+            assert comm.open_handles == [] and set(comm.num_in_flight.values()) == {0}
+            for edge in PEER:  # as many as the peer's other end, and each one waited for
+                step, opposite = PEER[edge]
+                mine = messages(trace, edge)
+                assert mine == messages(lists[(rank + step) % size], opposite)
+                assert sorted({number for verb, e, number in trace if (verb, e) == ("wait", edge)}) == mine
+
+
+def test_the_model_of_transports_sees_a_deadlock():
+    both_wait_first = [[("send", "send_next", 0), ("wait", "send_next", 0), ("recv", "recv_prev", 0)]] * 2
+    assert not finishes(both_wait_first)
+    two_first = [("send", "send_next", 0), ("send", "send_next", 1), ("recv", "recv_prev", 0), ("wait", "recv_prev", 0)]
+    assert not finishes([two_first] * 2, slots=1) and finishes([two_first] * 2, slots=2)
+
+
+def test_interleaving_in_single_steps_without_overlap_would_deadlock(monkeypatch):
+    def in_single_steps(*arguments, **options):
+        return schedule(*arguments, **options | {"overlap": True})
+
+    assert finishes([trace for trace, _ in traces(2, 2, 4, overlap=False)])
+    monkeypatch.setattr(pipeline, "schedule", in_single_steps)
+    assert not finishes([trace for trace, _ in traces(2, 2, 4, overlap=False)])
+
+
+@pytest.mark.parametrize("size, num_chunks, count", PLANS)
+def test_every_microbatch_passes_every_chunk_once_forward_then_backward(size, num_chunks, count):
+    for rank, overlap in itertools.product(range(size), (False, True)):
+        steps = [step for turn in schedule(rank, size, num_chunks, count, overlap=overlap) for step in turn]
+        everything = {(microbatch, chunk) for microbatch in range(count) for chunk in range(num_chunks)}
+        forwards = [(s.microbatch, s.chunk) for s in steps if s.forward]
+        backwards = [(s.microbatch, s.chunk) for s in steps if not s.forward]
+        assert set(forwards) == set(backwards) == everything and len(forwards) == len(backwards) == len(everything)
+        at = {step: number for number, step in enumerate(steps)}
+        assert all(at[Step(True, *what)] < at[Step(False, *what)] for what in everything)
+        held = max(itertools.accumulate(1 if step.forward else -1 for step in steps))
+        warmup = size - rank if num_chunks == 1 else 2 * (size - rank - 1) + (num_chunks - 1) * size + 1
+        assert held == min(warmup, len(everything))  # what 1F1B is for
+        # gradients of a chunk are summed in the order of microbatches
+        for chunk in range(num_chunks):
+            order = [microbatch for microbatch, c in backwards if c == chunk]
+            assert order == sorted(order)
+
+
+def test_one_forward_one_backward_is_what_it_is_called():
+    turns = schedule(0, 2, 1, 4)
+    assert " ".join(str(step) for turn in turns for step in turn) == "F0.0 F1.0 B0.0 F2.0 B1.0 F3.0 B2.0 B3.0"
+    turns = schedule(1, 2, 2, 4)
+    assert [len(turn) for turn in turns] == [1] * 2 + [2] * 6 + [1] * 2
+    with pytest.raises(ValueError, match="2 chunks a rank take at least 2 ranks, .*there are 2 ranks and 3 microbatch"):
+        schedule(0, 2, 2, 3)
+    with pytest.raises(ValueError, match="there are 1 ranks"):
+        schedule(0, 1, 2, 4)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+def test_even_ranks_send_first_and_odd_ranks_receive_first(rank):
+    wire = Recorder()
+    comm = P2PCommunicator(Ranks(rank, 4), backend=wire)
+    comm.send_forward_backward_recv_forward_backward(torch.ones(1), torch.ones(1), True, True, (1,))
+    assert tuple(edge for verb, edge, _ in wire.trace if verb != "wait") == ISSUE_ORDER[rank % 2]
+    assert ISSUE_ORDER == (
+        ("send_next", "recv_prev", "send_prev", "recv_next"),
+        ("recv_prev", "send_next", "recv_next", "send_prev"),
+    )
 
 
 # The model, in stages
