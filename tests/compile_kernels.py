@@ -64,6 +64,8 @@ class Case:
     activation: str | None = None
     bias: bool = False
     tf32: bool = False
+    out: str | None = None  # the result's dtype, and that of partial sums on their way
+    wire: str | None = None
 
     @property
     def name(self) -> str:
@@ -107,6 +109,22 @@ def _cases() -> list[Case]:
             cases.append(Case(operation, label="large", ranks=2))
             cases.append(Case(operation, "float32", label="large", ranks=2))
             cases.append(Case(operation, label="large", ranks=4, transport="nvshmem"))
+    float32 = {"out": "float32", "wire": "float32"}
+    for operation in ("matmul", *FUSED):
+        ranks = 1 if operation == "matmul" else 4
+        for label, shape in SHAPES.items():
+            cases.append(Case(operation, label=f"{label}_float32", shape=shape, ranks=ranks, **float32))
+        cases.append(Case(operation, "float16", "float32", ranks=ranks, bias=True, activation="gelu_tanh", **float32))
+    for operation in ("matmul_reduce_scatter", "matmul_all_reduce"):
+        for label, shape in SHAPES.items():
+            cases.append(Case(operation, label=f"{label}_float32_wire", shape=shape, ranks=4, wire="float32"))
+        cases.append(Case(operation, label="uneven_float32_wire", shape=(1023, 1024, 1024), ranks=4,
+                          rows=(256, 256, 256, 255), wire="float32"))  # fmt: skip
+        cases.append(Case(operation, label="float32_wire_gelu", ranks=4, bias=True, activation="gelu_tanh",
+                          wire="float32"))  # fmt: skip
+        cases.append(Case(operation, label="float32_out", ranks=4, out="float32"))
+        cases.append(Case(operation, label="float32_wire", ranks=2, wire="float32"))
+        cases.append(Case(operation, label="float32_wire", ranks=4, transport="nvshmem", wire="float32"))
     cases.append(Case("matmul", "float32", "tf32", tf32=True))
     cases.append(Case("matmul", label="one_column", shape=(1024, 1, 1024)))
     for operation in COLLECTIVES:
@@ -296,12 +314,16 @@ def _call(case: Case):
             rows = case.rows or (M // case.ranks,) * case.ranks
             x = matrix(rows[1] if case.operation == "all_gather_matmul" else M, K, case.x_transposed)
             operands = x, matrix(N, K, case.w_transposed), torch.empty(N, dtype=dtype) if case.bias else None
+            options = {"out_dtype": case.out and getattr(torch, case.out)}
+            if case.operation in ("matmul_reduce_scatter", "matmul_all_reduce"):
+                options["wire_dtype"] = case.wire and getattr(torch, case.wire)
+            if case.operation in ("all_gather_matmul", "matmul_reduce_scatter"):
+                options["rows"] = rows
             if case.operation == "matmul":
-                gemm.matmul(*operands, case.activation)
+                gemm.matmul(*operands, case.activation, **options)
             else:
                 operation = getattr(importlib.import_module(f"tkernels.{case.operation}"), case.operation)
-                split = {} if case.operation == "matmul_all_reduce" else {"rows": rows}
-                operation(ctx, *operands, case.activation, **split)
+                operation(ctx, *operands, case.activation, **options)
 
 
 # Facts.
@@ -324,7 +346,7 @@ def facts_of(kernel) -> dict:
         "kernel": function.__name__,
         "triton": triton.__version__,
         "constants": {name: value for name, value in constants.items() if isinstance(value, (int, str, bool))},
-        "dtype": str(constants.get("DTYPE", "")),
+        "dtype": _operand_dtype(kernel.src.signature) if "DTYPE" in constants else "",
         "threads": threads,
         "num_stages": metadata.num_stages,
         "registers": int(resources["REG"]),
@@ -345,6 +367,11 @@ def facts_of(kernel) -> dict:
         "violations": sorted(violations),
         "copy_stores": stores,
     }
+
+
+def _operand_dtype(signature: dict) -> str:
+    """The dtype of x in a kernel's signature, a pointer or a descriptor: "*bf16", "tensordesc<bf16[128, 64],...>"."""
+    return re.search(r"(?:bf|fp)\d+", str(signature.get("x", signature.get("inbox")))).group()
 
 
 def _disassemble(cubin: bytes) -> tuple[dict, str]:

@@ -1,5 +1,6 @@
 """all_gather_matmul against the unsharded product: any shape, dtype and layout, call after call."""
 
+import functools
 import itertools
 
 import pytest
@@ -61,6 +62,23 @@ def test_random_values_are_within_the_derived_limits_and_bias_is_added_once(ctx,
         for wrong in (None, 2 * bias):
             with pytest.raises(AssertionError, match="elements are off"):
                 assert_close_to(got, reference(ctx, x, w, wrong, activation), terms=K + 1)
+
+
+@pytest.mark.ranks(2)
+@every_transport
+def test_results_come_in_fp32_where_asked(ctx, transport):
+    ctx = over(ctx, transport)
+    rows, N, K = (40, 27), 33, 70
+    x, w, bias = operands(ctx, functools.partial(integers, low=-16, high=16), rows, N, K, torch.bfloat16, 1)
+    want = reference(ctx, x, w, bias)
+    for out in (torch.bfloat16, torch.float32):
+        got, _ = fused(ctx, x, w, bias, rows=rows, out_dtype=out)
+        assert torch.equal(got, want.to(out))
+    assert not torch.equal(want.bfloat16().double(), want)
+    with pytest.raises(
+        TypeError, match="out_dtype=torch.float16 must be torch.bfloat16, the operands' dtype, or float"
+    ):
+        fused(ctx, x, w, rows=rows, out_dtype=torch.float16)
 
 
 @pytest.mark.ranks(2, 4)

@@ -64,6 +64,16 @@ def test_random_values_are_within_the_derived_limits(dtype):
             assert_close_to(matmul(x, w, bias), lost, terms=K + 1)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_results_come_in_fp32_where_asked(dtype):
+    x, w = (integers((48, 70), dtype, seed, -16, 16, DEVICE) for seed in (1, 2))
+    want = matmul_reference(x, w)
+    assert torch.equal(matmul(x, w, out_dtype=torch.float32), want.float())
+    assert torch.equal(matmul(x, w), want.to(dtype))
+    with pytest.raises(TypeError, match="out_dtype=torch.float64 must be .*, the operands' dtype, or float32"):
+        matmul(x, w, out_dtype=torch.float64)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_descriptors_and_pointers_and_both_ways_to_store_give_the_same_bits(layout):
     M, N, K = 50, 72, 48  # rows of whole 16 bytes in every layout but x's transposed one, M = 50

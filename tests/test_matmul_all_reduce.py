@@ -74,6 +74,29 @@ def test_random_values_are_within_the_derived_limits_and_bias_is_added_once(ctx,
                 assert_close_to(got, reference(ctx, x, w, wrong, activation), **limits)
 
 
+def large(shape, dtype, seed, device):
+    """Integers whose sums of up to 16384 products are exact in fp32, and mostly not in bf16 or fp16."""
+    return integers(shape, dtype, seed, low=-32, high=32, device=device)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@every_transport
+def test_partial_sums_travel_and_results_come_in_fp32_where_asked(ctx, transport, dtype):
+    ctx = over(ctx, transport)
+    for N in (41, 40):
+        x, w, bias = operands(ctx, large, 67, N, 40, dtype, N)
+        want = reference(ctx, x, w, bias)
+        for out in (dtype, torch.float32):
+            for wire in (dtype, torch.float32):  # the finished sums share the inbox, at other widths
+                poison_workspace(ctx)
+                got = fused(ctx, x, w, bias, out_dtype=out, wire_dtype=wire)
+                assert same_everywhere(ctx, got)
+                assert torch.equal(got, want.to(out)) == (wire == torch.float32), (N, out, wire)
+    with pytest.raises(TypeError, match="out_dtype=torch.float64 must be .*, the operands' dtype, or float32"):
+        fused(ctx, x, w, out_dtype=torch.float64)
+
+
 @pytest.mark.ranks(2, 4)
 @every_transport
 def test_row_counts_change_from_call_to_call_among_other_operations(ctx, transport):

@@ -71,6 +71,31 @@ def test_random_values_are_within_the_derived_limits_and_bias_is_added_once(ctx,
                 assert_close_to(got, reference(ctx, rows, x, w, wrong, activation), **limits)
 
 
+def large(shape, dtype, seed, device):
+    """Integers whose sums of up to 16384 products are exact in fp32, and mostly not in bf16 or fp16."""
+    return integers(shape, dtype, seed, low=-32, high=32, device=device)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@every_transport
+def test_partial_sums_travel_and_results_come_in_fp32_where_asked(ctx, transport, dtype):
+    ctx = over(ctx, transport)
+    for N in (41, 40):
+        rows = split_rows(67, ctx.size)
+        x, w, bias = operands(ctx, large, rows, N, 40, dtype, N)
+        want = reference(ctx, rows, x, w, bias)
+        for out in (dtype, torch.float32):
+            poison_workspace(ctx)
+            got = fused(ctx, x, w, bias, rows=rows, out_dtype=out, wire_dtype=torch.float32)
+            assert torch.equal(got, want.to(out)), (N, out)
+        rounded = fused(ctx, x, w, bias, rows=rows, out_dtype=torch.float32)
+        assert not torch.equal(rounded, want.float())  # what travels in 16 bits was rounded
+        assert (rounded - want).abs().max() <= ctx.size * 2**16 * torch.finfo(dtype).eps
+    with pytest.raises(TypeError, match="wire_dtype=torch.float64 must be .*, the operands' dtype, or float32"):
+        fused(ctx, x, w, rows=rows, wire_dtype=torch.float64)
+
+
 @pytest.mark.ranks(2, 4)
 @every_transport
 def test_row_counts_change_from_call_to_call_among_other_operations(ctx, transport):

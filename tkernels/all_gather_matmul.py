@@ -22,6 +22,7 @@ from tkernels.gemm import (
     Operand,
     activation_reference,
     all_tma,
+    check_dtype,
     check_operands,
     finish,
     halves,
@@ -133,18 +134,21 @@ def all_gather_matmul(
     return_gathered: bool = False,
     *,
     rows: tuple[int, ...] | None = None,
+    out_dtype: torch.dtype | None = None,
     config: OverlapConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Collective. x_shard_m [M/R, K], w [N/R, K], bias [N/R] -> y [M, N/R] and, if asked for, x gathered [M, K].
 
     x_shard_m is used where it is; a copy is made only if its rows are not contiguous. `rows` names every rank's row
-    count where they differ. Raises ValueError or TypeError before the first signal.
+    count where they differ. y has the operands' dtype, or out_dtype (float32). Raises ValueError or TypeError before
+    the first signal.
     """
     check_operands("all_gather_matmul", x_shard_m, w, bias, activation, ctx.device)
+    out_dtype = check_dtype("all_gather_matmul", "out_dtype", out_dtype, x_shard_m.dtype)
     rows = check_rows("all_gather_matmul", ctx, rows, own=x_shard_m.shape[0])
     M, (N, K) = sum(rows), w.shape
     if ctx.size == 1 or M == 0:
-        y = matmul(x_shard_m, w, bias, activation, config=config.gemm if config else None)
+        y = matmul(x_shard_m, w, bias, activation, out_dtype=out_dtype, config=config.gemm if config else None)
         return y, x_shard_m.clone(memory_format=torch.contiguous_format) if return_gathered else None
 
     tma = all_tma(x_shard_m, w)
@@ -159,7 +163,7 @@ def all_gather_matmul(
     # Both inboxes are one matrix: the second one begins at the first whole row past the first one's bytes.
     parity_rows = triton.cdiv(workspace.inbox_bytes, row_bytes)
     inbox = workspace.inbox[: (parity_rows + M) * row_bytes].view(x.dtype).view(parity_rows + M, K)
-    y = x.new_empty((M, N))
+    y = x.new_empty((M, N), dtype=out_dtype)
 
     schedule = ctx.constant(("all_gather_matmul", rows, config), lambda: _schedule(ctx, rows, config))
     ragged = any(count % gemm.block_m for count in rows)
@@ -182,7 +186,7 @@ def all_gather_matmul(
         BLOCK_M=gemm.block_m, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, GROUP_M=gemm.group_m, SPLIT=gemm.split,
         X_TMA=x_operand.tma, W_TMA=w_operand.tma, W_TRANSPOSED=w_operand.transposed,
         Y_TMA=y_operand.tma, HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
-        DTYPE=triton_dtype(x.dtype), PRECISION=precision(x.dtype),
+        DTYPE=triton_dtype(y.dtype), PRECISION=precision(x.dtype),
         OPERATION=OP, TRANSPORT=ctx.transport_id,
         PUT_BLOCK=config.copy_block(aligned), ALIGN=16 if aligned else itemsize,
         num_warps=gemm.num_warps, num_stages=gemm.num_stages, maxnreg=config.max_registers,

@@ -272,21 +272,31 @@ def check_operands(name: str, x: torch.Tensor, w: torch.Tensor, bias, activation
         raise ValueError(f"{name}: activation={activation!r} is unknown; use {', '.join(map(str, ACTIVATIONS))}")
 
 
+def check_dtype(name: str, option: str, dtype: torch.dtype | None, default: torch.dtype) -> torch.dtype:
+    """The dtype that an option asks for, None being the operands'. Raises TypeError for what kernels can't store."""
+    if dtype is None:
+        return default
+    if dtype not in (default, torch.float32):
+        raise TypeError(f"{name}: {option}={dtype} must be {default}, the operands' dtype, or float32")
+    return dtype
+
+
 def matmul(
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None = None,
     activation: str | None = None,
     *,
+    out_dtype: torch.dtype | None = None,
     config: GemmConfig | None = None,
 ) -> torch.Tensor:
-    """x [M, K], w [N, K], bias [N] -> activation(x @ w.T + bias) [M, N], in x's dtype (fp32, fp16, bf16).
+    """x [M, K], w [N, K], bias [N] -> activation(x @ w.T + bias) [M, N], in x's dtype (fp32, fp16, bf16) or out_dtype.
 
     Local, not collective. Either matrix may be transposed in memory: pass `w.t()` of a [K, N] tensor.
     """
     check_operands("matmul", x, w, bias, activation, runtime.device())
     (M, K), N = x.shape, w.shape[0]
-    y = x.new_empty((M, N))
+    y = x.new_empty((M, N), dtype=check_dtype("matmul", "out_dtype", out_dtype, x.dtype))
     if M == 0:
         return y
     config = config or default_config(M, N, x.dtype, all_tma(x, w))
@@ -307,7 +317,7 @@ def matmul(
         X_TMA=x_operand.tma, X_TRANSPOSED=x_operand.transposed,
         W_TMA=w_operand.tma, W_TRANSPOSED=w_operand.transposed,
         Y_TMA=y_operand.tma, HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
-        DTYPE=triton_dtype(x.dtype), PRECISION=precision(x.dtype),
+        DTYPE=triton_dtype(y.dtype), PRECISION=precision(x.dtype),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return y

@@ -5,7 +5,8 @@ M rows.  N out-features.  K/R this rank's part of the dimension summed over.  R 
 One persistent launch a rank. Tiles of the peers' rows come first and are stored to a local outbox; once all tiles of a
 chunk are there, a comm program pushes the chunk into its owner's inbox, a signal behind it. Tiles of the own rows come
 last: their epilogue adds the peers' partial sums from the inbox, in a fixed order of ranks, then bias and activation.
-Partial sums travel in the operands' dtype and are added in fp32; the result is the same bits on every run.
+Partial sums travel in the operands' dtype, or in fp32 if asked to, and are added in fp32; the result is the same bits
+on every run.
 
 The same kernel, with GATHER, is `matmul_all_reduce`: the comm programs also send the finished chunks of the own rows to
 every peer, and all programs copy what arrives to the output.
@@ -31,6 +32,7 @@ from tkernels.gemm import (
     Operand,
     activation_reference,
     all_tma,
+    check_dtype,
     check_operands,
     finish,
     halves,
@@ -82,7 +84,7 @@ def matmul_reduce_kernel(
     w, w_stride_n, w_stride_k,  # [N, K/R]
     bias, y, y_memory,  # [N]; [M/R, N], or [M, N] with GATHER, and the same as a pointer
     outbox, outbox_memory,  # [M, N], and as a pointer
-    partials, inbox, parity_rows, part_stride,  # [parity_rows + R * part_stride (+ M), N], and as a pointer
+    partials, inbox, parity_rows, part_stride,  # [parity_rows + R * part_stride (and room for y), N], and as a pointer
     schedule, tiles_m, peer_tiles_m, head_turns,  # the first peer_tiles_m rows of tiles are the peers'
     sends, num_sends,  # [num_sends, 4]: target, chunk, first row in the whole, rows
     parts, starts,  # [R + 1], [R + 1]: first row and first element of each part
@@ -92,7 +94,7 @@ def matmul_reduce_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
     X_TMA: tl.constexpr, X_TRANSPOSED: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr,
     Y_TMA: tl.constexpr, O_TMA: tl.constexpr, P_TMA: tl.constexpr,
-    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, WIRE: tl.constexpr, PRECISION: tl.constexpr,
     OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, PUT_BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):
     pid = tl.program_id(0)
@@ -171,10 +173,10 @@ def matmul_reduce_kernel(
             if SPLIT == 2:
                 HALF: tl.constexpr = BLOCK_N // 2
                 left, right = halves(total, BLOCK_M, BLOCK_N)
-                store_tile(left, outbox, N, x_row, valid, column, N, BLOCK_M, HALF, O_TMA, DTYPE)
-                store_tile(right, outbox, N, x_row, valid, column + HALF, N, BLOCK_M, HALF, O_TMA, DTYPE)
+                store_tile(left, outbox, N, x_row, valid, column, N, BLOCK_M, HALF, O_TMA, WIRE)
+                store_tile(right, outbox, N, x_row, valid, column + HALF, N, BLOCK_M, HALF, O_TMA, WIRE)
             else:
-                store_tile(total, outbox, N, x_row, valid, column, N, BLOCK_M, BLOCK_N, O_TMA, DTYPE)
+                store_tile(total, outbox, N, x_row, valid, column, N, BLOCK_M, BLOCK_N, O_TMA, WIRE)
         if GATHER or owner != RANK:
             publish(TRANSPORT)
             count(counters + owner * max_chunks + chunk, TRANSPORT)
@@ -187,7 +189,7 @@ def matmul_reduce_kernel(
             wait_signal(ready + source * max_chunks, epoch, table, source, 0, OPERATION, TRANSPORT)
 
     if GATHER:
-        gathered = inbox + tl.cast(parity_row + SIZE * part_stride, tl.int64) * N
+        gathered = (inbox + tl.cast(parity_row + SIZE * part_stride, tl.int64) * N).to(y_memory.dtype)
         gathered_ready = ready + SIZE * max_chunks
         if pid < NUM_COMM:
             for chunk in range(pid, own_chunks, NUM_COMM):
@@ -219,38 +221,49 @@ def matmul_reduce_scatter(
     activation: str | None = None,
     *,
     rows: tuple[int, ...] | None = None,
+    out_dtype: torch.dtype | None = None,
+    wire_dtype: torch.dtype | None = None,
     config: OverlapConfig | None = None,
 ) -> torch.Tensor:
     """Collective. x_shard_k [M, K/R], w_shard_k [N, K/R], bias [N] -> y_shard_m [M/R, N].
 
     Bias is added once, after the sum over ranks, and the activation after it. `rows` names how many rows each rank
-    owns, where M doesn't divide. Raises ValueError or TypeError before the first signal.
+    owns, where M doesn't divide. out_dtype: of y, wire_dtype: of the partial sums that travel; each is the operands'
+    or float32. Raises ValueError or TypeError before the first signal.
     """
     check_operands("matmul_reduce_scatter", x_shard_k, w_shard_k, bias, activation, ctx.device)
     rows = check_rows("matmul_reduce_scatter", ctx, rows, total=x_shard_k.shape[0])
-    return matmul_reduce(ctx, OP, x_shard_k, w_shard_k, bias, activation, rows, config, gather=False)
+    dtypes = check_dtypes("matmul_reduce_scatter", x_shard_k, out_dtype, wire_dtype)
+    return matmul_reduce(ctx, OP, x_shard_k, w_shard_k, bias, activation, rows, dtypes, config, gather=False)
 
 
-def matmul_reduce(ctx, op, x, w, bias, activation, rows, config, gather: bool) -> torch.Tensor:
+def check_dtypes(name: str, x: torch.Tensor, out_dtype, wire_dtype) -> tuple[torch.dtype, torch.dtype]:
+    """(of the result, of the partial sums that travel), each x's where it is None. Raises TypeError."""
+    return check_dtype(name, "out_dtype", out_dtype, x.dtype), check_dtype(name, "wire_dtype", wire_dtype, x.dtype)
+
+
+def matmul_reduce(ctx, op, x, w, bias, activation, rows, dtypes, config, gather: bool) -> torch.Tensor:
     """The launch that reduce-scatter and all-reduce share; operands have been checked."""
-    (M, K), N = x.shape, w.shape[0]
+    (M, K), N, (out_dtype, wire_dtype) = x.shape, w.shape[0], dtypes
     if ctx.size == 1 or M == 0:
-        return matmul(x, w, bias, activation, config=config.gemm if config else None)
+        return matmul(x, w, bias, activation, out_dtype=out_dtype, config=config.gemm if config else None)
     config = config or default_overlap(M, N, x.dtype, ctx.size, ctx.num_programs, all_tma(x, w))
-    gemm, itemsize = config.gemm, x.element_size()
+    gemm, itemsize = config.gemm, wire_dtype.itemsize
     tiles_m, tiles_n = sum(triton.cdiv(count, gemm.block_m) for count in rows), triton.cdiv(N, gemm.block_n)
     num_programs = programs_of(config, ctx.num_programs, tiles_m * tiles_n)
     part_stride = triton.cdiv(max(rows), gemm.block_m) * gemm.block_m
-    inbox_rows = ctx.size * part_stride + (M if gather else 0)
+    inbox_rows = ctx.size * part_stride
+    if gather:  # the finished rows of y, in its own dtype
+        inbox_rows += triton.cdiv(M * out_dtype.itemsize, itemsize)
     chunks = max(num_chunks(part, config) for part in rows)
     workspace = ctx.workspace()
     # The counters are indexed with the workspace's own num_chunks, which may be larger than this call's.
     workspace.reserve(max(inbox_rows, 4) * N * itemsize, chunks)
     workspace.reserve(0, 0, M * N * itemsize, ctx.size * workspace.num_chunks)
     parity_rows = triton.cdiv(workspace.inbox_bytes, N * itemsize)
-    inbox = workspace.inbox[: (parity_rows + inbox_rows) * N * itemsize].view(x.dtype).view(-1, N)
-    outbox = workspace.outbox[: M * N * itemsize].view(x.dtype).view(M, N)
-    y = x.new_empty((M if gather else rows[ctx.rank], N))
+    inbox = workspace.inbox[: (parity_rows + inbox_rows) * N * itemsize].view(wire_dtype).view(-1, N)
+    outbox = workspace.outbox[: M * N * itemsize].view(wire_dtype).view(M, N)
+    y = x.new_empty((M if gather else rows[ctx.rank], N), dtype=out_dtype)
 
     key = ("matmul_reduce", rows, config)
     peers = [(ctx.rank + step) % ctx.size for step in range(1, ctx.size)]
@@ -268,7 +281,8 @@ def matmul_reduce(ctx, op, x, w, bias, activation, rows, config, gather: bool) -
     ragged = any(part % gemm.block_m for part in rows)
     x_operand = Operand.of(x, gemm.block_m, gemm.block_k, gemm.use_tma)
     w_operand = Operand.of(w, gemm.block_n, gemm.block_k, gemm.use_tma)
-    aligned = N * itemsize % 16 == 0
+    narrowest = min(itemsize, out_dtype.itemsize) if gather else itemsize  # of what travels
+    aligned = N * narrowest % 16 == 0
     box = gemm.block_m, gemm.block_n // gemm.split
     store_tma = gemm.use_tma and not ragged and N > 1
     y_operand = Operand.of(y, *box, store_tma)
@@ -290,9 +304,9 @@ def matmul_reduce(ctx, op, x, w, bias, activation, rows, config, gather: bool) -
         X_TMA=x_operand.tma, X_TRANSPOSED=x_operand.transposed, W_TMA=w_operand.tma,
         W_TRANSPOSED=w_operand.transposed, Y_TMA=y_operand.tma, O_TMA=o_operand.tma, P_TMA=p_operand.tma,
         HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
-        DTYPE=triton_dtype(x.dtype), PRECISION=precision(x.dtype),
+        DTYPE=triton_dtype(out_dtype), WIRE=triton_dtype(wire_dtype), PRECISION=precision(x.dtype),
         OPERATION=op, TRANSPORT=ctx.transport_id,
-        PUT_BLOCK=config.copy_block(aligned), ALIGN=16 if aligned else itemsize,
+        PUT_BLOCK=config.copy_block(aligned), ALIGN=16 if aligned else narrowest,
         num_warps=gemm.num_warps, num_stages=gemm.num_stages, maxnreg=config.max_registers,
     )  # fmt: skip
     return y
