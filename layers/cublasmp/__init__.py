@@ -1,0 +1,51 @@
+"""cuBLASMp's distributed matmul, in nvmath's Python shape: D = epilog(alpha op(A) op(B) + beta C) over ranks.
+
+    from tkernels.layers.cublasmp import Matmul, MatmulEpilog, MatmulOptions, Slab, matmul
+
+In place of nvmath.distributed.linalg.advanced and nvmath.distributed.distribution. In place of
+nvmath.distributed.initialize: tkernels.init(group), whose context is the default of every call.
+"""
+
+from tkernels.layers.cublasmp.distributions import (
+    BlockCyclic,
+    BlockNonCyclic,
+    Box,
+    Distribution,
+    ProcessGrid,
+    Slab,
+)
+from tkernels.layers.cublasmp.multiplication import InvalidMatmulState, Matmul, matmul
+from tkernels.layers.cublasmp.options import (
+    CudaDataType,
+    MatmulAlgoType,
+    MatmulComputeType,
+    MatmulEpilog,
+    MatmulEpilogPreferences,
+    MatmulOptions,
+    MatmulPlanPreferences,
+    MatmulResultScheme,
+    matrix_qualifiers_dtype,
+)
+from tkernels.layers.cublasmp.plan import Outcome
+
+__all__ = [
+    "BlockCyclic",
+    "BlockNonCyclic",
+    "Box",
+    "CudaDataType",
+    "Distribution",
+    "InvalidMatmulState",
+    "Matmul",
+    "MatmulAlgoType",
+    "MatmulComputeType",
+    "MatmulEpilog",
+    "MatmulEpilogPreferences",
+    "MatmulOptions",
+    "MatmulPlanPreferences",
+    "MatmulResultScheme",
+    "Outcome",
+    "ProcessGrid",
+    "Slab",
+    "matmul",
+    "matrix_qualifiers_dtype",
+]

@@ -1,0 +1,303 @@
+"""How a matrix is spread over ranks: which rows and columns each rank owns.
+
+    Slab.X, Slab.Y              consecutive rows, or columns; the first ranks have one more where they don't divide
+    BlockNonCyclic(grid)        blocks of ceil(extent / processes) rows and columns, one for each process of a grid
+    BlockCyclic(grid, sizes)    blocks of a given size, dealt out in turns (PBLAS)
+    Box(lower, upper)           any rectangle, which each rank names for itself
+
+Names and arguments are those of nvmath.distributed.distribution. What a rank owns is a pair of lists of intervals, of
+rows and of columns; its local matrix has these rows and columns, one after the other.
+"""
+
+import enum
+import math
+from dataclasses import dataclass
+
+from tkernels.comm.collectives import split_rows
+
+Intervals = tuple[tuple[int, int], ...]
+Owned = tuple[Intervals, Intervals]
+
+
+class GridLayout(enum.IntEnum):
+    """In which order the ranks fill a grid."""
+
+    COL_MAJOR = 0
+    ROW_MAJOR = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessGrid:
+    """A rectangle of ranks.
+
+    shape: (rows, columns) of processes. layout: needed where both are more than 1.
+    process_array: the ranks, row by row, for any other order; then neither of the two.
+    """
+
+    shape: tuple[int, int] | None = None
+    layout: GridLayout | None = None
+    process_array: tuple[tuple[int, ...], ...] | None = None
+
+    Layout = GridLayout
+
+    def __post_init__(self):
+        shape, layout, array = self.shape, self.layout, self.process_array
+        if array is not None:
+            array = tuple(tuple(int(rank) for rank in row) for row in array)
+            found = len(array), len(array[0]) if array else 0
+            if sorted(rank for row in array for rank in row) != list(range(math.prod(found))):
+                raise ValueError(f"ProcessGrid: process_array={array} must be a matrix of each rank once")
+            if layout is not None or shape is not None and tuple(shape) != found:
+                raise ValueError(
+                    f"ProcessGrid: shape={shape}, layout={layout} beside a process_array of {found}; leave them out"
+                )
+            shape = found
+        if shape is None or len(shape) != 2 or min(shape) < 1:
+            raise ValueError(f"ProcessGrid: shape={shape} must be (rows, columns) of processes, each at least 1")
+        if array is None:
+            if layout is None and min(shape) > 1:
+                raise ValueError(
+                    f"ProcessGrid: shape={tuple(shape)} can be filled in two ways; pass layout=ProcessGrid.Layout."
+                    f"COL_MAJOR or ROW_MAJOR"
+                )
+            layout = GridLayout.ROW_MAJOR if min(shape) == 1 else GridLayout(layout)
+        object.__setattr__(self, "shape", tuple(shape))
+        object.__setattr__(self, "layout", layout)
+        object.__setattr__(self, "process_array", array)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def coordinates(self, rank: int) -> tuple[int, int]:
+        """Row and column of a rank in the grid."""
+        if self.process_array is not None:
+            return next((row, ranks.index(rank)) for row, ranks in enumerate(self.process_array) if rank in ranks)
+        if self.layout == GridLayout.ROW_MAJOR:
+            return divmod(rank, self.shape[1])
+        return rank % self.shape[0], rank // self.shape[0]
+
+    def transposed(self) -> "ProcessGrid":
+        if self.process_array is not None:
+            return ProcessGrid(process_array=tuple(zip(*self.process_array, strict=True)))
+        return ProcessGrid(shape=self.shape[::-1], layout=GridLayout(1 - self.layout))
+
+
+class Distribution:
+    """What all of them can be asked."""
+
+    def owned(self, shape: tuple[int, int], rank: int, size: int) -> Owned:
+        """The rows and the columns of a matrix of `shape` that `rank` of `size` owns."""
+        raise NotImplementedError
+
+    def shape(self, rank: int, global_shape: tuple[int, int], *, size: int | None = None) -> tuple[int, int]:
+        """The shape of `rank`'s local matrix; size: the number of ranks, where the distribution doesn't say."""
+        return local_shape(self.owned(tuple(global_shape), rank, self._size(size)))
+
+    def global_shape(self, everyone: list["Distribution"], shapes: list[tuple[int, int]]) -> tuple[int, int]:
+        """The shape of the whole, from every rank's distribution and local shape."""
+        raise NotImplementedError
+
+    def transposed(self) -> "Distribution":
+        """The distribution of the matrix's transpose."""
+        raise NotImplementedError
+
+    def check_size(self, size: int):
+        """Raises ValueError unless it is for `size` ranks."""
+
+    def _size(self, size):
+        if size is None:
+            raise ValueError(f"{self}: pass size=, the number of ranks")
+        return size
+
+
+@dataclass(frozen=True)
+class Slab(Distribution):
+    """Consecutive rows (Slab.X, partition_dim=0) or columns (Slab.Y, 1), split as torch.tensor_split does."""
+
+    partition_dim: int
+    ndim: int | None = None
+
+    def __post_init__(self):
+        if self.partition_dim not in (0, 1) or self.ndim not in (None, 2):
+            raise ValueError(
+                f"Slab(partition_dim={self.partition_dim}, ndim={self.ndim}): a matrix has dimensions 0 and 1"
+            )
+        object.__setattr__(self, "ndim", None)
+
+    def __repr__(self):
+        return f"Slab.{'XY'[self.partition_dim]}"
+
+    def owned(self, shape, rank, size):
+        return _slab(shape, self.partition_dim, split_rows(shape[self.partition_dim], size), rank)
+
+    def global_shape(self, everyone, shapes):
+        total, other = sum(shape[self.partition_dim] for shape in shapes), shapes[0][1 - self.partition_dim]
+        return (other, total) if self.partition_dim else (total, other)
+
+    def transposed(self):
+        return Slab(1 - self.partition_dim)
+
+
+Slab.X, Slab.Y = Slab(0), Slab(1)
+
+
+@dataclass(frozen=True)
+class Box(Distribution):
+    """This rank's rectangle: rows lower[0] to upper[0], columns lower[1] to upper[1], the upper ones excluded.
+
+    Each rank passes its own; together they must cover the matrix once. A rank may have an empty one.
+    """
+
+    lower: tuple[int, int]
+    upper: tuple[int, int]
+
+    def __post_init__(self):
+        lower, upper = tuple(self.lower), tuple(self.upper)
+        if len(lower) != 2 or len(upper) != 2 or min(lower) < 0 or any(u < lo for lo, u in zip(lower, upper)):  # noqa: B905
+            raise ValueError(f"Box({lower}, {upper}): takes two corners of a matrix, the lower one first")
+        object.__setattr__(self, "lower", lower)
+        object.__setattr__(self, "upper", upper)
+
+    def owned(self, shape, rank, size):
+        rows, columns = (((lo, up),) if up > lo else () for lo, up in zip(self.lower, self.upper, strict=True))
+        return rows, columns
+
+    def shape(self, rank, global_shape=None, *, size=None):
+        return self.upper[0] - self.lower[0], self.upper[1] - self.lower[1]
+
+    def global_shape(self, everyone, shapes):
+        filled = [box for box in everyone if 0 not in box.shape(0)] or everyone
+        return tuple(max(box.upper[dim] for box in filled) for dim in (0, 1))
+
+    def transposed(self):
+        return Box(self.lower[::-1], self.upper[::-1])
+
+
+@dataclass(frozen=True)
+class BlockCyclic(Distribution):
+    """Blocks of block_sizes (rows, columns), dealt out to the processes of a grid in turns, from `first_process` on."""
+
+    process_grid: ProcessGrid
+    block_sizes: tuple[int, int]
+    first_process: tuple[int, int] | None = None
+
+    def __post_init__(self):
+        sizes, first = tuple(self.block_sizes), tuple(self.first_process or (0, 0))
+        if len(sizes) != 2 or any(type(size) is not int or size < 1 for size in sizes):
+            raise ValueError(f"BlockCyclic: block_sizes={sizes} must be (rows, columns) of a block, each at least 1")
+        _set_first(self, first)
+        object.__setattr__(self, "block_sizes", sizes)
+
+    def _blocks(self, shape) -> tuple[int, int]:
+        return self.block_sizes
+
+    def owned(self, shape, rank, size):
+        place = self.process_grid.coordinates(rank)
+        rows, columns = (
+            _dealt(shape[dim], self._blocks(shape)[dim], place[dim] - self.first_process[dim], count)
+            for dim, count in enumerate(self.process_grid.shape)
+        )
+        return rows, columns
+
+    def global_shape(self, everyone, shapes):
+        places = [self.process_grid.coordinates(rank) for rank in range(len(shapes))]
+        return tuple(
+            sum(shape[dim] for shape, place in zip(shapes, places, strict=True) if place[1 - dim] == 0)
+            for dim in (0, 1)
+        )
+
+    def transposed(self):
+        return BlockCyclic(self.process_grid.transposed(), self.block_sizes[::-1], self.first_process[::-1])
+
+    def check_size(self, size):
+        if self.process_grid.size != size:
+            raise ValueError(
+                f"{type(self).__name__}: a grid of {self.process_grid.shape} has {self.process_grid.size} processes, "
+                f"but there are {size} ranks"
+            )
+
+    def _size(self, size):
+        return self.process_grid.size
+
+
+@dataclass(frozen=True)
+class BlockNonCyclic(BlockCyclic):
+    """One block for each process of a grid, of ceil(extent / processes) rows and columns; the last ones are shorter."""
+
+    def __init__(self, process_grid: ProcessGrid, *, first_process: tuple[int, int] | None = None):
+        object.__setattr__(self, "process_grid", process_grid)
+        object.__setattr__(self, "block_sizes", None)
+        _set_first(self, tuple(first_process or (0, 0)))
+
+    def _blocks(self, shape):
+        return tuple(max(-(-extent // count), 1) for extent, count in zip(shape, self.process_grid.shape, strict=True))
+
+    def transposed(self):
+        return BlockNonCyclic(self.process_grid.transposed(), first_process=self.first_process[::-1])
+
+
+def _set_first(distribution: BlockCyclic, first: tuple[int, int]):
+    shape = distribution.process_grid.shape
+    if len(first) != 2 or not all(0 <= first[dim] < shape[dim] for dim in (0, 1)):
+        raise ValueError(f"{type(distribution).__name__}: first_process={first} is no place in a grid of {shape}")
+    object.__setattr__(distribution, "first_process", first)
+
+
+def _dealt(extent: int, block: int, place: int, count: int) -> Intervals:
+    """The blocks of `extent` that fall to the process `place` turns after the first one; neighbours are joined."""
+    intervals = []
+    for start in range(place % count * block, extent, block * count):
+        stop = min(start + block, extent)
+        if intervals and intervals[-1][1] == start:
+            start = intervals.pop()[0]
+        intervals.append((start, stop))
+    return tuple(intervals)
+
+
+def _slab(shape, dim: int, sizes: tuple[int, ...], rank: int) -> Owned:
+    start = sum(sizes[:rank])
+    mine = ((start, start + sizes[rank]),) if sizes[rank] else ()
+    other = ((0, shape[1 - dim]),) if shape[1 - dim] else ()
+    return (other, mine) if dim else (mine, other)
+
+
+def slabs(shape: tuple[int, int], dim: int, sizes: tuple[int, ...]) -> list[Owned]:
+    """What every rank owns where each has the next `sizes[rank]` rows (dim 0) or columns (dim 1)."""
+    return [_slab(shape, dim, sizes, rank) for rank in range(len(sizes))]
+
+
+def split_of(shape: tuple[int, int], owned: list[Owned]) -> tuple[int, tuple[int, ...]] | None:
+    """(dimension, its size on each rank) if the ranks own slabs of it in their order, else None."""
+    for dim in (0, 1):
+        sizes = tuple(length(rank[dim]) for rank in owned)
+        wanted = slabs(shape, dim, sizes)
+        if all(mine == want or not length(want[dim]) for mine, want in zip(owned, wanted, strict=True)):
+            if sum(sizes) == shape[dim]:
+                return dim, sizes
+    return None
+
+
+def length(intervals: Intervals) -> int:
+    return sum(stop - start for start, stop in intervals)
+
+
+def local_shape(owned: Owned) -> tuple[int, int]:
+    """Shape of the local matrix of a rank that owns these rows and columns."""
+    return length(owned[0]), length(owned[1])
+
+
+def covers_once(shape: tuple[int, int], owned: list[Owned]) -> bool:
+    """Whether every element of a matrix has exactly one owner."""
+    seen = [(row, column) for rows, columns in owned for row in rows for column in columns]
+    area = sum((row[1] - row[0]) * (column[1] - column[0]) for row, column in seen)
+    apart = all(
+        not (_meet(row, other_row) and _meet(column, other_column))
+        for index, (row, column) in enumerate(seen)
+        for other_row, other_column in seen[:index]
+    )
+    return area == math.prod(shape) and apart
+
+
+def _meet(first: tuple[int, int], second: tuple[int, int]) -> bool:
+    return first[0] < second[1] and second[0] < first[1]

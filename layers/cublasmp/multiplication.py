@@ -1,0 +1,345 @@
+"""Matmul and matmul: nvmath's two ways to multiply distributed matrices."""
+
+import contextlib
+import weakref
+
+import torch
+
+from tkernels.comm import Context, current_context
+from tkernels.comm.errors import TkernelsError
+from tkernels.layers.cublasmp.options import (
+    MatmulEpilog,
+    MatmulOptions,
+    MatmulPlanPreferences,
+    given,
+    transposes,
+)
+from tkernels.layers.cublasmp.plan import Outcome, Plan, make_plan
+from tkernels.layers.cublasmp.problem import Operand, Problem
+
+MAX_PLANS = 256  # of `matmul`, a context; the oldest goes first
+
+_plans: "weakref.WeakKeyDictionary[Context, dict[Problem, Plan]]" = weakref.WeakKeyDictionary()
+
+
+class InvalidMatmulState(TkernelsError):
+    """A Matmul was used before plan(), without operands, or after free()."""
+
+
+def _describe(ctx, a, b, c, distributions, alpha, beta, qualifiers, scales, options, preferences, epilog, inputs):
+    """This rank's (Problem, alpha, beta). Raises ValueError or TypeError for what it can see alone."""
+    tensors = {"A": a, "B": b, **({} if c is None else {"C": c}), **inputs}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is {type(tensor).__name__}; operands are torch tensors")
+        if tensor.device != ctx.device:
+            raise ValueError(f"{name} is on {tensor.device}, but this context works on {ctx.device}")
+    if scales is not None:
+        raise ValueError("quantization_scales are for fp8 and narrower operands, which are not supported")
+    if c is None and beta:
+        raise ValueError(f"beta={beta}, but there is no C to scale")
+    if c is not None and beta is None:
+        raise ValueError("with C, pass beta too")
+    distributions = tuple(distributions)
+    if len(distributions) != 3:
+        raise ValueError(f"distributions are of A, B and D (which C shares): three, not {len(distributions)}")
+    flip = options.order == "C"
+    read = lambda t: None if t is None else Operand.of(t.t() if flip and t.dim() == 2 else t)  # noqa: E731
+    problem = Problem(
+        read(a),
+        read(b),
+        read(c),
+        tuple(d.transposed() for d in distributions) if flip else distributions,
+        transposes(qualifiers),
+        MatmulEpilog(epilog or 0),
+        tuple((name, Operand.of(inputs["bias"]) if name == "bias" else read(inputs[name])) for name in sorted(inputs)),
+        options,
+        preferences,
+    )
+    return problem, _scalar("alpha", alpha, 1.0), _scalar("beta", beta, 0.0)
+
+
+def _scalar(name: str, value, default: float) -> float:
+    if value is None:
+        return default
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}={value!r} is no real number") from None
+
+
+def _refuse_gradients(*tensors):
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        raise ValueError(
+            "cublasmp computes no gradients, and an operand wants one: call under torch.no_grad(), detach it, or use "
+            "tkernels.all_gather_matmul, matmul_reduce_scatter or matmul_all_reduce, which have backward"
+        )
+
+
+def _on(ctx: Context, stream):
+    """A context in which work is launched on `stream`: a torch stream, its number, or None for the current one."""
+    if stream is None:
+        return contextlib.nullcontext()
+    if ctx.device.type != "cuda":
+        raise ValueError(f"stream={stream!r}, but on the {ctx.runtime} runtime there are no streams; leave it out")
+    return torch.cuda.stream(torch.cuda.ExternalStream(stream) if isinstance(stream, int) else stream)
+
+
+class Matmul:
+    """D = epilog(alpha op(A) op(B) + beta C) of matrices that are distributed over the ranks of a context.
+
+    a, b, c: this rank's parts, torch matrices with one unit stride; fp32, fp16, bf16, both operands alike. c has the
+        result's dtype and distribution. Their values may change between calls; see also `reset_operands`.
+    distributions: of A, B and D (and C). With the epilog ALLREDUCE every rank gets all of D; the third says nothing.
+    qualifiers: nvmath's array, which can transpose A and B, or "TN" and the like.
+    options: MatmulOptions, or a dict of its fields. ctx: default, the current context.
+
+        with Matmul(a, b, distributions=[Slab.Y, Slab.Y, Slab.X], qualifiers="TN") as mm:
+            mm.plan(epilog=MatmulEpilog.BIAS, epilog_inputs={"bias": bias})
+            d = mm.execute()
+
+    Nothing is checked before `plan`, which compares all ranks' problems and raises the same error on each. There are no
+    gradients.
+    """
+
+    def __init__(
+        self,
+        a,
+        b,
+        /,
+        c=None,
+        *,
+        distributions,
+        alpha=None,
+        beta=None,
+        qualifiers=None,
+        quantization_scales=None,
+        options=None,
+        stream=None,
+        ctx: Context | None = None,
+    ):
+        self.ctx = ctx or current_context()
+        self._operands = {"a": a, "b": b, "c": c}
+        self._asked = (distributions, alpha, beta, qualifiers, quantization_scales)
+        self._options, self._stream = options, stream
+        self._alpha, self._beta, self._inputs = alpha, beta, {}
+        self._plan = self._views = None
+        self._valid, self._released = True, False
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.free()
+
+    def plan(self, *, preferences=None, epilog=None, epilog_inputs=None, stream=None):
+        """Collective. Check the problem on all ranks and decide how to compute it; the result is in `outcome`.
+
+        epilog: a MatmulEpilog. epilog_inputs: "bias" (as long as this rank's rows of D), "relu_aux" or "gelu_aux".
+        preferences: MatmulPlanPreferences, or a dict of its fields.
+        Multiplies once and forgets the result: what a CUDA graph's capture could not do, to compile and to make room,
+        is done then, so the first `execute` may be captured.
+        Raises, the same on every rank: MismatchError where their problems differ, ValueError or TypeError for what
+        can't be multiplied, whichever rank found it.
+        """
+        self._check(operands=True)
+        problem, scalars, inputs = self._describe(preferences, epilog, epilog_inputs)
+        with _on(self.ctx, self._stream if stream is None else stream):
+            self._plan = make_plan(self.ctx, problem, scalars)
+            self._alpha, self._beta = scalars
+            self._inputs = inputs
+            self._view()
+            c = self._operands["c"]
+            with torch.no_grad():
+                self._plan.run(self.ctx, *self._views, c if c is None else c.clone(), *scalars, inputs)
+        return self
+
+    def _describe(self, preferences, epilog, epilog_inputs):
+        a, b, c = self._operands.values()
+        distributions, _, _, qualifiers, scales = self._asked
+        inputs = dict(epilog_inputs or {})
+        try:
+            options = given(MatmulOptions, self._options)
+            preferences = given(MatmulPlanPreferences, preferences)
+            problem, *scalars = _describe(
+                self.ctx, a, b, c, distributions, self._alpha, self._beta, qualifiers, scales, options, preferences,
+                epilog, inputs,
+            )  # fmt: skip
+        except (TypeError, ValueError, AttributeError) as error:
+            return error, (None, None), inputs
+        return problem, tuple(scalars), inputs
+
+    @property
+    def outcome(self) -> Outcome:
+        """What became of the hints: pattern, algorithm, redistributed operands, communication type. After `plan`."""
+        self._check(planned=True)
+        return self._plan.outcome
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Symmetric memory that the current stream's calls exchange data through, of whatever operation."""
+        self._check(planned=True)
+        workspace = self.ctx.workspace()
+        return sum(t.numel() * t.element_size() for t in (workspace.inbox, workspace.ready) if t is not None)
+
+    def execute(self, *, release_workspace: bool = False, stream=None):
+        """Collective. D's part of this rank, or (D, {name: auxiliary output}) where the epilog has any.
+
+        Launched on `stream` or the current one; the operands must be ready there. D is Fortran-ordered with order="F".
+        """
+        self._check(planned=True, operands=True)
+        if release_workspace:
+            raise ValueError(
+                "execute: release_workspace=True, but the workspace is the context's, for all that it does; "
+                "finalize() gives it back"
+            )
+        a, b, c = self._operands.values()
+        _refuse_gradients(a, b, c, *self._inputs.values())
+        stream = self._stream if stream is None else stream
+        if stream is None:
+            return self._plan.run(self.ctx, *self._views, c, self._alpha, self._beta, self._inputs)
+        with _on(self.ctx, stream):
+            return self._plan.run(self.ctx, *self._views, c, self._alpha, self._beta, self._inputs)
+
+    def reset_operands(
+        self,
+        *,
+        a=None,
+        b=None,
+        c=None,
+        alpha=None,
+        beta=None,
+        quantization_scales=None,
+        epilog_inputs=None,
+        stream=None,
+    ):
+        """Use other operands, scalars or inputs of the epilog from now on; what is None stays. Not collective.
+
+        After `release_operands`, all of them must come. Raises ValueError for a tensor unlike the one planned with.
+        """
+        if all(value is None for value in (a, b, c, alpha, beta, quantization_scales, epilog_inputs)):
+            raise ValueError("reset_operands: pass at least one operand, scalar or input of the epilog")
+        self._check(planned=True)
+        problem = self._plan.problem
+        new = {name: value for name, value in (("a", a), ("b", b), ("c", c)) if value is not None}
+        inputs = epilog_inputs or {}
+        if self._released:
+            needed = {name for name in "abc" if getattr(problem, name) is not None}
+            needed_inputs = {name for name, _ in problem.inputs}
+            if new.keys() != needed or inputs.keys() != needed_inputs:
+                raise ValueError(
+                    f"reset_operands: after release_operands() pass {', '.join(sorted(needed))} and epilog_inputs "
+                    f"{sorted(needed_inputs)}, all of them"
+                )
+        wanted = {"a": problem.a, "b": problem.b, "c": problem.c, **dict(problem.inputs)}
+        for name, value in {**new, **inputs}.items():
+            if wanted.get(name) is None:
+                raise ValueError(f"reset_operands: the problem has no {name}")
+            flip = self._plan.flip and name != "bias"
+            found = Operand.of(value.t() if flip else value) if isinstance(value, torch.Tensor) else value
+            if found != wanted[name]:
+                raise ValueError(f"reset_operands: {name} is {found}, but was planned as {wanted[name]}; plan again")
+        if beta is not None and problem.c is None:
+            raise ValueError(f"reset_operands: beta={beta}, but the problem has no C to scale")
+        self.reset_operands_unchecked(
+            a=a, b=b, c=c, alpha=alpha, beta=beta, quantization_scales=quantization_scales, epilog_inputs=epilog_inputs
+        )
+
+    def reset_operands_unchecked(
+        self,
+        *,
+        a=None,
+        b=None,
+        c=None,
+        alpha=None,
+        beta=None,
+        quantization_scales=None,
+        epilog_inputs=None,
+        stream=None,
+    ):
+        """As `reset_operands`, without a look at them: the caller knows that they are like those planned with."""
+        self._check(planned=True)
+        if quantization_scales is not None:
+            raise ValueError("quantization_scales are for fp8 and narrower operands, which are not supported")
+        for name, value in (("a", a), ("b", b), ("c", c)):
+            if value is not None:
+                self._operands[name] = value
+        self._alpha = _scalar("alpha", alpha, self._alpha)
+        self._beta = _scalar("beta", beta, self._beta)
+        self._inputs |= epilog_inputs or {}
+        self._released = False
+        if a is not None or b is not None:
+            self._view()
+
+    def release_operands(self):
+        """Let go of the operands and the epilog's inputs; the plan stays."""
+        self._check()
+        self._operands = dict.fromkeys("abc")
+        self._inputs, self._views, self._released = {}, None, True
+
+    def free(self):
+        """Let go of everything. May be repeated. Memory is freed as its last use on the stream has passed."""
+        self._valid = False
+        self._plan = self._views = None
+        self._operands, self._inputs = dict.fromkeys("abc"), {}
+
+    def _view(self):
+        self._views = self._plan.views(self._operands["a"], self._operands["b"])
+
+    def _check(self, planned: bool = False, operands: bool = False):
+        if not self._valid:
+            raise InvalidMatmulState("this Matmul has been freed; make a new one")
+        if planned and self._plan is None:
+            raise InvalidMatmulState("call plan() first, on all ranks")
+        if operands and self._released:
+            raise InvalidMatmulState("the operands have been released; call reset_operands() first")
+
+
+def matmul(
+    a,
+    b,
+    /,
+    c=None,
+    *,
+    distributions,
+    alpha=None,
+    beta=None,
+    epilog=None,
+    epilog_inputs=None,
+    qualifiers=None,
+    quantization_scales=None,
+    options=None,
+    preferences=None,
+    stream=None,
+    ctx: Context | None = None,
+):
+    """Collective. D = epilog(alpha op(A) op(B) + beta C), as Matmul's plan and execute; arguments are theirs.
+
+    The plan is kept for later calls that are alike in everything but values and scalars. Those have no communication of
+    their own on the host: as for any collective, all ranks must make the same calls.
+    """
+    ctx = ctx or current_context()
+    inputs = epilog_inputs or {}
+    try:
+        problem, *scalars = _describe(
+            ctx, a, b, c, distributions, alpha, beta, qualifiers, quantization_scales, given(MatmulOptions, options),
+            given(MatmulPlanPreferences, preferences), epilog, inputs,
+        )  # fmt: skip
+        plans = _plans.setdefault(ctx, {})
+        plan = plans.get(problem)
+    except (TypeError, ValueError, AttributeError) as error:
+        make_plan(ctx, error, (None, None))  # raises it, on every rank that plans this call
+        raise
+    with _on(ctx, stream):
+        if plan is None:
+            if ctx.capturing:
+                raise TkernelsError(
+                    "cublasmp.matmul: a CUDA graph is being captured, and this problem has not been planned yet, which "
+                    "takes communication; make one like call before the capture, or use Matmul and plan() before it"
+                )
+            plan = make_plan(ctx, problem, tuple(scalars))
+            if len(plans) >= MAX_PLANS:
+                del plans[next(iter(plans))]
+            plans[problem] = plan
+        _refuse_gradients(a, b, c, *inputs.values())
+        return plan.run(ctx, *plan.views(a, b), c, *scalars, inputs)

@@ -1,0 +1,216 @@
+"""The options of cublasmp.Matmul: nvmath's names and cuBLASMp's numbers.
+
+What an option can't do here is refused when it is set or when the problem is planned; nothing is ignored.
+"""
+
+import enum
+from dataclasses import dataclass
+from logging import Logger
+from typing import Literal
+
+import numpy
+import torch
+
+
+class MatmulAlgoType(enum.IntEnum):
+    """A hint of how to overlap; `Matmul.outcome.algorithm` says what came of it.
+
+    There is one way here, ATOMIC_P2P in cuBLASMp's words: one kernel multiplies while tiles of it are signalled from
+    rank to rank. NO_OVERLAP is a collective before or after a local product. All other hints become ATOMIC_P2P.
+    """
+
+    DEFAULT = 0
+    SPLIT_P2P = 1
+    SPLIT_MULTICAST = 2
+    ATOMIC_P2P = 3
+    ATOMIC_MULTICAST = 4
+    NO_OVERLAP = 5
+    FUSED = 6
+
+
+class MatmulEpilog(enum.IntFlag):
+    """What is done to alpha op(A) op(B) + beta C, once it is summed over ranks. ALLREDUCE may be or-ed with any other.
+
+    RELU, GELU (of tanh, as in cuBLAS), BIAS: a vector along the rows of D, added first. _AUX also returns what backward
+    needs: `relu_aux`, a bit for each element that was positive, or `gelu_aux`, the values before GELU.
+    DRELU, DGELU: multiply by the derivative, from the same aux. BGRAD returns D summed over its columns; BGRADA and
+    BGRADB return op(A) and op(B) summed over the dimension that is contracted.
+    """
+
+    DEFAULT = 0
+    ALLREDUCE = 1
+    RELU = 2
+    BIAS = 4
+    RELU_BIAS = 6
+    GELU = 32
+    GELU_BIAS = 36
+    RELU_AUX = 130
+    RELU_AUX_BIAS = 134
+    DRELU = 136
+    DRELU_BGRAD = 152
+    GELU_AUX = 160
+    GELU_AUX_BIAS = 164
+    DGELU = 192
+    DGELU_BGRAD = 208
+    BGRADA = 256
+    BGRADB = 512
+
+
+EPILOGS = tuple(epilog for epilog in MatmulEpilog.__members__.values() if epilog != MatmulEpilog.ALLREDUCE)
+
+
+class MatmulResultScheme(enum.IntEnum):
+    """Bias gradients that need sums over ranks: FULL sums them, PARTIAL (DEFAULT) returns this rank's part."""
+
+    DEFAULT = 0
+    PARTIAL = 1
+    FULL = 2
+
+
+class MatmulComputeType(enum.IntEnum):
+    """cuBLAS's numbers; sums are in fp32 here, so the 32F ones are what there is."""
+
+    COMPUTE_32F = 68
+    COMPUTE_32F_PEDANTIC = 69
+    COMPUTE_32F_FAST_TF32 = 77
+
+
+class CudaDataType(enum.IntEnum):
+    """CUDA's numbers of the dtypes that are multiplied here; torch's own dtypes are taken as well."""
+
+    CUDA_R_32F = 0
+    CUDA_R_16F = 2
+    CUDA_R_16BF = 14
+
+
+_TORCH = {
+    CudaDataType.CUDA_R_32F: torch.float32,
+    CudaDataType.CUDA_R_16F: torch.float16,
+    CudaDataType.CUDA_R_16BF: torch.bfloat16,
+}
+
+
+def _dtype(name: str, value) -> torch.dtype | None:
+    if value is None or isinstance(value, torch.dtype) and value in _TORCH.values():
+        return value
+    if not isinstance(value, int) or value not in _TORCH:
+        raise ValueError(f"{name}={value!r} is not supported; use torch.float32, float16 or bfloat16")
+    return _TORCH[value]
+
+
+@dataclass(frozen=True)
+class MatmulOptions:
+    """How to multiply. Fields up to `blocking` are nvmath's.
+
+    inplace: where C is passed, write the result to it and return it.
+    compute_type: 32F or 32F_PEDANTIC; for fp32 operands, 32F_FAST_TF32 where torch allows TF32.
+    scale_type: float32. result_type: the operands' dtype (default) or float32.
+    algo_type: see MatmulAlgoType. sm_count_communication: programs that send while the others multiply.
+    blocking: True waits for the device before execute returns.
+    communication_type: of the partial sums that GEMM+RS and GEMM+AR send: float32 (default), or the result's dtype,
+        half as much to send for one more rounding of each rank's part.
+    order: "F" takes matrices as cuBLASMp does, D = op(A) op(B). "C" takes each as its transpose, that is, reads the
+        same memory row by row, as PyTorch does: D = op(B) op(A), a bias along D's columns, distributions of what is
+        passed. With order="C" and op(A) transposed, A is the weight of an nn.Linear and B its input.
+    result_amax, block_scaling: for fp8, which isn't supported.
+    """
+
+    inplace: bool = True
+    compute_type: int | None = None
+    scale_type: int | None = None
+    result_type: int | None = None
+    algo_type: int | None = None
+    result_amax: bool = False
+    block_scaling: bool = False
+    sm_count_communication: int | None = None
+    logger: Logger | None = None
+    blocking: Literal[True, "auto"] = "auto"
+    communication_type: torch.dtype | int | None = None
+    order: Literal["F", "C"] = "F"
+
+    def __post_init__(self):
+        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        for name in ("scale_type", "result_type", "communication_type"):
+            put(name, _dtype(f"MatmulOptions: {name}", getattr(self, name)))
+        if self.scale_type not in (None, torch.float32):
+            raise ValueError(
+                f"MatmulOptions: scale_type={self.scale_type} is not supported; alpha and beta are float32"
+            )
+        if self.compute_type is not None:
+            if self.compute_type not in list(MatmulComputeType):
+                raise ValueError(
+                    f"MatmulOptions: compute_type={self.compute_type} is not supported; sums are in float32"
+                )
+            put("compute_type", MatmulComputeType(self.compute_type))
+        if self.algo_type is not None:
+            put("algo_type", MatmulAlgoType(self.algo_type))
+        count = self.sm_count_communication
+        if count is not None and not (type(count) is int and count > 0):
+            raise ValueError(f"MatmulOptions: sm_count_communication={count!r} must be a positive integer")
+        if count is not None and self.algo_type == MatmulAlgoType.NO_OVERLAP:
+            raise ValueError(
+                f"MatmulOptions: sm_count_communication={count} is of an overlap, but algo_type=NO_OVERLAP"
+            )
+        for name in ("result_amax", "block_scaling"):
+            if getattr(self, name):
+                raise ValueError(f"MatmulOptions: {name}=True is for fp8 and narrower, which is not supported")
+        if not (self.blocking is True or self.blocking == "auto"):
+            raise ValueError(f"MatmulOptions: blocking={self.blocking!r} must be True or 'auto'")
+        if self.order not in ("F", "C"):
+            raise ValueError(f"MatmulOptions: order={self.order!r} must be 'F' or 'C'")
+
+
+@dataclass(frozen=True)
+class MatmulEpilogPreferences:
+    """aux_type: None, the result's dtype. aux_amax: for fp8. bias_result_scheme: of bias gradients; see its class."""
+
+    aux_type: int | None = None
+    aux_amax: bool = False
+    bias_result_scheme: MatmulResultScheme = MatmulResultScheme.FULL
+
+    def __post_init__(self):
+        object.__setattr__(self, "aux_type", _dtype("MatmulEpilogPreferences: aux_type", self.aux_type))
+        object.__setattr__(self, "bias_result_scheme", MatmulResultScheme(self.bias_result_scheme))
+        if self.aux_amax:
+            raise ValueError("MatmulEpilogPreferences: aux_amax=True is for fp8 and narrower, which is not supported")
+
+
+@dataclass(frozen=True)
+class MatmulPlanPreferences:
+    """epilog: MatmulEpilogPreferences, or a dict of its fields."""
+
+    epilog: MatmulEpilogPreferences | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "epilog", given(MatmulEpilogPreferences, self.epilog))
+
+
+matrix_qualifiers_dtype = numpy.dtype([("structure", object), ("is_transpose", "<i1"), ("is_conjugate", "<i1")])
+
+
+def transposes(qualifiers) -> tuple[bool, bool]:
+    """Whether A and B are transposed, from nvmath's array of three qualifiers, from "TN" and the like, or None."""
+    if qualifiers is None:
+        return False, False
+    if isinstance(qualifiers, str):
+        if qualifiers not in ("NN", "NT", "TN", "TT"):
+            raise ValueError(f"qualifiers={qualifiers!r} must be 'NN', 'NT', 'TN' or 'TT'")
+        return qualifiers[0] == "T", qualifiers[1] == "T"
+    if getattr(qualifiers, "dtype", None) != matrix_qualifiers_dtype or qualifiers.shape != (3,):
+        raise ValueError(
+            "qualifiers must be an array of three matrix_qualifiers_dtype, for A, B and C, or 'TN' and so on"
+        )
+    if qualifiers["is_conjugate"].any():
+        raise ValueError("qualifiers: is_conjugate is for complex matrices, which are not supported")
+    if qualifiers[2]["is_transpose"]:
+        raise ValueError("qualifiers: C can't be transposed")
+    return bool(qualifiers[0]["is_transpose"]), bool(qualifiers[1]["is_transpose"])
+
+
+def given(cls, value):
+    """An options object as it is, or made from a dict of its fields, or of its defaults."""
+    if isinstance(value, cls):
+        return value
+    if not isinstance(value, dict | None):
+        raise TypeError(f"{cls.__name__}: pass an object of it or a dict of its fields, not {value!r}")
+    return cls(**(value or {}))

@@ -1,0 +1,231 @@
+"""A plan: what a problem's layout means for one rank, ready to run on any operands of that problem.
+
+The kernels compute y[n, m] = x[n, k] @ w[m, k].T, so x is op(B).T and w is op(A), both views; y is D.T, and D, column
+by column, is y as it lies in memory.
+
+Where the kernel's own epilogue does all that is asked (alpha 1, beta 0, an epilog of `epilogs.FUSED`), one launch does
+everything. Else it returns the sum over ranks in fp32, and torch does the rest, rounding once at the end.
+"""
+
+import dataclasses
+import logging
+import warnings
+
+import torch
+
+from tkernels.all_gather_matmul import all_gather_matmul
+from tkernels.comm import Context
+from tkernels.comm.collectives import all_gather, all_reduce, reduce_scatter
+from tkernels.gemm import all_tma, matmul
+from tkernels.layers.cublasmp import epilogs
+from tkernels.layers.cublasmp.distributions import length
+from tkernels.layers.cublasmp.options import MatmulAlgoType, MatmulEpilog, MatmulResultScheme
+from tkernels.layers.cublasmp.problem import BGRAD, Layout, Problem, resolve
+from tkernels.layers.cublasmp.redistribution import Redistribution, indices
+from tkernels.matmul_all_reduce import matmul_all_reduce
+from tkernels.matmul_reduce_scatter import matmul_reduce_scatter
+from tkernels.overlap import default_overlap
+
+
+def make_plan(ctx: Context, problem: Problem | Exception, scalars: tuple) -> "Plan":
+    """Collective. The plan for every rank's problem; or the same error on every rank, see `resolve`."""
+    logger = None
+    if isinstance(problem, Problem):
+        logger = problem.options.logger  # stays here: a rank's own
+        problem = problem._replace(options=dataclasses.replace(problem.options, logger=None))
+    everyone, all_scalars = zip(*ctx.group.gather((problem, scalars)), strict=True)
+    layout = resolve(list(everyone), list(all_scalars), ctx.num_programs)
+    plan = Plan(ctx, problem, layout)
+    (logger or logging.getLogger(__name__)).info("%s", plan.outcome)
+    if layout.redistributed:
+        warnings.warn(
+            f"cublasmp: {', '.join(name.upper() for name in layout.redistributed)} of m, n, k = {layout.m}, "
+            f"{layout.n}, {layout.k} are redistributed in every call, each through the whole matrix on every rank, for "
+            f"{layout.pattern}; distribute them in slabs as that takes them to avoid it",
+            stacklevel=4,
+        )
+    return plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of the hints.
+
+    pattern: "AG+GEMM", "GEMM+RS", "GEMM+AR" or "local". algorithm: ATOMIC_P2P or NO_OVERLAP.
+    redistributed: which of "a", "b", "d" are redistributed in every call.
+    communication_type: the dtype of partial sums on the wire; None where none travel.
+    """
+
+    pattern: str
+    algorithm: MatmulAlgoType
+    redistributed: tuple[str, ...]
+    communication_type: torch.dtype | None
+
+
+class Plan:
+    """Holds neither operands nor the context; made by `make_plan`.
+
+    outcome: what was decided.
+    """
+
+    def __init__(self, ctx: Context, problem: Problem, layout: Layout):
+        self.problem, self.layout = problem, layout
+        self.pattern = layout.pattern
+        self.overlap = layout.algorithm == MatmulAlgoType.ATOMIC_P2P
+        self.dtype, self.wire = layout.result_dtype, layout.wire_dtype
+        self.rows = layout.splits.get("n")
+        self.inplace = problem.c is not None and problem.options.inplace
+        self.flip = problem.options.order == "C"
+        self.blocking = problem.options.blocking is True and ctx.device.type == "cuda"
+        self.num_comm = problem.options.sm_count_communication
+        self.transposes = problem.transposes
+
+        epilog = self.epilog = problem.epilog & ~MatmulEpilog.ALLREDUCE
+        self.activation = epilogs.FUSED.get(epilog)
+        finishes = self.pattern in ("local", "AG+GEMM") or self.overlap  # whether a kernel sees the whole sum
+        self.fusable = (
+            epilog in epilogs.FUSED
+            and finishes
+            and "d" not in layout.redistributed
+            and (MatmulEpilog.BIAS not in epilog or self.dtype == problem.a.dtype)
+        )
+        self.has_gradient = bool(epilog & (BGRAD | MatmulEpilog.BGRADA | MatmulEpilog.BGRADB))
+        partial_sums = self.pattern in ("GEMM+RS", "GEMM+AR")
+        self.outcome = Outcome(
+            self.pattern, layout.algorithm, layout.redistributed, self.wire if partial_sums else None
+        )
+
+        rank, device = ctx.rank, ctx.device
+        shapes = {"a": (layout.m, layout.k), "b": (layout.k, layout.n), "d": (layout.m, layout.n)}
+        self.moves = {}
+        for name in layout.redistributed:
+            shape = shapes[name][::-1] if name in "ab" and self.transposes["ab".index(name)] else shapes[name]
+            owned, wanted = layout.owned[name], layout.wanted[name]
+            if name == "d":
+                # Of y, which is D transposed, and from the pattern to what was asked for.
+                shape, owned, wanted = shape[::-1], _transposed(wanted), _transposed(owned)
+            self.moves[name] = Redistribution(shape, owned, wanted[rank], device)
+        self.sums = self._plan_sums(rank, device) if self.has_gradient else None
+
+    def _plan_sums(self, rank: int, device: torch.device):
+        """(length, this rank's places, the places to return) of a bias gradient; None where its own sum is complete."""
+        layout, owned = self.layout, self.layout.owned
+        a, b, d = (
+            _transposed(owned[name]) if transposed else owned[name]
+            for name, transposed in zip("abd", (*self.transposes, False), strict=True)
+        )
+        if BGRAD in self.epilog:
+            extent, parts, summed, kept = layout.m, [o[0] for o in d], [o[1] for o in d], [o[0] for o in d]
+            complete = all(length(columns) == layout.n for columns in summed)
+        elif MatmulEpilog.BGRADA in self.epilog:
+            extent, parts, summed, kept = layout.m, [o[0] for o in a], [o[1] for o in a], [o[0] for o in d]
+            complete = parts == kept and all(length(columns) == layout.k for columns in summed)
+        else:
+            extent, parts = layout.n, [o[1] for o in b]
+            kept = [((0, extent),)] * len(b)
+            complete = len(b) == 1
+        partial = self.problem.preferences.epilog.bias_result_scheme != MatmulResultScheme.FULL
+        if complete or partial:
+            return None
+        return extent, indices(parts[rank], device), indices(kept[rank], device)
+
+    def views(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(x [n, k], w [m, k]) of operands as they are passed."""
+        trans_a, trans_b = self.transposes
+        if self.flip:
+            a, b = a.t(), b.t()
+        return b if trans_b else b.t(), a.t() if trans_a else a
+
+    def run(self, ctx: Context, x, w, c, alpha: float, beta: float, inputs: dict):
+        """Collective. D, or (D, {name: auxiliary output}); x, w of `views`, the rest as it is passed."""
+        sum_of, moves = (x, w), self.moves
+        if moves:
+            x, w = self._moved(ctx, x, w)
+        if self.fusable and alpha == 1 and not beta:
+            y, aux = self._product(ctx, x, w, inputs.get("bias"), self.activation, self.dtype), {}
+        else:
+            y = self._product(ctx, x, w, None, None, torch.float32).float()
+            if "d" in moves:
+                y = moves["d"](ctx, y)
+            y = y.mul_(alpha) if alpha else y.zero_()  # as in BLAS, what is multiplied by 0 is not looked at
+            if beta:
+                y.add_(c if self.flip else c.t(), alpha=beta)
+            y, aux = epilogs.apply(self.epilog, y, self._upright(inputs), self.dtype)
+        if self.has_gradient:
+            aux[self.epilog.name.lower()] = self._gradient(ctx, y, *sum_of).to(self.dtype)
+        y = y.to(self.dtype)
+        if not self.flip:
+            y = y.t()
+            aux = {name: value.t() if value.dim() == 2 else value for name, value in aux.items()}
+        if self.inplace:
+            y = c.copy_(y)
+        if self.blocking:
+            torch.cuda.current_stream().synchronize()
+        return (y, aux) if aux else y
+
+    def _upright(self, inputs: dict) -> dict:
+        """An epilog's inputs with matrices as [n, m]."""
+        if "bias" in inputs:
+            return {"bias": inputs["bias"].reshape(-1)}
+        return inputs if self.flip else {name: value.t() for name, value in inputs.items()}
+
+    def _moved(self, ctx: Context, x, w):
+        """x and w of operands that are redistributed where they must be."""
+        trans_a, trans_b = self.transposes
+        if "a" in self.moves:
+            w = self.moves["a"](ctx, w.t() if trans_a else w)
+            w = w.t() if trans_a else w
+        if "b" in self.moves:
+            x = self.moves["b"](ctx, x if trans_b else x.t())
+            x = x if trans_b else x.t()
+        return x, w
+
+    def _product(self, ctx: Context, x, w, bias, activation, dtype) -> torch.Tensor:
+        """y in `dtype`, or in the wire's where a collective has summed it."""
+        if bias is not None and bias.dim() == 2:
+            bias = bias.reshape(-1)
+        if self.pattern == "local":
+            return matmul(x, w, bias, activation, out_dtype=dtype)
+        if self.pattern == "AG+GEMM":
+            # A rank without rows of A has its part of B to send all the same: it multiplies by one row of zeros.
+            empty = w.shape[0] == 0
+            if empty:
+                w, bias = w.new_zeros(1, w.shape[1]), None
+            if self.overlap:
+                config = self._config(ctx, x, w)
+                y, _ = all_gather_matmul(
+                    ctx, x, w, bias, activation, rows=self.rows, out_dtype=dtype, config=config
+                )  # fmt: skip
+            else:
+                y = matmul(all_gather(ctx, x, rows=self.rows), w, bias, activation, out_dtype=dtype)
+            return y[:, :0] if empty else y
+        if x.shape[1] == 0:  # nothing of k: zeros
+            x, w = x.new_zeros(x.shape[0], 1), w.new_zeros(w.shape[0], 1)
+        if not self.overlap:
+            part = matmul(x, w, out_dtype=self.wire)
+            return all_reduce(ctx, part) if self.pattern == "GEMM+AR" else reduce_scatter(ctx, part, rows=self.rows)
+        options = {"out_dtype": dtype, "wire_dtype": self.wire, "config": self._config(ctx, x, w)}
+        if self.pattern == "GEMM+AR":
+            return matmul_all_reduce(ctx, x, w, bias, activation, **options)
+        return matmul_reduce_scatter(ctx, x, w, bias, activation, rows=self.rows, **options)
+
+    def _config(self, ctx: Context, x, w):
+        if self.num_comm is None:
+            return None
+        config = default_overlap(self.layout.n, w.shape[0], x.dtype, ctx.size, ctx.num_programs, all_tma(x, w))
+        return dataclasses.replace(config, num_comm=self.num_comm)
+
+    def _gradient(self, ctx: Context, y, x, w) -> torch.Tensor:
+        """The bias gradient in fp32: y [n, m] summed over n, or the operands, as they were passed, over k."""
+        if BGRAD in self.epilog:
+            value = y.sum(0)
+        else:
+            value = (w if MatmulEpilog.BGRADA in self.epilog else x).sum(1, dtype=torch.float32)
+        if self.sums is None:
+            return value
+        extent, mine, kept = self.sums
+        return all_reduce(ctx, value.new_zeros(extent).index_add_(0, mine, value))[kept]
+
+
+def _transposed(owned):
+    return [(columns, rows) for rows, columns in owned]

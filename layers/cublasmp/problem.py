@@ -1,0 +1,330 @@
+"""What is to be multiplied, compared between ranks, and how: which collective, from which distributions.
+
+Letters, as in cuBLASMp: D[m, n] = epilog(alpha op(A)[m, k] op(B)[k, n] + beta C[m, n]); P ranks. A matrix is "split
+over m" if the ranks own consecutive slabs of that dimension in their order, of whatever sizes.
+
+    pattern     op(A)       op(B)       D               on the wire
+    AG+GEMM     split m     split n     split m         op(B), gathered
+    GEMM+RS     split k     split k     split n         partial sums, each to the rank that owns its columns
+    GEMM+AR     split k     split k     on every rank   partial sums, then their totals
+    local                                               nothing: one rank
+
+What is distributed in another way is redistributed to or from the nearest pattern: the one that moves fewer matrices.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from tkernels.comm.collectives import split_rows
+from tkernels.comm.errors import MismatchError
+from tkernels.gemm import DTYPES
+from tkernels.layers.cublasmp.distributions import (
+    Box,
+    Distribution,
+    Owned,
+    covers_once,
+    local_shape,
+    slabs,
+    split_of,
+)
+from tkernels.layers.cublasmp.options import (
+    EPILOGS,
+    MatmulAlgoType,
+    MatmulComputeType,
+    MatmulEpilog,
+    MatmulOptions,
+    MatmulPlanPreferences,
+)
+
+AUX, BGRAD = MatmulEpilog(128), MatmulEpilog(16)
+D_RELU, D_GELU = MatmulEpilog(8), MatmulEpilog(64)  # the bits in DRELU and DGELU that nothing else has
+
+
+class Operand(NamedTuple):
+    """What of a tensor matters to a plan."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Operand":
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+
+class Problem(NamedTuple):
+    """All of one rank's call that changes what is done, read column by column: a plan's key.
+
+    inputs: the epilog's, by name. Scalars are not in it: one plan serves every alpha and beta.
+    """
+
+    a: Operand
+    b: Operand
+    c: Operand | None
+    distributions: tuple[Distribution, Distribution, Distribution]
+    transposes: tuple[bool, bool]
+    epilog: MatmulEpilog
+    inputs: tuple[tuple[str, Operand], ...]
+    options: MatmulOptions
+    preferences: MatmulPlanPreferences
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a problem comes to, the same on every rank.
+
+    splits: by letter, its extent on each rank, for the letters that the pattern splits.
+    owned: by name, a, b and d as they are passed and returned; wanted: as the pattern has them.
+    redistributed: the names for which the two differ.
+    """
+
+    m: int
+    n: int
+    k: int
+    pattern: str
+    algorithm: MatmulAlgoType
+    splits: dict[str, tuple[int, ...]]
+    owned: dict[str, list[Owned]]
+    wanted: dict[str, list[Owned]]
+    redistributed: tuple[str, ...]
+    result_dtype: torch.dtype
+    wire_dtype: torch.dtype
+
+
+Split = tuple[str, tuple[int, ...]]  # a letter, and its extent on each rank
+
+
+def infer(
+    extents: dict[str, int], size: int, splits: dict[str, Split | None], all_reduce: bool
+) -> tuple[str, dict[str, Split]]:
+    """(pattern, the split that it wants of each matrix), the one that redistributes the fewest. A pure function.
+
+    extents: of m, n and k. splits: of a, b and d as they are, None for what is no split.
+    """
+    if size == 1:
+        return "local", {}
+
+    def split(letter: str, *names: str) -> Split:
+        found = (splits[name] for name in names if splits[name] and splits[name][0] == letter)
+        return next(found, (letter, split_rows(extents[letter], size)))
+
+    k = split("k", "a", "b")
+    if all_reduce:
+        return "GEMM+AR", {"a": k, "b": k}
+    m = split("m", "d", "a")
+    choices = {
+        "AG+GEMM": {"a": m, "b": split("n", "b"), "d": m},
+        "GEMM+RS": {"a": k, "b": k, "d": split("n", "d")},
+    }
+    pattern = min(choices, key=lambda name: len(redistributed(splits, choices[name])))
+    return pattern, choices[pattern]
+
+
+def redistributed(splits: dict[str, Split | None], wanted: dict[str, Split]) -> tuple[str, ...]:
+    """The names of the matrices that are not split as wanted."""
+    return tuple(name for name, split in wanted.items() if splits[name] != split)
+
+
+def resolve(everyone: list, scalars: list[tuple], num_programs: int) -> Layout:
+    """The layout of the ranks' problems, or the error that all of them raise: it depends on nothing else.
+
+    everyone: by rank, its Problem, or the exception that kept it from making one. scalars: by rank, (alpha, beta).
+    Raises what a rank ran into; MismatchError where ranks differ; ValueError or TypeError for what can't be multiplied.
+    """
+    for rank, problem in enumerate(everyone):
+        if isinstance(problem, Exception):
+            raise type(problem)(f"rank {rank}: {problem}")
+    _compare(everyone, scalars)
+    size, first = len(everyone), everyone[0]
+    names = ("a", "b", "c") if first.c is not None else ("a", "b")
+    for name in names:
+        _check_matrix(name, [getattr(problem, name) for problem in everyone])
+    dtype = first.a.dtype
+    if dtype not in DTYPES or first.b.dtype != dtype:
+        raise TypeError(f"A is {dtype} and B is {first.b.dtype}; both must be float32, float16 or bfloat16 alike")
+    result_dtype, wire_dtype = _check_options(first, num_programs)
+
+    distributions = dict(zip("abd", zip(*(problem.distributions for problem in everyone), strict=True), strict=True))
+    for name, by_rank in distributions.items():
+        if not isinstance(by_rank[0], Distribution):
+            raise TypeError(
+                f"the distribution of {name.upper()} is {by_rank[0]!r}; pass Slab.X, BlockCyclic or another"
+            )
+        by_rank[0].check_size(size)
+    shapes, owned = {}, {}
+    for name in "ab":
+        shapes[name], owned[name] = _spread(name, distributions[name], [getattr(p, name).shape for p in everyone])
+    (m, k), (other_k, n) = (_op(shapes[name], first.transposes[index]) for index, name in enumerate("ab"))
+    if k != other_k:
+        raise ValueError(
+            f"op(A) is {(m, k)} and op(B) is {(other_k, n)}, over all ranks; k, the second and the first, must match"
+        )
+    if min(m, n, k) < 1:
+        raise ValueError(f"m, n, k = {m}, {n}, {k} must each be at least 1")
+
+    all_reduce = MatmulEpilog.ALLREDUCE in first.epilog
+    if all_reduce:
+        owned["d"] = [(((0, m),), ((0, n),))] * size
+    else:
+        owned["d"] = [distribution.owned((m, n), rank, size) for rank, distribution in enumerate(distributions["d"])]
+        if isinstance(distributions["d"][0], Box) and not covers_once((m, n), owned["d"]):
+            raise ValueError(f"D is {(m, n)}, but its distributions by rank cover another matrix: {distributions['d']}")
+    for rank, problem in enumerate(everyone):
+        _check_local(rank, problem, local_shape(owned["d"][rank]), result_dtype)
+
+    letters = {
+        "a": "km" if first.transposes[0] else "mk",
+        "b": "nk" if first.transposes[1] else "kn",
+        "d": "mn",
+    }
+    extents = {"m": m, "n": n, "k": k}
+    shapes["d"] = (m, n)
+    splits = {name: split_of(shapes[name], owned[name]) for name in owned}
+    splits = {name: (letters[name][split[0]], split[1]) if split else None for name, split in splits.items()}
+    pattern, targets = infer(extents, size, splits, all_reduce)
+    moved = redistributed(splits, targets)
+    wanted = {name: slabs(shapes[name], letters[name].index(targets[name][0]), targets[name][1]) for name in moved}
+    overlap = pattern != "local" and first.options.algo_type != MatmulAlgoType.NO_OVERLAP
+    algorithm = MatmulAlgoType.ATOMIC_P2P if overlap else MatmulAlgoType.NO_OVERLAP
+    return Layout(m, n, k, pattern, algorithm, dict(targets.values()), owned, wanted, moved, result_dtype, wire_dtype)
+
+
+def _compare(everyone: list[Problem], scalars: list[tuple]):
+    """Raises MismatchError for what must be the same on all ranks and is not."""
+    boxes = [
+        all(isinstance(d, Box) for d in by_rank) for by_rank in zip(*(p.distributions for p in everyone), strict=True)
+    ]
+    shared = [
+        {
+            "operands": ("a", "b") if problem.c is None else ("a", "b", "c"),
+            "dtypes": tuple(operand.dtype for operand in (problem.a, problem.b, problem.c) if operand),
+            "distributions": tuple(
+                "Box" if box else distribution for box, distribution in zip(boxes, problem.distributions, strict=True)
+            ),
+            "qualifiers": problem.transposes,
+            "epilog": problem.epilog,
+            "epilog_inputs": tuple((name, operand.dtype) for name, operand in problem.inputs),
+            "options": problem.options,
+            "preferences": problem.preferences,
+            "alpha": alpha,
+            "beta": beta,
+        }
+        for problem, (alpha, beta) in zip(everyone, scalars, strict=True)
+    ]
+    for name in shared[0]:
+        values = [rank[name] for rank in shared]
+        if any(value != values[0] for value in values):
+            by_rank = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            raise MismatchError(f"cublasmp: {name} differ between ranks, and must not: {by_rank}")
+
+
+def _check_matrix(name: str, by_rank: list[Operand]):
+    for rank, operand in enumerate(by_rank):
+        if len(operand.shape) != 2:
+            raise ValueError(f"rank {rank}: {name.upper()} must be a matrix, but has shape {operand.shape}")
+        if 1 not in operand.strides and 0 not in operand.shape:
+            raise ValueError(
+                f"rank {rank}: {name.upper()} has strides {operand.strides}, neither of which is 1; pass a contiguous "
+                f"matrix or the transpose of one"
+            )
+
+
+def _check_options(problem: Problem, num_programs: int) -> tuple[torch.dtype, torch.dtype]:
+    """The dtypes of the result and of partial sums on the wire. Raises ValueError or TypeError."""
+    options, dtype, epilog = problem.options, problem.a.dtype, problem.epilog
+    if epilog & ~MatmulEpilog.ALLREDUCE not in EPILOGS:
+        raise ValueError(f"epilog={epilog!r} is no MatmulEpilog; ALLREDUCE alone may be or-ed with another one")
+    needed = set(required_inputs(epilog))
+    if needed != {name for name, _ in problem.inputs}:
+        raise ValueError(
+            f"the epilog {epilog!r} takes epilog_inputs {sorted(needed)}, not {[name for name, _ in problem.inputs]}"
+        )
+    result_dtype = options.result_type or dtype
+    if result_dtype not in (dtype, torch.float32):
+        raise ValueError(f"result_type={result_dtype} must be {dtype}, the operands' dtype, or float32")
+    wire_dtype = options.communication_type or torch.float32
+    if wire_dtype not in (dtype, torch.float32) or wire_dtype.itemsize < result_dtype.itemsize:
+        raise ValueError(
+            f"communication_type={wire_dtype} must be float32 or the operands' dtype, {dtype}, and no narrower than "
+            f"the result's, {result_dtype}"
+        )
+    aux = problem.preferences.epilog.aux_type
+    if aux not in (None, result_dtype):
+        raise ValueError(f"aux_type={aux} must be the result's dtype, {result_dtype}")
+    compute, tf32 = options.compute_type, torch.backends.cuda.matmul.allow_tf32
+    if dtype == torch.float32 and compute is not None and tf32 != (compute == MatmulComputeType.COMPUTE_32F_FAST_TF32):
+        raise ValueError(
+            f"compute_type={compute.name}, but torch.backends.cuda.matmul.allow_tf32 is {tf32}, which decides for "
+            f"float32 products; set it to {not tf32}"
+        )
+    if compute == MatmulComputeType.COMPUTE_32F_FAST_TF32 and dtype != torch.float32:
+        raise ValueError(f"compute_type={compute.name} is for float32 operands, not {dtype}")
+    count = options.sm_count_communication
+    if count is not None and count >= num_programs:
+        raise ValueError(
+            f"sm_count_communication={count}, but there are {num_programs} programs, of which at least one must not "
+            f"send; pass at most {num_programs - 1}, or init(num_programs=...)"
+        )
+    return result_dtype, wire_dtype
+
+
+def required_inputs(epilog: MatmulEpilog) -> tuple[str, ...]:
+    """The names of the inputs that an epilog needs."""
+    inputs = ("bias",) if MatmulEpilog.BIAS in epilog else ()
+    return inputs + (("relu_aux",) if D_RELU in epilog else ("gelu_aux",) if D_GELU in epilog else ())
+
+
+def relu_aux_shape(m: int, n: int) -> tuple[int, int]:
+    """Of the bits of an m x n matrix, one below the other: 8 a byte, padded to 16 bytes a column."""
+    return round_up(-(-m // 8), 16), n
+
+
+def gelu_aux_shape(m: int, n: int) -> tuple[int, int]:
+    """Of the values of an m x n matrix, padded to 8 a column."""
+    return round_up(m, 8), n
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _spread(name: str, by_rank, shapes) -> tuple[tuple[int, int], list[Owned]]:
+    """The shape of the whole matrix, and what each rank owns. Raises ValueError if a rank's shape doesn't fit."""
+    shape = by_rank[0].global_shape(list(by_rank), shapes)
+    owned = [distribution.owned(shape, rank, len(shapes)) for rank, distribution in enumerate(by_rank)]
+    for rank, (mine, found) in enumerate(zip(owned, shapes, strict=True)):
+        if local_shape(mine) != found:
+            raise ValueError(
+                f"rank {rank}: {name.upper()} is {found}, but {by_rank[rank]} of {shape}, what all ranks have "
+                f"together, gives it {local_shape(mine)}; shapes by rank: {', '.join(map(str, shapes))}"
+            )
+    if isinstance(by_rank[0], Box) and not covers_once(shape, owned):
+        raise ValueError(f"the boxes of {name.upper()} must cover it once, all {shape} of it: {by_rank}")
+    return shape, owned
+
+
+def _op(shape, transposed: bool) -> tuple[int, int]:
+    return shape[::-1] if transposed else shape
+
+
+def _check_local(rank: int, problem: Problem, d: tuple[int, int], result_dtype: torch.dtype):
+    """That C and the epilog's inputs fit the rank's part of D."""
+    if problem.c is not None and (problem.c.shape != d or problem.c.dtype != result_dtype):
+        raise ValueError(
+            f"rank {rank}: C is {problem.c.dtype} {problem.c.shape}, but this rank's part of D is {result_dtype} {d}"
+        )
+    wanted = {
+        "bias": ((d[0],), result_dtype),
+        "relu_aux": (relu_aux_shape(*d), torch.uint8),
+        "gelu_aux": (gelu_aux_shape(*d), result_dtype),
+    }
+    for name, operand in problem.inputs:
+        shape = operand.shape[:1] if name == "bias" and operand.shape[1:] == (1,) else operand.shape
+        if (shape, operand.dtype) != wanted[name]:
+            raise ValueError(
+                f"rank {rank}: {name} is {operand.dtype} {operand.shape}, but for its part of D, {d}, it must be "
+                f"{wanted[name][1]} {wanted[name][0]}"
+            )
