@@ -452,6 +452,16 @@ def test_invariant_9_captured_joins_at_the_edges_and_leaves_one_external_event(s
     sim.check()
 
 
+def test_invariant_9_side_streams_fork_from_the_capture_and_join_it(sim):
+    with sim:
+        comm = sim.Stream("comm")
+        data = torch.ones(2)
+        with captured(Graph(sim), streams=[comm], dev=sim):
+            sim.launch("on the side", reads=[data], stream=comm)
+        data.fill_(2)
+    sim.check()
+
+
 def test_invariant_9_a_replay_runs_after_what_was_launched_on_its_slots_since(sim):
     """The wrong form is the bare replay, which knows nothing of the slots."""
 
