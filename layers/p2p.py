@@ -150,12 +150,15 @@ class P2PCommunicator:
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.dev = torch.get_device_module(self.device) if dev is None else dev
+        self._blocking_bytes = float("inf")  # a send of more may block the host until its peer receives
         if self.size == 1:
             self._wire = None
         elif backend == "nvshmem":
             slot_bytes = SLOT_BYTES[ctx.runtime] if slot_bytes is None else slot_bytes
             copies = max(2, max_inflight) if copies is None else copies
             self._wire = _ChannelWire(ctx, slot_bytes, copies)
+            if self._wire.synchronous:
+                self._blocking_bytes = slot_bytes * copies
         elif isinstance(backend, str):
             self._wire = _TorchWire(self.group, backend, self.dev)
         else:
@@ -287,7 +290,7 @@ class P2PCommunicator:
     def _start(self, send: dict, receive: dict, in_order: bool) -> tuple[dict, dict[str, P2PHandle]]:
         """Start the transfers in this rank's order; returns what will be received, and handles, by edge.
 
-        in_order: where receives run only when they are waited for, wait for each before the next transfer starts.
+        in_order: receive what may block its sender's host before the next transfer starts.
         """
         received, handles = {}, {}
         for edge in ISSUE_ORDER[self.rank % 2]:
@@ -296,7 +299,7 @@ class P2PCommunicator:
                 handles[edge] = self._send(edge, send[edge])
             elif edge in receive:
                 received[edge], handles[edge] = self._receive(edge, receive[edge], self.dtype)
-                if in_order and getattr(self._wire, "synchronous", False):
+                if in_order and any(part.nbytes > self._blocking_bytes for part in leaves(received[edge])):
                     handles[edge].wait()
         return received, handles
 
@@ -456,8 +459,6 @@ class _TorchWire:
     NCCL runs what one group sends and receives on a rank in one order. So that a receive that is posted early never
     holds up a send, the edges of a direction are coloured, and no rank has two edges of one colour.
     """
-
-    synchronous = False
 
     def __init__(self, group: Group, backend: str, dev):
         ranks, world = group.global_ranks, dist.get_world_size()

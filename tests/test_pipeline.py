@@ -38,8 +38,6 @@ class Ranks(Group):
 class Recorder:
     """A wire that writes down what is asked of it: (verb, edge, number of the message on that edge)."""
 
-    synchronous = False
-
     def __init__(self):
         self.trace, self.count = [], defaultdict(itertools.count)
 
