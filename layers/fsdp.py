@@ -28,7 +28,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 import tkernels
 from tkernels.comm import Context, LeaseError, MismatchError, Slot, current_context
@@ -396,7 +396,6 @@ class _Unit:
             self._conceal()
             if self.owner._next(1) != [self]:  # the last unit of forward is the first of backward
                 self._release()
-            self.owner._gather_ahead()
 
     def close(self):
         """Give everything back, whatever state it is in."""
@@ -405,7 +404,7 @@ class _Unit:
         self.uses, self.missing = 0, set()
         self._forwards.clear()
         for call in self._open_calls:
-            call.left = None
+            call.open = False
         self._open_calls.clear()
         for flat in self.trained:
             flat.staged.clear()
@@ -428,15 +427,19 @@ class _Unit:
     def _before_forward(self, module, args, kwargs):
         recomputed = self.uses > 0  # inside its own backward
         self.use()
-        watch = torch.is_grad_enabled() and not recomputed
-        self._forwards.append(_Call(self, _differentiable((args, kwargs))) if watch else None)
+        if not torch.is_grad_enabled() or recomputed:
+            self._forwards.append(None)
+            return args, kwargs
+        call = _Call(self)
+        self._forwards.append(call)
+        return call.watch_inputs(args, kwargs)
 
     def _after_forward(self, module, args, output):
         if not self._forwards:  # it failed before it began
             return
         call = self._forwards.pop()
         if call is not None:
-            call.watch(_differentiable(output))
+            call.watch_outputs(output)
         self.unuse()
 
     @torch.no_grad()
@@ -448,7 +451,7 @@ class _Unit:
             self._stage(flat, index)
         if not self.missing:
             self.reduce()
-            for call in [call for call in self._open_calls if call.left == 0]:
+            for call in [call for call in self._open_calls if not call.inputs]:
                 call.end()
 
     def _stage(self, flat: _FlatParameter, index: int):
@@ -482,46 +485,62 @@ class _Unit:
 
 
 class _Call:
-    """One forward of a unit. Its backward begins with the gradient of an output, and ends with those of all inputs.
+    """One forward of a unit. Its backward begins with the gradient of an output, and ends with those of its inputs.
 
-    left: inputs without a gradient yet, None while no backward is under way. A unit none of whose inputs wants one ends
-    with the gradients of its parameters; whatever gets no gradient at all, at the end of backward.
+    inputs: how many want a gradient. A unit none of whose inputs does ends with the gradients of its parameters, and
+    whatever gets no gradient at all, at the end of backward. open: whether its backward is under way.
     """
 
-    def __init__(self, unit: _Unit, inputs: list[torch.Tensor]):
-        self.unit, self.num_inputs, self.left = unit, len(inputs), None
+    def __init__(self, unit: _Unit):
+        self.unit, self.inputs, self.open = unit, 0, False
         self._addresses = _addresses(unit)
-        for tensor in inputs:
-            tensor.register_hook(self._input_done)
 
-    def watch(self, outputs: list[torch.Tensor]):
-        for tensor in outputs:
+    def watch_inputs(self, args, kwargs):
+        inputs = _differentiable((args, kwargs))
+        self.inputs = len(inputs)
+        if not inputs:
+            return args, kwargs
+        passed = dict(zip(map(id, inputs), _Inputs.apply(self, *inputs), strict=True))
+        return tree_map(lambda leaf: passed.get(id(leaf), leaf), (args, kwargs))
+
+    def watch_outputs(self, output):
+        for tensor in _differentiable(output):
             tensor.register_hook(self._begin)
 
     def _begin(self, _):
-        if self.left is not None:  # with the gradient of another output
+        if self.open:  # with the gradient of another output
             return
         self.unit.owner._begin_backward()
-        self.left = self.num_inputs
+        self.open = True
         self.unit._open_calls.append(self)
         self.unit.use()
         if _addresses(self.unit) != self._addresses:
             raise LeaseError(
-                f"FullyShard: unit {self.unit.name} lies elsewhere now than in the forward whose backward this is; run "
-                f"the forwards of one backward, and no others, since the order of units last changed"
+                f"FullyShard: unit {self.unit.name} lies elsewhere now than in the forward whose backward this is"
             )
 
-    def _input_done(self, _):
-        if self.left:
-            self.left -= 1
-            if self.left == 0:
-                self.end()
-
     def end(self):
-        self.left = None
-        self.unit._open_calls.remove(self)
-        self.unit.reduce()
-        self.unit.unuse()
+        if self.open:
+            self.open = False
+            self.unit._open_calls.remove(self)
+            self.unit.reduce()
+            self.unit.unuse()
+
+
+class _Inputs(torch.autograd.Function):
+    """The inputs of a unit, as they are. Their gradients come here last of all that backward computes in the unit:
+    autograd runs what is ready in the reverse order of forward, and this was its first node."""
+
+    @staticmethod
+    def forward(ctx, call: _Call, *tensors):
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        return tensors
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        ctx.call.end()
+        return None, *gradients
 
 
 def _addresses(unit: _Unit) -> list[int]:

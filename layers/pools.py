@@ -193,8 +193,12 @@ class FixedPoolPlan(MaxPoolPlan):
         classes = defaultdict(list)
         for unit, buckets in units.items():
             classes[tuple(sorted((str(bucket.dtype), bucket.numel) for bucket in buckets))].append(unit)
-        # Ties, and so the plan, depend on the buckets alone, not on the order of the units.
-        pooled = max(sorted(classes.items()), key=lambda item: len(item[1]), default=((), []))[1]
+        # Of classes with as many units the larger one, then the first by its buckets: never by the order of units.
+        pooled = max(
+            sorted(classes.items()),
+            key=lambda item: (len(item[1]), sum(bucket.nbytes for bucket in units[item[1][0]])),
+            default=((), []),
+        )[1]
         left = [bucket for unit, buckets in units.items() if unit not in pooled for bucket in buckets]
         return super().build(
             {unit: units[unit] for unit in pooled},

@@ -1,0 +1,701 @@
+"""FullyShard: the unsharded model's losses, the same bits whatever the streams do, and what it refuses."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+from transports import gpu_only, message_on_every_rank
+
+import tkernels
+from tkernels.comm import Fence, LeaseError, MismatchError, Slot
+from tkernels.comm.lease import captured
+from tkernels.demo.data import Text
+from tkernels.demo.model import Block, ModelConfig, Transformer
+from tkernels.demo.training import ADAM_EPSILON, LEARNING_RATE, allowed_loss
+from tkernels.layers.fsdp import FullyShard
+from tkernels.testing.compare import assert_close_to, integers, normal
+from tkernels.testing.streams import Race, Simulator, subsets
+
+FEATURES = 8
+LATE = 10_000_000  # cycles, about 5 ms: several times what the host needs for a unit
+
+
+class Dense(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(FEATURES)
+        self.up, self.down = nn.Linear(FEATURES, 40), nn.Linear(40, FEATURES)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class StateSpace(nn.Module):
+    """Shaped like a state-space layer: a gate, a decay, and no bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.into, self.out = nn.Linear(FEATURES, 32, bias=False), nn.Linear(16, FEATURES, bias=False)
+        self.decay = nn.Parameter(torch.linspace(0.1, 0.9, 16))
+
+    def forward(self, x):
+        values, gate = self.into(x).chunk(2, dim=-1)
+        return x + self.out(values * self.decay * torch.sigmoid(gate))
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(FEATURES, 3)
+        self.weight = nn.Parameter(0.1 * torch.randn(3, FEATURES, FEATURES))
+
+    def forward(self, x):
+        share = self.router(x).softmax(-1)
+        return x + torch.einsum("be,bf,efg->bg", share, x, self.weight)
+
+
+class Hybrid(nn.Module):
+    """Units of three shapes between two layers that belong to none."""
+
+    def __init__(self, kinds=(Dense, StateSpace, Experts, Dense, StateSpace)):
+        super().__init__()
+        self.embed = nn.Linear(4, FEATURES)
+        self.layers = nn.ModuleList(kind() for kind in kinds)
+        self.head = nn.Linear(FEATURES, 3)
+
+    def forward(self, x, order=None):
+        x = self.embed(x)
+        for i in order or range(len(self.layers)):
+            x = self.layers[i](x)
+        return self.head(x)
+
+
+UNITS = (Dense, StateSpace, Experts)
+
+
+def hybrid(ctx, seed=0, dtype=torch.float32, **options):
+    torch.manual_seed(seed)
+    return Hybrid(**options).to(ctx.device, dtype)
+
+
+def batches(ctx, steps, dtype=torch.float32):
+    """Each step's whole batch, [4 * R, 4]: the same on every rank."""
+    return [normal((4 * ctx.size, 4), dtype, 100 + step, device=ctx.device) for step in range(steps)]
+
+
+def own(ctx, batch):
+    return batch.chunk(ctx.size)[ctx.rank]
+
+
+def train(ctx, model, data, optimizer=None, part=own):
+    """One step for each batch; returns this rank's losses."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
+    losses = []
+    for batch in data:
+        loss = model(part(ctx, batch)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def same_bits(first: FullyShard, second: FullyShard):
+    return all(torch.equal(a, b) for a, b in zip(first.shards.values(), second.shards.values(), strict=True))
+
+
+def whole_batch(ctx, batch):
+    return batch
+
+
+def assert_trained_alike(ctx, sharded, unsharded, steps):
+    """The same weights, but for the order in which gradients are added up in each step."""
+    full, reference = sharded.gather_state_dict(), unsharded.state_dict()
+    assert list(full) == list(reference)
+    for name, value in reference.items():
+        assert_close_to(full[name].to(ctx.device), value.double(), terms=64 * steps)
+
+
+# The same training as unsharded
+
+
+def demo_losses(ctx, model, config, steps, part, seed=3):
+    generator, text = torch.Generator().manual_seed(seed), Text.of_python_help()
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, betas=(0.9, 0.95), eps=ADAM_EPSILON)
+    losses = []
+    positions = torch.arange(config.sequence, device=ctx.device)
+    for _ in range(steps):
+        tokens, targets = (part(t.to(ctx.device)) for t in text.batch(config.sequence, config.batch, generator))
+        loss = F.cross_entropy(model(tokens, positions).float().flatten(0, 1), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+@pytest.mark.ranks(2, 4)
+def test_the_demo_model_trains_to_the_losses_of_the_unsharded_one(ctx):
+    steps = 6
+    vocabulary = len(Text.of_python_help().vocabulary)
+    config = ModelConfig(vocabulary=vocabulary, sequence=16, batch=2 * ctx.size, heads=2, layers=3)
+    torch.manual_seed(0)
+    model = Transformer(config).to(ctx.device)
+    columns = slice(2 * ctx.rank, 2 * ctx.rank + 2)
+    with sdpa_kernel(SDPBackend.MATH):  # the same bits on every run
+        results = []
+        for overlap in (True, False):
+            sharded = FullyShard(copy.deepcopy(model), Block, ctx=ctx, overlap=overlap)
+            results.append((demo_losses(ctx, sharded, config, steps, lambda t: t[:, columns]), sharded))
+        want = demo_losses(ctx, model, config, steps, lambda t: t)
+    (losses, first), (without_overlap, second) = results
+    assert torch.equal(losses, without_overlap) and same_bits(first, second)
+    mean = tkernels.all_reduce(losses, ctx=ctx) / ctx.size
+    assert abs(want[0].item() - math.log(vocabulary)) < 0.1 and want[-1] < want[0] - 0.3
+    for step in range(steps):
+        allowed = allowed_loss(config, torch.float32, want[step].item(), step)
+        assert abs(mean[step] - want[step]).item() <= allowed, step
+
+
+@pytest.mark.ranks(2)
+def test_a_lost_gradient_of_one_rank_would_be_noticed(ctx):
+    config = ModelConfig(vocabulary=79, sequence=16, batch=4, heads=2)
+    torch.manual_seed(0)
+    model = Transformer(config).to(ctx.device)
+    columns = slice(2 * ctx.rank, 2 * ctx.rank + 2)
+    sharded = FullyShard(copy.deepcopy(model), Block, ctx=ctx)
+    reduce = sharded._reduce
+
+    def lose(flat):
+        if ctx.rank == 1 and flat.id.startswith("blocks.1"):
+            sharded.gradient_pool.acquire(flat.id).tensor.zero_()
+        reduce(flat)
+
+    sharded._reduce = lose
+    losses = demo_losses(ctx, sharded, config, 4, lambda t: t[:, columns])
+    want = demo_losses(ctx, model, config, 4, lambda t: t)
+    mean = tkernels.all_reduce(losses, ctx=ctx) / ctx.size
+    assert abs(mean - want)[3].item() > 10 * allowed_loss(config, torch.float32, want[3].item(), 3)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_units_of_different_shapes_train_as_without_a_pool(ctx, dtype):
+    data = batches(ctx, 4, dtype)
+    pooled = FullyShard(hybrid(ctx, dtype=dtype), UNITS, ctx=ctx, memory="symmetric")
+    alone = FullyShard(hybrid(ctx, dtype=dtype), UNITS, ctx=ctx, pool="fixed", overlap=False)
+    assert len(alone.parameter_pool.plan.others) == 4 and len(pooled.parameter_pool.plan.others) == 1
+    losses = [train(ctx, model, data) for model in (pooled, alone)]
+    assert torch.equal(*losses) and same_bits(pooled, alone)
+    pooled.parameter_pool.check_order()
+    pooled.gradient_pool.check_order()
+    if dtype is torch.float32:
+        unsharded = hybrid(ctx)
+        train(ctx, unsharded, data, part=whole_batch)
+        assert_trained_alike(ctx, pooled, unsharded, 4)
+    for pool in (pooled.parameter_pool, pooled.gradient_pool):
+        pool.close()
+
+
+@pytest.mark.ranks(2)
+def test_every_bucket_stays_where_it_is_from_the_first_step_on(ctx):
+    sharded = FullyShard(hybrid(ctx), UNITS, ctx=ctx)
+    seen, acquire = {}, sharded.parameter_pool.acquire
+
+    def watch(bucket):
+        lease = acquire(bucket)
+        seen.setdefault(bucket, set()).add(lease.tensor.data_ptr())
+        return lease
+
+    sharded.parameter_pool.acquire = watch
+    train(ctx, sharded, batches(ctx, 4))
+    with torch.no_grad():
+        sharded(own(ctx, batches(ctx, 1)[0]))
+    train(ctx, sharded, batches(ctx, 2))
+    assert len(seen) == 6 and all(len(addresses) == 1 for addresses in seen.values())
+
+
+@pytest.mark.ranks(2)
+def test_one_unit_is_gathered_ahead_once_the_order_is_known(ctx):
+    sharded = FullyShard(hybrid(ctx), UNITS, ctx=ctx)
+    events, gather = [], sharded._gather
+    sharded._gather = lambda flat: events.append(f"gather {flat.id[7]}") or gather(flat)
+    for i, layer in enumerate(sharded.module.layers):
+        layer.register_forward_pre_hook(lambda module, args, i=i: events.append(f"use {i}"))
+    x = own(ctx, batches(ctx, 1)[0])
+    sharded(x).sum().backward()
+    del events[0]  # the root
+    first = [f"{verb} {i}" for i in range(5) for verb in ("gather", "use")]
+    assert events == first + [f"gather {i}" for i in (4, 3, 2, 1, 0)]
+    events.clear()
+    sharded(x).sum().backward()
+    forward = ["gather 0", "gather 1", "use 0", "gather 2", "use 1", "gather 3", "use 2", "gather 4", "use 3"]
+    # The last unit of forward is the first of backward: it stays.
+    assert events[1:] == [*forward, "gather 3", "use 4", "gather 2", "gather 1", "gather 0"]
+
+
+# What training does besides
+
+
+@pytest.mark.ranks(2)
+def test_accumulated_gradients_are_those_of_the_whole_batch(ctx):
+    parts = batches(ctx, 3)
+    unsharded, sharded = hybrid(ctx), FullyShard(hybrid(ctx), UNITS, ctx=ctx)
+    unsharded(torch.cat(parts)).square().sum().backward()
+    reduced = []
+    reduce = sharded._reduce
+    sharded._reduce = lambda flat: reduced.append(flat.id) or reduce(flat)
+    grads = []
+    for silent in (True, False):
+        for i, part in enumerate(parts):
+            if silent and i < 2:
+                with sharded.no_sync():
+                    sharded(own(ctx, part)).square().sum().backward()
+                assert not reduced
+            else:
+                sharded(own(ctx, part)).square().sum().backward()
+        assert len(reduced) == (6 if silent else 18)
+        reduced.clear()
+        grads.append([shard.grad.clone() for shard in sharded.shards.values()])
+        sharded.zero_grad()
+    for once, each, flat in zip(*grads, sharded._flats.values(), strict=True):
+        whole = [tkernels.all_gather(grad, ctx=ctx) * ctx.size for grad in (once, each)]
+        for names, *views in zip(flat.names, *(flat.views(w) for w in whole), strict=True):
+            want = unsharded.get_parameter(names[0]).grad.double()
+            scale = want.abs().max()
+            for view in views:
+                assert_close_to(view / scale, want / scale, terms=512)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_units_give_the_same_bits(ctx, reentrant):
+    class Checkpointed(Hybrid):
+        def forward(self, x):
+            x = self.embed(x)
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=reentrant)
+            return self.head(x)
+
+    data = batches(ctx, 4)
+    torch.manual_seed(0)
+    recomputing = FullyShard(Checkpointed().to(ctx.device), UNITS, ctx=ctx)
+    keeping = FullyShard(hybrid(ctx), UNITS, ctx=ctx)
+    losses = [train(ctx, model, data) for model in (recomputing, keeping)]
+    assert torch.equal(*losses) and same_bits(recomputing, keeping)
+
+
+@pytest.mark.ranks(2)
+def test_tied_parameters_are_one_and_belong_to_the_root(ctx):
+    def tied():
+        model = hybrid(ctx, kinds=(Dense, StateSpace, Dense))
+        model.layers[2].up.weight = model.layers[0].up.weight  # of two units
+        model.head.weight = nn.Parameter(model.head.weight[:, :4].detach().clone().t().contiguous().t())
+        model.head = nn.Linear(FEATURES, 4, device=ctx.device)
+        model.extra = nn.Linear(4, FEATURES, device=ctx.device)
+        model.extra.weight = model.embed.weight  # within the root, and never used through this name
+        return model
+
+    torch.manual_seed(1)
+    unsharded = tied()
+    sharded = FullyShard(copy.deepcopy(unsharded), UNITS, ctx=ctx)
+    root = [names for flat in sharded._root.flats for names in flat.names]
+    assert ["layers.0.up.weight", "layers.2.up.weight"] in root and ["embed.weight", "extra.weight"] in root
+    data = batches(ctx, 3)
+    train(ctx, sharded, data)
+    train(ctx, unsharded, data, part=whole_batch)
+    assert_trained_alike(ctx, sharded, unsharded, 3)
+    full = sharded.gather_state_dict()
+    assert torch.equal(full["layers.0.up.weight"], full["layers.2.up.weight"])
+
+
+@pytest.mark.ranks(2)
+def test_frozen_unused_and_mixed_parameters(ctx):
+    class Odd(Dense):
+        def __init__(self):
+            super().__init__()
+            self.unused = nn.Parameter(torch.ones(5))
+            self.up.weight.requires_grad_(False)
+            self.register_buffer("seen", torch.zeros(1))
+            self.norm.to(torch.bfloat16)
+
+        def forward(self, x):
+            return x + self.down(F.gelu(self.up(self.norm(x.bfloat16()).float())))
+
+    def odd():
+        torch.manual_seed(0)
+        return Hybrid(kinds=(Odd, StateSpace, Odd)).to(ctx.device)
+
+    unsharded, sharded = odd(), FullyShard(odd(), (Odd, StateSpace), ctx=ctx)
+    ids = {flat.id for flat in sharded._flats.values()}
+    assert {"layers.0:float32", "layers.0:bfloat16", "layers.0:float32-frozen", "layers.1:float32"} <= ids
+    data = [integers((4 * ctx.size, 4), torch.float32, step, device=ctx.device) for step in range(3)]
+    train(ctx, sharded, data)
+    train(ctx, unsharded, data, part=whole_batch)
+    full, want = sharded.gather_state_dict(), unsharded.state_dict()
+    assert list(full) != [] and full.keys() == want.keys()
+    for name in ("layers.0.unused", "layers.0.up.weight", "layers.2.seen"):
+        assert torch.equal(full[name], want[name].cpu())
+    for name, value in want.items():  # bf16 norms round once more a step
+        assert (full[name].double() - value.cpu().double()).abs().max() <= 2e-2 * value.double().abs().max(), name
+
+
+@pytest.mark.ranks(2)
+def test_units_none_of_whose_inputs_wants_a_gradient_end_with_their_parameters(ctx):
+    class Towers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.towers = nn.ModuleList(nn.Linear(4, 3) for _ in range(5))
+
+        def forward(self, x):
+            return sum(tower(x) for tower in self.towers)
+
+    torch.manual_seed(0)
+    unsharded = Towers().to(ctx.device)
+    sharded = FullyShard(copy.deepcopy(unsharded), nn.Linear, ctx=ctx)
+    data = batches(ctx, 3)
+    train(ctx, sharded, data)
+    train(ctx, unsharded, data, part=whole_batch)
+    assert_trained_alike(ctx, sharded, unsharded, 3)
+
+
+@pytest.mark.ranks(2)
+def test_another_order_and_a_failure_change_no_result(ctx):
+    sharded, plain = (FullyShard(hybrid(ctx), UNITS, ctx=ctx, overlap=overlap) for overlap in (True, False))
+    orders = [None, None, (0, 2, 1), None, (4, 3, 2, 1, 0), (0, 0, 1), None, None]
+    for order, batch in zip(orders, batches(ctx, len(orders)), strict=True):
+        for model in (sharded, plain):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            loss = model(own(ctx, batch), order).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(own(ctx, batch))
+        if order == (0, 2, 1):
+            with pytest.raises(IndexError):
+                sharded(own(ctx, batch), (0, 1, 7))
+        assert same_bits(sharded, plain), order
+    assert not sharded.parameter_pool._held and not sharded.gradient_pool._held
+
+
+@pytest.mark.ranks(2)
+def test_gradients_travel_in_the_dtype_that_is_asked_for(ctx):
+    data = batches(ctx, 1)
+    results = {}
+    for grad_dtype in (None, torch.bfloat16):
+        sharded = FullyShard(hybrid(ctx), UNITS, ctx=ctx, grad_dtype=grad_dtype)
+        buckets = sharded.gradient_pool.plan.buckets.values()
+        assert {bucket.dtype for bucket in buckets} == {grad_dtype or torch.float32}
+        sharded(own(ctx, data[0])).square().mean().backward()
+        results[grad_dtype] = torch.cat([shard.grad for shard in sharded.shards.values()])
+    assert results[None].dtype == results[torch.bfloat16].dtype == torch.float32
+    assert not torch.equal(results[None], results[torch.bfloat16])
+    # each term is rounded to bf16 on its way, and their sum once more
+    bound = 2 * torch.finfo(torch.bfloat16).eps * results[None].abs().max()
+    assert (results[None] - results[torch.bfloat16]).abs().max() <= bound
+
+
+# State and refusals
+
+
+@pytest.mark.ranks(2, 4)
+def test_a_state_dict_of_the_whole_model_goes_out_and_in(ctx):
+    unsharded = hybrid(ctx, seed=5)
+    sharded = FullyShard(hybrid(ctx, seed=6), UNITS, ctx=ctx)
+    assert sum(p.numel() for p in sharded.parameters()) < sum(p.numel() for p in unsharded.parameters())
+    want = {name: value.cpu() for name, value in unsharded.state_dict().items()}
+    sharded.load_full_state_dict(want)
+    full = sharded.gather_state_dict()
+    assert list(full) == list(want) and all(torch.equal(full[name], want[name]) for name in want)
+    rank0 = sharded.gather_state_dict(rank0_only=True)
+    assert list(rank0) == (list(want) if ctx.rank == 0 else [])
+    x = batches(ctx, 1)[0]
+    with torch.no_grad():
+        assert_close_to(sharded(x), unsharded(x).double(), terms=64)
+    again = FullyShard(hybrid(ctx, seed=6), UNITS, ctx=ctx)
+    again.load_state_dict(sharded.state_dict())
+    assert same_bits(again, sharded)
+    del want["head.bias"]
+    want["head.weight"] = want["head.weight"].t()
+    with pytest.raises(ValueError, match=r"2 entries don't fit.*bias is nothing, not \(3,\); head.weight is \(8, 3\)"):
+        sharded.load_full_state_dict(want)
+
+
+@pytest.mark.ranks(2)
+def test_what_cannot_be_sharded_is_refused_by_name(ctx):
+    class Nested(Dense):
+        def __init__(self):
+            super().__init__()
+            self.inner = Experts()
+
+    model = hybrid(ctx)
+    integer = hybrid(ctx)
+    integer.scale = nn.Parameter(torch.ones(2, device=ctx.device, dtype=torch.float64))
+    refused = [
+        (lambda: FullyShard(model, nn.Conv2d, ctx=ctx), ValueError, "no module is a unit: none is of the types Conv2d"),
+        (lambda: FullyShard(model, Hybrid, ctx=ctx), ValueError, "the module itself is of a unit's type"),
+        (
+            lambda: FullyShard(nn.Sequential(Nested()).to(ctx.device), UNITS, ctx=ctx),
+            ValueError, "unit '0.inner' lies inside unit '0'",
+        ),
+        (lambda: FullyShard(hybrid(ctx).to("meta"), UNITS, ctx=ctx), ValueError, "embed.weight is on meta; move"),
+        (lambda: FullyShard(integer, UNITS, ctx=ctx), TypeError, "scale: gradients are summed in .* not torch.float64"),
+        (lambda: FullyShard(model, UNITS, ctx=ctx, pool="rotary"), ValueError, "pool='rotary' is unknown; use"),
+        (lambda: FullyShard(hybrid(ctx), UNITS, ctx=ctx).to(torch.bfloat16), TypeError, "before it is sharded"),
+    ]  # fmt: skip
+    for call, kind, message in refused:
+        with pytest.raises(kind, match=message):
+            call()
+    train(ctx, model, [own(ctx, batches(ctx, 1)[0])])  # still whole
+    with pytest.raises(MismatchError) as error:
+        FullyShard(hybrid(ctx, seed=ctx.rank), UNITS, ctx=ctx)
+    text = message_on_every_rank(ctx, error.value)
+    assert "the modules of rank 0 and rank 1 differ in embed.weight" in text and "and more" in text
+
+
+@pytest.mark.ranks(2)
+def test_a_backward_whose_parameters_have_moved_is_refused(ctx):
+    sharded = FullyShard(hybrid(ctx), UNITS, ctx=ctx)
+    loss = sharded(own(ctx, batches(ctx, 1)[0])).sum()
+    pool = sharded.parameter_pool
+    for bucket, slot in list(pool._assigned.items()):
+        pool._assigned[bucket] = next(other for other in pool._copies[bucket] if other is not slot or bucket[0] == "r")
+    with pytest.raises(LeaseError, match="unit layers.4 lies elsewhere now than in the forward"):
+        loss.backward()
+    ctx.group.barrier()
+    train(ctx, sharded, batches(ctx, 1))
+
+
+# Every order of the streams
+
+
+def simulated(starve, overlap=True, steps=3, patch=None):
+    """Losses of a one-rank FullyShard on simulated streams, and the simulator."""
+    ctx = tkernels.init(heap_bytes=8 << 20)
+    try:
+        model, data = hybrid(ctx), batches(ctx, steps)
+        sim, losses = Simulator(), []
+        with sim:
+            comm = sim.Stream("comm") if overlap else None
+            sharded = FullyShard(model, UNITS, ctx=ctx, overlap=overlap, comm_stream=comm, dev=sim)
+            if patch is not None:
+                patch(sharded)
+            optimizer = torch.optim.SGD(sharded.parameters(), 0.5)
+            for x in data:
+                loss = sharded(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=len(losses) % 2 == 0)
+                losses.append(loss.detach())
+        races = sim.races
+        sim.run(starve)
+        return [loss.item() for loss in losses], races, sim
+    finally:
+        tkernels.finalize(ctx)
+
+
+def test_no_order_of_the_streams_changes_a_loss():
+    want, races, sim = simulated((), overlap=False)
+    assert not races and sim.waits == 0
+    for starve in subsets(["main", "comm"]):
+        losses, races, _ = simulated(starve)
+        assert not races, races[0]
+        assert losses == want
+
+
+def forget_last_tenants(sharded, monkeypatch):
+    monkeypatch.setattr(Slot, "gate", property(lambda slot: Fence(slot.dev)))
+
+
+def gather_before_the_optimizer(sharded, monkeypatch):
+    gather = sharded._gather
+
+    def early(flat):
+        sharded._weights.filled.clear()
+        return gather(flat)
+
+    monkeypatch.setattr(sharded, "_gather", early)
+
+
+def reduce_before_the_gradients(sharded, monkeypatch):
+    reduce = sharded._reduce
+
+    def early(flat):
+        sharded.gradient_pool.acquire(flat.id).filled.clear()
+        reduce(flat)
+
+    monkeypatch.setattr(sharded, "_reduce", early)
+
+
+@pytest.mark.parametrize("form", [forget_last_tenants, gather_before_the_optimizer, reduce_before_the_gradients])
+def test_wrong_forms_are_found_out(form, monkeypatch):
+    want, _, _ = simulated((), overlap=False)
+    results = []
+    for starve in subsets(["main", "comm"]):
+        with monkeypatch.context() as patched:
+            losses, races, _ = simulated(starve, patch=lambda sharded, patched=patched: form(sharded, patched))
+        assert races and isinstance(races[0], Race)
+        results.append(losses)
+    assert any(losses != want for losses in results)
+
+
+def test_the_next_gather_and_the_last_reduction_overlap_with_compute():
+    counts = []
+    for starve in ("main", "comm"):
+        _, _, sim = simulated([starve])
+        forward, backward = (
+            [i for i, name in enumerate(sim.log) if name == f"native_layer_norm{suffix}"]
+            for suffix in ("", "_backward")
+        )
+        # Layers 0 and 3 have norms. The first step gathers 11 times; in the second one come the root, layer 0, layer 1.
+        gathered = sim.log[: forward[2]].count("all_gather_out") - 11
+        # The first step reduces 6 times; then, in the backward of the second one, layer 4 before layer 3.
+        reduced = sim.log[: backward[2]].count("reduce_scatter") - 6
+        counts.append((gathered, reduced))
+    assert counts == [(3, 1), (2, 0)]
+
+
+# On GPUs
+
+
+class late:
+    """Slows one side of training: every collective on comm, or every unit's forward on the compute stream."""
+
+    def __init__(self, sharded, side, cycles=LATE):
+        self.sharded, self.side, self.cycles = sharded, side, cycles
+
+    def __enter__(self):
+        sharded = self.sharded
+        if self.side == "comm":
+            for name in ("_gather", "_reduce"):
+                setattr(sharded, name, self._after_sleep(getattr(sharded, name)))
+        else:
+            sleep = lambda *_: torch.cuda._sleep(self.cycles)  # noqa: E731
+            self.hooks = [layer.register_forward_pre_hook(sleep) for layer in sharded.module.layers]
+
+    def __exit__(self, *_):
+        if self.side == "comm":
+            del self.sharded._gather, self.sharded._reduce
+        else:
+            for hook in self.hooks:
+                hook.remove()
+
+    def _after_sleep(self, communicate):
+        def call(flat):
+            with torch.cuda.stream(self.sharded.comm_stream):
+                torch.cuda._sleep(self.cycles)
+            return communicate(flat)
+
+        return call
+
+
+@gpu_only
+@pytest.mark.ranks(2, 4, timeout_s=900)
+@pytest.mark.parametrize("side", ["comm", "compute"])
+@pytest.mark.parametrize("iterations", [1000])
+def test_training_with_a_late_stream_gives_the_same_bits(ctx, side, iterations):
+    kinds = (Dense, StateSpace, Experts, Dense, StateSpace)
+    plain = FullyShard(hybrid(ctx, kinds=kinds), UNITS, ctx=ctx, overlap=False)
+    sharded = FullyShard(hybrid(ctx, kinds=kinds), UNITS, ctx=ctx, memory="symmetric")
+    optimizers = [torch.optim.SGD(model.parameters(), 0.01) for model in (plain, sharded)]
+    for start in range(0, iterations, 50):
+        data = [normal((4 * ctx.size, 4), torch.float32, start + i, device=ctx.device) for i in range(50)]
+        want = train(ctx, plain, data, optimizers[0])
+        with late(sharded, side):
+            losses = train(ctx, sharded, data, optimizers[1])
+        assert torch.equal(losses, want) and same_bits(sharded, plain), start
+    ctx.check()
+    ctx.group.barrier()
+    for pool in (sharded.parameter_pool, sharded.gradient_pool):
+        pool.close()
+
+
+@gpu_only
+@pytest.mark.ranks(2, 4, timeout_s=300)
+@pytest.mark.parametrize("side", ["comm", "compute"])
+def test_without_the_wait_for_the_last_tenant_a_late_stream_breaks_training(ctx, side):
+    plain = FullyShard(hybrid(ctx), UNITS, ctx=ctx, overlap=False)
+    sharded = FullyShard(hybrid(ctx), UNITS, ctx=ctx)
+    data = batches(ctx, 10)
+    for model in (plain, sharded):  # kernels are compiled, workspaces are large enough
+        train(ctx, model, data[:2], torch.optim.SGD(model.parameters(), 0.0))
+    want = train(ctx, plain, data)
+    with pytest.MonkeyPatch.context() as patched, late(sharded, side):
+        patched.setattr(Slot, "gate", property(lambda slot: Fence(slot.dev)))
+        losses = train(ctx, sharded, data)
+    torch.cuda.synchronize()
+    assert not torch.equal(losses, want)
+    ctx.check()
+    ctx.group.barrier()
+
+
+@gpu_only
+@pytest.mark.ranks(2, 4)
+def test_compute_goes_on_while_a_reduction_is_late(ctx):
+    sharded = FullyShard(hybrid(ctx), UNITS, ctx=ctx)
+    data = batches(ctx, 3)
+    train(ctx, sharded, data[:2])
+    loss = sharded(own(ctx, data[2])).square().mean()
+    torch.cuda.synchronize()
+    computed, reduced = torch.cuda.Event(), torch.cuda.Event()
+    reduce = sharded._reduce
+
+    def late_reduce(flat):
+        if flat.id.startswith("layers.4"):
+            with torch.cuda.stream(sharded.comm_stream):
+                torch.cuda._sleep(100 * LATE)  # half a second
+        reduce(flat)
+        if flat.id.startswith("layers.4"):
+            reduced.record(sharded.comm_stream)
+
+    sharded._reduce = late_reduce
+    # Layer 3 begins its backward once layer 4 is reduced; what it computes needs no gather, and ends before.
+    sharded.module.layers[3].norm.register_full_backward_hook(lambda *_: computed.record())
+    loss.backward()
+    computed.synchronize()
+    assert not reduced.query()
+    torch.cuda.synchronize()
+
+
+@gpu_only
+@pytest.mark.ranks(2, 4)
+def test_whole_iterations_in_a_graph_are_the_eager_ones(ctx):
+    eager, graphed = (FullyShard(hybrid(ctx), UNITS, ctx=ctx, memory=memory) for memory in ("torch", "symmetric"))
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in (eager, graphed)]
+    data = batches(ctx, 8)
+    want = train(ctx, eager, data, optimizers[0])
+    assert torch.equal(train(ctx, graphed, data[:3], optimizers[1]), want[:3])
+    addresses = [slot.tensor.data_ptr() for slot in graphed.slots if slot.tensor is not None]
+    seen, acquire = {}, graphed.parameter_pool.acquire
+
+    def watch(bucket):
+        lease = acquire(bucket)
+        assert seen.setdefault(bucket, lease.tensor.data_ptr()) == lease.tensor.data_ptr()
+        return lease
+
+    graphed.parameter_pool.acquire = watch
+    assert torch.equal(train(ctx, graphed, data[3:4], optimizers[1]), want[3:4])
+    batch = data[4].clone()
+    graph = torch.cuda.CUDAGraph()
+    with captured(torch.cuda.graph(graph), slots=graphed.slots, streams=[graphed.comm_stream]) as replay:
+        loss = graphed(own(ctx, batch)).float().square().mean()
+        loss.backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    for step in (4, 5, 6):
+        batch.copy_(data[step])
+        replay()
+        assert torch.equal(loss.detach(), want[step])
+    # Eager steps after it find everything where it was.
+    assert torch.equal(train(ctx, graphed, data[7:], optimizers[1]), want[7:])
+    assert same_bits(eager, graphed)
+    assert [slot.tensor.data_ptr() for slot in graphed.slots if slot.tensor is not None] == addresses
+    ctx.check()
+    torch.cuda.synchronize()
+    ctx.group.barrier()
