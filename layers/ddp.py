@@ -128,10 +128,12 @@ class OverlappedDDP(nn.Module):
         self.overlap_param_gather = overlap_param_gather
         self.dev = torch.get_device_module(next(iter(params.values())).device) if dev is None else dev
         self.comm_stream = self.dev.Stream() if comm_stream is None else comm_stream
-        self._wire = _Wire(whole, self.sharded, num_distributed_optimizer_instances, average)
+        groups = _group(reversed(params.values()), bucket_size)
+        largest = max(_num_bytes(members, grad_dtype) for members in groups)
+        self._wire = _Wire(whole, self.sharded, num_distributed_optimizer_instances, average, largest)
         self.buckets = [
             _Bucket(f"bucket {index}", members, grad_dtype, self._wire, self.comm_stream, self.dev)
-            for index, members in enumerate(_group(reversed(params.values()), bucket_size))
+            for index, members in enumerate(groups)
         ]
         self._bucket_of = {param: bucket for bucket in self.buckets for param in bucket.parameters}
         names = {param: name for name, param in params.items()}
@@ -428,8 +430,8 @@ class _Bucket:
 class _Wire:
     """How gradients are summed and values gathered: in place, on the current stream."""
 
-    def __init__(self, whole, sharded: bool, instances: int, average: bool):
-        self.inside, self.across = whole.split(instances) if instances > 1 else (whole, None)
+    def __init__(self, whole, sharded: bool, instances: int, average: bool, largest: int):
+        self.inside, self.across = whole.split(instances, largest) if instances > 1 else (whole, None)
         self.sharded, self.num_shards = sharded, self.inside.size if sharded else 1
         self._scale = 1 / whole.size if average else 1.0
 
@@ -474,8 +476,11 @@ class _Torch:
         if self.size > 1:
             _all_gather(out, x, group=self.group.process_group)
 
-    def split(self, instances: int) -> tuple["_Torch", "_Torch"]:
-        """Collective. The ranks of this rank's instance, and the ranks of its place in all instances."""
+    def split(self, instances: int, largest: int) -> tuple["_Torch", "_Torch"]:
+        """Collective. The ranks of this rank's instance, and the ranks of its place in all instances.
+
+        largest: bytes of the largest tensor that they will exchange.
+        """
         inside, across = _split(self.group, instances)
         return _Torch(Group(inside)), _Torch(Group(across))
 
@@ -498,10 +503,10 @@ class _Tkernels:
     def all_gather(self, out: torch.Tensor, x: torch.Tensor):
         tkernels.all_gather(x, out=out, ctx=self.ctx)
 
-    def split(self, instances: int) -> tuple["_Tkernels", "_Tkernels"]:
-        """Collective. As of `_Torch`, with contexts of their own, each with as large a heap as this one."""
+    def split(self, instances: int, largest: int) -> tuple["_Tkernels", "_Tkernels"]:
+        """Collective. As of `_Torch`, with contexts of their own, whose heaps have room for one workspace."""
         options = {
-            "heap_bytes": self.ctx.heap.num_bytes,
+            "heap_bytes": 6 * largest + (16 << 20),  # two inboxes, each for the parts and for the sums
             "transport": self.ctx.transport,
             "timeout_s": self.ctx.timeout_s,
             "num_programs": self.ctx.num_programs,
@@ -591,6 +596,12 @@ def _group(params, bucket_size: float) -> list[list[nn.Parameter]]:
             members = filling[param.dtype] = []
         members.append(param)
     return full + list(filling.values())
+
+
+def _num_bytes(members: list[nn.Parameter], grad_dtype: torch.dtype | None) -> int:
+    """At least: of their bucket's gradients or values, whichever are larger."""
+    itemsize = max(members[0].element_size(), grad_dtype.itemsize if grad_dtype else 0)
+    return sum(_round_up(member.numel() * itemsize, ALIGN_BYTES * 2) for member in members)
 
 
 def _round_up(value: int, step: int) -> int:

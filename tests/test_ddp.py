@@ -248,9 +248,8 @@ def test_gradients_that_come_twice_late_elsewhere_or_not_at_all(ctx, backend, mo
         with torch.no_grad():
             ddp(batches[0])  # evaluation between steps; it gathers what nobody has changed
     if overlap:
-        counts = ddp.hooks.expected
-        assert counts["checkpointed.weight"] == 2 and counts["unused"] == 0
-        assert all(count == 1 for name, count in counts.items() if name not in ("checkpointed.weight", "unused"))
+        other = {"checkpointed.weight": 2, "unused": 0, "empty": 0}
+        assert ddp.hooks.expected == {name: other.get(name, 1) for name in ddp.hooks.expected}
     ddp.remove()
 
 
@@ -395,7 +394,7 @@ class SimulatedWire:
     def gather(self, value):
         return [value] * 2
 
-    def split(self, instances):
+    def split(self, instances, largest):
         return SimulatedWire(self.sim, "inside "), SimulatedWire(self.sim, "across ")
 
     def all_reduce(self, x):
@@ -755,7 +754,7 @@ MANY = [(5, SLEEP), (1000, 2_000_000)]  # iterations and cycles
 
 
 class Branches(nn.Module):
-    """Two parameters, each used on a stream of its own; late[i]: cycles that pass in its hook before the gradient goes."""
+    """Two parameters, each used on its own stream; late[i]: cycles that pass in its hook before ours is called."""
 
     def __init__(self, device):
         super().__init__()
