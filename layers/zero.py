@@ -91,8 +91,9 @@ class ZeroOptimizer:
         shapes = [(tuple(parameter.shape), parameter.dtype) for parameter in self._parameters]
         asked = dict(
             stage=stage, bucket_bytes=bucket_bytes, overlap_comm=overlap_comm,
-            overlap_gather=overlap_gather is not None, reduction=reduction, backend=backend, partition=partition, reduce_dtype=reduce_dtype, max_norm=max_norm,
-            loss_scale=loss_scale, optimizer_class=optimizer_class.__name__, parameters=shapes,
+            overlap_gather=overlap_gather is not None, reduction=reduction, backend=backend, partition=partition,
+            reduce_dtype=reduce_dtype, max_norm=max_norm, loss_scale=loss_scale,
+            optimizer_class=optimizer_class.__name__, parameters=shapes,
         )  # fmt: skip
         _check(self.ctx, asked)
         _check_parameters(contexts, backend, reduce_dtype)

@@ -105,7 +105,7 @@ class OwnerGradients:
             key=lambda fill: -min(index[slice.parameter] for slice in fill.shard.fill.slices),
         )
         self._fill_of = {slice.parameter: fill for fill in self._order for slice in fill.shard.fill.slices}
-        return [parameter.register_post_accumulate_grad_hook(self._ready) for parameter in self._fill_of]
+        return [parameter.register_post_accumulate_grad_hook(self._ready) for parameter in parameters]
 
     @property
     def shards(self) -> list[Shard]:
@@ -115,6 +115,9 @@ class OwnerGradients:
     def _ready(self, parameter: torch.Tensor):
         """The hook: autograd has accumulated parameter.grad, and it is ready on the current stream."""
         if not self.enabled or parameter.grad is None:
+            return
+        if parameter not in self._fill_of:  # empty
+            parameter.grad = None
             return
         with self._lock:
             if self._in_pass and parameter not in self._fill_of[parameter].missing:
