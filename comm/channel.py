@@ -56,9 +56,10 @@ def channel_wait_kernel(
 
 
 @triton.jit
-def share_of(num_elements, share):
-    """First element and number of elements of this program's part, which may be empty."""
-    first = tl.cast(tl.program_id(0), tl.int64) * share
+def share_of(num_elements, share, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
+    """First element and number of elements of this program's part, which may be empty; it starts aligned."""
+    VECTOR: tl.constexpr = max(ALIGN * 8 // DTYPE.primitive_bitwidth, 1)
+    first = tl.multiple_of(tl.cast(tl.program_id(0), tl.int64) * share, VECTOR)
     return first, tl.minimum(tl.maximum(num_elements - first, 0), share)
 
 
@@ -69,7 +70,7 @@ def channel_send_kernel(
     COPIES: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):
     generation = begin_epoch(state)
-    first, part = share_of(num_elements, share)
+    first, part = share_of(num_elements, share, x.dtype.element_ty, ALIGN)
     slot = slots + (generation - 1) % COPIES * slot_stride
     put_signal(
         slot + first, x + first, part, full + tl.program_id(0), generation, target, table, TRANSPORT, BLOCK, ALIGN
@@ -85,7 +86,7 @@ def channel_receive_kernel(
     COPIES: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):
     generation = begin_epoch(state)
-    first, part = share_of(num_elements, share)
+    first, part = share_of(num_elements, share, out.dtype.element_ty, ALIGN)
     slot = slots + (generation - 1) % COPIES * slot_stride
     copy(out + first, slot + first, part, BLOCK, ALIGN)
     signal(free + tl.program_id(0), generation, source, table, TRANSPORT)

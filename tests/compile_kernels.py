@@ -36,7 +36,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import tkernels
 from tkernels import gemm
-from tkernels.comm import collectives, context, device, runtime
+from tkernels.comm import channel, collectives, context, device, runtime
 from tkernels.comm.device import PEER, put_signal
 from tkernels.doctor import verbs
 
@@ -136,6 +136,11 @@ def _cases() -> list[Case]:
         cases.append(Case(operation, label="aligned", ranks=4, transport="nvshmem"))
     for ranks, transport in ((2, "peer"), (4, "peer"), (4, "nvshmem")):
         cases.append(Case("barrier", "", ranks=ranks, transport=transport))
+    for transport in ("peer", "nvshmem"):
+        cases.append(Case("channel", "", "wait", ranks=2, transport=transport))
+        for end in ("send", "receive"):
+            cases.append(Case("channel", "", end, ranks=2, transport=transport))
+            cases.append(Case("channel", "", f"{end}_misaligned", ranks=2, transport=transport, misaligned=True))
     for verb in verbs.VERBS:
         for transport in ("peer", "nvshmem"):
             if transport == "peer" or verb in ("put, quiet, signal", "get"):
@@ -308,6 +313,8 @@ def _call(case: Case):
             ctx.barrier()
         elif case.operation == "round_trip":
             verbs.round_trip(ctx, case.label, case.transport)
+        elif case.operation == "channel":
+            _call_channel(ctx, case)
         elif case.operation in COLLECTIVES:
             getattr(collectives, case.operation)(ctx, matrix(M, K))
         else:
@@ -324,6 +331,18 @@ def _call(case: Case):
             else:
                 operation = getattr(importlib.import_module(f"tkernels.{case.operation}"), case.operation)
                 operation(ctx, *operands, case.activation, **options)
+
+
+def _call_channel(ctx, case: Case):
+    """One of the channel's kernels: its launchers wait, then move."""
+    with mock.patch.object(channel, "_check_options"):  # who is beside whom is asked of ranks that don't exist
+        made = channel.Channel(ctx, 0, 0, slot_bytes=1 << 20)
+    verb = case.label.partition("_")[0]
+    if verb == "wait":
+        return made.credit.wait(None)
+    made.credit.wait = made.arrival.wait = lambda stream: None
+    start = 1 if case.misaligned else 0
+    getattr(made, verb)(torch.empty((1 << 20) + start, dtype=torch.uint8)[start:])
 
 
 # Facts.
