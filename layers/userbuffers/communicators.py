@@ -1,0 +1,531 @@
+"""Communicators: a registered buffer's shape, the ranks that share it, and how its data travels beside a product.
+
+A communicator of shape [S, H] serves every call of up to S * H elements. What it needs is made at construction: the
+symmetric memory of the domain's context, grown to the largest shape, and on a GPU the kernels. All communicators of one
+helper share that memory, a context and one communication stream a priority, since their calls come in one order anyway.
+The buffer that `copy_into_buffer` and `get_buffer` show is made when it is first asked for; layers need none.
+
+Two kernels that wait for peers must not run at the same time, for on another rank they may have started the other way
+round, and each would hold the multiprocessors that the other one needs. So what runs on the communication stream runs
+beside local products only, and the caller's stream joins it before anything else is launched.
+"""
+
+import contextlib
+import enum
+import math
+import os
+import weakref
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from tkernels.all_gather_matmul import all_gather_matmul
+from tkernels.comm import collectives
+from tkernels.comm.collectives import check_rows, split_rows
+from tkernels.comm.context import Context, init
+from tkernels.comm.errors import TkernelsError
+from tkernels.comm.lease import Fence, Lease
+from tkernels.comm.regions import round_up
+from tkernels.gemm import all_tma, default_config, matmul
+from tkernels.layers.userbuffers.defaults import OverlapOptions
+from tkernels.matmul_reduce_scatter import matmul_reduce_scatter
+from tkernels.overlap import OverlapConfig, default_overlap
+
+DEFAULT_TIMEOUT_S = 110.0
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class CommOverlapType(enum.IntEnum):
+    """What a communicator does: reduce-scatter or all-gather."""
+
+    RS = 0
+    AG = 1
+
+
+class CommOverlapAlgo(enum.IntEnum):
+    """The algorithms by their old names. No function takes them any more."""
+
+    BULK_OVERLAP_AG = 0
+    BULK_OVERLAP_RS = 1
+    SPLIT_PIPELINED_AG_P2P = 2
+    SPLIT_PIPELINED_RS = 3
+    SPLIT_PIPELINED_RS_P2P = 4
+    ATOMIC_GEMM_RS = 5
+    ATOMIC_GEMM_AG_P2P = 6
+    ATOMIC_GEMM_RS_P2P = 7
+    EXTERNAL_BULK_OVERLAP_AG = 8
+
+
+class _Domain:
+    """The ranks of one tensor-parallel domain: their context and communication streams, shared by communicators.
+
+    The context is given back when the domain is closed, or with the last object that shares it.
+    """
+
+    def __init__(self, group, heap_bytes: int | None):
+        self.context = init(group, heap_bytes=heap_bytes, timeout_s=_timeout_s(), default=False)
+        self.dev = torch.get_device_module(self.context.device)
+        self._streams = {}
+        self.close = weakref.finalize(self, Context.finalize, self.context)
+        self.close.atexit = False  # the other ranks may be gone by then
+
+    def stream(self, priority: int):
+        if priority not in self._streams:
+            self._streams[priority] = self.dev.Stream(priority=priority)
+        return self._streams[priority]
+
+
+class CommOverlapHelper:
+    """Collective. The ranks that communicators work for: those of `intra_node_group`, by default of `world_group`.
+
+    Without groups, torch's default group. Communicators keep what they need, so the helper may be dropped before them.
+    heap_bytes: symmetric memory for all of its communicators; default, that of `tkernels.init`.
+    """
+
+    def __init__(self, world_group=None, intra_node_group=None, *, heap_bytes: int | None = None):
+        if world_group is not None and intra_node_group is not None:
+            backends = dist.get_backend(world_group), dist.get_backend(intra_node_group)
+            if backends[0] != backends[1]:
+                raise ValueError(
+                    f"CommOverlapHelper: world_group has backend {backends[0]} and intra_node_group {backends[1]}; "
+                    f"pass groups of one backend"
+                )
+        self.domain = _Domain(world_group if intra_node_group is None else intra_node_group, heap_bytes)
+
+
+class CommOverlapCore:
+    """What both kinds of communicators share.
+
+    Attributes: rank, size, shape (S, H), dtype, comm_type, and `options`, an OverlapOptions whose `without_effect`
+    names what changes nothing here.
+    """
+
+    def __init__(self, buffer_shape, buffer_dtype, helper, tp_size, comm_type, use_cublasmp, options: OverlapOptions):
+        name = type(self).__name__
+        _check_generation(name, use_cublasmp, comm_type)
+        self.shape = tuple(buffer_shape)
+        if len(self.shape) != 2 or min(self.shape) < 1:
+            raise ValueError(f"{name}: buffer_shape={list(buffer_shape)} must be [tokens, hidden], both positive")
+        if buffer_dtype not in DTYPES:
+            raise TypeError(
+                f"{name}: buffer_dtype={buffer_dtype} must be float32, float16 or bfloat16; there is no fp8"
+            )
+        if not isinstance(helper, CommOverlapHelper):
+            raise TypeError(f"{name}: helper must be a CommOverlapHelper, not {type(helper).__name__}")
+        if options.atomic_gemm:
+            raise ValueError(f"{name}: atomic_gemm=True needs fp8, which there is none of; pass atomic_gemm=False")
+        if options.gemm_priority != 0:
+            raise ValueError(
+                f"{name}: gemm_priority={options.gemm_priority}, but products run on the caller's stream; pass 0, and "
+                f"call from a stream with the priority that you want"
+            )
+        self._domain, self.dtype = helper.domain, buffer_dtype
+        self.comm_type, self.options, self._cublasmp = comm_type, options, use_cublasmp
+        self.rank, self.size = self.context.rank, self.context.size
+        if tp_size != self.size:
+            raise ValueError(f"{name}: tp_size={tp_size}, but the helper's group has {self.size} ranks")
+        self._margin = _environment_int("NVTE_EXT_MARGIN_SM", 0)
+        highest = get_stream_priority_range()[1]
+        self.stream = self._domain.stream(options.comm_priority or highest)
+        self._buffer, self._active, self._configs = None, self.shape, {}
+        self._reserve()
+
+    # What was asked for
+
+    def get_tp_size(self) -> int:
+        return self.size
+
+    def is_atomic_gemm(self) -> bool:
+        return False
+
+    def is_p2p_overlap(self) -> bool:
+        return isinstance(self, CommOverlapP2P)
+
+    def is_fp8_ubuf(self) -> bool:
+        return False
+
+    def with_cublasmp(self) -> bool:
+        return self._cublasmp
+
+    def get_communication_stream(self):
+        """(send, recv): one stream does both."""
+        return self.stream, self.stream
+
+    def __repr__(self):
+        return f"{type(self).__name__}({self.comm_type.name} {self.options.method}, {list(self.shape)}, {self.dtype})"
+
+    # The buffer
+
+    def copy_into_buffer(self, input: torch.Tensor, local_chunk: bool = False):
+        """Copy a tensor of up to the buffer's rows, or of this rank's chunk of them, into the buffer.
+
+        On the current stream. Fewer rows than the buffer's are allowed; they say where chunks lie from now on.
+        """
+        if input.dtype != self.dtype:
+            raise TypeError(f"copy_into_buffer: the tensor is {input.dtype}, but the buffer is {self.dtype}")
+        self.get_buffer(local_chunk, input.shape).copy_(input)
+
+    def get_buffer(self, local_chunk: bool = False, shape=None) -> torch.Tensor:
+        """A view of the buffer, or of this rank's chunk of it. shape: [rows, ...] of up to as many elements."""
+        if shape is None:
+            total, width = self._active = self.shape
+            shape = (split_rows(total, self.size)[self.rank], width) if local_chunk else self.shape
+        elif not shape:
+            raise ValueError("get_buffer: shape is of a scalar, but the buffer has rows")
+        else:
+            width = math.prod(shape[1:])
+            total = self._total(shape[0], width) if local_chunk else shape[0]
+            if total * width > math.prod(self.shape):
+                raise ValueError(
+                    f"get_buffer: shape {list(shape)}{' of a chunk' if local_chunk else ''} makes {total * width} "
+                    f"elements of {self.size} ranks, but the buffer has {list(self.shape)}; initialize it for the "
+                    f"largest number of tokens"
+                )
+            self._active = total, width
+        whole = self._storage()[: total * width]
+        if local_chunk:
+            first = sum(split_rows(total, self.size)[: self.rank]) * width
+            whole = whole[first : first + math.prod(shape)]
+        return whole.view(tuple(shape))
+
+    def _total(self, own: int, width: int) -> int:
+        """The rows of all ranks, of which this one has `own`: those of the buffer if that fits, else as many each."""
+        whole = self.shape[0]
+        return whole if width == self.shape[1] and own == split_rows(whole, self.size)[self.rank] else own * self.size
+
+    def _storage(self) -> torch.Tensor:
+        if self._buffer is None:
+            if self.context.capturing:
+                raise TkernelsError(
+                    "get_buffer: a CUDA graph is being captured, and this communicator has no buffer yet; call "
+                    "get_buffer() once before the capture"
+                )
+            self._buffer = torch.empty(math.prod(self.shape), dtype=self.dtype, device=self.context.device)
+        return self._buffer
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a view of the whole buffer as it was last used, not of one chunk."""
+        if self._buffer is None or tensor.untyped_storage().data_ptr() != self._buffer.untyped_storage().data_ptr():
+            return False
+        return tensor.numel() == math.prod(self._active)
+
+    # What travels
+
+    @property
+    def context(self) -> Context:
+        if not self._domain.close.alive:
+            raise TkernelsError(f"{type(self).__name__}: its domain has been given back by destroy_ub()")
+        return self._domain.context
+
+    def all_gather_matmul(self, x_shard_m, w, bias=None, *, rows=None, gathered=False, out=None, out_dtype=None):
+        """Collective. (all_gather(x_shard_m) @ w.T + bias, x gathered or None).
+
+        gathered: True for a new tensor, which is the caller's and which no later call touches; or a tensor to fill.
+        """
+        context = self.context
+        rows = check_rows("all_gather_matmul", context, rows, own=x_shard_m.shape[0])
+        config = self._config(sum(rows), x_shard_m, w, x_shard_m.shape[1])
+        return all_gather_matmul(
+            context, x_shard_m, w, bias, None, gathered, rows=rows, out=out, out_dtype=out_dtype, config=config
+        )
+
+    def matmul_reduce_scatter(self, x, w, bias=None, *, rows=None, out=None, out_dtype=None) -> torch.Tensor:
+        """Collective. This rank's rows of the sum over ranks of x @ w.T, plus bias; rows split as by split_rows."""
+        context = self.context
+        rows = split_rows(x.shape[0], self.size) if rows is None else rows
+        config = self._config(x.shape[0], x, w, w.shape[0])
+        return matmul_reduce_scatter(context, x, w, bias, None, rows=rows, out=out, out_dtype=out_dtype, config=config)
+
+    def all_gather(self, x_shard_m, rows, out=None, max_programs=collectives.MAX_PROGRAMS) -> torch.Tensor:
+        """Collective. Every rank's rows, on the current stream."""
+        return collectives.all_gather(self.context, x_shard_m, rows, out, max_programs)
+
+    def reduce_scatter(self, x, rows, out=None, max_programs=collectives.MAX_PROGRAMS) -> torch.Tensor:
+        """Collective. This rank's rows of the sum over ranks, on the current stream."""
+        return collectives.reduce_scatter(self.context, x, rows, out, max_programs)
+
+    @contextlib.contextmanager
+    def beside(self, collective, x: torch.Tensor, rows, out: torch.Tensor):
+        """Run `self.all_gather` or `self.reduce_scatter` beside the local products that the block launches.
+
+        The communication stream starts after all that the caller's stream has been given, and the caller's stream
+        waits for it at the end of the block.
+        """
+        self._check(x.shape[-1], max(x.shape[0], out.shape[0]), x.dtype)
+        dev, current = self._domain.dev, self._domain.dev.current_stream()
+        gate = Fence(dev)
+        gate.record(current)
+        lease = Lease(out, dev=dev, home=current, gate=gate, name=f"what {self!r} moves")
+        with lease.write(self.stream), dev.stream(self.stream):
+            collective(x, rows, out, self.options.num_sm)
+        try:
+            yield
+        finally:
+            with lease.read(current):
+                pass
+            lease.release()
+
+    def multiply(self, x: torch.Tensor, w: torch.Tensor, out_dtype=None, out=None) -> torch.Tensor:
+        """x @ w.T on this rank, by a kernel that leaves free what set_sm_margin and NVTE_EXT_MARGIN_SM ask for."""
+        margin = self._margin + (self.options.num_sm if self.options.set_sm_margin else 0)
+        if not margin:
+            return product(x, w, out_dtype, out)
+        config = default_config(x.shape[0], w.shape[0], x.dtype, all_tma(x, w))
+        config = replace(config, max_programs=max(self.context.num_programs - margin, 1))
+        return matmul(x, w, out=out, out_dtype=out_dtype, config=config)
+
+    def _check(self, width: int, tokens: int, dtype: torch.dtype):
+        if tokens * width > math.prod(self.shape) or dtype != self.dtype:
+            raise ValueError(
+                f"{self!r}: {tokens} tokens of {width} in {dtype} don't fit; initialize_ub() takes the largest number "
+                f"of tokens, and dtype={dtype}"
+            )
+
+    def _config(self, tokens: int, x: torch.Tensor, w: torch.Tensor, width: int) -> OverlapConfig:
+        """The kernel's configuration: the library's own, changed by the options. `width` of what travels."""
+        key = tokens, w.shape[0], x.dtype, all_tma(x, w)
+        if key not in self._configs:
+            self._check(width, tokens, x.dtype)
+            available = max(self.context.num_programs - self._margin, 2)
+            config = default_overlap(*key[:3], self.size, available, key[3])
+            self._configs[key] = replace(self._tuned(config, tokens, available), max_programs=available)
+        return self._configs[key]
+
+    def _tuned(self, config: OverlapConfig, tokens: int, available: int) -> OverlapConfig:
+        return config
+
+    def _reserve(self):
+        """Collective. Room for the largest call, on the current stream and on the communication stream."""
+        memory = workspace_bytes(self.shape, self.dtype, self.size)
+        with self._domain.dev.stream(self.stream):
+            self.context.workspace().reserve(**memory)
+        self.context.workspace().reserve(**memory)
+
+    def warm_up(self):
+        """Collective. Compile the kernels of the full shape and copy their schedules: a CUDA graph's capture can't.
+
+        `initialize_ub` does it. Kernels of other kinds of shapes still need a call before a capture.
+        """
+        (tokens, hidden), rows = self.shape, split_rows(self.shape[0], self.size)
+        empty = torch.empty(0, dtype=self.dtype, device=self.context.device)
+        own = empty.new_zeros(rows[self.rank], hidden)
+        if self.options.method in ("bulk", "external"):
+            if self.comm_type is CommOverlapType.AG:
+                self.all_gather(own, rows)
+            else:
+                self.reduce_scatter(empty.new_zeros(tokens, hidden), rows)
+            return
+        features = 512
+        for transposed in (False, True):
+            if self.comm_type is CommOverlapType.AG:
+                w = empty.new_zeros((hidden, features) if transposed else (features, hidden))
+                self.all_gather_matmul(own, w.t() if transposed else w, rows=rows)
+            else:
+                w = empty.new_zeros((features, hidden) if transposed else (hidden, features))
+                x = empty.new_zeros(tokens, features)
+                self.matmul_reduce_scatter(x, w.t() if transposed else w, rows=rows)
+
+
+class CommOverlap(CommOverlapCore):
+    """Collective. Reduce-scatter inside a product in pieces (pipeline), and either collective beside one (bulk).
+
+    buffer_shape: [tokens of all ranks, hidden]. Other arguments: as OverlapOptions has them; num_max_streams is one
+    here, as one kernel does it all. Before release 2.17 the fifth and sixth positions were num_splits and
+    num_max_streams: such calls are refused.
+    """
+
+    def __init__(
+        self,
+        buffer_shape,
+        buffer_dtype: torch.dtype,
+        helper: CommOverlapHelper,
+        tp_size: int,
+        use_cublasmp: bool = False,
+        comm_type: CommOverlapType = CommOverlapType.RS,
+        num_splits: int = 4,
+        num_max_streams: int = 3,
+        comm_cga_size: int = 2,
+        gemm_priority: int = 0,
+        comm_priority: int = 0,
+        num_comm_sm: int = 16,
+        set_sm_margin: bool = True,
+        atomic_gemm: bool = False,
+        rs_overlap_first_gemm: bool = False,
+        *,
+        method: str | None = None,
+    ):
+        options = OverlapOptions(
+            method=method or ("pipeline" if comm_type == CommOverlapType.RS else "bulk"),
+            is_reduce_scatter=comm_type == CommOverlapType.RS,
+            num_sm=num_comm_sm,
+            cga_size=comm_cga_size,
+            set_sm_margin=set_sm_margin,
+            num_splits=num_splits,
+            atomic_gemm=atomic_gemm,
+            comm_priority=comm_priority,
+            gemm_priority=gemm_priority,
+            pipeline_rs_overlap_first_gemm=rs_overlap_first_gemm,
+        )
+        super().__init__(buffer_shape, buffer_dtype, helper, tp_size, comm_type, use_cublasmp, options)
+
+    def _tuned(self, config, tokens, available):
+        piece = -(-max(split_rows(tokens, self.size)) // self.options.num_splits)
+        chunk_rows = min(config.chunk_rows, round_up(max(piece, 1), config.gemm.block_m))
+        return replace(config, num_comm=min(self.options.num_sm, available - 1), chunk_rows=chunk_rows)
+
+
+class CommOverlapP2P(CommOverlapCore):
+    """Collective. All-gather or reduce-scatter inside a product, from rank to rank (ring_exchange).
+
+    Arguments as CommOverlap, in another order; aggregate and use_ce as OverlapOptions has them.
+    """
+
+    def __init__(
+        self,
+        buffer_shape,
+        buffer_dtype: torch.dtype,
+        helper: CommOverlapHelper,
+        tp_size: int,
+        comm_type: CommOverlapType,
+        num_max_streams: int = 3,
+        comm_cga_size: int = 1,
+        gemm_priority: int = 0,
+        comm_priority: int = 0,
+        num_comm_sm: int = 1,
+        set_sm_margin: bool = False,
+        atomic_gemm: bool = False,
+        use_ce: bool = True,
+        aggregate: bool = False,
+        use_cublasmp: bool = False,
+    ):
+        options = OverlapOptions(
+            method="ring_exchange",
+            is_reduce_scatter=comm_type == CommOverlapType.RS,
+            num_sm=num_comm_sm,
+            cga_size=comm_cga_size,
+            set_sm_margin=set_sm_margin,
+            num_splits=tp_size,
+            aggregate=aggregate,
+            atomic_gemm=atomic_gemm,
+            use_ce=use_ce,
+            comm_priority=comm_priority,
+            gemm_priority=gemm_priority,
+        )
+        super().__init__(buffer_shape, buffer_dtype, helper, tp_size, comm_type, use_cublasmp, options)
+
+    def _tuned(self, config, tokens, available):
+        if self.options.aggregate and self.comm_type is CommOverlapType.AG:
+            config = replace(config, chunk_rows=2 * config.chunk_rows)
+        if not self.options.use_ce:
+            config = replace(config, num_comm=min(self.options.num_sm, available - 1))
+        return config
+
+
+def product(x: torch.Tensor, w: torch.Tensor, out_dtype=None, out: torch.Tensor | None = None) -> torch.Tensor:
+    """x @ w.T on this rank by torch, rounded once to out_dtype: that of x, or float32. out: a tensor for it."""
+    if out_dtype in (None, x.dtype):
+        return torch.mm(x, w.t(), out=out)
+    if x.device.type == "cuda":
+        return torch.mm(x, w.t(), out_dtype=out_dtype, out=out)
+    return torch.mm(x.to(out_dtype), w.t().to(out_dtype), out=out)
+
+
+def workspace_bytes(shape, dtype: torch.dtype, size: int) -> dict[str, int]:
+    """What one stream's workspace must hold so that no call of up to `shape` elements has to grow it."""
+    (tokens, hidden), itemsize = shape, dtype.itemsize
+    rows = split_rows(tokens, size)[0]
+    # Fused kernels pad a rank's rows to tiles of up to 128, collectives pad a part to whole blocks.
+    part = max(round_up(rows, 128) * hidden, round_up(rows * hidden, collectives.BLOCK))
+    num_chunks = max(-(-rows // 32), rows * hidden * itemsize // collectives.CHUNK_BYTES + 1)
+    return dict(
+        inbox_bytes=size * part * itemsize,
+        num_chunks=num_chunks,
+        outbox_bytes=tokens * hidden * itemsize,
+        num_counters=size * num_chunks,
+    )
+
+
+def heap_bytes(shape, dtype: torch.dtype, size: int, streams: int = 3) -> int:
+    """Symmetric memory for the workspaces of `streams`: the caller's, the communication stream, one to spare."""
+    memory = workspace_bytes(shape, dtype, size)
+    workspace = 5 * memory["inbox_bytes"] // 2 + 16 * size * memory["num_chunks"] + (1 << 16)
+    return streams * workspace + (4 << 20)
+
+
+def fill_userbuffers_buffer_for_all_gather(comm: CommOverlapCore, local_tensor: torch.Tensor, quantizer, process_group):
+    """(global, local): the operand for `general_gemm(ub_type=AG)`, and this rank's part. Nothing travels yet.
+
+    The local tensor is copied into this rank's chunk of the buffer, and `global` is a view of the whole, which the
+    product fills. With cublasmp semantics nothing is copied and both are the local tensor. Passing the local tensor
+    itself to general_gemm does the same without a buffer.
+    """
+    if quantizer is not None:
+        raise ValueError(
+            f"fill_userbuffers_buffer_for_all_gather: quantizer={type(quantizer).__name__}, but there is no fp8; pass "
+            f"None and an unquantized tensor"
+        )
+    if comm.with_cublasmp():
+        return local_tensor, local_tensor
+    comm.copy_into_buffer(local_tensor, local_chunk=True)
+    total = comm._active[0]
+    return comm.get_buffer(shape=(total, *local_tensor.shape[1:])), local_tensor
+
+
+def bulk_overlap_ag_with_external_gemm(allgather_communicator: CommOverlapCore, send_stream, recv_stream):
+    """Collective. Gather the buffer in place on recv_stream, after send_stream, beside a product of the caller's.
+
+    The caller's stream is the caller's to order, before and after. No other call that waits for peers may be launched
+    on another stream meanwhile.
+    """
+    comm = allgather_communicator
+    dev, rows = comm._domain.dev, split_rows(comm._active[0], comm.size)
+    own, whole = comm.get_buffer(True, (rows[comm.rank], comm._active[1])), comm.get_buffer(False, comm._active)
+    ready = Fence(dev)
+    ready.record(send_stream)
+    ready.wait(recv_stream)
+    with dev.stream(recv_stream):
+        comm.all_gather(own, rows, whole)
+
+
+def get_stream_priority_range(device_id: int = -1) -> tuple[int, int]:
+    """(lowest, highest) priority of a stream; (0, 0) without a GPU."""
+    return torch.cuda.Stream.priority_range() if torch.cuda.is_available() else (0, 0)
+
+
+def device_supports_multicast(device_id: int = -1) -> bool:
+    """False: these kernels use no multicast, so UB_SKIPMC=1 changes nothing."""
+    return False
+
+
+def ubuf_built_with_mpi() -> bool:
+    """False: any torch process group will do."""
+    return False
+
+
+def nvte_built_with_cublasmp() -> bool:
+    """True: `with_cublasmp=True` selects that backend's semantics, on the same kernels."""
+    return True
+
+
+def _timeout_s() -> float:
+    text = os.environ.get("UB_TIMEOUT", str(DEFAULT_TIMEOUT_S))
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"UB_TIMEOUT={text!r} must be a number of seconds") from None
+
+
+def _environment_int(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise ValueError(f"{name}={text!r} must be a number of multiprocessors")
+    return int(text)
+
+
+def _check_generation(name: str, use_cublasmp, comm_type):
+    if type(use_cublasmp) is not bool or not isinstance(comm_type, CommOverlapType):
+        raise TypeError(
+            f"{name}: use_cublasmp={use_cublasmp!r} and comm_type={comm_type!r} must be a bool and a CommOverlapType. "
+            f"Up to release 2.16 num_splits and num_max_streams stood in their positions; pass these by keyword"
+        )

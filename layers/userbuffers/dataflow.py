@@ -1,0 +1,246 @@
+"""What travels in the three passes of one linear layer: y = x @ w.T with the weight split over P ranks.
+
+S tokens of all ranks, sequence parallel outside: each rank has S/P of them.  I, O the layer's in- and out-features.
+
+    column    w [O/P, I]
+      fprop     x [S/P, I]    all-gather of x inside the product            y  [S, O/P]
+      dgrad     dy [S, O/P]   bulk: the partial dx, and beside it all-gather of x
+                              or: reduce-scatter of dx inside the product   dx [S/P, I]
+      wgrad     dy.T @ x      bulk: beside it reduce-scatter of the partial dx
+    row       w [O, I/P]
+      fprop     x [S, I/P]    reduce-scatter of y inside the product        y  [S/P, O]
+      dgrad     dy [S/P, O]   all-gather of dy inside the product           dx [S, I/P]
+      wgrad     dy.T @ x      with the dy that dgrad gathered; nothing travels
+
+Where a pass has no communicator the same data travels by torch.distributed, before or after the product. Without
+sequence parallelism, a column layer sums dx over the ranks and a row layer sums y.
+
+A dgrad with reduce-scatter inside gathers x before it on the same stream: beside it would be a second kernel that waits
+for peers (see `communicators`).
+"""
+
+import contextlib
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from tkernels.comm.collectives import split_rows
+from tkernels.layers.grad_hooks import grad_ready_hooks
+from tkernels.layers.userbuffers.communicators import CommOverlapCore, product
+from tkernels.matmul_all_reduce import matmul_all_reduce
+
+
+@dataclass(frozen=True)
+class WeightGradient:
+    """What becomes of a weight's gradient.
+
+    fuse: it is added to weight.main_grad, in that tensor's dtype, and autograd gets none.
+    store: a list to which its computation is appended, for `backward_dw`; None computes it in backward.
+    """
+
+    weight: torch.nn.Parameter
+    fuse: bool = False
+    store: list | None = None
+
+    def __call__(self, dy: torch.Tensor, x: torch.Tensor, multiply=product) -> torch.Tensor | None:
+        """dy.T @ x [O, I], or what autograd gets in its place."""
+        if self.store is not None:
+            self.store.append(partial(self._deferred, dy, x))
+            return None
+        return self._fused(dy, x, multiply) if self.fuse else multiply(dy.t(), x.t())
+
+    def _fused(self, dy, x, multiply=product):
+        weight = self.weight
+        main_grad = getattr(weight, "main_grad", None)
+        if main_grad is None:
+            raise ValueError(
+                f"fuse_wgrad_accumulation=True adds to weight.main_grad, but the weight {tuple(weight.shape)} has none"
+            )
+        hooks = grad_ready_hooks(weight)
+        with contextlib.nullcontext() if hooks is None else hooks.writing(weight):
+            dw = multiply(dy.t(), x.t(), main_grad.dtype)
+            if getattr(weight, "overwrite_main_grad", False):
+                main_grad.copy_(dw)
+            else:
+                main_grad.add_(dw)
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None
+        weight.grad_added_to_main_grad = True
+        # The hook of a framework wants a gradient to be there; it looks at the mark, not at the values.
+        return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
+
+    def _deferred(self, dy, x):
+        weight = self.weight
+        if self.fuse or grad_ready_hooks(weight) is not None:
+            self._fused(dy, x)
+            return
+        dw = product(dy.t(), x.t()).to(weight.dtype)
+        weight.grad = dw if weight.grad is None else weight.grad.add_(dw)
+
+
+class Local:
+    """One rank alone: no parallelism."""
+
+    def forward(self, x, w, bias):
+        return functional.linear(x, w, bias)
+
+    def backward(self, dy, x, w, need_x, dw):
+        return dy @ w if need_x else None, None if dw is None else dw(dy, x)
+
+
+@dataclass(frozen=True)
+class Column:
+    """rows: every rank's tokens. fprop, dgrad, wgrad: communicators, or None. scatters: sequence parallel."""
+
+    group: object
+    rows: tuple[int, ...]
+    sequence_parallel: bool
+    fprop: CommOverlapCore | None = None
+    dgrad: CommOverlapCore | None = None
+    wgrad: CommOverlapCore | None = None
+
+    def forward(self, x, w, bias):
+        if self.fprop is not None:
+            return self.fprop.all_gather_matmul(x, w, bias, rows=self.rows)[0]
+        return functional.linear(self._gather(x), w, bias)
+
+    def backward(self, dy, x, w, need_x, dw):
+        if not self.sequence_parallel:
+            dx = _all_reduce(dy @ w, self.group) if need_x else None
+            return dx, None if dw is None else dw(dy, x)
+        inside = self.dgrad if self.dgrad is not None and (self.dgrad.options.is_reduce_scatter or dw is None) else None
+        bulk = self.dgrad if inside is None and dw is not None else None
+        gathered = dx = part = None
+        if bulk is not None:
+            gathered = x.new_empty(sum(self.rows), x.shape[1])
+            with bulk.beside(bulk.all_gather, x, self.rows, gathered):
+                part = bulk.multiply(dy, w.t()) if need_x else None
+        else:
+            gathered = self._gather(x) if dw is not None else None
+            if need_x and inside is not None:
+                dx = inside.matmul_reduce_scatter(dy, w.t(), rows=self.rows)
+            elif need_x:
+                part = dy @ w
+        if part is None or dw is None or self.wgrad is None:
+            if part is not None:
+                dx = self._reduce_scatter(part)
+            return dx, None if dw is None else dw(dy, gathered)
+        dx = torch.empty_like(x)
+        with self.wgrad.beside(self.wgrad.reduce_scatter, part, self.rows, dx):
+            return_dw = dw(dy, gathered, self.wgrad.multiply)
+        return dx, return_dw
+
+    def _communicator(self):
+        return self.fprop or self.dgrad or self.wgrad
+
+    def _gather(self, x):
+        if not self.sequence_parallel:
+            return x
+        comm = self._communicator()
+        return _gather(x, self.group) if comm is None else comm.all_gather(x, self.rows)
+
+    def _reduce_scatter(self, dx):
+        comm = self._communicator()
+        return _reduce_scatter(dx, self.group) if comm is None else comm.reduce_scatter(dx, self.rows)
+
+
+@dataclass(frozen=True)
+class Row:
+    """rows: every rank's tokens. fprop, dgrad: communicators, or None. summed: a context to sum y in, inside."""
+
+    group: object
+    rows: tuple[int, ...]
+    sequence_parallel: bool
+    fprop: CommOverlapCore | None = None
+    dgrad: CommOverlapCore | None = None
+    summed: object = None
+
+    def forward(self, x, w, bias):
+        if self.fprop is not None:
+            return self.fprop.matmul_reduce_scatter(x, w, rows=self.rows)
+        if self.sequence_parallel:
+            return self._reduce_scatter(x @ w.t())
+        return _all_reduce(x @ w.t(), self.group) if self.summed is None else matmul_all_reduce(self.summed, x, w)
+
+    def backward(self, dy, x, w, need_x, dw):
+        if not self.sequence_parallel:
+            gathered = dy
+        elif self.dgrad is not None and need_x:
+            dx, gathered = self.dgrad.all_gather_matmul(dy, w.t(), rows=self.rows, gathered=dw is not None)
+            return dx, None if dw is None else dw(gathered, x)
+        else:
+            gathered = self._gather(dy)
+        return gathered @ w if need_x else None, None if dw is None else dw(gathered, x)
+
+    def _gather(self, dy):
+        comm = self.fprop or self.dgrad
+        return _gather(dy, self.group) if comm is None else comm.all_gather(dy, self.rows)
+
+    def _reduce_scatter(self, y):
+        return _reduce_scatter(y, self.group) if self.dgrad is None else self.dgrad.reduce_scatter(y, self.rows)
+
+
+class Linear(torch.autograd.Function):
+    """x @ weight.T + bias of two-dimensional tensors, by one of the dataflows above."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, flow, wgrad: WeightGradient):
+        ctx.save_for_backward(x, weight)
+        ctx.flow, ctx.wgrad = flow, wgrad
+        return flow.forward(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        need_x, need_w, need_bias = ctx.needs_input_grad[:3]
+        dy = dy.contiguous()
+        dx, dw = ctx.flow.backward(dy, x, weight, need_x, ctx.wgrad if need_w else None)
+        return dx, dw, dy.sum(0) if need_bias else None, None, None
+
+
+class Gather(torch.autograd.Function):
+    """Every rank's rows; the gradient is summed over ranks, and each gets its own rows back."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return _gather(x, group)
+
+    @staticmethod
+    def backward(ctx, dx):
+        return _reduce_scatter(dx.contiguous(), ctx.group), None
+
+
+# By torch.distributed; torch 2.13 renames the first two.
+_all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def gather_along_first_dim(x: torch.Tensor, process_group, async_op: bool = False):
+    """(every rank's rows, None, or the work to wait for). All ranks must have equally many rows."""
+    out = x.new_empty(x.shape[0] * dist.get_world_size(process_group), *x.shape[1:])
+    return out, _all_gather_into(out, x.contiguous(), group=process_group, async_op=async_op)
+
+
+def _gather(x, group):
+    return gather_along_first_dim(x, group)[0]
+
+
+def _reduce_scatter(x, group):
+    size = dist.get_world_size(group)
+    if x.shape[0] % size:
+        raise ValueError(
+            f"{x.shape[0]} tokens don't divide by {size} ranks, which only layers with overlap allow; set their ub_ "
+            f"options, or pad; split_rows({x.shape[0]}, {size}) is {split_rows(x.shape[0], size)}"
+        )
+    out = x.new_empty(x.shape[0] // size, *x.shape[1:])
+    _reduce_scatter_into(out, x.contiguous(), group=group)
+    return out
+
+
+def _all_reduce(x, group):
+    dist.all_reduce(x, group=group)
+    return x

@@ -1,0 +1,266 @@
+"""Which overlap each product of a layer has, and its options: the default table, and what a configuration changes.
+
+A product is named `<layer>_<pass>`. The layers qkv and fc1 are column parallel, proj and fc2 are row parallel.
+
+    product                   what travels, with which default method
+    qkv_fprop,  fc1_fprop     all-gather of x        ring_exchange
+    proj_fprop, fc2_fprop     reduce-scatter of y    pipeline
+    proj_dgrad, fc2_dgrad     all-gather of dy       ring_exchange
+    qkv_dgrad,  fc1_dgrad     all-gather of x        bulk: beside the product, for wgrad
+    qkv_wgrad,  fc1_wgrad     reduce-scatter of dx   bulk: beside the product, from dgrad
+    proj_wgrad, fc2_wgrad     all-gather of dy       external: beside a product of the caller's
+
+A qkv_dgrad or fc1_dgrad of another method than bulk is a reduce-scatter of dx inside its product, and takes the place
+of both bulk overlaps. ring_exchange and pipeline name the same kernels here; the options differ.
+
+Everything in this file is pure: no rank, no device, nothing remembered from one call to the next.
+"""
+
+import enum
+from dataclasses import dataclass, fields, replace
+
+
+class UserBufferQuantizationMode(enum.Enum):
+    """What a set of communicators carries; FP8 is refused by `initialize_ub` as long as the kernels have no fp8."""
+
+    NONE = "none"
+    FP8 = "fp8"
+
+
+@dataclass(frozen=True)
+class OverlapOptions:
+    """The options of one product's overlap, under the names that configurations use.
+
+    What they do on these kernels:
+
+    method: ring_exchange, pipeline, bulk or external, as above.
+    is_reduce_scatter: follows from product and method; given, it must agree.
+    num_sm: programs that carry the data. For ring_exchange with use_ce the kernel has its own number of them.
+    cga_size: nothing; the programs form no clusters.
+    set_sm_margin: bulk: the product beside leaves num_sm multiprocessors free. Inside a fused kernel the sending
+        programs are always apart from the multiplying ones.
+    num_splits: pipeline: at least so many pieces of a rank's rows travel one by one, as far as tiles allow. Rows are
+        split, not features, so no remainder is lost.
+    aggregate: ring_exchange all-gather: messages of twice the rows. Takes any number of ranks.
+    use_ce: ring_exchange: leave the copies to the library. These kernels send by stores, not by the copy engine.
+    atomic_gemm: fp8 only, so it is refused.
+    fp8_buf: inert without fp8.
+    comm_priority: of the communication stream. gemm_priority: of the caller's stream, so it must be 0. Both 0: the
+        communication stream gets the device's highest.
+    pipeline_rs_overlap_first_gemm: nothing; the first tiles travel while the next are computed in any case.
+    """
+
+    method: str
+    is_reduce_scatter: bool
+    num_sm: int
+    cga_size: int
+    set_sm_margin: bool
+    num_splits: int
+    aggregate: bool = False
+    atomic_gemm: bool = False
+    use_ce: bool = True
+    fp8_buf: bool = False
+    comm_priority: int = 0
+    gemm_priority: int = 0
+    pipeline_rs_overlap_first_gemm: bool = False
+
+    @property
+    def without_effect(self) -> dict[str, str]:
+        """The options that change nothing for this method, and why."""
+        reasons = {
+            "cga_size": "the programs form no clusters",
+            "fp8_buf": "there is no fp8",
+            "pipeline_rs_overlap_first_gemm": "the first tiles always travel while the next are computed",
+        }
+        if self.method in ("ring_exchange", "pipeline"):
+            reasons["set_sm_margin"] = "inside a fused kernel the sending programs are always apart"
+        if self.method != "ring_exchange":
+            reasons["use_ce"] = f"{self.method} has no copies for the copy engine"
+        elif self.use_ce:
+            reasons["num_sm"] = "with use_ce the kernel has its own number of sending programs"
+        if self.method != "pipeline":
+            reasons["num_splits"] = f"{self.method} sends no pieces of that kind"
+        if self.method != "ring_exchange" or self.is_reduce_scatter:
+            reasons["aggregate"] = "only a ring_exchange all-gather sends whole shards"
+        return reasons
+
+
+_COLUMN, _ROW = ("qkv", "fc1"), ("proj", "fc2")
+_WAYS = {  # the methods that each product can have, its default first
+    **{f"{layer}_fprop": ("ring_exchange",) for layer in _COLUMN},
+    **{f"{layer}_dgrad": ("ring_exchange",) for layer in _ROW},
+    **{f"{layer}_fprop": ("pipeline", "ring_exchange") for layer in _ROW},
+    **{f"{layer}_dgrad": ("bulk", "ring_exchange", "pipeline") for layer in _COLUMN},
+    **{f"{layer}_wgrad": ("bulk",) for layer in _COLUMN},
+    **{f"{layer}_wgrad": ("external",) for layer in _ROW},
+}
+_SWITCHABLE = tuple(f"{layer}_dgrad" for layer in _COLUMN)
+_METHODS = ("ring_exchange", "pipeline", "bulk", "external")
+_BOOLEAN = tuple(field.name for field in fields(OverlapOptions) if field.type is bool)
+_COUNTS = ("num_sm", "cga_size", "num_splits")
+
+
+def methods(with_cublasmp: bool = False) -> dict[str, tuple[str, ...]]:
+    """The products that have an overlap, and the methods that each can have, its default first."""
+    if not with_cublasmp:
+        return dict(_WAYS)
+    return {
+        name: tuple(way for way in ways if way not in ("bulk", "external"))
+        for name, ways in _WAYS.items()
+        if not name.endswith("_wgrad")
+    }
+
+
+def default_config(
+    tp_size: int, *, with_cublasmp: bool = False, comm_priority: int = 0, gemm_priority: int = 0
+) -> dict[str, OverlapOptions]:
+    """The default options of every product that has an overlap."""
+    return {
+        name: _defaults(name, ways[0], tp_size, comm_priority, gemm_priority)
+        for name, ways in methods(with_cublasmp).items()
+    }
+
+
+def _defaults(name: str, method: str, tp_size: int, comm_priority: int, gemm_priority: int) -> OverlapOptions:
+    ring = method == "ring_exchange"
+    reduces = _is_reduce_scatter(name, method)
+    return OverlapOptions(
+        method=method,
+        is_reduce_scatter=reduces,
+        num_sm=1 if ring else 16,
+        cga_size=1 if ring else 2,
+        set_sm_margin=not ring,
+        num_splits=tp_size if ring else 4,
+        fp8_buf=not reduces,
+        comm_priority=comm_priority,
+        gemm_priority=gemm_priority,
+    )
+
+
+def _is_reduce_scatter(name: str, method: str) -> bool:
+    layer, of = name.split("_")
+    if of == "dgrad":
+        return layer in _COLUMN and method != "bulk"
+    return (layer in _ROW) == (of == "fprop")
+
+
+def configure(
+    ub_cfg: dict | None,
+    tp_size: int,
+    *,
+    mode: UserBufferQuantizationMode = UserBufferQuantizationMode.NONE,
+    with_cublasmp: bool = False,
+    comm_priority: int = 0,
+    gemm_priority: int = 0,
+) -> dict[str, OverlapOptions]:
+    """The options of every product's communicator: the defaults, changed by a user's `{product: {option: value}}`.
+
+    A product that is None has its defaults. Booleans may be 0 and 1, or in a tuple of their own. Where a configuration
+    changes the method of proj_fprop or fc2_fprop, the other options keep the defaults of pipeline; for qkv_dgrad and
+    fc1_dgrad they become those of the new method. Raises ValueError or TypeError, naming product, option and what is
+    allowed.
+    """
+    if ub_cfg is not None and not isinstance(ub_cfg, dict):
+        raise TypeError(f"ub_cfgs: a configuration is a dict of products, not {type(ub_cfg).__name__}")
+    allowed = methods(with_cublasmp)
+    given = {name: dict(entry) for name, entry in _entries(ub_cfg or {}, allowed, with_cublasmp).items()}
+    priorities = comm_priority, gemm_priority
+    options = {}
+    for name, ways in allowed.items():
+        entry = given.get(name, {})
+        method = _method(name, entry, ways, with_cublasmp)
+        base = _defaults(name, method if name in _SWITCHABLE else ways[0], tp_size, *priorities)
+        reduces = _is_reduce_scatter(name, method)
+        if entry.get("is_reduce_scatter", reduces) != reduces:
+            what = "a reduce-scatter" if reduces else "an all-gather"
+            raise ValueError(f"ub_cfgs[{name!r}]: {method} of {name} is {what}; leave is_reduce_scatter out")
+        options[name] = replace(base, **entry, is_reduce_scatter=reduces)
+        _check(name, options[name], mode)
+    for dgrad in _SWITCHABLE:
+        wgrad = dgrad.replace("dgrad", "wgrad")
+        if wgrad in options and options[dgrad].method != "bulk":
+            if wgrad in given:
+                raise ValueError(
+                    f"ub_cfgs: {dgrad} has method {options[dgrad].method!r}, which reduces dx inside its product and "
+                    f"leaves {wgrad} no overlap; drop the entry of {wgrad}, or give {dgrad} the method 'bulk'"
+                )
+            del options[wgrad]
+    return options
+
+
+def _entries(ub_cfg: dict, allowed: dict, with_cublasmp: bool) -> dict[str, dict]:
+    names = {field.name for field in fields(OverlapOptions)}
+    entries = {}
+    for name, entry in ub_cfg.items():
+        if name not in _WAYS:
+            raise ValueError(f"ub_cfgs: there is no product {name!r}; there are {', '.join(_WAYS)}")
+        if entry is None:
+            continue
+        if not isinstance(entry, dict):
+            raise TypeError(f"ub_cfgs[{name!r}]: must be a dict of options or None, not {type(entry).__name__}")
+        if name not in allowed:
+            raise ValueError(
+                f"ub_cfgs[{name!r}]: with_cublasmp=True has no bulk or external overlap, so {name} has none; drop the "
+                f"entry, or pass with_cublasmp=False"
+            )
+        for key in entry:
+            if key not in names:
+                raise ValueError(f"ub_cfgs[{name!r}]: there is no option {key!r}; there are {', '.join(sorted(names))}")
+        entries[name] = {key: _value(f"ub_cfgs[{name!r}][{key!r}]", key, value) for key, value in entry.items()}
+    return entries
+
+
+def _value(where: str, key: str, value):
+    if isinstance(value, (tuple, list)) and len(value) == 1:
+        value = value[0]  # published presets have (False,)
+    if key in _BOOLEAN:
+        if value not in (0, 1):
+            raise TypeError(f"{where}: {value!r} must be a boolean, or 0 or 1")
+        return bool(value)
+    if key == "method":
+        return value
+    if type(value) is not int or (key in _COUNTS and value < 1):
+        raise TypeError(f"{where}: {value!r} must be {'a positive' if key in _COUNTS else 'an'} integer")
+    return value
+
+
+def _method(name: str, entry: dict, ways: tuple[str, ...], with_cublasmp: bool) -> str:
+    method = entry.get("method", ways[0])
+    if method in ways:
+        return method
+    if method not in _METHODS:
+        raise ValueError(f"ub_cfgs[{name!r}]: there is no method {method!r}; {name} can have {', '.join(ways)}")
+    if method == "pipeline":
+        raise ValueError(
+            f"ub_cfgs[{name!r}]: `pipeline` overlap method is not supported for AllGather; {name} can have "
+            f"{', '.join(ways)}"
+        )
+    backend = " with with_cublasmp=True" if with_cublasmp and method in _WAYS[name] else ""
+    raise ValueError(f"ub_cfgs[{name!r}]: {name} can't have method {method!r}{backend}; it can have {', '.join(ways)}")
+
+
+def _check(name: str, options: OverlapOptions, mode: UserBufferQuantizationMode):
+    if options.atomic_gemm and mode is not UserBufferQuantizationMode.FP8:
+        raise ValueError(
+            f"ub_cfgs[{name!r}]: atomic_gemm=True needs fp8, but the quantization mode is {mode.name}; pass "
+            f"atomic_gemm=False"
+        )
+    if options.gemm_priority != 0:
+        raise ValueError(
+            f"ub_cfgs[{name!r}]: gemm_priority={options.gemm_priority}, but products run on the caller's stream, which "
+            f"has a priority already; pass 0, and call from a stream with the priority that you want"
+        )
+
+
+def without_effect(ub_cfg: dict | None, options: dict[str, OverlapOptions], tp_size: int) -> list[str]:
+    """What a configuration asks for, other than a default, that changes nothing here; one line each."""
+    lines = []
+    for name, entry in (ub_cfg or {}).items():
+        if name not in options:
+            continue
+        mine = options[name]
+        reasons, default = mine.without_effect, _defaults(name, mine.method, tp_size, 0, 0)
+        for key in entry or ():
+            if key in reasons and getattr(mine, key) != getattr(default, key):
+                lines.append(f"{name}.{key}={getattr(mine, key)!r}: {reasons[key]}")
+    return lines

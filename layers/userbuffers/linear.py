@@ -1,0 +1,420 @@
+"""Linear, with TransformerEngine's arguments in its order; and what its other layers share."""
+
+import contextlib
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from tkernels.comm.collectives import check_rows, split_rows
+from tkernels.layers.userbuffers import dataflow, registry
+from tkernels.layers.userbuffers.communicators import CommOverlapType
+
+# The attributes that say which overlaps a layer has, each with what its communicator must be: type, and whether bulk.
+FLAGS = {
+    "ub_overlap_ag_fprop": (CommOverlapType.AG, False),
+    "ub_overlap_rs_dgrad": (CommOverlapType.RS, False),
+    "ub_bulk_dgrad": (CommOverlapType.AG, True),
+    "ub_bulk_wgrad": (CommOverlapType.RS, True),
+    "ub_overlap_rs_fprop": (CommOverlapType.RS, False),
+    "ub_overlap_ag_dgrad": (CommOverlapType.AG, False),
+}
+
+
+class ParallelModule(nn.Module):
+    """What the layers share: the group, the options that are refused, deferred weight gradients."""
+
+    def _configure(
+        self, tp_group, tp_size, sequence_parallel, fuse_wgrad_accumulation, delay_wgrad_compute, rng, init_method,
+        symmetric_ar_type,
+    ):  # fmt: skip
+        name = type(self).__name__
+        if symmetric_ar_type not in (None, "two_shot"):
+            raise ValueError(
+                f"{name}: symmetric_ar_type={symmetric_ar_type!r} is not supported; pass 'two_shot' or None"
+            )
+        if tp_group is not None and dist.get_world_size(tp_group) != tp_size:
+            raise ValueError(f"{name}: tp_group has {dist.get_world_size(tp_group)} ranks, but tp_size={tp_size}")
+        if type(tp_size) is not int or tp_size < 1:
+            raise ValueError(f"{name}: tp_size={tp_size!r} must be a positive integer")
+        self.tp_group, self.tp_size = tp_group, tp_size
+        self.sequence_parallel = sequence_parallel and tp_size > 1
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.wgrad_store = [] if delay_wgrad_compute else None
+        self.get_rng_state_tracker, self.rng_tracker_name = rng
+        self.init_method, self.symmetric_ar_type = init_method or _normal, symmetric_ar_type
+
+    def _effective(self, mode, ub_name, ag, rs, rs_dgrad, bulk_dgrad, bulk_wgrad) -> dict[str, bool]:
+        """The FLAGS that hold, of those asked for. Raises if one has no communicator, or one of another kind."""
+        name = type(self).__name__
+        column = self.sequence_parallel and mode == "column"
+        row = self.sequence_parallel and mode == "row"
+        if column and registry.using_cublasmp_backend() and (bulk_dgrad or bulk_wgrad):
+            instead = "dx is reduced inside its product" if bulk_dgrad else "dx is reduced after its product"
+            warnings.warn(f"{name}({ub_name}): with_cublasmp=True has no bulk overlap; {instead}", stacklevel=4)
+            rs_dgrad, bulk_dgrad, bulk_wgrad = rs_dgrad or bulk_dgrad, False, False
+        flags = {
+            "ub_overlap_ag_fprop": column and ag,
+            "ub_overlap_rs_dgrad": column and rs_dgrad,
+            "ub_bulk_dgrad": column and bulk_dgrad and not rs_dgrad,
+            "ub_bulk_wgrad": column and bulk_wgrad and not rs_dgrad,
+            "ub_overlap_rs_fprop": row and rs,
+            "ub_overlap_ag_dgrad": row and ag,
+        }
+        wanted = [flag for flag in FLAGS if flags[flag]]
+        if flags["ub_bulk_wgrad"] and self.wgrad_store is not None:
+            raise ValueError(
+                f"{name}: delay_wgrad_compute=True leaves no product for ub_bulk_wgrad to run beside; drop one of them"
+            )
+        if wanted and ub_name is None:
+            raise ValueError(f"{name}: {wanted[0]} needs ub_name, one of qkv, fc1 (column), proj, fc2 (row)")
+        for flag in wanted:
+            product = f"{ub_name}_{flag.rpartition('_')[2]}"
+            comm, (kind, bulk) = registry.get_ub(product), FLAGS[flag]
+            if comm.comm_type is not kind or (comm.options.method == "bulk") != bulk:
+                raise ValueError(
+                    f"{name}: {flag} needs {product} to be {'a bulk' if bulk else 'an overlapped'} {kind.name}, but it "
+                    f"is {comm!r}; choose its method in ub_cfgs, or another ub_name"
+                )
+        if wanted and self.tp_group is not None:
+            registry.check_group(name, self.tp_group)
+        return flags
+
+    def set_tensor_parallel_group(self, tp_group):
+        """The group, if it was not there at construction. Raises ValueError for one of another size."""
+        size = dist.get_world_size(tp_group)
+        if size != self.tp_size:
+            raise ValueError(f"{type(self).__name__}: the group has {size} ranks, but tp_size={self.tp_size}")
+        self.tp_group = tp_group
+
+    def need_backward_dw(self) -> bool:
+        """Whether weight gradients are deferred to backward_dw."""
+        return self.wgrad_store is not None
+
+    def backward_dw(self):
+        """Compute the weight gradients that backward left out, in its order, on the current stream."""
+        if self.wgrad_store is None:
+            return
+        deferred, self.wgrad_store[:] = list(self.wgrad_store), []
+        with torch.no_grad():
+            for compute in deferred:
+                compute()
+
+    def _parameter(self, name: str, shape, dim: int | None, device, dtype, init_method=None) -> nn.Parameter:
+        """Register this rank's part of a parameter, split along `dim`, with Megatron's marks."""
+        parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        if init_method is not None:
+            with self._rng(), torch.no_grad():
+                init_method(parameter)
+        else:
+            nn.init.zeros_(parameter)
+        parameter.tensor_model_parallel = dim is not None and self.tp_size > 1
+        parameter.partition_dim, parameter.partition_stride = (-1 if dim is None else dim), 1
+        self.register_parameter(name, parameter)
+        return parameter
+
+    def _rng(self):
+        if self.get_rng_state_tracker is None:
+            return contextlib.nullcontext()
+        tracker = self.get_rng_state_tracker()
+        return tracker.fork(*() if self.rng_tracker_name is None else (self.rng_tracker_name,))
+
+    def _norm_parameters(self, features, normalization, zero_centered_gamma, device, dtype):
+        if normalization not in ("LayerNorm", "RMSNorm"):
+            raise ValueError(f"{type(self).__name__}: normalization={normalization!r} must be LayerNorm or RMSNorm")
+        self.normalization, self.zero_centered_gamma = normalization, zero_centered_gamma
+        fill = nn.init.zeros_ if zero_centered_gamma else nn.init.ones_
+        parameters = [self._parameter("layer_norm_weight", features, None, device, dtype, fill)]
+        if normalization == "LayerNorm":
+            parameters.append(self._parameter("layer_norm_bias", features, None, device, dtype))
+        else:
+            self.layer_norm_bias = None
+        for parameter in parameters:
+            parameter.sequence_parallel = self.sequence_parallel
+
+    def _normalize(self, x: torch.Tensor) -> torch.Tensor:
+        return normalize(
+            x, self.layer_norm_weight, self.layer_norm_bias, self.normalization, self.eps, self.zero_centered_gamma
+        )
+
+    def _product(self, x, weights, bias, mode, flags, ub_name, rows=None) -> torch.Tensor:
+        """x [..., I] -> [..., O] by the dataflow that mode and flags ask for. weights: one parameter, or its parts."""
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, weight = x.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        inner = x.shape[1:-1].numel()
+        flow = self._flow(
+            mode, x.shape[:-1].numel(), None if rows is None else [n * inner for n in rows], flags, ub_name
+        )
+        wgrad = dataflow.WeightGradient(weights[0], self.fuse_wgrad_accumulation, self.wgrad_store)
+        y = dataflow.Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias, flow, wgrad)
+        return y.view(y.shape[0] // inner, *x.shape[1:-1], y.shape[1])
+
+    def _flow(self, mode, tokens: int, rows, flags: dict, ub_name: str | None):
+        if mode is None or self.tp_size == 1:
+            return dataflow.Local()
+        comms = {flag: registry.get_ub(f"{ub_name}_{flag.rpartition('_')[2]}") for flag in FLAGS if flags[flag]}
+        if comms:
+            context = next(iter(comms.values())).context
+            if rows is None:
+                rows = (tokens,) * self.tp_size if mode == "column" else split_rows(tokens, self.tp_size)
+            own, total = (tokens, None) if mode == "column" else (None, tokens)
+            rows = check_rows(type(self).__name__, context, rows, own, total)
+        elif rows is not None:
+            raise ValueError(f"{type(self).__name__}: rows={rows} needs overlap; give the layer ub_ options")
+        common = dict(group=self._group(), rows=rows, sequence_parallel=self.sequence_parallel)
+        find = comms.get
+        if mode == "column":
+            dgrad = find("ub_overlap_rs_dgrad") or find("ub_bulk_dgrad")
+            return dataflow.Column(
+                fprop=find("ub_overlap_ag_fprop"), dgrad=dgrad, wgrad=find("ub_bulk_wgrad"), **common
+            )
+        summed = None
+        if self.symmetric_ar_type is not None and not self.sequence_parallel:
+            summed = registry.domain_context()
+        return dataflow.Row(
+            fprop=find("ub_overlap_rs_fprop"), dgrad=find("ub_overlap_ag_dgrad"), summed=summed, **common
+        )
+
+    def _group(self):
+        if self.tp_group is None and registry.is_ub_initialized():
+            return registry.domain_context().group.process_group
+        if self.tp_group is None:
+            raise ValueError(
+                f"{type(self).__name__}: tp_size={self.tp_size}, but there is no group; pass tp_group, or call "
+                f"set_tensor_parallel_group()"
+            )
+        return self.tp_group
+
+
+class _Linear(ParallelModule):
+    """Linear and LayerNormLinear, less their arguments' orders."""
+
+    def _build(self, in_features, out_features, parameters_split, device, dtype, norm=None):
+        kind, mode = type(self).__name__, self.parallel_mode
+        if mode not in ("column", "row", None):
+            raise ValueError(f"{kind}: parallel_mode={mode!r} must be 'column', 'row' or None")
+        self.in_features = divide(kind, "in_features", in_features, self.tp_size if mode == "row" else 1)
+        self.out_features = divide(kind, "out_features", out_features, self.tp_size if mode == "column" else 1)
+        self.apply_bias = self.use_bias and not self.return_bias
+        self.gemm_bias_unfused_add = mode == "row" and self.apply_bias
+        parts = self._parts(parameters_split, self.tp_size if mode == "column" else 1)
+        self.weight_names, self.bias_names = [f"{part}weight" for part in parts], [f"{part}bias" for part in parts]
+        if norm is not None:
+            self._norm_parameters(in_features, *norm, device, dtype)
+        for part, size in parts.items():
+            dim = {"column": 0, "row": 1}.get(mode)
+            self._parameter(f"{part}weight", (size, self.in_features), dim, device, dtype, self.init_method)
+            if not self.use_bias:
+                self.register_parameter(f"{part}bias", None)
+                continue
+            bias = self._parameter(f"{part}bias", size, 0 if mode == "column" else None, device, dtype)
+            if mode == "row":
+                bias.sequence_parallel = self.sequence_parallel
+
+    def _parts(self, parameters_split, divisor: int) -> dict[str, int]:
+        kind = type(self).__name__
+        if parameters_split is None:
+            return {"": self.out_features}
+        if self.fuse_wgrad_accumulation or self.wgrad_store is not None:
+            raise ValueError(
+                f"{kind}: parameters_split has no weight of its own to accumulate to; leave out "
+                f"fuse_wgrad_accumulation and delay_wgrad_compute, or the split"
+            )
+        if not isinstance(parameters_split, dict):
+            share = divide(kind, "out_features", self.out_features, len(parameters_split))
+            return {f"{part}_": share for part in parameters_split}
+        parts = {f"{part}_": divide(kind, part, size, divisor) for part, size in parameters_split.items()}
+        if sum(parts.values()) != self.out_features:
+            raise ValueError(
+                f"{kind}: parameters_split={parameters_split} must sum to out_features={self.out_features * divisor}"
+            )
+        return parts
+
+    def _run(self, x, rows, mode):
+        weights = [getattr(self, name) for name in self.weight_names]
+        bias = None
+        if self.use_bias:
+            biases = [getattr(self, name) for name in self.bias_names]
+            bias = biases[0] if len(biases) == 1 else torch.cat(biases)
+        inside = bias if self.apply_bias and mode != "row" else None
+        flags = {flag: getattr(self, flag) for flag in FLAGS}
+        y = self._product(x, weights, inside, mode, flags, self.ub_name, rows)
+        if self.apply_bias and mode == "row":
+            y = y + bias.to(y.dtype)
+        return y, bias
+
+    def extra_repr(self) -> str:
+        on = [flag for flag in FLAGS if getattr(self, flag)]
+        return (
+            f"{self.in_features}, {self.out_features}, bias={self.use_bias}, parallel_mode={self.parallel_mode}, "
+            f"sequence_parallel={self.sequence_parallel}, tp_size={self.tp_size}, overlap={', '.join(on) or None}"
+        )
+
+
+class Linear(_Linear):
+    """y = x @ weight.T + bias, the weight split over the ranks of tp_group by rows (column) or by columns (row).
+
+    in_features, out_features: of the whole layer. parallel_mode: "column", "row" or None.
+    sequence_parallel: outside, each rank has its part of the first dimension.
+    fuse_wgrad_accumulation: the weight's gradient is added to weight.main_grad.
+    return_bias: forward returns (y, bias) and the bias is not added.
+    parameters_split: {name: out-features}, of the whole layer, or names of equal parts: `<name>_weight`, `<name>_bias`.
+    ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad: overlap, see `dataflow`; with
+        sequence_parallel and tp_size > 1. Those for the other parallel_mode change nothing, so all may be passed.
+    ub_name: qkv, fc1 (column), proj or fc2 (row): whose communicators to use. initialize_ub comes before.
+    delay_wgrad_compute: backward leaves the weight's gradient to backward_dw().
+    symmetric_ar_type: "two_shot": without sequence_parallel, the sum over ranks travels while y is computed.
+    save_original_input: about fp8, changes nothing.
+
+    A row layer adds its bias after the sum over ranks, to this rank's rows, so with sequence_parallel its gradient must
+    still be summed over ranks: it has Megatron's mark `sequence_parallel`.
+
+    Forward and backward are collective. Raises ValueError, RuntimeError or KeyError at construction for overlap that
+    has no communicator.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group=None,
+        tp_size: int = 1,
+        get_rng_state_tracker=None,
+        rng_tracker_name: str | None = None,
+        init_method=None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        parameters_split=None,
+        device: torch.device | str = "cuda",
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        save_original_input: bool = False,
+        name: str | None = None,
+    ):
+        super().__init__()
+        self._configure(
+            tp_group, tp_size, sequence_parallel, fuse_wgrad_accumulation, delay_wgrad_compute,
+            (get_rng_state_tracker, rng_tracker_name), init_method, symmetric_ar_type,
+        )  # fmt: skip
+        self.parallel_mode, self.use_bias, self.return_bias, self.name = parallel_mode, bias, return_bias, name
+        self._build(in_features, out_features, parameters_split, device, params_dtype)
+        self.ub_name = ub_name
+        flags = ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
+        vars(self).update(self._effective(parallel_mode, ub_name, *flags))
+
+    def forward(self, inp, is_first_microbatch=None, fp8_output: bool = False, fp8_grad: bool = False, *, rows=None):
+        """x [s/P, ..., I] or, in row mode, [s, ..., I/P] -> y, or (y, bias) with return_bias.
+
+        rows: every rank's part of the first dimension where they differ; with overlap only. is_first_microbatch is
+        about cached fp8 weights and changes nothing.
+        """
+        refuse("Linear.forward", fp8_output=fp8_output, fp8_grad=fp8_grad)
+        y, bias = self._run(inp, rows, self.parallel_mode)
+        return (y, bias) if self.return_bias else y
+
+
+class LayerNormLinear(_Linear):
+    """Linear of a normalised input. Arguments as Linear's, in another order: ub_bulk_wgrad comes before ub_bulk_dgrad.
+
+    eps, normalization ("LayerNorm" or "RMSNorm"), zero_centered_gamma (the weight is stored less one): of the norm.
+    return_layernorm_output: forward also returns the norm's output, last. return_layernorm_output_gathered: of all
+        ranks; the product then has nothing to gather, and ub_overlap_ag changes nothing.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group=None,
+        tp_size: int = 1,
+        get_rng_state_tracker=None,
+        init_method=None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        parameters_split=None,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str = "cuda",
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        name: str | None = None,
+    ):
+        super().__init__()
+        self._configure(
+            tp_group, tp_size, sequence_parallel, fuse_wgrad_accumulation, delay_wgrad_compute,
+            (get_rng_state_tracker, None), init_method, symmetric_ar_type,
+        )  # fmt: skip
+        if parallel_mode == "row":
+            raise ValueError("LayerNormLinear: parallel_mode='row' would normalise a part of the features; use Linear")
+        self.parallel_mode, self.use_bias, self.return_bias, self.name = parallel_mode, bias, return_bias, name
+        self.eps, self.return_layernorm_output = eps, return_layernorm_output or return_layernorm_output_gathered
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
+        norm = normalization, zero_centered_gamma
+        self._build(in_features, out_features, parameters_split, device, params_dtype, norm)
+        self.ub_name = ub_name
+        flags = ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
+        vars(self).update(self._effective(parallel_mode, ub_name, *flags))
+
+    def forward(self, inp, is_first_microbatch=None, fp8_grad: bool = False, *, rows=None):
+        """x [s/P, ..., I] -> y, then the bias with return_bias, then the norm's output with return_layernorm_output."""
+        refuse("LayerNormLinear.forward", fp8_grad=fp8_grad)
+        normed, mode = self._normalize(inp), self.parallel_mode
+        if self.return_layernorm_output_gathered and self.sequence_parallel and mode == "column":
+            normed, mode = dataflow.Gather.apply(normed, self._group()), None  # whose backward sums and scatters
+        y, bias = self._run(normed, rows, mode)
+        results = (y, bias) if self.return_bias else (y,)
+        results += (normed,) if self.return_layernorm_output else ()
+        return results if len(results) > 1 else y
+
+
+def normalize(x, weight, bias, normalization: str, eps: float, zero_centered_gamma: bool) -> torch.Tensor:
+    """LayerNorm or RMSNorm over the last dimension, in x's dtype."""
+    gamma = (weight + 1 if zero_centered_gamma else weight).to(x.dtype)
+    if normalization == "RMSNorm":
+        return functional.rms_norm(x, gamma.shape, gamma, eps)
+    return functional.layer_norm(x, gamma.shape, gamma, bias.to(x.dtype), eps)
+
+
+def divide(kind: str, what: str, size: int, parts: int) -> int:
+    if size % parts:
+        raise ValueError(f"{kind}: {what}={size} doesn't divide by {parts}; pad it, or use fewer ranks")
+    return size // parts
+
+
+def refuse(where: str, **options):
+    """Raise ValueError for an option that is set, of those that these layers have no answer to."""
+    for name, value in options.items():
+        if value:
+            raise ValueError(f"{where}: {name}={value!r} is not supported; leave it out")
+
+
+def _normal(weight):
+    nn.init.normal_(weight, mean=0.0, std=0.023)

@@ -1,0 +1,136 @@
+"""LayerNormMLP, with TransformerEngine's arguments in its order."""
+
+import functools
+
+import torch
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint as recompute
+
+from tkernels.layers.userbuffers import dataflow
+from tkernels.layers.userbuffers.linear import FLAGS, ParallelModule, divide, refuse
+
+_gelu = functools.partial(functional.gelu, approximate="tanh")
+
+
+def _gated(activation):
+    def act(x):
+        gate, up = x.chunk(2, dim=-1)
+        return activation(gate) * up
+
+    return act
+
+
+ACTIVATIONS = {
+    "gelu": _gelu,
+    "relu": functional.relu,
+    "silu": functional.silu,
+    "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "srelu": lambda x: functional.relu(x).square(),
+}
+GATED = {"geglu": _gelu, "reglu": functional.relu, "swiglu": functional.silu, "qgeglu": ACTIVATIONS["qgelu"]}
+ACTIVATIONS.update({name: _gated(activation) for name, activation in GATED.items()})
+
+
+class LayerNormMLP(ParallelModule):
+    """fc2(activation(fc1(norm(x)))): fc1 is column parallel and fc2 row parallel, if set_parallel_mode.
+
+    activation: gelu (by tanh), relu, silu, qgelu, srelu; or gated, where fc1 has twice the features and the first half
+        of a rank's is activated: geglu, reglu, swiglu, qgeglu.
+    ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad: as Linear's, of fc1 and of fc2,
+        whose communicators have these names.
+    checkpoint: recompute everything in backward.
+    micro_batch_size, seq_length: change nothing here.
+    Other arguments as LayerNormLinear's. Parameters: layer_norm_weight, layer_norm_bias, fc1_weight, fc1_bias,
+    fc2_weight, fc2_bias.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        return_bias: bool = False,
+        get_rng_state_tracker=None,
+        tp_group=None,
+        tp_size: int = 1,
+        init_method=None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        activation: str = "gelu",
+        activation_params: dict | None = None,
+        output_layer_init_method=None,
+        fuse_wgrad_accumulation: bool = False,
+        params_dtype: torch.dtype | None = None,
+        micro_batch_size: int | None = None,
+        seq_length: int | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        set_parallel_mode: bool = False,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str = "cuda",
+        ub_overlap_ag: bool = False,
+        name: str | None = None,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        checkpoint: bool = False,
+    ):
+        super().__init__()
+        refuse("LayerNormMLP", activation_params=activation_params)
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"LayerNormMLP: activation={activation!r} is unknown; use {', '.join(ACTIVATIONS)}")
+        if not set_parallel_mode and tp_size > 1:
+            raise ValueError(f"LayerNormMLP: tp_size={tp_size} splits fc1 and fc2; pass set_parallel_mode=True")
+        self._configure(
+            tp_group, tp_size, sequence_parallel, fuse_wgrad_accumulation, delay_wgrad_compute,
+            (get_rng_state_tracker, None), init_method, symmetric_ar_type,
+        )  # fmt: skip
+        self.eps, self.activation, self.checkpoint, self.name = eps, activation, checkpoint, name
+        self.use_bias, self.return_bias = bias, return_bias
+        self.return_layernorm_output = return_layernorm_output or return_layernorm_output_gathered
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
+        self.set_parallel_mode = set_parallel_mode
+        flags = ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
+        self._fc1 = self._effective("column", "fc1", *flags)
+        self._fc2 = self._effective("row", "fc2", *flags)
+
+        ffn = divide("LayerNormMLP", "ffn_hidden_size", ffn_hidden_size, tp_size)
+        common = device, params_dtype
+        self._norm_parameters(hidden_size, normalization, zero_centered_gamma, *common)
+        fc1 = (2 if activation in GATED else 1) * ffn
+        self._parameter("fc1_weight", (fc1, hidden_size), 0, *common, self.init_method)
+        self._parameter("fc2_weight", (hidden_size, ffn), 1, *common, output_layer_init_method or self.init_method)
+        if bias:
+            self._parameter("fc1_bias", fc1, 0, *common)
+            self._parameter("fc2_bias", hidden_size, None, *common).sequence_parallel = self.sequence_parallel
+        else:
+            self.fc1_bias = self.fc2_bias = None
+
+    def forward(self, inp, is_first_microbatch=None, *, rows=None):
+        """x [s/P, ..., hidden] -> the same; then fc2's bias with return_bias, then the norm's output if asked for."""
+        if self.checkpoint and torch.is_grad_enabled():
+            y, normed = recompute(self._forward, inp, rows, use_reentrant=False)
+        else:
+            y, normed = self._forward(inp, rows)
+        results = (y, self.fc2_bias) if self.return_bias else (y,)
+        results += (normed,) if self.return_layernorm_output else ()
+        return results if len(results) > 1 else y
+
+    def _forward(self, inp, rows):
+        normed, mode = self._normalize(inp), "column"
+        if self.return_layernorm_output_gathered and self.sequence_parallel:
+            normed, mode = dataflow.Gather.apply(normed, self._group()), None
+        h = self._product(normed, [self.fc1_weight], self.fc1_bias, mode, self._fc1, "fc1", rows)
+        h = ACTIVATIONS[self.activation](h)
+        y = self._product(h, [self.fc2_weight], None, "row", self._fc2, "fc2", rows)
+        if self.fc2_bias is not None and not self.return_bias:
+            y = y + self.fc2_bias.to(y.dtype)
+        return y, normed
+
+    def extra_repr(self) -> str:
+        on = [f"fc1 {flag}" for flag in FLAGS if self._fc1[flag]] + [f"fc2 {flag}" for flag in FLAGS if self._fc2[flag]]
+        return f"activation={self.activation}, tp_size={self.tp_size}, overlap={', '.join(on) or None}"

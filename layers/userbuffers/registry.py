@@ -1,0 +1,305 @@
+"""initialize_ub and what it leaves behind: one communicator for every product's overlap, found by name.
+
+Everything is checked before anything is made, and the ranks exchange what they found: an error of one rank is an error
+of all, and leaves nothing initialised on any.
+"""
+
+import os
+import warnings
+
+import torch
+import torch.distributed as dist
+
+from tkernels.comm.context import Context
+from tkernels.comm.errors import MismatchError, TkernelsError
+from tkernels.comm.group import Group
+from tkernels.layers.userbuffers.communicators import (
+    CommOverlap,
+    CommOverlapCore,
+    CommOverlapHelper,
+    CommOverlapP2P,
+    CommOverlapType,
+    get_stream_priority_range,
+    heap_bytes,
+)
+from tkernels.layers.userbuffers.defaults import (
+    OverlapOptions,
+    UserBufferQuantizationMode,
+    configure,
+    without_effect,
+)
+
+NONE, FP8 = UserBufferQuantizationMode.NONE, UserBufferQuantizationMode.FP8
+BACKENDS = ("gloo", "mpi", "nccl")
+REMOVED_VARIABLES = (
+    "NVTE_UB_SPLIT_RS",
+    "NVTE_UB_SPLIT_AG",
+    "NVTE_UB_ATOMIC_GEMM_RS",
+    "NVTE_UB_ATOMIC_GEMM_AG",
+    "NVTE_UB_BULK_WGRAD",
+    "NVTE_UB_BULK_DGRAD",
+    "NVTE_UB_FP8_RS",
+)
+
+_2X_ACC_FPROP = False
+_2X_ACC_DGRAD = True
+_2X_ACC_WGRAD = True
+
+_ub_communicators: dict[tuple[str, UserBufferQuantizationMode], CommOverlapCore] = {}
+_state = {"initialized": False, "cublasmp": False, "helper": None, "groups": []}
+
+
+def initialize_ub(
+    shape: list,
+    tp_size: int,
+    use_fp8: bool = False,
+    quantization_modes: list[UserBufferQuantizationMode] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    ub_cfgs: dict | list[dict] | None = None,
+    bootstrap_backend: str | None = None,
+    with_cublasmp: bool = False,
+    *,
+    tp_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Collective over torch's default group. Make the communicators of every layer's overlaps. Before the layers.
+
+    shape: [tokens, hidden], the largest of a tensor-parallel group's calls. Calls may have fewer tokens.
+    tp_size: ranks of a domain. Domains are blocks of neighbouring ranks, unless tp_group says which ranks they are.
+    quantization_modes: [NONE]. FP8, and use_fp8, which is deprecated, are refused as long as there is no fp8.
+    dtype: of all operands.
+    ub_cfgs: {product: {option: value}}: see `defaults`. A list has one for each mode.
+    bootstrap_backend: of the torch groups that are made for the domains: gloo, mpi or nccl. None: as the default group.
+    with_cublasmp: that backend's semantics: no bulk overlap, and no buffers for gathered operands.
+
+    Environment: UB_TIMEOUT, seconds that a kernel waits for a peer (110). NVTE_EXT_MARGIN_SM, multiprocessors that
+    products leave free (0). UB_SKIPMC changes nothing, as no multicast is used.
+
+    Raises RuntimeError if it is initialised already or torch.distributed is not, ValueError or TypeError for what
+    doesn't fit, and MismatchError if the ranks ask for different things. Ranks that found nothing wrong themselves
+    raise TkernelsError with another rank's error.
+    """
+    world = Group(None)
+    asked = dict(
+        shape=shape, tp_size=tp_size, dtype=dtype, ub_cfgs=ub_cfgs, modes=quantization_modes, cublasmp=with_cublasmp
+    )
+    error, options = None, None
+    try:
+        _check(world, shape, tp_size, dtype, bootstrap_backend, tp_group)
+        modes = _modes(use_fp8, quantization_modes)
+        configurations = _configurations(ub_cfgs, modes)
+        options = _resolve(configurations, modes, tp_size, with_cublasmp)
+    except (ValueError, TypeError, RuntimeError) as caught:
+        error = caught
+    _agree(world, error, repr(asked))
+
+    group, groups = _domain(world, tp_size, bootstrap_backend, tp_group)
+    helper, made = CommOverlapHelper(group, heap_bytes=heap_bytes(shape, dtype, tp_size)), {}
+    try:
+        for mode, table in options.items():
+            for name, mine in table.items():
+                made[name, mode] = _communicator(mine, shape, dtype, helper, tp_size, with_cublasmp)
+        _warm_up(made.values())
+    except Exception as caught:
+        error = caught
+    try:
+        _agree(world, error)
+    except Exception:
+        _close(helper, groups)
+        raise
+    _ub_communicators.update(made)
+    _state.update(initialized=True, cublasmp=with_cublasmp, helper=helper, groups=groups)
+    if world.rank == 0:
+        _tell(configurations, options, tp_size)
+
+
+def destroy_ub() -> None:
+    """Collective. Give everything back; communicators must not be used any more. May be repeated."""
+    helper, groups = _state["helper"], _state["groups"]
+    _ub_communicators.clear()
+    _state.update(initialized=False, cublasmp=False, helper=None, groups=[])
+    if helper is not None:
+        _close(helper, groups)
+        torch.compiler.reset()
+
+
+def is_ub_initialized() -> bool:
+    """Whether there are communicators. Needs nothing, raises nothing."""
+    return _state["initialized"]
+
+
+def using_cublasmp_backend() -> bool:
+    """Whether there are communicators, with cublasmp semantics. Needs nothing, raises nothing."""
+    return _state["initialized"] and _state["cublasmp"]
+
+
+def get_ub(name: str, use_fp8: bool = False) -> CommOverlapCore:
+    """The communicator of a product. Raises RuntimeError before initialize_ub, KeyError for one that has none."""
+    if not _state["initialized"]:
+        raise RuntimeError("UB manager is not initialized. Call initialize_ub() on every rank before making layers.")
+    key = name, FP8 if use_fp8 else NONE
+    if key not in _ub_communicators:
+        there = ", ".join(sorted(name for name, mode in _ub_communicators if mode is key[1])) or "none in this mode"
+        raise KeyError(f"UB for {name} is not registered. Registered: {there}.")
+    return _ub_communicators[key]
+
+
+@torch.compiler.assume_constant_result
+def get_ub_is_fp8(name: str, use_fp8: bool = False) -> bool:
+    """Whether the communicator's buffer is of fp8."""
+    return get_ub(name, use_fp8).is_fp8_ubuf()
+
+
+def domain_context() -> Context:
+    """The context of this rank's tensor-parallel domain. Raises RuntimeError before initialize_ub."""
+    if not _state["initialized"]:
+        raise RuntimeError("UB manager is not initialized. Call initialize_ub() on every rank before this call.")
+    return _state["helper"].domain.context
+
+
+def check_group(name: str, tp_group) -> None:
+    """Raise ValueError unless a layer's group has the ranks that initialize_ub made a domain of."""
+    ranks, domain = Group(tp_group).global_ranks, domain_context().group.global_ranks
+    if list(ranks) != list(domain):
+        raise ValueError(
+            f"{name}: tp_group has the ranks {list(ranks)}, but initialize_ub made a domain of {list(domain)}; pass "
+            f"tp_group to initialize_ub as well"
+        )
+
+
+def load_ub_cfgs(path: str | os.PathLike) -> dict:
+    """A configuration for `ub_cfgs` from a YAML file. Needs PyYAML, which is not installed with this package."""
+    try:
+        import yaml
+    except ImportError as error:
+        raise ImportError(f"load_ub_cfgs({str(path)!r}) needs PyYAML: pip install pyyaml, or pass a dict") from error
+    with open(path) as file:
+        return yaml.safe_load(file) or {}
+
+
+def _check(world: Group, shape, tp_size, dtype, bootstrap_backend, tp_group):
+    if _state["initialized"]:
+        raise RuntimeError("UB communicators are already initialized. Call destroy_ub() before.")
+    if tp_size != 1 and not dist.is_initialized():
+        raise RuntimeError("initialize_ub: torch.distributed is not initialised; call init_process_group() before")
+    if type(tp_size) is not int or tp_size < 1 or world.size % tp_size:
+        raise ValueError(f"initialize_ub: tp_size={tp_size!r} must divide the {world.size} ranks of the default group")
+    if len(shape) != 2 or any(type(size) is not int or size < 1 for size in shape):
+        raise ValueError(f"initialize_ub: shape={list(shape)} must be [tokens, hidden], two positive integers")
+    if tp_group is not None and dist.get_world_size(tp_group) != tp_size:
+        raise ValueError(
+            f"initialize_ub: tp_group has {dist.get_world_size(tp_group)} ranks, but tp_size={tp_size}; pass its size"
+        )
+    if bootstrap_backend is not None and bootstrap_backend not in BACKENDS:
+        raise ValueError(
+            f"initialize_ub: bootstrap_backend={bootstrap_backend!r} must be {', '.join(BACKENDS)} or None"
+        )
+    if bootstrap_backend is not None and not getattr(dist, f"is_{bootstrap_backend}_available")():
+        raise RuntimeError(
+            f"initialize_ub: bootstrap_backend={bootstrap_backend!r}, but this torch was built without it"
+        )
+
+
+def _modes(use_fp8: bool, modes) -> list[UserBufferQuantizationMode]:
+    if not modes:
+        if use_fp8:
+            warnings.warn(
+                "initialize_ub: use_fp8 is deprecated; pass quantization_modes", DeprecationWarning, stacklevel=3
+            )
+        modes = [FP8 if use_fp8 else NONE]
+    if not isinstance(modes, list):
+        raise TypeError(f"initialize_ub: quantization_modes must be a list, not {type(modes).__name__}")
+    wrong = [mode for mode in modes if not isinstance(mode, UserBufferQuantizationMode)]
+    if wrong:
+        raise TypeError(f"initialize_ub: quantization_modes has {wrong}, which are no UserBufferQuantizationMode")
+    if FP8 in modes:
+        raise ValueError(
+            "initialize_ub: UserBufferQuantizationMode.FP8 is not supported, as these kernels have no fp8; pass "
+            "quantization_modes=[UserBufferQuantizationMode.NONE]"
+        )
+    if len(set(modes)) < len(modes):
+        raise ValueError(f"initialize_ub: quantization_modes has {modes[0]} more than once")
+    return modes
+
+
+def _configurations(ub_cfgs, modes) -> list[dict | None]:
+    if not isinstance(ub_cfgs, list):
+        return [ub_cfgs] * len(modes)
+    if len(ub_cfgs) != len(modes):
+        raise ValueError(f"initialize_ub: {len(ub_cfgs)} ub_cfgs for {len(modes)} quantization_modes; pass one each")
+    return ub_cfgs
+
+
+def _resolve(configurations, modes, tp_size, with_cublasmp) -> dict[UserBufferQuantizationMode, dict]:
+    lowest, highest = get_stream_priority_range()
+    common = dict(with_cublasmp=with_cublasmp, comm_priority=highest, gemm_priority=lowest)
+    return {
+        mode: configure(ub_cfg, tp_size, mode=mode, **common)
+        for mode, ub_cfg in zip(modes, configurations, strict=True)
+    }
+
+
+def _agree(world: Group, error: Exception | None, asked: str | None = None):
+    """Collective. Raise, on every rank, the first rank's error; or MismatchError if the ranks ask for other things."""
+    found = world.gather((None if error is None else f"{type(error).__name__}: {error}", asked))
+    failed = {rank: text for rank, (text, _) in enumerate(found) if text is not None}
+    if error is not None:
+        raise error
+    if failed:
+        rank, text = next(iter(failed.items()))
+        raise TkernelsError(f"initialize_ub: failed on rank {rank}, so nothing is initialised on any rank: {text}")
+    if len({theirs for _, theirs in found}) > 1:
+        by_rank = "; ".join(f"rank {rank}: {theirs}" for rank, (_, theirs) in enumerate(found))
+        raise MismatchError(f"initialize_ub: the ranks ask for different things: {by_rank}")
+
+
+def _domain(world: Group, tp_size: int, backend: str | None, tp_group):
+    """(this rank's tensor-parallel group, or None for all ranks; the groups that were made for it)."""
+    if tp_group is not None or (tp_size == world.size and backend is None):
+        return tp_group, []
+    blocks = [list(range(first, first + tp_size)) for first in range(0, world.size, tp_size)]
+    groups = [dist.new_group(block, backend=backend) for block in blocks]
+    return groups[world.rank // tp_size], [groups[world.rank // tp_size]]
+
+
+def _communicator(options: OverlapOptions, shape, dtype, helper, tp_size, with_cublasmp) -> CommOverlapCore:
+    common = dict(
+        comm_type=CommOverlapType.RS if options.is_reduce_scatter else CommOverlapType.AG,
+        comm_cga_size=options.cga_size,
+        gemm_priority=options.gemm_priority,
+        comm_priority=options.comm_priority,
+        num_comm_sm=options.num_sm,
+        set_sm_margin=options.set_sm_margin,
+        atomic_gemm=options.atomic_gemm,
+        use_cublasmp=with_cublasmp,
+    )
+    if options.method == "ring_exchange":
+        common.update(use_ce=options.use_ce, aggregate=options.aggregate)
+        return CommOverlapP2P(shape, dtype, helper, tp_size, **common)
+    common.update(num_splits=options.num_splits, rs_overlap_first_gemm=options.pipeline_rs_overlap_first_gemm)
+    return CommOverlap(shape, dtype, helper, tp_size, method=options.method, **common)
+
+
+def _warm_up(communicators):
+    """Collective. On a GPU, what compiles or copies at a first call does so now; returns when all ranks have."""
+    kinds = {(type(comm), comm.comm_type, comm.options): comm for comm in communicators}
+    for comm in kinds.values():
+        if comm.context.device.type == "cuda":
+            comm.warm_up()
+    comm.context.check()
+    comm.context.group.barrier()
+
+
+def _close(helper: CommOverlapHelper | None, groups):
+    if helper is not None:
+        helper.domain.close()
+    for group in groups or ():
+        dist.destroy_process_group(group)
+
+
+def _tell(configurations, options, tp_size):
+    """Say what is asked for without an effect: options of this configuration, variables of old releases."""
+    for ub_cfg, table in zip(configurations, options.values(), strict=True):
+        if lines := without_effect(ub_cfg, table, tp_size):
+            warnings.warn("initialize_ub: these options change nothing here: " + "; ".join(lines), stacklevel=3)
+    if old := [name for name in REMOVED_VARIABLES if name in os.environ]:
+        warnings.warn(f"initialize_ub: {', '.join(old)} have no meaning any more; pass ub_cfgs", stacklevel=3)

@@ -1,0 +1,324 @@
+"""MultiheadAttention and TransformerLayer, with TransformerEngine's arguments in its order and torch's attention."""
+
+import torch
+from torch.nn import functional
+
+from tkernels.layers.userbuffers.linear import LayerNormLinear, Linear, ParallelModule, divide, refuse
+from tkernels.layers.userbuffers.mlp import LayerNormMLP
+
+MASKS = ("causal", "no_mask", "arbitrary")
+FORMATS = ("sbhd", "bshd")
+
+
+class MultiheadAttention(ParallelModule):
+    """Self-attention: qkv (column parallel), attention of this rank's heads, proj (row parallel).
+
+    attn_mask_type: causal, no_mask, or arbitrary with attention_mask in forward. num_gqa_groups: groups of heads that
+        share keys and values. fuse_qkv_params: one weight for qkv. qkv_weight_interleaved: with it, the rows of that
+        weight go group by group (queries, key, value) and not all queries first.
+    input_layernorm: qkv is a LayerNormLinear. Only that one overlaps, as in TransformerEngine; its communicators are
+        qkv's, those of proj are proj's.
+    qkv_format: sbhd, or bshd without sequence_parallel.
+    return_bias, return_layernorm_output, and the rest: as LayerNormLinear's. Cross-attention and windows are refused.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        kv_channels: int | None = None,
+        attention_dropout: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        init_method=None,
+        output_layer_init_method=None,
+        layer_number: int | None = None,
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        tp_group=None,
+        tp_size: int = 1,
+        num_gqa_groups: int | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        get_rng_state_tracker=None,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
+        input_layernorm: bool = False,
+        attention_type: str = "self",
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        device: torch.device | str = "cuda",
+        qkv_format: str = "sbhd",
+        name: str | None = None,
+        *,
+        delay_wgrad_compute: bool = False,
+    ):
+        super().__init__()
+        kind = "MultiheadAttention"
+        check_attention(kind, attn_mask_type, window_size, qkv_format, sequence_parallel)
+        if attention_type != "self":
+            raise ValueError(f"{kind}: attention_type={attention_type!r} is not supported; only 'self' is")
+        if return_layernorm_output and not input_layernorm:
+            raise ValueError(f"{kind}: return_layernorm_output=True needs input_layernorm=True")
+        if not set_parallel_mode and tp_size > 1:
+            raise ValueError(f"{kind}: tp_size={tp_size} splits the heads; pass set_parallel_mode=True")
+        self._configure(
+            tp_group, tp_size, sequence_parallel, fuse_wgrad_accumulation, delay_wgrad_compute,
+            (get_rng_state_tracker, None), init_method, None,
+        )  # fmt: skip
+        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        divide(kind, "num_attention_heads", num_attention_heads, groups)
+        self.head_dim = kv_channels or divide(kind, "hidden_size", hidden_size, num_attention_heads)
+        self.num_heads = divide(kind, "num_attention_heads", num_attention_heads, tp_size)
+        self.num_groups = divide(kind, "num_gqa_groups", groups, tp_size)
+        self.attn_mask_type, self.attention_dropout, self.qkv_format = attn_mask_type, attention_dropout, qkv_format
+        self.qkv_weight_interleaved = qkv_weight_interleaved and fuse_qkv_params
+        self.input_layernorm, self.return_layernorm_output = input_layernorm, return_layernorm_output
+        self.return_bias, self.layer_number, self.name = return_bias, layer_number, name
+
+        query, keys = num_attention_heads * self.head_dim, groups * self.head_dim
+        common = dict(
+            sequence_parallel=sequence_parallel,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            tp_group=tp_group,
+            tp_size=tp_size,
+            get_rng_state_tracker=get_rng_state_tracker,
+            bias=bias,
+            params_dtype=params_dtype,
+            device=device,
+            delay_wgrad_compute=delay_wgrad_compute,
+        )
+        parts = None if fuse_qkv_params else {"query": query, "key": keys, "value": keys}
+        column = dict(parallel_mode="column" if set_parallel_mode else None, parameters_split=parts, **common)
+        column["init_method"] = init_method
+        if input_layernorm:
+            self.layernorm_qkv = LayerNormLinear(
+                hidden_size,
+                query + 2 * keys,
+                eps=layernorm_epsilon,
+                normalization=normalization,
+                zero_centered_gamma=zero_centered_gamma,
+                return_layernorm_output=return_layernorm_output,
+                ub_overlap_ag=ub_overlap_ag,
+                ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
+                ub_bulk_wgrad=ub_bulk_wgrad,
+                ub_bulk_dgrad=ub_bulk_dgrad,
+                ub_name="qkv",
+                **column,
+            )
+        else:
+            self.qkv = Linear(hidden_size, query + 2 * keys, **column)
+        self.proj = Linear(
+            query,
+            hidden_size,
+            parallel_mode="row" if set_parallel_mode else None,
+            return_bias=return_bias,
+            init_method=output_layer_init_method,
+            ub_overlap_ag=ub_overlap_ag,
+            ub_overlap_rs=ub_overlap_rs,
+            ub_name="proj",
+            **common,
+        )
+
+    def forward(self, hidden_states, attention_mask=None, *, rows=None):
+        """x [s/P, b, hidden] -> the same; then proj's bias with return_bias, then the norm's output if asked for.
+
+        attention_mask: True where a query must not look, [.., s, s], for attn_mask_type arbitrary.
+        """
+        if (attention_mask is None) == (self.attn_mask_type == "arbitrary"):
+            needs = "takes no" if attention_mask is not None else "needs an"
+            raise ValueError(f"MultiheadAttention: attn_mask_type={self.attn_mask_type!r} {needs} attention_mask")
+        normed = ()
+        mixed = (self.layernorm_qkv if self.input_layernorm else self.qkv)(hidden_states, rows=rows)
+        if self.return_layernorm_output:
+            mixed, *normed = mixed
+        output = self.proj(self._attend(mixed, attention_mask), rows=rows)
+        results = (*(output if self.return_bias else (output,)), *normed)
+        return results if len(results) > 1 else results[0]
+
+    def _attend(self, mixed, attention_mask):
+        heads, groups, width = self.num_heads, self.num_groups, self.head_dim
+        if self.qkv_weight_interleaved:
+            mixed = mixed.view(*mixed.shape[:2], groups, heads // groups + 2, width)
+            query, key, value = mixed.split([heads // groups, 1, 1], dim=3)
+            query, key, value = query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)
+        else:
+            query, key, value = mixed.split([heads * width, groups * width, groups * width], dim=-1)
+            query, key, value = (part.unflatten(-1, (-1, width)) for part in (query, key, value))
+        order = (1, 2, 0, 3) if self.qkv_format == "sbhd" else (0, 2, 1, 3)
+        query, key, value = (part.permute(order) for part in (query, key, value))
+        with self._rng():
+            context = functional.scaled_dot_product_attention(
+                query, key, value,
+                attn_mask=None if attention_mask is None else ~attention_mask,
+                dropout_p=self.attention_dropout if self.training else 0.0,
+                is_causal=self.attn_mask_type == "causal",
+                enable_gqa=groups != heads,
+            )  # fmt: skip
+        back = (2, 0, 1, 3) if self.qkv_format == "sbhd" else (0, 2, 1, 3)
+        return context.permute(back).flatten(2)
+
+    def backward_dw(self):
+        for module in (self.proj, self.layernorm_qkv if self.input_layernorm else self.qkv):
+            module.backward_dw()
+
+    def set_tensor_parallel_group(self, tp_group):
+        super().set_tensor_parallel_group(tp_group)
+        for module in (self.proj, self.layernorm_qkv if self.input_layernorm else self.qkv):
+            module.set_tensor_parallel_group(tp_group)
+
+
+class TransformerLayer(ParallelModule):
+    """self_attention, then layernorm_mlp, each added to what it was given.
+
+    ub_tp_comm_overlap: whether the other ub_ options count. Arguments as MultiheadAttention's and LayerNormMLP's.
+    layer_type other than "encoder", output_layernorm, parallel_attention_mlp, drop_path_rate and windows are refused.
+    layer_number, seq_length, micro_batch_size and the enc_dec options change nothing here.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_attention_heads: int,
+        num_gqa_groups: int | None = None,
+        layernorm_epsilon: float = 1e-5,
+        hidden_dropout: float = 0.1,
+        attention_dropout: float = 0.1,
+        init_method=None,
+        output_layer_init_method=None,
+        layer_number: int | None = None,
+        kv_channels: int | None = None,
+        self_attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        enc_dec_attn_mask_type: str = "no_mask",
+        enc_dec_window_size: tuple[int, int] | None = None,
+        tp_group=None,
+        tp_size: int = 1,
+        params_dtype: torch.dtype | None = None,
+        get_rng_state_tracker=None,
+        fuse_wgrad_accumulation: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        sequence_parallel: bool = False,
+        apply_residual_connection_post_layernorm: bool = False,
+        output_layernorm: bool = False,
+        parallel_attention_mlp: bool = False,
+        layer_type: str = "encoder",
+        drop_path_rate: float = 0.0,
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        ub_tp_comm_overlap: bool = False,
+        ub_overlap_ag: bool = True,
+        ub_overlap_rs: bool = True,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = True,
+        ub_bulk_wgrad: bool = True,
+        bias: bool = True,
+        activation: str = "gelu",
+        normalization: str = "LayerNorm",
+        device: torch.device | str = "cuda",
+        attn_input_format: str = "sbhd",
+        name: str | None = None,
+        *,
+        delay_wgrad_compute: bool = False,
+    ):
+        super().__init__()
+        refuse(
+            "TransformerLayer",
+            output_layernorm=output_layernorm,
+            parallel_attention_mlp=parallel_attention_mlp,
+            drop_path_rate=drop_path_rate,
+        )
+        if layer_type != "encoder":
+            raise ValueError(f"TransformerLayer: layer_type={layer_type!r} is not supported; only 'encoder' is")
+        self._configure(
+            tp_group, tp_size, sequence_parallel, fuse_wgrad_accumulation, delay_wgrad_compute,
+            (get_rng_state_tracker, None), init_method, None,
+        )  # fmt: skip
+        self.hidden_dropout, self.name = hidden_dropout, name
+        self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
+        common = dict(
+            init_method=init_method,
+            output_layer_init_method=output_layer_init_method,
+            tp_group=tp_group,
+            tp_size=tp_size,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            get_rng_state_tracker=get_rng_state_tracker,
+            sequence_parallel=sequence_parallel,
+            params_dtype=params_dtype,
+            return_bias=True,
+            return_layernorm_output=apply_residual_connection_post_layernorm,
+            set_parallel_mode=set_parallel_mode,
+            zero_centered_gamma=zero_centered_gamma,
+            ub_overlap_ag=ub_tp_comm_overlap and ub_overlap_ag,
+            ub_overlap_rs=ub_tp_comm_overlap and ub_overlap_rs,
+            ub_overlap_rs_dgrad=ub_tp_comm_overlap and ub_overlap_rs_dgrad,
+            ub_bulk_dgrad=ub_tp_comm_overlap and ub_bulk_dgrad,
+            ub_bulk_wgrad=ub_tp_comm_overlap and ub_bulk_wgrad,
+            bias=bias,
+            normalization=normalization,
+            device=device,
+            delay_wgrad_compute=delay_wgrad_compute,
+        )
+        self.self_attention = MultiheadAttention(
+            hidden_size,
+            num_attention_heads,
+            kv_channels,
+            attention_dropout,
+            layernorm_epsilon,
+            layer_number=layer_number,
+            attn_mask_type=self_attn_mask_type,
+            window_size=window_size,
+            num_gqa_groups=num_gqa_groups,
+            input_layernorm=True,
+            fuse_qkv_params=fuse_qkv_params,
+            qkv_weight_interleaved=qkv_weight_interleaved,
+            qkv_format=attn_input_format,
+            **common,
+        )
+        self.layernorm_mlp = LayerNormMLP(
+            hidden_size, ffn_hidden_size, eps=layernorm_epsilon, activation=activation, **common
+        )
+
+    def forward(self, hidden_states, attention_mask=None, *, rows=None):
+        """x [s/P, b, hidden] -> the same. attention_mask: as MultiheadAttention's."""
+        hidden_states = self._add(self.self_attention(hidden_states, attention_mask, rows=rows), hidden_states)
+        return self._add(self.layernorm_mlp(hidden_states, rows=rows), hidden_states)
+
+    def _add(self, output, residual):
+        output, bias, *normed = output
+        if bias is not None:
+            output = output + bias.to(output.dtype)
+        with self._rng():
+            output = functional.dropout(output, self.hidden_dropout, self.training)
+        return (normed[0] if normed else residual) + output
+
+    def backward_dw(self):
+        self.layernorm_mlp.backward_dw()
+        self.self_attention.backward_dw()
+
+    def set_tensor_parallel_group(self, tp_group):
+        super().set_tensor_parallel_group(tp_group)
+        self.self_attention.set_tensor_parallel_group(tp_group)
+        self.layernorm_mlp.set_tensor_parallel_group(tp_group)
+
+
+def check_attention(kind: str, mask: str, window, layout: str, sequence_parallel: bool):
+    if mask not in MASKS:
+        raise ValueError(f"{kind}: attn_mask_type={mask!r} is not supported; use {', '.join(MASKS)}")
+    if window not in (None, (-1, -1), (-1, 0)):
+        raise ValueError(f"{kind}: window_size={window} is not supported; leave it out")
+    if layout not in FORMATS or (layout == "bshd" and sequence_parallel):
+        raise ValueError(f"{kind}: qkv_format={layout!r} is not supported; use sbhd, or bshd without sequence_parallel")
