@@ -15,6 +15,7 @@ from tkernels.demo.model import ModelConfig, Transformer
 from tkernels.layers import pipeline
 from tkernels.layers.p2p import ISSUE_ORDER, P2PCommunicator
 from tkernels.layers.pipeline import Step, forward_backward_pipelining, schedule, split_into_stages
+from tkernels.testing.compare import assert_close_to
 
 BACKENDS = ["nvshmem", "gloo"] if tkernels.RUNTIME == "simulated" else ["nvshmem", "nccl"]
 PLANS = [
@@ -275,19 +276,104 @@ def pipeline_losses(ctx, comm, num_chunks, count, steps, lengths=None, shape=Non
 SHAPE = (CONFIG.sequence, CONFIG.batch, CONFIG.features)
 
 
-@pytest.mark.ranks(2, 4, timeout_s=100)
+@pytest.mark.ranks(2, 4, timeout_s=300)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("num_chunks", [1, 2])
 def test_a_pipeline_trains_to_the_losses_of_the_model_that_is_not_split(ctx, backend, num_chunks):
-    """The same products of the same numbers, and gradients summed in the order of microbatches: equal, not close."""
-    if ctx.size * num_chunks > CONFIG.layers:
-        pytest.skip("fewer blocks than parts")
-    count, steps = 4, 2
-    with sdpa_kernel(SDPBackend.MATH):
-        comm = P2PCommunicator(ctx, backend=backend, slot_bytes=4096)
-        want = unsplit_losses(count, steps, comm.device)
+    """The same products of the same numbers, and gradients summed in the order of microbatches: equal, not close.
+
+    A GPU's libraries may choose another kernel for the same product, so there only the four forms are equal.
+    """
+    count, steps, results = 4, 2, []
+    comm = P2PCommunicator(ctx, backend=backend, slot_bytes=4096)
+    with sdpa_kernel(SDPBackend.MATH):  # whose backward is deterministic
         for overlap, deallocate in itertools.product((False, True), repeat=2):
             options = {"overlap": overlap, "deallocate": deallocate, "shape": SHAPE}
-            got = pipeline_losses(ctx, comm, num_chunks, count, steps, **options)
-            assert torch.equal(got, want), (options, got, want)
-        comm.close()
+            results.append(pipeline_losses(ctx, comm, num_chunks, count, steps, **options))
+            assert torch.equal(results[-1], results[0]), (options, results)
+        want = unsplit_losses(count, steps, comm.device)
+    comm.close()
+    if ctx.device.type == "cpu":
+        assert torch.equal(results[0], want), (results[0], want)
+    assert_close_to(results[0], want.double(), terms=CONFIG.features * CONFIG.layers)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("exchanged", [False, True], ids=["known", "exchanged"])
+def test_sequences_of_different_lengths_train_to_the_same_losses(ctx, backend, exchanged):
+    lengths = [6, 1, 4, 5]
+    comm = P2PCommunicator(ctx, backend=backend, slot_bytes=4096, variable_seq_lengths=exchanged)
+    with sdpa_kernel(SDPBackend.MATH):
+        want = unsplit_losses(4, 2, comm.device, lengths=lengths)
+        shape = None if exchanged else lambda number: (lengths[number], *SHAPE[1:])
+        got = pipeline_losses(ctx, comm, 2, 4, 2, lengths, shape, overlap=not exchanged, deallocate=True)
+    if exchanged:
+        with pytest.raises(ValueError, match="with variable_seq_lengths the host waits for each shape"):
+            pipeline_losses(ctx, comm, 1, 4, 1, lengths, overlap=True)
+    comm.close()
+    if ctx.device.type == "cpu":
+        assert torch.equal(got, want)
+    assert_close_to(got, want.double(), terms=CONFIG.features * CONFIG.layers)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_forward_only_gives_the_losses_and_no_gradients(ctx, backend):
+    comm = P2PCommunicator(ctx, backend=backend, slot_bytes=4096)
+    chunks = stages_of(build().to(comm.device), comm.rank, comm.size, 2)
+    data = batches(CONFIG, 4, 0, comm.device)
+    for overlap in (False, True):
+        options = {"tensor_shape": SHAPE, "overlap": overlap, "forward_only": True, "deallocate": True}
+        losses = forward_backward_pipelining(chunks, data, loss_of, comm, **options)
+        with torch.no_grad():
+            whole = build().to(comm.device)
+            want = [loss_of(whole(tokens, torch.arange(len(tokens), device=comm.device)), t) for tokens, t in data]
+        assert len(losses) == 4 * comm.rank and not any(loss.requires_grad for loss in losses)
+        torch.testing.assert_close(losses, want[: len(losses)])
+        assert all(parameter.grad is None for parameter in chunks.parameters())
+    comm.close()
+
+
+class Twice(nn.Module):
+    """A stage of two streams of activations, one of which may not need a gradient."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.first, self.weight = first, nn.Parameter(torch.full((3,), 2.0))
+
+    def forward(self, x):
+        a, b = (x, x + 1.0) if self.first else (x["a"], x["b"][0])
+        return {"a": a * self.weight, "b": [b + self.weight]}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_stages_may_pass_dicts_and_lists(ctx, backend):
+    comm = P2PCommunicator(ctx, backend=backend, slot_bytes=4096)
+    stage = Twice(ctx.rank == 0).to(comm.device)
+    data = [(torch.arange(3.0, device=comm.device) + number, None) for number in range(3)]
+
+    def loss_of_both(output, _):
+        return (output["a"] * output["b"][0]).sum()
+
+    shapes = {"a": (3,), "b": [(3,)]}
+    losses = forward_backward_pipelining([stage], data, loss_of_both, comm, tensor_shape=shapes, deallocate=True)
+    stages = [Twice(True).to(comm.device), Twice(False).to(comm.device)]
+    want = [loss_of_both(stages[1](stages[0](x)), None) for x, _ in data]
+    (sum(want) / 3).backward()
+    assert torch.allclose(stage.weight.grad, stages[ctx.rank].weight.grad)
+    assert [loss.item() for loss in losses] == [loss.item() for loss in want] * ctx.rank
+    comm.close()
+
+
+def test_parts_of_a_model_are_its_blocks_in_order():
+    blocks = [nn.Linear(1, 1) for _ in range(5)]
+    embedding, head = nn.Identity(), nn.Identity()
+    parts = {}
+    for rank in range(2):
+        for chunk, stage in enumerate(split_into_stages(embedding, blocks, head, rank=rank, size=2, num_chunks=2)):
+            parts[2 * chunk + rank] = list(stage)
+    assert [part for number in range(4) for part in parts[number]] == [embedding, *blocks, head]
+    with pytest.raises(ValueError, match="5 blocks don't make 6 parts, of 3 ranks x 2"):
+        split_into_stages(embedding, blocks, head, rank=0, size=3, num_chunks=2)
