@@ -347,7 +347,6 @@ class _Bucket:
         self.grads.zero()
         for parameter, place in zip(parameters, places, strict=True):
             parameter.main_grad = self.grads.slot.tensor[place].view(parameter.shape)
-            parameter.grad = None
         self.values, self.owned = None, parameters
         self.forget_update()
         if wire.sharded:
@@ -533,7 +532,11 @@ def _split(group: Group, instances: int) -> list[dist.ProcessGroup]:
 
 @functools.cache
 def _process_group(world: dist.ProcessGroup, members: tuple[int, ...]) -> dist.ProcessGroup:
-    """Collective over `members`: other processes need not know. Kept, since torch can't make such a group twice."""
+    """Collective over `members`. Kept, since torch can't make such a group twice.
+
+    Other processes need not know, except where NCCL has a device bound to it: there it splits the default group's
+    communicator, so that all processes have to make a group at that time.
+    """
     return dist.new_group(list(members), use_local_synchronization=True)
 
 

@@ -1,5 +1,6 @@
 """Data parallelism: the gradients and losses of one process, whatever is overlapped, and no race in any trace."""
 
+import contextlib
 import copy
 import gc
 import warnings
@@ -289,10 +290,10 @@ def test_a_step_that_fails_can_be_begun_again(ctx):
     def fail(_):
         raise ArithmeticError("a hook of the user's")
 
-    for _ in range(3):
+    for step in range(4):
         ddp.zero_grad()
-        handle = model.weight.register_post_accumulate_grad_hook(fail)
-        with ddp.no_sync(), pytest.raises(ArithmeticError):
+        handle = model.weight.register_post_accumulate_grad_hook(fail)  # after ours, which may have started a reduction
+        with ddp.no_sync() if step % 2 else contextlib.nullcontext(), pytest.raises(ArithmeticError):
             gradient()
         handle.remove()
         ddp.zero_grad()
@@ -328,6 +329,19 @@ def test_a_second_wrapper_takes_the_parameters_over(ctx, mode):
     assert all(map(torch.equal, model.parameters(), values))
     model(torch.ones(1, 8, device=ctx.device)).sum().backward()
     assert model[1].bias.grad.eq(1.0).all() and not hasattr(model[1].bias, "main_grad")
+
+
+@pytest.mark.ranks(2)
+def test_a_gradient_from_before_the_wrapper_is_the_first_to_accumulate(ctx):
+    model = nn.Linear(4, 4, bias=False).to(ctx.device)
+    model.weight.data.fill_(1.0)
+    x = torch.full((1, 4), ctx.rank + 1.0, device=ctx.device)
+    model(x).sum().backward()
+    ddp = OverlappedDDP(model, ctx, average=False)
+    ddp(x).sum().backward()
+    ddp.finish_grad_sync()
+    assert model.weight.grad.eq(2 * 3.0).all()
+    ddp.remove()
 
 
 @pytest.mark.ranks(2)
@@ -745,6 +759,63 @@ def test_a_capture_waits_for_nothing_of_outside(settled, monkeypatch):
             with pytest.raises(LeaseError, match="outside the CUDA graph"):
                 simulated.a(torch.ones(64))
     assert sim.waits == 0
+
+
+class SimulatedGraph:
+    """What torch.cuda.graph(...) is to a capture; what is captured runs once, at once. A replay records its event."""
+
+    def __init__(self, sim, monkeypatch):
+        self.cuda_graph, self.replays = self, 0
+        self._sim, self._inside, self._event = sim, False, sim.Event()
+        monkeypatch.setattr(sim, "is_current_stream_capturing", lambda: self._inside)
+        monkeypatch.setattr(sim, "Event", lambda external: self._event)
+
+    def __enter__(self):
+        self._inside = True
+
+    def __exit__(self, *_):
+        self._inside = False
+
+    def replay(self):
+        self._event.record(self._sim.current_stream())
+        self.replays += 1
+
+
+@pytest.mark.parametrize("mode", [ALL_REDUCED, SHARDED, TWO_INSTANCES], ids=["all-reduced", "sharded", "two"])
+def test_steps_are_captured_between_eager_ones(mode, monkeypatch):
+    """No wait crosses an edge of the capture: the lifetime core refuses those."""
+    simulated = Simulated(bucket_size=64, **mode)
+    sim, ddp = simulated.sim, simulated.ddp
+    graph = SimulatedGraph(sim, monkeypatch)
+
+    streams = [simulated.one, simulated.two]
+
+    def step():
+        simulated.step()
+        ddp.finish_grad_sync()
+        update(simulated, 1.0)
+        if ddp.sharded:
+            ddp.start_param_sync()
+        for stream in streams:  # all-reduced parameters are the caller's to order
+            stream.wait_stream(sim.current_stream())
+
+    with sim:
+        step()
+        with ddp.captured(graph, streams=streams) as replay:
+            step()
+        for replays in (1, 2):
+            replay()
+            assert graph.replays == replays
+            step()
+    sim.check()
+    sim.run(starve=["one", "comm"])
+    with sim, pytest.raises(ZeroDivisionError), ddp.captured(graph, streams=streams):
+        step()
+        1 / 0  # noqa: B018
+    sim.run()  # here what was captured has run all the same
+    with sim:
+        step()
+    sim.check()
 
 
 # On GPUs: the same, with streams that are really late
