@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tkernels import __version__, cli
+from tkernels.demo import Options
 from tkernels.launch import RankError
 
 COMMAND = [sys.executable, "-m", "tkernels.cli"]
@@ -45,6 +46,7 @@ def test_version(capsys):
         ("demo --steps -3", "--steps"),
         ("demo --seed 1.5", "--seed"),
         ("demo --dtype fp8", "invalid choice: 'fp8'"),
+        ("demo --parallel sp", "invalid choice: 'sp'"),
         ("demo --runtime cuda", "invalid choice: 'cuda'"),
         ("demo --plot /no/such/folder/losses.png", "there is no folder /no/such/folder"),
         ("demo --plot -", "--no-plot"),
@@ -65,6 +67,16 @@ def test_a_wrong_argument_gets_one_sentence_and_exit_code_2(arguments, said, cap
 
 def fail(options):
     raise RankError(1, "ValueError", "Traceback of the rank\n  ...", "rank 1 of 2: ValueError: M=5 rows don't divide")
+
+
+@pytest.mark.quick
+def test_the_demo_gets_its_arguments(monkeypatch):
+    got = []
+    monkeypatch.setattr("tkernels.demo.run", lambda options: got.append(options) or 0)
+    assert cli.main("demo --parallel zero --ranks 3 --steps 5 --dtype bf16 --seed 7 --no-plot --json -".split()) == 0
+    assert got == [Options("zero", 3, 5, "bf16", 7, "-", None)]
+    cli.main(["demo"])
+    assert (got[1].parallel, got[1].ranks, got[1].plot) == ("tp", None, Path("tkernels-demo.png"))
 
 
 def interrupt(options):
@@ -99,9 +111,7 @@ def test_an_interrupt_is_quiet(monkeypatch, capsys):
     ],
 )
 def test_a_runtime_that_cannot_be_used_is_named_with_the_reason(environment, said):
-    done = subprocess.run(
-        [*COMMAND, "demo"], capture_output=True, text=True, timeout=120, env=os.environ | environment
-    )
+    done = subprocess.run([*COMMAND, "demo"], capture_output=True, text=True, timeout=120, env=os.environ | environment)
     assert done.returncode == 1
     assert done.stderr.startswith(said)
     assert done.stderr.count("\n") == 1

@@ -1,6 +1,7 @@
 """The demo: what it reports when all is well, and that it notices what is not."""
 
 import dataclasses
+import itertools
 import json
 import math
 
@@ -11,7 +12,8 @@ from tkernels import cli
 from tkernels.comm import runtime
 from tkernels.demo import records, training
 from tkernels.demo.data import Text
-from tkernels.demo.model import ModelConfig, shard
+from tkernels.demo.model import ModelConfig
+from tkernels.demo.parallel import KINDS, TensorParallel
 
 if runtime.RUNTIME == "nvshmem" and torch.cuda.device_count() < 2:
     pytest.skip(f"needs 2 GPUs, found {torch.cuda.device_count()}", allow_module_level=True)
@@ -50,47 +52,49 @@ def test_demo_trains_both_models_and_reports(tmp_path, monkeypatch, capsys):
     assert out.splitlines()[-1].startswith("sharded and unsharded losses agree: 3 steps")
 
 
-def lose_a_row(model, ctx):
+class LosesARow(TensorParallel):
     """One of 256 tokens gets nothing from the first MLP."""
 
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        if self.ctx.rank == 1:
+            self.model.blocks[0].mlp.register_forward_hook(self.hook)
+
+    @staticmethod
     def hook(mlp, x, y):
         lost = torch.zeros_like(y[..., :1])
         lost[-1, -1] = 1
         return y * (1 - lost)
 
-    model = shard(model, ctx)
-    if ctx.rank == 1:
-        model.blocks[0].mlp.register_forward_hook(hook)
-    return model
+
+class LosesPartOfABiasGradient(TensorParallel):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        if self.ctx.rank == 1:
+            self.model.blocks[1].mlp.fc1.bias.register_hook(torch.zeros_like)
 
 
-def lose_part_of_a_bias_gradient(model, ctx):
-    model = shard(model, ctx)
-    if ctx.rank == 1:
-        model.blocks[1].mlp.fc1.bias.register_hook(torch.zeros_like)
-    return model
+class ForgetsTheMarkOfANorm(TensorParallel):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.model.norm.bias.sequence_parallel = False
 
 
-def forget_the_mark_of_a_norm(model, ctx):
-    model = shard(model, ctx)
-    model.norm.bias.sequence_parallel = False
-    return model
-
-
-def lose_part_of_a_bias_gradient_later(model, ctx):
+class LosesPartOfABiasGradientLater(TensorParallel):
     """In the first step, in which gradients are compared, all is well."""
-    model, calls = shard(model, ctx), []
 
-    def hook(gradient):
-        calls.append(gradient)
-        return torch.zeros_like(gradient) if ctx.rank == 1 and len(calls) > 1 else gradient
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.calls = []
+        self.model.blocks[1].mlp.fc1.bias.register_hook(self.hook)
 
-    model.blocks[1].mlp.fc1.bias.register_hook(hook)
-    return model
+    def hook(self, gradient):
+        self.calls.append(gradient)
+        return torch.zeros_like(gradient) if self.ctx.rank == 1 and len(self.calls) > 1 else gradient
 
 
 def test_demo_fails_with_exit_code_1_when_the_losses_part(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("tkernels.demo.shard", lose_part_of_a_bias_gradient_later)
+    monkeypatch.setitem(KINDS, "tp", LosesPartOfABiasGradientLater)
     path = tmp_path / "result.json"
     assert cli.main(["demo", "--ranks", "2", "--steps", "5", "--no-plot", "--json", str(path)]) == 1
     result = json.loads(path.read_text())
@@ -106,13 +110,13 @@ def test_demo_fails_with_exit_code_1_when_the_losses_part(tmp_path, monkeypatch,
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "planted, parameter",
-    [(lose_part_of_a_bias_gradient, "blocks.1.mlp.fc1.bias"), (forget_the_mark_of_a_norm, "norm.bias")],
+    [(LosesPartOfABiasGradient, "blocks.1.mlp.fc1.bias"), (ForgetsTheMarkOfANorm, "norm.bias")],
 )
 def test_a_wrong_gradient_shows_in_the_first_step(ctx, planted, parameter):
     training.start(ctx, "fp32", 0, planted)
     step, gradient = training.step(ctx, False)
     assert step.difference <= step.allowed
-    if planted is forget_the_mark_of_a_norm or ctx.rank == 1:
+    if planted is ForgetsTheMarkOfANorm or ctx.rank == 1:
         assert gradient.parameter == parameter
         assert gradient.error > 0.3
         assert gradient.allowed < 1e-4
@@ -122,9 +126,112 @@ def test_a_wrong_gradient_shows_in_the_first_step(ctx, planted, parameter):
 
 @pytest.mark.ranks(2)
 def test_a_lost_row_shows_in_the_first_loss(ctx):
-    training.start(ctx, "fp32", 0, lose_a_row)
+    training.start(ctx, "fp32", 0, LosesARow)
     step, _ = training.step(ctx, False)
     assert step.difference > step.allowed
+
+
+# Other ways to split
+
+PARAMETERS = 112_256
+HALF = PARAMETERS // 2
+SHARES = {  # of each of 2 ranks: in words; its parameters; in 2 steps the calls and the bytes that it sends
+    "pp": ("1 of 2 blocks; 4 microbatches a step", None, {"send": (8, 8 * 32 * 2 * 64 * 4), "all_reduce": (2, 8)}),
+    "fsdp": (
+        "4 of 8 sequences and 1 of 2 parts of each parameter",
+        HALF,
+        # The first step doesn't know yet that backward begins with the last unit of forward.
+        {"all_gather": (5 + 4, None), "reduce_scatter": (2 * 3, 2 * HALF * 4), "all_reduce": (2, 8)},
+    ),
+    "zero": (
+        "4 of 8 sequences and 1 of 2 parts of the optimizer",
+        PARAMETERS,
+        {"all_gather": (10, 2 * HALF * 4), "reduce_scatter": (10, 2 * HALF * 4), "all_reduce": (4, None)},
+    ),
+    "ddp": ("4 of 8 sequences and the whole model", PARAMETERS, {"all_reduce": (2 * (5 + 1), 2 * PARAMETERS * 4 + 8)}),
+}
+
+
+@pytest.mark.quick
+def test_the_command_line_knows_all_ways():
+    assert cli.PARALLEL == tuple(KINDS)
+    assert {"tp", *SHARES} == set(KINDS)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", SHARES)
+def test_another_way_to_split_trains_to_the_same_losses(ctx, kind):
+    words, parameters, calls = SHARES[kind]
+    setup = training.start(ctx, "fp32", 0, KINDS[kind])
+    assert (setup.parallel, setup.share, setup.parameters) == (kind, words, PARAMETERS)
+    assert setup.parameters_of_rank == parameters or parameters is None
+    assert parameters is not None or sum(ctx.group.gather(setup.parameters_of_rank)) == PARAMETERS
+    (first, gradient), (last, _) = training.step(ctx, False), training.step(ctx, True)
+    assert all(step.difference <= step.allowed < 1e-4 for step in (first, last))
+    assert last.sharded < first.sharded - 0.2
+    assert 0 < gradient.error <= gradient.allowed < 1e-4
+    assert len(set(ctx.group.gather(last.sharded))) == 1
+
+    operations = {operation.operation: operation for operation in training.finish(ctx)}
+    if kind == "pp":
+        operations["send"] = operations.pop("send_backward" if ctx.rank else "send_forward")
+        assert operations["send"].error is None
+    assert {name: operation.calls for name, operation in operations.items()} == {
+        name: number for name, (number, _) in calls.items()
+    }
+    for name, operation in operations.items():
+        # A lone element is summed by rank 0, which sends the sum; the other sends its term.
+        assert calls[name][1] in (operation.sent_bytes, None)
+        assert operation.error is None or operation.error <= operation.allowed < 1e-5
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind, dtype", [("pp", "fp16"), ("zero", "fp16"), ("fsdp", "bf16"), ("ddp", "bf16")])
+def test_another_way_to_split_takes_other_dtypes(ctx, kind, dtype):
+    training.start(ctx, dtype, 0, KINDS[kind])
+    step, gradient = training.step(ctx, True)
+    assert step.difference <= step.allowed
+    assert 0 < gradient.error <= gradient.allowed
+    assert all(operation.error is None or operation.error <= operation.allowed for operation in training.finish(ctx))
+
+
+def losing(kind):
+    """`kind`, but rank 1's first share of a gradient, which is a part of a sum, is lost."""
+
+    class Losing(kind):
+        def __init__(self, model, config, ctx, loss_scale):
+            calls = itertools.count()
+            if ctx.rank == 1:
+                bias = model.blocks[1].mlp.fc1.bias
+                bias.register_hook(lambda gradient: gradient if next(calls) else torch.zeros_like(gradient))
+            super().__init__(model, config, ctx, loss_scale)
+
+    return Losing
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", SHARES)
+def test_a_lost_share_of_a_gradient_shows_in_the_first_step(ctx, kind):
+    training.start(ctx, "fp32", 0, losing(KINDS[kind]))
+    step, gradient = training.step(ctx, False)
+    assert step.difference <= step.allowed
+    worst = max(ctx.group.gather(gradient), key=lambda gradient: gradient.error)
+    assert worst.parameter == "blocks.1.mlp.fc1.bias"
+    assert worst.error > 0.2  # a quarter of the batch in the pipeline, half of it in the others
+    step, _ = training.step(ctx, False)
+    step, _ = training.step(ctx, False)
+    assert step.difference > step.allowed
+
+
+def test_messages_of_a_pipeline_are_counted_and_not_timed(tmp_path, capsys):
+    path = tmp_path / "result.json"
+    arguments = ["demo", "--parallel", "pp", "--ranks", "2", "--steps", "1", "--no-plot", "--json", str(path)]
+    assert cli.main(arguments) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert max(map(len, out)) <= 80
+    assert any(line.split()[:6] == ["ranks", "2,", "each", "with", "1", "of"] for line in out)
+    assert ["send_forward", "4", "65.5", "kB", "-", "-", "-"] in [line.split() for line in out]
+    assert json.loads(path.read_text())["operations"][-1]["error"] is None
 
 
 @pytest.mark.quick

@@ -9,6 +9,7 @@ from pathlib import Path
 import tkernels
 
 RUNTIMES = ("auto", "simulated", "nvshmem")
+PARALLEL = ("tp", "pp", "fsdp", "zero", "ddp")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -39,7 +40,8 @@ def _demo(options: argparse.Namespace) -> int:
     from tkernels import demo
 
     plot = None if options.no_plot else options.plot
-    return demo.run(demo.Options(options.ranks, options.steps, options.dtype, options.seed, options.json, plot))
+    names = ("parallel", "ranks", "steps", "dtype", "seed", "json")
+    return demo.run(demo.Options(**{name: getattr(options, name) for name in names}, plot=plot))
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -76,8 +78,13 @@ def _parser() -> argparse.ArgumentParser:
         description="Train a small transformer on Python's own help texts, sharded over several ranks and unsharded "
         "beside it, and compare: the losses of each step, the first gradients, and a call of each operation. Exit code "
         "1 if anything differs by more than rounding explains.",
-        epilog="example: tkernels demo --ranks 4 --dtype bf16 --json result.json",
+        epilog="example: tkernels demo --parallel fsdp --ranks 4 --dtype bf16",
     )
+    demo.add_argument(
+        "--parallel", choices=PARALLEL, default="tp",
+        help="what ranks share: the layers (tp), the blocks of a pipeline (pp), or the sequences, with sharded "
+        "parameters (fsdp), a sharded optimizer (zero) or whole models (ddp); default: tp",
+    )  # fmt: skip
     demo.add_argument("--ranks", type=_count, metavar="N", help="default: 2, or all GPUs on the nvshmem runtime")
     demo.add_argument("--steps", type=_count, metavar="N", default=40, help="default: 40")
     demo.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="default: fp32")

@@ -35,13 +35,16 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.ctx, self.keep = ctx, False
         self._tallies: dict[str, Tally] = {}
-        self._kept: dict[str, tuple[tuple, torch.Tensor]] = {}
+        self._kept: dict[str, list] = {}  # arguments and result
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace != "tkernels":
             return func(*args, **(kwargs or {}))
-        name = func._schema.name.removeprefix("tkernels::")
+        name = func._schema.name.removeprefix("tkernels::").removesuffix("_out")
         tally = self._tallies.setdefault(name, Tally())
+        keep = self.keep and name not in self._kept
+        if keep:  # copies: the result may be written over its arguments, and the optimizer changes weights in place
+            self._kept[name] = [_copies(args), None]
         if self.ctx.device.type == "cuda":
             tally.events.append(tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)))
             tally.events[-1][0].record()
@@ -53,10 +56,9 @@ class Recorder(TorchDispatchMode):
             tally.seconds += time.perf_counter() - start
         tally.calls += 1
         tally.sent_bytes += sent_bytes(name, args, self.ctx)
-        if self.keep and name not in self._kept:
-            first = result[0] if isinstance(result, tuple) else result
-            # Copies: the optimizer changes weights in place.
-            self._kept[name] = tree_map_only(torch.Tensor, torch.clone, (args, first))
+        if keep:
+            first = kwargs["out"] if result is None else result[0] if isinstance(result, tuple) else result
+            self._kept[name][1] = _copies(first)
         return result
 
     def tallies(self) -> dict[str, Tally]:
@@ -74,38 +76,57 @@ class Recorder(TorchDispatchMode):
         Every element of every result is a sum of `terms` terms. Its error is taken relative to the sum of the terms'
         absolute values, which makes the bound hold for all data: with u = 2**-24, adding in fp32 errs by at most u of
         that for each addition (2 u where hardware truncates); then come two roundings to the dtype, of half an epsilon
-        each: of the partial sums that travel, and of the result.
+        each: of the partial sums that travel, and of the result. A gather adds nothing, and is exact.
         """
+        torch.get_device_module(self.ctx.device).synchronize()  # copies were made on whatever streams there are
         checked = {}
         for name, (args, got) in sorted(self._kept.items()):
             want, magnitude, terms = _reference(name, args, self.ctx)
             error = ((got.double() - want).abs() / magnitude.clamp_min(torch.finfo(got.dtype).tiny)).max()
             worst = max(error if error == error else math.inf for error in self.ctx.group.gather(error.item()))
-            checked[name] = worst, 2 * terms * 2.0**-24 + torch.finfo(got.dtype).eps
+            checked[name] = worst, 2 * terms * 2.0**-24 + torch.finfo(got.dtype).eps if terms else 0.0
         return checked
+
+
+def _copies(values):
+    return tree_map_only(torch.Tensor, torch.clone, values)
 
 
 def sent_bytes(name: str, args: tuple, ctx: Context) -> int:
     """Bytes that this rank sends to its peers in one call of an operator."""
-    x, w = args[0], args[1]
+    x = args[0]
     share = dict(ranks=ctx.size, dtype=x.dtype, rank=ctx.rank)
     if name == "all_gather_matmul":
-        rows, K = args[5], x.shape[1]
+        w, rows, K = args[1], args[5], x.shape[1]
         return work.all_gather_matmul(sum(rows), w.shape[0] * ctx.size, K, rows=rows, **share).link_out_bytes
     if name == "matmul_reduce_scatter":
-        M, K = x.shape[0], x.shape[1] * ctx.size
+        w, M, K = args[1], x.shape[0], x.shape[1] * ctx.size
         return work.matmul_reduce_scatter(M, w.shape[0], K, rows=args[4], **share).link_out_bytes
+    if name in ("all_gather", "reduce_scatter"):
+        rows, width = args[1], math.prod(x.shape[1:])
+        return getattr(work, name)(sum(rows), width, rows=rows, **share).link_out_bytes
     if name == "all_reduce":
         return work.all_reduce(x.numel(), 1, **share).link_out_bytes
     raise NotImplementedError(f"the demo's model does not use {name}")
 
 
 def _reference(name: str, args: tuple, ctx: Context) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """(result in fp64, the same from absolute values, number of terms of an element)."""
+    """(result in fp64, the same from absolute values, number of terms of an element, 0 for a copy)."""
+    if name in ("all_gather_matmul", "matmul_reduce_scatter"):
+        return _reference_of_product(name, args, ctx)
+    values = [value.to(ctx.device).double() for value in ctx.group.gather(args[0].cpu())]
+    if name == "all_gather":
+        gathered = torch.cat(values)
+        return gathered, gathered.abs(), 0
+    own = slice(None)
+    if name == "reduce_scatter":
+        rows = args[1]
+        own = slice(sum(rows[: ctx.rank]), sum(rows[: ctx.rank + 1]))
+    return sum(value[own] for value in values), sum(value[own].abs() for value in values), ctx.size
+
+
+def _reference_of_product(name: str, args: tuple, ctx: Context) -> tuple[torch.Tensor, torch.Tensor, int]:
     group = dist.group.WORLD
-    if name == "all_reduce":
-        values = [value.to(ctx.device).double() for value in ctx.group.gather(args[0].cpu())]
-        return sum(values), sum(value.abs() for value in values), ctx.size
     x, w, bias = args[:3]
     sizes = [value if value is None else value.abs() for value in (x, w, bias)]
     if name == "all_gather_matmul":

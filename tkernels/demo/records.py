@@ -10,7 +10,9 @@ class Setup:
     runtime: str
     transport: str
     device: str
+    parallel: str
     ranks: int
+    share: str  # of a rank, in words
     dtype: str
     seed: int
     text: str
@@ -35,7 +37,7 @@ class Step:
     unsharded: float
     difference: float
     allowed: float
-    seconds: float  # of the sharded model's passes, of one rank
+    seconds: float  # of the sharded model's step, of one rank
 
 
 @dataclass(frozen=True)
@@ -50,14 +52,17 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Operation:
-    """All calls of one operation on a rank, and one of them against an fp64 reference."""
+    """All calls of one operation on a rank, and one of them against an fp64 reference.
+
+    A pipeline's messages have no seconds, since they travel beside the computation, and no reference.
+    """
 
     operation: str
     calls: int
     sent_bytes: int  # by the rank, to its peers
-    seconds: float  # from call to result, waiting for peers included
-    error: float  # the worst of all ranks, relative to the sum of the terms' absolute values
-    allowed: float
+    seconds: float | None = None  # from call to result, waiting for peers included
+    error: float | None = None  # the worst of all ranks, relative to the sum of the terms' absolute values
+    allowed: float | None = None
 
 
 @dataclass

@@ -42,15 +42,14 @@ class Report:
 
     def setup(self, setup: Setup):
         """The facts of the run, one a line."""
-        R, positions, heads = setup.ranks, setup.sequence, setup.heads
         how = "Triton's interpreter on the CPU" if setup.runtime == "simulated" else f"compiled for {setup.device}"
         self._print_facts(
             runtime=f"{setup.runtime}: {how}, transport {setup.transport}",
-            ranks=f"{R}, each with {positions // R} of {positions} positions and {heads // R} of {heads} heads",
+            ranks=f"{setup.ranks}, each with {setup.share}",
             model=f"{setup.layers} layers, {setup.features} features, {setup.dtype}; "
             f"{setup.parameters:,} parameters, {setup.parameters_of_rank:,} on a rank",
             text=f"{setup.text}, {setup.characters:,} characters, {setup.vocabulary} different",
-            step=f"{setup.tokens} tokens: {setup.batch} sequences of {positions} characters; seed {setup.seed}",
+            step=f"{setup.tokens} tokens: {setup.batch} sequences of {setup.sequence} characters; seed {setup.seed}",
         )
 
     def _print_facts(self, **facts: str):
@@ -114,10 +113,11 @@ def _operations(result: Result) -> Padding:
     for name in ("calls", "bytes sent", "seconds", "error", "allowed"):
         table.add_column(name, justify="right")
     for row in result.operations:
-        good = row.error <= row.allowed
-        error = Text(f"{row.error:.1e}", style="green" if good else "bold red")
-        calls, sent, seconds = f"{row.calls}", _bytes(row.sent_bytes), f"{row.seconds:.2f}"
-        table.add_row(row.operation, calls, sent, seconds, error, f"{row.allowed:.1e}")
+        measured = ("-", "-", "-")
+        if row.error is not None:
+            error = Text(f"{row.error:.1e}", style="green" if row.error <= row.allowed else "bold red")
+            measured = f"{row.seconds:.2f}", error, f"{row.allowed:.1e}"
+        table.add_row(row.operation, f"{row.calls}", _bytes(row.sent_bytes), *measured)
     return Padding.indent(table, 2)
 
 
@@ -159,7 +159,8 @@ def draw(result: Result, path: Path):
         above.legend(loc="upper right")
         ranks = f"{setup.ranks} rank{'s' * (setup.ranks > 1)}"
         above.set_title(
-            f"A transformer on {ranks}, {setup.dtype}, {setup.runtime} runtime: sharded and unsharded losses",
+            f"A transformer on {ranks} ({setup.parallel}), {setup.dtype}, {setup.runtime} runtime: "
+            "sharded and unsharded losses",
             fontsize=11, loc="left", pad=12,
         )  # fmt: skip
 

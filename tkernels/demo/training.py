@@ -36,28 +36,38 @@ steps add up without cancelling, we allow
 In fp32 this is 5e-6 in the first step and 8e-5 in the 40th. Measured: up to a tenth of it in 400 steps of fp32, up to
 a hundredth in 200 of bf16; with half of the gradient of one bias lost, whichever bias, 1.6 to 1500 times as much by
 the third step in fp32.
+
+*Ways to split.* This holds for each of them, since all only add in another order:
+
+    tp                 sums over K, and those over tokens, are sums of R partial sums
+    pp                 sums over tokens are sums of P microbatches' sums, added up in the dtype
+    ddp, zero, fsdp    they are sums of R ranks' sums, rounded to the dtype and added up in fp32
+
+A sum of P partial sums has an error of u (sqrt(M / 2P) + sqrt(P / 2)) and two roundings more, which is less than that of
+one sum, since P is small beside M. ZeRO and FSDP take the mean over ranks of R times as much: one more rounding where R
+is no power of 2. The optimizer treats each element by itself, and may as well do so in parts.
 """
 
 import copy
 import math
 import time
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-import tkernels
 from tkernels.comm.context import Context
 from tkernels.demo.data import Text
 from tkernels.demo.model import ModelConfig, Transformer
-from tkernels.demo.recorder import Recorder
+from tkernels.demo.recorder import Recorder, Tally
 from tkernels.demo.records import Gradient, Operation, Setup, Step
-from tkernels.layers import ColumnParallelLinear, RowParallelLinear, all_reduce_sequence_parallel_grads
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SEQUENCE, BATCH, HEADS = 32, 8, 4  # sequence and heads are rounded up to multiples of the ranks
+SEQUENCE, BATCH, HEADS, LAYERS = 32, 8, 4, 2  # what the ranks share is rounded up to a multiple of them
 LEARNING_RATE = 2e-2
 ADAM_EPSILON = 1e-2
+ADAM = {"lr": LEARNING_RATE, "betas": (0.9, 0.95), "eps": ADAM_EPSILON}
 FP16_LOSS_SCALE = 1024.0  # fp16's smallest normal number is 6e-5; many gradients are smaller
 ROUNDINGS_PER_LAYER = 10  # norm, qkv, attention, proj, sum; norm, fc1, gelu, fc2, sum
 
@@ -79,44 +89,99 @@ def allowed_loss(config: ModelConfig, dtype: torch.dtype, loss: float, steps: in
     return loss * (2 * pass_error(config, dtype) * (steps + 1) / math.sqrt(config.tokens) + 4 * 2.0**-24)
 
 
-class _Optimizer:
+def first_gradient(state: dict) -> torch.Tensor:
+    """The gradient that Adam got for a parameter in the first step, from its state after it."""
+    return state["exp_avg"] / (1 - ADAM["betas"][0])
+
+
+class Optimizer:
     """Adam on fp32 copies of the parameters, which get the updated values rounded to their dtype."""
 
-    def __init__(self, model: nn.Module, loss_scale: float):
-        self.parameters, self.loss_scale = list(model.parameters()), loss_scale
-        self.masters = [parameter.detach().float().clone() for parameter in self.parameters]
-        self.adam = torch.optim.AdamW(self.masters, LEARNING_RATE, betas=(0.9, 0.95), eps=ADAM_EPSILON)
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], loss_scale: float):
+        self.parameters, self.loss_scale = dict(parameters), loss_scale
+        self.masters = {name: parameter.detach().float().clone() for name, parameter in self.parameters.items()}
+        self.adam = torch.optim.AdamW(self.masters.values(), **ADAM)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(master.numel() for master in self.masters.values())
 
     @torch.no_grad()
     def step(self):
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            master.grad = parameter.grad.float() / self.loss_scale
+        for name, parameter in self.parameters.items():
+            self.masters[name].grad = parameter.grad.float() / self.loss_scale
             parameter.grad = None
         self.adam.step()
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            parameter.copy_(master)
+        for name, parameter in self.parameters.items():
+            parameter.copy_(self.masters[name])
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Those of the first step, unscaled; only right after it."""
+        return {name: first_gradient(self.adam.state[master]) for name, master in self.masters.items()}
+
+
+def loss_part(model: nn.Module, config: ModelConfig, tokens, targets, first_position: int = 0) -> torch.Tensor:
+    """The part of a batch's mean loss that these tokens [s', b'] give, which begin at `first_position`."""
+    positions = torch.arange(first_position, first_position + len(tokens), device=tokens.device)
+    logits = model(tokens, positions).float().flatten(0, 1)
+    return F.cross_entropy(logits, targets.flatten(), reduction="sum") / config.tokens
+
+
+class Parallel:
+    """A way to split the training over ranks, and a rank's part of it; the ways are in tkernels.demo.parallel.
+
+    Collective, as are step, gradients and close. model: has the first weights, and is split in place.
+
+    name: as --parallel takes it. share: what a rank has, in words. num_parameters: those that it has between two steps.
+    """
+
+    name: str
+    share: str
+    num_parameters: int
+    optimizer: Optimizer
+
+    def __init__(self, model: Transformer, config: ModelConfig, ctx: Context, loss_scale: float):
+        self.model, self.config, self.ctx, self.loss_scale = model, config, ctx, loss_scale
+
+    @staticmethod
+    def sizes(ranks: int) -> dict[str, int]:
+        """Sizes of ModelConfig that have to be others, so that they can be split."""
+        return {}
+
+    def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Train on a batch, of which every rank has all. Returns its loss [1], the same on every rank."""
+        raise NotImplementedError
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """After the first step, what the optimizer got for this rank's parameters, by their names in the model."""
+        return self.optimizer.gradients()
+
+    def parts(self, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What `gradients` should be, from those of the unsharded model."""
+        return whole
+
+    def messages(self) -> dict[str, Tally]:
+        """What this rank has sent other than by tkernels' operators."""
+        return {}
+
+    def close(self):
+        """Give memory back; the training is over."""
 
 
 class _Training:
     """The two models of one rank."""
 
-    def __init__(self, ctx: Context, dtype: torch.dtype, seed: int, shard):
+    def __init__(self, ctx: Context, dtype: torch.dtype, seed: int, kind: type[Parallel]):
         self.ctx, self.dtype, self.steps = ctx, dtype, 0
         self.text = Text.of_python_help()
-        self.config = ModelConfig(
-            vocabulary=len(self.text.vocabulary),
-            sequence=math.ceil(SEQUENCE / ctx.size) * ctx.size,
-            batch=BATCH,
-            heads=math.ceil(HEADS / ctx.size) * ctx.size,
-        )
-        own = self.config.sequence // ctx.size
-        self.own_positions = slice(ctx.rank * own, (ctx.rank + 1) * own)
+        sizes = {"sequence": SEQUENCE, "batch": BATCH, "heads": HEADS, "layers": LAYERS} | kind.sizes(ctx.size)
+        self.config = ModelConfig(vocabulary=len(self.text.vocabulary), **sizes)
         self.generator = torch.Generator().manual_seed(seed)
         torch.manual_seed(seed)
         self.unsharded = Transformer(self.config).to(ctx.device, dtype)
-        self.sharded = shard(copy.deepcopy(self.unsharded), ctx)
         self.loss_scale = FP16_LOSS_SCALE if dtype == torch.float16 else 1.0
-        self.optimizers = [_Optimizer(model, self.loss_scale) for model in (self.sharded, self.unsharded)]
+        self.sharded = kind(copy.deepcopy(self.unsharded), self.config, ctx, self.loss_scale)
+        self.optimizer = Optimizer(self.unsharded.named_parameters(), self.loss_scale)
         self.recorder = Recorder(ctx)
 
     def step(self) -> tuple[Step, Gradient | None]:
@@ -125,63 +190,58 @@ class _Training:
         tokens, targets = tokens.to(self.ctx.device), targets.to(self.ctx.device)
         began = time.perf_counter()
         with self.recorder:
-            sharded = self._forward_and_backward(self.sharded, tokens, targets, self.own_positions)
-            all_reduce_sequence_parallel_grads(self.sharded, ctx=self.ctx)
-            sharded = tkernels.all_reduce(sharded[None], ctx=self.ctx).item()
+            sharded = self.sharded.step(tokens, targets).item()
         seconds = time.perf_counter() - began
-        unsharded = self._forward_and_backward(self.unsharded, tokens, targets, slice(None)).item()
+        unsharded = self._unsharded_step(tokens, targets)
         gradient = self._worst_gradient() if self.steps == 0 else None
-        for optimizer in self.optimizers:
-            optimizer.step()
         self.ctx.check()
         allowed = allowed_loss(self.config, self.dtype, unsharded, self.steps)
         self.steps += 1
         return Step(self.steps, sharded, unsharded, abs(sharded - unsharded), allowed, seconds), gradient
 
-    def _forward_and_backward(self, model: Transformer, tokens, targets, positions: slice) -> torch.Tensor:
-        """The part of the loss that these positions give; the gradients stay with the parameters."""
-        numbers = torch.arange(self.config.sequence, device=tokens.device)[positions]
-        logits = model(tokens[positions], numbers).float().flatten(0, 1)
-        loss = F.cross_entropy(logits, targets[positions].flatten(), reduction="sum") / self.config.tokens
+    def _unsharded_step(self, tokens: torch.Tensor, targets: torch.Tensor) -> float:
+        loss = loss_part(self.unsharded, self.config, tokens, targets)
         (loss * self.loss_scale).backward()
-        return loss.detach()
+        self.optimizer.step()
+        return loss.item()
 
     def _worst_gradient(self) -> Gradient:
-        """This rank's gradient that is furthest from its slice of the unsharded model's."""
-        errors = {}
-        for path, module in self.sharded.named_modules():
-            parallel = isinstance(module, ColumnParallelLinear | RowParallelLinear)
-            for name, parameter in module.named_parameters(recurse=False):
-                want = getattr(self.unsharded.get_submodule(path), name).grad.double()
-                if parallel and name in module.partitioned():
-                    want = module.shard(want, module.partitioned()[name])
-                error = ((parameter.grad.double() - want).norm() / want.norm()).item()
-                errors[f"{path}.{name}"] = math.inf if math.isnan(error) else error
+        """This rank's gradient that is furthest from the same part of the unsharded model's."""
+        errors, wanted = {}, self.sharded.parts(self.optimizer.gradients())
+        for name, gradient in self.sharded.gradients().items():
+            got, want = gradient.cpu().double(), wanted[name].cpu().double()
+            # A shard may begin or end among elements without a gradient.
+            error = ((got - want).norm() / want.norm().clamp_min(torch.finfo(torch.float32).tiny)).item()
+            errors[name] = math.inf if math.isnan(error) else error
         worst = max(errors, key=errors.get)
         return Gradient(self.ctx.rank, worst, errors[worst], allowed_gradient(self.config, self.dtype))
 
     def operations(self) -> list[Operation]:
         """Collective. What the operations have cost this rank, and one call of each against a reference."""
         tallies, checks = self.recorder.tallies(), self.recorder.check()
-        return [
+        operations = [
             Operation(name, tally.calls, tally.sent_bytes, tally.seconds, *checks[name])
             for name, tally in sorted(tallies.items())
         ]
+        messages = self.sharded.messages().items()
+        return operations + [Operation(name, tally.calls, tally.sent_bytes) for name, tally in messages]
 
 
 _training: _Training | None = None
 
 
-def start(ctx: Context, dtype: str, seed: int, shard) -> Setup:
-    """Collective. Make both models; `shard(model, ctx)` splits one, as `tkernels.demo.model.shard` does."""
+def start(ctx: Context, dtype: str, seed: int, kind: type[Parallel]) -> Setup:
+    """Collective. Make both models, of which `kind` splits one."""
     global _training
-    _training = _Training(ctx, DTYPES[dtype], seed, shard)
+    _training = _Training(ctx, DTYPES[dtype], seed, kind)
     config = _training.config
     return Setup(
         runtime=ctx.runtime,
         transport=ctx.transport,
         device=torch.cuda.get_device_name(ctx.device) if ctx.device.type == "cuda" else "CPU",
+        parallel=kind.name,
         ranks=ctx.size,
+        share=_training.sharded.share,
         dtype=dtype,
         seed=seed,
         text=_training.text.title,
@@ -194,7 +254,7 @@ def start(ctx: Context, dtype: str, seed: int, shard) -> Setup:
         batch=config.batch,
         tokens=config.tokens,
         parameters=sum(parameter.numel() for parameter in _training.unsharded.parameters()),
-        parameters_of_rank=sum(parameter.numel() for parameter in _training.sharded.parameters()),
+        parameters_of_rank=_training.sharded.num_parameters,
     )
 
 
@@ -205,5 +265,7 @@ def step(ctx: Context, last: bool) -> tuple[Step, Gradient | None]:
 
 
 def finish(ctx: Context) -> list[Operation]:
-    """Collective. Check the calls that were kept."""
-    return _training.operations()
+    """Collective. Check the calls that were kept, and end the training."""
+    operations = _training.operations()
+    _training.sharded.close()
+    return operations
