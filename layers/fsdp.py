@@ -43,6 +43,7 @@ from tkernels.layers.pools import (
 )
 
 ALIGN = 16  # elements that parameters and shards start at multiples of: 16 bytes or more
+GRADIENT_COPIES = 2  # one is filled while the other travels; what is gathered ahead changes nothing about that
 POOLS = {"max": (MaxPoolPlan, MaxPoolAllocator), "fixed": (FixedPoolPlan, FixedPoolAllocator)}
 SUMMED = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -78,7 +79,8 @@ class FullyShard(nn.Module):
         overlap: communicate on a stream of its own, one unit ahead. False gives the same bits on one stream.
         grad_dtype: what gradients are reduced in; None is the parameter's dtype. Sums are taken in fp32.
         pool: "max" for units of any shapes, "fixed" to pool the largest class of equal ones only.
-        memory: "torch" or "symmetric", of the pools. copies: units in use at once; one less is gathered ahead.
+        memory: "torch" or "symmetric", of the pools. copies: units whose parameters are there at once; one less is
+            gathered ahead.
         comm_stream, dev: instead of a new stream of the device's module.
 
         Raises ValueError or TypeError for a module that can't be sharded, MismatchError if it differs between ranks.
@@ -97,16 +99,17 @@ class FullyShard(nn.Module):
         self._dev = dev if dev is not None else torch.get_device_module(ctx.device)
         self.comm_stream = comm_stream if comm_stream is not None or not overlap else self._dev.Stream()
         plan_of, allocator_of = POOLS[pool]
-        options = dict(copies=copies, pad_multiple=ALIGN * ctx.size)
 
-        def make(buckets, strict):
+        def make(buckets, copies, strict):
             sizes = {unit.name: buckets(unit) for unit in self._units}
-            plan = plan_of.build(sizes, others=buckets(self._root), **options)
+            plan = plan_of.build(sizes, others=buckets(self._root), copies=copies, pad_multiple=ALIGN * ctx.size)
             return allocator_of(plan, memory, strict_assignments=strict, ctx=ctx, dev=dev)
 
         # Backward reads parameters at the addresses that forward saved; gradients only ever travel.
-        self.parameter_pool = make(lambda unit: [Bucket(f.id, f.dtype, f.numel) for f in unit.flats], "error")
-        self.gradient_pool = make(lambda unit: [Bucket(f.id, f.grad_dtype, f.numel) for f in unit.trained], "warn")
+        self.parameter_pool = make(lambda unit: [Bucket(f.id, f.dtype, f.numel) for f in unit.flats], copies, "error")
+        self.gradient_pool = make(
+            lambda unit: [Bucket(f.id, f.grad_dtype, f.numel) for f in unit.trained], GRADIENT_COPIES, "warn"
+        )
 
         self.module = module
         self.shards = nn.ParameterDict()

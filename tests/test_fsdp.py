@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transports import gpu_only, message_on_every_rank
 
 import tkernels
-from tkernels.comm import Fence, LeaseError, MismatchError, Slot
+from tkernels.comm import LeaseError, MismatchError
 from tkernels.comm.lease import captured
 from tkernels.demo.data import Text
 from tkernels.demo.model import Block, ModelConfig, Transformer
@@ -22,7 +22,10 @@ from tkernels.testing.compare import assert_close_to, integers, normal
 from tkernels.testing.streams import Race, Simulator, subsets
 
 FEATURES = 8
-LATE = 10_000_000  # cycles, about 5 ms: several times what the host needs for a unit
+LATE = 4_000_000  # cycles, about 2 ms: several times what the host needs for a unit
+# With all parameters gathered before the first reduction, what must wait for reductions is the next gradient, and not a
+# gather in between; with two copies, gathers must wait for compute.
+COPIES = {"comm": 5, "compute": 2}
 
 
 class Dense(nn.Module):
@@ -139,9 +142,9 @@ def demo_losses(ctx, model, config, steps, part, seed=3):
     return torch.stack(losses)
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, 4, timeout_s=300)
 def test_the_demo_model_trains_to_the_losses_of_the_unsharded_one(ctx):
-    steps = 6
+    steps = 4
     vocabulary = len(Text.of_python_help().vocabulary)
     config = ModelConfig(vocabulary=vocabulary, sequence=16, batch=2 * ctx.size, heads=2, layers=3)
     torch.manual_seed(0)
@@ -156,7 +159,7 @@ def test_the_demo_model_trains_to_the_losses_of_the_unsharded_one(ctx):
     (losses, first), (without_overlap, second) = results
     assert torch.equal(losses, without_overlap) and same_bits(first, second)
     mean = tkernels.all_reduce(losses, ctx=ctx) / ctx.size
-    assert abs(want[0].item() - math.log(vocabulary)) < 0.1 and want[-1] < want[0] - 0.3
+    assert abs(want[0].item() - math.log(vocabulary)) < 0.1 and want[-1] < want[0] - 0.2
     for step in range(steps):
         allowed = allowed_loss(config, torch.float32, want[step].item(), step)
         assert abs(mean[step] - want[step]).item() <= allowed, step
@@ -475,7 +478,7 @@ def test_a_backward_whose_parameters_have_moved_is_refused(ctx):
 # Every order of the streams
 
 
-def simulated(starve, overlap=True, steps=3, patch=None):
+def simulated(starve, overlap=True, steps=3, patch=None, copies=2):
     """Losses of a one-rank FullyShard on simulated streams, and the simulator."""
     ctx = tkernels.init(heap_bytes=8 << 20)
     try:
@@ -483,7 +486,7 @@ def simulated(starve, overlap=True, steps=3, patch=None):
         sim, losses = Simulator(), []
         with sim:
             comm = sim.Stream("comm") if overlap else None
-            sharded = FullyShard(model, UNITS, ctx=ctx, overlap=overlap, comm_stream=comm, dev=sim)
+            sharded = FullyShard(model, UNITS, ctx=ctx, overlap=overlap, copies=copies, comm_stream=comm, dev=sim)
             if patch is not None:
                 patch(sharded)
             optimizer = torch.optim.SGD(sharded.parameters(), 0.5)
@@ -500,17 +503,34 @@ def simulated(starve, overlap=True, steps=3, patch=None):
         tkernels.finalize(ctx)
 
 
-def test_no_order_of_the_streams_changes_a_loss():
+@pytest.mark.parametrize("copies", [1, 2, 5])
+def test_no_order_of_the_streams_changes_a_loss(copies):
     want, races, sim = simulated((), overlap=False)
     assert not races and sim.waits == 0
     for starve in subsets(["main", "comm"]):
-        losses, races, _ = simulated(starve)
+        losses, races, _ = simulated(starve, copies=copies)
         assert not races, races[0]
         assert losses == want
 
 
-def forget_last_tenants(sharded, monkeypatch):
-    monkeypatch.setattr(Slot, "gate", property(lambda slot: Fence(slot.dev)))
+def forget(slots, monkeypatch):
+    """The slots' tenants wait for nobody before them."""
+    for slot in slots:
+        acquire = slot.acquire
+
+        def forgetful(slot=slot, acquire=acquire):
+            slot.gate.clear()
+            return acquire()
+
+        monkeypatch.setattr(slot, "acquire", forgetful)
+
+
+def gather_over_parameters_in_use(sharded, monkeypatch):
+    forget(sharded.parameter_pool.slots, monkeypatch)
+
+
+def fill_gradients_that_still_travel(sharded, monkeypatch):
+    forget(sharded.gradient_pool.slots, monkeypatch)
 
 
 def gather_before_the_optimizer(sharded, monkeypatch):
@@ -533,13 +553,23 @@ def reduce_before_the_gradients(sharded, monkeypatch):
     monkeypatch.setattr(sharded, "_reduce", early)
 
 
-@pytest.mark.parametrize("form", [forget_last_tenants, gather_before_the_optimizer, reduce_before_the_gradients])
-def test_wrong_forms_are_found_out(form, monkeypatch):
+@pytest.mark.parametrize(
+    ("form", "copies"),
+    [
+        (gather_over_parameters_in_use, 2),
+        (fill_gradients_that_still_travel, 5),
+        (gather_before_the_optimizer, 2),
+        (reduce_before_the_gradients, 2),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_wrong_forms_are_found_out(form, copies, monkeypatch):
     want, _, _ = simulated((), overlap=False)
     results = []
-    for starve in subsets(["main", "comm"]):
+    for starve in ("main", "comm"):
         with monkeypatch.context() as patched:
-            losses, races, _ = simulated(starve, patch=lambda sharded, patched=patched: form(sharded, patched))
+            patch = lambda sharded, patched=patched: form(sharded, patched)  # noqa: E731
+            losses, races, _ = simulated([starve], copies=copies, patch=patch)
         assert races and isinstance(races[0], Race)
         results.append(losses)
     assert any(losses != want for losses in results)
@@ -600,9 +630,8 @@ class late:
 @pytest.mark.parametrize("side", ["comm", "compute"])
 @pytest.mark.parametrize("iterations", [1000])
 def test_training_with_a_late_stream_gives_the_same_bits(ctx, side, iterations):
-    kinds = (Dense, StateSpace, Experts, Dense, StateSpace)
-    plain = FullyShard(hybrid(ctx, kinds=kinds), UNITS, ctx=ctx, overlap=False)
-    sharded = FullyShard(hybrid(ctx, kinds=kinds), UNITS, ctx=ctx, memory="symmetric")
+    plain = FullyShard(hybrid(ctx), UNITS, ctx=ctx, overlap=False)
+    sharded = FullyShard(hybrid(ctx), UNITS, ctx=ctx, memory="symmetric", copies=COPIES[side])
     optimizers = [torch.optim.SGD(model.parameters(), 0.01) for model in (plain, sharded)]
     for start in range(0, iterations, 50):
         data = [normal((4 * ctx.size, 4), torch.float32, start + i, device=ctx.device) for i in range(50)]
@@ -621,13 +650,13 @@ def test_training_with_a_late_stream_gives_the_same_bits(ctx, side, iterations):
 @pytest.mark.parametrize("side", ["comm", "compute"])
 def test_without_the_wait_for_the_last_tenant_a_late_stream_breaks_training(ctx, side):
     plain = FullyShard(hybrid(ctx), UNITS, ctx=ctx, overlap=False)
-    sharded = FullyShard(hybrid(ctx), UNITS, ctx=ctx)
+    sharded = FullyShard(hybrid(ctx), UNITS, ctx=ctx, copies=COPIES[side])
     data = batches(ctx, 10)
     for model in (plain, sharded):  # kernels are compiled, workspaces are large enough
         train(ctx, model, data[:2], torch.optim.SGD(model.parameters(), 0.0))
     want = train(ctx, plain, data)
     with pytest.MonkeyPatch.context() as patched, late(sharded, side):
-        patched.setattr(Slot, "gate", property(lambda slot: Fence(slot.dev)))
+        forget([*sharded.parameter_pool.slots, *sharded.gradient_pool.slots], patched)
         losses = train(ctx, sharded, data)
     torch.cuda.synchronize()
     assert not torch.equal(losses, want)
@@ -649,7 +678,7 @@ def test_compute_goes_on_while_a_reduction_is_late(ctx):
     def late_reduce(flat):
         if flat.id.startswith("layers.4"):
             with torch.cuda.stream(sharded.comm_stream):
-                torch.cuda._sleep(100 * LATE)  # half a second
+                torch.cuda._sleep(200 * LATE)  # half a second
         reduce(flat)
         if flat.id.startswith("layers.4"):
             reduced.record(sharded.comm_stream)
