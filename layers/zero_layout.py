@@ -84,10 +84,12 @@ class Piece:
     grad: torch.Tensor
 
     def cut(self, value):
-        """The piece of a value in the parameter's shape; anything else as it is."""
-        if not isinstance(value, torch.Tensor) or value.shape != self.parameter.shape:
+        """A copy of the piece of a tensor in the parameter's shape; anything else whole."""
+        if not isinstance(value, torch.Tensor):
             return value
-        return value.reshape(-1)[self.start : self.stop].view(self.master.shape)
+        if value.shape != self.parameter.shape:
+            return value.clone()
+        return value.reshape(-1)[self.start : self.stop].view(self.master.shape).clone()
 
 
 class Shard:
