@@ -217,6 +217,11 @@ class Context:
     def launch(self, kernel, num_programs: int, *arguments, **options):
         """Run a kernel of `num_programs` programs. Raises WaitTimeoutError if its wait, or an earlier one, expired."""
         if self._flagged_here():
+            if self.capturing:
+                raise TkernelsError(
+                    "a wait of this context expired before this CUDA graph's capture; call check() outside of it to "
+                    "see who waited for whom, then finalize() the context"
+                )
             self.check()
         if self.transport == "nvshmem":
             from tkernels.comm.nvshmem_runtime import device_library

@@ -38,6 +38,7 @@ PIECES = [
     (0, 0, 0, 1),
     (2048, 16, 32, 16),
 ]
+SIZES = ["stride", "epoch", "num_elements"]  # one compilation serves all of them
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
 
 
@@ -80,7 +81,7 @@ class Exchange:
         self.ctx.free(self.inbox)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def put_kernel(
     x, inbox, stride, ready, epoch, num_elements, table,
     RANK: tl.constexpr, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
@@ -96,7 +97,7 @@ def put_kernel(
         wait_signal(ready + source, epoch, table, source, 0, OPERATION, TRANSPORT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def put_signal_kernel(
     x, inbox, stride, ready, epoch, num_elements, table,
     RANK: tl.constexpr, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
@@ -135,7 +136,7 @@ def test_pieces_of_any_size_and_place_arrive_whole_and_alone(ctx, transport, ker
         exchange.free()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride", "num_elements"])
 def get_kernel(
     out, x, stride, num_elements, table,
     RANK: tl.constexpr, SIZE: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
