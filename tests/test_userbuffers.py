@@ -1,0 +1,645 @@
+"""Userbuffers' configuration and lifetime: the pinned defaults, what is refused, what is left after a failure."""
+
+import copy
+import gc
+import inspect
+import os
+import subprocess
+import sys
+import threading
+import types
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from transports import late
+
+import tkernels
+from tkernels.comm import TkernelsError, current_context
+from tkernels.layers import userbuffers as te
+from tkernels.layers.userbuffers import registry, shim
+from tkernels.layers.userbuffers.defaults import configure, without_effect
+from tkernels.testing.streams import Race, Simulator
+
+# The table
+
+
+RING = dict(method="ring_exchange", num_sm=1, cga_size=1, set_sm_margin=False, num_splits=4)
+COLLECTIVE = dict(num_sm=16, cga_size=2, set_sm_margin=True, num_splits=4)
+COMMON = dict(
+    aggregate=False, atomic_gemm=False, use_ce=True, comm_priority=0, gemm_priority=0,
+    pipeline_rs_overlap_first_gemm=False,
+)  # fmt: skip
+GOLDEN = {  # tp_size 4
+    **{n: RING | dict(is_reduce_scatter=False) for n in ("qkv_fprop", "fc1_fprop", "proj_dgrad", "fc2_dgrad")},
+    **{n: COLLECTIVE | dict(method="pipeline", is_reduce_scatter=True) for n in ("proj_fprop", "fc2_fprop")},
+    **{n: COLLECTIVE | dict(method="bulk", is_reduce_scatter=False) for n in ("qkv_dgrad", "fc1_dgrad")},
+    **{n: COLLECTIVE | dict(method="bulk", is_reduce_scatter=True) for n in ("qkv_wgrad", "fc1_wgrad")},
+    **{n: COLLECTIVE | dict(method="external", is_reduce_scatter=False) for n in ("proj_wgrad", "fc2_wgrad")},
+}
+
+
+def golden(entry):
+    return entry | COMMON | dict(fp8_buf=not entry["is_reduce_scatter"])
+
+
+def test_the_default_table_is_pinned():
+    assert {name: vars(options) for name, options in te.default_config(4).items()} == {
+        name: golden(entry) for name, entry in GOLDEN.items()
+    }
+    cublasmp = {name: entry for name, entry in GOLDEN.items() if not name.endswith("wgrad")}
+    cublasmp |= {name: RING | dict(is_reduce_scatter=True) for name in ("qkv_dgrad", "fc1_dgrad")}
+    assert {name: vars(options) for name, options in te.default_config(4, with_cublasmp=True).items()} == {
+        name: golden(entry) for name, entry in cublasmp.items()
+    }
+    assert te.default_config(8)["qkv_fprop"].num_splits == 8 and te.default_config(8)["proj_fprop"].num_splits == 4
+
+
+LINEAR = (
+    "in_features, out_features, sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None, tp_size=1, "
+    "get_rng_state_tracker=None, rng_tracker_name=None, init_method=None, bias=True, return_bias=False, "
+    "params_dtype=None, parallel_mode=None, parameters_split=None, device='cuda', ub_overlap_ag=False, "
+    "ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, ub_bulk_wgrad=False, ub_name=None, "
+    "delay_wgrad_compute=False, symmetric_ar_type=None, save_original_input=False, name=None"
+)
+LAYER_NORM_LINEAR = (
+    "in_features, out_features, eps=1e-05, sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None, "
+    "tp_size=1, get_rng_state_tracker=None, init_method=None, bias=True, normalization='LayerNorm', "
+    "return_bias=False, params_dtype=None, parallel_mode=None, return_layernorm_output=False, "
+    "return_layernorm_output_gathered=False, parameters_split=None, zero_centered_gamma=False, device='cuda', "
+    "ub_overlap_ag=False, ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_wgrad=False, ub_bulk_dgrad=False, "
+    "ub_name=None, delay_wgrad_compute=False, symmetric_ar_type=None, name=None"
+)
+SIGNATURES = {
+    te.initialize_ub: "shape, tp_size, use_fp8=False, quantization_modes=None, dtype=torch.bfloat16, ub_cfgs=None, "
+    "bootstrap_backend=None, with_cublasmp=False, *, tp_group=None",
+    te.CommOverlapHelper: "world_group=None, intra_node_group=None, *, heap_bytes=None",
+    te.CommOverlap: "buffer_shape, buffer_dtype, helper, tp_size, use_cublasmp=False, comm_type=RS, num_splits=4, "
+    "num_max_streams=3, comm_cga_size=2, gemm_priority=0, comm_priority=0, num_comm_sm=16, set_sm_margin=True, "
+    "atomic_gemm=False, rs_overlap_first_gemm=False, *, method=None",
+    te.CommOverlapP2P: "buffer_shape, buffer_dtype, helper, tp_size, comm_type, num_max_streams=3, comm_cga_size=1, "
+    "gemm_priority=0, comm_priority=0, num_comm_sm=1, set_sm_margin=False, atomic_gemm=False, use_ce=True, "
+    "aggregate=False, use_cublasmp=False",
+    te.general_gemm: "A, B, out_dtype=None, quantization_params=None, gelu=False, gelu_in=None, alpha=1.0, beta=None, "
+    "accumulate=False, layout='TN', out=None, bias=None, use_split_accumulator=False, grad=False, ub=None, "
+    "ub_type=None, extra_output=None, bulk_overlap=False, *, rows=None",
+    te.fill_userbuffers_buffer_for_all_gather: "comm, local_tensor, quantizer, process_group",
+    te.get_ub: "name, use_fp8=False",
+    te.Linear: LINEAR,
+    te.LayerNormLinear: LAYER_NORM_LINEAR,
+}
+
+
+def written(function) -> str:
+    """The parameters without annotations, as they are written."""
+    parameters = inspect.signature(function).parameters.values()
+    bare = inspect.Signature([p.replace(annotation=inspect.Parameter.empty) for p in parameters])
+    return str(bare).strip("()").replace("<CommOverlapType.RS: 0>", "RS").replace("CommOverlapType.RS", "RS")
+
+
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__name__)
+def test_signatures_are_pinned(function):
+    assert written(function) == SIGNATURES[function]
+
+
+def test_the_orders_of_overlap_options_differ_as_in_transformer_engine():
+    flags = ["ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad"]
+    for cls in (te.Linear, te.LayerNormMLP, te.MultiheadAttention, te.TransformerLayer, te.LayerNormLinear):
+        order = [name for name in inspect.signature(cls).parameters if name in flags]
+        assert order == (flags if cls is not te.LayerNormLinear else flags[:3] + flags[:2:-1]), cls
+    parameters = inspect.signature(te.TransformerLayer).parameters
+    defaults = {name: parameters[name].default for name in ("ub_tp_comm_overlap", *flags)}
+    assert list(defaults.values()) == [False, True, True, False, True, True]
+    assert list(inspect.signature(te.LayerNormMLP).parameters)[23:26] == ["ub_overlap_ag", "name", "ub_overlap_rs"]
+
+
+# Configurations
+
+
+def test_a_configuration_changes_what_it_names_and_nothing_else():
+    cfg = {"proj_fprop": {"method": "ring_exchange", "num_sm": 24}, "fc2_fprop": None, "qkv_fprop": {"aggregate": 1}}
+    before = copy.deepcopy(cfg)
+    options = configure(cfg, 4)
+    assert vars(options["proj_fprop"]) == golden(GOLDEN["proj_fprop"]) | dict(method="ring_exchange", num_sm=24)
+    assert vars(options["qkv_fprop"]) == golden(GOLDEN["qkv_fprop"]) | dict(aggregate=True)
+    untouched = set(GOLDEN) - {"proj_fprop", "qkv_fprop"}
+    assert {name: options[name] for name in untouched} == {name: te.default_config(4)[name] for name in untouched}
+    assert cfg == before
+
+
+@pytest.mark.parametrize("method", ["ring_exchange", "pipeline"])
+def test_a_dgrad_that_reduces_takes_the_place_of_both_bulk_overlaps_in_every_mode(method):
+    cfg = {"qkv_dgrad": {"method": method}}
+    first, second = configure(cfg, 4), configure(cfg, 4)  # nothing is remembered between two modes
+    assert first == second and cfg == {"qkv_dgrad": {"method": method}}
+    assert first["qkv_dgrad"].is_reduce_scatter and first["qkv_dgrad"].num_sm == (16 if method == "pipeline" else 1)
+    assert "qkv_wgrad" not in first and "fc1_wgrad" in first
+
+
+REFUSED = [
+    ({"qkv_frop": {}}, "there is no product 'qkv_frop'; there are qkv_fprop, fc1_fprop"),
+    ({"qkv_fprop": {"method": "ring"}}, "there is no method 'ring'; qkv_fprop can have ring_exchange"),
+    ({"qkv_dgrad": {"method": "ring"}}, "there is no method 'ring'; qkv_dgrad can have bulk, ring_exchange, pipeline"),
+    ({"qkv_fprop": {"num_sms": 1}}, "there is no option 'num_sms'; there are aggregate, atomic_gemm, cga_size"),
+    ({"qkv_fprop": {"method": "pipeline"}}, "`pipeline` overlap method is not supported for AllGather"),
+    ({"qkv_fprop": {"method": "bulk"}}, "qkv_fprop can't have method 'bulk'; it can have ring_exchange"),
+    ({"proj_wgrad": {"method": "bulk"}}, "proj_wgrad can't have method 'bulk'; it can have external"),
+    ({"qkv_dgrad": {"method": "pipeline"}, "qkv_wgrad": {"num_sm": 4}}, "drop the entry of qkv_wgrad"),
+    ({"qkv_fprop": {"atomic_gemm": 1}}, "atomic_gemm=True needs fp8"),
+    ({"qkv_fprop": {"gemm_priority": -1}}, "products run on the caller's stream"),
+    ({"qkv_fprop": {"is_reduce_scatter": 1}}, "ring_exchange of qkv_fprop is an all-gather"),
+    ({"qkv_fprop": {"aggregate": 2}}, r"\['aggregate'\]: 2 must be a boolean, or 0 or 1"),
+    ({"qkv_dgrad": {"num_sm": 0}}, "0 must be a positive integer"),
+    ({"qkv_dgrad": {"num_sm": True}}, "True must be a positive integer"),
+    ({"qkv_dgrad": 4}, "must be a dict of options or None, not int"),
+    ([("qkv_dgrad", {})], "a configuration is a dict of products, not list"),
+]
+
+
+@pytest.mark.parametrize("cfg, message", REFUSED, ids=[str(index) for index in range(len(REFUSED))])
+def test_a_wrong_configuration_is_refused_with_what_is_allowed(cfg, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        configure(cfg, 4)
+
+
+def test_cublasmp_semantics_have_no_bulk_overlap():
+    for cfg in ({"qkv_dgrad": {"method": "bulk"}}, {"qkv_wgrad": {"num_sm": 4}}, {"proj_wgrad": {}}):
+        with pytest.raises(ValueError, match=f"{next(iter(cfg))}.*with_cublasmp=True|with_cublasmp=True has no bulk"):
+            configure(cfg, 4, with_cublasmp=True)
+
+
+MEGATRON = """
+qkv_fprop:  {method: ring_exchange, aggregate: 1}
+proj_fprop: {method: pipeline, num_sm: 4, num_splits: 4, set_sm_margin: 0}
+fc1_fprop:  {method: ring_exchange, aggregate: 0}
+fc2_fprop:  {method: ring_exchange, aggregate: 0}
+fc2_dgrad:  {method: ring_exchange, aggregate: 0}
+proj_dgrad: {method: ring_exchange, aggregate: 1}
+qkv_dgrad:  {method: bulk, num_sm: 2, set_sm_margin: 0}
+qkv_wgrad:  {method: bulk, num_sm: 2, set_sm_margin: 0}
+fc1_dgrad:  {method: bulk, num_sm: 2, set_sm_margin: 0}
+fc1_wgrad:  {method: bulk, num_sm: 2, set_sm_margin: 0}
+"""
+BULK = dict(method="bulk", cga_size=2, set_sm_margin=False)
+PRESETS = {
+    "llama 70B, 4 ranks": {
+        "qkv_dgrad": BULK | dict(num_sm=4),
+        "qkv_wgrad": BULK | dict(num_sm=24),
+        "fc1_dgrad": BULK | dict(num_sm=2),
+        "fc1_wgrad": BULK | dict(num_sm=4),
+        **{
+            name: dict(method="ring_exchange", aggregate=False, num_sm=1, cga_size=1, set_sm_margin=False,
+                       fp8_buf=False, atomic_gemm=False)
+            for name in ("qkv_fprop", "proj_dgrad", "fc1_fprop", "fc2_dgrad")
+        },
+        "proj_fprop": dict(method="pipeline", num_sm=24, cga_size=2, num_splits=4, set_sm_margin=True,
+                           fp8_buf=(False,), atomic_gemm=False),
+        "fc2_fprop": dict(method="pipeline", num_sm=16, cga_size=2, num_splits=4, set_sm_margin=True,
+                          fp8_buf=(False,), atomic_gemm=False),
+        "proj_wgrad": None,
+        "fc2_wgrad": None,
+    },
+    "low rank": {
+        "fc1_dgrad": dict(method="pipeline", num_sm=16, cga_size=2, num_splits=4, set_sm_margin=True, fp8_buf=True),
+        "qkv_dgrad": None, "qkv_wgrad": None, "fc1_wgrad": None,
+    },
+    "empty": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_published_presets_load(name):
+    options = configure(PRESETS[name], 4)
+    assert ("fc1_wgrad" in options) == (name != "low rank")
+    for product, entry in PRESETS[name].items():
+        for key, value in (entry or {}).items():
+            assert (
+                getattr(options[product], key) == (value[0] if isinstance(value, tuple) else value) or key == "fp8_buf"
+            )
+
+
+def test_megatrons_yaml_loads(tmp_path, monkeypatch):
+    path = tmp_path / "overlap.yaml"
+    path.write_text(MEGATRON)
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(ImportError, match="needs PyYAML: pip install pyyaml, or pass a dict"):
+        te.load_ub_cfgs(path)
+    monkeypatch.undo()
+    pytest.importorskip("yaml")
+    options = configure(te.load_ub_cfgs(path), 2)
+    assert options["qkv_fprop"].aggregate is True and options["fc1_fprop"].aggregate is False
+    assert options["fc1_wgrad"].num_sm == 2 and options["fc1_wgrad"].set_sm_margin is False
+    assert options["fc2_fprop"].method == "ring_exchange" and options["fc2_fprop"].num_sm == 16
+    path.write_text("")
+    assert te.load_ub_cfgs(path) == {}
+
+
+def test_options_without_effect_are_told():
+    cfg = {"qkv_fprop": {"num_sm": 4, "aggregate": 1}, "proj_fprop": {"num_sm": 4, "cga_size": 4, "set_sm_margin": 0}}
+    assert without_effect(cfg, configure(cfg, 4), 4) == [
+        "qkv_fprop.num_sm=4: with use_ce the kernel has its own number of sending programs",
+        "proj_fprop.cga_size=4: the programs form no clusters",
+        "proj_fprop.set_sm_margin=False: inside a fused kernel the sending programs are always apart",
+    ]
+    assert without_effect({}, configure({}, 4), 4) == []
+
+
+# Without ranks
+
+
+def test_the_layers_and_the_questions_work_on_one_device_without_any_initialisation():
+    """In a process of its own, without assertions, as `python -O` runs."""
+    code = """
+        import torch
+        from tkernels.layers import userbuffers as te
+        print(te.is_ub_initialized(), te.using_cublasmp_backend(), torch.distributed.is_initialized())
+        x = torch.randn(6, 2, 16, requires_grad=True)
+        flags = dict(ub_overlap_ag=True, ub_overlap_rs=True, ub_bulk_dgrad=True, ub_bulk_wgrad=True, device="cpu")
+        for layer in (
+            te.Linear(16, 16, parallel_mode="column", sequence_parallel=True, **flags),
+            te.LayerNormLinear(16, 16, **flags),
+            te.LayerNormMLP(16, 32, **flags),
+            te.MultiheadAttention(16, 4, attention_dropout=0.0, **flags),
+            te.TransformerLayer(16, 32, 4, ub_tp_comm_overlap=True, device="cpu"),
+        ):
+            layer(x).sum().backward()
+        te.destroy_ub()
+        refused = 0
+        for call in (
+            lambda: te.get_ub("qkv_fprop"),
+            lambda: te.initialize_ub([8, 8], 3),
+            lambda: te.initialize_ub([8, 8], 1, bootstrap_backend="smoke"),
+            lambda: te.initialize_ub([8], 1),
+            lambda: te.initialize_ub([8, 8], 1, ub_cfgs={"qkv_frop": {}}),
+            lambda: te.initialize_ub([8, 8], 1, ub_cfgs=[{}, {}]),
+            lambda: te.initialize_ub([8, 8], 1, quantization_modes=te.UserBufferQuantizationMode.NONE),
+            lambda: te.initialize_ub([8, 8], 1, quantization_modes=["none"]),
+            lambda: te.initialize_ub([8, 8], 1, quantization_modes=[te.UserBufferQuantizationMode.FP8]),
+            lambda: te.general_gemm(x[0], x[0], layout="TT"),
+            lambda: te.Linear(16, 16, tp_size=2, sequence_parallel=True, parallel_mode="row", ub_overlap_rs=True,
+                              ub_name="proj", device="cpu"),
+        ):
+            try:
+                call()
+            except (ValueError, TypeError, RuntimeError):
+                refused += 1
+        print(refused, te.is_ub_initialized())
+        te.initialize_ub([8, 8], 1, dtype=torch.float32)
+        print(te.get_ub("qkv_fprop"))
+        te.destroy_ub()
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"}
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", inspect.cleandoc(code)],
+        env=environment | {"TKERNELS_RUNTIME": "simulated"}, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "False False False",
+        "11 False",
+        "CommOverlapP2P(AG ring_exchange, [8, 8], torch.float32)",
+    ]
+
+
+def test_a_layer_names_what_its_overlap_lacks():
+    common = dict(tp_size=2, sequence_parallel=True, parallel_mode="column", device="cpu")
+    with pytest.raises(RuntimeError, match=r"UB manager is not initialized. Call initialize_ub\(\)"):
+        te.Linear(8, 8, ub_overlap_ag=True, ub_name="qkv", **common)
+    with pytest.raises(ValueError, match="ub_overlap_ag_fprop needs ub_name, one of qkv, fc1"):
+        te.Linear(8, 8, ub_overlap_ag=True, **common)
+    with pytest.raises(ValueError, match="no product for ub_bulk_wgrad to run beside"):
+        te.Linear(8, 8, ub_bulk_wgrad=True, delay_wgrad_compute=True, ub_name="qkv", **common)
+    with pytest.raises(ValueError, match="out_features=9 doesn't divide by 2"):
+        te.Linear(8, 9, **common)
+    with pytest.raises(ValueError, match="symmetric_ar_type='one_shot' is not supported; pass 'two_shot'"):
+        te.Linear(8, 8, symmetric_ar_type="one_shot", **common)
+    with pytest.raises(ValueError, match="attention_type='cross' is not supported"):
+        te.MultiheadAttention(8, 2, attention_type="cross", device="cpu")
+    with pytest.raises(ValueError, match="drop_path_rate=0.1 is not supported"):
+        te.TransformerLayer(8, 8, 2, drop_path_rate=0.1, device="cpu")
+    te.Linear(8, 8, ub_overlap_rs=True, **common)  # for the other mode: Megatron passes both to every layer
+
+
+def test_fp8_is_refused_by_name():
+    with pytest.warns(DeprecationWarning, match="use_fp8 is deprecated"), pytest.raises(ValueError, match="no fp8"):
+        te.initialize_ub([8, 8], 1, use_fp8=True)
+    both = [te.UserBufferQuantizationMode.FP8, te.UserBufferQuantizationMode.NONE]
+    with pytest.raises(ValueError, match="UserBufferQuantizationMode.FP8 is not supported"):
+        te.initialize_ub([8, 8], 1, quantization_modes=both)
+    assert not te.is_ub_initialized()
+
+
+# The module path
+
+
+def test_the_path_that_megatron_calls_leads_here():
+    assert "transformer_engine" not in sys.modules
+    shim.install()
+    try:
+        shim.install()
+        import transformer_engine
+        import transformer_engine.pytorch as pytorch
+        import transformer_engine.pytorch.cpp_extensions as tex
+        from transformer_engine.pytorch.module.base import get_ub, initialize_ub
+
+        assert initialize_ub is te.initialize_ub and get_ub is te.get_ub
+        assert pytorch.module.base._ub_communicators is registry._ub_communicators
+        assert pytorch.Linear is te.Linear and tex.general_gemm is te.general_gemm
+        assert transformer_engine.__version__ == shim.API_VERSION
+    finally:
+        shim.uninstall()
+    assert not [name for name in sys.modules if name.startswith("transformer_engine")] and not shim.is_installed()
+
+
+def test_a_transformer_engine_that_is_there_is_patched_on_request_only(tmp_path, monkeypatch):
+    for folder in ("pytorch/module", "pytorch/cpp_extensions", "pytorch/distributed"):
+        (tmp_path / "transformer_engine" / folder).mkdir(parents=True)
+        (tmp_path / "transformer_engine" / folder / "__init__.py").write_text("")
+    (tmp_path / "transformer_engine/__init__.py").write_text("__version__ = '9'")
+    (tmp_path / "transformer_engine/pytorch/__init__.py").write_text("Linear = LayerNorm = 'theirs'")
+    (tmp_path / "transformer_engine/pytorch/module/base.py").write_text("initialize_ub = 'theirs'")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RuntimeError, match="transformer_engine is installed; pass patch=True"):
+        shim.install()
+    shim.install(patch=True)
+    try:
+        import transformer_engine.pytorch as pytorch
+        import transformer_engine.pytorch.module.base as base
+
+        assert base.initialize_ub is te.initialize_ub and pytorch.Linear is te.Linear
+        assert pytorch.LayerNorm == "theirs"
+        shim.uninstall()
+        assert base.initialize_ub == "theirs" and pytorch.Linear == "theirs" and not hasattr(base, "get_ub")
+    finally:
+        shim.uninstall()
+        for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
+            del sys.modules[name]
+
+
+# Streams
+
+
+def communicator_on(sim):
+    """A communicator whose streams are the simulator's, and which needs no ranks."""
+    comm = te.CommOverlap.__new__(te.CommOverlap)
+    comm._domain = types.SimpleNamespace(dev=sim, context=None, close=types.SimpleNamespace(alive=True))
+    comm.shape, comm.dtype, comm.comm_type = (64, 4), torch.float32, te.CommOverlapType.AG
+    comm.options = te.default_config(2)["qkv_dgrad"]
+    comm.stream = sim.Stream("comm")
+    return comm
+
+
+def bulk_step(sim, comm, joined=True):
+    """A product, a collective beside a second one, a third that reads what the collective brought."""
+    x, w, gathered = torch.ones(32, 4), torch.ones(4, 4), torch.empty(64, 4)
+
+    def all_gather(x, rows, out, programs):
+        sim.launch("gather", lambda x, out: out.copy_(torch.cat([x, x])), reads=[x], writes=[out])
+
+    x = x @ w  # what travels is made on the caller's stream
+    if joined:
+        with comm.beside(all_gather, x, (32, 32), gathered):
+            beside = x @ w
+    else:  # the wrong form: nobody waits
+        with sim.stream(comm.stream):
+            all_gather(x, (32, 32), gathered, 1)
+        beside = x @ w
+    return beside, gathered @ w
+
+
+def test_a_collective_beside_a_product_is_ordered_both_ways():
+    for starve in ((), ("comm",)):
+        sim = Simulator()
+        with sim:
+            _, result = bulk_step(sim, communicator_on(sim))
+        sim.check()
+        sim.run(starve=starve)
+        assert result.eq(16.0).all() and result.shape == (64, 4)
+    assert sim.log.index("gather") > 1  # starved, it came after the product that it runs beside
+
+
+def test_the_check_sees_a_collective_that_nobody_waits_for():
+    sim = Simulator()
+    with sim:
+        bulk_step(sim, communicator_on(sim), joined=False)
+    with pytest.raises(Race):
+        sim.check()
+
+
+# On ranks
+
+
+def resources():
+    gc.collect()
+    with open("/proc/self/maps") as maps:
+        segments = sum("memfd:tkernels" in line for line in maps)
+    return len(os.listdir("/proc/self/fd")), segments
+
+
+def gathers(comm, ctx, rows=4):
+    """Collective. The communicator gathers in the order of the ranks."""
+    x = torch.full((rows, 8), float(comm.rank), device=ctx.device)
+    y = te.general_gemm(torch.eye(8, device=ctx.device), x, ub=comm, ub_type=te.CommOverlapType.AG)[0]
+    assert y[::rows, 0].tolist() == list(range(comm.size))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", [None, "gloo", "nccl"])
+def test_any_backend_can_bootstrap_and_init_and_destroy_may_be_repeated(ctx, backend):
+    if backend == "nccl" and ctx.device.type == "cpu":
+        pytest.skip("nccl needs GPUs")
+    default, before = current_context(), None
+    for round in range(3):
+        te.initialize_ub([8, 8], 2, dtype=torch.float32, bootstrap_backend=backend)
+        assert te.is_ub_initialized() and not te.using_cublasmp_backend() and current_context() is default
+        late(ctx, round % 2, 0.05)
+        gathers(te.get_ub("qkv_fprop"), ctx)  # straight after init, on skewed ranks
+        assert te.get_ub_is_fp8("qkv_fprop") is False
+        comm = te.get_ub("fc1_dgrad")
+        te.destroy_ub()
+        te.destroy_ub()
+        assert not te.is_ub_initialized()
+        with pytest.raises(TkernelsError, match="given back by destroy_ub"):
+            comm.context  # noqa: B018
+        del comm
+        if round:
+            assert resources() == before
+        before = resources()
+
+
+@pytest.mark.ranks(2)
+def test_one_context_serves_all_communicators_and_no_group_is_made(ctx):
+    groups, contexts = dist.get_pg_count(), len(registry.domain_context.__globals__["_ub_communicators"])
+    te.initialize_ub([8, 8], 2, dtype=torch.float32)
+    try:
+        comms = {te.get_ub(name) for name in te.default_config(2)}
+        assert len(comms) == 12 + contexts and len({id(comm.context) for comm in comms}) == 1
+        assert dist.get_pg_count() == groups
+        with pytest.raises(KeyError, match="UB for qkv_gprop is not registered. Registered: fc1_dgrad, fc1_fprop"):
+            te.get_ub("qkv_gprop")
+        with pytest.raises(RuntimeError, match="already initialized"):
+            te.initialize_ub([8, 8], 2)
+    finally:
+        te.destroy_ub()
+
+
+@pytest.mark.ranks(2)
+def test_an_error_of_one_rank_is_an_error_of_all_and_leaves_nothing(ctx, monkeypatch=None):
+    wrong = {"qkv_frop": {}} if ctx.rank == 1 else {}
+    with pytest.raises((ValueError, TkernelsError), match="there is no product 'qkv_frop'"):
+        te.initialize_ub([8, 8], 2, dtype=torch.float32, ub_cfgs=wrong)
+    with pytest.raises(TkernelsError, match=r"ask for different things: rank 0: .*\[8, 8\].*rank 1: .*\[16, 8\]"):
+        te.initialize_ub([8 + 8 * ctx.rank, 8], 2, dtype=torch.float32)
+    original = registry._warm_up
+
+    def failing(communicators):
+        if ctx.rank == 1:
+            raise RuntimeError("the warm-up broke")
+
+    before = resources()
+    registry._warm_up = failing
+    try:
+        with pytest.raises(RuntimeError, match="the warm-up broke") as caught:
+            te.initialize_ub([8, 8], 2, dtype=torch.float32)
+        assert ctx.rank == 1 or "failed on rank 1, so nothing is initialised on any rank" in str(caught.value)
+    finally:
+        registry._warm_up = original
+    del caught
+    assert not te.is_ub_initialized() and resources() == before
+    te.initialize_ub([8, 8], 2, dtype=torch.float32)
+    gathers(te.get_ub("qkv_fprop"), ctx)
+    te.destroy_ub()
+
+
+@pytest.mark.ranks(4)
+def test_domains_are_blocks_of_neighbours_or_the_group_that_is_given(ctx):
+    te.initialize_ub([8, 8], 2, dtype=torch.float32)
+    comm = te.get_ub("qkv_fprop")
+    assert comm.context.group.global_ranks == [ctx.rank // 2 * 2, ctx.rank // 2 * 2 + 1] and comm.rank == ctx.rank % 2
+    gathers(comm, ctx)
+    odd_and_even = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = odd_and_even[ctx.rank % 2]
+    options = dict(sequence_parallel=True, tp_size=2, parallel_mode="column", ub_overlap_ag=True, ub_name="qkv")
+    with pytest.raises(ValueError, match=r"tp_group has the ranks \[.\, .\], but initialize_ub made a domain of"):
+        te.Linear(8, 8, tp_group=mine, device="cpu", **options)
+    te.destroy_ub()
+    te.initialize_ub([8, 8], 2, dtype=torch.float32, tp_group=mine)
+    assert te.get_ub("qkv_fprop").rank == ctx.rank // 2
+    gathers(te.get_ub("qkv_fprop"), ctx)
+    te.Linear(8, 8, tp_group=mine, device="cpu", **options)
+    te.destroy_ub()
+    for group in odd_and_even:
+        if group is mine:
+            dist.destroy_process_group(group)
+
+
+@pytest.mark.ranks(2)
+def test_communicators_outlive_their_helper_and_give_everything_back(ctx):
+    make = dict(buffer_shape=[8, 8], buffer_dtype=torch.float32, tp_size=2, comm_type=te.CommOverlapType.AG)
+    before = resources()
+    for _ in range(2):
+        helper = te.CommOverlapHelper(ctx.group.process_group, heap_bytes=8 << 20)
+        comm = te.CommOverlapP2P(helper=helper, **make)
+        many = [te.CommOverlap(helper=helper, **make) for _ in range(33)]
+        del helper
+        gc.collect()
+        gathers(comm, ctx)
+        del many, comm
+        assert resources() == before
+
+
+@pytest.mark.ranks(2)
+def test_classes_say_what_they_are_and_refuse_what_they_are_not(ctx):
+    helper = te.CommOverlapHelper(ctx.group.process_group, heap_bytes=8 << 20)
+    common = [8, 8], torch.float32, helper, 2
+    AG, RS = te.CommOverlapType.AG, te.CommOverlapType.RS
+    for cublasmp in (False, True):
+        ring = te.CommOverlapP2P(*common, AG, use_cublasmp=cublasmp)
+        pipeline = te.CommOverlap(*common, cublasmp, RS)
+        for comm, p2p in ((ring, True), (pipeline, False)):
+            assert comm.get_tp_size() == 2 and comm.is_p2p_overlap() is p2p and comm.with_cublasmp() is cublasmp
+            assert not comm.is_atomic_gemm() and not comm.is_fp8_ubuf() and comm.context.rank == comm.rank == ctx.rank
+            send, receive = comm.get_communication_stream()
+            assert send is receive
+    refused = [
+        (lambda: te.CommOverlap(*common, 3, 3, 2), "num_splits and num_max_streams stood in their positions"),
+        (lambda: te.CommOverlapP2P(*common, 1), "comm_type=1 must be a bool and a CommOverlapType"),
+        (lambda: te.CommOverlap([8, 8], torch.float32, helper, ctx.rank), f"tp_size={ctx.rank}, but the helper's"),
+        (lambda: te.CommOverlap([8, 8, 8], *common[1:]), r"buffer_shape=\[8, 8, 8\] must be \[tokens, hidden\]"),
+        (lambda: te.CommOverlap([8, 8], torch.uint8, helper, 2), "there is no fp8"),
+        (lambda: te.CommOverlap(*common, atomic_gemm=True), "atomic_gemm=True needs fp8"),
+        (lambda: te.CommOverlap(*common, gemm_priority=-1), "products run on the caller's stream"),
+        (lambda: te.CommOverlap([8, 8], torch.float32, None, 2), "helper must be a CommOverlapHelper"),
+    ]
+    for wrong, message in refused:
+        with pytest.raises((ValueError, TypeError), match=message):
+            wrong()
+
+
+@pytest.mark.ranks(2)
+def test_the_buffer_holds_any_number_of_tokens_up_to_its_own(ctx):
+    comm = te.CommOverlap([10, 4], torch.float32, te.CommOverlapHelper(heap_bytes=8 << 20), 2)
+    assert comm.get_buffer().shape == (10, 4) and comm.get_buffer(True).shape == (5, 4)
+    for rows in (5, 2, 1):
+        mine = torch.full((rows, 4), float(rows), device=ctx.device)
+        comm.copy_into_buffer(mine, local_chunk=True)
+        whole = comm.get_buffer(shape=(2 * rows, 4))
+        assert whole[ctx.rank * rows : (ctx.rank + 1) * rows].eq(rows).all()
+        assert comm.get_buffer(True, (rows, 2, 2)).data_ptr() == whole[ctx.rank * rows].data_ptr()
+    with pytest.raises(ValueError, match=r"makes 48 elements of 2 ranks, but the buffer has \[10, 4\]"):
+        comm.get_buffer(shape=(12, 4))
+    with pytest.raises(TypeError, match="the tensor is torch.float64, but the buffer is torch.float32"):
+        comm.copy_into_buffer(torch.zeros(5, 4, dtype=torch.float64), True)
+    with pytest.raises(ValueError, match="there is no fp8; pass None"):
+        te.fill_userbuffers_buffer_for_all_gather(comm, mine, object(), None)
+
+
+@pytest.mark.ranks(2)
+def test_environment_variables_that_still_mean_something(ctx):
+    asked = {"UB_TIMEOUT": "7", "UB_SKIPMC": "1", "NVTE_EXT_MARGIN_SM": "1", "NVTE_UB_SPLIT_RS": "1"}
+    os.environ.update(asked)
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            te.initialize_ub([8, 8], 2, dtype=torch.float32, ub_cfgs={"proj_fprop": {"cga_size": 4}})
+        texts = [str(warning.message) for warning in told if "initialize_ub" in str(warning.message)]
+        if ctx.rank == 0:
+            assert "change nothing here: proj_fprop.cga_size=4: the programs form no clusters" in texts[0]
+            assert "NVTE_UB_SPLIT_RS have no meaning any more" in texts[1]
+        comm = te.get_ub("qkv_fprop")
+        assert comm.context.timeout_s == 7.0 and not te.device_supports_multicast()
+        gathers(comm, ctx)
+        config = next(iter(comm._configs.values()))
+        assert config.max_programs == comm.context.num_programs - 1
+        te.destroy_ub()
+        os.environ["NVTE_EXT_MARGIN_SM"] = "some"
+        with pytest.raises(ValueError, match="NVTE_EXT_MARGIN_SM='some' must be a number of multiprocessors"):
+            te.initialize_ub([8, 8], 2, dtype=torch.float32)
+    finally:
+        for name in asked:
+            os.environ.pop(name, None)
+        te.destroy_ub()
+    assert te.get_stream_priority_range()[0] == 0
+
+
+def initialize_and_gather(ctx):
+    for _ in range(3):
+        te.initialize_ub([8, 8], ctx.size, dtype=torch.float32)
+        gathers(te.get_ub("qkv_fprop"), ctx)
+        te.destroy_ub()
+    return ctx.rank
+
+
+@pytest.mark.skipif(tkernels.RUNTIME != "simulated", reason="two jobs need GPUs of their own")
+def test_two_jobs_on_one_machine_never_meet():
+    results = {}
+    jobs = [
+        threading.Thread(target=lambda job=job: results.update({job: tkernels.launch(initialize_and_gather, 2)}))
+        for job in range(2)
+    ]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join(timeout=300)
+    assert results == {0: [0, 1], 1: [0, 1]}
