@@ -117,7 +117,7 @@ class RemoteSignal:
 
     def query(self) -> bool:
         """Whether it is known to have happened; on a GPU never, since looking would wait for a stream."""
-        return self._ctx.device.type == "cpu" and self._words.min() > self._state[0] - self._lag
+        return self._ctx.device.type == "cpu" and bool(self._words.min() > self._state[0] - self._lag)
 
 
 class Channel:

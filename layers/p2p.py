@@ -12,11 +12,11 @@ no kernel that was launched after the send can be given the memory.
 
 Each of a rank's four edges (send_next, recv_prev, send_prev, recv_next) has a stream of its own, so that a send that
 waits for its peer holds up no receive, and a receive that was posted early no send. Even ranks send to the next rank
-first, odd ranks receive first: where a launch runs while its caller waits, or a transport takes one message at a time,
-pairs of ranks still meet.
+first, odd ranks receive first, so that pairs of ranks meet where a transport takes one message at a time.
 """
 
 import os
+import time
 import warnings
 import weakref
 from collections import deque
@@ -150,15 +150,12 @@ class P2PCommunicator:
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.dev = torch.get_device_module(self.device) if dev is None else dev
-        self._blocking_bytes = float("inf")  # a send of more may block the host until its peer receives
         if self.size == 1:
             self._wire = None
         elif backend == "nvshmem":
             slot_bytes = SLOT_BYTES[ctx.runtime] if slot_bytes is None else slot_bytes
             copies = max(2, max_inflight) if copies is None else copies
             self._wire = _ChannelWire(ctx, slot_bytes, copies)
-            if self._wire.synchronous:
-                self._blocking_bytes = slot_bytes * copies
         elif isinstance(backend, str):
             self._wire = _TorchWire(self.group, backend, self.dev)
         else:
@@ -273,7 +270,7 @@ class P2PCommunicator:
     # How it is done
 
     def _one_way(self, send: dict, receive: dict, overlap: bool):
-        received, handles = self._start(send, receive, in_order=not overlap)
+        received, handles = self._start(send, receive)
         result = next(iter(received.values()), None)
         if overlap:
             return result, handles
@@ -282,16 +279,13 @@ class P2PCommunicator:
         return result
 
     def _exchange(self, send=None, receive=None) -> dict:
-        received, handles = self._start(send or {}, receive or {}, in_order=True)
+        received, handles = self._start(send or {}, receive or {})
         for handle in handles.values():
             handle.wait()
         return received
 
-    def _start(self, send: dict, receive: dict, in_order: bool) -> tuple[dict, dict[str, P2PHandle]]:
-        """Start the transfers in this rank's order; returns what will be received, and handles, by edge.
-
-        in_order: receive what may block its sender's host before the next transfer starts.
-        """
+    def _start(self, send: dict, receive: dict) -> tuple[dict, dict[str, P2PHandle]]:
+        """Start the transfers in this rank's order; returns what will be received, and handles, by edge."""
         received, handles = {}, {}
         for edge in ISSUE_ORDER[self.rank % 2]:
             if any(True for _ in leaves(send.get(edge))):
@@ -299,8 +293,6 @@ class P2PCommunicator:
                 handles[edge] = self._send(edge, send[edge])
             elif edge in receive:
                 received[edge], handles[edge] = self._receive(edge, receive[edge], self.dtype)
-                if in_order and any(part.nbytes > self._blocking_bytes for part in leaves(received[edge])):
-                    handles[edge].wait()
         return received, handles
 
     def _send(self, edge: str, value, producers=None, home=None) -> P2PHandle:
@@ -410,47 +402,79 @@ class _ChannelWire:
         forward = Channel(ctx, after, before, slot_bytes=slot_bytes, copies=copies)
         backward = Channel(ctx, before, after, slot_bytes=slot_bytes, copies=copies)
         self.channels = dict(zip(EDGES, (forward, forward, backward, backward), strict=True))
-        self.synchronous = ctx.device.type == "cpu"
-        self._waiting = {edge: deque() for edge in EDGES}
+        self._ctx, self._late = ctx, {edge: deque() for edge in EDGES}
 
     def send(self, edge: str, tensor: torch.Tensor):
+        if self._ctx.device.type == "cpu":
+            return self._start(edge, tensor)
         self.channels[edge].send(tensor)
 
     def receive(self, edge: str, tensor: torch.Tensor):
-        if self.synchronous:
-            return _LateReceive(self.channels[edge], tensor, self._waiting[edge])
+        if self._ctx.device.type == "cpu":
+            return self._start(edge, tensor)
         self.channels[edge].receive(tensor)
 
     def close(self):
         for edge in ("send_prev", "send_next"):
             self.channels[edge].close()
 
+    # On the simulated runtime a launch runs while its caller waits. The four edges' streams are queues there: what can
+    # run without waiting does so whenever a transfer is started, asked for or waited for.
 
-class _LateReceive:
-    """A receive where launches run while their caller waits: it runs when it is waited for, those before it first.
+    def _start(self, edge: str, tensor: torch.Tensor) -> "_LateTransfer":
+        transfer = _LateTransfer(self, edge, tensor)
+        self._late[edge].append(transfer)
+        self.progress()
+        return transfer
 
-    A receive that ran when it is issued would block a rank that has yet to send what its peer waits for.
-    """
+    def move(self, edge: str):
+        """The next slotful of an edge, whether or not it has to wait."""
+        transfer, channel = self._late[edge][0], self.channels[edge]
+        (channel.send if edge.startswith("send") else channel.receive)(transfer.parts[0])
+        transfer.parts.popleft()
+
+    def progress(self) -> bool:
+        """Move what can be moved without waiting; whether there was anything."""
+        moved = False
+        for edge, queue in self._late.items():
+            channel = self.channels[edge]
+            signal = channel.credit if edge.startswith("send") else channel.arrival
+            while queue and (not queue[0].parts or signal.query()):
+                if queue[0].parts:
+                    self.move(edge)
+                    moved = True
+                else:
+                    queue.popleft()
+        return moved
+
+    def finish(self, transfer: "_LateTransfer"):
+        """Move things until `transfer` is over; once nothing has moved for half of the limit, wait for its peer."""
+        limit = time.monotonic() + self._ctx.timeout_s / 2
+        while transfer.parts:
+            if self.progress():
+                limit = time.monotonic() + self._ctx.timeout_s / 2
+            elif time.monotonic() < limit and not self._ctx.failed:
+                time.sleep(1e-4)
+            else:
+                self.move(transfer.edge)
+
+
+class _LateTransfer:
+    """A completion of the simulated runtime: the slotfuls of a message that have yet to move."""
 
     captured = None
 
-    def __init__(self, channel: Channel, tensor: torch.Tensor, waiting: deque):
-        self.key, self._channel, self._tensor, self._waiting = self, channel, tensor, waiting
-        waiting.append(self)
+    def __init__(self, wire: _ChannelWire, edge: str, tensor: torch.Tensor):
+        self.key, self.edge, self._wire = self, edge, wire
+        slot_bytes = wire.channels[edge].slot_bytes
+        self.parts = deque(tensor.view(-1).view(torch.uint8).split(slot_bytes) if tensor.numel() else ())
 
     def wait(self, stream):
-        while self._tensor is not None:
-            self._waiting[0]._run()
+        self._wire.finish(self)
 
     def query(self) -> bool:
-        while self._tensor is not None and self._channel.arrival.query():
-            self._waiting[0]._run()
-        return self._tensor is None
-
-    def _run(self):
-        self._channel.receive(self._tensor)
-        self._waiting.popleft()
-        self._tensor = None
+        self._wire.progress()
+        return not self.parts
 
 
 class _TorchWire:

@@ -98,9 +98,9 @@ PEER |= {"send_prev": (-1, "recv_next"), "recv_next": (1, "send_prev")}
 def finishes(lists, slots=None):
     """Whether all ranks come to the end of their traces.
 
-    slots None: a transfer is over once both ends have been posted, and only waits block (gloo, NCCL). Otherwise as a
-    channel of so many slots on the simulated runtime: a receive runs when it is waited for, a send when it is posted,
-    which blocks until a slot is free.
+    slots None: a transfer is over once both ends have been posted, and only waits block. Otherwise the strictest form
+    of a channel of so many slots: a receive runs when it is waited for, a send when it is posted, which blocks until a
+    slot is free.
     """
     size, at = len(lists), [0] * len(lists)
     done = [set() for _ in lists]
