@@ -47,7 +47,6 @@ class TensorParallel(Parallel):
         super().__init__(*arguments)
         self.model = shard(self.model, self.ctx)
         self.optimizer = Optimizer(self.model.named_parameters(), self.loss_scale)
-        self.num_parameters = self.optimizer.num_parameters
 
     @property
     def share(self):
@@ -90,7 +89,6 @@ class PipelineParallel(Parallel):
         )
         own = [(names[parameter], parameter) for parameter in self.stage.parameters()]
         self.optimizer = Optimizer(own, self.loss_scale)
-        self.num_parameters = self.optimizer.num_parameters
         self.comm = _CountingCommunicator(self.ctx, dtype=own[0][1].dtype)
 
     @property
@@ -181,7 +179,6 @@ class DataParallel(_SequencesApart):
         super().__init__(*arguments)
         self.ddp = OverlappedDDP(self.model, self.ctx, bucket_size=BUCKET_ELEMENTS, average=False)
         self.optimizer = Optimizer(self.model.named_parameters(), self.loss_scale)
-        self.num_parameters = self.optimizer.num_parameters
 
     def step(self, tokens, targets):
         self.ddp.zero_grad()
@@ -202,7 +199,6 @@ class Zero(_SequencesApart):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.zero = ZeroOptimizer(
             self.model.parameters(),
             torch.optim.AdamW,
@@ -217,6 +213,10 @@ class Zero(_SequencesApart):
     @property
     def share_of_model(self):
         return f"1 of {self.ctx.size} parts of the optimizer"
+
+    @property
+    def num_parameters(self):
+        return sum(parameter.numel() for parameter in self.model.parameters())
 
     def step(self, tokens, targets):
         loss = self.loss_part(self.model, tokens, targets)
@@ -247,7 +247,6 @@ class FullySharded(_SequencesApart):
         self.model = FullyShard(self.model, units=Block, ctx=self.ctx)
         self.pieces = self._pieces(sizes)
         self.optimizer = Optimizer(self.model.named_parameters(), self.loss_scale)
-        self.num_parameters = self.optimizer.num_parameters
 
     @property
     def share_of_model(self):

@@ -43,9 +43,9 @@ the third step in fp32.
     pp                 sums over tokens are sums of P microbatches' sums, added up in the dtype
     ddp, zero, fsdp    they are sums of R ranks' sums, rounded to the dtype and added up in fp32
 
-A sum of P partial sums has an error of u (sqrt(M / 2P) + sqrt(P / 2)) and two roundings more, which is less than that of
-one sum, since P is small beside M. ZeRO and FSDP take the mean over ranks of R times as much: one more rounding where R
-is no power of 2. The optimizer treats each element by itself, and may as well do so in parts.
+A sum of P partial sums has an error of u (sqrt(M / 2P) + sqrt(P / 2)) and two roundings more, which is less than that
+of one sum, since P is small beside M. ZeRO and FSDP take the mean over ranks of R times as much: one more rounding
+where R is no power of 2. The optimizer treats each element by itself, and may as well do so in parts.
 """
 
 import copy
@@ -137,7 +137,6 @@ class Parallel:
 
     name: str
     share: str
-    num_parameters: int
     optimizer: Optimizer
 
     def __init__(self, model: Transformer, config: ModelConfig, ctx: Context, loss_scale: float):
@@ -147,6 +146,10 @@ class Parallel:
     def sizes(ranks: int) -> dict[str, int]:
         """Sizes of ModelConfig that have to be others, so that they can be split."""
         return {}
+
+    @property
+    def num_parameters(self) -> int:
+        return self.optimizer.num_parameters
 
     def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Train on a batch, of which every rank has all. Returns its loss [1], the same on every rank."""
