@@ -71,6 +71,16 @@ def test_random_values_are_within_the_derived_limits_and_bias_is_added_once(ctx,
                 assert_close_to(got, reference(ctx, rows, x, w, wrong, activation), **limits)
 
 
+@pytest.mark.ranks(2)
+@every_transport
+def test_parts_may_begin_anywhere_in_a_transposed_operand(ctx, transport):
+    ctx = over(ctx, transport)
+    for rows in ((12, 12), (16, 8), (9, 15)):  # rows of whole 16 bytes, parts that begin in their midst
+        x, w, bias = operands(ctx, small, rows, 40, 48, torch.bfloat16, 1)
+        got = tkernels.matmul_reduce_scatter(x.t().contiguous().t(), w, bias, rows=rows, ctx=ctx)
+        assert torch.equal(got, reference(ctx, rows, x, w, bias).bfloat16()), rows
+
+
 def large(shape, dtype, seed, device):
     """Integers whose sums of up to 16384 products are exact in fp32, and mostly not in bf16 or fp16."""
     return integers(shape, dtype, seed, low=-32, high=32, device=device)

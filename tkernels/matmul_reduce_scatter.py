@@ -247,6 +247,9 @@ def matmul_reduce(ctx, op, x, w, bias, activation, rows, dtypes, config, gather:
     (M, K), N, (out_dtype, wire_dtype) = x.shape, w.shape[0], dtypes
     if ctx.size == 1 or M == 0:
         return matmul(x, w, bias, activation, out_dtype=out_dtype, config=config.gemm if config else None)
+    first_rows = [sum(rows[:rank]) for rank in range(ctx.size + 1)]
+    if x.stride(0) == 1 != x.stride(1) and any(row * x.element_size() % 16 for row in first_rows):
+        x = x.contiguous()  # a tile of a part would begin in the midst of 16 bytes, where no descriptor can
     config = config or default_overlap(M, N, x.dtype, ctx.size, ctx.num_programs, all_tma(x, w))
     gemm, itemsize = config.gemm, wire_dtype.itemsize
     tiles_m, tiles_n = sum(triton.cdiv(count, gemm.block_m) for count in rows), triton.cdiv(N, gemm.block_n)
@@ -271,7 +274,6 @@ def matmul_reduce(ctx, op, x, w, bias, activation, rows, dtypes, config, gather:
         (*key, "schedule"), lambda: tile_schedule(rows, peers, config) + tile_schedule(rows, [ctx.rank], config)
     )
     sends = ctx.constant((*key, "sends"), lambda: send_schedule(rows, peers, config))
-    first_rows = [sum(rows[:rank]) for rank in range(ctx.size + 1)]
     parts = ctx.constant(("starts", *first_rows), lambda: first_rows)
     starts = ctx.constant(("starts", *(N * row for row in first_rows)), lambda: [N * row for row in first_rows])
 
@@ -281,8 +283,8 @@ def matmul_reduce(ctx, op, x, w, bias, activation, rows, dtypes, config, gather:
     ragged = any(part % gemm.block_m for part in rows)
     x_operand = Operand.of(x, gemm.block_m, gemm.block_k, gemm.use_tma)
     w_operand = Operand.of(w, gemm.block_n, gemm.block_k, gemm.use_tma)
-    narrowest = min(itemsize, out_dtype.itemsize) if gather else itemsize  # of what travels
-    aligned = N * narrowest % 16 == 0
+    travels = (itemsize, out_dtype.itemsize) if gather else (itemsize,)
+    aligned = N * min(travels) % 16 == 0
     box = gemm.block_m, gemm.block_n // gemm.split
     store_tma = gemm.use_tma and not ragged and N > 1
     y_operand = Operand.of(y, *box, store_tma)
@@ -306,7 +308,9 @@ def matmul_reduce(ctx, op, x, w, bias, activation, rows, dtypes, config, gather:
         HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
         DTYPE=triton_dtype(out_dtype), WIRE=triton_dtype(wire_dtype), PRECISION=precision(x.dtype),
         OPERATION=op, TRANSPORT=ctx.transport_id,
-        PUT_BLOCK=config.copy_block(aligned), ALIGN=16 if aligned else narrowest,
+        # As many bytes a step, thus registers, as of the operands' dtype.
+        PUT_BLOCK=config.copy_block(aligned) * x.element_size() // max(x.element_size(), *travels),
+        ALIGN=16 if aligned else min(travels),
         num_warps=gemm.num_warps, num_stages=gemm.num_stages, maxnreg=config.max_registers,
     )  # fmt: skip
     return y
