@@ -4,7 +4,7 @@ What an option can't do here is refused when it is set or when the problem is pl
 """
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from logging import Logger
 from typing import Literal
 
@@ -123,7 +123,7 @@ class MatmulOptions:
     result_amax: bool = False
     block_scaling: bool = False
     sm_count_communication: int | None = None
-    logger: Logger | None = None
+    logger: Logger | None = field(default=None, compare=False)
     blocking: Literal[True, "auto"] = "auto"
     communication_type: torch.dtype | int | None = None
     order: Literal["F", "C"] = "F"
@@ -133,14 +133,10 @@ class MatmulOptions:
         for name in ("scale_type", "result_type", "communication_type"):
             put(name, _dtype(f"MatmulOptions: {name}", getattr(self, name)))
         if self.scale_type not in (None, torch.float32):
-            raise ValueError(
-                f"MatmulOptions: scale_type={self.scale_type} is not supported; alpha and beta are float32"
-            )
+            raise ValueError(f"MatmulOptions: scale_type={self.scale_type} must be float32, as alpha and beta are")
         if self.compute_type is not None:
             if self.compute_type not in list(MatmulComputeType):
-                raise ValueError(
-                    f"MatmulOptions: compute_type={self.compute_type} is not supported; sums are in float32"
-                )
+                raise ValueError(f"MatmulOptions: compute_type={self.compute_type} must be one of 32F, as sums are")
             put("compute_type", MatmulComputeType(self.compute_type))
         if self.algo_type is not None:
             put("algo_type", MatmulAlgoType(self.algo_type))
