@@ -1,0 +1,952 @@
+"""cublasmp against NumPy in fp64: patterns, transposes, epilogs, dtypes, even and uneven shards, plans and states.
+
+The truth here shares no code with the library: who owns a row is asked of the formula of block-cyclic layouts, bit
+masks are NumPy's. Operands are small integers, so every sum is exact and results are compared bit by bit; what GELU
+makes of them is judged by a derived tolerance.
+"""
+
+import itertools
+import logging
+import pickle
+import warnings
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from transports import every_transport, gpu_only, late, message_on_every_rank, over, poison_workspace
+
+import tkernels
+from tkernels.comm import MismatchError, TkernelsError
+from tkernels.layers import cublasmp
+from tkernels.layers.cublasmp import (
+    BlockCyclic,
+    BlockNonCyclic,
+    Box,
+    Matmul,
+    MatmulAlgoType,
+    MatmulEpilog,
+    MatmulOptions,
+    MatmulResultScheme,
+    ProcessGrid,
+    Slab,
+    matmul,
+    matrix_qualifiers_dtype,
+)
+from tkernels.testing.compare import assert_close_to
+
+E = MatmulEpilog
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TRANSPOSES = ("TN", "NN", "NT", "TT")
+PATTERNS = ("AG+GEMM", "GEMM+RS", "GEMM+AR")
+EPILOGS = [epilog for epilog in E.__members__.values() if epilog != E.ALLREDUCE]
+
+
+# The truth.
+
+
+class Parts(NamedTuple):
+    """Row and column indices that a rank owns."""
+
+    rows: list[int]
+    columns: list[int]
+
+    def of(self, matrix: np.ndarray) -> np.ndarray:
+        return matrix[np.ix_(self.rows, self.columns)]
+
+
+def dealt(extent, block, place, count, first=0):
+    return [index for index in range(extent) if (index // block + first) % count == place]
+
+
+def slab(shape, dim, rank, size):
+    """As np.array_split cuts."""
+    mine = np.array_split(np.arange(shape[dim]), size)[rank].tolist()
+    return Parts(mine, list(range(shape[1]))) if dim == 0 else Parts(list(range(shape[0])), mine)
+
+
+def gelu(x):
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def gelu_slope(x):
+    inner = np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)
+    tanh, slope = np.tanh(inner), np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * x**2)
+    return 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh**2) * slope
+
+
+def packed(mask: np.ndarray) -> np.ndarray:
+    """Bits of each column, the lowest first, padded to 16 bytes."""
+    num_bytes = (mask.shape[0] + 127) // 128 * 16
+    bits = np.zeros((8 * num_bytes, mask.shape[1]), dtype=np.uint8)
+    bits[: mask.shape[0]] = mask
+    return np.packbits(bits, axis=0, bitorder="little")
+
+
+class Case:
+    """One problem, whole, the same on every rank; and what a rank has to pass and to get."""
+
+    def __init__(self, m, n, k, trans="NN", epilog=E.DEFAULT, dtype=torch.float32, seed=0, alpha=1.0, beta=None):
+        generator = np.random.default_rng(seed)
+        self.trans, self.epilog, self.dtype, self.alpha, self.beta = trans, epilog, dtype, alpha, beta
+        draw = lambda *shape, top=3: generator.integers(-top, top + 1, shape).astype(np.float64)  # noqa: E731
+        self.op_a, self.op_b, self.c, self.bias = draw(m, k), draw(k, n), draw(m, n), 10 * draw(m)
+        self.mask, self.before = generator.random((m, n)) < 0.5, draw(m, n)
+        value = alpha * self.op_a @ self.op_b + (beta or 0) * self.c
+        self.scale = abs(value).max() + 40
+        base = epilog & ~E.ALLREDUCE
+        if base in (E.BIAS, E.RELU_BIAS, E.GELU_BIAS, E.RELU_AUX_BIAS, E.GELU_AUX_BIAS):
+            value = value + self.bias[:, None]
+        self.aux = {}
+        if base in (E.RELU, E.RELU_BIAS, E.RELU_AUX, E.RELU_AUX_BIAS):
+            self.positive, value = value > 0, np.maximum(value, 0)
+        if base in (E.GELU, E.GELU_BIAS, E.GELU_AUX, E.GELU_AUX_BIAS):
+            self.input, value = value, gelu(value)
+        if base in (E.DRELU, E.DRELU_BGRAD):
+            value = value * self.mask
+        if base in (E.DGELU, E.DGELU_BGRAD):
+            value = value * gelu_slope(self.before)
+        self.d, self.base = value, base
+        self.exact = base.name is None or "GELU" not in base.name
+        self.a = self.op_a.T if trans[0] == "T" else self.op_a
+        self.b = self.op_b.T if trans[1] == "T" else self.op_b
+
+    @property
+    def shape(self):
+        return self.d.shape
+
+    def tensor(self, array, ctx, dtype=None):
+        """Column by column, as Fortran has it."""
+        return torch.from_numpy(np.ascontiguousarray(array.T)).to(ctx.device, dtype or self.dtype).t()
+
+    def inputs(self, ctx, part: Parts):
+        if self.base in (E.DRELU, E.DRELU_BGRAD):
+            return {"relu_aux": self.tensor(packed(part.of(self.mask)), ctx, torch.uint8)}
+        if self.base in (E.DGELU, E.DGELU_BGRAD):
+            local = part.of(self.before)
+            padded = np.full((-(-local.shape[0] // 8) * 8, local.shape[1]), np.nan)
+            padded[: local.shape[0]] = local
+            return {"gelu_aux": self.tensor(padded, ctx)}
+        if "BIAS" in (self.base.name or ""):
+            return {"bias": torch.from_numpy(self.bias[part.rows]).to(ctx.device, self.dtype)}
+        return {}
+
+    def outputs(self, part: Parts) -> dict[str, np.ndarray]:
+        if self.base in (E.RELU_AUX, E.RELU_AUX_BIAS):
+            return {"relu_aux": packed(part.of(self.positive))}
+        if self.base in (E.GELU_AUX, E.GELU_AUX_BIAS):
+            local = part.of(self.input)
+            return {"gelu_aux": np.pad(local, ((0, -local.shape[0] % 8), (0, 0)))}
+        sums = {
+            E.DRELU_BGRAD: lambda: self.d.sum(1)[part.rows],
+            E.DGELU_BGRAD: lambda: self.d.sum(1)[part.rows],
+            E.BGRADA: lambda: self.op_a.sum(1)[part.rows],
+            E.BGRADB: lambda: self.op_b.sum(0),
+        }
+        return {self.base.name.lower(): sums[self.base]()} if self.base in sums else {}
+
+    def judge(self, got, part: Parts, note=None):
+        d, aux = got if isinstance(got, tuple) else (got, {})
+        self.compare(d, part.of(self.d), note)
+        wanted = self.outputs(part)
+        assert aux.keys() == wanted.keys(), note
+        for name, value in wanted.items():
+            assert aux[name].dtype == (torch.uint8 if name == "relu_aux" else d.dtype)
+            self.compare(aux[name], value, (note, name))
+
+    def compare(self, got, want: np.ndarray, note):
+        want = torch.from_numpy(np.ascontiguousarray(want))
+        assert got.shape == want.shape, (note, got.shape, want.shape)
+        assert got.isfinite().all(), note
+        if self.exact:
+            assert torch.equal(got.cpu(), want.to(got.dtype)), note
+        else:
+            # The sums are exact; what is left is GELU's own rounding, and that of sums over a row.
+            assert_close_to(got, want.double(), terms=1 if want.dim() == 2 else self.shape[1], scale=self.scale)
+
+
+def layouts(pattern, trans, case: Case, rank, size):
+    """Distributions of A, B and D of a pattern, and this rank's parts: the table of cuBLASMp."""
+    m_rows, k_rows = (Slab.Y, Slab.X) if trans[0] == "T" else (Slab.X, Slab.Y)  # of A: split over m, over k
+    n_cols, k_cols = (Slab.X, Slab.Y) if trans[1] == "T" else (Slab.Y, Slab.X)
+    a, b, d = {
+        "AG+GEMM": (m_rows, n_cols, Slab.X),
+        "GEMM+RS": (k_rows, k_cols, Slab.Y),
+        "GEMM+AR": (k_rows, k_cols, Slab.Y),
+    }[pattern]
+    parts = [slab(matrix.shape, dist.partition_dim, rank, size) for matrix, dist in ((case.a, a), (case.b, b))]
+    if pattern == "GEMM+AR":
+        parts.append(Parts(list(range(case.shape[0])), list(range(case.shape[1]))))
+    else:
+        parts.append(slab(case.shape, d.partition_dim, rank, size))
+    return [a, b, d], parts
+
+
+def run(ctx, case: Case, distributions, parts, c=None, **options):
+    a, b = case.tensor(parts[0].of(case.a), ctx), case.tensor(parts[1].of(case.b), ctx)
+    return matmul(
+        a, b, c, distributions=distributions, alpha=case.alpha, beta=case.beta, qualifiers=case.trans,
+        epilog=case.epilog, epilog_inputs=case.inputs(ctx, parts[2]), ctx=ctx, **options,
+    )  # fmt: skip
+
+
+EVEN, UNEVEN = (16, 24, 32), (13, 7, 19)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("trans", TRANSPOSES)
+@every_transport
+def test_layouts_transposes_and_epilogs_are_right(ctx, transport, pattern, trans):
+    """R5, R22, R23: the layout table of cuBLASMp, x TN, NN, NT, TT x every epilog x even and uneven shards."""
+    ctx = over(ctx, transport)
+    for seed, (epilog, extents) in enumerate(itertools.product(EPILOGS, (EVEN, UNEVEN))):
+        if ctx.size == 4 and (seed + TRANSPOSES.index(trans)) % 4:
+            continue  # on 4 ranks each epilog with some of the transposes
+        case = Case(*extents, trans, epilog, DTYPES[seed % 3], seed)
+        if pattern == "GEMM+AR":
+            case.epilog |= E.ALLREDUCE
+        distributions, parts = layouts(pattern, trans, case, ctx.rank, ctx.size)
+        got = run(ctx, case, distributions, parts)
+        case.judge(got, parts[2], (epilog, extents))
+    ctx.check()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_alpha_beta_and_c(ctx, pattern):
+    """D = alpha op(A) op(B) + beta C, then the epilog; beta 0 never looks at C; in place or not."""
+    flag = E.ALLREDUCE if pattern == "GEMM+AR" else E.DEFAULT
+    for seed, (alpha, beta, epilog, inplace) in enumerate(
+        [(2.0, 0.5, E.BIAS, True), (1.0, 0.0, E.RELU, True), (-1.0, 1.0, E.RELU_AUX, False), (0.0, 2.0, E.BGRADB, True)]
+    ):
+        case = Case(*UNEVEN, "TN", epilog | flag, DTYPES[seed % 3], seed, alpha, beta)
+        distributions, parts = layouts(pattern, "TN", case, ctx.rank, ctx.size)
+        c = case.tensor(parts[2].of(case.c), ctx)
+        if beta == 0:
+            c.fill_(float("nan"))
+        before = c.clone()
+        got = run(ctx, case, distributions, parts, c, options={"inplace": inplace})
+        case.judge(got, parts[2], (alpha, beta))
+        d = got[0] if isinstance(got, tuple) else got
+        assert (d.data_ptr() == c.data_ptr()) == inplace
+        assert inplace or torch.equal(c, before)
+    nan = Case(*EVEN, "NN", flag, alpha=0.0)
+    nan.a[:] = np.nan
+    nan.d = np.zeros(nan.shape)
+    distributions, parts = layouts(pattern, "NN", nan, ctx.rank, ctx.size)
+    nan.judge(run(ctx, nan, distributions, parts), parts[2], "alpha 0")
+
+
+@pytest.mark.ranks(2)
+def test_wrong_forms_are_seen(ctx):
+    """R22, R34: bias from every rank, a shard of the next rank, one row or one unit in the last place off."""
+    case = Case(*EVEN, "TN", E.BIAS)
+    distributions, parts = layouts("GEMM+RS", "TN", case, ctx.rank, ctx.size)
+    right = run(ctx, case, distributions, parts)
+    case.judge(right, parts[2])
+    bias = torch.from_numpy(case.bias).to(ctx.device, torch.float32)[:, None]
+    one_row = right.clone()
+    one_row[3] += 1
+    ulp = right.clone()
+    ulp[0, 0] = torch.nextafter(ulp[0, 0], torch.full_like(ulp[0, 0], torch.inf))
+    nan = right.clone()
+    nan[-1, -1] = torch.nan
+    next_rank = ctx.group.gather(right.cpu())[1 - ctx.rank]
+    for wrong in (right + bias, right - bias, next_rank, one_row, ulp, nan):
+        with pytest.raises(AssertionError):
+            case.judge(wrong, parts[2])
+    smooth = Case(*EVEN, "TN", E.GELU)
+    right = run(ctx, smooth, *layouts("GEMM+RS", "TN", smooth, ctx.rank, ctx.size))
+    for wrong in (right * 1.001, torch.nn.functional.gelu(torch.from_numpy(parts[2].of(smooth.op_a @ smooth.op_b)))):
+        with pytest.raises(AssertionError):
+            smooth.judge(wrong.to(right), parts[2])
+
+
+@pytest.mark.ranks(2, 4)
+def test_matrices_read_row_by_row_are_those_of_pytorch(ctx):
+    """order="C": W [m/P, k], x [n/P, k] -> [n, m/P], and the same bits as the column-major reading of that memory."""
+    for pattern, epilog in itertools.product(PATTERNS, (E.BIAS, E.RELU_AUX_BIAS, E.DGELU_BGRAD, E.BGRADA)):
+        case = Case(*UNEVEN, "TN", epilog | (E.ALLREDUCE if pattern == "GEMM+AR" else 0), torch.bfloat16)
+        distributions, parts = layouts(pattern, "TN", case, ctx.rank, ctx.size)
+        fortran = run(ctx, case, distributions, parts)
+        w = case.tensor(parts[0].of(case.a), ctx).t()
+        x = case.tensor(parts[1].of(case.b), ctx).t()
+        assert w.is_contiguous() and w.shape[1] == x.shape[1]
+        inputs = {name: value.t() if value.dim() == 2 else value for name, value in case.inputs(ctx, parts[2]).items()}
+        y = matmul(
+            w, x, distributions=[d.transposed() for d in distributions], qualifiers="TN", epilog=case.epilog,
+            epilog_inputs=inputs, options={"order": "C"}, ctx=ctx,
+        )  # fmt: skip
+        (fortran, aux), (y, aux_c) = (r if isinstance(r, tuple) else (r, {}) for r in (fortran, y))
+        assert y.is_contiguous() and torch.equal(y, fortran.t())
+        assert fortran.t().is_contiguous()
+        for name in aux:
+            assert torch.equal(aux_c[name], aux[name].t() if aux[name].dim() == 2 else aux[name])
+    c = torch.ones_like(y)
+    got = matmul(w, x, c, beta=1.0, distributions=[Slab.Y] * 3, qualifiers="TN", options={"order": "C"}, ctx=ctx,
+                 epilog=E.ALLREDUCE)  # fmt: skip
+    assert got is c and torch.equal(c, (torch.from_numpy((case.op_a @ case.op_b).T) + 1).to(c))
+
+
+@pytest.mark.ranks(2)
+def test_any_memory_order_is_taken(ctx):
+    case = Case(*UNEVEN, "NT", E.BIAS, torch.float16)
+    for pattern in ("AG+GEMM", "GEMM+RS"):
+        distributions, parts = layouts(pattern, "NT", case, ctx.rank, ctx.size)
+        a, b = (case.tensor(parts[i].of((case.a, case.b)[i]), ctx) for i in (0, 1))
+        wide = torch.zeros(a.shape[0] + 3, a.shape[1] + 2, dtype=a.dtype, device=a.device)
+        wide[1:-2, :-2] = a
+        for operands in ((a.contiguous(), b), (a, b.contiguous()), (wide[1:-2, :-2], b.contiguous())):
+            got = matmul(*operands, distributions=distributions, qualifiers="NT", epilog=E.BIAS,
+                         epilog_inputs=case.inputs(ctx, parts[2]), ctx=ctx)  # fmt: skip
+            case.judge(got, parts[2])
+
+
+GRIDS = {
+    2: [ProcessGrid(shape=(2, 1)), ProcessGrid(shape=(1, 2)), ProcessGrid(process_array=np.array([[1, 0]]))],
+    4: [
+        ProcessGrid(shape=(2, 2), layout=ProcessGrid.Layout.COL_MAJOR),
+        ProcessGrid(shape=(2, 2), layout=ProcessGrid.Layout.ROW_MAJOR),
+        ProcessGrid(shape=(4, 1)),
+        ProcessGrid(process_array=np.array([[3, 1], [0, 2]])),
+    ],
+}
+
+
+def place(grid: ProcessGrid, rank):
+    if grid.process_array is not None:
+        return tuple(int(i[0]) for i in np.where(np.array(grid.process_array) == rank))
+    order = "F" if grid.layout == ProcessGrid.Layout.COL_MAJOR else "C"
+    return tuple(int(i) for i in np.unravel_index(rank, grid.shape, order=order))
+
+
+def cyclic(shape, blocks, grid, first, rank):
+    at = place(grid, rank)
+    return Parts(*(dealt(shape[dim], blocks[dim], at[dim], grid.shape[dim], first[dim]) for dim in (0, 1)))
+
+
+@pytest.mark.ranks(2, 4)
+def test_block_cyclic_matrices_are_redistributed_and_that_is_said(ctx):
+    for seed, grid in enumerate(GRIDS[ctx.size]):
+        every = (E.GELU_AUX_BIAS, E.DRELU_BGRAD, E.BGRADA, E.BGRADB, E.BIAS | E.ALLREDUCE)
+        for epilog in every if seed == 0 else (every[seed % 2], every[2 + seed % 3]):
+            case = Case(*UNEVEN, TRANSPOSES[seed % 4], epilog, DTYPES[seed % 3], seed, alpha=2.0)
+            blocks = [(3, 2), (2, 5), (4, 3)]
+            first = (min(1, grid.shape[0] - 1), 0)
+            shapes = case.a.shape, case.b.shape, case.shape
+            distributions = [BlockCyclic(grid, size, first_process=first) for size in blocks]
+            parts = [cyclic(shape, size, grid, first, ctx.rank) for shape, size in zip(shapes, blocks, strict=True)]
+            if E.ALLREDUCE in epilog:
+                parts[2] = Parts(list(range(case.shape[0])), list(range(case.shape[1])))
+            with pytest.warns(UserWarning, match="of m, n, k = 13, 7, 19 are redistributed"):
+                got = run(ctx, case, distributions, parts)
+            case.judge(got, parts[2], (grid, epilog))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # it was said once
+            case.judge(run(ctx, case, distributions, parts), parts[2], (grid, epilog))
+
+
+@pytest.mark.ranks(2)
+def test_only_what_does_not_fit_is_redistributed(ctx):
+    case = Case(*UNEVEN)
+    natural = {"A": {"m": Slab.X, "k": Slab.Y}, "B": {"n": Slab.Y, "k": Slab.X}}
+    for a, b, d, pattern, moved in [
+        ("m", "n", Slab.X, "AG+GEMM", ()),
+        ("k", "k", Slab.Y, "GEMM+RS", ()),
+        ("m", "n", Slab.Y, "AG+GEMM", ("d",)),
+        ("k", "k", Slab.X, "GEMM+RS", ("d",)),
+        ("m", "k", Slab.X, "AG+GEMM", ("b",)),
+        ("k", "n", Slab.Y, "GEMM+RS", ("b",)),
+        ("m", "k", Slab.Y, "GEMM+RS", ("a",)),
+    ]:
+        distributions = [natural["A"][a], natural["B"][b], d]
+        parts = [slab(matrix.shape, dist.partition_dim, ctx.rank, ctx.size)
+                 for matrix, dist in zip((case.a, case.b, case.d), distributions, strict=True)]  # fmt: skip
+        operands = [case.tensor(part.of(matrix), ctx) for part, matrix in zip(parts, (case.a, case.b), strict=False)]
+        with warnings.catch_warnings(), Matmul(*operands, distributions=distributions, ctx=ctx) as mm:
+            warnings.simplefilter("ignore")
+            outcome = mm.plan().outcome
+            assert (outcome.pattern, outcome.redistributed) == (pattern, moved)
+            case.judge(mm.execute(), parts[2])
+
+
+@pytest.mark.ranks(2, 4)
+def test_blocks_of_a_grid_and_boxes_need_no_redistribution(ctx):
+    """R23: blocks of ceil(extent / P), as cuBLASMp's own tables, ranks without any, and boxes of any sizes."""
+    rank, size = ctx.rank, ctx.size
+    by_row, by_column = ProcessGrid(shape=(size, 1)), ProcessGrid(shape=(1, size))
+    for m, n, k in ((13, 7, 19), (5, 1, 3), (1, 9, 1)):
+        case = Case(m, n, k, "TN", E.RELU_BIAS, seed=m)
+        cut = lambda extent: dealt(extent, -(-extent // size), rank, size)  # noqa: E731
+        whole = lambda extent: list(range(extent))  # noqa: E731
+        for rs in (False, True):
+            if rs:
+                grids, parts = (by_row, by_row, by_column), [
+                    Parts(cut(k), whole(m)), Parts(cut(k), whole(n)), Parts(whole(m), cut(n))
+                ]  # fmt: skip
+            else:
+                grids, parts = (by_column, by_column, by_row), [
+                    Parts(whole(k), cut(m)), Parts(whole(k), cut(n)), Parts(cut(m), whole(n))
+                ]  # fmt: skip
+            boxes = [
+                Box(*zip(*((min(i, default=0), max(i, default=-1) + 1) for i in part), strict=True)) for part in parts
+            ]
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                case.judge(run(ctx, case, [BlockNonCyclic(grid) for grid in grids], parts), parts[2], (m, n, k, rs))
+                case.judge(run(ctx, case, boxes, parts), parts[2], (m, n, k, rs, "boxes"))
+
+
+@pytest.mark.ranks(1)
+def test_one_rank_needs_no_peer(ctx):
+    """World size 1: every distribution is the whole, every epilog works."""
+    grid = ProcessGrid(shape=(1, 1))
+    for seed, epilog in enumerate(EPILOGS):
+        case = Case(*UNEVEN, TRANSPOSES[seed % 4], epilog | (seed % 2), DTYPES[seed % 3], seed)
+        parts = [Parts(*map(lambda e: list(range(e)), matrix.shape)) for matrix in (case.a, case.b, case.d)]
+        for distributions in ([Slab.X, Slab.X, Slab.Y], [BlockCyclic(grid, (2, 3)), BlockNonCyclic(grid), Slab.X]):
+            case.judge(run(ctx, case, distributions, parts), parts[2], epilog)
+    with Matmul(*(case.tensor(m, ctx) for m in (case.op_a, case.op_b)), distributions=distributions, ctx=ctx) as mm:
+        outcome = mm.plan().outcome
+        assert (outcome.pattern, outcome.algorithm) == ("local", MatmulAlgoType.NO_OVERLAP)
+        assert mm.execute().shape == case.shape
+
+
+@pytest.mark.ranks(2)
+@every_transport
+def test_partial_sums_travel_in_fp32_unless_told_otherwise(ctx, transport):
+    """Each rank's partial sum rounds in bf16, the total does not: fp32 on the wire is exact, bf16 is not."""
+    ctx = over(ctx, transport)
+    for pattern, algorithm in itertools.product(("GEMM+RS", "GEMM+AR"), ("ATOMIC_P2P", "NO_OVERLAP")):
+        case = Case(16, 24, 64, "TN", E.ALLREDUCE if pattern == "GEMM+AR" else 0, torch.bfloat16)
+        for matrix in (case.a, case.b):
+            matrix *= 11
+        case.d = case.op_a @ case.op_b
+        distributions, parts = layouts(pattern, "TN", case, ctx.rank, ctx.size)
+        options = {"algo_type": MatmulAlgoType[algorithm]}
+        case.judge(run(ctx, case, distributions, parts, options=options), parts[2])
+        options |= {"result_type": torch.float32}
+        case.judge(run(ctx, case, distributions, parts, options=options), parts[2])
+        options = options | {"communication_type": torch.bfloat16, "result_type": None}
+        rounded = run(ctx, case, distributions, parts, options=options)
+        want = torch.from_numpy(parts[2].of(case.d))
+        assert not torch.equal(rounded.cpu(), want.bfloat16())
+        assert (rounded.cpu() - want).abs().max() <= 4 * 2**-8 * want.abs().max()
+        a, b = (case.tensor(parts[i].of((case.a, case.b)[i]), ctx) for i in (0, 1))
+        with Matmul(a, b, distributions=distributions, qualifiers="TN", options=options, ctx=ctx) as mm:
+            assert mm.plan(epilog=case.epilog).outcome.communication_type == torch.bfloat16
+
+
+@pytest.mark.ranks(2)
+def test_algorithm_and_number_of_programs_are_what_was_asked_for_or_can_be_asked(ctx):
+    launched = []
+    launch = ctx.launch
+    ctx.launch = lambda kernel, *rest, **options: (launched.append((kernel.__name__, options.get("NUM_COMM"))),
+                                                   launch(kernel, *rest, **options))  # fmt: skip
+    kernels = {
+        "AG+GEMM": "all_gather_matmul_kernel",
+        "GEMM+RS": "matmul_reduce_kernel",
+        "GEMM+AR": "matmul_reduce_kernel",
+    }
+    try:
+        for pattern in PATTERNS:
+            case = Case(*EVEN, "TN", E.ALLREDUCE if pattern == "GEMM+AR" else E.BIAS)
+            distributions, parts = layouts(pattern, "TN", case, ctx.rank, ctx.size)
+            for hint in (None, *MatmulAlgoType):
+                a, b = (case.tensor(parts[i].of((case.a, case.b)[i]), ctx) for i in (0, 1))
+                with Matmul(
+                    a, b, distributions=distributions, qualifiers="TN", options={"algo_type": hint}, ctx=ctx
+                ) as mm:
+                    mm.plan(epilog=case.epilog, epilog_inputs=case.inputs(ctx, parts[2]))
+                    launched.clear()
+                    case.judge(mm.execute(), parts[2], hint)
+                    overlapped = hint != MatmulAlgoType.NO_OVERLAP
+                    assert [name for name, _ in launched] == [kernels[pattern]] * overlapped or not overlapped
+                    assert not overlapped or mm.outcome.algorithm == MatmulAlgoType.ATOMIC_P2P
+                    assert overlapped or mm.outcome.algorithm == MatmulAlgoType.NO_OVERLAP
+                    assert overlapped or kernels[pattern] not in [name for name, _ in launched]
+            for count in (1, 3):
+                launched.clear()
+                got = run(ctx, case, distributions, parts, options={"sm_count_communication": count})
+                case.judge(got, parts[2], count)
+                assert launched == [(kernels[pattern], count)]
+    finally:
+        ctx.launch = launch
+
+
+@pytest.mark.ranks(2)
+def test_bias_gradients_are_full_sums_or_this_ranks_part(ctx):
+    for pattern, epilog in itertools.product(PATTERNS, (E.DRELU_BGRAD, E.BGRADA, E.BGRADB)):
+        case = Case(*UNEVEN, "NT", epilog | (E.ALLREDUCE if pattern == "GEMM+AR" else 0))
+        distributions, parts = layouts(pattern, "NT", case, ctx.rank, ctx.size)
+        name = epilog.name.lower()
+        preferences = {"epilog": {"bias_result_scheme": MatmulResultScheme.PARTIAL}}
+        _, aux = run(ctx, case, distributions, parts, preferences=preferences)
+        part_of_b = Parts(parts[1].columns, parts[1].rows)  # of op(B), which is B transposed
+        want = {
+            E.DRELU_BGRAD: parts[2].of(case.d).sum(1),
+            E.BGRADA: parts[0].of(case.op_a).sum(1),
+            E.BGRADB: part_of_b.of(case.op_b).sum(0),
+        }[epilog]
+        case.compare(aux[name], want, (pattern, name))
+
+
+@pytest.mark.ranks(2, 4)
+@every_transport
+def test_fifty_calls_alternate_their_inputs_while_ranks_are_late(ctx, transport):
+    ctx = over(ctx, transport)
+    for pattern in PATTERNS:
+        epilog = E.RELU_BIAS | (E.ALLREDUCE if pattern == "GEMM+AR" else 0)
+        cases = [Case(*UNEVEN, "TN", epilog, torch.bfloat16, seed) for seed in (1, 2)]
+        distributions, parts = layouts(pattern, "TN", cases[0], ctx.rank, ctx.size)
+        operands = [
+            {"a": case.tensor(parts[0].of(case.a), ctx), "b": case.tensor(parts[1].of(case.b), ctx),
+             "epilog_inputs": case.inputs(ctx, parts[2])} for case in cases
+        ]  # fmt: skip
+        with Matmul(operands[0]["a"], operands[0]["b"], distributions=distributions, qualifiers="TN", ctx=ctx) as mm:
+            mm.plan(epilog=epilog, epilog_inputs=operands[0]["epilog_inputs"])
+            for call in range(50 if ctx.size == 2 else 12):
+                if call % 10 == 3:
+                    late(ctx, call % ctx.size, 0.02)
+                if call % 10 == 7:
+                    poison_workspace(ctx)
+                mm.reset_operands(**operands[call % 2])
+                cases[call % 2].judge(mm.execute(), parts[2], (pattern, call))
+    ctx.check()
+
+
+@pytest.mark.ranks(2)
+def test_a_matmul_goes_through_its_states(ctx):
+    case, other = Case(*EVEN, "TN", E.BIAS, seed=1), Case(*EVEN, "TN", E.BIAS, seed=2)
+    distributions, parts = layouts("AG+GEMM", "TN", case, ctx.rank, ctx.size)
+    (a, b), (a2, b2) = ([one.tensor(parts[i].of((one.a, one.b)[i]), ctx) for i in (0, 1)] for one in (case, other))
+    bias, bias2 = (one.inputs(ctx, parts[2]) for one in (case, other))
+    qualifiers = np.zeros(3, dtype=matrix_qualifiers_dtype)
+    qualifiers[0]["is_transpose"] = True
+    with Matmul(a, b, distributions=distributions, qualifiers=qualifiers, ctx=ctx) as mm:
+        for early in (mm.execute, lambda: mm.outcome, lambda: mm.reset_operands(a=a2)):
+            with pytest.raises(cublasmp.InvalidMatmulState, match=r"call plan\(\) first"):
+                early()
+        assert mm.plan(epilog=E.BIAS, epilog_inputs=bias) is mm
+        assert mm.workspace_bytes > b.numel() * b.element_size()
+        case.judge(mm.execute(), parts[2])
+        mm.reset_operands(a=a2, b=b2)
+        mm.reset_operands(epilog_inputs=bias2)
+        other.judge(mm.execute(), parts[2])
+        mm.reset_operands_unchecked(a=a, b=b, epilog_inputs=bias)
+        a.copy_(a2)  # values in place
+        b.copy_(b2)
+        bias["bias"].copy_(bias2["bias"])
+        other.judge(mm.execute(), parts[2])
+        mm.reset_operands(alpha=2.0)
+        other.d = 2 * other.op_a @ other.op_b + other.bias[:, None]
+        other.judge(mm.execute(), parts[2])
+        for wrong, message in [
+            (dict(), "pass at least one operand"),
+            (dict(a=a2[:, :-1]), r"a is Operand\(shape=\(32, 7\).*plan again"),
+            (dict(a=a2.double()), "a is Operand.*float64.*but was planned as"),
+            (dict(c=a2), "the problem has no c"),
+            (dict(beta=1.0), "beta=1.0, but the problem has no C"),
+            (dict(epilog_inputs={"gelu_aux": a2}), "the problem has no gelu_aux"),
+            (dict(quantization_scales={"a": 1}), "quantization_scales are for fp8"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                mm.reset_operands(**wrong)
+        with pytest.raises(ValueError, match="release_workspace=True, but the workspace is the context's"):
+            mm.execute(release_workspace=True)
+        mm.release_operands()
+        with pytest.raises(cublasmp.InvalidMatmulState, match="operands have been released"):
+            mm.execute()
+        with pytest.raises(ValueError, match="pass a, b and epilog_inputs .'bias'., all of them"):
+            mm.reset_operands(a=a2)
+        mm.reset_operands(a=a2, b=b2, epilog_inputs=bias2)
+        other.judge(mm.execute(), parts[2])
+        mm.plan()  # again, for another epilog
+        other.d, other.base = 2 * other.op_a @ other.op_b, E.DEFAULT
+        other.judge(mm.execute(), parts[2])
+    for late_call in (mm.execute, mm.plan, mm.release_operands):
+        with pytest.raises(cublasmp.InvalidMatmulState, match="freed"):
+            late_call()
+    mm.free()
+
+
+@pytest.mark.ranks(2, 4)
+def test_the_same_error_is_raised_on_every_rank(ctx):
+    """R6, R17: the last rank alone is wrong, or all are; every rank raises one message that names who and what."""
+    with tkernels.init(ctx.group.process_group, heap_bytes=16 << 20) as fresh:  # it has no plans yet
+        refuse_wrong_problems(fresh)
+
+
+def refuse_wrong_problems(ctx):
+    case = Case(*EVEN, "TN", E.BIAS)
+    distributions, parts = layouts("AG+GEMM", "TN", case, ctx.rank, ctx.size)
+    a, b = (case.tensor(parts[i].of((case.a, case.b)[i]), ctx) for i in (0, 1))
+    bias = case.inputs(ctx, parts[2])["bias"]
+    last = ctx.rank == ctx.size - 1
+    good = dict(distributions=distributions, qualifiers="TN", epilog=E.BIAS, epilog_inputs={"bias": bias})
+    who = f"rank {ctx.size - 1}"
+
+    def problem(a=a, b=b, c=None, **changes):
+        return lambda: matmul(a, b, c, ctx=ctx, **good | changes)
+
+    refused = [
+        (problem(a=a[:-1] if last else a), ValueError, f"{who}: A is .* gives it"),
+        (problem(a=a.numpy(force=True) if last else a), TypeError, f"{who}: A is ndarray; operands are torch tensors"),
+        (problem(a=a[None] if last else a), ValueError, f"{who}: A must be a matrix, but has shape"),
+        (problem(b=b.bfloat16() if last else b), MismatchError, "dtypes differ between ranks"),
+        (problem(b=b.bfloat16()), TypeError, "A is torch.float32 and B is torch.bfloat16"),
+        (problem(a=a.double(), b=b.double()), TypeError, "both must be float32, float16 or bfloat16"),
+        (problem(qualifiers="NN"), ValueError, r"op\(A\) is .* and op\(B\) is .*must match"),
+        (problem(qualifiers="TN" if last else "NN"), MismatchError, "qualifiers differ between ranks"),
+        (problem(qualifiers="CN"), ValueError, "must be 'NN', 'NT', 'TN' or 'TT'"),
+        (problem(alpha=2.0 if last else 1.0), MismatchError, "alpha differ between ranks"),
+        (problem(alpha="x"), ValueError, "alpha='x' is no real number"),
+        (problem(beta=1.0), ValueError, "beta=1.0, but there is no C"),
+        (problem(c=b), ValueError, "with C, pass beta too"),
+        (problem(c=b, beta=1.0), ValueError, "C is torch.float32 .*, but this rank's part of D is"),
+        (problem(c=b if last else None, beta=0.0), MismatchError, "operands differ between ranks"),
+        (problem(epilog=E.RELU_BIAS if last else E.BIAS), MismatchError, "epilog differ between ranks"),
+        (problem(epilog=E.RELU), ValueError, r"takes epilog_inputs \[\], not \['bias'\]"),
+        (problem(epilog=E.RELU | E.GELU, epilog_inputs={}), ValueError, "is no MatmulEpilog; ALLREDUCE alone may be"),
+        (problem(epilog_inputs={"bias": bias[1:]}), ValueError, "bias is .* but for its part of D"),
+        (problem(distributions=distributions[:2]), ValueError, "of A, B and D .* three, not 2"),
+        (problem(distributions=["x", *distributions[1:]]), TypeError, "the distribution of A is 'x'"),
+        (problem(distributions=[*distributions[:2], Slab.Y if last else Slab.X]), MismatchError, "distributions"),
+        (problem(distributions=[BlockNonCyclic(ProcessGrid(shape=(1, 7))), *distributions[1:]]), ValueError,
+         "has 7 processes, but there are"),
+        (problem(distributions=[*distributions[:2], Box((0, 0), (16, 24))]), ValueError, "D is .* cover another"),
+        (problem(options={"algo_typ": 1}), TypeError, "algo_typ"),
+        (problem(options={"result_amax": True}), ValueError, "for fp8 and narrower"),
+        (problem(options={"communication_type": torch.float16}), ValueError, "communication_type=.* must be"),
+        (problem(options={"sm_count_communication": 10**6}), ValueError, "of which at least one must not send"),
+        (problem(options={"sm_count_communication": 1} if last else None), MismatchError, "options differ between"),
+        (problem(options={"compute_type": 64}), ValueError, "compute_type=64 must be one of 32F"),
+        (problem(quantization_scales={}), ValueError, "quantization_scales are for fp8"),
+        (problem(preferences={"epilog": {"aux_type": torch.float16}}), ValueError, "aux_type=torch.float16 must be"),
+    ]  # fmt: skip
+    if ctx.device.type == "cpu":
+        refused.append((problem(stream=3), ValueError, "there are no streams"))
+    for wrong, kind, message in refused:
+        with pytest.raises(kind, match=message) as caught:
+            wrong()
+        message_on_every_rank(ctx, caught.value)
+    case.judge(problem()(), parts[2])  # nobody is out of step
+    ctx.check()
+
+
+@pytest.mark.ranks(2)
+def test_gradients_are_refused_and_not_dropped(ctx):
+    case = Case(*EVEN, "TN")
+    distributions, parts = layouts("AG+GEMM", "TN", case, ctx.rank, ctx.size)
+    a, b = (case.tensor(parts[i].of((case.a, case.b)[i]), ctx) for i in (0, 1))
+    a.requires_grad_()
+    with pytest.raises(ValueError, match="computes no gradients"):
+        matmul(a, b, distributions=distributions, qualifiers="TN", ctx=ctx)
+    with torch.no_grad():
+        case.judge(matmul(a, b, distributions=distributions, qualifiers="TN", ctx=ctx), parts[2])
+    with Matmul(a, b, distributions=distributions, qualifiers="TN", ctx=ctx) as mm:
+        mm.plan()
+        with pytest.raises(ValueError, match="call under torch.no_grad"):
+            mm.execute()
+
+
+@pytest.mark.ranks(2)
+def test_a_plan_is_made_once_and_for_each_field_that_changes_what_is_done(ctx, monkeypatch):
+    """R29: calls that differ in one field never share a plan, calls that differ in none do."""
+    made = []
+    make = cublasmp.multiplication.make_plan
+    monkeypatch.setattr(cublasmp.multiplication, "make_plan", lambda *rest: made.append(rest[1]) or make(*rest))
+    case = Case(*EVEN, "TN", E.BIAS, torch.bfloat16)
+    distributions, parts = layouts("GEMM+RS", "TN", case, ctx.rank, ctx.size)
+    a, b = (case.tensor(parts[i].of((case.a, case.b)[i]), ctx) for i in (0, 1))
+    bias = case.inputs(ctx, parts[2])["bias"]
+    c = torch.zeros_like(case.tensor(parts[2].of(case.c), ctx))
+    even = dict(a=a, b=b, distributions=distributions, qualifiers="TN", epilog=E.BIAS, epilog_inputs={"bias": bias})
+    by_row, grid = ProcessGrid(shape=(2, 1)), ProcessGrid(shape=(1, 2))
+    variants = [
+        {},
+        dict(a=a.contiguous()),
+        dict(b=b.contiguous()),
+        dict(a=a.half(), b=b.half(), epilog_inputs={"bias": bias.half()}),
+        dict(c=c, beta=1.0),
+        dict(distributions=[BlockNonCyclic(by_row), *distributions[1:]]),
+        dict(distributions=[distributions[0], BlockCyclic(by_row, (16, 24)), distributions[2]]),
+        dict(distributions=[*distributions[:2], BlockCyclic(grid, (16, 12))]),
+        dict(a=a.contiguous().t(), qualifiers="NN", distributions=[Slab.Y, *distributions[1:]]),
+        dict(epilog=E.GELU_BIAS),
+        dict(epilog_inputs={"bias": bias[:, None]}),
+        dict(epilog=E.DEFAULT, epilog_inputs={}),
+        dict(epilog=E.BIAS | E.ALLREDUCE),
+        dict(options={"inplace": False}),
+        dict(options={"compute_type": 68}),
+        dict(options={"scale_type": torch.float32}),
+        dict(options={"result_type": torch.float32}, epilog_inputs={"bias": bias.float()}),
+        dict(options={"algo_type": MatmulAlgoType.NO_OVERLAP}),
+        dict(options={"algo_type": MatmulAlgoType.FUSED}),
+        dict(options={"sm_count_communication": 1}),
+        dict(options={"blocking": True}),
+        dict(options={"communication_type": torch.bfloat16}),
+        dict(preferences={"epilog": {"bias_result_scheme": MatmulResultScheme.PARTIAL}}),
+        dict(preferences={"epilog": {"aux_type": torch.bfloat16}}),
+    ]
+    for round in (1, 2):
+        for number, variant in enumerate(variants):
+            call = even | variant
+            operands = call.pop("a"), call.pop("b"), call.pop("c", None)
+            for alpha in (1.0, 2.0):  # scalars share a plan
+                matmul(*operands, alpha=alpha, ctx=ctx, **call)
+            assert len(made) == (number + 1 if round == 1 else len(variants)), variant
+    assert len(set(made)) == len(made)
+    fields = {"a", "b", "c", "distributions", "transposes", "epilog", "inputs", "options", "preferences"}
+    assert fields == set(cublasmp.problem.Problem._fields)  # a new one needs a variant above
+    with pytest.raises(TypeError):
+        matmul(a, b, None, even["distributions"], ctx=ctx)  # only by keyword
+
+
+@pytest.mark.ranks(1)
+def test_plans_are_few_and_go_with_their_context(ctx, monkeypatch):
+    monkeypatch.setattr(cublasmp.multiplication, "MAX_PLANS", 3)
+    plans = cublasmp.multiplication._plans
+    context = tkernels.init(ctx.group.process_group, heap_bytes=1 << 20)
+    for k in range(1, 7):
+        a, b = (torch.ones(shape, device=ctx.device) for shape in ((2, k), (k, 2)))
+        assert matmul(a, b, distributions=[Slab.X] * 3, ctx=context)[0, 0] == k
+    assert len(plans[context]) == 3
+    context.finalize()
+    number = len(plans)
+    del context
+    import gc
+
+    gc.collect()
+    assert len(plans) < number
+
+
+@pytest.mark.ranks(4)
+def test_groups_of_two_and_a_second_context_each_have_their_own_ranks(ctx):
+    """R3, R42: ranks are those of the context's group, contiguous or not."""
+    import torch.distributed as dist
+
+    for pairs in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]):
+        groups = [dist.new_group(pair) for pair in pairs]
+        mine = next(index for index, pair in enumerate(pairs) if ctx.group.global_ranks[ctx.rank] in pair)
+        with tkernels.init(groups[mine], heap_bytes=16 << 20) as pair:
+            for pattern in PATTERNS:
+                epilog = E.RELU_BIAS | (E.ALLREDUCE if pattern == "GEMM+AR" else 0)
+                for context, seed in ((pair, mine), (ctx, 7)):
+                    case = Case(*UNEVEN, "TN", epilog, seed=seed)
+                    distributions, parts = layouts(pattern, "TN", case, context.rank, context.size)
+                    case.judge(run(context, case, distributions, parts), parts[2], (pairs, pattern))
+
+
+@pytest.mark.ranks(2)
+def test_contexts_come_and_go(ctx):
+    """R9: nothing of an older context is used by a newer one."""
+    case = Case(*UNEVEN, "TN", E.BIAS)
+    for _ in range(3):
+        with tkernels.init(ctx.group.process_group, heap_bytes=16 << 20) as again:
+            distributions, parts = layouts("GEMM+RS", "TN", case, again.rank, again.size)
+            case.judge(run(again, case, distributions, parts), parts[2])
+
+
+C_CASES = [
+    (pattern, trans, dtype, shape)
+    for pattern, shape in (("AG+GEMM", (256, 128, 64)), ("GEMM+RS", (64, 128, 256)))
+    for dtype in (torch.float16, torch.bfloat16)
+    for trans in ("TN", "NN", "NT")
+] + [("GEMM+AR", "TN", dtype, (64, 256, 256)) for dtype in (torch.float16, torch.bfloat16)]
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("pattern, trans, dtype, shape", C_CASES)
+def test_acceptance_c1_to_c9_and_g15(ctx, pattern, trans, dtype, shape):
+    """The peer's own shapes, with bias and GELU aux as there; here against fp64, and every element of it."""
+    epilog = E.GELU_AUX_BIAS | (E.ALLREDUCE if pattern == "GEMM+AR" else 0)
+    case = Case(*shape, trans, epilog, dtype, seed=42)
+    distributions, parts = layouts(pattern, trans, case, ctx.rank, ctx.size)
+    got, aux = run(ctx, case, distributions, parts)
+    case.judge((got, aux), parts[2])
+    partial = parts[0].of(case.a).T @ parts[1].of(case.b) if pattern == "GEMM+AR" else None
+    if partial is not None:  # R24: the distributed reference beside the truth
+        total = sum(ctx.group.gather(partial)) + case.bias[:, None]
+        case.compare(aux["gelu_aux"], total, "gelu_aux")
+
+
+@gpu_only
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_acceptance_g15_at_the_size_of_a_layer(ctx, pattern, dtype):
+    case = Case(1536, 2048, 1024, "TN", E.RELU_BIAS | (E.ALLREDUCE if pattern == "GEMM+AR" else 0), dtype, seed=42)
+    distributions, parts = layouts(pattern, "TN", case, ctx.rank, ctx.size)
+    for _ in range(5):
+        case.judge(run(ctx, case, distributions, parts), parts[2])
+    uneven = Case(1537, 2047, 515, "TN", case.epilog, dtype, seed=43)
+    distributions, parts = layouts(pattern, "TN", uneven, ctx.rank, ctx.size)
+    uneven.judge(run(ctx, uneven, distributions, parts), parts[2])
+
+
+@gpu_only
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("epilog", [E.RELU_BIAS, E.GELU_AUX_BIAS, E.DRELU_BGRAD], ids=lambda epilog: epilog.name)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_the_first_execute_of_a_new_context_may_be_captured(ctx, pattern, epilog):
+    """R12, R15, R31: plan() has done what a capture can't; replays follow new values of the operands."""
+    epilog |= E.ALLREDUCE if pattern == "GEMM+AR" else 0
+    cases = [Case(48, 96, 64, "TN", epilog, torch.bfloat16, seed) for seed in range(4)]
+    with tkernels.init(ctx.group.process_group, heap_bytes=64 << 20) as context:
+        distributions, parts = layouts(pattern, "TN", cases[0], ctx.rank, ctx.size)
+        operands = [[c.tensor(parts[i].of((c.a, c.b)[i]), ctx) for i in (0, 1)] for c in cases]
+        inputs = [c.inputs(ctx, parts[2]) for c in cases]
+        held, held_inputs = [t.clone() for t in operands[0]], {n: t.clone() for n, t in inputs[0].items()}
+        with Matmul(*held, distributions=distributions, qualifiers="TN", ctx=context) as mm:
+            mm.plan(epilog=epilog, epilog_inputs=held_inputs)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                got = mm.execute()
+            for replay in range(20):
+                for target, source in zip(held, operands[replay % 4], strict=True):
+                    target.copy_(source)
+                for name, target in held_inputs.items():
+                    target.copy_(inputs[replay % 4][name])
+                if ctx.rank == replay % ctx.size:
+                    torch.cuda._sleep(200_000)
+                graph.replay()
+                cases[replay % 4].judge(got, parts[2], replay)
+            context.check()
+
+
+@gpu_only
+@pytest.mark.ranks(2)
+def test_a_problem_that_has_no_plan_is_refused_while_capturing(ctx):
+    """R13."""
+    case = Case(24, 40, 56, "TN")
+    distributions, parts = layouts("AG+GEMM", "TN", case, ctx.rank, ctx.size)
+    a, b = (case.tensor(parts[i].of((case.a, case.b)[i]), ctx) for i in (0, 1))
+    with pytest.raises(TkernelsError, match="has not been planned yet"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        matmul(a, b, distributions=distributions, qualifiers="TN", ctx=ctx)
+    case.judge(matmul(a, b, distributions=distributions, qualifiers="TN", ctx=ctx), parts[2])
+
+
+@gpu_only
+@pytest.mark.ranks(2, 4)
+def test_work_is_launched_on_the_stream_that_was_named(ctx):
+    """R32: on that stream the result is ready behind the call and in order with what was launched there before it."""
+    case = Case(*EVEN, "TN", E.BIAS)
+    distributions, parts = layouts("GEMM+RS", "TN", case, ctx.rank, ctx.size)
+    a, b = (case.tensor(parts[i].of((case.a, case.b)[i]), ctx) for i in (0, 1))
+    inputs = case.inputs(ctx, parts[2])
+    side = torch.cuda.Stream()
+    for stream in (side, side.cuda_stream):
+        with Matmul(torch.zeros_like(a), b, distributions=distributions, qualifiers="TN", stream=stream, ctx=ctx) as mm:
+            mm.plan(epilog=E.BIAS, epilog_inputs=inputs)
+            torch.cuda.synchronize()
+            operand = torch.zeros_like(a)
+            mm.reset_operands(a=operand)
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(50_000_000)
+                operand.copy_(a)
+            got = mm.execute()
+            with torch.cuda.stream(side):
+                case.judge(got, parts[2])
+            assert torch.cuda.current_stream() != side
+
+
+def test_options_say_what_they_refuse():
+    for wrong, message in [
+        (dict(sm_count_communication=0), "must be a positive integer"),
+        (dict(sm_count_communication=True), "must be a positive integer"),
+        (dict(sm_count_communication=2, algo_type=5), "is of an overlap, but algo_type=NO_OVERLAP"),
+        (dict(scale_type=torch.bfloat16), "scale_type=torch.bfloat16 must be float32"),
+        (dict(result_type=1), "result_type=1 is not supported"),
+        (dict(block_scaling=True), "block_scaling=True is for fp8"),
+        (dict(blocking=False), "blocking=False must be True or 'auto'"),
+        (dict(order="K"), "order='K' must be 'F' or 'C'"),
+        (dict(algo_type=9), "9 is not a valid MatmulAlgoType"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            MatmulOptions(**wrong)
+    assert MatmulOptions(result_type=14).result_type == torch.bfloat16
+    assert MatmulOptions(logger=logging.getLogger("x")) == MatmulOptions()
+    with pytest.raises(ValueError, match="aux_amax=True is for fp8"):
+        cublasmp.MatmulEpilogPreferences(aux_amax=True)
+
+
+def test_defaults_are_part_of_the_interface():
+    """R1, R2, R33: names, order and defaults, as nvmath has them; what is ours comes after, by keyword."""
+    import inspect
+
+    assert MatmulOptions() == MatmulOptions(True, None, None, None, None, False, False, None, None, "auto")
+    assert str(inspect.signature(matmul)) == (
+        "(a, b, /, c=None, *, distributions, alpha=None, beta=None, epilog=None, epilog_inputs=None, qualifiers=None, "
+        "quantization_scales=None, options=None, preferences=None, stream=None, "
+        "ctx: tkernels.comm.context.Context | None = None)"
+    )
+    assert {epilog.name: int(epilog) for epilog in E.__members__.values()} == {
+        "DEFAULT": 0, "ALLREDUCE": 1, "RELU": 2, "RELU_AUX": 130, "BIAS": 4, "RELU_BIAS": 6, "RELU_AUX_BIAS": 134,
+        "DRELU": 136, "DRELU_BGRAD": 152, "GELU": 32, "GELU_AUX": 160, "GELU_BIAS": 36, "GELU_AUX_BIAS": 164,
+        "DGELU": 192, "DGELU_BGRAD": 208, "BGRADA": 256, "BGRADB": 512,
+    }  # fmt: skip
+    assert [algorithm.name for algorithm in MatmulAlgoType] == [
+        "DEFAULT", "SPLIT_P2P", "SPLIT_MULTICAST", "ATOMIC_P2P", "ATOMIC_MULTICAST", "NO_OVERLAP", "FUSED"
+    ]  # fmt: skip
+    assert cublasmp.MatmulPlanPreferences().epilog.bias_result_scheme == MatmulResultScheme.FULL
+
+
+def test_distributions_own_what_the_formula_says():
+    """Every kind of distribution against numroc's arithmetic; transposed; pickled; local shapes."""
+    for size, grids in GRIDS.items():
+        for grid, shape, blocks in itertools.product(grids, [(13, 7), (1, 9), (6, 6)], [(1, 1), (3, 2), (20, 20)]):
+            for first in ((0, 0), (grid.shape[0] - 1, grid.shape[1] - 1)):
+                dist = BlockCyclic(grid, blocks, first_process=first)
+                plain = BlockNonCyclic(grid)
+                assert pickle.loads(pickle.dumps(dist)) == dist and hash(plain) == hash(BlockNonCyclic(grid))
+                for rank in range(size):
+                    at = place(grid, rank)
+                    want = cyclic(shape, blocks, grid, [-f for f in first], rank)
+                    want = Parts(*(dealt(shape[d], blocks[d], at[d], grid.shape[d], first[d]) for d in (0, 1)))
+                    got = [
+                        [i for start, stop in part for i in range(start, stop)]
+                        for part in dist.owned(shape, rank, size)
+                    ]
+                    assert got == list(want), (dist, rank)
+                    assert dist.shape(rank, shape) == (len(want.rows), len(want.columns))
+                    assert dist.transposed().owned(shape[::-1], rank, size) == dist.owned(shape, rank, size)[::-1]
+    assert Slab.X.shape(1, (7, 3), size=2) == (3, 3) and Slab.Y.shape(0, (7, 3), size=2) == (7, 2)
+    for wrong, message in [
+        (lambda: ProcessGrid(shape=(2, 2)), "can be filled in two ways"),
+        (lambda: ProcessGrid(process_array=[[0, 0]]), "each rank once"),
+        (lambda: ProcessGrid(shape=(2, 1), process_array=[[0], [1]], layout=0), "leave them out"),
+        (lambda: ProcessGrid(), "must be .rows, columns. of processes"),
+        (lambda: Slab(2), "a matrix has dimensions 0 and 1"),
+        (lambda: Box((2, 0), (1, 1)), "the lower one first"),
+        (lambda: BlockCyclic(ProcessGrid(shape=(2, 1)), (0, 1)), "each at least 1"),
+        (lambda: BlockCyclic(ProcessGrid(shape=(2, 1)), (1, 1), first_process=(2, 0)), "is no place in a grid"),
+        (lambda: Slab.X.shape(0, (2, 2)), "pass size="),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            wrong()
+
+
+def test_patterns_are_inferred_from_how_matrices_are_split():
+    """R5: the pure function, for every way to split A, B and D over two ranks, even and uneven."""
+    from tkernels.layers.cublasmp.problem import infer, redistributed
+
+    extents = {"m": 6, "n": 4, "k": 10}
+    cuts = {
+        letter: [None, (letter, (extent // 2,) * 2), (letter, (1, extent - 1))] for letter, extent in extents.items()
+    }
+    either = lambda *letters: list(dict.fromkeys(cut for letter in letters for cut in cuts[letter]))  # noqa: E731
+    for a, b, d in itertools.product(either("m", "k"), either("k", "n"), either("m", "n")):
+        splits = {"a": a, "b": b, "d": d}
+        pattern, wanted = infer(extents, 2, splits, False)
+        moved = redistributed(splits, wanted)
+        for letter, sizes in wanted.values():
+            assert sum(sizes) == extents[letter]
+        assert len({split for split in wanted.values() if split[0] == "k"}) <= 1  # A and B are cut alike
+        if a and b and d and (a[0], b[0]) == ("m", "n") and a == d:
+            assert (pattern, moved) == ("AG+GEMM", ())
+        if a and b and d and a == b and d[0] == "n":
+            assert (pattern, moved) == ("GEMM+RS", ())
+        assert infer(extents, 2, splits, True)[0] == "GEMM+AR"
+        assert infer(extents, 1, splits, False) == ("local", {})
