@@ -204,3 +204,21 @@ def test_one_row_of_a_wider_buffer_is_read_as_a_row(ctx):
     w = integers((16, 5), torch.float32, 7, device=ctx.device)
     y = tkernels.all_gather_matmul(x, w, ctx=ctx)
     assert torch.equal(y.double(), reference(ctx, x, w))
+
+
+@pytest.mark.ranks(2)
+@every_transport
+def test_results_go_where_the_caller_wants_them(ctx, transport):
+    ctx = over(ctx, transport)
+    rows, N, K = (33, 20), 24, 16
+    x, w, bias = operands(ctx, integers, rows, N, K, torch.float32, 5)
+    want, _ = fused(ctx, x, w, bias, rows=rows)
+    out, gathered = x.new_full((53, N), float("nan")), x.new_full((53, K), float("nan"))
+    own = gathered.split(rows)[ctx.rank]
+    own.copy_(x)
+    y, whole = fused(ctx, own, w, bias, return_gathered=gathered, rows=rows, out=out)
+    assert y is out and whole is gathered and torch.equal(out, want)
+    assert torch.equal(gathered.cpu(), torch.cat(ctx.group.gather(x.cpu())))
+    for wrong in (dict(out=out[:52]), dict(out=out.half()), dict(return_gathered=gathered.t())):
+        with pytest.raises((ValueError, TypeError), match="out is"):
+            fused(ctx, x, w, bias, rows=rows, **wrong)

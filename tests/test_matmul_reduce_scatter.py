@@ -219,3 +219,14 @@ def test_wrong_operands_are_refused_before_the_first_signal(ctx):
         call(x, w, ctx=too_few)
     assert torch.equal(call(x, w, bias, ctx=ctx), reference(ctx, (8, 8), x, w, bias).float())
     ctx.check()
+
+
+@pytest.mark.ranks(2)
+def test_the_result_goes_where_the_caller_wants_it(ctx):
+    rows = (33, 20)
+    x, w, bias = operands(ctx, small, rows, 24, 16, torch.float32, 3)
+    out = x.new_full((rows[ctx.rank], 24), float("nan"))
+    assert fused(ctx, x, w, bias, rows=rows, out=out) is out
+    assert torch.equal(out, reference(ctx, rows, x, w, bias).float())
+    with pytest.raises(ValueError, match=r"matmul_reduce_scatter: out is .* but must be"):
+        fused(ctx, x, w, bias, rows=rows, out=out[:, 1:])

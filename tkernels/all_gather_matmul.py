@@ -24,6 +24,7 @@ from tkernels.gemm import (
     all_tma,
     check_dtype,
     check_operands,
+    check_result,
     finish,
     halves,
     matmul,
@@ -131,25 +132,32 @@ def all_gather_matmul(
     w: torch.Tensor,
     bias: torch.Tensor | None = None,
     activation: str | None = None,
-    return_gathered: bool = False,
+    return_gathered: bool | torch.Tensor = False,
     *,
     rows: tuple[int, ...] | None = None,
+    out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     config: OverlapConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Collective. x_shard_m [M/R, K], w [N/R, K], bias [N/R] -> y [M, N/R] and, if asked for, x gathered [M, K].
 
     x_shard_m is used where it is; a copy is made only if its rows are not contiguous. `rows` names every rank's row
-    count where they differ. y has the operands' dtype, or out_dtype (float32). Raises ValueError or TypeError before
+    count where they differ. y has the operands' dtype, or out_dtype (float32). out: a tensor for y. return_gathered may
+    be a tensor [M, K] for the gathered rows, and x_shard_m its rows of this rank. Raises ValueError or TypeError before
     the first signal.
     """
     check_operands("all_gather_matmul", x_shard_m, w, bias, activation, ctx.device)
     out_dtype = check_dtype("all_gather_matmul", "out_dtype", out_dtype, x_shard_m.dtype)
     rows = check_rows("all_gather_matmul", ctx, rows, own=x_shard_m.shape[0])
     M, (N, K) = sum(rows), w.shape
+    gathered = None
+    if return_gathered is not False:
+        into = None if return_gathered is True else return_gathered
+        gathered = check_result("all_gather_matmul: return_gathered", into, x_shard_m, (M, K), x_shard_m.dtype)
     if ctx.size == 1 or M == 0:
-        y = matmul(x_shard_m, w, bias, activation, out_dtype=out_dtype, config=config.gemm if config else None)
-        return y, x_shard_m.clone(memory_format=torch.contiguous_format) if return_gathered else None
+        local = config.gemm if config else None
+        y = matmul(x_shard_m, w, bias, activation, out=out, out_dtype=out_dtype, config=local)
+        return y, None if gathered is None else gathered.copy_(x_shard_m)
 
     tma = all_tma(x_shard_m, w)
     config = config or default_overlap(M, N, x_shard_m.dtype, ctx.size, ctx.num_programs, tma)
@@ -163,7 +171,7 @@ def all_gather_matmul(
     # Both inboxes are one matrix: the second one begins at the first whole row past the first one's bytes.
     parity_rows = triton.cdiv(workspace.inbox_bytes, row_bytes)
     inbox = workspace.inbox[: (parity_rows + M) * row_bytes].view(x.dtype).view(parity_rows + M, K)
-    y = x.new_empty((M, N), dtype=out_dtype)
+    y = check_result("all_gather_matmul", out, x, (M, N), out_dtype)
 
     schedule = ctx.constant(("all_gather_matmul", rows, config), lambda: _schedule(ctx, rows, config))
     ragged = any(count % gemm.block_m for count in rows)
@@ -191,7 +199,9 @@ def all_gather_matmul(
         PUT_BLOCK=config.copy_block(aligned), ALIGN=16 if aligned else itemsize,
         num_warps=gemm.num_warps, num_stages=gemm.num_stages, maxnreg=config.max_registers,
     )  # fmt: skip
-    return y, _collect(workspace, x, first_row, parity_rows, M) if return_gathered else None
+    if gathered is not None:
+        _collect(workspace, x, gathered, first_row, parity_rows)
+    return y, gathered
 
 
 def _schedule(ctx: Context, rows, config: OverlapConfig) -> list[int]:
@@ -208,17 +218,21 @@ def _head_turns(ctx: Context, rows, K: int, config: OverlapConfig, num_programs:
     return round(send_s / tile_s)
 
 
-def _collect(workspace, x: torch.Tensor, first_row: int, parity_rows: int, M: int) -> torch.Tensor:
+def _collect(workspace, x: torch.Tensor, gathered: torch.Tensor, first_row: int, parity_rows: int):
     """Copy the gathered rows out of the inbox, which the call after the next one overwrites.
 
-    The parity is known on the device alone, so the choice of inbox is an index computed there.
+    The parity is known on the device alone, so the choice of inbox is an index computed there. The own rows, which are
+    not in the inbox, are copied from x, or are there already.
     """
-    K = x.shape[1]
-    both = workspace.inbox.view(x.dtype)
-    inboxes = torch.as_strided(both, (2, M, K), (parity_rows * K, K, 1))
-    gathered = inboxes.index_select(0, workspace.state[:1] % 2)[0]
-    gathered[first_row : first_row + x.shape[0]] = x
-    return gathered
+    (M, K), last_row = gathered.shape, first_row + x.shape[0]
+    inboxes = torch.as_strided(workspace.inbox.view(x.dtype), (2, M, K), (parity_rows * K, K, 1))
+    parity = workspace.state[:1] % 2
+    for first, last in ((0, first_row), (last_row, M)):
+        if first < last:
+            torch.index_select(inboxes[:, first:last], 0, parity, out=gathered[None, first:last])
+    own = gathered[first_row:last_row]
+    if own.data_ptr() != x.data_ptr():
+        own.copy_(x)
 
 
 def all_gather_matmul_reference(group, x_shard_m, w, bias=None, activation=None) -> torch.Tensor:

@@ -27,6 +27,7 @@ class GemmConfig:
     group_m: rows of tiles that are walked together, so that one pass over w serves them all from L2.
     split: column slices in which a tile is stored; 2 halves the shared memory that the epilogue needs.
     use_tma: descriptors where the layout allows; False loads and stores by pointers always.
+    max_programs: of a local product; fewer leave multiprocessors to what runs beside it.
     """
 
     block_m: int = 128
@@ -37,6 +38,7 @@ class GemmConfig:
     num_warps: int = 8
     num_stages: int = 3
     use_tma: bool = True
+    max_programs: int | None = None
 
 
 def default_config(M: int, N: int, dtype: torch.dtype, tma: bool = True) -> GemmConfig:
@@ -281,22 +283,38 @@ def check_dtype(name: str, option: str, dtype: torch.dtype | None, default: torc
     return dtype
 
 
+def check_result(name: str, out: torch.Tensor | None, x: torch.Tensor, shape, dtype: torch.dtype) -> torch.Tensor:
+    """`out` if it can hold the result, or a new tensor where it is None. Raises ValueError or TypeError."""
+    if out is None:
+        return x.new_empty(shape, dtype=dtype)
+    if out.dtype != dtype:
+        raise TypeError(f"{name}: out is {out.dtype}, but the result is {dtype}")
+    if tuple(out.shape) != tuple(shape) or not out.is_contiguous() or out.device != x.device:
+        raise ValueError(
+            f"{name}: out is {tuple(out.shape)} with strides {out.stride()} on {out.device}, but must be "
+            f"{tuple(shape)}, contiguous, on {x.device}"
+        )
+    return out
+
+
 def matmul(
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None = None,
     activation: str | None = None,
     *,
+    out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     config: GemmConfig | None = None,
 ) -> torch.Tensor:
     """x [M, K], w [N, K], bias [N] -> activation(x @ w.T + bias) [M, N], in x's dtype (fp32, fp16, bf16) or out_dtype.
 
-    Local, not collective. Either matrix may be transposed in memory: pass `w.t()` of a [K, N] tensor.
+    Local, not collective. Either matrix may be transposed in memory: pass `w.t()` of a [K, N] tensor. out: contiguous,
+    filled and returned.
     """
     check_operands("matmul", x, w, bias, activation, runtime.device())
     (M, K), N = x.shape, w.shape[0]
-    y = x.new_empty((M, N), dtype=check_dtype("matmul", "out_dtype", out_dtype, x.dtype))
+    y = check_result("matmul", out, x, (M, N), check_dtype("matmul", "out_dtype", out_dtype, x.dtype))
     if M == 0:
         return y
     config = config or default_config(M, N, x.dtype, all_tma(x, w))
@@ -306,7 +324,7 @@ def matmul(
     if y_operand.transposed:  # a single column: its "rows" are what is contiguous
         y_operand = replace(y_operand, argument=y, tma=False)
     tiles = triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
-    matmul_kernel[(min(tiles, num_programs()),)](
+    matmul_kernel[(min(tiles, num_programs(), config.max_programs or tiles),)](
         x_operand.argument, x_operand.row_stride, x_operand.column_stride,
         w_operand.argument, w_operand.row_stride, w_operand.column_stride,
         bias.contiguous() if bias is not None else x,

@@ -34,6 +34,7 @@ from tkernels.gemm import (
     all_tma,
     check_dtype,
     check_operands,
+    check_result,
     finish,
     halves,
     load_tile,
@@ -221,6 +222,7 @@ def matmul_reduce_scatter(
     activation: str | None = None,
     *,
     rows: tuple[int, ...] | None = None,
+    out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     wire_dtype: torch.dtype | None = None,
     config: OverlapConfig | None = None,
@@ -229,12 +231,12 @@ def matmul_reduce_scatter(
 
     Bias is added once, after the sum over ranks, and the activation after it. `rows` names how many rows each rank
     owns, where M doesn't divide. out_dtype: of y, wire_dtype: of the partial sums that travel; each is the operands'
-    or float32. Raises ValueError or TypeError before the first signal.
+    or float32. out: a tensor for y. Raises ValueError or TypeError before the first signal.
     """
     check_operands("matmul_reduce_scatter", x_shard_k, w_shard_k, bias, activation, ctx.device)
     rows = check_rows("matmul_reduce_scatter", ctx, rows, total=x_shard_k.shape[0])
     dtypes = check_dtypes("matmul_reduce_scatter", x_shard_k, out_dtype, wire_dtype)
-    return matmul_reduce(ctx, OP, x_shard_k, w_shard_k, bias, activation, rows, dtypes, config, gather=False)
+    return matmul_reduce(ctx, OP, x_shard_k, w_shard_k, bias, activation, rows, dtypes, config, False, out)
 
 
 def check_dtypes(name: str, x: torch.Tensor, out_dtype, wire_dtype) -> tuple[torch.dtype, torch.dtype]:
@@ -242,11 +244,11 @@ def check_dtypes(name: str, x: torch.Tensor, out_dtype, wire_dtype) -> tuple[tor
     return check_dtype(name, "out_dtype", out_dtype, x.dtype), check_dtype(name, "wire_dtype", wire_dtype, x.dtype)
 
 
-def matmul_reduce(ctx, op, x, w, bias, activation, rows, dtypes, config, gather: bool) -> torch.Tensor:
+def matmul_reduce(ctx, op, x, w, bias, activation, rows, dtypes, config, gather: bool, out=None) -> torch.Tensor:
     """The launch that reduce-scatter and all-reduce share; operands have been checked."""
     (M, K), N, (out_dtype, wire_dtype) = x.shape, w.shape[0], dtypes
     if ctx.size == 1 or M == 0:
-        return matmul(x, w, bias, activation, out_dtype=out_dtype, config=config.gemm if config else None)
+        return matmul(x, w, bias, activation, out=out, out_dtype=out_dtype, config=config.gemm if config else None)
     first_rows = [sum(rows[:rank]) for rank in range(ctx.size + 1)]
     if x.stride(0) == 1 != x.stride(1) and any(row * x.element_size() % 16 for row in first_rows):
         x = x.contiguous()  # a tile of a part would begin in the midst of 16 bytes, where no descriptor can
@@ -266,7 +268,7 @@ def matmul_reduce(ctx, op, x, w, bias, activation, rows, dtypes, config, gather:
     parity_rows = triton.cdiv(workspace.inbox_bytes, N * itemsize)
     inbox = workspace.inbox[: (parity_rows + inbox_rows) * N * itemsize].view(wire_dtype).view(-1, N)
     outbox = workspace.outbox[: M * N * itemsize].view(wire_dtype).view(M, N)
-    y = x.new_empty((M if gather else rows[ctx.rank], N), dtype=out_dtype)
+    y = check_result("matmul_reduce_scatter", out, x, (M if gather else rows[ctx.rank], N), out_dtype)
 
     key = ("matmul_reduce", rows, config)
     peers = [(ctx.rank + step) % ctx.size for step in range(1, ctx.size)]

@@ -1,0 +1,424 @@
+"""general_gemm against products computed by hand: every overlap, call after call, and the one contract of them all."""
+
+import pytest
+import torch
+from transports import gpu_only, late
+
+import tkernels
+from tkernels.comm import TkernelsError
+from tkernels.layers import userbuffers as te
+from tkernels.testing.compare import assert_close_to, integers, normal, poison
+
+AG, RS = te.CommOverlapType.AG, te.CommOverlapType.RS
+CALLS = 50 if tkernels.RUNTIME == "nvshmem" else 6
+S, H, F = 48, 32, 40  # tokens of all ranks; hidden; features of a rank
+
+
+def small(shape, dtype, seed, ctx):
+    """Integers so small that every partial sum is exact in bf16, wherever it is rounded."""
+    return integers(shape, dtype, seed, low=-1, high=1, device=ctx.device)
+
+
+def helper(ctx):
+    return te.CommOverlapHelper(ctx.group.process_group, heap_bytes=32 << 20)
+
+
+def make(ctx, which, dtype, shape=(S, H), cublasmp=False, **options):
+    common = shape, dtype, helper(ctx), ctx.size
+    return {
+        "G1": lambda: te.CommOverlapP2P(*common, AG, use_cublasmp=cublasmp, **options),
+        "G2": lambda: te.CommOverlapP2P(*common, AG, aggregate=True, use_cublasmp=cublasmp, **options),
+        "G3": lambda: te.CommOverlapP2P(*common, RS, use_cublasmp=cublasmp, **options),
+        "G4": lambda: te.CommOverlap(*common, cublasmp, RS, **options),
+        "bulk": lambda: te.CommOverlap(*common, **options),
+    }[which]()
+
+
+def reference(x, w):
+    """x @ w.T of fp32 values that are exact."""
+    return x.float() @ w.float().t()
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("cublasmp", [False, True], ids=["userbuffers", "cublasmp"])
+@pytest.mark.parametrize("which", ["G1", "G2"])
+def test_all_gather_inside_a_product(ctx, which, cublasmp):
+    comm = make(ctx, which, torch.bfloat16, cublasmp=cublasmp)
+    w = small((F, H), torch.bfloat16, 7 + ctx.rank, ctx)
+    for call in range(CALLS):
+        tokens = (S, S // 2)[call % 2]  # fewer than the buffer's, every other time
+        every = [small((tokens // ctx.size, H), torch.bfloat16, 100 * call + r, ctx) for r in range(ctx.size)]
+        mine, whole = every[ctx.rank], torch.cat(every)
+        late(ctx, call % ctx.size, 0.02)
+        gathered = poison(torch.empty_like(whole))
+        B = mine
+        if call % 3 == 1:
+            B, local = te.fill_userbuffers_buffer_for_all_gather(comm, mine, None, ctx.group.process_group)
+            assert local is mine and (B is mine) == cublasmp
+        out = poison(w.new_empty(tokens, F)) if call % 3 == 2 else None
+        y, *_, extra = te.general_gemm(w, B, ub=comm, ub_type=AG, out=out, extra_output=gathered)
+        assert torch.equal(y.float(), reference(whole, w)) and torch.equal(gathered, whole), call
+        assert extra is gathered and (out is None or y is out)
+        if B is not mine:
+            assert torch.equal(B, whole)  # the buffer keeps what was gathered
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("cublasmp", [False, True], ids=["userbuffers", "cublasmp"])
+@pytest.mark.parametrize("which", ["G3", "G4"])
+def test_reduce_scatter_inside_a_product(ctx, which, cublasmp):
+    comm = make(ctx, which, torch.bfloat16, cublasmp=cublasmp)
+    weights = [small((H, F), torch.bfloat16, 7 + rank, ctx) for rank in range(ctx.size)]
+    for call in range(CALLS):
+        tokens = (S, S // 2 + 1)[call % 2]  # odd: split as by split_rows
+        every = [small((tokens, F), torch.bfloat16, 100 * call + rank, ctx) for rank in range(ctx.size)]
+        late(ctx, call % ctx.size, 0.02)
+        total = sum(reference(x, w) for x, w in zip(every, weights, strict=True))
+        want = total.split(tkernels.split_rows(tokens, ctx.size))[ctx.rank]
+        extra = poison(weights[0].new_empty(want.shape)) if call % 3 else None
+        y, *_, filled = te.general_gemm(weights[ctx.rank], every[ctx.rank], ub=comm, ub_type=RS, extra_output=extra)
+        assert torch.equal(y.float(), want), call
+        assert filled is extra and (extra is None or torch.equal(y, extra))
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("margin", [False, True], ids=["all programs", "margin"])
+def test_collectives_beside_a_product(ctx, margin):
+    """G5 and G6; on GPUs with CUDA_DEVICE_MAX_CONNECTIONS as it was when the ranks started."""
+    comm = make(ctx, "bulk", torch.bfloat16, set_sm_margin=margin, num_comm_sm=2)
+    for call in range(CALLS):
+        tokens = (S, S // 2)[call % 2]
+        x, w = small((33, F), torch.bfloat16, call, ctx), small((20, F), torch.bfloat16, 50 + ctx.rank, ctx)
+        every = [small((tokens, H), torch.bfloat16, 100 * call + rank, ctx) for rank in range(ctx.size)]
+        rows = tokens // ctx.size
+        late(ctx, call % ctx.size, 0.02)
+        mine = every[ctx.rank][:rows]
+        comm.copy_into_buffer(mine, local_chunk=True)
+        extra = poison(torch.empty_like(every[0]))
+        y, *_ = te.general_gemm(w, x, ub=comm, ub_type=AG, bulk_overlap=True, extra_output=extra)
+        whole = torch.cat([part[:rows] for part in every])
+        assert torch.equal(y.float(), reference(x, w)), call
+        assert torch.equal(comm.get_buffer(shape=whole.shape), whole) and torch.equal(extra, whole), call
+
+        comm.get_buffer(shape=(tokens, H)).copy_(every[ctx.rank])
+        y, *_ = te.general_gemm(w, x, ub=comm, ub_type=RS, bulk_overlap=True)
+        want = sum(part.float() for part in every).split(rows)[ctx.rank]
+        assert torch.equal(y.float(), reference(x, w)), call
+        assert torch.equal(comm.get_buffer(True, (rows, H)).float(), want), call
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_all_reduce_inside_a_product(ctx, dtype):
+    """G15, through a row layer without sequence parallelism."""
+    te.initialize_ub([64, 64], ctx.size, dtype=dtype)
+    layer = te.Linear(
+        64 * ctx.size, 48, tp_group=ctx.group.process_group, tp_size=ctx.size, parallel_mode="row",
+        symmetric_ar_type="two_shot", params_dtype=dtype, device=ctx.device,
+    )  # fmt: skip
+    every = [(small((64, 64), dtype, r, ctx), small((48, 64), dtype, 50 + r, ctx)) for r in range(ctx.size)]
+    with torch.no_grad():
+        layer.weight.copy_(every[ctx.rank][1])
+        layer.bias.fill_(3.0)
+    y = layer(every[ctx.rank][0])
+    assert torch.equal(y.float(), sum(reference(x, w) for x, w in every) + 3.0)
+    te.destroy_ub()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_every_layout(ctx, dtype):
+    """C1 to C9: all-gather of [m, n, k] 256 x 128 x 64 and reduce-scatter of 64 x 128 x 256, m the features."""
+    gather = te.CommOverlapP2P([128, 64], dtype, helper(ctx), 2, AG)
+    scatter = te.CommOverlapP2P([128, 64], dtype, helper(ctx), 2, RS)
+    for seed, layout in enumerate(("TN", "NN", "NT")):
+        weight = lambda rows, columns, seed: small((rows, columns), dtype, seed, ctx)  # noqa: E731
+        every = [small((64, 64), dtype, 10 * seed + rank, ctx) for rank in range(2)]
+        w = weight(128, 64, 5 + ctx.rank)
+        A = w if layout == "TN" else w.t().contiguous()
+        B = every[ctx.rank] if layout != "NT" else every[ctx.rank].t().contiguous()
+        y = te.general_gemm(A, B, layout=layout, ub=gather, ub_type=AG)[0]
+        assert torch.equal(y.float(), reference(torch.cat(every), w)), layout
+
+        every = [(small((128, 128), dtype, 30 * seed + r, ctx), weight(64, 128, 70 + r)) for r in range(2)]
+        x, w = every[ctx.rank]
+        A, B = w if layout == "TN" else w.t().contiguous(), x if layout != "NT" else x.t().contiguous()
+        y = te.general_gemm(A, B, layout=layout, ub=scatter, ub_type=RS)[0]
+        total = sum(reference(x, w) for x, w in every)
+        assert torch.equal(y.float(), total.chunk(2)[ctx.rank]), layout
+        y = te.general_gemm(A, B, layout=layout)[0]
+        assert torch.equal(y.float(), reference(x, w)), layout
+
+
+# The contract
+
+
+def operands(ctx, ub_type, seed):
+    """This rank's A and B, everyone's product in fp64 and whose rows are ours, for 24 tokens and 16 features."""
+    every = []
+    for rank in range(ctx.size):
+        x = normal((12, 20) if ub_type is AG else (24, 20), torch.float32, 10 * seed + rank, ctx.device)
+        every.append((x, normal((16, 20), torch.float32, 500 + 10 * seed + rank, ctx.device)))
+    x, w = every[ctx.rank]
+    if ub_type is AG:
+        return w, x, torch.cat([x.double() for x, _ in every]) @ w.double().t()
+    if ub_type is RS:
+        return w, x, sum(x.double() @ w.double().t() for x, w in every).chunk(ctx.size)[ctx.rank]
+    return w, x, x.double() @ w.double().t()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["alone", "AG", "RS", "bulk"])
+def test_bias_gelu_alpha_and_beta_apply_once_to_the_full_sum(ctx, kind):
+    ub_type = {"AG": AG, "RS": RS}.get(kind)
+    overlap = {}
+    if kind == "bulk":
+        overlap = dict(ub=te.CommOverlap([24, 20], torch.float32, helper(ctx), 2), ub_type=AG, bulk_overlap=True)
+        overlap["ub"].get_buffer().zero_()
+    elif ub_type is not None:
+        overlap = dict(ub=te.CommOverlapP2P([24, 20], torch.float32, helper(ctx), 2, ub_type), ub_type=ub_type)
+    A, B, product = operands(ctx, ub_type, 1)
+    terms = 20 * (2 if ub_type is RS else 1) + 2
+    judged = dict(terms=terms, roundings=3)
+    bias = torch.full((16,), 1000.0, device=ctx.device)
+    shape = product.shape
+
+    y, bias_grad, gelu_input, extra = te.general_gemm(A, B, bias=bias, **overlap)
+    assert_close_to(y - 1000.0, product, terms=terms, roundings=2, scale=300.0)
+    assert bias_grad is gelu_input is extra is None
+    with pytest.raises(AssertionError, match="elements are off"):  # a bias a rank
+        assert_close_to(y - 2000.0, product, terms=terms, roundings=2, scale=300.0)
+
+    small_bias = normal((16,), torch.float32, 3, ctx.device)
+    kept = poison(A.new_empty(shape))
+    y, _, gelu_input, _ = te.general_gemm(A, B, bias=small_bias, gelu=True, gelu_in=kept, **overlap)
+    before = product + small_bias.double()
+    assert gelu_input is kept
+    assert_close_to(kept, before, **judged)
+    assert_close_to(y, torch.nn.functional.gelu(before, approximate="tanh"), **judged)
+
+    out = normal(shape, torch.float32, 4, ctx.device)
+    want = 0.5 * product + 2.0 * out.double() + small_bias.double()
+    y, *_ = te.general_gemm(A, B, alpha=0.5, beta=2.0, accumulate=True, out=out, bias=small_bias, **overlap)
+    assert y is out
+    assert_close_to(y, want, **judged)
+    want = y.double() + product
+    assert_close_to(te.general_gemm(A, B, accumulate=True, out=out, **overlap)[0], want, **judged)
+
+    pre = normal(shape, torch.float32, 5, ctx.device)
+    y, bias_grad, _, _ = te.general_gemm(A, B, grad=True, gelu=True, gelu_in=pre, bias=small_bias, **overlap)
+    leaf = pre.double().requires_grad_()
+    torch.nn.functional.gelu(leaf, approximate="tanh").backward(product)
+    assert_close_to(y, leaf.grad, **judged)
+    assert_close_to(bias_grad, leaf.grad.sum(0), terms=terms * 24)
+    _, bias_grad, _, _ = te.general_gemm(A, B, grad=True, bias=small_bias, **overlap)
+    rows = B if ub_type is not AG else torch.cat([part.to(B.device) for part in ctx.group.gather(B.cpu())])
+    assert_close_to(bias_grad, rows.double().sum(0), terms=24)
+
+
+@pytest.mark.ranks(2)
+def test_fp32_results_of_bf16_operands_are_rounded_once(ctx):
+    comm = te.CommOverlapP2P([24, 20], torch.bfloat16, helper(ctx), 2, AG)
+    every = [normal((12, 20), torch.bfloat16, rank, ctx.device) for rank in range(2)]
+    w = normal((16, 20), torch.bfloat16, 9, ctx.device)
+    truth = torch.cat(every).double() @ w.double().t()
+    y = te.general_gemm(w, every[ctx.rank], torch.float32, ub=comm, ub_type=AG)[0]
+    assert y.dtype is torch.float32
+    assert_close_to(y, truth, terms=20)
+    x = torch.cat(every)
+    main_grad = torch.zeros(16, 20, device=ctx.device)
+    dy = normal((24, 16), torch.bfloat16, 4, ctx.device)
+    te.general_gemm(x, dy, layout="NT", out=main_grad, accumulate=True, grad=True)
+    te.general_gemm(x, dy, layout="NT", out=main_grad, accumulate=True, grad=True)
+    assert_close_to(main_grad, 2 * dy.double().t() @ x.double(), terms=48, scale=2.0)
+
+
+@pytest.mark.ranks(2)
+def test_uneven_rows_are_named_by_the_caller(ctx):
+    rows = (11, 6)
+    comm = te.CommOverlapP2P([17, 20], torch.float32, helper(ctx), 2, AG)
+    every = [small((count, 20), torch.float32, rank, ctx) for rank, count in enumerate(rows)]
+    w = small((5, 20), torch.float32, 9 + ctx.rank, ctx)
+    y = te.general_gemm(w, every[ctx.rank], ub=comm, ub_type=AG, rows=rows)[0]
+    assert torch.equal(y, reference(torch.cat(every), w))
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("options", [dict(num_splits=5), dict(num_splits=64), dict(num_comm_sm=1)], ids=str)
+def test_splits_that_divide_nothing_lose_nothing(ctx, options):
+    """An odd number of ranks, features that no split divides, more splits than rows."""
+    comm = te.CommOverlap([64, 31], torch.float32, helper(ctx), 3, **options)
+    every = [(small((64, 8), torch.float32, r, ctx), small((31, 8), torch.float32, 9 + r, ctx)) for r in range(3)]
+    x, w = every[ctx.rank]
+    want = sum(reference(x, w) for x, w in every).split(tkernels.split_rows(64, 3))[ctx.rank]
+    assert torch.equal(te.general_gemm(w, x, ub=comm, ub_type=RS)[0], want)
+    aggregate = te.CommOverlapP2P([63, 8], torch.float32, helper(ctx), 3, AG, aggregate=True, use_ce=False)
+    mine = x[:21].contiguous()
+    whole = torch.cat([x[:21] for x, _ in every])
+    assert torch.equal(te.general_gemm(w, mine, ub=aggregate, ub_type=AG)[0], reference(whole, w))
+
+
+@pytest.mark.ranks(2)
+def test_options_reach_the_kernel(ctx):
+    """num_sm, num_splits, aggregate, use_ce and set_sm_margin change what is launched, and no result (see above)."""
+    one = torch.ones(1, device=ctx.device)
+
+    def config(comm, tokens=512):
+        return comm._config(tokens, one.new_empty(tokens, 8), one.new_empty(16, 8), 8)
+
+    common = [512, 16], torch.float32, helper(ctx), 2
+    base = config(te.CommOverlapP2P(*common, AG))
+    assert config(te.CommOverlapP2P(*common, AG, aggregate=True)).chunk_rows == 2 * base.chunk_rows
+    assert config(te.CommOverlapP2P(*common, AG, use_ce=False, num_comm_sm=1)).num_comm == 1
+    for num_sm in (1, 2):
+        assert config(te.CommOverlap(*common, num_comm_sm=num_sm)).num_comm == num_sm
+    pieces = {splits: config(te.CommOverlap(*common, num_splits=splits)).chunk_rows for splits in (1, 4, 10**6)}
+    assert pieces[10**6] == base.gemm.block_m <= pieces[4] <= pieces[1] <= base.chunk_rows * 512
+    assert 256 / pieces[4] >= min(4, 256 / base.gemm.block_m)
+
+
+@pytest.mark.ranks(2)
+def test_room_is_made_at_construction_whatever_the_layout(ctx):
+    comm = te.CommOverlapP2P([96, 40], torch.float32, helper(ctx), 2, RS)
+    gather = te.CommOverlapP2P([96, 40], torch.float32, helper(ctx), 2, AG)
+    for made in (comm, gather):
+        workspace = made.context.workspace()
+        before = [workspace.inbox_bytes, workspace.num_chunks, workspace.outbox.numel(), workspace.counters.numel()]
+        made.warm_up()
+        x, w = torch.ones(96, 24, device=ctx.device), torch.ones(40, 24, device=ctx.device)
+        if made is comm:
+            te.general_gemm(w, x, ub=comm, ub_type=RS)
+            te.general_gemm(w.t().contiguous(), x, layout="NN", ub=comm, ub_type=RS)
+        else:
+            te.general_gemm(w.t().contiguous(), torch.ones(48, 40, device=ctx.device), ub=gather, ub_type=AG)
+        made.all_gather(torch.ones(48, 40, device=ctx.device), (48, 48))
+        made.reduce_scatter(torch.ones(96, 40, device=ctx.device), (48, 48))
+        after = [workspace.inbox_bytes, workspace.num_chunks, workspace.outbox.numel(), workspace.counters.numel()]
+        assert after == before
+
+
+@pytest.mark.ranks(2)
+def test_wrong_calls_are_refused_before_anything_is_launched(ctx):
+    ring = te.CommOverlapP2P([8, 8], torch.float32, helper(ctx), 2, AG)
+    collective = te.CommOverlap([8, 8], torch.float32, helper(ctx), 2)
+    x, w = torch.ones(4, 8, device=ctx.device), torch.ones(8, 8, device=ctx.device)
+    call = te.general_gemm
+    refused = [
+        (lambda: call(w, x, ub=ring), "ub_type=None must both be given"),
+        (lambda: call(w, x, extra_output=x), "must both be given, or neither of them, nor bulk_overlap"),
+        (lambda: call(w, x, ub=ring, ub_type=1), "ub_type=1 must be CommOverlapType.AG or CommOverlapType.RS"),
+        (lambda: call(w, x, ub=ring, ub_type=RS), "type AG overlaps only that, inside a product, not ub_type=RS"),
+        (lambda: call(w, x, ub=ring, ub_type=AG, bulk_overlap=True), "make a CommOverlap for bulk overlap"),
+        (lambda: call(w, x, ub=collective, ub_type=AG), "gathers beside a product only; pass bulk_overlap=True"),
+        (lambda: call(w, x, layout="TT"), "layout='TT' must be TN, NN or NT"),
+        (lambda: call(w, x, quantization_params=object()), "there is no fp8"),
+        (lambda: call(w, x, beta=0.5), "beta=0.5 scales what is accumulated to"),
+        (lambda: call(w, x, accumulate=True), "there is none; pass out="),
+        (lambda: call(w, x, out=w.t()[:4]), "it must be contiguous"),
+        (lambda: call(w, x, gelu=True, grad=True), "needs gelu_in"),
+        (
+            lambda: call(w, w, ub=ring, ub_type=AG),
+            r"16 tokens of 8 in torch.float32 don't fit; initialize_ub\(\) takes",
+        ),
+        (lambda: call(w.half(), x.half(), ub=ring, ub_type=AG), "8 tokens of 8 in torch.float16 don't fit"),
+    ]
+    for wrong, message in refused:
+        with pytest.raises((ValueError, TypeError), match=message):
+            wrong()
+    assert call(w, x, ub=ring, ub_type=AG)[0].eq(8.0).all()
+
+
+@pytest.mark.ranks(2)
+def test_a_gather_beside_a_product_of_the_callers(ctx):
+    comm = te.CommOverlap([16, 8], torch.float32, helper(ctx), 2, comm_type=AG, method="external")
+    comm.copy_into_buffer(torch.full((8, 8), float(ctx.rank), device=ctx.device), local_chunk=True)
+    dev = torch.get_device_module(ctx.device)
+    send, receive = comm.get_communication_stream()
+    current = dev.current_stream()
+    te.bulk_overlap_ag_with_external_gemm(comm, current, receive)
+    if ctx.device.type == "cuda":
+        torch.cuda.synchronize()
+    assert comm.get_buffer()[::8, 0].tolist() == [0.0, 1.0]
+
+
+# On GPUs
+
+
+@pytest.mark.ranks(2, 4)
+@gpu_only
+@pytest.mark.parametrize("mode", ["global", "thread_local"])
+def test_the_first_call_can_be_captured(ctx, mode):
+    te.initialize_ub([1024, 512], ctx.size)
+    gather, scatter = te.get_ub("qkv_fprop"), te.get_ub("proj_fprop")
+    x = torch.zeros(1024 // ctx.size, 512, dtype=torch.bfloat16, device=ctx.device)
+    w1, w2 = (small((512, 512), torch.bfloat16, seed + ctx.rank, ctx) for seed in (3, 30))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode=mode):
+        h = te.general_gemm(w1, x, ub=gather, ub_type=AG)[0]
+        y = te.general_gemm(w2, h, ub=scatter, ub_type=RS)[0]
+    every = None
+    for replay in range(50):
+        every = [small((1024 // ctx.size, 512), torch.bfloat16, 10 * replay + r, ctx) for r in range(ctx.size)]
+        x.copy_(every[ctx.rank])
+        h.fill_(float("nan")), y.fill_(float("nan"))
+        if ctx.rank == replay % ctx.size:
+            torch.cuda._sleep(200_000)
+        graph.replay()
+        assert torch.equal(h.float(), reference(torch.cat(every), w1).bfloat16().float()), replay
+        assert y.isfinite().all(), replay
+    gather.context.check()
+    del graph
+    te.destroy_ub()
+
+
+@pytest.mark.ranks(2)
+@gpu_only
+def test_a_capture_that_needs_a_buffer_is_refused(ctx):
+    comm = te.CommOverlap([64, 64], torch.float32, helper(ctx), 2)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(TkernelsError, match=r"call get_buffer\(\) once before the capture"), torch.cuda.graph(graph):
+        comm.get_buffer()
+    assert comm.get_buffer().shape == (64, 64)
+
+
+@pytest.mark.ranks(2)
+@gpu_only
+def test_a_call_on_another_stream_straight_after_init(ctx):
+    for round in range(5):
+        te.initialize_ub([1024, 512], ctx.size)
+        late(ctx, round % 2, 0.05)
+        x = small((512, 512), torch.bfloat16, ctx.rank, ctx)
+        w = torch.eye(512, dtype=torch.bfloat16, device=ctx.device)
+        side = torch.cuda.Stream()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            y = te.general_gemm(w, x, ub=te.get_ub("qkv_fprop"), ub_type=AG)[0]
+        side.synchronize()
+        assert torch.equal(y, torch.cat([small((512, 512), torch.bfloat16, r, ctx) for r in range(2)]))
+        te.destroy_ub()
+
+
+@pytest.mark.ranks(2, 4)
+@gpu_only
+def test_bulk_overlap_overlaps_and_its_result_is_ordered(ctx):
+    """The collective is held up by a late rank; the product beside it has finished long before it."""
+    comm = te.CommOverlap([4096, 1024], torch.bfloat16, helper(ctx), ctx.size, set_sm_margin=False)
+    x, w = (small((256, 256), torch.bfloat16, seed, ctx) for seed in (1, 2))
+    whole = comm.get_buffer()
+    for call in range(10):
+        mine = torch.full((4096 // ctx.size, 1024), float(call + ctx.rank), dtype=torch.bfloat16, device=ctx.device)
+        comm.copy_into_buffer(mine, local_chunk=True)
+        torch.cuda.synchronize()
+        ctx.group.barrier()
+        if ctx.rank == 1:
+            torch.cuda._sleep(100_000_000)  # rank 1 comes late, so rank 0's collective waits
+        done = torch.cuda.Event()
+        original, comm.multiply = comm.multiply, lambda *a: (original(*a), done.record())[0]  # noqa: B023
+        te.general_gemm(w, x, ub=comm, ub_type=AG, bulk_overlap=True)
+        comm.multiply = original
+        after = torch.cuda.Event()
+        after.record()
+        done.synchronize()
+        if ctx.rank == 0:
+            assert not after.query()  # what follows is behind the collective, which still waits; the product is done
+        assert whole[:: 4096 // ctx.size, 0].tolist() == [float(call + rank) for rank in range(ctx.size)]
