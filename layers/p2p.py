@@ -507,6 +507,8 @@ class _TorchWire:
         return (self._rank + (1 if edge.endswith("next") else -1)) % self._size
 
     def _start(self, transfer, edge: str, tensor: torch.Tensor, sender: int):
+        if not tensor.numel():
+            return None
         colour = 2 if self._size % 2 and sender == self._size - 1 else sender % 2
         group = self._groups[2 * colour + (edge in ("send_prev", "recv_next"))]
         return WorkCompletion(transfer(tensor, self._ranks[self._peer(edge)], group=group), self._dev)

@@ -266,11 +266,12 @@ def pipeline_losses(ctx, comm, num_chunks, count, steps, lengths=None, shape=Non
     optimizer, losses = torch.optim.SGD(chunks.parameters(), lr=0.5), []
     for step in range(steps):
         data = batches(CONFIG, count, step, comm.device, lengths)
-        losses.append(forward_backward_pipelining(chunks, data, loss_of, comm, tensor_shape=shape, **options))
+        row = forward_backward_pipelining(chunks, data, loss_of, comm, tensor_shape=shape, **options)
+        losses.append([loss.item() for loss in row])
         optimizer.step()
         optimizer.zero_grad()
     assert comm.open_handles == [] and set(comm.num_in_flight.values()) == {0}
-    return torch.tensor([[loss.item() for loss in row] for row in ctx.group.gather(losses)[-1]])
+    return torch.tensor(ctx.group.gather(losses)[-1])
 
 
 SHAPE = (CONFIG.sequence, CONFIG.batch, CONFIG.features)
