@@ -5,6 +5,7 @@ if __name__ == "comm":  # imported from a checkout's root; see tkernels/_alias.p
 
     alias("comm", "tkernels.comm")
 else:
+    from tkernels.comm.channel import Channel, RemoteSignal
     from tkernels.comm.context import Context, current_context, finalize, find_context, init
     from tkernels.comm.errors import (
         Fault,
@@ -15,12 +16,14 @@ else:
         WaitTimeoutError,
     )
     from tkernels.comm.heap import SymmetricHeap
-    from tkernels.comm.lease import Fence, Keepalive, Lease, Slot
+    from tkernels.comm.lease import EventCompletion, Fence, Keepalive, Lease, Slot, WorkCompletion, captured
     from tkernels.comm.regions import Regions
     from tkernels.comm.runtime import RUNTIME
 
     __all__ = [
+        "Channel",
         "Context",
+        "EventCompletion",
         "Fault",
         "Fence",
         "HeapExhaustedError",
@@ -30,10 +33,13 @@ else:
         "MismatchError",
         "RUNTIME",
         "Regions",
+        "RemoteSignal",
         "Slot",
         "SymmetricHeap",
         "TkernelsError",
         "WaitTimeoutError",
+        "WorkCompletion",
+        "captured",
         "current_context",
         "finalize",
         "find_context",

@@ -9,7 +9,13 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-SHORTENED = {"tkernels/demo", "tkernels/doctor", "tkernels/testing"}  # a line for the folder
+SHORTENED = {  # a line for the folder
+    "tkernels/demo",
+    "tkernels/doctor",
+    "tkernels/testing",
+    "layers/userbuffers",
+    "layers/cublasmp",
+}
 
 
 def blocks(language: str) -> list[str]:
@@ -58,6 +64,31 @@ def test_the_example_runs(tmp_path):
 def test_the_example_is_fifteen_lines_of_code():
     lines = [line for line in blocks("python")[0].splitlines() if line.strip()]
     assert len(lines) <= 15
+
+
+TRAINING = {  # what stands in a function that is run on several ranks, by the name of what it shows
+    re.search(r"from tkernels.layers import (\w+)", block).group(1): block
+    for block in blocks("python")
+    if block.startswith("import torch\nfrom torch import nn\n")
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("system", TRAINING)
+def test_the_examples_of_training_run(ctx, system):
+    names = {}
+    exec(compile(TRAINING[system], f"README.md, {system}", "exec"), names)
+    names["train"](ctx)
+    ctx.check()
+
+
+def test_every_system_of_training_has_an_example():
+    assert list(TRAINING) == ["P2PCommunicator", "FullyShard", "ZeroOptimizer", "OverlappedDDP"]
+
+
+def test_the_example_of_leases_runs():
+    (block,) = (block for block in blocks("python") if "Simulator()" in block)
+    exec(compile(block, "README.md, leases", "exec"), {})
 
 
 def test_the_example_of_a_test_passes(pytester):
