@@ -1,0 +1,558 @@
+"""The layers with overlap against the same layers without it, and against the whole layer on one rank in fp64."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+from tensor_parallel import assert_accurate, fill, own_part, whole_state
+from torch import nn
+from transports import gpu_only, late
+
+import tkernels
+from tkernels.layers import userbuffers as te
+from tkernels.layers.grad_hooks import GradReadyHooks
+from tkernels.testing.compare import integers, normal
+
+S, B, H, FFN, HEADS = 16, 2, 32, 64, 4  # sequence, batch, hidden, and so on
+STEPS = 50 if tkernels.RUNTIME == "nvshmem" else 2
+BULK = dict(ub_overlap_ag=True, ub_overlap_rs=True, ub_bulk_dgrad=True, ub_bulk_wgrad=True)
+DGRAD = dict(ub_overlap_ag=True, ub_overlap_rs=True, ub_overlap_rs_dgrad=True)
+REDUCING = {"qkv_dgrad": {"method": "ring_exchange"}, "fc1_dgrad": {"method": "pipeline", "num_sm": 2}}
+
+
+def linear(mode, **options):
+    sizes = (H, 3 * H) if mode == "column" else (3 * H, H)
+    return te.Linear(*sizes, parallel_mode=mode, **options)
+
+
+def transformer(**options):
+    common = dict(hidden_dropout=0.0, attention_dropout=0.0, set_parallel_mode=True, fuse_qkv_params=True)
+    flags = {"ub_tp_comm_overlap": any(key.startswith("ub_") for key in options)}
+    return te.TransformerLayer(H, FFN, HEADS, **common, **flags, **options)
+
+
+def two_transformers(**options):
+    return nn.Sequential(transformer(**options), transformer(**options))
+
+
+def attention(**options):
+    return te.MultiheadAttention(
+        H, HEADS, attention_dropout=0.0, input_layernorm=True, set_parallel_mode=True, fuse_qkv_params=True, **options
+    )
+
+
+MAKE = {  # how each layer is made, and its roundings for assert_accurate
+    "row": (lambda **o: linear("row", **(dict(ub_name="proj") if "ub_overlap_ag" in o else {}), **o), 40),
+    "column": (lambda **o: linear("column", **(dict(ub_name="qkv") if "ub_overlap_ag" in o else {}), **o), 40),
+    "layernorm column": (
+        lambda **o: te.LayerNormLinear(
+            H, 3 * H, parallel_mode="column", **(dict(ub_name="qkv") if "ub_overlap_ag" in o else {}), **o
+        ),
+        80,
+    ),
+    "mlp": (lambda **o: te.LayerNormMLP(H, FFN, set_parallel_mode=True, **o), 160),
+    "attention": (attention, 160),
+    "transformer": (transformer, 250),
+    "two transformers": (two_transformers, 500),
+}
+CASES = {
+    "L1": ("row", BULK), "L2": ("column", BULK), "L3": ("column", DGRAD), "L4": ("layernorm column", BULK),
+    "L5": ("layernorm column", DGRAD), "L6": ("mlp", BULK), "L7": ("mlp", DGRAD), "L8": ("attention", BULK),
+    "L9": ("attention", DGRAD), "L10": ("transformer", BULK), "L11": ("transformer", DGRAD),
+    "L12": ("two transformers", BULK), "L13": ("two transformers", DGRAD),
+}  # fmt: skip
+
+
+def initialized(ctx, dtype, flags, **options):
+    """Collective. Userbuffers for S * B tokens, with the configuration that the flags need."""
+    options.setdefault("ub_cfgs", REDUCING if "ub_overlap_rs_dgrad" in flags else None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of options without effect
+        te.initialize_ub([S * B, 3 * H], ctx.size, dtype=dtype, **options)
+
+
+def parallel(ctx, dtype, **options):
+    return dict(
+        sequence_parallel=True, tp_group=ctx.group.process_group, tp_size=ctx.size, params_dtype=dtype,
+        device=ctx.device, **options,
+    )  # fmt: skip
+
+
+def step(layer, x, dy):
+    """(y, dx, gradients by name) of one forward and backward."""
+    layer.zero_grad()
+    leaf = x.detach().clone().requires_grad_()
+    y = layer(leaf)
+    y.backward(dy)
+    return y.detach(), leaf.grad, {name: parameter.grad for name, parameter in layer.named_parameters()}
+
+
+def sum_marked(ctx, layer, grads):
+    """Collective. Gradients of parameters that each rank used on its own rows, summed over ranks in fp64."""
+    summed = {}
+    for name, parameter in layer.named_parameters():
+        summed[name] = grads[name]
+        if getattr(parameter, "sequence_parallel", False):
+            parts = ctx.group.gather(grads[name].cpu().double())
+            summed[name] = sum(parts).to(grads[name])
+    return summed
+
+
+def run_case(ctx, kind, flags, dtype, steps=STEPS, roundings=None, **layer_options):
+    """The layer with overlap, without it, and whole in fp64, on different data each step."""
+    make, allowed = MAKE[kind]
+    allowed = roundings or allowed
+    layer = make(**parallel(ctx, dtype), **flags, **layer_options)
+    plain = make(**parallel(ctx, dtype), **layer_options)
+    whole = make(params_dtype=torch.float64, device="cpu", **layer_options)
+    fill(layer, 3, ctx.rank)
+    plain.load_state_dict(layer.state_dict())
+    whole.load_state_dict(whole_state(ctx, layer))
+    rows = slice(ctx.rank * S // ctx.size, (ctx.rank + 1) * S // ctx.size)
+    everything = slice(None)
+    x_rows, y_rows = (everything if kind == "row" else rows), (everything if "column" in kind else rows)
+    for index in range(steps):
+        late(ctx, index % ctx.size, 0.02)
+        x = normal((S, B, 3 * H if kind == "row" else H), dtype, 10 * index)
+        dy = normal((S, B, 3 * H if "column" in kind else H), dtype, 10 * index + 1)
+        split = lambda t, yes: t.chunk(ctx.size, -1)[ctx.rank].contiguous() if yes else t  # noqa: E731
+        mine = split(x, kind == "row")[x_rows].to(ctx.device), split(dy, "column" in kind)[y_rows].to(ctx.device)
+        truth = step(whole, x.double(), dy.double())
+        for which, candidate in (("overlapped", layer), ("distributed", plain)):
+            y, dx, grads = step(candidate, *mine)
+            grads = sum_marked(ctx, candidate, grads)
+            assert_accurate(y, split(truth[0], "column" in kind)[y_rows], allowed, f"{which} y")
+            assert_accurate(dx, split(truth[1], kind == "row")[x_rows], allowed, f"{which} dx")
+            for name, parameter in candidate.named_parameters():
+                want = own_part(ctx, parameter, truth[2][name])
+                assert_accurate(grads[name], want, allowed, f"{which} gradient of {name}")
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("case", CASES)
+def test_layers_with_overlap(ctx, case):
+    kind, flags = CASES[case]
+    initialized(ctx, torch.float32, flags)
+    try:
+        run_case(ctx, kind, flags, torch.float32)
+    finally:
+        te.destroy_ub()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", ["L1", "L2", "L3", "L6", "L13"])
+def test_layers_with_overlap_in_bf16(ctx, case):
+    kind, flags = CASES[case]
+    initialized(ctx, torch.bfloat16, flags)
+    try:
+        # Stored values are rounded between the products as well, and sums of marked gradients once more.
+        run_case(ctx, kind, flags, torch.bfloat16, steps=1, roundings=40 if "transformer" in kind else 20)
+    finally:
+        te.destroy_ub()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", ["L1", "L2", "L4", "L6", "L8", "L10"])
+def test_cublasmp_semantics_replace_bulk_overlap_and_say_so(ctx, case):
+    kind, flags = CASES[case]
+    initialized(ctx, torch.float32, flags, with_cublasmp=True)
+    try:
+        assert te.using_cublasmp_backend()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            run_case(ctx, kind, flags, torch.float32, steps=1)
+        replaced = [str(w.message) for w in told if "has no bulk overlap; dx is reduced inside" in str(w.message)]
+        assert bool(replaced) == (kind != "row") and len(replaced) <= 2
+    finally:
+        te.destroy_ub()
+
+
+def test_the_judgement_sees_wrong_layers():
+    """Two ranks' parts exchanged, one row off, a bias a rank, a value that is not a number."""
+    truth = normal((8, 6), torch.float64, 1)
+    assert_accurate(truth.float(), truth, 2)
+    exchanged, shifted, biased, broken = truth.float().roll(4, 0), truth.float(), truth.float() + 0.01, truth.float()
+    shifted[3] = truth[4].float()
+    broken[0, 0] = float("nan")
+    for wrong in (exchanged, shifted, biased, broken):
+        with pytest.raises(AssertionError, match="elements are off"):
+            assert_accurate(wrong, truth, 500)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("flags", [BULK, DGRAD], ids=["bulk", "reducing dgrad"])
+def test_integers_are_exact_in_bf16(ctx, flags):
+    """Every bit of Linear, both modes, with another all-gather between forward and backward."""
+    initialized(ctx, torch.bfloat16, flags)
+    values = lambda shape, seed: integers(shape, torch.bfloat16, seed, low=-1, high=1)  # noqa: E731
+    try:
+        for mode, name in (("column", "qkv"), ("row", "proj")):
+            layer = linear(mode, ub_name=name, **parallel(ctx, torch.bfloat16), **flags)
+            shape = (3 * H, H) if mode == "column" else (H, 3 * H)
+            dim = 0 if mode == "column" else 1
+            w, bias = values(shape, 1), values(shape[:1], 2)
+            with torch.no_grad():
+                layer.weight.copy_(w.chunk(ctx.size, dim)[ctx.rank])
+                layer.bias.copy_(bias.chunk(ctx.size)[ctx.rank] if mode == "column" else bias)
+            for round in range(STEPS):
+                x, dy = values((S * B, shape[1]), 10 + round), values((S * B, shape[0]), 20 + round)
+                of_x, of_y = (0, 1) if mode == "column" else (1, 0)
+                mine = x.chunk(ctx.size, of_x)[ctx.rank].contiguous().to(ctx.device).requires_grad_()
+                layer.zero_grad()
+                y = layer(mine)
+                te.get_ub(f"{name}_{'dgrad' if mode == 'row' else 'fprop'}").all_gather_matmul(
+                    torch.ones_like(mine[:4, :8]).contiguous(), layer.weight[:8, :8].detach().contiguous()
+                )
+                y.backward(dy.chunk(ctx.size, of_y)[ctx.rank].contiguous().to(ctx.device))
+                want_y = x.float() @ w.float().t() + bias.float()
+                want_dx, want_dw = dy.float() @ w.float(), dy.float().t() @ x.float()
+                for got, want, along in (
+                    (y, want_y, of_y),
+                    (mine.grad, want_dx, of_x),
+                    (layer.weight.grad, want_dw, dim),
+                ):
+                    assert torch.equal(got.float().cpu(), want.chunk(ctx.size, along)[ctx.rank]), (mode, round)
+    finally:
+        te.destroy_ub()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("flags", [BULK, DGRAD], ids=["bulk", "reducing dgrad"])
+def test_bias_and_frozen_weights(ctx, flags):
+    """F1 to F8: {bias} x {column, row} x {weight that requires a gradient}."""
+    initialized(ctx, torch.float32, flags)
+    try:
+        for mode, bias, trained in itertools.product(("column", "row"), (False, True), (True, False)):
+            name = "fc1" if mode == "column" else "proj"
+            layer = linear(mode, bias=bias, ub_name=name, **parallel(ctx, torch.float32), **flags)
+            fill(layer, 7, ctx.rank)
+            layer.weight.requires_grad_(trained)
+            state = whole_state(ctx, layer)
+            of_x, of_y = (0, 1) if mode == "column" else (1, 0)
+            x = normal((S * B, layer.weight.shape[1] * (ctx.size if mode == "row" else 1)), torch.float32, 1)
+            dy = normal((S * B, layer.weight.shape[0] * (ctx.size if mode == "column" else 1)), torch.float32, 2)
+            part = lambda t, dim: t.chunk(ctx.size, dim)[ctx.rank].contiguous()  # noqa: E731
+            mine = part(x, of_x).to(ctx.device).requires_grad_()
+            y = layer(mine)
+            y.backward(part(dy, of_y).to(ctx.device))
+            want = x.double() @ state["weight"].t() + state.get("bias", torch.zeros((), dtype=torch.float64))
+            assert_accurate(y, part(want, of_y), 40)
+            assert_accurate(mine.grad, part(dy.double() @ state["weight"], of_x), 40)
+            assert (layer.weight.grad is not None) == trained
+            if trained:
+                assert_accurate(layer.weight.grad, part(dy.double().t() @ x.double(), 0 if mode == "column" else 1), 40)
+            if bias:
+                grads = sum_marked(ctx, layer, {"bias": layer.bias.grad, "weight": layer.weight.grad})
+                whole_bias = dy.double().sum(0)
+                assert_accurate(grads["bias"], part(whole_bias, 0) if mode == "column" else whole_bias, 40)
+    finally:
+        te.destroy_ub()
+
+
+@pytest.mark.ranks(2)
+def test_a_bias_counts_once(ctx):
+    initialized(ctx, torch.float32, BULK)
+    try:
+        for mode, name in (("column", "qkv"), ("row", "proj")):
+            layer = linear(mode, ub_name=name, **parallel(ctx, torch.float32), **BULK)
+            with torch.no_grad():
+                layer.weight.zero_()
+                layer.bias.fill_(1000.0)
+            x = torch.ones(S // 2 if mode == "column" else S, B, layer.in_features, device=ctx.device)
+            assert layer(x).eq(1000.0).all()
+            kept = linear(mode, ub_name=name, return_bias=True, **parallel(ctx, torch.float32), **BULK)
+            kept.load_state_dict(layer.state_dict())
+            y, bias = kept(x)
+            assert y.eq(0.0).all() and bias is kept.bias
+            assert kept.bias.tensor_model_parallel == (mode == "column")
+            assert getattr(kept.bias, "sequence_parallel", False) == (mode == "row")
+    finally:
+        te.destroy_ub()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("flags", [BULK, DGRAD], ids=["bulk", "reducing dgrad"])
+def test_weight_gradients_can_be_fused_and_deferred(ctx, flags):
+    initialized(ctx, torch.float32, flags)
+    delayed = {key: value for key, value in flags.items() if key != "ub_bulk_wgrad"}
+    try:
+        for mode, name in (("column", "fc1"), ("row", "fc2")):
+            common = dict(ub_name=name, **parallel(ctx, torch.float32))
+            plain = linear(mode, **common, **flags)
+            fill(plain, 5, ctx.rank)
+            x = normal((S if mode == "row" else S // 2, B, plain.in_features), torch.float32, ctx.rank).to(ctx.device)
+            dy = normal((S if mode == "column" else S // 2, B, plain.out_features), torch.float32, 9 + ctx.rank)
+            y, dx, grads = step(plain, x, dy.to(ctx.device))
+            for fuse, delay in ((True, False), (False, True), (True, True)):
+                layer = linear(
+                    mode,
+                    fuse_wgrad_accumulation=fuse,
+                    delay_wgrad_compute=delay,
+                    **common,
+                    **(delayed if delay else flags),
+                )
+                layer.load_state_dict(plain.state_dict())
+                layer.weight.main_grad = torch.ones_like(layer.weight, dtype=torch.float32)
+                for times in (1, 2):
+                    mine = x.clone().requires_grad_()
+                    layer(mine).backward(dy.to(ctx.device))
+                    if delay:
+                        assert layer.need_backward_dw() and layer.weight.grad is None or times == 2
+                        layer.backward_dw()
+                        layer.backward_dw()
+                    torch.testing.assert_close(mine.grad, dx)
+                    got = layer.weight.main_grad - 1.0 if fuse else layer.weight.grad
+                    torch.testing.assert_close(got, times * grads["weight"], atol=1e-5, rtol=1e-5)
+                    assert (layer.weight.grad is None) == fuse
+    finally:
+        te.destroy_ub()
+
+
+@pytest.mark.ranks(2)
+def test_megatrons_marks_on_a_weight(ctx):
+    """grad_added_to_main_grad, overwrite_main_grad, zero_out_wgrad; main_grad in fp32 is rounded once."""
+    initialized(ctx, torch.bfloat16, BULK)
+    try:
+        layer = linear("row", ub_name="proj", fuse_wgrad_accumulation=True, **parallel(ctx, torch.bfloat16), **BULK)
+        fill(layer, 5, ctx.rank)
+        x = normal((S, B, layer.in_features), torch.bfloat16, ctx.rank).to(ctx.device)
+        dys = [normal((S // 2, B, H), torch.bfloat16, 9 + rank) for rank in range(2)]
+        with pytest.raises(ValueError, match="adds to weight.main_grad, but the weight .* has none"):
+            layer(x).backward(dys[ctx.rank].to(ctx.device))
+        weight = layer.weight
+        weight.main_grad = torch.full(weight.shape, 5.0, device=ctx.device)
+        weight.grad_added_to_main_grad, weight.overwrite_main_grad, weight.zero_out_wgrad = False, True, True
+        layer.zero_grad()
+        layer(x).backward(dys[ctx.rank].to(ctx.device))
+        assert weight.grad_added_to_main_grad is True and weight.grad.eq(0.0).all()
+        truth = torch.cat(dys).flatten(0, 1).double().t() @ x.cpu().flatten(0, 1).double()
+        assert_accurate(weight.main_grad, truth, 40)
+        with pytest.raises(AssertionError):  # rounded to bf16 first
+            assert_accurate(truth.bfloat16().float(), truth, 40)
+    finally:
+        te.destroy_ub()
+
+
+class Bucket:
+    def __init__(self, lease):
+        self.lease = lease
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("delay", [False, True], ids=["fused", "deferred"])
+def test_fused_gradients_are_reported_where_they_are_produced(ctx, delay):
+    from tkernels.comm.lease import Slot
+
+    initialized(ctx, torch.float32, BULK)
+    try:
+        flags = dict(ub_overlap_ag=True, ub_overlap_rs=True)
+        layer = linear(
+            "row", bias=False, ub_name="proj", fuse_wgrad_accumulation=not delay, delay_wgrad_compute=delay,
+            **parallel(ctx, torch.float32), **flags,
+        )  # fmt: skip
+        memory = torch.zeros_like(layer.weight)
+        layer.weight.main_grad = memory.view_as(layer.weight)
+        slot, ready = Slot(memory, name="bucket"), []
+        bucket = Bucket(slot.acquire())
+        hooks = GradReadyHooks([layer.weight], ready.append, buckets=[bucket])
+        x = normal((S, B, layer.in_features), torch.float32, ctx.rank).to(ctx.device)
+        dy = normal((S // 2, B, H), torch.float32, 9 + ctx.rank).to(ctx.device)
+        layer(x).backward(dy)
+        layer.backward_dw()
+        hooks.flush()
+        assert ready == [bucket] and hooks.expected == {"parameter 0": 1}
+        assert memory.ne(0.0).all() and layer.weight.grad is None
+    finally:
+        te.destroy_ub()
+
+
+@pytest.mark.ranks(2)
+def test_megatron_can_switch_overlap_off_on_a_layer(ctx):
+    initialized(ctx, torch.float32, BULK)
+    try:
+        layer = linear("column", ub_name="fc1", **parallel(ctx, torch.float32), **BULK)
+        on = (layer.ub_overlap_ag_fprop, layer.ub_bulk_dgrad, layer.ub_bulk_wgrad, layer.ub_overlap_rs_fprop)
+        assert on == (True, True, True, False) and not layer.ub_overlap_rs_dgrad and not layer.ub_overlap_ag_dgrad
+        layer.ub_overlap_rs_fprop = layer.ub_overlap_ag_dgrad = layer.ub_overlap_ag_fprop = False
+        layer.ub_bulk_dgrad = layer.ub_bulk_wgrad = layer.ub_overlap_rs_dgrad = False
+        layer.parallel_mode = None
+        x = torch.ones(3, 2, H, device=ctx.device)
+        te.destroy_ub()
+        assert layer(x).shape == (3, 2, 3 * H // ctx.size)  # no rank is waited for
+    finally:
+        te.destroy_ub()
+
+
+@pytest.mark.ranks(2)
+def test_fewer_and_uneven_tokens(ctx):
+    initialized(ctx, torch.float32, BULK)
+    try:
+        column = linear("column", ub_name="qkv", **parallel(ctx, torch.float32), **BULK)
+        row = linear("row", ub_name="proj", **parallel(ctx, torch.float32), **BULK)
+        for layer in (column, row):
+            fill(layer, 5, ctx.rank)
+        states = whole_state(ctx, column), whole_state(ctx, row)
+        for rows in ((3, 3), (5, 2), (0, 3), (8, 7)):
+            x = normal((sum(rows), B, H), torch.float32, sum(rows))
+            mine = x.split(rows)[ctx.rank].to(ctx.device).requires_grad_()
+            y = row(column(mine, rows=rows), rows=rows)
+            dy = normal(x.shape, torch.float32, 50)
+            y.backward(dy.split(rows)[ctx.rank].to(ctx.device))
+            leaf = x.double().requires_grad_()
+            truth = leaf
+            for state in states:
+                truth = truth @ state["weight"].t() + state["bias"]
+            truth.backward(dy.double())
+            assert_accurate(y, truth.split(rows)[ctx.rank], 80) if y.numel() else None
+            assert_accurate(mine.grad, leaf.grad.split(rows)[ctx.rank], 80) if y.numel() else None
+        with pytest.raises(ValueError, match=r"don't fit; initialize_ub\(\) takes the largest number of tokens"):
+            column(torch.ones(40, B, H, device=ctx.device))
+        plain = linear("column", **parallel(ctx, torch.float32))
+        with pytest.raises(ValueError, match=r"rows=\[10, 4\] needs overlap"):
+            plain(mine, rows=(5, 2))
+    finally:
+        te.destroy_ub()
+
+
+@pytest.mark.ranks(2)
+def test_overlap_that_a_configuration_does_not_have_is_refused(ctx):
+    initialized(ctx, torch.float32, BULK)
+    try:
+        common = parallel(ctx, torch.float32)
+        with pytest.raises(ValueError, match="ub_overlap_rs_dgrad needs qkv_dgrad to be an overlapped RS, but it is"):
+            linear("column", ub_name="qkv", ub_overlap_rs_dgrad=True, **common)
+        with pytest.raises(ValueError, match="ub_overlap_ag_fprop needs proj_fprop to be an overlapped AG"):
+            linear("column", ub_name="proj", ub_overlap_ag=True, **common)
+        with pytest.raises(KeyError, match="UB for moe_fprop is not registered"):
+            linear("column", ub_name="moe", ub_overlap_ag=True, **common)
+    finally:
+        te.destroy_ub()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(activation="swiglu", normalization="RMSNorm", zero_centered_gamma=True, bias=False),
+        dict(activation="srelu", checkpoint=True),
+        dict(activation="relu", return_layernorm_output_gathered=True, return_bias=True),
+    ],
+    ids=["swiglu", "recomputed", "gathered norm"],
+)
+def test_variants_of_the_mlp(ctx, options):
+    initialized(ctx, torch.float32, BULK)
+    try:
+        layer = te.LayerNormMLP(H, FFN, set_parallel_mode=True, **parallel(ctx, torch.float32), **BULK, **options)
+        fill(layer, 3, ctx.rank)
+        state = whole_state(ctx, layer)
+        if options["activation"] == "swiglu":  # each rank has its gate above its up-projection
+            parts = ctx.group.gather(layer.fc1_weight.detach().cpu().double())
+            halves = [part.chunk(2) for part in parts]
+            state["fc1_weight"] = torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
+        whole = te.LayerNormMLP(H, FFN, params_dtype=torch.float64, device="cpu", **options)
+        whole.load_state_dict(state)
+        x, dy = normal((S, B, H), torch.float32, 1), normal((S, B, H), torch.float32, 2)
+        mine, leaf = x.chunk(ctx.size)[ctx.rank].to(ctx.device).requires_grad_(), x.double().requires_grad_()
+        y, truth = layer(mine), whole(leaf)
+        if options.get("return_bias"):
+            (y, bias, normed), (truth, _, want) = y, truth
+            assert bias is layer.fc2_bias
+            assert_accurate(normed, want, 40)
+            (normed.sum() / ctx.size).backward(retain_graph=True)
+            want.sum().backward(retain_graph=True)
+        y.backward(dy.chunk(ctx.size)[ctx.rank].to(ctx.device))
+        truth.backward(dy.double())
+        assert_accurate(y, truth.chunk(ctx.size)[ctx.rank], 160)
+        assert_accurate(mine.grad, leaf.grad.chunk(ctx.size)[ctx.rank], 160)
+        assert_accurate(layer.fc2_weight.grad, whole.fc2_weight.grad.chunk(ctx.size, 1)[ctx.rank], 160)
+    finally:
+        te.destroy_ub()
+
+
+@pytest.mark.ranks(2)
+def test_grouped_queries_separate_parameters_and_autocast(ctx):
+    initialized(ctx, torch.bfloat16, BULK)
+    try:
+        options = dict(num_gqa_groups=2, input_layernorm=True, set_parallel_mode=True, attention_dropout=0.0)
+        layer = te.MultiheadAttention(H, HEADS, **options, **parallel(ctx, torch.float32), **BULK)
+        names = {name for name, _ in layer.layernorm_qkv.named_parameters()}
+        assert {"query_weight", "key_weight", "value_weight", "query_bias"} <= names
+        fill(layer, 3, ctx.rank)
+        whole = te.MultiheadAttention(H, HEADS, params_dtype=torch.float64, device="cpu", **options)
+        whole.load_state_dict(whole_state(ctx, layer))
+        x, dy = normal((S, B, H), torch.float32, 1), normal((S, B, H), torch.float32, 2)
+        mine = x.chunk(ctx.size)[ctx.rank].to(ctx.device).requires_grad_()
+        with torch.autocast(ctx.device.type, torch.bfloat16):
+            y = layer(mine)
+        assert y.dtype is torch.bfloat16 and not y.isnan().any()
+        y.backward(dy.chunk(ctx.size)[ctx.rank].to(ctx.device).bfloat16())
+        truth = step(whole, x.double(), dy.double())
+        assert_accurate(y, truth[0].chunk(ctx.size)[ctx.rank], 20)
+        key = layer.layernorm_qkv.key_weight
+        assert key.grad.dtype is torch.float32
+        assert_accurate(key.grad.bfloat16(), truth[2]["layernorm_qkv.key_weight"].chunk(ctx.size)[ctx.rank], 20)
+    finally:
+        te.destroy_ub()
+
+
+def test_a_whole_transformer_layer_is_torchs():
+    """The truth of the tests above, against torch's own layer."""
+    layer = te.TransformerLayer(
+        H, FFN, HEADS, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=torch.float64, device="cpu",
+        self_attn_mask_type="causal", fuse_qkv_params=True, qkv_weight_interleaved=False,
+    )  # fmt: skip
+    for name, parameter in layer.named_parameters():
+        with torch.no_grad():
+            parameter.copy_(normal(parameter.shape, torch.float64, len(name)) * 0.2)
+    gelu = lambda x: nn.functional.gelu(x, approximate="tanh")  # noqa: E731
+    theirs = nn.TransformerEncoderLayer(H, HEADS, FFN, 0.0, gelu, norm_first=True, dtype=torch.float64)
+    pairs = {
+        "self_attn.in_proj_": "self_attention.layernorm_qkv.", "self_attn.out_proj.": "self_attention.proj.",
+        "linear1.": "layernorm_mlp.fc1_", "linear2.": "layernorm_mlp.fc2_",
+        "norm1.": "self_attention.layernorm_qkv.layer_norm_", "norm2.": "layernorm_mlp.layer_norm_",
+    }  # fmt: skip
+    state = layer.state_dict()
+    theirs.load_state_dict({t + end: state[o + end] for t, o in pairs.items() for end in ("weight", "bias")})
+    x = normal((S, B, H), torch.float64, 1)
+    mask = nn.Transformer.generate_square_subsequent_mask(S, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), theirs(x, src_mask=mask), atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.ranks(2, 4)
+@gpu_only
+@pytest.mark.parametrize("case", ["L1", "L2", "L3", "L6"])
+def test_forward_and_backward_in_a_cuda_graph(ctx, case):
+    kind, flags = CASES[case]
+    initialized(ctx, torch.bfloat16, flags)
+    layer = MAKE[kind][0](**parallel(ctx, torch.bfloat16), **flags)
+    fill(layer, 3, ctx.rank)
+    shape = (S, B, layer.in_features) if kind == "row" else (S // ctx.size, B, H)
+    x = torch.zeros(shape, dtype=torch.bfloat16, device=ctx.device, requires_grad=True)
+    dy = torch.zeros_like(layer(x))
+    for _ in range(3):  # small shapes have kernels of their own, which compile here
+        layer(x).backward(dy)
+    layer.zero_grad(set_to_none=True)
+    x.grad = None
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(x)
+        y.backward(dy)
+    weight = next(p for name, p in layer.named_parameters() if name.endswith("weight") and p.dim() == 2)
+    for replay in range(50):
+        with torch.no_grad():
+            x.copy_(normal(shape, torch.bfloat16, 100 * replay + ctx.rank))
+            dy.copy_(normal(dy.shape, torch.bfloat16, 100 * replay + 50 + ctx.rank))
+        if ctx.rank == replay % ctx.size:
+            torch.cuda._sleep(200_000)
+        graph.replay()
+        got = y.clone(), x.grad.clone(), weight.grad.clone()
+        leaf = x.detach().clone().requires_grad_()
+        layer_grad, weight.grad = weight.grad, None
+        want = layer(leaf)
+        want.backward(dy)
+        assert all(torch.equal(a, b) for a, b in zip(got, (want, leaf.grad, weight.grad), strict=True)), replay
+        weight.grad = layer_grad
+    del graph
+    te.destroy_ub()
