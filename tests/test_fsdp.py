@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
-from transports import gpu_only, message_on_every_rank
+from transports import gpu_only, message_on_every_rank, simulated_only
 
 import tkernels
 from tkernels.comm import LeaseError, MismatchError
@@ -503,6 +503,7 @@ def simulated(starve, overlap=True, steps=3, patch=None, copies=2):
         tkernels.finalize(ctx)
 
 
+@simulated_only
 @pytest.mark.parametrize("copies", [1, 2, 5])
 def test_no_order_of_the_streams_changes_a_loss(copies):
     want, races, sim = simulated((), overlap=False)
@@ -553,6 +554,7 @@ def reduce_before_the_gradients(sharded, monkeypatch):
     monkeypatch.setattr(sharded, "_reduce", early)
 
 
+@simulated_only
 @pytest.mark.parametrize(
     ("form", "copies"),
     [
@@ -575,6 +577,7 @@ def test_wrong_forms_are_found_out(form, copies, monkeypatch):
     assert any(losses != want for losses in results)
 
 
+@simulated_only
 def test_the_next_gather_and_the_last_reduction_overlap_with_compute():
     counts = []
     for starve in ("main", "comm"):
