@@ -76,9 +76,8 @@ def test_losses_are_those_of_one_process_and_overlap_changes_no_bit(ctx, backend
     assert all(error <= limit for error, limit in zip(errors, allowed, strict=True)), (errors, allowed)
     assert want[3] < want[0] - 0.3
 
-    late = {**mode, "overlap_grad_reduce": False, "overlap_param_gather": False}
-    if mode is GATHERED_LATE:
-        late |= SHARDED
+    late = {"overlap_grad_reduce": False, "overlap_param_gather": False, "use_distributed_optimizer": bool(mode)}
+    late = {**mode, **late}  # with shards as well: four terms are summed in another order than by an all-reduce
     _, losses_of_late, parameters_of_late = train(ctx, 4, backend=backend, **late)
     assert losses_of_late == losses
     differing = {
