@@ -51,7 +51,7 @@ def _describe(ctx, a, b, c, distributions, alpha, beta, qualifiers, scales, opti
         read(c),
         tuple(d.transposed() for d in distributions) if flip else distributions,
         transposes(qualifiers),
-        MatmulEpilog(epilog or 0),
+        epilog if isinstance(epilog, MatmulEpilog) else MatmulEpilog(epilog or 0),
         tuple((name, Operand.of(inputs["bias"]) if name == "bias" else read(inputs[name])) for name in sorted(inputs)),
         options,
         preferences,

@@ -4,6 +4,7 @@ What an option can't do here is refused when it is set or when the problem is pl
 """
 
 import enum
+import functools
 from dataclasses import dataclass, field
 from logging import Logger
 from typing import Literal
@@ -205,8 +206,15 @@ def transposes(qualifiers) -> tuple[bool, bool]:
 
 def given(cls, value):
     """An options object as it is, or made from a dict of its fields, or of its defaults."""
+    if value is None:
+        return _default(cls)
     if isinstance(value, cls):
         return value
-    if not isinstance(value, dict | None):
+    if not isinstance(value, dict):
         raise TypeError(f"{cls.__name__}: pass an object of it or a dict of its fields, not {value!r}")
-    return cls(**(value or {}))
+    return cls(**value)
+
+
+@functools.cache
+def _default(cls):
+    return cls()
