@@ -269,7 +269,7 @@ class CommOverlapCore:
     def multiply(self, x: torch.Tensor, w: torch.Tensor, out_dtype=None, out=None) -> torch.Tensor:
         """x @ w.T on this rank, by a kernel that leaves free what set_sm_margin and NVTE_EXT_MARGIN_SM ask for."""
         margin = self._margin + (self.options.num_sm if self.options.set_sm_margin else 0)
-        if not margin:
+        if not margin or not x.shape[1]:
             return product(x, w, out_dtype, out)
         config = default_config(x.shape[0], w.shape[0], x.dtype, all_tma(x, w))
         config = replace(config, max_programs=max(self.context.num_programs - margin, 1))
@@ -298,9 +298,9 @@ class CommOverlapCore:
     def _reserve(self):
         """Collective. Room for the largest call, on the current stream and on the communication stream."""
         memory = workspace_bytes(self.shape, self.dtype, self.size)
+        self.context.workspace().reserve(**memory)  # first: a capture's stream takes the oldest
         with self._domain.dev.stream(self.stream):
             self.context.workspace().reserve(**memory)
-        self.context.workspace().reserve(**memory)
 
     def warm_up(self):
         """Collective. Compile the kernels of the full shape and copy their schedules: a CUDA graph's capture can't.
@@ -321,6 +321,8 @@ class CommOverlapCore:
             if self.comm_type is CommOverlapType.AG:
                 w = empty.new_zeros((hidden, features) if transposed else (features, hidden))
                 self.all_gather_matmul(own, w.t() if transposed else w, rows=rows)
+                if not transposed:
+                    self.all_gather_matmul(own, w, empty.new_zeros(features), rows=rows)
             else:
                 w = empty.new_zeros((features, hidden) if transposed else (hidden, features))
                 x = empty.new_zeros(tokens, features)
