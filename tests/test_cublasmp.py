@@ -5,6 +5,8 @@ masks are NumPy's. Operands are small integers, so every sum is exact and result
 makes of them is judged by a derived tolerance.
 """
 
+import gc
+import inspect
 import itertools
 import logging
 import pickle
@@ -14,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from transports import every_transport, gpu_only, late, message_on_every_rank, over, poison_workspace
 
 import tkernels
@@ -33,6 +36,7 @@ from tkernels.layers.cublasmp import (
     matmul,
     matrix_qualifiers_dtype,
 )
+from tkernels.layers.cublasmp.problem import infer, redistributed
 from tkernels.testing.compare import assert_close_to
 
 E = MatmulEpilog
@@ -716,8 +720,6 @@ def test_plans_are_few_and_go_with_their_context(ctx, monkeypatch):
     context.finalize()
     number = len(plans)
     del context
-    import gc
-
     gc.collect()
     assert len(plans) < number
 
@@ -725,8 +727,6 @@ def test_plans_are_few_and_go_with_their_context(ctx, monkeypatch):
 @pytest.mark.ranks(4)
 def test_groups_of_two_and_a_second_context_each_have_their_own_ranks(ctx):
     """R3, R42: ranks are those of the context's group, contiguous or not."""
-    import torch.distributed as dist
-
     for pairs in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]):
         groups = [dist.new_group(pair) for pair in pairs]
         mine = next(index for index, pair in enumerate(pairs) if ctx.group.global_ranks[ctx.rank] in pair)
@@ -874,8 +874,6 @@ def test_options_say_what_they_refuse():
 
 def test_defaults_are_part_of_the_interface():
     """R1, R2, R33: names, order and defaults, as nvmath has them; what is ours comes after, by keyword."""
-    import inspect
-
     assert MatmulOptions() == MatmulOptions(True, None, None, None, None, False, False, None, None, "auto")
     assert str(inspect.signature(matmul)) == (
         "(a, b, /, c=None, *, distributions, alpha=None, beta=None, epilog=None, epilog_inputs=None, qualifiers=None, "
@@ -903,7 +901,6 @@ def test_distributions_own_what_the_formula_says():
                 assert pickle.loads(pickle.dumps(dist)) == dist and hash(plain) == hash(BlockNonCyclic(grid))
                 for rank in range(size):
                     at = place(grid, rank)
-                    want = cyclic(shape, blocks, grid, [-f for f in first], rank)
                     want = Parts(*(dealt(shape[d], blocks[d], at[d], grid.shape[d], first[d]) for d in (0, 1)))
                     got = [
                         [i for start, stop in part for i in range(start, stop)]
@@ -930,8 +927,6 @@ def test_distributions_own_what_the_formula_says():
 
 def test_patterns_are_inferred_from_how_matrices_are_split():
     """R5: the pure function, for every way to split A, B and D over two ranks, even and uneven."""
-    from tkernels.layers.cublasmp.problem import infer, redistributed
-
     extents = {"m": 6, "n": 4, "k": 10}
     cuts = {
         letter: [None, (letter, (extent // 2,) * 2), (letter, (1, extent - 1))] for letter, extent in extents.items()
