@@ -425,13 +425,15 @@ class Builder(stock.InterpreterBuilder):
 
     # memory: every access ends a program whose launch has failed, so that a loop polling a word ends too
 
-    def create_masked_load(self, *args, **kwargs):
+    def create_masked_load(self, ptrs, mask, *args, **kwargs):
         _raise_if_aborted()
-        return super().create_masked_load(*args, **kwargs)
+        _require_aligned(ptrs, mask)
+        return super().create_masked_load(ptrs, mask, *args, **kwargs)
 
-    def create_masked_store(self, *args, **kwargs):
+    def create_masked_store(self, ptrs, value, mask, *args, **kwargs):
         _raise_if_aborted()
-        return super().create_masked_store(*args, **kwargs)
+        _require_aligned(ptrs, mask)
+        return super().create_masked_store(ptrs, value, mask, *args, **kwargs)
 
     def create_atomic_cas(self, *args, **kwargs):
         _yield_to_other_programs()
@@ -485,6 +487,15 @@ class Semantic(stock.TritonSemantic):
         if low < dtype.get_int_min_value() or high > dtype.get_int_max_value():
             found = low if low < dtype.get_int_min_value() else high
             raise OverflowError(f"{binary_op.__name__} gives {found}, which {dtype} can't hold; cast to int64 before")
+
+
+def _require_aligned(ptrs, mask):
+    """On a GPU an element that lies across a multiple of its own size is a fault; a CPU would just read it."""
+    size = ptrs.get_element_ty().primitive_bitwidth // 8
+    if size > 1:
+        astray = ptrs.data & np.asarray(size - 1, ptrs.data.dtype)
+        if astray.any() and (astray.astype(np.bool_) & mask.data).any():
+            raise ValueError(f"misaligned address: elements of {size} bytes, {int(astray.max())} past a multiple of that")
 
 
 def _raise_if_aborted():

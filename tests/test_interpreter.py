@@ -905,3 +905,24 @@ def test_a_kernel_sees_only_its_own_imports():
     """Stock copies its own globals into a kernel's module, and a forgotten import shows on the GPU only."""
     nested_kernel[(1,)](torch.zeros(1, dtype=torch.int32), 1, identity)
     assert not {"InterpreterBuilder", "GridExecutor", "dataclass"} & globals().keys()
+
+
+# alignment
+
+
+@triton.jit
+def astray_kernel(out, x, mask, STORE: tl.constexpr):
+    i = tl.arange(0, 4)
+    if STORE:
+        tl.store(out + i, 1.0, mask=i < mask)
+    else:
+        tl.store(x + i, tl.load(out + i, mask=i < mask, other=0.0))
+
+
+@pytest.mark.parametrize("store", [False, True])
+def test_an_element_across_a_multiple_of_its_size_is_refused_as_on_a_gpu(store):
+    x = torch.zeros(4)
+    pointer = triton.reinterpret(torch.zeros(32, dtype=torch.uint8)[2:], tl.float32)  # torch's memory is aligned
+    with pytest.raises(ValueError, match="misaligned address: elements of 4 bytes, 2 past a multiple of that"):
+        astray_kernel[(1,)](pointer, x, 1, STORE=store)
+    astray_kernel[(1,)](pointer, x, 0, STORE=store)  # what is masked out is not accessed

@@ -266,6 +266,7 @@ def matmul_reduce(ctx, op, x, w, bias, activation, rows, dtypes, config, gather:
     workspace.reserve(max(inbox_rows, 4) * N * itemsize, chunks)
     workspace.reserve(0, 0, M * N * itemsize, ctx.size * workspace.num_chunks)
     parity_rows = triton.cdiv(workspace.inbox_bytes, N * itemsize)
+    parity_rows += parity_rows % 2  # finished rows may be fp32, and two rows of 16-bit elements are whole words
     inbox = workspace.inbox[: (parity_rows + inbox_rows) * N * itemsize].view(wire_dtype).view(-1, N)
     outbox = workspace.outbox[: M * N * itemsize].view(wire_dtype).view(M, N)
     y = check_result("matmul_reduce_scatter", out, x, (M if gather else rows[ctx.rank], N), out_dtype)
