@@ -495,7 +495,7 @@ def _require_aligned(ptrs, mask):
     if size > 1:
         astray = ptrs.data & np.asarray(size - 1, ptrs.data.dtype)
         if astray.any() and (astray.astype(np.bool_) & mask.data).any():
-            raise ValueError(f"misaligned address: elements of {size} bytes, {int(astray.max())} past a multiple of that")
+            raise ValueError(f"misaligned address: elements of {size} bytes, {astray.max()} past a multiple of that")
 
 
 def _raise_if_aborted():
