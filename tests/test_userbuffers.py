@@ -6,7 +6,6 @@ import inspect
 import os
 import subprocess
 import sys
-import threading
 import types
 import warnings
 
@@ -623,23 +622,33 @@ def test_environment_variables_that_still_mean_something(ctx):
     assert te.get_stream_priority_range()[0] == 0
 
 
-def initialize_and_gather(ctx):
+JOB = """
+import torch, tkernels
+from tkernels.layers import userbuffers as te
+
+def job(ctx):
     for _ in range(3):
         te.initialize_ub([8, 8], ctx.size, dtype=torch.float32)
-        gathers(te.get_ub("qkv_fprop"), ctx)
+        x = torch.full((4, 8), float(ctx.rank))
+        y = te.general_gemm(torch.eye(8), x, ub=te.get_ub("qkv_fprop"), ub_type=te.CommOverlapType.AG)[0]
         te.destroy_ub()
-    return ctx.rank
+    return y[::4, 0].tolist()
+
+if __name__ == "__main__":
+    print(tkernels.launch(job, 2))
+"""
 
 
 @pytest.mark.skipif(tkernels.RUNTIME != "simulated", reason="two jobs need GPUs of their own")
-def test_two_jobs_on_one_machine_never_meet():
-    results = {}
-    jobs = [
-        threading.Thread(target=lambda job=job: results.update({job: tkernels.launch(initialize_and_gather, 2)}))
-        for job in range(2)
-    ]
-    for job in jobs:
-        job.start()
-    for job in jobs:
-        job.join(timeout=300)
-    assert results == {0: [0, 1], 1: [0, 1]}
+def test_two_jobs_on_one_machine_never_meet(tmp_path):
+    script = tmp_path / "job.py"
+    script.write_text(JOB)
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    jobs = [subprocess.Popen([sys.executable, script], **pipes) for _ in range(2)]
+    try:
+        for job in jobs:
+            out, error = job.communicate(timeout=300)
+            assert out.strip() == "[[0.0, 1.0], [0.0, 1.0]]", error
+    finally:
+        for job in jobs:
+            job.kill()
