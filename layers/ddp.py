@@ -24,20 +24,16 @@ Collectives start in the order of the buckets on every rank, also if the ranks' 
 """
 
 import contextlib
-import functools
 import math
 import weakref
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-import tkernels
-from tkernels.comm.context import Context, current_context
 from tkernels.comm.errors import LeaseError, MismatchError
-from tkernels.comm.group import Group
 from tkernels.comm.lease import EventCompletion, Lease, Slot, captured, capturing
 from tkernels.layers.grad_hooks import GradReadyHooks
+from tkernels.layers.wire import Wire, open_wire
 
 ALIGN_BYTES = 128  # of a parameter in its bucket: whole cache lines, and more than TMA asks for
 _OWNER = "overlapped_ddp"  # on a parameter: a weak reference to the OverlappedDDP that it belongs to
@@ -63,8 +59,7 @@ class OverlappedDDP(nn.Module):
     use_distributed_optimizer: every rank updates a shard of each bucket: see `owned_parameters`. Default: if one of the
         next two needs it.
     overlap_param_gather: after the update a module's forward waits for its own parameters only.
-    num_distributed_optimizer_instances: I, which must divide R. With the backend "tkernels" the two levels have
-        contexts of their own, the newest of which becomes the default context: pass `ctx=` elsewhere.
+    num_distributed_optimizer_instances: I, which must divide R.
     average: divide by R before the sum. Otherwise the sum over ranks.
     grad_dtype: of `main_grad`; default: that of the parameter. If it differs, `.grad` is not set: use `main_grad`.
     comm_stream: default: a new one. dev: whose streams are meant; torch's module of the parameters' device.
@@ -103,7 +98,7 @@ class OverlappedDDP(nn.Module):
         if bucket_size is not None and bucket_size < 1:
             raise ValueError(f"OverlappedDDP: bucket_size={bucket_size} must be positive, or None")
         _check_parameters(params, grad_dtype)
-        whole = _collectives(backend, group)
+        whole = open_wire("OverlappedDDP", backend, group)
         if num_distributed_optimizer_instances < 1 or whole.size % num_distributed_optimizer_instances:
             raise ValueError(
                 f"OverlappedDDP: num_distributed_optimizer_instances={num_distributed_optimizer_instances} must divide "
@@ -130,9 +125,9 @@ class OverlappedDDP(nn.Module):
         self.comm_stream = self.dev.Stream() if comm_stream is None else comm_stream
         groups = _group(reversed(params.values()), bucket_size)
         largest = max(_num_bytes(members, grad_dtype) for members in groups)
-        self._wire = _Wire(whole, self.sharded, num_distributed_optimizer_instances, average, largest)
+        self._levels = _Levels(whole, self.sharded, num_distributed_optimizer_instances, average, largest)
         self.buckets = [
-            _Bucket(f"bucket {index}", members, grad_dtype, self._wire, self.comm_stream, self.dev)
+            _Bucket(f"bucket {index}", members, grad_dtype, self._levels, self.comm_stream, self.dev)
             for index, members in enumerate(groups)
         ]
         self._bucket_of = {param: bucket for bucket in self.buckets for param in bucket.parameters}
@@ -253,7 +248,7 @@ class OverlappedDDP(nn.Module):
                 delattr(param, _OWNER)
                 del param.main_grad
                 param.grad = None
-        self._wire.close()
+        self._levels.close()
 
     def _settle(self):
         """End all tenancies, as an edge of a capture wants it."""
@@ -332,8 +327,8 @@ class _Bucket:
     owned: what this rank's optimizer updates, each with its `main_grad`.
     """
 
-    def __init__(self, name: str, parameters: list[nn.Parameter], grad_dtype, wire: "_Wire", comm_stream, dev):
-        self.name, self.parameters, self.wire, self.comm_stream, self.dev = name, parameters, wire, comm_stream, dev
+    def __init__(self, name: str, parameters: list[nn.Parameter], grad_dtype, levels: "_Levels", comm_stream, dev):
+        self.name, self.parameters, self.levels, self.comm_stream, self.dev = name, parameters, levels, comm_stream, dev
         first = parameters[0]
         grad_dtype = first.dtype if grad_dtype is None else grad_dtype
         align = ALIGN_BYTES // min(first.element_size(), grad_dtype.itemsize)
@@ -341,7 +336,7 @@ class _Bucket:
         for parameter in parameters:
             places.append(slice(end, end + parameter.numel()))
             end = _round_up(end + parameter.numel(), align)
-        numel = _round_up(max(end, 1), align * wire.num_shards)
+        numel = _round_up(max(end, 1), align * levels.num_shards)
 
         self.grads = _Buffer(numel, first, grad_dtype, dev, f"gradients of {name}")
         self.grads.zero()
@@ -349,15 +344,15 @@ class _Bucket:
             parameter.main_grad = self.grads.slot.tensor[place].view(parameter.shape)
         self.values, self.owned = None, parameters
         self.forget_update()
-        if wire.sharded:
+        if levels.sharded:
             self.values = _Buffer(numel, first, first.dtype, dev, f"parameters of {name}")
             with torch.no_grad(), self.values.lease.write() as values:
                 values.zero_()
                 for parameter, place in zip(parameters, places, strict=True):
                     values[place].view(parameter.shape).copy_(parameter)
                     parameter.data = values[place].view(parameter.shape)
-            self.owned = [nn.Parameter(wire.shard(self.values.slot.tensor))]
-            self.owned[0].main_grad = wire.shard(self.grads.slot.tensor)
+            self.owned = [nn.Parameter(levels.inside.part(self.values.slot.tensor))]
+            self.owned[0].main_grad = levels.inside.part(self.grads.slot.tensor)
 
     def __repr__(self):
         return f"{self.name} ({len(self.parameters)} parameters, {self.grads.slot.tensor.numel()} elements)"
@@ -380,7 +375,7 @@ class _Bucket:
         """Collective. Sum the gradients on the comm stream, behind everything that accumulated them."""
         self.grads.end()
         with self.dev.stream(self.comm_stream), self.grads.lease.write(self.comm_stream) as grads:
-            self.wire.reduce(grads)
+            self.levels.reduce(grads)
         self._updatable = True
 
     def finish(self, stream):
@@ -401,7 +396,7 @@ class _Bucket:
         self.values.end()
         self.forget_update()
         with self.dev.stream(self.comm_stream), self.values.lease.write(self.comm_stream) as values:
-            self.wire.gather(values)
+            self.levels.inside.all_gather(values)
 
     def ready(self):
         """Order the current stream behind the gather."""
@@ -426,16 +421,13 @@ class _Bucket:
                 self._updaters.append(stream)
 
 
-class _Wire:
-    """How gradients are summed and values gathered: in place, on the current stream."""
+class _Levels:
+    """How gradients are summed and values gathered: inside an instance and, if there are several, across them."""
 
-    def __init__(self, whole, sharded: bool, instances: int, average: bool, largest: int):
+    def __init__(self, whole: Wire, sharded: bool, instances: int, average: bool, largest: int):
         self.inside, self.across = whole.split(instances, largest) if instances > 1 else (whole, None)
         self.sharded, self.num_shards = sharded, self.inside.size if sharded else 1
         self._scale = 1 / whole.size if average else 1.0
-
-    def shard(self, x: torch.Tensor) -> torch.Tensor:
-        return x.view(self.num_shards, -1)[self.inside.rank]
 
     def reduce(self, grads: torch.Tensor):
         if self._scale != 1.0:
@@ -443,116 +435,15 @@ class _Wire:
         if not self.sharded:
             self.inside.all_reduce(grads)
             return
-        self.inside.reduce_scatter(self.shard(grads), grads)
+        shard = self.inside.reduce_scatter(grads)
         if self.across is not None:
-            self.across.all_reduce(self.shard(grads))
-
-    def gather(self, values: torch.Tensor):
-        self.inside.all_gather(values, self.shard(values))
+            self.across.all_reduce(shard)
 
     def close(self):
         """Collective. Give back the two levels."""
         if self.across is not None:
             self.inside.close()
             self.across.close()
-
-
-class _Torch:
-    """Collectives of a torch process group, on the current stream. An output may be this rank's part of the input."""
-
-    def __init__(self, group: Group):
-        self.group, self.rank, self.size, self.gather = group, group.rank, group.size, group.gather
-
-    def all_reduce(self, x: torch.Tensor):
-        if self.size > 1:
-            dist.all_reduce(x, group=self.group.process_group)
-
-    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor):
-        if self.size > 1:
-            _reduce_scatter(out, x, group=self.group.process_group)
-
-    def all_gather(self, out: torch.Tensor, x: torch.Tensor):
-        if self.size > 1:
-            _all_gather(out, x, group=self.group.process_group)
-
-    def split(self, instances: int, largest: int) -> tuple["_Torch", "_Torch"]:
-        """Collective. The ranks of this rank's instance, and the ranks of its place in all instances.
-
-        largest: bytes of the largest tensor that they will exchange.
-        """
-        inside, across = _split(self.group, instances)
-        return _Torch(Group(inside)), _Torch(Group(across))
-
-    def close(self):
-        """Give back what `split` has made: the process groups stay."""
-
-
-class _Tkernels:
-    """Collectives of a context, on the current stream."""
-
-    def __init__(self, ctx: Context):
-        self.ctx, self.group, self.rank, self.size, self.gather = ctx, ctx.group, ctx.rank, ctx.size, ctx.group.gather
-
-    def all_reduce(self, x: torch.Tensor):
-        tkernels.all_reduce(x, out=x, ctx=self.ctx)
-
-    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor):
-        tkernels.reduce_scatter(x, out=out, ctx=self.ctx)
-
-    def all_gather(self, out: torch.Tensor, x: torch.Tensor):
-        tkernels.all_gather(x, out=out, ctx=self.ctx)
-
-    def split(self, instances: int, largest: int) -> tuple["_Tkernels", "_Tkernels"]:
-        """Collective. As of `_Torch`, with contexts of their own, whose heaps have room for one workspace."""
-        options = {
-            "heap_bytes": 6 * largest + (16 << 20),  # two inboxes, each for the parts and for the sums
-            "transport": self.ctx.transport,
-            "timeout_s": self.ctx.timeout_s,
-            "num_programs": self.ctx.num_programs,
-        }
-        inside, across = (tkernels.init(group, **options) for group in _split(self.group, instances))
-        return _Tkernels(inside), _Tkernels(across)
-
-    def close(self):
-        """Collective. Give back what `split` has made."""
-        self.ctx.finalize()
-
-
-# torch 2.13 renames them and warns of the old names.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def _split(group: Group, instances: int) -> list[dist.ProcessGroup]:
-    ranks, size = sorted(group.global_ranks), group.size // instances
-    place = ranks.index(group.global_ranks[group.rank])
-    inside, across = ranks[place // size * size :][:size], ranks[place % size :: size]
-    return [_process_group(dist.group.WORLD, tuple(members)) for members in (inside, across)]
-
-
-@functools.cache
-def _process_group(world: dist.ProcessGroup, members: tuple[int, ...]) -> dist.ProcessGroup:
-    """Collective over `members`. Kept, since torch can't make such a group twice.
-
-    Other processes need not know, except where NCCL has a device bound to it: there it splits the default group's
-    communicator, so that all processes have to make a group at that time.
-    """
-    return dist.new_group(list(members), use_local_synchronization=True)
-
-
-def _collectives(backend, group):
-    if not isinstance(backend, str):
-        return backend
-    if backend == "tkernels":
-        if group is not None and not isinstance(group, Context):
-            raise TypeError(
-                f"OverlappedDDP: backend='tkernels' takes a Context, not {type(group).__name__}; pass "
-                f"tkernels.init(group), or backend='torch'"
-            )
-        return _Tkernels(current_context() if group is None else group)
-    if backend == "torch":
-        return _Torch(group.group if isinstance(group, Context) else Group(group))
-    raise ValueError(f"OverlappedDDP: backend={backend!r} is unknown; use 'tkernels' or 'torch'")
 
 
 def _check_parameters(params: dict[str, nn.Parameter], grad_dtype: torch.dtype | None):
@@ -567,7 +458,7 @@ def _check_parameters(params: dict[str, nn.Parameter], grad_dtype: torch.dtype |
                 raise TypeError(f"OverlappedDDP: {name}: sums float32, float16 and bfloat16, not {dtype}")
 
 
-def _check_agreement(whole, options: dict, params: dict[str, nn.Parameter]):
+def _check_agreement(whole: Wire, options: dict, params: dict[str, nn.Parameter]):
     """Collective. Raises MismatchError, the same on every rank."""
     layouts = {name: f"{list(param.shape)} of {param.dtype}" for name, param in params.items()}
     bits = {2: torch.int16, 4: torch.int32}
@@ -575,7 +466,7 @@ def _check_agreement(whole, options: dict, params: dict[str, nn.Parameter]):
         param.detach().contiguous().view(bits[param.element_size()]).sum(dtype=torch.int64) for param in params.values()
     ]
     values = dict(zip(params, torch.stack(sums).tolist(), strict=True))
-    ranks = whole.gather((options, layouts, values))
+    ranks = whole.group.gather((options, layouts, values))
     for what, index in (("option", 0), ("parameter", 1), ("values of parameter", 2)):
         for rank, theirs in enumerate(ranks):
             ours, theirs = ranks[0][index], theirs[index]

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import types
 import warnings
 
 import pytest
@@ -13,12 +14,13 @@ from torch.utils.checkpoint import checkpoint
 from transports import gpu_only, message_on_every_rank
 
 import tkernels
-from tkernels.comm import LeaseError, MismatchError
+from tkernels.comm import LeaseError, MismatchError, current_context
 from tkernels.demo import training
 from tkernels.demo.data import Text
 from tkernels.demo.model import ModelConfig, Transformer
 from tkernels.layers.ddp import OverlappedDDP, _Bucket, ensure_params_ready
 from tkernels.layers.grad_hooks import grad_ready_hooks
+from tkernels.layers.wire import Wire
 from tkernels.testing.compare import integers
 from tkernels.testing.streams import Simulator, subsets
 
@@ -65,10 +67,7 @@ def train(ctx, steps, **options):
     return config, losses, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.ranks(2, 4, timeout_s=180)
-@every_backend
-@every_mode
-def test_losses_are_those_of_one_process_and_overlap_changes_no_bit(ctx, backend, mode):
+def check_losses_and_bits(ctx, backend, mode):
     config, want, _ = train(ctx, 4)
     _, losses, parameters = train(ctx, 4, backend=backend, **mode)
     allowed = [training.allowed_loss(config, torch.float32, loss, step) for step, loss in enumerate(want)]
@@ -86,6 +85,19 @@ def test_losses_are_those_of_one_process_and_overlap_changes_no_bit(ctx, backend
         if not torch.equal(parameters_of_late[name], parameter)
     }
     assert not any(everywhere := ctx.group.gather(differing)), everywhere
+
+
+@pytest.mark.ranks(2, timeout_s=180)
+@every_backend
+@every_mode
+def test_losses_are_those_of_one_process_and_overlap_changes_no_bit(ctx, backend, mode):
+    check_losses_and_bits(ctx, backend, mode)
+
+
+@pytest.mark.ranks(4, timeout_s=180)
+@every_backend
+def test_losses_of_two_instances_of_two_ranks_are_those_of_one_process(ctx, backend):
+    check_losses_and_bits(ctx, backend, TWO_INSTANCES)
 
 
 # Gradients, exactly
@@ -221,11 +233,7 @@ def check_gradients(ddp, want):
             assert owned.grad is owned.main_grad
 
 
-@pytest.mark.ranks(2, 4, timeout_s=120)
-@every_backend
-@every_mode
-@pytest.mark.parametrize("overlap", [True, False])
-def test_gradients_that_come_twice_late_elsewhere_or_not_at_all(ctx, backend, mode, overlap):
+def check_awkward_gradients(ctx, backend, mode, overlap):
     model = Awkward(ctx.device)
     plain = copy.deepcopy(model)
     ddp = OverlappedDDP(
@@ -256,6 +264,25 @@ def test_gradients_that_come_twice_late_elsewhere_or_not_at_all(ctx, backend, mo
         other = {"checkpointed.weight": 2, "unused": 0, "empty": 0}
         assert ddp.hooks.expected == {name: other.get(name, 1) for name in ddp.hooks.expected}
     ddp.remove()
+
+
+@pytest.mark.ranks(2, timeout_s=120)
+@every_backend
+@every_mode
+def test_gradients_that_come_twice_late_elsewhere_or_not_at_all(ctx, backend, mode):
+    check_awkward_gradients(ctx, backend, mode, overlap=True)
+
+
+@pytest.mark.ranks(2, timeout_s=120)
+@pytest.mark.parametrize("mode", [ALL_REDUCED, TWO_INSTANCES], ids=["all-reduced", "two"])
+def test_awkward_gradients_without_overlap(ctx, mode):
+    check_awkward_gradients(ctx, "tkernels", mode, overlap=False)
+
+
+@pytest.mark.ranks(4, timeout_s=120)
+@every_backend
+def test_awkward_gradients_in_two_instances_of_two_ranks(ctx, backend):
+    check_awkward_gradients(ctx, backend, TWO_INSTANCES, overlap=True)
 
 
 @pytest.mark.ranks(2, timeout_s=120)
@@ -323,6 +350,7 @@ def test_a_second_wrapper_takes_the_parameters_over(ctx, mode):
         older.start_param_sync()
         values = [value + 1.0 for value in values]
     newer = OverlappedDDP(model, ctx, average=False, **mode)
+    assert current_context().name == ctx.name  # those of two instances are not the default
     assert all(grad_ready_hooks(parameter) is newer.hooks for parameter in model.parameters())
     older.remove()  # again: nothing of the newer one is lost
     for _ in range(2):
@@ -401,16 +429,12 @@ def test_what_does_not_fit_is_refused_on_every_rank(ctx):
 # The order of streams, in the simulator
 
 
-class SimulatedWire:
+class SimulatedWire(Wire):
     """The collectives of rank 0 of two, as kernels of the simulator; the other rank has what this one has."""
 
-    rank, size = 0, 2
-
     def __init__(self, sim, name=""):
+        super().__init__(types.SimpleNamespace(rank=0, size=2, gather=lambda value: [value] * 2))
         self.sim, self.name = sim, name
-
-    def gather(self, value):
-        return [value] * 2
 
     def split(self, instances, largest):
         return SimulatedWire(self.sim, "inside "), SimulatedWire(self.sim, "across ")
@@ -418,14 +442,16 @@ class SimulatedWire:
     def all_reduce(self, x):
         self.sim.launch(f"{self.name}all_reduce", lambda x, _: x.mul_(2), reads=[x], writes=[x])
 
-    def reduce_scatter(self, out, x):
-        self.sim.launch(f"{self.name}reduce_scatter", lambda _, out: out.mul_(2), reads=[x], writes=[out])
+    def reduce_scatter(self, x, rows=None):
+        own = self.part(x, rows)
+        self.sim.launch(f"{self.name}reduce_scatter", lambda _, own: own.mul_(2), reads=[x], writes=[own])
+        return own
 
-    def all_gather(self, out, x):
-        def copy_to_all(x, out):
-            out.view(2, -1).copy_(x.expand(2, -1).clone())
+    def all_gather(self, x, rows=None):
+        def copy_to_all(own, x):
+            x.view(2, -1).copy_(own.expand(2, -1).clone())
 
-        self.sim.launch("all_gather", copy_to_all, reads=[x], writes=[out])
+        self.sim.launch("all_gather", copy_to_all, reads=[self.part(x, rows)], writes=[x])
 
 
 class Scale(nn.Module):
@@ -482,7 +508,7 @@ def reduce_behind(stream_of):
     def reduce(bucket):
         bucket.comm_stream.wait_stream(stream_of(bucket.dev))
         with bucket.dev.stream(bucket.comm_stream):
-            bucket.wire.reduce(bucket.grads.slot.tensor)
+            bucket.levels.reduce(bucket.grads.slot.tensor)
 
     return reduce
 

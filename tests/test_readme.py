@@ -15,6 +15,7 @@ SHORTENED = {  # a line for the folder
     "tkernels/testing",
     "layers/userbuffers",
     "layers/cublasmp",
+    "layers/zero",
 }
 
 

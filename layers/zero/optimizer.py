@@ -5,7 +5,7 @@ R ranks.
     backward   hooks copy gradients into a bucket; full ones are reduced to their owners on the comm stream
     step       owners average, unscale and clip; the optimizer updates their masters; every rank gathers all parameters
 
-`zero_layout` says who owns what, `zero_gradients` how gradients get there.
+`layout` says who owns what, `gradients` how gradients get there.
 """
 
 import contextlib
@@ -15,15 +15,14 @@ import torch
 from torch import nn
 
 from tkernels.comm import Context, MismatchError, TkernelsError, current_context
-from tkernels.layers.zero_gradients import OwnerGradients
-from tkernels.layers.zero_layout import ALIGNMENT, Shard, plan
-from tkernels.layers.zero_wire import Wire
+from tkernels.layers.wire import open_wire
+from tkernels.layers.zero.gradients import OwnerGradients
+from tkernels.layers.zero.layout import ALIGNMENT, Shard, plan
 
 FIRST_LOSS_SCALE, GROWTH_INTERVAL = 2.0**16, 2000  # of a dynamic loss scale; as torch.amp.GradScaler
 CHOICES = {
     "stage": (1, 2),
     "reduction": ("reduce_scatter", "all_reduce"),
-    "backend": ("tkernels", "torch"),
     "partition": ("elements", "parameters"),
 }
 
@@ -108,8 +107,8 @@ class ZeroOptimizer:
 
         self.dev = dev if dev is not None else torch.get_device_module(self.ctx.device)
         self.comm_stream = self.dev.Stream() if overlap_comm else self.dev.current_stream()
-        self._wires = {ctx: Wire(ctx, backend, reduction) for ctx in (self.ctx, *contexts.values())}
-        self._gradients = OwnerGradients(self.comm_stream, self.dev)
+        self._wires = {ctx: open_wire("ZeroOptimizer", backend, ctx) for ctx in (self.ctx, *contexts.values())}
+        self._gradients = OwnerGradients(self.comm_stream, self.dev, reduction)
         for (ctx, dtype), parameters in _by_context_and_dtype(contexts).items():
             summed = reduce_dtype or dtype
             unit = ctx.size * ALIGNMENT
@@ -241,7 +240,7 @@ class ZeroOptimizer:
     def _gather(self, shard: Shard, rows: tuple[int, ...]):
         self._awaited[shard] = []
         with self.dev.stream(self.comm_stream), shard.lease.write(ordered=True):
-            self._wires[shard.ctx].gather(shard.flat, rows)
+            self._wires[shard.ctx].all_gather(shard.flat, rows)
 
     def _await(self, shard: Shard):
         stream = self.dev.current_stream()

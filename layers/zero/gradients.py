@@ -16,8 +16,8 @@ import torch
 
 from tkernels.comm.lease import Lease, Slot
 from tkernels.layers.grad_bucket import GradBucket, Slice
-from tkernels.layers.zero_layout import Shard
-from tkernels.layers.zero_wire import Wire
+from tkernels.layers.wire import Wire
+from tkernels.layers.zero.layout import Shard
 
 
 @dataclass(eq=False)
@@ -36,13 +36,14 @@ class _Arriving:
 class _Bucket:
     """A bucket, and the fills that take turns in it."""
 
-    def __init__(self, shards: list[Shard], capacity: int, wire: Wire, deliver, **options):
+    def __init__(self, shards: list[Shard], capacity: int, wire: Wire, reduction: str, deliver, **options):
         self.fills, self.turn = [_Arriving(shard, self) for shard in shards], 0
+        self.wire, self.reduction = wire, reduction
         self.grads = GradBucket(
             capacity,
-            ranks=wire.ctx.size,
+            ranks=wire.size,
             average=False,  # the owners do it, in fp32
-            reduce=lambda flat: wire.reduce(flat, self.open.shard.fill.rows),
+            reduce=lambda flat: self.reduce(flat, self.open.shard.fill.rows),
             deliver=lambda reduced, slices: deliver(self.open.shard, reduced),
             **options,
         )
@@ -52,17 +53,24 @@ class _Bucket:
         """The fill that the bucket takes now."""
         return self.fills[self.turn] if self.turn < len(self.fills) else None
 
+    def reduce(self, flat: torch.Tensor, rows: tuple[int, ...]) -> torch.Tensor:
+        """Collective. The sum over ranks of this rank's part of `flat` [elements], which is overwritten."""
+        if self.reduction == "reduce_scatter":
+            return self.wire.reduce_scatter(flat, rows)
+        self.wire.all_reduce(flat)
+        return self.wire.part(flat, rows)
+
 
 class OwnerGradients:
     """Adds the sum over ranks of each backward's gradients to `shard.grad`, and takes `parameter.grad` away.
 
-    comm_stream: where gradients are reduced.
+    comm_stream: where gradients are reduced. reduction: "reduce_scatter", or "all_reduce", of which owners keep a part.
     used: the parameters that this rank has had a gradient for since `discard`.
     enabled: False leaves `parameter.grad` alone, to be taken by a later pass.
     """
 
-    def __init__(self, comm_stream, dev):
-        self.comm_stream, self.dev = comm_stream, dev
+    def __init__(self, comm_stream, dev, reduction: str):
+        self.comm_stream, self.dev, self.reduction = comm_stream, dev, reduction
         self.used: set[torch.Tensor] = set()
         self.enabled = True
         self._buckets: list[_Bucket] = []
@@ -76,11 +84,12 @@ class OwnerGradients:
 
     def add_bucket(self, shards: list[Shard], capacity: int, dtype: torch.dtype, wire: Wire):
         """Collective. A bucket of `capacity` elements for `shards`, which were made on the current stream."""
-        device = wire.ctx.device
+        device = shards[0].flat.device
         bucket = _Bucket(
             shards,
             capacity,
             wire,
+            self.reduction,
             self._deliver,
             dtype=dtype,
             comm_stream=self.comm_stream,
@@ -94,7 +103,7 @@ class OwnerGradients:
         self._slot.release(lease)
         with self.dev.stream(self.comm_stream):
             for shard in shards:  # workspaces grow here, and not in a backward: that is a barrier, and stops the device
-                wire.reduce(torch.zeros(shard.fill.elements, dtype=dtype, device=device), shard.fill.rows)
+                bucket.reduce(torch.zeros(shard.fill.elements, dtype=dtype, device=device), shard.fill.rows)
 
     def start(self, parameters: list[torch.Tensor]) -> list:
         """Register the hooks, once all buckets are there. Returns them. `parameters` in the order of the model."""

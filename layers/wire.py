@@ -1,0 +1,160 @@
+"""Wire: sums and gathers in place, on the current stream, by our collectives or by torch.distributed's."""
+
+import functools
+
+import torch
+import torch.distributed as dist
+
+import tkernels
+from tkernels.comm.context import Context, current_context
+from tkernels.comm.group import Group
+
+# torch 2.13 renames them and warns of the old names.
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def open_wire(caller: str, backend: "str | Wire", group=None) -> "Wire":
+    """The wire of a backend; a Wire is its own.
+
+    backend "tkernels": `group` is a Context, None for the current one. "torch": a Context, whose process group is
+    taken, or a process group, None for the default one. Raises ValueError or TypeError that begin with `caller`.
+    """
+    if isinstance(backend, Wire):
+        return backend
+    if backend == "tkernels":
+        if group is not None and not isinstance(group, Context):
+            raise TypeError(
+                f"{caller}: backend='tkernels' takes a Context, not {type(group).__name__}; pass tkernels.init(group), "
+                f"or backend='torch'"
+            )
+        return TkernelsWire(current_context() if group is None else group)
+    if backend == "torch":
+        return TorchWire(group.group if isinstance(group, Context) else Group(group))
+    raise ValueError(f"{caller}: backend={backend!r} is unknown; use 'tkernels' or 'torch'")
+
+
+class Wire:
+    """What the ranks of `group` do together with tensors x [n], in place. Nothing if there is one rank.
+
+    rows: how many elements of x are each rank's part, in rank order; None: n/R.
+    """
+
+    def __init__(self, group: Group):
+        self.group, self.rank, self.size = group, group.rank, group.size
+
+    def part(self, x: torch.Tensor, rows: tuple[int, ...] | None = None) -> torch.Tensor:
+        """This rank's part of x, a view."""
+        rows = [x.numel() // self.size] * self.size if rows is None else rows
+        return x.narrow(0, sum(rows[: self.rank]), rows[self.rank])
+
+    def all_reduce(self, x: torch.Tensor):
+        """Collective. The sum over ranks."""
+        raise NotImplementedError
+
+    def reduce_scatter(self, x: torch.Tensor, rows: tuple[int, ...] | None = None) -> torch.Tensor:
+        """Collective. The sum over ranks, in this rank's part of x, which is returned. The rest is left undefined."""
+        raise NotImplementedError
+
+    def all_gather(self, x: torch.Tensor, rows: tuple[int, ...] | None = None):
+        """Collective. Every rank's part of x, to all ranks."""
+        raise NotImplementedError
+
+    def split(self, instances: int, largest: int) -> tuple["Wire", "Wire"]:
+        """Collective. This rank's instance of R/instances neighbours, and the ranks of its place in all instances.
+
+        largest: bytes of the largest tensor that they will move. Both are to be closed.
+        """
+        inside, across = _split(self.group, instances)
+        return self._level(inside, largest), self._level(across, largest)
+
+    def close(self):
+        """Collective. Give back what `split` has made."""
+
+    def _level(self, process_group: dist.ProcessGroup, largest: int) -> "Wire":
+        raise NotImplementedError
+
+
+class TkernelsWire(Wire):
+    """By our collectives, in a context's symmetric memory."""
+
+    def __init__(self, ctx: Context):
+        super().__init__(ctx.group)
+        self.ctx = ctx
+
+    def all_reduce(self, x):
+        if self.size > 1:
+            tkernels.all_reduce(x, out=x, ctx=self.ctx)
+
+    def reduce_scatter(self, x, rows=None):
+        own = self.part(x, rows)
+        if self.size > 1:
+            tkernels.reduce_scatter(x, rows=rows, out=own, ctx=self.ctx)
+        return own
+
+    def all_gather(self, x, rows=None):
+        if self.size > 1:
+            tkernels.all_gather(self.part(x, rows), rows=rows, out=x, ctx=self.ctx)
+
+    def close(self):
+        self.ctx.finalize()
+
+    def _level(self, process_group, largest):
+        ctx = tkernels.init(
+            process_group,
+            heap_bytes=6 * largest + (16 << 20),  # one workspace: two inboxes, each for the parts and for the sums
+            transport=self.ctx.transport,
+            timeout_s=self.ctx.timeout_s,
+            num_programs=self.ctx.num_programs,
+            default=False,
+        )
+        return TkernelsWire(ctx)
+
+
+class TorchWire(Wire):
+    """By torch.distributed, whose collectives for parts want them equal; others go one by one."""
+
+    def all_reduce(self, x):
+        if self.size > 1:
+            dist.all_reduce(x, group=self.group.process_group)
+
+    def reduce_scatter(self, x, rows=None):
+        own = self.part(x, rows)
+        if self.size > 1:
+            if rows is None or len(set(rows)) == 1:
+                _reduce_scatter_single(own, x, group=self.group.process_group)
+            else:
+                self._for_each_part(dist.reduce, x, rows)
+        return own
+
+    def all_gather(self, x, rows=None):
+        if self.size > 1:
+            if rows is None or len(set(rows)) == 1:
+                _all_gather_single(x, self.part(x, rows), group=self.group.process_group)
+            else:
+                self._for_each_part(dist.broadcast, x, rows)
+
+    def _for_each_part(self, collective, x, rows):
+        for owner, part in zip(self.group.global_ranks, x.split(rows), strict=True):
+            if part.numel():
+                collective(part, owner, group=self.group.process_group)
+
+    def _level(self, process_group, largest):
+        return TorchWire(Group(process_group))
+
+
+def _split(group: Group, instances: int) -> list[dist.ProcessGroup]:
+    ranks, size = sorted(group.global_ranks), group.size // instances
+    place = ranks.index(group.global_ranks[group.rank])
+    inside, across = ranks[place // size * size :][:size], ranks[place % size :: size]
+    return [_process_group(dist.group.WORLD, tuple(members)) for members in (inside, across)]
+
+
+@functools.cache
+def _process_group(world: dist.ProcessGroup, members: tuple[int, ...]) -> dist.ProcessGroup:
+    """Collective over `members`. Kept, since torch can't make such a group twice.
+
+    Other processes need not know, except where NCCL has a device bound to it: there it splits the default group's
+    communicator, so that all processes have to make a group at that time.
+    """
+    return dist.new_group(list(members), use_local_synchronization=True)

@@ -1,0 +1,5 @@
+"""ZeroOptimizer: any torch optimizer, with its state and the gradients sharded over data-parallel ranks."""
+
+from tkernels.layers.zero.optimizer import ZeroOptimizer
+
+__all__ = ["ZeroOptimizer"]
