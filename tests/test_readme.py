@@ -67,24 +67,24 @@ def test_the_example_is_fifteen_lines_of_code():
     assert len(lines) <= 15
 
 
-TRAINING = {  # what stands in a function that is run on several ranks, by the name of what it shows
-    re.search(r"from tkernels.layers import (\w+)", block).group(1): block
+EXAMPLES = {  # what stands in a function that is run on several ranks, by the first name that it imports
+    re.search(r"from tkernels\.layers(?:\.\w+)? import (\w+)", block).group(1): block
     for block in blocks("python")
-    if block.startswith("import torch\nfrom torch import nn\n")
+    if re.search(r"^def \w+\(ctx\)", block, re.MULTILINE) and "from tkernels.layers" in block
 }
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("system", TRAINING)
-def test_the_examples_of_training_run(ctx, system):
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_examples_on_several_ranks_run(ctx, name):
     names = {}
-    exec(compile(TRAINING[system], f"README.md, {system}", "exec"), names)
-    names["train"](ctx)
+    exec(compile(EXAMPLES[name], f"README.md, {name}", "exec"), names)
+    names[re.search(r"^def (\w+)\(ctx\)", EXAMPLES[name], re.MULTILINE).group(1)](ctx)
     ctx.check()
 
 
-def test_every_system_of_training_has_an_example():
-    assert list(TRAINING) == ["P2PCommunicator", "FullyShard", "ZeroOptimizer", "OverlappedDDP"]
+def test_every_system_has_an_example():
+    assert list(EXAMPLES) == ["P2PCommunicator", "FullyShard", "ZeroOptimizer", "OverlappedDDP", "shim", "Matmul"]
 
 
 def test_the_example_of_leases_runs():
