@@ -19,8 +19,8 @@ def small(shape, dtype, seed, ctx):
     return integers(shape, dtype, seed, low=-1, high=1, device=ctx.device)
 
 
-def helper(ctx):
-    return te.CommOverlapHelper(ctx.group.process_group, heap_bytes=32 << 20)
+def helper(ctx, heap_bytes=32 << 20):
+    return te.CommOverlapHelper(ctx.group.process_group, heap_bytes=heap_bytes)
 
 
 def make(ctx, which, dtype, shape=(S, H), cublasmp=False, **options):
@@ -402,7 +402,7 @@ def test_a_call_on_another_stream_straight_after_init(ctx):
 @gpu_only
 def test_bulk_overlap_overlaps_and_its_result_is_ordered(ctx):
     """The collective is held up by a late rank; the product beside it has finished long before it."""
-    comm = te.CommOverlap([4096, 1024], torch.bfloat16, helper(ctx), ctx.size, set_sm_margin=False)
+    comm = te.CommOverlap([4096, 1024], torch.bfloat16, helper(ctx, 128 << 20), ctx.size, set_sm_margin=False)
     x, w = (small((256, 256), torch.bfloat16, seed, ctx) for seed in (1, 2))
     whole = comm.get_buffer()
     for call in range(10):
