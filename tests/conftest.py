@@ -1,12 +1,14 @@
+import collections
 from pathlib import Path
 
 import pytest
 
 import tkernels
 
-# Systems above the operations: through the interpreter their smallest number of ranks shows what more of them would,
-# which all share two cores. The others run by `-m exhaustive`, and always on GPUs.
-FEWEST_RANKS = {
+# Systems above the operations. Through the interpreter, where all ranks share two cores, a plain run takes the smallest
+# number of ranks, and of a long table of cases on ranks one in three; `-m exhaustive` takes the rest, a GPU run all.
+LONG_TABLE = 5
+SAMPLED = {
     "test_channel",
     "test_cublasmp",
     "test_ddp",
@@ -31,7 +33,17 @@ def checkout() -> Path:
 def pytest_collection_modifyitems(items):
     if tkernels.RUNTIME != "simulated":
         return
+    cases = collections.defaultdict(list)
     for item in items:
         marker = item.get_closest_marker("ranks")
-        if item.path.stem in FEWEST_RANKS and marker and item.callspec.params["_tkernels_ranks"] != min(marker.args):
+        if item.path.stem not in SAMPLED or marker is None:
+            continue
+        if item.callspec.params["_tkernels_ranks"] == min(marker.args):
+            cases[item.function].append(item)
+        else:
             item.add_marker("exhaustive")
+    for table in cases.values():
+        if len(table) > LONG_TABLE:
+            for number, item in enumerate(table):
+                if number % 3:
+                    item.add_marker("exhaustive")
