@@ -37,7 +37,6 @@ JITTER_PROBABILITY = 1 / 3
 JITTER_MAX_S = 5e-3
 
 # How long an interrupted launch waits for its programs to notice.
-INTERRUPT_POLL_S = 0.1  # the system may hand Ctrl-C to another thread, which wakes no wait of this one
 INTERRUPT_GRACE_S = 5.0
 
 _KEEP = ...  # in the functions below: leave this setting as it is
@@ -241,8 +240,7 @@ def _run_together(body, launch: _Launch, indices, num_threads: int) -> None:
     try:
         for _ in range(num_threads):
             _workers.start(task)
-        while not ended.wait(INTERRUPT_POLL_S):
-            pass
+        ended.wait()
     except BaseException as interrupt:
         launch.abort(interrupt)
         ended.wait(INTERRUPT_GRACE_S)
