@@ -237,12 +237,18 @@ def _run_together(body, launch: _Launch, indices, num_threads: int) -> None:
             if not running:
                 ended.set()
 
+    started = 0
     try:
-        for _ in range(num_threads):
+        while started < num_threads:
             _workers.start(task)
+            started += 1
         ended.wait()
     except BaseException as interrupt:
         launch.abort(interrupt)
+        with lock:
+            running -= num_threads - started  # those that an interrupt has kept from starting won't end either
+            if not running:
+                ended.set()
         ended.wait(INTERRUPT_GRACE_S)
         raise
     if launch.error is not None:
