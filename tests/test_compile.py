@@ -24,14 +24,22 @@ SHARED_BYTES = 232448  # what one program may have on sm_90
 REGISTERS = 65536  # of a multiprocessor
 
 
+def cases(names):
+    """Parameters of a test, of which a check in a hurry (-m "compile and not exhaustive") leaves half out."""
+    return [pytest.param(name, marks=[pytest.mark.exhaustive] * (list(CASES).index(name) % 2)) for name in names]
+
+
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory):
-    """The facts of every case, by name."""
+def compiled(tmp_path_factory, request):
+    """The facts of every case that a test of this session asks for, by name."""
+    items = [item for item in request.session.items if item.path == Path(__file__) and hasattr(item, "callspec")]
+    asked = {item.callspec.params["name"] for item in items if "name" in item.callspec.params}
     output = tmp_path_factory.mktemp("compile") / "facts.json"
     script = Path(__file__).with_name("compile_kernels.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TKERNELS_RUNTIME"] = "nvshmem"
-    done = subprocess.run([sys.executable, script, output], env=environment, capture_output=True, text=True)
+    command = [sys.executable, script, output, *sorted(asked)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(output.read_text())
 
@@ -124,12 +132,12 @@ def judge(facts) -> dict[str, str]:
     return {gate.__name__: problem for gate in GATES if (problem := gate(facts))}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases(CASES))
 def test_kernel_passes_the_gates(compiled, name):
     assert judge(facts_of(compiled, name)) == {}
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if "matmul" in case.operation])
+@pytest.mark.parametrize("name", cases([name for name, case in CASES.items() if "matmul" in case.operation]))
 def test_descriptors_are_used_where_the_layout_allows(compiled, name):
     case, constants = CASES[name], facts_of(compiled, name)["constants"]
     itemsize = 4 if case.dtype == "float32" else 2
@@ -146,6 +154,7 @@ def test_descriptors_are_used_where_the_layout_allows(compiled, name):
     assert constants["Y_TMA"] == (N * itemsize % 16 == 0 and whole_tiles)
 
 
+@pytest.mark.exhaustive  # looks at cases that a check in a hurry leaves out
 def test_every_kernel_of_the_library_is_compiled(compiled):
     package = Path(tkernels.__file__).parent
     files = [file for folder in (package, *package.glob("*/")) for file in folder.glob("*.py")]
@@ -154,6 +163,7 @@ def test_every_kernel_of_the_library_is_compiled(compiled):
     assert kernels == {compiled[name].get("kernel") for name in CASES} - {None}
 
 
+@pytest.mark.exhaustive  # looks at cases that a check in a hurry leaves out
 def test_waits_and_signals_are_found_in_the_source(compiled):
     """So that the gate of calls compares with what is really there. The record of an expired wait releases twice."""
     assert facts_of(compiled, "barrier-4-peer")["sites"] == {"acquire": 1, "release": 1 + 2, "acq_rel": 1}
