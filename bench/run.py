@@ -20,18 +20,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 import tkernels
-from bench import shapes
 from bench.harness import run_case, try_config
 from bench.problem import Case, config_of
 from bench.provenance import provenance
 from bench.roofs import Roofs, measure_roofs
 from bench.sweep import GEMM_FIELDS, changed, changes, parse_grid
+from tkernels import shapes
 from tkernels.launch import RankError, RankPool
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WAIT_TIMEOUT_S = 60.0  # of a wait in a kernel; a peer may still be compiling
 CASE_TIMEOUT_S = 600.0
-SIMULATED_LIMIT = 1 << 24  # M N K that the interpreter does in seconds
 WIDTH = 120
 BEST = 5
 
@@ -89,7 +88,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Case]]:
             known = {known for op in ops for known in shapes.BY_OPERATION[op]}
             parser.error(f"--shape {name}: {args.op} has {', '.join([*sorted(known), *shapes.TINY])}, or all")
     for case in cases:
-        if simulated and case.M * case.N * case.K > SIMULATED_LIMIT:
+        if simulated and case.M * case.N * case.K > shapes.SIMULATED_LIMIT:
             parser.error(
                 f"--shape {case.shape}: {case.M} x {case.N} x {case.K} would take the interpreter hours; on "
                 f"the simulated runtime, use {', '.join(shapes.TINY)}"

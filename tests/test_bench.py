@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tkernels import shapes
+
 
 def load(checkout: Path, name: str):
     """A module of the bench, which is imported from the repository's root alone."""
@@ -254,8 +256,7 @@ def test_a_sweep_changes_one_field_at_a_time_or_takes_the_product(checkout):
 
 
 @pytest.mark.quick
-def test_shapes_by_name(checkout):
-    shapes = load(checkout, "shapes")
+def test_shapes_by_name():
     assert list(shapes.select("gemm", ["tiny", "rs-a"])) == ["tiny"]
     assert list(shapes.select("all_gather", ["all"])) == list(shapes.COLUMN_PARALLEL)
     assert not set(shapes.TINY) & set(shapes.select("all_reduce", ["all"]))

@@ -1,11 +1,13 @@
-"""The shapes that are measured, by name: (M, N, K) of the whole product, over all ranks.
+"""The shapes of real models, by name: (M, N, K) of the whole product, over all ranks.
 
 M tokens.  N out-features.  K in-features.  The model's name and layer, where a shape is a model's.
 """
 
 Shape = tuple[int, int, int]
 
-# What the interpreter can do in seconds; for tests of the bench itself.
+SIMULATED_LIMIT = 1 << 24  # M N K that the interpreter does in seconds
+
+# For tests.
 TINY: dict[str, Shape] = {
     "tiny": (64, 64, 64),
     "tiny-wide": (128, 96, 160),
