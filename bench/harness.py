@@ -13,8 +13,8 @@ import torch
 from bench.baselines import baselines, enable_symmetric_memory
 from bench.problem import Case, Problem, config_of
 from bench.roofs import Roofs
-from bench.timing import WARMUPS, Call, Timing, agree, measure
 from tkernels.comm.context import Context
+from tkernels.timing import WARMUPS, Call, Timing, agree, measure
 
 ROWS_AT_ONCE = 1024  # of a result, when it is compared in fp64
 BASELINE_ERROR = 0.02  # relative to the result's norm; bf16 partial sums of 8 ranks stay below

@@ -13,10 +13,10 @@ import tkernels
 from tkernels import work
 from tkernels.all_gather_matmul import all_gather_matmul
 from tkernels.comm.context import Context
-from tkernels.gemm import GemmConfig, default_config, matmul
+from tkernels.configs import GemmConfig, OverlapConfig, gemm_config, overlap_config
+from tkernels.gemm import matmul
 from tkernels.matmul_all_reduce import matmul_all_reduce
 from tkernels.matmul_reduce_scatter import matmul_reduce_scatter
-from tkernels.overlap import OverlapConfig, default_overlap
 from tkernels.testing.compare import tolerance
 
 TERMS_OF_AN_INTEGER_ROW = 64
@@ -54,11 +54,12 @@ class Case:
 def config_of(ctx: Context, case: Case) -> GemmConfig | OverlapConfig | None:
     """The configuration that a call without one uses; None for operations that have none."""
     if case.op == "gemm":
-        return default_config(case.M, case.N, case.dtype)
+        return gemm_config(case.M, case.N, case.K, case.dtype, "TN")
     if "matmul" not in case.op:
         return None
-    N = case.N // ctx.size if case.op == "all_gather_matmul" else case.N
-    return default_overlap(case.M, N, case.dtype, ctx.size, ctx.num_programs)
+    gathers = case.op == "all_gather_matmul"
+    N, K = (case.N // ctx.size, case.K) if gathers else (case.N, case.K // ctx.size)
+    return overlap_config(ctx, case.op, case.M, N, K, case.dtype, "TN")
 
 
 class Problem:

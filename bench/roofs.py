@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import torch
 
 from bench.baselines import enable_symmetric_memory
-from bench.timing import agree, measure
 from tkernels.comm.context import Context
+from tkernels.timing import agree, measure
 
 PEER_COPY_BYTES = 256 << 20
 HBM_COPY_BYTES = 1 << 30

@@ -99,6 +99,7 @@ class Context:
         self.timeout_s, self.num_programs = timeout_s, options["num_programs"]
         self._workspaces: dict[int, Workspace] = {}
         self._constants, self._captured_constants = {}, {}
+        self.configs = {}  # what layers above have chosen for each problem
 
         self.heap = SymmetricHeap(self.group, options["heap_bytes"], runtime.open_segment)
         reachable = self.group.gather(runtime.transports(self.heap.segment))

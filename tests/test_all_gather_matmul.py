@@ -12,8 +12,8 @@ from tkernels.all_gather_matmul import all_gather_matmul as fused
 from tkernels.all_gather_matmul import all_gather_matmul_reference
 from tkernels.comm import interpreter
 from tkernels.comm.collectives import split_rows
-from tkernels.gemm import ACTIVATIONS, DTYPES, GemmConfig
-from tkernels.overlap import OverlapConfig
+from tkernels.configs import GemmConfig, OverlapConfig
+from tkernels.gemm import ACTIVATIONS, DTYPES
 from tkernels.testing.compare import assert_close_to, integers, normal, poison
 
 # (rows of each rank, N on each rank, K)

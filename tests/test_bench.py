@@ -239,8 +239,7 @@ def test_the_widest_table_fits_120_columns(checkout):
 
 @pytest.mark.quick
 def test_a_sweep_changes_one_field_at_a_time_or_takes_the_product(checkout):
-    from tkernels.gemm import GemmConfig
-    from tkernels.overlap import OverlapConfig
+    from tkernels.configs import GemmConfig, OverlapConfig
 
     sweep = load(checkout, "sweep")
     default = OverlapConfig(GemmConfig(), num_comm=12)

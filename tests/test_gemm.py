@@ -10,12 +10,11 @@ import triton.language as tl
 
 import tkernels
 from tkernels.comm import runtime
+from tkernels.configs import GemmConfig, default_config
 from tkernels.gemm import (
     ACTIVATIONS,
     DTYPES,
-    GemmConfig,
     activation_reference,
-    default_config,
     load_tile,
     matmul,
     matmul_reference,

@@ -8,10 +8,10 @@ from transports import every_transport, late, memory_that_kernels_get, over, poi
 
 import tkernels
 from tkernels.comm import interpreter
-from tkernels.gemm import ACTIVATIONS, DTYPES, GemmConfig
+from tkernels.configs import GemmConfig, OverlapConfig
+from tkernels.gemm import ACTIVATIONS, DTYPES
 from tkernels.matmul_all_reduce import matmul_all_reduce as fused
 from tkernels.matmul_all_reduce import matmul_all_reduce_reference
-from tkernels.overlap import OverlapConfig
 from tkernels.testing.compare import assert_close_to, integers, normal
 
 # (M, N, K on each rank)

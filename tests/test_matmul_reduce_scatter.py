@@ -10,10 +10,10 @@ from transports import every_transport, late, memory_that_kernels_get, over, poi
 import tkernels
 from tkernels.comm import interpreter
 from tkernels.comm.collectives import split_rows
-from tkernels.gemm import ACTIVATIONS, DTYPES, GemmConfig
+from tkernels.configs import GemmConfig, OverlapConfig
+from tkernels.gemm import ACTIVATIONS, DTYPES
 from tkernels.matmul_reduce_scatter import matmul_reduce_scatter as fused
 from tkernels.matmul_reduce_scatter import matmul_reduce_scatter_reference
-from tkernels.overlap import OverlapConfig
 from tkernels.testing.compare import assert_close_to, integers, normal
 
 # (rows that each rank owns, N, K on each rank)

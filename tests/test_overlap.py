@@ -11,12 +11,10 @@ import triton.language as tl
 
 from tkernels import overlap
 from tkernels.comm import runtime
-from tkernels.gemm import GemmConfig
+from tkernels.configs import GemmConfig, OverlapConfig, default_overlap
 from tkernels.matmul_reduce_scatter import send_schedule
 from tkernels.overlap import (
     TILE_FIELDS,
-    OverlapConfig,
-    default_overlap,
     first_turn,
     num_chunks,
     programs_of,
@@ -122,4 +120,4 @@ def test_an_empty_shard_still_has_a_chunk():
 
 
 def test_the_example_in_the_docstring_holds():
-    assert doctest.testmod(overlap) == (0, 2)
+    assert doctest.testmod(overlap) == (0, 3)

@@ -17,16 +17,17 @@ import triton.language as tl
 from tkernels.comm.collectives import check_rows
 from tkernels.comm.context import Context
 from tkernels.comm.device import begin_epoch, end_epoch, operation, put_signal, wait_signal
+from tkernels.configs import OverlapConfig, overlap_config
 from tkernels.gemm import (
     ACTIVATIONS,
     Operand,
     activation_reference,
-    all_tma,
     check_dtype,
     check_operands,
     check_result,
     finish,
     halves,
+    layout_of,
     matmul,
     multiply,
     precision,
@@ -36,8 +37,6 @@ from tkernels.gemm import (
 )
 from tkernels.overlap import (
     TILE_FIELDS,
-    OverlapConfig,
-    default_overlap,
     first_turn,
     num_chunks,
     programs_of,
@@ -159,8 +158,8 @@ def all_gather_matmul(
         y = matmul(x_shard_m, w, bias, activation, out=out, out_dtype=out_dtype, config=local)
         return y, None if gathered is None else gathered.copy_(x_shard_m)
 
-    tma = all_tma(x_shard_m, w)
-    config = config or default_overlap(M, N, x_shard_m.dtype, ctx.size, ctx.num_programs, tma)
+    if config is None:
+        config = overlap_config(ctx, "all_gather_matmul", M, N, K, x_shard_m.dtype, layout_of(x_shard_m, w))
     # Through one dimension: contiguous() keeps any stride of a dimension of size 1, and kernels take rows of K.
     gemm, x = config.gemm, x_shard_m.contiguous().view(-1).view(x_shard_m.shape)
     tiles_m = sum(triton.cdiv(count, gemm.block_m) for count in rows)

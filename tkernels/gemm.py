@@ -15,53 +15,10 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tkernels.comm import runtime
+from tkernels.configs import GemmConfig, gemm_config
 
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class GemmConfig:
-    """How one GEMM is tiled.
-
-    group_m: rows of tiles that are walked together, so that one pass over w serves them all from L2.
-    split: column slices in which a tile is stored; 2 halves the shared memory that the epilogue needs.
-    use_tma: descriptors where the layout allows; False loads and stores by pointers always.
-    max_programs: of a local product; fewer leave multiprocessors to what runs beside it.
-    """
-
-    block_m: int = 128
-    block_n: int = 256
-    block_k: int = 64
-    group_m: int = 8
-    split: int = 2
-    num_warps: int = 8
-    num_stages: int = 3
-    use_tma: bool = True
-    max_programs: int | None = None
-
-
-def default_config(M: int, N: int, dtype: torch.dtype, tma: bool = True) -> GemmConfig:
-    """The tiles for a local GEMM of M x N. tma: everything has a layout that descriptors can describe.
-
-    None of these spills registers. The row count of a tile depends on nothing that could differ between ranks.
-    """
-    if runtime.RUNTIME == "simulated":
-        # The interpreter's cost is per operation, hardly per element: 64 x 64 x 64 takes a third of the time of
-        # 32 x 32 x 32 on 256 x 128 x 64. Small products, as in tests, still get several tiles.
-        size = 32 if M <= 128 else 64
-        return GemmConfig(size, size, size, group_m=2)
-    if dtype == torch.float32:
-        # IEEE fp32 has no tensor cores: 190 registers with 8 warps; with 4 warps 255 and 160 spills.
-        return GemmConfig(64, 64, 32 if tma else 16, split=1)
-    if not tma:
-        # Element by element, each element of a tile costs registers: 128 x 256 spills 900 times, 128 x 128 x 32 150.
-        return GemmConfig(64 if M <= 64 else 128, 64, 32, split=1, num_warps=4 if M <= 64 else 8)
-    if M <= 64:
-        return GemmConfig(64, 128, 64, num_warps=4, num_stages=4)
-    if N <= 128:
-        return GemmConfig(128, 128, 64, num_warps=8, num_stages=4)
-    return GemmConfig()
 
 
 # fmt: off
@@ -229,10 +186,21 @@ def tma_allowed(matrix: torch.Tensor) -> bool:
     )
 
 
-def all_tma(x: torch.Tensor, w: torch.Tensor) -> bool:
-    """Whether TMA descriptors can describe x [M, K], w [N, K] and contiguous rows of N."""
-    operands = [matrix.t() if matrix.stride(0) == 1 and matrix.stride(1) != 1 else matrix for matrix in (x, w)]
-    return w.shape[0] * w.element_size() % 16 == 0 and all(tma_allowed(matrix) for matrix in operands)
+def layout_of(x: torch.Tensor, w: torch.Tensor) -> str:
+    """How x [M, K] and w [N, K] lie in memory, as BLAS names it, w first: TN where K is contiguous in both.
+
+    N for a w, and T for an x, whose other dimension is contiguous. "pointers" where TMA descriptors can't describe both
+    and contiguous rows of N.
+    """
+    if w.shape[0] * w.element_size() % 16:
+        return "pointers"
+    letters = ""
+    for matrix, straight, transposed in ((w, "T", "N"), (x, "N", "T")):
+        turned = matrix.stride(0) == 1 and matrix.stride(1) != 1
+        if not tma_allowed(matrix.t() if turned else matrix):
+            return "pointers"
+        letters += transposed if turned else straight
+    return letters
 
 
 @functools.cache
@@ -317,7 +285,7 @@ def matmul(
     y = check_result("matmul", out, x, (M, N), check_dtype("matmul", "out_dtype", out_dtype, x.dtype))
     if M == 0:
         return y
-    config = config or default_config(M, N, x.dtype, all_tma(x, w))
+    config = config or gemm_config(M, N, x.shape[1], x.dtype, layout_of(x, w))
     x_operand = Operand.of(x, config.block_m, config.block_k, config.use_tma)
     w_operand = Operand.of(w, config.block_n, config.block_k, config.use_tma)
     y_operand = Operand.of(y, config.block_m, config.block_n // config.split, config.use_tma and y.stride(1) == 1)

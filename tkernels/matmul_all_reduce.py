@@ -11,9 +11,9 @@ import torch
 from tkernels.comm.collectives import split_rows
 from tkernels.comm.context import Context
 from tkernels.comm.device import operation
+from tkernels.configs import OverlapConfig
 from tkernels.gemm import activation_reference, check_operands
 from tkernels.matmul_reduce_scatter import check_dtypes, matmul_reduce
-from tkernels.overlap import OverlapConfig
 
 OP = operation("matmul_all_reduce")
 

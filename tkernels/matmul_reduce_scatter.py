@@ -27,16 +27,17 @@ from tkernels.comm.device import (
     put_signal,
     wait_signal,
 )
+from tkernels.configs import OverlapConfig, overlap_config
 from tkernels.gemm import (
     ACTIVATIONS,
     Operand,
     activation_reference,
-    all_tma,
     check_dtype,
     check_operands,
     check_result,
     finish,
     halves,
+    layout_of,
     load_tile,
     matmul,
     multiply,
@@ -47,8 +48,6 @@ from tkernels.gemm import (
 )
 from tkernels.overlap import (
     TILE_FIELDS,
-    OverlapConfig,
-    default_overlap,
     first_turn,
     num_chunks,
     programs_of,
@@ -57,6 +56,8 @@ from tkernels.overlap import (
 )
 
 OP = operation("matmul_reduce_scatter")
+
+PART_ROWS = 128  # a part of an inbox begins at a multiple, whatever the tiles: those of ranks may differ
 
 
 # fmt: off
@@ -252,11 +253,13 @@ def matmul_reduce(ctx, op, x, w, bias, activation, rows, dtypes, config, gather:
     first_rows = [sum(rows[:rank]) for rank in range(ctx.size + 1)]
     if x.stride(0) == 1 != x.stride(1) and any(row * x.element_size() % 16 for row in first_rows):
         x = x.contiguous()  # a tile of a part would begin in the midst of 16 bytes, where no descriptor can
-    config = config or default_overlap(M, N, x.dtype, ctx.size, ctx.num_programs, all_tma(x, w))
+    if config is None:
+        operation = "matmul_all_reduce" if gather else "matmul_reduce_scatter"
+        config = overlap_config(ctx, operation, M, N, K, x.dtype, layout_of(x, w))
     gemm, itemsize = config.gemm, wire_dtype.itemsize
     tiles_m, tiles_n = sum(triton.cdiv(count, gemm.block_m) for count in rows), triton.cdiv(N, gemm.block_n)
     num_programs = programs_of(config, ctx.num_programs, tiles_m * tiles_n)
-    part_stride = triton.cdiv(max(rows), gemm.block_m) * gemm.block_m
+    part_stride = triton.cdiv(max(rows), PART_ROWS) * PART_ROWS
     inbox_rows = ctx.size * part_stride
     if gather:  # the finished rows of y, in its own dtype
         inbox_rows += triton.cdiv(M * out_dtype.itemsize, itemsize)

@@ -6,68 +6,19 @@ A shard's rows travel in chunks, one signal a chunk. Some programs of a launch s
 others multiply; once they have nothing left to send, they multiply too.
 """
 
-from dataclasses import dataclass, field
-
-import torch
 import triton
 import triton.language as tl
 
-from tkernels.comm import runtime
-from tkernels.gemm import GemmConfig, default_config
+from tkernels.configs import OverlapConfig
 
 # A tile row of a schedule: whose shard, first row in the shard, first row in the whole, rows that count, chunk.
 TILE_FIELDS = tl.constexpr(5)
 
 
-@dataclass(frozen=True)
-class OverlapConfig:
-    """How a fused operation is tiled and how its data travels.
-
-    gemm: the tiles.
-    chunk_rows: rows behind one signal; a multiple of gemm.block_m.
-    num_comm: programs that send while the others multiply. 9 to 12 reach what NVLink gives to stores, 320 GB/s of the
-        copy engine's 385 on H200 (16 MB to each of 3 peers).
-    put_block: elements that a program copies at a step; 16384 beat 8192 by 8 % on llama70b-qkv (4 H200s, bench/LOG.md).
-    max_registers: a limit of registers a thread. Without one ptxas may spill to make room for a second program on a
-        multiprocessor: 36 spills at 128 registers for fp32 by pointers.
-    max_programs: fewer than the context's leave multiprocessors to what runs beside the operation.
-    """
-
-    gemm: GemmConfig = field(default_factory=GemmConfig)
-    chunk_rows: int = 128
-    num_comm: int = 12
-    put_block: int = 16384
-    max_registers: int | None = None
-    max_programs: int | None = None
-
-    def copy_block(self, aligned: bool) -> int:
-        """put_block where rows are of whole 16 bytes; else fewer, for every element then costs registers."""
-        return self.put_block if aligned else self.put_block // 8
-
-    def __post_init__(self):
-        if self.chunk_rows % self.gemm.block_m:
-            raise ValueError(
-                f"chunk_rows={self.chunk_rows} must be a multiple of block_m={self.gemm.block_m}, so that a tile "
-                f"waits for one chunk"
-            )
-
-
-def default_overlap(
-    M: int, N: int, dtype: torch.dtype, size: int, num_programs: int, tma: bool = True
-) -> OverlapConfig:
-    """The configuration of a fused operation whose local GEMM is M x N, among `size` ranks; tma: as default_config."""
-    gemm = default_config(M, N, dtype, tma)
-    if runtime.RUNTIME == "simulated":
-        return OverlapConfig(gemm, chunk_rows=gemm.block_m, num_comm=min(2, num_programs - 1), put_block=4096)
-    peers = max(size - 1, 1)
-    num_comm = min(max(12 // peers, 1) * peers, num_programs - 1)
-    max_registers = 255 if dtype == torch.float32 else None
-    return OverlapConfig(gemm, max(128, gemm.block_m), num_comm, max_registers=max_registers)
-
-
 def tile_schedule(rows: tuple[int, ...], order: list[int], config: OverlapConfig) -> list[int]:
     """The rows of tiles, flattened TILE_FIELDS a tile: of the shards in `order`, taking a chunk from each in turn.
 
+    >>> from tkernels.configs import GemmConfig
     >>> config = OverlapConfig(GemmConfig(block_m=32), chunk_rows=64)
     >>> tile_schedule((64, 40), [1], config)
     [1, 0, 64, 32, 0, 1, 32, 96, 8, 0]

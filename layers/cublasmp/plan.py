@@ -16,7 +16,8 @@ import torch
 from tkernels.all_gather_matmul import all_gather_matmul
 from tkernels.comm import Context
 from tkernels.comm.collectives import all_gather, all_reduce, reduce_scatter
-from tkernels.gemm import all_tma, matmul
+from tkernels.configs import overlap_config
+from tkernels.gemm import layout_of, matmul
 from tkernels.layers.cublasmp import epilogs
 from tkernels.layers.cublasmp.distributions import length
 from tkernels.layers.cublasmp.options import MatmulAlgoType, MatmulEpilog, MatmulResultScheme
@@ -24,7 +25,12 @@ from tkernels.layers.cublasmp.problem import BGRAD, Layout, Problem, resolve
 from tkernels.layers.cublasmp.redistribution import Redistribution, indices
 from tkernels.matmul_all_reduce import matmul_all_reduce
 from tkernels.matmul_reduce_scatter import matmul_reduce_scatter
-from tkernels.overlap import default_overlap
+
+OPERATIONS = {
+    "AG+GEMM": "all_gather_matmul",
+    "GEMM+RS": "matmul_reduce_scatter",
+    "GEMM+AR": "matmul_all_reduce",
+}  # by pattern
 
 
 def make_plan(ctx: Context, problem: Problem | Exception, scalars: tuple) -> "Plan":
@@ -212,7 +218,8 @@ class Plan:
     def _config(self, ctx: Context, x, w):
         if self.num_comm is None:
             return None
-        config = default_overlap(self.layout.n, w.shape[0], x.dtype, ctx.size, ctx.num_programs, all_tma(x, w))
+        (N, K), operation = w.shape, OPERATIONS[self.pattern]
+        config = overlap_config(ctx, operation, self.layout.n, N, K, x.dtype, layout_of(x, w))
         return dataclasses.replace(config, num_comm=self.num_comm)
 
     def _gradient(self, ctx: Context, y, x, w) -> torch.Tensor:

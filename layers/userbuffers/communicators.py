@@ -27,10 +27,10 @@ from tkernels.comm.context import Context, init
 from tkernels.comm.errors import TkernelsError
 from tkernels.comm.lease import Fence, Lease
 from tkernels.comm.regions import round_up
-from tkernels.gemm import all_tma, default_config, matmul
+from tkernels.configs import OverlapConfig, default_overlap, gemm_config
+from tkernels.gemm import layout_of, matmul
 from tkernels.layers.userbuffers.defaults import OverlapOptions
 from tkernels.matmul_reduce_scatter import matmul_reduce_scatter
-from tkernels.overlap import OverlapConfig, default_overlap
 
 DEFAULT_TIMEOUT_S = 110.0
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -271,7 +271,7 @@ class CommOverlapCore:
         margin = self._margin + (self.options.num_sm if self.options.set_sm_margin else 0)
         if not margin or not x.shape[1]:
             return product(x, w, out_dtype, out)
-        config = default_config(x.shape[0], w.shape[0], x.dtype, all_tma(x, w))
+        config = gemm_config(x.shape[0], *w.shape, x.dtype, layout_of(x, w))
         config = replace(config, max_programs=max(self.context.num_programs - margin, 1))
         return matmul(x, w, out=out, out_dtype=out_dtype, config=config)
 
@@ -284,7 +284,7 @@ class CommOverlapCore:
 
     def _config(self, tokens: int, x: torch.Tensor, w: torch.Tensor, width: int) -> OverlapConfig:
         """The kernel's configuration: the library's own, changed by the options. `width` of what travels."""
-        key = tokens, w.shape[0], x.dtype, all_tma(x, w)
+        key = tokens, w.shape[0], x.dtype, layout_of(x, w) != "pointers"
         if key not in self._configs:
             self._check(width, tokens, x.dtype)
             available = max(self.context.num_programs - self._margin, 2)
