@@ -69,13 +69,12 @@ def part_of(starts, rank, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
 
 @triton.jit
 def receive_parts(
-    out, inbox, ready, starts, max_chunks, epoch, table, chunk,
-    RANK: tl.constexpr, SIZE: tl.constexpr,
-    OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+    out, inbox, ready, starts, max_chunks, epoch, table, chunk, rank,
+    SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):
     """Wait for every peer's part and copy it from the inbox to `out`; the programs share the chunks."""
     for step in range(1, SIZE):
-        source = (RANK + SIZE - step) % SIZE
+        source = (rank + SIZE - step) % SIZE
         start, part = part_of(starts, source, out.dtype.element_ty, ALIGN)
         for index in range(tl.program_id(0), chunk_count(part, chunk), tl.num_programs(0)):
             wait_signal(ready + source * max_chunks + index, epoch, table, source, index, OPERATION, TRANSPORT)
@@ -83,43 +82,42 @@ def receive_parts(
             copy(out + start + first, inbox + start + first, tl.minimum(part - first, chunk), BLOCK, ALIGN)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])  # all ranks share one compiled kernel
 def all_gather_kernel(
     x, out,  # [own part], [whole]
-    inbox, inbox_stride, ready, max_chunks, state, table,
+    inbox, inbox_stride, ready, max_chunks, state, table, rank,
     starts,  # [R + 1] first element of each part
     chunk,  # elements
-    RANK: tl.constexpr, SIZE: tl.constexpr,
-    OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+    SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):
     epoch = begin_epoch(state)
     inbox += epoch % 2 * inbox_stride
-    start, part = part_of(starts, RANK, x.dtype.element_ty, ALIGN)
+    start, part = part_of(starts, rank, x.dtype.element_ty, ALIGN)
     chunks = chunk_count(part, chunk)
     for i in range(tl.program_id(0), chunks * (SIZE - 1), tl.num_programs(0)):
         index = i // (SIZE - 1)
-        target = (RANK + 1 + i % (SIZE - 1)) % SIZE
+        target = (rank + 1 + i % (SIZE - 1)) % SIZE
         first = tl.cast(index, tl.int64) * chunk
         put_signal(
             inbox + start + first, x + first, tl.minimum(part - first, chunk),
-            ready + RANK * max_chunks + index, epoch, target, table, TRANSPORT, BLOCK, ALIGN,
+            ready + rank * max_chunks + index, epoch, target, table, TRANSPORT, BLOCK, ALIGN,
         )
     for index in range(tl.program_id(0), chunks, tl.num_programs(0)):
         first = tl.cast(index, tl.int64) * chunk
         copy(out + start + first, x + first, tl.minimum(part - first, chunk), BLOCK, ALIGN)
     receive_parts(
-        out, inbox, ready, starts, max_chunks, epoch, table, chunk, RANK, SIZE, OPERATION, TRANSPORT, BLOCK, ALIGN
+        out, inbox, ready, starts, max_chunks, epoch, table, chunk, rank, SIZE, OPERATION, TRANSPORT, BLOCK, ALIGN
     )
     end_epoch(state, epoch)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def reduce_kernel(
     x, out,  # [whole]; [own part], or [whole] with GATHER
-    inbox, inbox_stride, part_stride, ready, max_chunks, state, table,
+    inbox, inbox_stride, part_stride, ready, max_chunks, state, table, rank,
     starts,  # [R + 1] first element of each part
     chunk,  # elements
-    RANK: tl.constexpr, SIZE: tl.constexpr, GATHER: tl.constexpr,
+    SIZE: tl.constexpr, GATHER: tl.constexpr,
     OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):
     """Send each rank its part of x, sum what arrives; with GATHER, send the sum of the own part to everyone."""
@@ -128,22 +126,22 @@ def reduce_kernel(
     inbox += epoch % 2 * inbox_stride
     pid = tl.program_id(0)
     for step in range(1, SIZE):
-        target = (RANK + step) % SIZE
+        target = (rank + step) % SIZE
         start, part = part_of(starts, target, x.dtype.element_ty, ALIGN)
         for index in range(pid, chunk_count(part, chunk), tl.num_programs(0)):
             first = tl.cast(index, tl.int64) * chunk
             put_signal(
-                inbox + RANK * part_stride + first, x + start + first, tl.minimum(part - first, chunk),
-                ready + RANK * max_chunks + index, epoch, target, table, TRANSPORT, BLOCK, ALIGN,
+                inbox + rank * part_stride + first, x + start + first, tl.minimum(part - first, chunk),
+                ready + rank * max_chunks + index, epoch, target, table, TRANSPORT, BLOCK, ALIGN,
             )
 
-    start, part = part_of(starts, RANK, x.dtype.element_ty, ALIGN)
+    start, part = part_of(starts, rank, x.dtype.element_ty, ALIGN)
     own = out + start if GATHER else out
     gathered = inbox + SIZE * part_stride
     gathered_ready = ready + SIZE * max_chunks
     for index in range(pid, chunk_count(part, chunk), tl.num_programs(0)):
         for source in range(SIZE):
-            if source != RANK:
+            if source != rank:
                 wait_signal(ready + source * max_chunks + index, epoch, table, source, index, OPERATION, TRANSPORT)
         first = tl.cast(index, tl.int64) * chunk
         last = tl.minimum(part, first + chunk)
@@ -151,7 +149,7 @@ def reduce_kernel(
             at = tl.cast(offset, tl.int64) + tl.arange(0, BLOCK)
             total = tl.zeros((BLOCK,), tl.float32)
             for source in range(SIZE):
-                if source == RANK:
+                if source == rank:
                     total += tl.load(x + start + at, mask=at < last, other=0.0).to(tl.float32)
                 else:
                     total += tl.load(inbox + source * part_stride + at, mask=at < last, other=0.0).to(tl.float32)
@@ -161,27 +159,27 @@ def reduce_kernel(
             for step in range(1, SIZE):
                 put_signal(
                     gathered + start + first, own + first, last - first,
-                    gathered_ready + RANK * max_chunks + index, epoch, (RANK + step) % SIZE, table,
+                    gathered_ready + rank * max_chunks + index, epoch, (rank + step) % SIZE, table,
                     TRANSPORT, BLOCK, ALIGN,
                 )
     if GATHER:
         receive_parts(
             out, gathered, gathered_ready, starts, max_chunks, epoch, table, chunk,
-            RANK, SIZE, OPERATION, TRANSPORT, BLOCK, ALIGN,
+            rank, SIZE, OPERATION, TRANSPORT, BLOCK, ALIGN,
         )
     end_epoch(state, epoch)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def barrier_kernel(
-    ready, max_chunks, state, table,
-    RANK: tl.constexpr, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
+    ready, max_chunks, state, table, rank,
+    SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
 ):
     epoch = begin_epoch(state)
     for step in range(1, SIZE):
-        signal(ready + RANK * max_chunks, epoch, (RANK + step) % SIZE, table, TRANSPORT)
+        signal(ready + rank * max_chunks, epoch, (rank + step) % SIZE, table, TRANSPORT)
     for step in range(1, SIZE):
-        source = (RANK + step) % SIZE
+        source = (rank + step) % SIZE
         wait_signal(ready + source * max_chunks, epoch, table, source, 0, OPERATION, TRANSPORT)
     end_epoch(state, epoch)
 # fmt: on
@@ -221,8 +219,8 @@ def all_gather(
     ctx.launch(
         all_gather_kernel, plan.num_programs, plan.x, plan.out,
         workspace.inbox.view(plan.x.dtype), workspace.inbox_bytes // plan.itemsize, workspace.ready,
-        workspace.num_chunks, workspace.state, ctx.table, plan.starts, plan.chunk,
-        RANK=ctx.rank, SIZE=ctx.size, OPERATION=OP_ALL_GATHER, **plan.options,
+        workspace.num_chunks, workspace.state, ctx.table, ctx.rank, plan.starts, plan.chunk,
+        SIZE=ctx.size, OPERATION=OP_ALL_GATHER, **plan.options,
     )  # fmt: skip
     return out
 
@@ -270,8 +268,8 @@ def barrier(ctx: Context):
     if ctx.size > 1:
         workspace = ctx.workspace().reserve(0, 1)
         ctx.launch(
-            barrier_kernel, 1, workspace.ready, workspace.num_chunks, workspace.state, ctx.table,
-            RANK=ctx.rank, SIZE=ctx.size, OPERATION=OP_BARRIER, TRANSPORT=ctx.transport_id, num_warps=1,
+            barrier_kernel, 1, workspace.ready, workspace.num_chunks, workspace.state, ctx.table, ctx.rank,
+            SIZE=ctx.size, OPERATION=OP_BARRIER, TRANSPORT=ctx.transport_id, num_warps=1,
         )  # fmt: skip
 
 
@@ -284,8 +282,8 @@ def _reduce(
     ctx.launch(
         reduce_kernel, plan.num_programs, plan.x, out,
         workspace.inbox.view(x.dtype), workspace.inbox_bytes // plan.itemsize, part_stride, workspace.ready,
-        workspace.num_chunks, workspace.state, ctx.table, plan.starts, plan.chunk,
-        RANK=ctx.rank, SIZE=ctx.size, GATHER=gather,
+        workspace.num_chunks, workspace.state, ctx.table, ctx.rank, plan.starts, plan.chunk,
+        SIZE=ctx.size, GATHER=gather,
         OPERATION=OP_ALL_REDUCE if gather else OP_REDUCE_SCATTER, **plan.options,
     )  # fmt: skip
 

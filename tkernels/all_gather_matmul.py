@@ -51,17 +51,19 @@ FLOPS_PER_S = 650e12  # of all programs together, H200, bf16
 
 
 # fmt: off
-# Row counts may change from call to call: no new kernel for each.
-@triton.jit(do_not_specialize=["parity_rows", "tiles_m", "head_turns", "max_chunks", "first_row", "rows", "chunk_rows"])
+# Row counts may change from call to call, and ranks differ: no new kernel for each.
+@triton.jit(do_not_specialize=[
+    "parity_rows", "tiles_m", "head_turns", "max_chunks", "rank", "first_row", "rows", "chunk_rows",
+])
 def all_gather_matmul_kernel(
     x, x_memory,  # [M/R, K], and the same as a pointer to contiguous rows
     gathered, inbox, parity_rows,  # [parity_rows + M, K], and as a pointer
     w, w_stride_n, w_stride_k,  # [N/R, K]
     bias, y, y_stride_m,  # [N/R]; [M, N/R]
     schedule, tiles_m, head_turns,
-    ready, max_chunks, state, table,
+    ready, max_chunks, state, table, rank,
     first_row, rows, N, K, chunk_rows,  # this rank's first row in the whole, and its rows
-    RANK: tl.constexpr, SIZE: tl.constexpr, NUM_COMM: tl.constexpr,
+    SIZE: tl.constexpr, NUM_COMM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
     X_TMA: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr, Y_TMA: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
@@ -74,16 +76,16 @@ def all_gather_matmul_kernel(
         chunks = tl.maximum(tl.cdiv(rows, chunk_rows), 1)
         for i in range(pid, chunks * (SIZE - 1), NUM_COMM):
             chunk = i // (SIZE - 1)
-            target = (RANK + 1 + i % (SIZE - 1)) % SIZE
+            target = (rank + 1 + i % (SIZE - 1)) % SIZE
             row = tl.cast(chunk * chunk_rows, tl.int64)
             put_signal(
                 inbox + (parity_row + first_row + row) * K, x_memory + row * K,
                 tl.minimum(rows - row, chunk_rows) * K,
-                ready + RANK * max_chunks + chunk, epoch, target, table, TRANSPORT, PUT_BLOCK, ALIGN,
+                ready + rank * max_chunks + chunk, epoch, target, table, TRANSPORT, PUT_BLOCK, ALIGN,
             )
         if pid == 0:
             for step in range(1, SIZE):
-                source = (RANK + step) % SIZE
+                source = (rank + step) % SIZE
                 wait_signal(ready + source * max_chunks, epoch, table, source, 0, OPERATION, TRANSPORT)
 
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -100,7 +102,7 @@ def all_gather_matmul_kernel(
         # One main loop for both: two would each take the shared memory of a pipeline.
         operand = x
         at = row
-        if source != RANK:
+        if source != rank:
             operand = gathered
             at = parity_row + out_row
             chunk = tl.load(tile + 4).to(tl.int32)
@@ -187,9 +189,9 @@ def all_gather_matmul(
         w_operand.argument, w_operand.row_stride, w_operand.column_stride,
         bias.contiguous() if bias is not None else x, y_operand.argument, N,
         schedule, tiles_m, _head_turns(ctx, rows, K, config, num_programs),
-        workspace.ready, workspace.num_chunks, workspace.state, ctx.table,
+        workspace.ready, workspace.num_chunks, workspace.state, ctx.table, ctx.rank,
         first_row, rows[ctx.rank], N, K, config.chunk_rows,
-        RANK=ctx.rank, SIZE=ctx.size, NUM_COMM=config.num_comm,
+        SIZE=ctx.size, NUM_COMM=config.num_comm,
         BLOCK_M=gemm.block_m, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, GROUP_M=gemm.group_m, SPLIT=gemm.split,
         X_TMA=x_operand.tma, W_TMA=w_operand.tma, W_TRANSPOSED=w_operand.transposed,
         Y_TMA=y_operand.tma, HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],

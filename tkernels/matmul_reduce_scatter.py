@@ -64,22 +64,23 @@ PART_ROWS = 128  # a part of an inbox begins at a multiple, whatever the tiles: 
 @triton.jit
 def add_partials(
     total, partials, partial_row, part_stride, row, valid, column, N, chunk,
-    ready, max_chunks, epoch, table,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, TMA: tl.constexpr,
+    ready, max_chunks, epoch, table, rank,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, TMA: tl.constexpr,
     OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
 ):
     """Add the peers' partial sums of one tile, waiting for each peer's chunk; partials: [R, part_stride, N]."""
     for step in range(1, SIZE):
-        source = (RANK + step) % SIZE
+        source = (rank + step) % SIZE
         wait_signal(ready + source * max_chunks + chunk, epoch, table, source, chunk, OPERATION, TRANSPORT)
         at = partial_row + source * part_stride + row
         total += load_tile(partials, N, 1, at, column, at + valid, N, ROWS, COLUMNS, TMA, False).to(tl.float32)
     return total
 
 
-# Row counts may change from call to call: no new kernel for each.
+# Row counts may change from call to call, and ranks differ: no new kernel for each.
 @triton.jit(do_not_specialize=[
-    "parity_rows", "part_stride", "tiles_m", "peer_tiles_m", "head_turns", "num_sends", "max_chunks", "chunk_rows",
+    "parity_rows", "part_stride", "tiles_m", "peer_tiles_m", "head_turns", "num_sends", "max_chunks", "rank",
+    "chunk_rows",
 ])
 def matmul_reduce_kernel(
     x, x_stride_m, x_stride_k,  # [M, K/R]
@@ -90,9 +91,9 @@ def matmul_reduce_kernel(
     schedule, tiles_m, peer_tiles_m, head_turns,  # the first peer_tiles_m rows of tiles are the peers'
     sends, num_sends,  # [num_sends, 4]: target, chunk, first row in the whole, rows
     parts, starts,  # [R + 1], [R + 1]: first row and first element of each part
-    counters, ready, max_chunks, state, table,
+    counters, ready, max_chunks, state, table, rank,
     N, K, chunk_rows,
-    RANK: tl.constexpr, SIZE: tl.constexpr, NUM_COMM: tl.constexpr, GATHER: tl.constexpr,
+    SIZE: tl.constexpr, NUM_COMM: tl.constexpr, GATHER: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
     X_TMA: tl.constexpr, X_TRANSPOSED: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr,
     Y_TMA: tl.constexpr, O_TMA: tl.constexpr, P_TMA: tl.constexpr,
@@ -103,8 +104,8 @@ def matmul_reduce_kernel(
     epoch = begin_epoch(state)
     parity_row = (epoch % 2).to(tl.int32) * parity_rows
     tiles_n = tl.cdiv(N, BLOCK_N)
-    first = tl.load(parts + RANK)  # the own rows in the whole
-    own = tl.load(parts + RANK + 1) - first
+    first = tl.load(parts + rank)  # the own rows in the whole
+    own = tl.load(parts + rank + 1) - first
     own_chunks = tl.maximum(tl.cdiv(own, chunk_rows), 1)
 
     if pid < NUM_COMM:
@@ -115,13 +116,13 @@ def matmul_reduce_kernel(
             row = tl.load(send + 2)
             rows = tl.load(send + 3)
             counter = counters + target * max_chunks + chunk
-            wait_signal(counter, tl.cdiv(rows, BLOCK_M) * tiles_n, table, RANK, chunk, OPERATION, TRANSPORT)
+            wait_signal(counter, tl.cdiv(rows, BLOCK_M) * tiles_n, table, rank, chunk, OPERATION, TRANSPORT)
             tl.debug_barrier()
             tl.store(counter, tl.full((), 0, tl.int64))
-            at = tl.cast(parity_row + RANK * part_stride + chunk * chunk_rows, tl.int64)
+            at = tl.cast(parity_row + rank * part_stride + chunk * chunk_rows, tl.int64)
             put_signal(
                 inbox + at * N, outbox_memory + row * N, rows * N,
-                ready + RANK * max_chunks + chunk, epoch, target, table, TRANSPORT, PUT_BLOCK, ALIGN,
+                ready + rank * max_chunks + chunk, epoch, target, table, TRANSPORT, PUT_BLOCK, ALIGN,
             )
 
     turn = first_turn(pid, NUM_COMM, head_turns)
@@ -145,7 +146,7 @@ def matmul_reduce_kernel(
             x, x_stride_m, x_stride_k, x_row, x_row + valid, w, w_stride_n, w_stride_k, column, N, K,
             BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, X_TRANSPOSED, W_TMA, W_TRANSPOSED, PRECISION,
         )
-        if owner == RANK:
+        if owner == rank:
             out_row = row
             if GATHER:
                 out_row = x_row
@@ -154,20 +155,20 @@ def matmul_reduce_kernel(
                 left, right = halves(total, BLOCK_M, BLOCK_N)
                 left = add_partials(
                     left, partials, parity_row, part_stride, row, valid, column, N, chunk,
-                    ready, max_chunks, epoch, table, BLOCK_M, HALF, RANK, SIZE, P_TMA, OPERATION, TRANSPORT,
+                    ready, max_chunks, epoch, table, rank, BLOCK_M, HALF, SIZE, P_TMA, OPERATION, TRANSPORT,
                 )
                 left = finish(left, bias, column, N, HALF, HAS_BIAS, ACTIVATION)
                 store_tile(left, y, N, out_row, valid, column, N, BLOCK_M, HALF, Y_TMA, DTYPE)
                 right = add_partials(
                     right, partials, parity_row, part_stride, row, valid, column + HALF, N, chunk,
-                    ready, max_chunks, epoch, table, BLOCK_M, HALF, RANK, SIZE, P_TMA, OPERATION, TRANSPORT,
+                    ready, max_chunks, epoch, table, rank, BLOCK_M, HALF, SIZE, P_TMA, OPERATION, TRANSPORT,
                 )
                 right = finish(right, bias, column + HALF, N, HALF, HAS_BIAS, ACTIVATION)
                 store_tile(right, y, N, out_row, valid, column + HALF, N, BLOCK_M, HALF, Y_TMA, DTYPE)
             else:
                 total = add_partials(
                     total, partials, parity_row, part_stride, row, valid, column, N, chunk,
-                    ready, max_chunks, epoch, table, BLOCK_M, BLOCK_N, RANK, SIZE, P_TMA, OPERATION, TRANSPORT,
+                    ready, max_chunks, epoch, table, rank, BLOCK_M, BLOCK_N, SIZE, P_TMA, OPERATION, TRANSPORT,
                 )
                 total = finish(total, bias, column, N, BLOCK_N, HAS_BIAS, ACTIVATION)
                 store_tile(total, y, N, out_row, valid, column, N, BLOCK_M, BLOCK_N, Y_TMA, DTYPE)
@@ -179,7 +180,7 @@ def matmul_reduce_kernel(
                 store_tile(right, outbox, N, x_row, valid, column + HALF, N, BLOCK_M, HALF, O_TMA, WIRE)
             else:
                 store_tile(total, outbox, N, x_row, valid, column, N, BLOCK_M, BLOCK_N, O_TMA, WIRE)
-        if GATHER or owner != RANK:
+        if GATHER or owner != rank:
             publish(TRANSPORT)
             count(counters + owner * max_chunks + chunk, TRANSPORT)
         turn += 1
@@ -187,7 +188,7 @@ def matmul_reduce_kernel(
 
     if pid == 0:  # a rank without rows of its own still hears from every peer
         for step in range(1, SIZE):
-            source = (RANK + step) % SIZE
+            source = (rank + step) % SIZE
             wait_signal(ready + source * max_chunks, epoch, table, source, 0, OPERATION, TRANSPORT)
 
     if GATHER:
@@ -197,19 +198,19 @@ def matmul_reduce_kernel(
             for chunk in range(pid, own_chunks, NUM_COMM):
                 row = tl.cast(chunk * chunk_rows, tl.int64)
                 rows = tl.maximum(tl.minimum(own - row, chunk_rows), 0)
-                counter = counters + RANK * max_chunks + chunk
-                wait_signal(counter, tl.cdiv(rows, BLOCK_M) * tiles_n, table, RANK, chunk, OPERATION, TRANSPORT)
+                counter = counters + rank * max_chunks + chunk
+                wait_signal(counter, tl.cdiv(rows, BLOCK_M) * tiles_n, table, rank, chunk, OPERATION, TRANSPORT)
                 tl.debug_barrier()
                 tl.store(counter, tl.full((), 0, tl.int64))
                 for step in range(1, SIZE):
                     put_signal(
                         gathered + (first + row) * N, y_memory + (first + row) * N, rows * N,
-                        gathered_ready + RANK * max_chunks + chunk, epoch, (RANK + step) % SIZE, table,
+                        gathered_ready + rank * max_chunks + chunk, epoch, (rank + step) % SIZE, table,
                         TRANSPORT, PUT_BLOCK, ALIGN,
                     )
         receive_parts(
             y_memory, gathered, gathered_ready, starts, max_chunks, epoch, table, tl.cast(chunk_rows, tl.int64) * N,
-            RANK, SIZE, OPERATION, TRANSPORT, PUT_BLOCK, ALIGN,
+            rank, SIZE, OPERATION, TRANSPORT, PUT_BLOCK, ALIGN,
         )
     end_epoch(state, epoch)
 # fmt: on
@@ -305,9 +306,9 @@ def matmul_reduce(ctx, op, x, w, bias, activation, rows, dtypes, config, gather:
         p_operand.argument, inbox, parity_rows, part_stride,
         schedule, tiles_m, peer_tiles_m, head_turns,
         sends, sends.numel() // 4, parts, starts,
-        workspace.counters, workspace.ready, workspace.num_chunks, workspace.state, ctx.table,
+        workspace.counters, workspace.ready, workspace.num_chunks, workspace.state, ctx.table, ctx.rank,
         N, K, config.chunk_rows,
-        RANK=ctx.rank, SIZE=ctx.size, NUM_COMM=config.num_comm, GATHER=gather,
+        SIZE=ctx.size, NUM_COMM=config.num_comm, GATHER=gather,
         BLOCK_M=gemm.block_m, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, GROUP_M=gemm.group_m, SPLIT=gemm.split,
         X_TMA=x_operand.tma, X_TRANSPOSED=x_operand.transposed, W_TMA=w_operand.tma,
         W_TRANSPOSED=w_operand.transposed, Y_TMA=y_operand.tma, O_TMA=o_operand.tma, P_TMA=p_operand.tma,
