@@ -151,12 +151,15 @@ class Channel:
         plan = Regions(
             full=((num_programs,), torch.int64),
             free=((num_programs,), torch.int64),
+            spare=((num_programs,), torch.int64),
             slots=((copies * self.slot_bytes,), torch.uint8),
         )
         self._memory = ctx.empty(plan.num_bytes, dtype=torch.uint8)
         self._full, self._free, self._slots = (plan.view(self._memory, name) for name in ("full", "free", "slots"))
         self._full.zero_()
         self._free.zero_()
+        self._spare = plan.view(self._memory, "spare").fill_(1 << 62)  # far ahead of any generation
+        self._loaded = set()
         dev = torch.get_device_module(ctx.device)
         # What follows one another at an end are the uses of its state: [generation, programs that have finished].
         self._sending, self._receiving = (
@@ -165,6 +168,7 @@ class Channel:
         )
         self.credit = RemoteSignal(ctx, dev, self._free, self._sending.tensor, dst, copies, OP_SEND)
         self.arrival = RemoteSignal(ctx, dev, self._full, self._receiving.tensor, src, 0, OP_RECEIVE)
+        self._load(self._slots[:ALIGNMENT])
         ctx.group.barrier()  # nobody signals before every rank's words are zero
 
     @property
@@ -178,6 +182,7 @@ class Channel:
         Raises ValueError for a tensor that isn't contiguous or lies elsewhere.
         """
         for part in self._parts(tensor, "send", self.dst):
+            self._load(part)
             with self._turn(self._sending, self.credit) as state:
                 self._launch(channel_send_kernel, part, self._full, state, self.dst)
 
@@ -219,10 +224,27 @@ class Channel:
         finally:
             end.release(lease)
 
-    def _launch(self, kernel, part: torch.Tensor, words: torch.Tensor, state: torch.Tensor, peer: int):
-        align = next(width for width in _WIDTHS if (part.data_ptr() | part.numel()) % width == 0)
+    def _load(self, part: torch.Tensor):
+        """Launch the kernels as for this part, but without a byte or a wait.
+
+        The driver loads a module only once the kernels that run have ended. If two ranks loaded one while a send, or a
+        receive, waited for the other, none would get on.
+        """
+        ctx, dev, variant = self.ctx, self._sending.dev, (_alignment(part), part.data_ptr() % 16)
+        if variant in self._loaded or ctx.device.type == "cpu":
+            return
+        state = torch.zeros(2, dtype=torch.int64, device=ctx.device)
+        if not self._loaded:
+            for lag, operation in ((self.copies, OP_SEND), (0, OP_RECEIVE)):
+                RemoteSignal(ctx, dev, self._spare, state, ctx.rank, lag, operation).wait(dev.current_stream())
+        for kernel in (channel_send_kernel, channel_receive_kernel):
+            self._launch(kernel, part, self._spare, state, ctx.rank, num_bytes=0)
+        self._loaded.add(variant)
+
+    def _launch(self, kernel, part: torch.Tensor, words, state, peer: int, *, num_bytes: int | None = None):
+        align = _alignment(part)
         itemsize = _WIDTHS[align].itemsize
-        num_elements = part.numel() // itemsize
+        num_elements = (part.numel() if num_bytes is None else num_bytes) // itemsize
         share = round_up(-(-num_elements // self.num_programs), 16 // itemsize)
         self.ctx.launch(
             kernel, self.num_programs, part.view(_WIDTHS[align]), self._slots.view(_WIDTHS[align]),
@@ -231,6 +253,11 @@ class Channel:
             # Element by element, each has an address and a mask of its own: fewer at a time.
             BLOCK=BLOCK_BYTES // 4 // (1 if align == 16 else 4), ALIGN=align, num_warps=8, maxnreg=128,
         )  # fmt: skip
+
+
+def _alignment(part: torch.Tensor) -> int:
+    """Bytes that divide the address and the size."""
+    return next(width for width in _WIDTHS if (part.data_ptr() | part.numel()) % width == 0)
 
 
 def _check_options(ctx: Context, dst, src, options: dict):

@@ -13,9 +13,16 @@ no kernel that was launched after the send can be given the memory.
 Each of a rank's four edges (send_next, recv_prev, send_prev, recv_next) has a stream of its own, so that a send that
 waits for its peer holds up no receive, and a receive that was posted early no send. Even ranks send to the next rank
 first, odd ranks receive first, so that pairs of ranks meet where a transport takes one message at a time.
+
+Over channels nothing of a receive runs before its handle is waited for or asked: the sender puts the message into a
+slot meanwhile, and a kernel that waited for it would hold up the host. The CUDA driver loads a module, Triton's or a
+kernel of torch's that is used for the first time, and frees memory, only once the kernels that run have ended (seen
+with CUDA 13.0). Two ranks that each load something while a kernel waits for the other never get on. NCCL's kernels do
+run, and wait, from the post on: there, take the first steps without overlap_p2p_comm.
 """
 
 import os
+import threading
 import time
 import warnings
 import weakref
@@ -28,7 +35,7 @@ from tkernels.comm.channel import Channel
 from tkernels.comm.context import Context, current_context
 from tkernels.comm.errors import LeaseError
 from tkernels.comm.group import Group
-from tkernels.comm.lease import Fence, Keepalive, Lease, WorkCompletion
+from tkernels.comm.lease import EventCompletion, Fence, Keepalive, Lease, WorkCompletion, capturing
 
 EDGES = ("send_next", "recv_prev", "send_prev", "recv_next")
 ISSUE_ORDER = (EDGES, ("recv_prev", "send_next", "recv_next", "send_prev"))  # of even ranks, of odd ranks
@@ -67,7 +74,10 @@ class P2PHandle:
         self._leases = [lease for lease in self._leases if not lease.released]
 
     def query(self) -> bool:
-        """Whether the transfer is known to be done; never under capture of a CUDA graph."""
+        """Whether the transfer is known to be done; never under capture of a CUDA graph.
+
+        To ask for a receive over channels launches it, and from then on a kernel waits for the peer.
+        """
         self._require_not_released()
         return all(done.query() for done in self._done)
 
@@ -270,22 +280,22 @@ class P2PCommunicator:
     # How it is done
 
     def _one_way(self, send: dict, receive: dict, overlap: bool):
+        if not overlap:
+            return next(iter(self._exchange(send, receive).values()), None)
         received, handles = self._start(send, receive)
-        result = next(iter(received.values()), None)
-        if overlap:
-            return result, handles
-        for handle in handles.values():
-            handle.wait()
-        return result
+        return next(iter(received.values()), None), handles
 
     def _exchange(self, send=None, receive=None) -> dict:
-        received, handles = self._start(send or {}, receive or {})
+        received, handles = self._start(send or {}, receive or {}, at_once=True)
         for handle in handles.values():
             handle.wait()
         return received
 
-    def _start(self, send: dict, receive: dict) -> tuple[dict, dict[str, P2PHandle]]:
-        """Start the transfers in this rank's order; returns what will be received, and handles, by edge."""
+    def _start(self, send: dict, receive: dict, at_once: bool = False) -> tuple[dict, dict[str, P2PHandle]]:
+        """Start the transfers in this rank's order, receives too if `at_once`.
+
+        Returns what will be received, and handles, by edge.
+        """
         received, handles = {}, {}
         for edge in ISSUE_ORDER[self.rank % 2]:
             if any(True for _ in leaves(send.get(edge))):
@@ -293,6 +303,8 @@ class P2PCommunicator:
                 handles[edge] = self._send(edge, send[edge])
             elif edge in receive:
                 received[edge], handles[edge] = self._receive(edge, receive[edge], self.dtype)
+                if at_once:
+                    handles[edge].query()  # a receive over channels would wait to be asked for, behind the sends
         return received, handles
 
     def _send(self, edge: str, value, producers=None, home=None) -> P2PHandle:
@@ -403,6 +415,7 @@ class _ChannelWire:
         backward = Channel(ctx, before, after, slot_bytes=slot_bytes, copies=copies)
         self.channels = dict(zip(EDGES, (forward, forward, backward, backward), strict=True))
         self._ctx, self._late = ctx, {edge: deque() for edge in EDGES}
+        self._lock = threading.RLock()  # handles may be waited for in autograd's threads
 
     def send(self, edge: str, tensor: torch.Tensor):
         if self._ctx.device.type == "cpu":
@@ -412,7 +425,15 @@ class _ChannelWire:
     def receive(self, edge: str, tensor: torch.Tensor):
         if self._ctx.device.type == "cpu":
             return self._start(edge, tensor)
-        self.channels[edge].receive(tensor)
+        with self._lock:
+            self._late[edge].append(_LateReceive(self, edge, tensor))
+            return self._late[edge][-1]
+
+    def receive_until(self, last: "_LateReceive"):
+        """Launch the receives of an edge, in order, up to this one."""
+        with self._lock:
+            while last.done is None:
+                self._late[last.edge].popleft().launch()
 
     def close(self):
         for edge in ("send_prev", "send_next"):
@@ -459,6 +480,28 @@ class _ChannelWire:
                 self.move(transfer.edge)
 
 
+class _LateReceive:
+    """A completion on GPUs: a receive that is launched, on the stream it was posted on, when somebody wants it."""
+
+    def __init__(self, wire: _ChannelWire, edge: str, tensor: torch.Tensor):
+        self.key, self.edge, self.done = self, edge, None
+        self._wire, self._tensor, self._stream = wire, tensor, torch.cuda.current_stream()
+        self.captured = capturing(torch.cuda)
+
+    def launch(self):
+        with torch.cuda.stream(self._stream):
+            self._wire.channels[self.edge].receive(self._tensor)
+        self.done, self._tensor = EventCompletion(self._stream, self.captured), None
+
+    def wait(self, stream):
+        self._wire.receive_until(self)
+        self.done.wait(stream)
+
+    def query(self) -> bool:
+        self._wire.receive_until(self)
+        return self.done.query()
+
+
 class _LateTransfer:
     """A completion of the simulated runtime: the slotfuls of a message that have yet to move."""
 
@@ -496,22 +539,40 @@ class _TorchWire:
             dist.new_group(ranks, backend=backend, use_local_synchronization=len(ranks) < world)
             for _ in range(2 * (2 + self._size % 2))
         ]
+        if backend == "nccl":
+            self._connect()
+
+    def _connect(self):
+        """Send a message along every edge, a group at a time, in which each rank has one edge at most.
+
+        NCCL connects two ranks at their first message, while both hosts wait: they would wait for each other if both
+        sent first, which may be done later.
+        """
+        nothing = torch.zeros(1, device="cuda")
+        for group in self._groups:
+            for edge in EDGES:
+                if self._group(edge) is group:
+                    (dist.send if edge.startswith("send") else dist.recv)(nothing, self._peer(edge), group=group)
 
     def send(self, edge: str, tensor: torch.Tensor):
-        return self._start(dist.isend, edge, tensor, sender=self._rank)
+        return self._start(dist.isend, edge, tensor)
 
     def receive(self, edge: str, tensor: torch.Tensor):
-        return self._start(dist.irecv, edge, tensor, sender=self._peer(edge))
+        return self._start(dist.irecv, edge, tensor)
 
     def _peer(self, edge: str) -> int:
-        return (self._rank + (1 if edge.endswith("next") else -1)) % self._size
+        """Its global rank."""
+        return self._ranks[(self._rank + (1 if edge.endswith("next") else -1)) % self._size]
 
-    def _start(self, transfer, edge: str, tensor: torch.Tensor, sender: int):
+    def _group(self, edge: str) -> dist.ProcessGroup:
+        sender = self._rank if edge.startswith("send") else self._ranks.index(self._peer(edge))
+        colour = 2 if self._size % 2 and sender == self._size - 1 else sender % 2
+        return self._groups[2 * colour + (edge in ("send_prev", "recv_next"))]
+
+    def _start(self, transfer, edge: str, tensor: torch.Tensor):
         if not tensor.numel():
             return None
-        colour = 2 if self._size % 2 and sender == self._size - 1 else sender % 2
-        group = self._groups[2 * colour + (edge in ("send_prev", "recv_next"))]
-        return WorkCompletion(transfer(tensor, self._ranks[self._peer(edge)], group=group), self._dev)
+        return WorkCompletion(transfer(tensor, self._peer(edge), group=self._group(edge)), self._dev)
 
     def close(self):
         for group in self._groups:

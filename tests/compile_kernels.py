@@ -335,14 +335,15 @@ def _call(case: Case):
 
 def _call_channel(ctx, case: Case):
     """One of the channel's kernels: its launchers wait, then move."""
-    with mock.patch.object(channel, "_check_options"):  # who is beside whom is asked of ranks that don't exist
+    load = mock.patch.object(channel.Channel, "_load")
+    with load, mock.patch.object(channel, "_check_options"):  # who is beside whom is asked of ranks that don't exist
         made = channel.Channel(ctx, 0, 0, slot_bytes=1 << 20)
-    verb = case.label.partition("_")[0]
-    if verb == "wait":
-        return made.credit.wait(None)
-    made.credit.wait = made.arrival.wait = lambda stream: None
-    start = 1 if case.misaligned else 0
-    getattr(made, verb)(torch.empty((1 << 20) + start, dtype=torch.uint8)[start:])
+        verb = case.label.partition("_")[0]
+        if verb == "wait":
+            return made.credit.wait(None)
+        made.credit.wait = made.arrival.wait = lambda stream: None
+        start = 1 if case.misaligned else 0
+        getattr(made, verb)(torch.empty((1 << 20) + start, dtype=torch.uint8)[start:])
 
 
 # Facts.

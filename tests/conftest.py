@@ -1,9 +1,12 @@
 import collections
+import signal
 from pathlib import Path
 
 import pytest
 
 import tkernels
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and their children, ignore it
 
 # Systems above the operations. Through the interpreter, where all ranks share two cores, a plain run takes the smallest
 # number of ranks, and of a long table of cases on ranks one in three; `-m exhaustive` takes the rest, a GPU run all.

@@ -2,16 +2,19 @@
 
 import gc
 import time
+import uuid
 import warnings
 from collections import Counter
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from test_pipeline import PEER, Ranks
 from transports import every_transport, gpu_only, late, over
 
 import tkernels
-from tkernels.comm import Lease, LeaseError
+from tkernels.comm import Lease, LeaseError, WaitTimeoutError
 from tkernels.layers.p2p import EDGES, P2PCommunicator, custom_backward, deallocate_output_tensor
 from tkernels.testing.streams import Race, Simulator, subsets
 
@@ -560,6 +563,11 @@ def test_the_next_compute_is_done_while_the_send_is_open(ctx, backend):
     a = torch.randn(1024, 1024, device="cuda")
     # NCCL's buffers, 4 MiB for each of up to 32 channels, take in a message that nobody receives yet.
     mebibytes = 512 if backend == "nccl" else MEBIBYTES
+    host_group(ctx)
+    big(0.0, mebibytes), a @ a  # all modules are loaded before a kernel waits
+    receiving = torch.cuda.Stream()  # which doesn't come after this rank's own send, nor does its memory
+    with torch.cuda.stream(receiving):
+        (big(0.0, mebibytes) == 3.0).all().item()
     for form in ("leased", "wait at once"):
         torch.cuda.synchronize()
         ctx.group.barrier()
@@ -574,10 +582,11 @@ def test_the_next_compute_is_done_while_the_send_is_open(ctx, backend):
             time.sleep(1e-3)
         seen = computed.query(), handle.query()  # nobody receives yet
         torch.distributed.barrier(group=host_group(ctx))
-        got, received = comm.irecv((mebibytes << 18,), None, comm.prev_rank)
-        received.wait()
+        with torch.cuda.stream(receiving):
+            got, received = comm.irecv((mebibytes << 18,), None, comm.prev_rank)
+            received.wait()
+            assert (got == 3.0).all()
         handle.release()
-        assert (got == 3.0).all()
         assert seen == ((True, False) if form == "leased" else (False, False))
     comm.close()
 
@@ -591,6 +600,40 @@ def host_group(ctx):
     if key not in _host_groups:
         _host_groups[key] = torch.distributed.new_group(list(key), backend="gloo")
     return _host_groups[key]
+
+
+@triton.jit
+def fresh_kernel(out, NUMBER: tl.constexpr):
+    tl.store(out, NUMBER)
+
+
+@gpu_only
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("form", ["when wanted", "at once"])
+def test_modules_may_be_loaded_while_a_receive_is_open(ctx, form):
+    """The driver loads a module once no kernel runs. Were receives launched at once, each rank would wait for all."""
+    with tkernels.init(timeout_s=5, default=False) as own:
+        comm = P2PCommunicator(own)
+        x, handle = comm.irecv((1000,), None, comm.prev_rank)
+        if form == "at once":
+            handle.query()
+            time.sleep(0.5)  # by then it runs
+        number = torch.empty((), dtype=torch.int64, device="cuda")
+        start = time.monotonic()
+        fresh_kernel[(1,)](number, NUMBER=uuid.uuid4().int >> 66)
+        loading_s = time.monotonic() - start
+        sent = torch.full((1000,), float(ctx.rank), device="cuda")
+        if form == "at once":
+            own.group.gather(None)
+            with pytest.raises(WaitTimeoutError, match="channel receive"):
+                own.check()
+            assert loading_s > 3  # until the wait expired
+            handle.release()
+            return
+        comm.isend(sent, comm.next_rank).release()
+        handle.wait()
+        assert (x == comm.prev_rank).all()
+        comm.close()
 
 
 @gpu_only

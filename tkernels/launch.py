@@ -327,7 +327,9 @@ def _rank_main(rank, ranks, port, num_threads, ctx_options, pipe, stacks):
 
     def run(call):
         fn, args = pickle.loads(call)
-        return fn(ctx, *args)
+        result = fn(ctx, *args)
+        ctx.check()  # a wait that expired, and whose kernel went on, is no success
+        return result
 
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # no parent, no work
         _reply(pipe, join)
