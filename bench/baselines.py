@@ -35,9 +35,9 @@ def baselines(problem: Problem) -> dict[str, Callable[[], torch.Tensor | None]]:
 
 
 def _gathers(problem: Problem, group):
-    x, w = problem.x, problem.w
+    x, w, M = padded(problem), problem.w, problem.case.M
     full = problem.gathered
-    out = torch.empty_like(full)
+    out = x.new_empty((x.shape[0] * problem.ctx.size, x.shape[1]))
 
     def gather():
         dist.all_gather_into_tensor(out, x, group=group)
@@ -45,28 +45,29 @@ def _gathers(problem: Problem, group):
 
     def fused():
         gathered, products = torch.ops.symm_mem.fused_all_gather_matmul(x, [w.t()], 0, group.group_name, return_A=False)
-        return products[0]
+        return products[0][:M]
 
     if w is None:
-        return {"nccl": gather}
+        return {"nccl": lambda: gather()[:M]}
     return {
         "cublas": lambda: torch.mm(full, w.t()),
         "nccl": part(gather),
-        "serial": lambda: torch.mm(gather(), w.t()),
+        "serial": lambda: torch.mm(gather(), w.t())[:M],
         "torch": fused,
     }
 
 
 def _reductions(problem: Problem, group):
-    case, x, w = problem.case, problem.x, problem.w
+    case, x, w = problem.case, padded(problem), problem.w
     scatters = case.op in ("matmul_reduce_scatter", "reduce_scatter")
     y = x if w is None else torch.mm(x, w.t())
-    out = y.new_empty((case.M // problem.ctx.size, case.N)) if scatters else None
+    out = y.new_empty((y.shape[0] // problem.ctx.size, case.N)) if scatters else None
+    own = problem.rows[problem.ctx.rank]
     in_place = None if scatters else torch.zeros_like(y)  # NCCL sums in place; zeros stay what they are, call by call
 
     def scatter(y):
         dist.reduce_scatter_tensor(out, y, group=group)
-        return out
+        return out[:own]
 
     def reduce(y):
         dist.all_reduce(y, group=group)
@@ -78,13 +79,25 @@ def _reductions(problem: Problem, group):
     if w is None:
         return {"nccl": collective if scatters else part(collective)}
     calls = {
-        "cublas": part(lambda: torch.mm(x, w.t())),
+        "cublas": part(lambda: torch.mm(problem.x, w.t())),
         "nccl": part(collective),
         "serial": lambda: (scatter if scatters else reduce)(torch.mm(x, w.t())),
     }
-    if scatters:
-        calls["torch"] = lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w.t(), "sum", 0, group.group_name)
-    return calls
+
+    def fused():
+        return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w.t(), "sum", 0, group.group_name)[:own]
+
+    return calls | ({"torch": fused} if scatters else {})
+
+
+def padded(problem: Problem) -> torch.Tensor:
+    """x with rows of zeros at its end where the ranks' rows differ, since these calls take equal shares only."""
+    op, share, ranks = problem.case.op, problem.rows[0], problem.ctx.size
+    if "all_reduce" in op:
+        return problem.x
+    num_rows = share * ranks if "reduce_scatter" in op else share
+    missing = num_rows - problem.x.shape[0]
+    return torch.nn.functional.pad(problem.x, (0, 0, 0, missing)) if missing else problem.x
 
 
 def part(call: Callable[[], torch.Tensor]) -> Callable[[], None]:

@@ -10,13 +10,15 @@ import time
 
 import torch
 
-from bench.baselines import baselines, enable_symmetric_memory
+from bench.baselines import NAMES, baselines, enable_symmetric_memory
 from bench.problem import Case, Problem, config_of
 from bench.roofs import Roofs
+from bench.ways import Opened, open_ways
 from tkernels.comm.context import Context
 from tkernels.timing import WARMUPS, Call, Timing, agree, measure
 
 ROWS_AT_ONCE = 1024  # of a result, when it is compared in fp64
+HOST_ROUNDS, HOST_CALLS = 4, 5
 BASELINE_ERROR = 0.02  # relative to the result's norm; bf16 partial sums of 8 ranks stay below
 
 
@@ -48,6 +50,8 @@ def far(problem: Problem, result: torch.Tensor) -> str | None:
     """Whether a baseline's result is nowhere near the truth on this rank; its own roundings are its own affair."""
     x, w = problem.truth()
     rows = slice(0, min(x.shape[0], ROWS_AT_ONCE))
+    if x.shape[0] == 0:
+        return None
     want = x[rows].double() if w is None else x[rows].double() @ w.double().t()
     error = ((result[rows].double() - want).norm() / want.norm()).item()
     return None if error <= BASELINE_ERROR else f"its result is wrong: relative error {error:.1e}"
@@ -76,46 +80,103 @@ def usable_baselines(ctx: Context, problem: Problem) -> tuple[dict[str, Call], d
 
 
 def run_case(ctx: Context, case: Case, iterations: int, roofs: Roofs, ours=Problem.ours) -> dict:
-    """Collective. One case measured: the record, or {"op", "shape", "refused"} if our result is wrong.
+    """Collective. One case measured: the record, or {"op", "shape", "refused"} if a result of ours is wrong.
 
-    ours: called with a Problem and its default configuration, returns the result that is checked and timed.
+    ours: called with a Problem, returns the result that is checked and timed.
     """
-    head = {"op": case.op, "shape": case.shape}
-    config = config_of(ctx, case)
     with torch.no_grad():
-        for values in ("integers", "normal"):
-            problem = Problem(ctx, case, values)
-            checked = ours(problem, config)
+        try:
+            ways, unavailable = _check(ctx, Problem(ctx, case, "integers"), ours)
+            problem = Problem(ctx, case, "normal")
+            checked = _right(ctx, problem, ours)
+            others, missing = usable_baselines(ctx, problem)
+            calls = {"ours": lambda: ours(problem), **others}
+            calls |= {name: way.call(problem) for name, way in ways.items()}
+            timings, last = measure(ctx, calls, iterations)
+            timings = with_host_times(ctx, timings, calls)
             ctx.check()
-            reason = agree(ctx, wrong(problem, checked))
-            if reason is not None:
-                return {**head, "refused": reason}
-        others, unavailable = usable_baselines(ctx, problem)
-        timings, last = measure(ctx, {"ours": lambda: ours(problem, config), **others}, iterations)
-        ctx.check()
-        repeated = torch.equal(last["ours"], checked)
-        reason = agree(ctx, None if repeated else "the result of a timed call differs from that of the checked call")
-        if reason is not None:
-            return {**head, "refused": reason}
-        operator_host_us = _operator_host_us(problem)
+            _refuse(
+                ctx,
+                torch.equal(last["ours"], checked),
+                "the result of a timed call differs from that of the checked call",
+            )
+        except WrongResult as error:
+            return {"op": case.op, "shape": case.shape, "layout": case.layout, "refused": str(error)}
+    config = config_of(ctx, case)
     return record(ctx, case, timings, roofs) | {
-        "operator_host_us": operator_host_us,
+        "ways": {name: _times(timings[name]) | way.described() for name, way in ways.items()},
         "config": dataclasses.asdict(config) if config is not None else None,
-        "unavailable": {**roofs.missing, **unavailable},
+        "unavailable": {**roofs.missing, **missing, **unavailable},
         "iterations": iterations,
         "warmups": WARMUPS[ctx.device.type],
     }
 
 
+class WrongResult(Exception):
+    """What is wrong with a result of ours, on every rank the same."""
+
+
+def _refuse(ctx: Context, right: bool, reason: str):
+    reason = agree(ctx, None if right else reason)
+    if reason is not None:
+        raise WrongResult(reason)
+
+
+def _right(ctx: Context, problem: Problem, ours) -> torch.Tensor:
+    """Collective. Our result, after its check."""
+    result = ours(problem)
+    ctx.check()
+    reason = wrong(problem, result)
+    _refuse(ctx, reason is None, reason)
+    return result
+
+
+def _check(ctx: Context, problem: Problem, ours) -> tuple[dict[str, Opened], dict[str, str]]:
+    """Collective. Check our result and that of every way, on integers; the ways, and why others can't be taken."""
+    result = _right(ctx, problem, ours)
+    ways, unavailable = open_ways(problem)
+    for name, way in ways.items():
+        got = way.call(problem)()
+        way.ctx.check()
+        _refuse(ctx, torch.equal(got, result), f"{name} gives another result than ours on integers operands")
+    return ways, unavailable
+
+
+def with_host_times(ctx: Context, timings: dict[str, Timing], calls: dict[str, Call]) -> dict[str, Timing]:
+    """Collective. How long each call keeps the host that queues several in a row: median, slowest rank; none simulated.
+
+    A single call after a barrier, as `measure` times it, finds the host's caches cold.
+    """
+    if ctx.device.type != "cuda":
+        return {name: dataclasses.replace(timing, host_us=None) for name, timing in timings.items()}
+    samples = {name: [] for name in calls}
+    for _ in range(HOST_ROUNDS):
+        for name, call in calls.items():
+            for _ in range(HOST_CALLS):
+                began = time.perf_counter()
+                call()
+                samples[name].append((time.perf_counter() - began) * 1e6)
+            torch.cuda.synchronize()
+    everyones = ctx.group.gather({name: statistics.median(values) for name, values in samples.items()})
+    slowest = {name: max(theirs[name] for theirs in everyones) for name in calls}
+    return {name: dataclasses.replace(timing, host_us=round(slowest[name], 3)) for name, timing in timings.items()}
+
+
+def _times(timing: Timing) -> dict:
+    return {"us": timing.us, "p10_us": timing.p10_us, "p90_us": timing.p90_us}
+
+
 def record(ctx: Context, case: Case, timings: dict[str, Timing], roofs: Roofs) -> dict:
-    """Every column of one case; None where there is nothing to say."""
-    work = case.work(ctx.size, ctx.rank)
+    """Every column of one case but those of its ways; None where there is nothing to say."""
+    works = [case.work(ctx.size, rank) for rank in range(ctx.size)]
+    work = max(works, key=lambda work: work.link_in_bytes)  # the rank that waits for most
     wire_us = None
     if roofs.peer_copy_bytes_per_s is not None:
         wire_us = work.link_in_bytes / roofs.peer_copy_bytes_per_s * 1e6
     columns = {
         "op": case.op,
         "shape": case.shape,
+        "layout": case.layout,
         "M": case.M,
         "N": case.N,
         "K": case.K,
@@ -129,11 +190,11 @@ def record(ctx: Context, case: Case, timings: dict[str, Timing], roofs: Roofs) -
         "link_out_bytes": work.link_out_bytes,
         "wire_us": wire_us,
     }
-    for name in ("ours", "cublas", "nccl", "serial", "torch"):
+    for name in ("ours", *NAMES):
         timing = timings.get(name, Timing(None, None, None, None))
         columns |= {f"{name}_{key}": value for key, value in dataclasses.asdict(timing).items()}
     ours = timings["ours"].us
-    for name in ("cublas", "nccl", "serial", "torch"):
+    for name in NAMES:
         columns[f"speedup_over_{name}"] = timings[name].us / ours if name in timings else None
     needed = [timings["cublas"].us if "cublas" in timings else None] if "matmul" in case.op or case.op == "gemm" else []
     needed += [wire_us] if ctx.size > 1 and case.op != "gemm" else []
@@ -141,19 +202,6 @@ def record(ctx: Context, case: Case, timings: dict[str, Timing], roofs: Roofs) -
     columns["overlap_efficiency"] = max(needed) / ours if known else None
     columns["ours_flop_per_s"] = work.flops / ours * 1e6
     return columns
-
-
-def _operator_host_us(problem: Problem, calls: int = 20) -> float | None:
-    """How long the public operator keeps the host, median over calls that nobody waits for, slowest rank."""
-    if problem.ctx.device.type != "cuda":
-        return None
-    took = []
-    for _ in range(calls):
-        began = time.perf_counter()
-        problem.operator()
-        took.append((time.perf_counter() - began) * 1e6)
-    torch.cuda.synchronize()
-    return max(problem.ctx.group.gather(statistics.median(took)))
 
 
 @functools.lru_cache(maxsize=2)
@@ -165,7 +213,7 @@ def _kept(ctx: Context, case: Case, values: str) -> Problem:
 def _wanted(ctx: Context, case: Case) -> torch.Tensor:
     """The result on integers, as the default configuration computes it, once it was found right."""
     problem = _kept(ctx, case, "integers")
-    result = problem.ours()
+    result = problem.with_config(config_of(ctx, case))
     ctx.check()
     reason = wrong(problem, result)
     if reason is not None:
@@ -179,7 +227,7 @@ def try_config(ctx: Context, case: Case, config, iterations: int) -> dict:
         want = _wanted(ctx, case)
         reason = None
         try:
-            got = _kept(ctx, case, "integers").ours(config)
+            got = _kept(ctx, case, "integers").with_config(config)
             ctx.check()
             reason = None if torch.equal(got, want) else "wrong result"
         except Exception as error:
@@ -190,7 +238,7 @@ def try_config(ctx: Context, case: Case, config, iterations: int) -> dict:
         if reason is not None:
             return {"failed": reason.split(": ", 1)[1]}
         problem = _kept(ctx, case, "normal")
-        calls = {"ours": lambda: problem.ours(config)}
+        calls = {"ours": lambda: problem.with_config(config)}
         calls |= {name: call for name, call in baselines(problem).items() if name == "cublas"}
         timings, _ = measure(ctx, calls, iterations)
     ours, cublas = timings["ours"], timings.get("cublas")

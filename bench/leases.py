@@ -8,7 +8,6 @@ step's time. For another model: --step-ms and --leases.
 
 import argparse
 import contextlib
-import json
 import statistics
 import sys
 import time
@@ -22,6 +21,7 @@ from torch.nn import functional as F
 
 import tkernels
 from bench.provenance import provenance
+from bench.records import append
 from tkernels.comm.lease import Lease, Slot
 from tkernels.demo.model import ModelConfig, Transformer
 from tkernels.launch import RankError, RankPool
@@ -164,9 +164,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     console.print(table(line))
     if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        with args.json.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        append(args.json, line)
     return 0
 
 

@@ -19,12 +19,18 @@ from tkernels.matmul_all_reduce import matmul_all_reduce
 from tkernels.matmul_reduce_scatter import matmul_reduce_scatter
 from tkernels.testing.compare import tolerance
 
+LAYOUTS = ("TN", "NN", "NT")
 TERMS_OF_AN_INTEGER_ROW = 64
 
 
 @dataclass(frozen=True)
 class Case:
-    """What to measure: M, N, K over all ranks."""
+    """What to measure: M, N, K over all ranks.
+
+    layout: of a local product, or of an operation's local product, in BLAS's words. TN: x and w as nn.Linear has them,
+    its forward. NN: w is the transpose of a [K, N] matrix, the gradient of the input. NT: x is one as well, of a [K, M]
+    matrix, the gradient of the weight.
+    """
 
     op: str
     shape: str
@@ -32,45 +38,52 @@ class Case:
     N: int
     K: int
     dtype: torch.dtype
+    layout: str = "TN"
 
     def refusal(self, ranks: int) -> str | None:
-        """Why the case can't be measured on that many ranks; the baselines take equal shards only."""
-        shared = {"M": self.M} if self.op != "gemm" else {}
-        shared |= {"N": self.N} if self.op == "all_gather_matmul" else {}
+        """Why the case can't be measured on that many ranks; features are shared evenly, rows need not be."""
+        shared = {"N": self.N} if self.op == "all_gather_matmul" else {}
         shared |= {"K": self.K} if self.op in ("matmul_reduce_scatter", "matmul_all_reduce") else {}
         odd = [f"{name}={size}" for name, size in shared.items() if size % ranks]
         return f"{self.op} {self.shape}: {', '.join(odd)} doesn't divide by {ranks} ranks" if odd else None
+
+    def rows(self, ranks: int) -> tuple[int, ...]:
+        """Every rank's rows: full shards, then what is left, then none. So padding goes to the end of the whole."""
+        share = -(-self.M // ranks)
+        return tuple(max(0, min(share, self.M - rank * share)) for rank in range(ranks))
 
     def work(self, ranks: int, rank: int = 0) -> work.Work:
         """What one GPU does in one call."""
         if self.op == "gemm":
             return work.matmul(self.M, self.N, self.K, self.dtype)
-        function = getattr(work, self.op)
+        function, rows = getattr(work, self.op), self.rows(ranks)
         if "matmul" in self.op:
-            return function(self.M, self.N, self.K, ranks, self.dtype, rank)
-        return function(self.M, self.K if self.op == "all_gather" else self.N, ranks, self.dtype, rank)
+            return function(self.M, self.N, self.K, ranks, self.dtype, rank, rows)
+        return function(self.M, self.K if self.op == "all_gather" else self.N, ranks, self.dtype, rank, rows)
 
 
 def config_of(ctx: Context, case: Case) -> GemmConfig | OverlapConfig | None:
     """The configuration that a call without one uses; None for operations that have none."""
     if case.op == "gemm":
-        return gemm_config(case.M, case.N, case.K, case.dtype, "TN")
+        return gemm_config(case.M, case.N, case.K, case.dtype, case.layout)
     if "matmul" not in case.op:
         return None
     gathers = case.op == "all_gather_matmul"
     N, K = (case.N // ctx.size, case.K) if gathers else (case.N, case.K // ctx.size)
-    return overlap_config(ctx, case.op, case.M, N, K, case.dtype, "TN")
+    return overlap_config(ctx, case.op, case.M, N, K, case.dtype, case.layout)
 
 
 class Problem:
     """A case on this rank.
 
     values: "normal" (mean 0, variance 1) to time and to test rounding; "integers" for exact equality: an x whose rows
-    have at most 64 elements of +-1, and w of -2 to 2, so that a rank's partial sum is at most 128, exact in bf16.
+    have at most 64 elements of +-1, and w of -2 to 2, so that a rank's partial sum is at most 128, exact in bf16;
+    "zeros" to compile.
     """
 
     def __init__(self, ctx: Context, case: Case, values: str):
         self.ctx, self.case, self.values = ctx, case, values
+        self.rows = case.rows(ctx.size)
         self.x, self.w = self.x_of(ctx.rank), self.w_of(ctx.rank)
 
     def x_of(self, rank: int) -> torch.Tensor:
@@ -78,17 +91,17 @@ class Problem:
         case, size = self.case, self.ctx.size
         shape = {
             "gemm": (case.M, case.K),
-            "all_gather_matmul": (case.M // size, case.K),
-            "all_gather": (case.M // size, case.K),
+            "all_gather_matmul": (self.rows[rank], case.K),
+            "all_gather": (self.rows[rank], case.K),
             "matmul_reduce_scatter": (case.M, case.K // size),
             "matmul_all_reduce": (case.M, case.K // size),
             "reduce_scatter": (case.M, case.N),
             "all_reduce": (case.M, case.N),
         }[case.op]
-        return self._make(shape, seed=2 * rank, sparse=True)
+        return self._make(shape, 2 * rank, True, case.layout == "NT")
 
     def w_of(self, rank: int) -> torch.Tensor | None:
-        """Rank's w, as nn.Linear has it; None for the plain collectives."""
+        """Rank's w, [N/R, K], [N, K/R] or [N, K]; None for the plain collectives."""
         case, size = self.case, self.ctx.size
         if case.op == "gemm":
             shape = (case.N, case.K)
@@ -98,10 +111,16 @@ class Problem:
             shape = (case.N, case.K // size)
         else:
             return None
-        return self._make(shape, seed=2 * rank + 1, sparse=False)
+        return self._make(shape, 2 * rank + 1, False, case.layout != "TN")
 
-    def _make(self, shape, seed: int, sparse: bool) -> torch.Tensor:
+    def _make(self, shape, seed: int, sparse: bool, transposed: bool) -> torch.Tensor:
+        matrix = self._values(shape, seed, sparse)
+        return matrix.t().contiguous().t() if transposed else matrix
+
+    def _values(self, shape, seed: int, sparse: bool) -> torch.Tensor:
         device, dtype = self.ctx.device, self.case.dtype
+        if self.values == "zeros":
+            return torch.zeros(shape, device=device, dtype=dtype)
         generator = torch.Generator(device).manual_seed(seed)
         if self.values == "normal":
             return torch.randn(shape, generator=generator, device=device, dtype=dtype)
@@ -119,32 +138,31 @@ class Problem:
         """Every rank's x, row after row: what a gather yields."""
         return torch.cat([self.x_of(rank) for rank in range(self.ctx.size)])
 
-    def ours(self, config=None) -> torch.Tensor:
-        """Collective. Our result, through the function that takes a configuration (None: the default one)."""
-        op, ctx, x, w = self.case.op, self.ctx, self.x, self.w
+    def ours(self) -> torch.Tensor:
+        """Collective. Our result, through the public operator, as users call it."""
+        operands = (self.x,) if self.w is None else (self.x, self.w)
+        if self.case.op == "gemm":
+            return tkernels.matmul(*operands)
+        shares = {} if "all_reduce" in self.case.op or len(set(self.rows)) == 1 else {"rows": self.rows}
+        return getattr(tkernels, self.case.op)(*operands, **shares, ctx=self.ctx)
+
+    def with_config(self, config, ctx: Context | None = None) -> torch.Tensor:
+        """Collective. Our result from the kernel, as `config` says, on the ranks of another context if one is given."""
+        op, ctx, x, w, rows = self.case.op, ctx or self.ctx, self.x, self.w, self.rows
         if op == "gemm":
             return matmul(x, w, config=config)
         if op == "all_gather_matmul":
-            return all_gather_matmul(ctx, x, w, config=config)[0]
+            return all_gather_matmul(ctx, x, w, rows=rows, config=config)[0]
         if op == "matmul_reduce_scatter":
-            return matmul_reduce_scatter(ctx, x, w, config=config)
-        if op == "matmul_all_reduce":
-            return matmul_all_reduce(ctx, x, w, config=config)
-        return self.operator()
-
-    def operator(self) -> torch.Tensor:
-        """Collective. Our result, through the public operator, as users call it."""
-        if self.case.op == "gemm":
-            return tkernels.matmul(self.x, self.w)
-        operands = (self.x,) if self.w is None else (self.x, self.w)
-        return getattr(tkernels, self.case.op)(*operands, ctx=self.ctx)
+            return matmul_reduce_scatter(ctx, x, w, rows=rows, config=config)
+        return matmul_all_reduce(ctx, x, w, config=config)
 
     def truth(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(X, W): this rank's result is X @ W.T, or X alone, in fp64."""
-        op, ranks, size = self.case.op, range(self.ctx.size), self.ctx.size
+        op, ranks = self.case.op, range(self.ctx.size)
         scattered = op in ("matmul_reduce_scatter", "reduce_scatter")
-        share = self.case.M // size if scattered else self.case.M
-        own = slice(self.ctx.rank * share, (self.ctx.rank + 1) * share) if scattered else slice(None)
+        first = sum(self.rows[: self.ctx.rank])
+        own = slice(first, first + self.rows[self.ctx.rank]) if scattered else slice(None)
         if op == "gemm":
             return self.x, self.w
         if op in ("all_gather_matmul", "all_gather"):

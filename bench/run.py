@@ -1,12 +1,12 @@
 """Measure operations: python -m bench.run OP --shape NAME --ranks R, alone or under torchrun, from the root.
 
-Exit code 0: all was measured. 1: a result was wrong, or a case failed; no number is reported for it. 2: the arguments.
+Exit code 0: all was measured. 1: a result was wrong, a case failed, or the budget was used up; no number is reported
+for it. 2: the arguments.
 """
 
 import argparse
 import collections
 import contextlib
-import json
 import os
 import sys
 import time
@@ -20,9 +20,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 import tkernels
+from bench.compiling import compile_cases
 from bench.harness import run_case, try_config
-from bench.problem import Case, config_of
+from bench.problem import LAYOUTS, Case, config_of
 from bench.provenance import provenance
+from bench.records import append
 from bench.roofs import Roofs, measure_roofs
 from bench.sweep import GEMM_FIELDS, changed, changes, parse_grid
 from tkernels import shapes
@@ -37,7 +39,8 @@ BEST = 5
 EPILOG = """example:
   python -m bench.run all_gather_matmul --shape llama70b-qkv,gpt3-fc1 --ranks 4 --json bench/results/ag.jsonl
   python -m bench.run matmul_reduce_scatter --shape rs-b --ranks 4 --sweep num_comm=6,12 chunk_rows=128,512
-  torchrun --nproc-per-node 4 -m bench.run all --shape all
+  python -m bench.run gemm --layout TN,NN,NT --ranks 1 --json bench/results/gemm.jsonl
+  torchrun --nproc-per-node 4 -m bench.run all_gather_matmul,matmul_reduce_scatter --shape layers --budget 240
 """
 
 
@@ -50,8 +53,13 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Case]]:
     )
     world = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None
     simulated = tkernels.RUNTIME == "simulated"
-    parser.add_argument("op", metavar="OP", help=f"{', '.join(shapes.BY_OPERATION)}, or all")
-    parser.add_argument("--shape", default="all", help="names with commas between them, or all (default)")
+    parser.add_argument("op", metavar="OP", help=f"{', '.join(shapes.BY_OPERATION)} with commas between them, or all")
+    parser.add_argument(
+        "--shape",
+        default="all",
+        help="names with commas between them; layers: whole sequences, small: few tokens, all: both (default)",
+    )
+    parser.add_argument("--layout", default="TN", help="of the products: TN (forward, default), NN and NT (backward)")
     parser.add_argument(
         "--ranks", type=int, default=world or (2 if simulated else torch.cuda.device_count()),
         help="one GPU each; default: all GPUs, torchrun's number of processes, or 2 on the simulated runtime",
@@ -59,6 +67,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Case]]:
     parser.add_argument("--dtype", default="bf16", choices=DTYPES)
     parser.add_argument("--transport", default="auto", choices=["auto", "peer", "nvshmem", "simulated"])
     parser.add_argument("--iterations", type=int, default=20, help="measurements of each candidate (default 20)")
+    parser.add_argument("--budget", type=float, metavar="S", help="start no case after so many seconds")
     parser.add_argument("--json", type=Path, metavar="PATH", help="append one JSON line for each operation and shape")
     parser.add_argument(
         "--sweep", nargs="*", metavar="FIELD=A,B",
@@ -66,8 +75,16 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Case]]:
     )  # fmt: skip
     args = parser.parse_args(argv)
 
-    if args.op not in (*shapes.BY_OPERATION, "all"):
-        parser.error(f"{args.op!r} is no operation; there are {', '.join(shapes.BY_OPERATION)}, or all")
+    ops = list(shapes.BY_OPERATION) if args.op == "all" else args.op.split(",")
+    for op in ops:
+        if op not in shapes.BY_OPERATION:
+            parser.error(f"{op!r} is no operation; there are {', '.join(shapes.BY_OPERATION)}, or all")
+    layouts = args.layout.split(",")
+    for layout in layouts:
+        if layout not in LAYOUTS:
+            parser.error(f"--layout {layout}: there are {', '.join(LAYOUTS)}")
+    if args.budget is not None and not args.budget > 0:
+        parser.error(f"--budget {args.budget:g}: give seconds")
     if args.iterations < 1:
         parser.error(f"--iterations {args.iterations}: measure at least once")
     if args.ranks < 1:
@@ -79,14 +96,19 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Case]]:
     if args.transport != "auto" and simulated != (args.transport == "simulated"):
         parser.error(f"--transport {args.transport} does not exist on the {tkernels.RUNTIME} runtime, which runs here")
 
-    ops = list(shapes.BY_OPERATION) if args.op == "all" else [args.op]
-    names = args.shape.split(",")
-    dtype = DTYPES[args.dtype]
-    cases = [Case(op, name, *shape, dtype) for op in ops for name, shape in shapes.select(op, names).items()]
+    names, dtype = args.shape.split(","), DTYPES[args.dtype]
+    cases = [
+        Case(op, name, *shape, dtype, layout)
+        for op in ops
+        for name, shape in shapes.select(op, names).items()
+        for layout in (layouts if "matmul" in op or op == "gemm" else ["TN"])
+    ]
     for name in names:
-        if name != "all" and name not in {case.shape for case in cases}:
+        if name not in shapes.GROUPS and name not in {case.shape for case in cases}:
             known = {known for op in ops for known in shapes.BY_OPERATION[op]}
-            parser.error(f"--shape {name}: {args.op} has {', '.join([*sorted(known), *shapes.TINY])}, or all")
+            parser.error(f"--shape {name}: {args.op} has {', '.join([*sorted(known), *shapes.TINY, *shapes.GROUPS])}")
+    if not cases:
+        parser.error(f"--shape {args.shape}: {args.op} has no such shapes")
     for case in cases:
         if simulated and case.M * case.N * case.K > shapes.SIMULATED_LIMIT:
             parser.error(
@@ -167,13 +189,18 @@ class Report:
 
     def write(self, line: dict):
         if self.json is not None:
-            self.json.parent.mkdir(parents=True, exist_ok=True)
-            with self.json.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            append(self.json, line)
+
+    def out_of_time(self, deadline: float) -> bool:
+        """Whether no case may begin any more, as the first of torchrun's ranks sees it."""
+        late = [time.monotonic() > deadline]
+        if dist.is_initialized():  # under torchrun every rank is here, and all must do the same
+            dist.broadcast_object_list(late)
+        return late[0]
 
     def failure(self, case: Case, reason: str):
         self.failed += 1
-        self.console.print(f"{case.op} {case.shape}: no number is reported: {reason}", style="red", markup=False)
+        self.console.print(f"{case_name(case)}: no number is reported: {reason}", style="red", markup=False)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -192,11 +219,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure_all(ranks, args, cases: list[Case], origin: dict, report: Report):
+    deadline = time.monotonic() + args.budget if args.budget is not None else float("inf")
+    report.begin("compiling")
+    ranks.run(compile_cases, cases, timeout_s=CASE_TIMEOUT_S)
+    report.begin("measuring the machine")
     roofs = ranks.run(measure_roofs, DTYPES[args.dtype], args.iterations, timeout_s=CASE_TIMEOUT_S)[0]
     peaks = {name: value for name, value in vars(roofs).items() if name != "missing"}
     records = collections.defaultdict(list)
     for case in cases:
-        text = f"{case.op} {case.shape}"
+        text = case_name(case)
+        if report.out_of_time(deadline):
+            report.failure(case, f"the budget of {args.budget:g} s was used up before it")
+            continue
         report.begin(text)
         with reported(report, case):
             line = ranks.run(run_case, case, args.iterations, roofs, timeout_s=CASE_TIMEOUT_S)[0]
@@ -211,7 +245,13 @@ def measure_all(ranks, args, cases: list[Case], origin: dict, report: Report):
         report.end(text)
     for op, lines in records.items():
         report.console.print(table(op, lines))
+        if any(line["ways"] for line in lines):
+            report.console.print(ways_table(op, lines))
     report.console.print(notes([line for lines in records.values() for line in lines], roofs), markup=False)
+
+
+def case_name(case: Case) -> str:
+    return f"{case.op} {case.shape}" + (f" {case.layout}" if case.layout != "TN" else "")
 
 
 @contextlib.contextmanager
@@ -242,6 +282,7 @@ def table(op: str, lines: list[dict]) -> Table:
         title_justify="left", pad_edge=False, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
     )  # fmt: skip
     result.add_column("shape", no_wrap=True)
+    layouts = len({line["layout"] for line in lines}) > 1
     headings = ["ours", "p10-p90", "host", "cuBLAS", "wire", "NCCL", "serial", "torch"]
     for heading in [*headings, "/cuBLAS", "/serial", "/torch", "eff"]:
         result.add_column(heading, justify="right", no_wrap=True)
@@ -249,10 +290,31 @@ def table(op: str, lines: list[dict]) -> Table:
         spread = f"{_us(line['ours_p10_us'])}-{_us(line['ours_p90_us'])}"
         times = [_us(line[f"{name}_us"]) for name in ("cublas", "wire", "nccl", "serial", "torch")]
         ratios = [_ratio(line[f"speedup_over_{name}"]) for name in ("cublas", "serial", "torch")]
+        name = f"{line['shape']} {line['layout']}" if layouts else line["shape"]
         result.add_row(
-            line["shape"], _us(line["ours_us"]), spread, _us(line["ours_host_us"]), *times, *ratios,
+            name, _us(line["ours_us"]), spread, _us(line["ours_host_us"]), *times, *ratios,
             _ratio(line["overlap_efficiency"]),
         )  # fmt: skip
+    return result
+
+
+def ways_table(op: str, lines: list[dict]) -> Table:
+    """The ways to move bytes, us and the multiprocessors that send; and how long calls keep the host."""
+    names = list(dict.fromkeys(name for line in lines for name in line["ways"]))
+    result = Table(
+        title=f"{op}: ways to move bytes, us (multiprocessors that send), and time on the host",
+        title_justify="left", pad_edge=False, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
+    )  # fmt: skip
+    result.add_column("shape", no_wrap=True)
+    unordered = {name for line in lines for name, way in line["ways"].items() if not way["repeatable"]}
+    headings = [f"{name} (other bits each run)" if name in unordered else name for name in names]
+    for heading in ["ours", *headings, "host: ours", "NCCL + cuBLAS", "torch"]:
+        result.add_column(heading, justify="right")
+    for line in lines:
+        ways = [line["ways"].get(name) for name in names]
+        cells = ["-" if way is None else f"{_us(way['us'])} ({way['sms']})" for way in ways]
+        hosts = [_us(line[f"{name}_host_us"]) for name in ("ours", "serial", "torch")]
+        result.add_row(line["shape"], _us(line["ours_us"]), *cells, *hosts)
     return result
 
 

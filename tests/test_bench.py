@@ -4,12 +4,14 @@ import importlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from transports import TRANSPORTS
 
 from tkernels import shapes
 
@@ -21,20 +23,20 @@ def load(checkout: Path, name: str):
     return importlib.import_module(f"bench.{name}")
 
 
-def a_case(checkout: Path, op: str):
-    return load(checkout, "problem").Case(op, "tiny", 64, 64, 64, torch.bfloat16)
+def a_case(checkout: Path, op: str, M: int = 64, layout: str = "TN"):
+    return load(checkout, "problem").Case(op, "tiny", M, 64, 64, torch.bfloat16, layout)
 
 
-def measured(ctx, checkout, op, **options) -> dict:
+def measured(ctx, checkout, op, M=64, layout="TN", **options) -> dict:
     harness, roofs = load(checkout, "harness"), load(checkout, "roofs")
-    return harness.run_case(ctx, a_case(checkout, op), 2, roofs.Roofs(), **options)
+    return harness.run_case(ctx, a_case(checkout, op, M, layout), 2, roofs.Roofs(), **options)
 
 
 FIELDS = {
-    "op", "shape", "M", "N", "K", "ranks", "dtype", "runtime", "transport", "iterations", "warmups", "config",
-    "flops", "hbm_bytes", "link_in_bytes", "link_out_bytes", "wire_us", "overlap_efficiency", "ours_flop_per_s",
+    "op", "shape", "layout", "M", "N", "K", "ranks", "dtype", "runtime", "transport", "iterations", "warmups", "config",
+    "ways", "flops", "hbm_bytes", "link_in_bytes", "link_out_bytes", "wire_us", "overlap_efficiency", "ours_flop_per_s",
     *(f"{name}_{what}us" for name in ("ours", "cublas", "nccl", "serial", "torch") for what in ("", "p10_", "p90_")),
-    *(f"{name}_host_us" for name in ("ours", "cublas", "nccl", "serial", "torch", "operator")),
+    *(f"{name}_host_us" for name in ("ours", "cublas", "nccl", "serial", "torch")),
     *(f"speedup_over_{name}" for name in ("cublas", "nccl", "serial", "torch")),
     "peer_copy_bytes_per_s", "cublas_flop_per_s", "hbm_copy_bytes_per_s", "unavailable",
     "gpu", "num_gpus", "cpu", "python_version", "torch_version", "triton_version", "nccl_version", "nvshmem_version",
@@ -66,42 +68,83 @@ def test_right_results_are_measured(ctx, checkout, op):
     line = measured(ctx, checkout, op)
     assert "refused" not in line, line
     assert line["ours_us"] > 0
+    fused = op in ("matmul_reduce_scatter", "matmul_all_reduce")
+    assert list(line["ways"]) == (TRANSPORTS if fused else [])
+    assert all(way["us"] > 0 and way["sms"] >= 1 and way["repeatable"] for way in line["ways"].values())
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "reduce_scatter"])
+def test_a_single_row_is_measured_though_no_rank_number_divides_it(ctx, checkout, op):
+    line = measured(ctx, checkout, op, M=1)
+    assert "refused" not in line, line
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("layout", ["NN", "NT"])
+def test_layouts_of_the_backward_are_measured(ctx, checkout, layout):
+    problem = load(checkout, "problem").Problem(ctx, a_case(checkout, "gemm", layout=layout), "normal")
+    assert (problem.x.stride(), problem.w.stride()) == ((1, 64) if layout == "NT" else (64, 1), (1, 64))
+    for op in ("gemm", "matmul_reduce_scatter"):
+        assert "refused" not in measured(ctx, checkout, op, layout=layout)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("M", [64, 1])
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_gather"])
-def test_baselines_compute_what_we_compute(ctx, checkout, op):
+def test_baselines_compute_what_we_compute(ctx, checkout, op, M):
     """Without torch's fused operators, which exist on GPUs only; gloo stands in for NCCL where there is none."""
     baselines, harness, problem = (load(checkout, name) for name in ("baselines", "harness", "problem"))
-    here = problem.Problem(ctx, a_case(checkout, op), "normal")
+    here = problem.Problem(ctx, a_case(checkout, op, M), "normal")
     make = baselines._gathers if "gather" in op else baselines._reductions
     calls = make(here, ctx.group.process_group)
     results = {name: call() for name, call in calls.items() if name != "torch"}
     whole = {name: result for name, result in results.items() if result is not None}
     assert set(whole) == {"nccl"} if op == "all_gather" else "serial" in whole
     assert {name: harness.far(here, result) for name, result in whole.items()} == dict.fromkeys(whole)
-    assert harness.far(here, next(iter(whole.values())) * 1.05).startswith("its result is wrong")
+    if here.truth()[0].shape[0]:
+        assert harness.far(here, next(iter(whole.values())) * 1.05).startswith("its result is wrong")
 
 
-def off_by_one_rounding(problem, config):
-    result = problem.ours(config)
+@pytest.mark.ranks(2)
+def test_a_way_that_is_wrong_is_refused_and_one_that_is_missing_is_named(ctx, checkout):
+    ways, problem = load(checkout, "ways"), load(checkout, "problem")
+    transport = TRANSPORTS[0]
+    before = dict(ways.WAYS[ctx.runtime])
+    right = problem.Problem.with_config
+    try:
+        ways.WAYS[ctx.runtime]["other"] = ways.Way(transport, {"num_comm": 1}, repeatable=False)
+        ways.WAYS[ctx.runtime]["future"] = ways.Way(transport, {"by_courier": True})
+        line = measured(ctx, checkout, "all_gather_matmul")
+        assert line["ways"]["other"]["sms"] == 1 and not line["ways"]["other"]["repeatable"]
+        assert "by_courier" in line["unavailable"]["future"] and "future" not in line["ways"]
+        problem.Problem.with_config = lambda self, config, ctx: right(self, config, ctx) + (config.num_comm == 1)
+        line = measured(ctx, checkout, "all_gather_matmul")
+        assert "other gives another result than ours" in line["refused"]
+    finally:
+        problem.Problem.with_config = right
+        ways.WAYS[ctx.runtime] = before
+
+
+def off_by_one_rounding(problem):
+    result = problem.ours()
     if problem.ctx.rank == 1:
         result[3, 5] = torch.nextafter(result[3, 5].float(), torch.tensor(9e9)).bfloat16() + 1
     return result
 
 
-def not_a_number(problem, config):
-    result = problem.ours(config)
+def not_a_number(problem):
+    result = problem.ours()
     result[-1, -1] = torch.nan
     return result
 
 
-def transposed(problem, config):
-    return problem.ours(config).t()
+def transposed(problem):
+    return problem.ours().t()
 
 
-def wrong_on_real_numbers(problem, config):
-    result = problem.ours(config)
+def wrong_on_real_numbers(problem):
+    result = problem.ours()
     return result if problem.values == "integers" else result + 1
 
 
@@ -110,9 +153,9 @@ class WrongOnceChecked:
 
     calls = 0
 
-    def __call__(self, problem, config):
+    def __call__(self, problem):
         self.calls += 1
-        result = problem.ours(config)
+        result = problem.ours()
         return result if self.calls <= 2 else result + 1
 
 
@@ -130,23 +173,29 @@ class WrongOnceChecked:
 )
 def test_a_wrong_result_is_refused(ctx, checkout, ours, reason):
     line = measured(ctx, checkout, "matmul_reduce_scatter", ours=ours)
-    assert set(line) == {"op", "shape", "refused"}
+    assert set(line) == {"op", "shape", "layout", "refused"}
     assert reason in line["refused"]
 
 
 class RanksThat:
     """Stands for the ranks: `measure_all` gets this answer for every case."""
 
-    def __init__(self, answer):
-        self.answer = answer
+    def __init__(self, answer, roofs):
+        self.answer, self.roofs = answer, roofs
 
     def run(self, fn, *args, timeout_s):
         return [self.answer(*args) if fn.__name__ == "run_case" else self.roofs]
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
 
 @pytest.mark.quick
-@pytest.mark.parametrize("how", ["refused", "ranks failed"])
-def test_a_refused_case_gives_no_number_and_exit_code_1(checkout, tmp_path, capsys, monkeypatch, how):
+@pytest.mark.parametrize("how", ["refused", "ranks failed", "no time left"])
+def test_a_case_without_a_number_is_named_and_gives_exit_code_1(checkout, tmp_path, capsys, monkeypatch, how):
     run, roofs = load(checkout, "run"), load(checkout, "roofs")
     from tkernels.launch import RankError
 
@@ -155,20 +204,13 @@ def test_a_refused_case_gives_no_number_and_exit_code_1(checkout, tmp_path, caps
             return {"op": case.op, "shape": case.shape, "refused": "rank 1: 1 of 64 elements are off"}
         raise RankError(1, "died", "", "rank 1 of 2 exited with code 3")
 
-    class Ranks(RanksThat):
-        def __enter__(self):
-            self.roofs = roofs.Roofs()
-            return self
-
-        def __exit__(self, *exception):
-            pass
-
-    monkeypatch.setattr(run, "open_ranks", lambda args: Ranks(answer))
+    monkeypatch.setattr(run, "open_ranks", lambda args: RanksThat(answer, roofs.Roofs()))
     path = tmp_path / "out.jsonl"
-    assert run.main(["gemm", "--shape", "tiny", "--ranks", "1", "--json", str(path)]) == 1
+    budget = ["--budget", "1e-9"] if how == "no time left" else []
+    assert run.main(["gemm", "--shape", "tiny", "--ranks", "1", "--json", str(path), *budget]) == 1
     assert not path.exists()
-    out = capsys.readouterr().out
-    assert "gemm tiny: no number is reported: rank 1" in out
+    reason = "the budget of 1e-09 s was used up before it" if budget else "rank 1"
+    assert f"gemm tiny: no number is reported: {reason}" in capsys.readouterr().out
 
 
 @pytest.mark.quick
@@ -176,10 +218,14 @@ def test_a_refused_case_gives_no_number_and_exit_code_1(checkout, tmp_path, caps
     "arguments, sentence",
     [
         ("matmul", "'matmul' is no operation"),
-        ("gemm --shape nope", "--shape nope: gemm has 4096x7168x8192"),
+        ("gemm --shape nope", "--shape nope: gemm has 2048x12288x12288"),
         ("gemm --shape tiny --ranks 0", "at least one rank is needed"),
         ("gemm --shape tiny --iterations 0 --ranks 1", "measure at least once"),
         ("gemm --shape tiny --dtype int8", "invalid choice: 'int8'"),
+        ("gemm,matmul --shape tiny", "'matmul' is no operation"),
+        ("gemm --shape tiny --ranks 1 --layout TT", "--layout TT: there are TN, NN, NT"),
+        ("gemm --shape tiny --ranks 1 --budget 0", "--budget 0: give seconds"),
+        ("gemm --shape small --ranks 1", "--shape small: gemm has no such shapes"),
         ("all_gather --shape tiny --sweep --ranks 1", "all_gather has no configuration to sweep"),
         ("gemm --shape tiny --ranks 1 --sweep num_comm=3", "gemm has only the fields block_m"),
         ("gemm --shape tiny --ranks 1 --sweep stages=3", "'stages' is no field of a configuration"),
@@ -202,7 +248,7 @@ def test_large_shapes_and_uneven_shards_are_refused_before_any_rank_starts(check
     main = load(checkout, "run").main
     for arguments, sentence in {
         "gemm --shape all": "would take the interpreter hours",
-        "all_gather --shape tiny --ranks 3": "M=64 doesn't divide by 3 ranks",
+        "all_gather_matmul --shape tiny --ranks 3": "N=64 doesn't divide by 3 ranks",
         "gemm --shape tiny --transport peer": "--transport peer does not exist on the simulated runtime",
     }.items():
         with pytest.raises(SystemExit) as exit:
@@ -258,6 +304,140 @@ def test_a_sweep_changes_one_field_at_a_time_or_takes_the_product(checkout):
 def test_shapes_by_name():
     assert list(shapes.select("gemm", ["tiny", "rs-a"])) == ["tiny"]
     assert list(shapes.select("all_gather", ["all"])) == list(shapes.COLUMN_PARALLEL)
+    assert list(shapes.select("matmul_all_reduce", ["layers"])) == list(shapes.ROW_PARALLEL)
+    assert shapes.select("matmul_all_reduce", ["small"])["llama70b-o-m16"] == (16, 8192, 8192)
+    assert shapes.select("gemm", ["all"])["8192x14336x8192"] == (8192, 14336, 8192)
     assert not set(shapes.TINY) & set(shapes.select("all_reduce", ["all"]))
-    for table in shapes.BY_OPERATION.values():
+    for table in shapes.LAYERS.values():
         assert all(size % 8 == 0 for shape in table.values() for size in shape)
+
+
+@pytest.mark.quick
+def test_each_rank_compiles_its_share_of_the_kernels_and_runs_none(checkout, monkeypatch):
+    compiling = load(checkout, "compiling")
+    if not hasattr(compiling.triton, "AsyncCompileMode"):
+        pytest.skip("a triton without it")
+
+    class Kernel:
+        __name__ = "kernel"
+
+        def run(self, *arguments, grid, warmup, **options):
+            ran.append((warmup, options["BLOCK"]))
+
+    monkeypatch.setattr(compiling, "JITFunction", Kernel)
+    shares = []
+    for rank in range(2):
+        ran = []
+        with compiling.launches_compile(rank, 2):
+            for block in (16, 32, 64, 16, 32):
+                Kernel().run(torch.zeros(1), grid=(1,), warmup=False, BLOCK=block)
+        assert all(warmup for warmup, _ in ran)
+        shares.append({block for _, block in ran})
+    assert shares == [{16, 64}, {32}]
+    Kernel().run(grid=(1,), warmup=False, BLOCK=128)
+    assert ran[-1] == (False, 128)
+
+
+def a_line(op="all_gather_matmul", shape="llama8b-qkv", M=8192, ours_us=100.0, date="2030-01-02T03:04:05", **others):
+    times = {"cublas": 90.0, "nccl": 60.0, "serial": 150.0, "torch": 110.0, "wire": 45.0, "ours": ours_us}
+    line = dict.fromkeys(FIELDS) | {f"{name}_us": us for name, us in times.items()}
+    line |= {"op": op, "shape": shape, "layout": "TN", "M": M, "N": 4096, "K": 4096, "ranks": 4, "dtype": "bfloat16"}
+    line |= {"gpu": "NVIDIA H200", "torch_version": "2.11.0", "triton_version": "3.6.0", "nccl_version": "2.28.9"}
+    line |= {"transport": "peer", "iterations": 20, "date": date, "overlap_efficiency": 90 / ours_us, "ways": {}}
+    return line | {"ours_host_us": 50.0, "serial_host_us": 60.0} | others
+
+
+def write(path: Path, *lines: dict) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.mark.quick
+def test_of_records_of_one_case_the_last_counts_and_the_newest_file_is_the_latest_days(checkout, tmp_path):
+    records = load(checkout, "records")
+    older = write(tmp_path / "b.jsonl", a_line(date="2030-01-01T23:00:00"), a_line(ours_us=80.0))
+    assert [line["ours_us"] for line in records.read(older)] == [80.0]
+    write(tmp_path / "c.jsonl", a_line(ranks=2), {"bench": "leases"})
+    write(tmp_path / "z.jsonl", a_line(op="gemm", date="2031-01-01T00:00:00"))
+    assert records.newest(tmp_path) == older  # of the same day the one with more ranks
+    with pytest.raises(FileNotFoundError, match="bench.run --json"):
+        records.newest(tmp_path / "nothing")
+
+
+@pytest.mark.quick
+def test_pictures_show_every_peer_and_say_what_they_show(checkout, tmp_path):
+    plot = load(checkout, "plot")
+    lines = [a_line(op, shape) for op in plot.FUSED for shape in ("llama8b-o", "rs-a")]
+    figure = plot.time_figure(lines)
+    (legend,) = figure.legends
+    assert {text.get_text() for text in legend.get_texts()} == {label for label, _, _ in plot.SERIES.values()}
+    assert [axes.get_title() for axes in figure.axes] == list(plot.TITLES.values())
+    paths = plot.draw(plot.fused(write(tmp_path / "x4.jsonl", *lines)), tmp_path / "x4")
+    assert [path.name for path in paths] == ["x4-time.png", "x4-efficiency.png"]
+    for path in paths:
+        assert path.read_bytes().startswith(b"\x89PNG")
+    assert "4 x NVIDIA H200, 2030-01-02" in plot.circumstances(lines)
+    with pytest.raises(ValueError, match="has no records of all_gather_matmul"):
+        plot.fused(write(tmp_path / "none.jsonl", a_line(op="gemm")))
+
+
+@pytest.mark.quick
+def test_readme_has_the_table_of_the_newest_results_as_the_tool_writes_it(checkout):
+    plot, records = load(checkout, "plot"), load(checkout, "records")
+    readme, block = (checkout / "README.md").read_text(), plot.readme_block(records.newest())
+    assert block in readme, "run python -m bench.plot --readme"
+    assert plot.with_block(readme.replace(block, plot.BEGIN + plot.END), block) == readme
+    for picture in re.findall(r"!\[\w+\]\((.*)\)", block):
+        assert (checkout / picture).stat().st_size < 300_000
+    with pytest.raises(ValueError, match="README.md needs the lines"):
+        plot.with_block("# no place for it", block)
+
+
+@pytest.mark.quick
+def test_a_summary_names_what_misses_its_goal(checkout, tmp_path, capsys):
+    summary = load(checkout, "summary")
+    good = write(tmp_path / "good.jsonl", a_line(ours_us=91.0), a_line(shape="llama70b-qkv-m16", M=16, ours_us=150.0))
+    assert summary.main([str(good)]) == 0
+    bad = write(tmp_path / "bad.jsonl", a_line(ours_us=120.0, date="2030-01-03T00:00:00"), a_line(shape="gpt3-fc1"))
+    assert summary.main([str(good), str(bad)]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "over torch fused, from 2048 tokens any 2 1.00 0.917 llama8b-qkv x4 0.92" in out
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["mlp", "attention"])
+def test_training_is_measured_beside_nccl_and_a_wrong_gradient_is_refused(ctx, checkout, name):
+    training = load(checkout, "training")
+    pair = training.PAIRS["simulated"][name]
+    line = training.measure_pair(ctx, name, pair, 32, 2)
+    assert line["op"] == "training" and line["speedup_over_serial"] == line["serial_us"] / line["ours_us"]
+
+    right = training.Steps.outcome
+
+    def one_row_is_lost(self, series):
+        results = right(self, series)
+        if series == "ours" and self.ctx.rank == 1:
+            results[2][3] = 0
+        return results
+
+    training.Steps.outcome = one_row_is_lost
+    try:
+        refused = training.measure_pair(ctx, name, pair, 32, 2)["refused"]
+    finally:
+        training.Steps.outcome = right
+    assert refused == f"rank 1: 1 of {pair.inner // 2} rows of dw1 differ from NCCL + cuBLAS's, the first is 3"
+
+
+def test_the_training_bench_prints_a_table_and_writes_lines_that_a_summary_reads(checkout, tmp_path):
+    path = tmp_path / "training.jsonl"
+    command = "-m bench.training --ranks 1 --iterations 1 --json".split()
+    done = subprocess.run(
+        [sys.executable, *command, str(path)], cwd=checkout,
+        env={**os.environ, "TKERNELS_RUNTIME": "simulated"}, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "llama70b-attention, NCCL beside cuBLAS" in done.stdout
+    lines = load(checkout, "records").read(path)
+    assert [line["shape"] for line in lines] == ["llama70b-mlp", "llama70b-attention"]
+    (goal,) = (goal for goal in load(checkout, "summary").GOALS if goal.name == "training over NCCL + cuBLAS")
+    assert len(goal.values([line | {"ranks": 4} for line in lines])) == 2

@@ -11,6 +11,7 @@ SIMULATED_LIMIT = 1 << 24  # M N K that the interpreter does in seconds
 TINY: dict[str, Shape] = {
     "tiny": (64, 64, 64),
     "tiny-wide": (128, 96, 160),
+    "tiny-m1": (1, 64, 64),
 }
 
 COLUMN_PARALLEL: dict[str, Shape] = {
@@ -36,15 +37,33 @@ ROW_PARALLEL: dict[str, Shape] = {
     "rs-e": (2048, 12288, 49152),
 }
 
-# Local products: what one GPU of four multiplies in a layer, more or less.
-LOCAL: dict[str, Shape] = {f"{M}x{N}x{K}": (M, N, K) for M, N, K in [
-    (8192, 14336, 8192),
-    (8192, 8192, 14336),
-    (4096, 7168, 8192),
-    (8192, 1536, 4096),
-]}  # fmt: skip
+FEW_TOKENS = (1, 16, 64, 256, 1024, 2048)
 
-BY_OPERATION: dict[str, dict[str, Shape]] = {
+
+def _with_few_tokens(shapes: dict[str, Shape]) -> dict[str, Shape]:
+    """llama70b's layers at token counts of decoding and of short prompts, as name-mTOKENS."""
+    names = [name for name in shapes if name.startswith("llama70b") and not name.endswith("-4k")]
+    return {f"{name}-m{M}": (M, *shapes[name][1:]) for name in names for M in FEW_TOKENS}
+
+
+def _local(ranks: int) -> list[Shape]:
+    """What one of `ranks` GPUs multiplies in the layers above."""
+    columns = [(M, N // ranks, K) for M, N, K in COLUMN_PARALLEL.values()]
+    return columns + [(M, N, K // ranks) for M, N, K in ROW_PARALLEL.values()]
+
+
+LOCAL: dict[str, Shape] = {"x".join(map(str, shape)): shape for shape in _local(2) + _local(4)}
+
+# Sums of M rows of 8192 elements, by their bytes in 16-bit elements.
+SHORT_SUMS: dict[str, Shape] = {
+    "16KB": (1, 8192, 8192),
+    "64KB": (4, 8192, 8192),
+    "256KB": (16, 8192, 8192),
+    "1MB": (64, 8192, 8192),
+    "2MB": (128, 8192, 8192),
+}
+
+LAYERS: dict[str, dict[str, Shape]] = {
     "gemm": LOCAL,
     "all_gather_matmul": COLUMN_PARALLEL,
     "matmul_reduce_scatter": ROW_PARALLEL,
@@ -54,13 +73,26 @@ BY_OPERATION: dict[str, dict[str, Shape]] = {
     "all_reduce": ROW_PARALLEL,
 }
 
+SMALL: dict[str, dict[str, Shape]] = {
+    "all_gather_matmul": _with_few_tokens(COLUMN_PARALLEL),
+    "matmul_reduce_scatter": _with_few_tokens(ROW_PARALLEL),
+    "matmul_all_reduce": _with_few_tokens(ROW_PARALLEL),
+    "all_reduce": SHORT_SUMS,
+}
+
+BY_OPERATION: dict[str, dict[str, Shape]] = {op: shapes | SMALL.get(op, {}) for op, shapes in LAYERS.items()}
+
+GROUPS = {"all": BY_OPERATION, "layers": LAYERS, "small": SMALL}
+
 
 def select(op: str, names: list[str]) -> dict[str, Shape]:
-    """The shapes of one operation by name; "all" is its whole table, without the tiny ones. Unknown names are left out.
+    """The shapes of one operation by name or group; unknown names are left out, the tiny ones are in no group.
+
+    Groups: "layers" are whole sequences, "small" few tokens, "all" both.
 
     >>> select("gemm", ["tiny", "rs-a"])
     {'tiny': (64, 64, 64)}
     """
     known = {**BY_OPERATION[op], **TINY}
-    names = [name for given in names for name in (BY_OPERATION[op] if given == "all" else [given])]
+    names = [name for given in names for name in (GROUPS[given].get(op, {}) if given in GROUPS else [given])]
     return {name: known[name] for name in names if name in known}

@@ -1,0 +1,73 @@
+"""What the benches write, one JSON line a measurement, and what summaries, pictures and README compute from it."""
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+RESULTS = Path(__file__).resolve().parent / "results"
+FUSED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+PEERS = {"serial": "NCCL + cuBLAS", "torch": "torch fused"}  # that a user would pick instead
+
+
+def append(path: Path, line: dict) -> None:
+    """One more JSON line, in a new file and folder if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def read(path: Path) -> list[dict]:
+    """The records of one file, oldest first; of several of one case the last."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    cases = {}
+    for line in lines:
+        if "ours_us" in line:
+            line = {"layout": "TN", "ways": {}} | line
+            cases[line["op"], line["shape"], line["layout"], line["ranks"], line["dtype"]] = line
+    return list(cases.values())
+
+
+def newest(folder: Path = RESULTS) -> Path:
+    """The file with records of fused operations on GPUs of the latest day, and of those the one with the most ranks.
+
+    Raises FileNotFoundError if there is none.
+    """
+    dated = []
+    for path in folder.glob("*.jsonl"):
+        lines = [line for line in read(path) if line["gpu"] and line["op"] in FUSED]
+        if lines:
+            dated.append((max(line["date"][:10] for line in lines), lines[0]["ranks"], path))
+    if not dated:
+        raise FileNotFoundError(f"no file of {folder} has fused operations on GPUs; write one by bench.run --json")
+    return max(dated)[-1]
+
+
+def best_peer_us(line: dict) -> float | None:
+    """The time of the fastest whole operation that is not ours."""
+    return min((line[f"{name}_us"] for name in PEERS if line[f"{name}_us"] is not None), default=None)
+
+
+def limit_us(line: dict) -> float | None:
+    """max(cuBLAS, wire): what no overlap can beat with that product on that wire."""
+    parts = line["cublas_us"], line["wire_us"]
+    return None if None in parts else max(parts)
+
+
+def ratio(above: float | None, below: float | None) -> float | None:
+    return None if above is None or below is None else above / below
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def circumstances(lines: list[dict]) -> str:
+    """Machine, date, versions, and how it was timed."""
+    line = lines[-1]
+    versions = [("torch", "torch"), ("triton", "triton"), ("nccl", "NCCL"), ("nvshmem", "NVSHMEM")]
+    known = [f"{name} {line[f'{key}_version']}" for key, name in versions if line[f"{key}_version"]]
+    machine = f"{line['ranks']} x {line['gpu'] or 'simulated rank'}"
+    how = f"slowest rank, median of {line['iterations']}, interleaved, L2 flushed"
+    return f"{machine}, {line['date'][:10]}, {line['dtype']}, {line['transport']}; {', '.join(known)}; {how}"

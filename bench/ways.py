@@ -1,0 +1,74 @@
+"""The ways to move bytes that a fused operation is measured with, beside the one that the library chooses by itself.
+
+Another way, or a mode of one, is a line of WAYS.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import torch
+
+import tkernels
+from bench.problem import Problem, config_of
+from tkernels.comm.context import Context
+from tkernels.timing import agree
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """transport: of the context.  change: fields of the configuration.  repeatable: the same bits on every run."""
+
+    transport: str
+    change: dict = dataclasses.field(default_factory=dict)
+    repeatable: bool = True
+
+
+WAYS: dict[str, dict[str, Way]] = {
+    "nvshmem": {"peer": Way("peer"), "nvshmem": Way("nvshmem")},
+    "simulated": {"simulated": Way("simulated")},
+}
+
+
+@functools.cache
+def context_over(ctx: Context, transport: str) -> Context:
+    """Collective. A context of the same ranks over another transport, kept between cases."""
+    if transport == ctx.transport:
+        return ctx
+    group = ctx.group.process_group
+    return tkernels.init(group, transport=transport, timeout_s=ctx.timeout_s, default=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """A way that works here: its context and its configuration."""
+
+    way: Way
+    ctx: Context
+    config: object
+
+    def call(self, problem: Problem) -> Callable[[], torch.Tensor]:
+        return lambda: problem.with_config(self.config, self.ctx)
+
+    def described(self) -> dict:
+        """sms: multiprocessors that send while the others multiply."""
+        return {"sms": self.config.num_comm, "repeatable": self.way.repeatable}
+
+
+def open_ways(problem: Problem) -> tuple[dict[str, Opened], dict[str, str]]:
+    """Collective. The ways of a fused operation that can be taken here, and why the others can't."""
+    ctx, case, opened, unavailable = problem.ctx, problem.case, {}, {}
+    if case.op == "gemm" or "matmul" not in case.op or ctx.size == 1:
+        return {}, {}
+    for name, way in WAYS[ctx.runtime].items():
+        reason = None
+        try:
+            other = context_over(ctx, way.transport)
+            opened[name] = Opened(way, other, dataclasses.replace(config_of(other, case), **way.change))
+        except (TypeError, ValueError, RuntimeError) as error:  # no such transport, field or value here
+            reason = str(error).splitlines()[0]
+        reason = agree(ctx, reason)
+        if reason is not None:
+            opened.pop(name, None)
+            unavailable[name] = reason
+    return opened, unavailable
