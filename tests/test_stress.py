@@ -1,0 +1,149 @@
+"""Late signals: puts and signals are held up at random, ranks come late, buffers are poisoned, no shape divides evenly.
+
+Calls of all operations follow each other in bursts, without a word between the ranks, each with fresh data; every
+result is an exact sum of integers. On GPUs the delays are compiled into the device verbs, so the ranks are new ones.
+"""
+
+import random
+import time
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from transports import TRANSPORTS, every_transport, over, poison_workspace
+
+import tkernels
+from tkernels.comm import device, interpreter
+from tkernels.launch import launch
+from tkernels.testing.compare import integers
+
+SIMULATED = tkernels.RUNTIME == "simulated"
+CALLS = 24 if SIMULATED else 1000
+BURST = 8  # calls before results are looked at
+FEATURES = [(40, 48), (33, 50)]  # N, K on a rank: with and without TMA; the sums of 50 products are exact in bf16
+FUSED = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
+MAX_ROWS = 90 if SIMULATED else 300
+DTYPE = torch.bfloat16
+
+
+@triton.jit
+def stall():
+    """Up to 65 us, drawn from the clock; 21 us on average."""
+    now = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+    draw = ((now // 32 + tl.program_id(0) * 7919) * 2654435761 // 65536) & 255
+    nanoseconds = (draw * draw).to(tl.int32)
+    tl.inline_asm_elementwise(
+        "nanosleep.u32 $1; mov.u32 $0, 0;", "=r,r", [nanoseconds], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@interpreter.builtin
+def no_wait(signal, epoch, timeout_ns, fault_flag):
+    return 1
+
+
+NO_WAIT = """def wait_signal(
+    signal_word, epoch, table, source, chunk, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr
+):
+    tl.debug_barrier()
+"""
+
+
+def disturb_verbs(form: str):
+    """Before anything is compiled in this process: delays before puts and signals; no waits in the wrong form."""
+    if SIMULATED:
+        if form == "wrong":
+            device.spin = no_wait
+        return
+    device.stall = stall
+    for verb in (device.put_signal, device.signal):
+        held_up = verb.src.replace("    if TRANSPORT == NVSHMEM:", "    stall()\n    if TRANSPORT == NVSHMEM:", 1)
+        assert held_up != verb.src
+        verb._unsafe_update_src(held_up)
+    if form == "wrong":
+        device.wait_signal._unsafe_update_src(NO_WAIT)
+
+
+def small(shape, seed, ctx):
+    return integers(shape, DTYPE, seed, low=-2, high=2, device=ctx.device)
+
+
+def product(x, w):
+    return x.float() @ w.float().t()
+
+
+def draw_rows(draws: random.Random, size: int) -> tuple[int, ...]:
+    """Row counts by rank, any split of a random total, ranks without rows among them."""
+    cuts = sorted(draws.randint(0, 65 + draws.randint(0, MAX_ROWS)) for _ in range(size + 1))
+    rows = [after - before for before, after in zip(cuts, cuts[1:], strict=False)]
+    return (*rows[:-1], rows[-1] + max(0, 65 - sum(rows)))  # from 65 rows on the tiles are those of large products
+
+
+def a_call(ctx, draws: random.Random, seed: int):
+    """(what to call, its right result) of one random operation; all ranks draw the same."""
+    rows, (N, K) = draw_rows(draws, ctx.size), draws.choice(FEATURES)
+    first = sum(rows[: ctx.rank])
+    own = slice(first, first + rows[ctx.rank])
+    seeds = [1000 * seed + 10 * rank for rank in range(ctx.size)]
+    shards = [small((count, K), s, ctx) for count, s in zip(rows, seeds, strict=True)]
+    wholes = [small((sum(rows), K), s + 1, ctx) for s in seeds]
+    weights = [small((N, K), s + 2, ctx) for s in seeds]
+    shard, whole, w = shards[ctx.rank], wholes[ctx.rank], weights[ctx.rank]
+    name = draws.choice(["all_gather", "reduce_scatter", "all_reduce", *3 * FUSED])
+    if name == "all_gather":
+        return lambda: tkernels.all_gather(shard, rows=rows, ctx=ctx), torch.cat(shards)
+    if name == "all_gather_matmul":
+        return lambda: tkernels.all_gather_matmul(shard, w, rows=rows, ctx=ctx), product(torch.cat(shards), w)
+    if name in ("reduce_scatter", "all_reduce"):
+        total = sum(x.float() for x in wholes)
+    else:
+        total = sum(product(x, weight) for x, weight in zip(wholes, weights, strict=True))
+    operands = (whole,) if "matmul" not in name else (whole, w)
+    if name.endswith("all_reduce"):
+        return lambda: getattr(tkernels, name)(*operands, ctx=ctx), total
+    return lambda: getattr(tkernels, name)(*operands, rows=rows, ctx=ctx), total[own]
+
+
+def come_late(ctx, draws: random.Random):
+    """One rank in a call out of three, by up to some milliseconds simulated, 0.1 ms on a GPU."""
+    late, which, how_long = draws.random() < 1 / 3, draws.randrange(ctx.size), draws.random()
+    if late and which == ctx.rank and SIMULATED:
+        time.sleep(5e-3 * how_long)
+    elif late and which == ctx.rank:
+        torch.cuda._sleep(int(200_000 * how_long))
+
+
+def stress(ctx, transport: str, form: str, calls: int) -> int:
+    """How many results of this rank are wrong."""
+    disturb_verbs(form)
+    ctx, draws, wrong = over(ctx, transport), random.Random(7), 0
+    with interpreter.execution(jitter_seed=3, rank=ctx.rank):
+        for burst in range(0, calls, BURST):
+            made = [a_call(ctx, draws, seed) for seed in range(burst, min(burst + BURST, calls))]
+            if draws.random() < 1 / 2:
+                poison_workspace(ctx)
+            results = []
+            for call, _ in made:
+                come_late(ctx, draws)
+                results.append(call())
+            wrong += sum(not torch.equal(got, right.to(DTYPE)) for got, (_, right) in zip(results, made, strict=True))
+            ctx.check()
+    return wrong
+
+
+def enough_gpus(ranks: int):
+    if not SIMULATED and torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs, found {torch.cuda.device_count()}")
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@every_transport
+def test_late_signals_change_no_result(ranks, transport):
+    enough_gpus(ranks)
+    assert launch(stress, ranks, transport, "right", CALLS, timeout_s=900) == [0] * ranks
+
+
+def test_without_waits_late_signals_change_results():
+    enough_gpus(2)
+    assert sum(launch(stress, 2, TRANSPORTS[0], "wrong", 2 * BURST, timeout_s=900)) > 0
