@@ -5,10 +5,10 @@ On the GPU machines a kernel takes seconds to compile, and a run over all named 
 
 import contextlib
 import os
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
 import torch
-import triton
+from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.jit import JITFunction
 
 from bench.problem import Case, Problem
@@ -16,35 +16,62 @@ from bench.ways import open_ways
 from tkernels.comm.context import Context
 
 
-@contextlib.contextmanager
-def launches_compile(rank: int, size: int):
-    """Launches compile and run nothing. Of the different kernels every rank takes an equal share."""
-    run, seen = JITFunction.run, {}
-
-    def compile_only(kernel, *arguments, grid, warmup, **options):
-        key = (kernel.__name__, *sorted((name, str(value)) for name, value in options.items()))
-        if seen.setdefault(key, len(seen)) % size == rank:
-            run(kernel, *arguments, grid=grid, warmup=True, **options)
-
-    threads = max(1, len(os.sched_getaffinity(0)) // size)
-    # ignore_errors: a configuration that can't be compiled fails where it is measured, with its case's name.
-    with ThreadPoolExecutor(threads) as executor, triton.AsyncCompileMode(executor, ignore_errors=True):
-        JITFunction.run = compile_only
-        try:
-            yield
-        finally:
-            JITFunction.run = run
-
-
 def compile_cases(ctx: Context, cases: list[Case]) -> None:
     """Collective. Compile what the cases launch, in every way. Nothing to do on the simulated runtime."""
     if ctx.device.type != "cuda":
         return
-    with torch.no_grad(), launches_compile(ctx.rank, ctx.size):
-        for case in cases:
-            problem = Problem(ctx, case, "zeros")
-            problem.ours()
-            for way in open_ways(problem)[0].values():
-                way.call(problem)()
+    compiler = Compiler()
+    # ignore_errors: a configuration that can't be compiled fails where it is measured, with its case's name.
+    with torch.no_grad(), AsyncCompileMode(compiler, ignore_errors=True):
+        with launches_compile():
+            for case in cases:
+                problem = Problem(ctx, case, "zeros")
+                problem.ours()
+                for way in open_ways(problem)[0].values():
+                    way.call(problem)()
+        compiler.run(ctx.group, len(os.sched_getaffinity(0)))
     torch.cuda.synchronize()
     ctx.group.barrier()
+
+
+@contextlib.contextmanager
+def launches_compile():
+    """In this block launches hand their kernels to the compiler, and run nothing."""
+    run = JITFunction.run
+
+    def compile_only(kernel, *arguments, grid, warmup, **options):
+        run(kernel, *arguments, grid=grid, warmup=True, **options)
+
+    JITFunction.run = compile_only
+    try:
+        yield
+    finally:
+        JITFunction.run = run
+
+
+class Compiler(Executor):
+    """Keeps the different kernels that it is given, until `run`."""
+
+    def __init__(self):
+        self.waiting: list[tuple[Future, object]] = []
+
+    def submit(self, fn, /, *arguments, **options) -> Future:
+        self.waiting.append((Future(), lambda: fn(*arguments, **options)))
+        return self.waiting[-1][0]
+
+    def run(self, group, threads: int) -> None:
+        """Collective. Compile this rank's share; then load what the others have compiled."""
+        with ThreadPoolExecutor(max(1, threads // group.size)) as executor:
+            list(executor.map(_finish, self.waiting[group.rank :: group.size]))
+            group.barrier()
+            list(executor.map(_finish, self.waiting))
+
+
+def _finish(waiting: tuple[Future, object]) -> None:
+    future, compile = waiting
+    if future.done():
+        return
+    try:
+        future.set_result(compile())
+    except Exception as error:  # belongs to the case that needs the kernel
+        future.set_exception(error)

@@ -313,29 +313,32 @@ def test_shapes_by_name():
 
 
 @pytest.mark.quick
-def test_each_rank_compiles_its_share_of_the_kernels_and_runs_none(checkout, monkeypatch):
+def test_each_rank_compiles_its_share_of_the_kernels_first_and_launches_none(checkout, monkeypatch):
     compiling = load(checkout, "compiling")
-    if not hasattr(compiling.triton, "AsyncCompileMode"):
-        pytest.skip("a triton without it")
 
     class Kernel:
-        __name__ = "kernel"
-
         def run(self, *arguments, grid, warmup, **options):
-            ran.append((warmup, options["BLOCK"]))
+            launched.append(warmup)
 
+    class Group:
+        rank, size = 1, 2
+
+        def barrier(self):
+            shares.append(sorted(compiled))
+
+    launched, compiled, shares = [], [], []
     monkeypatch.setattr(compiling, "JITFunction", Kernel)
-    shares = []
-    for rank in range(2):
-        ran = []
-        with compiling.launches_compile(rank, 2):
-            for block in (16, 32, 64, 16, 32):
-                Kernel().run(torch.zeros(1), grid=(1,), warmup=False, BLOCK=block)
-        assert all(warmup for warmup, _ in ran)
-        shares.append({block for _, block in ran})
-    assert shares == [{16, 64}, {32}]
-    Kernel().run(grid=(1,), warmup=False, BLOCK=128)
-    assert ran[-1] == (False, 128)
+    with compiling.launches_compile():
+        Kernel().run(torch.zeros(1), grid=(1,), warmup=False, BLOCK=16)
+    Kernel().run(torch.zeros(1), grid=(1,), warmup=False, BLOCK=16)
+    assert launched == [True, False]
+
+    compiler = compiling.Compiler()
+    futures = [compiler.submit(lambda number=number: compiled.append(number) or 1 / number) for number in range(5)]
+    compiler.run(Group(), 4)
+    assert shares == [[1, 3]] and sorted(compiled) == [0, 1, 2, 3, 4]
+    assert [future.result() for future in futures[1:]] == [1, 1 / 2, 1 / 3, 1 / 4]
+    assert isinstance(futures[0].exception(), ZeroDivisionError)
 
 
 def a_line(op="all_gather_matmul", shape="llama8b-qkv", M=8192, ours_us=100.0, date="2030-01-02T03:04:05", **others):

@@ -137,7 +137,7 @@ def enough_gpus(ranks: int):
         pytest.skip(f"needs {ranks} GPUs, found {torch.cuda.device_count()}")
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=[pytest.mark.exhaustive] * SIMULATED)])
 @every_transport
 def test_late_signals_change_no_result(ranks, transport):
     enough_gpus(ranks)
