@@ -1,28 +1,77 @@
 """all_gather, reduce_scatter, all_reduce and barrier on the device verbs: rows of any width, shared unevenly or evenly.
 
 Letters: R ranks. A rank's part is its rows, as contiguous elements; parts lie one after the other in the whole.
-Parts travel in chunks, one signal a chunk. Sums are taken in fp32 in rank order: the same bits on every run, and on
-every rank.
+Parts travel in one of two ways, by their size (`CollectiveConfig`):
+
+packets  each 4 bytes with their epoch beside them: one trip over the link, and twice the bytes. For small parts.
+chunks   as they are, one signal a chunk behind a fence: the fence waits for the chunk's arrival, so it is two trips.
+
+An all-reduce in one shot is a reduce-scatter in which every part is the whole; in two shots, a reduce-scatter and an
+all-gather in one launch. Program p of a rank exchanges data with programs p of its peers and with no other.
+
+Sums are taken in fp32 in rank order, whichever way: the same bits on every run, and on every rank.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from tkernels.comm.context import Context
-from tkernels.comm.device import begin_epoch, copy, end_epoch, operation, put_signal, signal, wait_signal
+from tkernels.comm.device import (
+    NVSHMEM,
+    begin_epoch,
+    copy,
+    end_epoch,
+    operation,
+    put,
+    put_packets,
+    signal_all,
+    wait_packets,
+    wait_signal,
+)
 
 OP_ALL_GATHER = operation("all_gather")
 OP_REDUCE_SCATTER = operation("reduce_scatter")
 OP_ALL_REDUCE = operation("all_reduce")
 OP_BARRIER = operation("barrier")
 
-BLOCK = 8192  # elements a program copies at a step; 8 warps saturate NVLink with 12 programs at this size
-CHUNK_BYTES = 256 << 10
+BLOCK = 8192  # elements of 2 bytes that a program copies at a step; so 12 programs of 8 warps saturate NVLink
+CHUNK_BYTES = 256 << 10  # the most behind one signal
+MIN_CHUNK_BYTES = 4 << 10
 MAX_PROGRAMS = 32
+PACKET_BLOCK = 1024  # words of 4 bytes that a program sends as packets at a step: 16 bytes for each of 256 threads
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class CollectiveConfig:
+    """How a collective's data travels; all ranks must use the same.
+
+    packet_bytes: a rank that sends its peers no more than this, all together, sends packets. They save a fence's round
+        trip, about 2 us over NVLink, in which 300 GB/s carry 600 KB; but each packet is polled for as well. Over the
+        transport nvshmem there are none.
+    hop_bytes: an all-reduce takes one shot where that sends at most so many bytes more than two, which need another
+        fence, signal and wait: about 4 us.
+    max_programs: fewer leave multiprocessors to what runs beside.
+    """
+
+    packet_bytes: int = 256 << 10
+    hop_bytes: int = 1 << 20
+    max_programs: int = 2 * MAX_PROGRAMS
+
+    def packets(self, part_bytes: int, ctx: Context) -> bool:
+        """Whether parts of that size travel as packets. The same on all ranks."""
+        return ctx.transport_id != NVSHMEM.value and part_bytes * (ctx.size - 1) <= self.packet_bytes
+
+    def one_shot(self, num_bytes: int, size: int) -> bool:
+        """Whether an all-reduce of that size among `size` ranks takes one shot; between two ranks it always does."""
+        return num_bytes * (size - 1) * (size - 2) <= self.hop_bytes * size
+
+
+DEFAULT = CollectiveConfig()
 
 
 def split_rows(num_rows: int, size: int) -> tuple[int, ...]:
@@ -82,7 +131,7 @@ def receive_parts(
             copy(out + start + first, inbox + start + first, tl.minimum(part - first, chunk), BLOCK, ALIGN)
 
 
-@triton.jit(do_not_specialize=["rank"])  # all ranks share one compiled kernel
+@triton.jit(do_not_specialize=["rank", "max_chunks"])
 def all_gather_kernel(
     x, out,  # [own part], [whole]
     inbox, inbox_stride, ready, max_chunks, state, table, rank,
@@ -94,14 +143,12 @@ def all_gather_kernel(
     inbox += epoch % 2 * inbox_stride
     start, part = part_of(starts, rank, x.dtype.element_ty, ALIGN)
     chunks = chunk_count(part, chunk)
-    for i in range(tl.program_id(0), chunks * (SIZE - 1), tl.num_programs(0)):
-        index = i // (SIZE - 1)
-        target = (rank + 1 + i % (SIZE - 1)) % SIZE
+    for index in range(tl.program_id(0), chunks, tl.num_programs(0)):
         first = tl.cast(index, tl.int64) * chunk
-        put_signal(
-            inbox + start + first, x + first, tl.minimum(part - first, chunk),
-            ready + rank * max_chunks + index, epoch, target, table, TRANSPORT, BLOCK, ALIGN,
-        )
+        size = tl.minimum(part - first, chunk)
+        for step in range(1, SIZE):
+            put(inbox + start + first, x + first, size, (rank + step) % SIZE, table, TRANSPORT, BLOCK, ALIGN)
+        signal_all(ready + rank * max_chunks + index, epoch, table, rank, SIZE, TRANSPORT)
     for index in range(tl.program_id(0), chunks, tl.num_programs(0)):
         first = tl.cast(index, tl.int64) * chunk
         copy(out + start + first, x + first, tl.minimum(part - first, chunk), BLOCK, ALIGN)
@@ -111,33 +158,35 @@ def all_gather_kernel(
     end_epoch(state, epoch)
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "num_chunks", "max_chunks"])
 def reduce_kernel(
-    x, out,  # [whole]; [own part], or [whole] with GATHER
+    x, out,  # [whole]; [own part], or [whole] with GATHER or WHOLE
     inbox, inbox_stride, part_stride, ready, max_chunks, state, table, rank,
-    starts,  # [R + 1] first element of each part
-    chunk,  # elements
-    SIZE: tl.constexpr, GATHER: tl.constexpr,
+    starts,  # [R + 1] first element of each part; with WHOLE, the first two words are those of every part
+    chunk, num_chunks,  # elements; of the largest part
+    SIZE: tl.constexpr, GATHER: tl.constexpr, WHOLE: tl.constexpr,
     OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):
     """Send each rank its part of x, sum what arrives; with GATHER, send the sum of the own part to everyone."""
+    PARTS: tl.constexpr = 0 if WHOLE else 1
     part_stride = tl.cast(part_stride, tl.int64)  # times R it may pass 2**31
     epoch = begin_epoch(state)
     inbox += epoch % 2 * inbox_stride
     pid = tl.program_id(0)
-    for step in range(1, SIZE):
-        target = (rank + step) % SIZE
-        start, part = part_of(starts, target, x.dtype.element_ty, ALIGN)
-        for index in range(pid, chunk_count(part, chunk), tl.num_programs(0)):
-            first = tl.cast(index, tl.int64) * chunk
-            put_signal(
-                inbox + rank * part_stride + first, x + start + first, tl.minimum(part - first, chunk),
-                ready + rank * max_chunks + index, epoch, target, table, TRANSPORT, BLOCK, ALIGN,
+    for index in range(pid, num_chunks, tl.num_programs(0)):
+        first = tl.cast(index, tl.int64) * chunk
+        for step in range(1, SIZE):
+            target = (rank + step) % SIZE
+            start, part = part_of(starts, target * PARTS, x.dtype.element_ty, ALIGN)
+            put(
+                inbox + rank * part_stride + first, x + start + first, tl.maximum(tl.minimum(part - first, chunk), 0),
+                target, table, TRANSPORT, BLOCK, ALIGN,
             )
+        signal_all(ready + rank * max_chunks + index, epoch, table, rank, SIZE, TRANSPORT)
 
-    start, part = part_of(starts, rank, x.dtype.element_ty, ALIGN)
+    start, part = part_of(starts, rank * PARTS, x.dtype.element_ty, ALIGN)
     own = out + start if GATHER else out
-    gathered = inbox + SIZE * part_stride
+    gathered = (inbox + SIZE * part_stride).to(out.dtype)
     gathered_ready = ready + SIZE * max_chunks
     for index in range(pid, chunk_count(part, chunk), tl.num_programs(0)):
         for source in range(SIZE):
@@ -157,11 +206,11 @@ def reduce_kernel(
         if GATHER:
             tl.debug_barrier()  # the chunk was stored by all threads, and other threads copy it
             for step in range(1, SIZE):
-                put_signal(
-                    gathered + start + first, own + first, last - first,
-                    gathered_ready + rank * max_chunks + index, epoch, (rank + step) % SIZE, table,
+                put(
+                    gathered + start + first, own + first, last - first, (rank + step) % SIZE, table,
                     TRANSPORT, BLOCK, ALIGN,
                 )
+            signal_all(gathered_ready + rank * max_chunks + index, epoch, table, rank, SIZE, TRANSPORT)
     if GATHER:
         receive_parts(
             out, gathered, gathered_ready, starts, max_chunks, epoch, table, chunk,
@@ -170,14 +219,79 @@ def reduce_kernel(
     end_epoch(state, epoch)
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit
+def pack(values, WORDS: tl.constexpr):
+    """Elements of 2 or 4 bytes as a block of WORDS int32."""
+    if values.dtype.primitive_bitwidth == 16:
+        low, high = tl.split(tl.reshape(values.to(tl.int16, bitcast=True), (WORDS, 2)))
+        return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+    else:
+        return values.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def unpack(words, DTYPE: tl.constexpr, WORDS: tl.constexpr):
+    """The elements that `pack` made words of."""
+    if DTYPE.primitive_bitwidth == 16:
+        pairs = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
+        return tl.reshape(pairs, (2 * WORDS,)).to(DTYPE, bitcast=True)
+    else:
+        return words.to(DTYPE, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["rank", "max_part"])
+def packets_kernel(
+    x, out,  # all_gather: [own part], [whole]; reduce_scatter: [whole], [own part]; with WHOLE: [whole], [whole]
+    packets, parity_stride, source_stride, state, table, rank,
+    starts,  # [R + 1] first element of each part; with WHOLE, the first two words are those of every part
+    max_part,  # elements of the largest part
+    SIZE: tl.constexpr, REDUCE: tl.constexpr, WHOLE: tl.constexpr,
+    OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr,
+):
+    """Send packets to every rank, this one included, and sum those of all ranks, or put them one after the other.
+
+    Every rank sends as many blocks as the largest part has, so every rank hears from every other.
+    """
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    BLOCK: tl.constexpr = WORDS * 32 // DTYPE.primitive_bitwidth
+    PARTS: tl.constexpr = 0 if WHOLE else 1
+    SAME: tl.constexpr = WHOLE or not REDUCE  # to all ranks
+    epoch = begin_epoch(state)
+    packets += epoch % 2 * parity_stride
+    own_start, own = part_of(starts, rank * PARTS, DTYPE, ALIGN)
+    for index in range(tl.program_id(0), tl.cdiv(max_part, BLOCK), tl.num_programs(0)):
+        at = index * BLOCK + tl.arange(0, BLOCK)
+        inbox = packets + index * WORDS
+        if SAME:
+            words = pack(tl.load(x + at, mask=at < own, other=0), WORDS)
+        for step in range(SIZE):
+            target = (rank + 1 + step) % SIZE
+            if SAME:
+                sent = words
+            else:
+                start, part = part_of(starts, target, DTYPE, ALIGN)
+                sent = pack(tl.load(x + start + at, mask=at < part, other=0), WORDS)
+            put_packets(inbox + rank * source_stride, sent, epoch, target, table, TRANSPORT)
+        arrived = wait_packets(inbox, source_stride, epoch, table, index, SIZE, OPERATION, TRANSPORT, WORDS)
+        if REDUCE:
+            total = tl.zeros((BLOCK,), tl.float32)
+            for source in tl.static_range(SIZE):
+                total += unpack(arrived[source], DTYPE, WORDS).to(tl.float32)
+            tl.store(out + at, total.to(out.dtype.element_ty), mask=at < own)
+        else:
+            for source in tl.static_range(SIZE):
+                start, part = part_of(starts, source, DTYPE, ALIGN)
+                tl.store(out + start + at, unpack(arrived[source], DTYPE, WORDS), mask=at < part)
+    end_epoch(state, epoch)
+
+
+@triton.jit(do_not_specialize=["rank", "max_chunks"])
 def barrier_kernel(
     ready, max_chunks, state, table, rank,
     SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
 ):
     epoch = begin_epoch(state)
-    for step in range(1, SIZE):
-        signal(ready + rank * max_chunks, epoch, (rank + step) % SIZE, table, TRANSPORT)
+    signal_all(ready + rank * max_chunks, epoch, table, rank, SIZE, TRANSPORT)
     for step in range(1, SIZE):
         source = (rank + step) % SIZE
         wait_signal(ready + source * max_chunks, epoch, table, source, 0, OPERATION, TRANSPORT)
@@ -191,6 +305,7 @@ def all_gather(
     rows=None,
     out: torch.Tensor | None = None,
     max_programs: int = MAX_PROGRAMS,
+    config: CollectiveConfig = DEFAULT,
 ) -> torch.Tensor:
     """Collective. Every rank's rows: x_shard_m [M/R, ...] -> [M, ...], any dtype of 1, 2, 4 or 8 bytes.
 
@@ -215,9 +330,13 @@ def all_gather(
         out.detach().view(bits),
         max_programs,
     )
+    # Bytes have no packets, and 8 bytes are two words of one.
+    if 1 < plan.itemsize < 8 and config.packets(plan.max_part * plan.itemsize, ctx):
+        plan.launch_packets(OP_ALL_GATHER, reduce=False)
+        return out
     workspace = plan.reserve(plan.total)
     ctx.launch(
-        all_gather_kernel, plan.num_programs, plan.x, plan.out,
+        all_gather_kernel, min(plan.num_programs, plan.num_chunks), plan.x, plan.out,
         workspace.inbox.view(plan.x.dtype), workspace.inbox_bytes // plan.itemsize, workspace.ready,
         workspace.num_chunks, workspace.state, ctx.table, ctx.rank, plan.starts, plan.chunk,
         SIZE=ctx.size, OPERATION=OP_ALL_GATHER, **plan.options,
@@ -226,40 +345,62 @@ def all_gather(
 
 
 def reduce_scatter(
-    ctx: Context, x: torch.Tensor, rows=None, out: torch.Tensor | None = None, max_programs: int = MAX_PROGRAMS
+    ctx: Context,
+    x: torch.Tensor,
+    rows=None,
+    out: torch.Tensor | None = None,
+    max_programs: int = MAX_PROGRAMS,
+    out_dtype: torch.dtype | None = None,
+    config: CollectiveConfig = DEFAULT,
 ) -> torch.Tensor:
     """Collective. The sum over ranks of x [M, ...], of which each rank gets its rows [M/R, ...]; fp32, fp16, bf16.
 
-    rows: row counts by rank, where M doesn't divide. Summed in fp32 in rank order, rounded once.
+    rows: row counts by rank, where M doesn't divide. Summed in fp32 in rank order, rounded once, to x's dtype or
+    out_dtype.
     out: contiguous, filled and returned. It may be this rank's rows of x, which nobody else is sent: each element is
     read and written by one program.
     """
     _check_tensor("reduce_scatter", ctx, x, floating=True)
     rows = check_rows("reduce_scatter", ctx, rows, total=x.shape[0])
     width = math.prod(x.shape[1:])
-    out = _output("reduce_scatter", x, (rows[ctx.rank], *x.shape[1:]), out, -sum(rows[: ctx.rank]) * width)
+    place = -sum(rows[: ctx.rank]) * width
+    out = _output("reduce_scatter", x, (rows[ctx.rank], *x.shape[1:]), out, place, out_dtype)
     if ctx.size == 1:
         return out.copy_(x)
-    _reduce(ctx, x, out, [count * width for count in rows], gather=False, max_programs=max_programs)
+    plan = _Plan(ctx, [count * width for count in rows], x, out, max_programs)
+    plan.reduce(OP_REDUCE_SCATTER, config)
     return out
 
 
-def all_reduce(ctx: Context, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def all_reduce(
+    ctx: Context,
+    x: torch.Tensor,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    config: CollectiveConfig = DEFAULT,
+) -> torch.Tensor:
     """Collective. The sum over ranks of x, in a new tensor; fp32, fp16, bf16. The same bits on every rank.
 
-    out: contiguous, filled and returned. It may be x: the sums of a chunk come back from its owner only after the owner
-    has received every rank's chunk, ours included, so what they overwrite has been sent; a rank's own part is sent to
-    nobody, and each of its elements is read and written by one program.
+    Summed in fp32 in rank order, rounded once, to x's dtype or out_dtype.
+    out: contiguous, filled and returned. It may be x. In one shot each element is sent, then summed, by one program,
+    and no peer reads x. In two shots the sums of a chunk come back from its owner only after the owner has received
+    every rank's chunk, ours included, so what they overwrite has been sent; a rank's own part is sent to nobody, and
+    each of its elements is read and written by one program.
     """
     _check_tensor("all_reduce", ctx, x, floating=True)
-    out = _output("all_reduce", x, tuple(x.shape), out)
+    out = _output("all_reduce", x, tuple(x.shape), out, 0, out_dtype)
     if ctx.size == 1:
         return out.copy_(x)
+    if config.one_shot(x.numel() * x.element_size(), ctx.size):
+        plan = _Plan(ctx, [x.numel()] * ctx.size, x, out, config.max_programs, whole=True)
+        plan.reduce(OP_ALL_REDUCE, config)
+        return out
     # Parts of whole 16-byte vectors, the last one shorter.
-    vector = 16 // x.element_size()
+    vector = 16 // min(x.element_size(), out.element_size())
     vectors = split_rows(-(-x.numel() // vector), ctx.size)
     starts = [min(sum(vectors[:rank]) * vector, x.numel()) for rank in range(ctx.size + 1)]
-    _reduce(ctx, x, out, [last - first for first, last in zip(starts, starts[1:], strict=False)], gather=True)
+    parts = [last - first for first, last in zip(starts, starts[1:], strict=False)]
+    _Plan(ctx, parts, x, out, config.max_programs).reduce(OP_ALL_REDUCE, config, gather=True)
     return out
 
 
@@ -273,46 +414,67 @@ def barrier(ctx: Context):
         )  # fmt: skip
 
 
-def _reduce(
-    ctx: Context, x: torch.Tensor, out: torch.Tensor, parts: list[int], gather: bool, max_programs: int = MAX_PROGRAMS
-):
-    plan = _Plan(ctx, parts, x, out, max_programs)
-    part_stride = -(-max(parts) // BLOCK) * BLOCK
-    workspace = plan.reserve(ctx.size * part_stride + (plan.total if gather else 0))
-    ctx.launch(
-        reduce_kernel, plan.num_programs, plan.x, out,
-        workspace.inbox.view(x.dtype), workspace.inbox_bytes // plan.itemsize, part_stride, workspace.ready,
-        workspace.num_chunks, workspace.state, ctx.table, ctx.rank, plan.starts, plan.chunk,
-        SIZE=ctx.size, GATHER=gather,
-        OPERATION=OP_ALL_REDUCE if gather else OP_REDUCE_SCATTER, **plan.options,
-    )  # fmt: skip
-
-
 class _Plan:
-    """How one call's parts are cut into chunks and shared among programs."""
+    """How one call's parts are cut into chunks or packets and shared among programs.
 
-    def __init__(self, ctx: Context, parts: list[int], x: torch.Tensor, out: torch.Tensor, max_programs: int):
-        self.ctx, self.x, self.out, self.itemsize = ctx, x.contiguous(), out, x.element_size()
-        starts = [sum(parts[:rank]) for rank in range(ctx.size + 1)]
-        self.total = starts[-1]
+    whole: every part is the whole of x; then `parts` names the same size for each rank.
+    """
+
+    def __init__(self, ctx: Context, parts: list[int], x, out, max_programs: int, whole: bool = False):
+        self.ctx, self.x, self.out, self.itemsize, self.whole = ctx, x.contiguous(), out, x.element_size(), whole
+        starts = [0, parts[0]] if whole else [sum(parts[:rank]) for rank in range(ctx.size + 1)]
+        self.total, self.max_part = starts[-1], max(parts)
         self.starts = ctx.constant(("starts", *starts), lambda: starts)
-        self.chunk = max(BLOCK, CHUNK_BYTES // self.itemsize)
-        self.max_chunks = max(-(-part // self.chunk) for part in parts) or 1
-        self.num_programs = min(ctx.num_programs, max_programs, self.max_chunks * (ctx.size - 1))
-        aligned = all(start * self.itemsize % 16 == 0 for start in starts)
+        self.num_programs = min(ctx.num_programs, max_programs)
+        # As many chunks as programs, so that none waits for another one's fence; of whole blocks of 16 bytes.
+        chunk = max(min(-(-self.max_part // self.num_programs) * self.itemsize, CHUNK_BYTES), MIN_CHUNK_BYTES)
+        self.chunk = -(-chunk // MIN_CHUNK_BYTES) * MIN_CHUNK_BYTES // self.itemsize
+        self.num_chunks = -(-self.max_part // self.chunk) or 1
+        aligned = all(start * size % 16 == 0 for start in starts for size in (self.itemsize, out.element_size()))
         aligned = aligned and self.x.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
         self.options = dict(
             TRANSPORT=ctx.transport_id,
-            # 8-byte elements take twice the registers; element by element, each has an address and a mask as well.
-            BLOCK=BLOCK // max(self.itemsize // 4, 1) // (1 if aligned else 4),
-            ALIGN=16 if aligned else self.itemsize,
+            # As many bytes a step, thus registers; element by element, each has an address and a mask as well.
+            BLOCK=BLOCK // max(self.itemsize // 2, out.element_size() // 2, 1) // (1 if aligned else 4),
+            ALIGN=16 if aligned else min(self.itemsize, out.element_size()),
             num_warps=8,
             # Without a limit ptxas spills rather than cross one at which more programs share a multiprocessor.
             maxnreg=128,
         )
 
     def reserve(self, inbox_elements: int):
-        return self.ctx.workspace().reserve(inbox_elements * self.itemsize, self.max_chunks)
+        return self.ctx.workspace().reserve(inbox_elements * self.itemsize, self.num_chunks)
+
+    def reduce(self, operation, config: CollectiveConfig, gather: bool = False):
+        """Sum the parts of all ranks, each for its owner, and with `gather` send the sums to everyone."""
+        ctx = self.ctx
+        if not gather and config.packets(self.max_part * self.itemsize, ctx):
+            self.launch_packets(operation, reduce=True)
+            return
+        part_stride = -(-self.max_part // BLOCK) * BLOCK
+        gathered = self.total * self.out.element_size() // self.itemsize + 1 if gather else 0
+        workspace = self.reserve(ctx.size * part_stride + gathered)
+        ctx.launch(
+            reduce_kernel, min(self.num_programs, self.num_chunks), self.x, self.out,
+            workspace.inbox.view(self.x.dtype), workspace.inbox_bytes // self.itemsize, part_stride, workspace.ready,
+            workspace.num_chunks, workspace.state, ctx.table, ctx.rank, self.starts, self.chunk, self.num_chunks,
+            SIZE=ctx.size, GATHER=gather, WHOLE=self.whole, OPERATION=operation, **self.options,
+        )  # fmt: skip
+
+    def launch_packets(self, operation, reduce: bool):
+        """The same, or a gather of the parts, as packets. Nothing moves if there is nothing on any rank."""
+        ctx, block = self.ctx, PACKET_BLOCK * 4 // self.itemsize
+        blocks = -(-self.max_part // block)
+        if blocks == 0:
+            return
+        workspace = ctx.workspace().reserve(0, 0, num_packets=ctx.size * blocks * PACKET_BLOCK)
+        ctx.launch(
+            packets_kernel, min(self.num_programs, blocks), self.x, self.out,
+            workspace.packets, workspace.num_packets, blocks * PACKET_BLOCK, workspace.state, ctx.table, ctx.rank,
+            self.starts, self.max_part,
+            SIZE=ctx.size, REDUCE=reduce, WHOLE=self.whole, OPERATION=operation, TRANSPORT=ctx.transport_id,
+            WORDS=PACKET_BLOCK, ALIGN=self.options["ALIGN"], num_warps=PACKET_BLOCK // 128,
+        )  # fmt: skip
 
 
 def _check_tensor(name: str, ctx: Context, x: torch.Tensor, floating: bool = False):
@@ -324,29 +486,31 @@ def _check_tensor(name: str, ctx: Context, x: torch.Tensor, floating: bool = Fal
         raise TypeError(f"{name}: sums float32, float16 and bfloat16, not {x.dtype}")
 
 
-def check_out(name: str, out: torch.Tensor, shape: tuple[int, ...], x: torch.Tensor):
-    """Raises ValueError unless `out` is a contiguous tensor of that shape, and of x's dtype and device."""
-    if (tuple(out.shape), out.dtype, out.device) != (shape, x.dtype, x.device):
+def check_out(name: str, out: torch.Tensor, shape: tuple[int, ...], x: torch.Tensor, dtype=None):
+    """Raises ValueError unless `out` is a contiguous tensor of that shape, on x's device, of x's dtype or `dtype`."""
+    dtype = dtype or x.dtype
+    if (tuple(out.shape), out.dtype, out.device) != (shape, dtype, x.device):
         raise ValueError(
-            f"{name}: out is {tuple(out.shape)}, {out.dtype}, on {out.device}; the result is {shape}, {x.dtype}, on "
+            f"{name}: out is {tuple(out.shape)}, {out.dtype}, on {out.device}; the result is {shape}, {dtype}, on "
             f"{x.device}"
         )
     if not out.is_contiguous():
         raise ValueError(f"{name}: out has strides {out.stride()}; pass a contiguous tensor")
 
 
-def _output(name: str, x: torch.Tensor, shape: tuple[int, ...], out: torch.Tensor | None, place: int = 0):
-    """A new contiguous tensor of x's dtype, or the caller's `out` if it fits.
+def _output(name: str, x: torch.Tensor, shape: tuple[int, ...], out: torch.Tensor | None, place: int = 0, dtype=None):
+    """A new contiguous tensor of x's dtype or `dtype`, or the caller's `out` if it fits.
 
     place: elements from out's start to x's at which they may share memory.
     """
     if out is None:
-        return x.new_empty(shape)
-    check_out(name, out, shape, x)
+        return x.new_empty(shape, dtype=dtype)
+    check_out(name, out, shape, x, dtype)
     size = x.element_size()
     apart = x.data_ptr() - out.data_ptr()
-    overlap = x.numel() and out.numel() and -x.numel() * size < apart < out.numel() * size
-    if overlap and x.is_contiguous() and apart != place * size:  # a strided x is copied before anything is written
+    overlap = x.numel() and out.numel() and -x.numel() * size < apart < out.numel() * out.element_size()
+    in_place = apart == place * size and out.dtype == x.dtype
+    if overlap and x.is_contiguous() and not in_place:  # a strided x is copied before anything is written
         raise ValueError(
             f"{name}: out begins {-apart} bytes after x and overlaps it; in place it begins {-place * size} bytes "
             f"after, otherwise they share no memory"

@@ -1,4 +1,4 @@
-"""The device verbs: put, get, put_signal, signal, wait_signal, fence, quiet, peer.
+"""The device verbs: put, get, put_signal, signal, signal_all, wait_signal, packets, fence, quiet, peer.
 
 Three transports stand behind one constexpr:
 
@@ -16,7 +16,7 @@ import triton.language as tl
 from tkernels.comm.device_nvshmem import SIGNAL_ADD, SIGNAL_SET, getmem_block, putmem_block, putmem_signal_block
 from tkernels.comm.device_nvshmem import fence as nvshmem_fence
 from tkernels.comm.device_nvshmem import quiet as nvshmem_quiet
-from tkernels.comm.device_simulated import delay, give_up, spin
+from tkernels.comm.device_simulated import delay, give_up, spin, spin_packets
 
 SIMULATED = tl.constexpr(0)
 PEER = tl.constexpr(1)
@@ -172,6 +172,101 @@ def signal(signal_word, value, rank, table, TRANSPORT: tl.constexpr, OPERATOR: t
 
 
 @triton.jit
+def signal_all(signal_word, value, table, RANK, SIZE: tl.constexpr, TRANSPORT: tl.constexpr):
+    """`signal` to every peer behind one fence, which waits until the data has arrived: once, and not R - 1 times.
+
+    Orders: as `signal`, for each peer.
+    """
+    if TRANSPORT == SIMULATED:
+        for step in range(1, SIZE):
+            signal(signal_word, value, (RANK + step) % SIZE, table, TRANSPORT)
+    else:
+        value = tl.cast(value, tl.int64)
+        fence(TRANSPORT)
+        for step in range(1, SIZE):
+            rank = (RANK + step) % SIZE
+            if TRANSPORT == NVSHMEM:
+                address = _symmetric_address(signal_word, rank, table)
+                putmem_signal_block(address, address, 0, address, value, SIGNAL_SET, _pe(rank, table))
+            else:
+                tl.atomic_xchg(peer(signal_word, rank, table), value, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def put_packets(packets, words, epoch, rank, table, TRANSPORT: tl.constexpr):
+    """Store a block of int32 `words` at int64 `packets` in `rank`'s memory, each word and its epoch as one of 8 bytes.
+
+    What arrives says so itself: no fence and no signal, whose round trips cost more than small data. It takes twice the
+    bytes. Memory for packets holds nothing else, and begins with zeros: any other 32 bits might look like an epoch.
+    Orders: nothing; a packet of this epoch has its word, and says nothing of other memory.
+    TRANSPORT: not NVSHMEM, whose network may deliver 8 bytes in parts.
+    """
+    if TRANSPORT == SIMULATED:
+        delay()
+    packet = (words.to(tl.int64) & 0xFFFFFFFF) | (tl.cast(epoch, tl.int64) << 32)
+    at = tl.arange(0, words.shape[0])
+    # Write-through: it compiles to a strong store, which no cache holds back.
+    tl.store(peer(packets, rank, table, 16) + at, packet, cache_modifier=".wt")
+
+
+@triton.jit
+def wait_packets(
+    packets, stride, epoch, table, chunk,
+    SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Wait for BLOCK packets of `epoch` from each rank, `stride` apart; a tuple of their int32 words by rank.
+
+    Ends: as `wait_signal`.
+    """
+    limit = tl.load(table + TIMEOUT_NS)
+    if TRANSPORT == SIMULATED:
+        for source in range(SIZE):
+            theirs = packets + source * stride
+            if spin_packets(theirs, BLOCK, epoch, limit, tl.load(table + FAULTS)) == 0:
+                seen = tl.min(tl.load(theirs + tl.arange(0, BLOCK)) >> 32)
+                _record_fault(table, source, chunk, epoch, seen, OPERATION)
+                give_up(tl.load(table + FAULTS), SIZE, FAULT_RECORD)
+        arrived = _load_packets(packets, stride, SIZE, BLOCK)
+    else:
+        arrived = _load_packets(packets, stride, SIZE, BLOCK)
+        first_late = _first_late(arrived, epoch, SIZE)
+        polls = 0
+        start = tl.full((), 0, tl.int64)
+        while first_late < SIZE:
+            arrived = _load_packets(packets, stride, SIZE, BLOCK)
+            first_late = _first_late(arrived, epoch, SIZE)
+            polls += 1
+            if polls % POLLS_PER_LOOK == 0:
+                lost, start = _look(table, polls, start, limit)
+                if (first_late < SIZE) & lost:
+                    _record_fault(table, first_late, chunk, epoch, epoch - 1, OPERATION)
+                    first_late = SIZE
+    words = ()
+    for source in tl.static_range(SIZE):
+        words = words + (arrived[source].to(tl.int32),)
+    return words
+
+
+@triton.jit
+def _load_packets(packets, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    loaded = ()
+    for source in tl.static_range(SIZE):
+        theirs = tl.multiple_of(packets + source * stride, 16)
+        loaded = loaded + (tl.load(theirs + tl.arange(0, BLOCK), volatile=True),)
+    return loaded
+
+
+@triton.jit
+def _first_late(arrived, epoch, SIZE: tl.constexpr):
+    """The first rank of which a packet has not come; SIZE if all have. The same for all threads."""
+    late = tl.full(arrived[0].shape, SIZE, tl.int32)
+    for source in tl.static_range(SIZE):
+        here = (arrived[source] >> 32).to(tl.int32) == tl.cast(epoch, tl.int32)
+        late = tl.minimum(late, tl.where(here, SIZE, source))
+    return tl.min(late)
+
+
+@triton.jit
 def count(counter, TRANSPORT: tl.constexpr):
     """Add one to a counter in this rank's own memory, for another program of this rank that waits on it.
 
@@ -213,22 +308,31 @@ def wait_signal(
             seen = tl.atomic_add(signal_word, tl.full((), 0, tl.int64), sem="acquire", scope="sys")
             polls += 1
             if polls % POLLS_PER_LOOK == 0:
-                # Every thread must come to the same verdict, or some would leave the loop and its barrier alone. So
-                # the clock is read through an atomic of one thread: it returns the latest time of the look before.
-                clock = tl.load(table + CLOCK).to(tl.pointer_type(tl.int64))
-                now = tl.atomic_max(clock, _globaltimer(), sem="relaxed", scope="gpu")
-                flag = tl.load(table + FAULTS).to(tl.pointer_type(tl.int64))
-                flagged = tl.atomic_add(flag, tl.full((), 0, tl.int64), sem="relaxed", scope="sys")
-                if polls == 2 * POLLS_PER_LOOK:
-                    start = now
-                expired = (polls > 2 * POLLS_PER_LOOK) & (now - start > limit)
-                if (seen < epoch) & (expired | (flagged != 0)):
+                lost, start = _look(table, polls, start, limit)
+                if (seen < epoch) & lost:
                     _record_fault(table, source, chunk, epoch, seen, OPERATION)
                     seen = epoch
         # Data that arrived by a peer's stores may be read through the async proxy (TMA) next.
         tl.inline_asm_elementwise(
             "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
         )
+
+
+@triton.jit
+def _look(table, polls, start, limit):
+    """A wait's look at the clock and at the fault flag: (whether to give up, when the second look was).
+
+    Every thread must come to the same verdict, or some would leave the loop and its barrier alone. So the clock is read
+    through an atomic of one thread: it returns the latest time of the look before.
+    """
+    clock = tl.load(table + CLOCK).to(tl.pointer_type(tl.int64))
+    now = tl.atomic_max(clock, _globaltimer(), sem="relaxed", scope="gpu")
+    flag = tl.load(table + FAULTS).to(tl.pointer_type(tl.int64))
+    flagged = tl.atomic_add(flag, tl.full((), 0, tl.int64), sem="relaxed", scope="sys")
+    if polls == 2 * POLLS_PER_LOOK:
+        start = now
+    expired = (polls > 2 * POLLS_PER_LOOK) & (now - start > limit)
+    return expired | (flagged != 0), start
 
 
 @triton.jit

@@ -6,6 +6,8 @@ These functions are called from kernels in the interpreter and never reached in 
 import ctypes
 import time
 
+import numpy
+
 from tkernels.comm import interpreter
 from tkernels.comm.errors import TkernelsError
 
@@ -23,16 +25,26 @@ def _int(value) -> int:
 
 @interpreter.builtin
 def spin(signal, epoch, timeout_ns, fault_flag):
-    """Return 1 once the 64-bit word at `signal` is at least `epoch`, 0 once the limit has passed or a fault is flagged.
+    """Return 1 once the word at `signal` is at least `epoch`, 0 once the limit has passed or a fault is flagged."""
+    word, wanted = ctypes.c_int64.from_address(_int(signal)), _int(epoch)
+    return _poll(lambda: word.value >= wanted, timeout_ns, fault_flag)
 
-    The thread sleeps between looks: ranks outnumber cores, and a spinning thread would hold up the one it waits for.
-    """
-    word = ctypes.c_int64.from_address(_int(signal))
+
+@interpreter.builtin
+def spin_packets(packets, num_packets, epoch, timeout_ns, fault_flag):
+    """The same once each of the packets holds the epoch, in its upper 32 bits."""
+    words = (ctypes.c_uint32 * (2 * _int(num_packets))).from_address(_int(packets))
+    flags, wanted = numpy.ctypeslib.as_array(words)[1::2], _int(epoch) & 0xFFFFFFFF
+    return _poll(lambda: (flags == wanted).all(), timeout_ns, fault_flag)
+
+
+def _poll(arrived, timeout_ns, fault_flag):
+    """The thread sleeps between looks: ranks outnumber cores, and a spinning one would hold up the one it waits for."""
     flag = ctypes.c_int64.from_address(_int(fault_flag))
-    wanted, limit = _int(epoch), time.monotonic_ns() + _int(timeout_ns)
+    limit = time.monotonic_ns() + _int(timeout_ns)
     interpreter.jitter()
     pause = 20e-6
-    while word.value < wanted:
+    while not arrived():
         if flag.value or interpreter.aborted() or time.monotonic_ns() > limit:
             return 0
         time.sleep(pause)

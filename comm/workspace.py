@@ -22,6 +22,8 @@ class Workspace:
 
     inbox: uint8 [2 * inbox_bytes + slack], symmetric; the second inbox begins at or after byte `inbox_bytes`.
     ready: int64 [2 * size * num_chunks], symmetric; word (phase, source, chunk) holds the epoch that has arrived.
+    packets: int64 [2 * num_packets], symmetric, one half for each parity; words that carry their epoch (`put_packets`).
+        Nothing else is ever there: older epochs, or the zeros that it began with, from which all epochs differ.
     state: int64 [2], local: the epoch of the last finished call, and how many programs of this one have finished.
     counters: int64 [num_counters], local, zero between calls: for programs of one launch among themselves.
     outbox: uint8, local scratch.
@@ -29,18 +31,22 @@ class Workspace:
 
     def __init__(self, context):
         self.context = context
-        self.inbox_bytes = self.num_chunks = 0
-        self.inbox = self.ready = self._memory = None
+        self.inbox_bytes = self.num_chunks = self.num_packets = 0
+        self.inbox = self.ready = self.packets = self._memory = None
         self.state = torch.zeros(2, dtype=torch.int64, device=context.device)
         self.counters = torch.zeros(0, dtype=torch.int64, device=context.device)
         self.outbox = torch.empty(0, dtype=torch.uint8, device=context.device)
         self._captured = False
 
-    def reserve(self, inbox_bytes: int, num_chunks: int, outbox_bytes: int = 0, num_counters: int = 0) -> "Workspace":
+    def reserve(
+        self, inbox_bytes: int, num_chunks: int, outbox_bytes: int = 0, num_counters: int = 0, num_packets: int = 0
+    ) -> "Workspace":
         """Make room; collective where it grows, so all ranks must ask for the same. Raises once captured."""
-        if inbox_bytes > self.inbox_bytes or num_chunks > self.num_chunks:
+        asked = (inbox_bytes, num_chunks, num_packets)
+        held = (self.inbox_bytes, self.num_chunks, self.num_packets)
+        if any(more > has for more, has in zip(asked, held, strict=True)):
             self._refuse_if_captured()
-            self._grow(max(inbox_bytes, self.inbox_bytes), max(num_chunks, self.num_chunks))
+            self._grow(*map(max, asked, held))
         if outbox_bytes > self.outbox.numel():
             self._refuse_if_captured()
             self.outbox = torch.empty(round_up(outbox_bytes, ALIGNMENT), dtype=torch.uint8, device=self.context.device)
@@ -50,24 +56,28 @@ class Workspace:
         self._captured = self._captured or self.context.capturing
         return self
 
-    def _grow(self, inbox_bytes: int, num_chunks: int):
+    def _grow(self, inbox_bytes: int, num_chunks: int, num_packets: int):
         heap, size = self.context.heap, self.context.size
         inbox_bytes = round_up(inbox_bytes, ALIGNMENT)
         self.context.group.barrier()  # nobody still reads or writes the old inboxes
         if self._memory is not None:
             heap.free(self._memory)
             # Should the heap have no room below, the next call must not take what is free again for inboxes.
-            self.inbox_bytes = self.num_chunks = 0
-            self.inbox = self.ready = self._memory = None
+            self.inbox_bytes = self.num_chunks = self.num_packets = 0
+            self.inbox = self.ready = self.packets = self._memory = None
         # The slack lets an operation begin the second inbox at a multiple of its own row.
         plan = Regions(
-            ready=((2 * size * num_chunks,), torch.int64), inbox=((2 * inbox_bytes + inbox_bytes // 2,), torch.uint8)
+            ready=((2 * size * num_chunks,), torch.int64),
+            packets=((2 * num_packets,), torch.int64),
+            inbox=((2 * inbox_bytes + inbox_bytes // 2,), torch.uint8),
         )
         self._memory = heap.empty(plan.num_bytes, dtype=torch.uint8)
         self.ready, self.inbox = plan.view(self._memory, "ready"), plan.view(self._memory, "inbox")
+        self.packets = plan.view(self._memory, "packets")
         self.ready.zero_()
+        self.packets.zero_()
         self.state.zero_()
-        self.inbox_bytes, self.num_chunks = inbox_bytes, num_chunks
+        self.inbox_bytes, self.num_chunks, self.num_packets = inbox_bytes, num_chunks, num_packets
         self.context.group.barrier()  # nobody signals before every rank's words are zero
 
     def _refuse_if_captured(self):

@@ -81,6 +81,12 @@ SHAPES = {
 }
 FUSED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+COLLECTIVE_SHAPES = {
+    "aligned": SHAPES["large"],
+    "unaligned": SHAPES["unaligned"],
+    "small": (16, 1, 1024),
+    "small_unaligned": (12, 1, 1001),
+}
 
 
 def _cases() -> list[Case]:
@@ -130,10 +136,16 @@ def _cases() -> list[Case]:
     for operation in COLLECTIVES:
         dtypes = ("bfloat16", "float16", "float32")
         for dtype in (*dtypes, "int8", "int64") if operation == "all_gather" else dtypes:
-            for label, shape in (("aligned", SHAPES["large"]), ("unaligned", SHAPES["unaligned"])):
+            for label, shape in COLLECTIVE_SHAPES.items():
                 cases.append(Case(operation, dtype, label, shape, ranks=4))
         cases.append(Case(operation, label="aligned", ranks=2))
         cases.append(Case(operation, label="aligned", ranks=4, transport="nvshmem"))
+        cases.append(Case(operation, label="small", shape=COLLECTIVE_SHAPES["small"], ranks=2))
+        cases.append(Case(operation, label="small", shape=COLLECTIVE_SHAPES["small"], ranks=8))
+    for dtype in ("bfloat16", "float32"):
+        cases.append(Case("all_reduce", dtype, "one_shot", (64, 1, 4096), ranks=4))
+        cases.append(Case("all_reduce", dtype, "one_shot", (64, 1, 1024), ranks=8))
+    cases.append(Case("all_reduce", "bfloat16", "one_shot", (64, 1, 4096), ranks=4, transport="nvshmem"))
     for ranks, transport in ((2, "peer"), (4, "peer"), (4, "nvshmem")):
         cases.append(Case("barrier", "", ranks=ranks, transport=transport))
     for transport in ("peer", "nvshmem"):
@@ -159,6 +171,14 @@ def release_without_barrier_kernel(x, word):
     at = tl.arange(0, 1024)
     tl.store(x + at, tl.load(x + at) + 1.0)
     tl.atomic_xchg(word, tl.full((), 1, tl.int64), sem="release", scope="sys")
+
+
+@triton.jit
+def relaxed_signal_without_fence_kernel(x, word):
+    at = tl.arange(0, 1024)
+    tl.store(x + at, tl.load(x + at) + 1.0)
+    tl.debug_barrier()
+    tl.atomic_xchg(word, tl.full((), 1, tl.int64), sem="relaxed", scope="sys")
 
 
 @triton.jit
@@ -207,6 +227,7 @@ def _product(dtype, **config):
 
 REFUSED = {
     "release_without_barrier": lambda: release_without_barrier_kernel[(1,)](_vector(), _words()),
+    "relaxed_signal_without_fence": lambda: relaxed_signal_without_fence_kernel[(1,)](_vector(), _words()),
     "tma_store_without_publish": lambda: tma_store_without_publish_kernel[(1,)](_descriptor(), _descriptor(), _words()),
     "tma_load_without_fence": lambda: tma_load_without_fence_kernel[(1,)](_descriptor(), _vector(), _words()),
     "wait_unused": lambda: wait_unused_kernel[(1,)](_vector(), _words()),
@@ -411,6 +432,8 @@ _PUT_SIGNAL = re.compile(r"\bcall\S*\s.*(?:put_signal|putmem_signal)")
 _TMA_LOAD = re.compile(r"\bcp\.async\.bulk\.tensor\S*\.shared::\w+\.global")
 _TMA_STORE = re.compile(r"\bcp\.async\.bulk\.tensor\S*\.global\.shared")
 _STORE = re.compile(r"\bst\.global\.([\w.]+)")
+_FENCE = re.compile(r"\bfence\.acq_rel\.sys")
+_RELAXED_SIGNAL = re.compile(r"\batom\.(?=\S*relaxed)(?=\S*sys)\S*exch")
 _BRANCH = re.compile(r"(@\S+\s+)?bra\S*\s+(\$L\w+)")
 
 
@@ -474,6 +497,10 @@ def _walk_ptx(ptx: str) -> tuple[Counter, set, dict]:
             kind = _kind(instruction)
             if kind in ("release", "acq_rel") and "unbarred store" in state:
                 violations.add(f"no barrier between a store and the release at {where}")
+            if _FENCE.search(instruction) and "unbarred store" in state:
+                violations.add(f"no barrier between a store and the fence at {where}")
+            if _RELAXED_SIGNAL.search(instruction) and "unfenced store" in state:
+                violations.add(f"no fence between a store and the relaxed signal at {where}")
             # The record of an expired wait tells of nothing that TMA stored.
             if kind == "release" and "unpublished store" in state and _function_at(place) != "_record_fault":
                 violations.add(f"no completion of a TMA store before the release at {where}")
@@ -490,12 +517,14 @@ def _walk_ptx(ptx: str) -> tuple[Counter, set, dict]:
                 state -= {"unpublished store"}
             if "fence.proxy.async.global" in instruction:
                 state -= {"unfenced acquire"}
+            if _FENCE.search(instruction):
+                state -= {"unfenced store"}
             if _TMA_STORE.search(instruction):
                 state |= {"unpublished store"}
             if kind == "acquire":
                 state |= {"unbarred acquire", "unfenced acquire"}
             if _STORE.search(instruction):
-                state |= {"unbarred store"}
+                state |= {"unbarred store", "unfenced store"}
     instructions = [pair for block in blocks.values() for pair in block]
     counts = Counter(kind for _, instruction in instructions if (kind := _kind(instruction)))
     stores = [(place, store[1]) for place, instruction in instructions if (store := _STORE.search(instruction))]

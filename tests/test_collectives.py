@@ -1,7 +1,9 @@
 """all_gather, reduce_scatter, all_reduce and barrier: any dtype, any share, call after call."""
 
+import functools
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from transports import every_transport, late, over, poison_workspace
 import tkernels
 from tkernels.comm import collectives, interpreter
 from tkernels.comm.collectives import split_rows
-from tkernels.comm.device import put, quiet
+from tkernels.comm.device import TRANSPORTS, put, quiet
 from tkernels.testing.compare import assert_close_to, integers, normal, poison
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
@@ -22,21 +24,30 @@ SHARES = {
     3: [(4, 4, 4), (2, 0, 5)],
     4: [(2, 2, 2, 2), (17, 16, 17, 17), (0, 0, 1, 0)],
 }
+# Every way to travel; by default small parts are packets, and an all-reduce between two ranks is one shot.
+CONFIGS = {
+    "by size": collectives.DEFAULT,
+    "packets": collectives.CollectiveConfig(packet_bytes=1 << 30, hop_bytes=1 << 30),
+    "one shot": collectives.CollectiveConfig(packet_bytes=0, hop_bytes=1 << 30),
+    "two shots": collectives.CollectiveConfig(packet_bytes=0, hop_bytes=-1),
+}
+every_way = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 WIDTHS = [(7,), (), (2, 3), (0,), (16,)]  # what follows the rows; 16 elements of any dtype are whole 16-byte vectors
 
 
-def gathered(make, ctx, rows, width, dtype, seed):
+def gathered(make, ctx, rows, width, dtype, seed, **limits):
     """Every rank's shard, as all ranks know it."""
-    return [make((count, *width), dtype, seed + rank, device=ctx.device) for rank, count in enumerate(rows)]
+    return [make((count, *width), dtype, seed + rank, device=ctx.device, **limits) for rank, count in enumerate(rows)]
 
 
 @pytest.mark.ranks(2, 3, 4)
 @every_transport
-def test_all_gather_puts_all_rows_in_the_order_of_ranks(ctx, transport):
+@pytest.mark.parametrize("way", ["packets", "one shot"])
+def test_all_gather_puts_all_rows_in_the_order_of_ranks(ctx, transport, way):
     ctx = over(ctx, transport)
     for seed, (rows, width) in enumerate(zip(SHARES[ctx.size], WIDTHS, strict=False)):
         shards = gathered(normal, ctx, rows, width, FLOATS[seed % 3], 10 * seed)
-        got = tkernels.all_gather(shards[ctx.rank], rows=rows, ctx=ctx)
+        got = collectives.all_gather(ctx, shards[ctx.rank], rows=rows, config=CONFIGS[way])
         ctx.check()
         assert torch.equal(got, torch.cat(shards)), (rows, width)
 
@@ -60,14 +71,15 @@ def test_all_gather_moves_any_dtype_bit_for_bit(ctx, transport):
 
 @pytest.mark.ranks(2, 3, 4)
 @every_transport
-def test_sums_of_integers_are_exact_whoever_owns_the_rows(ctx, transport):
+@every_way
+def test_sums_of_integers_are_exact_whoever_owns_the_rows(ctx, transport, config):
     ctx = over(ctx, transport)
     for seed, (rows, width) in enumerate(zip(SHARES[ctx.size], WIDTHS, strict=False)):
         shards = gathered(integers, ctx, (sum(rows),) * ctx.size, width, FLOATS[seed % 3], 10 * seed)
         want = sum(shard.double() for shard in shards).to(shards[0].dtype)
-        got = tkernels.reduce_scatter(shards[ctx.rank], rows=rows, ctx=ctx)
+        got = collectives.reduce_scatter(ctx, shards[ctx.rank], rows=rows, config=config)
         assert torch.equal(got, want.split(rows)[ctx.rank]), (rows, width)
-        got = tkernels.all_reduce(shards[ctx.rank], ctx=ctx)
+        got = collectives.all_reduce(ctx, shards[ctx.rank], config=config)
         ctx.check()
         assert torch.equal(got, want), (rows, width)
 
@@ -78,15 +90,35 @@ def test_sums_of_random_values_are_rounded_once_and_the_same_on_every_rank_and_r
     rows = split_rows(67, ctx.size)
     shards = gathered(normal, ctx, (67,) * ctx.size, (5,), dtype, 3)
     want = sum(shard.double() for shard in shards)
-    results = [tkernels.all_reduce(shards[ctx.rank], ctx=ctx) for _ in range(2)]
-    parts = [tkernels.reduce_scatter(shards[ctx.rank], rows=rows, ctx=ctx) for _ in range(2)]
+    mine, every_config = shards[ctx.rank], [*CONFIGS.values(), CONFIGS["by size"]]
+    results = [collectives.all_reduce(ctx, mine, config=config) for config in every_config]
+    parts = [collectives.reduce_scatter(ctx, mine, rows=rows, config=config) for config in every_config]
     # The second rounding, of the sum sent to others, changes nothing: terms are summed in fp32 and rounded once.
     assert_close_to(results[0], want, terms=ctx.size)
     assert_close_to(parts[0], want.split(rows)[ctx.rank], terms=ctx.size)
-    assert torch.equal(results[0], results[1]) and torch.equal(parts[0], parts[1])
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert all(torch.equal(part, parts[0]) for part in parts)
     assert torch.equal(parts[0], results[0].split(rows)[ctx.rank])
     everyone = ctx.group.gather(results[0].cpu())
     assert all(torch.equal(everyone[0], other) for other in everyone)
+
+
+@pytest.mark.ranks(2, 3)
+@every_transport
+def test_sums_are_rounded_once_to_another_dtype_where_asked(ctx, transport):
+    ctx = over(ctx, transport)
+    for num_elements in (70, 4096):  # not whole 16-byte vectors, and whole ones
+        for dtype, out_dtype in [(torch.bfloat16, torch.float32), (torch.float32, torch.float16)]:
+            shards = gathered(integers, ctx, (num_elements,) * ctx.size, (), dtype, 5, low=-256, high=256)
+            want = sum(shard.double() for shard in shards)
+            rows = split_rows(num_elements, ctx.size)
+            for name, config in CONFIGS.items():
+                got = collectives.all_reduce(ctx, shards[ctx.rank], out_dtype=out_dtype, config=config)
+                assert torch.equal(got, want.to(out_dtype)), (name, num_elements, dtype)
+                got = collectives.reduce_scatter(ctx, shards[ctx.rank], rows, out_dtype=out_dtype, config=config)
+                assert torch.equal(got, want.to(out_dtype).split(rows)[ctx.rank]), (name, num_elements, dtype)
+    with pytest.raises(ValueError, match="out is .*torch.float16.*; the result is .*torch.float32"):
+        collectives.all_reduce(ctx, shards[0], out=shards[0].half(), out_dtype=torch.float32)
 
 
 @pytest.mark.quick
@@ -94,14 +126,26 @@ def test_sums_of_random_values_are_rounded_once_and_the_same_on_every_rank_and_r
 @every_transport
 def test_parts_of_many_chunks_arrive_whole(ctx, transport):
     ctx = over(ctx, transport)
-    chunk = collectives.CHUNK_BYTES // 4
+    chunk = collectives.CHUNK_BYTES // 4  # with more programs, chunks are smaller
     for rows in ((2 * chunk + 8, chunk - 4), (1, 2 * chunk + 1)):
         shards = gathered(integers, ctx, rows, (), torch.float32, 1)
         assert torch.equal(tkernels.all_gather(shards[ctx.rank], rows=rows, ctx=ctx), torch.cat(shards))
         wholes = gathered(integers, ctx, (sum(rows),) * 2, (), torch.float32, 1)
         got = tkernels.reduce_scatter(wholes[ctx.rank], rows=rows, ctx=ctx)
         assert torch.equal(got, sum(wholes).split(rows)[ctx.rank])
-    assert torch.equal(tkernels.all_reduce(wholes[ctx.rank], ctx=ctx), sum(wholes))
+    for config in CONFIGS.values():
+        assert torch.equal(collectives.all_reduce(ctx, wholes[ctx.rank], config=config), sum(wholes))
+
+
+def test_the_way_to_travel_is_chosen_by_size_and_ranks():
+    def way(num_bytes, size, transport="peer"):
+        config, ctx = collectives.DEFAULT, SimpleNamespace(size=size, transport_id=TRANSPORTS[transport])
+        return config.one_shot(num_bytes, size), config.packets(num_bytes, ctx)
+
+    assert way(64 << 10, 2) == way(64 << 10, 4) == (True, True)
+    assert way(64 << 10, 4, "nvshmem") == (True, False)
+    assert way(512 << 10, 2) == way(1 << 30, 2) == way(512 << 10, 4) == (True, False)
+    assert way(2 << 20, 4) == way(1 << 20, 8) == (False, False)
 
 
 @pytest.mark.ranks(2)
@@ -152,20 +196,26 @@ def test_many_calls_of_changing_size_and_kind_on_one_context_never_mix(ctx, tran
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("seed", range(3))
-def test_random_delays_change_no_result(ctx, seed):
+@every_way
+def test_random_delays_change_no_result(ctx, config):
+    seed = list(CONFIGS.values()).index(config)
     with interpreter.execution(jitter_seed=seed, rank=ctx.rank):
         for round in range(3):
             wholes = gathered(integers, ctx, (30, 30), (3,), torch.float32, 10 * round)
             poison_workspace(ctx)
-            assert torch.equal(tkernels.all_reduce(wholes[ctx.rank], ctx=ctx), sum(wholes))
-            assert torch.equal(tkernels.all_gather(wholes[ctx.rank], ctx=ctx), torch.cat(wholes))
+            assert torch.equal(collectives.all_reduce(ctx, wholes[ctx.rank], config=config), sum(wholes))
+            assert torch.equal(collectives.all_gather(ctx, wholes[ctx.rank], config=config), torch.cat(wholes))
 
 
 @pytest.mark.ranks(2, 4)
 @every_transport
-def test_results_go_into_the_callers_memory_and_may_be_in_place(ctx, transport):
+@every_way
+def test_results_go_into_the_callers_memory_and_may_be_in_place(ctx, transport, config):
     ctx = over(ctx, transport)
+    all_gather, reduce_scatter, all_reduce = (
+        functools.partial(getattr(collectives, name), ctx, config=config)
+        for name in ("all_gather", "reduce_scatter", "all_reduce")
+    )
     large = collectives.CHUNK_BYTES // 4 + 5  # two chunks, shared among programs
     shares = [((1, 0, 3, 2)[: ctx.size], (7,)), ((large,) * ctx.size, ()), ((8,) * ctx.size, (4,))]
     for seed, (rows, width) in enumerate(shares):
@@ -175,24 +225,24 @@ def test_results_go_into_the_callers_memory_and_may_be_in_place(ctx, transport):
             shards = gathered(integers, ctx, rows, width, torch.float32, 10 * seed + round)
             wholes = gathered(integers, ctx, (sum(rows),) * ctx.size, width, torch.float32, 50 + 10 * seed + round)
             total, out = sum(wholes), poison(torch.empty_like(wholes[0]))
-            assert tkernels.all_gather(shards[ctx.rank], rows=rows, out=out, ctx=ctx) is out
+            assert all_gather(shards[ctx.rank], rows=rows, out=out) is out
             assert torch.equal(out, torch.cat(shards))
             poison(out)[start:stop] = shards[ctx.rank]
-            tkernels.all_gather(out[start:stop], rows=rows, out=out, ctx=ctx)
+            all_gather(out[start:stop], rows=rows, out=out)
             assert torch.equal(out, torch.cat(shards))
 
             out = poison(torch.empty_like(total[start:stop]))
-            assert tkernels.reduce_scatter(wholes[ctx.rank], rows=rows, out=out, ctx=ctx) is out
+            assert reduce_scatter(wholes[ctx.rank], rows=rows, out=out) is out
             assert torch.equal(out, total[start:stop])
             mine = wholes[ctx.rank].clone()
-            tkernels.reduce_scatter(mine, rows=rows, out=mine[start:stop], ctx=ctx)
+            reduce_scatter(mine, rows=rows, out=mine[start:stop])
             assert torch.equal(mine[start:stop], total[start:stop])
 
             out = poison(torch.empty_like(total))
-            assert tkernels.all_reduce(wholes[ctx.rank], out=out, ctx=ctx) is out
+            assert all_reduce(wholes[ctx.rank], out=out) is out
             assert torch.equal(out, total)
             mine = wholes[ctx.rank].clone()
-            tkernels.all_reduce(mine, out=mine, ctx=ctx)
+            all_reduce(mine, out=mine)
             assert torch.equal(mine, total)
     ctx.check()
 

@@ -16,8 +16,17 @@ from transports import poison_workspace, simulated_only
 
 import tkernels
 from tkernels.all_gather_matmul import all_gather_matmul_reference
-from tkernels.comm import device, interpreter
-from tkernels.comm.device import copy, operation, put, put_signal, signal, wait_signal
+from tkernels.comm import collectives, device, interpreter
+from tkernels.comm.device import (
+    copy,
+    operation,
+    put,
+    put_packets,
+    put_signal,
+    signal,
+    wait_packets,
+    wait_signal,
+)
 from tkernels.comm.device_simulated import delay
 from tkernels.matmul_all_reduce import matmul_all_reduce_reference
 from tkernels.matmul_reduce_scatter import matmul_reduce_scatter_reference
@@ -25,6 +34,8 @@ from tkernels.testing.compare import integers, poison
 
 pytestmark = simulated_only
 OP = operation("test_races")
+CHUNKS = collectives.CollectiveConfig(packet_bytes=0)
+TWO_SHOTS = collectives.CollectiveConfig(packet_bytes=0, hop_bytes=-1)
 PATIENCE_S = 1.0  # how long a late rank waits for the others to make a mistake
 
 
@@ -39,13 +50,16 @@ def replaced(module, name, value):
 
 
 @interpreter.builtin
-def no_wait(signal, epoch, timeout_ns, fault_flag):
+def no_wait(*arguments):
     return 1
 
 
 def waits(form):
     """In the wrong form every wait of this process returns at once."""
-    return replaced(device, "spin", no_wait) if form == "wrong" else contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    for name in ("spin", "spin_packets") if form == "wrong" else ():
+        stack.enter_context(replaced(device, name, no_wait))
+    return stack
 
 
 def jitter(ctx, seed):
@@ -93,19 +107,35 @@ def shards(ctx, seed):
     return [integers(shape, torch.float32, s, device=ctx.device) for shape, s in make]
 
 
-def all_gather(ctx, x, w, bias):
+def all_gather(ctx, x, w, bias, config=collectives.DEFAULT):
     want = torch.cat(ctx.group.gather(x))
-    return lambda: tkernels.all_gather(x, ctx=ctx), want
+    return lambda: collectives.all_gather(ctx, x, config=config), want
 
 
-def reduce_scatter(ctx, x, w, bias):
+def all_gather_in_chunks(ctx, x, w, bias):
+    return all_gather(ctx, x, w, bias, CHUNKS)
+
+
+def reduce_scatter(ctx, x, w, bias, config=collectives.DEFAULT):
     want = sum(ctx.group.gather(x)).chunk(2)[ctx.rank]
-    return lambda: tkernels.reduce_scatter(x, ctx=ctx), want
+    return lambda: collectives.reduce_scatter(ctx, x, config=config), want
 
 
-def all_reduce(ctx, x, w, bias):
+def reduce_scatter_in_chunks(ctx, x, w, bias):
+    return reduce_scatter(ctx, x, w, bias, CHUNKS)
+
+
+def all_reduce(ctx, x, w, bias, config=collectives.DEFAULT):
     want = sum(ctx.group.gather(x))
-    return lambda: tkernels.all_reduce(x, ctx=ctx), want
+    return lambda: collectives.all_reduce(ctx, x, config=config), want
+
+
+def all_reduce_in_chunks(ctx, x, w, bias):
+    return all_reduce(ctx, x, w, bias, CHUNKS)
+
+
+def all_reduce_in_two_shots(ctx, x, w, bias):
+    return all_reduce(ctx, x, w, bias, TWO_SHOTS)
 
 
 def all_gather_matmul(ctx, x, w, bias):
@@ -124,7 +154,18 @@ def matmul_all_reduce(ctx, x, w, bias):
     return lambda: tkernels.matmul_all_reduce(x, w, bias, ctx=ctx), want
 
 
-OPERATIONS = [all_gather, reduce_scatter, all_reduce, all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce]
+OPERATIONS = [
+    all_gather,
+    all_gather_in_chunks,
+    reduce_scatter,
+    reduce_scatter_in_chunks,
+    all_reduce,
+    all_reduce_in_chunks,
+    all_reduce_in_two_shots,
+    all_gather_matmul,
+    matmul_reduce_scatter,
+    matmul_all_reduce,
+]
 
 
 def check_with_a_late_rank(ctx, make, form):
@@ -269,4 +310,60 @@ def test_a_stale_epoch_is_caught(ctx):
     for form in ("right", "wrong"):
         with tkernels.init(heap_bytes=8 << 20) as context:
             failed = failures(ctx, check_stale_epochs, context, form)
+            assert failed == 0 if form == "right" else failed > 0, (form, failed)
+
+
+@triton.jit
+def packets_kernel(
+    x, out, packets, parity_stride, epoch, table, rank,
+    OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Two blocks of words to both ranks, and back the other rank's."""
+    at = tl.arange(0, BLOCK)
+    if FORM != "one inbox":
+        packets += epoch % 2 * parity_stride
+    for index in range(2):
+        mine = packets + rank * 2 * BLOCK + index * BLOCK
+        put_packets(mine, tl.load(x + index * BLOCK + at), epoch, rank, table, TRANSPORT)
+        put_packets(mine, tl.load(x + index * BLOCK + at), epoch, 1 - rank, table, TRANSPORT)
+    for index in range(2):
+        waited = index
+        if FORM == "one wait":
+            waited = 0
+        arrived = wait_packets(packets + waited * BLOCK, 2 * BLOCK, epoch, table, index, 2, OPERATION, TRANSPORT, BLOCK)
+        theirs = tl.load(packets + (1 - rank) * 2 * BLOCK + index * BLOCK + at).to(tl.int32)
+        if FORM == "right":
+            theirs = tl.where(rank == 0, arrived[1], arrived[0])
+        if rank == 1:  # a slow reader
+            for _ in range(8):
+                delay()
+            if FORM == "one inbox":
+                theirs = tl.load(packets + index * BLOCK + at).to(tl.int32)
+        tl.store(out + index * BLOCK + at, theirs)
+
+
+def check_packets(ctx, form):
+    words, epochs = 2 * 16, 10
+    packets = ctx.empty(2 * 2 * words, dtype=torch.int64)
+    packets.zero_()
+    ctx.group.barrier()
+    seen, wanted = [], []
+    with jitter(ctx, 3):
+        for epoch in range(1, epochs + 1):
+            value = lambda rank, epoch=epoch: (torch.arange(words) * 1000 + 10 * epoch + rank).int()  # noqa: E731
+            out = torch.zeros(words, dtype=torch.int32)
+            ctx.launch(
+                packets_kernel, 1, value(ctx.rank), out, packets, 2 * words, epoch, ctx.table, ctx.rank,
+                OPERATION=OP, TRANSPORT=ctx.transport_id, BLOCK=16, FORM=form,
+            )  # fmt: skip
+            seen.append(out)
+            wanted.append(value(1 - ctx.rank))
+    assert torch.equal(torch.stack(seen), torch.stack(wanted))
+
+
+@pytest.mark.ranks(2)
+def test_packets_that_are_not_waited_for_one_by_one_and_a_single_inbox_for_them_are_caught(ctx):
+    for form in ("right", "one wait", "one inbox"):
+        with tkernels.init(heap_bytes=1 << 20) as context:
+            failed = failures(ctx, check_packets, context, form)
             assert failed == 0 if form == "right" else failed > 0, (form, failed)
