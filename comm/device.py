@@ -172,24 +172,24 @@ def signal(signal_word, value, rank, table, TRANSPORT: tl.constexpr, OPERATOR: t
 
 
 @triton.jit
-def signal_all(signal_word, value, table, RANK, SIZE: tl.constexpr, TRANSPORT: tl.constexpr):
-    """`signal` to every peer behind one fence, which waits until the data has arrived: once, and not R - 1 times.
+def signal_all(signal_word, value, table, rank, SIZE: tl.constexpr, TRANSPORT: tl.constexpr):
+    """`signal` to every peer of this `rank` behind one fence, which waits for the data's arrival once, not R - 1 times.
 
     Orders: as `signal`, for each peer.
     """
     if TRANSPORT == SIMULATED:
         for step in range(1, SIZE):
-            signal(signal_word, value, (RANK + step) % SIZE, table, TRANSPORT)
+            signal(signal_word, value, (rank + step) % SIZE, table, TRANSPORT)
     else:
         value = tl.cast(value, tl.int64)
         fence(TRANSPORT)
         for step in range(1, SIZE):
-            rank = (RANK + step) % SIZE
+            target = (rank + step) % SIZE
             if TRANSPORT == NVSHMEM:
-                address = _symmetric_address(signal_word, rank, table)
-                putmem_signal_block(address, address, 0, address, value, SIGNAL_SET, _pe(rank, table))
+                address = _symmetric_address(signal_word, target, table)
+                putmem_signal_block(address, address, 0, address, value, SIGNAL_SET, _pe(target, table))
             else:
-                tl.atomic_xchg(peer(signal_word, rank, table), value, sem="relaxed", scope="sys")
+                tl.atomic_xchg(peer(signal_word, target, table), value, sem="relaxed", scope="sys")
 
 
 @triton.jit
