@@ -13,7 +13,7 @@ import torch
 from bench.baselines import NAMES, baselines, enable_symmetric_memory
 from bench.problem import Case, Problem, config_of
 from bench.roofs import Roofs
-from bench.ways import Opened, open_ways
+from bench.ways import Opened, open_ways, sentence
 from tkernels.comm.context import Context
 from tkernels.timing import WARMUPS, Call, Timing, agree, measure
 
@@ -70,7 +70,7 @@ def usable_baselines(ctx: Context, problem: Problem) -> tuple[dict[str, Call], d
             torch.cuda.synchronize()
             reason = far(problem, result) if result is not None else None
         except Exception as error:  # a baseline may miss anything here; it is reported as missing, with the reason
-            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:200]
+            reason = sentence(error)
         reason = agree(ctx, reason)
         if reason is None:
             calls[name] = call
@@ -135,10 +135,21 @@ def _check(ctx: Context, problem: Problem, ours) -> tuple[dict[str, Opened], dic
     """Collective. Check our result and that of every way, on integers; the ways, and why others can't be taken."""
     result = _right(ctx, problem, ours)
     ways, unavailable = open_ways(problem)
-    for name, way in ways.items():
-        got = way.call(problem)()
-        way.ctx.check()
-        _refuse(ctx, torch.equal(got, result), f"{name} gives another result than ours on integers operands")
+    for name, way in list(ways.items()):
+        got = reason = None
+        try:
+            got = way.call(problem)()
+            way.ctx.check()
+        except Exception as error:  # a way may be impossible on this shape; it is reported as missing, with the reason
+            if way.ctx.failed:
+                raise  # the ranks are out of step; new ones must be started
+            reason = sentence(error)
+        reason = agree(ctx, reason)
+        if reason is not None:
+            unavailable[name] = reason
+            del ways[name]
+        else:
+            _refuse(ctx, torch.equal(got, result), f"{name} gives another result than ours on integers operands")
     return ways, unavailable
 
 
@@ -233,7 +244,7 @@ def try_config(ctx: Context, case: Case, config, iterations: int) -> dict:
         except Exception as error:
             if ctx.failed:
                 raise  # this context's ranks are out of step; new ones must be started
-            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"[:160]
+            reason = sentence(error)
         reason = agree(ctx, reason)
         if reason is not None:
             return {"failed": reason.split(": ", 1)[1]}

@@ -1,6 +1,6 @@
 """The ways to move bytes that a fused operation is measured with, beside the one that the library chooses by itself.
 
-Another way, or a mode of one, is a line of WAYS.
+Another way, or a mode of one, is a line of WAYS; a summary knows "copy_engine" by its name.
 """
 
 import dataclasses
@@ -66,9 +66,14 @@ def open_ways(problem: Problem) -> tuple[dict[str, Opened], dict[str, str]]:
             other = context_over(ctx, way.transport)
             opened[name] = Opened(way, other, dataclasses.replace(config_of(other, case), **way.change))
         except (TypeError, ValueError, RuntimeError) as error:  # no such transport, field or value here
-            reason = str(error).splitlines()[0]
+            reason = sentence(error)
         reason = agree(ctx, reason)
         if reason is not None:
             opened.pop(name, None)
             unavailable[name] = reason
     return opened, unavailable
+
+
+def sentence(error: Exception) -> str:
+    """The kind of an error and its first line."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:200]

@@ -121,6 +121,9 @@ def test_a_way_that_is_wrong_is_refused_and_one_that_is_missing_is_named(ctx, ch
         problem.Problem.with_config = lambda self, config, ctx: right(self, config, ctx) + (config.num_comm == 1)
         line = measured(ctx, checkout, "all_gather_matmul")
         assert "other gives another result than ours" in line["refused"]
+        ways.WAYS[ctx.runtime]["other"] = ways.Way(transport, {"num_comm": 10_000})
+        line = measured(ctx, checkout, "all_gather_matmul")
+        assert "num_comm=10000 would send" in line["unavailable"]["other"] and list(line["ways"]) == list(before)
     finally:
         problem.Problem.with_config = right
         ways.WAYS[ctx.runtime] = before
