@@ -4,7 +4,6 @@ A wrong result is refused: there is no time for it. A baseline that is missing o
 """
 
 import dataclasses
-import functools
 import statistics
 import time
 
@@ -213,50 +212,3 @@ def record(ctx: Context, case: Case, timings: dict[str, Timing], roofs: Roofs) -
     columns["overlap_efficiency"] = max(needed) / ours if known else None
     columns["ours_flop_per_s"] = work.flops / ours * 1e6
     return columns
-
-
-@functools.lru_cache(maxsize=2)
-def _kept(ctx: Context, case: Case, values: str) -> Problem:
-    return Problem(ctx, case, values)
-
-
-@functools.lru_cache(maxsize=1)
-def _wanted(ctx: Context, case: Case) -> torch.Tensor:
-    """The result on integers, as the default configuration computes it, once it was found right."""
-    problem = _kept(ctx, case, "integers")
-    result = problem.with_config(config_of(ctx, case))
-    ctx.check()
-    reason = wrong(problem, result)
-    if reason is not None:
-        raise RuntimeError(f"{case.op} {case.shape}: the default configuration's result is wrong: {reason}")
-    return result
-
-
-def try_config(ctx: Context, case: Case, config, iterations: int) -> dict:
-    """Collective. One configuration: {"us", "p10_us", "p90_us", "cublas_us", "over_cublas"}, or {"failed": reason}."""
-    with torch.no_grad():
-        want = _wanted(ctx, case)
-        reason = None
-        try:
-            got = _kept(ctx, case, "integers").with_config(config)
-            ctx.check()
-            reason = None if torch.equal(got, want) else "wrong result"
-        except Exception as error:
-            if ctx.failed:
-                raise  # this context's ranks are out of step; new ones must be started
-            reason = sentence(error)
-        reason = agree(ctx, reason)
-        if reason is not None:
-            return {"failed": reason.split(": ", 1)[1]}
-        problem = _kept(ctx, case, "normal")
-        calls = {"ours": lambda: problem.with_config(config)}
-        calls |= {name: call for name, call in baselines(problem).items() if name == "cublas"}
-        timings, _ = measure(ctx, calls, iterations)
-    ours, cublas = timings["ours"], timings.get("cublas")
-    return {
-        "us": ours.us,
-        "p10_us": ours.p10_us,
-        "p90_us": ours.p90_us,
-        "cublas_us": cublas.us if cublas else None,
-        "over_cublas": cublas.us / ours.us if cublas else None,
-    }

@@ -21,12 +21,11 @@ from rich.table import Table
 
 import tkernels
 from bench.compiling import compile_cases
-from bench.harness import run_case, try_config
-from bench.problem import LAYOUTS, Case, config_of
+from bench.harness import run_case
+from bench.problem import LAYOUTS, Case
 from bench.provenance import provenance
 from bench.records import append
 from bench.roofs import Roofs, measure_roofs
-from bench.sweep import GEMM_FIELDS, changed, changes, parse_grid
 from tkernels import shapes
 from tkernels.launch import RankError, RankPool
 
@@ -34,11 +33,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WAIT_TIMEOUT_S = 60.0  # of a wait in a kernel; a peer may still be compiling
 CASE_TIMEOUT_S = 600.0
 WIDTH = 120
-BEST = 5
 
 EPILOG = """example:
   python -m bench.run all_gather_matmul --shape llama70b-qkv,gpt3-fc1 --ranks 4 --json bench/results/ag.jsonl
-  python -m bench.run matmul_reduce_scatter --shape rs-b --ranks 4 --sweep num_comm=6,12 chunk_rows=128,512
   python -m bench.run gemm --layout TN,NN,NT --ranks 1 --json bench/results/gemm.jsonl
   torchrun --nproc-per-node 4 -m bench.run all_gather_matmul,matmul_reduce_scatter --shape layers --budget 240
 """
@@ -69,10 +66,6 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Case]]:
     parser.add_argument("--iterations", type=int, default=20, help="measurements of each candidate (default 20)")
     parser.add_argument("--budget", type=float, metavar="S", help="start no case after so many seconds")
     parser.add_argument("--json", type=Path, metavar="PATH", help="append one JSON line for each operation and shape")
-    parser.add_argument(
-        "--sweep", nargs="*", metavar="FIELD=A,B",
-        help="try configurations: the product of the fields' values, or one change at a time from the default",
-    )  # fmt: skip
     args = parser.parse_args(argv)
 
     ops = list(shapes.BY_OPERATION) if args.op == "all" else args.op.split(",")
@@ -117,17 +110,6 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Case]]:
             )
         if case.refusal(args.ranks):
             parser.error(case.refusal(args.ranks))
-    args.grid = {}
-    if args.sweep is not None:
-        try:
-            args.grid = parse_grid(args.sweep)
-        except ValueError as error:
-            parser.error(str(error))
-        for op in ops:
-            if "gemm" != op and "matmul" not in op:
-                parser.error(f"--sweep: {op} has no configuration to sweep")
-        if "gemm" in ops and set(args.grid) - set(GEMM_FIELDS):
-            parser.error(f"--sweep: gemm has only the fields {', '.join(GEMM_FIELDS)}")
     return args, cases
 
 
@@ -210,7 +192,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with report.progress, open_ranks(args) as ranks:
             origin = ranks.run(provenance, timeout_s=CASE_TIMEOUT_S)[0]
-            (sweep_all if args.sweep is not None else measure_all)(ranks, args, cases, origin, report)
+            measure_all(ranks, args, cases, origin, report)
     except RankError as error:
         report.console.print(f"the ranks failed outside of any case: {error}", style="red", markup=False)
         return 1
@@ -334,69 +316,6 @@ def notes(lines: list[dict], roofs: Roofs) -> str:
         missing = {(name, reason) for line in lines for name, reason in line["unavailable"].items()}
         texts += [f"- in {name}: {reason}" for name, reason in sorted(missing)]
     return "\n".join(texts)
-
-
-def sweep_all(ranks, args, cases: list[Case], origin: dict, report: Report):
-    for case in cases:
-        with reported(report, case):
-            sweep_case(ranks, args, case, origin, report)
-        report.end(f"{case.op} {case.shape}")
-    if origin["gpu"] is None:
-        report.console.print("simulated runtime: times are the interpreter's")
-
-
-def sweep_case(ranks, args, case: Case, origin: dict, report: Report):
-    default = ranks.run(config_of, case, timeout_s=CASE_TIMEOUT_S)[0]
-    candidates = changes(default, args.grid)
-    results, failures = [], collections.defaultdict(list)
-    for number, change in enumerate(candidates):
-        name = change_name(change)
-        description = f"{case.op} {case.shape} {number + 1}/{len(candidates)}: {name}"
-        report.begin(description)
-        outcome = _try(ranks, case, default, change, args.iterations)
-        if "failed" not in outcome:
-            results.append({"change": change, **outcome})
-        elif change:
-            failures[outcome["failed"]].append(name)
-        else:  # the others would be compared with the default's result
-            report.failure(case, f"the default configuration failed: {outcome['failed']}")
-            return
-    results.sort(key=lambda result: -result["over_cublas"] if result["over_cublas"] else result["us"])
-    report.console.print(sweep_table(case, args.ranks, results))
-    for reason, names in failures.items():
-        report.console.print(f"failed: {reason}\n  {'; '.join(names)}", style="yellow", markup=False)
-    head = {"op": case.op, "shape": case.shape, "M": case.M, "N": case.N, "K": case.K, "ranks": args.ranks}
-    report.write({**head, "dtype": args.dtype, "sweep": results, "failed": failures, **origin})
-
-
-def change_name(change: dict) -> str:
-    return ", ".join(f"{field}={value}" for field, value in change.items()) or "default"
-
-
-def _try(ranks, case: Case, default, change: dict, iterations: int) -> dict:
-    try:
-        config = changed(default, change)
-        return ranks.run(try_config, case, config, iterations, timeout_s=CASE_TIMEOUT_S)[0]
-    except ValueError as error:
-        return {"failed": str(error)}
-    except RankError as error:
-        return {"failed": error.headline.split(": ", 1)[-1]}
-
-
-def sweep_table(case: Case, ranks: int, results: list[dict]) -> Table:
-    """The best configurations, by the ratio to cuBLAS in the same measurement, since the clock drifts between them."""
-    result = Table(
-        title=f"{case.op} {case.shape}, {ranks} ranks: best {min(BEST, len(results))} of {len(results)}, us",
-        title_justify="left", pad_edge=False, box=box.SIMPLE_HEAD,
-    )  # fmt: skip
-    result.add_column("change from the default", overflow="fold")
-    for heading in ("ours", "p10-p90", "cuBLAS", "cuBLAS/ours"):
-        result.add_column(heading, justify="right", no_wrap=True)
-    for line in results[:BEST]:
-        spread = f"{_us(line['p10_us'])}-{_us(line['p90_us'])}"
-        against = _us(line["cublas_us"]), _ratio(line["over_cublas"])
-        result.add_row(change_name(line["change"]), _us(line["us"]), spread, *against)
-    return result
 
 
 if __name__ == "__main__":

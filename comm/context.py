@@ -6,7 +6,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from tkernels.comm import interpreter, runtime
+from tkernels.comm import interpreter, runtime, tuned
 from tkernels.comm.device import (
     BASES,
     CLOCK,
@@ -99,7 +99,6 @@ class Context:
         self.timeout_s, self.num_programs = timeout_s, options["num_programs"]
         self._workspaces: dict[int, Workspace] = {}
         self._constants, self._captured_constants = {}, {}
-        self.configs = {}  # what layers above have chosen for each problem
 
         self.heap = SymmetricHeap(self.group, options["heap_bytes"], runtime.open_segment)
         reachable = self.group.gather(runtime.transports(self.heap.segment))
@@ -112,6 +111,9 @@ class Context:
                 f"usable: {', '.join(usable)}"
             )
         self.transport_id = TRANSPORTS[self.transport]
+        # Rank 0's: files may change between the reads of two ranks, and what ranks choose by them must agree.
+        self.tuned = self.group.gather(tuned.known(self.size, self.transport) if self.rank == 0 else None)[0]
+        self.choices = {}  # of layers above, by problem; they follow from the records
 
         words = FAULT_RECORD.value * (1 + self.size)
         self._faults = self.heap.empty(words, dtype=torch.int64)

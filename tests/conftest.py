@@ -1,5 +1,7 @@
 import collections
+import os
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,9 @@ import pytest
 import tkernels
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and their children, ignore it
+
+# What somebody has tuned on this machine is none of the tests' business. The ranks' processes inherit it.
+os.environ["TKERNELS_CACHE"] = os.path.join(tempfile.gettempdir(), "tkernels-tests-remember-nothing")
 
 # Systems above the operations. Through the interpreter, where all ranks share two cores, a plain run takes the smallest
 # number of ranks, and of a long table of cases on ranks one in three; `-m exhaustive` takes the rest, a GPU run all.

@@ -229,10 +229,6 @@ def test_a_case_without_a_number_is_named_and_gives_exit_code_1(checkout, tmp_pa
         ("gemm --shape tiny --ranks 1 --layout TT", "--layout TT: there are TN, NN, NT"),
         ("gemm --shape tiny --ranks 1 --budget 0", "--budget 0: give seconds"),
         ("gemm --shape small --ranks 1", "--shape small: gemm has no such shapes"),
-        ("all_gather --shape tiny --sweep --ranks 1", "all_gather has no configuration to sweep"),
-        ("gemm --shape tiny --ranks 1 --sweep num_comm=3", "gemm has only the fields block_m"),
-        ("gemm --shape tiny --ranks 1 --sweep stages=3", "'stages' is no field of a configuration"),
-        ("gemm --shape tiny --ranks 1 --sweep split=x", "give whole numbers, as in split=1,2"),
     ],
 )
 def test_wrong_arguments_get_a_sentence_and_exit_code_2(checkout, capsys, arguments, sentence):
@@ -284,23 +280,6 @@ def test_the_widest_table_fits_120_columns(checkout):
     assert "…" not in out.getvalue()
     assert "llama70b-gate-up-4k" in out.getvalue() and "21703-21703" in out.getvalue()
     assert max(map(len, out.getvalue().splitlines())) <= 120
-
-
-@pytest.mark.quick
-def test_a_sweep_changes_one_field_at_a_time_or_takes_the_product(checkout):
-    from tkernels.configs import GemmConfig, OverlapConfig
-
-    sweep = load(checkout, "sweep")
-    default = OverlapConfig(GemmConfig(), num_comm=12)
-    steps = sweep.changes(default, {})
-    assert steps[0] == {} and {"num_comm": 6} in steps and {"num_comm": 12} not in steps
-    assert len(steps) == len({json.dumps(step) for step in steps})
-    product = sweep.changes(default, sweep.parse_grid(["num_comm=6,12", "num_stages=3,4"]))
-    assert product == [{}, {"num_comm": 6}, {"num_comm": 6, "num_stages": 4}, {"num_stages": 4}]
-    config = sweep.changed(default, {"num_comm": 6, "num_stages": 4})
-    assert config == OverlapConfig(GemmConfig(num_stages=4), num_comm=6)
-    with pytest.raises(ValueError, match="multiple of block_m"):
-        sweep.changed(default, {"block_m": 256})
 
 
 @pytest.mark.quick

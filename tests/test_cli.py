@@ -18,7 +18,7 @@ COMMAND = [sys.executable, "-m", "tkernels.cli"]
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("command", [(), ("demo",), ("doctor",)], ids=["tkernels", "demo", "doctor"])
+@pytest.mark.parametrize("command", [(), ("demo",), ("doctor",), ("tune",)], ids=["tkernels", "demo", "doctor", "tune"])
 def test_help_ends_with_an_example_that_parses(command, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main([*command, "--help"])
@@ -53,6 +53,9 @@ def test_version(capsys):
         ("demo --json /", "it is a folder"),
         ("doctor --json /no/such/folder/found.json", "there is no folder"),
         ("doctor --ranks 2", "unrecognized arguments: --ranks 2"),
+        ("tune --budget soon", "--budget: takes a number of seconds above 0, not 'soon'"),
+        ("tune --layout row", "invalid choice: 'row'"),
+        ("tune --list --clear", "not allowed with argument --list"),
     ],
 )
 def test_a_wrong_argument_gets_one_sentence_and_exit_code_2(arguments, said, capsys):

@@ -64,9 +64,10 @@ def test_wheel_holds_nothing_else_at_top_level(wheel):
 
 
 def test_wheel_holds_the_data_files(wheel, source):
-    assert {name for name in wheel.namelist() if name.endswith(".txt") and ".dist-info/" not in name} == files(
-        source, "*.txt"
-    )
+    for ending in (".txt", ".jsonl"):
+        held = {name for name in wheel.namelist() if name.endswith(ending) and ".dist-info/" not in name}
+        assert held == files(source, f"*{ending}")
+    assert "tkernels/comm/data/tuned.jsonl" in held
 
 
 def test_wheel_offers_the_command_and_the_pytest_plugin(wheel):

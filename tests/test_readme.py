@@ -1,13 +1,16 @@
 """README is true: its example runs, its test runs, and its tree names every file."""
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 import tkernels
+from tkernels.configs import forget_choices
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -15,6 +18,7 @@ SHORTENED = {  # a line for the folder
     "tkernels/demo",
     "tkernels/doctor",
     "tkernels/testing",
+    "tkernels/tuner",
     "layers/userbuffers",
     "layers/cublasmp",
     "layers/zero",
@@ -94,6 +98,19 @@ def test_every_system_has_an_example():
 def test_the_example_of_leases_runs():
     (block,) = (block for block in blocks("python") if "Simulator()" in block)
     exec(compile(block, "README.md, leases", "exec"), {})
+
+
+@pytest.mark.ranks(2)
+def test_the_example_of_tuning_runs(ctx, tmp_path):
+    (block,) = (block for block in blocks("python") if "tkernels.tune(" in block)
+    names, before = {}, ctx.tuned
+    exec(compile(block, "README.md, tuning", "exec"), names)
+    with mock.patch.dict(os.environ, TKERNELS_CACHE=str(tmp_path)):
+        change, us, default_us, refused = names["find"](ctx)
+    assert isinstance(change, str) and 0 < us <= default_us
+    assert len(list((tmp_path / "tuned").iterdir())) == 1
+    ctx.tuned = before
+    forget_choices(ctx)
 
 
 def test_the_example_of_a_test_passes(pytester):

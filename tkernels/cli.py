@@ -1,4 +1,4 @@
-"""The command `tkernels`: its arguments and how its errors look. Its work is in tkernels.demo and tkernels.doctor."""
+"""The command `tkernels`: its arguments and how its errors look. Their work is in packages of their names."""
 
 import argparse
 import os
@@ -48,6 +48,14 @@ def _doctor(options: argparse.Namespace) -> int:
     from tkernels import doctor
 
     return doctor.run(doctor.Options(try_everything=not options.no_run, json=options.json))
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from tkernels.tuner import command
+
+    names = ("operation", "shape", "ranks", "dtype", "layout", "transport", "budget", "json", "list", "export", "clear")
+    asked = {name: getattr(options, name) for name in names}
+    return command.run(command.Options(**asked, grid=tuple(options.grid)))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -107,13 +115,59 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--no-run", action="store_true", help="only say what is here")
     doctor.set_defaults(command=_doctor)
+    _add_tune(commands, common)
     return parser
+
+
+def _add_tune(commands, common: argparse.ArgumentParser):
+    tune = commands.add_parser(
+        "tune",
+        parents=[common],
+        help="measure configurations of an operation on all ranks, and remember the best",
+        description="Measure configurations of an operation on shapes of yours, on ranks of this machine; the best one "
+        "is remembered for calls of that size on such a machine. Exit code 1 if a shape could not be tuned.",
+        epilog="example: tkernels tune all_gather_matmul --shape 8192x10240x8192",
+    )
+    tune.add_argument(
+        "operation", nargs="?", metavar="OP",
+        help="all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, matmul, or all; default: all",
+    )  # fmt: skip
+    tune.add_argument(
+        "--shape", metavar="MxNxK",
+        help="sizes over all ranks, or names of bench shapes, with commas; default: all named ones (simulated: tiny)",
+    )  # fmt: skip
+    tune.add_argument("--ranks", type=_count, metavar="N", help="default: all GPUs, or 2 on the simulated runtime")
+    tune.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="default: bf16")
+    tune.add_argument(
+        "--layout", choices=("TN", "NN", "NT", "TT", "pointers"), default="TN",
+        help="of w and x in memory, as BLAS names it; TN: K contiguous in both; NN: w.t() of a [K, N]; default: TN",
+    )  # fmt: skip
+    tune.add_argument("--transport", choices=("auto", "peer", "nvshmem", "simulated"), default="auto")
+    tune.add_argument(
+        "--budget", type=_seconds, metavar="S", default=30.0, help="seconds for a shape, more or less; default: 30"
+    )  # fmt: skip
+    tune.add_argument("--grid", nargs="+", default=[], metavar="FIELD=A,B", help="try these values, and no others")
+    instead = tune.add_mutually_exclusive_group()
+    instead.add_argument("--list", action="store_true", help="show what is remembered, and tune nothing")
+    instead.add_argument("--export", type=_output, metavar="PATH", help="write it as JSON lines; - is stdout")
+    instead.add_argument("--clear", action="store_true", help="forget it")
+    tune.set_defaults(command=_tune)
 
 
 def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"takes a whole number of at least 1, not {text!r}")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"takes a number of seconds above 0, not {text!r}")
+    return seconds
 
 
 def _seed(text: str) -> int:

@@ -1,11 +1,28 @@
-"""How an operation is tiled and how its data travels: its configuration, and the one that a call without one gets."""
+"""How an operation is tiled and how its data travels: its configuration, and the one that a call without one gets.
+
+That is the one tuned on this machine (`tkernels tune`), else one that comes with the package, else a default by rule.
+Tuned ones hold for a bucket: sizes of a rank's product rounded up to powers of two, dtype, and layout. Looking one up
+again costs a dictionary's access.
+
+All ranks must tell alike which rows travel behind one signal, or a rank would read rows that are not there yet. They
+choose by the same records, those of rank 0 when the context was made, but not by the same sizes: N of an all-gather and
+K of a reduction may differ where features divide unevenly, and so may layouts. So `chunk_rows` follows from what all
+ranks share: it is that of the largest product that was tuned for rows of the same number and width. The rest of a
+configuration is a rank's own affair.
+"""
 
 import functools
-from dataclasses import dataclass, field
+import warnings
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 
-from tkernels.comm import runtime
+from tkernels.comm import runtime, tuned
+from tkernels.comm.context import Context, current_context
+from tkernels.comm.errors import TkernelsError
+
+OPERATIONS = ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+MAX_CHOICES = 4096  # that are kept, of a context and of the local product
 
 
 @dataclass(frozen=True)
@@ -98,17 +115,130 @@ def default_overlap(
     return OverlapConfig(gemm, max(128, gemm.block_m), num_comm, max_registers=max_registers)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=MAX_CHOICES)
 def gemm_config(M: int, N: int, K: int, dtype: torch.dtype, layout: str) -> GemmConfig:
     """What `matmul` uses for x [M, K] and w [N, K] without a configuration. layout: as gemm.layout_of names it."""
-    return default_config(M, N, dtype, layout != "pointers")
+    try:
+        table = _table(current_context())
+    except TkernelsError:  # there is none
+        table = _table_without_context()
+    found = table.configs.get(("matmul", *bucket(M, N, K), name_of(dtype), layout))
+    return found or default_config(M, N, dtype, layout != "pointers")
 
 
-def overlap_config(ctx, operation: str, M: int, N: int, K: int, dtype: torch.dtype, layout: str) -> OverlapConfig:
-    """What a fused operation uses without a configuration, where a rank multiplies x [M, K] by w [N, K]."""
+def overlap_config(
+    ctx: Context, operation: str, M: int, N: int, K: int, dtype: torch.dtype, layout: str
+) -> OverlapConfig:
+    """What a fused operation uses without a configuration, where this rank multiplies x [M, K] by w [N, K]."""
     key = (operation, M, N, K, dtype, layout)
-    config = ctx.configs.get(key)
+    config = ctx.choices.get(key)
     if config is None:
-        config = default_overlap(M, N, dtype, ctx.size, ctx.num_programs, layout != "pointers")
-        ctx.configs[key] = config
+        if len(ctx.choices) >= MAX_CHOICES:
+            ctx.choices.clear()
+        config = ctx.choices[key] = _choose(ctx, *key)
     return config
+
+
+def forget_choices(ctx: Context):
+    """Choose anew from now on: the context's records have changed."""
+    ctx.choices.clear()
+    gemm_config.cache_clear()
+    _table_without_context.cache_clear()
+
+
+def _choose(ctx: Context, operation: str, M: int, N: int, K: int, dtype: torch.dtype, layout: str) -> OverlapConfig:
+    table = _table(ctx)
+    key = (operation, *bucket(M, N, K), name_of(dtype), layout)
+    chunk_rows, _ = table.chunk_rows.get(shared(key), (None, None))
+    by_rule = default_overlap(M, N, dtype, ctx.size, ctx.num_programs, layout != "pointers")
+    by_rule = replace(by_rule, chunk_rows=chunk_rows or by_rule.chunk_rows)
+    config = table.configs.get(key, by_rule)
+    fits = config.num_comm < min(ctx.num_programs, config.max_programs or ctx.num_programs)
+    if not fits or by_rule.chunk_rows % config.gemm.block_m:
+        return by_rule
+    return replace(config, chunk_rows=by_rule.chunk_rows)
+
+
+def bound_chunk_rows(ctx: Context, key: tuple) -> int | None:
+    """chunk_rows that a bucket's calls are bound to by a larger product whose rows travel alike; None if by none."""
+    chunk_rows, source = _table(ctx).chunk_rows.get(shared(key), (None, key))
+    return chunk_rows if source[1:4] > key[1:4] else None
+
+
+def bucket(*sizes: int) -> tuple[int, ...]:
+    """Sizes rounded up to powers of two.
+
+    >>> bucket(1, 1536, 8192)
+    (1, 2048, 8192)
+    """
+    return tuple(1 << (size - 1).bit_length() for size in sizes)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def shared(key: tuple) -> tuple:
+    """The part of (operation, M, N, K, dtype, layout) that is the same on all ranks, whatever they share unevenly."""
+    operation, M, N, K, dtype, _ = key
+    return operation, M, K if operation == "all_gather_matmul" else N, dtype
+
+
+class _Table:
+    """What records say, by bucket. configs: by (operation, M, N, K, dtype, layout); chunk_rows: by what ranks share.
+
+    Records that this version can't read are ignored, with a warning.
+    """
+
+    def __init__(self, records: list[dict]):
+        self.configs: dict[tuple, GemmConfig | OverlapConfig] = {}
+        self.chunk_rows: dict[tuple, tuple[int, tuple]] = {}  # with the key that it comes from
+        for record in records:
+            try:
+                key, config = read_record(record)
+            except (KeyError, TypeError, ValueError) as error:
+                warnings.warn(f"tuned settings of {record['key']} are ignored: {error}", stacklevel=2)
+                continue
+            self.configs[key] = config
+        for key, config in sorted(self.configs.items(), key=lambda item: item[0][1:4]):  # the largest come last
+            if isinstance(config, OverlapConfig):
+                self.chunk_rows[shared(key)] = config.chunk_rows, key
+
+
+def _table(ctx: Context) -> _Table:
+    if None not in ctx.choices:
+        ctx.choices[None] = _Table(ctx.tuned)
+    return ctx.choices[None]
+
+
+@functools.cache
+def _table_without_context() -> _Table:
+    return _Table(tuned.known(1, tuned.LOCAL))
+
+
+def read_record(record: dict) -> tuple[tuple, GemmConfig | OverlapConfig]:
+    """(bucket's key, configuration) of a record. Raises KeyError, TypeError or ValueError for what makes no sense."""
+    key, settings = record["key"], dict(record["config"])
+    operation, sizes = key["operation"], (key["M"], key["N"], key["K"])
+    if operation not in OPERATIONS or bucket(*sizes) != sizes:
+        raise ValueError(f"there is no bucket {operation} {sizes}")
+    gemm = GemmConfig(**_checked(GemmConfig, settings.pop("gemm") if operation != "matmul" else settings))
+    config = gemm if operation == "matmul" else OverlapConfig(gemm, **_checked(OverlapConfig, settings))
+    if operation != "matmul":
+        # A rank whose layout has another configuration still has to keep to these chunks.
+        block_m = default_config(sizes[0], sizes[1], getattr(torch, key["dtype"])).block_m
+        if config.chunk_rows % block_m:
+            raise ValueError(f"chunk_rows={config.chunk_rows} is no multiple of {block_m}, the tiles' rows by rule")
+    return (operation, *sizes, key["dtype"], key["layout"]), config
+
+
+def _checked(kind: type, settings: dict) -> dict:
+    known = {each.name for each in fields(kind)} - {"gemm"}
+    if set(settings) - known:
+        raise ValueError(f"{kind.__name__} has no {', '.join(sorted(set(settings) - known))}")
+    for name, value in settings.items():
+        if not (value is None or type(value) is bool or type(value) is int and value > 0):
+            raise ValueError(f"{name}={value!r} is no positive number")
+        if name.startswith("block_") and value & (value - 1):
+            raise ValueError(f"{name}={value} is no power of two")
+    return settings

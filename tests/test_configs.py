@@ -1,0 +1,157 @@
+"""Which configuration a call gets: the tuned one of its bucket, else the rule; and the same chunks on every rank."""
+
+import doctest
+import itertools
+from dataclasses import asdict
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from tkernels import configs
+from tkernels.configs import (
+    GemmConfig,
+    OverlapConfig,
+    bound_chunk_rows,
+    default_config,
+    default_overlap,
+    gemm_config,
+    overlap_config,
+)
+
+BF16 = torch.bfloat16
+AG, RS = "all_gather_matmul", "matmul_reduce_scatter"
+TUNED = OverlapConfig(GemmConfig(64, 64, 64, group_m=4), chunk_rows=128, num_comm=1)
+
+
+def record(config, operation=AG, M=256, N=64, K=128, dtype="bfloat16", layout="TN"):
+    key = {"operation": operation, "M": M, "N": N, "K": K, "dtype": dtype, "layout": layout}
+    return {"key": key, "config": asdict(config) if not isinstance(config, dict) else config}
+
+
+def context(*records, size=2, num_programs=4):
+    return SimpleNamespace(tuned=list(records), choices={}, size=size, num_programs=num_programs)
+
+
+def rule(M, N, layout="TN", dtype=BF16):
+    return default_overlap(M, N, dtype, 2, 4, layout != "pointers")
+
+
+def test_a_call_gets_the_configuration_of_its_bucket():
+    ctx = context(record(TUNED))
+    for M, N, K in [(256, 64, 128), (129, 33, 65), (200, 40, 100)]:
+        assert overlap_config(ctx, AG, M, N, K, BF16, "TN") == TUNED
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        (AG, 257, 64, 128, BF16, "TN"),
+        (AG, 128, 64, 128, BF16, "TN"),
+        (AG, 256, 64, 129, BF16, "TN"),
+        (RS, 256, 64, 128, BF16, "TN"),
+        (AG, 256, 64, 128, torch.float16, "TN"),
+    ],
+    ids=str,
+)
+def test_other_calls_get_the_rule(call):
+    assert overlap_config(context(record(TUNED)), *call) == rule(call[1], call[2])
+
+
+def test_the_last_record_of_a_bucket_counts():
+    better = OverlapConfig(TUNED.gemm, chunk_rows=128, num_comm=3)
+    assert overlap_config(context(record(TUNED), record(better)), AG, 256, 64, 128, BF16, "TN") == better
+
+
+def test_the_second_call_costs_a_look_into_a_dictionary():
+    ctx = context(record(TUNED))
+    first = overlap_config(ctx, AG, 256, 64, 128, BF16, "TN")
+    with mock.patch.object(configs, "_choose", side_effect=AssertionError("chosen again")):
+        assert overlap_config(ctx, AG, 256, 64, 128, BF16, "TN") is first
+
+
+def test_choices_that_are_kept_are_bounded(monkeypatch):
+    monkeypatch.setattr(configs, "MAX_CHOICES", 10)
+    ctx = context(record(TUNED))
+    for M in range(1, 100):
+        overlap_config(ctx, AG, M, 64, 128, BF16, "TN")
+        assert len(ctx.choices) <= 11
+    assert overlap_config(ctx, AG, 256, 64, 128, BF16, "TN") == TUNED
+
+
+def test_programs_that_are_not_there_cant_send():
+    many = OverlapConfig(TUNED.gemm, chunk_rows=128, num_comm=4)
+    got = overlap_config(context(record(many)), AG, 256, 64, 128, BF16, "TN")
+    assert got.num_comm < 4 and got.chunk_rows == 128
+
+
+def test_ranks_with_other_sizes_and_layouts_agree_on_the_chunks():
+    """Features that divide unevenly: a rank's N (or K) may fall into another bucket than its peer's."""
+    entries = {
+        (AG, 64, 128, "TN"): (64, 64),
+        (AG, 128, 128, "NN"): (128, 128),
+        (AG, 512, 128, "TN"): (256, 256),
+        (RS, 128, 64, "TN"): (64, 64),
+        (RS, 128, 256, "NT"): (128, 512),
+    }
+    records = [
+        record(OverlapConfig(GemmConfig(block, 64, 64), rows, 1), operation, 256, N, K, layout=layout)
+        for (operation, N, K, layout), (block, rows) in entries.items()
+    ]
+    alone = {one["config"]["chunk_rows"] for one in records}
+    for operation, chunk_rows in ((AG, 256), (RS, 512)):
+        ctx, chunks = context(*records), set()
+        for local, layout in itertools.product(
+            (1, 60, 64, 65, 128, 200, 500, 513, 5000), ("TN", "NN", "NT", "pointers")
+        ):
+            N, K = (local, 128) if operation == AG else (128, local)
+            config = overlap_config(ctx, operation, 250, N, K, BF16, layout)
+            chunks.add(config.chunk_rows)
+            assert config.chunk_rows % config.gemm.block_m == 0
+        assert chunks == {chunk_rows}  # that of the largest product
+    assert len(alone) > 2  # what the records of their buckets say by themselves
+
+
+def test_a_smaller_product_is_bound_to_the_chunks_of_a_larger_one():
+    ctx = context(record(TUNED, N=128))
+    assert bound_chunk_rows(ctx, (AG, 256, 64, 128, "bfloat16", "TN")) == 128
+    assert bound_chunk_rows(ctx, (AG, 256, 128, 128, "bfloat16", "TN")) is None
+    assert bound_chunk_rows(ctx, (AG, 256, 256, 128, "bfloat16", "TN")) is None
+    assert bound_chunk_rows(ctx, (AG, 512, 64, 128, "bfloat16", "TN")) is None
+
+
+@pytest.mark.parametrize(
+    "config, reason",
+    [
+        (asdict(TUNED) | {"speed": 3}, "OverlapConfig has no speed"),
+        (asdict(TUNED) | {"gemm": {"block_q": 3}}, "GemmConfig has no block_q"),
+        (asdict(TUNED) | {"num_comm": "12"}, "num_comm='12' is no positive number"),
+        (asdict(TUNED) | {"num_comm": 0}, "num_comm=0 is no positive number"),
+        (asdict(TUNED) | {"gemm": {"block_m": 96}, "chunk_rows": 96}, "block_m=96 is no power of two"),
+        (asdict(TUNED) | {"chunk_rows": 100}, "chunk_rows=100 must be a multiple of block_m=64"),
+        (asdict(TUNED) | {"gemm": {"block_m": 16}, "chunk_rows": 16}, "chunk_rows=16 is no multiple of"),
+        ({"num_comm": 3}, "gemm"),
+    ],
+)
+def test_settings_that_make_no_sense_are_ignored_with_a_warning(config, reason):
+    ctx = context(record(config))
+    with pytest.warns(UserWarning, match=f"are ignored: .*{reason}"):
+        assert overlap_config(ctx, AG, 256, 64, 128, BF16, "TN") == rule(256, 64)
+
+
+def test_the_local_product_has_buckets_too():
+    tuned = GemmConfig(64, 32, 32, num_stages=2)
+    ctx = context(record(tuned, "matmul"))
+    gemm_config.cache_clear()
+    try:
+        with mock.patch.object(configs, "current_context", lambda: ctx):
+            assert gemm_config(200, 60, 100, BF16, "TN") == tuned
+            assert gemm_config(200, 60, 300, BF16, "TN") == default_config(200, 60, BF16)
+            assert gemm_config(200, 60, 100, BF16, "NN") == default_config(200, 60, BF16)
+    finally:
+        gemm_config.cache_clear()
+
+
+def test_the_examples_in_docstrings_hold():
+    assert doctest.testmod(configs) == (0, 1)

@@ -1,0 +1,391 @@
+"""The tuner: what it tries and refuses, that all ranks agree on one winner, and that calls then use it.
+
+Times come from a function of the configuration, so the winner is known; that they are measured is test_bench's affair.
+"""
+
+import functools
+import json
+import os
+import re
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+import tkernels
+from tkernels import cli, tuner
+from tkernels.comm import runtime, tuned
+from tkernels.configs import GemmConfig, OverlapConfig, default_config, default_overlap, gemm_config, overlap_config
+from tkernels.timing import Timing
+from tkernels.tuner import candidates
+from tkernels.tuner import command as tune_command
+from tkernels.tuner.candidates import Room, changed, describe, impossible, parse_grid, predicted_us, survey
+from tkernels.tuner.problem import Operands, Problem
+
+AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+FP32 = torch.float32
+SHAPE = (64, 64, 64)
+
+
+def times(us):
+    """A measure() whose times are `us(config's change in words, rank)`, and which runs every call once, in step."""
+
+    def measure(ctx, calls, iterations):
+        timings = {}
+        for name, call in calls.items():
+            call()
+            value = 10.0 if name == "library" else us(name, ctx.rank)
+            timings[name] = Timing(value, value, value, None)
+        return timings, {}
+
+    return measure
+
+
+def best_with(wanted: str, name: str, rank: int) -> float:
+    return 50.0 if wanted in name else 100.0
+
+
+ONE_SENDS = functools.partial(best_with, "num_comm=1")
+
+
+def search(ctx, tmp_path, operation=AG, us=ONE_SENDS, shape=SHAPE, **options):
+    with mock.patch.dict(os.environ, TKERNELS_CACHE=str(tmp_path)):
+        return tuner.tune(operation, *shape, FP32, ctx=ctx, measure=times(us), **options)
+
+
+def forget(ctx, records):
+    ctx.tuned = records
+    tuner.forget_choices(ctx)
+
+
+def chosen(ctx, operation, shape=SHAPE):
+    M, N, K = Problem(operation, *shape, FP32).local(ctx.size)
+    return overlap_config(ctx, operation, M, N, K, FP32, "TN")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("operation", [AG, RS, AR])
+def test_the_fastest_is_used_from_then_on_and_found_by_the_next_context(ctx, tmp_path, operation):
+    before, grid = ctx.tuned, {"num_comm": [1, 2], "group_m": [1, 2, 4]}
+    us = functools.partial(best_with, "group_m=4, num_comm=1")
+    try:
+        outcome = search(ctx, tmp_path, operation, us, grid=grid)
+        assert outcome.best.us == 50.0 and outcome.default.us == 100.0 and len(outcome.measured) >= 6
+        assert (outcome.best.config.num_comm, outcome.best.config.gemm.group_m) == (1, 4)
+        assert chosen(ctx, operation) == outcome.best.config
+        problem = Operands(ctx, Problem(operation, *SHAPE, FP32), 3)
+        torch.testing.assert_close(problem.run(None), problem.run(outcome.default.config))
+        with mock.patch.dict(os.environ, TKERNELS_CACHE=str(tmp_path)):
+            with tkernels.init(ctx.group.process_group, default=False) as other:
+                assert chosen(other, operation) == outcome.best.config
+        with tkernels.init(ctx.group.process_group, default=False) as other:
+            assert chosen(other, operation) == outcome.default.config
+    finally:
+        forget(ctx, before)
+
+
+@pytest.mark.ranks(2)
+def test_the_local_product_is_tuned_alike(ctx, tmp_path):
+    before = ctx.tuned
+    try:
+        outcome = search(ctx, tmp_path, "matmul", functools.partial(best_with, "group_m=4"), grid={"group_m": [1, 4]})
+        with mock.patch("tkernels.configs.current_context", lambda: ctx):
+            assert gemm_config(*SHAPE, FP32, "TN") == outcome.best.config
+        assert outcome.best.config == replace(default_config(64, 64, FP32), group_m=4)
+    finally:
+        forget(ctx, before)
+
+
+def rank_dependent(name: str, rank: int) -> float:
+    """Each rank would choose another one."""
+    return 50.0 if f"group_m={(1, 4)[rank]}" in name else 100.0
+
+
+@pytest.mark.ranks(2)
+def test_ranks_whose_clocks_disagree_agree_on_one_winner(ctx, tmp_path):
+    before = ctx.tuned
+    try:
+        outcome = search(ctx, tmp_path, us=rank_dependent, grid={"group_m": [1, 4]})
+        assert len(set(ctx.group.gather(outcome.best.config))) == 1
+        assert len(set(ctx.group.gather(chosen(ctx, AG)))) == 1
+        assert len(set(ctx.group.gather(json.dumps(ctx.tuned)))) == 1
+    finally:
+        forget(ctx, before)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_with_different_files_choose_by_those_of_rank_0(ctx, tmp_path):
+    before = ctx.tuned
+    try:
+        for rank in range(2):
+            us = functools.partial(best_with, f"group_m={(1, 4)[rank]}")
+            search(ctx, tmp_path / str(rank), us=us, grid={"group_m": [1, 4]})
+        with mock.patch.dict(os.environ, TKERNELS_CACHE=str(tmp_path / str(ctx.rank))):
+            mine = [one["config"]["gemm"]["group_m"] for one in tuned.known(2, ctx.transport)]
+            assert mine == [(1, 4)[ctx.rank]]
+            with tkernels.init(ctx.group.process_group, default=False) as other:
+                assert chosen(other, AG).gemm.group_m == 1
+    finally:
+        forget(ctx, before)
+
+
+@pytest.mark.ranks(2)
+def test_without_a_gain_the_default_stays(ctx, tmp_path):
+    before = ctx.tuned
+    try:
+        outcome = search(
+            ctx, tmp_path, us=lambda name, rank: 99.5 if "group_m=4" in name else 100.0, grid={"group_m": [4]}
+        )
+        assert outcome.best == outcome.default and outcome.best.change == "default"
+    finally:
+        forget(ctx, before)
+
+
+@pytest.mark.ranks(2)
+def test_without_a_grid_tiles_are_surveyed_and_single_changes_tried(ctx, tmp_path):
+    before = ctx.tuned
+    try:
+        outcome = search(ctx, tmp_path, us=functools.partial(best_with, "put_block=8192"), budget_s=600)
+        assert outcome.finished and outcome.best.config.put_block == 8192
+        assert any(re.search(r"num_comm=\d", one.change) for one in outcome.measured)
+        assert outcome.refused and all(re.match(r"\w+: ", reason) for reason in outcome.refused)
+    finally:
+        forget(ctx, before)
+
+
+@pytest.mark.ranks(2)
+def test_the_budget_ends_a_search_early_with_what_was_found(ctx, tmp_path):
+    before = ctx.tuned
+    try:
+        outcome = search(ctx, tmp_path, grid={"group_m": [1, 4, 16]}, budget_s=1e-3)
+        assert not outcome.finished and outcome.best == outcome.default
+        assert outcome.refused["budget: the time was over before they were measured"] == 3
+    finally:
+        forget(ctx, before)
+
+
+@pytest.mark.ranks(2)
+def test_a_candidate_that_computes_something_else_on_one_rank_is_refused(ctx, tmp_path):
+    before, run = ctx.tuned, Operands.run
+
+    def wrong(self, config):
+        result = run(self, config)
+        return result + (self.ctx.rank == 1 and config.gemm.group_m == 4)
+
+    try:
+        with mock.patch.object(Operands, "run", wrong):
+            outcome = search(ctx, tmp_path, us=functools.partial(best_with, "group_m"), grid={"group_m": [1, 4]})
+        assert outcome.best.config.gemm.group_m == 1
+        assert outcome.refused["result: it is not the default's"] == 1
+    finally:
+        forget(ctx, before)
+
+
+@pytest.mark.ranks(2)
+def test_a_candidate_that_reads_what_an_earlier_call_left_is_refused(ctx, tmp_path):
+    """Inboxes take turns, so a kernel that doesn't wait finds the rows of the call before the last."""
+    before, run, past = ctx.tuned, Operands.run, []
+
+    def stale(self, config):
+        past.append(run(self, config))
+        return past[-3] if config.gemm.group_m == 4 else past[-1]
+
+    try:
+        with mock.patch.object(Operands, "run", stale):
+            outcome = search(ctx, tmp_path, us=functools.partial(best_with, "group_m"), grid={"group_m": [1, 4]})
+        assert outcome.best.config.gemm.group_m == 1
+        assert outcome.refused["result: it is not the default's"] == 1
+    finally:
+        forget(ctx, before)
+
+
+@pytest.mark.ranks(2)
+def test_a_smaller_product_keeps_to_the_chunks_of_a_larger_one(ctx, tmp_path):
+    before = ctx.tuned
+    block = default_config(64, 64, FP32).block_m
+    try:
+        large = search(
+            ctx, tmp_path, us=functools.partial(best_with, "chunk_rows"), shape=(256, 256, 64),
+            grid={"chunk_rows": [2 * block]},
+        )  # fmt: skip
+        assert large.best.config.chunk_rows == 2 * block
+        small = search(ctx, tmp_path, shape=(256, 64, 64), grid={"chunk_rows": [4 * block], "num_comm": [1]})
+        assert small.default.config.chunk_rows == small.best.config.chunk_rows == 2 * block
+        assert any("a larger product, whose rows travel alike" in reason for reason in small.refused)
+    finally:
+        forget(ctx, before)
+
+
+@pytest.mark.ranks(2)
+def test_a_result_that_cant_be_remembered_is_used_all_the_same(ctx, tmp_path):
+    before = ctx.tuned
+    file = tmp_path / f"file{ctx.rank}"
+    file.write_text("no folder")
+    try:
+        outcome = None
+        if ctx.rank == 0:
+            with pytest.warns(UserWarning, match="can't be remembered .*set TKERNELS_CACHE"):
+                outcome = search(ctx, file, grid={"num_comm": [1]})
+        else:
+            outcome = search(ctx, file, grid={"num_comm": [1]})
+        assert outcome.remembered is None and chosen(ctx, AG).num_comm == 1
+    finally:
+        forget(ctx, before)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "problem, said",
+    [
+        (Problem("matmul_gather", 8, 8, 8), "there is no 'matmul_gather'; there are matmul, all_gather_matmul"),
+        (Problem(AG, 64, 65, 64), "N=65 doesn't divide by 2 ranks"),
+        (Problem(RS, 64, 65, 63), "K=63 doesn't divide by 2 ranks"),
+        (Problem(AG, 64, 64, 64, layout="NT"), "all_gather_matmul has no layout 'NT'; it takes TN, NN, pointers"),
+        (Problem(RS, 0, 64, 64), "must be at least 1"),
+    ],
+)
+def test_what_cant_be_tuned_is_refused_in_a_sentence(problem, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        problem.check(2)
+
+
+@pytest.mark.ranks(2)
+def test_operands_lie_in_memory_as_their_layout_says(ctx):
+    from tkernels.gemm import layout_of
+
+    for layout in ("TN", "NN", "NT", "TT", "pointers"):
+        operands = Operands(ctx, Problem(RS, 64, 32, 64, torch.bfloat16, layout), 0)
+        assert layout_of(operands.x, operands.w) == layout
+
+
+# Candidates: of an H200, whatever runs here.
+
+BF16 = torch.bfloat16
+ROOM = Room(AG, 8192, 14336, 8192, BF16, "TN", ranks=4, programs=132)
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    monkeypatch.setattr(runtime, "RUNTIME", "nvshmem")
+    return default_overlap(8192, 14336, BF16, 4, 132)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "change, room, reason",
+    [
+        ({"num_stages": 5}, ROOM, "shared memory: 5 stages of tiles of 128x256x64 take 245760 of 232448 bytes"),
+        ({"num_warps": 4}, ROOM, "registers: 4 warps hold 256 sums a thread"),
+        ({"num_comm": 132}, ROOM, "programs: there are 132, and one at least must multiply"),
+        ({"chunk_rows": 4096}, ROOM, "ranks: a chunk of more than the 2048 rows of a rank"),
+        ({"chunk_rows": 256}, replace(ROOM, chunk_rows=128), "ranks: a larger product"),
+        ({"block_m": 64, "num_warps": 4, "chunk_rows": 64}, ROOM, "ranks: chunk_rows must be a multiple of 128"),
+        ({"block_k": 32}, replace(ROOM, layout="pointers"), "alignment: without TMA descriptors"),
+        ({"block_k": 16}, replace(ROOM, dtype=FP32), "registers: fp32 without tensor cores"),
+        ({"block_n": 128}, replace(ROOM, N=64), "size: 64 columns would leave half of a tile of 128 empty"),
+        ({"block_m": 128, "chunk_rows": 128}, replace(ROOM, M=16), "size: 16 rows would leave half of a tile of 128"),
+    ],
+)
+def test_impossible_configurations_have_a_reason(on_a_gpu, change, room, reason):
+    assert impossible(on_a_gpu, ROOM) is None
+    assert impossible(changed(on_a_gpu, change), room).startswith(reason)
+
+
+@pytest.mark.quick
+def test_the_survey_tries_every_kind_of_tile_that_is_possible(on_a_gpu):
+    found, refused = survey(on_a_gpu, ROOM, 1200.0)
+    assert 4 <= len(found) <= candidates.SURVEY and len(set(found)) == len(found)
+    assert {(c.gemm.block_m, c.gemm.block_n) for c in found} >= {(128, 256), (256, 128), (128, 128)}
+    assert all(impossible(config, ROOM) is None for config in found)
+    predictions = [predicted_us(config, ROOM, 1200.0) for config in found]
+    assert predictions == sorted(predictions) and predictions[-1] <= candidates.SLOWER * predictions[0]
+    assert sum(refused.values()) > 0
+
+
+@pytest.mark.quick
+def test_the_model_weighs_the_wire_against_the_waves(on_a_gpu):
+    """Much to send beside little to multiply wants many programs that send; the other way round, few."""
+
+    def preferred(gemm_us, N):
+        room = replace(ROOM, N=N)
+        return min(
+            candidates.COMM_PROGRAMS, key=lambda n: predicted_us(changed(on_a_gpu, {"num_comm": n}), room, gemm_us)
+        )
+
+    assert preferred(100.0, 1280) >= 12
+    assert preferred(10000.0, 57344) <= 4
+    slow = changed(on_a_gpu, {"num_comm": 2})  # 100 MB through two programs
+    assert predicted_us(slow, ROOM, 100.0) > 8192 / 4 * 8192 * 2 * 3 / 56e9 * 1e6
+
+
+@pytest.mark.quick
+def test_neighbours_are_one_change_away(on_a_gpu):
+    found, _ = candidates.neighbours(on_a_gpu, on_a_gpu, ROOM, 1200.0)
+    names = [describe(config, on_a_gpu) for config in found]
+    assert names and all("," not in name and name != "default" for name in names)
+    assert {name.split("=")[0] for name in names} >= {"num_stages", "group_m", "num_comm", "chunk_rows", "put_block"}
+
+
+@pytest.mark.quick
+def test_a_grid_is_the_product_of_its_values():
+    default = OverlapConfig(GemmConfig(), num_comm=12)
+    grid = parse_grid(["num_comm=6,12", "num_stages=2,3"])
+    found, refused = candidates.product(default, grid, ROOM)
+    assert [describe(config, default) for config in found] == [
+        "num_stages=2, num_comm=6", "num_comm=6", "num_stages=2", "default",
+    ]  # fmt: skip
+    assert not refused
+    assert changed(default, {"max_programs": 100}).gemm.max_programs is None
+    for words, said in {"stages=3": "'stages' is no field", "split=x": "give whole numbers, as in split=1,2"}.items():
+        with pytest.raises(ValueError, match=re.escape(said)):
+            parse_grid([words])
+
+
+# The command.
+
+
+def command(arguments: str, capsys) -> str:
+    assert cli.main(["tune", *arguments.split()]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_command_tunes_lists_exports_and_clears(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TKERNELS_CACHE", str(tmp_path / "cache"))
+    lines = tmp_path / "outcome.jsonl"
+    asked = f"matmul --shape 32x32x32 --ranks 1 --dtype fp32 --grid group_m=1,2 --json {lines}"
+    assert "matmul 32x32x32 float32 TN: " in command(asked, capsys)
+    (outcome,) = map(json.loads, lines.read_text().splitlines())
+    assert outcome["problem"]["M"] == 32 and len(outcome["measured"]) >= 2
+
+    assert "32x32x32 float32 TN" in " ".join(command("--list", capsys).split())
+    (exported,) = map(json.loads, command("--export -", capsys).splitlines())
+    assert exported["key"]["operation"] == "matmul" and exported["key"]["gpu"] == tuned.place(1, "local")["gpu"]
+    (tmp_path / "cache" / "tuned" / "broken.json").write_text("{")
+    assert "broken.json is ignored" in "".join(command("--list", capsys).split("\n"))
+    assert command("--clear", capsys).startswith("2 files removed")
+    assert command("--export -", capsys) == ""
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ("gemms", "there is no operation 'gemms'; there are matmul"),
+        ("all_gather_matmul --shape huge --ranks 2", "there is no shape huge: give MxNxK"),
+        ("all_gather_matmul --shape 64x65x64 --ranks 2", "N=65 doesn't divide by 2 ranks"),
+        ("matmul --shape 64x64x64 --ranks 1 --grid num_comm=1", "--grid: matmul has only the fields block_m"),
+        ("matmul --shape 64x64x64 --ranks 1 --grid speed=1", "'speed' is no field of a configuration"),
+    ],
+)
+def test_the_command_refuses_in_a_sentence(arguments, said, capsys):
+    assert cli.main(["tune", *arguments.split()]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and said in err and err.count("\n") == 1
+
+
+@pytest.mark.quick
+def test_named_shapes_are_tuned_the_largest_product_first():
+    options = tune_command.Options(operation=AG, shape="tiny,tiny-wide,64x128x64")
+    sizes = [(problem.M, problem.N, problem.K) for problem in tune_command.problems_of(options, 2)]
+    assert sizes == [(128, 96, 160), (64, 128, 64), (64, 64, 64)]

@@ -1,0 +1,260 @@
+"""The tuner: measure configurations of an operation on all ranks, agree on the best, remember it.
+
+Candidates that can't run are left out with the reason, those that can't win by a model of waves and wire. The rest are
+compiled several at a time, compared with the default configuration's result, and measured in rounds: of each round the
+better half goes on, measured longer. Around the winner, single changes are tried the same way. A time is that of the
+slowest rank, and the default is measured in every round, so the result is never worse than doing nothing.
+"""
+
+import dataclasses
+import datetime
+import time
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+from tkernels.comm import runtime, tuned
+from tkernels.comm.context import Context, current_context
+from tkernels.configs import (
+    GemmConfig,
+    OverlapConfig,
+    bound_chunk_rows,
+    default_config,
+    default_overlap,
+    forget_choices,
+)
+from tkernels.gemm import num_programs
+from tkernels.testing.compare import tolerance
+from tkernels.timing import agree
+from tkernels.timing import measure as measure_all
+from tkernels.tuner.candidates import Room, describe, neighbours, product, survey
+from tkernels.tuner.compile import compile_ahead, sentence
+from tkernels.tuner.problem import Operands, Problem
+from tkernels.tuner.progress import Progress
+
+FIRST_ITERATIONS, LAST_ITERATIONS = 3, 15
+FINALISTS = 4
+BUDGET_S = 30.0
+WORTH = 0.99  # of the default's time: what is not faster than this stays the default
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One candidate's times in microseconds, of the slowest rank, in the longest round that it was in."""
+
+    config: GemmConfig | OverlapConfig
+    change: str  # from the default, in words
+    us: float
+    p10_us: float
+    p90_us: float
+    iterations: int
+
+
+@dataclass
+class Outcome:
+    """What a search found.
+
+    best, default: the chosen configuration, and the one by rule. measured: all candidates, the best first.
+    refused: how many candidates were not measured, by reason. library_us: this rank's product alone, by torch.
+    seconds: the search took. finished: False if the budget ended it early. remembered: the file, on rank 0.
+    """
+
+    problem: Problem
+    best: Measured
+    default: Measured
+    measured: list[Measured]
+    library_us: float
+    refused: Counter = field(default_factory=Counter)
+    seconds: float = 0.0
+    finished: bool = True
+    remembered: str | None = None
+
+
+def tune(
+    operation: str,
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    layout: str = "TN",
+    ctx: Context | None = None,
+    budget_s: float = BUDGET_S,
+    grid: dict[str, list] | None = None,
+    remember: bool = True,
+    measure=measure_all,
+) -> Outcome:
+    """Collective. Find the fastest configuration of an operation on a shape; calls of its bucket then use it.
+
+    operation: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce" or "matmul". M, N, K: over all ranks.
+    layout: w's and x's as BLAS names them; TN: as nn.Linear has w, NN: w.t() of a [K, N] matrix.
+    budget_s: no new round begins after so many seconds. Mostly compilations take the time, once for many shapes.
+    grid: values by field, to try all their combinations instead of what the tuner would.
+    remember: on disk, for later processes ($TKERNELS_CACHE); False: for this context alone.
+    measure: as timing.measure.
+
+    Raises ValueError for what can't be tuned, the same on every rank; RuntimeError where not even the default runs.
+    """
+    ctx = ctx or current_context()
+    problem = Problem(operation, M, N, K, dtype, layout)
+    problem.check(ctx.size)
+    with torch.no_grad(), Progress(str(problem), shown=ctx.rank == 0) as progress:
+        outcome = _Search(ctx, problem, budget_s, measure, progress).run(grid)
+    record = _record(ctx, outcome)
+    record = ctx.group.gather(record)[0]  # one date for all
+    ctx.tuned = [known for known in ctx.tuned if known["key"] != record["key"]] + [record]
+    forget_choices(ctx)
+    if remember and ctx.rank == 0:
+        try:
+            outcome.remembered = str(tuned.save(record))
+        except OSError as error:
+            text = f"tune: the result can't be remembered ({error}); set TKERNELS_CACHE to a folder that can be written"
+            warnings.warn(text, stacklevel=2)
+    return outcome
+
+
+def _record(ctx: Context, outcome: Outcome) -> dict:
+    problem = outcome.problem
+    names = ("operation", "M", "N", "K", "dtype", "layout")
+    return {
+        "key": dict(zip(names, problem.key(ctx.size), strict=True)) | problem.place(ctx),
+        "config": dataclasses.asdict(outcome.best.config),
+        "measured": {"M": problem.M, "N": problem.N, "K": problem.K},
+        "us": outcome.best.us,
+        "default_us": outcome.default.us,
+        "library_us": outcome.library_us,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+class _Search:
+    """One search on this rank; all ranks run the same one, in step."""
+
+    def __init__(self, ctx: Context, problem: Problem, budget_s: float, measure, progress: Progress):
+        self.ctx, self.problem, self.measure, self.progress = ctx, problem, measure, progress
+        self.began = time.monotonic()
+        self.deadline = self.began + budget_s
+        M, N, K = problem.local(ctx.size)
+        tma = problem.layout != "pointers"
+        if problem.operation == "matmul":
+            self.default = default_config(M, N, problem.dtype, tma)
+            programs, bound = num_programs(), None
+        else:
+            self.default = default_overlap(M, N, problem.dtype, ctx.size, ctx.num_programs, tma)
+            programs, bound = ctx.num_programs, bound_chunk_rows(ctx, problem.key(ctx.size))
+            self.default = dataclasses.replace(self.default, chunk_rows=bound or self.default.chunk_rows)
+        self.room = Room(problem.operation, M, N, K, problem.dtype, problem.layout, ctx.size, programs, bound)
+        self.operands = [Operands(ctx, problem, seed) for seed in (0, 1)]
+        self.measured: dict[object, Measured] = {}
+        self.refused = Counter()
+        self.library_us = 0.0
+
+    def run(self, grid: dict[str, list] | None) -> Outcome:
+        reason = self._prepare([self.default]).get(self.default)
+        if reason is not None:
+            raise RuntimeError(f"tune: {self.problem}: the default configuration failed: {reason}")
+        self._round([self.default], FIRST_ITERATIONS)
+        if grid:
+            tried = self._halve(*product(self.default, grid, self.room), self.default)
+        else:
+            tried = self._halve(*survey(self.default, self.room, self.library_us), self.default)
+            tried = self._halve(*neighbours(tried[0], self.default, self.room, self.library_us), *tried)
+        finalists, finished = tried[:FINALISTS], self._in_time()
+        if finished:
+            self._round(finalists, LAST_ITERATIONS)
+        best, default = min(finalists, key=self._us), self.measured[self.default]
+        if self._us(best) > WORTH * default.us:
+            best = self.default
+        measured = sorted(self.measured.values(), key=lambda one: (-one.iterations, one.us))
+        measured.remove(self.measured[best])
+        return Outcome(
+            self.problem, self.measured[best], default, [self.measured[best], *measured], self.library_us,
+            self.refused, time.monotonic() - self.began, finished,
+        )  # fmt: skip
+
+    def _agreed(self, value):
+        """Rank 0's: clocks differ, and a search whose ranks go different ways hangs."""
+        return self.ctx.group.gather(value)[0]
+
+    def _us(self, config) -> float:
+        return self.measured[config].us
+
+    def _in_time(self) -> bool:
+        return self._agreed(time.monotonic() < self.deadline)
+
+    def _halve(self, candidates: list, refused: Counter, *known) -> list:
+        """The best of the candidates and of those known before, best first. Each round drops the worse half."""
+        self.refused += refused
+        candidates = [config for config in candidates if config not in self.measured]
+        for config, reason in self._prepare(candidates).items():
+            self.refused[reason] += 1
+            candidates.remove(config)
+        alive, iterations = list(dict.fromkeys([*known, *candidates])), FIRST_ITERATIONS
+        while self._in_time():
+            self._round(alive, iterations)
+            alive.sort(key=self._us)
+            if len(alive) <= FINALISTS:
+                return alive
+            alive, iterations = alive[: max((len(alive) + 1) // 2, FINALISTS)], iterations + 2
+        known = [config for config in alive if config in self.measured]
+        self.refused += Counter({"budget: the time was over before they were measured": len(alive) - len(known)})
+        return sorted(known, key=self._us)
+
+    def _prepare(self, configs: list) -> dict:
+        """Compile and try configurations. Returns those that can't be used, with the reason; the same on all ranks."""
+        failures, waiting = {}, list(configs)
+        if runtime.RUNTIME != "simulated":  # the interpreter compiles nothing
+            x, names = self.operands[0], {describe(config, self.default): config for config in configs}
+            calls = {name: lambda config=config: x.run(config) for name, config in names.items()}
+            self.progress.begin("compiling", len(calls))
+            own = compile_ahead(self.ctx, calls, self.progress.done)
+            for reasons in self.ctx.group.gather(own):
+                failures |= {names[name]: reason for name, reason in reasons.items()}
+            waiting = [config for config in configs if config not in failures]
+        self.progress.begin("comparing results", len(waiting))
+        for number, config in enumerate(waiting):
+            reason = self._try(config)
+            if reason is not None:
+                failures[config] = reason
+            self.progress.done(number + 1)
+        return failures
+
+    def _try(self, config) -> str | None:
+        """Whether the results are the default's, on operands other than those of the calls just before."""
+        reason = None
+        try:
+            for which in (0, 1):
+                # Twice: inboxes take turns, and a row that was read too early is of the call before the last.
+                results = [self.operands[which].run(config) for _ in range(2)]
+                reason = reason or self._compare(which, results, keep=config == self.default)
+            self.ctx.check()
+        except Exception as error:
+            if self.ctx.failed:
+                raise  # the ranks are out of step: this context can't go on
+            reason = sentence(error)
+        reason = agree(self.ctx, reason)
+        return reason and reason.split(": ", 1)[1]
+
+    def _compare(self, which: int, results: list[torch.Tensor], keep: bool) -> str | None:
+        if keep:
+            self.operands[which].expected = results[-1]
+        expected = self.operands[which].expected
+        atol, rtol = tolerance(expected.dtype, self.problem.K, roundings=self.ctx.size + 1)
+        right = all(torch.allclose(result, expected, atol=2 * atol, rtol=2 * rtol) for result in results)
+        return None if right else "result: it is not the default's"
+
+    def _round(self, configs: list, iterations: int):
+        """Measure configurations beside the default one."""
+        self.progress.begin(f"measuring {len(configs)}, {iterations} times", 0)
+        configs = list(dict.fromkeys([self.default, *configs]))
+        x, names = self.operands[0], {describe(config, self.default): config for config in configs}
+        calls = {name: lambda config=config: x.run(config) for name, config in names.items()}
+        timings, _ = self.measure(self.ctx, {"library": x.library, **calls}, iterations)
+        timings = self._agreed(timings)
+        self.ctx.check()
+        self.library_us = timings["library"].us
+        for name, config in names.items():
+            one = timings[name]
+            self.measured[config] = Measured(config, name, one.us, one.p10_us, one.p90_us, iterations)

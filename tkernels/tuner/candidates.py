@@ -1,0 +1,229 @@
+"""Which configurations are tried: the possible ones of a list, those first that a model of time ranks best.
+
+The model knows waves of tiles and the wire, nothing of pipelines and caches: it says how many programs should send and
+how far a shape is from whole waves. So every kind of tile is tried, each with what the model likes best for it, and
+what the model can't tell apart is tried around the winner, one change at a time.
+"""
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from tkernels.comm import runtime
+from tkernels.configs import GemmConfig, OverlapConfig, default_config
+
+# What one program may have on sm_90.
+SHARED_BYTES = 232448
+REGISTERS = 255
+# One GPU to its peers by stores, H200 over NVLink: 3 programs reach 91 GB/s, 6 172, 9 250, 12 324, and more no more.
+SEND_BYTES_PER_S, SEND_BYTES_PER_S_OF_A_PROGRAM = 320e9, 28e9
+
+GEMM_FIELDS = [each.name for each in fields(GemmConfig)]
+OVERLAP_FIELDS = [each.name for each in fields(OverlapConfig) if each.name != "gemm"]
+
+TILES = [
+    {"block_m": m, "block_n": n, "block_k": k, "num_warps": warps, "num_stages": stages, "split": split}
+    for m, n, k, warps, stages, split in [
+        (128, 256, 64, 8, 3, 2),
+        (256, 128, 64, 8, 3, 2),
+        (128, 128, 64, 8, 4, 1),
+        (128, 128, 64, 4, 4, 1),
+        (128, 128, 128, 8, 3, 1),
+        (64, 256, 64, 4, 4, 2),
+        (128, 64, 64, 4, 4, 1),
+        (64, 128, 64, 4, 4, 1),
+        (64, 64, 128, 4, 4, 1),
+    ]
+]
+SIMULATED_TILES = [{"block_m": size, "block_n": size, "block_k": size} for size in (32, 64)]
+COMM_PROGRAMS = (2, 3, 4, 6, 8, 9, 12, 16, 18, 24)
+CHUNK_ROWS = (32, 64, 128, 256, 512, 1024, 2048)
+STEPS = {
+    "num_stages": (2, 3, 4, 5, 6),
+    "group_m": (1, 2, 4, 8, 16),
+    "split": (1, 2),
+    "num_comm": COMM_PROGRAMS,
+    "chunk_rows": CHUNK_ROWS,
+    "put_block": (4096, 8192, 16384),
+}
+SURVEY = 16  # candidates that are compiled and measured first
+OF_A_TILE = 2  # of them, at most
+OF_A_FIELD = 3  # other values of each field that are tried around the best one, at most
+SLOWER = 1.5  # than the best prediction: not tried
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a configuration has to fit: the product of one rank, M x N x K, of `ranks`, and `programs` for it.
+
+    chunk_rows: what the ranks are bound to already, by a larger product whose rows travel alike; None if they are free.
+    """
+
+    operation: str
+    M: int
+    N: int
+    K: int
+    dtype: torch.dtype
+    layout: str
+    ranks: int
+    programs: int
+    chunk_rows: int | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows that one rank sends, or owns."""
+        return -(-self.M // self.ranks)
+
+
+def flat(config: GemmConfig | OverlapConfig) -> dict:
+    """All fields of a configuration and of the tiles in it, by name."""
+    own = {each.name: getattr(config, each.name) for each in fields(config) if each.name != "gemm"}
+    return own if isinstance(config, GemmConfig) else {**flat(config.gemm), **own}
+
+
+def changed(config: GemmConfig | OverlapConfig, change: dict) -> GemmConfig | OverlapConfig:
+    """The configuration with other values of some fields. Raises ValueError for values that don't go together."""
+    if isinstance(config, GemmConfig):
+        return replace(config, **change)
+    own = {name: value for name, value in change.items() if name in OVERLAP_FIELDS}
+    gemm = replace(config.gemm, **{name: value for name, value in change.items() if name not in own})
+    return replace(config, gemm=gemm, **own)
+
+
+def describe(config: GemmConfig | OverlapConfig, default: GemmConfig | OverlapConfig) -> str:
+    """How a configuration differs from the default one, in words."""
+    before = flat(default)
+    return ", ".join(f"{name}={value}" for name, value in flat(config).items() if before[name] != value) or "default"
+
+
+def impossible(config: GemmConfig | OverlapConfig, room: Room) -> str | None:
+    """Why a configuration can't run, or can't be better than a smaller one; None if it can."""
+    gemm, itemsize = getattr(config, "gemm", config), room.dtype.itemsize
+    known = default_config(room.M, room.N, room.dtype, room.layout != "pointers")
+    tile = f"tiles of {gemm.block_m}x{gemm.block_n}x{gemm.block_k}"
+    stage = (gemm.block_m + gemm.block_n) * gemm.block_k * itemsize
+    shared = max(gemm.num_stages * stage, gemm.block_m * gemm.block_n // gemm.split * itemsize)
+    if shared > SHARED_BYTES:
+        return f"shared memory: {gemm.num_stages} stages of {tile} take {shared} of {SHARED_BYTES} bytes"
+    sums = gemm.block_m * gemm.block_n // (32 * gemm.num_warps)
+    if sums > 3 * REGISTERS // 4:
+        return f"registers: {gemm.num_warps} warps hold {sums} sums a thread, of {REGISTERS} registers"
+    if (gemm.block_m, gemm.block_n, gemm.block_k) != (known.block_m, known.block_n, known.block_k):
+        if room.layout == "pointers":
+            return "alignment: without TMA descriptors, larger tiles spill registers"
+        if room.dtype == torch.float32 and runtime.RUNTIME != "simulated":
+            return "registers: fp32 without tensor cores spills with other tiles"
+    for what, block, size in (("rows", gemm.block_m, room.M), ("columns", gemm.block_n, room.N)):
+        if block >= 2 * size and block > 64:
+            return f"size: {size} {what} would leave half of a tile of {block} empty"
+    if isinstance(config, GemmConfig):
+        return None
+    if config.num_comm >= room.programs:
+        return f"programs: there are {room.programs}, and one at least must multiply"
+    if config.chunk_rows % known.block_m:
+        return f"ranks: chunk_rows must be a multiple of {known.block_m}, as tiles of other layouts may be"
+    if room.chunk_rows not in (None, config.chunk_rows):
+        return f"ranks: a larger product, whose rows travel alike, is tuned for chunk_rows={room.chunk_rows}"
+    if config.chunk_rows > max(room.rows, OverlapConfig.chunk_rows) and config.chunk_rows != room.chunk_rows:
+        return f"ranks: a chunk of more than the {room.rows} rows of a rank is one of them all"
+    return None
+
+
+def predicted_us(config: GemmConfig | OverlapConfig, room: Room, gemm_us: float) -> float:
+    """The model: waves of tiles on the programs that multiply, beside a wire. gemm_us: the product alone, measured.
+
+    A tile takes its part of gemm_us, as if cuBLAS's waves were whole. The comm programs send, then multiply; what they
+    send has to be there before its last tile begins.
+    """
+    gemm = getattr(config, "gemm", config)
+    rows = room.rows if isinstance(config, OverlapConfig) else room.M
+    tiles_m = -(-rows // gemm.block_m) * (room.ranks if isinstance(config, OverlapConfig) else 1)
+    tiles = tiles_m * -(-room.N // gemm.block_n)
+    tile_us = gemm_us * room.programs * gemm.block_m * gemm.block_n / (room.M * room.N)
+    if isinstance(config, GemmConfig):
+        return -(-tiles // room.programs) * tile_us
+    width = room.K if room.operation == "all_gather_matmul" else room.N
+    sent = room.rows * width * room.dtype.itemsize * (room.ranks - 1)
+    sent *= 2 if room.operation == "matmul_all_reduce" else 1
+    rate = min(SEND_BYTES_PER_S, config.num_comm * SEND_BYTES_PER_S_OF_A_PROGRAM)
+    send_us = sent / rate * 1e6
+    workers = room.programs - config.num_comm
+    sending = min(-(-send_us // tile_us), -(-tiles // workers))  # waves without the comm programs
+    left = max(tiles - sending * workers, 0)
+    return max((sending + -(-left // room.programs)) * tile_us, send_us + tile_us)
+
+
+def survey(default: GemmConfig | OverlapConfig, room: Room, gemm_us: float) -> tuple[list, Counter]:
+    """(configurations to try first, the best by the model first; why not the others, and how many)."""
+    tiles = [{}, *(SIMULATED_TILES if runtime.RUNTIME == "simulated" else TILES)]  # the default's, then the list's
+    travels = [{}]
+    if isinstance(default, OverlapConfig):
+        travels = [{"num_comm": n, "chunk_rows": rows} for n, rows in itertools.product(COMM_PROGRAMS, CHUNK_ROWS)]
+    found, refused, chosen = {}, Counter(), []
+    for number, change in itertools.product(range(len(tiles)), travels):
+        config = _possible(default, {**tiles[number], **change}, room, refused)
+        if config is not None:
+            found.setdefault(number, {})[config] = predicted_us(config, room, gemm_us)
+    least = min((us for of_tile in found.values() for us in of_tile.values()), default=0)
+    for of_tile in found.values():
+        best = sorted(of_tile, key=of_tile.get)[:OF_A_TILE]
+        slow = [config for config in best if of_tile[config] > SLOWER * least]
+        chosen += [(of_tile[config], config) for config in best if config not in slow]
+        if slow:
+            refused[f"model: more than {SLOWER} times the {least:.0f} us that are predicted for the best"] += len(slow)
+    return list(dict.fromkeys(config for _, config in sorted(chosen, key=lambda each: each[0])))[:SURVEY], refused
+
+
+def neighbours(config, default, room: Room, gemm_us: float) -> tuple[list, Counter]:
+    """(configurations one change away, those that the model likes best; why not the others, and how many)."""
+    chosen, refused, before = [], Counter(), flat(config)
+    for name, values in STEPS.items():
+        changes = [{name: value} for value in values if name in before and before[name] != value]
+        others = [_possible(config, change, room, refused) for change in changes]
+        found = {other: predicted_us(other, room, gemm_us) for other in others if other is not None}
+        chosen += sorted(found, key=found.get)[:OF_A_FIELD]
+    return chosen, refused
+
+
+def product(default, grid: dict[str, list], room: Room) -> tuple[list, Counter]:
+    """(the default changed to each combination of a grid's values; why not the others, and how many)."""
+    refused, found = Counter(), []
+    for values in itertools.product(*grid.values()):
+        config = _possible(default, dict(zip(grid, values, strict=True)), room, refused)
+        if config is not None and config not in found:
+            found.append(config)
+    return found, refused
+
+
+def _possible(config, change: dict, room: Room, refused: Counter):
+    """The changed configuration; None, and a reason more, if there can be none."""
+    try:
+        other = changed(config, change)
+        reason = impossible(other, room)
+    except ValueError as error:
+        reason = f"fields: {error}"
+    if reason is None:
+        return other
+    refused[reason] += 1
+    return None
+
+
+def parse_grid(words: list[str]) -> dict[str, list]:
+    """["num_comm=6,12", "split=1"] -> {"num_comm": [6, 12], "split": [1]}. Raises ValueError for anything else."""
+    grid = {}
+    for word in words:
+        name, _, values = word.partition("=")
+        if name not in GEMM_FIELDS + OVERLAP_FIELDS:
+            known = ", ".join(dict.fromkeys(OVERLAP_FIELDS + GEMM_FIELDS))
+            raise ValueError(f"{word}: {name!r} is no field of a configuration; there are {known}")
+        try:
+            grid[name] = [_value(value) for value in values.split(",")]
+        except ValueError:
+            raise ValueError(f"{word}: give whole numbers, as in {name}=1,2 (or true, false)") from None
+    return grid
+
+
+def _value(text: str) -> int | bool:
+    return {"true": True, "false": False}[text.lower()] if text.lower() in ("true", "false") else int(text)

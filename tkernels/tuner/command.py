@@ -1,0 +1,184 @@
+"""`tkernels tune`: tune shapes on ranks of this machine, and say what is remembered."""
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import tkernels
+from tkernels import shapes
+from tkernels.comm import tuned
+from tkernels.configs import OPERATIONS
+from tkernels.launch import RankError, RankPool
+from tkernels.tuner import BUDGET_S, Outcome, tune
+from tkernels.tuner.candidates import GEMM_FIELDS, parse_grid
+from tkernels.tuner.problem import Problem
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+BEST = 5
+WIDTH = 120
+SHAPE_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command's arguments. shape: names and MxNxK, with commas between them. json, export: "-" is stdout."""
+
+    operation: str | None = None
+    shape: str | None = None
+    ranks: int | None = None
+    dtype: str = "bf16"
+    layout: str = "TN"
+    transport: str = "auto"
+    budget: float = BUDGET_S
+    grid: tuple[str, ...] = ()
+    json: str | None = None
+    list: bool = False
+    export: str | None = None
+    clear: bool = False
+
+
+def run(options: Options) -> int:
+    """Do what was asked for. The exit code: 0, or 1 if a shape could not be tuned. Raises ValueError."""
+    to_stderr = "-" in (options.json, options.export)
+    console = Console(stderr=to_stderr, highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    if options.list:
+        return _list(console)
+    if options.export:
+        return _export(console, options.export)
+    if options.clear:
+        console.print(f"{tuned.clear()} files removed from {tuned.folder()}", markup=False)
+        return 0
+    return _tune(console, options)
+
+
+def problems_of(options: Options, ranks: int) -> list[Problem]:
+    """What to tune: for each shape, the largest product first, since its chunks bind the others. Raises ValueError."""
+    if options.operation not in (None, "all", *OPERATIONS):
+        raise ValueError(f"there is no operation {options.operation!r}; there are {', '.join(OPERATIONS)}, and all")
+    asked = OPERATIONS if options.operation in (None, "all") else (options.operation,)
+    simulated = tkernels.RUNTIME == "simulated"
+    names = (options.shape or ("tiny" if simulated else "all")).split(",")
+    problems, unknown = [], set(names)
+    for operation in asked:
+        table = "gemm" if operation == "matmul" else operation
+        found = shapes.select(table, [name for name in names if _sizes(name) is None])
+        found |= {name: _sizes(name) for name in names if _sizes(name)}
+        unknown -= {"all", *found}
+        problems += [Problem(operation, *sizes, DTYPES[options.dtype], options.layout) for sizes in found.values()]
+    if unknown:
+        known = sorted({name for operation in shapes.BY_OPERATION for name in shapes.BY_OPERATION[operation]})
+        raise ValueError(f"there is no shape {', '.join(unknown)}: give MxNxK, {', '.join(known)}, or all")
+    for problem in problems:
+        problem.check(ranks)
+        if simulated and problem.M * problem.N * problem.K > shapes.SIMULATED_LIMIT:
+            raise ValueError(f"{problem} would take the interpreter hours; tune {', '.join(shapes.TINY)} or as small")
+    return sorted(dict.fromkeys(problems), key=lambda problem: (problem.operation, *problem.key(ranks)[1:4]))[::-1]
+
+
+def _sizes(name: str) -> tuple[int, int, int] | None:
+    parts = name.split("x")
+    return tuple(map(int, parts)) if len(parts) == 3 and all(part.isdecimal() for part in parts) else None
+
+
+def _tune(console: Console, options: Options) -> int:
+    ranks = options.ranks or (2 if tkernels.RUNTIME == "simulated" else torch.cuda.device_count())
+    problems = problems_of(options, ranks)
+    grid = parse_grid(list(options.grid)) if options.grid else None
+    if grid and set(grid) - set(GEMM_FIELDS) and any(problem.operation == "matmul" for problem in problems):
+        raise ValueError(f"--grid: matmul has only the fields {', '.join(GEMM_FIELDS)}")
+    outcomes, failed = [], 0
+    with RankPool(ranks, ctx_options={"transport": options.transport}) as pool:
+        for number, problem in enumerate(problems):
+            try:
+                outcome = pool.run(search, problem, options.budget, grid, timeout_s=SHAPE_TIMEOUT_S)[0]
+            except RankError as error:
+                failed += 1
+                console.print(f"{problem}: {error.headline}", style="red", markup=False)
+                continue
+            outcomes.append(outcome)
+            console.print(f"[{number + 1}/{len(problems)}] {summary(outcome)}", markup=False)
+            if len(problems) == 1 or grid:
+                console.print(table_of(outcome))
+                for line in refusals(outcome):
+                    console.print(line, style="dim", markup=False)
+    if tkernels.RUNTIME == "simulated":
+        console.print("simulated runtime: times are the interpreter's")
+    if options.json:
+        lines = "".join(json.dumps(_plain(outcome)) + "\n" for outcome in outcomes)
+        sys.stdout.write(lines) if options.json == "-" else Path(options.json).write_text(lines)
+    return 1 if failed else 0
+
+
+def search(ctx, problem: Problem, budget_s: float, grid: dict | None) -> Outcome:
+    """Collective. What each rank does for a shape."""
+    names = ("operation", "M", "N", "K", "dtype")
+    return tune(
+        *(getattr(problem, name) for name in names), layout=problem.layout, ctx=ctx, budget_s=budget_s, grid=grid
+    )
+
+
+def summary(outcome: Outcome) -> str:
+    """One line: what was found."""
+    best, default = outcome.best, outcome.default
+    text = f"{outcome.problem}: {best.us:.1f} us ({best.change})"
+    if best != default:
+        text += f", {default.us / best.us:.2f}x the default's {default.us:.1f}"
+    text += f"; {len(outcome.measured)} measured in {outcome.seconds:.1f} s"
+    return text if outcome.finished else f"{text}, cut short by the budget"
+
+
+def table_of(outcome: Outcome) -> Table:
+    """The best candidates of one search."""
+    result = Table(title="best of those measured longest, us, slowest rank", title_justify="left", box=box.SIMPLE_HEAD)
+    result.add_column("change from the default", overflow="fold")
+    for heading in ("median", "p10-p90", "times", "/ library's product"):
+        result.add_column(heading, justify="right", no_wrap=True)
+    for one in outcome.measured[:BEST]:
+        spread = f"{one.p10_us:.1f}-{one.p90_us:.1f}"
+        ratio = f"{one.us / outcome.library_us:.2f}" if outcome.library_us else "-"
+        result.add_row(one.change, f"{one.us:.1f}", spread, str(one.iterations), ratio)
+    return result
+
+
+def refusals(outcome: Outcome) -> list[str]:
+    """Why candidates were not measured, most first."""
+    return [f"{count} not tried, {reason}" for reason, count in outcome.refused.most_common()]
+
+
+def _plain(outcome: Outcome) -> dict:
+    problem = asdict(outcome.problem) | {"dtype": str(outcome.problem.dtype).removeprefix("torch.")}
+    return asdict(outcome) | {"problem": problem, "refused": dict(outcome.refused)}
+
+
+def _list(console: Console) -> int:
+    records, damaged = tuned.saved()
+    result = Table(title=f"remembered in {tuned.folder()}, and with the package", title_justify="left", box=box.SIMPLE)
+    for heading in ("operation", "up to M x N x K of a rank", "where", "us", "default", "found"):
+        result.add_column(heading, overflow="fold", justify="right" if heading in ("us", "default") else "left")
+    for origin, group in (("with the package", tuned.shipped()), ("", records)):
+        for record in group:
+            key = record["key"]
+            sizes = f"{key.get('M')}x{key.get('N')}x{key.get('K')} {key.get('dtype')} {key.get('layout')}"
+            where = f"{key['ranks']} x {key['gpu']}, {key['transport']}"
+            times = [f"{record[name]:.1f}" if name in record else "-" for name in ("us", "default_us")]
+            versions = f"tkernels {key['tkernels']}, torch {key['torch']}, triton {key['triton']}"
+            result.add_row(key["operation"], sizes, where, *times, origin or f"{record.get('date')}, {versions}")
+    console.print(result)
+    for path, reason in damaged.items():
+        console.print(f"{path} is ignored: {reason}", style="yellow", markup=False)
+    return 0
+
+
+def _export(console: Console, target: str) -> int:
+    """What is remembered as JSON lines, the form of the records that come with the package."""
+    records, damaged = tuned.saved()
+    lines = "".join(json.dumps(record) + "\n" for record in sorted(records, key=lambda r: json.dumps(r["key"])))
+    sys.stdout.write(lines) if target == "-" else Path(target).write_text(lines)
+    console.print(f"{len(records)} records written; {len(damaged)} files that hold none left out", markup=False)
+    return 0

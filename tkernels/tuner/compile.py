@@ -1,0 +1,95 @@
+"""Compile kernels ahead of their launch, several at a time: the compiler leaves Python alone for most of its work.
+
+All ranks of a machine run the same kernels and share Triton's cache on disk, so each rank compiles a part of them, and
+then loads what the others have compiled.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+
+from triton.runtime._async_compile import AsyncCompileMode
+from triton.runtime.jit import JITFunction
+
+from tkernels.comm.context import Context
+from tkernels.timing import Call
+
+
+def compile_ahead(ctx: Context, calls: dict[str, Call], done: Callable[[int], None]) -> dict[str, str]:
+    """Collective. Compile the kernel that each call launches first, and launch none. Returns why calls fail, by name.
+
+    The calls are made one after the other, up to their launch, so they may be collective. done: is told how many of
+    this rank's part there are.
+    """
+    compiler, kernels, failures = _Compiler(), {}, {}
+    with AsyncCompileMode(compiler, ignore_errors=True), _launches_compile() as launched:
+        for name, call in calls.items():
+            try:
+                call()
+            except _Compiling:
+                kernels[name] = launched.pop()
+            except Exception as error:  # one candidate's; the others go on
+                failures[name] = sentence(error)
+        with ThreadPoolExecutor(max((os.cpu_count() or 1) // ctx.size, 1)) as threads:
+            mine = compiler.waiting[ctx.rank :: ctx.size]
+            for number, _ in enumerate(threads.map(_Task.run, mine)):
+                done(number + 1)
+            ctx.group.gather(None)  # all parts are on the disk
+            list(threads.map(_Task.run, [task for task in compiler.waiting if task not in mine]))
+        for name, kernel in kernels.items():
+            try:
+                kernel = kernel.result() if hasattr(kernel, "result") else kernel
+                kernel._init_handles()  # asks for the shared memory
+                if kernel.n_spills:
+                    failures[name] = f"registers: the compiler spills {kernel.n_spills} of them"
+            except Exception as error:
+                failures[name] = sentence(error)
+    return failures
+
+
+class _Compiling(Exception):
+    """Ends a call where it would launch its kernel."""
+
+
+class _Task:
+    def __init__(self, compile: Callable):
+        self.compile, self.future = compile, Future()
+
+    def run(self):
+        try:
+            self.future.set_result(self.compile())
+        except Exception as error:
+            self.future.set_exception(error)
+
+
+class _Compiler(Executor):
+    """Takes compilations and keeps them until somebody runs them."""
+
+    def __init__(self):
+        self.waiting: list[_Task] = []
+
+    def submit(self, fn, /, *args, **kwargs) -> Future:
+        self.waiting.append(_Task(fn))
+        return self.waiting[-1].future
+
+
+@contextlib.contextmanager
+def _launches_compile():
+    """In this block a launch of any kernel compiles it, leaves it in the list, and raises _Compiling."""
+    run, launched = JITFunction.run, []
+
+    def compile_only(self, *args, grid, warmup, **options):
+        launched.append(run(self, *args, grid=grid, warmup=True, **options))
+        raise _Compiling
+
+    JITFunction.run = compile_only
+    try:
+        yield launched
+    finally:
+        JITFunction.run = run
+
+
+def sentence(error: Exception) -> str:
+    """The kind of an error and its first line."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:160]

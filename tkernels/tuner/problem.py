@@ -1,0 +1,99 @@
+"""What is tuned: one operation on one shape, its operands on this rank, and the call whose configuration is sought."""
+
+from dataclasses import dataclass
+
+import torch
+
+from tkernels.all_gather_matmul import all_gather_matmul
+from tkernels.comm import tuned
+from tkernels.comm.collectives import split_rows
+from tkernels.comm.context import Context
+from tkernels.configs import OPERATIONS, bucket, name_of
+from tkernels.gemm import matmul
+from tkernels.matmul_all_reduce import matmul_all_reduce
+from tkernels.matmul_reduce_scatter import matmul_reduce_scatter
+
+LAYOUTS = ("TN", "NN", "NT", "TT", "pointers")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """operation: one of configs.OPERATIONS. M, N, K: over all ranks. layout: as gemm.layout_of names it."""
+
+    operation: str
+    M: int
+    N: int
+    K: int
+    dtype: torch.dtype = torch.bfloat16
+    layout: str = "TN"
+
+    def __str__(self):
+        return f"{self.operation} {self.M}x{self.N}x{self.K} {name_of(self.dtype)} {self.layout}"
+
+    def check(self, ranks: int):
+        """Raises ValueError for what can't be tuned on so many ranks."""
+        if self.operation not in OPERATIONS:
+            raise ValueError(f"tune: there is no {self.operation!r}; there are {', '.join(OPERATIONS)}")
+        if min(self.M, self.N, self.K) < 1:
+            raise ValueError(f"tune: M={self.M}, N={self.N}, K={self.K} must be at least 1")
+        if self.layout not in LAYOUTS or (self.operation == "all_gather_matmul" and self.layout in ("NT", "TT")):
+            takes = LAYOUTS if self.operation != "all_gather_matmul" else ("TN", "NN", "pointers")
+            raise ValueError(f"tune: {self.operation} has no layout {self.layout!r}; it takes {', '.join(takes)}")
+        for name in {"all_gather_matmul": "N", "matmul": ""}.get(self.operation, "K"):
+            if getattr(self, name) % ranks:
+                raise ValueError(
+                    f"tune: {name}={getattr(self, name)} doesn't divide by {ranks} ranks; tune the next larger one "
+                    f"that does, it is in the same bucket or the next"
+                )
+
+    def local(self, ranks: int) -> tuple[int, int, int]:
+        """M, N, K of one rank's product."""
+        if self.operation == "matmul":
+            return self.M, self.N, self.K
+        if self.operation == "all_gather_matmul":
+            return self.M, self.N // ranks, self.K
+        return self.M, self.N, self.K // ranks
+
+    def key(self, ranks: int) -> tuple:
+        """The bucket that the result holds for, as configs has it."""
+        return self.operation, *bucket(*self.local(ranks)), name_of(self.dtype), self.layout
+
+    def place(self, ctx: Context) -> dict:
+        """Where the result holds."""
+        return tuned.place(1, tuned.LOCAL) if self.operation == "matmul" else tuned.place(ctx.size, ctx.transport)
+
+
+class Operands:
+    """Random operands of this rank: x, w, and `gathered`, the x of this rank's product (cuBLAS's, to compare with)."""
+
+    def __init__(self, ctx: Context, problem: Problem, seed: int):
+        self.ctx, self.problem = ctx, problem
+        M, N, K = problem.local(ctx.size)
+        self.rows = split_rows(M, ctx.size)
+        self._generator = torch.Generator(ctx.device).manual_seed(seed * ctx.size + ctx.rank)
+        gathers = problem.operation == "all_gather_matmul"
+        self.x = self._matrix(self.rows[ctx.rank] if gathers else M, K, problem.layout[1] == "T")
+        self.w = self._matrix(N, K, problem.layout[0] == "N")
+        self.gathered = self._matrix(M, K, False) if gathers else self.x
+
+    def _matrix(self, rows: int, columns: int, transposed: bool) -> torch.Tensor:
+        offset = 1 if self.problem.layout == "pointers" else 0  # a base that is no multiple of 16 bytes
+        memory = torch.randn(
+            rows * columns + offset, generator=self._generator, device=self.ctx.device, dtype=self.problem.dtype
+        )[offset:]
+        return memory.view(columns, rows).t() if transposed else memory.view(rows, columns)
+
+    def run(self, config) -> torch.Tensor:
+        """Collective, but for matmul. The operation's result by that configuration."""
+        ctx, x, w = self.ctx, self.x, self.w
+        if self.problem.operation == "matmul":
+            return matmul(x, w, config=config)
+        if self.problem.operation == "all_gather_matmul":
+            return all_gather_matmul(ctx, x, w, rows=self.rows, config=config)[0]
+        if self.problem.operation == "matmul_reduce_scatter":
+            return matmul_reduce_scatter(ctx, x, w, rows=self.rows, config=config)
+        return matmul_all_reduce(ctx, x, w, config=config)
+
+    def library(self) -> torch.Tensor:
+        """This rank's product alone, by torch (cuBLAS on GPUs)."""
+        return torch.mm(self.gathered, self.w.t())
