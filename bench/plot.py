@@ -10,6 +10,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+from bench.peers import over_cublas
 from bench.records import FUSED, PEERS, best_peer_us, circumstances, limit_us, newest, ratio, read
 
 README = Path(__file__).resolve().parent.parent / "README.md"
@@ -29,6 +30,8 @@ SERIES = {
     "cublas": ("cuBLAS alone", "#000000", "|"),
     "wire": ("wire", "#E69F00", "_"),
 }
+OTHER_RUNS = {"cuBLASMp": ("cuBLASMp*", "#56B4E9", "^"), "Userbuffers": ("Userbuffers*", "#777777", "P")}
+FULL = ("ours", "cublas", "wire")  # the other markers are hollow, and let each other show
 TICKS = (0.05, 0.1, 0.2, 0.5, 1, 2, 4, 8)
 OPERATION_MARKERS = dict(zip(FUSED, ("o", "s", "D"), strict=True))
 
@@ -60,17 +63,18 @@ def time_figure(lines: list[dict]):
 
     ops = [op for op in FUSED if any(line["op"] == op for line in lines)]
     heights = [sum(line["op"] == op for line in lines) + 2 for op in ops]
-    figure = Figure(figsize=(9, 1.2 + 0.22 * sum(heights)), layout="constrained")
+    figure = Figure(figsize=(9, 1.4 + 0.22 * sum(heights)), layout="constrained")
     legend, grid = {}, figure.subplots(len(ops), sharex=True, squeeze=False, height_ratios=heights)
     for axes, op in zip(grid[:, 0], ops, strict=True):
         rows = [line for line in lines if line["op"] == op]
-        for key, (label, colour, marker) in SERIES.items():
-            at = [(ratio(line[f"{key}_us"], line["cublas_us"]), row) for row, line in enumerate(rows)]
+        for key, (label, colour, marker) in (SERIES | OTHER_RUNS).items():
+            at = [(multiple(line, key), row) for row, line in enumerate(rows)]
             at = [(x, row) for x, row in at if x is not None]
             if at:
-                full = key in ("ours", "cublas", "wire")  # hollow ones let each other show
-                colours = {"color": colour} if full else {"facecolors": "none", "edgecolors": colour}
-                legend[label] = axes.scatter(*zip(*at, strict=True), s=36, marker=marker, zorder=3, **colours)
+                colours = {"color": colour} if key in FULL else {"facecolors": "none", "edgecolors": colour}
+                legend[label] = axes.scatter(
+                    *zip(*at, strict=True), s=36, marker=marker, zorder=4 if key == "ours" else 3, **colours
+                )
         axes.axvline(1.0, color="#000000", linewidth=0.8)
         axes.set_yticks(range(len(rows)), [f"{line['shape']}, {line['cublas_us']:.0f} us" for line in rows], fontsize=8)
         axes.set_ylim(len(rows) - 0.4, -0.6)
@@ -79,9 +83,15 @@ def time_figure(lines: list[dict]):
         axes.minorticks_off()
         axes.set_title(TITLES[op], fontsize=10)
         axes.grid(alpha=0.3)
-    axes.set_xlabel("time / time of cuBLAS alone")
-    figure.legend(legend.values(), legend, loc="outside upper center", ncols=len(legend), frameon=False)
+    note = "      * of another run, by its own cuBLAS" if any(label.endswith("*") for label in legend) else ""
+    axes.set_xlabel(f"time / time of cuBLAS alone{note}")
+    figure.legend(legend.values(), legend, loc="outside upper center", ncols=4, frameon=False)
     return figure
+
+
+def multiple(line: dict, key: str) -> float | None:
+    """A series' time over cuBLAS's."""
+    return over_cublas(line).get(key) if key in OTHER_RUNS else ratio(line[f"{key}_us"], line["cublas_us"])
 
 
 def efficiency_figure(lines: list[dict]):

@@ -352,10 +352,12 @@ def test_of_records_of_one_case_the_last_counts_and_the_newest_file_is_the_lates
 @pytest.mark.quick
 def test_pictures_show_every_peer_and_say_what_they_show(checkout, tmp_path):
     plot = load(checkout, "plot")
-    lines = [a_line(op, shape) for op in plot.FUSED for shape in ("llama8b-o", "rs-a")]
+    lines = [a_line(op, shape) for op in plot.FUSED for shape in ("llama8b-o", "rs-b")]
     figure = plot.time_figure(lines)
     (legend,) = figure.legends
-    assert {text.get_text() for text in legend.get_texts()} == {label for label, _, _ in plot.SERIES.values()}
+    assert {text.get_text() for text in legend.get_texts()} == {
+        label for label, _, _ in (plot.SERIES | plot.OTHER_RUNS).values()
+    }
     assert [axes.get_title() for axes in figure.axes] == list(plot.TITLES.values())
     paths = plot.draw(plot.fused(write(tmp_path / "x4.jsonl", *lines)), tmp_path / "x4")
     assert [path.name for path in paths] == ["x4-time.png", "x4-efficiency.png"]
