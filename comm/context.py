@@ -112,7 +112,7 @@ class Context:
             )
         self.transport_id = TRANSPORTS[self.transport]
         # Rank 0's: files may change between the reads of two ranks, and what ranks choose by them must agree.
-        self.tuned = self.group.gather(tuned.known(self.size, self.transport) if self.rank == 0 else None)[0]
+        self.tuned = self.group.gather(tuned.known(self.size, self.transport) if self.rank == 0 else [])[0]
         self.choices = {}  # of layers above, by problem; they follow from the records
 
         words = FAULT_RECORD.value * (1 + self.size)

@@ -292,7 +292,8 @@ def prepare():
     runtime.open_segment = open_segment
     context.Group = NoRanks
     torch.cuda.current_device = lambda: 0
-    torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
+    gpu = types.SimpleNamespace(multi_processor_count=MULTIPROCESSORS, name="NVIDIA H200")
+    torch.cuda.get_device_properties = lambda device: gpu
 
 
 def run_case(name: str) -> dict:
