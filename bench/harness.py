@@ -12,9 +12,10 @@ import torch
 from bench.baselines import NAMES, baselines, enable_symmetric_memory
 from bench.problem import Case, Problem, config_of
 from bench.roofs import Roofs
-from bench.ways import Opened, open_ways, sentence
+from bench.ways import Opened, open_ways
 from tkernels.comm.context import Context
 from tkernels.timing import WARMUPS, Call, Timing, agree, measure
+from tkernels.tuner.compile import compile_ahead, sentence
 
 ROWS_AT_ONCE = 1024  # of a result, when it is compared in fp64
 HOST_ROUNDS, HOST_CALLS = 4, 5
@@ -78,6 +79,22 @@ def usable_baselines(ctx: Context, problem: Problem) -> tuple[dict[str, Call], d
     return calls, unavailable
 
 
+def compile_cases(ctx: Context, cases: list[Case]) -> None:
+    """Collective. Compile what the cases launch, in every way, each kernel on one rank; what fails, fails there again.
+
+    Nothing to do on the simulated runtime.
+    """
+    if ctx.device.type != "cuda":
+        return
+    calls = {}
+    for case in cases:
+        calls[case] = lambda case=case: Problem(ctx, case, "zeros").ours()
+        for name, way in open_ways(ctx, case)[0].items():
+            calls[case, name] = lambda case=case, way=way: way.call(Problem(ctx, case, "zeros"))()
+    with torch.no_grad():
+        compile_ahead(ctx, calls, done=lambda number: None)
+
+
 def run_case(ctx: Context, case: Case, iterations: int, roofs: Roofs, ours=Problem.ours) -> dict:
     """Collective. One case measured: the record, or {"op", "shape", "refused"} if a result of ours is wrong.
 
@@ -133,7 +150,7 @@ def _right(ctx: Context, problem: Problem, ours) -> torch.Tensor:
 def _check(ctx: Context, problem: Problem, ours) -> tuple[dict[str, Opened], dict[str, str]]:
     """Collective. Check our result and that of every way, on integers; the ways, and why others can't be taken."""
     result = _right(ctx, problem, ours)
-    ways, unavailable = open_ways(problem)
+    ways, unavailable = open_ways(ctx, problem.case)
     for name, way in list(ways.items()):
         got = reason = None
         try:

@@ -20,8 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 import tkernels
-from bench.compiling import compile_cases
-from bench.harness import run_case
+from bench.harness import compile_cases, run_case
 from bench.problem import LAYOUTS, Case
 from bench.provenance import provenance
 from bench.records import append

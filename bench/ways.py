@@ -10,9 +10,10 @@ from collections.abc import Callable
 import torch
 
 import tkernels
-from bench.problem import Problem, config_of
+from bench.problem import Case, Problem, config_of
 from tkernels.comm.context import Context
 from tkernels.timing import agree
+from tkernels.tuner.compile import sentence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +56,9 @@ class Opened:
         return {"sms": self.config.num_comm, "repeatable": self.way.repeatable}
 
 
-def open_ways(problem: Problem) -> tuple[dict[str, Opened], dict[str, str]]:
+def open_ways(ctx: Context, case: Case) -> tuple[dict[str, Opened], dict[str, str]]:
     """Collective. The ways of a fused operation that can be taken here, and why the others can't."""
-    ctx, case, opened, unavailable = problem.ctx, problem.case, {}, {}
+    opened, unavailable = {}, {}
     if case.op == "gemm" or "matmul" not in case.op or ctx.size == 1:
         return {}, {}
     for name, way in WAYS[ctx.runtime].items():
@@ -72,8 +73,3 @@ def open_ways(problem: Problem) -> tuple[dict[str, Opened], dict[str, str]]:
             opened.pop(name, None)
             unavailable[name] = reason
     return opened, unavailable
-
-
-def sentence(error: Exception) -> str:
-    """The kind of an error and its first line."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:200]

@@ -294,35 +294,6 @@ def test_shapes_by_name():
         assert all(size % 8 == 0 for shape in table.values() for size in shape)
 
 
-@pytest.mark.quick
-def test_each_rank_compiles_its_share_of_the_kernels_first_and_launches_none(checkout, monkeypatch):
-    compiling = load(checkout, "compiling")
-
-    class Kernel:
-        def run(self, *arguments, grid, warmup, **options):
-            launched.append(warmup)
-
-    class Group:
-        rank, size = 1, 2
-
-        def barrier(self):
-            shares.append(sorted(compiled))
-
-    launched, compiled, shares = [], [], []
-    monkeypatch.setattr(compiling, "JITFunction", Kernel)
-    with compiling.launches_compile():
-        Kernel().run(torch.zeros(1), grid=(1,), warmup=False, BLOCK=16)
-    Kernel().run(torch.zeros(1), grid=(1,), warmup=False, BLOCK=16)
-    assert launched == [True, False]
-
-    compiler = compiling.Compiler()
-    futures = [compiler.submit(lambda number=number: compiled.append(number) or 1 / number) for number in range(5)]
-    compiler.run(Group(), 4)
-    assert shares == [[1, 3]] and sorted(compiled) == [0, 1, 2, 3, 4]
-    assert [future.result() for future in futures[1:]] == [1, 1 / 2, 1 / 3, 1 / 4]
-    assert isinstance(futures[0].exception(), ZeroDivisionError)
-
-
 def a_line(op="all_gather_matmul", shape="llama8b-qkv", M=8192, ours_us=100.0, date="2030-01-02T03:04:05", **others):
     times = {"cublas": 90.0, "nccl": 60.0, "serial": 150.0, "torch": 110.0, "wire": 45.0, "ours": ours_us}
     line = dict.fromkeys(FIELDS) | {f"{name}_us": us for name, us in times.items()}
