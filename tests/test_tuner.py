@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import re
+import sys
 from dataclasses import replace
 from unittest import mock
 
@@ -81,6 +82,21 @@ def test_the_fastest_is_used_from_then_on_and_found_by_the_next_context(ctx, tmp
                 assert chosen(other, operation) == outcome.best.config
         with tkernels.init(ctx.group.process_group, default=False) as other:
             assert chosen(other, operation) == outcome.default.config
+    finally:
+        forget(ctx, before)
+
+
+@pytest.mark.ranks(2)
+def test_a_call_that_was_made_before_is_made_with_the_new_configuration_too(ctx, tmp_path):
+    before, operands = ctx.tuned, Operands(ctx, Problem(AG, *SHAPE, FP32), 3)
+    module = sys.modules["tkernels.all_gather_matmul"]
+    try:
+        operands.run(None)
+        outcome = search(ctx, tmp_path, grid={"num_comm": [1]})
+        assert outcome.best != outcome.default
+        with mock.patch.object(module, "programs_of", wraps=module.programs_of) as programs_of:
+            operands.run(None)
+        assert programs_of.call_args.args[0] == outcome.best.config
     finally:
         forget(ctx, before)
 

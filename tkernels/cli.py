@@ -134,7 +134,7 @@ def _add_tune(commands, common: argparse.ArgumentParser):
     )  # fmt: skip
     tune.add_argument(
         "--shape", metavar="MxNxK",
-        help="sizes over all ranks, or names of bench shapes, with commas; default: all named ones (simulated: tiny)",
+        help="sizes over all ranks, or names of tkernels.shapes, with commas; default: layers (simulated: tiny)",
     )  # fmt: skip
     tune.add_argument("--ranks", type=_count, metavar="N", help="default: all GPUs, or 2 on the simulated runtime")
     tune.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="default: bf16")
@@ -144,7 +144,8 @@ def _add_tune(commands, common: argparse.ArgumentParser):
     )  # fmt: skip
     tune.add_argument("--transport", choices=("auto", "peer", "nvshmem", "simulated"), default="auto")
     tune.add_argument(
-        "--budget", type=_seconds, metavar="S", default=30.0, help="seconds for a shape, more or less; default: 30"
+        "--budget", type=_seconds, metavar="S", default=30.0,
+        help="seconds for a shape, compilations not counted; default: 30",
     )  # fmt: skip
     tune.add_argument("--grid", nargs="+", default=[], metavar="FIELD=A,B", help="try these values, and no others")
     instead = tune.add_mutually_exclusive_group()

@@ -8,6 +8,7 @@ slowest rank, and the default is measured in every round, so the result is never
 
 import dataclasses
 import datetime
+import functools
 import time
 import warnings
 from collections import Counter
@@ -58,7 +59,7 @@ class Outcome:
 
     best, default: the chosen configuration, and the one by rule. measured: all candidates, the best first.
     refused: how many candidates were not measured, by reason. library_us: this rank's product alone, by torch.
-    seconds: the search took. finished: False if the budget ended it early. remembered: the file, on rank 0.
+    seconds: the search took. finished: False if the budget ended it early. remembered: the file.
     """
 
     problem: Problem
@@ -90,7 +91,7 @@ def tune(
 
     operation: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce" or "matmul". M, N, K: over all ranks.
     layout: w's and x's as BLAS names them; TN: as nn.Linear has w, NN: w.t() of a [K, N] matrix.
-    budget_s: no new round begins after so many seconds. Mostly compilations take the time, once for many shapes.
+    budget_s: no new round begins after so many seconds, compilations not counted, which many shapes have in common.
     grid: values by field, to try all their combinations instead of what the tuner would.
     remember: on disk, for later processes ($TKERNELS_CACHE); False: for this context alone.
     measure: as timing.measure.
@@ -103,16 +104,20 @@ def tune(
     with torch.no_grad(), Progress(str(problem), shown=ctx.rank == 0) as progress:
         outcome = _Search(ctx, problem, budget_s, measure, progress).run(grid)
     record = _record(ctx, outcome)
-    record = ctx.group.gather(record)[0]  # one date for all
+    path = _remember(record) if remember and ctx.rank == 0 else None
+    record, outcome.remembered = ctx.group.gather((record, path))[0]  # one date for all
     ctx.tuned = [known for known in ctx.tuned if known["key"] != record["key"]] + [record]
     forget_choices(ctx)
-    if remember and ctx.rank == 0:
-        try:
-            outcome.remembered = str(tuned.save(record))
-        except OSError as error:
-            text = f"tune: the result can't be remembered ({error}); set TKERNELS_CACHE to a folder that can be written"
-            warnings.warn(text, stacklevel=2)
     return outcome
+
+
+def _remember(record: dict) -> str | None:
+    try:
+        return str(tuned.save(record))
+    except OSError as error:
+        text = f"tune: the result can't be remembered ({error}); set TKERNELS_CACHE to a folder that can be written"
+        warnings.warn(text, stacklevel=3)
+        return None
 
 
 def _record(ctx: Context, outcome: Outcome) -> dict:
@@ -188,6 +193,8 @@ class _Search:
         """The best of the candidates and of those known before, best first. Each round drops the worse half."""
         self.refused += refused
         candidates = [config for config in candidates if config not in self.measured]
+        if not self._in_time():
+            return self._out_of_time([*known, *candidates])
         for config, reason in self._prepare(candidates).items():
             self.refused[reason] += 1
             candidates.remove(config)
@@ -198,6 +205,9 @@ class _Search:
             if len(alive) <= FINALISTS:
                 return alive
             alive, iterations = alive[: max((len(alive) + 1) // 2, FINALISTS)], iterations + 2
+        return self._out_of_time(alive)
+
+    def _out_of_time(self, alive: list) -> list:
         known = [config for config in alive if config in self.measured]
         self.refused += Counter({"budget: the time was over before they were measured": len(alive) - len(known)})
         return sorted(known, key=self._us)
@@ -206,10 +216,11 @@ class _Search:
         """Compile and try configurations. Returns those that can't be used, with the reason; the same on all ranks."""
         failures, waiting = {}, list(configs)
         if runtime.RUNTIME != "simulated":  # the interpreter compiles nothing
-            x, names = self.operands[0], {describe(config, self.default): config for config in configs}
-            calls = {name: lambda config=config: x.run(config) for name, config in names.items()}
+            began = time.monotonic()
+            names, calls = self._calls(configs)
             self.progress.begin("compiling", len(calls))
             own = compile_ahead(self.ctx, calls, self.progress.done)
+            self.deadline += time.monotonic() - began
             for reasons in self.ctx.group.gather(own):
                 failures |= {names[name]: reason for name, reason in reasons.items()}
             waiting = [config for config in configs if config not in failures]
@@ -245,13 +256,16 @@ class _Search:
         right = all(torch.allclose(result, expected, atol=2 * atol, rtol=2 * rtol) for result in results)
         return None if right else "result: it is not the default's"
 
+    def _calls(self, configs) -> tuple[dict, dict]:
+        """(configurations by name, their calls by name)."""
+        names = {describe(config, self.default): config for config in configs}
+        return names, {name: functools.partial(self.operands[0].run, config) for name, config in names.items()}
+
     def _round(self, configs: list, iterations: int):
         """Measure configurations beside the default one."""
         self.progress.begin(f"measuring {len(configs)}, {iterations} times", 0)
-        configs = list(dict.fromkeys([self.default, *configs]))
-        x, names = self.operands[0], {describe(config, self.default): config for config in configs}
-        calls = {name: lambda config=config: x.run(config) for name, config in names.items()}
-        timings, _ = self.measure(self.ctx, {"library": x.library, **calls}, iterations)
+        names, calls = self._calls(dict.fromkeys([self.default, *configs]))
+        timings, _ = self.measure(self.ctx, {"library": self.operands[0].library, **calls}, iterations)
         timings = self._agreed(timings)
         self.ctx.check()
         self.library_us = timings["library"].us

@@ -27,7 +27,7 @@ SHAPE_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Options:
-    """The command's arguments. shape: names and MxNxK, with commas between them. json, export: "-" is stdout."""
+    """The command's arguments. shape: names, groups and MxNxK, with commas. json, export: a path, or "-" for stdout."""
 
     operation: str | None = None
     shape: str | None = None
@@ -63,17 +63,18 @@ def problems_of(options: Options, ranks: int) -> list[Problem]:
         raise ValueError(f"there is no operation {options.operation!r}; there are {', '.join(OPERATIONS)}, and all")
     asked = OPERATIONS if options.operation in (None, "all") else (options.operation,)
     simulated = tkernels.RUNTIME == "simulated"
-    names = (options.shape or ("tiny" if simulated else "all")).split(",")
+    names = (options.shape or ("tiny" if simulated else "layers")).split(",")
     problems, unknown = [], set(names)
     for operation in asked:
         table = "gemm" if operation == "matmul" else operation
         found = shapes.select(table, [name for name in names if _sizes(name) is None])
         found |= {name: _sizes(name) for name in names if _sizes(name)}
-        unknown -= {"all", *found}
+        unknown -= {*shapes.GROUPS, *found}
         problems += [Problem(operation, *sizes, DTYPES[options.dtype], options.layout) for sizes in found.values()]
     if unknown:
         known = sorted({name for operation in shapes.BY_OPERATION for name in shapes.BY_OPERATION[operation]})
-        raise ValueError(f"there is no shape {', '.join(unknown)}: give MxNxK, {', '.join(known)}, or all")
+        groups = ", ".join(shapes.GROUPS)
+        raise ValueError(f"there is no shape {', '.join(unknown)}: give MxNxK, {', '.join(known)}, or {groups}")
     for problem in problems:
         problem.check(ranks)
         if simulated and problem.M * problem.N * problem.K > shapes.SIMULATED_LIMIT:
