@@ -35,7 +35,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import tkernels
-from tkernels import gemm
+from tkernels import gemm, paths
 from tkernels.comm import channel, collectives, context, device, runtime
 from tkernels.comm.device import PEER, put_signal
 from tkernels.doctor import verbs
@@ -146,6 +146,8 @@ def _cases() -> list[Case]:
         cases.append(Case("all_reduce", dtype, "one_shot", (64, 1, 4096), ranks=4))
         cases.append(Case("all_reduce", dtype, "one_shot", (64, 1, 1024), ranks=8))
     cases.append(Case("all_reduce", "bfloat16", "one_shot", (64, 1, 4096), ranks=4, transport="nvshmem"))
+    for dtype, activation in (("bfloat16", "gelu"), ("float32", "silu")):
+        cases.append(Case("finish", dtype, activation=activation, bias=True))
     for ranks, transport in ((2, "peer"), (4, "peer"), (4, "nvshmem")):
         cases.append(Case("barrier", "", ranks=ranks, transport=transport))
     for transport in ("peer", "nvshmem"):
@@ -333,6 +335,8 @@ def _call(case: Case):
     with tkernels.init(ranks, heap_bytes=1 << 30, transport=case.transport) if case.ranks > 1 else NO_CONTEXT as ctx:
         if case.operation == "barrier":
             ctx.barrier()
+        elif case.operation == "finish":
+            paths._finish(torch.empty(M, N), torch.empty(N, dtype=dtype), case.activation, matrix(M, N))
         elif case.operation == "round_trip":
             verbs.round_trip(ctx, case.label, case.transport)
         elif case.operation == "channel":

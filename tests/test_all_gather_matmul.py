@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from transports import every_transport, late, memory_that_kernels_get, over, poison_workspace
+from transports import every_path, every_transport, late, memory_that_kernels_get, over, poison_workspace
 
 import tkernels
 from tkernels.all_gather_matmul import all_gather_matmul as fused
@@ -38,12 +38,13 @@ def reference(ctx, x, w, bias=None, activation=None):
 
 @pytest.mark.ranks(2, 3, 4)
 @every_transport
-def test_integers_are_exact_in_any_shape_dtype_and_layout(ctx, transport):
+@every_path
+def test_integers_are_exact_in_any_shape_dtype_and_layout(ctx, transport, path):
     ctx = over(ctx, transport)
     for seed, (rows, N, K) in enumerate(SHAPES[ctx.size]):
         dtype, activation = DTYPES[seed % 3], (None, "relu")[seed % 2]
         x, w, bias = operands(ctx, integers, rows, N, K, dtype, seed, transposed=seed % 4 > 1)
-        y, gathered = tkernels.all_gather_matmul(x, w, bias, activation, return_gathered=True, rows=rows, ctx=ctx)
+        y, gathered = tkernels.all_gather_matmul(x, w, bias, activation, True, rows=rows, ctx=ctx, path=path)
         want = reference(ctx, x, w, bias, activation)
         assert torch.equal(y, want.to(dtype)), (rows, N, K)
         assert torch.equal(gathered, tkernels.all_gather(x, rows=rows, ctx=ctx)), (rows, N, K)
@@ -52,12 +53,13 @@ def test_integers_are_exact_in_any_shape_dtype_and_layout(ctx, transport):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @every_transport
-def test_random_values_are_within_the_derived_limits_and_bias_is_added_once(ctx, transport, dtype):
+@every_path
+def test_random_values_are_within_the_derived_limits_and_bias_is_added_once(ctx, transport, dtype, path):
     ctx = over(ctx, transport)
     for seed, activation in enumerate(ACTIVATIONS):
         rows, N, K = (40, 27), 33, 70
         x, w, bias = operands(ctx, normal, rows, N, K, dtype, seed, transposed=seed % 2 == 1)
-        got = tkernels.all_gather_matmul(x, w, bias, activation, rows=rows, ctx=ctx)
+        got = tkernels.all_gather_matmul(x, w, bias, activation, rows=rows, ctx=ctx, path=path)
         assert_close_to(got, reference(ctx, x, w, bias, activation), terms=K + 1)
         for wrong in (None, 2 * bias):
             with pytest.raises(AssertionError, match="elements are off"):
@@ -66,24 +68,26 @@ def test_random_values_are_within_the_derived_limits_and_bias_is_added_once(ctx,
 
 @pytest.mark.ranks(2)
 @every_transport
-def test_results_come_in_fp32_where_asked(ctx, transport):
+@every_path
+def test_results_come_in_fp32_where_asked(ctx, transport, path):
     ctx = over(ctx, transport)
     rows, N, K = (40, 27), 33, 70
     x, w, bias = operands(ctx, functools.partial(integers, low=-16, high=16), rows, N, K, torch.bfloat16, 1)
     want = reference(ctx, x, w, bias)
     for out in (torch.bfloat16, torch.float32):
-        got, _ = fused(ctx, x, w, bias, rows=rows, out_dtype=out)
+        got, _ = fused(ctx, x, w, bias, rows=rows, out_dtype=out, path=path)
         assert torch.equal(got, want.to(out))
     assert not torch.equal(want.bfloat16().double(), want)
     with pytest.raises(
         TypeError, match="out_dtype=torch.float16 must be torch.bfloat16, the operands' dtype, or float"
     ):
-        fused(ctx, x, w, rows=rows, out_dtype=torch.float16)
+        fused(ctx, x, w, rows=rows, out_dtype=torch.float16, path=path)
 
 
 @pytest.mark.ranks(2, 4)
 @every_transport
-def test_row_counts_change_from_call_to_call_among_other_operations(ctx, transport):
+@every_path
+def test_row_counts_change_from_call_to_call_among_other_operations(ctx, transport, path):
     ctx = over(ctx, transport)
     totals = [5, 67, 1, 130, 40, 0, 67]
     results = []
@@ -91,9 +95,9 @@ def test_row_counts_change_from_call_to_call_among_other_operations(ctx, transpo
         rows = split_rows(M, ctx.size)
         late(ctx, round % ctx.size, 0.02)
         x, w, bias = operands(ctx, integers, rows, 20, K, torch.float32, round)
-        y, gathered = tkernels.all_gather_matmul(x, w, bias, return_gathered=True, rows=rows, ctx=ctx)
+        y, gathered = tkernels.all_gather_matmul(x, w, bias, return_gathered=True, rows=rows, ctx=ctx, path=path)
         total = tkernels.all_reduce(w, ctx=ctx)
-        again = tkernels.all_gather_matmul(x + 1, w, rows=rows, ctx=ctx)
+        again = tkernels.all_gather_matmul(x + 1, w, rows=rows, ctx=ctx, path=path)
         if round % 3 == 1:
             poison_workspace(ctx)
         if round % 3 == 2:
@@ -108,15 +112,17 @@ def test_row_counts_change_from_call_to_call_among_other_operations(ctx, transpo
 
 
 @pytest.mark.ranks(2, 4)
-def test_delays_and_poison_change_no_bit(ctx):
+@every_path
+def test_delays_and_poison_change_no_bit(ctx, path):
     rows = split_rows(67, ctx.size)
     x, w, bias = operands(ctx, normal, rows, 40, 48, torch.bfloat16, 1)
-    first = tkernels.all_gather_matmul(x, w, bias, "silu", rows=rows, ctx=ctx)
+    first = tkernels.all_gather_matmul(x, w, bias, "silu", rows=rows, ctx=ctx, path=path)
     for seed in range(2 if ctx.size == 4 else 4):
         poison_workspace(ctx)
         late(ctx, seed % ctx.size, 0.05)
         with interpreter.execution(jitter_seed=seed, rank=ctx.rank):
-            assert torch.equal(tkernels.all_gather_matmul(x, w, bias, "silu", rows=rows, ctx=ctx), first), seed
+            again = tkernels.all_gather_matmul(x, w, bias, "silu", rows=rows, ctx=ctx, path=path)
+        assert torch.equal(again, first), seed
 
 
 CONFIGS = {
@@ -150,14 +156,14 @@ def test_operands_are_read_where_they_are(ctx, transport):
     symmetric.copy_(x)
     for mine in (symmetric, x):
         with memory_that_kernels_get(ctx) as addresses:
-            assert torch.equal(tkernels.all_gather_matmul(mine, w, bias, ctx=ctx), want)
+            assert torch.equal(tkernels.all_gather_matmul(mine, w, bias, ctx=ctx, path="fused"), want)
         assert {mine.data_ptr(), w.data_ptr(), bias.data_ptr()} <= addresses
     ctx.barrier()
     ctx.free(symmetric)
     # Rows that are not contiguous are copied, for they travel as they lie.
     strided = torch.zeros(16, 32, dtype=torch.float16, device=ctx.device).copy_(x.t()).t()
     assert strided.stride() == (1, 32)
-    assert torch.equal(tkernels.all_gather_matmul(strided, w, bias, ctx=ctx), want)
+    assert torch.equal(tkernels.all_gather_matmul(strided, w, bias, ctx=ctx, path="fused"), want)
 
 
 @pytest.mark.ranks(2)
@@ -208,17 +214,18 @@ def test_one_row_of_a_wider_buffer_is_read_as_a_row(ctx):
 
 @pytest.mark.ranks(2)
 @every_transport
-def test_results_go_where_the_caller_wants_them(ctx, transport):
+@every_path
+def test_results_go_where_the_caller_wants_them(ctx, transport, path):
     ctx = over(ctx, transport)
     rows, N, K = (33, 20), 24, 16
     x, w, bias = operands(ctx, integers, rows, N, K, torch.float32, 5)
-    want, _ = fused(ctx, x, w, bias, rows=rows)
+    want, _ = fused(ctx, x, w, bias, rows=rows, path=path)
     out, gathered = x.new_full((53, N), float("nan")), x.new_full((53, K), float("nan"))
     own = gathered.split(rows)[ctx.rank]
     own.copy_(x)
-    y, whole = fused(ctx, own, w, bias, return_gathered=gathered, rows=rows, out=out)
+    y, whole = fused(ctx, own, w, bias, return_gathered=gathered, rows=rows, out=out, path=path)
     assert y is out and whole is gathered and torch.equal(out, want)
     assert torch.equal(gathered.cpu(), torch.cat(ctx.group.gather(x.cpu())))
     for wrong in (dict(out=out[:52]), dict(out=out.half()), dict(return_gathered=gathered.t())):
         with pytest.raises((ValueError, TypeError), match="out is"):
-            fused(ctx, x, w, bias, rows=rows, **wrong)
+            fused(ctx, x, w, bias, rows=rows, **wrong, path=path)

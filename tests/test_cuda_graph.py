@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transports import every_transport, gpu_only, over
+from transports import every_path, every_transport, gpu_only, over
 
 import tkernels
 from tkernels.comm import TkernelsError
@@ -39,25 +39,26 @@ def results_by_hand(ctx, shards, whole, weights):
     return mine, total.chunk(ctx.size)[ctx.rank], total, gathered
 
 
-def step(ctx, shard, whole, w):
+def step(ctx, path, shard, whole, w):
     return (
-        tkernels.all_gather_matmul(shard, w, ctx=ctx),
-        tkernels.matmul_reduce_scatter(whole, w, ctx=ctx),
-        tkernels.matmul_all_reduce(whole, w, ctx=ctx),
+        tkernels.all_gather_matmul(shard, w, ctx=ctx, path=path),
+        tkernels.matmul_reduce_scatter(whole, w, ctx=ctx, path=path),
+        tkernels.matmul_all_reduce(whole, w, ctx=ctx, path=path),
         tkernels.all_gather(shard, ctx=ctx),
     )
 
 
 @pytest.mark.ranks(2, 4)
 @every_transport
-def test_every_replay_is_a_call_of_its_own(ctx, transport):
+@every_path
+def test_every_replay_is_a_call_of_its_own(ctx, transport, path):
     ctx = over(ctx, transport)
     shards, whole, weights = operands(ctx, 0)
     mine = [parts[ctx.rank].to(ctx.device) for parts in (shards, whole, weights)]
-    step(ctx, *mine)  # makes room and compiles; a capture can do neither
+    step(ctx, path, *mine)  # makes room and compiles; a capture can do neither
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = step(ctx, *mine)
+        results = step(ctx, path, *mine)
     for replay in range(REPLAYS):
         shards, whole, _ = operands(ctx, replay)
         mine[0].copy_(shards[ctx.rank])
@@ -68,7 +69,7 @@ def test_every_replay_is_a_call_of_its_own(ctx, transport):
             result.fill_(float("nan"))
         graph.replay()
         if replay % 3 == 0:
-            step(ctx, *mine)  # eager calls between replays take their turn in the same epochs
+            step(ctx, path, *mine)  # eager calls between replays take their turn in the same epochs
         if replay < 5 or replay % 50 == 0:
             expected = results_by_hand(ctx, shards, whole, weights)
             for result, right in zip(results, expected, strict=True):
@@ -79,15 +80,16 @@ def test_every_replay_is_a_call_of_its_own(ctx, transport):
 
 
 @pytest.mark.ranks(2)
-def test_a_capture_that_would_need_memory_is_refused_and_leaves_the_context_usable(ctx):
+@every_path
+def test_a_capture_that_would_need_memory_is_refused_and_leaves_the_context_usable(ctx, path):
     x = torch.ones(M, K, dtype=torch.bfloat16, device=ctx.device)
     w = torch.ones(N, K, dtype=torch.bfloat16, device=ctx.device)
-    tkernels.all_gather_matmul(x, w, ctx=ctx)
+    tkernels.all_gather_matmul(x, w, ctx=ctx, path=path)
     larger = torch.ones(1 << 15, K, dtype=torch.bfloat16, device=ctx.device)
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(TkernelsError, match="before the capture"), torch.cuda.graph(graph):
-        tkernels.all_gather_matmul(larger, w, ctx=ctx)
-    y = tkernels.all_gather_matmul(x, w, ctx=ctx)
+        tkernels.all_gather_matmul(larger, w, ctx=ctx, path=path)
+    y = tkernels.all_gather_matmul(x, w, ctx=ctx, path=path)
     assert torch.equal(y, torch.full_like(y, K))
 
 

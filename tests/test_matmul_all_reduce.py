@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from transports import every_transport, late, memory_that_kernels_get, over, poison_workspace
+from transports import every_path, every_transport, late, memory_that_kernels_get, over, poison_workspace
 
 import tkernels
 from tkernels.comm import interpreter
@@ -47,12 +47,13 @@ def same_everywhere(ctx, y):
 
 @pytest.mark.ranks(2, 3, 4)
 @every_transport
-def test_integers_are_exact_in_any_shape_dtype_and_layout(ctx, transport):
+@every_path
+def test_integers_are_exact_in_any_shape_dtype_and_layout(ctx, transport, path):
     ctx = over(ctx, transport)
     for seed, (M, N, K) in enumerate(SHAPES[ctx.size]):
         dtype, activation = DTYPES[seed % 3], (None, "relu")[seed % 2]
         x, w, bias = operands(ctx, small, M, N, K, dtype, seed, transposed=seed % 4 > 1)
-        got = tkernels.matmul_all_reduce(x, w, bias, activation, ctx=ctx)
+        got = tkernels.matmul_all_reduce(x, w, bias, activation, ctx=ctx, path=path)
         ctx.check()
         assert torch.equal(got, reference(ctx, x, w, bias, activation).to(dtype)), (M, N, K)
 
@@ -60,13 +61,15 @@ def test_integers_are_exact_in_any_shape_dtype_and_layout(ctx, transport):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @every_transport
-def test_random_values_are_within_the_derived_limits_and_bias_is_added_once(ctx, transport, dtype):
+@every_path
+def test_random_values_are_within_the_derived_limits_and_bias_is_added_once(ctx, transport, dtype, path):
     ctx = over(ctx, transport)
     for seed, activation in enumerate(ACTIVATIONS):
         M, N, K = 67, 33, 50
         x, w, bias = operands(ctx, normal, M, N, K, dtype, seed, transposed=seed % 2 == 1)
-        got = tkernels.matmul_all_reduce(x, w, bias, activation, ctx=ctx)
-        limits = dict(terms=ctx.size * K + 1, roundings=ctx.size)  # each peer's partial sum, and the result
+        got = tkernels.matmul_all_reduce(x, w, bias, activation, ctx=ctx, path=path)
+        # Each peer's partial sum, and the result; a plain product is rounded even where it stays.
+        limits = dict(terms=ctx.size * K + 1, roundings=ctx.size + (path == "plain"))
         assert_close_to(got, reference(ctx, x, w, bias, activation), **limits)
         assert same_everywhere(ctx, got)
         for wrong in (None, ctx.size * bias):
@@ -82,7 +85,8 @@ def large(shape, dtype, seed, device):
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @every_transport
-def test_partial_sums_travel_and_results_come_in_fp32_where_asked(ctx, transport, dtype):
+@every_path
+def test_partial_sums_travel_and_results_come_in_fp32_where_asked(ctx, transport, dtype, path):
     ctx = over(ctx, transport)
     for N in (41, 40):
         x, w, bias = operands(ctx, large, 67, N, 40, dtype, N)
@@ -90,22 +94,23 @@ def test_partial_sums_travel_and_results_come_in_fp32_where_asked(ctx, transport
         for out in (dtype, torch.float32):
             for wire in (dtype, torch.float32):  # the finished sums share the inbox, at other widths
                 poison_workspace(ctx)
-                got = fused(ctx, x, w, bias, out_dtype=out, wire_dtype=wire)
+                got = fused(ctx, x, w, bias, out_dtype=out, wire_dtype=wire, path=path)
                 assert same_everywhere(ctx, got)
                 assert torch.equal(got, want.to(out)) == (wire == torch.float32), (N, out, wire)
     with pytest.raises(TypeError, match="out_dtype=torch.float64 must be .*, the operands' dtype, or float32"):
-        fused(ctx, x, w, out_dtype=torch.float64)
+        fused(ctx, x, w, out_dtype=torch.float64, path=path)
 
 
 @pytest.mark.ranks(2, 4)
 @every_transport
-def test_row_counts_change_from_call_to_call_among_other_operations(ctx, transport):
+@every_path
+def test_row_counts_change_from_call_to_call_among_other_operations(ctx, transport, path):
     ctx = over(ctx, transport)
     results = []
     for round, (M, N) in enumerate(zip([5, 67, 1, 130, 0, 40], itertools.cycle((24, 9)), strict=False)):
         late(ctx, round % ctx.size, 0.02)
         x, w, bias = operands(ctx, small, M, N, 20, torch.float32, round)
-        y = tkernels.matmul_all_reduce(x, w, bias, ctx=ctx)
+        y = tkernels.matmul_all_reduce(x, w, bias, ctx=ctx, path=path)
         gathered = tkernels.all_gather(w, ctx=ctx)
         scattered = tkernels.matmul_reduce_scatter(x, w, rows=(M,) + (0,) * (ctx.size - 1), ctx=ctx)
         if round % 3 == 1:
@@ -122,16 +127,17 @@ def test_row_counts_change_from_call_to_call_among_other_operations(ctx, transpo
 
 @pytest.mark.ranks(2, 4)
 @every_transport
-def test_the_bits_are_the_same_on_every_rank_and_run_whatever_the_delays(ctx, transport):
+@every_path
+def test_the_bits_are_the_same_on_every_rank_and_run_whatever_the_delays(ctx, transport, path):
     ctx = over(ctx, transport)
     x, w, bias = operands(ctx, normal, 67, 40, 48, torch.bfloat16, 1)
-    first = tkernels.matmul_all_reduce(x, w, bias, "silu", ctx=ctx)
+    first = tkernels.matmul_all_reduce(x, w, bias, "silu", ctx=ctx, path=path)
     assert same_everywhere(ctx, first)
     for seed in range(2 if ctx.size == 4 else 4):
         poison_workspace(ctx)
         late(ctx, seed % ctx.size, 0.05)
         with interpreter.execution(jitter_seed=seed, rank=ctx.rank):
-            assert torch.equal(tkernels.matmul_all_reduce(x, w, bias, "silu", ctx=ctx), first), seed
+            assert torch.equal(tkernels.matmul_all_reduce(x, w, bias, "silu", ctx=ctx, path=path), first), seed
 
 
 CONFIGS = {
@@ -160,7 +166,8 @@ def test_operands_are_read_where_they_are(ctx, transport):
     symmetric = ctx.empty(32, 16, dtype=torch.float16)
     symmetric.copy_(x)
     with memory_that_kernels_get(ctx) as addresses:
-        assert torch.equal(tkernels.matmul_all_reduce(symmetric, w, bias, ctx=ctx), reference(ctx, x, w, bias).half())
+        got = tkernels.matmul_all_reduce(symmetric, w, bias, ctx=ctx, path="fused")
+    assert torch.equal(got, reference(ctx, x, w, bias).half())
     assert {symmetric.data_ptr(), w.data_ptr(), bias.data_ptr()} <= addresses
     ctx.barrier()
     ctx.free(symmetric)

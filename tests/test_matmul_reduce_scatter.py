@@ -5,7 +5,7 @@ import mmap
 
 import pytest
 import torch
-from transports import every_transport, late, memory_that_kernels_get, over, poison_workspace
+from transports import every_path, every_transport, late, memory_that_kernels_get, over, poison_workspace
 
 import tkernels
 from tkernels.comm import interpreter
@@ -43,14 +43,15 @@ def reference(ctx, rows, x, w, bias=None, activation=None):
 
 @pytest.mark.ranks(2, 3, 4)
 @every_transport
-def test_integers_are_exact_in_any_shape_dtype_and_layout(ctx, transport):
+@every_path
+def test_integers_are_exact_in_any_shape_dtype_and_layout(ctx, transport, path):
     ctx = over(ctx, transport)
     for seed, (rows, N, K) in enumerate(SHAPES[ctx.size]):
         dtype, activation = DTYPES[seed % 3], (None, "relu")[seed % 2]
         x, w, bias = operands(ctx, small, rows, N, K, dtype, seed, transposed=seed % 4 > 1)
         if seed % 3 == 1:
             x = x.t().contiguous().t()  # either operand may have either dimension contiguous
-        got = tkernels.matmul_reduce_scatter(x, w, bias, activation, rows=rows, ctx=ctx)
+        got = tkernels.matmul_reduce_scatter(x, w, bias, activation, rows=rows, ctx=ctx, path=path)
         ctx.check()
         assert torch.equal(got, reference(ctx, rows, x, w, bias, activation).to(dtype)), (rows, N, K)
 
@@ -58,13 +59,15 @@ def test_integers_are_exact_in_any_shape_dtype_and_layout(ctx, transport):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @every_transport
-def test_random_values_are_within_the_derived_limits_and_bias_is_added_once(ctx, transport, dtype):
+@every_path
+def test_random_values_are_within_the_derived_limits_and_bias_is_added_once(ctx, transport, dtype, path):
     ctx = over(ctx, transport)
     for seed, activation in enumerate(ACTIVATIONS):
         rows, N, K = (40, 27), 33, 50
         x, w, bias = operands(ctx, normal, rows, N, K, dtype, seed, transposed=seed % 2 == 1)
-        got = tkernels.matmul_reduce_scatter(x, w, bias, activation, rows=rows, ctx=ctx)
-        limits = dict(terms=ctx.size * K + 1, roundings=ctx.size)  # each peer's partial sum, and the result
+        got = tkernels.matmul_reduce_scatter(x, w, bias, activation, rows=rows, ctx=ctx, path=path)
+        # Each peer's partial sum, and the result; a plain product is rounded even where it stays.
+        limits = dict(terms=ctx.size * K + 1, roundings=ctx.size + (path == "plain"))
         assert_close_to(got, reference(ctx, rows, x, w, bias, activation), **limits)
         for wrong in (None, ctx.size * bias):
             with pytest.raises(AssertionError, match="elements are off"):
@@ -89,7 +92,8 @@ def large(shape, dtype, seed, device):
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @every_transport
-def test_partial_sums_travel_and_results_come_in_fp32_where_asked(ctx, transport, dtype):
+@every_path
+def test_partial_sums_travel_and_results_come_in_fp32_where_asked(ctx, transport, dtype, path):
     ctx = over(ctx, transport)
     for N in (41, 40):
         rows = split_rows(67, ctx.size)
@@ -97,18 +101,19 @@ def test_partial_sums_travel_and_results_come_in_fp32_where_asked(ctx, transport
         want = reference(ctx, rows, x, w, bias)
         for out in (dtype, torch.float32):
             poison_workspace(ctx)
-            got = fused(ctx, x, w, bias, rows=rows, out_dtype=out, wire_dtype=torch.float32)
+            got = fused(ctx, x, w, bias, rows=rows, out_dtype=out, wire_dtype=torch.float32, path=path)
             assert torch.equal(got, want.to(out)), (N, out)
-        rounded = fused(ctx, x, w, bias, rows=rows, out_dtype=torch.float32)
+        rounded = fused(ctx, x, w, bias, rows=rows, out_dtype=torch.float32, path=path)
         assert not torch.equal(rounded, want.float())  # what travels in 16 bits was rounded
         assert (rounded - want).abs().max() <= ctx.size * 2**16 * torch.finfo(dtype).eps
     with pytest.raises(TypeError, match="wire_dtype=torch.float64 must be .*, the operands' dtype, or float32"):
-        fused(ctx, x, w, rows=rows, wire_dtype=torch.float64)
+        fused(ctx, x, w, rows=rows, wire_dtype=torch.float64, path=path)
 
 
 @pytest.mark.ranks(2, 4)
 @every_transport
-def test_row_counts_change_from_call_to_call_among_other_operations(ctx, transport):
+@every_path
+def test_row_counts_change_from_call_to_call_among_other_operations(ctx, transport, path):
     ctx = over(ctx, transport)
     totals = [5, 67, 1, 130, 40, 0, 67]
     results = []
@@ -116,9 +121,9 @@ def test_row_counts_change_from_call_to_call_among_other_operations(ctx, transpo
         rows = split_rows(M, ctx.size)
         late(ctx, round % ctx.size, 0.02)
         x, w, bias = operands(ctx, small, rows, N, 20, torch.float32, round)
-        y = tkernels.matmul_reduce_scatter(x, w, bias, rows=rows, ctx=ctx)
+        y = tkernels.matmul_reduce_scatter(x, w, bias, rows=rows, ctx=ctx, path=path)
         gathered = tkernels.all_gather(w, ctx=ctx)
-        again = tkernels.matmul_reduce_scatter(x + 1, w, rows=rows, ctx=ctx)
+        again = tkernels.matmul_reduce_scatter(x + 1, w, rows=rows, ctx=ctx, path=path)
         if round % 3 == 1:
             poison_workspace(ctx)
         if round % 3 == 2:
@@ -131,15 +136,17 @@ def test_row_counts_change_from_call_to_call_among_other_operations(ctx, transpo
 
 
 @pytest.mark.ranks(2, 4)
-def test_delays_and_poison_change_no_bit(ctx):
+@every_path
+def test_delays_and_poison_change_no_bit(ctx, path):
     rows = split_rows(67, ctx.size)
     x, w, bias = operands(ctx, normal, rows, 40, 48, torch.bfloat16, 1)
-    first = tkernels.matmul_reduce_scatter(x, w, bias, "silu", rows=rows, ctx=ctx)
+    first = tkernels.matmul_reduce_scatter(x, w, bias, "silu", rows=rows, ctx=ctx, path=path)
     for seed in range(2 if ctx.size == 4 else 4):
         poison_workspace(ctx)
         late(ctx, seed % ctx.size, 0.05)
         with interpreter.execution(jitter_seed=seed, rank=ctx.rank):
-            assert torch.equal(tkernels.matmul_reduce_scatter(x, w, bias, "silu", rows=rows, ctx=ctx), first), seed
+            again = tkernels.matmul_reduce_scatter(x, w, bias, "silu", rows=rows, ctx=ctx, path=path)
+        assert torch.equal(again, first), seed
 
 
 CONFIGS = {
@@ -174,7 +181,7 @@ def test_operands_are_read_where_they_are(ctx, transport):
     transposed = x.t().contiguous().t()
     for mine in (symmetric, transposed, x):
         with memory_that_kernels_get(ctx) as addresses:
-            got = tkernels.matmul_reduce_scatter(mine, w, bias, ctx=ctx)
+            got = tkernels.matmul_reduce_scatter(mine, w, bias, ctx=ctx, path="fused")
         assert torch.equal(got, reference(ctx, (16, 16), x, w, bias).half())
         assert {mine.data_ptr(), w.data_ptr(), bias.data_ptr()} <= addresses
     ctx.barrier()

@@ -10,6 +10,7 @@ import tkernels
 
 TRANSPORTS = ["simulated"] if tkernels.RUNTIME == "simulated" else ["peer", "nvshmem"]
 every_transport = pytest.mark.parametrize("transport", TRANSPORTS)
+every_path = pytest.mark.parametrize("path", ["fused", "plain"])
 simulated_only = pytest.mark.skipif(
     tkernels.RUNTIME != "simulated", reason="replaces parts of the simulated runtime, or would corrupt a GPU's memory"
 )

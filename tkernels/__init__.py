@@ -22,6 +22,7 @@ _HOMES = {
     ),
     "tkernels.comm.collectives": ("split_rows",),
     "tkernels.launch": ("launch",),
+    "tkernels.paths": ("explain",),
     "tkernels.tuner": ("tune",),
     "tkernels.operators": (
         "all_gather",

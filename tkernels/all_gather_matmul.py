@@ -43,6 +43,7 @@ from tkernels.overlap import (
     tile_schedule,
     turn_tile,
 )
+from tkernels.paths import choose_path, plain_all_gather_matmul
 
 OP = operation("all_gather_matmul")
 
@@ -139,13 +140,14 @@ def all_gather_matmul(
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     config: OverlapConfig | None = None,
+    path: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Collective. x_shard_m [M/R, K], w [N/R, K], bias [N/R] -> y [M, N/R] and, if asked for, x gathered [M, K].
 
     x_shard_m is used where it is; a copy is made only if its rows are not contiguous. `rows` names every rank's row
     count where they differ. y has the operands' dtype, or out_dtype (float32). out: a tensor for y. return_gathered may
-    be a tensor [M, K] for the gathered rows, and x_shard_m its rows of this rank. Raises ValueError or TypeError before
-    the first signal.
+    be a tensor [M, K] for the gathered rows, and x_shard_m its rows of this rank. path: see tkernels.paths; the same on
+    all ranks. Raises ValueError or TypeError before the first signal.
     """
     check_operands("all_gather_matmul", x_shard_m, w, bias, activation, ctx.device)
     out_dtype = check_dtype("all_gather_matmul", "out_dtype", out_dtype, x_shard_m.dtype)
@@ -159,6 +161,9 @@ def all_gather_matmul(
         local = config.gemm if config else None
         y = matmul(x_shard_m, w, bias, activation, out=out, out_dtype=out_dtype, config=local)
         return y, None if gathered is None else gathered.copy_(x_shard_m)
+    if choose_path(ctx, "all_gather_matmul", M, K, x_shard_m.dtype, path, config) == "plain":
+        y = plain_all_gather_matmul(ctx, x_shard_m, w, bias, activation, gathered, rows, out, out_dtype)
+        return y, gathered
 
     if config is None:
         config = overlap_config(ctx, "all_gather_matmul", M, N, K, x_shard_m.dtype, layout_of(x_shard_m, w))

@@ -28,17 +28,18 @@ def matmul_all_reduce(
     out_dtype: torch.dtype | None = None,
     wire_dtype: torch.dtype | None = None,
     config: OverlapConfig | None = None,
+    path: str | None = None,
 ) -> torch.Tensor:
     """Collective. x_shard_k [M, K/R], w_shard_k [N, K/R], bias [N] -> y [M, N], the same bits on every rank.
 
-    Bias is added once, after the sum over ranks, and the activation after it. out_dtype, wire_dtype: as for
-    matmul_reduce_scatter; the finished sums travel in out_dtype. Raises ValueError or TypeError before the first
+    Bias is added once, after the sum over ranks, and the activation after it. out_dtype, wire_dtype, path: as
+    for matmul_reduce_scatter; the finished sums travel in out_dtype. Raises ValueError or TypeError before the first
     signal.
     """
     check_operands("matmul_all_reduce", x_shard_k, w_shard_k, bias, activation, ctx.device)
     rows = split_rows(x_shard_k.shape[0], ctx.size)
     dtypes = check_dtypes("matmul_all_reduce", x_shard_k, out_dtype, wire_dtype)
-    return matmul_reduce(ctx, OP, x_shard_k, w_shard_k, bias, activation, rows, dtypes, config, gather=True)
+    return matmul_reduce(ctx, OP, x_shard_k, w_shard_k, bias, activation, rows, dtypes, config, path, gather=True)
 
 
 def matmul_all_reduce_reference(group, x_shard_k, w_shard_k, bias=None, activation=None) -> torch.Tensor:

@@ -54,6 +54,7 @@ from tkernels.overlap import (
     tile_schedule,
     turn_tile,
 )
+from tkernels.paths import choose_path, plain_matmul_reduce
 
 OP = operation("matmul_reduce_scatter")
 
@@ -228,17 +229,19 @@ def matmul_reduce_scatter(
     out_dtype: torch.dtype | None = None,
     wire_dtype: torch.dtype | None = None,
     config: OverlapConfig | None = None,
+    path: str | None = None,
 ) -> torch.Tensor:
     """Collective. x_shard_k [M, K/R], w_shard_k [N, K/R], bias [N] -> y_shard_m [M/R, N].
 
     Bias is added once, after the sum over ranks, and the activation after it. `rows` names how many rows each rank
     owns, where M doesn't divide. out_dtype: of y, wire_dtype: of the partial sums that travel; each is the operands'
-    or float32. out: a tensor for y. Raises ValueError or TypeError before the first signal.
+    or float32. out: a tensor for y. path: see tkernels.paths; the same on all ranks. Raises ValueError or TypeError
+    before the first signal.
     """
     check_operands("matmul_reduce_scatter", x_shard_k, w_shard_k, bias, activation, ctx.device)
     rows = check_rows("matmul_reduce_scatter", ctx, rows, total=x_shard_k.shape[0])
     dtypes = check_dtypes("matmul_reduce_scatter", x_shard_k, out_dtype, wire_dtype)
-    return matmul_reduce(ctx, OP, x_shard_k, w_shard_k, bias, activation, rows, dtypes, config, False, out)
+    return matmul_reduce(ctx, OP, x_shard_k, w_shard_k, bias, activation, rows, dtypes, config, path, False, out)
 
 
 def check_dtypes(name: str, x: torch.Tensor, out_dtype, wire_dtype) -> tuple[torch.dtype, torch.dtype]:
@@ -246,17 +249,19 @@ def check_dtypes(name: str, x: torch.Tensor, out_dtype, wire_dtype) -> tuple[tor
     return check_dtype(name, "out_dtype", out_dtype, x.dtype), check_dtype(name, "wire_dtype", wire_dtype, x.dtype)
 
 
-def matmul_reduce(ctx, op, x, w, bias, activation, rows, dtypes, config, gather: bool, out=None) -> torch.Tensor:
+def matmul_reduce(ctx, op, x, w, bias, activation, rows, dtypes, config, path, gather: bool, out=None) -> torch.Tensor:
     """The launch that reduce-scatter and all-reduce share; operands have been checked."""
     (M, K), N, (out_dtype, wire_dtype) = x.shape, w.shape[0], dtypes
     if ctx.size == 1 or M == 0:
         return matmul(x, w, bias, activation, out=out, out_dtype=out_dtype, config=config.gemm if config else None)
+    name = "matmul_all_reduce" if gather else "matmul_reduce_scatter"
+    if choose_path(ctx, name, M, N, x.dtype, path, config) == "plain":
+        return plain_matmul_reduce(ctx, x, w, bias, activation, rows, out, out_dtype, wire_dtype, gather)
     first_rows = [sum(rows[:rank]) for rank in range(ctx.size + 1)]
     if x.stride(0) == 1 != x.stride(1) and any(row * x.element_size() % 16 for row in first_rows):
         x = x.contiguous()  # a tile of a part would begin in the midst of 16 bytes, where no descriptor can
     if config is None:
-        operation = "matmul_all_reduce" if gather else "matmul_reduce_scatter"
-        config = overlap_config(ctx, operation, M, N, K, x.dtype, layout_of(x, w))
+        config = overlap_config(ctx, name, M, N, K, x.dtype, layout_of(x, w))
     gemm, itemsize = config.gemm, wire_dtype.itemsize
     tiles_m, tiles_n = sum(triton.cdiv(count, gemm.block_m) for count in rows), triton.cdiv(N, gemm.block_n)
     num_programs = programs_of(config, ctx.num_programs, tiles_m * tiles_n)

@@ -72,21 +72,21 @@ def _with_unit_stride(matrix: torch.Tensor) -> torch.Tensor:
     return matrix if 1 in matrix.stride() and 0 not in matrix.stride() else matrix.contiguous()
 
 
-def _all_gather_matmul_impl(x_shard_m, w, bias, activation, return_gathered, rows, context):
+def _all_gather_matmul_impl(x_shard_m, w, bias, activation, return_gathered, rows, context, path=None):
     y, gathered = _all_gather_matmul.all_gather_matmul(
-        find_context(context), x_shard_m, w, bias, activation, return_gathered, rows=tuple(rows)
+        find_context(context), x_shard_m, w, bias, activation, return_gathered, rows=tuple(rows), path=path
     )
     return y, gathered if return_gathered else x_shard_m.new_empty(0)
 
 
-def _all_gather_matmul_fake(x_shard_m, w, bias, activation, return_gathered, rows, context):
+def _all_gather_matmul_fake(x_shard_m, w, bias, activation, return_gathered, rows, context, path=None):
     M = sum(rows)
     gathered = x_shard_m.new_empty((M, x_shard_m.shape[1]) if return_gathered else (0,))
     return x_shard_m.new_empty((M, w.shape[0])), gathered
 
 
 def _all_gather_matmul_setup(ctx, inputs, output):
-    x_shard_m, w, _, activation, return_gathered, rows, context = inputs
+    x_shard_m, w, _, activation, return_gathered, rows, context, ctx.path = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(w, output[1] if return_gathered else x_shard_m)
     ctx.activation, ctx.return_gathered, ctx.rows, ctx.context = activation, return_gathered, rows, context
@@ -99,7 +99,7 @@ def _all_gather_matmul_backward(ctx, dy, dgathered):
     if dy is not None:
         dy = _with_unit_stride(dy)
         if ctx.needs_input_grad[0]:
-            dx = _ops.matmul_reduce_scatter(dy, w.t(), None, None, ctx.rows, ctx.context)
+            dx = _ops.matmul_reduce_scatter(dy, w.t(), None, None, ctx.rows, ctx.context, ctx.path)
         if ctx.needs_input_grad[1]:
             gathered = x if ctx.return_gathered else _ops.all_gather(x, ctx.rows, ctx.context)
             dw = dy.t() @ gathered
@@ -108,12 +108,12 @@ def _all_gather_matmul_backward(ctx, dy, dgathered):
     if dgathered is not None and ctx.return_gathered and ctx.needs_input_grad[0]:
         from_gathered = _ops.reduce_scatter(dgathered.contiguous(), ctx.rows, ctx.context)
         dx = from_gathered if dx is None else dx + from_gathered
-    return dx, dw, dbias, None, None, None, None
+    return dx, dw, dbias, None, None, None, None, None
 
 
 _define(
     "all_gather_matmul(Tensor x_shard_m, Tensor w, Tensor? bias, str? activation, bool return_gathered, SymInt[] rows,"
-    " str context) -> (Tensor, Tensor)",
+    " str context, str? path=None) -> (Tensor, Tensor)",
     _all_gather_matmul_impl,
     _all_gather_matmul_fake,
     _all_gather_matmul_setup,
@@ -121,18 +121,18 @@ _define(
 )
 
 
-def _matmul_reduce_scatter_impl(x_shard_k, w_shard_k, bias, activation, rows, context):
+def _matmul_reduce_scatter_impl(x_shard_k, w_shard_k, bias, activation, rows, context, path=None):
     return _matmul_reduce_scatter.matmul_reduce_scatter(
-        find_context(context), x_shard_k, w_shard_k, bias, activation, rows=tuple(rows)
+        find_context(context), x_shard_k, w_shard_k, bias, activation, rows=tuple(rows), path=path
     )
 
 
-def _matmul_reduce_scatter_fake(x_shard_k, w_shard_k, bias, activation, rows, context):
+def _matmul_reduce_scatter_fake(x_shard_k, w_shard_k, bias, activation, rows, context, path=None):
     return x_shard_k.new_empty((rows[find_context(context).rank], w_shard_k.shape[0]))
 
 
 def _matmul_reduce_scatter_setup(ctx, inputs, output):
-    x_shard_k, w_shard_k, _, ctx.activation, ctx.rows, ctx.context = inputs
+    x_shard_k, w_shard_k, _, ctx.activation, ctx.rows, ctx.context, ctx.path = inputs
     ctx.save_for_backward(x_shard_k, w_shard_k)
 
 
@@ -144,19 +144,21 @@ def _matmul_reduce_scatter_backward(ctx, dy):
     dx = dw = dbias = None
     if need_x:
         # The product gathers dy on its way; the weight's and the bias's gradients reuse what it gathered.
-        dx, gathered = _ops.all_gather_matmul(dy, w.t(), None, None, need_w or need_bias, ctx.rows, ctx.context)
+        dx, gathered = _ops.all_gather_matmul(
+            dy, w.t(), None, None, need_w or need_bias, ctx.rows, ctx.context, ctx.path
+        )
     elif need_w or need_bias:
         gathered = _ops.all_gather(dy, ctx.rows, ctx.context)
     if need_w:
         dw = gathered.t() @ x
     if need_bias:
         dbias = gathered.sum(0)
-    return dx, dw, dbias, None, None, None
+    return dx, dw, dbias, None, None, None, None
 
 
 _define(
     "matmul_reduce_scatter(Tensor x_shard_k, Tensor w_shard_k, Tensor? bias, str? activation, SymInt[] rows,"
-    " str context) -> Tensor",
+    " str context, str? path=None) -> Tensor",
     _matmul_reduce_scatter_impl,
     _matmul_reduce_scatter_fake,
     _matmul_reduce_scatter_setup,
@@ -164,16 +166,18 @@ _define(
 )
 
 
-def _matmul_all_reduce_impl(x_shard_k, w_shard_k, bias, activation, context):
-    return _matmul_all_reduce.matmul_all_reduce(find_context(context), x_shard_k, w_shard_k, bias, activation)
+def _matmul_all_reduce_impl(x_shard_k, w_shard_k, bias, activation, context, path=None):
+    return _matmul_all_reduce.matmul_all_reduce(
+        find_context(context), x_shard_k, w_shard_k, bias, activation, path=path
+    )
 
 
-def _matmul_all_reduce_fake(x_shard_k, w_shard_k, bias, activation, context):
+def _matmul_all_reduce_fake(x_shard_k, w_shard_k, bias, activation, context, path=None):
     return x_shard_k.new_empty((x_shard_k.shape[0], w_shard_k.shape[0]))
 
 
 def _matmul_all_reduce_setup(ctx, inputs, output):
-    x_shard_k, w_shard_k, _, ctx.activation, _ = inputs
+    x_shard_k, w_shard_k, _, ctx.activation, _, _ = inputs
     ctx.save_for_backward(x_shard_k, w_shard_k)
 
 
@@ -183,11 +187,12 @@ def _matmul_all_reduce_backward(ctx, dy):
     need_x, need_w, need_bias = ctx.needs_input_grad[:3]
     dx = dy @ w if need_x else None
     dw = dy.t() @ x if need_w else None
-    return dx, dw, dy.sum(0) if need_bias else None, None, None
+    return dx, dw, dy.sum(0) if need_bias else None, None, None, None
 
 
 _define(
-    "matmul_all_reduce(Tensor x_shard_k, Tensor w_shard_k, Tensor? bias, str? activation, str context) -> Tensor",
+    "matmul_all_reduce(Tensor x_shard_k, Tensor w_shard_k, Tensor? bias, str? activation, str context,"
+    " str? path=None) -> Tensor",
     _matmul_all_reduce_impl,
     _matmul_all_reduce_fake,
     _matmul_all_reduce_setup,
@@ -292,6 +297,7 @@ def all_gather_matmul(
     *,
     rows: tuple[int, ...] | None = None,
     ctx: Context | None = None,
+    path: str | None = None,
 ):
     """Collective. y = activation(all_gather(x_shard_m) @ w.T + bias).
 
@@ -300,13 +306,15 @@ def all_gather_matmul(
     return_gathered: also return x gathered [M, K]; backward then uses it instead of gathering again.
     rows: every rank's row count where they differ, for example split_rows(M, R). None: all have as many as this rank.
     activation: None, "relu", "gelu" (exact), "gelu_tanh" or "silu"; fused unless a gradient is wanted.
+    path: "fused", or "plain" for a collective and torch.mm one after the other, which is faster for few rows. None:
+        as `tkernels.explain` says. All ranks must pass the same, which backward takes as well.
     fp32, fp16, bf16; accumulated in fp32. w may be the view `w.t()` of a [K, N/R] matrix.
     Raises ValueError or TypeError before the first signal, WaitTimeoutError if a peer did not answer in time.
     """
     ctx = ctx or current_context()
     rows = collectives.check_rows("all_gather_matmul", ctx, rows, own=_num_rows("all_gather_matmul", x_shard_m))
     fused, separate = _split_activation(activation, x_shard_m, w, bias)
-    y, gathered = _ops.all_gather_matmul(x_shard_m, w, bias, fused, return_gathered, rows, ctx.name)
+    y, gathered = _ops.all_gather_matmul(x_shard_m, w, bias, fused, return_gathered, rows, ctx.name, path)
     y = activation_reference(y, separate)
     return (y, gathered) if return_gathered else y
 
@@ -319,6 +327,7 @@ def matmul_reduce_scatter(
     *,
     rows: tuple[int, ...] | None = None,
     ctx: Context | None = None,
+    path: str | None = None,
 ) -> torch.Tensor:
     """Collective. This rank's rows of activation(sum over ranks of x_shard_k @ w_shard_k.T + bias).
 
@@ -329,7 +338,7 @@ def matmul_reduce_scatter(
     total = _num_rows("matmul_reduce_scatter", x_shard_k)
     rows = collectives.check_rows("matmul_reduce_scatter", ctx, rows, total=total)
     fused, separate = _split_activation(activation, x_shard_k, w_shard_k, bias)
-    y = _ops.matmul_reduce_scatter(x_shard_k, w_shard_k, bias, fused, rows, ctx.name)
+    y = _ops.matmul_reduce_scatter(x_shard_k, w_shard_k, bias, fused, rows, ctx.name, path)
     return activation_reference(y, separate)
 
 
@@ -340,6 +349,7 @@ def matmul_all_reduce(
     activation: str | None = None,
     *,
     ctx: Context | None = None,
+    path: str | None = None,
 ) -> torch.Tensor:
     """Collective. activation(sum over ranks of x_shard_k @ w_shard_k.T + bias), the same bits on every rank.
 
@@ -347,7 +357,7 @@ def matmul_all_reduce(
     """
     ctx = ctx or current_context()
     fused, separate = _split_activation(activation, x_shard_k, w_shard_k, bias)
-    y = _ops.matmul_all_reduce(x_shard_k, w_shard_k, bias, fused, ctx.name)
+    y = _ops.matmul_all_reduce(x_shard_k, w_shard_k, bias, fused, ctx.name, path)
     return activation_reference(y, separate)
 
 

@@ -1,0 +1,96 @@
+"""Which path an operation takes, what it says about it, and what the plain one leaves behind."""
+
+import logging
+
+import pytest
+import torch
+from transports import over
+
+import tkernels
+from tkernels import paths
+from tkernels.all_gather_matmul import all_gather_matmul
+from tkernels.configs import GemmConfig, OverlapConfig
+from tkernels.testing.compare import integers
+
+OPERATIONS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+WIDTH = 8192  # of llama70b
+
+
+@pytest.fixture
+def rule(monkeypatch):
+    """The rule as it is on GPUs: (operation, M, number of ranks) -> Choice."""
+    monkeypatch.setattr(paths.runtime, "RUNTIME", "nvshmem")
+    return lambda operation, M, size=4: paths._choose.__wrapped__(operation, M, WIDTH, 2, size)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_few_rows_are_plain_and_many_are_fused_and_the_reason_has_the_numbers(rule, operation):
+    for M in (1, 16, 64, 256):
+        assert rule(operation, M).path == rule(operation, M, 2).path == "plain", M
+    for M in (2048, 4096, 8192):
+        assert rule(operation, M).path == rule(operation, M, 2).path == "fused", M
+    crossings = 1 + (operation == "matmul_all_reduce")
+    few, many = rule(operation, 64), rule(operation, 8192)
+    assert f"{crossings * 64 * WIDTH * 2 * 3 // 4} bytes into each rank, no more than {8 * crossings << 20}" in str(few)
+    assert str(many).startswith("fused: ") and "travel while it multiplies" in many.reason
+    assert rule(operation, 1, 1).reason == "one rank multiplies alone"
+
+
+def test_a_choice_is_logged_once_for_each_size(rule, caplog):
+    paths._choose.cache_clear()
+    with caplog.at_level(logging.DEBUG, "tkernels"):
+        for _ in range(3):
+            paths._choose("matmul_all_reduce", 64, WIDTH, 2, 4)
+    paths._choose.cache_clear()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("matmul_all_reduce, 64 rows of 8192 elements of 2 bytes, 4 ranks: plain: ")
+
+
+@pytest.mark.ranks(2)
+def test_explain_says_what_a_call_does_and_an_unknown_path_or_operation_is_refused(ctx):
+    x, w = (integers((8, 16), torch.float32, seed + ctx.rank, device=ctx.device) for seed in (1, 5))
+    for operation in OPERATIONS:
+        choice = tkernels.explain(operation, 16, 16, 16, torch.float32, ctx=ctx)
+        assert choice.path == ("fused" if tkernels.RUNTIME == "simulated" else "plain") and choice.reason
+        with pytest.raises(ValueError, match=f"{operation}: path='fast' is unknown; use fused, plain or None"):
+            getattr(tkernels, operation)(x, w, ctx=ctx, path="fast")
+    with pytest.raises(ValueError, match="operation='matmul' has no paths; those of all_gather_matmul, "):
+        tkernels.explain("matmul", 16, 16, 16, ctx=ctx)
+    ctx.check()
+
+
+@pytest.mark.ranks(2)
+def test_a_configuration_asks_for_the_fused_kernel_unless_the_path_says_otherwise(ctx):
+    config = OverlapConfig(GemmConfig(32, 32, 32), chunk_rows=32, num_comm=1)
+    asked = [(None, config, "fused"), ("plain", config, "plain"), ("plain", None, "plain"), ("fused", None, "fused")]
+    for path, config, taken in asked:
+        assert paths.choose_path(ctx, "all_gather_matmul", 64, 32, torch.float16, path, config) == taken
+
+
+@pytest.mark.ranks(2)
+def test_a_plain_call_takes_its_scratch_from_the_workspace_and_reads_symmetric_operands_in_place(ctx):
+    ctx = over(ctx, ctx.transport)
+    x = integers((16, 40), torch.float16, 10 * ctx.rank, device=ctx.device)
+    w = integers((24, 40), torch.float16, 10 * ctx.rank + 1, device=ctx.device)
+    calls = [
+        lambda: tkernels.all_gather_matmul(x, w, ctx=ctx, path="plain"),
+        lambda: tkernels.matmul_reduce_scatter(x, w, ctx=ctx, path="plain"),
+        lambda: tkernels.matmul_all_reduce(x, w, None, "relu", ctx=ctx, path="plain"),
+    ]
+    first = [call() for call in calls]
+    workspace = ctx.workspace()
+    before = workspace.outbox.data_ptr(), workspace.inbox.data_ptr()
+    for call, want in zip(calls, first, strict=True):
+        assert torch.equal(call(), want)
+    assert (workspace.outbox.data_ptr(), workspace.inbox.data_ptr()) == before
+    assert workspace.outbox.numel() >= 16 * 24 * 4
+
+    # The gathered rows may be symmetric memory, this rank's own already there: nothing is copied before they travel.
+    gathered = ctx.empty(32, 40, dtype=torch.float16)
+    own = gathered.chunk(2)[ctx.rank]
+    own.copy_(x)
+    y, whole = all_gather_matmul(ctx, own, w, return_gathered=gathered, path="plain")
+    assert whole is gathered and torch.equal(y, first[0])
+    assert torch.equal(gathered.cpu(), torch.cat(ctx.group.gather(x.cpu())))
+    ctx.barrier()
+    ctx.free(gathered)

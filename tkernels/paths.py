@@ -1,0 +1,174 @@
+"""Which path an operation takes: its fused kernel, or a collective and torch's own product, one after the other.
+
+Overlap pays once there is something to hide. Below that the wire takes a few microseconds, a fused kernel has fewer
+tiles than the GPU has multiprocessors, and the plain path wins: cuBLAS, which splits K for a few rows, and a collective
+that travels as packets. Both paths compute the same (fp32 sums in rank order, bias once after them, then the
+activation) and have the same options and gradients; only the roundings of partial sums in between may differ.
+
+All ranks must take one path, so the rule looks only at what all of them share: the bytes that travel, not the features
+of one rank.
+"""
+
+import functools
+import logging
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from tkernels.comm import collectives, runtime
+from tkernels.comm.context import Context, current_context
+from tkernels.comm.regions import ALIGNMENT, round_up
+from tkernels.configs import OverlapConfig
+from tkernels.gemm import ACTIVATIONS, check_result, finish, load_tile, store_tile, triton_dtype
+
+PATHS = ("fused", "plain")
+# Up to so many bytes into a rank an operation is plain: 21 us at the 385 GB/s of H200's NVLink, of which overlap can
+# hide no more than that, and M = 1024 at a width of 4096, where 128 x 256 tiles do not yet fill the GPU.
+PLAIN_BYTES = {"all_gather_matmul": 8 << 20, "matmul_reduce_scatter": 8 << 20, "matmul_all_reduce": 16 << 20}
+MAX_PROGRAMS = 64  # of a collective that nothing runs beside
+
+_log = logging.getLogger("tkernels")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """path: "fused" or "plain". reason: why, in words."""
+
+    path: str
+    reason: str
+
+    def __str__(self):
+        return f"{self.path}: {self.reason}"
+
+
+def explain(
+    operation: str, M: int, N: int, K: int, dtype: torch.dtype = torch.bfloat16, *, ctx: Context | None = None
+) -> Choice:
+    """The path that `operation` takes by itself for the whole product [M, K] @ [K, N], and why. Not collective.
+
+    operation: "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce". Raises ValueError for others.
+    """
+    if operation not in PLAIN_BYTES:
+        raise ValueError(f"explain: operation={operation!r} has no paths; those of {', '.join(PLAIN_BYTES)} are known")
+    ctx = ctx or current_context()
+    width = K if operation == "all_gather_matmul" else N
+    return _choose(operation, M, width, dtype.itemsize, ctx.size)
+
+
+def choose_path(
+    ctx: Context, operation: str, M: int, width: int, dtype: torch.dtype, path: str | None, config: OverlapConfig | None
+) -> str:
+    """ "fused" or "plain": as asked, fused where a configuration is given, else by the rule of `explain`.
+
+    M, width: of the matrix that travels. Raises ValueError for a path that doesn't exist.
+    """
+    if path is not None:
+        if path not in PATHS:
+            raise ValueError(f"{operation}: path={path!r} is unknown; use {', '.join(PATHS)} or None")
+        return path
+    return "fused" if config is not None else _choose(operation, M, width, dtype.itemsize, ctx.size).path
+
+
+@functools.lru_cache(maxsize=4096)
+def _choose(operation: str, M: int, width: int, itemsize: int, size: int) -> Choice:
+    crossings = 2 if operation == "matmul_all_reduce" else 1
+    num_bytes, limit = crossings * M * width * itemsize * (size - 1) // size, PLAIN_BYTES[operation]
+    if size == 1:
+        choice = Choice("fused", "one rank multiplies alone")
+    elif runtime.RUNTIME == "simulated":
+        choice = Choice("fused", "the simulated runtime is there to run the kernels; its wire costs nothing")
+    elif num_bytes <= limit:
+        choice = Choice("plain", f"{num_bytes} bytes into each rank, no more than {limit}, are too few to hide")
+    else:
+        choice = Choice("fused", f"{num_bytes} bytes into each rank, more than {limit}, travel while it multiplies")
+    _log.debug("%s, %d rows of %d elements of %d bytes, %d ranks: %s", operation, M, width, itemsize, size, choice)
+    return choice
+
+
+def plain_all_gather_matmul(ctx: Context, x_shard_m, w, bias, activation, gathered, rows, out, out_dtype):
+    """all_gather_matmul by all_gather and torch.mm; operands have been checked. gathered: None, or a tensor to fill."""
+    (N, K), M = w.shape, sum(rows)
+    y = check_result("all_gather_matmul", out, x_shard_m, (M, N), out_dtype)
+    separate = activation is not None or bias is not None and out_dtype != x_shard_m.dtype
+    x, product = _scratch(ctx, ((M, K) if gathered is None else (0,), x_shard_m.dtype),
+                          ((M, N) if separate else (0,), torch.float32))  # fmt: skip
+    x = x if gathered is None else gathered
+    with torch.no_grad():
+        collectives.all_gather(ctx, x_shard_m, rows, x, MAX_PROGRAMS)
+        if separate:
+            _multiply(x, w, product)
+            _finish(product, bias, activation, y)
+        else:
+            _multiply(x, w, y, bias)
+    return y
+
+
+def plain_matmul_reduce(ctx: Context, x, w, bias, activation, rows, out, out_dtype, wire_dtype, gather: bool):
+    """matmul_reduce_scatter, or with `gather` matmul_all_reduce, by torch.mm and the collective; operands checked."""
+    (M, _), N = x.shape, w.shape[0]
+    name, shape = ("matmul_all_reduce", (M, N)) if gather else ("matmul_reduce_scatter", (rows[ctx.rank], N))
+    y = check_result(name, out, x, shape, out_dtype)
+    separate = bias is not None or activation is not None
+    partial, total = _scratch(ctx, ((M, N), wire_dtype), (shape if separate else (0,), torch.float32))
+    total = total if separate else y
+    with torch.no_grad():
+        _multiply(x, w, partial)
+        if gather:
+            collectives.all_reduce(ctx, partial, total, total.dtype)
+        else:
+            collectives.reduce_scatter(ctx, partial, rows, total, MAX_PROGRAMS, total.dtype)
+        if separate:
+            _finish(total, bias, activation, y)
+    return y
+
+
+def _scratch(ctx: Context, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
+    """Tensors of those shapes and dtypes in the workspace, for one call: a captured call allocates its result alone."""
+    sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in wanted]
+    starts = [sum(round_up(size, ALIGNMENT) for size in sizes[:number]) for number in range(len(sizes) + 1)]
+    memory = ctx.workspace().reserve(0, 0, starts[-1]).outbox
+    return [
+        memory[start : start + size].view(dtype).view(shape)
+        for start, size, (shape, dtype) in zip(starts, sizes, wanted, strict=False)
+    ]
+
+
+def _multiply(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None):
+    """out = x @ w.T + bias, summed in fp32; a bias only where `out` has x's dtype."""
+    if x.device.type == "cpu":  # whose products of 16 bits are not all summed in fp32
+        product = x.float() @ w.float().t()
+        out.copy_(product if bias is None else product + bias.float())
+    elif out.dtype != x.dtype:
+        torch.mm(x, w.t(), out_dtype=out.dtype, out=out)
+    elif bias is None:
+        torch.mm(x, w.t(), out=out)
+    else:
+        torch.addmm(bias, x, w.t(), out=out)
+
+
+@triton.jit(do_not_specialize=["M"])
+def finish_kernel(
+    total, bias, y, M, N,  # [M, N] fp32, [N], [M, N]
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """y = activation(total + bias)."""
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    row = tl.program_id(0) // tiles_n * BLOCK_M
+    column = tl.program_id(0) % tiles_n * BLOCK_N
+    value = load_tile(total, N, 1, row, column, M, N, BLOCK_M, BLOCK_N, False, False)
+    value = finish(value, bias, column, N, BLOCK_N, HAS_BIAS, ACTIVATION)
+    store_tile(value, y, N, row, M - row, column, N, BLOCK_M, BLOCK_N, False, DTYPE)
+
+
+def _finish(total: torch.Tensor, bias: torch.Tensor | None, activation: str | None, y: torch.Tensor):
+    (M, N), block_m, block_n = total.shape, 4, 512
+    if total.numel() == 0:
+        return
+    finish_kernel[(triton.cdiv(M, block_m) * triton.cdiv(N, block_n),)](
+        total, total if bias is None else bias.contiguous(), y, M, N,
+        BLOCK_M=block_m, BLOCK_N=block_n,
+        HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation], DTYPE=triton_dtype(y.dtype),
+    )  # fmt: skip
