@@ -21,7 +21,7 @@ from tkernels.comm import collectives, runtime
 from tkernels.comm.context import Context, current_context
 from tkernels.comm.regions import ALIGNMENT, round_up
 from tkernels.configs import OverlapConfig
-from tkernels.gemm import ACTIVATIONS, check_result, finish, load_tile, store_tile, triton_dtype
+from tkernels.gemm import ACTIVATIONS, check_result, finish, load_tile, store_tile
 
 PATHS = ("fused", "plain")
 # Up to so many bytes into a rank an operation is plain: 21 us at the 385 GB/s of H200's NVLink, of which overlap can
@@ -152,7 +152,7 @@ def _multiply(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.T
 def finish_kernel(
     total, bias, y, M, N,  # [M, N] fp32, [N], [M, N]
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """y = activation(total + bias)."""
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -160,7 +160,7 @@ def finish_kernel(
     column = tl.program_id(0) % tiles_n * BLOCK_N
     value = load_tile(total, N, 1, row, column, M, N, BLOCK_M, BLOCK_N, False, False)
     value = finish(value, bias, column, N, BLOCK_N, HAS_BIAS, ACTIVATION)
-    store_tile(value, y, N, row, M - row, column, N, BLOCK_M, BLOCK_N, False, DTYPE)
+    store_tile(value, y, N, row, M - row, column, N, BLOCK_M, BLOCK_N, False, y.dtype.element_ty)
 
 
 def _finish(total: torch.Tensor, bias: torch.Tensor | None, activation: str | None, y: torch.Tensor):
@@ -170,5 +170,5 @@ def _finish(total: torch.Tensor, bias: torch.Tensor | None, activation: str | No
     finish_kernel[(triton.cdiv(M, block_m) * triton.cdiv(N, block_n),)](
         total, total if bias is None else bias.contiguous(), y, M, N,
         BLOCK_M=block_m, BLOCK_N=block_n,
-        HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation], DTYPE=triton_dtype(y.dtype),
+        HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
     )  # fmt: skip
