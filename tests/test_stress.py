@@ -14,7 +14,7 @@ import triton.language as tl
 from transports import TRANSPORTS, every_transport, over, poison_workspace
 
 import tkernels
-from tkernels.comm import device, interpreter
+from tkernels.comm import collectives, device, interpreter
 from tkernels.launch import launch
 from tkernels.testing.compare import integers
 
@@ -22,7 +22,13 @@ SIMULATED = tkernels.RUNTIME == "simulated"
 CALLS = 24 if SIMULATED else 1000
 BURST = 8  # calls before results are looked at
 FEATURES = [(40, 48), (33, 50)]  # N, K on a rank: with and without TMA; the sums of 50 products are exact in bf16
+COLLECTIVES = ["all_gather", "reduce_scatter", "all_reduce"]
 FUSED = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
+CONFIGS = [  # packets, chunks, and an all-reduce in two shots
+    collectives.DEFAULT,
+    collectives.CollectiveConfig(packet_bytes=0),
+    collectives.CollectiveConfig(packet_bytes=0, hop_bytes=-1),
+]
 MAX_ROWS = 90 if SIMULATED else 300
 DTYPE = torch.bfloat16
 
@@ -43,6 +49,14 @@ def no_wait(signal, epoch, timeout_ns, fault_flag):
     return 1
 
 
+# The line of each verb that a delay comes before: its data, or its signal, is late.
+HELD_UP = {
+    "put_signal": "    if TRANSPORT == NVSHMEM:",
+    "signal": "    if TRANSPORT == NVSHMEM:",
+    "signal_all": "        fence(TRANSPORT)",
+    "put_packets": "    packet = ",
+}
+
 NO_WAIT = """def wait_signal(
     signal_word, epoch, table, source, chunk, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr
 ):
@@ -57,10 +71,10 @@ def disturb_verbs(form: str):
             device.spin = no_wait
         return
     device.stall = stall
-    for verb in (device.put_signal, device.signal):
-        held_up = verb.src.replace("    if TRANSPORT == NVSHMEM:", "    stall()\n    if TRANSPORT == NVSHMEM:", 1)
-        assert held_up != verb.src
-        verb._unsafe_update_src(held_up)
+    for name, line in HELD_UP.items():
+        verb, indentation = getattr(device, name), line[: len(line) - len(line.lstrip())]
+        assert line in verb.src
+        verb._unsafe_update_src(verb.src.replace(line, f"{indentation}stall()\n{line}", 1))
     if form == "wrong":
         device.wait_signal._unsafe_update_src(NO_WAIT)
 
@@ -90,19 +104,21 @@ def a_call(ctx, draws: random.Random, seed: int):
     wholes = [small((sum(rows), K), s + 1, ctx) for s in seeds]
     weights = [small((N, K), s + 2, ctx) for s in seeds]
     shard, whole, w = shards[ctx.rank], wholes[ctx.rank], weights[ctx.rank]
-    name = draws.choice(["all_gather", "reduce_scatter", "all_reduce", *3 * FUSED])
+    name, config = draws.choice([*COLLECTIVES, *2 * FUSED]), draws.choice(CONFIGS)
+    operation = getattr(collectives if name in COLLECTIVES else tkernels, name)
     if name == "all_gather":
-        return lambda: tkernels.all_gather(shard, rows=rows, ctx=ctx), torch.cat(shards)
+        return lambda: operation(ctx, shard, rows, config=config), torch.cat(shards)
     if name == "all_gather_matmul":
-        return lambda: tkernels.all_gather_matmul(shard, w, rows=rows, ctx=ctx), product(torch.cat(shards), w)
-    if name in ("reduce_scatter", "all_reduce"):
+        return lambda: operation(shard, w, rows=rows, ctx=ctx), product(torch.cat(shards), w)
+    if name in COLLECTIVES:
         total = sum(x.float() for x in wholes)
-    else:
-        total = sum(product(x, weight) for x, weight in zip(wholes, weights, strict=True))
-    operands = (whole,) if "matmul" not in name else (whole, w)
-    if name.endswith("all_reduce"):
-        return lambda: getattr(tkernels, name)(*operands, ctx=ctx), total
-    return lambda: getattr(tkernels, name)(*operands, rows=rows, ctx=ctx), total[own]
+        if name == "all_reduce":
+            return lambda: operation(ctx, whole, config=config), total
+        return lambda: operation(ctx, whole, rows, config=config), total[own]
+    total = sum(product(x, weight) for x, weight in zip(wholes, weights, strict=True))
+    if name == "matmul_all_reduce":
+        return lambda: operation(whole, w, ctx=ctx), total
+    return lambda: operation(whole, w, rows=rows, ctx=ctx), total[own]
 
 
 def come_late(ctx, draws: random.Random):
