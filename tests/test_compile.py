@@ -201,3 +201,40 @@ def test_gates_refuse(compiled, name):
     if not refused and name in DONE_BY_TRITON and Version(triton.__version__) >= Version("3.7"):
         pytest.skip(f"Triton {triton.__version__} itself {DONE_BY_TRITON[name]}; 3.6 does not")
     assert list(refused) == [REASONS[name].__name__]
+
+
+AHEAD = """
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
+run = JITFunction.run
+import compile_kernels
+compile_kernels.prepare()
+JITFunction.run = run
+CompiledKernel._init_handles = lambda kernel: setattr(kernel, "n_spills", 0)  # needs a GPU
+
+import torch, tkernels
+from tkernels.tuner.candidates import Room, changed, survey
+from tkernels.tuner.compile import compile_ahead
+from tkernels.tuner.problem import Operands, Problem
+from tkernels.configs import default_overlap
+
+with tkernels.init((0, 2), heap_bytes=1 << 30, transport="peer") as ctx:
+    operands = Operands(ctx, Problem("all_gather_matmul", 1024, 2048, 512), 0)
+    default = default_overlap(1024, 1024, torch.bfloat16, 2, 132)
+    asked = {rows: changed(default, {"chunk_rows": rows}) for rows in (128, 256)}  # one kernel for both
+    asked["warps"] = changed(default, {"num_warps": 3})
+    calls = {name: lambda config=config: operands.run(config) for name, config in asked.items()}
+    compiled = []
+    CompiledKernel.run = property(lambda kernel: 1 / 0)  # a launch would come here
+    print(sorted(compile_ahead(ctx, calls, compiled.append)), len(compiled) > 0)
+"""
+
+
+def test_the_tuner_compiles_ahead_of_the_launch(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TKERNELS_RUNTIME": "nvshmem", "TRITON_CACHE_DIR": str(tmp_path)}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    command = [sys.executable, "-c", AHEAD]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "['warps'] True"

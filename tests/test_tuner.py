@@ -22,6 +22,7 @@ from tkernels.timing import Timing
 from tkernels.tuner import candidates
 from tkernels.tuner import command as tune_command
 from tkernels.tuner.candidates import Room, changed, describe, impossible, parse_grid, predicted_us, survey
+from tkernels.tuner.compile import compile_ahead
 from tkernels.tuner.problem import Operands, Problem
 
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
@@ -292,6 +293,11 @@ def on_a_gpu(monkeypatch):
     "change, room, reason",
     [
         ({"num_stages": 5}, ROOM, "shared memory: 5 stages of tiles of 128x256x64 take 245760 of 232448 bytes"),
+        (
+            {"num_stages": 4, "split": 1},
+            replace(ROOM, operation="matmul"),
+            "shared memory: 4 stages of tiles of 128x256x64 take 262144",
+        ),
         ({"num_warps": 4}, ROOM, "registers: 4 warps hold 256 sums a thread"),
         ({"num_comm": 132}, ROOM, "programs: there are 132, and one at least must multiply"),
         ({"chunk_rows": 4096}, ROOM, "ranks: a chunk of more than the 2048 rows of a rank"),
@@ -356,6 +362,54 @@ def test_a_grid_is_the_product_of_its_values():
     for words, said in {"stages=3": "'stages' is no field", "split=x": "give whole numbers, as in split=1,2"}.items():
         with pytest.raises(ValueError, match=re.escape(said)):
             parse_grid([words])
+
+
+# Compiling ahead: with a compiler of our own here, with Triton's in test_compile.
+
+
+class Compiled:
+    def __init__(self, spills=0, error=None):
+        self.n_spills, self.error = spills, error
+
+    def _init_handles(self):
+        if self.error:
+            raise self.error
+
+
+class Kernel:
+    launched = []
+
+    def run(self, *args, grid, warmup, **options):
+        if not warmup:
+            self.launched.append(args)
+        (outcome,) = args
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.run(*args, grid=grid, warmup=False, **options)
+
+
+@pytest.mark.ranks(2)
+def test_compiling_ahead_launches_nothing_and_says_what_cant_be_used(ctx):
+    outcomes = {
+        "fine": Compiled(),
+        "spills": Compiled(spills=36),
+        "too large": Compiled(error=RuntimeError("out of resource: shared memory")),
+        "refused": ValueError("num_warps must be\na power of two"),
+    }
+    calls = {name: functools.partial(Kernel()[(1,)], outcome) for name, outcome in outcomes.items()}
+    with mock.patch("tkernels.tuner.compile.JITFunction", Kernel):
+        failures = compile_ahead(ctx, calls, lambda number: None)
+    assert Kernel.launched == []
+    assert failures == {
+        "spills": "registers: the compiler spills 36 of them",
+        "too large": "RuntimeError: out of resource: shared memory",
+        "refused": "ValueError: num_warps must be",
+    }
+    calls["fine"]()
+    assert len(Kernel.launched) == 1  # launches are launches again
 
 
 # The command.
