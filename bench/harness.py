@@ -10,7 +10,7 @@ import time
 import torch
 
 from bench.baselines import NAMES, baselines, enable_symmetric_memory
-from bench.problem import Case, Problem, config_of
+from bench.problem import Case, Problem, config_of, path_of
 from bench.roofs import Roofs
 from bench.ways import Opened, open_ways
 from tkernels.comm.context import Context
@@ -121,6 +121,7 @@ def run_case(ctx: Context, case: Case, iterations: int, roofs: Roofs, ours=Probl
     config = config_of(ctx, case)
     return record(ctx, case, timings, roofs) | {
         "ways": {name: _times(timings[name]) | way.described() for name, way in ways.items()},
+        "path": path_of(ctx, case),
         "config": dataclasses.asdict(config) if config is not None else None,
         "unavailable": {**roofs.missing, **missing, **unavailable},
         "iterations": iterations,

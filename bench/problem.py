@@ -73,6 +73,13 @@ def config_of(ctx: Context, case: Case) -> GemmConfig | OverlapConfig | None:
     return overlap_config(ctx, case.op, case.M, N, K, case.dtype, case.layout)
 
 
+def path_of(ctx: Context, case: Case) -> str | None:
+    """The path that our call takes, "fused" or "plain"; None for operations that have no paths."""
+    if "matmul" not in case.op:
+        return None
+    return tkernels.explain(case.op, case.M, case.N, case.K, case.dtype, ctx=ctx).path
+
+
 class Problem:
     """A case on this rank.
 
@@ -138,13 +145,14 @@ class Problem:
         """Every rank's x, row after row: what a gather yields."""
         return torch.cat([self.x_of(rank) for rank in range(self.ctx.size)])
 
-    def ours(self) -> torch.Tensor:
-        """Collective. Our result, through the public operator, as users call it."""
+    def ours(self, path: str | None = None) -> torch.Tensor:
+        """Collective. Our result, through the public operator, as users call it; path: asks for one."""
         operands = (self.x,) if self.w is None else (self.x, self.w)
         if self.case.op == "gemm":
             return tkernels.matmul(*operands)
-        shares = {} if "all_reduce" in self.case.op or len(set(self.rows)) == 1 else {"rows": self.rows}
-        return getattr(tkernels, self.case.op)(*operands, **shares, ctx=self.ctx)
+        options = {} if "all_reduce" in self.case.op or len(set(self.rows)) == 1 else {"rows": self.rows}
+        options |= {} if path is None else {"path": path}
+        return getattr(tkernels, self.case.op)(*operands, **options, ctx=self.ctx)
 
     def with_config(self, config, ctx: Context | None = None) -> torch.Tensor:
         """Collective. Our result from the kernel, as `config` says, on the ranks of another context if one is given."""

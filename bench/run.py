@@ -289,13 +289,13 @@ def ways_table(op: str, lines: list[dict]) -> Table:
     result.add_column("shape", no_wrap=True)
     unordered = {name for line in lines for name, way in line["ways"].items() if not way["repeatable"]}
     headings = [f"{name} (other bits each run)" if name in unordered else name for name in names]
-    for heading in ["ours", *headings, "host: ours", "NCCL + cuBLAS", "torch"]:
+    for heading in ["ours", "path", *headings, "host: ours", "NCCL + cuBLAS", "torch"]:
         result.add_column(heading, justify="right")
     for line in lines:
         ways = [line["ways"].get(name) for name in names]
-        cells = ["-" if way is None else f"{_us(way['us'])} ({way['sms']})" for way in ways]
+        cells = ["-" if way is None else _us(way["us"]) + (f" ({way['sms']})" if way["sms"] else "") for way in ways]
         hosts = [_us(line[f"{name}_host_us"]) for name in ("ours", "serial", "torch")]
-        result.add_row(line["shape"], _us(line["ours_us"]), *cells, *hosts)
+        result.add_row(line["shape"], _us(line["ours_us"]), line["path"], *cells, *hosts)
     return result
 
 

@@ -18,23 +18,27 @@ from tkernels.tuner.compile import sentence
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """transport: of the context.  change: fields of the configuration.  repeatable: the same bits on every run."""
+    """transport: of the context, None: the one that is chosen.  change: fields of the configuration.
+    repeatable: the same bits on every run.  path: "plain" has no configuration.
+    """
 
-    transport: str
+    transport: str | None
     change: dict = dataclasses.field(default_factory=dict)
     repeatable: bool = True
+    path: str = "fused"
 
 
+PLAIN = Way(None, path="plain")
 WAYS: dict[str, dict[str, Way]] = {
-    "nvshmem": {"peer": Way("peer"), "nvshmem": Way("nvshmem")},
-    "simulated": {"simulated": Way("simulated")},
+    "nvshmem": {"peer": Way("peer"), "nvshmem": Way("nvshmem"), "plain": PLAIN},
+    "simulated": {"simulated": Way("simulated"), "plain": PLAIN},
 }
 
 
 @functools.cache
-def context_over(ctx: Context, transport: str) -> Context:
+def context_over(ctx: Context, transport: str | None) -> Context:
     """Collective. A context of the same ranks over another transport, kept between cases."""
-    if transport == ctx.transport:
+    if transport in (None, ctx.transport):
         return ctx
     group = ctx.group.process_group
     return tkernels.init(group, transport=transport, timeout_s=ctx.timeout_s, default=False)
@@ -49,11 +53,13 @@ class Opened:
     config: object
 
     def call(self, problem: Problem) -> Callable[[], torch.Tensor]:
+        if self.way.path == "plain":
+            return lambda: problem.ours("plain")
         return lambda: problem.with_config(self.config, self.ctx)
 
     def described(self) -> dict:
-        """sms: multiprocessors that send while the others multiply."""
-        return {"sms": self.config.num_comm, "repeatable": self.way.repeatable}
+        """sms: multiprocessors that send while the others multiply; None where nothing overlaps."""
+        return {"sms": self.config.num_comm if self.way.path == "fused" else None, "repeatable": self.way.repeatable}
 
 
 def open_ways(ctx: Context, case: Case) -> tuple[dict[str, Opened], dict[str, str]]:

@@ -33,8 +33,9 @@ def measured(ctx, checkout, op, M=64, layout="TN", **options) -> dict:
 
 
 FIELDS = {
-    "op", "shape", "layout", "M", "N", "K", "ranks", "dtype", "runtime", "transport", "iterations", "warmups", "config",
-    "ways", "flops", "hbm_bytes", "link_in_bytes", "link_out_bytes", "wire_us", "overlap_efficiency", "ours_flop_per_s",
+    "op", "shape", "layout", "M", "N", "K", "ranks", "dtype", "runtime", "transport", "iterations", "warmups",
+    "config", "ways", "path", "flops", "hbm_bytes", "link_in_bytes", "link_out_bytes", "wire_us",
+    "overlap_efficiency", "ours_flop_per_s",
     *(f"{name}_{what}us" for name in ("ours", "cublas", "nccl", "serial", "torch") for what in ("", "p10_", "p90_")),
     *(f"{name}_host_us" for name in ("ours", "cublas", "nccl", "serial", "torch")),
     *(f"speedup_over_{name}" for name in ("cublas", "nccl", "serial", "torch")),
@@ -69,8 +70,10 @@ def test_right_results_are_measured(ctx, checkout, op):
     assert "refused" not in line, line
     assert line["ours_us"] > 0
     fused = op in ("matmul_reduce_scatter", "matmul_all_reduce")
-    assert list(line["ways"]) == (TRANSPORTS if fused else [])
-    assert all(way["us"] > 0 and way["sms"] >= 1 and way["repeatable"] for way in line["ways"].values())
+    assert list(line["ways"]) == ([*TRANSPORTS, "plain"] if fused else [])
+    assert all(way["us"] > 0 and way["repeatable"] for way in line["ways"].values())
+    assert [way["sms"] is None for way in line["ways"].values()] == [name == "plain" for name in line["ways"]]
+    assert line["path"] in (("fused", "plain") if fused else (None,))
 
 
 @pytest.mark.ranks(2)

@@ -105,11 +105,12 @@ def a_call(ctx, draws: random.Random, seed: int):
     weights = [small((N, K), s + 2, ctx) for s in seeds]
     shard, whole, w = shards[ctx.rank], wholes[ctx.rank], weights[ctx.rank]
     name, config = draws.choice([*COLLECTIVES, *2 * FUSED]), draws.choice(CONFIGS)
+    path = draws.choice(["fused", "fused", "plain"])
     operation = getattr(collectives if name in COLLECTIVES else tkernels, name)
     if name == "all_gather":
         return lambda: operation(ctx, shard, rows, config=config), torch.cat(shards)
     if name == "all_gather_matmul":
-        return lambda: operation(shard, w, rows=rows, ctx=ctx), product(torch.cat(shards), w)
+        return lambda: operation(shard, w, rows=rows, ctx=ctx, path=path), product(torch.cat(shards), w)
     if name in COLLECTIVES:
         total = sum(x.float() for x in wholes)
         if name == "all_reduce":
@@ -117,8 +118,8 @@ def a_call(ctx, draws: random.Random, seed: int):
         return lambda: operation(ctx, whole, rows, config=config), total[own]
     total = sum(product(x, weight) for x, weight in zip(wholes, weights, strict=True))
     if name == "matmul_all_reduce":
-        return lambda: operation(whole, w, ctx=ctx), total
-    return lambda: operation(whole, w, rows=rows, ctx=ctx), total[own]
+        return lambda: operation(whole, w, ctx=ctx, path=path), total
+    return lambda: operation(whole, w, rows=rows, ctx=ctx, path=path), total[own]
 
 
 def come_late(ctx, draws: random.Random):
