@@ -313,35 +313,24 @@ def all_gather(
     max_programs: fewer leave multiprocessors to what runs beside it.
     out: contiguous, filled and returned. x_shard_m may be this rank's rows of it: what is written there is what is.
     """
-    _check_tensor("all_gather", ctx, x_shard_m)
-    if x_shard_m.element_size() not in _BITS:
-        raise TypeError(f"all_gather: moves elements of up to 8 bytes, not {x_shard_m.dtype}; pass a view of it")
-    rows = check_rows("all_gather", ctx, rows, own=x_shard_m.shape[0])
-    width = math.prod(x_shard_m.shape[1:])
-    out = _output("all_gather", x_shard_m, (sum(rows), *x_shard_m.shape[1:]), out, sum(rows[: ctx.rank]) * width)
+    rows = None if rows is None else tuple(rows)
+    return ctx.plan(_plan_all_gather, (x_shard_m, out), rows, max_programs, config)(x_shard_m, out)
+
+
+def _plan_all_gather(ctx: Context, x: torch.Tensor, out, rows, max_programs: int, config: CollectiveConfig):
+    """What to do with the tensors of a call like this one."""
+    _check_tensor("all_gather", ctx, x)
+    if x.element_size() not in _BITS:
+        raise TypeError(f"all_gather: moves elements of up to 8 bytes, not {x.dtype}; pass a view of it")
+    rows = check_rows("all_gather", ctx, rows, own=x.shape[0])
+    width = math.prod(x.shape[1:])
+    result = _result("all_gather", x, out, (sum(rows), *x.shape[1:]), x.dtype, sum(rows[: ctx.rank]) * width)
     if ctx.size == 1:
-        return out.copy_(x_shard_m)
+        return _into(result, _copy)
     # As integers: what moves is bits, and a bool's width in Triton is not that of its byte.
-    bits = _BITS[x_shard_m.element_size()]
-    plan = _Plan(
-        ctx,
-        [count * width for count in rows],
-        x_shard_m.detach().contiguous().view(bits),
-        out.detach().view(bits),
-        max_programs,
-    )
-    # Bytes have no packets, and 8 bytes are two words of one.
-    if 1 < plan.itemsize < 8 and config.packets(plan.max_part * plan.itemsize, ctx):
-        plan.launch_packets(OP_ALL_GATHER, reduce=False)
-        return out
-    workspace = plan.reserve(plan.total)
-    ctx.launch(
-        all_gather_kernel, min(plan.num_programs, plan.num_chunks), plan.x, plan.out,
-        workspace.inbox.view(plan.x.dtype), workspace.inbox_bytes // plan.itemsize, workspace.ready,
-        workspace.num_chunks, workspace.state, ctx.table, ctx.rank, plan.starts, plan.chunk,
-        SIZE=ctx.size, OPERATION=OP_ALL_GATHER, **plan.options,
-    )  # fmt: skip
-    return out
+    bits = _BITS[x.element_size()]
+    parts = _Parts(ctx, [count * width for count in rows], x, out, (bits, bits), max_programs)
+    return _into(result, parts.gather(config))
 
 
 def reduce_scatter(
@@ -360,16 +349,19 @@ def reduce_scatter(
     out: contiguous, filled and returned. It may be this rank's rows of x, which nobody else is sent: each element is
     read and written by one program.
     """
+    rows = None if rows is None else tuple(rows)
+    return ctx.plan(_plan_reduce_scatter, (x, out), rows, max_programs, out_dtype, config)(x, out)
+
+
+def _plan_reduce_scatter(ctx: Context, x: torch.Tensor, out, rows, max_programs: int, out_dtype, config):
     _check_tensor("reduce_scatter", ctx, x, floating=True)
     rows = check_rows("reduce_scatter", ctx, rows, total=x.shape[0])
-    width = math.prod(x.shape[1:])
-    place = -sum(rows[: ctx.rank]) * width
-    out = _output("reduce_scatter", x, (rows[ctx.rank], *x.shape[1:]), out, place, out_dtype)
+    width, dtype = math.prod(x.shape[1:]), out_dtype or x.dtype
+    result = _result("reduce_scatter", x, out, (rows[ctx.rank], *x.shape[1:]), dtype, -sum(rows[: ctx.rank]) * width)
     if ctx.size == 1:
-        return out.copy_(x)
-    plan = _Plan(ctx, [count * width for count in rows], x, out, max_programs)
-    plan.reduce(OP_REDUCE_SCATTER, config)
-    return out
+        return _into(result, _copy)
+    parts = _Parts(ctx, [count * width for count in rows], x, out, (x.dtype, dtype), max_programs)
+    return _into(result, parts.reduce(OP_REDUCE_SCATTER, config))
 
 
 def all_reduce(
@@ -387,41 +379,53 @@ def all_reduce(
     every rank's chunk, ours included, so what they overwrite has been sent; a rank's own part is sent to nobody, and
     each of its elements is read and written by one program.
     """
+    return ctx.plan(_plan_all_reduce, (x, out), out_dtype, config)(x, out)
+
+
+def _plan_all_reduce(ctx: Context, x: torch.Tensor, out, out_dtype, config: CollectiveConfig):
     _check_tensor("all_reduce", ctx, x, floating=True)
-    out = _output("all_reduce", x, tuple(x.shape), out, 0, out_dtype)
+    dtypes = x.dtype, out_dtype or x.dtype
+    result = _result("all_reduce", x, out, tuple(x.shape), dtypes[1])
     if ctx.size == 1:
-        return out.copy_(x)
+        return _into(result, _copy)
     if config.one_shot(x.numel() * x.element_size(), ctx.size):
-        plan = _Plan(ctx, [x.numel()] * ctx.size, x, out, config.max_programs, whole=True)
-        plan.reduce(OP_ALL_REDUCE, config)
-        return out
+        parts = _Parts(ctx, [x.numel()] * ctx.size, x, out, dtypes, config.max_programs, whole=True)
+        return _into(result, parts.reduce(OP_ALL_REDUCE, config))
     # Parts of whole 16-byte vectors, the last one shorter.
-    vector = 16 // min(x.element_size(), out.element_size())
+    vector = 16 // min(dtype.itemsize for dtype in dtypes)
     vectors = split_rows(-(-x.numel() // vector), ctx.size)
     starts = [min(sum(vectors[:rank]) * vector, x.numel()) for rank in range(ctx.size + 1)]
     parts = [last - first for first, last in zip(starts, starts[1:], strict=False)]
-    _Plan(ctx, parts, x, out, config.max_programs).reduce(OP_ALL_REDUCE, config, gather=True)
-    return out
+    parts = _Parts(ctx, parts, x, out, dtypes, config.max_programs)
+    return _into(result, parts.reduce(OP_ALL_REDUCE, config, gather=True))
 
 
 def barrier(ctx: Context):
     """Collective, on the current stream: returns at once; later work on the stream starts after all ranks came here."""
     if ctx.size > 1:
-        workspace = ctx.workspace().reserve(0, 1)
-        ctx.launch(
-            barrier_kernel, 1, workspace.ready, workspace.num_chunks, workspace.state, ctx.table, ctx.rank,
-            SIZE=ctx.size, OPERATION=OP_BARRIER, TRANSPORT=ctx.transport_id, num_warps=1,
-        )  # fmt: skip
+        ctx.plan(_plan_barrier, ())()
 
 
-class _Plan:
-    """How one call's parts are cut into chunks or packets and shared among programs.
+def _plan_barrier(ctx: Context):
+    workspace = ctx.workspace().reserve(0, 1)
+    return ctx.bind(
+        barrier_kernel, 1, workspace.ready, workspace.num_chunks, workspace.state, ctx.table, ctx.rank,
+        SIZE=ctx.size, OPERATION=OP_BARRIER, TRANSPORT=ctx.transport_id, num_warps=1,
+    )  # fmt: skip
 
+
+class _Parts:
+    """How calls' parts are cut into chunks or packets and shared among programs; and the launches that move them.
+
+    dtypes: in which x and out are moved. out: None for a new one.
     whole: every part is the whole of x; then `parts` names the same size for each rank.
+    A launch takes x and out. It is None where nothing has to move.
     """
 
-    def __init__(self, ctx: Context, parts: list[int], x, out, max_programs: int, whole: bool = False):
-        self.ctx, self.x, self.out, self.itemsize, self.whole = ctx, x.contiguous(), out, x.element_size(), whole
+    def __init__(self, ctx: Context, parts: list[int], x, out, dtypes, max_programs: int, whole: bool = False):
+        self.ctx, self.whole = ctx, whole
+        self.x, self.out = (torch.empty(0, dtype=dtype, device="meta") for dtype in dtypes)
+        self.itemsize, out_itemsize = (dtype.itemsize for dtype in dtypes)
         starts = [0, parts[0]] if whole else [sum(parts[:rank]) for rank in range(ctx.size + 1)]
         self.total, self.max_part = starts[-1], max(parts)
         self.starts = ctx.constant(("starts", *starts), lambda: starts)
@@ -430,13 +434,15 @@ class _Plan:
         chunk = max(min(-(-self.max_part // self.num_programs) * self.itemsize, CHUNK_BYTES), MIN_CHUNK_BYTES)
         self.chunk = -(-chunk // MIN_CHUNK_BYTES) * MIN_CHUNK_BYTES // self.itemsize
         self.num_chunks = -(-self.max_part // self.chunk) or 1
-        aligned = all(start * size % 16 == 0 for start in starts for size in (self.itemsize, out.element_size()))
-        aligned = aligned and self.x.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
+        aligned = all(start * size % 16 == 0 for start in starts for size in (self.itemsize, out_itemsize))
+        # What is new is aligned: a result, and the copy of an x that is not contiguous.
+        aligned = aligned and (x.data_ptr() % 16 == 0 or not x.is_contiguous())
+        aligned = aligned and (out is None or out.data_ptr() % 16 == 0)
         self.options = dict(
             TRANSPORT=ctx.transport_id,
             # As many bytes a step, thus registers; element by element, each has an address and a mask as well.
-            BLOCK=BLOCK // max(self.itemsize // 2, out.element_size() // 2, 1) // (1 if aligned else 4),
-            ALIGN=16 if aligned else min(self.itemsize, out.element_size()),
+            BLOCK=BLOCK // max(self.itemsize // 2, out_itemsize // 2, 1) // (1 if aligned else 4),
+            ALIGN=16 if aligned else min(self.itemsize, out_itemsize),
             num_warps=8,
             # Without a limit ptxas spills rather than cross one at which more programs share a multiprocessor.
             maxnreg=128,
@@ -445,36 +451,67 @@ class _Plan:
     def reserve(self, inbox_elements: int):
         return self.ctx.workspace().reserve(inbox_elements * self.itemsize, self.num_chunks)
 
+    def gather(self, config: CollectiveConfig):
+        """Send this rank's part to everyone."""
+        ctx = self.ctx
+        # Bytes have no packets, and 8 bytes are two words of one.
+        if 1 < self.itemsize < 8 and config.packets(self.max_part * self.itemsize, ctx):
+            return self.packets(OP_ALL_GATHER, reduce=False)
+        workspace = self.reserve(self.total)
+        return ctx.bind(
+            all_gather_kernel, min(self.num_programs, self.num_chunks), self.x, self.out,
+            workspace.inbox.view(self.x.dtype), workspace.inbox_bytes // self.itemsize, workspace.ready,
+            workspace.num_chunks, workspace.state, ctx.table, ctx.rank, self.starts, self.chunk,
+            SIZE=ctx.size, OPERATION=OP_ALL_GATHER, varying=("x", "out"), **self.options,
+        )  # fmt: skip
+
     def reduce(self, operation, config: CollectiveConfig, gather: bool = False):
         """Sum the parts of all ranks, each for its owner, and with `gather` send the sums to everyone."""
         ctx = self.ctx
         if not gather and config.packets(self.max_part * self.itemsize, ctx):
-            self.launch_packets(operation, reduce=True)
-            return
+            return self.packets(operation, reduce=True)
         part_stride = -(-self.max_part // BLOCK) * BLOCK
         gathered = self.total * self.out.element_size() // self.itemsize + 1 if gather else 0
         workspace = self.reserve(ctx.size * part_stride + gathered)
-        ctx.launch(
+        return ctx.bind(
             reduce_kernel, min(self.num_programs, self.num_chunks), self.x, self.out,
             workspace.inbox.view(self.x.dtype), workspace.inbox_bytes // self.itemsize, part_stride, workspace.ready,
             workspace.num_chunks, workspace.state, ctx.table, ctx.rank, self.starts, self.chunk, self.num_chunks,
-            SIZE=ctx.size, GATHER=gather, WHOLE=self.whole, OPERATION=operation, **self.options,
+            SIZE=ctx.size, GATHER=gather, WHOLE=self.whole, OPERATION=operation, varying=("x", "out"),
+            **self.options,
         )  # fmt: skip
 
-    def launch_packets(self, operation, reduce: bool):
+    def packets(self, operation, reduce: bool):
         """The same, or a gather of the parts, as packets. Nothing moves if there is nothing on any rank."""
         ctx, block = self.ctx, PACKET_BLOCK * 4 // self.itemsize
         blocks = -(-self.max_part // block)
         if blocks == 0:
-            return
+            return None
         workspace = ctx.workspace().reserve(0, 0, num_packets=ctx.size * blocks * PACKET_BLOCK)
-        ctx.launch(
+        return ctx.bind(
             packets_kernel, min(self.num_programs, blocks), self.x, self.out,
             workspace.packets, workspace.num_packets, blocks * PACKET_BLOCK, workspace.state, ctx.table, ctx.rank,
             self.starts, self.max_part,
             SIZE=ctx.size, REDUCE=reduce, WHOLE=self.whole, OPERATION=operation, TRANSPORT=ctx.transport_id,
             WORDS=PACKET_BLOCK, ALIGN=self.options["ALIGN"], num_warps=PACKET_BLOCK // 128,
+            varying=("x", "out"),
         )  # fmt: skip
+
+
+def _copy(x: torch.Tensor, out: torch.Tensor):
+    out.copy_(x)
+
+
+def _into(result, launch):
+    """What a plan does: launch with x and the result that `result` gives it."""
+
+    def run(x, out):
+        out = result(x, out)
+        if launch is not None:
+            launch(x.contiguous(), out)
+        return out
+
+    return run
 
 
 def _check_tensor(name: str, ctx: Context, x: torch.Tensor, floating: bool = False):
@@ -498,21 +535,26 @@ def check_out(name: str, out: torch.Tensor, shape: tuple[int, ...], x: torch.Ten
         raise ValueError(f"{name}: out has strides {out.stride()}; pass a contiguous tensor")
 
 
-def _output(name: str, x: torch.Tensor, shape: tuple[int, ...], out: torch.Tensor | None, place: int = 0, dtype=None):
-    """A new contiguous tensor of x's dtype or `dtype`, or the caller's `out` if it fits.
+def _result(name: str, x: torch.Tensor, out: torch.Tensor | None, shape: tuple[int, ...], dtype, place: int = 0):
+    """What gives calls like this one their result: a new contiguous tensor, or the caller's `out`.
 
     place: elements from out's start to x's at which they may share memory.
     """
     if out is None:
-        return x.new_empty(shape, dtype=dtype)
+        return lambda x, out: x.new_empty(shape, dtype=dtype)
     check_out(name, out, shape, x, dtype)
-    size = x.element_size()
-    apart = x.data_ptr() - out.data_ptr()
-    overlap = x.numel() and out.numel() and -x.numel() * size < apart < out.numel() * out.element_size()
-    in_place = apart == place * size and out.dtype == x.dtype
-    if overlap and x.is_contiguous() and not in_place:  # a strided x is copied before anything is written
-        raise ValueError(
-            f"{name}: out begins {-apart} bytes after x and overlaps it; in place it begins {-place * size} bytes "
-            f"after, otherwise they share no memory"
-        )
-    return out
+    x_bytes, out_bytes = x.nbytes, out.nbytes
+    copied = not x.is_contiguous()  # before anything is written
+    place = place * x.element_size() if dtype == x.dtype else None
+
+    def checked(x, out):
+        apart = x.data_ptr() - out.data_ptr()
+        overlap = x_bytes and out_bytes and -x_bytes < apart < out_bytes
+        if overlap and not copied and apart != place:
+            where = "" if place is None else f"in place it begins {-place} bytes after, otherwise "
+            raise ValueError(
+                f"{name}: out begins {-apart} bytes after x and overlaps it; {where}they share no memory"
+            )
+        return out
+
+    return checked

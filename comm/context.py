@@ -1,5 +1,6 @@
 """Context: what the ranks of one group share. Made by `init`, given back by `finalize`."""
 
+import functools
 import itertools
 import time
 
@@ -23,6 +24,7 @@ from tkernels.comm.device import (
 from tkernels.comm.errors import Fault, MismatchError, TkernelsError, WaitTimeoutError
 from tkernels.comm.group import Group
 from tkernels.comm.heap import SymmetricHeap
+from tkernels.comm.plans import Launch, describe
 from tkernels.comm.workspace import Workspace
 
 DEFAULT_HEAP_BYTES = {"simulated": 256 << 20, "nvshmem": 2 << 30}
@@ -98,7 +100,7 @@ class Context:
         self._check_options(options)
         self.timeout_s, self.num_programs = timeout_s, options["num_programs"]
         self._workspaces: dict[int, Workspace] = {}
-        self._constants, self._captured_constants = {}, {}
+        self._constants = {}
 
         self.heap = SymmetricHeap(self.group, options["heap_bytes"], runtime.open_segment)
         reachable = self.group.gather(runtime.transports(self.heap.segment))
@@ -122,6 +124,10 @@ class Context:
         pinned = self.device.type == "cuda"
         self._host_flag = torch.zeros(1, dtype=torch.int64, pin_memory=pinned)
         self._side_stream = torch.cuda.Stream() if pinned else None
+        # What can be known without the device: that a wait of this rank gave up.
+        self._flag = (self._host_flag if pinned else self._faults).numpy()
+        stream_of = torch._C._cuda_getCurrentRawStream if pinned else int
+        self._current_stream = functools.partial(stream_of, self.device.index or 0)
         self._reported = False  # whether check() has raised
         self.table = self._make_table()
         self.group.barrier()
@@ -180,9 +186,9 @@ class Context:
         While a CUDA graph is captured, usually on a stream of its own, a stream without a workspace takes the oldest
         one: that of the stream that made the calls before, and will replay the graph.
         """
-        stream = torch.cuda.current_stream().cuda_stream if self.device.type == "cuda" else 0
+        stream = self._current_stream()
         if stream not in self._workspaces:
-            if self.capturing:
+            if self.capturing and (self._workspaces or self.size > 1):
                 if not self._workspaces:
                     raise TkernelsError(
                         "a CUDA graph is being captured, and this context has no workspace yet; make one call with the "
@@ -195,18 +201,14 @@ class Context:
     def constant(self, key, make) -> torch.Tensor:
         """A small integer tensor on the device, made from `make()` once for each `key`: schedules and offsets.
 
-        The oldest of MAX_CONSTANTS go first, for row counts that never repeat; those that a CUDA graph uses stay.
+        The oldest of MAX_CONSTANTS go first, for row counts that never repeat; plans hold those that they use.
         """
-        if self.capturing:
-            if key not in self._constants and key not in self._captured_constants:
+        if key not in self._constants:
+            if self.capturing:
                 raise TkernelsError(
                     "this call has sizes that this context has not seen, and their schedule can't be copied to the GPU "
                     "while a CUDA graph is captured; make one call with the same sizes before the capture"
                 )
-            self._captured_constants.setdefault(key, self._constants.get(key))
-        if key in self._captured_constants:
-            return self._captured_constants[key]
-        if key not in self._constants:
             if len(self._constants) >= MAX_CONSTANTS:
                 del self._constants[next(iter(self._constants))]
             self._constants[key] = torch.tensor(make(), dtype=torch.int64).to(self.device)
@@ -219,33 +221,47 @@ class Context:
 
     def launch(self, kernel, num_programs: int, *arguments, **options):
         """Run a kernel of `num_programs` programs. Raises WaitTimeoutError if its wait, or an earlier one, expired."""
-        if self._flagged_here():
-            if self.capturing:
-                raise TkernelsError(
-                    "a wait of this context expired before this CUDA graph's capture; call check() outside of it to "
-                    "see who waited for whom, then finalize() the context"
-                )
-            self.check()
+        self.bind(kernel, num_programs, *arguments, **options)()
+
+    def bind(self, kernel, num_programs: int, *arguments, varying: tuple[str, ...] = (), **options) -> Launch:
+        """A launch that can be repeated, with other tensors for the parameters that `varying` names; see `Launch`."""
         if self.transport == "nvshmem":
             from tkernels.comm.nvshmem_runtime import device_library
 
             options["extern_libs"] = {"libnvshmem_device": device_library()}
         if self.runtime == "nvshmem":
             # Programs wait for each other, so all must be resident at once: a cooperative launch refuses otherwise.
-            kernel[(num_programs,)](*arguments, launch_cooperative_grid=True, **options)
-            return
-        if num_programs > interpreter.resident():
+            options["launch_cooperative_grid"] = True
+        elif num_programs > interpreter.resident():
             raise ValueError(
                 f"{num_programs} programs wait for each other, but the interpreter runs {interpreter.resident()} at "
                 f"once; pass init(num_programs=...) of no more, or set TKERNELS_RESIDENT"
             )
-        from tkernels.comm.device_simulated import WaitExpired
+        return Launch(kernel, num_programs, arguments, varying, self, **options)
 
-        try:
-            kernel[(num_programs,)](*arguments, **options)
-        except WaitExpired:
+    def plan(self, prepare, tensors: tuple[torch.Tensor | None, ...], *options):
+        """What `prepare(self, *tensors, *options)` has returned for a call like this one on the current stream.
+
+        Alike are calls with equal options whose tensors agree in all that `describe` tells of them.
+        """
+        return self.workspace().plan(
+            (prepare, *map(describe, tensors), *options), lambda: prepare(self, *tensors, *options)
+        )
+
+    def forget_plans(self):
+        """Work out anew what calls have in common: for those that follow another choice of configurations."""
+        for workspace in self._workspaces.values():
+            workspace.forget_plans()
+
+    def refuse_after_fault(self):
+        """Raise WaitTimeoutError if a wait of this rank is known to have expired. Costs next to nothing."""
+        if self._flag[0]:
+            if self.capturing:
+                raise TkernelsError(
+                    "a wait of this context expired before this CUDA graph's capture; call check() outside of it to "
+                    "see who waited for whom, then finalize() the context"
+                )
             self.check()
-            raise
 
     @property
     def failed(self) -> bool:
@@ -253,14 +269,10 @@ class Context:
 
         On a GPU it reads a word of device memory on a stream of its own, so it waits for no kernel.
         """
-        if self._flagged_here() or self.device.type == "cpu" or self.capturing:
-            return self._flagged_here()
+        if self._flag[0] or self.device.type == "cpu" or self.capturing:
+            return bool(self._flag[0])
         with torch.cuda.stream(self._side_stream):
             return bool(self._faults[0].item())
-
-    def _flagged_here(self) -> bool:
-        """What can be known without the device: that a wait of this rank gave up. A launch looks no further."""
-        return bool((self._faults if self.device.type == "cpu" else self._host_flag)[0].item())
 
     def check(self):
         """Raise WaitTimeoutError if a wait expired on this rank, or on a peer that told us. Waits for the device."""
@@ -303,7 +315,6 @@ class Context:
             error = caught
         self._workspaces.clear()
         self._constants.clear()
-        self._captured_constants.clear()
         self.heap.close()
         if error is not None and not reported:
             raise error

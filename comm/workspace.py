@@ -14,6 +14,7 @@ operations and sizes, as long as both inboxes stay where they are: growing moves
 import torch
 
 from tkernels.comm.errors import TkernelsError
+from tkernels.comm.plans import Plans
 from tkernels.comm.regions import ALIGNMENT, Regions, round_up
 
 
@@ -37,6 +38,8 @@ class Workspace:
         self.counters = torch.zeros(0, dtype=torch.int64, device=context.device)
         self.outbox = torch.empty(0, dtype=torch.uint8, device=context.device)
         self._captured = False
+        self._plans = Plans()  # of operations, with views of this memory as it is now
+        self._captured_plans = set()  # a CUDA graph reads their schedules
 
     def reserve(
         self, inbox_bytes: int, num_chunks: int, outbox_bytes: int = 0, num_counters: int = 0, num_packets: int = 0
@@ -50,16 +53,30 @@ class Workspace:
         if outbox_bytes > self.outbox.numel():
             self._refuse_if_captured()
             self.outbox = torch.empty(round_up(outbox_bytes, ALIGNMENT), dtype=torch.uint8, device=self.context.device)
+            self.forget_plans()
         if num_counters > self.counters.numel():
             self._refuse_if_captured()
             self.counters = torch.zeros(num_counters, dtype=torch.int64, device=self.context.device)
+            self.forget_plans()
         self._captured = self._captured or self.context.capturing
         return self
+
+    def plan(self, key, make):
+        """The plan of that key, made by `make()` unless it is known. What `make` reserves may forget the others."""
+        plan = self._plans.find(key, make)
+        if self.context.capturing:
+            self._captured = True
+            self._captured_plans.add(plan)
+        return plan
+
+    def forget_plans(self):
+        self._plans.clear()
 
     def _grow(self, inbox_bytes: int, num_chunks: int, num_packets: int):
         heap, size = self.context.heap, self.context.size
         inbox_bytes = round_up(inbox_bytes, ALIGNMENT)
         self.context.group.barrier()  # nobody still reads or writes the old inboxes
+        self.forget_plans()
         if self._memory is not None:
             heap.free(self._memory)
             # Should the heap have no room below, the next call must not take what is free again for inboxes.

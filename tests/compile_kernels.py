@@ -336,7 +336,8 @@ def _call(case: Case):
         if case.operation == "barrier":
             ctx.barrier()
         elif case.operation == "finish":
-            paths._finish(torch.empty(M, N), torch.empty(N, dtype=dtype), case.activation, matrix(M, N))
+            bias, y = torch.empty(N, dtype=dtype), matrix(M, N)
+            paths._finish(torch.empty(M, N), bias, case.activation, y)(bias, y)
         elif case.operation == "round_trip":
             verbs.round_trip(ctx, case.label, case.transport)
         elif case.operation == "channel":

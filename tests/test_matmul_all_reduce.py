@@ -165,7 +165,7 @@ def test_operands_are_read_where_they_are(ctx, transport):
     x, w, bias = operands(ctx, small, 32, 24, 16, torch.float16, 1)
     symmetric = ctx.empty(32, 16, dtype=torch.float16)
     symmetric.copy_(x)
-    with memory_that_kernels_get(ctx) as addresses:
+    with memory_that_kernels_get() as addresses:
         got = tkernels.matmul_all_reduce(symmetric, w, bias, ctx=ctx, path="fused")
     assert torch.equal(got, reference(ctx, x, w, bias).half())
     assert {symmetric.data_ptr(), w.data_ptr(), bias.data_ptr()} <= addresses

@@ -180,7 +180,7 @@ def test_operands_are_read_where_they_are(ctx, transport):
     symmetric.copy_(x)
     transposed = x.t().contiguous().t()
     for mine in (symmetric, transposed, x):
-        with memory_that_kernels_get(ctx) as addresses:
+        with memory_that_kernels_get() as addresses:
             got = tkernels.matmul_reduce_scatter(mine, w, bias, ctx=ctx, path="fused")
         assert torch.equal(got, reference(ctx, (16, 16), x, w, bias).half())
         assert {mine.data_ptr(), w.data_ptr(), bias.data_ptr()} <= addresses

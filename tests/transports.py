@@ -2,11 +2,13 @@
 
 import contextlib
 import time
+from unittest import mock
 
 import pytest
 import torch
 
 import tkernels
+from tkernels.comm.plans import Launch
 
 TRANSPORTS = ["simulated"] if tkernels.RUNTIME == "simulated" else ["peer", "nvshmem"]
 every_transport = pytest.mark.parametrize("transport", TRANSPORTS)
@@ -54,17 +56,13 @@ def message_on_every_rank(ctx, error):
 
 
 @contextlib.contextmanager
-def memory_that_kernels_get(ctx):
-    """A set of the addresses of all tensors that `ctx` passes to kernels, filled while the block runs."""
-    addresses, launch = set(), ctx.launch
+def memory_that_kernels_get():
+    """A set of the addresses of all tensors that kernels of a call are given, filled while the block runs."""
+    addresses, call = set(), Launch.__call__
 
-    def watch(kernel, num_programs, *arguments, **options):
-        tensors = (getattr(argument, "base", argument) for argument in arguments)  # a TMA descriptor has a base
-        addresses.update(tensor.data_ptr() for tensor in tensors if isinstance(tensor, torch.Tensor))
-        launch(kernel, num_programs, *arguments, **options)
+    def watch(launch, *tensors):
+        addresses.update(tensor.data_ptr() for tensor in tensors)
+        call(launch, *tensors)
 
-    ctx.launch = watch
-    try:
+    with mock.patch.object(Launch, "__call__", watch):
         yield addresses
-    finally:
-        del ctx.launch

@@ -43,7 +43,7 @@ from tkernels.overlap import (
     tile_schedule,
     turn_tile,
 )
-from tkernels.paths import choose_path, plain_all_gather_matmul
+from tkernels.paths import choose_path, plan_all_gather_matmul
 
 OP = operation("all_gather_matmul")
 
@@ -149,21 +149,36 @@ def all_gather_matmul(
     be a tensor [M, K] for the gathered rows, and x_shard_m its rows of this rank. path: see tkernels.paths; the same on
     all ranks. Raises ValueError or TypeError before the first signal.
     """
+    gathered = return_gathered if isinstance(return_gathered, torch.Tensor) else None
+    rows = None if rows is None else tuple(rows)
+    tensors = x_shard_m, w, bias, out, gathered
+    options = activation, return_gathered is not False, rows, out_dtype, config, path, precision(x_shard_m.dtype)
+    return ctx.plan(_plan, tensors, *options)(*tensors)
+
+
+def _plan(
+    ctx: Context, x_shard_m, w, bias, out, gathered,
+    activation, return_gathered, rows, out_dtype, config, path, precision,
+):  # fmt: skip
+    """What to do with the tensors of a call like this one."""
     check_operands("all_gather_matmul", x_shard_m, w, bias, activation, ctx.device)
     out_dtype = check_dtype("all_gather_matmul", "out_dtype", out_dtype, x_shard_m.dtype)
     rows = check_rows("all_gather_matmul", ctx, rows, own=x_shard_m.shape[0])
     M, (N, K) = sum(rows), w.shape
-    gathered = None
-    if return_gathered is not False:
-        into = None if return_gathered is True else return_gathered
-        gathered = check_result("all_gather_matmul: return_gathered", into, x_shard_m, (M, K), x_shard_m.dtype)
+    if gathered is not None:
+        check_result("all_gather_matmul: return_gathered", gathered, x_shard_m, (M, K), x_shard_m.dtype)
     if ctx.size == 1 or M == 0:
         local = config.gemm if config else None
-        y = matmul(x_shard_m, w, bias, activation, out=out, out_dtype=out_dtype, config=local)
-        return y, None if gathered is None else gathered.copy_(x_shard_m)
+
+        def run_locally(x, w, bias, out, gathered):
+            y = matmul(x, w, bias, activation, out=out, out_dtype=out_dtype, config=local)
+            if return_gathered:
+                gathered = (x.new_empty((M, K)) if gathered is None else gathered).copy_(x)
+            return y, gathered
+
+        return run_locally
     if choose_path(ctx, "all_gather_matmul", M, K, x_shard_m.dtype, path, config) == "plain":
-        y = plain_all_gather_matmul(ctx, x_shard_m, w, bias, activation, gathered, rows, out, out_dtype)
-        return y, gathered
+        return plan_all_gather_matmul(ctx, x_shard_m, w, bias, out, activation, return_gathered, rows, out_dtype)
 
     if config is None:
         config = overlap_config(ctx, "all_gather_matmul", M, N, K, x_shard_m.dtype, layout_of(x_shard_m, w))
@@ -187,12 +202,12 @@ def all_gather_matmul(
     y_operand = Operand.of(y, gemm.block_m, gemm.block_n // gemm.split, gemm.use_tma and not ragged and N > 1)
     first_row = sum(rows[: ctx.rank])
     aligned = row_bytes % 16 == 0 and x.data_ptr() % 16 == 0
-    ctx.launch(
+    launch = ctx.bind(
         all_gather_matmul_kernel, num_programs,
         x_operand.argument, x,
         g_operand.argument, inbox, parity_rows,
         w_operand.argument, w_operand.row_stride, w_operand.column_stride,
-        bias.contiguous() if bias is not None else x, y_operand.argument, N,
+        x if bias is None else bias, y_operand.argument, N,
         schedule, tiles_m, _head_turns(ctx, rows, K, config, num_programs),
         workspace.ready, workspace.num_chunks, workspace.state, ctx.table, ctx.rank,
         first_row, rows[ctx.rank], N, K, config.chunk_rows,
@@ -200,14 +215,25 @@ def all_gather_matmul(
         BLOCK_M=gemm.block_m, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, GROUP_M=gemm.group_m, SPLIT=gemm.split,
         X_TMA=x_operand.tma, W_TMA=w_operand.tma, W_TRANSPOSED=w_operand.transposed,
         Y_TMA=y_operand.tma, HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
-        DTYPE=triton_dtype(y.dtype), PRECISION=precision(x.dtype),
+        DTYPE=triton_dtype(y.dtype), PRECISION=precision,
         OPERATION=OP, TRANSPORT=ctx.transport_id,
         PUT_BLOCK=config.copy_block(aligned), ALIGN=16 if aligned else itemsize,
         num_warps=gemm.num_warps, num_stages=gemm.num_stages, maxnreg=config.max_registers,
+        varying=("x", "x_memory", "w", "bias", "y"),
     )  # fmt: skip
-    if gathered is not None:
-        _collect(workspace, x, gathered, first_row, parity_rows)
-    return y, gathered
+    inboxes = torch.as_strided(workspace.inbox.view(x.dtype), (2, M, K), (parity_rows * K, K, 1))
+    state = workspace.state
+
+    def run(x, w, bias, out, gathered):
+        x = x.contiguous()
+        y = x.new_empty((M, N), dtype=out_dtype) if out is None else out
+        launch(x, x, w, x if bias is None else bias.contiguous(), y)
+        if return_gathered:
+            gathered = x.new_empty((M, K)) if gathered is None else gathered
+            _collect(inboxes, state, x, gathered, first_row)
+        return y, gathered
+
+    return run
 
 
 def _schedule(ctx: Context, rows, config: OverlapConfig) -> list[int]:
@@ -224,16 +250,15 @@ def _head_turns(ctx: Context, rows, K: int, config: OverlapConfig, num_programs:
     return round(send_s / tile_s)
 
 
-def _collect(workspace, x: torch.Tensor, gathered: torch.Tensor, first_row: int, parity_rows: int):
-    """Copy the gathered rows out of the inbox, which the call after the next one overwrites.
+def _collect(inboxes: torch.Tensor, state: torch.Tensor, x: torch.Tensor, gathered: torch.Tensor, first_row: int):
+    """Copy the gathered rows out of the inbox, which the call after the next one overwrites. inboxes: [2, M, K].
 
     The parity is known on the device alone, so the choice of inbox is an index computed there. The own rows, which are
     not in the inbox, are copied from x, or are there already.
     """
-    (M, K), last_row = gathered.shape, first_row + x.shape[0]
-    inboxes = torch.as_strided(workspace.inbox.view(x.dtype), (2, M, K), (parity_rows * K, K, 1))
-    parity = workspace.state[:1] % 2
-    for first, last in ((0, first_row), (last_row, M)):
+    last_row = first_row + x.shape[0]
+    parity = state[:1] % 2
+    for first, last in ((0, first_row), (last_row, len(gathered))):
         if first < last:
             torch.index_select(inboxes[:, first:last], 0, parity, out=gathered[None, first:last])
     own = gathered[first_row:last_row]

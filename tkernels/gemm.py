@@ -15,6 +15,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tkernels.comm import runtime
+from tkernels.comm.plans import Launch, Plans, describe
 from tkernels.configs import GemmConfig, gemm_config
 
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
@@ -252,9 +253,12 @@ def check_dtype(name: str, option: str, dtype: torch.dtype | None, default: torc
 
 
 def check_result(name: str, out: torch.Tensor | None, x: torch.Tensor, shape, dtype: torch.dtype) -> torch.Tensor:
-    """`out` if it can hold the result, or a new tensor where it is None. Raises ValueError or TypeError."""
+    """`out` if it can hold the result, or where it is None an example of a new tensor, without memory.
+
+    Raises ValueError or TypeError.
+    """
     if out is None:
-        return x.new_empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="meta")
     if out.dtype != dtype:
         raise TypeError(f"{name}: out is {out.dtype}, but the result is {dtype}")
     if tuple(out.shape) != tuple(shape) or not out.is_contiguous() or out.device != x.device:
@@ -280,11 +284,27 @@ def matmul(
     Local, not collective. Either matrix may be transposed in memory: pass `w.t()` of a [K, N] tensor. out: contiguous,
     filled and returned.
     """
+    tensors = x, w, bias, out
+    options = activation, out_dtype, config, precision(x.dtype)
+    return _plans.find((*map(describe, tensors), *options), lambda: _plan(*tensors, *options))(*tensors)
+
+
+_plans = Plans()
+
+
+def forget_plans():
+    """Work out anew what calls of `matmul` have in common: for those that follow another choice of configurations."""
+    _plans.clear()
+
+
+def _plan(x, w, bias, out, activation, out_dtype, config, precision):
+    """What to do with the tensors of a call like this one."""
     check_operands("matmul", x, w, bias, activation, runtime.device())
     (M, K), N = x.shape, w.shape[0]
-    y = check_result("matmul", out, x, (M, N), check_dtype("matmul", "out_dtype", out_dtype, x.dtype))
+    out_dtype = check_dtype("matmul", "out_dtype", out_dtype, x.dtype)
+    y = check_result("matmul", out, x, (M, N), out_dtype)
     if M == 0:
-        return y
+        return lambda x, w, bias, out: x.new_empty((M, N), dtype=out_dtype) if out is None else out
     config = config or gemm_config(M, N, x.shape[1], x.dtype, layout_of(x, w))
     x_operand = Operand.of(x, config.block_m, config.block_k, config.use_tma)
     w_operand = Operand.of(w, config.block_n, config.block_k, config.use_tma)
@@ -292,21 +312,30 @@ def matmul(
     if y_operand.transposed:  # a single column: its "rows" are what is contiguous
         y_operand = replace(y_operand, argument=y, tma=False)
     tiles = triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
-    matmul_kernel[(min(tiles, num_programs(), config.max_programs or tiles),)](
+    arguments = (
         x_operand.argument, x_operand.row_stride, x_operand.column_stride,
         w_operand.argument, w_operand.row_stride, w_operand.column_stride,
-        bias.contiguous() if bias is not None else x,
+        x if bias is None else bias,
         y_operand.argument, y.stride(0),
         M, N, K,
+    )  # fmt: skip
+    launch = Launch(
+        matmul_kernel, min(tiles, num_programs(), config.max_programs or tiles), arguments, ("x", "w", "bias", "y"),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         GROUP_M=config.group_m, SPLIT=config.split,
         X_TMA=x_operand.tma, X_TRANSPOSED=x_operand.transposed,
         W_TMA=w_operand.tma, W_TRANSPOSED=w_operand.transposed,
         Y_TMA=y_operand.tma, HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
-        DTYPE=triton_dtype(y.dtype), PRECISION=precision(x.dtype),
+        DTYPE=triton_dtype(y.dtype), PRECISION=precision,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-    return y
+
+    def run(x, w, bias, out):
+        y = x.new_empty((M, N), dtype=out_dtype) if out is None else out
+        launch(x, w, x if bias is None else bias.contiguous(), y)
+        return y
+
+    return run
 
 
 @functools.cache

@@ -8,12 +8,11 @@ even part of the rows and sends it to all others, so every rank holds the same b
 
 import torch
 
-from tkernels.comm.collectives import split_rows
 from tkernels.comm.context import Context
 from tkernels.comm.device import operation
 from tkernels.configs import OverlapConfig
-from tkernels.gemm import activation_reference, check_operands
-from tkernels.matmul_reduce_scatter import check_dtypes, matmul_reduce
+from tkernels.gemm import activation_reference, precision
+from tkernels.matmul_reduce_scatter import plan
 
 OP = operation("matmul_all_reduce")
 
@@ -36,10 +35,9 @@ def matmul_all_reduce(
     for matmul_reduce_scatter; the finished sums travel in out_dtype. Raises ValueError or TypeError before the first
     signal.
     """
-    check_operands("matmul_all_reduce", x_shard_k, w_shard_k, bias, activation, ctx.device)
-    rows = split_rows(x_shard_k.shape[0], ctx.size)
-    dtypes = check_dtypes("matmul_all_reduce", x_shard_k, out_dtype, wire_dtype)
-    return matmul_reduce(ctx, OP, x_shard_k, w_shard_k, bias, activation, rows, dtypes, config, path, gather=True)
+    tensors = x_shard_k, w_shard_k, bias, None
+    options = OP.value, activation, None, out_dtype, wire_dtype, config, path, True, precision(x_shard_k.dtype)
+    return ctx.plan(plan, tensors, *options)(*tensors)
 
 
 def matmul_all_reduce_reference(group, x_shard_k, w_shard_k, bias=None, activation=None) -> torch.Tensor:

@@ -16,13 +16,14 @@ import torch
 import triton
 import triton.language as tl
 
-from tkernels.comm.collectives import check_rows, receive_parts
+from tkernels.comm.collectives import check_rows, receive_parts, split_rows
 from tkernels.comm.context import Context
 from tkernels.comm.device import (
     begin_epoch,
     count,
     end_epoch,
     operation,
+    operation_name,
     publish,
     put_signal,
     wait_signal,
@@ -54,7 +55,7 @@ from tkernels.overlap import (
     tile_schedule,
     turn_tile,
 )
-from tkernels.paths import choose_path, plain_matmul_reduce
+from tkernels.paths import choose_path, plan_matmul_reduce
 
 OP = operation("matmul_reduce_scatter")
 
@@ -238,28 +239,32 @@ def matmul_reduce_scatter(
     or float32. out: a tensor for y. path: see tkernels.paths; the same on all ranks. Raises ValueError or TypeError
     before the first signal.
     """
-    check_operands("matmul_reduce_scatter", x_shard_k, w_shard_k, bias, activation, ctx.device)
-    rows = check_rows("matmul_reduce_scatter", ctx, rows, total=x_shard_k.shape[0])
-    dtypes = check_dtypes("matmul_reduce_scatter", x_shard_k, out_dtype, wire_dtype)
-    return matmul_reduce(ctx, OP, x_shard_k, w_shard_k, bias, activation, rows, dtypes, config, path, False, out)
+    rows = None if rows is None else tuple(rows)
+    tensors = x_shard_k, w_shard_k, bias, out
+    options = OP.value, activation, rows, out_dtype, wire_dtype, config, path, False, precision(x_shard_k.dtype)
+    return ctx.plan(plan, tensors, *options)(*tensors)
 
 
-def check_dtypes(name: str, x: torch.Tensor, out_dtype, wire_dtype) -> tuple[torch.dtype, torch.dtype]:
-    """(of the result, of the partial sums that travel), each x's where it is None. Raises TypeError."""
-    return check_dtype(name, "out_dtype", out_dtype, x.dtype), check_dtype(name, "wire_dtype", wire_dtype, x.dtype)
-
-
-def matmul_reduce(ctx, op, x, w, bias, activation, rows, dtypes, config, path, gather: bool, out=None) -> torch.Tensor:
-    """The launch that reduce-scatter and all-reduce share; operands have been checked."""
-    (M, K), N, (out_dtype, wire_dtype) = x.shape, w.shape[0], dtypes
+def plan(
+    ctx: Context, x, w, bias, out,
+    op: int, activation, rows, out_dtype, wire_dtype, config, path, gather, precision,
+):  # fmt: skip
+    """What to do with the tensors of a reduce-scatter like this one, or with `gather` of an all-reduce."""
+    name = operation_name(op)
+    check_operands(name, x, w, bias, activation, ctx.device)
+    (M, K), N = x.shape, w.shape[0]
+    rows = split_rows(M, ctx.size) if gather else check_rows(name, ctx, rows, total=M)
+    out_dtype = check_dtype(name, "out_dtype", out_dtype, x.dtype)
+    wire_dtype = check_dtype(name, "wire_dtype", wire_dtype, x.dtype)
     if ctx.size == 1 or M == 0:
-        return matmul(x, w, bias, activation, out=out, out_dtype=out_dtype, config=config.gemm if config else None)
-    name = "matmul_all_reduce" if gather else "matmul_reduce_scatter"
+        local = config.gemm if config else None
+        return lambda x, w, bias, out: matmul(x, w, bias, activation, out=out, out_dtype=out_dtype, config=local)
     if choose_path(ctx, name, M, N, x.dtype, path, config) == "plain":
-        return plain_matmul_reduce(ctx, x, w, bias, activation, rows, out, out_dtype, wire_dtype, gather)
+        return plan_matmul_reduce(ctx, x, w, bias, out, activation, rows, out_dtype, wire_dtype, gather)
     first_rows = [sum(rows[:rank]) for rank in range(ctx.size + 1)]
-    if x.stride(0) == 1 != x.stride(1) and any(row * x.element_size() % 16 for row in first_rows):
-        x = x.contiguous()  # a tile of a part would begin in the midst of 16 bytes, where no descriptor can
+    # A tile of a part would begin in the midst of 16 bytes, where no descriptor can.
+    straighten = x.stride(0) == 1 != x.stride(1) and any(row * x.element_size() % 16 for row in first_rows)
+    x = x.contiguous() if straighten else x
     if config is None:
         config = overlap_config(ctx, name, M, N, K, x.dtype, layout_of(x, w))
     gemm, itemsize = config.gemm, wire_dtype.itemsize
@@ -278,7 +283,7 @@ def matmul_reduce(ctx, op, x, w, bias, activation, rows, dtypes, config, path, g
     parity_rows += parity_rows % 2  # finished rows may be fp32, and two rows of 16-bit elements are whole words
     inbox = workspace.inbox[: (parity_rows + inbox_rows) * N * itemsize].view(wire_dtype).view(-1, N)
     outbox = workspace.outbox[: M * N * itemsize].view(wire_dtype).view(M, N)
-    y = check_result("matmul_reduce_scatter", out, x, (M if gather else rows[ctx.rank], N), out_dtype)
+    y = check_result(name, out, x, (M if gather else rows[ctx.rank], N), out_dtype)
 
     key = ("matmul_reduce", rows, config)
     peers = [(ctx.rank + step) % ctx.size for step in range(1, ctx.size)]
@@ -302,11 +307,11 @@ def matmul_reduce(ctx, op, x, w, bias, activation, rows, dtypes, config, path, g
     y_operand = Operand.of(y, *box, store_tma)
     o_operand = Operand.of(outbox, *box, store_tma)
     p_operand = Operand.of(inbox, *box, gemm.use_tma and N > 1)
-    ctx.launch(
+    launch = ctx.bind(
         matmul_reduce_kernel, num_programs,
         x_operand.argument, x_operand.row_stride, x_operand.column_stride,
         w_operand.argument, w_operand.row_stride, w_operand.column_stride,
-        bias.contiguous() if bias is not None else x, y_operand.argument, y,
+        x if bias is None else bias, y_operand.argument, y,
         o_operand.argument, outbox,
         p_operand.argument, inbox, parity_rows, part_stride,
         schedule, tiles_m, peer_tiles_m, head_turns,
@@ -318,14 +323,23 @@ def matmul_reduce(ctx, op, x, w, bias, activation, rows, dtypes, config, path, g
         X_TMA=x_operand.tma, X_TRANSPOSED=x_operand.transposed, W_TMA=w_operand.tma,
         W_TRANSPOSED=w_operand.transposed, Y_TMA=y_operand.tma, O_TMA=o_operand.tma, P_TMA=p_operand.tma,
         HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
-        DTYPE=triton_dtype(out_dtype), WIRE=triton_dtype(wire_dtype), PRECISION=precision(x.dtype),
+        DTYPE=triton_dtype(out_dtype), WIRE=triton_dtype(wire_dtype), PRECISION=precision,
         OPERATION=op, TRANSPORT=ctx.transport_id,
         # As many bytes a step, thus registers, as of the operands' dtype.
         PUT_BLOCK=config.copy_block(aligned) * x.element_size() // max(x.element_size(), *travels),
         ALIGN=16 if aligned else min(travels),
         num_warps=gemm.num_warps, num_stages=gemm.num_stages, maxnreg=config.max_registers,
+        varying=("x", "w", "bias", "y", "y_memory"),
     )  # fmt: skip
-    return y
+    shape = tuple(y.shape)
+
+    def run(x, w, bias, out):
+        x = x.contiguous() if straighten else x
+        y = x.new_empty(shape, dtype=out_dtype) if out is None else out
+        launch(x, w, x if bias is None else bias.contiguous(), y, y)
+        return y
+
+    return run
 
 
 def send_schedule(rows: tuple[int, ...], peers: list[int], config: OverlapConfig) -> list[int]:

@@ -4,6 +4,10 @@ Torch operators take plain values, so a context travels by its name. None of the
 that end in _out, which write to `out` and have no gradient: what else they change, the workspace, belongs to the
 context, and no tensor that a caller holds aliases it.
 
+The functions call the operators where somebody looks at them: a trace, a mode, a transform, a profiler, a subclass of
+Tensor. Otherwise they go straight to what the operators would call, since the dispatcher takes longer on its way there
+than a prepared launch.
+
 Gradients (each is an overlapped operation of its own):
 
     operation               dx                                  dw                          dbias
@@ -20,6 +24,8 @@ The result of an all-reduce is one replicated tensor, so its gradient is taken a
 want the same gradients.
 """
 
+import types
+
 import torch
 
 import tkernels.all_gather_matmul as _all_gather_matmul
@@ -32,18 +38,53 @@ from tkernels.gemm import ACTIVATIONS, activation_reference
 from tkernels.gemm import matmul as _matmul
 
 _library = torch.library.Library("tkernels", "DEF")
-_ops = torch.ops.tkernels
+_ops = types.SimpleNamespace()  # the operators, by the shortest way
 
 
 def _define(schema: str, implementation, fake, setup_context=None, backward=None):
+    """Register an operator, and define the function of its name in `_ops`."""
     name = schema.split("(")[0]
     _library.define(schema, tags=(torch.Tag.needs_fixed_stride_order,))
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tkernels::{name}", fake, lib=_library)
     if backward is not None:
-        torch.library.register_autograd(
-            f"tkernels::{name}", backward, setup_context=setup_context, lib=_library
-        )
+        torch.library.register_autograd(f"tkernels::{name}", backward, setup_context=setup_context, lib=_library)
+    registered = getattr(torch.ops.tkernels, name).default
+
+    class Differentiable(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *arguments):
+            output = implementation(*arguments)
+            setup_context(ctx, arguments, output)
+            return output
+
+    Differentiable.backward = staticmethod(backward)
+
+    def call(*arguments, **out):
+        tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+        if _watched(tensors):
+            return registered(*arguments, **out)
+        if _wants_gradient(*tensors):
+            return Differentiable.apply(*arguments)
+        return implementation(*arguments, **out)
+
+    setattr(_ops, name, call)
+
+
+def _watched(tensors: list[torch.Tensor]) -> bool:
+    """Whether anybody is to see an operator: a trace, a mode, a transform, a profiler, a subclass of Tensor."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._is_torch_function_mode_enabled()
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd._profiler_enabled()
+        or any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)
+    )
+
+
+def _wants_gradient(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _matmul_setup(ctx, inputs, output):
@@ -251,7 +292,7 @@ def _discard(_: torch.Tensor):
 
 
 def _into(name: str, out: torch.Tensor, x: torch.Tensor, *arguments) -> torch.Tensor:
-    if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
+    if _wants_gradient(x, out):
         raise ValueError(f"{name}: out= has no gradient; leave it out, or call under torch.no_grad()")
     getattr(_ops, f"{name}_out")(x, *arguments, out=out)
     return out
@@ -270,8 +311,7 @@ def _split_activation(activation: str | None, *operands: torch.Tensor | None) ->
     """(fused, separate): the activation is fused unless backward will need its input."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r} is unknown; use {', '.join(map(str, ACTIVATIONS))}")
-    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
-    return (None, activation) if wanted else (activation, None)
+    return (None, activation) if _wants_gradient(*operands) else (activation, None)
 
 
 def matmul(

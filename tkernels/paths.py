@@ -19,6 +19,7 @@ import triton.language as tl
 
 from tkernels.comm import collectives, runtime
 from tkernels.comm.context import Context, current_context
+from tkernels.comm.plans import Launch
 from tkernels.comm.regions import ALIGNMENT, round_up
 from tkernels.configs import OverlapConfig
 from tkernels.gemm import ACTIVATIONS, check_result, finish, load_tile, store_tile
@@ -87,41 +88,55 @@ def _choose(operation: str, M: int, width: int, itemsize: int, size: int) -> Cho
     return choice
 
 
-def plain_all_gather_matmul(ctx: Context, x_shard_m, w, bias, activation, gathered, rows, out, out_dtype):
-    """all_gather_matmul by all_gather and torch.mm; operands have been checked. gathered: None, or a tensor to fill."""
+def plan_all_gather_matmul(ctx: Context, x, w, bias, out, activation, return_gathered: bool, rows, out_dtype):
+    """What to do with tensors like these: all_gather_matmul by all_gather and torch.mm. Operands have been checked."""
     (N, K), M = w.shape, sum(rows)
-    y = check_result("all_gather_matmul", out, x_shard_m, (M, N), out_dtype)
-    separate = activation is not None or bias is not None and out_dtype != x_shard_m.dtype
-    x, product = _scratch(ctx, ((M, K) if gathered is None else (0,), x_shard_m.dtype),
-                          ((M, N) if separate else (0,), torch.float32))  # fmt: skip
-    x = x if gathered is None else gathered
-    with torch.no_grad():
-        collectives.all_gather(ctx, x_shard_m, rows, x, MAX_PROGRAMS)
-        if separate:
-            _multiply(x, w, product)
-            _finish(product, bias, activation, y)
-        else:
-            _multiply(x, w, y, bias)
-    return y
+    y = check_result("all_gather_matmul", out, x, (M, N), out_dtype)
+    separate = activation is not None or bias is not None and out_dtype != x.dtype
+    whole, product = _scratch(ctx, ((0,) if return_gathered else (M, K), x.dtype),
+                              ((M, N) if separate else (0,), torch.float32))  # fmt: skip
+    finish = _finish(product, bias, activation, y) if separate else None
+
+    def run(x, w, bias, out, gathered):
+        y = x.new_empty((M, N), dtype=out_dtype) if out is None else out
+        if return_gathered and gathered is None:
+            gathered = x.new_empty((M, K))
+        into = gathered if return_gathered else whole
+        with torch.no_grad():
+            collectives.all_gather(ctx, x, rows, into, MAX_PROGRAMS)
+            if separate:
+                _multiply(into, w, product)
+                finish(bias, y)
+            else:
+                _multiply(into, w, y, bias)
+        return y, gathered
+
+    return run
 
 
-def plain_matmul_reduce(ctx: Context, x, w, bias, activation, rows, out, out_dtype, wire_dtype, gather: bool):
-    """matmul_reduce_scatter, or with `gather` matmul_all_reduce, by torch.mm and the collective; operands checked."""
+def plan_matmul_reduce(ctx: Context, x, w, bias, out, activation, rows, out_dtype, wire_dtype, gather: bool):
+    """The same for matmul_reduce_scatter, or with `gather` matmul_all_reduce, by torch.mm and the collective."""
     (M, _), N = x.shape, w.shape[0]
     name, shape = ("matmul_all_reduce", (M, N)) if gather else ("matmul_reduce_scatter", (rows[ctx.rank], N))
     y = check_result(name, out, x, shape, out_dtype)
     separate = bias is not None or activation is not None
-    partial, total = _scratch(ctx, ((M, N), wire_dtype), (shape if separate else (0,), torch.float32))
-    total = total if separate else y
-    with torch.no_grad():
-        _multiply(x, w, partial)
-        if gather:
-            collectives.all_reduce(ctx, partial, total, total.dtype)
-        else:
-            collectives.reduce_scatter(ctx, partial, rows, total, MAX_PROGRAMS, total.dtype)
-        if separate:
-            _finish(total, bias, activation, y)
-    return y
+    partial, sums = _scratch(ctx, ((M, N), wire_dtype), (shape if separate else (0,), torch.float32))
+    finish = _finish(sums, bias, activation, y) if separate else None
+
+    def run(x, w, bias, out):
+        y = x.new_empty(shape, dtype=out_dtype) if out is None else out
+        total = sums if separate else y
+        with torch.no_grad():
+            _multiply(x, w, partial)
+            if gather:
+                collectives.all_reduce(ctx, partial, total, total.dtype)
+            else:
+                collectives.reduce_scatter(ctx, partial, rows, total, MAX_PROGRAMS, total.dtype)
+            if separate:
+                finish(bias, y)
+        return y
+
+    return run
 
 
 def _scratch(ctx: Context, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
@@ -164,11 +179,13 @@ def finish_kernel(
 
 
 def _finish(total: torch.Tensor, bias: torch.Tensor | None, activation: str | None, y: torch.Tensor):
+    """What finishes `total`: a function of tensors like that bias and y."""
     (M, N), block_m, block_n = total.shape, 4, 512
     if total.numel() == 0:
-        return
-    finish_kernel[(triton.cdiv(M, block_m) * triton.cdiv(N, block_n),)](
-        total, total if bias is None else bias.contiguous(), y, M, N,
-        BLOCK_M=block_m, BLOCK_N=block_n,
-        HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
+        return lambda bias, y: None
+    launch = Launch(
+        finish_kernel, triton.cdiv(M, block_m) * triton.cdiv(N, block_n),
+        (total, total if bias is None else bias, y, M, N), ("bias", "y"),
+        BLOCK_M=block_m, BLOCK_N=block_n, HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
     )  # fmt: skip
+    return lambda bias, y: launch(total if bias is None else bias.contiguous(), y)

@@ -1,0 +1,173 @@
+"""What calls of one kind have in common is worked out once: plans, and the prepared launches that they end in.
+
+From the shapes, strides, dtypes and options of a call follow its grid, its schedules, its views of the workspace and
+all but a few of its kernel's fifty arguments. An operation's plan holds these, so the next call of its kind looks the
+plan up, allocates its result, and hands the addresses of its tensors to the launcher of the compiled kernel.
+"""
+
+import functools
+import itertools
+import types
+
+import torch
+from triton import knobs
+from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tkernels.comm.device_simulated import WaitExpired
+
+MAX_PLANS = 1024  # a context keeps for each stream, and the local product for all
+MAX_ADDRESSES = 256  # whose descriptors a launch keeps, for each of its descriptors
+
+
+def describe(tensor: torch.Tensor | None):
+    """All that a plan may take from a tensor. What a kernel is compiled for is in it: dtype, and alignment to 16."""
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16
+
+
+class Plans:
+    """Plans by key, of which the MAX_PLANS newest are kept."""
+
+    def __init__(self):
+        self._plans = {}
+
+    def __len__(self):
+        return len(self._plans)
+
+    def find(self, key, make):
+        """The plan of that key, made by `make()` if there is none."""
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = make()
+            while len(self._plans) >= MAX_PLANS:
+                del self._plans[next(iter(self._plans))]
+            self._plans[key] = plan
+        return plan
+
+    def clear(self):
+        self._plans.clear()
+
+
+class Launch:
+    """A kernel's launch, of which all is decided but the addresses of the tensors that `varying` names.
+
+    kernel, num_programs: a triton.jit function, and its grid.
+    arguments: in the order of the kernel's parameters; for varying parameters, examples.
+    varying: the parameters that take the tensors of a call, in the order in which calls pass them.
+    context: whose expired waits forbid a launch; None for kernels that wait for nobody.
+    options: constants by name, and what triton.jit takes besides (num_warps, ...).
+
+    The first call goes through triton.jit, which compiles. Later ones go to the compiled kernel's launcher, with other
+    addresses only: each call's tensors must be like the first one's in all that `describe` tells. No call's tensors are
+    held. On the simulated runtime every call is a plain one.
+    """
+
+    def __init__(self, kernel, num_programs: int, arguments, varying: tuple[str, ...] = (), context=None, **options):
+        names = kernel.arg_names
+        self._kernel, self._num_programs, self._context = kernel, num_programs, context
+        self._arguments = dict(zip(names, arguments, strict=False))
+        self._arguments |= {name: options.pop(name) for name in names if name in options}
+        self._options = options
+        self._varying = {name: _maker(self._arguments.pop(name)) for name in varying}
+        self._compiled = self._launcher = None
+
+    def __call__(self, *tensors: torch.Tensor):
+        if self._context is not None:
+            self._context.refuse_after_fault()
+        if self._launcher is None and (self._compiled is None or not self._prepare()):
+            self._compiled = self._by_jit(tensors)
+            return
+        arguments, misaligned = self._flat.copy(), 0
+        for (at, mask, descriptors), tensor in zip(self._slots, tensors, strict=True):
+            address = tensor.data_ptr()
+            misaligned |= address & mask
+            arguments[at] = address if descriptors is None else descriptors.of(address, tensor)
+        if misaligned:
+            self._by_jit(tensors)
+            return
+        compiled, stream, metadata = self._compiled, self._stream(), None
+        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+            metadata = compiled.launch_metadata((self._num_programs, 1, 1), stream)
+        else:
+            enter = leave = None
+        self._launcher(
+            self._num_programs, 1, 1, stream, compiled.function, compiled.packed_metadata, metadata, enter, leave,
+            *arguments,
+        )  # fmt: skip
+
+    def _by_jit(self, tensors):
+        """A plain call. The compiled kernel, or None where it was interpreted."""
+        varying = zip(self._varying.items(), tensors, strict=True)
+        arguments = self._arguments | {name: make(tensor) for (name, make), tensor in varying}
+        try:
+            return self._kernel[(self._num_programs,)](**arguments, **self._options)
+        except WaitExpired:
+            if self._context is not None:
+                self._context.check()
+            raise
+
+    def _prepare(self) -> bool:
+        """The arguments as the launcher takes them: addresses, descriptors in their parts, None for constants.
+
+        False on a GPU without TMA, where Triton takes descriptors in other parts.
+        """
+        compiled, flat, signature, at = self._compiled, [], [], {}
+        descriptors = [kind for kind in compiled.src.signature.values() if kind.startswith("tensordesc")]
+        if len(descriptors) != len(compiled.metadata.tensordesc_meta or ()):
+            return False
+        layouts = iter(compiled.metadata.tensordesc_meta or ())
+        divisible = {path[0] for path, found in compiled.src.attrs.items() if ["tt.divisibility", 16] in found}
+        for number, (name, kind) in enumerate(compiled.src.signature.items()):
+            at[name] = len(flat), 15 if number in divisible else 0, None
+            value = self._arguments.get(name)
+            if kind.startswith("tensordesc"):
+                descriptors = _Descriptors(self._varying.get(name) or _maker(value), next(layouts))
+                at[name] = len(flat), 15, descriptors
+                of = descriptors.make.keywords
+                flat += [None if value is None else descriptors.of(value.base.data_ptr(), value.base)]
+                flat += [*of["shape"], *of["strides"]]
+                signature += ["nvTmaDesc", *["i32"] * len(of["shape"]), *["i64"] * len(of["shape"])]
+            else:
+                flat.append(None if kind == "constexpr" else _address(value))
+                signature.append(kind)
+        self._flat, self._slots = flat, [at[name] for name in self._varying]
+        self._stream = functools.partial(driver.active.get_current_stream, driver.active.get_current_device())
+        # A launcher for what descriptors consist of. Triton's own would encode each of them anew in each call.
+        source = types.SimpleNamespace(fn=compiled.src.fn, constants={}, signature=dict(enumerate(signature)))
+        self._launcher = driver.active.launcher_cls(source, compiled.metadata._replace(tensordesc_meta=None))
+        return True
+
+
+def _maker(example):
+    """What makes of a tensor the argument that `example` is: the tensor as that dtype, or a descriptor like that."""
+    if isinstance(example, TensorDescriptor):
+        of = {name: getattr(example, name) for name in ("shape", "strides", "block_shape")}
+        return functools.partial(TensorDescriptor, **of)
+    dtype = example.dtype
+    return lambda tensor: tensor if tensor.dtype == dtype else tensor.detach().view(dtype)
+
+
+def _address(value):
+    return value.data_ptr() if isinstance(value, torch.Tensor) else value
+
+
+class _Descriptors:
+    """The encoded TMA descriptors of one parameter, by address."""
+
+    def __init__(self, make, layout):
+        self.make, self._layout, self._known = make, layout, {}
+
+    def of(self, address: int, tensor: torch.Tensor):
+        known = self._known.get(address)
+        if known is None:
+            from triton.backends.nvidia.driver import make_tensordesc_arg
+
+            if len(self._known) >= MAX_ADDRESSES:
+                self._known.clear()
+            # Triton 3.6 takes two arguments, 3.9 a third one that it does not use.
+            unused = itertools.repeat(None, make_tensordesc_arg.__code__.co_argcount - 2)
+            known = self._known[address] = make_tensordesc_arg(self.make(tensor), self._layout, *unused)[0]
+        return known
