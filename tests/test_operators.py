@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 from transports import every_path
 
 import tkernels
+import tkernels.operators
 from tkernels.comm import TkernelsError
 from tkernels.comm.collectives import split_rows
 from tkernels.gemm import DTYPES, activation_reference
@@ -252,6 +254,67 @@ def test_opcheck_passes_for_every_operator(ctx):
         opcheck(operator.default, arguments, {"out": out.to(ctx.device)})
     checked = {operator._qualified_op_name for operator, *_ in cases + into}
     assert checked == {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("tkernels::")}
+
+
+class Log(TorchDispatchMode):
+    """The names of this library's operators that were called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "tkernels":
+            self.names.append(function.name().partition("::")[2])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.ranks(2)
+def test_who_looks_sees_operators_and_gets_what_others_get(ctx):
+    """A mode, a profiler and a subclass see what a plain call leaves out on its short way, forward and backward."""
+    rows = (4, 3)
+    whole = Whole(ctx, torch.float32, rows, make=integers)
+
+    def step(make=lambda tensor: tensor):
+        x, w = mine(whole.x_rows.split(rows), ctx), mine(whole.w_rows.chunk(ctx.size), ctx)
+        y, gathered = tkernels.all_gather_matmul(make(x), make(w), None, None, True, rows=rows, ctx=ctx)
+        second = mine(whole.w_rows.t().contiguous().chunk(ctx.size, dim=1), ctx)
+        z = tkernels.matmul_reduce_scatter(y, second, rows=rows, ctx=ctx)
+        total = tkernels.all_reduce(z.sum(0), ctx=ctx) + tkernels.all_gather(z, rows=rows, ctx=ctx).sum(0)
+        (total.sum() + gathered.sum()).backward()
+        return [tensor.detach() for tensor in (y, gathered, z, total, x.grad, w.grad, second.grad)]
+
+    plain = step()
+    with Log() as log:
+        watched = step()
+    assert {name: log.names.count(name) for name in log.names} == {
+        "all_gather_matmul": 2, "matmul_reduce_scatter": 2, "all_reduce": 1, "all_gather": 1, "reduce_scatter": 2,
+    }  # fmt: skip
+    with torch.profiler.profile() as profiler:
+        profiled = step()
+    seen = {event.key for event in profiler.key_averages()}
+    assert {f"tkernels::{name}" for name in log.names} <= seen
+    for others in (watched, profiled):
+        assert [torch.equal(*pair) for pair in zip(plain, others, strict=True)] == [True] * len(plain)
+
+
+class Named(torch.Tensor):
+    """A tensor that says what is done to it."""
+
+    called = []
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        cls.called.append(getattr(function, "__name__", str(function)))
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_a_subclass_of_tensor_is_asked():
+    device = torch.device("cuda", torch.cuda.current_device()) if tkernels.RUNTIME == "nvshmem" else "cpu"
+    x = torch.ones(3, 4, device=device).as_subclass(Named)
+    y = tkernels.matmul(x, torch.ones(2, 4, device=device))
+    assert type(y) is Named and any("matmul" in name for name in Named.called)
+    assert torch.equal(y.as_subclass(torch.Tensor), torch.full((3, 2), 4.0, device=device))
 
 
 @pytest.mark.ranks(2)

@@ -5,7 +5,6 @@ import time
 from unittest import mock
 
 import pytest
-import torch
 
 import tkernels
 from tkernels.comm.plans import Launch

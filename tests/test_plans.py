@@ -1,0 +1,218 @@
+"""Plans: a call like an earlier one does what that one did, to its own tensors; a call unlike it has its own plan."""
+
+import gc
+import importlib
+import json
+import os
+import subprocess
+import sys
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import tkernels
+from tkernels.comm import collectives, plans
+from tkernels.comm.collectives import split_rows
+from tkernels.comm.plans import Launch, Plans, describe
+from tkernels.configs import GemmConfig, OverlapConfig
+from tkernels.testing.compare import integers
+
+
+def misaligned(tensor):
+    """A copy whose memory does not begin at a multiple of 16 bytes."""
+    memory = tensor.new_empty(tensor.numel() + 1)[1:].view(tensor.shape)
+    return memory.copy_(tensor)
+
+
+@pytest.mark.quick
+def test_tensors_are_alike_if_a_kernel_can_not_tell_them_apart():
+    x = torch.zeros(8, 16)
+    assert describe(x) == describe(torch.ones(8, 16)) and describe(None) is None
+    unlike = [
+        torch.zeros(8, 17), torch.zeros(1, 16), torch.zeros(16, 8).t(), torch.zeros(8, 32)[:, :16], x.half(), x.int(),
+        misaligned(x), torch.zeros(8, 16, device="meta"), torch.zeros(128), None,
+    ]  # fmt: skip
+    described = [describe(tensor) for tensor in [x, *unlike]]
+    assert len(set(described)) == len(described)
+
+
+@pytest.mark.quick
+def test_the_newest_plans_are_kept_up_to_a_bound(monkeypatch):
+    monkeypatch.setattr(plans, "MAX_PLANS", 8)
+    kept, made = Plans(), []
+
+    def find(key):
+        return kept.find(key, lambda: made.append(key) or f"plan of {key}")
+
+    for key in range(20):
+        assert find(key) == find(key) == f"plan of {key}"
+        assert len(kept) <= 8
+    assert made == list(range(20))
+    for key in range(12, 20):
+        find(key)
+    assert made == list(range(20))
+    find(11)
+    assert made[20:] == [11]
+
+
+def test_a_plan_that_can_not_be_made_leaves_nothing():
+    kept = Plans()
+    with pytest.raises(ZeroDivisionError):
+        kept.find("key", lambda: 1 // 0)
+    assert len(kept) == 0 and kept.find("key", lambda: "plan") == "plan"
+
+
+def made_by(call) -> int:
+    """How many launches a call binds; one that follows another's plan binds none."""
+    bound, init = [], Launch.__init__
+
+    def watch(launch, *arguments, **options):
+        bound.append(launch)
+        init(launch, *arguments, **options)
+
+    Launch.__init__ = watch
+    try:
+        call()
+    finally:
+        Launch.__init__ = init
+    return len(bound)
+
+
+@pytest.mark.quick
+@pytest.mark.ranks(2)
+def test_calls_that_differ_in_anything_but_addresses_have_plans_of_their_own(ctx):
+    ctx.forget_plans()
+    rows, config = (32, 32), OverlapConfig(GemmConfig(32, 32, 32, group_m=2), 32, 1, 4096)
+    x, w, bias = torch.ones(32, 16), torch.ones(24, 16), torch.ones(24)
+    x, w, bias = x.to(ctx.device), w.to(ctx.device), bias.to(ctx.device)
+    calls = [
+        ((x, w), {}),
+        ((x, w, bias), {}),
+        ((x, w, bias, "relu"), {}),
+        ((x, w.t().contiguous().t()), {}),
+        ((x, misaligned(w)), {}),
+        ((misaligned(x), w), {}),
+        ((x.half(), w.half()), {}),
+        ((x, w[:1]), {}),
+        ((x[:1], w), {}),
+        ((x, w, None, None, True), {}),
+        ((x, w), {"out": x.new_empty(64, 24)}),
+        ((x, w), {"out": misaligned(x.new_empty(64, 24))}),
+        ((x, w), {"rows": rows}),
+        ((x, w), {"config": config}),
+        ((x, w), {"config": replace(config, chunk_rows=64)}),
+        ((x.half(), w.half()), {"out_dtype": torch.float32}),
+    ]
+    all_gather_matmul = importlib.import_module("tkernels.all_gather_matmul").all_gather_matmul
+    for number, (arguments, options) in enumerate(calls):
+        assert made_by(lambda: all_gather_matmul(ctx, *arguments, **options)) == 1, number  # noqa: B023
+        again = [a.clone() if a is x or a is w else a for a in arguments]
+        assert made_by(lambda: all_gather_matmul(ctx, *again, **options)) == 0, number  # noqa: B023
+
+
+@pytest.mark.ranks(2)
+def test_a_call_with_other_tensors_computes_with_those(ctx):
+    """Each operation, for sizes that come and go, from memory that is somewhere else in each call."""
+    kept = []  # so that no address comes twice
+    for turn in range(3):
+        for M, N, K in [(40, 24, 32), (7, 24, 32), (1, 1, 5), (40, 24, 32)]:
+            rows = split_rows(M, ctx.size)
+            seed = 10 * turn + M
+            x = [integers((M, K), torch.float32, seed + rank) for rank in range(ctx.size)]
+            w = [integers((N, K), torch.float32, 100 + seed + rank) for rank in range(ctx.size)]
+            bias = integers(N, torch.float32, seed)
+            shard, mine, weight = (t.to(ctx.device) for t in (x[0].split(rows)[ctx.rank], x[ctx.rank], w[ctx.rank]))
+            shard, mine, weight = shard.clone(), mine.clone(), weight.clone()
+            total = sum(a @ b.t() for a, b in zip(x, w, strict=True))
+            kept += [shard, mine, weight]
+            pairs = [
+                (tkernels.matmul(mine, weight, bias.to(ctx.device)), x[ctx.rank] @ w[ctx.rank].t() + bias),
+                (tkernels.all_gather_matmul(shard, weight, rows=rows, ctx=ctx), x[0] @ w[ctx.rank].t()),
+                (tkernels.matmul_reduce_scatter(mine, weight, rows=rows, ctx=ctx), total.split(rows)[ctx.rank]),
+                (tkernels.matmul_all_reduce(mine, weight, bias.to(ctx.device), ctx=ctx), total + bias),
+                (tkernels.all_gather(shard, rows=rows, ctx=ctx), x[0]),
+                (tkernels.reduce_scatter(mine, rows=rows, ctx=ctx), sum(x).split(rows)[ctx.rank]),
+                (tkernels.all_reduce(mine, ctx=ctx), sum(x)),
+                (tkernels.all_gather_matmul(shard, weight, None, None, True, rows=rows, ctx=ctx)[1], x[0]),
+            ]
+            kept += [got for got, _ in pairs]
+            assert [torch.equal(got.cpu(), want) for got, want in pairs] == [True] * len(pairs), (turn, M, N, K)
+
+
+@pytest.mark.ranks(2)
+def test_an_out_that_overlaps_is_refused_by_a_plan_too(ctx):
+    whole = torch.zeros(8, 16, device=ctx.device)
+    shard = torch.ones(4, 16, device=ctx.device)
+    for _ in range(2):
+        tkernels.all_gather(shard, out=whole, ctx=ctx)
+        tkernels.all_gather(whole[4 * ctx.rank :][:4], out=whole, ctx=ctx)
+    with pytest.raises(ValueError, match="overlaps it"):
+        tkernels.all_gather(whole[2:6], out=whole, ctx=ctx)
+    ctx.group.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_plans_hold_no_tensors_of_calls_and_go_with_their_context(ctx):
+    with tkernels.init(ctx.group.process_group, heap_bytes=4 << 20) as context:
+        x, w = torch.ones(4, 16, device=ctx.device), torch.ones(8, 16, device=ctx.device)
+        bias = torch.ones(8, device=ctx.device)
+        seen = [weakref.ref(tensor) for tensor in (x, w, bias)]
+        for operation in (tkernels.all_gather_matmul, tkernels.matmul_reduce_scatter, tkernels.matmul_all_reduce):
+            operation(x, w, bias, ctx=context)
+        for operation in (tkernels.all_gather, tkernels.reduce_scatter, tkernels.all_reduce):
+            operation(x, ctx=context)
+        tkernels.matmul(x, w, bias)
+        del x, w, bias, operation
+        assert [reference() for reference in seen] == [None] * 3
+        inbox = weakref.ref(context.workspace().inbox)
+        assert made_by(lambda: tkernels.barrier(ctx=context)) == 1
+        assert made_by(lambda: tkernels.barrier(ctx=context)) == 0
+        collectives.all_gather(context, torch.ones(1 << 16, device=ctx.device))  # the workspace grows and moves
+        assert made_by(lambda: tkernels.barrier(ctx=context)) == 1
+        gc.disable()
+    gc.enable()
+    assert inbox() is None
+
+
+@pytest.fixture(scope="module")
+def asked_of_the_driver(tmp_path_factory):
+    output = tmp_path_factory.mktemp("launches") / "facts.json"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("prepared_launches.py")
+    done = subprocess.run(
+        [sys.executable, script, output], env=environment | {"TKERNELS_RUNTIME": "nvshmem"}, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(output.read_text())
+
+
+@pytest.mark.compile
+def test_a_prepared_launch_asks_the_driver_for_what_a_plain_one_does(asked_of_the_driver):
+    assert len(asked_of_the_driver) == 8
+    for name, facts in asked_of_the_driver.items():
+        assert facts["same_launch"], name
+        assert facts["prepared"] == facts["plain"], name
+        assert facts["encoded_again"] == 0, name  # descriptors of addresses that were seen before
+        assert facts["launchers"] <= 1, name  # no C compiler runs a second time
+    assert sum("descriptor" in str(facts["prepared"]) for facts in asked_of_the_driver.values()) == 4
+
+
+@pytest.mark.compile
+def test_launch_hooks_see_prepared_launches(asked_of_the_driver):
+    for facts in asked_of_the_driver.values():
+        assert len(facts["hooked"]) == 1 and facts["hooked"][0].endswith("_kernel")
+
+
+@pytest.mark.compile
+def test_a_kernel_for_aligned_tensors_is_not_given_others(asked_of_the_driver):
+    checked = [facts for facts in asked_of_the_driver.values() if "misaligned" in facts]
+    assert len(checked) == 3
+    for facts in checked:
+        *_, parameters = facts["misaligned"]
+        assert set(facts["addresses"]) <= {value for value in parameters if isinstance(value, int)}
+    # Pointers to 33 columns and to 5 were compiled for as aligned; other kernels were needed.
+    assert all(facts["kernels_for_misaligned"] == 1 for facts in checked)
