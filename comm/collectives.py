@@ -552,9 +552,7 @@ def _result(name: str, x: torch.Tensor, out: torch.Tensor | None, shape: tuple[i
         overlap = x_bytes and out_bytes and -x_bytes < apart < out_bytes
         if overlap and not copied and apart != place:
             where = "" if place is None else f"in place it begins {-place} bytes after, otherwise "
-            raise ValueError(
-                f"{name}: out begins {-apart} bytes after x and overlaps it; {where}they share no memory"
-            )
+            raise ValueError(f"{name}: out begins {-apart} bytes after x and overlaps it; {where}they share no memory")
         return out
 
     return checked

@@ -50,6 +50,9 @@ class Plans:
         self._plans.clear()
 
 
+local_plans = Plans()  # of operations of this rank alone, which need no context
+
+
 class Launch:
     """A kernel's launch, of which all is decided but the addresses of the tensors that `varying` names.
 

@@ -20,6 +20,7 @@ import torch
 from tkernels.comm import runtime, tuned
 from tkernels.comm.context import Context, current_context
 from tkernels.comm.errors import TkernelsError
+from tkernels.comm.plans import local_plans
 
 OPERATIONS = ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 MAX_CHOICES = 4096  # that are kept, of a context and of the local product
@@ -142,6 +143,8 @@ def overlap_config(
 def forget_choices(ctx: Context):
     """Choose anew from now on: the context's records have changed."""
     ctx.choices.clear()
+    ctx.forget_plans()
+    local_plans.clear()
     gemm_config.cache_clear()
     _table_without_context.cache_clear()
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tkernels.comm import runtime
-from tkernels.comm.plans import Launch, Plans, describe
+from tkernels.comm.plans import Launch, describe, local_plans
 from tkernels.configs import GemmConfig, gemm_config
 
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
@@ -286,15 +286,7 @@ def matmul(
     """
     tensors = x, w, bias, out
     options = activation, out_dtype, config, precision(x.dtype)
-    return _plans.find((*map(describe, tensors), *options), lambda: _plan(*tensors, *options))(*tensors)
-
-
-_plans = Plans()
-
-
-def forget_plans():
-    """Work out anew what calls of `matmul` have in common: for those that follow another choice of configurations."""
-    _plans.clear()
+    return local_plans.find((*map(describe, tensors), *options), lambda: _plan(*tensors, *options))(*tensors)
 
 
 def _plan(x, w, bias, out, activation, out_dtype, config, precision):

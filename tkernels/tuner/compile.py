@@ -13,6 +13,7 @@ from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.jit import JITFunction
 
 from tkernels.comm.context import Context
+from tkernels.configs import forget_choices
 from tkernels.timing import Call
 
 
@@ -22,6 +23,7 @@ def compile_ahead(ctx: Context, calls: dict[str, Call], done: Callable[[int], No
     The calls are made one after the other, up to their launch, so they may be collective. done: is told how many of
     this rank's part there are.
     """
+    forget_choices(ctx)  # a launch that is prepared does not come to the compiler
     compiler, kernels, failures = _Compiler(), {}, {}
     with AsyncCompileMode(compiler, ignore_errors=True), _launches_compile() as launched:
         for name, call in calls.items():
