@@ -197,7 +197,8 @@ def put_packets(packets, words, epoch, rank, table, TRANSPORT: tl.constexpr):
     """Store a block of int32 `words` at int64 `packets` in `rank`'s memory, each word and its epoch as one of 8 bytes.
 
     What arrives says so itself: no fence and no signal, whose round trips cost more than small data. It takes twice the
-    bytes. Memory for packets holds nothing else, and begins with zeros: any other 32 bits might look like an epoch.
+    bytes. Memory for packets holds nothing else, and begins with zeros: any other 32 bits might look like an epoch. Of
+    the epoch there are 32 bits, so that only a word which nobody replaced in 2**32 calls could pass for a new one.
     Orders: nothing; a packet of this epoch has its word, and says nothing of other memory.
     TRANSPORT: not NVSHMEM, whose network may deliver 8 bytes in parts.
     """
@@ -223,8 +224,7 @@ def wait_packets(
         for source in range(SIZE):
             theirs = packets + source * stride
             if spin_packets(theirs, BLOCK, epoch, limit, tl.load(table + FAULTS)) == 0:
-                seen = tl.min(tl.load(theirs + tl.arange(0, BLOCK)) >> 32)
-                _record_fault(table, source, chunk, epoch, seen, OPERATION)
+                _record_fault(table, source, chunk, epoch, epoch - 1, OPERATION)
                 give_up(tl.load(table + FAULTS), SIZE, FAULT_RECORD)
         arrived = _load_packets(packets, stride, SIZE, BLOCK)
     else:

@@ -19,6 +19,7 @@ from tkernels.comm import (
     MismatchError,
     TkernelsError,
     WaitTimeoutError,
+    collectives,
     current_context,
     find_context,
     runtime,
@@ -228,7 +229,7 @@ def test_the_error_of_a_wait_says_who_waited_for_whom_and_what_to_do():
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("operation", ["all_gather", "matmul_all_reduce"])
+@pytest.mark.parametrize("operation", ["all_gather", "all_gather in chunks", "matmul_all_reduce"])
 @every_transport
 def test_a_rank_that_never_sends_is_named_by_every_rank_and_a_new_context_works(ctx, transport, operation):
     silent, timeout_s = ctx.size - 1, 1.0
@@ -236,10 +237,12 @@ def test_a_rank_that_never_sends_is_named_by_every_rank_and_a_new_context_works(
     w = integers((5, 8), torch.float32, 9, device=ctx.device)
 
     def call(context):
-        if operation == "all_gather":
+        if operation == "all_gather":  # as packets, over all transports that have them
             tkernels.all_gather(x, ctx=context)
+        elif operation == "all_gather in chunks":
+            collectives.all_gather(context, x, config=collectives.CollectiveConfig(packet_bytes=0))
         else:
-            tkernels.matmul_all_reduce(x, w, ctx=context)
+            tkernels.matmul_all_reduce(x, w, ctx=context, path="fused")
         context.check()  # on a GPU, where a launch returns before its kernel has run
 
     call(over(ctx, transport))  # compiles; one rank may take seconds longer than another
@@ -259,7 +262,7 @@ def test_a_rank_that_never_sends_is_named_by_every_rank_and_a_new_context_works(
     assert time.monotonic() - start < timeout_s + 20  # the limit, and the time of a loaded machine
 
     error = caught.value
-    assert error.operation == operation
+    assert error.operation == operation.removesuffix(" in chunks")
     assert error.rank != silent and error.peer == silent
     assert (error.chunk, error.expected, error.seen) == (0, 2, 1)
     with pytest.raises(WaitTimeoutError):
@@ -292,7 +295,7 @@ SURVIVOR = """
     dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=3)
     ctx = tkernels.init(timeout_s=1.0, heap_bytes=8 << 20)
     x, w = torch.ones(6, 8, device=ctx.device), torch.ones(5, 8, device=ctx.device)
-    call = tkernels.barrier if operation == "barrier" else lambda: tkernels.matmul_all_reduce(x, w)
+    call = tkernels.barrier if operation == "barrier" else lambda: tkernels.matmul_all_reduce(x, w, path="fused")
     call()
     ctx.check()
     dist.barrier()
