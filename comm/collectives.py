@@ -32,6 +32,7 @@ from tkernels.comm.device import (
     wait_packets,
     wait_signal,
 )
+from tkernels.comm.workspace import MIN_CHUNKS, PACKET_BLOCK, PACKET_BYTES
 
 OP_ALL_GATHER = operation("all_gather")
 OP_REDUCE_SCATTER = operation("reduce_scatter")
@@ -41,8 +42,7 @@ OP_BARRIER = operation("barrier")
 BLOCK = 8192  # elements of 2 bytes that a program copies at a step; so 12 programs of 8 warps saturate NVLink
 CHUNK_BYTES = 256 << 10  # the most behind one signal
 MIN_CHUNK_BYTES = 4 << 10
-MAX_PROGRAMS = 32
-PACKET_BLOCK = 1024  # words of 4 bytes that a program sends as packets at a step: 16 bytes for each of 256 threads
+MAX_PROGRAMS = MIN_CHUNKS // 2
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -58,9 +58,9 @@ class CollectiveConfig:
     max_programs: fewer leave multiprocessors to what runs beside.
     """
 
-    packet_bytes: int = 256 << 10
+    packet_bytes: int = PACKET_BYTES
     hop_bytes: int = 1 << 20
-    max_programs: int = 2 * MAX_PROGRAMS
+    max_programs: int = MIN_CHUNKS
 
     def packets(self, part_bytes: int, ctx: Context) -> bool:
         """Whether parts of that size travel as packets. The same on all ranks."""
@@ -69,6 +69,10 @@ class CollectiveConfig:
     def one_shot(self, num_bytes: int, size: int) -> bool:
         """Whether an all-reduce of that size among `size` ranks takes one shot; between two ranks it always does."""
         return num_bytes * (size - 1) * (size - 2) <= self.hop_bytes * size
+
+    def most_in_one_shot(self, size: int) -> int:
+        """The bytes of the largest all-reduce among `size` ranks, 3 or more, that takes one shot."""
+        return max(self.hop_bytes * size // ((size - 1) * (size - 2)), 0)
 
 
 DEFAULT = CollectiveConfig()
@@ -472,7 +476,11 @@ class _Parts:
             return self.packets(operation, reduce=True)
         part_stride = -(-self.max_part // BLOCK) * BLOCK
         gathered = self.total * self.out.element_size() // self.itemsize + 1 if gather else 0
-        workspace = self.reserve(ctx.size * part_stride + gathered)
+        needed = ctx.size * part_stride + gathered
+        if gather and ctx.size > 2:  # a smaller call, in one shot, must not need a larger inbox
+            most = config.most_in_one_shot(ctx.size) // self.itemsize
+            needed = max(needed, ctx.size * (most + BLOCK))
+        workspace = self.reserve(needed)
         return ctx.bind(
             reduce_kernel, min(self.num_programs, self.num_chunks), self.x, self.out,
             workspace.inbox.view(self.x.dtype), workspace.inbox_bytes // self.itemsize, part_stride, workspace.ready,

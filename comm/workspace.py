@@ -17,6 +17,11 @@ from tkernels.comm.errors import TkernelsError
 from tkernels.comm.plans import Plans
 from tkernels.comm.regions import ALIGNMENT, Regions, round_up
 
+# What small calls need is there from the first call on, so that a capture after a large one finds it.
+PACKET_BYTES = 256 << 10  # that a rank sends its peers as packets, all together
+PACKET_BLOCK = 1024  # words of 4 bytes that a program sends as packets at a step: 16 bytes for each of 256 threads
+MIN_CHUNKS = 64  # of a rank's part: as many as programs share one
+
 
 class Workspace:
     """Symmetric inboxes and signal words, and local scratch, of one (context, stream).
@@ -49,7 +54,7 @@ class Workspace:
         held = (self.inbox_bytes, self.num_chunks, self.num_packets)
         if any(more > has for more, has in zip(asked, held, strict=True)):
             self._refuse_if_captured()
-            self._grow(*map(max, asked, held))
+            self._grow(*map(max, asked, held, (0, MIN_CHUNKS, self._least_packets())))
         if outbox_bytes > self.outbox.numel():
             self._refuse_if_captured()
             self.outbox = torch.empty(round_up(outbox_bytes, ALIGNMENT), dtype=torch.uint8, device=self.context.device)
@@ -71,6 +76,13 @@ class Workspace:
 
     def forget_plans(self):
         self._plans.clear()
+
+    def _least_packets(self) -> int:
+        """Room for the packets of any call; none where that were more than a 32nd of the heap."""
+        size = self.context.size
+        blocks = -(-PACKET_BYTES // (4 * PACKET_BLOCK * (size - 1))) if size > 1 else 0
+        least = size * blocks * PACKET_BLOCK
+        return least if 2 * 8 * least <= self.context.heap.num_bytes // 32 else 0
 
     def _grow(self, inbox_bytes: int, num_chunks: int, num_packets: int):
         heap, size = self.context.heap, self.context.size

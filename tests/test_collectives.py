@@ -326,6 +326,19 @@ def test_changing_sizes_reuse_one_workspace_and_small_ones_never_grow_it(ctx):
     assert (ctx.workspace().inbox.data_ptr(), ctx.workspace().inbox_bytes) == before
 
 
+@pytest.mark.ranks(2, 3)
+def test_after_a_large_call_no_smaller_one_needs_a_larger_workspace(ctx):
+    """What a CUDA graph needs, whose capture can't make room."""
+    with tkernels.init(heap_bytes=64 << 20) as fresh:
+        tkernels.all_reduce(torch.zeros(3 << 20, dtype=torch.bfloat16, device=ctx.device), ctx=fresh)
+        before = fresh.workspace().inbox.data_ptr(), fresh.workspace().inbox_bytes
+        for num_bytes in (1, 100 << 10, 256 << 10, 512 << 10, 1 << 20, 3 << 19):
+            rows = split_rows(num_bytes // 2, ctx.size)
+            tkernels.all_gather(torch.zeros(rows[ctx.rank], device=ctx.device).bfloat16(), rows=rows, ctx=fresh)
+            tkernels.all_reduce(torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=ctx.device), ctx=fresh)
+        assert (fresh.workspace().inbox.data_ptr(), fresh.workspace().inbox_bytes) == before
+
+
 def test_split_rows_is_the_split_of_tensor_split():
     for num_rows, size in itertools.product((0, 1, 7, 8, 2047), (1, 2, 3, 4, 8)):
         want = tuple(len(part) for part in torch.zeros(num_rows).tensor_split(size))
