@@ -6,6 +6,7 @@ A script of its own, for the reason of compile_kernels.py. Kernels are compiled 
 code; what that would ask of the driver is written down in its place.
 """
 
+import functools
 import importlib
 import json
 import sys
@@ -91,14 +92,14 @@ def calls(ctx) -> dict:
         return torch.empty(shape, dtype=torch.bfloat16)
 
     def fused(name):
-        return getattr(importlib.import_module(f"tkernels.{name}"), name)
+        return functools.partial(getattr(importlib.import_module(f"tkernels.{name}"), name), ctx, path="fused")
 
     return {
         "matmul": lambda: gemm.matmul(make(256, 64), make(256, 64), make(256)),
         "matmul by pointers": lambda: gemm.matmul(make(1, 33), make(65, 33)),
-        "all_gather_matmul": lambda: fused("all_gather_matmul")(ctx, make(64, 64), make(256, 64), make(256)),
-        "matmul_reduce_scatter": lambda: fused("matmul_reduce_scatter")(ctx, make(256, 64), make(64, 256).t()),
-        "matmul_all_reduce": lambda: fused("matmul_all_reduce")(ctx, make(250, 64), make(256, 64)),
+        "all_gather_matmul": lambda: fused("all_gather_matmul")(make(64, 64), make(256, 64), make(256)),
+        "matmul_reduce_scatter": lambda: fused("matmul_reduce_scatter")(make(256, 64), make(64, 256).t()),
+        "matmul_all_reduce": lambda: fused("matmul_all_reduce")(make(250, 64), make(256, 64)),
         "all_gather": lambda: collectives.all_gather(ctx, make(64, 5)),
         "all_reduce": lambda: collectives.all_reduce(ctx, make(64, 64)),
         "barrier": ctx.barrier,
