@@ -101,6 +101,7 @@ class Context:
         self.timeout_s, self.num_programs = timeout_s, options["num_programs"]
         self._workspaces: dict[int, Workspace] = {}
         self._constants = {}
+        self.recorder = None  # while a trace is made: what gives launches room for their programs' marks
 
         self.heap = SymmetricHeap(self.group, options["heap_bytes"], runtime.open_segment)
         reachable = self.group.gather(runtime.transports(self.heap.segment))

@@ -30,6 +30,8 @@ TIMEOUT_NS = tl.constexpr(2)
 FAULTS = tl.constexpr(3)  # address of this rank's fault words
 HOST_FLAG = tl.constexpr(4)  # address of a word in host memory that says "look at the fault words"; 0 if none
 CLOCK = tl.constexpr(5)  # address of a word that waits share to read one clock
+TRACE_BUFFER = tl.constexpr(6)  # of a launch that is recorded: where its programs write (tkernels.comm.marks)
+TRACE_CAPACITY = tl.constexpr(7)  # and how many marks each may make there
 BASES = tl.constexpr(8)
 
 # The fault words of a rank: word 0 is the flag; then a record for each rank of the group, written by that rank.
@@ -326,7 +328,7 @@ def _look(table, polls, start, limit):
     through an atomic of one thread: it returns the latest time of the look before.
     """
     clock = tl.load(table + CLOCK).to(tl.pointer_type(tl.int64))
-    now = tl.atomic_max(clock, _globaltimer(), sem="relaxed", scope="gpu")
+    now = tl.atomic_max(clock, globaltimer(), sem="relaxed", scope="gpu")
     flag = tl.load(table + FAULTS).to(tl.pointer_type(tl.int64))
     flagged = tl.atomic_add(flag, tl.full((), 0, tl.int64), sem="relaxed", scope="sys")
     if polls == 2 * POLLS_PER_LOOK:
@@ -336,7 +338,7 @@ def _look(table, polls, start, limit):
 
 
 @triton.jit
-def _globaltimer():
+def globaltimer():
     return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
 
 

@@ -67,6 +67,12 @@ def give_up(faults, size, words):
 
 
 @interpreter.builtin
+def clock_ns() -> int:
+    """The time in ns: one clock for all processes of the machine."""
+    return time.monotonic_ns()
+
+
+@interpreter.builtin
 def delay():
     """A random pause where the interpreter was given a seed for it; nothing otherwise."""
     interpreter.jitter()

@@ -64,7 +64,7 @@ class Launch:
 
     The first call goes through triton.jit, which compiles. Later ones go to the compiled kernel's launcher, with other
     addresses only: each call's tensors must be like the first one's in all that `describe` tells. No call's tensors are
-    held. On the simulated runtime every call is a plain one.
+    held. On the simulated runtime every call is a plain one, and so is one that is traced.
     """
 
     def __init__(self, kernel, num_programs: int, arguments, varying: tuple[str, ...] = (), context=None, **options):
@@ -79,6 +79,9 @@ class Launch:
     def __call__(self, *tensors: torch.Tensor):
         if self._context is not None:
             self._context.refuse_after_fault()
+            if self._context.recorder is not None:
+                self._by_jit(tensors)
+                return
         if self._launcher is None and (self._compiled is None or not self._prepare()):
             self._compiled = self._by_jit(tensors)
             return
@@ -105,6 +108,8 @@ class Launch:
         """A plain call. The compiled kernel, or None where it was interpreted."""
         varying = zip(self._varying.items(), tensors, strict=True)
         arguments = self._arguments | {name: make(tensor) for (name, make), tensor in varying}
+        if self._context is not None and self._context.recorder is not None:
+            arguments = self._context.recorder.record(self._kernel, self._num_programs, arguments)
         try:
             return self._kernel[(self._num_programs,)](**arguments, **self._options)
         except WaitExpired:

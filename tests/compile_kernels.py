@@ -39,6 +39,8 @@ from tkernels import gemm, paths
 from tkernels.comm import channel, collectives, context, device, runtime
 from tkernels.comm.device import PEER, put_signal
 from tkernels.doctor import verbs
+from tkernels.trace import clocks
+from tkernels.trace.recorder import DEFAULT_MARKS, Recorder
 
 WORKERS = 2
 MULTIPROCESSORS = 132  # of an H100 and an H200
@@ -64,6 +66,7 @@ class Case:
     activation: str | None = None
     bias: bool = False
     tf32: bool = False
+    traced: bool = False
     out: str | None = None  # the result's dtype, and that of partial sums on their way
     wire: str | None = None
 
@@ -131,6 +134,14 @@ def _cases() -> list[Case]:
         cases.append(Case(operation, label="float32_out", ranks=4, out="float32"))
         cases.append(Case(operation, label="float32_wire", ranks=2, wire="float32"))
         cases.append(Case(operation, label="float32_wire", ranks=4, transport="nvshmem", wire="float32"))
+    for operation in FUSED:
+        for dtype in ("bfloat16", "float32"):
+            for label in ("large", "unaligned"):
+                cases.append(Case(operation, dtype, f"{label}_traced", SHAPES[label], ranks=4, traced=True))
+        cases.append(Case(operation, label="large_traced", ranks=2, traced=True))
+        cases.append(Case(operation, label="large_traced", ranks=4, transport="nvshmem", traced=True))
+    for operation in COLLECTIVES:
+        cases.append(Case(operation, label="aligned_traced", ranks=4, traced=True))
     cases.append(Case("matmul", "float32", "tf32", tf32=True))
     cases.append(Case("matmul", label="one_column", shape=(1024, 1, 1024)))
     for operation in COLLECTIVES:
@@ -150,6 +161,7 @@ def _cases() -> list[Case]:
         cases.append(Case("finish", dtype, activation=activation, bias=True))
     for ranks, transport in ((2, "peer"), (4, "peer"), (4, "nvshmem")):
         cases.append(Case("barrier", "", ranks=ranks, transport=transport))
+        cases.append(Case("clocks", "", ranks=ranks, transport=transport))
     for transport in ("peer", "nvshmem"):
         cases.append(Case("channel", "", "wait", ranks=2, transport=transport))
         for end in ("send", "receive"):
@@ -333,11 +345,15 @@ def _call(case: Case):
 
     ranks = (1, case.ranks)
     with tkernels.init(ranks, heap_bytes=1 << 30, transport=case.transport) if case.ranks > 1 else NO_CONTEXT as ctx:
+        if case.traced:
+            ctx.recorder = Recorder(ctx, DEFAULT_MARKS)
         if case.operation == "barrier":
             ctx.barrier()
         elif case.operation == "finish":
             bias, y = torch.empty(N, dtype=dtype), matrix(M, N)
             paths._finish(torch.empty(M, N), bias, case.activation, y)(bias, y)
+        elif case.operation == "clocks":
+            clocks.compare_clocks(ctx)
         elif case.operation == "round_trip":
             verbs.round_trip(ctx, case.label, case.transport)
         elif case.operation == "channel":
@@ -407,6 +423,10 @@ def facts_of(kernel) -> dict:
         "async_copies": len(re.findall(r"cp\.async\.c[ag]", ptx)),
         "mbarrier_waits": ptx.count("mbarrier.try_wait"),
         "warp_specialized": "warp_specialize" in kernel.asm["ttgir"] or "setmaxnreg" in ptx,
+        "parameters": re.search(r"\.entry \w+\((.*?)\)\n", ptx, re.DOTALL)[1].count(".param"),
+        "acquires": counts["acquire"],
+        "clock_reads": ptx.count("%globaltimer"),
+        "multiprocessor_reads": ptx.count("%smid"),
         "external": re.findall(r"\.extern \.func[^;]*?(\w+)\s*[(\n;]", ptx),
         "sites": dict(Counter(kind for kind, *_ in expected)),
         "missing": missing,
@@ -557,7 +577,7 @@ def _compare(events: list, expected: list) -> tuple[list[str], list[str]]:
 @functools.cache
 def _functions(file: str) -> dict[str, ast.FunctionDef]:
     """The functions of a file of the library, or of this one, by name."""
-    folders = [Path(module.__file__).parent for module in (tkernels, device, verbs)] + [Path(__file__).parent]
+    folders = [Path(module.__file__).parent for module in (tkernels, device, verbs, clocks)] + [Path(__file__).parent]
     path = next((folder / file for folder in folders if (folder / file).is_file()), None)
     statements = ast.parse(path.read_text()).body if path else []
     return {node.name: node for node in statements if isinstance(node, ast.FunctionDef)}

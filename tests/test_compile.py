@@ -3,6 +3,7 @@
 The compilations run once a session, in processes of their own (see compile_kernels.py), and need no GPU.
 """
 
+import dataclasses
 import json
 import math
 import os
@@ -33,7 +34,7 @@ def cases(names):
 def compiled(tmp_path_factory, request):
     """The facts of every case that a test of this session asks for, by name."""
     items = [item for item in request.session.items if item.path == Path(__file__) and hasattr(item, "callspec")]
-    asked = {item.callspec.params["name"] for item in items if "name" in item.callspec.params}
+    asked = {item.callspec.params[key] for item in items for key in ("name", "plain") if key in item.callspec.params}
     output = tmp_path_factory.mktemp("compile") / "facts.json"
     script = Path(__file__).with_name("compile_kernels.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -124,7 +125,16 @@ def plain_warps(facts):
         return "warps are specialized; Triton then deletes waits and signals"
 
 
-GATES = (spills, fits, tensor_cores, descriptors, pipeline, calls, order, remote_stores, linked, plain_warps)
+def untraced(facts):
+    """Without TRACE, clocks are read by bounded waits alone."""
+    if facts["constants"].get("TRACE") is False:
+        if facts["multiprocessor_reads"] or facts["clock_reads"] > facts["acquires"]:
+            return f"{facts['clock_reads']} reads of the clock for {facts['acquires']} waits"
+
+
+GATES = (
+    spills, fits, tensor_cores, descriptors, pipeline, calls, order, remote_stores, linked, plain_warps, untraced
+)  # fmt: skip
 
 
 def judge(facts) -> dict[str, str]:
@@ -152,6 +162,21 @@ def test_descriptors_are_used_where_the_layout_allows(compiled, name):
     rows = case.rows or (M // case.ranks,)
     whole_tiles = case.operation == "matmul" or all(count % constants["BLOCK_M"] == 0 for count in rows)
     assert constants["Y_TMA"] == (N * itemsize % 16 == 0 and whole_tiles)
+
+
+TRACED = {
+    name: dataclasses.replace(case, traced=False, label=case.label.removesuffix("_traced")).name
+    for name, case in CASES.items()
+    if case.traced
+}
+
+
+@pytest.mark.parametrize("name, plain", TRACED.items())
+def test_a_traced_kernel_takes_the_same_arguments(compiled, name, plain):
+    """Marks add instructions and no parameter, and the gate that finds none in other kernels sees them in this one."""
+    traced = facts_of(compiled, name)
+    assert traced["parameters"] == facts_of(compiled, plain)["parameters"]
+    assert untraced(traced | {"constants": {"TRACE": False}})
 
 
 @pytest.mark.exhaustive  # looks at cases that a check in a hurry leaves out

@@ -17,6 +17,7 @@ import triton.language as tl
 from tkernels.comm.collectives import check_rows
 from tkernels.comm.context import Context
 from tkernels.comm.device import begin_epoch, end_epoch, operation, put_signal, wait_signal
+from tkernels.comm.marks import COMPUTE, SEND, STORE, WAIT, end_marks, mark, no_marks
 from tkernels.configs import OverlapConfig, overlap_config
 from tkernels.gemm import (
     ACTIVATIONS,
@@ -69,7 +70,9 @@ def all_gather_matmul_kernel(
     X_TMA: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr, Y_TMA: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
     OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, PUT_BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+    TRACE: tl.constexpr = False,
 ):
+    marks = no_marks()
     pid = tl.program_id(0)
     epoch = begin_epoch(state)
     parity_row = (epoch % 2).to(tl.int32) * parity_rows
@@ -79,6 +82,7 @@ def all_gather_matmul_kernel(
             chunk = i // (SIZE - 1)
             target = (rank + 1 + i % (SIZE - 1)) % SIZE
             row = tl.cast(chunk * chunk_rows, tl.int64)
+            marks = mark(marks, SEND, chunk, target, table, TRANSPORT, TRACE)
             put_signal(
                 inbox + (parity_row + first_row + row) * K, x_memory + row * K,
                 tl.minimum(rows - row, chunk_rows) * K,
@@ -87,6 +91,7 @@ def all_gather_matmul_kernel(
         if pid == 0:
             for step in range(1, SIZE):
                 source = (rank + step) % SIZE
+                marks = mark(marks, WAIT, 0, source, table, TRANSPORT, TRACE)
                 wait_signal(ready + source * max_chunks, epoch, table, source, 0, OPERATION, TRANSPORT)
 
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -107,11 +112,14 @@ def all_gather_matmul_kernel(
             operand = gathered
             at = parity_row + out_row
             chunk = tl.load(tile + 4).to(tl.int32)
+            marks = mark(marks, WAIT, chunk, source, table, TRANSPORT, TRACE)
             wait_signal(ready + source * max_chunks + chunk, epoch, table, source, chunk, OPERATION, TRANSPORT)
+        marks = mark(marks, COMPUTE, out_row, column, table, TRANSPORT, TRACE)
         total = multiply(
             operand, K, 1, at, at + valid, w, w_stride_n, w_stride_k, column, N, K,
             BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, False, W_TMA, W_TRANSPOSED, PRECISION,
         )
+        marks = mark(marks, STORE, out_row, column, table, TRANSPORT, TRACE)
         if SPLIT == 2:
             HALF: tl.constexpr = BLOCK_N // 2
             left, right = halves(total, BLOCK_M, BLOCK_N)
@@ -124,6 +132,7 @@ def all_gather_matmul_kernel(
             store_tile(total, y, y_stride_m, out_row, valid, column, N, BLOCK_M, BLOCK_N, Y_TMA, DTYPE)
         turn += 1
         index = turn_tile(turn, pid, NUM_COMM, head_turns)
+    end_marks(marks, table, TRANSPORT, TRACE)
     end_epoch(state, epoch)
 # fmt: on
 

@@ -28,6 +28,7 @@ from tkernels.comm.device import (
     put_signal,
     wait_signal,
 )
+from tkernels.comm.marks import ADD, COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark, no_marks
 from tkernels.configs import OverlapConfig, overlap_config
 from tkernels.gemm import (
     ACTIVATIONS,
@@ -66,17 +67,22 @@ PART_ROWS = 128  # a part of an inbox begins at a multiple, whatever the tiles: 
 @triton.jit
 def add_partials(
     total, partials, partial_row, part_stride, row, valid, column, N, chunk,
-    ready, max_chunks, epoch, table, rank,
+    ready, max_chunks, epoch, table, rank, marks,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, TMA: tl.constexpr,
-    OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
+    OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, TRACE: tl.constexpr,
 ):
-    """Add the peers' partial sums of one tile, waiting for each peer's chunk; partials: [R, part_stride, N]."""
+    """Add the peers' partial sums of one tile, waiting for each peer's chunk; partials: [R, part_stride, N].
+
+    Returns the sum and the marks.
+    """
     for step in range(1, SIZE):
         source = (rank + step) % SIZE
+        marks = mark(marks, WAIT, chunk, source, table, TRANSPORT, TRACE)
         wait_signal(ready + source * max_chunks + chunk, epoch, table, source, chunk, OPERATION, TRANSPORT)
+        marks = mark(marks, ADD, chunk, source, table, TRANSPORT, TRACE)
         at = partial_row + source * part_stride + row
         total += load_tile(partials, N, 1, at, column, at + valid, N, ROWS, COLUMNS, TMA, False).to(tl.float32)
-    return total
+    return total, marks
 
 
 # Row counts may change from call to call, and ranks differ: no new kernel for each.
@@ -101,7 +107,9 @@ def matmul_reduce_kernel(
     Y_TMA: tl.constexpr, O_TMA: tl.constexpr, P_TMA: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, WIRE: tl.constexpr, PRECISION: tl.constexpr,
     OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, PUT_BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+    TRACE: tl.constexpr = False,
 ):
+    marks = no_marks()
     pid = tl.program_id(0)
     epoch = begin_epoch(state)
     parity_row = (epoch % 2).to(tl.int32) * parity_rows
@@ -118,10 +126,12 @@ def matmul_reduce_kernel(
             row = tl.load(send + 2)
             rows = tl.load(send + 3)
             counter = counters + target * max_chunks + chunk
+            marks = mark(marks, COLLECT, chunk, target, table, TRANSPORT, TRACE)
             wait_signal(counter, tl.cdiv(rows, BLOCK_M) * tiles_n, table, rank, chunk, OPERATION, TRANSPORT)
             tl.debug_barrier()
             tl.store(counter, tl.full((), 0, tl.int64))
             at = tl.cast(parity_row + rank * part_stride + chunk * chunk_rows, tl.int64)
+            marks = mark(marks, SEND, chunk, target, table, TRANSPORT, TRACE)
             put_signal(
                 inbox + at * N, outbox_memory + row * N, rows * N,
                 ready + rank * max_chunks + chunk, epoch, target, table, TRANSPORT, PUT_BLOCK, ALIGN,
@@ -144,6 +154,7 @@ def matmul_reduce_kernel(
         valid = tl.load(tile + 3).to(tl.int32)
         chunk = tl.load(tile + 4).to(tl.int32)
         column = tile_n * BLOCK_N
+        marks = mark(marks, COMPUTE, x_row, column, table, TRANSPORT, TRACE)
         total = multiply(
             x, x_stride_m, x_stride_k, x_row, x_row + valid, w, w_stride_n, w_stride_k, column, N, K,
             BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, X_TRANSPOSED, W_TMA, W_TRANSPOSED, PRECISION,
@@ -155,26 +166,33 @@ def matmul_reduce_kernel(
             if SPLIT == 2:
                 HALF: tl.constexpr = BLOCK_N // 2
                 left, right = halves(total, BLOCK_M, BLOCK_N)
-                left = add_partials(
+                left, marks = add_partials(
                     left, partials, parity_row, part_stride, row, valid, column, N, chunk,
-                    ready, max_chunks, epoch, table, rank, BLOCK_M, HALF, SIZE, P_TMA, OPERATION, TRANSPORT,
+                    ready, max_chunks, epoch, table, rank, marks,
+                    BLOCK_M, HALF, SIZE, P_TMA, OPERATION, TRANSPORT, TRACE,
                 )
+                marks = mark(marks, STORE, x_row, column, table, TRANSPORT, TRACE)
                 left = finish(left, bias, column, N, HALF, HAS_BIAS, ACTIVATION)
                 store_tile(left, y, N, out_row, valid, column, N, BLOCK_M, HALF, Y_TMA, DTYPE)
-                right = add_partials(
+                right, marks = add_partials(
                     right, partials, parity_row, part_stride, row, valid, column + HALF, N, chunk,
-                    ready, max_chunks, epoch, table, rank, BLOCK_M, HALF, SIZE, P_TMA, OPERATION, TRANSPORT,
+                    ready, max_chunks, epoch, table, rank, marks,
+                    BLOCK_M, HALF, SIZE, P_TMA, OPERATION, TRANSPORT, TRACE,
                 )
+                marks = mark(marks, STORE, x_row, column + HALF, table, TRANSPORT, TRACE)
                 right = finish(right, bias, column + HALF, N, HALF, HAS_BIAS, ACTIVATION)
                 store_tile(right, y, N, out_row, valid, column + HALF, N, BLOCK_M, HALF, Y_TMA, DTYPE)
             else:
-                total = add_partials(
+                total, marks = add_partials(
                     total, partials, parity_row, part_stride, row, valid, column, N, chunk,
-                    ready, max_chunks, epoch, table, rank, BLOCK_M, BLOCK_N, SIZE, P_TMA, OPERATION, TRANSPORT,
+                    ready, max_chunks, epoch, table, rank, marks,
+                    BLOCK_M, BLOCK_N, SIZE, P_TMA, OPERATION, TRANSPORT, TRACE,
                 )
+                marks = mark(marks, STORE, x_row, column, table, TRANSPORT, TRACE)
                 total = finish(total, bias, column, N, BLOCK_N, HAS_BIAS, ACTIVATION)
                 store_tile(total, y, N, out_row, valid, column, N, BLOCK_M, BLOCK_N, Y_TMA, DTYPE)
         else:
+            marks = mark(marks, STORE, x_row, column, table, TRANSPORT, TRACE)
             if SPLIT == 2:
                 HALF: tl.constexpr = BLOCK_N // 2
                 left, right = halves(total, BLOCK_M, BLOCK_N)
@@ -191,6 +209,7 @@ def matmul_reduce_kernel(
     if pid == 0:  # a rank without rows of its own still hears from every peer
         for step in range(1, SIZE):
             source = (rank + step) % SIZE
+            marks = mark(marks, WAIT, 0, source, table, TRANSPORT, TRACE)
             wait_signal(ready + source * max_chunks, epoch, table, source, 0, OPERATION, TRANSPORT)
 
     if GATHER:
@@ -201,19 +220,22 @@ def matmul_reduce_kernel(
                 row = tl.cast(chunk * chunk_rows, tl.int64)
                 rows = tl.maximum(tl.minimum(own - row, chunk_rows), 0)
                 counter = counters + rank * max_chunks + chunk
+                marks = mark(marks, COLLECT, chunk, rank, table, TRANSPORT, TRACE)
                 wait_signal(counter, tl.cdiv(rows, BLOCK_M) * tiles_n, table, rank, chunk, OPERATION, TRANSPORT)
                 tl.debug_barrier()
                 tl.store(counter, tl.full((), 0, tl.int64))
                 for step in range(1, SIZE):
+                    marks = mark(marks, SEND, chunk, (rank + step) % SIZE, table, TRANSPORT, TRACE)
                     put_signal(
                         gathered + (first + row) * N, y_memory + (first + row) * N, rows * N,
                         gathered_ready + rank * max_chunks + chunk, epoch, (rank + step) % SIZE, table,
                         TRANSPORT, PUT_BLOCK, ALIGN,
                     )
-        receive_parts(
+        marks = receive_parts(
             y_memory, gathered, gathered_ready, starts, max_chunks, epoch, table, tl.cast(chunk_rows, tl.int64) * N,
-            rank, SIZE, OPERATION, TRANSPORT, PUT_BLOCK, ALIGN,
+            rank, marks, SIZE, OPERATION, TRANSPORT, PUT_BLOCK, ALIGN, TRACE,
         )
+    end_marks(marks, table, TRANSPORT, TRACE)
     end_epoch(state, epoch)
 # fmt: on
 

@@ -1,0 +1,86 @@
+"""How far the clocks of the ranks are apart: each GPU counts its own nanoseconds.
+
+Every pair of ranks sends each other signals and notes when they left and arrived. A signal from p that left at p's time
+s and arrived at r's time a took a - s less the lead of r's clock; nothing arrives before it has left, so the quickest
+signals of both ways bound the lead from both sides, and the middle of the bounds is the estimate.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from tkernels.comm.context import Context
+from tkernels.comm.device import operation, signal, wait_signal
+from tkernels.comm.marks import clock
+
+OP = operation("comparison of clocks")
+ROUNDS = 64  # of which the quickest counts
+
+
+# fmt: off
+@triton.jit
+def clocks_kernel(
+    words, times, table,  # [R] in symmetric memory, zero before; [ROUNDS, R - 1, 2]
+    rank,
+    SIZE: tl.constexpr, ROUNDS: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
+):
+    """In each round, send every peer a signal and wait for one of every peer; note (sent, seen), by distance."""
+    for turn in range(ROUNDS):
+        for step in range(1, SIZE):
+            target = (rank + step) % SIZE
+            source = (rank + SIZE - step) % SIZE
+            noted = times + (turn * (SIZE - 1) + step - 1) * 2
+            tl.store(noted, clock(TRANSPORT))
+            signal(words + rank, turn + 1, target, table, TRANSPORT)
+            wait_signal(words + source, turn + 1, table, source, turn, OPERATION, TRANSPORT)
+            tl.store(noted + 1, clock(TRANSPORT))
+# fmt: on
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The lead of each rank's clock over rank 0's, in ns, at `time`, in ns on each rank's own clock.
+
+    error_ns: the largest distance between an estimate and its bounds.
+    """
+
+    time: np.ndarray  # [R]
+    lead: np.ndarray  # [R]
+    error_ns: float
+
+
+def compare_clocks(ctx: Context) -> Comparison:
+    """Collective, waits for the device. How far the ranks' clocks are apart now."""
+    if ctx.size == 1:
+        return Comparison(np.zeros(1), np.zeros(1), 0.0)
+    words = ctx.empty(ctx.size, dtype=torch.int64)
+    words.zero_()
+    times = torch.zeros(ROUNDS, ctx.size - 1, 2, dtype=torch.int64, device=ctx.device)
+    ctx.group.barrier()  # nobody signals before all words are zero
+    ctx.launch(
+        clocks_kernel, 1, words, times, ctx.table, ctx.rank,
+        SIZE=ctx.size, ROUNDS=ROUNDS, OPERATION=OP, TRANSPORT=ctx.transport_id, num_warps=1,
+    )  # fmt: skip
+    ctx.check()
+    noted = np.stack(ctx.group.gather(times.cpu().numpy()))
+    ctx.free(words)
+    return leads(noted)
+
+
+def leads(noted: np.ndarray) -> Comparison:
+    """The comparison from what the ranks noted: [R, rounds, R - 1, 2] of (sent to rank + step, seen from rank - step).
+
+    >>> leads(np.array([[[[0, 107]]], [[[100, 105]]]]))
+    Comparison(time=array([  0, 100]), lead=array([ 0., 49.]), error_ns=56.0)
+    """
+    size = len(noted)
+    quickest = np.zeros((size, size))  # from, to: what a signal took, plus the receiver's lead over the sender
+    for source in range(size):
+        for step in range(1, size):
+            target = (source + step) % size
+            quickest[source, target] = (noted[target, :, step - 1, 1] - noted[source, :, step - 1, 0]).min()
+    lead = (quickest[0] - quickest[:, 0]) / 2
+    return Comparison(noted[:, 0, 0, 0], lead, float((quickest[0] + quickest[:, 0]).max() / 2))

@@ -1,0 +1,105 @@
+"""Recording: room for the marks of each launch, and their way from all ranks into one trace."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tkernels.comm.context import Context, current_context
+from tkernels.comm.device import TRACE_BUFFER, TRACE_CAPACITY, operation_name
+from tkernels.comm.errors import TkernelsError
+from tkernels.comm.marks import MARK
+from tkernels.trace.clocks import compare_clocks
+from tkernels.trace.timeline import Launch, Trace
+
+DEFAULT_MARKS = 1024  # llama405b-gate-up on 4 ranks, 51 tiles a program, makes 160; 1024 take 4 MB a launch on an H200
+
+
+@contextlib.contextmanager
+def tracing(ctx: Context | None = None, *, marks: int = DEFAULT_MARKS) -> Iterator[Trace]:
+    """Collective. Record what the context's kernels do in this block; the trace is complete after it, on every rank.
+
+        with tkernels.tracing() as trace:
+            y = tkernels.all_gather_matmul(x, w)
+        if ctx.rank == 0:
+            trace.save("trace.json")  # for https://ui.perfetto.dev or chrome://tracing
+
+    Recorded are all launches of the operations on several ranks, forward and backward; not local products, and not what
+    a CUDA graph replays. A recorded kernel is another one than without: call the operation in a block of its own first,
+    or the trace shows a wait for the compiler.
+
+    marks: how many each program of a launch has room for, 32 bytes each, until the block ends. What finds none is
+    counted in `Trace.lost`. Raises ValueError for fewer than 2 or inside another such block, TkernelsError where a CUDA
+    graph is captured.
+    """
+    ctx = ctx or current_context()
+    if marks < 2:
+        raise ValueError(f"tracing: marks={marks}, but a program makes at least 2; the default is {DEFAULT_MARKS}")
+    if ctx.recorder is not None:
+        raise ValueError(f"tracing: {ctx.name} is being traced already; a block of tracing has no other inside")
+    trace, recorder = Trace(), Recorder(ctx, marks)
+    before = compare_clocks(ctx)
+    ctx.recorder = recorder
+    try:
+        yield trace
+    finally:
+        ctx.recorder = None
+    ctx.check()
+    launches = ctx.group.gather(recorder.launches())
+    trace.fill(launches, before, compare_clocks(ctx))
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """buffer and table are what the kernel writes and reads: they live as long as it may run."""
+
+    operation: str
+    num_comm: int | None
+    stream: int
+    buffer: torch.Tensor
+    table: torch.Tensor
+
+
+class Recorder:
+    """What a context's `recorder` is while a trace is made."""
+
+    def __init__(self, ctx: Context, marks: int):
+        self.ctx, self.marks = ctx, marks
+        self._recorded: list[_Recorded] = []
+
+    def record(self, kernel, num_programs: int, arguments: dict) -> dict:
+        """The arguments, by name, with which a launch writes marks; as they are for a kernel that makes none."""
+        ctx = self.ctx
+        if "TRACE" not in kernel.arg_names:
+            return arguments
+        if ctx.capturing:
+            raise TkernelsError("a CUDA graph is being captured, whose replays a trace can't record; trace eager calls")
+        buffer = torch.empty(num_programs, 1 + MARK.value * self.marks, dtype=torch.int64, device=ctx.device)
+        buffer[:, 0] = 0
+        table = ctx.table.clone()
+        table[TRACE_BUFFER.value] = buffer.data_ptr()
+        table[TRACE_CAPACITY.value] = self.marks
+        stream = torch.cuda.current_stream().cuda_stream if ctx.device.type == "cuda" else 0
+        name = operation_name(arguments["OPERATION"].value)
+        self._recorded.append(_Recorded(name, arguments.get("NUM_COMM"), stream, buffer, table))
+        return arguments | {"table": table, "TRACE": True}
+
+    def launches(self) -> list[Launch]:
+        """What has been recorded on this rank; the device has finished it."""
+        streams = list(dict.fromkeys(recorded.stream for recorded in self._recorded))
+        return [self._launch(recorded, streams.index(recorded.stream)) for recorded in self._recorded]
+
+    def _launch(self, recorded: _Recorded, lane: int) -> Launch:
+        counts = recorded.buffer[:, 0].cpu().numpy()
+        kept = np.minimum(counts, self.marks)
+        words = recorded.buffer[:, 1 : 1 + MARK.value * kept.max()].cpu().numpy()
+        marks = words.reshape(len(counts), -1, MARK.value)
+        return Launch(
+            recorded.operation,
+            recorded.num_comm,
+            lane,
+            [program[:number].copy() for program, number in zip(marks, kept, strict=True)],
+            (counts - kept).tolist(),
+        )
