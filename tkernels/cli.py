@@ -9,6 +9,9 @@ from pathlib import Path
 import tkernels
 
 RUNTIMES = ("auto", "simulated", "nvshmem")
+TRACED = (
+    "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_gather", "reduce_scatter", "all_reduce"
+)  # fmt: skip
 PARALLEL = ("tp", "pp", "fsdp", "zero", "ddp")
 
 
@@ -56,6 +59,13 @@ def _tune(options: argparse.Namespace) -> int:
     names = ("operation", "shape", "ranks", "dtype", "layout", "transport", "budget", "json", "list", "export", "clear")
     asked = {name: getattr(options, name) for name in names}
     return command.run(command.Options(**asked, grid=tuple(options.grid)))
+
+
+def _trace(options: argparse.Namespace) -> int:
+    from tkernels.trace import command
+
+    names = ("operation", "shape", "ranks", "dtype", "calls", "out", "json")
+    return command.run(command.Options(**{name: getattr(options, name) for name in names}))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -116,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--no-run", action="store_true", help="only say what is here")
     doctor.set_defaults(command=_doctor)
     _add_tune(commands, common)
+    _add_trace(commands, common)
     return parser
 
 
@@ -155,6 +166,27 @@ def _add_tune(commands, common: argparse.ArgumentParser):
     tune.set_defaults(command=_tune)
 
 
+def _add_trace(commands, common: argparse.ArgumentParser):
+    trace = commands.add_parser(
+        "trace",
+        parents=[common],
+        help="record what every program of a kernel does when, for Perfetto to show",
+        description="Record when each program of an operation's kernel waits, computes and sends, on every rank; write "
+        "it as a trace for https://ui.perfetto.dev and chrome://tracing, and print what the time went to.",
+        epilog="example: tkernels trace all_gather_matmul --shape tiny --ranks 2",
+    )
+    trace.add_argument("operation", choices=TRACED, metavar="OP", help=", ".join(TRACED))
+    trace.add_argument("--shape", required=True, metavar="NAME", help="a layer of a model, or MxNxK over all ranks")
+    trace.add_argument("--ranks", type=_count, metavar="N", help="default: all GPUs, or 2 on the simulated runtime")
+    trace.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16", help="default: bf16")
+    trace.add_argument("--calls", type=_count, metavar="N", default=3, help="how many to record; default: 3")
+    trace.add_argument(
+        "--out", type=_file, metavar="PATH", default=Path("tkernels-trace.json"),
+        help="where the trace goes, packed if it ends with .gz; default: tkernels-trace.json",
+    )  # fmt: skip
+    trace.set_defaults(command=_trace)
+
+
 def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"takes a whole number of at least 1, not {text!r}")
@@ -191,6 +223,12 @@ def _output(text: str) -> str:
 def _picture(text: str) -> Path:
     if text == "-":
         raise argparse.ArgumentTypeError("takes a path, not '-'; --no-plot draws no picture")
+    return _file(text)
+
+
+def _file(text: str) -> Path:
+    if text == "-":
+        raise argparse.ArgumentTypeError("takes a path, not '-'")
     return Path(_output(text))
 
 

@@ -14,6 +14,7 @@ from tkernels.comm.marks import KINDS
 from tkernels.trace.clocks import Comparison
 
 NAMES = tuple(KINDS)
+SHARES = (*NAMES[1:], "lost", "idle")  # what programs spend their time on
 MOVES = ("send", "copy")  # what moves data; the rest of a program's time is work on it, or waiting
 # chrome://tracing takes its own names of colours, Perfetto makes one of a slice's name without its numbers.
 COLOURS = {"compute": "good", "store": "vsync_highlight_color", "wait": "terrible", "collect": "bad"}
@@ -104,9 +105,9 @@ class Trace:
         self.launches = launches
         self.clock_error_us = max(before.error_ns, after.error_ns) / 1e3
         self.lost = sum(sum(launch.lost) for own in launches for launch in own)
-        times = [program[:, 3] for own in launches for launch in own for program in launch.marks]
-        steps = np.concatenate([np.zeros(0, np.int64), *map(np.diff, times)])
-        self.tick_ns = int(steps[steps > 0].min(initial=1 << 62)) if (steps > 0).any() else 0
+        times = [[program[:, 3] for launch in own for program in launch.marks] for own in launches]
+        steps = [np.diff(np.unique(np.concatenate(own))) for own in times if own]
+        self.tick_ns = min((int(step.min()) for step in steps if len(step)), default=0)
 
         def aligned(rank: int, times: np.ndarray) -> np.ndarray:
             """us on rank 0's clock since it was compared first: nanoseconds since 1970 are too many for a float."""
@@ -175,7 +176,7 @@ class Trace:
         shares = {}
         for role, times in sorted(spent.items(), reverse=True):
             total = times.pop("idle")
-            busy = {kind: times[kind] / total for kind in (*NAMES, "lost") if kind in times}
+            busy = {kind: times[kind] / total for kind in SHARES if kind in times}
             shares[role] = busy | {"idle": 1 - sum(busy.values())}
         first = self.launches[0][number]
         roles = [first.role(program) for program in range(len(first.marks))]

@@ -1,0 +1,252 @@
+"""Traces: what kernels write down of themselves is what they did, on one axis of time, and nothing is lost in silence."""
+
+import gzip
+import json
+import time
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+import tkernels
+from tkernels import cli
+from tkernels.comm import collectives, interpreter, marks
+from tkernels.configs import GemmConfig, OverlapConfig
+from tkernels.testing.compare import integers
+from tkernels.trace import clocks, command, tracing
+from tkernels.trace.timeline import Launch, Trace
+
+MATMULS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+N = 96
+CONFIG = OverlapConfig(GemmConfig(32, 64, 32, split=2, num_stages=2), chunk_rows=64, num_comm=1)
+
+
+def call(ctx, op, rows):
+    """One call on `rows` rows of each rank, with tiles of 32 x 64 in chunks of 64 rows."""
+    import importlib
+
+    M = rows[ctx.rank] if op in ("all_gather_matmul", "all_gather") else sum(rows)
+    x = integers((M, 64), torch.float32, seed=ctx.rank, device=ctx.device)
+    if op in COLLECTIVES:
+        return getattr(collectives, op)(ctx, x, **({} if op == "all_reduce" else {"rows": rows}))
+    w = integers((N, 64), torch.float32, seed=100 + ctx.rank, device=ctx.device)
+    options = {} if op == "matmul_all_reduce" else {"rows": rows}
+    y = getattr(importlib.import_module(f"tkernels.{op}"), op)(ctx, x, w, config=CONFIG, **options)
+    return y[0] if op == "all_gather_matmul" else y
+
+
+def recorded(ctx, op, rows, **options) -> Trace:
+    """The trace of two calls, whose results are those of a call that is not traced."""
+    want = call(ctx, op, rows)
+    with tracing(ctx, **options) as trace:
+        got = [call(ctx, op, rows) for _ in range(2)]
+    assert all(torch.equal(y, want) for y in got)
+    return trace
+
+
+def of(trace, kind, launch=1, **wanted):
+    return [
+        s for s in trace.slices
+        if s.kind == kind and s.launch == launch
+        and all({"rank": s.rank, **s.arguments}[name] == value for name, value in wanted.items())
+    ]  # fmt: skip
+
+
+def chunks_of(rows) -> dict[int, tuple[int, int]]:
+    """(owner, chunk) of each row of tiles, by its first row in the whole, as CONFIG cuts them."""
+    found, start = {}, 0
+    for owner, count in enumerate(rows):
+        for row in range(0, count, 32):
+            found[start + row] = owner, row // 64
+        start += count
+    return found
+
+
+def rows_of(size: int, even: bool) -> tuple[int, ...]:
+    return (96,) * size if even else (70, 0, 33, 130)[:size]
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
+@pytest.mark.parametrize("op", MATMULS)
+def test_every_tile_is_computed_once_and_then_stored(ctx, op, even):
+    rows = rows_of(ctx.size, even or op == "matmul_all_reduce")
+    trace = recorded(ctx, op, rows)
+    shares = collectives.split_rows(sum(rows), ctx.size) if op == "matmul_all_reduce" else rows
+    tiles = sorted((row, column) for row in chunks_of(shares) for column in range(0, N, 64))
+    for rank in range(ctx.size):
+        for launch in range(2):
+            computed = of(trace, "compute", launch, rank=rank)
+            assert sorted((s.arguments["row"], s.arguments["column"]) for s in computed) == tiles
+        stored = {(s.arguments["row"], s.arguments["column"]) for s in of(trace, "store", rank=rank)}
+        assert stored >= set(tiles)
+    check_times(trace)
+
+
+def check_times(trace):
+    """A program's slices follow each other without a gap, and no launch ends before it has begun."""
+    by_program = {}
+    for s in trace.slices:
+        assert s.end_us >= s.begin_us >= 0
+        by_program.setdefault((s.rank, s.launch, s.program), []).append(s)
+    for slices in by_program.values():
+        assert all(first.end_us == second.begin_us for first, second in zip(slices, slices[1:], strict=False))
+    assert trace.lost == 0
+
+
+@pytest.mark.ranks(2, 4)
+def test_rows_are_sent_then_awaited_then_multiplied(ctx):
+    rows = rows_of(ctx.size, even=False)
+    trace = recorded(ctx, "all_gather_matmul", rows)
+    slack = trace.clock_error_us
+    for rank in range(ctx.size):
+        for s in of(trace, "compute", rank=rank):
+            source, chunk = chunks_of(rows)[s.arguments["row"]]
+            before = [w for w in trace.slices if (w.rank, w.launch, w.program, w.end_us) == (rank, 1, s.program, s.begin_us)]
+            awaited = [w for w in before if w.kind == "wait" and w.arguments == {"chunk": chunk, "peer": source}]
+            assert bool(awaited) == (source != rank)
+            for w in awaited:
+                (sent,) = of(trace, "send", rank=source, chunk=chunk, peer=rank)
+                assert sent.begin_us < w.end_us + slack
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
+def test_a_chunk_is_sent_once_all_its_tiles_are_computed_and_added_once_it_is_there(ctx, op):
+    rows = rows_of(ctx.size, even=op == "matmul_all_reduce")
+    trace = recorded(ctx, op, rows)
+    for rank in range(ctx.size):
+        for peer in set(range(ctx.size)) - {rank}:
+            for chunk in range(max(-(-rows[peer] // 64), 1)):
+                (sent, *results) = sorted(of(trace, "send", rank=rank, chunk=chunk, peer=peer), key=lambda s: s.begin_us)
+                assert len(results) == (op == "matmul_all_reduce")  # the sums come after
+                own = [row for row, place in chunks_of(rows).items() if place == (peer, chunk)]
+                tiles = [s for s in of(trace, "compute", rank=rank) if s.arguments["row"] in own]
+                assert all(s.end_us <= sent.begin_us for s in tiles) and len(tiles) == 2 * len(own)
+                added = of(trace, "add", rank=peer, chunk=chunk, peer=rank)
+                assert all(sent.begin_us < s.begin_us + trace.clock_error_us for s in added)
+                assert len(added) == len(tiles) * CONFIG.gemm.split
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("op", COLLECTIVES)
+def test_collectives_send_every_chunk_to_every_peer(ctx, op):
+    trace = recorded(ctx, op, (96, 33) if op != "all_reduce" else (96, 96))
+    for rank in range(2):
+        sent, awaited = of(trace, "send", rank=rank), of(trace, "wait", rank=rank)
+        assert {s.arguments["peer"] for s in sent} == {s.arguments["peer"] for s in awaited} == {1 - rank}
+        assert len(sent) == len(of(trace, "wait", rank=1 - rank)) == (2 if op == "all_reduce" else 1)
+    assert trace.summary().shares.keys() == {"comm"}
+    check_times(trace)
+
+
+@pytest.mark.ranks(2)
+def test_marks_without_room_are_counted_and_shown(ctx):
+    with pytest.warns(UserWarning, match=r"the trace lacks \d+ marks, .* pass tracing\(marks=\.\.\.\) more than 4"):
+        trace = recorded(ctx, "matmul_reduce_scatter", (96, 96), marks=4)
+    short = [s for s in trace.slices if s.kind == "lost"]
+    assert trace.lost == sum(s.arguments["marks"] for s in short) > 0
+    full = recorded(ctx, "matmul_reduce_scatter", (96, 96))
+    counts = [[len(program) for launch in own for program in launch.marks] for own in full.launches]
+    assert trace.lost == sum(max(count - 4, 0) for own in counts for count in own)
+    assert "lost" in trace.summary().shares["compute"] and full.lost == 0
+
+
+def skewed(ctx):
+    """As if the rank's clock were that many ns ahead: a day for each rank."""
+    return ctx.rank * 86400 * 10**9
+
+
+@pytest.mark.ranks(3)
+def test_clocks_that_are_apart_are_aligned(ctx):
+    if ctx.runtime != "simulated":
+        pytest.skip("sets the clock of the simulated runtime")
+    ahead = skewed(ctx)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(marks, "clock_ns", interpreter.builtin(lambda: time.monotonic_ns() + ahead))
+        compared = clocks.compare_clocks(ctx)
+        assert np.abs(compared.lead - np.arange(3) * 86400e9).max() <= compared.error_ns
+        began = time.monotonic_ns()
+        trace = recorded(ctx, "all_gather_matmul", (64,) * 3)
+        took_us = (time.monotonic_ns() - began) / 1e3
+    assert max(s.end_us for s in trace.slices) < took_us
+    test_order = [(s.rank, s.begin_us) for s in trace.slices if s.kind == "send" and s.launch == 1]
+    assert {rank for rank, _ in test_order} == {0, 1, 2}
+    check_times(trace)
+
+
+def test_leads_lie_within_their_bounds():
+    """Signals of random durations between clocks with random leads: the truth is never outside, and never far."""
+    generator = np.random.default_rng(0)
+    size, rounds, truth = 4, 64, np.array([0, 10**15, -(10**12), 77])
+    noted = np.zeros((size, rounds, size - 1, 2), np.int64)
+    for turn in range(rounds):
+        for step in range(1, size):
+            sent = turn * 10**6 + generator.integers(0, 5000, size)
+            for rank in range(size):
+                source = (rank - step) % size
+                noted[rank, turn, step - 1, 0] = sent[rank] + truth[rank]
+                arrived = max(sent[source] + generator.integers(900, 4000), sent[rank])
+                noted[rank, turn, step - 1, 1] = arrived + truth[rank]
+    found = clocks.leads(noted)
+    assert np.abs(found.lead - truth).max() <= found.error_ns < 2500
+
+
+def a_trace() -> Trace:
+    """Two ranks of one comm and one compute program; rank 1's clock is 1000 ns ahead, at the end 2000."""
+
+    def program(*kinds):
+        return np.array([[marks_of.index(kind), first, second, at] for kind, first, second, at in kinds], np.int64)
+
+    marks_of = list(marks.KINDS)
+    start = 1_700_000_000_000_000_000
+    launches = []
+    for rank, ahead in ((0, 0), (1, 1500)):
+        at = start + ahead
+        comm = program(("send", 0, 1 - rank, at), ("wait", 0, 1 - rank, at + 4000), ("end", 7, 0, at + 6000))
+        work = program(("compute", 0, 64, at + 2000), ("store", 0, 64, at + 8000), ("end", 8, 0, at + 10000))
+        launches.append([Launch("all_gather_matmul", 1, 0, [comm, work], [0, 0])])
+    before = clocks.Comparison(np.array([start - 10**6, start - 10**6 + 1000]), np.array([0.0, 1000.0]), 300.0)
+    after = clocks.Comparison(np.array([start + 10**6, start + 10**6 + 2000]), np.array([0.0, 2000.0]), 400.0)
+    trace = Trace()
+    trace.fill(launches, before, after)
+    return trace
+
+
+def test_the_summary_says_what_the_time_went_to():
+    trace = a_trace()
+    assert (trace.clock_error_us, trace.lost) == (0.4, 0)
+    first, second = (of(trace, "send", 0, rank=rank)[0] for rank in range(2))
+    assert abs(first.begin_us - second.begin_us) < 0.01  # the drift is halfway
+    summary = trace.summary()
+    assert summary.operation == "all_gather_matmul" and summary.ranks == 2
+    assert summary.programs == {"compute": 1, "comm": 1}
+    assert summary.shares["comm"] == pytest.approx({"wait": 0.2, "send": 0.4, "idle": 0.4}, abs=1e-3)
+    assert summary.shares["compute"] == pytest.approx({"compute": 0.6, "store": 0.2, "idle": 0.2}, abs=1e-3)
+    assert summary.span_us == pytest.approx(10, abs=0.02)
+    assert summary.moving_us == pytest.approx(4, abs=0.01) and summary.hidden == pytest.approx(0.5, abs=0.01)
+    with pytest.raises(ValueError, match="launch 1 of 1"):
+        trace.summary(1)
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_the_file_is_what_trace_viewers_read(tmp_path, name):
+    trace = a_trace()
+    trace.save(tmp_path / name)
+    opened = gzip.open if name.endswith("gz") else open
+    with opened(tmp_path / name, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    named = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert named[0, 1] == "comm 0 (SM 7)" and named[1, 2] == "compute 1 (SM 8)" and named[0, 0] == "launches"
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"rank 0", "rank 1"}
+    slices = [e for e in events if e["ph"] == "X"]
+    assert len(slices) == len(trace.slices) + 2
+    assert all((e["pid"], e["tid"]) in named and e["dur"] >= 0 and e["ts"] >= 0 for e in slices)
+    (tile,) = (e for e in slices if e["pid"] == 1 and e["cat"] == "compute")
+    assert tile["name"] == "compute 0 64" and tile["args"] == {"row": 0, "column": 64, "launch": 0}
+    arrows = [(e["ph"], e["pid"], e["tid"]) for e in events if e["cat"] == "chunk"] if all("cat" in e for e in events) else [
+        (e["ph"], e["pid"], e["tid"]) for e in events if e.get("cat") == "chunk"
+    ]
+    assert arrows == [("s", 0, 1), ("f", 1, 1), ("s", 1, 1), ("f", 0, 1)]
