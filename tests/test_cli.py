@@ -18,7 +18,7 @@ COMMAND = [sys.executable, "-m", "tkernels.cli"]
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("command", [(), ("demo",), ("doctor",), ("tune",)], ids=["tkernels", "demo", "doctor", "tune"])
+@pytest.mark.parametrize("command", [(), ("demo",), ("doctor",), ("tune",), ("trace",)], ids=" ".join)
 def test_help_ends_with_an_example_that_parses(command, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main([*command, "--help"])
@@ -52,6 +52,9 @@ def test_version(capsys):
         ("demo --plot -", "--no-plot"),
         ("demo --json /", "it is a folder"),
         ("doctor --json /no/such/folder/found.json", "there is no folder"),
+        ("trace matmul --shape tiny", "invalid choice: 'matmul'"),
+        ("trace all_gather", "required: --shape"),
+        ("trace all_gather --shape tiny --out -", "takes a path, not '-'"),
         ("doctor --ranks 2", "unrecognized arguments: --ranks 2"),
         ("tune --budget soon", "--budget: takes a number of seconds above 0, not 'soon'"),
         ("tune --layout row", "invalid choice: 'row'"),

@@ -1,5 +1,6 @@
 """README is true: its example runs, its test runs, and its tree names every file."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -19,6 +20,7 @@ SHORTENED = {  # a line for the folder
     "tkernels/doctor",
     "tkernels/testing",
     "tkernels/tuner",
+    "tkernels/trace",
     "layers/userbuffers",
     "layers/cublasmp",
     "layers/zero",
@@ -111,6 +113,16 @@ def test_the_example_of_tuning_runs(ctx, tmp_path):
     assert len(list((tmp_path / "tuned").iterdir())) == 1
     ctx.tuned = before
     forget_choices(ctx)
+
+
+@pytest.mark.ranks(2)
+def test_the_example_of_traces_runs(ctx, tmp_path):
+    (block,) = (block for block in blocks("python") if "tkernels.tracing(" in block)
+    names = {}
+    exec(compile(block, "README.md, traces", "exec"), names)
+    with tkernels.init(ctx.group.process_group) as own, contextlib.chdir(tmp_path):
+        assert 0 <= names["record"](own) <= 1
+    assert (tmp_path / "trace.json").exists() or ctx.rank > 0
 
 
 def test_the_example_of_a_test_passes(pytester):
