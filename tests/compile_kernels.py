@@ -141,7 +141,8 @@ def _cases() -> list[Case]:
         cases.append(Case(operation, label="large_traced", ranks=2, traced=True))
         cases.append(Case(operation, label="large_traced", ranks=4, transport="nvshmem", traced=True))
     for operation in COLLECTIVES:
-        cases.append(Case(operation, label="aligned_traced", ranks=4, traced=True))
+        for label in ("aligned", "small"):
+            cases.append(Case(operation, label=f"{label}_traced", shape=COLLECTIVE_SHAPES[label], ranks=4, traced=True))
     cases.append(Case("matmul", "float32", "tf32", tf32=True))
     cases.append(Case("matmul", label="one_column", shape=(1024, 1, 1024)))
     for operation in COLLECTIVES:
@@ -424,7 +425,7 @@ def facts_of(kernel) -> dict:
         "mbarrier_waits": ptx.count("mbarrier.try_wait"),
         "warp_specialized": "warp_specialize" in kernel.asm["ttgir"] or "setmaxnreg" in ptx,
         "parameters": re.search(r"\.entry \w+\((.*?)\)\n", ptx, re.DOTALL)[1].count(".param"),
-        "acquires": counts["acquire"],
+        "clock_looks": len(re.findall(r"\batom\S*\.max\b", ptx)),
         "clock_reads": ptx.count("%globaltimer"),
         "multiprocessor_reads": ptx.count("%smid"),
         "external": re.findall(r"\.extern \.func[^;]*?(\w+)\s*[(\n;]", ptx),

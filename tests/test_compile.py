@@ -126,10 +126,10 @@ def plain_warps(facts):
 
 
 def untraced(facts):
-    """Without TRACE, clocks are read by bounded waits alone."""
+    """Without TRACE, nothing but the looks of bounded waits reads a clock."""
     if facts["constants"].get("TRACE") is False:
-        if facts["multiprocessor_reads"] or facts["clock_reads"] > facts["acquires"]:
-            return f"{facts['clock_reads']} reads of the clock for {facts['acquires']} waits"
+        if facts["multiprocessor_reads"] or facts["clock_reads"] > facts["clock_looks"]:
+            return f"{facts['clock_reads']} reads of the clock for {facts['clock_looks']} looks of waits"
 
 
 GATES = (

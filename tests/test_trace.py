@@ -13,6 +13,7 @@ import torch
 import tkernels
 from tkernels import cli
 from tkernels.comm import collectives, interpreter, marks
+from tkernels.comm.collectives import CollectiveConfig
 from tkernels.configs import GemmConfig, OverlapConfig
 from tkernels.testing.compare import integers
 from tkernels.trace import clocks, tracing
@@ -23,23 +24,24 @@ N = 96
 CONFIG = OverlapConfig(GemmConfig(32, 64, 32, split=2, num_stages=2), chunk_rows=64, num_comm=1)
 
 
-def call(ctx, op, rows):
+def call(ctx, op, rows, **options):
     """One call on `rows` rows of each rank, with tiles of 32 x 64 in chunks of 64 rows."""
     M = rows[ctx.rank] if op in ("all_gather_matmul", "all_gather") else sum(rows)
     x = integers((M, 64), torch.float32, seed=ctx.rank, device=ctx.device)
     if op in COLLECTIVES:
-        return getattr(collectives, op)(ctx, x, **({} if op == "all_reduce" else {"rows": rows}))
+        options |= {} if op == "all_reduce" else {"rows": rows}
+        return getattr(collectives, op)(ctx, x, **options)
     w = integers((N, 64), torch.float32, seed=100 + ctx.rank, device=ctx.device)
     options = {} if op == "matmul_all_reduce" else {"rows": rows}
     y = getattr(importlib.import_module(f"tkernels.{op}"), op)(ctx, x, w, config=CONFIG, **options)
     return y[0] if op == "all_gather_matmul" else y
 
 
-def recorded(ctx, op, rows, **options) -> Trace:
+def recorded(ctx, op, rows, marks=1024, **options) -> Trace:
     """The trace of two calls, whose results are those of a call that is not traced."""
-    want = call(ctx, op, rows)
-    with tracing(ctx, **options) as trace:
-        got = [call(ctx, op, rows) for _ in range(2)]
+    want = call(ctx, op, rows, **options)
+    with tracing(ctx, marks=marks) as trace:
+        got = [call(ctx, op, rows, **options) for _ in range(2)]
     assert all(torch.equal(y, want) for y in got)
     return trace
 
@@ -133,13 +135,16 @@ def test_a_chunk_is_sent_once_its_tiles_are_computed_and_added_once_it_is_there(
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", ["packets", "chunks"])
 @pytest.mark.parametrize("op", COLLECTIVES)
-def test_collectives_send_every_chunk_to_every_peer(ctx, op):
-    trace = recorded(ctx, op, (96, 33) if op != "all_reduce" else (96, 96))
+def test_collectives_send_every_chunk_to_every_peer(ctx, op, way):
+    config = CollectiveConfig(packet_bytes=0, hop_bytes=-1) if way == "chunks" else CollectiveConfig()
+    trace = recorded(ctx, op, (96, 96) if op == "all_reduce" else (96, 33), config=config)
     for rank in range(2):
-        sent, awaited = of(trace, "send", rank=rank), of(trace, "wait", rank=rank)
-        assert {s.arguments["peer"] for s in sent} == {s.arguments["peer"] for s in awaited} == {1 - rank}
-        assert len(sent) == len(of(trace, "wait", rank=1 - rank)) == (2 if op == "all_reduce" else 1)
+        sent, awaited = of(trace, "send", rank=rank, peer=1 - rank), of(trace, "wait", rank=1 - rank)
+        assert awaited and {s.arguments["chunk"] for s in sent} >= {s.arguments["chunk"] for s in awaited}
+        first = min(sent, key=lambda s: s.begin_us)
+        assert all(first.begin_us < s.end_us + trace.clock_error_us for s in awaited)
     assert trace.summary().shares.keys() == {"comm"}
     check_times(trace)
 
