@@ -374,7 +374,7 @@ def _call(case: Case):
                 gemm.matmul(*operands, case.activation, **options)
             else:
                 operation = getattr(importlib.import_module(f"tkernels.{case.operation}"), case.operation)
-                operation(ctx, *operands, case.activation, **options)
+                operation(ctx, *operands, case.activation, path="fused", **options)
 
 
 def _call_channel(ctx, case: Case):

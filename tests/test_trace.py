@@ -33,7 +33,7 @@ def call(ctx, op, rows, **options):
         return getattr(collectives, op)(ctx, x, **options)
     w = integers((N, 64), torch.float32, seed=100 + ctx.rank, device=ctx.device)
     options = {} if op == "matmul_all_reduce" else {"rows": rows}
-    y = getattr(importlib.import_module(f"tkernels.{op}"), op)(ctx, x, w, config=CONFIG, **options)
+    y = getattr(importlib.import_module(f"tkernels.{op}"), op)(ctx, x, w, config=CONFIG, path="fused", **options)
     return y[0] if op == "all_gather_matmul" else y
 
 
@@ -263,7 +263,7 @@ def test_only_what_is_in_the_block_is_recorded(ctx):
     assert empty.launches == [[], []] and empty.slices == []
     x = torch.ones(8, 16, device=ctx.device, requires_grad=True)
     with tkernels.tracing(ctx) as trace:
-        tkernels.all_gather_matmul(x, torch.ones(8, 16, device=ctx.device), ctx=ctx).sum().backward()
+        tkernels.all_gather_matmul(x, torch.ones(8, 16, device=ctx.device), path="fused", ctx=ctx).sum().backward()
     operations = [[launch.operation for launch in own] for own in trace.launches]
     assert operations == [["all_gather_matmul", "matmul_reduce_scatter"]] * 2
 

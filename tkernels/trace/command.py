@@ -1,5 +1,6 @@
 """`tkernels trace`: record an operation on ranks of this machine, write the trace, and say what is in it."""
 
+import functools
 import importlib
 import json
 import statistics
@@ -105,6 +106,8 @@ def record(ctx: Context, options: Options, sizes: shapes.Shape) -> Result:
     operands = _operands(ctx, options.operation, sizes, DTYPES[options.dtype])
     home = f"tkernels.{options.operation}" if "matmul" in options.operation else "tkernels.comm.collectives"
     operation = getattr(importlib.import_module(home), options.operation)
+    if "matmul" in options.operation:
+        operation = functools.partial(operation, path="fused")
 
     watch = stopwatch(ctx)
 
