@@ -82,7 +82,8 @@ class Recorder:
         table[TRACE_BUFFER.value] = buffer.data_ptr()
         table[TRACE_CAPACITY.value] = self.marks
         stream = torch.cuda.current_stream().cuda_stream if ctx.device.type == "cuda" else 0
-        name = operation_name(arguments["OPERATION"].value)
+        number = arguments["OPERATION"]
+        name = operation_name(getattr(number, "value", number))
         self._recorded.append(_Recorded(name, arguments.get("NUM_COMM"), stream, buffer, table))
         return arguments | {"table": table, "TRACE": True}
 
