@@ -701,8 +701,14 @@ def test_a_plan_is_made_once_and_for_each_field_that_changes_what_is_done(ctx, m
             for alpha in (1.0, 2.0):  # scalars share a plan
                 matmul(*operands, alpha=alpha, ctx=ctx, **call)
             assert len(made) == (number + 1 if round == 1 else len(variants)), variant
+    wide = even | dict(epilog_inputs={"bias": bias.float()})
+    operands = wide.pop("a").float(), wide.pop("b").float()
+    for allowed in (False, True, False, True):  # torch's own switch decides what kernels do with float32
+        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", allowed)
+        matmul(*operands, ctx=ctx, **wide)
+    assert len(made) == len(variants) + 2
     assert len(set(made)) == len(made)
-    fields = {"a", "b", "c", "distributions", "transposes", "epilog", "inputs", "options", "preferences"}
+    fields = {"a", "b", "c", "distributions", "transposes", "epilog", "inputs", "options", "preferences", "tf32"}
     assert fields == set(cublasmp.problem.Problem._fields)  # a new one needs a variant above
     with pytest.raises(TypeError):
         matmul(a, b, None, even["distributions"], ctx=ctx)  # only by keyword
@@ -904,11 +910,12 @@ def test_distributions_own_what_the_formula_says():
                     want = Parts(*(dealt(shape[d], blocks[d], at[d], grid.shape[d], first[d]) for d in (0, 1)))
                     got = [
                         [i for start, stop in part for i in range(start, stop)]
-                        for part in dist.owned(shape, rank, size)
+                        for part in dist.owned(shape, rank=rank, size=size)
                     ]
                     assert got == list(want), (dist, rank)
                     assert dist.shape(rank, shape) == (len(want.rows), len(want.columns))
-                    assert dist.transposed().owned(shape[::-1], rank, size) == dist.owned(shape, rank, size)[::-1]
+                    whole = dist.owned(shape, rank=rank, size=size)
+                    assert dist.transposed().owned(shape[::-1], rank=rank, size=size) == whole[::-1]
     assert Slab.X.shape(1, (7, 3), size=2) == (3, 3) and Slab.Y.shape(0, (7, 3), size=2) == (7, 2)
     for wrong, message in [
         (lambda: ProcessGrid(shape=(2, 2)), "can be filled in two ways"),
@@ -920,6 +927,9 @@ def test_distributions_own_what_the_formula_says():
         (lambda: BlockCyclic(ProcessGrid(shape=(2, 1)), (0, 1)), "each at least 1"),
         (lambda: BlockCyclic(ProcessGrid(shape=(2, 1)), (1, 1), first_process=(2, 0)), "is no place in a grid"),
         (lambda: Slab.X.shape(0, (2, 2)), "pass size="),
+        (lambda: Slab.X.shape(2, (8, 8), size=1), "rank=2 is none of size=1 ranks"),
+        (lambda: Slab.Y.owned((8, 8), rank=-1, size=2), "rank=-1 is none of size=2 ranks"),
+        (lambda: BlockNonCyclic(ProcessGrid(shape=(2, 1))).shape(2, (8, 8)), "rank=2 is none of size=2 ranks"),
     ]:
         with pytest.raises(ValueError, match=message):
             wrong()

@@ -148,6 +148,8 @@ REFUSED = [
     ({"qkv_fprop": {"atomic_gemm": 1}}, "atomic_gemm=True needs fp8"),
     ({"qkv_fprop": {"gemm_priority": -1}}, "products run on the caller's stream"),
     ({"qkv_fprop": {"is_reduce_scatter": 1}}, "ring_exchange of qkv_fprop is an all-gather"),
+    ({"qkv_fprop": {"use_ce": 1}}, "use_ce=True asks for the copy engine, but these kernels carry data by stores"),
+    ({"proj_fprop": {"use_ce": True}}, "leave use_ce out, or pass use_ce=0 for num_sm programs"),
     ({"qkv_fprop": {"aggregate": 2}}, r"\['aggregate'\]: 2 must be a boolean, or 0 or 1"),
     ({"qkv_dgrad": {"num_sm": 0}}, "0 must be a positive integer"),
     ({"qkv_dgrad": {"num_sm": True}}, "True must be a positive integer"),
@@ -320,6 +322,15 @@ def test_a_layer_names_what_its_overlap_lacks():
     te.Linear(8, 8, ub_overlap_rs=True, **common)  # for the other mode: Megatron passes both to every layer
 
 
+def test_the_positions_of_older_releases_are_refused_by_name():
+    with pytest.raises(TypeError, match="up to release 2.7 dtype stood in the fourth position, so pass dtype=torch"):
+        te.initialize_ub([8, 8], 1, False, torch.bfloat16)
+    x = torch.ones(4, 4)
+    with pytest.raises(TypeError, match="older releases had a workspace in the third position"):
+        te.general_gemm(x, x, torch.empty(16))
+    assert not te.is_ub_initialized()
+
+
 def test_fp8_is_refused_by_name():
     with pytest.warns(DeprecationWarning, match="use_fp8 is deprecated"), pytest.raises(ValueError, match="no fp8"):
         te.initialize_ub([8, 8], 1, use_fp8=True)
@@ -382,7 +393,7 @@ def test_a_transformer_engine_that_is_there_is_patched_on_request_only(tmp_path,
 def communicator_on(sim):
     """A communicator whose streams are the simulator's, and which needs no ranks."""
     comm = te.CommOverlap.__new__(te.CommOverlap)
-    comm._domain = types.SimpleNamespace(dev=sim, context=None, close=types.SimpleNamespace(alive=True))
+    comm._domain = types.SimpleNamespace(dev=sim, context=types.SimpleNamespace(num_programs=4), close=types.SimpleNamespace(alive=True))
     comm.shape, comm.dtype, comm.comm_type = (64, 4), torch.float32, te.CommOverlapType.AG
     comm.options = te.default_config(2)["qkv_dgrad"]
     comm.stream = sim.Stream("comm")
@@ -490,6 +501,13 @@ def test_an_error_of_one_rank_is_an_error_of_all_and_leaves_nothing(ctx, monkeyp
         te.initialize_ub([8, 8], 2, dtype=torch.float32, ub_cfgs=wrong)
     with pytest.raises(TkernelsError, match=r"ask for different things: rank 0: .*\[8, 8\].*rank 1: .*\[16, 8\]"):
         te.initialize_ub([8 + 8 * ctx.rank, 8], 2, dtype=torch.float32)
+    groups = dist.get_pg_count()
+    for value in ("soon", "0", "7"):  # on one rank alone
+        os.environ.update({"UB_TIMEOUT": value} if ctx.rank == 1 else {})
+        with pytest.raises((ValueError, TkernelsError), match=f"UB_TIMEOUT.*{value}"):
+            te.initialize_ub([8, 8], 2, dtype=torch.float32, bootstrap_backend="gloo")
+        os.environ.pop("UB_TIMEOUT", None)
+    assert not te.is_ub_initialized() and dist.get_pg_count() == groups
     original = registry._warm_up
 
     def failing(communicators):

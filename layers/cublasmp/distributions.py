@@ -86,13 +86,15 @@ class ProcessGrid:
 class Distribution:
     """What all of them can be asked."""
 
-    def owned(self, shape: tuple[int, int], rank: int, size: int) -> Owned:
+    def owned(self, shape: tuple[int, int], *, rank: int, size: int) -> Owned:
         """The rows and the columns of a matrix of `shape` that `rank` of `size` owns."""
-        raise NotImplementedError
+        if not 0 <= rank < size:
+            raise ValueError(f"{self}: rank={rank} is none of size={size} ranks, which count from 0")
+        return self._owned(shape, rank, size)
 
     def shape(self, rank: int, global_shape: tuple[int, int], *, size: int | None = None) -> tuple[int, int]:
         """The shape of `rank`'s local matrix; size: the number of ranks, where the distribution doesn't say."""
-        return local_shape(self.owned(tuple(global_shape), rank, self._size(size)))
+        return local_shape(self.owned(tuple(global_shape), rank=rank, size=self._size(size)))
 
     def global_shape(self, everyone: list["Distribution"], shapes: list[tuple[int, int]]) -> tuple[int, int]:
         """The shape of the whole, from every rank's distribution and local shape."""
@@ -128,7 +130,7 @@ class Slab(Distribution):
     def __repr__(self):
         return f"Slab.{'XY'[self.partition_dim]}"
 
-    def owned(self, shape, rank, size):
+    def _owned(self, shape, rank, size):
         return _slab(shape, self.partition_dim, split_rows(shape[self.partition_dim], size), rank)
 
     def global_shape(self, everyone, shapes):
@@ -159,7 +161,7 @@ class Box(Distribution):
         object.__setattr__(self, "lower", lower)
         object.__setattr__(self, "upper", upper)
 
-    def owned(self, shape, rank, size):
+    def _owned(self, shape, rank, size):
         rows, columns = (((lo, up),) if up > lo else () for lo, up in zip(self.lower, self.upper, strict=True))
         return rows, columns
 
@@ -192,7 +194,7 @@ class BlockCyclic(Distribution):
     def _blocks(self, shape) -> tuple[int, int]:
         return self.block_sizes
 
-    def owned(self, shape, rank, size):
+    def _owned(self, shape, rank, size):
         place = self.process_grid.coordinates(rank)
         rows, columns = (
             _dealt(shape[dim], self._blocks(shape)[dim], place[dim] - self.first_process[dim], count)

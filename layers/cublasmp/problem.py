@@ -58,7 +58,8 @@ class Operand(NamedTuple):
 class Problem(NamedTuple):
     """All of one rank's call that changes what is done, read column by column: a plan's key.
 
-    inputs: the epilog's, by name. Scalars are not in it: one plan serves every alpha and beta.
+    inputs: the epilog's, by name. tf32: whether torch lets float32 operands be multiplied in it; False for others.
+    Scalars are not in it: one plan serves every alpha and beta.
     """
 
     a: Operand
@@ -70,6 +71,7 @@ class Problem(NamedTuple):
     inputs: tuple[tuple[str, Operand], ...]
     options: MatmulOptions
     preferences: MatmulPlanPreferences
+    tf32: bool
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,9 @@ def resolve(everyone: list, scalars: list[tuple], num_programs: int) -> Layout:
     if all_reduce:
         owned["d"] = [(((0, m),), ((0, n),))] * size
     else:
-        owned["d"] = [distribution.owned((m, n), rank, size) for rank, distribution in enumerate(distributions["d"])]
+        owned["d"] = [
+            distribution.owned((m, n), rank=rank, size=size) for rank, distribution in enumerate(distributions["d"])
+        ]
         if isinstance(distributions["d"][0], Box) and not covers_once((m, n), owned["d"]):
             raise ValueError(f"D is {(m, n)}, but its distributions by rank cover another matrix: {distributions['d']}")
     for rank, problem in enumerate(everyone):
@@ -209,6 +213,7 @@ def _compare(everyone: list[Problem], scalars: list[tuple]):
             "epilog_inputs": tuple((name, operand.dtype) for name, operand in problem.inputs),
             "options": problem.options,
             "preferences": problem.preferences,
+            "torch.backends.cuda.matmul.allow_tf32": problem.tf32,
             "alpha": alpha,
             "beta": beta,
         }
@@ -254,7 +259,7 @@ def _check_options(problem: Problem, num_programs: int) -> tuple[torch.dtype, to
     aux = problem.preferences.epilog.aux_type
     if aux not in (None, result_dtype):
         raise ValueError(f"aux_type={aux} must be the result's dtype, {result_dtype}")
-    compute, tf32 = options.compute_type, torch.backends.cuda.matmul.allow_tf32
+    compute, tf32 = options.compute_type, problem.tf32
     if dtype == torch.float32 and compute is not None and tf32 != (compute == MatmulComputeType.COMPUTE_32F_FAST_TF32):
         raise ValueError(
             f"compute_type={compute.name}, but torch.backends.cuda.matmul.allow_tf32 is {tf32}, which decides for "
@@ -294,7 +299,7 @@ def round_up(value: int, multiple: int) -> int:
 def _spread(name: str, by_rank, shapes) -> tuple[tuple[int, int], list[Owned]]:
     """The shape of the whole matrix, and what each rank owns. Raises ValueError if a rank's shape doesn't fit."""
     shape = by_rank[0].global_shape(list(by_rank), shapes)
-    owned = [distribution.owned(shape, rank, len(shapes)) for rank, distribution in enumerate(by_rank)]
+    owned = [distribution.owned(shape, rank=rank, size=len(shapes)) for rank, distribution in enumerate(by_rank)]
     for rank, (mine, found) in enumerate(zip(owned, shapes, strict=True)):
         if local_shape(mine) != found:
             raise ValueError(

@@ -5,9 +5,11 @@ symmetric memory of the domain's context, grown to the largest shape, and on a G
 helper share that memory, a context and one communication stream a priority, since their calls come in one order anyway.
 The buffer that `copy_into_buffer` and `get_buffer` show is made when it is first asked for; layers need none.
 
-Two kernels that wait for peers must not run at the same time, for on another rank they may have started the other way
-round, and each would hold the multiprocessors that the other one needs. So what runs on the communication stream runs
-beside local products only, and the caller's stream joins it before anything else is launched.
+Two kernels that wait for peers may have started the other way round on another rank. Would each take all
+multiprocessors, the two ranks could wait for each other for ever. So what runs on the communication stream runs beside
+local products, which wait for nobody, or beside one product with a reduce-scatter inside that leaves it as many
+multiprocessors as it has programs: then both find room on every rank, whichever comes first. The caller's stream joins
+it before anything else is launched.
 """
 
 import contextlib
@@ -33,6 +35,7 @@ from tkernels.layers.userbuffers.defaults import OverlapOptions
 from tkernels.matmul_reduce_scatter import matmul_reduce_scatter
 
 DEFAULT_TIMEOUT_S = 110.0
+NUM_CARRIERS = 12  # programs of a collective beside a product, where no number is asked for: they saturate stores
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -64,7 +67,7 @@ class _Domain:
     """
 
     def __init__(self, group, heap_bytes: int | None):
-        self.context = init(group, heap_bytes=heap_bytes, timeout_s=_timeout_s(), default=False)
+        self.context = init(group, heap_bytes=heap_bytes, timeout_s=timeout_s(), default=False)
         self.dev = torch.get_device_module(self.context.device)
         self._streams = {}
         self.close = weakref.finalize(self, Context.finalize, self.context)
@@ -125,7 +128,7 @@ class CommOverlapCore:
         self.rank, self.size = self.context.rank, self.context.size
         if tp_size != self.size:
             raise ValueError(f"{name}: tp_size={tp_size}, but the helper's group has {self.size} ranks")
-        self._margin = _environment_int("NVTE_EXT_MARGIN_SM", 0)
+        self._margin = margin()
         highest = get_stream_priority_range()[1]
         self.stream = self._domain.stream(options.comm_priority or highest)
         self._buffer, self._active, self._configs = None, self.shape, {}
@@ -230,11 +233,16 @@ class CommOverlapCore:
             context, x_shard_m, w, bias, None, gathered, rows=rows, out=out, out_dtype=out_dtype, config=config
         )
 
-    def matmul_reduce_scatter(self, x, w, bias=None, *, rows=None, out=None, out_dtype=None) -> torch.Tensor:
-        """Collective. This rank's rows of the sum over ranks of x @ w.T, plus bias; rows split as by split_rows."""
+    def matmul_reduce_scatter(
+        self, x, w, bias=None, *, rows=None, out=None, out_dtype=None, beside: bool = False
+    ) -> torch.Tensor:
+        """Collective. This rank's rows of the sum over ranks of x @ w.T, plus bias; rows split as by split_rows.
+
+        beside: it runs in a block of `self.beside`, so it leaves multiprocessors to the collective.
+        """
         context = self.context
         rows = split_rows(x.shape[0], self.size) if rows is None else rows
-        config = self._config(x.shape[0], x, w, w.shape[0])
+        config = self._config(x.shape[0], x, w, w.shape[0], self._num_carriers if beside else 0)
         return matmul_reduce_scatter(context, x, w, bias, None, rows=rows, out=out, out_dtype=out_dtype, config=config)
 
     def all_gather(self, x_shard_m, rows, out=None, max_programs=collectives.MAX_PROGRAMS) -> torch.Tensor:
@@ -247,9 +255,9 @@ class CommOverlapCore:
 
     @contextlib.contextmanager
     def beside(self, collective, x: torch.Tensor, rows, out: torch.Tensor):
-        """Run `self.all_gather` or `self.reduce_scatter` beside the local products that the block launches.
+        """Run `self.all_gather` or `self.reduce_scatter` beside the products that the block launches.
 
-        The communication stream starts after all that the caller's stream has been given, and the caller's stream
+        They are local, or one `self.matmul_reduce_scatter(beside=True)`. The communication stream starts after all that the caller's stream has been given, and the caller's stream
         waits for it at the end of the block.
         """
         self._check(x.shape[-1], max(x.shape[0], out.shape[0]), x.dtype)
@@ -258,7 +266,7 @@ class CommOverlapCore:
         gate.record(current)
         lease = Lease(out, dev=dev, home=current, gate=gate, name=f"what {self!r} moves")
         with lease.write(self.stream), dev.stream(self.stream):
-            collective(x, rows, out, self.options.num_sm)
+            collective(x, rows, out, self._num_carriers)
         try:
             yield
         finally:
@@ -266,9 +274,15 @@ class CommOverlapCore:
                 pass
             lease.release()
 
+    @property
+    def _num_carriers(self) -> int:
+        """Programs of a collective beside a product."""
+        own = self.options.method == "ring_exchange" and self.options.use_ce
+        return max(min(NUM_CARRIERS if own else self.options.num_sm, self.context.num_programs - 2), 1)
+
     def multiply(self, x: torch.Tensor, w: torch.Tensor, out_dtype=None, out=None) -> torch.Tensor:
         """x @ w.T on this rank, by a kernel that leaves free what set_sm_margin and NVTE_EXT_MARGIN_SM ask for."""
-        margin = self._margin + (self.options.num_sm if self.options.set_sm_margin else 0)
+        margin = self._margin + (self._num_carriers if self.options.set_sm_margin else 0)
         if not margin or not x.shape[1]:
             return product(x, w, out_dtype, out)
         config = gemm_config(x.shape[0], *w.shape, x.dtype, layout_of(x, w))
@@ -282,12 +296,12 @@ class CommOverlapCore:
                 f"of tokens, and dtype={dtype}"
             )
 
-    def _config(self, tokens: int, x: torch.Tensor, w: torch.Tensor, width: int) -> OverlapConfig:
+    def _config(self, tokens: int, x: torch.Tensor, w: torch.Tensor, width: int, spared: int = 0) -> OverlapConfig:
         """The kernel's configuration: the library's own, changed by the options. `width` of what travels."""
-        key = tokens, w.shape[0], x.dtype, layout_of(x, w) != "pointers"
+        key = tokens, w.shape[0], x.dtype, layout_of(x, w) != "pointers", width, spared
         if key not in self._configs:
             self._check(width, tokens, x.dtype)
-            available = max(self.context.num_programs - self._margin, 2)
+            available = max(self.context.num_programs - self._margin - spared, 2)
             config = default_overlap(*key[:3], self.size, available, key[3])
             self._configs[key] = replace(self._tuned(config, tokens, available), max_programs=available)
         return self._configs[key]
@@ -325,8 +339,11 @@ class CommOverlapCore:
                     self.all_gather_matmul(own, w, empty.new_zeros(features), rows=rows)
             else:
                 w = empty.new_zeros((features, hidden) if transposed else (hidden, features))
-                x = empty.new_zeros(tokens, features)
-                self.matmul_reduce_scatter(x, w.t() if transposed else w, rows=rows)
+                w, x = w.t() if transposed else w, empty.new_zeros(tokens, features)
+                self.matmul_reduce_scatter(x, w, rows=rows)
+                if transposed:  # as in a column layer's dgrad
+                    with self.beside(self.all_gather, own, rows, empty.new_empty(tokens, hidden)):
+                        self.matmul_reduce_scatter(x, w, rows=rows, beside=True)
 
 
 class CommOverlap(CommOverlapCore):
@@ -487,7 +504,7 @@ def bulk_overlap_ag_with_external_gemm(allgather_communicator: CommOverlapCore, 
     ready.record(send_stream)
     ready.wait(recv_stream)
     with dev.stream(recv_stream):
-        comm.all_gather(own, rows, whole)
+        comm.all_gather(own, rows, whole, comm.options.num_sm)
 
 
 def get_stream_priority_range(device_id: int = -1) -> tuple[int, int]:
@@ -510,18 +527,23 @@ def nvte_built_with_cublasmp() -> bool:
     return True
 
 
-def _timeout_s() -> float:
+def timeout_s() -> float:
+    """Seconds that a kernel waits for a peer: UB_TIMEOUT. Raises ValueError if it is no positive number."""
     text = os.environ.get("UB_TIMEOUT", str(DEFAULT_TIMEOUT_S))
     try:
-        return float(text)
+        seconds = float(text)
     except ValueError:
-        raise ValueError(f"UB_TIMEOUT={text!r} must be a number of seconds") from None
+        seconds = math.nan
+    if not seconds > 0:
+        raise ValueError(f"UB_TIMEOUT={text!r} must be a positive number of seconds")
+    return seconds
 
 
-def _environment_int(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
+def margin() -> int:
+    """Multiprocessors that products leave free: NVTE_EXT_MARGIN_SM. Raises ValueError if it is no number."""
+    text = os.environ.get("NVTE_EXT_MARGIN_SM", "0")
     if not text.isdecimal():
-        raise ValueError(f"{name}={text!r} must be a number of multiprocessors")
+        raise ValueError(f"NVTE_EXT_MARGIN_SM={text!r} must be a number of multiprocessors")
     return int(text)
 
 

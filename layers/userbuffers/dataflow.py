@@ -5,7 +5,8 @@ S tokens of all ranks, sequence parallel outside: each rank has S/P of them.  I,
     column    w [O/P, I]
       fprop     x [S/P, I]    all-gather of x inside the product            y  [S, O/P]
       dgrad     dy [S, O/P]   bulk: the partial dx, and beside it all-gather of x
-                              or: reduce-scatter of dx inside the product   dx [S/P, I]
+                              or: reduce-scatter of dx inside the product, and
+                              beside it all-gather of x for wgrad           dx [S/P, I]
       wgrad     dy.T @ x      bulk: beside it reduce-scatter of the partial dx
     row       w [O, I/P]
       fprop     x [S, I/P]    reduce-scatter of y inside the product        y  [S/P, O]
@@ -14,9 +15,6 @@ S tokens of all ranks, sequence parallel outside: each rank has S/P of them.  I,
 
 Where a pass has no communicator the same data travels by torch.distributed, before or after the product. Without
 sequence parallelism, a column layer sums dx over the ranks and a row layer sums y.
-
-A dgrad with reduce-scatter inside gathers x before it on the same stream: beside it would be a second kernel that waits
-for peers (see `communicators`).
 """
 
 import contextlib
@@ -112,12 +110,14 @@ class Column:
             dx = _all_reduce(dy @ w, self.group) if need_x else None
             return dx, None if dw is None else dw(dy, x)
         inside = self.dgrad if self.dgrad is not None and (self.dgrad.options.is_reduce_scatter or dw is None) else None
-        bulk = self.dgrad if inside is None and dw is not None else None
         gathered = dx = part = None
-        if bulk is not None:
+        if dw is not None and self.dgrad is not None and need_x:
             gathered = x.new_empty(sum(self.rows), x.shape[1])
-            with bulk.beside(bulk.all_gather, x, self.rows, gathered):
-                part = bulk.multiply(dy, w.t()) if need_x else None
+            with self.dgrad.beside(self.dgrad.all_gather, x, self.rows, gathered):
+                if inside is not None:
+                    dx = inside.matmul_reduce_scatter(dy, w.t(), rows=self.rows, beside=True)
+                else:
+                    part = self.dgrad.multiply(dy, w.t())
         else:
             gathered = self._gather(x) if dw is not None else None
             if need_x and inside is not None:

@@ -42,7 +42,9 @@ class OverlapOptions:
     num_splits: pipeline: at least so many pieces of a rank's rows travel one by one, as far as tiles allow. Rows are
         split, not features, so no remainder is lost.
     aggregate: ring_exchange all-gather: messages of twice the rows. Takes any number of ranks.
-    use_ce: ring_exchange: leave the copies to the library. These kernels send by stores, not by the copy engine.
+    use_ce: False: ring_exchange has num_sm programs that carry the data. True, in the table because it is there in
+        TransformerEngine's, leaves their number to the kernel. These kernels send by stores, so a configuration that
+        asks for the copy engine by use_ce=True is refused.
     atomic_gemm: fp8 only, so it is refused.
     fp8_buf: inert without fp8.
     comm_priority: of the communication stream. gemm_priority: of the caller's stream, so it must be 0. Both 0: the
@@ -74,6 +76,8 @@ class OverlapOptions:
         }
         if self.method in ("ring_exchange", "pipeline"):
             reasons["set_sm_margin"] = "inside a fused kernel the sending programs are always apart"
+        if self.method == "external":
+            reasons["set_sm_margin"] = "the product beside it is the caller's"
         if self.method != "ring_exchange":
             reasons["use_ce"] = f"{self.method} has no copies for the copy engine"
         elif self.use_ce:
@@ -171,6 +175,11 @@ def configure(
         method = _method(name, entry, ways, with_cublasmp)
         base = _defaults(name, method if name in _SWITCHABLE else ways[0], tp_size, *priorities)
         reduces = _is_reduce_scatter(name, method)
+        if entry.get("use_ce"):
+            raise ValueError(
+                f"ub_cfgs[{name!r}]: use_ce=True asks for the copy engine, but these kernels carry data by stores; "
+                f"leave use_ce out, or pass use_ce=0 for num_sm programs that carry it"
+            )
         if entry.get("is_reduce_scatter", reduces) != reduces:
             what = "a reduce-scatter" if reduces else "an all-gather"
             raise ValueError(f"ub_cfgs[{name!r}]: {method} of {name} is {what}; leave is_reduce_scatter out")

@@ -54,7 +54,7 @@ def general_gemm(
     The returned out is the result in every case; it is `out` where that was given. use_split_accumulator is about fp8
     and changes nothing. Raises ValueError or TypeError before anything is launched.
     """
-    _check(layout, quantization_params, beta, accumulate, out)
+    _check(out_dtype, layout, quantization_params, beta, accumulate, out)
     if gelu and grad and gelu_in is None:
         raise ValueError("general_gemm: gelu=True with grad=True needs gelu_in, what gelu was applied to in forward")
     if ub is not None or ub_type is not None or bulk_overlap or extra_output is not None:
@@ -138,7 +138,12 @@ def _epilogue(value, alpha, beta, accumulate, out, bias):
     return value if bias is None else value + bias
 
 
-def _check(layout, quantization_params, beta, accumulate, out):
+def _check(out_dtype, layout, quantization_params, beta, accumulate, out):
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        raise TypeError(
+            f"general_gemm: out_dtype is a {type(out_dtype).__name__} and must be a torch.dtype; older releases had a "
+            f"workspace in the third position, which there is none of: leave it out"
+        )
     if quantization_params is not None:
         raise ValueError("general_gemm: quantization_params quantizes the result, but there is no fp8; pass None")
     if layout not in ("TN", "NN", "NT"):

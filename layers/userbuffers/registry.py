@@ -21,6 +21,8 @@ from tkernels.layers.userbuffers.communicators import (
     CommOverlapType,
     get_stream_priority_range,
     heap_bytes,
+    margin,
+    timeout_s,
 )
 from tkernels.layers.userbuffers.defaults import (
     OverlapOptions,
@@ -80,10 +82,12 @@ def initialize_ub(
     """
     world = Group(None)
     asked = dict(
-        shape=shape, tp_size=tp_size, dtype=dtype, ub_cfgs=ub_cfgs, modes=quantization_modes, cublasmp=with_cublasmp
-    )
+        shape=shape, tp_size=tp_size, dtype=dtype, ub_cfgs=ub_cfgs, modes=quantization_modes, cublasmp=with_cublasmp,
+        UB_TIMEOUT=os.environ.get("UB_TIMEOUT"), NVTE_EXT_MARGIN_SM=os.environ.get("NVTE_EXT_MARGIN_SM"),
+    )  # fmt: skip
     error, options = None, None
     try:
+        timeout_s(), margin()
         _check(world, shape, tp_size, dtype, bootstrap_backend, tp_group)
         modes = _modes(use_fp8, quantization_modes)
         configurations = _configurations(ub_cfgs, modes)
@@ -93,8 +97,9 @@ def initialize_ub(
     _agree(world, error, repr(asked))
 
     group, groups = _domain(world, tp_size, bootstrap_backend, tp_group)
-    helper, made = CommOverlapHelper(group, heap_bytes=heap_bytes(shape, dtype, tp_size)), {}
+    helper, made = None, {}
     try:
+        helper = CommOverlapHelper(group, heap_bytes=heap_bytes(shape, dtype, tp_size))
         for mode, table in options.items():
             for name, mine in table.items():
                 made[name, mode] = _communicator(mine, shape, dtype, helper, tp_size, with_cublasmp)
@@ -206,6 +211,11 @@ def _modes(use_fp8: bool, modes) -> list[UserBufferQuantizationMode]:
                 "initialize_ub: use_fp8 is deprecated; pass quantization_modes", DeprecationWarning, stacklevel=3
             )
         modes = [FP8 if use_fp8 else NONE]
+    if isinstance(modes, torch.dtype):
+        raise TypeError(
+            f"initialize_ub: quantization_modes={modes}; up to release 2.7 dtype stood in the fourth position, so pass "
+            f"dtype={modes} and what follows it by keyword"
+        )
     if not isinstance(modes, list):
         raise TypeError(f"initialize_ub: quantization_modes must be a list, not {type(modes).__name__}")
     wrong = [mode for mode in modes if not isinstance(mode, UserBufferQuantizationMode)]
