@@ -400,11 +400,38 @@ def test_a_call_on_another_stream_straight_after_init(ctx):
 
 @pytest.mark.ranks(2, 4)
 @gpu_only
+def test_two_kernels_that_wait_for_peers_find_room_in_either_order(ctx):
+    """On every other rank the gather comes first, on the others the product with a reduce-scatter inside."""
+    tokens, hidden = 4096, 1024
+    comm = te.CommOverlapP2P([tokens, hidden], torch.bfloat16, helper(ctx, 256 << 20), ctx.size, RS)
+    w = small((512, hidden), torch.bfloat16, 7, ctx)
+    rows = tkernels.split_rows(tokens, ctx.size)
+    for call in range(20):
+        every = [small((tokens, 512), torch.bfloat16, 10 * call + rank, ctx) for rank in range(ctx.size)]
+        mine = torch.full((rows[0], hidden), float(10 * call + ctx.rank), dtype=torch.bfloat16, device=ctx.device)
+        gathered = poison(mine.new_empty(tokens, hidden))
+        gather_first = (ctx.rank + call) % 2
+        if not gather_first:
+            with torch.cuda.stream(comm.stream):
+                torch.cuda._sleep(2_000_000)
+        with comm.beside(comm.all_gather, mine, rows, gathered):
+            if gather_first:
+                torch.cuda._sleep(2_000_000)
+            y = comm.matmul_reduce_scatter(every[ctx.rank], w.t(), beside=True)
+        want = sum(reference(x, w.t()) for x in every).split(rows)[ctx.rank]
+        assert_close_to(y, want.double(), terms=512 * ctx.size, scale=64.0)
+        assert gathered[:: rows[0], 0].tolist() == [float(10 * call + rank) for rank in range(ctx.size)]
+    comm.context.check()
+
+
+@pytest.mark.ranks(2, 4)
+@gpu_only
 def test_bulk_overlap_overlaps_and_its_result_is_ordered(ctx):
     """The collective is held up by a late rank; the product beside it has finished long before it."""
     comm = te.CommOverlap([4096, 1024], torch.bfloat16, helper(ctx, 128 << 20), ctx.size, set_sm_margin=False)
     x, w = (small((256, 256), torch.bfloat16, seed, ctx) for seed in (1, 2))
     whole = comm.get_buffer()
+    te.general_gemm(w, x, ub=comm, ub_type=AG, bulk_overlap=True)  # what compiles for seconds outlasts any late rank
     for call in range(10):
         mine = torch.full((4096 // ctx.size, 1024), float(call + ctx.rank), dtype=torch.bfloat16, device=ctx.device)
         comm.copy_into_buffer(mine, local_chunk=True)

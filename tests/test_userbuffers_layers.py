@@ -1,5 +1,6 @@
 """The layers with overlap against the same layers without it, and against the whole layer on one rank in fp64."""
 
+import contextlib
 import itertools
 import warnings
 
@@ -215,6 +216,54 @@ def test_integers_are_exact_in_bf16(ctx, flags):
                     assert torch.equal(got.float().cpu(), want.chunk(ctx.size, along)[ctx.rank]), (mode, round)
     finally:
         te.destroy_ub()
+
+
+@contextlib.contextmanager
+def launches(context):
+    """The launches of a context while the block runs: name of the kernel, number of programs."""
+    launched, launch = [], context.launch
+
+    def watch(kernel, num_programs, *rest, **options):
+        launched.append((kernel.__name__, num_programs))
+        return launch(kernel, num_programs, *rest, **options)
+
+    context.launch = watch
+    try:
+        yield launched
+    finally:
+        del context.launch
+
+
+@pytest.mark.ranks(2, 4)
+def test_what_travels_in_each_pass_of_a_layer(ctx):
+    """The kernels of forward and backward, in order: no pass gathers or reduces more, or elsewhere, than it must."""
+    gather, reduce = "all_gather_kernel", "reduce_kernel"
+    gathering, reducing = "all_gather_matmul_kernel", "matmul_reduce_kernel"
+    expected = {
+        ("column", "bulk"): ([gathering], [gather, reduce]),  # x beside dgrad, dx beside wgrad
+        ("column", "reducing"): ([gathering], [gather, reducing]),  # x beside dgrad, which reduces dx inside
+        ("row", "bulk"): ([reducing], [gathering]),  # wgrad has the dy that dgrad gathered
+        ("row", "reducing"): ([reducing], [gathering]),
+    }
+    for which, flags in (("bulk", BULK), ("reducing", DGRAD)):
+        initialized(ctx, torch.float32, flags)
+        try:
+            context = te.get_ub("qkv_fprop").context
+            for mode, name in (("column", "fc1"), ("row", "proj")):
+                layer = linear(mode, ub_name=name, **parallel(ctx, torch.float32), **flags)
+                x = torch.ones(S if mode == "row" else S // ctx.size, B, layer.in_features, device=ctx.device)
+                x.requires_grad_()
+                with launches(context) as forward:
+                    y = layer(x)
+                with launches(context) as backward:
+                    y.sum().backward()
+                names = tuple([kernel for kernel, _ in of if kernel != "matmul_kernel"] for of in (forward, backward))
+                assert names == expected[mode, which]
+                if names[1] == [gather, reducing]:
+                    # Both wait for peers, so each has its own multiprocessors, whichever is there first.
+                    assert sum(programs for _, programs in backward) <= context.num_programs
+        finally:
+            te.destroy_ub()
 
 
 @pytest.mark.ranks(2)
