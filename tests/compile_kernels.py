@@ -129,9 +129,15 @@ def _cases() -> list[Case]:
             cases.append(Case(operation, label=f"{label}_float32_wire", shape=shape, ranks=4, wire="float32"))
         cases.append(Case(operation, label="uneven_float32_wire", shape=(1023, 1024, 1024), ranks=4,
                           rows=(256, 256, 256, 255), wire="float32"))  # fmt: skip
-        for activation in ("relu", "gelu_tanh"):
-            cases.append(Case(operation, label=f"float32_wire_{activation}", ranks=4, bias=True, activation=activation,
-                              wire="float32"))  # fmt: skip
+        finish = {"ranks": 4, "bias": True, "wire": "float32"}
+        cases.append(Case(operation, label="float32_wire_relu", activation="relu", **finish))
+        for dtype in ("bfloat16", "float16"):
+            cases.append(Case(operation, dtype, "float32_wire_gelu_tanh", activation="gelu_tanh", **finish))
+        for label, shape in list(SHAPES.items())[1:]:
+            cases.append(Case(operation, label=f"{label}_float32_wire_gelu_tanh", shape=shape, activation="gelu_tanh",
+                              **finish))  # fmt: skip
+        cases.append(Case(operation, label="uneven_float32_wire_gelu_tanh", shape=(1023, 1024, 1024),
+                          rows=(256, 256, 256, 255), activation="gelu_tanh", **finish))  # fmt: skip
         cases.append(Case(operation, label="float32_out", ranks=4, out="float32"))
         cases.append(Case(operation, label="float32_wire", ranks=2, wire="float32"))
         cases.append(Case(operation, label="float32_wire", ranks=4, transport="nvshmem", wire="float32"))

@@ -12,6 +12,8 @@ The same kernel, with GATHER, is `matmul_all_reduce`: the comm programs also sen
 every peer, and all programs copy what arrives to the output.
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -287,9 +289,13 @@ def plan(
     # A tile of a part would begin in the midst of 16 bytes, where no descriptor can.
     straighten = x.stride(0) == 1 != x.stride(1) and any(row * x.element_size() % 16 for row in first_rows)
     x = x.contiguous() if straighten else x
+    itemsize = wire_dtype.itemsize
     if config is None:
         config = overlap_config(ctx, name, M, N, K, x.dtype, layout_of(x, w))
-    gemm, itemsize = config.gemm, wire_dtype.itemsize
+        if itemsize > x.element_size() and activation not in (None, "relu") and config.gemm.block_n == 256:
+            # Partial sums of fp32 beside an activation's own values: a tile of 128 x 256 spills up to 6 registers.
+            config = replace(config, gemm=replace(config.gemm, block_n=128))
+    gemm = config.gemm
     tiles_m, tiles_n = sum(triton.cdiv(count, gemm.block_m) for count in rows), triton.cdiv(N, gemm.block_n)
     num_programs = programs_of(config, ctx.num_programs, tiles_m * tiles_n)
     part_stride = triton.cdiv(max(rows), PART_ROWS) * PART_ROWS

@@ -19,7 +19,7 @@ from tkernels.layers.cublasmp.problem import Operand, Problem
 
 MAX_PLANS = 256  # of `matmul`, a context; the oldest goes first
 
-_plans: "weakref.WeakKeyDictionary[Context, dict[Problem, Plan]]" = weakref.WeakKeyDictionary()
+_plans: "weakref.WeakKeyDictionary[Context, dict[tuple, Plan]]" = weakref.WeakKeyDictionary()
 
 
 class InvalidMatmulState(TkernelsError):
@@ -34,12 +34,7 @@ def _describe(ctx, a, b, c, distributions, alpha, beta, qualifiers, scales, opti
             raise TypeError(f"{name} is {type(tensor).__name__}; operands are torch tensors")
         if tensor.device != ctx.device:
             raise ValueError(f"{name} is on {tensor.device}, but this context works on {ctx.device}")
-    if scales is not None:
-        raise ValueError("quantization_scales are for fp8 and narrower operands, which are not supported")
-    if c is None and beta:
-        raise ValueError(f"beta={beta}, but there is no C to scale")
-    if c is not None and beta is None:
-        raise ValueError("with C, pass beta too")
+    scalars = _scalars(c, alpha, beta, scales)
     distributions = tuple(distributions)
     if len(distributions) != 3:
         raise ValueError(f"distributions are of A, B and D (which C shares): three, not {len(distributions)}")
@@ -57,7 +52,41 @@ def _describe(ctx, a, b, c, distributions, alpha, beta, qualifiers, scales, opti
         preferences,
         a.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32,
     )
-    return problem, _scalar("alpha", alpha, 1.0), _scalar("beta", beta, 0.0)
+    return problem, *scalars
+
+
+def _scalars(c, alpha, beta, scales) -> tuple[float, float]:
+    """(alpha, beta). Raises ValueError for those of a call that can't be."""
+    if scales is not None:
+        raise ValueError("quantization_scales are for fp8 and narrower operands, which are not supported")
+    if c is None and beta:
+        raise ValueError(f"beta={beta}, but there is no C to scale")
+    if c is not None and beta is None:
+        raise ValueError("with C, pass beta too")
+    return _scalar("alpha", alpha, 1.0), _scalar("beta", beta, 0.0)
+
+
+def _traits(tensor: torch.Tensor | None):
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def _key(a, b, c, distributions, qualifiers, epilog, inputs, options, preferences) -> tuple:
+    """What of a call decides its plan: a Problem as it comes, for a look-up that takes no longer than it must.
+
+    Raises TypeError or AttributeError for what `_describe` has an error for.
+    """
+    return (
+        _traits(a),
+        _traits(b),
+        _traits(c),
+        tuple(distributions),
+        qualifiers if qualifiers is None or isinstance(qualifiers, str) else transposes(qualifiers),
+        epilog or 0,
+        tuple((name, _traits(inputs[name])) for name in sorted(inputs)) if inputs else (),
+        options,
+        preferences,
+        a.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32,
+    )
 
 
 def _scalar(name: str, value, default: float) -> float:
@@ -321,13 +350,20 @@ def matmul(
     """
     ctx = ctx or current_context()
     inputs = epilog_inputs or {}
+    plans = _plans.get(ctx)
+    if plans is None:
+        plans = _plans[ctx] = {}
     try:
-        problem, *scalars = _describe(
-            ctx, a, b, c, distributions, alpha, beta, qualifiers, quantization_scales, given(MatmulOptions, options),
-            given(MatmulPlanPreferences, preferences), epilog, inputs,
-        )  # fmt: skip
-        plans = _plans.setdefault(ctx, {})
-        plan = plans.get(problem)
+        options, preferences = given(MatmulOptions, options), given(MatmulPlanPreferences, preferences)
+        described = distributions, alpha, beta, qualifiers, quantization_scales, options, preferences, epilog, inputs
+        try:
+            key = _key(a, b, c, distributions, qualifiers, epilog, inputs, options, preferences)
+            plan = plans.get(key)
+        except (TypeError, AttributeError):
+            plan = None  # there is an error, which _describe names
+        if plan is None:
+            problem, *_ = _describe(ctx, a, b, c, *described)
+        scalars = _scalars(c, alpha, beta, quantization_scales)
     except (TypeError, ValueError, AttributeError) as error:
         make_plan(ctx, error, (None, None))  # raises it, on every rank that plans this call
         raise
@@ -338,9 +374,9 @@ def matmul(
                     "cublasmp.matmul: a CUDA graph is being captured, and this problem has not been planned yet, which "
                     "takes communication; make one like call before the capture, or use Matmul and plan() before it"
                 )
-            plan = make_plan(ctx, problem, tuple(scalars))
+            plan = make_plan(ctx, problem, scalars)
             if len(plans) >= MAX_PLANS:
                 del plans[next(iter(plans))]
-            plans[problem] = plan
+            plans[key] = plan
         _refuse_gradients(a, b, c, *inputs.values())
         return plan.run(ctx, *plan.views(a, b), c, *scalars, inputs)

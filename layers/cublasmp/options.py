@@ -212,9 +212,17 @@ def given(cls, value):
         return value
     if not isinstance(value, dict):
         raise TypeError(f"{cls.__name__}: pass an object of it or a dict of its fields, not {value!r}")
-    return cls(**value)
+    try:
+        return _made(cls, **value)
+    except TypeError:  # a value that can't be a key, or a field that there is not
+        return cls(**value)
 
 
 @functools.cache
 def _default(cls):
     return cls()
+
+
+@functools.lru_cache(maxsize=64, typed=True)
+def _made(cls, **fields):
+    return cls(**fields)

@@ -1,5 +1,7 @@
 """general_gemm: one product, alone, with communication inside, or beside a collective."""
 
+import math
+
 import torch
 from torch.nn import functional
 
@@ -51,14 +53,21 @@ def general_gemm(
         with the result of the collective, too.
     rows: every rank's number of rows, where they are not equal (AG) or not split as by split_rows (RS).
 
-    The returned out is the result in every case; it is `out` where that was given. use_split_accumulator is about fp8
-    and changes nothing. Raises ValueError or TypeError before anything is launched.
+    The returned out is the result in every case; it is `out` where that was given, and for RS without one it is in
+    extra_output's memory. Bias is added inside the product. alpha, beta, and gelu are not: torch applies them to a
+    result that has been rounded to out_dtype, in as many passes over it. use_split_accumulator is about fp8 and changes
+    nothing. Raises ValueError or TypeError before anything is launched.
     """
     _check(out_dtype, layout, quantization_params, beta, accumulate, out)
     if gelu and grad and gelu_in is None:
         raise ValueError("general_gemm: gelu=True with grad=True needs gelu_in, what gelu was applied to in forward")
     if ub is not None or ub_type is not None or bulk_overlap or extra_output is not None:
         _check_overlap(ub, ub_type, bulk_overlap)
+    if rows is not None and (ub is None or bulk_overlap):
+        raise ValueError(
+            f"general_gemm: rows={rows} is about what travels inside a product; beside one it is the buffer, and alone "
+            f"nothing; leave rows out"
+        )
     if layout == "TN":
         x, w = B, A
     else:
@@ -69,7 +78,7 @@ def general_gemm(
     dtype = out_dtype or (B.dtype if out is None else out.dtype)
     into = out if plain and out is not None and out.dtype == dtype else None  # the product is the result
 
-    gathered = None
+    gathered = filled = None
     if ub is None:
         value = product(x, w, dtype, into)
     elif bulk_overlap:
@@ -78,6 +87,10 @@ def general_gemm(
         wanted = extra_output is not None or (grad and bias is not None)
         value, gathered = _all_gather(ub, x, w, fused, rows, dtype, into, extra_output, wanted)
     else:
+        rows = check_rows("general_gemm", ub.context, rows or split_rows(x.shape[0], ub.size), total=x.shape[0])
+        filled = None if extra_output is None else _shaped(extra_output, (rows[ub.rank], w.shape[0]))
+        if plain and out is None and filled is not None and filled.dtype == dtype:
+            into = filled  # one tensor is both
         value = ub.matmul_reduce_scatter(x, w, fused, rows=rows, out=into, out_dtype=dtype)
     if plain and added is not None and (ub is None or bulk_overlap):
         value = value.add_(added)
@@ -92,8 +105,8 @@ def general_gemm(
         value = functional.gelu(value, approximate="tanh")
     if out is not None and value is not out:
         value = out.copy_(value)
-    if extra_output is not None and ub_type is CommOverlapType.RS and not bulk_overlap and extra_output is not value:
-        extra_output.copy_(value)
+    if filled is not None and filled is not value:
+        filled.copy_(value)
     bias_grad = None
     if grad and bias is not None:
         bias_grad = (value if gelu else B if gathered is None else gathered).sum(0)
@@ -101,17 +114,17 @@ def general_gemm(
 
 
 def _all_gather(ub, x, w, bias, rows, dtype, out, extra_output, wanted: bool):
-    target = wanted
-    if ub.holds(x):  # the global tensor: this rank's part is in its place, and the others come to theirs
+    whole = ub.holds(x)  # the global tensor: this rank's part is in its place, and the others come to theirs
+    if whole:
         rows = check_rows("general_gemm", ub.context, rows or split_rows(x.shape[0], ub.size), total=x.shape[0])
-        target, x = x, x.split(rows)[ub.rank]
-    elif extra_output is not None:
-        total = extra_output.numel() // x.shape[1]
+    else:
         rows = rows or (x.shape[0],) * ub.size
-        target = extra_output.view(total, x.shape[1])
-    value, gathered = ub.all_gather_matmul(x, w, bias, rows=rows, gathered=target, out=out, out_dtype=dtype)
-    if extra_output is not None and gathered.data_ptr() != extra_output.data_ptr():
-        extra_output.view(gathered.shape).copy_(gathered)
+    filled = None if extra_output is None else _shaped(extra_output, (sum(rows), x.shape[1]))
+    target = x if whole else wanted if filled is None else filled
+    mine = x.split(rows)[ub.rank] if whole else x
+    value, gathered = ub.all_gather_matmul(mine, w, bias, rows=rows, gathered=target, out=out, out_dtype=dtype)
+    if filled is not None and filled is not gathered:
+        filled.copy_(gathered)
     return value, gathered
 
 
@@ -123,11 +136,21 @@ def _bulk(ub, ub_type, x, w, dtype, out, extra_output):
         call, result = (ub.all_gather, own, rows, whole), whole
     else:
         call, result = (ub.reduce_scatter, whole, rows, own), own
+    filled = None if extra_output is None else _shaped(extra_output, result.shape)
     with ub.beside(*call):
         value = ub.multiply(x, w, dtype, out)
-    if extra_output is not None:
-        extra_output.view(result.shape).copy_(result)
+    if filled is not None:
+        filled.copy_(result)
     return value
+
+
+def _shaped(extra_output: torch.Tensor, shape) -> torch.Tensor:
+    if extra_output.numel() != math.prod(shape) or not extra_output.is_contiguous():
+        raise ValueError(
+            f"general_gemm: extra_output has shape {list(extra_output.shape)} and strides {extra_output.stride()}; it "
+            f"must be contiguous and have as many elements as what fills it, {list(shape)}"
+        )
+    return extra_output.view(shape)
 
 
 def _epilogue(value, alpha, beta, accumulate, out, bias):
