@@ -7,14 +7,18 @@ TKERNELS_RUNTIME=auto|simulated|nvshmem overrides the choice; `auto` takes nvshm
 nvshmem4py is installed, and the simulated runtime elsewhere.
 """
 
+import importlib.metadata
 import importlib.util
 import os
+import re
 from dataclasses import dataclass, field
 
 import torch
 
 from tkernels.comm import interpreter
 from tkernels.comm.group import Group
+
+NVSHMEM4PY = "0.4.1"  # the oldest that works
 
 
 @dataclass
@@ -45,7 +49,25 @@ def candidates() -> dict[str, str | None]:
         reason = "torch sees no CUDA device"
     elif importlib.util.find_spec("nvshmem") is None:
         reason = 'nvshmem4py is not installed (pip install "tkernels[nvshmem]")'
+    elif (found := _version_of("nvshmem4py-cu13", "nvshmem4py-cu12")) and _numbers(found) < _numbers(NVSHMEM4PY):
+        reason = (
+            f"nvshmem4py {found} is installed, but {NVSHMEM4PY} or newer is needed "
+            f'(pip install --upgrade "tkernels[nvshmem]")'
+        )
     return {"nvshmem": reason, "simulated": None}
+
+
+def _version_of(*distributions: str) -> str | None:
+    for name in distributions:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
 
 
 def _choose() -> str:

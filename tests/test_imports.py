@@ -30,6 +30,23 @@ except ModuleNotFoundError as error:
 """
 
 
+@pytest.mark.parametrize("found", ["0.3.9", "0.4.0.dev1", "0.4.1", "0.10.2"])
+def test_an_old_nvshmem4py_is_named_with_what_is_needed(monkeypatch, found):
+    from tkernels.comm import runtime
+
+    monkeypatch.setattr(runtime.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(runtime.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(runtime.importlib.metadata, "version", lambda name: found)
+    reason = runtime.candidates()["nvshmem"]
+    if found in ("0.4.1", "0.10.2"):
+        assert reason is None
+        return
+    assert f"nvshmem4py {found} is installed, but 0.4.1 or newer is needed (pip install --upgrade" in reason
+    monkeypatch.setattr(runtime, "RUNTIME", "nvshmem")
+    with pytest.raises(RuntimeError, match=f"TKERNELS_RUNTIME=nvshmem was asked for, but nvshmem4py {found}"):
+        runtime.open_segment(None, 1)
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("order", ["short name first", "long name first"])
 def test_a_checkout_gives_the_same_modules_under_both_names(checkout, order):

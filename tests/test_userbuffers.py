@@ -393,7 +393,8 @@ def test_a_transformer_engine_that_is_there_is_patched_on_request_only(tmp_path,
 def communicator_on(sim):
     """A communicator whose streams are the simulator's, and which needs no ranks."""
     comm = te.CommOverlap.__new__(te.CommOverlap)
-    comm._domain = types.SimpleNamespace(dev=sim, context=types.SimpleNamespace(num_programs=4), close=types.SimpleNamespace(alive=True))
+    context, close = types.SimpleNamespace(num_programs=4), types.SimpleNamespace(alive=True)
+    comm._domain = types.SimpleNamespace(dev=sim, context=context, close=close)
     comm.shape, comm.dtype, comm.comm_type = (64, 4), torch.float32, te.CommOverlapType.AG
     comm.options = te.default_config(2)["qkv_dgrad"]
     comm.stream = sim.Stream("comm")

@@ -1,12 +1,20 @@
 """general_gemm against products computed by hand: every overlap, call after call, and the one contract of them all."""
 
+import contextlib
+import os
+
 import pytest
 import torch
-from transports import gpu_only, late
+from torch.utils._python_dispatch import TorchDispatchMode
+from transports import gpu_only, late, simulated_only
 
 import tkernels
+from tkernels.all_gather_matmul import all_gather_matmul
 from tkernels.comm import TkernelsError
+from tkernels.comm.collectives import all_gather
 from tkernels.layers import userbuffers as te
+from tkernels.layers.userbuffers import communicators
+from tkernels.matmul_reduce_scatter import matmul_reduce_scatter
 from tkernels.testing.compare import assert_close_to, integers, normal, poison
 
 AG, RS = te.CommOverlapType.AG, te.CommOverlapType.RS
@@ -316,6 +324,11 @@ def test_wrong_calls_are_refused_before_anything_is_launched(ctx):
         (lambda: call(w, x, accumulate=True), "there is none; pass out="),
         (lambda: call(w, x, out=w.t()[:4]), "it must be contiguous"),
         (lambda: call(w, x, gelu=True, grad=True), "needs gelu_in"),
+        (lambda: call(w, x, rows=(4, 4)), "is about what travels inside a product"),
+        (lambda: call(w, x, ub=collective, ub_type=AG, bulk_overlap=True, rows=(4, 4)), "leave rows out"),
+        (lambda: call(w, x, ub=ring, ub_type=AG, extra_output=x), r"extra_output has shape \[4, 8\] .*\[8, 8\]"),
+        (lambda: call(w, w, ub=collective, ub_type=RS, extra_output=w), r"what fills it, \[4, 8\]"),
+        (lambda: call(w, x, ub=collective, ub_type=AG, bulk_overlap=True, extra_output=x), r"what fills it, \[8, 8\]"),
         (
             lambda: call(w, w, ub=ring, ub_type=AG),
             r"16 tokens of 8 in torch.float32 don't fit; initialize_ub\(\) takes",
@@ -326,11 +339,189 @@ def test_wrong_calls_are_refused_before_anything_is_launched(ctx):
         with pytest.raises((ValueError, TypeError), match=message):
             wrong()
     assert call(w, x, ub=ring, ub_type=AG)[0].eq(8.0).all()
+    wide = torch.ones(4, 16, device=ctx.device), torch.ones(8, 16, device=ctx.device)
+    with pytest.raises(ValueError, match="8 tokens of 16 in torch.float32 don't fit"):  # as many rows as just before
+        call(wide[1], wide[0], ub=ring, ub_type=AG)
+
+
+@contextlib.contextmanager
+def without_launches(context, as_if_captured=False):
+    """No kernel runs, or the context takes the block for a capture; nothing may meet the other ranks."""
+
+    def met(*_):
+        raise AssertionError("the host met the other ranks")
+
+    changed = [(context.group, "gather", met), (context.group, "barrier", met)]
+    changed += [] if as_if_captured else [(context, "launch", lambda *_, **__: None)]
+    capturing = type(context).capturing
+    for owner, name, value in changed:
+        setattr(owner, name, value)
+    if as_if_captured:
+        type(context).capturing = property(lambda self: True)
+    try:
+        yield
+    finally:
+        type(context).capturing = capturing
+        for owner, name, _ in changed:
+            delattr(owner, name)
+
+
+class Operators(TorchDispatchMode):
+    """The torch operators that a block calls, but for views."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if not function.is_view:
+            self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def host_work(context, call) -> list[str]:
+    """What `call` allocates, copies and computes besides its kernels, once it has been made before."""
+    with without_launches(context), torch.no_grad():
+        call()
+        with Operators() as operators:
+            call()
+    return sorted(operators.names)
+
+
+@pytest.mark.ranks(2)
+def test_an_adapter_adds_no_copy_no_allocation_and_no_second_look(ctx):
+    """general_gemm and the communicators against the plain operators, and a second call like the first."""
+    te.initialize_ub([64, 32], 2, dtype=torch.float32)
+    gather, scatter, bulk = (te.get_ub(name) for name in ("qkv_fprop", "proj_fprop", "qkv_dgrad"))
+    context = gather.context
+    make = lambda *shape: torch.ones(shape, device=ctx.device)  # noqa: E731
+    x, w, bias, whole, y = make(32, 32), make(24, 32), make(24), make(64, 32), make(64, 24)
+    h, v, out = make(64, 24), make(32, 24), make(32, 32)
+    plain_gather = lambda **o: all_gather_matmul(context, x, w, o.pop("bias", None), rows=(32, 32), **o)  # noqa: E731
+    plain_scatter = lambda **o: matmul_reduce_scatter(context, h, v, rows=(32, 32), **o)  # noqa: E731
+    ag, rs = dict(ub=gather, ub_type=AG), dict(ub=scatter, ub_type=RS)
+    pairs = [
+        (lambda: te.general_gemm(w, x, **ag), plain_gather),
+        (lambda: te.general_gemm(w, x, **ag, bias=bias, out=y), lambda: plain_gather(bias=bias, out=y)),
+        (lambda: te.general_gemm(w.t(), x, layout="NN", **ag), plain_gather),
+        (lambda: te.general_gemm(w, x, **ag, extra_output=whole), lambda: plain_gather(return_gathered=whole)),
+        (lambda: te.general_gemm(v, h, **rs), plain_scatter),
+        (lambda: te.general_gemm(v, h, **rs, out=out), lambda: plain_scatter(out=out)),
+        (lambda: te.general_gemm(v, h, **rs, extra_output=out), lambda: plain_scatter(out=out)),
+    ]
+    for index, (adapter, plain) in enumerate(pairs):
+        assert host_work(context, adapter) == host_work(context, plain), index
+    bulk.copy_into_buffer(x, local_chunk=True)
+    beside = lambda: te.general_gemm(w, whole, ub=bulk, ub_type=AG, bulk_overlap=True, out=y)  # noqa: E731
+    alone = lambda: (all_gather(context, x, (32, 32), whole), bulk.multiply(whole, w, None, y))  # noqa: E731
+    assert host_work(context, beside) == host_work(context, alone)
+
+    def looked(*_, **__):
+        raise AssertionError("the configuration was made anew")
+
+    original, communicators.default_overlap = communicators.default_overlap, looked
+    try:
+        with without_launches(context):
+            for adapter, _ in pairs:
+                adapter()
+    finally:
+        communicators.default_overlap = original
+    te.destroy_ub()
+
+
+@pytest.mark.ranks(2)
+def test_after_the_warm_up_a_first_call_needs_nothing_that_a_capture_forbids(ctx):
+    """R12, R13: as if captured, no rank is met and nothing grows; what would have to is refused, and leaves no harm."""
+    te.initialize_ub([64, 32], 2, dtype=torch.float32)
+    gather, scatter, bulk = (te.get_ub(name) for name in ("qkv_fprop", "proj_fprop", "qkv_dgrad"))
+    context = gather.context
+    x, w, v = (torch.ones(shape, device=ctx.device) for shape in ((32, 32), (16, 32), (32, 16)))
+
+    def calls():
+        h = te.general_gemm(w, x, ub=gather, ub_type=AG)[0]
+        return h, te.general_gemm(v, h, ub=scatter, ub_type=RS)[0]
+
+    if tkernels.RUNTIME == "simulated":  # on a GPU, initialize_ub has warmed them up
+        with without_launches(context, as_if_captured=True), pytest.raises(TkernelsError, match="has not seen"):
+            calls()
+        for comm in (gather, scatter):
+            comm.warm_up()
+    with without_launches(context, as_if_captured=True):
+        h, y = calls()
+        assert h.eq(32.0).all() and y.eq(2 * 16 * 32.0).all() and y.shape == (32, 32)
+        with pytest.raises(TkernelsError, match="has no buffer yet; call get_buffer"):
+            bulk.get_buffer()
+        with pytest.raises(TkernelsError, match="make one call with the same sizes before the capture"):
+            te.general_gemm(w, x[:9], ub=gather, ub_type=AG)
+        with pytest.raises(ValueError, match="initialize_ub.. takes the largest number of tokens"):
+            te.general_gemm(w, torch.ones(33, 32, device=ctx.device), ub=gather, ub_type=AG)
+    assert te.general_gemm(w, x[:9], ub=gather, ub_type=AG)[0].eq(32.0).all()
+    te.destroy_ub()
+
+
+@pytest.mark.ranks(2)
+@simulated_only
+def test_a_buffer_beyond_two_gigabytes_is_addressed_right(ctx):
+    """4.3 GB of bf16, of which little is touched: of two calls one goes through memory beyond element 2**31."""
+    shape, few = ((1 << 22) + 6, 1 << 9), 6
+    room = te.CommOverlapHelper(ctx.group.process_group, heap_bytes=12 << 30)  # pages that nobody touches cost nothing
+    gather = te.CommOverlapP2P(shape, torch.bfloat16, room, 2, AG)
+    assert gather.context.workspace().inbox_bytes // 2 > 2**31
+    hidden = shape[1]
+    w = torch.zeros(8, hidden, dtype=torch.bfloat16)
+    w[:, :: hidden // 4] = small((8, 4), torch.bfloat16, 5, ctx)  # so that sums are exact
+    for call in range(4):
+        every = [small((few, hidden), torch.bfloat16, 10 * call + rank, ctx) for rank in range(2)]
+        y, *_, extra = te.general_gemm(w, every[ctx.rank], ub=gather, ub_type=AG, extra_output=torch.cat(every) * 0)
+        assert torch.equal(y.float(), reference(torch.cat(every), w)) and torch.equal(extra, torch.cat(every)), call
+    scatter = te.CommOverlap(shape, torch.bfloat16, room, 2)
+    for call in range(2):
+        every = [(small((2 * few, 8), torch.bfloat16, 20 * call + r, ctx), w.t() * (r + 1)) for r in range(2)]
+        x, mine = every[ctx.rank]
+        y = te.general_gemm(mine.contiguous(), x, ub=scatter, ub_type=RS)[0]
+        assert torch.equal(y.float(), sum(reference(x, w) for x, w in every).chunk(2)[ctx.rank]), call
+    whole = scatter.get_buffer()
+    assert whole.numel() > 2**31
+    mine = scatter.get_buffer(local_chunk=True)
+    assert mine.data_ptr() - whole.data_ptr() == ctx.rank * mine.numel() * 2
+    mine[-1].fill_(ctx.rank + 1.0)  # the last row lies beyond element 2**31 on rank 1
+    assert whole[shape[0] // 2 * (ctx.rank + 1) - 1].eq(ctx.rank + 1.0).all()
+
+
+@pytest.mark.ranks(2)
+@gpu_only
+def test_tensors_beyond_two_gigabytes_travel_whole(ctx):
+    """Run with TKERNELS_POOL_BYTES of 32 GiB; 4.3 GB of bf16 are gathered, and reduced, inside a product."""
+    if int(os.environ.get("TKERNELS_POOL_BYTES", 0)) < 32 << 30:
+        pytest.skip("set TKERNELS_POOL_BYTES to 32 GiB or more")
+    tokens, hidden = (1 << 17) + 74, 1 << 14
+    room = te.CommOverlapHelper(ctx.group.process_group, heap_bytes=24 << 30)
+    gather = te.CommOverlapP2P([tokens, hidden], torch.bfloat16, room, 2, AG)
+    rows = (torch.arange(tokens, device=ctx.device) % 64).bfloat16()
+    x = rows.chunk(2)[ctx.rank][:, None].expand(-1, hidden).contiguous()
+    w = torch.zeros(256, hidden, dtype=torch.bfloat16, device=ctx.device)
+    w[:, -1] = 2.0
+    for call in range(3):
+        gathered = poison(x.new_empty(tokens, hidden))
+        y, *_ = te.general_gemm(w, x, ub=gather, ub_type=AG, extra_output=gathered)
+        assert torch.equal(y, (2 * rows)[:, None].expand(-1, 256)), call
+        assert torch.equal(gathered[:, 0], rows) and torch.equal(gathered[:, -1], rows), call
+    del gathered, x
+    scatter = te.CommOverlap([tokens, hidden], torch.bfloat16, room, 2)
+    x, w = rows[:, None].expand(-1, 64).contiguous(), torch.zeros(hidden, 64, dtype=torch.bfloat16, device=ctx.device)
+    w[:, ctx.rank] = 1.0
+    want = (2 * rows).chunk(2)[ctx.rank]
+    for call in range(3):
+        y, *_ = te.general_gemm(w, x, ub=scatter, ub_type=RS)
+        assert all(torch.equal(y[:, column], want) for column in (0, hidden // 2, -1)), call
+    gather.context.check()
 
 
 @pytest.mark.ranks(2)
 def test_a_gather_beside_a_product_of_the_callers(ctx):
-    comm = te.CommOverlap([16, 8], torch.float32, helper(ctx), 2, comm_type=AG, method="external")
+    comm = te.CommOverlap([16, 8], torch.float32, helper(ctx), 2, comm_type=AG, method="external", num_comm_sm=3)
+    asked, all_gather = [], comm.all_gather
+    comm.all_gather = lambda x, rows, out, programs: asked.append(programs) or all_gather(x, rows, out, programs)
     comm.copy_into_buffer(torch.full((8, 8), float(ctx.rank), device=ctx.device), local_chunk=True)
     dev = torch.get_device_module(ctx.device)
     send, receive = comm.get_communication_stream()
@@ -338,7 +529,7 @@ def test_a_gather_beside_a_product_of_the_callers(ctx):
     te.bulk_overlap_ag_with_external_gemm(comm, current, receive)
     if ctx.device.type == "cuda":
         torch.cuda.synchronize()
-    assert comm.get_buffer()[::8, 0].tolist() == [0.0, 1.0]
+    assert comm.get_buffer()[::8, 0].tolist() == [0.0, 1.0] and asked == [3]
 
 
 # On GPUs
@@ -349,13 +540,16 @@ def test_a_gather_beside_a_product_of_the_callers(ctx):
 @pytest.mark.parametrize("mode", ["global", "thread_local"])
 def test_the_first_call_can_be_captured(ctx, mode):
     te.initialize_ub([1024, 512], ctx.size)
-    gather, scatter = te.get_ub("qkv_fprop"), te.get_ub("proj_fprop")
+    gather, scatter, bulk = (te.get_ub(name) for name in ("qkv_fprop", "proj_fprop", "qkv_dgrad"))
     x = torch.zeros(1024 // ctx.size, 512, dtype=torch.bfloat16, device=ctx.device)
     w1, w2 = (small((512, 512), torch.bfloat16, seed + ctx.rank, ctx) for seed in (3, 30))
+    bulk.get_buffer()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode=mode):
+    with torch.cuda.graph(graph, capture_error_mode=mode):  # refuses a branch that is not joined
         h = te.general_gemm(w1, x, ub=gather, ub_type=AG)[0]
         y = te.general_gemm(w2, h, ub=scatter, ub_type=RS)[0]
+        bulk.copy_into_buffer(x, local_chunk=True)
+        beside = te.general_gemm(w2, h, ub=bulk, ub_type=AG, bulk_overlap=True)[0]
     every = None
     for replay in range(50):
         every = [small((1024 // ctx.size, 512), torch.bfloat16, 10 * replay + r, ctx) for r in range(ctx.size)]
@@ -365,7 +559,8 @@ def test_the_first_call_can_be_captured(ctx, mode):
             torch.cuda._sleep(200_000)
         graph.replay()
         assert torch.equal(h.float(), reference(torch.cat(every), w1).bfloat16().float()), replay
-        assert y.isfinite().all(), replay
+        assert y.isfinite().all() and beside.isfinite().all(), replay
+        assert torch.equal(bulk.get_buffer(), torch.cat(every)), replay
     gather.context.check()
     del graph
     te.destroy_ub()

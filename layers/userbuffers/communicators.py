@@ -257,8 +257,8 @@ class CommOverlapCore:
     def beside(self, collective, x: torch.Tensor, rows, out: torch.Tensor):
         """Run `self.all_gather` or `self.reduce_scatter` beside the products that the block launches.
 
-        They are local, or one `self.matmul_reduce_scatter(beside=True)`. The communication stream starts after all that the caller's stream has been given, and the caller's stream
-        waits for it at the end of the block.
+        They are local, or one `self.matmul_reduce_scatter(beside=True)`. The communication stream starts after all that
+        the caller's stream has been given, and the caller's stream waits for it at the end of the block.
         """
         self._check(x.shape[-1], max(x.shape[0], out.shape[0]), x.dtype)
         dev, current = self._domain.dev, self._domain.dev.current_stream()
@@ -324,13 +324,17 @@ class CommOverlapCore:
         (tokens, hidden), rows = self.shape, split_rows(self.shape[0], self.size)
         empty = torch.empty(0, dtype=self.dtype, device=self.context.device)
         own = empty.new_zeros(rows[self.rank], hidden)
+        features = 512
         if self.options.method in ("bulk", "external"):
+            dy, w = empty.new_zeros(tokens, features), empty.new_zeros(features, hidden)
+            whole = empty.new_zeros(tokens, hidden)
             if self.comm_type is CommOverlapType.AG:
                 self.all_gather(own, rows)
+                self.multiply(dy, w.t())
             else:
-                self.reduce_scatter(empty.new_zeros(tokens, hidden), rows)
+                self.reduce_scatter(whole, rows)
+                self.multiply(dy.t(), whole.t())
             return
-        features = 512
         for transposed in (False, True):
             if self.comm_type is CommOverlapType.AG:
                 w = empty.new_zeros((hidden, features) if transposed else (features, hidden))
