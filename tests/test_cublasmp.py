@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from transports import every_transport, gpu_only, late, message_on_every_rank, over, poison_workspace
+from transports import every_transport, gpu_only, host_work, late, message_on_every_rank, over, poison_workspace
 
 import tkernels
+from tkernels.all_gather_matmul import all_gather_matmul
 from tkernels.comm import MismatchError, TkernelsError
-from tkernels.layers import cublasmp
+from tkernels.layers import cublasmp, userbuffers
 from tkernels.layers.cublasmp import (
     BlockCyclic,
     BlockNonCyclic,
@@ -37,6 +38,8 @@ from tkernels.layers.cublasmp import (
     matrix_qualifiers_dtype,
 )
 from tkernels.layers.cublasmp.problem import infer, redistributed
+from tkernels.matmul_all_reduce import matmul_all_reduce
+from tkernels.matmul_reduce_scatter import matmul_reduce_scatter
 from tkernels.testing.compare import assert_close_to
 
 E = MatmulEpilog
@@ -714,6 +717,34 @@ def test_a_plan_is_made_once_and_for_each_field_that_changes_what_is_done(ctx, m
         matmul(a, b, None, even["distributions"], ctx=ctx)  # only by keyword
 
 
+@pytest.mark.ranks(2)
+def test_the_adapter_adds_no_copy_no_allocation_and_no_second_look(ctx, monkeypatch):
+    """A call whose epilog a kernel has, and execute(), against the plain operator: what torch is asked for besides."""
+    wire = dict(wire_dtype=torch.float32, out_dtype=torch.float32)
+    plain = {
+        "AG+GEMM": lambda x, w, bias: all_gather_matmul(ctx, x, w, bias, rows=(12, 12)),
+        "GEMM+RS": lambda x, w, bias: matmul_reduce_scatter(ctx, x, w, bias, rows=(12, 12), **wire),
+        "GEMM+AR": lambda x, w, bias: matmul_all_reduce(ctx, x, w, bias, **wire),
+    }
+    for pattern, order in itertools.product(PATTERNS, "FC"):
+        case = Case(*EVEN, "TN", E.BIAS | (E.ALLREDUCE if pattern == "GEMM+AR" else 0))
+        distributions, parts = layouts(pattern, "TN", case, ctx.rank, ctx.size)
+        a, b = (case.tensor(parts[i].of((case.a, case.b)[i]), ctx) for i in (0, 1))
+        w, x, bias = a.t(), b.t(), case.inputs(ctx, parts[2])["bias"]
+        if order == "C":
+            a, b, distributions = w, x, [d.transposed() for d in distributions]
+        call = dict(distributions=distributions, qualifiers="TN", epilog=case.epilog, epilog_inputs={"bias": bias},
+                    options={"order": order}, ctx=ctx)  # fmt: skip
+        matmul(a, b, **call)
+        with Matmul(a, b, **{k: call[k] for k in ("distributions", "qualifiers", "options", "ctx")}) as mm:
+            mm.plan(epilog=case.epilog, epilog_inputs={"bias": bias})
+            wanted = host_work(ctx, lambda: plain[pattern](x, w, bias))  # noqa: B023
+            with monkeypatch.context() as patch:  # a plan that is there is found without a look at what it is of
+                patch.delattr(cublasmp.multiplication, "_describe")
+                assert host_work(ctx, lambda: matmul(a, b, **call)) == wanted, (pattern, order)  # noqa: B023
+                assert host_work(ctx, mm.execute) == wanted, (pattern, order)
+
+
 @pytest.mark.ranks(1)
 def test_plans_are_few_and_go_with_their_context(ctx, monkeypatch):
     monkeypatch.setattr(cublasmp.multiplication, "MAX_PLANS", 3)
@@ -895,6 +926,21 @@ def test_defaults_are_part_of_the_interface():
         "DEFAULT", "SPLIT_P2P", "SPLIT_MULTICAST", "ATOMIC_P2P", "ATOMIC_MULTICAST", "NO_OVERLAP", "FUSED"
     ]  # fmt: skip
     assert cublasmp.MatmulPlanPreferences().epilog.bias_result_scheme == MatmulResultScheme.FULL
+
+
+def test_a_rank_and_a_number_of_ranks_never_stand_side_by_side():
+    """R2: no public function takes both by position, so they can't be exchanged."""
+    for module in (cublasmp, userbuffers):
+        for name in module.__all__:
+            members = inspect.getmembers(getattr(module, name), inspect.isroutine)
+            found = [value for member, value in members if not member.startswith("_")]
+            for function in [getattr(module, name), *found]:
+                try:
+                    parameters = inspect.signature(function).parameters.values()
+                except (TypeError, ValueError):  # no signature: an enum's member, a function in C
+                    continue
+                positional = {p.name.removeprefix("tp_") for p in parameters if p.kind is not p.KEYWORD_ONLY}
+                assert not {"rank", "size"} <= positional, (name, function)
 
 
 def test_distributions_own_what_the_formula_says():

@@ -6,6 +6,7 @@ import inspect
 import os
 import subprocess
 import sys
+import time
 import types
 import warnings
 
@@ -209,10 +210,47 @@ PRESETS = {
 }  # fmt: skip
 
 
+def shipped(bulk, proj, fc2, aggregate=False, **ring):
+    """A published preset. bulk: num_sm of four products. proj, fc2: num_sm of a pipeline, or a ring's options."""
+    names = ("qkv_dgrad", "qkv_wgrad", "fc1_dgrad", "fc1_wgrad")
+    cfg = {name: num_sm and BULK | dict(num_sm=num_sm) for name, num_sm in zip(names, bulk, strict=True)}
+    exchange = dict(method="ring_exchange", aggregate=aggregate, num_sm=1, cga_size=1, set_sm_margin=False,
+                    fp8_buf=False, atomic_gemm=False)  # fmt: skip
+    cfg |= {name: exchange | ring for name in ("qkv_fprop", "proj_dgrad", "fc1_fprop", "fc2_dgrad")}
+    for name, chosen in (("proj_fprop", proj), ("fc2_fprop", fc2)):
+        pipeline = dict(method="pipeline", cga_size=2, num_splits=4, set_sm_margin=True, atomic_gemm=False)
+        cfg[name] = pipeline | chosen if "num_sm" in chosen else exchange | chosen
+    return cfg
+
+
+TUPLE, FP8, MARGIN = dict(fp8_buf=(False,)), dict(fp8_buf=True), dict(set_sm_margin=True)
+PRESETS |= {
+    "h100 8192 tp4 bf16": shipped((4, 24, 2, 4), dict(num_sm=24) | TUPLE, dict(num_sm=16) | TUPLE),
+    "h100 8192 tp4 fp8": shipped((4, 24, 2, 4), dict(num_sm=24) | FP8, dict(num_sm=16) | FP8),
+    "b200 8192 tp2 bf16": shipped((16, 24, 2, 4), dict(num_sm=32) | TUPLE, dict(num_sm=16) | TUPLE),
+    "b200 8192 tp2 fp8": shipped((4, 24, 2, 4), MARGIN, MARGIN),
+    "h100 8192 tp2 lora": shipped((2, None, None, None), MARGIN | dict(cga_size=2), MARGIN | dict(cga_size=2), **MARGIN)
+    | {"fc1_dgrad": PRESETS["low rank"]["fc1_dgrad"]},
+    "h100 8192 tp4 lora": shipped((4, None, None, None), dict(num_sm=32) | FP8, dict(num_sm=16, fp8_buf=False))
+    | {"fc1_dgrad": PRESETS["low rank"]["fc1_dgrad"]},
+    "h100 16384 tp8 bf16": shipped((2, 24, 2, 2), dict(num_sm=24) | TUPLE, dict(num_sm=8) | TUPLE, aggregate=True),
+    "h100 16384 tp8 fp8": shipped((2, 24, 2, 2), dict(num_sm=24) | FP8, dict(num_sm=8) | FP8, aggregate=True),
+    "b200 16384 tp4 bf16": shipped((8, 24, 2, 2), dict(num_sm=32) | TUPLE, dict(num_sm=8) | TUPLE, aggregate=True),
+    "b200 16384 tp4 fp8": shipped((8, 32, 2, 8), MARGIN, MARGIN, aggregate=True),
+    "h100 6144 tp2 bf16": shipped((8, 16, 4, 16), dict(num_sm=16) | TUPLE, dict(num_sm=24) | TUPLE),
+    "h100 6144 tp2 fp8": shipped((8, 16, 4, 16), dict(num_sm=16) | FP8, dict(num_sm=24) | FP8),
+    "h100 12288 tp4 bf16": shipped((4, 4, 2, 4), dict(num_sm=24) | TUPLE, MARGIN),
+    "h100 12288 tp4 fp8": shipped((4, 4, 2, 4), dict(num_sm=24) | FP8, MARGIN),
+    "b200 12288 tp4": shipped((4, 16, 2, 8), MARGIN, MARGIN),
+    "b200 6144 tp2": shipped((8, 32, 2, 8), MARGIN, MARGIN),
+    "b200 18432 tp8": shipped((8, 32, 2, 8), MARGIN, dict(num_sm=24) | TUPLE),
+}
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_published_presets_load(name):
     options = configure(PRESETS[name], 4)
-    assert ("fc1_wgrad" in options) == (name != "low rank")
+    assert ("fc1_wgrad" in options) == (name != "low rank" and "lora" not in name)
     for product, entry in PRESETS[name].items():
         for key, value in (entry or {}).items():
             assert (
@@ -528,6 +566,28 @@ def test_an_error_of_one_rank_is_an_error_of_all_and_leaves_nothing(ctx, monkeyp
     te.initialize_ub([8, 8], 2, dtype=torch.float32)
     gathers(te.get_ub("qkv_fprop"), ctx)
     te.destroy_ub()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("slow", [0, 1])
+def test_init_returns_when_all_ranks_are_ready(ctx, slow, tmp_path):
+    """R14: one rank is late in its warm-up, and the other one waits for it."""
+    ready, original = tmp_path / "ready", registry._warm_up
+
+    def warm_up(communicators):
+        if ctx.rank == slow:
+            time.sleep(0.5)
+            ready.touch()
+        original(communicators)
+
+    registry._warm_up = warm_up
+    try:
+        te.initialize_ub([8, 8], 2, dtype=torch.float32)
+        assert ready.exists()
+        gathers(te.get_ub("qkv_fprop"), ctx)
+    finally:
+        registry._warm_up = original
+        te.destroy_ub()
 
 
 @pytest.mark.ranks(4)

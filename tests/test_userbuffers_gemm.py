@@ -1,12 +1,10 @@
 """general_gemm against products computed by hand: every overlap, call after call, and the one contract of them all."""
 
-import contextlib
 import os
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from transports import gpu_only, late, simulated_only
+from transports import gpu_only, host_work, late, simulated_only, without_launches
 
 import tkernels
 from tkernels.all_gather_matmul import all_gather_matmul
@@ -342,50 +340,6 @@ def test_wrong_calls_are_refused_before_anything_is_launched(ctx):
     wide = torch.ones(4, 16, device=ctx.device), torch.ones(8, 16, device=ctx.device)
     with pytest.raises(ValueError, match="8 tokens of 16 in torch.float32 don't fit"):  # as many rows as just before
         call(wide[1], wide[0], ub=ring, ub_type=AG)
-
-
-@contextlib.contextmanager
-def without_launches(context, as_if_captured=False):
-    """No kernel runs, or the context takes the block for a capture; nothing may meet the other ranks."""
-
-    def met(*_):
-        raise AssertionError("the host met the other ranks")
-
-    changed = [(context.group, "gather", met), (context.group, "barrier", met)]
-    changed += [] if as_if_captured else [(context, "launch", lambda *_, **__: None)]
-    capturing = type(context).capturing
-    for owner, name, value in changed:
-        setattr(owner, name, value)
-    if as_if_captured:
-        type(context).capturing = property(lambda self: True)
-    try:
-        yield
-    finally:
-        type(context).capturing = capturing
-        for owner, name, _ in changed:
-            delattr(owner, name)
-
-
-class Operators(TorchDispatchMode):
-    """The torch operators that a block calls, but for views."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if not function.is_view:
-            self.names.append(function.overloadpacket.__name__)
-        return function(*args, **(kwargs or {}))
-
-
-def host_work(context, call) -> list[str]:
-    """What `call` allocates, copies and computes besides its kernels, once it has been made before."""
-    with without_launches(context), torch.no_grad():
-        call()
-        with Operators() as operators:
-            call()
-    return sorted(operators.names)
 
 
 @pytest.mark.ranks(2)

@@ -5,6 +5,8 @@ import time
 from unittest import mock
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tkernels
 from tkernels.comm.plans import Launch
@@ -65,3 +67,55 @@ def memory_that_kernels_get():
 
     with mock.patch.object(Launch, "__call__", watch):
         yield addresses
+
+
+@contextlib.contextmanager
+def without_launches(context, as_if_captured=False):
+    """No kernel runs, or the context takes the block for a capture; nothing may meet the other ranks."""
+
+    def met(*_):
+        raise AssertionError("the host met the other ranks")
+
+    with contextlib.ExitStack() as patches:
+        for name in ("gather", "barrier"):
+            patches.enter_context(mock.patch.object(context.group, name, met))
+        if as_if_captured:
+            patches.enter_context(mock.patch.object(type(context), "capturing", property(lambda self: True)))
+        else:
+            patches.enter_context(mock.patch.object(Launch, "__call__", lambda *_: None))
+        yield
+
+
+@contextlib.contextmanager
+def launches():
+    """The launches of a block: name of the kernel, number of programs, and its arguments by name."""
+    launched, call = [], Launch.__call__
+
+    def watch(launch, *tensors):
+        launched.append((launch._kernel.__name__, launch._num_programs, launch._arguments))
+        return call(launch, *tensors)
+
+    with mock.patch.object(Launch, "__call__", watch):
+        yield launched
+
+
+class Operators(TorchDispatchMode):
+    """The torch operators that a block calls, but for views."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if not function.is_view:
+            self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def host_work(context, call) -> list[str]:
+    """What `call` allocates, copies and computes besides its kernels, once it has been made before."""
+    with without_launches(context), torch.no_grad():
+        call()
+        with Operators() as operators:
+            call()
+    return sorted(operators.names)
