@@ -6,8 +6,9 @@ import torch
 def whole_state(ctx, layer) -> dict[str, torch.Tensor]:
     """Collective. Every parameter as one tensor in fp64, put together as Megatron's marks say."""
     state = {}
+    everyone = ctx.group.gather({name: parameter.detach().cpu().double() for name, parameter in layer.named_parameters()})
     for name, parameter in layer.named_parameters():
-        parts = ctx.group.gather(parameter.detach().cpu().double())
+        parts = [theirs[name] for theirs in everyone]
         split = parameter.tensor_model_parallel and len(parts) > 1
         if not split:
             assert all(torch.equal(part, parts[0]) for part in parts), f"{name} is not the same on all ranks"
