@@ -6,7 +6,8 @@ import torch
 def whole_state(ctx, layer) -> dict[str, torch.Tensor]:
     """Collective. Every parameter as one tensor in fp64, put together as Megatron's marks say."""
     state = {}
-    everyone = ctx.group.gather({name: parameter.detach().cpu().double() for name, parameter in layer.named_parameters()})
+    mine = {name: parameter.detach().cpu().double() for name, parameter in layer.named_parameters()}
+    everyone = ctx.group.gather(mine)
     for name, parameter in layer.named_parameters():
         parts = [theirs[name] for theirs in everyone]
         split = parameter.tensor_model_parallel and len(parts) > 1

@@ -270,7 +270,8 @@ def test_options_reach_the_kernel(ctx):
     one = torch.ones(1, device=ctx.device)
 
     def config(comm, tokens=512):
-        return comm._config(tokens, one.new_empty(tokens, 8), one.new_empty(16, 8), 8)
+        operation = "all_gather_matmul" if comm.comm_type is AG else "matmul_reduce_scatter"
+        return comm._config(operation, tokens, one.new_empty(tokens, 8), one.new_empty(16, 8), 8)
 
     common = [512, 16], torch.float32, helper(ctx), 2
     base = config(te.CommOverlapP2P(*common, AG))
@@ -373,13 +374,13 @@ def test_an_adapter_adds_no_copy_no_allocation_and_no_second_look(ctx):
     def looked(*_, **__):
         raise AssertionError("the configuration was made anew")
 
-    original, communicators.default_overlap = communicators.default_overlap, looked
+    original, communicators.overlap_config = communicators.overlap_config, looked
     try:
         with without_launches(context):
             for adapter, _ in pairs:
                 adapter()
     finally:
-        communicators.default_overlap = original
+        communicators.overlap_config = original
     te.destroy_ub()
 
 

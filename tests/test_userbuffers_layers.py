@@ -11,6 +11,7 @@ from torch import nn
 from transports import gpu_only, late
 
 import tkernels
+from tkernels.comm.device import operation_name
 from tkernels.layers import userbuffers as te
 from tkernels.layers.grad_hooks import GradReadyHooks
 from tkernels.testing.compare import integers, normal
@@ -225,11 +226,11 @@ def test_integers_are_exact_in_bf16(ctx, flags):
 
 @contextlib.contextmanager
 def launches(context):
-    """The launches of a context while the block runs: name of the kernel, number of programs."""
+    """The launches of a context while the block runs: name of the operation, number of programs."""
     launched, launch = [], context.launch
 
     def watch(kernel, num_programs, *rest, **options):
-        launched.append((kernel.__name__, num_programs))
+        launched.append((operation_name(getattr(options["OPERATION"], "value", options["OPERATION"])), num_programs))
         return launch(kernel, num_programs, *rest, **options)
 
     context.launch = watch
@@ -241,9 +242,9 @@ def launches(context):
 
 @pytest.mark.ranks(2, 4)
 def test_what_travels_in_each_pass_of_a_layer(ctx):
-    """The kernels of forward and backward, in order: no pass gathers or reduces more, or elsewhere, than it must."""
-    gather, reduce = "all_gather_kernel", "reduce_kernel"
-    gathering, reducing = "all_gather_matmul_kernel", "matmul_reduce_kernel"
+    """What forward and backward launch, in order: no pass gathers or reduces more, or elsewhere, than it must."""
+    gather, reduce = "all_gather", "reduce_scatter"
+    gathering, reducing = "all_gather_matmul", "matmul_reduce_scatter"
     expected = {
         ("column", "bulk"): ([gathering], [gather, reduce]),  # x beside dgrad, dx beside wgrad
         ("column", "reducing"): ([gathering], [gather, reducing]),  # x beside dgrad, which reduces dx inside
@@ -262,7 +263,7 @@ def test_what_travels_in_each_pass_of_a_layer(ctx):
                     y = layer(x)
                 with launches(context) as backward:
                     y.sum().backward()
-                names = tuple([kernel for kernel, _ in of if kernel != "matmul_kernel"] for of in (forward, backward))
+                names = tuple([operation for operation, _ in launched] for launched in (forward, backward))
                 assert names == expected[mode, which]
                 if names[1] == [gather, reducing]:
                     # Both wait for peers, so each has its own multiprocessors, whichever is there first.

@@ -29,10 +29,10 @@ from tkernels.comm.context import Context, init
 from tkernels.comm.errors import TkernelsError
 from tkernels.comm.lease import Fence, Lease
 from tkernels.comm.regions import round_up
-from tkernels.configs import OverlapConfig, default_overlap, gemm_config
+from tkernels.configs import OverlapConfig, default_overlap, gemm_config, overlap_config
 from tkernels.gemm import layout_of, matmul
 from tkernels.layers.userbuffers.defaults import OverlapOptions
-from tkernels.matmul_reduce_scatter import matmul_reduce_scatter
+from tkernels.matmul_reduce_scatter import PART_ROWS, matmul_reduce_scatter
 
 DEFAULT_TIMEOUT_S = 110.0
 NUM_CARRIERS = 12  # programs of a collective beside a product, where no number is asked for: they saturate stores
@@ -131,7 +131,7 @@ class CommOverlapCore:
         self._margin = margin()
         highest = get_stream_priority_range()[1]
         self.stream = self._domain.stream(options.comm_priority or highest)
-        self._buffer, self._active, self._configs = None, self.shape, {}
+        self._buffer, self._active, self._configs, self._by_rule = None, self.shape, {}, False
         self._reserve()
 
     # What was asked for
@@ -228,7 +228,7 @@ class CommOverlapCore:
         """
         context = self.context
         rows = check_rows("all_gather_matmul", context, rows, own=x_shard_m.shape[0])
-        config = self._config(sum(rows), x_shard_m, w, x_shard_m.shape[1])
+        config = self._config("all_gather_matmul", sum(rows), x_shard_m, w, x_shard_m.shape[1])
         return all_gather_matmul(
             context, x_shard_m, w, bias, None, gathered, rows=rows, out=out, out_dtype=out_dtype, config=config
         )
@@ -242,7 +242,8 @@ class CommOverlapCore:
         """
         context = self.context
         rows = split_rows(x.shape[0], self.size) if rows is None else rows
-        config = self._config(x.shape[0], x, w, w.shape[0], self._num_carriers if beside else 0)
+        spared = self._num_carriers if beside else 0
+        config = self._config("matmul_reduce_scatter", x.shape[0], x, w, w.shape[0], spared)
         return matmul_reduce_scatter(context, x, w, bias, None, rows=rows, out=out, out_dtype=out_dtype, config=config)
 
     def all_gather(self, x_shard_m, rows, out=None, max_programs=collectives.MAX_PROGRAMS) -> torch.Tensor:
@@ -296,14 +297,25 @@ class CommOverlapCore:
                 f"of tokens, and dtype={dtype}"
             )
 
-    def _config(self, tokens: int, x: torch.Tensor, w: torch.Tensor, width: int, spared: int = 0) -> OverlapConfig:
-        """The kernel's configuration: the library's own, changed by the options. `width` of what travels."""
-        key = tokens, w.shape[0], x.dtype, layout_of(x, w) != "pointers", width, spared
-        if key not in self._configs:
+    def _config(self, operation: str, tokens: int, x, w, width: int, spared: int = 0) -> OverlapConfig:
+        """The kernel's configuration: the library's own, changed by the options. `width` of what travels.
+
+        In a capture, which can't compile, a new one is by rule, for which `warm_up` has compiled the kernels.
+        """
+        layout, by_rule = layout_of(x, w), self._by_rule or self.context.capturing
+        key = operation, tokens, *w.shape, x.dtype, layout, width, spared
+        if key not in self._configs or self._by_rule:
             self._check(width, tokens, x.dtype)
             available = max(self.context.num_programs - self._margin - spared, 2)
-            config = default_overlap(*key[:3], self.size, available, key[3])
-            self._configs[key] = replace(self._tuned(config, tokens, available), max_programs=available)
+            if by_rule:
+                config = default_overlap(tokens, w.shape[0], x.dtype, self.size, available, layout != "pointers")
+            else:
+                config = overlap_config(self.context, operation, tokens, *w.shape, x.dtype, layout)
+            config = replace(config, num_comm=min(config.num_comm, available - 1), max_programs=available)
+            config = self._tuned(config, tokens, available)
+            if by_rule:
+                return config
+            self._configs[key] = config
         return self._configs[key]
 
     def _tuned(self, config: OverlapConfig, tokens: int, available: int) -> OverlapConfig:
@@ -321,6 +333,13 @@ class CommOverlapCore:
 
         `initialize_ub` does it. Kernels of other kinds of shapes still need a call before a capture.
         """
+        self._by_rule = True
+        try:
+            self._launch_all()
+        finally:
+            self._by_rule = False
+
+    def _launch_all(self):
         (tokens, hidden), rows = self.shape, split_rows(self.shape[0], self.size)
         empty = torch.empty(0, dtype=self.dtype, device=self.context.device)
         own = empty.new_zeros(rows[self.rank], hidden)
@@ -394,7 +413,8 @@ class CommOverlap(CommOverlapCore):
 
     def _tuned(self, config, tokens, available):
         piece = -(-max(split_rows(tokens, self.size)) // self.options.num_splits)
-        chunk_rows = min(config.chunk_rows, round_up(max(piece, 1), config.gemm.block_m))
+        # To whole PART_ROWS, as tiles of another rank may have other rows than this one's.
+        chunk_rows = min(config.chunk_rows, round_up(max(piece, 1), PART_ROWS))
         return replace(config, num_comm=min(self.options.num_sm, available - 1), chunk_rows=chunk_rows)
 
 
