@@ -36,6 +36,7 @@ from tkernels.matmul_reduce_scatter import PART_ROWS, matmul_reduce_scatter
 
 DEFAULT_TIMEOUT_S = 110.0
 NUM_CARRIERS = 12  # programs of a collective beside a product, where no number is asked for: they saturate stores
+MAX_PROGRAMS = 256  # that any GPU runs at once of such kernels
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -480,19 +481,24 @@ def workspace_bytes(shape, dtype: torch.dtype, size: int) -> dict[str, int]:
     rows = split_rows(tokens, size)[0]
     # Fused kernels pad a rank's rows to tiles of up to 128, collectives pad a part to whole blocks.
     part = max(round_up(rows, 128) * hidden, round_up(rows * hidden, collectives.BLOCK))
-    num_chunks = max(-(-rows // 32), rows * hidden * itemsize // collectives.CHUNK_BYTES + 1)
+    part_bytes = rows * hidden * itemsize
+    # A collective cuts a part into as many chunks as it has programs, or more.
+    num_chunks = max(-(-rows // 32), part_bytes // collectives.CHUNK_BYTES + 1, MAX_PROGRAMS)
+    packet_bytes = min(part_bytes, collectives.DEFAULT.packet_bytes // max(size - 1, 1))
     return dict(
         inbox_bytes=size * part * itemsize,
         num_chunks=num_chunks,
         outbox_bytes=tokens * hidden * itemsize,
         num_counters=size * num_chunks,
+        num_packets=size * round_up(-(-packet_bytes // 4), collectives.PACKET_BLOCK),
     )
 
 
 def heap_bytes(shape, dtype: torch.dtype, size: int, streams: int = 3) -> int:
     """Symmetric memory for the workspaces of `streams`: the caller's, the communication stream, one to spare."""
     memory = workspace_bytes(shape, dtype, size)
-    workspace = 5 * memory["inbox_bytes"] // 2 + 16 * size * memory["num_chunks"] + (1 << 16)
+    words = size * memory["num_chunks"] + memory["num_packets"]
+    workspace = 5 * memory["inbox_bytes"] // 2 + 16 * words + (1 << 16)
     return streams * workspace + (4 << 20)
 
 
