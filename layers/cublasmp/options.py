@@ -17,7 +17,8 @@ class MatmulAlgoType(enum.IntEnum):
     """A hint of how to overlap; `Matmul.outcome.algorithm` says what came of it.
 
     There is one way here, ATOMIC_P2P in cuBLASMp's words: one kernel multiplies while tiles of it are signalled from
-    rank to rank. NO_OVERLAP is a collective before or after a local product. All other hints become ATOMIC_P2P.
+    rank to rank. NO_OVERLAP is a collective before or after a local product; DEFAULT takes it where there is too little
+    to hide (tkernels.paths). All other hints become ATOMIC_P2P.
     """
 
     DEFAULT = 0

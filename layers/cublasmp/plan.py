@@ -25,6 +25,7 @@ from tkernels.layers.cublasmp.problem import BGRAD, Layout, Problem, resolve
 from tkernels.layers.cublasmp.redistribution import Redistribution, indices
 from tkernels.matmul_all_reduce import matmul_all_reduce
 from tkernels.matmul_reduce_scatter import matmul_reduce_scatter
+from tkernels.paths import choose_path
 
 OPERATIONS = {
     "AG+GEMM": "all_gather_matmul",
@@ -78,12 +79,16 @@ class Plan:
         self.problem, self.layout = problem, layout
         self.pattern = layout.pattern
         self.overlap = layout.algorithm == MatmulAlgoType.ATOMIC_P2P
+        self.num_comm, self.path = problem.options.sm_count_communication, "fused"
+        if self.overlap and problem.options.algo_type in (None, MatmulAlgoType.DEFAULT) and self.num_comm is None:
+            width = layout.k if self.pattern == "AG+GEMM" else layout.m
+            self.path = choose_path(ctx, OPERATIONS[self.pattern], layout.n, width, problem.a.dtype, None, None)
+        algorithm = layout.algorithm if self.path == "fused" else MatmulAlgoType.NO_OVERLAP
         self.dtype, self.wire = layout.result_dtype, layout.wire_dtype
         self.rows = layout.splits.get("n")
         self.inplace = problem.c is not None and problem.options.inplace
         self.flip = problem.options.order == "C"
         self.blocking = problem.options.blocking is True and ctx.device.type == "cuda"
-        self.num_comm = problem.options.sm_count_communication
         self.transposes = problem.transposes
 
         epilog = self.epilog = problem.epilog & ~MatmulEpilog.ALLREDUCE
@@ -98,7 +103,7 @@ class Plan:
         self.has_gradient = bool(epilog & (BGRAD | MatmulEpilog.BGRADA | MatmulEpilog.BGRADB))
         partial_sums = self.pattern in ("GEMM+RS", "GEMM+AR")
         self.outcome = Outcome(
-            self.pattern, layout.algorithm, layout.redistributed, self.wire if partial_sums else None
+            self.pattern, algorithm, layout.redistributed, self.wire if partial_sums else None
         )
 
         rank, device = ctx.rank, ctx.device
@@ -200,7 +205,7 @@ class Plan:
             if self.overlap:
                 config = self._config(ctx, x, w)
                 y, _ = all_gather_matmul(
-                    ctx, x, w, bias, activation, rows=self.rows, out_dtype=dtype, config=config
+                    ctx, x, w, bias, activation, rows=self.rows, out_dtype=dtype, config=config, path=self.path
                 )  # fmt: skip
             else:
                 y = matmul(all_gather(ctx, x, rows=self.rows), w, bias, activation, out_dtype=dtype)
@@ -210,7 +215,7 @@ class Plan:
         if not self.overlap:
             part = matmul(x, w, out_dtype=self.wire)
             return all_reduce(ctx, part) if self.pattern == "GEMM+AR" else reduce_scatter(ctx, part, rows=self.rows)
-        options = {"out_dtype": dtype, "wire_dtype": self.wire, "config": self._config(ctx, x, w)}
+        options = {"out_dtype": dtype, "wire_dtype": self.wire, "config": self._config(ctx, x, w), "path": self.path}
         if self.pattern == "GEMM+AR":
             return matmul_all_reduce(ctx, x, w, bias, activation, **options)
         return matmul_reduce_scatter(ctx, x, w, bias, activation, rows=self.rows, **options)
