@@ -17,7 +17,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from transports import every_transport, gpu_only, host_work, late, message_on_every_rank, over, poison_workspace
+from transports import (
+    every_transport,
+    gpu_only,
+    host_work,
+    late,
+    launches,
+    message_on_every_rank,
+    over,
+    poison_workspace,
+)
 
 import tkernels
 from tkernels.all_gather_matmul import all_gather_matmul
@@ -447,41 +456,33 @@ def test_partial_sums_travel_in_fp32_unless_told_otherwise(ctx, transport):
 
 @pytest.mark.ranks(2)
 def test_algorithm_and_number_of_programs_are_what_was_asked_for_or_can_be_asked(ctx):
-    launched = []
-    launch = ctx.launch
-    ctx.launch = lambda kernel, *rest, **options: (launched.append((kernel.__name__, options.get("NUM_COMM"))),
-                                                   launch(kernel, *rest, **options))  # fmt: skip
     kernels = {
         "AG+GEMM": "all_gather_matmul_kernel",
         "GEMM+RS": "matmul_reduce_kernel",
         "GEMM+AR": "matmul_reduce_kernel",
     }
-    try:
-        for pattern in PATTERNS:
-            case = Case(*EVEN, "TN", E.ALLREDUCE if pattern == "GEMM+AR" else E.BIAS)
-            distributions, parts = layouts(pattern, "TN", case, ctx.rank, ctx.size)
-            for hint in (None, *MatmulAlgoType):
-                a, b = (case.tensor(parts[i].of((case.a, case.b)[i]), ctx) for i in (0, 1))
-                with Matmul(
-                    a, b, distributions=distributions, qualifiers="TN", options={"algo_type": hint}, ctx=ctx
-                ) as mm:
-                    mm.plan(epilog=case.epilog, epilog_inputs=case.inputs(ctx, parts[2]))
-                    launched.clear()
+    for pattern in PATTERNS:
+        case = Case(*EVEN, "TN", E.ALLREDUCE if pattern == "GEMM+AR" else E.BIAS)
+        distributions, parts = layouts(pattern, "TN", case, ctx.rank, ctx.size)
+        for hint in (None, *MatmulAlgoType):
+            a, b = (case.tensor(parts[i].of((case.a, case.b)[i]), ctx) for i in (0, 1))
+            with Matmul(a, b, distributions=distributions, qualifiers="TN", options={"algo_type": hint}, ctx=ctx) as mm:
+                mm.plan(epilog=case.epilog, epilog_inputs=case.inputs(ctx, parts[2]))
+                with launches() as launched:
                     case.judge(mm.execute(), parts[2], hint)
-                    overlapped = mm.outcome.algorithm != MatmulAlgoType.NO_OVERLAP
-                    if hint not in (None, MatmulAlgoType.DEFAULT):  # which leave it to the size
-                        assert overlapped == (hint != MatmulAlgoType.NO_OVERLAP)
-                    assert [name for name, _ in launched] == [kernels[pattern]] * overlapped or not overlapped
-                    assert not overlapped or mm.outcome.algorithm == MatmulAlgoType.ATOMIC_P2P
-                    assert overlapped or mm.outcome.algorithm == MatmulAlgoType.NO_OVERLAP
-                    assert overlapped or kernels[pattern] not in [name for name, _ in launched]
-            for count in (1, 3):
-                launched.clear()
+                names = [name for name, *_ in launched]
+                overlapped = mm.outcome.algorithm != MatmulAlgoType.NO_OVERLAP
+                if hint not in (None, MatmulAlgoType.DEFAULT):  # which leave it to the size
+                    assert overlapped == (hint != MatmulAlgoType.NO_OVERLAP)
+                assert names == [kernels[pattern]] or not overlapped
+                assert not overlapped or mm.outcome.algorithm == MatmulAlgoType.ATOMIC_P2P
+                assert overlapped or mm.outcome.algorithm == MatmulAlgoType.NO_OVERLAP
+                assert overlapped or kernels[pattern] not in names
+        for count in (1, 3):
+            with launches() as launched:
                 got = run(ctx, case, distributions, parts, options={"sm_count_communication": count})
-                case.judge(got, parts[2], count)
-                assert launched == [(kernels[pattern], count)]
-    finally:
-        ctx.launch = launch
+            case.judge(got, parts[2], count)
+            assert [(name, arguments["NUM_COMM"]) for name, _, arguments in launched] == [(kernels[pattern], count)]
 
 
 @pytest.mark.ranks(2)

@@ -1,6 +1,5 @@
 """The layers with overlap against the same layers without it, and against the whole layer on one rank in fp64."""
 
-import contextlib
 import itertools
 import warnings
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 from tensor_parallel import assert_accurate, fill, own_part, whole_state
 from torch import nn
-from transports import gpu_only, late
+from transports import gpu_only, late, launches
 
 import tkernels
 from tkernels.comm.device import operation_name
@@ -224,20 +223,10 @@ def test_integers_are_exact_in_bf16(ctx, flags):
         te.destroy_ub()
 
 
-@contextlib.contextmanager
-def launches(context):
-    """The launches of a context while the block runs: name of the operation, number of programs."""
-    launched, launch = [], context.launch
-
-    def watch(kernel, num_programs, *rest, **options):
-        launched.append((operation_name(getattr(options["OPERATION"], "value", options["OPERATION"])), num_programs))
-        return launch(kernel, num_programs, *rest, **options)
-
-    context.launch = watch
-    try:
-        yield launched
-    finally:
-        del context.launch
+def operations(launched):
+    """(name, number of programs) of what waits for peers."""
+    found = [(arguments.get("OPERATION"), programs) for _, programs, arguments in launched]
+    return [(operation_name(getattr(op, "value", op)), programs) for op, programs in found if op is not None]
 
 
 @pytest.mark.ranks(2, 4)
@@ -259,15 +248,15 @@ def test_what_travels_in_each_pass_of_a_layer(ctx):
                 layer = linear(mode, ub_name=name, **parallel(ctx, torch.float32), **flags)
                 x = torch.ones(S if mode == "row" else S // ctx.size, B, layer.in_features, device=ctx.device)
                 x.requires_grad_()
-                with launches(context) as forward:
+                with launches() as forward:
                     y = layer(x)
-                with launches(context) as backward:
+                with launches() as backward:
                     y.sum().backward()
-                names = tuple([operation for operation, _ in launched] for launched in (forward, backward))
+                names = tuple([operation for operation, _ in operations(launched)] for launched in (forward, backward))
                 assert names == expected[mode, which]
                 if names[1] == [gather, reducing]:
                     # Both wait for peers, so each has its own multiprocessors, whichever is there first.
-                    assert sum(programs for _, programs in backward) <= context.num_programs
+                    assert sum(programs for _, programs in operations(backward)) <= context.num_programs
         finally:
             te.destroy_ub()
 

@@ -102,9 +102,7 @@ class Plan:
         )
         self.has_gradient = bool(epilog & (BGRAD | MatmulEpilog.BGRADA | MatmulEpilog.BGRADB))
         partial_sums = self.pattern in ("GEMM+RS", "GEMM+AR")
-        self.outcome = Outcome(
-            self.pattern, algorithm, layout.redistributed, self.wire if partial_sums else None
-        )
+        self.outcome = Outcome(self.pattern, algorithm, layout.redistributed, self.wire if partial_sums else None)
 
         rank, device = ctx.rank, ctx.device
         shapes = {"a": (layout.m, layout.k), "b": (layout.k, layout.n), "d": (layout.m, layout.n)}
