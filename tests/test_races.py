@@ -293,24 +293,25 @@ def test_an_inbox_that_is_used_again_at_once_is_caught_and_two_by_parity_are_eno
         assert failures(ctx, check_rounds, context, 1) > 0
 
 
-def check_stale_epochs(ctx, form):
+def check_stale_epochs(ctx, make, form):
     """Two calls in a row; in the wrong form the second one expects the epoch of the first."""
-    call, _ = all_gather(ctx, *shards(ctx, 1))
+    call, _ = make(ctx, *shards(ctx, 1))
     call()
-    call, want = all_gather(ctx, *shards(ctx, 2))
-    poison_workspace(ctx)
+    call, want = make(ctx, *shards(ctx, 2))
+    poison_workspace(ctx)  # an epoch, too
     if form == "wrong":
-        ctx.workspace().state[0] -= 1
+        ctx.workspace().state[0] -= 2
     with LateRank(ctx):
         got = call()
     assert torch.equal(got, want)
 
 
 @pytest.mark.ranks(2)
-def test_a_stale_epoch_is_caught(ctx):
+@pytest.mark.parametrize("make", ["all_gather", "all_gather_in_chunks"])
+def test_a_stale_epoch_is_caught(ctx, make):
     for form in ("right", "wrong"):
         with tkernels.init(heap_bytes=8 << 20) as context:
-            failed = failures(ctx, check_stale_epochs, context, form)
+            failed = failures(ctx, check_stale_epochs, context, globals()[make], form)
             assert failed == 0 if form == "right" else failed > 0, (form, failed)
 
 
