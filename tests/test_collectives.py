@@ -216,7 +216,8 @@ def test_results_go_into_the_callers_memory_and_may_be_in_place(ctx, transport, 
         functools.partial(getattr(collectives, name), ctx, config=config)
         for name in ("all_gather", "reduce_scatter", "all_reduce")
     )
-    large = collectives.CHUNK_BYTES // 4 + 5  # two chunks, shared among programs
+    chunk = collectives.MIN_CHUNK_BYTES if ctx.runtime == "simulated" else collectives.CHUNK_BYTES
+    large = chunk // 4 + 5  # two chunks, shared among programs
     shares = [((1, 0, 3, 2)[: ctx.size], (7,)), ((large,) * ctx.size, ()), ((8,) * ctx.size, (4,))]
     for seed, (rows, width) in enumerate(shares):
         for round in range(2):
