@@ -331,7 +331,7 @@ def test_changing_sizes_reuse_one_workspace_and_small_ones_never_grow_it(ctx):
 def test_after_a_large_call_no_smaller_one_needs_a_larger_workspace(ctx):
     """What a CUDA graph needs, whose capture can't make room."""
     with tkernels.init(heap_bytes=64 << 20) as fresh:
-        tkernels.all_reduce(torch.zeros(3 << 20, dtype=torch.bfloat16, device=ctx.device), ctx=fresh)
+        tkernels.all_reduce(torch.zeros(1 << 20, dtype=torch.bfloat16, device=ctx.device), ctx=fresh)
         before = fresh.workspace().inbox.data_ptr(), fresh.workspace().inbox_bytes
         for num_bytes in (1, 100 << 10, 256 << 10, 512 << 10, 1 << 20, 3 << 19):
             rows = split_rows(num_bytes // 2, ctx.size)
