@@ -1,4 +1,4 @@
-"""Libraries that can't be carried into every run: their times on these machines, as time over that of local cuBLAS.
+"""Libraries that can't be carried into every run: their times, measured apart from this bench, over local cuBLAS's.
 
 4 and 2 H200s over NVLink, no multicast, bf16, 2026-11-21; cuBLAS was measured in the same run as each of them. cuBLASMp
 0.9.1 over NCCL 2.30.4 through nvmath-python 1.0, operands in NCCL memory; TransformerEngine 2.18's Userbuffers in their

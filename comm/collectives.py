@@ -44,24 +44,23 @@ BLOCK = 8192  # elements of 2 bytes that a program copies at a step; so 12 progr
 CHUNK_BYTES = 256 << 10  # the most behind one signal
 MIN_CHUNK_BYTES = 4 << 10
 MAX_PROGRAMS = MIN_CHUNKS // 2
+ALONE_PROGRAMS = MIN_CHUNKS  # where nothing runs beside
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class CollectiveConfig:
-    """How a collective's data travels; all ranks must use the same.
+    """How a collective's data travels; all ranks must use the same. Both limits are reckoned and not yet measured.
 
     packet_bytes: a rank that sends its peers no more than this, all together, sends packets. They save a fence's round
-        trip, about 2 us over NVLink, in which 300 GB/s carry 600 KB; but each packet is polled for as well. Over the
-        transport nvshmem there are none.
+        trip; if that takes 2 us over NVLink, 300 GB/s carry 600 KB in it, but each packet is polled for as well. Over
+        the transport nvshmem there are none.
     hop_bytes: an all-reduce takes one shot where that sends at most so many bytes more than two, which need another
-        fence, signal and wait: about 4 us.
-    max_programs: fewer leave multiprocessors to what runs beside.
+        fence, signal and wait, taken for 4 us.
     """
 
     packet_bytes: int = PACKET_BYTES
     hop_bytes: int = 1 << 20
-    max_programs: int = MIN_CHUNKS
 
     def packets(self, part_bytes: int, ctx: Context) -> bool:
         """Whether parts of that size travel as packets. The same on all ranks."""
@@ -398,6 +397,7 @@ def all_reduce(
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     config: CollectiveConfig = DEFAULT,
+    max_programs: int = ALONE_PROGRAMS,
 ) -> torch.Tensor:
     """Collective. The sum over ranks of x, in a new tensor; fp32, fp16, bf16. The same bits on every rank.
 
@@ -406,25 +406,26 @@ def all_reduce(
     and no peer reads x. In two shots the sums of a chunk come back from its owner only after the owner has received
     every rank's chunk, ours included, so what they overwrite has been sent; a rank's own part is sent to nobody, and
     each of its elements is read and written by one program.
+    max_programs: fewer leave multiprocessors to what runs beside it.
     """
-    return ctx.plan(_plan_all_reduce, (x, out), out_dtype, config)(x, out)
+    return ctx.plan(_plan_all_reduce, (x, out), out_dtype, config, max_programs)(x, out)
 
 
-def _plan_all_reduce(ctx: Context, x: torch.Tensor, out, out_dtype, config: CollectiveConfig):
+def _plan_all_reduce(ctx: Context, x: torch.Tensor, out, out_dtype, config: CollectiveConfig, max_programs: int):
     _check_tensor("all_reduce", ctx, x, floating=True)
     dtypes = x.dtype, out_dtype or x.dtype
     result = _result("all_reduce", x, out, tuple(x.shape), dtypes[1])
     if ctx.size == 1:
         return _into(result, _copy)
     if config.one_shot(x.numel() * x.element_size(), ctx.size):
-        parts = _Parts(ctx, [x.numel()] * ctx.size, x, out, dtypes, config.max_programs, whole=True)
+        parts = _Parts(ctx, [x.numel()] * ctx.size, x, out, dtypes, max_programs, whole=True)
         return _into(result, parts.reduce(OP_ALL_REDUCE, config))
     # Parts of whole 16-byte vectors, the last one shorter.
     vector = 16 // min(dtype.itemsize for dtype in dtypes)
     vectors = split_rows(-(-x.numel() // vector), ctx.size)
     starts = [min(sum(vectors[:rank]) * vector, x.numel()) for rank in range(ctx.size + 1)]
     parts = [last - first for first, last in zip(starts, starts[1:], strict=False)]
-    parts = _Parts(ctx, parts, x, out, dtypes, config.max_programs)
+    parts = _Parts(ctx, parts, x, out, dtypes, max_programs)
     return _into(result, parts.reduce(OP_ALL_REDUCE, config, gather=True))
 
 

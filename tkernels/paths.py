@@ -27,8 +27,8 @@ from tkernels.gemm import ACTIVATIONS, check_result, finish, load_tile, store_ti
 PATHS = ("fused", "plain")
 # Up to so many bytes into a rank an operation is plain: 21 us at the 385 GB/s of H200's NVLink, of which overlap can
 # hide no more than that, and M = 1024 at a width of 4096, where 128 x 256 tiles do not yet fill the GPU.
+# Reckoned: where the paths really cross has not been measured.
 PLAIN_BYTES = {"all_gather_matmul": 8 << 20, "matmul_reduce_scatter": 8 << 20, "matmul_all_reduce": 16 << 20}
-MAX_PROGRAMS = 64  # of a collective that nothing runs beside
 
 _log = logging.getLogger("tkernels")
 
@@ -103,7 +103,7 @@ def plan_all_gather_matmul(ctx: Context, x, w, bias, out, activation, return_gat
             gathered = x.new_empty((M, K))
         into = gathered if return_gathered else whole
         with torch.no_grad():
-            collectives.all_gather(ctx, x, rows, into, MAX_PROGRAMS)
+            collectives.all_gather(ctx, x, rows, into, collectives.ALONE_PROGRAMS)
             if separate:
                 _multiply(into, w, product)
                 finish(bias, y)
@@ -131,7 +131,7 @@ def plan_matmul_reduce(ctx: Context, x, w, bias, out, activation, rows, out_dtyp
             if gather:
                 collectives.all_reduce(ctx, partial, total, total.dtype)
             else:
-                collectives.reduce_scatter(ctx, partial, rows, total, MAX_PROGRAMS, total.dtype)
+                collectives.reduce_scatter(ctx, partial, rows, total, collectives.ALONE_PROGRAMS, total.dtype)
             if separate:
                 finish(bias, y)
         return y
