@@ -612,8 +612,8 @@ def fresh_kernel(out, NUMBER: tl.constexpr):
 @pytest.mark.parametrize("form", ["when wanted", "at once"])
 def test_modules_may_be_loaded_while_a_receive_is_open(ctx, form):
     """The driver loads a module once no kernel runs. Were receives launched at once, each rank would wait for all."""
-    with tkernels.init(timeout_s=5, default=False) as own:
-        comm = P2PCommunicator(own)
+    with tkernels.init(heap_bytes=16 << 20, timeout_s=5, default=False) as own:
+        comm = P2PCommunicator(own, slot_bytes=1 << 20)
         x, handle = comm.irecv((1000,), None, comm.prev_rank)
         if form == "at once":
             handle.query()

@@ -88,7 +88,7 @@ def test_the_examples_on_several_ranks_run(ctx, name):
     names = {}
     exec(compile(EXAMPLES[name], f"README.md, {name}", "exec"), names)
     function = names[re.search(r"^def (\w+)\(ctx\)", EXAMPLES[name], re.MULTILINE).group(1)]
-    with tkernels.init(ctx.group.process_group) as own:  # the default context, as it would be in a program
+    with tkernels.init(ctx.group.process_group, heap_bytes=256 << 20) as own:  # the default context, as it would be in a program
         function(own)
         own.check()
 
@@ -120,7 +120,7 @@ def test_the_example_of_traces_runs(ctx, tmp_path):
     (block,) = (block for block in blocks("python") if "tkernels.tracing(" in block)
     names = {}
     exec(compile(block, "README.md, traces", "exec"), names)
-    with tkernels.init(ctx.group.process_group) as own, contextlib.chdir(tmp_path):
+    with tkernels.init(ctx.group.process_group, heap_bytes=256 << 20) as own, contextlib.chdir(tmp_path):
         assert 0 <= names["record"](own) <= 1
     assert (tmp_path / "trace.json").exists() or ctx.rank > 0
 

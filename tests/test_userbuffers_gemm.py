@@ -1,6 +1,8 @@
 """general_gemm against products computed by hand: every overlap, call after call, and the one contract of them all."""
 
 import os
+from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -279,9 +281,10 @@ def test_options_reach_the_kernel(ctx):
     assert config(te.CommOverlapP2P(*common, AG, use_ce=False, num_comm_sm=1)).num_comm == 1
     for num_sm in (1, 2):
         assert config(te.CommOverlap(*common, num_comm_sm=num_sm)).num_comm == num_sm
-    pieces = {splits: config(te.CommOverlap(*common, num_splits=splits)).chunk_rows for splits in (1, 4, 10**6)}
-    assert pieces[10**6] == base.gemm.block_m <= pieces[4] <= pieces[1] <= base.chunk_rows * 512
-    assert 256 / pieces[4] >= min(4, 256 / base.gemm.block_m)
+    large = replace(base, chunk_rows=512)
+    with mock.patch.object(communicators, "overlap_config", lambda *_: large):
+        pieces = {splits: config(te.CommOverlap(*common, num_splits=splits)).chunk_rows for splits in (1, 2, 4)}
+    assert pieces == {1: 256, 2: 128, 4: 128}  # of a rank's 256 rows, in whole PART_ROWS
 
 
 @pytest.mark.ranks(2)
@@ -355,8 +358,9 @@ def test_an_adapter_adds_no_copy_no_allocation_and_no_second_look(ctx):
     make = lambda *shape: torch.ones(shape, device=ctx.device)  # noqa: E731
     x, w, bias, whole, y = make(32, 32), make(24, 32), make(24), make(64, 32), make(64, 24)
     h, v, out = make(64, 24), make(32, 24), make(32, 32)
-    plain_gather = lambda **o: all_gather_matmul(context, x, w, o.pop("bias", None), rows=(32, 32), **o)  # noqa: E731
-    plain_scatter = lambda **o: matmul_reduce_scatter(context, h, v, rows=(32, 32), **o)  # noqa: E731
+    common = dict(rows=(32, 32), path="fused")
+    plain_gather = lambda **o: all_gather_matmul(context, x, w, o.pop("bias", None), **common, **o)  # noqa: E731
+    plain_scatter = lambda **o: matmul_reduce_scatter(context, h, v, **common, **o)  # noqa: E731
     ag, rs = dict(ub=gather, ub_type=AG), dict(ub=scatter, ub_type=RS)
     pairs = [
         (lambda: te.general_gemm(w, x, **ag), plain_gather),

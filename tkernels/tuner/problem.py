@@ -84,15 +84,15 @@ class Operands:
         return memory.view(columns, rows).t() if transposed else memory.view(rows, columns)
 
     def run(self, config) -> torch.Tensor:
-        """Collective, but for matmul. The operation's result by that configuration."""
+        """Collective, but for matmul. The kernel's result by that configuration, or by the one that it takes itself."""
         ctx, x, w = self.ctx, self.x, self.w
         if self.problem.operation == "matmul":
             return matmul(x, w, config=config)
         if self.problem.operation == "all_gather_matmul":
-            return all_gather_matmul(ctx, x, w, rows=self.rows, config=config)[0]
+            return all_gather_matmul(ctx, x, w, rows=self.rows, config=config, path="fused")[0]
         if self.problem.operation == "matmul_reduce_scatter":
-            return matmul_reduce_scatter(ctx, x, w, rows=self.rows, config=config)
-        return matmul_all_reduce(ctx, x, w, config=config)
+            return matmul_reduce_scatter(ctx, x, w, rows=self.rows, config=config, path="fused")
+        return matmul_all_reduce(ctx, x, w, config=config, path="fused")
 
     def library(self) -> torch.Tensor:
         """This rank's product alone, by torch (cuBLAS on GPUs)."""
