@@ -167,6 +167,9 @@ def _cases() -> list[Case]:
     cases.append(Case("all_reduce", "bfloat16", "one_shot", (64, 1, 4096), ranks=4, transport="nvshmem"))
     for dtype, activation in (("bfloat16", "gelu"), ("float32", "silu")):
         cases.append(Case("finish", dtype, activation=activation, bias=True))
+    for dtype in ("bfloat16", "float32"):
+        cases.append(Case("collect", dtype))
+        cases.append(Case("collect", dtype, "misaligned", misaligned=True))
     for ranks, transport in ((2, "peer"), (4, "peer"), (4, "nvshmem")):
         cases.append(Case("barrier", "", ranks=ranks, transport=transport))
         cases.append(Case("clocks", "", ranks=ranks, transport=transport))
@@ -360,6 +363,9 @@ def _call(case: Case):
         elif case.operation == "finish":
             bias, y = torch.empty(N, dtype=dtype), matrix(M, N)
             paths._finish(torch.empty(M, N), bias, case.activation, y)(bias, y)
+        elif case.operation == "collect":
+            x, gathered, inbox, state = matrix(M // 4, K), matrix(M, K), matrix(2 * M, K), torch.empty(2).long()
+            importlib.import_module("tkernels.all_gather_matmul")._collect(state, inbox, M, x, None, 0, M)(x, gathered)
         elif case.operation == "clocks":
             clocks.compare_clocks(ctx)
         elif case.operation == "round_trip":

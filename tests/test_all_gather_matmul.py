@@ -1,6 +1,7 @@
 """all_gather_matmul against the unsharded product: any shape, dtype and layout, call after call."""
 
 import functools
+import importlib
 import itertools
 
 import pytest
@@ -179,6 +180,30 @@ def test_the_gathered_rows_are_the_callers_own(ctx):
         tkernels.all_gather_matmul(x, w, ctx=ctx)
     poison_workspace(ctx)
     assert torch.equal(gathered, want)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("K", [256, 33])
+def test_gathered_rows_are_copied_from_the_last_epochs_inbox_and_the_own_from_where_they_are(dtype, K):
+    """In blocks that hold rows of the peers before, the own, and those of the peers behind."""
+    device = torch.device("cuda", torch.cuda.current_device()) if tkernels.RUNTIME == "nvshmem" else "cpu"
+    collect = importlib.import_module("tkernels.all_gather_matmul")._collect
+    M = 90
+    inbox = integers((2 * M + 3, K), dtype, 1, device=device)
+    for epoch, (first, last) in enumerate([(0, 90), (0, 0), (90, 90), (7, 9), (31, 80), (0, 40), (60, 90)], 5):
+        state = torch.tensor([epoch, 0], device=device)
+        x = integers((last - first, K), dtype, epoch, device=device)
+        want = inbox[epoch % 2 * (M + 3) :][:M].clone()
+        want[first:last] = x
+        launch = collect(state, inbox, M + 3, x, None, first, M)
+        whole = torch.full_like(want, float("nan"))
+        launch(x, whole)
+        assert torch.equal(whole, want), (first, last)
+        in_place = torch.full_like(want, float("nan"))
+        in_place[first:last] = x
+        launch(in_place[first:last], in_place)
+        assert torch.equal(in_place, want), (first, last)
 
 
 @pytest.mark.ranks(2)

@@ -16,8 +16,9 @@ import triton.language as tl
 
 from tkernels.comm.collectives import check_rows
 from tkernels.comm.context import Context
-from tkernels.comm.device import begin_epoch, end_epoch, operation, put_signal, wait_signal
+from tkernels.comm.device import begin_epoch, copy, end_epoch, operation, put_signal, wait_signal
 from tkernels.comm.marks import COMPUTE, SEND, STORE, WAIT, end_marks, mark, no_marks
+from tkernels.comm.plans import Launch
 from tkernels.configs import OverlapConfig, overlap_config
 from tkernels.gemm import (
     ACTIVATIONS,
@@ -50,6 +51,7 @@ OP = operation("all_gather_matmul")
 
 SEND_BYTES_PER_S = 300e9  # what the comm programs reach together, H200 over NVLink
 FLOPS_PER_S = 650e12  # of all programs together, H200, bf16
+COLLECT_BYTES = 16 << 10  # of the gathered rows that a program copies: 64 for each of 256 threads, all in flight
 
 
 # fmt: off
@@ -230,8 +232,7 @@ def _plan(
         num_warps=gemm.num_warps, num_stages=gemm.num_stages, maxnreg=config.max_registers,
         varying=("x", "x_memory", "w", "bias", "y"),
     )  # fmt: skip
-    inboxes = torch.as_strided(workspace.inbox.view(x.dtype), (2, M, K), (parity_rows * K, K, 1))
-    state = workspace.state
+    collect = _collect(workspace.state, inbox, parity_rows, x, gathered, first_row, M) if return_gathered else None
 
     def run(x, w, bias, out, gathered):
         x = x.contiguous()
@@ -239,7 +240,7 @@ def _plan(
         launch(x, x, w, x if bias is None else bias.contiguous(), y)
         if return_gathered:
             gathered = x.new_empty((M, K)) if gathered is None else gathered
-            _collect(inboxes, state, x, gathered, first_row)
+            collect(x, gathered)
         return y, gathered
 
     return run
@@ -259,20 +260,42 @@ def _head_turns(ctx: Context, rows, K: int, config: OverlapConfig, num_programs:
     return round(send_s / tile_s)
 
 
-def _collect(inboxes: torch.Tensor, state: torch.Tensor, x: torch.Tensor, gathered: torch.Tensor, first_row: int):
-    """Copy the gathered rows out of the inbox, which the call after the next one overwrites. inboxes: [2, M, K].
+@triton.jit(do_not_specialize=["parity_stride", "own_start", "own_end", "total"])
+def collect_kernel(
+    x, gathered, inbox, parity_stride, state,  # [own part], [whole], [parity_stride + whole]
+    own_start, own_end, total,  # elements of the whole
+    BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Copy BLOCK of the gathered elements out of the inbox of the last epoch; the own ones from x, unless it is there.
 
-    The parity is known on the device alone, so the choice of inbox is an index computed there. The own rows, which are
-    not in the inbox, are copied from x, or are there already.
+    A call after the next one overwrites that inbox; whose parity it is, the device alone knows.
     """
-    last_row = first_row + x.shape[0]
-    parity = state[:1] % 2
-    for first, last in ((0, first_row), (last_row, len(gathered))):
-        if first < last:
-            torch.index_select(inboxes[:, first:last], 0, parity, out=gathered[None, first:last])
-    own = gathered[first_row:last_row]
-    if own.data_ptr() != x.data_ptr():
-        own.copy_(x)
+    VECTOR: tl.constexpr = ALIGN * 8 // x.dtype.element_ty.primitive_bitwidth
+    # Whole vectors, which the compiler can't know of numbers that it is given.
+    own_start, own_end = own_start // VECTOR * VECTOR, own_end // VECTOR * VECTOR
+    inbox += tl.load(state) % 2 * (parity_stride // VECTOR * VECTOR)
+    own = gathered + own_start
+    start = tl.cast(tl.program_id(0), tl.int64) * BLOCK
+    end = tl.minimum(start + BLOCK, total)
+    copy(gathered + start, inbox + start, tl.minimum(end, own_start) - start, BLOCK, ALIGN)
+    if own.to(tl.int64) != x.to(tl.int64):
+        first = tl.maximum(start - own_start, 0)
+        copy(own + first, x + first, tl.minimum(end, own_end) - own_start - first, BLOCK, ALIGN)
+    first = tl.maximum(start, own_end)
+    copy(gathered + first, inbox + first, end - first, BLOCK, ALIGN)
+
+
+def _collect(state, inbox, parity_rows: int, x, gathered: torch.Tensor | None, first_row: int, M: int) -> Launch:
+    """What copies the gathered rows of a call like this one: a launch with x and them. inbox: [parity_rows + M, K]."""
+    K, itemsize = x.shape[1], x.element_size()
+    aligned = K * itemsize % 16 == 0 and x.data_ptr() % 16 == 0 and (gathered is None or gathered.data_ptr() % 16 == 0)
+    block = COLLECT_BYTES // itemsize // (1 if aligned else 8)
+    gathered = check_result("all_gather_matmul: return_gathered", gathered, x, (M, K), x.dtype)
+    return Launch(
+        collect_kernel, triton.cdiv(M * K, block),
+        (x, gathered, inbox, parity_rows * K, state, first_row * K, (first_row + x.shape[0]) * K, M * K),
+        ("x", "gathered"), BLOCK=block, ALIGN=16 if aligned else itemsize, num_warps=8,
+    )  # fmt: skip
 
 
 def all_gather_matmul_reference(group, x_shard_m, w, bias=None, activation=None) -> torch.Tensor:
