@@ -112,7 +112,7 @@ def test_calls_that_differ_in_anything_but_addresses_have_plans_of_their_own(ctx
     call = functools.partial(all_gather_matmul, ctx, path="fused")
     with mock.patch.object(Launch, "__call__", lambda *_: None):  # plans alone: no kernel has to be compiled
         for number, (arguments, options) in enumerate(calls):
-            assert made_by(lambda: call(*arguments, **options)) == 1, number  # noqa: B023
+            assert made_by(lambda: call(*arguments, **options)) > 0, number  # noqa: B023
             again = [a.clone() if a is x or a is w else a for a in arguments]
             assert made_by(lambda: call(*again, **options)) == 0, number  # noqa: B023
 
