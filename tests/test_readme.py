@@ -88,8 +88,8 @@ def test_the_examples_on_several_ranks_run(ctx, name):
     names = {}
     exec(compile(EXAMPLES[name], f"README.md, {name}", "exec"), names)
     function = names[re.search(r"^def (\w+)\(ctx\)", EXAMPLES[name], re.MULTILINE).group(1)]
-    # The default context, as it would be in a program.
-    with tkernels.init(ctx.group.process_group, heap_bytes=256 << 20) as own:
+    # The default context, as it would be in a program; slots of 32 MiB fit.
+    with tkernels.init(ctx.group.process_group, heap_bytes=1 << 30) as own:
         function(own)
         own.check()
 
