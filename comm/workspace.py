@@ -9,6 +9,10 @@ after its own call n has finished (same stream). So whoever has heard from every
 has finished call n, and may overwrite in call n + 2 what call n left in the peers' inboxes. Calls alternate between
 two inboxes by the parity of the epoch. The argument holds for calls in one order on all ranks, of any mix of
 operations and sizes, as long as both inboxes stay where they are: growing moves them and is a collective of its own.
+
+A CUDA graph goes on with what it was captured with: growing then leaves inboxes, words and epoch to its replays and
+takes others for later calls. Both are workspaces in their own right, as those of two streams are; neither sees the
+other's epochs. For that, all ranks must capture what one of them does.
 """
 
 import torch
@@ -42,35 +46,34 @@ class Workspace:
         self.state = torch.zeros(2, dtype=torch.int64, device=context.device)
         self.counters = torch.zeros(0, dtype=torch.int64, device=context.device)
         self.outbox = torch.empty(0, dtype=torch.uint8, device=context.device)
-        self._captured = False
         self._plans = Plans()  # of operations, with views of this memory as it is now
-        self._captured_plans = set()  # a CUDA graph reads their schedules
+        # A CUDA graph reads what these hold: schedules, and local memory that calls since may have outgrown.
+        self._captured_plans = set()  # of this memory as it is now
+        self._outgrown_plans = set()
 
     def reserve(
         self, inbox_bytes: int, num_chunks: int, outbox_bytes: int = 0, num_counters: int = 0, num_packets: int = 0
     ) -> "Workspace":
-        """Make room; collective where it grows, so all ranks must ask for the same. Raises once captured."""
+        """Make room; collective where it grows, so all ranks must ask for the same. Refused in a capture."""
         asked = (inbox_bytes, num_chunks, num_packets)
         held = (self.inbox_bytes, self.num_chunks, self.num_packets)
         if any(more > has for more, has in zip(asked, held, strict=True)):
-            self._refuse_if_captured()
+            self._refuse_in_capture()
             self._grow(*map(max, asked, held, (0, MIN_CHUNKS, self._least_packets())))
         if outbox_bytes > self.outbox.numel():
-            self._refuse_if_captured()
+            self._refuse_in_capture()
             self.outbox = torch.empty(round_up(outbox_bytes, ALIGNMENT), dtype=torch.uint8, device=self.context.device)
             self.forget_plans()
         if num_counters > self.counters.numel():
-            self._refuse_if_captured()
+            self._refuse_in_capture()
             self.counters = torch.zeros(num_counters, dtype=torch.int64, device=self.context.device)
             self.forget_plans()
-        self._captured = self._captured or self.context.capturing
         return self
 
     def plan(self, key, make):
         """The plan of that key, made by `make()` unless it is known. What `make` reserves may forget the others."""
         plan = self._plans.find(key, make)
         if self.context.capturing:
-            self._captured = True
             self._captured_plans.add(plan)
         return plan
 
@@ -87,9 +90,10 @@ class Workspace:
     def _grow(self, inbox_bytes: int, num_chunks: int, num_packets: int):
         heap, size = self.context.heap, self.context.size
         inbox_bytes = round_up(inbox_bytes, ALIGNMENT)
+        captured = any(self.context.group.gather(bool(self._captured_plans)))
         self.context.group.barrier()  # nobody still reads or writes the old inboxes
         self.forget_plans()
-        if self._memory is not None:
+        if self._memory is not None and not captured:
             heap.free(self._memory)
             # Should the heap have no room below, the next call must not take what is free again for inboxes.
             self.inbox_bytes = self.num_chunks = self.num_packets = 0
@@ -101,17 +105,19 @@ class Workspace:
             inbox=((2 * inbox_bytes + inbox_bytes // 2,), torch.uint8),
         )
         self._memory = heap.empty(plan.num_bytes, dtype=torch.uint8)
+        self._outgrown_plans |= self._captured_plans
+        self._captured_plans = set()
+        self.state = torch.zeros_like(self.state)
         self.ready, self.inbox = plan.view(self._memory, "ready"), plan.view(self._memory, "inbox")
         self.packets = plan.view(self._memory, "packets")
         self.ready.zero_()
         self.packets.zero_()
-        self.state.zero_()
         self.inbox_bytes, self.num_chunks, self.num_packets = inbox_bytes, num_chunks, num_packets
         self.context.group.barrier()  # nobody signals before every rank's words are zero
 
-    def _refuse_if_captured(self):
-        if self._captured or self.context.capturing:
+    def _refuse_in_capture(self):
+        if self.context.capturing:
             raise TkernelsError(
-                "this call needs a larger workspace, but a CUDA graph that is being captured, or was, uses this one as "
-                "it is; make one call with the largest sizes before the capture"
+                "this call needs a larger workspace, and none can be made while a CUDA graph is captured; make one "
+                "call with the same sizes before the capture"
             )

@@ -5,6 +5,7 @@ What can't be captured is refused by name.
 
 import contextlib
 import functools
+import itertools
 import random
 from unittest import mock
 
@@ -26,11 +27,11 @@ REPLAYS = 200
 TRAINING_REPLAYS, CYCLE = 10_000, 20
 
 
-def operands(ctx, seed):
-    """All ranks' x [M/R, K], x [M, K] and w [N, K], the same lists on every rank; every sum is exact in bf16."""
+def operands(ctx, seed, rows=M):
+    """All ranks' x [rows/R, K], x [rows, K] and w [N, K], the same lists on every rank; every sum is exact in bf16."""
     make = lambda shape, seed: integers(shape, torch.bfloat16, seed, -1, 1)  # noqa: E731
-    shards = [make((M // ctx.size, K), seed + rank) for rank in range(ctx.size)]
-    whole = [make((M, K), seed + 100 + rank) for rank in range(ctx.size)]
+    shards = [make((rows // ctx.size, K), seed + rank) for rank in range(ctx.size)]
+    whole = [make((rows, K), seed + 100 + rank) for rank in range(ctx.size)]
     weights = [make((N, K), 7 + rank) for rank in range(ctx.size)]
     return shards, whole, weights
 
@@ -87,13 +88,44 @@ def test_every_replay_is_a_call_of_its_own(ctx, transport, path):
 def test_a_capture_that_would_need_memory_is_refused_and_leaves_the_context_usable(ctx, path):
     x = torch.ones(M, K, dtype=torch.bfloat16, device=ctx.device)
     w = torch.ones(N, K, dtype=torch.bfloat16, device=ctx.device)
-    tkernels.all_gather_matmul(x, w, ctx=ctx, path=path)
     larger = torch.ones(1 << 15, K, dtype=torch.bfloat16, device=ctx.device)
-    graph = torch.cuda.CUDAGraph()
-    with pytest.raises(TkernelsError, match="before the capture"), torch.cuda.graph(graph):
-        tkernels.all_gather_matmul(larger, w, ctx=ctx, path=path)
-    y = tkernels.all_gather_matmul(x, w, ctx=ctx, path=path)
-    assert torch.equal(y, torch.full_like(y, K))
+    with tkernels.init(ctx.group.process_group, heap_bytes=64 << 20) as own:  # whose workspace has not grown yet
+        tkernels.all_gather_matmul(x, w, ctx=own, path=path)
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(TkernelsError, match="before the capture"), torch.cuda.graph(graph):
+            tkernels.all_gather_matmul(larger, w, ctx=own, path=path)
+        for operand in (x, larger):
+            y = tkernels.all_gather_matmul(operand, w, ctx=own, path=path)
+            assert torch.equal(y, torch.full_like(y, K))
+
+
+@pytest.mark.ranks(2, 4)
+@every_path
+def test_graphs_replay_right_after_calls_that_need_more_memory_than_they_have(ctx, path):
+    graphs = []
+    with tkernels.init(ctx.group.process_group, heap_bytes=64 << 20) as own:
+        for rows in (M, 16 * M, 64 * M):
+            shards, whole, weights = operands(own, rows, rows)
+            mine = [parts[own.rank].to(own.device) for parts in (shards, whole, weights)]
+            step(own, path, *mine)  # outgrows what the graphs before were captured with
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                results = step(own, path, *mine)
+            graphs.append((rows, mine, graph, results))
+            for replay, (rows, mine, graph, results) in itertools.product(range(5), graphs):
+                shards, whole, _ = operands(own, 1000 * replay + rows, rows)
+                mine[0].copy_(shards[own.rank])
+                mine[1].copy_(whole[own.rank])
+                if own.rank == replay % own.size:
+                    torch.cuda._sleep(200_000)
+                for result in results:
+                    result.fill_(float("nan"))
+                graph.replay()
+                expected = results_by_hand(own, shards, whole, weights)
+                for result, right in zip(results, expected, strict=True):
+                    assert torch.equal(result.cpu().float(), right.float()), (rows, replay)
+        torch.cuda.synchronize()
+        del graph, graphs
 
 
 class Training:

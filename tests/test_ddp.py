@@ -1041,7 +1041,7 @@ def test_backward_goes_on_while_a_reduction_is_open(ctx, backend):
 @every_backend
 @every_mode
 def test_a_whole_iteration_is_captured_after_a_warm_up_on_the_default_stream(ctx, backend, mode):
-    ctx = tkernels.init(ctx.group.process_group, heap_bytes=256 << 20)  # a captured workspace can't grow any more
+    ctx = tkernels.init(ctx.group.process_group, heap_bytes=256 << 20)  # what a graph was captured with is never freed
 
     def training_of(seed):
         torch.manual_seed(seed)

@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import importlib
 import json
 import os
 import subprocess
@@ -16,7 +15,8 @@ import pytest
 import torch
 
 import tkernels
-from tkernels.comm import collectives, plans
+from tkernels.all_gather_matmul import all_gather_matmul
+from tkernels.comm import Context, HeapExhaustedError, TkernelsError, collectives, plans
 from tkernels.comm.collectives import split_rows
 from tkernels.comm.plans import Launch, Plans, describe
 from tkernels.configs import GemmConfig, OverlapConfig
@@ -108,7 +108,6 @@ def test_calls_that_differ_in_anything_but_addresses_have_plans_of_their_own(ctx
         ((x, w), {"config": replace(config, chunk_rows=64)}),
         ((x.half(), w.half()), {"out_dtype": torch.float32}),
     ]
-    all_gather_matmul = importlib.import_module("tkernels.all_gather_matmul").all_gather_matmul
     call = functools.partial(all_gather_matmul, ctx, path="fused")
     with mock.patch.object(Launch, "__call__", lambda *_: None):  # plans alone: no kernel has to be compiled
         for number, (arguments, options) in enumerate(calls):
@@ -179,6 +178,47 @@ def test_plans_hold_no_tensors_of_calls_and_go_with_their_context(ctx):
         gc.disable()
     gc.enable()
     assert inbox() is None
+
+
+@pytest.mark.ranks(2)
+def test_what_a_graph_was_captured_with_is_left_to_it_by_larger_calls(ctx):
+    """As if captured: a plan that a capture has seen runs again and again, as replays do, between calls of any size."""
+    as_if_captured = mock.patch.object(Context, "capturing", property(lambda self: True))
+    make = functools.partial(integers, dtype=torch.float32, device=ctx.device)
+    rows, K = 40, 16
+    w = make((24, K), seed=1)
+    with tkernels.init(ctx.group.process_group, heap_bytes=4 << 20) as context:
+
+        def check(call, rows, seed):
+            every = [make((rows, K), seed=seed + rank) for rank in range(ctx.size)]
+            y, _ = call(every[ctx.rank].clone())
+            assert torch.equal(y, torch.cat(every) @ w.t()), (rows, seed)
+
+        def eager(x):
+            return all_gather_matmul(context, x, w, path="fused")
+
+        def replayed(x):
+            return captured()(x, w, None, None, None)
+
+        check(eager, rows, 0)
+        with as_if_captured:
+            check(eager, rows, 10)
+            with pytest.raises(TkernelsError, match="larger workspace.* before the capture"):
+                eager(torch.ones(900, K, device=ctx.device))
+        workspace, left = context.workspace(), context.workspace().inbox
+        captured = weakref.ref(*workspace._captured_plans)  # a graph holds none either
+        for turn, size in enumerate([rows, 900, rows, 2000, 900, rows]):
+            check(eager, size, 100 * turn)
+            ctx.group.barrier()
+            left.fill_(0xFF), workspace.inbox.fill_(0xFF)
+            ctx.group.barrier()
+            for replay in range(turn % 2 + 1):
+                check(replayed, rows, 100 * turn + 50 + 10 * replay)
+        # Faults, the graph's memory and the newest are held; what lay between is free again.
+        assert len(context.heap._blocks._taken) == 3
+        with pytest.raises(HeapExhaustedError):
+            eager(torch.ones(30000, K, device=ctx.device))
+        check(eager, 2000, 7), check(replayed, rows, 8)
 
 
 @pytest.fixture(scope="module")
