@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from transports import (
     every_transport,
+    every_transport_if_exhaustive,
     gpu_only,
     host_work,
     late,
@@ -212,7 +213,7 @@ EVEN, UNEVEN = (16, 24, 32), (13, 7, 19)
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("trans", TRANSPOSES)
-@every_transport
+@every_transport_if_exhaustive
 def test_layouts_transposes_and_epilogs_are_right(ctx, transport, pattern, trans):
     """R5, R22, R23: the layout table of cuBLASMp, x TN, NN, NT, TT x every epilog x even and uneven shards."""
     ctx = over(ctx, transport)
@@ -430,7 +431,7 @@ def test_one_rank_needs_no_peer(ctx):
 
 
 @pytest.mark.ranks(2)
-@every_transport
+@every_transport_if_exhaustive
 def test_partial_sums_travel_in_fp32_unless_told_otherwise(ctx, transport):
     """Each rank's partial sum rounds in bf16, the total does not: fp32 on the wire is exact, bf16 is not."""
     ctx = over(ctx, transport)

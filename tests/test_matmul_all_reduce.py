@@ -4,7 +4,16 @@ import itertools
 
 import pytest
 import torch
-from transports import every_path, every_transport, late, memory_that_kernels_get, over, poison_workspace
+from transports import (
+    every_path,
+    every_transport,
+    every_transport_if_exhaustive,
+    fewer,
+    late,
+    memory_that_kernels_get,
+    over,
+    poison_workspace,
+)
 
 import tkernels
 from tkernels.comm import interpreter
@@ -50,7 +59,7 @@ def same_everywhere(ctx, y):
 @every_path
 def test_integers_are_exact_in_any_shape_dtype_and_layout(ctx, transport, path):
     ctx = over(ctx, transport)
-    for seed, (M, N, K) in enumerate(SHAPES[ctx.size]):
+    for seed, (M, N, K) in enumerate(fewer(SHAPES[ctx.size], transport)):
         dtype, activation = DTYPES[seed % 3], (None, "relu")[seed % 2]
         x, w, bias = operands(ctx, small, M, N, K, dtype, seed, transposed=seed % 4 > 1)
         got = tkernels.matmul_all_reduce(x, w, bias, activation, ctx=ctx, path=path)
@@ -60,7 +69,7 @@ def test_integers_are_exact_in_any_shape_dtype_and_layout(ctx, transport, path):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@every_transport
+@every_transport_if_exhaustive
 @every_path
 def test_random_values_are_within_the_derived_limits_and_bias_is_added_once(ctx, transport, dtype, path):
     ctx = over(ctx, transport)
@@ -84,7 +93,7 @@ def large(shape, dtype, seed, device):
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@every_transport
+@every_transport_if_exhaustive
 @every_path
 def test_partial_sums_travel_and_results_come_in_fp32_where_asked(ctx, transport, dtype, path):
     ctx = over(ctx, transport)
