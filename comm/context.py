@@ -114,6 +114,7 @@ class Context:
                 f"usable: {', '.join(usable)}"
             )
         self.transport_id = TRANSPORTS[self.transport]
+        self.mapped = usable[0] != "nvshmem"  # every rank's memory, in every rank's addresses
         # Rank 0's: files may change between the reads of two ranks, and what ranks choose by them must agree.
         self.tuned = self.group.gather(tuned.known(self.size, self.transport) if self.rank == 0 else [])[0]
         self.choices = {}  # of layers above, by problem; they follow from the records

@@ -269,15 +269,16 @@ def _first_late(arrived, epoch, SIZE: tl.constexpr):
 
 
 @triton.jit
-def count(counter, TRANSPORT: tl.constexpr):
+def count(counter, TRANSPORT: tl.constexpr, SCOPE: tl.constexpr = "gpu"):
     """Add one to a counter in this rank's own memory, for another program of this rank that waits on it.
 
+    SCOPE: "sys" for a stream that waits on it, to copy by an engine that is no part of the multiprocessors.
     Orders: whoever sees the new count also sees what this program wrote before.
     """
     tl.debug_barrier()
     if TRANSPORT == SIMULATED:
         delay()
-    tl.atomic_add(counter, tl.full((), 1, tl.int64), sem="release", scope="gpu")
+    tl.atomic_add(counter, tl.full((), 1, tl.int64), sem="release", scope=SCOPE)
 
 
 @triton.jit

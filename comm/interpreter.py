@@ -156,6 +156,11 @@ def aborted() -> bool:
     return program is not None and program.launch.error is not None
 
 
+def raise_if_aborted():
+    if aborted():
+        raise LaunchAborted
+
+
 def builtin(fn):
     """Mark a plain Python function as callable from kernels, in branches that only the interpreter takes.
 
@@ -188,6 +193,36 @@ def _run_program(body, launch: _Launch, index: tuple[int, int, int]) -> None:
         raise
     finally:
         _thread.program = None
+
+
+@contextlib.contextmanager
+def beside(task):
+    """Run `task()` on a thread of its own while the block launches kernels, until both have ended.
+
+    It counts as a program, for `jitter` and `aborted`: the latter once the block has raised. Raises what `task` raised.
+    """
+    launch, ended, errors = _Launch("beside", (1, 1, 1), _settings()), threading.Event(), []
+
+    def run():
+        try:
+            _run_program(task, launch, (0, 0, 0))
+        except LaunchAborted:
+            pass
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            ended.set()
+
+    _workers.start(run)
+    try:
+        yield
+    except BaseException as error:
+        launch.abort(error)
+        raise
+    finally:
+        ended.wait()
+    if errors:
+        raise errors[0]
 
 
 class _Workers:
@@ -432,12 +467,12 @@ class Builder(stock.InterpreterBuilder):
     # memory: every access ends a program whose launch has failed, so that a loop polling a word ends too
 
     def create_masked_load(self, ptrs, mask, *args, **kwargs):
-        _raise_if_aborted()
+        raise_if_aborted()
         _require_aligned(ptrs, mask)
         return super().create_masked_load(ptrs, mask, *args, **kwargs)
 
     def create_masked_store(self, ptrs, value, mask, *args, **kwargs):
-        _raise_if_aborted()
+        raise_if_aborted()
         _require_aligned(ptrs, mask)
         return super().create_masked_store(ptrs, value, mask, *args, **kwargs)
 
@@ -504,14 +539,9 @@ def _require_aligned(ptrs, mask):
             raise ValueError(f"misaligned address: elements of {size} bytes, {astray.max()} past a multiple of that")
 
 
-def _raise_if_aborted():
-    if aborted():
-        raise LaunchAborted
-
-
 def _yield_to_other_programs():
     """Programs spin on atomics: without this, each spin keeps the interpreter lock from the program it waits for."""
-    _raise_if_aborted()
+    raise_if_aborted()
     time.sleep(0)
 
 

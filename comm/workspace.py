@@ -32,34 +32,44 @@ class Workspace:
 
     inbox: uint8 [2 * inbox_bytes + slack], symmetric; the second inbox begins at or after byte `inbox_bytes`.
     ready: int64 [2 * size * num_chunks], symmetric; word (phase, source, chunk) holds the epoch that has arrived.
+    landing: uint8 [landing_bytes], symmetric: the one inbox of copies (tkernels.comm.copies).
+    begun: int64 [size], symmetric: the epoch of the last call with copies that each rank has come to.
     packets: int64 [2 * num_packets], symmetric, one half for each parity; words that carry their epoch (`put_packets`).
         Nothing else is ever there: older epochs, or the zeros that it began with, from which all epochs differ.
     state: int64 [2], local: the epoch of the last finished call, and how many programs of this one have finished.
     counters: int64 [num_counters], local, zero between calls: for programs of one launch among themselves.
+    gate: int64 [2], local: 1 while this call's copies may begin, and the epoch that they signal.
     outbox: uint8, local scratch.
     """
 
     def __init__(self, context):
         self.context = context
-        self.inbox_bytes = self.num_chunks = self.num_packets = 0
-        self.inbox = self.ready = self.packets = self._memory = None
+        self._forget_memory()
         self.state = torch.zeros(2, dtype=torch.int64, device=context.device)
+        self.gate = torch.zeros(2, dtype=torch.int64, device=context.device)
         self.counters = torch.zeros(0, dtype=torch.int64, device=context.device)
         self.outbox = torch.empty(0, dtype=torch.uint8, device=context.device)
+        self._side = None
         self._plans = Plans()  # of operations, with views of this memory as it is now
         # A CUDA graph reads what these hold: schedules, and local memory that calls since may have outgrown.
         self._captured_plans = set()  # of this memory as it is now
         self._outgrown_plans = set()
 
     def reserve(
-        self, inbox_bytes: int, num_chunks: int, outbox_bytes: int = 0, num_counters: int = 0, num_packets: int = 0
+        self,
+        inbox_bytes: int,
+        num_chunks: int,
+        outbox_bytes: int = 0,
+        num_counters: int = 0,
+        num_packets: int = 0,
+        landing_bytes: int = 0,
     ) -> "Workspace":
         """Make room; collective where it grows, so all ranks must ask for the same. Refused in a capture."""
-        asked = (inbox_bytes, num_chunks, num_packets)
-        held = (self.inbox_bytes, self.num_chunks, self.num_packets)
+        asked = (inbox_bytes, num_chunks, num_packets, landing_bytes)
+        held = (self.inbox_bytes, self.num_chunks, self.num_packets, self.landing_bytes)
         if any(more > has for more, has in zip(asked, held, strict=True)):
             self._refuse_in_capture()
-            self._grow(*map(max, asked, held, (0, MIN_CHUNKS, self._least_packets())))
+            self._grow(*map(max, asked, held, (0, MIN_CHUNKS, self._least_packets(), 0)))
         if outbox_bytes > self.outbox.numel():
             self._refuse_in_capture()
             self.outbox = torch.empty(round_up(outbox_bytes, ALIGNMENT), dtype=torch.uint8, device=self.context.device)
@@ -80,6 +90,12 @@ class Workspace:
     def forget_plans(self):
         self._plans.clear()
 
+    def side_stream(self, here):
+        """A stream for the copies of calls on the stream `here`. torch hands out few streams, in turns."""
+        while self._side is None or self._side == here:
+            self._side = torch.cuda.Stream(self.context.device)
+        return self._side
+
     def _least_packets(self) -> int:
         """Room for the packets of any call; none where that were more than a 32nd of the heap."""
         size = self.context.size
@@ -87,32 +103,39 @@ class Workspace:
         least = size * blocks * PACKET_BLOCK
         return least if 2 * 8 * least <= self.context.heap.num_bytes // 32 else 0
 
-    def _grow(self, inbox_bytes: int, num_chunks: int, num_packets: int):
+    def _forget_memory(self):
+        self.inbox_bytes = self.num_chunks = self.num_packets = self.landing_bytes = 0
+        self.inbox = self.ready = self.packets = self.landing = self.begun = self._memory = None
+
+    def _grow(self, inbox_bytes: int, num_chunks: int, num_packets: int, landing_bytes: int):
         heap, size = self.context.heap, self.context.size
-        inbox_bytes = round_up(inbox_bytes, ALIGNMENT)
+        inbox_bytes, landing_bytes = round_up(inbox_bytes, ALIGNMENT), round_up(landing_bytes, ALIGNMENT)
         captured = any(self.context.group.gather(bool(self._captured_plans)))
         self.context.group.barrier()  # nobody still reads or writes the old inboxes
         self.forget_plans()
         if self._memory is not None and not captured:
             heap.free(self._memory)
             # Should the heap have no room below, the next call must not take what is free again for inboxes.
-            self.inbox_bytes = self.num_chunks = self.num_packets = 0
-            self.inbox = self.ready = self.packets = self._memory = None
+            self._forget_memory()
         # The slack lets an operation begin the second inbox at a multiple of its own row.
         plan = Regions(
             ready=((2 * size * num_chunks,), torch.int64),
+            begun=((size,), torch.int64),
             packets=((2 * num_packets,), torch.int64),
             inbox=((2 * inbox_bytes + inbox_bytes // 2,), torch.uint8),
+            landing=((landing_bytes,), torch.uint8),
         )
         self._memory = heap.empty(plan.num_bytes, dtype=torch.uint8)
         self._outgrown_plans |= self._captured_plans
         self._captured_plans = set()
-        self.state = torch.zeros_like(self.state)
-        self.ready, self.inbox = plan.view(self._memory, "ready"), plan.view(self._memory, "inbox")
-        self.packets = plan.view(self._memory, "packets")
-        self.ready.zero_()
-        self.packets.zero_()
-        self.inbox_bytes, self.num_chunks, self.num_packets = inbox_bytes, num_chunks, num_packets
+        self.state, self.gate = torch.zeros_like(self.state), torch.zeros_like(self.gate)
+        self.ready, self.begun, self.packets, self.inbox, self.landing = (
+            plan.view(self._memory, name) for name in ("ready", "begun", "packets", "inbox", "landing")
+        )
+        for words in (self.ready, self.begun, self.packets):
+            words.zero_()
+        self.inbox_bytes, self.num_chunks = inbox_bytes, num_chunks
+        self.num_packets, self.landing_bytes = num_packets, landing_bytes
         self.context.group.barrier()  # nobody signals before every rank's words are zero
 
     def _refuse_in_capture(self):

@@ -10,12 +10,15 @@ The inbox alternates by the epoch's parity (tkernels.comm.workspace has the argu
 least one signal to each peer, and one program waits for each peer even when that peer has no rows.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 from tkernels.comm.collectives import check_rows
 from tkernels.comm.context import Context
+from tkernels.comm.copies import Copies, Send, admit_copies, check_mapped
 from tkernels.comm.device import begin_epoch, copy, end_epoch, operation, put_signal, wait_signal
 from tkernels.comm.marks import COMPUTE, SEND, STORE, WAIT, end_marks, mark, no_marks
 from tkernels.comm.plans import Launch
@@ -65,7 +68,7 @@ def all_gather_matmul_kernel(
     w, w_stride_n, w_stride_k,  # [N/R, K]
     bias, y, y_stride_m,  # [N/R]; [M, N/R]
     schedule, tiles_m, head_turns,
-    ready, max_chunks, state, table, rank,
+    ready, max_chunks, state, table, rank, gate, begun,
     first_row, rows, N, K, chunk_rows,  # this rank's first row in the whole, and its rows
     SIZE: tl.constexpr, NUM_COMM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
@@ -78,7 +81,10 @@ def all_gather_matmul_kernel(
     pid = tl.program_id(0)
     epoch = begin_epoch(state)
     parity_row = (epoch % 2).to(tl.int32) * parity_rows
-    if pid < NUM_COMM:
+    if NUM_COMM == 0:
+        if pid == 0:
+            admit_copies(gate, begun, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
+    elif pid < NUM_COMM:
         chunks = tl.maximum(tl.cdiv(rows, chunk_rows), 1)
         for i in range(pid, chunks * (SIZE - 1), NUM_COMM):
             chunk = i // (SIZE - 1)
@@ -199,10 +205,17 @@ def _plan(
     num_programs = programs_of(config, ctx.num_programs, tiles_m * triton.cdiv(N, gemm.block_n))
     itemsize = x.element_size()
     row_bytes = K * itemsize
-    workspace = ctx.workspace().reserve(max(M, 4) * row_bytes, max(num_chunks(count, config) for count in rows))
-    # Both inboxes are one matrix: the second one begins at the first whole row past the first one's bytes.
-    parity_rows = triton.cdiv(workspace.inbox_bytes, row_bytes)
-    inbox = workspace.inbox[: (parity_rows + M) * row_bytes].view(x.dtype).view(parity_rows + M, K)
+    chunks = max(num_chunks(count, config) for count in rows)
+    if config.num_comm:
+        workspace = ctx.workspace().reserve(max(M, 4) * row_bytes, chunks)
+        # Both inboxes are one matrix: the second one begins at the first whole row past the first one's bytes.
+        memory, parity_rows = workspace.inbox, triton.cdiv(workspace.inbox_bytes, row_bytes)
+    else:
+        check_mapped("all_gather_matmul", ctx)
+        workspace = ctx.workspace().reserve(0, chunks, landing_bytes=M * row_bytes)
+        memory, parity_rows = workspace.landing, 0
+        copies = Copies(ctx, workspace, _sends(ctx, rows, row_bytes, workspace.num_chunks, config))
+    inbox = memory[: (parity_rows + M) * row_bytes].view(x.dtype).view(parity_rows + M, K)
     y = check_result("all_gather_matmul", out, x, (M, N), out_dtype)
 
     schedule = ctx.constant(("all_gather_matmul", rows, config), lambda: _schedule(ctx, rows, config))
@@ -220,7 +233,7 @@ def _plan(
         w_operand.argument, w_operand.row_stride, w_operand.column_stride,
         x if bias is None else bias, y_operand.argument, N,
         schedule, tiles_m, _head_turns(ctx, rows, K, config, num_programs),
-        workspace.ready, workspace.num_chunks, workspace.state, ctx.table, ctx.rank,
+        workspace.ready, workspace.num_chunks, workspace.state, ctx.table, ctx.rank, workspace.gate, workspace.begun,
         first_row, rows[ctx.rank], N, K, config.chunk_rows,
         SIZE=ctx.size, NUM_COMM=config.num_comm,
         BLOCK_M=gemm.block_m, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, GROUP_M=gemm.group_m, SPLIT=gemm.split,
@@ -237,7 +250,11 @@ def _plan(
     def run(x, w, bias, out, gathered):
         x = x.contiguous()
         y = x.new_empty((M, N), dtype=out_dtype) if out is None else out
-        launch(x, x, w, x if bias is None else bias.contiguous(), y)
+        tensors = x, x, w, x if bias is None else bias.contiguous(), y
+        if config.num_comm:
+            launch(*tensors)
+        else:
+            copies.beside(functools.partial(launch, *tensors), x)
         if return_gathered:
             gathered = x.new_empty((M, K)) if gathered is None else gathered
             collect(x, gathered)
@@ -250,6 +267,18 @@ def _schedule(ctx: Context, rows, config: OverlapConfig) -> list[int]:
     # Ranks send to the next rank first, so the previous rank's chunks arrive first.
     peers = [(ctx.rank + ctx.size - step) % ctx.size for step in range(1, ctx.size)]
     return tile_schedule(rows, [ctx.rank], config) + tile_schedule(rows, peers, config)
+
+
+def _sends(ctx: Context, rows, row_bytes: int, max_chunks: int, config: OverlapConfig) -> list[Send]:
+    """This rank's chunks in turn, each to all peers, the next rank first."""
+    sends, own, first_row = [], rows[ctx.rank], sum(rows[: ctx.rank])
+    for chunk in range(num_chunks(own, config)):
+        row = chunk * config.chunk_rows
+        num_bytes = min(config.chunk_rows, own - row) * row_bytes
+        for step in range(1, ctx.size):
+            target, word = (ctx.rank + step) % ctx.size, ctx.rank * max_chunks + chunk
+            sends.append(Send(target, 0, row * row_bytes, (first_row + row) * row_bytes, num_bytes, word))
+    return sends
 
 
 def _head_turns(ctx: Context, rows, K: int, config: OverlapConfig, num_programs: int) -> int:

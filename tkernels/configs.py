@@ -54,7 +54,9 @@ class OverlapConfig:
     gemm: the tiles.
     chunk_rows: rows behind one signal; a multiple of gemm.block_m.
     num_comm: programs that send while the others multiply. 9 to 12 reach what NVLink gives to stores, 320 GB/s of the
-        copy engine's 385 on H200 (16 MB to each of 3 peers).
+        copy engine's 385 on H200 (16 MB to each of 3 peers). 0: no program sends, and the copy engine does, which takes
+        no multiprocessor and wants large chunks. It reaches ranks whose memory is mapped here, as `peer` does. All
+        ranks of a call send in the same of the two ways.
     put_block: elements that a program copies at a step; 16384 beat 8192 by 8 % on llama70b-qkv (4 H200s, bench/LOG.md).
     max_registers: a limit of registers a thread. Without one ptxas may spill to make room for a second program on a
         multiprocessor: 36 spills at 128 registers for fp32 by pointers.
@@ -109,9 +111,9 @@ def default_overlap(
     """The configuration of a fused operation whose local GEMM is M x N, among `size` ranks; tma: as default_config."""
     gemm = default_config(M, N, dtype, tma)
     if runtime.RUNTIME == "simulated":
-        return OverlapConfig(gemm, chunk_rows=gemm.block_m, num_comm=min(2, num_programs - 1), put_block=4096)
+        return OverlapConfig(gemm, chunk_rows=gemm.block_m, num_comm=max(min(2, num_programs - 1), 1), put_block=4096)
     peers = max(size - 1, 1)
-    num_comm = min(max(12 // peers, 1) * peers, num_programs - 1)
+    num_comm = max(min(max(12 // peers, 1) * peers, num_programs - 1), 1)
     max_registers = 255 if dtype == torch.float32 else None
     return OverlapConfig(gemm, max(128, gemm.block_m), num_comm, max_registers=max_registers)
 

@@ -12,6 +12,7 @@ The same kernel, with GATHER, is `matmul_all_reduce`: the comm programs also sen
 every peer, and all programs copy what arrives to the output.
 """
 
+import functools
 from dataclasses import replace
 
 import torch
@@ -20,6 +21,7 @@ import triton.language as tl
 
 from tkernels.comm.collectives import check_rows, receive_parts, split_rows
 from tkernels.comm.context import Context
+from tkernels.comm.copies import Copies, Send, admit_copies, check_mapped
 from tkernels.comm.device import (
     begin_epoch,
     count,
@@ -101,7 +103,7 @@ def matmul_reduce_kernel(
     schedule, tiles_m, peer_tiles_m, head_turns,  # the first peer_tiles_m rows of tiles are the peers'
     sends, num_sends,  # [num_sends, 4]: target, chunk, first row in the whole, rows
     parts, starts,  # [R + 1], [R + 1]: first row and first element of each part
-    counters, ready, max_chunks, state, table, rank,
+    counters, ready, max_chunks, state, table, rank, gate, begun,
     N, K, chunk_rows,
     SIZE: tl.constexpr, NUM_COMM: tl.constexpr, GATHER: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
@@ -120,7 +122,10 @@ def matmul_reduce_kernel(
     own = tl.load(parts + rank + 1) - first
     own_chunks = tl.maximum(tl.cdiv(own, chunk_rows), 1)
 
-    if pid < NUM_COMM:
+    if NUM_COMM == 0:
+        if pid == 0:
+            admit_copies(gate, begun, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
+    elif pid < NUM_COMM:
         for i in range(pid, num_sends, NUM_COMM):
             send = sends + i * 4
             target = tl.load(send).to(tl.int32)
@@ -204,7 +209,8 @@ def matmul_reduce_kernel(
                 store_tile(total, outbox, N, x_row, valid, column, N, BLOCK_M, BLOCK_N, O_TMA, WIRE)
         if GATHER or owner != rank:
             publish(TRANSPORT)
-            count(counters + owner * max_chunks + chunk, TRANSPORT)
+            SCOPE: tl.constexpr = "gpu" if NUM_COMM > 0 else "sys"
+            count(counters + owner * max_chunks + chunk, TRANSPORT, SCOPE)
         turn += 1
         index = turn_tile(turn, pid, NUM_COMM, head_turns)
 
@@ -217,7 +223,9 @@ def matmul_reduce_kernel(
     if GATHER:
         gathered = (inbox + tl.cast(parity_row + SIZE * part_stride, tl.int64) * N).to(y_memory.dtype)
         gathered_ready = ready + SIZE * max_chunks
-        if pid < NUM_COMM:
+        if NUM_COMM == 0:
+            pass  # the copy engine sends them
+        elif pid < NUM_COMM:
             for chunk in range(pid, own_chunks, NUM_COMM):
                 row = tl.cast(chunk * chunk_rows, tl.int64)
                 rows = tl.maximum(tl.minimum(own - row, chunk_rows), 0)
@@ -305,11 +313,17 @@ def plan(
     chunks = max(num_chunks(part, config) for part in rows)
     workspace = ctx.workspace()
     # The counters are indexed with the workspace's own num_chunks, which may be larger than this call's.
-    workspace.reserve(max(inbox_rows, 4) * N * itemsize, chunks)
+    if config.num_comm:
+        workspace.reserve(max(inbox_rows, 4) * N * itemsize, chunks)
+    else:
+        check_mapped(name, ctx)
+        workspace.reserve(0, chunks, landing_bytes=inbox_rows * N * itemsize)
     workspace.reserve(0, 0, M * N * itemsize, ctx.size * workspace.num_chunks)
-    parity_rows = triton.cdiv(workspace.inbox_bytes, N * itemsize)
-    parity_rows += parity_rows % 2  # finished rows may be fp32, and two rows of 16-bit elements are whole words
-    inbox = workspace.inbox[: (parity_rows + inbox_rows) * N * itemsize].view(wire_dtype).view(-1, N)
+    memory, parity_rows = workspace.landing, 0
+    if config.num_comm:
+        memory, parity_rows = workspace.inbox, triton.cdiv(workspace.inbox_bytes, N * itemsize)
+        parity_rows += parity_rows % 2  # finished rows may be fp32, and two rows of 16-bit elements are whole words
+    inbox = memory[: (parity_rows + inbox_rows) * N * itemsize].view(wire_dtype).view(-1, N)
     outbox = workspace.outbox[: M * N * itemsize].view(wire_dtype).view(M, N)
     y = check_result(name, out, x, (M if gather else rows[ctx.rank], N), out_dtype)
 
@@ -345,6 +359,7 @@ def plan(
         schedule, tiles_m, peer_tiles_m, head_turns,
         sends, sends.numel() // 4, parts, starts,
         workspace.counters, workspace.ready, workspace.num_chunks, workspace.state, ctx.table, ctx.rank,
+        workspace.gate, workspace.begun,
         N, K, config.chunk_rows,
         SIZE=ctx.size, NUM_COMM=config.num_comm, GATHER=gather,
         BLOCK_M=gemm.block_m, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, GROUP_M=gemm.group_m, SPLIT=gemm.split,
@@ -360,11 +375,21 @@ def plan(
         varying=("x", "w", "bias", "y", "y_memory"),
     )  # fmt: skip
     shape = tuple(y.shape)
+    if not config.num_comm:
+        finished_bytes = N * out_dtype.itemsize if gather else 0
+        sends = _copied(
+            ctx, rows, peers, config, tiles_n, N * itemsize, part_stride, finished_bytes, workspace.num_chunks
+        )
+        copies = Copies(ctx, workspace, sends)
 
     def run(x, w, bias, out):
         x = x.contiguous() if straighten else x
         y = x.new_empty(shape, dtype=out_dtype) if out is None else out
-        launch(x, w, x if bias is None else bias.contiguous(), y, y)
+        tensors = x, w, x if bias is None else bias.contiguous(), y, y
+        if config.num_comm:
+            launch(*tensors)
+        else:
+            copies.beside(functools.partial(launch, *tensors), outbox, y)
         return y
 
     return run
@@ -383,6 +408,35 @@ def send_schedule(rows: tuple[int, ...], peers: list[int], config: OverlapConfig
                 first = chunk * config.chunk_rows
                 schedule += [peer, chunk, starts[peer] + first, min(config.chunk_rows, rows[peer] - first)]
     return schedule
+
+
+def _copied(
+    ctx: Context, rows, peers, config: OverlapConfig, tiles_n: int,
+    partial_bytes: int, part_stride: int, finished_bytes: int, max_chunks: int,
+) -> list[Send]:  # fmt: skip
+    """What the copy engine sends: the outbox's chunks, then those of y where finished rows travel.
+
+    partial_bytes, finished_bytes: of a row that travels; 0 if none does.
+    """
+    block_m, chunk_rows, sends = config.gemm.block_m, config.chunk_rows, []
+    schedule = send_schedule(rows, peers, config)
+    for at in range(0, len(schedule), 4):
+        target, chunk, row, count = schedule[at : at + 4]
+        to = (ctx.rank * part_stride + chunk * chunk_rows) * partial_bytes
+        word, counter = ctx.rank * max_chunks + chunk, target * max_chunks + chunk
+        tiles = triton.cdiv(count, block_m) * tiles_n
+        sends.append(Send(target, 0, row * partial_bytes, to, count * partial_bytes, word, counter, tiles))
+    own, first_row = rows[ctx.rank], sum(rows[: ctx.rank])
+    for chunk in range(num_chunks(own, config) if finished_bytes else 0):
+        row = chunk * chunk_rows
+        count = min(chunk_rows, own - row)
+        first = (first_row + row) * finished_bytes
+        to = ctx.size * part_stride * partial_bytes + first
+        word, counter = (ctx.size + ctx.rank) * max_chunks + chunk, ctx.rank * max_chunks + chunk
+        for step, target in enumerate(peers):
+            tiles = 0 if step else triton.cdiv(count, block_m) * tiles_n  # waited for once
+            sends.append(Send(target, 1, first, to, count * finished_bytes, word, counter, tiles))
+    return sends
 
 
 def matmul_reduce_scatter_reference(group, x_shard_k, w_shard_k, bias=None, activation=None, rows=None) -> torch.Tensor:

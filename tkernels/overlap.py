@@ -3,7 +3,8 @@
 All of it is decided on the host, as small integer tables that the kernels read: a table can be printed and tested.
 
 A shard's rows travel in chunks, one signal a chunk. Some programs of a launch send first ("comm programs") while the
-others multiply; once they have nothing left to send, they multiply too.
+others multiply; once they have nothing left to send, they multiply too. With num_comm=0 no program sends, and the copy
+engine does (tkernels.comm.copies).
 """
 
 import triton
@@ -40,15 +41,15 @@ def num_chunks(rows: int, config: OverlapConfig) -> int:
 
 
 def programs_of(config: OverlapConfig, available: int, tiles: int) -> int:
-    """Programs of a launch that computes `tiles` tiles, of `available` ones; some send and some multiply.
+    """Programs of a launch that computes `tiles` tiles, of `available` ones; some send, if any, and some multiply.
 
     Raises ValueError if there are too few for both.
     """
     available = min(available, config.max_programs or available)
-    if not 0 < config.num_comm < available:
+    if not 0 <= config.num_comm < available:
         raise ValueError(
-            f"of num_programs={available} programs, num_comm={config.num_comm} would send: at least one must send and "
-            f"one must not; pass init(num_programs=...) of 2 or more, or another OverlapConfig(num_comm=...)"
+            f"of num_programs={available} programs, num_comm={config.num_comm} would send: at least one must not; pass "
+            f"init(num_programs=...) of 2 or more, or another OverlapConfig(num_comm=...)"
         )
     return min(available, config.num_comm + tiles)
 

@@ -1,0 +1,164 @@
+"""Copies: the copy engine moves what a call sends, beside its kernel, and no multiprocessor does.
+
+The kernel is the operation's own with no program that sends (`num_comm=0`). On a side stream stand, for each chunk: a
+wait until its rows are there, a copy to the peer, and a copy of the epoch to the peer's signal word, which its tiles
+wait for as they wait for those of puts. On the simulated runtime a thread of the host does the same.
+
+A copy's addresses are known when it is enqueued, but of two inboxes that alternate by the epoch only the device knows
+which one is next. So copies go to one inbox of their own, the *landing*, and wait for credits. Program 0 of each
+kernel begins with `admit_copies`: it tells every peer that this rank has come to this call, waits until all of them
+have, leaves the epoch in device memory, and opens the gate that the side stream waits at.
+
+Why nothing lands on what is still read: the gate opens once every peer has come to this call, on a stream where it has
+finished all calls before it; whatever lay in its landing was read by those. This holds whether they were calls of this
+way or not, and for the first one, where nothing has been read. It holds for ranks without rows too, since the gate is
+every rank's. Nor does this way disturb the argument for two inboxes (tkernels.comm.workspace): in its calls as well
+every rank hears from every other one.
+
+Why no old data is read for new: signal words hold epochs, which only grow, and a peer's word of this epoch is copied
+behind its data on one stream. The epoch that is copied is the kernel's own, so a captured graph replays with new ones.
+The next call of this rank overwrites it, and what the copies read, only behind them: its stream waits for the side
+stream at the end of each call.
+
+Why it ends: the side stream waits for words of this rank alone, which its kernel raises even after a wait of its own
+has expired. And whatever it waits for was enqueued before it, on every rank: streams that share a queue of the
+hardware, as all do with CUDA_DEVICE_MAX_CONNECTIONS=1, can't hold up what it needs. It has no kernels, which would need
+room beside one that takes all multiprocessors.
+"""
+
+import ctypes
+import time
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from tkernels.comm import interpreter
+from tkernels.comm.device import count, signal_all, wait_signal
+from tkernels.comm.lease import Fence
+
+GEQ = 0  # a stream's wait for a word ends once it is at least the value
+
+def check_mapped(operation: str, context):
+    """Raises ValueError, on every rank alike, where the copy engine doesn't reach every rank."""
+    if not context.mapped:
+        raise ValueError(
+            f"{operation}: num_comm=0 sends by the copy engine, which needs all ranks' memory mapped into each other's "
+            f"addresses, and that of other machines is not; pass a config with num_comm of 1 or more"
+        )
+
+
+@triton.jit
+def admit_copies(
+    gate, begun, epoch, table, rank, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr
+):
+    """Open the gate [open, epoch] for this rank's copies once all peers have come to this call; of one program."""
+    signal_all(begun + rank, epoch, table, rank, SIZE, TRANSPORT)
+    for step in range(1, SIZE):
+        source = (rank + step) % SIZE
+        wait_signal(begun + source, epoch, table, source, 0, OPERATION, TRANSPORT)
+    tl.store(gate + 1, epoch)
+    count(gate, TRANSPORT, "sys")
+
+
+@dataclass(frozen=True)
+class Send:
+    """A chunk's way to one peer. All but `ready` and `counter` in bytes; an empty chunk is a signal alone.
+
+    source, first: the tensor of the call that it is read from, and its first byte there. to: its first byte in the
+        landing of `target`.
+    ready: index of the signal word, in the workspace's.
+    counter, count: the chunk is there once this counter of the workspace has come to `count`, and the counter is zero
+        again then; without a count it was there before the call.
+    """
+
+    target: int
+    source: int
+    first: int
+    to: int
+    num_bytes: int
+    ready: int
+    counter: int = 0
+    count: int = 0
+
+
+class Copies:
+    """What the calls of one kind send by copies: in this order, once the kernel has opened the gate."""
+
+    def __init__(self, context, workspace, sends: list[Send]):
+        offset = context.heap.offset
+        landing, ready = offset(workspace.landing), offset(workspace.ready)
+        self._workspace, self._on_gpu = workspace, context.device.type == "cuda"
+        self._gate = workspace.gate
+        self._sends = []
+        for send in sends:
+            base, counter = context.heap.segment.bases[send.target], workspace.counters.data_ptr() + 8 * send.counter
+            goal, word = base + landing + send.to, base + ready + 8 * send.ready
+            self._sends.append((counter, send.count, send.source, send.first, goal, send.num_bytes, word))
+
+    def beside(self, launch, *sources: torch.Tensor):
+        """Collective. Launch the kernel, and the copies beside it; what follows on the current stream is behind both.
+
+        launch: takes no arguments. sources: the tensors that chunks are read from, contiguous.
+        """
+        addresses = [tensor.data_ptr() for tensor in sources]
+        if not self._on_gpu:
+            with interpreter.beside(lambda: self._carry_out(host_wait, host_copy, addresses)):
+                launch()
+            return
+        here = torch.cuda.current_stream()
+        side = self._workspace.side_stream(here)
+        _order(here, side)
+        launch()  # before what waits for it: see above
+        wait, copy = _of_stream(side.cuda_stream)
+        self._carry_out(wait, copy, addresses)
+        _order(side, here)
+
+    def _carry_out(self, wait, copy, addresses: list[int]):
+        gate = self._gate.data_ptr()
+        wait(gate, 1)
+        for counter, count, source, first, goal, num_bytes, word in self._sends:
+            if count:
+                wait(counter, count)
+            if num_bytes:
+                copy(goal, addresses[source] + first, num_bytes)
+            copy(word, gate + 8, 8)
+
+
+def _order(first, then):
+    """Put what follows on one stream behind what is on another; inside a capture this makes it part of the graph."""
+    fence = Fence(torch.cuda)
+    fence.record(first)
+    fence.wait(then)
+
+
+def _of_stream(stream: int):
+    """(wait until a local word is at least a value, then set it to zero; copy bytes) in the order of a CUDA stream."""
+    from cuda.bindings import driver
+
+    def done(result):
+        if result[0]:
+            raise RuntimeError(f"the copy engine's stream refused an operation: {result[0].name}")
+
+    def wait(word: int, value: int):
+        done(driver.cuStreamWaitValue64(stream, word, value, GEQ))
+        done(driver.cuStreamWriteValue64(stream, word, 0, 0))
+
+    def copy(goal: int, source: int, num_bytes: int):
+        done(driver.cuMemcpyAsync(goal, source, num_bytes, stream))
+
+    return wait, copy
+
+
+def host_wait(word: int, value: int):
+    cell = ctypes.c_int64.from_address(word)
+    while cell.value < value:
+        interpreter.raise_if_aborted()
+        time.sleep(1e-4)
+    cell.value = 0
+
+
+def host_copy(goal: int, source: int, num_bytes: int):
+    interpreter.jitter()
+    ctypes.memmove(goal, source, num_bytes)
