@@ -69,8 +69,8 @@ class Send:
     source, first: the tensor of the call that it is read from, and its first byte there. to: its first byte in the
         landing of `target`.
     ready: index of the signal word, in the workspace's.
-    counter, count: the chunk is there once this counter of the workspace has come to `count`, and the counter is zero
-        again then; without a count it was there before the call.
+    counter, tiles: the chunk is there once this counter of the workspace has come to `tiles`, and the counter is zero
+        again then; without tiles it was there before the call.
     """
 
     target: int
@@ -80,7 +80,7 @@ class Send:
     num_bytes: int
     ready: int
     counter: int = 0
-    count: int = 0
+    tiles: int = 0
 
 
 class Copies:
@@ -95,7 +95,7 @@ class Copies:
         for send in sends:
             base, counter = context.heap.segment.bases[send.target], workspace.counters.data_ptr() + 8 * send.counter
             goal, word = base + landing + send.to, base + ready + 8 * send.ready
-            self._sends.append((counter, send.count, send.source, send.first, goal, send.num_bytes, word))
+            self._sends.append((counter, send.tiles, send.source, send.first, goal, send.num_bytes, word))
 
     def beside(self, launch, *sources: torch.Tensor):
         """Collective. Launch the kernel, and the copies beside it; what follows on the current stream is behind both.
@@ -118,9 +118,9 @@ class Copies:
     def _carry_out(self, wait, copy, addresses: list[int]):
         gate = self._gate.data_ptr()
         wait(gate, 1)
-        for counter, count, source, first, goal, num_bytes, word in self._sends:
-            if count:
-                wait(counter, count)
+        for counter, tiles, source, first, goal, num_bytes, word in self._sends:
+            if tiles:
+                wait(counter, tiles)
             if num_bytes:
                 copy(goal, addresses[source] + first, num_bytes)
             copy(word, gate + 8, 8)

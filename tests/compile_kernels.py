@@ -25,7 +25,7 @@ import tempfile
 import traceback
 import types
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -36,8 +36,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import tkernels
 from tkernels import gemm, paths
-from tkernels.comm import channel, collectives, context, device, runtime
+from tkernels.comm import channel, collectives, context, copies, device, runtime
 from tkernels.comm.device import PEER, put_signal
+from tkernels.configs import overlap_config
 from tkernels.doctor import verbs
 from tkernels.trace import clocks
 from tkernels.trace.recorder import DEFAULT_MARKS, Recorder
@@ -67,6 +68,7 @@ class Case:
     bias: bool = False
     tf32: bool = False
     traced: bool = False
+    copied: bool = False  # the copy engine sends
     out: str | None = None  # the result's dtype, and that of partial sums on their way
     wire: str | None = None
 
@@ -147,6 +149,10 @@ def _cases() -> list[Case]:
                 cases.append(Case(operation, dtype, f"{label}_traced", SHAPES[label], ranks=4, traced=True))
         cases.append(Case(operation, label="large_traced", ranks=2, traced=True))
         cases.append(Case(operation, label="large_traced", ranks=4, transport="nvshmem", traced=True))
+    for operation in FUSED:
+        for dtype, label in (("bfloat16", "large"), ("float32", "large"), ("bfloat16", "unaligned")):
+            cases.append(Case(operation, dtype, f"{label}_copied", SHAPES[label], ranks=4, copied=True))
+        cases.append(Case(operation, label="large_copied", ranks=4, transport="nvshmem", copied=True))
     for operation in COLLECTIVES:
         for label in ("aligned", "small"):
             cases.append(Case(operation, label=f"{label}_traced", shape=COLLECTIVE_SHAPES[label], ranks=4, traced=True))
@@ -313,6 +319,7 @@ def prepare():
         bases = [memory.data_ptr()] * group.size
         return runtime.Segment(memory, bases, bases, group.global_ranks)
 
+    copies.Copies.beside = lambda self, launch, *sources: launch()
     runtime.device = lambda: torch.device("cpu")
     runtime.open_segment = open_segment
     context.Group = NoRanks
@@ -386,6 +393,9 @@ def _call(case: Case):
             if case.operation == "matmul":
                 gemm.matmul(*operands, case.activation, **options)
             else:
+                if case.copied:
+                    config = overlap_config(ctx, case.operation, M, N, K, dtype, gemm.layout_of(*operands[:2]))
+                    options["config"] = replace(config, num_comm=0)
                 operation = getattr(importlib.import_module(f"tkernels.{case.operation}"), case.operation)
                 operation(ctx, *operands, case.activation, path="fused", **options)
 

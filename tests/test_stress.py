@@ -4,6 +4,7 @@ Calls of all operations follow each other in bursts, without a word between the 
 result is an exact sum of integers. On GPUs the delays are compiled into the device verbs, so the ranks are new ones.
 """
 
+import functools
 import random
 import time
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from transports import TRANSPORTS, every_transport, over, poison_workspace
+from transports import TRANSPORTS, by_copies, every_transport, over, poison_workspace
 
 import tkernels
 from tkernels.comm import collectives, device, interpreter
@@ -105,12 +106,16 @@ def a_call(ctx, draws: random.Random, seed: int):
     weights = [small((N, K), s + 2, ctx) for s in seeds]
     shard, whole, w = shards[ctx.rank], wholes[ctx.rank], weights[ctx.rank]
     name, config = draws.choice([*COLLECTIVES, *2 * FUSED]), draws.choice(CONFIGS)
-    path = draws.choice(["fused", "fused", "plain"])
+    path = draws.choice(["fused", "fused", "copies", "plain"])
     operation = getattr(collectives if name in COLLECTIVES else tkernels, name)
     if name == "all_gather":
         return lambda: operation(ctx, shard, rows, config=config), torch.cat(shards)
+    if path == "copies" and name in FUSED:
+        operation, options = functools.partial(by_copies, ctx, name), {}
+    else:
+        options = {"ctx": ctx, "path": path}
     if name == "all_gather_matmul":
-        return lambda: operation(shard, w, rows=rows, ctx=ctx, path=path), product(torch.cat(shards), w)
+        return lambda: operation(shard, w, rows=rows, **options), product(torch.cat(shards), w)
     if name in COLLECTIVES:
         total = sum(x.float() for x in wholes)
         if name == "all_reduce":
@@ -118,8 +123,8 @@ def a_call(ctx, draws: random.Random, seed: int):
         return lambda: operation(ctx, whole, rows, config=config), total[own]
     total = sum(product(x, weight) for x, weight in zip(wholes, weights, strict=True))
     if name == "matmul_all_reduce":
-        return lambda: operation(whole, w, ctx=ctx, path=path), total
-    return lambda: operation(whole, w, rows=rows, ctx=ctx, path=path), total[own]
+        return lambda: operation(whole, w, **options), total
+    return lambda: operation(whole, w, rows=rows, **options), total[own]
 
 
 def come_late(ctx, draws: random.Random):

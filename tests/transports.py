@@ -1,6 +1,8 @@
 """What tests of several ranks share: a context over each transport, poisoned workspaces, and a failure as a value."""
 
 import contextlib
+import dataclasses
+import importlib
 import time
 from unittest import mock
 
@@ -10,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tkernels
 from tkernels.comm.plans import Launch
+from tkernels.configs import overlap_config
+from tkernels.gemm import layout_of
 
 TRANSPORTS = ["simulated"] if tkernels.RUNTIME == "simulated" else ["peer", "nvshmem"]
 every_transport = pytest.mark.parametrize("transport", TRANSPORTS)
@@ -47,9 +51,19 @@ def poison_workspace(ctx):
     ctx.barrier()  # the workspace exists from here on
     ctx.group.barrier()
     workspace = ctx.workspace()
-    for memory in (workspace.inbox, workspace.outbox):
+    for memory in (workspace.inbox, workspace.outbox, workspace.landing):
         memory.fill_(0xFF)
     ctx.group.barrier()
+
+
+def by_copies(ctx, name, x, w, *arguments, chunk_rows=None, **options):
+    """Collective. A fused operation in its configuration by rule, but that the copy engine sends."""
+    operation = getattr(importlib.import_module(f"tkernels.{name}"), name)
+    rows = options.get("rows") or (x.shape[0],) * (ctx.size if name == "all_gather_matmul" else 1)
+    config = overlap_config(ctx, name, sum(rows), *w.shape, x.dtype, layout_of(x, w))
+    config = dataclasses.replace(config, num_comm=0, chunk_rows=chunk_rows or config.chunk_rows)
+    result = operation(ctx, x, w, *arguments, config=config, **options)
+    return result[0] if name == "all_gather_matmul" else result
 
 
 def late(ctx, rank, seconds=0.1):

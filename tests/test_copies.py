@@ -1,0 +1,236 @@
+"""Fused operations whose data the copy engine moves: right in any shape, beside the other ways, late and alone."""
+
+import ctypes
+import time
+from unittest import mock
+
+import pytest
+import torch
+from transports import by_copies, every_transport, late, launches, over, poison_workspace, simulated_only
+
+import tkernels
+from tkernels.all_gather_matmul import all_gather_matmul, all_gather_matmul_reference
+from tkernels.comm import WaitTimeoutError, copies, device, interpreter
+from tkernels.configs import OverlapConfig
+from tkernels.matmul_all_reduce import matmul_all_reduce, matmul_all_reduce_reference
+from tkernels.matmul_reduce_scatter import matmul_reduce_scatter, matmul_reduce_scatter_reference
+from tkernels.testing.compare import integers
+
+AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+# (rows of each rank, N and K of each product)
+SHAPES = {
+    2: [((33, 32), 40, 48), ((0, 65), 33, 50)],
+    3: [((33, 0, 5), 20, 24)],
+    4: [((17, 40, 0, 16), 33, 40)],
+}
+PATIENCE_S = 1.0  # how long a rank waits for another to make a mistake
+
+
+def operands(ctx, name, rows, N, K, dtype, seed):
+    """x, w and the right result of this rank; every sum is exact in bf16."""
+    seed, group = 100 * seed + 10 * ctx.rank, ctx.group.process_group
+    x = integers((rows[ctx.rank] if name == AG else sum(rows), K), dtype, seed, -2, 2, device=ctx.device)
+    w = integers((N, K), dtype, seed + 1, -2, 2, device=ctx.device)
+    if name == AG:
+        return x, w, all_gather_matmul_reference(group, x, w).to(dtype)
+    if name == RS:
+        return x, w, matmul_reduce_scatter_reference(group, x, w, rows=rows).to(dtype)
+    return x, w, matmul_all_reduce_reference(group, x, w).to(dtype)
+
+
+def options(name, rows):
+    return {} if name == AR else {"rows": rows}
+
+
+@pytest.mark.ranks(2, 3, 4)
+@every_transport
+def test_copies_give_the_same_between_calls_of_the_other_ways_on_a_poisoned_workspace(ctx, transport):
+    ctx = over(ctx, transport)
+    results = []
+    for seed, (rows, N, K) in enumerate(SHAPES[ctx.size]):
+        for name in (AG, RS, AR):
+            dtype = (torch.float32, torch.bfloat16)[seed % 2]
+            x, w, want = operands(ctx, name, rows, N, K, dtype, seed)
+            late(ctx, seed % ctx.size, 0.02)
+            results.append((by_copies(ctx, name, x, w, **options(name, rows)), want, name, rows))
+            if seed == 0:
+                stored = getattr(tkernels, name)(x, w, **options(name, rows), ctx=ctx, path="fused")
+                results.append((stored, want, name, rows))
+            if name == RS:
+                poison_workspace(ctx)
+            got = by_copies(ctx, name, 2 * x, w, chunk_rows=1 << 20, **options(name, rows))
+            results.append((got, 2 * want, name, rows))
+    for got, want, name, rows in results:
+        assert torch.equal(got, want), (name, rows)
+    ctx.check()
+
+
+@pytest.mark.ranks(2)
+def test_bias_activation_and_dtypes_are_as_with_stores(ctx):
+    x, w, _ = operands(ctx, RS, (33, 20), 24, 16, torch.float16, 1)
+    bias = integers(24, torch.float16, 7, device=ctx.device)
+    for name, operation in ((RS, matmul_reduce_scatter), (AR, matmul_all_reduce)):
+        asked = {"wire_dtype": torch.float32, "out_dtype": torch.float32, **options(name, (33, 20))}
+        stored = operation(ctx, x, w, bias, "gelu", path="fused", **asked)
+        assert torch.equal(by_copies(ctx, name, x, w, bias, "gelu", **asked), stored)
+
+
+@pytest.mark.ranks(2)
+def test_delays_change_no_bit_and_a_launch_has_no_program_that_sends(ctx):
+    rows = (40, 27)
+    for name in (AG, RS, AR):
+        x, w, want = operands(ctx, name, rows, 40, 48, torch.bfloat16, 3)
+        for seed in range(3):
+            late(ctx, seed % 2, 0.02)
+            with interpreter.execution(jitter_seed=seed, rank=ctx.rank), launches() as launched:
+                got = by_copies(ctx, name, x, w, **options(name, rows))
+            assert torch.equal(got, want), (name, seed)
+            assert [arguments["NUM_COMM"] for _, _, arguments in launched] == [0]
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_are_not_mapped_are_refused_before_the_first_signal(ctx):
+    x, w, want = operands(ctx, AG, (32, 32), 16, 32, torch.float32, 1)
+    whole = torch.cat([x, x])
+    with mock.patch.object(ctx, "mapped", False):
+        for call in (
+            lambda: by_copies(ctx, AG, x, w, out_dtype=torch.float32, chunk_rows=4096),
+            lambda: by_copies(ctx, RS, whole, w, chunk_rows=4096),
+            lambda: by_copies(ctx, AR, whole, w, chunk_rows=4096),
+        ):
+            with pytest.raises(ValueError, match="num_comm=0 sends by the copy engine, .* num_comm of 1 or more"):
+                call()
+    assert torch.equal(by_copies(ctx, AG, x, w, chunk_rows=4096), want)
+
+
+@pytest.mark.ranks(2)
+def test_a_peer_that_never_calls_is_named(ctx):
+    with tkernels.init(heap_bytes=8 << 20, timeout_s=1.0) as context:
+        x, w, want = operands(ctx, AG, (32, 32), 16, 32, torch.float32, 1)
+        assert torch.equal(by_copies(context, AG, x, w), want)
+        if ctx.rank == 0:
+            with pytest.raises(WaitTimeoutError, match="rank 0 waited 1 s for the signal of rank 1"):
+                by_copies(context, AG, x, w)
+                context.check()
+        ctx.group.barrier()
+        if ctx.rank == 1:  # rank 0 has told us
+            with pytest.raises(WaitTimeoutError):
+                context.check()
+
+
+@pytest.mark.ranks(2)
+def test_the_default_is_never_to_copy_and_one_program_suffices(ctx):
+    alone = over(ctx, ctx.transport, num_programs=1)
+    x, w, want = operands(alone, RS, (20, 20), 16, 32, torch.float32, 1)
+    with pytest.raises(ValueError, match="of num_programs=1 programs, num_comm=1 would send"):
+        tkernels.matmul_reduce_scatter(x, w, ctx=alone, path="fused")
+    assert torch.equal(by_copies(alone, RS, x, w), want)
+    assert OverlapConfig().num_comm > 0
+
+
+class Meeting:
+    """A word that the other rank sets, and this rank may wait for a while."""
+
+    def __init__(self, ctx):
+        self.cell = ctx.empty(1, dtype=torch.int64)
+        self.cell.zero_()
+        address = ctx.heap.segment.bases[1 - ctx.rank] + ctx.heap.offset(self.cell)
+        self.theirs = ctypes.c_int64.from_address(address)
+        ctx.group.barrier()
+
+    def tell(self):
+        self.theirs.value = 1
+
+    def wait(self):
+        limit = time.monotonic() + PATIENCE_S
+        while not self.cell.item() and time.monotonic() < limit:
+            time.sleep(1e-3)
+
+
+def signal_first(ctx, form, name):
+    """One call; in the wrong form data follows their signals, once the peer has its result."""
+    rows = (33, 20)
+    x, w, _ = operands(ctx, name, rows, 24, 16, torch.float32, 1)
+    by_copies(ctx, name, x, w, **options(name, rows))
+    x, w, want = operands(ctx, name, rows, 24, 16, torch.float32, 2)
+    poison_workspace(ctx)
+    peer, copy, held = Meeting(ctx), copies.host_copy, []
+
+    def hold(goal, source, num_bytes):
+        if num_bytes > 8:
+            held.append((goal, source, num_bytes))
+            return
+        copy(goal, source, num_bytes)
+        peer.wait()
+        while held:
+            copy(*held.pop())
+
+    def launch_and_tell(self, launch, *sources, beside=copies.Copies.beside):
+        beside(self, lambda: (launch(), peer.tell()), *sources)
+
+    with (
+        mock.patch.object(copies, "host_copy", hold if form == "wrong" else copy),
+        mock.patch.object(copies.Copies, "beside", launch_and_tell),
+    ):
+        got = by_copies(ctx, name, x, w, **options(name, rows))
+    return torch.equal(got, want)
+
+
+@interpreter.builtin
+def no_wait(*arguments):
+    pass
+
+
+def landing_used_again(ctx, form):
+    """Two calls, in the first of which rank 1 reads late; in the wrong form nobody waits for who has come to a call."""
+    rows = (40, 40)
+    made = [operands(ctx, AG, rows, 24, 16, torch.float32, seed) for seed in range(3)]
+    by_copies(ctx, AG, *made[0][:2], rows=rows)
+    peer, spin, copy, calls = Meeting(ctx), device.spin, copies.host_copy, []
+
+    @interpreter.builtin
+    def late_reader(*arguments):
+        arrived = spin(*arguments)
+        if ctx.rank == 1 and len(calls) == 1:
+            peer.wait()
+        return arrived
+
+    def tell(goal, source, num_bytes):
+        copy(goal, source, num_bytes)
+        if ctx.rank == 0 and len(calls) == 2 and num_bytes > 8:
+            peer.tell()
+
+    results = []
+    with (
+        mock.patch.object(device, "spin", late_reader),
+        mock.patch.object(copies, "host_copy", tell),
+        mock.patch.object(copies, "wait_signal", no_wait if form == "wrong" else copies.wait_signal),
+    ):
+        for x, w, want in made[1:]:
+            calls.append(None)
+            results.append((by_copies(ctx, AG, x, w, rows=rows), want))
+    return all(torch.equal(got, want) for got, want in results)
+
+
+@simulated_only
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mistake", ["a signal before its data", "a landing that is used again at once"])
+def test_a_wrong_form_is_caught(ctx, mistake):
+    for form in ("right", "wrong"):
+        with tkernels.init(heap_bytes=8 << 20) as context:
+            if mistake == "a signal before its data":
+                right = all([signal_first(context, form, name) for name in (AG, RS)])
+            else:
+                right = landing_used_again(context, form)
+            assert all(ctx.group.gather(right)) == (form == "right")
+
+
+@pytest.mark.ranks(2)
+def test_the_gathered_rows_come_out_of_the_landing(ctx):
+    rows = (33, 20)
+    x, w, want = operands(ctx, AG, rows, 24, 16, torch.float32, 5)
+    config = OverlapConfig(num_comm=0, chunk_rows=1 << 20)
+    for _ in range(2):
+        y, gathered = all_gather_matmul(ctx, x, w, return_gathered=True, rows=rows, config=config)
+        assert torch.equal(y, want)
+        assert torch.equal(gathered.cpu(), torch.cat(ctx.group.gather(x.cpu())))
