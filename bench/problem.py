@@ -52,6 +52,11 @@ class Case:
         share = -(-self.M // ranks)
         return tuple(max(0, min(share, self.M - rank * share)) for rank in range(ranks))
 
+    @property
+    def row_bytes(self) -> int:
+        """Of a row that travels between ranks: of x where rows are gathered, of partial sums elsewhere."""
+        return (self.K if self.op in ("all_gather", "all_gather_matmul") else self.N) * self.dtype.itemsize
+
     def work(self, ranks: int, rank: int = 0) -> work.Work:
         """What one GPU does in one call."""
         if self.op == "gemm":

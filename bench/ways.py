@@ -12,6 +12,7 @@ import torch
 import tkernels
 from bench.problem import Case, Problem, config_of
 from tkernels.comm.context import Context
+from tkernels.configs import by_copy_engine
 from tkernels.timing import agree
 from tkernels.tuner.compile import sentence
 
@@ -19,19 +20,21 @@ from tkernels.tuner.compile import sentence
 @dataclasses.dataclass(frozen=True)
 class Way:
     """transport: of the context, None: the one that is chosen.  change: fields of the configuration.
-    repeatable: the same bits on every run.  path: "plain" has no configuration.
+    repeatable: the same bits on every run.  path: "plain" has no configuration.  copies: the copy engine sends.
     """
 
     transport: str | None
     change: dict = dataclasses.field(default_factory=dict)
     repeatable: bool = True
     path: str = "fused"
+    copies: bool = False
 
 
 PLAIN = Way(None, path="plain")
+COPIES = Way(None, copies=True)
 WAYS: dict[str, dict[str, Way]] = {
-    "nvshmem": {"peer": Way("peer"), "nvshmem": Way("nvshmem"), "plain": PLAIN},
-    "simulated": {"simulated": Way("simulated"), "plain": PLAIN},
+    "nvshmem": {"peer": Way("peer"), "nvshmem": Way("nvshmem"), "copy_engine": COPIES, "plain": PLAIN},
+    "simulated": {"simulated": Way("simulated"), "copy_engine": COPIES, "plain": PLAIN},
 }
 
 
@@ -71,7 +74,10 @@ def open_ways(ctx: Context, case: Case) -> tuple[dict[str, Opened], dict[str, st
         reason = None
         try:
             other = context_over(ctx, way.transport)
-            opened[name] = Opened(way, other, dataclasses.replace(config_of(other, case), **way.change))
+            config = dataclasses.replace(config_of(other, case), **way.change)
+            if way.copies:
+                config = by_copy_engine(config, max(case.rows(other.size)), case.row_bytes)
+            opened[name] = Opened(way, other, config)
         except (TypeError, ValueError, RuntimeError) as error:  # no such transport, field or value here
             reason = sentence(error)
         reason = agree(ctx, reason)

@@ -18,6 +18,7 @@ os.environ["TKERNELS_CACHE"] = os.path.join(tempfile.gettempdir(), "tkernels-tes
 LONG_TABLE = 5
 SAMPLED = {
     "test_channel",
+    "test_copies",
     "test_cublasmp",
     "test_ddp",
     "test_demo",

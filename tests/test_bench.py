@@ -70,7 +70,7 @@ def test_right_results_are_measured(ctx, checkout, op):
     assert "refused" not in line, line
     assert line["ours_us"] > 0
     fused = op in ("matmul_reduce_scatter", "matmul_all_reduce")
-    assert list(line["ways"]) == ([*TRANSPORTS, "plain"] if fused else [])
+    assert list(line["ways"]) == ([*TRANSPORTS, "copy_engine", "plain"] if fused else [])
     assert all(way["us"] > 0 and way["repeatable"] for way in line["ways"].values())
     assert [way["sms"] is None for way in line["ways"].values()] == [name == "plain" for name in line["ways"]]
     assert line["path"] in (("fused", "plain") if fused else (None,))
@@ -120,6 +120,7 @@ def test_a_way_that_is_wrong_is_refused_and_one_that_is_missing_is_named(ctx, ch
         ways.WAYS[ctx.runtime]["future"] = ways.Way(transport, {"by_courier": True})
         line = measured(ctx, checkout, "all_gather_matmul")
         assert line["ways"]["other"]["sms"] == 1 and not line["ways"]["other"]["repeatable"]
+        assert line["ways"]["copy_engine"]["sms"] == 0 and line["ways"]["copy_engine"]["us"] > 0
         assert "by_courier" in line["unavailable"]["future"] and "future" not in line["ways"]
         problem.Problem.with_config = lambda self, config, ctx: right(self, config, ctx) + (config.num_comm == 1)
         line = measured(ctx, checkout, "all_gather_matmul")

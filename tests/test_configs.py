@@ -14,6 +14,7 @@ from tkernels.configs import (
     GemmConfig,
     OverlapConfig,
     bound_chunk_rows,
+    by_copy_engine,
     default_config,
     default_overlap,
     gemm_config,
@@ -57,6 +58,20 @@ def test_a_call_gets_the_configuration_of_its_bucket():
 )
 def test_other_calls_get_the_rule(call):
     assert overlap_config(context(record(TUNED)), *call) == rule(call[1], call[2])
+
+
+@pytest.mark.parametrize("rows, row_bytes, chunk_rows", [
+    (2048, 16384, 512),  # 32 MB to a peer in 4 chunks of 8
+    (2048, 8192, 1024),
+    (1024, 8192, 1024),
+    (8192, 16384, 2048),  # never more than 4
+    (100, 64, 256),
+    (0, 64, 256),
+])  # fmt: skip
+def test_the_copy_engine_gets_few_large_chunks_whatever_the_tiles(rows, row_bytes, chunk_rows):
+    for block_m in (64, 128, 256):
+        config = by_copy_engine(OverlapConfig(GemmConfig(block_m=block_m), chunk_rows=256), rows, row_bytes)
+        assert (config.num_comm, config.chunk_rows, config.gemm.block_m) == (0, chunk_rows, block_m)
 
 
 def test_the_last_record_of_a_bucket_counts():

@@ -21,9 +21,14 @@ from tkernels.comm import runtime, tuned
 from tkernels.comm.context import Context, current_context
 from tkernels.comm.errors import TkernelsError
 from tkernels.comm.plans import local_plans
+from tkernels.comm.regions import round_up
 
 OPERATIONS = ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 MAX_CHOICES = 4096  # that are kept, of a context and of the local product
+
+COPY_BYTES = 8 << 20  # a copy engine's operation has fixed costs of some microseconds, and is at its best from here on
+COPIES = 4
+COPY_ROWS = 256  # a multiple of every tile's, for those of ranks may differ, and their chunks may not
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,15 @@ class OverlapConfig:
                 f"chunk_rows={self.chunk_rows} must be a multiple of block_m={self.gemm.block_m}, so that a tile "
                 f"waits for one chunk"
             )
+
+
+def by_copy_engine(config: OverlapConfig, rows: int, row_bytes: int) -> OverlapConfig:
+    """The same tiles, but the copy engine sends, in chunks of at least COPY_BYTES, up to COPIES to each peer.
+
+    rows: that the rank with the most sends to a peer. row_bytes: of each. All ranks must give the same.
+    """
+    pieces = min(max(rows * row_bytes // COPY_BYTES, 1), COPIES)
+    return replace(config, num_comm=0, chunk_rows=max(round_up(-(-rows // pieces), COPY_ROWS), COPY_ROWS))
 
 
 def default_config(M: int, N: int, dtype: torch.dtype, tma: bool = True) -> GemmConfig:
