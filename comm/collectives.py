@@ -341,11 +341,14 @@ def all_gather(
     out: contiguous, filled and returned. x_shard_m may be this rank's rows of it: what is written there is what is.
     """
     rows = None if rows is None else tuple(rows)
-    return ctx.plan(_plan_all_gather, (x_shard_m, out), rows, max_programs, config)(x_shard_m, out)
+    return ctx.plan(plan_all_gather, (x_shard_m, out), rows, max_programs, config)(x_shard_m, out)
 
 
-def _plan_all_gather(ctx: Context, x: torch.Tensor, out, rows, max_programs: int, config: CollectiveConfig):
-    """What to do with the tensors of a call like this one."""
+def plan_all_gather(ctx: Context, x: torch.Tensor, out, rows, max_programs: int, config: CollectiveConfig = DEFAULT):
+    """What to do with tensors like x and out: a function of them that returns the result.
+
+    For operations whose own plan has this one in it; like theirs it is good until the workspace forgets its plans.
+    """
     _check_tensor("all_gather", ctx, x)
     if x.element_size() not in _BITS:
         raise TypeError(f"all_gather: moves elements of up to 8 bytes, not {x.dtype}; pass a view of it")
@@ -377,10 +380,11 @@ def reduce_scatter(
     read and written by one program.
     """
     rows = None if rows is None else tuple(rows)
-    return ctx.plan(_plan_reduce_scatter, (x, out), rows, max_programs, out_dtype, config)(x, out)
+    return ctx.plan(plan_reduce_scatter, (x, out), rows, max_programs, out_dtype, config)(x, out)
 
 
-def _plan_reduce_scatter(ctx: Context, x: torch.Tensor, out, rows, max_programs: int, out_dtype, config):
+def plan_reduce_scatter(ctx: Context, x: torch.Tensor, out, rows, max_programs: int, out_dtype, config=DEFAULT):
+    """The same for reduce_scatter."""
     _check_tensor("reduce_scatter", ctx, x, floating=True)
     rows = check_rows("reduce_scatter", ctx, rows, total=x.shape[0])
     width, dtype = math.prod(x.shape[1:]), out_dtype or x.dtype
@@ -408,10 +412,11 @@ def all_reduce(
     each of its elements is read and written by one program.
     max_programs: fewer leave multiprocessors to what runs beside it.
     """
-    return ctx.plan(_plan_all_reduce, (x, out), out_dtype, config, max_programs)(x, out)
+    return ctx.plan(plan_all_reduce, (x, out), out_dtype, config, max_programs)(x, out)
 
 
-def _plan_all_reduce(ctx: Context, x: torch.Tensor, out, out_dtype, config: CollectiveConfig, max_programs: int):
+def plan_all_reduce(ctx: Context, x: torch.Tensor, out, out_dtype, config=DEFAULT, max_programs: int = ALONE_PROGRAMS):
+    """The same for all_reduce."""
     _check_tensor("all_reduce", ctx, x, floating=True)
     dtypes = x.dtype, out_dtype or x.dtype
     result = _result("all_reduce", x, out, tuple(x.shape), dtypes[1])

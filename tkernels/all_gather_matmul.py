@@ -195,7 +195,9 @@ def _plan(
 
         return run_locally
     if choose_path(ctx, "all_gather_matmul", M, K, x_shard_m.dtype, path, config) == "plain":
-        return plan_all_gather_matmul(ctx, x_shard_m, w, bias, out, activation, return_gathered, rows, out_dtype)
+        return plan_all_gather_matmul(
+            ctx, x_shard_m, w, bias, out, gathered, activation, return_gathered, rows, out_dtype
+        )
 
     if config is None:
         config = overlap_config(ctx, "all_gather_matmul", M, N, K, x_shard_m.dtype, layout_of(x_shard_m, w))

@@ -88,7 +88,7 @@ def _choose(operation: str, M: int, width: int, itemsize: int, size: int) -> Cho
     return choice
 
 
-def plan_all_gather_matmul(ctx: Context, x, w, bias, out, activation, return_gathered: bool, rows, out_dtype):
+def plan_all_gather_matmul(ctx: Context, x, w, bias, out, gathered, activation, return_gathered, rows, out_dtype):
     """What to do with tensors like these: all_gather_matmul by all_gather and torch.mm. Operands have been checked."""
     (N, K), M = w.shape, sum(rows)
     y = check_result("all_gather_matmul", out, x, (M, N), out_dtype)
@@ -96,20 +96,19 @@ def plan_all_gather_matmul(ctx: Context, x, w, bias, out, activation, return_gat
     whole, product = _scratch(ctx, ((0,) if return_gathered else (M, K), x.dtype),
                               ((M, N) if separate else (0,), torch.float32))  # fmt: skip
     finish = _finish(product, bias, activation, y) if separate else None
+    into = gathered if return_gathered else whole
+    gather = collectives.plan_all_gather(ctx, x, into, rows, collectives.ALONE_PROGRAMS)
 
+    @_without_grad
     def run(x, w, bias, out, gathered):
         y = x.new_empty((M, N), dtype=out_dtype) if out is None else out
-        if return_gathered and gathered is None:
-            gathered = x.new_empty((M, K))
-        into = gathered if return_gathered else whole
-        with torch.no_grad():
-            collectives.all_gather(ctx, x, rows, into, collectives.ALONE_PROGRAMS)
-            if separate:
-                _multiply(into, w, product)
-                finish(bias, y)
-            else:
-                _multiply(into, w, y, bias)
-        return y, gathered
+        rows_of_all = gather(x, gathered if return_gathered else whole)
+        if separate:
+            _multiply(rows_of_all, w, product)
+            finish(bias, y)
+        else:
+            _multiply(rows_of_all, w, y, bias)
+        return y, rows_of_all if return_gathered else None
 
     return run
 
@@ -123,20 +122,35 @@ def plan_matmul_reduce(ctx: Context, x, w, bias, out, activation, rows, out_dtyp
     partial, sums = _scratch(ctx, ((M, N), wire_dtype), (shape if separate else (0,), torch.float32))
     finish = _finish(sums, bias, activation, y) if separate else None
 
+    into, dtype = (sums, torch.float32) if separate else (out, out_dtype)
+    if gather:
+        reduce = collectives.plan_all_reduce(ctx, partial, into, dtype)
+    else:
+        reduce = collectives.plan_reduce_scatter(ctx, partial, into, rows, collectives.ALONE_PROGRAMS, dtype)
+
+    @_without_grad
     def run(x, w, bias, out):
+        _multiply(x, w, partial)
+        if not separate:
+            return reduce(partial, out)
+        reduce(partial, sums)
         y = x.new_empty(shape, dtype=out_dtype) if out is None else out
-        total = sums if separate else y
-        with torch.no_grad():
-            _multiply(x, w, partial)
-            if gather:
-                collectives.all_reduce(ctx, partial, total, total.dtype)
-            else:
-                collectives.reduce_scatter(ctx, partial, rows, total, collectives.ALONE_PROGRAMS, total.dtype)
-            if separate:
-                finish(bias, y)
+        finish(bias, y)
         return y
 
     return run
+
+
+def _without_grad(run):
+    """torch.no_grad() around `run`, which costs as much as a launch, where there are gradients to do without."""
+
+    def call(*tensors):
+        if not torch.is_grad_enabled():
+            return run(*tensors)
+        with torch.no_grad():
+            return run(*tensors)
+
+    return call
 
 
 def _scratch(ctx: Context, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
