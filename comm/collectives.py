@@ -94,7 +94,7 @@ def check_rows(name: str, ctx: Context, rows, own: int | None = None, total: int
                 f"{name}: M={total} rows don't divide by {ctx.size} ranks; pass rows=split_rows({total}, {ctx.size}) "
                 f"or another split"
             )
-        return (own,) * ctx.size if own is not None else split_rows(total, ctx.size)
+        return (total // ctx.size if own is None else own,) * ctx.size
     rows = tuple(rows)
     if len(rows) != ctx.size or min(rows) < 0:
         raise ValueError(f"{name}: rows={rows} must name a count >= 0 for each of {ctx.size} ranks")

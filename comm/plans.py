@@ -5,6 +5,7 @@ all but a few of its kernel's fifty arguments. An operation's plan holds these, 
 plan up, allocates its result, and hands the addresses of its tensors to the launcher of the compiled kernel.
 """
 
+import copy
 import functools
 import itertools
 import types
@@ -82,14 +83,14 @@ class Launch:
             if self._context.recorder is not None:
                 self._by_jit(tensors)
                 return
-        if self._launcher is None and (self._compiled is None or not self._prepare()):
+        if self._launcher is None and (self._compiled is None or not self._prepare(tensors)):
             self._compiled = self._by_jit(tensors)
             return
         arguments, misaligned = self._flat.copy(), 0
         for (at, mask, descriptors), tensor in zip(self._slots, tensors, strict=True):
             address = tensor.data_ptr()
             misaligned |= address & mask
-            arguments[at] = address if descriptors is None else descriptors.of(address, tensor)
+            arguments[at] = address if descriptors is None else descriptors[address]
         if misaligned:
             self._by_jit(tensors)
             return
@@ -117,7 +118,7 @@ class Launch:
                 self._context.check()
             raise
 
-    def _prepare(self) -> bool:
+    def _prepare(self, tensors) -> bool:
         """The arguments as the launcher takes them: addresses, descriptors in their parts, None for constants.
 
         False on a GPU without TMA, where Triton takes descriptors in other parts.
@@ -127,17 +128,17 @@ class Launch:
         if len(descriptors) != len(compiled.metadata.tensordesc_meta or ()):
             return False
         layouts = iter(compiled.metadata.tensordesc_meta or ())
+        example = dict(zip(self._varying, tensors, strict=True))
         divisible = {path[0] for path, found in compiled.src.attrs.items() if ["tt.divisibility", 16] in found}
         for number, (name, kind) in enumerate(compiled.src.signature.items()):
             at[name] = len(flat), 15 if number in divisible else 0, None
             value = self._arguments.get(name)
             if kind.startswith("tensordesc"):
-                descriptors = _Descriptors(self._varying.get(name) or _maker(value), next(layouts))
+                like = value or self._varying[name](example[name])
+                descriptors = _Descriptors(like, next(layouts))
                 at[name] = len(flat), 15, descriptors
-                of = descriptors.make.keywords
-                flat += [None if value is None else descriptors.of(value.base.data_ptr(), value.base)]
-                flat += [*of["shape"], *of["strides"]]
-                signature += ["nvTmaDesc", *["i32"] * len(of["shape"]), *["i64"] * len(of["shape"])]
+                flat += [value and descriptors[value.base.data_ptr()], *like.shape, *like.strides]
+                signature += ["nvTmaDesc", *["i32"] * len(like.shape), *["i64"] * len(like.shape)]
             else:
                 flat.append(None if kind == "constexpr" else _address(value))
                 signature.append(kind)
@@ -162,20 +163,21 @@ def _address(value):
     return value.data_ptr() if isinstance(value, torch.Tensor) else value
 
 
-class _Descriptors:
-    """The encoded TMA descriptors of one parameter, by address."""
+class _Descriptors(dict):
+    """The encoded TMA descriptors of one parameter by address, each made when it is first asked for."""
 
-    def __init__(self, make, layout):
-        self.make, self._layout, self._known = make, layout, {}
+    def __init__(self, like: TensorDescriptor, layout):
+        self._like, self._layout = copy.copy(like), layout
+        self._like.base = None  # no call's tensor is held
 
-    def of(self, address: int, tensor: torch.Tensor):
-        known = self._known.get(address)
-        if known is None:
-            from triton.backends.nvidia.driver import make_tensordesc_arg
+    def __missing__(self, address: int):
+        from triton.backends.nvidia.driver import make_tensordesc_arg
 
-            if len(self._known) >= MAX_ADDRESSES:
-                self._known.clear()
-            # Triton 3.6 takes two arguments, 3.9 a third one that it does not use.
-            unused = itertools.repeat(None, make_tensordesc_arg.__code__.co_argcount - 2)
-            known = self._known[address] = make_tensordesc_arg(self.make(tensor), self._layout, *unused)[0]
-        return known
+        if len(self) >= MAX_ADDRESSES:
+            self.clear()
+        # Of its tensor Triton asks for nothing else, and a new TensorDescriptor would check again what plans know.
+        self._like.base = types.SimpleNamespace(data_ptr=lambda: address)
+        # Triton 3.6 takes two arguments, 3.9 a third one that it does not use.
+        unused = itertools.repeat(None, make_tensordesc_arg.__code__.co_argcount - 2)
+        self[address] = make_tensordesc_arg(self._like, self._layout, *unused)[0]
+        return self[address]

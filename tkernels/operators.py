@@ -41,37 +41,48 @@ _library = torch.library.Library("tkernels", "DEF")
 _ops = types.SimpleNamespace()  # the operators, by the shortest way
 
 
-def _define(schema: str, implementation, fake, setup_context=None, backward=None):
-    """Register an operator, and define the function of its name in `_ops`."""
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
+
+
+def _define(schema: str, implementation, fake, setup_context=None, backward=None, direct=None):
+    """Register an operator, and define the function of its name in `_ops`.
+
+    Tensors are an operator's first arguments. direct: what the function calls where nobody looks; None is the
+    implementation itself.
+    """
     name = schema.split("(")[0]
+    direct = direct or implementation
     _library.define(schema, tags=(torch.Tag.needs_fixed_stride_order,))
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tkernels::{name}", fake, lib=_library)
     if backward is not None:
         torch.library.register_autograd(f"tkernels::{name}", backward, setup_context=setup_context, lib=_library)
     registered = getattr(torch.ops.tkernels, name).default
+    num_tensors = sum("Tensor" in str(a.type) and not a.kwarg_only for a in registered._schema.arguments)
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *arguments):
-            output = implementation(*arguments)
+            output = direct(*arguments)
             setup_context(ctx, arguments, output)
             return output
 
     Differentiable.backward = staticmethod(backward)
+    # Function.apply would look for transforms before it comes here, and there are none.
+    apply = super(torch.autograd.Function, Differentiable).apply
 
     def call(*arguments, **out):
-        tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+        tensors = arguments[:num_tensors]
         if _watched(tensors):
             return registered(*arguments, **out)
         if _wants_gradient(*tensors):
-            return Differentiable.apply(*arguments)
-        return implementation(*arguments, **out)
+            return apply(*arguments)
+        return direct(*arguments, **out)
 
     setattr(_ops, name, call)
 
 
-def _watched(tensors: list[torch.Tensor]) -> bool:
+def _watched(tensors: tuple[torch.Tensor | None, ...]) -> bool:
     """Whether anybody is to see an operator: a trace, a mode, a transform, a profiler, a subclass of Tensor."""
     return (
         torch.compiler.is_compiling()
@@ -79,12 +90,16 @@ def _watched(tensors: list[torch.Tensor]) -> bool:
         or torch._C._is_torch_function_mode_enabled()
         or torch._C._are_functorch_transforms_active()
         or torch.autograd._profiler_enabled()
-        or any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)
+        or not _PLAIN.issuperset(map(type, tensors))
     )
 
 
 def _wants_gradient(*tensors: torch.Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
 
 
 def _matmul_setup(ctx, inputs, output):
@@ -113,11 +128,15 @@ def _with_unit_stride(matrix: torch.Tensor) -> torch.Tensor:
     return matrix if 1 in matrix.stride() and 0 not in matrix.stride() else matrix.contiguous()
 
 
-def _all_gather_matmul_impl(x_shard_m, w, bias, activation, return_gathered, rows, context, path=None):
-    y, gathered = _all_gather_matmul.all_gather_matmul(
+def _all_gather_matmul_direct(x_shard_m, w, bias, activation, return_gathered, rows, context, path=None):
+    return _all_gather_matmul.all_gather_matmul(
         find_context(context), x_shard_m, w, bias, activation, return_gathered, rows=tuple(rows), path=path
     )
-    return y, gathered if return_gathered else x_shard_m.new_empty(0)
+
+
+def _all_gather_matmul_impl(x_shard_m, *arguments, **options):
+    y, gathered = _all_gather_matmul_direct(x_shard_m, *arguments, **options)
+    return y, x_shard_m.new_empty(0) if gathered is None else gathered  # an operator's results are tensors
 
 
 def _all_gather_matmul_fake(x_shard_m, w, bias, activation, return_gathered, rows, context, path=None):
@@ -159,6 +178,7 @@ _define(
     _all_gather_matmul_fake,
     _all_gather_matmul_setup,
     _all_gather_matmul_backward,
+    _all_gather_matmul_direct,
 )
 
 
@@ -309,6 +329,8 @@ def _refuse_fused_activation(name: str, activation: str | None):
 
 def _split_activation(activation: str | None, *operands: torch.Tensor | None) -> tuple[str | None, str | None]:
     """(fused, separate): the activation is fused unless backward will need its input."""
+    if activation is None:
+        return None, None
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r} is unknown; use {', '.join(map(str, ACTIVATIONS))}")
     return (None, activation) if _wants_gradient(*operands) else (activation, None)
