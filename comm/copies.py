@@ -4,29 +4,30 @@ The kernel is the operation's own with no program that sends (`num_comm=0`). On 
 wait until its rows are there, a copy to the peer, and a copy of the epoch to the peer's signal word, which its tiles
 wait for as they wait for those of puts. On the simulated runtime a thread of the host does the same.
 
-A copy's addresses are known when it is enqueued, but of two inboxes that alternate by the epoch only the device knows
-which one is next. So copies go to one inbox of their own, the *landing*, and wait for credits. Program 0 of each
-kernel begins with `admit_copies`: it tells every peer that this rank has come to this call, waits until all of them
-have, leaves the epoch in device memory, and opens the gate that the side stream waits at.
+A copy's addresses must be known when it is enqueued, but of two inboxes that alternate by the epoch only the device
+knows which one is next. So copies go to one inbox of their own, the *landing*, and begin behind a gate. Program 0 of
+each kernel starts with `admit_copies`: it tells every peer that this rank has come to this call, waits until all of
+them have, leaves the epoch in device memory, and opens the gate.
 
 Why nothing lands on what is still read: the gate opens once every peer has come to this call, on a stream where it has
 finished all calls before it; whatever lay in its landing was read by those. This holds whether they were calls of this
-way or not, and for the first one, where nothing has been read. It holds for ranks without rows too, since the gate is
-every rank's. Nor does this way disturb the argument for two inboxes (tkernels.comm.workspace): in its calls as well
-every rank hears from every other one.
+way or not, for the first one, before which nothing was there, and for ranks without rows, who have a gate as well.
+Nor does this way disturb the argument for two inboxes (tkernels.comm.workspace): every rank hears from every other one.
 
 Why no old data is read for new: signal words hold epochs, which only grow, and a peer's word of this epoch is copied
 behind its data on one stream. The epoch that is copied is the kernel's own, so a captured graph replays with new ones.
 The next call of this rank overwrites it, and what the copies read, only behind them: its stream waits for the side
 stream at the end of each call.
 
-Why it ends: the side stream waits for words of this rank alone, which its kernel raises even after a wait of its own
-has expired. And whatever it waits for was enqueued before it, on every rank: streams that share a queue of the
-hardware, as all do with CUDA_DEVICE_MAX_CONNECTIONS=1, can't hold up what it needs. It has no kernels, which would need
-room beside one that takes all multiprocessors.
+Why it ends: the side stream waits for words of this rank alone, the gate and counters, which its kernel raises even
+after a wait of its own has expired. It sets them to zero itself, for the kernel may end before it has seen them. And
+whatever it waits for was enqueued before it, on every rank: streams that share a queue of the hardware, as all do with
+CUDA_DEVICE_MAX_CONNECTIONS=1, can't hold up what it needs. It has no kernels, which would need room beside one that
+takes all multiprocessors, and to be loaded.
 """
 
 import ctypes
+import functools
 import time
 from dataclasses import dataclass
 
@@ -40,6 +41,7 @@ from tkernels.comm.lease import Fence
 
 GEQ = 0  # a stream's wait for a word ends once it is at least the value
 
+
 def check_mapped(operation: str, context):
     """Raises ValueError, on every rank alike, where the copy engine doesn't reach every rank."""
     if not context.mapped:
@@ -50,9 +52,7 @@ def check_mapped(operation: str, context):
 
 
 @triton.jit
-def admit_copies(
-    gate, begun, epoch, table, rank, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr
-):
+def admit_copies(gate, begun, epoch, table, rank, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr):
     """Open the gate [open, epoch] for this rank's copies once all peers have come to this call; of one program."""
     signal_all(begun + rank, epoch, table, rank, SIZE, TRANSPORT)
     for step in range(1, SIZE):
@@ -133,6 +133,7 @@ def _order(first, then):
     fence.wait(then)
 
 
+@functools.cache
 def _of_stream(stream: int):
     """(wait until a local word is at least a value, then set it to zero; copy bytes) in the order of a CUDA stream."""
     from cuda.bindings import driver
