@@ -13,7 +13,7 @@ from tkernels import configs
 from tkernels.configs import (
     GemmConfig,
     OverlapConfig,
-    bound_chunk_rows,
+    bound_travel,
     by_copy_engine,
     default_config,
     default_overlap,
@@ -31,8 +31,8 @@ def record(config, operation=AG, M=256, N=64, K=128, dtype="bfloat16", layout="T
     return {"key": key, "config": asdict(config) if not isinstance(config, dict) else config}
 
 
-def context(*records, size=2, num_programs=4):
-    return SimpleNamespace(tuned=list(records), choices={}, size=size, num_programs=num_programs)
+def context(*records, size=2, num_programs=4, mapped=True):
+    return SimpleNamespace(tuned=list(records), choices={}, size=size, num_programs=num_programs, mapped=mapped)
 
 
 def rule(M, N, layout="TN", dtype=BF16):
@@ -128,12 +128,28 @@ def test_ranks_with_other_sizes_and_layouts_agree_on_the_chunks():
     assert len(alone) > 2  # what the records of their buckets say by themselves
 
 
+def test_ranks_whose_buckets_differ_send_in_one_way():
+    copied = record(OverlapConfig(TUNED.gemm, chunk_rows=256, num_comm=0), N=128)
+    stored = record(TUNED, N=64)
+    for N in (1, 64, 128, 500):
+        for layout in ("TN", "NN"):
+            config = overlap_config(context(stored, copied), AG, 256, N, 128, BF16, layout)
+            assert (config.num_comm, config.chunk_rows) == (0, 256), (N, layout)
+            larger = record(TUNED, N=256)
+            config = overlap_config(context(stored, copied, larger), AG, 256, N, 128, BF16, layout)
+            assert config.num_comm > 0 and config.chunk_rows == 128, (N, layout)
+            # Between machines nothing is copied, whatever was tuned within one.
+            apart = context(stored, copied, mapped=False)
+            assert overlap_config(apart, AG, 256, N, 128, BF16, layout).num_comm > 0
+    assert overlap_config(context(stored, copied), RS, 256, 64, 128, BF16, "TN") == rule(256, 64)
+
+
 def test_a_smaller_product_is_bound_to_the_chunks_of_a_larger_one():
     ctx = context(record(TUNED, N=128))
-    assert bound_chunk_rows(ctx, (AG, 256, 64, 128, "bfloat16", "TN")) == 128
-    assert bound_chunk_rows(ctx, (AG, 256, 128, 128, "bfloat16", "TN")) is None
-    assert bound_chunk_rows(ctx, (AG, 256, 256, 128, "bfloat16", "TN")) is None
-    assert bound_chunk_rows(ctx, (AG, 512, 64, 128, "bfloat16", "TN")) is None
+    assert bound_travel(ctx, (AG, 256, 64, 128, "bfloat16", "TN")) == (128, False)
+    assert bound_travel(ctx, (AG, 256, 128, 128, "bfloat16", "TN")) is None
+    assert bound_travel(ctx, (AG, 256, 256, 128, "bfloat16", "TN")) is None
+    assert bound_travel(ctx, (AG, 512, 64, 128, "bfloat16", "TN")) is None
 
 
 @pytest.mark.parametrize(
@@ -142,7 +158,8 @@ def test_a_smaller_product_is_bound_to_the_chunks_of_a_larger_one():
         (asdict(TUNED) | {"speed": 3}, "OverlapConfig has no speed"),
         (asdict(TUNED) | {"gemm": {"block_q": 3}}, "GemmConfig has no block_q"),
         (asdict(TUNED) | {"num_comm": "12"}, "num_comm='12' is no positive number"),
-        (asdict(TUNED) | {"num_comm": 0}, "num_comm=0 is no positive number"),
+        (asdict(TUNED) | {"num_comm": -1}, "num_comm=-1 is no positive number"),
+        (asdict(TUNED) | {"put_block": 0}, "put_block=0 is no positive number"),
         (asdict(TUNED) | {"gemm": {"block_m": 96}, "chunk_rows": 96}, "block_m=96 is no power of two"),
         (asdict(TUNED) | {"chunk_rows": 100}, "chunk_rows=100 must be a multiple of block_m=64"),
         (asdict(TUNED) | {"gemm": {"block_m": 16}, "chunk_rows": 16}, "chunk_rows=16 is no multiple of"),

@@ -88,6 +88,18 @@ def test_the_fastest_is_used_from_then_on_and_found_by_the_next_context(ctx, tmp
 
 
 @pytest.mark.ranks(2)
+def test_the_copy_engine_may_win(ctx, tmp_path):
+    before = ctx.tuned
+    try:
+        outcome = search(ctx, tmp_path, RS, functools.partial(best_with, "num_comm=0"), grid={"num_comm": [0, 1]})
+        assert outcome.best.config.num_comm == 0 and chosen(ctx, RS) == outcome.best.config
+        problem = Operands(ctx, Problem(RS, *SHAPE, FP32), 3)
+        torch.testing.assert_close(problem.run(None), problem.run(outcome.default.config))
+    finally:
+        forget(ctx, before)
+
+
+@pytest.mark.ranks(2)
 def test_a_call_that_was_made_before_is_made_with_the_new_configuration_too(ctx, tmp_path):
     before, operands = ctx.tuned, Operands(ctx, Problem(AG, *SHAPE, FP32), 3)
     module = sys.modules["tkernels.all_gather_matmul"]
@@ -301,7 +313,7 @@ def on_a_gpu(monkeypatch):
         ({"num_warps": 4}, ROOM, "registers: 4 warps hold 256 sums a thread"),
         ({"num_comm": 132}, ROOM, "programs: there are 132, and one at least must multiply"),
         ({"chunk_rows": 4096}, ROOM, "ranks: a chunk of more than the 2048 rows of a rank"),
-        ({"chunk_rows": 256}, replace(ROOM, chunk_rows=128), "ranks: a larger product"),
+        ({"chunk_rows": 256}, replace(ROOM, travel=(128, False)), "ranks: a larger product"),
         ({"block_m": 64, "num_warps": 4, "chunk_rows": 64}, ROOM, "ranks: chunk_rows must be a multiple of 128"),
         ({"block_k": 32}, replace(ROOM, layout="pointers"), "alignment: without TMA descriptors"),
         ({"block_k": 16}, replace(ROOM, dtype=FP32), "registers: fp32 without tensor cores"),
@@ -345,6 +357,9 @@ def test_the_model_weighs_the_wire_against_the_waves(on_a_gpu):
 def test_neighbours_are_one_change_away(on_a_gpu):
     found, _ = candidates.neighbours(on_a_gpu, on_a_gpu, ROOM, 1200.0)
     names = [describe(config, on_a_gpu) for config in found]
+    copied = [config for config in found if config.num_comm == 0]
+    assert [config.chunk_rows for config in copied] == [2048, 1024, 512]
+    names = [name for name in names if "num_comm=0" not in name]
     assert names and all("," not in name and name != "default" for name in names)
     assert {name.split("=")[0] for name in names} >= {"num_stages", "group_m", "num_comm", "chunk_rows", "put_block"}
 

@@ -6,9 +6,9 @@ again costs a dictionary's access.
 
 All ranks must tell alike which rows travel behind one signal, or a rank would read rows that are not there yet. They
 choose by the same records, those of rank 0 when the context was made, but not by the same sizes: N of an all-gather and
-K of a reduction may differ where features divide unevenly, and so may layouts. So `chunk_rows` follows from what all
-ranks share: it is that of the largest product that was tuned for rows of the same number and width. The rest of a
-configuration is a rank's own affair.
+K of a reduction may differ where features divide unevenly, and so may layouts. So `chunk_rows`, and whether the copy
+engine sends, follow from what all ranks share: they are those of the largest product that was tuned for rows of the
+same number and width. The rest of a configuration is a rank's own affair.
 """
 
 import functools
@@ -87,12 +87,12 @@ class OverlapConfig:
             )
 
 
-def by_copy_engine(config: OverlapConfig, rows: int, row_bytes: int) -> OverlapConfig:
-    """The same tiles, but the copy engine sends, in chunks of at least COPY_BYTES, up to COPIES to each peer.
+def by_copy_engine(config: OverlapConfig, rows: int, row_bytes: int, copies: int = COPIES) -> OverlapConfig:
+    """The same tiles, but the copy engine sends, in up to `copies` chunks a peer, of at least COPY_BYTES.
 
     rows: that the rank with the most sends to a peer. row_bytes: of each. All ranks must give the same.
     """
-    pieces = min(max(rows * row_bytes // COPY_BYTES, 1), COPIES)
+    pieces = min(max(rows * row_bytes // COPY_BYTES, 1), copies)
     return replace(config, num_comm=0, chunk_rows=max(round_up(-(-rows // pieces), COPY_ROWS), COPY_ROWS))
 
 
@@ -168,20 +168,34 @@ def forget_choices(ctx: Context):
 def _choose(ctx: Context, operation: str, M: int, N: int, K: int, dtype: torch.dtype, layout: str) -> OverlapConfig:
     table = _table(ctx)
     key = (operation, *bucket(M, N, K), name_of(dtype), layout)
-    chunk_rows, _ = table.chunk_rows.get(shared(key), (None, None))
+    travel, _ = table.travels.get(shared(key), (None, None))
     by_rule = default_overlap(M, N, dtype, ctx.size, ctx.num_programs, layout != "pointers")
-    by_rule = replace(by_rule, chunk_rows=chunk_rows or by_rule.chunk_rows)
+    if travel is not None:
+        by_rule = travelling(by_rule, *travel)
+    if not (by_rule.num_comm or ctx.mapped):
+        by_rule = default_overlap(M, N, dtype, ctx.size, ctx.num_programs, layout != "pointers")
     config = table.configs.get(key, by_rule)
     fits = config.num_comm < min(ctx.num_programs, config.max_programs or ctx.num_programs)
-    if not fits or by_rule.chunk_rows % config.gemm.block_m:
+    same_way = bool(config.num_comm) == bool(by_rule.num_comm)
+    if not fits or not same_way or by_rule.chunk_rows % config.gemm.block_m:
         return by_rule
     return replace(config, chunk_rows=by_rule.chunk_rows)
 
 
-def bound_chunk_rows(ctx: Context, key: tuple) -> int | None:
-    """chunk_rows that a bucket's calls are bound to by a larger product whose rows travel alike; None if by none."""
-    chunk_rows, source = _table(ctx).chunk_rows.get(shared(key), (None, key))
-    return chunk_rows if source[1:4] > key[1:4] else None
+def travel_of(config: OverlapConfig) -> tuple[int, bool]:
+    """(chunk_rows, whether the copy engine sends): what all ranks must tell alike."""
+    return config.chunk_rows, config.num_comm == 0
+
+
+def travelling(config: OverlapConfig, chunk_rows: int, copied: bool) -> OverlapConfig:
+    """The configuration with that travel; where programs send, as many as before."""
+    return replace(config, chunk_rows=chunk_rows, num_comm=0 if copied else config.num_comm)
+
+
+def bound_travel(ctx: Context, key: tuple) -> tuple[int, bool] | None:
+    """The travel that a bucket's calls are bound to by a larger product whose rows travel alike; None if by none."""
+    travel, source = _table(ctx).travels.get(shared(key), (None, key))
+    return travel if source[1:4] > key[1:4] else None
 
 
 def bucket(*sizes: int) -> tuple[int, ...]:
@@ -204,14 +218,14 @@ def shared(key: tuple) -> tuple:
 
 
 class _Table:
-    """What records say, by bucket. configs: by (operation, M, N, K, dtype, layout); chunk_rows: by what ranks share.
+    """What records say, by bucket. configs: by (operation, M, N, K, dtype, layout); travels: by what ranks share.
 
     Records that this version can't read are ignored, with a warning.
     """
 
     def __init__(self, records: list[dict]):
         self.configs: dict[tuple, GemmConfig | OverlapConfig] = {}
-        self.chunk_rows: dict[tuple, tuple[int, tuple]] = {}  # with the key that it comes from
+        self.travels: dict[tuple, tuple[tuple[int, bool], tuple]] = {}  # with the key that each comes from
         for record in records:
             try:
                 key, config = read_record(record)
@@ -221,7 +235,7 @@ class _Table:
             self.configs[key] = config
         for key, config in sorted(self.configs.items(), key=lambda item: item[0][1:4]):  # the largest come last
             if isinstance(config, OverlapConfig):
-                self.chunk_rows[shared(key)] = config.chunk_rows, key
+                self.travels[shared(key)] = travel_of(config), key
 
 
 def _table(ctx: Context) -> _Table:
@@ -256,7 +270,7 @@ def _checked(kind: type, settings: dict) -> dict:
     if set(settings) - known:
         raise ValueError(f"{kind.__name__} has no {', '.join(sorted(set(settings) - known))}")
     for name, value in settings.items():
-        if not (value is None or type(value) is bool or type(value) is int and value > 0):
+        if not (value is None or type(value) is bool or type(value) is int and value >= (name != "num_comm")):
             raise ValueError(f"{name}={value!r} is no positive number")
         if name.startswith("block_") and value & (value - 1):
             raise ValueError(f"{name}={value} is no power of two")

@@ -21,10 +21,11 @@ from tkernels.comm.context import Context, current_context
 from tkernels.configs import (
     GemmConfig,
     OverlapConfig,
-    bound_chunk_rows,
+    bound_travel,
     default_config,
     default_overlap,
     forget_choices,
+    travelling,
 )
 from tkernels.gemm import num_programs
 from tkernels.testing.compare import tolerance
@@ -148,9 +149,11 @@ class _Search:
             programs, bound = num_programs(), None
         else:
             self.default = default_overlap(M, N, problem.dtype, ctx.size, ctx.num_programs, tma)
-            programs, bound = ctx.num_programs, bound_chunk_rows(ctx, problem.key(ctx.size))
-            self.default = dataclasses.replace(self.default, chunk_rows=bound or self.default.chunk_rows)
-        self.room = Room(problem.operation, M, N, K, problem.dtype, problem.layout, ctx.size, programs, bound)
+            programs, bound = ctx.num_programs, bound_travel(ctx, problem.key(ctx.size))
+            self.default = travelling(self.default, *bound) if bound else self.default
+        self.room = Room(
+            problem.operation, M, N, K, problem.dtype, problem.layout, ctx.size, programs, bound, ctx.mapped
+        )
         self.operands = [Operands(ctx, problem, seed) for seed in (0, 1)]
         self.measured: dict[object, Measured] = {}
         self.refused = Counter()

@@ -12,13 +12,14 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from tkernels.comm import runtime
-from tkernels.configs import GemmConfig, OverlapConfig, default_config
+from tkernels.configs import COPIES, GemmConfig, OverlapConfig, by_copy_engine, default_config, travel_of
 
 # What one program may have on sm_90.
 SHARED_BYTES = 232448
 REGISTERS = 255
 # One GPU to its peers by stores, H200 over NVLink: 3 programs reach 91 GB/s, 6 172, 9 250, 12 324, and more no more.
 SEND_BYTES_PER_S, SEND_BYTES_PER_S_OF_A_PROGRAM = 320e9, 28e9
+COPY_BYTES_PER_S = 385e9  # by the copy engine
 
 GEMM_FIELDS = [each.name for each in fields(GemmConfig)]
 OVERLAP_FIELDS = [each.name for each in fields(OverlapConfig) if each.name != "gemm"]
@@ -58,7 +59,9 @@ SLOWER = 1.5  # than the best prediction: not tried
 class Room:
     """What a configuration has to fit: the product of one rank, M x N x K, of `ranks`, and `programs` for it.
 
-    chunk_rows: what the ranks are bound to already, by a larger product whose rows travel alike; None if they are free.
+    travel: (chunk_rows, whether the copy engine sends) that the ranks are bound to already, by a larger product whose
+        rows travel alike; None if they are free.
+    mapped: the copy engine reaches all of them.
     """
 
     operation: str
@@ -69,12 +72,17 @@ class Room:
     layout: str
     ranks: int
     programs: int
-    chunk_rows: int | None = None
+    travel: tuple[int, bool] | None = None
+    mapped: bool = True
 
     @property
     def rows(self) -> int:
         """Rows that one rank sends, or owns."""
         return -(-self.M // self.ranks)
+
+    @property
+    def row_bytes(self) -> int:
+        return (self.K if self.operation == "all_gather_matmul" else self.N) * self.dtype.itemsize
 
 
 def flat(config: GemmConfig | OverlapConfig) -> dict:
@@ -126,9 +134,12 @@ def impossible(config: GemmConfig | OverlapConfig, room: Room) -> str | None:
         return f"programs: there are {room.programs}, and one at least must multiply"
     if config.chunk_rows % known.block_m:
         return f"ranks: chunk_rows must be a multiple of {known.block_m}, as tiles of other layouts may be"
-    if room.chunk_rows not in (None, config.chunk_rows):
-        return f"ranks: a larger product, whose rows travel alike, is tuned for chunk_rows={room.chunk_rows}"
-    if config.chunk_rows > max(room.rows, OverlapConfig.chunk_rows) and config.chunk_rows != room.chunk_rows:
+    if room.travel not in (None, travel_of(config)):
+        who = "the copy engine" if room.travel[1] else "programs"
+        return f"ranks: a larger product, whose rows travel alike, is tuned for chunk_rows={room.travel[0]} by {who}"
+    if config.num_comm == 0:
+        return None if room.mapped else "ranks: the copy engine reaches no other machine"
+    if config.chunk_rows > max(room.rows, OverlapConfig.chunk_rows) and room.travel is None:
         return f"ranks: a chunk of more than the {room.rows} rows of a rank is one of them all"
     return None
 
@@ -146,10 +157,9 @@ def predicted_us(config: GemmConfig | OverlapConfig, room: Room, gemm_us: float)
     tile_us = gemm_us * room.programs * gemm.block_m * gemm.block_n / (room.M * room.N)
     if isinstance(config, GemmConfig):
         return -(-tiles // room.programs) * tile_us
-    width = room.K if room.operation == "all_gather_matmul" else room.N
-    sent = room.rows * width * room.dtype.itemsize * (room.ranks - 1)
+    sent = room.rows * room.row_bytes * (room.ranks - 1)
     sent *= 2 if room.operation == "matmul_all_reduce" else 1
-    rate = min(SEND_BYTES_PER_S, config.num_comm * SEND_BYTES_PER_S_OF_A_PROGRAM)
+    rate = min(SEND_BYTES_PER_S, config.num_comm * SEND_BYTES_PER_S_OF_A_PROGRAM) or COPY_BYTES_PER_S
     send_us = sent / rate * 1e6
     workers = room.programs - config.num_comm
     sending = min(-(-send_us // tile_us), -(-tiles // workers))  # waves without the comm programs
@@ -163,6 +173,7 @@ def survey(default: GemmConfig | OverlapConfig, room: Room, gemm_us: float) -> t
     travels = [{}]
     if isinstance(default, OverlapConfig):
         travels = [{"num_comm": n, "chunk_rows": rows} for n, rows in itertools.product(COMM_PROGRAMS, CHUNK_ROWS)]
+        travels += [{}] * (default.num_comm == 0)  # which only a larger product decides
     found, refused, chosen = {}, Counter(), []
     for number, change in itertools.product(range(len(tiles)), travels):
         config = _possible(default, {**tiles[number], **change}, room, refused)
@@ -179,13 +190,21 @@ def survey(default: GemmConfig | OverlapConfig, room: Room, gemm_us: float) -> t
 
 
 def neighbours(config, default, room: Room, gemm_us: float) -> tuple[list, Counter]:
-    """(configurations one change away, those that the model likes best; why not the others, and how many)."""
+    """(configurations one change away, those that the model likes best; why not the others, and how many).
+
+    That the copy engine sends is one change, though it takes large chunks: they are what it wants.
+    """
     chosen, refused, before = [], Counter(), flat(config)
     for name, values in STEPS.items():
         changes = [{name: value} for value in values if name in before and before[name] != value]
         others = [_possible(config, change, room, refused) for change in changes]
         found = {other: predicted_us(other, room, gemm_us) for other in others if other is not None}
         chosen += sorted(found, key=found.get)[:OF_A_FIELD]
+    if isinstance(config, OverlapConfig) and config.num_comm:
+        copied = [by_copy_engine(config, room.rows, room.row_bytes, copies) for copies in (1, 2, COPIES)]
+        for chunk_rows in dict.fromkeys(each.chunk_rows for each in copied):
+            other = _possible(config, {"num_comm": 0, "chunk_rows": chunk_rows}, room, refused)
+            chosen += [other] if other is not None else []
     return chosen, refused
 
 
