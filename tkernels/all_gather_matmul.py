@@ -70,7 +70,7 @@ def all_gather_matmul_kernel(
     schedule, tiles_m, head_turns,
     ready, max_chunks, state, table, rank, gate, begun,
     first_row, rows, N, K, chunk_rows,  # this rank's first row in the whole, and its rows
-    SIZE: tl.constexpr, NUM_COMM: tl.constexpr, COPIED: tl.constexpr,  # by the copy engine
+    SIZE: tl.constexpr, NUM_COMM: tl.constexpr, COPIES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
     X_TMA: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr, Y_TMA: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
@@ -81,7 +81,7 @@ def all_gather_matmul_kernel(
     pid = tl.program_id(0)
     epoch = begin_epoch(state)
     parity_row = (epoch % 2).to(tl.int32) * parity_rows
-    if COPIED:
+    if COPIES:
         if pid == 0:
             admit_copies(gate, begun, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
     elif pid < NUM_COMM:
@@ -237,7 +237,7 @@ def _plan(
         schedule, tiles_m, _head_turns(ctx, rows, K, config, num_programs),
         workspace.ready, workspace.num_chunks, workspace.state, ctx.table, ctx.rank, workspace.gate, workspace.begun,
         first_row, rows[ctx.rank], N, K, config.chunk_rows,
-        SIZE=ctx.size, NUM_COMM=config.num_comm, COPIED=config.num_comm == 0,
+        SIZE=ctx.size, NUM_COMM=config.num_comm, COPIES=config.num_comm == 0,
         BLOCK_M=gemm.block_m, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, GROUP_M=gemm.group_m, SPLIT=gemm.split,
         X_TMA=x_operand.tma, W_TMA=w_operand.tma, W_TRANSPOSED=w_operand.transposed,
         Y_TMA=y_operand.tma, HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],

@@ -105,7 +105,7 @@ def matmul_reduce_kernel(
     parts, starts,  # [R + 1], [R + 1]: first row and first element of each part
     counters, ready, max_chunks, state, table, rank, gate, begun,
     N, K, chunk_rows,
-    SIZE: tl.constexpr, NUM_COMM: tl.constexpr, COPIED: tl.constexpr, GATHER: tl.constexpr,
+    SIZE: tl.constexpr, NUM_COMM: tl.constexpr, COPIES: tl.constexpr, GATHER: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
     X_TMA: tl.constexpr, X_TRANSPOSED: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr,
     Y_TMA: tl.constexpr, O_TMA: tl.constexpr, P_TMA: tl.constexpr,
@@ -122,7 +122,7 @@ def matmul_reduce_kernel(
     own = tl.load(parts + rank + 1) - first
     own_chunks = tl.maximum(tl.cdiv(own, chunk_rows), 1)
 
-    if COPIED:
+    if COPIES:
         if pid == 0:
             admit_copies(gate, begun, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
     elif pid < NUM_COMM:
@@ -209,8 +209,7 @@ def matmul_reduce_kernel(
                 store_tile(total, outbox, N, x_row, valid, column, N, BLOCK_M, BLOCK_N, O_TMA, WIRE)
         if GATHER or owner != rank:
             publish(TRANSPORT)
-            SCOPE: tl.constexpr = "sys" if COPIED else "gpu"
-            count(counters + owner * max_chunks + chunk, TRANSPORT, SCOPE)
+            count(counters + owner * max_chunks + chunk, TRANSPORT, "sys" if COPIES else "gpu")
         turn += 1
         index = turn_tile(turn, pid, NUM_COMM, head_turns)
 
@@ -223,7 +222,7 @@ def matmul_reduce_kernel(
     if GATHER:
         gathered = (inbox + tl.cast(parity_row + SIZE * part_stride, tl.int64) * N).to(y_memory.dtype)
         gathered_ready = ready + SIZE * max_chunks
-        if COPIED:
+        if COPIES:
             pass  # the copy engine sends them
         elif pid < NUM_COMM:
             for chunk in range(pid, own_chunks, NUM_COMM):
@@ -361,7 +360,7 @@ def plan(
         workspace.counters, workspace.ready, workspace.num_chunks, workspace.state, ctx.table, ctx.rank,
         workspace.gate, workspace.begun,
         N, K, config.chunk_rows,
-        SIZE=ctx.size, NUM_COMM=config.num_comm, COPIED=config.num_comm == 0, GATHER=gather,
+        SIZE=ctx.size, NUM_COMM=config.num_comm, COPIES=config.num_comm == 0, GATHER=gather,
         BLOCK_M=gemm.block_m, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, GROUP_M=gemm.group_m, SPLIT=gemm.split,
         X_TMA=x_operand.tma, X_TRANSPOSED=x_operand.transposed, W_TMA=w_operand.tma,
         W_TRANSPOSED=w_operand.transposed, Y_TMA=y_operand.tma, O_TMA=o_operand.tma, P_TMA=p_operand.tma,
