@@ -11,7 +11,7 @@ from transports import by_copies, every_transport, late, launches, over, poison_
 import tkernels
 from tkernels.all_gather_matmul import all_gather_matmul, all_gather_matmul_reference
 from tkernels.comm import WaitTimeoutError, copies, device, interpreter
-from tkernels.configs import OverlapConfig
+from tkernels.configs import OverlapConfig, by_copy_engine, overlap_config
 from tkernels.matmul_all_reduce import matmul_all_reduce, matmul_all_reduce_reference
 from tkernels.matmul_reduce_scatter import matmul_reduce_scatter, matmul_reduce_scatter_reference
 from tkernels.testing.compare import integers
@@ -229,7 +229,7 @@ def test_a_wrong_form_is_caught(ctx, mistake):
 def test_the_gathered_rows_come_out_of_the_landing(ctx):
     rows = (33, 20)
     x, w, want = operands(ctx, AG, rows, 24, 16, torch.float32, 5)
-    config = OverlapConfig(num_comm=0, chunk_rows=1 << 20)
+    config = by_copy_engine(overlap_config(ctx, AG, sum(rows), 24, 16, torch.float32, "TN"), max(rows), x[0].nbytes)
     for _ in range(2):
         y, gathered = all_gather_matmul(ctx, x, w, return_gathered=True, rows=rows, config=config)
         assert torch.equal(y, want)
