@@ -94,16 +94,13 @@ class Launch:
         if misaligned:
             self._by_jit(tensors)
             return
-        compiled, stream, metadata = self._compiled, self._stream(), None
         enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
-            metadata = compiled.launch_metadata((self._num_programs, 1, 1), stream)
-        else:
-            enter = leave = None
-        self._launcher(
-            self._num_programs, 1, 1, stream, compiled.function, compiled.packed_metadata, metadata, enter, leave,
-            *arguments,
-        )  # fmt: skip
+        if not getattr(enter, "calls", enter) and not getattr(leave, "calls", leave):
+            self._launch(self._stream(), arguments)
+            return
+        compiled, grid, stream = self._compiled, (self._num_programs, 1, 1), self._stream()
+        metadata = compiled.launch_metadata(grid, stream)
+        self._launcher(*grid, stream, compiled.function, compiled.packed_metadata, metadata, enter, leave, *arguments)
 
     def _by_jit(self, tensors):
         """A plain call. The compiled kernel, or None where it was interpreted."""
@@ -147,7 +144,25 @@ class Launch:
         # A launcher for what descriptors consist of. Triton's own would encode each of them anew in each call.
         source = types.SimpleNamespace(fn=compiled.src.fn, constants={}, signature=dict(enumerate(signature)))
         self._launcher = driver.active.launcher_cls(source, compiled.metadata._replace(tensordesc_meta=None))
+        self._launch = _short(self._launcher, compiled, self._num_programs)
         return True
+
+
+def _short(launcher, compiled, num_programs: int):
+    """What a launcher comes to where there are neither hooks nor scratch memory: a function of stream and arguments.
+
+    The launcher looks for both in each call and takes twice as long.
+    """
+    grid, launch = (num_programs, 1, 1), launcher.launch
+    function, metadata, hooks = compiled.function, compiled.packed_metadata, (None, None, None)
+    if launcher.global_scratch_size or launcher.profile_scratch_size or getattr(launcher, "gsan_enabled", False):
+        return lambda stream, arguments: launcher(*grid, stream, function, metadata, *hooks, *arguments)
+    scratch, options = (None, None), (launcher.launch_cooperative_grid, launcher.launch_pdl)
+    if hasattr(launcher, "kernel_signature"):  # since Triton 3.7
+        options = *options, metadata, *hooks, *scratch, launcher.arg_annotations, launcher.kernel_signature
+        return lambda stream, arguments: launch(*grid, stream, function, *options, arguments)
+    options = *options, *scratch, metadata, *hooks
+    return lambda stream, arguments: launch(*grid, stream, function, *options, *arguments)
 
 
 def _maker(example):
