@@ -394,6 +394,29 @@ def quiet(TRANSPORT: tl.constexpr):
 
 
 @triton.jit
+def arrived(words, epoch, TRANSPORT: tl.constexpr):
+    """One look at a block of local signal words [W], all at once: whether each is at least `epoch`. May always say no.
+
+    Orders: if so, as `wait_signal` on each of them.
+    """
+    if TRANSPORT == SIMULATED:
+        there = tl.full((), False, tl.int1)
+    else:
+        seen = tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.b64 $0, [$1];", "=l,l", [words.to(tl.int64)],
+            dtype=tl.int64, is_pure=False, pack=1,
+        )  # fmt: skip
+        # Each warp has looked for itself, and one may have seen what another missed: all must come to one answer. The
+        # barrier that agrees on it also gives what each thread has acquired to all, and the fence to TMA loads.
+        there = tl.inline_asm_elementwise(
+            "{ .reg .pred mine, all; setp.ne.s32 mine, $1, 0; bar.red.and.pred all, 0, mine; selp.s32 $0, 1, 0, all; "
+            "fence.proxy.async.global; }",
+            "=r,r", [(tl.min(seen, 0) >= epoch).to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        ) != 0  # fmt: skip
+    return there
+
+
+@triton.jit
 def publish(TRANSPORT: tl.constexpr):
     """Complete this program's TMA stores, so that a later signal or count covers them.
 
@@ -417,9 +440,11 @@ def end_epoch(state, epoch):
     """Last call of every program: the last one to come here advances the epoch for the next launch.
 
     The epoch lives in device memory and not in the host's arguments, so a captured graph replays with fresh epochs.
+    Returns whether this program was the last one: all others have nothing left to do then.
     """
     tl.debug_barrier()
     finished = tl.atomic_add(state + 1, tl.full((), 1, tl.int64), sem="acq_rel", scope="gpu")
     if finished == tl.num_programs(0) - 1:
         tl.store(state + 1, tl.full((), 0, tl.int64))
         tl.store(state, epoch)
+    return finished == tl.num_programs(0) - 1

@@ -19,8 +19,8 @@ import triton.language as tl
 from tkernels.comm.collectives import check_rows
 from tkernels.comm.context import Context
 from tkernels.comm.copies import Copies, Send, admit_copies, check_mapped
-from tkernels.comm.device import begin_epoch, copy, end_epoch, operation, put_signal, wait_signal
-from tkernels.comm.marks import COMPUTE, SEND, STORE, WAIT, end_marks, mark, no_marks
+from tkernels.comm.device import begin_epoch, copy, count, operation, publish, put_signal, wait_signal
+from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark, no_marks
 from tkernels.comm.plans import Launch
 from tkernels.configs import OverlapConfig, overlap_config
 from tkernels.gemm import (
@@ -41,38 +41,64 @@ from tkernels.gemm import (
     triton_dtype,
 )
 from tkernels.overlap import (
+    SPLIT_TILES,
+    TILE_COUNTS,
     TILE_FIELDS,
-    first_turn,
+    add_parts,
+    dealt_turns,
+    end_launch,
     num_chunks,
+    part_of_tile,
     programs_of,
+    split_tail,
+    store_part,
+    sums_bytes,
+    sums_of,
+    take_tile,
     tile_schedule,
-    turn_tile,
+    wait_chunks,
 )
 from tkernels.paths import choose_path, plan_all_gather_matmul
 
 OP = operation("all_gather_matmul")
 
-SEND_BYTES_PER_S = 300e9  # what the comm programs reach together, H200 over NVLink
-FLOPS_PER_S = 650e12  # of all programs together, H200, bf16
 COLLECT_BYTES = 16 << 10  # of the gathered rows that a program copies: 64 for each of 256 threads, all in flight
 
 
 # fmt: off
+@triton.jit
+def finish_slice(
+    value, column, bias, N, y, y_stride_m, out_row, valid,
+    sums, sums_row, sums_column, part, parts,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, Y_TMA: tl.constexpr, S_TMA: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr,
+):
+    """Store some columns of a tile: as sums, if it is a part of one, else as the result."""
+    if part < parts - 1:
+        store_part(value, sums, sums_row + part * ROWS, sums_column, ROWS, COLUMNS, BLOCK_N, S_TMA)
+    else:
+        value = add_parts(value, sums, sums_row, sums_column, parts, ROWS, COLUMNS, BLOCK_N, S_TMA)
+        value = finish(value, bias, column, N, COLUMNS, HAS_BIAS, ACTIVATION)
+        store_tile(value, y, y_stride_m, out_row, valid, column, N, ROWS, COLUMNS, Y_TMA, DTYPE)
+
+
 # Row counts may change from call to call, and ranks differ: no new kernel for each.
 @triton.jit(do_not_specialize=[
-    "parity_rows", "tiles_m", "head_turns", "max_chunks", "rank", "first_row", "rows", "chunk_rows",
+    "parity_rows", "tiles_m", "dealt", "whole", "splits", "num_counters", "max_chunks", "rank", "first_row", "rows",
+    "num_comm", "chunk_rows",
 ])
 def all_gather_matmul_kernel(
     x, x_memory,  # [M/R, K], and the same as a pointer to contiguous rows
     gathered, inbox, parity_rows,  # [parity_rows + M, K], and as a pointer
     w, w_stride_n, w_stride_k,  # [N/R, K]
     bias, y, y_stride_m,  # [N/R]; [M, N/R]
-    schedule, tiles_m, head_turns,
-    ready, max_chunks, state, table, rank, gate, begun,
-    first_row, rows, N, K, chunk_rows,  # this rank's first row in the whole, and its rows
-    SIZE: tl.constexpr, NUM_COMM: tl.constexpr, COPIES: tl.constexpr,
+    sums,  # [.., BLOCK_N], fp32: of tiles that are split along K
+    schedule, tiles_m, dealt, whole, splits,
+    counters, num_counters, ready, max_chunks, state, table, rank, gate, begun,
+    first_row, rows, N, K, num_comm, chunk_rows,  # this rank's first row in the whole, and its rows
+    SIZE: tl.constexpr, COPIES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
-    X_TMA: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr, Y_TMA: tl.constexpr,
+    X_TMA: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr, Y_TMA: tl.constexpr, S_TMA: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
     OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, PUT_BLOCK: tl.constexpr, ALIGN: tl.constexpr,
     TRACE: tl.constexpr = False,
@@ -84,9 +110,9 @@ def all_gather_matmul_kernel(
     if COPIES:
         if pid == 0:
             admit_copies(gate, begun, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
-    elif pid < NUM_COMM:
+    elif pid < num_comm:
         chunks = tl.maximum(tl.cdiv(rows, chunk_rows), 1)
-        for i in range(pid, chunks * (SIZE - 1), NUM_COMM):
+        for i in range(pid, chunks * (SIZE - 1), num_comm):
             chunk = i // (SIZE - 1)
             target = (rank + 1 + i % (SIZE - 1)) % SIZE
             row = tl.cast(chunk * chunk_rows, tl.int64)
@@ -103,9 +129,11 @@ def all_gather_matmul_kernel(
                 wait_signal(ready + source * max_chunks, epoch, table, source, 0, OPERATION, TRANSPORT)
 
     tiles_n = tl.cdiv(N, BLOCK_N)
-    turn = first_turn(pid, NUM_COMM, head_turns)
-    index = turn_tile(turn, pid, NUM_COMM, head_turns)
-    while index < tiles_m * tiles_n:
+    items = whole + (tiles_m * tiles_n - whole) * splits
+    turn = 0
+    item = take_tile(turn, pid, num_comm, dealt, counters)
+    while item < items:
+        index, part, parts, first_step, last_step = part_of_tile(item, whole, splits, K, BLOCK_K)
         tile_m, tile_n = tile_of(index, tiles_m, tiles_n, GROUP_M)
         tile = schedule + tile_m * TILE_FIELDS
         source = tl.load(tile).to(tl.int32)
@@ -120,28 +148,41 @@ def all_gather_matmul_kernel(
             operand = gathered
             at = parity_row + out_row
             chunk = tl.load(tile + 4).to(tl.int32)
+            needed = tl.cdiv(valid, chunk_rows)
             marks = mark(marks, WAIT, chunk, source, table, TRANSPORT, TRACE)
-            wait_signal(ready + source * max_chunks + chunk, epoch, table, source, chunk, OPERATION, TRANSPORT)
+            wait_chunks(
+                ready, max_chunks, source, chunk, needed, epoch, table, 1, SIZE, OPERATION, TRANSPORT
+            )
         marks = mark(marks, COMPUTE, out_row, column, table, TRANSPORT, TRACE)
         total = multiply(
-            operand, K, 1, at, at + valid, w, w_stride_n, w_stride_k, column, N, K,
+            operand, K, 1, at, at + valid, w, w_stride_n, w_stride_k, column, N, K, first_step, last_step,
             BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, False, W_TMA, W_TRANSPOSED, PRECISION,
         )
+        others = counters + SPLIT_TILES + index - whole
+        sums_row = (index - whole) * (parts - 1) * BLOCK_M
+        if (parts > 1) & (part == parts - 1):
+            marks = mark(marks, COLLECT, 0, rank, table, TRANSPORT, TRACE)
+            wait_signal(others, parts - 1, table, rank, 0, OPERATION, TRANSPORT)
         marks = mark(marks, STORE, out_row, column, table, TRANSPORT, TRACE)
+        COLUMNS: tl.constexpr = BLOCK_N // SPLIT
         if SPLIT == 2:
-            HALF: tl.constexpr = BLOCK_N // 2
-            left, right = halves(total, BLOCK_M, BLOCK_N)
-            left = finish(left, bias, column, N, HALF, HAS_BIAS, ACTIVATION)
-            store_tile(left, y, y_stride_m, out_row, valid, column, N, BLOCK_M, HALF, Y_TMA, DTYPE)
-            right = finish(right, bias, column + HALF, N, HALF, HAS_BIAS, ACTIVATION)
-            store_tile(right, y, y_stride_m, out_row, valid, column + HALF, N, BLOCK_M, HALF, Y_TMA, DTYPE)
-        else:
-            total = finish(total, bias, column, N, BLOCK_N, HAS_BIAS, ACTIVATION)
-            store_tile(total, y, y_stride_m, out_row, valid, column, N, BLOCK_M, BLOCK_N, Y_TMA, DTYPE)
+            total, right = halves(total, BLOCK_M, BLOCK_N)
+        finish_slice(
+            total, column, bias, N, y, y_stride_m, out_row, valid, sums, sums_row, 0, part, parts,
+            BLOCK_M, COLUMNS, BLOCK_N, Y_TMA, S_TMA, HAS_BIAS, ACTIVATION, DTYPE,
+        )
+        if SPLIT == 2:
+            finish_slice(
+                right, column + COLUMNS, bias, N, y, y_stride_m, out_row, valid, sums, sums_row, COLUMNS, part, parts,
+                BLOCK_M, COLUMNS, BLOCK_N, Y_TMA, S_TMA, HAS_BIAS, ACTIVATION, DTYPE,
+            )
+        if part < parts - 1:
+            publish(TRANSPORT)
+            count(others, TRANSPORT, "gpu")
         turn += 1
-        index = turn_tile(turn, pid, NUM_COMM, head_turns)
+        item = take_tile(turn, pid, num_comm, dealt, counters)
     end_marks(marks, table, TRANSPORT, TRACE)
-    end_epoch(state, epoch)
+    end_launch(state, epoch, counters, num_counters)
 # fmt: on
 
 
@@ -204,17 +245,22 @@ def _plan(
     # Through one dimension: contiguous() keeps any stride of a dimension of size 1, and kernels take rows of K.
     gemm, x = config.gemm, x_shard_m.contiguous().view(-1).view(x_shard_m.shape)
     tiles_m = sum(triton.cdiv(count, gemm.block_m) for count in rows)
-    num_programs = programs_of(config, ctx.num_programs, tiles_m * triton.cdiv(N, gemm.block_n))
+    tiles = tiles_m * triton.cdiv(N, gemm.block_n)
+    num_programs = programs_of(config, ctx.num_programs, tiles)
     itemsize = x.element_size()
     row_bytes = K * itemsize
     chunks = max(num_chunks(count, config) for count in rows)
+    sent = rows[ctx.rank] * row_bytes * (ctx.size - 1)
+    # Any tile may be one of the last, but the own ones come first: their rows are where they are.
+    whole, splits = split_tail(tiles, tiles, K, num_programs, config, sent)
+    local = sums_bytes(tiles - whole, splits, gemm), TILE_COUNTS.value
     if config.num_comm:
-        workspace = ctx.workspace().reserve(max(M, 4) * row_bytes, chunks)
+        workspace = ctx.workspace().reserve(max(M, 4) * row_bytes, chunks, *local)
         # Both inboxes are one matrix: the second one begins at the first whole row past the first one's bytes.
         memory, parity_rows = workspace.inbox, triton.cdiv(workspace.inbox_bytes, row_bytes)
     else:
         check_mapped("all_gather_matmul", ctx)
-        workspace = ctx.workspace().reserve(0, chunks, landing_bytes=M * row_bytes)
+        workspace = ctx.workspace().reserve(0, chunks, *local, landing_bytes=M * row_bytes)
         memory, parity_rows = workspace.landing, 0
         copies = Copies(ctx, workspace, _sends(ctx, rows, row_bytes, workspace.num_chunks, config))
     inbox = memory[: (parity_rows + M) * row_bytes].view(x.dtype).view(parity_rows + M, K)
@@ -226,6 +272,8 @@ def _plan(
     g_operand = Operand.of(inbox, gemm.block_m, gemm.block_k, x_operand.tma)
     w_operand = Operand.of(w, gemm.block_n, gemm.block_k, gemm.use_tma)
     y_operand = Operand.of(y, gemm.block_m, gemm.block_n // gemm.split, gemm.use_tma and not ragged and N > 1)
+    sums = sums_of(workspace.outbox, tiles - whole, splits, gemm)
+    s_operand = Operand.of(sums, gemm.block_m, gemm.block_n // gemm.split, gemm.use_tma)
     first_row = sum(rows[: ctx.rank])
     aligned = row_bytes % 16 == 0 and x.data_ptr() % 16 == 0
     launch = ctx.bind(
@@ -234,13 +282,15 @@ def _plan(
         g_operand.argument, inbox, parity_rows,
         w_operand.argument, w_operand.row_stride, w_operand.column_stride,
         x if bias is None else bias, y_operand.argument, N,
-        schedule, tiles_m, _head_turns(ctx, rows, K, config, num_programs),
-        workspace.ready, workspace.num_chunks, workspace.state, ctx.table, ctx.rank, workspace.gate, workspace.begun,
-        first_row, rows[ctx.rank], N, K, config.chunk_rows,
-        SIZE=ctx.size, NUM_COMM=config.num_comm, COPIES=config.num_comm == 0,
+        s_operand.argument,
+        schedule, tiles_m, dealt_turns(whole, num_programs, config), whole, splits,
+        workspace.counters, TILE_COUNTS.value, workspace.ready, workspace.num_chunks, workspace.state,
+        ctx.table, ctx.rank, workspace.gate, workspace.begun,
+        first_row, rows[ctx.rank], N, K, config.num_comm, config.chunk_rows,
+        SIZE=ctx.size, COPIES=config.num_comm == 0,
         BLOCK_M=gemm.block_m, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, GROUP_M=gemm.group_m, SPLIT=gemm.split,
         X_TMA=x_operand.tma, W_TMA=w_operand.tma, W_TRANSPOSED=w_operand.transposed,
-        Y_TMA=y_operand.tma, HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
+        Y_TMA=y_operand.tma, S_TMA=s_operand.tma, HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
         DTYPE=triton_dtype(y.dtype), PRECISION=precision,
         OPERATION=OP, TRANSPORT=ctx.transport_id,
         PUT_BLOCK=config.copy_block(aligned), ALIGN=16 if aligned else itemsize,
@@ -281,14 +331,6 @@ def _sends(ctx: Context, rows, row_bytes: int, max_chunks: int, config: OverlapC
             target, word = (ctx.rank + step) % ctx.size, ctx.rank * max_chunks + chunk
             sends.append(Send(target, 0, row * row_bytes, (first_row + row) * row_bytes, num_bytes, word))
     return sends
-
-
-def _head_turns(ctx: Context, rows, K: int, config: OverlapConfig, num_programs: int) -> int:
-    """Turns that the comm programs sit out: how many tiles the others compute while the own rows are sent."""
-    gemm = config.gemm
-    send_s = rows[ctx.rank] * K * 2 * (ctx.size - 1) / SEND_BYTES_PER_S
-    tile_s = 2 * gemm.block_m * gemm.block_n * K * num_programs / FLOPS_PER_S
-    return round(send_s / tile_s)
 
 
 @triton.jit(do_not_specialize=["parity_stride", "own_start", "own_end", "total"])

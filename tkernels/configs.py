@@ -12,10 +12,12 @@ same number and width. The rest of a configuration is a rank's own affair.
 """
 
 import functools
+import math
 import warnings
 from dataclasses import dataclass, field, fields, replace
 
 import torch
+import triton.language as tl
 
 from tkernels.comm import runtime, tuned
 from tkernels.comm.context import Context, current_context
@@ -24,6 +26,12 @@ from tkernels.comm.plans import local_plans
 from tkernels.comm.regions import round_up
 
 OPERATIONS = ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+MIN_CHUNK_ROWS = 16
+SPARE = 1.3  # how much faster than the product the chunks are sent, if they can be
+MAX_TILE_CHUNKS = tl.constexpr(8)  # whose signals a tile looks at in one go
+CHUNK_BYTES = 1 << 20  # of one put: 128 KB lose a quarter of what a program sends (H200, 9 programs)
+FLOPS_PER_S = 800e12  # of a GPU, H200, bf16, but for the ends of tiles
+SEND_BYTES_PER_S_OF_A_PROGRAM = 24e9  # H200 over NVLink
 MAX_CHOICES = 4096  # that are kept, of a context and of the local product
 
 COPY_BYTES = 8 << 20  # a copy engine's operation has fixed costs of some microseconds, and is at its best from here on
@@ -57,7 +65,7 @@ class OverlapConfig:
     """How a fused operation is tiled and how its data travels.
 
     gemm: the tiles.
-    chunk_rows: rows behind one signal; a multiple of gemm.block_m.
+    chunk_rows: rows behind one signal; a multiple or a divisor of gemm.block_m.
     num_comm: programs that send while the others multiply. 9 to 12 reach what NVLink gives to stores, 320 GB/s of the
         copy engine's 385 on H200 (16 MB to each of 3 peers). 0: no program sends, and the copy engine does, which takes
         no multiprocessor and wants large chunks. It reaches ranks whose memory is mapped here, as `peer` does. All
@@ -66,6 +74,8 @@ class OverlapConfig:
     max_registers: a limit of registers a thread. Without one ptxas may spill to make room for a second program on a
         multiprocessor: 36 spills at 128 registers for fp32 by pointers.
     max_programs: fewer than the context's leave multiprocessors to what runs beside the operation.
+    max_splits: parts of a tile, along K, where the last turn would keep few programs busy; 1 for none. Each part but
+        one is written and read once more, in fp32, and added in a fixed order.
     """
 
     gemm: GemmConfig = field(default_factory=GemmConfig)
@@ -74,16 +84,27 @@ class OverlapConfig:
     put_block: int = 16384
     max_registers: int | None = None
     max_programs: int | None = None
+    max_splits: int = 4
+
+    @property
+    def tile_chunks(self) -> int:
+        """Chunks that a tile needs, at most."""
+        return max(self.gemm.block_m // self.chunk_rows, 1)
 
     def copy_block(self, aligned: bool) -> int:
         """put_block where rows are of whole 16 bytes; else fewer, for every element then costs registers."""
         return self.put_block if aligned else self.put_block // 8
 
     def __post_init__(self):
-        if self.chunk_rows % self.gemm.block_m:
+        if self.chunk_rows % self.gemm.block_m and self.gemm.block_m % self.chunk_rows:
             raise ValueError(
-                f"chunk_rows={self.chunk_rows} must be a multiple of block_m={self.gemm.block_m}, so that a tile "
-                f"waits for one chunk"
+                f"chunk_rows={self.chunk_rows} must be a multiple or a divisor of block_m={self.gemm.block_m}, so that "
+                f"chunks hold whole tiles, or tiles whole chunks"
+            )
+        if self.tile_chunks > MAX_TILE_CHUNKS.value:
+            raise ValueError(
+                f"chunk_rows={self.chunk_rows} is {self.tile_chunks} chunks for a tile of block_m={self.gemm.block_m}; "
+                f"there may be {MAX_TILE_CHUNKS.value}"
             )
 
 
@@ -120,16 +141,30 @@ def default_config(M: int, N: int, dtype: torch.dtype, tma: bool = True) -> Gemm
 
 
 def default_overlap(
-    M: int, N: int, dtype: torch.dtype, size: int, num_programs: int, tma: bool = True
+    operation: str, M: int, N: int, K: int, dtype: torch.dtype, size: int, num_programs: int, tma: bool = True
 ) -> OverlapConfig:
-    """The configuration of a fused operation whose local GEMM is M x N, among `size` ranks; tma: as default_config."""
-    gemm = default_config(M, N, dtype, tma)
+    """The configuration of a fused operation whose local GEMM is M x N x K, among `size` ranks; tma: as default_config.
+
+    The rows of a chunk depend on nothing that could differ between ranks.
+    """
+    gemm, peers = default_config(M, N, dtype, tma), max(size - 1, 1)
     if runtime.RUNTIME == "simulated":
         return OverlapConfig(gemm, chunk_rows=gemm.block_m, num_comm=max(min(2, num_programs - 1), 1), put_block=4096)
-    peers = max(size - 1, 1)
-    num_comm = max(min(max(12 // peers, 1) * peers, num_programs - 1), 1)
+    gathers = operation == "all_gather_matmul"
+    width = K if gathers else N
+    chunk_rows = min(max(1 << (CHUNK_BYTES // (width * dtype.itemsize)).bit_length() >> 1, MIN_CHUNK_ROWS), 128)
+    num_comm = max(12 // peers, 1) * peers
+    if not gathers:
+        # As many as the time of the product takes: until there are tiles to send, a comm program does nothing.
+        sent = M * width * dtype.itemsize * peers / size * (2 if operation == "matmul_all_reduce" else 1)
+        needed = SPARE * sent / SEND_BYTES_PER_S_OF_A_PROGRAM / (2 * M * N * K / FLOPS_PER_S)
+        num_comm = min(max(math.ceil(needed), 2), num_comm)
+        # Rows of tiles that are walked together are done together: not all of the peers' at once.
+        while gemm.group_m > 1 and 2 * gemm.group_m * gemm.block_m > M * peers // size:
+            gemm = replace(gemm, group_m=gemm.group_m // 2)
     max_registers = 255 if dtype == torch.float32 else None
-    return OverlapConfig(gemm, max(128, gemm.block_m), num_comm, max_registers=max_registers)
+    num_comm = max(min(num_comm, num_programs - 1), 1)
+    return OverlapConfig(gemm, chunk_rows, num_comm, max_registers=max_registers)
 
 
 @functools.lru_cache(maxsize=MAX_CHOICES)
@@ -169,11 +204,12 @@ def _choose(ctx: Context, operation: str, M: int, N: int, K: int, dtype: torch.d
     table = _table(ctx)
     key = (operation, *bucket(M, N, K), name_of(dtype), layout)
     travel, _ = table.travels.get(shared(key), (None, None))
-    by_rule = default_overlap(M, N, dtype, ctx.size, ctx.num_programs, layout != "pointers")
+    rule = operation, M, N, K, dtype, ctx.size, ctx.num_programs, layout != "pointers"
+    by_rule = default_overlap(*rule)
     if travel is not None:
         by_rule = travelling(by_rule, *travel)
     if not (by_rule.num_comm or ctx.mapped):
-        by_rule = default_overlap(M, N, dtype, ctx.size, ctx.num_programs, layout != "pointers")
+        by_rule = default_overlap(*rule)
     config = table.configs.get(key, by_rule)
     fits = config.num_comm < min(ctx.num_programs, config.max_programs or ctx.num_programs)
     same_way = bool(config.num_comm) == bool(by_rule.num_comm)

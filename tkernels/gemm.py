@@ -59,14 +59,17 @@ def load_tile(
 @triton.jit
 def multiply(
     x, x_stride_m, x_stride_k, x_row, x_rows,
-    w, w_stride_n, w_stride_k, column, N, K,
+    w, w_stride_n, w_stride_k, column, N, K, first_step, last_step,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     X_TMA: tl.constexpr, X_TRANSPOSED: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile of x @ w.T in fp32: rows from x_row (of x_rows), columns from `column` (of N)."""
+    """One tile of x @ w.T in fp32: rows from x_row (of x_rows), columns from `column` (of N).
+
+    Or a part of it: steps of BLOCK_K along K, from first_step to before last_step.
+    """
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for step in range(tl.cdiv(K, BLOCK_K)):
+    for step in range(first_step, last_step):
         k = step * BLOCK_K
         x_tile = load_tile(x, x_stride_m, x_stride_k, x_row, k, x_rows, K, BLOCK_M, BLOCK_K, X_TMA, X_TRANSPOSED)
         w_tile = load_tile(w, w_stride_n, w_stride_k, column, k, N, K, BLOCK_N, BLOCK_K, W_TMA, W_TRANSPOSED)
@@ -137,7 +140,7 @@ def matmul_kernel(
         row = tile_m * BLOCK_M
         column = tile_n * BLOCK_N
         total = multiply(
-            x, x_stride_m, x_stride_k, row, M, w, w_stride_n, w_stride_k, column, N, K,
+            x, x_stride_m, x_stride_k, row, M, w, w_stride_n, w_stride_k, column, N, K, 0, tl.cdiv(K, BLOCK_K),
             BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, X_TRANSPOSED, W_TMA, W_TRANSPOSED, PRECISION,
         )
         if SPLIT == 2:

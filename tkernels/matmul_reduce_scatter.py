@@ -25,14 +25,14 @@ from tkernels.comm.copies import Copies, Send, admit_copies, check_mapped
 from tkernels.comm.device import (
     begin_epoch,
     count,
-    end_epoch,
     operation,
     operation_name,
     publish,
     put_signal,
     wait_signal,
 )
-from tkernels.comm.marks import ADD, COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark, no_marks
+from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark, no_marks
+from tkernels.comm.regions import ALIGNMENT, round_up
 from tkernels.configs import OverlapConfig, overlap_config
 from tkernels.gemm import (
     ACTIVATIONS,
@@ -53,46 +53,62 @@ from tkernels.gemm import (
     triton_dtype,
 )
 from tkernels.overlap import (
+    SEND_TICKETS,
+    SPLIT_TILES,
+    TILE_COUNTS,
     TILE_FIELDS,
-    first_turn,
+    add_parts,
+    dealt_turns,
+    end_launch,
     num_chunks,
+    part_of_tile,
     programs_of,
+    split_tail,
+    store_part,
+    sums_bytes,
+    sums_of,
+    take,
+    take_tile,
     tile_schedule,
-    turn_tile,
+    wait_chunks,
 )
 from tkernels.paths import choose_path, plan_matmul_reduce
 
 OP = operation("matmul_reduce_scatter")
 
+# A row of a send schedule: target, chunk, first row in the whole, rows; the chunk that its tiles count for, and the
+# rows of tiles to be counted.
+SEND_FIELDS = tl.constexpr(6)
 PART_ROWS = 128  # a part of an inbox begins at a multiple, whatever the tiles: those of ranks may differ
 
 
 # fmt: off
 @triton.jit
-def add_partials(
-    total, partials, partial_row, part_stride, row, valid, column, N, chunk,
-    ready, max_chunks, epoch, table, rank, marks,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, TMA: tl.constexpr,
-    OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, TRACE: tl.constexpr,
+def finish_slice(
+    value, column, bias, N, y, out_row, outbox, x_row, valid,
+    partials, partial_row, part_stride, owner, rank, sums, sums_row, sums_column, part, parts,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, SIZE: tl.constexpr,
+    Y_TMA: tl.constexpr, O_TMA: tl.constexpr, P_TMA: tl.constexpr, S_TMA: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, WIRE: tl.constexpr,
 ):
-    """Add the peers' partial sums of one tile, waiting for each peer's chunk; partials: [R, part_stride, N].
-
-    Returns the sum and the marks.
-    """
-    for step in range(1, SIZE):
-        source = (rank + step) % SIZE
-        marks = mark(marks, WAIT, chunk, source, table, TRANSPORT, TRACE)
-        wait_signal(ready + source * max_chunks + chunk, epoch, table, source, chunk, OPERATION, TRANSPORT)
-        marks = mark(marks, ADD, chunk, source, table, TRANSPORT, TRACE)
-        at = partial_row + source * part_stride + row
-        total += load_tile(partials, N, 1, at, column, at + valid, N, ROWS, COLUMNS, TMA, False).to(tl.float32)
-    return total, marks
+    """Store some columns of a tile: as sums, if it is a part of one; for its owner; or, with the peers' sums, as y."""
+    if part < parts - 1:
+        store_part(value, sums, sums_row + part * ROWS, sums_column, ROWS, COLUMNS, BLOCK_N, S_TMA)
+    elif owner != rank:
+        store_tile(value, outbox, N, x_row, valid, column, N, ROWS, COLUMNS, O_TMA, WIRE)
+    else:
+        value = add_parts(value, sums, sums_row, sums_column, parts, ROWS, COLUMNS, BLOCK_N, S_TMA)
+        for step in range(1, SIZE):
+            at = partial_row + (rank + step) % SIZE * part_stride
+            value += load_tile(partials, N, 1, at, column, at + valid, N, ROWS, COLUMNS, P_TMA, False).to(tl.float32)
+        value = finish(value, bias, column, N, COLUMNS, HAS_BIAS, ACTIVATION)
+        store_tile(value, y, N, out_row, valid, column, N, ROWS, COLUMNS, Y_TMA, DTYPE)
 
 
 # Row counts may change from call to call, and ranks differ: no new kernel for each.
 @triton.jit(do_not_specialize=[
-    "parity_rows", "part_stride", "tiles_m", "peer_tiles_m", "head_turns", "num_sends", "max_chunks", "rank",
-    "chunk_rows",
+    "parity_rows", "part_stride", "tiles_m", "peer_tiles_m", "dealt", "whole", "splits", "num_sends", "num_counters",
+    "max_chunks", "rank", "num_comm", "chunk_rows",
 ])
 def matmul_reduce_kernel(
     x, x_stride_m, x_stride_k,  # [M, K/R]
@@ -100,15 +116,16 @@ def matmul_reduce_kernel(
     bias, y, y_memory,  # [N]; [M/R, N], or [M, N] with GATHER, and the same as a pointer
     outbox, outbox_memory,  # [M, N], and as a pointer
     partials, inbox, parity_rows, part_stride,  # [parity_rows + R * part_stride (and room for y), N], and as a pointer
-    schedule, tiles_m, peer_tiles_m, head_turns,  # the first peer_tiles_m rows of tiles are the peers'
-    sends, num_sends,  # [num_sends, 4]: target, chunk, first row in the whole, rows
+    sums,  # [.., BLOCK_N], fp32: of tiles that are split along K
+    schedule, tiles_m, peer_tiles_m, dealt, whole, splits,  # the first peer_tiles_m rows of tiles are the peers'
+    sends, num_sends,  # [num_sends, SEND_FIELDS]
     parts, starts,  # [R + 1], [R + 1]: first row and first element of each part
-    counters, ready, max_chunks, state, table, rank, gate, begun,
-    N, K, chunk_rows,
-    SIZE: tl.constexpr, NUM_COMM: tl.constexpr, COPIES: tl.constexpr, GATHER: tl.constexpr,
+    counters, num_counters, ready, max_chunks, state, table, rank, gate, begun,
+    N, K, num_comm, chunk_rows,
+    SIZE: tl.constexpr, GATHER: tl.constexpr, COPIES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
     X_TMA: tl.constexpr, X_TRANSPOSED: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr,
-    Y_TMA: tl.constexpr, O_TMA: tl.constexpr, P_TMA: tl.constexpr,
+    Y_TMA: tl.constexpr, O_TMA: tl.constexpr, P_TMA: tl.constexpr, S_TMA: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, WIRE: tl.constexpr, PRECISION: tl.constexpr,
     OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, PUT_BLOCK: tl.constexpr, ALIGN: tl.constexpr,
     TRACE: tl.constexpr = False,
@@ -118,25 +135,21 @@ def matmul_reduce_kernel(
     epoch = begin_epoch(state)
     parity_row = (epoch % 2).to(tl.int32) * parity_rows
     tiles_n = tl.cdiv(N, BLOCK_N)
-    first = tl.load(parts + rank)  # the own rows in the whole
-    own = tl.load(parts + rank + 1) - first
-    own_chunks = tl.maximum(tl.cdiv(own, chunk_rows), 1)
+    tile_counts = counters + TILE_COUNTS
 
     if COPIES:
         if pid == 0:
             admit_copies(gate, begun, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
-    elif pid < NUM_COMM:
-        for i in range(pid, num_sends, NUM_COMM):
-            send = sends + i * 4
+    elif pid < num_comm:
+        for i in range(pid, num_sends, num_comm):
+            send = sends + i * SEND_FIELDS
             target = tl.load(send).to(tl.int32)
             chunk = tl.load(send + 1).to(tl.int32)
             row = tl.load(send + 2)
             rows = tl.load(send + 3)
-            counter = counters + target * max_chunks + chunk
+            counter = tile_counts + target * max_chunks + tl.load(send + 4)
             marks = mark(marks, COLLECT, chunk, target, table, TRANSPORT, TRACE)
-            wait_signal(counter, tl.cdiv(rows, BLOCK_M) * tiles_n, table, rank, chunk, OPERATION, TRANSPORT)
-            tl.debug_barrier()
-            tl.store(counter, tl.full((), 0, tl.int64))
+            wait_signal(counter, tl.load(send + 5) * tiles_n, table, rank, chunk, OPERATION, TRANSPORT)
             at = tl.cast(parity_row + rank * part_stride + chunk * chunk_rows, tl.int64)
             marks = mark(marks, SEND, chunk, target, table, TRANSPORT, TRACE)
             put_signal(
@@ -144,9 +157,13 @@ def matmul_reduce_kernel(
                 ready + rank * max_chunks + chunk, epoch, target, table, TRANSPORT, PUT_BLOCK, ALIGN,
             )
 
-    turn = first_turn(pid, NUM_COMM, head_turns)
-    index = turn_tile(turn, pid, NUM_COMM, head_turns)
-    while index < tiles_m * tiles_n:
+    items = whole + (tiles_m * tiles_n - whole) * splits
+    turn = 0
+    item = items
+    if not GATHER or pid >= num_comm:  # else go on with the finished chunks
+        item = take_tile(turn, pid, num_comm, dealt, counters)
+    while item < items:
+        index, part, parts_of_tile, first_step, last_step = part_of_tile(item, whole, splits, K, BLOCK_K)
         # No group of tiles holds both: an own tile waits for the peers, and a program that came to it before all its
         # tiles of the peers' rows could keep them waiting for ever, as theirs could it.
         if index < peer_tiles_m * tiles_n:
@@ -164,54 +181,48 @@ def matmul_reduce_kernel(
         marks = mark(marks, COMPUTE, x_row, column, table, TRANSPORT, TRACE)
         total = multiply(
             x, x_stride_m, x_stride_k, x_row, x_row + valid, w, w_stride_n, w_stride_k, column, N, K,
+            first_step, last_step,
             BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, X_TRANSPOSED, W_TMA, W_TRANSPOSED, PRECISION,
         )
-        if owner == rank:
-            out_row = row
-            if GATHER:
-                out_row = x_row
-            if SPLIT == 2:
-                HALF: tl.constexpr = BLOCK_N // 2
-                left, right = halves(total, BLOCK_M, BLOCK_N)
-                left, marks = add_partials(
-                    left, partials, parity_row, part_stride, row, valid, column, N, chunk,
-                    ready, max_chunks, epoch, table, rank, marks,
-                    BLOCK_M, HALF, SIZE, P_TMA, OPERATION, TRANSPORT, TRACE,
+        others = counters + SPLIT_TILES + index - whole
+        sums_row = (index - whole) * (parts_of_tile - 1) * BLOCK_M
+        if part == parts_of_tile - 1:
+            if parts_of_tile > 1:
+                marks = mark(marks, COLLECT, chunk, rank, table, TRANSPORT, TRACE)
+                wait_signal(others, part, table, rank, chunk, OPERATION, TRANSPORT)
+            if owner == rank:
+                marks = mark(marks, WAIT, chunk, rank, table, TRANSPORT, TRACE)
+                needed = tl.cdiv(valid, chunk_rows)
+                wait_chunks(
+                    ready, max_chunks, rank + 1, chunk, needed, epoch, table,
+                    SIZE - 1, SIZE, OPERATION, TRANSPORT,
                 )
-                marks = mark(marks, STORE, x_row, column, table, TRANSPORT, TRACE)
-                left = finish(left, bias, column, N, HALF, HAS_BIAS, ACTIVATION)
-                store_tile(left, y, N, out_row, valid, column, N, BLOCK_M, HALF, Y_TMA, DTYPE)
-                right, marks = add_partials(
-                    right, partials, parity_row, part_stride, row, valid, column + HALF, N, chunk,
-                    ready, max_chunks, epoch, table, rank, marks,
-                    BLOCK_M, HALF, SIZE, P_TMA, OPERATION, TRANSPORT, TRACE,
-                )
-                marks = mark(marks, STORE, x_row, column + HALF, table, TRANSPORT, TRACE)
-                right = finish(right, bias, column + HALF, N, HALF, HAS_BIAS, ACTIVATION)
-                store_tile(right, y, N, out_row, valid, column + HALF, N, BLOCK_M, HALF, Y_TMA, DTYPE)
-            else:
-                total, marks = add_partials(
-                    total, partials, parity_row, part_stride, row, valid, column, N, chunk,
-                    ready, max_chunks, epoch, table, rank, marks,
-                    BLOCK_M, BLOCK_N, SIZE, P_TMA, OPERATION, TRANSPORT, TRACE,
-                )
-                marks = mark(marks, STORE, x_row, column, table, TRANSPORT, TRACE)
-                total = finish(total, bias, column, N, BLOCK_N, HAS_BIAS, ACTIVATION)
-                store_tile(total, y, N, out_row, valid, column, N, BLOCK_M, BLOCK_N, Y_TMA, DTYPE)
-        else:
-            marks = mark(marks, STORE, x_row, column, table, TRANSPORT, TRACE)
-            if SPLIT == 2:
-                HALF: tl.constexpr = BLOCK_N // 2
-                left, right = halves(total, BLOCK_M, BLOCK_N)
-                store_tile(left, outbox, N, x_row, valid, column, N, BLOCK_M, HALF, O_TMA, WIRE)
-                store_tile(right, outbox, N, x_row, valid, column + HALF, N, BLOCK_M, HALF, O_TMA, WIRE)
-            else:
-                store_tile(total, outbox, N, x_row, valid, column, N, BLOCK_M, BLOCK_N, O_TMA, WIRE)
-        if GATHER or owner != rank:
+        marks = mark(marks, STORE, x_row, column, table, TRANSPORT, TRACE)
+        out_row = row
+        if GATHER:
+            out_row = x_row
+        COLUMNS: tl.constexpr = BLOCK_N // SPLIT
+        if SPLIT == 2:
+            total, right = halves(total, BLOCK_M, BLOCK_N)
+        finish_slice(
+            total, column, bias, N, y, out_row, outbox, x_row, valid,
+            partials, parity_row + row, part_stride, owner, rank, sums, sums_row, 0, part, parts_of_tile,
+            BLOCK_M, COLUMNS, BLOCK_N, SIZE, Y_TMA, O_TMA, P_TMA, S_TMA, HAS_BIAS, ACTIVATION, DTYPE, WIRE,
+        )
+        if SPLIT == 2:
+            finish_slice(
+                right, column + COLUMNS, bias, N, y, out_row, outbox, x_row, valid,
+                partials, parity_row + row, part_stride, owner, rank, sums, sums_row, COLUMNS, part, parts_of_tile,
+                BLOCK_M, COLUMNS, BLOCK_N, SIZE, Y_TMA, O_TMA, P_TMA, S_TMA, HAS_BIAS, ACTIVATION, DTYPE, WIRE,
+            )
+        if GATHER or owner != rank or part < parts_of_tile - 1:
+            counter = tile_counts + owner * max_chunks + chunk
+            if part < parts_of_tile - 1:
+                counter = others
             publish(TRANSPORT)
-            count(counters + owner * max_chunks + chunk, TRANSPORT, "sys" if COPIES else "gpu")
+            count(counter, TRANSPORT, "sys" if COPIES else "gpu")
         turn += 1
-        index = turn_tile(turn, pid, NUM_COMM, head_turns)
+        item = take_tile(turn, pid, num_comm, dealt, counters)
 
     if pid == 0:  # a rank without rows of its own still hears from every peer
         for step in range(1, SIZE):
@@ -222,30 +233,36 @@ def matmul_reduce_kernel(
     if GATHER:
         gathered = (inbox + tl.cast(parity_row + SIZE * part_stride, tl.int64) * N).to(y_memory.dtype)
         gathered_ready = ready + SIZE * max_chunks
-        if COPIES:
-            pass  # the copy engine sends them
-        elif pid < NUM_COMM:
-            for chunk in range(pid, own_chunks, NUM_COMM):
-                row = tl.cast(chunk * chunk_rows, tl.int64)
-                rows = tl.maximum(tl.minimum(own - row, chunk_rows), 0)
-                counter = counters + rank * max_chunks + chunk
-                marks = mark(marks, COLLECT, chunk, rank, table, TRANSPORT, TRACE)
-                wait_signal(counter, tl.cdiv(rows, BLOCK_M) * tiles_n, table, rank, chunk, OPERATION, TRANSPORT)
-                tl.debug_barrier()
-                tl.store(counter, tl.full((), 0, tl.int64))
-                for step in range(1, SIZE):
-                    marks = mark(marks, SEND, chunk, (rank + step) % SIZE, table, TRANSPORT, TRACE)
-                    put_signal(
-                        gathered + (first + row) * N, y_memory + (first + row) * N, rows * N,
-                        gathered_ready + rank * max_chunks + chunk, epoch, (rank + step) % SIZE, table,
-                        TRANSPORT, PUT_BLOCK, ALIGN,
-                    )
+        first = tl.load(parts + rank)  # the own rows in the whole
+        own = tl.load(parts + rank + 1) - first
+        own_sends = tl.maximum(tl.cdiv(own, chunk_rows), 1).to(tl.int32) * (SIZE - 1)
+        i = own_sends
+        if not COPIES:  # which the copy engine sends
+            i = take(counters + SEND_TICKETS)
+        while i < own_sends:
+            chunk = i // (SIZE - 1)
+            target = (rank + 1 + i % (SIZE - 1)) % SIZE
+            row = tl.cast(chunk * chunk_rows, tl.int64)
+            counted = chunk - chunk % tl.maximum(BLOCK_M // chunk_rows, 1)  # a tile counts for the first of its chunks
+            counted_rows = tl.maximum(tl.minimum(own - counted * chunk_rows, tl.maximum(chunk_rows, BLOCK_M)), 0)
+            marks = mark(marks, COLLECT, chunk, rank, table, TRANSPORT, TRACE)
+            wait_signal(
+                tile_counts + rank * max_chunks + counted, tl.cdiv(counted_rows, BLOCK_M) * tiles_n,
+                table, rank, chunk, OPERATION, TRANSPORT,
+            )
+            marks = mark(marks, SEND, chunk, target, table, TRANSPORT, TRACE)
+            put_signal(
+                gathered + (first + row) * N, y_memory + (first + row) * N,
+                tl.maximum(tl.minimum(own - row, chunk_rows), 0) * N,
+                gathered_ready + rank * max_chunks + chunk, epoch, target, table, TRANSPORT, PUT_BLOCK, ALIGN,
+            )
+            i = take(counters + SEND_TICKETS)
         marks = receive_parts(
             y_memory, gathered, gathered_ready, starts, max_chunks, epoch, table, tl.cast(chunk_rows, tl.int64) * N,
             rank, marks, SIZE, OPERATION, TRANSPORT, PUT_BLOCK, ALIGN, TRACE,
         )
     end_marks(marks, table, TRANSPORT, TRACE)
-    end_epoch(state, epoch)
+    end_launch(state, epoch, counters, num_counters)
 # fmt: on
 
 
@@ -303,8 +320,15 @@ def plan(
             # Partial sums of fp32 beside an activation's own values: a tile of 128 x 256 spills up to 6 registers.
             config = replace(config, gemm=replace(config.gemm, block_n=128))
     gemm = config.gemm
-    tiles_m, tiles_n = sum(triton.cdiv(count, gemm.block_m) for count in rows), triton.cdiv(N, gemm.block_n)
-    num_programs = programs_of(config, ctx.num_programs, tiles_m * tiles_n)
+    peers = [(ctx.rank + step) % ctx.size for step in range(1, ctx.size)]
+    peer_tiles_m = sum(triton.cdiv(rows[peer], gemm.block_m) for peer in peers)
+    own_tiles_m, tiles_n = triton.cdiv(rows[ctx.rank], gemm.block_m), triton.cdiv(N, gemm.block_n)
+    tiles_m = peer_tiles_m + own_tiles_m
+    tiles = tiles_m * tiles_n
+    num_programs = programs_of(config, ctx.num_programs, tiles)
+    sent = (M - rows[ctx.rank]) * N * itemsize
+    busy = tiles if gather else peer_tiles_m * tiles_n  # the comm programs, for as long as these take
+    whole, splits = split_tail(tiles, own_tiles_m * tiles_n, K, num_programs, config, sent, busy)
     part_stride = triton.cdiv(max(rows), PART_ROWS) * PART_ROWS
     inbox_rows = ctx.size * part_stride
     if gather:  # the finished rows of y, in its own dtype
@@ -317,7 +341,11 @@ def plan(
     else:
         check_mapped(name, ctx)
         workspace.reserve(0, chunks, landing_bytes=inbox_rows * N * itemsize)
-    workspace.reserve(0, 0, M * N * itemsize, ctx.size * workspace.num_chunks)
+    outbox_bytes = round_up(M * N * itemsize, ALIGNMENT)
+    all_counters = TILE_COUNTS.value + ctx.size * workspace.num_chunks
+    workspace.reserve(0, 0, outbox_bytes + sums_bytes(tiles - whole, splits, gemm), all_counters)
+    # Those that copies wait for are zero again once these have seen them, which may be after the launch.
+    num_counters = all_counters if config.num_comm else TILE_COUNTS.value
     memory, parity_rows = workspace.landing, 0
     if config.num_comm:
         memory, parity_rows = workspace.inbox, triton.cdiv(workspace.inbox_bytes, N * itemsize)
@@ -327,7 +355,6 @@ def plan(
     y = check_result(name, out, x, (M if gather else rows[ctx.rank], N), out_dtype)
 
     key = ("matmul_reduce", rows, config)
-    peers = [(ctx.rank + step) % ctx.size for step in range(1, ctx.size)]
     schedule = ctx.constant(
         (*key, "schedule"), lambda: tile_schedule(rows, peers, config) + tile_schedule(rows, [ctx.rank], config)
     )
@@ -335,9 +362,6 @@ def plan(
     parts = ctx.constant(("starts", *first_rows), lambda: first_rows)
     starts = ctx.constant(("starts", *(N * row for row in first_rows)), lambda: [N * row for row in first_rows])
 
-    peer_tiles_m = sum(triton.cdiv(rows[peer], gemm.block_m) for peer in peers)
-    # Comm programs wait for the peers' tiles, so these must all fall to the other programs.
-    head_turns = triton.cdiv(peer_tiles_m * tiles_n, num_programs - config.num_comm)
     ragged = any(part % gemm.block_m for part in rows)
     x_operand = Operand.of(x, gemm.block_m, gemm.block_k, gemm.use_tma)
     w_operand = Operand.of(w, gemm.block_n, gemm.block_k, gemm.use_tma)
@@ -347,6 +371,7 @@ def plan(
     store_tma = gemm.use_tma and not ragged and N > 1
     y_operand = Operand.of(y, *box, store_tma)
     o_operand = Operand.of(outbox, *box, store_tma)
+    s_operand = Operand.of(sums_of(workspace.outbox[outbox_bytes:], tiles - whole, splits, gemm), *box, gemm.use_tma)
     p_operand = Operand.of(inbox, *box, gemm.use_tma and N > 1)
     launch = ctx.bind(
         matmul_reduce_kernel, num_programs,
@@ -355,15 +380,17 @@ def plan(
         x if bias is None else bias, y_operand.argument, y,
         o_operand.argument, outbox,
         p_operand.argument, inbox, parity_rows, part_stride,
-        schedule, tiles_m, peer_tiles_m, head_turns,
-        sends, sends.numel() // 4, parts, starts,
-        workspace.counters, workspace.ready, workspace.num_chunks, workspace.state, ctx.table, ctx.rank,
+        s_operand.argument,
+        schedule, tiles_m, peer_tiles_m, dealt_turns(whole, num_programs, config), whole, splits,
+        sends, sends.numel() // SEND_FIELDS.value, parts, starts,
+        workspace.counters, num_counters, workspace.ready, workspace.num_chunks, workspace.state, ctx.table, ctx.rank,
         workspace.gate, workspace.begun,
-        N, K, config.chunk_rows,
-        SIZE=ctx.size, NUM_COMM=config.num_comm, COPIES=config.num_comm == 0, GATHER=gather,
+        N, K, config.num_comm, config.chunk_rows,
+        SIZE=ctx.size, GATHER=gather, COPIES=config.num_comm == 0,
         BLOCK_M=gemm.block_m, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, GROUP_M=gemm.group_m, SPLIT=gemm.split,
         X_TMA=x_operand.tma, X_TRANSPOSED=x_operand.transposed, W_TMA=w_operand.tma,
         W_TRANSPOSED=w_operand.transposed, Y_TMA=y_operand.tma, O_TMA=o_operand.tma, P_TMA=p_operand.tma,
+        S_TMA=s_operand.tma,
         HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
         DTYPE=triton_dtype(out_dtype), WIRE=triton_dtype(wire_dtype), PRECISION=precision,
         OPERATION=op, TRANSPORT=ctx.transport_id,
@@ -395,17 +422,20 @@ def plan(
 
 
 def send_schedule(rows: tuple[int, ...], peers: list[int], config: OverlapConfig) -> list[int]:
-    """The chunks to send, in the order in which `tile_schedule` fills them: (target, chunk, first row, rows) each.
+    """The chunks to send, in the order in which `tile_schedule` fills them, flattened SEND_FIELDS a chunk.
 
     A peer without rows still gets one empty chunk, which carries the signal that this rank has come so far.
     """
     starts = [sum(rows[:rank]) for rank in range(len(rows))]
+    block, chunk_rows, step = config.gemm.block_m, config.chunk_rows, config.tile_chunks
     schedule = []
-    for chunk in range(max(num_chunks(rows[peer], config) for peer in peers)):
+    for counted in range(0, max(num_chunks(rows[peer], config) for peer in peers), step):
         for peer in peers:
-            if chunk < num_chunks(rows[peer], config):
-                first = chunk * config.chunk_rows
-                schedule += [peer, chunk, starts[peer] + first, min(config.chunk_rows, rows[peer] - first)]
+            tiles_m = triton.cdiv(min(max(chunk_rows, block), rows[peer] - counted * chunk_rows), block)
+            for chunk in range(counted, min(counted + step, num_chunks(rows[peer], config))):
+                first = chunk * chunk_rows
+                size = min(chunk_rows, rows[peer] - first)
+                schedule += [peer, chunk, starts[peer] + first, size, counted, tiles_m]
     return schedule
 
 
@@ -419,11 +449,11 @@ def _copied(
     """
     block_m, chunk_rows, sends = config.gemm.block_m, config.chunk_rows, []
     schedule = send_schedule(rows, peers, config)
-    for at in range(0, len(schedule), 4):
-        target, chunk, row, count = schedule[at : at + 4]
+    for at in range(0, len(schedule), SEND_FIELDS.value):
+        target, chunk, row, count, counted, tiles_m = schedule[at : at + SEND_FIELDS.value]
         to = (ctx.rank * part_stride + chunk * chunk_rows) * partial_bytes
-        word, counter = ctx.rank * max_chunks + chunk, target * max_chunks + chunk
-        tiles = triton.cdiv(count, block_m) * tiles_n
+        word, counter = ctx.rank * max_chunks + chunk, TILE_COUNTS.value + target * max_chunks + counted
+        tiles = tiles_m * tiles_n if chunk == counted else 0  # waited for once
         sends.append(Send(target, 0, row * partial_bytes, to, count * partial_bytes, word, counter, tiles))
     own, first_row = rows[ctx.rank], sum(rows[: ctx.rank])
     for chunk in range(num_chunks(own, config) if finished_bytes else 0):
@@ -431,9 +461,10 @@ def _copied(
         count = min(chunk_rows, own - row)
         first = (first_row + row) * finished_bytes
         to = ctx.size * part_stride * partial_bytes + first
-        word, counter = (ctx.size + ctx.rank) * max_chunks + chunk, ctx.rank * max_chunks + chunk
+        word, counter = (ctx.size + ctx.rank) * max_chunks + chunk, TILE_COUNTS.value + ctx.rank * max_chunks + chunk
+        tiles_m = triton.cdiv(min(max(chunk_rows, block_m), own - row), block_m)
         for step, target in enumerate(peers):
-            tiles = 0 if step else triton.cdiv(count, block_m) * tiles_n  # waited for once
+            tiles = 0 if step or chunk % config.tile_chunks else tiles_m * tiles_n
             sends.append(Send(target, 1, first, to, count * finished_bytes, word, counter, tiles))
     return sends
 

@@ -1,37 +1,65 @@
 """What the fused operations share: which program computes which tile, which rows travel together, and when.
 
-All of it is decided on the host, as small integer tables that the kernels read: a table can be printed and tested.
+The tables are made on the host, as small integers that the kernels read: a table can be printed and tested.
 
 A shard's rows travel in chunks, one signal a chunk. Some programs of a launch send first ("comm programs") while the
-others multiply; once they have nothing left to send, they multiply too. With num_comm=0 no program sends, and the copy
-engine does (tkernels.comm.copies).
+others multiply; once they have nothing left to send, they multiply too; with num_comm=0
+no program sends, and the copy engine does (tkernels.comm.copies). How long they send can't be foretold to the
+tile, so only the first turns are dealt out in advance; after these, whoever is free takes the next tile. Where the last
+turn would keep few programs busy, its tiles are split along K, so that all of them help.
+
+Nobody waits for ever: a tile waits for what programs of smaller numbers do, or for what peers send, and these wait for
+tiles of smaller numbers alone, which running programs have taken.
 """
 
+import torch
 import triton
 import triton.language as tl
 
-from tkernels.configs import OverlapConfig
+from tkernels.comm.device import arrived, end_epoch, wait_signal
+from tkernels.configs import (
+    FLOPS_PER_S,
+    MAX_TILE_CHUNKS,
+    SEND_BYTES_PER_S_OF_A_PROGRAM,
+    GemmConfig,
+    OverlapConfig,
+)
+from tkernels.gemm import load_tile, store_tile
 
 # A tile row of a schedule: whose shard, first row in the shard, first row in the whole, rows that count, chunk.
 TILE_FIELDS = tl.constexpr(5)
 
+# A launch's counters, zero between launches.
+TILE_TICKETS = tl.constexpr(0)  # tiles that were taken, of those that are not dealt out
+SEND_TICKETS = tl.constexpr(1)  # finished chunks that were taken to be sent, of an all-reduce
+SPLIT_TILES = tl.constexpr(2)  # from here on: parts that are done, of each tile that is split along K
+MAX_SPLIT_TILES = tl.constexpr(128)
+TILE_COUNTS = tl.constexpr(2 + 128)  # from here on: tiles that are done, of each chunk
+
+DEALT_SHORT = 3  # turns before the last that are not dealt out: the comm programs come when they are done
+SPARE_TILES = 12
+TILE_END_S = 3e-6  # a tile's time without its steps along K
+MIN_SPLIT_STEPS = 16  # steps along K of a part that is worth that: 8 us, where 128 x 256 sums travel in 4
+
 
 def tile_schedule(rows: tuple[int, ...], order: list[int], config: OverlapConfig) -> list[int]:
-    """The rows of tiles, flattened TILE_FIELDS a tile: of the shards in `order`, taking a chunk from each in turn.
+    """The rows of tiles, flattened TILE_FIELDS a tile: of the shards in `order`, taking turns chunk by chunk.
+
+    A tile belongs to the first chunk of its rows, and needs the others too where chunks are smaller than it.
 
     >>> from tkernels.configs import GemmConfig
     >>> config = OverlapConfig(GemmConfig(block_m=32), chunk_rows=64)
     >>> tile_schedule((64, 40), [1], config)
     [1, 0, 64, 32, 0, 1, 32, 96, 8, 0]
     """
-    block, chunk_rows = config.gemm.block_m, config.chunk_rows
+    block, turn = config.gemm.block_m, max(config.chunk_rows, config.gemm.block_m)
     starts = [sum(rows[:rank]) for rank in range(len(rows))]
     schedule = []
-    for first in range(0, max((rows[shard] for shard in order), default=0), chunk_rows):
+    for first in range(0, max((rows[shard] for shard in order), default=0), turn):
         for shard in order:
-            for row in range(first, min(first + chunk_rows, rows[shard]), block):
+            for row in range(first, min(first + turn, rows[shard]), block):
                 valid = min(block, rows[shard] - row)
-                schedule += [shard, row, starts[shard] + row, valid, first // chunk_rows]
+                schedule += [shard, row, starts[shard] + row, valid, row // config.chunk_rows]
     return schedule
 
 
@@ -54,16 +82,111 @@ def programs_of(config: OverlapConfig, available: int, tiles: int) -> int:
     return min(available, config.num_comm + tiles)
 
 
+def dealt_turns(tiles: int, num_programs: int, config: OverlapConfig) -> int:
+    """Turns that are dealt out in advance to the programs that only multiply; `tiles` are to be had after them."""
+    return max(tiles // (num_programs - config.num_comm) - DEALT_SHORT, 0)
+
+
+def split_tail(
+    tiles: int, splittable: int, K: int, num_programs: int, config: OverlapConfig, sent_bytes: int, tiles_first: int = 0
+) -> tuple[int, int]:
+    """(tiles that are computed whole, parts of each later one): fills the last turn with parts of its tiles.
+
+    splittable: how many of the last tiles may be split.  sent_bytes: by this rank, which ends no earlier than the first
+    `tiles_first` tiles.
+    """
+    gemm = config.gemm
+    tile_s = 2 * gemm.block_m * gemm.block_n * K * num_programs / FLOPS_PER_S + TILE_END_S
+    sending_s = sent_bytes / (max(config.num_comm, 1) * SEND_BYTES_PER_S_OF_A_PROGRAM)
+    turns = min(max(sending_s / tile_s, tiles_first / (num_programs - config.num_comm)), tiles / num_programs)
+    # A few more than the last turn's, for one too many begins another turn.
+    last = round(tiles + config.num_comm * turns) % num_programs + SPARE_TILES
+    last = min(last, splittable, MAX_SPLIT_TILES.value)
+    splits = min(num_programs // max(last, 1), config.max_splits, K // (gemm.block_k * MIN_SPLIT_STEPS))
+    return (tiles - last, splits) if splits > 1 else (tiles, 1)
+
+
+def sums_bytes(tiles: int, splits: int, gemm: GemmConfig) -> int:
+    """Of the sums of tiles that are split; of one tile, where none is."""
+    return max(tiles * (splits - 1), 1) * gemm.block_m * gemm.block_n * 4
+
+
+def sums_of(memory: torch.Tensor, tiles: int, splits: int, gemm: GemmConfig) -> torch.Tensor:
+    """The matrix of these sums at the beginning of `memory`: fp32 [.., block_n], block_m rows a part."""
+    return memory[: sums_bytes(tiles, splits, gemm)].view(torch.float32).view(-1, gemm.block_n)
+
+
+# fmt: off
 @triton.jit
-def turn_tile(turn, pid, NUM_COMM: tl.constexpr, head_turns):
-    """The tile that program `pid` computes at its turn: in the first `head_turns` the comm programs sit out."""
-    workers = tl.num_programs(0) - NUM_COMM
-    head = turn * workers + pid - NUM_COMM
-    tail = head_turns * workers + (turn - head_turns) * tl.num_programs(0) + pid
-    return tl.where(turn < head_turns, head, tail)
+def take_tile(turn, pid, num_comm, dealt, counters):
+    """The tile that program `pid` computes at its turn: dealt out in the first `dealt` turns, then the next one."""
+    workers = tl.num_programs(0) - num_comm
+    index = turn * workers + pid - num_comm
+    if (pid < num_comm) | (turn >= dealt):
+        index = dealt * workers + take(counters + TILE_TICKETS)
+    return index
 
 
 @triton.jit
-def first_turn(pid, NUM_COMM: tl.constexpr, head_turns):
-    """The first turn at which a program computes a tile."""
-    return tl.where(pid < NUM_COMM, head_turns, 0)
+def take(tickets):
+    """How many were taken before: each number goes to one program."""
+    return tl.atomic_add(tickets, tl.full((), 1, tl.int64), sem="relaxed", scope="gpu").to(tl.int32)
+
+
+@triton.jit
+def part_of_tile(index, whole, splits, K, BLOCK_K: tl.constexpr):
+    """The tile of a number, which of its parts that is, how many it has, and the part's steps along K."""
+    part = tl.full((), 0, tl.int32)
+    parts = tl.full((), 1, tl.int32)
+    if index >= whole:
+        parts = splits
+        part = (index - whole) % splits
+        index = whole + (index - whole) // splits
+    steps = tl.cdiv(K, BLOCK_K)
+    return index, part, parts, steps * part // parts, steps * (part + 1) // parts
+
+
+@triton.jit
+def store_part(
+    value, sums, row, column,  # pointer or descriptor of [.., BLOCK_N], fp32
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Put a slice of a part's sums where the tile's last part finds it."""
+    store_tile(value, sums, BLOCK_N, row, ROWS, column, BLOCK_N, ROWS, COLUMNS, TMA, tl.float32)
+
+
+@triton.jit
+def add_parts(
+    value, sums, row, column, parts,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """The slice with those of the tile's other parts added, in their order; the first one's sums are at `row`."""
+    for part in range(parts - 1):
+        at = row + part * ROWS
+        value += load_tile(sums, BLOCK_N, 1, at, column, at + ROWS, BLOCK_N, ROWS, COLUMNS, TMA, False)
+    return value
+
+
+@triton.jit
+def wait_chunks(
+    ready, max_chunks, source, chunk, count, epoch, table,
+    SOURCES: tl.constexpr, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
+):  # fmt: skip
+    """Wait for `count` (at most MAX_TILE_CHUNKS) chunks from `chunk` on, of each of SOURCES ranks from `source` on."""
+    way = tl.arange(0, triton.next_power_of_2(SOURCES * MAX_TILE_CHUNKS))
+    words = (source + way % SOURCES) % SIZE * max_chunks + chunk + tl.minimum(way // SOURCES, count - 1)
+    if not arrived(ready + words, epoch, TRANSPORT):
+        for step in range(SOURCES):
+            whose = (source + step) % SIZE
+            for at in range(chunk, chunk + count):
+                wait_signal(ready + whose * max_chunks + at, epoch, table, whose, at, OPERATION, TRANSPORT)
+
+
+@triton.jit
+def end_launch(state, epoch, counters, num_counters):
+    """Last call of every program: as `end_epoch`, and the counters are zero again."""
+    if end_epoch(state, epoch):
+        for first in range(0, num_counters, 256):
+            at = first + tl.arange(0, 256)
+            tl.store(counters + at, tl.full((256,), 0, tl.int64), mask=at < num_counters)
+# fmt: on

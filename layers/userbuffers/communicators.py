@@ -309,7 +309,9 @@ class CommOverlapCore:
             self._check(width, tokens, x.dtype)
             available = max(self.context.num_programs - self._margin - spared, 2)
             if by_rule:
-                config = default_overlap(tokens, w.shape[0], x.dtype, self.size, available, layout != "pointers")
+                config = default_overlap(
+                    operation, tokens, *w.shape, x.dtype, self.size, available, layout != "pointers"
+                )
             else:
                 config = overlap_config(self.context, operation, tokens, *w.shape, x.dtype, layout)
             config = replace(config, num_comm=min(config.num_comm, available - 1), max_programs=available)

@@ -148,7 +148,8 @@ class _Search:
             self.default = default_config(M, N, problem.dtype, tma)
             programs, bound = num_programs(), None
         else:
-            self.default = default_overlap(M, N, problem.dtype, ctx.size, ctx.num_programs, tma)
+            rule = problem.operation, M, N, K, problem.dtype, ctx.size, ctx.num_programs, tma
+            self.default = default_overlap(*rule)
             programs, bound = ctx.num_programs, bound_travel(ctx, problem.key(ctx.size))
             self.default = travelling(self.default, *bound) if bound else self.default
         self.room = Room(
