@@ -12,20 +12,22 @@ import triton.language as tl
 from tkernels import overlap
 from tkernels.comm import runtime
 from tkernels.configs import GemmConfig, OverlapConfig, default_overlap
-from tkernels.matmul_reduce_scatter import send_schedule
+from tkernels.matmul_reduce_scatter import SEND_FIELDS, send_schedule
 from tkernels.overlap import (
     TILE_FIELDS,
-    first_turn,
+    dealt_turns,
     num_chunks,
+    part_of_tile,
     programs_of,
+    split_tail,
+    take_tile,
     tile_schedule,
-    turn_tile,
 )
 
 SPLITS = [(64, 64), (67, 0), (0, 0, 5), (1, 100, 33, 64), (17, 16, 16, 16), (0, 0, 0, 1)]
 CONFIGS = [
     OverlapConfig(GemmConfig(block_m=block_m), chunk_rows=chunk_rows)
-    for block_m, chunk_rows in [(32, 32), (16, 48), (64, 128)]
+    for block_m, chunk_rows in [(32, 32), (16, 48), (64, 128), (32, 8)]
 ]
 
 
@@ -36,7 +38,7 @@ def in_fields(schedule, fields):
 @pytest.mark.quick
 @pytest.mark.parametrize("rows", SPLITS, ids=str)
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.gemm.block_m}of{config.chunk_rows}")
-def test_every_row_is_in_one_tile_and_its_tile_in_one_chunk(rows, config):
+def test_every_row_is_in_one_tile_and_a_chunk_holds_whole_tiles_or_a_tile_whole_chunks(rows, config):
     order = list(reversed(range(len(rows))))
     tiles = in_fields(tile_schedule(rows, order, config), TILE_FIELDS.value)
     covered = sorted((shard, row + i, whole + i) for shard, row, whole, valid, _ in tiles for i in range(valid))
@@ -44,8 +46,9 @@ def test_every_row_is_in_one_tile_and_its_tile_in_one_chunk(rows, config):
     assert covered == [(shard, row, starts[shard] + row) for shard in range(len(rows)) for row in range(rows[shard])]
     for shard, row, _, valid, chunk in tiles:
         assert 1 <= valid <= config.gemm.block_m and row % config.gemm.block_m == 0
-        first = chunk * config.chunk_rows
-        assert first <= row and row + valid <= first + config.chunk_rows and chunk < num_chunks(rows[shard], config)
+        first, size = chunk * config.chunk_rows, max(config.chunk_rows, config.gemm.block_m)
+        assert first <= row and row + valid <= first + size and chunk < num_chunks(rows[shard], config)
+        assert row == first or config.chunk_rows > config.gemm.block_m
 
 
 def test_tiles_take_a_chunk_of_each_shard_in_turn():
@@ -61,40 +64,84 @@ def test_tiles_take_a_chunk_of_each_shard_in_turn():
 def test_every_row_of_a_peer_is_sent_once_and_every_peer_hears_at_least_once(rows, config):
     for rank in range(len(rows)):
         peers = [peer for peer in range(len(rows)) if peer != rank]
-        sends = in_fields(send_schedule(rows, peers, config), 4)
+        sends = in_fields(send_schedule(rows, peers, config), SEND_FIELDS.value)
         starts = [sum(rows[:peer]) for peer in range(len(rows))]
-        sent = sorted(row + i for _, _, row, count in sends for i in range(count))
+        sent = sorted(row + i for _, _, row, count, _, _ in sends for i in range(count))
         assert sent == [starts[peer] + row for peer in peers for row in range(rows[peer])]
         for peer in peers:
-            chunks = [chunk for target, chunk, _, _ in sends if target == peer]
+            chunks = [send[1] for send in sends if send[0] == peer]
             assert chunks == list(range(num_chunks(rows[peer], config)))
-        for target, chunk, row, _ in sends:
+        tiles = in_fields(tile_schedule(rows, peers, config), TILE_FIELDS.value)
+        for target, chunk, row, count, counted, tiles_m in sends:
             assert row == starts[target] + chunk * config.chunk_rows
+            counting = [tile for tile in tiles if (tile[0], tile[4]) == (target, counted)]
+            assert len(counting) == tiles_m
+            needed = set(range(row, row + count))
+            assert needed <= {whole + i for _, _, whole, valid, _ in counting for i in range(valid)}
 
 
 @triton.jit
-def turns_kernel(visits, owners, tiles, head_turns, NUM_COMM: tl.constexpr):
+def turns_kernel(visits, owners, counters, tiles, num_comm, dealt):
     pid = tl.program_id(0)
-    turn = first_turn(pid, NUM_COMM, head_turns)
-    index = turn_tile(turn, pid, NUM_COMM, head_turns)
+    turn = 0
+    index = take_tile(turn, pid, num_comm, dealt, counters)
     while index < tiles:
         tl.atomic_add(visits + index, 1)
         tl.store(owners + index, pid)
         turn += 1
-        index = turn_tile(turn, pid, NUM_COMM, head_turns)
+        index = take_tile(turn, pid, num_comm, dealt, counters)
 
 
-def test_every_tile_falls_to_one_program_and_those_of_the_head_to_no_sender():
+def test_every_tile_falls_to_one_program_and_those_that_are_dealt_to_no_sender():
     device = runtime.device()
-    for programs, num_comm, head_turns in itertools.product((2, 5), (1, 2), (0, 1, 3)):
+    for programs, num_comm, dealt in itertools.product((2, 5), (0, 1, 2), (0, 1, 3)):
         if num_comm >= programs:
             continue
-        for tiles in (1, 7, 20):
-            visits = torch.zeros(tiles, dtype=torch.int32, device=device)
-            owners = torch.full((tiles,), -1, dtype=torch.int32, device=device)
-            turns_kernel[(programs,)](visits, owners, tiles, head_turns, NUM_COMM=num_comm)
-            assert visits.eq(1).all(), (programs, num_comm, head_turns, tiles)
-            assert owners[: head_turns * (programs - num_comm)].ge(num_comm).all()
+        for tiles in (dealt * programs + 1, dealt * programs + 20):
+            visits, owners = (torch.full((tiles,), n, dtype=torch.int32, device=device) for n in (0, -1))
+            counters = torch.zeros(1, dtype=torch.int64, device=device)
+            turns_kernel[(programs,)](visits, owners, counters, tiles, num_comm, dealt)
+            assert visits.eq(1).all(), (programs, num_comm, dealt, tiles)
+            assert owners[: dealt * (programs - num_comm)].ge(num_comm).all()
+
+
+@triton.jit
+def parts_kernel(out, whole, splits, K, BLOCK_K: tl.constexpr):
+    item = tl.program_id(0)
+    index, part, parts, first, last = part_of_tile(item, whole, splits, K, BLOCK_K)
+    tl.store(out + item * 5, index)
+    tl.store(out + item * 5 + 1, part)
+    tl.store(out + item * 5 + 2, parts)
+    tl.store(out + item * 5 + 3, first)
+    tl.store(out + item * 5 + 4, last)
+
+
+def test_parts_of_a_tile_have_all_its_steps_in_turn_and_the_last_one_comes_last():
+    whole, tiles = 3, 5
+    for splits, K in itertools.product((1, 2, 3, 4), (1, 64, 100, 1000)):
+        items = whole + (tiles - whole) * splits
+        out = torch.zeros(items, 5, dtype=torch.int32, device=runtime.device())
+        parts_kernel[(items,)](out, whole, splits, K, BLOCK_K=32)
+        found = out.tolist()
+        for tile in range(tiles):
+            parts = [part for part in found if part[0] == tile]
+            assert [part[1:3] for part in parts] == [[n, len(parts)] for n in range(1 if tile < whole else splits)]
+            steps = [step for *_, first, last in parts for step in range(first, last)]
+            assert steps == list(range(-(-K // 32)))
+
+
+def test_the_last_turn_is_filled_with_parts_where_that_ends_earlier():
+    config = OverlapConfig(num_comm=12)
+    turn = 132
+    for K in (4096, 8192, 16384):
+        whole, splits = split_tail(10 * turn + 20, 10 * turn, K, turn, config, 0)
+        assert splits > 1 and 20 <= 10 * turn + 20 - whole <= 64, K  # a turn of 20 tiles would take as long as any
+    assert split_tail(10 * turn, 10 * turn, 8192, turn, replace(config, max_splits=1), 0) == (10 * turn, 1)
+    assert split_tail(10 * turn + 20, 10 * turn, 256, turn, config, 0) == (10 * turn + 20, 1)  # parts cost more
+    assert split_tail(10 * turn + 20, 5, 8192, turn, config, 0)[0] >= 10 * turn + 15
+    asked = replace(config, split_tiles=7, max_splits=3)
+    assert split_tail(100, 50, 64, turn, asked, 0) == (93, 3) and split_tail(100, 5, 64, turn, asked, 0) == (95, 3)
+    assert dealt_turns(10 * turn, turn, config) * (turn - 12) < 10 * turn
 
 
 def test_a_launch_has_programs_that_send_and_programs_that_multiply():
@@ -107,12 +154,14 @@ def test_a_launch_has_programs_that_send_and_programs_that_multiply():
         with pytest.raises(ValueError, match=rf"of num_programs={available} programs, num_comm={num_comm} would send"):
             programs_of(OverlapConfig(num_comm=num_comm), available, 1000)
     for size in (2, 3, 4, 8):
-        assert programs_of(default_overlap(64, 64, torch.bfloat16, size, 2), 2, 9) == 2
+        assert programs_of(default_overlap("matmul_all_reduce", 64, 64, 64, torch.bfloat16, size, 2), 2, 9) == 2
 
 
-def test_a_chunk_must_hold_whole_tiles():
-    with pytest.raises(ValueError, match="chunk_rows=100 must be a multiple of block_m=64"):
+def test_chunks_hold_whole_tiles_or_tiles_whole_chunks():
+    with pytest.raises(ValueError, match="chunk_rows=100 must be a multiple or a divisor of block_m=64"):
         OverlapConfig(GemmConfig(block_m=64), chunk_rows=100)
+    with pytest.raises(ValueError, match="chunk_rows=4 is 16 chunks for a tile of block_m=64; there may be 8"):
+        OverlapConfig(GemmConfig(block_m=64), chunk_rows=4)
 
 
 def test_an_empty_shard_still_has_a_chunk():

@@ -19,6 +19,7 @@ from tkernels.all_gather_matmul import all_gather_matmul_reference
 from tkernels.comm import collectives, device, interpreter
 from tkernels.comm.device import (
     copy,
+    count,
     operation,
     put,
     put_packets,
@@ -31,6 +32,7 @@ from tkernels.comm.device_simulated import delay
 from tkernels.comm.errors import WaitTimeoutError
 from tkernels.matmul_all_reduce import matmul_all_reduce_reference
 from tkernels.matmul_reduce_scatter import matmul_reduce_scatter_reference
+from tkernels.overlap import add_parts, store_part
 from tkernels.testing.compare import integers, poison
 
 pytestmark = simulated_only
@@ -371,4 +373,49 @@ def test_packets_that_are_not_waited_for_one_by_one_and_a_single_inbox_for_them_
     for form in ("right", "one wait", "one inbox"):
         with tkernels.init(heap_bytes=1 << 20, timeout_s=60.0 if form == "right" else PATIENCE_S) as context:
             failed = failures(ctx, check_packets, context, form)
+            assert failed == 0 if form == "right" else failed > 0, (form, failed)
+
+
+@triton.jit
+def parts_kernel(
+    x, out, sums, counter, table, rank,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Two parts of a tile, a program each; the second one adds the first one's sums to its own."""
+    value = tl.load(x + tl.program_id(0)) + tl.zeros((ROWS, COLUMNS), tl.float32)
+    if tl.program_id(0) == 0:
+        for _ in range(8):  # the first part takes longer
+            delay()
+        if FORM == "count first":
+            count(counter, TRANSPORT)
+            delay()
+        store_part(value, sums, 0, 0, ROWS, COLUMNS, COLUMNS, False)
+        if FORM != "count first":
+            count(counter, TRANSPORT)
+    else:
+        if FORM != "no wait":
+            wait_signal(counter, 1, table, rank, 0, OPERATION, TRANSPORT)
+        value = add_parts(value, sums, 0, 0, 2, ROWS, COLUMNS, COLUMNS, False)
+        store_part(value, out, 0, 0, ROWS, COLUMNS, COLUMNS, False)
+
+
+def check_parts(ctx, form):
+    seen, wanted = [], []
+    with jitter(ctx, 4):
+        for number in range(6):
+            sums, out = poison(torch.empty(4, 8)), poison(torch.empty(4, 8))
+            ctx.launch(
+                parts_kernel, 2, torch.tensor([1.0, 10.0 * number]), out, sums, torch.zeros(1, dtype=torch.int64),
+                ctx.table, ctx.rank, ROWS=4, COLUMNS=8, OPERATION=OP, TRANSPORT=ctx.transport_id, FORM=form,
+            )  # fmt: skip
+            seen.append(out)
+            wanted.append(torch.full((4, 8), 10.0 * number + 1))
+    assert torch.equal(torch.stack(seen), torch.stack(wanted))
+
+
+@pytest.mark.ranks(2)
+def test_parts_of_a_tile_that_are_added_too_early_are_caught(ctx):
+    for form in ("right", "no wait", "count first"):
+        with tkernels.init(heap_bytes=1 << 20) as context:
+            failed = failures(ctx, check_parts, context, form)
             assert failed == 0 if form == "right" else failed > 0, (form, failed)

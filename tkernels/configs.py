@@ -74,8 +74,10 @@ class OverlapConfig:
     max_registers: a limit of registers a thread. Without one ptxas may spill to make room for a second program on a
         multiprocessor: 36 spills at 128 registers for fp32 by pointers.
     max_programs: fewer than the context's leave multiprocessors to what runs beside the operation.
-    max_splits: parts of a tile, along K, where the last turn would keep few programs busy; 1 for none. Each part but
-        one is written and read once more, in fp32, and added in a fixed order.
+    split_tiles: the last tiles that are computed in max_splits parts along K each, by as many programs, so that the
+        last turn keeps more of them busy. Each part but one is written and read once more, in fp32, and added in a
+        fixed order. None: by a model of the launch's end (overlap.split_tail), in up to max_splits parts.
+    max_splits: 1 for none.
     """
 
     gemm: GemmConfig = field(default_factory=GemmConfig)
@@ -84,6 +86,7 @@ class OverlapConfig:
     put_block: int = 16384
     max_registers: int | None = None
     max_programs: int | None = None
+    split_tiles: int | None = None
     max_splits: int = 4
 
     @property

@@ -12,6 +12,10 @@ Nobody waits for ever: a tile waits for what programs of smaller numbers do, or 
 tiles of smaller numbers alone, which running programs have taken.
 """
 
+import functools
+import heapq
+import itertools
+
 import torch
 import triton
 import triton.language as tl
@@ -37,9 +41,9 @@ MAX_SPLIT_TILES = tl.constexpr(128)
 TILE_COUNTS = tl.constexpr(2 + 128)  # from here on: tiles that are done, of each chunk
 
 DEALT_SHORT = 3  # turns before the last that are not dealt out: the comm programs come when they are done
-SPARE_TILES = 12
+PART_S = 5e-6  # more than that for a part of a tile, whose sums are written, or read
 TILE_END_S = 3e-6  # a tile's time without its steps along K
-MIN_SPLIT_STEPS = 16  # steps along K of a part that is worth that: 8 us, where 128 x 256 sums travel in 4
+MIN_SPLIT_STEPS = 8  # steps along K of a part, at least
 
 
 def tile_schedule(rows: tuple[int, ...], order: list[int], config: OverlapConfig) -> list[int]:
@@ -87,23 +91,45 @@ def dealt_turns(tiles: int, num_programs: int, config: OverlapConfig) -> int:
     return max(tiles // (num_programs - config.num_comm) - DEALT_SHORT, 0)
 
 
+@functools.lru_cache(maxsize=1024)
 def split_tail(
     tiles: int, splittable: int, K: int, num_programs: int, config: OverlapConfig, sent_bytes: int, tiles_first: int = 0
 ) -> tuple[int, int]:
-    """(tiles that are computed whole, parts of each later one): fills the last turn with parts of its tiles.
+    """(tiles that are computed whole, parts of each later one): by the configuration, else by a model of the end.
 
-    splittable: how many of the last tiles may be split.  sent_bytes: by this rank, which ends no earlier than the first
-    `tiles_first` tiles.
+    splittable: how many of the last tiles may be split.  sent_bytes: by this rank's comm programs, which end no earlier
+    than the first `tiles_first` tiles.
     """
-    gemm = config.gemm
+    gemm, most = config.gemm, min(splittable, MAX_SPLIT_TILES.value)
+    if config.split_tiles is not None:
+        last = min(config.split_tiles, most)
+        return (tiles - last, config.max_splits) if last and config.max_splits > 1 else (tiles, 1)
     tile_s = 2 * gemm.block_m * gemm.block_n * K * num_programs / FLOPS_PER_S + TILE_END_S
     sending_s = sent_bytes / (max(config.num_comm, 1) * SEND_BYTES_PER_S_OF_A_PROGRAM)
     turns = min(max(sending_s / tile_s, tiles_first / (num_programs - config.num_comm)), tiles / num_programs)
-    # A few more than the last turn's, for one too many begins another turn.
-    last = round(tiles + config.num_comm * turns) % num_programs + SPARE_TILES
-    last = min(last, splittable, MAX_SPLIT_TILES.value)
-    splits = min(num_programs // max(last, 1), config.max_splits, K // (gemm.block_k * MIN_SPLIT_STEPS))
-    return (tiles - last, splits) if splits > 1 else (tiles, 1)
+    left = round(tiles + config.num_comm * turns) % num_programs
+    lasts = {left + num_programs // 12, left + num_programs // 6, num_programs // 4, num_programs // 2}
+    lasts = [last for last in sorted(lasts) if last <= most]
+    splits = range(2, min(config.max_splits, K // (gemm.block_k * MIN_SPLIT_STEPS)) + 1)
+
+    def end(last: int, splits: int) -> float:
+        """In the time of a tile; the later one of two, for how long the comm programs send is a guess."""
+        part = (1 - TILE_END_S / tile_s) / splits + (TILE_END_S + PART_S) / tile_s
+        dealt = dealt_turns(tiles - last, num_programs, config)
+        workers = num_programs - config.num_comm
+        items = [1.0] * (tiles - last - dealt * workers) + [part] * (last * splits)
+        ends = []
+        for guess in (0.9 * turns, 1.1 * turns):
+            free = [float(dealt)] * workers + [guess] * config.num_comm
+            heapq.heapify(free)
+            for item in items:
+                heapq.heapreplace(free, free[0] + item)
+            ends.append(max(free))
+        return max(ends)
+
+    choices = [(0, 1), *itertools.product(lasts, splits)]
+    last, parts = min(choices, key=lambda choice: end(*choice)) if len(choices) > 1 else (0, 1)
+    return tiles - last, parts
 
 
 def sums_bytes(tiles: int, splits: int, gemm: GemmConfig) -> int:
