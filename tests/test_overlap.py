@@ -15,11 +15,10 @@ from tkernels.configs import GemmConfig, OverlapConfig, default_overlap
 from tkernels.matmul_reduce_scatter import SEND_FIELDS, send_schedule
 from tkernels.overlap import (
     TILE_FIELDS,
-    dealt_turns,
     num_chunks,
     part_of_tile,
+    plan_turns,
     programs_of,
-    split_tail,
     take_tile,
     tile_schedule,
 )
@@ -81,28 +80,29 @@ def test_every_row_of_a_peer_is_sent_once_and_every_peer_hears_at_least_once(row
 
 
 @triton.jit
-def turns_kernel(visits, owners, counters, tiles, num_comm, dealt):
+def turns_kernel(visits, owners, counters, tiles, num_comm, head, dealt):
     pid = tl.program_id(0)
-    turn = 0
-    index = take_tile(turn, pid, num_comm, dealt, counters)
+    turn = tl.where(pid < num_comm, head, 0)
+    index = take_tile(turn, pid, num_comm, head, dealt, counters)
     while index < tiles:
         tl.atomic_add(visits + index, 1)
         tl.store(owners + index, pid)
         turn += 1
-        index = take_tile(turn, pid, num_comm, dealt, counters)
+        index = take_tile(turn, pid, num_comm, head, dealt, counters)
 
 
-def test_every_tile_falls_to_one_program_and_those_that_are_dealt_to_no_sender():
+def test_every_tile_falls_to_one_program_and_those_of_the_head_to_no_sender():
     device = runtime.device()
-    for programs, num_comm, dealt in itertools.product((2, 5), (0, 1, 2), (0, 1, 3)):
+    for programs, num_comm, head, rest in itertools.product((2, 5), (0, 1, 2), (0, 1, 3), (0, 2)):
         if num_comm >= programs:
             continue
+        dealt = head + rest
         for tiles in (dealt * programs + 1, dealt * programs + 20):
             visits, owners = (torch.full((tiles,), n, dtype=torch.int32, device=device) for n in (0, -1))
             counters = torch.zeros(1, dtype=torch.int64, device=device)
-            turns_kernel[(programs,)](visits, owners, counters, tiles, num_comm, dealt)
-            assert visits.eq(1).all(), (programs, num_comm, dealt, tiles)
-            assert owners[: dealt * (programs - num_comm)].ge(num_comm).all()
+            turns_kernel[(programs,)](visits, owners, counters, tiles, num_comm, head, dealt)
+            assert visits.eq(1).all(), (programs, num_comm, head, dealt, tiles)
+            assert owners[: head * (programs - num_comm)].ge(num_comm).all()
 
 
 @triton.jit
@@ -131,17 +131,35 @@ def test_parts_of_a_tile_have_all_its_steps_in_turn_and_the_last_one_comes_last(
 
 
 def test_the_last_turn_is_filled_with_parts_where_that_ends_earlier():
-    config = OverlapConfig(num_comm=12)
-    turn = 132
+    config, turn = OverlapConfig(num_comm=12), 132
+    tiles = 10 * turn + 20
     for K in (4096, 8192, 16384):
-        whole, splits = split_tail(10 * turn + 20, 10 * turn, K, turn, config, 0)
-        assert splits > 1 and 20 <= 10 * turn + 20 - whole <= 64, K  # a turn of 20 tiles would take as long as any
-    assert split_tail(10 * turn, 10 * turn, 8192, turn, replace(config, max_splits=1), 0) == (10 * turn, 1)
-    assert split_tail(10 * turn + 20, 10 * turn, 256, turn, config, 0) == (10 * turn + 20, 1)  # parts cost more
-    assert split_tail(10 * turn + 20, 5, 8192, turn, config, 0)[0] >= 10 * turn + 15
+        plan = plan_turns(tiles, tiles, K, turn, config, 0)
+        assert plan.splits > 1 and 20 <= tiles - plan.whole <= 66, K  # 20 tiles would take as long as a whole turn
+        assert plan_turns(tiles, tiles, K, turn, replace(config, max_splits=1), 0)[2:] == (tiles, 1)
+    assert plan_turns(tiles, tiles, 256, turn, config, 0)[2:] == (tiles, 1)  # parts would cost more
+    assert plan_turns(tiles, 5, 8192, turn, config, 0).whole >= tiles - 5
     asked = replace(config, split_tiles=7, max_splits=3)
-    assert split_tail(100, 50, 64, turn, asked, 0) == (93, 3) and split_tail(100, 5, 64, turn, asked, 0) == (95, 3)
-    assert dealt_turns(10 * turn, turn, config) * (turn - 12) < 10 * turn
+    assert plan_turns(100, 50, 64, turn, asked, 0)[2:] == (93, 3)
+    assert plan_turns(100, 5, 64, turn, asked, 0)[2:] == (95, 3)
+
+
+def test_turns_are_dealt_out_as_long_as_there_are_surely_tiles_for_all():
+    for tiles, num_programs, num_comm, sent, first in itertools.product(
+        (1, 40, 500, 3000), (4, 132), (0, 1, 3), (0, 1 << 20, 1 << 30), (0, 0.5, 1)
+    ):
+        plan = plan_turns(
+            tiles, tiles, 4096, num_programs, OverlapConfig(num_comm=num_comm), sent, round(first * tiles)
+        )
+        dealt = plan.head * (num_programs - num_comm) + (plan.dealt - plan.head) * num_programs
+        assert 0 <= plan.head <= plan.dealt and dealt <= plan.whole <= tiles
+        # No comm program is dealt one of the first tiles, which it, or another one, may wait for.
+        assert plan.dealt == plan.head or plan.head * (num_programs - num_comm) >= round(first * tiles)
+    config, tiles = OverlapConfig(num_comm=12), 3000
+    assert plan_turns(tiles, 0, 4096, 132, config, 0).head == 0
+    assert plan_turns(tiles, 0, 4096, 132, config, 1 << 30).head > 10  # the comm programs come late
+    never = plan_turns(tiles, 0, 4096, 132, config, 0, tiles)
+    assert never.head == never.dealt == tiles // 120 - 3
 
 
 def test_a_launch_has_programs_that_send_and_programs_that_multiply():

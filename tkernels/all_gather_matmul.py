@@ -45,12 +45,11 @@ from tkernels.overlap import (
     TILE_COUNTS,
     TILE_FIELDS,
     add_parts,
-    dealt_turns,
     end_launch,
     num_chunks,
     part_of_tile,
+    plan_turns,
     programs_of,
-    split_tail,
     store_part,
     sums_bytes,
     sums_of,
@@ -84,7 +83,7 @@ def finish_slice(
 
 # Row counts may change from call to call, and ranks differ: no new kernel for each.
 @triton.jit(do_not_specialize=[
-    "parity_rows", "tiles_m", "dealt", "whole", "splits", "num_counters", "max_chunks", "rank", "first_row", "rows",
+    "parity_rows", "tiles_m", "head", "dealt", "whole", "splits", "num_counters", "max_chunks", "rank", "first_row", "rows",
     "num_comm", "chunk_rows",
 ])
 def all_gather_matmul_kernel(
@@ -93,7 +92,7 @@ def all_gather_matmul_kernel(
     w, w_stride_n, w_stride_k,  # [N/R, K]
     bias, y, y_stride_m,  # [N/R]; [M, N/R]
     sums,  # [.., BLOCK_N], fp32: of tiles that are split along K
-    schedule, tiles_m, dealt, whole, splits,
+    schedule, tiles_m, head, dealt, whole, splits,
     counters, num_counters, ready, max_chunks, state, table, rank, gate, begun,
     first_row, rows, N, K, num_comm, chunk_rows,  # this rank's first row in the whole, and its rows
     SIZE: tl.constexpr, COPIES: tl.constexpr,
@@ -130,8 +129,8 @@ def all_gather_matmul_kernel(
 
     tiles_n = tl.cdiv(N, BLOCK_N)
     items = whole + (tiles_m * tiles_n - whole) * splits
-    turn = 0
-    item = take_tile(turn, pid, num_comm, dealt, counters)
+    turn = tl.where(pid < num_comm, head, 0)
+    item = take_tile(turn, pid, num_comm, head, dealt, counters)
     while item < items:
         index, part, parts, first_step, last_step = part_of_tile(item, whole, splits, K, BLOCK_K)
         tile_m, tile_n = tile_of(index, tiles_m, tiles_n, GROUP_M)
@@ -180,7 +179,7 @@ def all_gather_matmul_kernel(
             publish(TRANSPORT)
             count(others, TRANSPORT, "gpu")
         turn += 1
-        item = take_tile(turn, pid, num_comm, dealt, counters)
+        item = take_tile(turn, pid, num_comm, head, dealt, counters)
     end_marks(marks, table, TRANSPORT, TRACE)
     end_launch(state, epoch, counters, num_counters)
 # fmt: on
@@ -252,8 +251,8 @@ def _plan(
     chunks = max(num_chunks(count, config) for count in rows)
     sent = rows[ctx.rank] * row_bytes * (ctx.size - 1)
     # Any tile may be one of the last, but the own ones come first: their rows are where they are.
-    whole, splits = split_tail(tiles, tiles, K, num_programs, config, sent)
-    local = sums_bytes(tiles - whole, splits, gemm), TILE_COUNTS.value
+    turns = plan_turns(tiles, tiles, K, num_programs, config, sent)
+    local = sums_bytes(tiles - turns.whole, turns.splits, gemm), TILE_COUNTS.value
     if config.num_comm:
         workspace = ctx.workspace().reserve(max(M, 4) * row_bytes, chunks, *local)
         # Both inboxes are one matrix: the second one begins at the first whole row past the first one's bytes.
@@ -272,7 +271,7 @@ def _plan(
     g_operand = Operand.of(inbox, gemm.block_m, gemm.block_k, x_operand.tma)
     w_operand = Operand.of(w, gemm.block_n, gemm.block_k, gemm.use_tma)
     y_operand = Operand.of(y, gemm.block_m, gemm.block_n // gemm.split, gemm.use_tma and not ragged and N > 1)
-    sums = sums_of(workspace.outbox, tiles - whole, splits, gemm)
+    sums = sums_of(workspace.outbox, tiles - turns.whole, turns.splits, gemm)
     s_operand = Operand.of(sums, gemm.block_m, gemm.block_n // gemm.split, gemm.use_tma)
     first_row = sum(rows[: ctx.rank])
     aligned = row_bytes % 16 == 0 and x.data_ptr() % 16 == 0
@@ -283,7 +282,7 @@ def _plan(
         w_operand.argument, w_operand.row_stride, w_operand.column_stride,
         x if bias is None else bias, y_operand.argument, N,
         s_operand.argument,
-        schedule, tiles_m, dealt_turns(whole, num_programs, config), whole, splits,
+        schedule, tiles_m, *turns,
         workspace.counters, TILE_COUNTS.value, workspace.ready, workspace.num_chunks, workspace.state,
         ctx.table, ctx.rank, workspace.gate, workspace.begun,
         first_row, rows[ctx.rank], N, K, config.num_comm, config.chunk_rows,

@@ -76,7 +76,7 @@ class OverlapConfig:
     max_programs: fewer than the context's leave multiprocessors to what runs beside the operation.
     split_tiles: the last tiles that are computed in max_splits parts along K each, by as many programs, so that the
         last turn keeps more of them busy. Each part but one is written and read once more, in fp32, and added in a
-        fixed order. None: by a model of the launch's end (overlap.split_tail), in up to max_splits parts.
+        fixed order. None: by a model of the launch's end (overlap.plan_turns), in up to max_splits parts.
     max_splits: 1 for none.
     """
 

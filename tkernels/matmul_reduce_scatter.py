@@ -58,12 +58,11 @@ from tkernels.overlap import (
     TILE_COUNTS,
     TILE_FIELDS,
     add_parts,
-    dealt_turns,
     end_launch,
     num_chunks,
     part_of_tile,
+    plan_turns,
     programs_of,
-    split_tail,
     store_part,
     sums_bytes,
     sums_of,
@@ -107,7 +106,7 @@ def finish_slice(
 
 # Row counts may change from call to call, and ranks differ: no new kernel for each.
 @triton.jit(do_not_specialize=[
-    "parity_rows", "part_stride", "tiles_m", "peer_tiles_m", "dealt", "whole", "splits", "num_sends", "num_counters",
+    "parity_rows", "part_stride", "tiles_m", "peer_tiles_m", "head", "dealt", "whole", "splits", "num_sends", "num_counters",
     "max_chunks", "rank", "num_comm", "chunk_rows",
 ])
 def matmul_reduce_kernel(
@@ -117,7 +116,7 @@ def matmul_reduce_kernel(
     outbox, outbox_memory,  # [M, N], and as a pointer
     partials, inbox, parity_rows, part_stride,  # [parity_rows + R * part_stride (and room for y), N], and as a pointer
     sums,  # [.., BLOCK_N], fp32: of tiles that are split along K
-    schedule, tiles_m, peer_tiles_m, dealt, whole, splits,  # the first peer_tiles_m rows of tiles are the peers'
+    schedule, tiles_m, peer_tiles_m, head, dealt, whole, splits,  # the first peer_tiles_m rows of tiles are the peers'
     sends, num_sends,  # [num_sends, SEND_FIELDS]
     parts, starts,  # [R + 1], [R + 1]: first row and first element of each part
     counters, num_counters, ready, max_chunks, state, table, rank, gate, begun,
@@ -158,10 +157,10 @@ def matmul_reduce_kernel(
             )
 
     items = whole + (tiles_m * tiles_n - whole) * splits
-    turn = 0
+    turn = tl.where(pid < num_comm, head, 0)
     item = items
     if not GATHER or pid >= num_comm:  # else go on with the finished chunks
-        item = take_tile(turn, pid, num_comm, dealt, counters)
+        item = take_tile(turn, pid, num_comm, head, dealt, counters)
     while item < items:
         index, part, parts_of_tile, first_step, last_step = part_of_tile(item, whole, splits, K, BLOCK_K)
         # No group of tiles holds both: an own tile waits for the peers, and a program that came to it before all its
@@ -222,7 +221,7 @@ def matmul_reduce_kernel(
             publish(TRANSPORT)
             count(counter, TRANSPORT, "sys" if COPIES else "gpu")
         turn += 1
-        item = take_tile(turn, pid, num_comm, dealt, counters)
+        item = take_tile(turn, pid, num_comm, head, dealt, counters)
 
     if pid == 0:  # a rank without rows of its own still hears from every peer
         for step in range(1, SIZE):
@@ -328,7 +327,7 @@ def plan(
     num_programs = programs_of(config, ctx.num_programs, tiles)
     sent = (M - rows[ctx.rank]) * N * itemsize
     busy = tiles if gather else peer_tiles_m * tiles_n  # the comm programs, for as long as these take
-    whole, splits = split_tail(tiles, own_tiles_m * tiles_n, K, num_programs, config, sent, busy)
+    turns = plan_turns(tiles, own_tiles_m * tiles_n, K, num_programs, config, sent, busy)
     part_stride = triton.cdiv(max(rows), PART_ROWS) * PART_ROWS
     inbox_rows = ctx.size * part_stride
     if gather:  # the finished rows of y, in its own dtype
@@ -343,7 +342,7 @@ def plan(
         workspace.reserve(0, chunks, landing_bytes=inbox_rows * N * itemsize)
     outbox_bytes = round_up(M * N * itemsize, ALIGNMENT)
     all_counters = TILE_COUNTS.value + ctx.size * workspace.num_chunks
-    workspace.reserve(0, 0, outbox_bytes + sums_bytes(tiles - whole, splits, gemm), all_counters)
+    workspace.reserve(0, 0, outbox_bytes + sums_bytes(tiles - turns.whole, turns.splits, gemm), all_counters)
     # Those that copies wait for are zero again once these have seen them, which may be after the launch.
     num_counters = all_counters if config.num_comm else TILE_COUNTS.value
     memory, parity_rows = workspace.landing, 0
@@ -371,7 +370,8 @@ def plan(
     store_tma = gemm.use_tma and not ragged and N > 1
     y_operand = Operand.of(y, *box, store_tma)
     o_operand = Operand.of(outbox, *box, store_tma)
-    s_operand = Operand.of(sums_of(workspace.outbox[outbox_bytes:], tiles - whole, splits, gemm), *box, gemm.use_tma)
+    sums = sums_of(workspace.outbox[outbox_bytes:], tiles - turns.whole, turns.splits, gemm)
+    s_operand = Operand.of(sums, *box, gemm.use_tma)
     p_operand = Operand.of(inbox, *box, gemm.use_tma and N > 1)
     launch = ctx.bind(
         matmul_reduce_kernel, num_programs,
@@ -381,7 +381,7 @@ def plan(
         o_operand.argument, outbox,
         p_operand.argument, inbox, parity_rows, part_stride,
         s_operand.argument,
-        schedule, tiles_m, peer_tiles_m, dealt_turns(whole, num_programs, config), whole, splits,
+        schedule, tiles_m, peer_tiles_m, *turns,
         sends, sends.numel() // SEND_FIELDS.value, parts, starts,
         workspace.counters, num_counters, workspace.ready, workspace.num_chunks, workspace.state, ctx.table, ctx.rank,
         workspace.gate, workspace.begun,

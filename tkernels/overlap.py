@@ -3,10 +3,12 @@
 The tables are made on the host, as small integers that the kernels read: a table can be printed and tested.
 
 A shard's rows travel in chunks, one signal a chunk. Some programs of a launch send first ("comm programs") while the
-others multiply; once they have nothing left to send, they multiply too; with num_comm=0
-no program sends, and the copy engine does (tkernels.comm.copies). How long they send can't be foretold to the
-tile, so only the first turns are dealt out in advance; after these, whoever is free takes the next tile. Where the last
-turn would keep few programs busy, its tiles are split along K, so that all of them help.
+others multiply; once they have nothing left to send, they multiply too. With num_comm=0 no program sends, and the copy
+engine does (tkernels.comm.copies).
+
+Tiles are dealt out in turns, so that those that are computed at one time lie beside each other and share their operands
+in L2. How long programs send can't be foretold to the tile, so the last turns are not dealt out: whoever is free takes
+the next tile. Where the last turn would keep few programs busy, its tiles are split along K, so that all of them help.
 
 Nobody waits for ever: a tile waits for what programs of smaller numbers do, or for what peers send, and these wait for
 tiles of smaller numbers alone, which running programs have taken.
@@ -15,6 +17,8 @@ tiles of smaller numbers alone, which running programs have taken.
 import functools
 import heapq
 import itertools
+import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -40,7 +44,7 @@ SPLIT_TILES = tl.constexpr(2)  # from here on: parts that are done, of each tile
 MAX_SPLIT_TILES = tl.constexpr(128)
 TILE_COUNTS = tl.constexpr(2 + 128)  # from here on: tiles that are done, of each chunk
 
-DEALT_SHORT = 3  # turns before the last that are not dealt out: the comm programs come when they are done
+DEALT_SHORT = 3  # last turns that are not dealt out
 PART_S = 5e-6  # more than that for a part of a tile, whose sums are written, or read
 TILE_END_S = 3e-6  # a tile's time without its steps along K
 MIN_SPLIT_STEPS = 8  # steps along K of a part, at least
@@ -86,50 +90,64 @@ def programs_of(config: OverlapConfig, available: int, tiles: int) -> int:
     return min(available, config.num_comm + tiles)
 
 
-def dealt_turns(tiles: int, num_programs: int, config: OverlapConfig) -> int:
-    """Turns that are dealt out in advance to the programs that only multiply; `tiles` are to be had after them."""
-    return max(tiles // (num_programs - config.num_comm) - DEALT_SHORT, 0)
+class Turns(NamedTuple):
+    """Who computes which tile: `take_tile` deals out, by turns, and `part_of_tile` splits.
+
+    head: turns of those that only multiply.  dealt: turns up to which tiles are dealt out, comm programs included.
+    whole: tiles that are computed whole.  splits: parts of each later one.
+    """
+
+    head: int
+    dealt: int
+    whole: int
+    splits: int
 
 
 @functools.lru_cache(maxsize=1024)
-def split_tail(
+def plan_turns(
     tiles: int, splittable: int, K: int, num_programs: int, config: OverlapConfig, sent_bytes: int, tiles_first: int = 0
-) -> tuple[int, int]:
-    """(tiles that are computed whole, parts of each later one): by the configuration, else by a model of the end.
+) -> Turns:
+    """The turns of a launch, by a model of when its programs are done.
 
     splittable: how many of the last tiles may be split.  sent_bytes: by this rank's comm programs, which end no earlier
-    than the first `tiles_first` tiles.
+    than the first `tiles_first` tiles, and never join the others if these are all.
     """
-    gemm, most = config.gemm, min(splittable, MAX_SPLIT_TILES.value)
-    if config.split_tiles is not None:
-        last = min(config.split_tiles, most)
-        return (tiles - last, config.max_splits) if last and config.max_splits > 1 else (tiles, 1)
+    gemm, workers = config.gemm, num_programs - config.num_comm
+    most = min(splittable, MAX_SPLIT_TILES.value)
     tile_s = 2 * gemm.block_m * gemm.block_n * K * num_programs / FLOPS_PER_S + TILE_END_S
     sending_s = sent_bytes / (max(config.num_comm, 1) * SEND_BYTES_PER_S_OF_A_PROGRAM)
-    turns = min(max(sending_s / tile_s, tiles_first / (num_programs - config.num_comm)), tiles / num_programs)
-    left = round(tiles + config.num_comm * turns) % num_programs
-    lasts = {left + num_programs // 12, left + num_programs // 6, num_programs // 4, num_programs // 2}
-    lasts = [last for last in sorted(lasts) if last <= most]
-    splits = range(2, min(config.max_splits, K // (gemm.block_k * MIN_SPLIT_STEPS)) + 1)
+    turns = min(max(sending_s / tile_s, tiles_first / workers), tiles / workers)
 
-    def end(last: int, splits: int) -> float:
+    def deal(last: int, splits: int) -> Turns:
+        whole = tiles - last
+        head = min(math.ceil(turns), max(whole // workers - DEALT_SHORT, 0))
+        rest = max((whole - head * workers) // num_programs - DEALT_SHORT, 0)
+        # A comm program must not be dealt a tile that one of them waits for: it would come to it too late, or never.
+        return Turns(head, head + rest if head * workers >= tiles_first else head, whole, splits)
+
+    def end(plan: Turns) -> float:
         """In the time of a tile; the later one of two, for how long the comm programs send is a guess."""
-        part = (1 - TILE_END_S / tile_s) / splits + (TILE_END_S + PART_S) / tile_s
-        dealt = dealt_turns(tiles - last, num_programs, config)
-        workers = num_programs - config.num_comm
-        items = [1.0] * (tiles - last - dealt * workers) + [part] * (last * splits)
+        dealt = plan.head * workers + (plan.dealt - plan.head) * num_programs
+        part = (1 - TILE_END_S / tile_s) / plan.splits + (TILE_END_S + PART_S) / tile_s
+        items = [1.0] * (plan.whole - dealt) + [part] * ((tiles - plan.whole) * plan.splits)
         ends = []
         for guess in (0.9 * turns, 1.1 * turns):
-            free = [float(dealt)] * workers + [guess] * config.num_comm
+            free = [float(plan.dealt)] * workers + [guess + plan.dealt - plan.head] * config.num_comm
             heapq.heapify(free)
             for item in items:
                 heapq.heapreplace(free, free[0] + item)
             ends.append(max(free))
         return max(ends)
 
-    choices = [(0, 1), *itertools.product(lasts, splits)]
-    last, parts = min(choices, key=lambda choice: end(*choice)) if len(choices) > 1 else (0, 1)
-    return tiles - last, parts
+    if config.split_tiles is not None:
+        last = min(config.split_tiles, most)
+        return deal(last, config.max_splits) if last and config.max_splits > 1 else deal(0, 1)
+    left = round(tiles + config.num_comm * turns) % num_programs
+    lasts = {left + num_programs // 12, left + num_programs // 6, num_programs // 4, num_programs // 2}
+    splits = range(2, min(config.max_splits, K // (gemm.block_k * MIN_SPLIT_STEPS)) + 1)
+    choices = itertools.product((last for last in sorted(lasts) if 0 < last <= most), splits)
+    plans = [deal(0, 1), *itertools.starmap(deal, choices)]
+    return min(plans, key=end) if len(plans) > 1 else plans[0]
 
 
 def sums_bytes(tiles: int, splits: int, gemm: GemmConfig) -> int:
@@ -144,12 +162,17 @@ def sums_of(memory: torch.Tensor, tiles: int, splits: int, gemm: GemmConfig) -> 
 
 # fmt: off
 @triton.jit
-def take_tile(turn, pid, num_comm, dealt, counters):
-    """The tile that program `pid` computes at its turn: dealt out in the first `dealt` turns, then the next one."""
+def take_tile(turn, pid, num_comm, head, dealt, counters):
+    """The tile that program `pid` computes at its turn, which for the first `num_comm` programs begins with `head`.
+
+    Dealt out in turns of all programs, in the first `head` turns of the others; from turn `dealt` on, the next one.
+    """
     workers = tl.num_programs(0) - num_comm
     index = turn * workers + pid - num_comm
-    if (pid < num_comm) | (turn >= dealt):
-        index = dealt * workers + take(counters + TILE_TICKETS)
+    if turn >= head:
+        index = head * workers + (turn - head) * tl.num_programs(0) + pid
+    if turn >= dealt:
+        index = head * workers + (dealt - head) * tl.num_programs(0) + take(counters + TILE_TICKETS)
     return index
 
 
