@@ -83,8 +83,8 @@ def finish_slice(
 
 # Row counts may change from call to call, and ranks differ: no new kernel for each.
 @triton.jit(do_not_specialize=[
-    "parity_rows", "tiles_m", "head", "dealt", "whole", "splits", "num_counters", "max_chunks", "rank", "first_row", "rows",
-    "num_comm", "chunk_rows",
+    "parity_rows", "tiles_m", "head", "dealt", "whole", "splits", "num_counters", "max_chunks", "rank", "first_row",
+    "rows", "num_comm", "chunk_rows",
 ])
 def all_gather_matmul_kernel(
     x, x_memory,  # [M/R, K], and the same as a pointer to contiguous rows

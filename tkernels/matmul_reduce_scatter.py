@@ -106,8 +106,8 @@ def finish_slice(
 
 # Row counts may change from call to call, and ranks differ: no new kernel for each.
 @triton.jit(do_not_specialize=[
-    "parity_rows", "part_stride", "tiles_m", "peer_tiles_m", "head", "dealt", "whole", "splits", "num_sends", "num_counters",
-    "max_chunks", "rank", "num_comm", "chunk_rows",
+    "parity_rows", "part_stride", "tiles_m", "peer_tiles_m", "head", "dealt", "whole", "splits", "num_sends",
+    "num_counters", "max_chunks", "rank", "num_comm", "chunk_rows",
 ])
 def matmul_reduce_kernel(
     x, x_stride_m, x_stride_k,  # [M, K/R]
