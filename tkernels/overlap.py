@@ -201,6 +201,9 @@ def store_part(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Put a slice of a part's sums where the tile's last part finds it."""
+    # A value that is made here, for Triton 3.6 copies one that is not to shared memory as soon as there is one, for
+    # tiles that are no parts too: 1.2 us each (llama8b-qkv, H200).
+    value += 0.0
     store_tile(value, sums, BLOCK_N, row, ROWS, column, BLOCK_N, ROWS, COLUMNS, TMA, tl.float32)
 
 
