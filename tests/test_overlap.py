@@ -136,12 +136,12 @@ def test_the_last_turn_is_filled_with_parts_where_that_ends_earlier():
     for K in (4096, 8192, 16384):
         plan = plan_turns(tiles, tiles, K, turn, config, 0)
         assert plan.splits > 1 and 20 <= tiles - plan.whole <= 66, K  # 20 tiles would take as long as a whole turn
-        assert plan_turns(tiles, tiles, K, turn, replace(config, max_splits=1), 0)[2:] == (tiles, 1)
-    assert plan_turns(tiles, tiles, 256, turn, config, 0)[2:] == (tiles, 1)  # parts would cost more
+        assert plan_turns(tiles, tiles, K, turn, replace(config, max_splits=1), 0)[3:] == (tiles, 1)
+    assert plan_turns(tiles, tiles, 256, turn, config, 0)[3:] == (tiles, 1)  # parts would cost more
     assert plan_turns(tiles, 5, 8192, turn, config, 0).whole >= tiles - 5
     asked = replace(config, split_tiles=7, max_splits=3)
-    assert plan_turns(100, 50, 64, turn, asked, 0)[2:] == (93, 3)
-    assert plan_turns(100, 5, 64, turn, asked, 0)[2:] == (95, 3)
+    assert plan_turns(100, 50, 64, turn, asked, 0)[3:] == (93, 3)
+    assert plan_turns(100, 5, 64, turn, asked, 0)[3:] == (95, 3)
 
 
 def test_turns_are_dealt_out_as_long_as_there_are_surely_tiles_for_all():
@@ -152,7 +152,9 @@ def test_turns_are_dealt_out_as_long_as_there_are_surely_tiles_for_all():
             tiles, tiles, 4096, num_programs, OverlapConfig(num_comm=num_comm), sent, round(first * tiles)
         )
         dealt = plan.head * (num_programs - num_comm) + (plan.dealt - plan.head) * num_programs
-        assert 0 <= plan.head <= plan.dealt and dealt <= plan.whole <= tiles
+        assert 0 <= plan.head <= plan.dealt <= plan.last and dealt <= plan.whole <= tiles
+        items = plan.whole + (tiles - plan.whole) * plan.splits
+        assert items - dealt <= (plan.last - plan.dealt) * (num_programs - num_comm) // 2  # half of them suffice
         # No comm program is dealt one of the first tiles, which it, or another one, may wait for.
         assert plan.dealt == plan.head or plan.head * (num_programs - num_comm) >= round(first * tiles)
     config, tiles = OverlapConfig(num_comm=12), 3000

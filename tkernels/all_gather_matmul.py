@@ -56,6 +56,7 @@ from tkernels.overlap import (
     take_tile,
     tile_schedule,
     wait_chunks,
+    with_room_for,
 )
 from tkernels.paths import choose_path, plan_all_gather_matmul
 
@@ -83,8 +84,8 @@ def finish_slice(
 
 # Row counts may change from call to call, and ranks differ: no new kernel for each.
 @triton.jit(do_not_specialize=[
-    "parity_rows", "tiles_m", "head", "dealt", "whole", "splits", "num_counters", "max_chunks", "rank", "first_row",
-    "rows", "num_comm", "chunk_rows",
+    "parity_rows", "tiles_m", "head", "dealt", "last_turn", "whole", "splits", "num_counters", "max_chunks", "rank",
+    "first_row", "rows", "num_comm", "chunk_rows",
 ])
 def all_gather_matmul_kernel(
     x, x_memory,  # [M/R, K], and the same as a pointer to contiguous rows
@@ -92,7 +93,7 @@ def all_gather_matmul_kernel(
     w, w_stride_n, w_stride_k,  # [N/R, K]
     bias, y, y_stride_m,  # [N/R]; [M, N/R]
     sums,  # [.., BLOCK_N], fp32: of tiles that are split along K
-    schedule, tiles_m, head, dealt, whole, splits,
+    schedule, tiles_m, head, dealt, last_turn, whole, splits,
     counters, num_counters, ready, max_chunks, state, table, rank, gate, begun,
     first_row, rows, N, K, num_comm, chunk_rows,  # this rank's first row in the whole, and its rows
     SIZE: tl.constexpr, COPIES: tl.constexpr,
@@ -129,57 +130,58 @@ def all_gather_matmul_kernel(
 
     tiles_n = tl.cdiv(N, BLOCK_N)
     items = whole + (tiles_m * tiles_n - whole) * splits
-    turn = tl.where(pid < num_comm, head, 0)
-    item = take_tile(turn, pid, num_comm, head, dealt, counters)
-    while item < items:
-        index, part, parts, first_step, last_step = part_of_tile(item, whole, splits, K, BLOCK_K)
-        tile_m, tile_n = tile_of(index, tiles_m, tiles_n, GROUP_M)
-        tile = schedule + tile_m * TILE_FIELDS
-        source = tl.load(tile).to(tl.int32)
-        row = tl.load(tile + 1).to(tl.int32)
-        out_row = tl.load(tile + 2).to(tl.int32)
-        valid = tl.load(tile + 3).to(tl.int32)
-        column = tile_n * BLOCK_N
-        # One main loop for both: two would each take the shared memory of a pipeline.
-        operand = x
-        at = row
-        if source != rank:
-            operand = gathered
-            at = parity_row + out_row
-            chunk = tl.load(tile + 4).to(tl.int32)
-            needed = tl.cdiv(valid, chunk_rows)
-            marks = mark(marks, WAIT, chunk, source, table, TRANSPORT, TRACE)
-            wait_chunks(
-                ready, max_chunks, source, chunk, needed, epoch, table, 1, SIZE, OPERATION, TRANSPORT
+    first_turn = tl.where(pid < num_comm, head, 0)
+    item = take_tile(first_turn, pid, num_comm, head, dealt, counters)
+    for turn in range(first_turn, last_turn):
+        if item < items:
+            index, part, parts, first_step, last_step = part_of_tile(item, whole, splits, K, BLOCK_K)
+            tile_m, tile_n = tile_of(index, tiles_m, tiles_n, GROUP_M)
+            tile = schedule + tile_m * TILE_FIELDS
+            source = tl.load(tile).to(tl.int32)
+            row = tl.load(tile + 1).to(tl.int32)
+            out_row = tl.load(tile + 2).to(tl.int32)
+            valid = tl.load(tile + 3).to(tl.int32)
+            column = tile_n * BLOCK_N
+            # One main loop for both: two would each take the shared memory of a pipeline.
+            operand = x
+            at = row
+            if source != rank:
+                operand = gathered
+                at = parity_row + out_row
+                chunk = tl.load(tile + 4).to(tl.int32)
+                needed = tl.cdiv(valid, chunk_rows)
+                marks = mark(marks, WAIT, chunk, source, table, TRANSPORT, TRACE)
+                wait_chunks(
+                    ready, max_chunks, source, chunk, needed, epoch, table, 1, SIZE, OPERATION, TRANSPORT
+                )
+            marks = mark(marks, COMPUTE, out_row, column, table, TRANSPORT, TRACE)
+            total = multiply(
+                operand, K, 1, at, at + valid, w, w_stride_n, w_stride_k, column, N, K, first_step, last_step,
+                BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, False, W_TMA, W_TRANSPOSED, PRECISION,
             )
-        marks = mark(marks, COMPUTE, out_row, column, table, TRANSPORT, TRACE)
-        total = multiply(
-            operand, K, 1, at, at + valid, w, w_stride_n, w_stride_k, column, N, K, first_step, last_step,
-            BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, False, W_TMA, W_TRANSPOSED, PRECISION,
-        )
-        others = counters + SPLIT_TILES + index - whole
-        sums_row = (index - whole) * (parts - 1) * BLOCK_M
-        if (parts > 1) & (part == parts - 1):
-            marks = mark(marks, COLLECT, 0, rank, table, TRANSPORT, TRACE)
-            wait_signal(others, parts - 1, table, rank, 0, OPERATION, TRANSPORT)
-        marks = mark(marks, STORE, out_row, column, table, TRANSPORT, TRACE)
-        COLUMNS: tl.constexpr = BLOCK_N // SPLIT
-        if SPLIT == 2:
-            total, right = halves(total, BLOCK_M, BLOCK_N)
-        finish_slice(
-            total, column, bias, N, y, y_stride_m, out_row, valid, sums, sums_row, 0, part, parts,
-            BLOCK_M, COLUMNS, BLOCK_N, Y_TMA, S_TMA, HAS_BIAS, ACTIVATION, DTYPE,
-        )
-        if SPLIT == 2:
+            others = counters + SPLIT_TILES + index - whole
+            sums_row = (index - whole) * (parts - 1) * BLOCK_M
+            if (parts > 1) & (part == parts - 1):
+                marks = mark(marks, COLLECT, 0, rank, table, TRANSPORT, TRACE)
+                wait_signal(others, parts - 1, table, rank, 0, OPERATION, TRANSPORT)
+            marks = mark(marks, STORE, out_row, column, table, TRANSPORT, TRACE)
+            COLUMNS: tl.constexpr = BLOCK_N // SPLIT
+            if SPLIT == 2:
+                total, right = halves(total, BLOCK_M, BLOCK_N)
             finish_slice(
-                right, column + COLUMNS, bias, N, y, y_stride_m, out_row, valid, sums, sums_row, COLUMNS, part, parts,
+                total, column, bias, N, y, y_stride_m, out_row, valid, sums, sums_row, 0, part, parts,
                 BLOCK_M, COLUMNS, BLOCK_N, Y_TMA, S_TMA, HAS_BIAS, ACTIVATION, DTYPE,
             )
-        if part < parts - 1:
-            publish(TRANSPORT)
-            count(others, TRANSPORT, "gpu")
-        turn += 1
-        item = take_tile(turn, pid, num_comm, head, dealt, counters)
+            if SPLIT == 2:
+                finish_slice(
+                    right, column + COLUMNS, bias, N, y, y_stride_m, out_row, valid,
+                    sums, sums_row, COLUMNS, part, parts,
+                    BLOCK_M, COLUMNS, BLOCK_N, Y_TMA, S_TMA, HAS_BIAS, ACTIVATION, DTYPE,
+                )
+            if part < parts - 1:
+                publish(TRANSPORT)
+                count(others, TRANSPORT, "gpu")
+            item = take_tile(turn + 1, pid, num_comm, head, dealt, counters)
     end_marks(marks, table, TRANSPORT, TRACE)
     end_launch(state, epoch, counters, num_counters)
 # fmt: on
@@ -241,6 +243,7 @@ def _plan(
 
     if config is None:
         config = overlap_config(ctx, "all_gather_matmul", M, N, K, x_shard_m.dtype, layout_of(x_shard_m, w))
+        config = with_room_for(config, out_dtype, x_shard_m.dtype)
     # Through one dimension: contiguous() keeps any stride of a dimension of size 1, and kernels take rows of K.
     gemm, x = config.gemm, x_shard_m.contiguous().view(-1).view(x_shard_m.shape)
     tiles_m = sum(triton.cdiv(count, gemm.block_m) for count in rows)
@@ -272,7 +275,7 @@ def _plan(
     w_operand = Operand.of(w, gemm.block_n, gemm.block_k, gemm.use_tma)
     y_operand = Operand.of(y, gemm.block_m, gemm.block_n // gemm.split, gemm.use_tma and not ragged and N > 1)
     sums = sums_of(workspace.outbox, tiles - turns.whole, turns.splits, gemm)
-    s_operand = Operand.of(sums, gemm.block_m, gemm.block_n // gemm.split, gemm.use_tma)
+    s_operand = Operand.of(sums, gemm.block_m, gemm.block_n // gemm.split // 2, gemm.use_tma)
     first_row = sum(rows[: ctx.rank])
     aligned = row_bytes % 16 == 0 and x.data_ptr() % 16 == 0
     launch = ctx.bind(

@@ -13,7 +13,6 @@ every peer, and all programs copy what arrives to the output.
 """
 
 import functools
-from dataclasses import replace
 
 import torch
 import triton
@@ -70,6 +69,7 @@ from tkernels.overlap import (
     take_tile,
     tile_schedule,
     wait_chunks,
+    with_room_for,
 )
 from tkernels.paths import choose_path, plan_matmul_reduce
 
@@ -106,8 +106,8 @@ def finish_slice(
 
 # Row counts may change from call to call, and ranks differ: no new kernel for each.
 @triton.jit(do_not_specialize=[
-    "parity_rows", "part_stride", "tiles_m", "peer_tiles_m", "head", "dealt", "whole", "splits", "num_sends",
-    "num_counters", "max_chunks", "rank", "num_comm", "chunk_rows",
+    "parity_rows", "part_stride", "tiles_m", "peer_tiles_m", "head", "dealt", "last_turn", "whole", "splits",
+    "num_sends",     "num_counters", "max_chunks", "rank", "num_comm", "chunk_rows",
 ])
 def matmul_reduce_kernel(
     x, x_stride_m, x_stride_k,  # [M, K/R]
@@ -116,7 +116,8 @@ def matmul_reduce_kernel(
     outbox, outbox_memory,  # [M, N], and as a pointer
     partials, inbox, parity_rows, part_stride,  # [parity_rows + R * part_stride (and room for y), N], and as a pointer
     sums,  # [.., BLOCK_N], fp32: of tiles that are split along K
-    schedule, tiles_m, peer_tiles_m, head, dealt, whole, splits,  # the first peer_tiles_m rows of tiles are the peers'
+    schedule, tiles_m, peer_tiles_m,  # the first peer_tiles_m rows of tiles are the peers'
+    head, dealt, last_turn, whole, splits,
     sends, num_sends,  # [num_sends, SEND_FIELDS]
     parts, starts,  # [R + 1], [R + 1]: first row and first element of each part
     counters, num_counters, ready, max_chunks, state, table, rank, gate, begun,
@@ -157,71 +158,71 @@ def matmul_reduce_kernel(
             )
 
     items = whole + (tiles_m * tiles_n - whole) * splits
-    turn = tl.where(pid < num_comm, head, 0)
+    first_turn = tl.where(pid < num_comm, head, 0)
     item = items
     if not GATHER or pid >= num_comm:  # else go on with the finished chunks
-        item = take_tile(turn, pid, num_comm, head, dealt, counters)
-    while item < items:
-        index, part, parts_of_tile, first_step, last_step = part_of_tile(item, whole, splits, K, BLOCK_K)
-        # No group of tiles holds both: an own tile waits for the peers, and a program that came to it before all its
-        # tiles of the peers' rows could keep them waiting for ever, as theirs could it.
-        if index < peer_tiles_m * tiles_n:
-            tile_m, tile_n = tile_of(index, peer_tiles_m, tiles_n, GROUP_M)
-        else:
-            tile_m, tile_n = tile_of(index - peer_tiles_m * tiles_n, tiles_m - peer_tiles_m, tiles_n, GROUP_M)
-            tile_m += peer_tiles_m
-        tile = schedule + tile_m * TILE_FIELDS
-        owner = tl.load(tile).to(tl.int32)
-        row = tl.load(tile + 1).to(tl.int32)
-        x_row = tl.load(tile + 2).to(tl.int32)
-        valid = tl.load(tile + 3).to(tl.int32)
-        chunk = tl.load(tile + 4).to(tl.int32)
-        column = tile_n * BLOCK_N
-        marks = mark(marks, COMPUTE, x_row, column, table, TRANSPORT, TRACE)
-        total = multiply(
-            x, x_stride_m, x_stride_k, x_row, x_row + valid, w, w_stride_n, w_stride_k, column, N, K,
-            first_step, last_step,
-            BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, X_TRANSPOSED, W_TMA, W_TRANSPOSED, PRECISION,
-        )
-        others = counters + SPLIT_TILES + index - whole
-        sums_row = (index - whole) * (parts_of_tile - 1) * BLOCK_M
-        if part == parts_of_tile - 1:
-            if parts_of_tile > 1:
-                marks = mark(marks, COLLECT, chunk, rank, table, TRANSPORT, TRACE)
-                wait_signal(others, part, table, rank, chunk, OPERATION, TRANSPORT)
-            if owner == rank:
-                marks = mark(marks, WAIT, chunk, rank, table, TRANSPORT, TRACE)
-                needed = tl.cdiv(valid, chunk_rows)
-                wait_chunks(
-                    ready, max_chunks, rank + 1, chunk, needed, epoch, table,
-                    SIZE - 1, SIZE, OPERATION, TRANSPORT,
-                )
-        marks = mark(marks, STORE, x_row, column, table, TRANSPORT, TRACE)
-        out_row = row
-        if GATHER:
-            out_row = x_row
-        COLUMNS: tl.constexpr = BLOCK_N // SPLIT
-        if SPLIT == 2:
-            total, right = halves(total, BLOCK_M, BLOCK_N)
-        finish_slice(
-            total, column, bias, N, y, out_row, outbox, x_row, valid,
-            partials, parity_row + row, part_stride, owner, rank, sums, sums_row, 0, part, parts_of_tile,
-            BLOCK_M, COLUMNS, BLOCK_N, SIZE, Y_TMA, O_TMA, P_TMA, S_TMA, HAS_BIAS, ACTIVATION, DTYPE, WIRE,
-        )
-        if SPLIT == 2:
+        item = take_tile(first_turn, pid, num_comm, head, dealt, counters)
+    for turn in range(first_turn, last_turn):
+        if item < items:
+            index, part, parts_of_tile, first_step, last_step = part_of_tile(item, whole, splits, K, BLOCK_K)
+            # No group of tiles holds both: an own tile waits for the peers, and a program that came to it before all
+            # its tiles of the peers' rows could keep them waiting for ever, as theirs could it.
+            if index < peer_tiles_m * tiles_n:
+                tile_m, tile_n = tile_of(index, peer_tiles_m, tiles_n, GROUP_M)
+            else:
+                tile_m, tile_n = tile_of(index - peer_tiles_m * tiles_n, tiles_m - peer_tiles_m, tiles_n, GROUP_M)
+                tile_m += peer_tiles_m
+            tile = schedule + tile_m * TILE_FIELDS
+            owner = tl.load(tile).to(tl.int32)
+            row = tl.load(tile + 1).to(tl.int32)
+            x_row = tl.load(tile + 2).to(tl.int32)
+            valid = tl.load(tile + 3).to(tl.int32)
+            chunk = tl.load(tile + 4).to(tl.int32)
+            column = tile_n * BLOCK_N
+            marks = mark(marks, COMPUTE, x_row, column, table, TRANSPORT, TRACE)
+            total = multiply(
+                x, x_stride_m, x_stride_k, x_row, x_row + valid, w, w_stride_n, w_stride_k, column, N, K,
+                first_step, last_step,
+                BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, X_TRANSPOSED, W_TMA, W_TRANSPOSED, PRECISION,
+            )
+            others = counters + SPLIT_TILES + index - whole
+            sums_row = (index - whole) * (parts_of_tile - 1) * BLOCK_M
+            if part == parts_of_tile - 1:
+                if parts_of_tile > 1:
+                    marks = mark(marks, COLLECT, chunk, rank, table, TRANSPORT, TRACE)
+                    wait_signal(others, part, table, rank, chunk, OPERATION, TRANSPORT)
+                if owner == rank:
+                    marks = mark(marks, WAIT, chunk, rank, table, TRANSPORT, TRACE)
+                    needed = tl.cdiv(valid, chunk_rows)
+                    wait_chunks(
+                        ready, max_chunks, rank + 1, chunk, needed, epoch, table,
+                        SIZE - 1, SIZE, OPERATION, TRANSPORT,
+                    )
+            marks = mark(marks, STORE, x_row, column, table, TRANSPORT, TRACE)
+            out_row = row
+            if GATHER:
+                out_row = x_row
+            COLUMNS: tl.constexpr = BLOCK_N // SPLIT
+            if SPLIT == 2:
+                total, right = halves(total, BLOCK_M, BLOCK_N)
             finish_slice(
-                right, column + COLUMNS, bias, N, y, out_row, outbox, x_row, valid,
-                partials, parity_row + row, part_stride, owner, rank, sums, sums_row, COLUMNS, part, parts_of_tile,
+                total, column, bias, N, y, out_row, outbox, x_row, valid,
+                partials, parity_row + row, part_stride, owner, rank, sums, sums_row, 0, part, parts_of_tile,
                 BLOCK_M, COLUMNS, BLOCK_N, SIZE, Y_TMA, O_TMA, P_TMA, S_TMA, HAS_BIAS, ACTIVATION, DTYPE, WIRE,
             )
-        if GATHER or owner != rank or part < parts_of_tile - 1:
-            counter = tile_counts + owner * max_chunks + chunk
-            if part < parts_of_tile - 1:
-                counter = others
-            publish(TRANSPORT)
-            count(counter, TRANSPORT, "sys" if COPIES else "gpu")
-        turn += 1
-        item = take_tile(turn, pid, num_comm, head, dealt, counters)
+            if SPLIT == 2:
+                finish_slice(
+                    right, column + COLUMNS, bias, N, y, out_row, outbox, x_row, valid,
+                    partials, parity_row + row, part_stride, owner, rank, sums, sums_row, COLUMNS, part, parts_of_tile,
+                    BLOCK_M, COLUMNS, BLOCK_N, SIZE, Y_TMA, O_TMA, P_TMA, S_TMA, HAS_BIAS, ACTIVATION, DTYPE, WIRE,
+                )
+            if GATHER or owner != rank or part < parts_of_tile - 1:
+                counter = tile_counts + owner * max_chunks + chunk
+                if part < parts_of_tile - 1:
+                    counter = others
+                publish(TRANSPORT)
+                count(counter, TRANSPORT, "sys" if COPIES else "gpu")
+            item = take_tile(turn + 1, pid, num_comm, head, dealt, counters)
 
     if pid == 0:  # a rank without rows of its own still hears from every peer
         for step in range(1, SIZE):
@@ -315,9 +316,7 @@ def plan(
     itemsize = wire_dtype.itemsize
     if config is None:
         config = overlap_config(ctx, name, M, N, K, x.dtype, layout_of(x, w))
-        if itemsize > x.element_size() and activation not in (None, "relu") and config.gemm.block_n == 256:
-            # Partial sums of fp32 beside an activation's own values: a tile of 128 x 256 spills up to 6 registers.
-            config = replace(config, gemm=replace(config.gemm, block_n=128))
+        config = with_room_for(config, max(wire_dtype, out_dtype, key=lambda dtype: dtype.itemsize), x.dtype)
     gemm = config.gemm
     peers = [(ctx.rank + step) % ctx.size for step in range(1, ctx.size)]
     peer_tiles_m = sum(triton.cdiv(rows[peer], gemm.block_m) for peer in peers)
@@ -371,7 +370,7 @@ def plan(
     y_operand = Operand.of(y, *box, store_tma)
     o_operand = Operand.of(outbox, *box, store_tma)
     sums = sums_of(workspace.outbox[outbox_bytes:], tiles - turns.whole, turns.splits, gemm)
-    s_operand = Operand.of(sums, *box, gemm.use_tma)
+    s_operand = Operand.of(sums, gemm.block_m, box[1] // 2, gemm.use_tma)
     p_operand = Operand.of(inbox, *box, gemm.use_tma and N > 1)
     launch = ctx.bind(
         matmul_reduce_kernel, num_programs,

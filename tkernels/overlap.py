@@ -18,6 +18,7 @@ import functools
 import heapq
 import itertools
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ from tkernels.configs import (
     GemmConfig,
     OverlapConfig,
 )
-from tkernels.gemm import load_tile, store_tile
+from tkernels.gemm import halves, load_tile, store_tile
 
 # A tile row of a schedule: whose shard, first row in the shard, first row in the whole, rows that count, chunk.
 TILE_FIELDS = tl.constexpr(5)
@@ -71,6 +72,16 @@ def tile_schedule(rows: tuple[int, ...], order: list[int], config: OverlapConfig
     return schedule
 
 
+def with_room_for(config: OverlapConfig, stored: torch.dtype, dtype: torch.dtype) -> OverlapConfig:
+    """A configuration by rule, or tuned for results of the operands' dtype, for results that may be larger.
+
+    Beside the pipeline there is no shared memory for fp32 of 128 x 128, and no registers, either, for an activation.
+    """
+    if stored.itemsize == dtype.itemsize or config.gemm.block_n < 256:
+        return config
+    return replace(config, gemm=replace(config.gemm, block_n=config.gemm.block_n // 2))
+
+
 def num_chunks(rows: int, config: OverlapConfig) -> int:
     """Chunks of a shard; an empty one still has one, so that its rank is heard from."""
     return max(triton.cdiv(rows, config.chunk_rows), 1)
@@ -94,11 +105,13 @@ class Turns(NamedTuple):
     """Who computes which tile: `take_tile` deals out, by turns, and `part_of_tile` splits.
 
     head: turns of those that only multiply.  dealt: turns up to which tiles are dealt out, comm programs included.
+    last: more turns than any program has, unless half of them are held up.
     whole: tiles that are computed whole.  splits: parts of each later one.
     """
 
     head: int
     dealt: int
+    last: int
     whole: int
     splits: int
 
@@ -123,7 +136,9 @@ def plan_turns(
         head = min(math.ceil(turns), max(whole // workers - DEALT_SHORT, 0))
         rest = max((whole - head * workers) // num_programs - DEALT_SHORT, 0)
         # A comm program must not be dealt a tile that one of them waits for: it would come to it too late, or never.
-        return Turns(head, head + rest if head * workers >= tiles_first else head, whole, splits)
+        rest = rest if head * workers >= tiles_first else 0
+        left = whole - head * workers - rest * num_programs + last * splits
+        return Turns(head, head + rest, head + rest + 2 * triton.cdiv(left, workers) + 4, whole, splits)
 
     def end(plan: Turns) -> float:
         """In the time of a tile; the later one of two, for how long the comm programs send is a guess."""
@@ -200,11 +215,11 @@ def store_part(
     value, sums, row, column,  # pointer or descriptor of [.., BLOCK_N], fp32
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Put a slice of a part's sums where the tile's last part finds it."""
-    # A value that is made here, for Triton 3.6 copies one that is not to shared memory as soon as there is one, for
-    # tiles that are no parts too: 1.2 us each (llama8b-qkv, H200).
-    value += 0.0
-    store_tile(value, sums, BLOCK_N, row, ROWS, column, BLOCK_N, ROWS, COLUMNS, TMA, tl.float32)
+    """Put a slice of a part's sums where the tile's last part finds it; by halves, which take less shared memory."""
+    HALF: tl.constexpr = COLUMNS // 2
+    left, right = halves(value, ROWS, COLUMNS)
+    store_tile(left, sums, BLOCK_N, row, ROWS, column, BLOCK_N, ROWS, HALF, TMA, tl.float32)
+    store_tile(right, sums, BLOCK_N, row, ROWS, column + HALF, BLOCK_N, ROWS, HALF, TMA, tl.float32)
 
 
 @triton.jit
@@ -213,9 +228,12 @@ def add_parts(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """The slice with those of the tile's other parts added, in their order; the first one's sums are at `row`."""
+    HALF: tl.constexpr = COLUMNS // 2
     for part in range(parts - 1):
         at = row + part * ROWS
-        value += load_tile(sums, BLOCK_N, 1, at, column, at + ROWS, BLOCK_N, ROWS, COLUMNS, TMA, False)
+        left = load_tile(sums, BLOCK_N, 1, at, column, at + ROWS, BLOCK_N, ROWS, HALF, TMA, False)
+        right = load_tile(sums, BLOCK_N, 1, at, column + HALF, at + ROWS, BLOCK_N, ROWS, HALF, TMA, False)
+        value += tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (ROWS, COLUMNS))
     return value
 
 
