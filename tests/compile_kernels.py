@@ -37,7 +37,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import tkernels
 from tkernels import gemm, paths
 from tkernels.comm import channel, collectives, context, copies, device, runtime
-from tkernels.comm.device import PEER, put_signal
+from tkernels.comm.device import PEER, arrived, put_signal
 from tkernels.configs import overlap_config
 from tkernels.doctor import verbs
 from tkernels.trace import clocks
@@ -239,6 +239,25 @@ def put_without_align_kernel(target, source, word, table, num_elements, ALIGN: t
     put_signal(target, source, num_elements, word, 1, 1, table, PEER, 1024)
 
 
+@triton.jit
+def look_kernel(x, words, AGREED: tl.constexpr):
+    at = words + tl.arange(0, 8)
+    if AGREED:
+        there = arrived(at, 1, PEER)
+    else:
+        seen = tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.b64 $0, [$1];", "=l,l", [at.to(tl.int64)], dtype=tl.int64, is_pure=False, pack=1
+        )
+        tl.debug_barrier()  # each warp still goes by what it has seen itself
+        there = tl.min(seen, 0) >= 1
+    if not there:
+        first = tl.full((), 0, tl.int64)
+        while first < 1:
+            first = tl.atomic_add(words, tl.full((), 0, tl.int64), sem="acquire", scope="sys")
+    at = tl.arange(0, 1024)
+    tl.store(x + at, tl.load(x + at) + 1.0)
+
+
 def _vector():
     return torch.empty(1024)
 
@@ -261,6 +280,7 @@ REFUSED = {
     "relaxed_signal_without_fence": lambda: relaxed_signal_without_fence_kernel[(1,)](_vector(), _words()),
     "tma_store_without_publish": lambda: tma_store_without_publish_kernel[(1,)](_descriptor(), _descriptor(), _words()),
     "tma_load_without_fence": lambda: tma_load_without_fence_kernel[(1,)](_descriptor(), _vector(), _words()),
+    "look_without_agreement": lambda: look_kernel[(1,)](_vector(), _words(), AGREED=False),
     "wait_unused": lambda: wait_unused_kernel[(1,)](_vector(), _words()),
     "put_without_align": lambda: put_without_align_kernel[(1,)](
         _vector().bfloat16(), _vector().bfloat16(), _words(), _words(), 1024, ALIGN=16
@@ -268,6 +288,8 @@ REFUSED = {
     "spilling_config": lambda: _product(torch.float32, block_m=64, block_n=64, block_k=32, num_warps=4, split=1),
     "too_many_stages": lambda: _product(torch.bfloat16, num_stages=5),
 }
+# And what is right beside one of them.
+ALLOWED = {"look_with_agreement": lambda: look_kernel[(1,)](_vector(), _words(), AGREED=True)}
 
 
 # What is run in a worker.
@@ -336,7 +358,7 @@ def run_case(name: str) -> dict:
     prepare()
     _compiled.clear()
     try:
-        _call(case) if case else REFUSED[name]()
+        _call(case) if case else (REFUSED | ALLOWED)[name]()
         (kernel,) = set(_compiled)
         return facts_of(kernel)
     except Exception:
@@ -482,6 +504,8 @@ _PUT_SIGNAL = re.compile(r"\bcall\S*\s.*(?:put_signal|putmem_signal)")
 _TMA_LOAD = re.compile(r"\bcp\.async\.bulk\.tensor\S*\.shared::\w+\.global")
 _TMA_STORE = re.compile(r"\bcp\.async\.bulk\.tensor\S*\.global\.shared")
 _STORE = re.compile(r"\bst\.global\.([\w.]+)")
+_BARRIER = re.compile(r"\bbar(?:rier)?(?:\.cta)?\.(?:sync|red)\b")
+_AGREEMENT = re.compile(r"\bbar(?:rier)?(?:\.cta)?\.red\b")
 _FENCE = re.compile(r"\bfence\.acq_rel\.sys")
 _RELAXED_SIGNAL = re.compile(r"\batom\.(?=\S*relaxed)(?=\S*sys)\S*exch")
 _BRANCH = re.compile(r"(@\S+\s+)?bra\S*\s+(\$L\w+)")
@@ -514,7 +538,8 @@ def _walk_ptx(ptx: str) -> tuple[Counter, set, dict]:
     """(numbers of acquires and releases, violations of order, widths of the stores of `copy`) of a kernel's PTX.
 
     The order is checked along every path of the control flow; a state is the set of what is still owed on some path
-    that leads there.
+    that leads there. An acquire of one thread, under a predicate, reaches the others through shared memory, behind a
+    barrier. Of one that every thread makes for itself each warp may get another answer: before a branch all must agree.
     """
     body = ptx[ptx.index(".entry") :]
     body = body[: body.index("$L__func_end")]
@@ -539,6 +564,8 @@ def _walk_ptx(ptx: str) -> tuple[Counter, set, dict]:
         for place, instruction in blocks[label]:
             where = "{}:{}".format(*place) if place else "an unknown line"
             if branch := _BRANCH.match(instruction):
+                if branch[1] and state & {"unbarred acquire", "unagreed acquire"}:
+                    violations.add(f"no agreement of all threads between an acquire and the branch at {where}")
                 queue.append((branch[2], state))
                 if not branch[1]:
                     break
@@ -561,8 +588,10 @@ def _walk_ptx(ptx: str) -> tuple[Counter, set, dict]:
             if tma_load and "unfenced acquire" in state:
                 violations.add(f"no proxy fence between an acquire and the TMA load at {where}")
 
-            if "bar.sync" in instruction or "barrier.sync" in instruction:
+            if _BARRIER.search(instruction):
                 state -= {"unbarred store", "unbarred acquire"}
+            if _AGREEMENT.search(instruction):
+                state -= {"unagreed acquire"}
             if "cp.async.bulk.wait_group" in instruction and ".read" not in instruction:
                 state -= {"unpublished store"}
             if "fence.proxy.async.global" in instruction:
@@ -571,8 +600,10 @@ def _walk_ptx(ptx: str) -> tuple[Counter, set, dict]:
                 state -= {"unfenced store"}
             if _TMA_STORE.search(instruction):
                 state |= {"unpublished store"}
-            if kind == "acquire":
+            if kind in ("acquire", "acq_rel"):
                 state |= {"unbarred acquire", "unfenced acquire"}
+                if not instruction.startswith("@"):
+                    state |= {"unagreed acquire"}
             if _STORE.search(instruction):
                 state |= {"unbarred store", "unfenced store"}
     instructions = [pair for block in blocks.values() for pair in block]
@@ -654,6 +685,8 @@ def call_sites(function, constants: dict, chain=()):
             for keyword in node.keywords:
                 if keyword.arg == "sem" and evaluate(keyword.value) != "relaxed":
                     yield evaluate(keyword.value), chain
+            if node.func.attr == "inline_asm_elementwise" and (kind := _kind(evaluate(node.args[0]))):
+                yield kind, chain
         elif isinstance(node.func, ast.Name):
             target = function.__globals__.get(node.func.id)
             if node.func.id == "putmem_signal_block":
@@ -689,7 +722,7 @@ def main():
     options = parser.parse_args()
     if runtime.RUNTIME != "nvshmem":
         parser.error("set TKERNELS_RUNTIME=nvshmem, so that kernels are compiled and not interpreted")
-    names = [name for name in (*CASES, *REFUSED) if not options.only or name in options.only]
+    names = [name for name in (*CASES, *REFUSED, *ALLOWED) if not options.only or name in options.only]
     names.sort(key=lambda name: "nvshmem" not in name)  # the slow ones first, so that no worker ends alone with one
     with concurrent.futures.ProcessPoolExecutor(WORKERS) as pool:
         facts = dict(zip(names, pool.map(run_case, names), strict=True))
