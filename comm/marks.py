@@ -17,11 +17,11 @@ from tkernels.comm.device_simulated import clock_ns
 KINDS = {
     "end": ("multiprocessor",),
     "compute": ("row", "column"),  # the first ones of an output tile
-    "store": ("row", "column"),
+    "store": ("row", "column"),  # and the addition of its other parts' sums, and of the peers'
     "wait": ("chunk", "peer"),  # for a peer's chunk; this rank as the peer, here and below: everyone's
-    "collect": ("chunk", "peer"),  # wait for this rank's own tiles of a chunk that goes to a peer
+    "collect": ("chunk", "peer"),  # wait for this rank's own tiles of a chunk that goes to a peer, or a tile's parts
     "send": ("chunk", "peer"),
-    "add": ("chunk", "peer"),  # a peer's partial sums
+    "add": ("chunk", "peer"),  # a collective's sums
     "copy": ("chunk", "peer"),  # from the inbox to the output
 }
 END, COMPUTE, STORE, WAIT, COLLECT, SEND, ADD, COPY = map(tl.constexpr, range(len(KINDS)))

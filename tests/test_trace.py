@@ -77,6 +77,8 @@ def check(trace, rows):
             assert sorted((s.arguments["row"], s.arguments["column"]) for s in computed) == tiles
             stored = of(trace, "store", launch, rank=rank)
             assert {(s.arguments["row"], s.arguments["column"]) for s in stored} >= set(tiles)
+    programs = len(trace.launches[0][-1].marks)
+    assert trace.summary().programs == {"comm": CONFIG.num_comm, "compute": programs - CONFIG.num_comm}
     check_times(trace)
 
 
@@ -110,7 +112,7 @@ def test_rows_are_sent_then_awaited_then_multiplied(ctx):
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
-def test_a_chunk_is_sent_once_its_tiles_are_computed_and_added_once_it_is_there(ctx, op):
+def test_a_chunk_is_sent_once_its_tiles_are_computed_and_stored_once_the_peers_are_there(ctx, op):
     rows = uneven(ctx.size)
     if op == "matmul_all_reduce":
         rows = collectives.split_rows(sum(rows), ctx.size)
@@ -118,20 +120,39 @@ def test_a_chunk_is_sent_once_its_tiles_are_computed_and_added_once_it_is_there(
     check(trace, rows)
     for rank, peer in itertools.permutations(range(ctx.size), 2):
         for chunk in range(max(-(-rows[peer] // 64), 1)):
-            tiles = [
-                s for s in of(trace, "compute", rank=rank) if chunks_of(rows)[s.arguments["row"]] == (peer, chunk)
-            ]
+            tiles = [s for s in of(trace, "compute", rank=rank) if chunks_of(rows)[s.arguments["row"]] == (peer, chunk)]
             sent = min(of(trace, "send", rank=rank, chunk=chunk, peer=peer), key=lambda s: s.begin_us)
             assert all(s.end_us <= sent.begin_us for s in tiles)
-            added = of(trace, "add", rank=peer, chunk=chunk, peer=rank)
-            assert len(added) == len(tiles) * CONFIG.gemm.split
-            assert all(sent.begin_us < s.begin_us + trace.clock_error_us for s in added)
+            awaited = of(trace, "wait", rank=peer, chunk=chunk, peer=peer)
+            assert len(awaited) == len(tiles)
+            assert all(sent.begin_us < s.end_us + trace.clock_error_us for s in awaited)
+            stored = [s for s in of(trace, "store", rank=peer) if chunks_of(rows)[s.arguments["row"]] == (peer, chunk)]
+            assert {(s.program, s.begin_us) for s in stored} == {(s.program, s.end_us) for s in awaited}
     sends = of(trace, "send")
     places = {(s.rank, s.arguments["chunk"], s.arguments["peer"]) for s in sends}
     if op == "matmul_reduce_scatter":  # of an all-reduce, chunks of the sums follow
         assert len(sends) == len(places)
     else:
         assert len(sends) > len(places)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_the_last_part_of_a_tile_collects_the_others(ctx, op):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.import_module(f"tkernels.{op}"), "split_tail", lambda tiles, *_: (tiles - 1, 2))
+        ctx.forget_plans()
+        trace = recorded(ctx, op, (64, 64))
+    ctx.forget_plans()
+    for rank in range(2):
+        (collected,) = of(trace, "collect", rank=rank, peer=rank)
+        stored = [s for s in of(trace, "store", rank=rank) if s.program == collected.program]
+        whole = min((s for s in stored if s.begin_us >= collected.end_us), key=lambda s: s.begin_us)
+        (part,) = (s for s in of(trace, "store", rank=rank, **whole.arguments) if s is not whole)
+        assert part.begin_us <= collected.end_us
+        assert len(of(trace, "compute", rank=rank, **whole.arguments)) == 2
+        assert len(of(trace, "compute", rank=rank)) == 8 + 1
+    check_times(trace)
 
 
 @pytest.mark.ranks(2)

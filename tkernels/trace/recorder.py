@@ -84,7 +84,7 @@ class Recorder:
         stream = torch.cuda.current_stream().cuda_stream if ctx.device.type == "cuda" else 0
         number = arguments["OPERATION"]
         name = operation_name(getattr(number, "value", number))
-        self._recorded.append(_Recorded(name, arguments.get("NUM_COMM"), stream, buffer, table))
+        self._recorded.append(_Recorded(name, arguments.get("num_comm"), stream, buffer, table))
         return arguments | {"table": table, "TRACE": True}
 
     def launches(self) -> list[Launch]:
