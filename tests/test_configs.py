@@ -2,7 +2,7 @@
 
 import doctest
 import itertools
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -35,8 +35,8 @@ def context(*records, size=2, num_programs=4, mapped=True):
     return SimpleNamespace(tuned=list(records), choices={}, size=size, num_programs=num_programs, mapped=mapped)
 
 
-def rule(M, N, layout="TN", dtype=BF16):
-    return default_overlap(M, N, dtype, 2, 4, layout != "pointers")
+def rule(operation, M, N, K, dtype=BF16, layout="TN"):
+    return default_overlap(operation, M, N, K, dtype, 2, 4, layout != "pointers")
 
 
 def test_a_call_gets_the_configuration_of_its_bucket():
@@ -57,7 +57,7 @@ def test_a_call_gets_the_configuration_of_its_bucket():
     ids=str,
 )
 def test_other_calls_get_the_rule(call):
-    assert overlap_config(context(record(TUNED)), *call) == rule(call[1], call[2])
+    assert overlap_config(context(record(TUNED)), *call) == rule(*call)
 
 
 @pytest.mark.parametrize("rows, row_bytes, chunk_rows", [
@@ -123,9 +123,18 @@ def test_ranks_with_other_sizes_and_layouts_agree_on_the_chunks():
             N, K = (local, 128) if operation == AG else (128, local)
             config = overlap_config(ctx, operation, 250, N, K, BF16, layout)
             chunks.add(config.chunk_rows)
-            assert config.chunk_rows % config.gemm.block_m == 0
         assert chunks == {chunk_rows}  # that of the largest product
     assert len(alone) > 2  # what the records of their buckets say by themselves
+
+
+def test_chunks_smaller_than_a_tile_bind_other_tiles_too():
+    """The tuned tiles of a smaller product stay, if they hold whole chunks, or chunks hold them; else the rule's."""
+    large = record(OverlapConfig(GemmConfig(128, 64, 64), 32, 1), N=128)
+    for block_m, kept in ((32, True), (64, True), (256, True), (16, True), (512, False)):
+        own = OverlapConfig(GemmConfig(block_m, 64, 64), block_m, 3)
+        config = overlap_config(context(record(own), large), AG, 256, 64, 128, BF16, "TN")
+        by_rule = replace(rule(AG, 256, 64, 128), chunk_rows=32)
+        assert config == (replace(own, chunk_rows=32) if kept else by_rule), block_m
 
 
 def test_ranks_whose_buckets_differ_send_in_one_way():
@@ -141,7 +150,7 @@ def test_ranks_whose_buckets_differ_send_in_one_way():
             # Between machines nothing is copied, whatever was tuned within one.
             apart = context(stored, copied, mapped=False)
             assert overlap_config(apart, AG, 256, N, 128, BF16, layout).num_comm > 0
-    assert overlap_config(context(stored, copied), RS, 256, 64, 128, BF16, "TN") == rule(256, 64)
+    assert overlap_config(context(stored, copied), RS, 256, 64, 128, BF16, "TN") == rule(RS, 256, 64, 128)
 
 
 def test_a_smaller_product_is_bound_to_the_chunks_of_a_larger_one():
@@ -161,15 +170,18 @@ def test_a_smaller_product_is_bound_to_the_chunks_of_a_larger_one():
         (asdict(TUNED) | {"num_comm": -1}, "num_comm=-1 is no positive number"),
         (asdict(TUNED) | {"put_block": 0}, "put_block=0 is no positive number"),
         (asdict(TUNED) | {"gemm": {"block_m": 96}, "chunk_rows": 96}, "block_m=96 is no power of two"),
-        (asdict(TUNED) | {"chunk_rows": 100}, "chunk_rows=100 must be a multiple of block_m=64"),
-        (asdict(TUNED) | {"gemm": {"block_m": 16}, "chunk_rows": 16}, "chunk_rows=16 is no multiple of"),
+        (asdict(TUNED) | {"chunk_rows": 100}, "chunk_rows=100 must be a multiple or a divisor of block_m=64"),
+        (asdict(TUNED) | {"chunk_rows": 4}, "chunk_rows=4 is 16 chunks for a tile of block_m=64; there may be 8"),
+        # Of 64 rows, which another rank's tiles may have by rule.
+        (asdict(TUNED) | {"gemm": {"block_m": 16}, "chunk_rows": 4}, "chunk_rows=4 is no multiple of 64"),
+        (asdict(TUNED) | {"gemm": {"block_m": 16}, "chunk_rows": 48}, "chunk_rows=48 is no multiple of 64"),
         ({"num_comm": 3}, "gemm"),
     ],
 )
 def test_settings_that_make_no_sense_are_ignored_with_a_warning(config, reason):
     ctx = context(record(config))
     with pytest.warns(UserWarning, match=f"are ignored: .*{reason}"):
-        assert overlap_config(ctx, AG, 256, 64, 128, BF16, "TN") == rule(256, 64)
+        assert overlap_config(ctx, AG, 256, 64, 128, BF16, "TN") == rule(AG, 256, 64, 128)
 
 
 def test_the_local_product_has_buckets_too():

@@ -111,6 +111,11 @@ class OverlapConfig:
             )
 
 
+def chunks_fit(chunk_rows: int, block_m: int) -> bool:
+    """Whether chunks hold whole tiles, or tiles whole chunks, not too many."""
+    return chunk_rows % block_m == 0 or (block_m % chunk_rows == 0 and block_m // chunk_rows <= MAX_TILE_CHUNKS.value)
+
+
 def by_copy_engine(config: OverlapConfig, rows: int, row_bytes: int, copies: int = COPIES) -> OverlapConfig:
     """The same tiles, but the copy engine sends, in up to `copies` chunks a peer, of at least COPY_BYTES.
 
@@ -216,7 +221,7 @@ def _choose(ctx: Context, operation: str, M: int, N: int, K: int, dtype: torch.d
     config = table.configs.get(key, by_rule)
     fits = config.num_comm < min(ctx.num_programs, config.max_programs or ctx.num_programs)
     same_way = bool(config.num_comm) == bool(by_rule.num_comm)
-    if not fits or not same_way or by_rule.chunk_rows % config.gemm.block_m:
+    if not fits or not same_way or not chunks_fit(by_rule.chunk_rows, config.gemm.block_m):
         return by_rule
     return replace(config, chunk_rows=by_rule.chunk_rows)
 
@@ -299,8 +304,11 @@ def read_record(record: dict) -> tuple[tuple, GemmConfig | OverlapConfig]:
     if operation != "matmul":
         # A rank whose layout has another configuration still has to keep to these chunks.
         block_m = default_config(sizes[0], sizes[1], getattr(torch, key["dtype"])).block_m
-        if config.chunk_rows % block_m:
-            raise ValueError(f"chunk_rows={config.chunk_rows} is no multiple of {block_m}, the tiles' rows by rule")
+        if not chunks_fit(config.chunk_rows, block_m):
+            raise ValueError(
+                f"chunk_rows={config.chunk_rows} is no multiple of {block_m}, the tiles' rows by rule, nor 1/2 to "
+                f"1/{MAX_TILE_CHUNKS.value} of it"
+            )
     return (operation, *sizes, key["dtype"], key["layout"]), config
 
 
