@@ -297,7 +297,7 @@ ROOM = Room(AG, 8192, 14336, 8192, BF16, "TN", ranks=4, programs=132)
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     monkeypatch.setattr(runtime, "RUNTIME", "nvshmem")
-    return default_overlap(8192, 14336, BF16, 4, 132)
+    return default_overlap(AG, 8192, 14336, 8192, BF16, 4, 132)
 
 
 @pytest.mark.quick
@@ -308,13 +308,19 @@ def on_a_gpu(monkeypatch):
         (
             {"num_stages": 4, "split": 1},
             replace(ROOM, operation="matmul"),
-            "shared memory: 4 stages of tiles of 128x256x64 take 262144",
+            "shared memory: 4 stages of tiles of 128x256x64 take 196608, and beside them a slice of the result 65536",
+        ),
+        (
+            {"split": 1},
+            ROOM,
+            "shared memory: 3 stages of tiles of 128x256x64 take 147456, and beside them a slice of the result 131072",
         ),
         ({"num_warps": 4}, ROOM, "registers: 4 warps hold 256 sums a thread"),
         ({"num_comm": 132}, ROOM, "programs: there are 132, and one at least must multiply"),
         ({"chunk_rows": 4096}, ROOM, "ranks: a chunk of more than the 2048 rows of a rank"),
         ({"chunk_rows": 256}, replace(ROOM, travel=(128, False)), "ranks: a larger product"),
-        ({"block_m": 64, "num_warps": 4, "chunk_rows": 64}, ROOM, "ranks: chunk_rows must be a multiple of 128"),
+        ({"block_m": 64, "num_warps": 4, "chunk_rows": 192}, ROOM, "ranks: chunk_rows must be a multiple of 128"),
+        ({"block_m": 64, "num_warps": 4, "chunk_rows": 8}, ROOM, "ranks: chunk_rows must be a multiple of 128"),
         ({"block_k": 32}, replace(ROOM, layout="pointers"), "alignment: without TMA descriptors"),
         ({"block_k": 16}, replace(ROOM, dtype=FP32), "registers: fp32 without tensor cores"),
         ({"block_n": 128}, replace(ROOM, N=64), "size: 64 columns would leave half of a tile of 128 empty"),
@@ -335,14 +341,25 @@ def test_the_survey_tries_every_kind_of_tile_that_is_possible(on_a_gpu):
     predictions = [predicted_us(config, ROOM, 1200.0) for config in found]
     assert predictions == sorted(predictions) and predictions[-1] <= candidates.SLOWER * predictions[0]
     assert sum(refused.values()) > 0
+    # A tile's candidates are one kernel, for which there are several ways to travel.
+    kernels = {replace(config, num_comm=1, chunk_rows=512) for config in found}
+    assert len(kernels) <= 10 and len({config.num_comm for config in found}) >= 3
+    short = survey(on_a_gpu, replace(ROOM, N=1280), 240.0)[0]  # the wire counts, and small tiles end sooner
+    assert {(c.gemm.block_m, c.gemm.block_n) for c in short} >= {(128, 256), (256, 128), (64, 64)}
 
 
 @pytest.mark.quick
-def test_the_model_weighs_the_wire_against_the_waves(on_a_gpu):
+@pytest.mark.parametrize("to, order", [(4, [4, 2, 8, 1, 16]), (16, [16, 8, 4, 2, 1]), (3, [4, 2, 8, 1, 16])])
+def test_what_the_model_cant_tell_apart_is_tried_nearest_to_the_default_first(to, order):
+    assert candidates.nearest([1, 2, 4, 8, 16], to) == order
+
+
+@pytest.mark.quick
+def test_the_model_weighs_the_wire_against_the_tiles(on_a_gpu):
     """Much to send beside little to multiply wants many programs that send; the other way round, few."""
 
-    def preferred(gemm_us, N):
-        room = replace(ROOM, N=N)
+    def preferred(gemm_us, N, operation=AG):
+        room = replace(ROOM, N=N, operation=operation)
         return min(
             candidates.COMM_PROGRAMS, key=lambda n: predicted_us(changed(on_a_gpu, {"num_comm": n}), room, gemm_us)
         )
@@ -351,6 +368,15 @@ def test_the_model_weighs_the_wire_against_the_waves(on_a_gpu):
     assert preferred(10000.0, 57344) <= 4
     slow = changed(on_a_gpu, {"num_comm": 2})  # 100 MB through two programs
     assert predicted_us(slow, ROOM, 100.0) > 8192 / 4 * 8192 * 2 * 3 / 56e9 * 1e6
+    assert preferred(2000.0, 1280, RS) <= 4  # until the peers' tiles are done, more would only wait
+    for operation in (AG, RS, AR):
+        room = replace(ROOM, operation=operation)
+        assert predicted_us(on_a_gpu, room, 2000.0) >= 2000.0 * (132 / (132 - 12) if operation == AR else 1)
+        whole = predicted_us(changed(on_a_gpu, {"max_splits": 1}), room, 2000.0)
+        assert predicted_us(on_a_gpu, room, 2000.0) <= whole
+    # Small puts cost more than their bytes.
+    times = [predicted_us(changed(on_a_gpu, {"chunk_rows": rows}), replace(ROOM, K=1024), 50.0) for rows in (16, 128)]
+    assert times[0] > times[1]
 
 
 @pytest.mark.quick
@@ -361,7 +387,8 @@ def test_neighbours_are_one_change_away(on_a_gpu):
     assert [config.chunk_rows for config in copied] == [2048, 1024, 512]
     names = [name for name in names if "num_comm=0" not in name]
     assert names and all("," not in name and name != "default" for name in names)
-    assert {name.split("=")[0] for name in names} >= {"num_stages", "group_m", "num_comm", "chunk_rows", "put_block"}
+    fields = {"num_stages", "group_m", "num_comm", "chunk_rows", "put_block", "max_splits"}
+    assert {name.split("=")[0] for name in names} >= fields
 
 
 @pytest.mark.quick

@@ -1,18 +1,30 @@
 """Which configurations are tried: the possible ones of a list, those first that a model of time ranks best.
 
-The model knows waves of tiles and the wire, nothing of pipelines and caches: it says how many programs should send and
-how far a shape is from whole waves. So every kind of tile is tried, each with what the model likes best for it, and
-what the model can't tell apart is tried around the winner, one change at a time.
+The model knows tiles and the wire, nothing of pipelines and caches: it says how many programs should send and how far
+a shape is from whole turns. So every kind of tile is tried, each with what the model likes best for it, and what the
+model can't tell apart is tried around the winner, one change at a time. Tiles cost a compilation each; how they travel
+is told to a kernel at its launch, so that more of it can be tried.
 """
 
 import itertools
+import math
 from collections import Counter
 from dataclasses import dataclass, fields, replace
 
 import torch
 
 from tkernels.comm import runtime
-from tkernels.configs import COPIES, GemmConfig, OverlapConfig, by_copy_engine, default_config, travel_of
+from tkernels.configs import (
+    COPIES,
+    MAX_TILE_CHUNKS,
+    GemmConfig,
+    OverlapConfig,
+    by_copy_engine,
+    chunks_fit,
+    default_config,
+    travel_of,
+)
+from tkernels.overlap import split_tail
 
 # What one program may have on sm_90.
 SHARED_BYTES = 232448
@@ -20,6 +32,7 @@ REGISTERS = 255
 # One GPU to its peers by stores, H200 over NVLink: 3 programs reach 91 GB/s, 6 172, 9 250, 12 324, and more no more.
 SEND_BYTES_PER_S, SEND_BYTES_PER_S_OF_A_PROGRAM = 320e9, 28e9
 COPY_BYTES_PER_S = 385e9  # by the copy engine
+PUT_COST_BYTES = 43 << 10  # what a put's fixed cost would send: a quarter is lost with puts of 128 KB
 
 GEMM_FIELDS = [each.name for each in fields(GemmConfig)]
 OVERLAP_FIELDS = [each.name for each in fields(OverlapConfig) if each.name != "gemm"]
@@ -31,7 +44,7 @@ TILES = [
         (256, 128, 64, 8, 3, 2),
         (128, 128, 64, 8, 4, 1),
         (128, 128, 64, 4, 4, 1),
-        (128, 128, 128, 8, 3, 1),
+        (128, 128, 128, 8, 3, 2),
         (64, 256, 64, 4, 4, 2),
         (128, 64, 64, 4, 4, 1),
         (64, 128, 64, 4, 4, 1),
@@ -39,19 +52,22 @@ TILES = [
     ]
 ]
 SIMULATED_TILES = [{"block_m": size, "block_n": size, "block_k": size} for size in (32, 64)]
-COMM_PROGRAMS = (2, 3, 4, 6, 8, 9, 12, 16, 18, 24)
-CHUNK_ROWS = (32, 64, 128, 256, 512, 1024, 2048)
+COMM_PROGRAMS = (1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 16, 18, 24)
+CHUNK_ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 STEPS = {
     "num_stages": (2, 3, 4, 5, 6),
     "group_m": (1, 2, 4, 8, 16),
     "split": (1, 2),
     "num_comm": COMM_PROGRAMS,
     "chunk_rows": CHUNK_ROWS,
+    "max_splits": (1, 2, 4),
     "put_block": (4096, 8192, 16384),
 }
-SURVEY = 16  # candidates that are compiled and measured first
-OF_A_TILE = 2  # of them, at most
+SURVEY = 28  # candidates that are measured first
+OF_A_TILE = 4  # of them, at most; they are one kernel
 OF_A_FIELD = 3  # other values of each field that are tried around the best one, at most
+OF_A_TOLD_FIELD = 6  # the same of fields that need no kernel of their own
+TOLD = ("num_comm", "chunk_rows", "max_splits")
 SLOWER = 1.5  # than the best prediction: not tried
 
 
@@ -112,11 +128,19 @@ def impossible(config: GemmConfig | OverlapConfig, room: Room) -> str | None:
     known = default_config(room.M, room.N, room.dtype, room.layout != "pointers")
     tile = f"tiles of {gemm.block_m}x{gemm.block_n}x{gemm.block_k}"
     pipeline = gemm.num_stages * (gemm.block_m + gemm.block_n) * gemm.block_k * itemsize
-    stored = gemm.block_m * gemm.block_n // gemm.split * itemsize
-    # The compiler overlaps the next tile's pipeline with the store of the last one in the local product alone.
-    shared = pipeline + stored if room.operation == "matmul" else max(pipeline, stored)
-    if shared > SHARED_BYTES:
-        return f"shared memory: {gemm.num_stages} stages of {tile} take {shared} of {SHARED_BYTES} bytes"
+    stored = gemm.block_m * gemm.block_n // gemm.split * (itemsize if room.operation == "matmul" else 4)
+    if pipeline > SHARED_BYTES:
+        return f"shared memory: {gemm.num_stages} stages of {tile} take {pipeline} of {SHARED_BYTES} bytes"
+    # What is stored lies beside the stages. Of a fused operation these are the sums of tiles that are split, in fp32;
+    # the compiler puts halves into the stages of the larger operand, if they fit there: 128x256x64 with 3 stages takes
+    # 147480 bytes in halves, and 278552 whole.
+    inside = gemm.num_stages * max(gemm.block_m, gemm.block_n) * gemm.block_k * itemsize
+    beside = room.operation == "matmul" or gemm.split == 1 or stored > inside
+    if beside and pipeline + stored > SHARED_BYTES:
+        return (
+            f"shared memory: {gemm.num_stages} stages of {tile} take {pipeline}, and beside them a slice of the "
+            f"result {stored}, of {SHARED_BYTES} bytes"
+        )
     sums = gemm.block_m * gemm.block_n // (32 * gemm.num_warps)
     if sums > 3 * REGISTERS // 4:
         return f"registers: {gemm.num_warps} warps hold {sums} sums a thread, of {REGISTERS} registers"
@@ -132,8 +156,11 @@ def impossible(config: GemmConfig | OverlapConfig, room: Room) -> str | None:
         return None
     if config.num_comm >= room.programs:
         return f"programs: there are {room.programs}, and one at least must multiply"
-    if config.chunk_rows % known.block_m:
-        return f"ranks: chunk_rows must be a multiple of {known.block_m}, as tiles of other layouts may be"
+    if not chunks_fit(config.chunk_rows, known.block_m):
+        return (
+            f"ranks: chunk_rows must be a multiple of {known.block_m}, as tiles of other layouts may be, or 1/2 to "
+            f"1/{MAX_TILE_CHUNKS.value} of it"
+        )
     if room.travel not in (None, travel_of(config)):
         who = "the copy engine" if room.travel[1] else "programs"
         return f"ranks: a larger product, whose rows travel alike, is tuned for chunk_rows={room.travel[0]} by {who}"
@@ -145,48 +172,63 @@ def impossible(config: GemmConfig | OverlapConfig, room: Room) -> str | None:
 
 
 def predicted_us(config: GemmConfig | OverlapConfig, room: Room, gemm_us: float) -> float:
-    """The model: waves of tiles on the programs that multiply, beside a wire. gemm_us: the product alone, measured.
+    """The model: whoever is free takes the next tile, beside a wire. gemm_us: the product alone, measured.
 
-    A tile takes its part of gemm_us, as if cuBLAS's waves were whole. The comm programs send, then multiply; what they
-    send has to be there before its last tile begins.
+    A tile takes its part of gemm_us, as if cuBLAS's waves were whole. The comm programs send, then multiply; those of a
+    reduction are busy while there are tiles that others need. What was sent last has to be multiplied, or added.
     """
     gemm = getattr(config, "gemm", config)
-    rows = room.rows if isinstance(config, OverlapConfig) else room.M
-    tiles_m = -(-rows // gemm.block_m) * (room.ranks if isinstance(config, OverlapConfig) else 1)
-    tiles = tiles_m * -(-room.N // gemm.block_n)
+    tiles_n = -(-room.N // gemm.block_n)
     tile_us = gemm_us * room.programs * gemm.block_m * gemm.block_n / (room.M * room.N)
     if isinstance(config, GemmConfig):
-        return -(-tiles // room.programs) * tile_us
+        return -(-(-(-room.M // gemm.block_m) * tiles_n) // room.programs) * tile_us
+    own, num_comm = -(-room.rows // gemm.block_m) * tiles_n, config.num_comm
+    tiles = own * room.ranks
+    gathers, reduces_all = room.operation == "all_gather_matmul", room.operation == "matmul_all_reduce"
     sent = room.rows * room.row_bytes * (room.ranks - 1)
-    sent *= 2 if room.operation == "matmul_all_reduce" else 1
-    rate = min(SEND_BYTES_PER_S, config.num_comm * SEND_BYTES_PER_S_OF_A_PROGRAM) or COPY_BYTES_PER_S
-    send_us = sent / rate * 1e6
-    workers = room.programs - config.num_comm
-    sending = min(-(-send_us // tile_us), -(-tiles // workers))  # waves without the comm programs
-    left = max(tiles - sending * workers, 0)
-    return max((sending + -(-left // room.programs)) * tile_us, send_us + tile_us)
+    put = config.chunk_rows * room.row_bytes
+    rate = num_comm * SEND_BYTES_PER_S_OF_A_PROGRAM * put / (put + PUT_COST_BYTES)
+    send_us = sent * (1 + reduces_all) / (min(rate, SEND_BYTES_PER_S) or COPY_BYTES_PER_S) * 1e6
+    needed = 0 if gathers else tiles if reduces_all else tiles - own  # before the last can be sent
+    busy_us = max(send_us, needed * tile_us / (room.programs - num_comm))
+    _, splits = split_tail(tiles, tiles if gathers else own, room.K, room.programs, config, sent, needed)
+    turns = math.ceil((tiles + num_comm * busy_us / tile_us) / room.programs * splits) / splits
+    # Of each peer the last chunk: its tiles are still to be multiplied; own ones have been, but for one.
+    last = (room.ranks - 1) * -(-config.chunk_rows // gemm.block_m) * tiles_n if gathers else 1
+    return max(turns * tile_us, send_us + -(-last // room.programs) * tile_us)
 
 
 def survey(default: GemmConfig | OverlapConfig, room: Room, gemm_us: float) -> tuple[list, Counter]:
-    """(configurations to try first, the best by the model first; why not the others, and how many)."""
+    """(configurations to try first, the best by the model first; why not the others, and how many).
+
+    Of those with one tile and as many comm programs, the best; of what is alike, what is most like the default.
+    """
     tiles = [{}, *(SIMULATED_TILES if runtime.RUNTIME == "simulated" else TILES)]  # the default's, then the list's
-    travels = [{}]
-    if isinstance(default, OverlapConfig):
-        travels = [{"num_comm": n, "chunk_rows": rows} for n, rows in itertools.product(COMM_PROGRAMS, CHUNK_ROWS)]
-        travels += [{}] * (default.num_comm == 0)  # which only a larger product decides
+    travels = [[{}]]
+    if isinstance(default, OverlapConfig) and default.num_comm:
+        numbers, rows = nearest(COMM_PROGRAMS, default.num_comm), nearest(CHUNK_ROWS, default.chunk_rows)
+        travels = [[{"num_comm": number, "chunk_rows": each} for each in rows] for number in numbers]
     found, refused, chosen = {}, Counter(), []
-    for number, change in itertools.product(range(len(tiles)), travels):
-        config = _possible(default, {**tiles[number], **change}, room, refused)
-        if config is not None:
-            found.setdefault(number, {})[config] = predicted_us(config, room, gemm_us)
+    for number, alike in itertools.product(range(len(tiles)), travels):
+        others = [_possible(default, {**tiles[number], **change}, room, refused) for change in alike]
+        predictions = {other: predicted_us(other, room, gemm_us) for other in others if other is not None}
+        if predictions:
+            best = min(predictions, key=predictions.get)
+            found.setdefault(number, {})[best] = predictions[best]
     least = min((us for of_tile in found.values() for us in of_tile.values()), default=0)
     for of_tile in found.values():
         best = sorted(of_tile, key=of_tile.get)[:OF_A_TILE]
         slow = [config for config in best if of_tile[config] > SLOWER * least]
-        chosen += [(of_tile[config], config) for config in best if config not in slow]
+        chosen += [(place, of_tile[config], config) for place, config in enumerate(best) if config not in slow]
         if slow:
             refused[f"model: more than {SLOWER} times the {least:.0f} us that are predicted for the best"] += len(slow)
-    return list(dict.fromkeys(config for _, config in sorted(chosen, key=lambda each: each[0])))[:SURVEY], refused
+    chosen = sorted(chosen, key=lambda each: each[:2])[:SURVEY]  # the best of each tile before any tile's second
+    return list(dict.fromkeys(config for *_, config in sorted(chosen, key=lambda each: each[1]))), refused
+
+
+def nearest(values, to: int) -> list[int]:
+    """The values, those first that are nearest by their ratio."""
+    return sorted(values, key=lambda value: max(value / to, to / value))
 
 
 def neighbours(config, default, room: Room, gemm_us: float) -> tuple[list, Counter]:
@@ -196,10 +238,11 @@ def neighbours(config, default, room: Room, gemm_us: float) -> tuple[list, Count
     """
     chosen, refused, before = [], Counter(), flat(config)
     for name, values in STEPS.items():
-        changes = [{name: value} for value in values if name in before and before[name] != value]
-        others = [_possible(config, change, room, refused) for change in changes]
-        found = {other: predicted_us(other, room, gemm_us) for other in others if other is not None}
-        chosen += sorted(found, key=found.get)[:OF_A_FIELD]
+        if before.get(name):  # the copy engine has no num_comm
+            changes = [{name: value} for value in nearest(values, before[name]) if before[name] != value]
+            others = [_possible(config, change, room, refused) for change in changes]
+            found = {other: predicted_us(other, room, gemm_us) for other in others if other is not None}
+            chosen += sorted(found, key=found.get)[: OF_A_TOLD_FIELD if name in TOLD else OF_A_FIELD]
     if isinstance(config, OverlapConfig) and config.num_comm:
         copied = [by_copy_engine(config, room.rows, room.row_bytes, copies) for copies in (1, 2, COPIES)]
         for chunk_rows in dict.fromkeys(each.chunk_rows for each in copied):
