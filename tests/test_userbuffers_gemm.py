@@ -10,8 +10,9 @@ from transports import gpu_only, host_work, late, simulated_only, without_launch
 
 import tkernels
 from tkernels.all_gather_matmul import all_gather_matmul
-from tkernels.comm import TkernelsError
+from tkernels.comm import Context, TkernelsError, runtime
 from tkernels.comm.collectives import all_gather
+from tkernels.configs import GemmConfig, default_overlap
 from tkernels.layers import userbuffers as te
 from tkernels.layers.userbuffers import communicators
 from tkernels.matmul_reduce_scatter import matmul_reduce_scatter
@@ -284,7 +285,24 @@ def test_options_reach_the_kernel(ctx):
     large = replace(base, chunk_rows=512)
     with mock.patch.object(communicators, "overlap_config", lambda *_: large):
         pieces = {splits: config(te.CommOverlap(*common, num_splits=splits)).chunk_rows for splits in (1, 2, 4)}
-    assert pieces == {1: 256, 2: 128, 4: 128}  # of a rank's 256 rows, in whole PART_ROWS
+    assert pieces == {1: 256, 2: 128, 4: 128}  # of a rank's 256 rows, at least PART_ROWS
+    with mock.patch.object(communicators, "overlap_config", lambda *_: replace(large, gemm=GemmConfig(block_m=256))):
+        assert config(te.CommOverlap([1536, 16], *common[1:], num_splits=2), 1536).chunk_rows == 512
+
+
+@pytest.mark.ranks(2)
+def test_a_capture_takes_the_tiles_that_the_warm_up_has_compiled(ctx):
+    """By rule fewer tokens would be walked in smaller groups, which is another kernel."""
+    comm = te.CommOverlap([4096, 16], torch.float32, helper(ctx), 2)
+    captured = mock.patch.object(Context, "capturing", property(lambda self: True))
+    x, w = (torch.empty(4096, 8, device=ctx.device), torch.empty(16, 8, device=ctx.device))
+    configs = []
+    with captured, mock.patch.object(runtime, "RUNTIME", "nvshmem"):
+        for tokens in (4096, 1024, 200):
+            configs.append(comm._config("matmul_reduce_scatter", tokens, x[:tokens], w, 16))
+            by_rule = default_overlap("matmul_reduce_scatter", tokens, 16, 8, torch.float32, 2, 132)
+            assert (by_rule.gemm == configs[0].gemm) == (tokens == 4096)
+    assert len({config.gemm for config in configs}) == 1
 
 
 @pytest.mark.ranks(2)
@@ -397,7 +415,8 @@ def test_after_the_warm_up_a_first_call_needs_nothing_that_a_capture_forbids(ctx
     te.initialize_ub([64, 32], 2, dtype=torch.float32)
     gather, scatter, bulk = (te.get_ub(name) for name in ("qkv_fprop", "proj_fprop", "qkv_dgrad"))
     context = gather.context
-    x, w, v = (torch.ones(shape, device=ctx.device) for shape in ((32, 32), (16, 32), (32, 16)))
+    # On the simulated runtime, tiles of the second product are split along K, and their sums need room.
+    x, w, v = (torch.ones(shape, device=ctx.device) for shape in ((32, 32), (1024, 32), (32, 1024)))
 
     def calls():
         h = te.general_gemm(w, x, ub=gather, ub_type=AG)[0]
@@ -410,7 +429,7 @@ def test_after_the_warm_up_a_first_call_needs_nothing_that_a_capture_forbids(ctx
             comm.warm_up()
     with without_launches(context, as_if_captured=True):
         h, y = calls()
-        assert h.eq(32.0).all() and y.eq(2 * 16 * 32.0).all() and y.shape == (32, 32)
+        assert h.eq(32.0).all() and y.eq(2 * 1024 * 32.0).all() and y.shape == (32, 32)
         with pytest.raises(TkernelsError, match="has no buffer yet; call get_buffer"):
             bulk.get_buffer()
         with pytest.raises(TkernelsError, match="make one call with the same sizes before the capture"):

@@ -28,15 +28,25 @@ from tkernels.comm.collectives import check_rows, split_rows
 from tkernels.comm.context import Context, init
 from tkernels.comm.errors import TkernelsError
 from tkernels.comm.lease import Fence, Lease
-from tkernels.comm.regions import round_up
-from tkernels.configs import OverlapConfig, default_overlap, gemm_config, overlap_config
+from tkernels.comm.regions import ALIGNMENT, round_up
+from tkernels.configs import (
+    MIN_CHUNK_ROWS,
+    OverlapConfig,
+    bucket,
+    default_config,
+    default_overlap,
+    gemm_config,
+    overlap_config,
+)
 from tkernels.gemm import layout_of, matmul
 from tkernels.layers.userbuffers.defaults import OverlapOptions
 from tkernels.matmul_reduce_scatter import PART_ROWS, matmul_reduce_scatter
+from tkernels.overlap import TILE_COUNTS, sums_bytes
 
 DEFAULT_TIMEOUT_S = 110.0
 NUM_CARRIERS = 12  # programs of a collective beside a product, where no number is asked for: they saturate stores
 MAX_PROGRAMS = 256  # that any GPU runs at once of such kernels
+MAX_TILE_COLUMNS = 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -301,7 +311,8 @@ class CommOverlapCore:
     def _config(self, operation: str, tokens: int, x, w, width: int, spared: int = 0) -> OverlapConfig:
         """The kernel's configuration: the library's own, changed by the options. `width` of what travels.
 
-        In a capture, which can't compile, a new one is by rule, for which `warm_up` has compiled the kernels.
+        In a capture, which can't compile, a new one is by rule, for which `warm_up` has compiled the kernels: so its
+        tiles are the full shape's, whatever the tokens.
         """
         layout, by_rule = layout_of(x, w), self._by_rule or self.context.capturing
         key = operation, tokens, *w.shape, x.dtype, layout, width, spared
@@ -310,7 +321,7 @@ class CommOverlapCore:
             available = max(self.context.num_programs - self._margin - spared, 2)
             if by_rule:
                 config = default_overlap(
-                    operation, tokens, *w.shape, x.dtype, self.size, available, layout != "pointers"
+                    operation, self.shape[0], *w.shape, x.dtype, self.size, available, layout != "pointers"
                 )
             else:
                 config = overlap_config(self.context, operation, tokens, *w.shape, x.dtype, layout)
@@ -327,6 +338,9 @@ class CommOverlapCore:
     def _reserve(self):
         """Collective. Room for the largest call, on the current stream and on the communication stream."""
         memory = workspace_bytes(self.shape, self.dtype, self.size)
+        tiles = default_config(self.shape[0], MAX_TILE_COLUMNS, self.dtype)
+        # Of tiles that are split, all parts but one: fewer than programs.
+        memory["outbox_bytes"] += sums_bytes(self.context.num_programs, 2, tiles)
         self.context.workspace().reserve(**memory)  # first: a capture's stream takes the oldest
         with self._domain.dev.stream(self.stream):
             self.context.workspace().reserve(**memory)
@@ -416,8 +430,8 @@ class CommOverlap(CommOverlapCore):
 
     def _tuned(self, config, tokens, available):
         piece = -(-max(split_rows(tokens, self.size)) // self.options.num_splits)
-        # To whole PART_ROWS, as tiles of another rank may have other rows than this one's.
-        chunk_rows = min(config.chunk_rows, round_up(max(piece, 1), PART_ROWS))
+        # A power of two, as the rows of all ranks' tiles are.
+        chunk_rows = min(config.chunk_rows, max(*bucket(piece), PART_ROWS))
         return replace(config, num_comm=min(self.options.num_sm, available - 1), chunk_rows=chunk_rows)
 
 
@@ -485,13 +499,13 @@ def workspace_bytes(shape, dtype: torch.dtype, size: int) -> dict[str, int]:
     part = max(round_up(rows, 128) * hidden, round_up(rows * hidden, collectives.BLOCK))
     part_bytes = rows * hidden * itemsize
     # A collective cuts a part into as many chunks as it has programs, or more.
-    num_chunks = max(-(-rows // 32), part_bytes // collectives.CHUNK_BYTES + 1, MAX_PROGRAMS)
+    num_chunks = max(-(-rows // MIN_CHUNK_ROWS), part_bytes // collectives.CHUNK_BYTES + 1, MAX_PROGRAMS)
     packet_bytes = min(part_bytes, collectives.DEFAULT.packet_bytes // max(size - 1, 1))
     return dict(
         inbox_bytes=size * part * itemsize,
         num_chunks=num_chunks,
-        outbox_bytes=tokens * hidden * itemsize,
-        num_counters=size * num_chunks,
+        outbox_bytes=round_up(tokens * hidden * itemsize, ALIGNMENT),
+        num_counters=TILE_COUNTS.value + size * num_chunks,
         num_packets=size * round_up(-(-packet_bytes // 4), collectives.PACKET_BLOCK),
     )
 
