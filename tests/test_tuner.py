@@ -387,7 +387,7 @@ def test_neighbours_are_one_change_away(on_a_gpu):
     assert [config.chunk_rows for config in copied] == [2048, 1024, 512]
     names = [name for name in names if "num_comm=0" not in name]
     assert names and all("," not in name and name != "default" for name in names)
-    fields = {"num_stages", "group_m", "num_comm", "chunk_rows", "put_block", "max_splits"}
+    fields = {"num_stages", "group_m", "num_comm", "chunk_rows", "put_block", "split_tiles", "max_splits"}
     assert {name.split("=")[0] for name in names} >= fields
 
 

@@ -24,7 +24,7 @@ from tkernels.configs import (
     default_config,
     travel_of,
 )
-from tkernels.overlap import split_tail
+from tkernels.overlap import MIN_SPLIT_STEPS, PART_S
 
 # What one program may have on sm_90.
 SHARED_BYTES = 232448
@@ -60,6 +60,7 @@ STEPS = {
     "split": (1, 2),
     "num_comm": COMM_PROGRAMS,
     "chunk_rows": CHUNK_ROWS,
+    "split_tiles": (16, 32, 48, 64, 96),
     "max_splits": (1, 2, 4),
     "put_block": (4096, 8192, 16384),
 }
@@ -67,7 +68,7 @@ SURVEY = 28  # candidates that are measured first
 OF_A_TILE = 4  # of them, at most; they are one kernel
 OF_A_FIELD = 3  # other values of each field that are tried around the best one, at most
 OF_A_TOLD_FIELD = 6  # the same of fields that need no kernel of their own
-TOLD = ("num_comm", "chunk_rows", "max_splits")
+TOLD = ("num_comm", "chunk_rows", "split_tiles", "max_splits")
 SLOWER = 1.5  # than the best prediction: not tried
 
 
@@ -191,11 +192,12 @@ def predicted_us(config: GemmConfig | OverlapConfig, room: Room, gemm_us: float)
     send_us = sent * (1 + reduces_all) / (min(rate, SEND_BYTES_PER_S) or COPY_BYTES_PER_S) * 1e6
     needed = 0 if gathers else tiles if reduces_all else tiles - own  # before the last can be sent
     busy_us = max(send_us, needed * tile_us / (room.programs - num_comm))
-    _, splits = split_tail(tiles, tiles if gathers else own, room.K, room.programs, config, sent, needed)
-    turns = math.ceil((tiles + num_comm * busy_us / tile_us) / room.programs * splits) / splits
+    turns, splits = (tiles + num_comm * busy_us / tile_us) / room.programs, [1]
+    splits += range(2, min(config.max_splits, room.K // (gemm.block_k * MIN_SPLIT_STEPS)) + 1)
+    end_us = min(math.ceil(turns * n) / n * tile_us + PART_S * 1e6 * (n > 1) for n in splits)
     # Of each peer the last chunk: its tiles are still to be multiplied; own ones have been, but for one.
     last = (room.ranks - 1) * -(-config.chunk_rows // gemm.block_m) * tiles_n if gathers else 1
-    return max(turns * tile_us, send_us + -(-last // room.programs) * tile_us)
+    return max(end_us, send_us + -(-last // room.programs) * tile_us)
 
 
 def survey(default: GemmConfig | OverlapConfig, room: Room, gemm_us: float) -> tuple[list, Counter]:
@@ -238,11 +240,11 @@ def neighbours(config, default, room: Room, gemm_us: float) -> tuple[list, Count
     """
     chosen, refused, before = [], Counter(), flat(config)
     for name, values in STEPS.items():
-        if before.get(name):  # the copy engine has no num_comm
-            changes = [{name: value} for value in nearest(values, before[name]) if before[name] != value]
-            others = [_possible(config, change, room, refused) for change in changes]
-            found = {other: predicted_us(other, room, gemm_us) for other in others if other is not None}
-            chosen += sorted(found, key=found.get)[: OF_A_TOLD_FIELD if name in TOLD else OF_A_FIELD]
+        values = nearest(values, before.get(name) or values[0])
+        changes = [{name: value} for value in values if name in before and before[name] != value]
+        others = [_possible(config, change, room, refused) for change in changes]
+        found = {other: predicted_us(other, room, gemm_us) for other in others if other is not None}
+        chosen += sorted(found, key=found.get)[: OF_A_TOLD_FIELD if name in TOLD else OF_A_FIELD]
     if isinstance(config, OverlapConfig) and config.num_comm:
         copied = [by_copy_engine(config, room.rows, room.row_bytes, copies) for copies in (1, 2, COPIES)]
         for chunk_rows in dict.fromkeys(each.chunk_rows for each in copied):
