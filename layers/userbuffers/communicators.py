@@ -41,7 +41,7 @@ from tkernels.configs import (
 from tkernels.gemm import layout_of, matmul
 from tkernels.layers.userbuffers.defaults import OverlapOptions
 from tkernels.matmul_reduce_scatter import PART_ROWS, matmul_reduce_scatter
-from tkernels.overlap import TILE_COUNTS, sums_bytes
+from tkernels.overlap import MAX_SPLIT_TILES, TILE_COUNTS, sums_bytes
 
 DEFAULT_TIMEOUT_S = 110.0
 NUM_CARRIERS = 12  # programs of a collective beside a product, where no number is asked for: they saturate stores
@@ -339,8 +339,7 @@ class CommOverlapCore:
         """Collective. Room for the largest call, on the current stream and on the communication stream."""
         memory = workspace_bytes(self.shape, self.dtype, self.size)
         tiles = default_config(self.shape[0], MAX_TILE_COLUMNS, self.dtype)
-        # Of tiles that are split, all parts but one: fewer than programs.
-        memory["outbox_bytes"] += sums_bytes(self.context.num_programs, 2, tiles)
+        memory["outbox_bytes"] += sums_bytes(MAX_SPLIT_TILES.value, OverlapConfig.max_splits, tiles)
         self.context.workspace().reserve(**memory)  # first: a capture's stream takes the oldest
         with self._domain.dev.stream(self.stream):
             self.context.workspace().reserve(**memory)
