@@ -41,7 +41,7 @@ from tkernels.configs import (
 from tkernels.gemm import layout_of, matmul
 from tkernels.layers.userbuffers.defaults import OverlapOptions
 from tkernels.matmul_reduce_scatter import PART_ROWS, matmul_reduce_scatter
-from tkernels.overlap import MAX_SPLIT_TILES, TILE_COUNTS, sums_bytes
+from tkernels.overlap import MAX_SPLIT_TILES, TILE_COUNTS, sums_bytes, with_room_for
 
 DEFAULT_TIMEOUT_S = 110.0
 NUM_CARRIERS = 12  # programs of a collective beside a product, where no number is asked for: they saturate stores
@@ -240,6 +240,7 @@ class CommOverlapCore:
         context = self.context
         rows = check_rows("all_gather_matmul", context, rows, own=x_shard_m.shape[0])
         config = self._config("all_gather_matmul", sum(rows), x_shard_m, w, x_shard_m.shape[1])
+        config = with_room_for(config, out_dtype or x_shard_m.dtype, x_shard_m.dtype)
         return all_gather_matmul(
             context, x_shard_m, w, bias, None, gathered, rows=rows, out=out, out_dtype=out_dtype, config=config
         )
@@ -255,6 +256,7 @@ class CommOverlapCore:
         rows = split_rows(x.shape[0], self.size) if rows is None else rows
         spared = self._num_carriers if beside else 0
         config = self._config("matmul_reduce_scatter", x.shape[0], x, w, w.shape[0], spared)
+        config = with_room_for(config, out_dtype or x.dtype, x.dtype)
         return matmul_reduce_scatter(context, x, w, bias, None, rows=rows, out=out, out_dtype=out_dtype, config=config)
 
     def all_gather(self, x_shard_m, rows, out=None, max_programs=collectives.MAX_PROGRAMS) -> torch.Tensor:
