@@ -25,6 +25,7 @@ from tkernels.layers.cublasmp.problem import BGRAD, Layout, Problem, resolve
 from tkernels.layers.cublasmp.redistribution import Redistribution, indices
 from tkernels.matmul_all_reduce import matmul_all_reduce
 from tkernels.matmul_reduce_scatter import matmul_reduce_scatter
+from tkernels.overlap import with_room_for
 from tkernels.paths import choose_path
 
 OPERATIONS = {
@@ -201,7 +202,7 @@ class Plan:
             if empty:
                 w, bias = w.new_zeros(1, w.shape[1]), None
             if self.overlap:
-                config = self._config(ctx, x, w)
+                config = self._config(ctx, x, w, dtype)
                 y, _ = all_gather_matmul(
                     ctx, x, w, bias, activation, rows=self.rows, out_dtype=dtype, config=config, path=self.path
                 )  # fmt: skip
@@ -213,17 +214,19 @@ class Plan:
         if not self.overlap:
             part = matmul(x, w, out_dtype=self.wire)
             return all_reduce(ctx, part) if self.pattern == "GEMM+AR" else reduce_scatter(ctx, part, rows=self.rows)
-        options = {"out_dtype": dtype, "wire_dtype": self.wire, "config": self._config(ctx, x, w), "path": self.path}
+        config = self._config(ctx, x, w, dtype)
+        options = {"out_dtype": dtype, "wire_dtype": self.wire, "config": config, "path": self.path}
         if self.pattern == "GEMM+AR":
             return matmul_all_reduce(ctx, x, w, bias, activation, **options)
         return matmul_reduce_scatter(ctx, x, w, bias, activation, rows=self.rows, **options)
 
-    def _config(self, ctx: Context, x, w):
+    def _config(self, ctx: Context, x, w, dtype):
         if self.num_comm is None:
             return None
         (N, K), operation = w.shape, OPERATIONS[self.pattern]
         config = overlap_config(ctx, operation, self.layout.n, N, K, x.dtype, layout_of(x, w))
-        return dataclasses.replace(config, num_comm=self.num_comm)
+        stored = max(self.wire, dtype, key=lambda each: each.itemsize)
+        return dataclasses.replace(with_room_for(config, stored, x.dtype), num_comm=self.num_comm)
 
     def _gradient(self, ctx: Context, y, x, w) -> torch.Tensor:
         """The bias gradient in fp32: y [n, m] summed over n, or the operands, as they were passed, over k."""
