@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import triton
-from compile_kernels import CASES, REFUSED
+from compile_kernels import ALLOWED, CASES, REFUSED
 from packaging.version import Version
 
 import tkernels
@@ -78,9 +78,9 @@ def tensor_cores(facts):
 
 def descriptors(facts):
     constants = facts["constants"]
-    if any(constants.get(name) for name in ("X_TMA", "W_TMA", "P_TMA")) and not facts["tma_loads"]:
+    if any(constants.get(name) for name in ("X_TMA", "W_TMA", "P_TMA", "S_TMA")) and not facts["tma_loads"]:
         return "no TMA loads"
-    if any(constants.get(name) for name in ("Y_TMA", "O_TMA")) and not facts["tma_stores"]:
+    if any(constants.get(name) for name in ("Y_TMA", "O_TMA", "S_TMA")) and not facts["tma_stores"]:
         return "no TMA stores"
 
 
@@ -206,6 +206,7 @@ def test_waits_and_signals_are_found_in_the_source(compiled):
 REASONS = {
     "release_without_barrier": order,
     "relaxed_signal_without_fence": order,
+    "look_without_agreement": order,
     "tma_store_without_publish": order,
     "tma_load_without_fence": order,
     "wait_unused": calls,
@@ -229,6 +230,11 @@ def test_gates_refuse(compiled, name):
     assert list(refused) == [REASONS[name].__name__]
 
 
+@pytest.mark.parametrize("name", ALLOWED)
+def test_gates_allow(compiled, name):
+    assert judge(facts_of(compiled, name)) == {}
+
+
 AHEAD = """
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
@@ -246,13 +252,15 @@ from tkernels.configs import default_overlap
 
 with tkernels.init((0, 2), heap_bytes=1 << 30, transport="peer") as ctx:
     operands = Operands(ctx, Problem("all_gather_matmul", 1024, 2048, 512), 0)
-    default = default_overlap(1024, 1024, torch.bfloat16, 2, 132)
-    asked = {rows: changed(default, {"chunk_rows": rows}) for rows in (128, 256)}  # one kernel for both
+    default = default_overlap("all_gather_matmul", 1024, 1024, 512, torch.bfloat16, 2, 132)
+    # One kernel for all of them: with chunks larger and smaller than a tile, without and with tiles split along K.
+    settings = [{"chunk_rows": rows, "max_splits": splits} for rows in (32, 128, 256) for splits in (1, 4)]
+    asked = {str(each): changed(default, each) for each in (*settings, {"num_comm": 3})}
     asked["warps"] = changed(default, {"num_warps": 3})
     calls = {name: lambda config=config: operands.run(config) for name, config in asked.items()}
     compiled = []
     CompiledKernel.run = property(lambda kernel: 1 / 0)  # a launch would come here
-    print(sorted(compile_ahead(ctx, calls, compiled.append)), len(compiled) > 0)
+    print(sorted(compile_ahead(ctx, calls, compiled.append)), compiled)  # every second one of what there is
 """
 
 
@@ -263,4 +271,4 @@ def test_the_tuner_compiles_ahead_of_the_launch(tmp_path):
     command = [sys.executable, "-c", AHEAD]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "['warps'] True"
+    assert done.stdout.splitlines()[-1] == "['warps'] [1]"
