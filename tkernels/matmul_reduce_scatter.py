@@ -236,27 +236,27 @@ def matmul_reduce_kernel(
         first = tl.load(parts + rank)  # the own rows in the whole
         own = tl.load(parts + rank + 1) - first
         own_sends = tl.maximum(tl.cdiv(own, chunk_rows), 1).to(tl.int32) * (SIZE - 1)
-        i = own_sends
-        if not COPIES:  # which the copy engine sends
+        if not COPIES:  # then the copy engine sends
             i = take(counters + SEND_TICKETS)
-        while i < own_sends:
-            chunk = i // (SIZE - 1)
-            target = (rank + 1 + i % (SIZE - 1)) % SIZE
-            row = tl.cast(chunk * chunk_rows, tl.int64)
-            counted = chunk - chunk % tl.maximum(BLOCK_M // chunk_rows, 1)  # a tile counts for the first of its chunks
-            counted_rows = tl.maximum(tl.minimum(own - counted * chunk_rows, tl.maximum(chunk_rows, BLOCK_M)), 0)
-            marks = mark(marks, COLLECT, chunk, rank, table, TRANSPORT, TRACE)
-            wait_signal(
-                tile_counts + rank * max_chunks + counted, tl.cdiv(counted_rows, BLOCK_M) * tiles_n,
-                table, rank, chunk, OPERATION, TRANSPORT,
-            )
-            marks = mark(marks, SEND, chunk, target, table, TRANSPORT, TRACE)
-            put_signal(
-                gathered + (first + row) * N, y_memory + (first + row) * N,
-                tl.maximum(tl.minimum(own - row, chunk_rows), 0) * N,
-                gathered_ready + rank * max_chunks + chunk, epoch, target, table, TRANSPORT, PUT_BLOCK, ALIGN,
-            )
-            i = take(counters + SEND_TICKETS)
+            while i < own_sends:
+                chunk = i // (SIZE - 1)
+                target = (rank + 1 + i % (SIZE - 1)) % SIZE
+                row = tl.cast(chunk * chunk_rows, tl.int64)
+                # A tile counts for the first of its chunks.
+                counted = chunk - chunk % tl.maximum(BLOCK_M // chunk_rows, 1)
+                counted_rows = tl.maximum(tl.minimum(own - counted * chunk_rows, tl.maximum(chunk_rows, BLOCK_M)), 0)
+                marks = mark(marks, COLLECT, chunk, rank, table, TRANSPORT, TRACE)
+                wait_signal(
+                    tile_counts + rank * max_chunks + counted, tl.cdiv(counted_rows, BLOCK_M) * tiles_n,
+                    table, rank, chunk, OPERATION, TRANSPORT,
+                )
+                marks = mark(marks, SEND, chunk, target, table, TRANSPORT, TRACE)
+                put_signal(
+                    gathered + (first + row) * N, y_memory + (first + row) * N,
+                    tl.maximum(tl.minimum(own - row, chunk_rows), 0) * N,
+                    gathered_ready + rank * max_chunks + chunk, epoch, target, table, TRANSPORT, PUT_BLOCK, ALIGN,
+                )
+                i = take(counters + SEND_TICKETS)
         marks = receive_parts(
             y_memory, gathered, gathered_ready, starts, max_chunks, epoch, table, tl.cast(chunk_rows, tl.int64) * N,
             rank, marks, SIZE, OPERATION, TRANSPORT, PUT_BLOCK, ALIGN, TRACE,
