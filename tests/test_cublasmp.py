@@ -483,7 +483,7 @@ def test_algorithm_and_number_of_programs_are_what_was_asked_for_or_can_be_asked
             with launches() as launched:
                 got = run(ctx, case, distributions, parts, options={"sm_count_communication": count})
             case.judge(got, parts[2], count)
-            assert [(name, arguments["NUM_COMM"]) for name, _, arguments in launched] == [(kernels[pattern], count)]
+            assert [(name, arguments["num_comm"]) for name, _, arguments in launched] == [(kernels[pattern], count)]
 
 
 @pytest.mark.ranks(2)

@@ -1,6 +1,7 @@
 """Traces: what kernels write down is what they did, on one axis of time, and nothing is lost in silence."""
 
 import gzip
+import dataclasses
 import importlib
 import itertools
 import json
@@ -32,8 +33,8 @@ def call(ctx, op, rows, **options):
         options |= {} if op == "all_reduce" else {"rows": rows}
         return getattr(collectives, op)(ctx, x, **options)
     w = integers((N, 64), torch.float32, seed=100 + ctx.rank, device=ctx.device)
-    options = {} if op == "matmul_all_reduce" else {"rows": rows}
-    y = getattr(importlib.import_module(f"tkernels.{op}"), op)(ctx, x, w, config=CONFIG, path="fused", **options)
+    options = {"config": CONFIG} | options | ({} if op == "matmul_all_reduce" else {"rows": rows})
+    y = getattr(importlib.import_module(f"tkernels.{op}"), op)(ctx, x, w, path="fused", **options)
     return y[0] if op == "all_gather_matmul" else y
 
 
@@ -139,11 +140,7 @@ def test_a_chunk_is_sent_once_its_tiles_are_computed_and_stored_once_the_peers_a
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
 def test_the_last_part_of_a_tile_collects_the_others(ctx, op):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(importlib.import_module(f"tkernels.{op}"), "split_tail", lambda tiles, *_: (tiles - 1, 2))
-        ctx.forget_plans()
-        trace = recorded(ctx, op, (64, 64))
-    ctx.forget_plans()
+    trace = recorded(ctx, op, (64, 64), config=dataclasses.replace(CONFIG, split_tiles=1, max_splits=2))
     for rank in range(2):
         (collected,) = of(trace, "collect", rank=rank, peer=rank)
         stored = [s for s in of(trace, "store", rank=rank) if s.program == collected.program]
@@ -172,11 +169,12 @@ def test_collectives_send_every_chunk_to_every_peer(ctx, op, way):
 
 @pytest.mark.ranks(2)
 def test_marks_without_room_are_counted_and_shown(ctx):
+    config = dataclasses.replace(CONFIG, max_programs=3)  # each computes several tiles
     with pytest.warns(UserWarning, match=r"the trace lacks \d+ marks, .* pass tracing\(marks=\.\.\.\) more than 4"):
-        trace = recorded(ctx, "matmul_reduce_scatter", (96, 96), marks=4)
+        trace = recorded(ctx, "matmul_reduce_scatter", (96, 96), marks=4, config=config)
     short = [s for s in trace.slices if s.kind == "lost"]
     assert trace.lost == sum(s.arguments["marks"] for s in short) > 0
-    full = recorded(ctx, "matmul_reduce_scatter", (96, 96))
+    full = recorded(ctx, "matmul_reduce_scatter", (96, 96), config=config)
     counts = [[len(program) for launch in own for program in launch.marks] for own in full.launches]
     assert trace.lost == sum(max(count - 4, 0) for own in counts for count in own)
     assert "lost" in trace.summary().shares["compute"] and full.lost == 0

@@ -75,11 +75,12 @@ def tile_schedule(rows: tuple[int, ...], order: list[int], config: OverlapConfig
 def with_room_for(config: OverlapConfig, stored: torch.dtype, dtype: torch.dtype) -> OverlapConfig:
     """A configuration by rule, or tuned for results of the operands' dtype, for results that may be larger.
 
-    Beside the pipeline there is no shared memory for fp32 of 128 x 128, and no registers, either, for an activation.
+    Beside the pipeline of 128 x 256 there is no shared memory for slices of fp32, and with an activation up to 6
+    registers spill; by pointers 2 registers of 128 x 64 do, unless it is stored in slices.
     """
-    if stored.itemsize == dtype.itemsize or config.gemm.block_n < 256:
+    if stored.itemsize == dtype.itemsize:
         return config
-    return replace(config, gemm=replace(config.gemm, block_n=config.gemm.block_n // 2))
+    return replace(config, gemm=replace(config.gemm, block_n=min(config.gemm.block_n, 128), split=2))
 
 
 def num_chunks(rows: int, config: OverlapConfig) -> int:
