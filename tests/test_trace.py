@@ -1,7 +1,7 @@
 """Traces: what kernels write down is what they did, on one axis of time, and nothing is lost in silence."""
 
-import gzip
 import dataclasses
+import gzip
 import importlib
 import itertools
 import json
