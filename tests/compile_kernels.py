@@ -116,7 +116,9 @@ def _cases() -> list[Case]:
         if operation != "all_gather_matmul":  # which makes its x contiguous
             cases.append(Case(operation, label="x_transposed", ranks=ranks, x_transposed=True))
         if ranks > 1:
-            cases.append(Case(operation, label="uneven", shape=(1023, 1024, 1024), ranks=4, rows=(256, 256, 256, 255)))
+            for dtype in ("bfloat16", "float32"):
+                cases.append(Case(operation, dtype, "uneven", (1023, 1024, 1024), ranks, rows=(256, 256, 256, 255)))
+            cases.append(Case(operation, label="large", ranks=8))
             cases.append(Case(operation, label="large", ranks=2))
             cases.append(Case(operation, "float32", label="large", ranks=2))
             cases.append(Case(operation, label="large", ranks=4, transport="nvshmem"))
@@ -140,6 +142,9 @@ def _cases() -> list[Case]:
                               **finish))  # fmt: skip
         cases.append(Case(operation, label="uneven_float32_wire_gelu_tanh", shape=(1023, 1024, 1024),
                           rows=(256, 256, 256, 255), activation="gelu_tanh", **finish))  # fmt: skip
+        wide = {"shape": SHAPES["unaligned"], "activation": "gelu_tanh", **finish}
+        for way in ("traced", "copied"):
+            cases.append(Case(operation, label=f"unaligned_float32_wire_gelu_tanh_{way}", **wide, **{way: True}))
         cases.append(Case(operation, label="float32_out", ranks=4, out="float32"))
         cases.append(Case(operation, label="float32_wire", ranks=2, wire="float32"))
         cases.append(Case(operation, label="float32_wire", ranks=4, transport="nvshmem", wire="float32"))
