@@ -8,8 +8,8 @@ last: their epilogue adds the peers' partial sums from the inbox, in a fixed ord
 Partial sums travel in the operands' dtype, or in fp32 if asked to, and are added in fp32; the result is the same bits
 on every run.
 
-The same kernel, with GATHER, is `matmul_all_reduce`: the comm programs also send the finished chunks of the own rows to
-every peer, and all programs copy what arrives to the output.
+The same kernel, with GATHER, is `matmul_all_reduce`: the finished chunks of the own rows are sent to every peer, first
+by the comm programs, then by all that have no tile left, and all programs copy what arrives to the output.
 """
 
 import functools
