@@ -220,9 +220,15 @@ def beside(task):
         launch.abort(error)
         raise
     finally:
-        ended.wait()
+        _wait(ended)
     if errors:
         raise errors[0]
+
+
+def _wait(event: threading.Event):
+    """Wait, but wake up now and then: the system may give a Ctrl-C to any thread, and Python acts on it in this one."""
+    while not event.wait(0.2):
+        pass
 
 
 class _Workers:
@@ -277,7 +283,7 @@ def _run_together(body, launch: _Launch, indices, num_threads: int) -> None:
         while started < num_threads:
             _workers.start(task)
             started += 1
-        ended.wait()
+        _wait(ended)
     except BaseException as interrupt:
         launch.abort(interrupt)
         with lock:
