@@ -573,6 +573,7 @@ def _numpy_type(dtype):
     scalar = dtype.scalar
     return np.dtype(np.uint64) if scalar.is_ptr() else _numpy_type_of_scalar(scalar)
 
+
 def _call_device_function(function, *args, **kwargs):
     """A @triton.jit function called from a kernel. Stock patches all of `tl` at each call, and hides exceptions."""
     return function.rewrite()(*args, **kwargs)
