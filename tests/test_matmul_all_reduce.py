@@ -150,15 +150,15 @@ def test_the_bits_are_the_same_on_every_rank_and_run_whatever_the_delays(ctx, tr
 
 
 CONFIGS = {
-    "one chunk of two tiles": OverlapConfig(GemmConfig(16, 32, 16), chunk_rows=32, num_comm=1, put_block=256),
-    "by pointers": OverlapConfig(GemmConfig(32, 32, 32, use_tma=False), chunk_rows=32, num_comm=2, put_block=512),
-    "long groups": OverlapConfig(GemmConfig(16, 16, 16, group_m=8, split=1), chunk_rows=16, num_comm=1, put_block=128),
     "last tiles in parts": OverlapConfig(
         GemmConfig(16, 32, 16), chunk_rows=32, num_comm=1, put_block=256, split_tiles=3, max_splits=4
     ),
+    "one chunk of two tiles": OverlapConfig(GemmConfig(16, 32, 16), chunk_rows=32, num_comm=1, put_block=256),
+    "by pointers": OverlapConfig(GemmConfig(32, 32, 32, use_tma=False), chunk_rows=32, num_comm=2, put_block=512),
     "chunks of half a tile": OverlapConfig(GemmConfig(32, 32, 32), chunk_rows=16, num_comm=1, put_block=512),
-    "by copies": OverlapConfig(GemmConfig(16, 32, 16), chunk_rows=32, num_comm=0),
+    "long groups": OverlapConfig(GemmConfig(16, 16, 16, group_m=8, split=1), chunk_rows=16, num_comm=1, put_block=128),
     "by copies, one a peer": OverlapConfig(GemmConfig(32, 32, 32), chunk_rows=1024, num_comm=0),
+    "by copies": OverlapConfig(GemmConfig(16, 32, 16), chunk_rows=32, num_comm=0),
 }
 
 

@@ -159,14 +159,14 @@ def test_delays_and_poison_change_no_bit(ctx, path):
 
 
 CONFIGS = {
-    "one chunk of two tiles": OverlapConfig(GemmConfig(16, 32, 16), chunk_rows=32, num_comm=1, put_block=256),
-    "by pointers": OverlapConfig(GemmConfig(32, 32, 32, use_tma=False), chunk_rows=32, num_comm=2, put_block=512),
-    "stored in one piece": OverlapConfig(GemmConfig(32, 16, 32, split=1), chunk_rows=64, num_comm=3, put_block=512),
-    "long groups": OverlapConfig(GemmConfig(16, 16, 16, group_m=8), chunk_rows=16, num_comm=1, put_block=128),
     "last tiles in parts": OverlapConfig(
         GemmConfig(16, 32, 16), chunk_rows=32, num_comm=1, put_block=256, split_tiles=3, max_splits=4
     ),
+    "one chunk of two tiles": OverlapConfig(GemmConfig(16, 32, 16), chunk_rows=32, num_comm=1, put_block=256),
+    "by pointers": OverlapConfig(GemmConfig(32, 32, 32, use_tma=False), chunk_rows=32, num_comm=2, put_block=512),
     "chunks of half a tile": OverlapConfig(GemmConfig(32, 32, 32), chunk_rows=16, num_comm=1, put_block=512),
+    "stored in one piece": OverlapConfig(GemmConfig(32, 16, 32, split=1), chunk_rows=64, num_comm=3, put_block=512),
+    "long groups": OverlapConfig(GemmConfig(16, 16, 16, group_m=8), chunk_rows=16, num_comm=1, put_block=128),
     "by copies": OverlapConfig(GemmConfig(16, 32, 16), chunk_rows=32, num_comm=0),
     "by copies, one a peer": OverlapConfig(GemmConfig(32, 32, 32), chunk_rows=1024, num_comm=0),
 }
