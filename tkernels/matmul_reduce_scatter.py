@@ -316,7 +316,8 @@ def plan(
     itemsize = wire_dtype.itemsize
     if config is None:
         config = overlap_config(ctx, name, M, N, K, x.dtype, layout_of(x, w))
-        config = with_room_for(config, max(wire_dtype, out_dtype, key=lambda dtype: dtype.itemsize), x.dtype)
+        stored = max(wire_dtype, out_dtype, key=lambda each: each.itemsize)
+        config = with_room_for(config, stored, x.dtype, activation)
     gemm = config.gemm
     peers = [(ctx.rank + step) % ctx.size for step in range(1, ctx.size)]
     peer_tiles_m = sum(triton.cdiv(rows[peer], gemm.block_m) for peer in peers)
