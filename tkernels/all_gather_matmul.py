@@ -23,7 +23,7 @@ from tkernels.comm.copies import Copies, Send, admit_copies, check_mapped
 from tkernels.comm.device import begin_epoch, copy, count, operation, publish, put_signal, wait_signal
 from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark, no_marks
 from tkernels.comm.plans import Launch
-from tkernels.configs import OverlapConfig, overlap_config
+from tkernels.configs import OverlapConfig, overlap_config, with_room_for
 from tkernels.gemm import (
     ACTIVATIONS,
     Operand,
@@ -57,7 +57,6 @@ from tkernels.overlap import (
     take_tile,
     tile_schedule,
     wait_chunks,
-    with_room_for,
 )
 from tkernels.paths import choose_path, plan_all_gather_matmul
 

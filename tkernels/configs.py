@@ -175,6 +175,22 @@ def default_overlap(
     return OverlapConfig(gemm, chunk_rows, num_comm, max_registers=max_registers)
 
 
+def with_room_for(
+    config: OverlapConfig, stored: torch.dtype, dtype: torch.dtype, activation: str | None = None
+) -> OverlapConfig:
+    """A configuration by rule, or tuned for results of the operands' dtype, for results that may be larger.
+
+    Beside the pipeline of 128 x 256 there is no shared memory for slices of fp32, and with an activation up to 6
+    registers spill; by pointers 2 registers of 128 x 64 do, unless it is stored in slices. Without fp32 an activation
+    spills up to 4, unless puts go by smaller blocks.
+    """
+    if activation not in (None, "relu"):
+        config = replace(config, put_block=min(config.put_block, 8192))
+    if stored.itemsize == dtype.itemsize:
+        return config
+    return replace(config, gemm=replace(config.gemm, block_n=min(config.gemm.block_n, 128), split=2))
+
+
 @functools.lru_cache(maxsize=MAX_CHOICES)
 def gemm_config(M: int, N: int, K: int, dtype: torch.dtype, layout: str) -> GemmConfig:
     """What `matmul` uses for x [M, K] and w [N, K] without a configuration. layout: as gemm.layout_of names it."""

@@ -32,7 +32,7 @@ from tkernels.comm.device import (
 )
 from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark, no_marks
 from tkernels.comm.regions import ALIGNMENT, round_up
-from tkernels.configs import OverlapConfig, overlap_config
+from tkernels.configs import OverlapConfig, overlap_config, with_room_for
 from tkernels.gemm import (
     ACTIVATIONS,
     Operand,
@@ -69,7 +69,6 @@ from tkernels.overlap import (
     take_tile,
     tile_schedule,
     wait_chunks,
-    with_room_for,
 )
 from tkernels.paths import choose_path, plan_matmul_reduce
 

@@ -18,7 +18,6 @@ import functools
 import heapq
 import itertools
 import math
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -43,7 +42,8 @@ TILE_TICKETS = tl.constexpr(0)  # tiles that were taken, of those that are not d
 SEND_TICKETS = tl.constexpr(1)  # finished chunks that were taken to be sent, of an all-reduce
 SPLIT_TILES = tl.constexpr(2)  # from here on: parts that are done, of each tile that is split along K
 MAX_SPLIT_TILES = tl.constexpr(128)
-TILE_COUNTS = tl.constexpr(2 + 128)  # from here on: tiles that are done, of each chunk
+# From here on: tiles that are done, of each chunk.
+TILE_COUNTS = tl.constexpr(SPLIT_TILES.value + MAX_SPLIT_TILES.value)
 
 DEALT_SHORT = 3  # last turns that are not dealt out
 PART_S = 5e-6  # more than that for a part of a tile, whose sums are written, or read
@@ -70,22 +70,6 @@ def tile_schedule(rows: tuple[int, ...], order: list[int], config: OverlapConfig
                 valid = min(block, rows[shard] - row)
                 schedule += [shard, row, starts[shard] + row, valid, row // config.chunk_rows]
     return schedule
-
-
-def with_room_for(
-    config: OverlapConfig, stored: torch.dtype, dtype: torch.dtype, activation: str | None = None
-) -> OverlapConfig:
-    """A configuration by rule, or tuned for results of the operands' dtype, for results that may be larger.
-
-    Beside the pipeline of 128 x 256 there is no shared memory for slices of fp32, and with an activation up to 6
-    registers spill; by pointers 2 registers of 128 x 64 do, unless it is stored in slices. Without fp32 an activation
-    spills up to 4, unless puts go by smaller blocks.
-    """
-    if activation not in (None, "relu"):
-        config = replace(config, put_block=min(config.put_block, 8192))
-    if stored.itemsize == dtype.itemsize:
-        return config
-    return replace(config, gemm=replace(config.gemm, block_n=min(config.gemm.block_n, 128), split=2))
 
 
 def num_chunks(rows: int, config: OverlapConfig) -> int:

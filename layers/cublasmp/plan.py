@@ -16,7 +16,7 @@ import torch
 from tkernels.all_gather_matmul import all_gather_matmul
 from tkernels.comm import Context
 from tkernels.comm.collectives import all_gather, all_reduce, reduce_scatter
-from tkernels.configs import overlap_config
+from tkernels.configs import overlap_config, with_room_for
 from tkernels.gemm import layout_of, matmul
 from tkernels.layers.cublasmp import epilogs
 from tkernels.layers.cublasmp.distributions import length
@@ -25,7 +25,6 @@ from tkernels.layers.cublasmp.problem import BGRAD, Layout, Problem, resolve
 from tkernels.layers.cublasmp.redistribution import Redistribution, indices
 from tkernels.matmul_all_reduce import matmul_all_reduce
 from tkernels.matmul_reduce_scatter import matmul_reduce_scatter
-from tkernels.overlap import with_room_for
 from tkernels.paths import choose_path
 
 OPERATIONS = {

@@ -37,11 +37,12 @@ from tkernels.configs import (
     default_overlap,
     gemm_config,
     overlap_config,
+    with_room_for,
 )
 from tkernels.gemm import layout_of, matmul
 from tkernels.layers.userbuffers.defaults import OverlapOptions
 from tkernels.matmul_reduce_scatter import PART_ROWS, matmul_reduce_scatter
-from tkernels.overlap import MAX_SPLIT_TILES, TILE_COUNTS, sums_bytes, with_room_for
+from tkernels.overlap import MAX_SPLIT_TILES, TILE_COUNTS, sums_bytes
 
 DEFAULT_TIMEOUT_S = 110.0
 NUM_CARRIERS = 12  # programs of a collective beside a product, where no number is asked for: they saturate stores

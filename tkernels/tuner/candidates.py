@@ -30,7 +30,7 @@ from tkernels.overlap import MIN_SPLIT_STEPS, PART_S
 SHARED_BYTES = 232448
 REGISTERS = 255
 # One GPU to its peers by stores, H200 over NVLink: 3 programs reach 91 GB/s, 6 172, 9 250, 12 324, and more no more.
-SEND_BYTES_PER_S, SEND_BYTES_PER_S_OF_A_PROGRAM = 320e9, 28e9
+SEND_BYTES_PER_S, BYTES_PER_S_OF_A_PROGRAM = 320e9, 28e9
 COPY_BYTES_PER_S = 385e9  # by the copy engine
 PUT_COST_BYTES = 43 << 10  # what a put's fixed cost would send: a quarter is lost with puts of 128 KB
 
@@ -185,7 +185,7 @@ def predicted_us(config: GemmConfig | OverlapConfig, room: Room, gemm_us: float)
     gathers, reduces_all = room.operation == "all_gather_matmul", room.operation == "matmul_all_reduce"
     sent = room.rows * room.row_bytes * (room.ranks - 1)
     put = config.chunk_rows * room.row_bytes
-    rate = num_comm * SEND_BYTES_PER_S_OF_A_PROGRAM * put / (put + PUT_COST_BYTES)
+    rate = num_comm * BYTES_PER_S_OF_A_PROGRAM * put / (put + PUT_COST_BYTES)
     send_us = sent * (1 + reduces_all) / (min(rate, SEND_BYTES_PER_S) or COPY_BYTES_PER_S) * 1e6
     needed = 0 if gathers else tiles if reduces_all else tiles - own  # before the last can be sent
     busy_us = max(send_us, needed * tile_us / (room.programs - num_comm))
