@@ -32,7 +32,7 @@ from tkernels.comm.device import (
     wait_packets,
     wait_signal,
 )
-from tkernels.comm.marks import ADD, COPY, SEND, WAIT, end_marks, mark, no_marks
+from tkernels.comm.marks import ADD, COPY, SEND, WAIT, end_marks, mark
 from tkernels.comm.workspace import MIN_CHUNKS, PACKET_BLOCK, PACKET_BYTES
 
 OP_ALL_GATHER = operation("all_gather")
@@ -122,21 +122,20 @@ def part_of(starts, rank, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
 
 @triton.jit
 def receive_parts(
-    out, inbox, ready, starts, max_chunks, epoch, table, chunk, rank, marks,
+    out, inbox, ready, starts, max_chunks, epoch, table, chunk, rank,
     SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
     TRACE: tl.constexpr,
 ):
-    """Wait for every peer's part and copy it from the inbox to `out`; the programs share the chunks. Returns marks."""
+    """Wait for every peer's part and copy it from the inbox to `out`; the programs share the chunks."""
     for step in range(1, SIZE):
         source = (rank + SIZE - step) % SIZE
         start, part = part_of(starts, source, out.dtype.element_ty, ALIGN)
         for index in range(tl.program_id(0), chunk_count(part, chunk), tl.num_programs(0)):
-            marks = mark(marks, WAIT, index, source, table, TRANSPORT, TRACE)
+            mark(WAIT, index, source, table, TRANSPORT, TRACE)
             wait_signal(ready + source * max_chunks + index, epoch, table, source, index, OPERATION, TRANSPORT)
-            marks = mark(marks, COPY, index, source, table, TRANSPORT, TRACE)
+            mark(COPY, index, source, table, TRANSPORT, TRACE)
             first = tl.cast(index, tl.int64) * chunk
             copy(out + start + first, inbox + start + first, tl.minimum(part - first, chunk), BLOCK, ALIGN)
-    return marks
 
 
 @triton.jit(do_not_specialize=["rank", "max_chunks"])
@@ -148,7 +147,6 @@ def all_gather_kernel(
     SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
     TRACE: tl.constexpr = False,
 ):
-    marks = no_marks()
     epoch = begin_epoch(state)
     inbox += epoch % 2 * inbox_stride
     start, part = part_of(starts, rank, x.dtype.element_ty, ALIGN)
@@ -157,18 +155,18 @@ def all_gather_kernel(
         first = tl.cast(index, tl.int64) * chunk
         size = tl.minimum(part - first, chunk)
         for step in range(1, SIZE):
-            marks = mark(marks, SEND, index, (rank + step) % SIZE, table, TRANSPORT, TRACE)
+            mark(SEND, index, (rank + step) % SIZE, table, TRANSPORT, TRACE)
             put(inbox + start + first, x + first, size, (rank + step) % SIZE, table, TRANSPORT, BLOCK, ALIGN)
         signal_all(ready + rank * max_chunks + index, epoch, table, rank, SIZE, TRANSPORT)
     for index in range(tl.program_id(0), chunks, tl.num_programs(0)):
         first = tl.cast(index, tl.int64) * chunk
-        marks = mark(marks, COPY, index, rank, table, TRANSPORT, TRACE)
+        mark(COPY, index, rank, table, TRANSPORT, TRACE)
         copy(out + start + first, x + first, tl.minimum(part - first, chunk), BLOCK, ALIGN)
-    marks = receive_parts(
-        out, inbox, ready, starts, max_chunks, epoch, table, chunk, rank, marks,
+    receive_parts(
+        out, inbox, ready, starts, max_chunks, epoch, table, chunk, rank,
         SIZE, OPERATION, TRANSPORT, BLOCK, ALIGN, TRACE,
     )
-    end_marks(marks, table, TRANSPORT, TRACE)
+    end_marks(table, TRANSPORT, TRACE)
     end_epoch(state, epoch)
 
 
@@ -184,7 +182,6 @@ def reduce_kernel(
 ):
     """Send each rank its part of x, sum what arrives; with GATHER, send the sum of the own part to everyone."""
     PARTS: tl.constexpr = 0 if WHOLE else 1
-    marks = no_marks()
     part_stride = tl.cast(part_stride, tl.int64)  # times R it may pass 2**31
     epoch = begin_epoch(state)
     inbox += epoch % 2 * inbox_stride
@@ -194,7 +191,7 @@ def reduce_kernel(
         for step in range(1, SIZE):
             target = (rank + step) % SIZE
             start, part = part_of(starts, target * PARTS, x.dtype.element_ty, ALIGN)
-            marks = mark(marks, SEND, index, target, table, TRANSPORT, TRACE)
+            mark(SEND, index, target, table, TRANSPORT, TRACE)
             put(
                 inbox + rank * part_stride + first, x + start + first, tl.maximum(tl.minimum(part - first, chunk), 0),
                 target, table, TRANSPORT, BLOCK, ALIGN,
@@ -208,9 +205,9 @@ def reduce_kernel(
     for index in range(pid, chunk_count(part, chunk), tl.num_programs(0)):
         for source in range(SIZE):
             if source != rank:
-                marks = mark(marks, WAIT, index, source, table, TRANSPORT, TRACE)
+                mark(WAIT, index, source, table, TRANSPORT, TRACE)
                 wait_signal(ready + source * max_chunks + index, epoch, table, source, index, OPERATION, TRANSPORT)
-        marks = mark(marks, ADD, index, rank, table, TRANSPORT, TRACE)
+        mark(ADD, index, rank, table, TRANSPORT, TRACE)
         first = tl.cast(index, tl.int64) * chunk
         last = tl.minimum(part, first + chunk)
         for offset in range(first, last, BLOCK):
@@ -225,18 +222,18 @@ def reduce_kernel(
         if GATHER:
             tl.debug_barrier()  # the chunk was stored by all threads, and other threads copy it
             for step in range(1, SIZE):
-                marks = mark(marks, SEND, index, (rank + step) % SIZE, table, TRANSPORT, TRACE)
+                mark(SEND, index, (rank + step) % SIZE, table, TRANSPORT, TRACE)
                 put(
                     gathered + start + first, own + first, last - first, (rank + step) % SIZE, table,
                     TRANSPORT, BLOCK, ALIGN,
                 )
             signal_all(gathered_ready + rank * max_chunks + index, epoch, table, rank, SIZE, TRANSPORT)
     if GATHER:
-        marks = receive_parts(
-            out, gathered, gathered_ready, starts, max_chunks, epoch, table, chunk, rank, marks,
+        receive_parts(
+            out, gathered, gathered_ready, starts, max_chunks, epoch, table, chunk, rank,
             SIZE, OPERATION, TRANSPORT, BLOCK, ALIGN, TRACE,
         )
-    end_marks(marks, table, TRANSPORT, TRACE)
+    end_marks(table, TRANSPORT, TRACE)
     end_epoch(state, epoch)
 
 
@@ -278,7 +275,6 @@ def packets_kernel(
     BLOCK: tl.constexpr = WORDS * 32 // DTYPE.primitive_bitwidth
     PARTS: tl.constexpr = 0 if WHOLE else 1
     SAME: tl.constexpr = WHOLE or not REDUCE  # to all ranks
-    marks = no_marks()
     epoch = begin_epoch(state)
     packets += epoch % 2 * parity_stride
     own_start, own = part_of(starts, rank * PARTS, DTYPE, ALIGN)
@@ -289,16 +285,16 @@ def packets_kernel(
             words = pack(tl.load(x + at, mask=at < own, other=0), WORDS)
         for step in range(SIZE):
             target = (rank + 1 + step) % SIZE
-            marks = mark(marks, SEND, index, target, table, TRANSPORT, TRACE)
+            mark(SEND, index, target, table, TRANSPORT, TRACE)
             if SAME:
                 sent = words
             else:
                 start, part = part_of(starts, target, DTYPE, ALIGN)
                 sent = pack(tl.load(x + start + at, mask=at < part, other=0), WORDS)
             put_packets(inbox + rank * source_stride, sent, epoch, target, table, TRANSPORT)
-        marks = mark(marks, WAIT, index, rank, table, TRANSPORT, TRACE)
+        mark(WAIT, index, rank, table, TRANSPORT, TRACE)
         arrived = wait_packets(inbox, source_stride, epoch, table, index, SIZE, OPERATION, TRANSPORT, WORDS)
-        marks = mark(marks, ADD if REDUCE else COPY, index, rank, table, TRANSPORT, TRACE)
+        mark(ADD if REDUCE else COPY, index, rank, table, TRANSPORT, TRACE)
         if REDUCE:
             total = tl.zeros((BLOCK,), tl.float32)
             for source in tl.static_range(SIZE):
@@ -308,7 +304,7 @@ def packets_kernel(
             for source in tl.static_range(SIZE):
                 start, part = part_of(starts, source, DTYPE, ALIGN)
                 tl.store(out + start + at, unpack(arrived[source], DTYPE, WORDS), mask=at < part)
-    end_marks(marks, table, TRANSPORT, TRACE)
+    end_marks(table, TRANSPORT, TRACE)
     end_epoch(state, epoch)
 
 

@@ -39,36 +39,33 @@ def clock(TRANSPORT: tl.constexpr):
 
 
 @triton.jit
-def no_marks():
-    return tl.full((), 0, tl.int32)
+def mark(KIND: tl.constexpr, first, second, table, TRANSPORT: tl.constexpr, TRACE: tl.constexpr):
+    """This program begins something of that kind.
 
-
-@triton.jit
-def mark(marks, KIND: tl.constexpr, first, second, table, TRANSPORT: tl.constexpr, TRACE: tl.constexpr):
-    """This program, which has made `marks` marks, begins something of that kind. Returns how many it has made now."""
+    How many marks it has made is kept in memory, not handed on: a loop's iterations then don't wait for each other.
+    """
     if TRACE:
         now = clock(TRANSPORT)
         capacity = tl.load(table + TRACE_CAPACITY).to(tl.int32)
         row = tl.load(table + TRACE_BUFFER).to(tl.pointer_type(tl.int64))
         row += tl.program_id(0).to(tl.int64) * (1 + capacity * MARK)
-        at = marks
+        made = tl.load(row)
+        at = made
         room = capacity - 1
         if KIND == END:
-            at = tl.minimum(marks, room)
+            at = tl.minimum(made, room)
             room = capacity
         fits = at < room
-        marks += 1
-        tl.store(row, marks.to(tl.int64))
+        tl.store(row, made + 1)
         row += 1 + at * MARK
         tl.store(row, tl.full((), KIND, tl.int64), mask=fits)
         tl.store(row + 1, tl.cast(first, tl.int64), mask=fits)
         tl.store(row + 2, tl.cast(second, tl.int64), mask=fits)
         tl.store(row + 3, now, mask=fits)
-    return marks
 
 
 @triton.jit
-def end_marks(marks, table, TRANSPORT: tl.constexpr, TRACE: tl.constexpr):
+def end_marks(table, TRANSPORT: tl.constexpr, TRACE: tl.constexpr):
     """The last mark of a program."""
     if TRACE:
         multiprocessor = tl.full((), 0, tl.int32)
@@ -76,4 +73,4 @@ def end_marks(marks, table, TRANSPORT: tl.constexpr, TRACE: tl.constexpr):
             multiprocessor = tl.inline_asm_elementwise(
                 "mov.u32 $0, %smid;", "=r", [], dtype=tl.int32, is_pure=True, pack=1
             )
-        mark(marks, END, multiprocessor, 0, table, TRANSPORT, TRACE)
+        mark(END, multiprocessor, 0, table, TRANSPORT, TRACE)

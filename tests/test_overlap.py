@@ -152,9 +152,9 @@ def test_turns_are_dealt_out_as_long_as_there_are_surely_tiles_for_all():
             tiles, tiles, 4096, num_programs, OverlapConfig(num_comm=num_comm), sent, round(first * tiles)
         )
         dealt = plan.head * (num_programs - num_comm) + (plan.dealt - plan.head) * num_programs
-        assert 0 <= plan.head <= plan.dealt <= plan.last and dealt <= plan.whole <= tiles
+        assert 0 <= plan.head <= plan.dealt and dealt <= plan.whole <= tiles
         items = plan.whole + (tiles - plan.whole) * plan.splits
-        assert items - dealt <= (plan.last - plan.dealt) * (num_programs - num_comm) // 2  # half of them suffice
+        assert items - dealt <= (plan.runs - 1) * (num_programs - num_comm) // 2  # half of them suffice
         # No comm program is dealt one of the first tiles, which it, or another one, may wait for.
         assert plan.dealt == plan.head or plan.head * (num_programs - num_comm) >= round(first * tiles)
     config, tiles = OverlapConfig(num_comm=12), 3000

@@ -21,7 +21,7 @@ from tkernels.comm.collectives import check_rows
 from tkernels.comm.context import Context
 from tkernels.comm.copies import Copies, Send, admit_copies, check_mapped
 from tkernels.comm.device import begin_epoch, copy, count, operation, publish, put_signal, wait_signal
-from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark, no_marks
+from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark
 from tkernels.comm.plans import Launch
 from tkernels.configs import OverlapConfig, overlap_config, with_room_for
 from tkernels.gemm import (
@@ -35,7 +35,7 @@ from tkernels.gemm import (
     halves,
     layout_of,
     matmul,
-    multiply,
+    multiply_step,
     precision,
     store_tile,
     tile_of,
@@ -46,6 +46,7 @@ from tkernels.overlap import (
     TILE_COUNTS,
     TILE_FIELDS,
     add_parts,
+    dealt_tile,
     end_launch,
     num_chunks,
     part_of_tile,
@@ -84,7 +85,7 @@ def finish_slice(
 
 # Row counts may change from call to call, and ranks differ: no new kernel for each.
 @triton.jit(do_not_specialize=[
-    "parity_rows", "tiles_m", "head", "dealt", "last_turn", "whole", "splits", "num_counters", "max_chunks", "rank",
+    "parity_rows", "tiles_m", "head", "dealt", "runs", "whole", "splits", "num_counters", "max_chunks", "rank",
     "first_row", "rows", "num_comm", "chunk_rows",
 ])
 def all_gather_matmul_kernel(
@@ -93,7 +94,7 @@ def all_gather_matmul_kernel(
     w, w_stride_n, w_stride_k,  # [N/R, K]
     bias, y, y_stride_m,  # [N/R]; [M, N/R]
     sums,  # [.., BLOCK_N], fp32: of tiles that are split along K
-    schedule, tiles_m, head, dealt, last_turn, whole, splits,
+    schedule, tiles_m, head, dealt, runs, whole, splits,
     counters, num_counters, ready, max_chunks, state, table, rank, gate, begun,
     first_row, rows, N, K, num_comm, chunk_rows,  # this rank's first row in the whole, and its rows
     SIZE: tl.constexpr, COPIES: tl.constexpr,
@@ -103,7 +104,6 @@ def all_gather_matmul_kernel(
     OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, PUT_BLOCK: tl.constexpr, ALIGN: tl.constexpr,
     TRACE: tl.constexpr = False,
 ):
-    marks = no_marks()
     pid = tl.program_id(0)
     epoch = begin_epoch(state)
     parity_row = (epoch % 2).to(tl.int32) * parity_rows
@@ -116,7 +116,7 @@ def all_gather_matmul_kernel(
             chunk = i // (SIZE - 1)
             target = (rank + 1 + i % (SIZE - 1)) % SIZE
             row = tl.cast(chunk * chunk_rows, tl.int64)
-            marks = mark(marks, SEND, chunk, target, table, TRANSPORT, TRACE)
+            mark(SEND, chunk, target, table, TRANSPORT, TRACE)
             put_signal(
                 inbox + (parity_row + first_row + row) * K, x_memory + row * K,
                 tl.minimum(rows - row, chunk_rows) * K,
@@ -125,64 +125,87 @@ def all_gather_matmul_kernel(
         if pid == 0:
             for step in range(1, SIZE):
                 source = (rank + step) % SIZE
-                marks = mark(marks, WAIT, 0, source, table, TRANSPORT, TRACE)
+                mark(WAIT, 0, source, table, TRANSPORT, TRACE)
                 wait_signal(ready + source * max_chunks, epoch, table, source, 0, OPERATION, TRANSPORT)
 
     tiles_n = tl.cdiv(N, BLOCK_N)
     items = whole + (tiles_m * tiles_n - whole) * splits
-    first_turn = tl.where(pid < num_comm, head, 0)
-    item = take_tile(first_turn, pid, num_comm, head, dealt, counters)
-    for turn in range(first_turn, last_turn):
+    turn = tl.where(pid < num_comm, head, 0)
+    item = take_tile(turn, pid, num_comm, head, dealt, counters)
+    for _ in range(runs):
         if item < items:
             index, part, parts, first_step, last_step = part_of_tile(item, whole, splits, K, BLOCK_K)
-            tile_m, tile_n = tile_of(index, tiles_m, tiles_n, GROUP_M)
-            tile = schedule + tile_m * TILE_FIELDS
-            source = tl.load(tile).to(tl.int32)
-            row = tl.load(tile + 1).to(tl.int32)
-            out_row = tl.load(tile + 2).to(tl.int32)
-            valid = tl.load(tile + 3).to(tl.int32)
-            column = tile_n * BLOCK_N
-            # One main loop for both: two would each take the shared memory of a pipeline.
+            # All tiles that are dealt to a program are one loop: a tile's first loads are under way while the one
+            # before is stored. The marks of two tiles would get mixed up.
+            num_tiles = tl.maximum(dealt - turn, 1)
+            if TRACE:
+                num_tiles = 1
+            step = first_step
             operand = x
-            at = row
-            if source != rank:
-                operand = gathered
-                at = parity_row + out_row
-                chunk = tl.load(tile + 4).to(tl.int32)
-                needed = tl.cdiv(valid, chunk_rows)
-                marks = mark(marks, WAIT, chunk, source, table, TRANSPORT, TRACE)
-                wait_chunks(
-                    ready, max_chunks, source, chunk, needed, epoch, table, 1, SIZE, OPERATION, TRANSPORT
+            at, out_row, valid, column = 0, 0, 0, 0
+            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for _ in range(num_tiles * (last_step - first_step)):
+                if step == first_step:
+                    if turn < dealt:
+                        index = dealt_tile(turn, pid, num_comm, head)
+                    turn += 1
+                    tile_m, tile_n = tile_of(index, tiles_m, tiles_n, GROUP_M)
+                    tile = schedule + tile_m * TILE_FIELDS
+                    source = tl.load(tile).to(tl.int32)
+                    at = tl.load(tile + 1).to(tl.int32)
+                    out_row = tl.load(tile + 2).to(tl.int32)
+                    valid = tl.load(tile + 3).to(tl.int32)
+                    column = tile_n * BLOCK_N
+                    operand = x
+                    if source != rank:
+                        operand = gathered
+                        at = parity_row + out_row
+                        chunk = tl.load(tile + 4).to(tl.int32)
+                        needed = tl.cdiv(valid, chunk_rows)
+                        mark(WAIT, chunk, source, table, TRANSPORT, TRACE)
+                        wait_chunks(
+                            ready, max_chunks, source, chunk, needed, epoch, table, 1, SIZE, OPERATION, TRANSPORT
+                        )
+                    mark(COMPUTE, out_row, column, table, TRANSPORT, TRACE)
+                # One main loop for both: two would each take the shared memory of a pipeline.
+                total = multiply_step(
+                    total, operand, K, 1, at, at + valid, w, w_stride_n, w_stride_k, column, N, K, step,
+                    BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, False, W_TMA, W_TRANSPOSED, PRECISION,
                 )
-            marks = mark(marks, COMPUTE, out_row, column, table, TRANSPORT, TRACE)
-            total = multiply(
-                operand, K, 1, at, at + valid, w, w_stride_n, w_stride_k, column, N, K, first_step, last_step,
-                BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, False, W_TMA, W_TRANSPOSED, PRECISION,
-            )
-            others = counters + SPLIT_TILES + index - whole
-            sums_row = (index - whole) * (parts - 1) * BLOCK_M
-            if (parts > 1) & (part == parts - 1):
-                marks = mark(marks, COLLECT, 0, rank, table, TRANSPORT, TRACE)
-                wait_signal(others, parts - 1, table, rank, 0, OPERATION, TRANSPORT)
-            marks = mark(marks, STORE, out_row, column, table, TRANSPORT, TRACE)
-            COLUMNS: tl.constexpr = BLOCK_N // SPLIT
-            if SPLIT == 2:
-                total, right = halves(total, BLOCK_M, BLOCK_N)
-            finish_slice(
-                total, column, bias, N, y, y_stride_m, out_row, valid, sums, sums_row, 0, part, parts,
-                BLOCK_M, COLUMNS, BLOCK_N, Y_TMA, S_TMA, HAS_BIAS, ACTIVATION, DTYPE,
-            )
-            if SPLIT == 2:
-                finish_slice(
-                    right, column + COLUMNS, bias, N, y, y_stride_m, out_row, valid,
-                    sums, sums_row, COLUMNS, part, parts,
-                    BLOCK_M, COLUMNS, BLOCK_N, Y_TMA, S_TMA, HAS_BIAS, ACTIVATION, DTYPE,
-                )
-            if part < parts - 1:
-                publish(TRANSPORT)
-                count(others, TRANSPORT, "gpu")
-            item = take_tile(turn + 1, pid, num_comm, head, dealt, counters)
-    end_marks(marks, table, TRANSPORT, TRACE)
+                step += 1
+                ends = step == last_step
+                # Triton moves this into the branch below, but not one that comes after it: the dot would be waited for.
+                kept = total
+                if ends:
+                    kept = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                    step = first_step
+                if ends:
+                    others = counters + SPLIT_TILES + index - whole
+                    sums_row = (index - whole) * (parts - 1) * BLOCK_M
+                    if (parts > 1) & (part == parts - 1):
+                        mark(COLLECT, 0, rank, table, TRANSPORT, TRACE)
+                        wait_signal(others, parts - 1, table, rank, 0, OPERATION, TRANSPORT)
+                    mark(STORE, out_row, column, table, TRANSPORT, TRACE)
+                    COLUMNS: tl.constexpr = BLOCK_N // SPLIT
+                    left = total
+                    if SPLIT == 2:
+                        left, right = halves(total, BLOCK_M, BLOCK_N)
+                    finish_slice(
+                        left, column, bias, N, y, y_stride_m, out_row, valid, sums, sums_row, 0, part, parts,
+                        BLOCK_M, COLUMNS, BLOCK_N, Y_TMA, S_TMA, HAS_BIAS, ACTIVATION, DTYPE,
+                    )
+                    if SPLIT == 2:
+                        finish_slice(
+                            right, column + COLUMNS, bias, N, y, y_stride_m, out_row, valid,
+                            sums, sums_row, COLUMNS, part, parts,
+                            BLOCK_M, COLUMNS, BLOCK_N, Y_TMA, S_TMA, HAS_BIAS, ACTIVATION, DTYPE,
+                        )
+                    if part < parts - 1:
+                        publish(TRANSPORT)
+                        count(others, TRANSPORT, "gpu")
+                total = kept
+            item = take_tile(turn, pid, num_comm, head, dealt, counters)
+    end_marks(table, TRANSPORT, TRACE)
     end_launch(state, epoch, counters, num_counters)
 # fmt: on
 
@@ -275,7 +298,7 @@ def _plan(
     w_operand = Operand.of(w, gemm.block_n, gemm.block_k, gemm.use_tma)
     y_operand = Operand.of(y, gemm.block_m, gemm.block_n // gemm.split, gemm.use_tma and not ragged and N > 1)
     sums = sums_of(workspace.outbox, tiles - turns.whole, turns.splits, gemm)
-    s_operand = Operand.of(sums, gemm.block_m, gemm.block_n // gemm.split // 2, gemm.use_tma)
+    s_operand = Operand.of(sums, gemm.block_m, gemm.block_n // gemm.split // 4, gemm.use_tma)
     first_row = sum(rows[: ctx.rank])
     aligned = row_bytes % 16 == 0 and x.data_ptr() % 16 == 0
     launch = ctx.bind(

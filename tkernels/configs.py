@@ -145,7 +145,7 @@ def default_config(M: int, N: int, dtype: torch.dtype, tma: bool = True) -> Gemm
         return GemmConfig(64, 128, 64, num_warps=4, num_stages=4)
     if N <= 128:
         return GemmConfig(128, 128, 64, num_warps=8, num_stages=4)
-    return GemmConfig()
+    return GemmConfig(num_stages=4)
 
 
 def default_overlap(
@@ -156,6 +156,8 @@ def default_overlap(
     The rows of a chunk depend on nothing that could differ between ranks.
     """
     gemm, peers = default_config(M, N, dtype, tma), max(size - 1, 1)
+    if gemm.block_n == 256:  # the sums of tiles that are split, or partial sums, take a stage's shared memory
+        gemm = replace(gemm, num_stages=3)
     if runtime.RUNTIME == "simulated":
         return OverlapConfig(gemm, chunk_rows=gemm.block_m, num_comm=max(min(2, num_programs - 1), 1), put_block=4096)
     gathers = operation == "all_gather_matmul"
@@ -192,14 +194,21 @@ def with_room_for(
 
 
 @functools.lru_cache(maxsize=MAX_CHOICES)
-def gemm_config(M: int, N: int, K: int, dtype: torch.dtype, layout: str) -> GemmConfig:
-    """What `matmul` uses for x [M, K] and w [N, K] without a configuration. layout: as gemm.layout_of names it."""
+def gemm_config(
+    M: int, N: int, K: int, dtype: torch.dtype, layout: str, stored: torch.dtype | None = None
+) -> GemmConfig:
+    """What `matmul` uses for x [M, K] and w [N, K] without a configuration. layout: as gemm.layout_of names it.
+
+    stored: the result's dtype, if it is another; larger elements take a stage's shared memory.
+    """
     try:
         table = _table(current_context())
     except TkernelsError:  # there is none
         table = _table_without_context()
     found = table.configs.get(("matmul", *bucket(M, N, K), name_of(dtype), layout))
-    return found or default_config(M, N, dtype, layout != "pointers")
+    config = found or default_config(M, N, dtype, layout != "pointers")
+    larger = stored is not None and stored.itemsize > dtype.itemsize
+    return replace(config, num_stages=min(config.num_stages, 3)) if larger else config
 
 
 def overlap_config(

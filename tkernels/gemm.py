@@ -57,24 +57,19 @@ def load_tile(
 
 
 @triton.jit
-def multiply(
+def multiply_step(
+    total,  # fp32 [BLOCK_M, BLOCK_N]
     x, x_stride_m, x_stride_k, x_row, x_rows,
-    w, w_stride_n, w_stride_k, column, N, K, first_step, last_step,
+    w, w_stride_n, w_stride_k, column, N, K, step,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     X_TMA: tl.constexpr, X_TRANSPOSED: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile of x @ w.T in fp32: rows from x_row (of x_rows), columns from `column` (of N).
-
-    Or a part of it: steps of BLOCK_K along K, from first_step to before last_step.
-    """
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for step in range(first_step, last_step):
-        k = step * BLOCK_K
-        x_tile = load_tile(x, x_stride_m, x_stride_k, x_row, k, x_rows, K, BLOCK_M, BLOCK_K, X_TMA, X_TRANSPOSED)
-        w_tile = load_tile(w, w_stride_n, w_stride_k, column, k, N, K, BLOCK_N, BLOCK_K, W_TMA, W_TRANSPOSED)
-        total = tl.dot(x_tile, w_tile.T, total, input_precision=PRECISION)
-    return total
+    """Add to one tile of x @ w.T a step of BLOCK_K along K: rows from x_row (of x_rows), columns from `column` (of N)."""
+    k = step * BLOCK_K
+    x_tile = load_tile(x, x_stride_m, x_stride_k, x_row, k, x_rows, K, BLOCK_M, BLOCK_K, X_TMA, X_TRANSPOSED)
+    w_tile = load_tile(w, w_stride_n, w_stride_k, column, k, N, K, BLOCK_N, BLOCK_K, W_TMA, W_TRANSPOSED)
+    return tl.dot(x_tile, w_tile.T, total, input_precision=PRECISION)
 
 
 @triton.jit
@@ -135,14 +130,17 @@ def matmul_kernel(
 ):
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
-    for index in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+    # Flattened: a tile's first loads are under way while the one before is stored, 1 us of a tile (bench/LOG.md).
+    for index in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
         tile_m, tile_n = tile_of(index, tiles_m, tiles_n, GROUP_M)
         row = tile_m * BLOCK_M
         column = tile_n * BLOCK_N
-        total = multiply(
-            x, x_stride_m, x_stride_k, row, M, w, w_stride_n, w_stride_k, column, N, K, 0, tl.cdiv(K, BLOCK_K),
-            BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, X_TRANSPOSED, W_TMA, W_TRANSPOSED, PRECISION,
-        )
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for step in range(tl.cdiv(K, BLOCK_K)):
+            total = multiply_step(
+                total, x, x_stride_m, x_stride_k, row, M, w, w_stride_n, w_stride_k, column, N, K, step,
+                BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, X_TRANSPOSED, W_TMA, W_TRANSPOSED, PRECISION,
+            )
         if SPLIT == 2:
             left, right = halves(total, BLOCK_M, BLOCK_N)
             HALF: tl.constexpr = BLOCK_N // 2
@@ -300,7 +298,7 @@ def _plan(x, w, bias, out, activation, out_dtype, config, precision):
     y = check_result("matmul", out, x, (M, N), out_dtype)
     if M == 0:
         return lambda x, w, bias, out: x.new_empty((M, N), dtype=out_dtype) if out is None else out
-    config = config or gemm_config(M, N, x.shape[1], x.dtype, layout_of(x, w))
+    config = config or gemm_config(M, N, x.shape[1], x.dtype, layout_of(x, w), out_dtype)
     x_operand = Operand.of(x, config.block_m, config.block_k, config.use_tma)
     w_operand = Operand.of(w, config.block_n, config.block_k, config.use_tma)
     y_operand = Operand.of(y, config.block_m, config.block_n // config.split, config.use_tma and y.stride(1) == 1)

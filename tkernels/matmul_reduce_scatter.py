@@ -30,7 +30,7 @@ from tkernels.comm.device import (
     put_signal,
     wait_signal,
 )
-from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark, no_marks
+from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark
 from tkernels.comm.regions import ALIGNMENT, round_up
 from tkernels.configs import OverlapConfig, overlap_config, with_room_for
 from tkernels.gemm import (
@@ -45,7 +45,7 @@ from tkernels.gemm import (
     layout_of,
     load_tile,
     matmul,
-    multiply,
+    multiply_step,
     precision,
     store_tile,
     tile_of,
@@ -57,6 +57,7 @@ from tkernels.overlap import (
     TILE_COUNTS,
     TILE_FIELDS,
     add_parts,
+    dealt_tile,
     end_launch,
     num_chunks,
     part_of_tile,
@@ -105,8 +106,8 @@ def finish_slice(
 
 # Row counts may change from call to call, and ranks differ: no new kernel for each.
 @triton.jit(do_not_specialize=[
-    "parity_rows", "part_stride", "tiles_m", "peer_tiles_m", "head", "dealt", "last_turn", "whole", "splits",
-    "num_sends",     "num_counters", "max_chunks", "rank", "num_comm", "chunk_rows",
+    "parity_rows", "part_stride", "tiles_m", "peer_tiles_m", "head", "dealt", "runs", "whole", "splits",
+    "num_sends", "num_counters", "max_chunks", "rank", "num_comm", "chunk_rows",
 ])
 def matmul_reduce_kernel(
     x, x_stride_m, x_stride_k,  # [M, K/R]
@@ -116,7 +117,7 @@ def matmul_reduce_kernel(
     partials, inbox, parity_rows, part_stride,  # [parity_rows + R * part_stride (and room for y), N], and as a pointer
     sums,  # [.., BLOCK_N], fp32: of tiles that are split along K
     schedule, tiles_m, peer_tiles_m,  # the first peer_tiles_m rows of tiles are the peers'
-    head, dealt, last_turn, whole, splits,
+    head, dealt, runs, whole, splits,
     sends, num_sends,  # [num_sends, SEND_FIELDS]
     parts, starts,  # [R + 1], [R + 1]: first row and first element of each part
     counters, num_counters, ready, max_chunks, state, table, rank, gate, begun,
@@ -129,7 +130,6 @@ def matmul_reduce_kernel(
     OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, PUT_BLOCK: tl.constexpr, ALIGN: tl.constexpr,
     TRACE: tl.constexpr = False,
 ):
-    marks = no_marks()
     pid = tl.program_id(0)
     epoch = begin_epoch(state)
     parity_row = (epoch % 2).to(tl.int32) * parity_rows
@@ -147,86 +147,112 @@ def matmul_reduce_kernel(
             row = tl.load(send + 2)
             rows = tl.load(send + 3)
             counter = tile_counts + target * max_chunks + tl.load(send + 4)
-            marks = mark(marks, COLLECT, chunk, target, table, TRANSPORT, TRACE)
+            mark(COLLECT, chunk, target, table, TRANSPORT, TRACE)
             wait_signal(counter, tl.load(send + 5) * tiles_n, table, rank, chunk, OPERATION, TRANSPORT)
             at = tl.cast(parity_row + rank * part_stride + chunk * chunk_rows, tl.int64)
-            marks = mark(marks, SEND, chunk, target, table, TRANSPORT, TRACE)
+            mark(SEND, chunk, target, table, TRANSPORT, TRACE)
             put_signal(
                 inbox + at * N, outbox_memory + row * N, rows * N,
                 ready + rank * max_chunks + chunk, epoch, target, table, TRANSPORT, PUT_BLOCK, ALIGN,
             )
 
     items = whole + (tiles_m * tiles_n - whole) * splits
-    first_turn = tl.where(pid < num_comm, head, 0)
+    turn = tl.where(pid < num_comm, head, 0)
     item = items
     if not GATHER or pid >= num_comm:  # else go on with the finished chunks
-        item = take_tile(first_turn, pid, num_comm, head, dealt, counters)
-    for turn in range(first_turn, last_turn):
+        item = take_tile(turn, pid, num_comm, head, dealt, counters)
+    for _ in range(runs):
         if item < items:
             index, part, parts_of_tile, first_step, last_step = part_of_tile(item, whole, splits, K, BLOCK_K)
-            # No group of tiles holds both: an own tile waits for the peers, and a program that came to it before all
-            # its tiles of the peers' rows could keep them waiting for ever, as theirs could it.
-            if index < peer_tiles_m * tiles_n:
-                tile_m, tile_n = tile_of(index, peer_tiles_m, tiles_n, GROUP_M)
-            else:
-                tile_m, tile_n = tile_of(index - peer_tiles_m * tiles_n, tiles_m - peer_tiles_m, tiles_n, GROUP_M)
-                tile_m += peer_tiles_m
-            tile = schedule + tile_m * TILE_FIELDS
-            owner = tl.load(tile).to(tl.int32)
-            row = tl.load(tile + 1).to(tl.int32)
-            x_row = tl.load(tile + 2).to(tl.int32)
-            valid = tl.load(tile + 3).to(tl.int32)
-            chunk = tl.load(tile + 4).to(tl.int32)
-            column = tile_n * BLOCK_N
-            marks = mark(marks, COMPUTE, x_row, column, table, TRANSPORT, TRACE)
-            total = multiply(
-                x, x_stride_m, x_stride_k, x_row, x_row + valid, w, w_stride_n, w_stride_k, column, N, K,
-                first_step, last_step,
-                BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, X_TRANSPOSED, W_TMA, W_TRANSPOSED, PRECISION,
-            )
-            others = counters + SPLIT_TILES + index - whole
-            sums_row = (index - whole) * (parts_of_tile - 1) * BLOCK_M
-            if part == parts_of_tile - 1:
-                if parts_of_tile > 1:
-                    marks = mark(marks, COLLECT, chunk, rank, table, TRANSPORT, TRACE)
-                    wait_signal(others, part, table, rank, chunk, OPERATION, TRANSPORT)
-                if owner == rank:
-                    marks = mark(marks, WAIT, chunk, rank, table, TRANSPORT, TRACE)
-                    needed = tl.cdiv(valid, chunk_rows)
-                    wait_chunks(
-                        ready, max_chunks, rank + 1, chunk, needed, epoch, table,
-                        SIZE - 1, SIZE, OPERATION, TRANSPORT,
-                    )
-            marks = mark(marks, STORE, x_row, column, table, TRANSPORT, TRACE)
-            out_row = row
-            if GATHER:
-                out_row = x_row
-            COLUMNS: tl.constexpr = BLOCK_N // SPLIT
-            if SPLIT == 2:
-                total, right = halves(total, BLOCK_M, BLOCK_N)
-            finish_slice(
-                total, column, bias, N, y, out_row, outbox, x_row, valid,
-                partials, parity_row + row, part_stride, owner, rank, sums, sums_row, 0, part, parts_of_tile,
-                BLOCK_M, COLUMNS, BLOCK_N, SIZE, Y_TMA, O_TMA, P_TMA, S_TMA, HAS_BIAS, ACTIVATION, DTYPE, WIRE,
-            )
-            if SPLIT == 2:
-                finish_slice(
-                    right, column + COLUMNS, bias, N, y, out_row, outbox, x_row, valid,
-                    partials, parity_row + row, part_stride, owner, rank, sums, sums_row, COLUMNS, part, parts_of_tile,
-                    BLOCK_M, COLUMNS, BLOCK_N, SIZE, Y_TMA, O_TMA, P_TMA, S_TMA, HAS_BIAS, ACTIVATION, DTYPE, WIRE,
+            # All tiles that are dealt to a program are one loop: a tile's first loads are under way while the one
+            # before is stored. The marks of two tiles would get mixed up.
+            num_tiles = tl.maximum(dealt - turn, 1)
+            if TRACE:
+                num_tiles = 1
+            step = first_step
+            owner, row, x_row, valid, chunk, column = 0, 0, 0, 0, 0, 0
+            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for _ in range(num_tiles * (last_step - first_step)):
+                if step == first_step:
+                    if turn < dealt:
+                        index = dealt_tile(turn, pid, num_comm, head)
+                    turn += 1
+                    # No group of tiles holds both: an own tile waits for the peers, and a program that came to it
+                    # before all its tiles of the peers' rows could keep them waiting for ever, as theirs could it.
+                    if index < peer_tiles_m * tiles_n:
+                        tile_m, tile_n = tile_of(index, peer_tiles_m, tiles_n, GROUP_M)
+                    else:
+                        own_index = index - peer_tiles_m * tiles_n
+                        tile_m, tile_n = tile_of(own_index, tiles_m - peer_tiles_m, tiles_n, GROUP_M)
+                        tile_m += peer_tiles_m
+                    tile = schedule + tile_m * TILE_FIELDS
+                    owner = tl.load(tile).to(tl.int32)
+                    row = tl.load(tile + 1).to(tl.int32)
+                    x_row = tl.load(tile + 2).to(tl.int32)
+                    valid = tl.load(tile + 3).to(tl.int32)
+                    chunk = tl.load(tile + 4).to(tl.int32)
+                    column = tile_n * BLOCK_N
+                    mark(COMPUTE, x_row, column, table, TRANSPORT, TRACE)
+                total = multiply_step(
+                    total, x, x_stride_m, x_stride_k, x_row, x_row + valid, w, w_stride_n, w_stride_k, column, N, K,
+                    step, BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, X_TRANSPOSED, W_TMA, W_TRANSPOSED, PRECISION,
                 )
-            if GATHER or owner != rank or part < parts_of_tile - 1:
-                counter = tile_counts + owner * max_chunks + chunk
-                if part < parts_of_tile - 1:
-                    counter = others
-                publish(TRANSPORT)
-                count(counter, TRANSPORT, "sys" if COPIES else "gpu")
-            item = take_tile(turn + 1, pid, num_comm, head, dealt, counters)
+                step += 1
+                ends = step == last_step
+                # Triton moves this into the branch below, but not one that comes after it: the dot would be waited for.
+                kept = total
+                if ends:
+                    kept = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                    step = first_step
+                if ends:
+                    others = counters + SPLIT_TILES + index - whole
+                    sums_row = (index - whole) * (parts_of_tile - 1) * BLOCK_M
+                    if part == parts_of_tile - 1:
+                        if parts_of_tile > 1:
+                            mark(COLLECT, chunk, rank, table, TRANSPORT, TRACE)
+                            wait_signal(others, part, table, rank, chunk, OPERATION, TRANSPORT)
+                        if owner == rank:
+                            mark(WAIT, chunk, rank, table, TRANSPORT, TRACE)
+                            needed = tl.cdiv(valid, chunk_rows)
+                            wait_chunks(
+                                ready, max_chunks, rank + 1, chunk, needed, epoch, table,
+                                SIZE - 1, SIZE, OPERATION, TRANSPORT,
+                            )
+                    mark(STORE, x_row, column, table, TRANSPORT, TRACE)
+                    out_row = row
+                    if GATHER:
+                        out_row = x_row
+                    COLUMNS: tl.constexpr = BLOCK_N // SPLIT
+                    left = total
+                    if SPLIT == 2:
+                        left, right = halves(total, BLOCK_M, BLOCK_N)
+                    finish_slice(
+                        left, column, bias, N, y, out_row, outbox, x_row, valid,
+                        partials, parity_row + row, part_stride, owner, rank, sums, sums_row, 0, part, parts_of_tile,
+                        BLOCK_M, COLUMNS, BLOCK_N, SIZE,
+                        Y_TMA, O_TMA, P_TMA, S_TMA, HAS_BIAS, ACTIVATION, DTYPE, WIRE,
+                    )
+                    if SPLIT == 2:
+                        finish_slice(
+                            right, column + COLUMNS, bias, N, y, out_row, outbox, x_row, valid,
+                            partials, parity_row + row, part_stride, owner, rank,
+                            sums, sums_row, COLUMNS, part, parts_of_tile,
+                            BLOCK_M, COLUMNS, BLOCK_N, SIZE,
+                            Y_TMA, O_TMA, P_TMA, S_TMA, HAS_BIAS, ACTIVATION, DTYPE, WIRE,
+                        )
+                    if GATHER or owner != rank or part < parts_of_tile - 1:
+                        counter = tile_counts + owner * max_chunks + chunk
+                        if part < parts_of_tile - 1:
+                            counter = others
+                        publish(TRANSPORT)
+                        count(counter, TRANSPORT, "sys" if COPIES else "gpu")
+                total = kept
+            item = take_tile(turn, pid, num_comm, head, dealt, counters)
 
     if pid == 0:  # a rank without rows of its own still hears from every peer
         for step in range(1, SIZE):
             source = (rank + step) % SIZE
-            marks = mark(marks, WAIT, 0, source, table, TRANSPORT, TRACE)
+            mark(WAIT, 0, source, table, TRANSPORT, TRACE)
             wait_signal(ready + source * max_chunks, epoch, table, source, 0, OPERATION, TRANSPORT)
 
     if GATHER:
@@ -244,23 +270,23 @@ def matmul_reduce_kernel(
                 # A tile counts for the first of its chunks.
                 counted = chunk - chunk % tl.maximum(BLOCK_M // chunk_rows, 1)
                 counted_rows = tl.maximum(tl.minimum(own - counted * chunk_rows, tl.maximum(chunk_rows, BLOCK_M)), 0)
-                marks = mark(marks, COLLECT, chunk, rank, table, TRANSPORT, TRACE)
+                mark(COLLECT, chunk, rank, table, TRANSPORT, TRACE)
                 wait_signal(
                     tile_counts + rank * max_chunks + counted, tl.cdiv(counted_rows, BLOCK_M) * tiles_n,
                     table, rank, chunk, OPERATION, TRANSPORT,
                 )
-                marks = mark(marks, SEND, chunk, target, table, TRANSPORT, TRACE)
+                mark(SEND, chunk, target, table, TRANSPORT, TRACE)
                 put_signal(
                     gathered + (first + row) * N, y_memory + (first + row) * N,
                     tl.maximum(tl.minimum(own - row, chunk_rows), 0) * N,
                     gathered_ready + rank * max_chunks + chunk, epoch, target, table, TRANSPORT, PUT_BLOCK, ALIGN,
                 )
                 i = take(counters + SEND_TICKETS)
-        marks = receive_parts(
+        receive_parts(
             y_memory, gathered, gathered_ready, starts, max_chunks, epoch, table, tl.cast(chunk_rows, tl.int64) * N,
-            rank, marks, SIZE, OPERATION, TRANSPORT, PUT_BLOCK, ALIGN, TRACE,
+            rank, SIZE, OPERATION, TRANSPORT, PUT_BLOCK, ALIGN, TRACE,
         )
-    end_marks(marks, table, TRANSPORT, TRACE)
+    end_marks(table, TRANSPORT, TRACE)
     end_launch(state, epoch, counters, num_counters)
 # fmt: on
 
@@ -370,7 +396,7 @@ def plan(
     y_operand = Operand.of(y, *box, store_tma)
     o_operand = Operand.of(outbox, *box, store_tma)
     sums = sums_of(workspace.outbox[outbox_bytes:], tiles - turns.whole, turns.splits, gemm)
-    s_operand = Operand.of(sums, gemm.block_m, box[1] // 2, gemm.use_tma)
+    s_operand = Operand.of(sums, gemm.block_m, box[1] // 4, gemm.use_tma)
     p_operand = Operand.of(inbox, *box, gemm.use_tma and N > 1)
     launch = ctx.bind(
         matmul_reduce_kernel, num_programs,

@@ -95,13 +95,13 @@ class Turns(NamedTuple):
     """Who computes which tile: `take_tile` deals out, by turns, and `part_of_tile` splits.
 
     head: turns of those that only multiply.  dealt: turns up to which tiles are dealt out, comm programs included.
-    last: more turns than any program has, unless half of them are held up.
+    runs: the dealt turns of a program as one, and more of those after them than it has, unless half of all are held up.
     whole: tiles that are computed whole.  splits: parts of each later one.
     """
 
     head: int
     dealt: int
-    last: int
+    runs: int
     whole: int
     splits: int
 
@@ -128,7 +128,7 @@ def plan_turns(
         # A comm program must not be dealt a tile that one of them waits for: it would come to it too late, or never.
         rest = rest if head * workers >= tiles_first else 0
         left = whole - head * workers - rest * num_programs + last * splits
-        return Turns(head, head + rest, head + rest + 2 * triton.cdiv(left, workers) + 4, whole, splits)
+        return Turns(head, head + rest, 2 * triton.cdiv(left, workers) + 5, whole, splits)
 
     def end(plan: Turns) -> float:
         """In the time of a tile; the later one of two, for how long the comm programs send is a guess."""
@@ -145,8 +145,8 @@ def plan_turns(
         return max(ends)
 
     if config.split_tiles is not None:
-        last = min(config.split_tiles, most)
-        return deal(last, config.max_splits) if last and config.max_splits > 1 else deal(0, 1)
+        last, splits = min(config.split_tiles, most), min(config.max_splits, triton.cdiv(K, gemm.block_k))
+        return deal(last, splits) if last and splits > 1 else deal(0, 1)  # a part without steps would say nothing
     left = round(tiles + config.num_comm * turns) % num_programs
     lasts = {left + num_programs // 12, left + num_programs // 6, num_programs // 4, num_programs // 2}
     splits = range(2, min(config.max_splits, K // (gemm.block_k * MIN_SPLIT_STEPS)) + 1)
@@ -167,16 +167,24 @@ def sums_of(memory: torch.Tensor, tiles: int, splits: int, gemm: GemmConfig) -> 
 
 # fmt: off
 @triton.jit
-def take_tile(turn, pid, num_comm, head, dealt, counters):
-    """The tile that program `pid` computes at its turn, which for the first `num_comm` programs begins with `head`.
+def dealt_tile(turn, pid, num_comm, head):
+    """The tile that is dealt to program `pid` for its turn, which for the first `num_comm` programs begins with `head`.
 
-    Dealt out in turns of all programs, in the first `head` turns of the others; from turn `dealt` on, the next one.
+    In turns of all programs, in the first `head` turns of the others.
     """
     workers = tl.num_programs(0) - num_comm
     index = turn * workers + pid - num_comm
     if turn >= head:
         index = head * workers + (turn - head) * tl.num_programs(0) + pid
+    return index
+
+
+@triton.jit
+def take_tile(turn, pid, num_comm, head, dealt, counters):
+    """The tile that a program computes at its turn: the one that is dealt to it, from turn `dealt` on the next one."""
+    index = dealt_tile(turn, pid, num_comm, head)
     if turn >= dealt:
+        workers = tl.num_programs(0) - num_comm
         index = head * workers + (dealt - head) * tl.num_programs(0) + take(counters + TILE_TICKETS)
     return index
 
@@ -205,11 +213,13 @@ def store_part(
     value, sums, row, column,  # pointer or descriptor of [.., BLOCK_N], fp32
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Put a slice of a part's sums where the tile's last part finds it; by halves, which take less shared memory."""
-    HALF: tl.constexpr = COLUMNS // 2
-    left, right = halves(value, ROWS, COLUMNS)
-    store_tile(left, sums, BLOCK_N, row, ROWS, column, BLOCK_N, ROWS, HALF, TMA, tl.float32)
-    store_tile(right, sums, BLOCK_N, row, ROWS, column + HALF, BLOCK_N, ROWS, HALF, TMA, tl.float32)
+    """Put a slice of a part's sums where the tile's last part finds it; by quarters, which take less shared memory."""
+    QUARTER: tl.constexpr = COLUMNS // 4
+    quarters = quarters_of(value, ROWS, COLUMNS)
+    for at in tl.static_range(4):
+        store_tile(
+            quarters[at], sums, BLOCK_N, row, ROWS, column + at * QUARTER, BLOCK_N, ROWS, QUARTER, TMA, tl.float32
+        )
 
 
 @triton.jit
@@ -218,13 +228,30 @@ def add_parts(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """The slice with those of the tile's other parts added, in their order; the first one's sums are at `row`."""
-    HALF: tl.constexpr = COLUMNS // 2
+    QUARTER: tl.constexpr = COLUMNS // 4
     for part in range(parts - 1):
         at = row + part * ROWS
-        left = load_tile(sums, BLOCK_N, 1, at, column, at + ROWS, BLOCK_N, ROWS, HALF, TMA, False)
-        right = load_tile(sums, BLOCK_N, 1, at, column + HALF, at + ROWS, BLOCK_N, ROWS, HALF, TMA, False)
-        value += tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (ROWS, COLUMNS))
+        quarters = ()
+        for quarter in tl.static_range(4):
+            start = column + quarter * QUARTER
+            quarters += (load_tile(sums, BLOCK_N, 1, at, start, at + ROWS, BLOCK_N, ROWS, QUARTER, TMA, False),)
+        left = join_halves(quarters[0], quarters[1], ROWS, COLUMNS // 2)
+        right = join_halves(quarters[2], quarters[3], ROWS, COLUMNS // 2)
+        value += join_halves(left, right, ROWS, COLUMNS)
     return value
+
+
+@triton.jit
+def quarters_of(value, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    left, right = halves(value, ROWS, COLUMNS)
+    first, second = halves(left, ROWS, COLUMNS // 2)
+    third, fourth = halves(right, ROWS, COLUMNS // 2)
+    return first, second, third, fourth
+
+
+@triton.jit
+def join_halves(left, right, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (ROWS, COLUMNS))
 
 
 @triton.jit
