@@ -46,6 +46,7 @@ from tkernels.overlap import (
     TILE_COUNTS,
     TILE_FIELDS,
     add_parts,
+    all_arrived,
     dealt_tile,
     end_launch,
     num_chunks,
@@ -86,7 +87,7 @@ def finish_slice(
 # Row counts may change from call to call, and ranks differ: no new kernel for each.
 @triton.jit(do_not_specialize=[
     "parity_rows", "tiles_m", "head", "dealt", "runs", "whole", "splits", "num_counters", "max_chunks", "rank",
-    "first_row", "rows", "num_comm", "chunk_rows",
+    "first_row", "rows", "num_comm", "chunks", "chunk_rows",
 ])
 def all_gather_matmul_kernel(
     x, x_memory,  # [M/R, K], and the same as a pointer to contiguous rows
@@ -96,7 +97,7 @@ def all_gather_matmul_kernel(
     sums,  # [.., BLOCK_N], fp32: of tiles that are split along K
     schedule, tiles_m, head, dealt, runs, whole, splits,
     counters, num_counters, ready, max_chunks, state, table, rank, gate, begun,
-    first_row, rows, N, K, num_comm, chunk_rows,  # this rank's first row in the whole, and its rows
+    first_row, rows, N, K, num_comm, chunks, chunk_rows,  # this rank's first row in the whole, and its rows
     SIZE: tl.constexpr, COPIES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
     X_TMA: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr, Y_TMA: tl.constexpr, S_TMA: tl.constexpr,
@@ -111,7 +112,6 @@ def all_gather_matmul_kernel(
         if pid == 0:
             admit_copies(gate, begun, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
     elif pid < num_comm:
-        chunks = tl.maximum(tl.cdiv(rows, chunk_rows), 1)
         for i in range(pid, chunks * (SIZE - 1), num_comm):
             chunk = i // (SIZE - 1)
             target = (rank + 1 + i % (SIZE - 1)) % SIZE
@@ -119,7 +119,7 @@ def all_gather_matmul_kernel(
             mark(SEND, chunk, target, table, TRANSPORT, TRACE)
             put_signal(
                 inbox + (parity_row + first_row + row) * K, x_memory + row * K,
-                tl.minimum(rows - row, chunk_rows) * K,
+                tl.maximum(tl.minimum(rows - row, chunk_rows), 0) * K,
                 ready + rank * max_chunks + chunk, epoch, target, table, TRANSPORT, PUT_BLOCK, ALIGN,
             )
         if pid == 0:
@@ -130,6 +130,7 @@ def all_gather_matmul_kernel(
 
     tiles_n = tl.cdiv(N, BLOCK_N)
     items = whole + (tiles_m * tiles_n - whole) * splits
+    complete = tl.full((), False, tl.int1)  # all that peers send is here
     turn = tl.where(pid < num_comm, head, 0)
     item = take_tile(turn, pid, num_comm, head, dealt, counters)
     for _ in range(runs):
@@ -160,12 +161,15 @@ def all_gather_matmul_kernel(
                     if source != rank:
                         operand = gathered
                         at = parity_row + out_row
-                        chunk = tl.load(tile + 4).to(tl.int32)
-                        needed = tl.cdiv(valid, chunk_rows)
-                        mark(WAIT, chunk, source, table, TRANSPORT, TRACE)
-                        wait_chunks(
-                            ready, max_chunks, source, chunk, needed, epoch, table, 1, SIZE, OPERATION, TRANSPORT
-                        )
+                        if not complete:
+                            chunk = tl.load(tile + 4).to(tl.int32)
+                            mark(WAIT, chunk, source, table, TRANSPORT, TRACE)
+                            complete = all_arrived(ready, max_chunks, chunks, chunk, rank, epoch, SIZE, TRANSPORT)
+                            if not complete:
+                                wait_chunks(
+                                    ready, max_chunks, source, chunk, tl.cdiv(valid, chunk_rows), epoch, table,
+                                    1, SIZE, OPERATION, TRANSPORT,
+                                )
                     mark(COMPUTE, out_row, column, table, TRANSPORT, TRACE)
                 # One main loop for both: two would each take the shared memory of a pipeline.
                 total = multiply_step(
@@ -287,7 +291,7 @@ def _plan(
         check_mapped("all_gather_matmul", ctx)
         workspace = ctx.workspace().reserve(0, chunks, *local, landing_bytes=M * row_bytes)
         memory, parity_rows = workspace.landing, 0
-        copies = Copies(ctx, workspace, _sends(ctx, rows, row_bytes, workspace.num_chunks, config))
+        copies = Copies(ctx, workspace, _sends(ctx, rows, row_bytes, chunks, workspace.num_chunks, config))
     inbox = memory[: (parity_rows + M) * row_bytes].view(x.dtype).view(parity_rows + M, K)
     y = check_result("all_gather_matmul", out, x, (M, N), out_dtype)
 
@@ -311,7 +315,7 @@ def _plan(
         schedule, tiles_m, *turns,
         workspace.counters, TILE_COUNTS.value, workspace.ready, workspace.num_chunks, workspace.state,
         ctx.table, ctx.rank, workspace.gate, workspace.begun,
-        first_row, rows[ctx.rank], N, K, config.num_comm, config.chunk_rows,
+        first_row, rows[ctx.rank], N, K, config.num_comm, chunks, config.chunk_rows,
         SIZE=ctx.size, COPIES=config.num_comm == 0,
         BLOCK_M=gemm.block_m, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, GROUP_M=gemm.group_m, SPLIT=gemm.split,
         X_TMA=x_operand.tma, W_TMA=w_operand.tma, W_TRANSPOSED=w_operand.transposed,
@@ -346,11 +350,11 @@ def _schedule(ctx: Context, rows, config: OverlapConfig) -> list[int]:
     return tile_schedule(rows, [ctx.rank], config) + tile_schedule(rows, peers, config)
 
 
-def _sends(ctx: Context, rows, row_bytes: int, max_chunks: int, config: OverlapConfig) -> list[Send]:
-    """This rank's chunks in turn, each to all peers, the next rank first."""
+def _sends(ctx: Context, rows, row_bytes: int, chunks: int, max_chunks: int, config: OverlapConfig) -> list[Send]:
+    """This rank's chunks in turn, as many as any rank's, each to all peers, the next rank first."""
     sends, own, first_row = [], rows[ctx.rank], sum(rows[: ctx.rank])
-    for chunk in range(num_chunks(own, config)):
-        row = chunk * config.chunk_rows
+    for chunk in range(chunks):
+        row = min(chunk * config.chunk_rows, own)
         num_bytes = min(config.chunk_rows, own - row) * row_bytes
         for step in range(1, ctx.size):
             target, word = (ctx.rank + step) % ctx.size, ctx.rank * max_chunks + chunk

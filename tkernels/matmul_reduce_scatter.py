@@ -57,6 +57,7 @@ from tkernels.overlap import (
     TILE_COUNTS,
     TILE_FIELDS,
     add_parts,
+    all_arrived,
     dealt_tile,
     end_launch,
     num_chunks,
@@ -107,7 +108,7 @@ def finish_slice(
 # Row counts may change from call to call, and ranks differ: no new kernel for each.
 @triton.jit(do_not_specialize=[
     "parity_rows", "part_stride", "tiles_m", "peer_tiles_m", "head", "dealt", "runs", "whole", "splits",
-    "num_sends", "num_counters", "max_chunks", "rank", "num_comm", "chunk_rows",
+    "num_sends", "num_counters", "max_chunks", "rank", "num_comm", "own_chunks", "chunk_rows",
 ])
 def matmul_reduce_kernel(
     x, x_stride_m, x_stride_k,  # [M, K/R]
@@ -121,7 +122,7 @@ def matmul_reduce_kernel(
     sends, num_sends,  # [num_sends, SEND_FIELDS]
     parts, starts,  # [R + 1], [R + 1]: first row and first element of each part
     counters, num_counters, ready, max_chunks, state, table, rank, gate, begun,
-    N, K, num_comm, chunk_rows,
+    N, K, num_comm, own_chunks, chunk_rows,  # own_chunks: of this rank's rows
     SIZE: tl.constexpr, GATHER: tl.constexpr, COPIES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
     X_TMA: tl.constexpr, X_TRANSPOSED: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr,
@@ -157,6 +158,7 @@ def matmul_reduce_kernel(
             )
 
     items = whole + (tiles_m * tiles_n - whole) * splits
+    complete = tl.full((), False, tl.int1)  # all that peers send is here
     turn = tl.where(pid < num_comm, head, 0)
     item = items
     if not GATHER or pid >= num_comm:  # else go on with the finished chunks
@@ -211,13 +213,14 @@ def matmul_reduce_kernel(
                         if parts_of_tile > 1:
                             mark(COLLECT, chunk, rank, table, TRANSPORT, TRACE)
                             wait_signal(others, part, table, rank, chunk, OPERATION, TRANSPORT)
-                        if owner == rank:
+                        if (owner == rank) & (not complete):
                             mark(WAIT, chunk, rank, table, TRANSPORT, TRACE)
-                            needed = tl.cdiv(valid, chunk_rows)
-                            wait_chunks(
-                                ready, max_chunks, rank + 1, chunk, needed, epoch, table,
-                                SIZE - 1, SIZE, OPERATION, TRANSPORT,
-                            )
+                            complete = all_arrived(ready, max_chunks, own_chunks, chunk, rank, epoch, SIZE, TRANSPORT)
+                            if not complete:
+                                wait_chunks(
+                                    ready, max_chunks, rank + 1, chunk, tl.cdiv(valid, chunk_rows), epoch, table,
+                                    SIZE - 1, SIZE, OPERATION, TRANSPORT,
+                                )
                     mark(STORE, x_row, column, table, TRANSPORT, TRACE)
                     out_row = row
                     if GATHER:
@@ -260,7 +263,7 @@ def matmul_reduce_kernel(
         gathered_ready = ready + SIZE * max_chunks
         first = tl.load(parts + rank)  # the own rows in the whole
         own = tl.load(parts + rank + 1) - first
-        own_sends = tl.maximum(tl.cdiv(own, chunk_rows), 1).to(tl.int32) * (SIZE - 1)
+        own_sends = own_chunks * (SIZE - 1)
         if not COPIES:  # then the copy engine sends
             i = take(counters + SEND_TICKETS)
             while i < own_sends:
@@ -410,7 +413,7 @@ def plan(
         sends, sends.numel() // SEND_FIELDS.value, parts, starts,
         workspace.counters, num_counters, workspace.ready, workspace.num_chunks, workspace.state, ctx.table, ctx.rank,
         workspace.gate, workspace.begun,
-        N, K, config.num_comm, config.chunk_rows,
+        N, K, config.num_comm, num_chunks(rows[ctx.rank], config), config.chunk_rows,
         SIZE=ctx.size, GATHER=gather, COPIES=config.num_comm == 0,
         BLOCK_M=gemm.block_m, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, GROUP_M=gemm.group_m, SPLIT=gemm.split,
         X_TMA=x_operand.tma, X_TRANSPOSED=x_operand.transposed, W_TMA=w_operand.tma,

@@ -45,7 +45,9 @@ MAX_SPLIT_TILES = tl.constexpr(128)
 # From here on: tiles that are done, of each chunk.
 TILE_COUNTS = tl.constexpr(SPLIT_TILES.value + MAX_SPLIT_TILES.value)
 
-DEALT_SHORT = 3  # last turns that are not dealt out
+MAX_LOOK = tl.constexpr(256)  # signals that a program looks at at once: one a thread
+
+DEALT_SHORT = 1  # last turns that are not dealt out
 PART_S = 5e-6  # more than that for a part of a tile, whose sums are written, or read
 TILE_END_S = 3e-6  # a tile's time without its steps along K
 MIN_SPLIT_STEPS = 8  # steps along K of a part, at least
@@ -267,6 +269,23 @@ def wait_chunks(
             whose = (source + step) % SIZE
             for at in range(chunk, chunk + count):
                 wait_signal(ready + whose * max_chunks + at, epoch, table, whose, at, OPERATION, TRANSPORT)
+
+
+@triton.jit
+def all_arrived(
+    ready, max_chunks, chunks, first, rank, epoch, SIZE: tl.constexpr, TRANSPORT: tl.constexpr,
+):  # fmt: skip
+    """One look at whether `chunks` chunks of each peer are here, so that no tile need wait any more. May say no.
+
+    first: a chunk to begin with. What changes from tile to tile is not kept in registers in between.
+    """
+    peers_chunks = chunks * (SIZE - 1)
+    there = tl.full((), False, tl.int1)
+    if peers_chunks <= MAX_LOOK:
+        way = (first + tl.arange(0, MAX_LOOK)) % peers_chunks
+        words = (rank + 1 + way // chunks) % SIZE * max_chunks + way % chunks
+        there = arrived(ready + words, epoch, TRANSPORT)
+    return there
 
 
 @triton.jit
