@@ -14,6 +14,7 @@ from tkernels.comm import runtime
 from tkernels.configs import GemmConfig, OverlapConfig, default_overlap
 from tkernels.matmul_reduce_scatter import SEND_FIELDS, send_schedule
 from tkernels.overlap import (
+    DEALT_SHORT,
     TILE_FIELDS,
     num_chunks,
     part_of_tile,
@@ -133,15 +134,17 @@ def test_parts_of_a_tile_have_all_its_steps_in_turn_and_the_last_one_comes_last(
 def test_the_last_turn_is_filled_with_parts_where_that_ends_earlier():
     config, turn = OverlapConfig(num_comm=12), 132
     tiles = 10 * turn + 20
-    for K in (4096, 8192, 16384):
+    for K in (16384, 28672, 57344):
         plan = plan_turns(tiles, tiles, K, turn, config, 0)
         assert plan.splits > 1 and 20 <= tiles - plan.whole <= 66, K  # 20 tiles would take as long as a whole turn
-        assert plan_turns(tiles, tiles, K, turn, replace(config, max_splits=1), 0)[3:] == (tiles, 1)
-    assert plan_turns(tiles, tiles, 256, turn, config, 0)[3:] == (tiles, 1)  # parts would cost more
+        assert plan_turns(tiles, tiles, K, turn, replace(config, max_splits=1), 0)[2:] == (tiles, 1)
+    assert plan_turns(tiles, tiles, 256, turn, config, 0)[2:] == (tiles, 1)  # parts would cost more
     assert plan_turns(tiles, 5, 8192, turn, config, 0).whole >= tiles - 5
     asked = replace(config, split_tiles=7, max_splits=3)
-    assert plan_turns(100, 50, 64, turn, asked, 0)[3:] == (93, 3)
-    assert plan_turns(100, 5, 64, turn, asked, 0)[3:] == (95, 3)
+    assert plan_turns(100, 50, 256, turn, asked, 0)[2:] == (93, 3)
+    assert plan_turns(100, 5, 256, turn, asked, 0)[2:] == (95, 3)
+    assert plan_turns(100, 50, 128, turn, asked, 0)[2:] == (93, 2)  # each part has a step
+    assert plan_turns(100, 50, 64, turn, asked, 0)[2:] == (100, 1)
 
 
 def test_turns_are_dealt_out_as_long_as_there_are_surely_tiles_for_all():
@@ -153,15 +156,13 @@ def test_turns_are_dealt_out_as_long_as_there_are_surely_tiles_for_all():
         )
         dealt = plan.head * (num_programs - num_comm) + (plan.dealt - plan.head) * num_programs
         assert 0 <= plan.head <= plan.dealt and dealt <= plan.whole <= tiles
-        items = plan.whole + (tiles - plan.whole) * plan.splits
-        assert items - dealt <= (plan.runs - 1) * (num_programs - num_comm) // 2  # half of them suffice
         # No comm program is dealt one of the first tiles, which it, or another one, may wait for.
         assert plan.dealt == plan.head or plan.head * (num_programs - num_comm) >= round(first * tiles)
     config, tiles = OverlapConfig(num_comm=12), 3000
     assert plan_turns(tiles, 0, 4096, 132, config, 0).head == 0
     assert plan_turns(tiles, 0, 4096, 132, config, 1 << 30).head > 10  # the comm programs come late
     never = plan_turns(tiles, 0, 4096, 132, config, 0, tiles)
-    assert never.head == never.dealt == tiles // 120 - 3
+    assert never.head == never.dealt == tiles // 120 - DEALT_SHORT
 
 
 def test_a_launch_has_programs_that_send_and_programs_that_multiply():

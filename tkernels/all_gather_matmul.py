@@ -86,7 +86,7 @@ def finish_slice(
 
 # Row counts may change from call to call, and ranks differ: no new kernel for each.
 @triton.jit(do_not_specialize=[
-    "parity_rows", "tiles_m", "head", "dealt", "runs", "whole", "splits", "num_counters", "max_chunks", "rank",
+    "parity_rows", "tiles_m", "head", "dealt", "whole", "splits", "num_counters", "max_chunks", "rank",
     "first_row", "rows", "num_comm", "chunks", "chunk_rows",
 ])
 def all_gather_matmul_kernel(
@@ -95,7 +95,7 @@ def all_gather_matmul_kernel(
     w, w_stride_n, w_stride_k,  # [N/R, K]
     bias, y, y_stride_m,  # [N/R]; [M, N/R]
     sums,  # [.., BLOCK_N], fp32: of tiles that are split along K
-    schedule, tiles_m, head, dealt, runs, whole, splits,
+    schedule, tiles_m, head, dealt, whole, splits,
     counters, num_counters, ready, max_chunks, state, table, rank, gate, begun,
     first_row, rows, N, K, num_comm, chunks, chunk_rows,  # this rank's first row in the whole, and its rows
     SIZE: tl.constexpr, COPIES: tl.constexpr,
@@ -133,82 +133,81 @@ def all_gather_matmul_kernel(
     complete = tl.full((), False, tl.int1)  # all that peers send is here
     turn = tl.where(pid < num_comm, head, 0)
     item = take_tile(turn, pid, num_comm, head, dealt, counters)
-    for _ in range(runs):
-        if item < items:
-            index, part, parts, first_step, last_step = part_of_tile(item, whole, splits, K, BLOCK_K)
-            # All tiles that are dealt to a program are one loop: a tile's first loads are under way while the one
-            # before is stored. The marks of two tiles would get mixed up.
-            num_tiles = tl.maximum(dealt - turn, 1)
-            if TRACE:
-                num_tiles = 1
-            step = first_step
-            operand = x
-            at, out_row, valid, column = 0, 0, 0, 0
-            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            for _ in range(num_tiles * (last_step - first_step)):
-                if step == first_step:
-                    if turn < dealt:
-                        index = dealt_tile(turn, pid, num_comm, head)
-                    turn += 1
-                    tile_m, tile_n = tile_of(index, tiles_m, tiles_n, GROUP_M)
-                    tile = schedule + tile_m * TILE_FIELDS
-                    source = tl.load(tile).to(tl.int32)
-                    at = tl.load(tile + 1).to(tl.int32)
-                    out_row = tl.load(tile + 2).to(tl.int32)
-                    valid = tl.load(tile + 3).to(tl.int32)
-                    column = tile_n * BLOCK_N
-                    operand = x
-                    if source != rank:
-                        operand = gathered
-                        at = parity_row + out_row
+    while item < items:
+        index, part, parts, first_step, last_step = part_of_tile(item, whole, splits, K, BLOCK_K)
+        # All tiles that are dealt to a program are one loop: a tile's first loads are under way while the one
+        # before is stored. The marks of two tiles would get mixed up.
+        num_tiles = tl.maximum(dealt - turn, 1)
+        if TRACE:
+            num_tiles = 1
+        step = first_step
+        operand = x
+        at, out_row, valid, column = 0, 0, 0, 0
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for _ in range(num_tiles * (last_step - first_step)):
+            if step == first_step:
+                if turn < dealt:
+                    index = dealt_tile(turn, pid, num_comm, head)
+                turn += 1
+                tile_m, tile_n = tile_of(index, tiles_m, tiles_n, GROUP_M)
+                tile = schedule + tile_m * TILE_FIELDS
+                source = tl.load(tile).to(tl.int32)
+                at = tl.load(tile + 1).to(tl.int32)
+                out_row = tl.load(tile + 2).to(tl.int32)
+                valid = tl.load(tile + 3).to(tl.int32)
+                column = tile_n * BLOCK_N
+                operand = x
+                if source != rank:
+                    operand = gathered
+                    at = parity_row + out_row
+                    if not complete:
+                        chunk = tl.load(tile + 4).to(tl.int32)
+                        mark(WAIT, chunk, source, table, TRANSPORT, TRACE)
+                        complete = all_arrived(ready, max_chunks, chunks, chunk, rank, epoch, SIZE, TRANSPORT)
                         if not complete:
-                            chunk = tl.load(tile + 4).to(tl.int32)
-                            mark(WAIT, chunk, source, table, TRANSPORT, TRACE)
-                            complete = all_arrived(ready, max_chunks, chunks, chunk, rank, epoch, SIZE, TRANSPORT)
-                            if not complete:
-                                wait_chunks(
-                                    ready, max_chunks, source, chunk, tl.cdiv(valid, chunk_rows), epoch, table,
-                                    1, SIZE, OPERATION, TRANSPORT,
-                                )
-                    mark(COMPUTE, out_row, column, table, TRANSPORT, TRACE)
-                # One main loop for both: two would each take the shared memory of a pipeline.
-                total = multiply_step(
-                    total, operand, K, 1, at, at + valid, w, w_stride_n, w_stride_k, column, N, K, step,
-                    BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, False, W_TMA, W_TRANSPOSED, PRECISION,
+                            wait_chunks(
+                                ready, max_chunks, source, chunk, tl.cdiv(valid, chunk_rows), epoch, table,
+                                1, SIZE, OPERATION, TRANSPORT,
+                            )
+                mark(COMPUTE, out_row, column, table, TRANSPORT, TRACE)
+            # One main loop for both: two would each take the shared memory of a pipeline.
+            total = multiply_step(
+                total, operand, K, 1, at, at + valid, w, w_stride_n, w_stride_k, column, N, K, step,
+                BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, False, W_TMA, W_TRANSPOSED, PRECISION,
+            )
+            step += 1
+            ends = step == last_step
+            # Triton moves this into the branch below, but not one that comes after it: the dot would be waited for.
+            kept = total
+            if ends:
+                kept = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                step = first_step
+            if ends:
+                others = counters + SPLIT_TILES + index - whole
+                sums_row = (index - whole) * (parts - 1) * BLOCK_M
+                if (parts > 1) & (part == parts - 1):
+                    mark(COLLECT, 0, rank, table, TRANSPORT, TRACE)
+                    wait_signal(others, parts - 1, table, rank, 0, OPERATION, TRANSPORT)
+                mark(STORE, out_row, column, table, TRANSPORT, TRACE)
+                COLUMNS: tl.constexpr = BLOCK_N // SPLIT
+                left = total
+                if SPLIT == 2:
+                    left, right = halves(total, BLOCK_M, BLOCK_N)
+                finish_slice(
+                    left, column, bias, N, y, y_stride_m, out_row, valid, sums, sums_row, 0, part, parts,
+                    BLOCK_M, COLUMNS, BLOCK_N, Y_TMA, S_TMA, HAS_BIAS, ACTIVATION, DTYPE,
                 )
-                step += 1
-                ends = step == last_step
-                # Triton moves this into the branch below, but not one that comes after it: the dot would be waited for.
-                kept = total
-                if ends:
-                    kept = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-                    step = first_step
-                if ends:
-                    others = counters + SPLIT_TILES + index - whole
-                    sums_row = (index - whole) * (parts - 1) * BLOCK_M
-                    if (parts > 1) & (part == parts - 1):
-                        mark(COLLECT, 0, rank, table, TRANSPORT, TRACE)
-                        wait_signal(others, parts - 1, table, rank, 0, OPERATION, TRANSPORT)
-                    mark(STORE, out_row, column, table, TRANSPORT, TRACE)
-                    COLUMNS: tl.constexpr = BLOCK_N // SPLIT
-                    left = total
-                    if SPLIT == 2:
-                        left, right = halves(total, BLOCK_M, BLOCK_N)
+                if SPLIT == 2:
                     finish_slice(
-                        left, column, bias, N, y, y_stride_m, out_row, valid, sums, sums_row, 0, part, parts,
+                        right, column + COLUMNS, bias, N, y, y_stride_m, out_row, valid,
+                        sums, sums_row, COLUMNS, part, parts,
                         BLOCK_M, COLUMNS, BLOCK_N, Y_TMA, S_TMA, HAS_BIAS, ACTIVATION, DTYPE,
                     )
-                    if SPLIT == 2:
-                        finish_slice(
-                            right, column + COLUMNS, bias, N, y, y_stride_m, out_row, valid,
-                            sums, sums_row, COLUMNS, part, parts,
-                            BLOCK_M, COLUMNS, BLOCK_N, Y_TMA, S_TMA, HAS_BIAS, ACTIVATION, DTYPE,
-                        )
-                    if part < parts - 1:
-                        publish(TRANSPORT)
-                        count(others, TRANSPORT, "gpu")
-                total = kept
-            item = take_tile(turn, pid, num_comm, head, dealt, counters)
+                if part < parts - 1:
+                    publish(TRANSPORT)
+                    count(others, TRANSPORT, "gpu")
+            total = kept
+        item = take_tile(turn, pid, num_comm, head, dealt, counters)
     end_marks(table, TRANSPORT, TRACE)
     end_launch(state, epoch, counters, num_counters)
 # fmt: on

@@ -65,7 +65,7 @@ def multiply_step(
     X_TMA: tl.constexpr, X_TRANSPOSED: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add to one tile of x @ w.T a step of BLOCK_K along K: rows from x_row (of x_rows), columns from `column` (of N)."""
+    """A tile of x @ w.T and one more step along K: rows from x_row (of x_rows), columns from `column` (of N)."""
     k = step * BLOCK_K
     x_tile = load_tile(x, x_stride_m, x_stride_k, x_row, k, x_rows, K, BLOCK_M, BLOCK_K, X_TMA, X_TRANSPOSED)
     w_tile = load_tile(w, w_stride_n, w_stride_k, column, k, N, K, BLOCK_N, BLOCK_K, W_TMA, W_TRANSPOSED)

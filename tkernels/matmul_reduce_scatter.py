@@ -107,7 +107,7 @@ def finish_slice(
 
 # Row counts may change from call to call, and ranks differ: no new kernel for each.
 @triton.jit(do_not_specialize=[
-    "parity_rows", "part_stride", "tiles_m", "peer_tiles_m", "head", "dealt", "runs", "whole", "splits",
+    "parity_rows", "part_stride", "tiles_m", "peer_tiles_m", "head", "dealt", "whole", "splits",
     "num_sends", "num_counters", "max_chunks", "rank", "num_comm", "own_chunks", "chunk_rows",
 ])
 def matmul_reduce_kernel(
@@ -118,7 +118,7 @@ def matmul_reduce_kernel(
     partials, inbox, parity_rows, part_stride,  # [parity_rows + R * part_stride (and room for y), N], and as a pointer
     sums,  # [.., BLOCK_N], fp32: of tiles that are split along K
     schedule, tiles_m, peer_tiles_m,  # the first peer_tiles_m rows of tiles are the peers'
-    head, dealt, runs, whole, splits,
+    head, dealt, whole, splits,
     sends, num_sends,  # [num_sends, SEND_FIELDS]
     parts, starts,  # [R + 1], [R + 1]: first row and first element of each part
     counters, num_counters, ready, max_chunks, state, table, rank, gate, begun,
@@ -163,94 +163,93 @@ def matmul_reduce_kernel(
     item = items
     if not GATHER or pid >= num_comm:  # else go on with the finished chunks
         item = take_tile(turn, pid, num_comm, head, dealt, counters)
-    for _ in range(runs):
-        if item < items:
-            index, part, parts_of_tile, first_step, last_step = part_of_tile(item, whole, splits, K, BLOCK_K)
-            # All tiles that are dealt to a program are one loop: a tile's first loads are under way while the one
-            # before is stored. The marks of two tiles would get mixed up.
-            num_tiles = tl.maximum(dealt - turn, 1)
-            if TRACE:
-                num_tiles = 1
-            step = first_step
-            owner, row, x_row, valid, chunk, column = 0, 0, 0, 0, 0, 0
-            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            for _ in range(num_tiles * (last_step - first_step)):
-                if step == first_step:
-                    if turn < dealt:
-                        index = dealt_tile(turn, pid, num_comm, head)
-                    turn += 1
-                    # No group of tiles holds both: an own tile waits for the peers, and a program that came to it
-                    # before all its tiles of the peers' rows could keep them waiting for ever, as theirs could it.
-                    if index < peer_tiles_m * tiles_n:
-                        tile_m, tile_n = tile_of(index, peer_tiles_m, tiles_n, GROUP_M)
-                    else:
-                        own_index = index - peer_tiles_m * tiles_n
-                        tile_m, tile_n = tile_of(own_index, tiles_m - peer_tiles_m, tiles_n, GROUP_M)
-                        tile_m += peer_tiles_m
-                    tile = schedule + tile_m * TILE_FIELDS
-                    owner = tl.load(tile).to(tl.int32)
-                    row = tl.load(tile + 1).to(tl.int32)
-                    x_row = tl.load(tile + 2).to(tl.int32)
-                    valid = tl.load(tile + 3).to(tl.int32)
-                    chunk = tl.load(tile + 4).to(tl.int32)
-                    column = tile_n * BLOCK_N
-                    mark(COMPUTE, x_row, column, table, TRANSPORT, TRACE)
-                total = multiply_step(
-                    total, x, x_stride_m, x_stride_k, x_row, x_row + valid, w, w_stride_n, w_stride_k, column, N, K,
-                    step, BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, X_TRANSPOSED, W_TMA, W_TRANSPOSED, PRECISION,
+    while item < items:
+        index, part, parts_of_tile, first_step, last_step = part_of_tile(item, whole, splits, K, BLOCK_K)
+        # All tiles that are dealt to a program are one loop: a tile's first loads are under way while the one
+        # before is stored. The marks of two tiles would get mixed up.
+        num_tiles = tl.maximum(dealt - turn, 1)
+        if TRACE:
+            num_tiles = 1
+        step = first_step
+        owner, row, x_row, valid, chunk, column = 0, 0, 0, 0, 0, 0
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for _ in range(num_tiles * (last_step - first_step)):
+            if step == first_step:
+                if turn < dealt:
+                    index = dealt_tile(turn, pid, num_comm, head)
+                turn += 1
+                # No group of tiles holds both: an own tile waits for the peers, and a program that came to it
+                # before all its tiles of the peers' rows could keep them waiting for ever, as theirs could it.
+                if index < peer_tiles_m * tiles_n:
+                    tile_m, tile_n = tile_of(index, peer_tiles_m, tiles_n, GROUP_M)
+                else:
+                    own_index = index - peer_tiles_m * tiles_n
+                    tile_m, tile_n = tile_of(own_index, tiles_m - peer_tiles_m, tiles_n, GROUP_M)
+                    tile_m += peer_tiles_m
+                tile = schedule + tile_m * TILE_FIELDS
+                owner = tl.load(tile).to(tl.int32)
+                row = tl.load(tile + 1).to(tl.int32)
+                x_row = tl.load(tile + 2).to(tl.int32)
+                valid = tl.load(tile + 3).to(tl.int32)
+                chunk = tl.load(tile + 4).to(tl.int32)
+                column = tile_n * BLOCK_N
+                mark(COMPUTE, x_row, column, table, TRANSPORT, TRACE)
+            total = multiply_step(
+                total, x, x_stride_m, x_stride_k, x_row, x_row + valid, w, w_stride_n, w_stride_k, column, N, K,
+                step, BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, X_TRANSPOSED, W_TMA, W_TRANSPOSED, PRECISION,
+            )
+            step += 1
+            ends = step == last_step
+            # Triton moves this into the branch below, but not one that comes after it: the dot would be waited for.
+            kept = total
+            if ends:
+                kept = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                step = first_step
+            if ends:
+                others = counters + SPLIT_TILES + index - whole
+                sums_row = (index - whole) * (parts_of_tile - 1) * BLOCK_M
+                if part == parts_of_tile - 1:
+                    if parts_of_tile > 1:
+                        mark(COLLECT, chunk, rank, table, TRANSPORT, TRACE)
+                        wait_signal(others, part, table, rank, chunk, OPERATION, TRANSPORT)
+                    if (owner == rank) & (not complete):
+                        mark(WAIT, chunk, rank, table, TRANSPORT, TRACE)
+                        complete = all_arrived(ready, max_chunks, own_chunks, chunk, rank, epoch, SIZE, TRANSPORT)
+                        if not complete:
+                            wait_chunks(
+                                ready, max_chunks, rank + 1, chunk, tl.cdiv(valid, chunk_rows), epoch, table,
+                                SIZE - 1, SIZE, OPERATION, TRANSPORT,
+                            )
+                mark(STORE, x_row, column, table, TRANSPORT, TRACE)
+                out_row = row
+                if GATHER:
+                    out_row = x_row
+                COLUMNS: tl.constexpr = BLOCK_N // SPLIT
+                left = total
+                if SPLIT == 2:
+                    left, right = halves(total, BLOCK_M, BLOCK_N)
+                finish_slice(
+                    left, column, bias, N, y, out_row, outbox, x_row, valid,
+                    partials, parity_row + row, part_stride, owner, rank, sums, sums_row, 0, part, parts_of_tile,
+                    BLOCK_M, COLUMNS, BLOCK_N, SIZE,
+                    Y_TMA, O_TMA, P_TMA, S_TMA, HAS_BIAS, ACTIVATION, DTYPE, WIRE,
                 )
-                step += 1
-                ends = step == last_step
-                # Triton moves this into the branch below, but not one that comes after it: the dot would be waited for.
-                kept = total
-                if ends:
-                    kept = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-                    step = first_step
-                if ends:
-                    others = counters + SPLIT_TILES + index - whole
-                    sums_row = (index - whole) * (parts_of_tile - 1) * BLOCK_M
-                    if part == parts_of_tile - 1:
-                        if parts_of_tile > 1:
-                            mark(COLLECT, chunk, rank, table, TRANSPORT, TRACE)
-                            wait_signal(others, part, table, rank, chunk, OPERATION, TRANSPORT)
-                        if (owner == rank) & (not complete):
-                            mark(WAIT, chunk, rank, table, TRANSPORT, TRACE)
-                            complete = all_arrived(ready, max_chunks, own_chunks, chunk, rank, epoch, SIZE, TRANSPORT)
-                            if not complete:
-                                wait_chunks(
-                                    ready, max_chunks, rank + 1, chunk, tl.cdiv(valid, chunk_rows), epoch, table,
-                                    SIZE - 1, SIZE, OPERATION, TRANSPORT,
-                                )
-                    mark(STORE, x_row, column, table, TRANSPORT, TRACE)
-                    out_row = row
-                    if GATHER:
-                        out_row = x_row
-                    COLUMNS: tl.constexpr = BLOCK_N // SPLIT
-                    left = total
-                    if SPLIT == 2:
-                        left, right = halves(total, BLOCK_M, BLOCK_N)
+                if SPLIT == 2:
                     finish_slice(
-                        left, column, bias, N, y, out_row, outbox, x_row, valid,
-                        partials, parity_row + row, part_stride, owner, rank, sums, sums_row, 0, part, parts_of_tile,
+                        right, column + COLUMNS, bias, N, y, out_row, outbox, x_row, valid,
+                        partials, parity_row + row, part_stride, owner, rank,
+                        sums, sums_row, COLUMNS, part, parts_of_tile,
                         BLOCK_M, COLUMNS, BLOCK_N, SIZE,
                         Y_TMA, O_TMA, P_TMA, S_TMA, HAS_BIAS, ACTIVATION, DTYPE, WIRE,
                     )
-                    if SPLIT == 2:
-                        finish_slice(
-                            right, column + COLUMNS, bias, N, y, out_row, outbox, x_row, valid,
-                            partials, parity_row + row, part_stride, owner, rank,
-                            sums, sums_row, COLUMNS, part, parts_of_tile,
-                            BLOCK_M, COLUMNS, BLOCK_N, SIZE,
-                            Y_TMA, O_TMA, P_TMA, S_TMA, HAS_BIAS, ACTIVATION, DTYPE, WIRE,
-                        )
-                    if GATHER or owner != rank or part < parts_of_tile - 1:
-                        counter = tile_counts + owner * max_chunks + chunk
-                        if part < parts_of_tile - 1:
-                            counter = others
-                        publish(TRANSPORT)
-                        count(counter, TRANSPORT, "sys" if COPIES else "gpu")
-                total = kept
-            item = take_tile(turn, pid, num_comm, head, dealt, counters)
+                if GATHER or owner != rank or part < parts_of_tile - 1:
+                    counter = tile_counts + owner * max_chunks + chunk
+                    if part < parts_of_tile - 1:
+                        counter = others
+                    publish(TRANSPORT)
+                    count(counter, TRANSPORT, "sys" if COPIES else "gpu")
+            total = kept
+        item = take_tile(turn, pid, num_comm, head, dealt, counters)
 
     if pid == 0:  # a rank without rows of its own still hears from every peer
         for step in range(1, SIZE):

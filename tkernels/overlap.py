@@ -48,7 +48,8 @@ TILE_COUNTS = tl.constexpr(SPLIT_TILES.value + MAX_SPLIT_TILES.value)
 MAX_LOOK = tl.constexpr(256)  # signals that a program looks at at once: one a thread
 
 DEALT_SHORT = 1  # last turns that are not dealt out
-PART_S = 5e-6  # more than that for a part of a tile, whose sums are written, or read
+PART_S = 5e-6  # more than that for a part of a tile, whose sums are written
+ADD_S = 9e-6  # and for the last part, which reads them, for each other one
 TILE_END_S = 3e-6  # a tile's time without its steps along K
 MIN_SPLIT_STEPS = 8  # steps along K of a part, at least
 
@@ -97,13 +98,11 @@ class Turns(NamedTuple):
     """Who computes which tile: `take_tile` deals out, by turns, and `part_of_tile` splits.
 
     head: turns of those that only multiply.  dealt: turns up to which tiles are dealt out, comm programs included.
-    runs: the dealt turns of a program as one, and more of those after them than it has, unless half of all are held up.
     whole: tiles that are computed whole.  splits: parts of each later one.
     """
 
     head: int
     dealt: int
-    runs: int
     whole: int
     splits: int
 
@@ -120,7 +119,7 @@ def plan_turns(
     gemm, workers = config.gemm, num_programs - config.num_comm
     most = min(splittable, MAX_SPLIT_TILES.value)
     tile_s = 2 * gemm.block_m * gemm.block_n * K * num_programs / FLOPS_PER_S + TILE_END_S
-    sending_s = sent_bytes / (max(config.num_comm, 1) * SEND_BYTES_PER_S_OF_A_PROGRAM)
+    sending_s = sent_bytes / (config.num_comm * SEND_BYTES_PER_S_OF_A_PROGRAM) if config.num_comm else 0
     turns = min(max(sending_s / tile_s, tiles_first / workers), tiles / workers)
 
     def deal(last: int, splits: int) -> Turns:
@@ -129,14 +128,14 @@ def plan_turns(
         rest = max((whole - head * workers) // num_programs - DEALT_SHORT, 0)
         # A comm program must not be dealt a tile that one of them waits for: it would come to it too late, or never.
         rest = rest if head * workers >= tiles_first else 0
-        left = whole - head * workers - rest * num_programs + last * splits
-        return Turns(head, head + rest, 2 * triton.cdiv(left, workers) + 5, whole, splits)
+        return Turns(head, head + rest, whole, splits)
 
     def end(plan: Turns) -> float:
         """In the time of a tile; the later one of two, for how long the comm programs send is a guess."""
         dealt = plan.head * workers + (plan.dealt - plan.head) * num_programs
         part = (1 - TILE_END_S / tile_s) / plan.splits + (TILE_END_S + PART_S) / tile_s
-        items = [1.0] * (plan.whole - dealt) + [part] * ((tiles - plan.whole) * plan.splits)
+        last_part = part + ADD_S * (plan.splits - 1) / tile_s
+        items = [1.0] * (plan.whole - dealt) + ([part] * (plan.splits - 1) + [last_part]) * (tiles - plan.whole)
         ends = []
         for guess in (0.9 * turns, 1.1 * turns):
             free = [float(plan.dealt)] * workers + [guess + plan.dealt - plan.head] * config.num_comm
