@@ -67,15 +67,18 @@ class Case:
         return function(self.M, self.K if self.op == "all_gather" else self.N, ranks, self.dtype, rank, rows)
 
 
-def config_of(ctx: Context, case: Case) -> GemmConfig | OverlapConfig | None:
-    """The configuration that a call without one uses; None for operations that have none."""
+def config_of(ctx: Context, case: Case, sending: bool = False) -> GemmConfig | OverlapConfig | None:
+    """The configuration that a call without one uses; None for operations that have none.
+
+    sending: as of overlap_config.
+    """
     if case.op == "gemm":
         return gemm_config(case.M, case.N, case.K, case.dtype, case.layout)
     if "matmul" not in case.op:
         return None
     gathers = case.op == "all_gather_matmul"
     N, K = (case.N // ctx.size, case.K) if gathers else (case.N, case.K // ctx.size)
-    return overlap_config(ctx, case.op, case.M, N, K, case.dtype, case.layout)
+    return overlap_config(ctx, case.op, case.M, N, K, case.dtype, case.layout, sending)
 
 
 def path_of(ctx: Context, case: Case) -> str | None:

@@ -74,7 +74,7 @@ def open_ways(ctx: Context, case: Case) -> tuple[dict[str, Opened], dict[str, st
         reason = None
         try:
             other = context_over(ctx, way.transport)
-            config = dataclasses.replace(config_of(other, case), **way.change)
+            config = dataclasses.replace(config_of(other, case, sending=not way.copies), **way.change)
             if way.copies:
                 config = by_copy_engine(config, max(case.rows(other.size)), case.row_bytes)
             opened[name] = Opened(way, other, config)

@@ -22,7 +22,7 @@ from tkernels.configs import (
 )
 
 BF16 = torch.bfloat16
-AG, RS = "all_gather_matmul", "matmul_reduce_scatter"
+AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 TUNED = OverlapConfig(GemmConfig(64, 64, 64, group_m=4), chunk_rows=128, num_comm=1)
 
 
@@ -61,10 +61,10 @@ def test_other_calls_get_the_rule(call):
 
 
 @pytest.mark.parametrize("rows, row_bytes, chunk_rows", [
-    (2048, 16384, 512),  # 32 MB to a peer in 4 chunks of 8
+    (2048, 16384, 1024),  # 32 MB to a peer in 2 chunks
     (2048, 8192, 1024),
     (1024, 8192, 1024),
-    (8192, 16384, 2048),  # never more than 4
+    (8192, 16384, 4096),  # never more than 2
     (100, 64, 256),
     (0, 64, 256),
 ])  # fmt: skip
@@ -72,6 +72,27 @@ def test_the_copy_engine_gets_few_large_chunks_whatever_the_tiles(rows, row_byte
     for block_m in (64, 128, 256):
         config = by_copy_engine(OverlapConfig(GemmConfig(block_m=block_m), chunk_rows=256), rows, row_bytes)
         assert (config.num_comm, config.chunk_rows, config.gemm.block_m) == (0, chunk_rows, block_m)
+
+
+def test_large_shares_travel_by_the_copy_engine_where_it_reaches_all(monkeypatch):
+    monkeypatch.setattr("tkernels.configs.runtime.RUNTIME", "nvshmem")
+    for operation, M, mapped, copied in [
+        (AG, 8192, True, True),
+        (RS, 8192, True, True),
+        (AR, 8192, True, False),
+        (AG, 512, True, False),
+        (AG, 8192, False, False),
+    ]:
+        ctx = context(num_programs=132, mapped=mapped)
+        config = overlap_config(ctx, operation, M, 4096, 4096, BF16, "TN")
+        assert (config.num_comm == 0) == copied, (operation, M, mapped)
+        assert overlap_config(ctx, operation, M, 4096, 4096, BF16, "TN", sending=True).num_comm > 0
+    # A larger product by programs binds all calls whose rows travel alike, and one by the copy engine those too.
+    for num_comm, chunk_rows in ((4, 128), (0, 2048)):
+        larger = replace(TUNED, num_comm=num_comm, chunk_rows=chunk_rows)
+        ctx = context(record(larger, M=8192, N=8192, K=4096), num_programs=132)
+        config = overlap_config(ctx, AG, 8192, 4096, 4096, BF16, "TN")
+        assert (bool(config.num_comm), config.chunk_rows) == (bool(num_comm), chunk_rows)
 
 
 def test_the_last_record_of_a_bucket_counts():

@@ -334,7 +334,7 @@ def test_impossible_configurations_have_a_reason(on_a_gpu, change, room, reason)
 
 @pytest.mark.quick
 def test_the_survey_tries_every_kind_of_tile_that_is_possible(on_a_gpu):
-    found, refused = survey(on_a_gpu, ROOM, 1200.0)
+    found, refused = survey([on_a_gpu], ROOM, 1200.0)
     assert 4 <= len(found) <= candidates.SURVEY and len(set(found)) == len(found)
     assert {(c.gemm.block_m, c.gemm.block_n) for c in found} >= {(128, 256), (256, 128), (128, 128)}
     assert all(impossible(config, ROOM) is None for config in found)
@@ -344,7 +344,7 @@ def test_the_survey_tries_every_kind_of_tile_that_is_possible(on_a_gpu):
     # A tile's candidates are one kernel, for which there are several ways to travel.
     kernels = {replace(config, num_comm=1, chunk_rows=512) for config in found}
     assert len(kernels) <= 10 and len({config.num_comm for config in found}) >= 3
-    short = survey(on_a_gpu, replace(ROOM, N=1280), 240.0)[0]  # the wire counts, and small tiles end sooner
+    short = survey([on_a_gpu], replace(ROOM, N=1280), 240.0)[0]  # the wire counts, and small tiles end sooner
     assert {(c.gemm.block_m, c.gemm.block_n) for c in short} >= {(128, 256), (256, 128), (64, 64)}
 
 

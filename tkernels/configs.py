@@ -35,7 +35,7 @@ SEND_BYTES_PER_S_OF_A_PROGRAM = 24e9  # H200 over NVLink
 MAX_CHOICES = 4096  # that are kept, of a context and of the local product
 
 COPY_BYTES = 8 << 20  # a copy engine's operation has fixed costs of some microseconds, and is at its best from here on
-COPIES = 4
+COPIES = 2
 COPY_ROWS = 256  # a multiple of every tile's, for those of ranks may differ, and their chunks may not
 
 
@@ -149,24 +149,34 @@ def default_config(M: int, N: int, dtype: torch.dtype, tma: bool = True) -> Gemm
 
 
 def default_overlap(
-    operation: str, M: int, N: int, K: int, dtype: torch.dtype, size: int, num_programs: int, tma: bool = True
+    operation: str,
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype,
+    size: int,
+    num_programs: int,
+    tma: bool = True,
+    mapped: bool = False,
 ) -> OverlapConfig:
     """The configuration of a fused operation whose local GEMM is M x N x K, among `size` ranks; tma: as default_config.
 
-    The rows of a chunk depend on nothing that could differ between ranks.
+    mapped: the copy engine reaches them all; large shares travel by it (2 H200s: by 0 to 7 % faster, bench/LOG.md). But
+    of an all-reduce, which has rows to send to the end. What all ranks must tell alike depends on nothing that could
+    differ between them.
     """
     gemm, peers = default_config(M, N, dtype, tma), max(size - 1, 1)
     if gemm.block_n == 256:  # the sums of tiles that are split, or partial sums, take a stage's shared memory
         gemm = replace(gemm, num_stages=3)
     if runtime.RUNTIME == "simulated":
         return OverlapConfig(gemm, chunk_rows=gemm.block_m, num_comm=max(min(2, num_programs - 1), 1), put_block=4096)
-    gathers = operation == "all_gather_matmul"
-    width = K if gathers else N
-    chunk_rows = min(max(1 << (CHUNK_BYTES // (width * dtype.itemsize)).bit_length() >> 1, MIN_CHUNK_ROWS), 128)
+    gathers, reduces_all = operation == "all_gather_matmul", operation == "matmul_all_reduce"
+    row_bytes = (K if gathers else N) * dtype.itemsize
+    chunk_rows = min(max(1 << (CHUNK_BYTES // row_bytes).bit_length() >> 1, MIN_CHUNK_ROWS), 128)
     num_comm = max(12 // peers, 1) * peers
     if not gathers:
         # As many as the time of the product takes: until there are tiles to send, a comm program does nothing.
-        sent = M * width * dtype.itemsize * peers / size * (2 if operation == "matmul_all_reduce" else 1)
+        sent = M * row_bytes * peers / size * (2 if reduces_all else 1)
         needed = SPARE * sent / SEND_BYTES_PER_S_OF_A_PROGRAM / (2 * M * N * K / FLOPS_PER_S)
         num_comm = min(max(math.ceil(needed), 2), num_comm)
         # Rows of tiles that are walked together are done together: not all of the peers' at once.
@@ -174,7 +184,9 @@ def default_overlap(
             gemm = replace(gemm, group_m=gemm.group_m // 2)
     max_registers = 255 if dtype == torch.float32 else None
     num_comm = max(min(num_comm, num_programs - 1), 1)
-    return OverlapConfig(gemm, chunk_rows, num_comm, max_registers=max_registers)
+    config, rows = OverlapConfig(gemm, chunk_rows, num_comm, max_registers=max_registers), -(-M // size)
+    copied = mapped and not reduces_all and rows * row_bytes >= COPY_BYTES
+    return by_copy_engine(config, rows, row_bytes) if copied else config
 
 
 def with_room_for(
@@ -212,15 +224,21 @@ def gemm_config(
 
 
 def overlap_config(
-    ctx: Context, operation: str, M: int, N: int, K: int, dtype: torch.dtype, layout: str
+    ctx: Context, operation: str, M: int, N: int, K: int, dtype: torch.dtype, layout: str, sending: bool = False
 ) -> OverlapConfig:
-    """What a fused operation uses without a configuration, where this rank multiplies x [M, K] by w [N, K]."""
-    key = (operation, M, N, K, dtype, layout)
+    """What a fused operation uses without a configuration, where this rank multiplies x [M, K] by w [N, K].
+
+    sending: what it uses where programs have to send, and not the copy engine.
+    """
+    key = (operation, M, N, K, dtype, layout, sending)
     config = ctx.choices.get(key)
     if config is None:
         if len(ctx.choices) >= MAX_CHOICES:
             ctx.choices.clear()
-        config = ctx.choices[key] = _choose(ctx, *key)
+        config = _choose(ctx, *key[:-1])
+        if sending and not config.num_comm:
+            config = default_overlap(operation, M, N, K, dtype, ctx.size, ctx.num_programs, layout != "pointers")
+        ctx.choices[key] = config
     return config
 
 
@@ -237,12 +255,12 @@ def _choose(ctx: Context, operation: str, M: int, N: int, K: int, dtype: torch.d
     table = _table(ctx)
     key = (operation, *bucket(M, N, K), name_of(dtype), layout)
     travel, _ = table.travels.get(shared(key), (None, None))
-    rule = operation, M, N, K, dtype, ctx.size, ctx.num_programs, layout != "pointers"
-    by_rule = default_overlap(*rule)
+    if not ctx.mapped and travel is not None and travel[1]:  # nobody else can go by it either
+        travel = None
+    copied = ctx.mapped if travel is None else travel[1]
+    by_rule = default_overlap(operation, M, N, K, dtype, ctx.size, ctx.num_programs, layout != "pointers", copied)
     if travel is not None:
         by_rule = travelling(by_rule, *travel)
-    if not (by_rule.num_comm or ctx.mapped):
-        by_rule = default_overlap(*rule)
     config = table.configs.get(key, by_rule)
     fits = config.num_comm < min(ctx.num_programs, config.max_programs or ctx.num_programs)
     same_way = bool(config.num_comm) == bool(by_rule.num_comm)

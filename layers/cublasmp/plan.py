@@ -223,7 +223,7 @@ class Plan:
         if self.num_comm is None:
             return None
         (N, K), operation = w.shape, OPERATIONS[self.pattern]
-        config = overlap_config(ctx, operation, self.layout.n, N, K, x.dtype, layout_of(x, w))
+        config = overlap_config(ctx, operation, self.layout.n, N, K, x.dtype, layout_of(x, w), sending=True)
         stored = max(self.wire, dtype, key=lambda each: each.itemsize)
         return dataclasses.replace(with_room_for(config, stored, x.dtype), num_comm=self.num_comm)
 

@@ -326,8 +326,8 @@ class CommOverlapCore:
                 config = default_overlap(
                     operation, self.shape[0], *w.shape, x.dtype, self.size, available, layout != "pointers"
                 )
-            else:
-                config = overlap_config(self.context, operation, tokens, *w.shape, x.dtype, layout)
+            else:  # the options say how many programs send
+                config = overlap_config(self.context, operation, tokens, *w.shape, x.dtype, layout, sending=True)
             config = replace(config, num_comm=min(config.num_comm, available - 1), max_programs=available)
             config = self._tuned(config, tokens, available)
             if by_rule:

@@ -15,6 +15,8 @@ from rich.table import Table
 import tkernels
 from tkernels import shapes
 from tkernels.comm.context import Context
+from tkernels.configs import overlap_config
+from tkernels.gemm import layout_of
 from tkernels.launch import launch
 from tkernels.timing import stopwatch
 from tkernels.trace.recorder import tracing
@@ -107,7 +109,10 @@ def record(ctx: Context, options: Options, sizes: shapes.Shape) -> Result:
     home = f"tkernels.{options.operation}" if "matmul" in options.operation else "tkernels.comm.collectives"
     operation = getattr(importlib.import_module(home), options.operation)
     if "matmul" in options.operation:
-        operation = functools.partial(operation, path="fused")
+        x, w = operands
+        # The copy engine makes no marks.
+        config = overlap_config(ctx, options.operation, sizes[0], *w.shape, x.dtype, layout_of(x, w), sending=True)
+        operation = functools.partial(operation, config=config)
 
     watch = stopwatch(ctx)
 

@@ -144,14 +144,16 @@ class _Search:
         self.deadline = self.began + budget_s
         M, N, K = problem.local(ctx.size)
         tma = problem.layout != "pointers"
+        self.bases = []  # that candidates are changes of, beside the default
         if problem.operation == "matmul":
             self.default = default_config(M, N, problem.dtype, tma)
             programs, bound = num_programs(), None
         else:
             rule = problem.operation, M, N, K, problem.dtype, ctx.size, ctx.num_programs, tma
-            self.default = default_overlap(*rule)
             programs, bound = ctx.num_programs, bound_travel(ctx, problem.key(ctx.size))
+            self.default = default_overlap(*rule, mapped=bound[1] if bound else ctx.mapped)
             self.default = travelling(self.default, *bound) if bound else self.default
+            self.bases += [default_overlap(*rule)]
         self.room = Room(
             problem.operation, M, N, K, problem.dtype, problem.layout, ctx.size, programs, bound, ctx.mapped
         )
@@ -168,7 +170,8 @@ class _Search:
         if grid:
             tried = self._halve(*product(self.default, grid, self.room), self.default)
         else:
-            tried = self._halve(*survey(self.default, self.room, self.library_us), self.default)
+            found, refused = survey([self.default, *self.bases], self.room, self.library_us)
+            tried = self._halve(found, refused, self.default)
             tried = self._halve(*neighbours(tried[0], self.default, self.room, self.library_us), *tried)
         finalists, finished = tried[:FINALISTS], self._in_time()
         if finished:

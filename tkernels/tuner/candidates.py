@@ -15,7 +15,6 @@ import torch
 
 from tkernels.comm import runtime
 from tkernels.configs import (
-    COPIES,
     MAX_TILE_CHUNKS,
     GemmConfig,
     OverlapConfig,
@@ -129,11 +128,11 @@ def impossible(config: GemmConfig | OverlapConfig, room: Room) -> str | None:
     known = default_config(room.M, room.N, room.dtype, room.layout != "pointers")
     tile = f"tiles of {gemm.block_m}x{gemm.block_n}x{gemm.block_k}"
     pipeline = gemm.num_stages * (gemm.block_m + gemm.block_n) * gemm.block_k * itemsize
-    stored = gemm.block_m * gemm.block_n // gemm.split * (itemsize if room.operation == "matmul" else 4)
+    # Slices of the result and of a peer's partial sums; and of the sums in fp32 a quarter, to be written, and read.
+    staged = {"matmul": itemsize, "all_gather_matmul": itemsize + 2}.get(room.operation, 2 * itemsize + 1)
+    stored = gemm.block_m * gemm.block_n // gemm.split * staged
     if pipeline > SHARED_BYTES:
         return f"shared memory: {gemm.num_stages} stages of {tile} take {pipeline} of {SHARED_BYTES} bytes"
-    # A slice is stored while the next tile is loaded. Of a fused operation it may be of a split tile's sums, in fp32:
-    # 128x256x64 with 3 stages takes 213016 bytes in halves, and 278552 whole.
     if pipeline + stored > SHARED_BYTES:
         return (
             f"shared memory: {gemm.num_stages} stages of {tile} take {pipeline}, and beside them a slice of the "
@@ -197,23 +196,25 @@ def predicted_us(config: GemmConfig | OverlapConfig, room: Room, gemm_us: float)
     return max(end_us, send_us + -(-last // room.programs) * tile_us)
 
 
-def survey(default: GemmConfig | OverlapConfig, room: Room, gemm_us: float) -> tuple[list, Counter]:
+def survey(bases: list[GemmConfig | OverlapConfig], room: Room, gemm_us: float) -> tuple[list, Counter]:
     """(configurations to try first, the best by the model first; why not the others, and how many).
 
-    Of those with one tile and as many comm programs, the best; of what is alike, what is most like the default.
+    Changes of `bases`. Of those with one tile and as many comm programs, the best; of what is alike, what is most like
+    its base.
     """
-    tiles = [{}, *(SIMULATED_TILES if runtime.RUNTIME == "simulated" else TILES)]  # the default's, then the list's
-    travels = [[{}]]
-    if isinstance(default, OverlapConfig) and default.num_comm:
-        numbers, rows = nearest(COMM_PROGRAMS, default.num_comm), nearest(CHUNK_ROWS, default.chunk_rows)
-        travels = [[{"num_comm": number, "chunk_rows": each} for each in rows] for number in numbers]
+    tiles = [{}, *(SIMULATED_TILES if runtime.RUNTIME == "simulated" else TILES)]  # the base's, then the list's
     found, refused, chosen = {}, Counter(), []
-    for number, alike in itertools.product(range(len(tiles)), travels):
-        others = [_possible(default, {**tiles[number], **change}, room, refused) for change in alike]
-        predictions = {other: predicted_us(other, room, gemm_us) for other in others if other is not None}
-        if predictions:
-            best = min(predictions, key=predictions.get)
-            found.setdefault(number, {})[best] = predictions[best]
+    for base in dict.fromkeys(bases):
+        travels = [[{}]]
+        if isinstance(base, OverlapConfig) and base.num_comm:
+            numbers, rows = nearest(COMM_PROGRAMS, base.num_comm), nearest(CHUNK_ROWS, base.chunk_rows)
+            travels = [[{"num_comm": number, "chunk_rows": each} for each in rows] for number in numbers]
+        for number, alike in itertools.product(range(len(tiles)), travels):
+            others = [_possible(base, {**tiles[number], **change}, room, refused) for change in alike]
+            predictions = {other: predicted_us(other, room, gemm_us) for other in others if other is not None}
+            if predictions:
+                best = min(predictions, key=predictions.get)
+                found.setdefault((base, number), {})[best] = predictions[best]
     least = min((us for of_tile in found.values() for us in of_tile.values()), default=0)
     for of_tile in found.values():
         best = sorted(of_tile, key=of_tile.get)[:OF_A_TILE]
@@ -243,7 +244,7 @@ def neighbours(config, default, room: Room, gemm_us: float) -> tuple[list, Count
         found = {other: predicted_us(other, room, gemm_us) for other in others if other is not None}
         chosen += sorted(found, key=found.get)[: OF_A_TOLD_FIELD if name in TOLD else OF_A_FIELD]
     if isinstance(config, OverlapConfig) and config.num_comm:
-        copied = [by_copy_engine(config, room.rows, room.row_bytes, copies) for copies in (1, 2, COPIES)]
+        copied = [by_copy_engine(config, room.rows, room.row_bytes, copies) for copies in (1, 2, 4)]
         for chunk_rows in dict.fromkeys(each.chunk_rows for each in copied):
             other = _possible(config, {"num_comm": 0, "chunk_rows": chunk_rows}, room, refused)
             chosen += [other] if other is not None else []
