@@ -21,6 +21,7 @@ EXACT = "test_integers_are_exact_in_any_shape_dtype_and_layout"
 SAMPLED = {
     "test_all_gather_matmul",
     "test_channel",
+    "test_collectives",
     "test_copies",
     "test_cublasmp",
     "test_ddp",
@@ -31,6 +32,9 @@ SAMPLED = {
     "test_matmul_reduce_scatter",
     "test_operators",
     "test_p2p",
+    "test_parallelize",
+    "test_pipeline",
+    "test_trace",
     "test_userbuffers",
     "test_userbuffers_gemm",
     "test_userbuffers_layers",
