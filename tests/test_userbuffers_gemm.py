@@ -283,10 +283,11 @@ def test_options_reach_the_kernel(ctx):
     for num_sm in (1, 2):
         assert config(te.CommOverlap(*common, num_comm_sm=num_sm)).num_comm == num_sm
     large = replace(base, chunk_rows=512)
-    with mock.patch.object(communicators, "overlap_config", lambda *_: large):
+    with mock.patch.object(communicators, "overlap_config", lambda *_, **__: large):
         pieces = {splits: config(te.CommOverlap(*common, num_splits=splits)).chunk_rows for splits in (1, 2, 4)}
     assert pieces == {1: 256, 2: 128, 4: 128}  # of a rank's 256 rows, at least PART_ROWS
-    with mock.patch.object(communicators, "overlap_config", lambda *_: replace(large, gemm=GemmConfig(block_m=256))):
+    of_256_rows = replace(large, gemm=GemmConfig(block_m=256))
+    with mock.patch.object(communicators, "overlap_config", lambda *_, **__: of_256_rows):
         assert config(te.CommOverlap([1536, 16], *common[1:], num_splits=2), 1536).chunk_rows == 512
 
 

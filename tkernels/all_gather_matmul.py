@@ -300,8 +300,7 @@ def _plan(
     g_operand = Operand.of(inbox, gemm.block_m, gemm.block_k, x_operand.tma)
     w_operand = Operand.of(w, gemm.block_n, gemm.block_k, gemm.use_tma)
     y_operand = Operand.of(y, gemm.block_m, gemm.block_n // gemm.split, gemm.use_tma and not ragged and N > 1)
-    sums = sums_of(workspace.outbox, tiles - turns.whole, turns.splits, gemm)
-    s_operand = Operand.of(sums, gemm.block_m, gemm.block_n // gemm.split // 4, gemm.use_tma)
+    s_operand = sums_of(workspace.outbox, tiles - turns.whole, turns.splits, gemm)
     first_row = sum(rows[: ctx.rank])
     aligned = row_bytes % 16 == 0 and x.data_ptr() % 16 == 0
     launch = ctx.bind(

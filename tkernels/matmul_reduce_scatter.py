@@ -397,8 +397,7 @@ def plan(
     store_tma = gemm.use_tma and not ragged and N > 1
     y_operand = Operand.of(y, *box, store_tma)
     o_operand = Operand.of(outbox, *box, store_tma)
-    sums = sums_of(workspace.outbox[outbox_bytes:], tiles - turns.whole, turns.splits, gemm)
-    s_operand = Operand.of(sums, gemm.block_m, box[1] // 4, gemm.use_tma)
+    s_operand = sums_of(workspace.outbox[outbox_bytes:], tiles - turns.whole, turns.splits, gemm)
     p_operand = Operand.of(inbox, *box, gemm.use_tma and N > 1)
     launch = ctx.bind(
         matmul_reduce_kernel, num_programs,

@@ -32,7 +32,7 @@ from tkernels.configs import (
     GemmConfig,
     OverlapConfig,
 )
-from tkernels.gemm import halves, load_tile, store_tile
+from tkernels.gemm import Operand, halves, load_tile, store_tile
 
 # A tile row of a schedule: whose shard, first row in the shard, first row in the whole, rows that count, chunk.
 TILE_FIELDS = tl.constexpr(5)
@@ -161,9 +161,14 @@ def sums_bytes(tiles: int, splits: int, gemm: GemmConfig) -> int:
     return max(tiles * (splits - 1), 1) * gemm.block_m * gemm.block_n * 4
 
 
-def sums_of(memory: torch.Tensor, tiles: int, splits: int, gemm: GemmConfig) -> torch.Tensor:
-    """The matrix of these sums at the beginning of `memory`: fp32 [.., block_n], block_m rows a part."""
-    return memory[: sums_bytes(tiles, splits, gemm)].view(torch.float32).view(-1, gemm.block_n)
+def sums_of(memory: torch.Tensor, tiles: int, splits: int, gemm: GemmConfig) -> Operand:
+    """These sums at the beginning of `memory`, as kernels take them: fp32 [.., block_n], block_m rows a part.
+
+    A box is a quarter of a slice, and of no fewer than the 16 bytes a row that TMA asks for.
+    """
+    sums = memory[: sums_bytes(tiles, splits, gemm)].view(torch.float32).view(-1, gemm.block_n)
+    columns = gemm.block_n // gemm.split // 4
+    return Operand.of(sums, gemm.block_m, columns, gemm.use_tma and columns * 4 >= 16)
 
 
 # fmt: off
