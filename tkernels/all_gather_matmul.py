@@ -269,7 +269,7 @@ def _plan(
 
     if config is None:
         config = overlap_config(ctx, "all_gather_matmul", M, N, K, x_shard_m.dtype, layout_of(x_shard_m, w))
-        config = with_room_for(config, out_dtype, x_shard_m.dtype, activation)
+        config = with_room_for(config, out_dtype, x_shard_m.dtype)
     # Through one dimension: contiguous() keeps any stride of a dimension of size 1, and kernels take rows of K.
     gemm, x = config.gemm, x_shard_m.contiguous().view(-1).view(x_shard_m.shape)
     tiles_m = sum(triton.cdiv(count, gemm.block_m) for count in rows)

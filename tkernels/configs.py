@@ -191,17 +191,12 @@ def default_overlap(
     return by_copy_engine(config, rows, row_bytes) if copied else config
 
 
-def with_room_for(
-    config: OverlapConfig, stored: torch.dtype, dtype: torch.dtype, activation: str | None = None
-) -> OverlapConfig:
+def with_room_for(config: OverlapConfig, stored: torch.dtype, dtype: torch.dtype) -> OverlapConfig:
     """A configuration by rule, or tuned for results of the operands' dtype, for results that may be larger.
 
-    Beside the pipeline of 128 x 256 there is no shared memory for slices of fp32, and with an activation up to 6
-    registers spill; by pointers 2 registers of 128 x 64 do, unless it is stored in slices. Without fp32 an activation
-    spills up to 4, unless puts go by smaller blocks.
+    Beside the pipeline of 128 x 256 there is no shared memory for slices of fp32; by pointers 2 registers of 128 x 64
+    spill, unless it is stored in slices.
     """
-    if activation not in (None, "relu"):
-        config = replace(config, put_block=min(config.put_block, 8192))
     if stored.itemsize == dtype.itemsize:
         return config
     return replace(config, gemm=replace(config.gemm, block_n=min(config.gemm.block_n, 128), split=2))

@@ -344,7 +344,7 @@ def plan(
     if config is None:
         config = overlap_config(ctx, name, M, N, K, x.dtype, layout_of(x, w))
         stored = max(wire_dtype, out_dtype, key=lambda each: each.itemsize)
-        config = with_room_for(config, stored, x.dtype, activation)
+        config = with_room_for(config, stored, x.dtype)
     gemm = config.gemm
     peers = [(ctx.rank + step) % ctx.size for step in range(1, ctx.size)]
     peer_tiles_m = sum(triton.cdiv(rows[peer], gemm.block_m) for peer in peers)
