@@ -250,10 +250,13 @@ class Context:
             (prepare, *map(describe, tensors), *options), lambda: prepare(self, *tensors, *options)
         )
 
-    def forget_plans(self):
-        """Work out anew what calls have in common: for those that follow another choice of configurations."""
+    def forget_plans(self, *which):
+        """Work out anew what calls have in common: for those that follow another choice of configurations.
+
+        which: forget only plans for which this function is true.
+        """
         for workspace in self._workspaces.values():
-            workspace.forget_plans()
+            workspace.forget_plans(*which)
 
     def refuse_after_fault(self):
         """Raise WaitTimeoutError if a wait of this rank is known to have expired. Costs next to nothing."""

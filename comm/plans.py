@@ -37,6 +37,10 @@ class Plans:
     def __len__(self):
         return len(self._plans)
 
+    def get(self, key):
+        """The plan of that key, or None."""
+        return self._plans.get(key)
+
     def find(self, key, make):
         """The plan of that key, made by `make()` if there is none."""
         plan = self._plans.get(key)
@@ -47,11 +51,24 @@ class Plans:
             self._plans[key] = plan
         return plan
 
-    def clear(self):
-        self._plans.clear()
+    def clear(self, which=lambda plan: True):
+        """Forget the plans of which that holds."""
+        self._plans = {key: plan for key, plan in self._plans.items() if not which(plan)}
 
 
 local_plans = Plans()  # of operations of this rank alone, which need no context
+
+
+def without_grad(run):
+    """torch.no_grad() around `run`, which costs as much as a launch, where there are gradients to do without."""
+
+    def call(*arguments):
+        if not torch.is_grad_enabled():
+            return run(*arguments)
+        with torch.no_grad():
+            return run(*arguments)
+
+    return call
 
 
 class Launch:

@@ -87,8 +87,15 @@ class Workspace:
             self._captured_plans.add(plan)
         return plan
 
-    def forget_plans(self):
-        self._plans.clear()
+    def known_plan(self, key):
+        """The plan of that key, or None."""
+        plan = self._plans.get(key)
+        if plan is not None and self.context.capturing:
+            self._captured_plans.add(plan)
+        return plan
+
+    def forget_plans(self, *which):
+        self._plans.clear(*which)
 
     def side_stream(self, here):
         """A stream for the copies of calls on the stream `here`. torch hands out few streams, in turns."""

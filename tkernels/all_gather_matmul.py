@@ -238,14 +238,14 @@ def all_gather_matmul(
     rows = None if rows is None else tuple(rows)
     tensors = x_shard_m, w, bias, out, gathered
     options = activation, return_gathered is not False, rows, out_dtype, config, path, precision(x_shard_m.dtype)
-    return ctx.plan(_plan, tensors, *options)(*tensors)
+    return ctx.plan(plan, tensors, *options)(*tensors)
 
 
-def _plan(
+def plan(
     ctx: Context, x_shard_m, w, bias, out, gathered,
     activation, return_gathered, rows, out_dtype, config, path, precision,
 ):  # fmt: skip
-    """What to do with the tensors of a call like this one."""
+    """What to do with the tensors of a call like this one: a function of them that returns (y, gathered)."""
     check_operands("all_gather_matmul", x_shard_m, w, bias, activation, ctx.device)
     out_dtype = check_dtype("all_gather_matmul", "out_dtype", out_dtype, x_shard_m.dtype)
     rows = check_rows("all_gather_matmul", ctx, rows, own=x_shard_m.shape[0])

@@ -287,11 +287,11 @@ def matmul(
     """
     tensors = x, w, bias, out
     options = activation, out_dtype, config, precision(x.dtype)
-    return local_plans.find((*map(describe, tensors), *options), lambda: _plan(*tensors, *options))(*tensors)
+    return local_plans.find((*map(describe, tensors), *options), lambda: plan(*tensors, *options))(*tensors)
 
 
-def _plan(x, w, bias, out, activation, out_dtype, config, precision):
-    """What to do with the tensors of a call like this one."""
+def plan(x, w, bias, out, activation, out_dtype, config, precision):
+    """What to do with the tensors of a call like this one: a function of them that returns the result."""
     check_operands("matmul", x, w, bias, activation, runtime.device())
     (M, K), N = x.shape, w.shape[0]
     out_dtype = check_dtype("matmul", "out_dtype", out_dtype, x.dtype)

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from tkernels.comm import collectives, runtime
 from tkernels.comm.context import Context, current_context
-from tkernels.comm.plans import Launch
+from tkernels.comm.plans import Launch, without_grad
 from tkernels.comm.regions import ALIGNMENT, round_up
 from tkernels.configs import OverlapConfig
 from tkernels.gemm import ACTIVATIONS, check_result, finish, load_tile, store_tile
@@ -99,7 +99,7 @@ def plan_all_gather_matmul(ctx: Context, x, w, bias, out, gathered, activation, 
     into = gathered if return_gathered else whole
     gather = collectives.plan_all_gather(ctx, x, into, rows, collectives.ALONE_PROGRAMS)
 
-    @_without_grad
+    @without_grad
     def run(x, w, bias, out, gathered):
         y = x.new_empty((M, N), dtype=out_dtype) if out is None else out
         rows_of_all = gather(x, gathered if return_gathered else whole)
@@ -128,7 +128,7 @@ def plan_matmul_reduce(ctx: Context, x, w, bias, out, activation, rows, out_dtyp
     else:
         reduce = collectives.plan_reduce_scatter(ctx, partial, into, rows, collectives.ALONE_PROGRAMS, dtype)
 
-    @_without_grad
+    @without_grad
     def run(x, w, bias, out):
         _multiply(x, w, partial)
         if not separate:
@@ -139,18 +139,6 @@ def plan_matmul_reduce(ctx: Context, x, w, bias, out, activation, rows, out_dtyp
         return y
 
     return run
-
-
-def _without_grad(run):
-    """torch.no_grad() around `run`, which costs as much as a launch, where there are gradients to do without."""
-
-    def call(*tensors):
-        if not torch.is_grad_enabled():
-            return run(*tensors)
-        with torch.no_grad():
-            return run(*tensors)
-
-    return call
 
 
 def _scratch(ctx: Context, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
