@@ -1,6 +1,9 @@
 """general_gemm against products computed by hand: every overlap, call after call, and the one contract of them all."""
 
+import contextlib
+import gc
 import os
+import weakref
 from dataclasses import replace
 from unittest import mock
 
@@ -12,9 +15,10 @@ import tkernels
 from tkernels.all_gather_matmul import all_gather_matmul
 from tkernels.comm import Context, TkernelsError, runtime
 from tkernels.comm.collectives import all_gather
+from tkernels.comm.plans import Launch, local_plans
 from tkernels.configs import GemmConfig, default_overlap
 from tkernels.layers import userbuffers as te
-from tkernels.layers.userbuffers import communicators
+from tkernels.layers.userbuffers import communicators, gemm
 from tkernels.matmul_reduce_scatter import matmul_reduce_scatter
 from tkernels.testing.compare import assert_close_to, integers, normal, poison
 
@@ -408,6 +412,144 @@ def test_an_adapter_adds_no_copy_no_allocation_and_no_second_look(ctx):
     finally:
         communicators.overlap_config = original
     te.destroy_ub()
+
+
+@contextlib.contextmanager
+def planned():
+    """The calls of general_gemm in a block that are checked and planned; the others follow a plan."""
+    seen, check = [], gemm._check
+
+    def watch(*arguments):
+        seen.append(arguments)
+        check(*arguments)
+
+    with mock.patch.object(gemm, "_check", watch):
+        yield seen
+
+
+@pytest.mark.ranks(2)
+def test_a_call_is_planned_once_and_for_whatever_changes_what_is_done(ctx, monkeypatch):
+    """Tensors of other values and other alphas share a plan; all else that a call can differ in has one of its own."""
+    local_plans.clear()  # those of other tests
+    gather, scatter = (te.CommOverlapP2P([64, 32], torch.float32, helper(ctx), 2, ub_type) for ub_type in (AG, RS))
+    bulk = te.CommOverlap([64, 32], torch.float32, helper(ctx), 2)
+    make = lambda *shape: torch.ones(shape, device=ctx.device)  # noqa: E731
+    x, w, v, bias, whole, part, y = (
+        make(*shape) for shape in ((32, 32), (24, 32), (32, 24), (24,), (64, 32), (32, 32), (64, 24))
+    )
+    ag, rs = dict(A=w, B=x, ub=gather, ub_type=AG), dict(A=v, B=y, ub=scatter, ub_type=RS)
+    beside = dict(A=w, B=x, ub=bulk, bulk_overlap=True)
+    variants = [
+        dict(A=w, B=x),
+        dict(A=w, B=x, bias=bias),
+        dict(A=w, B=x, out=make(32, 24)),
+        dict(A=w, B=x, out_dtype=torch.float32),
+        dict(A=w, B=x, out=make(32, 24), accumulate=True, beta=2.0),
+        dict(A=w, B=x, gelu=True),
+        dict(A=w, B=x, gelu=True, gelu_in=make(32, 24)),
+        dict(A=w, B=x, gelu=True, gelu_in=make(32, 24), grad=True),
+        dict(A=w, B=x, bias=bias, grad=True),
+        dict(A=w.t(), B=x, layout="NN"),
+        dict(A=w.t(), B=x.t(), layout="NT"),
+        ag,
+        ag | dict(bias=bias),
+        ag | dict(alpha=2.0),
+        ag | dict(out=y),
+        ag | dict(extra_output=whole),
+        ag | dict(extra_output=whole.view(-1)),
+        ag | dict(rows=(32, 32)),
+        ag | dict(B=x[:16]),
+        ag | dict(A=torch.empty(24 * 32 + 1, device=ctx.device)[1:].view(24, 32)),
+        ag | dict(ub=te.CommOverlapP2P([64, 32], torch.float32, helper(ctx), 2, AG)),
+        rs,
+        rs | dict(extra_output=part),
+        rs | dict(extra_output=part, out=make(32, 32)),
+        beside | dict(ub_type=AG),
+        beside | dict(ub_type=AG, extra_output=whole),
+        beside | dict(ub_type=RS),
+    ]
+    with planned() as plans, mock.patch.object(Launch, "__call__", lambda *_: None):
+        for number, variant in enumerate(variants, 1):
+            bulk.get_buffer()
+            te.general_gemm(**variant)
+            assert len(plans) == number, variant
+            again = {name: value.clone() if value is x or value is w else value for name, value in variant.items()}
+            for alpha in (again.get("alpha", 1.0), 3.0 if "alpha" in again else 1.0):
+                te.general_gemm(**again | dict(alpha=alpha))
+            assert len(plans) == number, variant
+        bulk.get_buffer(shape=(32, 32))  # another part of the buffer is in use
+        te.general_gemm(**variants[-1])
+        assert len(plans) == len(variants) + 1
+        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)  # kernels follow torch's own switch
+        te.general_gemm(**ag)
+        assert len(plans) == len(variants) + 2
+
+
+@pytest.mark.ranks(2)
+def test_a_plan_sees_what_changes_between_calls(ctx):
+    comm = te.CommOverlapP2P([S, H], torch.float32, helper(ctx), 2, AG)
+    x, w = small((S // 2, H), torch.float32, ctx.rank, ctx), small((F, H), torch.float32, 7, ctx)
+    whole = reference(torch.cat([small((S // 2, H), torch.float32, rank, ctx) for rank in range(2)]), w)
+    call = dict(ub=comm, ub_type=AG)
+    for alpha in (1.0, 2.0, 3.0):  # scalars are of a call
+        assert torch.equal(te.general_gemm(w, x, alpha=alpha, **call)[0], alpha * whole)
+    out = torch.zeros_like(whole)
+    for beta in (2.0, 4.0):
+        before = out.clone()
+        te.general_gemm(w, x, out=out, accumulate=True, beta=beta, **call)
+        assert torch.equal(out, beta * before + whole)
+    w.requires_grad_()
+    with torch.enable_grad():  # as a parameter in a plain forward pass: no gradient, and no error
+        assert not te.general_gemm(w, x, **call)[0].requires_grad
+        assert not te.general_gemm(w, x, **call, extra_output=torch.empty(S, H, device=ctx.device))[3].requires_grad
+    for wrong, message in [
+        (dict(ub_type=1), "ub_type=1 must be CommOverlapType.AG"),  # though 1 == AG
+        (dict(beta=0.5), "scales what is accumulated to"),
+        (dict(quantization_params=object()), "there is no fp8"),
+        (dict(bulk_overlap=True), "make a CommOverlap for bulk overlap"),
+    ]:
+        with pytest.raises((ValueError, TypeError), match=message):
+            te.general_gemm(w, x, **call | wrong)
+    # The same tensor, while it is the whole buffer and once that is used for fewer tokens.
+    filled, _ = te.fill_userbuffers_buffer_for_all_gather(comm, x, None, ctx.group.process_group)
+    for _ in range(2):
+        assert torch.equal(te.general_gemm(w, filled, **call)[0], whole)
+    comm.get_buffer(shape=(S // 2, H))
+    with pytest.raises(ValueError, match=f"{2 * S} tokens of {H} .* don't fit"):
+        te.general_gemm(w, filled, **call)
+    comm._domain.close()
+    with pytest.raises(TkernelsError, match="has been given back"):
+        te.general_gemm(w, x, **call)
+
+
+@pytest.mark.ranks(2)
+def test_what_a_capture_takes_by_rule_is_of_that_call_alone(ctx):
+    comm = te.CommOverlapP2P([64, 32], torch.float32, helper(ctx), 2, AG)
+    x, w = torch.ones(32, 32, device=ctx.device), torch.ones(24, 32, device=ctx.device)
+    comm.warm_up()
+    te.general_gemm(w[:8], x, ub=comm, ub_type=AG)
+    known = len(comm._configs)
+    with mock.patch.object(Context, "capturing", property(lambda self: True)):
+        with mock.patch.object(Launch, "__call__", lambda *_: None):
+            te.general_gemm(w, x, ub=comm, ub_type=AG)
+    assert len(comm._configs) == known
+    te.general_gemm(w, x, ub=comm, ub_type=AG)
+    assert len(comm._configs) == known + 1
+
+
+@pytest.mark.ranks(2)
+def test_plans_do_not_hold_the_communicator_or_its_buffer(ctx):
+    keep = te.CommOverlapP2P([64, 32], torch.float32, (shared := helper(ctx)), 2, AG)
+    comms = [keep, te.CommOverlap([64, 32], torch.float32, shared, 2)]
+    x, w = torch.ones(32, 32, device=ctx.device), torch.ones(24, 32, device=ctx.device)
+    for _ in range(2):
+        te.general_gemm(w, x, ub=comms[0], ub_type=AG)
+        te.general_gemm(w, comms[1].get_buffer(), ub=comms[1], ub_type=RS, bulk_overlap=True)
+        te.general_gemm(x, comms[1].get_buffer(), ub=comms[1], ub_type=RS)
+    held = [weakref.ref(comms[1]), weakref.ref(comms[1]._buffer)]
+    del comms
+    gc.collect()
+    assert [reference() for reference in held] == [None, None]
 
 
 @pytest.mark.ranks(2)

@@ -14,6 +14,8 @@ it before anything else is launched.
 
 import contextlib
 import enum
+import functools
+import itertools
 import math
 import os
 import weakref
@@ -22,12 +24,13 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from tkernels.all_gather_matmul import all_gather_matmul
+from tkernels.all_gather_matmul import plan as plan_gather
 from tkernels.comm import collectives
 from tkernels.comm.collectives import check_rows, split_rows
 from tkernels.comm.context import Context, init
 from tkernels.comm.errors import TkernelsError
 from tkernels.comm.lease import Fence, Lease
+from tkernels.comm.plans import describe
 from tkernels.comm.regions import ALIGNMENT, round_up
 from tkernels.configs import (
     MIN_CHUNK_ROWS,
@@ -39,9 +42,12 @@ from tkernels.configs import (
     overlap_config,
     with_room_for,
 )
-from tkernels.gemm import layout_of, matmul
+from tkernels.gemm import layout_of, precision
+from tkernels.gemm import plan as plan_matmul
 from tkernels.layers.userbuffers.defaults import OverlapOptions
-from tkernels.matmul_reduce_scatter import PART_ROWS, matmul_reduce_scatter
+from tkernels.matmul_reduce_scatter import OP as REDUCE_SCATTER
+from tkernels.matmul_reduce_scatter import PART_ROWS
+from tkernels.matmul_reduce_scatter import plan as plan_reduce
 from tkernels.overlap import MAX_SPLIT_TILES, TILE_COUNTS, sums_bytes
 
 DEFAULT_TIMEOUT_S = 110.0
@@ -49,6 +55,8 @@ NUM_CARRIERS = 12  # programs of a collective beside a product, where no number 
 MAX_PROGRAMS = 256  # that any GPU runs at once of such kernels
 MAX_TILE_COLUMNS = 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+_numbers = itertools.count()
 
 
 class CommOverlapType(enum.IntEnum):
@@ -143,7 +151,9 @@ class CommOverlapCore:
         self._margin = margin()
         highest = get_stream_priority_range()[1]
         self.stream = self._domain.stream(options.comm_priority or highest)
-        self._buffer, self._active, self._configs, self._by_rule = None, self.shape, {}, False
+        self._buffer, self._active, self._parts = None, self.shape, None
+        self._configs, self._by_rule = {}, False
+        self._number = next(_numbers)  # stands for it in the keys of plans, which must not hold it
         self._reserve()
 
     # What was asked for
@@ -221,11 +231,31 @@ class CommOverlapCore:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a view of the whole buffer as it was last used, not of one chunk."""
-        if self._buffer is None or tensor.untyped_storage().data_ptr() != self._buffer.untyped_storage().data_ptr():
+        if self._buffer is None or tensor.numel() != math.prod(self._active):
             return False
-        return tensor.numel() == math.prod(self._active)
+        return tensor.untyped_storage().data_ptr() == self._buffer.untyped_storage().data_ptr()
+
+    def parts(self) -> tuple[tuple[int, ...], torch.Tensor, torch.Tensor]:
+        """(every rank's rows, this rank's chunk, the whole) of the buffer as it was last used."""
+        if self._parts is None or self._parts[0] != self._active:
+            total, width = active = self._active
+            rows = split_rows(total, self.size)
+            own, whole = self.get_buffer(True, (rows[self.rank], width)), self.get_buffer(False, active)
+            self._parts = active, (rows, own, whole)
+        return self._parts[1]
 
     # What travels
+
+    def plan(self, prepare, tensors: tuple[torch.Tensor | None, ...], *options):
+        """What `prepare(self, *tensors, *options)` has returned for a call like this one; see Context.plan.
+
+        A capture and the warm-up ask each time: what is by rule is for that call alone.
+        """
+        context = self.context
+        if self._by_rule or context.capturing:
+            return prepare(self, *tensors, *options)
+        key = prepare, self._number, precision(tensors[0].dtype), *map(describe, tensors), *options
+        return context.workspace().plan(key, lambda: prepare(self, *tensors, *options))
 
     @property
     def context(self) -> Context:
@@ -238,13 +268,17 @@ class CommOverlapCore:
 
         gathered: True for a new tensor, which is the caller's and which no later call touches; or a tensor to fill.
         """
-        context = self.context
-        rows = check_rows("all_gather_matmul", context, rows, own=x_shard_m.shape[0])
-        config = self._config("all_gather_matmul", sum(rows), x_shard_m, w, x_shard_m.shape[1])
-        config = with_room_for(config, out_dtype or x_shard_m.dtype, x_shard_m.dtype)
-        return all_gather_matmul(
-            context, x_shard_m, w, bias, None, gathered, rows=rows, out=out, out_dtype=out_dtype, config=config
-        )
+        tensors = x_shard_m, w, bias, out, gathered if isinstance(gathered, torch.Tensor) else None
+        options = gathered is not False, rows if rows is None else tuple(rows), out_dtype
+        return self.plan(CommOverlapCore.plan_all_gather_matmul, tensors, *options)(*tensors)
+
+    def plan_all_gather_matmul(self, x, w, bias, out, gathered, return_gathered: bool, rows, out_dtype):
+        """What `all_gather_matmul` does with tensors like these: a function of them."""
+        rows = check_rows("all_gather_matmul", self.context, rows, own=x.shape[0])
+        config = self._config("all_gather_matmul", sum(rows), x, w, x.shape[1])
+        config = with_room_for(config, out_dtype or x.dtype, x.dtype)
+        options = None, return_gathered, rows, out_dtype, config, None, precision(x.dtype)
+        return self.context.plan(plan_gather, (x, w, bias, out, gathered), *options)
 
     def matmul_reduce_scatter(
         self, x, w, bias=None, *, rows=None, out=None, out_dtype=None, beside: bool = False
@@ -253,12 +287,17 @@ class CommOverlapCore:
 
         beside: it runs in a block of `self.beside`, so it leaves multiprocessors to the collective.
         """
-        context = self.context
+        tensors, options = (x, w, bias, out), (rows if rows is None else tuple(rows), out_dtype, beside)
+        return self.plan(CommOverlapCore.plan_matmul_reduce_scatter, tensors, *options)(*tensors)
+
+    def plan_matmul_reduce_scatter(self, x, w, bias, out, rows, out_dtype, beside: bool = False):
+        """What `matmul_reduce_scatter` does with tensors like these: a function of them."""
         rows = split_rows(x.shape[0], self.size) if rows is None else rows
         spared = self._num_carriers if beside else 0
         config = self._config("matmul_reduce_scatter", x.shape[0], x, w, w.shape[0], spared)
         config = with_room_for(config, out_dtype or x.dtype, x.dtype)
-        return matmul_reduce_scatter(context, x, w, bias, None, rows=rows, out=out, out_dtype=out_dtype, config=config)
+        options = REDUCE_SCATTER.value, None, rows, out_dtype, None, config, None, False, precision(x.dtype)
+        return self.context.plan(plan_reduce, (x, w, bias, out), *options)
 
     def all_gather(self, x_shard_m, rows, out=None, max_programs=collectives.MAX_PROGRAMS) -> torch.Tensor:
         """Collective. Every rank's rows, on the current stream."""
@@ -279,7 +318,7 @@ class CommOverlapCore:
         dev, current = self._domain.dev, self._domain.dev.current_stream()
         gate = Fence(dev)
         gate.record(current)
-        lease = Lease(out, dev=dev, home=current, gate=gate, name=f"what {self!r} moves")
+        lease = Lease(out, dev=dev, home=current, gate=gate, name=self._moved)
         with lease.write(self.stream), dev.stream(self.stream):
             collective(x, rows, out, self._num_carriers)
         try:
@@ -289,6 +328,10 @@ class CommOverlapCore:
                 pass
             lease.release()
 
+    @functools.cached_property
+    def _moved(self) -> str:
+        return f"what {self!r} moves"
+
     @property
     def _num_carriers(self) -> int:
         """Programs of a collective beside a product."""
@@ -297,12 +340,18 @@ class CommOverlapCore:
 
     def multiply(self, x: torch.Tensor, w: torch.Tensor, out_dtype=None, out=None) -> torch.Tensor:
         """x @ w.T on this rank, by a kernel that leaves free what set_sm_margin and NVTE_EXT_MARGIN_SM ask for."""
+        tensors = x, w, out
+        return self.plan(CommOverlapCore.plan_multiply, tensors, out_dtype)(*tensors)
+
+    def plan_multiply(self, x, w, out, out_dtype):
+        """What `multiply` does with tensors like these: a function of them."""
         margin = self._margin + (self._num_carriers if self.options.set_sm_margin else 0)
         if not margin or not x.shape[1]:
-            return product(x, w, out_dtype, out)
+            return lambda x, w, out: product(x, w, out_dtype, out)
         config = gemm_config(x.shape[0], *w.shape, x.dtype, layout_of(x, w))
         config = replace(config, max_programs=max(self.context.num_programs - margin, 1))
-        return matmul(x, w, out=out, out_dtype=out_dtype, config=config)
+        run = plan_matmul(x, w, None, out, None, out_dtype, config, precision(x.dtype))
+        return lambda x, w, out: run(x, w, None, out)
 
     def _check(self, width: int, tokens: int, dtype: torch.dtype):
         if tokens * width > math.prod(self.shape) or dtype != self.dtype:
@@ -546,8 +595,7 @@ def bulk_overlap_ag_with_external_gemm(allgather_communicator: CommOverlapCore, 
     on another stream meanwhile.
     """
     comm = allgather_communicator
-    dev, rows = comm._domain.dev, split_rows(comm._active[0], comm.size)
-    own, whole = comm.get_buffer(True, (rows[comm.rank], comm._active[1])), comm.get_buffer(False, comm._active)
+    dev, (rows, own, whole) = comm._domain.dev, comm.parts()
     ready = Fence(dev)
     ready.record(send_stream)
     ready.wait(recv_stream)

@@ -1,4 +1,8 @@
-"""general_gemm: one product, alone, with communication inside, or beside a collective."""
+"""general_gemm: one product, alone, with communication inside, or beside a collective.
+
+What a call does follows from its options and from what its tensors look like. It is checked and decided once, by
+`_plan`; later calls like it look the plan up and run it on their own tensors.
+"""
 
 import math
 
@@ -6,10 +10,16 @@ import torch
 from torch.nn import functional
 
 from tkernels.comm.collectives import check_rows, split_rows
+from tkernels.comm.plans import local_plans, without_grad
 from tkernels.layers.userbuffers.communicators import CommOverlapCore, CommOverlapType, product
 
+OPERANDS = {  # by layout, x and w of x @ w.T
+    "TN": lambda A, B: (B, A),
+    "NN": lambda A, B: (B, A.t()),
+    "NT": lambda A, B: (B.t(), A.t()),
+}
 
-@torch.no_grad()
+
 def general_gemm(
     A: torch.Tensor,
     B: torch.Tensor,
@@ -58,7 +68,30 @@ def general_gemm(
     result that has been rounded to out_dtype, in as many passes over it. use_split_accumulator is about fp8 and changes
     nothing. Raises ValueError or TypeError before anything is launched.
     """
-    _check(out_dtype, layout, quantization_params, beta, accumulate, out)
+    if quantization_params is not None:
+        raise ValueError("general_gemm: quantization_params quantizes the result, but there is no fp8; pass None")
+    if not accumulate and beta not in (None, 0.0):
+        raise ValueError(f"general_gemm: beta={beta} scales what is accumulated to; pass accumulate=True as well")
+    tensors, rows = (A, B, out, bias, gelu_in, extra_output), None if rows is None else tuple(rows)
+    options = out_dtype, gelu, alpha == 1.0, accumulate, layout, grad, ub_type, bulk_overlap, rows
+    if ub is None:
+        # Of shapes there is nothing to know: torch looks at them in each product.
+        into, given = out is None or (out.dtype, out.is_contiguous()), (bias is None, gelu_in is None)
+        key = _plan, B.dtype, into, given, extra_output is None, options
+        plan = local_plans.find(key, lambda: _plan(None, *tensors, *options))
+    else:
+        # Besides, that of the buffer which matters, and a type: the number 1 equals CommOverlapType.AG, but is refused.
+        state = ub._active if bulk_overlap else ub.holds(B)
+        plan = ub.plan(_plan, tensors, *options, state, type(ub_type))
+    return plan(ub, *tensors, alpha, beta)
+
+
+def _plan(
+    ub, A, B, out, bias, gelu_in, extra_output,
+    out_dtype, gelu, unscaled, accumulate, layout, grad, ub_type, bulk_overlap, rows, *_,
+):  # fmt: skip
+    """What general_gemm does with tensors like these: a function of ub, which it doesn't hold, them, alpha and beta."""
+    _check(out_dtype, layout, accumulate, out)
     if gelu and grad and gelu_in is None:
         raise ValueError("general_gemm: gelu=True with grad=True needs gelu_in, what gelu was applied to in forward")
     if ub is not None or ub_type is not None or bulk_overlap or extra_output is not None:
@@ -68,83 +101,117 @@ def general_gemm(
             f"general_gemm: rows={rows} is about what travels inside a product; beside one it is the buffer, and alone "
             f"nothing; leave rows out"
         )
-    if layout == "TN":
-        x, w = B, A
-    else:
-        x, w = (B if layout == "NN" else B.t()), A.t()
-    plain = alpha == 1.0 and not accumulate and not gelu
-    added = bias if not grad else None
-    fused = added if plain else None
+    operands = OPERANDS[layout]
     dtype = out_dtype or (B.dtype if out is None else out.dtype)
-    into = out if plain and out is not None and out.dtype == dtype else None  # the product is the result
+    plain = unscaled and not accumulate and not gelu
+    added, asked = (bias is not None and not grad), (bias is not None and grad)
+    fused = plain and added and ub is not None and not bulk_overlap
+    into = plain and out is not None and out.dtype == dtype  # the product is the result
+    example = *operands(A, B), bias if fused else None, out if into else None, extra_output
 
-    gathered = filled = None
     if ub is None:
-        value = product(x, w, dtype, into)
+        multiply = _plan_alone(dtype)
     elif bulk_overlap:
-        value = _bulk(ub, ub_type, x, w, dtype, into, extra_output)
+        multiply = _plan_bulk(ub, *example, ub_type, dtype)
     elif ub_type is CommOverlapType.AG:
-        wanted = extra_output is not None or (grad and bias is not None)
-        value, gathered = _all_gather(ub, x, w, fused, rows, dtype, into, extra_output, wanted)
+        multiply = _plan_gather(ub, *example, rows, dtype, asked)
     else:
-        rows = check_rows("general_gemm", ub.context, rows or split_rows(x.shape[0], ub.size), total=x.shape[0])
-        filled = None if extra_output is None else _shaped(extra_output, (rows[ub.rank], w.shape[0]))
-        if plain and out is None and filled is not None and filled.dtype == dtype:
-            into = filled  # one tensor is both
-        value = ub.matmul_reduce_scatter(x, w, fused, rows=rows, out=into, out_dtype=dtype)
-    if plain and added is not None and (ub is None or bulk_overlap):
-        value = value.add_(added)
+        multiply = _plan_scatter(ub, *example, rows, dtype, plain and out is None)
 
-    if not plain:
-        value = _epilogue(value, alpha, beta, accumulate, out, added)
-    gelu_input = None
-    if gelu and grad:
-        value = torch.ops.aten.gelu_backward(value, gelu_in, approximate="tanh")
-    elif gelu:
-        gelu_input = value if gelu_in is None else gelu_in.copy_(value)
-        value = functional.gelu(value, approximate="tanh")
-    if out is not None and value is not out:
-        value = out.copy_(value)
-    if filled is not None and filled is not value:
-        filled.copy_(value)
-    bias_grad = None
-    if grad and bias is not None:
-        bias_grad = (value if gelu else B if gathered is None else gathered).sum(0)
-    return value, bias_grad, gelu_input, extra_output
+    def run(ub, A, B, out, bias, gelu_in, extra_output, alpha, beta):
+        value, gathered, filled = multiply(
+            ub, *operands(A, B), bias if fused else None, out if into else None, extra_output
+        )
+        if not plain:
+            value = _epilogue(value, alpha, beta, accumulate, out, bias if added else None)
+        elif added and not fused:
+            value = value.add_(bias)
+        gelu_input = None
+        if gelu and grad:
+            value = torch.ops.aten.gelu_backward(value, gelu_in, approximate="tanh")
+        elif gelu:
+            gelu_input = value if gelu_in is None else gelu_in.copy_(value)
+            value = functional.gelu(value, approximate="tanh")
+        if out is not None and value is not out:
+            value = out.copy_(value)
+        if filled is not None and filled is not value:
+            filled.copy_(value)
+        bias_grad = (value if gelu else B if gathered is None else gathered).sum(0) if asked else None
+        return value, bias_grad, gelu_input, extra_output
+
+    return without_grad(run)
 
 
-def _all_gather(ub, x, w, bias, rows, dtype, out, extra_output, wanted: bool):
+# The four ways to multiply. Each plans a function of (ub, x, w, bias, out, extra_output) that returns the product, the
+# gathered rows if there are any, and what is still to be filled with the result.
+
+
+def _plan_alone(dtype):
+    return lambda ub, x, w, bias, out, extra_output: (product(x, w, dtype, out), None, None)
+
+
+def _plan_gather(ub, x, w, bias, out, extra_output, rows, dtype, wanted: bool):
     whole = ub.holds(x)  # the global tensor: this rank's part is in its place, and the others come to theirs
     if whole:
         rows = check_rows("general_gemm", ub.context, rows or split_rows(x.shape[0], ub.size), total=x.shape[0])
     else:
         rows = rows or (x.shape[0],) * ub.size
-    filled = None if extra_output is None else _shaped(extra_output, (sum(rows), x.shape[1]))
-    target = x if whole else wanted if filled is None else filled
-    mine = x.split(rows)[ub.rank] if whole else x
-    value, gathered = ub.all_gather_matmul(mine, w, bias, rows=rows, gathered=target, out=out, out_dtype=dtype)
-    if filled is not None and filled is not gathered:
-        filled.copy_(gathered)
-    return value, gathered
+    shape, rank = (sum(rows), x.shape[1]), ub.rank
+
+    def parts(x, extra_output):
+        filled = None if extra_output is None else _shaped(extra_output, shape)
+        return (x.split(rows)[rank], x, filled) if whole else (x, filled, filled)
+
+    mine, target, _ = parts(x, extra_output)
+    gather = ub.plan_all_gather_matmul(mine, w, bias, out, target, target is not None or wanted, rows, dtype)
+
+    def multiply(ub, x, w, bias, out, extra_output):
+        mine, target, filled = parts(x, extra_output)
+        value, gathered = gather(mine, w, bias, out, target)
+        if filled is not None and filled is not gathered:
+            filled.copy_(gathered)
+        return value, gathered, None
+
+    return multiply
 
 
-def _bulk(ub, ub_type, x, w, dtype, out, extra_output):
-    total, width = ub._active
-    rows = split_rows(total, ub.size)
-    own, whole = ub.get_buffer(True, (rows[ub.rank], width)), ub.get_buffer(False, (total, width))
-    if ub_type is CommOverlapType.AG:
-        call, result = (ub.all_gather, own, rows, whole), whole
-    else:
-        call, result = (ub.reduce_scatter, whole, rows, own), own
-    filled = None if extra_output is None else _shaped(extra_output, result.shape)
-    with ub.beside(*call):
-        value = ub.multiply(x, w, dtype, out)
-    if filled is not None:
-        filled.copy_(result)
-    return value
+def _plan_scatter(ub, x, w, bias, out, extra_output, rows, dtype, free: bool):
+    """free: the result may lie in extra_output's memory."""
+    rows = check_rows("general_gemm", ub.context, rows or split_rows(x.shape[0], ub.size), total=x.shape[0])
+    shape = rows[ub.rank], w.shape[0]
+    shared = free and extra_output is not None and extra_output.dtype == dtype  # one tensor is both
+    filled = None if extra_output is None else _shaped(extra_output, shape)
+    scatter = ub.plan_matmul_reduce_scatter(x, w, bias, filled if shared else out, rows, dtype)
+
+    def multiply(ub, x, w, bias, out, extra_output):
+        filled = None if extra_output is None else _shaped(extra_output, shape)
+        return scatter(x, w, bias, filled if shared else out), None, filled
+
+    return multiply
+
+
+def _plan_bulk(ub, x, w, bias, out, extra_output, ub_type, dtype):
+    gathers, shapes = ub_type is CommOverlapType.AG, [part.shape for part in ub.parts()[1:]]
+    shape = shapes[gathers]
+    if extra_output is not None:
+        _shaped(extra_output, shape)
+    alone = ub.plan_multiply(x, w, out, dtype)
+
+    def multiply(ub, x, w, bias, out, extra_output):
+        rows, own, whole = ub.parts()
+        collective, source, result = (ub.all_gather, own, whole) if gathers else (ub.reduce_scatter, whole, own)
+        with ub.beside(collective, source, rows, result):
+            value = alone(x, w, out)
+        if extra_output is not None:
+            _shaped(extra_output, shape).copy_(result)
+        return value, None, None
+
+    return multiply
 
 
 def _shaped(extra_output: torch.Tensor, shape) -> torch.Tensor:
+    if extra_output.shape == shape and extra_output.is_contiguous():
+        return extra_output
     if extra_output.numel() != math.prod(shape) or not extra_output.is_contiguous():
         raise ValueError(
             f"general_gemm: extra_output has shape {list(extra_output.shape)} and strides {extra_output.stride()}; it "
@@ -161,20 +228,16 @@ def _epilogue(value, alpha, beta, accumulate, out, bias):
     return value if bias is None else value + bias
 
 
-def _check(out_dtype, layout, quantization_params, beta, accumulate, out):
+def _check(out_dtype, layout, accumulate, out):
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         raise TypeError(
             f"general_gemm: out_dtype is a {type(out_dtype).__name__} and must be a torch.dtype; older releases had a "
             f"workspace in the third position, which there is none of: leave it out"
         )
-    if quantization_params is not None:
-        raise ValueError("general_gemm: quantization_params quantizes the result, but there is no fp8; pass None")
     if layout not in ("TN", "NN", "NT"):
         raise ValueError(f"general_gemm: layout={layout!r} must be TN, NN or NT")
     if accumulate and out is None:
         raise ValueError("general_gemm: accumulate=True adds to `out`, but there is none; pass out=")
-    if not accumulate and beta not in (None, 0.0):
-        raise ValueError(f"general_gemm: beta={beta} scales what is accumulated to; pass accumulate=True as well")
     if out is not None and not out.is_contiguous():
         raise ValueError(f"general_gemm: out has strides {out.stride()}; it must be contiguous")
 
