@@ -667,6 +667,7 @@ def test_a_plan_is_made_once_and_for_each_field_that_changes_what_is_done(ctx, m
     """R29: calls that differ in one field never share a plan, calls that differ in none do."""
     made = []
     cublasmp.multiplication._plans.pop(ctx, None)  # those of other tests
+    ctx.forget_plans()
     make = cublasmp.multiplication.make_plan
     monkeypatch.setattr(cublasmp.multiplication, "make_plan", lambda *rest: made.append(rest[1]) or make(*rest))
     case = Case(*EVEN, "TN", E.BIAS, torch.bfloat16)
@@ -748,6 +749,72 @@ def test_the_adapter_adds_no_copy_no_allocation_and_no_second_look(ctx, monkeypa
                 patch.delattr(cublasmp.multiplication, "_describe")
                 assert host_work(ctx, lambda: matmul(a, b, **call)) == wanted, (pattern, order)  # noqa: B023
                 assert host_work(ctx, mm.execute) == wanted, (pattern, order)
+
+
+@pytest.mark.ranks(2)
+def test_calls_that_look_alike_follow_one_plan_whoever_made_their_arguments(ctx, monkeypatch):
+    """New objects that equal the old ones change nothing; neither do other addresses, but for their alignment."""
+    case = Case(*EVEN, "TN", E.BIAS, torch.bfloat16)
+    _, parts = layouts("AG+GEMM", "TN", case, ctx.rank, ctx.size)
+    a, b = (case.tensor(parts[i].of((case.a, case.b)[i]), ctx) for i in (0, 1))
+    bias = case.inputs(ctx, parts[2])["bias"]
+
+    def call(a=a, b=b, options=None, epilog=4):
+        got = matmul(
+            a, b, distributions=[Slab(1), Slab(1), Slab(0)], qualifiers="TN", epilog=epilog,
+            epilog_inputs={"bias": bias.clone()}, options=options or {"algo_type": 3}, ctx=ctx,
+        )  # fmt: skip
+        case.judge(got, parts[2])
+
+    call()
+    with monkeypatch.context() as patch:
+        patch.delattr(cublasmp.multiplication, "_prepare")
+        call()
+        call(a=a.t().clone().t(), epilog=E(4))
+        call(options=MatmulOptions(algo_type=MatmulAlgoType.ATOMIC_P2P))
+    with monkeypatch.context() as patch:  # another alignment is prepared anew, of which no other rank has to know
+        patch.delattr(cublasmp.multiplication, "make_plan")
+        moved = b.new_empty(b.numel() + 1)[1:].view(b.shape[::-1]).t().copy_(b)
+        call(b=moved if ctx.rank == 0 else b)
+
+
+@pytest.mark.ranks(2)
+def test_a_planned_call_sees_what_changes(ctx, monkeypatch):
+    case = Case(*EVEN, "TN")
+    distributions, parts = layouts("AG+GEMM", "TN", case, ctx.rank, ctx.size)
+    a, b = (case.tensor(parts[i].of((case.a, case.b)[i]), ctx) for i in (0, 1))
+    with tkernels.init(ctx.group.process_group, heap_bytes=4 << 20) as context:
+
+        def call(**options):
+            return matmul(a, b, **dict(distributions=distributions, qualifiers="TN", ctx=context) | options)
+
+        for alpha in (None, 1, 2.0, 0.0, 1.0):
+            want = case.op_a @ case.op_b * (1.0 if alpha is None else alpha)
+            assert np.array_equal(call(alpha=alpha).cpu().numpy(), parts[2].of(want)), alpha
+        call(options={"blocking": True})
+        refused = [
+            (dict(options={"blocking": 1}), "blocking=1 must be True"),  # though 1 == True
+            (dict(beta=1.0), "there is no C to scale"),
+            (dict(alpha="one"), "is no real number"),
+            (dict(quantization_scales={"a": 1.0}), "not supported"),
+            (dict(epilog_inputs={"bias": b[0]}), r"takes epilog_inputs \[\], not \['bias'\]"),
+            (dict(distributions=[*distributions[:2], []]), r"the distribution of D is \[\]"),
+        ]
+        for wrong, message in refused:
+            with pytest.raises((ValueError, TypeError), match=message):
+                call(**wrong)
+        a.requires_grad_()
+        with pytest.raises(ValueError, match="computes no gradients"):
+            call()
+        a.requires_grad_(False)
+        monkeypatch.setattr(cublasmp.multiplication, "MAX_PLANS", 2)  # as many as there are: the next one is one more
+        call(options={"algo_type": MatmulAlgoType.FUSED})
+        made, make = [], cublasmp.multiplication.make_plan
+        monkeypatch.setattr(cublasmp.multiplication, "make_plan", lambda *rest: made.append(rest) or make(*rest))
+        call()
+        assert len(made) == 1  # its plan was dropped, and on every rank what calls had of it
+    with pytest.raises(TkernelsError, match="symmetric heap exhausted"):  # it was given back
+        call()
 
 
 @pytest.mark.ranks(1)

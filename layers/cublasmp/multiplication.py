@@ -2,11 +2,15 @@
 
 import contextlib
 import weakref
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from tkernels.comm import Context, current_context
 from tkernels.comm.errors import TkernelsError
+from tkernels.comm.plans import describe
+from tkernels.gemm import precision
 from tkernels.layers.cublasmp.options import (
     MatmulEpilog,
     MatmulOptions,
@@ -14,12 +18,14 @@ from tkernels.layers.cublasmp.options import (
     given,
     transposes,
 )
-from tkernels.layers.cublasmp.plan import Outcome, Plan, make_plan
+from tkernels.layers.cublasmp.plan import Outcome, Plan, bias_of, make_plan
 from tkernels.layers.cublasmp.problem import Operand, Problem
 
 MAX_PLANS = 256  # of `matmul`, a context; the oldest goes first
 
-_plans: "weakref.WeakKeyDictionary[Context, dict[tuple, Plan]]" = weakref.WeakKeyDictionary()
+_HERE = contextlib.nullcontext()
+
+_plans: "weakref.WeakKeyDictionary[Context, dict[Problem, Plan]]" = weakref.WeakKeyDictionary()
 
 
 class InvalidMatmulState(TkernelsError):
@@ -57,6 +63,8 @@ def _describe(ctx, a, b, c, distributions, alpha, beta, qualifiers, scales, opti
 
 def _scalars(c, alpha, beta, scales) -> tuple[float, float]:
     """(alpha, beta). Raises ValueError for those of a call that can't be."""
+    if c is alpha is beta is scales is None:
+        return 1.0, 0.0
     if scales is not None:
         raise ValueError("quantization_scales are for fp8 and narrower operands, which are not supported")
     if c is None and beta:
@@ -66,26 +74,23 @@ def _scalars(c, alpha, beta, scales) -> tuple[float, float]:
     return _scalar("alpha", alpha, 1.0), _scalar("beta", beta, 0.0)
 
 
-def _traits(tensor: torch.Tensor | None):
-    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-
-
 def _key(a, b, c, distributions, qualifiers, epilog, inputs, options, preferences) -> tuple:
-    """What of a call decides its plan: a Problem as it comes, for a look-up that takes no longer than it must.
+    """What of a call decides what is done, as it comes: for a look-up that takes no longer than it must.
 
-    Raises TypeError or AttributeError for what `_describe` has an error for.
+    Raises TypeError, ValueError or AttributeError for what `_describe` has an error for.
     """
     return (
-        _traits(a),
-        _traits(b),
-        _traits(c),
+        matmul,
+        describe(a),
+        describe(b),
+        describe(c),
         tuple(distributions),
         qualifiers if qualifiers is None or isinstance(qualifiers, str) else transposes(qualifiers),
-        epilog or 0,
-        tuple((name, _traits(inputs[name])) for name in sorted(inputs)) if inputs else (),
-        options,
-        preferences,
-        a.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32,
+        epilog,
+        options if options is None else given(MatmulOptions, options),
+        preferences if preferences is None else given(MatmulPlanPreferences, preferences),
+        precision(a.dtype),
+        (*inputs, *map(describe, inputs.values())) if inputs else None,
     )
 
 
@@ -99,7 +104,7 @@ def _scalar(name: str, value, default: float) -> float:
 
 
 def _refuse_gradients(*tensors):
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+    if any(tensor is not None and tensor.requires_grad for tensor in tensors):
         raise ValueError(
             "cublasmp computes no gradients, and an operand wants one: call under torch.no_grad(), detach it, or use "
             "tkernels.all_gather_matmul, matmul_reduce_scatter or matmul_all_reduce, which have backward"
@@ -109,10 +114,17 @@ def _refuse_gradients(*tensors):
 def _on(ctx: Context, stream):
     """A context in which work is launched on `stream`: a torch stream, its number, or None for the current one."""
     if stream is None:
-        return contextlib.nullcontext()
+        return _HERE
     if ctx.device.type != "cuda":
         raise ValueError(f"stream={stream!r}, but on the {ctx.runtime} runtime there are no streams; leave it out")
     return torch.cuda.stream(torch.cuda.ExternalStream(stream) if isinstance(stream, int) else stream)
+
+
+class _Call(NamedTuple):
+    """What calls of `matmul` that look alike do on one rank's stream: a plan, and what its `prepare` returned."""
+
+    plan: Plan
+    single: Callable | None
 
 
 class Matmul:
@@ -224,11 +236,10 @@ class Matmul:
                 "finalize() gives it back"
             )
         a, b, c = self._operands.values()
-        _refuse_gradients(a, b, c, *self._inputs.values())
+        if torch.is_grad_enabled():
+            _refuse_gradients(a, b, c, *self._inputs.values())
         stream = self._stream if stream is None else stream
-        if stream is None:
-            return self._plan.run(self.ctx, *self._views, c, self._alpha, self._beta, self._inputs)
-        with _on(self.ctx, stream):
+        with _HERE if stream is None else _on(self.ctx, stream):
             return self._plan.run(self.ctx, *self._views, c, self._alpha, self._beta, self._inputs)
 
     def reset_operands(
@@ -348,35 +359,47 @@ def matmul(
     The plan is kept for later calls that are alike in everything but values and scalars. Those have no communication of
     their own on the host: as for any collective, all ranks must make the same calls.
     """
-    ctx = ctx or current_context()
-    inputs = epilog_inputs or {}
-    plans = _plans.get(ctx)
-    if plans is None:
-        plans = _plans[ctx] = {}
-    try:
-        options, preferences = given(MatmulOptions, options), given(MatmulPlanPreferences, preferences)
-        described = distributions, alpha, beta, qualifiers, quantization_scales, options, preferences, epilog, inputs
+    ctx, inputs = ctx or current_context(), epilog_inputs or {}
+    with _HERE if stream is None else _on(ctx, stream):
         try:
             key = _key(a, b, c, distributions, qualifiers, epilog, inputs, options, preferences)
-            plan = plans.get(key)
-        except (TypeError, AttributeError):
-            plan = None  # there is an error, which _describe names
-        if plan is None:
-            problem, *_ = _describe(ctx, a, b, c, *described)
-        scalars = _scalars(c, alpha, beta, quantization_scales)
+            call, scalars = ctx.workspace().known_plan(key), _scalars(c, alpha, beta, quantization_scales)
+        except (TypeError, ValueError, AttributeError, TkernelsError):
+            key = call = None  # there is an error, which _prepare names
+        if call is None:
+            asked = distributions, alpha, beta, qualifiers, quantization_scales, options, preferences, epilog, inputs
+            call, scalars = _prepare(ctx, key, a, b, c, *asked)
+        if torch.is_grad_enabled():
+            _refuse_gradients(a, b, c, *inputs.values())
+        if call.single is not None and scalars == (1.0, 0.0):
+            return call.single(*call.plan.views(a, b), bias_of(inputs))
+        return call.plan.run(ctx, *call.plan.views(a, b), c, *scalars, inputs)
+
+
+def _prepare(ctx, key, a, b, c, distributions, alpha, beta, qualifiers, scales, options, preferences, epilog, inputs):
+    """Collective, unless the ranks have planned this problem before: (the _Call of that key, scalars)."""
+    try:
+        options, preferences = given(MatmulOptions, options), given(MatmulPlanPreferences, preferences)
+        problem, *scalars = _describe(
+            ctx, a, b, c, distributions, alpha, beta, qualifiers, scales, options, preferences, epilog, inputs
+        )
     except (TypeError, ValueError, AttributeError) as error:
         make_plan(ctx, error, (None, None))  # raises it, on every rank that plans this call
         raise
-    with _on(ctx, stream):
-        if plan is None:
-            if ctx.capturing:
-                raise TkernelsError(
-                    "cublasmp.matmul: a CUDA graph is being captured, and this problem has not been planned yet, which "
-                    "takes communication; make one like call before the capture, or use Matmul and plan() before it"
-                )
-            plan = make_plan(ctx, problem, scalars)
-            if len(plans) >= MAX_PLANS:
-                del plans[next(iter(plans))]
-            plans[key] = plan
-        _refuse_gradients(a, b, c, *inputs.values())
-        return plan.run(ctx, *plan.views(a, b), c, *scalars, inputs)
+    plans = _plans.setdefault(ctx, {})
+    plan = None if key is None else plans.get(problem)
+    if plan is None:
+        if ctx.capturing:
+            raise TkernelsError(
+                "cublasmp.matmul: a CUDA graph is being captured, and this problem has not been planned yet, which "
+                "takes communication; make one like call before the capture, or use Matmul and plan() before it"
+            )
+        plan = make_plan(ctx, problem, tuple(scalars))
+        if len(plans) >= MAX_PLANS:
+            # Its calls go, too: whether a rank has to plan must not depend on how its tensors are aligned.
+            oldest = plans.pop(next(iter(plans)))
+            ctx.forget_plans(lambda kept: isinstance(kept, _Call) and kept.plan is oldest)
+        plans[problem] = plan
+    with torch.no_grad():
+        single = plan.prepare(ctx, *plan.views(a, b), bias_of(inputs)) if plan.single else None
+    return ctx.workspace().plan(key, lambda: _Call(plan, single)), tuple(scalars)

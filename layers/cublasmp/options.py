@@ -29,6 +29,8 @@ class MatmulAlgoType(enum.IntEnum):
     NO_OVERLAP = 5
     FUSED = 6
 
+    __hash__ = int.__hash__  # what an enum has is Python, and every call of `matmul` hashes its options
+
 
 class MatmulEpilog(enum.IntFlag):
     """What is done to alpha op(A) op(B) + beta C, once it is summed over ranks. ALLREDUCE may be or-ed with any other.
@@ -56,6 +58,8 @@ class MatmulEpilog(enum.IntFlag):
     DGELU_BGRAD = 208
     BGRADA = 256
     BGRADB = 512
+
+    __hash__ = int.__hash__
 
 
 EPILOGS = tuple(epilog for epilog in MatmulEpilog.__members__.values() if epilog != MatmulEpilog.ALLREDUCE)

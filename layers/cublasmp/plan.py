@@ -4,7 +4,8 @@ The kernels compute y[n, m] = x[n, k] @ w[m, k].T, so x is op(B).T and w is op(A
 by column, is y as it lies in memory.
 
 Where the kernel's own epilogue does all that is asked (alpha 1, beta 0, an epilog of `epilogs.FUSED`), one launch does
-everything. Else it returns the sum over ranks in fp32, and torch does the rest, rounding once at the end.
+everything: `prepare` decides it, for later calls to repeat. Else the kernel returns the sum over ranks in fp32, and
+torch does the rest, rounding once at the end.
 """
 
 import dataclasses
@@ -13,18 +14,20 @@ import warnings
 
 import torch
 
-from tkernels.all_gather_matmul import all_gather_matmul
+from tkernels.all_gather_matmul import plan as plan_gather
 from tkernels.comm import Context
 from tkernels.comm.collectives import all_gather, all_reduce, reduce_scatter
+from tkernels.comm.plans import describe
 from tkernels.configs import overlap_config, with_room_for
-from tkernels.gemm import layout_of, matmul
+from tkernels.gemm import layout_of, matmul, precision
 from tkernels.layers.cublasmp import epilogs
 from tkernels.layers.cublasmp.distributions import length
 from tkernels.layers.cublasmp.options import MatmulAlgoType, MatmulEpilog, MatmulResultScheme
 from tkernels.layers.cublasmp.problem import BGRAD, Layout, Problem, resolve
 from tkernels.layers.cublasmp.redistribution import Redistribution, indices
-from tkernels.matmul_all_reduce import matmul_all_reduce
-from tkernels.matmul_reduce_scatter import matmul_reduce_scatter
+from tkernels.matmul_all_reduce import OP as ALL_REDUCE
+from tkernels.matmul_reduce_scatter import OP as REDUCE_SCATTER
+from tkernels.matmul_reduce_scatter import plan as plan_reduce
 from tkernels.paths import choose_path
 
 OPERATIONS = {
@@ -72,7 +75,7 @@ class Outcome:
 class Plan:
     """Holds neither operands nor the context; made by `make_plan`.
 
-    outcome: what was decided.
+    outcome: what was decided. single: whether a kernel does everything, for alpha 1 and beta 0.
     """
 
     def __init__(self, ctx: Context, problem: Problem, layout: Layout):
@@ -101,6 +104,7 @@ class Plan:
             and (MatmulEpilog.BIAS not in epilog or self.dtype == problem.a.dtype)
         )
         self.has_gradient = bool(epilog & (BGRAD | MatmulEpilog.BGRADA | MatmulEpilog.BGRADB))
+        self.single = self.fusable and not (layout.redistributed or self.has_gradient or self.inplace or self.blocking)
         partial_sums = self.pattern in ("GEMM+RS", "GEMM+AR")
         self.outcome = Outcome(self.pattern, algorithm, layout.redistributed, self.wire if partial_sums else None)
 
@@ -147,13 +151,18 @@ class Plan:
 
     def run(self, ctx: Context, x, w, c, alpha: float, beta: float, inputs: dict):
         """Collective. D, or (D, {name: auxiliary output}); x, w of `views`, the rest as it is passed."""
+        if self.single and alpha == 1 and not beta:
+            bias = bias_of(inputs)
+            key = self, precision(x.dtype), describe(x), describe(w), describe(bias)
+            return ctx.workspace().plan(key, lambda: self.prepare(ctx, x, w, bias))(x, w, bias)
         sum_of, moves = (x, w), self.moves
         if moves:
             x, w = self._moved(ctx, x, w)
         if self.fusable and alpha == 1 and not beta:
-            y, aux = self._product(ctx, x, w, inputs.get("bias"), self.activation, self.dtype), {}
+            bias = bias_of(inputs)
+            y, aux = self._product(ctx, x, w, bias, self.activation, self.dtype)(x, w, bias), {}
         else:
-            y = self._product(ctx, x, w, None, None, torch.float32).float()
+            y = self._product(ctx, x, w, None, None, torch.float32)(x, w, None).float()
             if "d" in moves:
                 y = moves["d"](ctx, y)
             y = y.mul_(alpha) if alpha else y.zero_()  # as in BLAS, what is multiplied by 0 is not looked at
@@ -172,10 +181,18 @@ class Plan:
             torch.cuda.current_stream().synchronize()
         return (y, aux) if aux else y
 
+    def prepare(self, ctx: Context, x, w, bias):
+        """What a `single` plan does with tensors like these: a function of them that returns D.
+
+        Good until the current stream's workspace forgets its plans.
+        """
+        product = self._product(ctx, x, w, bias, self.activation, self.dtype)
+        return product if self.flip else lambda x, w, bias: product(x, w, bias).t()
+
     def _upright(self, inputs: dict) -> dict:
         """An epilog's inputs with matrices as [n, m]."""
         if "bias" in inputs:
-            return {"bias": inputs["bias"].reshape(-1)}
+            return {"bias": bias_of(inputs)}
         return inputs if self.flip else {name: value.t() for name, value in inputs.items()}
 
     def _moved(self, ctx: Context, x, w):
@@ -189,35 +206,36 @@ class Plan:
             x = x if trans_b else x.t()
         return x, w
 
-    def _product(self, ctx: Context, x, w, bias, activation, dtype) -> torch.Tensor:
-        """y in `dtype`, or in the wire's where a collective has summed it."""
-        if bias is not None and bias.dim() == 2:
-            bias = bias.reshape(-1)
+    def _product(self, ctx: Context, x, w, bias, activation, dtype):
+        """What multiplies tensors like these: a function of them.
+
+        It returns y in `dtype`, or in the wire's where a collective has summed it.
+        """
         if self.pattern == "local":
-            return matmul(x, w, bias, activation, out_dtype=dtype)
-        if self.pattern == "AG+GEMM":
+            return lambda x, w, bias: matmul(x, w, bias, activation, out_dtype=dtype)
+        gathers, sums_everywhere = self.pattern == "AG+GEMM", self.pattern == "GEMM+AR"
+        if gathers and w.shape[0] == 0:
             # A rank without rows of A has its part of B to send all the same: it multiplies by one row of zeros.
-            empty = w.shape[0] == 0
-            if empty:
-                w, bias = w.new_zeros(1, w.shape[1]), None
-            if self.overlap:
-                config = self._config(ctx, x, w, dtype)
-                y, _ = all_gather_matmul(
-                    ctx, x, w, bias, activation, rows=self.rows, out_dtype=dtype, config=config, path=self.path
-                )  # fmt: skip
-            else:
-                y = matmul(all_gather(ctx, x, rows=self.rows), w, bias, activation, out_dtype=dtype)
-            return y[:, :0] if empty else y
-        if x.shape[1] == 0:  # nothing of k: zeros
-            x, w = x.new_zeros(x.shape[0], 1), w.new_zeros(w.shape[0], 1)
+            product = self._product(ctx, x, _row(w), None, activation, dtype)
+            return lambda x, w, bias: product(x, _row(w), None)[:, :0]
+        if not gathers and x.shape[1] == 0:  # nothing of k: zeros
+            product = self._product(ctx, _column(x), _column(w), bias, activation, dtype)
+            return lambda x, w, bias: product(_column(x), _column(w), bias)
         if not self.overlap:
-            part = matmul(x, w, out_dtype=self.wire)
-            return all_reduce(ctx, part) if self.pattern == "GEMM+AR" else reduce_scatter(ctx, part, rows=self.rows)
-        config = self._config(ctx, x, w, dtype)
-        options = {"out_dtype": dtype, "wire_dtype": self.wire, "config": config, "path": self.path}
-        if self.pattern == "GEMM+AR":
-            return matmul_all_reduce(ctx, x, w, bias, activation, **options)
-        return matmul_reduce_scatter(ctx, x, w, bias, activation, rows=self.rows, **options)
+            if gathers:
+                return lambda x, w, bias: matmul(all_gather(ctx, x, self.rows), w, bias, activation, out_dtype=dtype)
+            if sums_everywhere:
+                return lambda x, w, bias: all_reduce(ctx, matmul(x, w, out_dtype=self.wire))
+            return lambda x, w, bias: reduce_scatter(ctx, matmul(x, w, out_dtype=self.wire), self.rows)
+        config, tf32 = self._config(ctx, x, w, dtype), precision(x.dtype)
+        if gathers:
+            options = activation, False, self.rows, dtype, config, self.path, tf32
+            run = ctx.plan(plan_gather, (x, w, bias, None, None), *options)
+            return lambda x, w, bias: run(x, w, bias, None, None)[0]
+        operation = ALL_REDUCE if sums_everywhere else REDUCE_SCATTER
+        options = operation.value, activation, self.rows, dtype, self.wire, config, self.path, sums_everywhere, tf32
+        run = ctx.plan(plan_reduce, (x, w, bias, None), *options)
+        return lambda x, w, bias: run(x, w, bias, None)
 
     def _config(self, ctx: Context, x, w, dtype):
         if self.num_comm is None:
@@ -237,6 +255,20 @@ class Plan:
             return value
         extent, mine, kept = self.sums
         return all_reduce(ctx, value.new_zeros(extent).index_add_(0, mine, value))[kept]
+
+
+def bias_of(inputs: dict) -> torch.Tensor | None:
+    """The bias among an epilog's inputs, as a vector."""
+    bias = inputs.get("bias")
+    return bias if bias is None or bias.dim() == 1 else bias.reshape(-1)
+
+
+def _row(matrix: torch.Tensor) -> torch.Tensor:
+    return matrix.new_zeros(1, matrix.shape[1])
+
+
+def _column(matrix: torch.Tensor) -> torch.Tensor:
+    return matrix.new_zeros(matrix.shape[0], 1)
 
 
 def _transposed(owned):
