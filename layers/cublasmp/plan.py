@@ -144,10 +144,8 @@ class Plan:
 
     def views(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(x [n, k], w [m, k]) of operands as they are passed."""
-        trans_a, trans_b = self.transposes
-        if self.flip:
-            a, b = a.t(), b.t()
-        return b if trans_b else b.t(), a.t() if trans_a else a
+        (trans_a, trans_b), flip = self.transposes, self.flip  # order="C" passes transposes
+        return b if trans_b != flip else b.t(), a.t() if trans_a != flip else a
 
     def run(self, ctx: Context, x, w, c, alpha: float, beta: float, inputs: dict):
         """Collective. D, or (D, {name: auxiliary output}); x, w of `views`, the rest as it is passed."""
