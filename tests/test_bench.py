@@ -136,7 +136,7 @@ def test_a_way_that_is_wrong_is_refused_and_one_that_is_missing_is_named(ctx, ch
 def off_by_one_rounding(problem):
     result = problem.ours()
     if problem.ctx.rank == 1:
-        result[3, 5] = torch.nextafter(result[3, 5].float(), torch.tensor(9e9)).bfloat16() + 1
+        result[3, 5] = torch.nextafter(result[3, 5].float(), torch.tensor(9e9, device=result.device)).bfloat16() + 1
     return result
 
 

@@ -136,8 +136,8 @@ def default_config(M: int, N: int, dtype: torch.dtype, tma: bool = True) -> Gemm
         size = 32 if M <= 128 else 64
         return GemmConfig(size, size, size, group_m=2)
     if dtype == torch.float32:
-        # IEEE fp32 has no tensor cores: 190 registers with 8 warps; with 4 warps 255 and 160 spills.
-        return GemmConfig(64, 64, 32 if tma else 16, split=1)
+        # IEEE fp32 has no tensor cores: with 4 warps 160 registers spill, with steps of 32 in fused operations 13.
+        return GemmConfig(64, 64, 16, split=1)
     if not tma:
         # Element by element, each element of a tile costs registers: 128 x 256 spills 900 times, 128 x 128 x 32 150.
         return GemmConfig(64 if M <= 64 else 128, 64, 32, split=1, num_warps=4 if M <= 64 else 8)
@@ -168,8 +168,6 @@ def default_overlap(
     gemm, peers = default_config(M, N, dtype, tma), max(size - 1, 1)
     if gemm.block_n == 256:  # the sums of tiles that are split, or partial sums, take a stage's shared memory
         gemm = replace(gemm, num_stages=3)
-    if dtype == torch.float32:  # 13 registers spill with 32
-        gemm = replace(gemm, block_k=16)
     if runtime.RUNTIME == "simulated":
         return OverlapConfig(gemm, chunk_rows=gemm.block_m, num_comm=max(min(2, num_programs - 1), 1), put_block=4096)
     gathers, reduces_all = operation == "all_gather_matmul", operation == "matmul_all_reduce"
