@@ -17,7 +17,7 @@ Nor does this way disturb the argument for two inboxes (tkernels.comm.workspace)
 Why no old data is read for new: signal words hold epochs, which only grow, and a peer's word of this epoch is copied
 behind its data on one stream. The epoch that is copied is the kernel's own, so a captured graph replays with new ones.
 The next call of this rank overwrites it, and what the copies read, only behind them: its stream waits for the side
-stream at the end of each call.
+stream at the end of each call. What they read was there before the kernel, or its tiles: both come before the waits.
 
 Why it ends: the side stream waits for words of this rank alone, the gate and counters, which its kernel raises even
 after a wait of its own has expired. It sets them to zero itself, for the kernel may end before it has seen them. And
@@ -109,7 +109,8 @@ class Copies:
             return
         here = torch.cuda.current_stream()
         side = self._workspace.side_stream(here)
-        self._order(here, side)
+        if torch.cuda.is_current_stream_capturing():  # else the gate is order enough: the kernel on `here` opens it
+            self._order(here, side)
         launch()  # before what waits for it: see above
         wait, copy = _of_stream(side.cuda_stream)
         self._carry_out(wait, copy, addresses)
@@ -135,9 +136,9 @@ class Copies:
 
 
 @functools.cache
-def _driver() -> ctypes.CDLL:
+def _driver() -> ctypes.PyDLL:
     """The driver itself: of 2.5 us that a call through cuda.bindings takes, 1 us is checks of its arguments."""
-    driver, number = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64
+    driver, number = ctypes.PyDLL("libcuda.so.1"), ctypes.c_uint64
     driver.cuStreamWaitValue64_v2.argtypes = [ctypes.c_void_p, number, number, ctypes.c_uint]
     driver.cuStreamWriteValue64_v2.argtypes = [ctypes.c_void_p, number, number, ctypes.c_uint]
     driver.cuMemcpyAsync.argtypes = [number, number, ctypes.c_size_t, ctypes.c_void_p]
@@ -148,17 +149,19 @@ def _driver() -> ctypes.CDLL:
 def _of_stream(stream: int):
     """(wait until a local word is at least a value, then set it to zero; copy bytes) in the order of a CUDA stream."""
     driver = _driver()
-
-    def done(error: int):
-        if error:
-            raise RuntimeError(f"the copy engine's stream refused an operation: CUDA error {error}")
+    wait_value, write_value, memcpy = (
+        driver.cuStreamWaitValue64_v2, driver.cuStreamWriteValue64_v2, driver.cuMemcpyAsync
+    )  # fmt: skip
 
     def wait(word: int, value: int):
-        done(driver.cuStreamWaitValue64_v2(stream, word, value, GEQ))
-        done(driver.cuStreamWriteValue64_v2(stream, word, 0, 0))
+        error = wait_value(stream, word, value, GEQ) or write_value(stream, word, 0, 0)
+        if error:
+            raise RuntimeError(f"the copy engine's stream refused to wait: CUDA error {error}")
 
     def copy(goal: int, source: int, num_bytes: int):
-        done(driver.cuMemcpyAsync(goal, source, num_bytes, stream))
+        error = memcpy(goal, source, num_bytes, stream)
+        if error:
+            raise RuntimeError(f"the copy engine's stream refused a copy: CUDA error {error}")
 
     return wait, copy
 

@@ -35,7 +35,7 @@ SEND_BYTES_PER_S_OF_A_PROGRAM = 24e9  # H200 over NVLink
 MAX_CHOICES = 4096  # that are kept, of a context and of the local product
 
 COPY_BYTES = 8 << 20  # a copy engine's operation has fixed costs of some microseconds, and is at its best from here on
-COPIES = 2
+COPIES = 2  # to a peer, of a reduction: with one its last tiles hold up all that it is sent
 COPY_ROWS = 256  # a multiple of every tile's, for those of ranks may differ, and their chunks may not
 
 
@@ -186,7 +186,7 @@ def default_overlap(
     num_comm = max(min(num_comm, num_programs - 1), 1)
     config, rows = OverlapConfig(gemm, chunk_rows, num_comm, max_registers=max_registers), -(-M // size)
     copied = mapped and not reduces_all and rows * row_bytes >= COPY_BYTES
-    return by_copy_engine(config, rows, row_bytes) if copied else config
+    return by_copy_engine(config, rows, row_bytes, 1 if gathers else COPIES) if copied else config
 
 
 def with_room_for(config: OverlapConfig, stored: torch.dtype, dtype: torch.dtype) -> OverlapConfig:
