@@ -37,6 +37,7 @@ import triton.language as tl
 
 from tkernels.comm import interpreter
 from tkernels.comm.device import count, signal_all, wait_signal
+from tkernels.comm.lease import Crossing
 
 GEQ = 0  # a stream's wait for a word ends once it is at least the value
 
@@ -90,7 +91,7 @@ class Copies:
         landing, ready = offset(workspace.landing), offset(workspace.ready)
         self._workspace, self._on_gpu = workspace, context.device.type == "cuda"
         self._gate = workspace.gate
-        self._event = torch.cuda.Event() if self._on_gpu else None
+        self._order = Crossing(torch.cuda) if self._on_gpu else None
         self._sends = []
         for send in sends:
             base, counter = context.heap.segment.bases[send.target], workspace.counters.data_ptr() + 8 * send.counter
@@ -115,14 +116,6 @@ class Copies:
         wait, copy = _of_stream(side.cuda_stream)
         self._carry_out(wait, copy, addresses)
         self._order(side, here)
-
-    def _order(self, first, then):
-        """Put what follows on one stream behind what is on another; inside a capture this makes it part of the graph.
-
-        A wait is for the last record before it, so that one event serves all calls.
-        """
-        self._event.record(first)
-        then.wait_event(self._event)
 
     def _carry_out(self, wait, copy, addresses: list[int]):
         gate = self._gate.data_ptr()

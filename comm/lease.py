@@ -148,6 +148,22 @@ def capturing(dev) -> bool:
     return dev is not torch.cpu and getattr(dev, "is_current_stream_capturing", bool)()
 
 
+class Crossing:
+    """Puts what follows on one stream behind what is on another; inside a capture both become part of the graph.
+
+    One event serves all calls: a wait is for the last record before it.
+    """
+
+    __slots__ = ("_event",)
+
+    def __init__(self, dev):
+        self._event = dev.Event()
+
+    def __call__(self, first, then):
+        self._event.record(first)
+        then.wait_event(self._event)
+
+
 class Lease:
     """One tenancy of a buffer: filling, then sealed by the first read, then released.
 

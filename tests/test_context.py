@@ -316,7 +316,7 @@ SURVIVOR = """
 """
 
 
-@pytest.mark.parametrize("operation", ["barrier", "matmul_all_reduce"])
+@pytest.mark.parametrize("operation", ["barrier", pytest.param("matmul_all_reduce", marks=pytest.mark.exhaustive)])
 def test_a_rank_that_dies_is_named_by_the_others_in_time(operation, tmp_path):
     if runtime.RUNTIME == "nvshmem" and torch.cuda.device_count() < 3:
         pytest.skip(f"needs 3 GPUs, found {torch.cuda.device_count()}")

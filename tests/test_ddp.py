@@ -94,6 +94,7 @@ def test_losses_are_those_of_one_process_and_overlap_changes_no_bit(ctx, backend
     check_losses_and_bits(ctx, backend, mode)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ranks(4, timeout_s=180)
 @every_backend
 def test_losses_of_two_instances_of_two_ranks_are_those_of_one_process(ctx, backend):

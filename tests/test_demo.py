@@ -93,6 +93,7 @@ class LosesPartOfABiasGradientLater(TensorParallel):
         return torch.zeros_like(gradient) if self.ctx.rank == 1 and len(self.calls) > 1 else gradient
 
 
+@pytest.mark.exhaustive
 def test_demo_fails_with_exit_code_1_when_the_losses_part(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(KINDS, "tp", LosesPartOfABiasGradientLater)
     path = tmp_path / "result.json"
@@ -223,6 +224,7 @@ def test_a_lost_share_of_a_gradient_shows_in_the_first_step(ctx, kind):
     assert step.difference > step.allowed
 
 
+@pytest.mark.exhaustive
 def test_messages_of_a_pipeline_are_counted_and_not_timed(tmp_path, capsys):
     path = tmp_path / "result.json"
     arguments = ["demo", "--parallel", "pp", "--ranks", "2", "--steps", "1", "--no-plot", "--json", str(path)]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from transports import gpu_only
 
 from tkernels.comm.errors import LeaseError
-from tkernels.comm.lease import EventCompletion, Fence, Keepalive, Lease, Slot, WorkCompletion, captured
+from tkernels.comm.lease import Crossing, EventCompletion, Fence, Keepalive, Lease, Slot, WorkCompletion, captured
 from tkernels.testing.streams import Simulator, subsets
 
 
@@ -73,6 +73,22 @@ def test_invariant_1_a_reader_waits_for_every_producer_of_its_tenancy(sim, starv
     sim.check()
     sim.run(starve)
     assert doubled.tolist() == [2, 2, 4, 4, 6, 6] and waits == 3
+
+
+@pytest.mark.parametrize("starve", subsets(["main", "side"]), ids=str)
+def test_one_event_orders_every_crossing_from_stream_to_stream(sim, starve):
+    with sim:
+        cross, value = Crossing(sim), torch.zeros(2)
+        here, side = sim.current_stream(), sim.Stream("side")
+        for _ in range(3):  # value = 2 (value + 1)
+            value.add_(1)
+            cross(here, side)
+            with sim.stream(side):
+                value.mul_(2)
+            cross(side, here)
+    sim.check()
+    sim.run(starve)
+    assert value.tolist() == [14, 14] and (sim.records, sim.waits) == (6, 6)
 
 
 def test_invariant_1_a_reader_on_a_producers_stream_does_not_wait_for_itself(sim):

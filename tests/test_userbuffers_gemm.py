@@ -431,6 +431,7 @@ def planned():
 def test_a_call_is_planned_once_and_for_whatever_changes_what_is_done(ctx, monkeypatch):
     """Tensors of other values and other alphas share a plan; all else that a call can differ in has one of its own."""
     local_plans.clear()  # those of other tests
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     gather, scatter = (te.CommOverlapP2P([64, 32], torch.float32, helper(ctx), 2, ub_type) for ub_type in (AG, RS))
     bulk = te.CommOverlap([64, 32], torch.float32, helper(ctx), 2)
     make = lambda *shape: torch.ones(shape, device=ctx.device)  # noqa: E731
