@@ -75,7 +75,7 @@ def open_ways(ctx: Context, case: Case) -> tuple[dict[str, Opened], dict[str, st
         try:
             other = context_over(ctx, way.transport)
             config = dataclasses.replace(config_of(other, case, sending=not way.copies), **way.change)
-            if way.copies:
+            if way.copies and config.num_comm:
                 config = by_copy_engine(config, max(case.rows(other.size)), case.row_bytes)
             opened[name] = Opened(way, other, config)
         except (TypeError, ValueError, RuntimeError) as error:  # no such transport, field or value here

@@ -17,7 +17,7 @@ Nor does this way disturb the argument for two inboxes (tkernels.comm.workspace)
 Why no old data is read for new: signal words hold epochs, which only grow, and a peer's word of this epoch is copied
 behind its data on one stream. The epoch that is copied is the kernel's own, so a captured graph replays with new ones.
 The next call of this rank overwrites it, and what the copies read, only behind them: its stream waits for the side
-stream at the end of each call. What they read was there before the kernel, or its tiles: both come before the waits.
+stream at the end of each call.
 
 Why it ends: the side stream waits for words of this rank alone, the gate and counters, which its kernel raises even
 after a wait of its own has expired. It sets them to zero itself, for the kernel may end before it has seen them. And
@@ -110,8 +110,7 @@ class Copies:
             return
         here = torch.cuda.current_stream()
         side = self._workspace.side_stream(here)
-        if torch.cuda.is_current_stream_capturing():  # else the gate is order enough: the kernel on `here` opens it
-            self._order(here, side)
+        self._order(here, side)  # the kernel of a graph before this call opens the same gate
         launch()  # before what waits for it: see above
         wait, copy = _of_stream(side.cuda_stream)
         self._carry_out(wait, copy, addresses)
@@ -129,9 +128,9 @@ class Copies:
 
 
 @functools.cache
-def _driver() -> ctypes.PyDLL:
+def _driver() -> ctypes.CDLL:
     """The driver itself: of 2.5 us that a call through cuda.bindings takes, 1 us is checks of its arguments."""
-    driver, number = ctypes.PyDLL("libcuda.so.1"), ctypes.c_uint64
+    driver, number = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64
     driver.cuStreamWaitValue64_v2.argtypes = [ctypes.c_void_p, number, number, ctypes.c_uint]
     driver.cuStreamWriteValue64_v2.argtypes = [ctypes.c_void_p, number, number, ctypes.c_uint]
     driver.cuMemcpyAsync.argtypes = [number, number, ctypes.c_size_t, ctypes.c_void_p]

@@ -1,4 +1,6 @@
-"""Who uses a buffer when: Fence, Lease, Slot, Keepalive. All ordering between this library's streams goes through them.
+"""Who uses a buffer when: Fence, Lease, Slot, Keepalive, Crossing.
+
+All ordering between this library's streams goes through them.
 
 A *lease* is one tenancy of a buffer: streams write it (producers), then streams read it (consumers), then it ends. A
 *fence* is what must have happened, at most one completion a stream, since a stream's later work covers its earlier. A
@@ -16,7 +18,8 @@ tail of a stream, so that nothing waits for unrelated work; a stream never waits
     slot.release(lease)              # issues no wait: the next tenant pays for it, if there is one
 
 Streams are those of `dev`: torch.cuda, or torch.cpu, where there is one and everything is in order, or anything else
-that has `current_stream()`, `stream(s)` and streams with `record_event()` and `wait_event(event)`.
+that has `current_stream()`, `stream(s)` and streams with `record_event()` and `wait_event(event)`; for a Crossing also
+`Event()` with `record(stream)`.
 
 Releases are host-time: they say that nothing more will be launched on the buffer, not that what was has finished. A
 block records one event; on one stream nothing ever waits.

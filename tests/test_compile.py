@@ -60,10 +60,11 @@ def facts_of(compiled, name: str) -> dict:
 
 def spills(facts):
     constants = facts["constants"]
-    # The main loop goes on while a fused operation's tile is finished: an activation then takes some, once a tile.
-    if "COPIES" in constants and constants["ACTIVATION"] > 1 and facts["spills"] <= FEW_SPILLS:
-        return None
-    if facts["spills"] or facts["local"] or facts["stack"]:
+    # The main loop goes on while a fused operation's tile is finished: that takes a few, once a tile, and an activation
+    # some more.
+    fused = "COPIES" in constants and "BLOCK_K" in constants
+    few = FEW_SPILLS if fused and constants["ACTIVATION"] > 1 else FEW_SPILLS // 4 if fused else 0
+    if facts["spills"] > few or facts["local"] > few or facts["stack"] > 8 * few:
         return f"{facts['spills']} spills, {facts['stack']} bytes of stack, with {facts['registers']} registers"
 
 
@@ -204,7 +205,7 @@ def test_waits_and_signals_are_found_in_the_source(compiled):
     # Packets are neither signalled nor waited for by a word of their own.
     assert facts_of(compiled, "all_reduce-bfloat16-small-4-peer")["sites"] == {"release": 2, "acq_rel": 1}
     assert facts_of(compiled, "all_gather_matmul-bfloat16-large-4-peer")["sites"] == {
-        "acquire": 4, "release": 2 + 3 * 2, "acq_rel": 1
+        "acquire": 5, "release": 2 + 3 * 2, "acq_rel": 1
     }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from tkernels.configs import GemmConfig, OverlapConfig, default_overlap
 from tkernels.matmul_reduce_scatter import SEND_FIELDS, send_schedule
 from tkernels.overlap import (
     DEALT_SHORT,
+    MAX_LOOK,
     TILE_FIELDS,
     num_chunks,
     part_of_tile,
@@ -22,6 +23,7 @@ from tkernels.overlap import (
     programs_of,
     take_tile,
     tile_schedule,
+    words_of_peers,
 )
 
 SPLITS = [(64, 64), (67, 0), (0, 0, 5), (1, 100, 33, 64), (17, 16, 16, 16), (0, 0, 0, 1)]
@@ -104,6 +106,21 @@ def test_every_tile_falls_to_one_program_and_those_of_the_head_to_no_sender():
             turns_kernel[(programs,)](visits, owners, counters, tiles, num_comm, head, dealt)
             assert visits.eq(1).all(), (programs, num_comm, head, dealt, tiles)
             assert owners[: head * (programs - num_comm)].ge(num_comm).all()
+
+
+@triton.jit
+def words_kernel(out, max_chunks, chunks, first, rank, SIZE: tl.constexpr, LOOK: tl.constexpr):
+    tl.store(out + tl.arange(0, LOOK), words_of_peers(max_chunks, chunks, first, rank, SIZE))
+
+
+def test_one_look_is_at_every_chunk_of_every_peer_and_at_nothing_else():
+    look = MAX_LOOK.value
+    for size, chunks in ((2, 1), (2, 5), (2, look), (3, 7), (4, 32), (8, 3)):
+        for rank, first, max_chunks in itertools.product((0, size - 1), (0, chunks - 1), (chunks, chunks + 3)):
+            words = torch.full((look,), -1, dtype=torch.int32, device=runtime.device())
+            words_kernel[(1,)](words, max_chunks, chunks, first, rank, size, look)
+            peers = [peer for peer in range(size) if peer != rank]
+            assert set(words.tolist()) == {peer * max_chunks + chunk for peer in peers for chunk in range(chunks)}
 
 
 @triton.jit

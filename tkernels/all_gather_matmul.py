@@ -4,8 +4,8 @@ M rows of all ranks.  K the dimension summed over.  N/R this rank's out-features
 
 One persistent launch a rank. The comm programs push this rank's rows, chunk by chunk, into every peer's inbox, a
 signal behind each chunk, and then multiply with the rest. Tiles start with the own rows, read where they are, and go on
-with the peers' in the order in which they arrive; a tile waits once, for its chunks, before its main loop. Which
-program computes which tile, and which tiles are split: tkernels.overlap.
+with the peers' in the order in which they arrive. A tile waits for its chunks once, before its first step, and not at
+all once everything is here. Which program computes which tile, and which tiles are split: tkernels.overlap.
 
 The inbox alternates by the epoch's parity (tkernels.comm.workspace has the argument); for it, every rank sends at
 least one signal to each peer, and one program waits for each peer even when that peer has no rows.
@@ -163,7 +163,8 @@ def all_gather_matmul_kernel(
                     if not complete:
                         chunk = tl.load(tile + 4).to(tl.int32)
                         mark(WAIT, chunk, source, table, TRANSPORT, TRACE)
-                        complete = all_arrived(ready, max_chunks, chunks, chunk, rank, epoch, SIZE, TRANSPORT)
+                        if not TRACE:  # which shows each tile's wait
+                            complete = all_arrived(ready, max_chunks, chunks, chunk, rank, epoch, SIZE, TRANSPORT)
                         if not complete:
                             wait_chunks(
                                 ready, max_chunks, source, chunk, tl.cdiv(valid, chunk_rows), epoch, table,

@@ -214,7 +214,8 @@ def matmul_reduce_kernel(
                         wait_signal(others, part, table, rank, chunk, OPERATION, TRANSPORT)
                     if (owner == rank) & (not complete):
                         mark(WAIT, chunk, rank, table, TRANSPORT, TRACE)
-                        complete = all_arrived(ready, max_chunks, own_chunks, chunk, rank, epoch, SIZE, TRANSPORT)
+                        if not TRACE:  # which shows each tile's wait
+                            complete = all_arrived(ready, max_chunks, own_chunks, chunk, rank, epoch, SIZE, TRANSPORT)
                         if not complete:
                             wait_chunks(
                                 ready, max_chunks, rank + 1, chunk, tl.cdiv(valid, chunk_rows), epoch, table,

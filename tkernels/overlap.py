@@ -276,6 +276,13 @@ def wait_chunks(
 
 
 @triton.jit
+def words_of_peers(max_chunks, chunks, first, rank, SIZE: tl.constexpr):
+    """Which signal words are those of all peers' chunks, at most MAX_LOOK, beginning with chunk `first`."""
+    way = (first + tl.arange(0, MAX_LOOK)) % (chunks * (SIZE - 1))
+    return (rank + 1 + way // chunks) % SIZE * max_chunks + way % chunks
+
+
+@triton.jit
 def all_arrived(
     ready, max_chunks, chunks, first, rank, epoch, SIZE: tl.constexpr, TRANSPORT: tl.constexpr,
 ):  # fmt: skip
@@ -283,12 +290,9 @@ def all_arrived(
 
     first: a chunk to begin with. What changes from tile to tile is not kept in registers in between.
     """
-    peers_chunks = chunks * (SIZE - 1)
     there = tl.full((), False, tl.int1)
-    if peers_chunks <= MAX_LOOK:
-        way = (first + tl.arange(0, MAX_LOOK)) % peers_chunks
-        words = (rank + 1 + way // chunks) % SIZE * max_chunks + way % chunks
-        there = arrived(ready + words, epoch, TRANSPORT)
+    if chunks * (SIZE - 1) <= MAX_LOOK:
+        there = arrived(ready + words_of_peers(max_chunks, chunks, first, rank, SIZE), epoch, TRANSPORT)
     return there
 
 

@@ -84,7 +84,7 @@ def _key(a, b, c, distributions, qualifiers, epilog, inputs, options, preference
         describe(a),
         describe(b),
         describe(c),
-        tuple(distributions),
+        distributions,
         qualifiers if qualifiers is None or isinstance(qualifiers, str) else transposes(qualifiers),
         epilog,
         options if options is None else given(MatmulOptions, options),
@@ -362,6 +362,7 @@ def matmul(
     ctx, inputs = ctx or current_context(), epilog_inputs or {}
     with _HERE if stream is None else _on(ctx, stream):
         try:
+            distributions = tuple(distributions)
             key = _key(a, b, c, distributions, qualifiers, epilog, inputs, options, preferences)
             call, scalars = ctx.workspace().known_plan(key), _scalars(c, alpha, beta, quantization_scales)
         except (TypeError, ValueError, AttributeError, TkernelsError):
@@ -402,4 +403,5 @@ def _prepare(ctx, key, a, b, c, distributions, alpha, beta, qualifiers, scales, 
         plans[problem] = plan
     with torch.no_grad():
         single = plan.prepare(ctx, *plan.views(a, b), bias_of(inputs)) if plan.single else None
-    return ctx.workspace().plan(key, lambda: _Call(plan, single)), tuple(scalars)
+    call = _Call(plan, single)
+    return call if key is None else ctx.workspace().plan(key, lambda: call), tuple(scalars)

@@ -238,9 +238,9 @@ class CommOverlapCore:
     def parts(self) -> tuple[tuple[int, ...], torch.Tensor, torch.Tensor]:
         """(every rank's rows, this rank's chunk, the whole) of the buffer as it was last used."""
         if self._parts is None or self._parts[0] != self._active:
-            total, width = active = self._active
-            rows = split_rows(total, self.size)
-            own, whole = self.get_buffer(True, (rows[self.rank], width)), self.get_buffer(False, active)
+            total, _ = active = self._active
+            rows, whole = split_rows(total, self.size), self.get_buffer(False, active)
+            own = whole.split(rows)[self.rank]
             self._parts = active, (rows, own, whole)
         return self._parts[1]
 
@@ -348,7 +348,7 @@ class CommOverlapCore:
         margin = self._margin + (self._num_carriers if self.options.set_sm_margin else 0)
         if not margin or not x.shape[1]:
             return lambda x, w, out: product(x, w, out_dtype, out)
-        config = gemm_config(x.shape[0], *w.shape, x.dtype, layout_of(x, w))
+        config = gemm_config(x.shape[0], *w.shape, x.dtype, layout_of(x, w), out_dtype)
         config = replace(config, max_programs=max(self.context.num_programs - margin, 1))
         run = plan_matmul(x, w, None, out, None, out_dtype, config, precision(x.dtype))
         return lambda x, w, out: run(x, w, None, out)
