@@ -14,9 +14,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 os.environ["TKERNELS_CACHE"] = os.path.join(tempfile.gettempdir(), "tkernels-tests-remember-nothing")
 
 # Through the interpreter, where all ranks share two cores, a plain run of these takes the smallest number of ranks, and
-# of a long table of cases on ranks one in three; `-m exhaustive` takes the rest, a GPU run all. Whether results are
-# exact is asked for all numbers of ranks.
-LONG_TABLE = 5
+# of a long table of cases on ranks one in four; `-m exhaustive` takes the rest, a GPU run all. Whether results are
+# exact is asked of the smallest number of ranks and the largest.
+LONG_TABLE = 4
 EXACT = "test_integers_are_exact_in_any_shape_dtype_and_layout"
 SAMPLED = {
     "test_all_gather_matmul",
@@ -55,14 +55,17 @@ def pytest_collection_modifyitems(items):
     cases = collections.defaultdict(list)
     for item in items:
         marker = item.get_closest_marker("ranks")
-        if item.path.stem not in SAMPLED or marker is None or item.originalname == EXACT:
+        if item.path.stem not in SAMPLED or marker is None:
             continue
-        if item.callspec.params["_tkernels_ranks"] == min(marker.args):
+        ranks = item.callspec.params["_tkernels_ranks"]
+        if item.originalname == EXACT and ranks in (min(marker.args), max(marker.args)):
+            continue
+        if ranks == min(marker.args):
             cases[item.function].append(item)
         else:
             item.add_marker("exhaustive")
     for table in cases.values():
         if len(table) > LONG_TABLE:
             for number, item in enumerate(table):
-                if number % 3:
+                if number % 4:
                     item.add_marker("exhaustive")

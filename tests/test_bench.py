@@ -390,6 +390,7 @@ def test_training_is_measured_beside_nccl_and_a_wrong_gradient_is_refused(ctx, c
     assert refused == f"rank 1: 1 of {pair.inner // 2} rows of dw1 differ from NCCL + cuBLAS's, the first is 3"
 
 
+@pytest.mark.exhaustive
 def test_the_training_bench_prints_a_table_and_writes_lines_that_a_summary_reads(checkout, tmp_path):
     path = tmp_path / "training.jsonl"
     command = "-m bench.training --ranks 1 --iterations 1 --json".split()

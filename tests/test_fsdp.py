@@ -504,7 +504,7 @@ def simulated(starve, overlap=True, steps=3, patch=None, copies=2):
 
 
 @simulated_only
-@pytest.mark.parametrize("copies", [1, 2, 5])
+@pytest.mark.parametrize("copies", [1, 2, pytest.param(5, marks=pytest.mark.exhaustive)])
 def test_no_order_of_the_streams_changes_a_loss(copies):
     want, races, sim = simulated((), overlap=False)
     assert not races and sim.waits == 0

@@ -171,6 +171,7 @@ def test_without_a_gain_the_default_stays(ctx, tmp_path):
         forget(ctx, before)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ranks(2)
 def test_without_a_grid_tiles_are_surveyed_and_single_changes_tried(ctx, tmp_path):
     before = ctx.tuned

@@ -601,7 +601,9 @@ def digest(parameters):
 
 
 @pytest.mark.ranks(2, timeout_s=400)
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["eager", "compiled"]
+)
 def test_overlap_changes_no_bit(ctx, compiled):
     cuda = ctx.device.type == "cuda"
 
