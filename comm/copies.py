@@ -129,7 +129,7 @@ class Copies:
 
 @functools.cache
 def _driver() -> ctypes.CDLL:
-    """The driver itself: of 2.5 us that a call through cuda.bindings takes, 1 us is checks of its arguments."""
+    """The driver itself: through cuda.bindings a call takes 2.5 us of the host (H200, bench/LOG.md)."""
     driver, number = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64
     driver.cuStreamWaitValue64_v2.argtypes = [ctypes.c_void_p, number, number, ctypes.c_uint]
     driver.cuStreamWriteValue64_v2.argtypes = [ctypes.c_void_p, number, number, ctypes.c_uint]

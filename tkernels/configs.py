@@ -161,7 +161,7 @@ def default_overlap(
 ) -> OverlapConfig:
     """The configuration of a fused operation whose local GEMM is M x N x K, among `size` ranks; tma: as default_config.
 
-    mapped: the copy engine reaches them all; large shares travel by it (2 H200s: by 0 to 7 % faster, bench/LOG.md). But
+    mapped: the copy engine reaches them all; large shares travel by it (2 H200s: up to 8 % faster, bench/LOG.md). But
     of an all-reduce, which has rows to send to the end. What all ranks must tell alike depends on nothing that could
     differ between them.
     """

@@ -130,7 +130,7 @@ def matmul_kernel(
 ):
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
-    # Flattened: a tile's first loads are under way while the one before is stored, 1 us of a tile (bench/LOG.md).
+    # Flattened: a tile's first loads are under way while the one before is stored (bench/LOG.md).
     for index in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
         tile_m, tile_n = tile_of(index, tiles_m, tiles_n, GROUP_M)
         row = tile_m * BLOCK_M
