@@ -60,6 +60,7 @@ from tkernels.overlap import (
     all_arrived,
     dealt_tile,
     end_launch,
+    end_of_tile,
     num_chunks,
     part_of_tile,
     plan_turns,
@@ -198,13 +199,7 @@ def matmul_reduce_kernel(
                 total, x, x_stride_m, x_stride_k, x_row, x_row + valid, w, w_stride_n, w_stride_k, column, N, K,
                 step, BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, X_TRANSPOSED, W_TMA, W_TRANSPOSED, PRECISION,
             )
-            step += 1
-            ends = step == last_step
-            # Triton moves this into the branch below, but not one that comes after it: the dot would be waited for.
-            kept = total
-            if ends:
-                kept = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-                step = first_step
+            ends, kept, step = end_of_tile(total, step + 1, first_step, last_step)
             if ends:
                 others = counters + SPLIT_TILES + index - whole
                 sums_row = (index - whole) * (parts_of_tile - 1) * BLOCK_M

@@ -215,6 +215,20 @@ def part_of_tile(index, whole, splits, K, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
+def end_of_tile(total, step, first_step, last_step):
+    """After a step: whether the tile ends with it, and the sums and the step to go on with.
+
+    Decide it before the branch that finishes the tile: Triton moves the choice of sums into that branch, but not one
+    that comes after it, and each dot would be waited for.
+    """
+    ends = step == last_step
+    if ends:
+        total = tl.zeros(total.shape, tl.float32)
+        step = first_step
+    return ends, total, step
+
+
+@triton.jit
 def store_part(
     value, sums, row, column,  # pointer or descriptor of [.., BLOCK_N], fp32
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
