@@ -64,7 +64,7 @@ def spills(facts):
     # some more.
     fused = "COPIES" in constants and "BLOCK_K" in constants
     few = FEW_SPILLS if fused and constants["ACTIVATION"] > 1 else FEW_SPILLS // 4 if fused else 0
-    if facts["spills"] > few or facts["local"] > few or facts["stack"] > 8 * few:
+    if facts["spills"] > few or facts["local"] or facts["stack"] > 2 * few:
         return f"{facts['spills']} spills, {facts['stack']} bytes of stack, with {facts['registers']} registers"
 
 
