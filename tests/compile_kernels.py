@@ -17,6 +17,7 @@ import concurrent.futures
 import contextlib
 import functools
 import importlib.util
+import itertools
 import json
 import re
 import subprocess
@@ -38,7 +39,7 @@ import tkernels
 from tkernels import gemm, paths
 from tkernels.comm import channel, collectives, context, copies, device, runtime
 from tkernels.comm.device import PEER, arrived, put_signal
-from tkernels.configs import overlap_config
+from tkernels.configs import overlap_config, with_room_for
 from tkernels.doctor import verbs
 from tkernels.trace import clocks
 from tkernels.trace.recorder import DEFAULT_MARKS, Recorder
@@ -69,6 +70,7 @@ class Case:
     tf32: bool = False
     traced: bool = False
     copied: bool = False  # the copy engine sends
+    parts: bool = False  # the last tiles are split along K
     out: str | None = None  # the result's dtype, and that of partial sums on their way
     wire: str | None = None
 
@@ -158,6 +160,22 @@ def _cases() -> list[Case]:
         for dtype, label in (("bfloat16", "large"), ("float32", "large"), ("bfloat16", "unaligned")):
             cases.append(Case(operation, dtype, f"{label}_copied", SHAPES[label], ranks=4, copied=True))
         cases.append(Case(operation, label="large_copied", ranks=4, transport="nvshmem", copied=True))
+    for operation in FUSED:
+        split = {"ranks": 4, "parts": True}
+        for dtype, (label, shape) in itertools.product(("bfloat16", "float32"), SHAPES.items()):
+            cases.append(Case(operation, dtype, f"{label}_parts", shape, **split))
+        for activation in ("relu", "gelu", "gelu_tanh", "silu"):
+            cases.append(Case(operation, label=f"{activation}_parts", activation=activation, bias=True, **split))
+        cases.append(Case(operation, label="w_transposed_gelu_parts", w_transposed=True, activation="gelu", bias=True,
+                          **split))  # fmt: skip
+        cases.append(Case(operation, label="uneven_parts", shape=(1023, 1024, 1024), rows=(256, 256, 256, 255),
+                          **split))  # fmt: skip
+        cases.append(Case(operation, label="float32_parts", **split, **float32))
+        for way in ("traced", "copied"):
+            cases.append(Case(operation, label=f"{way}_parts", **split, **{way: True}))
+        cases.append(Case(operation, label="large_parts", **(split | {"transport": "nvshmem"})))
+        for ranks in (2, 8):
+            cases.append(Case(operation, label="large_parts", **(split | {"ranks": ranks})))
     for operation in COLLECTIVES:
         for label in ("aligned", "small"):
             cases.append(Case(operation, label=f"{label}_traced", shape=COLLECTIVE_SHAPES[label], ranks=4, traced=True))
@@ -420,9 +438,14 @@ def _call(case: Case):
             if case.operation == "matmul":
                 gemm.matmul(*operands, case.activation, **options)
             else:
-                if case.copied:
+                if case.copied or case.parts:
                     config = overlap_config(ctx, case.operation, M, N, K, dtype, gemm.layout_of(*operands[:2]))
-                    options["config"] = replace(config, num_comm=0)
+                    config = with_room_for(config, options["out_dtype"] or dtype, dtype)
+                    if case.copied:
+                        config = replace(config, num_comm=0)
+                    if case.parts:
+                        config = replace(config, split_tiles=4, max_splits=2)
+                    options["config"] = config
                 operation = getattr(importlib.import_module(f"tkernels.{case.operation}"), case.operation)
                 operation(ctx, *operands, case.activation, path="fused", **options)
 

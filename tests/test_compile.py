@@ -204,7 +204,7 @@ def test_waits_and_signals_are_found_in_the_source(compiled):
     }  # fmt: skip
     # Packets are neither signalled nor waited for by a word of their own.
     assert facts_of(compiled, "all_reduce-bfloat16-small-4-peer")["sites"] == {"release": 2, "acq_rel": 1}
-    assert facts_of(compiled, "all_gather_matmul-bfloat16-large-4-peer")["sites"] == {
+    assert facts_of(compiled, "all_gather_matmul-bfloat16-large_parts-4-peer")["sites"] == {
         "acquire": 5, "release": 2 + 3 * 2, "acq_rel": 1
     }  # fmt: skip
 

@@ -23,6 +23,7 @@ from tkernels.overlap import (
     programs_of,
     take_tile,
     tile_schedule,
+    turns_of,
     words_of_peers,
 )
 
@@ -82,30 +83,45 @@ def test_every_row_of_a_peer_is_sent_once_and_every_peer_hears_at_least_once(row
             assert needed <= {whole + i for _, _, whole, valid, _ in counting for i in range(valid)}
 
 
-@triton.jit
-def turns_kernel(visits, owners, counters, tiles, num_comm, head, dealt):
+@triton.jit(do_not_specialize=["num_comm", "head", "dealt", "whole"])  # as in the operations
+def turns_kernel(visits, owners, turns, counters, tiles, num_comm, head, dealt, whole):
     pid = tl.program_id(0)
     turn = tl.where(pid < num_comm, head, 0)
-    index = take_tile(turn, pid, num_comm, head, dealt, counters)
+    own_dealt = turns_of(pid, num_comm, head, dealt, whole)
+    index = take_tile(turn, own_dealt, pid, num_comm, head, dealt, whole, counters)
     while index < tiles:
         tl.atomic_add(visits + index, 1)
         tl.store(owners + index, pid)
+        tl.store(turns + index, tl.where(turn < own_dealt, turn, -1))
         turn += 1
-        index = take_tile(turn, pid, num_comm, head, dealt, counters)
+        index = take_tile(turn, own_dealt, pid, num_comm, head, dealt, whole, counters)
+
+
+def take_turns(programs, num_comm, head, dealt, whole, tiles):
+    """Of each tile: how often it was taken, by whom, and at which turn if it was dealt out."""
+    visits, owners, turns = (torch.full((tiles,), n, dtype=torch.int32, device=runtime.device()) for n in (0, -1, -1))
+    counters = torch.zeros(1, dtype=torch.int64, device=runtime.device())
+    turns_kernel[(programs,)](visits, owners, turns, counters, tiles, num_comm, head, dealt, whole)
+    return visits, owners, turns
 
 
 def test_every_tile_falls_to_one_program_and_those_of_the_head_to_no_sender():
-    device = runtime.device()
     for programs, num_comm, head, rest in itertools.product((2, 5), (0, 1, 2), (0, 1, 3), (0, 2)):
         if num_comm >= programs:
             continue
         dealt = head + rest
         for tiles in (dealt * programs + 1, dealt * programs + 20):
-            visits, owners = (torch.full((tiles,), n, dtype=torch.int32, device=device) for n in (0, -1))
-            counters = torch.zeros(1, dtype=torch.int64, device=device)
-            turns_kernel[(programs,)](visits, owners, counters, tiles, num_comm, head, dealt)
+            visits, owners, _ = take_turns(programs, num_comm, head, dealt, tiles, tiles)
             assert visits.eq(1).all(), (programs, num_comm, head, dealt, tiles)
             assert owners[: head * (programs - num_comm)].ge(num_comm).all()
+
+
+def test_a_last_turn_that_is_not_full_is_dealt_out_too_and_parts_are_not():
+    for programs, whole, parts in itertools.product((1, 4, 5), (1, 4, 5, 9, 20), (0, 1, 7)):
+        visits, owners, turns = take_turns(programs, 0, 0, -(-whole // programs), whole, whole + parts)
+        assert visits.eq(1).all(), (programs, whole, parts)
+        assert owners[:whole].tolist() == [tile % programs for tile in range(whole)]
+        assert turns.tolist() == [*(tile // programs for tile in range(whole)), *[-1] * parts]
 
 
 @triton.jit
@@ -124,9 +140,9 @@ def test_one_look_is_at_every_chunk_of_every_peer_and_at_nothing_else():
 
 
 @triton.jit
-def parts_kernel(out, whole, splits, K, BLOCK_K: tl.constexpr):
+def parts_kernel(out, whole, splits, K, PARTS: tl.constexpr, BLOCK_K: tl.constexpr):
     item = tl.program_id(0)
-    index, part, parts, first, last = part_of_tile(item, whole, splits, K, BLOCK_K)
+    index, part, parts, first, last = part_of_tile(item, whole, splits, K, PARTS, BLOCK_K)
     tl.store(out + item * 5, index)
     tl.store(out + item * 5 + 1, part)
     tl.store(out + item * 5 + 2, parts)
@@ -139,7 +155,7 @@ def test_parts_of_a_tile_have_all_its_steps_in_turn_and_the_last_one_comes_last(
     for splits, K in itertools.product((1, 2, 3, 4), (1, 64, 100, 1000)):
         items = whole + (tiles - whole) * splits
         out = torch.zeros(items, 5, dtype=torch.int32, device=runtime.device())
-        parts_kernel[(items,)](out, whole, splits, K, BLOCK_K=32)
+        parts_kernel[(items,)](out, whole, splits, K, PARTS=splits > 1, BLOCK_K=32)
         found = out.tolist()
         for tile in range(tiles):
             parts = [part for part in found if part[0] == tile]
@@ -164,7 +180,7 @@ def test_the_last_turn_is_filled_with_parts_where_that_ends_earlier():
     assert plan_turns(100, 50, 64, turn, asked, 0)[2:] == (100, 1)
 
 
-def test_turns_are_dealt_out_as_long_as_there_are_surely_tiles_for_all():
+def test_turns_are_dealt_out_as_long_as_there_are_surely_tiles_for_all_and_to_the_end_where_none_sends():
     for tiles, num_programs, num_comm, sent, first in itertools.product(
         (1, 40, 500, 3000), (4, 132), (0, 1, 3), (0, 1 << 20, 1 << 30), (0, 0.5, 1)
     ):
@@ -172,9 +188,13 @@ def test_turns_are_dealt_out_as_long_as_there_are_surely_tiles_for_all():
             tiles, tiles, 4096, num_programs, OverlapConfig(num_comm=num_comm), sent, round(first * tiles)
         )
         dealt = plan.head * (num_programs - num_comm) + (plan.dealt - plan.head) * num_programs
-        assert 0 <= plan.head <= plan.dealt and dealt <= plan.whole <= tiles
-        # No comm program is dealt one of the first tiles, which it, or another one, may wait for.
-        assert plan.dealt == plan.head or plan.head * (num_programs - num_comm) >= round(first * tiles)
+        assert 0 <= plan.head <= plan.dealt and plan.whole <= tiles
+        if num_comm:
+            assert dealt <= plan.whole
+            # No comm program is dealt one of the first tiles, which it, or another one, may wait for.
+            assert plan.dealt == plan.head or plan.head * (num_programs - num_comm) >= round(first * tiles)
+        else:
+            assert plan.head == 0 and plan.dealt == -(-plan.whole // num_programs)
     config, tiles = OverlapConfig(num_comm=12), 3000
     assert plan_turns(tiles, 0, 4096, 132, config, 0).head == 0
     assert plan_turns(tiles, 0, 4096, 132, config, 1 << 30).head > 10  # the comm programs come late

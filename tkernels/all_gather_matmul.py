@@ -54,11 +54,13 @@ from tkernels.overlap import (
     part_of_tile,
     plan_turns,
     programs_of,
+    stages_of,
     store_part,
     sums_bytes,
     sums_of,
     take_tile,
     tile_schedule,
+    turns_of,
     wait_chunks,
 )
 from tkernels.paths import choose_path, plan_all_gather_matmul
@@ -99,7 +101,7 @@ def all_gather_matmul_kernel(
     schedule, tiles_m, head, dealt, whole, splits,
     counters, num_counters, ready, max_chunks, state, table, rank, gate, begun,
     first_row, rows, N, K, num_comm, chunks, chunk_rows,  # this rank's first row in the whole, and its rows
-    SIZE: tl.constexpr, COPIES: tl.constexpr,
+    SIZE: tl.constexpr, COPIES: tl.constexpr, PARTS: tl.constexpr,  # PARTS: some tiles are split
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
     X_TMA: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr, Y_TMA: tl.constexpr, S_TMA: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
@@ -133,12 +135,15 @@ def all_gather_matmul_kernel(
     items = whole + (tiles_m * tiles_n - whole) * splits
     complete = tl.full((), False, tl.int1)  # all that peers send is here
     turn = tl.where(pid < num_comm, head, 0)
-    item = take_tile(turn, pid, num_comm, head, dealt, counters)
+    own_dealt = dealt
+    if COPIES:  # then all tiles are dealt out, and the last turn may be one of few
+        own_dealt = turns_of(pid, num_comm, head, dealt, whole)
+    item = take_tile(turn, own_dealt, pid, num_comm, head, dealt, whole, counters)
     while item < items:
-        index, part, parts, first_step, last_step = part_of_tile(item, whole, splits, K, BLOCK_K)
+        index, part, parts, first_step, last_step = part_of_tile(item, whole, splits, K, PARTS, BLOCK_K)
         # All tiles that are dealt to a program are one loop: a tile's first loads are under way while the one
         # before is stored. The marks of two tiles would get mixed up.
-        num_tiles = tl.maximum(dealt - turn, 1)
+        num_tiles = tl.maximum(own_dealt - turn, 1)
         if TRACE:
             num_tiles = 1
         step = first_step
@@ -147,7 +152,7 @@ def all_gather_matmul_kernel(
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for _ in range(num_tiles * (last_step - first_step)):
             if step == first_step:
-                if turn < dealt:
+                if turn < own_dealt:
                     index = dealt_tile(turn, pid, num_comm, head)
                 turn += 1
                 tile_m, tile_n = tile_of(index, tiles_m, tiles_n, GROUP_M)
@@ -181,9 +186,10 @@ def all_gather_matmul_kernel(
             if ends:
                 others = counters + SPLIT_TILES + index - whole
                 sums_row = (index - whole) * (parts - 1) * BLOCK_M
-                if (parts > 1) & (part == parts - 1):
-                    mark(COLLECT, 0, rank, table, TRANSPORT, TRACE)
-                    wait_signal(others, parts - 1, table, rank, 0, OPERATION, TRANSPORT)
+                if PARTS:
+                    if (parts > 1) & (part == parts - 1):
+                        mark(COLLECT, 0, rank, table, TRANSPORT, TRACE)
+                        wait_signal(others, parts - 1, table, rank, 0, OPERATION, TRANSPORT)
                 mark(STORE, out_row, column, table, TRANSPORT, TRACE)
                 COLUMNS: tl.constexpr = BLOCK_N // SPLIT
                 left = total
@@ -199,11 +205,12 @@ def all_gather_matmul_kernel(
                         sums, sums_row, COLUMNS, part, parts,
                         BLOCK_M, COLUMNS, BLOCK_N, Y_TMA, S_TMA, HAS_BIAS, ACTIVATION, DTYPE,
                     )
-                if part < parts - 1:
-                    publish(TRANSPORT)
-                    count(others, TRANSPORT, "gpu")
+                if PARTS:
+                    if part < parts - 1:
+                        publish(TRANSPORT)
+                        count(others, TRANSPORT, "gpu")
             total = kept
-        item = take_tile(turn, pid, num_comm, head, dealt, counters)
+        item = take_tile(turn, own_dealt, pid, num_comm, head, dealt, whole, counters)
     end_marks(table, TRANSPORT, TRACE)
     end_launch(state, epoch, counters, num_counters)
 # fmt: on
@@ -310,14 +317,14 @@ def plan(
         workspace.counters, TILE_COUNTS.value, workspace.ready, workspace.num_chunks, workspace.state,
         ctx.table, ctx.rank, workspace.gate, workspace.begun,
         first_row, rows[ctx.rank], N, K, config.num_comm, chunks, config.chunk_rows,
-        SIZE=ctx.size, COPIES=config.num_comm == 0,
+        SIZE=ctx.size, COPIES=config.num_comm == 0, PARTS=turns.splits > 1,
         BLOCK_M=gemm.block_m, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, GROUP_M=gemm.group_m, SPLIT=gemm.split,
         X_TMA=x_operand.tma, W_TMA=w_operand.tma, W_TRANSPOSED=w_operand.transposed,
         Y_TMA=y_operand.tma, S_TMA=s_operand.tma, HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
         DTYPE=triton_dtype(y.dtype), PRECISION=precision,
         OPERATION=OP, TRANSPORT=ctx.transport_id,
         PUT_BLOCK=config.copy_block(aligned), ALIGN=16 if aligned else itemsize,
-        num_warps=gemm.num_warps, num_stages=gemm.num_stages, maxnreg=config.max_registers,
+        num_warps=gemm.num_warps, num_stages=stages_of(gemm, turns.splits), maxnreg=config.max_registers,
         varying=("x", "x_memory", "w", "bias", "y"),
     )  # fmt: skip
     collect = _collect(workspace.state, inbox, parity_rows, x, gathered, first_row, M) if return_gathered else None

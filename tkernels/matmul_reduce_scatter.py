@@ -65,12 +65,14 @@ from tkernels.overlap import (
     part_of_tile,
     plan_turns,
     programs_of,
+    stages_of,
     store_part,
     sums_bytes,
     sums_of,
     take,
     take_tile,
     tile_schedule,
+    turns_of,
     wait_chunks,
 )
 from tkernels.paths import choose_path, plan_matmul_reduce
@@ -124,7 +126,7 @@ def matmul_reduce_kernel(
     parts, starts,  # [R + 1], [R + 1]: first row and first element of each part
     counters, num_counters, ready, max_chunks, state, table, rank, gate, begun,
     N, K, num_comm, own_chunks, chunk_rows,  # own_chunks: of this rank's rows
-    SIZE: tl.constexpr, GATHER: tl.constexpr, COPIES: tl.constexpr,
+    SIZE: tl.constexpr, GATHER: tl.constexpr, COPIES: tl.constexpr, PARTS: tl.constexpr,  # PARTS: some tiles are split
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
     X_TMA: tl.constexpr, X_TRANSPOSED: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr,
     Y_TMA: tl.constexpr, O_TMA: tl.constexpr, P_TMA: tl.constexpr, S_TMA: tl.constexpr,
@@ -161,14 +163,17 @@ def matmul_reduce_kernel(
     items = whole + (tiles_m * tiles_n - whole) * splits
     complete = tl.full((), False, tl.int1)  # all that peers send is here
     turn = tl.where(pid < num_comm, head, 0)
+    own_dealt = dealt
+    if COPIES:  # then all tiles are dealt out, and the last turn may be one of few
+        own_dealt = turns_of(pid, num_comm, head, dealt, whole)
     item = items
     if not GATHER or pid >= num_comm:  # else go on with the finished chunks
-        item = take_tile(turn, pid, num_comm, head, dealt, counters)
+        item = take_tile(turn, own_dealt, pid, num_comm, head, dealt, whole, counters)
     while item < items:
-        index, part, parts_of_tile, first_step, last_step = part_of_tile(item, whole, splits, K, BLOCK_K)
+        index, part, parts_of_tile, first_step, last_step = part_of_tile(item, whole, splits, K, PARTS, BLOCK_K)
         # All tiles that are dealt to a program are one loop: a tile's first loads are under way while the one
         # before is stored. The marks of two tiles would get mixed up.
-        num_tiles = tl.maximum(dealt - turn, 1)
+        num_tiles = tl.maximum(own_dealt - turn, 1)
         if TRACE:
             num_tiles = 1
         step = first_step
@@ -176,7 +181,7 @@ def matmul_reduce_kernel(
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for _ in range(num_tiles * (last_step - first_step)):
             if step == first_step:
-                if turn < dealt:
+                if turn < own_dealt:
                     index = dealt_tile(turn, pid, num_comm, head)
                 turn += 1
                 # No group of tiles holds both: an own tile waits for the peers, and a program that came to it
@@ -204,9 +209,10 @@ def matmul_reduce_kernel(
                 others = counters + SPLIT_TILES + index - whole
                 sums_row = (index - whole) * (parts_of_tile - 1) * BLOCK_M
                 if part == parts_of_tile - 1:
-                    if parts_of_tile > 1:
-                        mark(COLLECT, chunk, rank, table, TRANSPORT, TRACE)
-                        wait_signal(others, part, table, rank, chunk, OPERATION, TRANSPORT)
+                    if PARTS:
+                        if parts_of_tile > 1:
+                            mark(COLLECT, chunk, rank, table, TRANSPORT, TRACE)
+                            wait_signal(others, part, table, rank, chunk, OPERATION, TRANSPORT)
                     if (owner == rank) & (not complete):
                         mark(WAIT, chunk, rank, table, TRANSPORT, TRACE)
                         if not TRACE:  # which shows each tile's wait
@@ -245,7 +251,7 @@ def matmul_reduce_kernel(
                     publish(TRANSPORT)
                     count(counter, TRANSPORT, "sys" if COPIES else "gpu")
             total = kept
-        item = take_tile(turn, pid, num_comm, head, dealt, counters)
+        item = take_tile(turn, own_dealt, pid, num_comm, head, dealt, whole, counters)
 
     if pid == 0:  # a rank without rows of its own still hears from every peer
         for step in range(1, SIZE):
@@ -408,7 +414,7 @@ def plan(
         workspace.counters, num_counters, workspace.ready, workspace.num_chunks, workspace.state, ctx.table, ctx.rank,
         workspace.gate, workspace.begun,
         N, K, config.num_comm, num_chunks(rows[ctx.rank], config), config.chunk_rows,
-        SIZE=ctx.size, GATHER=gather, COPIES=config.num_comm == 0,
+        SIZE=ctx.size, GATHER=gather, COPIES=config.num_comm == 0, PARTS=turns.splits > 1,
         BLOCK_M=gemm.block_m, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, GROUP_M=gemm.group_m, SPLIT=gemm.split,
         X_TMA=x_operand.tma, X_TRANSPOSED=x_operand.transposed, W_TMA=w_operand.tma,
         W_TRANSPOSED=w_operand.transposed, Y_TMA=y_operand.tma, O_TMA=o_operand.tma, P_TMA=p_operand.tma,
@@ -419,7 +425,7 @@ def plan(
         # As many bytes a step, thus registers, as of the operands' dtype.
         PUT_BLOCK=config.copy_block(aligned) * x.element_size() // max(x.element_size(), *travels),
         ALIGN=16 if aligned else min(travels),
-        num_warps=gemm.num_warps, num_stages=gemm.num_stages, maxnreg=config.max_registers,
+        num_warps=gemm.num_warps, num_stages=stages_of(gemm, turns.splits), maxnreg=config.max_registers,
         varying=("x", "w", "bias", "y", "y_memory"),
     )  # fmt: skip
     shape = tuple(y.shape)

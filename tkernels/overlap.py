@@ -7,8 +7,9 @@ others multiply; once they have nothing left to send, they multiply too. With nu
 engine does (tkernels.comm.copies).
 
 Tiles are dealt out in turns, so that those that are computed at one time lie beside each other and share their operands
-in L2. How long programs send can't be foretold to the tile, so the last turns are not dealt out: whoever is free takes
-the next tile. Where the last turn would keep few programs busy, its tiles are split along K, so that all of them help.
+in L2, and a tile's first loads go on while the one before is stored. How long programs send can't be foretold to the
+tile, so where some do, the last turns are not dealt out: whoever is free takes the next tile. Where the last turn would
+keep few programs busy, its tiles are split along K, so that all of them help.
 
 Nobody waits for ever: a tile waits for what programs of smaller numbers do, or for what peers send, and these wait for
 tiles of smaller numbers alone, which running programs have taken.
@@ -97,8 +98,8 @@ def programs_of(config: OverlapConfig, available: int, tiles: int) -> int:
 class Turns(NamedTuple):
     """Who computes which tile: `take_tile` deals out, by turns, and `part_of_tile` splits.
 
-    head: turns of those that only multiply.  dealt: turns up to which tiles are dealt out, comm programs included.
-    whole: tiles that are computed whole.  splits: parts of each later one.
+    head: turns of those that only multiply.  dealt: turns up to which tiles are dealt out, comm programs included; of
+        the last one, only whole tiles.  whole: tiles that are computed whole.  splits: parts of each later one.
     """
 
     head: int
@@ -124,6 +125,8 @@ def plan_turns(
 
     def deal(last: int, splits: int) -> Turns:
         whole = tiles - last
+        if not config.num_comm:
+            return Turns(0, triton.cdiv(whole, num_programs), whole, splits)
         head = min(math.ceil(turns), max(whole // workers - DEALT_SHORT, 0))
         rest = max((whole - head * workers) // num_programs - DEALT_SHORT, 0)
         # A comm program must not be dealt a tile that one of them waits for: it would come to it too late, or never.
@@ -132,13 +135,15 @@ def plan_turns(
 
     def end(plan: Turns) -> float:
         """In the time of a tile; the later one of two, for how long the comm programs send is a guess."""
-        dealt = plan.head * workers + (plan.dealt - plan.head) * num_programs
+        turns_dealt = plan.head * workers + (plan.dealt - plan.head) * num_programs
+        dealt = min(turns_dealt, plan.whole)
         part = (1 - TILE_END_S / tile_s) / plan.splits + (TILE_END_S + PART_S) / tile_s
         last_part = part + ADD_S * (plan.splits - 1) / tile_s
         items = [1.0] * (plan.whole - dealt) + ([part] * (plan.splits - 1) + [last_part]) * (tiles - plan.whole)
         ends = []
         for guess in (0.9 * turns, 1.1 * turns):
-            free = [float(plan.dealt)] * workers + [guess + plan.dealt - plan.head] * config.num_comm
+            free = [float(plan.dealt - (program < turns_dealt - dealt)) for program in range(workers)]
+            free += [guess + plan.dealt - plan.head] * config.num_comm
             heapq.heapify(free)
             for item in items:
                 heapq.heapreplace(free, free[0] + item)
@@ -156,6 +161,11 @@ def plan_turns(
     return min(plans, key=end) if len(plans) > 1 else plans[0]
 
 
+def stages_of(gemm: GemmConfig, splits: int) -> int:
+    """The pipeline's stages: with tiles of 128 x 256 there is no shared memory for a fourth one and sums of parts."""
+    return min(gemm.num_stages, 3) if splits > 1 and gemm.block_m * gemm.block_n >= 128 * 256 else gemm.num_stages
+
+
 def sums_bytes(tiles: int, splits: int, gemm: GemmConfig) -> int:
     """Of the sums of tiles that are split; of one tile, where none is."""
     return max(tiles * (splits - 1), 1) * gemm.block_m * gemm.block_n * 4
@@ -168,7 +178,7 @@ def sums_of(memory: torch.Tensor, tiles: int, splits: int, gemm: GemmConfig) -> 
     """
     sums = memory[: sums_bytes(tiles, splits, gemm)].view(torch.float32).view(-1, gemm.block_n)
     columns = gemm.block_n // gemm.split // 4
-    return Operand.of(sums, gemm.block_m, columns, gemm.use_tma and columns * 4 >= 16)
+    return Operand.of(sums, gemm.block_m, columns, splits > 1 and gemm.use_tma and columns * 4 >= 16)
 
 
 # fmt: off
@@ -186,12 +196,19 @@ def dealt_tile(turn, pid, num_comm, head):
 
 
 @triton.jit
-def take_tile(turn, pid, num_comm, head, dealt, counters):
-    """The tile that a program computes at its turn: the one that is dealt to it, from turn `dealt` on the next one."""
+def turns_of(pid, num_comm, head, dealt, whole):
+    """Up to which turn tiles are dealt to program `pid`: the last turn may be one of fewer tiles than programs."""
+    return tl.where(dealt_tile(dealt - 1, pid, num_comm, head) < whole, dealt, dealt - 1)
+
+
+@triton.jit
+def take_tile(turn, own_dealt, pid, num_comm, head, dealt, whole, counters):
+    """A program's tile for its turn: the one that is dealt to it, from turn `own_dealt` on the next undealt one."""
     index = dealt_tile(turn, pid, num_comm, head)
-    if turn >= dealt:
+    if turn >= own_dealt:
         workers = tl.num_programs(0) - num_comm
-        index = head * workers + (dealt - head) * tl.num_programs(0) + take(counters + TILE_TICKETS)
+        dealt_tiles = tl.minimum(head * workers + (dealt - head) * tl.num_programs(0), whole)
+        index = dealt_tiles + take(counters + TILE_TICKETS)
     return index
 
 
@@ -202,16 +219,24 @@ def take(tickets):
 
 
 @triton.jit
-def part_of_tile(index, whole, splits, K, BLOCK_K: tl.constexpr):
-    """The tile of a number, which of its parts that is, how many it has, and the part's steps along K."""
+def part_of_tile(index, whole, splits, K, PARTS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The tile of a number, which of its parts that is, how many it has, and the part's steps along K.
+
+    PARTS: False where no tile is split. A kernel without parts takes fewer registers and 32 KB less of shared memory.
+    """
     part = tl.full((), 0, tl.int32)
     parts = tl.full((), 1, tl.int32)
-    if index >= whole:
-        parts = splits
-        part = (index - whole) % splits
-        index = whole + (index - whole) // splits
     steps = tl.cdiv(K, BLOCK_K)
-    return index, part, parts, steps * part // parts, steps * (part + 1) // parts
+    first = 0
+    last = steps
+    if PARTS:
+        if index >= whole:
+            parts = splits
+            part = (index - whole) % splits
+            index = whole + (index - whole) // splits
+        first = steps * part // parts
+        last = steps * (part + 1) // parts
+    return index, part, parts, first, last
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from tkernels.configs import (
     default_config,
     travel_of,
 )
-from tkernels.overlap import MIN_SPLIT_STEPS, PART_S
+from tkernels.overlap import MIN_SPLIT_STEPS, PART_S, stages_of
 
 # What one program may have on sm_90.
 SHARED_BYTES = 232448
@@ -127,17 +127,22 @@ def impossible(config: GemmConfig | OverlapConfig, room: Room) -> str | None:
     gemm, itemsize = getattr(config, "gemm", config), room.dtype.itemsize
     known = default_config(room.M, room.N, room.dtype, room.layout != "pointers")
     tile = f"tiles of {gemm.block_m}x{gemm.block_n}x{gemm.block_k}"
-    pipeline = gemm.num_stages * (gemm.block_m + gemm.block_n) * gemm.block_k * itemsize
-    # Slices of the result and of a peer's partial sums; and of the sums in fp32 a quarter, to be written, and read.
-    staged = {"matmul": itemsize, "all_gather_matmul": itemsize + 2}.get(room.operation, 2 * itemsize + 1)
-    stored = gemm.block_m * gemm.block_n // gemm.split * staged
-    if pipeline > SHARED_BYTES:
-        return f"shared memory: {gemm.num_stages} stages of {tile} take {pipeline} of {SHARED_BYTES} bytes"
-    if pipeline + stored > SHARED_BYTES:
-        return (
-            f"shared memory: {gemm.num_stages} stages of {tile} take {pipeline}, and beside them a slice of the "
-            f"result {stored}, of {SHARED_BYTES} bytes"
-        )
+    # Slices of the result and of a peer's partial sums; where tiles are split, a quarter of the sums in fp32 as well,
+    # to be written, and to be read.
+    reduces = room.operation in ("matmul_reduce_scatter", "matmul_all_reduce")
+    kernels = [(gemm.num_stages, itemsize * (2 if reduces else 1))]
+    if room.operation != "matmul" and config.max_splits > 1:
+        kernels.append((stages_of(gemm, config.max_splits), 2 * itemsize + 1 if reduces else itemsize + 2))
+    for stages, staged in kernels:
+        pipeline = stages * (gemm.block_m + gemm.block_n) * gemm.block_k * itemsize
+        stored = gemm.block_m * gemm.block_n // gemm.split * staged
+        if pipeline > SHARED_BYTES:
+            return f"shared memory: {stages} stages of {tile} take {pipeline} of {SHARED_BYTES} bytes"
+        if pipeline + stored > SHARED_BYTES:
+            return (
+                f"shared memory: {stages} stages of {tile} take {pipeline}, and beside them slices of results and sums "
+                f"{stored}, of {SHARED_BYTES} bytes"
+            )
     sums = gemm.block_m * gemm.block_n // (32 * gemm.num_warps)
     if sums > 3 * REGISTERS // 4:
         return f"registers: {gemm.num_warps} warps hold {sums} sums a thread, of {REGISTERS} registers"
