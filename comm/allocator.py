@@ -8,6 +8,7 @@ class FirstFit:
         self.num_bytes = num_bytes
         self._free = [(0, num_bytes)] if num_bytes else []  # (offset, size), by offset, never adjacent
         self._taken = {}  # offset -> size
+        self._top = 0  # nothing above has ever been taken
 
     @property
     def largest(self) -> int:
@@ -22,10 +23,20 @@ class FirstFit:
         """Allocate: the offset, or None if no free block is large enough."""
         for place, (offset, free) in enumerate(self._free):
             if free >= size:
-                self._free[place : place + 1] = [(offset + size, free - size)] if free > size else []
-                self._taken[offset] = size
-                return offset
+                return self._cut(place, offset, size)
         return None
+
+    def take_new(self, size: int) -> int | None:
+        """As `take`, but of what was never taken before."""
+        return self._cut(-1, self._top, size) if self._top + size <= self.num_bytes else None
+
+    def _cut(self, place: int, offset: int, size: int) -> int:
+        start, free = self._free.pop(place)
+        pieces = (start, offset - start), (offset + size, start + free - offset - size)
+        self._free = sorted([*self._free, *(piece for piece in pieces if piece[1])])
+        self._taken[offset] = size
+        self._top = max(self._top, offset + size)
+        return offset
 
     def give_back(self, offset: int):
         """Free what `take` returned as `offset`; KeyError for anything else."""

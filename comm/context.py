@@ -7,7 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from tkernels.comm import interpreter, runtime, tuned
+from tkernels.comm import capture, interpreter, runtime, tuned
 from tkernels.comm.device import (
     BASES,
     CLOCK,
@@ -100,6 +100,7 @@ class Context:
         self._check_options(options)
         self.timeout_s, self.num_programs = timeout_s, options["num_programs"]
         self._workspaces: dict[int, Workspace] = {}
+        self._borrower = 0  # the captured stream that took the oldest one last
         self._constants = {}
         self.recorder = None  # while a trace is made: what gives launches room for their programs' marks
 
@@ -186,17 +187,16 @@ class Context:
         """The current stream's workspace; made at its first use, which all ranks must come to in the same order.
 
         While a CUDA graph is captured, usually on a stream of its own, a stream without a workspace takes the oldest
-        one: that of the stream that made the calls before, and will replay the graph.
+        one, if there is any: that of the stream that made the calls before, and will replay the graph. Another stream
+        that is captured with it gets one of its own, for the two may run at the same time.
         """
         stream = self._current_stream()
         if stream not in self._workspaces:
-            if self.capturing and (self._workspaces or self.size > 1):
-                if not self._workspaces:
-                    raise TkernelsError(
-                        "a CUDA graph is being captured, and this context has no workspace yet; make one call with the "
-                        "same sizes before the capture"
-                    )
-                return next(iter(self._workspaces.values()))
+            if self._workspaces and self.capturing:
+                oldest = next(iter(self._workspaces))
+                if self._borrower == stream or not (capture.taken(oldest) or capture.taken(self._borrower)):
+                    self._borrower = stream
+                    return self._workspaces[oldest]
             self._workspaces[stream] = Workspace(self)
         return self._workspaces[stream]
 
@@ -206,20 +206,16 @@ class Context:
         The oldest of MAX_CONSTANTS go first, for row counts that never repeat; plans hold those that they use.
         """
         if key not in self._constants:
-            if self.capturing:
-                raise TkernelsError(
-                    "this call has sizes that this context has not seen, and their schedule can't be copied to the GPU "
-                    "while a CUDA graph is captured; make one call with the same sizes before the capture"
-                )
             if len(self._constants) >= MAX_CONSTANTS:
                 del self._constants[next(iter(self._constants))]
-            self._constants[key] = torch.tensor(make(), dtype=torch.int64).to(self.device)
+            with capture.beside():
+                self._constants[key] = torch.tensor(make(), dtype=torch.int64).to(self.device)
         return self._constants[key]
 
     @property
     def capturing(self) -> bool:
         """Whether the current stream is being captured into a CUDA graph."""
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self.device.type == "cuda" and capture.underway()
 
     def launch(self, kernel, num_programs: int, *arguments, **options):
         """Run a kernel of `num_programs` programs. Raises WaitTimeoutError if its wait, or an earlier one, expired."""

@@ -37,9 +37,10 @@ import triton.language as tl
 
 from tkernels.comm import interpreter
 from tkernels.comm.device import count, signal_all, wait_signal
+from tkernels.comm.driver import driver
 from tkernels.comm.lease import Crossing
 
-GEQ = 0  # a stream's wait for a word ends once it is at least the value
+WAIT_VALUE_64, WRITE_VALUE_64 = 4, 5  # CUstreamBatchMemOpType
 
 
 def check_mapped(operation: str, context):
@@ -127,26 +128,23 @@ class Copies:
             copy(word, gate + 8, 8)
 
 
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    """The driver itself: through cuda.bindings a call takes 2.5 us of the host (H200, bench/LOG.md)."""
-    driver, number = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64
-    driver.cuStreamWaitValue64_v2.argtypes = [ctypes.c_void_p, number, number, ctypes.c_uint]
-    driver.cuStreamWriteValue64_v2.argtypes = [ctypes.c_void_p, number, number, ctypes.c_uint]
-    driver.cuMemcpyAsync.argtypes = [number, number, ctypes.c_size_t, ctypes.c_void_p]
-    return driver
+@functools.lru_cache(maxsize=4096)
+def _wait_and_reset(word: int, value: int) -> ctypes.Array:
+    """Two CUstreamBatchMemOpParams, of 48 bytes each: wait until the word is at least the value, set it to zero."""
+    flags = pad = 0  # at least; with a fence before the write
+    return (ctypes.c_uint64 * 12)(
+        WAIT_VALUE_64, word, value, flags, pad, pad,
+        WRITE_VALUE_64, word, 0, flags, pad, pad,
+    )  # fmt: skip
 
 
 @functools.cache
 def _of_stream(stream: int):
     """(wait until a local word is at least a value, then set it to zero; copy bytes) in the order of a CUDA stream."""
-    driver = _driver()
-    wait_value, write_value, memcpy = (
-        driver.cuStreamWaitValue64_v2, driver.cuStreamWriteValue64_v2, driver.cuMemcpyAsync
-    )  # fmt: skip
+    batch, memcpy = driver().cuStreamBatchMemOp_v2, driver().cuMemcpyAsync
 
     def wait(word: int, value: int):
-        error = wait_value(stream, word, value, GEQ) or write_value(stream, word, 0, 0)
+        error = batch(stream, 2, _wait_and_reset(word, value), 0)
         if error:
             raise RuntimeError(f"the copy engine's stream refused to wait: CUDA error {error}")
 

@@ -55,6 +55,14 @@ class SymmetricHeap:
             memory.fill_(0xFF)
         return memory.view(dtype).view(shape)
 
+    def untouched(self, num_bytes: int) -> torch.Tensor | None:
+        """Bytes that no allocation ever had, so all of them are zero on every rank; None if there are not so many.
+
+        For a CUDA graph's capture, where ranks can't meet: all must ask for the same, in the same order.
+        """
+        offset = self._blocks.take_new(round_up(num_bytes, ALIGNMENT))
+        return None if offset is None else self.segment.local[offset : offset + num_bytes]
+
     def free(self, tensor: torch.Tensor):
         """Give a tensor of `empty` back; all ranks, in the same order. Raises ValueError for any other tensor."""
         if tensor.numel() == 0:

@@ -17,7 +17,9 @@ import torch
 import triton
 from cuda.core import Device
 
+from tkernels.comm import capture
 from tkernels.comm.allocator import FirstFit
+from tkernels.comm.errors import TkernelsError
 from tkernels.comm.group import Group
 from tkernels.comm.regions import ALIGNMENT, round_up
 from tkernels.comm.runtime import Segment
@@ -25,6 +27,7 @@ from tkernels.comm.runtime import Segment
 POOL_BYTES = int(os.environ.get("TKERNELS_POOL_BYTES", 8 << 30))
 
 _pool = None
+_uninitialised = []  # modules that hold NVSHMEM's device state and don't know it yet
 
 
 class _Pool:
@@ -70,7 +73,7 @@ def open_segment(group: Group, num_bytes: int) -> Segment:
             f"NVSHMEM's pool of {POOL_BYTES} bytes has no room for a heap of {num_bytes} bytes on rank "
             f"{offsets.index(None)}; set TKERNELS_POOL_BYTES to a larger value or finalize() other contexts"
         )
-    local = pool.memory[offset : offset + num_bytes]
+    local = pool.memory[offset : offset + num_bytes].zero_()  # which init waits for, with all ranks
     mapped = [pool.peers[pe] for pe in group.global_ranks]
     bases = [base + at if base else 0 for base, at in zip(mapped, offsets, strict=True)]
     symmetric = [pool.memory.data_ptr() + at for at in offsets]
@@ -96,5 +99,20 @@ def _initialise_module(module, function, name, metadata_group, hash):
     # state may be initialised: the call fails on any other.
     ptx = next((path for file, path in metadata_group.items() if file.endswith(".ptx")), None)
     if ptx is not None and "nvshmemi_device_state_d" in Path(ptx).read_text():
-        handle = module.value if hasattr(module, "value") else module
-        bindings.cumodule_init(int(handle))
+        _uninitialised.append(int(module.value if hasattr(module, "value") else module))
+        initialise_modules()
+
+
+def initialise_modules():
+    """Before each launch of a kernel that calls NVSHMEM: what was loaded since the last one.
+
+    Raises TkernelsError under a capture, which NVSHMEM's initialisation of a module would end.
+    """
+    if _uninitialised and capture.underway():
+        raise TkernelsError(
+            "over the transport nvshmem, this call's kernel was not loaded before, and can't be while a CUDA graph is "
+            "captured; make one like call before the capture"
+        )
+    while _uninitialised:
+        bindings.cumodule_init(_uninitialised[-1])
+        _uninitialised.pop()

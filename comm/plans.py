@@ -15,6 +15,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tkernels.comm import capture
 from tkernels.comm.device_simulated import WaitExpired
 
 MAX_PLANS = 1024  # a context keeps for each stream, and the local product for all
@@ -125,8 +126,13 @@ class Launch:
         arguments = self._arguments | {name: make(tensor) for (name, make), tensor in varying}
         if self._context is not None and self._context.recorder is not None:
             arguments = self._context.recorder.record(self._kernel, self._num_programs, arguments)
+        if "extern_libs" in self._options:
+            from tkernels.comm.nvshmem_runtime import initialise_modules
+
+            initialise_modules()
         try:
-            return self._kernel[(self._num_programs,)](**arguments, **self._options)
+            with capture.permitted():  # to compile and to load
+                return self._kernel[(self._num_programs,)](**arguments, **self._options)
         except WaitExpired:
             if self._context is not None:
                 self._context.check()

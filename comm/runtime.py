@@ -25,7 +25,7 @@ NVSHMEM4PY = "0.4.1"  # the oldest that works
 class Segment:
     """`num_bytes` of symmetric memory of one group, as this process sees it.
 
-    local: this rank's part, uint8 [num_bytes].
+    local: this rank's part, uint8 [num_bytes], zeros at first.
     bases: address of each rank's part as mapped here; 0 where loads and stores don't reach (another node).
     symmetric_bases: the address that names each rank's part in NVSHMEM device calls; 0 on the simulated runtime.
     pes: each rank's NVSHMEM processing element.

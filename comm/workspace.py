@@ -13,10 +13,14 @@ operations and sizes, as long as both inboxes stay where they are: growing moves
 A CUDA graph goes on with what it was captured with: growing then leaves inboxes, words and epoch to its replays and
 takes others for later calls. Both are workspaces in their own right, as those of two streams are; neither sees the
 other's epochs. For that, all ranks must capture what one of them does.
+
+Growing under a capture meets nobody: it takes memory that no call has ever used. Its words are zero on every rank since
+the context was made, so a peer that comes earlier may signal at once. What it outgrows stays taken.
 """
 
 import torch
 
+from tkernels.comm import capture
 from tkernels.comm.errors import TkernelsError
 from tkernels.comm.plans import Plans
 from tkernels.comm.regions import ALIGNMENT, Regions, round_up
@@ -44,16 +48,15 @@ class Workspace:
 
     def __init__(self, context):
         self.context = context
-        self._forget_memory()
-        self.state = torch.zeros(2, dtype=torch.int64, device=context.device)
-        self.gate = torch.zeros(2, dtype=torch.int64, device=context.device)
-        self.counters = torch.zeros(0, dtype=torch.int64, device=context.device)
-        self.outbox = torch.empty(0, dtype=torch.uint8, device=context.device)
         self._side = None
         self._plans = Plans()  # of operations, with views of this memory as it is now
         # A CUDA graph reads what these hold: schedules, and local memory that calls since may have outgrown.
         self._captured_plans = set()  # of this memory as it is now
         self._outgrown_plans = set()
+        self._made_beside = []  # captures, on other streams, to which the allocator must not hand it on
+        self._forget_memory()
+        self.state, self.gate, self.counters = (self._make(torch.zeros, number) for number in (2, 2, 0))
+        self.outbox = self._make(torch.empty, 0, torch.uint8)
 
     def reserve(
         self,
@@ -64,27 +67,26 @@ class Workspace:
         num_packets: int = 0,
         landing_bytes: int = 0,
     ) -> "Workspace":
-        """Make room; collective where it grows, so all ranks must ask for the same. Refused in a capture."""
+        """Make room; collective where it grows, so all ranks must ask for the same."""
         asked = (inbox_bytes, num_chunks, num_packets, landing_bytes)
         held = (self.inbox_bytes, self.num_chunks, self.num_packets, self.landing_bytes)
         if any(more > has for more, has in zip(asked, held, strict=True)):
-            self._refuse_in_capture()
             self._grow(*map(max, asked, held, (0, MIN_CHUNKS, self._least_packets(), 0)))
         if outbox_bytes > self.outbox.numel():
-            self._refuse_in_capture()
-            self.outbox = torch.empty(round_up(outbox_bytes, ALIGNMENT), dtype=torch.uint8, device=self.context.device)
+            self.outbox = self._make(torch.empty, round_up(outbox_bytes, ALIGNMENT), torch.uint8)
             self.forget_plans()
         if num_counters > self.counters.numel():
-            self._refuse_in_capture()
-            self.counters = torch.zeros(num_counters, dtype=torch.int64, device=self.context.device)
+            self.counters = self._make(torch.zeros, num_counters)
             self.forget_plans()
         return self
 
     def plan(self, key, make):
         """The plan of that key, made by `make()` unless it is known. What `make` reserves may forget the others."""
-        plan = self._plans.find(key, make)
-        if self.context.capturing:
-            self._captured_plans.add(plan)
+        if not self.context.capturing:
+            return self._plans.find(key, make)
+        with capture.permitted():
+            plan = self._plans.find(key, make)
+        self._captured_plans.add(plan)
         return plan
 
     def known_plan(self, key):
@@ -110,20 +112,21 @@ class Workspace:
         least = size * blocks * PACKET_BLOCK
         return least if 2 * 8 * least <= self.context.heap.num_bytes // 32 else 0
 
+    def _make(self, make, number: int, dtype=torch.int64) -> torch.Tensor:
+        """make(number), torch.zeros or torch.empty, of this context's device; ready at once, under a capture too."""
+        with capture.beside():
+            made = make(number, dtype=dtype, device=self.context.device)
+        if self.context.capturing:
+            self._made_beside.append(made)
+        return made
+
     def _forget_memory(self):
         self.inbox_bytes = self.num_chunks = self.num_packets = self.landing_bytes = 0
         self.inbox = self.ready = self.packets = self.landing = self.begun = self._memory = None
 
     def _grow(self, inbox_bytes: int, num_chunks: int, num_packets: int, landing_bytes: int):
-        heap, size = self.context.heap, self.context.size
+        size = self.context.size
         inbox_bytes, landing_bytes = round_up(inbox_bytes, ALIGNMENT), round_up(landing_bytes, ALIGNMENT)
-        captured = any(self.context.group.gather(bool(self._captured_plans)))
-        self.context.group.barrier()  # nobody still reads or writes the old inboxes
-        self.forget_plans()
-        if self._memory is not None and not captured:
-            heap.free(self._memory)
-            # Should the heap have no room below, the next call must not take what is free again for inboxes.
-            self._forget_memory()
         # The slack lets an operation begin the second inbox at a multiple of its own row.
         plan = Regions(
             ready=((2 * size * num_chunks,), torch.int64),
@@ -132,22 +135,39 @@ class Workspace:
             inbox=((2 * inbox_bytes + inbox_bytes // 2,), torch.uint8),
             landing=((landing_bytes,), torch.uint8),
         )
-        self._memory = heap.empty(plan.num_bytes, dtype=torch.uint8)
+        self.forget_plans()
+        state, gate = self._make(torch.zeros, 2), self._make(torch.zeros, 2)
+        self._memory = self._untouched(plan.num_bytes) if self.context.capturing else self._replaced(plan.num_bytes)
+        self.state, self.gate = state, gate
         self._outgrown_plans |= self._captured_plans
         self._captured_plans = set()
-        self.state, self.gate = torch.zeros_like(self.state), torch.zeros_like(self.gate)
         self.ready, self.begun, self.packets, self.inbox, self.landing = (
             plan.view(self._memory, name) for name in ("ready", "begun", "packets", "inbox", "landing")
         )
-        for words in (self.ready, self.begun, self.packets):
-            words.zero_()
         self.inbox_bytes, self.num_chunks = inbox_bytes, num_chunks
         self.num_packets, self.landing_bytes = num_packets, landing_bytes
-        self.context.group.barrier()  # nobody signals before every rank's words are zero
+        if not self.context.capturing:
+            for words in (self.ready, self.begun, self.packets):
+                words.zero_()
+            self.context.group.barrier()  # nobody signals before every rank's words are zero
 
-    def _refuse_in_capture(self):
-        if self.context.capturing:
+    def _replaced(self, num_bytes: int) -> torch.Tensor:
+        """Memory in place of what there was, which is given back unless a graph goes on with it."""
+        heap, group = self.context.heap, self.context.group
+        captured = any(group.gather(bool(self._captured_plans)))
+        group.barrier()  # nobody still reads or writes the old inboxes
+        if self._memory is not None and not captured:
+            heap.free(self._memory)
+            # Should the heap have no room below, the next call must not take what is free again for inboxes.
+            self._forget_memory()
+        return heap.empty(num_bytes, dtype=torch.uint8)
+
+    def _untouched(self, num_bytes: int) -> torch.Tensor:
+        memory = self.context.heap.untouched(num_bytes)
+        if memory is None:
             raise TkernelsError(
-                "this call needs a larger workspace, and none can be made while a CUDA graph is captured; make one "
-                "call with the same sizes before the capture"
+                f"this call needs a workspace of {num_bytes} bytes, and while a CUDA graph is captured it takes only "
+                f"memory that no call has used before, of which there is less; make one call with the same sizes "
+                f"before the capture, or pass init(heap_bytes=...) more than {self.context.heap.num_bytes}"
             )
+        return memory

@@ -120,6 +120,28 @@ def test_any_order_of_allocations_neither_overlaps_nor_loses_memory():
         blocks.give_back(0)
 
 
+def test_new_memory_is_what_nobody_ever_had_and_is_given_back_as_any():
+    for seed in range(20):
+        blocks, had, taken, draw = FirstFit(10_000), set(), {}, random.Random(seed)
+        for _ in range(100):
+            size, new = draw.randint(1, 300), draw.random() < 0.4
+            offset = blocks.take_new(size) if new else blocks.take(size)
+            if offset is None:
+                assert new and max(had) + size >= 10_000 or blocks.largest < size
+            else:
+                mine = set(range(offset, offset + size))
+                assert offset + size <= 10_000 and not mine & (had if new else set().union(*taken.values()))
+                had |= mine
+                taken[offset] = mine
+            if taken and draw.random() < 0.5:
+                offset = draw.choice(list(taken))
+                blocks.give_back(offset)
+                del taken[offset]
+        for offset in taken:
+            blocks.give_back(offset)
+        assert blocks.largest == 10_000
+
+
 @pytest.mark.quick
 @pytest.mark.ranks(2)
 def test_ranks_that_ask_for_different_sizes_are_all_refused_with_one_message(ctx):

@@ -31,7 +31,8 @@ def test_few_rows_are_plain_and_many_are_fused_and_the_reason_has_the_numbers(ru
         assert rule(operation, M).path == rule(operation, M, 2).path == "fused", M
     crossings = 1 + (operation == "matmul_all_reduce")
     few, many = rule(operation, 64), rule(operation, 8192)
-    assert f"{crossings * 64 * WIDTH * 2 * 3 // 4} bytes into each rank, no more than {8 * crossings << 20}" in str(few)
+    limit = paths.PLAIN_BYTES[operation]
+    assert f"{crossings * 64 * WIDTH * 2 * 3 // 4} bytes into each rank, no more than {limit}" in str(few)
     assert str(many).startswith("fused: ") and "travel while it multiplies" in many.reason
     assert rule(operation, 1, 1).reason == "one rank multiplies alone"
 

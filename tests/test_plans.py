@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from transports import without_launches
 
 import tkernels
 from tkernels.all_gather_matmul import all_gather_matmul
@@ -190,6 +191,36 @@ def test_plans_hold_no_tensors_of_calls_and_go_with_their_context(ctx):
     assert inbox() is None
 
 
+@pytest.mark.ranks(2, 3)
+def test_a_workspace_grows_under_captures_without_a_meeting_and_all_calls_stay_right(ctx):
+    """As if captured, between eager calls of any size: what captures have seen runs again and again, as replays do."""
+    make = functools.partial(integers, dtype=torch.float32, device=ctx.device)
+    K, replays = 16, []
+    w = make((24, K), seed=1)
+    with tkernels.init(ctx.group.process_group, heap_bytes=16 << 20) as context:
+
+        def check(call, rows, seed):
+            every = [make((rows, K), seed=seed + rank) for rank in range(ctx.size)]
+            y, _ = call(every[ctx.rank].clone())
+            assert torch.equal(y, torch.cat(every) @ w.t()), (rows, seed)
+
+        def operation(x):
+            return all_gather_matmul(context, x, w, path="fused")
+
+        captured = [40, -40, 900, -40, -2000, 40, 3000, -900]  # negative: an eager call
+        for step, rows in enumerate(captured):
+            if rows < 0:
+                check(operation, -rows, 100 * step)
+            else:
+                known = {plan for _, plan in replays}
+                with without_launches(context, as_if_captured=True):
+                    check(operation, rows, 100 * step)
+                replays += [(rows, plan) for plan in context.workspace()._captured_plans - known]
+            for number, (rows, plan) in enumerate(replays):
+                check(lambda x, plan=plan: plan(x, w, None, None, None), rows, 100 * step + 10 * number)
+        assert [rows for rows, _ in replays] == [40, 900, 40, 3000] and len(context._workspaces) == 1
+
+
 @pytest.mark.ranks(2)
 def test_what_a_graph_was_captured_with_is_left_to_it_by_larger_calls(ctx):
     """As if captured: a plan that a capture has seen runs again and again, as replays do, between calls of any size."""
@@ -213,8 +244,8 @@ def test_what_a_graph_was_captured_with_is_left_to_it_by_larger_calls(ctx):
         check(eager, rows, 0)
         with as_if_captured:
             check(eager, rows, 10)
-            with pytest.raises(TkernelsError, match="larger workspace.* before the capture"):
-                eager(torch.ones(900, K, device=ctx.device))
+            with pytest.raises(TkernelsError, match="memory that no call has used before.* before the capture"):
+                eager(torch.ones(30000, K, device=ctx.device))
         workspace, left = context.workspace(), context.workspace().inbox
         captured = weakref.ref(*workspace._captured_plans)  # a graph holds none either
         for turn, size in enumerate([rows, 900, rows, 2000, 900, rows]):

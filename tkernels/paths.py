@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tkernels.comm import collectives, runtime
+from tkernels.comm import capture, collectives, runtime
 from tkernels.comm.context import Context, current_context
 from tkernels.comm.plans import Launch, without_grad
 from tkernels.comm.regions import ALIGNMENT, round_up
@@ -25,10 +25,10 @@ from tkernels.configs import OverlapConfig
 from tkernels.gemm import ACTIVATIONS, check_result, finish, load_tile, store_tile
 
 PATHS = ("fused", "plain")
-# Up to so many bytes into a rank an operation is plain: 21 us at the 385 GB/s of H200's NVLink, of which overlap can
-# hide no more than that, and M = 1024 at a width of 4096, where 128 x 256 tiles do not yet fill the GPU.
-# Reckoned: where the paths really cross has not been measured.
-PLAIN_BYTES = {"all_gather_matmul": 8 << 20, "matmul_reduce_scatter": 8 << 20, "matmul_all_reduce": 16 << 20}
+# Up to so many bytes into a rank an operation is plain. us of plain / fused on 2 H200s, llama70b shapes, M = 256, 1024,
+# 2048: all-gather, qkv 55/118, 148/174, 306/241; reduce-scatter, o 42/79, 130/105, 270/200; all-reduce, o 52/130,
+# 167/206, 335/303. M = 1024 is 8 MB into a rank, 16 of an all-reduce.
+PLAIN_BYTES = {"all_gather_matmul": 8 << 20, "matmul_reduce_scatter": 6 << 20, "matmul_all_reduce": 16 << 20}
 
 _log = logging.getLogger("tkernels")
 
@@ -93,6 +93,7 @@ def plan_all_gather_matmul(ctx: Context, x, w, bias, out, gathered, activation, 
     (N, K), M = w.shape, sum(rows)
     y = check_result("all_gather_matmul", out, x, (M, N), out_dtype)
     separate = activation is not None or bias is not None and out_dtype != x.dtype
+    capture.prepare_cublas()
     whole, product = _scratch(ctx, ((0,) if return_gathered else (M, K), x.dtype),
                               ((M, N) if separate else (0,), torch.float32))  # fmt: skip
     finish = _finish(product, bias, activation, y) if separate else None
@@ -119,6 +120,7 @@ def plan_matmul_reduce(ctx: Context, x, w, bias, out, activation, rows, out_dtyp
     name, shape = ("matmul_all_reduce", (M, N)) if gather else ("matmul_reduce_scatter", (rows[ctx.rank], N))
     y = check_result(name, out, x, shape, out_dtype)
     separate = bias is not None or activation is not None
+    capture.prepare_cublas()
     partial, sums = _scratch(ctx, ((M, N), wire_dtype), (shape if separate else (0,), torch.float32))
     finish = _finish(sums, bias, activation, y) if separate else None
 

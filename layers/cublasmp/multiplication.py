@@ -179,8 +179,8 @@ class Matmul:
 
         epilog: a MatmulEpilog. epilog_inputs: "bias" (as long as this rank's rows of D), "relu_aux" or "gelu_aux".
         preferences: MatmulPlanPreferences, or a dict of its fields.
-        Multiplies once and forgets the result: what a CUDA graph's capture could not do, to compile and to make room,
-        is done then, so the first `execute` may be captured.
+        Multiplies once and forgets the result: what is to be compiled and made room for is, before the first `execute`,
+        which a CUDA graph may capture.
         Raises, the same on every rank: MismatchError where their problems differ, ValueError or TypeError for what
         can't be multiplied, whichever rank found it.
         """
