@@ -1,5 +1,6 @@
 """Userbuffers' configuration and lifetime: the pinned defaults, what is refused, what is left after a failure."""
 
+import contextlib
 import copy
 import gc
 import inspect
@@ -9,6 +10,7 @@ import sys
 import time
 import types
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -149,8 +151,6 @@ REFUSED = [
     ({"qkv_fprop": {"atomic_gemm": 1}}, "atomic_gemm=True needs fp8"),
     ({"qkv_fprop": {"gemm_priority": -1}}, "products run on the caller's stream"),
     ({"qkv_fprop": {"is_reduce_scatter": 1}}, "ring_exchange of qkv_fprop is an all-gather"),
-    ({"qkv_fprop": {"use_ce": 1}}, "use_ce=True asks for the copy engine, but these kernels carry data by stores"),
-    ({"proj_fprop": {"use_ce": True}}, "leave use_ce out, or pass use_ce=0 for num_sm programs"),
     ({"qkv_fprop": {"aggregate": 2}}, r"\['aggregate'\]: 2 must be a boolean, or 0 or 1"),
     ({"qkv_dgrad": {"num_sm": 0}}, "0 must be a positive integer"),
     ({"qkv_dgrad": {"num_sm": True}}, "True must be a positive integer"),
@@ -274,10 +274,16 @@ def test_megatrons_yaml_loads(tmp_path, monkeypatch):
     assert te.load_ub_cfgs(path) == {}
 
 
+def test_the_copy_engine_can_be_asked_for():
+    asked = configure({"qkv_fprop": {"use_ce": 1}, "fc1_fprop": {"use_ce": False}}, 4)
+    assert asked["qkv_fprop"].use_ce is True and asked["fc1_fprop"].use_ce is False
+    assert asked["qkv_fprop"] == configure({}, 4)["qkv_fprop"]
+
+
 def test_options_without_effect_are_told():
     cfg = {"qkv_fprop": {"num_sm": 4, "aggregate": 1}, "proj_fprop": {"num_sm": 4, "cga_size": 4, "set_sm_margin": 0}}
     assert without_effect(cfg, configure(cfg, 4), 4) == [
-        "qkv_fprop.num_sm=4: with use_ce the kernel has its own number of sending programs",
+        "qkv_fprop.num_sm=4: with use_ce the library chooses what carries the data",
         "proj_fprop.cga_size=4: the programs form no clusters",
         "proj_fprop.set_sm_margin=False: inside a fused kernel the sending programs are always apart",
     ]
@@ -547,20 +553,16 @@ def test_an_error_of_one_rank_is_an_error_of_all_and_leaves_nothing(ctx, monkeyp
             te.initialize_ub([8, 8], 2, dtype=torch.float32, bootstrap_backend="gloo")
         os.environ.pop("UB_TIMEOUT", None)
     assert not te.is_ub_initialized() and dist.get_pg_count() == groups
-    original = registry._warm_up
 
-    def failing(communicators):
+    def fail():
         if ctx.rank == 1:
-            raise RuntimeError("the warm-up broke")
+            raise RuntimeError("the last communicator broke")
 
     before = resources()
-    registry._warm_up = failing
-    try:
-        with pytest.raises(RuntimeError, match="the warm-up broke") as caught:
+    with after_the_last_communicator(fail):
+        with pytest.raises(RuntimeError, match="the last communicator broke") as caught:
             te.initialize_ub([8, 8], 2, dtype=torch.float32)
         assert ctx.rank == 1 or "failed on rank 1, so nothing is initialised on any rank" in str(caught.value)
-    finally:
-        registry._warm_up = original
     del caught
     assert not te.is_ub_initialized() and resources() == before
     te.initialize_ub([8, 8], 2, dtype=torch.float32)
@@ -568,26 +570,37 @@ def test_an_error_of_one_rank_is_an_error_of_all_and_leaves_nothing(ctx, monkeyp
     te.destroy_ub()
 
 
+@contextlib.contextmanager
+def after_the_last_communicator(call):
+    """`initialize_ub`, with default options, calls this when it has made its last communicator."""
+    made, original = [], registry._communicator
+
+    def make(*arguments):
+        made.append(original(*arguments))
+        if len(made) == len(te.default_config(2)):
+            call()
+        return made[-1]
+
+    with mock.patch.object(registry, "_communicator", make):
+        yield
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("slow", [0, 1])
 def test_init_returns_when_all_ranks_are_ready(ctx, slow, tmp_path):
-    """R14: one rank is late in its warm-up, and the other one waits for it."""
-    ready, original = tmp_path / "ready", registry._warm_up
+    """R14: one rank is late, and the other one waits for it."""
+    ready = tmp_path / "ready"
 
-    def warm_up(communicators):
+    def be_late():
         if ctx.rank == slow:
             time.sleep(0.5)
             ready.touch()
-        original(communicators)
 
-    registry._warm_up = warm_up
-    try:
+    with after_the_last_communicator(be_late):
         te.initialize_ub([8, 8], 2, dtype=torch.float32)
-        assert ready.exists()
-        gathers(te.get_ub("qkv_fprop"), ctx)
-    finally:
-        registry._warm_up = original
-        te.destroy_ub()
+    assert ready.exists()
+    gathers(te.get_ub("qkv_fprop"), ctx)
+    te.destroy_ub()
 
 
 @pytest.mark.ranks(4)

@@ -13,12 +13,13 @@ from transports import gpu_only, host_work, late, simulated_only, without_launch
 
 import tkernels
 from tkernels.all_gather_matmul import all_gather_matmul
-from tkernels.comm import Context, TkernelsError, runtime
+from tkernels.comm import TkernelsError, runtime
 from tkernels.comm.collectives import all_gather
 from tkernels.comm.plans import Launch, local_plans
-from tkernels.configs import GemmConfig, default_overlap
+from tkernels.configs import GemmConfig
 from tkernels.layers import userbuffers as te
 from tkernels.layers.userbuffers import communicators, gemm
+from tkernels.layers.userbuffers.communicators import workspace_bytes
 from tkernels.matmul_reduce_scatter import matmul_reduce_scatter
 from tkernels.testing.compare import assert_close_to, integers, normal, poison
 
@@ -296,18 +297,48 @@ def test_options_reach_the_kernel(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_a_capture_takes_the_tiles_that_the_warm_up_has_compiled(ctx):
-    """By rule fewer tokens would be walked in smaller groups, which is another kernel."""
-    comm = te.CommOverlap([4096, 16], torch.float32, helper(ctx), 2)
-    captured = mock.patch.object(Context, "capturing", property(lambda self: True))
-    x, w = (torch.empty(4096, 8, device=ctx.device), torch.empty(16, 8, device=ctx.device))
-    configs = []
-    with captured, mock.patch.object(runtime, "RUNTIME", "nvshmem"):
-        for tokens in (4096, 1024, 200):
-            configs.append(comm._config("matmul_reduce_scatter", tokens, x[:tokens], w, 16))
-            by_rule = default_overlap("matmul_reduce_scatter", tokens, 16, 8, torch.float32, 2, 132)
-            assert (by_rule.gemm == configs[0].gemm) == (tokens == 4096)
-    assert len({config.gemm for config in configs}) == 1
+def test_large_shares_of_a_ring_exchange_travel_by_the_copy_engine(ctx):
+    """use_ce does what it says, of sizes where copies are faster, and their room is there from construction on."""
+    tokens, hidden = 4096, 4096
+    one = torch.ones(1, device=ctx.device)
+
+    def config(comm, tokens):
+        operation = "all_gather_matmul" if comm.comm_type is AG else "matmul_reduce_scatter"
+        return comm._config(operation, tokens, one.new_empty(tokens, hidden), one.new_empty(hidden, hidden), hidden)
+
+    common = [tokens, hidden], torch.float32, helper(ctx), 2
+    with mock.patch.object(runtime, "RUNTIME", "nvshmem"):  # whose rule it is
+        with mock.patch.object(communicators.CommOverlapCore, "_reserve"):
+            for kind in (AG, RS):
+                assert config(te.CommOverlapP2P(*common, kind), tokens).num_comm == 0
+                assert config(te.CommOverlapP2P(*common, kind), tokens // 8).num_comm > 0
+                assert config(te.CommOverlapP2P(*common, kind, use_ce=False), tokens).num_comm == 1
+            assert config(te.CommOverlap(*common), tokens).num_comm > 0
+    assert workspace_bytes([tokens, hidden], torch.float32, 2)["landing_bytes"] >= tokens * hidden * 4
+    assert workspace_bytes([tokens // 8, hidden], torch.float32, 2)["landing_bytes"] == 0
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("comm_type", [AG, RS], ids=["AG", "RS"])
+def test_a_ring_exchange_by_copies_is_right(ctx, comm_type):
+    """Twice, with other tokens in between; three ranks' rows don't divide."""
+    comm = te.CommOverlapP2P([S + 1, H], torch.float32, helper(ctx), ctx.size, comm_type)
+    chosen = communicators.overlap_config
+    by_copies = lambda *args, **options: replace(chosen(*args, **options), num_comm=0)  # noqa: E731
+    for call, tokens in enumerate((S + 1, 2 * ctx.size, S + 1)):
+        rows = tkernels.split_rows(tokens, ctx.size)
+        with mock.patch.object(communicators, "overlap_config", by_copies):
+            if comm_type is AG:
+                every = [small((rows[r], H), torch.float32, 10 * call + r, ctx) for r in range(ctx.size)]
+                w = small((F, H), torch.float32, 70 + ctx.rank, ctx)
+                y = te.general_gemm(w, every[ctx.rank], ub=comm, ub_type=AG, rows=rows)[0]
+                want = torch.cat(every) @ w.t()
+            else:
+                xs = [small((tokens, F), torch.float32, 10 * call + r, ctx) for r in range(ctx.size)]
+                ws = [small((H, F), torch.float32, 70 + r, ctx) for r in range(ctx.size)]
+                y = te.general_gemm(ws[ctx.rank], xs[ctx.rank], ub=comm, ub_type=RS, rows=rows)[0]
+                want = sum(x @ w.t() for x, w in zip(xs, ws, strict=True)).split(rows)[ctx.rank]
+        assert torch.equal(y, want), (call, tokens)
 
 
 @pytest.mark.ranks(2)
@@ -321,7 +352,6 @@ def test_room_is_made_at_construction_whatever_the_layout(ctx):
             workspace.counters.numel(),  # noqa: B023
         ]  # fmt: skip
         before = room()
-        made.warm_up()
         x, w = torch.ones(96, 24, device=ctx.device), torch.ones(40, 24, device=ctx.device)
         if made is comm:
             te.general_gemm(w, x, ub=comm, ub_type=RS)
@@ -524,21 +554,6 @@ def test_a_plan_sees_what_changes_between_calls(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_what_a_capture_takes_by_rule_is_of_that_call_alone(ctx):
-    comm = te.CommOverlapP2P([64, 32], torch.float32, helper(ctx), 2, AG)
-    x, w = torch.ones(32, 32, device=ctx.device), torch.ones(24, 32, device=ctx.device)
-    comm.warm_up()
-    te.general_gemm(w[:8], x, ub=comm, ub_type=AG)
-    known = len(comm._configs)
-    with mock.patch.object(Context, "capturing", property(lambda self: True)):
-        with mock.patch.object(Launch, "__call__", lambda *_: None):
-            te.general_gemm(w, x, ub=comm, ub_type=AG)
-    assert len(comm._configs) == known
-    te.general_gemm(w, x, ub=comm, ub_type=AG)
-    assert len(comm._configs) == known + 1
-
-
-@pytest.mark.ranks(2)
 def test_plans_do_not_hold_the_communicator_or_its_buffer(ctx):
     keep = te.CommOverlapP2P([64, 32], torch.float32, (shared := helper(ctx)), 2, AG)
     comms = [keep, te.CommOverlap([64, 32], torch.float32, shared, 2)]
@@ -554,30 +569,19 @@ def test_plans_do_not_hold_the_communicator_or_its_buffer(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_after_the_warm_up_a_first_call_needs_nothing_that_a_capture_forbids(ctx):
-    """R12, R13: as if captured, no rank is met and nothing grows; what would have to is refused, and leaves no harm."""
+def test_a_first_call_needs_nothing_that_a_capture_forbids(ctx):
+    """R12, R13: as if captured, no rank is met; what would need to is refused, and leaves no harm."""
     te.initialize_ub([64, 32], 2, dtype=torch.float32)
     gather, scatter, bulk = (te.get_ub(name) for name in ("qkv_fprop", "proj_fprop", "qkv_dgrad"))
-    context = gather.context
     # On the simulated runtime, tiles of the second product are split along K, and their sums need room.
     x, w, v = (torch.ones(shape, device=ctx.device) for shape in ((32, 32), (1024, 32), (32, 1024)))
-
-    def calls():
+    with without_launches(gather.context, as_if_captured=True):
         h = te.general_gemm(w, x, ub=gather, ub_type=AG)[0]
-        return h, te.general_gemm(v, h, ub=scatter, ub_type=RS)[0]
-
-    if tkernels.RUNTIME == "simulated":  # on a GPU, initialize_ub has warmed them up
-        with without_launches(context, as_if_captured=True), pytest.raises(TkernelsError, match="has not seen"):
-            calls()
-        for comm in (gather, scatter):
-            comm.warm_up()
-    with without_launches(context, as_if_captured=True):
-        h, y = calls()
+        y = te.general_gemm(v, h, ub=scatter, ub_type=RS)[0]
         assert h.eq(32.0).all() and y.eq(2 * 1024 * 32.0).all() and y.shape == (32, 32)
+        assert te.general_gemm(w, x[:9], ub=gather, ub_type=AG)[0].eq(32.0).all()
         with pytest.raises(TkernelsError, match="has no buffer yet; call get_buffer"):
             bulk.get_buffer()
-        with pytest.raises(TkernelsError, match="make one call with the same sizes before the capture"):
-            te.general_gemm(w, x[:9], ub=gather, ub_type=AG)
         with pytest.raises(ValueError, match="initialize_ub.. takes the largest number of tokens"):
             te.general_gemm(w, torch.ones(33, 32, device=ctx.device), ub=gather, ub_type=AG)
     assert te.general_gemm(w, x[:9], ub=gather, ub_type=AG)[0].eq(32.0).all()
@@ -589,7 +593,7 @@ def test_after_the_warm_up_a_first_call_needs_nothing_that_a_capture_forbids(ctx
 def test_a_buffer_beyond_two_gigabytes_is_addressed_right(ctx):
     """4.3 GB of bf16, of which little is touched: of two calls one goes through memory beyond element 2**31."""
     shape, few = ((1 << 22) + 6, 1 << 9), 6
-    room = te.CommOverlapHelper(ctx.group.process_group, heap_bytes=12 << 30)  # pages that nobody touches cost nothing
+    room = te.CommOverlapHelper(ctx.group.process_group, heap_bytes=16 << 30)  # pages that nobody touches cost nothing
     gather = te.CommOverlapP2P(shape, torch.bfloat16, room, 2, AG)
     assert gather.context.workspace().inbox_bytes // 2 > 2**31
     hidden = shape[1]

@@ -1,8 +1,8 @@
 """Communicators: a registered buffer's shape, the ranks that share it, and how its data travels beside a product.
 
 A communicator of shape [S, H] serves every call of up to S * H elements. What it needs is made at construction: the
-symmetric memory of the domain's context, grown to the largest shape, and on a GPU the kernels. All communicators of one
-helper share that memory, a context and one communication stream a priority, since their calls come in one order anyway.
+symmetric memory of the domain's context, grown to the largest shape. All communicators of one helper share that memory,
+a context and one communication stream a priority, since their calls come in one order anyway.
 The buffer that `copy_into_buffer` and `get_buffer` show is made when it is first asked for; layers need none.
 
 Two kernels that wait for peers may have started the other way round on another rank. Would each take all
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from tkernels.all_gather_matmul import plan as plan_gather
-from tkernels.comm import collectives
+from tkernels.comm import capture, collectives
 from tkernels.comm.collectives import check_rows, split_rows
 from tkernels.comm.context import Context, init
 from tkernels.comm.errors import TkernelsError
@@ -33,11 +33,11 @@ from tkernels.comm.lease import Fence, Lease
 from tkernels.comm.plans import describe
 from tkernels.comm.regions import ALIGNMENT, round_up
 from tkernels.configs import (
+    COPY_BYTES,
     MIN_CHUNK_ROWS,
     OverlapConfig,
     bucket,
     default_config,
-    default_overlap,
     gemm_config,
     overlap_config,
     with_room_for,
@@ -152,7 +152,7 @@ class CommOverlapCore:
         highest = get_stream_priority_range()[1]
         self.stream = self._domain.stream(options.comm_priority or highest)
         self._buffer, self._active, self._parts = None, self.shape, None
-        self._configs, self._by_rule = {}, False
+        self._configs = {}
         self._number = next(_numbers)  # stands for it in the keys of plans, which must not hold it
         self._reserve()
 
@@ -247,15 +247,9 @@ class CommOverlapCore:
     # What travels
 
     def plan(self, prepare, tensors: tuple[torch.Tensor | None, ...], *options):
-        """What `prepare(self, *tensors, *options)` has returned for a call like this one; see Context.plan.
-
-        A capture and the warm-up ask each time: what is by rule is for that call alone.
-        """
-        context = self.context
-        if self._by_rule or context.capturing:
-            return prepare(self, *tensors, *options)
+        """What `prepare(self, *tensors, *options)` has returned for a call like this one; see Context.plan."""
         key = prepare, self._number, precision(tensors[0].dtype), *map(describe, tensors), *options
-        return context.workspace().plan(key, lambda: prepare(self, *tensors, *options))
+        return self.context.workspace().plan(key, lambda: prepare(self, *tensors, *options))
 
     @property
     def context(self) -> Context:
@@ -335,8 +329,7 @@ class CommOverlapCore:
     @property
     def _num_carriers(self) -> int:
         """Programs of a collective beside a product."""
-        own = self.options.method == "ring_exchange" and self.options.use_ce
-        return max(min(NUM_CARRIERS if own else self.options.num_sm, self.context.num_programs - 2), 1)
+        return max(min(NUM_CARRIERS if self._by_copies else self.options.num_sm, self.context.num_programs - 2), 1)
 
     def multiply(self, x: torch.Tensor, w: torch.Tensor, out_dtype=None, out=None) -> torch.Tensor:
         """x @ w.T on this rank, by a kernel that leaves free what set_sm_margin and NVTE_EXT_MARGIN_SM ask for."""
@@ -347,6 +340,7 @@ class CommOverlapCore:
         """What `multiply` does with tensors like these: a function of them."""
         margin = self._margin + (self._num_carriers if self.options.set_sm_margin else 0)
         if not margin or not x.shape[1]:
+            capture.prepare_cublas()
             return lambda x, w, out: product(x, w, out_dtype, out)
         config = gemm_config(x.shape[0], *w.shape, x.dtype, layout_of(x, w), out_dtype)
         config = replace(config, max_programs=max(self.context.num_programs - margin, 1))
@@ -361,28 +355,23 @@ class CommOverlapCore:
             )
 
     def _config(self, operation: str, tokens: int, x, w, width: int, spared: int = 0) -> OverlapConfig:
-        """The kernel's configuration: the library's own, changed by the options. `width` of what travels.
-
-        In a capture, which can't compile, a new one is by rule, for which `warm_up` has compiled the kernels: so its
-        tiles are the full shape's, whatever the tokens.
-        """
-        layout, by_rule = layout_of(x, w), self._by_rule or self.context.capturing
+        """The kernel's configuration: the library's own, changed by the options. `width` of what travels."""
+        layout = layout_of(x, w)
         key = operation, tokens, *w.shape, x.dtype, layout, width, spared
-        if key not in self._configs or self._by_rule:
+        if key not in self._configs:
             self._check(width, tokens, x.dtype)
             available = max(self.context.num_programs - self._margin - spared, 2)
-            if by_rule:
-                config = default_overlap(
-                    operation, self.shape[0], *w.shape, x.dtype, self.size, available, layout != "pointers"
-                )
-            else:  # the options say how many programs send
-                config = overlap_config(self.context, operation, tokens, *w.shape, x.dtype, layout, sending=True)
+            config = overlap_config(
+                self.context, operation, tokens, *w.shape, x.dtype, layout, sending=not self._by_copies
+            )
             config = replace(config, num_comm=min(config.num_comm, available - 1), max_programs=available)
-            config = self._tuned(config, tokens, available)
-            if by_rule:
-                return config
-            self._configs[key] = config
+            self._configs[key] = self._tuned(config, tokens, available)
         return self._configs[key]
+
+    @property
+    def _by_copies(self) -> bool:
+        """Whether large shares travel by the copy engine; else the options say how many programs send."""
+        return self.options.method == "ring_exchange" and self.options.use_ce
 
     def _tuned(self, config: OverlapConfig, tokens: int, available: int) -> OverlapConfig:
         return config
@@ -390,51 +379,15 @@ class CommOverlapCore:
     def _reserve(self):
         """Collective. Room for the largest call, on the current stream and on the communication stream."""
         memory = workspace_bytes(self.shape, self.dtype, self.size)
+        landing_bytes = memory.pop("landing_bytes")
+        if not (self._by_copies and self.context.mapped):
+            landing_bytes = 0
         tiles = default_config(self.shape[0], MAX_TILE_COLUMNS, self.dtype)
         memory["outbox_bytes"] += sums_bytes(MAX_SPLIT_TILES.value, OverlapConfig.max_splits, tiles)
-        self.context.workspace().reserve(**memory)  # first: a capture's stream takes the oldest
+        # First, for a capture's stream takes the oldest.
+        self.context.workspace().reserve(**memory, landing_bytes=landing_bytes)
         with self._domain.dev.stream(self.stream):
             self.context.workspace().reserve(**memory)
-
-    def warm_up(self):
-        """Collective. Compile the kernels of the full shape and copy their schedules: a CUDA graph's capture can't.
-
-        `initialize_ub` does it. Kernels of other kinds of shapes still need a call before a capture.
-        """
-        self._by_rule = True
-        try:
-            self._launch_all()
-        finally:
-            self._by_rule = False
-
-    def _launch_all(self):
-        (tokens, hidden), rows = self.shape, split_rows(self.shape[0], self.size)
-        empty = torch.empty(0, dtype=self.dtype, device=self.context.device)
-        own = empty.new_zeros(rows[self.rank], hidden)
-        features = 512
-        if self.options.method in ("bulk", "external"):
-            dy, w = empty.new_zeros(tokens, features), empty.new_zeros(features, hidden)
-            whole = empty.new_zeros(tokens, hidden)
-            if self.comm_type is CommOverlapType.AG:
-                self.all_gather(own, rows)
-                self.multiply(dy, w.t())
-            else:
-                self.reduce_scatter(whole, rows)
-                self.multiply(dy.t(), whole.t())
-            return
-        for transposed in (False, True):
-            if self.comm_type is CommOverlapType.AG:
-                w = empty.new_zeros((hidden, features) if transposed else (features, hidden))
-                self.all_gather_matmul(own, w.t() if transposed else w, rows=rows)
-                if not transposed:
-                    self.all_gather_matmul(own, w, empty.new_zeros(features), rows=rows)
-            else:
-                w = empty.new_zeros((features, hidden) if transposed else (hidden, features))
-                w, x = w.t() if transposed else w, empty.new_zeros(tokens, features)
-                self.matmul_reduce_scatter(x, w, rows=rows)
-                if transposed:  # as in a column layer's dgrad
-                    with self.beside(self.all_gather, own, rows, empty.new_empty(tokens, hidden)):
-                        self.matmul_reduce_scatter(x, w, rows=rows, beside=True)
 
 
 class CommOverlap(CommOverlapCore):
@@ -552,21 +505,24 @@ def workspace_bytes(shape, dtype: torch.dtype, size: int) -> dict[str, int]:
     # A collective cuts a part into as many chunks as it has programs, or more.
     num_chunks = max(-(-rows // MIN_CHUNK_ROWS), part_bytes // collectives.CHUNK_BYTES + 1, MAX_PROGRAMS)
     packet_bytes = min(part_bytes, collectives.DEFAULT.packet_bytes // max(size - 1, 1))
+    inbox_bytes = size * part * itemsize
     return dict(
-        inbox_bytes=size * part * itemsize,
+        inbox_bytes=inbox_bytes,
         num_chunks=num_chunks,
         outbox_bytes=round_up(tokens * hidden * itemsize, ALIGNMENT),
         num_counters=TILE_COUNTS.value + size * num_chunks,
         num_packets=size * round_up(-(-packet_bytes // 4), collectives.PACKET_BLOCK),
+        # By rule from COPY_BYTES on; what was tuned holds for sizes a little below its own, too.
+        landing_bytes=inbox_bytes if part_bytes >= COPY_BYTES // 4 else 0,
     )
 
 
 def heap_bytes(shape, dtype: torch.dtype, size: int, streams: int = 3) -> int:
-    """Symmetric memory for the workspaces of `streams`: the caller's, the communication stream, one to spare."""
+    """Symmetric memory for the workspaces of `streams`: the communication stream's, the caller's, one to spare."""
     memory = workspace_bytes(shape, dtype, size)
     words = size * memory["num_chunks"] + memory["num_packets"]
     workspace = 5 * memory["inbox_bytes"] // 2 + 16 * words + (1 << 16)
-    return streams * workspace + (4 << 20)
+    return streams * workspace + (streams - 1) * memory["landing_bytes"] + (4 << 20)
 
 
 def fill_userbuffers_buffer_for_all_gather(comm: CommOverlapCore, local_tensor: torch.Tensor, quantizer, process_group):

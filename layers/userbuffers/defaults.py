@@ -35,16 +35,16 @@ class OverlapOptions:
 
     method: ring_exchange, pipeline, bulk or external, as above.
     is_reduce_scatter: follows from product and method; given, it must agree.
-    num_sm: programs that carry the data. For ring_exchange with use_ce the kernel has its own number of them.
+    num_sm: programs that carry the data. For ring_exchange with use_ce the library chooses.
     cga_size: nothing; the programs form no clusters.
     set_sm_margin: bulk: the product beside leaves num_sm multiprocessors free. Inside a fused kernel the sending
         programs are always apart from the multiplying ones.
     num_splits: pipeline: at least so many pieces of a rank's rows travel one by one, as far as tiles allow. Rows are
         split, not features, so no remainder is lost.
-    aggregate: ring_exchange all-gather: messages of twice the rows. Takes any number of ranks.
-    use_ce: False: ring_exchange has num_sm programs that carry the data. True, in the table because it is there in
-        TransformerEngine's, leaves their number to the kernel. These kernels send by stores, so a configuration that
-        asks for the copy engine by use_ce=True is refused.
+    aggregate: ring_exchange all-gather: messages of twice the rows, where programs carry them; the copy engine's are
+        whole shards. Takes any number of ranks.
+    use_ce: ring_exchange: the copy engine carries the data where that is faster, shares of 8 MB and more whose peers'
+        memory is mapped, else programs of the kernel. False: num_sm programs carry it.
     atomic_gemm: fp8 only, so it is refused.
     fp8_buf: inert without fp8.
     comm_priority: of the communication stream. gemm_priority: of the caller's stream, so it must be 0. Both 0: the
@@ -81,7 +81,7 @@ class OverlapOptions:
         if self.method != "ring_exchange":
             reasons["use_ce"] = f"{self.method} has no copies for the copy engine"
         elif self.use_ce:
-            reasons["num_sm"] = "with use_ce the kernel has its own number of sending programs"
+            reasons["num_sm"] = "with use_ce the library chooses what carries the data"
         if self.method != "pipeline":
             reasons["num_splits"] = f"{self.method} sends no pieces of that kind"
         if self.method != "ring_exchange" or self.is_reduce_scatter:
@@ -175,11 +175,6 @@ def configure(
         method = _method(name, entry, ways, with_cublasmp)
         base = _defaults(name, method if name in _SWITCHABLE else ways[0], tp_size, *priorities)
         reduces = _is_reduce_scatter(name, method)
-        if entry.get("use_ce"):
-            raise ValueError(
-                f"ub_cfgs[{name!r}]: use_ce=True asks for the copy engine, but these kernels carry data by stores; "
-                f"leave use_ce out, or pass use_ce=0 for num_sm programs that carry it"
-            )
         if entry.get("is_reduce_scatter", reduces) != reduces:
             what = "a reduce-scatter" if reduces else "an all-gather"
             raise ValueError(f"ub_cfgs[{name!r}]: {method} of {name} is {what}; leave is_reduce_scatter out")

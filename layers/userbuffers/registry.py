@@ -103,7 +103,6 @@ def initialize_ub(
         for mode, table in options.items():
             for name, mine in table.items():
                 made[name, mode] = _communicator(mine, shape, dtype, helper, tp_size, with_cublasmp)
-        _warm_up(made.values())
     except Exception as caught:
         error = caught
     try:
@@ -287,16 +286,6 @@ def _communicator(options: OverlapOptions, shape, dtype, helper, tp_size, with_c
         return CommOverlapP2P(shape, dtype, helper, tp_size, **common)
     common.update(num_splits=options.num_splits, rs_overlap_first_gemm=options.pipeline_rs_overlap_first_gemm)
     return CommOverlap(shape, dtype, helper, tp_size, method=options.method, **common)
-
-
-def _warm_up(communicators):
-    """Collective. On a GPU, what compiles or copies at a first call does so now; returns when all ranks have."""
-    kinds = {(type(comm), comm.comm_type, comm.options): comm for comm in communicators}
-    for comm in kinds.values():
-        if comm.context.device.type == "cuda":
-            comm.warm_up()
-    comm.context.check()
-    comm.context.group.barrier()
 
 
 def _close(helper: CommOverlapHelper | None, groups):
