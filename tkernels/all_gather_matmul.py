@@ -32,11 +32,11 @@ from tkernels.gemm import (
     check_operands,
     check_result,
     finish,
-    halves,
     layout_of,
     matmul,
     multiply_step,
     precision,
+    slices_of,
     store_tile,
     tile_of,
     triton_dtype,
@@ -192,17 +192,11 @@ def all_gather_matmul_kernel(
                         wait_signal(others, parts - 1, table, rank, 0, OPERATION, TRANSPORT)
                 mark(STORE, out_row, column, table, TRANSPORT, TRACE)
                 COLUMNS: tl.constexpr = BLOCK_N // SPLIT
-                left = total
-                if SPLIT == 2:
-                    left, right = halves(total, BLOCK_M, BLOCK_N)
-                finish_slice(
-                    left, column, bias, N, y, y_stride_m, out_row, valid, sums, sums_row, 0, part, parts,
-                    BLOCK_M, COLUMNS, BLOCK_N, Y_TMA, S_TMA, HAS_BIAS, ACTIVATION, DTYPE,
-                )
-                if SPLIT == 2:
+                slices = slices_of(total, BLOCK_M, BLOCK_N, SPLIT)
+                for number in tl.static_range(SPLIT):
                     finish_slice(
-                        right, column + COLUMNS, bias, N, y, y_stride_m, out_row, valid,
-                        sums, sums_row, COLUMNS, part, parts,
+                        slices[number], column + number * COLUMNS, bias, N, y, y_stride_m, out_row, valid,
+                        sums, sums_row, number * COLUMNS, part, parts,
                         BLOCK_M, COLUMNS, BLOCK_N, Y_TMA, S_TMA, HAS_BIAS, ACTIVATION, DTYPE,
                     )
                 if PARTS:

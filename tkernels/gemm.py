@@ -117,6 +117,16 @@ def halves(value, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return tl.split(tl.permute(tl.reshape(value, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
 
 
+@triton.jit
+def slices_of(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr):
+    """The tile in SPLIT slices of columns, 1 or 2."""
+    if SPLIT == 2:
+        slices = halves(tile, ROWS, COLUMNS)
+    else:
+        slices = (tile,)
+    return slices
+
+
 @triton.jit(do_not_specialize=["M"])  # row counts may change from call to call: no new kernel for each
 def matmul_kernel(
     x, x_stride_m, x_stride_k,  # [M, K]
@@ -141,16 +151,12 @@ def matmul_kernel(
                 total, x, x_stride_m, x_stride_k, row, M, w, w_stride_n, w_stride_k, column, N, K, step,
                 BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, X_TRANSPOSED, W_TMA, W_TRANSPOSED, PRECISION,
             )
-        if SPLIT == 2:
-            left, right = halves(total, BLOCK_M, BLOCK_N)
-            HALF: tl.constexpr = BLOCK_N // 2
-            left = finish(left, bias, column, N, HALF, HAS_BIAS, ACTIVATION)
-            store_tile(left, y, y_stride_m, row, M - row, column, N, BLOCK_M, HALF, Y_TMA, DTYPE)
-            right = finish(right, bias, column + HALF, N, HALF, HAS_BIAS, ACTIVATION)
-            store_tile(right, y, y_stride_m, row, M - row, column + HALF, N, BLOCK_M, HALF, Y_TMA, DTYPE)
-        else:
-            total = finish(total, bias, column, N, BLOCK_N, HAS_BIAS, ACTIVATION)
-            store_tile(total, y, y_stride_m, row, M - row, column, N, BLOCK_M, BLOCK_N, Y_TMA, DTYPE)
+        COLUMNS: tl.constexpr = BLOCK_N // SPLIT
+        slices = slices_of(total, BLOCK_M, BLOCK_N, SPLIT)
+        for number in tl.static_range(SPLIT):
+            first = column + number * COLUMNS
+            value = finish(slices[number], bias, first, N, COLUMNS, HAS_BIAS, ACTIVATION)
+            store_tile(value, y, y_stride_m, row, M - row, first, N, BLOCK_M, COLUMNS, Y_TMA, DTYPE)
 # fmt: on
 
 

@@ -41,12 +41,12 @@ from tkernels.gemm import (
     check_operands,
     check_result,
     finish,
-    halves,
     layout_of,
     load_tile,
     matmul,
     multiply_step,
     precision,
+    slices_of,
     store_tile,
     tile_of,
     triton_dtype,
@@ -227,20 +227,12 @@ def matmul_reduce_kernel(
                 if GATHER:
                     out_row = x_row
                 COLUMNS: tl.constexpr = BLOCK_N // SPLIT
-                left = total
-                if SPLIT == 2:
-                    left, right = halves(total, BLOCK_M, BLOCK_N)
-                finish_slice(
-                    left, column, bias, N, y, out_row, outbox, x_row, valid,
-                    partials, parity_row + row, part_stride, owner, rank, sums, sums_row, 0, part, parts_of_tile,
-                    BLOCK_M, COLUMNS, BLOCK_N, SIZE,
-                    Y_TMA, O_TMA, P_TMA, S_TMA, HAS_BIAS, ACTIVATION, DTYPE, WIRE,
-                )
-                if SPLIT == 2:
+                slices = slices_of(total, BLOCK_M, BLOCK_N, SPLIT)
+                for number in tl.static_range(SPLIT):
                     finish_slice(
-                        right, column + COLUMNS, bias, N, y, out_row, outbox, x_row, valid,
+                        slices[number], column + number * COLUMNS, bias, N, y, out_row, outbox, x_row, valid,
                         partials, parity_row + row, part_stride, owner, rank,
-                        sums, sums_row, COLUMNS, part, parts_of_tile,
+                        sums, sums_row, number * COLUMNS, part, parts_of_tile,
                         BLOCK_M, COLUMNS, BLOCK_N, SIZE,
                         Y_TMA, O_TMA, P_TMA, S_TMA, HAS_BIAS, ACTIVATION, DTYPE, WIRE,
                     )
