@@ -15,7 +15,8 @@ takes others for later calls. Both are workspaces in their own right, as those o
 other's epochs. For that, all ranks must capture what one of them does.
 
 Growing under a capture meets nobody: it takes memory that no call has ever used. Its words are zero on every rank since
-the context was made, so a peer that comes earlier may signal at once. What it outgrows stays taken.
+the context was made, so a peer that comes earlier may signal at once. What it outgrows is given back where ranks meet
+next, when one grows outside of captures.
 """
 
 import torch
@@ -54,6 +55,7 @@ class Workspace:
         self._captured_plans = set()  # of this memory as it is now
         self._outgrown_plans = set()
         self._made_beside = []  # captures, on other streams, to which the allocator must not hand it on
+        self._outgrown = []  # symmetric memory that no graph goes on with, and that peers may still read
         self._forget_memory()
         self.state, self.gate, self.counters = (self._make(torch.zeros, number) for number in (2, 2, 0))
         self.outbox = self._make(torch.empty, 0, torch.uint8)
@@ -156,6 +158,8 @@ class Workspace:
         heap, group = self.context.heap, self.context.group
         captured = any(group.gather(bool(self._captured_plans)))
         group.barrier()  # nobody still reads or writes the old inboxes
+        while self._outgrown:
+            heap.free(self._outgrown.pop())
         if self._memory is not None and not captured:
             heap.free(self._memory)
             # Should the heap have no room below, the next call must not take what is free again for inboxes.
@@ -163,6 +167,7 @@ class Workspace:
         return heap.empty(num_bytes, dtype=torch.uint8)
 
     def _untouched(self, num_bytes: int) -> torch.Tensor:
+        """Memory for a call that is captured, while what there was stays as it is."""
         memory = self.context.heap.untouched(num_bytes)
         if memory is None:
             raise TkernelsError(
@@ -170,4 +175,6 @@ class Workspace:
                 f"memory that no call has used before, of which there is less; make one call with the same sizes "
                 f"before the capture, or pass init(heap_bytes=...) more than {self.context.heap.num_bytes}"
             )
+        if self._memory is not None and not self._captured_plans:
+            self._outgrown.append(self._memory)
         return memory

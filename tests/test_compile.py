@@ -27,9 +27,9 @@ REGISTERS = 65536  # of a multiprocessor
 
 
 def cases(names):
-    """Parameters of a test, of which a check in a hurry (-m "compile and not exhaustive") takes one in twelve."""
+    """Parameters of a test, of which a check in a hurry (-m "compile and not exhaustive") takes one in sixteen."""
     numbers = {name: number for number, name in enumerate(CASES)}
-    return [pytest.param(name, marks=[pytest.mark.exhaustive] * (numbers[name] % 12 > 0)) for name in names]
+    return [pytest.param(name, marks=[pytest.mark.exhaustive] * (numbers[name] % 16 > 0)) for name in names]
 
 
 @pytest.fixture(scope="session")

@@ -222,6 +222,23 @@ def test_a_workspace_grows_under_captures_without_a_meeting_and_all_calls_stay_r
 
 
 @pytest.mark.ranks(2)
+def test_what_a_capture_outgrows_is_given_back_when_ranks_meet_next(ctx):
+    w = torch.ones(24, 16, device=ctx.device)
+    with tkernels.init(ctx.group.process_group, heap_bytes=4 << 20) as context:
+
+        def call(rows):
+            y, _ = all_gather_matmul(context, torch.ones(rows, 16, device=ctx.device), w, path="fused")
+            assert y.eq(16.0).all() and y.shape == (2 * rows, 24)
+            return len(context.heap._blocks._taken)
+
+        at_first = call(40)
+        with without_launches(context, as_if_captured=True):
+            assert call(900) == at_first + 1
+        assert call(40) == at_first + 1
+        assert call(2000) == at_first + 1  # what was captured, and the newest
+
+
+@pytest.mark.ranks(2)
 def test_what_a_graph_was_captured_with_is_left_to_it_by_larger_calls(ctx):
     """As if captured: a plan that a capture has seen runs again and again, as replays do, between calls of any size."""
     as_if_captured = mock.patch.object(Context, "capturing", property(lambda self: True))
