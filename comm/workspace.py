@@ -54,7 +54,7 @@ class Workspace:
         # A CUDA graph reads what these hold: schedules, and local memory that calls since may have outgrown.
         self._captured_plans = set()  # of this memory as it is now
         self._outgrown_plans = set()
-        self._made_beside = []  # captures, on other streams, to which the allocator must not hand it on
+        self._made_beside = []  # local memory of other streams, to which the allocator must not hand it on
         self._outgrown = []  # symmetric memory that no graph goes on with, and that peers may still read
         self._forget_memory()
         self.state, self.gate, self.counters = (self._make(torch.zeros, number) for number in (2, 2, 0))

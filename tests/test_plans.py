@@ -191,24 +191,24 @@ def test_plans_hold_no_tensors_of_calls_and_go_with_their_context(ctx):
     assert inbox() is None
 
 
+def check_gather(ctx, w, call, rows, seed):
+    """Collective. `call` of this rank's rows gives the product of every rank's."""
+    every = [integers((rows, w.shape[1]), torch.float32, seed + rank, device=ctx.device) for rank in range(ctx.size)]
+    y, _ = call(every[ctx.rank].clone())
+    assert torch.equal(y, torch.cat(every) @ w.t()), (rows, seed)
+
+
 @pytest.mark.ranks(2, 3)
 def test_a_workspace_grows_under_captures_without_a_meeting_and_all_calls_stay_right(ctx):
     """As if captured, between eager calls of any size: what captures have seen runs again and again, as replays do."""
-    make = functools.partial(integers, dtype=torch.float32, device=ctx.device)
-    K, replays = 16, []
-    w = make((24, K), seed=1)
+    w, replays = integers((24, 16), torch.float32, seed=1, device=ctx.device), []
+    check = functools.partial(check_gather, ctx, w)
     with tkernels.init(ctx.group.process_group, heap_bytes=16 << 20) as context:
-
-        def check(call, rows, seed):
-            every = [make((rows, K), seed=seed + rank) for rank in range(ctx.size)]
-            y, _ = call(every[ctx.rank].clone())
-            assert torch.equal(y, torch.cat(every) @ w.t()), (rows, seed)
 
         def operation(x):
             return all_gather_matmul(context, x, w, path="fused")
 
-        captured = [40, -40, 900, -40, -2000, 40, 3000, -900]  # negative: an eager call
-        for step, rows in enumerate(captured):
+        for step, rows in enumerate([40, -40, 900, -40, -2000, 40, 3000, -900]):  # negative: an eager call
             if rows < 0:
                 check(operation, -rows, 100 * step)
             else:
@@ -242,15 +242,10 @@ def test_what_a_capture_outgrows_is_given_back_when_ranks_meet_next(ctx):
 def test_what_a_graph_was_captured_with_is_left_to_it_by_larger_calls(ctx):
     """As if captured: a plan that a capture has seen runs again and again, as replays do, between calls of any size."""
     as_if_captured = mock.patch.object(Context, "capturing", property(lambda self: True))
-    make = functools.partial(integers, dtype=torch.float32, device=ctx.device)
     rows, K = 40, 16
-    w = make((24, K), seed=1)
+    w = integers((24, K), torch.float32, seed=1, device=ctx.device)
+    check = functools.partial(check_gather, ctx, w)
     with tkernels.init(ctx.group.process_group, heap_bytes=4 << 20) as context:
-
-        def check(call, rows, seed):
-            every = [make((rows, K), seed=seed + rank) for rank in range(ctx.size)]
-            y, _ = call(every[ctx.rank].clone())
-            assert torch.equal(y, torch.cat(every) @ w.t()), (rows, seed)
 
         def eager(x):
             return all_gather_matmul(context, x, w, path="fused")

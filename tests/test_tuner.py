@@ -309,12 +309,14 @@ def on_a_gpu(monkeypatch):
         (
             {"num_stages": 4, "split": 1},
             replace(ROOM, operation="matmul"),
-            "shared memory: 4 stages of tiles of 128x256x64 take 196608, and beside them slices of results",
+            "shared memory: 4 stages of tiles of 128x256x64 take 196608, and beside them slices of results and sums "
+            "65536, of 232448 bytes",
         ),
         (
             {"split": 1, "num_stages": 3},
             ROOM,
-            "shared memory: 3 stages of tiles of 128x256x64 take 147456, and beside them slices of results",
+            "shared memory: 3 stages of tiles of 128x256x64 take 147456, and beside them slices of results and sums "
+            "131072, of 232448 bytes",
         ),
         ({"num_warps": 4}, ROOM, "registers: 4 warps hold 256 sums a thread"),
         ({"num_comm": 132}, ROOM, "programs: there are 132, and one at least must multiply"),

