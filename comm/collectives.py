@@ -122,20 +122,24 @@ def part_of(starts, rank, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
 
 @triton.jit
 def receive_parts(
-    out, inbox, ready, starts, max_chunks, epoch, table, chunk, rank,
+    out, inbox, ready, starts, max_chunks, epoch, table, chunk, piece, rank,
     SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
     TRACE: tl.constexpr,
 ):
-    """Wait for every peer's part and copy it from the inbox to `out`; the programs share the chunks."""
+    """Wait for every peer's part and copy it from the inbox to `out`; the programs share the pieces of its chunks.
+
+    piece: elements; a divisor of `chunk`, for a piece waits for one signal.
+    """
     for step in range(1, SIZE):
         source = (rank + SIZE - step) % SIZE
         start, part = part_of(starts, source, out.dtype.element_ty, ALIGN)
-        for index in range(tl.program_id(0), chunk_count(part, chunk), tl.num_programs(0)):
-            mark(WAIT, index, source, table, TRANSPORT, TRACE)
-            wait_signal(ready + source * max_chunks + index, epoch, table, source, index, OPERATION, TRANSPORT)
-            mark(COPY, index, source, table, TRANSPORT, TRACE)
-            first = tl.cast(index, tl.int64) * chunk
-            copy(out + start + first, inbox + start + first, tl.minimum(part - first, chunk), BLOCK, ALIGN)
+        for index in range(tl.program_id(0), chunk_count(part, piece), tl.num_programs(0)):
+            first = tl.cast(index, tl.int64) * piece
+            number = tl.cast(first // chunk, tl.int32)
+            mark(WAIT, number, source, table, TRANSPORT, TRACE)
+            wait_signal(ready + source * max_chunks + number, epoch, table, source, number, OPERATION, TRANSPORT)
+            mark(COPY, number, source, table, TRANSPORT, TRACE)
+            copy(out + start + first, inbox + start + first, tl.minimum(part - first, piece), BLOCK, ALIGN)
 
 
 @triton.jit(do_not_specialize=["rank", "max_chunks"])
@@ -163,7 +167,7 @@ def all_gather_kernel(
         mark(COPY, index, rank, table, TRANSPORT, TRACE)
         copy(out + start + first, x + first, tl.minimum(part - first, chunk), BLOCK, ALIGN)
     receive_parts(
-        out, inbox, ready, starts, max_chunks, epoch, table, chunk, rank,
+        out, inbox, ready, starts, max_chunks, epoch, table, chunk, chunk, rank,
         SIZE, OPERATION, TRANSPORT, BLOCK, ALIGN, TRACE,
     )
     end_marks(table, TRANSPORT, TRACE)
@@ -230,7 +234,7 @@ def reduce_kernel(
             signal_all(gathered_ready + rank * max_chunks + index, epoch, table, rank, SIZE, TRANSPORT)
     if GATHER:
         receive_parts(
-            out, gathered, gathered_ready, starts, max_chunks, epoch, table, chunk, rank,
+            out, gathered, gathered_ready, starts, max_chunks, epoch, table, chunk, chunk, rank,
             SIZE, OPERATION, TRANSPORT, BLOCK, ALIGN, TRACE,
         )
     end_marks(table, TRANSPORT, TRACE)

@@ -13,6 +13,7 @@ by the comm programs, then by all that have no tile left, and all programs copy 
 """
 
 import functools
+import math
 
 import torch
 import triton
@@ -82,6 +83,7 @@ OP = operation("matmul_reduce_scatter")
 # A row of a send schedule: target, chunk, first row in the whole, rows; the chunk that its tiles count for, and the
 # rows of tiles to be counted.
 SEND_FIELDS = tl.constexpr(6)
+PIECE_ROWS = 8  # finished rows that a program takes from its inbox at a time
 PART_ROWS = 128  # a part of an inbox begins at a multiple, whatever the tiles: those of ranks may differ
 
 
@@ -111,7 +113,7 @@ def finish_slice(
 # Row counts may change from call to call, and ranks differ: no new kernel for each.
 @triton.jit(do_not_specialize=[
     "parity_rows", "part_stride", "tiles_m", "peer_tiles_m", "head", "dealt", "whole", "splits",
-    "num_sends", "num_counters", "max_chunks", "rank", "num_comm", "own_chunks", "chunk_rows",
+    "num_sends", "num_counters", "max_chunks", "rank", "num_comm", "own_chunks", "chunk_rows", "piece_rows",
 ])
 def matmul_reduce_kernel(
     x, x_stride_m, x_stride_k,  # [M, K/R]
@@ -125,7 +127,7 @@ def matmul_reduce_kernel(
     sends, num_sends,  # [num_sends, SEND_FIELDS]
     parts, starts,  # [R + 1], [R + 1]: first row and first element of each part
     counters, num_counters, ready, max_chunks, state, table, rank, gate, begun,
-    N, K, num_comm, own_chunks, chunk_rows,  # own_chunks: of this rank's rows
+    N, K, num_comm, own_chunks, chunk_rows, piece_rows,  # own_chunks: of this rank's rows; piece: see receive_parts
     SIZE: tl.constexpr, GATHER: tl.constexpr, COPIES: tl.constexpr, PARTS: tl.constexpr,  # PARTS: some tiles are split
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
     X_TMA: tl.constexpr, X_TRANSPOSED: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr,
@@ -279,8 +281,9 @@ def matmul_reduce_kernel(
                 )
                 i = take(counters + SEND_TICKETS)
         receive_parts(
-            y_memory, gathered, gathered_ready, starts, max_chunks, epoch, table, tl.cast(chunk_rows, tl.int64) * N,
-            rank, SIZE, OPERATION, TRANSPORT, PUT_BLOCK, ALIGN, TRACE,
+            y_memory, gathered, gathered_ready, starts, max_chunks, epoch, table,
+            tl.cast(chunk_rows, tl.int64) * N, tl.cast(piece_rows, tl.int64) * N, rank,
+            SIZE, OPERATION, TRANSPORT, PUT_BLOCK, ALIGN, TRACE,
         )
     end_marks(table, TRANSPORT, TRACE)
     end_launch(state, epoch, counters, num_counters)
@@ -406,6 +409,7 @@ def plan(
         workspace.counters, num_counters, workspace.ready, workspace.num_chunks, workspace.state, ctx.table, ctx.rank,
         workspace.gate, workspace.begun,
         N, K, config.num_comm, num_chunks(rows[ctx.rank], config), config.chunk_rows,
+        math.gcd(config.chunk_rows, PIECE_ROWS),
         SIZE=ctx.size, GATHER=gather, COPIES=config.num_comm == 0, PARTS=turns.splits > 1,
         BLOCK_M=gemm.block_m, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, GROUP_M=gemm.group_m, SPLIT=gemm.split,
         X_TMA=x_operand.tma, X_TRANSPOSED=x_operand.transposed, W_TMA=w_operand.tma,
