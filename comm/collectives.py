@@ -7,7 +7,7 @@ packets  each 4 bytes with their epoch beside them: one trip over the link, and 
 chunks   as they are, one signal a chunk behind a fence: the fence waits for the chunk's arrival, so it is two trips.
 
 An all-reduce in one shot is a reduce-scatter in which every part is the whole; in two shots, a reduce-scatter and an
-all-gather in one launch. Program p of a rank exchanges data with programs p of its peers and with no other.
+all-gather in one launch, either way. Program p of a rank exchanges data with programs p of its peers and with no other.
 
 Sums are taken in fp32 in rank order, whichever way: the same bits on every run, and on every rank.
 """
@@ -52,23 +52,28 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class CollectiveConfig:
     """How a collective's data travels; all ranks must use the same.
 
-    packet_bytes: a rank that sends its peers no more than this, all together, sends packets, which save a fence's round
-        trip and take twice the bytes. 2 H200s, us of an all-reduce as packets / in chunks: 4.7/6.6 of 64 KB, 5.8/6.7 of
-        256 KB, 9.7/9.2 of 512 KB. Over the transport nvshmem there are none.
-    hop_bytes: an all-reduce takes one shot where that sends at most so many bytes more than two. These need another
-        fence, signal and wait: 3 to 4 us more between 2 H200s up to 1 MB. Reckoned from that for more ranks.
+    packet_bytes: a part of no more than this goes to a peer as packets, which save a fence's round trip and take twice
+        the bytes. 2 H200s, us of an all-reduce as packets / in chunks: 4.7/6.6 of 64 KB, 5.8/6.7 of 256 KB, 9.7/9.2 of
+        512 KB. Two shots save two round trips, and are packets up to twice that: 4 H200s, 15/23 of an all-reduce of
+        1 MB, 25/29 of 2 MB, 47/37 of 4 MB. Over the transport nvshmem there are none.
+    hop_bytes, packet_hop_bytes: an all-reduce takes one shot where that sends at most so many bytes more than two, in
+        chunks or as packets. Two shots in chunks need another fence, signal and wait: 3 to 4 us between 2 H200s, 8
+        among 4. As packets they need another trip alone.
     """
 
     packet_bytes: int = PACKET_BYTES
     hop_bytes: int = 1 << 20
+    packet_hop_bytes: int = 384 << 10
 
-    def packets(self, part_bytes: int, ctx: Context) -> bool:
+    def packets(self, part_bytes: int, ctx: Context, shots: int = 1) -> bool:
         """Whether parts of that size travel as packets. The same on all ranks."""
-        return ctx.transport_id != NVSHMEM.value and part_bytes * (ctx.size - 1) <= self.packet_bytes
+        return ctx.transport_id != NVSHMEM.value and part_bytes <= shots * self.packet_bytes
 
-    def one_shot(self, num_bytes: int, size: int) -> bool:
-        """Whether an all-reduce of that size among `size` ranks takes one shot; between two ranks it always does."""
-        return num_bytes * (size - 1) * (size - 2) <= self.hop_bytes * size
+    def one_shot(self, num_bytes: int, ctx: Context) -> bool:
+        """Whether an all-reduce of that size takes one shot; between two ranks it always does."""
+        size = ctx.size
+        hop_bytes = self.packet_hop_bytes if self.packets(-(-num_bytes // size), ctx, 2) else self.hop_bytes
+        return num_bytes * (size - 1) * (size - 2) <= hop_bytes * size
 
     def most_in_one_shot(self, size: int) -> int:
         """The bytes of the largest all-reduce among `size` ranks, 3 or more, that takes one shot."""
@@ -261,18 +266,51 @@ def unpack(words, DTYPE: tl.constexpr, WORDS: tl.constexpr):
         return words.to(DTYPE, bitcast=True)
 
 
+@triton.jit
+def store_parts(
+    packets, source_stride, out, starts, at, epoch, table, index, rank,
+    SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr,
+    TRACE: tl.constexpr,
+):
+    """Wait for a block of every rank's part and put each where it belongs."""
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    mark(WAIT, index, rank, table, TRANSPORT, TRACE)
+    arrived = wait_packets(packets, source_stride, epoch, table, index, SIZE, OPERATION, TRANSPORT, WORDS)
+    mark(COPY, index, rank, table, TRANSPORT, TRACE)
+    for source in tl.static_range(SIZE):
+        start, part = part_of(starts, source, DTYPE, ALIGN)
+        tl.store(out + start + at, unpack(arrived[source], DTYPE, WORDS), mask=at < part)
+
+
+@triton.jit
+def sum_of_packets(
+    packets, source_stride, epoch, table, index, rank,
+    DTYPE: tl.constexpr, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, WORDS: tl.constexpr,
+    TRACE: tl.constexpr,
+):
+    """Wait for a block from every rank; their sum in fp32."""
+    mark(WAIT, index, rank, table, TRANSPORT, TRACE)
+    arrived = wait_packets(packets, source_stride, epoch, table, index, SIZE, OPERATION, TRANSPORT, WORDS)
+    mark(ADD, index, rank, table, TRANSPORT, TRACE)
+    total = tl.zeros((WORDS * 32 // DTYPE.primitive_bitwidth,), tl.float32)
+    for source in tl.static_range(SIZE):
+        total += unpack(arrived[source], DTYPE, WORDS).to(tl.float32)
+    return total
+
+
 @triton.jit(do_not_specialize=["rank", "max_part"])
 def packets_kernel(
-    x, out,  # all_gather: [own part], [whole]; reduce_scatter: [whole], [own part]; with WHOLE: [whole], [whole]
+    x, out,  # all_gather: [own part], [whole]; reduce_scatter: [whole], [own part]; WHOLE, GATHER: [whole], [whole]
     packets, parity_stride, source_stride, state, table, rank,
     starts,  # [R + 1] first element of each part; with WHOLE, the first two words are those of every part
     max_part,  # elements of the largest part
-    SIZE: tl.constexpr, REDUCE: tl.constexpr, WHOLE: tl.constexpr,
+    SIZE: tl.constexpr, REDUCE: tl.constexpr, WHOLE: tl.constexpr, GATHER: tl.constexpr,
     OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr,
     TRACE: tl.constexpr = False,
 ):
     """Send packets to every rank, this one included, and sum those of all ranks, or put them one after the other.
 
+    GATHER: every rank sums its own part, and sends the sums to every rank.
     Every rank sends as many blocks as the largest part has, so every rank hears from every other.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
@@ -282,7 +320,8 @@ def packets_kernel(
     epoch = begin_epoch(state)
     packets += epoch % 2 * parity_stride
     own_start, own = part_of(starts, rank * PARTS, DTYPE, ALIGN)
-    for index in range(tl.program_id(0), tl.cdiv(max_part, BLOCK), tl.num_programs(0)):
+    blocks = tl.cdiv(max_part, BLOCK)
+    for index in range(tl.program_id(0), blocks, tl.num_programs(0)):
         at = index * BLOCK + tl.arange(0, BLOCK)
         inbox = packets + index * WORDS
         if SAME:
@@ -296,18 +335,38 @@ def packets_kernel(
                 start, part = part_of(starts, target, DTYPE, ALIGN)
                 sent = pack(tl.load(x + start + at, mask=at < part, other=0), WORDS)
             put_packets(inbox + rank * source_stride, sent, epoch, target, table, TRANSPORT)
-        mark(WAIT, index, rank, table, TRANSPORT, TRACE)
-        arrived = wait_packets(inbox, source_stride, epoch, table, index, SIZE, OPERATION, TRANSPORT, WORDS)
-        mark(ADD if REDUCE else COPY, index, rank, table, TRANSPORT, TRACE)
-        if REDUCE:
-            total = tl.zeros((BLOCK,), tl.float32)
-            for source in tl.static_range(SIZE):
-                total += unpack(arrived[source], DTYPE, WORDS).to(tl.float32)
+        if not REDUCE:
+            store_parts(
+                inbox, source_stride, out, starts, at, epoch, table, index, rank,
+                SIZE, OPERATION, TRANSPORT, WORDS, ALIGN, TRACE,
+            )
+        elif not GATHER:
+            total = sum_of_packets(
+                inbox, source_stride, epoch, table, index, rank, DTYPE, SIZE, OPERATION, TRANSPORT, WORDS, TRACE
+            )
             tl.store(out + at, total.to(out.dtype.element_ty), mask=at < own)
-        else:
-            for source in tl.static_range(SIZE):
-                start, part = part_of(starts, source, DTYPE, ALIGN)
-                tl.store(out + start + at, unpack(arrived[source], DTYPE, WORDS), mask=at < part)
+    if GATHER:
+        # All blocks of a trip are under way before the first one is waited for.
+        OUT: tl.constexpr = out.dtype.element_ty
+        OUT_WORDS: tl.constexpr = BLOCK * OUT.primitive_bitwidth // 32
+        gathered, gathered_stride = packets + SIZE * source_stride, blocks * OUT_WORDS
+        for index in range(tl.program_id(0), blocks, tl.num_programs(0)):
+            total = sum_of_packets(
+                packets + index * WORDS, source_stride, epoch, table, index, rank,
+                DTYPE, SIZE, OPERATION, TRANSPORT, WORDS, TRACE,
+            )
+            words = pack(total.to(OUT), OUT_WORDS)
+            for step in range(SIZE):
+                target = (rank + 1 + step) % SIZE
+                mark(SEND, index, target, table, TRANSPORT, TRACE)
+                put_packets(
+                    gathered + rank * gathered_stride + index * OUT_WORDS, words, epoch, target, table, TRANSPORT
+                )
+        for index in range(tl.program_id(0), blocks, tl.num_programs(0)):
+            store_parts(
+                gathered + index * OUT_WORDS, gathered_stride, out, starts, index * BLOCK + tl.arange(0, BLOCK),
+                epoch, table, index, rank, SIZE, OPERATION, TRANSPORT, OUT_WORDS, ALIGN, TRACE,
+            )
     end_marks(table, TRANSPORT, TRACE)
     end_epoch(state, epoch)
 
@@ -422,7 +481,7 @@ def plan_all_reduce(ctx: Context, x: torch.Tensor, out, out_dtype, config=DEFAUL
     result = _result("all_reduce", x, out, tuple(x.shape), dtypes[1])
     if ctx.size == 1:
         return _into(result, _copy)
-    if config.one_shot(x.numel() * x.element_size(), ctx.size):
+    if config.one_shot(x.numel() * x.element_size(), ctx):
         parts = _Parts(ctx, [x.numel()] * ctx.size, x, out, dtypes, max_programs, whole=True)
         return _into(result, parts.reduce(OP_ALL_REDUCE, config))
     # Parts of whole 16-byte vectors, the last one shorter.
@@ -502,8 +561,8 @@ class _Parts:
     def reduce(self, operation, config: CollectiveConfig, gather: bool = False):
         """Sum the parts of all ranks, each for its owner, and with `gather` send the sums to everyone."""
         ctx = self.ctx
-        if not gather and config.packets(self.max_part * self.itemsize, ctx):
-            return self.packets(operation, reduce=True)
+        if config.packets(self.max_part * self.itemsize, ctx, 2 if gather else 1):
+            return self.packets(operation, reduce=True, gather=gather)
         part_stride = -(-self.max_part // BLOCK) * BLOCK
         gathered = self.total * self.out.element_size() // self.itemsize + 1 if gather else 0
         needed = ctx.size * part_stride + gathered
@@ -519,18 +578,20 @@ class _Parts:
             **self.options,
         )  # fmt: skip
 
-    def packets(self, operation, reduce: bool):
+    def packets(self, operation, reduce: bool, gather: bool = False):
         """The same, or a gather of the parts, as packets. Nothing moves if there is nothing on any rank."""
         ctx, block = self.ctx, PACKET_BLOCK * 4 // self.itemsize
         blocks = -(-self.max_part // block)
         if blocks == 0:
             return None
-        workspace = ctx.workspace().reserve(0, 0, num_packets=ctx.size * blocks * PACKET_BLOCK)
+        words = PACKET_BLOCK + (block * self.out.element_size() // 4 if gather else 0)  # of a block, there and back
+        workspace = ctx.workspace().reserve(0, 0, num_packets=ctx.size * blocks * words)
         return ctx.bind(
             packets_kernel, min(self.num_programs, blocks), self.x, self.out,
             workspace.packets, workspace.num_packets, blocks * PACKET_BLOCK, workspace.state, ctx.table, ctx.rank,
             self.starts, self.max_part,
-            SIZE=ctx.size, REDUCE=reduce, WHOLE=self.whole, OPERATION=operation, TRANSPORT=ctx.transport_id,
+            SIZE=ctx.size, REDUCE=reduce, WHOLE=self.whole, GATHER=gather, OPERATION=operation,
+            TRANSPORT=ctx.transport_id,
             WORDS=PACKET_BLOCK, ALIGN=self.options["ALIGN"], num_warps=PACKET_BLOCK // 128,
             varying=("x", "out"),
         )  # fmt: skip

@@ -41,6 +41,8 @@ from tkernels.comm.driver import driver
 from tkernels.comm.lease import Crossing
 
 WAIT_VALUE_64, WRITE_VALUE_64 = 4, 5  # CUstreamBatchMemOpType
+OPERATION_WORDS = 6  # of 8 bytes, of a CUstreamBatchMemOpParams
+MOST_WORDS = 128  # in a call of the driver, which takes fewer than 256
 
 
 def check_mapped(operation: str, context):
@@ -89,15 +91,21 @@ class Copies:
 
     def __init__(self, context, workspace, sends: list[Send]):
         offset = context.heap.offset
-        landing, ready = offset(workspace.landing), offset(workspace.ready)
+        landing, ready, counters = offset(workspace.landing), offset(workspace.ready), workspace.counters.data_ptr()
         self._workspace, self._on_gpu = workspace, context.device.type == "cuda"
-        self._gate = workspace.gate
+        self._epoch = workspace.gate.data_ptr() + 8
         self._order = Crossing(torch.cuda) if self._on_gpu else None
-        self._sends = []
+        waits = [(workspace.gate.data_ptr(), 1)]
+        self._sends, waited = [], {}
         for send in sends:
-            base, counter = context.heap.segment.bases[send.target], workspace.counters.data_ptr() + 8 * send.counter
+            waits += [(counters + 8 * send.counter, send.tiles)] if send.tiles else []
+            waited |= dict(waits)
+            base = context.heap.segment.bases[send.target]
             goal, word = base + landing + send.to, base + ready + 8 * send.ready
-            self._sends.append((counter, send.tiles, send.source, send.first, goal, send.num_bytes, word))
+            self._sends.append((_waits(waits), send.source, send.first, goal, send.num_bytes, word))
+            waits = []
+        words = list(waited)
+        self._resets = [_resets(words[at : at + MOST_WORDS]) for at in range(0, len(words), MOST_WORDS)]
 
     def beside(self, launch, *sources: torch.Tensor):
         """Collective. Launch the kernel, and the copies beside it; what follows on the current stream is behind both.
@@ -106,45 +114,50 @@ class Copies:
         """
         addresses = [tensor.data_ptr() for tensor in sources]
         if not self._on_gpu:
-            with interpreter.beside(lambda: self._carry_out(host_wait, host_copy, addresses)):
+            with interpreter.beside(lambda: self._carry_out(host_words, host_copy, addresses)):
                 launch()
             return
         here = torch.cuda.current_stream()
         side = self._workspace.side_stream(here)
         self._order(here, side)  # the kernel of a graph before this call opens the same gate
         launch()  # before what waits for it: see above
-        wait, copy = _of_stream(side.cuda_stream)
-        self._carry_out(wait, copy, addresses)
+        words, copy = _of_stream(side.cuda_stream)
+        self._carry_out(words, copy, addresses)
         self._order(side, here)
 
-    def _carry_out(self, wait, copy, addresses: list[int]):
-        gate = self._gate.data_ptr()
-        wait(gate, 1)
-        for counter, tiles, source, first, goal, num_bytes, word in self._sends:
-            if tiles:
-                wait(counter, tiles)
+    def _carry_out(self, words, copy, addresses: list[int]):
+        for waits, source, first, goal, num_bytes, word in self._sends:
+            if waits:
+                words(waits)
             if num_bytes:
                 copy(goal, addresses[source] + first, num_bytes)
-            copy(word, gate + 8, 8)
+            copy(word, self._epoch, 8)
+        for resets in self._resets:
+            words(resets)
 
 
-@functools.lru_cache(maxsize=4096)
-def _wait_and_reset(word: int, value: int) -> ctypes.Array:
-    """Two CUstreamBatchMemOpParams, of 48 bytes each: wait until the word is at least the value, set it to zero."""
-    flags = pad = 0  # at least; with a fence before the write
-    return (ctypes.c_uint64 * 12)(
-        WAIT_VALUE_64, word, value, flags, pad, pad,
-        WRITE_VALUE_64, word, 0, flags, pad, pad,
-    )  # fmt: skip
+def _waits(pairs: list[tuple[int, int]]) -> ctypes.Array:
+    """Until each word is at least its value, as CUstreamBatchMemOpParams."""
+    return _operations((WAIT_VALUE_64, word, value) for word, value in pairs)
+
+
+def _resets(words: list[int]) -> ctypes.Array:
+    return _operations((WRITE_VALUE_64, word, 0) for word in words)
+
+
+def _operations(operations) -> ctypes.Array:
+    """CUstreamBatchMemOpParams of 48 bytes each: what to do, word, value, flags (at least; behind a fence), padding."""
+    fields = [field for operation in operations for field in (*operation, 0, 0, 0)]
+    return (ctypes.c_uint64 * len(fields))(*fields)
 
 
 @functools.cache
 def _of_stream(stream: int):
-    """(wait until a local word is at least a value, then set it to zero; copy bytes) in the order of a CUDA stream."""
+    """(wait for local words or set them; copy bytes) in the order of a CUDA stream."""
     batch, memcpy = driver().cuStreamBatchMemOp_v2, driver().cuMemcpyAsync
 
-    def wait(word: int, value: int):
-        error = batch(stream, 2, _wait_and_reset(word, value), 0)
+    def words(operations: ctypes.Array):
+        error = batch(stream, len(operations) // OPERATION_WORDS, operations, 0)
         if error:
             raise RuntimeError(f"the copy engine's stream refused to wait: CUDA error {error}")
 
@@ -153,15 +166,18 @@ def _of_stream(stream: int):
         if error:
             raise RuntimeError(f"the copy engine's stream refused a copy: CUDA error {error}")
 
-    return wait, copy
+    return words, copy
 
 
-def host_wait(word: int, value: int):
-    cell = ctypes.c_int64.from_address(word)
-    while cell.value < value:
-        interpreter.raise_if_aborted()
-        time.sleep(1e-4)
-    cell.value = 0
+def host_words(operations: ctypes.Array):
+    for at in range(0, len(operations), OPERATION_WORDS):
+        what, word, value = operations[at : at + 3]
+        cell = ctypes.c_int64.from_address(word)
+        while what == WAIT_VALUE_64 and cell.value < value:
+            interpreter.raise_if_aborted()
+            time.sleep(1e-4)
+        if what == WRITE_VALUE_64:
+            cell.value = value
 
 
 def host_copy(goal: int, source: int, num_bytes: int):

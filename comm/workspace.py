@@ -27,9 +27,14 @@ from tkernels.comm.plans import Plans
 from tkernels.comm.regions import ALIGNMENT, Regions, round_up
 
 # What small calls need is there from the first call on, so that a capture after a large one finds it.
-PACKET_BYTES = 256 << 10  # that a rank sends its peers as packets, all together
+PACKET_BYTES = 256 << 10  # that a rank sends a peer as packets
 PACKET_BLOCK = 1024  # words of 4 bytes that a program sends as packets at a step: 16 bytes for each of 256 threads
 MIN_CHUNKS = 64  # of a rank's part: as many as programs share one
+
+
+def most_packets(size: int) -> int:
+    """That a call of `size` ranks needs room for: in two shots, which two ranks never take, twice as much twice."""
+    return size * PACKET_BYTES // 4 * (4 if size > 2 else 1)
 
 
 class Workspace:
@@ -109,9 +114,7 @@ class Workspace:
 
     def _least_packets(self) -> int:
         """Room for the packets of any call; none where that were more than a 32nd of the heap."""
-        size = self.context.size
-        blocks = -(-PACKET_BYTES // (4 * PACKET_BLOCK * (size - 1))) if size > 1 else 0
-        least = size * blocks * PACKET_BLOCK
+        least = most_packets(self.context.size)
         return least if 2 * 8 * least <= self.context.heap.num_bytes // 32 else 0
 
     def _make(self, make, number: int, dtype=torch.int64) -> torch.Tensor:

@@ -27,7 +27,8 @@ SHARES = {
 # Every way to travel; by default small parts are packets, and an all-reduce between two ranks is one shot.
 CONFIGS = {
     "by size": collectives.DEFAULT,
-    "packets": collectives.CollectiveConfig(packet_bytes=1 << 30, hop_bytes=1 << 30),
+    "packets": collectives.CollectiveConfig(packet_bytes=1 << 30, packet_hop_bytes=1 << 30),
+    "packets, two shots": collectives.CollectiveConfig(packet_bytes=1 << 30, packet_hop_bytes=-1),
     "one shot": collectives.CollectiveConfig(packet_bytes=0, hop_bytes=1 << 30),
     "two shots": collectives.CollectiveConfig(packet_bytes=0, hop_bytes=-1),
 }
@@ -140,12 +141,14 @@ def test_parts_of_many_chunks_arrive_whole(ctx, transport):
 def test_the_way_to_travel_is_chosen_by_size_and_ranks():
     def way(num_bytes, size, transport="peer"):
         config, ctx = collectives.DEFAULT, SimpleNamespace(size=size, transport_id=TRANSPORTS[transport])
-        return config.one_shot(num_bytes, size), config.packets(num_bytes, ctx)
+        one_shot = config.one_shot(num_bytes, ctx)
+        return one_shot, config.packets(num_bytes, ctx) if one_shot else config.packets(num_bytes // size, ctx, 2)
 
-    assert way(64 << 10, 2) == way(64 << 10, 4) == (True, True)
-    assert way(64 << 10, 4, "nvshmem") == (True, False)
-    assert way(512 << 10, 2) == way(1 << 30, 2) == way(512 << 10, 4) == (True, False)
-    assert way(2 << 20, 4) == way(1 << 20, 8) == (False, False)
+    assert way(64 << 10, 2) == way(256 << 10, 2) == way(256 << 10, 4) == way(64 << 10, 8) == (True, True)
+    assert way(64 << 10, 4, "nvshmem") == way(512 << 10, 4, "nvshmem") == (True, False)
+    assert way(512 << 10, 2) == way(1 << 30, 2) == (True, False)
+    assert way(512 << 10, 4) == way(1 << 20, 4) == way(2 << 20, 4) == way(2 << 20, 8) == (False, True)
+    assert way(4 << 20, 4) == way(1 << 20, 4, "nvshmem") == (False, False)
 
 
 @pytest.mark.ranks(2)
@@ -330,7 +333,7 @@ def test_changing_sizes_reuse_one_workspace_and_small_ones_never_grow_it(ctx):
 @pytest.mark.ranks(2, 3)
 def test_after_a_large_call_no_smaller_one_needs_a_larger_workspace(ctx):
     """What a CUDA graph needs, whose capture can't make room."""
-    with tkernels.init(heap_bytes=64 << 20) as fresh:
+    with tkernels.init(heap_bytes=512 << 20) as fresh:
         tkernels.all_reduce(torch.zeros(1 << 20, dtype=torch.bfloat16, device=ctx.device), ctx=fresh)
         before = fresh.workspace().inbox.data_ptr(), fresh.workspace().inbox_bytes
         for num_bytes in (1, 100 << 10, 256 << 10, 512 << 10, 1 << 20, 3 << 19):

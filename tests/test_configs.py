@@ -64,6 +64,7 @@ def test_other_calls_get_the_rule(call):
     (2048, 16384, 1024),  # 32 MB to a peer in 2 chunks
     (2048, 8192, 1024),
     (1024, 8192, 1024),
+    (512, 24576, 256),  # 12 MB in 2
     (8192, 16384, 4096),  # never more than 2
     (100, 64, 256),
     (0, 64, 256),

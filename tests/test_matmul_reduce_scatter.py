@@ -22,7 +22,7 @@ from tkernels.comm.collectives import split_rows
 from tkernels.configs import GemmConfig, OverlapConfig
 from tkernels.gemm import ACTIVATIONS, DTYPES
 from tkernels.matmul_reduce_scatter import matmul_reduce_scatter as fused
-from tkernels.matmul_reduce_scatter import matmul_reduce_scatter_reference
+from tkernels.matmul_reduce_scatter import matmul_reduce_scatter_reference, own_group
 from tkernels.testing.compare import assert_close_to, integers, normal
 
 # (rows that each rank owns, N, K on each rank)
@@ -252,3 +252,10 @@ def test_the_result_goes_where_the_caller_wants_it(ctx):
     assert torch.equal(out, reference(ctx, rows, x, w, bias).float())
     with pytest.raises(ValueError, match=r"matmul_reduce_scatter: out is .* but must be"):
         fused(ctx, x, w, bias, rows=rows, out=out[:, 1:])
+
+
+def test_own_tiles_of_two_copies_are_not_walked_together():
+    gemm = GemmConfig(block_m=128, group_m=4)
+    for chunk_rows, group in ((256, 2), (512, 4), (4096, 4), (64, 1)):
+        assert own_group(OverlapConfig(gemm, chunk_rows, num_comm=0)) == group
+    assert own_group(OverlapConfig(gemm, 64, num_comm=2)) == 4

@@ -25,8 +25,9 @@ BURST = 8  # calls before results are looked at
 FEATURES = [(40, 48), (33, 50)]  # N, K on a rank: with and without TMA; the sums of 50 products are exact in bf16
 COLLECTIVES = ["all_gather", "reduce_scatter", "all_reduce"]
 FUSED = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
-CONFIGS = [  # packets, chunks, and an all-reduce in two shots
+CONFIGS = [  # packets and chunks, each with all-reduces in one shot and in two
     collectives.DEFAULT,
+    collectives.CollectiveConfig(packet_hop_bytes=-1),
     collectives.CollectiveConfig(packet_bytes=0),
     collectives.CollectiveConfig(packet_bytes=0, hop_bytes=-1),
 ]

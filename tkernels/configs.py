@@ -36,6 +36,7 @@ MAX_CHOICES = 4096  # that are kept, of a context and of the local product
 
 COPY_BYTES = 8 << 20  # a copy engine's operation has fixed costs of some microseconds, and is at its best from here on
 COPIES = 2  # to a peer, of a reduction: with one its last tiles hold up all that it is sent
+PIECE_BYTES = 6 << 20  # of one of several copies to a peer, at least
 COPY_ROWS = 256  # a multiple of every tile's, for those of ranks may differ, and their chunks may not
 
 
@@ -118,11 +119,11 @@ def chunks_fit(chunk_rows: int, block_m: int) -> bool:
 
 
 def by_copy_engine(config: OverlapConfig, rows: int, row_bytes: int, copies: int = COPIES) -> OverlapConfig:
-    """The same tiles, but the copy engine sends, in up to `copies` chunks a peer, of at least COPY_BYTES.
+    """The same tiles, but the copy engine sends, in up to `copies` chunks a peer, of at least PIECE_BYTES.
 
     rows: that the rank with the most sends to a peer. row_bytes: of each. All ranks must give the same.
     """
-    pieces = min(max(rows * row_bytes // COPY_BYTES, 1), copies)
+    pieces = min(max(rows * row_bytes // PIECE_BYTES, 1), copies)
     return replace(config, num_comm=0, chunk_rows=max(round_up(-(-rows // pieces), COPY_ROWS), COPY_ROWS))
 
 
@@ -172,8 +173,12 @@ def default_overlap(
     gathers, reduces_all = operation == "all_gather_matmul", operation == "matmul_all_reduce"
     if gemm.block_n == 256 and not gathers:  # partial sums take a stage's shared memory
         gemm = replace(gemm, num_stages=3)
-    if gathers and M >= 16 * gemm.block_m * size:  # 0.5 % faster to 0.4 slower, but 5 slower where shards have fewer
-        gemm = replace(gemm, group_m=16)
+    if gathers and gemm.block_n == 256:
+        # Rows of tiles that are walked together are best of one shard: the next one's may still be on their way.
+        # gpt3-fc1, which has 4 rows a shard among 4 H200s: 1.04 of cuBLAS's time, in groups of 8 1.09.
+        shard_m = M // (size * gemm.block_m)
+        group_m = 16 if shard_m >= 16 else 4 if 4 <= shard_m < 8 else 8
+        gemm = replace(gemm, group_m=group_m)
     row_bytes = (K if gathers else N) * dtype.itemsize
     chunk_rows = min(max(1 << (CHUNK_BYTES // row_bytes).bit_length() >> 1, MIN_CHUNK_ROWS), 128)
     num_comm = max(12 // peers, 1) * peers

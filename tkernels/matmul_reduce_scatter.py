@@ -129,7 +129,8 @@ def matmul_reduce_kernel(
     counters, num_counters, ready, max_chunks, state, table, rank, gate, begun,
     N, K, num_comm, own_chunks, chunk_rows, piece_rows,  # own_chunks: of this rank's rows; piece: see receive_parts
     SIZE: tl.constexpr, GATHER: tl.constexpr, COPIES: tl.constexpr, PARTS: tl.constexpr,  # PARTS: some tiles are split
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
+    GROUP_M: tl.constexpr, OWN_GROUP_M: tl.constexpr,  # of the peers' rows of tiles, and of the own ones
     X_TMA: tl.constexpr, X_TRANSPOSED: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr,
     Y_TMA: tl.constexpr, O_TMA: tl.constexpr, P_TMA: tl.constexpr, S_TMA: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, WIRE: tl.constexpr, PRECISION: tl.constexpr,
@@ -192,7 +193,7 @@ def matmul_reduce_kernel(
                     tile_m, tile_n = tile_of(index, peer_tiles_m, tiles_n, GROUP_M)
                 else:
                     own_index = index - peer_tiles_m * tiles_n
-                    tile_m, tile_n = tile_of(own_index, tiles_m - peer_tiles_m, tiles_n, GROUP_M)
+                    tile_m, tile_n = tile_of(own_index, tiles_m - peer_tiles_m, tiles_n, OWN_GROUP_M)
                     tile_m += peer_tiles_m
                 tile = schedule + tile_m * TILE_FIELDS
                 owner = tl.load(tile).to(tl.int32)
@@ -411,7 +412,8 @@ def plan(
         N, K, config.num_comm, num_chunks(rows[ctx.rank], config), config.chunk_rows,
         math.gcd(config.chunk_rows, PIECE_ROWS),
         SIZE=ctx.size, GATHER=gather, COPIES=config.num_comm == 0, PARTS=turns.splits > 1,
-        BLOCK_M=gemm.block_m, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, GROUP_M=gemm.group_m, SPLIT=gemm.split,
+        BLOCK_M=gemm.block_m, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, SPLIT=gemm.split,
+        GROUP_M=gemm.group_m, OWN_GROUP_M=own_group(config),
         X_TMA=x_operand.tma, X_TRANSPOSED=x_operand.transposed, W_TMA=w_operand.tma,
         W_TRANSPOSED=w_operand.transposed, Y_TMA=y_operand.tma, O_TMA=o_operand.tma, P_TMA=p_operand.tma,
         S_TMA=s_operand.tma,
@@ -443,6 +445,12 @@ def plan(
         return y
 
     return run
+
+
+def own_group(config: OverlapConfig) -> int:
+    """Rows of own tiles that are walked together: of one copy's chunk, for the next one's partial sums come later."""
+    gemm = config.gemm
+    return gemm.group_m if config.num_comm else max(min(gemm.group_m, config.chunk_rows // gemm.block_m), 1)
 
 
 def send_schedule(rows: tuple[int, ...], peers: list[int], config: OverlapConfig) -> list[int]:

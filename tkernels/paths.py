@@ -25,10 +25,11 @@ from tkernels.configs import OverlapConfig
 from tkernels.gemm import ACTIVATIONS, check_result, finish, load_tile, store_tile
 
 PATHS = ("fused", "plain")
-# Up to so many bytes into a rank an operation is plain. us of plain / fused on 2 H200s, llama70b shapes, M = 256, 1024,
-# 2048: all-gather, qkv 55/118, 148/174, 306/241; reduce-scatter, o 42/79, 130/105, 270/200; all-reduce, o 52/130,
-# 167/206, 335/303. M = 1024 is 8 MB into a rank, 16 of an all-reduce.
-PLAIN_BYTES = {"all_gather_matmul": 8 << 20, "matmul_reduce_scatter": 6 << 20, "matmul_all_reduce": 16 << 20}
+# Up to so many bytes an operation is plain: into a rank for an all-gather, from a peer for a reduction. us of plain /
+# fused, llama70b shapes. 2 H200s, M = 256, 1024, 2048: all-gather, qkv 55/118, 148/174, 306/241; reduce-scatter, o
+# 42/79, 130/105, 270/200. 4 H200s, M = 1024, 2048: all-gather, qkv 123/128, 249/193; reduce-scatter, down 220/257,
+# 439/339; all-reduce, o 147/162, 285/251, down 261/294, 502/490.
+PLAIN_BYTES = {"all_gather_matmul": 8 << 20, "matmul_reduce_scatter": 6 << 20, "matmul_all_reduce": 12 << 20}
 
 _log = logging.getLogger("tkernels")
 
@@ -75,15 +76,16 @@ def choose_path(
 @functools.lru_cache(maxsize=4096)
 def _choose(operation: str, M: int, width: int, itemsize: int, size: int) -> Choice:
     crossings = 2 if operation == "matmul_all_reduce" else 1
-    num_bytes, limit = crossings * M * width * itemsize * (size - 1) // size, PLAIN_BYTES[operation]
+    senders, where = (size - 1, "into each rank") if operation == "all_gather_matmul" else (1, "from each peer")
+    num_bytes, limit = crossings * M * width * itemsize * senders // size, PLAIN_BYTES[operation]
     if size == 1:
         choice = Choice("fused", "one rank multiplies alone")
     elif runtime.RUNTIME == "simulated":
         choice = Choice("fused", "the simulated runtime is there to run the kernels; its wire costs nothing")
     elif num_bytes <= limit:
-        choice = Choice("plain", f"{num_bytes} bytes into each rank, no more than {limit}, are too few to hide")
+        choice = Choice("plain", f"{num_bytes} bytes {where}, no more than {limit}, are too few to hide")
     else:
-        choice = Choice("fused", f"{num_bytes} bytes into each rank, more than {limit}, travel while it multiplies")
+        choice = Choice("fused", f"{num_bytes} bytes {where}, more than {limit}, travel while it multiplies")
     _log.debug("%s, %d rows of %d elements of %d bytes, %d ranks: %s", operation, M, width, itemsize, size, choice)
     return choice
 

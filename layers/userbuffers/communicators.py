@@ -32,6 +32,7 @@ from tkernels.comm.errors import TkernelsError
 from tkernels.comm.lease import Fence, Lease
 from tkernels.comm.plans import describe
 from tkernels.comm.regions import ALIGNMENT, round_up
+from tkernels.comm.workspace import most_packets
 from tkernels.configs import (
     COPY_BYTES,
     MIN_CHUNK_ROWS,
@@ -504,7 +505,7 @@ def workspace_bytes(shape, dtype: torch.dtype, size: int) -> dict[str, int]:
     part_bytes = rows * hidden * itemsize
     # A collective cuts a part into as many chunks as it has programs, or more.
     num_chunks = max(-(-rows // MIN_CHUNK_ROWS), part_bytes // collectives.CHUNK_BYTES + 1, MAX_PROGRAMS)
-    packet_bytes = min(part_bytes, collectives.DEFAULT.packet_bytes // max(size - 1, 1))
+    packet_bytes = min(part_bytes, collectives.DEFAULT.packet_bytes)
     inbox_bytes = size * part * itemsize
     return dict(
         inbox_bytes=inbox_bytes,
@@ -520,7 +521,7 @@ def workspace_bytes(shape, dtype: torch.dtype, size: int) -> dict[str, int]:
 def heap_bytes(shape, dtype: torch.dtype, size: int, streams: int = 3) -> int:
     """Symmetric memory for the workspaces of `streams`: the communication stream's, the caller's, one to spare."""
     memory = workspace_bytes(shape, dtype, size)
-    words = size * memory["num_chunks"] + memory["num_packets"]
+    words = size * memory["num_chunks"] + max(memory["num_packets"], most_packets(size))
     workspace = 5 * memory["inbox_bytes"] // 2 + 16 * words + (1 << 16)
     return streams * workspace + (streams - 1) * memory["landing_bytes"] + (4 << 20)
 
