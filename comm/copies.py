@@ -36,12 +36,13 @@ import triton
 import triton.language as tl
 
 from tkernels.comm import interpreter
-from tkernels.comm.device import count, signal_all, wait_signal
+from tkernels.comm.device import arrived, count, tell_all, wait_signal
 from tkernels.comm.driver import driver
 from tkernels.comm.lease import Crossing
 
 WAIT_VALUE_64, WRITE_VALUE_64 = 4, 5  # CUstreamBatchMemOpType
 OPERATION_WORDS = 6  # of 8 bytes, of a CUstreamBatchMemOpParams
+LOOKS = tl.constexpr(64)  # at the words of all peers at once, before they are waited for one after the other
 MOST_WORDS = 128  # in a call of the driver, which takes fewer than 256
 
 
@@ -57,10 +58,17 @@ def check_mapped(operation: str, context):
 @triton.jit
 def admit_copies(gate, begun, epoch, table, rank, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr):
     """Open the gate [open, epoch] for this rank's copies once all peers have come to this call; of one program."""
-    signal_all(begun + rank, epoch, table, rank, SIZE, TRANSPORT)
-    for step in range(1, SIZE):
-        source = (rank + step) % SIZE
-        wait_signal(begun + source, epoch, table, source, 0, OPERATION, TRANSPORT)
+    tell_all(begun + rank, epoch, table, rank, SIZE, TRANSPORT)
+    peers = (rank + 1 + tl.arange(0, triton.next_power_of_2(SIZE)) % (SIZE - 1)) % SIZE
+    looks = 0
+    here = arrived(begun + peers, epoch, TRANSPORT)
+    while (looks < LOOKS) & (here == 0):
+        here = arrived(begun + peers, epoch, TRANSPORT)
+        looks += 1
+    if not here:
+        for step in range(1, SIZE):
+            source = (rank + step) % SIZE
+            wait_signal(begun + source, epoch, table, source, 0, OPERATION, TRANSPORT)
     tl.store(gate + 1, epoch)
     count(gate, TRANSPORT, "sys")
 
@@ -95,17 +103,19 @@ class Copies:
         self._workspace, self._on_gpu = workspace, context.device.type == "cuda"
         self._epoch = workspace.gate.data_ptr() + 8
         self._order = Crossing(torch.cuda) if self._on_gpu else None
-        waits = [(workspace.gate.data_ptr(), 1)]
-        self._sends, waited = [], {}
+        gate = workspace.gate.data_ptr()
+        before = [(WAIT_VALUE_64, gate, 1), (WRITE_VALUE_64, gate, 0)]
+        self._sends, counted = [], []
         for send in sends:
-            waits += [(counters + 8 * send.counter, send.tiles)] if send.tiles else []
-            waited |= dict(waits)
+            if send.tiles:
+                counted.append(counters + 8 * send.counter)
+                before.append((WAIT_VALUE_64, counted[-1], send.tiles))
             base = context.heap.segment.bases[send.target]
             goal, word = base + landing + send.to, base + ready + 8 * send.ready
-            self._sends.append((_waits(waits), send.source, send.first, goal, send.num_bytes, word))
-            waits = []
-        words = list(waited)
-        self._resets = [_resets(words[at : at + MOST_WORDS]) for at in range(0, len(words), MOST_WORDS)]
+            self._sends.append((_on_words(before), send.source, send.first, goal, send.num_bytes, word))
+            before = []
+        resets = [(WRITE_VALUE_64, word, 0) for word in counted]
+        self._resets = [_on_words(resets[at : at + MOST_WORDS]) for at in range(0, len(resets), MOST_WORDS)]
 
     def beside(self, launch, *sources: torch.Tensor):
         """Collective. Launch the kernel, and the copies beside it; what follows on the current stream is behind both.
@@ -126,9 +136,9 @@ class Copies:
         self._order(side, here)
 
     def _carry_out(self, words, copy, addresses: list[int]):
-        for waits, source, first, goal, num_bytes, word in self._sends:
-            if waits:
-                words(waits)
+        for before, source, first, goal, num_bytes, word in self._sends:
+            if before:
+                words(before)
             if num_bytes:
                 copy(goal, addresses[source] + first, num_bytes)
             copy(word, self._epoch, 8)
@@ -136,16 +146,7 @@ class Copies:
             words(resets)
 
 
-def _waits(pairs: list[tuple[int, int]]) -> ctypes.Array:
-    """Until each word is at least its value, as CUstreamBatchMemOpParams."""
-    return _operations((WAIT_VALUE_64, word, value) for word, value in pairs)
-
-
-def _resets(words: list[int]) -> ctypes.Array:
-    return _operations((WRITE_VALUE_64, word, 0) for word in words)
-
-
-def _operations(operations) -> ctypes.Array:
+def _on_words(operations: list[tuple[int, int, int]]) -> ctypes.Array:
     """CUstreamBatchMemOpParams of 48 bytes each: what to do, word, value, flags (at least; behind a fence), padding."""
     fields = [field for operation in operations for field in (*operation, 0, 0, 0)]
     return (ctypes.c_uint64 * len(fields))(*fields)

@@ -204,6 +204,23 @@ def signal_all(signal_word, value, table, rank, SIZE: tl.constexpr, TRANSPORT: t
 
 
 @triton.jit
+def tell_all(signal_word, value, table, rank, SIZE: tl.constexpr, TRANSPORT: tl.constexpr):
+    """Set `signal_word` to `value` on every peer of this `rank` by stores at once; all ranks' memory is mapped here.
+
+    Orders: nothing but what launches before this one have done, all of which a peer that sees `value` is behind.
+    """
+    if TRANSPORT == SIMULATED:
+        signal_all(signal_word, value, table, rank, SIZE, TRANSPORT)
+    else:
+        peers = tl.arange(0, triton.next_power_of_2(SIZE))
+        # Write-through: see put_packets.
+        tl.store(
+            peer(signal_word, peers, table), tl.cast(value, tl.int64),
+            mask=(peers < SIZE) & (peers != rank), cache_modifier=".wt",
+        )  # fmt: skip
+
+
+@triton.jit
 def put_packets(packets, words, epoch, rank, table, TRANSPORT: tl.constexpr):
     """Store a block of int32 `words` at int64 `packets` in `rank`'s memory, each word and its epoch as one of 8 bytes.
 
