@@ -32,7 +32,7 @@ def test_few_rows_are_plain_and_many_are_fused_and_the_reason_has_the_numbers(ru
     crossings = 1 + (operation == "matmul_all_reduce")
     few, many = rule(operation, 64), rule(operation, 8192)
     limit = paths.PLAIN_BYTES[operation]
-    senders, where = (3, "into each rank") if operation == "all_gather_matmul" else (1, "from each peer")
+    senders, where = (1, "from each peer") if operation == "matmul_reduce_scatter" else (3, "into each rank")
     assert f"{crossings * 64 * WIDTH * 2 * senders // 4} bytes {where}, no more than {limit}" in str(few)
     assert str(many).startswith("fused: ") and "travel while it multiplies" in many.reason
     assert rule(operation, 1, 1).reason == "one rank multiplies alone"

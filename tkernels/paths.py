@@ -25,11 +25,10 @@ from tkernels.configs import OverlapConfig
 from tkernels.gemm import ACTIVATIONS, check_result, finish, load_tile, store_tile
 
 PATHS = ("fused", "plain")
-# Up to so many bytes an operation is plain: into a rank for an all-gather, from a peer for a reduction. us of plain /
-# fused, llama70b shapes. 2 H200s, M = 256, 1024, 2048: all-gather, qkv 55/118, 148/174, 306/241; reduce-scatter, o
-# 42/79, 130/105, 270/200. 4 H200s, M = 1024, 2048: all-gather, qkv 123/128, 249/193; reduce-scatter, down 220/257,
-# 439/339; all-reduce, o 147/162, 285/251, down 261/294, 502/490.
-PLAIN_BYTES = {"all_gather_matmul": 8 << 20, "matmul_reduce_scatter": 6 << 20, "matmul_all_reduce": 12 << 20}
+# Up to so many bytes an operation is plain: into a rank, or for a reduce-scatter from a peer. us of plain / fused, for
+# llama70b (more in bench/LOG.md). 2 H200s, M = 1024, 2048: all-gather, qkv 148/174, 306/241; reduce-scatter, o 130/105,
+# 270/200; all-reduce, o 168/188, 338/283. 4 H200s: qkv 116/132, 221/187; down 217/207, 414/337; o 151/168, 289/241.
+PLAIN_BYTES = {"all_gather_matmul": 12 << 20, "matmul_reduce_scatter": 6 << 20, "matmul_all_reduce": 24 << 20}
 
 _log = logging.getLogger("tkernels")
 
@@ -76,7 +75,7 @@ def choose_path(
 @functools.lru_cache(maxsize=4096)
 def _choose(operation: str, M: int, width: int, itemsize: int, size: int) -> Choice:
     crossings = 2 if operation == "matmul_all_reduce" else 1
-    senders, where = (size - 1, "into each rank") if operation == "all_gather_matmul" else (1, "from each peer")
+    senders, where = (1, "from each peer") if operation == "matmul_reduce_scatter" else (size - 1, "into each rank")
     num_bytes, limit = crossings * M * width * itemsize * senders // size, PLAIN_BYTES[operation]
     if size == 1:
         choice = Choice("fused", "one rank multiplies alone")
