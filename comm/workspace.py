@@ -87,6 +87,11 @@ class Workspace:
             self.forget_plans()
         return self
 
+    @property
+    def nbytes(self) -> int:
+        """Of all that it holds now, symmetric and local."""
+        return sum(each.nbytes for each in (self._memory, self.outbox, self.counters) if each is not None)
+
     def plan(self, key, make):
         """The plan of that key, made by `make()` unless it is known. What `make` reserves may forget the others."""
         if not self.context.capturing:

@@ -233,3 +233,14 @@ def test_the_gathered_rows_come_out_of_the_landing(ctx):
         y, gathered = all_gather_matmul(ctx, x, w, return_gathered=True, rows=rows, config=config)
         assert torch.equal(y, want)
         assert torch.equal(gathered.cpu(), torch.cat(ctx.group.gather(x.cpu())))
+
+
+@pytest.mark.ranks(2)
+def test_a_workspace_counts_the_landing(ctx):
+    with tkernels.init(heap_bytes=64 << 20) as context:
+        x, w, want = operands(ctx, RS, (512, 512), 512, 16, torch.bfloat16, 1)
+        before = context.workspace().reserve(0, 1).nbytes
+        assert torch.equal(by_copies(context, RS, x, w), want)
+        workspace = context.workspace()
+        assert workspace.nbytes >= before + workspace.landing.nbytes + workspace.outbox.nbytes
+        assert workspace.landing.nbytes >= 1024 * 512 * 2 <= workspace.outbox.nbytes
