@@ -58,7 +58,7 @@ class CollectiveConfig:
         1 MB, 25/29 of 2 MB, 47/37 of 4 MB. Over the transport nvshmem there are none.
     hop_bytes, packet_hop_bytes: an all-reduce takes one shot where that sends at most so many bytes more than two, in
         chunks or as packets. Two shots in chunks need another fence, signal and wait: 3 to 4 us between 2 H200s, 8
-        among 4. As packets they need another trip alone.
+        among 4. As packets they need another trip alone, and are never slower than one shot in chunks (4 H200s).
     """
 
     packet_bytes: int = PACKET_BYTES
@@ -72,8 +72,10 @@ class CollectiveConfig:
     def one_shot(self, num_bytes: int, ctx: Context) -> bool:
         """Whether an all-reduce of that size takes one shot; between two ranks it always does."""
         size = ctx.size
-        hop_bytes = self.packet_hop_bytes if self.packets(-(-num_bytes // size), ctx, 2) else self.hop_bytes
-        return num_bytes * (size - 1) * (size - 2) <= hop_bytes * size
+        two_trips = size > 2 and self.packets(-(-num_bytes // size), ctx, 2)
+        if two_trips and not self.packets(num_bytes, ctx):
+            return False
+        return num_bytes * (size - 1) * (size - 2) <= (self.packet_hop_bytes if two_trips else self.hop_bytes) * size
 
     def most_in_one_shot(self, size: int) -> int:
         """The bytes of the largest all-reduce among `size` ranks, 3 or more, that takes one shot."""
@@ -466,9 +468,9 @@ def all_reduce(
 
     Summed in fp32 in rank order, rounded once, to x's dtype or out_dtype.
     out: contiguous, filled and returned. It may be x. In one shot each element is sent, then summed, by one program,
-    and no peer reads x. In two shots the sums of a chunk come back from its owner only after the owner has received
-    every rank's chunk, ours included, so what they overwrite has been sent; a rank's own part is sent to nobody, and
-    each of its elements is read and written by one program.
+    and no peer reads x. In two shots the sums of a chunk or block come back from its owner only after the owner has
+    received every rank's, ours included, so what they overwrite has been sent; of a rank's own part each element is
+    read and written by one program.
     max_programs: fewer leave multiprocessors to what runs beside it.
     """
     return ctx.plan(plan_all_reduce, (x, out), out_dtype, config, max_programs)(x, out)

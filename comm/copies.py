@@ -81,7 +81,7 @@ class Send:
         landing of `target`.
     ready: index of the signal word, in the workspace's.
     counter, tiles: the chunk is there once this counter of the workspace has come to `tiles`, and the counter is zero
-        again then; without tiles it was there before the call.
+        again after the last copy; without tiles it was there before the call.
     """
 
     target: int

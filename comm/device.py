@@ -1,4 +1,4 @@
-"""The device verbs: put, get, put_signal, signal, signal_all, wait_signal, packets, fence, quiet, peer.
+"""The device verbs: put, get, put_signal, signal, signal_all, tell_all, wait_signal, packets, fence, quiet, peer.
 
 Three transports stand behind one constexpr:
 

@@ -33,8 +33,11 @@ MIN_CHUNKS = 64  # of a rank's part: as many as programs share one
 
 
 def most_packets(size: int) -> int:
-    """That a call of `size` ranks needs room for: in two shots, which two ranks never take, twice as much twice."""
-    return size * PACKET_BYTES // 4 * (4 if size > 2 else 1)
+    """That a call of `size` ranks needs room for, at most.
+
+    An all-reduce among more than two makes two trips, with parts twice as large, and its result may be twice as wide.
+    """
+    return size * PACKET_BYTES // 4 * (6 if size > 2 else 1)
 
 
 class Workspace:
@@ -118,9 +121,10 @@ class Workspace:
         return self._side
 
     def _least_packets(self) -> int:
-        """Room for the packets of any call; none where that were more than a 32nd of the heap."""
-        least = most_packets(self.context.size)
-        return least if 2 * 8 * least <= self.context.heap.num_bytes // 32 else 0
+        """Room for the packets of any call, or of one trip, or none, so that it is no more than a 32nd of the heap."""
+        size = self.context.size
+        choices = most_packets(size), size * PACKET_BYTES // 4, 0
+        return next(least for least in choices if 2 * 8 * least <= self.context.heap.num_bytes // 32)
 
     def _make(self, make, number: int, dtype=torch.int64) -> torch.Tensor:
         """make(number), torch.zeros or torch.empty, of this context's device; ready at once, under a capture too."""

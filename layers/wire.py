@@ -8,6 +8,7 @@ import torch.distributed as dist
 import tkernels
 from tkernels.comm.context import Context, current_context
 from tkernels.comm.group import Group
+from tkernels.comm.workspace import most_packets
 
 # torch 2.13 renames them and warns of the old names.
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -102,7 +103,8 @@ class TkernelsWire(Wire):
     def _level(self, process_group, largest):
         ctx = tkernels.init(
             process_group,
-            heap_bytes=6 * largest + (16 << 20),  # one workspace: two inboxes, each for the parts and for the sums
+            # One workspace: two inboxes, each for the parts and for the sums, and packets.
+            heap_bytes=6 * largest + 16 * most_packets(process_group.size()) + (16 << 20),
             transport=self.ctx.transport,
             timeout_s=self.ctx.timeout_s,
             num_programs=self.ctx.num_programs,

@@ -88,9 +88,9 @@ SHAPES = {
 }
 FUSED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
-COLLECTIVE_SHAPES = {
-    "aligned": SHAPES["large"],
-    "unaligned": SHAPES["unaligned"],
+COLLECTIVE_SHAPES = {  # in chunks, and as packets
+    "aligned": (4096, 1, 1024),
+    "unaligned": (4092, 1, 1001),
     "small": (16, 1, 1024),
     "small_unaligned": (12, 1, 1001),
 }

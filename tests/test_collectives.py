@@ -28,7 +28,7 @@ SHARES = {
 CONFIGS = {
     "by size": collectives.DEFAULT,
     "packets": collectives.CollectiveConfig(packet_bytes=1 << 30, packet_hop_bytes=1 << 30),
-    "packets, two shots": collectives.CollectiveConfig(packet_bytes=1 << 30, packet_hop_bytes=-1),
+    "packets, two shots": collectives.CollectiveConfig(packet_bytes=1 << 30, hop_bytes=-1, packet_hop_bytes=-1),
     "one shot": collectives.CollectiveConfig(packet_bytes=0, hop_bytes=1 << 30),
     "two shots": collectives.CollectiveConfig(packet_bytes=0, hop_bytes=-1),
 }
@@ -108,7 +108,7 @@ def test_sums_of_random_values_are_rounded_once_and_the_same_on_every_rank_and_r
 @every_transport
 def test_sums_are_rounded_once_to_another_dtype_where_asked(ctx, transport):
     ctx = over(ctx, transport)
-    for num_elements in (70, 4096):  # not whole 16-byte vectors, and whole ones
+    for num_elements in (70, 4096, 6144):  # not whole 16-byte vectors, and whole ones; several packets' blocks a part
         for dtype, out_dtype in [(torch.bfloat16, torch.float32), (torch.float32, torch.float16)]:
             shards = gathered(integers, ctx, (num_elements,) * ctx.size, (), dtype, 5, low=-256, high=256)
             want = sum(shard.double() for shard in shards)
@@ -331,15 +331,19 @@ def test_changing_sizes_reuse_one_workspace_and_small_ones_never_grow_it(ctx):
 
 
 @pytest.mark.ranks(2, 3)
-def test_after_a_large_call_no_smaller_one_needs_a_larger_workspace(ctx):
+@pytest.mark.parametrize("way", ["by size", "chunks"])
+def test_after_a_large_call_no_smaller_one_needs_a_larger_workspace(ctx, way):
     """What a CUDA graph needs, whose capture can't make room."""
-    with tkernels.init(heap_bytes=512 << 20) as fresh:
-        tkernels.all_reduce(torch.zeros(1 << 20, dtype=torch.bfloat16, device=ctx.device), ctx=fresh)
+    config = collectives.DEFAULT if way == "by size" else collectives.CollectiveConfig(packet_bytes=0)
+    with tkernels.init(heap_bytes=1 << 30) as fresh:
+        collectives.all_reduce(fresh, torch.zeros(1 << 20, dtype=torch.bfloat16, device=ctx.device), config=config)
         before = fresh.workspace().inbox.data_ptr(), fresh.workspace().inbox_bytes
         for num_bytes in (1, 100 << 10, 256 << 10, 512 << 10, 1 << 20, 3 << 19):
             rows = split_rows(num_bytes // 2, ctx.size)
-            tkernels.all_gather(torch.zeros(rows[ctx.rank], device=ctx.device).bfloat16(), rows=rows, ctx=fresh)
-            tkernels.all_reduce(torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=ctx.device), ctx=fresh)
+            x = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=ctx.device)
+            collectives.all_gather(fresh, x[: rows[ctx.rank]], rows=rows, config=config)
+            for out_dtype in (None, torch.float32) if way == "by size" else (None,):
+                collectives.all_reduce(fresh, x, out_dtype=out_dtype, config=config)
         assert (fresh.workspace().inbox.data_ptr(), fresh.workspace().inbox_bytes) == before
 
 

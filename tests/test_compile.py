@@ -278,3 +278,17 @@ def test_the_tuner_compiles_ahead_of_the_launch(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "['warps'] [1]"
+
+
+@pytest.mark.exhaustive  # looks at cases that a check in a hurry leaves out
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("label, kernel, whole, gather", [
+    ("small-4", "packets_kernel", True, False),
+    ("two_shots-4", "packets_kernel", False, True),
+    ("one_shot-2", "reduce_kernel", True, False),
+    ("aligned-4", "reduce_kernel", False, True),
+])  # fmt: skip
+def test_a_case_of_an_all_reduce_has_the_size_that_its_name_says(compiled, dtype, label, kernel, whole, gather):
+    facts = facts_of(compiled, f"all_reduce-{dtype}-{label}-peer")
+    assert facts["kernel"] == kernel
+    assert (facts["constants"]["WHOLE"], facts["constants"]["GATHER"]) == (whole, gather)

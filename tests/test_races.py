@@ -39,6 +39,7 @@ pytestmark = simulated_only
 OP = operation("test_races")
 CHUNKS = collectives.CollectiveConfig(packet_bytes=0)
 TWO_SHOTS = collectives.CollectiveConfig(packet_bytes=0, hop_bytes=-1)
+TWO_TRIPS = collectives.CollectiveConfig(hop_bytes=-1, packet_hop_bytes=-1)  # between two ranks; of packets
 PATIENCE_S = 1.0  # how long a late rank waits for the others to make a mistake
 
 
@@ -141,6 +142,10 @@ def all_reduce_in_two_shots(ctx, x, w, bias):
     return all_reduce(ctx, x, w, bias, TWO_SHOTS)
 
 
+def all_reduce_in_two_trips(ctx, x, w, bias):
+    return all_reduce(ctx, x, w, bias, TWO_TRIPS)
+
+
 def all_gather_matmul(ctx, x, w, bias):
     want = all_gather_matmul_reference(ctx.group.process_group, x, w, bias).float()
     return lambda: tkernels.all_gather_matmul(x, w, bias, ctx=ctx), want
@@ -165,6 +170,7 @@ OPERATIONS = [
     all_reduce,
     all_reduce_in_chunks,
     all_reduce_in_two_shots,
+    all_reduce_in_two_trips,
     all_gather_matmul,
     matmul_reduce_scatter,
     matmul_all_reduce,

@@ -27,7 +27,7 @@ COLLECTIVES = ["all_gather", "reduce_scatter", "all_reduce"]
 FUSED = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
 CONFIGS = [  # packets and chunks, each with all-reduces in one shot and in two
     collectives.DEFAULT,
-    collectives.CollectiveConfig(packet_hop_bytes=-1),
+    collectives.CollectiveConfig(hop_bytes=-1, packet_hop_bytes=-1),
     collectives.CollectiveConfig(packet_bytes=0),
     collectives.CollectiveConfig(packet_bytes=0, hop_bytes=-1),
 ]

@@ -3,13 +3,15 @@
 M rows.  N out-features.  K/R this rank's part of the dimension summed over.  R ranks; each owns a part of the rows.
 
 One persistent launch a rank. Tiles of the peers' rows come first and are stored to a local outbox; once all tiles of a
-chunk are there, a comm program pushes the chunk into its owner's inbox, a signal behind it. Tiles of the own rows come
-last: their epilogue adds the peers' partial sums from the inbox, in a fixed order of ranks, then bias and activation.
+chunk are there, a comm program or the copy engine pushes the chunk into its owner's inbox, a signal behind it. Tiles
+of the own rows come last: their epilogue adds the peers' partial sums from the inbox, in a fixed order of ranks, then
+bias and activation.
 Partial sums travel in the operands' dtype, or in fp32 if asked to, and are added in fp32; the result is the same bits
 on every run.
 
-The same kernel, with GATHER, is `matmul_all_reduce`: the finished chunks of the own rows are sent to every peer, first
-by the comm programs, then by all that have no tile left, and all programs copy what arrives to the output.
+The same kernel, with GATHER, is `matmul_all_reduce`: the finished chunks of the own rows are sent to every peer, by the
+copy engine, or first by the comm programs, then by all that have no tile left; all programs copy what arrives to the
+output.
 """
 
 import functools
@@ -368,7 +370,7 @@ def plan(
     outbox_bytes = round_up(M * N * itemsize, ALIGNMENT)
     all_counters = TILE_COUNTS.value + ctx.size * workspace.num_chunks
     workspace.reserve(0, 0, outbox_bytes + sums_bytes(tiles - turns.whole, turns.splits, gemm), all_counters)
-    # Those that copies wait for are zero again once these have seen them, which may be after the launch.
+    # Those that copies wait for are set to zero behind the last copy, which may be after the launch.
     num_counters = all_counters if config.num_comm else TILE_COUNTS.value
     memory, parity_rows = workspace.landing, 0
     if config.num_comm:

@@ -26,8 +26,8 @@ from tkernels.gemm import ACTIVATIONS, check_result, finish, load_tile, store_ti
 
 PATHS = ("fused", "plain")
 # Up to so many bytes an operation is plain: into a rank, or for a reduce-scatter from a peer. us of plain / fused, for
-# llama70b (more in bench/LOG.md). 2 H200s, M = 1024, 2048: all-gather, qkv 148/174, 306/241; reduce-scatter, o 130/105,
-# 270/200; all-reduce, o 168/188, 338/283. 4 H200s: qkv 116/132, 221/187; down 217/207, 414/337; o 151/168, 289/241.
+# llama70b, M = 1024, 2048 (more in bench/LOG.md). 2 H200s: all-gather, qkv 148/174, 306/241; reduce-scatter, o 130/105,
+# 270/200; all-reduce, o 168/188, 338/283. 4 H200s: qkv 116/132, 221/187; down 217/258, 414/337; o 151/164, 289/241.
 PLAIN_BYTES = {"all_gather_matmul": 12 << 20, "matmul_reduce_scatter": 6 << 20, "matmul_all_reduce": 24 << 20}
 
 _log = logging.getLogger("tkernels")
