@@ -101,9 +101,9 @@ class Copies:
         offset = context.heap.offset
         landing, ready, counters = offset(workspace.landing), offset(workspace.ready), workspace.counters.data_ptr()
         self._workspace, self._on_gpu = workspace, context.device.type == "cuda"
-        self._epoch = workspace.gate.data_ptr() + 8
         self._order = Crossing(torch.cuda) if self._on_gpu else None
         gate = workspace.gate.data_ptr()
+        self._epoch = gate + 8
         before = [(WAIT_VALUE_64, gate, 1), (WRITE_VALUE_64, gate, 0)]
         self._sends, counted = [], []
         for send in sends:
@@ -112,10 +112,10 @@ class Copies:
                 before.append((WAIT_VALUE_64, counted[-1], send.tiles))
             base = context.heap.segment.bases[send.target]
             goal, word = base + landing + send.to, base + ready + 8 * send.ready
-            self._sends.append((_on_words(before), send.source, send.first, goal, send.num_bytes, word))
+            self._sends.append((_operations(before), send.source, send.first, goal, send.num_bytes, word))
             before = []
         resets = [(WRITE_VALUE_64, word, 0) for word in counted]
-        self._resets = [_on_words(resets[at : at + MOST_WORDS]) for at in range(0, len(resets), MOST_WORDS)]
+        self._resets = [_operations(resets[at : at + MOST_WORDS]) for at in range(0, len(resets), MOST_WORDS)]
 
     def beside(self, launch, *sources: torch.Tensor):
         """Collective. Launch the kernel, and the copies beside it; what follows on the current stream is behind both.
@@ -124,29 +124,29 @@ class Copies:
         """
         addresses = [tensor.data_ptr() for tensor in sources]
         if not self._on_gpu:
-            with interpreter.beside(lambda: self._carry_out(host_words, host_copy, addresses)):
+            with interpreter.beside(lambda: self._carry_out(host_on_words, host_copy, addresses)):
                 launch()
             return
         here = torch.cuda.current_stream()
         side = self._workspace.side_stream(here)
         self._order(here, side)  # the kernel of a graph before this call opens the same gate
         launch()  # before what waits for it: see above
-        words, copy = _of_stream(side.cuda_stream)
-        self._carry_out(words, copy, addresses)
+        on_words, copy = _of_stream(side.cuda_stream)
+        self._carry_out(on_words, copy, addresses)
         self._order(side, here)
 
-    def _carry_out(self, words, copy, addresses: list[int]):
+    def _carry_out(self, on_words, copy, addresses: list[int]):
         for before, source, first, goal, num_bytes, word in self._sends:
             if before:
-                words(before)
+                on_words(before)
             if num_bytes:
                 copy(goal, addresses[source] + first, num_bytes)
             copy(word, self._epoch, 8)
         for resets in self._resets:
-            words(resets)
+            on_words(resets)
 
 
-def _on_words(operations: list[tuple[int, int, int]]) -> ctypes.Array:
+def _operations(operations: list[tuple[int, int, int]]) -> ctypes.Array:
     """CUstreamBatchMemOpParams of 48 bytes each: what to do, word, value, flags (at least; behind a fence), padding."""
     fields = [field for operation in operations for field in (*operation, 0, 0, 0)]
     return (ctypes.c_uint64 * len(fields))(*fields)
@@ -157,20 +157,20 @@ def _of_stream(stream: int):
     """(wait for local words or set them; copy bytes) in the order of a CUDA stream."""
     batch, memcpy = driver().cuStreamBatchMemOp_v2, driver().cuMemcpyAsync
 
-    def words(operations: ctypes.Array):
+    def on_words(operations: ctypes.Array):
         error = batch(stream, len(operations) // OPERATION_WORDS, operations, 0)
         if error:
-            raise RuntimeError(f"the copy engine's stream refused to wait: CUDA error {error}")
+            raise RuntimeError(f"the copy engine's stream refused to wait for words or to set them: CUDA error {error}")
 
     def copy(goal: int, source: int, num_bytes: int):
         error = memcpy(goal, source, num_bytes, stream)
         if error:
             raise RuntimeError(f"the copy engine's stream refused a copy: CUDA error {error}")
 
-    return words, copy
+    return on_words, copy
 
 
-def host_words(operations: ctypes.Array):
+def host_on_words(operations: ctypes.Array):
     for at in range(0, len(operations), OPERATION_WORDS):
         what, word, value = operations[at : at + 3]
         cell = ctypes.c_int64.from_address(word)
