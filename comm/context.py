@@ -1,8 +1,8 @@
 """Context: what the ranks of one group share. Made by `init`, given back by `finalize`."""
 
 import functools
-import itertools
 import time
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,8 @@ MAX_CONSTANTS = 1024
 DEFAULT_PROGRAMS = {"simulated": 4}  # on a GPU: its number of multiprocessors
 
 _contexts: dict[str, "Context"] = {}
-_names = itertools.count()
+_abandoned: list["Context"] = []
+_number = 0  # of the latest context; no rank of a context had a higher one before
 
 
 def init(
@@ -98,6 +99,7 @@ class Context:
             "heap_bytes": _default(heap_bytes, DEFAULT_HEAP_BYTES[self.runtime]),
         }
         self._check_options(options)
+        self.name = self._agree_on_name()
         self.timeout_s, self.num_programs = timeout_s, options["num_programs"]
         self._workspaces: dict[int, Workspace] = {}
         self._borrower = 0  # the captured stream that took the oldest one last
@@ -134,7 +136,6 @@ class Context:
         self._reported = False  # whether check() has raised
         self.table = self._make_table()
         self.group.barrier()
-        self.name = f"context{next(_names)}"
         if default:
             _contexts[self.name] = self
         else:  # the newest in the order of this dictionary is the default
@@ -154,6 +155,22 @@ class Context:
                 raise ValueError(f"init: {name}={options[name]} must be positive")
         if options["transport"] not in ("auto", *TRANSPORTS):
             raise ValueError(f"init: transport={options['transport']!r} is unknown; use auto, {', '.join(TRANSPORTS)}")
+
+    def _agree_on_name(self) -> str:
+        """Collective. A name of its own, the same on all ranks; what they all have abandoned is given back before."""
+        global _number
+        here = {each.name: each for each in _abandoned if each.group.process_group is self.group.process_group}
+        numbers, names = zip(*self.group.gather((_number, list(here))), strict=True)
+        for name in names[0]:
+            if not all(name in others for others in names):
+                continue
+            _abandoned.remove(here[name])
+            try:
+                here[name]._give_back()
+            except WaitTimeoutError as error:
+                warnings.warn(f"{name}, which was dropped without finalize(): {error}", stacklevel=4)
+        _number = max(numbers) + 1
+        return f"context{_number}"
 
     def _make_table(self) -> torch.Tensor:
         segment = self.heap.segment
@@ -305,8 +322,18 @@ class Context:
         After an expired wait it does not meet the other ranks, which may be gone. Raises WaitTimeoutError, once the
         memory is given back, for an expired wait that nothing has reported yet.
         """
-        if _contexts.pop(self.name, None) is None:
-            return
+        if _contexts.pop(self.name, None) is not None:
+            self._give_back()
+
+    def abandon(self):
+        """Have it given back where its ranks meet next: in an `init` over the same group, once all have abandoned it.
+
+        Not collective: for garbage collections, which come at another time on each rank, and under captures too.
+        """
+        if _contexts.pop(self.name, None) is not None:
+            _abandoned.append(self)
+
+    def _give_back(self):
         if not self.failed:
             self.group.barrier()
         reported, error = self._reported, None

@@ -44,6 +44,26 @@ def check_gather(context, value=0.0):
 
 
 @pytest.mark.ranks(2)
+def test_what_ranks_abandon_at_different_times_is_given_back_where_they_meet_next(ctx):
+    tkernels.init(heap_bytes=4 << 20).finalize()
+    before = resources()
+    context, counted = tkernels.init(heap_bytes=4 << 20, default=False), []
+    assert len(set(ctx.group.gather(context.name))) == 1
+    for rank in range(2):
+        if ctx.rank == rank:
+            context.abandon()  # meets nobody
+            context.abandon()
+            with pytest.raises(TkernelsError, match="has been finalized"):
+                find_context(context.name)
+        ctx.group.barrier()
+        tkernels.init(heap_bytes=4 << 20, default=False).finalize()
+        counted.append(resources()["segments"])
+    context.finalize()  # nothing is left to do
+    del context
+    assert resources() == before and counted[0] - counted[1] == (ctx.runtime == "simulated")
+
+
+@pytest.mark.ranks(2)
 def test_init_and_finalize_twenty_times_leave_nothing_behind(ctx):
     def once(round):
         with tkernels.init(heap_bytes=4 << 20) as context:

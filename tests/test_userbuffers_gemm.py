@@ -673,8 +673,12 @@ def test_the_first_call_can_be_captured(ctx, mode):
     x = torch.zeros(1024 // ctx.size, 512, dtype=torch.bfloat16, device=ctx.device)
     w1, w2 = (small((512, 512), torch.bfloat16, seed + ctx.rank, ctx) for seed in (3, 30))
     bulk.get_buffer()
+    dropped = te.CommOverlap([64, 32], torch.float32, helper(ctx), ctx.size)
+    dropped.itself = dropped
+    del dropped
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode=mode):  # refuses a branch that is not joined
+        gc.collect()  # a collection may come at any time
         h = te.general_gemm(w1, x, ub=gather, ub_type=AG)[0]
         y = te.general_gemm(w2, h, ub=scatter, ub_type=RS)[0]
         bulk.copy_into_buffer(x, local_chunk=True)

@@ -84,15 +84,25 @@ class CommOverlapAlgo(enum.IntEnum):
 class _Domain:
     """The ranks of one tensor-parallel domain: their context and communication streams, shared by communicators.
 
-    The context is given back when the domain is closed, or with the last object that shares it.
+    The context is given back when the domain is closed; else, once the last object that shares it is gone on every
+    rank, by the next one over the same group (Context.abandon).
     """
 
     def __init__(self, group, heap_bytes: int | None):
         self.context = init(group, heap_bytes=heap_bytes, timeout_s=timeout_s(), default=False)
         self.dev = torch.get_device_module(self.context.device)
         self._streams = {}
-        self.close = weakref.finalize(self, Context.finalize, self.context)
-        self.close.atexit = False  # the other ranks may be gone by then
+        self._dropped = weakref.finalize(self, Context.abandon, self.context)
+        self._dropped.atexit = False
+
+    @property
+    def closed(self) -> bool:
+        return not self._dropped.alive
+
+    def close(self):
+        """Collective. May be repeated."""
+        if self._dropped.detach():
+            self.context.finalize()
 
     def stream(self, priority: int):
         if priority not in self._streams:
@@ -254,7 +264,7 @@ class CommOverlapCore:
 
     @property
     def context(self) -> Context:
-        if not self._domain.close.alive:
+        if self._domain.closed:
             raise TkernelsError(f"{type(self).__name__}: its domain has been given back by destroy_ub()")
         return self._domain.context
 
