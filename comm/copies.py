@@ -10,8 +10,9 @@ each kernel starts with `admit_copies`: it tells every peer that this rank has c
 them have, leaves the epoch in device memory, and opens the gate.
 
 Why nothing lands on what is still read: the gate opens once every peer has come to this call, on a stream where it has
-finished all calls before it; whatever lay in its landing was read by those. This holds whether they were calls of this
-way or not, for the first one, before which nothing was there, and for ranks without rows, who have a gate as well.
+finished all before it; whatever lay in its landing was read by that, by a call or by what the stream was given after
+it. This holds whether they were calls of this way or not, for the first one, before which nothing was there, and for
+ranks without rows, who have a gate as well.
 Nor does this way disturb the argument for two inboxes (tkernels.comm.workspace): every rank hears from every other one.
 
 Why no old data is read for new: signal words hold epochs, which only grow, and a peer's word of this epoch is copied

@@ -52,7 +52,7 @@ class Workspace:
     state: int64 [2], local: the epoch of the last finished call, and how many programs of this one have finished.
     counters: int64 [num_counters], local, zero between calls: for programs of one launch among themselves.
     gate: int64 [2], local: 1 while this call's copies may begin, and the epoch that they signal.
-    outbox: uint8, local scratch.
+    scratch: uint8, local: what one call has in between, sums of parts of tiles or the plain path's products.
     """
 
     def __init__(self, context):
@@ -66,13 +66,13 @@ class Workspace:
         self._outgrown = []  # symmetric memory that no graph goes on with, and that peers may still read
         self._forget_memory()
         self.state, self.gate, self.counters = (self._make(torch.zeros, number) for number in (2, 2, 0))
-        self.outbox = self._make(torch.empty, 0, torch.uint8)
+        self.scratch = self._make(torch.empty, 0, torch.uint8)
 
     def reserve(
         self,
         inbox_bytes: int,
         num_chunks: int,
-        outbox_bytes: int = 0,
+        scratch_bytes: int = 0,
         num_counters: int = 0,
         num_packets: int = 0,
         landing_bytes: int = 0,
@@ -82,8 +82,8 @@ class Workspace:
         held = (self.inbox_bytes, self.num_chunks, self.num_packets, self.landing_bytes)
         if any(more > has for more, has in zip(asked, held, strict=True)):
             self._grow(*map(max, asked, held, (0, MIN_CHUNKS, self._least_packets(), 0)))
-        if outbox_bytes > self.outbox.numel():
-            self.outbox = self._make(torch.empty, round_up(outbox_bytes, ALIGNMENT), torch.uint8)
+        if scratch_bytes > self.scratch.numel():
+            self.scratch = self._make(torch.empty, round_up(scratch_bytes, ALIGNMENT), torch.uint8)
             self.forget_plans()
         if num_counters > self.counters.numel():
             self.counters = self._make(torch.zeros, num_counters)
@@ -93,7 +93,7 @@ class Workspace:
     @property
     def nbytes(self) -> int:
         """Of all that it holds now, symmetric and local."""
-        return sum(each.nbytes for each in (self._memory, self.outbox, self.counters) if each is not None)
+        return sum(each.nbytes for each in (self._memory, self.scratch, self.counters) if each is not None)
 
     def plan(self, key, make):
         """The plan of that key, made by `make()` unless it is known. What `make` reserves may forget the others."""

@@ -1,12 +1,24 @@
 """Fused operations whose data the copy engine moves: right in any shape, beside the other ways, late and alone."""
 
+import contextlib
 import ctypes
+import dataclasses
+import importlib
 import time
 from unittest import mock
 
 import pytest
 import torch
-from transports import by_copies, every_transport, late, launches, over, poison_workspace, simulated_only
+from transports import (
+    by_copies,
+    every_transport,
+    late,
+    launches,
+    over,
+    poison_workspace,
+    poisoned_memory,
+    simulated_only,
+)
 
 import tkernels
 from tkernels.all_gather_matmul import all_gather_matmul, all_gather_matmul_reference
@@ -58,7 +70,8 @@ def test_copies_give_the_same_between_calls_of_the_other_ways_on_a_poisoned_work
                 results.append((stored, want, name, rows))
             if name == RS:
                 poison_workspace(ctx)
-            got = by_copies(ctx, name, 2 * x, w, chunk_rows=1 << 20, **options(name, rows))
+            with poisoned_memory():
+                got = by_copies(ctx, name, 2 * x, w, chunk_rows=1 << 20, **options(name, rows))
             results.append((got, 2 * want, name, rows))
     for got, want, name, rows in results:
         assert torch.equal(got, want), (name, rows)
@@ -224,15 +237,46 @@ def test_a_wrong_form_is_caught(ctx, mistake):
             assert all(ctx.group.gather(right)) == (form == "right")
 
 
+def copied_by_rule(ctx, name, M, N, K, dtype, layout):
+    """A configuration by rule, but that the copy engine sends."""
+    return dataclasses.replace(overlap_config(ctx, name, M, N, K, dtype, layout), num_comm=0)
+
+
 @pytest.mark.ranks(2)
-def test_the_gathered_rows_come_out_of_the_landing(ctx):
+def test_the_gathered_rows_come_out_of_the_landing_or_are_borrowed_there(ctx):
     rows = (33, 20)
     x, w, want = operands(ctx, AG, rows, 24, 16, torch.float32, 5)
     config = by_copy_engine(overlap_config(ctx, AG, sum(rows), 24, 16, torch.float32, "TN"), max(rows), x[0].nbytes)
-    for _ in range(2):
-        y, gathered = all_gather_matmul(ctx, x, w, return_gathered=True, rows=rows, config=config)
+    for how in (True, "borrowed", True, "borrowed"):
+        y, gathered = all_gather_matmul(ctx, x, w, return_gathered=how, rows=rows, config=config)
         assert torch.equal(y, want)
         assert torch.equal(gathered.cpu(), torch.cat(ctx.group.gather(x.cpu())))
+        assert (ctx.heap.offset(gathered) is None) == (how is True)
+    _, gathered = all_gather_matmul(ctx, x, w, return_gathered="borrowed", rows=rows, path="fused")
+    assert ctx.heap.offset(gathered) is None  # of two inboxes only the device knows which
+
+
+@pytest.mark.ranks(2, 4)
+def test_gradients_are_multiplied_where_the_gathered_rows_landed(ctx):
+    rows = {2: (33, 20), 4: (0, 21, 40, 3)}[ctx.size]
+    N, K, own = 24, 16, slice(sum(rows[: ctx.rank]), sum(rows[: ctx.rank + 1]))
+    modules = [importlib.import_module(f"tkernels.{name}") for name in (AG, RS)]
+    with contextlib.ExitStack() as patches:
+        for module in modules:
+            patches.enter_context(mock.patch.object(module, "overlap_config", copied_by_rule))
+        patches.enter_context(mock.patch.object(modules[0], "_collect", None))  # nothing copies all of the rows
+        ctx.forget_plans()
+        for seed in range(2):
+            x, w, _ = operands(ctx, RS, rows, N, K, torch.float32, seed)
+            bias = torch.ones(N, device=ctx.device)
+            dy = integers((sum(rows), N), torch.float32, 50 + seed, -2, 2, device=ctx.device)
+            leaves = [tensor.requires_grad_() for tensor in (x, w, bias)]
+            y = tkernels.matmul_reduce_scatter(*leaves, rows=rows, ctx=ctx, path="fused")
+            late(ctx, seed % ctx.size, 0.02)
+            y.backward(dy[own])
+            for leaf, want in zip(leaves, (dy @ w, dy.t() @ x, dy.sum(0)), strict=True):
+                assert torch.equal(leaf.grad, want), seed
+    ctx.forget_plans()
 
 
 @pytest.mark.ranks(2)
@@ -242,5 +286,5 @@ def test_a_workspace_counts_the_landing(ctx):
         before = context.workspace().reserve(0, 1).nbytes
         assert torch.equal(by_copies(context, RS, x, w), want)
         workspace = context.workspace()
-        assert workspace.nbytes >= before + workspace.landing.nbytes + workspace.outbox.nbytes
-        assert workspace.landing.nbytes >= 1024 * 512 * 2 <= workspace.outbox.nbytes
+        assert workspace.nbytes >= before + workspace.landing.nbytes + workspace.scratch.nbytes
+        assert workspace.landing.nbytes >= 1024 * 512 * 2 > workspace.scratch.nbytes  # the outbox is the call's own

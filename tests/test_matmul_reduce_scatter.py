@@ -14,6 +14,7 @@ from transports import (
     memory_that_kernels_get,
     over,
     poison_workspace,
+    poisoned_memory,
 )
 
 import tkernels
@@ -153,7 +154,7 @@ def test_delays_and_poison_change_no_bit(ctx, path):
     for seed in range(2 if ctx.size == 4 else 4):
         poison_workspace(ctx)
         late(ctx, seed % ctx.size, 0.05)
-        with interpreter.execution(jitter_seed=seed, rank=ctx.rank):
+        with interpreter.execution(jitter_seed=seed, rank=ctx.rank), poisoned_memory():
             again = tkernels.matmul_reduce_scatter(x, w, bias, "silu", rows=rows, ctx=ctx, path=path)
         assert torch.equal(again, first), seed
 

@@ -229,6 +229,7 @@ def test_opcheck_passes_for_every_operator(ctx):
     bias = mine(whole.bias_rows.chunk(ctx.size), ctx)
     x_k, w_k = (mine(t.chunk(ctx.size, dim=1), ctx) for t in (whole.x_columns, whole.w_columns))
     bias_k, whole_rows = mine([whole.bias] * ctx.size, ctx), mine([whole.dy] * ctx.size, ctx)
+    dy_rows = mine(whole.dy.split(rows), ctx).detach()
     cases = [
         (OPS.matmul, (x, w, bias, None)),
         (OPS.matmul, (x.detach(), w.detach(), None, "relu")),
@@ -237,6 +238,8 @@ def test_opcheck_passes_for_every_operator(ctx):
         (OPS.all_gather_matmul, (x.detach(), w.detach(), None, "silu", False, rows, ctx.name)),
         (OPS.matmul_reduce_scatter, (x_k, w_k, bias_k, None, rows, ctx.name)),
         (OPS.matmul_reduce_scatter, (x_k.detach(), w_k.detach(), None, "gelu", rows, ctx.name)),
+        (OPS.matmul_reduce_scatter_backward, (dy_rows, x_k.detach(), w_k.detach(), True, rows, ctx.name)),
+        (OPS.matmul_reduce_scatter_backward, (dy_rows, x_k.detach(), w_k.detach(), False, rows, ctx.name)),
         (OPS.matmul_all_reduce, (x_k, w_k, bias_k, None, ctx.name)),
         (OPS.all_gather, (x, rows, ctx.name)),
         (OPS.reduce_scatter, (whole_rows, rows, ctx.name)),
@@ -288,7 +291,8 @@ def test_who_looks_sees_operators_and_gets_what_others_get(ctx):
     with Log() as log:
         watched = step()
     assert {name: log.names.count(name) for name in log.names} == {
-        "all_gather_matmul": 2, "matmul_reduce_scatter": 2, "all_reduce": 1, "all_gather": 1, "reduce_scatter": 2,
+        "all_gather_matmul": 1, "matmul_reduce_scatter": 2, "matmul_reduce_scatter_backward": 1, "all_reduce": 1,
+        "all_gather": 1, "reduce_scatter": 2,
     }  # fmt: skip
     with torch.profiler.profile() as profiler:
         profiled = step()
@@ -373,6 +377,7 @@ def test_fake_tensors_have_the_shapes_of_real_ones(ctx):
         results = [
             y, gathered, OPS.all_gather_matmul(x, w, None, None, False, rows, ctx.name)[1],
             OPS.matmul_reduce_scatter(make(7, 6), w, make(4), "relu", rows, ctx.name),
+            *OPS.matmul_reduce_scatter_backward(make(rows[ctx.rank], 4), make(7, 6), w, True, rows, ctx.name),
             OPS.matmul_all_reduce(make(7, 6), make(6, 4).t(), None, None, ctx.name),
             OPS.all_gather(make(rows[ctx.rank], 2, 3, dtype=torch.int64), rows, ctx.name),
             OPS.reduce_scatter(make(7, 2), rows, ctx.name),

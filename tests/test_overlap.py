@@ -46,8 +46,12 @@ def test_every_row_is_in_one_tile_and_a_chunk_holds_whole_tiles_or_a_tile_whole_
     tiles = in_fields(tile_schedule(rows, order, config), TILE_FIELDS.value)
     covered = sorted((shard, row + i, whole + i) for shard, row, whole, valid, _ in tiles for i in range(valid))
     starts = [sum(rows[:rank]) for rank in range(len(rows))]
-    assert covered == [(shard, row, starts[shard] + row) for shard in range(len(rows)) for row in range(rows[shard])]
-    for shard, row, _, valid, chunk in tiles:
+    firsts = [sum(rows[rank + 1 :]) for rank in range(len(rows))]  # laid end to end in the order of the schedule
+    assert covered == [
+        (shard, firsts[shard] + row, starts[shard] + row) for shard in range(len(rows)) for row in range(rows[shard])
+    ]
+    for shard, first_row, _, valid, chunk in tiles:
+        row = first_row - firsts[shard]
         assert 1 <= valid <= config.gemm.block_m and row % config.gemm.block_m == 0
         first, size = chunk * config.chunk_rows, max(config.chunk_rows, config.gemm.block_m)
         assert first <= row and row + valid <= first + size and chunk < num_chunks(rows[shard], config)
@@ -66,11 +70,11 @@ def test_tiles_take_a_chunk_of_each_shard_in_turn():
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.gemm.block_m}of{config.chunk_rows}")
 def test_every_row_of_a_peer_is_sent_once_and_every_peer_hears_at_least_once(rows, config):
     for rank in range(len(rows)):
-        peers = [peer for peer in range(len(rows)) if peer != rank]
+        peers = [(rank + step) % len(rows) for step in range(1, len(rows))]
         sends = in_fields(send_schedule(rows, peers, config), SEND_FIELDS.value)
-        starts = [sum(rows[:peer]) for peer in range(len(rows))]
+        starts = {peer: sum(rows[before] for before in peers[:at]) for at, peer in enumerate(peers)}
         sent = sorted(row + i for _, _, row, count, _, _ in sends for i in range(count))
-        assert sent == [starts[peer] + row for peer in peers for row in range(rows[peer])]
+        assert sent == list(range(sum(rows) - rows[rank]))
         for peer in peers:
             chunks = [send[1] for send in sends if send[0] == peer]
             assert chunks == list(range(num_chunks(rows[peer], config)))
@@ -80,7 +84,7 @@ def test_every_row_of_a_peer_is_sent_once_and_every_peer_hears_at_least_once(row
             counting = [tile for tile in tiles if (tile[0], tile[4]) == (target, counted)]
             assert len(counting) == tiles_m
             needed = set(range(row, row + count))
-            assert needed <= {whole + i for _, _, whole, valid, _ in counting for i in range(valid)}
+            assert needed <= {first + i for _, first, _, valid, _ in counting for i in range(valid)}
 
 
 @triton.jit(do_not_specialize=["num_comm", "head", "dealt", "whole"])  # as in the operations
@@ -228,4 +232,4 @@ def test_an_empty_shard_still_has_a_chunk():
 
 
 def test_the_example_in_the_docstring_holds():
-    assert doctest.testmod(overlap) == (0, 3)
+    assert doctest.testmod(overlap) == (0, 4)

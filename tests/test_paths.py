@@ -81,11 +81,11 @@ def test_a_plain_call_takes_its_scratch_from_the_workspace_and_reads_symmetric_o
     ]
     first = [call() for call in calls]
     workspace = ctx.workspace()
-    before = workspace.outbox.data_ptr(), workspace.inbox.data_ptr()
+    before = workspace.scratch.data_ptr(), workspace.inbox.data_ptr()
     for call, want in zip(calls, first, strict=True):
         assert torch.equal(call(), want)
-    assert (workspace.outbox.data_ptr(), workspace.inbox.data_ptr()) == before
-    assert workspace.outbox.numel() >= 16 * 24 * 4
+    assert (workspace.scratch.data_ptr(), workspace.inbox.data_ptr()) == before
+    assert workspace.scratch.numel() >= 16 * 24 * 4
 
     # The gathered rows may be symmetric memory, this rank's own already there: nothing is copied before they travel.
     gathered = ctx.empty(32, 40, dtype=torch.float16)

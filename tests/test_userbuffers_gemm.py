@@ -348,7 +348,7 @@ def test_room_is_made_at_construction_whatever_the_layout(ctx):
     for made in (comm, gather):
         workspace = made.context.workspace()
         room = lambda: [  # noqa: E731
-            workspace.inbox_bytes, workspace.num_chunks, workspace.num_packets, workspace.outbox.numel(),  # noqa: B023
+            workspace.inbox_bytes, workspace.num_chunks, workspace.num_packets, workspace.scratch.numel(),  # noqa: B023
             workspace.counters.numel(), workspace.landing_bytes,  # noqa: B023
         ]  # fmt: skip
         before = room()

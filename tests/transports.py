@@ -51,9 +51,21 @@ def poison_workspace(ctx):
     ctx.barrier()  # the workspace exists from here on
     ctx.group.barrier()
     workspace = ctx.workspace()
-    for memory in (workspace.inbox, workspace.outbox, workspace.landing):
+    for memory in (workspace.inbox, workspace.scratch, workspace.landing):
         memory.fill_(0xFF)
     ctx.group.barrier()
+
+
+@contextlib.contextmanager
+def poisoned_memory():
+    """What is allocated in the block, results and what calls hold in between, is NaN until it is written."""
+    new_empty = torch.Tensor.new_empty
+
+    def poisoned(tensor, *arguments, **options):
+        return new_empty(tensor, *arguments, **options).fill_(float("nan"))
+
+    with mock.patch.object(torch.Tensor, "new_empty", poisoned):
+        yield
 
 
 def by_copies(ctx, name, x, w, *arguments, chunk_rows=None, **options):

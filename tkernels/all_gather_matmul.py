@@ -216,7 +216,7 @@ def all_gather_matmul(
     w: torch.Tensor,
     bias: torch.Tensor | None = None,
     activation: str | None = None,
-    return_gathered: bool | torch.Tensor = False,
+    return_gathered: bool | str | torch.Tensor = False,
     *,
     rows: tuple[int, ...] | None = None,
     out: torch.Tensor | None = None,
@@ -228,13 +228,15 @@ def all_gather_matmul(
 
     x_shard_m is used where it is; a copy is made only if its rows are not contiguous. `rows` names every rank's row
     count where they differ. y has the operands' dtype, or out_dtype (float32). out: a tensor for y. return_gathered may
-    be a tensor [M, K] for the gathered rows, and x_shard_m its rows of this rank. path: see tkernels.paths; the same on
+    be a tensor [M, K] for the gathered rows, and x_shard_m its rows of this rank; or "borrowed": then they may be where
+    they landed in the workspace, which the next call on this stream overwrites. path: see tkernels.paths; the same on
     all ranks. Raises ValueError or TypeError before the first signal.
     """
     gathered = return_gathered if isinstance(return_gathered, torch.Tensor) else None
     rows = None if rows is None else tuple(rows)
     tensors = x_shard_m, w, bias, out, gathered
-    options = activation, return_gathered is not False, rows, out_dtype, config, path, precision(x_shard_m.dtype)
+    wanted = gathered is not None or return_gathered
+    options = activation, wanted, rows, out_dtype, config, path, precision(x_shard_m.dtype)
     return ctx.plan(plan, tensors, *options)(*tensors)
 
 
@@ -297,7 +299,7 @@ def plan(
     g_operand = Operand.of(inbox, gemm.block_m, gemm.block_k, x_operand.tma)
     w_operand = Operand.of(w, gemm.block_n, gemm.block_k, gemm.use_tma)
     y_operand = Operand.of(y, gemm.block_m, gemm.block_n // gemm.split, gemm.use_tma and not ragged and N > 1)
-    s_operand = sums_of(workspace.outbox, tiles - turns.whole, turns.splits, gemm)
+    s_operand = sums_of(workspace.scratch, tiles - turns.whole, turns.splits, gemm)
     first_row = sum(rows[: ctx.rank])
     aligned = row_bytes % 16 == 0 and x.data_ptr() % 16 == 0
     launch = ctx.bind(
@@ -321,7 +323,10 @@ def plan(
         num_warps=gemm.num_warps, num_stages=stages_of(gemm, turns.splits), maxnreg=config.max_registers,
         varying=("x", "x_memory", "w", "bias", "y"),
     )  # fmt: skip
-    collect = _collect(workspace.state, inbox, parity_rows, x, gathered, first_row, M) if return_gathered else None
+    borrowed = return_gathered == "borrowed" and not config.num_comm  # of two inboxes only the device knows which
+    collect = None
+    if return_gathered and not borrowed:
+        collect = _collect(workspace.state, inbox, parity_rows, x, gathered, first_row, M)
 
     def run(x, w, bias, out, gathered):
         x = x.contiguous()
@@ -331,6 +336,10 @@ def plan(
             launch(*tensors)
         else:
             copies.beside(functools.partial(launch, *tensors), x)
+        if borrowed:
+            # No peer writes there before this rank has come to the next call.
+            inbox[first_row : first_row + x.shape[0]].copy_(x.detach())
+            return y, inbox
         if return_gathered:
             gathered = x.new_empty((M, K)) if gathered is None else gathered
             collect(x, gathered)

@@ -2,10 +2,10 @@
 
 M rows.  N out-features.  K/R this rank's part of the dimension summed over.  R ranks; each owns a part of the rows.
 
-One persistent launch a rank. Tiles of the peers' rows come first and are stored to a local outbox; once all tiles of a
-chunk are there, a comm program or the copy engine pushes the chunk into its owner's inbox, a signal behind it. Tiles
-of the own rows come last: their epilogue adds the peers' partial sums from the inbox, in a fixed order of ranks, then
-bias and activation.
+One persistent launch a rank. Tiles of the peers' rows come first and are stored to an outbox, local memory that a call
+holds until it returns; once all tiles of a chunk are there, a comm program or the copy engine pushes the chunk into its
+owner's inbox, a signal behind it. Tiles of the own rows come last: their epilogue adds the peers' partial sums from the
+inbox, in a fixed order of ranks, then bias and activation.
 Partial sums travel in the operands' dtype, or in fp32 if asked to, and are added in fp32; the result is the same bits
 on every run.
 
@@ -34,7 +34,6 @@ from tkernels.comm.device import (
     wait_signal,
 )
 from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark
-from tkernels.comm.regions import ALIGNMENT, round_up
 from tkernels.configs import OverlapConfig, overlap_config, with_room_for
 from tkernels.gemm import (
     ACTIVATIONS,
@@ -64,6 +63,7 @@ from tkernels.overlap import (
     dealt_tile,
     end_launch,
     end_of_tile,
+    laid_end_to_end,
     num_chunks,
     part_of_tile,
     plan_turns,
@@ -82,7 +82,7 @@ from tkernels.paths import choose_path, plan_matmul_reduce
 
 OP = operation("matmul_reduce_scatter")
 
-# A row of a send schedule: target, chunk, first row in the whole, rows; the chunk that its tiles count for, and the
+# A row of a send schedule: target, chunk, first row in the outbox, rows; the chunk that its tiles count for, and the
 # rows of tiles to be counted.
 SEND_FIELDS = tl.constexpr(6)
 PIECE_ROWS = 8  # finished rows that a program takes from its inbox at a time
@@ -92,7 +92,7 @@ PART_ROWS = 128  # a part of an inbox begins at a multiple, whatever the tiles: 
 # fmt: off
 @triton.jit
 def finish_slice(
-    value, column, bias, N, y, out_row, outbox, x_row, valid,
+    value, column, bias, N, y, out_row, outbox, outbox_row, valid,
     partials, partial_row, part_stride, owner, rank, sums, sums_row, sums_column, part, parts,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, SIZE: tl.constexpr,
     Y_TMA: tl.constexpr, O_TMA: tl.constexpr, P_TMA: tl.constexpr, S_TMA: tl.constexpr,
@@ -102,7 +102,7 @@ def finish_slice(
     if part < parts - 1:
         store_part(value, sums, sums_row + part * ROWS, sums_column, ROWS, COLUMNS, BLOCK_N, S_TMA)
     elif owner != rank:
-        store_tile(value, outbox, N, x_row, valid, column, N, ROWS, COLUMNS, O_TMA, WIRE)
+        store_tile(value, outbox, N, outbox_row, valid, column, N, ROWS, COLUMNS, O_TMA, WIRE)
     else:
         value = add_parts(value, sums, sums_row, sums_column, parts, ROWS, COLUMNS, BLOCK_N, S_TMA)
         for step in range(1, SIZE):
@@ -121,7 +121,7 @@ def matmul_reduce_kernel(
     x, x_stride_m, x_stride_k,  # [M, K/R]
     w, w_stride_n, w_stride_k,  # [N, K/R]
     bias, y, y_memory,  # [N]; [M/R, N], or [M, N] with GATHER, and the same as a pointer
-    outbox, outbox_memory,  # [M, N], and as a pointer
+    outbox, outbox_memory,  # the peers' rows alone, [M less the own, N], and as a pointer
     partials, inbox, parity_rows, part_stride,  # [parity_rows + R * part_stride (and room for y), N], and as a pointer
     sums,  # [.., BLOCK_N], fp32: of tiles that are split along K
     schedule, tiles_m, peer_tiles_m,  # the first peer_tiles_m rows of tiles are the peers'
@@ -199,7 +199,7 @@ def matmul_reduce_kernel(
                     tile_m += peer_tiles_m
                 tile = schedule + tile_m * TILE_FIELDS
                 owner = tl.load(tile).to(tl.int32)
-                row = tl.load(tile + 1).to(tl.int32)
+                row = tl.load(tile + 1).to(tl.int32)  # in the outbox, or in the own rows
                 x_row = tl.load(tile + 2).to(tl.int32)
                 valid = tl.load(tile + 3).to(tl.int32)
                 chunk = tl.load(tile + 4).to(tl.int32)
@@ -235,7 +235,7 @@ def matmul_reduce_kernel(
                 slices = slices_of(total, BLOCK_M, BLOCK_N, SPLIT)
                 for number in tl.static_range(SPLIT):
                     finish_slice(
-                        slices[number], column + number * COLUMNS, bias, N, y, out_row, outbox, x_row, valid,
+                        slices[number], column + number * COLUMNS, bias, N, y, out_row, outbox, row, valid,
                         partials, parity_row + row, part_stride, owner, rank,
                         sums, sums_row, number * COLUMNS, part, parts_of_tile,
                         BLOCK_M, COLUMNS, BLOCK_N, SIZE,
@@ -367,9 +367,8 @@ def plan(
     else:
         check_mapped(name, ctx)
         workspace.reserve(0, chunks, landing_bytes=inbox_rows * N * itemsize)
-    outbox_bytes = round_up(M * N * itemsize, ALIGNMENT)
     all_counters = TILE_COUNTS.value + ctx.size * workspace.num_chunks
-    workspace.reserve(0, 0, outbox_bytes + sums_bytes(tiles - turns.whole, turns.splits, gemm), all_counters)
+    workspace.reserve(0, 0, sums_bytes(tiles - turns.whole, turns.splits, gemm), all_counters)
     # Those that copies wait for are set to zero behind the last copy, which may be after the launch.
     num_counters = all_counters if config.num_comm else TILE_COUNTS.value
     memory, parity_rows = workspace.landing, 0
@@ -377,7 +376,8 @@ def plan(
         memory, parity_rows = workspace.inbox, triton.cdiv(workspace.inbox_bytes, N * itemsize)
         parity_rows += parity_rows % 2  # finished rows may be fp32, and two rows of 16-bit elements are whole words
     inbox = memory[: (parity_rows + inbox_rows) * N * itemsize].view(wire_dtype).view(-1, N)
-    outbox = workspace.outbox[: M * N * itemsize].view(wire_dtype).view(M, N)
+    outbox_shape = M - rows[ctx.rank], N
+    outbox = check_result(name, None, x, outbox_shape, wire_dtype)
     y = check_result(name, out, x, (M if gather else rows[ctx.rank], N), out_dtype)
 
     key = ("matmul_reduce", rows, config)
@@ -397,7 +397,7 @@ def plan(
     store_tma = gemm.use_tma and not ragged and N > 1
     y_operand = Operand.of(y, *box, store_tma)
     o_operand = Operand.of(outbox, *box, store_tma)
-    s_operand = sums_of(workspace.outbox[outbox_bytes:], tiles - turns.whole, turns.splits, gemm)
+    s_operand = sums_of(workspace.scratch, tiles - turns.whole, turns.splits, gemm)
     p_operand = Operand.of(inbox, *box, gemm.use_tma and N > 1)
     launch = ctx.bind(
         matmul_reduce_kernel, num_programs,
@@ -426,7 +426,7 @@ def plan(
         PUT_BLOCK=config.copy_block(aligned) * x.element_size() // max(x.element_size(), *travels),
         ALIGN=16 if aligned else min(travels),
         num_warps=gemm.num_warps, num_stages=stages_of(gemm, turns.splits), maxnreg=config.max_registers,
-        varying=("x", "w", "bias", "y", "y_memory"),
+        varying=("x", "w", "bias", "y", "y_memory", "outbox", "outbox_memory"),
     )  # fmt: skip
     shape = tuple(y.shape)
     if not config.num_comm:
@@ -439,7 +439,8 @@ def plan(
     def run(x, w, bias, out):
         x = x.contiguous() if straighten else x
         y = x.new_empty(shape, dtype=out_dtype) if out is None else out
-        tensors = x, w, x if bias is None else bias.contiguous(), y, y
+        outbox = x.new_empty(outbox_shape, dtype=wire_dtype)  # given back once the stream is behind all that reads it
+        tensors = x, w, x if bias is None else bias.contiguous(), y, y, outbox, outbox
         if config.num_comm:
             launch(*tensors)
         else:
@@ -458,9 +459,10 @@ def own_group(config: OverlapConfig) -> int:
 def send_schedule(rows: tuple[int, ...], peers: list[int], config: OverlapConfig) -> list[int]:
     """The chunks to send, in the order in which `tile_schedule` fills them, flattened SEND_FIELDS a chunk.
 
-    A peer without rows still gets one empty chunk, which carries the signal that this rank has come so far.
+    The outbox holds the peers' rows laid end to end, in the order of `peers`, and no own ones. A peer without rows gets
+    one empty chunk all the same, which carries the signal that this rank has come so far.
     """
-    starts = [sum(rows[:rank]) for rank in range(len(rows))]
+    starts = laid_end_to_end(rows, peers)
     block, chunk_rows, step = config.gemm.block_m, config.chunk_rows, config.tile_chunks
     schedule = []
     for counted in range(0, max(num_chunks(rows[peer], config) for peer in peers), step):

@@ -19,6 +19,10 @@ Gradients (each is an overlapped operation of its own):
     reduce_scatter          all_gather(dy)
     all_reduce              dy
 
+Where both are wanted, dx and dw of matmul_reduce_scatter come from one operator, matmul_reduce_scatter_backward: its
+second product reads the gathered dy where it landed in the workspace, which no result may alias. It has no gradient of
+its own; where that is wanted, they come from two operators.
+
 The result of an all-reduce is one replicated tensor, so its gradient is taken as equal on all ranks (Megatron's
 "reduce from the tensor-parallel region"). Backward is collective where the table names a collective: all ranks must
 want the same gradients.
@@ -203,6 +207,9 @@ def _matmul_reduce_scatter_backward(ctx, dy):
     dy = dy.contiguous()
     need_x, need_w, need_bias = ctx.needs_input_grad[:3]
     dx = dw = dbias = None
+    if need_x and need_w and not _wants_gradient(dy, x, w):
+        dx, dw, dbias = _ops.matmul_reduce_scatter_backward(dy, x, w, need_bias, ctx.rows, ctx.context, ctx.path)
+        return dx, dw, dbias if need_bias else None, None, None, None, None
     if need_x:
         # The product gathers dy on its way; the weight's and the bias's gradients reuse what it gathered.
         dx, gathered = _ops.all_gather_matmul(
@@ -224,6 +231,28 @@ _define(
     _matmul_reduce_scatter_fake,
     _matmul_reduce_scatter_setup,
     _matmul_reduce_scatter_backward,
+)
+
+
+def _matmul_reduce_scatter_backward_impl(dy_shard_m, x_shard_k, w_shard_k, need_bias, rows, context, path=None):
+    dx, gathered = _all_gather_matmul.all_gather_matmul(
+        find_context(context), dy_shard_m, w_shard_k.t(), return_gathered="borrowed", rows=tuple(rows), path=path
+    )
+    dbias = gathered.sum(0) if need_bias else gathered.new_empty(0)
+    return dx, gathered.t() @ x_shard_k, dbias
+
+
+def _matmul_reduce_scatter_backward_fake(dy_shard_m, x_shard_k, w_shard_k, need_bias, rows, context, path=None):
+    N, K = w_shard_k.shape
+    shapes = (sum(rows), K), (N, K), (N if need_bias else 0,)
+    return tuple(dy_shard_m.new_empty(shape) for shape in shapes)
+
+
+_define(
+    "matmul_reduce_scatter_backward(Tensor dy_shard_m, Tensor x_shard_k, Tensor w_shard_k, bool need_bias,"
+    " SymInt[] rows, str context, str? path=None) -> (Tensor, Tensor, Tensor)",
+    _matmul_reduce_scatter_backward_impl,
+    _matmul_reduce_scatter_backward_fake,
 )
 
 

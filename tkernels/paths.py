@@ -148,7 +148,7 @@ def _scratch(ctx: Context, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list
     """Tensors of those shapes and dtypes in the workspace, for one call: a captured call allocates its result alone."""
     sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in wanted]
     starts = [sum(round_up(size, ALIGNMENT) for size in sizes[:number]) for number in range(len(sizes) + 1)]
-    memory = ctx.workspace().reserve(0, 0, starts[-1]).outbox
+    memory = ctx.workspace().reserve(0, 0, starts[-1]).scratch
     return [
         memory[start : start + size].view(dtype).view(shape)
         for start, size, (shape, dtype) in zip(starts, sizes, wanted, strict=False)

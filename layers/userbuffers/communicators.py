@@ -31,7 +31,7 @@ from tkernels.comm.context import Context, init
 from tkernels.comm.errors import TkernelsError
 from tkernels.comm.lease import Fence, Lease
 from tkernels.comm.plans import describe
-from tkernels.comm.regions import ALIGNMENT, round_up
+from tkernels.comm.regions import round_up
 from tkernels.comm.workspace import most_packets
 from tkernels.configs import (
     COPY_BYTES,
@@ -271,13 +271,14 @@ class CommOverlapCore:
     def all_gather_matmul(self, x_shard_m, w, bias=None, *, rows=None, gathered=False, out=None, out_dtype=None):
         """Collective. (all_gather(x_shard_m) @ w.T + bias, x gathered or None).
 
-        gathered: True for a new tensor, which is the caller's and which no later call touches; or a tensor to fill.
+        gathered: True for a new tensor, which is the caller's and which no later call touches; a tensor to fill; or
+            "borrowed", for rows that may lie in the workspace, until the next call on this stream.
         """
         tensors = x_shard_m, w, bias, out, gathered if isinstance(gathered, torch.Tensor) else None
-        options = gathered is not False, rows if rows is None else tuple(rows), out_dtype
+        options = tensors[-1] is not None or gathered, rows if rows is None else tuple(rows), out_dtype
         return self.plan(CommOverlapCore.plan_all_gather_matmul, tensors, *options)(*tensors)
 
-    def plan_all_gather_matmul(self, x, w, bias, out, gathered, return_gathered: bool, rows, out_dtype):
+    def plan_all_gather_matmul(self, x, w, bias, out, gathered, return_gathered: bool | str, rows, out_dtype):
         """What `all_gather_matmul` does with tensors like these: a function of them."""
         rows = check_rows("all_gather_matmul", self.context, rows, own=x.shape[0])
         config = self._config("all_gather_matmul", sum(rows), x, w, x.shape[1])
@@ -394,7 +395,7 @@ class CommOverlapCore:
         if not (self._by_copies and self.context.mapped):
             landing_bytes = 0
         tiles = default_config(self.shape[0], MAX_TILE_COLUMNS, self.dtype)
-        memory["outbox_bytes"] += sums_bytes(MAX_SPLIT_TILES.value, OverlapConfig.max_splits, tiles)
+        memory["scratch_bytes"] = sums_bytes(MAX_SPLIT_TILES.value, OverlapConfig.max_splits, tiles)
         # First, for a capture's stream takes the oldest.
         self.context.workspace().reserve(**memory, landing_bytes=landing_bytes)
         with self._domain.dev.stream(self.stream):
@@ -520,7 +521,6 @@ def workspace_bytes(shape, dtype: torch.dtype, size: int) -> dict[str, int]:
     return dict(
         inbox_bytes=inbox_bytes,
         num_chunks=num_chunks,
-        outbox_bytes=round_up(tokens * hidden * itemsize, ALIGNMENT),
         num_counters=TILE_COUNTS.value + size * num_chunks,
         num_packets=size * round_up(-(-packet_bytes // 4), collectives.PACKET_BLOCK),
         # By rule from COPY_BYTES on; what was tuned holds for sizes a little below its own, too.

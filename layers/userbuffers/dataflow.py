@@ -169,7 +169,9 @@ class Row:
         if not self.sequence_parallel:
             gathered = dy
         elif self.dgrad is not None and need_x:
-            dx, gathered = self.dgrad.all_gather_matmul(dy, w.t(), rows=self.rows, gathered=dw is not None)
+            at_once = dw is not None and dw.store is None  # then the rows may stay where they landed
+            wanted = "borrowed" if at_once else dw is not None
+            dx, gathered = self.dgrad.all_gather_matmul(dy, w.t(), rows=self.rows, gathered=wanted)
             return dx, None if dw is None else dw(gathered, x)
         else:
             gathered = self._gather(dy)
