@@ -52,7 +52,7 @@ class Workspace:
     state: int64 [2], local: the epoch of the last finished call, and how many programs of this one have finished.
     counters: int64 [num_counters], local, zero between calls: for programs of one launch among themselves.
     gate: int64 [2], local: 1 while this call's copies may begin, and the epoch that they signal.
-    scratch: uint8, local: what one call has in between, sums of parts of tiles or the plain path's products.
+    scratch: uint8, local: what a call of the plain path has in between.
     """
 
     def __init__(self, context):

@@ -56,7 +56,6 @@ from tkernels.overlap import (
     programs_of,
     stages_of,
     store_part,
-    sums_bytes,
     sums_of,
     take_tile,
     tile_schedule,
@@ -280,14 +279,14 @@ def plan(
     sent = rows[ctx.rank] * row_bytes * (ctx.size - 1)
     # Any tile may be one of the last, but the own ones come first: their rows are where they are.
     turns = plan_turns(tiles, tiles, K, num_programs, config, sent)
-    local = sums_bytes(tiles - turns.whole, turns.splits, gemm), TILE_COUNTS.value
     if config.num_comm:
-        workspace = ctx.workspace().reserve(max(M, 4) * row_bytes, chunks, *local)
+        workspace = ctx.workspace().reserve(max(M, 4) * row_bytes, chunks, num_counters=TILE_COUNTS.value)
         # Both inboxes are one matrix: the second one begins at the first whole row past the first one's bytes.
         memory, parity_rows = workspace.inbox, triton.cdiv(workspace.inbox_bytes, row_bytes)
     else:
         check_mapped("all_gather_matmul", ctx)
-        workspace = ctx.workspace().reserve(0, chunks, *local, landing_bytes=M * row_bytes)
+        room = dict(num_counters=TILE_COUNTS.value, landing_bytes=M * row_bytes)
+        workspace = ctx.workspace().reserve(0, chunks, **room)
         memory, parity_rows = workspace.landing, 0
         copies = Copies(ctx, workspace, _sends(ctx, rows, row_bytes, chunks, workspace.num_chunks, config))
     inbox = memory[: (parity_rows + M) * row_bytes].view(x.dtype).view(parity_rows + M, K)
@@ -299,7 +298,7 @@ def plan(
     g_operand = Operand.of(inbox, gemm.block_m, gemm.block_k, x_operand.tma)
     w_operand = Operand.of(w, gemm.block_n, gemm.block_k, gemm.use_tma)
     y_operand = Operand.of(y, gemm.block_m, gemm.block_n // gemm.split, gemm.use_tma and not ragged and N > 1)
-    s_operand = sums_of(workspace.scratch, tiles - turns.whole, turns.splits, gemm)
+    s_operand = sums_of(tiles - turns.whole, turns.splits, gemm)
     first_row = sum(rows[: ctx.rank])
     aligned = row_bytes % 16 == 0 and x.data_ptr() % 16 == 0
     launch = ctx.bind(
@@ -321,17 +320,20 @@ def plan(
         OPERATION=OP, TRANSPORT=ctx.transport_id,
         PUT_BLOCK=config.copy_block(aligned), ALIGN=16 if aligned else itemsize,
         num_warps=gemm.num_warps, num_stages=stages_of(gemm, turns.splits), maxnreg=config.max_registers,
-        varying=("x", "x_memory", "w", "bias", "y"),
+        varying=("x", "x_memory", "w", "bias", "y", "sums"),
     )  # fmt: skip
     borrowed = return_gathered == "borrowed" and not config.num_comm  # of two inboxes only the device knows which
     collect = None
     if return_gathered and not borrowed:
         collect = _collect(workspace.state, inbox, parity_rows, x, gathered, first_row, M)
 
+    sums_shape = s_operand.argument.shape
+
     def run(x, w, bias, out, gathered):
         x = x.contiguous()
         y = x.new_empty((M, N), dtype=out_dtype) if out is None else out
-        tensors = x, x, w, x if bias is None else bias.contiguous(), y
+        sums = x.new_empty(sums_shape, dtype=torch.float32)
+        tensors = x, x, w, x if bias is None else bias.contiguous(), y, sums
         if config.num_comm:
             launch(*tensors)
         else:

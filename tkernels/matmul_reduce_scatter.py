@@ -70,7 +70,6 @@ from tkernels.overlap import (
     programs_of,
     stages_of,
     store_part,
-    sums_bytes,
     sums_of,
     take,
     take_tile,
@@ -368,7 +367,7 @@ def plan(
         check_mapped(name, ctx)
         workspace.reserve(0, chunks, landing_bytes=inbox_rows * N * itemsize)
     all_counters = TILE_COUNTS.value + ctx.size * workspace.num_chunks
-    workspace.reserve(0, 0, sums_bytes(tiles - turns.whole, turns.splits, gemm), all_counters)
+    workspace.reserve(0, 0, num_counters=all_counters)
     # Those that copies wait for are set to zero behind the last copy, which may be after the launch.
     num_counters = all_counters if config.num_comm else TILE_COUNTS.value
     memory, parity_rows = workspace.landing, 0
@@ -397,7 +396,7 @@ def plan(
     store_tma = gemm.use_tma and not ragged and N > 1
     y_operand = Operand.of(y, *box, store_tma)
     o_operand = Operand.of(outbox, *box, store_tma)
-    s_operand = sums_of(workspace.scratch, tiles - turns.whole, turns.splits, gemm)
+    s_operand = sums_of(tiles - turns.whole, turns.splits, gemm)
     p_operand = Operand.of(inbox, *box, gemm.use_tma and N > 1)
     launch = ctx.bind(
         matmul_reduce_kernel, num_programs,
@@ -426,9 +425,9 @@ def plan(
         PUT_BLOCK=config.copy_block(aligned) * x.element_size() // max(x.element_size(), *travels),
         ALIGN=16 if aligned else min(travels),
         num_warps=gemm.num_warps, num_stages=stages_of(gemm, turns.splits), maxnreg=config.max_registers,
-        varying=("x", "w", "bias", "y", "y_memory", "outbox", "outbox_memory"),
+        varying=("x", "w", "bias", "y", "y_memory", "outbox", "outbox_memory", "sums"),
     )  # fmt: skip
-    shape = tuple(y.shape)
+    shape, sums_shape = tuple(y.shape), s_operand.argument.shape
     if not config.num_comm:
         finished_bytes = N * out_dtype.itemsize if gather else 0
         sends = _copied(
@@ -440,7 +439,8 @@ def plan(
         x = x.contiguous() if straighten else x
         y = x.new_empty(shape, dtype=out_dtype) if out is None else out
         outbox = x.new_empty(outbox_shape, dtype=wire_dtype)  # given back once the stream is behind all that reads it
-        tensors = x, w, x if bias is None else bias.contiguous(), y, y, outbox, outbox
+        sums = x.new_empty(sums_shape, dtype=torch.float32)
+        tensors = x, w, x if bias is None else bias.contiguous(), y, y, outbox, outbox, sums
         if config.num_comm:
             launch(*tensors)
         else:

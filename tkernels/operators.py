@@ -162,11 +162,13 @@ def _all_gather_matmul_backward(ctx, dy, dgathered):
     dx = dw = dbias = None
     if dy is not None:
         dy = _with_unit_stride(dy)
+        if ctx.needs_input_grad[1]:
+            dw = dy.t() @ (x if ctx.return_gathered else _ops.all_gather(x, ctx.rows, ctx.context))
+        # Unless backward comes again, the rows of all ranks go before dx takes memory.
+        del x
+        ctx.maybe_clear_saved_tensors()
         if ctx.needs_input_grad[0]:
             dx = _ops.matmul_reduce_scatter(dy, w.t(), None, None, ctx.rows, ctx.context, ctx.path)
-        if ctx.needs_input_grad[1]:
-            gathered = x if ctx.return_gathered else _ops.all_gather(x, ctx.rows, ctx.context)
-            dw = dy.t() @ gathered
         if ctx.needs_input_grad[2]:
             dbias = dy.sum(0)
     if dgathered is not None and ctx.return_gathered and ctx.needs_input_grad[0]:

@@ -176,17 +176,13 @@ def stages_of(gemm: GemmConfig, splits: int) -> int:
     return min(gemm.num_stages, 3) if splits > 1 and gemm.block_m * gemm.block_n >= 128 * 256 else gemm.num_stages
 
 
-def sums_bytes(tiles: int, splits: int, gemm: GemmConfig) -> int:
-    """Of the sums of tiles that are split; of one tile, where none is."""
-    return max(tiles * (splits - 1), 1) * gemm.block_m * gemm.block_n * 4
-
-
-def sums_of(memory: torch.Tensor, tiles: int, splits: int, gemm: GemmConfig) -> Operand:
-    """These sums at the beginning of `memory`, as kernels take them: fp32 [.., block_n], block_m rows a part.
+def sums_of(tiles: int, splits: int, gemm: GemmConfig) -> Operand:
+    """An example, without memory, of the sums of tiles that are split: fp32 [.., block_n], block_m rows a part.
 
     A box is a quarter of a slice, and of no fewer than the 16 bytes a row that TMA asks for.
     """
-    sums = memory[: sums_bytes(tiles, splits, gemm)].view(torch.float32).view(-1, gemm.block_n)
+    shape = tiles * (splits - 1) * gemm.block_m, gemm.block_n
+    sums = torch.empty(shape, dtype=torch.float32, device="meta")
     columns = gemm.block_n // gemm.split // 4
     return Operand.of(sums, gemm.block_m, columns, splits > 1 and gemm.use_tma and columns * 4 >= 16)
 

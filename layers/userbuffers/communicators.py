@@ -38,7 +38,6 @@ from tkernels.configs import (
     MIN_CHUNK_ROWS,
     OverlapConfig,
     bucket,
-    default_config,
     gemm_config,
     overlap_config,
     with_room_for,
@@ -49,12 +48,11 @@ from tkernels.layers.userbuffers.defaults import OverlapOptions
 from tkernels.matmul_reduce_scatter import OP as REDUCE_SCATTER
 from tkernels.matmul_reduce_scatter import PART_ROWS
 from tkernels.matmul_reduce_scatter import plan as plan_reduce
-from tkernels.overlap import MAX_SPLIT_TILES, TILE_COUNTS, sums_bytes
+from tkernels.overlap import TILE_COUNTS
 
 DEFAULT_TIMEOUT_S = 110.0
 NUM_CARRIERS = 12  # programs of a collective beside a product, where no number is asked for: they saturate stores
 MAX_PROGRAMS = 256  # that any GPU runs at once of such kernels
-MAX_TILE_COLUMNS = 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 _numbers = itertools.count()
@@ -394,8 +392,6 @@ class CommOverlapCore:
         landing_bytes = memory.pop("landing_bytes")
         if not (self._by_copies and self.context.mapped):
             landing_bytes = 0
-        tiles = default_config(self.shape[0], MAX_TILE_COLUMNS, self.dtype)
-        memory["scratch_bytes"] = sums_bytes(MAX_SPLIT_TILES.value, OverlapConfig.max_splits, tiles)
         # First, for a capture's stream takes the oldest.
         self.context.workspace().reserve(**memory, landing_bytes=landing_bytes)
         with self._domain.dev.stream(self.stream):
