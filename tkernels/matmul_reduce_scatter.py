@@ -15,6 +15,7 @@ output.
 """
 
 import functools
+import itertools
 import math
 
 import torch
@@ -63,7 +64,6 @@ from tkernels.overlap import (
     dealt_tile,
     end_launch,
     end_of_tile,
-    laid_end_to_end,
     num_chunks,
     part_of_tile,
     plan_turns,
@@ -91,7 +91,7 @@ PART_ROWS = 128  # a part of an inbox begins at a multiple, whatever the tiles: 
 # fmt: off
 @triton.jit
 def finish_slice(
-    value, column, bias, N, y, out_row, outbox, outbox_row, valid,
+    value, column, bias, N, y, outbox, out_row, valid,
     partials, partial_row, part_stride, owner, rank, sums, sums_row, sums_column, part, parts,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, SIZE: tl.constexpr,
     Y_TMA: tl.constexpr, O_TMA: tl.constexpr, P_TMA: tl.constexpr, S_TMA: tl.constexpr,
@@ -101,7 +101,7 @@ def finish_slice(
     if part < parts - 1:
         store_part(value, sums, sums_row + part * ROWS, sums_column, ROWS, COLUMNS, BLOCK_N, S_TMA)
     elif owner != rank:
-        store_tile(value, outbox, N, outbox_row, valid, column, N, ROWS, COLUMNS, O_TMA, WIRE)
+        store_tile(value, outbox, N, out_row, valid, column, N, ROWS, COLUMNS, O_TMA, WIRE)
     else:
         value = add_parts(value, sums, sums_row, sums_column, parts, ROWS, COLUMNS, BLOCK_N, S_TMA)
         for step in range(1, SIZE):
@@ -114,7 +114,8 @@ def finish_slice(
 # Row counts may change from call to call, and ranks differ: no new kernel for each.
 @triton.jit(do_not_specialize=[
     "parity_rows", "part_stride", "tiles_m", "peer_tiles_m", "head", "dealt", "whole", "splits",
-    "num_sends", "num_counters", "max_chunks", "rank", "num_comm", "own_chunks", "chunk_rows", "piece_rows",
+    "num_sends", "num_counters", "max_chunks", "rank", "M", "own_first", "own_end", "num_comm", "own_chunks",
+    "chunk_rows", "piece_rows",
 ])
 def matmul_reduce_kernel(
     x, x_stride_m, x_stride_k,  # [M, K/R]
@@ -126,9 +127,10 @@ def matmul_reduce_kernel(
     schedule, tiles_m, peer_tiles_m,  # the first peer_tiles_m rows of tiles are the peers'
     head, dealt, whole, splits,
     sends, num_sends,  # [num_sends, SEND_FIELDS]
-    parts, starts,  # [R + 1], [R + 1]: first row and first element of each part
+    starts,  # [R + 1]: first element of each part
     counters, num_counters, ready, max_chunks, state, table, rank, gate, begun,
-    N, K, num_comm, own_chunks, chunk_rows, piece_rows,  # own_chunks: of this rank's rows; piece: see receive_parts
+    M, N, K, own_first, own_end,  # the own rows in the whole
+    num_comm, own_chunks, chunk_rows, piece_rows,  # own_chunks: of this rank's rows; piece: see receive_parts
     SIZE: tl.constexpr, GATHER: tl.constexpr, COPIES: tl.constexpr, PARTS: tl.constexpr,  # PARTS: some tiles are split
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
     GROUP_M: tl.constexpr, OWN_GROUP_M: tl.constexpr,  # of the peers' rows of tiles, and of the own ones
@@ -181,7 +183,7 @@ def matmul_reduce_kernel(
         if TRACE:
             num_tiles = 1
         step = first_step
-        owner, row, x_row, valid, chunk, column = 0, 0, 0, 0, 0, 0
+        owner, x_row, valid, chunk, column = 0, 0, 0, 0, 0
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for _ in range(num_tiles * (last_step - first_step)):
             if step == first_step:
@@ -198,7 +200,6 @@ def matmul_reduce_kernel(
                     tile_m += peer_tiles_m
                 tile = schedule + tile_m * TILE_FIELDS
                 owner = tl.load(tile).to(tl.int32)
-                row = tl.load(tile + 1).to(tl.int32)  # in the outbox, or in the own rows
                 x_row = tl.load(tile + 2).to(tl.int32)
                 valid = tl.load(tile + 3).to(tl.int32)
                 chunk = tl.load(tile + 4).to(tl.int32)
@@ -227,14 +228,17 @@ def matmul_reduce_kernel(
                                 SIZE - 1, SIZE, OPERATION, TRANSPORT,
                             )
                 mark(STORE, x_row, column, table, TRANSPORT, TRACE)
+                row = x_row - own_first
                 out_row = row
                 if GATHER:
                     out_row = x_row
+                if owner != rank:  # the outbox has the rows after the own ones, then those before
+                    out_row = (x_row - own_end + M) % M
                 COLUMNS: tl.constexpr = BLOCK_N // SPLIT
                 slices = slices_of(total, BLOCK_M, BLOCK_N, SPLIT)
                 for number in tl.static_range(SPLIT):
                     finish_slice(
-                        slices[number], column + number * COLUMNS, bias, N, y, out_row, outbox, row, valid,
+                        slices[number], column + number * COLUMNS, bias, N, y, outbox, out_row, valid,
                         partials, parity_row + row, part_stride, owner, rank,
                         sums, sums_row, number * COLUMNS, part, parts_of_tile,
                         BLOCK_M, COLUMNS, BLOCK_N, SIZE,
@@ -258,8 +262,7 @@ def matmul_reduce_kernel(
     if GATHER:
         gathered = (inbox + tl.cast(parity_row + SIZE * part_stride, tl.int64) * N).to(y_memory.dtype)
         gathered_ready = ready + SIZE * max_chunks
-        first = tl.load(parts + rank)  # the own rows in the whole
-        own = tl.load(parts + rank + 1) - first
+        own = own_end - own_first
         own_sends = own_chunks * (SIZE - 1)
         if not COPIES:  # then the copy engine sends
             i = take(counters + SEND_TICKETS)
@@ -277,7 +280,7 @@ def matmul_reduce_kernel(
                 )
                 mark(SEND, chunk, target, table, TRANSPORT, TRACE)
                 put_signal(
-                    gathered + (first + row) * N, y_memory + (first + row) * N,
+                    gathered + (own_first + row) * N, y_memory + (own_first + row) * N,
                     tl.maximum(tl.minimum(own - row, chunk_rows), 0) * N,
                     gathered_ready + rank * max_chunks + chunk, epoch, target, table, TRANSPORT, PUT_BLOCK, ALIGN,
                 )
@@ -384,7 +387,6 @@ def plan(
         (*key, "schedule"), lambda: tile_schedule(rows, peers, config) + tile_schedule(rows, [ctx.rank], config)
     )
     sends = ctx.constant((*key, "sends"), lambda: send_schedule(rows, peers, config))
-    parts = ctx.constant(("starts", *first_rows), lambda: first_rows)
     starts = ctx.constant(("starts", *(N * row for row in first_rows)), lambda: [N * row for row in first_rows])
 
     ragged = any(part % gemm.block_m for part in rows)
@@ -407,11 +409,11 @@ def plan(
         p_operand.argument, inbox, parity_rows, part_stride,
         s_operand.argument,
         schedule, tiles_m, peer_tiles_m, *turns,
-        sends, sends.numel() // SEND_FIELDS.value, parts, starts,
+        sends, sends.numel() // SEND_FIELDS.value, starts,
         workspace.counters, num_counters, workspace.ready, workspace.num_chunks, workspace.state, ctx.table, ctx.rank,
         workspace.gate, workspace.begun,
-        N, K, config.num_comm, num_chunks(rows[ctx.rank], config), config.chunk_rows,
-        math.gcd(config.chunk_rows, PIECE_ROWS),
+        M, N, K, first_rows[ctx.rank], first_rows[ctx.rank + 1],
+        config.num_comm, num_chunks(rows[ctx.rank], config), config.chunk_rows, math.gcd(config.chunk_rows, PIECE_ROWS),
         SIZE=ctx.size, GATHER=gather, COPIES=config.num_comm == 0, PARTS=turns.splits > 1,
         BLOCK_M=gemm.block_m, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, SPLIT=gemm.split,
         GROUP_M=gemm.group_m, OWN_GROUP_M=own_group(config),
@@ -459,10 +461,10 @@ def own_group(config: OverlapConfig) -> int:
 def send_schedule(rows: tuple[int, ...], peers: list[int], config: OverlapConfig) -> list[int]:
     """The chunks to send, in the order in which `tile_schedule` fills them, flattened SEND_FIELDS a chunk.
 
-    The outbox holds the peers' rows laid end to end, in the order of `peers`, and no own ones. A peer without rows gets
-    one empty chunk all the same, which carries the signal that this rank has come so far.
+    peers: the next rank first, whose rows the outbox begins with. One without rows still gets one empty chunk, which
+    carries the signal that this rank has come so far.
     """
-    starts = laid_end_to_end(rows, peers)
+    starts = dict(zip(peers, itertools.accumulate((rows[peer] for peer in peers), initial=0), strict=False))
     block, chunk_rows, step = config.gemm.block_m, config.chunk_rows, config.tile_chunks
     schedule = []
     for counted in range(0, max(num_chunks(rows[peer], config) for peer in peers), step):

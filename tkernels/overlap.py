@@ -35,8 +35,7 @@ from tkernels.configs import (
 )
 from tkernels.gemm import Operand, halves, load_tile, store_tile
 
-# A tile row of a schedule: whose shard, first row in the schedule's shards laid end to end, first row in the whole,
-# rows that count, chunk.
+# A tile row of a schedule: whose shard, first row in the shard, first row in the whole, rows that count, chunk.
 TILE_FIELDS = tl.constexpr(5)
 
 # A launch's counters, zero between launches.
@@ -67,23 +66,14 @@ def tile_schedule(rows: tuple[int, ...], order: list[int], config: OverlapConfig
     [1, 0, 64, 32, 0, 1, 32, 96, 8, 0]
     """
     block, turn = config.gemm.block_m, max(config.chunk_rows, config.gemm.block_m)
-    starts, firsts = [sum(rows[:rank]) for rank in range(len(rows))], laid_end_to_end(rows, order)
+    starts = [sum(rows[:rank]) for rank in range(len(rows))]
     schedule = []
     for first in range(0, max((rows[shard] for shard in order), default=0), turn):
         for shard in order:
             for row in range(first, min(first + turn, rows[shard]), block):
                 valid = min(block, rows[shard] - row)
-                schedule += [shard, firsts[shard] + row, starts[shard] + row, valid, row // config.chunk_rows]
+                schedule += [shard, row, starts[shard] + row, valid, row // config.chunk_rows]
     return schedule
-
-
-def laid_end_to_end(rows: tuple[int, ...], order: list[int]) -> dict[int, int]:
-    """Where each of the shards in `order` begins when these alone are laid end to end.
-
-    >>> laid_end_to_end((64, 40, 8), [1, 2])
-    {1: 0, 2: 40}
-    """
-    return dict(zip(order, itertools.accumulate((rows[shard] for shard in order), initial=0), strict=False))
 
 
 def num_chunks(rows: int, config: OverlapConfig) -> int:
