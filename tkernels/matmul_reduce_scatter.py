@@ -245,11 +245,11 @@ def matmul_reduce_kernel(
                         Y_TMA, O_TMA, P_TMA, S_TMA, HAS_BIAS, ACTIVATION, DTYPE, WIRE,
                     )
                 if GATHER or owner != rank or part < parts_of_tile - 1:
-                    counter = tile_counts + owner * max_chunks + chunk
-                    if part < parts_of_tile - 1:
-                        counter = others
                     publish(TRANSPORT)
-                    count(counter, TRANSPORT, "sys" if COPIES else "gpu")
+                    if part < parts_of_tile - 1:
+                        count(others, TRANSPORT, "gpu")
+                    else:
+                        count(tile_counts + owner * max_chunks + chunk, TRANSPORT, "sys" if COPIES else "gpu")
             total = kept
         item = take_tile(turn, own_dealt, pid, num_comm, head, dealt, whole, counters)
 
