@@ -110,7 +110,7 @@ class Copies:
         for send in sends:
             if send.tiles:
                 counted.append(counters + 8 * send.counter)
-                before.append((WAIT_VALUE_64, counted[-1], send.tiles))
+                before.append((WAIT_VALUE_64, counted[-1], send.tiles + 1))
             base = context.heap.segment.bases[send.target]
             goal, word = base + landing + send.to, base + ready + 8 * send.ready
             self._sends.append((_operations(before), send.source, send.first, goal, send.num_bytes, word))

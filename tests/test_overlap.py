@@ -44,10 +44,10 @@ def in_fields(schedule, fields):
 def test_every_row_is_in_one_tile_and_a_chunk_holds_whole_tiles_or_a_tile_whole_chunks(rows, config):
     order = list(reversed(range(len(rows))))
     tiles = in_fields(tile_schedule(rows, order, config), TILE_FIELDS.value)
-    covered = sorted((shard, row + i, whole + i) for shard, row, whole, valid, _ in tiles for i in range(valid))
+    covered = sorted((shard, row + i, whole + i) for shard, row, whole, valid, *_ in tiles for i in range(valid))
     starts = [sum(rows[:rank]) for rank in range(len(rows))]
     assert covered == [(shard, row, starts[shard] + row) for shard in range(len(rows)) for row in range(rows[shard])]
-    for shard, row, _, valid, chunk in tiles:
+    for shard, row, _, valid, chunk, _ in tiles:
         assert 1 <= valid <= config.gemm.block_m and row % config.gemm.block_m == 0
         first, size = chunk * config.chunk_rows, max(config.chunk_rows, config.gemm.block_m)
         assert first <= row and row + valid <= first + size and chunk < num_chunks(rows[shard], config)
@@ -57,7 +57,7 @@ def test_every_row_is_in_one_tile_and_a_chunk_holds_whole_tiles_or_a_tile_whole_
 def test_tiles_take_a_chunk_of_each_shard_in_turn():
     config = OverlapConfig(GemmConfig(block_m=16), chunk_rows=32)
     tiles = in_fields(tile_schedule((100, 40, 64), [1, 2], config), TILE_FIELDS.value)
-    assert [(shard, chunk) for shard, _, _, _, chunk in tiles] == [
+    assert [(shard, chunk) for shard, _, _, _, chunk, _ in tiles] == [
         (1, 0), (1, 0), (2, 0), (2, 0), (1, 1), (2, 1), (2, 1)
     ]  # fmt: skip
 
@@ -80,7 +80,7 @@ def test_every_row_of_a_peer_is_sent_once_and_every_peer_hears_at_least_once(row
         for target, chunk, row, count, counted, tiles_m in sends:
             assert not count or row == starts[target] + chunk * config.chunk_rows
             counting = [tile for tile in tiles if (tile[0], tile[4]) == (target, counted)]
-            assert len(counting) == tiles_m
+            assert len(counting) == tiles_m and {of_chunk for *_, of_chunk in counting} <= {tiles_m}
             needed = set(range(row, row + count))
             assert needed <= {(whole - own_end) % M + i for _, _, whole, valid, _ in counting for i in range(valid)}
 

@@ -28,6 +28,7 @@ from tkernels.comm.copies import Copies, Send, admit_copies, check_mapped
 from tkernels.comm.device import (
     begin_epoch,
     count,
+    count_up_to,
     operation,
     operation_name,
     publish,
@@ -183,7 +184,7 @@ def matmul_reduce_kernel(
         if TRACE:
             num_tiles = 1
         step = first_step
-        owner, x_row, valid, chunk, column = 0, 0, 0, 0, 0
+        tile_m, owner, x_row, valid, chunk, column = 0, 0, 0, 0, 0, 0
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for _ in range(num_tiles * (last_step - first_step)):
             if step == first_step:
@@ -246,10 +247,14 @@ def matmul_reduce_kernel(
                     )
                 if GATHER or owner != rank or part < parts_of_tile - 1:
                     publish(TRANSPORT)
+                    counter = tile_counts + owner * max_chunks + chunk
                     if part < parts_of_tile - 1:
                         count(others, TRANSPORT, "gpu")
+                    elif COPIES:
+                        of_chunk = tl.load(schedule + tile_m * TILE_FIELDS + 5) * tiles_n
+                        count_up_to(counter, of_chunk, TRANSPORT)
                     else:
-                        count(tile_counts + owner * max_chunks + chunk, TRANSPORT, "sys" if COPIES else "gpu")
+                        count(counter, TRANSPORT, "gpu")
             total = kept
         item = take_tile(turn, own_dealt, pid, num_comm, head, dealt, whole, counters)
 

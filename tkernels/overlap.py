@@ -35,8 +35,9 @@ from tkernels.configs import (
 )
 from tkernels.gemm import Operand, halves, load_tile, store_tile
 
-# A tile row of a schedule: whose shard, first row in the shard, first row in the whole, rows that count, chunk.
-TILE_FIELDS = tl.constexpr(5)
+# A row of tiles: whose shard, first row in the shard, first row in the whole, rows that count, chunk, and how many rows
+# of tiles belong to that.
+TILE_FIELDS = tl.constexpr(6)
 
 # A launch's counters, zero between launches.
 TILE_TICKETS = tl.constexpr(0)  # tiles that were taken, of those that are not dealt out
@@ -63,16 +64,17 @@ def tile_schedule(rows: tuple[int, ...], order: list[int], config: OverlapConfig
     >>> from tkernels.configs import GemmConfig
     >>> config = OverlapConfig(GemmConfig(block_m=32), chunk_rows=64)
     >>> tile_schedule((64, 40), [1], config)
-    [1, 0, 64, 32, 0, 1, 32, 96, 8, 0]
+    [1, 0, 64, 32, 0, 2, 1, 32, 96, 8, 0, 2]
     """
     block, turn = config.gemm.block_m, max(config.chunk_rows, config.gemm.block_m)
     starts = [sum(rows[:rank]) for rank in range(len(rows))]
     schedule = []
     for first in range(0, max((rows[shard] for shard in order), default=0), turn):
         for shard in order:
-            for row in range(first, min(first + turn, rows[shard]), block):
+            of_chunk = range(first, min(first + turn, rows[shard]), block)
+            for row in of_chunk:
                 valid = min(block, rows[shard] - row)
-                schedule += [shard, row, starts[shard] + row, valid, row // config.chunk_rows]
+                schedule += [shard, row, starts[shard] + row, valid, row // config.chunk_rows, len(of_chunk)]
     return schedule
 
 
