@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 from tkernels.comm import capture, interpreter, runtime, tuned
 from tkernels.comm.device import (
-    BASES,
     CLOCK,
     FAULT_FIELDS,
     FAULT_RECORD,
     FAULTS,
     HOST_FLAG,
+    OFFSETS,
     RANK,
     SIZE,
     TIMEOUT_NS,
@@ -174,13 +174,15 @@ class Context:
 
     def _make_table(self) -> torch.Tensor:
         segment = self.heap.segment
-        head = [0] * BASES.value
+        head = [0] * OFFSETS.value
         head[RANK.value], head[SIZE.value] = self.rank, self.size
         head[TIMEOUT_NS.value] = int(self.timeout_s * 1e9)
         head[FAULTS.value] = self._faults.data_ptr()
         head[HOST_FLAG.value] = self._host_flag.data_ptr()
         head[CLOCK.value] = self._clock.data_ptr()
-        words = [*head, *segment.bases, *segment.symmetric_bases, *segment.pes]
+        mine = segment.bases[self.rank]
+        offsets = [base and base - mine for base in (*segment.bases, *segment.symmetric_bases)]
+        words = [*head, *offsets, *segment.pes]
         return torch.tensor(words, dtype=torch.int64, device=self.device)
 
     def __repr__(self):

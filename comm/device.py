@@ -25,7 +25,8 @@ NVSHMEM = tl.constexpr(2)
 TRANSPORTS = {"simulated": 0, "peer": 1, "nvshmem": 2}
 INTERPRETED = tl.constexpr(runtime.RUNTIME == "simulated")
 
-# The table: words 0 to 7 as named, then for each rank its base address as mapped here, then its NVSHMEM base, its pe.
+# The table: words 0 to 7 as named; then how far each rank's part of the heap is from this rank's, as mapped here, or 0
+# if it is not; then the same of its NVSHMEM address, and its pe.
 RANK = tl.constexpr(0)
 SIZE = tl.constexpr(1)
 TIMEOUT_NS = tl.constexpr(2)
@@ -34,7 +35,7 @@ HOST_FLAG = tl.constexpr(4)  # address of a word in host memory that says "look 
 CLOCK = tl.constexpr(5)  # address of a word that waits share to read one clock
 TRACE_BUFFER = tl.constexpr(6)  # of a launch that is recorded: where its programs write (tkernels.comm.marks)
 TRACE_CAPACITY = tl.constexpr(7)  # and how many marks each may make there
-BASES = tl.constexpr(8)
+OFFSETS = tl.constexpr(8)
 
 # The fault words of a rank: word 0 is the flag; then a record for each rank of the group, written by that rank.
 FAULT_RECORD = tl.constexpr(8)
@@ -64,21 +65,27 @@ def peer(pointer, rank, table, ALIGN: tl.constexpr = 1):
 
     ALIGN: what the caller knows of the address, in bytes. Without 16, stores to a peer are element by element.
     """
-    mine = tl.load(table + BASES + tl.load(table + RANK))
-    theirs = tl.load(table + BASES + rank)
-    return tl.multiple_of((pointer.to(tl.int64) - mine + theirs).to(pointer.dtype), ALIGN)
+    return tl.multiple_of((pointer.to(tl.int64) + tl.load(table + OFFSETS + rank)).to(pointer.dtype), ALIGN)
+
+
+@triton.jit
+def prefetch(table):
+    """Begin to load the table's first words, which wait behind others where a kernel comes to them by itself."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l", [table.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
 def _symmetric_address(pointer, rank, table):
-    size = tl.load(table + SIZE)
-    mine = tl.load(table + BASES + tl.load(table + RANK))
-    return pointer.to(tl.int64) - mine + tl.load(table + BASES + size + rank)
+    return pointer.to(tl.int64) + tl.load(table + OFFSETS + tl.load(table + SIZE) + rank)
 
 
 @triton.jit
 def _pe(rank, table):
-    return tl.load(table + BASES + 2 * tl.load(table + SIZE) + rank).to(tl.int32)
+    return tl.load(table + OFFSETS + 2 * tl.load(table + SIZE) + rank).to(tl.int32)
 
 
 @triton.jit
@@ -397,7 +404,8 @@ def _record_fault(table, source, chunk, epoch, seen, OPERATION: tl.constexpr):
         size = tl.load(table + SIZE).to(tl.int32)
         for step in range(size):
             other = (rank + 1 + step) % size  # this rank last: its own record says that the others have theirs
-            if tl.load(table + BASES + other) != 0:  # a rank out of reach of stores finds out by its own limit
+            # A rank out of reach of stores finds out by its own limit.
+            if (other == rank) | (tl.load(table + OFFSETS + other) != 0):
                 theirs = peer(flag, other, table)
                 record = theirs + FAULT_RECORD * (1 + rank)
                 tl.store(record + 1, tl.full((), OPERATION, tl.int64))

@@ -12,6 +12,7 @@ from tkernels.comm.device import (
     begin_epoch,
     copy,
     count,
+    count_up_to,
     end_epoch,
     fence,
     get,
@@ -356,3 +357,34 @@ def test_two_inboxes_carry_many_rounds_without_a_barrier(ctx, transport):
     ctx.barrier()
     ctx.free(ready)
     ctx.free(inbox)
+
+
+@triton.jit
+def count_up_to_kernel(x, counters, seen, number, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr):
+    """All programs but the first store and count; that one looks on at what they stored, once they have passed."""
+    pid = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    if pid > 0:
+        tl.store(x + (pid - 1) * BLOCK + at, pid + at)
+        count_up_to(counters, number, TRANSPORT)
+    else:
+        passed = tl.full((), 0, tl.int64)
+        while passed <= number:
+            passed = tl.atomic_add(counters, tl.full((), 0, tl.int64), sem="acquire", scope="sys")
+        tl.debug_barrier()
+        for program in range(number):
+            tl.store(seen + program * BLOCK + at, tl.load(x + program * BLOCK + at, volatile=True))
+
+
+@pytest.mark.ranks(1)
+def test_whoever_sees_a_number_passed_sees_what_all_that_counted_stored(ctx):
+    programs, block = 4, 64
+    want = torch.arange(1, programs)[:, None] + torch.arange(block)
+    for round in range(20):
+        counters = torch.zeros(1, dtype=torch.int64, device=ctx.device)
+        x, seen = (torch.full((programs - 1, block), -1, device=ctx.device) for _ in range(2))
+        with interpreter.execution(jitter_seed=round, rank=ctx.rank):
+            ctx.launch(
+                count_up_to_kernel, programs, x, counters, seen, programs - 1, TRANSPORT=ctx.transport_id, BLOCK=block
+            )
+        assert torch.equal(seen.cpu(), want) and counters.item() == programs, f"round {round}"

@@ -82,7 +82,7 @@ def test_every_row_of_a_peer_is_sent_once_and_every_peer_hears_at_least_once(row
             counting = [tile for tile in tiles if (tile[0], tile[4]) == (target, counted)]
             assert len(counting) == tiles_m and {of_chunk for *_, of_chunk in counting} <= {tiles_m}
             needed = set(range(row, row + count))
-            assert needed <= {(whole - own_end) % M + i for _, _, whole, valid, _ in counting for i in range(valid)}
+            assert needed <= {(whole - own_end) % M + i for _, _, whole, valid, *_ in counting for i in range(valid)}
 
 
 @triton.jit(do_not_specialize=["num_comm", "head", "dealt", "whole"])  # as in the operations
