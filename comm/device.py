@@ -302,10 +302,10 @@ def _first_late(arrived, epoch, SIZE: tl.constexpr):
 
 
 @triton.jit
-def count(counter, TRANSPORT: tl.constexpr, SCOPE: tl.constexpr = "gpu"):
+def count(counter, TRANSPORT: tl.constexpr, SCOPE: tl.constexpr):
     """Add one to a counter in this rank's own memory, for another program of this rank that waits on it.
 
-    SCOPE: "sys" for a stream that waits on it, to copy by an engine that is no part of the multiprocessors.
+    SCOPE: "gpu", or "sys" for a stream that waits on it, to copy by an engine that is no part of the multiprocessors.
     Orders: whoever sees the new count also sees what this program wrote before.
     """
     meet()

@@ -77,18 +77,21 @@ def test_the_copy_engine_gets_few_large_chunks_whatever_the_tiles(rows, row_byte
 
 def test_large_shares_travel_by_the_copy_engine_where_it_reaches_all(monkeypatch):
     monkeypatch.setattr("tkernels.configs.runtime.RUNTIME", "nvshmem")
-    for operation, M, size, mapped, copied in [
-        (AG, 8192, 2, True, True),
-        (RS, 8192, 2, True, True),
-        (AR, 8192, 2, True, False),
-        (AR, 8192, 4, True, True),
-        (AG, 512, 2, True, False),
-        (AG, 8192, 2, False, False),
+    for operation, M, N, K, size, mapped, copied in [
+        (AG, 8192, 4096, 4096, 2, True, True),
+        (AG, 8192, 4096, 16384, 2, True, False),
+        (RS, 8192, 4096, 4096, 2, True, True),
+        (RS, 8192, 16384, 4096, 2, True, True),
+        (AR, 8192, 8192, 4096, 2, True, False),
+        (AR, 8192, 8192, 4096, 4, True, True),
+        (AR, 8192, 4096, 4096, 4, True, False),
+        (AG, 512, 4096, 4096, 2, True, False),
+        (AG, 8192, 4096, 4096, 2, False, False),
     ]:
         ctx = context(size=size, num_programs=132, mapped=mapped)
-        config = overlap_config(ctx, operation, M, 4096, 4096, BF16, "TN")
-        assert (config.num_comm == 0) == copied, (operation, M, size, mapped)
-        assert overlap_config(ctx, operation, M, 4096, 4096, BF16, "TN", sending=True).num_comm > 0
+        config = overlap_config(ctx, operation, M, N, K, BF16, "TN")
+        assert (config.num_comm == 0) == copied, (operation, M, N, K, size, mapped)
+        assert overlap_config(ctx, operation, M, N, K, BF16, "TN", sending=True).num_comm > 0
     # A larger product by programs binds all calls whose rows travel alike, and one by the copy engine those too.
     for num_comm, chunk_rows in ((4, 128), (0, 2048)):
         larger = replace(TUNED, num_comm=num_comm, chunk_rows=chunk_rows)

@@ -321,7 +321,7 @@ def epochs_kernel(
         source = (RANK + step) % SIZE
         wait_signal(ready + source * chunks + chunk, epoch, table, source, chunk, OPERATION, TRANSPORT)
         copy(out + source * stride + chunk * BLOCK, inbox + source * stride + chunk * BLOCK, BLOCK, BLOCK)
-    count(counters, TRANSPORT)
+    count(counters, TRANSPORT, "gpu")
     if chunk == 0:
         wait_signal(counters, epoch * chunks, table, RANK, chunk, OPERATION, TRANSPORT)
         copy(out + RANK * stride, out + (RANK + 1) % SIZE * stride, chunks * BLOCK, BLOCK)  # what others stored

@@ -393,11 +393,11 @@ def parts_kernel(
         for _ in range(8):  # the first part takes longer
             delay()
         if FORM == "count first":
-            count(counter, TRANSPORT)
+            count(counter, TRANSPORT, "gpu")
             delay()
         store_part(value, sums, 0, 0, ROWS, COLUMNS, COLUMNS, False)
         if FORM != "count first":
-            count(counter, TRANSPORT)
+            count(counter, TRANSPORT, "gpu")
     else:
         if FORM != "no wait":
             wait_signal(counter, 1, table, rank, 0, OPERATION, TRANSPORT)

@@ -38,6 +38,12 @@ COPY_BYTES = 8 << 20  # a copy engine's operation has fixed costs of some micros
 COPIES = 2  # to a peer, of a reduction: with one its last tiles hold up all that it is sent
 # Of one of several copies to a peer, at least. rs-e, 4 H200s: 844 us with two of 6 MB to a peer, 869 with one.
 PIECE_BYTES = 6 << 20
+# All-reduces among 4 H200s, us by programs / by copies: rows of 16 KB 771/705, 883/765, 1496/1367, of 24 KB 1035/1009,
+# of 8 KB 386/463, 399/395, 520/493. Between 2, of 16 KB 873/886, 2545/2602.
+REDUCED_ROW_BYTES = 16 << 10
+# All-gathers of llama405b-gate-up, whose rows have 32 KB, by programs / by copies, two runs: among 4 H200s 9307/9507
+# and 9459/9650, between 2 19971/20446 and 20134/20673. Of 24 KB, among 4, 815/809.
+GATHERED_ROW_BYTES = 32 << 10
 COPY_ROWS = 256  # a multiple of every tile's, for those of ranks may differ, and their chunks may not
 
 
@@ -165,8 +171,9 @@ def default_overlap(
     """The configuration of a fused operation whose local GEMM is M x N x K, among `size` ranks; tma: as default_config.
 
     mapped: the copy engine reaches them all; large shares travel by it (2 H200s: up to 8 % faster, bench/LOG.md), but
-    those of an all-reduce only among more than two ranks: 0.98 to 1.15 of the speed by programs among 4 H200s, 0.98 to
-    1.05 between 2. What all ranks must tell alike depends on nothing that could differ between them.
+    those of an all-gather only in rows of less than GATHERED_ROW_BYTES, those of an all-reduce only among more than two
+    ranks, in rows of REDUCED_ROW_BYTES and more. What all ranks must tell alike depends on nothing that could differ
+    between them.
     """
     gemm, peers = default_config(M, N, dtype, tma), max(size - 1, 1)
     if runtime.RUNTIME == "simulated":
@@ -194,7 +201,11 @@ def default_overlap(
     max_registers = 255 if dtype == torch.float32 else None
     num_comm = max(min(num_comm, num_programs - 1), 1)
     config, rows = OverlapConfig(gemm, chunk_rows, num_comm, max_registers=max_registers), -(-M // size)
-    copied = mapped and rows * row_bytes >= COPY_BYTES and (size > 2 or not reduces_all)
+    copied = mapped and rows * row_bytes >= COPY_BYTES
+    if gathers:
+        copied = copied and row_bytes < GATHERED_ROW_BYTES
+    elif reduces_all:
+        copied = copied and size > 2 and row_bytes >= REDUCED_ROW_BYTES
     return by_copy_engine(config, rows, row_bytes, 1 if gathers else COPIES) if copied else config
 
 
