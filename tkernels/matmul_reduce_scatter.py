@@ -248,7 +248,7 @@ def matmul_reduce_kernel(
                 if GATHER or owner != rank or part < parts_of_tile - 1:
                     publish(TRANSPORT)
                     counter = tile_counts + owner * max_chunks + chunk
-                    if part < parts_of_tile - 1:
+                    if PARTS and part < parts_of_tile - 1:
                         count(others, TRANSPORT, "gpu")
                     elif COPIES:
                         of_chunk = tl.load(schedule + tile_m * TILE_FIELDS + 5) * tiles_n
