@@ -247,14 +247,13 @@ def matmul_reduce_kernel(
                     )
                 if GATHER or owner != rank or part < parts_of_tile - 1:
                     publish(TRANSPORT)
-                    counter = tile_counts + owner * max_chunks + chunk
                     if PARTS and part < parts_of_tile - 1:
                         count(others, TRANSPORT, "gpu")
                     elif COPIES:
                         of_chunk = tl.load(schedule + tile_m * TILE_FIELDS + 5) * tiles_n
-                        count_up_to(counter, of_chunk, TRANSPORT)
+                        count_up_to(tile_counts + owner * max_chunks + chunk, of_chunk, TRANSPORT)
                     else:
-                        count(counter, TRANSPORT, "gpu")
+                        count(tile_counts + owner * max_chunks + chunk, TRANSPORT, "gpu")
             total = kept
         item = take_tile(turn, own_dealt, pid, num_comm, head, dealt, whole, counters)
 
