@@ -325,8 +325,12 @@ def count_up_to(counter, number, TRANSPORT: tl.constexpr):
     meet()
     if TRANSPORT == SIMULATED:
         delay()
-    before = tl.atomic_add(counter, tl.full((), 1, tl.int64), sem="acq_rel", scope="gpu")
+    before = tl.atomic_add(counter, tl.full((), 1, tl.int64), sem="release", scope="gpu")
     if before == number - 1:
+        if TRANSPORT != SIMULATED:  # so that what it has seen comes before what it says
+            tl.inline_asm_elementwise(
+                "fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+            )
         tl.atomic_add(counter, tl.full((), 1, tl.int64), sem="release", scope="sys")
 
 
