@@ -37,11 +37,12 @@ def test_demo_trains_both_models_and_reports(tmp_path, monkeypatch, capsys):
 
     operations = {operation["operation"]: operation for operation in result["operations"]}
     # 3 steps of 2 layers: two of each kind of linear layer, each with its forward and its backward.
-    calls = {"all_gather_matmul": 24, "matmul_reduce_scatter": 24, "all_reduce": 6}
+    calls = {"all_gather_matmul": 12, "matmul_reduce_scatter": 24, "matmul_reduce_scatter_backward": 12}
+    calls["all_reduce"] = 6
     assert {name: operation["calls"] for name, operation in operations.items()} == calls
     # half of 256 rows, 64 features of 4 bytes: what a rank gathers from the other, and what it sends to be summed
-    assert operations["all_gather_matmul"]["sent_bytes"] == 24 * 128 * 64 * 4
-    assert operations["matmul_reduce_scatter"]["sent_bytes"] == 24 * 128 * 64 * 4
+    for name in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_reduce_scatter_backward"):
+        assert operations[name]["sent_bytes"] == calls[name] * 128 * 64 * 4, name
     assert all(0 < operation["seconds"] < result["seconds"] for operation in operations.values())
     assert all(operation["error"] <= operation["allowed"] < 1e-5 for operation in operations.values())
 

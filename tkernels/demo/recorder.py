@@ -99,6 +99,9 @@ def sent_bytes(name: str, args: tuple, ctx: Context) -> int:
     if name == "all_gather_matmul":
         w, rows, K = args[1], args[5], x.shape[1]
         return work.all_gather_matmul(sum(rows), w.shape[0] * ctx.size, K, rows=rows, **share).link_out_bytes
+    if name == "matmul_reduce_scatter_backward":  # gathers dy
+        w, rows = args[2], args[4]
+        return work.all_gather_matmul(sum(rows), w.shape[1] * ctx.size, x.shape[1], rows=rows, **share).link_out_bytes
     if name == "matmul_reduce_scatter":
         w, M, K = args[1], x.shape[0], x.shape[1] * ctx.size
         return work.matmul_reduce_scatter(M, w.shape[0], K, rows=args[4], **share).link_out_bytes
@@ -111,7 +114,10 @@ def sent_bytes(name: str, args: tuple, ctx: Context) -> int:
 
 
 def _reference(name: str, args: tuple, ctx: Context) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """(result in fp64, the same from absolute values, number of terms of an element, 0 for a copy)."""
+    """(first result in fp64, the same from absolute values, number of terms of an element, 0 for a copy)."""
+    if name == "matmul_reduce_scatter_backward":
+        dy, _, w = args[:3]
+        return _reference_of_product("all_gather_matmul", (dy, w.t(), None), ctx)
     if name in ("all_gather_matmul", "matmul_reduce_scatter"):
         return _reference_of_product(name, args, ctx)
     values = [value.to(ctx.device).double() for value in ctx.group.gather(args[0].cpu())]
