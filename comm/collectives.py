@@ -26,7 +26,6 @@ from tkernels.comm.device import (
     copy,
     end_epoch,
     operation,
-    prefetch,
     put,
     put_packets,
     signal_all,
@@ -320,7 +319,6 @@ def packets_kernel(
     BLOCK: tl.constexpr = WORDS * 32 // DTYPE.primitive_bitwidth
     PARTS: tl.constexpr = 0 if WHOLE else 1
     SAME: tl.constexpr = WHOLE or not REDUCE  # to all ranks
-    prefetch(table)
     epoch = begin_epoch(state)
     packets += epoch % 2 * parity_stride
     own_start, own = part_of(starts, rank * PARTS, DTYPE, ALIGN)

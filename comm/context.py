@@ -99,6 +99,7 @@ class Context:
             "heap_bytes": _default(heap_bytes, DEFAULT_HEAP_BYTES[self.runtime]),
         }
         self._check_options(options)
+        self._give_back_abandoned()
         self.name = self._agree_on_name()
         self.timeout_s, self.num_programs = timeout_s, options["num_programs"]
         self._workspaces: dict[int, Workspace] = {}
@@ -157,20 +158,22 @@ class Context:
             raise ValueError(f"init: transport={options['transport']!r} is unknown; use auto, {', '.join(TRANSPORTS)}")
 
     def _agree_on_name(self) -> str:
-        """Collective. A name of its own, the same on all ranks; what they all have abandoned is given back before."""
+        """Collective. A name of its own, the same on all ranks."""
         global _number
-        here = {each.name: each for each in _abandoned if each.group.process_group is self.group.process_group}
-        numbers, names = zip(*self.group.gather((_number, list(here))), strict=True)
-        for name in names[0]:
-            if not all(name in others for others in names):
-                continue
-            _abandoned.remove(here[name])
-            try:
-                here[name]._give_back()
-            except WaitTimeoutError as error:
-                warnings.warn(f"{name}, which was dropped without finalize(): {error}", stacklevel=4)
-        _number = max(numbers) + 1
+        _number = max(self.group.gather(_number)) + 1
         return f"context{_number}"
+
+    def _give_back_abandoned(self):
+        """Collective. Give back the contexts over this group that every rank has abandoned."""
+        here = {each.name: each for each in _abandoned if each.group.process_group is self.group.process_group}
+        names = self.group.gather(list(here))
+        for name in names[0]:
+            if all(name in others for others in names):
+                _abandoned.remove(here[name])
+                try:
+                    here[name]._give_back()
+                except WaitTimeoutError as error:
+                    warnings.warn(f"{name}, which was dropped without finalize(): {error}", stacklevel=4)
 
     def _make_table(self) -> torch.Tensor:
         segment = self.heap.segment

@@ -81,8 +81,8 @@ class Send:
     source, first: the tensor of the call that it is read from, and its first byte there. to: its first byte in the
         landing of `target`.
     ready: index of the signal word, in the workspace's.
-    counter, tiles: the chunk is there once this counter of the workspace has come to `tiles`, and the counter is zero
-        again after the last copy; without tiles it was there before the call.
+    counter, tiles: the chunk is there once this counter of the workspace has passed `tiles` (`count_up_to`), and the
+        counter is zero again after the last copy; without tiles it was there before the call.
     """
 
     target: int

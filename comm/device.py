@@ -69,16 +69,6 @@ def peer(pointer, rank, table, ALIGN: tl.constexpr = 1):
 
 
 @triton.jit
-def prefetch(table):
-    """Begin to load the table's first words, which wait behind others where a kernel comes to them by itself."""
-    if not INTERPRETED:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l", [table.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@triton.jit
 def _symmetric_address(pointer, rank, table):
     return pointer.to(tl.int64) + tl.load(table + OFFSETS + tl.load(table + SIZE) + rank)
 
@@ -93,6 +83,11 @@ def meet():
     """No thread of this program goes on before all have come here. Triton pipelines no loop with a tl.debug_barrier."""
     if not INTERPRETED:
         tl.inline_asm_elementwise("bar.sync 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _fence_system():
+    tl.inline_asm_elementwise("fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -328,9 +323,7 @@ def count_up_to(counter, number, TRANSPORT: tl.constexpr):
     before = tl.atomic_add(counter, tl.full((), 1, tl.int64), sem="release", scope="gpu")
     if before == number - 1:
         if TRANSPORT != SIMULATED:  # so that what it has seen comes before what it says
-            tl.inline_asm_elementwise(
-                "fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-            )
+            _fence_system()
         tl.atomic_add(counter, tl.full((), 1, tl.int64), sem="release", scope="sys")
 
 
@@ -430,9 +423,7 @@ def fence(TRANSPORT: tl.constexpr):
     if TRANSPORT == NVSHMEM:
         nvshmem_fence()
     elif TRANSPORT == PEER:
-        tl.inline_asm_elementwise(
-            "fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
+        _fence_system()
 
 
 @triton.jit

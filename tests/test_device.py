@@ -13,6 +13,7 @@ from tkernels.comm.device import (
     copy,
     count,
     count_up_to,
+    delay,
     end_epoch,
     fence,
     get,
@@ -360,13 +361,20 @@ def test_two_inboxes_carry_many_rounds_without_a_barrier(ctx, transport):
 
 
 @triton.jit
-def count_up_to_kernel(x, counters, seen, number, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr):
+def count_up_to_kernel(
+    x, counters, seen, number, FORM: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """All programs but the first store and count; that one looks on at what they stored, once they have passed."""
     pid = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     if pid > 0:
+        if FORM == "count first":
+            count_up_to(counters, number, TRANSPORT)
+            for _ in range(8):
+                delay()
         tl.store(x + (pid - 1) * BLOCK + at, pid + at)
-        count_up_to(counters, number, TRANSPORT)
+        if FORM != "count first":
+            count_up_to(counters, number, TRANSPORT)
     else:
         passed = tl.full((), 0, tl.int64)
         while passed <= number:
@@ -380,11 +388,16 @@ def count_up_to_kernel(x, counters, seen, number, TRANSPORT: tl.constexpr, BLOCK
 def test_whoever_sees_a_number_passed_sees_what_all_that_counted_stored(ctx):
     programs, block = 4, 64
     want = torch.arange(1, programs)[:, None] + torch.arange(block)
-    for round in range(20):
-        counters = torch.zeros(1, dtype=torch.int64, device=ctx.device)
-        x, seen = (torch.full((programs - 1, block), -1, device=ctx.device) for _ in range(2))
-        with interpreter.execution(jitter_seed=round, rank=ctx.rank):
-            ctx.launch(
-                count_up_to_kernel, programs, x, counters, seen, programs - 1, TRANSPORT=ctx.transport_id, BLOCK=block
-            )
-        assert torch.equal(seen.cpu(), want) and counters.item() == programs, f"round {round}"
+    for form in ("right", "count first") if ctx.runtime == "simulated" else ("right",):
+        found = []
+        for round in range(20):
+            counters = torch.zeros(1, dtype=torch.int64, device=ctx.device)
+            x, seen = (torch.full((programs - 1, block), -1, device=ctx.device) for _ in range(2))
+            with interpreter.execution(jitter_seed=round, rank=ctx.rank):
+                ctx.launch(
+                    count_up_to_kernel, programs, x, counters, seen, programs - 1,
+                    FORM=form, TRANSPORT=ctx.transport_id, BLOCK=block,
+                )  # fmt: skip
+            assert counters.item() == programs, f"round {round}"
+            found.append(torch.equal(seen.cpu(), want))
+        assert all(found) == (form == "right"), form

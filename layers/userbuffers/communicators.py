@@ -112,6 +112,7 @@ class CommOverlapHelper:
     """Collective. The ranks that communicators work for: those of `intra_node_group`, by default of `world_group`.
 
     Without groups, torch's default group. Communicators keep what they need, so the helper may be dropped before them.
+    What is dropped gives its symmetric memory back when the ranks make the next helper, or context, for the group.
     heap_bytes: symmetric memory for all of its communicators; default, that of `tkernels.init`.
     """
 
