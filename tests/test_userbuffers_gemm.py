@@ -624,7 +624,7 @@ def test_tensors_beyond_two_gigabytes_travel_whole(ctx):
     if int(os.environ.get("TKERNELS_POOL_BYTES", 0)) < 32 << 30:
         pytest.skip("set TKERNELS_POOL_BYTES to 32 GiB or more")
     tokens, hidden = (1 << 17) + 74, 1 << 14
-    room = te.CommOverlapHelper(ctx.group.process_group, heap_bytes=24 << 30)
+    room = te.CommOverlapHelper(ctx.group.process_group, heap_bytes=28 << 30)
     gather = te.CommOverlapP2P([tokens, hidden], torch.bfloat16, room, 2, AG)
     rows = (torch.arange(tokens, device=ctx.device) % 64).bfloat16()
     x = rows.chunk(2)[ctx.rank][:, None].expand(-1, hidden).contiguous()
