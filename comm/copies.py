@@ -1,13 +1,16 @@
 """Copies: the copy engine moves what a call sends, beside its kernel, and no multiprocessor does.
 
-The kernel is the operation's own with no program that sends (`num_comm=0`). On a side stream stand, for each chunk: a
-wait until its rows are there, a copy to the peer, and a copy of the epoch to the peer's signal word, which its tiles
-wait for as they wait for those of puts. On the simulated runtime a thread of the host does the same.
+The kernel is the operation's own with no program that sends (`num_comm=0`). On a side stream stand, for some chunks at
+a time: a wait until their rows are there, a copy to the peer, and a copy of the epoch to the peer's signal words, which
+its tiles wait for as they wait for those of puts. On the simulated runtime a thread of the host does the same.
 
 A copy's addresses must be known when it is enqueued, but of two inboxes that alternate by the epoch only the device
 knows which one is next. So copies go to one inbox of their own, the *landing*, and begin behind a gate. Program 0 of
-each kernel starts with `admit_copies`: it tells every peer that this rank has come to this call, waits until all of
+each kernel tells every peer that this rank has come to this call (`tell_all`), and `admit_copies` waits until all of
 them have, leaves the epoch in device memory, and opens the gate.
+
+Who sends is a rank's own affair: what lands there, behind which signals, is the same whether its copy engine sends or
+its programs do, which wait for all peers as well (`await_peers`).
 
 Why nothing lands on what is still read: the gate opens once every peer has come to this call, on a stream where it has
 finished all before it; whatever lay in its landing was read by that, by a call or by what the stream was given after
@@ -37,7 +40,7 @@ import triton
 import triton.language as tl
 
 from tkernels.comm import interpreter
-from tkernels.comm.device import arrived, count, tell_all, wait_signal
+from tkernels.comm.device import arrived, count, wait_signal
 from tkernels.comm.driver import driver
 from tkernels.comm.lease import Crossing
 
@@ -57,9 +60,8 @@ def check_mapped(operation: str, context):
 
 
 @triton.jit
-def admit_copies(gate, begun, epoch, table, rank, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr):
-    """Open the gate [open, epoch] for this rank's copies once all peers have come to this call; of one program."""
-    tell_all(begun + rank, epoch, table, rank, SIZE, TRANSPORT)
+def await_peers(begun, epoch, table, rank, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr):
+    """Wait until all peers have come to this call, so that nobody reads any more what lay in their landings."""
     peers = (rank + 1 + tl.arange(0, triton.next_power_of_2(SIZE)) % (SIZE - 1)) % SIZE
     looks = 0
     here = arrived(begun + peers, epoch, TRANSPORT)
@@ -70,18 +72,29 @@ def admit_copies(gate, begun, epoch, table, rank, SIZE: tl.constexpr, OPERATION:
         for step in range(1, SIZE):
             source = (rank + step) % SIZE
             wait_signal(begun + source, epoch, table, source, 0, OPERATION, TRANSPORT)
-    tl.store(gate + 1, epoch)
+
+
+@triton.jit
+def admit_copies(
+    gate, begun, max_chunks, epoch, table, rank,
+    SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
+):  # fmt: skip
+    """Open the gate [open, epoch of each chunk] for this rank's copies once all peers are here; of one program."""
+    await_peers(begun, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
+    for first in range(0, max_chunks, 256):
+        at = first + tl.arange(0, 256)
+        tl.store(gate + 1 + at, tl.broadcast_to(epoch, (256,)), mask=at < max_chunks)
     count(gate, TRANSPORT, "sys")
 
 
 @dataclass(frozen=True)
 class Send:
-    """A chunk's way to one peer. All but `ready` and `counter` in bytes; an empty chunk is a signal alone.
+    """The way of some chunks to one peer. `first`, `to`, `num_bytes` in bytes; an empty chunk is a signal alone.
 
     source, first: the tensor of the call that it is read from, and its first byte there. to: its first byte in the
         landing of `target`.
-    ready: index of the signal word, in the workspace's.
-    counter, tiles: the chunk is there once this counter of the workspace has passed `tiles` (`count_up_to`), and the
+    ready, chunks: index of the first signal word, in the workspace's, and how many chunks it begins.
+    counter, tiles: the rows are there once this counter of the workspace has passed `tiles` (`count_up_to`), and the
         counter is zero again after the last copy; without tiles it was there before the call.
     """
 
@@ -91,6 +104,7 @@ class Send:
     to: int
     num_bytes: int
     ready: int
+    chunks: int
     counter: int = 0
     tiles: int = 0
 
@@ -113,7 +127,7 @@ class Copies:
                 before.append((WAIT_VALUE_64, counted[-1], send.tiles + 1))
             base = context.heap.segment.bases[send.target]
             goal, word = base + landing + send.to, base + ready + 8 * send.ready
-            self._sends.append((_operations(before), send.source, send.first, goal, send.num_bytes, word))
+            self._sends.append((_operations(before), send.source, send.first, goal, send.num_bytes, word, send.chunks))
             before = []
         resets = [(WRITE_VALUE_64, word, 0) for word in counted]
         self._resets = [_operations(resets[at : at + MOST_WORDS]) for at in range(0, len(resets), MOST_WORDS)]
@@ -137,12 +151,12 @@ class Copies:
         self._order(side, here)
 
     def _carry_out(self, on_words, copy, addresses: list[int]):
-        for before, source, first, goal, num_bytes, word in self._sends:
+        for before, source, first, goal, num_bytes, word, chunks in self._sends:
             if before:
                 on_words(before)
             if num_bytes:
                 copy(goal, addresses[source] + first, num_bytes)
-            copy(word, self._epoch, 8)
+            copy(word, self._epoch, 8 * chunks)
         for resets in self._resets:
             on_words(resets)
 

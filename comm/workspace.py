@@ -51,7 +51,7 @@ class Workspace:
         Nothing else is ever there: older epochs, or the zeros that it began with, from which all epochs differ.
     state: int64 [2], local: the epoch of the last finished call, and how many programs of this one have finished.
     counters: int64 [num_counters], local, zero between calls: for programs of one launch among themselves.
-    gate: int64 [2], local: 1 while this call's copies may begin, and the epoch that they signal.
+    gate: int64 [1 + num_chunks], local: 1 while this call's copies may begin, and the epoch that they signal.
     scratch: uint8, local: what a call of the plain path has in between.
     """
 
@@ -65,7 +65,7 @@ class Workspace:
         self._made_beside = []  # local memory of other streams, to which the allocator must not hand it on
         self._outgrown = []  # symmetric memory that no graph goes on with, and that peers may still read
         self._forget_memory()
-        self.state, self.gate, self.counters = (self._make(torch.zeros, number) for number in (2, 2, 0))
+        self.state, self.gate, self.counters = (self._make(torch.zeros, number) for number in (2, 1, 0))
         self.scratch = self._make(torch.empty, 0, torch.uint8)
 
     def reserve(
@@ -150,7 +150,7 @@ class Workspace:
             landing=((landing_bytes,), torch.uint8),
         )
         self.forget_plans()
-        state, gate = self._make(torch.zeros, 2), self._make(torch.zeros, 2)
+        state, gate = self._make(torch.zeros, 2), self._make(torch.zeros, 1 + num_chunks)
         self._memory = self._untouched(plan.num_bytes) if self.context.capturing else self._replaced(plan.num_bytes)
         self.state, self.gate = state, gate
         self._outgrown_plans |= self._captured_plans

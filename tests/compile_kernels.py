@@ -70,6 +70,7 @@ class Case:
     tf32: bool = False
     traced: bool = False
     copied: bool = False  # the copy engine sends
+    landing: bool = False  # programs send where copies go
     parts: bool = False  # the last tiles are split along K
     out: str | None = None  # the result's dtype, and that of partial sums on their way
     wire: str | None = None
@@ -159,6 +160,8 @@ def _cases() -> list[Case]:
     for operation in FUSED:
         for dtype, label in (("bfloat16", "large"), ("float32", "large"), ("bfloat16", "unaligned")):
             cases.append(Case(operation, dtype, f"{label}_copied", SHAPES[label], ranks=4, copied=True))
+        for label in ("large", "unaligned"):
+            cases.append(Case(operation, label=f"{label}_landing", shape=SHAPES[label], ranks=4, landing=True))
         cases.append(Case(operation, label="large_copied", ranks=4, transport="nvshmem", copied=True))
     for operation in FUSED:
         split = {"ranks": 4, "parts": True}
@@ -171,7 +174,7 @@ def _cases() -> list[Case]:
         cases.append(Case(operation, label="uneven_parts", shape=(1023, 1024, 1024), rows=(256, 256, 256, 255),
                           **split))  # fmt: skip
         cases.append(Case(operation, label="float32_parts", **split, **float32))
-        for way in ("traced", "copied"):
+        for way in ("traced", "copied", "landing"):
             cases.append(Case(operation, label=f"{way}_parts", **split, **{way: True}))
         cases.append(Case(operation, label="large_parts", **(split | {"transport": "nvshmem"})))
         for ranks in (2, 8):
@@ -439,11 +442,13 @@ def _call(case: Case):
             if case.operation == "matmul":
                 gemm.matmul(*operands, case.activation, **options)
             else:
-                if case.copied or case.parts:
+                if case.copied or case.landing or case.parts:
                     config = overlap_config(ctx, case.operation, M, N, K, dtype, gemm.layout_of(*operands[:2]))
                     config = with_room_for(config, options["out_dtype"] or dtype, dtype)
                     if case.copied:
                         config = replace(config, num_comm=0)
+                    if case.landing:
+                        config = replace(config, landing=True)
                     if case.parts:
                         config = replace(config, split_tiles=4, max_splits=2)
                     options["config"] = config

@@ -19,6 +19,7 @@ from tkernels.configs import (
     default_overlap,
     gemm_config,
     overlap_config,
+    travel_of,
 )
 
 BF16 = torch.bfloat16
@@ -60,8 +61,8 @@ def test_other_calls_get_the_rule(call):
     assert overlap_config(context(record(TUNED)), *call) == rule(*call)
 
 
-@pytest.mark.parametrize("rows, row_bytes, chunk_rows", [
-    (2048, 16384, 1024),  # 32 MB to a peer in 2 chunks
+@pytest.mark.parametrize("rows, row_bytes, copy_rows", [
+    (2048, 16384, 1024),  # 32 MB to a peer in 2 copies
     (2048, 8192, 1024),
     (1024, 8192, 1024),
     (512, 24576, 256),  # 12 MB in 2
@@ -69,10 +70,11 @@ def test_other_calls_get_the_rule(call):
     (100, 64, 256),
     (0, 64, 256),
 ])  # fmt: skip
-def test_the_copy_engine_gets_few_large_chunks_whatever_the_tiles(rows, row_bytes, chunk_rows):
+def test_the_copy_engine_gets_few_large_copies_of_whole_chunks_whatever_the_tiles(rows, row_bytes, copy_rows):
     for block_m in (64, 128, 256):
         config = by_copy_engine(OverlapConfig(GemmConfig(block_m=block_m), chunk_rows=256), rows, row_bytes)
-        assert (config.num_comm, config.chunk_rows, config.gemm.block_m) == (0, chunk_rows, block_m)
+        assert (config.num_comm, config.landing, config.chunk_rows, config.gemm.block_m) == (0, True, 256, block_m)
+        assert config.sent_rows == config.copy_rows == copy_rows
 
 
 def test_large_shares_travel_by_the_copy_engine_where_it_reaches_all(monkeypatch):
@@ -90,14 +92,31 @@ def test_large_shares_travel_by_the_copy_engine_where_it_reaches_all(monkeypatch
     ]:
         ctx = context(size=size, num_programs=132, mapped=mapped)
         config = overlap_config(ctx, operation, M, N, K, BF16, "TN")
-        assert (config.num_comm == 0) == copied, (operation, M, N, K, size, mapped)
-        assert overlap_config(ctx, operation, M, N, K, BF16, "TN", sending=True).num_comm > 0
-    # A larger product by programs binds all calls whose rows travel alike, and one by the copy engine those too.
+        assert (config.num_comm == 0, config.landing) == (copied, copied), (operation, M, N, K, size, mapped)
+        sending = overlap_config(ctx, operation, M, N, K, BF16, "TN", sending=True)
+        assert sending.num_comm > 0 and not sending.landing
+    # A larger product that lands nowhere, or in larger chunks, binds all calls whose rows travel alike.
     for num_comm, chunk_rows in ((4, 128), (0, 2048)):
         larger = replace(TUNED, num_comm=num_comm, chunk_rows=chunk_rows)
         ctx = context(record(larger, M=8192, N=8192, K=4096), num_programs=132)
         config = overlap_config(ctx, AG, 8192, 4096, 4096, BF16, "TN")
         assert (bool(config.num_comm), config.chunk_rows) == (bool(num_comm), chunk_rows)
+        assert config.num_comm or config.copy_rows == 4096
+
+
+def test_programs_send_what_a_short_product_cant_hide_and_ranks_need_not_do_alike(monkeypatch):
+    monkeypatch.setattr("tkernels.configs.runtime.RUNTIME", "nvshmem")
+    travels = set()
+    for size, K, by_programs in ((4, 1024, True), (4, 1025, True), (4, 1536, True), (4, 3584, False), (2, 2048, False)):
+        ctx = context(size=size, num_programs=132)
+        for layout in ("TN", "NN"):
+            config = overlap_config(ctx, RS, 8192, 4096, K, BF16, layout)
+            assert (config.num_comm > 0, config.landing) == (by_programs, True), (size, K)
+            sending = overlap_config(ctx, RS, 8192, 4096, K, BF16, layout, sending=True)
+            assert sending.num_comm > 0 and not sending.landing
+            travels |= {travel_of(config)} if size == 4 else set()
+        assert overlap_config(ctx, RS, 8192, 4096, K, torch.float32, "TN").num_comm == 0  # no tensor cores
+    assert len(travels) == 1
 
 
 def test_the_last_record_of_a_bucket_counts():
@@ -163,19 +182,21 @@ def test_chunks_smaller_than_a_tile_bind_other_tiles_too():
         assert config == (replace(own, chunk_rows=32) if kept else by_rule), block_m
 
 
-def test_ranks_whose_buckets_differ_send_in_one_way():
+def test_what_ranks_send_lands_in_one_place_where_their_buckets_differ():
     copied = record(OverlapConfig(TUNED.gemm, chunk_rows=256, num_comm=0), N=128)
     stored = record(TUNED, N=64)
     for N in (1, 64, 128, 500):
         for layout in ("TN", "NN"):
             config = overlap_config(context(stored, copied), AG, 256, N, 128, BF16, layout)
-            assert (config.num_comm, config.chunk_rows) == (0, 256), (N, layout)
+            assert travel_of(config) == (256, True), (N, layout)
+            if (N, layout) in ((64, "TN"), (128, "TN")):  # who sends is the rank's own affair
+                assert config.num_comm == (TUNED.num_comm if N == 64 else 0)
             larger = record(TUNED, N=256)
             config = overlap_config(context(stored, copied, larger), AG, 256, N, 128, BF16, layout)
-            assert config.num_comm > 0 and config.chunk_rows == 128, (N, layout)
+            assert config.num_comm > 0 and travel_of(config) == (128, False), (N, layout)
             # Between machines nothing is copied, whatever was tuned within one.
-            apart = context(stored, copied, mapped=False)
-            assert overlap_config(apart, AG, 256, N, 128, BF16, layout).num_comm > 0
+            apart = overlap_config(context(stored, copied, mapped=False), AG, 256, N, 128, BF16, layout)
+            assert apart.num_comm > 0 and not apart.landing
     assert overlap_config(context(stored, copied), RS, 256, 64, 128, BF16, "TN") == rule(RS, 256, 64, 128)
 
 

@@ -23,7 +23,7 @@ from transports import (
 import tkernels
 from tkernels.all_gather_matmul import all_gather_matmul, all_gather_matmul_reference
 from tkernels.comm import WaitTimeoutError, copies, device, interpreter
-from tkernels.configs import by_copy_engine, overlap_config
+from tkernels.configs import GemmConfig, OverlapConfig, by_copy_engine, overlap_config
 from tkernels.matmul_all_reduce import matmul_all_reduce, matmul_all_reduce_reference
 from tkernels.matmul_reduce_scatter import matmul_reduce_scatter, matmul_reduce_scatter_reference
 from tkernels.testing.compare import integers
@@ -75,6 +75,32 @@ def test_copies_give_the_same_between_calls_of_the_other_ways_on_a_poisoned_work
             results.append((got, 2 * want, name, rows))
     for got, want, name, rows in results:
         assert torch.equal(got, want), (name, rows)
+    ctx.check()
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_who_sends_is_each_ranks_own_affair(ctx):
+    """The copy engine, in copies of one chunk or several, or programs: some ranks so, some so, in turns."""
+    gemm = GemmConfig(16, 32, 16) if ctx.device.type == "cpu" else GemmConfig(64, 64, 64, num_warps=4)
+    chunk_rows = gemm.block_m
+    ways = [
+        OverlapConfig(gemm, chunk_rows, num_comm=0),
+        OverlapConfig(gemm, chunk_rows, num_comm=1, landing=True),
+        OverlapConfig(gemm, chunk_rows, num_comm=0, copy_rows=2 * chunk_rows),
+    ]
+    results = []
+    for seed, (rows, N, K) in enumerate(SHAPES[ctx.size] * 3):
+        for name in (AG, RS, AR):
+            x, w, want = operands(ctx, name, rows, N, K, torch.bfloat16, seed)
+            operation = getattr(importlib.import_module(f"tkernels.{name}"), name)
+            late(ctx, seed % ctx.size, 0.02)
+            with poisoned_memory():
+                got = operation(ctx, x, w, config=ways[(ctx.rank + seed) % len(ways)], **options(name, rows))
+            results.append((got[0] if name == AG else got, want, name, rows, seed))
+            if seed % 2:
+                poison_workspace(ctx)
+    for got, want, *case in results:
+        assert torch.equal(got, want), case
     ctx.check()
 
 
@@ -209,7 +235,7 @@ def landing_used_again(ctx, form):
 
     def tell(goal, source, num_bytes):
         copy(goal, source, num_bytes)
-        if ctx.rank == 0 and len(calls) == 2 and num_bytes > 8:
+        if ctx.rank == 0 and len(calls) == 2 and num_bytes > 8 * 3:  # not the epoch of the chunks
             peer.tell()
 
     results = []

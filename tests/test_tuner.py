@@ -387,7 +387,7 @@ def test_neighbours_are_one_change_away(on_a_gpu):
     found, _ = candidates.neighbours(on_a_gpu, on_a_gpu, ROOM, 1200.0)
     names = [describe(config, on_a_gpu) for config in found]
     copied = [config for config in found if config.num_comm == 0]
-    assert [config.chunk_rows for config in copied] == [2048, 1024, 512]
+    assert [config.copy_rows for config in copied] == [2048, 1024, 512]
     names = [name for name in names if "num_comm=0" not in name]
     assert names and all("," not in name and name != "default" for name in names)
     fields = {"num_stages", "group_m", "num_comm", "chunk_rows", "put_block", "split_tiles", "max_splits"}

@@ -73,7 +73,7 @@ def by_copies(ctx, name, x, w, *arguments, chunk_rows=None, **options):
     operation = getattr(importlib.import_module(f"tkernels.{name}"), name)
     rows = options.get("rows") or (x.shape[0],) * (ctx.size if name == "all_gather_matmul" else 1)
     config = overlap_config(ctx, name, sum(rows), *w.shape, x.dtype, layout_of(x, w))
-    config = dataclasses.replace(config, num_comm=0, chunk_rows=chunk_rows or config.chunk_rows)
+    config = dataclasses.replace(config, num_comm=0, copy_rows=None, chunk_rows=chunk_rows or config.chunk_rows)
     result = operation(ctx, x, w, *arguments, config=config, **options)
     return result[0] if name == "all_gather_matmul" else result
 

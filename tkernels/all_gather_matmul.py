@@ -19,8 +19,8 @@ import triton.language as tl
 
 from tkernels.comm.collectives import check_rows
 from tkernels.comm.context import Context
-from tkernels.comm.copies import Copies, Send, admit_copies, check_mapped
-from tkernels.comm.device import begin_epoch, copy, count, operation, publish, put_signal, wait_signal
+from tkernels.comm.copies import Copies, Send, admit_copies, await_peers, check_mapped
+from tkernels.comm.device import begin_epoch, copy, count, operation, publish, put_signal, tell_all, wait_signal
 from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark
 from tkernels.comm.plans import Launch
 from tkernels.configs import OverlapConfig, overlap_config, with_room_for
@@ -100,7 +100,7 @@ def all_gather_matmul_kernel(
     schedule, tiles_m, head, dealt, whole, splits,
     counters, num_counters, ready, max_chunks, state, table, rank, gate, begun,
     first_row, rows, N, K, num_comm, chunks, chunk_rows,  # this rank's first row in the whole, and its rows
-    SIZE: tl.constexpr, COPIES: tl.constexpr, PARTS: tl.constexpr,  # PARTS: some tiles are split
+    SIZE: tl.constexpr, LANDING: tl.constexpr, COPIES: tl.constexpr, PARTS: tl.constexpr,  # PARTS: some tiles are split
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
     X_TMA: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr, Y_TMA: tl.constexpr, S_TMA: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
@@ -110,10 +110,15 @@ def all_gather_matmul_kernel(
     pid = tl.program_id(0)
     epoch = begin_epoch(state)
     parity_row = (epoch % 2).to(tl.int32) * parity_rows
+    if LANDING:
+        if pid == 0:
+            tell_all(begun + rank, epoch, table, rank, SIZE, TRANSPORT)
     if COPIES:
         if pid == 0:
-            admit_copies(gate, begun, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
+            admit_copies(gate, begun, max_chunks, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
     elif pid < num_comm:
+        if LANDING:
+            await_peers(begun, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
         for i in range(pid, chunks * (SIZE - 1), num_comm):
             chunk = i // (SIZE - 1)
             target = (rank + 1 + i % (SIZE - 1)) % SIZE
@@ -279,15 +284,16 @@ def plan(
     sent = rows[ctx.rank] * row_bytes * (ctx.size - 1)
     # Any tile may be one of the last, but the own ones come first: their rows are where they are.
     turns = plan_turns(tiles, tiles, K, num_programs, config, sent)
-    if config.num_comm:
+    if config.landing:
+        check_mapped("all_gather_matmul", ctx)
+        room = dict(num_counters=TILE_COUNTS.value, landing_bytes=max(M, 4) * row_bytes)
+        workspace = ctx.workspace().reserve(0, chunks, **room)
+        memory, parity_rows = workspace.landing, 0
+    else:
         workspace = ctx.workspace().reserve(max(M, 4) * row_bytes, chunks, num_counters=TILE_COUNTS.value)
         # Both inboxes are one matrix: the second one begins at the first whole row past the first one's bytes.
         memory, parity_rows = workspace.inbox, triton.cdiv(workspace.inbox_bytes, row_bytes)
-    else:
-        check_mapped("all_gather_matmul", ctx)
-        room = dict(num_counters=TILE_COUNTS.value, landing_bytes=M * row_bytes)
-        workspace = ctx.workspace().reserve(0, chunks, **room)
-        memory, parity_rows = workspace.landing, 0
+    if not config.num_comm:
         copies = Copies(ctx, workspace, _sends(ctx, rows, row_bytes, chunks, workspace.num_chunks, config))
     inbox = memory[: (parity_rows + M) * row_bytes].view(x.dtype).view(parity_rows + M, K)
     y = check_result("all_gather_matmul", out, x, (M, N), out_dtype)
@@ -312,7 +318,7 @@ def plan(
         workspace.counters, TILE_COUNTS.value, workspace.ready, workspace.num_chunks, workspace.state,
         ctx.table, ctx.rank, workspace.gate, workspace.begun,
         first_row, rows[ctx.rank], N, K, config.num_comm, chunks, config.chunk_rows,
-        SIZE=ctx.size, COPIES=config.num_comm == 0, PARTS=turns.splits > 1,
+        SIZE=ctx.size, LANDING=config.landing, COPIES=config.num_comm == 0, PARTS=turns.splits > 1,
         BLOCK_M=gemm.block_m, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, GROUP_M=gemm.group_m, SPLIT=gemm.split,
         X_TMA=x_operand.tma, W_TMA=w_operand.tma, W_TRANSPOSED=w_operand.transposed,
         Y_TMA=y_operand.tma, S_TMA=s_operand.tma, HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
@@ -322,7 +328,7 @@ def plan(
         num_warps=gemm.num_warps, num_stages=stages_of(gemm, turns.splits), maxnreg=config.max_registers,
         varying=("x", "x_memory", "w", "bias", "y", "sums"),
     )  # fmt: skip
-    borrowed = return_gathered == "borrowed" and not config.num_comm  # of two inboxes only the device knows which
+    borrowed = return_gathered == "borrowed" and config.landing  # of two inboxes only the device knows which
     collect = None
     if return_gathered and not borrowed:
         collect = _collect(workspace.state, inbox, parity_rows, x, gathered, first_row, M)
@@ -357,14 +363,16 @@ def _schedule(ctx: Context, rows, config: OverlapConfig) -> list[int]:
 
 
 def _sends(ctx: Context, rows, row_bytes: int, chunks: int, max_chunks: int, config: OverlapConfig) -> list[Send]:
-    """This rank's chunks in turn, as many as any rank's, each to all peers, the next rank first."""
+    """This rank's chunks in turn, as many as any rank's, each copy to all peers, the next rank first."""
     sends, own, first_row = [], rows[ctx.rank], sum(rows[: ctx.rank])
-    for chunk in range(chunks):
+    together = config.sent_rows // config.chunk_rows
+    for chunk in range(0, chunks, together):
         row = min(chunk * config.chunk_rows, own)
-        num_bytes = min(config.chunk_rows, own - row) * row_bytes
+        num_bytes = min(config.sent_rows, own - row) * row_bytes
         for step in range(1, ctx.size):
             target, word = (ctx.rank + step) % ctx.size, ctx.rank * max_chunks + chunk
-            sends.append(Send(target, 0, row * row_bytes, (first_row + row) * row_bytes, num_bytes, word))
+            to = (first_row + row) * row_bytes
+            sends.append(Send(target, 0, row * row_bytes, to, num_bytes, word, min(together, chunks - chunk)))
     return sends
 
 

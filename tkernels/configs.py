@@ -4,11 +4,11 @@ That is the one tuned on this machine (`tkernels tune`), else one that comes wit
 Tuned ones hold for a bucket: sizes of a rank's product rounded up to powers of two, dtype, and layout. Looking one up
 again costs a dictionary's access.
 
-All ranks must tell alike which rows travel behind one signal, or a rank would read rows that are not there yet. They
-choose by the same records, those of rank 0 when the context was made, but not by the same sizes: N of an all-gather and
-K of a reduction may differ where features divide unevenly, and so may layouts. So `chunk_rows`, and whether the copy
-engine sends, follow from what all ranks share: they are those of the largest product that was tuned for rows of the
-same number and width. The rest of a configuration is a rank's own affair.
+All ranks must tell alike which rows travel behind one signal, and where they land, or a rank would read rows that are
+not there yet. They choose by the same records, those of rank 0 when the context was made, but not by the same sizes: N
+of an all-gather and K of a reduction may differ where features divide unevenly, and so may layouts. So `chunk_rows` and
+`landing` follow from what all ranks share: they are those of the largest product that was tuned for rows of the same
+number and width. The rest of a configuration, who sends in it, is a rank's own affair.
 """
 
 import functools
@@ -35,6 +35,7 @@ SEND_BYTES_PER_S_OF_A_PROGRAM = 24e9  # H200 over NVLink
 MAX_CHOICES = 4096  # that are kept, of a context and of the local product
 
 COPY_BYTES = 8 << 20  # a copy engine's operation has fixed costs of some microseconds, and is at its best from here on
+COPY_BYTES_PER_S = 385e9  # by the copy engine, H200 over NVLink
 COPIES = 2  # to a peer, of a reduction: with one its last tiles hold up all that it is sent
 # Of one of several copies to a peer, at least. rs-e, 4 H200s: 844 us with two of 6 MB to a peer, 869 with one.
 PIECE_BYTES = 6 << 20
@@ -44,7 +45,12 @@ REDUCED_ROW_BYTES = 16 << 10
 # All-gathers of llama405b-gate-up, whose rows have 32 KB, by programs / by copies, two runs: among 4 H200s 9307/9507
 # and 9459/9650, between 2 19971/20446 and 20134/20673. Of 24 KB, among 4, 815/809.
 GATHERED_ROW_BYTES = 32 << 10
-COPY_ROWS = 256  # a multiple of every tile's, for those of ranks may differ, and their chunks may not
+# A reduce-scatter whose product takes less than that many times the wire's time is sent by up to MOST_COMM programs.
+# Among 4 H200s by copies / by programs, and the ratio: llama8b-o 223/188, 0.7; rs-c 228/206, 1.0; llama70b-o 441/484,
+# 1.3; rs-b 524/553, 1.6; llama8b-down 351/379, 2.3.
+WIRE_BOUND, MOST_COMM = 1.1, 24
+LANDING_CHUNK_ROWS = 128  # at least; those of the largest tile
+MAX_LOOK = tl.constexpr(256)  # signals that a program looks at at once: one a thread
 
 
 @dataclass(frozen=True)
@@ -74,11 +80,14 @@ class OverlapConfig:
     """How a fused operation is tiled and how its data travels.
 
     gemm: the tiles.
-    chunk_rows: rows behind one signal; a multiple or a divisor of gemm.block_m.
+    chunk_rows: rows behind one signal; a multiple or a divisor of gemm.block_m. The same on all ranks of a call.
     num_comm: programs that send while the others multiply. 9 to 12 reach what NVLink gives to stores, 320 GB/s of the
         copy engine's 385 on H200 (16 MB to each of 3 peers). 0: no program sends, and the copy engine does, which takes
-        no multiprocessor and wants large chunks. It reaches ranks whose memory is mapped here, as `peer` does. All
-        ranks of a call send in the same of the two ways.
+        no multiprocessor. It reaches ranks whose memory is mapped here, as `peer` does, and needs `landing`.
+    landing: rows go to the one inbox that copies go to (tkernels.comm.copies), for which all ranks of a call have to
+        come first; else to one of two that take turns. The same on all ranks of a call; True where num_comm is 0.
+    copy_rows: of one copy, a multiple of chunk_rows, and a multiple or a divisor of gemm.block_m; None: chunk_rows. The
+        copy engine wants many.
     put_block: elements that a program copies at a step; 16384 beat 8192 by 8 % on llama70b-qkv (4 H200s, bench/LOG.md).
     max_registers: a limit of registers a thread. Without one ptxas may spill to make room for a second program on a
         multiprocessor: 36 spills at 128 registers for fp32 by pointers.
@@ -92,11 +101,18 @@ class OverlapConfig:
     gemm: GemmConfig = field(default_factory=GemmConfig)
     chunk_rows: int = 128
     num_comm: int = 12
+    landing: bool = False
+    copy_rows: int | None = None
     put_block: int = 16384
     max_registers: int | None = None
     max_programs: int | None = None
     split_tiles: int | None = None
     max_splits: int = 4
+
+    @property
+    def sent_rows(self) -> int:
+        """Rows that are sent at a time."""
+        return self.chunk_rows if self.num_comm else self.copy_rows or self.chunk_rows
 
     @property
     def tile_chunks(self) -> int:
@@ -108,11 +124,17 @@ class OverlapConfig:
         return self.put_block if aligned else self.put_block // 8
 
     def __post_init__(self):
-        if self.chunk_rows % self.gemm.block_m and self.gemm.block_m % self.chunk_rows:
-            raise ValueError(
-                f"chunk_rows={self.chunk_rows} must be a multiple or a divisor of block_m={self.gemm.block_m}, so that "
-                f"chunks hold whole tiles, or tiles whole chunks"
-            )
+        if self.num_comm == 0:
+            object.__setattr__(self, "landing", True)
+        for name in ("chunk_rows", "copy_rows"):
+            rows = getattr(self, name)
+            if rows is not None and rows % self.gemm.block_m and self.gemm.block_m % rows:
+                raise ValueError(
+                    f"{name}={rows} must be a multiple or a divisor of block_m={self.gemm.block_m}, so that what "
+                    f"travels together holds whole tiles, or tiles whole chunks"
+                )
+        if self.copy_rows is not None and self.copy_rows % self.chunk_rows:
+            raise ValueError(f"copy_rows={self.copy_rows} must be whole chunks, of chunk_rows={self.chunk_rows}")
         if self.tile_chunks > MAX_TILE_CHUNKS.value:
             raise ValueError(
                 f"chunk_rows={self.chunk_rows} is {self.tile_chunks} chunks for a tile of block_m={self.gemm.block_m}; "
@@ -126,12 +148,17 @@ def chunks_fit(chunk_rows: int, block_m: int) -> bool:
 
 
 def by_copy_engine(config: OverlapConfig, rows: int, row_bytes: int, copies: int = COPIES) -> OverlapConfig:
-    """The same tiles, but the copy engine sends, in up to `copies` chunks a peer, of at least PIECE_BYTES.
+    """The same tiles and chunks, but the copy engine sends, in up to `copies` copies a peer, of at least PIECE_BYTES.
 
-    rows: that the rank with the most sends to a peer. row_bytes: of each. All ranks must give the same.
+    rows: that the rank with the most sends to a peer. row_bytes: of each.
     """
     pieces = min(max(rows * row_bytes // PIECE_BYTES, 1), copies)
-    return replace(config, num_comm=0, chunk_rows=max(round_up(-(-rows // pieces), COPY_ROWS), COPY_ROWS))
+    return _copying(config, -(-rows // pieces))
+
+
+def _copying(config: OverlapConfig, rows: int) -> OverlapConfig:
+    whole = math.lcm(config.gemm.block_m, config.chunk_rows)
+    return replace(config, num_comm=0, copy_rows=max(round_up(rows, whole), whole))
 
 
 def default_config(M: int, N: int, dtype: torch.dtype, tma: bool = True) -> GemmConfig:
@@ -170,9 +197,10 @@ def default_overlap(
 ) -> OverlapConfig:
     """The configuration of a fused operation whose local GEMM is M x N x K, among `size` ranks; tma: as default_config.
 
-    mapped: the copy engine reaches them all; large shares travel by it (2 H200s: up to 8 % faster, bench/LOG.md), but
-    those of an all-gather only in rows of less than GATHERED_ROW_BYTES, those of an all-reduce only among more than two
-    ranks, in rows of REDUCED_ROW_BYTES and more. What all ranks must tell alike depends on nothing that could differ
+    mapped: the copy engine reaches them all. Large shares land where it can put them, but those of an all-gather only
+    in rows of less than GATHERED_ROW_BYTES, those of an all-reduce only among more than two ranks, in rows of
+    REDUCED_ROW_BYTES and more. What lands there travels by it (2 H200s: up to 8 % faster, bench/LOG.md), unless a
+    reduction's wire takes as long as its product. What all ranks must tell alike depends on nothing that could differ
     between them.
     """
     gemm, peers = default_config(M, N, dtype, tma), max(size - 1, 1)
@@ -189,24 +217,34 @@ def default_overlap(
         gemm = replace(gemm, group_m=group_m)
     row_bytes = (K if gathers else N) * dtype.itemsize
     chunk_rows = min(max(1 << (CHUNK_BYTES // row_bytes).bit_length() >> 1, MIN_CHUNK_ROWS), 128)
-    num_comm = max(12 // peers, 1) * peers
+    num_comm, product_s = max(12 // peers, 1) * peers, 2 * M * N * K / FLOPS_PER_S
+    sent = M * row_bytes * peers / size * (2 if reduces_all else 1)
     if not gathers:
         # As many as the time of the product takes: until there are tiles to send, a comm program does nothing.
-        sent = M * row_bytes * peers / size * (2 if reduces_all else 1)
-        needed = SPARE * sent / SEND_BYTES_PER_S_OF_A_PROGRAM / (2 * M * N * K / FLOPS_PER_S)
-        num_comm = min(max(math.ceil(needed), 2), num_comm)
+        needed = math.ceil(SPARE * sent / SEND_BYTES_PER_S_OF_A_PROGRAM / product_s)
+        num_comm = min(max(needed, 2), num_comm)
         # Rows of tiles that are walked together are done together: not all of the peers' at once.
         while gemm.group_m > 1 and 2 * gemm.group_m * gemm.block_m > M * peers // size:
             gemm = replace(gemm, group_m=gemm.group_m // 2)
     max_registers = 255 if dtype == torch.float32 else None
     num_comm = max(min(num_comm, num_programs - 1), 1)
     config, rows = OverlapConfig(gemm, chunk_rows, num_comm, max_registers=max_registers), -(-M // size)
-    copied = mapped and rows * row_bytes >= COPY_BYTES
+    lands = mapped and rows * row_bytes >= COPY_BYTES
     if gathers:
-        copied = copied and row_bytes < GATHERED_ROW_BYTES
+        lands = lands and row_bytes < GATHERED_ROW_BYTES
     elif reduces_all:
-        copied = copied and size > 2 and row_bytes >= REDUCED_ROW_BYTES
-    return by_copy_engine(config, rows, row_bytes, 1 if gathers else COPIES) if copied else config
+        lands = lands and size > 2 and row_bytes >= REDUCED_ROW_BYTES
+    if not lands:
+        return config
+    # Whole tiles, for each chunk that a tile waits for costs it a look; but so few that one look sees them all.
+    chunk_rows = max(LANDING_CHUNK_ROWS, bucket(-(-rows * peers // MAX_LOOK.value))[0])
+    config = replace(config, landing=True, chunk_rows=chunk_rows)
+    hidden = dtype == torch.float32 or product_s >= WIRE_BOUND * sent / COPY_BYTES_PER_S
+    if operation == "matmul_reduce_scatter" and not hidden:
+        # A copy waits for thousands of rows, programs for these few, and so the wire is busy from the start.
+        num_comm = max(min(needed, MOST_COMM, num_programs - 1), 1)
+        return replace(config, num_comm=num_comm, gemm=replace(gemm, group_m=min(gemm.group_m, 2)))
+    return by_copy_engine(config, rows, row_bytes, 1 if gathers else COPIES)
 
 
 def with_room_for(config: OverlapConfig, stored: torch.dtype, dtype: torch.dtype) -> OverlapConfig:
@@ -243,7 +281,7 @@ def overlap_config(
 ) -> OverlapConfig:
     """What a fused operation uses without a configuration, where this rank multiplies x [M, K] by w [N, K].
 
-    sending: what it uses where programs have to send, and not the copy engine.
+    sending: what it uses where no rank's copy engine sends.
     """
     key = (operation, M, N, K, dtype, layout, sending)
     config = ctx.choices.get(key)
@@ -251,7 +289,7 @@ def overlap_config(
         if len(ctx.choices) >= MAX_CHOICES:
             ctx.choices.clear()
         config = _choose(ctx, *key[:-1])
-        if sending and not config.num_comm:
+        if sending and config.landing:
             config = default_overlap(operation, M, N, K, dtype, ctx.size, ctx.num_programs, layout != "pointers")
         ctx.choices[key] = config
     return config
@@ -270,28 +308,31 @@ def _choose(ctx: Context, operation: str, M: int, N: int, K: int, dtype: torch.d
     table = _table(ctx)
     key = (operation, *bucket(M, N, K), name_of(dtype), layout)
     travel, _ = table.travels.get(shared(key), (None, None))
-    if not ctx.mapped and travel is not None and travel[1]:  # nobody else can go by it either
+    if not ctx.mapped and travel is not None and travel[1]:  # nobody else's copies reach everyone either
         travel = None
-    copied = ctx.mapped if travel is None else travel[1]
-    by_rule = default_overlap(operation, M, N, K, dtype, ctx.size, ctx.num_programs, layout != "pointers", copied)
+    landing = ctx.mapped if travel is None else travel[1]
+    by_rule = default_overlap(operation, M, N, K, dtype, ctx.size, ctx.num_programs, layout != "pointers", landing)
     if travel is not None:
         by_rule = travelling(by_rule, *travel)
     config = table.configs.get(key, by_rule)
     fits = config.num_comm < min(ctx.num_programs, config.max_programs or ctx.num_programs)
-    same_way = bool(config.num_comm) == bool(by_rule.num_comm)
-    if not fits or not same_way or not chunks_fit(by_rule.chunk_rows, config.gemm.block_m):
+    can_travel = config.num_comm or by_rule.landing  # the copy engine can't put rows where they take turns
+    if not fits or not can_travel or not chunks_fit(by_rule.chunk_rows, config.gemm.block_m):
         return by_rule
-    return replace(config, chunk_rows=by_rule.chunk_rows)
+    return travelling(config, *travel_of(by_rule))
 
 
 def travel_of(config: OverlapConfig) -> tuple[int, bool]:
-    """(chunk_rows, whether the copy engine sends): what all ranks must tell alike."""
-    return config.chunk_rows, config.num_comm == 0
+    """(chunk_rows, landing): what all ranks must tell alike."""
+    return config.chunk_rows, config.landing
 
 
-def travelling(config: OverlapConfig, chunk_rows: int, copied: bool) -> OverlapConfig:
-    """The configuration with that travel; where programs send, as many as before."""
-    return replace(config, chunk_rows=chunk_rows, num_comm=0 if copied else config.num_comm)
+def travelling(config: OverlapConfig, chunk_rows: int, landing: bool) -> OverlapConfig:
+    """The configuration with that travel, and copies of as many rows as before, in whole chunks."""
+    if travel_of(config) == (chunk_rows, landing):
+        return config
+    config, rows = replace(config, chunk_rows=chunk_rows, landing=landing, copy_rows=None), config.sent_rows
+    return config if config.num_comm else _copying(config, rows)
 
 
 def bound_travel(ctx: Context, key: tuple) -> tuple[int, bool] | None:

@@ -24,7 +24,7 @@ import triton.language as tl
 
 from tkernels.comm.collectives import check_rows, receive_parts, split_rows
 from tkernels.comm.context import Context
-from tkernels.comm.copies import Copies, Send, admit_copies, check_mapped
+from tkernels.comm.copies import Copies, Send, admit_copies, await_peers, check_mapped
 from tkernels.comm.device import (
     begin_epoch,
     count,
@@ -33,6 +33,7 @@ from tkernels.comm.device import (
     operation_name,
     publish,
     put_signal,
+    tell_all,
     wait_signal,
 )
 from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark
@@ -82,8 +83,8 @@ from tkernels.paths import choose_path, plan_matmul_reduce
 
 OP = operation("matmul_reduce_scatter")
 
-# A row of a send schedule: target, chunk, first row in the outbox, rows; the chunk that its tiles count for, and the
-# rows of tiles to be counted.
+# A row of a send schedule: target; which send to it this is, first row in the outbox, rows; the send that its tiles
+# count for, and the rows of tiles to be counted.
 SEND_FIELDS = tl.constexpr(6)
 PIECE_ROWS = 8  # finished rows that a program takes from its inbox at a time
 PART_ROWS = 128  # a part of an inbox begins at a multiple, whatever the tiles: those of ranks may differ
@@ -116,7 +117,7 @@ def finish_slice(
 @triton.jit(do_not_specialize=[
     "parity_rows", "part_stride", "tiles_m", "peer_tiles_m", "head", "dealt", "whole", "splits",
     "num_sends", "num_counters", "max_chunks", "rank", "M", "own_first", "own_end", "num_comm", "own_chunks",
-    "chunk_rows", "piece_rows",
+    "chunk_rows", "sent_rows", "piece_rows",
 ])
 def matmul_reduce_kernel(
     x, x_stride_m, x_stride_k,  # [M, K/R]
@@ -131,8 +132,10 @@ def matmul_reduce_kernel(
     starts,  # [R + 1]: first element of each part
     counters, num_counters, ready, max_chunks, state, table, rank, gate, begun,
     M, N, K, own_first, own_end,  # the own rows in the whole
-    num_comm, own_chunks, chunk_rows, piece_rows,  # own_chunks: of this rank's rows; piece: see receive_parts
-    SIZE: tl.constexpr, GATHER: tl.constexpr, COPIES: tl.constexpr, PARTS: tl.constexpr,  # PARTS: some tiles are split
+    num_comm, own_chunks, chunk_rows,  # own_chunks: of this rank's rows
+    sent_rows, piece_rows,  # at a time; piece: see receive_parts
+    SIZE: tl.constexpr, GATHER: tl.constexpr, LANDING: tl.constexpr, COPIES: tl.constexpr,
+    PARTS: tl.constexpr,  # some tiles are split
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
     GROUP_M: tl.constexpr, OWN_GROUP_M: tl.constexpr,  # of the peers' rows of tiles, and of the own ones
     X_TMA: tl.constexpr, X_TRANSPOSED: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr,
@@ -147,10 +150,15 @@ def matmul_reduce_kernel(
     tiles_n = tl.cdiv(N, BLOCK_N)
     tile_counts = counters + TILE_COUNTS
 
+    if LANDING:
+        if pid == 0:
+            tell_all(begun + rank, epoch, table, rank, SIZE, TRANSPORT)
     if COPIES:
         if pid == 0:
-            admit_copies(gate, begun, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
+            admit_copies(gate, begun, max_chunks, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
     elif pid < num_comm:
+        if LANDING:
+            await_peers(begun, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
         for i in range(pid, num_sends, num_comm):
             send = sends + i * SEND_FIELDS
             target = tl.load(send).to(tl.int32)
@@ -249,11 +257,13 @@ def matmul_reduce_kernel(
                     publish(TRANSPORT)
                     if PARTS and part < parts_of_tile - 1:
                         count(others, TRANSPORT, "gpu")
-                    elif COPIES:
-                        of_chunk = tl.load(schedule + tile_m * TILE_FIELDS + 5) * tiles_n
-                        count_up_to(tile_counts + owner * max_chunks + chunk, of_chunk, TRANSPORT)
                     else:
-                        count(tile_counts + owner * max_chunks + chunk, TRANSPORT, "gpu")
+                        finished = schedule + tile_m * TILE_FIELDS
+                        done = tile_counts + owner * max_chunks + tl.load(finished + 1).to(tl.int32) // sent_rows
+                        if COPIES:
+                            count_up_to(done, tl.load(finished + 5) * tiles_n, TRANSPORT)
+                        else:
+                            count(done, TRANSPORT, "gpu")
             total = kept
         item = take_tile(turn, own_dealt, pid, num_comm, head, dealt, whole, counters)
 
@@ -368,17 +378,17 @@ def plan(
     chunks = max(num_chunks(part, config) for part in rows)
     workspace = ctx.workspace()
     # The counters are indexed with the workspace's own num_chunks, which may be larger than this call's.
-    if config.num_comm:
-        workspace.reserve(max(inbox_rows, 4) * N * itemsize, chunks)
-    else:
+    if config.landing:
         check_mapped(name, ctx)
-        workspace.reserve(0, chunks, landing_bytes=inbox_rows * N * itemsize)
+        workspace.reserve(0, chunks, landing_bytes=max(inbox_rows, 4) * N * itemsize)
+    else:
+        workspace.reserve(max(inbox_rows, 4) * N * itemsize, chunks)
     all_counters = TILE_COUNTS.value + ctx.size * workspace.num_chunks
     workspace.reserve(0, 0, num_counters=all_counters)
     # Those that copies wait for are set to zero behind the last copy, which may be after the launch.
     num_counters = all_counters if config.num_comm else TILE_COUNTS.value
     memory, parity_rows = workspace.landing, 0
-    if config.num_comm:
+    if not config.landing:
         memory, parity_rows = workspace.inbox, triton.cdiv(workspace.inbox_bytes, N * itemsize)
         parity_rows += parity_rows % 2  # finished rows may be fp32, and two rows of 16-bit elements are whole words
     inbox = memory[: (parity_rows + inbox_rows) * N * itemsize].view(wire_dtype).view(-1, N)
@@ -417,8 +427,9 @@ def plan(
         workspace.counters, num_counters, workspace.ready, workspace.num_chunks, workspace.state, ctx.table, ctx.rank,
         workspace.gate, workspace.begun,
         M, N, K, first_rows[ctx.rank], first_rows[ctx.rank + 1],
-        config.num_comm, num_chunks(rows[ctx.rank], config), config.chunk_rows, math.gcd(config.chunk_rows, PIECE_ROWS),
-        SIZE=ctx.size, GATHER=gather, COPIES=config.num_comm == 0, PARTS=turns.splits > 1,
+        config.num_comm, num_chunks(rows[ctx.rank], config), config.chunk_rows,
+        config.sent_rows, math.gcd(config.chunk_rows, PIECE_ROWS),
+        SIZE=ctx.size, GATHER=gather, LANDING=config.landing, COPIES=config.num_comm == 0, PARTS=turns.splits > 1,
         BLOCK_M=gemm.block_m, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, SPLIT=gemm.split,
         GROUP_M=gemm.group_m, OWN_GROUP_M=own_group(config),
         X_TMA=x_operand.tma, X_TRANSPOSED=x_operand.transposed, W_TMA=w_operand.tma,
@@ -457,27 +468,28 @@ def plan(
 
 
 def own_group(config: OverlapConfig) -> int:
-    """Rows of own tiles that are walked together: of one copy's chunk, for the next one's partial sums come later."""
+    """Rows of own tiles that are walked together: of one copy, for the next one's partial sums come later."""
     gemm = config.gemm
-    return gemm.group_m if config.num_comm else max(min(gemm.group_m, config.chunk_rows // gemm.block_m), 1)
+    return gemm.group_m if config.num_comm else max(min(gemm.group_m, config.sent_rows // gemm.block_m), 1)
 
 
 def send_schedule(rows: tuple[int, ...], peers: list[int], config: OverlapConfig) -> list[int]:
-    """The chunks to send, in the order in which `tile_schedule` fills them, flattened SEND_FIELDS a chunk.
+    """What is sent at a time, in the order in which `tile_schedule` fills it, flattened SEND_FIELDS a send.
 
-    peers: the next rank first, whose rows the outbox begins with. One without rows still gets one empty chunk, which
-    carries the signal that this rank has come so far.
+    peers: the next rank first, whose rows the outbox begins with. One without rows is still sent nothing once, with the
+    signal that this rank has come so far.
     """
     starts = dict(zip(peers, itertools.accumulate((rows[peer] for peer in peers), initial=0), strict=False))
-    block, chunk_rows, step = config.gemm.block_m, config.chunk_rows, config.tile_chunks
-    schedule = []
-    for counted in range(0, max(num_chunks(rows[peer], config) for peer in peers), step):
+    block, sent = config.gemm.block_m, config.sent_rows
+    sends = {peer: max(triton.cdiv(rows[peer], sent), 1) for peer in peers}
+    step, schedule = max(block // sent, 1), []
+    for counted in range(0, max(sends.values()), step):
         for peer in peers:
-            tiles_m = triton.cdiv(min(max(chunk_rows, block), rows[peer] - counted * chunk_rows), block)
-            for chunk in range(counted, min(counted + step, num_chunks(rows[peer], config))):
-                first = chunk * chunk_rows
-                size = min(chunk_rows, rows[peer] - first)
-                schedule += [peer, chunk, starts[peer] + first, size, counted, tiles_m]
+            tiles_m = triton.cdiv(min(max(sent, block), rows[peer] - counted * sent), block)
+            for number in range(counted, min(counted + step, sends[peer])):
+                first = number * sent
+                size = min(sent, rows[peer] - first)
+                schedule += [peer, number, starts[peer] + first, size, counted, tiles_m]
     return schedule
 
 
@@ -485,29 +497,32 @@ def _copied(
     ctx: Context, rows, peers, config: OverlapConfig, tiles_n: int,
     partial_bytes: int, part_stride: int, finished_bytes: int, max_chunks: int,
 ) -> list[Send]:  # fmt: skip
-    """What the copy engine sends: the outbox's chunks, then those of y where finished rows travel.
+    """What the copy engine sends: the outbox's rows, then those of y where finished rows travel.
 
     partial_bytes, finished_bytes: of a row that travels; 0 if none does.
     """
-    block_m, chunk_rows, sends = config.gemm.block_m, config.chunk_rows, []
+    block_m, sent, sends = config.gemm.block_m, config.sent_rows, []
     schedule = send_schedule(rows, peers, config)
     for at in range(0, len(schedule), SEND_FIELDS.value):
-        target, chunk, row, count, counted, tiles_m = schedule[at : at + SEND_FIELDS.value]
-        to = (ctx.rank * part_stride + chunk * chunk_rows) * partial_bytes
-        word, counter = ctx.rank * max_chunks + chunk, TILE_COUNTS.value + target * max_chunks + counted
-        tiles = tiles_m * tiles_n if chunk == counted else 0  # waited for once
-        sends.append(Send(target, 0, row * partial_bytes, to, count * partial_bytes, word, counter, tiles))
+        target, number, row, count, counted, tiles_m = schedule[at : at + SEND_FIELDS.value]
+        to = (ctx.rank * part_stride + number * sent) * partial_bytes
+        word = ctx.rank * max_chunks + number * sent // config.chunk_rows
+        counter = TILE_COUNTS.value + target * max_chunks + counted
+        tiles = tiles_m * tiles_n if number == counted else 0  # waited for once
+        first, num_bytes, chunks = row * partial_bytes, count * partial_bytes, num_chunks(count, config)
+        sends.append(Send(target, 0, first, to, num_bytes, word, chunks, counter, tiles))
     own, first_row = rows[ctx.rank], sum(rows[: ctx.rank])
-    for chunk in range(num_chunks(own, config) if finished_bytes else 0):
-        row = chunk * chunk_rows
-        count = min(chunk_rows, own - row)
+    for row in range(0, max(own, 1) if finished_bytes else 0, sent):
+        count = min(sent, own - row)
         first = (first_row + row) * finished_bytes
         to = ctx.size * part_stride * partial_bytes + first
-        word, counter = (ctx.size + ctx.rank) * max_chunks + chunk, TILE_COUNTS.value + ctx.rank * max_chunks + chunk
-        tiles_m = triton.cdiv(min(max(chunk_rows, block_m), own - row), block_m)
+        word = (ctx.size + ctx.rank) * max_chunks + row // config.chunk_rows
+        counter = TILE_COUNTS.value + ctx.rank * max_chunks + row // sent
+        tiles_m = triton.cdiv(min(max(sent, block_m), own - row), block_m)
+        num_bytes, chunks = count * finished_bytes, num_chunks(count, config)
         for step, target in enumerate(peers):
-            tiles = 0 if step or chunk % config.tile_chunks else tiles_m * tiles_n
-            sends.append(Send(target, 1, first, to, count * finished_bytes, word, counter, tiles))
+            tiles = 0 if step or row % block_m else tiles_m * tiles_n
+            sends.append(Send(target, 1, first, to, num_bytes, word, chunks, counter, tiles))
     return sends
 
 

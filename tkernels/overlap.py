@@ -4,7 +4,7 @@ The tables are made on the host, as small integers that the kernels read: a tabl
 
 A shard's rows travel in chunks, one signal a chunk. Some programs of a launch send first ("comm programs") while the
 others multiply; once they have nothing left to send, they multiply too. With num_comm=0 no program sends, and the copy
-engine does (tkernels.comm.copies).
+engine does, many chunks at a time (tkernels.comm.copies).
 
 Tiles are dealt out in turns, so that those that are computed at one time lie beside each other and share their operands
 in L2, and a tile's first loads go on while the one before is stored. How long programs send can't be foretold to the
@@ -28,6 +28,7 @@ import triton.language as tl
 from tkernels.comm.device import arrived, end_epoch, wait_signal
 from tkernels.configs import (
     FLOPS_PER_S,
+    MAX_LOOK,
     MAX_TILE_CHUNKS,
     SEND_BYTES_PER_S_OF_A_PROGRAM,
     GemmConfig,
@@ -36,7 +37,7 @@ from tkernels.configs import (
 from tkernels.gemm import Operand, halves, load_tile, store_tile
 
 # A row of tiles: whose shard, first row in the shard, first row in the whole, rows that count, chunk, and how many rows
-# of tiles belong to that.
+# of tiles are sent together with this one.
 TILE_FIELDS = tl.constexpr(6)
 
 # A launch's counters, zero between launches.
@@ -47,8 +48,6 @@ MAX_SPLIT_TILES = tl.constexpr(128)
 # From here on: tiles that are done, of each chunk.
 TILE_COUNTS = tl.constexpr(SPLIT_TILES.value + MAX_SPLIT_TILES.value)
 
-MAX_LOOK = tl.constexpr(256)  # signals that a program looks at at once: one a thread
-
 DEALT_SHORT = 1  # last turns that are not dealt out
 PART_S = 5e-6  # more than that for a part of a tile, whose sums are written
 ADD_S = 9e-6  # and for the last part, which reads them, for each other one
@@ -57,7 +56,7 @@ MIN_SPLIT_STEPS = 8  # steps along K of a part, at least
 
 
 def tile_schedule(rows: tuple[int, ...], order: list[int], config: OverlapConfig) -> list[int]:
-    """The rows of tiles, flattened TILE_FIELDS a tile: of the shards in `order`, taking turns chunk by chunk.
+    """The rows of tiles, flattened TILE_FIELDS a tile: of the shards in `order`, in turns of what is sent at a time.
 
     A tile belongs to the first chunk of its rows, and needs the others too where chunks are smaller than it.
 
@@ -66,15 +65,15 @@ def tile_schedule(rows: tuple[int, ...], order: list[int], config: OverlapConfig
     >>> tile_schedule((64, 40), [1], config)
     [1, 0, 64, 32, 0, 2, 1, 32, 96, 8, 0, 2]
     """
-    block, turn = config.gemm.block_m, max(config.chunk_rows, config.gemm.block_m)
+    block, turn = config.gemm.block_m, max(config.sent_rows, config.gemm.block_m)
     starts = [sum(rows[:rank]) for rank in range(len(rows))]
     schedule = []
     for first in range(0, max((rows[shard] for shard in order), default=0), turn):
         for shard in order:
-            of_chunk = range(first, min(first + turn, rows[shard]), block)
-            for row in of_chunk:
+            together = range(first, min(first + turn, rows[shard]), block)
+            for row in together:
                 valid = min(block, rows[shard] - row)
-                schedule += [shard, row, starts[shard] + row, valid, row // config.chunk_rows, len(of_chunk)]
+                schedule += [shard, row, starts[shard] + row, valid, row // config.chunk_rows, len(together)]
     return schedule
 
 

@@ -40,6 +40,7 @@ from tkernels.configs import (
     bucket,
     gemm_config,
     overlap_config,
+    travelling,
     with_room_for,
 )
 from tkernels.gemm import layout_of, precision
@@ -489,7 +490,7 @@ class CommOverlapP2P(CommOverlapCore):
 
     def _tuned(self, config, tokens, available):
         if self.options.aggregate and self.comm_type is CommOverlapType.AG:
-            config = replace(config, chunk_rows=2 * config.chunk_rows)
+            config = travelling(config, 2 * config.chunk_rows, config.landing)
         if not self.options.use_ce:
             config = replace(config, num_comm=min(self.options.num_sm, available - 1))
         return config

@@ -25,6 +25,7 @@ from tkernels.configs import (
     default_config,
     default_overlap,
     forget_choices,
+    travel_of,
     travelling,
 )
 from tkernels.gemm import num_programs
@@ -153,7 +154,7 @@ class _Search:
             programs, bound = ctx.num_programs, bound_travel(ctx, problem.key(ctx.size))
             self.default = default_overlap(*rule, mapped=bound[1] if bound else ctx.mapped)
             self.default = travelling(self.default, *bound) if bound else self.default
-            self.bases += [default_overlap(*rule)]
+            self.bases += [travelling(default_overlap(*rule), *travel_of(self.default))]  # programs send there
         self.room = Room(
             problem.operation, M, N, K, problem.dtype, problem.layout, ctx.size, programs, bound, ctx.mapped
         )

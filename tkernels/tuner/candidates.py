@@ -15,6 +15,7 @@ import torch
 
 from tkernels.comm import runtime
 from tkernels.configs import (
+    COPY_BYTES_PER_S,
     MAX_TILE_CHUNKS,
     GemmConfig,
     OverlapConfig,
@@ -30,7 +31,6 @@ SHARED_BYTES = 232448
 REGISTERS = 255
 # One GPU to its peers by stores, H200 over NVLink: 3 programs reach 91 GB/s, 6 172, 9 250, 12 324, and more no more.
 SEND_BYTES_PER_S, BYTES_PER_S_OF_A_PROGRAM = 320e9, 28e9
-COPY_BYTES_PER_S = 385e9  # by the copy engine
 PUT_COST_BYTES = 43 << 10  # what a put's fixed cost would send: a quarter is lost with puts of 128 KB
 
 GEMM_FIELDS = [each.name for each in fields(GemmConfig)]
@@ -67,6 +67,7 @@ SURVEY = 28  # candidates that are measured first
 OF_A_TILE = 4  # of them, at most; they are one kernel
 OF_A_FIELD = 3  # other values of each field that are tried around the best one, at most
 OF_A_TOLD_FIELD = 6  # the same of fields that need no kernel of their own
+COPIES = (1, 2, 4)  # to a peer
 TOLD = ("num_comm", "chunk_rows", "split_tiles", "max_splits")
 SLOWER = 1.5  # than the best prediction: not tried
 
@@ -75,8 +76,8 @@ SLOWER = 1.5  # than the best prediction: not tried
 class Room:
     """What a configuration has to fit: the product of one rank, M x N x K, of `ranks`, and `programs` for it.
 
-    travel: (chunk_rows, whether the copy engine sends) that the ranks are bound to already, by a larger product whose
-        rows travel alike; None if they are free.
+    travel: (chunk_rows, landing) that the ranks are bound to already, by a larger product whose rows travel alike; None
+        if they are free.
     mapped: the copy engine reaches all of them.
     """
 
@@ -113,6 +114,8 @@ def changed(config: GemmConfig | OverlapConfig, change: dict) -> GemmConfig | Ov
         return replace(config, **change)
     own = {name: value for name, value in change.items() if name in OVERLAP_FIELDS}
     gemm = replace(config.gemm, **{name: value for name, value in change.items() if name not in own})
+    if own.get("num_comm"):
+        own["copy_rows"] = None  # says nothing then
     return replace(config, gemm=gemm, **own)
 
 
@@ -164,10 +167,10 @@ def impossible(config: GemmConfig | OverlapConfig, room: Room) -> str | None:
             f"1/{MAX_TILE_CHUNKS.value} of it"
         )
     if room.travel not in (None, travel_of(config)):
-        who = "the copy engine" if room.travel[1] else "programs"
-        return f"ranks: a larger product, whose rows travel alike, is tuned for chunk_rows={room.travel[0]} by {who}"
-    if config.num_comm == 0:
-        return None if room.mapped else "ranks: the copy engine reaches no other machine"
+        chunk_rows, landing = room.travel
+        return f"ranks: a larger product, whose rows travel alike, is tuned for {chunk_rows=}, {landing=}"
+    if config.landing and not room.mapped:
+        return "ranks: the copy engine reaches no other machine"
     if config.chunk_rows > max(room.rows, OverlapConfig.chunk_rows) and room.travel is None:
         return f"ranks: a chunk of more than the {room.rows} rows of a rank is one of them all"
     return None
@@ -188,7 +191,7 @@ def predicted_us(config: GemmConfig | OverlapConfig, room: Room, gemm_us: float)
     tiles = own * room.ranks
     gathers, reduces_all = room.operation == "all_gather_matmul", room.operation == "matmul_all_reduce"
     sent = room.rows * room.row_bytes * (room.ranks - 1)
-    put = config.chunk_rows * room.row_bytes
+    put = config.sent_rows * room.row_bytes
     rate = num_comm * BYTES_PER_S_OF_A_PROGRAM * put / (put + PUT_COST_BYTES)
     send_us = sent * (1 + reduces_all) / (min(rate, SEND_BYTES_PER_S) or COPY_BYTES_PER_S) * 1e6
     needed = 0 if gathers else tiles if reduces_all else tiles - own  # before the last can be sent
@@ -196,8 +199,8 @@ def predicted_us(config: GemmConfig | OverlapConfig, room: Room, gemm_us: float)
     turns, splits = (tiles + num_comm * busy_us / tile_us) / room.programs, [1]
     splits += range(2, min(config.max_splits, room.K // (gemm.block_k * MIN_SPLIT_STEPS)) + 1)
     end_us = min(math.ceil(turns * n) / n * tile_us + PART_S * 1e6 * (n > 1) for n in splits)
-    # Of each peer the last chunk: its tiles are still to be multiplied; own ones have been, but for one.
-    last = (room.ranks - 1) * -(-config.chunk_rows // gemm.block_m) * tiles_n if gathers else 1
+    # Of each peer what is sent last: its tiles are still to be multiplied; own ones have been, but for one.
+    last = (room.ranks - 1) * -(-min(config.sent_rows, room.rows) // gemm.block_m) * tiles_n if gathers else 1
     return max(end_us, send_us + -(-last // room.programs) * tile_us)
 
 
@@ -239,7 +242,7 @@ def nearest(values, to: int) -> list[int]:
 def neighbours(config, default, room: Room, gemm_us: float) -> tuple[list, Counter]:
     """(configurations one change away, those that the model likes best; why not the others, and how many).
 
-    That the copy engine sends is one change, though it takes large chunks: they are what it wants.
+    That the copy engine sends, and how many rows at a time, is one change.
     """
     chosen, refused, before = [], Counter(), flat(config)
     for name, values in STEPS.items():
@@ -248,10 +251,10 @@ def neighbours(config, default, room: Room, gemm_us: float) -> tuple[list, Count
         others = [_possible(config, change, room, refused) for change in changes]
         found = {other: predicted_us(other, room, gemm_us) for other in others if other is not None}
         chosen += sorted(found, key=found.get)[: OF_A_TOLD_FIELD if name in TOLD else OF_A_FIELD]
-    if isinstance(config, OverlapConfig) and config.num_comm:
-        copied = [by_copy_engine(config, room.rows, room.row_bytes, copies) for copies in (1, 2, 4)]
-        for chunk_rows in dict.fromkeys(each.chunk_rows for each in copied):
-            other = _possible(config, {"num_comm": 0, "chunk_rows": chunk_rows}, room, refused)
+    if isinstance(config, OverlapConfig):
+        copied = [by_copy_engine(config, room.rows, room.row_bytes, copies) for copies in COPIES]
+        for copy_rows in dict.fromkeys(each.copy_rows for each in copied if each != config):
+            other = _possible(config, {"num_comm": 0, "copy_rows": copy_rows}, room, refused)
             chosen += [other] if other is not None else []
     return chosen, refused
 
