@@ -483,7 +483,7 @@ def plan_all_reduce(ctx: Context, x: torch.Tensor, out, out_dtype, config=DEFAUL
     result = _result("all_reduce", x, out, tuple(x.shape), dtypes[1])
     if ctx.size == 1:
         return _into(result, _copy)
-    if config.one_shot(x.numel() * x.element_size(), ctx):
+    if config.one_shot(x.numel() * max(dtype.itemsize for dtype in dtypes), ctx):
         parts = _Parts(ctx, [x.numel()] * ctx.size, x, out, dtypes, max_programs, whole=True)
         return _into(result, parts.reduce(OP_ALL_REDUCE, config))
     # Parts of whole 16-byte vectors, the last one shorter.
@@ -563,7 +563,9 @@ class _Parts:
     def reduce(self, operation, config: CollectiveConfig, gather: bool = False):
         """Sum the parts of all ranks, each for its owner, and with `gather` send the sums to everyone."""
         ctx = self.ctx
-        if config.packets(self.max_part * self.itemsize, ctx, 2 if gather else 1):
+        # What makes two trips may come back wider.
+        itemsize = max(self.itemsize, self.out.element_size()) if gather else self.itemsize
+        if config.packets(self.max_part * itemsize, ctx, 2 if gather else 1):
             return self.packets(operation, reduce=True, gather=gather)
         part_stride = -(-self.max_part // BLOCK) * BLOCK
         gathered = self.total * self.out.element_size() // self.itemsize + 1 if gather else 0

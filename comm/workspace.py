@@ -35,9 +35,9 @@ MIN_CHUNKS = 64  # of a rank's part: as many as programs share one
 def most_packets(size: int) -> int:
     """That a call of `size` ranks needs room for, at most.
 
-    An all-reduce among more than two makes two trips, with parts twice as large, and its result may be twice as wide.
+    An all-reduce among more than two makes two trips, with parts twice as large.
     """
-    return size * PACKET_BYTES // 4 * (6 if size > 2 else 1)
+    return size * PACKET_BYTES // 4 * (4 if size > 2 else 1)
 
 
 class Workspace:

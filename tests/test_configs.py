@@ -85,8 +85,9 @@ def test_large_shares_travel_by_the_copy_engine_where_it_reaches_all(monkeypatch
         (RS, 8192, 4096, 4096, 2, True, True),
         (RS, 8192, 16384, 4096, 2, True, True),
         (AR, 8192, 8192, 4096, 2, True, False),
+        (AR, 8192, 4096, 4096, 2, True, True),
         (AR, 8192, 8192, 4096, 4, True, True),
-        (AR, 8192, 4096, 4096, 4, True, False),
+        (AR, 8192, 4096, 4096, 4, True, True),
         (AG, 512, 4096, 4096, 2, True, False),
         (AG, 8192, 4096, 4096, 2, False, False),
     ]:
@@ -107,16 +108,25 @@ def test_large_shares_travel_by_the_copy_engine_where_it_reaches_all(monkeypatch
 def test_programs_send_what_a_short_product_cant_hide_and_ranks_need_not_do_alike(monkeypatch):
     monkeypatch.setattr("tkernels.configs.runtime.RUNTIME", "nvshmem")
     travels = set()
-    for size, K, by_programs in ((4, 1024, True), (4, 1025, True), (4, 1536, True), (4, 3584, False), (2, 2048, False)):
+    for operation, size, K, by_programs in [
+        (RS, 4, 1024, True),
+        (RS, 4, 1025, True),
+        (RS, 4, 1536, True),
+        (RS, 4, 3584, False),
+        (RS, 2, 2048, False),
+        (AR, 4, 1024, True),
+        (AR, 4, 1536, False),
+    ]:
         ctx = context(size=size, num_programs=132)
         for layout in ("TN", "NN"):
-            config = overlap_config(ctx, RS, 8192, 4096, K, BF16, layout)
-            assert (config.num_comm > 0, config.landing) == (by_programs, True), (size, K)
-            sending = overlap_config(ctx, RS, 8192, 4096, K, BF16, layout, sending=True)
+            config = overlap_config(ctx, operation, 8192, 4096, K, BF16, layout)
+            assert (config.num_comm > 0, config.landing) == (by_programs, True), (operation, size, K)
+            sending = overlap_config(ctx, operation, 8192, 4096, K, BF16, layout, sending=True)
             assert sending.num_comm > 0 and not sending.landing
-            travels |= {travel_of(config)} if size == 4 else set()
-        assert overlap_config(ctx, RS, 8192, 4096, K, torch.float32, "TN").num_comm == 0  # no tensor cores
-    assert len(travels) == 1
+            travels.add((operation, size, *travel_of(config)))
+        # Without tensor cores no product is short.
+        assert overlap_config(ctx, operation, 8192, 4096, K, torch.float32, "TN").num_comm == 0
+    assert len(travels) == 3
 
 
 def test_the_last_record_of_a_bucket_counts():

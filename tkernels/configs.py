@@ -39,16 +39,17 @@ COPY_BYTES_PER_S = 385e9  # by the copy engine, H200 over NVLink
 COPIES = 2  # to a peer, of a reduction: with one its last tiles hold up all that it is sent
 # Of one of several copies to a peer, at least. rs-e, 4 H200s: 844 us with two of 6 MB to a peer, 869 with one.
 PIECE_BYTES = 6 << 20
-# All-reduces among 4 H200s, us by programs / by copies: rows of 16 KB 771/705, 883/765, 1496/1367, of 24 KB 1035/1009,
-# of 8 KB 386/463, 399/395, 520/493. Between 2, of 16 KB 873/886, 2545/2602.
+# All-reduces between 2 H200s, us by programs / by copies: rows of 16 KB 873/886, 1300/1309, 2545/2602, of 8 KB 301/285,
+# 379/369, 737/707. Among 4, whatever their rows, by copies: 778/768, 886/789, 1503/1377, of 8 KB 408/399, 523/504.
 REDUCED_ROW_BYTES = 16 << 10
 # All-gathers of llama405b-gate-up, whose rows have 32 KB, by programs / by copies, two runs: among 4 H200s 9307/9507
 # and 9459/9650, between 2 19971/20446 and 20134/20673. Of 24 KB, among 4, 815/809.
 GATHERED_ROW_BYTES = 32 << 10
-# A reduce-scatter whose product takes less than that many times the wire's time is sent by up to MOST_COMM programs.
-# Among 4 H200s by copies / by programs, and the ratio: llama8b-o 223/188, 0.7; rs-c 228/206, 1.0; llama70b-o 441/484,
-# 1.3; rs-b 524/553, 1.6; llama8b-down 351/379, 2.3.
-WIRE_BOUND, MOST_COMM = 1.1, 24
+# A reduction whose product takes less than that many times the wire's time is sent by programs, a reduce-scatter by up
+# to MOST_COMM. Among 4 H200s by copies / by programs, and the ratio, reduce-scatters: llama8b-o 223/188, 0.7; rs-c
+# 228/206, 1.0; llama70b-o 441/484, 1.3; rs-b 524/553, 1.6; llama8b-down 351/379, 2.3; all-reduces: llama8b-o 420/385,
+# 0.3; rs-c 399/408, 0.5; llama70b-o 768/778, 0.7.
+WIRE_BOUND, MOST_COMM = {"matmul_reduce_scatter": 1.1, "matmul_all_reduce": 0.4}, 24
 LANDING_CHUNK_ROWS = 128  # at least; those of the largest tile
 MAX_LOOK = tl.constexpr(256)  # signals that a program looks at at once: one a thread
 
@@ -198,8 +199,8 @@ def default_overlap(
     """The configuration of a fused operation whose local GEMM is M x N x K, among `size` ranks; tma: as default_config.
 
     mapped: the copy engine reaches them all. Large shares land where it can put them, but those of an all-gather only
-    in rows of less than GATHERED_ROW_BYTES, those of an all-reduce only among more than two ranks, in rows of
-    REDUCED_ROW_BYTES and more. What lands there travels by it (2 H200s: up to 8 % faster, bench/LOG.md), unless a
+    in rows of less than GATHERED_ROW_BYTES, those of an all-reduce between two ranks only in rows of less than
+    REDUCED_ROW_BYTES. What lands there travels by it (2 H200s: up to 8 % faster, bench/LOG.md), unless a
     reduction's wire takes as long as its product. What all ranks must tell alike depends on nothing that could differ
     between them.
     """
@@ -233,18 +234,20 @@ def default_overlap(
     if gathers:
         lands = lands and row_bytes < GATHERED_ROW_BYTES
     elif reduces_all:
-        lands = lands and size > 2 and row_bytes >= REDUCED_ROW_BYTES
+        lands = lands and (size > 2 or row_bytes < REDUCED_ROW_BYTES)
     if not lands:
         return config
     # Whole tiles, for each chunk that a tile waits for costs it a look; but so few that one look sees them all.
     chunk_rows = max(LANDING_CHUNK_ROWS, bucket(-(-rows * peers // MAX_LOOK.value))[0])
     config = replace(config, landing=True, chunk_rows=chunk_rows)
-    hidden = dtype == torch.float32 or product_s >= WIRE_BOUND * sent / COPY_BYTES_PER_S
-    if operation == "matmul_reduce_scatter" and not hidden:
-        # A copy waits for thousands of rows, programs for these few, and so the wire is busy from the start.
-        num_comm = max(min(needed, MOST_COMM, num_programs - 1), 1)
-        return replace(config, num_comm=num_comm, gemm=replace(gemm, group_m=min(gemm.group_m, 2)))
-    return by_copy_engine(config, rows, row_bytes, 1 if gathers else COPIES)
+    hidden = gathers or dtype == torch.float32 or product_s >= WIRE_BOUND[operation] * sent / COPY_BYTES_PER_S
+    if hidden:
+        return by_copy_engine(config, rows, row_bytes, 1 if gathers else COPIES)
+    if reduces_all:
+        return config
+    # A copy waits for thousands of rows, programs for these few, and so the wire is busy from the start.
+    num_comm = max(min(needed, MOST_COMM, num_programs - 1), 1)
+    return replace(config, num_comm=num_comm, gemm=replace(gemm, group_m=min(gemm.group_m, 2)))
 
 
 def with_room_for(config: OverlapConfig, stored: torch.dtype, dtype: torch.dtype) -> OverlapConfig:

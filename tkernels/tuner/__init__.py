@@ -93,7 +93,8 @@ def tune(
 
     operation: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce" or "matmul". M, N, K: over all ranks.
     layout: w's and x's as BLAS names them; TN: as nn.Linear has w, NN: w.t() of a [K, N] matrix.
-    budget_s: no new round begins after so many seconds, compilations not counted, which many shapes have in common.
+    budget_s: no new round begins after so many seconds, but for the last one, among the best. Compilations are not
+        counted, which many shapes have in common.
     grid: values by field, to try all their combinations instead of what the tuner would.
     remember: on disk, for later processes ($TKERNELS_CACHE); False: for this context alone.
     measure: as timing.measure.
@@ -175,8 +176,8 @@ class _Search:
             tried = self._halve(found, refused, self.default)
             tried = self._halve(*neighbours(tried[0], self.default, self.room, self.library_us), *tried)
         finalists, finished = tried[:FINALISTS], self._in_time()
-        if finished:
-            self._round(finalists, LAST_ITERATIONS)
+        # Whatever the budget: of many candidates that were measured three times, the first one is the luckiest.
+        self._round(finalists, LAST_ITERATIONS)
         best, default = min(finalists, key=self._us), self.measured[self.default]
         if self._us(best) > WORTH * default.us:
             best = self.default
