@@ -69,10 +69,13 @@ class CollectiveConfig:
         """Whether parts of that size travel as packets. The same on all ranks."""
         return ctx.transport_id != NVSHMEM.value and part_bytes <= shots * self.packet_bytes
 
-    def one_shot(self, num_bytes: int, ctx: Context) -> bool:
-        """Whether an all-reduce of that size takes one shot; between two ranks it always does."""
+    def one_shot(self, num_bytes: int, ctx: Context, result_bytes: int = 0) -> bool:
+        """Whether an all-reduce of that size takes one shot; between two ranks it always does.
+
+        result_bytes: of its result, which may be wider, and is what comes back as packets.
+        """
         size = ctx.size
-        two_trips = size > 2 and self.packets(-(-num_bytes // size), ctx, 2)
+        two_trips = size > 2 and self.packets(-(-max(num_bytes, result_bytes) // size), ctx, 2)
         if two_trips and not self.packets(num_bytes, ctx):
             return False
         return num_bytes * (size - 1) * (size - 2) <= (self.packet_hop_bytes if two_trips else self.hop_bytes) * size
@@ -483,7 +486,7 @@ def plan_all_reduce(ctx: Context, x: torch.Tensor, out, out_dtype, config=DEFAUL
     result = _result("all_reduce", x, out, tuple(x.shape), dtypes[1])
     if ctx.size == 1:
         return _into(result, _copy)
-    if config.one_shot(x.numel() * max(dtype.itemsize for dtype in dtypes), ctx):
+    if config.one_shot(x.numel() * x.element_size(), ctx, x.numel() * dtypes[1].itemsize):
         parts = _Parts(ctx, [x.numel()] * ctx.size, x, out, dtypes, max_programs, whole=True)
         return _into(result, parts.reduce(OP_ALL_REDUCE, config))
     # Parts of whole 16-byte vectors, the last one shorter.

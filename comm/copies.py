@@ -5,12 +5,13 @@ a time: a wait until their rows are there, a copy to the peer, and a copy of the
 its tiles wait for as they wait for those of puts. On the simulated runtime a thread of the host does the same.
 
 A copy's addresses must be known when it is enqueued, but of two inboxes that alternate by the epoch only the device
-knows which one is next. So copies go to one inbox of their own, the *landing*, and begin behind a gate. Program 0 of
+knows which one is next. So copies go to a third one, the *landing*, and begin behind a gate. Program 0 of
 each kernel tells every peer that this rank has come to this call (`tell_all`), and `admit_copies` waits until all of
 them have, leaves the epoch in device memory, and opens the gate.
 
 Who sends is a rank's own affair: what lands there, behind which signals, is the same whether its copy engine sends or
-its programs do, which wait for all peers as well (`await_peers`).
+its programs do, which wait for all peers as well (`await_peers`). Those that send the finished rows of an all-reduce
+need not: a tile of them has heard from every peer in this call.
 
 Why nothing lands on what is still read: the gate opens once every peer has come to this call, on a stream where it has
 finished all before it; whatever lay in its landing was read by that, by a call or by what the stream was given after
@@ -51,11 +52,12 @@ MOST_WORDS = 128  # in a call of the driver, which takes fewer than 256
 
 
 def check_mapped(operation: str, context):
-    """Raises ValueError, on every rank alike, where the copy engine doesn't reach every rank."""
+    """Raises ValueError, on every rank alike, where no landing is: the copy engine doesn't reach every rank."""
     if not context.mapped:
         raise ValueError(
-            f"{operation}: num_comm=0 sends by the copy engine, which needs all ranks' memory mapped into each other's "
-            f"addresses, and that of other machines is not; pass a config with num_comm of 1 or more"
+            f"{operation}: rows land where the copy engine puts them (num_comm=0, or landing=True), which needs all "
+            f"ranks' memory mapped into each other's addresses, and that of other machines is not; pass a config with "
+            f"num_comm of 1 or more and landing=False"
         )
 
 

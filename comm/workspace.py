@@ -45,13 +45,13 @@ class Workspace:
 
     inbox: uint8 [2 * inbox_bytes + slack], symmetric; the second inbox begins at or after byte `inbox_bytes`.
     ready: int64 [2 * size * num_chunks], symmetric; word (phase, source, chunk) holds the epoch that has arrived.
-    landing: uint8 [landing_bytes], symmetric: the one inbox of copies (tkernels.comm.copies).
-    begun: int64 [size], symmetric: the epoch of the last call with copies that each rank has come to.
+    landing: uint8 [landing_bytes], symmetric: the one inbox that copies can go to (tkernels.comm.copies).
+    begun: int64 [size], symmetric: the epoch of the last call that used the landing that each rank has come to.
     packets: int64 [2 * num_packets], symmetric, one half for each parity; words that carry their epoch (`put_packets`).
         Nothing else is ever there: older epochs, or the zeros that it began with, from which all epochs differ.
     state: int64 [2], local: the epoch of the last finished call, and how many programs of this one have finished.
     counters: int64 [num_counters], local, zero between calls: for programs of one launch among themselves.
-    gate: int64 [1 + num_chunks], local: 1 while this call's copies may begin, and the epoch that they signal.
+    gate: int64 [1 + num_chunks], local: 1 while this call's copies may begin, and the epoch, for each chunk's signal.
     scratch: uint8, local: what a call of the plain path has in between.
     """
 

@@ -2,6 +2,7 @@
 
 import doctest
 import itertools
+import math
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 from unittest import mock
@@ -96,13 +97,30 @@ def test_large_shares_travel_by_the_copy_engine_where_it_reaches_all(monkeypatch
         assert (config.num_comm == 0, config.landing) == (copied, copied), (operation, M, N, K, size, mapped)
         sending = overlap_config(ctx, operation, M, N, K, BF16, "TN", sending=True)
         assert sending.num_comm > 0 and not sending.landing
-    # A larger product that lands nowhere, or in larger chunks, binds all calls whose rows travel alike.
-    for num_comm, chunk_rows in ((4, 128), (0, 2048)):
-        larger = replace(TUNED, num_comm=num_comm, chunk_rows=chunk_rows)
-        ctx = context(record(larger, M=8192, N=8192, K=4096), num_programs=132)
+    # A larger product whose rows take turns binds all calls whose rows travel alike; of one whose rows land, and which
+    # is copied in large chunks, other calls have where, but not the chunks.
+    for num_comm, chunk_rows, travel in ((4, 64, (64, False)), (0, 2048, (128, True))):
+        larger = record(replace(TUNED, num_comm=num_comm, chunk_rows=chunk_rows), M=8192, N=8192, K=4096)
+        ctx = context(larger, num_programs=132)
         config = overlap_config(ctx, AG, 8192, 4096, 4096, BF16, "TN")
-        assert (bool(config.num_comm), config.chunk_rows) == (bool(num_comm), chunk_rows)
+        assert (config.num_comm == 0, travel_of(config)) == (num_comm == 0, travel)
         assert config.num_comm or config.copy_rows == 4096
+        own = overlap_config(ctx, AG, 8192, 8192, 4096, BF16, "TN")
+        assert (own.num_comm, travel_of(own)) == (num_comm, travel)
+        assert own.num_comm or own.copy_rows == 2048
+    few = record(OverlapConfig(TUNED.gemm, 2048, num_comm=0), RS, M=8192, N=4096, K=4096)
+    config = overlap_config(context(few, size=4, num_programs=132), RS, 8192, 4096, 1024, BF16, "TN")
+    assert config.num_comm > 12 and travel_of(config) == (128, True)
+
+
+def test_one_look_sees_the_signals_of_all_that_lands(monkeypatch):
+    monkeypatch.setattr("tkernels.configs.runtime.RUNTIME", "nvshmem")
+    for size, M in itertools.product((2, 3, 4, 8), (8192, 43523, 65536, 1 << 20)):
+        config = default_overlap(RS, M, 8192, 8192, BF16, size, 132, landing=None)
+        assert config.landing and config.num_comm == 0
+        rows, peers, most = math.ceil(M / size), size - 1, configs.MAX_LOOK.value
+        assert math.ceil(rows / config.chunk_rows) * peers <= most
+        assert config.chunk_rows == 128 or math.ceil(rows / (config.chunk_rows // 2)) * peers > most
 
 
 def test_programs_send_what_a_short_product_cant_hide_and_ranks_need_not_do_alike(monkeypatch):
@@ -124,6 +142,9 @@ def test_programs_send_what_a_short_product_cant_hide_and_ranks_need_not_do_alik
             sending = overlap_config(ctx, operation, 8192, 4096, K, BF16, layout, sending=True)
             assert sending.num_comm > 0 and not sending.landing
             travels.add((operation, size, *travel_of(config)))
+        few = default_overlap(operation, 8192, 4096, K, BF16, size, 16, landing=None)
+        assert few.num_comm <= 4 and few.landing  # 16 programs take longer to multiply, and can spare few
+        assert default_overlap(operation, 8192, 4096, K, BF16, size, 1, landing=None).num_comm == 0
         # Without tensor cores no product is short.
         assert overlap_config(ctx, operation, 8192, 4096, K, torch.float32, "TN").num_comm == 0
     assert len(travels) == 3
@@ -198,7 +219,7 @@ def test_what_ranks_send_lands_in_one_place_where_their_buckets_differ():
     for N in (1, 64, 128, 500):
         for layout in ("TN", "NN"):
             config = overlap_config(context(stored, copied), AG, 256, N, 128, BF16, layout)
-            assert travel_of(config) == (256, True), (N, layout)
+            assert travel_of(config) == (64, True), (N, layout)
             if (N, layout) in ((64, "TN"), (128, "TN")):  # who sends is the rank's own affair
                 assert config.num_comm == (TUNED.num_comm if N == 64 else 0)
             larger = record(TUNED, N=256)

@@ -136,8 +136,9 @@ def test_ranks_that_are_not_mapped_are_refused_before_the_first_signal(ctx):
             lambda: by_copies(ctx, AG, x, w, out_dtype=torch.float32, chunk_rows=4096),
             lambda: by_copies(ctx, RS, whole, w, chunk_rows=4096),
             lambda: by_copies(ctx, AR, whole, w, chunk_rows=4096),
+            lambda: matmul_all_reduce(ctx, whole, w, config=OverlapConfig(num_comm=1, landing=True)),
         ):
-            with pytest.raises(ValueError, match="num_comm=0 sends by the copy engine, .* num_comm of 1 or more"):
+            with pytest.raises(ValueError, match="rows land .* needs all .* num_comm of 1 or more and landing=False"):
                 call()
     assert torch.equal(by_copies(ctx, AG, x, w, chunk_rows=4096), want)
 
@@ -219,12 +220,14 @@ def no_wait(*arguments):
     pass
 
 
-def landing_used_again(ctx, form):
+def landing_used_again(ctx, form, num_comm):
     """Two calls, in the first of which rank 1 reads late; in the wrong form nobody waits for who has come to a call."""
     rows = (40, 40)
     made = [operands(ctx, AG, rows, 24, 16, torch.float32, seed) for seed in range(3)]
-    by_copies(ctx, AG, *made[0][:2], rows=rows)
-    peer, spin, copy, calls = Meeting(ctx), device.spin, copies.host_copy, []
+    config = overlap_config(ctx, AG, sum(rows), 24, 16, torch.float32, "TN")
+    config = dataclasses.replace(config, num_comm=num_comm, landing=True)
+    all_gather_matmul(ctx, *made[0][:2], rows=rows, config=config)
+    peer, spin, copy, delay, calls, delays = Meeting(ctx), device.spin, copies.host_copy, device.delay, [], []
 
     @interpreter.builtin
     def late_reader(*arguments):
@@ -238,28 +241,44 @@ def landing_used_again(ctx, form):
         if ctx.rank == 0 and len(calls) == 2 and num_bytes > 8 * 3:  # not the epoch of the chunks
             peer.tell()
 
+    @interpreter.builtin
+    def put(*arguments):
+        if ctx.rank == 0 and len(calls) == 2:
+            delays.append(None)  # the first one comes before it tells of the call, the others follow data
+            if len(delays) > 1:
+                peer.tell()
+        return delay(*arguments)
+
     results = []
     with (
         mock.patch.object(device, "spin", late_reader),
+        mock.patch.object(device, "delay", put),
         mock.patch.object(copies, "host_copy", tell),
         mock.patch.object(copies, "wait_signal", no_wait if form == "wrong" else copies.wait_signal),
     ):
         for x, w, want in made[1:]:
             calls.append(None)
-            results.append((by_copies(ctx, AG, x, w, rows=rows), want))
+            results.append((all_gather_matmul(ctx, x, w, rows=rows, config=config)[0], want))
     return all(torch.equal(got, want) for got, want in results)
 
 
 @simulated_only
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("mistake", ["a signal before its data", "a landing that is used again at once"])
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "a signal before its data",
+        "a landing that is used again at once",
+        "a landing that programs use again at once",
+    ],
+)
 def test_a_wrong_form_is_caught(ctx, mistake):
     for form in ("right", "wrong"):
         with tkernels.init(heap_bytes=8 << 20) as context:
             if mistake == "a signal before its data":
                 right = all([signal_first(context, form, name) for name in (AG, RS)])
             else:
-                right = landing_used_again(context, form)
+                right = landing_used_again(context, form, int("programs" in mistake))
             assert all(ctx.group.gather(right)) == (form == "right")
 
 

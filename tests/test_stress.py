@@ -108,11 +108,12 @@ def a_call(ctx, draws: random.Random, seed: int):
     shard, whole, w = shards[ctx.rank], wholes[ctx.rank], weights[ctx.rank]
     name, config = draws.choice([*COLLECTIVES, *2 * FUSED]), draws.choice(CONFIGS)
     path = draws.choice(["fused", "fused", "copies", "plain"])
+    senders = [draws.choice([0, 0, 1, 3]) for _ in rows]  # with copies, who sends is each rank's own affair
     operation = getattr(collectives if name in COLLECTIVES else tkernels, name)
     if name == "all_gather":
         return lambda: operation(ctx, shard, rows, config=config), torch.cat(shards)
     if path == "copies" and name in FUSED:
-        operation, options = functools.partial(by_copies, ctx, name), {}
+        operation, options = functools.partial(by_copies, ctx, name), {"num_comm": senders[ctx.rank]}
     else:
         options = {"ctx": ctx, "path": path}
     if name == "all_gather_matmul":

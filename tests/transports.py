@@ -68,12 +68,16 @@ def poisoned_memory():
         yield
 
 
-def by_copies(ctx, name, x, w, *arguments, chunk_rows=None, **options):
-    """Collective. A fused operation in its configuration by rule, but that the copy engine sends."""
+def by_copies(ctx, name, x, w, *arguments, chunk_rows=None, num_comm=0, **options):
+    """Collective. A fused operation in its configuration by rule, but that the copy engine sends.
+
+    num_comm: so many programs do on this rank, to where copies go.
+    """
     operation = getattr(importlib.import_module(f"tkernels.{name}"), name)
     rows = options.get("rows") or (x.shape[0],) * (ctx.size if name == "all_gather_matmul" else 1)
     config = overlap_config(ctx, name, sum(rows), *w.shape, x.dtype, layout_of(x, w))
-    config = dataclasses.replace(config, num_comm=0, copy_rows=None, chunk_rows=chunk_rows or config.chunk_rows)
+    chunk_rows = chunk_rows or config.chunk_rows
+    config = dataclasses.replace(config, num_comm=num_comm, landing=True, copy_rows=None, chunk_rows=chunk_rows)
     result = operation(ctx, x, w, *arguments, config=config, **options)
     return result[0] if name == "all_gather_matmul" else result
 

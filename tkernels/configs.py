@@ -8,7 +8,7 @@ All ranks must tell alike which rows travel behind one signal, and where they la
 not there yet. They choose by the same records, those of rank 0 when the context was made, but not by the same sizes: N
 of an all-gather and K of a reduction may differ where features divide unevenly, and so may layouts. So `chunk_rows` and
 `landing` follow from what all ranks share: they are those of the largest product that was tuned for rows of the same
-number and width. The rest of a configuration, who sends in it, is a rank's own affair.
+number and width, or the rule's. The rest of a configuration, who sends in it, is a rank's own affair.
 """
 
 import functools
@@ -30,7 +30,7 @@ MIN_CHUNK_ROWS = 16
 SPARE = 1.3  # how much faster than the product the chunks are sent, if they can be
 MAX_TILE_CHUNKS = tl.constexpr(8)  # whose signals a tile looks at in one go
 CHUNK_BYTES = 1 << 20  # of one put: 128 KB lose a quarter of what a program sends (H200, 9 programs)
-FLOPS_PER_S = 800e12  # of a GPU, H200, bf16, but for the ends of tiles
+MULTIPROCESSORS, FLOPS_PER_S = 132, 800e12  # of a GPU, H200, bf16, but for the ends of tiles
 SEND_BYTES_PER_S_OF_A_PROGRAM = 24e9  # H200 over NVLink
 MAX_CHOICES = 4096  # that are kept, of a context and of the local product
 
@@ -45,12 +45,14 @@ REDUCED_ROW_BYTES = 16 << 10
 # All-gathers of llama405b-gate-up, whose rows have 32 KB, by programs / by copies, two runs: among 4 H200s 9307/9507
 # and 9459/9650, between 2 19971/20446 and 20134/20673. Of 24 KB, among 4, 815/809.
 GATHERED_ROW_BYTES = 32 << 10
-# A reduction whose product takes less than that many times the wire's time is sent by programs, a reduce-scatter by up
-# to MOST_COMM. Among 4 H200s by copies / by programs, and the ratio, reduce-scatters: llama8b-o 223/188, 0.7; rs-c
-# 228/206, 1.0; llama70b-o 441/484, 1.3; rs-b 524/553, 1.6; llama8b-down 351/379, 2.3; all-reduces: llama8b-o 420/385,
-# 0.3; rs-c 399/408, 0.5; llama70b-o 768/778, 0.7.
-WIRE_BOUND, MOST_COMM = {"matmul_reduce_scatter": 1.1, "matmul_all_reduce": 0.4}, 24
-LANDING_CHUNK_ROWS = 128  # at least; those of the largest tile
+# A reduction whose product takes less than that many times the wire's time is sent by programs. Among 4 H200s, us by
+# copies / by programs, and the ratio, reduce-scatters: llama8b-o 220/195, 0.7; rs-c 234/212, 1.0; llama70b-o 441/484,
+# 1.3; rs-b 524/553, 1.6; llama8b-down 351/379, 2.3; all-reduces: llama8b-o 420/385, 0.3; rs-c 399/408, 0.5; llama70b-o
+# 768/778, 0.7.
+WIRE_BOUND = {"matmul_reduce_scatter": 1.1, "matmul_all_reduce": 0.4}
+# Such a reduce-scatter by 18, 24 and 30 programs: llama8b-o 199, 195, 201; by 18 and 22: rs-c 212, 226.
+WIRE_SPARE, MOST_COMM = 1.1, 24
+LANDING_CHUNK_ROWS = 128  # at least; those of the largest tile by rule
 MAX_LOOK = tl.constexpr(256)  # signals that a program looks at at once: one a thread
 
 
@@ -194,19 +196,18 @@ def default_overlap(
     size: int,
     num_programs: int,
     tma: bool = True,
-    mapped: bool = False,
+    landing: bool | None = False,
 ) -> OverlapConfig:
     """The configuration of a fused operation whose local GEMM is M x N x K, among `size` ranks; tma: as default_config.
 
-    mapped: the copy engine reaches them all. Large shares land where it can put them, but those of an all-gather only
-    in rows of less than GATHERED_ROW_BYTES, those of an all-reduce between two ranks only in rows of less than
-    REDUCED_ROW_BYTES. What lands there travels by it (2 H200s: up to 8 % faster, bench/LOG.md), unless a
-    reduction's wire takes as long as its product. What all ranks must tell alike depends on nothing that could differ
-    between them.
+    landing: None where the copy engine reaches all ranks, and `lands` may decide. What lands travels by it, if there is
+    enough (2 H200s: up to 8 % faster, bench/LOG.md), unless a reduction's product is too short to hide the wire.
+    What all ranks must tell alike depends on nothing that could differ between them.
     """
     gemm, peers = default_config(M, N, dtype, tma), max(size - 1, 1)
     if runtime.RUNTIME == "simulated":
-        return OverlapConfig(gemm, chunk_rows=gemm.block_m, num_comm=max(min(2, num_programs - 1), 1), put_block=4096)
+        num_comm = max(min(2, num_programs - 1), 1)
+        return OverlapConfig(gemm, gemm.block_m, num_comm, landing=bool(landing), put_block=4096)
     gathers, reduces_all = operation == "all_gather_matmul", operation == "matmul_all_reduce"
     if gemm.block_n == 256 and not gathers:  # partial sums take a stage's shared memory
         gemm = replace(gemm, num_stages=3)
@@ -218,36 +219,48 @@ def default_overlap(
         gemm = replace(gemm, group_m=group_m)
     row_bytes = (K if gathers else N) * dtype.itemsize
     chunk_rows = min(max(1 << (CHUNK_BYTES // row_bytes).bit_length() >> 1, MIN_CHUNK_ROWS), 128)
-    num_comm, product_s = max(12 // peers, 1) * peers, 2 * M * N * K / FLOPS_PER_S
+    num_comm, product_s = max(12 // peers, 1) * peers, 2 * M * N * K / FLOPS_PER_S * MULTIPROCESSORS / num_programs
     sent = M * row_bytes * peers / size * (2 if reduces_all else 1)
+    senders = sent / SEND_BYTES_PER_S_OF_A_PROGRAM / product_s  # that take as long as the product
     if not gathers:
-        # As many as the time of the product takes: until there are tiles to send, a comm program does nothing.
-        needed = math.ceil(SPARE * sent / SEND_BYTES_PER_S_OF_A_PROGRAM / product_s)
-        num_comm = min(max(needed, 2), num_comm)
+        # Until there are tiles to send, a comm program does nothing.
+        num_comm = min(max(math.ceil(SPARE * senders), 2), num_comm)
         # Rows of tiles that are walked together are done together: not all of the peers' at once.
         while gemm.group_m > 1 and 2 * gemm.group_m * gemm.block_m > M * peers // size:
             gemm = replace(gemm, group_m=gemm.group_m // 2)
     max_registers = 255 if dtype == torch.float32 else None
     num_comm = max(min(num_comm, num_programs - 1), 1)
     config, rows = OverlapConfig(gemm, chunk_rows, num_comm, max_registers=max_registers), -(-M // size)
-    lands = mapped and rows * row_bytes >= COPY_BYTES
-    if gathers:
-        lands = lands and row_bytes < GATHERED_ROW_BYTES
-    elif reduces_all:
-        lands = lands and (size > 2 or row_bytes < REDUCED_ROW_BYTES)
-    if not lands:
+    if not (lands(operation, rows, row_bytes, size) if landing is None else landing):
         return config
     # Whole tiles, for each chunk that a tile waits for costs it a look; but so few that one look sees them all.
-    chunk_rows = max(LANDING_CHUNK_ROWS, bucket(-(-rows * peers // MAX_LOOK.value))[0])
+    chunk_rows = LANDING_CHUNK_ROWS
+    while -(-rows // chunk_rows) * peers > MAX_LOOK.value:
+        chunk_rows *= 2
     config = replace(config, landing=True, chunk_rows=chunk_rows)
+    if rows * row_bytes < COPY_BYTES:
+        return config
+    # A copy waits for thousands of rows, programs for these few, and so the wire is busy from the start.
+    num_comm = min(math.ceil(WIRE_SPARE * senders), MOST_COMM, num_programs // 4)
     hidden = gathers or dtype == torch.float32 or product_s >= WIRE_BOUND[operation] * sent / COPY_BYTES_PER_S
-    if hidden:
+    if hidden or num_comm < 1:
         return by_copy_engine(config, rows, row_bytes, 1 if gathers else COPIES)
     if reduces_all:
         return config
-    # A copy waits for thousands of rows, programs for these few, and so the wire is busy from the start.
-    num_comm = max(min(needed, MOST_COMM, num_programs - 1), 1)
     return replace(config, num_comm=num_comm, gemm=replace(gemm, group_m=min(gemm.group_m, 2)))
+
+
+def lands(operation: str, rows: int, row_bytes: int, size: int) -> bool:
+    """Whether shares of so many rows go by rule where the copy engine can put them: large ones.
+
+    But those of an all-gather only in rows of less than GATHERED_ROW_BYTES, and those of an all-reduce between two
+    ranks only in rows of less than REDUCED_ROW_BYTES.
+    """
+    if rows * row_bytes < COPY_BYTES:
+        return False
+    if operation == "all_gather_matmul":
+        return row_bytes < GATHERED_ROW_BYTES
+    return operation != "matmul_all_reduce" or size > 2 or row_bytes < REDUCED_ROW_BYTES
 
 
 def with_room_for(config: OverlapConfig, stored: torch.dtype, dtype: torch.dtype) -> OverlapConfig:
@@ -310,19 +323,28 @@ def forget_choices(ctx: Context):
 def _choose(ctx: Context, operation: str, M: int, N: int, K: int, dtype: torch.dtype, layout: str) -> OverlapConfig:
     table = _table(ctx)
     key = (operation, *bucket(M, N, K), name_of(dtype), layout)
-    travel, _ = table.travels.get(shared(key), (None, None))
-    if not ctx.mapped and travel is not None and travel[1]:  # nobody else's copies reach everyone either
-        travel = None
-    landing = ctx.mapped if travel is None else travel[1]
-    by_rule = default_overlap(operation, M, N, K, dtype, ctx.size, ctx.num_programs, layout != "pointers", landing)
-    if travel is not None:
-        by_rule = travelling(by_rule, *travel)
+    by_rule = rule_bound(ctx, operation, M, N, K, dtype, layout, table.travels.get(shared(key), (None, None))[0])
     config = table.configs.get(key, by_rule)
     fits = config.num_comm < min(ctx.num_programs, config.max_programs or ctx.num_programs)
-    can_travel = config.num_comm or by_rule.landing  # the copy engine can't put rows where they take turns
+    can_travel = config.num_comm or by_rule.landing
     if not fits or not can_travel or not chunks_fit(by_rule.chunk_rows, config.gemm.block_m):
         return by_rule
     return travelling(config, *travel_of(by_rule))
+
+
+def rule_bound(
+    ctx: Context, operation: str, M: int, N: int, K: int, dtype: torch.dtype, layout: str,
+    travel: tuple[int, bool] | None,
+) -> OverlapConfig:  # fmt: skip
+    """The configuration by rule whose rows travel as those of a larger product do; None: as they do by rule.
+
+    Chunks of what lands are always the rule's: copies take many at a time, and for programs they may not be large.
+    """
+    if not ctx.mapped and travel is not None and travel[1]:  # nobody else's copies reach everyone either
+        travel = None
+    landing = (None if ctx.mapped else False) if travel is None else travel[1]
+    config = default_overlap(operation, M, N, K, dtype, ctx.size, ctx.num_programs, layout != "pointers", landing)
+    return config if travel is None or landing else travelling(config, *travel)
 
 
 def travel_of(config: OverlapConfig) -> tuple[int, bool]:
@@ -332,6 +354,7 @@ def travel_of(config: OverlapConfig) -> tuple[int, bool]:
 
 def travelling(config: OverlapConfig, chunk_rows: int, landing: bool) -> OverlapConfig:
     """The configuration with that travel, and copies of as many rows as before, in whole chunks."""
+    assert landing or config.num_comm, "the copy engine can't put rows where they take turns"
     if travel_of(config) == (chunk_rows, landing):
         return config
     config, rows = replace(config, chunk_rows=chunk_rows, landing=landing, copy_rows=None), config.sent_rows

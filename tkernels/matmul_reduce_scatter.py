@@ -3,9 +3,9 @@
 M rows.  N out-features.  K/R this rank's part of the dimension summed over.  R ranks; each owns a part of the rows.
 
 One persistent launch a rank. Tiles of the peers' rows come first and are stored to an outbox, local memory that a call
-holds until it returns; once all tiles of a chunk are there, a comm program or the copy engine pushes the chunk into its
-owner's inbox, a signal behind it. Tiles of the own rows come last: their epilogue adds the peers' partial sums from the
-inbox, in a fixed order of ranks, then bias and activation.
+holds until it returns; once all tiles of a chunk are there, a comm program pushes it into its owner's inbox, a signal
+behind it, or the copy engine does so with several. Tiles of the own rows come last: their epilogue adds the peers'
+partial sums from the inbox, in a fixed order of ranks, then bias and activation.
 Partial sums travel in the operands' dtype, or in fp32 if asked to, and are added in fp32; the result is the same bits
 on every run.
 

@@ -45,7 +45,7 @@ TILE_TICKETS = tl.constexpr(0)  # tiles that were taken, of those that are not d
 SEND_TICKETS = tl.constexpr(1)  # finished chunks that were taken to be sent, of an all-reduce
 SPLIT_TILES = tl.constexpr(2)  # from here on: parts that are done, of each tile that is split along K
 MAX_SPLIT_TILES = tl.constexpr(128)
-# From here on: tiles that are done, of each chunk.
+# From here on: tiles that are done, of what is sent at a time.
 TILE_COUNTS = tl.constexpr(SPLIT_TILES.value + MAX_SPLIT_TILES.value)
 
 DEALT_SHORT = 1  # last turns that are not dealt out

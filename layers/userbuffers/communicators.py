@@ -382,7 +382,7 @@ class CommOverlapCore:
 
     @property
     def _by_copies(self) -> bool:
-        """Whether large shares travel by the copy engine; else the options say how many programs send."""
+        """Whether the copy engine may send large shares; else the options say how many programs send."""
         return self.options.method == "ring_exchange" and self.options.use_ce
 
     def _tuned(self, config: OverlapConfig, tokens: int, available: int) -> OverlapConfig:

@@ -25,6 +25,7 @@ from tkernels.configs import (
     default_config,
     default_overlap,
     forget_choices,
+    rule_bound,
     travel_of,
     travelling,
 )
@@ -151,11 +152,12 @@ class _Search:
             self.default = default_config(M, N, problem.dtype, tma)
             programs, bound = num_programs(), None
         else:
-            rule = problem.operation, M, N, K, problem.dtype, ctx.size, ctx.num_programs, tma
             programs, bound = ctx.num_programs, bound_travel(ctx, problem.key(ctx.size))
-            self.default = default_overlap(*rule, mapped=bound[1] if bound else ctx.mapped)
-            self.default = travelling(self.default, *bound) if bound else self.default
-            self.bases += [travelling(default_overlap(*rule), *travel_of(self.default))]  # programs send there
+            self.default = rule_bound(ctx, problem.operation, M, N, K, problem.dtype, problem.layout, bound)
+            bound = bound and travel_of(self.default)
+            sending = default_overlap(problem.operation, M, N, K, problem.dtype, ctx.size, programs, tma)
+            # Programs send as well, to where the default's rows go and, if they are free, to where they take turns.
+            self.bases += [travelling(sending, *travel_of(self.default)), *([] if bound else [sending])]
         self.room = Room(
             problem.operation, M, N, K, problem.dtype, problem.layout, ctx.size, programs, bound, ctx.mapped
         )

@@ -22,6 +22,7 @@ from tkernels.configs import (
     by_copy_engine,
     chunks_fit,
     default_config,
+    default_overlap,
     travel_of,
 )
 from tkernels.overlap import MIN_SPLIT_STEPS, PART_S, stages_of
@@ -98,6 +99,14 @@ class Room:
         return -(-self.M // self.ranks)
 
     @property
+    def landing_rows(self) -> int:
+        """Rows behind one signal, by rule, where they land."""
+        tma = self.layout != "pointers"
+        return default_overlap(
+            self.operation, self.M, self.N, self.K, self.dtype, self.ranks, self.programs, tma, landing=True
+        ).chunk_rows
+
+    @property
     def row_bytes(self) -> int:
         return (self.K if self.operation == "all_gather_matmul" else self.N) * self.dtype.itemsize
 
@@ -114,7 +123,7 @@ def changed(config: GemmConfig | OverlapConfig, change: dict) -> GemmConfig | Ov
         return replace(config, **change)
     own = {name: value for name, value in change.items() if name in OVERLAP_FIELDS}
     gemm = replace(config.gemm, **{name: value for name, value in change.items() if name not in own})
-    if own.get("num_comm"):
+    if own.get("num_comm", config.num_comm):
         own["copy_rows"] = None  # says nothing then
     return replace(config, gemm=gemm, **own)
 
@@ -171,6 +180,8 @@ def impossible(config: GemmConfig | OverlapConfig, room: Room) -> str | None:
         return f"ranks: a larger product, whose rows travel alike, is tuned for {chunk_rows=}, {landing=}"
     if config.landing and not room.mapped:
         return "ranks: the copy engine reaches no other machine"
+    if config.landing and config.chunk_rows != room.landing_rows:
+        return f"ranks: chunks of what lands have {room.landing_rows} rows, however many are copied at a time"
     if config.chunk_rows > max(room.rows, OverlapConfig.chunk_rows) and room.travel is None:
         return f"ranks: a chunk of more than the {room.rows} rows of a rank is one of them all"
     return None
@@ -252,9 +263,11 @@ def neighbours(config, default, room: Room, gemm_us: float) -> tuple[list, Count
         found = {other: predicted_us(other, room, gemm_us) for other in others if other is not None}
         chosen += sorted(found, key=found.get)[: OF_A_TOLD_FIELD if name in TOLD else OF_A_FIELD]
     if isinstance(config, OverlapConfig):
-        copied = [by_copy_engine(config, room.rows, room.row_bytes, copies) for copies in COPIES]
-        for copy_rows in dict.fromkeys(each.copy_rows for each in copied if each != config):
-            other = _possible(config, {"num_comm": 0, "copy_rows": copy_rows}, room, refused)
+        landed = replace(config, chunk_rows=room.landing_rows, copy_rows=None)
+        copied = [by_copy_engine(landed, room.rows, room.row_bytes, copies) for copies in COPIES]
+        for each in dict.fromkeys(each for each in copied if each != config):
+            change = {"num_comm": 0, "chunk_rows": each.chunk_rows, "copy_rows": each.copy_rows}
+            other = _possible(config, change, room, refused)
             chosen += [other] if other is not None else []
     return chosen, refused
 
