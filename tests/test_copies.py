@@ -243,9 +243,9 @@ def landing_used_again(ctx, form, num_comm):
 
     @interpreter.builtin
     def put(*arguments):
-        if ctx.rank == 0 and len(calls) == 2:
-            delays.append(None)  # the first one comes before it tells of the call, the others follow data
-            if len(delays) > 1:
+        if num_comm and ctx.rank == 0 and len(calls) == 2:
+            delays.append(None)  # before it tells of the call, before its first data, and before their signal
+            if len(delays) == 3:
                 peer.tell()
         return delay(*arguments)
 
