@@ -62,7 +62,7 @@ def init(
 
 
 def finalize(ctx: "Context | None" = None):
-    """Collective. Give a context's memory back; None is the default context."""
+    """Collective. Give a context's memory back; None is the default context. Raises what `Context.finalize` does."""
     (ctx or current_context()).finalize()
 
 

@@ -52,7 +52,7 @@ def sources() -> set[str]:
             package = path.is_dir() and not path.is_symlink() and (path / "__init__.py").exists()
             if package or (path.suffix == ".py" and path.name != "__init__.py"):
                 found.add(name)
-    return found
+    return found | {f"tests/{path.name}" for path in (ROOT / "tests").glob("*.py") if not path.match("test_*.py")}
 
 
 def test_the_tree_names_every_source_file_and_no_other():
@@ -95,7 +95,7 @@ def test_the_examples_on_several_ranks_run(ctx, name):
 
 
 def test_every_system_has_an_example():
-    assert list(EXAMPLES) == ["P2PCommunicator", "FullyShard", "ZeroOptimizer", "OverlappedDDP", "shim", "Matmul"]
+    assert list(EXAMPLES) == ["parallelize", "P2PCommunicator", "FullyShard", "ZeroOptimizer", "OverlappedDDP", "shim", "Matmul"]
 
 
 def test_the_example_of_leases_runs():

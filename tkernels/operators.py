@@ -8,7 +8,7 @@ The functions call the operators where somebody looks at them: a trace, a mode, 
 Tensor. Otherwise they go straight to what the operators would call, since the dispatcher takes longer on its way there
 than a prepared launch.
 
-Gradients (each is an overlapped operation of its own):
+Gradients; those that name an operation are that operation, overlapped where it is:
 
     operation               dx                                  dw                          dbias
     matmul                  dy @ w                              dy.T @ x                    dy summed
@@ -370,7 +370,11 @@ def _split_activation(activation: str | None, *operands: torch.Tensor | None) ->
 def matmul(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
 ) -> torch.Tensor:
-    """activation(x @ w.T + bias) on this rank alone: x [M, K], w [N, K], bias [N] -> [M, N]; fp32, fp16, bf16."""
+    """activation(x @ w.T + bias) on this rank alone, not collective: x [M, K], w [N, K], bias [N] -> [M, N].
+
+    fp32, fp16, bf16; accumulated in fp32. w may be the view `w.t()` of a [K, N] matrix. activation: as in
+    all_gather_matmul. Raises ValueError or TypeError.
+    """
     fused, separate = _split_activation(activation, x, w, bias)
     return activation_reference(_ops.matmul(x, w, bias, fused), separate)
 
@@ -383,7 +387,7 @@ def _num_rows(name: str, x: torch.Tensor) -> int:
 
 def all_gather_matmul(
     x_shard_m: torch.Tensor,
-    w: torch.Tensor,
+    w_shard_n: torch.Tensor,
     bias: torch.Tensor | None = None,
     activation: str | None = None,
     return_gathered: bool = False,
@@ -392,22 +396,23 @@ def all_gather_matmul(
     ctx: Context | None = None,
     path: str | None = None,
 ):
-    """Collective. y = activation(all_gather(x_shard_m) @ w.T + bias).
+    """Collective. y_shard_n = activation(all_gather(x_shard_m) @ w_shard_n.T + bias).
 
-    x_shard_m [M/R, K], w [N/R, K], bias [N/R] -> y [M, N/R].
+    x_shard_m [M/R, K], w_shard_n [N/R, K], bias [N/R] -> y_shard_n [M, N/R].
 
     return_gathered: also return x gathered [M, K]; backward then uses it instead of gathering again.
     rows: every rank's row count where they differ, for example split_rows(M, R). None: all have as many as this rank.
     activation: None, "relu", "gelu" (exact), "gelu_tanh" or "silu"; fused unless a gradient is wanted.
     path: "fused", or "plain" for a collective and torch.mm one after the other, which is faster for few rows. None:
         as `tkernels.explain` says. All ranks must pass the same, which backward takes as well.
-    fp32, fp16, bf16; accumulated in fp32. w may be the view `w.t()` of a [K, N/R] matrix.
-    Raises ValueError or TypeError before the first signal, WaitTimeoutError if a peer did not answer in time.
+    fp32, fp16, bf16; accumulated in fp32. w_shard_n may be the view `w.t()` of a [K, N/R] matrix.
+    Raises ValueError or TypeError before the first signal, HeapExhaustedError where the context's heap has no room for
+    a larger call, WaitTimeoutError if a peer did not answer in time.
     """
     ctx = ctx or current_context()
     rows = collectives.check_rows("all_gather_matmul", ctx, rows, own=_num_rows("all_gather_matmul", x_shard_m))
-    fused, separate = _split_activation(activation, x_shard_m, w, bias)
-    y, gathered = _ops.all_gather_matmul(x_shard_m, w, bias, fused, return_gathered, rows, ctx.name, path)
+    fused, separate = _split_activation(activation, x_shard_m, w_shard_n, bias)
+    y, gathered = _ops.all_gather_matmul(x_shard_m, w_shard_n, bias, fused, return_gathered, rows, ctx.name, path)
     y = activation_reference(y, separate)
     return (y, gathered) if return_gathered else y
 
@@ -425,7 +430,8 @@ def matmul_reduce_scatter(
     """Collective. This rank's rows of activation(sum over ranks of x_shard_k @ w_shard_k.T + bias).
 
     x_shard_k [M, K/R], w_shard_k [N, K/R], bias [N] -> y_shard_m [M/R, N]. Bias is added once, after the sum.
-    rows: every rank's row count; needed where M does not divide by R. Otherwise as all_gather_matmul.
+    rows: every rank's row count; needed where M does not divide by R. activation, path, dtypes, views of w_shard_k, and
+    what is raised: as all_gather_matmul.
     """
     ctx = ctx or current_context()
     total = _num_rows("matmul_reduce_scatter", x_shard_k)
@@ -446,7 +452,8 @@ def matmul_all_reduce(
 ) -> torch.Tensor:
     """Collective. activation(sum over ranks of x_shard_k @ w_shard_k.T + bias), the same bits on every rank.
 
-    x_shard_k [M, K/R], w_shard_k [N, K/R], bias [N] -> y [M, N]. Otherwise as all_gather_matmul.
+    x_shard_k [M, K/R], w_shard_k [N, K/R], bias [N] -> y [M, N]. activation, path, dtypes, views of w_shard_k, and what
+    is raised: as all_gather_matmul.
     """
     ctx = ctx or current_context()
     fused, separate = _split_activation(activation, x_shard_k, w_shard_k, bias)
@@ -461,8 +468,9 @@ def all_gather(
     out: torch.Tensor | None = None,
     ctx: Context | None = None,
 ) -> torch.Tensor:
-    """Collective. Every rank's rows: x_shard_m [M/R, ...] -> [M, ...]; any dtype. rows as in all_gather_matmul.
+    """Collective. Every rank's rows: x_shard_m [M/R, ...] -> [M, ...]; any dtype of up to 8 bytes.
 
+    rows, and what is raised: as in all_gather_matmul.
     out: a contiguous [M, ...] to fill and return, without a gradient. x_shard_m may be this rank's rows of it.
     """
     ctx = ctx or current_context()
@@ -481,6 +489,7 @@ def reduce_scatter(
 ) -> torch.Tensor:
     """Collective. This rank's rows of the sum over ranks: x [M, ...] -> [M/R, ...]; fp32, fp16, bf16.
 
+    rows: every rank's row count; needed where M does not divide by R. What is raised: as in all_gather_matmul.
     out: a contiguous [M/R, ...] to fill and return, without a gradient. It may be this rank's rows of x.
     """
     ctx = ctx or current_context()
@@ -493,7 +502,8 @@ def reduce_scatter(
 def all_reduce(x: torch.Tensor, *, out: torch.Tensor | None = None, ctx: Context | None = None) -> torch.Tensor:
     """Collective. The sum over ranks, in a new tensor of x's shape; fp32, fp16, bf16. The same bits on every rank.
 
-    out: a contiguous tensor like x to fill and return, without a gradient. It may be x.
+    out: a contiguous tensor like x to fill and return, without a gradient. It may be x. What is raised: as in
+    all_gather_matmul.
     """
     ctx = ctx or current_context()
     if out is not None:
@@ -502,5 +512,8 @@ def all_reduce(x: torch.Tensor, *, out: torch.Tensor | None = None, ctx: Context
 
 
 def barrier(*, ctx: Context | None = None):
-    """Collective, on the current stream: later work of the stream starts after all ranks have come here."""
+    """Collective, on the current stream: later work of the stream starts after all ranks have come here.
+
+    Raises WaitTimeoutError if a rank did not come in time.
+    """
     (ctx or current_context()).barrier()

@@ -49,7 +49,8 @@ def explain(
 ) -> Choice:
     """The path that `operation` takes by itself for the whole product [M, K] @ [K, N], and why. Not collective.
 
-    operation: "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce". Raises ValueError for others.
+    operation: "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce". Raises ValueError for others, and
+    TkernelsError without a context, on whose number of ranks it depends.
     """
     if operation not in PLAIN_BYTES:
         raise ValueError(f"explain: operation={operation!r} has no paths; those of {', '.join(PLAIN_BYTES)} are known")
