@@ -298,6 +298,25 @@ def test_shapes_by_name():
         assert all(size % 8 == 0 for shape in table.values() for size in shape)
 
 
+@pytest.mark.quick
+def test_an_unknown_shape_is_told_the_names_of_its_operation():
+    with pytest.raises(ValueError) as refused:
+        shapes.find(["all_gather_matmul"], ["tiny", "rs-a"])
+    assert str(refused.value) == (
+        "there is no shape 'rs-a' for all_gather_matmul: give MxNxK, or one of "
+        + ", ".join([*shapes.BY_OPERATION["all_gather_matmul"], *shapes.TINY])
+        + " (the tiny ones are the only ones that run on the simulated runtime), or a group: all, layers, small"
+    )
+    with pytest.raises(ValueError, match="'huge' for matmul or matmul_all_reduce: .* or one of tiny, .*, small; one"):
+        shapes.find(["matmul", "matmul_all_reduce"], ["huge"])
+    with pytest.raises(ValueError, match="one of tiny, .*a group: all, layers$"):
+        shapes.find(["matmul"], ["small"])
+    with pytest.raises(ValueError, match=r"runtime\)$"):
+        shapes.find(["all_reduce"], ["layers"], groups=False)
+    found = shapes.find(["matmul", "matmul_all_reduce"], ["small"])
+    assert found == {"matmul": {}, "matmul_all_reduce": shapes.SMALL["matmul_all_reduce"]}
+
+
 def a_line(op="all_gather_matmul", shape="llama8b-qkv", M=8192, ours_us=100.0, date="2030-01-02T03:04:05", **others):
     times = {"cublas": 90.0, "nccl": 60.0, "serial": 150.0, "torch": 110.0, "wire": 45.0, "ours": ours_us}
     line = dict.fromkeys(FIELDS) | {f"{name}_us": us for name, us in times.items()}

@@ -24,6 +24,10 @@ def main(arguments: list[str] | None = None) -> int:
         return options.command(options)
     except KeyboardInterrupt:
         return 130
+    except argparse.ArgumentError as error:  # what only the command's own modules know to be wrong
+        if options.traceback:
+            traceback.print_exc()
+        options.parser.error(str(error))
     except Exception as error:  # the last one to see it: a person wants a sentence
         if options.traceback:
             traceback.print_exc()
@@ -112,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
         help="where the PNG of the loss curves goes; default: tkernels-demo.png",
     )  # fmt: skip
     demo.add_argument("--no-plot", action="store_true", help="draw no picture")
-    demo.set_defaults(command=_demo)
+    demo.set_defaults(command=_demo, parser=demo)
 
     doctor = commands.add_parser(
         "doctor",
@@ -124,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="example: tkernels doctor --no-run --json -",
     )
     doctor.add_argument("--no-run", action="store_true", help="only say what is here")
-    doctor.set_defaults(command=_doctor)
+    doctor.set_defaults(command=_doctor, parser=doctor)
     _add_tune(commands, common)
     _add_trace(commands, common)
     return parser
@@ -163,7 +167,7 @@ def _add_tune(commands, common: argparse.ArgumentParser):
     instead.add_argument("--list", action="store_true", help="show what is remembered, and tune nothing")
     instead.add_argument("--export", type=_output, metavar="PATH", help="write it as JSON lines; - is stdout")
     instead.add_argument("--clear", action="store_true", help="forget it")
-    tune.set_defaults(command=_tune)
+    tune.set_defaults(command=_tune, parser=tune)
 
 
 def _add_trace(commands, common: argparse.ArgumentParser):
@@ -184,7 +188,7 @@ def _add_trace(commands, common: argparse.ArgumentParser):
         "--out", type=_file, metavar="PATH", default=Path("tkernels-trace.json"),
         help="where the trace goes, packed if it ends with .gz; default: tkernels-trace.json",
     )  # fmt: skip
-    trace.set_defaults(command=_trace)
+    trace.set_defaults(command=_trace, parser=trace)
 
 
 def _count(text: str) -> int:
