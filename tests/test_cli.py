@@ -106,6 +106,15 @@ def test_an_interrupt_is_quiet(monkeypatch, capsys):
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("arguments, code", [("--version", 0), ("tune --shape huge", 2)])
+def test_the_package_run_as_a_module_is_the_command(checkout, arguments, code):
+    command = [sys.executable, "-m", "tkernels", *arguments.split()]
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code
+    said = done.stderr if code else done.stdout
+    assert said.startswith("tkernels tune: there is no shape 'huge'" if code else f"tkernels {__version__}\n")
+
+
 @pytest.mark.parametrize(
     "environment, said",
     [
