@@ -60,7 +60,11 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Case]]:
         help="one GPU each; default: all GPUs, torchrun's number of processes, or 2 on the simulated runtime",
     )  # fmt: skip
     parser.add_argument("--dtype", default="bf16", choices=shapes.DTYPES)
-    parser.add_argument("--transport", default="auto", choices=["auto", "peer", "nvshmem", "simulated"])
+    parser.add_argument(
+        "--transport", default="auto", choices=["auto", "peer", "nvshmem", "simulated"],
+        help="how bytes reach peers: by loads and stores (peer) or by NVSHMEM's device calls (nvshmem); simulated: on "
+        "the runtime of that name; default: auto, the first that reaches all ranks",
+    )  # fmt: skip
     parser.add_argument("--iterations", type=int, default=20, help="measurements of each candidate (default 20)")
     parser.add_argument("--budget", type=float, metavar="S", help="start no case after so many seconds")
     parser.add_argument("--json", type=Path, metavar="PATH", help="append one JSON line for each operation and shape")

@@ -149,15 +149,21 @@ def _add_tune(commands, common: argparse.ArgumentParser):
     )  # fmt: skip
     tune.add_argument(
         "--shape", metavar="MxNxK",
-        help="sizes over all ranks, or names of tkernels.shapes, with commas; default: layers (simulated: tiny)",
+        help="sizes over all ranks, or names of tkernels.shapes, with commas; those of an operation are listed for a "
+        "wrong one; default: layers (simulated: tiny)",
     )  # fmt: skip
     tune.add_argument("--ranks", type=_count, metavar="N", help="default: all GPUs, or 2 on the simulated runtime")
     tune.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="default: bf16")
     tune.add_argument(
         "--layout", choices=("TN", "NN", "NT", "TT", "pointers"), default="TN",
-        help="of w and x in memory, as BLAS names it; TN: K contiguous in both; NN: w.t() of a [K, N]; default: TN",
+        help="of w and x in memory, as BLAS names it; TN: K contiguous in both; NN: w.t() of a [K, N]; pointers: as "
+        "TN, at addresses that TMA can't take, which are no multiples of 16 bytes; default: TN",
     )  # fmt: skip
-    tune.add_argument("--transport", choices=("auto", "peer", "nvshmem", "simulated"), default="auto")
+    tune.add_argument(
+        "--transport", choices=("auto", "peer", "nvshmem", "simulated"), default="auto",
+        help="how bytes reach peers: by loads and stores (peer) or by NVSHMEM's device calls (nvshmem); simulated: on "
+        "the runtime of that name; default: auto, the first that reaches all ranks",
+    )  # fmt: skip
     tune.add_argument(
         "--budget", type=_seconds, metavar="S", default=30.0,
         help="seconds for a shape, compilations not counted; default: 30",
@@ -180,7 +186,11 @@ def _add_trace(commands, common: argparse.ArgumentParser):
         epilog="example: tkernels trace all_gather_matmul --shape tiny --ranks 2",
     )
     trace.add_argument("operation", choices=TRACED, metavar="OP", help=", ".join(TRACED))
-    trace.add_argument("--shape", required=True, metavar="NAME", help="a layer of a model, or MxNxK over all ranks")
+    trace.add_argument(
+        "--shape", required=True, metavar="NAME",
+        help="MxNxK over all ranks, or a name of tkernels.shapes, which are listed for a wrong one; on the simulated "
+        "runtime: tiny, tiny-wide, tiny-m1, or as small",
+    )  # fmt: skip
     trace.add_argument("--ranks", type=_count, metavar="N", help="default: all GPUs, or 2 on the simulated runtime")
     trace.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16", help="default: bf16")
     trace.add_argument("--calls", type=_count, metavar="N", default=3, help="how many to record; default: 3")
