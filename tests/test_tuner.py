@@ -505,6 +505,14 @@ def test_the_command_refuses_in_a_sentence(arguments, said, capsys):
     assert out == "" and said in err and err.count("\n") == 1
 
 
+def test_what_no_shape_can_be_tuned_with_is_said_once(capsys):
+    transport = "peer" if runtime.RUNTIME == "simulated" else "simulated"
+    assert cli.main(f"tune matmul --shape 32x32x32,16x16x16 --ranks 1 --transport {transport}".split()) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert err.startswith(f"tkernels: init: transport='{transport}' can't reach every rank")
+
+
 @pytest.mark.quick
 def test_named_shapes_are_tuned_the_largest_product_first():
     options = tune_command.Options(operation=AG, shape="tiny,tiny-wide,64x128x64")

@@ -16,6 +16,7 @@ from rich.table import Table
 import tkernels
 from tkernels import shapes
 from tkernels.comm.context import Context
+from tkernels.comm.runtime import default_ranks
 from tkernels.configs import overlap_config
 from tkernels.gemm import layout_of
 from tkernels.launch import launch
@@ -66,7 +67,7 @@ class Result:
 
 def run(options: Options) -> int:
     """Record, write, report. The exit code: 0. Raises argparse.ArgumentError for what can't be recorded."""
-    ranks = options.ranks or (2 if tkernels.RUNTIME == "simulated" else torch.cuda.device_count())
+    ranks = options.ranks or default_ranks()
     try:
         sizes = shapes.find([options.operation], [options.shape], groups=False)[options.operation][options.shape]
         _check(options, sizes, ranks)

@@ -6,7 +6,6 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -14,6 +13,7 @@ from rich.table import Table
 import tkernels
 from tkernels import shapes
 from tkernels.comm import tuned
+from tkernels.comm.runtime import default_ranks
 from tkernels.configs import OPERATIONS
 from tkernels.launch import RankError, RankPool
 from tkernels.tuner import BUDGET_S, Outcome, tune
@@ -75,7 +75,7 @@ def problems_of(options: Options, ranks: int) -> list[Problem]:
 
 
 def _tune(console: Console, options: Options) -> int:
-    ranks = options.ranks or (2 if tkernels.RUNTIME == "simulated" else torch.cuda.device_count())
+    ranks = options.ranks or default_ranks()
     try:
         problems = problems_of(options, ranks)
         grid = _grid_of(options, problems)
@@ -83,6 +83,7 @@ def _tune(console: Console, options: Options) -> int:
         raise argparse.ArgumentError(None, str(error)) from None
     outcomes, failed = [], 0
     with RankPool(ranks, ctx_options={"transport": options.transport}) as pool:
+        _start(pool)
         for number, problem in enumerate(problems):
             try:
                 outcome = pool.run(search, problem, options.budget, grid, timeout_s=SHAPE_TIMEOUT_S)[0]
@@ -109,6 +110,20 @@ def _grid_of(options: Options, problems: list[Problem]) -> dict | None:
     if grid and set(grid) - set(GEMM_FIELDS) and any(problem.operation == "matmul" for problem in problems):
         raise ValueError(f"--grid: matmul has only the fields {', '.join(GEMM_FIELDS)}")
     return grid
+
+
+def _start(pool: RankPool):
+    """Start the ranks. Raises ValueError for what `init` refuses, since it would refuse it for every shape."""
+    try:
+        pool.run(started)
+    except RankError as error:
+        if isinstance(error.__cause__, ValueError):
+            raise ValueError(str(error.__cause__)) from error
+        raise
+
+
+def started(ctx):
+    """What a rank does for no shape."""
 
 
 def search(ctx, problem: Problem, budget_s: float, grid: dict | None) -> Outcome:
