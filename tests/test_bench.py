@@ -382,7 +382,24 @@ def test_a_summary_names_what_misses_its_goal(checkout, tmp_path, capsys):
     bad = write(tmp_path / "bad.jsonl", a_line(ours_us=120.0, date="2030-01-03T00:00:00"), a_line(shape="gpt3-fc1"))
     assert summary.main([str(good), str(bad)]) == 1
     out = " ".join(capsys.readouterr().out.split())
-    assert "over torch fused, from 2048 tokens any 2 1.00 0.917 llama8b-qkv x4 0.92" in out
+    assert "over torch fused, from 2048 tokens any 2 1.000 0.917 llama8b-qkv x4 0.917" in out
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "content, said",
+    [(None, "No such file or directory: '{path}'"), (b"{\n", "error: {path}: Expecting"), (b"\xff", "error: {path}: ")],
+    ids=["missing", "no JSON", "no text"],
+)
+def test_a_summary_of_a_file_that_cannot_be_read_is_a_wrong_argument(checkout, tmp_path, capsys, content, said):
+    path = tmp_path / "records.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(SystemExit) as ended:
+        load(checkout, "summary").main([str(path)])
+    assert ended.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == "" and said.format(path=path) in err.splitlines()[-1]
 
 
 @pytest.mark.ranks(2)
