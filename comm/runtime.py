@@ -49,7 +49,7 @@ def candidates() -> dict[str, str | None]:
         reason = "torch sees no CUDA device"
     elif importlib.util.find_spec("nvshmem") is None:
         reason = 'nvshmem4py is not installed (pip install "tkernels[nvshmem]")'
-    elif (found := _version_of("nvshmem4py-cu13", "nvshmem4py-cu12")) and _numbers(found) < _numbers(NVSHMEM4PY):
+    elif (found := version_of("nvshmem4py-cu13", "nvshmem4py-cu12")) and _numbers(found) < _numbers(NVSHMEM4PY):
         reason = (
             f"nvshmem4py {found} is installed, but {NVSHMEM4PY} or newer is needed "
             f'(pip install --upgrade "tkernels[nvshmem]")'
@@ -57,7 +57,8 @@ def candidates() -> dict[str, str | None]:
     return {"nvshmem": reason, "simulated": None}
 
 
-def _version_of(*distributions: str) -> str | None:
+def version_of(*distributions: str) -> str | None:
+    """The version of the first of them that is installed, or None."""
     for name in distributions:
         try:
             return importlib.metadata.version(name)
