@@ -71,8 +71,7 @@ def _numbers(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version)[:3]]
 
 
-def _choose() -> str:
-    asked = os.environ.get("TKERNELS_RUNTIME", "auto")
+def _choose(asked: str) -> str:
     if asked not in ("auto", "simulated", "nvshmem"):
         raise ValueError(f"TKERNELS_RUNTIME={asked!r} is not a runtime; use auto, simulated or nvshmem")
     if asked == "auto":
@@ -80,7 +79,8 @@ def _choose() -> str:
     return asked
 
 
-RUNTIME = _choose()
+ASKED = os.environ.get("TKERNELS_RUNTIME", "auto")
+RUNTIME = _choose(ASKED)
 if RUNTIME == "simulated":
     interpreter.install()
 
@@ -88,6 +88,13 @@ if RUNTIME == "simulated":
 def device() -> torch.device:
     """Where this runtime's tensors live."""
     return torch.device("cpu") if RUNTIME == "simulated" else torch.device("cuda", torch.cuda.current_device())
+
+
+def gpus_left_out() -> str | None:
+    """Why `auto` took the simulated runtime though torch sees a GPU; None where it did not."""
+    if RUNTIME == "simulated" and ASKED == "auto" and torch.cuda.is_available():
+        return candidates()["nvshmem"]
+    return None
 
 
 def default_ranks() -> int:
