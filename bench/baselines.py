@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from bench.problem import Problem
+from tkernels.comm.group import all_gather_single, reduce_scatter_single
 
 NAMES = {
     "cublas": "torch.mm of this rank's product, operands gathered",
@@ -40,7 +41,7 @@ def _gathers(problem: Problem, group):
     out = x.new_empty((x.shape[0] * problem.ctx.size, x.shape[1]))
 
     def gather():
-        dist.all_gather_into_tensor(out, x, group=group)
+        all_gather_single(out, x, group=group)
         return out
 
     def fused():
@@ -66,7 +67,7 @@ def _reductions(problem: Problem, group):
     in_place = None if scatters else torch.zeros_like(y)  # NCCL sums in place; zeros stay what they are, call by call
 
     def scatter(y):
-        dist.reduce_scatter_tensor(out, y, group=group)
+        reduce_scatter_single(out, y, group=group)
         return out[:own]
 
     def reduce(y):

@@ -2,7 +2,6 @@
 
 import datetime
 import hashlib
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 import torch
 
 from tkernels.comm.context import Context
+from tkernels.comm.runtime import version_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -29,22 +29,15 @@ def provenance(ctx: Context) -> dict:
         "cpu": platform.processor() or platform.machine(),
         "python_version": platform.python_version(),
         "torch_version": torch.__version__,
-        "triton_version": _version("triton"),
+        "triton_version": version_of("triton"),
         "nccl_version": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
-        "nvshmem_version": _version("nvidia-nvshmem-cu13") or _version("nvidia-nvshmem-cu12"),
-        "nvshmem4py_version": _version("nvshmem4py-cu13") or _version("nvshmem4py-cu12"),
+        "nvshmem_version": version_of("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12"),
+        "nvshmem4py_version": version_of("nvshmem4py-cu13", "nvshmem4py-cu12"),
         "commit": commit,
         "dirty": bool(changes) if changes is not None else None,
         "source_sha256": _digest(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _git(*arguments: str) -> str | None:

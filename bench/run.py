@@ -28,7 +28,6 @@ from bench.roofs import Roofs, measure_roofs
 from tkernels import shapes
 from tkernels.launch import RankError, RankPool
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WAIT_TIMEOUT_S = 60.0  # of a wait in a kernel; a peer may still be compiling
 CASE_TIMEOUT_S = 600.0
 WIDTH = 120
@@ -60,8 +59,12 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Case]]:
         "--ranks", type=int, default=world or (2 if simulated else torch.cuda.device_count()),
         help="one GPU each; default: all GPUs, torchrun's number of processes, or 2 on the simulated runtime",
     )  # fmt: skip
-    parser.add_argument("--dtype", default="bf16", choices=DTYPES)
-    parser.add_argument("--transport", default="auto", choices=["auto", "peer", "nvshmem", "simulated"])
+    parser.add_argument("--dtype", default="bf16", choices=shapes.DTYPES)
+    parser.add_argument(
+        "--transport", default="auto", choices=["auto", "peer", "nvshmem", "simulated"],
+        help="how bytes reach peers: by loads and stores (peer) or by NVSHMEM's device calls (nvshmem); simulated: on "
+        "the runtime of that name; default: auto, the first that reaches all ranks",
+    )  # fmt: skip
     parser.add_argument("--iterations", type=int, default=20, help="measurements of each candidate (default 20)")
     parser.add_argument("--budget", type=float, metavar="S", help="start no case after so many seconds")
     parser.add_argument("--json", type=Path, metavar="PATH", help="append one JSON line for each operation and shape")
@@ -88,7 +91,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Case]]:
     if args.transport != "auto" and simulated != (args.transport == "simulated"):
         parser.error(f"--transport {args.transport} does not exist on the {tkernels.RUNTIME} runtime, which runs here")
 
-    names, dtype = args.shape.split(","), DTYPES[args.dtype]
+    names, dtype = args.shape.split(","), shapes.DTYPES[args.dtype]
     cases = [
         Case(op, name, *shape, dtype, layout)
         for op in ops
@@ -102,11 +105,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Case]]:
     if not cases:
         parser.error(f"--shape {args.shape}: {args.op} has no such shapes")
     for case in cases:
-        if simulated and case.M * case.N * case.K > shapes.SIMULATED_LIMIT:
-            parser.error(
-                f"--shape {case.shape}: {case.M} x {case.N} x {case.K} would take the interpreter hours; on "
-                f"the simulated runtime, use {', '.join(shapes.TINY)}"
-            )
+        if simulated and (refusal := shapes.interpreter_refusal((case.M, case.N, case.K))):
+            parser.error(f"--shape {case.shape}: {refusal}")
         if case.refusal(args.ranks):
             parser.error(case.refusal(args.ranks))
     return args, cases
@@ -204,7 +204,7 @@ def measure_all(ranks, args, cases: list[Case], origin: dict, report: Report):
     report.begin("compiling")
     ranks.run(compile_cases, cases, timeout_s=CASE_TIMEOUT_S)
     report.begin("measuring the machine")
-    roofs = ranks.run(measure_roofs, DTYPES[args.dtype], args.iterations, timeout_s=CASE_TIMEOUT_S)[0]
+    roofs = ranks.run(measure_roofs, shapes.DTYPES[args.dtype], args.iterations, timeout_s=CASE_TIMEOUT_S)[0]
     peaks = {name: value for name, value in vars(roofs).items() if name != "missing"}
     records = collections.defaultdict(list)
     for case in cases:

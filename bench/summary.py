@@ -1,7 +1,8 @@
 """The measurements against what we want of them: python -m bench.summary [FILE ...], from the root.
 
 Without files: all in bench/results; of several records of one case the latest counts. Exit code 0: every goal is
-reached; 1: one is missed; goals that nothing was measured for are shown, and change nothing.
+reached; 1: one is missed; goals that nothing was measured for are shown, and change nothing. 2: the arguments, a file
+that can't be read among them.
 """
 
 import argparse
@@ -116,7 +117,7 @@ def table(lines: list[dict]) -> tuple[Table, bool]:
     reached = True
     for goal in GOALS:
         values = goal.values(lines)
-        ranks, bound = str(goal.ranks or "any"), f"{'mean ' if goal.mean else ''}{goal.bound:.2f}"
+        ranks, bound = str(goal.ranks or "any"), f"{'mean ' if goal.mean else ''}{goal.bound:.3f}"
         if not values:
             result.add_row(goal.name, ranks, "0", bound, "-", "")
             continue
@@ -124,7 +125,7 @@ def table(lines: list[dict]) -> tuple[Table, bool]:
         below = sorted((value, name) for name, value in values.items() if value < goal.bound)
         missed = value < goal.bound
         reached = reached and not missed
-        worst = ", ".join(f"{name} {value:.2f}" for value, name in below[:4]) + (" ..." if len(below) > 4 else "")
+        worst = ", ".join(f"{name} {value:.3f}" for value, name in below[:4]) + (" ..." if len(below) > 4 else "")
         style = "red" if missed else "green"
         result.add_row(goal.name, ranks, str(len(values)), bound, f"[{style}]{value:.3f}[/]", worst if missed else "")
     return result, reached
@@ -136,7 +137,13 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     latest = {}
     for path in args.files or RESULTS.glob("*.jsonl"):
-        for line in read(path):
+        try:
+            lines = read(path)
+        except OSError as error:
+            parser.error(str(error))
+        except ValueError as error:  # no JSON, or no text; it doesn't say where
+            parser.error(f"{path}: {error}")
+        for line in lines:
             case = line["op"], line["shape"], line["layout"], line["ranks"], line["dtype"]
             latest[case] = max(line, latest.get(case, line), key=lambda line: line["date"])
     result, reached = table(list(latest.values()))

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -33,6 +32,7 @@ from bench.harness import with_host_times
 from bench.provenance import provenance
 from bench.records import append
 from tkernels.comm.context import Context
+from tkernels.comm.group import all_gather_single, reduce_scatter_single
 from tkernels.launch import RankError, RankPool
 from tkernels.layers import ColumnParallelLinear, RowParallelLinear
 from tkernels.timing import WARMUPS, agree, measure
@@ -76,7 +76,7 @@ class GatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, group, beside):
         gathered = x.new_empty((x.shape[0] * group.size(), x.shape[1]))
-        dist.all_gather_into_tensor(gathered, x, group=group)
+        all_gather_single(gathered, x, group=group)
         ctx.save_for_backward(gathered, w)
         ctx.group, ctx.beside = group, beside
         return gathered @ w.t()
@@ -86,7 +86,7 @@ class GatherLinear(torch.autograd.Function):
         gathered, w = ctx.saved_tensors
         dgathered = dy @ w
         dx = dgathered.new_empty((dgathered.shape[0] // ctx.group.size(), dgathered.shape[1]))
-        work = dist.reduce_scatter_tensor(dx, dgathered, group=ctx.group, async_op=ctx.beside)
+        work = reduce_scatter_single(dx, dgathered, group=ctx.group, async_op=ctx.beside)
         dw = dy.t() @ gathered
         if ctx.beside:
             work.wait()
@@ -102,14 +102,14 @@ class LinearScatter(torch.autograd.Function):
         ctx.group = group
         y = x @ w.t()
         shard = y.new_empty((y.shape[0] // group.size(), y.shape[1]))
-        dist.reduce_scatter_tensor(shard, y, group=group)
+        reduce_scatter_single(shard, y, group=group)
         return shard
 
     @staticmethod
     def backward(ctx, dy):
         x, w = ctx.saved_tensors
         gathered = dy.new_empty((dy.shape[0] * ctx.group.size(), dy.shape[1]))
-        dist.all_gather_into_tensor(gathered, dy.contiguous(), group=ctx.group)
+        all_gather_single(gathered, dy.contiguous(), group=ctx.group)
         return gathered @ w, gathered.t() @ x, None
 
 

@@ -33,6 +33,7 @@ DEFAULT_PROGRAMS = {"simulated": 4}  # on a GPU: its number of multiprocessors
 
 _contexts: dict[str, "Context"] = {}
 _abandoned: list["Context"] = []
+_warned = False  # that GPUs are left out
 _number = 0  # of the latest context; no rank of a context had a higher one before
 
 
@@ -56,9 +57,19 @@ def init(
     num_programs: programs of a persistent kernel. Default: the GPU's multiprocessors, or 4 simulated.
     default: False leaves the default context what it is, if there is one: for a library's own context.
 
-    Raises ValueError for a transport that can't be used here, MismatchError if the ranks' options differ.
+    Raises ValueError for a transport that can't be used here, MismatchError if the ranks' options differ. Warns once,
+    on rank 0, where the simulated runtime was taken though there are GPUs, and nobody asked for it.
     """
-    return Context(group, heap_bytes, transport, timeout_s, num_programs, default)
+    global _warned
+    ctx = Context(group, heap_bytes, transport, timeout_s, num_programs, default)
+    if ctx.rank == 0 and not _warned and (reason := runtime.gpus_left_out()):
+        _warned = True
+        warnings.warn(
+            f"init: kernels run in Triton's interpreter on the CPU, and the GPUs are left out: {reason}; "
+            f"TKERNELS_RUNTIME=simulated asks for that",
+            stacklevel=2,
+        )
+    return ctx
 
 
 def finalize(ctx: "Context | None" = None):

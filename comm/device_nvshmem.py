@@ -9,7 +9,6 @@ from triton.language import core
 
 SIGNAL_SET = core.constexpr(9)
 SIGNAL_ADD = core.constexpr(10)
-COMPARE_GE = core.constexpr(5)
 
 _INT32, _INT64, _UINT64 = core.int32, core.int64, core.uint64
 

@@ -5,6 +5,10 @@ import os
 import torch
 import torch.distributed as dist
 
+# torch 2.13 renames them and warns of the old names.
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Group:
     """Rank, size and host-side exchange of one torch process group (gloo, nccl or any other backend)."""

@@ -49,7 +49,7 @@ def candidates() -> dict[str, str | None]:
         reason = "torch sees no CUDA device"
     elif importlib.util.find_spec("nvshmem") is None:
         reason = 'nvshmem4py is not installed (pip install "tkernels[nvshmem]")'
-    elif (found := _version_of("nvshmem4py-cu13", "nvshmem4py-cu12")) and _numbers(found) < _numbers(NVSHMEM4PY):
+    elif (found := version_of("nvshmem4py-cu13", "nvshmem4py-cu12")) and _numbers(found) < _numbers(NVSHMEM4PY):
         reason = (
             f"nvshmem4py {found} is installed, but {NVSHMEM4PY} or newer is needed "
             f'(pip install --upgrade "tkernels[nvshmem]")'
@@ -57,7 +57,8 @@ def candidates() -> dict[str, str | None]:
     return {"nvshmem": reason, "simulated": None}
 
 
-def _version_of(*distributions: str) -> str | None:
+def version_of(*distributions: str) -> str | None:
+    """The version of the first of them that is installed, or None."""
     for name in distributions:
         try:
             return importlib.metadata.version(name)
@@ -70,8 +71,7 @@ def _numbers(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version)[:3]]
 
 
-def _choose() -> str:
-    asked = os.environ.get("TKERNELS_RUNTIME", "auto")
+def _choose(asked: str) -> str:
     if asked not in ("auto", "simulated", "nvshmem"):
         raise ValueError(f"TKERNELS_RUNTIME={asked!r} is not a runtime; use auto, simulated or nvshmem")
     if asked == "auto":
@@ -79,7 +79,8 @@ def _choose() -> str:
     return asked
 
 
-RUNTIME = _choose()
+ASKED = os.environ.get("TKERNELS_RUNTIME", "auto")
+RUNTIME = _choose(ASKED)
 if RUNTIME == "simulated":
     interpreter.install()
 
@@ -87,6 +88,21 @@ if RUNTIME == "simulated":
 def device() -> torch.device:
     """Where this runtime's tensors live."""
     return torch.device("cpu") if RUNTIME == "simulated" else torch.device("cuda", torch.cuda.current_device())
+
+
+def gpus_left_out() -> str | None:
+    """Why `auto` took the simulated runtime though torch sees a GPU; None where it did not."""
+    if RUNTIME == "simulated" and ASKED == "auto" and torch.cuda.is_available():
+        return candidates()["nvshmem"]
+    return None
+
+
+def default_ranks() -> int:
+    """As many ranks as there are GPUs, or 2 simulated. Raises RuntimeError where the runtime can't be used."""
+    reason = candidates()[RUNTIME]
+    if reason is not None:
+        raise RuntimeError(f"the {RUNTIME} runtime was asked for, but {reason}; --runtime simulated needs no GPU")
+    return 2 if RUNTIME == "simulated" else torch.cuda.device_count()
 
 
 def transports(segment: Segment) -> list[str]:

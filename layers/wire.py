@@ -7,12 +7,8 @@ import torch.distributed as dist
 
 import tkernels
 from tkernels.comm.context import Context, current_context
-from tkernels.comm.group import Group
+from tkernels.comm.group import Group, all_gather_single, reduce_scatter_single
 from tkernels.comm.workspace import most_packets
-
-# torch 2.13 renames them and warns of the old names.
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def open_wire(caller: str, backend: "str | Wire", group=None) -> "Wire":
@@ -124,7 +120,7 @@ class TorchWire(Wire):
         own = self.part(x, rows)
         if self.size > 1:
             if rows is None or len(set(rows)) == 1:
-                _reduce_scatter_single(own, x, group=self.group.process_group)
+                reduce_scatter_single(own, x, group=self.group.process_group)
             else:
                 self._for_each_part(dist.reduce, x, rows)
         return own
@@ -132,7 +128,7 @@ class TorchWire(Wire):
     def all_gather(self, x, rows=None):
         if self.size > 1:
             if rows is None or len(set(rows)) == 1:
-                _all_gather_single(x, self.part(x, rows), group=self.group.process_group)
+                all_gather_single(x, self.part(x, rows), group=self.group.process_group)
             else:
                 self._for_each_part(dist.broadcast, x, rows)
 

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -298,6 +299,25 @@ def test_shapes_by_name():
         assert all(size % 8 == 0 for shape in table.values() for size in shape)
 
 
+@pytest.mark.quick
+def test_an_unknown_shape_is_told_the_names_of_its_operation():
+    with pytest.raises(ValueError) as refused:
+        shapes.find(["all_gather_matmul"], ["tiny", "rs-a"])
+    assert str(refused.value) == (
+        "there is no shape 'rs-a' for all_gather_matmul: give MxNxK, or one of "
+        + ", ".join([*shapes.BY_OPERATION["all_gather_matmul"], *shapes.TINY])
+        + " (the tiny ones are the only ones that run on the simulated runtime), or a group: all, layers, small"
+    )
+    with pytest.raises(ValueError, match="'huge' for matmul or matmul_all_reduce: .* or one of tiny, .*, small; one"):
+        shapes.find(["matmul", "matmul_all_reduce"], ["huge"])
+    with pytest.raises(ValueError, match="one of tiny, .*a group: all, layers$"):
+        shapes.find(["matmul"], ["small"])
+    with pytest.raises(ValueError, match=r"runtime\)$"):
+        shapes.find(["all_reduce"], ["layers"], groups=False)
+    found = shapes.find(["matmul", "matmul_all_reduce"], ["small"])
+    assert found == {"matmul": {}, "matmul_all_reduce": shapes.SMALL["matmul_all_reduce"]}
+
+
 def a_line(op="all_gather_matmul", shape="llama8b-qkv", M=8192, ours_us=100.0, date="2030-01-02T03:04:05", **others):
     times = {"cublas": 90.0, "nccl": 60.0, "serial": 150.0, "torch": 110.0, "wire": 45.0, "ours": ours_us}
     line = dict.fromkeys(FIELDS) | {f"{name}_us": us for name, us in times.items()}
@@ -363,7 +383,24 @@ def test_a_summary_names_what_misses_its_goal(checkout, tmp_path, capsys):
     bad = write(tmp_path / "bad.jsonl", a_line(ours_us=120.0, date="2030-01-03T00:00:00"), a_line(shape="gpt3-fc1"))
     assert summary.main([str(good), str(bad)]) == 1
     out = " ".join(capsys.readouterr().out.split())
-    assert "over torch fused, from 2048 tokens any 2 1.00 0.917 llama8b-qkv x4 0.92" in out
+    assert "over torch fused, from 2048 tokens any 2 1.000 0.917 llama8b-qkv x4 0.917" in out
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "content, said",
+    [(None, "No such file or directory: '{path}'"), (b"{\n", "error: {path}: Expecting"), (b"\xff", "error: {path}: ")],
+    ids=["missing", "no JSON", "no text"],
+)
+def test_a_summary_of_a_file_that_cannot_be_read_is_a_wrong_argument(checkout, tmp_path, capsys, content, said):
+    path = tmp_path / "records.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(SystemExit) as ended:
+        load(checkout, "summary").main([str(path)])
+    assert ended.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == "" and said.format(path=path) in err.splitlines()[-1]
 
 
 @pytest.mark.ranks(2)
@@ -371,7 +408,9 @@ def test_a_summary_names_what_misses_its_goal(checkout, tmp_path, capsys):
 def test_training_is_measured_beside_nccl_and_a_wrong_gradient_is_refused(ctx, checkout, name):
     training = load(checkout, "training")
     pair = training.PAIRS["simulated"][name]
-    line = training.measure_pair(ctx, name, pair, 32, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)  # torch's of names that it has changed
+        line = training.measure_pair(ctx, name, pair, 32, 2)
     assert line["op"] == "training" and line["speedup_over_serial"] == line["serial_us"] / line["ours_us"]
 
     right = training.Steps.outcome

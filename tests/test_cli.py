@@ -106,6 +106,15 @@ def test_an_interrupt_is_quiet(monkeypatch, capsys):
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("arguments, code", [("--version", 0), ("tune --shape huge", 2)])
+def test_the_package_run_as_a_module_is_the_command(checkout, arguments, code):
+    command = [sys.executable, "-m", "tkernels", *arguments.split()]
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code
+    said = done.stderr if code else done.stdout
+    assert said.startswith("tkernels tune: there is no shape 'huge'" if code else f"tkernels {__version__}\n")
+
+
 @pytest.mark.parametrize(
     "environment, said",
     [
@@ -116,8 +125,10 @@ def test_an_interrupt_is_quiet(monkeypatch, capsys):
         ),
     ],
 )
-def test_a_runtime_that_cannot_be_used_is_named_with_the_reason(environment, said):
-    done = subprocess.run([*COMMAND, "demo"], capture_output=True, text=True, timeout=120, env=os.environ | environment)
+@pytest.mark.parametrize("command", ["demo", "tune", "trace all_gather --shape tiny"])
+def test_a_runtime_that_cannot_be_used_is_named_with_the_reason(environment, said, command):
+    command = [*COMMAND, *command.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | environment)
     assert done.returncode == 1
     assert done.stderr.startswith(said)
     assert done.stderr.count("\n") == 1

@@ -1,6 +1,7 @@
 """Contexts: made and given back any number of times, over any group of ranks; and waits that end with a reason."""
 
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -371,3 +372,39 @@ def test_a_context_tells_what_it_is(ctx):
     assert isinstance(ctx, Context)
     assert repr(ctx).endswith(f": rank {ctx.rank} of 2, {ctx.runtime} runtime, {ctx.transport})")
     assert ctx.runtime == tkernels.RUNTIME and ctx.transport in TRANSPORTS
+
+
+GPU_WITHOUT_NVSHMEM = """
+import importlib.util, json, warnings
+import torch
+
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *package: None if name == "nvshmem" else find_spec(name, *package)
+torch.cuda.is_available = lambda: {sees_gpu}
+import tkernels
+
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for _ in range(2):
+        tkernels.init(heap_bytes=1 << 20).finalize()
+told = [(each.category.__name__, each.filename, str(each.message)) for each in caught]
+told = [each for each in told if "init: " in each[2]]
+print(json.dumps([tkernels.RUNTIME, told]))
+"""
+
+
+@pytest.mark.parametrize(
+    "asked, sees_gpu, warns",
+    [(None, True, True), ("auto", True, True), ("simulated", True, False), (None, False, False)],
+)
+def test_gpus_that_auto_leaves_out_are_told_of_once_with_the_reason(asked, sees_gpu, warns):
+    environment = {name: value for name, value in os.environ.items() if name != "TKERNELS_RUNTIME"}
+    environment |= {"TKERNELS_RUNTIME": asked} if asked else {}
+    code = GPU_WITHOUT_NVSHMEM.format(sees_gpu=sees_gpu)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    chosen, told = json.loads(done.stdout)
+    assert chosen == "simulated" and len(told) == warns
+    for category, filename, message in told:
+        assert (category, filename) == ("UserWarning", "<string>")  # where init was called
+        assert "the GPUs are left out: nvshmem4py is not installed (pip install" in message

@@ -89,7 +89,8 @@ def test_import_needs_neither_cuda_nor_nvshmem_and_loads_no_tool(tmp_path):
 # The rule of imports. It reads the sources, so it sees imports inside functions and holds for modules that cannot be
 # imported here.
 
-APPLICATIONS = ("cli", "demo", "doctor", "testing", "tuner")  # the parts of tkernels that stand above the layers
+# The parts of tkernels that stand above the layers.
+APPLICATIONS = ("__main__", "cli", "demo", "doctor", "testing", "tuner")
 
 
 def imported(tree: ast.AST) -> Iterator[str]:

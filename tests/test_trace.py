@@ -313,19 +313,27 @@ def test_the_command_writes_a_trace_and_says_what_is_in_it(tmp_path, capsys):
     "arguments, said",
     [
         ("all_gather_matmul --shape none", "there is no shape 'none' for all_gather_matmul: give MxNxK, or one of"),
+        ("all_gather_matmul --shape rs-a", "there is no shape 'rs-a' for all_gather_matmul: give MxNxK, or one of"),
+        ("all_gather_matmul --shape layers", "there is no shape 'layers' for all_gather_matmul"),
+        ("all_gather_matmul --shape 0x64x64", "0x64x64: M, N and K must be at least 1"),
         ("all_gather_matmul --shape tiny --ranks 1", "1 rank has nobody to talk to"),
         ("all_gather_matmul --shape tiny --ranks 3", "M=64, N=64 doesn't divide by 3 ranks"),
         ("matmul_all_reduce --shape 3x5x7 --ranks 2", "K=7 doesn't divide by 2 ranks"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused(arguments, said, capsys):
-    assert cli.main(["trace", *arguments.split()]) == 1
-    assert said in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["trace", *arguments.split()])
+    assert ended.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == "" and said in err and err.count("\n") == 1
 
 
 @pytest.mark.quick
 def test_large_shapes_are_refused_where_the_interpreter_would_take_hours(capsys):
     if tkernels.RUNTIME != "simulated":
         pytest.skip("about the simulated runtime")
-    assert cli.main("trace all_gather_matmul --shape llama70b-qkv".split()) == 1
+    with pytest.raises(SystemExit) as ended:
+        cli.main("trace all_gather_matmul --shape llama70b-qkv".split())
+    assert ended.value.code == 2
     assert "would take the interpreter hours" in capsys.readouterr().err

@@ -487,16 +487,30 @@ def test_the_command_tunes_lists_exports_and_clears(tmp_path, monkeypatch, capsy
     "arguments, said",
     [
         ("gemms", "there is no operation 'gemms'; there are matmul"),
-        ("all_gather_matmul --shape huge --ranks 2", "there is no shape huge: give MxNxK"),
+        ("all_gather_matmul --shape huge --ranks 2", "there is no shape 'huge' for all_gather_matmul: give MxNxK"),
+        ("all_gather_matmul --shape tiny,rs-a --ranks 2", "there is no shape 'rs-a' for all_gather_matmul"),
+        ("matmul --shape small --ranks 1", "there is no shape 'small' for matmul: give MxNxK, or one of tiny, "),
+        ("--shape huge --ranks 2", "there is no shape 'huge' for matmul or all_gather_matmul or"),
+        ("matmul --shape 64x0x64 --ranks 1", "64x0x64: M, N and K must be at least 1"),
         ("all_gather_matmul --shape 64x65x64 --ranks 2", "N=65 doesn't divide by 2 ranks"),
         ("matmul --shape 64x64x64 --ranks 1 --grid num_comm=1", "--grid: matmul has only the fields block_m"),
         ("matmul --shape 64x64x64 --ranks 1 --grid speed=1", "'speed' is no field of a configuration"),
     ],
 )
 def test_the_command_refuses_in_a_sentence(arguments, said, capsys):
-    assert cli.main(["tune", *arguments.split()]) == 1
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["tune", *arguments.split()])
+    assert ended.value.code == 2
     out, err = capsys.readouterr()
     assert out == "" and said in err and err.count("\n") == 1
+
+
+def test_what_no_shape_can_be_tuned_with_is_said_once(capsys):
+    transport = "peer" if runtime.RUNTIME == "simulated" else "simulated"
+    assert cli.main(f"tune matmul --shape 32x32x32,16x16x16 --ranks 1 --transport {transport}".split()) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert err.startswith(f"tkernels: init: transport='{transport}' can't reach every rank")
 
 
 @pytest.mark.quick

@@ -1,5 +1,8 @@
 """Wires: the same sums and parts by every backend, even or not, in place, and on two levels."""
 
+import re
+import warnings
+
 import pytest
 import torch
 
@@ -34,7 +37,9 @@ def test_sums_and_parts_are_exact_and_in_place(ctx, backend, kind):
     assert torch.equal(x, total)
 
     x = of_rank(ctx, ctx.rank)
-    own = wire.reduce_scatter(x, rows)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)  # torch's of names that it has changed
+        own = wire.reduce_scatter(x, rows)
     assert torch.equal(own, wire.part(total, rows))
     assert own.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
 
@@ -80,3 +85,9 @@ def test_one_rank_has_it_all(ctx, backend):
     assert wire.reduce_scatter(x).data_ptr() == x.data_ptr()
     wire.all_gather(x)
     assert torch.equal(x, of_rank(ctx, 0))
+
+
+def test_collectives_that_torch_renames_are_called_by_the_names_that_fit(checkout):
+    old = re.compile(r"\b(all_gather_into|reduce_scatter)_tensor\b")
+    files = [file for folder in ("comm", "tkernels", "layers", "bench") for file in (checkout / folder).rglob("*.py")]
+    assert {file.name for file in files if old.search(file.read_text())} == {"group.py"}

@@ -24,6 +24,10 @@ def main(arguments: list[str] | None = None) -> int:
         return options.command(options)
     except KeyboardInterrupt:
         return 130
+    except argparse.ArgumentError as error:  # what only the command's own modules know to be wrong
+        if options.traceback:
+            traceback.print_exc()
+        options.parser.error(str(error))
     except Exception as error:  # the last one to see it: a person wants a sentence
         if options.traceback:
             traceback.print_exc()
@@ -112,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
         help="where the PNG of the loss curves goes; default: tkernels-demo.png",
     )  # fmt: skip
     demo.add_argument("--no-plot", action="store_true", help="draw no picture")
-    demo.set_defaults(command=_demo)
+    demo.set_defaults(command=_demo, parser=demo)
 
     doctor = commands.add_parser(
         "doctor",
@@ -124,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="example: tkernels doctor --no-run --json -",
     )
     doctor.add_argument("--no-run", action="store_true", help="only say what is here")
-    doctor.set_defaults(command=_doctor)
+    doctor.set_defaults(command=_doctor, parser=doctor)
     _add_tune(commands, common)
     _add_trace(commands, common)
     return parser
@@ -145,15 +149,21 @@ def _add_tune(commands, common: argparse.ArgumentParser):
     )  # fmt: skip
     tune.add_argument(
         "--shape", metavar="MxNxK",
-        help="sizes over all ranks, or names of tkernels.shapes, with commas; default: layers (simulated: tiny)",
+        help="sizes over all ranks, or names of tkernels.shapes, with commas; those of an operation are listed for a "
+        "wrong one; default: layers (simulated: tiny)",
     )  # fmt: skip
     tune.add_argument("--ranks", type=_count, metavar="N", help="default: all GPUs, or 2 on the simulated runtime")
     tune.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="default: bf16")
     tune.add_argument(
         "--layout", choices=("TN", "NN", "NT", "TT", "pointers"), default="TN",
-        help="of w and x in memory, as BLAS names it; TN: K contiguous in both; NN: w.t() of a [K, N]; default: TN",
+        help="of w and x in memory, as BLAS names it; TN: K contiguous in both; NN: w.t() of a [K, N]; pointers: as "
+        "TN, at addresses that TMA can't take, which are no multiples of 16 bytes; default: TN",
     )  # fmt: skip
-    tune.add_argument("--transport", choices=("auto", "peer", "nvshmem", "simulated"), default="auto")
+    tune.add_argument(
+        "--transport", choices=("auto", "peer", "nvshmem", "simulated"), default="auto",
+        help="how bytes reach peers: by loads and stores (peer) or by NVSHMEM's device calls (nvshmem); simulated: on "
+        "the runtime of that name; default: auto, the first that reaches all ranks",
+    )  # fmt: skip
     tune.add_argument(
         "--budget", type=_seconds, metavar="S", default=30.0,
         help="seconds for a shape, compilations not counted; default: 30",
@@ -163,7 +173,7 @@ def _add_tune(commands, common: argparse.ArgumentParser):
     instead.add_argument("--list", action="store_true", help="show what is remembered, and tune nothing")
     instead.add_argument("--export", type=_output, metavar="PATH", help="write it as JSON lines; - is stdout")
     instead.add_argument("--clear", action="store_true", help="forget it")
-    tune.set_defaults(command=_tune)
+    tune.set_defaults(command=_tune, parser=tune)
 
 
 def _add_trace(commands, common: argparse.ArgumentParser):
@@ -176,7 +186,11 @@ def _add_trace(commands, common: argparse.ArgumentParser):
         epilog="example: tkernels trace all_gather_matmul --shape tiny --ranks 2",
     )
     trace.add_argument("operation", choices=TRACED, metavar="OP", help=", ".join(TRACED))
-    trace.add_argument("--shape", required=True, metavar="NAME", help="a layer of a model, or MxNxK over all ranks")
+    trace.add_argument(
+        "--shape", required=True, metavar="NAME",
+        help="MxNxK over all ranks, or a name of tkernels.shapes, which are listed for a wrong one; on the simulated "
+        "runtime: tiny, tiny-wide, tiny-m1, or as small",
+    )  # fmt: skip
     trace.add_argument("--ranks", type=_count, metavar="N", help="default: all GPUs, or 2 on the simulated runtime")
     trace.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16", help="default: bf16")
     trace.add_argument("--calls", type=_count, metavar="N", default=3, help="how many to record; default: 3")
@@ -184,7 +198,7 @@ def _add_trace(commands, common: argparse.ArgumentParser):
         "--out", type=_file, metavar="PATH", default=Path("tkernels-trace.json"),
         help="where the trace goes, packed if it ends with .gz; default: tkernels-trace.json",
     )  # fmt: skip
-    trace.set_defaults(command=_trace)
+    trace.set_defaults(command=_trace, parser=trace)
 
 
 def _count(text: str) -> int:

@@ -1,9 +1,13 @@
-"""The shapes of real models, by name: (M, N, K) of the whole product, over all ranks.
+"""The shapes of real models, by name: (M, N, K) of the whole product, over all ranks; and what commands ask for.
 
 M tokens.  N out-features.  K in-features.  The model's name and layer, where a shape is a model's.
 """
 
+import torch
+
 Shape = tuple[int, int, int]
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # as commands name them
 
 SIMULATED_LIMIT = 1 << 24  # M N K that the interpreter does in seconds
 
@@ -96,3 +100,58 @@ def select(op: str, names: list[str]) -> dict[str, Shape]:
     known = {**BY_OPERATION[op], **TINY}
     names = [name for given in names for name in (GROUPS[given].get(op, {}) if given in GROUPS else [given])]
     return {name: known[name] for name in names if name in known}
+
+
+def find(operations: list[str], names: list[str], groups: bool = True) -> dict[str, dict[str, Shape]]:
+    """Each operation's shapes, by name, by group, or as MxNxK; what only some of the operations have is theirs alone.
+
+    groups: False where a group is no shape. Raises ValueError for what none of the operations has.
+
+    >>> find(["matmul", "matmul_all_reduce"], ["1x2x3", "rs-b"])
+    {'matmul': {'1x2x3': (1, 2, 3)}, 'matmul_all_reduce': {'1x2x3': (1, 2, 3), 'rs-b': (8192, 8192, 10240)}}
+    """
+    found = {operation: {} for operation in operations}
+    for name in names:
+        sizes = _sizes(name)
+        here = {operation: {name: sizes} for operation in operations} if sizes else {}
+        if not sizes and (groups or name not in GROUPS):
+            here = {operation: select(_table(operation), [name]) for operation in operations}
+        if not any(here.values()):
+            raise ValueError(_unknown(operations, name, groups))
+        for operation, shapes in here.items():
+            found[operation] |= shapes
+    return found
+
+
+def interpreter_refusal(shape: Shape) -> str | None:
+    """Why the simulated runtime is not asked for that product, or None."""
+    M, N, K = shape
+    if M * N * K <= SIMULATED_LIMIT:
+        return None
+    return f"{M}x{N}x{K} would take the interpreter hours; on the simulated runtime, use {', '.join(TINY)} or as small"
+
+
+def _table(operation: str) -> str:
+    return "gemm" if operation == "matmul" else operation
+
+
+def _sizes(name: str) -> Shape | None:
+    """Of MxNxK; None for a name. Raises ValueError for a size of 0."""
+    parts = name.split("x")
+    if len(parts) != 3 or not all(part.isdecimal() for part in parts):
+        return None
+    sizes = tuple(map(int, parts))
+    if 0 in sizes:
+        raise ValueError(f"{name}: M, N and K must be at least 1")
+    return sizes
+
+
+def _unknown(operations: list[str], name: str, groups: bool) -> str:
+    tables = [_table(operation) for operation in operations]
+    # Names that say their sizes need not be listed; those of several operations would be too many.
+    names = [known for known in BY_OPERATION[tables[0]] if not _sizes(known)] if len(tables) == 1 else []
+    text = ", ".join([*names, *TINY]) + " (the tiny ones are the only ones that run on the simulated runtime)"
+    held = [group for group, members in GROUPS.items() if any(members.get(table) for table in tables)]
+    text += f", or a group: {', '.join(held)}" if groups else ""
+    text += "; one operation alone has names of its own" if len(tables) > 1 else ""
+    return f"there is no shape {name!r} for {' or '.join(operations)}: give MxNxK, or one of {text}"

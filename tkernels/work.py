@@ -24,11 +24,6 @@ class Work:
     link_in_bytes: int = 0
     link_out_bytes: int = 0
 
-    @property
-    def link_bytes(self) -> int:
-        """Bytes over the links, both directions."""
-        return self.link_in_bytes + self.link_out_bytes
-
 
 def matmul(M: int, N: int, K: int, dtype: torch.dtype) -> Work:
     """y [M, N] = x [M, K] @ w [N, K].T, local."""

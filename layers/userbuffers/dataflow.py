@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from tkernels.comm.collectives import split_rows
+from tkernels.comm.group import all_gather_single, reduce_scatter_single
 from tkernels.layers.grad_hooks import grad_ready_hooks
 from tkernels.layers.userbuffers.communicators import CommOverlapCore, product
 from tkernels.matmul_all_reduce import matmul_all_reduce
@@ -216,15 +217,13 @@ class Gather(torch.autograd.Function):
         return _reduce_scatter(dx.contiguous(), ctx.group), None
 
 
-# By torch.distributed; torch 2.13 renames the first two.
-_all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# By torch.distributed.
 
 
 def gather_along_first_dim(x: torch.Tensor, process_group, async_op: bool = False):
     """(every rank's rows, None, or the work to wait for). All ranks must have equally many rows."""
     out = x.new_empty(x.shape[0] * dist.get_world_size(process_group), *x.shape[1:])
-    return out, _all_gather_into(out, x.contiguous(), group=process_group, async_op=async_op)
+    return out, all_gather_single(out, x.contiguous(), group=process_group, async_op=async_op)
 
 
 def _gather(x, group):
@@ -239,7 +238,7 @@ def _reduce_scatter(x, group):
             f"options, or pad; split_rows({x.shape[0]}, {size}) is {split_rows(x.shape[0], size)}"
         )
     out = x.new_empty(x.shape[0] // size, *x.shape[1:])
-    _reduce_scatter_into(out, x.contiguous(), group=group)
+    reduce_scatter_single(out, x.contiguous(), group=group)
     return out
 
 

@@ -5,10 +5,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from tkernels.comm.errors import TkernelsError
-from tkernels.comm.runtime import RUNTIME, candidates
+from tkernels.comm.runtime import RUNTIME, default_ranks
 from tkernels.demo import training
 from tkernels.demo.parallel import KINDS
 from tkernels.demo.records import Gradient, Operation, Result, Step
@@ -37,7 +34,7 @@ def run(options: Options) -> int:
     """Train, compare, report. The exit code: 0, or 1 if the sharded and the unsharded model part."""
     began = time.perf_counter()
     report = Report(options.steps, to_stderr=options.json == "-")
-    ranks = options.ranks or _default_ranks()
+    ranks = options.ranks or default_ranks()
     with RankPool(ranks) as pool:
         with report.waiting(f"starting {ranks} rank{'s' * (ranks > 1)} on the {RUNTIME} runtime"):
             result = Result(pool.run(training.start, options.dtype, options.seed, KINDS[options.parallel])[0])
@@ -65,13 +62,6 @@ def run(options: Options) -> int:
     if options.json:
         report.write_json(result, options.json)
     return 0 if result.agree else 1
-
-
-def _default_ranks() -> int:
-    reason = candidates()[RUNTIME]
-    if reason is not None:
-        raise TkernelsError(f"the {RUNTIME} runtime was asked for, but {reason}; --runtime simulated needs no GPU")
-    return 2 if RUNTIME == "simulated" else torch.cuda.device_count()
 
 
 def _nan_last(gradient: Gradient) -> float:

@@ -62,8 +62,8 @@ from tkernels.demo.data import Text
 from tkernels.demo.model import ModelConfig, Transformer
 from tkernels.demo.recorder import Recorder, Tally
 from tkernels.demo.records import Gradient, Operation, Setup, Step
+from tkernels.shapes import DTYPES
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SEQUENCE, BATCH, HEADS, LAYERS = 32, 8, 4, 2  # what the ranks share is rounded up to a multiple of them
 LEARNING_RATE = 2e-2
 ADAM_EPSILON = 1e-2

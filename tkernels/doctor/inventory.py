@@ -83,6 +83,7 @@ def take() -> Inventory:
 
 
 def _version(package: str) -> str | None:
+    # As comm.runtime.version_of, which must not be imported here.
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

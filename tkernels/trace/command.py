@@ -1,5 +1,6 @@
 """`tkernels trace`: record an operation on ranks of this machine, write the trace, and say what is in it."""
 
+import argparse
 import functools
 import importlib
 import json
@@ -15,6 +16,7 @@ from rich.table import Table
 import tkernels
 from tkernels import shapes
 from tkernels.comm.context import Context
+from tkernels.comm.runtime import default_ranks
 from tkernels.configs import overlap_config
 from tkernels.gemm import layout_of
 from tkernels.launch import launch
@@ -22,7 +24,6 @@ from tkernels.timing import stopwatch
 from tkernels.trace.recorder import tracing
 from tkernels.trace.timeline import SHARES, Summary
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WARMUPS = 3
 PAUSE_US = 2000.0  # for queueing a call that is recorded
 TIMEOUT_S = 300.0
@@ -65,10 +66,13 @@ class Result:
 
 
 def run(options: Options) -> int:
-    """Record, write, report. The exit code: 0. Raises ValueError for shapes that can't be recorded."""
-    ranks = options.ranks or (2 if tkernels.RUNTIME == "simulated" else torch.cuda.device_count())
-    sizes = _sizes(options.operation, options.shape)
-    _check(options, sizes, ranks)
+    """Record, write, report. The exit code: 0. Raises argparse.ArgumentError for what can't be recorded."""
+    ranks = options.ranks or default_ranks()
+    try:
+        sizes = shapes.find([options.operation], [options.shape], groups=False)[options.operation][options.shape]
+        _check(options, sizes, ranks)
+    except ValueError as error:
+        raise argparse.ArgumentError(None, str(error)) from None
     result = launch(record, ranks, options, sizes, timeout_s=TIMEOUT_S)[0]
     _report(result, Console(stderr=options.json == "-", highlight=False))
     if options.json:
@@ -77,24 +81,12 @@ def run(options: Options) -> int:
     return 0
 
 
-def _sizes(operation: str, shape: str) -> shapes.Shape:
-    parts = shape.split("x")
-    if len(parts) == 3 and all(part.isdecimal() and int(part) for part in parts):
-        return tuple(map(int, parts))
-    found = shapes.select(operation, [shape])
-    if shape not in found:
-        known = ", ".join([*shapes.BY_OPERATION[operation], *shapes.TINY])
-        raise ValueError(f"there is no shape {shape!r} for {operation}: give MxNxK, or one of {known}")
-    return found[shape]
-
-
 def _check(options: Options, sizes: shapes.Shape, ranks: int):
     M, N, K = sizes
     if ranks < 2:
         raise ValueError(f"{ranks} rank has nobody to talk to, and nothing to record; pass --ranks of at least 2")
-    if tkernels.RUNTIME == "simulated" and M * N * K > shapes.SIMULATED_LIMIT:
-        small = " or ".join(shapes.TINY)
-        raise ValueError(f"{M}x{N}x{K} would take the interpreter hours; on the simulated runtime, record {small}")
+    if tkernels.RUNTIME == "simulated" and (refusal := shapes.interpreter_refusal(sizes)):
+        raise ValueError(refusal)
     shared = {"M": M} if "all_reduce" not in options.operation else {}
     shared |= {"N": N} if options.operation == "all_gather_matmul" else {}
     shared |= {"K": K} if options.operation in ("matmul_reduce_scatter", "matmul_all_reduce") else {}
@@ -105,7 +97,7 @@ def _check(options: Options, sizes: shapes.Shape, ranks: int):
 
 def record(ctx: Context, options: Options, sizes: shapes.Shape) -> Result:
     """Collective. Call the operation under `tracing`; rank 0 writes the trace."""
-    operands = _operands(ctx, options.operation, sizes, DTYPES[options.dtype])
+    operands = _operands(ctx, options.operation, sizes, shapes.DTYPES[options.dtype])
     home = f"tkernels.{options.operation}" if "matmul" in options.operation else "tkernels.comm.collectives"
     operation = getattr(importlib.import_module(home), options.operation)
     if "matmul" in options.operation:

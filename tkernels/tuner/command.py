@@ -1,11 +1,11 @@
 """`tkernels tune`: tune shapes on ranks of this machine, and say what is remembered."""
 
+import argparse
 import json
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -13,13 +13,13 @@ from rich.table import Table
 import tkernels
 from tkernels import shapes
 from tkernels.comm import tuned
+from tkernels.comm.runtime import default_ranks
 from tkernels.configs import OPERATIONS
 from tkernels.launch import RankError, RankPool
 from tkernels.tuner import BUDGET_S, Outcome, tune
 from tkernels.tuner.candidates import GEMM_FIELDS, parse_grid
 from tkernels.tuner.problem import Problem
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BEST = 5
 WIDTH = 120
 SHAPE_TIMEOUT_S = 600.0
@@ -44,7 +44,7 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """Do what was asked for. The exit code: 0, or 1 if a shape could not be tuned. Raises ValueError."""
+    """Do what was asked for. The exit code: 0, or 1 if a shape could not be tuned. Raises argparse.ArgumentError."""
     to_stderr = "-" in (options.json, options.export)
     console = Console(stderr=to_stderr, highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     if options.list:
@@ -61,40 +61,29 @@ def problems_of(options: Options, ranks: int) -> list[Problem]:
     """What to tune: for each shape, the largest product first, since its chunks bind the others. Raises ValueError."""
     if options.operation not in (None, "all", *OPERATIONS):
         raise ValueError(f"there is no operation {options.operation!r}; there are {', '.join(OPERATIONS)}, and all")
-    asked = OPERATIONS if options.operation in (None, "all") else (options.operation,)
+    asked = list(OPERATIONS) if options.operation in (None, "all") else [options.operation]
     simulated = tkernels.RUNTIME == "simulated"
     names = (options.shape or ("tiny" if simulated else "layers")).split(",")
-    problems, unknown = [], set(names)
-    for operation in asked:
-        table = "gemm" if operation == "matmul" else operation
-        found = shapes.select(table, [name for name in names if _sizes(name) is None])
-        found |= {name: _sizes(name) for name in names if _sizes(name)}
-        unknown -= {*shapes.GROUPS, *found}
-        problems += [Problem(operation, *sizes, DTYPES[options.dtype], options.layout) for sizes in found.values()]
-    if unknown:
-        known = sorted({name for operation in shapes.BY_OPERATION for name in shapes.BY_OPERATION[operation]})
-        groups = ", ".join(shapes.GROUPS)
-        raise ValueError(f"there is no shape {', '.join(unknown)}: give MxNxK, {', '.join(known)}, or {groups}")
+    dtype, problems = shapes.DTYPES[options.dtype], []
+    for operation, found in shapes.find(asked, names).items():
+        problems += [Problem(operation, *sizes, dtype, options.layout) for sizes in found.values()]
     for problem in problems:
         problem.check(ranks)
-        if simulated and problem.M * problem.N * problem.K > shapes.SIMULATED_LIMIT:
-            raise ValueError(f"{problem} would take the interpreter hours; tune {', '.join(shapes.TINY)} or as small")
+        if simulated and (refusal := shapes.interpreter_refusal((problem.M, problem.N, problem.K))):
+            raise ValueError(refusal)
     return sorted(dict.fromkeys(problems), key=lambda problem: (problem.operation, *problem.key(ranks)[1:4]))[::-1]
 
 
-def _sizes(name: str) -> tuple[int, int, int] | None:
-    parts = name.split("x")
-    return tuple(map(int, parts)) if len(parts) == 3 and all(part.isdecimal() for part in parts) else None
-
-
 def _tune(console: Console, options: Options) -> int:
-    ranks = options.ranks or (2 if tkernels.RUNTIME == "simulated" else torch.cuda.device_count())
-    problems = problems_of(options, ranks)
-    grid = parse_grid(list(options.grid)) if options.grid else None
-    if grid and set(grid) - set(GEMM_FIELDS) and any(problem.operation == "matmul" for problem in problems):
-        raise ValueError(f"--grid: matmul has only the fields {', '.join(GEMM_FIELDS)}")
+    ranks = options.ranks or default_ranks()
+    try:
+        problems = problems_of(options, ranks)
+        grid = _grid_of(options, problems)
+    except ValueError as error:
+        raise argparse.ArgumentError(None, str(error)) from None
     outcomes, failed = [], 0
     with RankPool(ranks, ctx_options={"transport": options.transport}) as pool:
+        _start(pool)
         for number, problem in enumerate(problems):
             try:
                 outcome = pool.run(search, problem, options.budget, grid, timeout_s=SHAPE_TIMEOUT_S)[0]
@@ -114,6 +103,27 @@ def _tune(console: Console, options: Options) -> int:
         lines = "".join(json.dumps(_plain(outcome)) + "\n" for outcome in outcomes)
         sys.stdout.write(lines) if options.json == "-" else Path(options.json).write_text(lines)
     return 1 if failed else 0
+
+
+def _grid_of(options: Options, problems: list[Problem]) -> dict | None:
+    grid = parse_grid(list(options.grid)) if options.grid else None
+    if grid and set(grid) - set(GEMM_FIELDS) and any(problem.operation == "matmul" for problem in problems):
+        raise ValueError(f"--grid: matmul has only the fields {', '.join(GEMM_FIELDS)}")
+    return grid
+
+
+def _start(pool: RankPool):
+    """Start the ranks. Raises ValueError for what `init` refuses, since it would refuse it for every shape."""
+    try:
+        pool.run(started)
+    except RankError as error:
+        if isinstance(error.__cause__, ValueError):
+            raise ValueError(str(error.__cause__)) from error
+        raise
+
+
+def started(ctx):
+    """What a rank does for no shape."""
 
 
 def search(ctx, problem: Problem, budget_s: float, grid: dict | None) -> Outcome:
