@@ -48,11 +48,11 @@ def candidates() -> dict[str, str | None]:
     if not torch.cuda.is_available():
         reason = "torch sees no CUDA device"
     elif importlib.util.find_spec("nvshmem") is None:
-        reason = 'nvshmem4py is not installed (pip install "tkernels[nvshmem]")'
+        reason = "nvshmem4py is not installed (pip install nvshmem4py-cu13)"
     elif (found := version_of("nvshmem4py-cu13", "nvshmem4py-cu12")) and _numbers(found) < _numbers(NVSHMEM4PY):
         reason = (
             f"nvshmem4py {found} is installed, but {NVSHMEM4PY} or newer is needed "
-            f'(pip install --upgrade "tkernels[nvshmem]")'
+            "(pip install --upgrade nvshmem4py-cu13)"
         )
     return {"nvshmem": reason, "simulated": None}
 
