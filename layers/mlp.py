@@ -1,20 +1,14 @@
 """The transformer's MLP: a column layer, an activation on this rank's features, a row layer."""
 
-import functools
-
 import torch
 from torch import nn
 from torch.nn import functional
 
 from tkernels.comm import Context
+from tkernels.gemm import ACTIVATIONS, activation_reference
 from tkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
 
-ACTIVATIONS = {
-    "relu": functional.relu,
-    "gelu": functional.gelu,
-    "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
-    "silu": functional.silu,
-}
+KNOWN = (*filter(None, ACTIVATIONS), "swiglu")
 
 
 class ParallelMLP(nn.Module):
@@ -42,8 +36,8 @@ class ParallelMLP(nn.Module):
         init_method=None,
     ):
         super().__init__()
-        if activation not in (*ACTIVATIONS, "swiglu"):
-            raise ValueError(f"activation={activation!r} is unknown; use {', '.join(ACTIVATIONS)} or swiglu")
+        if activation not in KNOWN:
+            raise ValueError(f"activation={activation!r} is unknown; use {', '.join(KNOWN[:-1])} or {KNOWN[-1]}")
         self.activation = activation
         blocks = 2 if activation == "swiglu" else 1
         common = dict(sequence_parallel=sequence_parallel, dtype=dtype, device=device, ctx=ctx, init_method=init_method)
@@ -59,7 +53,7 @@ class ParallelMLP(nn.Module):
             gate, up = h.chunk(2, dim=-1)
             h = functional.silu(gate) * up
         else:
-            h = ACTIVATIONS[self.activation](h)
+            h = activation_reference(h, self.activation)
         return self.fc2(h, rows=rows)
 
     def extra_repr(self) -> str:

@@ -11,7 +11,7 @@ import torch
 from tkernels.comm.context import Context
 from tkernels.comm.device import operation
 from tkernels.configs import OverlapConfig
-from tkernels.gemm import activation_reference, precision
+from tkernels.gemm import precision
 from tkernels.matmul_reduce_scatter import plan
 
 OP = operation("matmul_all_reduce")
@@ -38,13 +38,3 @@ def matmul_all_reduce(
     tensors = x_shard_k, w_shard_k, bias, None
     options = OP.value, activation, None, out_dtype, wire_dtype, config, path, True, precision(x_shard_k.dtype)
     return ctx.plan(plan, tensors, *options)(*tensors)
-
-
-def matmul_all_reduce_reference(group, x_shard_k, w_shard_k, bias=None, activation=None) -> torch.Tensor:
-    """The same with torch.distributed, in fp64."""
-    products = [None] * group.size()
-    torch.distributed.all_gather_object(products, (x_shard_k.double() @ w_shard_k.double().t()).cpu(), group=group)
-    value = sum(products).to(x_shard_k.device)
-    if bias is not None:
-        value = value + bias.double()
-    return activation_reference(value, activation)

@@ -528,10 +528,15 @@ def _copied(
 
 def matmul_reduce_scatter_reference(group, x_shard_k, w_shard_k, bias=None, activation=None, rows=None) -> torch.Tensor:
     """The same with torch.distributed, in fp64: products of all ranks summed, then this rank's rows."""
+    value = matmul_all_reduce_reference(group, x_shard_k, w_shard_k, bias, activation)
+    return value.split(rows or [value.shape[0] // group.size()] * group.size())[group.rank()]
+
+
+def matmul_all_reduce_reference(group, x_shard_k, w_shard_k, bias=None, activation=None) -> torch.Tensor:
+    """All of the rows."""
     products = [None] * group.size()
     torch.distributed.all_gather_object(products, (x_shard_k.double() @ w_shard_k.double().t()).cpu(), group=group)
     value = sum(products).to(x_shard_k.device)
     if bias is not None:
         value = value + bias.double()
-    value = activation_reference(value, activation)
-    return value.split(rows or [value.shape[0] // group.size()] * group.size())[group.rank()]
+    return activation_reference(value, activation)
