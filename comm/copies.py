@@ -6,12 +6,12 @@ its tiles wait for as they wait for those of puts. On the simulated runtime a th
 
 A copy's addresses must be known when it is enqueued, but of two inboxes that alternate by the epoch only the device
 knows which one is next. So copies go to a third one, the *landing*, and begin behind a gate. Program 0 of
-each kernel tells every peer that this rank has come to this call (`tell_all`), and `admit_copies` waits until all of
-them have, leaves the epoch in device memory, and opens the gate.
+each kernel tells every peer that this rank has come to this call, waits until all of them have, leaves the epoch in
+device memory, and opens the gate (`begin_landing`).
 
 Who sends is a rank's own affair: what lands there, behind which signals, is the same whether its copy engine sends or
-its programs do, which wait for all peers as well (`await_peers`). Those that send the finished rows of an all-reduce
-need not: a tile of them has heard from every peer in this call.
+its programs do, which wait for all peers as well. Those that send the finished rows of an all-reduce need not: a tile
+of them has heard from every peer in this call.
 
 Why nothing lands on what is still read: the gate opens once every peer has come to this call, on a stream where it has
 finished all before it; whatever lay in its landing was read by that, by a call or by what the stream was given after
@@ -41,7 +41,7 @@ import triton
 import triton.language as tl
 
 from tkernels.comm import interpreter
-from tkernels.comm.device import arrived, count, wait_signal
+from tkernels.comm.device import arrived, count, tell_all, wait_signal
 from tkernels.comm.driver import driver
 from tkernels.comm.lease import Crossing
 
@@ -77,12 +77,24 @@ def await_peers(begun, epoch, table, rank, SIZE: tl.constexpr, OPERATION: tl.con
 
 
 @triton.jit
-def admit_copies(
-    gate, begun, max_chunks, epoch, table, rank,
-    SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
+def begin_landing(
+    pid, num_comm, gate, begun, max_chunks, epoch, table, rank,
+    SIZE: tl.constexpr, COPIES: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
 ):  # fmt: skip
-    """Open the gate [open, epoch of each chunk] for this rank's copies once all peers are here; of one program."""
-    await_peers(begun, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
+    """Every program's first call where rows land. Whoever sends is behind all peers then: copies, or this program."""
+    if pid == 0:
+        tell_all(begun + rank, epoch, table, rank, SIZE, TRANSPORT)
+    if COPIES:
+        if pid == 0:
+            await_peers(begun, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
+            open_gate(gate, max_chunks, epoch, TRANSPORT)
+    elif pid < num_comm:
+        await_peers(begun, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
+
+
+@triton.jit
+def open_gate(gate, max_chunks, epoch, TRANSPORT: tl.constexpr):
+    """Let this rank's copies begin. gate: [open, epoch of each chunk]."""
     for first in range(0, max_chunks, 256):
         at = first + tl.arange(0, 256)
         tl.store(gate + 1 + at, tl.broadcast_to(epoch, (256,)), mask=at < max_chunks)

@@ -21,8 +21,8 @@ import triton.language as tl
 
 from tkernels.comm.collectives import check_rows
 from tkernels.comm.context import Context
-from tkernels.comm.copies import Copies, Send, admit_copies, await_peers, check_mapped
-from tkernels.comm.device import begin_epoch, copy, count, operation, publish, put_signal, tell_all, wait_signal
+from tkernels.comm.copies import Copies, Send, begin_landing, check_mapped
+from tkernels.comm.device import begin_epoch, copy, count, operation, publish, put_signal, wait_signal
 from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark
 from tkernels.comm.plans import Launch
 from tkernels.configs import OverlapConfig, overlap_config, with_room_for
@@ -113,29 +113,26 @@ def all_gather_matmul_kernel(
     epoch = begin_epoch(state)
     parity_row = (epoch % 2).to(tl.int32) * parity_rows
     if LANDING:
-        if pid == 0:
-            tell_all(begun + rank, epoch, table, rank, SIZE, TRANSPORT)
-    if COPIES:
-        if pid == 0:
-            admit_copies(gate, begun, max_chunks, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
-    elif pid < num_comm:
-        if LANDING:
-            await_peers(begun, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
-        for i in range(pid, chunks * (SIZE - 1), num_comm):
-            chunk = i // (SIZE - 1)
-            target = (rank + 1 + i % (SIZE - 1)) % SIZE
-            row = tl.cast(chunk * chunk_rows, tl.int64)
-            mark(SEND, chunk, target, table, TRANSPORT, TRACE)
-            put_signal(
-                inbox + (parity_row + first_row + row) * K, x_memory + row * K,
-                tl.maximum(tl.minimum(rows - row, chunk_rows), 0) * K,
-                ready + rank * max_chunks + chunk, epoch, target, table, TRANSPORT, PUT_BLOCK, ALIGN,
-            )
-        if pid == 0:
-            for step in range(1, SIZE):
-                source = (rank + step) % SIZE
-                mark(WAIT, 0, source, table, TRANSPORT, TRACE)
-                wait_signal(ready + source * max_chunks, epoch, table, source, 0, OPERATION, TRANSPORT)
+        begin_landing(
+            pid, num_comm, gate, begun, max_chunks, epoch, table, rank, SIZE, COPIES, OPERATION, TRANSPORT
+        )
+    if not COPIES:
+        if pid < num_comm:
+            for i in range(pid, chunks * (SIZE - 1), num_comm):
+                chunk = i // (SIZE - 1)
+                target = (rank + 1 + i % (SIZE - 1)) % SIZE
+                row = tl.cast(chunk * chunk_rows, tl.int64)
+                mark(SEND, chunk, target, table, TRANSPORT, TRACE)
+                put_signal(
+                    inbox + (parity_row + first_row + row) * K, x_memory + row * K,
+                    tl.maximum(tl.minimum(rows - row, chunk_rows), 0) * K,
+                    ready + rank * max_chunks + chunk, epoch, target, table, TRANSPORT, PUT_BLOCK, ALIGN,
+                )
+            if pid == 0:
+                for step in range(1, SIZE):
+                    source = (rank + step) % SIZE
+                    mark(WAIT, 0, source, table, TRANSPORT, TRACE)
+                    wait_signal(ready + source * max_chunks, epoch, table, source, 0, OPERATION, TRANSPORT)
 
     tiles_n = tl.cdiv(N, BLOCK_N)
     items = whole + (tiles_m * tiles_n - whole) * splits

@@ -24,7 +24,7 @@ import triton.language as tl
 
 from tkernels.comm.collectives import check_rows, receive_parts, split_rows
 from tkernels.comm.context import Context
-from tkernels.comm.copies import Copies, Send, admit_copies, await_peers, check_mapped
+from tkernels.comm.copies import Copies, Send, begin_landing, check_mapped
 from tkernels.comm.device import (
     begin_epoch,
     count,
@@ -33,7 +33,6 @@ from tkernels.comm.device import (
     operation_name,
     publish,
     put_signal,
-    tell_all,
     wait_signal,
 )
 from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark
@@ -151,29 +150,26 @@ def matmul_reduce_kernel(
     tile_counts = counters + TILE_COUNTS
 
     if LANDING:
-        if pid == 0:
-            tell_all(begun + rank, epoch, table, rank, SIZE, TRANSPORT)
-    if COPIES:
-        if pid == 0:
-            admit_copies(gate, begun, max_chunks, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
-    elif pid < num_comm:
-        if LANDING:
-            await_peers(begun, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
-        for i in range(pid, num_sends, num_comm):
-            send = sends + i * SEND_FIELDS
-            target = tl.load(send).to(tl.int32)
-            chunk = tl.load(send + 1).to(tl.int32)
-            row = tl.load(send + 2)
-            rows = tl.load(send + 3)
-            counter = tile_counts + target * max_chunks + tl.load(send + 4)
-            mark(COLLECT, chunk, target, table, TRANSPORT, TRACE)
-            wait_signal(counter, tl.load(send + 5) * tiles_n, table, rank, chunk, OPERATION, TRANSPORT)
-            at = tl.cast(parity_row + rank * part_stride + chunk * chunk_rows, tl.int64)
-            mark(SEND, chunk, target, table, TRANSPORT, TRACE)
-            put_signal(
-                inbox + at * N, outbox_memory + row * N, rows * N,
-                ready + rank * max_chunks + chunk, epoch, target, table, TRANSPORT, PUT_BLOCK, ALIGN,
-            )
+        begin_landing(
+            pid, num_comm, gate, begun, max_chunks, epoch, table, rank, SIZE, COPIES, OPERATION, TRANSPORT
+        )
+    if not COPIES:
+        if pid < num_comm:
+            for i in range(pid, num_sends, num_comm):
+                send = sends + i * SEND_FIELDS
+                target = tl.load(send).to(tl.int32)
+                chunk = tl.load(send + 1).to(tl.int32)
+                row = tl.load(send + 2)
+                rows = tl.load(send + 3)
+                counter = tile_counts + target * max_chunks + tl.load(send + 4)
+                mark(COLLECT, chunk, target, table, TRANSPORT, TRACE)
+                wait_signal(counter, tl.load(send + 5) * tiles_n, table, rank, chunk, OPERATION, TRANSPORT)
+                at = tl.cast(parity_row + rank * part_stride + chunk * chunk_rows, tl.int64)
+                mark(SEND, chunk, target, table, TRANSPORT, TRACE)
+                put_signal(
+                    inbox + at * N, outbox_memory + row * N, rows * N,
+                    ready + rank * max_chunks + chunk, epoch, target, table, TRANSPORT, PUT_BLOCK, ALIGN,
+                )
 
     items = whole + (tiles_m * tiles_n - whole) * splits
     complete = tl.full((), False, tl.int1)  # all that peers send is here
