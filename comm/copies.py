@@ -5,9 +5,9 @@ a time: a wait until their rows are there, a copy to the peer, and a copy of the
 its tiles wait for as they wait for those of puts. On the simulated runtime a thread of the host does the same.
 
 A copy's addresses must be known when it is enqueued, but of two inboxes that alternate by the epoch only the device
-knows which one is next. So copies go to a third one, the *landing*, and begin behind a gate. Program 0 of
-each kernel tells every peer that this rank has come to this call, waits until all of them have, leaves the epoch in
-device memory, and opens the gate (`begin_landing`).
+knows which one is next. So copies go to a third one, the *landing*, and begin behind a gate. Program 0 of each kernel
+tells every peer that this rank has come to this call, waits until all of them have, leaves the epoch in device memory,
+and opens the gate (`begin_landing`).
 
 Who sends is a rank's own affair: what lands there, behind which signals, is the same whether its copy engine sends or
 its programs do, which wait for all peers as well. Those that send the finished rows of an all-reduce need not: a tile

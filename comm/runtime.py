@@ -97,14 +97,6 @@ def gpus_left_out() -> str | None:
     return None
 
 
-def default_ranks() -> int:
-    """As many ranks as there are GPUs, or 2 simulated. Raises RuntimeError where the runtime can't be used."""
-    reason = candidates()[RUNTIME]
-    if reason is not None:
-        raise RuntimeError(f"the {RUNTIME} runtime was asked for, but {reason}; --runtime simulated needs no GPU")
-    return 2 if RUNTIME == "simulated" else torch.cuda.device_count()
-
-
 def transports(segment: Segment) -> list[str]:
     """The ways to reach every rank of a segment, the preferred one first."""
     if RUNTIME == "simulated":

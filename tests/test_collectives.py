@@ -15,6 +15,7 @@ import tkernels
 from tkernels.comm import collectives, interpreter
 from tkernels.comm.collectives import split_rows
 from tkernels.comm.device import TRANSPORTS, put, quiet
+from tkernels.comm.workspace import most_packets
 from tkernels.testing.compare import assert_close_to, integers, normal, poison
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
@@ -149,6 +150,26 @@ def test_the_way_to_travel_is_chosen_by_size_and_ranks():
     assert way(512 << 10, 2) == way(1 << 30, 2) == (True, False)
     assert way(512 << 10, 4) == way(1 << 20, 4) == way(2 << 20, 4) == way(2 << 20, 8) == (False, True)
     assert way(4 << 20, 4) == way(1 << 20, 4, "nvshmem") == (False, False)
+
+
+def test_no_all_reduce_needs_more_packets_than_there_is_room_for():
+    """What comes back wider than it was sent takes more of them."""
+    asked = []
+    workspace = SimpleNamespace(reserve=lambda *_, num_packets=0: asked.append(num_packets) or workspace, num_chunks=64)
+    workspace.packets = workspace.inbox = workspace.ready = workspace.state = torch.empty(0)
+    workspace.num_packets = workspace.inbox_bytes = 0
+    for size, dtypes in itertools.product((2, 3, 4, 8), ((torch.bfloat16,) * 2, (torch.bfloat16, torch.float32))):
+        ctx = SimpleNamespace(
+            size=size, rank=0, device=torch.device("meta"), transport_id=TRANSPORTS["peer"], num_programs=132,
+            constant=lambda *_: None, workspace=lambda: workspace, bind=lambda *_, **__: None, table=None,
+        )  # fmt: skip
+        asked.clear()
+        for kilobytes in range(16, 4 << 10, 16):
+            x = torch.empty(kilobytes << 9, dtype=dtypes[0], device="meta")
+            collectives.plan_all_reduce(ctx, x, None, dtypes[1])
+        assert 0 < max(asked) <= most_packets(size), (size, dtypes)
+        if size > 2 and dtypes[0] == dtypes[1]:
+            assert max(asked) == most_packets(size)  # and no more room than is needed
 
 
 @pytest.mark.ranks(2)

@@ -142,12 +142,16 @@ def test_programs_send_what_a_short_product_cant_hide_and_ranks_need_not_do_alik
             sending = overlap_config(ctx, operation, 8192, 4096, K, BF16, layout, sending=True)
             assert sending.num_comm > 0 and not sending.landing
             travels.add((operation, size, *travel_of(config)))
-        few = default_overlap(operation, 8192, 4096, K, BF16, size, 16, landing=None)
-        assert few.num_comm <= 4 and few.landing  # 16 programs take longer to multiply, and can spare few
-        assert default_overlap(operation, 8192, 4096, K, BF16, size, 1, landing=None).num_comm == 0
+        for programs in (1, 16):  # which take so long to multiply that the wire is hidden
+            few = default_overlap(operation, 8192, 4096, K, BF16, size, programs, landing=None)
+            assert few.num_comm == 0 and few.landing
         # Without tensor cores no product is short.
         assert overlap_config(ctx, operation, 8192, 4096, K, torch.float32, "TN").num_comm == 0
     assert len(travels) == 3
+    # No more than a quarter of the programs send, and one at least, or copies do.
+    for programs, num_comm in ((44, 11), (132, 24)):
+        assert default_overlap(RS, 8192, 4096, 512, BF16, 8, programs, landing=None).num_comm == num_comm
+    assert default_overlap(RS, 8192, 4096, 32, BF16, 8, 3, landing=None).num_comm == 0
 
 
 def test_the_last_record_of_a_bucket_counts():

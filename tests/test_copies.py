@@ -24,12 +24,8 @@ import tkernels
 from tkernels.all_gather_matmul import all_gather_matmul, all_gather_matmul_reference
 from tkernels.comm import WaitTimeoutError, copies, device, interpreter
 from tkernels.configs import GemmConfig, OverlapConfig, by_copy_engine, overlap_config
-from tkernels.matmul_all_reduce import matmul_all_reduce
-from tkernels.matmul_reduce_scatter import (
-    matmul_all_reduce_reference,
-    matmul_reduce_scatter,
-    matmul_reduce_scatter_reference,
-)
+from tkernels.matmul_all_reduce import matmul_all_reduce, matmul_all_reduce_reference
+from tkernels.matmul_reduce_scatter import matmul_reduce_scatter, matmul_reduce_scatter_reference
 from tkernels.testing.compare import integers
 
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"

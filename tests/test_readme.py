@@ -50,7 +50,7 @@ def sources() -> set[str]:
         for path in (ROOT / folder).iterdir():
             name = path.relative_to(ROOT).as_posix()
             package = path.is_dir() and not path.is_symlink() and (path / "__init__.py").exists()
-            if package or (path.suffix == ".py" and not path.name.startswith("__")):
+            if package or (path.suffix == ".py" and path.name != "__init__.py"):
                 found.add(name)
     return found | {f"tests/{path.name}" for path in (ROOT / "tests").glob("*.py") if not path.match("test_*.py")}
 

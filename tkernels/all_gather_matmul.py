@@ -4,9 +4,9 @@ M rows of all ranks.  K the dimension summed over.  N/R this rank's out-features
 
 One persistent launch a rank. The comm programs push this rank's rows, chunk by chunk, into every peer's inbox, a
 signal behind each chunk, and then multiply with the rest; or the copy engine does, many chunks at a time, and all
-programs multiply from the start. Tiles start with the own rows, read where they are, and go on
-with the peers' in the order in which they arrive. A tile waits for its chunks once, before its first step, and not at
-all once everything is here. Which program computes which tile, and which tiles are split: tkernels.overlap.
+programs multiply from the start. Tiles start with the own rows, read where they are, and go on with the peers' in the
+order in which they arrive. A tile waits for its chunks once, before its first step, and not at all once everything is
+here. Which program computes which tile, and which tiles are split: tkernels.overlap.
 
 The inbox alternates by the epoch's parity (tkernels.comm.workspace has the argument), or is the landing, where copies
 go (tkernels.comm.copies). Every rank sends at least one signal to each peer, and one program waits for each peer even
@@ -116,7 +116,7 @@ def all_gather_matmul_kernel(
         begin_landing(
             pid, num_comm, gate, begun, max_chunks, epoch, table, rank, SIZE, COPIES, OPERATION, TRANSPORT
         )
-    if not COPIES:
+    if not COPIES:  # at compile time; else num_comm is 0
         if pid < num_comm:
             for i in range(pid, chunks * (SIZE - 1), num_comm):
                 chunk = i // (SIZE - 1)

@@ -40,17 +40,19 @@ COPIES = 2  # to a peer, of a reduction: with one its last tiles hold up all tha
 # Of one of several copies to a peer, at least. rs-e, 4 H200s: 844 us with two of 6 MB to a peer, 869 with one.
 PIECE_BYTES = 6 << 20
 # All-reduces between 2 H200s, us by programs / by copies: rows of 16 KB 873/886, 1300/1309, 2545/2602, of 8 KB 301/285,
-# 379/369, 737/707. Among 4, whatever their rows, by copies: 778/768, 886/789, 1503/1377, of 8 KB 408/399, 523/504.
+# 379/369, 737/707. Among 4, whatever their rows, by copies: 778/768, 886/789, 1503/1377, of 8 KB 408/399, 523/504 (in
+# another run llama70b-down was slower by them: bench/LOG.md).
 REDUCED_ROW_BYTES = 16 << 10
 # All-gathers of llama405b-gate-up, whose rows have 32 KB, by programs / by copies, two runs: among 4 H200s 9307/9507
 # and 9459/9650, between 2 19971/20446 and 20134/20673. Of 24 KB, among 4, 815/809.
 GATHERED_ROW_BYTES = 32 << 10
 # A reduction whose product takes less than that many times the wire's time is sent by programs. Among 4 H200s, us by
-# copies / by programs, and the ratio, reduce-scatters: llama8b-o 220/195, 0.7; rs-c 234/212, 1.0; llama70b-o 441/484,
-# 1.3; rs-b 524/553, 1.6; llama8b-down 351/379, 2.3; all-reduces: llama8b-o 420/385, 0.3; rs-c 399/408, 0.5; llama70b-o
-# 768/778, 0.7.
+# copies / by programs, and the ratio, reduce-scatters: llama8b-o 220/195, 0.7; rs-c 234/212, 1.0; llama70b-o 457/484,
+# 1.3; rs-b 526/555, 1.6; llama8b-down 355/389, 2.3; all-reduces: llama8b-o 460/385, 0.3; rs-c 411/406, 0.5; llama70b-o
+# 751/781, 0.7.
 WIRE_BOUND = {"matmul_reduce_scatter": 1.1, "matmul_all_reduce": 0.4}
-# Such a reduce-scatter by 18, 24 and 30 programs: llama8b-o 199, 195, 201; by 18 and 22: rs-c 212, 226.
+# How much faster than the product such a reduce-scatter is sent, by how many programs at most: by 18, 24 and 30
+# llama8b-o 199, 195, 201; by 18 and 22 rs-c 212, 226.
 WIRE_SPARE, MOST_COMM = 1.1, 24
 LANDING_CHUNK_ROWS = 128  # at least; those of the largest tile by rule
 MAX_LOOK = tl.constexpr(256)  # signals that a program looks at at once: one a thread

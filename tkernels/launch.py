@@ -73,6 +73,19 @@ def launch(fn, ranks: int, *args, timeout_s: float = 300.0, ctx_options: dict | 
         return pool.run(fn, *args, timeout_s=timeout_s)
 
 
+def default_ranks() -> int:
+    """As many ranks as there are GPUs, or 2 simulated. Raises TkernelsError where the runtime can't be used."""
+    import torch
+
+    from tkernels.comm.errors import TkernelsError
+    from tkernels.comm.runtime import RUNTIME, candidates
+
+    reason = candidates()[RUNTIME]
+    if reason is not None:
+        raise TkernelsError(f"the {RUNTIME} runtime was asked for, but {reason}; --runtime simulated needs no GPU")
+    return 2 if RUNTIME == "simulated" else torch.cuda.device_count()
+
+
 class RankPool:
     """Ranks that stay alive between calls; the processes start with the first one.
 

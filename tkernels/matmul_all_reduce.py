@@ -12,7 +12,7 @@ from tkernels.comm.context import Context
 from tkernels.comm.device import operation
 from tkernels.configs import OverlapConfig
 from tkernels.gemm import precision
-from tkernels.matmul_reduce_scatter import plan
+from tkernels.matmul_reduce_scatter import plan, sum_reference
 
 OP = operation("matmul_all_reduce")
 
@@ -38,3 +38,8 @@ def matmul_all_reduce(
     tensors = x_shard_k, w_shard_k, bias, None
     options = OP.value, activation, None, out_dtype, wire_dtype, config, path, True, precision(x_shard_k.dtype)
     return ctx.plan(plan, tensors, *options)(*tensors)
+
+
+def matmul_all_reduce_reference(group, x_shard_k, w_shard_k, bias=None, activation=None) -> torch.Tensor:
+    """The same with torch.distributed, in fp64."""
+    return sum_reference(group, x_shard_k, w_shard_k, bias, activation)

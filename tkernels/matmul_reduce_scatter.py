@@ -153,7 +153,7 @@ def matmul_reduce_kernel(
         begin_landing(
             pid, num_comm, gate, begun, max_chunks, epoch, table, rank, SIZE, COPIES, OPERATION, TRANSPORT
         )
-    if not COPIES:
+    if not COPIES:  # at compile time; else num_comm is 0
         if pid < num_comm:
             for i in range(pid, num_sends, num_comm):
                 send = sends + i * SEND_FIELDS
@@ -524,12 +524,12 @@ def _copied(
 
 def matmul_reduce_scatter_reference(group, x_shard_k, w_shard_k, bias=None, activation=None, rows=None) -> torch.Tensor:
     """The same with torch.distributed, in fp64: products of all ranks summed, then this rank's rows."""
-    value = matmul_all_reduce_reference(group, x_shard_k, w_shard_k, bias, activation)
+    value = sum_reference(group, x_shard_k, w_shard_k, bias, activation)
     return value.split(rows or [value.shape[0] // group.size()] * group.size())[group.rank()]
 
 
-def matmul_all_reduce_reference(group, x_shard_k, w_shard_k, bias=None, activation=None) -> torch.Tensor:
-    """All of the rows."""
+def sum_reference(group, x_shard_k, w_shard_k, bias, activation) -> torch.Tensor:
+    """All of its rows."""
     products = [None] * group.size()
     torch.distributed.all_gather_object(products, (x_shard_k.double() @ w_shard_k.double().t()).cpu(), group=group)
     value = sum(products).to(x_shard_k.device)

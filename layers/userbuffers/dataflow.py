@@ -217,11 +217,8 @@ class Gather(torch.autograd.Function):
         return _reduce_scatter(dx.contiguous(), ctx.group), None
 
 
-# By torch.distributed.
-
-
 def gather_along_first_dim(x: torch.Tensor, process_group, async_op: bool = False):
-    """(every rank's rows, None, or the work to wait for). All ranks must have equally many rows."""
+    """(every rank's rows, None, or the work to wait for), by torch.distributed. All ranks must have as many rows."""
     out = x.new_empty(x.shape[0] * dist.get_world_size(process_group), *x.shape[1:])
     return out, all_gather_single(out, x.contiguous(), group=process_group, async_op=async_op)
 

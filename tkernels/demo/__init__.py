@@ -5,12 +5,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tkernels.comm.runtime import RUNTIME, default_ranks
+from tkernels.comm.runtime import RUNTIME
 from tkernels.demo import training
 from tkernels.demo.parallel import KINDS
 from tkernels.demo.records import Gradient, Operation, Result, Step
 from tkernels.demo.report import Report, draw
-from tkernels.launch import RankPool
+from tkernels.launch import RankPool, default_ranks
 
 
 @dataclass(frozen=True)

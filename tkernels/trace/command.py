@@ -16,10 +16,9 @@ from rich.table import Table
 import tkernels
 from tkernels import shapes
 from tkernels.comm.context import Context
-from tkernels.comm.runtime import default_ranks
 from tkernels.configs import overlap_config
 from tkernels.gemm import layout_of
-from tkernels.launch import launch
+from tkernels.launch import default_ranks, launch
 from tkernels.timing import stopwatch
 from tkernels.trace.recorder import tracing
 from tkernels.trace.timeline import SHARES, Summary

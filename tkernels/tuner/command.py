@@ -13,9 +13,8 @@ from rich.table import Table
 import tkernels
 from tkernels import shapes
 from tkernels.comm import tuned
-from tkernels.comm.runtime import default_ranks
 from tkernels.configs import OPERATIONS
-from tkernels.launch import RankError, RankPool
+from tkernels.launch import RankError, RankPool, default_ranks
 from tkernels.tuner import BUDGET_S, Outcome, tune
 from tkernels.tuner.candidates import GEMM_FIELDS, parse_grid
 from tkernels.tuner.problem import Problem
