@@ -144,7 +144,7 @@ class Context:
         # What can be known without the device: that a wait of this rank gave up.
         self._flag = (self._host_flag if pinned else self._faults).numpy()
         stream_of = torch._C._cuda_getCurrentRawStream if pinned else int
-        self._current_stream = functools.partial(stream_of, self.device.index or 0)
+        self.current_stream = functools.partial(stream_of, self.device.index or 0)
         self._reported = False  # whether check() has raised
         self.table = self._make_table()
         self.group.barrier()
@@ -223,7 +223,7 @@ class Context:
         one, if there is any: that of the stream that made the calls before, and will replay the graph. Another stream
         that is captured with it gets one of its own, for the two may run at the same time.
         """
-        stream = self._current_stream()
+        stream = self.current_stream()
         if stream not in self._workspaces:
             if self._workspaces and self.capturing:
                 oldest = next(iter(self._workspaces))

@@ -7,7 +7,8 @@ its tiles wait for as they wait for those of puts. On the simulated runtime a th
 A copy's addresses must be known when it is enqueued, but of two inboxes that alternate by the epoch only the device
 knows which one is next. So copies go to a third one, the *landing*, and begin behind a gate. Program 0 of each kernel
 tells every peer that this rank has come to this call, waits until all of them have, leaves the epoch in device memory,
-and opens the gate (`begin_landing`).
+and opens the gate (`begin_landing`). And it ends no earlier than the copies (`await_copies`), so whatever the stream is
+given next is behind them, with no event between the two streams: each would take the host as long as a copy does.
 
 Who sends is a rank's own affair: what lands there, behind which signals, is the same whether its copy engine sends or
 its programs do, which wait for all peers as well. Those that send the finished rows of an all-reduce need not: a tile
@@ -21,12 +22,15 @@ Nor does this way disturb the argument for two inboxes (tkernels.comm.workspace)
 
 Why no old data is read for new: signal words hold epochs, which only grow, and a peer's word of this epoch is copied
 behind its data on one stream. The epoch that is copied is the kernel's own, so a captured graph replays with new ones.
-The next call of this rank overwrites it, and what the copies read, only behind them: its stream waits for the side
-stream at the end of each call.
+The next call of this rank overwrites it, and what the copies read, only behind them.
+
+Why copies go through the gate of their own call: those of a stream come in the order of its kernels, each of which has
+ended, the gate closed again, before the next one opens it. Copies that a CUDA graph holds are not in that order, for a
+replay may come before calls or after them, and so they have a gate of their own.
 
 Why it ends: the side stream waits for words of this rank alone, the gate and counters, which its kernel raises even
-after a wait of its own has expired. It sets them to zero itself, for the kernel may end before it has seen them. And
-whatever it waits for was enqueued before it, on every rank: streams that share a queue of the hardware, as all do with
+after a wait of its own has expired, and which no program waits before it raises. And whatever the side stream waits for
+was enqueued before it, on every rank: streams that share a queue of the hardware, as all do with
 CUDA_DEVICE_MAX_CONNECTIONS=1, can't hold up what it needs. It has no kernels, which would need room beside one that
 takes all multiprocessors, and to be loaded.
 """
@@ -44,11 +48,11 @@ from tkernels.comm import interpreter
 from tkernels.comm.device import arrived, count, tell_all, wait_signal
 from tkernels.comm.driver import driver
 from tkernels.comm.lease import Crossing
+from tkernels.comm.marks import WAIT, mark
 
 WAIT_VALUE_64, WRITE_VALUE_64 = 4, 5  # CUstreamBatchMemOpType
 OPERATION_WORDS = 6  # of 8 bytes, of a CUstreamBatchMemOpParams
 LOOKS = tl.constexpr(64)  # at the words of all peers at once, before they are waited for one after the other
-MOST_WORDS = 128  # in a call of the driver, which takes fewer than 256
 
 
 def check_mapped(operation: str, context):
@@ -78,7 +82,7 @@ def await_peers(begun, epoch, table, rank, SIZE: tl.constexpr, OPERATION: tl.con
 
 @triton.jit
 def begin_landing(
-    pid, num_comm, gate, begun, max_chunks, epoch, table, rank,
+    pid, num_comm, gate, copied, begun, max_chunks, epoch, table, rank,
     SIZE: tl.constexpr, COPIES: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
 ):  # fmt: skip
     """Every program's first call where rows land. Whoever sends is behind all peers then: copies, or this program."""
@@ -87,18 +91,27 @@ def begin_landing(
     if COPIES:
         if pid == 0:
             await_peers(begun, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
-            open_gate(gate, max_chunks, epoch, TRANSPORT)
+            open_gate(gate, copied, max_chunks, epoch, TRANSPORT)
     elif pid < num_comm:
         await_peers(begun, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
 
 
 @triton.jit
-def open_gate(gate, max_chunks, epoch, TRANSPORT: tl.constexpr):
-    """Let this rank's copies begin. gate: [open, epoch of each chunk]."""
+def open_gate(gate, copied, max_chunks, epoch, TRANSPORT: tl.constexpr):
+    """Let this rank's copies begin, the signals among them with the epoch that they find behind copied[0]."""
     for first in range(0, max_chunks, 256):
         at = first + tl.arange(0, 256)
-        tl.store(gate + 1 + at, tl.broadcast_to(epoch, (256,)), mask=at < max_chunks)
+        tl.store(copied + 1 + at, tl.broadcast_to(epoch, (256,)), mask=at < max_chunks)
     count(gate, TRANSPORT, "sys")
+
+
+@triton.jit
+def await_copies(pid, copied, table, rank, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, TRACE: tl.constexpr):
+    """Every program's last call where the copy engine sends: the launch ends once it has sent all."""
+    if pid == 0:
+        mark(WAIT, 0, rank, table, TRANSPORT, TRACE)
+        wait_signal(copied, 1, table, rank, 0, OPERATION, TRANSPORT)
+        tl.store(copied, tl.full((), 0, tl.int64))
 
 
 @dataclass(frozen=True)
@@ -108,8 +121,8 @@ class Send:
     source, first: the tensor of the call that it is read from, and its first byte there. to: its first byte in the
         landing of `target`.
     ready, chunks: index of the first signal word, in the workspace's, and how many chunks it begins.
-    counter, tiles: the rows are there once this counter of the workspace has passed `tiles` (`count_up_to`), and the
-        counter is zero again after the last copy; without tiles it was there before the call.
+    counter, tiles: the rows are there once this counter of the workspace has passed `tiles` (`count_up_to`); without
+        tiles they were there before the call.
     """
 
     target: int
@@ -127,52 +140,53 @@ class Copies:
     """What the calls of one kind send by copies: in this order, once the kernel has opened the gate."""
 
     def __init__(self, context, workspace, sends: list[Send]):
-        offset = context.heap.offset
-        landing, ready, counters = offset(workspace.landing), offset(workspace.ready), workspace.counters.data_ptr()
-        self._workspace, self._on_gpu = workspace, context.device.type == "cuda"
+        self._context, self._workspace, self._on_gpu = context, workspace, context.device.type == "cuda"
         self._order = Crossing(torch.cuda) if self._on_gpu else None
-        gate = workspace.gate.data_ptr()
-        self._epoch = gate + 8
-        before = [(WAIT_VALUE_64, gate, 1), (WRITE_VALUE_64, gate, 0)]
-        self._sends, counted = [], []
+        self._epoch = workspace.copied.data_ptr() + 8
+        self._end = _operations([(WRITE_VALUE_64, workspace.copied.data_ptr(), 1)])
+        self._behind = [self._prepared(sends, gate.data_ptr()) for gate in workspace.gates]
+
+    def _prepared(self, sends: list[Send], gate: int) -> list[tuple]:
+        offset, bases = self._context.heap.offset, self._context.heap.segment.bases
+        landing, ready = offset(self._workspace.landing), offset(self._workspace.ready)
+        before, prepared = [(WAIT_VALUE_64, gate, 1), (WRITE_VALUE_64, gate, 0)], []
         for send in sends:
             if send.tiles:
-                counted.append(counters + 8 * send.counter)
-                before.append((WAIT_VALUE_64, counted[-1], send.tiles + 1))
-            base = context.heap.segment.bases[send.target]
+                before.append((WAIT_VALUE_64, self._workspace.counters[send.counter :].data_ptr(), send.tiles + 1))
+            base = bases[send.target]
             goal, word = base + landing + send.to, base + ready + 8 * send.ready
-            self._sends.append((_operations(before), send.source, send.first, goal, send.num_bytes, word, send.chunks))
+            prepared.append((_operations(before), send.source, send.first, goal, send.num_bytes, word, 8 * send.chunks))
             before = []
-        resets = [(WRITE_VALUE_64, word, 0) for word in counted]
-        self._resets = [_operations(resets[at : at + MOST_WORDS]) for at in range(0, len(resets), MOST_WORDS)]
+        return prepared
 
     def beside(self, launch, *sources: torch.Tensor):
-        """Collective. Launch the kernel, and the copies beside it; what follows on the current stream is behind both.
+        """Collective. Launch the kernel, and the copies beside it.
 
-        launch: takes no arguments. sources: the tensors that chunks are read from, contiguous.
+        launch: takes the gate that the kernel is to open. sources: the tensors that chunks are read from, contiguous.
         """
+        captured = self._context.capturing
+        gate, sends = self._workspace.gates[captured], self._behind[captured]
         addresses = [tensor.data_ptr() for tensor in sources]
         if not self._on_gpu:
-            with interpreter.beside(lambda: self._carry_out(host_on_words, host_copy, addresses)):
-                launch()
+            with interpreter.beside(lambda: self._carry_out(host_on_words, host_copy, sends, addresses)):
+                launch(gate)
             return
-        here = torch.cuda.current_stream()
-        side = self._workspace.side_stream(here)
-        self._order(here, side)  # the kernel of a graph before this call opens the same gate
-        launch()  # before what waits for it: see above
-        on_words, copy = _of_stream(side.cuda_stream)
-        self._carry_out(on_words, copy, addresses)
-        self._order(side, here)
+        here, side = self._workspace.streams()
+        if captured:  # a graph holds what its events lead to, and no more
+            self._order(here, side)
+        launch(gate)  # before what waits for it: see above
+        self._carry_out(*_of_stream(side.cuda_stream), sends, addresses)
+        if captured:
+            self._order(side, here)
 
-    def _carry_out(self, on_words, copy, addresses: list[int]):
-        for before, source, first, goal, num_bytes, word, chunks in self._sends:
+    def _carry_out(self, on_words, copy, sends: list[tuple], addresses: list[int]):
+        for before, source, first, goal, num_bytes, word, word_bytes in sends:
             if before:
                 on_words(before)
             if num_bytes:
                 copy(goal, addresses[source] + first, num_bytes)
-            copy(word, self._epoch, 8 * chunks)
-        for resets in self._resets:
-            on_words(resets)
+            copy(word, self._epoch, word_bytes)
+        on_words(self._end)
 
 
 def _operations(operations: list[tuple[int, int, int]]) -> ctypes.Array:

@@ -51,13 +51,15 @@ class Workspace:
         Nothing else is ever there: older epochs, or the zeros that it began with, from which all epochs differ.
     state: int64 [2], local: the epoch of the last finished call, and how many programs of this one have finished.
     counters: int64 [num_counters], local, zero between calls: for programs of one launch among themselves.
-    gate: int64 [1 + num_chunks], local: 1 while this call's copies may begin, and the epoch, for each chunk's signal.
+    gates: two of int64 [1], local: 1 while the copies of a call may begin, or those that a CUDA graph holds.
+    copied: int64 [1 + num_chunks], local: 1 once a call's copies are done, 0 again at its end; and the epoch, for each
+        chunk's signal.
     scratch: uint8, local: what a call of the plain path has in between.
     """
 
     def __init__(self, context):
         self.context = context
-        self._side = None
+        self._streams = None
         self._plans = Plans()  # of operations, with views of this memory as it is now
         # A CUDA graph reads what these hold: schedules, and local memory that calls since may have outgrown.
         self._captured_plans = set()  # of this memory as it is now
@@ -65,7 +67,8 @@ class Workspace:
         self._made_beside = []  # local memory of other streams, to which the allocator must not hand it on
         self._outgrown = []  # symmetric memory that no graph goes on with, and that peers may still read
         self._forget_memory()
-        self.state, self.gate, self.counters = (self._make(torch.zeros, number) for number in (2, 1, 0))
+        self.state, self.counters = self._make(torch.zeros, 2), self._make(torch.zeros, 0)
+        self.gates, self.copied = self._make_gates(), self._make(torch.zeros, 1)
         self.scratch = self._make(torch.empty, 0, torch.uint8)
 
     def reserve(
@@ -114,11 +117,17 @@ class Workspace:
     def forget_plans(self, *which):
         self._plans.clear(*which)
 
-    def side_stream(self, here):
-        """A stream for the copies of calls on the stream `here`. torch hands out few streams, in turns."""
-        while self._side is None or self._side == here:
-            self._side = torch.cuda.Stream(self.context.device)
-        return self._side
+    def streams(self):
+        """The current stream, and one for the copies of calls on it."""
+        current = self.context.current_stream()
+        if self._streams is None or self._streams[0].cuda_stream != current:
+            # torch takes as long to say this as a call of the driver does, so it is asked once.
+            here = torch.cuda.current_stream(self.context.device)
+            side = here if self._streams is None else self._streams[1]
+            while side == here:  # torch hands out few streams, in turns
+                side = torch.cuda.Stream(self.context.device)
+            self._streams = here, side
+        return self._streams
 
     def _least_packets(self) -> int:
         """Room for the packets of any call, or of one trip, or none, so that it is no more than a 32nd of the heap."""
@@ -133,6 +142,9 @@ class Workspace:
         if self.context.capturing:
             self._made_beside.append(made)
         return made
+
+    def _make_gates(self) -> list[torch.Tensor]:
+        return [self._make(torch.zeros, 1) for _ in range(2)]  # each a multiple of 16 bytes, as kernels expect
 
     def _forget_memory(self):
         self.inbox_bytes = self.num_chunks = self.num_packets = self.landing_bytes = 0
@@ -150,9 +162,9 @@ class Workspace:
             landing=((landing_bytes,), torch.uint8),
         )
         self.forget_plans()
-        state, gate = self._make(torch.zeros, 2), self._make(torch.zeros, 1 + num_chunks)
+        state, gates, copied = self._make(torch.zeros, 2), self._make_gates(), self._make(torch.zeros, 1 + num_chunks)
         self._memory = self._untouched(plan.num_bytes) if self.context.capturing else self._replaced(plan.num_bytes)
-        self.state, self.gate = state, gate
+        self.state, self.gates, self.copied = state, gates, copied
         self._outgrown_plans |= self._captured_plans
         self._captured_plans = set()
         self.ready, self.begun, self.packets, self.inbox, self.landing = (

@@ -368,7 +368,7 @@ def prepare():
         bases = [memory.data_ptr()] * group.size
         return runtime.Segment(memory, bases, bases, group.global_ranks)
 
-    copies.Copies.beside = lambda self, launch, *sources: launch()
+    copies.Copies.beside = lambda self, launch, *sources: launch(self._workspace.gates[0])
     runtime.device = lambda: torch.device("cpu")
     runtime.open_segment = open_segment
     context.Group = NoRanks

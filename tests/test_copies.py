@@ -186,6 +186,11 @@ class Meeting:
             time.sleep(1e-3)
 
 
+@interpreter.builtin
+def no_wait(*arguments):
+    pass
+
+
 def signal_first(ctx, form, name):
     """One call; in the wrong form data follows their signals, once the peer has its result."""
     rows = (33, 20)
@@ -193,7 +198,7 @@ def signal_first(ctx, form, name):
     by_copies(ctx, name, x, w, **options(name, rows))
     x, w, want = operands(ctx, name, rows, 24, 16, torch.float32, 2)
     poison_workspace(ctx)
-    peer, copy, held = Meeting(ctx), copies.host_copy, []
+    peer, copy, spin, held, copied = Meeting(ctx), copies.host_copy, device.spin, [], ctx.workspace().copied.data_ptr()
 
     def hold(goal, source, num_bytes):
         if num_bytes > 8:
@@ -204,20 +209,18 @@ def signal_first(ctx, form, name):
         while held:
             copy(*held.pop())
 
-    def launch_and_tell(self, launch, *sources, beside=copies.Copies.beside):
-        beside(self, lambda: (launch(), peer.tell()), *sources)
+    @interpreter.builtin
+    def tell(word, *arguments):
+        if word.handle.data.item() == copied:  # all tiles are done
+            peer.tell()
+        return spin(word, *arguments)
 
     with (
         mock.patch.object(copies, "host_copy", hold if form == "wrong" else copy),
-        mock.patch.object(copies.Copies, "beside", launch_and_tell),
+        mock.patch.object(device, "spin", tell),
     ):
         got = by_copies(ctx, name, x, w, **options(name, rows))
     return torch.equal(got, want)
-
-
-@interpreter.builtin
-def no_wait(*arguments):
-    pass
 
 
 def landing_used_again(ctx, form, num_comm):
@@ -254,12 +257,37 @@ def landing_used_again(ctx, form, num_comm):
         mock.patch.object(device, "spin", late_reader),
         mock.patch.object(device, "delay", put),
         mock.patch.object(copies, "host_copy", tell),
-        mock.patch.object(copies, "wait_signal", no_wait if form == "wrong" else copies.wait_signal),
+        mock.patch.object(copies, "await_peers", no_wait if form == "wrong" else copies.await_peers),
     ):
         for x, w, want in made[1:]:
             calls.append(None)
             results.append((all_gather_matmul(ctx, x, w, rows=rows, config=config)[0], want))
     return all(torch.equal(got, want) for got, want in results)
+
+
+def ends_early(ctx, form, name):
+    """Rank 0's copies are late; in the wrong form its launch ends before, and what follows overwrites their source."""
+    rows = (33, 20)
+    x, w, _ = operands(ctx, name, rows, 24, 16, torch.float32, 3)
+    module, copy, ended, late_copies = importlib.import_module(f"tkernels.{name}"), copies.host_copy, [], []
+
+    def late_copy(goal, source, num_bytes):
+        limit = time.monotonic() + PATIENCE_S
+        while ctx.rank == 0 and not ended and time.monotonic() < limit:
+            time.sleep(1e-3)
+        late_copies.append(bool(ended))
+        copy(goal, source, num_bytes)
+
+    def launch_and_note(self, launch, *sources, beside=copies.Copies.beside):
+        beside(self, lambda gate: (launch(gate), ended.append(None)), *sources)
+
+    with (
+        mock.patch.object(copies, "host_copy", late_copy),
+        mock.patch.object(copies.Copies, "beside", launch_and_note),
+        mock.patch.object(module, "await_copies", no_wait if form == "wrong" else module.await_copies),
+    ):
+        by_copies(ctx, name, x, w, chunk_rows=1 << 20, **options(name, rows))
+    return not any(late_copies)
 
 
 @simulated_only
@@ -270,6 +298,7 @@ def landing_used_again(ctx, form, num_comm):
         "a signal before its data",
         "a landing that is used again at once",
         "a landing that programs use again at once",
+        "a launch that ends before its copies",
     ],
 )
 def test_a_wrong_form_is_caught(ctx, mistake):
@@ -277,6 +306,8 @@ def test_a_wrong_form_is_caught(ctx, mistake):
         with tkernels.init(heap_bytes=8 << 20) as context:
             if mistake == "a signal before its data":
                 right = all([signal_first(context, form, name) for name in (AG, RS)])
+            elif mistake == "a launch that ends before its copies":
+                right = all([ends_early(context, form, name) for name in (AG, RS)])
             else:
                 right = landing_used_again(context, form, int("programs" in mistake))
             assert all(ctx.group.gather(right)) == (form == "right")

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from tkernels.comm.collectives import check_rows
 from tkernels.comm.context import Context
-from tkernels.comm.copies import Copies, Send, begin_landing, check_mapped
+from tkernels.comm.copies import Copies, Send, await_copies, begin_landing, check_mapped
 from tkernels.comm.device import begin_epoch, copy, count, operation, publish, put_signal, wait_signal
 from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark
 from tkernels.comm.plans import Launch
@@ -100,7 +100,7 @@ def all_gather_matmul_kernel(
     bias, y, y_stride_m,  # [N/R]; [M, N/R]
     sums,  # [.., BLOCK_N], fp32: of tiles that are split along K
     schedule, tiles_m, head, dealt, whole, splits,
-    counters, num_counters, ready, max_chunks, state, table, rank, gate, begun,
+    counters, num_counters, ready, max_chunks, state, table, rank, gate, copied, begun,
     first_row, rows, N, K, num_comm, chunks, chunk_rows,  # this rank's first row in the whole, and its rows
     SIZE: tl.constexpr, LANDING: tl.constexpr, COPIES: tl.constexpr, PARTS: tl.constexpr,  # PARTS: some tiles are split
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
@@ -114,7 +114,7 @@ def all_gather_matmul_kernel(
     parity_row = (epoch % 2).to(tl.int32) * parity_rows
     if LANDING:
         begin_landing(
-            pid, num_comm, gate, begun, max_chunks, epoch, table, rank, SIZE, COPIES, OPERATION, TRANSPORT
+            pid, num_comm, gate, copied, begun, max_chunks, epoch, table, rank, SIZE, COPIES, OPERATION, TRANSPORT
         )
     if not COPIES:  # at compile time; else num_comm is 0
         if pid < num_comm:
@@ -208,6 +208,8 @@ def all_gather_matmul_kernel(
                         count(others, TRANSPORT, "gpu")
             total = kept
         item = take_tile(turn, own_dealt, pid, num_comm, head, dealt, whole, counters)
+    if COPIES:
+        await_copies(pid, copied, table, rank, OPERATION, TRANSPORT, TRACE)
     end_marks(table, TRANSPORT, TRACE)
     end_launch(state, epoch, counters, num_counters)
 # fmt: on
@@ -294,6 +296,7 @@ def plan(
         memory, parity_rows = workspace.inbox, triton.cdiv(workspace.inbox_bytes, row_bytes)
     if not config.num_comm:
         copies = Copies(ctx, workspace, _sends(ctx, rows, row_bytes, chunks, workspace.num_chunks, config))
+    gate = workspace.gates[0]  # but for the copies of a captured call
     inbox = memory[: (parity_rows + M) * row_bytes].view(x.dtype).view(parity_rows + M, K)
     y = check_result("all_gather_matmul", out, x, (M, N), out_dtype)
 
@@ -315,7 +318,7 @@ def plan(
         s_operand.argument,
         schedule, tiles_m, *turns,
         workspace.counters, TILE_COUNTS.value, workspace.ready, workspace.num_chunks, workspace.state,
-        ctx.table, ctx.rank, workspace.gate, workspace.begun,
+        ctx.table, ctx.rank, gate, workspace.copied, workspace.begun,
         first_row, rows[ctx.rank], N, K, config.num_comm, chunks, config.chunk_rows,
         SIZE=ctx.size, LANDING=config.landing, COPIES=config.num_comm == 0, PARTS=turns.splits > 1,
         BLOCK_M=gemm.block_m, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, GROUP_M=gemm.group_m, SPLIT=gemm.split,
@@ -325,7 +328,7 @@ def plan(
         OPERATION=OP, TRANSPORT=ctx.transport_id,
         PUT_BLOCK=config.copy_block(aligned), ALIGN=16 if aligned else itemsize,
         num_warps=gemm.num_warps, num_stages=stages_of(gemm, turns.splits), maxnreg=config.max_registers,
-        varying=("x", "x_memory", "w", "bias", "y", "sums"),
+        varying=("x", "x_memory", "w", "bias", "y", "sums", "gate"),
     )  # fmt: skip
     borrowed = return_gathered == "borrowed" and config.landing  # of two inboxes only the device knows which
     collect = None
@@ -333,14 +336,15 @@ def plan(
         collect = _collect(workspace.state, inbox, parity_rows, x, gathered, first_row, M)
 
     sums_shape = s_operand.argument.shape
+    no_sums = x.new_empty(sums_shape, dtype=torch.float32) if turns.splits == 1 else None
 
     def run(x, w, bias, out, gathered):
         x = x.contiguous()
         y = x.new_empty((M, N), dtype=out_dtype) if out is None else out
-        sums = x.new_empty(sums_shape, dtype=torch.float32)
+        sums = x.new_empty(sums_shape, dtype=torch.float32) if no_sums is None else no_sums
         tensors = x, x, w, x if bias is None else bias.contiguous(), y, sums
         if config.num_comm:
-            launch(*tensors)
+            launch(*tensors, gate)
         else:
             copies.beside(functools.partial(launch, *tensors), x)
         if borrowed:

@@ -24,7 +24,7 @@ import triton.language as tl
 
 from tkernels.comm.collectives import check_rows, receive_parts, split_rows
 from tkernels.comm.context import Context
-from tkernels.comm.copies import Copies, Send, begin_landing, check_mapped
+from tkernels.comm.copies import Copies, Send, await_copies, begin_landing, check_mapped
 from tkernels.comm.device import (
     begin_epoch,
     count,
@@ -129,7 +129,7 @@ def matmul_reduce_kernel(
     head, dealt, whole, splits,
     sends, num_sends,  # [num_sends, SEND_FIELDS]
     starts,  # [R + 1]: first element of each part
-    counters, num_counters, ready, max_chunks, state, table, rank, gate, begun,
+    counters, num_counters, ready, max_chunks, state, table, rank, gate, copied, begun,
     M, N, K, own_first, own_end,  # the own rows in the whole
     num_comm, own_chunks, chunk_rows,  # own_chunks: of this rank's rows
     sent_rows, piece_rows,  # at a time; piece: see receive_parts
@@ -151,7 +151,7 @@ def matmul_reduce_kernel(
 
     if LANDING:
         begin_landing(
-            pid, num_comm, gate, begun, max_chunks, epoch, table, rank, SIZE, COPIES, OPERATION, TRANSPORT
+            pid, num_comm, gate, copied, begun, max_chunks, epoch, table, rank, SIZE, COPIES, OPERATION, TRANSPORT
         )
     if not COPIES:  # at compile time; else num_comm is 0
         if pid < num_comm:
@@ -300,6 +300,8 @@ def matmul_reduce_kernel(
             tl.cast(chunk_rows, tl.int64) * N, tl.cast(piece_rows, tl.int64) * N, rank,
             SIZE, OPERATION, TRANSPORT, PUT_BLOCK, ALIGN, TRACE,
         )
+    if COPIES:
+        await_copies(pid, copied, table, rank, OPERATION, TRANSPORT, TRACE)
     end_marks(table, TRANSPORT, TRACE)
     end_launch(state, epoch, counters, num_counters)
 # fmt: on
@@ -379,14 +381,13 @@ def plan(
         workspace.reserve(0, chunks, landing_bytes=max(inbox_rows, 4) * N * itemsize)
     else:
         workspace.reserve(max(inbox_rows, 4) * N * itemsize, chunks)
-    all_counters = TILE_COUNTS.value + ctx.size * workspace.num_chunks
-    workspace.reserve(0, 0, num_counters=all_counters)
-    # Those that copies wait for are set to zero behind the last copy, which may be after the launch.
-    num_counters = all_counters if config.num_comm else TILE_COUNTS.value
+    num_counters = TILE_COUNTS.value + ctx.size * workspace.num_chunks
+    workspace.reserve(0, 0, num_counters=num_counters)
     memory, parity_rows = workspace.landing, 0
     if not config.landing:
         memory, parity_rows = workspace.inbox, triton.cdiv(workspace.inbox_bytes, N * itemsize)
         parity_rows += parity_rows % 2  # finished rows may be fp32, and two rows of 16-bit elements are whole words
+    gate = workspace.gates[0]  # but for the copies of a captured call
     inbox = memory[: (parity_rows + inbox_rows) * N * itemsize].view(wire_dtype).view(-1, N)
     outbox_shape = M - rows[ctx.rank], N
     outbox = check_result(name, None, x, outbox_shape, wire_dtype)
@@ -421,7 +422,7 @@ def plan(
         schedule, tiles_m, peer_tiles_m, *turns,
         sends, sends.numel() // SEND_FIELDS.value, starts,
         workspace.counters, num_counters, workspace.ready, workspace.num_chunks, workspace.state, ctx.table, ctx.rank,
-        workspace.gate, workspace.begun,
+        gate, workspace.copied, workspace.begun,
         M, N, K, first_rows[ctx.rank], first_rows[ctx.rank + 1],
         config.num_comm, num_chunks(rows[ctx.rank], config), config.chunk_rows,
         config.sent_rows, math.gcd(config.chunk_rows, PIECE_ROWS),
@@ -438,9 +439,10 @@ def plan(
         PUT_BLOCK=config.copy_block(aligned) * x.element_size() // max(x.element_size(), *travels),
         ALIGN=16 if aligned else min(travels),
         num_warps=gemm.num_warps, num_stages=stages_of(gemm, turns.splits), maxnreg=config.max_registers,
-        varying=("x", "w", "bias", "y", "y_memory", "outbox", "outbox_memory", "sums"),
+        varying=("x", "w", "bias", "y", "y_memory", "outbox", "outbox_memory", "sums", "gate"),
     )  # fmt: skip
     shape, sums_shape = tuple(y.shape), s_operand.argument.shape
+    no_sums = x.new_empty(sums_shape, dtype=torch.float32) if turns.splits == 1 else None
     if not config.num_comm:
         finished_bytes = N * out_dtype.itemsize if gather else 0
         sends = _copied(
@@ -452,10 +454,10 @@ def plan(
         x = x.contiguous() if straighten else x
         y = x.new_empty(shape, dtype=out_dtype) if out is None else out
         outbox = x.new_empty(outbox_shape, dtype=wire_dtype)  # given back once the stream is behind all that reads it
-        sums = x.new_empty(sums_shape, dtype=torch.float32)
+        sums = x.new_empty(sums_shape, dtype=torch.float32) if no_sums is None else no_sums
         tensors = x, w, x if bias is None else bias.contiguous(), y, y, outbox, outbox, sums
         if config.num_comm:
-            launch(*tensors)
+            launch(*tensors, gate)
         else:
             copies.beside(functools.partial(launch, *tensors), outbox, y)
         return y
