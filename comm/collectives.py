@@ -3,7 +3,8 @@
 Letters: R ranks. A rank's part is its rows, as contiguous elements; parts lie one after the other in the whole.
 Parts travel in one of two ways, by their size (`CollectiveConfig`):
 
-packets  each 4 bytes with their epoch beside them: one trip over the link, and twice the bytes. For small parts.
+packets  each 4 bytes say that they are here: one trip over the link. For small parts. Those of a gather, which may be
+         any bits, have their epoch beside them, twice the bytes; those of a sum are not what was there before.
 chunks   as they are, one signal a chunk behind a fence: the fence waits for the chunk's arrival, so it is two trips.
 
 An all-reduce in one shot is a reduce-scatter in which every part is the whole; in two shots, a reduce-scatter and an
@@ -33,7 +34,8 @@ from tkernels.comm.device import (
     wait_signal,
 )
 from tkernels.comm.marks import ADD, COPY, SEND, WAIT, end_marks, mark
-from tkernels.comm.workspace import MIN_CHUNKS, PACKET_BLOCK, PACKET_BYTES
+from tkernels.comm.regions import round_up
+from tkernels.comm.workspace import LAMPORT_BYTES, MIN_CHUNKS, PACKET_BLOCK, PACKET_BYTES
 
 OP_ALL_GATHER = operation("all_gather")
 OP_REDUCE_SCATTER = operation("reduce_scatter")
@@ -45,6 +47,8 @@ CHUNK_BYTES = 256 << 10  # the most behind one signal
 MIN_CHUNK_BYTES = 4 << 10
 MAX_PROGRAMS = MIN_CHUNKS // 2
 ALONE_PROGRAMS = MIN_CHUNKS  # where nothing runs beside
+MAX_BLOCK_BYTES = 2 * 4 * PACKET_BLOCK  # of a block of packets, which may come back in elements twice as large
+LAMPORT_CALLS, LAMPORT_WORDS = tl.constexpr(2), tl.constexpr(3)  # of a workspace's state
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -52,22 +56,34 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class CollectiveConfig:
     """How a collective's data travels; all ranks must use the same.
 
-    packet_bytes: a part of no more than this goes to a peer as packets, which save a fence's round trip and take twice
-        the bytes. 2 H200s, us of an all-reduce as packets / in chunks: 4.7/6.6 of 64 KB, 5.8/6.7 of 256 KB, 9.7/9.2 of
-        512 KB. Two shots save two round trips, and are packets up to twice that: 4 H200s, 15/23 of an all-reduce of
-        1 MB, 25/29 of 2 MB, 47/37 of 4 MB. Over the transport nvshmem there are none.
+    packet_bytes: a part to be gathered of no more than this goes to a peer as packets, which save a fence's round trip
+        and take twice the bytes. Over the transport nvshmem there are none.
+    lamport_bytes, scatter_bytes: the parts of an all-reduce, and of a reduce-scatter, are packets where a rank receives
+        no more than this of all ranks, there and back where there are two trips. 2 H200s, us as packets / in chunks:
+        all-reduces of 16 KB 8.7/11.0, of 1 MB 12.1/14.8, of 2 MB 18.0/18.9, of 4 MB 31.0/26.2; reduce-scatters, which
+        have half the programs, of 1 MB 13.3/13.7, of 2 MB 20.1/16.7.
     hop_bytes, packet_hop_bytes: an all-reduce takes one shot where that sends at most so many bytes more than two, in
         chunks or as packets. Two shots in chunks need another fence, signal and wait: 3 to 4 us between 2 H200s, 8
         among 4. As packets they need another trip alone, and are never slower than one shot in chunks (4 H200s).
     """
 
     packet_bytes: int = PACKET_BYTES
+    lamport_bytes: int = LAMPORT_BYTES
+    scatter_bytes: int = 1 << 20
     hop_bytes: int = 1 << 20
     packet_hop_bytes: int = 384 << 10
 
-    def packets(self, part_bytes: int, ctx: Context, shots: int = 1) -> bool:
-        """Whether parts of that size travel as packets. The same on all ranks."""
-        return ctx.transport_id != NVSHMEM.value and part_bytes <= shots * self.packet_bytes
+    def gathers_packets(self, part_bytes: int, ctx: Context) -> bool:
+        """Whether parts of that size are gathered as packets. The same on all ranks."""
+        return ctx.transport_id != NVSHMEM.value and part_bytes <= self.packet_bytes
+
+    def sums_packets(self, part_bytes: int, ctx: Context, trips: int) -> bool:
+        """Whether parts of that size are summed as packets. The same on all ranks.
+
+        trips: 1 or 2 of an all-reduce; 0 for a reduce-scatter.
+        """
+        received = ctx.size * max(trips, 1) * round_up(part_bytes, MAX_BLOCK_BYTES)
+        return ctx.transport_id != NVSHMEM.value and received <= (self.lamport_bytes if trips else self.scatter_bytes)
 
     def one_shot(self, num_bytes: int, ctx: Context, result_bytes: int = 0) -> bool:
         """Whether an all-reduce of that size takes one shot; between two ranks it always does.
@@ -75,8 +91,8 @@ class CollectiveConfig:
         result_bytes: of its result, which may be wider, and is what comes back as packets.
         """
         size = ctx.size
-        two_trips = size > 2 and self.packets(-(-max(num_bytes, result_bytes) // size), ctx, 2)
-        if two_trips and not self.packets(num_bytes, ctx):
+        two_trips = size > 2 and self.sums_packets(-(-max(num_bytes, result_bytes) // size), ctx, 2)
+        if two_trips and not self.sums_packets(num_bytes, ctx, 1):
             return False
         return num_bytes * (size - 1) * (size - 2) <= (self.packet_hop_bytes if two_trips else self.hop_bytes) * size
 
@@ -306,7 +322,7 @@ def sum_of_packets(
 @triton.jit(do_not_specialize=["rank", "max_part"])
 def packets_kernel(
     x, out,  # all_gather: [own part], [whole]; reduce_scatter: [whole], [own part]; WHOLE, GATHER: [whole], [whole]
-    packets, parity_stride, source_stride, state, table, rank,
+    packets, inbox_stride, source_stride, state, table, rank,  # two inboxes of `packets`, three of `lamport`
     starts,  # [R + 1] first element of each part; with WHOLE, the first two words are those of every part
     max_part,  # elements of the largest part
     SIZE: tl.constexpr, REDUCE: tl.constexpr, WHOLE: tl.constexpr, GATHER: tl.constexpr,
@@ -317,18 +333,26 @@ def packets_kernel(
 
     GATHER: every rank sums its own part, and sends the sums to every rank.
     Every rank sends as many blocks as the largest part has, so every rank hears from every other.
+    All blocks of a trip are under way before the first one is waited for.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
+    OUT: tl.constexpr = out.dtype.element_ty
     BLOCK: tl.constexpr = WORDS * 32 // DTYPE.primitive_bitwidth
+    OUT_WORDS: tl.constexpr = BLOCK * OUT.primitive_bitwidth // 32
     PARTS: tl.constexpr = 0 if WHOLE else 1
     SAME: tl.constexpr = WHOLE or not REDUCE  # to all ranks
     epoch = begin_epoch(state)
-    packets += epoch % 2 * parity_stride
+    inboxes, turn = packets, epoch
+    if REDUCE:
+        turn = tl.load(state + LAMPORT_CALLS)
+        packets += turn % 3 * inbox_stride
+    else:
+        packets += turn % 2 * inbox_stride
     own_start, own = part_of(starts, rank * PARTS, DTYPE, ALIGN)
     blocks = tl.cdiv(max_part, BLOCK)
     for index in range(tl.program_id(0), blocks, tl.num_programs(0)):
         at = index * BLOCK + tl.arange(0, BLOCK)
-        inbox = packets + index * WORDS
+        inbox = packets + rank * source_stride + index * WORDS
         if SAME:
             words = pack(tl.load(x + at, mask=at < own, other=0), WORDS)
         for step in range(SIZE):
@@ -339,41 +363,48 @@ def packets_kernel(
             else:
                 start, part = part_of(starts, target, DTYPE, ALIGN)
                 sent = pack(tl.load(x + start + at, mask=at < part, other=0), WORDS)
-            put_packets(inbox + rank * source_stride, sent, epoch, target, table, TRANSPORT)
-        if not REDUCE:
+            put_packets(inbox, sent, epoch, target, table, TRANSPORT)
+    if REDUCE:
+        # What the last call left is in everybody's way from the next call but one on.
+        left = inboxes + (turn + 2) % 3 * inbox_stride
+        used = tl.load(state + LAMPORT_WORDS).to(tl.int32)
+        for first in range(tl.program_id(0) * WORDS, used, tl.num_programs(0) * WORDS):
+            words_at = first + tl.arange(0, WORDS)
+            tl.store(left + words_at, tl.zeros((WORDS,), tl.int32), mask=words_at < used)
+    gathered, gathered_stride = packets + SIZE * source_stride, blocks * OUT_WORDS
+    for index in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        at = index * BLOCK + tl.arange(0, BLOCK)
+        inbox = packets + index * WORDS
+        if REDUCE:
+            total = sum_of_packets(
+                inbox, source_stride, epoch, table, index, rank, DTYPE, SIZE, OPERATION, TRANSPORT, WORDS, TRACE
+            ).to(OUT)
+            if GATHER:
+                words = pack(total, OUT_WORDS)
+                for step in range(SIZE):
+                    target = (rank + 1 + step) % SIZE
+                    mark(SEND, index, target, table, TRANSPORT, TRACE)
+                    mine = gathered + rank * gathered_stride + index * OUT_WORDS
+                    put_packets(mine, words, epoch, target, table, TRANSPORT)
+            else:
+                tl.store(out + at, total, mask=at < own)
+        else:
             store_parts(
                 inbox, source_stride, out, starts, at, epoch, table, index, rank,
                 SIZE, OPERATION, TRANSPORT, WORDS, ALIGN, TRACE,
             )
-        elif not GATHER:
-            total = sum_of_packets(
-                inbox, source_stride, epoch, table, index, rank, DTYPE, SIZE, OPERATION, TRANSPORT, WORDS, TRACE
-            )
-            tl.store(out + at, total.to(out.dtype.element_ty), mask=at < own)
     if GATHER:
-        # All blocks of a trip are under way before the first one is waited for.
-        OUT: tl.constexpr = out.dtype.element_ty
-        OUT_WORDS: tl.constexpr = BLOCK * OUT.primitive_bitwidth // 32
-        gathered, gathered_stride = packets + SIZE * source_stride, blocks * OUT_WORDS
-        for index in range(tl.program_id(0), blocks, tl.num_programs(0)):
-            total = sum_of_packets(
-                packets + index * WORDS, source_stride, epoch, table, index, rank,
-                DTYPE, SIZE, OPERATION, TRANSPORT, WORDS, TRACE,
-            )
-            words = pack(total.to(OUT), OUT_WORDS)
-            for step in range(SIZE):
-                target = (rank + 1 + step) % SIZE
-                mark(SEND, index, target, table, TRANSPORT, TRACE)
-                put_packets(
-                    gathered + rank * gathered_stride + index * OUT_WORDS, words, epoch, target, table, TRANSPORT
-                )
         for index in range(tl.program_id(0), blocks, tl.num_programs(0)):
             store_parts(
                 gathered + index * OUT_WORDS, gathered_stride, out, starts, index * BLOCK + tl.arange(0, BLOCK),
                 epoch, table, index, rank, SIZE, OPERATION, TRANSPORT, OUT_WORDS, ALIGN, TRACE,
             )
     end_marks(table, TRANSPORT, TRACE)
-    end_epoch(state, epoch)
+    last = end_epoch(state, epoch)
+    if REDUCE:
+        if last:
+            tl.store(state + LAMPORT_CALLS, turn + 1)
+            tl.store(state + LAMPORT_WORDS, SIZE * (source_stride + (gathered_stride if GATHER else 0)))
 
 
 @triton.jit(do_not_specialize=["rank", "max_chunks"])
@@ -553,7 +584,7 @@ class _Parts:
         """Send this rank's part to everyone."""
         ctx = self.ctx
         # Bytes have no packets, and 8 bytes are two words of one.
-        if 1 < self.itemsize < 8 and config.packets(self.max_part * self.itemsize, ctx):
+        if 1 < self.itemsize < 8 and config.gathers_packets(self.max_part * self.itemsize, ctx):
             return self.packets(OP_ALL_GATHER, reduce=False)
         workspace = self.reserve(self.total)
         return ctx.bind(
@@ -568,7 +599,7 @@ class _Parts:
         ctx = self.ctx
         # What makes two trips may come back wider.
         itemsize = max(self.itemsize, self.out.element_size()) if gather else self.itemsize
-        if config.packets(self.max_part * itemsize, ctx, 2 if gather else 1):
+        if config.sums_packets(self.max_part * itemsize, ctx, 2 if gather else int(self.whole)):
             return self.packets(operation, reduce=True, gather=gather)
         part_stride = -(-self.max_part // BLOCK) * BLOCK
         gathered = self.total * self.out.element_size() // self.itemsize + 1 if gather else 0
@@ -592,10 +623,14 @@ class _Parts:
         if blocks == 0:
             return None
         words = PACKET_BLOCK + (block * self.out.element_size() // 4 if gather else 0)  # of a block, there and back
-        workspace = ctx.workspace().reserve(0, 0, num_packets=ctx.size * blocks * words)
+        room = {"num_lamport" if reduce else "num_packets": ctx.size * blocks * words}
+        workspace = ctx.workspace().reserve(0, 0, **room)
+        inboxes = workspace.lamport, workspace.num_lamport
+        if not reduce:
+            inboxes = workspace.packets, workspace.num_packets
         return ctx.bind(
             packets_kernel, min(self.num_programs, blocks), self.x, self.out,
-            workspace.packets, workspace.num_packets, blocks * PACKET_BLOCK, workspace.state, ctx.table, ctx.rank,
+            *inboxes, blocks * PACKET_BLOCK, workspace.state, ctx.table, ctx.rank,
             self.starts, self.max_part,
             SIZE=ctx.size, REDUCE=reduce, WHOLE=self.whole, GATHER=gather, OPERATION=operation,
             TRANSPORT=ctx.transport_id,

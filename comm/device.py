@@ -46,6 +46,8 @@ POLLS_PER_LOOK = tl.constexpr(256)  # polls between two looks at the clock and t
 SET = tl.constexpr(0)
 ADD = tl.constexpr(1)
 
+OTHER_NAN = tl.constexpr(0x7FFF7FFF)  # in fp32, and in fp16 and bf16 two of them
+
 _operations = ["unnamed"]
 
 
@@ -224,20 +226,27 @@ def tell_all(signal_word, value, table, rank, SIZE: tl.constexpr, TRANSPORT: tl.
 
 @triton.jit
 def put_packets(packets, words, epoch, rank, table, TRANSPORT: tl.constexpr):
-    """Store a block of int32 `words` at int64 `packets` in `rank`'s memory, each word and its epoch as one of 8 bytes.
+    """Store a block of int32 `words` at `packets` in `rank`'s memory, so that each of them says that it has arrived.
 
-    What arrives says so itself: no fence and no signal, whose round trips cost more than small data. It takes twice the
-    bytes. Memory for packets holds nothing else, and begins with zeros: any other 32 bits might look like an epoch. Of
-    the epoch there are 32 bits, so that only a word which nobody replaced in 2**32 calls could pass for a new one.
-    Orders: nothing; a packet of this epoch has its word, and says nothing of other memory.
+    What arrives says so itself: no fence and no signal, whose round trips cost more than small data.
+    At int64 packets, each word and its epoch are one of 8 bytes, which takes twice the bytes. Memory for them holds
+    nothing else, and begins with zeros: any other 32 bits might look like an epoch. Of the epoch there are 32 bits, so
+    that only a word which nobody replaced in 2**32 calls could pass for a new one.
+    At int32 packets, a word is there once it is not zero, as in Lamport's queue: their memory has been set to zero
+    since the words before, and what is stored is the complement. All ones, the one word that this can't say, are a NaN
+    or two in any dtype, and become others. So it is for numbers, not for any bits.
+    Orders: nothing; a packet that is here has its word, and says nothing of other memory.
     TRANSPORT: not NVSHMEM, whose network may deliver 8 bytes in parts.
     """
     if TRANSPORT == SIMULATED:
         delay()
-    packet = (words.to(tl.int64) & 0xFFFFFFFF) | (tl.cast(epoch, tl.int64) << 32)
     at = tl.arange(0, words.shape[0])
+    if packets.dtype.element_ty == tl.int64:
+        stored = (words.to(tl.int64) & 0xFFFFFFFF) | (tl.cast(epoch, tl.int64) << 32)
+    else:
+        stored = ~tl.where(words == -1, OTHER_NAN, words)
     # Write-through: it compiles to a strong store, which no cache holds back.
-    tl.store(peer(packets, rank, table, 16) + at, packet, cache_modifier=".wt")
+    tl.store(peer(packets, rank, table, 16) + at, stored, cache_modifier=".wt")
 
 
 @triton.jit
@@ -245,7 +254,7 @@ def wait_packets(
     packets, stride, epoch, table, chunk,
     SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Wait for BLOCK packets of `epoch` from each rank, `stride` apart; a tuple of their int32 words by rank.
+    """Wait for BLOCK packets, of `epoch` if they carry one, from each rank, `stride` apart; their int32 words by rank.
 
     Ends: as `wait_signal`.
     """
@@ -273,7 +282,10 @@ def wait_packets(
                     first_late = SIZE
     words = ()
     for source in tl.static_range(SIZE):
-        words = words + (arrived[source].to(tl.int32),)
+        if packets.dtype.element_ty == tl.int64:
+            words = words + (arrived[source].to(tl.int32),)
+        else:
+            words = words + (~arrived[source],)
     return words
 
 
@@ -291,7 +303,10 @@ def _first_late(arrived, epoch, SIZE: tl.constexpr):
     """The first rank of which a packet has not come; SIZE if all have. The same for all threads."""
     late = tl.full(arrived[0].shape, SIZE, tl.int32)
     for source in tl.static_range(SIZE):
-        here = (arrived[source] >> 32).to(tl.int32) == tl.cast(epoch, tl.int32)
+        if arrived[source].dtype == tl.int64:
+            here = (arrived[source] >> 32).to(tl.int32) == tl.cast(epoch, tl.int32)
+        else:
+            here = arrived[source] != 0
         late = tl.minimum(late, tl.where(here, SIZE, source))
     return tl.min(late)
 
@@ -476,7 +491,7 @@ def publish(TRANSPORT: tl.constexpr):
 
 @triton.jit
 def begin_epoch(state):
-    """The epoch of this launch. `state` is a workspace's [epoch, finished programs], in local memory."""
+    """The epoch of this launch. `state` is a workspace's, in local memory: [epoch, finished programs, ...]."""
     return tl.load(state) + 1
 
 

@@ -32,10 +32,13 @@ def spin(signal, epoch, timeout_ns, fault_flag):
 
 @interpreter.builtin
 def spin_packets(packets, num_packets, epoch, timeout_ns, fault_flag):
-    """The same once each of the packets holds the epoch, in its upper 32 bits."""
-    words = (ctypes.c_uint32 * (2 * _int(num_packets))).from_address(_int(packets))
-    flags, wanted = numpy.ctypeslib.as_array(words)[1::2], _int(epoch) & 0xFFFFFFFF
-    return _poll(lambda: (flags == wanted).all(), timeout_ns, fault_flag)
+    """The same once each of the packets is there: holds the epoch in its upper 32 bits, or is not zero if it has 32."""
+    num_words = _int(num_packets) * packets.dtype.element_ty.primitive_bitwidth // 32
+    words = numpy.ctypeslib.as_array((ctypes.c_uint32 * num_words).from_address(_int(packets)))
+    if num_words == _int(num_packets):
+        return _poll(words.all, timeout_ns, fault_flag)
+    wanted = _int(epoch) & 0xFFFFFFFF
+    return _poll(lambda: (words[1::2] == wanted).all(), timeout_ns, fault_flag)
 
 
 def _poll(arrived, timeout_ns, fault_flag):

@@ -27,17 +27,15 @@ from tkernels.comm.plans import Plans
 from tkernels.comm.regions import ALIGNMENT, Regions, round_up
 
 # What small calls need is there from the first call on, so that a capture after a large one finds it.
-PACKET_BYTES = 256 << 10  # that a rank sends a peer as packets
+PACKET_BYTES = 256 << 10  # that a rank sends a peer as packets with their epoch
 PACKET_BLOCK = 1024  # words of 4 bytes that a program sends as packets at a step: 16 bytes for each of 256 threads
+LAMPORT_BYTES = 4 << 20  # that a rank receives, itself included, in a call as packets that are numbers
 MIN_CHUNKS = 64  # of a rank's part: as many as programs share one
 
 
 def most_packets(size: int) -> int:
-    """That a call of `size` ranks needs room for, at most.
-
-    An all-reduce among more than two makes two trips, with parts twice as large.
-    """
-    return size * PACKET_BYTES // 4 * (4 if size > 2 else 1)
+    """With their epoch, that a call of `size` ranks needs room for, at most."""
+    return size * PACKET_BYTES // 4
 
 
 class Workspace:
@@ -49,7 +47,11 @@ class Workspace:
     begun: int64 [size], symmetric: the epoch of the last call that used the landing that each rank has come to.
     packets: int64 [2 * num_packets], symmetric, one half for each parity; words that carry their epoch (`put_packets`).
         Nothing else is ever there: older epochs, or the zeros that it began with, from which all epochs differ.
-    state: int64 [2], local: the epoch of the last finished call, and how many programs of this one have finished.
+    lamport: int32 [3 * num_lamport], symmetric, for packets that are numbers: a third for each call of the kind, in
+        turns. A call sets to zero what the one before has left. Nobody writes there before the next call but one of
+        the kind, and by then has heard from this rank in the next one.
+    state: int64 [4], local: the epoch of the last finished call, how many programs of this one have finished, how many
+        calls used `lamport`, and how many words the last one of them.
     counters: int64 [num_counters], local, zero between calls: for programs of one launch among themselves.
     gates: two of int64 [1], local: 1 while the copies of a call may begin, or those that a CUDA graph holds.
     copied: int64 [1 + num_chunks], local: 1 once a call's copies are done, 0 again at its end; and the epoch, for each
@@ -67,7 +69,7 @@ class Workspace:
         self._made_beside = []  # local memory of other streams, to which the allocator must not hand it on
         self._outgrown = []  # symmetric memory that no graph goes on with, and that peers may still read
         self._forget_memory()
-        self.state, self.counters = self._make(torch.zeros, 2), self._make(torch.zeros, 0)
+        self.state, self.counters = self._make(torch.zeros, 4), self._make(torch.zeros, 0)
         self.gates, self.copied = self._make_gates(), self._make(torch.zeros, 1)
         self.scratch = self._make(torch.empty, 0, torch.uint8)
 
@@ -78,13 +80,14 @@ class Workspace:
         scratch_bytes: int = 0,
         num_counters: int = 0,
         num_packets: int = 0,
+        num_lamport: int = 0,
         landing_bytes: int = 0,
     ) -> "Workspace":
         """Make room; collective where it grows, so all ranks must ask for the same."""
-        asked = (inbox_bytes, num_chunks, num_packets, landing_bytes)
-        held = (self.inbox_bytes, self.num_chunks, self.num_packets, self.landing_bytes)
+        asked = (inbox_bytes, num_chunks, num_packets, num_lamport, landing_bytes)
+        held = (self.inbox_bytes, self.num_chunks, self.num_packets, self.num_lamport, self.landing_bytes)
         if any(more > has for more, has in zip(asked, held, strict=True)):
-            self._grow(*map(max, asked, held, (0, MIN_CHUNKS, self._least_packets(), 0)))
+            self._grow(*map(max, asked, held, (0, MIN_CHUNKS, *self._least_packets(), 0)))
         if scratch_bytes > self.scratch.numel():
             self.scratch = self._make(torch.empty, round_up(scratch_bytes, ALIGNMENT), torch.uint8)
             self.forget_plans()
@@ -129,11 +132,10 @@ class Workspace:
             self._streams = here, side
         return self._streams
 
-    def _least_packets(self) -> int:
-        """Room for the packets of any call, or of one trip, or none, so that it is no more than a 32nd of the heap."""
-        size = self.context.size
-        choices = most_packets(size), size * PACKET_BYTES // 4, 0
-        return next(least for least in choices if 2 * 8 * least <= self.context.heap.num_bytes // 32)
+    def _least_packets(self) -> tuple[int, int]:
+        """num_packets and num_lamport of any call, or none, so that each takes no more than a 32nd of the heap."""
+        most, limit = (most_packets(self.context.size), LAMPORT_BYTES // 4), self.context.heap.num_bytes // 32
+        return tuple(least if count * least <= limit else 0 for count, least in zip((2 * 8, 3 * 4), most, strict=True))
 
     def _make(self, make, number: int, dtype=torch.int64) -> torch.Tensor:
         """make(number), torch.zeros or torch.empty, of this context's device; ready at once, under a capture too."""
@@ -147,10 +149,10 @@ class Workspace:
         return [self._make(torch.zeros, 1) for _ in range(2)]  # each a multiple of 16 bytes, as kernels expect
 
     def _forget_memory(self):
-        self.inbox_bytes = self.num_chunks = self.num_packets = self.landing_bytes = 0
-        self.inbox = self.ready = self.packets = self.landing = self.begun = self._memory = None
+        self.inbox_bytes = self.num_chunks = self.num_packets = self.num_lamport = self.landing_bytes = 0
+        self.inbox = self.ready = self.packets = self.lamport = self.landing = self.begun = self._memory = None
 
-    def _grow(self, inbox_bytes: int, num_chunks: int, num_packets: int, landing_bytes: int):
+    def _grow(self, inbox_bytes: int, num_chunks: int, num_packets: int, num_lamport: int, landing_bytes: int):
         size = self.context.size
         inbox_bytes, landing_bytes = round_up(inbox_bytes, ALIGNMENT), round_up(landing_bytes, ALIGNMENT)
         # The slack lets an operation begin the second inbox at a multiple of its own row.
@@ -158,22 +160,23 @@ class Workspace:
             ready=((2 * size * num_chunks,), torch.int64),
             begun=((size,), torch.int64),
             packets=((2 * num_packets,), torch.int64),
+            lamport=((3 * num_lamport,), torch.int32),
             inbox=((2 * inbox_bytes + inbox_bytes // 2,), torch.uint8),
             landing=((landing_bytes,), torch.uint8),
         )
         self.forget_plans()
-        state, gates, copied = self._make(torch.zeros, 2), self._make_gates(), self._make(torch.zeros, 1 + num_chunks)
+        state, gates, copied = self._make(torch.zeros, 4), self._make_gates(), self._make(torch.zeros, 1 + num_chunks)
         self._memory = self._untouched(plan.num_bytes) if self.context.capturing else self._replaced(plan.num_bytes)
         self.state, self.gates, self.copied = state, gates, copied
         self._outgrown_plans |= self._captured_plans
         self._captured_plans = set()
-        self.ready, self.begun, self.packets, self.inbox, self.landing = (
-            plan.view(self._memory, name) for name in ("ready", "begun", "packets", "inbox", "landing")
+        self.ready, self.begun, self.packets, self.lamport, self.inbox, self.landing = (
+            plan.view(self._memory, name) for name in ("ready", "begun", "packets", "lamport", "inbox", "landing")
         )
-        self.inbox_bytes, self.num_chunks = inbox_bytes, num_chunks
-        self.num_packets, self.landing_bytes = num_packets, landing_bytes
+        self.inbox_bytes, self.num_chunks, self.landing_bytes = inbox_bytes, num_chunks, landing_bytes
+        self.num_packets, self.num_lamport = num_packets, num_lamport
         if not self.context.capturing:
-            for words in (self.ready, self.begun, self.packets):
+            for words in (self.ready, self.begun, self.packets, self.lamport):
                 words.zero_()
             self.context.group.barrier()  # nobody signals before every rank's words are zero
 

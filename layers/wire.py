@@ -8,7 +8,7 @@ import torch.distributed as dist
 import tkernels
 from tkernels.comm.context import Context, current_context
 from tkernels.comm.group import Group, all_gather_single, reduce_scatter_single
-from tkernels.comm.workspace import most_packets
+from tkernels.comm.workspace import LAMPORT_BYTES, most_packets
 
 
 def open_wire(caller: str, backend: "str | Wire", group=None) -> "Wire":
@@ -100,7 +100,7 @@ class TkernelsWire(Wire):
         ctx = tkernels.init(
             process_group,
             # One workspace: two inboxes, each for the parts and for the sums, and packets.
-            heap_bytes=6 * largest + 16 * most_packets(process_group.size()) + (16 << 20),
+            heap_bytes=6 * largest + 16 * most_packets(process_group.size()) + 3 * LAMPORT_BYTES + (16 << 20),
             transport=self.ctx.transport,
             timeout_s=self.ctx.timeout_s,
             num_programs=self.ctx.num_programs,

@@ -194,7 +194,7 @@ def _cases() -> list[Case]:
         cases.append(Case(operation, label="small", shape=COLLECTIVE_SHAPES["small"], ranks=2))
         cases.append(Case(operation, label="small", shape=COLLECTIVE_SHAPES["small"], ranks=8))
     for dtype in ("bfloat16", "float32"):
-        cases.append(Case("all_reduce", dtype, "one_shot", (64, 1, 4096), ranks=2))
+        cases.append(Case("all_reduce", dtype, "one_shot", (1024, 1, 4096), ranks=2))
         cases.append(Case("all_reduce", dtype, "two_shots", (64, 1, 4096), ranks=4))
         cases.append(Case("all_reduce", dtype, "two_shots", (64, 1, 1024), ranks=8))
     cases.append(Case("all_reduce", "bfloat16", "one_shot", (64, 1, 4096), ranks=4, transport="nvshmem"))

@@ -15,7 +15,7 @@ import tkernels
 from tkernels.comm import collectives, interpreter
 from tkernels.comm.collectives import split_rows
 from tkernels.comm.device import TRANSPORTS, put, quiet
-from tkernels.comm.workspace import most_packets
+from tkernels.comm.workspace import LAMPORT_BYTES
 from tkernels.testing.compare import assert_close_to, integers, normal, poison
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
@@ -28,10 +28,10 @@ SHARES = {
 # Every way to travel; by default small parts are packets, and an all-reduce between two ranks is one shot.
 CONFIGS = {
     "by size": collectives.DEFAULT,
-    "packets": collectives.CollectiveConfig(packet_bytes=1 << 30, packet_hop_bytes=1 << 30),
-    "packets, two shots": collectives.CollectiveConfig(packet_bytes=1 << 30, hop_bytes=-1, packet_hop_bytes=-1),
-    "one shot": collectives.CollectiveConfig(packet_bytes=0, hop_bytes=1 << 30),
-    "two shots": collectives.CollectiveConfig(packet_bytes=0, hop_bytes=-1),
+    "packets": collectives.CollectiveConfig(1 << 30, 1 << 30, 1 << 30, packet_hop_bytes=1 << 30),
+    "packets, two shots": collectives.CollectiveConfig(1 << 30, 1 << 30, 1 << 30, hop_bytes=-1, packet_hop_bytes=-1),
+    "one shot": collectives.CollectiveConfig(0, 0, 0, hop_bytes=1 << 30),
+    "two shots": collectives.CollectiveConfig(0, 0, 0, hop_bytes=-1),
 }
 every_way = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 WIDTHS = [(7,), (), (2, 3), (0,), (16,)]  # what follows the rows; 16 elements of any dtype are whole 16-byte vectors
@@ -143,11 +143,12 @@ def test_the_way_to_travel_is_chosen_by_size_and_ranks():
     def way(num_bytes, size, transport="peer"):
         config, ctx = collectives.DEFAULT, SimpleNamespace(size=size, transport_id=TRANSPORTS[transport])
         one_shot = config.one_shot(num_bytes, ctx)
-        return one_shot, config.packets(num_bytes, ctx) if one_shot else config.packets(num_bytes // size, ctx, 2)
+        part, trips = (num_bytes, 1) if one_shot else (num_bytes // size, 2)
+        return one_shot, config.sums_packets(part, ctx, trips)
 
-    assert way(64 << 10, 2) == way(256 << 10, 2) == way(256 << 10, 4) == way(64 << 10, 8) == (True, True)
+    assert way(64 << 10, 2) == way(2 << 20, 2) == way(256 << 10, 4) == way(64 << 10, 8) == (True, True)
     assert way(64 << 10, 4, "nvshmem") == way(512 << 10, 4, "nvshmem") == (True, False)
-    assert way(512 << 10, 2) == way(1 << 30, 2) == (True, False)
+    assert way(4 << 20, 2) == way(1 << 30, 2) == (True, False)
     assert way(512 << 10, 4) == way(1 << 20, 4) == way(2 << 20, 4) == way(2 << 20, 8) == (False, True)
     assert way(4 << 20, 4) == way(1 << 20, 4, "nvshmem") == (False, False)
 
@@ -155,9 +156,9 @@ def test_the_way_to_travel_is_chosen_by_size_and_ranks():
 def test_no_all_reduce_needs_more_packets_than_there_is_room_for():
     """What comes back wider than it was sent takes more of them."""
     asked = []
-    workspace = SimpleNamespace(reserve=lambda *_, num_packets=0: asked.append(num_packets) or workspace, num_chunks=64)
-    workspace.packets = workspace.inbox = workspace.ready = workspace.state = torch.empty(0)
-    workspace.num_packets = workspace.inbox_bytes = 0
+    workspace = SimpleNamespace(reserve=lambda *_, num_lamport=0: asked.append(num_lamport) or workspace, num_chunks=64)
+    workspace.lamport = workspace.inbox = workspace.ready = workspace.state = torch.empty(0)
+    workspace.num_lamport = workspace.inbox_bytes = 0
     for size, dtypes in itertools.product((2, 3, 4, 8), ((torch.bfloat16,) * 2, (torch.bfloat16, torch.float32))):
         ctx = SimpleNamespace(
             size=size, rank=0, device=torch.device("meta"), transport_id=TRANSPORTS["peer"], num_programs=132,
@@ -167,9 +168,9 @@ def test_no_all_reduce_needs_more_packets_than_there_is_room_for():
         for kilobytes in range(16, 4 << 10, 16):
             x = torch.empty(kilobytes << 9, dtype=dtypes[0], device="meta")
             collectives.plan_all_reduce(ctx, x, None, dtypes[1])
-        assert 0 < max(asked) <= most_packets(size), (size, dtypes)
-        if size > 2 and dtypes[0] == dtypes[1]:
-            assert max(asked) == most_packets(size)  # and no more room than is needed
+        assert 0 < 4 * max(asked) <= LAMPORT_BYTES, (size, dtypes)
+        if size % 2 == 0 and dtypes[0] == dtypes[1]:
+            assert 4 * max(asked) == LAMPORT_BYTES  # and no more room than is needed
 
 
 @pytest.mark.ranks(2)
@@ -355,9 +356,9 @@ def test_changing_sizes_reuse_one_workspace_and_small_ones_never_grow_it(ctx):
 @pytest.mark.parametrize("way", ["by size", "chunks"])
 def test_after_a_large_call_no_smaller_one_needs_a_larger_workspace(ctx, way):
     """What a CUDA graph needs, whose capture can't make room."""
-    config = collectives.DEFAULT if way == "by size" else collectives.CollectiveConfig(packet_bytes=0)
+    config = collectives.DEFAULT if way == "by size" else collectives.CollectiveConfig(0, 0, 0)
     with tkernels.init(heap_bytes=1 << 30) as fresh:
-        collectives.all_reduce(fresh, torch.zeros(1 << 20, dtype=torch.bfloat16, device=ctx.device), config=config)
+        collectives.all_reduce(fresh, torch.zeros(1 << 21, dtype=torch.bfloat16, device=ctx.device), config=config)
         before = fresh.workspace().inbox.data_ptr(), fresh.workspace().inbox_bytes
         for num_bytes in (1, 100 << 10, 256 << 10, 512 << 10, 1 << 20, 3 << 19):
             rows = split_rows(num_bytes // 2, ctx.size)
@@ -366,6 +367,42 @@ def test_after_a_large_call_no_smaller_one_needs_a_larger_workspace(ctx, way):
             for out_dtype in (None, torch.float32) if way == "by size" else (None,):
                 collectives.all_reduce(fresh, x, out_dtype=out_dtype, config=config)
         assert (fresh.workspace().inbox.data_ptr(), fresh.workspace().inbox_bytes) == before
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_sums_of_any_numbers_are_the_same_bits_as_packets_and_in_chunks(ctx, dtype):
+    """Zeros of both signs, infinities, every NaN that packets might not tell from what was there before."""
+    kind = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    lowest, highest = torch.iinfo(kind).min, torch.iinfo(kind).max
+    patterns = torch.tensor([0, -1, 1, lowest, lowest + 1, highest, -2], dtype=kind)
+    special = torch.cat([patterns.view(dtype), torch.tensor([math.inf, -math.inf, 1, -1, math.nan], dtype=dtype)])
+    alike = special[:2].repeat_interleave(70)
+    every = [torch.cat([special.roll(rank), special, alike]) for rank in range(ctx.size)]
+    x = every[ctx.rank].to(ctx.device)
+    want = functools.reduce(torch.add, [each.float() for each in every], torch.zeros(())).to(dtype)
+    for config in CONFIGS.values():
+        got = collectives.all_reduce(ctx, x, config=config).cpu()
+        assert torch.equal(got.isnan(), want.isnan())
+        assert torch.equal(got.view(kind)[~got.isnan()], want.view(kind)[~want.isnan()])
+
+
+@pytest.mark.ranks(2, 4)
+@every_transport
+def test_packets_of_calls_of_all_sizes_and_kinds_leave_nothing_behind(ctx, transport):
+    """A call sets to zero what the one before has left, however much that was, and whatever came in between."""
+    ctx, made = over(ctx, transport), []
+    for seed, num_rows in enumerate((40, 3000, 1, 900, 3000, 2, 2, 5000, 1, 1)):
+        wholes = gathered(integers, ctx, (num_rows,) * ctx.size, (8,), torch.bfloat16, 10 * seed)
+        rows, x = split_rows(num_rows, ctx.size), wholes[ctx.rank]
+        if seed % 3 == 1:
+            tkernels.all_gather(x[: rows[ctx.rank]], rows=rows, ctx=ctx)
+        for config in (collectives.DEFAULT, CONFIGS["packets, two shots"]):
+            made.append((collectives.all_reduce(ctx, x, config=config), sum(wholes)))
+        made.append((collectives.reduce_scatter(ctx, x, rows=rows), sum(wholes).split(rows)[ctx.rank]))
+    for got, want in made:
+        assert torch.equal(got, want)
+    ctx.check()
 
 
 def test_split_rows_is_the_split_of_tensor_split():

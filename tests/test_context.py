@@ -261,7 +261,7 @@ def test_a_rank_that_never_sends_is_named_by_every_rank_and_a_new_context_works(
         if operation == "all_gather":  # as packets, over all transports that have them
             tkernels.all_gather(x, ctx=context)
         elif operation == "all_gather in chunks":
-            collectives.all_gather(context, x, config=collectives.CollectiveConfig(packet_bytes=0))
+            collectives.all_gather(context, x, config=collectives.CollectiveConfig(0, 0, 0))
         else:
             tkernels.matmul_all_reduce(x, w, ctx=context, path="fused")
         context.check()  # on a GPU, where a launch returns before its kernel has run

@@ -37,8 +37,8 @@ from tkernels.testing.compare import integers, poison
 
 pytestmark = simulated_only
 OP = operation("test_races")
-CHUNKS = collectives.CollectiveConfig(packet_bytes=0)
-TWO_SHOTS = collectives.CollectiveConfig(packet_bytes=0, hop_bytes=-1)
+CHUNKS = collectives.CollectiveConfig(0, 0, 0)
+TWO_SHOTS = collectives.CollectiveConfig(0, 0, 0, hop_bytes=-1)
 TWO_TRIPS = collectives.CollectiveConfig(hop_bytes=-1, packet_hop_bytes=-1)  # between two ranks; of packets
 PATIENCE_S = 1.0  # how long a late rank waits for the others to make a mistake
 
@@ -379,6 +379,57 @@ def test_packets_that_are_not_waited_for_one_by_one_and_a_single_inbox_for_them_
     for form in ("right", "one wait", "one inbox"):
         with tkernels.init(heap_bytes=1 << 20, timeout_s=60.0 if form == "right" else PATIENCE_S) as context:
             failed = failures(ctx, check_packets, context, form)
+            assert failed == 0 if form == "right" else failed > 0, (form, failed)
+
+
+@triton.jit
+def lamport_kernel(
+    x, out, packets, turn, table, rank,
+    OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """A block of words to both ranks, and back the other rank's, by packets that are there once they are not zero."""
+    at = tl.arange(0, BLOCK)
+    INBOXES: tl.constexpr = 2 if FORM == "two inboxes" else 3
+    inbox = packets + turn % INBOXES * 2 * BLOCK
+    for step in range(2):
+        put_packets(inbox + rank * BLOCK, tl.load(x + at), 0, (rank + step) % 2, table, TRANSPORT)
+    if FORM != "never set to zero":
+        left = packets + (turn + INBOXES - 1) % INBOXES * 2 * BLOCK
+        if rank == 1:  # it takes its time
+            for _ in range(8):
+                delay()
+        for part in range(2):
+            tl.store(left + part * BLOCK + at, tl.zeros((BLOCK,), tl.int32))
+    arrived = wait_packets(inbox, BLOCK, 0, table, 0, 2, OPERATION, TRANSPORT, BLOCK)
+    tl.store(out + at, tl.where(rank == 0, arrived[1], arrived[0]))
+
+
+def check_lamport(ctx, form):
+    packets = ctx.empty(3 * 2 * 16, dtype=torch.int32)
+    packets.zero_()
+    ctx.group.barrier()
+    seen, wanted = [], []
+    with jitter(ctx, 3):
+        for turn in range(10):
+            value = lambda rank, turn=turn: (torch.arange(16) * 1000 + 10 * turn + rank - 5).int()  # noqa: E731
+            out = torch.zeros(16, dtype=torch.int32)
+            try:
+                ctx.launch(
+                    lamport_kernel, 1, value(ctx.rank), out, packets, turn, ctx.table, ctx.rank,
+                    OPERATION=OP, TRANSPORT=ctx.transport_id, BLOCK=16, FORM=form,
+                )  # fmt: skip
+            except WaitTimeoutError as error:  # a packet that was set to zero never comes
+                raise AssertionError(f"turn {turn}") from error
+            seen.append(out)
+            wanted.append(value(1 - ctx.rank))
+    assert torch.equal(torch.stack(seen), torch.stack(wanted))
+
+
+@pytest.mark.ranks(2)
+def test_packets_without_an_epoch_that_are_not_set_to_zero_in_time_are_caught(ctx):
+    for form in ("right", "never set to zero", "two inboxes"):
+        with tkernels.init(heap_bytes=1 << 20, timeout_s=60.0 if form == "right" else PATIENCE_S) as context:
+            failed = failures(ctx, check_lamport, context, form)
             assert failed == 0 if form == "right" else failed > 0, (form, failed)
 
 

@@ -28,8 +28,8 @@ FUSED = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
 CONFIGS = [  # packets and chunks, each with all-reduces in one shot and in two
     collectives.DEFAULT,
     collectives.CollectiveConfig(hop_bytes=-1, packet_hop_bytes=-1),
-    collectives.CollectiveConfig(packet_bytes=0),
-    collectives.CollectiveConfig(packet_bytes=0, hop_bytes=-1),
+    collectives.CollectiveConfig(0, 0, 0),
+    collectives.CollectiveConfig(0, 0, 0, hop_bytes=-1),
 ]
 MAX_ROWS = 90 if SIMULATED else 300
 DTYPE = torch.bfloat16
@@ -56,7 +56,7 @@ HELD_UP = {
     "put_signal": "    if TRANSPORT == NVSHMEM:",
     "signal": "    if TRANSPORT == NVSHMEM:",
     "signal_all": "        fence(TRANSPORT)",
-    "put_packets": "    packet = ",
+    "put_packets": "    at = tl.arange(0, words.shape[0])",
 }
 
 NO_WAIT = """def wait_signal(

@@ -156,7 +156,7 @@ def test_the_last_part_of_a_tile_collects_the_others(ctx, op):
 @pytest.mark.parametrize("way", ["packets", "chunks"])
 @pytest.mark.parametrize("op", COLLECTIVES)
 def test_collectives_send_every_chunk_to_every_peer(ctx, op, way):
-    config = CollectiveConfig(packet_bytes=0, hop_bytes=-1) if way == "chunks" else CollectiveConfig()
+    config = CollectiveConfig(0, 0, 0, hop_bytes=-1) if way == "chunks" else CollectiveConfig()
     trace = recorded(ctx, op, (96, 96) if op == "all_reduce" else (96, 33), config=config)
     for rank in range(2):
         sent, awaited = of(trace, "send", rank=rank, peer=1 - rank), of(trace, "wait", rank=1 - rank)

@@ -348,8 +348,8 @@ def test_room_is_made_at_construction_whatever_the_layout(ctx):
     for made in (comm, gather):
         workspace = made.context.workspace()
         room = lambda: [  # noqa: E731
-            workspace.inbox_bytes, workspace.num_chunks, workspace.num_packets, workspace.scratch.numel(),  # noqa: B023
-            workspace.counters.numel(), workspace.landing_bytes,  # noqa: B023
+            workspace.inbox_bytes, workspace.num_chunks, workspace.num_packets, workspace.num_lamport,  # noqa: B023
+            workspace.scratch.numel(), workspace.counters.numel(), workspace.landing_bytes,  # noqa: B023
         ]  # fmt: skip
         before = room()
         x, w = torch.ones(96, 24, device=ctx.device), torch.ones(40, 24, device=ctx.device)
