@@ -35,7 +35,7 @@ from tkernels.comm.device import (
 )
 from tkernels.comm.marks import ADD, COPY, SEND, WAIT, end_marks, mark
 from tkernels.comm.regions import round_up
-from tkernels.comm.workspace import LAMPORT_BYTES, MIN_CHUNKS, PACKET_BLOCK, PACKET_BYTES
+from tkernels.comm.workspace import MIN_CHUNKS, PACKET_BLOCK, PACKET_BYTES
 
 OP_ALL_GATHER = operation("all_gather")
 OP_REDUCE_SCATTER = operation("reduce_scatter")
@@ -59,16 +59,17 @@ class CollectiveConfig:
     packet_bytes: a part to be gathered of no more than this goes to a peer as packets, which save a fence's round trip
         and take twice the bytes. Over the transport nvshmem there are none.
     lamport_bytes, scatter_bytes: the parts of an all-reduce, and of a reduce-scatter, are packets where a rank receives
-        no more than this of all ranks, there and back where there are two trips. 2 H200s, us as packets / in chunks:
-        all-reduces of 16 KB 8.7/11.0, of 1 MB 12.1/14.8, of 2 MB 18.0/18.9, of 4 MB 31.0/26.2; reduce-scatters, which
-        have half the programs, of 1 MB 13.3/13.7, of 2 MB 20.1/16.7.
+        no more than this of all ranks, there and back where there are two trips; and by default no more than the
+        context has room for from its first call on, so that a capture after large calls needs no more. 2 H200s, us as
+        packets / in chunks: all-reduces of 16 KB 8.7/11.0, of 1 MB 12.1/14.8, of 2 MB 18.0/18.9, of 4 MB 31.0/26.2;
+        reduce-scatters, which have half the programs, of 1 MB 13.3/13.7, of 2 MB 20.1/16.7.
     hop_bytes, packet_hop_bytes: an all-reduce takes one shot where that sends at most so many bytes more than two, in
         chunks or as packets. Two shots in chunks need another fence, signal and wait: 3 to 4 us between 2 H200s, 8
         among 4. As packets they need another trip alone, and are never slower than one shot in chunks (4 H200s).
     """
 
     packet_bytes: int = PACKET_BYTES
-    lamport_bytes: int = LAMPORT_BYTES
+    lamport_bytes: int | None = None
     scatter_bytes: int = 1 << 20
     hop_bytes: int = 1 << 20
     packet_hop_bytes: int = 384 << 10
@@ -83,7 +84,8 @@ class CollectiveConfig:
         trips: 1 or 2 of an all-reduce; 0 for a reduce-scatter.
         """
         received = ctx.size * max(trips, 1) * round_up(part_bytes, MAX_BLOCK_BYTES)
-        return ctx.transport_id != NVSHMEM.value and received <= (self.lamport_bytes if trips else self.scatter_bytes)
+        most = ctx.lamport_bytes if self.lamport_bytes is None else self.lamport_bytes
+        return ctx.transport_id != NVSHMEM.value and received <= (most if trips else min(most, self.scatter_bytes))
 
     def one_shot(self, num_bytes: int, ctx: Context, result_bytes: int = 0) -> bool:
         """Whether an all-reduce of that size takes one shot; between two ranks it always does.

@@ -25,7 +25,7 @@ from tkernels.comm.errors import Fault, MismatchError, TkernelsError, WaitTimeou
 from tkernels.comm.group import Group
 from tkernels.comm.heap import SymmetricHeap
 from tkernels.comm.plans import Launch, describe
-from tkernels.comm.workspace import Workspace
+from tkernels.comm.workspace import Workspace, most_lamport_bytes
 
 DEFAULT_HEAP_BYTES = {"simulated": 256 << 20, "nvshmem": 2 << 30}
 MAX_CONSTANTS = 1024
@@ -119,6 +119,7 @@ class Context:
         self.recorder = None  # while a trace is made: what gives launches room for their programs' marks
 
         self.heap = SymmetricHeap(self.group, options["heap_bytes"], runtime.open_segment)
+        self.lamport_bytes = most_lamport_bytes(self.heap.num_bytes)
         reachable = self.group.gather(runtime.transports(self.heap.segment))
         usable = [name for name in reachable[0] if all(name in others for others in reachable)]
         self.transport = usable[0] if transport == "auto" else transport

@@ -29,8 +29,9 @@ ended, the gate closed again, before the next one opens it. Copies that a CUDA g
 replay may come before calls or after them, and so they have a gate of their own.
 
 Why it ends: the side stream waits for words of this rank alone, the gate and counters, which its kernel raises even
-after a wait of its own has expired, and which no program waits before it raises. And whatever the side stream waits for
-was enqueued before it, on every rank: streams that share a queue of the hardware, as all do with
+after a wait of its own has expired, and which no program waits before it raises. The counters are zero again once the
+copies are done, and only then: a launch that a fault has ended leaves them to copies that still wait. And whatever the
+side stream waits for was enqueued before it, on every rank: streams that share a queue of the hardware, as all do with
 CUDA_DEVICE_MAX_CONNECTIONS=1, can't hold up what it needs. It has no kernels, which would need room beside one that
 takes all multiprocessors, and to be loaded.
 """
@@ -48,7 +49,7 @@ from tkernels.comm import interpreter
 from tkernels.comm.device import arrived, count, tell_all, wait_signal
 from tkernels.comm.driver import driver
 from tkernels.comm.lease import Crossing
-from tkernels.comm.marks import WAIT, mark
+from tkernels.comm.marks import COLLECT, mark
 
 WAIT_VALUE_64, WRITE_VALUE_64 = 4, 5  # CUstreamBatchMemOpType
 OPERATION_WORDS = 6  # of 8 bytes, of a CUstreamBatchMemOpParams
@@ -107,11 +108,10 @@ def open_gate(gate, copied, max_chunks, epoch, TRANSPORT: tl.constexpr):
 
 @triton.jit
 def await_copies(pid, copied, table, rank, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, TRACE: tl.constexpr):
-    """Every program's last call where the copy engine sends: the launch ends once it has sent all."""
+    """Before a launch ends where the copy engine sends: all has been sent then, or a wait has expired."""
     if pid == 0:
-        mark(WAIT, 0, rank, table, TRANSPORT, TRACE)
+        mark(COLLECT, 0, rank, table, TRANSPORT, TRACE)
         wait_signal(copied, 1, table, rank, 0, OPERATION, TRANSPORT)
-        tl.store(copied, tl.full((), 0, tl.int64))
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,8 @@ class Copies:
         self._order = Crossing(torch.cuda) if self._on_gpu else None
         self._epoch = workspace.copied.data_ptr() + 8
         self._end = _operations([(WRITE_VALUE_64, workspace.copied.data_ptr(), 1)])
-        self._behind = [self._prepared(sends, gate.data_ptr()) for gate in workspace.gates]
+        self._gates = workspace.gates  # which a graph goes on with when the workspace has others
+        self._behind = [self._prepared(sends, gate.data_ptr()) for gate in self._gates]
 
     def _prepared(self, sends: list[Send], gate: int) -> list[tuple]:
         offset, bases = self._context.heap.offset, self._context.heap.segment.bases
@@ -165,7 +166,7 @@ class Copies:
         launch: takes the gate that the kernel is to open. sources: the tensors that chunks are read from, contiguous.
         """
         captured = self._context.capturing
-        gate, sends = self._workspace.gates[captured], self._behind[captured]
+        gate, sends = self._gates[captured], self._behind[captured]
         addresses = [tensor.data_ptr() for tensor in sources]
         if not self._on_gpu:
             with interpreter.beside(lambda: self._carry_out(host_on_words, host_copy, sends, addresses)):

@@ -33,6 +33,11 @@ LAMPORT_BYTES = 4 << 20  # that a rank receives, itself included, in a call as p
 MIN_CHUNKS = 64  # of a rank's part: as many as programs share one
 
 
+def most_lamport_bytes(heap_bytes: int) -> int:
+    """LAMPORT_BYTES, or less, so that the room for three inboxes of them is no more than a 32nd of the heap."""
+    return min(LAMPORT_BYTES, 1 << (heap_bytes // 32 // 3).bit_length() >> 1)
+
+
 def most_packets(size: int) -> int:
     """With their epoch, that a call of `size` ranks needs room for, at most."""
     return size * PACKET_BYTES // 4
@@ -133,9 +138,10 @@ class Workspace:
         return self._streams
 
     def _least_packets(self) -> tuple[int, int]:
-        """num_packets and num_lamport of any call, or none, so that each takes no more than a 32nd of the heap."""
-        most, limit = (most_packets(self.context.size), LAMPORT_BYTES // 4), self.context.heap.num_bytes // 32
-        return tuple(least if count * least <= limit else 0 for count, least in zip((2 * 8, 3 * 4), most, strict=True))
+        """num_packets and num_lamport of any call, but no packets where they took more than a 32nd of the heap."""
+        most = most_packets(self.context.size)
+        fits = 2 * 8 * most <= self.context.heap.num_bytes // 32
+        return most if fits else 0, self.context.lamport_bytes // 4
 
     def _make(self, make, number: int, dtype=torch.int64) -> torch.Tensor:
         """make(number), torch.zeros or torch.empty, of this context's device; ready at once, under a capture too."""

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import importlib
 import time
 from unittest import mock
@@ -144,15 +145,18 @@ def test_ranks_that_are_not_mapped_are_refused_before_the_first_signal(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_a_peer_that_never_calls_is_named(ctx):
-    with tkernels.init(heap_bytes=8 << 20, timeout_s=1.0) as context:
-        x, w, want = operands(ctx, AG, (32, 32), 16, 32, torch.float32, 1)
-        assert torch.equal(by_copies(context, AG, x, w), want)
+@pytest.mark.parametrize("name", [AG, RS, AR])
+def test_a_peer_that_never_calls_is_named_and_copies_come_to_an_end(ctx, name):
+    with tkernels.init(heap_bytes=64 << 20, timeout_s=1.0) as context:
+        rows, N, K = (256, 256), 1024, 64
+        x, w, want = operands(ctx, name, rows, N, K, torch.float32, 1)
+        call = functools.partial(by_copies, context, name, x, w, chunk_rows=64, **options(name, rows))
+        assert torch.equal(call(), want)
         if ctx.rank == 0:
             with pytest.raises(WaitTimeoutError, match="rank 0 waited 1 s for the signal of rank 1"):
-                by_copies(context, AG, x, w)
+                call()
                 context.check()
-        ctx.group.barrier()
+        ctx.group.barrier()  # behind all streams
         if ctx.rank == 1:  # rank 0 has told us
             with pytest.raises(WaitTimeoutError):
                 context.check()
@@ -211,7 +215,7 @@ def signal_first(ctx, form, name):
 
     @interpreter.builtin
     def tell(word, *arguments):
-        if word.handle.data.item() == copied:  # all tiles are done
+        if word.handle.data.item() == copied:  # the first program's tiles are done
             peer.tell()
         return spin(word, *arguments)
 

@@ -192,7 +192,7 @@ def test_a_capture_that_would_need_memory_is_refused_and_leaves_the_context_usab
 
 
 @pytest.mark.ranks(2, 4)
-@every_path
+@pytest.mark.parametrize("path", ["fused", "plain", "copies"])
 def test_graphs_replay_right_after_calls_that_need_more_memory_than_they_have(ctx, path):
     graphs = []
     with tkernels.init(ctx.group.process_group, heap_bytes=64 << 20) as own:

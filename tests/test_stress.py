@@ -47,7 +47,7 @@ def stall():
 
 
 @interpreter.builtin
-def no_wait(signal, epoch, timeout_ns, fault_flag):
+def no_wait(*arguments):
     return 1
 
 
@@ -70,7 +70,7 @@ def disturb_verbs(form: str):
     """Before anything is compiled in this process: delays before puts and signals; no waits in the wrong form."""
     if SIMULATED:
         if form == "wrong":
-            device.spin = no_wait
+            device.spin = device.spin_packets = no_wait
         return
     device.stall = stall
     for name, line in HELD_UP.items():
@@ -79,6 +79,9 @@ def disturb_verbs(form: str):
         verb._unsafe_update_src(verb.src.replace(line, f"{indentation}stall()\n{line}", 1))
     if form == "wrong":
         device.wait_signal._unsafe_update_src(NO_WAIT)
+        looks = "while first_late < SIZE:"
+        assert looks in device.wait_packets.src
+        device.wait_packets._unsafe_update_src(device.wait_packets.src.replace(looks, "while first_late < 0:"))
 
 
 def small(shape, seed, ctx):

@@ -211,7 +211,7 @@ def all_gather_matmul_kernel(
     if COPIES:
         await_copies(pid, copied, table, rank, OPERATION, TRANSPORT, TRACE)
     end_marks(table, TRANSPORT, TRACE)
-    end_launch(state, epoch, counters, num_counters)
+    end_launch(state, epoch, counters, num_counters, copied, COPIES)
 # fmt: on
 
 

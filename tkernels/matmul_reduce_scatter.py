@@ -303,7 +303,7 @@ def matmul_reduce_kernel(
     if COPIES:
         await_copies(pid, copied, table, rank, OPERATION, TRANSPORT, TRACE)
     end_marks(table, TRANSPORT, TRACE)
-    end_launch(state, epoch, counters, num_counters)
+    end_launch(state, epoch, counters, num_counters, copied, COPIES)
 # fmt: on
 
 

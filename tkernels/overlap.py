@@ -334,9 +334,13 @@ def all_arrived(
 
 
 @triton.jit
-def end_launch(state, epoch, counters, num_counters):
-    """Last call of every program: as `end_epoch`, and the counters are zero again."""
+def end_launch(state, epoch, counters, num_counters, copied, COPIES: tl.constexpr):
+    """Last call of every program: as `end_epoch`, and the counters are zero again, and copied[0] (`await_copies`)."""
     if end_epoch(state, epoch):
+        if COPIES:
+            if tl.load(copied) == 0:
+                num_counters = 0
+            tl.store(copied, tl.full((), 0, tl.int64))
         for first in range(0, num_counters, 256):
             at = first + tl.arange(0, 256)
             tl.store(counters + at, tl.full((256,), 0, tl.int64), mask=at < num_counters)

@@ -521,7 +521,6 @@ def workspace_bytes(shape, dtype: torch.dtype, size: int) -> dict[str, int]:
         num_chunks=num_chunks,
         num_counters=TILE_COUNTS.value + size * num_chunks,
         num_packets=size * round_up(-(-packet_bytes // 4), collectives.PACKET_BLOCK),
-        num_lamport=min(size * round_up(part_bytes, collectives.MAX_BLOCK_BYTES), LAMPORT_BYTES) // 4,
         # By rule from COPY_BYTES on; what was tuned holds for sizes a little below its own, too.
         landing_bytes=inbox_bytes if part_bytes >= COPY_BYTES // 4 else 0,
     )
@@ -531,7 +530,7 @@ def heap_bytes(shape, dtype: torch.dtype, size: int, streams: int = 3) -> int:
     """Symmetric memory for the workspaces of `streams`: the communication stream's, the caller's, one to spare."""
     memory = workspace_bytes(shape, dtype, size)
     words = size * memory["num_chunks"] + max(memory["num_packets"], most_packets(size))
-    workspace = 5 * memory["inbox_bytes"] // 2 + 16 * words + 12 * (LAMPORT_BYTES // 4) + (1 << 16)
+    workspace = 5 * memory["inbox_bytes"] // 2 + 16 * words + 3 * LAMPORT_BYTES + (1 << 16)
     return streams * workspace + (streams - 1) * memory["landing_bytes"] + (4 << 20)
 
 
