@@ -1,7 +1,9 @@
 """The bench: what it writes, what it refuses, and how it turns wrong arguments away."""
 
+import functools
 import importlib
 import io
+import itertools
 import json
 import os
 import re
@@ -14,7 +16,7 @@ import pytest
 import torch
 from transports import TRANSPORTS
 
-from tkernels import shapes
+from tkernels import shapes, timing
 
 
 def load(checkout: Path, name: str):
@@ -44,6 +46,17 @@ FIELDS = {
     "gpu", "num_gpus", "cpu", "python_version", "torch_version", "triton_version", "nccl_version", "nvshmem_version",
     "nvshmem4py_version", "commit", "dirty", "source_sha256", "date",
 }  # fmt: skip
+
+
+@pytest.mark.ranks(2)
+def test_candidates_are_measured_in_changing_orders_which_all_ranks_share(ctx):
+    """How long one takes depends on what heated the chip just before."""
+    ran, names = [], "abcd"
+    timing.measure(ctx, {name: functools.partial(ran.append, name) for name in names}, 20)
+    ran = ran[-20 * len(names) :]
+    assert all(sorted(ran[at : at + 4]) == list(names) for at in range(0, len(ran), 4))
+    assert set(itertools.permutations(names, 2)) <= set(itertools.pairwise(ran))
+    assert all(theirs == ran for theirs in ctx.group.gather(ran))
 
 
 def test_the_command_prints_a_table_and_writes_a_line_with_all_fields(checkout, tmp_path):

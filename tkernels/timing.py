@@ -2,13 +2,15 @@
 
 One measurement on a GPU: the L2 cache is flushed, the ranks meet, the stream sleeps while the host queues what follows,
 a barrier on the stream lets all ranks go at the same moment, and events enclose the call. So neither the host's launch
-time nor the ranks' different starts count. All candidates are measured in turn, in each iteration, since the chip's
-clock drifts; an iteration's time is that of its slowest rank.
+time nor the ranks' different starts count. All candidates are measured in each iteration, since the chip's clock
+drifts, and in another order each time, since it depends on what ran just before; an iteration's time is that of its
+slowest rank.
 
 On the simulated runtime a measurement is the host's wall time, which is the interpreter's and says nothing of a GPU.
 """
 
 import functools
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -95,9 +97,9 @@ def measure(ctx: Context, calls: dict[str, Call], iterations: int) -> tuple[dict
         pauses[name] = PAUSE_US + 2 * statistics.median(hosts)
     samples = {name: ([], []) for name in names}
     results = {}
-    for iteration in range(iterations):
-        for place in range(len(names)):
-            name = names[(iteration + place) % len(names)]  # nobody always runs after the same neighbour
+    order = random.Random(0)  # the same on all ranks
+    for _ in range(iterations):
+        for name in order.sample(names, len(names)):
             us, host_us, result = watch.time(calls[name], pauses[name])
             samples[name][0].append(us)
             samples[name][1].append(host_us)
