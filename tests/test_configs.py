@@ -82,10 +82,15 @@ def test_large_shares_travel_by_the_copy_engine_where_it_reaches_all(monkeypatch
     monkeypatch.setattr("tkernels.configs.runtime.RUNTIME", "nvshmem")
     for operation, M, N, K, size, mapped, copied in [
         (AG, 8192, 4096, 4096, 2, True, True),
-        (AG, 8192, 4096, 16384, 2, True, False),
+        (AG, 8192, 4096, 16384, 2, True, True),
         (RS, 8192, 4096, 4096, 2, True, True),
         (RS, 8192, 16384, 4096, 2, True, True),
         (AR, 8192, 8192, 4096, 2, True, False),
+        (AR, 4096, 8192, 4096, 2, True, False),
+        (AR, 4095, 8192, 4096, 2, True, False),
+        (AR, 4094, 8192, 4096, 2, True, True),
+        (AR, 1024, 8192, 4096, 2, True, True),
+        (AR, 1022, 8192, 4096, 2, True, False),
         (AR, 8192, 4096, 4096, 2, True, True),
         (AR, 8192, 8192, 4096, 4, True, True),
         (AR, 8192, 4096, 4096, 4, True, True),

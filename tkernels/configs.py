@@ -39,13 +39,11 @@ COPY_BYTES_PER_S = 385e9  # by the copy engine, H200 over NVLink
 COPIES = 2  # to a peer, of a reduction: with one its last tiles hold up all that it is sent
 # Of one of several copies to a peer, at least. rs-e, 4 H200s: 844 us with two of 6 MB to a peer, 869 with one.
 PIECE_BYTES = 6 << 20
-# All-reduces between 2 H200s, us by programs / by copies: rows of 16 KB 873/886, 1300/1309, 2545/2602, of 8 KB 301/285,
-# 379/369, 737/707. Among 4, whatever their rows, by copies: 778/768, 886/789, 1503/1377, of 8 KB 408/399, 523/504 (in
-# another run llama70b-down was slower by them: bench/LOG.md).
-REDUCED_ROW_BYTES = 16 << 10
-# All-gathers of llama405b-gate-up, whose rows have 32 KB, by programs / by copies, two runs: among 4 H200s 9307/9507
-# and 9459/9650, between 2 19971/20446 and 20134/20673. Of 24 KB, among 4, 815/809.
-GATHERED_ROW_BYTES = 32 << 10
+# All-reduces between 2 H200s, us by programs / by copies: rows of 16 KB, shares of 64 MB 873/886, 2545/2602, of 32 MB
+# 1297/1304, of 16 MB 285/248, 667/671, of 8 MB 191/153; rows of 8 KB 301/285, 379/369, 737/707. Among 4, whatever their
+# rows, by copies: 778/768, 886/789, 1503/1377, of 8 KB 408/399, 523/504 (in another run llama70b-down was slower by
+# them: bench/LOG.md).
+REDUCED_ROW_BYTES, REDUCED_SHARE_BYTES = 16 << 10, 32 << 20
 # A reduction whose product takes less than that many times the wire's time is sent by programs. Among 4 H200s, us by
 # copies / by programs, and the ratio, reduce-scatters: llama8b-o 220/195, 0.7; rs-c 234/212, 1.0; llama70b-o 457/484,
 # 1.3; rs-b 526/555, 1.6; llama8b-down 355/389, 2.3; all-reduces: llama8b-o 460/385, 0.3; rs-c 411/406, 0.5; llama70b-o
@@ -255,14 +253,13 @@ def default_overlap(
 def lands(operation: str, rows: int, row_bytes: int, size: int) -> bool:
     """Whether shares of so many rows go by rule where the copy engine can put them: large ones.
 
-    But those of an all-gather only in rows of less than GATHERED_ROW_BYTES, and those of an all-reduce between two
-    ranks only in rows of less than REDUCED_ROW_BYTES.
+    But of all-reduces between two ranks only those with rows of less than REDUCED_ROW_BYTES, or shares of less than
+    REDUCED_SHARE_BYTES.
     """
-    if rows * row_bytes < COPY_BYTES:
-        return False
-    if operation == "all_gather_matmul":
-        return row_bytes < GATHERED_ROW_BYTES
-    return operation != "matmul_all_reduce" or size > 2 or row_bytes < REDUCED_ROW_BYTES
+    share = rows * row_bytes
+    if operation == "matmul_all_reduce" and size == 2 and row_bytes >= REDUCED_ROW_BYTES:
+        return COPY_BYTES <= share < REDUCED_SHARE_BYTES
+    return share >= COPY_BYTES
 
 
 def with_room_for(config: OverlapConfig, stored: torch.dtype, dtype: torch.dtype) -> OverlapConfig:

@@ -27,8 +27,9 @@ from tkernels.gemm import ACTIVATIONS, check_result, finish, load_tile, store_ti
 PATHS = ("fused", "plain")
 # Up to so many bytes an operation is plain: into a rank, or for a reduce-scatter from a peer. us of plain / fused, for
 # llama70b, M = 1024, 2048 (more in bench/LOG.md). 2 H200s: all-gather, qkv 148/174, 306/241; reduce-scatter, o 130/105,
-# 270/200; all-reduce, o 168/188, 338/283. 4 H200s: qkv 116/132, 221/187; down 217/258, 414/337; o 151/164, 289/241.
+# 270/200; all-reduce, o 173/153, 339/248. 4 H200s: qkv 116/132, 221/187; down 217/258, 414/337; o 151/164, 289/241.
 PLAIN_BYTES = {"all_gather_matmul": 12 << 20, "matmul_reduce_scatter": 6 << 20, "matmul_all_reduce": 24 << 20}
+PLAIN_BYTES_OF_TWO = PLAIN_BYTES | {"matmul_all_reduce": 12 << 20}  # ranks
 
 _log = logging.getLogger("tkernels")
 
@@ -77,7 +78,8 @@ def choose_path(
 def _choose(operation: str, M: int, width: int, itemsize: int, size: int) -> Choice:
     crossings = 2 if operation == "matmul_all_reduce" else 1
     senders, where = (1, "from each peer") if operation == "matmul_reduce_scatter" else (size - 1, "into each rank")
-    num_bytes, limit = crossings * M * width * itemsize * senders // size, PLAIN_BYTES[operation]
+    num_bytes = crossings * M * width * itemsize * senders // size
+    limit = (PLAIN_BYTES_OF_TWO if size == 2 else PLAIN_BYTES)[operation]
     if size == 1:
         choice = Choice("fused", "one rank multiplies alone")
     elif runtime.RUNTIME == "simulated":
