@@ -4,7 +4,7 @@ Letters: R ranks. A rank's part is its rows, as contiguous elements; parts lie o
 Parts travel in one of two ways, by their size (`CollectiveConfig`):
 
 packets  each 4 bytes say that they are here: one trip over the link. For small parts. Those of a gather, which may be
-         any bits, have their epoch beside them, twice the bytes; those of a sum are not what was there before.
+         any bits, have their epoch beside them, twice the bytes; those of a sum are never zero, as their place was.
 chunks   as they are, one signal a chunk behind a fence: the fence waits for the chunk's arrival, so it is two trips.
 
 An all-reduce in one shot is a reduce-scatter in which every part is the whole; in two shots, a reduce-scatter and an
@@ -78,14 +78,15 @@ class CollectiveConfig:
         """Whether parts of that size are gathered as packets. The same on all ranks."""
         return ctx.transport_id != NVSHMEM.value and part_bytes <= self.packet_bytes
 
-    def sums_packets(self, part_bytes: int, ctx: Context, trips: int) -> bool:
+    def sums_packets(self, part_bytes: int, ctx: Context, trips: int = 1, scatters: bool = False) -> bool:
         """Whether parts of that size are summed as packets. The same on all ranks.
 
-        trips: 1 or 2 of an all-reduce; 0 for a reduce-scatter.
+        scatters: for a reduce-scatter, not in an all-reduce.
         """
-        received = ctx.size * max(trips, 1) * round_up(part_bytes, MAX_BLOCK_BYTES)
+        received = ctx.size * trips * round_up(part_bytes, MAX_BLOCK_BYTES)
         most = ctx.lamport_bytes if self.lamport_bytes is None else self.lamport_bytes
-        return ctx.transport_id != NVSHMEM.value and received <= (most if trips else min(most, self.scatter_bytes))
+        most = min(most, self.scatter_bytes) if scatters else most
+        return ctx.transport_id != NVSHMEM.value and received <= most
 
     def one_shot(self, num_bytes: int, ctx: Context, result_bytes: int = 0) -> bool:
         """Whether an all-reduce of that size takes one shot; between two ranks it always does.
@@ -94,7 +95,7 @@ class CollectiveConfig:
         """
         size = ctx.size
         two_trips = size > 2 and self.sums_packets(-(-max(num_bytes, result_bytes) // size), ctx, 2)
-        if two_trips and not self.sums_packets(num_bytes, ctx, 1):
+        if two_trips and not self.sums_packets(num_bytes, ctx):
             return False
         return num_bytes * (size - 1) * (size - 2) <= (self.packet_hop_bytes if two_trips else self.hop_bytes) * size
 
@@ -601,7 +602,8 @@ class _Parts:
         ctx = self.ctx
         # What makes two trips may come back wider.
         itemsize = max(self.itemsize, self.out.element_size()) if gather else self.itemsize
-        if config.sums_packets(self.max_part * itemsize, ctx, 2 if gather else int(self.whole)):
+        scatters = not (gather or self.whole)
+        if config.sums_packets(self.max_part * itemsize, ctx, 2 if gather else 1, scatters):
             return self.packets(operation, reduce=True, gather=gather)
         part_stride = -(-self.max_part // BLOCK) * BLOCK
         gathered = self.total * self.out.element_size() // self.itemsize + 1 if gather else 0
@@ -625,11 +627,9 @@ class _Parts:
         if blocks == 0:
             return None
         words = PACKET_BLOCK + (block * self.out.element_size() // 4 if gather else 0)  # of a block, there and back
-        room = {"num_lamport" if reduce else "num_packets": ctx.size * blocks * words}
-        workspace = ctx.workspace().reserve(0, 0, **room)
-        inboxes = workspace.lamport, workspace.num_lamport
-        if not reduce:
-            inboxes = workspace.packets, workspace.num_packets
+        name = "lamport" if reduce else "packets"
+        workspace = ctx.workspace().reserve(0, 0, **{f"num_{name}": ctx.size * blocks * words})
+        inboxes = getattr(workspace, name), getattr(workspace, f"num_{name}")
         return ctx.bind(
             packets_kernel, min(self.num_programs, blocks), self.x, self.out,
             *inboxes, blocks * PACKET_BLOCK, workspace.state, ctx.table, ctx.rank,

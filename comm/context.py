@@ -119,7 +119,7 @@ class Context:
         self.recorder = None  # while a trace is made: what gives launches room for their programs' marks
 
         self.heap = SymmetricHeap(self.group, options["heap_bytes"], runtime.open_segment)
-        self.lamport_bytes = most_lamport_bytes(self.heap.num_bytes)
+        self.lamport_bytes = most_lamport_bytes(self.heap.num_bytes)  # that a call may receive as packets to be summed
         reachable = self.group.gather(runtime.transports(self.heap.segment))
         usable = [name for name in reachable[0] if all(name in others for others in reachable)]
         self.transport = usable[0] if transport == "auto" else transport

@@ -29,11 +29,11 @@ ended, the gate closed again, before the next one opens it. Copies that a CUDA g
 replay may come before calls or after them, and so they have a gate of their own.
 
 Why it ends: the side stream waits for words of this rank alone, the gate and counters, which its kernel raises even
-after a wait of its own has expired, and which no program waits before it raises. The counters are zero again once the
-copies are done, and only then: a launch that a fault has ended leaves them to copies that still wait. And whatever the
-side stream waits for was enqueued before it, on every rank: streams that share a queue of the hardware, as all do with
-CUDA_DEVICE_MAX_CONNECTIONS=1, can't hold up what it needs. It has no kernels, which would need room beside one that
-takes all multiprocessors, and to be loaded.
+after a wait of its own has expired, and all of them before it waits for the copies. The counters are zero again once
+the copies are done, and only then: a launch that a fault has ended leaves them to copies that still wait. And whatever
+the side stream waits for was enqueued before it, on every rank: streams that share a queue of the hardware, as all do
+with CUDA_DEVICE_MAX_CONNECTIONS=1, can't hold up what it needs. It has no kernels, which would need room beside one
+that takes all multiprocessors, and to be loaded.
 """
 
 import ctypes
@@ -145,20 +145,17 @@ class Copies:
         self._epoch = workspace.copied.data_ptr() + 8
         self._end = _operations([(WRITE_VALUE_64, workspace.copied.data_ptr(), 1)])
         self._gates = workspace.gates  # which a graph goes on with when the workspace has others
-        self._behind = [self._prepared(sends, gate.data_ptr()) for gate in self._gates]
-
-    def _prepared(self, sends: list[Send], gate: int) -> list[tuple]:
-        offset, bases = self._context.heap.offset, self._context.heap.segment.bases
-        landing, ready = offset(self._workspace.landing), offset(self._workspace.ready)
-        before, prepared = [(WAIT_VALUE_64, gate, 1), (WRITE_VALUE_64, gate, 0)], []
+        offset, bases = context.heap.offset, context.heap.segment.bases
+        landing, ready, counters = offset(workspace.landing), offset(workspace.ready), workspace.counters.data_ptr()
+        waits, self._sends = [], []
         for send in sends:
-            if send.tiles:
-                before.append((WAIT_VALUE_64, self._workspace.counters[send.counter :].data_ptr(), send.tiles + 1))
+            waits.append([(WAIT_VALUE_64, counters + 8 * send.counter, send.tiles + 1)] if send.tiles else [])
             base = bases[send.target]
             goal, word = base + landing + send.to, base + ready + 8 * send.ready
-            prepared.append((_operations(before), send.source, send.first, goal, send.num_bytes, word, 8 * send.chunks))
-            before = []
-        return prepared
+            before = _operations(waits[-1] if self._sends else [])  # the first one's is put together with the gate's
+            self._sends.append((before, send.source, send.first, goal, send.num_bytes, word, 8 * send.chunks))
+        closed = [[(WAIT_VALUE_64, gate.data_ptr(), 1), (WRITE_VALUE_64, gate.data_ptr(), 0)] for gate in self._gates]
+        self._begin = [_operations([*gate, *waits[0]]) for gate in closed]
 
     def beside(self, launch, *sources: torch.Tensor):
         """Collective. Launch the kernel, and the copies beside it.
@@ -166,22 +163,23 @@ class Copies:
         launch: takes the gate that the kernel is to open. sources: the tensors that chunks are read from, contiguous.
         """
         captured = self._context.capturing
-        gate, sends = self._gates[captured], self._behind[captured]
+        gate, begin = self._gates[captured], self._begin[captured]
         addresses = [tensor.data_ptr() for tensor in sources]
         if not self._on_gpu:
-            with interpreter.beside(lambda: self._carry_out(host_on_words, host_copy, sends, addresses)):
+            with interpreter.beside(lambda: self._carry_out(host_on_words, host_copy, begin, addresses)):
                 launch(gate)
             return
         here, side = self._workspace.streams()
         if captured:  # a graph holds what its events lead to, and no more
             self._order(here, side)
         launch(gate)  # before what waits for it: see above
-        self._carry_out(*_of_stream(side.cuda_stream), sends, addresses)
+        self._carry_out(*_of_stream(side.cuda_stream), begin, addresses)
         if captured:
             self._order(side, here)
 
-    def _carry_out(self, on_words, copy, sends: list[tuple], addresses: list[int]):
-        for before, source, first, goal, num_bytes, word, word_bytes in sends:
+    def _carry_out(self, on_words, copy, begin: ctypes.Array, addresses: list[int]):
+        on_words(begin)
+        for before, source, first, goal, num_bytes, word, word_bytes in self._sends:
             if before:
                 on_words(before)
             if num_bytes:

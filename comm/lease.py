@@ -1,6 +1,7 @@
 """Who uses a buffer when: Fence, Lease, Slot, Keepalive, Crossing.
 
-All ordering between this library's streams goes through them.
+All ordering between this library's streams goes through them, but for copies beside a kernel, which have words of
+memory for it (tkernels.comm.copies).
 
 A *lease* is one tenancy of a buffer: streams write it (producers), then streams read it (consumers), then it ends. A
 *fence* is what must have happened, at most one completion a stream, since a stream's later work covers its earlier. A

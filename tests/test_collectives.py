@@ -146,13 +146,15 @@ def test_the_way_to_travel_is_chosen_by_size_and_ranks():
         )
         one_shot = config.one_shot(num_bytes, ctx)
         part, trips = (num_bytes, 1) if one_shot else (num_bytes // size, 2)
-        return one_shot, config.sums_packets(part, ctx, trips)
+        return one_shot, config.sums_packets(part, ctx, trips), config.sums_packets(part, ctx, scatters=True)
 
-    assert way(64 << 10, 2) == way(2 << 20, 2) == way(256 << 10, 4) == way(64 << 10, 8) == (True, True)
-    assert way(64 << 10, 4, "nvshmem") == way(512 << 10, 4, "nvshmem") == (True, False)
-    assert way(4 << 20, 2) == way(1 << 30, 2) == (True, False)
-    assert way(512 << 10, 4) == way(1 << 20, 4) == way(2 << 20, 4) == way(2 << 20, 8) == (False, True)
-    assert way(4 << 20, 4) == way(1 << 20, 4, "nvshmem") == (False, False)
+    assert way(64 << 10, 2) == way(256 << 10, 4) == way(64 << 10, 8) == (True, True, True)
+    assert way(1 << 20, 2) == way(2 << 20, 2) == (True, True, False)
+    assert way(64 << 10, 4, "nvshmem") == way(512 << 10, 4, "nvshmem") == (True, False, False)
+    assert way(4 << 20, 2) == way(1 << 30, 2) == (True, False, False)
+    assert way(512 << 10, 4) == way(1 << 20, 4) == (False, True, True)
+    assert way(2 << 20, 4) == way(2 << 20, 8) == (False, True, False)
+    assert way(4 << 20, 4) == way(1 << 20, 4, "nvshmem") == (False, False, False)
 
 
 def test_no_all_reduce_needs_more_packets_than_there_is_room_for():
@@ -361,6 +363,7 @@ def test_after_a_large_call_no_smaller_one_needs_a_larger_workspace(ctx, way, he
     """What a CUDA graph needs, whose capture can't make room."""
     config = collectives.DEFAULT if way == "by size" else collectives.CollectiveConfig(0, 0, 0)
     with tkernels.init(heap_bytes=heap_bytes) as fresh:
+        # Too large for packets, also between two ranks.
         collectives.all_reduce(fresh, torch.zeros(1 << 21, dtype=torch.bfloat16, device=ctx.device), config=config)
         before = fresh.workspace().inbox.data_ptr(), fresh.workspace().inbox_bytes
         for num_bytes in (1, 100 << 10, 256 << 10, 512 << 10, 1 << 20, 3 << 19):

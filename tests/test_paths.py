@@ -29,6 +29,9 @@ def test_few_rows_are_plain_and_many_are_fused_and_the_reason_has_the_numbers(ru
         assert rule(operation, M).path == rule(operation, M, 2).path == "plain", M
     for M in (2048, 4096, 8192):
         assert rule(operation, M).path == rule(operation, M, 2).path == "fused", M
+    if operation == "matmul_all_reduce":  # which is fused sooner between two
+        assert [rule(operation, M, 2).path for M in (512, 768, 769, 1024)] == ["plain", "plain", "fused", "fused"]
+        assert [rule(operation, M).path for M in (1024, 1025)] == ["plain", "fused"]
     crossings = 1 + (operation == "matmul_all_reduce")
     few, many = rule(operation, 64), rule(operation, 8192)
     limit = paths.PLAIN_BYTES[operation]

@@ -352,34 +352,40 @@ def packets_kernel(
         tl.store(out + index * BLOCK + at, theirs)
 
 
-def check_packets(ctx, form):
-    words, epochs = 2 * 16, 10
-    packets = ctx.empty(2 * 2 * words, dtype=torch.int64)
+def check_packets(ctx, form, kernel, dtype, words, room, turns, *arguments):
+    """Words go to the other rank in each of `turns`, by packets that a kernel puts into `room` of them."""
+    packets = ctx.empty(room, dtype=dtype)
     packets.zero_()
     ctx.group.barrier()
     seen, wanted = [], []
     with jitter(ctx, 3):
-        for epoch in range(1, epochs + 1):
-            value = lambda rank, epoch=epoch: (torch.arange(words) * 1000 + 10 * epoch + rank).int()  # noqa: E731
+        for turn in turns:
+            value = lambda rank, turn=turn: (torch.arange(words) * 1000 + 10 * turn + rank - 5).int()  # noqa: E731
             out = torch.zeros(words, dtype=torch.int32)
             try:
                 ctx.launch(
-                    packets_kernel, 1, value(ctx.rank), out, packets, 2 * words, epoch, ctx.table, ctx.rank,
+                    kernel, 1, value(ctx.rank), out, packets, *arguments, turn, ctx.table, ctx.rank,
                     OPERATION=OP, TRANSPORT=ctx.transport_id, BLOCK=16, FORM=form,
                 )  # fmt: skip
-            except WaitTimeoutError as error:  # a packet that a later one replaced never comes
-                raise AssertionError(f"epoch {epoch}") from error
+            except WaitTimeoutError as error:  # a packet that another one, or zeros, replaced never comes
+                raise AssertionError(f"turn {turn}") from error
             seen.append(out)
             wanted.append(value(1 - ctx.rank))
     assert torch.equal(torch.stack(seen), torch.stack(wanted))
 
 
+def wrong_packets_are_caught(ctx, forms, *exchange):
+    for form in forms:
+        with tkernels.init(heap_bytes=1 << 20, timeout_s=60.0 if form == "right" else PATIENCE_S) as context:
+            failed = failures(ctx, check_packets, context, form, *exchange)
+            assert failed == 0 if form == "right" else failed > 0, (form, failed)
+
+
 @pytest.mark.ranks(2)
 def test_packets_that_are_not_waited_for_one_by_one_and_a_single_inbox_for_them_are_caught(ctx):
-    for form in ("right", "one wait", "one inbox"):
-        with tkernels.init(heap_bytes=1 << 20, timeout_s=60.0 if form == "right" else PATIENCE_S) as context:
-            failed = failures(ctx, check_packets, context, form)
-            assert failed == 0 if form == "right" else failed > 0, (form, failed)
+    words = 2 * 16
+    exchange = packets_kernel, torch.int64, words, 2 * 2 * words, range(1, 11), 2 * words
+    wrong_packets_are_caught(ctx, ("right", "one wait", "one inbox"), *exchange)
 
 
 @triton.jit
@@ -404,33 +410,10 @@ def lamport_kernel(
     tl.store(out + at, tl.where(rank == 0, arrived[1], arrived[0]))
 
 
-def check_lamport(ctx, form):
-    packets = ctx.empty(3 * 2 * 16, dtype=torch.int32)
-    packets.zero_()
-    ctx.group.barrier()
-    seen, wanted = [], []
-    with jitter(ctx, 3):
-        for turn in range(10):
-            value = lambda rank, turn=turn: (torch.arange(16) * 1000 + 10 * turn + rank - 5).int()  # noqa: E731
-            out = torch.zeros(16, dtype=torch.int32)
-            try:
-                ctx.launch(
-                    lamport_kernel, 1, value(ctx.rank), out, packets, turn, ctx.table, ctx.rank,
-                    OPERATION=OP, TRANSPORT=ctx.transport_id, BLOCK=16, FORM=form,
-                )  # fmt: skip
-            except WaitTimeoutError as error:  # a packet that was set to zero never comes
-                raise AssertionError(f"turn {turn}") from error
-            seen.append(out)
-            wanted.append(value(1 - ctx.rank))
-    assert torch.equal(torch.stack(seen), torch.stack(wanted))
-
-
 @pytest.mark.ranks(2)
 def test_packets_without_an_epoch_that_are_not_set_to_zero_in_time_are_caught(ctx):
-    for form in ("right", "never set to zero", "two inboxes"):
-        with tkernels.init(heap_bytes=1 << 20, timeout_s=60.0 if form == "right" else PATIENCE_S) as context:
-            failed = failures(ctx, check_lamport, context, form)
-            assert failed == 0 if form == "right" else failed > 0, (form, failed)
+    exchange = lamport_kernel, torch.int32, 16, 3 * 2 * 16, range(10)
+    wrong_packets_are_caught(ctx, ("right", "never set to zero", "two inboxes"), *exchange)
 
 
 @triton.jit

@@ -58,6 +58,7 @@ from tkernels.overlap import (
     programs_of,
     stages_of,
     store_part,
+    sums_maker,
     sums_of,
     take_tile,
     tile_schedule,
@@ -335,14 +336,12 @@ def plan(
     if return_gathered and not borrowed:
         collect = _collect(workspace.state, inbox, parity_rows, x, gathered, first_row, M)
 
-    sums_shape = s_operand.argument.shape
-    no_sums = x.new_empty(sums_shape, dtype=torch.float32) if turns.splits == 1 else None
+    make_sums = sums_maker(s_operand, x.device)
 
     def run(x, w, bias, out, gathered):
         x = x.contiguous()
         y = x.new_empty((M, N), dtype=out_dtype) if out is None else out
-        sums = x.new_empty(sums_shape, dtype=torch.float32) if no_sums is None else no_sums
-        tensors = x, x, w, x if bias is None else bias.contiguous(), y, sums
+        tensors = x, x, w, x if bias is None else bias.contiguous(), y, make_sums()
         if config.num_comm:
             launch(*tensors, gate)
         else:

@@ -71,6 +71,7 @@ from tkernels.overlap import (
     programs_of,
     stages_of,
     store_part,
+    sums_maker,
     sums_of,
     take,
     take_tile,
@@ -441,8 +442,7 @@ def plan(
         num_warps=gemm.num_warps, num_stages=stages_of(gemm, turns.splits), maxnreg=config.max_registers,
         varying=("x", "w", "bias", "y", "y_memory", "outbox", "outbox_memory", "sums", "gate"),
     )  # fmt: skip
-    shape, sums_shape = tuple(y.shape), s_operand.argument.shape
-    no_sums = x.new_empty(sums_shape, dtype=torch.float32) if turns.splits == 1 else None
+    shape, make_sums = tuple(y.shape), sums_maker(s_operand, x.device)
     if not config.num_comm:
         finished_bytes = N * out_dtype.itemsize if gather else 0
         sends = _copied(
@@ -454,8 +454,7 @@ def plan(
         x = x.contiguous() if straighten else x
         y = x.new_empty(shape, dtype=out_dtype) if out is None else out
         outbox = x.new_empty(outbox_shape, dtype=wire_dtype)  # given back once the stream is behind all that reads it
-        sums = x.new_empty(sums_shape, dtype=torch.float32) if no_sums is None else no_sums
-        tensors = x, w, x if bias is None else bias.contiguous(), y, y, outbox, outbox, sums
+        tensors = x, w, x if bias is None else bias.contiguous(), y, y, outbox, outbox, make_sums()
         if config.num_comm:
             launch(*tensors, gate)
         else:

@@ -19,6 +19,7 @@ import functools
 import heapq
 import itertools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -176,6 +177,15 @@ def sums_of(tiles: int, splits: int, gemm: GemmConfig) -> Operand:
     sums = torch.empty(shape, dtype=torch.float32, device="meta")
     columns = gemm.block_n // gemm.split // 4
     return Operand.of(sums, gemm.block_m, columns, splits > 1 and gemm.use_tma and columns * 4 >= 16)
+
+
+def sums_maker(sums: Operand, device: torch.device) -> Callable[[], torch.Tensor]:
+    """What gives each call the memory that `sums` is an example of; without any, the same tensor each time."""
+    make = functools.partial(torch.empty, sums.argument.shape, dtype=torch.float32, device=device)
+    if sums.argument.shape[0]:
+        return make
+    nothing = make()
+    return lambda: nothing
 
 
 # fmt: off
