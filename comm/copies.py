@@ -57,12 +57,12 @@ LOOKS = tl.constexpr(64)  # at the words of all peers at once, before they are w
 
 
 def check_mapped(operation: str, context):
-    """Raises ValueError, on every rank alike, where no landing is: the copy engine doesn't reach every rank."""
+    """Raises ValueError, on every rank alike, where the copy engine and stores don't reach every rank."""
     if not context.mapped:
         raise ValueError(
-            f"{operation}: rows land where the copy engine puts them (num_comm=0, or landing=True), which needs all "
-            f"ranks' memory mapped into each other's addresses, and that of other machines is not; pass a config with "
-            f"num_comm of 1 or more and landing=False"
+            f"{operation}: rows land where the copy engine puts them, or stores (num_comm=0, or landing=True), which "
+            f"needs all ranks' memory mapped into each other's addresses, and that of other machines is not; pass a "
+            f"config with num_comm of 1 or more and landing=False"
         )
 
 

@@ -1,4 +1,4 @@
-"""The device verbs: put, get, put_signal, signal, signal_all, tell_all, wait_signal, packets, fence, quiet, peer.
+"""The device verbs: put, get, put_tile, put_signal, signal, signal_all, tell, wait_signal, packets, fence, quiet, peer.
 
 Three transports stand behind one constexpr:
 
@@ -162,6 +162,32 @@ def put_signal(
 
 
 @triton.jit
+def put_tile(
+    dst, src, stride, rows, columns, rank, table,
+    TRANSPORT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGN: tl.constexpr = 1,
+):  # fmt: skip
+    """Copy the first `columns` elements, COLUMNS at most, of `rows` rows, `stride` elements apart here and there.
+
+    By stores, ROWS rows at a time; all ranks' memory is mapped here. ALIGN: of both pointers and of the row, in bytes.
+    Orders: as `put`; no barrier, so a loop around it is still pipelined.
+    """
+    if TRANSPORT == SIMULATED:
+        delay()
+    dst = peer(dst, rank, table, ALIGN)
+    src = tl.multiple_of(src, ALIGN)
+    VECTOR: tl.constexpr = ALIGN * 8 // dst.dtype.element_ty.primitive_bitwidth
+    if VECTOR > 1:  # see copy
+        stride = stride // VECTOR * VECTOR
+        columns = columns // VECTOR * VECTOR
+    column = tl.arange(0, COLUMNS)[None, :]
+    for first in range(0, rows, ROWS):
+        row = first + tl.arange(0, ROWS)[:, None]
+        at = row.to(tl.int64) * stride + column
+        here = (row < rows) & (column < columns)
+        tl.store(dst + at, tl.load(src + at, mask=here), mask=here)
+
+
+@triton.jit
 def signal(signal_word, value, rank, table, TRANSPORT: tl.constexpr, OPERATOR: tl.constexpr = SET):
     """Set `signal_word` on `rank` to `value` (SET), or add `value` to it (ADD).
 
@@ -204,7 +230,18 @@ def signal_all(signal_word, value, table, rank, SIZE: tl.constexpr, TRANSPORT: t
                 address = _symmetric_address(signal_word, target, table)
                 putmem_signal_block(address, address, 0, address, value, SIGNAL_SET, _pe(target, table))
             else:
-                tl.atomic_xchg(peer(signal_word, target, table), value, sem="relaxed", scope="sys")
+                tell(signal_word, value, target, table, TRANSPORT)
+
+
+@triton.jit
+def tell(signal_word, value, rank, table, TRANSPORT: tl.constexpr):
+    """Set `signal_word` to `value` on `rank`, whose memory is mapped here.
+
+    Orders: nothing itself; behind a fence, or a count that `completes`, as `signal`.
+    """
+    if TRANSPORT == SIMULATED:
+        delay()
+    tl.atomic_xchg(peer(signal_word, rank, table), tl.cast(value, tl.int64), sem="relaxed", scope="sys")
 
 
 @triton.jit
@@ -340,6 +377,22 @@ def count_up_to(counter, number, TRANSPORT: tl.constexpr):
         if TRANSPORT != SIMULATED:  # so that what it has seen comes before what it says
             _fence_system()
         tl.atomic_add(counter, tl.full((), 1, tl.int64), sem="release", scope="sys")
+
+
+@triton.jit
+def completes(counter, number, TRANSPORT: tl.constexpr):
+    """Add one to a counter in this rank's own memory: whether that makes `number`, so that nobody else will.
+
+    Orders: what all who have counted wrote before, to any rank, before what the one that completes it tells a peer.
+    """
+    meet()
+    if TRANSPORT == SIMULATED:
+        delay()
+    complete = tl.atomic_add(counter, tl.full((), 1, tl.int64), sem="release", scope="gpu") == number - 1
+    if complete:
+        if TRANSPORT != SIMULATED:  # so that what it has seen of the others, by their counts, comes before what it says
+            _fence_system()
+    return complete
 
 
 @triton.jit

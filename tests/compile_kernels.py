@@ -70,6 +70,7 @@ class Case:
     tf32: bool = False
     traced: bool = False
     copied: bool = False  # the copy engine sends
+    interleaved: bool = False  # all programs send, between the steps of their products
     landing: bool = False  # programs send where copies go
     parts: bool = False  # the last tiles are split along K
     out: str | None = None  # the result's dtype, and that of partial sums on their way
@@ -163,6 +164,16 @@ def _cases() -> list[Case]:
         for label in ("large", "unaligned"):
             cases.append(Case(operation, label=f"{label}_landing", shape=SHAPES[label], ranks=4, landing=True))
         cases.append(Case(operation, label="large_copied", ranks=4, transport="nvshmem", copied=True))
+    for operation, interleaved in itertools.product(FUSED[1:], ({"interleaved": True},)):
+        for dtype, (label, shape) in itertools.product(("bfloat16", "float16", "float32"), SHAPES.items()):
+            cases.append(Case(operation, dtype, f"{label}_interleaved", shape, ranks=4, **interleaved))
+        for way in ("landing", "traced"):
+            for ranks, label in ((2, "large"), (4, "large"), (4, "unaligned"), (8, "few_rows")):
+                label, shape = f"{label}_{way}_interleaved", SHAPES[label]
+                cases.append(Case(operation, label=label, shape=shape, ranks=ranks, **interleaved, **{way: True}))
+        cases.append(Case(operation, label="wide_interleaved", ranks=4, **interleaved, **float32))
+        cases.append(Case(operation, label="gelu_interleaved", ranks=4, activation="gelu", bias=True, **interleaved))
+        cases.append(Case(operation, label="large_interleaved", ranks=4, transport="nvshmem", **interleaved))
     for operation in FUSED:
         split = {"ranks": 4, "parts": True}
         for dtype, (label, shape) in itertools.product(("bfloat16", "float32"), SHAPES.items()):
@@ -442,11 +453,13 @@ def _call(case: Case):
             if case.operation == "matmul":
                 gemm.matmul(*operands, case.activation, **options)
             else:
-                if case.copied or case.landing or case.parts:
+                if case.copied or case.interleaved or case.landing or case.parts:
                     config = overlap_config(ctx, case.operation, M, N, K, dtype, gemm.layout_of(*operands[:2]))
                     config = with_room_for(config, options["out_dtype"] or dtype, dtype)
                     if case.copied:
                         config = replace(config, num_comm=0)
+                    if case.interleaved:
+                        config = replace(config, num_comm=0, interleaved=True, landing=False)
                     if case.landing:
                         config = replace(config, landing=True)
                     if case.parts:

@@ -160,6 +160,13 @@ CONFIGS = {
     "by copies, one a peer": OverlapConfig(GemmConfig(32, 32, 32), chunk_rows=1024, num_comm=0),
     "by copies": OverlapConfig(GemmConfig(16, 32, 16), chunk_rows=32, num_comm=0),
     "by copies of several chunks": OverlapConfig(GemmConfig(32, 32, 32), chunk_rows=16, num_comm=0, copy_rows=64),
+    "interleaved": OverlapConfig(GemmConfig(16, 32, 16), chunk_rows=32, num_comm=0, interleaved=True),
+    "interleaved into the landing": OverlapConfig(
+        GemmConfig(32, 32, 32), chunk_rows=16, num_comm=0, interleaved=True, landing=True, put_block=128
+    ),
+    "interleaved parts": OverlapConfig(
+        GemmConfig(16, 32, 16), chunk_rows=32, num_comm=0, interleaved=True, split_tiles=3, max_splits=4
+    ),
     "by programs into the landing": OverlapConfig(GemmConfig(16, 32, 16), chunk_rows=32, num_comm=2, landing=True),
 }
 

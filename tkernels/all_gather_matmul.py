@@ -275,6 +275,11 @@ def plan(
     if config is None:
         config = overlap_config(ctx, "all_gather_matmul", M, N, K, x_shard_m.dtype, layout_of(x_shard_m, w))
         config = with_room_for(config, out_dtype, x_shard_m.dtype)
+    if config.interleaved:
+        raise ValueError(
+            "all_gather_matmul: interleaved=True is for reductions, whose programs send the tiles that they have "
+            "finished; pass a config with num_comm of 1 or more, or 0 for the copy engine"
+        )
     # Through one dimension: contiguous() keeps any stride of a dimension of size 1, and kernels take rows of K.
     gemm, x = config.gemm, x_shard_m.contiguous().view(-1).view(x_shard_m.shape)
     tiles_m = sum(triton.cdiv(count, gemm.block_m) for count in rows)
@@ -295,7 +300,7 @@ def plan(
         workspace = ctx.workspace().reserve(max(M, 4) * row_bytes, chunks, num_counters=TILE_COUNTS.value)
         # Both inboxes are one matrix: the second one begins at the first whole row past the first one's bytes.
         memory, parity_rows = workspace.inbox, triton.cdiv(workspace.inbox_bytes, row_bytes)
-    if not config.num_comm:
+    if config.copied:
         copies = Copies(ctx, workspace, _sends(ctx, rows, row_bytes, chunks, workspace.num_chunks, config))
     gate = workspace.gates[0]  # but for the copies of a captured call
     inbox = memory[: (parity_rows + M) * row_bytes].view(x.dtype).view(parity_rows + M, K)
@@ -321,7 +326,7 @@ def plan(
         workspace.counters, TILE_COUNTS.value, workspace.ready, workspace.num_chunks, workspace.state,
         ctx.table, ctx.rank, gate, workspace.copied, workspace.begun,
         first_row, rows[ctx.rank], N, K, config.num_comm, chunks, config.chunk_rows,
-        SIZE=ctx.size, LANDING=config.landing, COPIES=config.num_comm == 0, PARTS=turns.splits > 1,
+        SIZE=ctx.size, LANDING=config.landing, COPIES=config.copied, PARTS=turns.splits > 1,
         BLOCK_M=gemm.block_m, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, GROUP_M=gemm.group_m, SPLIT=gemm.split,
         X_TMA=x_operand.tma, W_TMA=w_operand.tma, W_TRANSPOSED=w_operand.transposed,
         Y_TMA=y_operand.tma, S_TMA=s_operand.tma, HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
@@ -342,7 +347,7 @@ def plan(
         x = x.contiguous()
         y = x.new_empty((M, N), dtype=out_dtype) if out is None else out
         tensors = x, x, w, x if bias is None else bias.contiguous(), y, make_sums()
-        if config.num_comm:
+        if not config.copied:
             launch(*tensors, gate)
         else:
             copies.beside(functools.partial(launch, *tensors), x)

@@ -52,6 +52,7 @@ WIRE_BOUND = {"matmul_reduce_scatter": 1.1, "matmul_all_reduce": 0.4}
 # How much faster than the product such a reduce-scatter is sent, by how many programs at most: by 18, 24 and 30
 # llama8b-o 199, 195, 201; by 18 and 22 rs-c 212, 226.
 WIRE_SPARE, MOST_COMM = 1.1, 24
+INTERLEAVED_BLOCK = 8192  # elements that are copied at a step beside the sums of a tile: with 16384 some spill
 LANDING_CHUNK_ROWS = 128  # at least; those of the largest tile by rule
 MAX_LOOK = tl.constexpr(256)  # signals that a program looks at at once: one a thread
 
@@ -85,10 +86,12 @@ class OverlapConfig:
     gemm: the tiles.
     chunk_rows: rows behind one signal; a multiple or a divisor of gemm.block_m. The same on all ranks of a call.
     num_comm: programs that send while the others multiply. 9 to 12 reach what NVLink gives to stores, 320 GB/s of the
-        copy engine's 385 on H200 (16 MB to each of 3 peers). 0: no program sends, and the copy engine does, which takes
-        no multiprocessor. It reaches ranks whose memory is mapped here, as `peer` does, and needs `landing`.
+        copy engine's 385 on H200 (16 MB to each of 3 peers). 0: no program is set apart; the copy engine sends, which
+        takes no multiprocessor. It reaches ranks whose memory is mapped here, as `peer` does, and needs `landing`.
+    interleaved: all programs of a reduction send instead, each a finished tile while it multiplies the next one, at a
+        step of its own, so that not all ask for the link at once. By stores to mapped memory; num_comm is 0.
     landing: rows go to the one inbox that copies go to (tkernels.comm.copies), for which all ranks of a call have to
-        come first; else to one of two that take turns. The same on all ranks of a call; True where num_comm is 0.
+        come first; else to one of two that take turns. The same on all ranks of a call; True for the copy engine.
     copy_rows: of one copy, a multiple of chunk_rows, and a multiple or a divisor of gemm.block_m; None: chunk_rows. The
         copy engine wants many.
     put_block: elements that a program copies at a step; 16384 beat 8192 by 8 % on llama70b-qkv (4 H200s, bench/LOG.md).
@@ -104,6 +107,7 @@ class OverlapConfig:
     gemm: GemmConfig = field(default_factory=GemmConfig)
     chunk_rows: int = 128
     num_comm: int = 12
+    interleaved: bool = False
     landing: bool = False
     copy_rows: int | None = None
     put_block: int = 16384
@@ -115,7 +119,12 @@ class OverlapConfig:
     @property
     def sent_rows(self) -> int:
         """Rows that are sent at a time."""
-        return self.chunk_rows if self.num_comm else self.copy_rows or self.chunk_rows
+        return self.copy_rows or self.chunk_rows if self.copied else self.chunk_rows
+
+    @property
+    def copied(self) -> bool:
+        """Whether the copy engine sends."""
+        return not (self.num_comm or self.interleaved)
 
     @property
     def tile_chunks(self) -> int:
@@ -123,11 +132,17 @@ class OverlapConfig:
         return max(self.gemm.block_m // self.chunk_rows, 1)
 
     def copy_block(self, aligned: bool) -> int:
-        """put_block where rows are of whole 16 bytes; else fewer, for every element then costs registers."""
-        return self.put_block if aligned else self.put_block // 8
+        """Fewer than put_block between two steps of a product, and of rows that are not of whole 16 bytes.
+
+        Sums stay in registers meanwhile, and every element that is copied alone costs one.
+        """
+        block = min(self.put_block, INTERLEAVED_BLOCK) if self.interleaved else self.put_block
+        return block if aligned else block // 8
 
     def __post_init__(self):
-        if self.num_comm == 0:
+        if self.num_comm and self.interleaved:
+            raise ValueError(f"with interleaved=True all programs send, so num_comm must be 0, and is {self.num_comm}")
+        if self.copied:
             object.__setattr__(self, "landing", True)
         for name in ("chunk_rows", "copy_rows"):
             rows = getattr(self, name)
@@ -161,7 +176,7 @@ def by_copy_engine(config: OverlapConfig, rows: int, row_bytes: int, copies: int
 
 def _copying(config: OverlapConfig, rows: int) -> OverlapConfig:
     whole = math.lcm(config.gemm.block_m, config.chunk_rows)
-    return replace(config, num_comm=0, copy_rows=max(round_up(rows, whole), whole))
+    return replace(config, num_comm=0, interleaved=False, copy_rows=max(round_up(rows, whole), whole))
 
 
 def default_config(M: int, N: int, dtype: torch.dtype, tma: bool = True) -> GemmConfig:
@@ -325,7 +340,7 @@ def _choose(ctx: Context, operation: str, M: int, N: int, K: int, dtype: torch.d
     by_rule = rule_bound(ctx, operation, M, N, K, dtype, layout, table.travels.get(shared(key), (None, None))[0])
     config = table.configs.get(key, by_rule)
     fits = config.num_comm < min(ctx.num_programs, config.max_programs or ctx.num_programs)
-    can_travel = config.num_comm or by_rule.landing
+    can_travel = config.num_comm or by_rule.landing or config.interleaved and ctx.mapped
     if not fits or not can_travel or not chunks_fit(by_rule.chunk_rows, config.gemm.block_m):
         return by_rule
     return travelling(config, *travel_of(by_rule))
@@ -353,11 +368,11 @@ def travel_of(config: OverlapConfig) -> tuple[int, bool]:
 
 def travelling(config: OverlapConfig, chunk_rows: int, landing: bool) -> OverlapConfig:
     """The configuration with that travel, and copies of as many rows as before, in whole chunks."""
-    assert landing or config.num_comm, "the copy engine can't put rows where they take turns"
+    assert landing or not config.copied, "the copy engine can't put rows where they take turns"
     if travel_of(config) == (chunk_rows, landing):
         return config
     config, rows = replace(config, chunk_rows=chunk_rows, landing=landing, copy_rows=None), config.sent_rows
-    return config if config.num_comm else _copying(config, rows)
+    return _copying(config, rows) if config.copied else config
 
 
 def bound_travel(ctx: Context, key: tuple) -> tuple[int, bool] | None:

@@ -4,14 +4,16 @@ M rows.  N out-features.  K/R this rank's part of the dimension summed over.  R 
 
 One persistent launch a rank. Tiles of the peers' rows come first and are stored to an outbox, local memory that a call
 holds until it returns; once all tiles of a chunk are there, a comm program pushes it into its owner's inbox, a signal
-behind it, or the copy engine does so with several. Tiles of the own rows come last: their epilogue adds the peers'
-partial sums from the inbox, in a fixed order of ranks, then bias and activation.
+behind it, or the copy engine does so with several. Or nobody waits for a chunk (`interleaved`): each program sends a
+tile that it has finished while it multiplies the next one, and who sends a chunk's last tile signals. Tiles of the own
+rows come last: their epilogue adds the peers' partial sums from the inbox, in a fixed order of ranks, then bias and
+activation.
 Partial sums travel in the operands' dtype, or in fp32 if asked to, and are added in fp32; the result is the same bits
 on every run.
 
 The same kernel, with GATHER, is `matmul_all_reduce`: the finished chunks of the own rows are sent to every peer, by the
-copy engine, or first by the comm programs, then by all that have no tile left; all programs copy what arrives to the
-output.
+copy engine, or first by the comm programs, then by all that have no tile left, or tile by tile; all programs copy what
+arrives to the output.
 """
 
 import functools
@@ -24,15 +26,21 @@ import triton.language as tl
 
 from tkernels.comm.collectives import check_rows, receive_parts, split_rows
 from tkernels.comm.context import Context
-from tkernels.comm.copies import Copies, Send, await_copies, begin_landing, check_mapped
+from tkernels.comm.copies import Copies, Send, await_copies, await_peers, begin_landing, check_mapped
 from tkernels.comm.device import (
     begin_epoch,
+    completes,
     count,
     count_up_to,
+    meet,
     operation,
     operation_name,
     publish,
     put_signal,
+    put_tile,
+    signal,
+    signal_all,
+    tell,
     wait_signal,
 )
 from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark
@@ -94,7 +102,7 @@ PART_ROWS = 128  # a part of an inbox begins at a multiple, whatever the tiles: 
 @triton.jit
 def finish_slice(
     value, column, bias, N, y, outbox, out_row, valid,
-    partials, partial_row, part_stride, owner, rank, sums, sums_row, sums_column, part, parts,
+    partials, partial_row, part_stride, own, rank, sums, sums_row, sums_column, part, parts,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, SIZE: tl.constexpr,
     Y_TMA: tl.constexpr, O_TMA: tl.constexpr, P_TMA: tl.constexpr, S_TMA: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, WIRE: tl.constexpr,
@@ -102,7 +110,7 @@ def finish_slice(
     """Store some columns of a tile: as sums, if it is a part of one; for its owner; or, with the peers' sums, as y."""
     if part < parts - 1:
         store_part(value, sums, sums_row + part * ROWS, sums_column, ROWS, COLUMNS, BLOCK_N, S_TMA)
-    elif owner != rank:
+    elif not own:
         store_tile(value, outbox, N, out_row, valid, column, N, ROWS, COLUMNS, O_TMA, WIRE)
     else:
         value = add_parts(value, sums, sums_row, sums_column, parts, ROWS, COLUMNS, BLOCK_N, S_TMA)
@@ -111,6 +119,79 @@ def finish_slice(
             value += load_tile(partials, N, 1, at, column, at + valid, N, ROWS, COLUMNS, P_TMA, False).to(tl.float32)
         value = finish(value, bias, column, N, COLUMNS, HAS_BIAS, ACTIVATION)
         store_tile(value, y, N, out_row, valid, column, N, ROWS, COLUMNS, Y_TMA, DTYPE)
+
+
+@triton.jit
+def gathered_inbox(inbox, parity_row, part_stride, N, y, SIZE: tl.constexpr):
+    """Where the finished rows of an all-reduce arrive, in y's dtype: behind the partial sums."""
+    return (inbox + tl.cast(parity_row + SIZE * part_stride, tl.int64) * N).to(y.dtype)
+
+
+@triton.jit
+def peers_tile_first(index, tiles_m, peer_tiles_m, tiles_n, GROUP_M: tl.constexpr, OWN_GROUP_M: tl.constexpr):
+    """`tile_of`, of the peers' rows first, then of the own ones.
+
+    No group of tiles holds both: an own tile waits for the peers, and a program that came to it before all its tiles of
+    the peers' rows could keep them waiting for ever, as theirs could it.
+    """
+    if index < peer_tiles_m * tiles_n:
+        tile_m, tile_n = tile_of(index, peer_tiles_m, tiles_n, GROUP_M)
+    else:
+        tile_m, tile_n = tile_of(index - peer_tiles_m * tiles_n, tiles_m - peer_tiles_m, tiles_n, OWN_GROUP_M)
+        tile_m += peer_tiles_m
+    return tile_m, tile_n
+
+
+@triton.jit
+def send_tile(
+    tile, column, outbox, y, inbox, N, own_end, M, parity_row, part_stride,
+    counters, ready, max_chunks, chunk_rows, epoch, table, rank,
+    SIZE: tl.constexpr, GATHER: tl.constexpr, BLOCK_N: tl.constexpr, PUT_ROWS: tl.constexpr, ALIGN: tl.constexpr,
+    TRANSPORT: tl.constexpr, TRACE: tl.constexpr,
+):
+    """Send a tile that this program has stored: a peer's to the peer, a finished one to all of them.
+
+    Who sends the last tile of a chunk signals, or of the chunks that the tile is.
+    """
+    owner = tl.load(tile).to(tl.int32)
+    row = tl.load(tile + 1)
+    out_row = tl.load(tile + 2)
+    valid = tl.load(tile + 3).to(tl.int32)
+    chunk = tl.load(tile + 4).to(tl.int32)
+    tiles = tl.load(tile + 5) * tl.cdiv(N, BLOCK_N)
+    # Partial sums and results may differ in dtype: what both consist of is copied.
+    WIRE: tl.constexpr = outbox.dtype.element_ty.primitive_bitwidth
+    STORED: tl.constexpr = y.dtype.element_ty.primitive_bitwidth if GATHER else WIRE
+    WORD: tl.constexpr = min(WIRE, STORED)
+    word = tl.pointer_type(tl.int16 if WORD == 16 else tl.int32)
+    scale = WIRE // WORD
+    src = (outbox + (out_row - own_end + M) % M * N + column).to(word)
+    dst = (inbox + (parity_row + rank * part_stride + row) * N + column).to(word)
+    words = ready + rank * max_chunks + chunk
+    first = 0
+    targets = 1
+    if GATHER:
+        if owner == rank:
+            scale = STORED // WORD
+            src = (y + out_row * N + column).to(word)
+            gathered = gathered_inbox(inbox, parity_row, part_stride, N, y, SIZE)
+            dst = (gathered + out_row * N + column).to(word)
+            words += SIZE * max_chunks
+            first = 1
+            targets = SIZE - 1
+    publish(TRANSPORT)
+    meet()  # each thread reads what others have stored
+    for step in range(first, first + targets):
+        target = (owner + step) % SIZE
+        mark(SEND, chunk, target, table, TRANSPORT, TRACE)
+        put_tile(
+            dst, src, N * scale, valid, (N - column) * scale, target, table,
+            TRANSPORT, PUT_ROWS, BLOCK_N * max(WIRE, STORED) // WORD, ALIGN,
+        )
+    if completes(counters + owner * max_chunks + chunk, tiles, TRANSPORT):
+        for step in range(first, first + targets):
+            for number in range(tl.cdiv(valid, chunk_rows)):
+                tell(words + number, epoch, (owner + step) % SIZE, table, TRANSPORT)
 
 
 # Row counts may change from call to call, and ranks differ: no new kernel for each.
@@ -134,15 +215,15 @@ def matmul_reduce_kernel(
     M, N, K, own_first, own_end,  # the own rows in the whole
     num_comm, own_chunks, chunk_rows,  # own_chunks: of this rank's rows
     sent_rows, piece_rows,  # at a time; piece: see receive_parts
-    SIZE: tl.constexpr, GATHER: tl.constexpr, LANDING: tl.constexpr, COPIES: tl.constexpr,
+    SIZE: tl.constexpr, GATHER: tl.constexpr, LANDING: tl.constexpr, COPIES: tl.constexpr, INTERLEAVED: tl.constexpr,
     PARTS: tl.constexpr,  # some tiles are split
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
     GROUP_M: tl.constexpr, OWN_GROUP_M: tl.constexpr,  # of the peers' rows of tiles, and of the own ones
     X_TMA: tl.constexpr, X_TRANSPOSED: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr,
     Y_TMA: tl.constexpr, O_TMA: tl.constexpr, P_TMA: tl.constexpr, S_TMA: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, WIRE: tl.constexpr, PRECISION: tl.constexpr,
-    OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, PUT_BLOCK: tl.constexpr, ALIGN: tl.constexpr,
-    TRACE: tl.constexpr = False,
+    OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, ALIGN: tl.constexpr,
+    PUT_BLOCK: tl.constexpr, PUT_ROWS: tl.constexpr, TRACE: tl.constexpr = False,
 ):
     pid = tl.program_id(0)
     epoch = begin_epoch(state)
@@ -154,7 +235,15 @@ def matmul_reduce_kernel(
         begin_landing(
             pid, num_comm, gate, copied, begun, max_chunks, epoch, table, rank, SIZE, COPIES, OPERATION, TRANSPORT
         )
-    if not COPIES:  # at compile time; else num_comm is 0
+    if INTERLEAVED:
+        if pid == 0:  # whoever has no rows, or none to send, is heard from all the same
+            for step in range(1, SIZE):
+                target = (rank + step) % SIZE
+                if tl.load(starts + target + 1) == tl.load(starts + target):
+                    signal(ready + rank * max_chunks, epoch, target, table, TRANSPORT)
+            if GATHER and own_first == own_end:
+                signal_all(ready + (SIZE + rank) * max_chunks, epoch, table, rank, SIZE, TRANSPORT)
+    elif not COPIES:  # at compile time; else num_comm is 0
         if pid < num_comm:
             for i in range(pid, num_sends, num_comm):
                 send = sends + i * SEND_FIELDS
@@ -176,8 +265,11 @@ def matmul_reduce_kernel(
     complete = tl.full((), False, tl.int1)  # all that peers send is here
     turn = tl.where(pid < num_comm, head, 0)
     own_dealt = dealt
-    if COPIES:  # then all tiles are dealt out, and the last turn may be one of few
+    if COPIES or INTERLEAVED:  # then all tiles are dealt out, and the last turn may be one of few
         own_dealt = turns_of(pid, num_comm, head, dealt, whole)
+    unsent = tl.full((), -1, tl.int32)  # the finished tile that is to be sent, behind this step of the next one
+    own_step = pid * tl.cdiv(K, BLOCK_K) // tl.num_programs(0)
+    heard = tl.full((), False, tl.int1)  # all peers have come to this call
     item = items
     if not GATHER or pid >= num_comm:  # else go on with the finished chunks
         item = take_tile(turn, own_dealt, pid, num_comm, head, dealt, whole, counters)
@@ -189,34 +281,42 @@ def matmul_reduce_kernel(
         if TRACE:
             num_tiles = 1
         step = first_step
-        tile_m, owner, x_row, valid, chunk, column = 0, 0, 0, 0, 0, 0
+        tile_m, x_row, valid, column = 0, 0, 0, 0
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for _ in range(num_tiles * (last_step - first_step)):
             if step == first_step:
                 if turn < own_dealt:
                     index = dealt_tile(turn, pid, num_comm, head)
                 turn += 1
-                # No group of tiles holds both: an own tile waits for the peers, and a program that came to it
-                # before all its tiles of the peers' rows could keep them waiting for ever, as theirs could it.
-                if index < peer_tiles_m * tiles_n:
-                    tile_m, tile_n = tile_of(index, peer_tiles_m, tiles_n, GROUP_M)
-                else:
-                    own_index = index - peer_tiles_m * tiles_n
-                    tile_m, tile_n = tile_of(own_index, tiles_m - peer_tiles_m, tiles_n, OWN_GROUP_M)
-                    tile_m += peer_tiles_m
+                tile_m, tile_n = peers_tile_first(index, tiles_m, peer_tiles_m, tiles_n, GROUP_M, OWN_GROUP_M)
                 tile = schedule + tile_m * TILE_FIELDS
-                owner = tl.load(tile).to(tl.int32)
                 x_row = tl.load(tile + 2).to(tl.int32)
                 valid = tl.load(tile + 3).to(tl.int32)
-                chunk = tl.load(tile + 4).to(tl.int32)
                 column = tile_n * BLOCK_N
                 mark(COMPUTE, x_row, column, table, TRANSPORT, TRACE)
             total = multiply_step(
                 total, x, x_stride_m, x_stride_k, x_row, x_row + valid, w, w_stride_n, w_stride_k, column, N, K,
                 step, BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, X_TRANSPOSED, W_TMA, W_TRANSPOSED, PRECISION,
             )
+            if INTERLEAVED:
+                if (step == own_step) & (unsent >= 0):
+                    if LANDING:
+                        if not heard:
+                            await_peers(begun, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
+                            heard = tl.full((), True, tl.int1)
+                    sent_m, sent_n = peers_tile_first(unsent, tiles_m, peer_tiles_m, tiles_n, GROUP_M, OWN_GROUP_M)
+                    send_tile(
+                        schedule + sent_m * TILE_FIELDS, sent_n * BLOCK_N, outbox_memory, y_memory, inbox,
+                        N, own_end, M, parity_row, part_stride, tile_counts, ready, max_chunks, chunk_rows,
+                        epoch, table, rank,
+                        SIZE, GATHER, BLOCK_N, PUT_ROWS, ALIGN, TRANSPORT, TRACE,
+                    )
+                    unsent = tl.full((), -1, tl.int32)
             ends, kept, step = end_of_tile(total, step + 1, first_step, last_step)
             if ends:
+                row = x_row - own_first
+                own = (row >= 0) & (x_row < own_end)
+                chunk = row // chunk_rows  # of an own tile
                 others = counters + SPLIT_TILES + index - whole
                 sums_row = (index - whole) * (parts_of_tile - 1) * BLOCK_M
                 if part == parts_of_tile - 1:
@@ -224,7 +324,7 @@ def matmul_reduce_kernel(
                         if parts_of_tile > 1:
                             mark(COLLECT, chunk, rank, table, TRANSPORT, TRACE)
                             wait_signal(others, part, table, rank, chunk, OPERATION, TRANSPORT)
-                    if (owner == rank) & (not complete):
+                    if own & (not complete):
                         mark(WAIT, chunk, rank, table, TRANSPORT, TRACE)
                         if not TRACE:  # which shows each tile's wait
                             complete = all_arrived(ready, max_chunks, own_chunks, chunk, rank, epoch, SIZE, TRANSPORT)
@@ -234,35 +334,50 @@ def matmul_reduce_kernel(
                                 SIZE - 1, SIZE, OPERATION, TRANSPORT,
                             )
                 mark(STORE, x_row, column, table, TRANSPORT, TRACE)
-                row = x_row - own_first
                 out_row = row
                 if GATHER:
                     out_row = x_row
-                if owner != rank:  # the outbox has the rows after the own ones, then those before
+                if not own:  # the outbox has the rows after the own ones, then those before
                     out_row = (x_row - own_end + M) % M
                 COLUMNS: tl.constexpr = BLOCK_N // SPLIT
                 slices = slices_of(total, BLOCK_M, BLOCK_N, SPLIT)
                 for number in tl.static_range(SPLIT):
                     finish_slice(
                         slices[number], column + number * COLUMNS, bias, N, y, outbox, out_row, valid,
-                        partials, parity_row + row, part_stride, owner, rank,
+                        partials, parity_row + row, part_stride, own, rank,
                         sums, sums_row, number * COLUMNS, part, parts_of_tile,
                         BLOCK_M, COLUMNS, BLOCK_N, SIZE,
                         Y_TMA, O_TMA, P_TMA, S_TMA, HAS_BIAS, ACTIVATION, DTYPE, WIRE,
                     )
-                if GATHER or owner != rank or part < parts_of_tile - 1:
-                    publish(TRANSPORT)
-                    if PARTS and part < parts_of_tile - 1:
-                        count(others, TRANSPORT, "gpu")
+                if GATHER or not own or part < parts_of_tile - 1:
+                    if INTERLEAVED:  # then no tile is split
+                        unsent = index
                     else:
-                        finished = schedule + tile_m * TILE_FIELDS
-                        done = tile_counts + owner * max_chunks + tl.load(finished + 1).to(tl.int32) // sent_rows
-                        if COPIES:
-                            count_up_to(done, tl.load(finished + 5) * tiles_n, TRANSPORT)
+                        publish(TRANSPORT)
+                        if PARTS and part < parts_of_tile - 1:
+                            count(others, TRANSPORT, "gpu")
                         else:
-                            count(done, TRANSPORT, "gpu")
+                            finished = schedule + tile_m * TILE_FIELDS
+                            done = tile_counts + tl.load(finished) * max_chunks + tl.load(finished + 1) // sent_rows
+                            if COPIES:
+                                count_up_to(done, tl.load(finished + 5) * tiles_n, TRANSPORT)
+                            else:
+                                count(done, TRANSPORT, "gpu")
             total = kept
         item = take_tile(turn, own_dealt, pid, num_comm, head, dealt, whole, counters)
+
+    if INTERLEAVED:
+        if unsent >= 0:
+            if LANDING:
+                if not heard:
+                    await_peers(begun, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
+            sent_m, sent_n = peers_tile_first(unsent, tiles_m, peer_tiles_m, tiles_n, GROUP_M, OWN_GROUP_M)
+            send_tile(
+                schedule + sent_m * TILE_FIELDS, sent_n * BLOCK_N, outbox_memory, y_memory, inbox,
+                N, own_end, M, parity_row, part_stride, tile_counts, ready, max_chunks, chunk_rows,
+                epoch, table, rank,
+                SIZE, GATHER, BLOCK_N, PUT_ROWS, ALIGN, TRANSPORT, TRACE,
+            )
 
     if pid == 0:  # a rank without rows of its own still hears from every peer
         for step in range(1, SIZE):
@@ -271,11 +386,11 @@ def matmul_reduce_kernel(
             wait_signal(ready + source * max_chunks, epoch, table, source, 0, OPERATION, TRANSPORT)
 
     if GATHER:
-        gathered = (inbox + tl.cast(parity_row + SIZE * part_stride, tl.int64) * N).to(y_memory.dtype)
+        gathered = gathered_inbox(inbox, parity_row, part_stride, N, y_memory, SIZE)
         gathered_ready = ready + SIZE * max_chunks
         own = own_end - own_first
         own_sends = own_chunks * (SIZE - 1)
-        if not COPIES:  # then the copy engine sends
+        if not COPIES and not INTERLEAVED:
             i = take(counters + SEND_TICKETS)
             while i < own_sends:
                 chunk = i // (SIZE - 1)
@@ -369,7 +484,9 @@ def plan(
     num_programs = programs_of(config, ctx.num_programs, tiles)
     sent = (M - rows[ctx.rank]) * N * itemsize
     busy = tiles if gather else peer_tiles_m * tiles_n  # the comm programs, for as long as these take
-    turns = plan_turns(tiles, own_tiles_m * tiles_n, K, num_programs, config, sent, busy)
+    # Parts of tiles would take registers that sending beside a product needs.
+    splittable = 0 if config.interleaved else own_tiles_m * tiles_n
+    turns = plan_turns(tiles, splittable, K, num_programs, config, sent, busy)
     part_stride = triton.cdiv(max(rows), PART_ROWS) * PART_ROWS
     inbox_rows = ctx.size * part_stride
     if gather:  # the finished rows of y, in its own dtype
@@ -377,8 +494,9 @@ def plan(
     chunks = max(num_chunks(part, config) for part in rows)
     workspace = ctx.workspace()
     # The counters are indexed with the workspace's own num_chunks, which may be larger than this call's.
-    if config.landing:
+    if config.landing or config.interleaved:
         check_mapped(name, ctx)
+    if config.landing:
         workspace.reserve(0, chunks, landing_bytes=max(inbox_rows, 4) * N * itemsize)
     else:
         workspace.reserve(max(inbox_rows, 4) * N * itemsize, chunks)
@@ -412,6 +530,8 @@ def plan(
     o_operand = Operand.of(outbox, *box, store_tma)
     s_operand = sums_of(tiles - turns.whole, turns.splits, gemm)
     p_operand = Operand.of(inbox, *box, gemm.use_tma and N > 1)
+    # As many bytes a step, thus registers, as of the operands' dtype.
+    put_block = config.copy_block(aligned) * x.element_size() // max(x.element_size(), *travels)
     launch = ctx.bind(
         matmul_reduce_kernel, num_programs,
         x_operand.argument, x_operand.row_stride, x_operand.column_stride,
@@ -427,7 +547,8 @@ def plan(
         M, N, K, first_rows[ctx.rank], first_rows[ctx.rank + 1],
         config.num_comm, num_chunks(rows[ctx.rank], config), config.chunk_rows,
         config.sent_rows, math.gcd(config.chunk_rows, PIECE_ROWS),
-        SIZE=ctx.size, GATHER=gather, LANDING=config.landing, COPIES=config.num_comm == 0, PARTS=turns.splits > 1,
+        SIZE=ctx.size, GATHER=gather, LANDING=config.landing, COPIES=config.copied, INTERLEAVED=config.interleaved,
+        PARTS=turns.splits > 1,
         BLOCK_M=gemm.block_m, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, SPLIT=gemm.split,
         GROUP_M=gemm.group_m, OWN_GROUP_M=own_group(config),
         X_TMA=x_operand.tma, X_TRANSPOSED=x_operand.transposed, W_TMA=w_operand.tma,
@@ -436,14 +557,13 @@ def plan(
         HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
         DTYPE=triton_dtype(out_dtype), WIRE=triton_dtype(wire_dtype), PRECISION=precision,
         OPERATION=op, TRANSPORT=ctx.transport_id,
-        # As many bytes a step, thus registers, as of the operands' dtype.
-        PUT_BLOCK=config.copy_block(aligned) * x.element_size() // max(x.element_size(), *travels),
+        PUT_BLOCK=put_block, PUT_ROWS=min(max(put_block // gemm.block_n, 1), gemm.block_m),
         ALIGN=16 if aligned else min(travels),
         num_warps=gemm.num_warps, num_stages=stages_of(gemm, turns.splits), maxnreg=config.max_registers,
         varying=("x", "w", "bias", "y", "y_memory", "outbox", "outbox_memory", "sums", "gate"),
     )  # fmt: skip
     shape, make_sums = tuple(y.shape), sums_maker(s_operand, x.device)
-    if not config.num_comm:
+    if config.copied:
         finished_bytes = N * out_dtype.itemsize if gather else 0
         sends = _copied(
             ctx, rows, peers, config, tiles_n, N * itemsize, part_stride, finished_bytes, workspace.num_chunks
@@ -455,7 +575,7 @@ def plan(
         y = x.new_empty(shape, dtype=out_dtype) if out is None else out
         outbox = x.new_empty(outbox_shape, dtype=wire_dtype)  # given back once the stream is behind all that reads it
         tensors = x, w, x if bias is None else bias.contiguous(), y, y, outbox, outbox, make_sums()
-        if config.num_comm:
+        if not config.copied:
             launch(*tensors, gate)
         else:
             copies.beside(functools.partial(launch, *tensors), outbox, y)
@@ -467,7 +587,7 @@ def plan(
 def own_group(config: OverlapConfig) -> int:
     """Rows of own tiles that are walked together: of one copy, for the next one's partial sums come later."""
     gemm = config.gemm
-    return gemm.group_m if config.num_comm else max(min(gemm.group_m, config.sent_rows // gemm.block_m), 1)
+    return max(min(gemm.group_m, config.sent_rows // gemm.block_m), 1) if config.copied else gemm.group_m
 
 
 def send_schedule(rows: tuple[int, ...], peers: list[int], config: OverlapConfig) -> list[int]:
