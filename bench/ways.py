@@ -21,6 +21,7 @@ from tkernels.tuner.compile import sentence
 class Way:
     """transport: of the context, None: the one that is chosen.  change: fields of the configuration.
     repeatable: the same bits on every run.  path: "plain" has no configuration.  copies: the copy engine sends.
+    reduces: of reductions alone.
     """
 
     transport: str | None
@@ -28,13 +29,14 @@ class Way:
     repeatable: bool = True
     path: str = "fused"
     copies: bool = False
+    reduces: bool = False
 
 
-PLAIN = Way(None, path="plain")
-COPIES = Way(None, copies=True)
+INTERLEAVED = Way(None, {"num_comm": 0, "interleaved": True}, reduces=True)
+COMMON = {"interleaved": INTERLEAVED, "copy_engine": Way(None, copies=True), "plain": Way(None, path="plain")}
 WAYS: dict[str, dict[str, Way]] = {
-    "nvshmem": {"peer": Way("peer"), "nvshmem": Way("nvshmem"), "copy_engine": COPIES, "plain": PLAIN},
-    "simulated": {"simulated": Way("simulated"), "copy_engine": COPIES, "plain": PLAIN},
+    "nvshmem": {"peer": Way("peer"), "nvshmem": Way("nvshmem"), **COMMON},
+    "simulated": {"simulated": Way("simulated"), **COMMON},
 }
 
 
@@ -71,11 +73,13 @@ def open_ways(ctx: Context, case: Case) -> tuple[dict[str, Opened], dict[str, st
     if case.op == "gemm" or "matmul" not in case.op or ctx.size == 1:
         return {}, {}
     for name, way in WAYS[ctx.runtime].items():
+        if way.reduces and case.op == "all_gather_matmul":
+            continue
         reason = None
         try:
             other = context_over(ctx, way.transport)
             config = dataclasses.replace(config_of(other, case, sending=not way.copies), **way.change)
-            if way.copies and config.num_comm:
+            if way.copies and not config.copied:
                 config = by_copy_engine(config, max(case.rows(other.size)), case.row_bytes)
             opened[name] = Opened(way, other, config)
         except (TypeError, ValueError, RuntimeError) as error:  # no such transport, field or value here

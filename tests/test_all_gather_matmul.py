@@ -228,6 +228,7 @@ def test_wrong_operands_are_refused_before_the_first_signal(ctx):
     x, w, bias = operands(ctx, integers, (8, 8), 6, 16, torch.float32, 1)
     call = tkernels.all_gather_matmul
     all_send = OverlapConfig(GemmConfig(32, 32, 32), num_comm=ctx.num_programs)
+    between_steps = OverlapConfig(GemmConfig(32, 32, 32), num_comm=0, interleaved=True)
     refused = [
         (lambda: call(x, w.t(), ctx=ctx), r"all_gather_matmul: x is \(8, 16\) and w is \(16, 6\), but K"),
         (lambda: call(x, w.half(), ctx=ctx), "x is torch.float32 and w is torch.float16"),
@@ -237,6 +238,7 @@ def test_wrong_operands_are_refused_before_the_first_signal(ctx):
         (lambda: call(x, w, rows=(9, 7), ctx=ctx), r"rank . has 8 rows, but rows=\(9, 7\) gives it"),
         (lambda: call(x, w, rows=(8, 8, 8), ctx=ctx), "must name a count >= 0 for each of 2 ranks"),
         (lambda: fused(ctx, x, w, config=all_send), r"of num_programs=\d+ programs, num_comm=\d+ would send"),
+        (lambda: fused(ctx, x, w, config=between_steps), "interleaved=True is for reductions, .* num_comm of 1 or"),
     ]
     for wrong, message in refused:
         with pytest.raises((ValueError, TypeError), match=message):

@@ -85,13 +85,12 @@ def test_large_shares_travel_by_the_copy_engine_where_it_reaches_all(monkeypatch
         (AG, 8192, 4096, 16384, 2, True, True),
         (RS, 8192, 4096, 4096, 2, True, True),
         (RS, 8192, 16384, 4096, 2, True, True),
-        (AR, 8192, 8192, 4096, 2, True, False),
-        (AR, 4096, 8192, 4096, 2, True, False),
-        (AR, 4095, 8192, 4096, 2, True, False),
-        (AR, 4094, 8192, 4096, 2, True, True),
-        (AR, 1024, 8192, 4096, 2, True, True),
-        (AR, 1022, 8192, 4096, 2, True, False),
-        (AR, 8192, 4096, 4096, 2, True, True),
+        (AR, 8192, 8192, 1024, 2, True, False),
+        (AR, 4096, 8192, 1024, 2, True, False),
+        (AR, 4095, 8192, 1024, 2, True, False),
+        (AR, 4094, 8192, 1024, 2, True, True),
+        (AR, 1024, 8192, 1024, 2, True, True),
+        (AR, 1022, 8192, 1024, 2, True, False),
         (AR, 8192, 8192, 4096, 4, True, True),
         (AR, 8192, 4096, 4096, 4, True, True),
         (AG, 512, 4096, 4096, 2, True, False),
@@ -100,6 +99,7 @@ def test_large_shares_travel_by_the_copy_engine_where_it_reaches_all(monkeypatch
         ctx = context(size=size, num_programs=132, mapped=mapped)
         config = overlap_config(ctx, operation, M, N, K, BF16, "TN")
         assert (config.num_comm == 0, config.landing) == (copied, copied), (operation, M, N, K, size, mapped)
+        assert config.copied == copied and not config.interleaved
         sending = overlap_config(ctx, operation, M, N, K, BF16, "TN", sending=True)
         assert sending.num_comm > 0 and not sending.landing
     # A larger product whose rows take turns binds all calls whose rows travel alike; of one whose rows land, and which
@@ -116,6 +116,37 @@ def test_large_shares_travel_by_the_copy_engine_where_it_reaches_all(monkeypatch
     few = record(OverlapConfig(TUNED.gemm, 2048, num_comm=0), RS, M=8192, N=4096, K=4096)
     config = overlap_config(context(few, size=4, num_programs=132), RS, 8192, 4096, 1024, BF16, "TN")
     assert config.num_comm > 12 and travel_of(config) == (128, True)
+
+
+def test_all_programs_send_an_all_reduce_between_two_that_its_product_hides(monkeypatch):
+    monkeypatch.setattr("tkernels.configs.runtime.RUNTIME", "nvshmem")
+    for operation, M, N, K, size, dtype, layout, mapped, all_send in [
+        (AR, 8192, 8192, 4096, 2, BF16, "TN", True, True),
+        (AR, 8192, 4096, 4096, 2, torch.float16, "NN", True, True),
+        (AR, 8192, 4096, 2048, 2, BF16, "TN", True, False),
+        (AR, 8192, 4096, 4096, 2, BF16, "pointers", True, False),
+        (AR, 8192, 4096, 4096, 2, torch.float32, "TN", True, False),
+        (AR, 8192, 8192, 4096, 2, BF16, "TN", False, False),
+        (AR, 8192, 8192, 4096, 4, BF16, "TN", True, False),
+        (RS, 8192, 8192, 4096, 2, BF16, "TN", True, False),
+    ]:
+        case = (operation, M, N, K, size, dtype, layout, mapped)
+        ctx = context(size=size, num_programs=132, mapped=mapped)
+        config = overlap_config(ctx, operation, M, N, K, dtype, layout)
+        assert (config.interleaved, config.num_comm == 0 and not config.copied) == (all_send, all_send), case
+        sending = overlap_config(ctx, operation, M, N, K, dtype, layout, sending=True)
+        assert sending.num_comm > 0 and not sending.landing and not sending.interleaved, case
+        # Where rows land and in which chunks is the same for ranks whose products are too short.
+        short = overlap_config(ctx, operation, M, N, 64, dtype, layout)
+        assert travel_of(short) == travel_of(config) and not short.interleaved, case
+
+
+def test_tuned_programs_that_all_send_do_so_where_stores_reach_all():
+    tuned = record(replace(TUNED, num_comm=0, interleaved=True), AR)
+    for mapped in (True, False):
+        config = overlap_config(context(tuned, mapped=mapped), AR, 256, 64, 128, BF16, "TN")
+        assert (config.interleaved, config.landing, config.num_comm > 0) == (mapped, False, not mapped)
+        assert not overlap_config(context(tuned, mapped=mapped), AR, 256, 64, 128, BF16, "TN", sending=True).interleaved
 
 
 def test_one_look_sees_the_signals_of_all_that_lands(monkeypatch):
@@ -256,6 +287,7 @@ def test_a_smaller_product_is_bound_to_the_chunks_of_a_larger_one():
         (asdict(TUNED) | {"num_comm": "12"}, "num_comm='12' is no positive number"),
         (asdict(TUNED) | {"num_comm": -1}, "num_comm=-1 is no positive number"),
         (asdict(TUNED) | {"put_block": 0}, "put_block=0 is no positive number"),
+        (asdict(TUNED) | {"interleaved": True}, "all programs send, so num_comm must be 0, and is 1"),
         (asdict(TUNED) | {"gemm": {"block_m": 96}, "chunk_rows": 96}, "block_m=96 is no power of two"),
         (asdict(TUNED) | {"chunk_rows": 100}, "chunk_rows=100 must be a multiple or a divisor of block_m=64"),
         (asdict(TUNED) | {"chunk_rows": 4}, "chunk_rows=4 is 16 chunks for a tile of block_m=64; there may be 8"),

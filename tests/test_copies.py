@@ -5,6 +5,7 @@ import ctypes
 import dataclasses
 import functools
 import importlib
+import itertools
 import time
 from unittest import mock
 
@@ -13,6 +14,7 @@ import torch
 from transports import (
     by_copies,
     every_transport,
+    interleaved,
     late,
     launches,
     over,
@@ -81,25 +83,45 @@ def test_copies_give_the_same_between_calls_of_the_other_ways_on_a_poisoned_work
 
 @pytest.mark.ranks(2, 3, 4)
 def test_who_sends_is_each_ranks_own_affair(ctx):
-    """The copy engine, in copies of one chunk or several, or programs: some ranks so, some so, in turns."""
+    """The copy engine, in copies of one chunk or several, some programs, or all: some ranks so, some so, in turns."""
     gemm = GemmConfig(16, 32, 16) if ctx.device.type == "cpu" else GemmConfig(64, 64, 64, num_warps=4)
     chunk_rows = gemm.block_m
     ways = [
         OverlapConfig(gemm, chunk_rows, num_comm=0),
         OverlapConfig(gemm, chunk_rows, num_comm=1, landing=True),
         OverlapConfig(gemm, chunk_rows, num_comm=0, copy_rows=2 * chunk_rows),
+        OverlapConfig(gemm, chunk_rows, num_comm=0, interleaved=True, landing=True),
     ]
     results = []
     for seed, (rows, N, K) in enumerate(SHAPES[ctx.size] * 3):
         for name in (AG, RS, AR):
+            senders = [way for way in ways if name != AG or not way.interleaved]
             x, w, want = operands(ctx, name, rows, N, K, torch.bfloat16, seed)
             operation = getattr(importlib.import_module(f"tkernels.{name}"), name)
             late(ctx, seed % ctx.size, 0.02)
             with poisoned_memory():
-                got = operation(ctx, x, w, config=ways[(ctx.rank + seed) % len(ways)], **options(name, rows))
+                got = operation(ctx, x, w, config=senders[(ctx.rank + seed) % len(senders)], **options(name, rows))
             results.append((got[0] if name == AG else got, want, name, rows, seed))
             if seed % 2:
                 poison_workspace(ctx)
+    for got, want, *case in results:
+        assert torch.equal(got, want), case
+    ctx.check()
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("landing", [False, True])
+def test_all_programs_send_between_the_steps_of_their_products(ctx, landing):
+    results = []
+    for seed, (rows, N, K) in enumerate(SHAPES[ctx.size] * 2):
+        for name in (RS, AR):
+            x, w, want = operands(ctx, name, rows, N, K, torch.bfloat16, seed)
+            late(ctx, seed % ctx.size, 0.02)
+            poison_workspace(ctx)
+            with poisoned_memory(), launches() as launched:
+                got = interleaved(ctx, name, x, w, landing=landing, **options(name, rows))
+            assert [arguments["INTERLEAVED"] for _, _, arguments in launched] == [True]
+            results.append((got, want, name, rows))
     for got, want, *case in results:
         assert torch.equal(got, want), case
     ctx.check()
@@ -110,9 +132,11 @@ def test_bias_activation_and_dtypes_are_as_with_stores(ctx):
     x, w, _ = operands(ctx, RS, (33, 20), 24, 16, torch.float16, 1)
     bias = integers(24, torch.float16, 7, device=ctx.device)
     for name, operation in ((RS, matmul_reduce_scatter), (AR, matmul_all_reduce)):
-        asked = {"wire_dtype": torch.float32, "out_dtype": torch.float32, **options(name, (33, 20))}
-        stored = operation(ctx, x, w, bias, "gelu", path="fused", **asked)
-        assert torch.equal(by_copies(ctx, name, x, w, bias, "gelu", **asked), stored)
+        for wire, out in itertools.product((torch.float16, torch.float32), repeat=2):
+            asked = {"wire_dtype": wire, "out_dtype": out, **options(name, (33, 20))}
+            stored = operation(ctx, x, w, bias, "gelu", path="fused", **asked)
+            for way in (by_copies, interleaved):
+                assert torch.equal(way(ctx, name, x, w, bias, "gelu", **asked), stored), (name, wire, out, way)
 
 
 @pytest.mark.ranks(2)
@@ -138,6 +162,7 @@ def test_ranks_that_are_not_mapped_are_refused_before_the_first_signal(ctx):
             lambda: by_copies(ctx, RS, whole, w, chunk_rows=4096),
             lambda: by_copies(ctx, AR, whole, w, chunk_rows=4096),
             lambda: matmul_all_reduce(ctx, whole, w, config=OverlapConfig(num_comm=1, landing=True)),
+            lambda: matmul_all_reduce(ctx, whole, w, config=OverlapConfig(num_comm=0, interleaved=True)),
         ):
             with pytest.raises(ValueError, match="rows land .* needs all .* num_comm of 1 or more and landing=False"):
                 call()
@@ -168,7 +193,8 @@ def test_one_program_suffices(ctx):
     x, w, want = operands(alone, RS, (20, 20), 16, 32, torch.float32, 1)
     with pytest.raises(ValueError, match="of num_programs=1 programs, num_comm=1 would send"):
         tkernels.matmul_reduce_scatter(x, w, ctx=alone, path="fused")
-    assert torch.equal(by_copies(alone, RS, x, w), want)
+    for way in (by_copies, interleaved):
+        assert torch.equal(way(alone, RS, x, w), want)
 
 
 class Meeting:
@@ -227,13 +253,12 @@ def signal_first(ctx, form, name):
     return torch.equal(got, want)
 
 
-def landing_used_again(ctx, form, num_comm):
+def landing_used_again(ctx, form, name, call):
     """Two calls, in the first of which rank 1 reads late; in the wrong form nobody waits for who has come to a call."""
     rows = (40, 40)
-    made = [operands(ctx, AG, rows, 24, 16, torch.float32, seed) for seed in range(3)]
-    config = overlap_config(ctx, AG, sum(rows), 24, 16, torch.float32, "TN")
-    config = dataclasses.replace(config, num_comm=num_comm, landing=True)
-    all_gather_matmul(ctx, *made[0][:2], rows=rows, config=config)
+    made = [operands(ctx, name, rows, 24, 16, torch.float32, seed) for seed in range(3)]
+    module, stores = importlib.import_module(f"tkernels.{name}"), call is not by_copies
+    call(ctx, name, *made[0][:2], rows=rows)
     peer, spin, copy, delay, calls, delays = Meeting(ctx), device.spin, copies.host_copy, device.delay, [], []
 
     @interpreter.builtin
@@ -250,8 +275,8 @@ def landing_used_again(ctx, form, num_comm):
 
     @interpreter.builtin
     def put(*arguments):
-        if num_comm and ctx.rank == 0 and len(calls) == 2:
-            delays.append(None)  # before it tells of the call, before its first data, and before their signal
+        if stores and ctx.rank == 0 and len(calls) == 2:
+            delays.append(None)  # before it tells of the call, before its first data, and before their signal or count
             if len(delays) == 3:
                 peer.tell()
         return delay(*arguments)
@@ -262,11 +287,51 @@ def landing_used_again(ctx, form, num_comm):
         mock.patch.object(device, "delay", put),
         mock.patch.object(copies, "host_copy", tell),
         mock.patch.object(copies, "await_peers", no_wait if form == "wrong" else copies.await_peers),
+        mock.patch.object(module, "await_peers", no_wait if form == "wrong" else copies.await_peers, create=True),
     ):
         for x, w, want in made[1:]:
             calls.append(None)
-            results.append((all_gather_matmul(ctx, x, w, rows=rows, config=config)[0], want))
+            results.append((call(ctx, name, x, w, rows=rows), want))
     return all(torch.equal(got, want) for got, want in results)
+
+
+def signals_early(ctx, form, name):
+    """One call; in the wrong form its programs don't count, and each signals behind its own tile of a chunk.
+
+    Rank 0 holds up what it sends behind its first signal until the peer has its result.
+    """
+    rows = (20, 20)
+    made = [operands(ctx, name, rows, 80, 16, torch.float32, seed) for seed in range(2)]
+    interleaved(ctx, name, *made[0][:2], **options(name, rows))
+    poison_workspace(ctx)
+    peer, told, (x, w, want) = Meeting(ctx), [], made[1]
+    reductions = importlib.import_module(f"tkernels.{RS}")
+    put_tile, tell, completes = (getattr(reductions, verb) for verb in ("put_tile", "tell", "completes"))
+
+    @interpreter.builtin
+    def put_late(*arguments):
+        if ctx.rank == 0 and told:
+            peer.wait()
+        put_tile(*arguments)
+
+    @interpreter.builtin
+    def note(*arguments):
+        tell(*arguments)
+        told.append(None)
+
+    @interpreter.builtin
+    def count_nothing(*arguments):
+        return True
+
+    with (
+        mock.patch.object(reductions, "put_tile", put_late),
+        mock.patch.object(reductions, "tell", note),
+        mock.patch.object(reductions, "completes", count_nothing if form == "wrong" else completes),
+    ):
+        got = interleaved(ctx, name, x, w, **options(name, rows))
+    if ctx.rank == 1:
+        peer.tell()
+    return torch.equal(got, want)
 
 
 def ends_early(ctx, form, name):
@@ -302,6 +367,8 @@ def ends_early(ctx, form, name):
         "a signal before its data",
         "a landing that is used again at once",
         "a landing that programs use again at once",
+        "a landing that all programs use again at once",
+        "a chunk that is signalled before its last tile",
         "a launch that ends before its copies",
     ],
 )
@@ -312,8 +379,14 @@ def test_a_wrong_form_is_caught(ctx, mistake):
                 right = all([signal_first(context, form, name) for name in (AG, RS)])
             elif mistake == "a launch that ends before its copies":
                 right = all([ends_early(context, form, name) for name in (AG, RS)])
+            elif mistake == "a chunk that is signalled before its last tile":
+                right = all([signals_early(context, form, name) for name in (RS, AR)])
+            elif "all programs" in mistake:
+                right = landing_used_again(context, form, RS, functools.partial(interleaved, landing=True))
+            elif "programs" in mistake:
+                right = landing_used_again(context, form, AG, functools.partial(by_copies, num_comm=1))
             else:
-                right = landing_used_again(context, form, int("programs" in mistake))
+                right = landing_used_again(context, form, AG, by_copies)
             assert all(ctx.group.gather(right)) == (form == "right")
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from transports import poison_workspace, simulated_only
+from transports import interleaved, poison_workspace, simulated_only
 
 import tkernels
 from tkernels.all_gather_matmul import all_gather_matmul_reference
@@ -156,10 +156,21 @@ def matmul_reduce_scatter(ctx, x, w, bias):
     return lambda: tkernels.matmul_reduce_scatter(x, w, bias, ctx=ctx), want
 
 
+def matmul_reduce_scatter_interleaved(ctx, x, w, bias):
+    want = matmul_reduce_scatter(ctx, x, w, bias)[1]
+    return lambda: interleaved(ctx, "matmul_reduce_scatter", x, w, bias), want
+
+
 def matmul_all_reduce(ctx, x, w, bias):
     bias = ctx.group.gather(bias)[0]
     want = matmul_all_reduce_reference(ctx.group.process_group, x, w, bias).float()
     return lambda: tkernels.matmul_all_reduce(x, w, bias, ctx=ctx), want
+
+
+def matmul_all_reduce_interleaved(ctx, x, w, bias):
+    bias = ctx.group.gather(bias)[0]
+    want = matmul_all_reduce(ctx, x, w, bias)[1]
+    return lambda: interleaved(ctx, "matmul_all_reduce", x, w, bias), want
 
 
 OPERATIONS = [
@@ -173,7 +184,9 @@ OPERATIONS = [
     all_reduce_in_two_trips,
     all_gather_matmul,
     matmul_reduce_scatter,
+    matmul_reduce_scatter_interleaved,
     matmul_all_reduce,
+    matmul_all_reduce_interleaved,
 ]
 
 

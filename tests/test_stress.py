@@ -12,7 +12,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from transports import TRANSPORTS, by_copies, every_transport, over, poison_workspace
+from transports import TRANSPORTS, by_copies, every_transport, interleaved, over, poison_workspace
 
 import tkernels
 from tkernels.comm import collectives, device, interpreter
@@ -56,6 +56,8 @@ HELD_UP = {
     "put_signal": "    if TRANSPORT == NVSHMEM:",
     "signal": "    if TRANSPORT == NVSHMEM:",
     "signal_all": "        fence(TRANSPORT)",
+    "put_tile": "    dst = peer(dst, rank, table, ALIGN)",
+    "tell": "    tl.atomic_xchg(peer(signal_word, rank, table)",
     "put_packets": "    at = tl.arange(0, words.shape[0])",
 }
 
@@ -110,13 +112,16 @@ def a_call(ctx, draws: random.Random, seed: int):
     weights = [small((N, K), s + 2, ctx) for s in seeds]
     shard, whole, w = shards[ctx.rank], wholes[ctx.rank], weights[ctx.rank]
     name, config = draws.choice([*COLLECTIVES, *2 * FUSED]), draws.choice(CONFIGS)
-    path = draws.choice(["fused", "fused", "copies", "plain"])
+    path = draws.choice(["fused", "fused", "copies", "interleaved", "plain"])
     senders = [draws.choice([0, 0, 1, 3]) for _ in rows]  # with copies, who sends is each rank's own affair
+    all_send = [draws.choice([False, True]) for _ in rows]
     operation = getattr(collectives if name in COLLECTIVES else tkernels, name)
     if name == "all_gather":
         return lambda: operation(ctx, shard, rows, config=config), torch.cat(shards)
-    if path == "copies" and name in FUSED:
+    if path in ("copies", "interleaved") and name in FUSED:
         operation, options = functools.partial(by_copies, ctx, name), {"num_comm": senders[ctx.rank]}
+        if name != "all_gather_matmul" and (path == "interleaved" or all_send[ctx.rank]):
+            operation, options = functools.partial(interleaved, ctx, name), {"landing": path == "copies"}
     else:
         options = {"ctx": ctx, "path": path}
     if name == "all_gather_matmul":

@@ -137,6 +137,34 @@ def test_a_chunk_is_sent_once_its_tiles_are_computed_and_stored_once_the_peers_a
         assert len(sends) > len(places)
 
 
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
+def test_a_tile_is_sent_while_the_next_one_is_computed(ctx, op):
+    rows = collectives.split_rows(70 * ctx.size, ctx.size)
+    config = dataclasses.replace(CONFIG, num_comm=0, interleaved=True, max_programs=3)
+    trace = recorded(ctx, op, rows, config=config)
+    peers, between = ctx.size - 1, 0
+    for rank in range(ctx.size):
+        for program in range(3):
+            done = [s for s in of(trace, "compute", rank=rank) + of(trace, "store", rank=rank) if s.program == program]
+            sends = [s for s in of(trace, "send", rank=rank) if s.program == program]
+            sent = []
+            for s in (s for s in done if s.kind == "store"):
+                owner, chunk = chunks_of(rows)[s.arguments["row"]]
+                if owner != rank:
+                    sent.append((chunk, owner))
+                elif op == "matmul_all_reduce":
+                    sent += [(chunk, (rank + step) % ctx.size) for step in range(1, ctx.size)]
+            assert [(s.arguments["chunk"], s.arguments["peer"]) for s in sends] == sent
+            computed = [(s.arguments["row"], s.arguments["column"]) for s in done if s.kind == "compute"]
+            between += len(computed) - len(set(computed))
+    tiles = len(chunks_of(rows)) * 2
+    remote = tiles if op == "matmul_all_reduce" else tiles * peers // ctx.size
+    assert 0 < between <= remote * ctx.size  # sends that came in the midst of another tile
+    assert trace.summary().programs == {"compute": 3}
+    check_times(trace)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
 def test_the_last_part_of_a_tile_collects_the_others(ctx, op):

@@ -68,18 +68,25 @@ def poisoned_memory():
         yield
 
 
-def by_copies(ctx, name, x, w, *arguments, chunk_rows=None, num_comm=0, **options):
-    """Collective. A fused operation in its configuration by rule, but that the copy engine sends.
-
-    num_comm: so many programs do on this rank, to where copies go.
-    """
+def sent_by(sender, ctx, name, x, w, *arguments, chunk_rows=None, **options):
+    """Collective. A fused operation in its configuration by rule, but for who sends: fields of it."""
     operation = getattr(importlib.import_module(f"tkernels.{name}"), name)
     rows = options.get("rows") or (x.shape[0],) * (ctx.size if name == "all_gather_matmul" else 1)
     config = overlap_config(ctx, name, sum(rows), *w.shape, x.dtype, layout_of(x, w))
-    chunk_rows = chunk_rows or config.chunk_rows
-    config = dataclasses.replace(config, num_comm=num_comm, landing=True, copy_rows=None, chunk_rows=chunk_rows)
+    config = dataclasses.replace(config, copy_rows=None, chunk_rows=chunk_rows or config.chunk_rows, **sender)
     result = operation(ctx, x, w, *arguments, config=config, **options)
     return result[0] if name == "all_gather_matmul" else result
+
+
+def by_copies(*arguments, num_comm=0, **options):
+    """Collective. The copy engine sends, or so many programs of this rank, to where copies go."""
+    sender = {"num_comm": num_comm, "interleaved": False, "landing": True}
+    return sent_by(sender, *arguments, **options)
+
+
+def interleaved(*arguments, landing=False, **options):
+    """Collective. All programs send, between the steps of their products, to where copies go or into inboxes."""
+    return sent_by({"num_comm": 0, "interleaved": True, "landing": landing}, *arguments, **options)
 
 
 def late(ctx, rank, seconds=0.1):

@@ -49,6 +49,11 @@ REDUCED_ROW_BYTES, REDUCED_SHARE_BYTES = 16 << 10, 32 << 20
 # 1.3; rs-b 526/555, 1.6; llama8b-down 355/389, 2.3; all-reduces: llama8b-o 460/385, 0.3; rs-c 411/406, 0.5; llama70b-o
 # 751/781, 0.7.
 WIRE_BOUND = {"matmul_reduce_scatter": 1.1, "matmul_all_reduce": 0.4}
+# All-reduces between two ranks are interleaved where their product takes at least that many times the wire's time. 2
+# H200s, us by programs or copies, whatever is faster / interleaved, and the ratio: llama8b-o 291/312, 1.0; rs-c 369/354,
+# 1.5; llama70b-o 868/843, 1.9; llama70b-o of 2048 tokens 248/242, 1.9; llama8b-down 702/687, 3.5; llama70b-down-4k
+# 1275/1272, 6.8; rs-e 1631/1616, 11. Reduce-scatters are better by copies: llama70b-o 749/761, llama8b-down 630/640.
+INTERLEAVED_FROM = 1.25
 # How much faster than the product such a reduce-scatter is sent, by how many programs at most: by 18, 24 and 30
 # llama8b-o 199, 195, 201; by 18 and 22 rs-c 212, 226.
 WIRE_SPARE, MOST_COMM = 1.1, 24
@@ -94,7 +99,8 @@ class OverlapConfig:
         come first; else to one of two that take turns. The same on all ranks of a call; True for the copy engine.
     copy_rows: of one copy, a multiple of chunk_rows, and a multiple or a divisor of gemm.block_m; None: chunk_rows. The
         copy engine wants many.
-    put_block: elements that a program copies at a step; 16384 beat 8192 by 8 % on llama70b-qkv (4 H200s, bench/LOG.md).
+    put_block: elements that a program copies at a step, interleaved no more than INTERLEAVED_BLOCK; 16384 beat 8192 by
+        8 % on llama70b-qkv (4 H200s, bench/LOG.md).
     max_registers: a limit of registers a thread. Without one ptxas may spill to make room for a second program on a
         multiprocessor: 36 spills at 128 registers for fp32 by pointers.
     max_programs: fewer than the context's leave multiprocessors to what runs beside the operation.
@@ -212,11 +218,13 @@ def default_overlap(
     num_programs: int,
     tma: bool = True,
     landing: bool | None = False,
+    interleaved: bool = False,
 ) -> OverlapConfig:
     """The configuration of a fused operation whose local GEMM is M x N x K, among `size` ranks; tma: as default_config.
 
     landing: None where the copy engine reaches all ranks, and `lands` may decide. What lands travels by it, if there is
     enough (2 H200s: up to 8 % faster, bench/LOG.md), unless a reduction's product is too short to hide the wire.
+    interleaved: whether that is allowed: all ranks' memory is mapped, and no programs are to be set apart.
     What all ranks must tell alike depends on nothing that could differ between them.
     """
     gemm, peers = default_config(M, N, dtype, tma), max(size - 1, 1)
@@ -246,6 +254,9 @@ def default_overlap(
     max_registers = 255 if dtype == torch.float32 else None
     num_comm = max(min(num_comm, num_programs - 1), 1)
     config, rows = OverlapConfig(gemm, chunk_rows, num_comm, max_registers=max_registers), -(-M // size)
+    compute_bound = tma and dtype != torch.float32 and product_s >= INTERLEAVED_FROM * sent / COPY_BYTES_PER_S
+    if interleaved and reduces_all and size == 2 and compute_bound:
+        config = replace(config, num_comm=0, interleaved=True)
     if not (lands(operation, rows, row_bytes, size) if landing is None else landing):
         return config
     # Whole tiles, for each chunk that a tile waits for costs it a look; but so few that one look sees them all.
@@ -253,7 +264,7 @@ def default_overlap(
     while -(-rows // chunk_rows) * peers > MAX_LOOK.value:
         chunk_rows *= 2
     config = replace(config, landing=True, chunk_rows=chunk_rows)
-    if rows * row_bytes < COPY_BYTES:
+    if rows * row_bytes < COPY_BYTES or config.interleaved:
         return config
     # A copy waits for thousands of rows, programs for these few, and so the wire is busy from the start.
     num_comm = min(math.ceil(WIRE_SPARE * senders), MOST_COMM, num_programs // 4)
@@ -311,7 +322,7 @@ def overlap_config(
 ) -> OverlapConfig:
     """What a fused operation uses without a configuration, where this rank multiplies x [M, K] by w [N, K].
 
-    sending: what it uses where no rank's copy engine sends.
+    sending: what it uses where programs that are set apart send, and not to where copies go.
     """
     key = (operation, M, N, K, dtype, layout, sending)
     config = ctx.choices.get(key)
@@ -319,7 +330,7 @@ def overlap_config(
         if len(ctx.choices) >= MAX_CHOICES:
             ctx.choices.clear()
         config = _choose(ctx, *key[:-1])
-        if sending and config.landing:
+        if sending and (config.landing or not config.num_comm):
             config = default_overlap(operation, M, N, K, dtype, ctx.size, ctx.num_programs, layout != "pointers")
         ctx.choices[key] = config
     return config
@@ -357,7 +368,8 @@ def rule_bound(
     if not ctx.mapped and travel is not None and travel[1]:  # nobody else's copies reach everyone either
         travel = None
     landing = (None if ctx.mapped else False) if travel is None else travel[1]
-    config = default_overlap(operation, M, N, K, dtype, ctx.size, ctx.num_programs, layout != "pointers", landing)
+    tma = layout != "pointers"
+    config = default_overlap(operation, M, N, K, dtype, ctx.size, ctx.num_programs, tma, landing, ctx.mapped)
     return config if travel is None or landing else travelling(config, *travel)
 
 

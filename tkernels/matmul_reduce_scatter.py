@@ -312,6 +312,7 @@ def matmul_reduce_kernel(
                         SIZE, GATHER, BLOCK_N, PUT_ROWS, ALIGN, TRANSPORT, TRACE,
                     )
                     unsent = tl.full((), -1, tl.int32)
+                    mark(COMPUTE, x_row, column, table, TRANSPORT, TRACE)
             ends, kept, step = end_of_tile(total, step + 1, first_step, last_step)
             if ends:
                 row = x_row - own_first

@@ -124,7 +124,7 @@ def changed(config: GemmConfig | OverlapConfig, change: dict) -> GemmConfig | Ov
     own = {name: value for name, value in change.items() if name in OVERLAP_FIELDS}
     gemm = replace(config.gemm, **{name: value for name, value in change.items() if name not in own})
     if own.get("num_comm", config.num_comm):
-        own["copy_rows"] = None  # says nothing then
+        own = {"interleaved": False, **own, "copy_rows": None}  # which says nothing then
     return replace(config, gemm=gemm, **own)
 
 
@@ -178,8 +178,10 @@ def impossible(config: GemmConfig | OverlapConfig, room: Room) -> str | None:
     if room.travel not in (None, travel_of(config)):
         chunk_rows, landing = room.travel
         return f"ranks: a larger product, whose rows travel alike, is tuned for {chunk_rows=}, {landing=}"
-    if config.landing and not room.mapped:
-        return "ranks: the copy engine reaches no other machine"
+    if config.interleaved and room.operation == "all_gather_matmul":
+        return "operation: only reductions are interleaved"
+    if (config.landing or config.interleaved) and not room.mapped:
+        return "ranks: the copy engine and stores reach no other machine"
     if config.landing and config.chunk_rows != room.landing_rows:
         return f"ranks: chunks of what lands have {room.landing_rows} rows, however many are copied at a time"
     if config.chunk_rows > max(room.rows, OverlapConfig.chunk_rows) and room.travel is None:
@@ -203,12 +205,16 @@ def predicted_us(config: GemmConfig | OverlapConfig, room: Room, gemm_us: float)
     gathers, reduces_all = room.operation == "all_gather_matmul", room.operation == "matmul_all_reduce"
     sent = room.rows * room.row_bytes * (room.ranks - 1)
     put = config.sent_rows * room.row_bytes
-    rate = num_comm * BYTES_PER_S_OF_A_PROGRAM * put / (put + PUT_COST_BYTES)
+    senders = room.programs if config.interleaved else num_comm
+    rate = senders * BYTES_PER_S_OF_A_PROGRAM * put / (put + PUT_COST_BYTES)
     send_us = sent * (1 + reduces_all) / (min(rate, SEND_BYTES_PER_S) or COPY_BYTES_PER_S) * 1e6
+    if config.interleaved:  # every tile that is sent holds up the product for as long as it takes one program
+        tile_us += sent * (1 + reduces_all) / (BYTES_PER_S_OF_A_PROGRAM * tiles) * 1e6
     needed = 0 if gathers else tiles if reduces_all else tiles - own  # before the last can be sent
     busy_us = max(send_us, needed * tile_us / (room.programs - num_comm))
     turns, splits = (tiles + num_comm * busy_us / tile_us) / room.programs, [1]
-    splits += range(2, min(config.max_splits, room.K // (gemm.block_k * MIN_SPLIT_STEPS)) + 1)
+    most = 1 if config.interleaved else config.max_splits
+    splits += range(2, min(most, room.K // (gemm.block_k * MIN_SPLIT_STEPS)) + 1)
     end_us = min(math.ceil(turns * n) / n * tile_us + PART_S * 1e6 * (n > 1) for n in splits)
     # Of each peer what is sent last: its tiles are still to be multiplied; own ones have been, but for one.
     last = (room.ranks - 1) * -(-min(config.sent_rows, room.rows) // gemm.block_m) * tiles_n if gathers else 1
@@ -253,7 +259,7 @@ def nearest(values, to: int) -> list[int]:
 def neighbours(config, default, room: Room, gemm_us: float) -> tuple[list, Counter]:
     """(configurations one change away, those that the model likes best; why not the others, and how many).
 
-    That the copy engine sends, and how many rows at a time, is one change.
+    That the copy engine sends, and how many rows at a time, is one change, and that all programs do is one.
     """
     chosen, refused, before = [], Counter(), flat(config)
     for name, values in STEPS.items():
@@ -265,10 +271,13 @@ def neighbours(config, default, room: Room, gemm_us: float) -> tuple[list, Count
     if isinstance(config, OverlapConfig):
         landed = replace(config, chunk_rows=room.landing_rows, copy_rows=None)
         copied = [by_copy_engine(landed, room.rows, room.row_bytes, copies) for copies in COPIES]
-        for each in dict.fromkeys(each for each in copied if each != config):
-            change = {"num_comm": 0, "chunk_rows": each.chunk_rows, "copy_rows": each.copy_rows}
-            other = _possible(config, change, room, refused)
-            chosen += [other] if other is not None else []
+        changes = [
+            {"num_comm": 0, "interleaved": False, "chunk_rows": each.chunk_rows, "copy_rows": each.copy_rows}
+            for each in dict.fromkeys(each for each in copied if each != config)
+        ]
+        changes += [{"num_comm": 0, "interleaved": True}] if not config.interleaved else []
+        others = [_possible(config, change, room, refused) for change in changes]
+        chosen += [other for other in others if other is not None]
     return chosen, refused
 
 
