@@ -6,9 +6,10 @@ A script of its own, because the kernels must be decorated by the compiler and n
 library's own functions, on CPU tensors and on a context whose peers don't exist, and stops each launch after the
 compilation: what is compiled is what would be launched, with the arguments specialised as the launcher does it.
 
-The facts come from four places. Machine code: registers, spills, tensor-core instructions. PTX: its control flow, along
-which barriers and fences must come in time. The source, and the optimised LLVM module with its debug information: the
-chains of calls that end in an acquire or a release, to be compared with each other.
+The facts come from five places. Machine code: registers, spills, tensor-core instructions. PTX: its control flow, along
+which barriers and fences must come in time. Triton's own representation: the order of the pipelined loop's branches.
+The source, and the optimised LLVM module with its debug information: the chains of calls that end in an acquire or a
+release, to be compared with each other.
 """
 
 import argparse
@@ -38,7 +39,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import tkernels
 from tkernels import gemm, paths
 from tkernels.comm import channel, collectives, context, copies, device, runtime
-from tkernels.comm.device import PEER, arrived, put_signal
+from tkernels.comm.device import PEER, arrived, completes, publish, put_signal, tell, wait_signal
 from tkernels.configs import overlap_config, with_room_for
 from tkernels.doctor import verbs
 from tkernels.trace import clocks
@@ -296,6 +297,25 @@ def look_kernel(x, words, AGREED: tl.constexpr):
     tl.store(x + at, tl.load(x + at) + 1.0)
 
 
+@triton.jit
+def signal_and_wait_kernel(x, y, words, table, own_step, steps, INTERLEAVED: tl.constexpr, NEEDED: tl.constexpr):
+    unsent = tl.full((), 0, tl.int32)
+    product = tl.zeros((32, 32), tl.float32)
+    for step in range(steps):
+        tile = x.load([step * 32, 0])
+        product = tl.dot(tile, tile, product, input_precision="ieee")
+        if step == own_step:
+            publish(PEER)
+            complete = completes(words, 1, PEER)
+            if complete:
+                tell(words + 1, 1, 0, table, PEER)
+            unsent = -1 - complete.to(tl.int32) if NEEDED else tl.full((), -1, tl.int32)
+        if step == steps - 1:
+            if unsent < 0:
+                wait_signal(words + 2, 1, table, 0, 0, 0, PEER)
+            y.store([0, 0], product)
+
+
 def _vector():
     return torch.empty(1024)
 
@@ -306,6 +326,11 @@ def _words():
 
 def _descriptor():
     return TensorDescriptor(torch.empty(64, 64), [64, 64], [64, 1], [64, 64])
+
+
+def _interleaved_branches(NEEDED):
+    x, y = (TensorDescriptor(torch.empty(rows, 32), [rows, 32], [32, 1], [32, 32]) for rows in (1024, 32))
+    signal_and_wait_kernel[(1,)](x, y, _words(), _words(), 3, 32, INTERLEAVED=True, NEEDED=NEEDED)
 
 
 def _product(dtype, **config):
@@ -319,6 +344,7 @@ REFUSED = {
     "tma_store_without_publish": lambda: tma_store_without_publish_kernel[(1,)](_descriptor(), _descriptor(), _words()),
     "tma_load_without_fence": lambda: tma_load_without_fence_kernel[(1,)](_descriptor(), _vector(), _words()),
     "look_without_agreement": lambda: look_kernel[(1,)](_vector(), _words(), AGREED=False),
+    "signal_behind_wait": lambda: _interleaved_branches(NEEDED=False),
     "wait_unused": lambda: wait_unused_kernel[(1,)](_vector(), _words()),
     "put_without_align": lambda: put_without_align_kernel[(1,)](
         _vector().bfloat16(), _vector().bfloat16(), _words(), _words(), 1024, ALIGN=16
@@ -327,7 +353,10 @@ REFUSED = {
     "too_many_stages": lambda: _product(torch.bfloat16, num_stages=5),
 }
 # And what is right beside one of them.
-ALLOWED = {"look_with_agreement": lambda: look_kernel[(1,)](_vector(), _words(), AGREED=True)}
+ALLOWED = {
+    "look_with_agreement": lambda: look_kernel[(1,)](_vector(), _words(), AGREED=True),
+    "signal_before_wait": lambda: _interleaved_branches(NEEDED=True),
+}
 
 
 # What is run in a worker.
@@ -526,7 +555,24 @@ def facts_of(kernel) -> dict:
         "unexpected": unexpected,
         "violations": sorted(violations),
         "copy_stores": stores,
+        "loop": _signals_and_waits(kernel.asm["ttgir"]),
     }
+
+
+def _signals_and_waits(ttgir: str) -> str:
+    """What a main loop does in a step, in the order of its pipeline: "s" a relaxed signal, "d" a dot, "w" a wait.
+
+    The pipeliner keeps the order of branches only where one needs what another gives.
+    """
+    lines = ttgir.splitlines()
+    dots = [number for number, line in enumerate(lines) if re.search(r"= (?:tt\.dot|ttng\.warp_group_dot) ", line)]
+    if not dots:
+        return ""
+    indents = [len(line) - len(line.lstrip()) for line in lines]
+    first = max((n for n in range(dots[0]) if "scf.for" in lines[n] and indents[n] < indents[dots[0]]), default=0)
+    last = next(n for n in range(dots[0], len(lines)) if indents[n] <= indents[first] and lines[n].strip())
+    kinds = {"exch, relaxed, sys": "s", "add, acquire, sys": "w", "tt.dot ": "d", "warp_group_dot ": "d"}
+    return "".join(kind for line in lines[first:last] for text, kind in kinds.items() if text in line)
 
 
 def _operand_dtype(signature: dict) -> str:

@@ -114,6 +114,12 @@ def order(facts):
     return "; ".join(facts["violations"])
 
 
+def sends_first(facts):
+    """In a tile's last step a program sends the one before, and then waits for peers, who may wait for what it sent."""
+    if facts["constants"].get("INTERLEAVED") and not re.fullmatch(".*s[^s]*w[^s]*", facts["loop"]):
+        return f"the main loop signals (s) and waits (w) in the order {facts['loop']!r}"
+
+
 def remote_stores(facts):
     """Copies between aligned addresses go by 16 bytes: NVLink is slow with less."""
     widths = {width: math.prod(int(part.lstrip("vb")) for part in width.split(".")) for width in facts["copy_stores"]}
@@ -140,7 +146,8 @@ def untraced(facts):
 
 
 GATES = (
-    spills, fits, tensor_cores, descriptors, pipeline, calls, order, remote_stores, linked, plain_warps, untraced
+    spills, fits, tensor_cores, descriptors, pipeline, calls, order, sends_first, remote_stores, linked, plain_warps,
+    untraced,
 )  # fmt: skip
 
 
@@ -215,6 +222,7 @@ REASONS = {
     "look_without_agreement": order,
     "tma_store_without_publish": order,
     "tma_load_without_fence": order,
+    "signal_behind_wait": sends_first,
     "wait_unused": calls,
     "put_without_align": remote_stores,
     "spilling_config": spills,

@@ -151,7 +151,7 @@ def send_tile(
 ):
     """Send a tile that this program has stored: a peer's to the peer, a finished one to all of them.
 
-    Who sends the last tile of a chunk signals, or of the chunks that the tile is.
+    Who sends the last tile of a chunk signals, or of the chunks that the tile is. Returns whether that is so.
     """
     owner = tl.load(tile).to(tl.int32)
     row = tl.load(tile + 1)
@@ -188,10 +188,12 @@ def send_tile(
             dst, src, N * scale, valid, (N - column) * scale, target, table,
             TRANSPORT, PUT_ROWS, BLOCK_N * max(WIRE, STORED) // WORD, ALIGN,
         )
-    if completes(counters + owner * max_chunks + chunk, tiles, TRANSPORT):
+    complete = completes(counters + owner * max_chunks + chunk, tiles, TRANSPORT)
+    if complete:
         for step in range(first, first + targets):
             for number in range(tl.cdiv(valid, chunk_rows)):
                 tell(words + number, epoch, (owner + step) % SIZE, table, TRANSPORT)
+    return complete
 
 
 # Row counts may change from call to call, and ranks differ: no new kernel for each.
@@ -305,13 +307,13 @@ def matmul_reduce_kernel(
                             await_peers(begun, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
                             heard = tl.full((), True, tl.int1)
                     sent_m, sent_n = peers_tile_first(unsent, tiles_m, peer_tiles_m, tiles_n, GROUP_M, OWN_GROUP_M)
-                    send_tile(
+                    complete_chunk = send_tile(
                         schedule + sent_m * TILE_FIELDS, sent_n * BLOCK_N, outbox_memory, y_memory, inbox,
                         N, own_end, M, parity_row, part_stride, tile_counts, ready, max_chunks, chunk_rows,
                         epoch, table, rank,
                         SIZE, GATHER, BLOCK_N, PUT_ROWS, ALIGN, TRANSPORT, TRACE,
                     )
-                    unsent = tl.full((), -1, tl.int32)
+                    unsent = -1 - complete_chunk.to(tl.int32)  # no constant: see below
                     mark(COMPUTE, x_row, column, table, TRANSPORT, TRACE)
             ends, kept, step = end_of_tile(total, step + 1, first_step, last_step)
             if ends:
@@ -325,7 +327,9 @@ def matmul_reduce_kernel(
                         if parts_of_tile > 1:
                             mark(COLLECT, chunk, rank, table, TRANSPORT, TRACE)
                             wait_signal(others, part, table, rank, chunk, OPERATION, TRANSPORT)
-                    if own & (not complete):
+                    # By now all is sent. But if this branch needed nothing of the last one, Triton's pipeliner would
+                    # let it come first, and programs would wait for each other before they send.
+                    if own & (not complete) & (unsent < 0):
                         mark(WAIT, chunk, rank, table, TRANSPORT, TRACE)
                         if not TRACE:  # which shows each tile's wait
                             complete = all_arrived(ready, max_chunks, own_chunks, chunk, rank, epoch, SIZE, TRANSPORT)
