@@ -127,6 +127,21 @@ def test_all_programs_send_between_the_steps_of_their_products(ctx, landing):
     ctx.check()
 
 
+@pytest.mark.ranks(2, 3, 4)
+def test_programs_send_their_last_tile_before_they_wait_for_others(ctx):
+    """Few programs, of several tiles each, whose turn to send comes in a tile's last step, or in its only one."""
+    results, rows = [], (70, 33, 0, 40)[: ctx.size]
+    for most, (name, K) in itertools.product((1, 2, 3, 5), itertools.product((RS, AR), (32, 96))):
+        x, w, want = operands(ctx, name, rows, 96, K, torch.float32, most)
+        gemm = GemmConfig(32, 64, 32, split=2, num_stages=2)
+        config = OverlapConfig(gemm, 64, num_comm=0, interleaved=True, max_programs=min(most, ctx.num_programs))
+        operation = getattr(importlib.import_module(f"tkernels.{name}"), name)
+        results.append((operation(ctx, x, w, config=config, **options(name, rows)), want, name, K, most))
+    for got, want, *case in results:
+        assert torch.equal(got, want), case
+    ctx.check()
+
+
 @pytest.mark.ranks(2)
 def test_bias_activation_and_dtypes_are_as_with_stores(ctx):
     x, w, _ = operands(ctx, RS, (33, 20), 24, 16, torch.float16, 1)

@@ -50,9 +50,9 @@ REDUCED_ROW_BYTES, REDUCED_SHARE_BYTES = 16 << 10, 32 << 20
 # 751/781, 0.7.
 WIRE_BOUND = {"matmul_reduce_scatter": 1.1, "matmul_all_reduce": 0.4}
 # All-reduces between two ranks are interleaved where their product takes at least that many times the wire's time. 2
-# H200s, us by programs or copies, whatever is faster / interleaved, and the ratio: llama8b-o 291/312, 1.0; rs-c
-# 369/354, 1.5; llama70b-o 868/843, 1.9; llama70b-o of 2048 tokens 248/242, 1.9; llama8b-down 702/687, 3.5;
-# llama70b-down-4k 1275/1272, 6.8; rs-e 1631/1616, 11. Reduce-scatters are better by copies: llama70b-o 749/761,
+# H200s, us by programs or copies, whatever is faster / interleaved, and the ratio: llama8b-o 293/319, 1.0; rs-c
+# 373/360, 1.5; llama70b-o 884/863, of 1024 tokens 154/145, 1.9; rs-b 1069/1041, 2.4; llama8b-down 718/702, 3.5;
+# llama70b-down-4k 1310/1303, 6.8; rs-e 1683/1666, 11. Reduce-scatters are better by copies: llama70b-o 749/761,
 # llama8b-down 630/640.
 INTERLEAVED_FROM = 1.25
 # How much faster than the product such a reduce-scatter is sent, by how many programs at most: by 18, 24 and 30
