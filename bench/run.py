@@ -280,10 +280,10 @@ def table(op: str, lines: list[dict]) -> Table:
 
 
 def ways_table(op: str, lines: list[dict]) -> Table:
-    """The ways to move bytes, us and the multiprocessors that send; and how long calls keep the host."""
+    """The ways to move bytes, us and the multiprocessors set apart to send; and how long calls keep the host."""
     names = list(dict.fromkeys(name for line in lines for name in line["ways"]))
     result = Table(
-        title=f"{op}: ways to move bytes, us (multiprocessors that send), and time on the host",
+        title=f"{op}: ways to move bytes, us (multiprocessors set apart to send), and time on the host",
         title_justify="left", pad_edge=False, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
     )  # fmt: skip
     result.add_column("shape", no_wrap=True)

@@ -22,7 +22,7 @@ from tkernels.shapes import LAYERS
 
 GATHERS, SCATTERS = FUSED[:2]
 ANY = 0  # number of ranks
-DEVICE = ("peer", "nvshmem", "interleaved")  # ways by which programs send
+SENT_BY_PROGRAMS = ("peer", "nvshmem", "interleaved")
 COLUMNS = {"goal": "left", "GPUs": "right", "of": "right", "at least": "right", "is": "right"}
 
 
@@ -60,7 +60,7 @@ def over(name: str, what: str = "us") -> Callable[[dict], float | None]:
 
 def put_over_copy_engine(line: dict) -> float | None:
     ways = {name: way["us"] for name, way in line["ways"].items()}
-    engine, puts = ways.get("copy_engine"), [us for name, us in ways.items() if name in DEVICE]
+    engine, puts = ways.get("copy_engine"), [us for name, us in ways.items() if name in SENT_BY_PROGRAMS]
     return ratio(engine, min(puts, default=None))
 
 

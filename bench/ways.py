@@ -1,6 +1,7 @@
 """The ways to move bytes that a fused operation is measured with, beside the one that the library chooses by itself.
 
-Another way, or a mode of one, is a line of WAYS; a summary knows "copy_engine" by its name.
+Another way, or a mode of one, is a line of WAYS; bench.summary knows by their names the copy engine, and those by which
+programs send.
 """
 
 import dataclasses
@@ -63,7 +64,7 @@ class Opened:
         return lambda: problem.with_config(self.config, self.ctx)
 
     def described(self) -> dict:
-        """sms: multiprocessors that send while the others multiply; None where nothing overlaps."""
+        """sms: multiprocessors set apart to send; None where nothing overlaps."""
         return {"sms": self.config.num_comm if self.way.path == "fused" else None, "repeatable": self.way.repeatable}
 
 

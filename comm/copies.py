@@ -1,8 +1,9 @@
 """Copies: the copy engine moves what a call sends, beside its kernel, and no multiprocessor does.
 
-The kernel is the operation's own with no program that sends (`num_comm=0`). On a side stream stand, for some chunks at
-a time: a wait until their rows are there, a copy to the peer, and a copy of the epoch to the peer's signal words, which
-its tiles wait for as they wait for those of puts. On the simulated runtime a thread of the host does the same.
+The kernel is the operation's own with no program that sends (`OverlapConfig.copied`). On a side stream stand, for some
+chunks at a time: a wait until their rows are there, a copy to the peer, and a copy of the epoch to the peer's signal
+words, which its tiles wait for as they wait for those of puts. On the simulated runtime a thread of the host does the
+same.
 
 A copy's addresses must be known when it is enqueued, but of two inboxes that alternate by the epoch only the device
 knows which one is next. So copies go to a third one, the *landing*, and begin behind a gate. Program 0 of each kernel
@@ -56,13 +57,13 @@ OPERATION_WORDS = 6  # of 8 bytes, of a CUstreamBatchMemOpParams
 LOOKS = tl.constexpr(64)  # at the words of all peers at once, before they are waited for one after the other
 
 
-def check_mapped(operation: str, context):
-    """Raises ValueError, on every rank alike, where the copy engine and stores don't reach every rank."""
-    if not context.mapped:
+def check_mapped(operation: str, context, config):
+    """Raises ValueError on every rank whose OverlapConfig needs what reaches no other machine."""
+    if (config.landing or config.interleaved) and not context.mapped:
         raise ValueError(
-            f"{operation}: rows land where the copy engine puts them, or stores (num_comm=0, or landing=True), which "
-            f"needs all ranks' memory mapped into each other's addresses, and that of other machines is not; pass a "
-            f"config with num_comm of 1 or more and landing=False"
+            f"{operation}: copies (num_comm=0), landing=True and interleaved=True need all ranks' memory mapped into "
+            f"each other's addresses, and that of other machines is not; pass a config with num_comm of 1 or more, "
+            f"landing=False and interleaved=False"
         )
 
 
@@ -86,7 +87,10 @@ def begin_landing(
     pid, num_comm, gate, copied, begun, max_chunks, epoch, table, rank,
     SIZE: tl.constexpr, COPIES: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
 ):  # fmt: skip
-    """Every program's first call where rows land. Whoever sends is behind all peers then: copies, or this program."""
+    """Every program's first call where rows land. Copies, and programs that are set apart, are behind all peers then.
+
+    Interleaved programs wait for them before the first tile that they send.
+    """
     if pid == 0:
         tell_all(begun + rank, epoch, table, rank, SIZE, TRANSPORT)
     if COPIES:

@@ -1,4 +1,4 @@
-"""The device verbs: put, get, put_tile, put_signal, signal, signal_all, tell, wait_signal, packets, fence, quiet, peer.
+"""The device verbs: put and get, signals and waits for them, packets, counters, fences, peers' addresses.
 
 Three transports stand behind one constexpr:
 
@@ -365,25 +365,19 @@ def count(counter, TRANSPORT: tl.constexpr, SCOPE: tl.constexpr):
 def count_up_to(counter, number, TRANSPORT: tl.constexpr):
     """Add one to a counter, and one more once it comes to `number`, for a stream that waits until it has passed that.
 
-    Orders: as `count`, of "sys", for all programs that have counted. The last one has seen the others' counts, so its
-    own orders what they wrote. A fence of the whole system takes 5 us beside what comes over NVLink (4 H200s,
-    bench/LOG.md), and only that one has it.
+    Orders: as `count`, of "sys", for all programs that have counted.
     """
-    meet()
-    if TRANSPORT == SIMULATED:
-        delay()
-    before = tl.atomic_add(counter, tl.full((), 1, tl.int64), sem="release", scope="gpu")
-    if before == number - 1:
-        if TRANSPORT != SIMULATED:  # so that what it has seen comes before what it says
-            _fence_system()
+    if completes(counter, number, TRANSPORT):
         tl.atomic_add(counter, tl.full((), 1, tl.int64), sem="release", scope="sys")
 
 
 @triton.jit
 def completes(counter, number, TRANSPORT: tl.constexpr):
-    """Add one to a counter in this rank's own memory: whether that makes `number`, so that nobody else will.
+    """Add one to a counter in this rank's own memory. Returns whether it is `number` now: to one program alone.
 
-    Orders: what all who have counted wrote before, to any rank, before what the one that completes it tells a peer.
+    Orders: what all who have counted wrote before, to any rank, before what that one tells a peer or a stream. It has
+    seen the others' counts. A fence of the whole system takes 5 us beside what comes over NVLink (4 H200s,
+    bench/LOG.md), and only that one has it.
     """
     meet()
     if TRANSPORT == SIMULATED:

@@ -39,7 +39,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import tkernels
 from tkernels import gemm, paths
 from tkernels.comm import channel, collectives, context, copies, device, runtime
-from tkernels.comm.device import PEER, arrived, completes, publish, put_signal, tell, wait_signal
+from tkernels.comm.device import PEER, arrived, completes, publish, put_signal, put_tile, tell, wait_signal
 from tkernels.configs import overlap_config, with_room_for
 from tkernels.doctor import verbs
 from tkernels.trace import clocks
@@ -90,6 +90,7 @@ SHAPES = {
     "unaligned": (1020, 1001, 1001),
 }
 FUSED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+REDUCTIONS = FUSED[1:]
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 COLLECTIVE_SHAPES = {  # in chunks, and as packets
     "aligned": (4096, 1, 1024),
@@ -133,7 +134,7 @@ def _cases() -> list[Case]:
         for label, shape in SHAPES.items():
             cases.append(Case(operation, label=f"{label}_float32", shape=shape, ranks=ranks, **float32))
         cases.append(Case(operation, "float16", "float32", ranks=ranks, bias=True, activation="gelu_tanh", **float32))
-    for operation in ("matmul_reduce_scatter", "matmul_all_reduce"):
+    for operation in REDUCTIONS:
         for label, shape in SHAPES.items():
             cases.append(Case(operation, label=f"{label}_float32_wire", shape=shape, ranks=4, wire="float32"))
         cases.append(Case(operation, label="uneven_float32_wire", shape=(1023, 1024, 1024), ranks=4,
@@ -165,16 +166,21 @@ def _cases() -> list[Case]:
         for label in ("large", "unaligned"):
             cases.append(Case(operation, label=f"{label}_landing", shape=SHAPES[label], ranks=4, landing=True))
         cases.append(Case(operation, label="large_copied", ranks=4, transport="nvshmem", copied=True))
-    for operation, interleaved in itertools.product(FUSED[1:], ({"interleaved": True},)):
+    for operation in REDUCTIONS:
+        interleaved = {"ranks": 4, "interleaved": True}
         for dtype, (label, shape) in itertools.product(("bfloat16", "float16", "float32"), SHAPES.items()):
-            cases.append(Case(operation, dtype, f"{label}_interleaved", shape, ranks=4, **interleaved))
-        for way in ("landing", "traced"):
-            for ranks, label in ((2, "large"), (4, "large"), (4, "unaligned"), (8, "few_rows")):
-                label, shape = f"{label}_{way}_interleaved", SHAPES[label]
-                cases.append(Case(operation, label=label, shape=shape, ranks=ranks, **interleaved, **{way: True}))
-        cases.append(Case(operation, label="wide_interleaved", ranks=4, **interleaved, **float32))
-        cases.append(Case(operation, label="gelu_interleaved", ranks=4, activation="gelu", bias=True, **interleaved))
-        cases.append(Case(operation, label="large_interleaved", ranks=4, transport="nvshmem", **interleaved))
+            cases.append(Case(operation, dtype, f"{label}_interleaved", shape, **interleaved))
+        for ranks, label in ((2, "large"), (4, "large"), (4, "unaligned"), (8, "few_rows")):
+            few = interleaved | {"shape": SHAPES[label], "ranks": ranks}
+            for way in ("landing", "traced"):
+                cases.append(Case(operation, label=f"{label}_interleaved_{way}", **few, **{way: True}))
+            if ranks != 4:
+                cases.append(Case(operation, label=f"{label}_interleaved", **few))
+        cases.append(Case(operation, label="float32_interleaved", **interleaved, **float32))
+        cases.append(Case(operation, label="float32_wire_interleaved", **interleaved, wire="float32"))
+        cases.append(Case(operation, label="float32_out_interleaved", **interleaved, out="float32"))
+        cases.append(Case(operation, label="gelu_interleaved", activation="gelu", bias=True, **interleaved))
+        cases.append(Case(operation, label="large_interleaved", **(interleaved | {"transport": "nvshmem"})))
     for operation in FUSED:
         split = {"ranks": 4, "parts": True}
         for dtype, (label, shape) in itertools.product(("bfloat16", "float32"), SHAPES.items()):
@@ -187,7 +193,7 @@ def _cases() -> list[Case]:
                           **split))  # fmt: skip
         cases.append(Case(operation, label="float32_parts", **split, **float32))
         for way in ("traced", "copied", "landing"):
-            cases.append(Case(operation, label=f"{way}_parts", **split, **{way: True}))
+            cases.append(Case(operation, label=f"large_parts_{way}", **split, **{way: True}))
         cases.append(Case(operation, label="large_parts", **(split | {"transport": "nvshmem"})))
         for ranks in (2, 8):
             cases.append(Case(operation, label="large_parts", **(split | {"ranks": ranks})))
@@ -279,6 +285,11 @@ def put_without_align_kernel(target, source, word, table, num_elements, ALIGN: t
 
 
 @triton.jit
+def put_tile_without_align_kernel(target, source, stride, rows, columns, table, ALIGN: tl.constexpr):
+    put_tile(target, source, stride, rows, columns, 1, table, PEER, 16, 64)
+
+
+@triton.jit
 def look_kernel(x, words, AGREED: tl.constexpr):
     at = words + tl.arange(0, 8)
     if AGREED:
@@ -348,6 +359,9 @@ REFUSED = {
     "wait_unused": lambda: wait_unused_kernel[(1,)](_vector(), _words()),
     "put_without_align": lambda: put_without_align_kernel[(1,)](
         _vector().bfloat16(), _vector().bfloat16(), _words(), _words(), 1024, ALIGN=16
+    ),
+    "put_tile_without_align": lambda: put_tile_without_align_kernel[(1,)](
+        _vector().bfloat16(), _vector().bfloat16(), 64, 16, 64, _words(), ALIGN=16
     ),
     "spilling_config": lambda: _product(torch.float32, block_m=64, block_n=64, block_k=32, num_warps=4, split=1),
     "too_many_stages": lambda: _product(torch.bfloat16, num_stages=5),
@@ -475,7 +489,7 @@ def _call(case: Case):
             x = matrix(rows[1] if case.operation == "all_gather_matmul" else M, K, case.x_transposed)
             operands = x, matrix(N, K, case.w_transposed), torch.empty(N, dtype=dtype) if case.bias else None
             options = {"out_dtype": case.out and getattr(torch, case.out)}
-            if case.operation in ("matmul_reduce_scatter", "matmul_all_reduce"):
+            if case.operation in REDUCTIONS:
                 options["wire_dtype"] = case.wire and getattr(torch, case.wire)
             if case.operation in ("all_gather_matmul", "matmul_reduce_scatter"):
                 options["rows"] = rows
@@ -484,7 +498,8 @@ def _call(case: Case):
             else:
                 if case.copied or case.interleaved or case.landing or case.parts:
                     config = overlap_config(ctx, case.operation, M, N, K, dtype, gemm.layout_of(*operands[:2]))
-                    config = with_room_for(config, options["out_dtype"] or dtype, dtype)
+                    stored = [given or dtype for name, given in options.items() if name.endswith("dtype")]
+                    config = with_room_for(config, max(stored, key=lambda each: each.itemsize), dtype)
                     if case.copied:
                         config = replace(config, num_comm=0)
                     if case.interleaved:
@@ -702,7 +717,7 @@ def _walk_ptx(ptx: str) -> tuple[Counter, set, dict]:
     instructions = [pair for block in blocks.values() for pair in block]
     counts = Counter(kind for _, instruction in instructions if (kind := _kind(instruction)))
     stores = [(place, store[1]) for place, instruction in instructions if (store := _STORE.search(instruction))]
-    return counts, violations, Counter(width for place, width in stores if _function_at(place) == "copy")
+    return counts, violations, Counter(width for place, width in stores if _function_at(place) in ("copy", "put_tile"))
 
 
 def _compare(events: list, expected: list) -> tuple[list[str], list[str]]:

@@ -183,6 +183,7 @@ TRACED = {
     for name, case in CASES.items()
     if case.traced
 }
+assert all(name != plain and plain in CASES for name, plain in TRACED.items())
 
 
 @pytest.mark.parametrize("name, plain", TRACED.items())
@@ -225,6 +226,7 @@ REASONS = {
     "signal_behind_wait": sends_first,
     "wait_unused": calls,
     "put_without_align": remote_stores,
+    "put_tile_without_align": remote_stores,
     "spilling_config": spills,
     "too_many_stages": fits,
 }

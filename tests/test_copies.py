@@ -1,4 +1,4 @@
-"""Fused operations whose data the copy engine moves: right in any shape, beside the other ways, late and alone."""
+"""Fused operations by who sends: the copy engine, programs to where copies go, or all programs between steps."""
 
 import contextlib
 import ctypes
@@ -15,6 +15,7 @@ from transports import (
     by_copies,
     every_transport,
     interleaved,
+    into_landing,
     late,
     launches,
     over,
@@ -26,6 +27,7 @@ from transports import (
 import tkernels
 from tkernels.all_gather_matmul import all_gather_matmul, all_gather_matmul_reference
 from tkernels.comm import WaitTimeoutError, copies, device, interpreter
+from tkernels.comm.collectives import split_rows
 from tkernels.configs import GemmConfig, OverlapConfig, by_copy_engine, overlap_config
 from tkernels.matmul_all_reduce import matmul_all_reduce, matmul_all_reduce_reference
 from tkernels.matmul_reduce_scatter import matmul_reduce_scatter, matmul_reduce_scatter_reference
@@ -142,8 +144,35 @@ def test_programs_send_their_last_tile_before_they_wait_for_others(ctx):
     ctx.check()
 
 
+@simulated_only
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("wire, out", [*itertools.product((torch.float16, torch.float32), repeat=2)])
+def test_all_programs_send_every_element_once(ctx, wire, out):
+    """In tiles that lie beside each other, of sums and results that may differ in size."""
+    rows, N, K = (33, 20, 7)[: ctx.size], 200, 16
+    reductions, sent = importlib.import_module(f"tkernels.{RS}"), []
+    put_tile = reductions.put_tile
+
+    @interpreter.builtin
+    def note(dst, src, stride, count, columns, *arguments):
+        bits = src.dtype.element_ty.primitive_bitwidth
+        most = arguments[4]  # COLUMNS
+        sent.append(int(count) * min(int(columns), int(getattr(most, "value", most))) * bits // 8)
+        put_tile(dst, src, stride, count, columns, *arguments)
+
+    for name in (RS, AR):
+        x, w, want = operands(ctx, name, rows, N, K, torch.float16, 1)
+        given = {"wire_dtype": wire, "out_dtype": out, **options(name, rows)}
+        sent.clear()
+        with mock.patch.object(reductions, "put_tile", note):
+            assert torch.equal(interleaved(ctx, name, x, w, **given), want.to(out))
+        own = split_rows(sum(rows), ctx.size)[ctx.rank] if name == AR else rows[ctx.rank]
+        finished = own * (ctx.size - 1) * out.itemsize if name == AR else 0
+        assert sum(sent) == N * ((sum(rows) - own) * wire.itemsize + finished), name
+
+
 @pytest.mark.ranks(2)
-def test_bias_activation_and_dtypes_are_as_with_stores(ctx):
+def test_bias_activation_and_dtypes_are_the_same_whoever_sends(ctx):
     x, w, _ = operands(ctx, RS, (33, 20), 24, 16, torch.float16, 1)
     bias = integers(24, torch.float16, 7, device=ctx.device)
     for name, operation in ((RS, matmul_reduce_scatter), (AR, matmul_all_reduce)):
@@ -179,7 +208,7 @@ def test_ranks_that_are_not_mapped_are_refused_before_the_first_signal(ctx):
             lambda: matmul_all_reduce(ctx, whole, w, config=OverlapConfig(num_comm=1, landing=True)),
             lambda: matmul_all_reduce(ctx, whole, w, config=OverlapConfig(num_comm=0, interleaved=True)),
         ):
-            with pytest.raises(ValueError, match="rows land .* needs all .* num_comm of 1 or more and landing=False"):
+            with pytest.raises(ValueError, match="copies .* need all .* num_comm of 1 or more, landing=False"):
                 call()
     assert torch.equal(by_copies(ctx, AG, x, w, chunk_rows=4096), want)
 
@@ -399,7 +428,7 @@ def test_a_wrong_form_is_caught(ctx, mistake):
             elif "all programs" in mistake:
                 right = landing_used_again(context, form, RS, functools.partial(interleaved, landing=True))
             elif "programs" in mistake:
-                right = landing_used_again(context, form, AG, functools.partial(by_copies, num_comm=1))
+                right = landing_used_again(context, form, AG, functools.partial(into_landing, 1))
             else:
                 right = landing_used_again(context, form, AG, by_copies)
             assert all(ctx.group.gather(right)) == (form == "right")

@@ -10,6 +10,7 @@ from tkernels.comm import interpreter
 from tkernels.comm.device import (
     ADD,
     begin_epoch,
+    completes,
     copy,
     count,
     count_up_to,
@@ -21,8 +22,10 @@ from tkernels.comm.device import (
     peer,
     put,
     put_signal,
+    put_tile,
     quiet,
     signal,
+    tell,
     wait_signal,
 )
 from tkernels.testing.compare import poison
@@ -136,6 +139,62 @@ def test_pieces_of_any_size_and_place_arrive_whole_and_alone(ctx, transport, ker
             exchange.check(repeat, num_elements, offset)
             exchange.refill()
         exchange.free()
+
+
+@triton.jit(do_not_specialize=["stride", "rows", "columns", "epoch"])
+def put_tile_kernel(
+    x, inbox, room, stride, rows, columns, ready, counter, epoch, table,
+    RANK: tl.constexpr, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Each program sends some columns of a matrix, and the one that is done last tells of all."""
+    pid = tl.program_id(0)
+    first = pid * COLUMNS
+    for step in range(1, SIZE):
+        put_tile(
+            inbox + RANK * room + first, x + first, stride, rows, columns - first, (RANK + step) % SIZE, table,
+            TRANSPORT, ROWS, COLUMNS, ALIGN,
+        )
+    if completes(counter, tl.num_programs(0), TRANSPORT):
+        for step in range(1, SIZE):
+            tell(ready + RANK, epoch, (RANK + step) % SIZE, table, TRANSPORT)
+    if pid == 0:
+        for step in range(1, SIZE):
+            source = (RANK + step) % SIZE
+            wait_signal(ready + source, epoch, table, source, 0, OPERATION, TRANSPORT)
+
+
+@pytest.mark.ranks(2, 4)
+@every_transport
+def test_tiles_arrive_whole_and_nothing_beside_them(ctx, transport):
+    ctx = over(ctx, transport)
+    # (rows, columns, elements between rows, offset, alignment in bytes)
+    tiles = [(5, 48, 64, 0, 16), (8, 33, 33, 3, 2), (1, 1, 7, 1, 2), (3, 64, 72, 8, 16), (0, 20, 24, 0, 16)]
+    for number, (rows, columns, stride, offset, align) in enumerate(tiles):
+        dtype = (torch.int16, torch.int32)[number % 2 if align == 16 else 0]
+        inbox, ready = ctx.empty(ctx.size, 1024, dtype=dtype), ctx.empty(ctx.size, dtype=torch.int64)
+        ready.zero_()
+        room = torch.arange(1024) - offset
+        sent = (room >= 0) & (room < rows * stride) & (room % stride < columns)
+        for epoch in (1, 2):
+            poison(inbox)
+            ctx.barrier()
+            late(ctx, epoch % ctx.size, 0.01)
+            values = [(torch.arange(1024) * 7 + rank * 31 + epoch * 13).to(dtype) for rank in range(ctx.size)]
+            x = values[ctx.rank].to(ctx.device)
+            ctx.launch(
+                put_tile_kernel, -(-columns // 16), x[offset:], inbox[:, offset:], 1024, stride, rows, columns, ready,
+                torch.zeros(1, dtype=torch.int64, device=ctx.device), epoch, ctx.table,
+                RANK=ctx.rank, SIZE=ctx.size, OPERATION=OP, TRANSPORT=ctx.transport_id, ROWS=2, COLUMNS=16, ALIGN=align,
+            )  # fmt: skip
+            ctx.check()
+            untouched = poison(torch.empty(1024, dtype=dtype))
+            for source, came in enumerate(values):
+                want = torch.where(sent & (source != ctx.rank), came, untouched)
+                assert torch.equal(inbox[source].cpu(), want), (number, epoch, source)
+            ctx.barrier()
+        ctx.free(ready)
+        ctx.free(inbox)
 
 
 @triton.jit(do_not_specialize=["stride", "num_elements"])

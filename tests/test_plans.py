@@ -98,7 +98,7 @@ def made_by(call) -> int:
 @pytest.mark.ranks(2)
 def test_calls_that_differ_in_anything_but_addresses_have_plans_of_their_own(ctx):
     ctx.forget_plans()
-    rows, config = (32, 32), OverlapConfig(GemmConfig(32, 32, 32, group_m=2), 32, 1, 4096)
+    rows, config = (32, 32), OverlapConfig(GemmConfig(32, 32, 32, group_m=2), 32, 1, put_block=4096)
     x, w, bias = torch.ones(32, 16), torch.ones(24, 16), torch.ones(24)
     x, w, bias = x.to(ctx.device), w.to(ctx.device), bias.to(ctx.device)
     calls = [

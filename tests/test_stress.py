@@ -12,7 +12,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from transports import TRANSPORTS, by_copies, every_transport, interleaved, over, poison_workspace
+from transports import TRANSPORTS, every_transport, interleaved, into_landing, over, poison_workspace
 
 import tkernels
 from tkernels.comm import collectives, device, interpreter
@@ -119,7 +119,7 @@ def a_call(ctx, draws: random.Random, seed: int):
     if name == "all_gather":
         return lambda: operation(ctx, shard, rows, config=config), torch.cat(shards)
     if path in ("copies", "interleaved") and name in FUSED:
-        operation, options = functools.partial(by_copies, ctx, name), {"num_comm": senders[ctx.rank]}
+        operation, options = functools.partial(into_landing, senders[ctx.rank], ctx, name), {}
         if name != "all_gather_matmul" and (path == "interleaved" or all_send[ctx.rank]):
             operation, options = functools.partial(interleaved, ctx, name), {"landing": path == "copies"}
     else:

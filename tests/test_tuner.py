@@ -322,6 +322,12 @@ def on_a_gpu(monkeypatch):
         ({"num_comm": 132}, ROOM, "programs: there are 132, and one at least must multiply"),
         ({"chunk_rows": 4096}, ROOM, "ranks: a chunk of more than the 2048 rows of a rank"),
         ({"chunk_rows": 256}, replace(ROOM, travel=(128, False)), "ranks: a larger product"),
+        ({"num_comm": 0, "interleaved": True}, ROOM, "operation: only reductions are interleaved"),
+        (
+            {"num_comm": 0, "interleaved": True, "num_stages": 3},
+            replace(ROOM, operation=AR, mapped=False),
+            "ranks: the copy engine and stores reach no other machine",
+        ),
         ({"block_m": 64, "num_warps": 4, "chunk_rows": 192}, ROOM, "ranks: chunk_rows must be a multiple of 128"),
         ({"block_m": 64, "num_warps": 4, "chunk_rows": 8}, ROOM, "ranks: chunk_rows must be a multiple of 128"),
         ({"block_k": 32}, replace(ROOM, layout="pointers"), "alignment: without TMA descriptors"),
@@ -392,6 +398,26 @@ def test_neighbours_are_one_change_away(on_a_gpu):
     assert names and all("," not in name and name != "default" for name in names)
     fields = {"num_stages", "group_m", "num_comm", "chunk_rows", "put_block", "split_tiles", "max_splits"}
     assert {name.split("=")[0] for name in names} >= fields
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("operation", [AG, RS, AR])
+def test_that_all_programs_send_is_a_change_of_reductions_and_no_other_changes_come_twice(on_a_gpu, operation):
+    room = replace(ROOM, operation=operation)
+    default = replace(on_a_gpu, gemm=replace(on_a_gpu.gemm, num_stages=3))
+    copied = replace(default, num_comm=0, chunk_rows=room.landing_rows, copy_rows=1024)
+    for config in (default, copied, replace(default, split_tiles=32)):
+        found, _ = candidates.neighbours(config, default, room, 1200.0)
+        (one,) = [each for each in found if each.interleaved] or [None]
+        change = {"num_comm": 0, "interleaved": True, "copy_rows": None, "split_tiles": None}
+        assert one == (None if operation == AG else replace(config, **change))
+    if operation != AG:
+        assert predicted_us(one, room, 1200.0) > 1200.0
+        found, _ = candidates.neighbours(one, one, room, 1200.0)
+        names = [describe(each, one) for each in found]
+        assert any("interleaved=False" in name for name in names)  # programs that are set apart, and copies
+        assert not any(name.startswith(candidates.NOT_INTERLEAVED) for name in names)
+        assert changed(one, {"num_comm": 0}).copied and changed(one, {"group_m": 4}).interleaved
 
 
 @pytest.mark.quick

@@ -1,4 +1,4 @@
-"""What tests of several ranks share: a context over each transport, poisoned workspaces, and a failure as a value."""
+"""What tests of several ranks share: contexts over each transport, who sends, poison, and what a block launches."""
 
 import contextlib
 import dataclasses
@@ -69,7 +69,7 @@ def poisoned_memory():
 
 
 def sent_by(sender, ctx, name, x, w, *arguments, chunk_rows=None, **options):
-    """Collective. A fused operation in its configuration by rule, but for who sends: fields of it."""
+    """Collective. A fused operation in its configuration by rule, with the fields of `sender` in place of its own."""
     operation = getattr(importlib.import_module(f"tkernels.{name}"), name)
     rows = options.get("rows") or (x.shape[0],) * (ctx.size if name == "all_gather_matmul" else 1)
     config = overlap_config(ctx, name, sum(rows), *w.shape, x.dtype, layout_of(x, w))
@@ -78,10 +78,14 @@ def sent_by(sender, ctx, name, x, w, *arguments, chunk_rows=None, **options):
     return result[0] if name == "all_gather_matmul" else result
 
 
-def by_copies(*arguments, num_comm=0, **options):
-    """Collective. The copy engine sends, or so many programs of this rank, to where copies go."""
-    sender = {"num_comm": num_comm, "interleaved": False, "landing": True}
-    return sent_by(sender, *arguments, **options)
+def into_landing(num_comm, *arguments, **options):
+    """Collective. So many programs of this rank send, or the copy engine if there are none, to where copies go."""
+    return sent_by({"num_comm": num_comm, "interleaved": False, "landing": True}, *arguments, **options)
+
+
+def by_copies(*arguments, **options):
+    """Collective. The copy engine sends."""
+    return into_landing(0, *arguments, **options)
 
 
 def interleaved(*arguments, landing=False, **options):

@@ -235,8 +235,9 @@ def all_gather_matmul(
     x_shard_m is used where it is; a copy is made only if its rows are not contiguous. `rows` names every rank's row
     count where they differ. y has the operands' dtype, or out_dtype (float32). out: a tensor for y. return_gathered may
     be a tensor [M, K] for the gathered rows, and x_shard_m its rows of this rank; or "borrowed": then they may be where
-    they landed in the workspace, which the next call on this stream overwrites. path: see tkernels.paths; the same on
-    all ranks. Raises ValueError or TypeError before the first signal.
+    they landed in the workspace, which the next call on this stream overwrites. config: the tiles and who sends; None:
+    as tuned, else by rule. path: see tkernels.paths; the same on all ranks. Raises ValueError or TypeError before the
+    first signal.
     """
     gathered = return_gathered if isinstance(return_gathered, torch.Tensor) else None
     rows = None if rows is None else tuple(rows)
@@ -278,8 +279,9 @@ def plan(
     if config.interleaved:
         raise ValueError(
             "all_gather_matmul: interleaved=True is for reductions, whose programs send the tiles that they have "
-            "finished; pass a config with num_comm of 1 or more, or 0 for the copy engine"
+            "finished; pass a config with interleaved=False, and num_comm of 1 or more, or 0 for the copy engine"
         )
+    check_mapped("all_gather_matmul", ctx, config)
     # Through one dimension: contiguous() keeps any stride of a dimension of size 1, and kernels take rows of K.
     gemm, x = config.gemm, x_shard_m.contiguous().view(-1).view(x_shard_m.shape)
     tiles_m = sum(triton.cdiv(count, gemm.block_m) for count in rows)
@@ -292,7 +294,6 @@ def plan(
     # Any tile may be one of the last, but the own ones come first: their rows are where they are.
     turns = plan_turns(tiles, tiles, K, num_programs, config, sent)
     if config.landing:
-        check_mapped("all_gather_matmul", ctx)
         room = dict(num_counters=TILE_COUNTS.value, landing_bytes=max(M, 4) * row_bytes)
         workspace = ctx.workspace().reserve(0, chunks, **room)
         memory, parity_rows = workspace.landing, 0

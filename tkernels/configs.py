@@ -14,7 +14,7 @@ number and width, or the rule's. The rest of a configuration, who sends in it, i
 import functools
 import math
 import warnings
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 
 import torch
 import triton.language as tl
@@ -49,15 +49,15 @@ REDUCED_ROW_BYTES, REDUCED_SHARE_BYTES = 16 << 10, 32 << 20
 # 1.3; rs-b 526/555, 1.6; llama8b-down 355/389, 2.3; all-reduces: llama8b-o 460/385, 0.3; rs-c 411/406, 0.5; llama70b-o
 # 751/781, 0.7.
 WIRE_BOUND = {"matmul_reduce_scatter": 1.1, "matmul_all_reduce": 0.4}
+# How much faster than its product a reduce-scatter that is below that is sent, by how many programs at most: by 18, 24
+# and 30 llama8b-o 199, 195, 201; by 18 and 22 rs-c 212, 226.
+WIRE_SPARE, MOST_COMM = 1.1, 24
 # All-reduces between two ranks are interleaved where their product takes at least that many times the wire's time. 2
 # H200s, us by programs or copies, whatever is faster / interleaved, and the ratio: llama8b-o 293/319, 1.0; rs-c
-# 373/360, 1.5; llama70b-o 884/863, of 1024 tokens 154/145, 1.9; rs-b 1069/1041, 2.4; llama8b-down 718/702, 3.5;
-# llama70b-down-4k 1310/1303, 6.8; rs-e 1683/1666, 11. Reduce-scatters are better by copies: llama70b-o 749/761,
-# llama8b-down 630/640.
+# 373/360, 1.5; llama70b-o 884/863, of 1024 tokens 154/145, 2.0; rs-b 1069/1041, 2.5; llama8b-down 718/702, 3.4;
+# llama70b-down-4k 1310/1303, 6.9; rs-e 1683/1666, 12. Reduce-scatters were better by copies: llama70b-o 749/763,
+# llama8b-down 630/642.
 INTERLEAVED_FROM = 1.25
-# How much faster than the product such a reduce-scatter is sent, by how many programs at most: by 18, 24 and 30
-# llama8b-o 199, 195, 201; by 18 and 22 rs-c 212, 226.
-WIRE_SPARE, MOST_COMM = 1.1, 24
 INTERLEAVED_BLOCK = 8192  # elements that are copied at a step beside the sums of a tile: with 16384 some spill
 LANDING_CHUNK_ROWS = 128  # at least; those of the largest tile by rule
 MAX_LOOK = tl.constexpr(256)  # signals that a program looks at at once: one a thread
@@ -98,8 +98,8 @@ class OverlapConfig:
         step of its own, so that not all ask for the link at once. By stores to mapped memory; num_comm is 0.
     landing: rows go to the one inbox that copies go to (tkernels.comm.copies), for which all ranks of a call have to
         come first; else to one of two that take turns. The same on all ranks of a call; True for the copy engine.
-    copy_rows: of one copy, a multiple of chunk_rows, and a multiple or a divisor of gemm.block_m; None: chunk_rows. The
-        copy engine wants many.
+    copy_rows: of one copy of the copy engine, which wants many; a multiple of chunk_rows, and a multiple or a divisor
+        of gemm.block_m; None: chunk_rows.
     put_block: elements that a program copies at a step, interleaved no more than INTERLEAVED_BLOCK; 16384 beat 8192 by
         8 % on llama70b-qkv (4 H200s, bench/LOG.md).
     max_registers: a limit of registers a thread. Without one ptxas may spill to make room for a second program on a
@@ -107,13 +107,15 @@ class OverlapConfig:
     max_programs: fewer than the context's leave multiprocessors to what runs beside the operation.
     split_tiles: the last tiles that are computed in max_splits parts along K each, by as many programs, so that the
         last turn keeps more of them busy. Each part but one is written and read once more, in fp32, and added in a
-        fixed order. None: by a model of the launch's end (overlap.plan_turns), in up to max_splits parts.
+        fixed order. None: by a model of the launch's end (overlap.plan_turns), in up to max_splits parts. Not where
+        interleaved: what adds them would take the registers that sending needs.
     max_splits: 1 for none.
     """
 
     gemm: GemmConfig = field(default_factory=GemmConfig)
     chunk_rows: int = 128
     num_comm: int = 12
+    _: KW_ONLY
     interleaved: bool = False
     landing: bool = False
     copy_rows: int | None = None
@@ -149,6 +151,8 @@ class OverlapConfig:
     def __post_init__(self):
         if self.num_comm and self.interleaved:
             raise ValueError(f"with interleaved=True all programs send, so num_comm must be 0, and is {self.num_comm}")
+        if self.split_tiles and self.interleaved:
+            raise ValueError(f"with interleaved=True no tile is split, but split_tiles={self.split_tiles}")
         if self.copied:
             object.__setattr__(self, "landing", True)
         for name in ("chunk_rows", "copy_rows"):
@@ -225,7 +229,7 @@ def default_overlap(
 
     landing: None where the copy engine reaches all ranks, and `lands` may decide. What lands travels by it, if there is
     enough (2 H200s: up to 8 % faster, bench/LOG.md), unless a reduction's product is too short to hide the wire.
-    interleaved: whether that is allowed: all ranks' memory is mapped, and no programs are to be set apart.
+    interleaved: whether it may be chosen; not where memory isn't mapped, or programs are to be set apart.
     What all ranks must tell alike depends on nothing that could differ between them.
     """
     gemm, peers = default_config(M, N, dtype, tma), max(size - 1, 1)
@@ -245,6 +249,7 @@ def default_overlap(
     chunk_rows = min(max(1 << (CHUNK_BYTES // row_bytes).bit_length() >> 1, MIN_CHUNK_ROWS), 128)
     num_comm, product_s = max(12 // peers, 1) * peers, 2 * M * N * K / FLOPS_PER_S * MULTIPROCESSORS / num_programs
     sent = M * row_bytes * peers / size * (2 if reduces_all else 1)
+    wire_s = sent / COPY_BYTES_PER_S
     senders = sent / SEND_BYTES_PER_S_OF_A_PROGRAM / product_s  # that take as long as the product
     if not gathers:
         # Until there are tiles to send, a comm program does nothing.
@@ -255,8 +260,8 @@ def default_overlap(
     max_registers = 255 if dtype == torch.float32 else None
     num_comm = max(min(num_comm, num_programs - 1), 1)
     config, rows = OverlapConfig(gemm, chunk_rows, num_comm, max_registers=max_registers), -(-M // size)
-    compute_bound = tma and dtype != torch.float32 and product_s >= INTERLEAVED_FROM * sent / COPY_BYTES_PER_S
-    if interleaved and reduces_all and size == 2 and compute_bound:
+    measured = reduces_all and size == 2 and tma and dtype != torch.float32
+    if interleaved and measured and product_s >= INTERLEAVED_FROM * wire_s:
         config = replace(config, num_comm=0, interleaved=True)
     if not (lands(operation, rows, row_bytes, size) if landing is None else landing):
         return config
@@ -269,7 +274,7 @@ def default_overlap(
         return config
     # A copy waits for thousands of rows, programs for these few, and so the wire is busy from the start.
     num_comm = min(math.ceil(WIRE_SPARE * senders), MOST_COMM, num_programs // 4)
-    hidden = gathers or dtype == torch.float32 or product_s >= WIRE_BOUND[operation] * sent / COPY_BYTES_PER_S
+    hidden = gathers or dtype == torch.float32 or product_s >= WIRE_BOUND[operation] * wire_s
     if hidden or num_comm < 1:
         return by_copy_engine(config, rows, row_bytes, 1 if gathers else COPIES)
     if reduces_all:
@@ -323,7 +328,7 @@ def overlap_config(
 ) -> OverlapConfig:
     """What a fused operation uses without a configuration, where this rank multiplies x [M, K] by w [N, K].
 
-    sending: what it uses where programs that are set apart send, and not to where copies go.
+    sending: what it uses where programs that are set apart send, into the two inboxes.
     """
     key = (operation, M, N, K, dtype, layout, sending)
     config = ctx.choices.get(key)
@@ -332,7 +337,8 @@ def overlap_config(
             ctx.choices.clear()
         config = _choose(ctx, *key[:-1])
         if sending and (config.landing or not config.num_comm):
-            config = default_overlap(operation, M, N, K, dtype, ctx.size, ctx.num_programs, layout != "pointers")
+            rule = default_overlap(operation, M, N, K, dtype, ctx.size, ctx.num_programs, layout != "pointers")
+            config = rule if config.landing else travelling(rule, *travel_of(config))
         ctx.choices[key] = config
     return config
 

@@ -31,7 +31,7 @@ def matmul_all_reduce(
 ) -> torch.Tensor:
     """Collective. x_shard_k [M, K/R], w_shard_k [N, K/R], bias [N] -> y [M, N], the same bits on every rank.
 
-    Bias is added once, after the sum over ranks, and the activation after it. out_dtype, wire_dtype, path: as
+    Bias is added once, after the sum over ranks, and the activation after it. out_dtype, wire_dtype, config, path: as
     for matmul_reduce_scatter; the finished sums travel in out_dtype. Raises ValueError or TypeError before the first
     signal.
     """

@@ -144,15 +144,23 @@ def peers_tile_first(index, tiles_m, peer_tiles_m, tiles_n, GROUP_M: tl.constexp
 
 @triton.jit
 def send_tile(
-    tile, column, outbox, y, inbox, N, own_end, M, parity_row, part_stride,
-    counters, ready, max_chunks, chunk_rows, epoch, table, rank,
-    SIZE: tl.constexpr, GATHER: tl.constexpr, BLOCK_N: tl.constexpr, PUT_ROWS: tl.constexpr, ALIGN: tl.constexpr,
-    TRANSPORT: tl.constexpr, TRACE: tl.constexpr,
+    index, schedule, tiles_m, peer_tiles_m, outbox, y, inbox, N, own_end, M, parity_row, part_stride,
+    counters, ready, max_chunks, chunk_rows, heard, begun, epoch, table, rank,
+    SIZE: tl.constexpr, GATHER: tl.constexpr, LANDING: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP_M: tl.constexpr, OWN_GROUP_M: tl.constexpr,
+    OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, ALIGN: tl.constexpr, PUT_ROWS: tl.constexpr, TRACE: tl.constexpr,
 ):
     """Send a tile that this program has stored: a peer's to the peer, a finished one to all of them.
 
-    Who sends the last tile of a chunk signals, or of the chunks that the tile is. Returns whether that is so.
+    heard: whether this program knows that all peers have come to this call. The program that sends a chunk's last tile
+    signals the chunk, or all chunks that one tile spans. Returns whether this one did.
     """
+    if LANDING:
+        if not heard:
+            await_peers(begun, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
+    tile_m, tile_n = peers_tile_first(index, tiles_m, peer_tiles_m, tl.cdiv(N, BLOCK_N), GROUP_M, OWN_GROUP_M)
+    tile = schedule + tile_m * TILE_FIELDS
+    column = tile_n * BLOCK_N
     owner = tl.load(tile).to(tl.int32)
     row = tl.load(tile + 1)
     out_row = tl.load(tile + 2)
@@ -160,11 +168,11 @@ def send_tile(
     chunk = tl.load(tile + 4).to(tl.int32)
     tiles = tl.load(tile + 5) * tl.cdiv(N, BLOCK_N)
     # Partial sums and results may differ in dtype: what both consist of is copied.
-    WIRE: tl.constexpr = outbox.dtype.element_ty.primitive_bitwidth
-    STORED: tl.constexpr = y.dtype.element_ty.primitive_bitwidth if GATHER else WIRE
-    WORD: tl.constexpr = min(WIRE, STORED)
-    word = tl.pointer_type(tl.int16 if WORD == 16 else tl.int32)
-    scale = WIRE // WORD
+    WIRE_BITS: tl.constexpr = outbox.dtype.element_ty.primitive_bitwidth
+    STORED_BITS: tl.constexpr = y.dtype.element_ty.primitive_bitwidth if GATHER else WIRE_BITS
+    BITS: tl.constexpr = min(WIRE_BITS, STORED_BITS)
+    word = tl.pointer_type(tl.int16 if BITS == 16 else tl.int32)
+    scale = WIRE_BITS // BITS
     src = (outbox + (out_row - own_end + M) % M * N + column).to(word)
     dst = (inbox + (parity_row + rank * part_stride + row) * N + column).to(word)
     words = ready + rank * max_chunks + chunk
@@ -172,7 +180,7 @@ def send_tile(
     targets = 1
     if GATHER:
         if owner == rank:
-            scale = STORED // WORD
+            scale = STORED_BITS // BITS
             src = (y + out_row * N + column).to(word)
             gathered = gathered_inbox(inbox, parity_row, part_stride, N, y, SIZE)
             dst = (gathered + out_row * N + column).to(word)
@@ -185,8 +193,8 @@ def send_tile(
         target = (owner + step) % SIZE
         mark(SEND, chunk, target, table, TRANSPORT, TRACE)
         put_tile(
-            dst, src, N * scale, valid, (N - column) * scale, target, table,
-            TRANSPORT, PUT_ROWS, BLOCK_N * max(WIRE, STORED) // WORD, ALIGN,
+            dst, src, N * scale, valid, tl.minimum(N - column, BLOCK_N) * scale, target, table,
+            TRANSPORT, PUT_ROWS, BLOCK_N * max(WIRE_BITS, STORED_BITS) // BITS, ALIGN,
         )
     complete = completes(counters + owner * max_chunks + chunk, tiles, TRANSPORT)
     if complete:
@@ -269,8 +277,8 @@ def matmul_reduce_kernel(
     own_dealt = dealt
     if COPIES or INTERLEAVED:  # then all tiles are dealt out, and the last turn may be one of few
         own_dealt = turns_of(pid, num_comm, head, dealt, whole)
-    unsent = tl.full((), -1, tl.int32)  # the finished tile that is to be sent, behind this step of the next one
-    own_step = pid * tl.cdiv(K, BLOCK_K) // tl.num_programs(0)
+    unsent = tl.full((), -1, tl.int32)  # a finished tile, which is sent in step `own_step` of the next one
+    own_step = pid * tl.cdiv(K, BLOCK_K) // tl.num_programs(0)  # not all ask for the link at once
     heard = tl.full((), False, tl.int1)  # all peers have come to this call
     item = items
     if not GATHER or pid >= num_comm:  # else go on with the finished chunks
@@ -302,18 +310,17 @@ def matmul_reduce_kernel(
             )
             if INTERLEAVED:
                 if (step == own_step) & (unsent >= 0):
-                    if LANDING:
-                        if not heard:
-                            await_peers(begun, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
-                            heard = tl.full((), True, tl.int1)
-                    sent_m, sent_n = peers_tile_first(unsent, tiles_m, peer_tiles_m, tiles_n, GROUP_M, OWN_GROUP_M)
-                    complete_chunk = send_tile(
-                        schedule + sent_m * TILE_FIELDS, sent_n * BLOCK_N, outbox_memory, y_memory, inbox,
+                    signalled = send_tile(
+                        unsent, schedule, tiles_m, peer_tiles_m, outbox_memory, y_memory, inbox,
                         N, own_end, M, parity_row, part_stride, tile_counts, ready, max_chunks, chunk_rows,
-                        epoch, table, rank,
-                        SIZE, GATHER, BLOCK_N, PUT_ROWS, ALIGN, TRANSPORT, TRACE,
+                        heard, begun, epoch, table, rank,
+                        SIZE, GATHER, LANDING, BLOCK_N, GROUP_M, OWN_GROUP_M,
+                        OPERATION, TRANSPORT, ALIGN, PUT_ROWS, TRACE,
                     )
-                    unsent = -1 - complete_chunk.to(tl.int32)  # no constant: see below
+                    heard = tl.full((), True, tl.int1)
+                    # Negative, but no constant: the compiler would choose that outside of this branch, and the wait
+                    # below would need nothing of it.
+                    unsent = -1 - signalled.to(tl.int32)
                     mark(COMPUTE, x_row, column, table, TRANSPORT, TRACE)
             ends, kept, step = end_of_tile(total, step + 1, first_step, last_step)
             if ends:
@@ -327,8 +334,9 @@ def matmul_reduce_kernel(
                         if parts_of_tile > 1:
                             mark(COLLECT, chunk, rank, table, TRANSPORT, TRACE)
                             wait_signal(others, part, table, rank, chunk, OPERATION, TRANSPORT)
-                    # By now all is sent. But if this branch needed nothing of the last one, Triton's pipeliner would
-                    # let it come first, and programs would wait for each other before they send.
+                    # `unsent` is negative here, and asked all the same: Triton's pipeliner keeps two branches in order
+                    # only where the second needs a value of the first. Else programs would wait for each other's tiles
+                    # before they send their own.
                     if own & (not complete) & (unsent < 0):
                         mark(WAIT, chunk, rank, table, TRANSPORT, TRACE)
                         if not TRACE:  # which shows each tile's wait
@@ -373,15 +381,12 @@ def matmul_reduce_kernel(
 
     if INTERLEAVED:
         if unsent >= 0:
-            if LANDING:
-                if not heard:
-                    await_peers(begun, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
-            sent_m, sent_n = peers_tile_first(unsent, tiles_m, peer_tiles_m, tiles_n, GROUP_M, OWN_GROUP_M)
             send_tile(
-                schedule + sent_m * TILE_FIELDS, sent_n * BLOCK_N, outbox_memory, y_memory, inbox,
+                unsent, schedule, tiles_m, peer_tiles_m, outbox_memory, y_memory, inbox,
                 N, own_end, M, parity_row, part_stride, tile_counts, ready, max_chunks, chunk_rows,
-                epoch, table, rank,
-                SIZE, GATHER, BLOCK_N, PUT_ROWS, ALIGN, TRANSPORT, TRACE,
+                heard, begun, epoch, table, rank,
+                SIZE, GATHER, LANDING, BLOCK_N, GROUP_M, OWN_GROUP_M,
+                OPERATION, TRANSPORT, ALIGN, PUT_ROWS, TRACE,
             )
 
     if pid == 0:  # a rank without rows of its own still hears from every peer
@@ -446,8 +451,8 @@ def matmul_reduce_scatter(
 
     Bias is added once, after the sum over ranks, and the activation after it. `rows` names how many rows each rank
     owns, where M doesn't divide. out_dtype: of y, wire_dtype: of the partial sums that travel; each is the operands'
-    or float32. out: a tensor for y. path: see tkernels.paths; the same on all ranks. Raises ValueError or TypeError
-    before the first signal.
+    or float32. out: a tensor for y. config: the tiles and who sends; None: as tuned, else by rule. path: see
+    tkernels.paths; the same on all ranks. Raises ValueError or TypeError before the first signal.
     """
     rows = None if rows is None else tuple(rows)
     tensors = x_shard_k, w_shard_k, bias, out
@@ -459,7 +464,7 @@ def plan(
     ctx: Context, x, w, bias, out,
     op: int, activation, rows, out_dtype, wire_dtype, config, path, gather, precision,
 ):  # fmt: skip
-    """What to do with the tensors of a reduce-scatter like this one, or with `gather` of an all-reduce."""
+    """What to do with the tensors of a call like this one, with `gather` an all-reduce: a function that returns y."""
     name = operation_name(op)
     check_operands(name, x, w, bias, activation, ctx.device)
     (M, K), N = x.shape, w.shape[0]
@@ -480,6 +485,7 @@ def plan(
         config = overlap_config(ctx, name, M, N, K, x.dtype, layout_of(x, w))
         stored = max(wire_dtype, out_dtype, key=lambda each: each.itemsize)
         config = with_room_for(config, stored, x.dtype)
+    check_mapped(name, ctx, config)
     gemm = config.gemm
     peers = [(ctx.rank + step) % ctx.size for step in range(1, ctx.size)]
     peer_tiles_m = sum(triton.cdiv(rows[peer], gemm.block_m) for peer in peers)
@@ -498,13 +504,11 @@ def plan(
         inbox_rows += triton.cdiv(M * out_dtype.itemsize, itemsize)
     chunks = max(num_chunks(part, config) for part in rows)
     workspace = ctx.workspace()
-    # The counters are indexed with the workspace's own num_chunks, which may be larger than this call's.
-    if config.landing or config.interleaved:
-        check_mapped(name, ctx)
     if config.landing:
         workspace.reserve(0, chunks, landing_bytes=max(inbox_rows, 4) * N * itemsize)
     else:
         workspace.reserve(max(inbox_rows, 4) * N * itemsize, chunks)
+    # The counters are indexed with the workspace's own num_chunks, which may be larger than this call's.
     num_counters = TILE_COUNTS.value + ctx.size * workspace.num_chunks
     workspace.reserve(0, 0, num_counters=num_counters)
     memory, parity_rows = workspace.landing, 0

@@ -3,16 +3,18 @@
 The tables are made on the host, as small integers that the kernels read: a table can be printed and tested.
 
 A shard's rows travel in chunks, one signal a chunk. Some programs of a launch send first ("comm programs") while the
-others multiply; once they have nothing left to send, they multiply too. With num_comm=0 no program sends, and the copy
-engine does, many chunks at a time (tkernels.comm.copies).
+others multiply; once all is sent they multiply too, but for those of an all-reduce, which go on with the sums. With
+num_comm=0 the copy engine sends, many chunks at a time (tkernels.comm.copies), or, interleaved, every program sends its
+own tiles.
 
 Tiles are dealt out in turns, so that those that are computed at one time lie beside each other and share their operands
 in L2, and a tile's first loads go on while the one before is stored. How long programs send can't be foretold to the
 tile, so where some do, the last turns are not dealt out: whoever is free takes the next tile. Where the last turn would
-keep few programs busy, its tiles are split along K, so that all of them help.
+keep few programs busy, its tiles are split along K, so that all of them help (not where interleaved).
 
 Nobody waits for ever: a tile waits for what programs of smaller numbers do, or for what peers send, and these wait for
-tiles of smaller numbers alone, which running programs have taken.
+tiles of smaller numbers alone, which running programs have taken. An interleaved program sends a tile before it next
+waits for a peer.
 """
 
 import functools

@@ -89,7 +89,7 @@ def stopwatch(ctx: Context) -> Stopwatch:
 
 
 def measure(ctx: Context, calls: dict[str, Call], iterations: int) -> tuple[dict[str, Timing], dict]:
-    """Collective. Times of all calls, interleaved, and the last iteration's results of those named "ours"."""
+    """Collective. Times of all calls, which take turns, and the last iteration's results of those named "ours"."""
     watch, names = stopwatch(ctx), list(calls)
     pauses = {}
     for name in names:

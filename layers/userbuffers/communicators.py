@@ -447,7 +447,7 @@ class CommOverlap(CommOverlapCore):
         # A power of two, as the rows of all ranks' tiles are.
         chunk_rows = min(config.chunk_rows, max(*bucket(piece), PART_ROWS))
         num_comm = min(self.options.num_sm, available - 1)
-        return replace(config, num_comm=num_comm, interleaved=False, chunk_rows=chunk_rows)
+        return replace(config, num_comm=num_comm, chunk_rows=chunk_rows)
 
 
 class CommOverlapP2P(CommOverlapCore):
@@ -493,7 +493,7 @@ class CommOverlapP2P(CommOverlapCore):
         if self.options.aggregate and self.comm_type is CommOverlapType.AG:
             config = travelling(config, 2 * config.chunk_rows, config.landing)
         if not self.options.use_ce:
-            config = replace(config, num_comm=min(self.options.num_sm, available - 1), interleaved=False)
+            config = replace(config, num_comm=min(self.options.num_sm, available - 1))
         return config
 
 

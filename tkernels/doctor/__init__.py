@@ -1,4 +1,4 @@
-"""`tkernels doctor`: what is here, what would be chosen and why, and whether every verb and operation works."""
+"""`tkernels doctor`: what is here, what would be chosen and why, and whether every transport and operation works."""
 
 from dataclasses import dataclass, field
 

@@ -48,7 +48,7 @@ class Report:
 
     @contextlib.contextmanager
     def trying(self, ranks: int):
-        what = f"trying every verb and operation on {ranks} ranks ..."
+        what = f"trying every transport and operation on {ranks} ranks ..."
         self.console.print()
         if self.console.is_terminal:
             with self.console.status(what):

@@ -1,4 +1,4 @@
-"""A round trip of every device verb between two ranks: rank 0 sends, rank 1 answers in kind, both check what came.
+"""Round trips between two ranks by put, get, signals and stores: rank 0 sends, rank 1 answers in kind, both check.
 
 The functions here run in the ranks' processes.
 """

@@ -101,8 +101,12 @@ def record(ctx: Context, options: Options, sizes: shapes.Shape) -> Result:
     operation = getattr(importlib.import_module(home), options.operation)
     if "matmul" in options.operation:
         x, w = operands
-        # The copy engine makes no marks.
-        config = overlap_config(ctx, options.operation, sizes[0], *w.shape, x.dtype, layout_of(x, w), sending=True)
+        choose = functools.partial(
+            overlap_config, ctx, options.operation, sizes[0], *w.shape, x.dtype, layout_of(x, w)
+        )
+        config = choose()
+        if config.copied:  # the copy engine makes no marks
+            config = choose(sending=True)
         operation = functools.partial(operation, config=config)
 
     watch = stopwatch(ctx)

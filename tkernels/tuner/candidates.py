@@ -32,6 +32,7 @@ SHARED_BYTES = 232448
 REGISTERS = 255
 # One GPU to its peers by stores, H200 over NVLink: 3 programs reach 91 GB/s, 6 172, 9 250, 12 324, and more no more.
 SEND_BYTES_PER_S, BYTES_PER_S_OF_A_PROGRAM = 320e9, 28e9
+INTERLEAVED_BYTES_PER_S = 40e9  # of a program that sends a tile while it multiplies the next one (bench/LOG.md)
 PUT_COST_BYTES = 43 << 10  # what a put's fixed cost would send: a quarter is lost with puts of 128 KB
 
 GEMM_FIELDS = [each.name for each in fields(GemmConfig)]
@@ -64,6 +65,7 @@ STEPS = {
     "max_splits": (1, 2, 4),
     "put_block": (4096, 8192, 16384),
 }
+NOT_INTERLEAVED = ("split_tiles", "max_splits", "put_block")  # fields that change nothing there, or were slower
 SURVEY = 28  # candidates that are measured first
 OF_A_TILE = 4  # of them, at most; they are one kernel
 OF_A_FIELD = 3  # other values of each field that are tried around the best one, at most
@@ -79,7 +81,7 @@ class Room:
 
     travel: (chunk_rows, landing) that the ranks are bound to already, by a larger product whose rows travel alike; None
         if they are free.
-    mapped: the copy engine reaches all of them.
+    mapped: the copy engine and stores reach all of them.
     """
 
     operation: str
@@ -123,8 +125,10 @@ def changed(config: GemmConfig | OverlapConfig, change: dict) -> GemmConfig | Ov
         return replace(config, **change)
     own = {name: value for name, value in change.items() if name in OVERLAP_FIELDS}
     gemm = replace(config.gemm, **{name: value for name, value in change.items() if name not in own})
-    if own.get("num_comm", config.num_comm):
-        own = {"interleaved": False, **own, "copy_rows": None}  # which says nothing then
+    if "num_comm" in own:  # none are the copy engine, unless something else is asked for
+        own.setdefault("interleaved", False)
+    if own.get("num_comm", config.num_comm) or own.get("interleaved", config.interleaved):
+        own["copy_rows"] = None  # of copies alone
     return replace(config, gemm=gemm, **own)
 
 
@@ -205,11 +209,12 @@ def predicted_us(config: GemmConfig | OverlapConfig, room: Room, gemm_us: float)
     gathers, reduces_all = room.operation == "all_gather_matmul", room.operation == "matmul_all_reduce"
     sent = room.rows * room.row_bytes * (room.ranks - 1)
     put = config.sent_rows * room.row_bytes
-    senders = room.programs if config.interleaved else num_comm
-    rate = senders * BYTES_PER_S_OF_A_PROGRAM * put / (put + PUT_COST_BYTES)
+    rate = num_comm * BYTES_PER_S_OF_A_PROGRAM * put / (put + PUT_COST_BYTES)
+    if config.interleaved:
+        rate = room.programs * INTERLEAVED_BYTES_PER_S
+        # Every tile that is sent holds up the product for as long as that takes one program.
+        tile_us += sent * (1 + reduces_all) / (INTERLEAVED_BYTES_PER_S * tiles) * 1e6
     send_us = sent * (1 + reduces_all) / (min(rate, SEND_BYTES_PER_S) or COPY_BYTES_PER_S) * 1e6
-    if config.interleaved:  # every tile that is sent holds up the product for as long as it takes one program
-        tile_us += sent * (1 + reduces_all) / (BYTES_PER_S_OF_A_PROGRAM * tiles) * 1e6
     needed = 0 if gathers else tiles if reduces_all else tiles - own  # before the last can be sent
     busy_us = max(send_us, needed * tile_us / (room.programs - num_comm))
     turns, splits = (tiles + num_comm * busy_us / tile_us) / room.programs, [1]
@@ -263,6 +268,8 @@ def neighbours(config, default, room: Room, gemm_us: float) -> tuple[list, Count
     """
     chosen, refused, before = [], Counter(), flat(config)
     for name, values in STEPS.items():
+        if before.get("interleaved") and name in NOT_INTERLEAVED:
+            continue
         values = nearest(values, before.get(name) or values[0])
         changes = [{name: value} for value in values if name in before and before[name] != value]
         others = [_possible(config, change, room, refused) for change in changes]
@@ -275,7 +282,7 @@ def neighbours(config, default, room: Room, gemm_us: float) -> tuple[list, Count
             {"num_comm": 0, "interleaved": False, "chunk_rows": each.chunk_rows, "copy_rows": each.copy_rows}
             for each in dict.fromkeys(each for each in copied if each != config)
         ]
-        changes += [{"num_comm": 0, "interleaved": True}] if not config.interleaved else []
+        changes += [{"num_comm": 0, "interleaved": True, "split_tiles": None}] if not config.interleaved else []
         others = [_possible(config, change, room, refused) for change in changes]
         chosen += [other for other in others if other is not None]
     return chosen, refused
