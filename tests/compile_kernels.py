@@ -165,6 +165,7 @@ def _cases() -> list[Case]:
             cases.append(Case(operation, dtype, f"{label}_copied", SHAPES[label], ranks=4, copied=True))
         for label in ("large", "unaligned"):
             cases.append(Case(operation, label=f"{label}_landing", shape=SHAPES[label], ranks=4, landing=True))
+        cases.append(Case(operation, label="large_landing_traced", ranks=4, landing=True, traced=True))
         cases.append(Case(operation, label="large_copied", ranks=4, transport="nvshmem", copied=True))
     for operation in REDUCTIONS:
         interleaved = {"ranks": 4, "interleaved": True}

@@ -296,6 +296,7 @@ def test_a_smaller_product_is_bound_to_the_chunks_of_a_larger_one():
         (asdict(TUNED) | {"num_comm": -1}, "num_comm=-1 is no positive number"),
         (asdict(TUNED) | {"put_block": 0}, "put_block=0 is no positive number"),
         (asdict(TUNED) | {"interleaved": True}, "all programs send, so num_comm must be 0, and is 1"),
+        (asdict(TUNED) | {"interleaved": True, "num_comm": 0, "split_tiles": 3}, "no tile is split, but split_tiles=3"),
         (asdict(TUNED) | {"gemm": {"block_m": 96}, "chunk_rows": 96}, "block_m=96 is no power of two"),
         (asdict(TUNED) | {"chunk_rows": 100}, "chunk_rows=100 must be a multiple or a divisor of block_m=64"),
         (asdict(TUNED) | {"chunk_rows": 4}, "chunk_rows=4 is 16 chunks for a tile of block_m=64; there may be 8"),

@@ -174,8 +174,8 @@ CONFIGS = {
     "interleaved into the landing": OverlapConfig(
         GemmConfig(32, 32, 32), chunk_rows=16, num_comm=0, interleaved=True, landing=True, put_block=128
     ),
-    "interleaved parts": OverlapConfig(
-        GemmConfig(16, 32, 16), chunk_rows=32, num_comm=0, interleaved=True, split_tiles=3, max_splits=4
+    "interleaved, few programs": OverlapConfig(
+        GemmConfig(16, 32, 16), chunk_rows=32, num_comm=0, interleaved=True, max_programs=2
     ),
     "by programs into the landing": OverlapConfig(GemmConfig(16, 32, 16), chunk_rows=32, num_comm=2, landing=True),
     "by copies, one a peer": OverlapConfig(GemmConfig(32, 32, 32), chunk_rows=1024, num_comm=0),
