@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transports import by_copies, every_path, every_transport, gpu_only, over
+from transports import by_copies, every_path, every_transport, gpu_only, interleaved, over
 
 import tkernels
 from tkernels.comm import TkernelsError
@@ -44,9 +44,14 @@ def results_by_hand(ctx, shards, whole, weights):
 
 
 def step(ctx, path, shard, whole, w):
-    if path == "copies":
-        operands = {"all_gather_matmul": shard, "matmul_reduce_scatter": whole, "matmul_all_reduce": whole}
-        return *(by_copies(ctx, name, x, w) for name, x in operands.items()), tkernels.all_gather(shard, ctx=ctx)
+    if path in ("copies", "interleaved"):
+        reduce = by_copies if path == "copies" else interleaved
+        return (
+            by_copies(ctx, "all_gather_matmul", shard, w),
+            reduce(ctx, "matmul_reduce_scatter", whole, w),
+            reduce(ctx, "matmul_all_reduce", whole, w),
+            tkernels.all_gather(shard, ctx=ctx),
+        )
     return (
         tkernels.all_gather_matmul(shard, w, ctx=ctx, path=path),
         tkernels.matmul_reduce_scatter(whole, w, ctx=ctx, path=path),
@@ -57,7 +62,7 @@ def step(ctx, path, shard, whole, w):
 
 @pytest.mark.ranks(2, 4)
 @every_transport
-@pytest.mark.parametrize("path", ["fused", "plain", "copies"])
+@pytest.mark.parametrize("path", ["fused", "plain", "copies", "interleaved"])
 def test_every_replay_is_a_call_of_its_own(ctx, transport, path):
     ctx = over(ctx, transport)
     shards, whole, weights = operands(ctx, 0)
