@@ -139,14 +139,16 @@ def test_all_programs_send_an_all_reduce_between_two_that_its_product_hides(monk
         # Where rows land and in which chunks is the same for ranks whose products are too short.
         short = overlap_config(ctx, operation, M, N, 64, dtype, layout)
         assert travel_of(short) == travel_of(config) and not short.interleaved, case
-        if not config.landing and mapped and size == 2:  # also where a larger product decides that
-            larger = record(replace(TUNED, chunk_rows=256, num_comm=4), operation, M, N, 8192, layout=layout)
-            bound = context(larger, size=size, num_programs=132)
-            for k, sending in itertools.product((K, 64), (False, True)):
-                one = overlap_config(bound, operation, M, N, k, dtype, layout, sending=sending)
-                if dtype == BF16:
-                    assert travel_of(one) == (256, False), (case, k, sending)
-                assert not (sending and one.interleaved)
+
+
+def test_chunks_are_those_of_a_larger_product_whoever_sends(monkeypatch):
+    monkeypatch.setattr("tkernels.configs.runtime.RUNTIME", "nvshmem")
+    larger = record(replace(TUNED, chunk_rows=256, num_comm=4), AR, 8192, 8192, 8192)
+    ctx = context(larger, num_programs=132)
+    for K, layout, sending in itertools.product((4096, 1024, 64), ("TN", "pointers"), (False, True)):
+        config = overlap_config(ctx, AR, 8192, 8192, K, BF16, layout, sending=sending)
+        assert travel_of(config) == (256, False), (K, layout, sending)
+        assert config.interleaved == (K == 4096 and layout == "TN" and not sending)
 
 
 def test_tuned_programs_that_all_send_do_so_where_stores_reach_all():
