@@ -33,7 +33,7 @@ class Way:
     reduces: bool = False
 
 
-INTERLEAVED = Way(None, {"num_comm": 0, "interleaved": True}, reduces=True)
+INTERLEAVED = Way(None, {"num_comm": 0, "interleaved": True, "split_tiles": None}, reduces=True)
 COMMON = {"interleaved": INTERLEAVED, "copy_engine": Way(None, copies=True), "plain": Way(None, path="plain")}
 WAYS: dict[str, dict[str, Way]] = {
     "nvshmem": {"peer": Way("peer"), "nvshmem": Way("nvshmem"), **COMMON},

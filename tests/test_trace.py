@@ -145,19 +145,24 @@ def test_a_tile_is_sent_while_the_next_one_is_computed(ctx, op):
     trace = recorded(ctx, op, rows, config=config)
     for rank, program in itertools.product(range(ctx.size), range(3)):
         done = [s for s in trace.slices if (s.rank, s.program, s.launch) == (rank, program, 1)]
-        stored = [s for s in done if s.kind == "store"]
-        sends, resumed = [], 0  # of each tile; tiles whose product went on behind a send
-        for tile in stored:
-            owner, chunk = chunks_of(rows)[tile.arguments["row"]]
-            peers = [owner] if owner != rank else []
-            if op == "matmul_all_reduce" and owner == rank:
-                peers = [(rank + step) % ctx.size for step in range(1, ctx.size)]
-            sends.append([("send", chunk, peer) for peer in peers])
-            resumed += bool(peers) and tile is not stored[-1]
-        in_order = [s.kind if s.kind == "store" else (s.kind, *s.arguments.values()) for s in done]
-        want = [each for of_tile in sends for each in ("store", *of_tile)]
-        assert [each for each in in_order if each == "store" or each[0] == "send"] == want
-        assert len([s for s in done if s.kind == "compute"]) == len(stored) + resumed
+        owed, stored, sent = [], [], []
+        for s in done:
+            if s.kind == "store":
+                assert not owed
+                stored.append(s)
+                owner, chunk = chunks_of(rows)[s.arguments["row"]]
+                peers = [owner] if owner != rank else []
+                if op == "matmul_all_reduce" and owner == rank:
+                    peers = [(rank + step) % ctx.size for step in range(1, ctx.size)]
+                owed = [(chunk, peer) for peer in peers]
+                sent += [s] if owed else []
+            elif s.kind == "send":
+                assert owed.pop(0) == (s.arguments["chunk"], s.arguments["peer"])
+            else:
+                assert s.kind != "wait" or not owed  # for peers may wait for just that
+        assert not owed
+        resumed = [s for s in sent if s is not stored[-1]]  # in the midst of the next tile
+        assert len([s for s in done if s.kind == "compute"]) == len(stored) + len(resumed)
     assert trace.summary().programs == {"compute": 3}
     check_times(trace)
 

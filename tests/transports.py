@@ -90,7 +90,8 @@ def by_copies(*arguments, **options):
 
 def interleaved(*arguments, landing=False, **options):
     """Collective. All programs send, between the steps of their products, to where copies go or into inboxes."""
-    return sent_by({"num_comm": 0, "interleaved": True, "landing": landing}, *arguments, **options)
+    sender = {"num_comm": 0, "interleaved": True, "landing": landing, "split_tiles": None}
+    return sent_by(sender, *arguments, **options)
 
 
 def late(ctx, rank, seconds=0.1):

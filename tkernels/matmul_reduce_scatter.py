@@ -157,6 +157,7 @@ def send_tile(
     """
     if LANDING:
         if not heard:
+            mark(WAIT, 0, rank, table, TRANSPORT, TRACE)
             await_peers(begun, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
     tile_m, tile_n = peers_tile_first(index, tiles_m, peer_tiles_m, tl.cdiv(N, BLOCK_N), GROUP_M, OWN_GROUP_M)
     tile = schedule + tile_m * TILE_FIELDS
