@@ -1,9 +1,8 @@
 """Copies: the copy engine moves what a call sends, beside its kernel, and no multiprocessor does.
 
-The kernel is the operation's own with no program that sends (`OverlapConfig.copied`). On a side stream stand, for some
-chunks at a time: a wait until their rows are there, a copy to the peer, and a copy of the epoch to the peer's signal
-words, which its tiles wait for as they wait for those of puts. On the simulated runtime a thread of the host does the
-same.
+The kernel is the operation's own with no program that sends. On a side stream stand, for some chunks at a time: a wait
+until their rows are there, a copy to the peer, and a copy of the epoch to the peer's signal words, which its tiles wait
+for as they wait for those of puts. On the simulated runtime a thread of the host does the same.
 
 A copy's addresses must be known when it is enqueued, but of two inboxes that alternate by the epoch only the device
 knows which one is next. So copies go to a third one, the *landing*, and begin behind a gate. Program 0 of each kernel
@@ -55,16 +54,6 @@ from tkernels.comm.marks import COLLECT, mark
 WAIT_VALUE_64, WRITE_VALUE_64 = 4, 5  # CUstreamBatchMemOpType
 OPERATION_WORDS = 6  # of 8 bytes, of a CUstreamBatchMemOpParams
 LOOKS = tl.constexpr(64)  # at the words of all peers at once, before they are waited for one after the other
-
-
-def check_mapped(operation: str, context, config):
-    """Raises ValueError on every rank whose OverlapConfig needs what reaches no other machine."""
-    if (config.landing or config.interleaved) and not context.mapped:
-        raise ValueError(
-            f"{operation}: copies (num_comm=0), landing=True and interleaved=True need all ranks' memory mapped into "
-            f"each other's addresses, and that of other machines is not; pass a config with num_comm of 1 or more, "
-            f"landing=False and interleaved=False"
-        )
 
 
 @triton.jit

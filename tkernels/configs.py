@@ -128,7 +128,7 @@ class OverlapConfig:
     @property
     def sent_rows(self) -> int:
         """Rows that are sent at a time."""
-        return self.copy_rows or self.chunk_rows if self.copied else self.chunk_rows
+        return (self.copied and self.copy_rows) or self.chunk_rows
 
     @property
     def copied(self) -> bool:
@@ -260,7 +260,7 @@ def default_overlap(
     max_registers = 255 if dtype == torch.float32 else None
     num_comm = max(min(num_comm, num_programs - 1), 1)
     config, rows = OverlapConfig(gemm, chunk_rows, num_comm, max_registers=max_registers), -(-M // size)
-    measured = reduces_all and size == 2 and tma and dtype != torch.float32
+    measured = reduces_all and size == 2 and tma and dtype != torch.float32  # where INTERLEAVED_FROM was
     if interleaved and measured and product_s >= INTERLEAVED_FROM * wire_s:
         config = replace(config, num_comm=0, interleaved=True)
     if not (lands(operation, rows, row_bytes, size) if landing is None else landing):

@@ -28,6 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tkernels.comm.context import Context
 from tkernels.comm.device import arrived, end_epoch, wait_signal
 from tkernels.configs import (
     FLOPS_PER_S,
@@ -97,6 +98,16 @@ def programs_of(config: OverlapConfig, available: int, tiles: int) -> int:
             f"init(num_programs=...) of 2 or more, or another OverlapConfig(num_comm=...)"
         )
     return min(available, config.num_comm + tiles)
+
+
+def check_mapped(operation: str, ctx: Context, config: OverlapConfig):
+    """Raises ValueError on every rank whose configuration needs what reaches no other machine."""
+    if (config.landing or config.interleaved) and not ctx.mapped:
+        raise ValueError(
+            f"{operation}: copies (num_comm=0), landing=True and interleaved=True need all ranks' memory mapped into "
+            f"each other's addresses, and that of other machines is not; pass a config with num_comm of 1 or more, "
+            f"landing=False and interleaved=False"
+        )
 
 
 class Turns(NamedTuple):

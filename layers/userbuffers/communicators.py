@@ -446,8 +446,7 @@ class CommOverlap(CommOverlapCore):
         piece = -(-max(split_rows(tokens, self.size)) // self.options.num_splits)
         # A power of two, as the rows of all ranks' tiles are.
         chunk_rows = min(config.chunk_rows, max(*bucket(piece), PART_ROWS))
-        num_comm = min(self.options.num_sm, available - 1)
-        return replace(config, num_comm=num_comm, chunk_rows=chunk_rows)
+        return replace(config, num_comm=min(self.options.num_sm, available - 1), chunk_rows=chunk_rows)
 
 
 class CommOverlapP2P(CommOverlapCore):
