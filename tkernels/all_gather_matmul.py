@@ -334,7 +334,7 @@ def plan(
         Y_TMA=y_operand.tma, S_TMA=s_operand.tma, HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
         DTYPE=triton_dtype(y.dtype), PRECISION=precision,
         OPERATION=OP, TRANSPORT=ctx.transport_id,
-        PUT_BLOCK=config.copy_block(aligned), ALIGN=16 if aligned else itemsize,
+        PUT_BLOCK=config.copy_block(aligned, ctx.size), ALIGN=16 if aligned else itemsize,
         num_warps=gemm.num_warps, num_stages=stages_of(gemm, turns.splits), maxnreg=config.max_registers,
         varying=("x", "x_memory", "w", "bias", "y", "sums", "gate"),
     )  # fmt: skip

@@ -542,7 +542,7 @@ def plan(
     s_operand = sums_of(tiles - turns.whole, turns.splits, gemm)
     p_operand = Operand.of(inbox, *box, gemm.use_tma and N > 1)
     # As many bytes a step, thus registers, as of the operands' dtype.
-    put_block = config.copy_block(aligned) * x.element_size() // max(x.element_size(), *travels)
+    put_block = config.copy_block(aligned, ctx.size) * x.element_size() // max(x.element_size(), *travels)
     launch = ctx.bind(
         matmul_reduce_kernel, num_programs,
         x_operand.argument, x_operand.row_stride, x_operand.column_stride,
