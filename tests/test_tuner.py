@@ -171,6 +171,23 @@ def test_without_a_gain_the_default_stays(ctx, tmp_path):
         forget(ctx, before)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("chunks_us, best", [(92.0, "group_m=4"), (88.0, "chunk_rows")])
+def test_what_binds_other_products_has_to_be_faster_by_far(ctx, tmp_path, chunks_us, best):
+    before, block = ctx.tuned, default_config(64, 64, FP32).block_m
+
+    def us(name, rank):
+        return chunks_us if "chunk_rows" in name else 95.0 if "group_m" in name else 100.0
+
+    try:
+        grid = {"group_m": [2, 4], "chunk_rows": [block, 2 * block]}
+        outcome = search(ctx, tmp_path, us=us, shape=(256, 64, 64), grid=grid)
+        assert best in outcome.best.change and ("chunk_rows" in outcome.best.change) == (best == "chunk_rows")
+        assert min(outcome.measured, key=lambda one: one.us).us == chunks_us
+    finally:
+        forget(ctx, before)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.ranks(2)
 def test_without_a_grid_tiles_are_surveyed_and_single_changes_tried(ctx, tmp_path):

@@ -58,8 +58,8 @@ WIRE_SPARE, MOST_COMM = 1.1, 24
 # llama70b-down-4k 1310/1303, 6.9; rs-e 1683/1666, 12. Reduce-scatters were better by copies: llama70b-o 749/763,
 # llama8b-down 630/642.
 INTERLEAVED_FROM = 1.25
-# Elements that are copied at a step beside the sums of a tile, among more than two ranks: with 16384 some spill. Between
-# two 16384 are faster: llama70b-o, all-reduce, 858 us for 869, rs-c 356 for 360, llama8b-down 700 for 704 (H200).
+# Elements copied at a step beside the sums of a tile, among more than two ranks: with 16384 some spill. Between two
+# H200s 16384 are faster: llama70b-o, all-reduced, 858 us for 869, rs-c 356 for 360, llama8b-down 700 for 704.
 INTERLEAVED_BLOCK = 8192
 LANDING_CHUNK_ROWS = 128  # at least; those of the largest tile by rule
 MAX_LOOK = tl.constexpr(256)  # signals that a program looks at at once: one a thread
