@@ -44,6 +44,7 @@ from tkernels.configs import overlap_config, with_room_for
 from tkernels.doctor import verbs
 from tkernels.trace import clocks
 from tkernels.trace.recorder import DEFAULT_MARKS, Recorder
+from tkernels.tuner.candidates import STEPS
 
 WORKERS = 2
 MULTIPROCESSORS = 132  # of an H100 and an H200
@@ -74,6 +75,7 @@ class Case:
     interleaved: bool = False  # all programs send, between the steps of their products
     landing: bool = False  # programs send where copies go
     parts: bool = False  # the last tiles are split along K
+    put_block: int | None = None  # elements that a program copies at a step
     out: str | None = None  # the result's dtype, and that of partial sums on their way
     wire: str | None = None
 
@@ -165,6 +167,7 @@ def _cases() -> list[Case]:
             cases.append(Case(operation, dtype, f"{label}_copied", SHAPES[label], ranks=4, copied=True))
         for label in ("large", "unaligned"):
             cases.append(Case(operation, label=f"{label}_landing", shape=SHAPES[label], ranks=4, landing=True))
+        cases.append(Case(operation, label="large_puts", ranks=4, put_block=max(STEPS["put_block"])))
         cases.append(Case(operation, label="large_landing_traced", ranks=4, landing=True, traced=True))
         cases.append(Case(operation, label="large_copied", ranks=4, transport="nvshmem", copied=True))
     for operation in REDUCTIONS:
@@ -497,7 +500,7 @@ def _call(case: Case):
             if case.operation == "matmul":
                 gemm.matmul(*operands, case.activation, **options)
             else:
-                if case.copied or case.interleaved or case.landing or case.parts:
+                if case.copied or case.interleaved or case.landing or case.parts or case.put_block:
                     config = overlap_config(ctx, case.operation, M, N, K, dtype, gemm.layout_of(*operands[:2]))
                     stored = [given or dtype for name, given in options.items() if name.endswith("dtype")]
                     config = with_room_for(config, max(stored, key=lambda each: each.itemsize), dtype)
@@ -509,6 +512,8 @@ def _call(case: Case):
                         config = replace(config, landing=True)
                     if case.parts:
                         config = replace(config, split_tiles=4, max_splits=2)
+                    if case.put_block:
+                        config = replace(config, put_block=case.put_block)
                     options["config"] = config
                 operation = getattr(importlib.import_module(f"tkernels.{case.operation}"), case.operation)
                 operation(ctx, *operands, case.activation, path="fused", **options)

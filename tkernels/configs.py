@@ -58,9 +58,9 @@ WIRE_SPARE, MOST_COMM = 1.1, 24
 # llama70b-down-4k 1310/1303, 6.9; rs-e 1683/1666, 12. Reduce-scatters were better by copies: llama70b-o 749/763,
 # llama8b-down 630/642.
 INTERLEAVED_FROM = 1.25
-# Elements copied at a step beside the sums of a tile, among more than two ranks: with 16384 some spill. Between two
-# H200s 16384 are faster: llama70b-o, all-reduced, 858 us for 869, rs-c 356 for 360, llama8b-down 700 for 704.
-INTERLEAVED_BLOCK = 8192
+# Elements copied at a step beside the sums of a tile, at most, between two ranks and among more, where more spill. With
+# 16384 for 8192 two H200s take, all-reducing llama70b-o, 858 us for 869, rs-c 356 for 360, llama8b-down 700 for 704.
+INTERLEAVED_BLOCK = 16384, 8192
 LANDING_CHUNK_ROWS = 128  # at least; those of the largest tile by rule
 MAX_LOOK = tl.constexpr(256)  # signals that a program looks at at once: one a thread
 
@@ -102,8 +102,8 @@ class OverlapConfig:
         come first; else to one of two that take turns. The same on all ranks of a call; True for the copy engine.
     copy_rows: of one copy of the copy engine, which wants many; a multiple of chunk_rows, and a multiple or a divisor
         of gemm.block_m; None: chunk_rows.
-    put_block: elements that a program copies at a step, interleaved among more than two ranks no more than
-        INTERLEAVED_BLOCK; 16384 beat 8192 by 8 % on llama70b-qkv (4 H200s, bench/LOG.md).
+    put_block: elements that a program copies at a step, interleaved no more than INTERLEAVED_BLOCK; 16384 beat 8192 by
+        8 % on llama70b-qkv (4 H200s, bench/LOG.md).
     max_registers: a limit of registers a thread. Without one ptxas may spill to make room for a second program on a
         multiprocessor: 36 spills at 128 registers for fp32 by pointers.
     max_programs: fewer than the context's leave multiprocessors to what runs beside the operation.
@@ -147,7 +147,7 @@ class OverlapConfig:
 
         Sums stay in registers meanwhile, and every element that is copied alone costs one.
         """
-        block = min(self.put_block, INTERLEAVED_BLOCK) if self.interleaved and ranks > 2 else self.put_block
+        block = min(self.put_block, INTERLEAVED_BLOCK[ranks > 2]) if self.interleaved else self.put_block
         return block if aligned else block // 8
 
     def __post_init__(self):

@@ -63,7 +63,7 @@ STEPS = {
     "chunk_rows": CHUNK_ROWS,
     "split_tiles": (16, 32, 48, 64, 96),
     "max_splits": (1, 2, 4),
-    "put_block": (4096, 8192, 16384),
+    "put_block": (4096, 8192, 16384, 32768),
 }
 NOT_INTERLEAVED = ("split_tiles", "max_splits", "put_block")  # fields that change nothing there, or were slower
 SURVEY = 28  # candidates that are measured first
