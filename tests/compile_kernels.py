@@ -170,21 +170,23 @@ def _cases() -> list[Case]:
         cases.append(Case(operation, label="large_puts", ranks=4, put_block=max(STEPS["put_block"])))
         cases.append(Case(operation, label="large_landing_traced", ranks=4, landing=True, traced=True))
         cases.append(Case(operation, label="large_copied", ranks=4, transport="nvshmem", copied=True))
-    for operation in REDUCTIONS:
-        interleaved = {"ranks": 4, "interleaved": True}
+    for operation, ranks in itertools.product(REDUCTIONS, (2, 4)):  # which copy in other pieces
+        interleaved = {"ranks": ranks, "interleaved": True}
         for dtype, (label, shape) in itertools.product(("bfloat16", "float16", "float32"), SHAPES.items()):
             cases.append(Case(operation, dtype, f"{label}_interleaved", shape, **interleaved))
-        for ranks, label in ((2, "large"), (4, "large"), (4, "unaligned"), (8, "few_rows")):
-            few = interleaved | {"shape": SHAPES[label], "ranks": ranks}
-            for way in ("landing", "traced"):
-                cases.append(Case(operation, label=f"{label}_interleaved_{way}", **few, **{way: True}))
-            if ranks != 4:
-                cases.append(Case(operation, label=f"{label}_interleaved", **few))
+        for label, way in itertools.product(("large", "unaligned"), ("landing", "traced")):
+            cases.append(Case(operation, label=f"{label}_interleaved_{way}", shape=SHAPES[label], **interleaved,
+                              **{way: True}))  # fmt: skip
         cases.append(Case(operation, label="float32_interleaved", **interleaved, **float32))
         cases.append(Case(operation, label="float32_wire_interleaved", **interleaved, wire="float32"))
         cases.append(Case(operation, label="float32_out_interleaved", **interleaved, out="float32"))
         cases.append(Case(operation, label="gelu_interleaved", activation="gelu", bias=True, **interleaved))
         cases.append(Case(operation, label="large_interleaved", **(interleaved | {"transport": "nvshmem"})))
+    for operation in REDUCTIONS:
+        many = {"shape": SHAPES["few_rows"], "ranks": 8, "interleaved": True}
+        cases.append(Case(operation, label="few_rows_interleaved", **many))
+        for way in ("landing", "traced"):
+            cases.append(Case(operation, label=f"few_rows_interleaved_{way}", **many, **{way: True}))
     for operation in FUSED:
         split = {"ranks": 4, "parts": True}
         for dtype, (label, shape) in itertools.product(("bfloat16", "float32"), SHAPES.items()):

@@ -172,18 +172,20 @@ def test_without_a_gain_the_default_stays(ctx, tmp_path):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("chunks_us, best", [(92.0, "group_m=4"), (88.0, "chunk_rows")])
-def test_what_binds_other_products_has_to_be_faster_by_far(ctx, tmp_path, chunks_us, best):
+@pytest.mark.parametrize("chunks_us, worth", [(92.0, False), (88.0, True)])
+def test_what_binds_other_products_has_to_be_faster_by_far(ctx, tmp_path, chunks_us, worth):
+    """Than the best of the others, though the first round has dropped it behind those that bind."""
     before, block = ctx.tuned, default_config(64, 64, FP32).block_m
 
     def us(name, rank):
         return chunks_us if "chunk_rows" in name else 95.0 if "group_m" in name else 100.0
 
     try:
-        grid = {"group_m": [2, 4], "chunk_rows": [block, 2 * block]}
+        grid = {"group_m": [1, 2, 4, 8], "chunk_rows": [block, 2 * block]}
         outcome = search(ctx, tmp_path, us=us, shape=(256, 64, 64), grid=grid)
-        assert best in outcome.best.change and ("chunk_rows" in outcome.best.change) == (best == "chunk_rows")
-        assert min(outcome.measured, key=lambda one: one.us).us == chunks_us
+        assert ("chunk_rows" in outcome.best.change) == worth
+        assert outcome.best.us == (chunks_us if worth else 95.0)
+        assert min(one.us for one in outcome.measured) == chunks_us
     finally:
         forget(ctx, before)
 

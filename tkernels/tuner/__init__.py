@@ -181,14 +181,15 @@ class _Search:
             found, refused = survey([self.default, *self.bases], self.room, self.library_us)
             tried = self._halve(found, refused, self.default)
             tried = self._halve(*neighbours(tried[0], self.default, self.room, self.library_us), *tried)
-        free, finished = [config for config in tried if not self._binds(config)], self._in_time()
-        finalists = list(dict.fromkeys([*tried[:FINALISTS], *free[:1]]))
+        finalists, finished = tried[:FINALISTS], self._in_time()
+        if all(self._binds(config) for config in finalists):
+            finalists.append(self._best_free(self.measured))
         # Whatever the budget: of many candidates that were measured three times, the first one is the luckiest.
         self._round(finalists, LAST_ITERATIONS)
         best, default = min(finalists, key=self._us), self.measured[self.default]
-        if self._binds(best):
-            alike = min((config for config in finalists if not self._binds(config)), key=self._us, default=self.default)
-            best = best if self._us(best) <= BINDING * self._us(alike) else alike
+        free = self._best_free(finalists)
+        if self._us(best) > BINDING * self._us(free):
+            best = free
         if self._us(best) > WORTH * default.us:
             best = self.default
         measured = sorted(self.measured.values(), key=lambda one: (-one.iterations, one.us))
@@ -201,6 +202,10 @@ class _Search:
     def _binds(self, config) -> bool:
         """Whether smaller products would have to travel as this configuration does, and otherwise than by rule."""
         return isinstance(config, OverlapConfig) and travel_of(config) != travel_of(self.default)
+
+    def _best_free(self, configs):
+        """The fastest of those that bind no smaller product."""
+        return min((config for config in configs if not self._binds(config)), key=self._us)
 
     def _agreed(self, value):
         """Rank 0's: clocks differ, and a search whose ranks go different ways hangs."""
