@@ -4,6 +4,7 @@ A wrong result is refused: there is no time for it. A baseline that is missing o
 """
 
 import dataclasses
+import random
 import statistics
 import time
 
@@ -18,7 +19,7 @@ from tkernels.timing import WARMUPS, Call, Timing, agree, measure
 from tkernels.tuner.compile import compile_ahead, sentence
 
 ROWS_AT_ONCE = 1024  # of a result, when it is compared in fp64
-HOST_ROUNDS, HOST_CALLS = 4, 5
+HOST_ROUNDS, HOST_CALLS = 15, 5
 BASELINE_ERROR = 0.02  # relative to the result's norm; bf16 partial sums of 8 ranks stay below
 
 
@@ -107,9 +108,8 @@ def run_case(ctx: Context, case: Case, iterations: int, roofs: Roofs, ours=Probl
             checked = _right(ctx, problem, ours)
             others, missing = usable_baselines(ctx, problem)
             calls = {"ours": lambda: ours(problem), **others}
-            calls |= {name: way.call(problem) for name, way in ways.items()}
-            timings, last = measure(ctx, calls, iterations)
-            timings = with_host_times(ctx, timings, calls)
+            timings, last = measure(ctx, calls | {name: way.call(problem) for name, way in ways.items()}, iterations)
+            timings |= with_host_times(ctx, timings, calls)
             ctx.check()
             _refuse(
                 ctx,
@@ -171,23 +171,24 @@ def _check(ctx: Context, problem: Problem, ours) -> tuple[dict[str, Opened], dic
 
 
 def with_host_times(ctx: Context, timings: dict[str, Timing], calls: dict[str, Call]) -> dict[str, Timing]:
-    """Collective. How long each call keeps the host that queues several in a row: median, slowest rank; none simulated.
+    """Collective. The calls' timings with how long each keeps the host that queues several in a row.
 
-    A single call after a barrier, as `measure` times it, finds the host's caches cold.
+    Median, slowest rank; none simulated. A single call after a barrier, as `measure` times it, finds the host's caches
+    cold, and so does the first one behind others' calls: so they come in another order each time.
     """
     if ctx.device.type != "cuda":
-        return {name: dataclasses.replace(timing, host_us=None) for name, timing in timings.items()}
-    samples = {name: [] for name in calls}
+        return {name: dataclasses.replace(timings[name], host_us=None) for name in calls}
+    samples, order = {name: [] for name in calls}, random.Random(0)  # the same on all ranks
     for _ in range(HOST_ROUNDS):
-        for name, call in calls.items():
+        for name in order.sample(list(calls), len(calls)):
             for _ in range(HOST_CALLS):
                 began = time.perf_counter()
-                call()
+                calls[name]()
                 samples[name].append((time.perf_counter() - began) * 1e6)
             torch.cuda.synchronize()
     everyones = ctx.group.gather({name: statistics.median(values) for name, values in samples.items()})
     slowest = {name: max(theirs[name] for theirs in everyones) for name in calls}
-    return {name: dataclasses.replace(timing, host_us=round(slowest[name], 3)) for name, timing in timings.items()}
+    return {name: dataclasses.replace(timings[name], host_us=round(slowest[name], 3)) for name in calls}
 
 
 def _times(timing: Timing) -> dict:

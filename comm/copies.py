@@ -5,10 +5,11 @@ until their rows are there, a copy to the peer, and a copy of the epoch to the p
 for as they wait for those of puts. On the simulated runtime a thread of the host does the same.
 
 A copy's addresses must be known when it is enqueued, but of two inboxes that alternate by the epoch only the device
-knows which one is next. So copies go to a third one, the *landing*, and begin behind a gate. Program 0 of each kernel
-tells every peer that this rank has come to this call, waits until all of them have, leaves the epoch in device memory,
-and opens the gate (`begin_landing`). And it ends no earlier than the copies (`await_copies`), so whatever the stream is
-given next is behind them, with no event between the two streams: each would take the host as long as a copy does.
+knows which one is next. So copies go to a third one, the *landing*, and begin behind a gate. The last program of each
+kernel tells every peer that this rank has come to this call, waits until all of them have, leaves the epoch in device
+memory, and opens the gate (`begin_landing`). And it ends no earlier than the copies (`await_copies`), so whatever the
+stream is given next is behind them, with no event between the two streams: each would take the host as long as a copy
+does.
 
 Who sends is a rank's own affair: what lands there, behind which signals, is the same whether its copy engine sends or
 its programs do, which wait for all peers as well. Those that send the finished rows of an all-reduce need not: a tile
@@ -80,14 +81,16 @@ def begin_landing(
 
     Interleaved programs wait for them before the first tile that they send.
     """
-    if pid == 0:
-        tell_all(begun + rank, epoch, table, rank, SIZE, TRANSPORT)
     if COPIES:
-        if pid == 0:
+        if pid == tl.num_programs(0) - 1:  # which has a tile less than others where turns aren't full
+            tell_all(begun + rank, epoch, table, rank, SIZE, TRANSPORT)
             await_peers(begun, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
             open_gate(gate, copied, max_chunks, epoch, TRANSPORT)
-    elif pid < num_comm:
-        await_peers(begun, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
+    else:
+        if pid == 0:
+            tell_all(begun + rank, epoch, table, rank, SIZE, TRANSPORT)
+        if pid < num_comm:
+            await_peers(begun, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
 
 
 @triton.jit
@@ -102,7 +105,7 @@ def open_gate(gate, copied, max_chunks, epoch, TRANSPORT: tl.constexpr):
 @triton.jit
 def await_copies(pid, copied, table, rank, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, TRACE: tl.constexpr):
     """Before a launch ends where the copy engine sends: all has been sent then, or a wait has expired."""
-    if pid == 0:
+    if pid == tl.num_programs(0) - 1:
         mark(COLLECT, 0, rank, table, TRANSPORT, TRACE)
         wait_signal(copied, 1, table, rank, 0, OPERATION, TRANSPORT)
 

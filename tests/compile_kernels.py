@@ -94,6 +94,8 @@ SHAPES = {
 FUSED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 REDUCTIONS = FUSED[1:]
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+UNEVEN_ROWS = {2: (512, 511), 4: (256, 256, 256, 255), 8: (*[128] * 7, 127)}
+UNEVEN = {ranks: {"shape": (1023, 1024, 1024), "rows": rows} for ranks, rows in UNEVEN_ROWS.items()}
 COLLECTIVE_SHAPES = {  # in chunks, and as packets
     "aligned": (4096, 1, 1024),
     "unaligned": (4092, 1, 1001),
@@ -125,7 +127,9 @@ def _cases() -> list[Case]:
             cases.append(Case(operation, label="x_transposed", ranks=ranks, x_transposed=True))
         if ranks > 1:
             for dtype in ("bfloat16", "float32"):
-                cases.append(Case(operation, dtype, "uneven", (1023, 1024, 1024), ranks, rows=(256, 256, 256, 255)))
+                cases.append(Case(operation, dtype, "uneven", ranks=4, **UNEVEN[4]))
+            for others in (2, 8):
+                cases.append(Case(operation, label="uneven", ranks=others, **UNEVEN[others]))
             cases.append(Case(operation, label="large", ranks=8))
             cases.append(Case(operation, label="large", ranks=2))
             cases.append(Case(operation, "float32", label="large", ranks=2))
@@ -139,8 +143,7 @@ def _cases() -> list[Case]:
     for operation in REDUCTIONS:
         for label, shape in SHAPES.items():
             cases.append(Case(operation, label=f"{label}_float32_wire", shape=shape, ranks=4, wire="float32"))
-        cases.append(Case(operation, label="uneven_float32_wire", shape=(1023, 1024, 1024), ranks=4,
-                          rows=(256, 256, 256, 255), wire="float32"))  # fmt: skip
+        cases.append(Case(operation, label="uneven_float32_wire", ranks=4, wire="float32", **UNEVEN[4]))
         finish = {"ranks": 4, "bias": True, "wire": "float32"}
         cases.append(Case(operation, label="float32_wire_relu", activation="relu", **finish))
         for dtype in ("bfloat16", "float16"):
@@ -148,8 +151,8 @@ def _cases() -> list[Case]:
         for label, shape in list(SHAPES.items())[1:]:
             cases.append(Case(operation, label=f"{label}_float32_wire_gelu_tanh", shape=shape, activation="gelu_tanh",
                               **finish))  # fmt: skip
-        cases.append(Case(operation, label="uneven_float32_wire_gelu_tanh", shape=(1023, 1024, 1024),
-                          rows=(256, 256, 256, 255), activation="gelu_tanh", **finish))  # fmt: skip
+        cases.append(Case(operation, label="uneven_float32_wire_gelu_tanh", activation="gelu_tanh", **finish,
+                          **UNEVEN[4]))  # fmt: skip
         wide = {"shape": SHAPES["unaligned"], "activation": "gelu_tanh", **finish}
         for way in ("traced", "copied"):
             cases.append(Case(operation, label=f"unaligned_float32_wire_gelu_tanh_{way}", **wide, **{way: True}))
@@ -170,10 +173,14 @@ def _cases() -> list[Case]:
         cases.append(Case(operation, label="large_puts", ranks=4, put_block=max(STEPS["put_block"])))
         cases.append(Case(operation, label="large_landing_traced", ranks=4, landing=True, traced=True))
         cases.append(Case(operation, label="large_copied", ranks=4, transport="nvshmem", copied=True))
+        for way in ("copied", "landing", "traced"):
+            cases.append(Case(operation, label=f"uneven_{way}", ranks=4, **UNEVEN[4], **{way: True}))
     for operation, ranks in itertools.product(REDUCTIONS, (2, 4)):  # which copy in other pieces
         interleaved = {"ranks": ranks, "interleaved": True}
         for dtype, (label, shape) in itertools.product(("bfloat16", "float16", "float32"), SHAPES.items()):
             cases.append(Case(operation, dtype, f"{label}_interleaved", shape, **interleaved))
+        for dtype in ("bfloat16", "float32"):
+            cases.append(Case(operation, dtype, "uneven_interleaved", **interleaved, **UNEVEN[ranks]))
         for label, way in itertools.product(("large", "unaligned"), ("landing", "traced")):
             cases.append(Case(operation, label=f"{label}_interleaved_{way}", shape=SHAPES[label], **interleaved,
                               **{way: True}))  # fmt: skip
@@ -195,8 +202,8 @@ def _cases() -> list[Case]:
             cases.append(Case(operation, label=f"{activation}_parts", activation=activation, bias=True, **split))
         cases.append(Case(operation, label="w_transposed_gelu_parts", w_transposed=True, activation="gelu", bias=True,
                           **split))  # fmt: skip
-        cases.append(Case(operation, label="uneven_parts", shape=(1023, 1024, 1024), rows=(256, 256, 256, 255),
-                          **split))  # fmt: skip
+        cases.append(Case(operation, label="uneven_parts", **split, **UNEVEN[4]))
+        cases.append(Case(operation, label="uneven_parts_copied", copied=True, **split, **UNEVEN[4]))
         cases.append(Case(operation, label="float32_parts", **split, **float32))
         for way in ("traced", "copied", "landing"):
             cases.append(Case(operation, label=f"large_parts_{way}", **split, **{way: True}))

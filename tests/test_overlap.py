@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from tkernels import overlap
+from tkernels.all_gather_matmul import row_of_tiles
 from tkernels.comm import runtime
 from tkernels.configs import GemmConfig, OverlapConfig, default_overlap
 from tkernels.matmul_reduce_scatter import SEND_FIELDS, send_schedule
@@ -17,6 +18,7 @@ from tkernels.overlap import (
     DEALT_SHORT,
     MAX_LOOK,
     TILE_FIELDS,
+    are_even,
     num_chunks,
     part_of_tile,
     plan_turns,
@@ -83,6 +85,38 @@ def test_every_row_of_a_peer_is_sent_once_and_every_peer_hears_at_least_once(row
             assert len(counting) == tiles_m and {of_chunk for *_, of_chunk in counting} <= {tiles_m}
             needed = set(range(row, row + count))
             assert needed <= {(whole - own_end) % M + i for _, _, whole, valid, *_ in counting for i in range(valid)}
+
+
+@triton.jit(do_not_specialize=["tiles_m", "chunk_rows", "sent_rows", "rank"])  # as in the operation
+def rows_kernel(
+    found, schedule, tiles_m, chunk_rows, sent_rows, rank,
+    SIZE: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    tile_m = tl.program_id(0)
+    row = row_of_tiles(tile_m, schedule, tiles_m, chunk_rows, sent_rows, rank, SIZE, EVEN, BLOCK_M)
+    for field in tl.static_range(FIELDS):
+        tl.store(found + tile_m * FIELDS + field, row[field])
+
+
+def test_where_shards_are_even_a_gather_works_out_its_schedule():
+    copied = replace(CONFIGS[0], num_comm=0, copy_rows=128)
+    for size, tiles, config in [*itertools.product((2, 3, 4), (1, 4, 5), CONFIGS), (2, 6, copied), (3, 6, copied)]:
+        rows = (tiles * config.gemm.block_m,) * size
+        assert are_even(rows, config) and not are_even((*rows[1:], rows[0] - 1), config)
+        assert not are_even((rows[0] - 1,) * size, config)
+        for rank in range(size):
+            # The own rows first, then those of the previous rank, which sends to this one first.
+            order = [(rank + size - step) % size for step in range(1, size)]
+            schedule = tile_schedule(rows, [rank], config) + tile_schedule(rows, order, config)
+            schedule = torch.tensor(schedule, device=runtime.device())
+            want = schedule.view(-1, TILE_FIELDS.value)[:, :5].contiguous()
+            for even in (True, False):
+                found = torch.full_like(want, -1)
+                rows_kernel[(size * tiles,)](
+                    found, schedule, size * tiles, config.chunk_rows, config.sent_rows, rank,
+                    SIZE=size, EVEN=even, BLOCK_M=config.gemm.block_m, FIELDS=5,
+                )  # fmt: skip
+                assert found.equal(want), (size, tiles, config, rank, even)
 
 
 @triton.jit(do_not_specialize=["num_comm", "head", "dealt", "whole"])  # as in the operations

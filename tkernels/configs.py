@@ -27,11 +27,15 @@ from tkernels.comm.regions import round_up
 
 OPERATIONS = ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 MIN_CHUNK_ROWS = 16
-SPARE = 1.3  # how much faster than the product the chunks are sent, if they can be
+SPARE = 1.52  # how much faster than the product the chunks are sent, if they can be
 MAX_TILE_CHUNKS = tl.constexpr(8)  # whose signals a tile looks at in one go
 CHUNK_BYTES = 1 << 20  # of one put: 128 KB lose a quarter of what a program sends (H200, 9 programs)
+# One GPU to its peers by stores, H200 over NVLink: 3 programs reach 91 GB/s, 6 172, 9 250, 12 324, and more no more.
+SEND_BYTES_PER_S, BYTES_PER_S_OF_A_PROGRAM = 320e9, 28e9
+# Between two ranks a gather needs fewer, for one peer alone takes no more, and large shares want larger puts. 2 H200s,
+# us by 12 programs, 8, and 8 that put twice as much: llama8b-qkv 301, 290, 285; llama70b-qkv 895, 893.
+PAIR_SENDERS, PAIR_SHARE_BYTES = 8, 32 << 20
 MULTIPROCESSORS, FLOPS_PER_S = 132, 800e12  # of a GPU, H200, bf16, but for the ends of tiles
-SEND_BYTES_PER_S_OF_A_PROGRAM = 24e9  # H200 over NVLink
 MAX_CHOICES = 4096  # that are kept, of a context and of the local product
 
 COPY_BYTES = 8 << 20  # a copy engine's operation has fixed costs of some microseconds, and is at its best from here on
@@ -51,7 +55,7 @@ REDUCED_ROW_BYTES, REDUCED_SHARE_BYTES = 16 << 10, 32 << 20
 WIRE_BOUND = {"matmul_reduce_scatter": 1.1, "matmul_all_reduce": 0.4}
 # How much faster than its product a reduce-scatter that is below that is sent, by how many programs at most: by 18, 24
 # and 30 llama8b-o 199, 195, 201; by 18 and 22 rs-c 212, 226.
-WIRE_SPARE, MOST_COMM = 1.1, 24
+WIRE_SPARE, MOST_COMM = 1.28, 24
 # All-reduces between two ranks are interleaved where their product takes at least that many times the wire's time. 2
 # H200s, us by programs or copies, whatever is faster / interleaved, and the ratio: llama8b-o 293/319, 1.0; rs-c
 # 373/360, 1.5; llama70b-o 884/863, of 1024 tokens 154/145, 2.0; rs-b 1069/1041, 2.5; llama8b-down 718/702, 3.4;
@@ -250,9 +254,11 @@ def default_overlap(
     row_bytes = (K if gathers else N) * dtype.itemsize
     chunk_rows = min(max(1 << (CHUNK_BYTES // row_bytes).bit_length() >> 1, MIN_CHUNK_ROWS), 128)
     num_comm, product_s = max(12 // peers, 1) * peers, 2 * M * N * K / FLOPS_PER_S * MULTIPROCESSORS / num_programs
+    if gathers and size == 2:
+        num_comm, chunk_rows = PAIR_SENDERS, chunk_rows * (2 if M * row_bytes >= 2 * PAIR_SHARE_BYTES else 1)
     sent = M * row_bytes * peers / size * (2 if reduces_all else 1)
     wire_s = sent / COPY_BYTES_PER_S
-    senders = sent / SEND_BYTES_PER_S_OF_A_PROGRAM / product_s  # that take as long as the product
+    senders = sent / BYTES_PER_S_OF_A_PROGRAM / product_s  # that take as long as the product
     if not gathers:
         # Until there are tiles to send, a comm program does nothing.
         num_comm = min(max(math.ceil(SPARE * senders), 2), num_comm)

@@ -31,10 +31,11 @@ import triton.language as tl
 from tkernels.comm.context import Context
 from tkernels.comm.device import arrived, end_epoch, wait_signal
 from tkernels.configs import (
+    BYTES_PER_S_OF_A_PROGRAM,
     FLOPS_PER_S,
     MAX_LOOK,
     MAX_TILE_CHUNKS,
-    SEND_BYTES_PER_S_OF_A_PROGRAM,
+    SEND_BYTES_PER_S,
     GemmConfig,
     OverlapConfig,
 )
@@ -79,6 +80,11 @@ def tile_schedule(rows: tuple[int, ...], order: list[int], config: OverlapConfig
                 valid = min(block, rows[shard] - row)
                 schedule += [shard, row, starts[shard] + row, valid, row // config.chunk_rows, len(together)]
     return schedule
+
+
+def are_even(rows: tuple[int, ...], config: OverlapConfig) -> bool:
+    """Whether all shards have equally many rows, which are whole tiles."""
+    return len(set(rows)) == 1 and rows[0] % config.gemm.block_m == 0
 
 
 def num_chunks(rows: int, config: OverlapConfig) -> int:
@@ -135,14 +141,15 @@ def plan_turns(
     gemm, workers = config.gemm, num_programs - config.num_comm
     most = min(splittable, MAX_SPLIT_TILES.value)
     tile_s = 2 * gemm.block_m * gemm.block_n * K * num_programs / FLOPS_PER_S + TILE_END_S
-    sending_s = sent_bytes / (config.num_comm * SEND_BYTES_PER_S_OF_A_PROGRAM) if config.num_comm else 0
+    rate = min(config.num_comm * BYTES_PER_S_OF_A_PROGRAM, SEND_BYTES_PER_S)
+    sending_s = sent_bytes / rate if rate else 0
     turns = min(max(sending_s / tile_s, tiles_first / workers), tiles / workers)
 
-    def deal(last: int, splits: int) -> Turns:
+    def deal(last: int, splits: int, head: int = math.ceil(turns)) -> Turns:
         whole = tiles - last
         if not config.num_comm:
             return Turns(0, triton.cdiv(whole, num_programs), whole, splits)
-        head = min(math.ceil(turns), max(whole // workers - DEALT_SHORT, 0))
+        head = min(head, max(whole // workers - DEALT_SHORT, 0))
         rest = max((whole - head * workers) // num_programs - DEALT_SHORT, 0)
         # A comm program must not be dealt a tile that one of them waits for: it would come to it too late, or never.
         rest = rest if head * workers >= tiles_first else 0
@@ -173,6 +180,8 @@ def plan_turns(
     splits = range(2, min(config.max_splits, K // (gemm.block_k * MIN_SPLIT_STEPS)) + 1)
     choices = itertools.product((last for last in sorted(lasts) if 0 < last <= most), splits)
     plans = [deal(0, 1), *itertools.starmap(deal, choices)]
+    if not tiles_first:
+        plans.insert(0, deal(0, 1, int(turns)))  # of equals better than more tiles that aren't dealt out
     return min(plans, key=end) if len(plans) > 1 else plans[0]
 
 

@@ -15,8 +15,10 @@ import torch
 
 from tkernels.comm import runtime
 from tkernels.configs import (
+    BYTES_PER_S_OF_A_PROGRAM,
     COPY_BYTES_PER_S,
     MAX_TILE_CHUNKS,
+    SEND_BYTES_PER_S,
     GemmConfig,
     OverlapConfig,
     by_copy_engine,
@@ -30,8 +32,6 @@ from tkernels.overlap import MIN_SPLIT_STEPS, PART_S, stages_of
 # What one program may have on sm_90.
 SHARED_BYTES = 232448
 REGISTERS = 255
-# One GPU to its peers by stores, H200 over NVLink: 3 programs reach 91 GB/s, 6 172, 9 250, 12 324, and more no more.
-SEND_BYTES_PER_S, BYTES_PER_S_OF_A_PROGRAM = 320e9, 28e9
 INTERLEAVED_BYTES_PER_S = 40e9  # of a program that sends a tile while it multiplies the next one (bench/LOG.md)
 PUT_COST_BYTES = 43 << 10  # what a put's fixed cost would send: a quarter is lost with puts of 128 KB
 
