@@ -169,6 +169,21 @@ def test_one_look_sees_the_signals_of_all_that_lands(monkeypatch):
         assert config.chunk_rows == 128 or math.ceil(rows / (config.chunk_rows // 2)) * peers > most
 
 
+def test_between_two_ranks_a_gather_needs_fewer_programs_and_larger_puts_where_they_store(monkeypatch):
+    monkeypatch.setattr("tkernels.configs.runtime.RUNTIME", "nvshmem")
+    for size, M, mapped, want in [
+        (2, 8192, True, (8, 256)),
+        (2, 4096, True, (8, 128)),
+        (2, 8192, False, (12, 128)),
+        (4, 16384, True, (12, 128)),
+    ]:
+        ctx = context(size=size, num_programs=132, mapped=mapped)
+        config = overlap_config(ctx, AG, M, 3072, 4096, BF16, "TN", sending=True)
+        rule = default_overlap(AG, M, 3072, 4096, BF16, size, 132, stores=mapped)
+        assert (rule.num_comm, rule.chunk_rows) == want
+        assert config.num_comm == want[0]
+
+
 def test_programs_send_what_a_short_product_cant_hide_and_ranks_need_not_do_alike(monkeypatch):
     monkeypatch.setattr("tkernels.configs.runtime.RUNTIME", "nvshmem")
     travels = set()

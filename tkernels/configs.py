@@ -27,13 +27,15 @@ from tkernels.comm.regions import round_up
 
 OPERATIONS = ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 MIN_CHUNK_ROWS = 16
-SPARE = 1.52  # how much faster than the product the chunks are sent, if they can be
+SPARE = 1.3  # how much faster than the product the chunks are sent, if they can be
 MAX_TILE_CHUNKS = tl.constexpr(8)  # whose signals a tile looks at in one go
 CHUNK_BYTES = 1 << 20  # of one put: 128 KB lose a quarter of what a program sends (H200, 9 programs)
 # One GPU to its peers by stores, H200 over NVLink: 3 programs reach 91 GB/s, 6 172, 9 250, 12 324, and more no more.
 SEND_BYTES_PER_S, BYTES_PER_S_OF_A_PROGRAM = 320e9, 28e9
-# Between two ranks a gather needs fewer, for one peer alone takes no more, and large shares want larger puts. 2 H200s,
-# us by 12 programs, 8, and 8 that put twice as much: llama8b-qkv 301, 290, 285; llama70b-qkv 895, 893.
+REDUCED_BYTES_PER_S_OF_A_PROGRAM = 24e9  # where it waits for tiles in between
+# Between two ranks a gather needs fewer of them, and where shares are large it puts twice as much at a time. 2 H200s,
+# us over those of cuBLAS, by 12 programs / by 8: llama8b-qkv 1.14/1.07, 8b-gate-up 1.016/1.009, 70b-qkv 1.020/1.016,
+# gate-up-4k 1.003/0.992, gpt3-fc1 1.017/1.005.
 PAIR_SENDERS, PAIR_SHARE_BYTES = 8, 32 << 20
 MULTIPROCESSORS, FLOPS_PER_S = 132, 800e12  # of a GPU, H200, bf16, but for the ends of tiles
 MAX_CHOICES = 4096  # that are kept, of a context and of the local product
@@ -55,7 +57,7 @@ REDUCED_ROW_BYTES, REDUCED_SHARE_BYTES = 16 << 10, 32 << 20
 WIRE_BOUND = {"matmul_reduce_scatter": 1.1, "matmul_all_reduce": 0.4}
 # How much faster than its product a reduce-scatter that is below that is sent, by how many programs at most: by 18, 24
 # and 30 llama8b-o 199, 195, 201; by 18 and 22 rs-c 212, 226.
-WIRE_SPARE, MOST_COMM = 1.28, 24
+WIRE_SPARE, MOST_COMM = 1.1, 24
 # All-reduces between two ranks are interleaved where their product takes at least that many times the wire's time. 2
 # H200s, us by programs or copies, whatever is faster / interleaved, and the ratio: llama8b-o 293/319, 1.0; rs-c
 # 373/360, 1.5; llama70b-o 884/863, of 1024 tokens 154/145, 2.0; rs-b 1069/1041, 2.5; llama8b-down 718/702, 3.4;
@@ -230,12 +232,14 @@ def default_overlap(
     tma: bool = True,
     landing: bool | None = False,
     interleaved: bool = False,
+    stores: bool = True,
 ) -> OverlapConfig:
     """The configuration of a fused operation whose local GEMM is M x N x K, among `size` ranks; tma: as default_config.
 
     landing: None where the copy engine reaches all ranks, and `lands` may decide. What lands travels by it, if there is
     enough (2 H200s: up to 8 % faster, bench/LOG.md), unless a reduction's product is too short to hide the wire.
     interleaved: whether it may be chosen; not where memory isn't mapped, or programs are to be set apart.
+    stores: whether programs send by them, not by NVSHMEM's calls, of which more are needed at a time.
     What all ranks must tell alike depends on nothing that could differ between them.
     """
     gemm, peers = default_config(M, N, dtype, tma), max(size - 1, 1)
@@ -254,11 +258,11 @@ def default_overlap(
     row_bytes = (K if gathers else N) * dtype.itemsize
     chunk_rows = min(max(1 << (CHUNK_BYTES // row_bytes).bit_length() >> 1, MIN_CHUNK_ROWS), 128)
     num_comm, product_s = max(12 // peers, 1) * peers, 2 * M * N * K / FLOPS_PER_S * MULTIPROCESSORS / num_programs
-    if gathers and size == 2:
+    if gathers and size == 2 and stores:
         num_comm, chunk_rows = PAIR_SENDERS, chunk_rows * (2 if M * row_bytes >= 2 * PAIR_SHARE_BYTES else 1)
     sent = M * row_bytes * peers / size * (2 if reduces_all else 1)
     wire_s = sent / COPY_BYTES_PER_S
-    senders = sent / BYTES_PER_S_OF_A_PROGRAM / product_s  # that take as long as the product
+    senders = sent / REDUCED_BYTES_PER_S_OF_A_PROGRAM / product_s  # that take as long as the product
     if not gathers:
         # Until there are tiles to send, a comm program does nothing.
         num_comm = min(max(math.ceil(SPARE * senders), 2), num_comm)
@@ -345,7 +349,8 @@ def overlap_config(
             ctx.choices.clear()
         config = _choose(ctx, *key[:-1])
         if sending and (config.landing or not config.num_comm):
-            rule = default_overlap(operation, M, N, K, dtype, ctx.size, ctx.num_programs, layout != "pointers")
+            tma = layout != "pointers"
+            rule = default_overlap(operation, M, N, K, dtype, ctx.size, ctx.num_programs, tma, stores=ctx.mapped)
             config = rule if config.landing else travelling(rule, *travel_of(config))
         ctx.choices[key] = config
     return config
@@ -384,7 +389,8 @@ def rule_bound(
         travel = None
     landing = (None if ctx.mapped else False) if travel is None else travel[1]
     tma = layout != "pointers"
-    config = default_overlap(operation, M, N, K, dtype, ctx.size, ctx.num_programs, tma, landing, ctx.mapped)
+    reach = {"landing": landing, "interleaved": ctx.mapped, "stores": ctx.mapped}
+    config = default_overlap(operation, M, N, K, dtype, ctx.size, ctx.num_programs, tma, **reach)
     return config if travel is None or landing else travelling(config, *travel)
 
 

@@ -35,6 +35,7 @@ from tkernels.configs import (
     FLOPS_PER_S,
     MAX_LOOK,
     MAX_TILE_CHUNKS,
+    REDUCED_BYTES_PER_S_OF_A_PROGRAM,
     SEND_BYTES_PER_S,
     GemmConfig,
     OverlapConfig,
@@ -142,6 +143,8 @@ def plan_turns(
     most = min(splittable, MAX_SPLIT_TILES.value)
     tile_s = 2 * gemm.block_m * gemm.block_n * K * num_programs / FLOPS_PER_S + TILE_END_S
     rate = min(config.num_comm * BYTES_PER_S_OF_A_PROGRAM, SEND_BYTES_PER_S)
+    if tiles_first:
+        rate = config.num_comm * REDUCED_BYTES_PER_S_OF_A_PROGRAM
     sending_s = sent_bytes / rate if rate else 0
     turns = min(max(sending_s / tile_s, tiles_first / workers), tiles / workers)
 

@@ -159,7 +159,8 @@ class _Search:
             programs, bound = ctx.num_programs, bound_travel(ctx, problem.key(ctx.size))
             self.default = rule_bound(ctx, problem.operation, M, N, K, problem.dtype, problem.layout, bound)
             bound = bound and travel_of(self.default)
-            sending = default_overlap(problem.operation, M, N, K, problem.dtype, ctx.size, programs, tma)
+            sizes = M, N, K, problem.dtype, ctx.size, programs
+            sending = default_overlap(problem.operation, *sizes, tma, stores=ctx.mapped)
             # Programs send as well, to where the default's rows go and, if they are free, to where they take turns.
             self.bases += [travelling(sending, *travel_of(self.default)), *([] if bound else [sending])]
         self.room = Room(
