@@ -69,5 +69,6 @@ def circumstances(lines: list[dict]) -> str:
     versions = [("torch", "torch"), ("triton", "triton"), ("nccl", "NCCL"), ("nvshmem", "NVSHMEM")]
     known = [f"{name} {line[f'{key}_version']}" for key, name in versions if line[f"{key}_version"]]
     machine = f"{line['ranks']} x {line['gpu'] or 'simulated rank'}"
-    how = f"slowest rank, median of {line['iterations']}, in turns, L2 flushed"
+    least, most = (of(line["iterations"] for line in lines) for of in (min, max))
+    how = f"slowest rank, median of {least}{' or more' if most > least else ''}, in turns, L2 flushed"
     return f"{machine}, {line['date'][:10]}, {line['dtype']}, {line['transport']}; {', '.join(known)}; {how}"
