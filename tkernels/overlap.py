@@ -183,7 +183,7 @@ def plan_turns(
     splits = range(2, min(config.max_splits, K // (gemm.block_k * MIN_SPLIT_STEPS)) + 1)
     choices = itertools.product((last for last in sorted(lasts) if 0 < last <= most), splits)
     plans = [deal(0, 1), *itertools.starmap(deal, choices)]
-    if not tiles_first:
+    if config.num_comm and not tiles_first:
         plans.insert(0, deal(0, 1, int(turns)))  # of equals better than more tiles that aren't dealt out
     return min(plans, key=end) if len(plans) > 1 else plans[0]
 
