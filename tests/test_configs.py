@@ -33,8 +33,9 @@ def record(config, operation=AG, M=256, N=64, K=128, dtype="bfloat16", layout="T
     return {"key": key, "config": asdict(config) if not isinstance(config, dict) else config}
 
 
-def context(*records, size=2, num_programs=4, mapped=True):
-    return SimpleNamespace(tuned=list(records), choices={}, size=size, num_programs=num_programs, mapped=mapped)
+def context(*records, size=2, num_programs=4, mapped=True, transport="peer"):
+    reach = {"mapped": mapped, "transport": transport if mapped else "nvshmem"}
+    return SimpleNamespace(tuned=list(records), choices={}, size=size, num_programs=num_programs, **reach)
 
 
 def rule(operation, M, N, K, dtype=BF16, layout="TN"):
@@ -171,17 +172,18 @@ def test_one_look_sees_the_signals_of_all_that_lands(monkeypatch):
 
 def test_between_two_ranks_a_gather_needs_fewer_programs_and_larger_puts_where_they_store(monkeypatch):
     monkeypatch.setattr("tkernels.configs.runtime.RUNTIME", "nvshmem")
-    for size, M, mapped, want in [
-        (2, 8192, True, (8, 256)),
-        (2, 4096, True, (8, 128)),
-        (2, 8192, False, (12, 128)),
-        (4, 16384, True, (12, 128)),
+    for size, M, transport, want in [
+        (2, 8192, "peer", (8, 256)),
+        (2, 4096, "peer", (8, 128)),
+        (2, 8192, "nvshmem", (12, 128)),
+        (4, 16384, "peer", (12, 128)),
     ]:
-        ctx = context(size=size, num_programs=132, mapped=mapped)
-        config = overlap_config(ctx, AG, M, 3072, 4096, BF16, "TN", sending=True)
-        rule = default_overlap(AG, M, 3072, 4096, BF16, size, 132, stores=mapped)
+        rule = default_overlap(AG, M, 3072, 4096, BF16, size, 132, stores=transport == "peer")
         assert (rule.num_comm, rule.chunk_rows) == want
-        assert config.num_comm == want[0]
+        for mapped in (True, False) if transport == "nvshmem" else (True,):  # NVSHMEM's calls on one machine too
+            ctx = context(size=size, num_programs=132, mapped=mapped, transport=transport)
+            assert overlap_config(ctx, AG, M, 3072, 4096, BF16, "TN", sending=True).num_comm == want[0]
+            assert overlap_config(ctx, AG, 512, 3072, 4096, BF16, "TN").num_comm == want[0]
 
 
 def test_programs_send_what_a_short_product_cant_hide_and_ranks_need_not_do_alike(monkeypatch):

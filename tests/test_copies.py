@@ -285,7 +285,7 @@ def signal_first(ctx, form, name):
 
     @interpreter.builtin
     def tell(word, *arguments):
-        if word.handle.data.item() == copied:  # the first program's tiles are done
+        if word.handle.data.item() == copied:  # the last program's tiles are done
             peer.tell()
         return spin(word, *arguments)
 

@@ -99,7 +99,7 @@ def row_of_tiles(
     """What the schedule says of a row of tiles: shard, row in the shard and in the whole, rows that count, chunk.
 
     EVEN: `are_even`. Then it is worked out, for a tile's first loads wait for it: llama8b-qkv takes 280 us for 282 and
-    llama8b-gate-up 1246 for 1248 (2 H200s); reductions take no less time.
+    llama8b-gate-up 1246 for 1248 (2 H200s; not measured among more); reductions take no less time.
     """
     if EVEN:
         shard_tiles = tiles_m // SIZE

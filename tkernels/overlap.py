@@ -14,7 +14,8 @@ keep few programs busy, its tiles are split along K, so that all of them help (n
 
 Nobody waits for ever: a tile waits for what programs of smaller numbers do, or for what peers send, and these wait for
 tiles of smaller numbers alone, which running programs have taken. An interleaved program sends a tile before it next
-waits for a peer's tiles.
+waits for a peer's tiles. What lands by copies waits for the last program of each rank, which runs as all do: a launch
+begins only where there is room for all of them at once.
 """
 
 import functools

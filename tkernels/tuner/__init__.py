@@ -26,6 +26,7 @@ from tkernels.configs import (
     default_overlap,
     forget_choices,
     rule_bound,
+    sends_by_stores,
     travel_of,
     travelling,
 )
@@ -160,7 +161,7 @@ class _Search:
             self.default = rule_bound(ctx, problem.operation, M, N, K, problem.dtype, problem.layout, bound)
             bound = bound and travel_of(self.default)
             sizes = M, N, K, problem.dtype, ctx.size, programs
-            sending = default_overlap(problem.operation, *sizes, tma, stores=ctx.mapped)
+            sending = default_overlap(problem.operation, *sizes, tma, stores=sends_by_stores(ctx))
             # Programs send as well, to where the default's rows go and, if they are free, to where they take turns.
             self.bases += [travelling(sending, *travel_of(self.default)), *([] if bound else [sending])]
         self.room = Room(
