@@ -30,7 +30,8 @@ ended, the gate closed again, before the next one opens it. Copies that a CUDA g
 replay may come before calls or after them, and so they have a gate of their own.
 
 Why it ends: the side stream waits for words of this rank alone, the gate and counters, which its kernel raises even
-after a wait of its own has expired, and all of them before it waits for the copies. The counters are zero again once
+after a wait of its own has expired, and all of them before it waits for the copies. That the last program opens the
+gate holds up no other: a launch begins only where all its programs have room. The counters are zero again once
 the copies are done, and only then: a launch that a fault has ended leaves them to copies that still wait. And whatever
 the side stream waits for was enqueued before it, on every rank: streams that share a queue of the hardware, as all do
 with CUDA_DEVICE_MAX_CONNECTIONS=1, can't hold up what it needs. It has no kernels, which would need room beside one

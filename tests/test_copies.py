@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+import triton.language as tl
 from transports import (
     by_copies,
     every_transport,
@@ -194,6 +195,38 @@ def test_delays_change_no_bit_and_a_launch_has_no_program_that_sends(ctx):
                 got = by_copies(ctx, name, x, w, **options(name, rows))
             assert torch.equal(got, want), (name, seed)
             assert [arguments["COPIES"] for _, _, arguments in launched] == [True]
+
+
+@simulated_only
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", [AG, RS, AR])
+def test_the_last_program_alone_opens_the_gate_and_waits_for_the_copies(ctx, name):
+    rows = (40, 27, 0)[: ctx.size]
+    x, w, want = operands(ctx, name, rows, 40, 48, torch.bfloat16, 3)
+    call = functools.partial(by_copies, ctx, name, x, w, **options(name, rows))
+    call()  # the workspace is as large as it needs to be
+    copied, open_gate, wait_signal = ctx.workspace().copied.data_ptr(), copies.open_gate, copies.wait_signal
+    opened, awaited = [], []
+
+    @interpreter.builtin
+    def note_opened(*arguments):
+        opened.append(tl.program_id(0).handle.data.item())
+        open_gate(*arguments)
+
+    @interpreter.builtin
+    def note_awaited(word, *arguments):
+        if word.handle.data.item() == copied:
+            awaited.append(tl.program_id(0).handle.data.item())
+        wait_signal(word, *arguments)
+
+    with (
+        mock.patch.object(copies, "open_gate", note_opened),
+        mock.patch.object(copies, "wait_signal", note_awaited),
+        launches() as launched,
+    ):
+        assert torch.equal(call(), want)
+    ((_, programs, _),) = launched
+    assert opened == awaited == [programs - 1] and programs > 1
 
 
 @pytest.mark.ranks(2)

@@ -234,7 +234,9 @@ def test_turns_are_dealt_out_as_long_as_there_are_surely_tiles_for_all_and_to_th
     config, tiles = OverlapConfig(num_comm=12), 3000
     assert plan_turns(tiles, 0, 4096, 132, config, 0).head == 0
     # Eight programs need 3.2 turns for 32 MB: they are dealt whole turns after the third one, for which they are late.
-    assert plan_turns(768, 768, 4096, 132, OverlapConfig(chunk_rows=256, num_comm=8), 32 << 20) == (3, 5, 768, 1)
+    for split_tiles in (None, 0):
+        eight = OverlapConfig(chunk_rows=256, num_comm=8, split_tiles=split_tiles)
+        assert plan_turns(768, 768, 4096, 132, eight, 32 << 20) == (3, 5, 768, 1)
     assert plan_turns(tiles, 0, 4096, 132, config, 1 << 30).head > 10  # the comm programs come late
     never = plan_turns(tiles, 0, 4096, 132, config, 0, tiles)
     assert never.head == never.dealt == tiles // 120 - DEALT_SHORT

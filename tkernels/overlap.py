@@ -176,16 +176,19 @@ def plan_turns(
             ends.append(max(free))
         return max(ends)
 
-    if config.split_tiles is not None:
-        last, splits = min(config.split_tiles, most), min(config.max_splits, triton.cdiv(K, gemm.block_k))
-        return deal(last, splits) if last and splits > 1 else deal(0, 1)  # a part without steps would say nothing
-    left = round(tiles + config.num_comm * turns) % num_programs
-    lasts = {left + num_programs // 12, left + num_programs // 6, num_programs // 4, num_programs // 2}
-    splits = range(2, min(config.max_splits, K // (gemm.block_k * MIN_SPLIT_STEPS)) + 1)
-    choices = itertools.product((last for last in sorted(lasts) if 0 < last <= most), splits)
-    plans = [deal(0, 1), *itertools.starmap(deal, choices)]
+    plans = [deal(0, 1)]
     if config.num_comm and not tiles_first:
         plans.insert(0, deal(0, 1, int(turns)))  # of equals better than more tiles that aren't dealt out
+    if config.split_tiles is not None:
+        last, splits = min(config.split_tiles, most), min(config.max_splits, triton.cdiv(K, gemm.block_k))
+        if last and splits > 1:  # a part without steps would say nothing
+            return deal(last, splits)
+    else:
+        left = round(tiles + config.num_comm * turns) % num_programs
+        lasts = {left + num_programs // 12, left + num_programs // 6, num_programs // 4, num_programs // 2}
+        splits = range(2, min(config.max_splits, K // (gemm.block_k * MIN_SPLIT_STEPS)) + 1)
+        choices = itertools.product((last for last in sorted(lasts) if 0 < last <= most), splits)
+        plans += itertools.starmap(deal, choices)
     return min(plans, key=end) if len(plans) > 1 else plans[0]
 
 
