@@ -30,6 +30,7 @@ from tkernels.comm.device import (
     put,
     put_packets,
     signal_all,
+    wait_chunk,
     wait_packets,
     wait_signal,
 )
@@ -151,13 +152,13 @@ def part_of(starts, rank, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
 
 @triton.jit
 def receive_parts(
-    out, inbox, ready, starts, max_chunks, epoch, table, chunk, piece, rank,
-    SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
-    TRACE: tl.constexpr,
+    out, inbox, ready, landed, starts, max_chunks, epoch, table, chunk, piece, rank,
+    SIZE: tl.constexpr, COPIES: tl.constexpr,
+    OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, TRACE: tl.constexpr,
 ):
     """Wait for every peer's part and copy it from the inbox to `out`; the programs share the pieces of its chunks.
 
-    piece: elements; a divisor of `chunk`, for a piece waits for one signal.
+    ready, landed, COPIES: as `wait_chunk`.  piece: elements; a divisor of `chunk`, for a piece waits for one chunk.
     """
     for step in range(1, SIZE):
         source = (rank + SIZE - step) % SIZE
@@ -166,7 +167,7 @@ def receive_parts(
             first = tl.cast(index, tl.int64) * piece
             number = tl.cast(first // chunk, tl.int32)
             mark(WAIT, number, source, table, TRANSPORT, TRACE)
-            wait_signal(ready + source * max_chunks + number, epoch, table, source, number, OPERATION, TRANSPORT)
+            wait_chunk(ready, landed, max_chunks, source, number, epoch, table, COPIES, OPERATION, TRANSPORT)
             mark(COPY, number, source, table, TRANSPORT, TRACE)
             copy(out + start + first, inbox + start + first, tl.minimum(part - first, piece), BLOCK, ALIGN)
 
@@ -196,8 +197,8 @@ def all_gather_kernel(
         mark(COPY, index, rank, table, TRANSPORT, TRACE)
         copy(out + start + first, x + first, tl.minimum(part - first, chunk), BLOCK, ALIGN)
     receive_parts(
-        out, inbox, ready, starts, max_chunks, epoch, table, chunk, chunk, rank,
-        SIZE, OPERATION, TRANSPORT, BLOCK, ALIGN, TRACE,
+        out, inbox, ready, None, starts, max_chunks, epoch, table, chunk, chunk, rank,
+        SIZE, False, OPERATION, TRANSPORT, BLOCK, ALIGN, TRACE,
     )
     end_marks(table, TRANSPORT, TRACE)
     end_epoch(state, epoch)
@@ -263,8 +264,8 @@ def reduce_kernel(
             signal_all(gathered_ready + rank * max_chunks + index, epoch, table, rank, SIZE, TRANSPORT)
     if GATHER:
         receive_parts(
-            out, gathered, gathered_ready, starts, max_chunks, epoch, table, chunk, chunk, rank,
-            SIZE, OPERATION, TRANSPORT, BLOCK, ALIGN, TRACE,
+            out, gathered, gathered_ready, None, starts, max_chunks, epoch, table, chunk, chunk, rank,
+            SIZE, False, OPERATION, TRANSPORT, BLOCK, ALIGN, TRACE,
         )
     end_marks(table, TRANSPORT, TRACE)
     end_epoch(state, epoch)

@@ -1,19 +1,18 @@
 """Copies: the copy engine moves what a call sends, beside its kernel, and no multiprocessor does.
 
 The kernel is the operation's own with no program that sends. On a side stream stand, for some chunks at a time: a wait
-until their rows are there, a copy to the peer, and a copy of the epoch to the peer's signal words, which its tiles wait
-for as they wait for those of puts. On the simulated runtime a thread of the host does the same.
+until their rows are there, a copy to the peer, and how many chunks the peer has now, written to one of its words, which
+its tiles look at beside the signals of puts. On the simulated runtime a thread of the host does the same.
 
 A copy's addresses must be known when it is enqueued, but of two inboxes that alternate by the epoch only the device
 knows which one is next. So copies go to a third one, the *landing*, and begin behind a gate. The last program of each
-kernel tells every peer that this rank has come to this call, waits until all of them have, leaves the epoch in device
-memory, and opens the gate (`begin_landing`). And it ends no earlier than the copies (`await_copies`), so whatever the
-stream is given next is behind them, with no event between the two streams: each would take the host as long as a copy
-does.
+kernel tells every peer that this rank has come to this call, waits until all of them have, and opens the gate
+(`begin_landing`). And it ends no earlier than the copies (`await_copies`), so whatever the stream is given next is
+behind them, with no event between the two streams: each would take the host as long as a copy does.
 
-Who sends is a rank's own affair: what lands there, behind which signals, is the same whether its copy engine sends or
-its programs do, which wait for all peers as well. Those that send the finished rows of an all-reduce need not: a tile
-of them has heard from every peer in this call.
+Who sends is a rank's own affair: what lands there, in which chunks, is the same whether its copy engine sends or its
+programs do, which wait for all peers as well, and a peer looks for both. Those that send the finished rows of an
+all-reduce need not: a tile of them has heard from every peer in this call.
 
 Why nothing lands on what is still read: the gate opens once every peer has come to this call, on a stream where it has
 finished all before it; whatever lay in its landing was read by that, by a call or by what the stream was given after
@@ -21,9 +20,11 @@ it. This holds whether they were calls of this way or not, for the first one, be
 ranks without rows, who have a gate as well.
 Nor does this way disturb the argument for two inboxes (tkernels.comm.workspace): every rank hears from every other one.
 
-Why no old data is read for new: signal words hold epochs, which only grow, and a peer's word of this epoch is copied
-behind its data on one stream. The epoch that is copied is the kernel's own, so a captured graph replays with new ones.
-The next call of this rank overwrites it, and what the copies read, only behind them.
+Why no old data is read for new: a rank's count of landed chunks is zero when it comes to a call, and a peer writes a
+larger one behind its data, on one stream. By the end of the call all counts that peers write have been waited for, so
+the last program may set them to zero: the next ones come behind the gate of the next call, for which peers wait for
+this rank. A count is no epoch, which only the device knows, so a captured graph may hold it. A word for each chunk, as
+puts have, would keep the stream for 0.75 us each, or the host for another call of the driver (bench/LOG.md).
 
 Why copies go through the gate of their own call: those of a stream come in the order of its kernels, each of which has
 ended, the gate closed again, before the next one opens it. Copies that a CUDA graph holds are not in that order, for a
@@ -75,7 +76,7 @@ def await_peers(begun, epoch, table, rank, SIZE: tl.constexpr, OPERATION: tl.con
 
 @triton.jit
 def begin_landing(
-    pid, num_comm, gate, copied, begun, max_chunks, epoch, table, rank,
+    pid, num_comm, gate, begun, epoch, table, rank,
     SIZE: tl.constexpr, COPIES: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
 ):  # fmt: skip
     """Every program's first call where rows land. Copies, and programs that are set apart, are behind all peers then.
@@ -86,21 +87,12 @@ def begin_landing(
         if pid == tl.num_programs(0) - 1:  # which has a tile less than others where turns aren't full
             tell_all(begun + rank, epoch, table, rank, SIZE, TRANSPORT)
             await_peers(begun, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
-            open_gate(gate, copied, max_chunks, epoch, TRANSPORT)
+            count(gate, TRANSPORT, "sys")
     else:
         if pid == 0:
             tell_all(begun + rank, epoch, table, rank, SIZE, TRANSPORT)
         if pid < num_comm:
             await_peers(begun, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
-
-
-@triton.jit
-def open_gate(gate, copied, max_chunks, epoch, TRANSPORT: tl.constexpr):
-    """Let this rank's copies begin, the signals among them with the epoch that they find behind copied[0]."""
-    for first in range(0, max_chunks, 256):
-        at = first + tl.arange(0, 256)
-        tl.store(copied + 1 + at, tl.broadcast_to(epoch, (256,)), mask=at < max_chunks)
-    count(gate, TRANSPORT, "sys")
 
 
 @triton.jit
@@ -113,11 +105,12 @@ def await_copies(pid, copied, table, rank, OPERATION: tl.constexpr, TRANSPORT: t
 
 @dataclass(frozen=True)
 class Send:
-    """The way of some chunks to one peer. `first`, `to`, `num_bytes` in bytes; an empty chunk is a signal alone.
+    """The way of some chunks to one peer. `first`, `to`, `num_bytes` in bytes; an empty chunk is but counted.
 
     source, first: the tensor of the call that it is read from, and its first byte there. to: its first byte in the
         landing of `target`.
-    ready, chunks: index of the first signal word, in the workspace's, and how many chunks it begins.
+    word, chunks: which of the words `landed` of `target`, and how many chunks it says then. Sends with the same word
+        come in turn, and the peer waits for each.
     counter, tiles: the rows are there once this counter of the workspace has passed `tiles` (`count_up_to`); without
         tiles they were there before the call.
     """
@@ -127,7 +120,7 @@ class Send:
     first: int
     to: int
     num_bytes: int
-    ready: int
+    word: int
     chunks: int
     counter: int = 0
     tiles: int = 0
@@ -139,20 +132,20 @@ class Copies:
     def __init__(self, context, workspace, sends: list[Send]):
         self._context, self._workspace, self._on_gpu = context, workspace, context.device.type == "cuda"
         self._order = Crossing(torch.cuda) if self._on_gpu else None
-        self._epoch = workspace.copied.data_ptr() + 8
-        self._end = _operations([(WRITE_VALUE_64, workspace.copied.data_ptr(), 1)])
         self._gates = workspace.gates  # which a graph goes on with when the workspace has others
         offset, bases = context.heap.offset, context.heap.segment.bases
-        landing, ready, counters = offset(workspace.landing), offset(workspace.ready), workspace.counters.data_ptr()
-        waits, self._sends = [], []
+        landing, landed, counters = offset(workspace.landing), offset(workspace.landed), workspace.counters.data_ptr()
+        self._sends, words = [], [[]]  # words: what is waited for and set before each copy, and behind the last one
         for send in sends:
-            waits.append([(WAIT_VALUE_64, counters + 8 * send.counter, send.tiles + 1)] if send.tiles else [])
+            if send.tiles:
+                words[-1].append((WAIT_VALUE_64, counters + 8 * send.counter, send.tiles + 1))
             base = bases[send.target]
-            goal, word = base + landing + send.to, base + ready + 8 * send.ready
-            before = _operations(waits[-1] if self._sends else [])  # the first one's is put together with the gate's
-            self._sends.append((before, send.source, send.first, goal, send.num_bytes, word, 8 * send.chunks))
+            words.append([(WRITE_VALUE_64, base + landed + 8 * send.word, send.chunks)])
+            self._sends.append((send.source, send.first, base + landing + send.to, send.num_bytes))
+        words[-1].append((WRITE_VALUE_64, workspace.copied.data_ptr(), 1))
         closed = [[(WAIT_VALUE_64, gate.data_ptr(), 1), (WRITE_VALUE_64, gate.data_ptr(), 0)] for gate in self._gates]
-        self._begin = [_operations([*gate, *waits[0]]) for gate in closed]
+        self._begin = [_operations([*gate, *words[0]]) for gate in closed]
+        self._behind = [_operations(each) for each in words[1:]]
 
     def beside(self, launch, *sources: torch.Tensor):
         """Collective. Launch the kernel, and the copies beside it.
@@ -176,13 +169,10 @@ class Copies:
 
     def _carry_out(self, on_words, copy, begin: ctypes.Array, addresses: list[int]):
         on_words(begin)
-        for before, source, first, goal, num_bytes, word, word_bytes in self._sends:
-            if before:
-                on_words(before)
+        for (source, first, goal, num_bytes), behind in zip(self._sends, self._behind, strict=True):
             if num_bytes:
                 copy(goal, addresses[source] + first, num_bytes)
-            copy(word, self._epoch, word_bytes)
-        on_words(self._end)
+            on_words(behind)
 
 
 def _operations(operations: list[tuple[int, int, int]]) -> ctypes.Array:

@@ -41,6 +41,7 @@ OFFSETS = tl.constexpr(8)
 FAULT_RECORD = tl.constexpr(8)
 FAULT_FIELDS = ("written", "operation", "rank", "peer", "chunk", "expected", "seen")
 
+POLLS_PER_OTHER = tl.constexpr(8)  # polls of a word between two of the one that may say the same
 POLLS_PER_LOOK = tl.constexpr(256)  # polls between two looks at the clock and the fault flag; a poll takes about 1 us
 
 SET = tl.constexpr(0)
@@ -390,10 +391,31 @@ def completes(counter, number, TRANSPORT: tl.constexpr):
 
 
 @triton.jit
+def wait_chunk(
+    ready, landed, max_chunks, source, chunk, epoch, table,
+    COPIES: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
+):  # fmt: skip
+    """Wait for a chunk of `source`, as `wait_signal`: for its signal, or until copies have brought more than `chunk`.
+
+    ready: signals [ranks, max_chunks].  landed [ranks]: how many chunks of each rank copies have brought; None: none
+    do.  COPIES: what is more likely.
+    """
+    word = ready + source * max_chunks + chunk
+    if landed is None:
+        wait_signal(word, epoch, table, source, chunk, OPERATION, TRANSPORT)
+    elif COPIES:
+        wait_signal(landed + source, chunk + 1, table, source, chunk, OPERATION, TRANSPORT, word, epoch)
+    else:
+        wait_signal(word, epoch, table, source, chunk, OPERATION, TRANSPORT, landed + source, chunk + 1)
+
+
+@triton.jit
 def wait_signal(
-    signal_word, epoch, table, source, chunk, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr
+    signal_word, epoch, table, source, chunk, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, other=None, value=None
 ):  # fmt: skip
     """Wait until the local `signal_word` is at least `epoch`; `source` and `chunk` say whose signal it is.
+
+    other: a word that may say the same by being at least `value`, which is less likely and looked at less often.
 
     Orders: what the signalling program ordered before its signal is visible to this program afterwards, to loads and to
     TMA loads.
@@ -406,7 +428,7 @@ def wait_signal(
     limit = tl.load(table + TIMEOUT_NS)
     limit = tl.where(tl.load(table + RANK) == source, 2 * limit, limit)
     if TRANSPORT == SIMULATED:
-        if spin(signal_word, epoch, limit, tl.load(table + FAULTS)) == 0:
+        if spin(signal_word, epoch, limit, tl.load(table + FAULTS), other, value) == 0:
             seen = tl.atomic_add(signal_word, tl.full((), 0, tl.int64), sem="acquire", scope="sys")
             _record_fault(table, source, chunk, epoch, seen, OPERATION)
             give_up(tl.load(table + FAULTS), tl.load(table + SIZE), FAULT_RECORD)
@@ -418,6 +440,10 @@ def wait_signal(
             # An acquire load by one thread, broadcast to the others: adding 0 is how Triton spells it.
             seen = tl.atomic_add(signal_word, tl.full((), 0, tl.int64), sem="acquire", scope="sys")
             polls += 1
+            if other is not None:
+                if (seen < epoch) & (polls % POLLS_PER_OTHER == 0):
+                    if tl.atomic_add(other, tl.full((), 0, tl.int64), sem="acquire", scope="sys") >= value:
+                        seen = epoch
             if polls % POLLS_PER_LOOK == 0:
                 lost, start = _look(table, polls, start, limit)
                 if (seen < epoch) & lost:
@@ -501,8 +527,8 @@ def quiet(TRANSPORT: tl.constexpr):
 
 
 @triton.jit
-def arrived(words, epoch, TRANSPORT: tl.constexpr):
-    """One look at a block of local signal words [W], all at once: whether each is at least `epoch`. May always say no.
+def arrived(words, value, TRANSPORT: tl.constexpr):
+    """One look at a block of local words [W], all at once: whether each is at least `value`. May always say no.
 
     Orders: if so, as `wait_signal` on each of them.
     """
@@ -518,7 +544,7 @@ def arrived(words, epoch, TRANSPORT: tl.constexpr):
         there = tl.inline_asm_elementwise(
             "{ .reg .pred mine, all; setp.ne.s32 mine, $1, 0; bar.red.and.pred all, 0, mine; selp.s32 $0, 1, 0, all; "
             "fence.proxy.async.global; }",
-            "=r,r", [(tl.min(seen, 0) >= epoch).to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+            "=r,r", [tl.min((seen >= value).to(tl.int32), 0)], dtype=tl.int32, is_pure=False, pack=1,
         ) != 0  # fmt: skip
     return there
 

@@ -24,10 +24,14 @@ def _int(value) -> int:
 
 
 @interpreter.builtin
-def spin(signal, epoch, timeout_ns, fault_flag):
-    """Return 1 once the word at `signal` is at least `epoch`, 0 once the limit has passed or a fault is flagged."""
-    word, wanted = ctypes.c_int64.from_address(_int(signal)), _int(epoch)
-    return _poll(lambda: word.value >= wanted, timeout_ns, fault_flag)
+def spin(signal, epoch, timeout_ns, fault_flag, other=None, value=None):
+    """Return 1 once the word at `signal` is at least `epoch`, 0 once the limit has passed or a fault is flagged.
+
+    Or once the word at `other` is at least `value`.
+    """
+    words = [(signal, epoch)] if other is None else [(signal, epoch), (other, value)]
+    words = [(ctypes.c_int64.from_address(_int(word)), _int(wanted)) for word, wanted in words]
+    return _poll(lambda: any(word.value >= wanted for word, wanted in words), timeout_ns, fault_flag)
 
 
 @interpreter.builtin

@@ -48,7 +48,7 @@ class WaitTimeoutError(TkernelsError):
         self.fault, self.timeout_s = fault, timeout_s
         super().__init__(
             f"{fault.operation}: rank {fault.rank} waited {timeout_s:g} s for the signal of rank {fault.peer}, chunk "
-            f"{fault.chunk}: expected epoch {fault.expected}, seen {fault.seen}. Rank {fault.peer} died, is slower "
+            f"{fault.chunk}: expected {fault.expected}, seen {fault.seen}. Rank {fault.peer} died, is slower "
             f"than the limit, or did not make this call; all ranks must make the same calls in the same order "
             f"(a longer limit: init(timeout_s=...))"
         )

@@ -49,6 +49,8 @@ class Workspace:
     inbox: uint8 [2 * inbox_bytes + slack], symmetric; the second inbox begins at or after byte `inbox_bytes`.
     ready: int64 [2 * size * num_chunks], symmetric; word (phase, source, chunk) holds the epoch that has arrived.
     landing: uint8 [landing_bytes], symmetric: the one inbox that copies can go to (tkernels.comm.copies).
+    landed: int64 [2 * size], symmetric, zero between calls: word (phase, source) counts the chunks that copies of this
+        call have brought.
     begun: int64 [size], symmetric: the epoch of the last call that used the landing that each rank has come to.
     packets: int64 [2 * num_packets], symmetric, one half for each parity; words that carry their epoch (`put_packets`).
         Nothing else is ever there: older epochs, or the zeros that it began with, from which all epochs differ.
@@ -59,8 +61,7 @@ class Workspace:
         calls used `lamport`, and how many words the last one of them.
     counters: int64 [num_counters], local, zero between calls: for programs of one launch among themselves.
     gates: two of int64 [1], local: 1 while the copies of a call may begin, or those that a CUDA graph holds.
-    copied: int64 [1 + num_chunks], local: 1 once a call's copies are done, 0 again at its end; and the epoch, for each
-        chunk's signal.
+    copied: int64 [1], local: 1 once a call's copies are done, 0 again at its end.
     scratch: uint8, local: what a call of the plain path has in between.
     """
 
@@ -156,7 +157,8 @@ class Workspace:
 
     def _forget_memory(self):
         self.inbox_bytes = self.num_chunks = self.num_packets = self.num_lamport = self.landing_bytes = 0
-        self.inbox = self.ready = self.packets = self.lamport = self.landing = self.begun = self._memory = None
+        self.inbox = self.ready = self.packets = self.lamport = self.landing = self.begun = self.landed = None
+        self._memory = None
 
     def _grow(self, inbox_bytes: int, num_chunks: int, num_packets: int, num_lamport: int, landing_bytes: int):
         size = self.context.size
@@ -164,6 +166,7 @@ class Workspace:
         # The slack lets an operation begin the second inbox at a multiple of its own row.
         plan = Regions(
             ready=((2 * size * num_chunks,), torch.int64),
+            landed=((2 * size,), torch.int64),
             begun=((size,), torch.int64),
             packets=((2 * num_packets,), torch.int64),
             lamport=((3 * num_lamport,), torch.int32),
@@ -171,18 +174,17 @@ class Workspace:
             landing=((landing_bytes,), torch.uint8),
         )
         self.forget_plans()
-        state, gates, copied = self._make(torch.zeros, 4), self._make_gates(), self._make(torch.zeros, 1 + num_chunks)
+        state, gates, copied = self._make(torch.zeros, 4), self._make_gates(), self._make(torch.zeros, 1)
         self._memory = self._untouched(plan.num_bytes) if self.context.capturing else self._replaced(plan.num_bytes)
         self.state, self.gates, self.copied = state, gates, copied
         self._outgrown_plans |= self._captured_plans
         self._captured_plans = set()
-        self.ready, self.begun, self.packets, self.lamport, self.inbox, self.landing = (
-            plan.view(self._memory, name) for name in ("ready", "begun", "packets", "lamport", "inbox", "landing")
-        )
+        for name in ("ready", "landed", "begun", "packets", "lamport", "inbox", "landing"):
+            setattr(self, name, plan.view(self._memory, name))
         self.inbox_bytes, self.num_chunks, self.landing_bytes = inbox_bytes, num_chunks, landing_bytes
         self.num_packets, self.num_lamport = num_packets, num_lamport
         if not self.context.capturing:
-            for words in (self.ready, self.begun, self.packets, self.lamport):
+            for words in (self.ready, self.landed, self.begun, self.packets, self.lamport):
                 words.zero_()
             self.context.group.barrier()  # nobody signals before every rank's words are zero
 

@@ -774,13 +774,17 @@ def call_sites(function, constants: dict, chain=()):
     """(kind, chain) of each acquire, release and acq_rel that a kernel's source can reach with these constants.
 
     A chain is (file, first line, last line) of each call, innermost first. A branch whose condition the constants
-    decide is taken as decided; both sides of any other one count.
+    decide is taken as decided; both sides of any other one count. What only a launch knows is not None.
     """
     file = Path(function.fn.__code__.co_filename).name
     names = _Names(function, constants)
 
     def evaluate(node):
-        return eval(compile(ast.Expression(node), file, "eval"), {"__builtins__": {"max": max, "min": min}}, names)
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Is, ast.IsNot)):
+            same = (known(node.left) or [...])[0] is evaluate(node.comparators[0])
+            return same == isinstance(node.ops[0], ast.Is)
+        builtins = {"__builtins__": {"max": max, "min": min, "len": len}}
+        return eval(compile(ast.Expression(node), file, "eval"), builtins, names)
 
     def known(node):
         try:
@@ -795,6 +799,8 @@ def call_sites(function, constants: dict, chain=()):
             for statement in (node.body if True in taken else []) + (node.orelse if False in taken else []):
                 yield from visit(statement)
             return
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and node.value.value is None:
+            names.constants |= {target.id: None for target in node.targets}
         if isinstance(node, ast.AnnAssign):
             for value in known(node.value):
                 names.constants[node.target.id] = value

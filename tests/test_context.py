@@ -239,7 +239,7 @@ def test_the_error_of_a_wait_says_who_waited_for_whom_and_what_to_do():
     fault = Fault("all_gather", rank=1, peer=3, chunk=7, expected=12, seen=11)
     error = WaitTimeoutError(fault, 2.5)
     assert str(error).startswith(
-        "all_gather: rank 1 waited 2.5 s for the signal of rank 3, chunk 7: expected epoch 12, seen 11."
+        "all_gather: rank 1 waited 2.5 s for the signal of rank 3, chunk 7: expected 12, seen 11."
     )
     assert "init(timeout_s=...)" in str(error)
     assert (error.operation, error.rank, error.peer, error.chunk, error.expected, error.seen) == (

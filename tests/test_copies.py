@@ -110,6 +110,8 @@ def test_who_sends_is_each_ranks_own_affair(ctx):
     for got, want, *case in results:
         assert torch.equal(got, want), case
     ctx.check()
+    ctx.group.barrier()
+    assert not ctx.workspace().landed.any()  # nor will a peer count any more
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -205,13 +207,13 @@ def test_the_last_program_alone_opens_the_gate_and_waits_for_the_copies(ctx, nam
     x, w, want = operands(ctx, name, rows, 40, 48, torch.bfloat16, 3)
     call = functools.partial(by_copies, ctx, name, x, w, **options(name, rows))
     call()  # the workspace is as large as it needs to be
-    copied, open_gate, wait_signal = ctx.workspace().copied.data_ptr(), copies.open_gate, copies.wait_signal
+    copied, count, wait_signal = ctx.workspace().copied.data_ptr(), copies.count, copies.wait_signal
     opened, awaited = [], []
 
     @interpreter.builtin
     def note_opened(*arguments):
         opened.append(tl.program_id(0).handle.data.item())
-        open_gate(*arguments)
+        count(*arguments)
 
     @interpreter.builtin
     def note_awaited(word, *arguments):
@@ -220,7 +222,7 @@ def test_the_last_program_alone_opens_the_gate_and_waits_for_the_copies(ctx, nam
         wait_signal(word, *arguments)
 
     with (
-        mock.patch.object(copies, "open_gate", note_opened),
+        mock.patch.object(copies, "count", note_opened),
         mock.patch.object(copies, "wait_signal", note_awaited),
         launches() as launched,
     ):
@@ -305,16 +307,19 @@ def signal_first(ctx, form, name):
     by_copies(ctx, name, x, w, **options(name, rows))
     x, w, want = operands(ctx, name, rows, 24, 16, torch.float32, 2)
     poison_workspace(ctx)
-    peer, copy, spin, held, copied = Meeting(ctx), copies.host_copy, device.spin, [], ctx.workspace().copied.data_ptr()
+    peer, copy, on_words, spin, held = Meeting(ctx), copies.host_copy, copies.host_on_words, device.spin, []
+    copied = ctx.workspace().copied.data_ptr()
 
-    def hold(goal, source, num_bytes):
-        if num_bytes > 8:
-            held.append((goal, source, num_bytes))
-            return
-        copy(goal, source, num_bytes)
-        peer.wait()
-        while held:
+    def hold(*what):
+        held.append(what)
+
+    def late_copies(operations):
+        if held:
+            on_words(operations[: copies.OPERATION_WORDS])  # the signal
+            peer.wait()
             copy(*held.pop())
+            operations = operations[copies.OPERATION_WORDS :]
+        on_words(operations)
 
     @interpreter.builtin
     def tell(word, *arguments):
@@ -324,6 +329,7 @@ def signal_first(ctx, form, name):
 
     with (
         mock.patch.object(copies, "host_copy", hold if form == "wrong" else copy),
+        mock.patch.object(copies, "host_on_words", late_copies if form == "wrong" else on_words),
         mock.patch.object(device, "spin", tell),
     ):
         got = by_copies(ctx, name, x, w, **options(name, rows))
@@ -347,7 +353,7 @@ def landing_used_again(ctx, form, name, call):
 
     def tell(goal, source, num_bytes):
         copy(goal, source, num_bytes)
-        if ctx.rank == 0 and len(calls) == 2 and num_bytes > 8 * 3:  # not the epoch of the chunks
+        if ctx.rank == 0 and len(calls) == 2:
             peer.tell()
 
     @interpreter.builtin
@@ -369,6 +375,33 @@ def landing_used_again(ctx, form, name, call):
         for x, w, want in made[1:]:
             calls.append(None)
             results.append((call(ctx, name, x, w, rows=rows), want))
+    return all(torch.equal(got, want) for got, want in results)
+
+
+def counts_stay(ctx, form, name):
+    """Two calls, in the second of which rank 0's copies are late; in the wrong form their counts stay as they are."""
+    made = [operands(ctx, name, (40, 40), 24, 16, torch.float32, seed) for seed in range(2)]
+    module = importlib.import_module(f"tkernels.{AG if name == AG else RS}")  # whose kernel it is
+    peer, copy, end_launch, calls, results = Meeting(ctx), copies.host_copy, module.end_launch, [], []
+
+    def late_copy(*arguments):
+        if ctx.rank == 0 and len(calls) == 2:
+            peer.wait()
+        copy(*arguments)
+
+    @interpreter.builtin
+    def keep(state, epoch, counters, num_counters, copied, landed, *constants):
+        end_launch(state, epoch, counters, num_counters, copied, None, *constants)
+
+    with (
+        mock.patch.object(copies, "host_copy", late_copy),
+        mock.patch.object(module, "end_launch", keep if form == "wrong" else end_launch),
+    ):
+        for x, w, want in made:
+            calls.append(None)
+            results.append((by_copies(ctx, name, x, w), want))
+    if ctx.rank == 1:
+        peer.tell()
     return all(torch.equal(got, want) for got, want in results)
 
 
@@ -447,6 +480,7 @@ def ends_early(ctx, form, name):
         "a landing that all programs use again at once",
         "a chunk that is signalled before its last tile",
         "a launch that ends before its copies",
+        "counts of chunks that stay",
     ],
 )
 def test_a_wrong_form_is_caught(ctx, mistake):
@@ -456,6 +490,8 @@ def test_a_wrong_form_is_caught(ctx, mistake):
                 right = all([signal_first(context, form, name) for name in (AG, RS)])
             elif mistake == "a launch that ends before its copies":
                 right = all([ends_early(context, form, name) for name in (AG, RS)])
+            elif mistake == "counts of chunks that stay":
+                right = all([counts_stay(context, form, name) for name in (AG, RS, AR)])
             elif mistake == "a chunk that is signalled before its last tile":
                 right = all([signals_early(context, form, name) for name in (RS, AR)])
             elif "all programs" in mistake:

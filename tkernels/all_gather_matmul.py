@@ -140,7 +140,7 @@ def all_gather_matmul_kernel(
     bias, y, y_stride_m,  # [N/R]; [M, N/R]
     sums,  # [.., BLOCK_N], fp32: of tiles that are split along K
     schedule, tiles_m, head, dealt, whole, splits,
-    counters, num_counters, ready, max_chunks, state, table, rank, gate, copied, begun,
+    counters, num_counters, ready, max_chunks, state, table, rank, gate, copied, landed, begun,
     first_row, rows, N, K, num_comm, chunks, chunk_rows, sent_rows,  # the first two: of this rank
     SIZE: tl.constexpr, EVEN: tl.constexpr,  # all shards are alike
     LANDING: tl.constexpr, COPIES: tl.constexpr, PARTS: tl.constexpr,  # PARTS: some tiles are split
@@ -154,9 +154,9 @@ def all_gather_matmul_kernel(
     epoch = begin_epoch(state)
     parity_row = (epoch % 2).to(tl.int32) * parity_rows
     if LANDING:
-        begin_landing(
-            pid, num_comm, gate, copied, begun, max_chunks, epoch, table, rank, SIZE, COPIES, OPERATION, TRANSPORT
-        )
+        begin_landing(pid, num_comm, gate, begun, epoch, table, rank, SIZE, COPIES, OPERATION, TRANSPORT)
+    else:
+        landed = None
     if not COPIES:  # at compile time; else num_comm is 0
         if pid < num_comm:
             for i in range(pid, chunks * (SIZE - 1), num_comm):
@@ -169,11 +169,12 @@ def all_gather_matmul_kernel(
                     tl.maximum(tl.minimum(rows - row, chunk_rows), 0) * K,
                     ready + rank * max_chunks + chunk, epoch, target, table, TRANSPORT, PUT_BLOCK, ALIGN,
                 )
-            if pid == 0:
-                for step in range(1, SIZE):
-                    source = (rank + step) % SIZE
-                    mark(WAIT, 0, source, table, TRANSPORT, TRACE)
-                    wait_signal(ready + source * max_chunks, epoch, table, source, 0, OPERATION, TRANSPORT)
+            if not LANDING:  # for which all have heard from each other
+                if pid == 0:
+                    for step in range(1, SIZE):
+                        source = (rank + step) % SIZE
+                        mark(WAIT, 0, source, table, TRANSPORT, TRACE)
+                        wait_signal(ready + source * max_chunks, epoch, table, source, 0, OPERATION, TRANSPORT)
 
     tiles_n = tl.cdiv(N, BLOCK_N)
     items = whole + (tiles_m * tiles_n - whole) * splits
@@ -211,11 +212,13 @@ def all_gather_matmul_kernel(
                     if not complete:
                         mark(WAIT, chunk, source, table, TRANSPORT, TRACE)
                         if not TRACE:  # which shows each tile's wait
-                            complete = all_arrived(ready, max_chunks, chunks, chunk, rank, epoch, SIZE, TRANSPORT)
+                            complete = all_arrived(
+                                ready, landed, max_chunks, chunks, chunk, rank, epoch, SIZE, COPIES, TRANSPORT
+                            )
                         if not complete:
                             wait_chunks(
-                                ready, max_chunks, source, chunk, tl.cdiv(valid, chunk_rows), epoch, table,
-                                1, SIZE, OPERATION, TRANSPORT,
+                                ready, landed, max_chunks, source, chunk, tl.cdiv(valid, chunk_rows), epoch, table,
+                                1, SIZE, COPIES, OPERATION, TRANSPORT,
                             )
                 mark(COMPUTE, out_row, column, table, TRANSPORT, TRACE)
             # One main loop for both: two would each take the shared memory of a pipeline.
@@ -249,7 +252,7 @@ def all_gather_matmul_kernel(
     if COPIES:
         await_copies(pid, copied, table, rank, OPERATION, TRANSPORT, TRACE)
     end_marks(table, TRANSPORT, TRACE)
-    end_launch(state, epoch, counters, num_counters, copied, COPIES)
+    end_launch(state, epoch, counters, num_counters, copied, landed, SIZE, COPIES)
 # fmt: on
 
 
@@ -339,7 +342,7 @@ def plan(
         # Both inboxes are one matrix: the second one begins at the first whole row past the first one's bytes.
         memory, parity_rows = workspace.inbox, triton.cdiv(workspace.inbox_bytes, row_bytes)
     if config.copied:
-        copies = Copies(ctx, workspace, _sends(ctx, rows, row_bytes, chunks, workspace.num_chunks, config))
+        copies = Copies(ctx, workspace, _sends(ctx, rows, row_bytes, chunks, config))
     gate = workspace.gates[0]  # but for the copies of a captured call
     inbox = memory[: (parity_rows + M) * row_bytes].view(x.dtype).view(parity_rows + M, K)
     y = check_result("all_gather_matmul", out, x, (M, N), out_dtype)
@@ -362,7 +365,7 @@ def plan(
         s_operand.argument,
         schedule, tiles_m, *turns,
         workspace.counters, TILE_COUNTS.value, workspace.ready, workspace.num_chunks, workspace.state,
-        ctx.table, ctx.rank, gate, workspace.copied, workspace.begun,
+        ctx.table, ctx.rank, gate, workspace.copied, workspace.landed, workspace.begun,
         first_row, rows[ctx.rank], N, K, config.num_comm, chunks, config.chunk_rows, config.sent_rows,
         SIZE=ctx.size, EVEN=are_even(rows, config),
         LANDING=config.landing, COPIES=config.copied, PARTS=turns.splits > 1,
@@ -408,17 +411,18 @@ def _schedule(ctx: Context, rows, config: OverlapConfig) -> list[int]:
     return tile_schedule(rows, [ctx.rank], config) + tile_schedule(rows, peers, config)
 
 
-def _sends(ctx: Context, rows, row_bytes: int, chunks: int, max_chunks: int, config: OverlapConfig) -> list[Send]:
-    """This rank's chunks in turn, as many as any rank's, each copy to all peers, the next rank first."""
+def _sends(ctx: Context, rows, row_bytes: int, chunks: int, config: OverlapConfig) -> list[Send]:
+    """This rank's rows in turn, each copy to all peers, the next rank first; the last one makes it `chunks`.
+
+    None for a rank without rows: nobody waits for more than that it has come to the call.
+    """
     sends, own, first_row = [], rows[ctx.rank], sum(rows[: ctx.rank])
-    together = config.sent_rows // config.chunk_rows
-    for chunk in range(0, chunks, together):
-        row = min(chunk * config.chunk_rows, own)
-        num_bytes = min(config.sent_rows, own - row) * row_bytes
+    for row in range(0, own, config.sent_rows):
+        end = min(row + config.sent_rows, own)
         for step in range(1, ctx.size):
-            target, word = (ctx.rank + step) % ctx.size, ctx.rank * max_chunks + chunk
-            to = (first_row + row) * row_bytes
-            sends.append(Send(target, 0, row * row_bytes, to, num_bytes, word, min(together, chunks - chunk)))
+            target, to = (ctx.rank + step) % ctx.size, (first_row + row) * row_bytes
+            landed = chunks if end == own else end // config.chunk_rows
+            sends.append(Send(target, 0, row * row_bytes, to, (end - row) * row_bytes, ctx.rank, landed))
     return sends
 
 

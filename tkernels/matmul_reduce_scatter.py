@@ -41,6 +41,7 @@ from tkernels.comm.device import (
     signal,
     signal_all,
     tell,
+    wait_chunk,
     wait_signal,
 )
 from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark
@@ -223,7 +224,7 @@ def matmul_reduce_kernel(
     head, dealt, whole, splits,
     sends, num_sends,  # [num_sends, SEND_FIELDS]
     starts,  # [R + 1]: first element of each part
-    counters, num_counters, ready, max_chunks, state, table, rank, gate, copied, begun,
+    counters, num_counters, ready, max_chunks, state, table, rank, gate, copied, landed, begun,
     M, N, K, own_first, own_end,  # the own rows in the whole
     num_comm, own_chunks, chunk_rows,  # own_chunks: of this rank's rows
     sent_rows, piece_rows,  # at a time; piece: see receive_parts
@@ -244,9 +245,9 @@ def matmul_reduce_kernel(
     tile_counts = counters + TILE_COUNTS
 
     if LANDING:
-        begin_landing(
-            pid, num_comm, gate, copied, begun, max_chunks, epoch, table, rank, SIZE, COPIES, OPERATION, TRANSPORT
-        )
+        begin_landing(pid, num_comm, gate, begun, epoch, table, rank, SIZE, COPIES, OPERATION, TRANSPORT)
+    else:
+        landed = None
     if INTERLEAVED:
         if pid == 0:  # whoever has no rows, or none to send, is heard from all the same
             for step in range(1, SIZE):
@@ -342,11 +343,13 @@ def matmul_reduce_kernel(
                     if own & (not complete) & (unsent < 0):
                         mark(WAIT, chunk, rank, table, TRANSPORT, TRACE)
                         if not TRACE:  # which shows each tile's wait
-                            complete = all_arrived(ready, max_chunks, own_chunks, chunk, rank, epoch, SIZE, TRANSPORT)
+                            complete = all_arrived(
+                                ready, landed, max_chunks, own_chunks, chunk, rank, epoch, SIZE, COPIES, TRANSPORT
+                            )
                         if not complete:
                             wait_chunks(
-                                ready, max_chunks, rank + 1, chunk, tl.cdiv(valid, chunk_rows), epoch, table,
-                                SIZE - 1, SIZE, OPERATION, TRANSPORT,
+                                ready, landed, max_chunks, rank + 1, chunk, tl.cdiv(valid, chunk_rows), epoch, table,
+                                SIZE - 1, SIZE, COPIES, OPERATION, TRANSPORT,
                             )
                 mark(STORE, x_row, column, table, TRANSPORT, TRACE)
                 out_row = row
@@ -395,7 +398,7 @@ def matmul_reduce_kernel(
         for step in range(1, SIZE):
             source = (rank + step) % SIZE
             mark(WAIT, 0, source, table, TRANSPORT, TRACE)
-            wait_signal(ready + source * max_chunks, epoch, table, source, 0, OPERATION, TRANSPORT)
+            wait_chunk(ready, landed, max_chunks, source, 0, epoch, table, COPIES, OPERATION, TRANSPORT)
 
     if GATHER:
         gathered = gathered_inbox(inbox, parity_row, part_stride, N, y_memory, SIZE)
@@ -424,14 +427,14 @@ def matmul_reduce_kernel(
                 )
                 i = take(counters + SEND_TICKETS)
         receive_parts(
-            y_memory, gathered, gathered_ready, starts, max_chunks, epoch, table,
+            y_memory, gathered, gathered_ready, landed + SIZE if LANDING else None, starts, max_chunks, epoch, table,
             tl.cast(chunk_rows, tl.int64) * N, tl.cast(piece_rows, tl.int64) * N, rank,
-            SIZE, OPERATION, TRANSPORT, PUT_BLOCK, ALIGN, TRACE,
+            SIZE, COPIES, OPERATION, TRANSPORT, PUT_BLOCK, ALIGN, TRACE,
         )
     if COPIES:
         await_copies(pid, copied, table, rank, OPERATION, TRANSPORT, TRACE)
     end_marks(table, TRANSPORT, TRACE)
-    end_launch(state, epoch, counters, num_counters, copied, COPIES)
+    end_launch(state, epoch, counters, num_counters, copied, landed, SIZE, COPIES)
 # fmt: on
 
 
@@ -554,7 +557,7 @@ def plan(
         schedule, tiles_m, peer_tiles_m, *turns,
         sends, sends.numel() // SEND_FIELDS.value, starts,
         workspace.counters, num_counters, workspace.ready, workspace.num_chunks, workspace.state, ctx.table, ctx.rank,
-        gate, workspace.copied, workspace.begun,
+        gate, workspace.copied, workspace.landed, workspace.begun,
         M, N, K, first_rows[ctx.rank], first_rows[ctx.rank + 1],
         config.num_comm, num_chunks(rows[ctx.rank], config), config.chunk_rows,
         config.sent_rows, math.gcd(config.chunk_rows, PIECE_ROWS),
@@ -634,23 +637,22 @@ def _copied(
     for at in range(0, len(schedule), SEND_FIELDS.value):
         target, number, row, count, counted, tiles_m = schedule[at : at + SEND_FIELDS.value]
         to = (ctx.rank * part_stride + number * sent) * partial_bytes
-        word = ctx.rank * max_chunks + number * sent // config.chunk_rows
         counter = TILE_COUNTS.value + target * max_chunks + counted
         tiles = tiles_m * tiles_n if number == counted else 0  # waited for once
-        first, num_bytes, chunks = row * partial_bytes, count * partial_bytes, num_chunks(count, config)
-        sends.append(Send(target, 0, first, to, num_bytes, word, chunks, counter, tiles))
+        first, num_bytes = row * partial_bytes, count * partial_bytes
+        chunks = num_chunks(number * sent + count, config)
+        sends.append(Send(target, 0, first, to, num_bytes, ctx.rank, chunks, counter, tiles))
     own, first_row = rows[ctx.rank], sum(rows[: ctx.rank])
     for row in range(0, max(own, 1) if finished_bytes else 0, sent):
         count = min(sent, own - row)
         first = (first_row + row) * finished_bytes
         to = ctx.size * part_stride * partial_bytes + first
-        word = (ctx.size + ctx.rank) * max_chunks + row // config.chunk_rows
         counter = TILE_COUNTS.value + ctx.rank * max_chunks + row // sent
         tiles_m = triton.cdiv(min(max(sent, block_m), own - row), block_m)
-        num_bytes, chunks = count * finished_bytes, num_chunks(count, config)
+        num_bytes, chunks = count * finished_bytes, num_chunks(row + count, config)
         for step, target in enumerate(peers):
             tiles = 0 if step or row % block_m else tiles_m * tiles_n
-            sends.append(Send(target, 1, first, to, num_bytes, word, chunks, counter, tiles))
+            sends.append(Send(target, 1, first, to, num_bytes, ctx.size + ctx.rank, chunks, counter, tiles))
     return sends
 
 

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from tkernels.comm.context import Context
-from tkernels.comm.device import arrived, end_epoch, wait_signal
+from tkernels.comm.device import arrived, end_epoch, wait_chunk
 from tkernels.configs import (
     BYTES_PER_S_OF_A_PROGRAM,
     FLOPS_PER_S,
@@ -338,17 +338,25 @@ def join_halves(left, right, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def wait_chunks(
-    ready, max_chunks, source, chunk, count, epoch, table,
-    SOURCES: tl.constexpr, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
+    ready, landed, max_chunks, source, chunk, count, epoch, table,
+    SOURCES: tl.constexpr, SIZE: tl.constexpr, COPIES: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
 ):  # fmt: skip
-    """Wait for `count` (at most MAX_TILE_CHUNKS) chunks from `chunk` on, of each of SOURCES ranks from `source` on."""
+    """Wait for `count` (at most MAX_TILE_CHUNKS) chunks from `chunk` on, of each of SOURCES ranks from `source` on.
+
+    ready, landed, COPIES: as `wait_chunk`; ranks mostly send in the same way.
+    """
     way = tl.arange(0, triton.next_power_of_2(SOURCES * MAX_TILE_CHUNKS))
-    words = (source + way % SOURCES) % SIZE * max_chunks + chunk + tl.minimum(way // SOURCES, count - 1)
-    if not arrived(ready + words, epoch, TRANSPORT):
+    whose = (source + way % SOURCES) % SIZE
+    if COPIES:
+        here = arrived(landed + whose, chunk + count, TRANSPORT)
+    else:
+        words = whose * max_chunks + chunk + tl.minimum(way // SOURCES, count - 1)
+        here = arrived(ready + words, epoch, TRANSPORT)
+    if not here:
         for step in range(SOURCES):
-            whose = (source + step) % SIZE
+            peer = (source + step) % SIZE
             for at in range(chunk, chunk + count):
-                wait_signal(ready + whose * max_chunks + at, epoch, table, whose, at, OPERATION, TRANSPORT)
+                wait_chunk(ready, landed, max_chunks, peer, at, epoch, table, COPIES, OPERATION, TRANSPORT)
 
 
 @triton.jit
@@ -360,22 +368,31 @@ def words_of_peers(max_chunks, chunks, first, rank, SIZE: tl.constexpr):
 
 @triton.jit
 def all_arrived(
-    ready, max_chunks, chunks, first, rank, epoch, SIZE: tl.constexpr, TRANSPORT: tl.constexpr,
+    ready, landed, max_chunks, chunks, first, rank, epoch,
+    SIZE: tl.constexpr, COPIES: tl.constexpr, TRANSPORT: tl.constexpr,
 ):  # fmt: skip
     """One look at whether `chunks` chunks of each peer are here, so that no tile need wait any more. May say no.
 
     first: a chunk to begin with. What changes from tile to tile is not kept in registers in between.
     """
     there = tl.full((), False, tl.int1)
-    if chunks * (SIZE - 1) <= MAX_LOOK:
+    if COPIES:
+        peers = (rank + 1 + tl.arange(0, triton.next_power_of_2(SIZE)) % (SIZE - 1)) % SIZE
+        there = arrived(landed + peers, chunks, TRANSPORT)
+    elif chunks * (SIZE - 1) <= MAX_LOOK:
         there = arrived(ready + words_of_peers(max_chunks, chunks, first, rank, SIZE), epoch, TRANSPORT)
     return there
 
 
 @triton.jit
-def end_launch(state, epoch, counters, num_counters, copied, COPIES: tl.constexpr):
-    """Last call of every program: as `end_epoch`, and the counters are zero again, and copied[0] (`await_copies`)."""
+def end_launch(
+    state, epoch, counters, num_counters, copied, landed, SIZE: tl.constexpr, COPIES: tl.constexpr,
+):  # fmt: skip
+    """Last call of every program: as `end_epoch`, and what is zero between calls is so. landed: or None."""
     if end_epoch(state, epoch):
+        if landed is not None:
+            word = tl.arange(0, triton.next_power_of_2(2 * SIZE))
+            tl.store(landed + word, tl.zeros(word.shape, tl.int64), mask=word < 2 * SIZE)
         if COPIES:
             if tl.load(copied) == 0:
                 num_counters = 0
