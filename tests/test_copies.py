@@ -342,7 +342,8 @@ def landing_used_again(ctx, form, name, call):
     made = [operands(ctx, name, rows, 24, 16, torch.float32, seed) for seed in range(3)]
     module, stores = importlib.import_module(f"tkernels.{name}"), call is not by_copies
     call(ctx, name, *made[0][:2], rows=rows)
-    peer, spin, copy, delay, calls, delays = Meeting(ctx), device.spin, copies.host_copy, device.delay, [], []
+    spin, copy, delay = device.spin, copies.host_copy, device.delay
+    peer, done, calls, delays = Meeting(ctx), Meeting(ctx), [], []
 
     @interpreter.builtin
     def late_reader(*arguments):
@@ -355,6 +356,7 @@ def landing_used_again(ctx, form, name, call):
         copy(goal, source, num_bytes)
         if ctx.rank == 0 and len(calls) == 2:
             peer.tell()
+            done.wait()  # else the peer would set to zero what is counted now
 
     @interpreter.builtin
     def put(*arguments):
@@ -375,6 +377,7 @@ def landing_used_again(ctx, form, name, call):
         for x, w, want in made[1:]:
             calls.append(None)
             results.append((call(ctx, name, x, w, rows=rows), want))
+            done.tell()
     return all(torch.equal(got, want) for got, want in results)
 
 
