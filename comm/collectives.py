@@ -1,18 +1,22 @@
 """all_gather, reduce_scatter, all_reduce and barrier on the device verbs: rows of any width, shared unevenly or evenly.
 
 Letters: R ranks. A rank's part is its rows, as contiguous elements; parts lie one after the other in the whole.
-Parts travel in one of two ways, by their size (`CollectiveConfig`):
+Parts travel in one of three ways, by their size (`CollectiveConfig`):
 
 packets  each 4 bytes say that they are here: one trip over the link. For small parts. Those of a gather, which may be
          any bits, have their epoch beside them, twice the bytes; those of a sum are never zero, as their place was.
 chunks   as they are, one signal a chunk behind a fence: the fence waits for the chunk's arrival, so it is two trips.
+copies   by the copy engine, many chunks at a time, where ranks' memory is mapped (tkernels.comm.copies); programs add,
+         and copy what has landed to where it belongs. For large parts.
 
 An all-reduce in one shot is a reduce-scatter in which every part is the whole; in two shots, a reduce-scatter and an
-all-gather in one launch, either way. Program p of a rank exchanges data with programs p of its peers and with no other.
+all-gather in one launch, in any way. Program p of a rank exchanges data with programs p of its peers and with no other,
+but for copies.
 
 Sums are taken in fp32 in rank order, whichever way: the same bits on every run, and on every rank.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -21,10 +25,12 @@ import triton
 import triton.language as tl
 
 from tkernels.comm.context import Context
+from tkernels.comm.copies import Copies, Send, await_copies, begin_landing, end_launch
 from tkernels.comm.device import (
     NVSHMEM,
     begin_epoch,
     copy,
+    count_up_to,
     end_epoch,
     operation,
     put,
@@ -49,6 +55,9 @@ MIN_CHUNK_BYTES = 4 << 10
 MAX_PROGRAMS = MIN_CHUNKS // 2
 ALONE_PROGRAMS = MIN_CHUNKS  # where nothing runs beside
 MAX_BLOCK_BYTES = 2 * 4 * PACKET_BLOCK  # of a block of packets, which may come back in elements twice as large
+# Each copy has fixed costs, in which programs move on so many bytes that have landed, and after the last copy they move
+# its bytes on alone. So a part of n times as many bytes goes in as many copies as the root of n.
+PIECE_BYTES = 8 << 20
 LAMPORT_CALLS, LAMPORT_WORDS = tl.constexpr(2), tl.constexpr(3)  # of a workspace's state
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -67,6 +76,7 @@ class CollectiveConfig:
     hop_bytes, packet_hop_bytes: an all-reduce takes one shot where that sends at most so many bytes more than two, in
         chunks or as packets. Two shots in chunks need another fence, signal and wait: 3 to 4 us between 2 H200s, 8
         among 4. As packets they need another trip alone, and are never slower than one shot in chunks (4 H200s).
+    copy_bytes: parts of at least that many go by copies, where all ranks' memory is mapped; an all-reduce in two shots.
     """
 
     packet_bytes: int = PACKET_BYTES
@@ -74,6 +84,11 @@ class CollectiveConfig:
     scatter_bytes: int = 1 << 20
     hop_bytes: int = 1 << 20
     packet_hop_bytes: int = 384 << 10
+    copy_bytes: int = 8 << 20
+
+    def copies(self, part_bytes: int, ctx: Context) -> bool:
+        """Whether parts of that size, the largest of a call, go by copies. The same on all ranks."""
+        return part_bytes >= self.copy_bytes and ctx.mapped
 
     def gathers_packets(self, part_bytes: int, ctx: Context) -> bool:
         """Whether parts of that size are gathered as packets. The same on all ranks."""
@@ -175,42 +190,50 @@ def receive_parts(
 @triton.jit(do_not_specialize=["rank", "max_chunks"])
 def all_gather_kernel(
     x, out,  # [own part], [whole]
-    inbox, inbox_stride, ready, max_chunks, state, table, rank,
+    inbox, inbox_stride, ready, max_chunks, state, table, rank, gate, copied, landed, begun,
     starts,  # [R + 1] first element of each part
     chunk,  # elements
-    SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+    SIZE: tl.constexpr, COPIES: tl.constexpr,
+    OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
     TRACE: tl.constexpr = False,
 ):
     epoch = begin_epoch(state)
     inbox += epoch % 2 * inbox_stride
     start, part = part_of(starts, rank, x.dtype.element_ty, ALIGN)
     chunks = chunk_count(part, chunk)
-    for index in range(tl.program_id(0), chunks, tl.num_programs(0)):
-        first = tl.cast(index, tl.int64) * chunk
-        size = tl.minimum(part - first, chunk)
-        for step in range(1, SIZE):
-            mark(SEND, index, (rank + step) % SIZE, table, TRANSPORT, TRACE)
-            put(inbox + start + first, x + first, size, (rank + step) % SIZE, table, TRANSPORT, BLOCK, ALIGN)
-        signal_all(ready + rank * max_chunks + index, epoch, table, rank, SIZE, TRANSPORT)
+    if COPIES:
+        begin_landing(tl.program_id(0), 0, gate, begun, epoch, table, rank, SIZE, COPIES, OPERATION, TRANSPORT)
+    else:
+        landed = None
+        for index in range(tl.program_id(0), chunks, tl.num_programs(0)):
+            first = tl.cast(index, tl.int64) * chunk
+            size = tl.minimum(part - first, chunk)
+            for step in range(1, SIZE):
+                mark(SEND, index, (rank + step) % SIZE, table, TRANSPORT, TRACE)
+                put(inbox + start + first, x + first, size, (rank + step) % SIZE, table, TRANSPORT, BLOCK, ALIGN)
+            signal_all(ready + rank * max_chunks + index, epoch, table, rank, SIZE, TRANSPORT)
     for index in range(tl.program_id(0), chunks, tl.num_programs(0)):
         first = tl.cast(index, tl.int64) * chunk
         mark(COPY, index, rank, table, TRANSPORT, TRACE)
         copy(out + start + first, x + first, tl.minimum(part - first, chunk), BLOCK, ALIGN)
     receive_parts(
-        out, inbox, ready, None, starts, max_chunks, epoch, table, chunk, chunk, rank,
-        SIZE, False, OPERATION, TRANSPORT, BLOCK, ALIGN, TRACE,
+        out, inbox, ready, landed, starts, max_chunks, epoch, table, chunk, chunk, rank,
+        SIZE, COPIES, OPERATION, TRANSPORT, BLOCK, ALIGN, TRACE,
     )
+    if COPIES:
+        await_copies(tl.program_id(0), copied, table, rank, OPERATION, TRANSPORT, TRACE)
     end_marks(table, TRANSPORT, TRACE)
-    end_epoch(state, epoch)
+    end_launch(state, epoch, None, 0, copied, landed, SIZE, COPIES)
 
 
-@triton.jit(do_not_specialize=["rank", "num_chunks", "max_chunks"])
+@triton.jit(do_not_specialize=["rank", "num_chunks", "max_chunks", "num_counters", "piece_chunks"])
 def reduce_kernel(
     x, out,  # [whole]; [own part], or [whole] with GATHER or WHOLE
-    inbox, inbox_stride, part_stride, ready, max_chunks, state, table, rank,
+    inbox, inbox_stride, part_stride, counters, num_counters, ready, max_chunks, state, table, rank,
+    gate, copied, landed, begun,
     starts,  # [R + 1] first element of each part; with WHOLE, the first two words are those of every part
-    chunk, num_chunks,  # elements; of the largest part
-    SIZE: tl.constexpr, GATHER: tl.constexpr, WHOLE: tl.constexpr,
+    chunk, num_chunks, piece_chunks,  # elements; of the largest part; of a copy
+    SIZE: tl.constexpr, GATHER: tl.constexpr, WHOLE: tl.constexpr, COPIES: tl.constexpr,
     OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
     TRACE: tl.constexpr = False,
 ):
@@ -220,27 +243,32 @@ def reduce_kernel(
     epoch = begin_epoch(state)
     inbox += epoch % 2 * inbox_stride
     pid = tl.program_id(0)
-    for index in range(pid, num_chunks, tl.num_programs(0)):
-        first = tl.cast(index, tl.int64) * chunk
-        for step in range(1, SIZE):
-            target = (rank + step) % SIZE
-            start, part = part_of(starts, target * PARTS, x.dtype.element_ty, ALIGN)
-            mark(SEND, index, target, table, TRANSPORT, TRACE)
-            put(
-                inbox + rank * part_stride + first, x + start + first, tl.maximum(tl.minimum(part - first, chunk), 0),
-                target, table, TRANSPORT, BLOCK, ALIGN,
-            )
-        signal_all(ready + rank * max_chunks + index, epoch, table, rank, SIZE, TRANSPORT)
+    if COPIES:
+        begin_landing(pid, 0, gate, begun, epoch, table, rank, SIZE, COPIES, OPERATION, TRANSPORT)
+    else:
+        landed = None
+        for index in range(pid, num_chunks, tl.num_programs(0)):
+            first = tl.cast(index, tl.int64) * chunk
+            for step in range(1, SIZE):
+                target = (rank + step) % SIZE
+                start, part = part_of(starts, target * PARTS, x.dtype.element_ty, ALIGN)
+                mark(SEND, index, target, table, TRANSPORT, TRACE)
+                put(
+                    inbox + rank * part_stride + first, x + start + first,
+                    tl.maximum(tl.minimum(part - first, chunk), 0), target, table, TRANSPORT, BLOCK, ALIGN,
+                )
+            signal_all(ready + rank * max_chunks + index, epoch, table, rank, SIZE, TRANSPORT)
 
     start, part = part_of(starts, rank * PARTS, x.dtype.element_ty, ALIGN)
     own = out + start if GATHER else out
     gathered = (inbox + SIZE * part_stride).to(out.dtype)
     gathered_ready = ready + SIZE * max_chunks
-    for index in range(pid, chunk_count(part, chunk), tl.num_programs(0)):
+    chunks = chunk_count(part, chunk)
+    for index in range(pid, chunks, tl.num_programs(0)):
         for source in range(SIZE):
             if source != rank:
                 mark(WAIT, index, source, table, TRANSPORT, TRACE)
-                wait_signal(ready + source * max_chunks + index, epoch, table, source, index, OPERATION, TRANSPORT)
+                wait_chunk(ready, landed, max_chunks, source, index, epoch, table, COPIES, OPERATION, TRANSPORT)
         mark(ADD, index, rank, table, TRANSPORT, TRACE)
         first = tl.cast(index, tl.int64) * chunk
         last = tl.minimum(part, first + chunk)
@@ -254,21 +282,27 @@ def reduce_kernel(
                     total += tl.load(inbox + source * part_stride + at, mask=at < last, other=0.0).to(tl.float32)
             tl.store(own + at, total.to(out.dtype.element_ty), mask=at < last)
         if GATHER:
-            tl.debug_barrier()  # the chunk was stored by all threads, and other threads copy it
-            for step in range(1, SIZE):
-                mark(SEND, index, (rank + step) % SIZE, table, TRANSPORT, TRACE)
-                put(
-                    gathered + start + first, own + first, last - first, (rank + step) % SIZE, table,
-                    TRANSPORT, BLOCK, ALIGN,
-                )
-            signal_all(gathered_ready + rank * max_chunks + index, epoch, table, rank, SIZE, TRANSPORT)
+            if COPIES:
+                piece = index // piece_chunks
+                count_up_to(counters + piece, tl.minimum(chunks - piece * piece_chunks, piece_chunks), TRANSPORT)
+            else:
+                tl.debug_barrier()  # the chunk was stored by all threads, and other threads copy it
+                for step in range(1, SIZE):
+                    mark(SEND, index, (rank + step) % SIZE, table, TRANSPORT, TRACE)
+                    put(
+                        gathered + start + first, own + first, last - first, (rank + step) % SIZE, table,
+                        TRANSPORT, BLOCK, ALIGN,
+                    )
+                signal_all(gathered_ready + rank * max_chunks + index, epoch, table, rank, SIZE, TRANSPORT)
     if GATHER:
         receive_parts(
-            out, gathered, gathered_ready, None, starts, max_chunks, epoch, table, chunk, chunk, rank,
-            SIZE, False, OPERATION, TRANSPORT, BLOCK, ALIGN, TRACE,
+            out, gathered, gathered_ready, landed + SIZE if COPIES else None, starts, max_chunks, epoch, table,
+            chunk, chunk, rank, SIZE, COPIES, OPERATION, TRANSPORT, BLOCK, ALIGN, TRACE,
         )
+    if COPIES:
+        await_copies(pid, copied, table, rank, OPERATION, TRANSPORT, TRACE)
     end_marks(table, TRANSPORT, TRACE)
-    end_epoch(state, epoch)
+    end_launch(state, epoch, counters, num_counters, copied, landed, SIZE, COPIES)
 
 
 @triton.jit
@@ -521,12 +555,14 @@ def plan_all_reduce(ctx: Context, x: torch.Tensor, out, out_dtype, config=DEFAUL
     result = _result("all_reduce", x, out, tuple(x.shape), dtypes[1])
     if ctx.size == 1:
         return _into(result, _copy)
-    if config.one_shot(x.numel() * x.element_size(), ctx, x.numel() * dtypes[1].itemsize):
+    vector = 16 // min(dtype.itemsize for dtype in dtypes)
+    vectors = split_rows(-(-x.numel() // vector), ctx.size)
+    num_bytes = x.numel() * x.element_size()
+    copied = config.copies(vectors[0] * vector * x.element_size(), ctx)
+    if not copied and config.one_shot(num_bytes, ctx, x.numel() * dtypes[1].itemsize):
         parts = _Parts(ctx, [x.numel()] * ctx.size, x, out, dtypes, max_programs, whole=True)
         return _into(result, parts.reduce(OP_ALL_REDUCE, config))
     # Parts of whole 16-byte vectors, the last one shorter.
-    vector = 16 // min(dtype.itemsize for dtype in dtypes)
-    vectors = split_rows(-(-x.numel() // vector), ctx.size)
     starts = [min(sum(vectors[:rank]) * vector, x.numel()) for rank in range(ctx.size + 1)]
     parts = [last - first for first, last in zip(starts, starts[1:], strict=False)]
     parts = _Parts(ctx, parts, x, out, dtypes, max_programs)
@@ -556,7 +592,7 @@ class _Parts:
     """
 
     def __init__(self, ctx: Context, parts: list[int], x, out, dtypes, max_programs: int, whole: bool = False):
-        self.ctx, self.whole = ctx, whole
+        self.ctx, self.parts, self.whole = ctx, parts, whole
         self.x, self.out = (torch.empty(0, dtype=dtype, device="meta") for dtype in dtypes)
         self.itemsize, out_itemsize = (dtype.itemsize for dtype in dtypes)
         starts = [0, parts[0]] if whole else [sum(parts[:rank]) for rank in range(ctx.size + 1)]
@@ -567,6 +603,8 @@ class _Parts:
         chunk = max(min(-(-self.max_part // self.num_programs) * self.itemsize, CHUNK_BYTES), MIN_CHUNK_BYTES)
         self.chunk = -(-chunk // MIN_CHUNK_BYTES) * MIN_CHUNK_BYTES // self.itemsize
         self.num_chunks = -(-self.max_part // self.chunk) or 1
+        pieces = max(round(math.sqrt(self.max_part * self.itemsize / PIECE_BYTES)), 1)
+        self.piece_chunks = -(-self.num_chunks // pieces)
         aligned = all(start * size % 16 == 0 for start in starts for size in (self.itemsize, out_itemsize))
         # What is new is aligned: a result, and the copy of an x that is not contiguous.
         aligned = aligned and (x.data_ptr() % 16 == 0 or not x.is_contiguous())
@@ -581,8 +619,15 @@ class _Parts:
             maxnreg=128,
         )
 
-    def reserve(self, inbox_elements: int):
-        return self.ctx.workspace().reserve(inbox_elements * self.itemsize, self.num_chunks)
+    def reserve(self, elements: int, landing: bool, num_counters: int = 0):
+        """The workspace, its landing or its inboxes as elements of x, and how far these are apart."""
+        num_bytes = elements * self.itemsize
+        room = {"landing_bytes": num_bytes} if landing else {}
+        workspace = self.ctx.workspace().reserve(
+            0 if landing else num_bytes, self.num_chunks, num_counters=num_counters, **room
+        )
+        memory, stride = (workspace.landing, 0) if landing else (workspace.inbox, workspace.inbox_bytes)
+        return workspace, memory.view(self.x.dtype), stride // self.itemsize
 
     def gather(self, config: CollectiveConfig):
         """Send this rank's part to everyone."""
@@ -590,13 +635,20 @@ class _Parts:
         # Bytes have no packets, and 8 bytes are two words of one.
         if 1 < self.itemsize < 8 and config.gathers_packets(self.max_part * self.itemsize, ctx):
             return self.packets(OP_ALL_GATHER, reduce=False)
-        workspace = self.reserve(self.total)
-        return ctx.bind(
+        copied = config.copies(self.max_part * self.itemsize, ctx)
+        workspace, inbox, stride = self.reserve(self.total, copied)
+        launch = ctx.bind(
             all_gather_kernel, min(self.num_programs, self.num_chunks), self.x, self.out,
-            workspace.inbox.view(self.x.dtype), workspace.inbox_bytes // self.itemsize, workspace.ready,
-            workspace.num_chunks, workspace.state, ctx.table, ctx.rank, self.starts, self.chunk,
-            SIZE=ctx.size, OPERATION=OP_ALL_GATHER, varying=("x", "out"), **self.options,
+            inbox, stride, workspace.ready, workspace.num_chunks, workspace.state, ctx.table, ctx.rank,
+            workspace.gates[0], workspace.copied, workspace.landed, workspace.begun, self.starts, self.chunk,
+            SIZE=ctx.size, COPIES=copied, OPERATION=OP_ALL_GATHER, varying=("x", "out", "gate"), **self.options,
         )  # fmt: skip
+        own, first = self.parts[ctx.rank], sum(self.parts[: ctx.rank])
+        return self.with_copies(launch, workspace, copied and [
+            Send((ctx.rank + step) % ctx.size, 0, start * self.itemsize, (first + start) * self.itemsize,
+                 size * self.itemsize, ctx.rank, chunks)
+            for step in range(1, ctx.size) for start, size, chunks in self.pieces(own)
+        ])  # fmt: skip
 
     def reduce(self, operation, config: CollectiveConfig, gather: bool = False):
         """Sum the parts of all ranks, each for its owner, and with `gather` send the sums to everyone."""
@@ -612,14 +664,54 @@ class _Parts:
         if gather and ctx.size > 2:  # a smaller call, in one shot, must not need a larger inbox
             most = config.most_in_one_shot(ctx.size) // self.itemsize
             needed = max(needed, ctx.size * (most + BLOCK))
-        workspace = self.reserve(needed)
-        return ctx.bind(
+        copied = config.copies(self.max_part * self.itemsize, ctx)
+        num_counters = len(list(self.pieces(self.max_part))) if copied and gather else 0
+        workspace, inbox, stride = self.reserve(needed, copied, num_counters)
+        launch = ctx.bind(
             reduce_kernel, min(self.num_programs, self.num_chunks), self.x, self.out,
-            workspace.inbox.view(self.x.dtype), workspace.inbox_bytes // self.itemsize, part_stride, workspace.ready,
-            workspace.num_chunks, workspace.state, ctx.table, ctx.rank, self.starts, self.chunk, self.num_chunks,
-            SIZE=ctx.size, GATHER=gather, WHOLE=self.whole, OPERATION=operation, varying=("x", "out"),
-            **self.options,
+            inbox, stride, part_stride, workspace.counters, num_counters, workspace.ready, workspace.num_chunks,
+            workspace.state, ctx.table, ctx.rank,
+            workspace.gates[0], workspace.copied, workspace.landed, workspace.begun,
+            self.starts, self.chunk, self.num_chunks, self.piece_chunks,
+            SIZE=ctx.size, GATHER=gather, WHOLE=self.whole, COPIES=copied, OPERATION=operation,
+            varying=("x", "out", "gate"), **self.options,
         )  # fmt: skip
+        return self.with_copies(launch, workspace, copied and self.reduced_sends(part_stride, gather))
+
+    def pieces(self, part: int):
+        """What is copied of a part at a time: (first element, elements, chunks of the part that are there then)."""
+        chunks = -(-part // self.chunk) or 1
+        for first in range(0, chunks, self.piece_chunks):
+            last = min(first + self.piece_chunks, chunks)
+            yield first * self.chunk, min(last * self.chunk, part) - first * self.chunk, last
+
+    def reduced_sends(self, part_stride: int, gather: bool) -> list[Send]:
+        """The peers' parts of x, a piece of each in turn, for a sum needs all ranks'; then the own sums."""
+        rank, size, itemsize, sends = self.ctx.rank, self.ctx.size, self.itemsize, []
+        peers = [(rank + step) % size for step in range(1, size)]
+        pieces = {peer: list(self.pieces(self.parts[peer])) for peer in peers}
+        for number in range(max(map(len, pieces.values()))):
+            for peer in peers:
+                for first, count, chunks in pieces[peer][number : number + 1]:
+                    start = 0 if self.whole else sum(self.parts[:peer])
+                    to = (rank * part_stride + first) * itemsize
+                    sends.append(Send(peer, 0, (start + first) * itemsize, to, count * itemsize, rank, chunks))
+        start, itemsize = sum(self.parts[:rank]), self.out.element_size()
+        for number, (first, count, chunks) in enumerate(self.pieces(self.parts[rank]) if gather else ()):
+            at = (start + first) * itemsize
+            to, summed = size * part_stride * self.itemsize + at, chunks - number * self.piece_chunks
+            for peer in peers:
+                waited = summed if peer == peers[0] else 0
+                sends.append(Send(peer, 1, at, to, count * itemsize, size + rank, chunks, number, waited))
+        return sends
+
+    def with_copies(self, launch, workspace, sends: list[Send] | bool):
+        """What takes x and out: the launch, with what the copy engine sends beside it, if it does."""
+        if not sends:
+            gate = workspace.gates[0]
+            return lambda x, out: launch(x, out, gate)
+        copies = Copies(self.ctx, workspace, sends)
+        return lambda x, out: copies.beside(functools.partial(launch, x, out), x, out)
 
     def packets(self, operation, reduce: bool, gather: bool = False):
         """The same, or a gather of the parts, as packets. Nothing moves if there is nothing on any rank."""

@@ -49,7 +49,7 @@ import triton
 import triton.language as tl
 
 from tkernels.comm import interpreter
-from tkernels.comm.device import arrived, count, tell_all, wait_signal
+from tkernels.comm.device import arrived, count, end_epoch, tell_all, wait_signal
 from tkernels.comm.driver import driver
 from tkernels.comm.lease import Crossing
 from tkernels.comm.marks import COLLECT, mark
@@ -101,6 +101,26 @@ def await_copies(pid, copied, table, rank, OPERATION: tl.constexpr, TRANSPORT: t
     if pid == tl.num_programs(0) - 1:
         mark(COLLECT, 0, rank, table, TRANSPORT, TRACE)
         wait_signal(copied, 1, table, rank, 0, OPERATION, TRANSPORT)
+
+
+@triton.jit
+def end_launch(
+    state, epoch, counters, num_counters, copied, landed, SIZE: tl.constexpr, COPIES: tl.constexpr,
+):  # fmt: skip
+    """Last call of every program: as `end_epoch`, and what is zero between calls is so: None where nothing changed."""
+    if end_epoch(state, epoch):
+        if landed is not None:
+            word = tl.arange(0, triton.next_power_of_2(2 * SIZE))
+            tl.store(landed + word, tl.zeros(word.shape, tl.int64), mask=word < 2 * SIZE)
+        if counters is not None:
+            if COPIES:
+                if tl.load(copied) == 0:
+                    num_counters = 0
+            for first in range(0, num_counters, 256):
+                at = first + tl.arange(0, 256)
+                tl.store(counters + at, tl.full((256,), 0, tl.int64), mask=at < num_counters)
+        if COPIES:
+            tl.store(copied, tl.full((), 0, tl.int64))
 
 
 @dataclass(frozen=True)

@@ -220,6 +220,11 @@ def _cases() -> list[Case]:
         for dtype in (*dtypes, "int8", "int64") if operation == "all_gather" else dtypes:
             for label, shape in COLLECTIVE_SHAPES.items():
                 cases.append(Case(operation, dtype, label, shape, ranks=4))
+            cases.append(Case(operation, dtype, "copied", COLLECTIVE_SHAPES["aligned"], ranks=4, copied=True))
+        cases.append(Case(operation, label="unaligned_copied", shape=COLLECTIVE_SHAPES["unaligned"], ranks=8,
+                          copied=True))  # fmt: skip
+        cases.append(Case(operation, label="copied_traced", ranks=2, copied=True, traced=True))
+        cases.append(Case(operation, label="copied", ranks=4, transport="nvshmem", copied=True))
         cases.append(Case(operation, label="aligned", ranks=2))
         cases.append(Case(operation, label="aligned", ranks=4, transport="nvshmem"))
         cases.append(Case(operation, label="small", shape=COLLECTIVE_SHAPES["small"], ranks=2))
@@ -496,7 +501,8 @@ def _call(case: Case):
         elif case.operation == "channel":
             _call_channel(ctx, case)
         elif case.operation in COLLECTIVES:
-            getattr(collectives, case.operation)(ctx, matrix(M, K))
+            config = replace(collectives.DEFAULT, copy_bytes=0 if case.copied else 1 << 40)
+            getattr(collectives, case.operation)(ctx, matrix(M, K), config=config)
         else:
             rows = case.rows or (M // case.ranks,) * case.ranks
             x = matrix(rows[1] if case.operation == "all_gather_matmul" else M, K, case.x_transposed)

@@ -1,15 +1,18 @@
 """all_gather, reduce_scatter, all_reduce and barrier: any dtype, any share, call after call."""
 
+import ctypes
 import functools
 import itertools
 import math
+import time
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import triton
 import triton.language as tl
-from transports import every_transport, late, over, poison_workspace
+from transports import every_transport, late, launches, over, poison_workspace, poisoned_memory, simulated_only
 
 import tkernels
 from tkernels.comm import collectives, interpreter
@@ -32,7 +35,9 @@ CONFIGS = {
     "packets, two shots": collectives.CollectiveConfig(1 << 30, 1 << 30, 1 << 30, hop_bytes=-1, packet_hop_bytes=-1),
     "one shot": collectives.CollectiveConfig(0, 0, 0, hop_bytes=1 << 30),
     "two shots": collectives.CollectiveConfig(0, 0, 0, hop_bytes=-1),
+    "copies": collectives.CollectiveConfig(0, 0, 0, copy_bytes=0),
 }
+PATIENCE_S = 1.0  # how long a rank waits for another to make a mistake
 every_way = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 WIDTHS = [(7,), (), (2, 3), (0,), (16,)]  # what follows the rows; 16 elements of any dtype are whole 16-byte vectors
 
@@ -44,7 +49,7 @@ def gathered(make, ctx, rows, width, dtype, seed, **limits):
 
 @pytest.mark.ranks(2, 3, 4)
 @every_transport
-@pytest.mark.parametrize("way", ["packets", "one shot"])
+@pytest.mark.parametrize("way", ["packets", "one shot", "copies"])
 def test_all_gather_puts_all_rows_in_the_order_of_ranks(ctx, transport, way):
     ctx = over(ctx, transport)
     for seed, (rows, width) in enumerate(zip(SHARES[ctx.size], WIDTHS, strict=False)):
@@ -139,6 +144,80 @@ def test_parts_of_many_chunks_arrive_whole(ctx, transport):
         assert torch.equal(collectives.all_reduce(ctx, wholes[ctx.rank], config=config), sum(wholes))
 
 
+@pytest.mark.ranks(2, 3, 4)
+@every_transport
+def test_copies_of_several_pieces_arrive_whole_in_place_and_in_other_dtypes(ctx, transport):
+    ctx = over(ctx, transport)
+    config, chunk = CONFIGS["copies"], collectives.MIN_CHUNK_BYTES // 4
+    rows = [(9 * chunk + 8, 3 * chunk - 4, 0, 1)[: ctx.size], (2 * chunk,) * ctx.size]
+    with mock.patch.object(collectives, "PIECE_BYTES", 1024), mock.patch.object(collectives, "CHUNK_BYTES", 4096):
+        for seed, counts in enumerate(rows):
+            late(ctx, seed % ctx.size, 0.02)
+            shards = gathered(integers, ctx, counts, (), torch.float32, seed)
+            wholes = gathered(integers, ctx, (sum(counts),) * ctx.size, (), torch.bfloat16, 10 + seed)
+            total = sum(whole.float() for whole in wholes)
+            start, stop = sum(counts[: ctx.rank]), sum(counts[: ctx.rank + 1])
+            poison_workspace(ctx)
+            with launches() as launched:
+                got = collectives.all_gather(ctx, shards[ctx.rank], counts, config=config)
+                assert torch.equal(got, torch.cat(shards))
+                for dtype in (torch.bfloat16, torch.float32):
+                    got = collectives.reduce_scatter(ctx, wholes[ctx.rank], counts, out_dtype=dtype, config=config)
+                    assert torch.equal(got, total.to(dtype)[start:stop])
+                    got = collectives.all_reduce(ctx, wholes[ctx.rank], out_dtype=dtype, config=config)
+                    assert torch.equal(got, total.to(dtype))
+                mine = wholes[ctx.rank].clone()
+                collectives.all_reduce(ctx, mine, out=mine, config=config)
+                assert torch.equal(mine, total.bfloat16())
+            assert [arguments["COPIES"] for *_, arguments in launched] == 6 * [True]
+    ctx.check()
+    ctx.group.barrier()
+    assert not ctx.workspace().landed.any() and not ctx.workspace().counters.any()
+
+
+def sums_early(ctx, form):
+    """An all-reduce whose rank 0 adds its last chunk late; in the wrong form its sums are sent before."""
+    config, wait_chunk, waited = CONFIGS["copies"], collectives.wait_chunk, []
+    wholes = gathered(integers, ctx, (8 * collectives.MIN_CHUNK_BYTES // 4,) * 2, (), torch.float32, 3)
+    count_up_to, done = collectives.count_up_to, ctx.empty(1, dtype=torch.int64)
+    done.zero_()
+    poison_workspace(ctx)
+    theirs = ctypes.c_int64.from_address(ctx.heap.segment.bases[1 - ctx.rank] + ctx.heap.offset(done))
+
+    @interpreter.builtin
+    def wait_late(ready, landed, max_chunks, source, chunk, *arguments):
+        limit = time.monotonic() + PATIENCE_S
+        if ctx.rank == 0 and isinstance(chunk, int) and chunk == 3:  # the part's last one, of which sums are taken
+            waited.append(chunk)
+            while not done.item() and time.monotonic() < limit:
+                time.sleep(1e-3)
+        wait_chunk(ready, landed, max_chunks, source, chunk, *arguments)
+
+    @interpreter.builtin
+    def count_for_all(counter, number, *arguments):
+        ctypes.c_int64.from_address(int(counter.handle.data.item())).value += 100
+
+    with (
+        mock.patch.object(collectives, "CHUNK_BYTES", collectives.MIN_CHUNK_BYTES),
+        mock.patch.object(collectives, "wait_chunk", wait_late),
+        mock.patch.object(collectives, "count_up_to", count_for_all if form == "wrong" else count_up_to),
+        poisoned_memory(),
+    ):
+        got = collectives.all_reduce(ctx, wholes[ctx.rank], config=config)
+    theirs.value = 1
+    assert waited == ([3] if ctx.rank == 0 else [])
+    return torch.equal(got, sum(wholes))
+
+
+@simulated_only
+@pytest.mark.ranks(2)
+def test_sums_that_are_copied_before_all_are_there_are_caught(ctx):
+    for form in ("right", "wrong"):
+        with tkernels.init(heap_bytes=8 << 20) as context:
+            right = sums_early(context, form)
+            assert all(ctx.group.gather(right)) == (form == "right")
+
+
 def test_the_way_to_travel_is_chosen_by_size_and_ranks():
     def way(num_bytes, size, transport="peer"):
         config, ctx = collectives.DEFAULT, SimpleNamespace(
@@ -148,6 +227,9 @@ def test_the_way_to_travel_is_chosen_by_size_and_ranks():
         part, trips = (num_bytes, 1) if one_shot else (num_bytes // size, 2)
         return one_shot, config.sums_packets(part, ctx, trips), config.sums_packets(part, ctx, scatters=True)
 
+    for mapped in (True, False):
+        by_copies = functools.partial(collectives.DEFAULT.copies, ctx=SimpleNamespace(mapped=mapped))
+        assert (by_copies(8 << 20), by_copies((8 << 20) - 1)) == (mapped, False)
     assert way(64 << 10, 2) == way(256 << 10, 4) == way(64 << 10, 8) == (True, True, True)
     assert way(1 << 20, 2) == way(2 << 20, 2) == (True, True, False)
     assert way(64 << 10, 4, "nvshmem") == way(512 << 10, 4, "nvshmem") == (True, False, False)
@@ -160,8 +242,10 @@ def test_the_way_to_travel_is_chosen_by_size_and_ranks():
 def test_no_all_reduce_needs_more_packets_than_there_is_room_for():
     """What comes back wider than it was sent takes more of them."""
     asked = []
-    workspace = SimpleNamespace(reserve=lambda *_, num_lamport=0: asked.append(num_lamport) or workspace, num_chunks=64)
-    workspace.lamport = workspace.inbox = workspace.ready = workspace.state = torch.empty(0)
+    workspace = SimpleNamespace(num_chunks=64)
+    workspace.reserve = lambda *_, num_lamport=0, **__: asked.append(num_lamport) or workspace
+    for name in ("lamport", "inbox", "ready", "state", "counters", "gates", "copied", "landed", "begun"):
+        setattr(workspace, name, torch.empty(1))
     workspace.num_lamport = workspace.inbox_bytes = 0
     for size, dtypes in itertools.product((2, 3, 4, 8), ((torch.bfloat16,) * 2, (torch.bfloat16, torch.float32))):
         ctx = SimpleNamespace(

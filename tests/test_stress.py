@@ -25,11 +25,12 @@ BURST = 8  # calls before results are looked at
 FEATURES = [(40, 48), (33, 50)]  # N, K on a rank: with and without TMA; the sums of 50 products are exact in bf16
 COLLECTIVES = ["all_gather", "reduce_scatter", "all_reduce"]
 FUSED = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
-CONFIGS = [  # packets and chunks, each with all-reduces in one shot and in two
+CONFIGS = [  # packets and chunks, each with all-reduces in one shot and in two, and copies
     collectives.DEFAULT,
     collectives.CollectiveConfig(hop_bytes=-1, packet_hop_bytes=-1),
     collectives.CollectiveConfig(0, 0, 0),
     collectives.CollectiveConfig(0, 0, 0, hop_bytes=-1),
+    collectives.CollectiveConfig(0, 0, 0, copy_bytes=0),
 ]
 MAX_ROWS = 90 if SIMULATED else 300
 DTYPE = torch.bfloat16

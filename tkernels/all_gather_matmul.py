@@ -21,7 +21,7 @@ import triton.language as tl
 
 from tkernels.comm.collectives import check_rows
 from tkernels.comm.context import Context
-from tkernels.comm.copies import Copies, Send, await_copies, begin_landing
+from tkernels.comm.copies import Copies, Send, await_copies, begin_landing, end_launch
 from tkernels.comm.device import begin_epoch, copy, count, operation, publish, put_signal, wait_signal
 from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark
 from tkernels.comm.plans import Launch
@@ -52,7 +52,6 @@ from tkernels.overlap import (
     are_even,
     check_mapped,
     dealt_tile,
-    end_launch,
     end_of_tile,
     num_chunks,
     part_of_tile,

@@ -26,7 +26,7 @@ import triton.language as tl
 
 from tkernels.comm.collectives import check_rows, receive_parts, split_rows
 from tkernels.comm.context import Context
-from tkernels.comm.copies import Copies, Send, await_copies, await_peers, begin_landing
+from tkernels.comm.copies import Copies, Send, await_copies, await_peers, begin_landing, end_launch
 from tkernels.comm.device import (
     begin_epoch,
     completes,
@@ -73,7 +73,6 @@ from tkernels.overlap import (
     all_arrived,
     check_mapped,
     dealt_tile,
-    end_launch,
     end_of_tile,
     num_chunks,
     part_of_tile,

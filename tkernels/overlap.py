@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from tkernels.comm.context import Context
-from tkernels.comm.device import arrived, end_epoch, wait_chunk
+from tkernels.comm.device import arrived, wait_chunk
 from tkernels.configs import (
     BYTES_PER_S_OF_A_PROGRAM,
     FLOPS_PER_S,
@@ -382,22 +382,4 @@ def all_arrived(
     elif chunks * (SIZE - 1) <= MAX_LOOK:
         there = arrived(ready + words_of_peers(max_chunks, chunks, first, rank, SIZE), epoch, TRANSPORT)
     return there
-
-
-@triton.jit
-def end_launch(
-    state, epoch, counters, num_counters, copied, landed, SIZE: tl.constexpr, COPIES: tl.constexpr,
-):  # fmt: skip
-    """Last call of every program: as `end_epoch`, and what is zero between calls is so. landed: or None."""
-    if end_epoch(state, epoch):
-        if landed is not None:
-            word = tl.arange(0, triton.next_power_of_2(2 * SIZE))
-            tl.store(landed + word, tl.zeros(word.shape, tl.int64), mask=word < 2 * SIZE)
-        if COPIES:
-            if tl.load(copied) == 0:
-                num_counters = 0
-            tl.store(copied, tl.full((), 0, tl.int64))
-        for first in range(0, num_counters, 256):
-            at = first + tl.arange(0, 256)
-            tl.store(counters + at, tl.full((256,), 0, tl.int64), mask=at < num_counters)
 # fmt: on

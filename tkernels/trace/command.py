@@ -1,12 +1,13 @@
 """`tkernels trace`: record an operation on ranks of this machine, write the trace, and say what is in it."""
 
 import argparse
+import dataclasses
 import functools
 import importlib
 import json
+import math
 import statistics
 import sys
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from rich.table import Table
 
 import tkernels
 from tkernels import shapes
+from tkernels.comm import collectives
 from tkernels.comm.context import Context
 from tkernels.configs import overlap_config
 from tkernels.gemm import layout_of
@@ -28,7 +30,7 @@ PAUSE_US = 2000.0  # for queueing a call that is recorded
 TIMEOUT_S = 300.0
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Options:
     """The command's arguments. shape: a name, or MxNxK. ranks: None is all GPUs, or 2. json: "-" is stdout."""
 
@@ -41,7 +43,7 @@ class Options:
     json: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Result:
     """What the command found out. sizes: M, N, K over all ranks. summary: of the last call.
 
@@ -75,7 +77,7 @@ def run(options: Options) -> int:
     result = launch(record, ranks, options, sizes, timeout_s=TIMEOUT_S)[0]
     _report(result, Console(stderr=options.json == "-", highlight=False))
     if options.json:
-        text = json.dumps(asdict(result), indent=1) + "\n"
+        text = json.dumps(dataclasses.asdict(result), indent=1) + "\n"
         sys.stdout.write(text) if options.json == "-" else Path(options.json).write_text(text)
     return 0
 
@@ -105,9 +107,11 @@ def record(ctx: Context, options: Options, sizes: shapes.Shape) -> Result:
             overlap_config, ctx, options.operation, sizes[0], *w.shape, x.dtype, layout_of(x, w)
         )
         config = choose()
-        if config.copied:  # the copy engine makes no marks
+        if config.copied:  # the copy engine makes no marks; below too
             config = choose(sending=True)
-        operation = functools.partial(operation, config=config)
+    else:
+        config = dataclasses.replace(collectives.DEFAULT, copy_bytes=math.inf)
+    operation = functools.partial(operation, config=config)
 
     watch = stopwatch(ctx)
 
