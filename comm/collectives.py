@@ -197,22 +197,23 @@ def all_gather_kernel(
     OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
     TRACE: tl.constexpr = False,
 ):
+    pid = tl.program_id(0)
     epoch = begin_epoch(state)
     inbox += epoch % 2 * inbox_stride
     start, part = part_of(starts, rank, x.dtype.element_ty, ALIGN)
     chunks = chunk_count(part, chunk)
     if COPIES:
-        begin_landing(tl.program_id(0), 0, gate, begun, epoch, table, rank, SIZE, COPIES, OPERATION, TRANSPORT)
+        begin_landing(pid, 0, gate, begun, epoch, table, rank, SIZE, COPIES, OPERATION, TRANSPORT)
     else:
         landed = None
-        for index in range(tl.program_id(0), chunks, tl.num_programs(0)):
+        for index in range(pid, chunks, tl.num_programs(0)):
             first = tl.cast(index, tl.int64) * chunk
             size = tl.minimum(part - first, chunk)
             for step in range(1, SIZE):
                 mark(SEND, index, (rank + step) % SIZE, table, TRANSPORT, TRACE)
                 put(inbox + start + first, x + first, size, (rank + step) % SIZE, table, TRANSPORT, BLOCK, ALIGN)
             signal_all(ready + rank * max_chunks + index, epoch, table, rank, SIZE, TRANSPORT)
-    for index in range(tl.program_id(0), chunks, tl.num_programs(0)):
+    for index in range(pid, chunks, tl.num_programs(0)):
         first = tl.cast(index, tl.int64) * chunk
         mark(COPY, index, rank, table, TRANSPORT, TRACE)
         copy(out + start + first, x + first, tl.minimum(part - first, chunk), BLOCK, ALIGN)
@@ -221,7 +222,7 @@ def all_gather_kernel(
         SIZE, COPIES, OPERATION, TRANSPORT, BLOCK, ALIGN, TRACE,
     )
     if COPIES:
-        await_copies(tl.program_id(0), copied, table, rank, OPERATION, TRANSPORT, TRACE)
+        await_copies(pid, copied, table, rank, OPERATION, TRANSPORT, TRACE)
     end_marks(table, TRANSPORT, TRACE)
     end_launch(state, epoch, None, 0, copied, landed, SIZE, COPIES)
 

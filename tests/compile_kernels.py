@@ -221,9 +221,10 @@ def _cases() -> list[Case]:
             for label, shape in COLLECTIVE_SHAPES.items():
                 cases.append(Case(operation, dtype, label, shape, ranks=4))
             cases.append(Case(operation, dtype, "copied", COLLECTIVE_SHAPES["aligned"], ranks=4, copied=True))
-        cases.append(Case(operation, label="unaligned_copied", shape=COLLECTIVE_SHAPES["unaligned"], ranks=8,
+        cases.append(Case(operation, label="unaligned_copied", shape=COLLECTIVE_SHAPES["unaligned"], ranks=4,
                           copied=True))  # fmt: skip
-        cases.append(Case(operation, label="copied_traced", ranks=2, copied=True, traced=True))
+        cases.append(Case(operation, label="copied_traced", shape=COLLECTIVE_SHAPES["aligned"], ranks=4, copied=True,
+                          traced=True))  # fmt: skip
         cases.append(Case(operation, label="copied", ranks=4, transport="nvshmem", copied=True))
         cases.append(Case(operation, label="aligned", ranks=2))
         cases.append(Case(operation, label="aligned", ranks=4, transport="nvshmem"))
