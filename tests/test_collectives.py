@@ -229,7 +229,7 @@ def test_the_way_to_travel_is_chosen_by_size_and_ranks():
 
     for mapped in (True, False):
         by_copies = functools.partial(collectives.DEFAULT.copies, ctx=SimpleNamespace(mapped=mapped))
-        assert (by_copies(8 << 20), by_copies((8 << 20) - 1)) == (mapped, False)
+        assert (by_copies(16 << 20), by_copies((16 << 20) - 1)) == (mapped, False)
     assert way(64 << 10, 2) == way(256 << 10, 4) == way(64 << 10, 8) == (True, True, True)
     assert way(1 << 20, 2) == way(2 << 20, 2) == (True, True, False)
     assert way(64 << 10, 4, "nvshmem") == way(512 << 10, 4, "nvshmem") == (True, False, False)

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transports import by_copies, every_path, every_transport, gpu_only, interleaved, over
 
 import tkernels
-from tkernels.comm import TkernelsError
+from tkernels.comm import TkernelsError, collectives
 from tkernels.demo.model import ModelConfig, Transformer, shard
 from tkernels.layers.functions import all_reduce_sequence_parallel_grads
 from tkernels.testing.compare import integers
@@ -50,7 +50,7 @@ def step(ctx, path, shard, whole, w):
             by_copies(ctx, "all_gather_matmul", shard, w),
             reduce(ctx, "matmul_reduce_scatter", whole, w),
             reduce(ctx, "matmul_all_reduce", whole, w),
-            tkernels.all_gather(shard, ctx=ctx),
+            collectives.all_gather(ctx, shard, config=collectives.CollectiveConfig(0, 0, 0, copy_bytes=0)),
         )
     return (
         tkernels.all_gather_matmul(shard, w, ctx=ctx, path=path),
