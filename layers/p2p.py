@@ -21,6 +21,7 @@ with CUDA 13.0). Two ranks that each load something while a kernel waits for the
 run, and wait, from the post on: there, take the first steps without overlap_p2p_comm.
 """
 
+import numbers
 import os
 import threading
 import time
@@ -82,7 +83,11 @@ class P2PHandle:
         return all(done.query() for done in self._done)
 
     def release(self):
-        """Give the handle up, without a wait; may be repeated. The storage is held while the transfer lasts."""
+        """Give the handle up, without a wait; may be repeated.
+
+        The storage is held until its home stream is ordered behind the transfer: when more than `max_inflight` buffers
+        have been given up so and a later receive is started, or by `drain`.
+        """
         self.state = "released"
         while self._leases:
             self._keepalive.defer(self._leases.pop())
@@ -188,7 +193,7 @@ class P2PCommunicator:
         if dst not in (self.next_rank, self.prev_rank):
             raise ValueError(self._no_neighbour("send to", dst))
         if deallocate:
-            _check_no_view(tensor)
+            _check_own(tensor)
         handle = self._send(edge, tensor, producers, home)
         if deallocate:
             deallocate_output_tensor(tensor)
@@ -346,6 +351,7 @@ class P2PCommunicator:
 
     def _receive(self, edge: str, shapes, dtype) -> tuple[object, P2PHandle]:
         self._require_peer(edge)
+        self._dropped.drain(keep=self.max_inflight)
         done, leases = [], []
         value = _map_shapes(shapes, lambda shape: self._launch_receive(edge, shape, dtype or self.dtype, done, leases))
         return value, self._handle(f"{edge} of rank {self.rank}", done, leases)
@@ -412,7 +418,11 @@ class _ChannelWire:
             )
         after, before = (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size
         forward = Channel(ctx, after, before, slot_bytes=slot_bytes, copies=copies)
-        backward = Channel(ctx, before, after, slot_bytes=slot_bytes, copies=copies)
+        try:
+            backward = Channel(ctx, before, after, slot_bytes=slot_bytes, copies=copies)
+        except Exception:  # on all ranks, for want of room
+            forward.close()
+            raise
         self.channels = dict(zip(EDGES, (forward, forward, backward, backward), strict=True))
         self._ctx, self._late = ctx, {edge: deque() for edge in EDGES}
         self._lock = threading.RLock()  # handles may be waited for in autograd's threads
@@ -469,11 +479,14 @@ class _ChannelWire:
         return moved
 
     def finish(self, transfer: "_LateTransfer"):
-        """Move things until `transfer` is over; once nothing has moved for half of the limit, wait for its peer."""
-        limit = time.monotonic() + self._ctx.timeout_s / 2
+        """Move things until `transfer` is over; once nothing moves for as long as a wait may take, wait for its peer.
+
+        Not earlier, for then nothing else moves that the peer may wait for.
+        """
+        limit = time.monotonic() + self._ctx.timeout_s
         while transfer.parts:
             if self.progress():
-                limit = time.monotonic() + self._ctx.timeout_s / 2
+                limit = time.monotonic() + self._ctx.timeout_s
             elif time.monotonic() < limit and not self._ctx.failed:
                 time.sleep(1e-4)
             else:
@@ -584,11 +597,11 @@ def deallocate_output_tensor(out, handle: P2PHandle | None = None):
 
     What has been sent is held until it has arrived. handle: of the send, if there was one; it has to be open, or waited
     for, so that a handle that was released, perhaps of another output, is noticed. Raises ValueError for a view, whose
-    storage others use.
+    storage others use, and for a leaf that needs a gradient: a parameter, or what a stage has received and passes on.
     """
     if handle is not None:
         handle._require_not_released()
-    _check_no_view(out)
+    _check_own(out)
     for tensor in leaves(out):
         tensor.data = torch.empty((1,), dtype=tensor.dtype, device=tensor.device)
 
@@ -596,12 +609,13 @@ def deallocate_output_tensor(out, handle: P2PHandle | None = None):
 def custom_backward(output, grad_output):
     """Backward of a deallocated output: the gradient has the shape that the output had, which torch would refuse.
 
-    output, grad_output: a tensor each, or lists or dicts of them. grad_output None: of a scalar, for one.
-    Raises ValueError if an output is not deallocated and no scalar; use torch.autograd.backward for those.
+    output, grad_output: a tensor each, or lists or dicts of them. grad_output None: of a scalar, for one. Beside them
+    may be leaves, whole, that a stage passes on as it got them.
+    Raises ValueError if another output is not deallocated and no scalar; use torch.autograd.backward for those.
     """
     outputs = tuple(leaves(output))
     for tensor in outputs:
-        if tensor.numel() != 1:
+        if tensor.numel() != 1 and not (tensor.is_leaf and tensor.requires_grad):
             raise ValueError(
                 f"custom_backward: takes an output that was deallocated to one element, not one of shape "
                 f"{tuple(tensor.shape)}; use torch.autograd.backward"
@@ -642,13 +656,18 @@ def _map_shapes(shapes, make):
     """`make` of each shape; a shape is a sequence of integers, or None where it is exchanged."""
     if isinstance(shapes, dict):
         return {name: _map_shapes(shape, make) for name, shape in shapes.items()}
-    if isinstance(shapes, list | tuple) and any(not isinstance(size, int) for size in shapes):
+    if isinstance(shapes, list | tuple) and any(not isinstance(size, numbers.Integral) for size in shapes):
         return [_map_shapes(shape, make) for shape in shapes]
     return make(shapes)
 
 
-def _check_no_view(out):
+def _check_own(out):
     for tensor in leaves(out):
+        if tensor.is_leaf and tensor.requires_grad:
+            raise ValueError(
+                f"deallocate: a {tuple(tensor.shape)} leaf that needs a gradient can't be deallocated, for it is a "
+                f"parameter, or what a stage has received and passes on; leave it, since it takes no memory of its own"
+            )
         if tensor._base is not None:
             raise ValueError(
                 f"deallocate: a {tuple(tensor.shape)} view can't be deallocated, since others use its storage; let "

@@ -103,14 +103,21 @@ def forward_backward_pipelining(
     microbatches: pairs (input, target), the same number on every rank. The first part reads inputs, the last targets.
     loss_fn: (output of the last part, target) -> scalar.
     tensor_shape: of what goes from stage to stage, or a function of the microbatch's number; lists and dicts of shapes
-        as in P2PCommunicator; None where the communicator exchanges shapes.
+        as in P2PCommunicator; None where the communicator exchanges shapes, or where there is one rank.
     forward_only: losses without gradients.
     overlap: transfers run while the next step computes; the losses are the same, bit for bit.
-    deallocate: outputs are freed once they are sent; only their graph stays for backward.
+    deallocate: what a stage has computed is freed once it is sent, and only its graph stays for backward; what it
+        passes on as it came, and what needs no gradient, stays.
 
     Returns the losses by microbatch, detached, on the rank of the last stage; [] on the others. Raises ValueError for a
-    schedule that is not possible, and for overlap where the communicator exchanges shapes, which the host waits for.
+    schedule that is not possible, for shapes that nobody gives, and for overlap where the communicator exchanges them,
+    which the host waits for.
     """
+    if tensor_shape is None and comm.size > 1 and not comm.variable_seq_lengths:
+        raise ValueError(
+            "pipeline: tensor_shape is None, so nobody knows the shape of what goes from stage to stage; pass it, or a "
+            "communicator with variable_seq_lengths=True, which exchanges shapes"
+        )
     if overlap and comm.variable_seq_lengths:
         raise ValueError(
             "pipeline: with variable_seq_lengths the host waits for each shape, so nothing would overlap; pass "
@@ -120,7 +127,7 @@ def forward_backward_pipelining(
         comm.rank, comm.size, len(stage_chunks), len(microbatches), forward_only=forward_only, overlap=overlap
     )
     run = _Run(list(stage_chunks), microbatches, loss_fn, comm, tensor_shape, forward_only, overlap, deallocate)
-    ahead = 1 + overlap
+    ahead, num_open = 1 + overlap, len(comm.open_handles)  # perhaps the caller's
     for turn in turns[:ahead]:
         run.exchange(turn)
     with torch.set_grad_enabled(not forward_only):
@@ -129,7 +136,7 @@ def forward_backward_pipelining(
                 run.compute(step)
             run.exchange(later)
     comm.drain()
-    assert not run.arriving and not comm.open_handles, comm.open_handles
+    assert not run.arriving and len(comm.open_handles) <= num_open, comm.open_handles
     return [run.losses[number].detach() for number in sorted(run.losses)]
 
 
@@ -172,10 +179,12 @@ class _Run:
         x, output = (tensors.pop((step.microbatch, step.chunk)) for tensors in (self.inputs, self.outputs))
         if self.is_last(step):
             (output / len(self.microbatches)).backward()
-        elif self.deallocate:
-            custom_backward(output, grad)
         else:
-            torch.autograd.backward(list(leaves(output)), list(leaves(grad)))
+            pairs = zip(leaves(output), leaves(grad), strict=True)
+            pairs = [pair for pair in pairs if pair[0].requires_grad]
+            if pairs:  # a frozen stage has nothing to go back through
+                outputs, grads = map(list, zip(*pairs, strict=True))
+                (custom_backward if self.deallocate else torch.autograd.backward)(outputs, grads)
         if not self.is_first(step):
             self.grad = _map(x, lambda tensor: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
 
@@ -195,7 +204,8 @@ class _Run:
                 output, grad, forward is not None, backward is not None, x_shape, grad_shape
             )
         if self.deallocate and not self.forward_only:
-            deallocate_output_tensor(output, handles.get("send_next"))
+            computed = [tensor for tensor in leaves(output) if tensor.grad_fn is not None]
+            deallocate_output_tensor(computed, handles.get("send_next"))
         for edge in ("send_next", "send_prev"):
             if edge in handles:
                 handles[edge].release()  # the communicator holds what is sent

@@ -6,6 +6,7 @@ import uuid
 import warnings
 from collections import Counter
 
+import numpy
 import pytest
 import torch
 import triton
@@ -14,7 +15,7 @@ from test_pipeline import PEER, Ranks
 from transports import every_transport, gpu_only, late, over
 
 import tkernels
-from tkernels.comm import Lease, LeaseError, WaitTimeoutError
+from tkernels.comm import HeapExhaustedError, Lease, LeaseError, WaitTimeoutError
 from tkernels.layers.p2p import EDGES, P2PCommunicator, custom_backward, deallocate_output_tensor
 from tkernels.testing.streams import Race, Simulator, subsets
 
@@ -221,6 +222,21 @@ def test_a_received_tensor_that_nobody_uses_is_held_until_it_has_arrived(starve,
     assert end != "wait" or copied.eq(7.0).all()
 
 
+def test_receives_that_nobody_waits_for_at_home_are_held_in_a_bounded_number():
+    sim = Simulator()
+    comm = P2PCommunicator(Ranks(0, 4), backend=Wire(sim), dev=sim, stream=sim.Stream("comm"), max_inflight=3)
+    with sim:
+        elsewhere = sim.Stream("elsewhere")
+        for _ in range(10):
+            _, handle = comm.irecv((2,), None, 3)
+            handle.wait(elsewhere)
+            handle.release()
+        assert len(comm._dropped) == 4  # the last one has not been looked at
+    sim.check()
+    comm.drain()
+    assert len(comm._dropped) == 0
+
+
 def test_an_exception_between_issue_and_release_gives_nothing_away():
     sim = Simulator()
     comm, wire = communicator(sim)
@@ -310,6 +326,11 @@ def test_views_are_refused_by_name_before_anything_is_sent_or_swapped():
     assert outputs["a"].numel() == 3 and wire.sent == 0
     with pytest.raises(ValueError, match=r"deallocated to one element, not one of shape \(4, 4\)"):
         custom_backward(whole, whole)
+    received = torch.ones(3, requires_grad=True)
+    for use in (deallocate_output_tensor, lambda out: comm.isend(out, 1, deallocate=True)):
+        with pytest.raises(ValueError, match=r"a \(3,\) leaf that needs a gradient can't be deallocated"):
+            use([torch.ones(3), received])
+    assert received.numel() == 3 and wire.sent == 0
     with pytest.raises(TypeError, match="takes tensors, or lists or dicts of them, not int"):
         deallocate_output_tensor([1])
 
@@ -455,6 +476,26 @@ def test_handles_may_be_waited_for_in_any_order_and_polled(ctx, backend):
 # On GPUs
 
 MEBIBYTES = 64
+
+
+@pytest.mark.ranks(2)
+def test_a_communicator_that_finds_no_room_leaves_none_behind(ctx):
+    large = ctx.heap._blocks.largest // 3  # for one channel of two slots, and not for two
+    with pytest.raises(HeapExhaustedError):
+        P2PCommunicator(ctx, slot_bytes=large, copies=2)
+    ctx.free(ctx.empty(2 * large, dtype=torch.uint8))
+
+
+@pytest.mark.ranks(2)
+def test_sizes_may_be_numpys(ctx):
+    comm = P2PCommunicator(ctx, slot_bytes=4096)
+    if ctx.rank == 0:
+        comm.isend(torch.ones(4, 8, device=comm.device), 1).wait()
+    else:
+        tensor, handle = comm.irecv(tuple(numpy.array([4, 8])), None, 0)
+        handle.wait()
+        assert tensor.shape == (4, 8) and bool(tensor.eq(1.0).all())
+    comm.close()
 
 
 def big(fill, mebibytes=MEBIBYTES):

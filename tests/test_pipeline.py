@@ -368,6 +368,100 @@ def test_stages_may_pass_dicts_and_lists(ctx, backend):
     comm.close()
 
 
+class Branch(nn.Module):
+    """The first stage: two things to send, the second one with or without a gradient."""
+
+    def __init__(self, constant: bool):
+        super().__init__()
+        self.main, self.side, self.constant = nn.Linear(16, 16), nn.Linear(16, 16), constant
+
+    def forward(self, x):
+        return {"h": self.main(x), "rest": torch.ones_like(x) if self.constant else self.side(x)}
+
+
+class PassOn(nn.Module):
+    """A stage between: it computes one of them, and passes the other one on, perhaps used as well."""
+
+    def __init__(self, used: bool):
+        super().__init__()
+        self.main, self.used = nn.Linear(16, 16), used
+
+    def forward(self, x):
+        h = self.main(x["h"])
+        return {"h": h * x["rest"] if self.used else h, "rest": x["rest"]}
+
+
+class Join(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.main = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.main(x["h"]) + x["rest"]
+
+
+def gradients_of(ctx, stages, comm, shape, deallocate, frozen=False):
+    """[losses], [gradients of this rank's stage], of a step of training."""
+    torch.manual_seed(0)
+    stage = [make() for make in stages][ctx.rank].to(comm.device)
+    if frozen and ctx.rank == 0:
+        stage.requires_grad_(False)
+    torch.manual_seed(1)
+    data = [(torch.randn(8, 16, device=comm.device), torch.zeros(8, 16, device=comm.device)) for _ in range(4)]
+    options = {"tensor_shape": shape, "deallocate": deallocate}
+    losses = forward_backward_pipelining([stage], data, F.mse_loss, comm, **options)
+    return losses, [parameter.grad for parameter in stage.parameters()]
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("used", [False, True], ids=["passed on", "used too"])
+@pytest.mark.parametrize("constant", [False, True], ids=["gradient", "constant"])
+def test_what_a_stage_passes_on_is_not_freed(ctx, constant, used):
+    """Cut to one element, it would give a gradient of one element, and the stage before takes its first numbers."""
+    comm = P2PCommunicator(ctx, slot_bytes=4096)
+    stages = [lambda: Branch(constant), lambda: PassOn(used), Join]
+    shape = {"h": (8, 16), "rest": (8, 16)}
+    (losses, want), (again, found) = (gradients_of(ctx, stages, comm, shape, form) for form in (False, True))
+    comm.close()
+    assert len(again) == len(losses) and all(map(torch.equal, again, losses))
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(found, want, strict=True)), (found, want)
+    torch.manual_seed(0)  # the same without a pipeline
+    whole = nn.Sequential(*[make() for make in stages]).to(comm.device)
+    torch.manual_seed(1)
+    data = [torch.randn(8, 16, device=comm.device) for _ in range(4)]
+    for x in data:
+        (F.mse_loss(whole(x), torch.zeros_like(x)) / len(data)).backward()
+    for mine, of_whole in zip(found, whole[ctx.rank].parameters(), strict=True):
+        if mine is None:
+            assert of_whole.grad is None
+        else:
+            assert_close_to(mine, of_whole.grad.double(), terms=256)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("deallocate", [False, True])
+def test_a_stage_may_be_frozen(ctx, deallocate):
+    comm = P2PCommunicator(ctx, slot_bytes=4096)
+    stages = [lambda: nn.Linear(16, 16)] * 2
+    _, want = gradients_of(ctx, stages, comm, (8, 16), False)
+    _, found = gradients_of(ctx, stages, comm, (8, 16), deallocate, frozen=True)
+    comm.close()
+    assert found == [None, None] if ctx.rank == 0 else all(map(torch.equal, found, want))
+
+
+@pytest.mark.ranks(2)
+def test_a_handle_of_the_callers_own_may_be_open_and_shapes_must_be_known(ctx):
+    comm = P2PCommunicator(ctx, slot_bytes=4096)
+    with pytest.raises(ValueError, match="tensor_shape is None.*variable_seq_lengths=True"):
+        gradients_of(ctx, [lambda: nn.Linear(16, 16)] * 2, comm, None, True)
+    sent = comm.isend(torch.full((3,), 1.0 + ctx.rank, device=comm.device), 1) if ctx.rank == 0 else None
+    received, arrived = comm.irecv((3,), None, 0) if ctx.rank == 1 else (None, None)
+    gradients_of(ctx, [lambda: nn.Linear(16, 16)] * 2, comm, (8, 16), True)
+    (arrived or sent).wait()
+    assert received is None or received.tolist() == [1.0] * 3
+    comm.close()
+
+
 def test_parts_of_a_model_are_its_blocks_in_order():
     blocks = [nn.Linear(1, 1) for _ in range(5)]
     embedding, head = nn.Identity(), nn.Identity()
