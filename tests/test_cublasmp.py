@@ -633,6 +633,7 @@ def refuse_wrong_problems(ctx):
         (problem(options={"sm_count_communication": 10**6}), ValueError, "of which at least one must not send"),
         (problem(options={"sm_count_communication": 1} if last else None), MismatchError, "options differ between"),
         (problem(options={"compute_type": 64}), ValueError, "compute_type=64 must be one of 32F"),
+        (problem(options={"compute_type": 77}), ValueError, r"in ieee, .*set_float32_matmul_precision\('high'\)"),
         (problem(quantization_scales={}), ValueError, "quantization_scales are for fp8"),
         (problem(preferences={"epilog": {"aux_type": torch.float16}}), ValueError, "aux_type=torch.float16 must be"),
     ]  # fmt: skip
@@ -717,7 +718,7 @@ def test_a_plan_is_made_once_and_for_each_field_that_changes_what_is_done(ctx, m
         matmul(*operands, ctx=ctx, **wide)
     assert len(made) == len(variants) + 2
     assert len(set(made)) == len(made)
-    fields = {"a", "b", "c", "distributions", "transposes", "epilog", "inputs", "options", "preferences", "tf32"}
+    fields = {"a", "b", "c", "distributions", "transposes", "epilog", "inputs", "options", "preferences", "precision"}
     assert fields == set(cublasmp.problem.Problem._fields)  # a new one needs a variant above
     with pytest.raises(TypeError):
         matmul(a, b, None, even["distributions"], ctx=ctx)  # only by keyword

@@ -2,6 +2,7 @@
 
 import math
 import mmap
+import operator
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tkernels.gemm import (
     load_tile,
     matmul,
     matmul_reference,
+    precision,
     store_tile,
 )
 from tkernels.testing.compare import AWKWARD_SHAPES, assert_close_to, integers, normal
@@ -227,6 +229,29 @@ def test_results_are_stored_beyond_two_to_the_31_elements():
     move_tile_kernel[(1,)](source, out, columns, row, row + 2, 5, ROWS=16, COLUMNS=16, DTYPE=tl.float16)
     assert torch.equal(out[row:, :5], source[row:, :5])
     assert out[row:, 5:64].eq(0).all() and out[:2, :64].eq(0).all()
+
+
+@pytest.mark.parametrize(
+    "switch, value, expected",
+    [
+        ("cuda.matmul.fp32_precision", "tf32", "tf32"),
+        ("cuda.matmul.fp32_precision", "ieee", "ieee"),
+        ("fp32_precision", "tf32", "tf32"),
+        ("cuda.matmul.allow_tf32", True, "tf32"),
+        ("cuda.matmul.allow_tf32", False, "ieee"),
+    ],
+)
+def test_float32_is_multiplied_as_precisely_as_torch_is_told_by_any_of_its_switches(switch, value, expected):
+    owner, _, name = switch.rpartition(".")
+    general, own = torch.backends.fp32_precision, torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "none"  # as a process begins
+        setattr(operator.attrgetter(owner)(torch.backends) if owner else torch.backends, name, value)
+        assert precision(torch.float32) == expected and precision(torch.bfloat16) == "ieee"
+        x, w = (integers((16, 32), torch.float32, seed, device=DEVICE) for seed in (1, 2))
+        assert matmul(x, w).equal(x @ w.t())  # integers as small as these are exact in both
+    finally:
+        torch.backends.fp32_precision, torch.backends.cuda.matmul.fp32_precision = general, own
 
 
 def test_the_packages_matmul_computes_the_same_bits():

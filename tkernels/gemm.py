@@ -217,8 +217,9 @@ def triton_dtype(dtype: torch.dtype) -> tl.dtype:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """fp32 products: IEEE, or TF32 where torch's own switch allows it, as for torch.matmul."""
-    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    """fp32 products: IEEE, or TF32 where torch's own switches allow it, as for torch.matmul."""
+    # allow_tf32, the older name, follows this one and raises where any switch was set by its newer name.
+    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def check_operands(name: str, x: torch.Tensor, w: torch.Tensor, bias, activation, device: torch.device):

@@ -56,7 +56,7 @@ def _describe(ctx, a, b, c, distributions, alpha, beta, qualifiers, scales, opti
         tuple((name, Operand.of(inputs["bias"]) if name == "bias" else read(inputs[name])) for name in sorted(inputs)),
         options,
         preferences,
-        a.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32,
+        precision(a.dtype),
     )
     return problem, *scalars
 

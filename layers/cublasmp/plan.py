@@ -225,13 +225,13 @@ class Plan:
             if sums_everywhere:
                 return lambda x, w, bias: all_reduce(ctx, matmul(x, w, out_dtype=self.wire))
             return lambda x, w, bias: reduce_scatter(ctx, matmul(x, w, out_dtype=self.wire), self.rows)
-        config, tf32 = self._config(ctx, x, w, dtype), precision(x.dtype)
+        config, products = self._config(ctx, x, w, dtype), precision(x.dtype)
         if gathers:
-            options = activation, False, self.rows, dtype, config, self.path, tf32
+            options = activation, False, self.rows, dtype, config, self.path, products
             run = ctx.plan(plan_gather, (x, w, bias, None, None), *options)
             return lambda x, w, bias: run(x, w, bias, None, None)[0]
         operation = ALL_REDUCE if sums_everywhere else REDUCE_SCATTER
-        options = operation.value, activation, self.rows, dtype, self.wire, config, self.path, sums_everywhere, tf32
+        options = operation.value, activation, self.rows, dtype, self.wire, config, self.path, sums_everywhere, products
         run = ctx.plan(plan_reduce, (x, w, bias, None), *options)
         return lambda x, w, bias: run(x, w, bias, None)
 

@@ -58,7 +58,7 @@ class Operand(NamedTuple):
 class Problem(NamedTuple):
     """All of one rank's call that changes what is done, read column by column: a plan's key.
 
-    inputs: the epilog's, by name. tf32: whether torch lets float32 operands be multiplied in it; False for others.
+    inputs: the epilog's, by name. precision: of float32 products, "ieee" or "tf32" (tkernels.gemm.precision).
     Scalars are not in it: one plan serves every alpha and beta.
     """
 
@@ -71,7 +71,7 @@ class Problem(NamedTuple):
     inputs: tuple[tuple[str, Operand], ...]
     options: MatmulOptions
     preferences: MatmulPlanPreferences
-    tf32: bool
+    precision: str
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ def _compare(everyone: list[Problem], scalars: list[tuple]):
             "epilog_inputs": tuple((name, operand.dtype) for name, operand in problem.inputs),
             "options": problem.options,
             "preferences": problem.preferences,
-            "torch.backends.cuda.matmul.allow_tf32": problem.tf32,
+            "torch.backends.cuda.matmul.fp32_precision": problem.precision,
             "alpha": alpha,
             "beta": beta,
         }
@@ -259,13 +259,13 @@ def _check_options(problem: Problem, num_programs: int) -> tuple[torch.dtype, to
     aux = problem.preferences.epilog.aux_type
     if aux not in (None, result_dtype):
         raise ValueError(f"aux_type={aux} must be the result's dtype, {result_dtype}")
-    compute, tf32 = options.compute_type, problem.tf32
-    if dtype == torch.float32 and compute is not None and tf32 != (compute == MatmulComputeType.COMPUTE_32F_FAST_TF32):
+    compute, tf32 = options.compute_type, options.compute_type == MatmulComputeType.COMPUTE_32F_FAST_TF32
+    if dtype == torch.float32 and compute is not None and tf32 != (problem.precision == "tf32"):
         raise ValueError(
-            f"compute_type={compute.name}, but torch.backends.cuda.matmul.allow_tf32 is {tf32}, which decides for "
-            f"float32 products; set it to {not tf32}"
+            f"compute_type={compute.name}, but torch multiplies float32 in {problem.precision}, and so do these "
+            f"kernels; call torch.set_float32_matmul_precision({'high' if tf32 else 'highest'!r})"
         )
-    if compute == MatmulComputeType.COMPUTE_32F_FAST_TF32 and dtype != torch.float32:
+    if tf32 and dtype != torch.float32:
         raise ValueError(f"compute_type={compute.name} is for float32 operands, not {dtype}")
     count = options.sm_count_communication
     if count is not None and count >= num_programs:
