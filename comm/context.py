@@ -25,6 +25,7 @@ from tkernels.comm.errors import Fault, MismatchError, TkernelsError, WaitTimeou
 from tkernels.comm.group import Group
 from tkernels.comm.heap import SymmetricHeap
 from tkernels.comm.plans import Launch, describe
+from tkernels.comm.regions import lasting
 from tkernels.comm.workspace import Workspace, most_lamport_bytes
 
 DEFAULT_HEAP_BYTES = {"simulated": 256 << 20, "nvshmem": 2 << 30}
@@ -97,6 +98,7 @@ class Context:
     Attributes: group, rank, size, device, transport, timeout_s, num_programs, heap, name.
     """
 
+    @lasting()
     def __init__(self, group, heap_bytes, transport, timeout_s, num_programs, default=True):
         self.group = Group(group)
         self.rank, self.size = self.group.rank, self.group.size
@@ -140,7 +142,7 @@ class Context:
         self._faults.zero_()
         self._clock = torch.zeros(1, dtype=torch.int64, device=self.device)
         pinned = self.device.type == "cuda"
-        self._host_flag = torch.zeros(1, dtype=torch.int64, pin_memory=pinned)
+        self._host_flag = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=pinned)
         self._side_stream = torch.cuda.Stream() if pinned else None
         # What can be known without the device: that a wait of this rank gave up.
         self._flag = (self._host_flag if pinned else self._faults).numpy()
@@ -242,8 +244,8 @@ class Context:
         if key not in self._constants:
             if len(self._constants) >= MAX_CONSTANTS:
                 del self._constants[next(iter(self._constants))]
-            with capture.beside():
-                self._constants[key] = torch.tensor(make(), dtype=torch.int64).to(self.device)
+            with capture.beside(), lasting():
+                self._constants[key] = torch.tensor(make(), dtype=torch.int64, device="cpu").to(self.device)
         return self._constants[key]
 
     @property

@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tkernels.comm import capture
 from tkernels.comm.device_simulated import WaitExpired
+from tkernels.comm.regions import lasting
 
 MAX_PLANS = 1024  # a context keeps for each stream, and the local product for all
 MAX_ADDRESSES = 256  # whose descriptors a launch keeps, for each of its descriptors
@@ -46,7 +47,8 @@ class Plans:
         """The plan of that key, made by `make()` if there is none."""
         plan = self._plans.get(key)
         if plan is None:
-            plan = make()
+            with lasting():
+                plan = make()
             while len(self._plans) >= MAX_PLANS:
                 del self._plans[next(iter(self._plans))]
             self._plans[key] = plan

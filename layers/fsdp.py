@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import tkernels
 from tkernels.comm import Context, LeaseError, MismatchError, Slot, current_context
-from tkernels.comm.regions import round_up
+from tkernels.comm.regions import lasting, round_up
 from tkernels.layers.pools import (
     Bucket,
     FixedPoolAllocator,
@@ -338,7 +338,8 @@ class _FlatParameter:
     def expose(self, whole: torch.Tensor):
         """Let the parameters be what has been gathered."""
         if whole.data_ptr() not in self._views:
-            self._views[whole.data_ptr()] = self.views(whole)
+            with lasting():
+                self._views[whole.data_ptr()] = self.views(whole)
         for parameter, view in zip(self.parameters, self._views[whole.data_ptr()], strict=True):
             parameter.data = view
 

@@ -30,7 +30,7 @@ import torch
 from tkernels.comm.context import Context
 from tkernels.comm.errors import LeaseError, MismatchError
 from tkernels.comm.lease import Keepalive, Lease, Slot, capturing
-from tkernels.comm.regions import round_up
+from tkernels.comm.regions import lasting, round_up
 
 
 @dataclass(frozen=True)
@@ -314,7 +314,8 @@ class MaxPoolAllocator:
             slot = self._choose(bucket_id)
         self._order = zlib.crc32(f"{bucket_id!r} {slot.name}".encode(), self._order)
         lease = slot.acquire()
-        lease.tensor = lease.tensor[: bucket.nbytes].view(bucket.dtype)
+        with lasting():
+            lease.tensor = lease.tensor[: bucket.nbytes].view(bucket.dtype)
         self._tenants[slot] = bucket_id
         self._held[bucket_id] = lease, slot
         return lease

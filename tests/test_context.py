@@ -126,6 +126,14 @@ def test_any_backend_of_torch_distributed_bootstraps(ctx):
 
 
 @pytest.mark.ranks(2)
+def test_torchs_default_device_changes_nothing(ctx):
+    with torch.device("meta"), tkernels.init(ctx.group.process_group, heap_bytes=4 << 20) as context:
+        check_gather(context)
+        x = torch.ones(4, 8, device=ctx.device)
+        assert tkernels.matmul_all_reduce(x, x, ctx=context, path="fused").tolist() == [[16.0] * 4] * 4
+
+
+@pytest.mark.ranks(2)
 def test_a_rank_outside_the_group_is_refused(ctx):
     group = dist.new_group([1])
     if ctx.rank == 0:

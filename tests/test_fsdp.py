@@ -388,6 +388,18 @@ def test_another_order_and_a_failure_change_no_result(ctx):
 
 
 @pytest.mark.ranks(2)
+def test_evaluations_in_inference_mode_change_no_result(ctx):
+    evaluated, plain = (FullyShard(hybrid(ctx), UNITS, ctx=ctx) for _ in range(2))
+    data = batches(ctx, 4)
+    for batch in data:
+        with torch.inference_mode():
+            evaluated(own(ctx, batch))
+        for model in (evaluated, plain):
+            train(ctx, model, [batch], torch.optim.SGD(model.parameters(), 0.1))
+    assert same_bits(evaluated, plain)
+
+
+@pytest.mark.ranks(2)
 def test_gradients_travel_in_the_dtype_that_is_asked_for(ctx):
     data = batches(ctx, 1)
     results = {}

@@ -438,6 +438,32 @@ def test_the_context_may_be_left_out(ctx):
         assert newest.workspace().state[0] > 0  # it was this one
 
 
+@pytest.mark.ranks(2)
+@every_path
+def test_what_the_first_call_in_inference_mode_prepares_serves_training(ctx, path):
+    """torch forbids tensors made in that mode to be written to, or saved, outside of it: inboxes, scratch."""
+    x, w = (integers((8, 8), torch.float32, seed, device=ctx.device).requires_grad_() for seed in (ctx.rank, 7))
+
+    def results(context, options):
+        for product in (tkernels.all_gather_matmul, tkernels.matmul_reduce_scatter, tkernels.matmul_all_reduce):
+            yield product(x, w, ctx=context, **options)
+        for move in (tkernels.all_gather, tkernels.reduce_scatter, tkernels.all_reduce):
+            yield move(x, ctx=context)
+
+    wanted = list(results(ctx, {}))
+    with torch.inference_mode():
+        context = tkernels.init(ctx.group.process_group, heap_bytes=16 << 20)
+        evaluated = [result.clone() for result in results(context, {"path": path})]
+        mine = context.empty(4)
+    with context:
+        for want, before, result in zip(wanted, evaluated, results(context, {"path": path}), strict=True):
+            assert before.equal(want) and result.equal(want)
+            gradients = [torch.autograd.grad(each.sum(), (x, w), allow_unused=True) for each in (result, want)]
+            assert all(a is b or a.equal(b) for a, b in zip(*gradients, strict=True))
+        mine.fill_(1.0)
+        context.workspace().scratch.zero_()
+
+
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_the_local_product_has_gradients(activation):
     device = torch.device("cuda", torch.cuda.current_device()) if tkernels.RUNTIME == "nvshmem" else "cpu"
