@@ -38,6 +38,10 @@ class FirstFit:
         self._top = max(self._top, offset + size)
         return offset
 
+    def size_at(self, offset: int) -> int | None:
+        """Of what `take` returned as `offset`; None for anything else."""
+        return self._taken.get(offset)
+
     def give_back(self, offset: int):
         """Free what `take` returned as `offset`; KeyError for anything else."""
         blocks = sorted([*self._free, (offset, self._taken.pop(offset))])

@@ -197,9 +197,13 @@ class Channel:
         return tensor
 
     def close(self):
-        """Collective. Give the slots back, once all ranks have received what was sent to them."""
-        self.ctx.group.barrier()
-        self.ctx.free(self._memory)
+        """Collective. Give the slots back, once all ranks have received what was sent to them.
+
+        Nothing is left to do once the context has been finalized.
+        """
+        if not self.ctx.closed:
+            self.ctx.group.barrier()
+            self.ctx.free(self._memory)
 
     def _parts(self, tensor: torch.Tensor, verb: str, peer: int | None):
         """The message as flat bytes, a slotful at a time."""

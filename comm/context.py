@@ -1,9 +1,11 @@
 """Context: what the ranks of one group share. Made by `init`, given back by `finalize`."""
 
 import functools
+import numbers
 import time
 import warnings
 
+import numpy
 import torch
 import torch.distributed as dist
 
@@ -30,6 +32,7 @@ from tkernels.comm.workspace import Workspace, most_lamport_bytes
 
 DEFAULT_HEAP_BYTES = {"simulated": 256 << 20, "nvshmem": 2 << 30}
 MAX_CONSTANTS = 1024
+MAX_TIMEOUT_S = 1e9  # kernels count nanoseconds in 64 bits
 DEFAULT_PROGRAMS = {"simulated": 4}  # on a GPU: its number of multiprocessors
 
 _contexts: dict[str, "Context"] = {}
@@ -110,6 +113,7 @@ class Context:
             "timeout_s": timeout_s,
             "num_programs": _default(num_programs, DEFAULT_PROGRAMS.get(self.runtime) or _multiprocessors()),
             "heap_bytes": _default(heap_bytes, DEFAULT_HEAP_BYTES[self.runtime]),
+            "runtime": self.runtime,
         }
         self._check_options(options)
         self._give_back_abandoned()
@@ -121,12 +125,25 @@ class Context:
         self.recorder = None  # while a trace is made: what gives launches room for their programs' marks
 
         self.heap = SymmetricHeap(self.group, options["heap_bytes"], runtime.open_segment)
+        try:
+            self._prepare(transport)
+        except BaseException:
+            self.heap.close()
+            raise
+        if default:
+            _contexts[self.name] = self
+        else:  # the newest in the order of this dictionary is the default
+            others = dict(_contexts)
+            _contexts.clear()
+            _contexts.update({self.name: self, **others})
+
+    def _prepare(self, transport: str):
+        """Collective. All that kernels need besides the heap."""
         self.lamport_bytes = most_lamport_bytes(self.heap.num_bytes)  # that a call may receive as packets to be summed
         reachable = self.group.gather(runtime.transports(self.heap.segment))
         usable = [name for name in reachable[0] if all(name in others for others in reachable)]
         self.transport = usable[0] if transport == "auto" else transport
         if self.transport not in usable:
-            self.heap.close()
             raise ValueError(
                 f"init: transport={transport!r} can't reach every rank on the {self.runtime} runtime; "
                 f"usable: {', '.join(usable)}"
@@ -151,12 +168,6 @@ class Context:
         self._reported = False  # whether check() has raised
         self.table = self._make_table()
         self.group.barrier()
-        if default:
-            _contexts[self.name] = self
-        else:  # the newest in the order of this dictionary is the default
-            others = dict(_contexts)
-            _contexts.clear()
-            _contexts.update({self.name: self, **others})
 
     def _check_options(self, options: dict):
         """Collective. The same error on every rank, for options that differ or make no sense."""
@@ -166,8 +177,13 @@ class Context:
             by_rank = "; ".join(f"{name} by rank: {', '.join(map(str, values))}" for name, values in differing.items())
             raise MismatchError(f"init: the ranks' options differ, in {by_rank}; all must pass the same")
         for name in ("timeout_s", "num_programs", "heap_bytes"):
+            kind, what = (numbers.Real, "a number") if name == "timeout_s" else (numbers.Integral, "an integer")
+            if not isinstance(options[name], kind):
+                raise TypeError(f"init: {name}={options[name]!r} must be {what}")
             if not options[name] > 0:
                 raise ValueError(f"init: {name}={options[name]} must be positive")
+        if options["timeout_s"] > MAX_TIMEOUT_S:
+            raise ValueError(f"init: timeout_s={options['timeout_s']} must be at most {MAX_TIMEOUT_S:g}, or 30 years")
         if options["transport"] not in ("auto", *TRANSPORTS):
             raise ValueError(f"init: transport={options['transport']!r} is unknown; use auto, {', '.join(TRANSPORTS)}")
 
@@ -302,7 +318,7 @@ class Context:
 
     @property
     def failed(self) -> bool:
-        """True once a wait of this rank, or of a peer that told us, has expired; `check()` says which.
+        """True once a wait of this rank, or of a peer that told us, has expired, or it is closed; `check()` says which.
 
         On a GPU it reads a word of device memory on a stream of its own, so it waits for no kernel.
         """
@@ -312,7 +328,12 @@ class Context:
             return bool(self._faults[0].item())
 
     def check(self):
-        """Raise WaitTimeoutError if a wait expired on this rank, or on a peer that told us. Waits for the device."""
+        """Raise WaitTimeoutError if a wait expired on this rank, or on a peer that told us. Waits for the device.
+
+        Raises TkernelsError once the context is closed.
+        """
+        if self.closed:
+            raise TkernelsError(f"{self.name} has been finalized; init() a new one")
         deadline = time.monotonic() + 5.0  # a flag is raised a moment before its record is complete
         while True:
             words = self._faults.cpu().view(-1, FAULT_RECORD.value)
@@ -327,7 +348,8 @@ class Context:
             raise TkernelsError("a wait on a signal expired, but its record was lost; finalize() this context")
         fields = dict(zip(FAULT_FIELDS[1:], written[0][1:], strict=False))
         fields["operation"] = operation_name(fields["operation"])
-        raise WaitTimeoutError(Fault(**fields), self.timeout_s)
+        ranks = self.group.global_ranks
+        raise WaitTimeoutError(Fault(**fields), self.timeout_s, None if ranks == list(range(self.size)) else ranks)
 
     def barrier(self):
         """Collective, on the current stream: later work starts after all ranks' earlier work on their streams."""
@@ -343,6 +365,11 @@ class Context:
         """
         if _contexts.pop(self.name, None) is not None:
             self._give_back()
+
+    @property
+    def closed(self) -> bool:
+        """Whether its memory has been given back."""
+        return self.group.closed
 
     def abandon(self):
         """Have it given back where its ranks meet next: in an `init` over the same group, once all have abandoned it.
@@ -362,7 +389,9 @@ class Context:
             error = caught
         self._workspaces.clear()
         self._constants.clear()
+        self._flag = numpy.ones(1, dtype=numpy.int64)  # launches look at it, and would find memory that is gone
         self.heap.close()
+        self.group.close()
         if error is not None and not reported:
             raise error
 

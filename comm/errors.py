@@ -25,10 +25,16 @@ class HeapExhaustedError(TkernelsError):
             f"free tensors that are no longer needed or pass a larger heap_bytes to init()"
         )
 
+    def __reduce__(self):
+        return type(self), (self.asked, self.free, self.total)
+
 
 @dataclass(frozen=True)
 class Fault:
-    """What an expired wait leaves behind: rank `rank` in `operation` waited for `peer`'s signal of `chunk`."""
+    """What an expired wait leaves behind: rank `rank` in `operation` waited for `peer`'s signal of `chunk`.
+
+    Ranks are those of the context's group.
+    """
 
     operation: str
     rank: int
@@ -44,13 +50,15 @@ class WaitTimeoutError(TkernelsError):
     The context can't be used any more, since its epochs are out of step; `finalize()` it and `init()` a new one.
     """
 
-    def __init__(self, fault: Fault, timeout_s: float):
-        self.fault, self.timeout_s = fault, timeout_s
+    def __init__(self, fault: Fault, timeout_s: float, global_ranks: list[int] | None = None):
+        """global_ranks: of the group's ranks, where they are others."""
+        self.fault, self.timeout_s, self.global_ranks = fault, timeout_s, global_ranks
+        among = f" (ranks are those of a group, whose global ranks are {global_ranks})" if global_ranks else ""
         super().__init__(
             f"{fault.operation}: rank {fault.rank} waited {timeout_s:g} s for the signal of rank {fault.peer}, chunk "
             f"{fault.chunk}: expected {fault.expected}, seen {fault.seen}. Rank {fault.peer} died, is slower "
             f"than the limit, or did not make this call; all ranks must make the same calls in the same order "
-            f"(a longer limit: init(timeout_s=...))"
+            f"(a longer limit: init(timeout_s=...)){among}"
         )
 
     def __getattr__(self, name):
@@ -60,4 +68,4 @@ class WaitTimeoutError(TkernelsError):
         raise AttributeError(name)
 
     def __reduce__(self):
-        return type(self), (self.fault, self.timeout_s)
+        return type(self), (self.fault, self.timeout_s, self.global_ranks)

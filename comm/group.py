@@ -5,6 +5,8 @@ import os
 import torch
 import torch.distributed as dist
 
+from tkernels.comm.errors import TkernelsError
+
 # torch 2.13 renames them and warns of the old names.
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -12,6 +14,8 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 class Group:
     """Rank, size and host-side exchange of one torch process group (gloo, nccl or any other backend)."""
+
+    closed = False
 
     def __init__(self, process_group: dist.ProcessGroup | None = None):
         """`process_group=None` is the default group, or one rank when torch.distributed is not initialised."""
@@ -31,7 +35,9 @@ class Group:
         self.global_ranks = dist.get_process_group_ranks(self.process_group)
 
     def gather(self, value) -> list:
-        """Collective. Every rank's picklable `value`, in rank order."""
+        """Collective. Every rank's picklable `value`, in rank order. Raises TkernelsError once it is closed."""
+        if self.closed:
+            raise TkernelsError("the context of this group has been finalized; init() a new one")
         if self.size == 1:
             return [value]
         values = [None] * self.size
@@ -43,3 +49,7 @@ class Group:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         self.gather(None)
+
+    def close(self):
+        """Let go of the process group, whose threads end once nobody holds it; gloo's abort an exit now and then."""
+        self.closed, self.process_group = True, None

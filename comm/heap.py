@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Iterable
 
 import torch
 
@@ -33,11 +34,11 @@ class SymmetricHeap:
         """Collective. An uninitialised contiguous tensor at the same offset on every rank, 256-byte aligned.
 
         Raises MismatchError on every rank if shape or dtype give different sizes, HeapExhaustedError if it does
-        not fit. With TKERNELS_POISON=1 the memory is filled with NaN (all bits set).
+        not fit, ValueError for a negative size. With TKERNELS_POISON=1 the memory is filled with NaN (all bits set).
         """
-        if len(shape) == 1 and not isinstance(shape[0], int):
+        if len(shape) == 1 and isinstance(shape[0], Iterable):
             shape = tuple(shape[0])
-        num_bytes = math.prod(shape) * dtype.itemsize
+        num_bytes = -1 if any(extent < 0 for extent in shape) else math.prod(shape) * dtype.itemsize
         size = round_up(num_bytes, ALIGNMENT)
         offset = self._blocks.find(size)
         asked = self.group.gather((num_bytes, offset))
@@ -46,6 +47,8 @@ class SymmetricHeap:
                 f"symmetric allocation differs between ranks, in (bytes, offset): {_by_rank(asked)}; all ranks must "
                 f"allocate the same sizes in the same order"
             )
+        if num_bytes < 0:
+            raise ValueError(f"symmetric allocation of shape {shape}: sizes must not be negative")
         if num_bytes == 0:
             return self.segment.local[:0].view(dtype).view(shape)  # has no address, and nothing to give back
         if offset is None:
@@ -65,15 +68,16 @@ class SymmetricHeap:
         return None if offset is None else self.segment.local[offset : offset + num_bytes]
 
     def free(self, tensor: torch.Tensor):
-        """Give a tensor of `empty` back; all ranks, in the same order. Raises ValueError for any other tensor."""
-        if tensor.numel() == 0:
+        """Give a tensor of `empty` back; all ranks, in the same order. Raises ValueError for any other tensor.
+
+        Once the heap is closed there is nothing left to do.
+        """
+        if tensor.numel() == 0 or self.segment.local is None:
             return
-        try:
-            self._blocks.give_back(self.offset(tensor))
-        except KeyError:
-            raise ValueError(
-                "free() takes a tensor as empty() returned it; this one is no allocation of this heap"
-            ) from None
+        offset = self.offset(tensor)
+        if self._blocks.size_at(offset) != round_up(tensor.nbytes, ALIGNMENT):
+            raise ValueError("free() takes a tensor as empty() returned it; this one is no allocation of this heap")
+        self._blocks.give_back(offset)
 
     def offset(self, tensor: torch.Tensor) -> int | None:
         """Bytes from the heap's start to the tensor's first element; None if the tensor lies elsewhere."""

@@ -8,6 +8,7 @@ plan up, allocates its result, and hands the addresses of its tensors to the lau
 import copy
 import functools
 import itertools
+import threading
 import types
 
 import torch
@@ -35,6 +36,7 @@ class Plans:
 
     def __init__(self):
         self._plans = {}
+        self._lock = threading.Lock()  # products of one rank alone may come from several threads
 
     def __len__(self):
         return len(self._plans)
@@ -49,14 +51,16 @@ class Plans:
         if plan is None:
             with lasting():
                 plan = make()
-            while len(self._plans) >= MAX_PLANS:
-                del self._plans[next(iter(self._plans))]
-            self._plans[key] = plan
+            with self._lock:
+                while len(self._plans) >= MAX_PLANS:
+                    del self._plans[next(iter(self._plans))]
+                self._plans[key] = plan
         return plan
 
     def clear(self, which=lambda plan: True):
         """Forget the plans of which that holds."""
-        self._plans = {key: plan for key, plan in self._plans.items() if not which(plan)}
+        with self._lock:
+            self._plans = {key: plan for key, plan in self._plans.items() if not which(plan)}
 
 
 local_plans = Plans()  # of operations of this rank alone, which need no context
@@ -216,8 +220,9 @@ class _Descriptors(dict):
         if len(self) >= MAX_ADDRESSES:
             self.clear()
         # Of its tensor Triton asks for nothing else, and a new TensorDescriptor would check again what plans know.
-        self._like.base = types.SimpleNamespace(data_ptr=lambda: address)
+        like = copy.copy(self._like)
+        like.base = types.SimpleNamespace(data_ptr=lambda: address)
         # Triton 3.6 takes two arguments, 3.9 a third one that it does not use.
         unused = itertools.repeat(None, make_tensordesc_arg.__code__.co_argcount - 2)
-        self[address] = make_tensordesc_arg(self._like, self._layout, *unused)[0]
-        return self[address]
+        descriptor = self[address] = make_tensordesc_arg(like, self._layout, *unused)[0]
+        return descriptor

@@ -20,11 +20,20 @@ def open_segment(group: Group, num_bytes: int) -> Segment:
         os.ftruncate(descriptor, num_bytes)
         # One mapping and one torch storage a segment: the interpreter keys storages by address, and a second storage
         # at the same address would be copied back onto the first after a launch, over what peers wrote meanwhile.
-        owners = group.gather((os.getpid(), descriptor))
-        parts = [_map(pid, fd, num_bytes) for pid, fd in owners]
-        group.barrier()  # nobody closes a file that a peer has yet to open
+        parts, failure = [], None
+        try:
+            for pid, fd in group.gather((os.getpid(), descriptor)):
+                parts.append(_map(pid, fd, num_bytes))
+        except OSError as error:
+            failure = f"{num_bytes} bytes of process {pid}, on rank {group.rank}: {error}"
+        failures = [each for each in group.gather(failure) if each]  # nobody closes a file that a peer has yet to open
     finally:
         os.close(descriptor)
+    if failures:
+        raise RuntimeError(
+            f"the simulated runtime could not map {failures[0]}. If there is not so much memory, pass a smaller "
+            f"heap_bytes to init(); all ranks must run on one machine, as one user, in one process namespace"
+        )
     addresses = [part.data_ptr() for part in parts]
     segment = Segment(parts[group.rank], addresses, [0] * group.size, list(range(group.size)))
     segment.on_close = parts.clear  # the mappings live as long as this list or a tensor in them
@@ -32,12 +41,5 @@ def open_segment(group: Group, num_bytes: int) -> Segment:
 
 
 def _map(pid: int, descriptor: int, num_bytes: int) -> torch.Tensor:
-    path = f"/proc/{pid}/fd/{descriptor}"
-    try:
-        with open(path, "r+b", buffering=0) as file:
-            return torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=torch.uint8)
-    except OSError as error:
-        raise RuntimeError(
-            f"the simulated runtime could not map the memory of process {pid} ({error}); all ranks must run on one "
-            f"machine, as one user, in one process namespace"
-        ) from error
+    with open(f"/proc/{pid}/fd/{descriptor}", "r+b", buffering=0) as file:
+        return torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=torch.uint8)

@@ -32,10 +32,8 @@ LOCAL = "local"  # the transport of what one rank does alone
 
 def folder() -> Path:
     """Where the user's records are: $TKERNELS_CACHE, else tkernels in $XDG_CACHE_HOME, else in ~/.cache."""
-    cache = os.environ.get("TKERNELS_CACHE")
-    if cache is None:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "tkernels")
-    return Path(cache, "tuned")
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(os.environ.get("TKERNELS_CACHE") or Path(cache, "tkernels"), "tuned")
 
 
 def place(ranks: int, transport: str) -> dict:
@@ -73,9 +71,13 @@ def _file_name(key: dict) -> str:
 
 
 def saved() -> tuple[list[dict], dict[Path, str]]:
-    """The user's records, and the files that hold none, with the reason."""
+    """The user's records, and the files that hold none, or the folder if it can't be read, with the reason."""
     records, damaged = [], {}
-    for path in sorted(folder().glob("*.json")):
+    try:
+        paths = sorted(folder().glob("*.json"))
+    except OSError as error:
+        return [], {folder(): str(error)}
+    for path in paths:
         try:
             records.append(_parse(path.read_text()))
         except FileNotFoundError:  # cleared meanwhile
@@ -114,7 +116,11 @@ def known(ranks: int, transport: str) -> list[dict]:
     here, alone = place(ranks, transport), place(1, LOCAL)
     records, damaged = saved()
     for path, reason in damaged.items():
-        warnings.warn(f"{path} is ignored: {reason}. `tkernels tune --clear` removes what was remembered", stacklevel=2)
+        warnings.warn(
+            f"{path} is ignored: {reason}. `tkernels tune --clear` removes what was remembered, and TKERNELS_CACHE "
+            f"names another folder for it",
+            stacklevel=2,
+        )
     general = [{name: spot[name] for name in ("gpu", "ranks", "transport")} for spot in (here, alone)]
     alike = [spot | {"gpu": LIKE.get(spot["gpu"])} for spot in general]
     packaged = shipped()

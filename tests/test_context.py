@@ -3,20 +3,24 @@
 import gc
 import json
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
 import time
+import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
-from transports import TRANSPORTS, every_transport, message_on_every_rank, over
+from transports import TRANSPORTS, every_transport, message_on_every_rank, over, simulated_only
 
 import tkernels
 from tkernels.comm import (
+    Channel,
     Context,
     Fault,
+    HeapExhaustedError,
     MismatchError,
     TkernelsError,
     WaitTimeoutError,
@@ -25,6 +29,7 @@ from tkernels.comm import (
     find_context,
     runtime,
 )
+from tkernels.comm.context import DEFAULT_PROGRAMS
 from tkernels.testing.compare import integers
 
 
@@ -159,17 +164,77 @@ def test_options_that_differ_between_ranks_are_refused_on_every_rank(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_options_that_make_no_sense_are_refused_by_name(ctx):
+def test_options_that_make_no_sense_are_refused_by_name(ctx, monkeypatch):
     with pytest.raises(ValueError, match="timeout_s=0 must be positive"):
         tkernels.init(timeout_s=0)
     with pytest.raises(ValueError, match="num_programs=0 must be positive"):
         tkernels.init(num_programs=0)
+    with pytest.raises(ValueError, match="timeout_s=inf must be at most 1e.09, or 30 years"):
+        tkernels.init(timeout_s=float("inf"))
+    with pytest.raises(TypeError, match="timeout_s='60' must be a number"):
+        tkernels.init(timeout_s="60")
+    with pytest.raises(TypeError, match="heap_bytes=8000000.0 must be an integer"):
+        tkernels.init(heap_bytes=8e6)
     with pytest.raises(ValueError, match="transport='rdma' is unknown; use auto, simulated, peer, nvshmem"):
         tkernels.init(transport="rdma")
     elsewhere = "peer" if ctx.runtime == "simulated" else "simulated"
+    before = resources()
     with pytest.raises(ValueError, match=f"'{elsewhere}' can't reach every rank on the {ctx.runtime} runtime; usable"):
         tkernels.init(transport=elsewhere, heap_bytes=1 << 20)
+    monkeypatch.setattr(Context, "_make_table", lambda context: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        tkernels.init(heap_bytes=1 << 20)
+    monkeypatch.undo()
+    assert resources() == before  # whatever it was that failed
     check_gather(ctx)
+
+
+@pytest.mark.ranks(2)
+@simulated_only
+def test_a_rank_of_another_runtime_and_more_memory_than_there_is_are_refused_on_every_rank(ctx, monkeypatch):
+    if ctx.rank == 1:
+        monkeypatch.setattr(runtime, "RUNTIME", "nvshmem")
+        monkeypatch.setattr(runtime, "device", lambda: ctx.device)
+        monkeypatch.setitem(DEFAULT_PROGRAMS, "nvshmem", 4)
+    with pytest.raises(MismatchError) as different:
+        tkernels.init(heap_bytes=1 << 20)
+    monkeypatch.undo()
+    assert "runtime by rank: simulated, nvshmem" in message_on_every_rank(ctx, different.value)
+    before = resources()
+    with pytest.raises(RuntimeError, match="could not map .* on rank 0: .*pass a smaller heap_bytes") as too_much:
+        tkernels.init(heap_bytes=1 << 55)
+    message_on_every_rank(ctx, too_much.value)
+    assert resources() == before
+
+
+@pytest.mark.ranks(2)
+def test_a_finalized_context_says_so_and_holds_nothing(ctx):
+    group = dist.new_group([0, 1])
+    context = tkernels.init(group, heap_bytes=4 << 20)
+    x, kept = torch.ones(3, device=ctx.device), context.empty(100)
+    channel = Channel(context, 1 - ctx.rank, 1 - ctx.rank, slot_bytes=256)
+    calls = {
+        "all_gather": lambda: collectives.all_gather(context, x),
+        "send": lambda: channel.send(x),
+        "barrier": context.barrier,
+        "empty": lambda: context.empty(4),
+        "check": context.check,
+    }
+    calls["all_gather"]()
+    assert not context.closed
+    context.finalize()
+    assert context.closed
+    for name, call in calls.items():
+        with pytest.raises(TkernelsError, match="has been finalized; init.. a new one"):
+            call()
+            pytest.fail(f"{name} did not notice")
+    context.free(kept)  # nothing is left to do
+    channel.close()
+    held = weakref.ref(group)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert held() is None
 
 
 @pytest.mark.ranks(2)
@@ -254,6 +319,11 @@ def test_the_error_of_a_wait_says_who_waited_for_whom_and_what_to_do():
     )  # fmt: skip
     with pytest.raises(AttributeError):
         error.nothing  # noqa: B018
+    of_a_group = WaitTimeoutError(fault, 2.5, [4, 5, 8, 9])
+    assert str(of_a_group) == f"{error} (ranks are those of a group, whose global ranks are [4, 5, 8, 9])"
+    for each in (error, of_a_group, HeapExhaustedError(1, 2, 3)):
+        again = pickle.loads(pickle.dumps(each))
+        assert (str(again), vars(again)) == (str(each), vars(each))
 
 
 @pytest.mark.ranks(2, 4)

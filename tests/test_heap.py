@@ -2,6 +2,7 @@
 
 import random
 
+import numpy
 import pytest
 import torch
 from transports import message_on_every_rank
@@ -64,9 +65,17 @@ def test_exhaustion_says_what_was_asked_free_and_total(heap):
     assert heap.empty(4096, dtype=torch.uint8).numel() == 4096
 
 
+def test_sizes_are_integers_of_any_kind_but_not_negative(heap):
+    assert heap.empty(numpy.int64(3)).shape == heap.empty(torch.Size([3])).shape == (3,)
+    for wrong in ((-1000,), (-2, -3)):
+        with pytest.raises(ValueError, match="sizes must not be negative"):
+            heap.empty(*wrong)
+    assert heap.offset(heap.empty(1)) == 512
+
+
 def test_only_a_tensor_of_empty_can_be_freed_and_only_once(heap):
     tensor = heap.empty(300)
-    for other in (torch.empty(300), tensor[1:]):
+    for other in (torch.empty(300), tensor[1:], tensor[:100]):
         with pytest.raises(ValueError, match="no allocation of this heap"):
             heap.free(other)
     heap.free(tensor)

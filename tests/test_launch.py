@@ -124,6 +124,19 @@ def test_ranks_share_the_cores(pool):
     assert os.environ.get("OMP_NUM_THREADS") != str(share) or share == 1
 
 
+def test_a_fork_leaves_the_ranks_to_its_parent(pool):
+    ranks = [pid for *_, pid in pool.run(who)]
+    child = os.fork()
+    if child == 0:
+        try:
+            pool.close()
+            pool.kill()
+        finally:
+            os._exit(len(pool.pids))
+    assert os.waitpid(child, 0) == (child, 0)
+    assert [pid for *_, pid in pool.run(who)] == ranks
+
+
 def test_what_does_not_pickle_is_refused_before_it_is_sent(pool):
     pids = pool.pids
     with pytest.raises(TypeError, match=r"<lambda>.*cannot be sent.*top of a module"):

@@ -122,6 +122,15 @@ def test_a_record_that_cant_be_written_leaves_no_draft(cache):
     assert len(list(cache.iterdir())) == 1
 
 
+def test_a_folder_that_cant_be_read_is_reported_and_ignored(cache, monkeypatch):
+    def refuse(*_):
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(type(cache), "glob", refuse)
+    with pytest.warns(UserWarning, match=f"{cache} is ignored: not yours.*TKERNELS_CACHE names another folder"):
+        assert tuned.known(2, "simulated") == []
+
+
 def test_the_folder_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("TKERNELS_CACHE", str(tmp_path / "own"))
     assert tuned.folder() == tmp_path / "own" / "tuned"

@@ -15,6 +15,7 @@ however it ends. torch is imported late, so that `import tkernels.launch` costs 
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import io
 import multiprocessing.connection
@@ -265,6 +266,17 @@ class RankPool:
 _pools: weakref.WeakSet[RankPool] = weakref.WeakSet()
 
 
+def _forget_ranks():
+    # in a fork, which has a copy of every pool: the ranks are its parent's
+    for pool in _pools:
+        if pool._store is not None:  # never to be closed here, where its threads don't exist: that can crash
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool._store))
+        pool._processes, pool._pipes, pool._stacks, pool._store = [], [], [], None
+
+
+os.register_at_fork(after_in_child=_forget_ranks)
+
+
 @atexit.register
 def _kill_pools():
     # before multiprocessing's own exit function, which would wait for them
@@ -341,7 +353,8 @@ def _rank_main(rank, ranks, port, num_threads, ctx_options, pipe, stacks):
     def run(call):
         fn, args = pickle.loads(call)
         result = fn(ctx, *args)
-        ctx.check()  # a wait that expired, and whose kernel went on, is no success
+        if not ctx.closed:
+            ctx.check()  # a wait that expired, and whose kernel went on, is no success
         return result
 
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # no parent, no work
