@@ -22,7 +22,7 @@ next, when one grows outside of captures.
 import torch
 
 from tkernels.comm import capture
-from tkernels.comm.errors import TkernelsError
+from tkernels.comm.errors import HeapExhaustedError, TkernelsError
 from tkernels.comm.plans import Plans
 from tkernels.comm.regions import ALIGNMENT, Regions, lasting, round_up
 
@@ -95,9 +95,16 @@ class Workspace:
         asked = (inbox_bytes, num_chunks, num_packets, num_lamport, landing_bytes)
         held = (self.inbox_bytes, self.num_chunks, self.num_packets, self.num_lamport, self.landing_bytes)
         if any(more > has for more, has in zip(asked, held, strict=True)):
-            self._grow(*map(max, asked, held, (0, MIN_CHUNKS, *self._least_packets(), 0)))
+            needed = tuple(map(max, asked, held, (0, MIN_CHUNKS, *self._least_packets(), 0)))
+            inbox, chunks, packets, lamport, landing = needed
+            ahead = [self._ahead(*both) for both in ((inbox, held[0]), (chunks, held[1]), (landing, held[4]))]
+            try:
+                self._grow(*ahead[:2], packets, lamport, ahead[2])
+            except HeapExhaustedError:
+                self._grow(*needed)
         if scratch_bytes > self.scratch.numel():
-            self.scratch = self._make(torch.empty, round_up(scratch_bytes, ALIGNMENT), torch.uint8)
+            num_bytes = self._ahead(scratch_bytes, self.scratch.numel())
+            self.scratch = self._make(torch.empty, round_up(num_bytes, ALIGNMENT), torch.uint8)
             self.forget_plans()
         if num_counters > self.counters.numel():
             self.counters = self._make(torch.zeros, num_counters)
@@ -145,6 +152,15 @@ class Workspace:
         most = most_packets(self.context.size)
         fits = 2 * 8 * most <= self.context.heap.num_bytes // 32
         return most if fits else 0, self.context.lamport_bytes // 4
+
+    def _ahead(self, needed: int, held: int) -> int:
+        """Where more than was held is needed, half as much again: calls of one row more each time rarely outgrow it.
+
+        No more than a 32nd of the heap; and not under a capture, which takes memory that no call has used.
+        """
+        if needed <= held or self.context.capturing:
+            return needed
+        return max(needed, held + min(held // 2, self.context.heap.num_bytes // 32))
 
     def _make(self, make, number: int, dtype=torch.int64) -> torch.Tensor:
         """make(number), torch.zeros or torch.empty, of this context's device; ready at once, under a capture too."""

@@ -18,7 +18,7 @@ import tkernels
 from tkernels.comm import collectives, interpreter
 from tkernels.comm.collectives import split_rows
 from tkernels.comm.device import TRANSPORTS, put, quiet
-from tkernels.comm.workspace import LAMPORT_BYTES
+from tkernels.comm.workspace import LAMPORT_BYTES, Workspace
 from tkernels.testing.compare import assert_close_to, integers, normal, poison
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
@@ -430,6 +430,23 @@ def test_wrong_arguments_are_refused_before_the_first_signal(ctx):
             call()
     tkernels.barrier(ctx=ctx)
     ctx.check()
+
+
+@pytest.mark.ranks(2)
+def test_sizes_that_grow_one_by_one_rarely_outgrow_the_workspace_and_take_all_that_there_is(ctx):
+    with tkernels.init(heap_bytes=8 << 20) as fresh:
+        workspace, grown = fresh.workspace(), []
+        with mock.patch.object(Workspace, "_grow", autospec=True, side_effect=Workspace._grow) as grow:
+            for kibibytes in range(1, 400):
+                workspace.reserve(kibibytes << 10, kibibytes, scratch_bytes=kibibytes << 10)
+                grown.append(workspace.scratch.data_ptr())
+            assert grow.call_count < 30 and len(set(grown)) < 30
+            assert workspace.inbox_bytes <= (400 << 10) + (8 << 20) // 32
+        for needed in (3_150_000, 3_151_000):  # the heap holds two and a half of either, but not of half as much again
+            workspace.reserve(needed, 1)
+            assert needed <= workspace.inbox_bytes < needed + 256
+        check = tkernels.all_gather(torch.full((5,), float(ctx.rank), device=ctx.device), ctx=fresh)
+        assert check.tolist() == [0.0] * 5 + [1.0] * 5
 
 
 @pytest.mark.ranks(2)
