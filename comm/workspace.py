@@ -97,9 +97,9 @@ class Workspace:
         if any(more > has for more, has in zip(asked, held, strict=True)):
             needed = tuple(map(max, asked, held, (0, MIN_CHUNKS, *self._least_packets(), 0)))
             inbox, chunks, packets, lamport, landing = needed
-            ahead = [self._ahead(*both) for both in ((inbox, held[0]), (chunks, held[1]), (landing, held[4]))]
+            ahead = self._ahead
             try:
-                self._grow(*ahead[:2], packets, lamport, ahead[2])
+                self._grow(ahead(inbox, held[0]), ahead(chunks, held[1]), packets, lamport, ahead(landing, held[4]))
             except HeapExhaustedError:
                 self._grow(*needed)
         if scratch_bytes > self.scratch.numel():
