@@ -12,6 +12,7 @@ else:
         HeapExhaustedError,
         LeaseError,
         MismatchError,
+        OutOfStepError,
         TkernelsError,
         WaitTimeoutError,
     )
@@ -31,6 +32,7 @@ else:
         "Lease",
         "LeaseError",
         "MismatchError",
+        "OutOfStepError",
         "RUNTIME",
         "Regions",
         "RemoteSignal",

@@ -23,7 +23,7 @@ from tkernels.comm.device import (
     TRANSPORTS,
     operation_name,
 )
-from tkernels.comm.errors import Fault, MismatchError, TkernelsError, WaitTimeoutError
+from tkernels.comm.errors import Fault, MismatchError, OutOfStepError, TkernelsError, WaitTimeoutError
 from tkernels.comm.group import Group
 from tkernels.comm.heap import SymmetricHeap
 from tkernels.comm.plans import Launch, describe
@@ -32,6 +32,7 @@ from tkernels.comm.workspace import Workspace, most_lamport_bytes
 
 DEFAULT_HEAP_BYTES = {"simulated": 256 << 20, "nvshmem": 2 << 30}
 MAX_CONSTANTS = 1024
+INIT, FINALIZE = "init()", "finalize() of "  # where ranks meet that may be out of step
 MAX_TIMEOUT_S = 1e9  # kernels count nanoseconds in 64 bits
 DEFAULT_PROGRAMS = {"simulated": 4}  # on a GPU: its number of multiprocessors
 
@@ -171,7 +172,7 @@ class Context:
 
     def _check_options(self, options: dict):
         """Collective. The same error on every rank, for options that differ or make no sense."""
-        asked = self.group.gather(options)
+        asked = _meet(self.group, INIT, options)
         differing = {name: [theirs[name] for theirs in asked] for name in options if len({o[name] for o in asked}) > 1}
         if differing:
             by_rank = "; ".join(f"{name} by rank: {', '.join(map(str, values))}" for name, values in differing.items())
@@ -194,16 +195,15 @@ class Context:
         return f"context{_number}"
 
     def _give_back_abandoned(self):
-        """Collective. Give back the contexts over this group that every rank has abandoned."""
-        here = {each.name: each for each in _abandoned if each.group.process_group is self.group.process_group}
-        names = self.group.gather(list(here))
-        for name in names[0]:
-            if all(name in others for others in names):
-                _abandoned.remove(here[name])
+        """Collective. Give back the contexts over this group that this rank has abandoned, and that no rank uses."""
+        used = set().union(*self.group.gather(_open_over(self.group)))
+        for each in [each for each in _abandoned if each.group.process_group is self.group.process_group]:
+            if each.name not in used:
+                _abandoned.remove(each)
                 try:
-                    here[name]._give_back()
+                    each._give_back()
                 except WaitTimeoutError as error:
-                    warnings.warn(f"{name}, which was dropped without finalize(): {error}", stacklevel=4)
+                    warnings.warn(f"{each.name}, which was dropped without finalize(): {error}", stacklevel=4)
 
     def _make_table(self) -> torch.Tensor:
         segment = self.heap.segment
@@ -224,8 +224,11 @@ class Context:
     def __enter__(self):
         return self
 
-    def __exit__(self, *exception):
-        self.finalize()
+    def __exit__(self, kind, *_):
+        if kind is None or self.size == 1:
+            self.finalize()
+        else:  # which others may know nothing of: they would be waited for
+            self.abandon()
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Collective. A tensor in symmetric memory, uninitialised; see `SymmetricHeap.empty`."""
@@ -361,10 +364,18 @@ class Context:
         """Collective. Give the memory back; the context and its tensors must not be used any more. May be repeated.
 
         After an expired wait it does not meet the other ranks, which may be gone. Raises WaitTimeoutError, once the
-        memory is given back, for an expired wait that nothing has reported yet.
+        memory is given back, for an expired wait that nothing has reported yet; OutOfStepError where another rank makes
+        another call, and goes on to use the context.
         """
-        if _contexts.pop(self.name, None) is not None:
-            self._give_back()
+        if _contexts.pop(self.name, None) is None:
+            return
+        if not self.failed:
+            try:
+                _meet(self.group, FINALIZE + self.name)
+            except OutOfStepError:
+                _abandoned.append(self)
+                raise
+        self._give_back()
 
     @property
     def closed(self) -> bool:
@@ -380,8 +391,6 @@ class Context:
             _abandoned.append(self)
 
     def _give_back(self):
-        if not self.failed:
-            self.group.barrier()
         reported, error = self._reported, None
         try:
             self.check()
@@ -394,6 +403,38 @@ class Context:
         self.group.close()
         if error is not None and not reported:
             raise error
+
+
+def _open_over(group: Group) -> list[str]:
+    """The names of the contexts over the same ranks that this rank may still use."""
+    return [each.name for each in _contexts.values() if each.group.process_group is group.process_group]
+
+
+def _meet(group: Group, call: str, value=None) -> list | None:
+    """Collective, after the device's work so far. Every rank's value, or None if this rank has waited for nobody.
+
+    A rank whose wait has expired, or that left by an exception, doesn't come to `finalize`, where others who know of no
+    failure wait for it. It meets them in its next call of this kind: they leave, and it waits for theirs.
+    """
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    while True:
+        try:
+            return [theirs for theirs, _ in group.gather((value, _open_over(group)), call)]
+        except OutOfStepError as error:
+            if not all(each.startswith((INIT, FINALIZE)) for each in error.calls):
+                raise
+            met = list(zip(error.calls, (names for _, names in error.values), strict=True))
+            leaving = {
+                each
+                for each in error.calls
+                if each.startswith(FINALIZE)
+                and not any(each.removeprefix(FINALIZE) in names for other, names in met if other != each)
+            }
+            if not leaving:
+                raise
+            if call in leaving:
+                return None
 
 
 def _default(value, default):

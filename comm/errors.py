@@ -11,6 +11,23 @@ class MismatchError(TkernelsError):
     """Ranks of one group asked for different things in one collective call. Every rank raises the same message."""
 
 
+class OutOfStepError(MismatchError):
+    """Ranks of one group met in different calls. Every rank raises the same message.
+
+    calls, lines, values: by rank, the call, the line of the program, and what was brought to the meeting.
+    """
+
+    def __init__(self, calls: tuple[str, ...], lines: tuple[str, ...], values: tuple):
+        self.calls, self.lines, self.values = calls, lines, values
+        by_rank = "; ".join(
+            f"rank {rank} is in {call} ({line})" for rank, (call, line) in enumerate(zip(calls, lines, strict=True))
+        )
+        super().__init__(f"the ranks are out of step: {by_rank}; all must make the same calls in the same order")
+
+    def __reduce__(self):
+        return type(self), (self.calls, self.lines, self.values)
+
+
 class LeaseError(TkernelsError):
     """A buffer was used against the rules of its lease: out of turn, after its release, across a capture's edge."""
 

@@ -1,11 +1,12 @@
 """The ranks that work together: a torch process group, or this process alone."""
 
 import os
+import sys
 
 import torch
 import torch.distributed as dist
 
-from tkernels.comm.errors import TkernelsError
+from tkernels.comm.errors import OutOfStepError, TkernelsError
 
 # torch 2.13 renames them and warns of the old names.
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -34,15 +35,23 @@ class Group:
         self.size = dist.get_world_size(self.process_group)
         self.global_ranks = dist.get_process_group_ranks(self.process_group)
 
-    def gather(self, value) -> list:
-        """Collective. Every rank's picklable `value`, in rank order. Raises TkernelsError once it is closed."""
+    def gather(self, value, call: str | None = None) -> list:
+        """Collective. Every rank's picklable `value`, in rank order.
+
+        call: what this rank is doing; by default the name of the library's function that asks. Raises OutOfStepError on
+        every rank where they differ, TkernelsError once the group is closed.
+        """
         if self.closed:
             raise TkernelsError("the context of this group has been finalized; init() a new one")
         if self.size == 1:
             return [value]
-        values = [None] * self.size
-        dist.all_gather_object(values, value, group=self.process_group)
-        return values
+        function, line = _caller()
+        ranks = [None] * self.size
+        dist.all_gather_object(ranks, (call or function, line, value), group=self.process_group)
+        calls, lines, values = zip(*ranks, strict=True)
+        if len(set(calls)) > 1:
+            raise OutOfStepError(calls, lines, values)
+        return list(values)
 
     def barrier(self):
         """Collective. Returns once every rank has come here (a host barrier, after the device's work so far)."""
@@ -53,3 +62,19 @@ class Group:
     def close(self):
         """Let go of the process group, whose threads end once nobody holds it; gloo's abort an exit now and then."""
         self.closed, self.process_group = True, None
+
+
+def _caller() -> tuple[str, str]:
+    """The library's function that uses a group, and the line of the program that has called the library."""
+    frame, function = sys._getframe(2), "a call of the program's own"
+    while _module(frame) == __name__:
+        frame = frame.f_back
+    if _module(frame).startswith("tkernels."):
+        function = f"{_module(frame)}.{frame.f_code.co_name}"
+    while frame.f_back is not None and _module(frame).split(".")[0] in ("tkernels", "torch", "contextlib"):
+        frame = frame.f_back
+    return function, f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _module(frame) -> str:
+    return frame.f_globals.get("__name__", "")

@@ -22,6 +22,7 @@ from tkernels.comm import (
     Fault,
     HeapExhaustedError,
     MismatchError,
+    OutOfStepError,
     TkernelsError,
     WaitTimeoutError,
     collectives,
@@ -369,6 +370,57 @@ def test_a_rank_that_never_sends_is_named_by_every_rank_and_a_new_context_works(
     ctx.group.barrier()
     with tkernels.init(transport=transport, heap_bytes=8 << 20) as fresh:
         check_gather(fresh)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_out_of_step_all_hear_where_each_of_them_is(ctx):
+    with pytest.raises(OutOfStepError) as caught:
+        ctx.empty(4) if ctx.rank == 0 else ctx.group.barrier()
+    message = message_on_every_rank(ctx, caught.value)
+    assert "rank 0 is in tkernels.comm.heap.empty (" in message and "rank 1 is in a call of the program's" in message
+    assert message.count(f"{os.path.basename(__file__)}:") == 2 and "the same calls in the same order" in message
+
+    context = tkernels.init(heap_bytes=4 << 20)
+    with pytest.raises(OutOfStepError, match=f"rank 0 is in init.*; rank 1 is in finalize.. of {context.name} "):
+        tkernels.init(heap_bytes=4 << 20) if ctx.rank == 0 else context.finalize()  # which rank 0 may go on to use
+    if ctx.rank == 0:
+        context.finalize()
+    with tkernels.init(heap_bytes=4 << 20) as fresh:
+        check_gather(fresh)
+    assert context.closed
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("failure", ["wait", "exception", "exception on all"])
+def test_after_a_failure_of_one_rank_all_meet_again_in_init(ctx, failure):
+    tkernels.init(heap_bytes=4 << 20).finalize()
+    before = resources()
+    for _ in range(2):
+        context = tkernels.init(heap_bytes=4 << 20, timeout_s=1.0)
+        check_gather(context)
+        context.check()
+        ctx.group.barrier()
+        if failure == "wait":
+            if ctx.rank == 0:
+                with pytest.raises(WaitTimeoutError):
+                    tkernels.barrier(ctx=context)  # one more than the others make
+                    context.check()
+            try:
+                context.finalize()
+            except WaitTimeoutError as error:  # rank 1 may know by now
+                assert ctx.rank == 1 and error.peer == 1
+        else:
+            waits = ctx.rank == 1 and failure == "exception"
+            with pytest.raises(WaitTimeoutError if waits else ZeroDivisionError), context:
+                if not waits:
+                    1 / 0  # noqa: B018
+                tkernels.barrier(ctx=context)
+                context.check()
+        with tkernels.init(heap_bytes=4 << 20) as fresh:
+            check_gather(fresh)
+        assert context.closed
+        del context, fresh
+    assert resources() == before
 
 
 @pytest.mark.ranks(2)
