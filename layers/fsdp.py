@@ -22,13 +22,18 @@ optimizer's step, a reduction after whatever the optimizer did with the gradient
 """
 
 import contextlib
+import copy
+import dataclasses
 import functools
+import numbers
+import weakref
 import zlib
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_map
 
 import tkernels
 from tkernels.comm import Context, LeaseError, MismatchError, Slot, current_context
@@ -45,6 +50,7 @@ from tkernels.layers.pools import (
 ALIGN = 16  # elements that parameters and shards start at multiples of: 16 bytes or more
 GRADIENT_COPIES = 2  # one is filled while the other travels; what is gathered ahead changes nothing about that
 POOLS = {"max": (MaxPoolPlan, MaxPoolAllocator), "fixed": (FixedPoolPlan, FixedPoolAllocator)}
+KNOWN = (torch.Tensor, numbers.Number, str, bytes, type(None))  # that outputs may consist of
 SUMMED = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -55,8 +61,10 @@ class FullyShard(nn.Module):
     the whole parameters. Their gradients are the mean over ranks. Between iterations the module's own parameters are
     empty; gather_state_dict() has their values.
 
-    All ranks must run the same units in the same order. The loss must be made from the output of this module or of its
-    units. Activation checkpointing of a unit works with use_reentrant=False.
+    All ranks must run the same units in the same order. Inside of a unit, and of what belongs to none, they may use
+    different parameters: the gradient of what a rank didn't use counts as zero. The loss must be made from the output
+    of this module or of its units. requires_grad_(False) on a shard, or on this module, freezes it until it is undone.
+    A rank's shards have a part of the gradients' norm only, so clip by `clip_grad_norm_`.
     """
 
     def __init__(
@@ -95,6 +103,7 @@ class FullyShard(nn.Module):
         self._units = [_Unit(self, name, *parts) for name, parts in _partition(module, units, ctx, grad_dtype).items()]
         self._root = self._units.pop(0)
         self._flats = {flat.id: flat for unit in (self._root, *self._units) for flat in unit.flats}
+        _check_equal(ctx, self._flats.values())
 
         self._dev = dev if dev is not None else torch.get_device_module(ctx.device)
         self.comm_stream = comm_stream if comm_stream is not None or not overlap else self._dev.Stream()
@@ -113,8 +122,9 @@ class FullyShard(nn.Module):
 
         self.module = module
         self.shards = nn.ParameterDict()
+        self.shards.register_load_state_dict_pre_hook(_refuse_assignment)
         buckets = self.parameter_pool.plan.buckets
-        _check_equal(ctx, self._flats.values())
+        _take_off(module, self._flats.values())
         for flat in self._flats.values():
             self.shards[flat.id.replace(".", "/")] = flat.shard_over(ctx, buckets[flat.id].numel)
         for unit in (self._root, *self._units):
@@ -122,6 +132,7 @@ class FullyShard(nn.Module):
         self._weight_slot = Slot(dev=self._dev, name="parameter shards")
         self._sum_slot = Slot(dev=self._dev, name="gradient shards")
         self._weights = self._sums = None  # their leases, while an iteration or a backward is under way
+        self._callback = lambda: None  # a weak reference to what ends the backward that is under way
         self._sync = True
         self._learned = {}  # with and without gradients: units in the order of their use
         self._uses, self._expected = [], None
@@ -141,18 +152,55 @@ class FullyShard(nn.Module):
         finally:
             if not gradients:
                 self._end()
-        for tensor in _differentiable(output) if gradients else ():
+        for tensor in _differentiable(_leaves(output)) if gradients else ():
             tensor.register_hook(self._begin_backward)
         return output
 
     @contextlib.contextmanager
     def no_sync(self):
-        """A context in which backward communicates no gradients: whole ones add up until a backward outside of it."""
+        """A context in which backward communicates no gradients: whole ones add up until a backward outside of it.
+
+        Not in the gradients of shards, which an optimizer sees: only this module's `zero_grad` forgets them.
+        """
         self._sync, before = False, self._sync
         try:
             yield
         finally:
             self._sync = before
+
+    def zero_grad(self, set_to_none: bool = True):
+        """Forget the gradients of all shards, and those that `no_sync` has kept."""
+        super().zero_grad(set_to_none)
+        for unit in (self._root, *self._units):
+            unit.begun = False
+            for flat in unit.trained:
+                for parameter in flat.parameters:
+                    parameter.grad = None
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Collective. Scale the gradients so that their 2-norm, over all ranks' shards, is at most max_norm.
+
+        Returns the norm that they had, fp32 of one element and the same on every rank. torch's own function would see
+        this rank's shards alone.
+        """
+        grads = [shard.grad for shard in self.shards.values() if shard.grad is not None]
+        squares = [torch.linalg.vector_norm(grad, dtype=torch.float32).square() for grad in grads]
+        total = torch.stack(squares).sum(0, keepdim=True) if squares else torch.zeros(1, device=self.ctx.device)
+        norm = tkernels.all_reduce(total, ctx=self.ctx).sqrt().squeeze()
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for grad in grads:
+            grad.mul_(scale.to(grad.dtype))
+        return norm
+
+    def close(self):
+        """Collective with memory="symmetric". Give back the memory of both pools; may be repeated.
+
+        The shards stay, and so does `gather_state_dict`, but nothing can be computed any more.
+        """
+        self._end()
+        for pool in (self.parameter_pool, self.gradient_pool):
+            pool.close()
 
     @property
     def slots(self) -> list[Slot]:
@@ -172,7 +220,9 @@ class FullyShard(nn.Module):
                     full |= dict.fromkeys(names, value.cpu().clone())
         if not wanted:
             return {}
-        return {key: full[key] for key in self._keys} | {k: v.cpu() for k, v in self.module.state_dict().items()}
+        rest = self.module.state_dict().items()  # buffers, and extra state, which may be anything
+        rest = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in rest}
+        return {key: full[key] for key in self._keys} | rest
 
     @torch.no_grad()
     def load_full_state_dict(self, full: Mapping[str, torch.Tensor]):
@@ -182,14 +232,14 @@ class FullyShard(nn.Module):
         """
         self._end()
         buffers = self.module.state_dict()
-        wanted = {key: value.shape for key, value in buffers.items()}
+        wanted = {key: _shape(value) for key, value in buffers.items()}
         for flat in self._flats.values():
             for names, shape in zip(flat.names, flat.shapes, strict=True):
-                wanted |= dict.fromkeys(names, shape)
-        found = {key: value.shape for key, value in full.items()}
+                wanted |= dict.fromkeys(names, str(tuple(shape)))
+        found = {key: _shape(value) for key, value in full.items()}
         wrong = sorted(key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key))
         if wrong:
-            listed = [f"{key} is {_shape(found.get(key))}, not {_shape(wanted.get(key))}" for key in wrong[:5]]
+            listed = [f"{key} is {found.get(key, 'nothing')}, not {wanted.get(key, 'nothing')}" for key in wrong[:5]]
             raise ValueError(f"load_full_state_dict: {len(wrong)} entries don't fit the module: {'; '.join(listed)}")
         for flat in self._flats.values():
             whole = flat.shard.new_zeros(self.ctx.size * flat.shard.numel())
@@ -206,14 +256,20 @@ class FullyShard(nn.Module):
     def _begin(self):
         """Open the shards for gathers, behind the optimizer's step, and gather the root."""
         if self._weights is None:
+            for flat in self._flats.values():
+                flat.follow_shard()
             self._weights = self._weight_slot.acquire()
             with self._weights.write():
                 pass  # what has been launched on this stream: the optimizer, a loaded checkpoint
             self._root.use()
 
     def _begin_backward(self, _=None):
+        if self._sums is not None and self._callback() is None:
+            self._end()  # the backward that had begun has failed
         if self._sums is None:
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            callback = functools.partial(self._end_backward)  # autograd alone holds it, as long as this backward lasts
+            torch.autograd.Variable._execution_engine.queue_callback(callback)
+            self._callback = weakref.ref(callback)
             self._begin()
             self._sums = self._sum_slot.acquire()
             with self._sums.write():
@@ -222,7 +278,8 @@ class FullyShard(nn.Module):
                 unit.missing = {id(parameter) for flat in unit.trained for parameter in flat.parameters}
 
     def _end_backward(self):
-        """Reduce what is left, for parameters that got no gradient, and hand the sums to this stream."""
+        """Reduce what is left, the root and units whose end nothing has told, and hand the sums to this stream."""
+        self._root.begun = True
         for unit in (self._root, *self._units):
             unit.reduce()
         self._end()
@@ -259,12 +316,12 @@ class FullyShard(nn.Module):
         comm = self._on_comm()
         lease = self.gradient_pool.acquire(flat.id)
         with lease.read(comm), self._sums.write(comm, ordered=True), self._dev.stream(comm):
-            total = tkernels.reduce_scatter(lease.tensor, ctx=self.ctx)
+            total, scale = tkernels.reduce_scatter(lease.tensor, ctx=self.ctx), flat.scale_after
             if flat.shard.grad is None:
                 flat.shard.grad = flat.sums
-                flat.sums.copy_(total).mul_(1 / self.ctx.size)
+                flat.sums.copy_(total).mul_(scale)
             else:
-                flat.shard.grad.add_(total, alpha=1 / self.ctx.size)
+                flat.shard.grad.add_(total, alpha=scale)
         self.gradient_pool.release(flat.id)
 
     # What comes next
@@ -301,14 +358,18 @@ class _FlatParameter:
 
     parameters, names, shapes, starts: one entry a parameter; a tied one has several names. numel: in all, not padded.
     shard: this rank's R-th. sums: its gradient, memory that is kept. staged: which gradients are in the bucket.
+    scale_before, scale_after: a rank's gradients, and their sum; fp16 would not hold sums of what it holds the mean of.
     """
 
-    def __init__(self, id: str, members: list[tuple[nn.Parameter, list[str]]], grad_dtype: torch.dtype | None):
+    def __init__(self, id: str, members: list[tuple[nn.Parameter, list[str]]], grad_dtype, size: int):
         self.id = id
         self.parameters, self.names = [p for p, _ in members], [names for _, names in members]
         self.shapes = [parameter.shape for parameter in self.parameters]
         self.dtype, self.trained = self.parameters[0].dtype, self.parameters[0].requires_grad
+        self._wanted = self.trained  # of the parameters, as the shard was last seen to be
         self.grad_dtype = grad_dtype or self.dtype
+        scales = 1.0, 1 / size
+        self.scale_after, self.scale_before = scales if self.grad_dtype == torch.float16 else reversed(scales)
         self.starts, self.numel = [], 0
         for parameter in self.parameters:
             self.starts.append(self.numel)
@@ -335,6 +396,23 @@ class _FlatParameter:
         self.hide()
         return self.shard
 
+    def follow_shard(self):
+        """Whether the parameters want gradients is up to the shard, which is what parameters() and optimizers show."""
+        wanted = self.shard.requires_grad
+        if wanted and not self.trained:
+            raise ValueError(
+                f"FullyShard: {self.names[0][0]} is to be trained, but was frozen when the module was sharded; shard "
+                f"it with requires_grad, and freeze it afterwards by requires_grad_(False) on its shard, {self.id!r}"
+            )
+        for parameter, names in zip(self.parameters, self.names, strict=True):
+            if parameter.requires_grad != self._wanted:
+                raise ValueError(
+                    f"FullyShard: requires_grad of {names[0]} was changed, but what is sharded together is trained "
+                    f"together; call requires_grad_ on the shard, {self.id!r}, or before the module is sharded"
+                )
+            parameter.requires_grad_(wanted)
+        self._wanted = wanted
+
     def expose(self, whole: torch.Tensor):
         """Let the parameters be what has been gathered."""
         if whole.data_ptr() not in self._views:
@@ -359,22 +437,34 @@ class _Unit:
     """A module whose parameters are gathered while it computes.
 
     leases: of what is gathered. uses: how many reasons there are to keep it: its forward, its backward, a recomputation
-    inside of that. missing: parameters (ids) that this backward has given no gradient yet.
+    inside of that. missing: parameters (ids) that this backward has given no gradient yet. begun: whether a backward
+    came here since the last reduction.
+
+    When its gradients are reduced, and whether, must not depend on which of them there are, for that may differ between
+    ranks: that is where the last of its calls ends in backward, as its inputs' gradients tell. Where none of them
+    wants one, and in the root, it is the end of backward.
     """
 
     def __init__(self, owner: FullyShard, name: str, module: nn.Module, flats: list[_FlatParameter]):
         self.owner, self.name, self.module, self.flats = owner, name, module, flats
-        self.trained = [flat for flat in flats if flat.trained]
-        self.leases, self.uses, self.missing = {}, 0, set()
+        self.leases, self.uses, self.missing, self.begun = {}, 0, set(), False
+        self.calls = weakref.WeakSet()  # whose backward may come, as long as their graph is there
         self._reading = contextlib.ExitStack()
         self._forwards, self._open_calls = [], []
+
+    @property
+    def trained(self) -> list[_FlatParameter]:
+        return [flat for flat in self.flats if flat.trained]
 
     def watch(self):
         for flat in self.trained:
             for index, parameter in enumerate(flat.parameters):
                 parameter.register_post_accumulate_grad_hook(functools.partial(self._collect, flat, index))
-        if self is not self.owner._root:
-            self.module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        if self is self.owner._root:
+            self.module.register_forward_pre_hook(self._refuse_outside, prepend=True)
+        else:
+            # Before hooks that are there already: they may look at parameters.
+            self.module.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)
             self.module.register_forward_hook(self._after_forward, always_call=True)
 
     # Parameters
@@ -428,7 +518,15 @@ class _Unit:
 
     # Forward and backward of the module
 
+    def _refuse_outside(self, *_):
+        if self.owner._weights is None:
+            raise LeaseError(
+                f"FullyShard: {type(self.module).__name__} was called outside of the FullyShard's forward and "
+                f"backward, where it has no parameters; call the FullyShard, not the module inside"
+            )
+
     def _before_forward(self, module, args, kwargs):
+        self._refuse_outside()
         recomputed = self.uses > 0  # inside its own backward
         self.use()
         if not torch.is_grad_enabled() or recomputed:
@@ -451,11 +549,11 @@ class _Unit:
         """A gradient is complete: into the bucket with it, on the stream that has just made it."""
         self.owner._begin_backward()
         self.missing.discard(id(parameter))
-        if self.owner._sync:
+        # What is reduced at the end of backward only waits in parameter.grad, and leaves the bucket to other units.
+        if self.owner._sync and (self is self.owner._root or all(call.tells for call in self._open_calls)):
             self._stage(flat, index)
         if not self.missing:
-            self.reduce()
-            for call in [call for call in self._open_calls if not call.inputs]:
+            for call in [call for call in self._open_calls if not call.tells]:
                 call.end()
 
     def _stage(self, flat: _FlatParameter, index: int):
@@ -473,49 +571,70 @@ class _Unit:
 
     @torch.no_grad()
     def reduce(self):
-        """Reduce the gradients that are there; those that come later are added by another reduction."""
-        if not self.owner._sync:
+        """Reduce the gradients of backwards that came here, with zeros for what they gave none."""
+        if not self.owner._sync or not self.begun:
             return
+        self.begun = False
         for flat in self.trained:
-            for index in range(len(flat.parameters)):  # what no_sync has left of parameters unused since
+            if not flat.shard.requires_grad:
+                continue
+            for index in range(len(flat.parameters)):  # those that waited, or that no_sync has left
                 self._stage(flat, index)
-            if flat.staged:
-                lease = self.owner.gradient_pool.acquire(flat.id)
-                with lease.write():
-                    for part in flat.unstaged(lease.tensor):
-                        part.zero_()
-                flat.staged.clear()
-                self.owner._reduce(flat)
+            lease = self.owner.gradient_pool.acquire(flat.id)
+            with lease.write():
+                for part in flat.unstaged(lease.tensor):
+                    part.zero_()
+                if flat.scale_before != 1:
+                    lease.tensor.mul_(flat.scale_before)
+            flat.staged.clear()
+            self.owner._reduce(flat)
 
 
 class _Call:
     """One forward of a unit. Its backward begins with the gradient of an output, and ends with those of its inputs.
 
-    inputs: how many want a gradient. A unit none of whose inputs does ends with the gradients of its parameters, and
-    whatever gets no gradient at all, at the end of backward. open: whether its backward is under way.
+    open: whether its backward is under way. tells: whether gradients of inputs will tell its end. Where none wants one,
+    or none depends on the inputs, it ends with the gradients of the unit's parameters, or with the whole backward.
     """
 
     def __init__(self, unit: _Unit):
-        self.unit, self.inputs, self.open = unit, 0, False
+        self.unit, self.open, self.tells = unit, False, False
+        self._node = lambda: None  # of the inputs in autograd's graph, which holds this call
+        self._ended = None  # the last backward in which it did
         self._addresses = _addresses(unit)
+        unit.calls.add(self)
 
     def watch_inputs(self, args, kwargs):
-        inputs = _differentiable((args, kwargs))
-        self.inputs = len(inputs)
+        inputs = _differentiable(_leaves((args, kwargs)))
         if not inputs:
             return args, kwargs
         passed = dict(zip(map(id, inputs), _Inputs.apply(self, *inputs), strict=True))
-        return tree_map(lambda leaf: passed.get(id(leaf), leaf), (args, kwargs))
+        self._node = weakref.ref(next(iter(passed.values())).grad_fn)
+        return _map(lambda leaf: passed.get(id(leaf), leaf), (args, kwargs))
 
     def watch_outputs(self, output):
-        for tensor in _differentiable(output):
+        leaves = _leaves(output)
+        tensors = _differentiable(leaves)
+        unknown = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, KNOWN)]
+        if unknown and not tensors:
+            raise TypeError(
+                f"FullyShard: unit {self.unit.name} returns {unknown[0]}, in which no tensor is found that backward "
+                f"could begin with; return tensors, or containers or dataclasses of them"
+            )
+        for tensor in tensors:
             tensor.register_hook(self._begin)
+
+    def to_come(self) -> bool:
+        """Whether the backward that is under way will end it."""
+        node = self._node()
+        task = torch._C._current_graph_task_id()
+        return node is not None and self._ended != task and torch._C._will_engine_execute_node(node)
 
     def _begin(self, _):
         if self.open:  # with the gradient of another output
             return
         self.unit.owner._begin_backward()
-        self.open = True
+        self.open, self.unit.begun, self.tells = True, True, self.to_come()
         self.unit._open_calls.append(self)
         self.unit.use()
         if _addresses(self.unit) != self._addresses:
@@ -525,9 +644,10 @@ class _Call:
 
     def end(self):
         if self.open:
-            self.open = False
+            self.open, self._ended = False, torch._C._current_graph_task_id()
             self.unit._open_calls.remove(self)
-            self.unit.reduce()
+            if self.tells and not any(call.to_come() for call in self.unit.calls):
+                self.unit.reduce()
             self.unit.unuse()
 
 
@@ -542,6 +662,7 @@ class _Inputs(torch.autograd.Function):
         return tensors
 
     @staticmethod
+    @once_differentiable  # a second backward would find other parameters where those of the first one were
     def backward(ctx, *gradients):
         ctx.call.end()
         return None, *gradients
@@ -551,14 +672,35 @@ def _addresses(unit: _Unit) -> list[int]:
     return [lease.tensor.data_ptr() for lease in unit.leases.values()]
 
 
-def _differentiable(values) -> list[torch.Tensor]:
-    """The different tensors among `values` that want a gradient."""
-    tensors = {id(leaf): leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
+def _map(function, values):
+    """The same containers and dataclasses, of what `function` makes of their leaves."""
+
+    def of(leaf):
+        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+            return function(leaf)
+        made = copy.copy(leaf)
+        for field in dataclasses.fields(leaf):
+            object.__setattr__(made, field.name, _map(function, getattr(leaf, field.name)))
+        return made
+
+    return tree_map(of, values)
+
+
+def _leaves(values) -> list:
+    """What containers and dataclasses hold."""
+    leaves = []
+    _map(leaves.append, values)
+    return leaves
+
+
+def _differentiable(leaves) -> list[torch.Tensor]:
+    """The different tensors among them that want a gradient."""
+    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
     return list(tensors.values())
 
 
 def _partition(module, units, ctx, grad_dtype) -> dict[str, tuple[nn.Module, list[_FlatParameter]]]:
-    """The root and then the units, by name: the module, its flat parameters. Takes the parameters off the modules."""
+    """The root and then the units, by name: the module, its flat parameters."""
     names = {name: part for name, part in module.named_modules() if isinstance(part, units)}
     if not names:
         raise ValueError(f"FullyShard: no module is a unit: none is of the types {_class_names(units)}")
@@ -570,29 +712,44 @@ def _partition(module, units, ctx, grad_dtype) -> dict[str, tuple[nn.Module, lis
             raise ValueError(f"FullyShard: unit {inside[0]!r} lies inside unit {name!r}; name the types of one level")
     owners = {}  # parameter -> where it is: (module, attribute, full name, unit)
     for path, part in module.named_modules(remove_duplicate=False):
+        if isinstance(part, FullyShard) or any(isinstance(value, nn.Parameter) for value in vars(part).values()):
+            raise ValueError(f"FullyShard: {path or 'the module'} is sharded already; shard it once, from the outside")
         unit = next((name for name in names if f"{path}.".startswith(f"{name}.")), "")
         for attribute, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
             name = f"{path}.{attribute}".removeprefix(".")
             _check_parameter(name, parameter, ctx, grad_dtype)
-            owners.setdefault(parameter, []).append((part, attribute, name, unit))
+            owners.setdefault(parameter, []).append((name, unit))
     groups = {name: {} for name in ("", *names)}
     for parameter, places in owners.items():
-        homes = {unit for *_, unit in places}
+        homes = {unit for _, unit in places}
         home = homes.pop() if len(homes) == 1 else ""  # what units share is the root's
         key = (parameter.dtype, parameter.requires_grad)
-        groups[home].setdefault(key, []).append((parameter, [name for _, _, name, _ in places]))
-        for part, attribute, *_ in places:
-            if attribute in part._parameters:
-                del part._parameters[attribute]
-                object.__setattr__(part, attribute, parameter)
-    result = {}
+        groups[home].setdefault(key, []).append((parameter, [name for name, _ in places]))
+    result, root = {}, "(root)" if "root" in names else "root"
     for name, by_kind in groups.items():
         flats = []
         for (dtype, trained), members in by_kind.items():
             kind = str(dtype).removeprefix("torch.") + ("" if trained else "-frozen")
-            flats.append(_FlatParameter(f"{name or 'root'}:{kind}", members, grad_dtype))
+            flats.append(_FlatParameter(f"{name or root}:{kind}", members, grad_dtype, ctx.size))
         result[name] = names.get(name, module), flats
     return result
+
+
+def _take_off(module: nn.Module, flats: Iterable[_FlatParameter]):
+    """Leave the parameters to modules as plain attributes, so that parameters() shows the shards alone."""
+    for flat in flats:
+        for parameter, names in zip(flat.parameters, flat.names, strict=True):
+            for name in names:
+                path, _, attribute = name.rpartition(".")
+                part = module.get_submodule(path)
+                if attribute in part._parameters:  # of a module that is there twice it is gone already
+                    del part._parameters[attribute]
+                    object.__setattr__(part, attribute, parameter)
+
+
+def _refuse_assignment(shards, state, prefix, metadata, *_):
+    if metadata.get("assign_to_params_buffers"):
+        raise ValueError("FullyShard: load_state_dict(assign=True) would leave the sharded module with its old values")
 
 
 def _check_parameter(name: str, parameter: nn.Parameter, ctx: Context, grad_dtype: torch.dtype | None):
@@ -626,5 +783,5 @@ def _class_names(units) -> str:
     return ", ".join(kind.__name__ for kind in (units if isinstance(units, tuple) else (units,)))
 
 
-def _shape(shape) -> str:
-    return "nothing" if shape is None else str(tuple(shape))
+def _shape(value) -> str:
+    return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else "extra state"

@@ -305,6 +305,8 @@ class MaxPoolAllocator:
         """
         if bucket_id in self._held:
             return self._held[bucket_id][0]
+        if self.memory is None:
+            raise LeaseError(f"bucket {bucket_id!r} was acquired, but the pool has been closed; make a new one")
         bucket = self._bucket(bucket_id)
         if bucket_id in self.plan.others and self.others == "dynamic":
             self._dynamic.drain(keep=1)

@@ -1,7 +1,9 @@
 """FullyShard: the unsharded model's losses, the same bits whatever the streams do, and what it refuses."""
 
 import copy
+import dataclasses
 import math
+import types
 
 import pytest
 import torch
@@ -367,6 +369,217 @@ def test_units_none_of_whose_inputs_wants_a_gradient_end_with_their_parameters(c
     assert_trained_alike(ctx, sharded, unsharded, 3)
 
 
+class Choosy(nn.Module):
+    """Units of two branches, and two layers before and behind, or behind alone; a call says which of them it takes."""
+
+    def __init__(self, embeds):
+        super().__init__()
+        self.embeds = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(2 * embeds))
+        self.layers = nn.ModuleList(Branches() for _ in range(3))
+        self.heads = nn.ModuleList(nn.Linear(FEATURES, 3) for _ in range(2))
+
+    def forward(self, x, taken):
+        if self.embeds:
+            x = sum(self.embeds[i](x) for i in taken)
+        for layer in self.layers:
+            x = layer(x, taken)
+        return torch.cat([self.heads[i](x) for i in taken])
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(2))
+
+    def forward(self, x, taken):
+        return x + sum(torch.tanh(self.branches[i](x)) for i in taken)
+
+
+def train_beside(ctx, sharded, unsharded, loss):
+    """A step of both: each rank's loss(model, rank), and their mean over ranks."""
+    loss(sharded, ctx.rank).backward()
+    (sum(loss(unsharded, rank) for rank in range(ctx.size)) / ctx.size).backward()
+    for model in (sharded, unsharded):
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        model.zero_grad()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("embeds", [True, False])
+def test_ranks_may_use_different_parameters_of_a_unit_and_of_the_root(ctx, embeds):
+    torch.manual_seed(0)
+    unsharded = Choosy(embeds).to(ctx.device)
+    sharded = FullyShard(copy.deepcopy(unsharded), Branches, ctx=ctx)
+    taken = [[(0, 1), (0, 1)], [(0, 1), (0,)], [(1,), (0,)], [(0,), (0, 1)], [(0, 1), (0, 1)]]
+    data = [normal((ctx.size, 4, FEATURES), torch.float32, step, device=ctx.device) for step in range(len(taken))]
+    for x, mine in zip(data, taken, strict=True):
+        train_beside(ctx, sharded, unsharded, lambda model, rank: model(x[rank], mine[rank]).square().mean())  # noqa: B023
+    assert_trained_alike(ctx, sharded, unsharded, len(taken))
+
+
+@pytest.mark.ranks(2)
+def test_what_the_shard_is_frozen_for_its_parameters_are(ctx):
+    """As in adversarial training: the model is frozen in every other step, in which only its input is trained."""
+    unsharded, sharded = hybrid(ctx), FullyShard(hybrid(ctx), UNITS, ctx=ctx)
+    x = [normal((4, 4), torch.float32, rank, device=ctx.device).requires_grad_() for rank in range(ctx.size)]
+    for step in range(4):
+        for model in (sharded, unsharded):
+            model.requires_grad_(step % 2 == 0)
+        before = [shard.clone() for shard in sharded.shards.values()]
+        train_beside(ctx, sharded, unsharded, lambda model, rank: model(x[rank]).square().mean())
+        assert all(map(torch.equal, before, sharded.shards.values())) == (step % 2 == 1)
+    assert_trained_alike(ctx, sharded, unsharded, 4)
+    assert x[ctx.rank].grad is not None
+
+    sharded.requires_grad_(True)
+    sharded(x[0])
+    sharded.module.layers[0].up.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="requires_grad of layers.0.up.weight was changed, .* the shard, 'layers.0:fl"):
+        sharded(x[0])
+    frozen = FullyShard(hybrid(ctx).requires_grad_(False), UNITS, ctx=ctx)
+    frozen.requires_grad_(True)
+    with pytest.raises(ValueError, match="embed.weight is to be trained, but was frozen when the module was sharded"):
+        frozen(x[0])
+
+
+@pytest.mark.ranks(2)
+def test_a_second_derivative_is_refused(ctx):
+    sharded, x = FullyShard(hybrid(ctx), UNITS, ctx=ctx), torch.ones(4, 4, device=ctx.device, requires_grad=True)
+    (slope,) = torch.autograd.grad(sharded(x).square().mean(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        slope.square().sum().backward()
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrapped:
+    values: torch.Tensor
+    name: str = "wrapped"
+
+
+class Wrapping(Dense):
+    def forward(self, x):
+        return Wrapped(super().forward(x.values))
+
+
+@pytest.mark.ranks(2)
+def test_units_may_pass_dataclasses_on_but_nothing_that_hides_tensors(ctx):
+    class Model(Hybrid):
+        def forward(self, x):
+            x = Wrapped(self.embed(x))
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x.values)
+
+    class Hiding(Dense):
+        def forward(self, x):
+            return types.SimpleNamespace(values=super().forward(x))
+
+    data = batches(ctx, 3)
+    for frozen in (False, True):
+        torch.manual_seed(0)
+        unsharded = Model(kinds=4 * (Wrapping,)).to(ctx.device)
+        unsharded.layers.requires_grad_(not frozen)
+        sharded = FullyShard(copy.deepcopy(unsharded), Wrapping, ctx=ctx)
+        train(ctx, sharded, data)
+        train(ctx, unsharded, data, part=whole_batch)
+        assert_trained_alike(ctx, sharded, unsharded, 3)
+    hiding = FullyShard(hybrid(ctx, kinds=(Hiding,)), Hiding, ctx=ctx)
+    with pytest.raises(TypeError, match="unit layers.0 returns SimpleNamespace, in which no tensor is found"):
+        hiding(own(ctx, data[0]))
+
+
+@pytest.mark.ranks(2)
+def test_what_does_not_depend_on_a_units_input_still_ends_in_backward(ctx):
+    class Beside(StateSpace):
+        def forward(self, x):
+            return super().forward(x.detach())
+
+    class Model(Hybrid):
+        def forward(self, x):
+            x, beside = self.embed(x), 0.0
+            for layer in self.layers:
+                if isinstance(layer, Beside):
+                    beside = beside + layer(x)
+                else:
+                    x = layer(x)
+            return self.head(x + beside)
+
+    torch.manual_seed(0)
+    unsharded = Model(kinds=3 * (Dense, Beside)).to(ctx.device)
+    sharded = FullyShard(copy.deepcopy(unsharded), (Dense, Beside), ctx=ctx)
+    for batch in batches(ctx, 3):
+        parts = batch.chunk(ctx.size)
+        train_beside(ctx, sharded, unsharded, lambda model, rank: model(parts[rank]).square().mean())  # noqa: B023
+    assert_trained_alike(ctx, sharded, unsharded, 3)
+
+
+@pytest.mark.ranks(2)
+def test_zero_grad_forgets_what_no_sync_has_kept(ctx):
+    forgetful, plain = (FullyShard(hybrid(ctx), UNITS, ctx=ctx) for _ in range(2))
+    data = batches(ctx, 4)
+    with forgetful.no_sync():
+        forgetful(own(ctx, data[3])).square().mean().backward()
+    forgetful.zero_grad()
+    for model in (forgetful, plain):
+        train(ctx, model, data[:3])
+    assert same_bits(forgetful, plain)
+
+
+@pytest.mark.ranks(2)
+def test_a_backward_that_fails_spoils_no_other(ctx):
+    failing, plain = (FullyShard(hybrid(ctx), UNITS, ctx=ctx) for _ in range(2))
+    for batch in batches(ctx, 4):
+        for model in (failing, plain):
+            x = own(ctx, batch).requires_grad_()
+            losses = [model(x).square().mean() for _ in range(2)]  # both graphs are there when the first one fails
+            if model is failing:
+                hook = model.module.layers[2].register_full_backward_pre_hook(lambda *_: 1 // 0)
+                with pytest.raises(ZeroDivisionError):
+                    model(x).square().mean().backward()
+                hook.remove()
+                model.zero_grad()
+            losses[1].backward()
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert same_bits(failing, plain)
+
+
+@pytest.mark.ranks(2)
+def test_hooks_that_were_there_before_see_parameters(ctx):
+    model, seen = hybrid(ctx), []
+    want = model.layers[0].up.weight.norm().item()
+    model.layers[0].register_forward_pre_hook(lambda layer, _: seen.append(layer.up.weight.norm().item()))
+    FullyShard(model, UNITS, ctx=ctx)(own(ctx, batches(ctx, 1)[0]))
+    assert seen == [want]
+
+
+@pytest.mark.ranks(2)
+def test_gradients_are_clipped_by_the_norm_of_all_shards(ctx):
+    unsharded, sharded = hybrid(ctx), FullyShard(hybrid(ctx), UNITS, ctx=ctx)
+    (batch,) = batches(ctx, 1)
+    unsharded(batch).square().mean().backward()
+    sharded(own(ctx, batch)).square().mean().backward()
+    want = torch.nn.utils.get_total_norm([p.grad for p in unsharded.parameters()]).double()
+    for max_norm, after in ((1e3, want), (0.5 * want.item(), 0.5 * want)):
+        norm = sharded.clip_grad_norm_(max_norm)
+        assert_close_to(norm / want, torch.ones_like(want), terms=512)
+        now = sharded.clip_grad_norm_(1e3)
+        assert_close_to(now / after, torch.ones_like(want), terms=512)
+    sharded.zero_grad()
+    assert sharded.clip_grad_norm_(1.0) == 0
+
+
+@pytest.mark.ranks(2)
+def test_means_that_fp16_holds_are_reached_where_it_does_not_hold_the_sums(ctx):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4, dtype=torch.float16)).to(ctx.device)
+    sharded = FullyShard(model, nn.Linear, ctx=ctx)
+    sharded(torch.full((1, 4), 40000.0, dtype=torch.float16, device=ctx.device)).sum().backward()
+    (shard,) = sharded.shards.values()
+    assert tkernels.all_gather(shard.grad, ctx=ctx).max() == 40000.0
+
+
 @pytest.mark.ranks(2)
 def test_another_order_and_a_failure_change_no_result(ctx):
     sharded, plain = (FullyShard(hybrid(ctx), UNITS, ctx=ctx, overlap=overlap) for overlap in (True, False))
@@ -450,6 +663,7 @@ def test_what_cannot_be_sharded_is_refused_by_name(ctx):
             self.inner = Experts()
 
     model = hybrid(ctx)
+    sharded, x = FullyShard(hybrid(ctx), UNITS, ctx=ctx), own(ctx, batches(ctx, 1)[0])
     integer = hybrid(ctx)
     integer.scale = nn.Parameter(torch.ones(2, device=ctx.device, dtype=torch.float64))
     refused = [
@@ -463,15 +677,57 @@ def test_what_cannot_be_sharded_is_refused_by_name(ctx):
         (lambda: FullyShard(integer, UNITS, ctx=ctx), TypeError, "scale: gradients are summed in .* not torch.float64"),
         (lambda: FullyShard(model, UNITS, ctx=ctx, pool="rotary"), ValueError, "pool='rotary' is unknown; use"),
         (lambda: FullyShard(hybrid(ctx), UNITS, ctx=ctx).to(torch.bfloat16), TypeError, "before it is sharded"),
+        (lambda: FullyShard(sharded, UNITS, ctx=ctx), ValueError, "the module is sharded already"),
+        (lambda: FullyShard(sharded.module, UNITS, ctx=ctx), ValueError, "embed is sharded already"),
+        (lambda: sharded.module(x), LeaseError, "Hybrid was called outside .* call the FullyShard, not"),
+        (lambda: sharded.module.layers[0](x), LeaseError, "Dense was called outside .* call the FullyShard, not"),
+        (lambda: sharded.load_state_dict(sharded.state_dict(), assign=True), ValueError, "assign=True. would leave"),
     ]  # fmt: skip
     for call, kind, message in refused:
         with pytest.raises(kind, match=message):
             call()
-    train(ctx, model, [own(ctx, batches(ctx, 1)[0])])  # still whole
+    differing = hybrid(ctx, seed=ctx.rank)
     with pytest.raises(MismatchError) as error:
-        FullyShard(hybrid(ctx, seed=ctx.rank), UNITS, ctx=ctx)
+        FullyShard(differing, UNITS, ctx=ctx)
+    for whole in (model, differing):
+        train(ctx, whole, [x])
     text = message_on_every_rank(ctx, error.value)
     assert "the modules of rank 0 and rank 1 differ in embed.weight" in text and "and more" in text
+
+
+@pytest.mark.ranks(2)
+def test_what_is_closed_says_so_and_leaves_room_for_others(ctx):
+    x = own(ctx, batches(ctx, 1)[0])
+    with tkernels.init(ctx.group.process_group, heap_bytes=16 << 20) as context:
+        free = set()
+        for _ in range(3):
+            sharded = FullyShard(hybrid(ctx), UNITS, ctx=context, memory="symmetric")
+            state = sharded.gather_state_dict()
+            sharded(x)
+            sharded.close()
+            sharded.close()
+            with pytest.raises(LeaseError, match="the pool has been closed"):
+                sharded(x)
+            assert all(value.equal(state[key]) for key, value in sharded.gather_state_dict().items())
+            free.add(context.heap._blocks.largest)
+        assert len(free) == 1
+
+
+@pytest.mark.ranks(2)
+def test_extra_state_travels_with_the_state_dict(ctx):
+    class Counting(Dense):
+        count = 0
+
+        def get_extra_state(self):
+            return {"count": self.count}
+
+        def set_extra_state(self, state):
+            self.count = state["count"]
+
+    first, second = (FullyShard(hybrid(ctx, seed, kinds=(Counting, Dense)), Dense, ctx=ctx) for seed in (1, 2))
+    first.module.layers[0].count = 7
+    second.load_full_state_dict(first.gather_state_dict())
+    assert second.module.layers[0].count == 7 and same_bits(first, second)
 
 
 @pytest.mark.ranks(2)
