@@ -76,7 +76,8 @@ class CollectiveConfig:
     hop_bytes, packet_hop_bytes: an all-reduce takes one shot where that sends at most so many bytes more than two, in
         chunks or as packets. Two shots in chunks need another fence, signal and wait: 3 to 4 us between 2 H200s, 8
         among 4. As packets they need another trip alone, and are never slower than one shot in chunks (4 H200s).
-    copy_bytes: parts of at least that many go by copies, where all ranks' memory is mapped; an all-reduce in two shots.
+    copy_bytes: parts of at least that many go by copies, where all ranks' memory is mapped; those of an all-reduce in
+        two shots alone.
         2 H200s, us in chunks / by copies / NCCL, parts of 16 MB: all-gathers 103/80/92, reduce-scatters 104/94/94,
         all-reduces 155/141/139; of 8 MB 48/50/58, 54/61/55, 77/89/80.
     """
@@ -123,6 +124,7 @@ class CollectiveConfig:
 
 
 DEFAULT = CollectiveConfig()
+BY_PROGRAMS = CollectiveConfig(copy_bytes=1 << 62)
 
 
 def split_rows(num_rows: int, size: int) -> tuple[int, ...]:
@@ -622,12 +624,14 @@ class _Parts:
             maxnreg=128,
         )
 
-    def reserve(self, elements: int, landing: bool, num_counters: int = 0):
-        """The workspace, its landing or its inboxes as elements of x, and how far these are apart."""
-        num_bytes = elements * self.itemsize
-        room = {"landing_bytes": num_bytes} if landing else {}
+    def reserve(self, elements: int, landing: bool, num_counters: int = 0, least: int = 0):
+        """The workspace, its landing or its inboxes as elements of x, and how far these are apart.
+
+        least: elements that the inboxes are to have room for in any case.
+        """
+        inbox, landed = (least, elements) if landing else (max(least, elements), 0)
         workspace = self.ctx.workspace().reserve(
-            0 if landing else num_bytes, self.num_chunks, num_counters=num_counters, **room
+            inbox * self.itemsize, self.num_chunks, num_counters=num_counters, landing_bytes=landed * self.itemsize
         )
         memory, stride = (workspace.landing, 0) if landing else (workspace.inbox, workspace.inbox_bytes)
         return workspace, memory.view(self.x.dtype), stride // self.itemsize
@@ -664,12 +668,14 @@ class _Parts:
         part_stride = -(-self.max_part // BLOCK) * BLOCK
         gathered = self.total * self.out.element_size() // self.itemsize + 1 if gather else 0
         needed = ctx.size * part_stride + gathered
+        # Where all comes whole, programs overwrite an x that is the result too with sums, when the peers' have come:
+        # they know that they have sent this rank's, and not whether the copy engine has.
+        copied = not self.whole and config.copies(self.max_part * self.itemsize, ctx)
+        least = 0
         if gather and ctx.size > 2:  # a smaller call, in one shot, must not need a larger inbox
-            most = config.most_in_one_shot(ctx.size) // self.itemsize
-            needed = max(needed, ctx.size * (most + BLOCK))
-        copied = config.copies(self.max_part * self.itemsize, ctx)
+            least = ctx.size * (config.most_in_one_shot(ctx.size) // self.itemsize + BLOCK)
         num_counters = len(list(self.pieces(self.max_part))) if copied and gather else 0
-        workspace, inbox, stride = self.reserve(needed, copied, num_counters)
+        workspace, inbox, stride = self.reserve(needed, copied, num_counters, least)
         launch = ctx.bind(
             reduce_kernel, min(self.num_programs, self.num_chunks), self.x, self.out,
             inbox, stride, part_stride, workspace.counters, num_counters, workspace.ready, workspace.num_chunks,
@@ -696,7 +702,7 @@ class _Parts:
         for number in range(max(map(len, pieces.values()))):
             for peer in peers:
                 for first, count, chunks in pieces[peer][number : number + 1]:
-                    start = 0 if self.whole else sum(self.parts[:peer])
+                    start = sum(self.parts[:peer])
                     to = (rank * part_stride + first) * itemsize
                     sends.append(Send(peer, 0, (start + first) * itemsize, to, count * itemsize, rank, chunks))
         start, itemsize = sum(self.parts[:rank]), self.out.element_size()

@@ -7,7 +7,8 @@ PEER       compiled; NVSHMEM's memory is reached by load and store through the a
 NVSHMEM    compiled; NVSHMEM's own device calls, which also reach other nodes.
 
 All verbs are for whole programs: every thread of a program comes here together. `table` is the context's int64 table,
-laid out as below; `rank` is always a rank within the group. Signals are int64 words that only grow.
+laid out as below; `rank` is always a rank within the group. Signals are int64 words that only grow, but for those that
+count within one call, which are zero between calls.
 """
 
 import triton

@@ -99,8 +99,8 @@ class TkernelsWire(Wire):
     def _level(self, process_group, largest):
         ctx = tkernels.init(
             process_group,
-            # One workspace: two inboxes, each for the parts and for the sums, and packets.
-            heap_bytes=6 * largest + 16 * most_packets(process_group.size()) + 3 * LAMPORT_BYTES + (16 << 20),
+            # One workspace: two inboxes and their slack, and the landing, each for the parts and for the sums; packets.
+            heap_bytes=8 * largest + 16 * most_packets(process_group.size()) + 3 * LAMPORT_BYTES + (16 << 20),
             transport=self.ctx.transport,
             timeout_s=self.ctx.timeout_s,
             num_programs=self.ctx.num_programs,

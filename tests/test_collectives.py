@@ -15,7 +15,7 @@ import triton.language as tl
 from transports import every_transport, late, launches, over, poison_workspace, poisoned_memory, simulated_only
 
 import tkernels
-from tkernels.comm import collectives, interpreter
+from tkernels.comm import collectives, copies, interpreter
 from tkernels.comm.collectives import split_rows
 from tkernels.comm.device import TRANSPORTS, put, quiet
 from tkernels.comm.workspace import LAMPORT_BYTES, Workspace
@@ -430,6 +430,23 @@ def test_wrong_arguments_are_refused_before_the_first_signal(ctx):
             call()
     tkernels.barrier(ctx=ctx)
     ctx.check()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("late_rank", [0, 1])
+def test_sums_in_place_of_every_size_wait_for_copies_of_what_they_overwrite(ctx, late_rank):
+    """Around the sizes from which on parts, and what comes whole in one shot, go by copies."""
+    config, copy = collectives.CollectiveConfig(0, 0, 0, copy_bytes=1 << 16), copies.host_copy
+
+    def late_copy(*arguments):
+        time.sleep(0.05 * (ctx.rank == late_rank))
+        copy(*arguments)
+
+    with mock.patch.object(copies, "host_copy", late_copy):
+        for num_bytes in (1 << 15, (1 << 16) - 16, 1 << 16, 3 << 15, (1 << 17) - 16, 1 << 17, 3 << 16):
+            x = [integers(num_bytes // 4, torch.float32, rank, device=ctx.device) for rank in range(2)]
+            mine = x[ctx.rank].clone()
+            assert collectives.all_reduce(ctx, mine, mine, config=config).equal(x[0] + x[1]), num_bytes
 
 
 @pytest.mark.ranks(2)

@@ -13,9 +13,10 @@ from transports import gpu_only, host_work, late, simulated_only, without_launch
 
 import tkernels
 from tkernels.all_gather_matmul import all_gather_matmul
-from tkernels.comm import TkernelsError, runtime
-from tkernels.comm.collectives import all_gather
+from tkernels.comm import TkernelsError, collectives, runtime
+from tkernels.comm.collectives import all_gather, split_rows
 from tkernels.comm.plans import Launch, local_plans
+from tkernels.comm.workspace import Workspace
 from tkernels.configs import GemmConfig
 from tkernels.layers import userbuffers as te
 from tkernels.layers.userbuffers import communicators, gemm
@@ -339,6 +340,27 @@ def test_a_ring_exchange_by_copies_is_right(ctx, comm_type):
                 y = te.general_gemm(ws[ctx.rank], xs[ctx.rank], ub=comm, ub_type=RS, rows=rows)[0]
                 want = sum(x @ w.t() for x, w in zip(xs, ws, strict=True)).split(rows)[ctx.rank]
         assert torch.equal(y, want), (call, tokens)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["bulk", "ring exchange", "ring exchange by programs"])
+def test_collectives_of_parts_that_copies_may_carry_find_their_room_on_either_stream(ctx, kind):
+    shape = [8192, 1024]
+    rows = split_rows(shape[0], 2)
+    assert collectives.DEFAULT.copies(4 * rows[0] * shape[1], ctx)
+    common = shape, torch.float32, helper(ctx, communicators.heap_bytes(shape, torch.float32, 2)), 2
+    if kind == "bulk":
+        comm = te.CommOverlap(*common)
+    else:
+        comm = te.CommOverlapP2P(*common, AG, use_ce=not kind.endswith("programs"))
+    _, own, whole = comm.parts()
+    own.copy_(integers(own.shape, torch.float32, ctx.rank, device=ctx.device))
+    with mock.patch.object(Workspace, "_grow", side_effect=AssertionError("it was too small")):
+        comm.all_gather(own, rows, whole)
+        with comm.beside(comm.all_gather, own, rows, whole):
+            pass
+    want = torch.cat([integers(own.shape, torch.float32, rank, device=ctx.device) for rank in range(2)])
+    assert torch.equal(whole, want)
 
 
 @pytest.mark.ranks(2)

@@ -307,11 +307,11 @@ class CommOverlapCore:
 
     def all_gather(self, x_shard_m, rows, out=None, max_programs=collectives.MAX_PROGRAMS) -> torch.Tensor:
         """Collective. Every rank's rows, on the current stream."""
-        return collectives.all_gather(self.context, x_shard_m, rows, out, max_programs)
+        return collectives.all_gather(self.context, x_shard_m, rows, out, max_programs, config=self._collective)
 
     def reduce_scatter(self, x, rows, out=None, max_programs=collectives.MAX_PROGRAMS) -> torch.Tensor:
         """Collective. This rank's rows of the sum over ranks, on the current stream."""
-        return collectives.reduce_scatter(self.context, x, rows, out, max_programs)
+        return collectives.reduce_scatter(self.context, x, rows, out, max_programs, config=self._collective)
 
     @contextlib.contextmanager
     def beside(self, collective, x: torch.Tensor, rows, out: torch.Tensor):
@@ -385,17 +385,20 @@ class CommOverlapCore:
         """Whether the copy engine may send large shares; else the options say how many programs send."""
         return self.options.method == "ring_exchange" and self.options.use_ce
 
+    @property
+    def _collective(self) -> collectives.CollectiveConfig:
+        return collectives.DEFAULT if self._by_copies else collectives.BY_PROGRAMS
+
     def _tuned(self, config: OverlapConfig, tokens: int, available: int) -> OverlapConfig:
         return config
 
     def _reserve(self):
         """Collective. Room for the largest call, on the current stream and on the communication stream."""
         memory = workspace_bytes(self.shape, self.dtype, self.size)
-        landing_bytes = memory.pop("landing_bytes")
         if not (self._by_copies and self.context.mapped):
-            landing_bytes = 0
+            memory["landing_bytes"] = 0
         # First, for a capture's stream takes the oldest.
-        self.context.workspace().reserve(**memory, landing_bytes=landing_bytes)
+        self.context.workspace().reserve(**memory)
         with self._domain.dev.stream(self.stream):
             self.context.workspace().reserve(**memory)
 
@@ -531,7 +534,7 @@ def heap_bytes(shape, dtype: torch.dtype, size: int, streams: int = 3) -> int:
     memory = workspace_bytes(shape, dtype, size)
     words = size * memory["num_chunks"] + max(memory["num_packets"], most_packets(size))
     workspace = 5 * memory["inbox_bytes"] // 2 + 16 * words + 3 * LAMPORT_BYTES + (1 << 16)
-    return streams * workspace + (streams - 1) * memory["landing_bytes"] + (4 << 20)
+    return streams * (workspace + memory["landing_bytes"]) + (4 << 20)
 
 
 def fill_userbuffers_buffer_for_all_gather(comm: CommOverlapCore, local_tensor: torch.Tensor, quantizer, process_group):
