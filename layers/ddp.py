@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from tkernels.comm.errors import LeaseError, MismatchError
+from tkernels.comm.group import checksum
 from tkernels.comm.lease import EventCompletion, Lease, Slot, captured, capturing
 from tkernels.layers.grad_hooks import GradReadyHooks
 from tkernels.layers.wire import Wire, open_wire
@@ -141,18 +142,26 @@ class OverlappedDDP(nn.Module):
         self.hooks.counting = overlap_grad_reduce
         for param in self._bucket_of:
             setattr(param, _OWNER, weakref.ref(self))
-        self._pre_hooks = []
+        self._removed, self._pre_hooks = False, []
         if self.sharded:
             self._pre_hooks = [
                 child.register_forward_pre_hook(_before_forward)
                 for child in module.modules()
                 if any(param in self._bucket_of for param in child.parameters(recurse=False))
             ]
+            self._pre_hooks.append(module.register_state_dict_pre_hook(_before_state_dict))
 
     def forward(self, *arguments, **options):
-        """The module's. Starts to gather updated parameters if `start_param_sync` has not been called."""
-        if self.sharded and any(bucket.updating for bucket in self.buckets):
+        """The module's. Starts to gather updated parameters if `start_param_sync` has not been called.
+
+        Between `finish_grad_sync` and `zero_grad` it can't always know whether the update has been: what torch has seen
+        no write to is gathered, and by the next call again.
+        """
+        if self.sharded and any(bucket.updating or bucket.expects_update for bucket in self.buckets):
+            unwritten = [bucket for bucket in self.buckets if bucket.unwritten]
             self.start_param_sync()
+            for bucket in unwritten:
+                bucket.expect_update()
         return self.module(*arguments, **options)
 
     def owned_parameters(self) -> list[nn.Parameter]:
@@ -163,8 +172,12 @@ class OverlappedDDP(nn.Module):
         """
         return [owned for bucket in self.buckets for owned in bucket.owned]
 
-    def zero_grad(self):
-        """Begin a step: `main_grad` is zero and `.grad` None. Gradients accumulate until `finish_grad_sync`."""
+    def zero_grad(self, set_to_none: bool = True):
+        """Begin a step: `main_grad` is zero and `.grad` None. Gradients accumulate until `finish_grad_sync`.
+
+        set_to_none: as torch's have it; changes nothing.
+        """
+        self._check_there()
         self.hooks.reset()
         for bucket in self.buckets:
             bucket.zero()
@@ -188,6 +201,7 @@ class OverlappedDDP(nn.Module):
         `main_grad` is then the mean over ranks, of this rank's shards if it has shards; `.grad` is the same tensor. May
         be repeated, for another stream. Until `zero_grad` only the streams that it was called for may use gradients.
         """
+        self._check_there()
         self.start_grad_sync()
         stream = self.dev.current_stream() if stream is None else stream
         for bucket in self.buckets:
@@ -236,7 +250,13 @@ class OverlappedDDP(nn.Module):
             raise
 
     def remove(self):
-        """Collective. Take hooks and buckets off the module, which is as before, with the parameters of now."""
+        """Collective. Take hooks and buckets off the module, which is as before, with the parameters of now.
+
+        Afterwards this is of no use but as the module; may be repeated.
+        """
+        if self._removed:
+            return
+        self._removed = True
         if any(bucket.updating for bucket in self.buckets):
             self.start_param_sync()
         ensure_params_ready(self._bucket_of)
@@ -249,6 +269,10 @@ class OverlappedDDP(nn.Module):
                 del param.main_grad
                 param.grad = None
         self._levels.close()
+
+    def _check_there(self):
+        if self._removed:
+            raise LeaseError("OverlappedDDP: it was removed from its module, perhaps for another one; use that")
 
     def _settle(self):
         """End all tenancies, as an edge of a capture wants it."""
@@ -276,6 +300,10 @@ def ensure_params_ready(params):
 
 def _before_forward(module, _):
     ensure_params_ready(module.parameters(recurse=False))
+
+
+def _before_state_dict(module, *_):
+    ensure_params_ready(module.parameters())
 
 
 def _owner(param) -> OverlappedDDP | None:
@@ -370,6 +398,16 @@ class _Bucket:
         for parameter in (*self.parameters, *self.owned):
             parameter.grad = None
         self.grads.zero()
+        self.expects_update, self._version = False, None
+
+    @property
+    def unwritten(self) -> bool:
+        """Whether torch has seen no write to the shard since the optimizer's turn came, which `zero_grad` ends."""
+        return self._version == self.owned[0]._version
+
+    def expect_update(self):
+        """Though the values were gathered, for the optimizer may have its turn yet."""
+        self.expects_update, self._version = True, self.owned[0]._version
 
     def reduce(self):
         """Collective. Sum the gradients on the comm stream, behind everything that accumulated them."""
@@ -408,14 +446,15 @@ class _Bucket:
         self.values.read(self.dev.current_stream())
 
     def forget_update(self):
-        self.updating = False  # an optimizer may be writing the shard
+        self.updating = self.expects_update = False  # an optimizer may be writing the shard, or be about to
         self._updatable = False  # reduced, and not gathered since
         self._updaters = []  # the streams of the optimizer
+        self._version = None  # of the shard, which torch counts writes to, when the optimizer's turn came
 
     def _begin_update(self, stream):
         if not self.updating:
             self.values.end()
-            self.updating = True
+            self.updating, self._version = True, self.owned[0]._version
         if stream not in self._updaters:
             with self.values.lease.write(stream):
                 self._updaters.append(stream)
@@ -461,11 +500,7 @@ def _check_parameters(params: dict[str, nn.Parameter], grad_dtype: torch.dtype |
 def _check_agreement(whole: Wire, options: dict, params: dict[str, nn.Parameter]):
     """Collective. Raises MismatchError, the same on every rank."""
     layouts = {name: f"{list(param.shape)} of {param.dtype}" for name, param in params.items()}
-    bits = {2: torch.int16, 4: torch.int32}
-    sums = [
-        param.detach().contiguous().view(bits[param.element_size()]).sum(dtype=torch.int64) for param in params.values()
-    ]
-    values = dict(zip(params, torch.stack(sums).tolist(), strict=True))
+    values = {name: checksum(param) for name, param in params.items()}
     ranks = whole.group.gather((options, layouts, values))
     for what, index in (("option", 0), ("parameter", 1), ("values of parameter", 2)):
         for rank, theirs in enumerate(ranks):

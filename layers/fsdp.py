@@ -27,7 +27,6 @@ import dataclasses
 import functools
 import numbers
 import weakref
-import zlib
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -37,6 +36,7 @@ from torch.utils._pytree import tree_map
 
 import tkernels
 from tkernels.comm import Context, LeaseError, MismatchError, Slot, current_context
+from tkernels.comm.group import checksum
 from tkernels.comm.regions import lasting, round_up
 from tkernels.layers.pools import (
     Bucket,
@@ -767,8 +767,7 @@ def _check_equal(ctx: Context, flats: Iterable[_FlatParameter]):
     digests = {}
     for flat in flats:
         for names, parameter in zip(flat.names, flat.parameters, strict=True):
-            bits = parameter.detach().contiguous().reshape(-1).view(torch.uint8)
-            digests[names[0]] = zlib.crc32(bits.cpu().numpy().data)
+            digests[names[0]] = checksum(parameter)
     ranks = ctx.group.gather(digests)
     for rank, theirs in enumerate(ranks):
         differing = [name for name in ranks[0] if theirs.get(name) != ranks[0][name]]

@@ -115,7 +115,7 @@ class GradBucket:
 
         Raises TypeError for sparse and complex gradients, ValueError for one that doesn't fit the parameter or `at`.
         """
-        _check(parameter, grad)
+        check_gradient("GradBucket", parameter, grad)
         if parameter.numel() == 0:
             return parameter.new_empty(parameter.shape, dtype=self.dtype) if grad is None else grad
         with self._lock:
@@ -206,12 +206,13 @@ class GradBucket:
         self._reduced.update(lease.used)
 
 
-def _check(parameter: torch.Tensor, grad: torch.Tensor | None):
+def check_gradient(name: str, parameter: torch.Tensor, grad: torch.Tensor | None):
+    """Raises TypeError or ValueError, in the name of what was asked for, for a gradient that no bucket takes."""
     if grad is None:
         return
     if grad.layout != torch.strided:
-        raise TypeError(f"GradBucket: takes dense gradients, not {grad.layout}; make the layer with sparse=False")
+        raise TypeError(f"{name}: takes dense gradients, not {grad.layout}; make the layer with sparse=False")
     if grad.is_complex():
-        raise TypeError(f"GradBucket: sums real gradients, not {grad.dtype}; keep the parameter as torch.view_as_real")
+        raise TypeError(f"{name}: sums real gradients, not {grad.dtype}; keep the parameter as torch.view_as_real")
     if grad.shape != parameter.shape:
-        raise ValueError(f"GradBucket: a gradient of shape {list(grad.shape)} for one of {list(parameter.shape)}")
+        raise ValueError(f"{name}: a gradient of shape {list(grad.shape)} for one of {list(parameter.shape)}")

@@ -13,14 +13,13 @@ its slice. So with the same seed a layer has the same weights on any number of r
 generator is left in the same state. Ranks whose generators differ are refused.
 """
 
-import hashlib
-
 import torch
 from torch import nn
 
 import tkernels
 from tkernels.comm import Context, MismatchError, current_context, find_context
 from tkernels.comm.collectives import check_rows
+from tkernels.comm.group import checksum
 from tkernels.layers.functions import (
     column_parallel_linear,
     gather_from_tensor_model_parallel_region,
@@ -86,7 +85,7 @@ class ParallelLinear(nn.Module):
 
     def _check_generators(self, ctx: Context, device: torch.device):
         state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-        digests = ctx.group.gather(hashlib.sha256(state.numpy().tobytes()).hexdigest())
+        digests = ctx.group.gather(checksum(state))
         differ = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if differ:
             raise MismatchError(

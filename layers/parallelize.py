@@ -1,7 +1,6 @@
 """Swap the nn.Linear modules of an existing model for parallel layers that keep their weights."""
 
 import fnmatch
-import hashlib
 import inspect
 from collections.abc import Mapping
 
@@ -12,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import tkernels
 from tkernels.comm import Context, MismatchError, TkernelsError
+from tkernels.comm.group import checksum
 from tkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
 
 STYLES = {"column": ColumnParallelLinear, "row": RowParallelLinear}
@@ -145,5 +145,4 @@ def _check_equal(model: nn.Module, ctx: Context):
 def _digest(parameter: torch.Tensor):
     if parameter.is_meta:
         return tuple(parameter.shape), parameter.dtype
-    bits = parameter.detach().contiguous().reshape(-1).view(torch.uint8)
-    return tuple(parameter.shape), parameter.dtype, hashlib.sha256(bits.cpu().numpy()).hexdigest()
+    return tuple(parameter.shape), parameter.dtype, checksum(parameter)

@@ -426,6 +426,64 @@ def test_what_does_not_fit_is_refused_on_every_rank(ctx):
     model.bias.data.fill_(ctx.rank)
     with pytest.raises(MismatchError, match="differ in values of parameter bias; all .* begin with the same"):
         OverlappedDDP(model, ctx)
+    model.bias.data.copy_(torch.arange(4.0) if ctx.rank else torch.arange(4.0).flip(0))  # the same values elsewhere
+    with pytest.raises(MismatchError, match="differ in values of parameter bias; all .* begin with the same"):
+        OverlappedDDP(model, ctx)
+    model.bias.data.zero_()
+
+
+    ddp = OverlappedDDP(model, ctx.group.process_group, backend="torch")
+    ddp.remove()
+    ddp.remove()
+    for call in (ddp.zero_grad, ddp.finish_grad_sync):
+        with pytest.raises(LeaseError, match="it was removed from its module"):
+            call()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("writes", ["seen", "unseen"])
+def test_a_forward_before_the_update_changes_no_result(ctx, writes):
+    """Also where the optimizer writes to `.data`, of which torch counts no writes."""
+    want = None
+    for evaluates in (False, True):
+        torch.manual_seed(0)
+        ddp = OverlappedDDP(nn.Linear(6, 5).to(ctx.device), ctx, **SHARDED)
+        for step in range(3):
+            x = integers((4, 6), torch.float32, 10 * step + ctx.rank, device=ctx.device)
+            ddp.zero_grad(set_to_none=True)
+            ddp(x).square().mean().backward()
+            ddp.finish_grad_sync()
+            if evaluates:
+                with torch.no_grad():
+                    ddp(x)
+            for owned in ddp.owned_parameters():
+                target = owned.data if writes == "unseen" else owned
+                with torch.no_grad():
+                    target.sub_(owned.grad, alpha=2.0**-10)
+            with torch.no_grad():
+                result = ddp(x).clone()
+        ddp.remove()
+        assert want is None or torch.equal(result, want)
+        want = result
+
+
+@pytest.mark.ranks(2)
+def test_a_state_dict_has_gathered_parameters_or_is_refused(ctx):
+    for module in (nn.Linear(6, 5), nn.Sequential(nn.Linear(6, 5))):
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.zero_()
+        ddp = OverlappedDDP(module.to(ctx.device), ctx, **SHARDED)
+        ddp(torch.ones(4, 6, device=ctx.device)).sum().backward()
+        ddp.finish_grad_sync()
+        torch.optim.SGD(ddp.owned_parameters(), 1.0).step()
+        for saved in (ddp, module):
+            with pytest.raises(LeaseError, match="not been gathered; call start_param_sync"):
+                saved.state_dict()
+        ddp.start_param_sync()
+        assert all(value.eq(-4.0).all() for value in ddp.state_dict().values())
+        ddp.remove()
+        module.state_dict()
 
 
 # The order of streams, in the simulator

@@ -701,7 +701,7 @@ def test_what_is_closed_says_so_and_leaves_room_for_others(ctx):
     with tkernels.init(ctx.group.process_group, heap_bytes=16 << 20) as context:
         free = set()
         for _ in range(3):
-            sharded = FullyShard(hybrid(ctx), UNITS, ctx=context, memory="symmetric")
+            sharded = FullyShard(hybrid(ctx), UNITS, ctx=context, memory="symmetric", overlap=False)
             state = sharded.gather_state_dict()
             sharded(x)
             sharded.close()

@@ -5,8 +5,10 @@ Gradients of small integers make everything exact: what is lost, doubled or aver
 
 import contextlib
 import copy
+import gc
 import hashlib
 import types
+import weakref
 import zlib
 
 import pytest
@@ -300,6 +302,96 @@ def test_gradients_can_be_given_up(ctx):
     exact.check()
 
 
+def small_model(ctx):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3)).to(ctx.device)
+
+
+def sgd_steps(ctx, model, optimizer, steps=2):
+    """Steps of this rank's own data; returns the parameters then."""
+    for step in range(steps):
+        torch.manual_seed(10 * step + ctx.rank)
+        model(torch.randn(4, 6, device=ctx.device)).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("before", ["alive", "removed", "dropped"])
+def test_parameters_belong_to_the_newest_optimizer_and_then_to_none(ctx, before):
+    def optimizer(model):
+        return ZeroOptimizer(model.named_parameters(), torch.optim.SGD, lr=0.1, ctx=ctx, overlap_gather=model)
+
+    want = sgd_steps(ctx, fresh := small_model(ctx), optimizer(fresh))
+    model = small_model(ctx)
+    older = optimizer(model)
+    if before == "removed":
+        older.remove()
+        older.remove()
+    if before == "dropped":
+        seen = weakref.ref(older)
+        del older
+        gc.collect()
+        assert seen() is None
+    newer = optimizer(model)
+    assert all(map(torch.equal, sgd_steps(ctx, model, newer), want))
+    newer.remove()
+    model(torch.ones(4, 6, device=ctx.device)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.ranks(2)
+def test_after_an_error_in_backward_or_step_training_goes_on(ctx):
+    class Failing(torch.optim.SGD):
+        fails = False
+
+        def step(self):
+            if self.fails:
+                raise RuntimeError("out of luck")
+            super().step()
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = nn.Embedding(10, 4, sparse=True), nn.Linear(4, 3)
+
+        def forward(self, numbers):
+            return self.head(self.table(numbers))
+
+    torch.manual_seed(0)
+    model, numbers = Model().to(ctx.device), torch.tensor([ctx.rank, 7], device=ctx.device)
+    plain = copy.deepcopy(model)
+    model.table.sparse = plain.table.sparse = False
+    optimizers = [ZeroOptimizer(each.parameters(), Failing, lr=0.1, ctx=ctx) for each in (model, plain)]
+    for step in range(3):
+        if step == 0:
+            model.table.sparse = True
+            with pytest.raises(TypeError, match="ZeroOptimizer: takes dense gradients"):
+                model(numbers).sum().backward()
+            model.table.sparse = False
+            optimizers[0].zero_grad()
+        if step == 1:
+            optimizers[0].optimizer.fails = True
+            model(numbers).square().sum().backward()
+            with pytest.raises(RuntimeError, match="out of luck"):
+                optimizers[0].step()
+            optimizers[0].optimizer.fails = False
+        for each, optimizer in zip((model, plain), optimizers, strict=True):
+            each(numbers).square().sum().backward()
+            optimizer.step()
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+@pytest.mark.ranks(2)
+def test_fp16_sums_that_are_too_large_have_a_mean(ctx):
+    weight = nn.Parameter(torch.zeros(8, dtype=torch.float16, device=ctx.device))
+    zero = ZeroOptimizer([weight], torch.optim.SGD, lr=1.0, ctx=ctx)
+    for _ in range(2):
+        (weight * 40000.0).sum().backward()
+    zero.step()
+    assert zero.grad_norm.isfinite() and weight.isneginf().all()  # -80000, as without sharding
+
+
 @pytest.mark.ranks(2)
 def test_groups_keep_their_options_and_closures_run(ctx):
     parameters = [nn.Parameter(torch.ones(40, device=ctx.device)) for _ in range(3)]
@@ -451,6 +543,11 @@ def test_another_layout_is_refused(ctx):
         rest.load_state_dict(state)
     with pytest.raises(ValueError, match="load_full_state_dict"):
         rest.load_state_dict(adam_of(ctx, other).full_state_dict())
+    resumed = adam_of(ctx, model)
+    state = resumed.state_dict()
+    with pytest.raises(ValueError, match="rank 1 gets one saved with another rank; save with full") as error:
+        resumed.load_state_dict(ctx.group.gather(state)[0])  # one file for all
+    message_on_every_rank(ctx, error.value)
 
 
 @pytest.mark.ranks(2)

@@ -10,12 +10,13 @@ in `parameter.grad`, or as zeros. Passes add up in the owners' gradients.
 
 import contextlib
 import threading
+import weakref
 from dataclasses import dataclass, field
 
 import torch
 
 from tkernels.comm.lease import Lease, Slot
-from tkernels.layers.grad_bucket import GradBucket, Slice
+from tkernels.layers.grad_bucket import GradBucket, Slice, check_gradient
 from tkernels.layers.wire import Wire
 from tkernels.layers.zero.layout import Shard
 
@@ -54,7 +55,12 @@ class _Bucket:
         return self.fills[self.turn] if self.turn < len(self.fills) else None
 
     def reduce(self, flat: torch.Tensor, rows: tuple[int, ...]) -> torch.Tensor:
-        """Collective. The sum over ranks of this rank's part of `flat` [elements], which is overwritten."""
+        """Collective. The sum over ranks of this rank's part of `flat` [elements], which is overwritten.
+
+        Of fp16 the mean, for it would not hold sums of what it holds the mean of.
+        """
+        if flat.dtype == torch.float16:
+            flat.mul_(1 / self.wire.size)
         if self.reduction == "reduce_scatter":
             return self.wire.reduce_scatter(flat, rows)
         self.wire.all_reduce(flat)
@@ -106,7 +112,10 @@ class OwnerGradients:
                 bucket.reduce(torch.zeros(shard.fill.elements, dtype=dtype, device=device), shard.fill.rows)
 
     def start(self, parameters: list[torch.Tensor]) -> list:
-        """Register the hooks, once all buckets are there. Returns them. `parameters` in the order of the model."""
+        """Register the hooks, once all buckets are there. Returns them. `parameters` in the order of the model.
+
+        Hooks live as long as their parameters; they don't keep this alive, and do nothing without it.
+        """
         index = {parameter: i for i, parameter in enumerate(parameters)}
         # One order for all buckets: that in which backward completes their fills.
         self._order = sorted(
@@ -114,7 +123,13 @@ class OwnerGradients:
             key=lambda fill: -min(index[slice.parameter] for slice in fill.shard.fill.slices),
         )
         self._fill_of = {slice.parameter: fill for fill in self._order for slice in fill.shard.fill.slices}
-        return [parameter.register_post_accumulate_grad_hook(self._ready) for parameter in parameters]
+        this = weakref.ref(self)
+
+        def ready(parameter):
+            if (owner := this()) is not None:
+                owner._ready(parameter)
+
+        return [parameter.register_post_accumulate_grad_hook(ready) for parameter in parameters]
 
     @property
     def shards(self) -> list[Shard]:
@@ -128,6 +143,7 @@ class OwnerGradients:
         if parameter not in self._fill_of:  # empty
             parameter.grad = None
             return
+        check_gradient("ZeroOptimizer", parameter, parameter.grad)  # while it can still be given up
         with self._lock:
             if self._in_pass and parameter not in self._fill_of[parameter].missing:
                 self.end_pass()  # a second backward inside the first one
@@ -187,7 +203,7 @@ class OwnerGradients:
             if not shard.has_grad:
                 shard.grad.zero_()
                 shard.has_grad = True
-            shard.grad.add_(reduced)
+            shard.grad.add_(reduced, alpha=shard.ctx.size if reduced.dtype == torch.float16 else 1)
 
     @contextlib.contextmanager
     def collected(self):
@@ -201,16 +217,20 @@ class OwnerGradients:
             self.end_pass()
         for bucket in self._buckets:
             bucket.grads.finish()
-        with self._lease.read():
-            yield
-        self.discard()
+        try:
+            with self._lease.read():
+                yield
+        finally:
+            self.discard()
 
     def discard(self):
         """Collective, inside a pass. Forget the gradients so far, those in `parameter.grad` too."""
         with self._lock:
+            for parameter in self._fill_of:
+                parameter.grad = None
             self.end_pass()
-            for parameter, fill in self._fill_of.items():
-                parameter.grad, fill.shard.has_grad = None, False
+            for fill in self._order:
+                fill.shard.has_grad = False
             if self._lease is not None:
                 self._slot.release(self._lease)
             self._lease = None

@@ -10,6 +10,7 @@ R ranks.
 
 import contextlib
 import math
+import weakref
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from tkernels.layers.zero.gradients import OwnerGradients
 from tkernels.layers.zero.layout import ALIGNMENT, Shard, plan
 
 FIRST_LOSS_SCALE, GROWTH_INTERVAL = 2.0**16, 2000  # of a dynamic loss scale; as torch.amp.GradScaler
+_OWNER = "zero_optimizer"  # on a parameter: a weak reference to the ZeroOptimizer that it belongs to
 CHOICES = {
     "stage": (1, 2),
     "reduction": ("reduce_scatter", "all_reduce"),
@@ -36,8 +38,9 @@ class ZeroOptimizer:
             optimizer.step()
 
     params: parameters, or param groups as torch optimizers take them, the same on every rank; rank 0's values are kept.
-        They become contiguous views of common buffers. A group with "ctx" is shared by the ranks of that context only,
-        as experts are; gradients are divided by the size of the optimizer's `ctx` all the same.
+        They become contiguous views of common buffers and belong to the newest optimizer made for them. A group with
+        "ctx" is shared by the ranks of that context only, as experts are; gradients are divided by the size of the
+        optimizer's `ctx` all the same.
     optimizer_class, **options: the wrapped optimizer. It sees fp32 masters, in 1-D pieces unless
         partition="parameters". Schedulers take `.optimizer`.
     stage: 2 reduces every backward at once, and no rank keeps full gradients. 1 has `no_sync`, which does keep them.
@@ -115,6 +118,11 @@ class ZeroOptimizer:
             capacity = -(-bucket_bytes // (summed.itemsize * unit)) * unit
             shards = [Shard(fill, ctx, self.dev) for fill in plan(parameters, capacity, ctx.size, partition)]
             self._gradients.add_bucket(shards, capacity, summed, self._wires[ctx])
+        for owner in {_owner(parameter): None for parameter in self._parameters}:
+            if owner is not None:
+                owner.remove()
+        for parameter in self._parameters:
+            setattr(parameter, _OWNER, weakref.ref(self))
         self._hooks = self._gradients.start(self._parameters)
         self._shards = self._gradients.shards
         self._shard_of = {slice.parameter: shard for shard in self._shards for slice in shard.fill.slices}
@@ -254,11 +262,14 @@ class ZeroOptimizer:
             self._await(shard)
 
     def _wait_in_forward(self, root: nn.Module):
+        this = weakref.ref(self)
+
         def wait_for(shards):
             @torch.compiler.disable
             def wait(module, inputs):
-                for shard in shards:
-                    self._await(shard)
+                if (optimizer := this()) is not None:
+                    for shard in shards:
+                        optimizer._await(shard)
 
             return wait
 
@@ -275,9 +286,16 @@ class ZeroOptimizer:
             shard.master.copy_(shard.own)
 
     def remove(self):
-        """Take the hooks off the parameters and modules; the optimizer can't be used any more."""
+        """Take the hooks off the parameters and modules; the optimizer can't be used any more. May be repeated.
+
+        What another ZeroOptimizer is made for is taken from the one that had it before in the same way.
+        """
+        self.ensure_params_ready()
         for hook in self._hooks:
             hook.remove()
+        for parameter in self._parameters:
+            if _owner(parameter) is self:
+                delattr(parameter, _OWNER)
 
     def state_dict(self) -> dict:
         """This rank's part, for the same ranks and layout. `full_state_dict` is for any."""
@@ -290,14 +308,21 @@ class ZeroOptimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict):
-        """Collective. Take over what `state_dict` gave. Raises ValueError for another layout or rank."""
-        if "layout" not in state:
-            raise ValueError("load_state_dict: this is no sharded state; a full one goes to load_full_state_dict")
-        if differ := [name for name in self._layout if state["layout"].get(name) != self._layout[name]]:
-            raise ValueError(
-                f"load_state_dict: saved with another {', '.join(differ)}; save with full_state_dict, which any number "
-                f"of ranks and any layout can load"
+        """Collective. Take over what `state_dict` gave.
+
+        Raises ValueError, on every rank, for another layout or rank.
+        """
+        layout, problem = state.get("layout"), None
+        if layout is None:
+            problem = "gets no sharded state; a full one goes to load_full_state_dict"
+        elif differ := [name for name in self._layout if layout.get(name) != self._layout[name]]:
+            problem = (
+                f"gets one saved with another {', '.join(differ)}; save with full_state_dict, which any number of "
+                f"ranks and any layout can load"
             )
+        problems = [f"rank {rank} {what}" for rank, what in enumerate(self.ctx.group.gather(problem)) if what]
+        if problems:
+            raise ValueError(f"load_state_dict: {problems[0]}")
         self.optimizer.load_state_dict(state["optimizer"])
         for shard, master in zip(self._shards, state["masters"], strict=True):
             shard.master.copy_(master)
@@ -363,6 +388,11 @@ class ZeroOptimizer:
             self.loss_scale = state["loss_scale"]
 
 
+def _owner(parameter: torch.Tensor) -> ZeroOptimizer | None:
+    owner = getattr(parameter, _OWNER, None)
+    return None if owner is None else owner()
+
+
 def _param_groups(params, ctx: Context) -> tuple[list[dict], dict[torch.Tensor, Context]]:
     """Groups with lists of the parameters that want gradients, and the context of each parameter."""
     groups, contexts = list(params), {}
@@ -372,6 +402,7 @@ def _param_groups(params, ctx: Context) -> tuple[list[dict], dict[torch.Tensor, 
     for group in groups:
         theirs = group["params"]
         theirs = [theirs] if isinstance(theirs, torch.Tensor) else list(theirs)
+        theirs = [each[1] if isinstance(each, tuple) else each for each in theirs]  # of named_parameters()
         theirs = [parameter for parameter in theirs if parameter.requires_grad]
         if len(contexts | dict.fromkeys(theirs)) < len(contexts) + len(theirs):
             raise ValueError("ZeroOptimizer: a parameter occurs twice in params")
