@@ -48,6 +48,8 @@ class _ColumnParallelLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy_shard_n):
         x, w_shard_n = ctx.saved_tensors
+        if torch.is_grad_enabled() and x.requires_grad:
+            x = _Copy.apply(x, ctx.context)  # the weight's gradient is this rank's own, and x all ranks'
         dy_shard_n = dy_shard_n.contiguous()
         dx = dw = dbias = None
         if ctx.needs_input_grad[0]:
@@ -71,6 +73,8 @@ class _Copy(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
+    """Each is the other's backward, of any order, for whole tensors and their gradients are replicated."""
+
     @staticmethod
     def forward(ctx, x, sizes, dim, context):
         ctx.sizes, ctx.dim, ctx.context = sizes, dim, context
@@ -78,7 +82,7 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy_part):
-        return _gather(dy_part, ctx.sizes, ctx.dim, find_context(ctx.context)), None, None, None
+        return _Gather.apply(dy_part, ctx.sizes, ctx.dim, ctx.context), None, None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -89,7 +93,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        return _own_part(dy, ctx.sizes, ctx.dim, find_context(ctx.context)), None, None, None
+        return _Scatter.apply(dy, ctx.sizes, ctx.dim, ctx.context), None, None, None
 
 
 def column_parallel_linear(

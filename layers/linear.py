@@ -27,7 +27,33 @@ from tkernels.layers.functions import (
 )
 
 
-class ParallelLinear(nn.Module):
+class MarkedModule(nn.Module):
+    """A module whose parameters have Megatron's marks, read by its optimizers and gradient clipping.
+
+    torch leaves attributes behind where it makes a new parameter of one: in copies, and in to_empty.
+    """
+
+    def _mark(self, name: str, **marks):
+        """Set attributes of a parameter, for as long as the module has one of that name."""
+        vars(self).setdefault("_marks", {}).setdefault(name, {}).update(marks)
+        self._mark_again()
+
+    def _mark_again(self):
+        for name, marks in vars(self).get("_marks", {}).items():
+            if getattr(self, name) is not None:
+                vars(getattr(self, name)).update(marks)
+
+    def _apply(self, function, recurse=True):
+        super()._apply(function, recurse)
+        self._mark_again()
+        return self
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self._mark_again()
+
+
+class ParallelLinear(MarkedModule):
     """What both layers share: parameters, how they are cut, and how inputs become rows."""
 
     partition_dim: int  # of the weight
@@ -77,11 +103,11 @@ class ParallelLinear(nn.Module):
             dim = self.partitioned().get(name)
             shard = value.detach() if dim is None else self.shard(value.detach(), dim)
             parameter = nn.Parameter(shard.clone(memory_format=torch.contiguous_format), value.requires_grad)
-            # Megatron's marks, read by its optimizers and gradient clipping.
-            parameter.tensor_model_parallel = dim is not None
-            parameter.partition_dim = -1 if dim is None else dim
-            parameter.partition_stride = 1 if dim is None else self.partition_stride
             setattr(self, name, parameter)
+            self._mark(
+                name, tensor_model_parallel=dim is not None, partition_dim=-1 if dim is None else dim,
+                partition_stride=1 if dim is None else self.partition_stride,
+            )  # fmt: skip
 
     def _check_generators(self, ctx: Context, device: torch.device):
         state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
@@ -259,7 +285,7 @@ class RowParallelLinear(ParallelLinear):
     def _take(self, full: nn.Linear):
         super()._take(full)
         if self.bias is not None:
-            self.bias.sequence_parallel = self.sequence_parallel and self.return_bias
+            self._mark("bias", sequence_parallel=self.sequence_parallel and self.return_bias)
 
     def forward(self, x: torch.Tensor, *, rows: tuple[int, ...] | None = None):
         """Collective. x_shard_k [..., K/R] (or x [..., K]) -> y [..., N], or y_shard_m [s/R, ..., N].

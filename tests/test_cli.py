@@ -59,6 +59,7 @@ def test_version(capsys):
         ("tune --budget soon", "--budget: takes a number of seconds above 0, not 'soon'"),
         ("tune --layout row", "invalid choice: 'row'"),
         ("tune --list --clear", "not allowed with argument --list"),
+        ("tune --list --json -", "--json is about what is tuned; --export PATH writes what is remembered"),
     ],
 )
 def test_a_wrong_argument_gets_one_sentence_and_exit_code_2(arguments, said, capsys):

@@ -780,6 +780,17 @@ def test_calls_that_look_alike_follow_one_plan_whoever_made_their_arguments(ctx,
 
 
 @pytest.mark.ranks(2)
+def test_totals_tell_calls_apart_that_look_alike_to_one_rank(ctx):
+    """Of 5 columns the first rank has 3, as of 6; the second one has 2."""
+    for totals in (5, 6, 5, 7, 6):
+        generator = torch.Generator().manual_seed(totals)
+        a, b = (torch.randint(-3, 4, (rows, 16), generator=generator).float().to(ctx.device) for rows in (8, totals))
+        parts = (each.tensor_split(2)[ctx.rank].contiguous().t() for each in (a, b))
+        d = matmul(*parts, distributions=[Slab.Y, Slab.Y, Slab.X], qualifiers="TN", ctx=ctx, totals=totals)
+        assert torch.equal(d, (a @ b.t()).chunk(2)[ctx.rank])
+
+
+@pytest.mark.ranks(2)
 def test_a_planned_call_sees_what_changes(ctx, monkeypatch):
     case = Case(*EVEN, "TN")
     distributions, parts = layouts("AG+GEMM", "TN", case, ctx.rank, ctx.size)
@@ -988,7 +999,7 @@ def test_defaults_are_part_of_the_interface():
     assert str(inspect.signature(matmul)) == (
         "(a, b, /, c=None, *, distributions, alpha=None, beta=None, epilog=None, epilog_inputs=None, qualifiers=None, "
         "quantization_scales=None, options=None, preferences=None, stream=None, "
-        "ctx: tkernels.comm.context.Context | None = None)"
+        "ctx: tkernels.comm.context.Context | None = None, totals=None)"
     )
     assert {epilog.name: int(epilog) for epilog in E.__members__.values()} == {
         "DEFAULT": 0, "ALLREDUCE": 1, "RELU": 2, "RELU_AUX": 130, "BIAS": 4, "RELU_BIAS": 6, "RELU_AUX_BIAS": 134,

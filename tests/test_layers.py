@@ -355,6 +355,44 @@ def test_parameters_carry_the_marks_of_megatron(ctx):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["column", "row", "mlp", "column, row"])
+def test_second_derivatives_are_the_full_models(ctx, kind):
+    """A penalty on the gradient of the input, which is replicated, and its gradients by input and weights."""
+    first, second = linear(K, N, 1), linear(N, K, 3)
+    column = ColumnParallelLinear.from_linear(first, ctx=ctx, gather_output=kind == "column").to(ctx.device)
+    row = RowParallelLinear.from_linear(second, ctx=ctx, input_is_parallel=kind != "row").to(ctx.device)
+    parallel, full = {
+        "column": ([column], [first]),
+        "row": ([row], [second]),
+        "mlp": ([column, nn.SiLU(), row], [first, nn.SiLU(), second]),
+        "column, row": ([column, row], [first, second]),
+    }[kind]
+    parallel, full = nn.Sequential(*parallel), double(nn.Sequential(*full))
+    x = normal((B, N if kind == "row" else K), torch.float32, 5)
+    mine, whole = leaf(x, ctx), x.double().requires_grad_()
+    for model, leaf_of in ((parallel, mine), (full, whole)):
+        (dx,) = torch.autograd.grad((0.1 * model(leaf_of)).pow(3).sum(), leaf_of, create_graph=True)
+        dx.square().sum().backward()
+    pairs = [(mine.grad, whole.grad)]
+    for layer, reference in zip(parallel, full, strict=True):
+        if isinstance(reference, nn.Linear):
+            pairs.append((layer.weight.grad, layer.shard(reference.weight.grad, layer.partition_dim)))
+    for got, want in pairs:
+        scale = want.abs().max().to(got.device)
+        assert_close_to(got / scale, want.to(got.device) / scale, terms=64 * N)
+
+
+@pytest.mark.ranks(2)
+def test_marks_stay_with_parameters_that_are_made_anew(ctx):
+    made = RowParallelLinear(K, N, sequence_parallel=True, return_bias=True, ctx=ctx)
+    empty = RowParallelLinear(K, N, sequence_parallel=True, return_bias=True, ctx=ctx, device="meta")
+    copies = copy.deepcopy(made), pickle.loads(pickle.dumps(made)), empty.to_empty(device=ctx.device), made.half()
+    for layer in copies:
+        assert layer.bias.sequence_parallel and not layer.bias.tensor_model_parallel
+        assert layer.weight.tensor_model_parallel and layer.weight.partition_dim == 1
+
+
+@pytest.mark.ranks(2)
 def test_layers_can_be_copied_and_pickled(ctx):
     torch.manual_seed(0)
     layer = RowParallelLinear(4, 3, ctx=ctx)

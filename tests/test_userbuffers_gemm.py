@@ -575,6 +575,20 @@ def test_a_plan_sees_what_changes_between_calls(ctx):
         te.general_gemm(w, x, **call)
 
 
+def test_a_result_is_written_where_it_fits_and_nowhere_else():
+    device = runtime.device()
+    x, w, buffer = torch.ones(8, 16, device=device), torch.ones(4, 16, device=device), torch.zeros(64, device=device)
+    for shape in ((5, 4), (8, 3), (1, 4)):
+        out = buffer[: shape[0] * shape[1]].view(shape)  # behind it lies what is another's
+        for options in ({}, {"accumulate": True}, {"gelu": True}):
+            with pytest.raises(ValueError, match="out has shape .*, but the result .8, 4."):
+                te.general_gemm(w, x, out=out, **options)
+    assert buffer.eq(0).all()
+    out = torch.full((8, 4), torch.nan, device=device)
+    te.general_gemm(w, x, out=out, accumulate=True, beta=0.0)
+    assert out.eq(16).all()
+
+
 @pytest.mark.ranks(2)
 def test_plans_do_not_hold_the_communicator_or_its_buffer(ctx):
     keep = te.CommOverlapP2P([64, 32], torch.float32, (shared := helper(ctx)), 2, AG)

@@ -1,5 +1,6 @@
 """The layers with overlap against the same layers without it, and against the whole layer on one rank in fp64."""
 
+import copy
 import itertools
 import warnings
 from dataclasses import replace
@@ -518,6 +519,26 @@ def test_variants_of_the_mlp(ctx, options):
         assert_accurate(layer.fc2_weight.grad, whole.fc2_weight.grad.chunk(ctx.size, 1)[ctx.rank], 160)
     finally:
         te.destroy_ub()
+
+
+@pytest.mark.ranks(2)
+def test_layers_take_checkpoints_copies_and_compilation_but_no_second_derivative(ctx):
+    te.initialize_ub([S * B, H], 2, dtype=torch.float32)
+    torch.manual_seed(0)
+    layer = linear("row", sequence_parallel=True, tp_size=2, ub_name="proj", device=ctx.device, **BULK)
+    layer.load_state_dict(layer.state_dict() | {"_extra_state": torch.zeros(3)})  # TransformerEngine's, about fp8
+    other = copy.deepcopy(layer)
+    for each in (layer, other, other.to_empty(device=ctx.device)):
+        assert each.bias.sequence_parallel and each.weight.tensor_model_parallel and each.weight.partition_dim == 1
+    x = normal((S, B, 3 * H // 2), torch.float32, ctx.rank, device=ctx.device).requires_grad_()
+    y = layer(x)
+    assert torch.equal(torch.compile(layer, backend="aot_eager")(x), y)
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.square().sum().backward()
+    with pytest.raises(ValueError, match=r"x has shape \(16, 0, 48\), and thus no tokens"):
+        layer(x[:, :0])
+    te.destroy_ub()
 
 
 @pytest.mark.ranks(2)

@@ -132,6 +132,22 @@ def _with_unit_stride(matrix: torch.Tensor) -> torch.Tensor:
     return matrix if 1 in matrix.stride() and 0 not in matrix.stride() else matrix.contiguous()
 
 
+class _Replicated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, dy, context):
+        ctx.context = context
+        return dy.view_as(dy)
+
+    @staticmethod
+    def backward(ctx, ddy):
+        return _ops.all_reduce(ddy.contiguous(), ctx.context), None
+
+
+def _replicated(dy: torch.Tensor, context: str) -> torch.Tensor:
+    """A gradient that all ranks have alike. What depends on it is each rank's own, so its gradient is their sum."""
+    return _Replicated.apply(dy, context) if _wants_gradient(dy) else dy
+
+
 def _all_gather_matmul_direct(x_shard_m, w, bias, activation, return_gathered, rows, context, path=None):
     return _all_gather_matmul.all_gather_matmul(
         find_context(context), x_shard_m, w, bias, activation, return_gathered, rows=tuple(rows), path=path
@@ -269,7 +285,7 @@ def _matmul_all_reduce_fake(x_shard_k, w_shard_k, bias, activation, context, pat
 
 
 def _matmul_all_reduce_setup(ctx, inputs, output):
-    x_shard_k, w_shard_k, _, ctx.activation, _, _ = inputs
+    x_shard_k, w_shard_k, _, ctx.activation, ctx.context, _ = inputs
     ctx.save_for_backward(x_shard_k, w_shard_k)
 
 
@@ -277,9 +293,11 @@ def _matmul_all_reduce_backward(ctx, dy):
     _refuse_fused_activation("matmul_all_reduce", ctx.activation)
     x, w = ctx.saved_tensors
     need_x, need_w, need_bias = ctx.needs_input_grad[:3]
+    dbias = dy.sum(0) if need_bias else None  # which all ranks have alike, too
+    dy = _replicated(dy, ctx.context)
     dx = dy @ w if need_x else None
     dw = dy.t() @ x if need_w else None
-    return dx, dw, dy.sum(0) if need_bias else None, None, None, None
+    return dx, dw, dbias, None, None, None
 
 
 _define(
@@ -294,6 +312,10 @@ _define(
 
 def _save_rows(ctx, inputs, output):
     _, ctx.rows, ctx.context = inputs
+
+
+def _save_context(ctx, inputs, output):
+    _, ctx.context = inputs
 
 
 _define(
@@ -314,8 +336,8 @@ _define(
     "all_reduce(Tensor x, str context) -> Tensor",
     lambda x, context: collectives.all_reduce(find_context(context), x),
     lambda x, context: torch.empty_like(x, memory_format=torch.contiguous_format),
-    lambda ctx, inputs, output: None,
-    lambda ctx, dy: (dy, None),
+    _save_context,
+    lambda ctx, dy: (_replicated(dy, ctx.context), None),
 )
 
 

@@ -25,7 +25,7 @@ MAX_PLANS = 256  # of `matmul`, a context; the oldest goes first
 
 _HERE = contextlib.nullcontext()
 
-_plans: "weakref.WeakKeyDictionary[Context, dict[Problem, Plan]]" = weakref.WeakKeyDictionary()
+_plans: "weakref.WeakKeyDictionary[Context, dict[tuple[Problem, object], Plan]]" = weakref.WeakKeyDictionary()
 
 
 class InvalidMatmulState(TkernelsError):
@@ -74,7 +74,7 @@ def _scalars(c, alpha, beta, scales) -> tuple[float, float]:
     return _scalar("alpha", alpha, 1.0), _scalar("beta", beta, 0.0)
 
 
-def _key(a, b, c, distributions, qualifiers, epilog, inputs, options, preferences) -> tuple:
+def _key(a, b, c, distributions, qualifiers, epilog, inputs, options, preferences, totals) -> tuple:
     """What of a call decides what is done, as it comes: for a look-up that takes no longer than it must.
 
     Raises TypeError, ValueError or AttributeError for what `_describe` has an error for.
@@ -91,6 +91,7 @@ def _key(a, b, c, distributions, qualifiers, epilog, inputs, options, preference
         preferences if preferences is None else given(MatmulPlanPreferences, preferences),
         precision(a.dtype),
         (*inputs, *map(describe, inputs.values())) if inputs else None,
+        totals,
     )
 
 
@@ -353,23 +354,27 @@ def matmul(
     preferences=None,
     stream=None,
     ctx: Context | None = None,
+    totals=None,
 ):
     """Collective. D = epilog(alpha op(A) op(B) + beta C), as Matmul's plan and execute; arguments are theirs.
 
     The plan is kept for later calls that are alike in everything but values and scalars. Those have no communication of
-    their own on the host: as for any collective, all ranks must make the same calls.
+    their own on the host, so whether calls are alike must be the same on all ranks.
+    totals: what tells calls apart where the parts of one rank don't, the same on all ranks: whole sizes, if they vary
+        and don't always divide. Of 5 columns the first of two ranks has as many as of 6, the second one has not:
+        without totals one of them would plan, and wait for the other.
     """
     ctx, inputs = ctx or current_context(), epilog_inputs or {}
     with _HERE if stream is None else _on(ctx, stream):
         try:
             distributions = tuple(distributions)
-            key = _key(a, b, c, distributions, qualifiers, epilog, inputs, options, preferences)
+            key = _key(a, b, c, distributions, qualifiers, epilog, inputs, options, preferences, totals)
             call, scalars = ctx.workspace().known_plan(key), _scalars(c, alpha, beta, quantization_scales)
         except (TypeError, ValueError, AttributeError, TkernelsError):
             key = call = None  # there is an error, which _prepare names
         if call is None:
             asked = distributions, alpha, beta, qualifiers, quantization_scales, options, preferences, epilog, inputs
-            call, scalars = _prepare(ctx, key, a, b, c, *asked)
+            call, scalars = _prepare(ctx, key, totals, a, b, c, *asked)
         if torch.is_grad_enabled():
             _refuse_gradients(a, b, c, *inputs.values())
         if call.single is not None and scalars == (1.0, 0.0):
@@ -377,7 +382,10 @@ def matmul(
         return call.plan.run(ctx, *call.plan.views(a, b), c, *scalars, inputs)
 
 
-def _prepare(ctx, key, a, b, c, distributions, alpha, beta, qualifiers, scales, options, preferences, epilog, inputs):
+def _prepare(
+    ctx, key, totals, a, b, c,
+    distributions, alpha, beta, qualifiers, scales, options, preferences, epilog, inputs,
+):  # fmt: skip
     """Collective, unless the ranks have planned this problem before: (the _Call of that key, scalars)."""
     try:
         options, preferences = given(MatmulOptions, options), given(MatmulPlanPreferences, preferences)
@@ -388,7 +396,7 @@ def _prepare(ctx, key, a, b, c, distributions, alpha, beta, qualifiers, scales, 
         make_plan(ctx, error, (None, None))  # raises it, on every rank that plans this call
         raise
     plans = _plans.setdefault(ctx, {})
-    plan = None if key is None else plans.get(problem)
+    plan = None if key is None else plans.get((problem, totals))
     if plan is None:
         if ctx.capturing:
             raise TkernelsError(
@@ -400,7 +408,7 @@ def _prepare(ctx, key, a, b, c, distributions, alpha, beta, qualifiers, scales, 
             # Its calls go, too: whether a rank has to plan must not depend on how its tensors are aligned.
             oldest = plans.pop(next(iter(plans)))
             ctx.forget_plans(lambda kept: isinstance(kept, _Call) and kept.plan is oldest)
-        plans[problem] = plan
+        plans[problem, totals] = plan
     with torch.no_grad():
         single = plan.prepare(ctx, *plan.views(a, b), bias_of(inputs)) if plan.single else None
     call = _Call(plan, single)

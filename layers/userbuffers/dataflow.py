@@ -23,6 +23,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from tkernels.comm.collectives import split_rows
@@ -196,6 +197,7 @@ class Linear(torch.autograd.Function):
         return flow.forward(x, weight, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
@@ -213,6 +215,7 @@ class Gather(torch.autograd.Function):
         return _gather(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dx):
         return _reduce_scatter(dx.contiguous(), ctx.group), None
 

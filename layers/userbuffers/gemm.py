@@ -119,9 +119,12 @@ def _plan(
         multiply = _plan_scatter(ub, *example, rows, dtype, plain and out is None)
 
     def run(ub, A, B, out, bias, gelu_in, extra_output, alpha, beta):
-        value, gathered, filled = multiply(
-            ub, *operands(A, B), bias if fused else None, out if into else None, extra_output
-        )
+        x, w = operands(A, B)
+        if ub is None and out is not None and out.shape != (x.shape[0], w.shape[0]):
+            raise _misshapen(out, (x.shape[0], w.shape[0]))  # which torch would make larger, over what lies behind it
+        value, gathered, filled = multiply(ub, x, w, bias if fused else None, out if into else None, extra_output)
+        if out is not None and out.shape != value.shape:
+            raise _misshapen(out, value.shape)
         if not plain:
             value = _epilogue(value, alpha, beta, accumulate, out, bias if added else None)
         elif added and not fused:
@@ -220,10 +223,14 @@ def _shaped(extra_output: torch.Tensor, shape) -> torch.Tensor:
     return extra_output.view(shape)
 
 
+def _misshapen(out: torch.Tensor, shape) -> ValueError:
+    return ValueError(f"general_gemm: out has shape {list(out.shape)}, but the result {list(shape)}")
+
+
 def _epilogue(value, alpha, beta, accumulate, out, bias):
     if alpha != 1.0:
         value = value * alpha
-    if accumulate:
+    if accumulate and beta != 0:  # as BLAS has it: what is multiplied by zero need not be there
         value = torch.add(value, out, alpha=1.0 if beta is None else beta)
     return value if bias is None else value + bias
 

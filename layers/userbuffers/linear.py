@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from tkernels.comm.collectives import check_rows, split_rows
+from tkernels.layers.linear import MarkedModule
 from tkernels.layers.userbuffers import dataflow, registry
 from tkernels.layers.userbuffers.communicators import CommOverlapType
 
@@ -23,7 +24,7 @@ FLAGS = {
 }
 
 
-class ParallelModule(nn.Module):
+class ParallelModule(MarkedModule):
     """What the layers share: the group, the options that are refused, deferred weight gradients."""
 
     def _configure(
@@ -102,7 +103,12 @@ class ParallelModule(nn.Module):
             for compute in deferred:
                 compute()
 
-    def _parameter(self, name: str, shape, dim: int | None, device, dtype, init_method=None) -> nn.Parameter:
+    def _load_from_state_dict(self, state, prefix, metadata, strict, missing, unexpected, errors):
+        super()._load_from_state_dict(state, prefix, metadata, strict, missing, unexpected, errors)
+        if (extra := f"{prefix}_extra_state") in unexpected:  # of TransformerEngine's layers, about fp8
+            unexpected.remove(extra)
+
+    def _parameter(self, name: str, shape, dim: int | None, device, dtype, init_method=None):
         """Register this rank's part of a parameter, split along `dim`, with Megatron's marks."""
         parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         if init_method is not None:
@@ -110,10 +116,11 @@ class ParallelModule(nn.Module):
                 init_method(parameter)
         else:
             nn.init.zeros_(parameter)
-        parameter.tensor_model_parallel = dim is not None and self.tp_size > 1
-        parameter.partition_dim, parameter.partition_stride = (-1 if dim is None else dim), 1
         self.register_parameter(name, parameter)
-        return parameter
+        self._mark(
+            name, tensor_model_parallel=dim is not None and self.tp_size > 1, partition_dim=-1 if dim is None else dim,
+            partition_stride=1,
+        )  # fmt: skip
 
     def _rng(self):
         if self.get_rng_state_tracker is None:
@@ -126,19 +133,20 @@ class ParallelModule(nn.Module):
             raise ValueError(f"{type(self).__name__}: normalization={normalization!r} must be LayerNorm or RMSNorm")
         self.normalization, self.zero_centered_gamma = normalization, zero_centered_gamma
         fill = nn.init.zeros_ if zero_centered_gamma else nn.init.ones_
-        parameters = [self._parameter("layer_norm_weight", features, None, device, dtype, fill)]
+        self._parameter("layer_norm_weight", features, None, device, dtype, fill)
+        self._mark("layer_norm_weight", sequence_parallel=self.sequence_parallel)
         if normalization == "LayerNorm":
-            parameters.append(self._parameter("layer_norm_bias", features, None, device, dtype))
+            self._parameter("layer_norm_bias", features, None, device, dtype)
+            self._mark("layer_norm_bias", sequence_parallel=self.sequence_parallel)
         else:
             self.layer_norm_bias = None
-        for parameter in parameters:
-            parameter.sequence_parallel = self.sequence_parallel
 
     def _normalize(self, x: torch.Tensor) -> torch.Tensor:
         return normalize(
             x, self.layer_norm_weight, self.layer_norm_bias, self.normalization, self.eps, self.zero_centered_gamma
         )
 
+    @torch.compiler.disable  # communicators are objects, which a trace can't look into
     def _product(self, x, weights, bias, mode, flags, ub_name, rows=None) -> torch.Tensor:
         """x [..., I] -> [..., O] by the dataflow that mode and flags ask for. weights: one parameter, or its parts."""
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
@@ -147,6 +155,11 @@ class ParallelModule(nn.Module):
             x, weight = x.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         inner = x.shape[1:-1].numel()
+        if inner == 0:
+            raise ValueError(
+                f"{type(self).__name__}: x has shape {tuple(x.shape)}, and thus no tokens whatever the sequence's "
+                f"length; of its dimensions only the first one may be 0"
+            )
         flow = self._flow(
             mode, x.shape[:-1].numel(), None if rows is None else [n * inner for n in rows], flags, ub_name
         )
@@ -212,9 +225,9 @@ class _Linear(ParallelModule):
             if not self.use_bias:
                 self.register_parameter(f"{part}bias", None)
                 continue
-            bias = self._parameter(f"{part}bias", size, 0 if mode == "column" else None, device, dtype)
+            self._parameter(f"{part}bias", size, 0 if mode == "column" else None, device, dtype)
             if mode == "row":
-                bias.sequence_parallel = self.sequence_parallel
+                self._mark(f"{part}bias", sequence_parallel=self.sequence_parallel)
 
     def _parts(self, parameters_split, divisor: int) -> dict[str, int]:
         kind = type(self).__name__

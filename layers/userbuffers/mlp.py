@@ -106,7 +106,8 @@ class LayerNormMLP(ParallelModule):
         self._parameter("fc2_weight", (hidden_size, ffn), 1, *common, output_layer_init_method or self.init_method)
         if bias:
             self._parameter("fc1_bias", fc1, 0, *common)
-            self._parameter("fc2_bias", hidden_size, None, *common).sequence_parallel = self.sequence_parallel
+            self._parameter("fc2_bias", hidden_size, None, *common)
+            self._mark("fc2_bias", sequence_parallel=self.sequence_parallel)
         else:
             self.fc1_bias = self.fc2_bias = None
 

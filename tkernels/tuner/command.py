@@ -44,6 +44,8 @@ class Options:
 
 def run(options: Options) -> int:
     """Do what was asked for. The exit code: 0, or 1 if a shape could not be tuned. Raises argparse.ArgumentError."""
+    if options.json and (options.list or options.export or options.clear):
+        raise argparse.ArgumentError(None, "--json is about what is tuned; --export PATH writes what is remembered")
     to_stderr = "-" in (options.json, options.export)
     console = Console(stderr=to_stderr, highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     if options.list:
