@@ -34,14 +34,14 @@ class MarkedModule(nn.Module):
     """
 
     def _mark(self, name: str, **marks):
-        """Set attributes of a parameter, for as long as the module has one of that name."""
+        """Set attributes of a parameter, and of those that are made of it later."""
         vars(self).setdefault("_marks", {}).setdefault(name, {}).update(marks)
-        self._mark_again()
+        vars(getattr(self, name)).update(marks)
 
     def _mark_again(self):
         for name, marks in vars(self).get("_marks", {}).items():
-            if getattr(self, name) is not None:
-                vars(getattr(self, name)).update(marks)
+            if (parameter := getattr(self, name, None)) is not None:
+                vars(parameter).update(marks | vars(parameter))  # what was set since counts
 
     def _apply(self, function, recurse=True):
         super()._apply(function, recurse)

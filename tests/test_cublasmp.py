@@ -357,11 +357,11 @@ def test_block_cyclic_matrices_are_redistributed_and_that_is_said(ctx):
             if E.ALLREDUCE in epilog:
                 parts[2] = Parts(list(range(case.shape[0])), list(range(case.shape[1])))
             with pytest.warns(UserWarning, match="of m, n, k = 13, 7, 19 are redistributed"):
-                got = run(ctx, case, distributions, parts)
+                got = run(ctx, case, distributions, parts, totals=UNEVEN)
             case.judge(got, parts[2], (grid, epilog))
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # it was said once
-            case.judge(run(ctx, case, distributions, parts), parts[2], (grid, epilog))
+            case.judge(run(ctx, case, distributions, parts, totals=UNEVEN), parts[2], (grid, epilog))
 
 
 @pytest.mark.ranks(2)
@@ -677,6 +677,7 @@ def test_a_plan_is_made_once_and_for_each_field_that_changes_what_is_done(ctx, m
     bias = case.inputs(ctx, parts[2])["bias"]
     c = torch.zeros_like(case.tensor(parts[2].of(case.c), ctx))
     even = dict(a=a, b=b, distributions=distributions, qualifiers="TN", epilog=E.BIAS, epilog_inputs={"bias": bias})
+    even |= {"totals": EVEN}
     by_row, grid = ProcessGrid(shape=(2, 1)), ProcessGrid(shape=(1, 2))
     variants = [
         {},
@@ -741,7 +742,7 @@ def test_the_adapter_adds_no_copy_no_allocation_and_no_second_look(ctx, monkeypa
         if order == "C":
             a, b, distributions = w, x, [d.transposed() for d in distributions]
         call = dict(distributions=distributions, qualifiers="TN", epilog=case.epilog, epilog_inputs={"bias": bias},
-                    options={"order": order, "algo_type": MatmulAlgoType.ATOMIC_P2P}, ctx=ctx)  # fmt: skip
+                    options={"order": order, "algo_type": MatmulAlgoType.ATOMIC_P2P}, ctx=ctx, totals=EVEN)  # fmt: skip
         matmul(a, b, **call)
         with Matmul(a, b, **{k: call[k] for k in ("distributions", "qualifiers", "options", "ctx")}) as mm:
             mm.plan(epilog=case.epilog, epilog_inputs={"bias": bias})
@@ -763,7 +764,7 @@ def test_calls_that_look_alike_follow_one_plan_whoever_made_their_arguments(ctx,
     def call(a=a, b=b, options=None, epilog=4):
         got = matmul(
             a, b, distributions=[Slab(1), Slab(1), Slab(0)], qualifiers="TN", epilog=epilog,
-            epilog_inputs={"bias": bias.clone()}, options=options or {"algo_type": 3}, ctx=ctx,
+            epilog_inputs={"bias": bias.clone()}, options=options or {"algo_type": 3}, ctx=ctx, totals=EVEN,
         )  # fmt: skip
         case.judge(got, parts[2])
 
@@ -780,13 +781,15 @@ def test_calls_that_look_alike_follow_one_plan_whoever_made_their_arguments(ctx,
 
 
 @pytest.mark.ranks(2)
-def test_totals_tell_calls_apart_that_look_alike_to_one_rank(ctx):
-    """Of 5 columns the first rank has 3, as of 6; the second one has 2."""
-    for totals in (5, 6, 5, 7, 6):
+@pytest.mark.parametrize("told", [True, False])
+def test_calls_that_look_alike_to_one_rank_are_told_apart(ctx, told):
+    """Of 5 columns the first rank has 3, as of 6; the second one has 2, as of 4."""
+    for totals in (4, 6, 5, 6, 7, 5):
         generator = torch.Generator().manual_seed(totals)
         a, b = (torch.randint(-3, 4, (rows, 16), generator=generator).float().to(ctx.device) for rows in (8, totals))
         parts = (each.tensor_split(2)[ctx.rank].contiguous().t() for each in (a, b))
-        d = matmul(*parts, distributions=[Slab.Y, Slab.Y, Slab.X], qualifiers="TN", ctx=ctx, totals=totals)
+        options = {"totals": totals} if told else {}
+        d = matmul(*parts, distributions=[Slab.Y, Slab.Y, Slab.X], qualifiers="TN", ctx=ctx, **options)
         assert torch.equal(d, (a @ b.t()).chunk(2)[ctx.rank])
 
 
@@ -798,7 +801,8 @@ def test_a_planned_call_sees_what_changes(ctx, monkeypatch):
     with tkernels.init(ctx.group.process_group, heap_bytes=4 << 20) as context:
 
         def call(**options):
-            return matmul(a, b, **dict(distributions=distributions, qualifiers="TN", ctx=context) | options)
+            call = dict(distributions=distributions, qualifiers="TN", ctx=context, totals=EVEN) | options
+            return matmul(a, b, **call)
 
         for alpha in (None, 1, 2.0, 0.0, 1.0):
             want = case.op_a @ case.op_b * (1.0 if alpha is None else alpha)

@@ -215,6 +215,8 @@ def test_a_failure_to_finalize_is_raised_by_close():
 
 
 def test_numbers_of_ranks_that_cannot_be_are_refused(monkeypatch):
+    with pytest.raises(TypeError, match="a number of ranks, got '2'"):
+        launch(who, "2")
     with pytest.raises(ValueError, match="at least 1 rank"):
         launch(who, 0)
     monkeypatch.setattr(runtime, "RUNTIME", "nvshmem")

@@ -390,6 +390,10 @@ def test_marks_stay_with_parameters_that_are_made_anew(ctx):
     for layer in copies:
         assert layer.bias.sequence_parallel and not layer.bias.tensor_model_parallel
         assert layer.weight.tensor_model_parallel and layer.weight.partition_dim == 1
+    made.bias.sequence_parallel = False  # somebody knows better
+    assert not made.float().bias.sequence_parallel
+    del made.bias
+    made.half()
 
 
 @pytest.mark.ranks(2)

@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="default: fp32")
     demo.add_argument("--seed", type=_seed, metavar="N", default=0, help="of weights and batches; default: 0")
     demo.add_argument(
-        "--plot", type=_picture, metavar="PATH", default=Path("tkernels-demo.png"),
+        "--plot", type=_picture, metavar="PATH", default="tkernels-demo.png",
         help="where the PNG of the loss curves goes; default: tkernels-demo.png",
     )  # fmt: skip
     demo.add_argument("--no-plot", action="store_true", help="draw no picture")
@@ -195,7 +195,7 @@ def _add_trace(commands, common: argparse.ArgumentParser):
     trace.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16", help="default: bf16")
     trace.add_argument("--calls", type=_count, metavar="N", default=3, help="how many to record; default: 3")
     trace.add_argument(
-        "--out", type=_file, metavar="PATH", default=Path("tkernels-trace.json"),
+        "--out", type=_file, metavar="PATH", default="tkernels-trace.json",
         help="where the trace goes, packed if it ends with .gz; default: tkernels-trace.json",
     )  # fmt: skip
     trace.set_defaults(command=_trace, parser=trace)

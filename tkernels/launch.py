@@ -95,6 +95,8 @@ class RankPool:
     """
 
     def __init__(self, ranks: int, *, ctx_options: dict | None = None):
+        if not isinstance(ranks, int):
+            raise TypeError(f"a pool needs a number of ranks, got {ranks!r}; launch(fn, ranks, *args)")
         if ranks < 1:
             raise ValueError(f"a pool needs at least 1 rank, got {ranks}")
         self.ranks = ranks

@@ -358,18 +358,20 @@ def matmul(
 ):
     """Collective. D = epilog(alpha op(A) op(B) + beta C), as Matmul's plan and execute; arguments are theirs.
 
-    The plan is kept for later calls that are alike in everything but values and scalars. Those have no communication of
-    their own on the host, so whether calls are alike must be the same on all ranks.
-    totals: what tells calls apart where the parts of one rank don't, the same on all ranks: whole sizes, if they vary
-        and don't always divide. Of 5 columns the first of two ranks has as many as of 6, the second one has not:
-        without totals one of them would plan, and wait for the other.
+    totals: the whole sizes (m, n, k), or whatever tells them apart, the same on all ranks. Then the plan is kept for
+        later calls that are alike in everything but values and scalars, and those have no communication of their own
+        on the host. None: every call plans, for from its own parts a rank can't know the others': of 5 columns the
+        first of two ranks has as many as of 6.
     """
     ctx, inputs = ctx or current_context(), epilog_inputs or {}
     with _HERE if stream is None else _on(ctx, stream):
         try:
             distributions = tuple(distributions)
-            key = _key(a, b, c, distributions, qualifiers, epilog, inputs, options, preferences, totals)
-            call, scalars = ctx.workspace().known_plan(key), _scalars(c, alpha, beta, quantization_scales)
+            key = call = None
+            if totals is not None or ctx.size == 1:
+                key = _key(a, b, c, distributions, qualifiers, epilog, inputs, options, preferences, totals)
+                call = ctx.workspace().known_plan(key)
+            scalars = _scalars(c, alpha, beta, quantization_scales)
         except (TypeError, ValueError, AttributeError, TkernelsError):
             key = call = None  # there is an error, which _prepare names
         if call is None:
@@ -386,7 +388,10 @@ def _prepare(
     ctx, key, totals, a, b, c,
     distributions, alpha, beta, qualifiers, scales, options, preferences, epilog, inputs,
 ):  # fmt: skip
-    """Collective, unless the ranks have planned this problem before: (the _Call of that key, scalars)."""
+    """Collective, unless the ranks have planned this problem before: (the _Call of that key, scalars).
+
+    key: None for a problem that is to be planned whatever was before.
+    """
     try:
         options, preferences = given(MatmulOptions, options), given(MatmulPlanPreferences, preferences)
         problem, *scalars = _describe(
@@ -401,14 +406,16 @@ def _prepare(
         if ctx.capturing:
             raise TkernelsError(
                 "cublasmp.matmul: a CUDA graph is being captured, and this problem has not been planned yet, which "
-                "takes communication; make one like call before the capture, or use Matmul and plan() before it"
+                "takes communication; make one like call before the capture, both with totals=(m, n, k), or use Matmul "
+                "and plan() before it"
             )
         plan = make_plan(ctx, problem, tuple(scalars))
-        if len(plans) >= MAX_PLANS:
-            # Its calls go, too: whether a rank has to plan must not depend on how its tensors are aligned.
-            oldest = plans.pop(next(iter(plans)))
-            ctx.forget_plans(lambda kept: isinstance(kept, _Call) and kept.plan is oldest)
-        plans[problem, totals] = plan
+        if key is not None:
+            if len(plans) >= MAX_PLANS:
+                # Its calls go, too: whether a rank has to plan must not depend on how its tensors are aligned.
+                oldest = plans.pop(next(iter(plans)))
+                ctx.forget_plans(lambda kept: isinstance(kept, _Call) and kept.plan is oldest)
+            plans[problem, totals] = plan
     with torch.no_grad():
         single = plan.prepare(ctx, *plan.views(a, b), bias_of(inputs)) if plan.single else None
     call = _Call(plan, single)

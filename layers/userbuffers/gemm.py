@@ -120,7 +120,7 @@ def _plan(
 
     def run(ub, A, B, out, bias, gelu_in, extra_output, alpha, beta):
         x, w = operands(A, B)
-        if ub is None and out is not None and out.shape != (x.shape[0], w.shape[0]):
+        if (ub is None or bulk_overlap) and out is not None and out.shape != (x.shape[0], w.shape[0]):
             raise _misshapen(out, (x.shape[0], w.shape[0]))  # which torch would make larger, over what lies behind it
         value, gathered, filled = multiply(ub, x, w, bias if fused else None, out if into else None, extra_output)
         if out is not None and out.shape != value.shape:

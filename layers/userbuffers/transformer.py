@@ -129,10 +129,11 @@ class MultiheadAttention(ParallelModule):
             **common,
         )
 
-    def forward(self, hidden_states, attention_mask=None, *, rows=None):
+    def forward(self, hidden_states, attention_mask=None, *, is_first_microbatch=None, rows=None):
         """x [s/P, b, hidden] -> the same; then proj's bias with return_bias, then the norm's output if asked for.
 
-        attention_mask: True where a query must not look, [.., s, s], for attn_mask_type arbitrary.
+        attention_mask: True where a query must not look, [.., s, s], for attn_mask_type arbitrary. is_first_microbatch
+            is about fp8 and changes nothing.
         """
         if (attention_mask is None) == (self.attn_mask_type == "arbitrary"):
             needs = "takes no" if attention_mask is not None else "needs an"
@@ -292,7 +293,7 @@ class TransformerLayer(ParallelModule):
             hidden_size, ffn_hidden_size, eps=layernorm_epsilon, activation=activation, **common
         )
 
-    def forward(self, hidden_states, attention_mask=None, *, rows=None):
+    def forward(self, hidden_states, attention_mask=None, *, is_first_microbatch=None, rows=None):
         """x [s/P, b, hidden] -> the same. attention_mask: as MultiheadAttention's."""
         hidden_states = self._add(self.self_attention(hidden_states, attention_mask, rows=rows), hidden_states)
         return self._add(self.layernorm_mlp(hidden_states, rows=rows), hidden_states)
