@@ -313,6 +313,7 @@ def sgd_steps(ctx, model, optimizer, steps=2):
         torch.manual_seed(10 * step + ctx.rank)
         model(torch.randn(4, 6, device=ctx.device)).square().mean().backward()
         optimizer.step()
+    optimizer.ensure_params_ready()
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
