@@ -343,6 +343,7 @@ def test_a_ring_exchange_by_copies_is_right(ctx, comm_type):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["bulk", "ring exchange", "ring exchange by programs"])
 def test_collectives_of_parts_that_copies_may_carry_find_their_room_on_either_stream(ctx, kind):
     shape = [8192, 1024]

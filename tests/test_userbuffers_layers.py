@@ -343,6 +343,9 @@ def test_weight_gradients_can_be_fused_and_deferred(ctx, flags, monkeypatch):
                     **(delayed if delay else flags),
                 )
                 layer.load_state_dict(plain.state_dict())
+                assert getattr(layer.weight, "skip_backward_post_hook", False) == delay
+                told = []
+                layer.register_wgrad_accumulation_and_reduce_hooks(lambda: told.append(len(told)))  # noqa: B023
                 layer.weight.main_grad = torch.ones_like(layer.weight, dtype=torch.float32)
                 for times in (1, 2):
                     mine = x.clone().requires_grad_()
@@ -350,8 +353,10 @@ def test_weight_gradients_can_be_fused_and_deferred(ctx, flags, monkeypatch):
                     if delay:
                         te.get_ub(f"{name}_dgrad").context.workspace().landing.fill_(0xFF)
                         assert layer.need_backward_dw() and layer.weight.grad is None or times == 2
+                        assert len(told) == 2 * (times - 1)
                         layer.backward_dw()
                         layer.backward_dw()
+                        assert len(told) == 2 * times
                     torch.testing.assert_close(mine.grad, dx)
                     got = layer.weight.main_grad - 1.0 if fuse else layer.weight.grad
                     torch.testing.assert_close(got, times * grads["weight"], atol=1e-5, rtol=1e-5)

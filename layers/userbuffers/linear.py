@@ -43,7 +43,7 @@ class ParallelModule(MarkedModule):
         self.tp_group, self.tp_size = tp_group, tp_size
         self.sequence_parallel = sequence_parallel and tp_size > 1
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.wgrad_store = [] if delay_wgrad_compute else None
+        self.wgrad_store, self._wgrad_hooks = [] if delay_wgrad_compute else None, []
         self.get_rng_state_tracker, self.rng_tracker_name = rng
         self.init_method, self.symmetric_ar_type = init_method or _normal, symmetric_ar_type
 
@@ -102,6 +102,15 @@ class ParallelModule(MarkedModule):
         with torch.no_grad():
             for compute in deferred:
                 compute()
+        for hook in self._wgrad_hooks:
+            hook()
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook):
+        """Call `hook()` at the end of each backward_dw.
+
+        For Megatron's DDP: of weights with the mark skip_backward_post_hook autograd's hooks come too early.
+        """
+        self._wgrad_hooks.append(hook)
 
     def _load_from_state_dict(self, state, prefix, metadata, strict, missing, unexpected, errors):
         super()._load_from_state_dict(state, prefix, metadata, strict, missing, unexpected, errors)
@@ -121,6 +130,8 @@ class ParallelModule(MarkedModule):
             name, tensor_model_parallel=dim is not None and self.tp_size > 1, partition_dim=-1 if dim is None else dim,
             partition_stride=1,
         )  # fmt: skip
+        if self.wgrad_store is not None and name.endswith("weight") and not name.startswith("layer_norm"):
+            self._mark(name, skip_backward_post_hook=True)
 
     def _rng(self):
         if self.get_rng_state_tracker is None:
