@@ -548,6 +548,7 @@ class _Unit:
     def _collect(self, flat: _FlatParameter, index: int, parameter: nn.Parameter):
         """A gradient is complete: into the bucket with it, on the stream that has just made it."""
         self.owner._begin_backward()
+        self.begun = True
         self.missing.discard(id(parameter))
         # What is reduced at the end of backward only waits in parameter.grad, and leaves the bucket to other units.
         if self.owner._sync and (self is self.owner._root or all(call.tells for call in self._open_calls)):

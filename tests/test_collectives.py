@@ -476,7 +476,14 @@ def test_changing_sizes_reuse_one_workspace_and_small_ones_never_grow_it(ctx):
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("way, heap_bytes", [("by size", 1 << 30), ("chunks", 1 << 30), ("by size", 128 << 20)])
+@pytest.mark.parametrize(
+    "way, heap_bytes",
+    [
+        pytest.param("by size", 1 << 30, marks=pytest.mark.exhaustive),
+        pytest.param("chunks", 1 << 30, marks=pytest.mark.exhaustive),
+        ("by size", 128 << 20),
+    ],
+)
 def test_after_a_large_call_no_smaller_one_needs_a_larger_workspace(ctx, way, heap_bytes):
     """What a CUDA graph needs, whose capture can't make room."""
     config = collectives.DEFAULT if way == "by size" else collectives.CollectiveConfig(0, 0, 0)
