@@ -64,7 +64,8 @@ class FullyShard(nn.Module):
     All ranks must run the same units in the same order. Inside of a unit, and of what belongs to none, they may use
     different parameters: the gradient of what a rank didn't use counts as zero. The loss must be made from the output
     of this module or of its units. requires_grad_(False) on a shard, or on this module, freezes it until it is undone.
-    A rank's shards have a part of the gradients' norm only, so clip by `clip_grad_norm_`.
+    A rank's shards have a part of the gradients' norm only, so clip by `clip_grad_norm_`. Activation checkpointing works
+    unit by unit.
     """
 
     def __init__(

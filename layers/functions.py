@@ -25,6 +25,7 @@ import tkernels
 from tkernels.comm.collectives import check_rows
 from tkernels.comm.context import Context, current_context, find_context
 from tkernels.gemm import check_operands
+from tkernels.operators import replicated
 
 
 def _own_part(x: torch.Tensor, sizes: tuple[int, ...], dim: int, ctx: Context) -> torch.Tensor:
@@ -48,8 +49,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy_shard_n):
         x, w_shard_n = ctx.saved_tensors
-        if torch.is_grad_enabled() and x.requires_grad:
-            x = _Copy.apply(x, ctx.context)  # the weight's gradient is this rank's own, and x all ranks'
+        x = replicated(x, ctx.context)  # of which the weight's gradient, each rank's own, may have a gradient
         dy_shard_n = dy_shard_n.contiguous()
         dx = dw = dbias = None
         if ctx.needs_input_grad[0]:
@@ -59,17 +59,6 @@ class _ColumnParallelLinear(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             dbias = dy_shard_n.sum(0)
         return dx, dw, dbias, None
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, context):
-        ctx.context = context
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return tkernels.all_reduce(dy.contiguous(), ctx=find_context(ctx.context)), None
 
 
 class _Scatter(torch.autograd.Function):
@@ -117,7 +106,7 @@ def copy_to_tensor_model_parallel_region(x: torch.Tensor, *, ctx: Context | None
 
     For a replicated tensor that each rank uses on its own features or rows, a norm's weight for example.
     """
-    return _Copy.apply(x, (ctx or current_context()).name)
+    return replicated(x, (ctx or current_context()).name)
 
 
 def reduce_from_tensor_model_parallel_region(x: torch.Tensor, *, ctx: Context | None = None) -> torch.Tensor:

@@ -22,6 +22,7 @@ import multiprocessing.connection
 import multiprocessing.process
 import multiprocessing.resource_tracker
 import multiprocessing.util  # noqa: F401  (registers its exit function before ours: exit functions run last in, first out)
+import numbers
 import os
 import pickle
 import signal
@@ -95,7 +96,7 @@ class RankPool:
     """
 
     def __init__(self, ranks: int, *, ctx_options: dict | None = None):
-        if not isinstance(ranks, int):
+        if not isinstance(ranks, numbers.Integral):
             raise TypeError(f"a pool needs a number of ranks, got {ranks!r}; launch(fn, ranks, *args)")
         if ranks < 1:
             raise ValueError(f"a pool needs at least 1 rank, got {ranks}")

@@ -134,18 +134,18 @@ def _with_unit_stride(matrix: torch.Tensor) -> torch.Tensor:
 
 class _Replicated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, dy, context):
+    def forward(ctx, x, context):
         ctx.context = context
-        return dy.view_as(dy)
+        return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, ddy):
-        return _ops.all_reduce(ddy.contiguous(), ctx.context), None
+    def backward(ctx, dx):
+        return _ops.all_reduce(dx.contiguous(), ctx.context), None
 
 
-def _replicated(dy: torch.Tensor, context: str) -> torch.Tensor:
-    """A gradient that all ranks have alike. What depends on it is each rank's own, so its gradient is their sum."""
-    return _Replicated.apply(dy, context) if _wants_gradient(dy) else dy
+def replicated(x: torch.Tensor, context: str) -> torch.Tensor:
+    """x, which all ranks have alike, as it is. What depends on it is each rank's own, so its gradient is their sum."""
+    return _Replicated.apply(x, context) if _wants_gradient(x) else x
 
 
 def _all_gather_matmul_direct(x_shard_m, w, bias, activation, return_gathered, rows, context, path=None):
@@ -294,7 +294,7 @@ def _matmul_all_reduce_backward(ctx, dy):
     x, w = ctx.saved_tensors
     need_x, need_w, need_bias = ctx.needs_input_grad[:3]
     dbias = dy.sum(0) if need_bias else None  # which all ranks have alike, too
-    dy = _replicated(dy, ctx.context)
+    dy = replicated(dy, ctx.context)
     dx = dy @ w if need_x else None
     dw = dy.t() @ x if need_w else None
     return dx, dw, dbias, None, None, None
@@ -337,7 +337,7 @@ _define(
     lambda x, context: collectives.all_reduce(find_context(context), x),
     lambda x, context: torch.empty_like(x, memory_format=torch.contiguous_format),
     _save_context,
-    lambda ctx, dy: (_replicated(dy, ctx.context), None),
+    lambda ctx, dy: (replicated(dy, ctx.context), None),
 )
 
 
