@@ -1,9 +1,11 @@
-"""What a first call has to do, while a CUDA graph is captured, and a capture must not hold: done beside it, at once.
+"""What a first call has to do for later ones, where the mode that it comes in would spoil it.
+
+While a CUDA graph is captured, it is what the capture must not hold: done beside it, at once.
 
 A capture takes what is launched on its stream for the graph, where each replay would do it again: the zeros of an
 epoch, a schedule's copy. And by default it forbids its thread whatever might wait for the device, such as loading a
 kernel. So kernels are compiled and loaded with the thread's capture mode relaxed, and memory is prepared on a stream
-that no capture has taken, and waited for.
+that no capture has taken, and waited for. In inference mode it is done outside of that.
 """
 
 import contextlib
@@ -57,6 +59,19 @@ def beside():
         with torch.cuda.stream(stream):
             yield
             stream.synchronize()
+
+
+@contextlib.contextmanager
+def lasting():
+    """Around what makes tensors that outlive a call: under torch.inference_mode() too, they are of use outside of it.
+
+    Outside, torch neither writes to a tensor that was made within nor saves it for backward.
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def prepare_cublas():

@@ -27,7 +27,6 @@ from tkernels.comm.errors import Fault, MismatchError, OutOfStepError, TkernelsE
 from tkernels.comm.group import Group
 from tkernels.comm.heap import SymmetricHeap
 from tkernels.comm.plans import Launch, describe
-from tkernels.comm.regions import lasting
 from tkernels.comm.workspace import Workspace, most_lamport_bytes
 
 DEFAULT_HEAP_BYTES = {"simulated": 256 << 20, "nvshmem": 2 << 30}
@@ -102,7 +101,7 @@ class Context:
     Attributes: group, rank, size, device, transport, timeout_s, num_programs, heap, name.
     """
 
-    @lasting()
+    @capture.lasting()
     def __init__(self, group, heap_bytes, transport, timeout_s, num_programs, default=True):
         self.group = Group(group)
         self.rank, self.size = self.group.rank, self.group.size
@@ -116,8 +115,9 @@ class Context:
             "heap_bytes": _default(heap_bytes, DEFAULT_HEAP_BYTES[self.runtime]),
             "runtime": self.runtime,
         }
-        self._check_options(options)
-        self._give_back_abandoned()
+        asked, in_use = zip(*_meet(self.group, INIT, options), strict=True)
+        self._check_options(asked)
+        self._give_back_abandoned(set().union(*in_use))
         self.name = self._agree_on_name()
         self.timeout_s, self.num_programs = timeout_s, options["num_programs"]
         self._workspaces: dict[int, Workspace] = {}
@@ -170,9 +170,9 @@ class Context:
         self.table = self._make_table()
         self.group.barrier()
 
-    def _check_options(self, options: dict):
-        """Collective. The same error on every rank, for options that differ or make no sense."""
-        asked = _meet(self.group, INIT, options)
+    def _check_options(self, asked: tuple[dict, ...]):
+        """The same error on every rank, for options that differ, those by rank, or that make no sense."""
+        options = asked[0]
         differing = {name: [theirs[name] for theirs in asked] for name in options if len({o[name] for o in asked}) > 1}
         if differing:
             by_rank = "; ".join(f"{name} by rank: {', '.join(map(str, values))}" for name, values in differing.items())
@@ -194,11 +194,10 @@ class Context:
         _number = max(self.group.gather(_number)) + 1
         return f"context{_number}"
 
-    def _give_back_abandoned(self):
-        """Collective. Give back the contexts over this group that this rank has abandoned, and that no rank uses."""
-        used = set().union(*self.group.gather(_open_over(self.group)))
+    def _give_back_abandoned(self, in_use: set[str]):
+        """Give back the contexts over this group that this rank has abandoned, and that no rank may still use."""
         for each in [each for each in _abandoned if each.group.process_group is self.group.process_group]:
-            if each.name not in used:
+            if each.name not in in_use:
                 _abandoned.remove(each)
                 try:
                     each._give_back()
@@ -263,7 +262,7 @@ class Context:
         if key not in self._constants:
             if len(self._constants) >= MAX_CONSTANTS:
                 del self._constants[next(iter(self._constants))]
-            with capture.beside(), lasting():
+            with capture.beside(), capture.lasting():
                 self._constants[key] = torch.tensor(make(), dtype=torch.int64, device="cpu").to(self.device)
         return self._constants[key]
 
@@ -411,7 +410,9 @@ def _open_over(group: Group) -> list[str]:
 
 
 def _meet(group: Group, call: str, value=None) -> list | None:
-    """Collective, after the device's work so far. Every rank's value, or None if this rank has waited for nobody.
+    """Collective, after the device's work so far. Every rank's value, with the names of contexts that it may still use.
+
+    None if this rank has waited for nobody.
 
     A rank whose wait has expired, or that left by an exception, doesn't come to `finalize`, where others who know of no
     failure wait for it. It meets them in its next call of this kind: they leave, and it waits for theirs.
@@ -420,7 +421,7 @@ def _meet(group: Group, call: str, value=None) -> list | None:
         torch.cuda.synchronize()
     while True:
         try:
-            return [theirs for theirs, _ in group.gather((value, _open_over(group)), call)]
+            return group.gather((value, _open_over(group)), call)
         except OutOfStepError as error:
             if not all(each.startswith((INIT, FINALIZE)) for each in error.calls):
                 raise

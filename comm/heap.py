@@ -6,10 +6,11 @@ from collections.abc import Iterable
 
 import torch
 
+from tkernels.comm import capture
 from tkernels.comm.allocator import FirstFit
 from tkernels.comm.errors import HeapExhaustedError, MismatchError
 from tkernels.comm.group import Group
-from tkernels.comm.regions import ALIGNMENT, lasting, round_up
+from tkernels.comm.regions import ALIGNMENT, round_up
 
 
 class SymmetricHeap:
@@ -29,7 +30,7 @@ class SymmetricHeap:
         self.segment = open_segment(group, self.num_bytes)
         self._blocks = FirstFit(self.num_bytes)
 
-    @lasting()
+    @capture.lasting()
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Collective. An uninitialised contiguous tensor at the same offset on every rank, 256-byte aligned.
 

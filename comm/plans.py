@@ -18,7 +18,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tkernels.comm import capture
 from tkernels.comm.device_simulated import WaitExpired
-from tkernels.comm.regions import lasting
 
 MAX_PLANS = 1024  # a context keeps for each stream, and the local product for all
 MAX_ADDRESSES = 256  # whose descriptors a launch keeps, for each of its descriptors
@@ -49,7 +48,7 @@ class Plans:
         """The plan of that key, made by `make()` if there is none."""
         plan = self._plans.get(key)
         if plan is None:
-            with lasting():
+            with capture.lasting():
                 plan = make()
             with self._lock:
                 while len(self._plans) >= MAX_PLANS:

@@ -1,6 +1,5 @@
 """The memory plan: one table of named regions, from which size, views and bounds all come."""
 
-import contextlib
 import math
 
 import torch
@@ -10,19 +9,6 @@ ALIGNMENT = 256  # bytes; what cudaMalloc guarantees, and a multiple of every ve
 
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
-
-
-@contextlib.contextmanager
-def lasting():
-    """Around what makes tensors that outlive a call: under torch.inference_mode() too, they are of use outside of it.
-
-    Outside, torch neither writes to a tensor that was made within nor saves it for backward.
-    """
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 class Regions:

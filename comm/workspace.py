@@ -24,7 +24,7 @@ import torch
 from tkernels.comm import capture
 from tkernels.comm.errors import HeapExhaustedError, TkernelsError
 from tkernels.comm.plans import Plans
-from tkernels.comm.regions import ALIGNMENT, Regions, lasting, round_up
+from tkernels.comm.regions import ALIGNMENT, Regions, round_up
 
 # What small calls need is there from the first call on, so that a capture after a large one finds it.
 PACKET_BYTES = 256 << 10  # that a rank sends a peer as packets with their epoch
@@ -65,7 +65,7 @@ class Workspace:
     scratch: uint8, local: what a call of the plain path has in between.
     """
 
-    @lasting()
+    @capture.lasting()
     def __init__(self, context):
         self.context = context
         self._streams = None
@@ -80,7 +80,7 @@ class Workspace:
         self.gates, self.copied = self._make_gates(), self._make(torch.zeros, 1)
         self.scratch = self._make(torch.empty, 0, torch.uint8)
 
-    @lasting()
+    @capture.lasting()
     def reserve(
         self,
         inbox_bytes: int,

@@ -36,8 +36,9 @@ from torch.utils._pytree import tree_map
 
 import tkernels
 from tkernels.comm import Context, LeaseError, MismatchError, Slot, current_context
+from tkernels.comm.capture import lasting
 from tkernels.comm.group import checksum
-from tkernels.comm.regions import lasting, round_up
+from tkernels.comm.regions import round_up
 from tkernels.layers.pools import (
     Bucket,
     FixedPoolAllocator,
@@ -64,7 +65,7 @@ class FullyShard(nn.Module):
     All ranks must run the same units in the same order. Inside of a unit, and of what belongs to none, they may use
     different parameters: the gradient of what a rank didn't use counts as zero. The loss must be made from the output
     of this module or of its units. requires_grad_(False) on a shard, or on this module, freezes it until it is undone.
-    A rank's shards have a part of the gradients' norm only, so clip by `clip_grad_norm_`. Activation checkpointing works
+    A rank's shards have a part of the gradients' norm only, so clip by `clip_grad_norm_`. Activation checkpointing goes
     unit by unit.
     """
 

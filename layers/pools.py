@@ -27,10 +27,11 @@ from dataclasses import dataclass
 
 import torch
 
+from tkernels.comm.capture import lasting
 from tkernels.comm.context import Context
 from tkernels.comm.errors import LeaseError, MismatchError
 from tkernels.comm.lease import Keepalive, Lease, Slot, capturing
-from tkernels.comm.regions import lasting, round_up
+from tkernels.comm.regions import round_up
 
 
 @dataclass(frozen=True)
