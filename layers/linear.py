@@ -10,7 +10,8 @@ communication between them. Options have Megatron's names and meanings.
 
 Initial weights: every rank draws the full weight and bias as nn.Linear does, from torch's default generator, and keeps
 its slice. So with the same seed a layer has the same weights on any number of ranks, as nn.Linear has them, and the
-generator is left in the same state. Ranks whose generators differ are refused.
+generator is left in the same state. Ranks whose generators differ are refused. A layer made on the meta device draws
+them in reset_parameters.
 """
 
 import torch
@@ -72,15 +73,8 @@ class ParallelLinear(MarkedModule):
                 f"{ctx.size} ranks with at least one for each; use fewer ranks or nn.Linear"
             )
         self.feature_sizes = tuple(stride * size for size in tkernels.split_rows(features // stride, ctx.size))
-        full = nn.Linear(in_features, out_features, bias, device=device or ctx.device, dtype=dtype)
-        if not full.weight.is_meta:
-            self._check_generators(ctx, full.weight.device)
-        if init_method is not None:
-            with torch.no_grad():
-                init_method(full.weight)
-                if bias:
-                    full.bias.zero_()
-        self._take(full)
+        self._init_method = init_method
+        self._take(self._draw(bias, device or ctx.device, dtype))
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, ctx: Context | None = None, **options):
@@ -93,6 +87,34 @@ class ParallelLinear(MarkedModule):
         layer._take(linear)
         return layer.train(linear.training)
 
+    def reset_parameters(self):
+        """Collective. Draw the initial weights, as construction does; where that was on the meta device, also after
+        to_empty. Parameters that are still on the meta device come to the context's.
+        """
+        if self.weight.is_meta:
+            self.to_empty(device=self.ctx.device)
+        full = self._draw(self.bias is not None, self.weight.device, self.weight.dtype)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                parameter.copy_(self._part(full, name))
+
+    def _draw(self, bias: bool, device, dtype) -> nn.Linear:
+        """The full layer with its initial weights. Collective, unless the device is meta."""
+        full = nn.Linear(self.in_features, self.out_features, bias, device=device, dtype=dtype)
+        if not full.weight.is_meta:
+            self._check_generators(self.ctx, full.weight.device)
+        if self._init_method is not None:
+            with torch.no_grad():
+                self._init_method(full.weight)
+                if bias:
+                    full.bias.zero_()
+        return full
+
+    def _part(self, full: nn.Linear, name: str) -> torch.Tensor:
+        """What this rank has of a parameter of `full`."""
+        value, dim = getattr(full, name).detach(), self.partitioned().get(name)
+        return value if dim is None else self.shard(value, dim)
+
     def _take(self, full: nn.Linear):
         """Become this rank's part of `full`."""
         for name in ("weight", "bias"):
@@ -101,9 +123,8 @@ class ParallelLinear(MarkedModule):
                 self.register_parameter(name, None)
                 continue
             dim = self.partitioned().get(name)
-            shard = value.detach() if dim is None else self.shard(value.detach(), dim)
-            parameter = nn.Parameter(shard.clone(memory_format=torch.contiguous_format), value.requires_grad)
-            setattr(self, name, parameter)
+            part = self._part(full, name).clone(memory_format=torch.contiguous_format)
+            setattr(self, name, nn.Parameter(part, value.requires_grad))
             self._mark(
                 name, tensor_model_parallel=dim is not None, partition_dim=-1 if dim is None else dim,
                 partition_stride=1 if dim is None else self.partition_stride,

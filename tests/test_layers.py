@@ -396,6 +396,25 @@ def test_marks_stay_with_parameters_that_are_made_anew(ctx):
     made.half()
 
 
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("init_method", [None, nn.init.xavier_normal_], ids=["default", "init_method"])
+def test_weights_are_drawn_again_and_late_as_at_construction(ctx, init_method):
+    for kind, device in ((ColumnParallelLinear, None), (ColumnParallelLinear, "meta"), (RowParallelLinear, "meta")):
+        torch.manual_seed(3)
+        made = kind(K, N, init_method=init_method, ctx=ctx)
+        after = torch.rand(3, device=ctx.device)
+        layer = kind(K, N, init_method=init_method, device=device, ctx=ctx)
+        layer.weight.requires_grad_(False)
+        torch.manual_seed(3)
+        layer.reset_parameters()
+        assert torch.equal(torch.rand(3, device=ctx.device), after)
+        assert torch.equal(layer.weight, made.weight) and torch.equal(layer.bias, made.bias)
+        assert layer.weight.tensor_model_parallel and not layer.weight.requires_grad and layer.bias.requires_grad
+    torch.manual_seed(ctx.rank)
+    with pytest.raises(MismatchError, match="generators of ranks .* differ from rank 0's"):
+        layer.reset_parameters()
+
+
 @pytest.mark.ranks(2)
 def test_layers_can_be_copied_and_pickled(ctx):
     torch.manual_seed(0)

@@ -547,6 +547,30 @@ def test_layers_take_checkpoints_copies_and_compilation_but_no_second_derivative
 
 
 @pytest.mark.ranks(2)
+def test_layers_made_on_the_meta_device_initialize_their_parameters_late(ctx):
+    def mlp(device):
+        return te.LayerNormMLP(
+            H, FFN, device=device, set_parallel_mode=True, tp_size=2, tp_group=ctx.group.process_group,
+            zero_centered_gamma=True, delay_wgrad_compute=True,
+        )  # fmt: skip
+
+    torch.manual_seed(3)
+    made = mlp(ctx.device)
+    late = mlp("meta")
+    late.reset_parameters(defer_init=True)
+    assert all(parameter.is_meta for parameter in late.parameters())
+    te.initialize_ub([S * B, H], 2, dtype=torch.float32)
+    try:
+        torch.manual_seed(3)
+        late.reset_parameters()
+    finally:
+        te.destroy_ub()
+    for (name, parameter), want in zip(late.named_parameters(), made.parameters(), strict=True):
+        assert parameter.device == ctx.device and torch.equal(parameter, want), name
+    assert late.fc1_weight.skip_backward_post_hook and late.fc1_weight.tensor_model_parallel
+
+
+@pytest.mark.ranks(2)
 def test_grouped_queries_separate_parameters_and_autocast(ctx):
     initialized(ctx, torch.bfloat16, BULK)
     try:

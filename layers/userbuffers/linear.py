@@ -46,6 +46,7 @@ class ParallelModule(MarkedModule):
         self.wgrad_store, self._wgrad_hooks = [] if delay_wgrad_compute else None, []
         self.get_rng_state_tracker, self.rng_tracker_name = rng
         self.init_method, self.symmetric_ar_type = init_method or _normal, symmetric_ar_type
+        self._init_methods = {}  # by parameter
 
     def _effective(self, mode, ub_name, ag, rs, rs_dgrad, bulk_dgrad, bulk_wgrad) -> dict[str, bool]:
         """The FLAGS that hold, of those asked for. Raises if one has no communicator, or one of another kind."""
@@ -117,21 +118,34 @@ class ParallelModule(MarkedModule):
         if (extra := f"{prefix}_extra_state") in unexpected:  # of TransformerEngine's layers, about fp8
             unexpected.remove(extra)
 
-    def _parameter(self, name: str, shape, dim: int | None, device, dtype, init_method=None):
+    def _parameter(self, name: str, shape, dim: int | None, device, dtype, init_method=nn.init.zeros_):
         """Register this rank's part of a parameter, split along `dim`, with Megatron's marks."""
-        parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        if init_method is not None:
-            with self._rng(), torch.no_grad():
-                init_method(parameter)
-        else:
-            nn.init.zeros_(parameter)
-        self.register_parameter(name, parameter)
+        self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+        self._init_methods[name] = init_method
+        self._initialize(name)
         self._mark(
             name, tensor_model_parallel=dim is not None and self.tp_size > 1, partition_dim=-1 if dim is None else dim,
             partition_stride=1,
         )  # fmt: skip
         if self.wgrad_store is not None and name.endswith("weight") and not name.startswith("layer_norm"):
             self._mark(name, skip_backward_post_hook=True)
+
+    def reset_parameters(self, defer_init: bool = False):
+        """Initialize this layer's own parameters as construction does. defer_init: don't; TransformerEngine's word.
+
+        Parameters that are still on the meta device come to that of the communicators, or to the GPU.
+        """
+        if defer_init:
+            return
+        if any(parameter.is_meta for parameter in self.parameters(recurse=False)):
+            device = registry.domain_context().device if registry.is_ub_initialized() else "cuda"
+            self.to_empty(device=device, recurse=False)
+        for name in self._init_methods:
+            self._initialize(name)
+
+    def _initialize(self, name: str):
+        with self._rng(), torch.no_grad():
+            self._init_methods[name](getattr(self, name))
 
     def _rng(self):
         if self.get_rng_state_tracker is None:
