@@ -472,8 +472,16 @@ class _Unit:
     # Parameters
 
     def gather(self):
-        if not self.leases:
-            self.leases = {flat: self.owner._gather(flat) for flat in self.flats}
+        for flat in self.flats:
+            if flat in self.leases:
+                continue
+            try:
+                self.leases[flat] = self.owner._gather(flat)
+            except LeaseError as error:
+                raise LeaseError(
+                    f"FullyShard: unit {self.name or 'root'} can't be gathered: {error}. If activations are "
+                    f"checkpointed, let each checkpoint hold one unit alone"
+                ) from error
 
     def use(self):
         if self.uses == 0:

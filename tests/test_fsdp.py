@@ -296,6 +296,30 @@ def test_recomputed_units_give_the_same_bits(ctx, reentrant):
 
 
 @pytest.mark.ranks(2)
+def test_a_checkpoint_of_several_units_is_refused_and_the_module_can_be_used_again(ctx):
+    class Checkpointed(Hybrid):
+        several = True
+
+        def forward(self, x):
+            if not self.several:
+                return super().forward(x)
+            last = nn.Sequential(*self.layers[2:])  # three units, where there is room for two at a time
+            x = self.layers[1](self.layers[0](self.embed(x)))
+            return self.head(checkpoint(last, x, use_reentrant=False))
+
+    data = batches(ctx, 2)
+    torch.manual_seed(0)
+    model = FullyShard(Checkpointed().to(ctx.device), UNITS, ctx=ctx)
+    with pytest.raises(LeaseError, match="unit layers.2 can't be gathered: .* let each checkpoint hold one unit alone"):
+        train(ctx, model, data)
+    model.module.several = False
+    model.zero_grad()
+    keeping = FullyShard(hybrid(ctx), UNITS, ctx=ctx)
+    assert torch.equal(*(train(ctx, each, data) for each in (model, keeping)))
+    assert same_bits(model, keeping)
+
+
+@pytest.mark.ranks(2)
 def test_tied_parameters_are_one_and_belong_to_the_root(ctx):
     def tied():
         model = hybrid(ctx, kinds=(Dense, StateSpace, Dense))
