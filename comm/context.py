@@ -121,7 +121,7 @@ class Context:
         self.name = self._agree_on_name()
         self.timeout_s, self.num_programs = timeout_s, options["num_programs"]
         self._workspaces: dict[int, Workspace] = {}
-        self._borrower = 0  # the captured stream that took the oldest one last
+        self._lender = self._borrower = None  # streams: the borrower has been captured with the lender's workspace
         self._constants = {}
         self.recorder = None  # while a trace is made: what gives launches room for their programs' marks
 
@@ -240,19 +240,31 @@ class Context:
     def workspace(self) -> Workspace:
         """The current stream's workspace; made at its first use, which all ranks must come to in the same order.
 
-        While a CUDA graph is captured, usually on a stream of its own, a stream without a workspace takes the oldest
-        one, if there is any: that of the stream that made the calls before, and will replay the graph. Another stream
-        that is captured with it gets one of its own, for the two may run at the same time.
+        While a CUDA graph is captured, usually on a stream of its own, a stream without a workspace borrows that of the
+        default stream, or the only one there is: of the stream that made the calls before, and will replay the graph.
+        Another stream that is captured with it gets one of its own, for the two may run at the same time. So does the
+        lender, which the capture may reach last.
         """
         stream = self.current_stream()
+        if self._workspaces and self.capturing:
+            if stream not in self._workspaces:
+                if self._lends(stream):
+                    return self._workspaces[self._lender]
+            elif stream == self._lender and self._borrower not in self._workspaces and capture.taken(self._borrower):
+                self._workspaces[self._borrower] = self._workspaces.pop(stream)
         if stream not in self._workspaces:
-            if self._workspaces and self.capturing:
-                oldest = next(iter(self._workspaces))
-                if self._borrower == stream or not (capture.taken(oldest) or capture.taken(self._borrower)):
-                    self._borrower = stream
-                    return self._workspaces[oldest]
             self._workspaces[stream] = Workspace(self)
         return self._workspaces[stream]
+
+    def _lends(self, borrower: int) -> bool:
+        """Whether a captured stream without a workspace may have that of `_lender`, who is found here."""
+        if borrower == self._borrower:
+            return not capture.taken(self._lender)
+        lender = 0 if 0 in self._workspaces else next(iter(self._workspaces))
+        if (lender and len(self._workspaces) > 1) or capture.taken(lender) or capture.taken(self._borrower):
+            return False
+        self._lender, self._borrower = lender, borrower
+        return True
 
     def constant(self, key, make) -> torch.Tensor:
         """A small integer tensor on the device, made from `make()` once for each `key`: schedules and offsets.

@@ -17,7 +17,7 @@ from transports import without_launches
 
 import tkernels
 from tkernels.all_gather_matmul import all_gather_matmul
-from tkernels.comm import Context, HeapExhaustedError, TkernelsError, collectives, plans
+from tkernels.comm import Context, HeapExhaustedError, TkernelsError, capture, collectives, plans
 from tkernels.comm.collectives import split_rows
 from tkernels.comm.plans import Launch, Plans, describe
 from tkernels.configs import GemmConfig, OverlapConfig
@@ -219,6 +219,46 @@ def test_a_workspace_grows_under_captures_without_a_meeting_and_all_calls_stay_r
             for number, (rows, plan) in enumerate(replays):
                 check(lambda x, plan=plan: plan(x, w, None, None, None), rows, 100 * step + 10 * number)
         assert [rows for rows, _ in replays] == [40, 900, 40, 3000] and len(context._workspaces) == 1
+
+
+MAIN, SIDE, CAPTURE, OTHER = range(4)  # streams
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    "eager, captured, shared",
+    [
+        ([MAIN], [CAPTURE], {(MAIN, CAPTURE)}),
+        ([SIDE, MAIN], [CAPTURE], {(MAIN, CAPTURE)}),  # a side stream came first, but replays go to the default one
+        ([SIDE], [CAPTURE], {(SIDE, CAPTURE)}),
+        ([SIDE, OTHER], [CAPTURE], set()),  # who can tell which of them will replay?
+        ([SIDE], [CAPTURE, SIDE, CAPTURE], set()),  # the lender joins the capture
+        ([SIDE], [SIDE, CAPTURE], set()),
+        ([MAIN, SIDE], [CAPTURE, SIDE, OTHER], {(MAIN, CAPTURE)}),
+        ([], [CAPTURE, SIDE], set()),
+    ],
+)
+def test_streams_that_may_run_at_the_same_time_share_no_workspace(ctx, eager, captured, shared):
+    with tkernels.init(ctx.group.process_group, heap_bytes=64 << 20) as context:
+        for turn in range(2):  # a second capture is no other
+            spaces, taken = {}, set()
+
+            def call(stream, spaces=spaces, taken=taken):
+                with mock.patch.object(context, "current_stream", lambda: stream, create=True):
+                    with mock.patch.object(Context, "capturing", property(lambda self: stream in taken)):
+                        return spaces.setdefault(stream, context.workspace())
+
+            with mock.patch.object(capture, "taken", taken.__contains__):
+                for stream in eager if turn == 0 else ():
+                    call(stream)
+                for stream in captured:
+                    taken.add(stream)
+                    if stream in spaces and stream in eager:
+                        del spaces[stream]  # what it has now counts
+                    first = call(stream)
+                    assert call(stream) is first
+            pairs = {(a, b) for a in spaces for b in spaces if a < b and spaces[a] is spaces[b]}
+            assert pairs == (shared if turn == 0 else set())
 
 
 @pytest.mark.ranks(2)
