@@ -32,7 +32,7 @@ import triton.language as tl
 
 from tkernels.comm.context import Context
 from tkernels.comm.device import begin_epoch, copy, end_epoch, operation, put_signal, quiet, signal, wait_signal
-from tkernels.comm.errors import MismatchError
+from tkernels.comm.errors import MismatchError, TkernelsError
 from tkernels.comm.lease import Slot
 from tkernels.comm.regions import ALIGNMENT, Regions, round_up
 
@@ -197,16 +197,19 @@ class Channel:
         return tensor
 
     def close(self):
-        """Collective. Give the slots back, once all ranks have received what was sent to them.
+        """Collective. Give the slots back, once all ranks have received what was sent to them. May be repeated.
 
         Nothing is left to do once the context has been finalized.
         """
-        if not self.ctx.closed:
+        memory, self._memory = self._memory, None
+        if memory is not None and not self.ctx.closed:
             self.ctx.group.barrier()
-            self.ctx.free(self._memory)
+            self.ctx.free(memory)
 
     def _parts(self, tensor: torch.Tensor, verb: str, peer: int | None):
         """The message as flat bytes, a slotful at a time."""
+        if self._memory is None:
+            raise TkernelsError("channel: it has been closed, and its slots are given back; make a new one")
         if peer is None:
             raise ValueError(f"channel: rank {self.ctx.rank} has no peer to {verb} to or from; it was made with None")
         if tensor.device != self.ctx.device:

@@ -18,6 +18,7 @@ Sums are taken in fp32 in rank order, whichever way: the same bits on every run,
 
 import functools
 import math
+import operator
 from dataclasses import dataclass
 
 import torch
@@ -144,7 +145,10 @@ def check_rows(name: str, ctx: Context, rows, own: int | None = None, total: int
                 f"or another split"
             )
         return (total // ctx.size if own is None else own,) * ctx.size
-    rows = tuple(rows)
+    try:  # numpy's and torch's integers, which would spread; a SymInt is what it is
+        rows = tuple(count if isinstance(count, int | torch.SymInt) else operator.index(count) for count in rows)
+    except TypeError as error:
+        raise ValueError(f"{name}: rows={rows!r} must name whole numbers of rows; {error}") from error
     if len(rows) != ctx.size or min(rows) < 0:
         raise ValueError(f"{name}: rows={rows} must name a count >= 0 for each of {ctx.size} ranks")
     if own is not None and own != rows[ctx.rank]:

@@ -119,13 +119,13 @@ class Context:
         self._check_options(asked)
         self._give_back_abandoned(set().union(*in_use))
         self.name = self._agree_on_name()
-        self.timeout_s, self.num_programs = timeout_s, options["num_programs"]
+        self.timeout_s, self.num_programs = timeout_s, int(options["num_programs"])
         self._workspaces: dict[int, Workspace] = {}
         self._lender = self._borrower = None  # streams: the borrower has been captured with the lender's workspace
         self._constants = {}
         self.recorder = None  # while a trace is made: what gives launches room for their programs' marks
 
-        self.heap = SymmetricHeap(self.group, options["heap_bytes"], runtime.open_segment)
+        self.heap = SymmetricHeap(self.group, int(options["heap_bytes"]), runtime.open_segment)
         try:
             self._prepare(transport)
         except BaseException:
@@ -167,6 +167,7 @@ class Context:
         stream_of = torch._C._cuda_getCurrentRawStream if pinned else int
         self.current_stream = functools.partial(stream_of, self.device.index or 0)
         self._reported = False  # whether check() has raised
+        self._interruption = None  # what a kernel of this rank was left by
         self.table = self._make_table()
         self.group.barrier()
 
@@ -348,6 +349,11 @@ class Context:
         """
         if self.closed:
             raise TkernelsError(f"{self.name} has been finalized; init() a new one")
+        if self._interruption:
+            raise TkernelsError(
+                f"a kernel of {self.name} was interrupted by {self._interruption}, so its epochs are out of step; "
+                f"finalize() it and init() a new one"
+            )
         deadline = time.monotonic() + 5.0  # a flag is raised a moment before its record is complete
         while True:
             words = self._faults.cpu().view(-1, FAULT_RECORD.value)
@@ -364,6 +370,11 @@ class Context:
         fields["operation"] = operation_name(fields["operation"])
         ranks = self.group.global_ranks
         raise WaitTimeoutError(Fault(**fields), self.timeout_s, None if ranks == list(range(self.size)) else ranks)
+
+    def interrupt(self, error: BaseException):
+        """Have later calls refused: a kernel of this rank was left by that exception before its end."""
+        self._interruption = f"{type(error).__name__}: {error}".removesuffix(": ")
+        self._flag[0], self._reported = 1, True
 
     def barrier(self):
         """Collective, on the current stream: later work starts after all ranks' earlier work on their streams."""

@@ -142,6 +142,10 @@ class Launch:
             if self._context is not None:
                 self._context.check()
             raise
+        except BaseException as error:
+            if self._context is not None and self._context.runtime == "simulated":
+                self._context.interrupt(error)  # some of its programs may have done their part
+            raise
 
     def _prepare(self, tensors) -> bool:
         """The arguments as the launcher takes them: addresses, descriptors in their parts, None for constants.
@@ -171,8 +175,9 @@ class Launch:
         self._stream = functools.partial(driver.active.get_current_stream, driver.active.get_current_device())
         # A launcher for what descriptors consist of. Triton's own would encode each of them anew in each call.
         source = types.SimpleNamespace(fn=compiled.src.fn, constants={}, signature=dict(enumerate(signature)))
-        self._launcher = driver.active.launcher_cls(source, compiled.metadata._replace(tensordesc_meta=None))
-        self._launch = _short(self._launcher, compiled, self._num_programs)
+        launcher = driver.active.launcher_cls(source, compiled.metadata._replace(tensordesc_meta=None))
+        self._launch = _short(launcher, compiled, self._num_programs)
+        self._launcher = launcher  # last: from now on another thread's calls go by it
         return True
 
 

@@ -273,3 +273,12 @@ def test_results_go_where_the_caller_wants_them(ctx, transport, path):
     for wrong in (dict(out=out[:52]), dict(out=out.half()), dict(return_gathered=gathered.t())):
         with pytest.raises((ValueError, TypeError), match="out is"):
             fused(ctx, x, w, bias, rows=rows, **wrong, path=path)
+    memory = torch.zeros(80, N, device=ctx.device)
+    own = gathered[(1, 32)[ctx.rank] :][: rows[ctx.rank]]  # a row off
+    overlapping = [
+        ((x, memory[50:74, :K], bias), dict(out=memory[:53]), "out overlaps w"),
+        ((own, w, bias), dict(return_gathered=gathered), "overlap"),
+    ]
+    for tensors, options, message in overlapping:
+        with pytest.raises(ValueError, match=message):
+            fused(ctx, *tensors, rows=rows, path=path, **options)

@@ -8,7 +8,7 @@ import torch
 from transports import every_transport, gpu_only, late, message_on_every_rank, over, simulated_only
 
 import tkernels
-from tkernels.comm import MismatchError, WaitTimeoutError, interpreter
+from tkernels.comm import MismatchError, TkernelsError, WaitTimeoutError, interpreter
 from tkernels.comm.channel import Channel
 from tkernels.testing.compare import poison
 
@@ -226,7 +226,16 @@ def test_wrong_arguments_are_refused_before_the_first_signal(ctx):
             channel.send(torch.zeros(3, 3, device=ctx.device).t())
         with pytest.raises(ValueError, match="the tensor is on meta, but the context works on"):
             channel.send(torch.zeros(3, device="meta"))
+    size = channel._memory.numel()
     channel.close()
+    mine = ctx.empty(size, dtype=torch.uint8)
+    channel.close()  # gives back nothing of others
+    other = ctx.empty(size, dtype=torch.uint8)
+    assert other.data_ptr() != mine.data_ptr()
+    with pytest.raises(TkernelsError, match="channel: it has been closed"):
+        channel.receive(torch.zeros(3, device=ctx.device))
+    for tensor in (mine, other):
+        ctx.free(tensor)
 
 
 @pytest.mark.ranks(2)

@@ -8,6 +8,7 @@ import time
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 import triton
@@ -421,6 +422,7 @@ def test_wrong_arguments_are_refused_before_the_first_signal(ctx):
         (lambda: tkernels.reduce_scatter(x, rows=(5,), ctx=ctx), r"rows=\(5,\) must name a count >= 0 for each"),
         (lambda: tkernels.reduce_scatter(x, rows=(6, -1), ctx=ctx), r"rows=\(6, -1\) must name a count >= 0"),
         (lambda: tkernels.all_gather(x, rows=(4, 4), ctx=ctx), r"rank . has 5 rows, but rows=\(4, 4\) gives it 4"),
+        (lambda: tkernels.all_gather(x, rows=(5, 5.0), ctx=ctx), r"rows=\(5, 5.0\) must name whole numbers of rows"),
         (lambda: tkernels.all_reduce(x.long(), ctx=ctx), "sums float32, float16 and bfloat16, not torch.int64"),
         (lambda: tkernels.all_reduce(x.sum(), ctx=ctx), "at least one dimension, not a scalar"),
         (lambda: collectives.all_reduce(ctx, x.to("meta")), "is on meta, but this context works on"),
@@ -430,6 +432,16 @@ def test_wrong_arguments_are_refused_before_the_first_signal(ctx):
             call()
     tkernels.barrier(ctx=ctx)
     ctx.check()
+
+
+@pytest.mark.ranks(2)
+def test_rows_may_be_integers_of_numpy_and_torch(ctx):
+    with tkernels.init(ctx.group.process_group, heap_bytes=numpy.int64(8 << 20)) as context:
+        x = torch.full((300, 16), float(ctx.rank), device=ctx.device)
+        for rows in (numpy.array([300, 300]), torch.tensor([300, 300]), (300, 300)):
+            assert tkernels.all_gather(x, rows=rows, ctx=context)[::300, 0].tolist() == [0, 1]
+            y = tkernels.all_gather_matmul(x, x[:8], rows=rows, ctx=context)
+            assert y[::300, 0].tolist() == [0, 16 * ctx.rank]
 
 
 @pytest.mark.ranks(2)

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -150,6 +151,30 @@ def test_a_rank_outside_the_group_is_refused(ctx):
 
 
 @pytest.mark.quick
+@simulated_only
+@pytest.mark.ranks(2)
+def test_a_kernel_that_is_left_by_an_exception_makes_its_context_useless(ctx):
+    in_chunks = collectives.CollectiveConfig(0, 0, 0)
+
+    def gather(context):
+        return collectives.all_gather(context, torch.full((3,), float(ctx.rank)), config=in_chunks)
+
+    context = tkernels.init(ctx.group.process_group, heap_bytes=4 << 20, timeout_s=0.5)
+    gather(context)
+    if ctx.rank == 0:
+        with mock.patch.object(collectives, "chunk_count", None), pytest.raises(Exception, match="NoneType"):
+            gather(context)
+        for _ in range(2):
+            with pytest.raises(TkernelsError, match=f"{context.name} was interrupted by TypeError: .* out of step"):
+                gather(context)
+    else:
+        with pytest.raises(WaitTimeoutError):
+            gather(context)
+    context.finalize()
+    with tkernels.init(ctx.group.process_group, heap_bytes=4 << 20) as context:
+        assert gather(context).tolist() == [0.0] * 3 + [1.0] * 3
+
+
 @pytest.mark.ranks(2)
 def test_options_that_differ_between_ranks_are_refused_on_every_rank(ctx):
     before = resources()

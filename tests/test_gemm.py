@@ -171,6 +171,16 @@ def test_what_can_not_be_multiplied_is_refused_by_name(operands, error, message)
         matmul(*operands)
 
 
+@pytest.mark.parametrize("label, where", [("x", 1), ("w", 4), ("bias", 12)])
+def test_an_out_that_overlaps_an_operand_is_refused(label, where):
+    memory = torch.zeros(20, 4, device=DEVICE)
+    operands = dict(x=memory[:4], w=memory[4:8], bias=memory[12])
+    with pytest.raises(ValueError, match=f"matmul: out overlaps {label}, which begins -?[0-9]+ bytes after it"):
+        matmul(**operands, out=memory[where : where + 4])
+    assert matmul(**operands, out=memory[13:17]).shape == (4, 4)
+    assert matmul(memory[:0], memory[4:8], out=memory[1:1]).shape == (0, 4)
+
+
 def test_a_strided_bias_is_read_by_its_stride():
     x, w = integers((4, 8), torch.float32, 1, device=DEVICE), integers((6, 8), torch.float32, 2, device=DEVICE)
     bias = integers((6, 3), torch.float32, 3, device=DEVICE)[:, 1]

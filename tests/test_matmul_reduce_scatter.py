@@ -262,6 +262,9 @@ def test_the_result_goes_where_the_caller_wants_it(ctx):
     assert torch.equal(out, reference(ctx, rows, x, w, bias).float())
     with pytest.raises(ValueError, match=r"matmul_reduce_scatter: out is .* but must be"):
         fused(ctx, x, w, bias, rows=rows, out=out[:, 1:])
+    memory = x.new_zeros(53, 24)
+    with pytest.raises(ValueError, match="matmul_reduce_scatter: out overlaps x_shard_k"):
+        fused(ctx, memory[:, :16], w, bias, rows=rows, out=memory[: rows[ctx.rank]])
 
 
 def test_own_tiles_of_two_copies_are_not_walked_together():

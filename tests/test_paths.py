@@ -59,6 +59,8 @@ def test_explain_says_what_a_call_does_and_an_unknown_path_or_operation_is_refus
         assert choice.path == ("fused" if tkernels.RUNTIME == "simulated" else "plain") and choice.reason
         with pytest.raises(ValueError, match=f"{operation}: path='fast' is unknown; use fused, plain or None"):
             getattr(tkernels, operation)(x, w, ctx=ctx, path="fast")
+        with pytest.raises(ValueError, match=f"{operation}: path='fast' is unknown"):
+            getattr(tkernels, operation)(x[:0], w, ctx=ctx, path="fast")
     with pytest.raises(ValueError, match="operation='matmul' has no paths; those of all_gather_matmul, "):
         tkernels.explain("matmul", 16, 16, 16, ctx=ctx)
     ctx.check()

@@ -30,6 +30,7 @@ from tkernels.gemm import (
     ACTIVATIONS,
     Operand,
     activation_reference,
+    check_apart,
     check_dtype,
     check_operands,
     check_result,
@@ -279,6 +280,8 @@ def all_gather_matmul(
     first signal.
     """
     gathered = return_gathered if isinstance(return_gathered, torch.Tensor) else None
+    check_apart("all_gather_matmul", out, x_shard_m=x_shard_m, w=w, bias=bias, return_gathered=gathered)
+    check_apart("all_gather_matmul", gathered, "return_gathered", w=w, bias=bias)
     rows = None if rows is None else tuple(rows)
     tensors = x_shard_m, w, bias, out, gathered
     wanted = gathered is not None or return_gathered
@@ -297,6 +300,7 @@ def plan(
     M, (N, K) = sum(rows), w.shape
     if gathered is not None:
         check_result("all_gather_matmul: return_gathered", gathered, x_shard_m, (M, K), x_shard_m.dtype)
+    path = choose_path(ctx, "all_gather_matmul", M, K, x_shard_m.dtype, path, config)
     if ctx.size == 1 or M == 0:
         local = config.gemm if config else None
 
@@ -307,7 +311,7 @@ def plan(
             return y, gathered
 
         return run_locally
-    if choose_path(ctx, "all_gather_matmul", M, K, x_shard_m.dtype, path, config) == "plain":
+    if path == "plain":
         return plan_all_gather_matmul(
             ctx, x_shard_m, w, bias, out, gathered, activation, return_gathered, rows, out_dtype
         )
@@ -385,6 +389,8 @@ def plan(
     make_sums = sums_maker(s_operand, x.device)
 
     def run(x, w, bias, out, gathered):
+        if gathered is not None and x.data_ptr() != gathered.data_ptr() + first_row * row_bytes:
+            check_apart("all_gather_matmul", gathered, "return_gathered", x_shard_m=x)
         x = x.contiguous()
         y = x.new_empty((M, N), dtype=out_dtype) if out is None else out
         tensors = x, x, w, x if bias is None else bias.contiguous(), y, make_sums()

@@ -277,6 +277,28 @@ def check_result(name: str, out: torch.Tensor | None, x: torch.Tensor, shape, dt
     return out
 
 
+def check_apart(name: str, out: torch.Tensor | None, what: str = "out", **operands: torch.Tensor | None):
+    """Raises ValueError if `out` shares memory with an operand, of which tiles are read when others are written."""
+    if out is None:
+        return
+    begin, end = _extent(out)
+    for label, operand in operands.items():
+        if operand is None or operand.numel() == 0:
+            continue
+        first, last = _extent(operand)
+        if first < end and begin < last:
+            raise ValueError(
+                f"{name}: {what} overlaps {label}, which begins {first - begin} bytes after it; pass a tensor that "
+                f"shares no memory with the operands"
+            )
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The address of the first byte, and of the one behind the last."""
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return tensor.data_ptr(), tensor.data_ptr() + (span * tensor.element_size() if tensor.numel() else 0)
+
+
 def matmul(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -290,8 +312,9 @@ def matmul(
     """x [M, K], w [N, K], bias [N] -> activation(x @ w.T + bias) [M, N], in x's dtype (fp32, fp16, bf16) or out_dtype.
 
     Local, not collective. Either matrix may be transposed in memory: pass `w.t()` of a [K, N] tensor. out: contiguous,
-    filled and returned.
+    apart from the operands, filled and returned.
     """
+    check_apart("matmul", out, x=x, w=w, bias=bias)
     tensors = x, w, bias, out
     options = activation, out_dtype, config, precision(x.dtype)
     return local_plans.find((*map(describe, tensors), *options), lambda: plan(*tensors, *options))(*tensors)

@@ -50,6 +50,7 @@ from tkernels.gemm import (
     ACTIVATIONS,
     Operand,
     activation_reference,
+    check_apart,
     check_dtype,
     check_operands,
     check_result,
@@ -458,6 +459,7 @@ def matmul_reduce_scatter(
     or float32. out: a tensor for y. config: the tiles and who sends; None: as tuned, else by rule. path: see
     tkernels.paths; the same on all ranks. Raises ValueError or TypeError before the first signal.
     """
+    check_apart("matmul_reduce_scatter", out, x_shard_k=x_shard_k, w_shard_k=w_shard_k, bias=bias)
     rows = None if rows is None else tuple(rows)
     tensors = x_shard_k, w_shard_k, bias, out
     options = OP.value, activation, rows, out_dtype, wire_dtype, config, path, False, precision(x_shard_k.dtype)
@@ -475,10 +477,11 @@ def plan(
     rows = split_rows(M, ctx.size) if gather else check_rows(name, ctx, rows, total=M)
     out_dtype = check_dtype(name, "out_dtype", out_dtype, x.dtype)
     wire_dtype = check_dtype(name, "wire_dtype", wire_dtype, x.dtype)
+    path = choose_path(ctx, name, M, N, x.dtype, path, config)
     if ctx.size == 1 or M == 0:
         local = config.gemm if config else None
         return lambda x, w, bias, out: matmul(x, w, bias, activation, out=out, out_dtype=out_dtype, config=local)
-    if choose_path(ctx, name, M, N, x.dtype, path, config) == "plain":
+    if path == "plain":
         return plan_matmul_reduce(ctx, x, w, bias, out, activation, rows, out_dtype, wire_dtype, gather)
     first_rows = [sum(rows[:rank]) for rank in range(ctx.size + 1)]
     # A tile of a part would begin in the midst of 16 bytes, where no descriptor can.
