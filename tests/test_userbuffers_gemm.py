@@ -122,6 +122,44 @@ def test_collectives_beside_a_product(ctx, margin):
         assert torch.equal(comm.get_buffer(True, (rows, H)).float(), want), call
 
 
+@pytest.mark.ranks(2)
+def test_rows_of_several_dimensions_stay_so(ctx):
+    """[s, b, hidden], as the layers of a model pass it."""
+    size, batch = ctx.size, 4
+    gather, scatter = make(ctx, "G1", torch.bfloat16), make(ctx, "G3", torch.bfloat16)
+    every = [small((S // size, H), torch.bfloat16, rank, ctx) for rank in range(size)]
+    weights = [small((F, H), torch.bfloat16, 7 + rank, ctx) for rank in range(size)]
+    w, whole = weights[ctx.rank], torch.cat(every)
+    B, _ = te.fill_userbuffers_buffer_for_all_gather(gather, every[ctx.rank].view(-1, batch, H), None, None)
+    extra = poison(whole.new_empty(S // batch, batch, H))
+    y, *_ = te.general_gemm(w, B, ub=gather, ub_type=AG, extra_output=extra)
+    assert y.shape == (S // batch, batch, F) and torch.equal(y.flatten(0, 1).float(), reference(whole, w))
+    assert torch.equal(extra.flatten(0, 1), whole)
+
+    back = [small((S, F), torch.bfloat16, 20 + rank, ctx) for rank in range(size)]
+    y, *_ = te.general_gemm(w.t().contiguous(), back[ctx.rank].view(-1, batch, F), ub=scatter, ub_type=RS)
+    want = sum(reference(x, v.t()) for x, v in zip(back, weights, strict=True)).chunk(size)[ctx.rank]
+    assert y.shape == (S // batch // size, batch, H) and torch.equal(y.flatten(0, 1).float(), want)
+
+    x = whole.view(-1, batch, H)
+    out, before = (poison(x.new_empty(S // batch, batch, F)) for _ in range(2))
+    y, _, gelu_input, _ = te.general_gemm(w, x, out=out, gelu=True, gelu_in=before)
+    assert y is out and gelu_input is before and torch.equal(before.flatten(0, 1).float(), reference(whole, w))
+    assert torch.equal(y, torch.nn.functional.gelu(before, approximate="tanh"))
+    dw, *_ = te.general_gemm(x, y, layout="NT", grad=True)
+    assert dw.shape == (F, H) and torch.equal(dw, te.general_gemm(whole, y.flatten(0, 1), layout="NT")[0])
+
+
+@pytest.mark.ranks(2)
+def test_a_buffer_that_inference_asked_for_first_can_be_written_afterwards(ctx):
+    comm = make(ctx, "G1", torch.bfloat16)
+    mine = small((S // ctx.size, H), torch.bfloat16, 1, ctx)
+    with torch.inference_mode():
+        comm.copy_into_buffer(mine, local_chunk=True)
+    comm.copy_into_buffer(mine + 1, local_chunk=True)
+    assert torch.equal(comm.get_buffer(True, mine.shape), mine + 1)
+
+
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_all_reduce_inside_a_product(ctx, dtype):

@@ -1,5 +1,6 @@
 """The layers with overlap against the same layers without it, and against the whole layer on one rank in fp64."""
 
+import contextlib
 import copy
 import itertools
 import warnings
@@ -546,6 +547,27 @@ def test_layers_take_checkpoints_copies_and_compilation_but_no_second_derivative
     te.destroy_ub()
 
 
+def test_what_transformer_engine_keeps_about_fp8_is_left_out_of_a_state_dict():
+    layer = te.TransformerLayer(H, FFN, HEADS, device="cpu")
+    state = layer.state_dict()
+    for name in ("self_attention.proj.", "self_attention.core_attention.", "self_attention.core_attention.fused."):
+        state[f"{name}_extra_state"] = torch.zeros(3)
+    layer.load_state_dict(state)
+    for name in ("self_attention.core_attention.weight", "layernorm_mlp.other._extra_state"):
+        with pytest.raises(RuntimeError, match=f'Unexpected key.*"{name}"'):
+            layer.load_state_dict(state | {name: torch.zeros(3)})
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["LayerNormLinear", "LayerNormMLP"])
+def test_uneven_rows_are_refused_where_the_norms_output_is_gathered(ctx, kind):
+    options = dict(return_layernorm_output_gathered=True, **parallel(ctx, torch.float32))
+    options |= dict(set_parallel_mode=True) if kind == "LayerNormMLP" else dict(parallel_mode="column")
+    layer = getattr(te, kind)(H, FFN, **options)
+    with pytest.raises(ValueError, match=rf"{kind}: return_layernorm_output_gathered .* rows=\(5, 3\) can't be passed"):
+        layer(torch.zeros((5, 3)[ctx.rank], B, H, device=ctx.device), rows=(5, 3))
+
+
 @pytest.mark.ranks(2)
 def test_layers_made_on_the_meta_device_initialize_their_parameters_late(ctx):
     def mlp(device):
@@ -568,6 +590,34 @@ def test_layers_made_on_the_meta_device_initialize_their_parameters_late(ctx):
     for (name, parameter), want in zip(late.named_parameters(), made.parameters(), strict=True):
         assert parameter.device == ctx.device and torch.equal(parameter, want), name
     assert late.fc1_weight.skip_backward_post_hook and late.fc1_weight.tensor_model_parallel
+
+
+class TrackedGenerator:
+    """A tracker of generators as Megatron's: what runs inside of fork() draws other numbers on each rank."""
+
+    def __init__(self, seed):
+        self.seed = seed
+
+    @contextlib.contextmanager
+    def fork(self):
+        with torch.random.fork_rng():
+            torch.manual_seed(self.seed)
+            yield
+
+
+@pytest.mark.ranks(2)
+def test_without_sequence_parallel_all_ranks_drop_the_same_hidden_features(ctx):
+    tracker = TrackedGenerator(ctx.rank)
+    layer = te.TransformerLayer(
+        H, FFN, HEADS, hidden_dropout=0.5, attention_dropout=0.0, set_parallel_mode=True, device=ctx.device,
+        get_rng_state_tracker=lambda: tracker, tp_group=ctx.group.process_group, tp_size=2,
+    )  # fmt: skip
+    fill(layer, 3, 0)
+    torch.manual_seed(0)
+    y = layer(normal((S, B, H), torch.float32, 1, device=ctx.device)).detach()
+    assert 0 < y.eq(y[0, 0, 0]).sum() < y.numel()
+    same = [torch.equal(y.cpu(), other) for other in ctx.group.gather(y.cpu())]
+    assert same == [True, True]
 
 
 @pytest.mark.ranks(2)

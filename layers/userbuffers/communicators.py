@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from tkernels.all_gather_matmul import plan as plan_gather
 from tkernels.comm import capture, collectives
+from tkernels.comm.capture import lasting
 from tkernels.comm.collectives import check_rows, split_rows
 from tkernels.comm.context import Context, init
 from tkernels.comm.errors import TkernelsError
@@ -237,7 +238,8 @@ class CommOverlapCore:
                     "get_buffer: a CUDA graph is being captured, and this communicator has no buffer yet; call "
                     "get_buffer() once before the capture"
                 )
-            self._buffer = torch.empty(math.prod(self.shape), dtype=self.dtype, device=self.context.device)
+            with lasting():
+                self._buffer = torch.empty(math.prod(self.shape), dtype=self.dtype, device=self.context.device)
         return self._buffer
 
     def holds(self, tensor: torch.Tensor) -> bool:

@@ -66,8 +66,22 @@ def general_gemm(
     The returned out is the result in every case; it is `out` where that was given, and for RS without one it is in
     extra_output's memory. Bias is added inside the product. alpha, beta, and gelu are not: torch applies them to a
     result that has been rounded to out_dtype, in as many passes over it. use_split_accumulator is about fp8 and changes
-    nothing. Raises ValueError or TypeError before anything is launched.
+    nothing. Matrices may have more dimensions, of which all but the last are its rows; so has the result, B's, unless
+    the layout is NT. Raises ValueError or TypeError before anything is launched.
     """
+    if A.dim() > 2 or B.dim() > 2:
+        into, before, extra = (
+            None if tensor is None else tensor.view(-1, tensor.shape[-1]) for tensor in (out, gelu_in, extra_output)
+        )
+        value, bias_grad, gelu_input, _ = general_gemm(
+            A.flatten(0, -2), B.flatten(0, -2), out_dtype, quantization_params, gelu, before, alpha, beta, accumulate,
+            layout, into, bias, use_split_accumulator, grad, ub, ub_type, extra, bulk_overlap, rows=rows,
+        )  # fmt: skip
+        inner = () if layout == "NT" else B.shape[1:-1]
+        if gelu_input is not None:
+            gelu_input = gelu_input.view(-1, *inner, gelu_input.shape[-1]) if gelu_in is None else gelu_in
+        value = value.view(-1, *inner, value.shape[-1]) if out is None else out
+        return value, bias_grad, gelu_input, extra_output
     if quantization_params is not None:
         raise ValueError("general_gemm: quantization_params quantizes the result, but there is no fp8; pass None")
     if not accumulate and beta not in (None, 0.0):

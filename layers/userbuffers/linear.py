@@ -115,8 +115,12 @@ class ParallelModule(MarkedModule):
 
     def _load_from_state_dict(self, state, prefix, metadata, strict, missing, unexpected, errors):
         super()._load_from_state_dict(state, prefix, metadata, strict, missing, unexpected, errors)
-        if (extra := f"{prefix}_extra_state") in unexpected:  # of TransformerEngine's layers, about fp8
-            unexpected.remove(extra)
+        own = [name for name in unexpected if name.startswith(prefix)]
+        unexpected[:] = [name for name in unexpected if name not in own or not self._knows(name.removeprefix(prefix))]
+
+    def _knows(self, entry: str) -> bool:
+        """Whether TransformerEngine's layer has this entry, and this one no use for it."""
+        return entry == "_extra_state"  # about fp8
 
     def _parameter(self, name: str, shape, dim: int | None, device, dtype, init_method=nn.init.zeros_):
         """Register this rank's part of a parameter, split along `dim`, with Megatron's marks."""
@@ -170,6 +174,15 @@ class ParallelModule(MarkedModule):
         return normalize(
             x, self.layer_norm_weight, self.layer_norm_bias, self.normalization, self.eps, self.zero_centered_gamma
         )
+
+    def _gathered(self, normed: torch.Tensor, rows) -> torch.Tensor:
+        """The norm's output of all ranks, for return_layernorm_output_gathered; backward sums and scatters."""
+        if rows is not None:
+            raise ValueError(
+                f"{type(self).__name__}: return_layernorm_output_gathered gathers equal parts, so rows={rows} can't be "
+                f"passed; leave out one of them"
+            )
+        return dataflow.Gather.apply(normed, self._group())
 
     @torch.compiler.disable  # communicators are objects, which a trace can't look into
     def _product(self, x, weights, bias, mode, flags, ub_name, rows=None) -> torch.Tensor:
@@ -426,7 +439,7 @@ class LayerNormLinear(_Linear):
         refuse("LayerNormLinear.forward", fp8_grad=fp8_grad)
         normed, mode = self._normalize(inp), self.parallel_mode
         if self.return_layernorm_output_gathered and self.sequence_parallel and mode == "column":
-            normed, mode = dataflow.Gather.apply(normed, self._group()), None  # whose backward sums and scatters
+            normed, mode, rows = self._gathered(normed, rows), None, None
         y, bias = self._run(normed, rows, mode)
         results = (y, bias) if self.return_bias else (y,)
         results += (normed,) if self.return_layernorm_output else ()

@@ -6,7 +6,6 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as recompute
 
-from tkernels.layers.userbuffers import dataflow
 from tkernels.layers.userbuffers.linear import FLAGS, ParallelModule, divide, refuse
 
 _gelu = functools.partial(functional.gelu, approximate="tanh")
@@ -124,7 +123,7 @@ class LayerNormMLP(ParallelModule):
     def _forward(self, inp, rows):
         normed, mode = self._normalize(inp), "column"
         if self.return_layernorm_output_gathered and self.sequence_parallel:
-            normed, mode = dataflow.Gather.apply(normed, self._group()), None
+            normed, mode = self._gathered(normed, rows), None
         h = self._product(normed, [self.fc1_weight], self.fc1_bias, mode, self._fc1, "fc1", rows)
         h = ACTIVATIONS[self.activation](h)
         y = self._product(h, [self.fc2_weight], None, "row", self._fc2, "fc2", rows)

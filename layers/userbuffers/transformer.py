@@ -172,6 +172,9 @@ class MultiheadAttention(ParallelModule):
         for module in (self.proj, self.layernorm_qkv if self.input_layernorm else self.qkv):
             module.backward_dw()
 
+    def _knows(self, entry: str) -> bool:
+        return super()._knows(entry) or entry.startswith("core_attention.") and entry.endswith("._extra_state")
+
     def set_tensor_parallel_group(self, tp_group):
         super().set_tensor_parallel_group(tp_group)
         for module in (self.proj, self.layernorm_qkv if self.input_layernorm else self.qkv):
@@ -302,8 +305,8 @@ class TransformerLayer(ParallelModule):
         output, bias, *normed = output
         if bias is not None:
             output = output + bias.to(output.dtype)
-        with self._rng():
-            output = functional.dropout(output, self.hidden_dropout, self.training)
+        # By torch's own generator, as in TransformerEngine: without sequence_parallel all ranks must drop the same.
+        output = functional.dropout(output, self.hidden_dropout, self.training)
         return (normed[0] if normed else residual) + output
 
     def backward_dw(self):
