@@ -33,6 +33,7 @@ from torch import nn
 from tkernels.comm.errors import LeaseError, MismatchError
 from tkernels.comm.group import checksum
 from tkernels.comm.lease import EventCompletion, Lease, Slot, captured, capturing
+from tkernels.comm.regions import round_up
 from tkernels.layers.grad_hooks import GradReadyHooks
 from tkernels.layers.wire import Wire, open_wire
 
@@ -150,6 +151,7 @@ class OverlappedDDP(nn.Module):
                 if any(param in self._bucket_of for param in child.parameters(recurse=False))
             ]
             self._pre_hooks.append(module.register_state_dict_pre_hook(_before_state_dict))
+            self._pre_hooks.append(module.register_load_state_dict_pre_hook(_before_load_state_dict))
 
     def forward(self, *arguments, **options):
         """The module's. Starts to gather updated parameters if `start_param_sync` has not been called.
@@ -168,7 +170,8 @@ class OverlappedDDP(nn.Module):
         """What this rank's optimizer updates: all parameters or, with the distributed optimizer, its shards.
 
         A shard is this rank's part of a bucket, 1-D, across the borders of parameters: right for optimizers that treat
-        each element by itself. A norm of gradients has to be summed over the ranks of an instance.
+        each element by itself. What looks at all gradients sees this rank's part of them: a norm has to be summed over
+        the ranks of an instance, and torch.amp.GradScaler would skip a step on some ranks alone.
         """
         return [owned for bucket in self.buckets for owned in bucket.owned]
 
@@ -178,6 +181,8 @@ class OverlappedDDP(nn.Module):
         set_to_none: as torch's have it; changes nothing.
         """
         self._check_there()
+        for parameter in self._bucket_of:
+            self._check_place(parameter, parameter)
         self.hooks.reset()
         for bucket in self.buckets:
             bucket.zero()
@@ -274,6 +279,19 @@ class OverlappedDDP(nn.Module):
         if self._removed:
             raise LeaseError("OverlappedDDP: it was removed from its module, perhaps for another one; use that")
 
+    def _check_place(self, parameter: nn.Parameter, now: torch.Tensor):
+        if not self._bucket_of[parameter].holds(now):
+            name = next(name for name, each in self.module.named_parameters() if each is parameter)
+            raise LeaseError(
+                f"OverlappedDDP: {name} is converted or moved, but its gradients and what ranks gather are not; do so "
+                f"before a module is wrapped, or remove() this and wrap it again"
+            )
+
+    def _apply(self, function, recurse=True):
+        for parameter in () if self._removed else self._bucket_of:
+            self._check_place(parameter, function(parameter.detach()))
+        return super()._apply(function, recurse)
+
     def _settle(self):
         """End all tenancies, as an edge of a capture wants it."""
         if any(bucket.updating for bucket in self.buckets):
@@ -304,6 +322,14 @@ def _before_forward(module, _):
 
 def _before_state_dict(module, *_):
     ensure_params_ready(module.parameters())
+
+
+def _before_load_state_dict(module, *_):
+    """What is loaded comes after gathers that are under way; a gather that is to come takes what is loaded."""
+    buckets = dict.fromkeys(_owner(param)._bucket_of[param] for param in module.parameters() if _owner(param))
+    for bucket in buckets:
+        if not bucket.updating:
+            bucket.ready()
 
 
 def _owner(param) -> OverlappedDDP | None:
@@ -358,13 +384,14 @@ class _Bucket:
     def __init__(self, name: str, parameters: list[nn.Parameter], grad_dtype, levels: "_Levels", comm_stream, dev):
         self.name, self.parameters, self.levels, self.comm_stream, self.dev = name, parameters, levels, comm_stream, dev
         first = parameters[0]
+        self._dtype = first.dtype
         grad_dtype = first.dtype if grad_dtype is None else grad_dtype
         align = ALIGN_BYTES // min(first.element_size(), grad_dtype.itemsize)
         places, end = [], 0
         for parameter in parameters:
             places.append(slice(end, end + parameter.numel()))
-            end = _round_up(end + parameter.numel(), align)
-        numel = _round_up(max(end, 1), align * levels.num_shards)
+            end = round_up(end + parameter.numel(), align)
+        numel = round_up(max(end, 1), align * levels.num_shards)
 
         self.grads = _Buffer(numel, first, grad_dtype, dev, f"gradients of {name}")
         self.grads.zero()
@@ -384,6 +411,13 @@ class _Bucket:
 
     def __repr__(self):
         return f"{self.name} ({len(self.parameters)} parameters, {self.grads.slot.tensor.numel()} elements)"
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is what it was: of its dtype and, with shards, where they are gathered."""
+        if self.values is None:
+            return parameter.dtype == self._dtype
+        begin, nbytes = self.values.slot.tensor.data_ptr(), self.values.slot.tensor.nbytes
+        return parameter.numel() == 0 or 0 <= parameter.data_ptr() - begin < nbytes
 
     @property
     def buffers(self) -> list[_Buffer]:
@@ -420,7 +454,7 @@ class _Bucket:
         """Order `stream` behind the reduction and, for shards, behind all who read the values that it may update."""
         self.grads.read(stream)
         for parameter in self.owned:
-            if parameter.main_grad.dtype == parameter.dtype:
+            if parameter.requires_grad and parameter.main_grad.dtype == parameter.dtype:
                 parameter.grad = parameter.main_grad
         if self.values is not None and self._updatable:
             self._begin_update(stream)
@@ -530,8 +564,4 @@ def _group(params, bucket_size: float) -> list[list[nn.Parameter]]:
 def _num_bytes(members: list[nn.Parameter], grad_dtype: torch.dtype | None) -> int:
     """At least: of their bucket's gradients or values, whichever are larger."""
     itemsize = max(members[0].element_size(), grad_dtype.itemsize if grad_dtype else 0)
-    return sum(_round_up(member.numel() * itemsize, ALIGN_BYTES * 2) for member in members)
-
-
-def _round_up(value: int, step: int) -> int:
-    return -(-value // step) * step
+    return sum(round_up(member.numel() * itemsize, ALIGN_BYTES * 2) for member in members)

@@ -1,6 +1,7 @@
 """Wire: sums and gathers in place, on the current stream, by our collectives or by torch.distributed's."""
 
 import functools
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -106,7 +107,9 @@ class TkernelsWire(Wire):
             num_programs=self.ctx.num_programs,
             default=False,
         )
-        return TkernelsWire(ctx)
+        wire = TkernelsWire(ctx)
+        weakref.finalize(wire, Context.abandon, ctx).atexit = False  # where nobody closes it
+        return wire
 
 
 class TorchWire(Wire):

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transports import gpu_only, message_on_every_rank
 
 import tkernels
-from tkernels.comm import LeaseError, MismatchError, current_context
+from tkernels.comm import LeaseError, MismatchError, TkernelsError, current_context, find_context
 from tkernels.demo import training
 from tkernels.demo.data import Text
 from tkernels.demo.model import ModelConfig, Transformer
@@ -393,6 +393,60 @@ def test_bfloat16_parameters_with_gradients_in_fp32(ctx):
             assert owned.main_grad.dtype == torch.float32 and owned.main_grad.eq(257.0).all()
             assert owned.grad is None
         ddp.remove()
+
+
+@pytest.mark.ranks(2)
+def test_parameters_that_are_frozen_later_stay_as_they_are(ctx):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(ctx.device)
+    for parameter in model.parameters():
+        parameter.data.fill_(1.0)
+    ddp = OverlappedDDP(model, ctx)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(3):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        ddp.zero_grad()
+        ddp(torch.ones(1, 4, device=ctx.device)).sum().backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a gradient was missing
+            ddp.finish_grad_sync()
+        optimizer.step()
+        moved = [not torch.equal(parameter, old) for parameter, old in zip(model.parameters(), before, strict=True)]
+        assert moved == ([False, True, True, True] if step else [True] * 4)
+        model[0].weight.requires_grad_(False)
+    ddp.remove()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mode", [ALL_REDUCED, SHARDED], ids=["all-reduced", "sharded"])
+def test_a_model_that_is_converted_or_moved_after_it_was_wrapped_is_refused(ctx, mode):
+    model = nn.Linear(4, 4).to(ctx.device)
+    with torch.no_grad():
+        [parameter.fill_(1.0) for parameter in model.parameters()]
+    ddp = OverlappedDDP(model, ctx, **mode).float().to(ctx.device)  # changes nothing
+    with pytest.raises(LeaseError, match="bias is converted or moved, .*before a module is wrapped, or remove"):
+        ddp.bfloat16()
+    ddp.zero_grad()
+    model.bfloat16()  # behind its back
+    with pytest.raises(LeaseError, match="bias is converted or moved"):
+        ddp.zero_grad()
+    ddp.remove()
+    assert ddp.half().module.weight.dtype == torch.float16
+
+
+@pytest.mark.ranks(2)
+def test_a_wrapper_that_is_dropped_gives_its_instances_back(ctx):
+    model = nn.Linear(4, 4).to(ctx.device)
+    with torch.no_grad():
+        [parameter.fill_(1.0) for parameter in model.parameters()]
+    for _ in range(2):
+        ddp = OverlappedDDP(model, ctx, num_distributed_optimizer_instances=2)
+        levels = [ddp._levels.inside.ctx, ddp._levels.across.ctx]
+        assert all(find_context(level.name) is level for level in levels)
+        del ddp
+        gc.collect()
+        for level in levels:
+            with pytest.raises(TkernelsError, match="has been finalized"):
+                find_context(level.name)
 
 
 @pytest.mark.ranks(2)
@@ -802,6 +856,16 @@ def test_the_wrapper_itself_starts_the_gather():
     assert y.eq(3.0 * 4.0).all()
     gathers = [i for i, name in enumerate(sim.log) if name == "all_gather"]
     assert len(gathers) == 2
+
+
+def test_a_state_dict_is_loaded_after_the_gather_that_is_under_way():
+    simulated = updated()
+    sim, ddp = simulated.sim, simulated.ddp
+    with sim:
+        state = {name: torch.full((64,), 7.0) for name in ("0.weight", "1.weight")}
+        ddp.module.load_state_dict(state)
+        assert sim.waits == 2  # this stream, for both gathers
+    sim.check()
 
 
 def test_parameters_keep_no_wrapper_alive():

@@ -19,6 +19,7 @@ import torch
 
 from tkernels.comm.collectives import split_rows
 from tkernels.comm.errors import MismatchError
+from tkernels.comm.regions import round_up
 from tkernels.gemm import DTYPES
 from tkernels.layers.cublasmp.distributions import (
     Box,
@@ -290,10 +291,6 @@ def relu_aux_shape(m: int, n: int) -> tuple[int, int]:
 def gelu_aux_shape(m: int, n: int) -> tuple[int, int]:
     """Of the values of an m x n matrix, padded to 8 a column."""
     return round_up(m, 8), n
-
-
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def _spread(name: str, by_rank, shapes) -> tuple[tuple[int, int], list[Owned]]:
