@@ -179,11 +179,20 @@ def all_reduce_sequence_parallel_grads(module: torch.nn.Module, *, ctx: Context 
     Call it between backward and the optimizer's step. Such a parameter is replicated but used on this rank's rows only,
     so its gradient is a part of the sum: set the mark on the norms between sequence-parallel layers (Megatron's mark
     and meaning). One all-reduce a dtype.
+
+    A parameter's gradient is its main_grad if it has one, as OverlappedDDP's have after finish_grad_sync. One without a
+    gradient counts as zero, and gets the sum as well: another rank may have one.
     """
     grads = {}
     for parameter in module.parameters():
-        if getattr(parameter, "sequence_parallel", False) and parameter.grad is not None:
-            grads.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+        if not getattr(parameter, "sequence_parallel", False) or not parameter.requires_grad:
+            continue
+        grad = getattr(parameter, "main_grad", None)
+        if grad is None:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            grad = parameter.grad
+        grads.setdefault(grad.dtype, []).append(grad)
     for same_dtype in grads.values():
         total = tkernels.all_reduce(torch.cat([grad.reshape(-1) for grad in same_dtype]), ctx=ctx)
         for grad, part in zip(same_dtype, total.split([grad.numel() for grad in same_dtype]), strict=True):

@@ -31,7 +31,8 @@ from tkernels.layers.functions import (
 class MarkedModule(nn.Module):
     """A module whose parameters have Megatron's marks, read by its optimizers and gradient clipping.
 
-    torch leaves attributes behind where it makes a new parameter of one: in copies, and in to_empty.
+    torch leaves attributes behind where it makes a new parameter of one: in copies, in to_empty, and where a state dict
+    is loaded by assignment.
     """
 
     def _mark(self, name: str, **marks):
@@ -51,6 +52,10 @@ class MarkedModule(nn.Module):
 
     def __setstate__(self, state):
         super().__setstate__(state)
+        self._mark_again()
+
+    def _load_from_state_dict(self, *arguments):
+        super()._load_from_state_dict(*arguments)
         self._mark_again()
 
 

@@ -261,6 +261,13 @@ def test_return_bias_leaves_the_bias_to_the_caller(ctx):
     layers.all_reduce_sequence_parallel_grads(row, ctx=ctx)
     assert torch.equal(row.bias.grad.cpu(), reference.bias.grad.float())
 
+    row.bias.grad = None if ctx.rank == 1 else torch.ones_like(row.bias)  # counts as zero, and takes the sum
+    layers.all_reduce_sequence_parallel_grads(row, ctx=ctx)
+    assert row.bias.grad.eq(1.0).all()
+    row.bias.main_grad = torch.full_like(row.bias, ctx.rank + 1.0, dtype=torch.float32)
+    layers.all_reduce_sequence_parallel_grads(row, ctx=ctx)
+    assert row.bias.main_grad.eq(3.0).all() and row.bias.grad.eq(1.0).all()
+
 
 @pytest.mark.ranks(2)
 def test_gathering_again_gives_the_same_gradients(ctx):
@@ -386,8 +393,10 @@ def test_second_derivatives_are_the_full_models(ctx, kind):
 def test_marks_stay_with_parameters_that_are_made_anew(ctx):
     made = RowParallelLinear(K, N, sequence_parallel=True, return_bias=True, ctx=ctx)
     empty = RowParallelLinear(K, N, sequence_parallel=True, return_bias=True, ctx=ctx, device="meta")
+    assigned = RowParallelLinear(K, N, sequence_parallel=True, return_bias=True, ctx=ctx, device="meta")
+    assigned.load_state_dict(made.state_dict(), assign=True)
     copies = copy.deepcopy(made), pickle.loads(pickle.dumps(made)), empty.to_empty(device=ctx.device), made.half()
-    for layer in copies:
+    for layer in (*copies, assigned):
         assert layer.bias.sequence_parallel and not layer.bias.tensor_model_parallel
         assert layer.weight.tensor_model_parallel and layer.weight.partition_dim == 1
     made.bias.sequence_parallel = False  # somebody knows better
