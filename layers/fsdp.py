@@ -66,7 +66,8 @@ class FullyShard(nn.Module):
     different parameters: the gradient of what a rank didn't use counts as zero. The loss must be made from the output
     of this module or of its units. requires_grad_(False) on a shard, or on this module, freezes it until it is undone.
     A rank's shards have a part of the gradients' norm only, so clip by `clip_grad_norm_`. Activation checkpointing goes
-    unit by unit.
+    unit by unit. What has Megatron's mark sequence_parallel is in shards of its own, which have it too, for
+    `all_reduce_sequence_parallel_grads` over the tensor-parallel ranks.
     """
 
     def __init__(
@@ -356,7 +357,8 @@ class FullyShard(nn.Module):
 
 
 class _FlatParameter:
-    """Parameters one after the other: those of a unit that have one dtype and are all trained, or all not.
+    """Parameters one after the other: those of a unit that have one dtype, are all trained or all not, and all or none
+    of which have Megatron's mark sequence_parallel, which the shard has then as well.
 
     parameters, names, shapes, starts: one entry a parameter; a tied one has several names. numel: in all, not padded.
     shard: this rank's R-th. sums: its gradient, memory that is kept. staged: which gradients are in the bucket.
@@ -393,6 +395,8 @@ class _FlatParameter:
             view.copy_(parameter.detach())
         shard = whole.chunk(ctx.size)[ctx.rank].clone()
         self.shard = nn.Parameter(shard, requires_grad=self.trained)
+        if _is_marked(self.parameters[0]):
+            self.shard.sequence_parallel = True
         self.sums = torch.empty_like(shard) if self.trained else None
         self._empty = shard.new_empty(0)
         self.hide()
@@ -734,13 +738,13 @@ def _partition(module, units, ctx, grad_dtype) -> dict[str, tuple[nn.Module, lis
     for parameter, places in owners.items():
         homes = {unit for _, unit in places}
         home = homes.pop() if len(homes) == 1 else ""  # what units share is the root's
-        key = (parameter.dtype, parameter.requires_grad)
+        key = (parameter.dtype, parameter.requires_grad, _is_marked(parameter))
         groups[home].setdefault(key, []).append((parameter, [name for name, _ in places]))
     result, root = {}, "(root)" if "root" in names else "root"
     for name, by_kind in groups.items():
         flats = []
-        for (dtype, trained), members in by_kind.items():
-            kind = str(dtype).removeprefix("torch.") + ("" if trained else "-frozen")
+        for (dtype, trained, marked), members in by_kind.items():
+            kind = str(dtype).removeprefix("torch.") + "-sequence_parallel" * marked + "-frozen" * (not trained)
             flats.append(_FlatParameter(f"{name or root}:{kind}", members, grad_dtype, ctx.size))
         result[name] = names.get(name, module), flats
     return result
@@ -761,6 +765,10 @@ def _take_off(module: nn.Module, flats: Iterable[_FlatParameter]):
 def _refuse_assignment(shards, state, prefix, metadata, *_):
     if metadata.get("assign_to_params_buffers"):
         raise ValueError("FullyShard: load_state_dict(assign=True) would leave the sharded module with its old values")
+
+
+def _is_marked(parameter: nn.Parameter) -> bool:
+    return getattr(parameter, "sequence_parallel", False)
 
 
 def _check_parameter(name: str, parameter: nn.Parameter, ctx: Context, grad_dtype: torch.dtype | None):

@@ -7,6 +7,7 @@ import types
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -20,6 +21,7 @@ from tkernels.demo.data import Text
 from tkernels.demo.model import Block, ModelConfig, Transformer
 from tkernels.demo.training import ADAM_EPSILON, LEARNING_RATE, allowed_loss
 from tkernels.layers.fsdp import FullyShard
+from tkernels.layers.functions import all_reduce_sequence_parallel_grads
 from tkernels.testing.compare import assert_close_to, integers, normal
 from tkernels.testing.streams import Race, Simulator, subsets
 
@@ -293,6 +295,28 @@ def test_recomputed_units_give_the_same_bits(ctx, reentrant):
     keeping = FullyShard(hybrid(ctx), UNITS, ctx=ctx)
     losses = [train(ctx, model, data) for model in (recomputing, keeping)]
     assert torch.equal(*losses) and same_bits(recomputing, keeping)
+
+
+@pytest.mark.ranks(2)
+def test_marked_parameters_have_marked_shards_of_their_own(ctx):
+    """A gradient of a rank's rows alone is yet to be summed over the tensor-parallel ranks, here both."""
+    model = hybrid(ctx, kinds=(Dense, Dense))
+    for layer in model.layers:
+        for parameter in layer.norm.parameters():
+            parameter.sequence_parallel = True
+    whole, (x,) = copy.deepcopy(model), batches(ctx, 1)
+    whole(x).square().sum().backward()
+    with tkernels.init([dist.new_group([rank]) for rank in range(2)][ctx.rank], heap_bytes=8 << 20) as alone:
+        sharded = FullyShard(model, Dense, ctx=alone)
+        sharded(own(ctx, x)).square().sum().backward()
+        all_reduce_sequence_parallel_grads(sharded, ctx=ctx)
+        marked = [flat for flat in sharded._flats.values() if getattr(flat.shard, "sequence_parallel", False)]
+        assert [flat.id for flat in marked] == [f"layers.{i}:float32-sequence_parallel" for i in range(2)]
+        for flat in marked:
+            for (name,), grad in zip(flat.names, flat.views(flat.shard.grad), strict=True):
+                assert ".norm." in name
+                assert_close_to(grad, whole.get_parameter(name).grad.double(), terms=512)
+        assert sharded.gather_state_dict().keys() == whole.state_dict().keys()
 
 
 @pytest.mark.ranks(2)

@@ -4,13 +4,13 @@ import logging
 
 import pytest
 import torch
-from transports import over
+from transports import over, simulated_only
 
 import tkernels
 from tkernels import paths
 from tkernels.all_gather_matmul import all_gather_matmul
 from tkernels.configs import GemmConfig, OverlapConfig
-from tkernels.testing.compare import integers
+from tkernels.testing.compare import integers, normal
 
 OPERATIONS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 WIDTH = 8192  # of llama70b
@@ -64,6 +64,15 @@ def test_explain_says_what_a_call_does_and_an_unknown_path_or_operation_is_refus
     with pytest.raises(ValueError, match="operation='matmul' has no paths; those of all_gather_matmul, "):
         tkernels.explain("matmul", 16, 16, 16, ctx=ctx)
     ctx.check()
+
+
+@simulated_only
+@pytest.mark.ranks(2)
+def test_the_plain_path_rounds_no_operands_under_autocast(ctx):
+    x, w = (100 * normal((16, 64), torch.float32, seed, device=ctx.device) for seed in (1, 2))
+    want = tkernels.matmul_reduce_scatter(x, w, ctx=ctx, path="plain")
+    with torch.autocast("cpu"):
+        assert torch.equal(tkernels.matmul_reduce_scatter(x, w, ctx=ctx, path="plain"), want)
 
 
 @pytest.mark.ranks(2)

@@ -161,7 +161,8 @@ def _scratch(ctx: Context, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list
 def _multiply(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None):
     """out = x @ w.T + bias, summed in fp32; a bias only where `out` has x's dtype."""
     if x.device.type == "cpu":  # whose products of 16 bits are not all summed in fp32
-        product = x.float() @ w.float().t()
+        with torch.autocast("cpu", enabled=False):
+            product = x.float() @ w.float().t()
         out.copy_(product if bias is None else product + bias.float())
     elif out.dtype != x.dtype:
         torch.mm(x, w.t(), out_dtype=out.dtype, out=out)
