@@ -42,6 +42,7 @@ from tkernels.comm.device import (
     wait_signal,
 )
 from tkernels.comm.marks import ADD, COPY, SEND, WAIT, end_marks, mark
+from tkernels.comm.plans import alike
 from tkernels.comm.regions import round_up
 from tkernels.comm.workspace import MIN_CHUNKS, PACKET_BLOCK, PACKET_BYTES
 
@@ -486,6 +487,11 @@ def all_gather(
     return ctx.plan(plan_all_gather, (x_shard_m, out), rows, max_programs, config)(x_shard_m, out)
 
 
+def _gathers_alike(x, out, rows, max_programs, config=DEFAULT):
+    return "all_gather", {"dtype": x.dtype, "shape of a row": tuple(x.shape[1:]), "rows": rows or x.shape[0]}
+
+
+@alike(_gathers_alike)
 def plan_all_gather(ctx: Context, x: torch.Tensor, out, rows, max_programs: int, config: CollectiveConfig = DEFAULT):
     """What to do with tensors like x and out: a function of them that returns the result.
 
@@ -525,6 +531,11 @@ def reduce_scatter(
     return ctx.plan(plan_reduce_scatter, (x, out), rows, max_programs, out_dtype, config)(x, out)
 
 
+def _reduces_alike(x, out, rows, max_programs, out_dtype, config=DEFAULT):
+    return "reduce_scatter", {"dtype": x.dtype, "shape": tuple(x.shape), "rows": rows, "out_dtype": out_dtype}
+
+
+@alike(_reduces_alike)
 def plan_reduce_scatter(ctx: Context, x: torch.Tensor, out, rows, max_programs: int, out_dtype, config=DEFAULT):
     """The same for reduce_scatter."""
     _check_tensor("reduce_scatter", ctx, x, floating=True)
@@ -557,6 +568,11 @@ def all_reduce(
     return ctx.plan(plan_all_reduce, (x, out), out_dtype, config, max_programs)(x, out)
 
 
+def _all_reduces_alike(x, out, out_dtype, config=DEFAULT, max_programs=ALONE_PROGRAMS):
+    return "all_reduce", {"dtype": x.dtype, "shape": tuple(x.shape), "out_dtype": out_dtype}
+
+
+@alike(_all_reduces_alike)
 def plan_all_reduce(ctx: Context, x: torch.Tensor, out, out_dtype, config=DEFAULT, max_programs: int = ALONE_PROGRAMS):
     """The same for all_reduce."""
     _check_tensor("all_reduce", ctx, x, floating=True)
@@ -584,6 +600,7 @@ def barrier(ctx: Context):
         ctx.plan(_plan_barrier, ())()
 
 
+@alike(lambda: ("barrier", {}))
 def _plan_barrier(ctx: Context):
     workspace = ctx.workspace().reserve(0, 1)
     return ctx.bind(

@@ -2,6 +2,7 @@
 
 import functools
 import numbers
+import os
 import time
 import warnings
 
@@ -49,6 +50,7 @@ def init(
     timeout_s: float = 60.0,
     num_programs: int | None = None,
     default: bool = True,
+    compare_calls: bool | None = None,
 ) -> "Context":
     """Collective over `group`. Symmetric memory and workspaces for its ranks; the result becomes the default context.
 
@@ -60,12 +62,15 @@ def init(
         kernel to compile first is waited for meanwhile.
     num_programs: programs of a persistent kernel. Default: the GPU's multiprocessors, or 4 simulated.
     default: False leaves the default context what it is, if there is one: for a library's own context.
+    compare_calls: for debugging, have ranks meet on the host in every call that is not captured, and raise where their
+        calls or operands differ. Otherwise only where they meet anyway, as in a first call. None: whether the
+        environment has TKERNELS_COMPARE_CALLS=1.
 
     Raises ValueError for a transport that can't be used here, MismatchError if the ranks' options differ. Warns once,
     on rank 0, where the simulated runtime was taken though there are GPUs, and nobody asked for it.
     """
     global _warned
-    ctx = Context(group, heap_bytes, transport, timeout_s, num_programs, default)
+    ctx = Context(group, heap_bytes, transport, timeout_s, num_programs, default, compare_calls)
     if ctx.rank == 0 and not _warned and (reason := runtime.gpus_left_out()):
         _warned = True
         warnings.warn(
@@ -102,7 +107,7 @@ class Context:
     """
 
     @capture.lasting()
-    def __init__(self, group, heap_bytes, transport, timeout_s, num_programs, default=True):
+    def __init__(self, group, heap_bytes, transport, timeout_s, num_programs, default=True, compare_calls=None):
         self.group = Group(group)
         self.rank, self.size = self.group.rank, self.group.size
         interpreter.set_rank(self.group.global_ranks[self.rank])  # random delays differ from rank to rank
@@ -114,12 +119,14 @@ class Context:
             "num_programs": _default(num_programs, DEFAULT_PROGRAMS.get(self.runtime) or _multiprocessors()),
             "heap_bytes": _default(heap_bytes, DEFAULT_HEAP_BYTES[self.runtime]),
             "runtime": self.runtime,
+            "compare_calls": bool(_default(compare_calls, os.environ.get("TKERNELS_COMPARE_CALLS") == "1")),
         }
         asked, in_use = zip(*_meet(self.group, INIT, options), strict=True)
         self._check_options(asked)
         self._give_back_abandoned(set().union(*in_use))
         self.name = self._agree_on_name()
         self.timeout_s, self.num_programs = timeout_s, int(options["num_programs"])
+        self._compares_calls = options["compare_calls"]
         self._workspaces: dict[int, Workspace] = {}
         self._lender = self._borrower = None  # streams: the borrower has been captured with the lender's workspace
         self._constants = {}
@@ -309,9 +316,19 @@ class Context:
 
         Alike are calls with equal options whose tensors agree in all that `describe` tells of them.
         """
-        return self.workspace().plan(
-            (prepare, *map(describe, tensors), *options), lambda: prepare(self, *tensors, *options)
-        )
+
+        def make():
+            with self._call(prepare, tensors, options):
+                return prepare(self, *tensors, *options)
+
+        plan = self.workspace().plan((prepare, *map(describe, tensors), *options), make)
+        if self._compares_calls and not self.capturing:
+            with self._call(prepare, tensors, options):
+                self.group.gather(None)
+        return plan
+
+    def _call(self, prepare, tensors, options):
+        return self.group.during(lambda: prepare.alike(*tensors, *options))
 
     def forget_plans(self, *which):
         """Work out anew what calls have in common: for those that follow another choice of configurations.

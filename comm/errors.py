@@ -75,7 +75,7 @@ class WaitTimeoutError(TkernelsError):
             f"{fault.operation}: rank {fault.rank} waited {timeout_s:g} s for the signal of rank {fault.peer}, chunk "
             f"{fault.chunk}: expected {fault.expected}, seen {fault.seen}. Rank {fault.peer} died, is slower "
             f"than the limit, or did not make this call; all ranks must make the same calls in the same order "
-            f"(a longer limit: init(timeout_s=...)){among}"
+            f"(TKERNELS_COMPARE_CALLS=1 names those that differ; a longer limit: init(timeout_s=...)){among}"
         )
 
     def __getattr__(self, name):

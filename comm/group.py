@@ -1,5 +1,6 @@
 """The ranks that work together: a torch process group, or this process alone."""
 
+import contextlib
 import os
 import sys
 import zlib
@@ -7,7 +8,7 @@ import zlib
 import torch
 import torch.distributed as dist
 
-from tkernels.comm.errors import OutOfStepError, TkernelsError
+from tkernels.comm.errors import MismatchError, OutOfStepError, TkernelsError
 
 # torch 2.13 renames them and warns of the old names.
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -18,6 +19,7 @@ class Group:
     """Rank, size and host-side exchange of one torch process group (gloo, nccl or any other backend)."""
 
     closed = False
+    _describe = None  # the call that is under way
 
     def __init__(self, process_group: dist.ProcessGroup | None = None):
         """`process_group=None` is the default group, or one rank when torch.distributed is not initialised."""
@@ -39,20 +41,34 @@ class Group:
     def gather(self, value, call: str | None = None) -> list:
         """Collective. Every rank's picklable `value`, in rank order.
 
-        call: what this rank is doing; by default the name of the library's function that asks. Raises OutOfStepError on
-        every rank where they differ, TkernelsError once the group is closed.
+        call: what this rank is doing; by default the operation of `during`, or the library's function that asks. Raises
+        on every rank OutOfStepError where calls differ, MismatchError where what they must have alike does;
+        TkernelsError once the group is closed.
         """
         if self.closed:
             raise TkernelsError("the context of this group has been finalized; init() a new one")
         if self.size == 1:
             return [value]
         function, line = _caller()
+        operation, alike = self._describe() if self._describe else (function, {})
         ranks = [None] * self.size
-        dist.all_gather_object(ranks, (call or function, line, value), group=self.process_group)
-        calls, lines, values = zip(*ranks, strict=True)
+        dist.all_gather_object(ranks, (call or operation, line, alike, value), group=self.process_group)
+        calls, lines, alike, values = zip(*ranks, strict=True)
         if len(set(calls)) > 1:
             raise OutOfStepError(calls, lines, values)
+        differing = [name for name in alike[0] if any(each[name] != alike[0][name] for each in alike)]
+        if differing:
+            raise MismatchError(_differences(calls[0], {name: [each[name] for each in alike] for name in differing}))
         return list(values)
+
+    @contextlib.contextmanager
+    def during(self, describe):
+        """Meetings in the block are part of a call: `describe()` is its name, and by name what all ranks have alike."""
+        before, self._describe = self._describe, describe
+        try:
+            yield
+        finally:
+            self._describe = before
 
     def barrier(self):
         """Collective. Returns once every rank has come here (a host barrier, after the device's work so far)."""
@@ -63,6 +79,15 @@ class Group:
     def close(self):
         """Let go of the process group, whose threads end once nobody holds it; gloo's abort an exit now and then."""
         self.closed, self.process_group = True, None
+
+
+def _differences(call: str, by_rank: dict[str, list]) -> str:
+    found = "; ".join(f"{name} by rank: {', '.join(map(str, values))}" for name, values in by_rank.items())
+    rows, way_out = by_rank.get("rows", []), "all must pass the same"
+    if "M" not in by_rank and rows and all(isinstance(each, int) or len(set(each)) == 1 for each in rows):
+        counts = tuple(each if isinstance(each, int) else each[0] for each in rows)  # each takes its own for everyone's
+        way_out += f", or, where they have different numbers of rows, rows={counts}"
+    return f"{call}: the ranks' calls differ, in {found}; {way_out}"
 
 
 def checksum(tensor: torch.Tensor) -> int:

@@ -65,6 +65,18 @@ class Plans:
 local_plans = Plans()  # of operations of this rank alone, which need no context
 
 
+def alike(tell):
+    """Marks what prepares a collective call. Of the same tensors and options `tell` says the call's name and, by name,
+    what all ranks must have alike, for ranks that compare their calls.
+    """
+
+    def mark(prepare):
+        prepare.alike = tell
+        return prepare
+
+    return mark
+
+
 def without_grad(run):
     """torch.no_grad() around `run`, which costs as much as a launch, where there are gradients to do without."""
 

@@ -25,6 +25,7 @@ Collectives start in the order of the buckets on every rank, also if the ranks' 
 
 import contextlib
 import math
+import warnings
 import weakref
 
 import torch
@@ -144,6 +145,7 @@ class OverlappedDDP(nn.Module):
         for param in self._bucket_of:
             setattr(param, _OWNER, weakref.ref(self))
         self._removed, self._pre_hooks = False, []
+        self._finished, self._handed_out = False, not self.sharded  # ever
         if self.sharded:
             self._pre_hooks = [
                 child.register_forward_pre_hook(_before_forward)
@@ -173,6 +175,7 @@ class OverlappedDDP(nn.Module):
         each element by itself. What looks at all gradients sees this rank's part of them: a norm has to be summed over
         the ranks of an instance, and torch.amp.GradScaler would skip a step on some ranks alone.
         """
+        self._handed_out = True
         return [owned for bucket in self.buckets for owned in bucket.owned]
 
     def zero_grad(self, set_to_none: bool = True):
@@ -183,6 +186,13 @@ class OverlappedDDP(nn.Module):
         self._check_there()
         for parameter in self._bucket_of:
             self._check_place(parameter, parameter)
+        if self.hooks.begun and not self._finished:
+            self._finished = True  # for one warning
+            warnings.warn(
+                "OverlappedDDP.zero_grad: gradients are dropped that nobody has seen; call finish_grad_sync() after "
+                "backward, before the optimizer's step",
+                stacklevel=2,
+            )
         self.hooks.reset()
         for bucket in self.buckets:
             bucket.zero()
@@ -207,6 +217,7 @@ class OverlappedDDP(nn.Module):
         be repeated, for another stream. Until `zero_grad` only the streams that it was called for may use gradients.
         """
         self._check_there()
+        self._finished = True
         self.start_grad_sync()
         stream = self.dev.current_stream() if stream is None else stream
         for bucket in self.buckets:
@@ -216,10 +227,19 @@ class OverlappedDDP(nn.Module):
         """Collective. Gather the shards, in the order of forward, behind the optimizer's kernels launched so far.
 
         Those are on this stream, or on one that `finish_grad_sync` was called for. Without overlap_param_gather
-        the current stream is put behind the gathers. Raises RuntimeError without shards.
+        the current stream is put behind the gathers. Raises RuntimeError without shards, or if no optimizer can have
+        updated them.
         """
         if not self.sharded:
             raise RuntimeError("start_param_sync: every rank has updated all parameters; there are no shards to gather")
+        if not self._handed_out:
+            raise RuntimeError(
+                "OverlappedDDP: no optimizer can have updated the shards, since nobody has asked for them; make it of "
+                "owned_parameters(), not of parameters()"
+            )
+        self._gather_params()
+
+    def _gather_params(self):
         for bucket in reversed(self.buckets):
             bucket.gather()
         if not self.overlap_param_gather:
@@ -263,7 +283,7 @@ class OverlappedDDP(nn.Module):
             return
         self._removed = True
         if any(bucket.updating for bucket in self.buckets):
-            self.start_param_sync()
+            self._gather_params()
         ensure_params_ready(self._bucket_of)
         self.hooks.remove()
         for handle in self._pre_hooks:
@@ -295,7 +315,7 @@ class OverlappedDDP(nn.Module):
     def _settle(self):
         """End all tenancies, as an edge of a capture wants it."""
         if any(bucket.updating for bucket in self.buckets):
-            self.start_param_sync()
+            self._gather_params()
         for bucket in self.buckets:
             for buffer in bucket.buffers:
                 buffer.end()

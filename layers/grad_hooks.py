@@ -76,6 +76,11 @@ class GradReadyHooks:
         """How often each gradient is produced in a pass, by name; None until the first pass has ended."""
         return None if self._expected is None else {self._names[param]: n for param, n in self._expected.items()}
 
+    @property
+    def begun(self) -> bool:
+        """Whether there has been a gradient in this pass."""
+        return bool(self._written)
+
     @contextlib.contextmanager
     def writing(self, param, stream=None):
         """A context in which kernels that add to `param.main_grad` are launched on `stream`; None is the current one.
@@ -152,8 +157,8 @@ class GradReadyHooks:
         name, expected = self._names[param], (self._expected or {}).get(param, 0)
         if self._over:
             raise LeaseError(
-                f"{name}: a gradient was produced after the end of the pass, when its bucket had been handed on; zero "
-                f"the gradients first"
+                f"{name}: a gradient was produced after the end of the pass, when its bucket had been handed on; begin "
+                f"each pass by ddp.zero_grad(), since that of an optimizer or a module is not enough"
             )
         raise LeaseError(
             f"{name}: a gradient was produced after its bucket had been handed on; {expected} were expected, as in "

@@ -116,18 +116,19 @@ def test_the_package_run_as_a_module_is_the_command(checkout, arguments, code):
     assert said.startswith("tkernels tune: there is no shape 'huge'" if code else f"tkernels {__version__}\n")
 
 
-@pytest.mark.parametrize(
-    "environment, said",
-    [
-        ({"TKERNELS_RUNTIME": "cuda"}, "tkernels: TKERNELS_RUNTIME='cuda' is not a runtime"),
-        (
-            {"TKERNELS_RUNTIME": "nvshmem", "CUDA_VISIBLE_DEVICES": ""},
-            "tkernels: the nvshmem runtime was asked for, but torch sees no CUDA device",
-        ),
-    ],
+NO_RUNTIME = ({"TKERNELS_RUNTIME": "cuda"}, "tkernels: TKERNELS_RUNTIME='cuda' is not a runtime")
+NO_GPU = (
+    {"TKERNELS_RUNTIME": "nvshmem", "CUDA_VISIBLE_DEVICES": ""},
+    "tkernels: the nvshmem runtime was asked for, but torch sees no CUDA device",
 )
-@pytest.mark.parametrize("command", ["demo", "tune", "trace all_gather --shape tiny"])
-def test_a_runtime_that_cannot_be_used_is_named_with_the_reason(environment, said, command):
+
+
+@pytest.mark.parametrize(
+    "command, environment, said",
+    [("demo", *NO_RUNTIME), ("tune", *NO_GPU), ("trace all_gather --shape tiny", *NO_RUNTIME)],
+    ids=["demo", "tune", "trace"],
+)
+def test_a_runtime_that_cannot_be_used_is_named_with_the_reason(command, environment, said):
     command = [*COMMAND, *command.split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | environment)
     assert done.returncode == 1

@@ -175,6 +175,53 @@ def test_a_kernel_that_is_left_by_an_exception_makes_its_context_useless(ctx):
         assert gather(context).tolist() == [0.0] * 3 + [1.0] * 3
 
 
+def calls_that_differ(ctx):
+    """(a call of this rank that another one's doesn't fit, what is raised, what it says)"""
+    x, w = torch.zeros((8, 10)[ctx.rank], 16, device=ctx.device), torch.zeros(8, 16, device=ctx.device)
+    by_rank = torch.bfloat16, torch.float16
+    ones = torch.ones(8, 16, dtype=by_rank[ctx.rank], device=ctx.device)
+    bias = (torch.zeros(8, device=ctx.device), None)[ctx.rank]
+    path = ("fused", "plain")[ctx.rank]
+    return {
+        "rows": (lambda own: tkernels.all_gather_matmul(x, w, ctx=own), MismatchError,
+                 r"all_gather_matmul: .* rows by rank: \(8, 8\), \(10, 10\); all .* same, or, .* rows=\(8, 10\)$"),
+        "M": (lambda own: tkernels.matmul_reduce_scatter(x, w, ctx=own), MismatchError,
+              "matmul_reduce_scatter: the ranks' calls differ, in M by rank: 8, 10; rows .*; all must pass the same$"),
+        "K": (lambda own: tkernels.all_gather_matmul(w[:, : 8 + 8 * ctx.rank], w[:, : 8 + 8 * ctx.rank], ctx=own),
+              MismatchError, "in K by rank: 8, 16"),
+        "dtype": (lambda own: tkernels.all_reduce(ones, ctx=own), MismatchError,
+                  "all_reduce: .* dtype by rank: torch.bfloat16, torch.float16"),
+        "bias": (lambda own: tkernels.matmul_all_reduce(w, w, bias, ctx=own), MismatchError,
+                 "matmul_all_reduce: .* bias by rank: True, False"),
+        "path": (lambda own: tkernels.matmul_all_reduce(w, w, ctx=own, path=path), MismatchError,
+                 "path by rank: fused, plain"),
+        "operation": (lambda own: (tkernels.all_gather, tkernels.all_reduce)[ctx.rank](w, ctx=own), OutOfStepError,
+                      "rank 0 is in all_gather .*test_context.py.*; rank 1 is in all_reduce "),
+    }  # fmt: skip
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", ["rows", "M", "K", "dtype", "bias", "path", "operation"])
+def test_calls_that_differ_between_ranks_are_named_where_ranks_compare_them(ctx, case):
+    call, error, message = calls_that_differ(ctx)[case]
+    with tkernels.init(ctx.group.process_group, heap_bytes=8 << 20, compare_calls=True) as own:
+        for _ in range(2):
+            tkernels.all_reduce(torch.ones(4000, device=ctx.device), ctx=own)  # makes room for what comes
+            with pytest.raises(error, match=message):
+                call(own)
+        assert tkernels.all_reduce(torch.ones(1, device=ctx.device), ctx=own).item() == 2.0
+
+
+@pytest.mark.ranks(2)
+def test_a_first_call_that_differs_between_ranks_is_named_where_they_meet_anyway(ctx):
+    rows = torch.zeros((300, 200)[ctx.rank], 64, device=ctx.device)
+    with tkernels.init(ctx.group.process_group, heap_bytes=16 << 20) as own:
+        with pytest.raises(MismatchError, match=r"all_gather_matmul: the ranks' calls differ, .* rows=\(300, 200\)$"):
+            tkernels.all_gather_matmul(rows, rows[:8], ctx=own)
+        with pytest.raises(OutOfStepError, match="rank 0 is in reduce_scatter .*; rank 1 is in all_reduce "):
+            (tkernels.reduce_scatter, tkernels.all_reduce)[ctx.rank](torch.zeros(1 << 20, device=ctx.device), ctx=own)
+
+
 @pytest.mark.ranks(2)
 def test_options_that_differ_between_ranks_are_refused_on_every_rank(ctx):
     before = resources()

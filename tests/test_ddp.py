@@ -396,6 +396,31 @@ def test_bfloat16_parameters_with_gradients_in_fp32(ctx):
 
 
 @pytest.mark.ranks(2)
+def test_loops_that_would_train_nothing_are_told_of(ctx):
+    model = nn.Linear(4, 4).to(ctx.device)
+    for parameter in model.parameters():
+        parameter.data.fill_(1.0)
+    x = torch.ones(1, 4, device=ctx.device)
+    ddp = OverlappedDDP(model, ctx)
+    ddp(x).sum().backward()
+    with pytest.warns(UserWarning, match="gradients are dropped that nobody has seen; call finish_grad_sync"):
+        ddp.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            ddp(x).sum().backward()
+            ddp.finish_grad_sync()
+            ddp.zero_grad()
+    ddp.remove()
+    ddp = OverlappedDDP(model, ctx, **SHARDED)
+    ddp(x).sum().backward()
+    ddp.finish_grad_sync()
+    with pytest.raises(RuntimeError, match=r"nobody has asked for them; make it of owned_parameters\(\)"):
+        ddp(x)
+    ddp.remove()
+
+
+@pytest.mark.ranks(2)
 def test_parameters_that_are_frozen_later_stay_as_they_are(ctx):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(ctx.device)
     for parameter in model.parameters():

@@ -13,7 +13,9 @@ _HOMES = {
         "RUNTIME",
         "Context",
         "HeapExhaustedError",
+        "LeaseError",
         "MismatchError",
+        "OutOfStepError",
         "TkernelsError",
         "WaitTimeoutError",
         "current_context",
@@ -21,7 +23,7 @@ _HOMES = {
         "init",
     ),
     "tkernels.comm.collectives": ("split_rows",),
-    "tkernels.launch": ("launch",),
+    "tkernels.launch": ("RankError", "RankTimeoutError", "launch"),
     "tkernels.paths": ("explain",),
     "tkernels.tuner": ("tune",),
     "tkernels.operators": (
@@ -44,6 +46,8 @@ class _Package(types.ModuleType):
     """This module's class. Some operations share their name with the module that holds them; the operation wins."""
 
     def __getattr__(self, name):
+        if name in ("comm", "layers"):  # which importing binds here
+            return importlib.import_module(f"{self.__name__}.{name}")
         if name not in _home_of:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(_home_of[name]), name)

@@ -24,7 +24,7 @@ from tkernels.comm.context import Context
 from tkernels.comm.copies import Copies, Send, await_copies, begin_landing, end_launch
 from tkernels.comm.device import begin_epoch, copy, count, operation, publish, put_signal, wait_signal
 from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark
-from tkernels.comm.plans import Launch
+from tkernels.comm.plans import Launch, alike
 from tkernels.configs import OverlapConfig, overlap_config, with_room_for
 from tkernels.gemm import (
     ACTIVATIONS,
@@ -289,6 +289,13 @@ def all_gather_matmul(
     return ctx.plan(plan, tensors, *options)(*tensors)
 
 
+def _alike(x, w, bias, out, gathered, activation, return_gathered, rows, out_dtype, config, path, precision):
+    rows = rows or x.shape[0]
+    same = {"dtype": x.dtype, "K": x.shape[1], "rows": rows, "out_dtype": out_dtype, "path": path, "config": config}
+    return "all_gather_matmul", same
+
+
+@alike(_alike)
 def plan(
     ctx: Context, x_shard_m, w, bias, out, gathered,
     activation, return_gathered, rows, out_dtype, config, path, precision,

@@ -45,6 +45,7 @@ from tkernels.comm.device import (
     wait_signal,
 )
 from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark
+from tkernels.comm.plans import alike
 from tkernels.configs import OverlapConfig, overlap_config, with_room_for
 from tkernels.gemm import (
     ACTIVATIONS,
@@ -466,6 +467,15 @@ def matmul_reduce_scatter(
     return ctx.plan(plan, tensors, *options)(*tensors)
 
 
+def _alike(x, w, bias, out, op, activation, rows, out_dtype, wire_dtype, config, path, gather, precision):
+    same = {
+        "dtype": x.dtype, "M": x.shape[0], "N": w.shape[0], "bias": bias is not None, "activation": activation,
+        "rows": rows, "out_dtype": out_dtype, "wire_dtype": wire_dtype, "path": path, "config": config,
+    }  # fmt: skip
+    return operation_name(op), same
+
+
+@alike(_alike)
 def plan(
     ctx: Context, x, w, bias, out,
     op: int, activation, rows, out_dtype, wire_dtype, config, path, gather, precision,
