@@ -227,15 +227,17 @@ class OverlappedDDP(nn.Module):
         """Collective. Gather the shards, in the order of forward, behind the optimizer's kernels launched so far.
 
         Those are on this stream, or on one that `finish_grad_sync` was called for. Without overlap_param_gather
-        the current stream is put behind the gathers. Raises RuntimeError without shards, or if no optimizer can have
-        updated them.
+        the current stream is put behind the gathers. Raises RuntimeError without shards, and warns if no optimizer can
+        have updated them.
         """
         if not self.sharded:
             raise RuntimeError("start_param_sync: every rank has updated all parameters; there are no shards to gather")
         if not self._handed_out:
-            raise RuntimeError(
+            self._handed_out = True  # for one warning
+            warnings.warn(
                 "OverlappedDDP: no optimizer can have updated the shards, since nobody has asked for them; make it of "
-                "owned_parameters(), not of parameters()"
+                "owned_parameters(), not of parameters()",
+                stacklevel=2,
             )
         self._gather_params()
 
