@@ -18,6 +18,7 @@ import tkernels
 from tkernels import cli, tuner
 from tkernels.comm import runtime, tuned
 from tkernels.configs import GemmConfig, OverlapConfig, default_config, default_overlap, gemm_config, overlap_config
+from tkernels.gemm import layout_of
 from tkernels.timing import Timing
 from tkernels.tuner import candidates
 from tkernels.tuner import command as tune_command
@@ -300,12 +301,29 @@ def test_what_cant_be_tuned_is_refused_in_a_sentence(problem, said):
 
 
 @pytest.mark.ranks(2)
-def test_operands_lie_in_memory_as_their_layout_says(ctx):
-    from tkernels.gemm import layout_of
-
+def test_operands_lie_in_memory_as_their_layout_says_and_the_result_is_for_calls_with_such_operands(ctx):
     for layout in ("TN", "NN", "NT", "TT", "pointers"):
-        operands = Operands(ctx, Problem(RS, 64, 32, 64, torch.bfloat16, layout), 0)
-        assert layout_of(operands.x, operands.w) == layout
+        problem = Problem(RS, 64, 32, 64, torch.bfloat16, layout)
+        operands = Operands(ctx, problem, 0)
+        assert layout_of(operands.x, operands.w) == layout == problem.key(2)[-1]
+    for operation, M, N, K, layout in [  # TMA can't take these
+        (RS, 64, 33, 64, "TN"), (AR, 64, 32, 66, "NN"), (AG, 64, 66, 64, "TN"), (RS, 63, 32, 64, "TT"),
+        ("matmul", 64, 33, 64, "TN"), (AG, 1, 64, 63, "NN"),
+    ]:  # fmt: skip
+        problem = Problem(operation, M, N, K, torch.bfloat16, layout)
+        operands = Operands(ctx, problem, 0)
+        assert layout_of(operands.x, operands.w) == "pointers" == problem.key(2)[-1], problem
+
+
+@pytest.mark.ranks(2)
+def test_what_tma_cant_take_is_tuned_for_the_calls_that_go_by_pointers(ctx, tmp_path):
+    before = ctx.tuned
+    try:
+        outcome = search(ctx, tmp_path, shape=(64, 68, 64), grid={"num_comm": [1]})
+        assert outcome.best.config.num_comm == 1
+        assert overlap_config(ctx, AG, 64, 34, 64, FP32, "pointers") == outcome.best.config
+    finally:
+        forget(ctx, before)
 
 
 # Candidates: of an H200, whatever runs here.

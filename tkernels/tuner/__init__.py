@@ -19,6 +19,7 @@ import torch
 from tkernels.comm import runtime, tuned
 from tkernels.comm.context import Context, current_context
 from tkernels.configs import (
+    KEY,
     GemmConfig,
     OverlapConfig,
     bound_travel,
@@ -98,7 +99,8 @@ def tune(
     """Collective. Find the fastest configuration of an operation on a shape; calls of its bucket then use it.
 
     operation: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce" or "matmul". M, N, K: over all ranks.
-    layout: w's and x's as BLAS names them; TN: as nn.Linear has w, NN: w.t() of a [K, N] matrix.
+    layout: w's and x's as BLAS names them; TN: as nn.Linear has w, NN: w.t() of a [K, N] matrix. Where TMA can't take
+        matrices of these sizes, the result is for the layout "pointers", as which calls look it up.
     budget_s: no new round begins after so many seconds, but for the last one, among the best. Compilations are not
         counted, which many shapes have in common.
     grid: values by field, to try all their combinations instead of what the tuner would.
@@ -131,9 +133,8 @@ def _remember(record: dict) -> str | None:
 
 def _record(ctx: Context, outcome: Outcome) -> dict:
     problem = outcome.problem
-    names = ("operation", "M", "N", "K", "dtype", "layout")
     return {
-        "key": dict(zip(names, problem.key(ctx.size), strict=True)) | problem.place(ctx),
+        "key": dict(zip(KEY, problem.key(ctx.size), strict=True)) | problem.place(ctx),
         "config": dataclasses.asdict(outcome.best.config),
         "measured": {"M": problem.M, "N": problem.N, "K": problem.K},
         "us": outcome.best.us,
@@ -151,22 +152,21 @@ class _Search:
         self.began = time.monotonic()
         self.deadline = self.began + budget_s
         M, N, K = problem.local(ctx.size)
-        tma = problem.layout != "pointers"
+        layout = problem.layout_of_calls(ctx.size)
+        tma = layout != "pointers"
         self.bases = []  # that candidates are changes of, beside the default
         if problem.operation == "matmul":
             self.default = default_config(M, N, problem.dtype, tma)
             programs, bound = num_programs(), None
         else:
             programs, bound = ctx.num_programs, bound_travel(ctx, problem.key(ctx.size))
-            self.default = rule_bound(ctx, problem.operation, M, N, K, problem.dtype, problem.layout, bound)
+            self.default = rule_bound(ctx, problem.operation, M, N, K, problem.dtype, layout, bound)
             bound = bound and travel_of(self.default)
             sizes = M, N, K, problem.dtype, ctx.size, programs
             sending = default_overlap(problem.operation, *sizes, tma, stores=sends_by_stores(ctx))
             # Programs send as well, to where the default's rows go and, if they are free, to where they take turns.
             self.bases += [travelling(sending, *travel_of(self.default)), *([] if bound else [sending])]
-        self.room = Room(
-            problem.operation, M, N, K, problem.dtype, problem.layout, ctx.size, programs, bound, ctx.mapped
-        )
+        self.room = Room(problem.operation, M, N, K, problem.dtype, layout, ctx.size, programs, bound, ctx.mapped)
         self.operands = [Operands(ctx, problem, seed) for seed in (0, 1)]
         self.measured: dict[object, Measured] = {}
         self.refused = Counter()
