@@ -19,6 +19,7 @@ from tkernels import cli, tuner
 from tkernels.comm import runtime, tuned
 from tkernels.configs import GemmConfig, OverlapConfig, default_config, default_overlap, gemm_config, overlap_config
 from tkernels.gemm import layout_of
+from tkernels.launch import RankError
 from tkernels.timing import Timing
 from tkernels.tuner import candidates
 from tkernels.tuner import command as tune_command
@@ -574,6 +575,33 @@ def test_what_no_shape_can_be_tuned_with_is_said_once(capsys):
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     assert err.startswith(f"tkernels: init: transport='{transport}' can't reach every rank")
+
+
+class RanksThatFail:
+    """Stand for the ranks, and keep what they were given time for."""
+
+    asked = []
+
+    def __init__(self, ranks, ctx_options):
+        pass
+
+    def run(self, fn, *args, timeout_s=None):
+        if fn is tune_command.search:
+            self.asked.append((args[1], timeout_s))
+            raise RankError(0, "died", "")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+
+@pytest.mark.quick
+def test_ranks_have_time_for_the_budget_and_for_what_it_doesnt_count(monkeypatch):
+    monkeypatch.setattr(tune_command, "RankPool", RanksThatFail)
+    assert cli.main("tune matmul --shape 32x32x32 --ranks 1 --budget 900".split()) == 1
+    assert RanksThatFail.asked == [(900.0, 900.0 + tune_command.SHAPE_TIMEOUT_S)]
 
 
 @pytest.mark.quick

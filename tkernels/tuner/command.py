@@ -21,7 +21,7 @@ from tkernels.tuner.problem import Problem
 
 BEST = 5
 WIDTH = 120
-SHAPE_TIMEOUT_S = 600.0
+SHAPE_TIMEOUT_S = 600.0  # beside the budget: for compilations, and the last round
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _tune(console: Console, options: Options) -> int:
         _start(pool)
         for number, problem in enumerate(problems):
             try:
-                outcome = pool.run(search, problem, options.budget, grid, timeout_s=SHAPE_TIMEOUT_S)[0]
+                outcome = pool.run(search, problem, options.budget, grid, timeout_s=SHAPE_TIMEOUT_S + options.budget)[0]
             except RankError as error:
                 failed += 1
                 console.print(f"{problem}: {error.headline}", style="red", markup=False)
