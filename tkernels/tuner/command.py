@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from rich import box
@@ -44,8 +44,15 @@ class Options:
 
 def run(options: Options) -> int:
     """Do what was asked for. The exit code: 0, or 1 if a shape could not be tuned. Raises argparse.ArgumentError."""
-    if options.json and (options.list or options.export or options.clear):
-        raise argparse.ArgumentError(None, "--json is about what is tuned; --export PATH writes what is remembered")
+    given = [each.name for each in fields(options) if getattr(options, each.name) != each.default]
+    instead = [name for name in given if name in ("list", "export", "clear")]  # of tuning
+    others = ["OP" if name == "operation" else f"--{name}" for name in given if name not in instead]
+    if instead and others:
+        raise argparse.ArgumentError(
+            None,
+            f"--{instead[0]} is about all that is remembered, and goes without {', '.join(others)}; --export PATH "
+            f"writes it as JSON",
+        )
     to_stderr = "-" in (options.json, options.export)
     console = Console(stderr=to_stderr, highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     if options.list:
