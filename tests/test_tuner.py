@@ -301,6 +301,35 @@ def test_what_cant_be_tuned_is_refused_in_a_sentence(problem, said):
         problem.check(2)
 
 
+@pytest.mark.quick
+def test_on_one_rank_the_product_alone_is_tuned():
+    for operation in ("all", None):
+        asked = tune_command.Options(operation=operation, shape="tiny")
+        assert {problem.operation for problem in tune_command.problems_of(asked, 1)} == {"matmul"}
+        assert {problem.operation for problem in tune_command.problems_of(asked, 2)} == {"matmul", AG, RS, AR}
+
+
+@pytest.mark.ranks(2)
+def test_a_grid_of_what_is_no_field_is_refused_before_anything_is_measured(ctx):
+    for operation, field in (("matmul", "num_comm"), (AG, "bogus")):
+        with pytest.raises(ValueError, match=f"grid: {operation} has no field '{field}'; it has .*block_m"):
+            tuner.tune(operation, *SHAPE, ctx=ctx, measure=None, grid={field: [1]})
+
+
+@pytest.mark.ranks(2)
+def test_the_outcome_says_where_calls_take_the_plain_path_whatever_is_tuned(ctx, tmp_path):
+    before = ctx.tuned
+    try:
+        outcome = search(ctx, tmp_path, grid={"num_comm": [1]})
+        assert outcome.choice == tkernels.explain(AG, *SHAPE, FP32, ctx=ctx)
+        for path in ("fused", "plain"):
+            outcome.choice = tkernels.paths.Choice(path, "8 bytes are too few to hide")
+            said = "; used with path='fused' alone, for calls of this size are plain: 8 bytes are too few to hide"
+            assert tune_command.summary(outcome).endswith(said) == (path == "plain")
+    finally:
+        forget(ctx, before)
+
+
 @pytest.mark.ranks(2)
 def test_operands_lie_in_memory_as_their_layout_says_and_the_result_is_for_calls_with_such_operands(ctx):
     for layout in ("TN", "NN", "NT", "TT", "pointers"):
@@ -468,9 +497,8 @@ def test_a_grid_is_the_product_of_its_values():
     ]  # fmt: skip
     assert not refused
     assert changed(default, {"max_programs": 100}).gemm.max_programs is None
-    for words, said in {"stages=3": "'stages' is no field", "split=x": "give whole numbers, as in split=1,2"}.items():
-        with pytest.raises(ValueError, match=re.escape(said)):
-            parse_grid([words])
+    with pytest.raises(ValueError, match="split=x: give whole numbers, as in split=1,2"):
+        parse_grid(["split=x"])
 
 
 # Compiling ahead: with a compiler of our own here, with Triton's in test_compile.
@@ -532,8 +560,10 @@ def command(arguments: str, capsys) -> str:
 def test_the_command_tunes_lists_exports_and_clears(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TKERNELS_CACHE", str(tmp_path / "cache"))
     lines = tmp_path / "outcome.jsonl"
-    asked = f"matmul --shape 32x32x32 --ranks 1 --dtype fp32 --grid group_m=1,2 --json {lines}"
-    assert "matmul 32x32x32 float32 TN: " in command(asked, capsys)
+    asked = f"all --shape 32x32x32 --ranks 1 --dtype fp32 --grid group_m=1,2 --json {lines}"
+    said = command(asked, capsys)
+    assert said.startswith("one rank multiplies alone, whatever the operation: matmul is tuned, and the others are")
+    assert "[1/1] matmul 32x32x32 float32 TN: " in said and "path='fused'" not in said
     (outcome,) = map(json.loads, lines.read_text().splitlines())
     assert outcome["problem"]["M"] == 32 and len(outcome["measured"]) >= 2
 
@@ -557,8 +587,9 @@ def test_the_command_tunes_lists_exports_and_clears(tmp_path, monkeypatch, capsy
         ("--shape huge --ranks 2", "there is no shape 'huge' for matmul or all_gather_matmul or"),
         ("matmul --shape 64x0x64 --ranks 1", "64x0x64: M, N and K must be at least 1"),
         ("all_gather_matmul --shape 64x65x64 --ranks 2", "N=65 doesn't divide by 2 ranks"),
-        ("matmul --shape 64x64x64 --ranks 1 --grid num_comm=1", "--grid: matmul has only the fields block_m"),
-        ("matmul --shape 64x64x64 --ranks 1 --grid speed=1", "'speed' is no field of a configuration"),
+        ("all_gather_matmul --shape tiny --ranks 1", "one rank multiplies alone, so all_gather_matmul is matmul there"),
+        ("matmul --shape 64x64x64 --ranks 1 --grid num_comm=1", "matmul has no field 'num_comm'; it has block_m, "),
+        ("--shape 64x64x64 --ranks 2 --grid speed=1", "has no field 'speed'; it has "),
     ],
 )
 def test_the_command_refuses_in_a_sentence(arguments, said, capsys):

@@ -32,10 +32,11 @@ from tkernels.configs import (
     travelling,
 )
 from tkernels.gemm import num_programs
+from tkernels.paths import Choice, explain
 from tkernels.testing.compare import tolerance
 from tkernels.timing import agree
 from tkernels.timing import measure as measure_all
-from tkernels.tuner.candidates import Room, describe, neighbours, product, survey
+from tkernels.tuner.candidates import Room, check_grid, describe, neighbours, product, survey
 from tkernels.tuner.compile import compile_ahead, sentence
 from tkernels.tuner.problem import Operands, Problem
 from tkernels.tuner.progress import Progress
@@ -68,7 +69,8 @@ class Outcome:
 
     best, default: the chosen configuration, and the one by rule. measured: all candidates, the best first.
     refused: how many candidates were not measured, by reason. library_us: this rank's product alone, by torch.
-    seconds: the search took. finished: False if the budget ended it early. remembered: the file.
+    seconds: the search took. finished: False if the budget ended it early. remembered: the file. choice: the path that
+    calls of this size take by themselves, which must be fused for what was found to count; None for matmul.
     """
 
     problem: Problem
@@ -80,6 +82,7 @@ class Outcome:
     seconds: float = 0.0
     finished: bool = True
     remembered: str | None = None
+    choice: Choice | None = None
 
 
 def tune(
@@ -96,9 +99,10 @@ def tune(
     remember: bool = True,
     measure=measure_all,
 ) -> Outcome:
-    """Collective. Find the fastest configuration of an operation on a shape; calls of its bucket then use it.
+    """Collective. Find the fastest configuration of an operation on a shape; fused calls of its bucket then use it.
 
-    operation: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce" or "matmul". M, N, K: over all ranks.
+    operation: "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce", on 2 ranks or more, or "matmul".
+    M, N, K: over all ranks.
     layout: w's and x's as BLAS names them; TN: as nn.Linear has w, NN: w.t() of a [K, N] matrix. Where TMA can't take
         matrices of these sizes, the result is for the layout "pointers", as which calls look it up.
     budget_s: no new round begins after so many seconds, but for the last one, among the best. Compilations are not
@@ -112,8 +116,11 @@ def tune(
     ctx = ctx or current_context()
     problem = Problem(operation, M, N, K, dtype, layout)
     problem.check(ctx.size)
+    check_grid(grid or {}, operation)
     with torch.no_grad(), Progress(str(problem), shown=ctx.rank == 0) as progress:
         outcome = _Search(ctx, problem, budget_s, measure, progress).run(grid)
+    if operation != "matmul":
+        outcome.choice = explain(operation, M, N, K, dtype, ctx=ctx)
     record = _record(ctx, outcome)
     path = _remember(record) if remember and ctx.rank == 0 else None
     record, outcome.remembered = ctx.group.gather((record, path))[0]  # one date for all

@@ -16,7 +16,7 @@ from tkernels.comm import tuned
 from tkernels.configs import OPERATIONS
 from tkernels.launch import RankError, RankPool, default_ranks
 from tkernels.tuner import BUDGET_S, Outcome, tune
-from tkernels.tuner.candidates import GEMM_FIELDS, parse_grid
+from tkernels.tuner.candidates import check_grid, parse_grid
 from tkernels.tuner.problem import Problem
 
 BEST = 5
@@ -69,7 +69,9 @@ def problems_of(options: Options, ranks: int) -> list[Problem]:
     """What to tune: for each shape, the largest product first, since its chunks bind the others. Raises ValueError."""
     if options.operation not in (None, "all", *OPERATIONS):
         raise ValueError(f"there is no operation {options.operation!r}; there are {', '.join(OPERATIONS)}, and all")
-    asked = list(OPERATIONS) if options.operation in (None, "all") else [options.operation]
+    asked = [options.operation]
+    if options.operation in (None, "all"):
+        asked = list(OPERATIONS) if ranks > 1 else ["matmul"]
     simulated = tkernels.RUNTIME == "simulated"
     names = (options.shape or ("tiny" if simulated else "layers")).split(",")
     dtype, problems = shapes.DTYPES[options.dtype], []
@@ -89,6 +91,8 @@ def _tune(console: Console, options: Options) -> int:
         grid = _grid_of(options, problems)
     except ValueError as error:
         raise argparse.ArgumentError(None, str(error)) from None
+    if ranks == 1 and options.operation in (None, "all"):
+        console.print("one rank multiplies alone, whatever the operation: matmul is tuned, and the others are left out")
     outcomes, failed = [], 0
     with RankPool(ranks, ctx_options={"transport": options.transport}) as pool:
         _start(pool)
@@ -113,10 +117,10 @@ def _tune(console: Console, options: Options) -> int:
     return 1 if failed else 0
 
 
-def _grid_of(options: Options, problems: list[Problem]) -> dict | None:
-    grid = parse_grid(list(options.grid)) if options.grid else None
-    if grid and set(grid) - set(GEMM_FIELDS) and any(problem.operation == "matmul" for problem in problems):
-        raise ValueError(f"--grid: matmul has only the fields {', '.join(GEMM_FIELDS)}")
+def _grid_of(options: Options, problems: list[Problem]) -> dict:
+    grid = parse_grid(list(options.grid))
+    for problem in problems:
+        check_grid(grid, problem.operation)
     return grid
 
 
@@ -134,7 +138,7 @@ def started(ctx):
     """What a rank does for no shape."""
 
 
-def search(ctx, problem: Problem, budget_s: float, grid: dict | None) -> Outcome:
+def search(ctx, problem: Problem, budget_s: float, grid: dict) -> Outcome:
     """Collective. What each rank does for a shape."""
     names = ("operation", "M", "N", "K", "dtype")
     return tune(
@@ -149,7 +153,10 @@ def summary(outcome: Outcome) -> str:
     if best != default:
         text += f", {default.us / best.us:.2f}x the default's {default.us:.1f}"
     text += f"; {len(outcome.measured)} measured in {outcome.seconds:.1f} s"
-    return text if outcome.finished else f"{text}, cut short by the budget"
+    text += "" if outcome.finished else ", cut short by the budget"
+    if outcome.choice and outcome.choice.path == "plain":
+        text += f"; used with path='fused' alone, for calls of this size are {outcome.choice}"
+    return text
 
 
 def table_of(outcome: Outcome) -> Table:

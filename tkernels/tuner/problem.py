@@ -33,6 +33,11 @@ class Problem:
         """Raises ValueError for what can't be tuned on so many ranks."""
         if self.operation not in OPERATIONS:
             raise ValueError(f"tune: there is no {self.operation!r}; there are {', '.join(OPERATIONS)}")
+        if ranks == 1 and self.operation != "matmul":
+            raise ValueError(
+                f"tune: one rank multiplies alone, so {self.operation} is matmul there, with matmul's configuration; "
+                f"tune matmul, or on 2 ranks or more"
+            )
         if min(self.M, self.N, self.K) < 1:
             raise ValueError(f"tune: M={self.M}, N={self.N}, K={self.K} must be at least 1")
         if self.layout not in LAYOUTS or (self.operation == "all_gather_matmul" and self.layout in ("NT", "TT")):
