@@ -117,13 +117,14 @@ def test_a_call_that_was_made_before_is_made_with_the_new_configuration_too(ctx,
 
 
 @pytest.mark.ranks(2)
-def test_the_local_product_is_tuned_alike(ctx, tmp_path):
-    before = ctx.tuned
+def test_the_local_product_is_tuned_alike_for_whatever_context_is_the_default_one(ctx, tmp_path):
+    before, us = ctx.tuned, functools.partial(best_with, "group_m=4")
     try:
-        outcome = search(ctx, tmp_path, "matmul", functools.partial(best_with, "group_m=4"), grid={"group_m": [1, 4]})
-        with mock.patch("tkernels.configs.current_context", lambda: ctx):
+        with tkernels.init(ctx.group.process_group, heap_bytes=16 << 20, default=False) as other:
+            outcome = search(other, tmp_path, "matmul", us, grid={"group_m": [1, 4]}, remember=False)
+            assert tkernels.current_context() is not other
             assert gemm_config(*SHAPE, FP32, "TN") == outcome.best.config
-        assert outcome.best.config == replace(default_config(64, 64, FP32), group_m=4)
+            assert outcome.best.config == replace(default_config(64, 64, FP32), group_m=4)
     finally:
         forget(ctx, before)
 

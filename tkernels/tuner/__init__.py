@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tkernels.comm import runtime, tuned
-from tkernels.comm.context import Context, current_context
+from tkernels.comm.context import Context, current_context, open_contexts
 from tkernels.configs import (
     KEY,
     GemmConfig,
@@ -108,7 +108,8 @@ def tune(
     budget_s: no new round begins after so many seconds, but for the last one, among the best. Compilations are not
         counted, which many shapes have in common.
     grid: values by field, to try all their combinations instead of what the tuner would.
-    remember: on disk, for later processes ($TKERNELS_CACHE); False: for this context alone.
+    remember: on disk, for later processes ($TKERNELS_CACHE); False: for this context alone, or for all open
+        ones if it is matmul, which belongs to none.
     measure: as timing.measure.
 
     Raises ValueError for what can't be tuned, the same on every rank; RuntimeError where not even the default runs.
@@ -124,8 +125,10 @@ def tune(
     record = _record(ctx, outcome)
     path = _remember(record) if remember and ctx.rank == 0 else None
     record, outcome.remembered = ctx.group.gather((record, path))[0]  # one date for all
-    ctx.tuned = [known for known in ctx.tuned if known["key"] != record["key"]] + [record]
-    forget_choices(ctx)
+    # Products of one rank alone look up the default context's, whichever that is when they are made.
+    for each in open_contexts() if operation == "matmul" else [ctx]:
+        each.tuned = [known for known in each.tuned if known["key"] != record["key"]] + [record]
+        forget_choices(each)
     return outcome
 
 
