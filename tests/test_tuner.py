@@ -458,7 +458,7 @@ def test_the_model_weighs_the_wire_against_the_tiles(on_a_gpu):
 
 @pytest.mark.quick
 def test_neighbours_are_one_change_away(on_a_gpu):
-    found, _ = candidates.neighbours(on_a_gpu, on_a_gpu, ROOM, 1200.0)
+    found, _ = candidates.neighbours(on_a_gpu, ROOM, 1200.0)
     names = [describe(config, on_a_gpu) for config in found]
     copied = [config for config in found if config.num_comm == 0]
     assert [config.copy_rows for config in copied] == [2048, 1024, 512]
@@ -475,13 +475,13 @@ def test_that_all_programs_send_is_a_change_of_reductions_and_no_other_changes_c
     default = replace(on_a_gpu, gemm=replace(on_a_gpu.gemm, num_stages=3))
     copied = replace(default, num_comm=0, chunk_rows=room.landing_rows, copy_rows=1024)
     for config in (default, copied, replace(default, split_tiles=32)):
-        found, _ = candidates.neighbours(config, default, room, 1200.0)
+        found, _ = candidates.neighbours(config, room, 1200.0)
         (one,) = [each for each in found if each.interleaved] or [None]
         change = {"num_comm": 0, "interleaved": True, "copy_rows": None, "split_tiles": None}
         assert one == (None if operation == AG else replace(config, **change))
     if operation != AG:
         assert predicted_us(one, room, 1200.0) > 1200.0
-        found, _ = candidates.neighbours(one, one, room, 1200.0)
+        found, _ = candidates.neighbours(one, room, 1200.0)
         names = [describe(each, one) for each in found]
         assert any("interleaved=False" in name for name in names)  # programs that are set apart, and copies
         assert not any(name.startswith(candidates.NOT_INTERLEAVED) for name in names)

@@ -192,7 +192,7 @@ class _Search:
         else:
             found, refused = survey([self.default, *self.bases], self.room, self.library_us)
             tried = self._halve(found, refused, self.default)
-            tried = self._halve(*neighbours(tried[0], self.default, self.room, self.library_us), *tried)
+            tried = self._halve(*neighbours(tried[0], self.room, self.library_us), *tried)
         finalists, finished = tried[:FINALISTS], self._in_time()
         if all(self._binds(config) for config in finalists):
             finalists.append(self._best_free(self.measured))

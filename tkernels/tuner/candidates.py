@@ -261,7 +261,7 @@ def nearest(values, to: int) -> list[int]:
     return sorted(values, key=lambda value: max(value / to, to / value))
 
 
-def neighbours(config, default, room: Room, gemm_us: float) -> tuple[list, Counter]:
+def neighbours(config, room: Room, gemm_us: float) -> tuple[list, Counter]:
     """(configurations one change away, those that the model likes best; why not the others, and how many).
 
     That the copy engine sends, and how many rows at a time, is one change, and that all programs do is one.
