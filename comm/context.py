@@ -93,6 +93,11 @@ def current_context() -> "Context":
     return next(reversed(_contexts.values()))
 
 
+def open_contexts() -> list["Context"]:
+    """All that have not been finalized."""
+    return list(_contexts.values())
+
+
 def find_context(name: str) -> "Context":
     """The context of that name; torch operators carry names, since an operator's arguments are plain values."""
     if name not in _contexts:

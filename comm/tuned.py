@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import sys
-import tempfile
+import uuid
 import warnings
 from pathlib import Path
 
@@ -54,15 +54,16 @@ def save(record: dict) -> Path:
     record = {"format": FORMAT, **record}
     text = json.dumps(record, indent=1)
     folder().mkdir(parents=True, exist_ok=True)
-    handle, draft = tempfile.mkstemp(dir=folder(), suffix=".draft")
+    path = folder() / _file_name(record["key"])
+    draft = folder() / f"{uuid.uuid4().hex}.draft"  # not of tempfile, whose files nobody else may read
     try:
-        with os.fdopen(handle, "w") as file:
+        with open(draft, "x") as file:
             file.write(text + "\n")
-        os.replace(draft, folder() / _file_name(record["key"]))
+        os.replace(draft, path)
     except BaseException:
-        os.unlink(draft)
+        draft.unlink(missing_ok=True)
         raise
-    return folder() / _file_name(record["key"])
+    return path
 
 
 def _file_name(key: dict) -> str:

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import warnings
+import weakref
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,24 @@ def test_candidates_are_measured_in_changing_orders_which_all_ranks_share(ctx):
     assert all(sorted(ran[at : at + 4]) == list(names) for at in range(0, len(ran), 4))
     assert set(itertools.permutations(names, 2)) <= set(itertools.pairwise(ran))
     assert all(theirs == ran for theirs in ctx.group.gather(ran))
+
+
+class Alone:
+    """A rank's context, as far as a measurement asks it; and its group."""
+
+    device = torch.device("cpu")
+    barrier = gather = staticmethod(lambda *value: list(value))
+    group = property(lambda self: self)
+
+
+@pytest.mark.quick
+def test_nothing_that_was_measured_with_is_kept():
+    """On a GPU that is a buffer larger than the L2 cache, beside the context."""
+    ctx = Alone()
+    assert timing.measure(ctx, {"nothing": int}, 1)[0]["nothing"].us >= 0
+    kept = weakref.ref(ctx)
+    del ctx
+    assert kept() is None
 
 
 def test_the_command_prints_a_table_and_writes_a_line_with_all_fields(checkout, tmp_path):

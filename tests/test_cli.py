@@ -59,7 +59,15 @@ def test_version(capsys):
         ("tune --budget soon", "--budget: takes a number of seconds above 0, not 'soon'"),
         ("tune --layout row", "invalid choice: 'row'"),
         ("tune --list --clear", "not allowed with argument --list"),
-        ("tune --list --json -", "--json is about what is tuned; --export PATH writes what is remembered"),
+        (
+            "tune --list --json -",
+            "--list is about all that is remembered, and goes without --json; --export PATH writes it as JSON",
+        ),
+        (
+            "tune nosuch --shape 8x8x8 --ranks 1 --dtype fp32 --clear",
+            "--clear is about all that is remembered, and goes without OP, --shape, --ranks, --dtype",
+        ),
+        ("tune --export - --layout NN --budget 3 --grid split=1", "goes without --layout, --budget, --grid"),
     ],
 )
 def test_a_wrong_argument_gets_one_sentence_and_exit_code_2(arguments, said, capsys):

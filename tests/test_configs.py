@@ -2,7 +2,9 @@
 
 import doctest
 import itertools
+import json
 import math
+import re
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 from unittest import mock
@@ -312,24 +314,76 @@ def test_a_smaller_product_is_bound_to_the_chunks_of_a_larger_one():
     [
         (asdict(TUNED) | {"speed": 3}, "OverlapConfig has no speed"),
         (asdict(TUNED) | {"gemm": {"block_q": 3}}, "GemmConfig has no block_q"),
-        (asdict(TUNED) | {"num_comm": "12"}, "num_comm='12' is no positive number"),
-        (asdict(TUNED) | {"num_comm": -1}, "num_comm=-1 is no positive number"),
-        (asdict(TUNED) | {"put_block": 0}, "put_block=0 is no positive number"),
+        (asdict(TUNED) | {"num_comm": "12"}, "OverlapConfig: num_comm='12' must be a whole number of at least 0"),
         (asdict(TUNED) | {"interleaved": True}, "all programs send, so num_comm must be 0, and is 1"),
         (asdict(TUNED) | {"interleaved": True, "num_comm": 0, "split_tiles": 3}, "no tile is split, but split_tiles=3"),
-        (asdict(TUNED) | {"gemm": {"block_m": 96}, "chunk_rows": 96}, "block_m=96 is no power of two"),
+        (asdict(TUNED) | {"gemm": {"block_m": 96}, "chunk_rows": 96}, "GemmConfig: block_m=96 must be a power of two"),
         (asdict(TUNED) | {"chunk_rows": 100}, "chunk_rows=100 must be a multiple or a divisor of block_m=64"),
         (asdict(TUNED) | {"chunk_rows": 4}, "chunk_rows=4 is 16 chunks for a tile of block_m=64; there may be 8"),
         # Of 64 or 128 rows, which another rank's tiles may have by rule.
         (asdict(TUNED) | {"gemm": {"block_m": 16}, "chunk_rows": 4}, r"chunk_rows=4 is no multiple of \d+"),
         (asdict(TUNED) | {"gemm": {"block_m": 16}, "chunk_rows": 48}, r"chunk_rows=48 is no multiple of \d+"),
-        ({"num_comm": 3}, "gemm"),
+        ({"num_comm": 3}, "None is no GemmConfig"),
+        (asdict(TUNED) | {"gemm": []}, r"\[\] is no GemmConfig"),
+        (None, "None is no OverlapConfig"),
     ],
 )
 def test_settings_that_make_no_sense_are_ignored_with_a_warning(config, reason):
-    ctx = context(record(config))
+    check_that_it_is_ignored(record(TUNED) | {"config": config}, reason)
+
+
+def check_that_it_is_ignored(record, reason):
     with pytest.warns(UserWarning, match=f"are ignored: .*{reason}"):
-        assert overlap_config(ctx, AG, 256, 64, 128, BF16, "TN") == rule(AG, 256, 64, 128)
+        assert overlap_config(context(record), AG, 256, 64, 128, BF16, "TN") == rule(AG, 256, 64, 128)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"operation": ["matmul"]}, {"M": 255}, {"M": 256.0}, {"N": "64"}, {"K": None}, {"dtype": "bf16"},
+        {"dtype": ["bfloat16"]}, {"layout": ["TN"]}, {"layout": "TNN"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_keys_that_make_no_sense_are_ignored_with_a_warning(damage):
+    damaged = record(TUNED)
+    damaged["key"] |= damage
+    check_that_it_is_ignored(damaged, r"there is no bucket \(.*\)")
+
+
+def test_whatever_a_configuration_may_be_can_be_remembered():
+    whole = OverlapConfig(
+        GemmConfig(16, 32, 16, 1, 1, 1, 1, False, 1), 16, 0, landing=True, copy_rows=32, put_block=16,
+        max_registers=1, max_programs=1, split_tiles=0, max_splits=1,
+    )  # fmt: skip
+    for config, operation in ((whole, AG), (whole.gemm, "matmul")):
+        assert configs.read_record(json.loads(json.dumps(record(config, operation))))[1] == config
+
+
+@pytest.mark.parametrize(
+    "kind, field, value, allowed",
+    [
+        (GemmConfig, "block_m", 0, "a power of two of at least 16"),
+        (GemmConfig, "block_k", 48, "a power of two of at least 16"),
+        (GemmConfig, "group_m", 0, "a whole number of at least 1"),
+        (GemmConfig, "split", 4, "1 or 2"),
+        (GemmConfig, "num_warps", 6, "a power of two"),
+        (GemmConfig, "num_stages", 2.0, "a whole number of at least 1"),
+        (GemmConfig, "use_tma", None, "True or False"),
+        (GemmConfig, "max_programs", 0, "None, or a whole number of at least 1"),
+        (OverlapConfig, "gemm", {}, "a GemmConfig"),
+        (OverlapConfig, "chunk_rows", 0, "a whole number of at least 1"),
+        (OverlapConfig, "num_comm", -1, "a whole number of at least 0"),
+        (OverlapConfig, "put_block", 100, "a power of two of at least 16"),
+        (OverlapConfig, "copy_rows", 0, "None, or a whole number of at least 1"),
+        (OverlapConfig, "split_tiles", -1, "None, or a whole number of at least 0"),
+        (OverlapConfig, "max_splits", 0, "a whole number of at least 1"),
+    ],
+)
+def test_a_field_that_makes_no_sense_is_refused(kind, field, value, allowed):
+    said = f"{kind.__name__}: {field}={value!r} must be {allowed}"
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        kind(**{field: value})
 
 
 def test_the_local_product_has_buckets_too():

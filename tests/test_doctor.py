@@ -106,8 +106,10 @@ def test_links_are_read_from_nvidia_smi():
     kinds = inventory.link_kinds(TOPOLOGY)
     assert kinds == {(0, 1): "NV18", (1, 0): "NV18", (0, 2): "SYS", (2, 0): "SYS", (1, 2): "PHB", (2, 1): "PHB"}
     assert inventory.link_kinds("") == inventory.link_kinds("No devices were found\n") == {}
-    described = {kind: inventory.Link((0, 1), True, kind).description for kind in ("NV18", "PHB", "unknown")}
-    assert described == {"NV18": "18 x NVLink", "PHB": "PCIe, through the CPU", "unknown": "unknown link"}
+    described = {kind: inventory.Link((0, 1), True, kind).description for kind in ("NV18", "PHB")}
+    assert described == {"NV18": "18 x NVLink", "PHB": "PCIe, through the CPU"}
+    for kind in ("unknown", "N/A", "", "NV18+"):
+        assert inventory.Link((0, 1), True, kind).description == "unknown link"
 
 
 @pytest.mark.quick

@@ -275,6 +275,12 @@ def test_a_call_that_is_wrong_raises_where_it_is_made(sim):
         sim.Stream("main")
 
 
+def test_a_stream_without_a_name_gets_a_free_one(sim):
+    sim.Stream("stream2")
+    assert [sim.Stream().name for _ in range(2)] == ["stream3", "stream4"]
+    assert Simulator().Stream().name == "stream1"
+
+
 def test_what_is_no_torch_operation_is_launched_under_its_name(sim):
     with sim:
         a = torch.ones(2)

@@ -1,6 +1,7 @@
 """Records on disk: found again where they hold, ignored with a warning where damaged, safe to write at once."""
 
 import json
+import os
 import threading
 
 import pytest
@@ -36,6 +37,16 @@ def test_a_record_is_found_again_and_replaced_by_one_of_its_key(cache):
     records, damaged = tuned.saved()
     assert sorted(times(records)) == [2.0, 3.0] and damaged == {}
     assert sorted(times(tuned.known(2, "simulated"))) == [2.0, 3.0]
+
+
+def test_others_who_share_the_folder_may_read_records_where_the_umask_lets_them(cache):
+    usual = os.umask(0o022)
+    try:
+        assert tuned.save(record()).stat().st_mode & 0o777 == 0o644
+        os.umask(0o077)
+        assert tuned.save(record(M=128)).stat().st_mode & 0o777 == 0o600
+    finally:
+        os.umask(usual)
 
 
 def test_only_what_holds_here_is_known(cache):

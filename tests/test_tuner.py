@@ -18,6 +18,8 @@ import tkernels
 from tkernels import cli, tuner
 from tkernels.comm import runtime, tuned
 from tkernels.configs import GemmConfig, OverlapConfig, default_config, default_overlap, gemm_config, overlap_config
+from tkernels.gemm import layout_of
+from tkernels.launch import RankError
 from tkernels.timing import Timing
 from tkernels.tuner import candidates
 from tkernels.tuner import command as tune_command
@@ -115,13 +117,14 @@ def test_a_call_that_was_made_before_is_made_with_the_new_configuration_too(ctx,
 
 
 @pytest.mark.ranks(2)
-def test_the_local_product_is_tuned_alike(ctx, tmp_path):
-    before = ctx.tuned
+def test_the_local_product_is_tuned_alike_for_whatever_context_is_the_default_one(ctx, tmp_path):
+    before, us = ctx.tuned, functools.partial(best_with, "group_m=4")
     try:
-        outcome = search(ctx, tmp_path, "matmul", functools.partial(best_with, "group_m=4"), grid={"group_m": [1, 4]})
-        with mock.patch("tkernels.configs.current_context", lambda: ctx):
+        with tkernels.init(ctx.group.process_group, heap_bytes=16 << 20, default=False) as other:
+            outcome = search(other, tmp_path, "matmul", us, grid={"group_m": [1, 4]}, remember=False)
+            assert tkernels.current_context() is not other
             assert gemm_config(*SHAPE, FP32, "TN") == outcome.best.config
-        assert outcome.best.config == replace(default_config(64, 64, FP32), group_m=4)
+            assert outcome.best.config == replace(default_config(64, 64, FP32), group_m=4)
     finally:
         forget(ctx, before)
 
@@ -299,13 +302,59 @@ def test_what_cant_be_tuned_is_refused_in_a_sentence(problem, said):
         problem.check(2)
 
 
-@pytest.mark.ranks(2)
-def test_operands_lie_in_memory_as_their_layout_says(ctx):
-    from tkernels.gemm import layout_of
+@pytest.mark.quick
+def test_on_one_rank_the_product_alone_is_tuned():
+    for operation in ("all", None):
+        asked = tune_command.Options(operation=operation, shape="tiny")
+        assert {problem.operation for problem in tune_command.problems_of(asked, 1)} == {"matmul"}
+        assert {problem.operation for problem in tune_command.problems_of(asked, 2)} == {"matmul", AG, RS, AR}
 
+
+@pytest.mark.ranks(2)
+def test_a_grid_of_what_is_no_field_is_refused_before_anything_is_measured(ctx):
+    for operation, field in (("matmul", "num_comm"), (AG, "bogus")):
+        with pytest.raises(ValueError, match=f"grid: {operation} has no field '{field}'; it has .*block_m"):
+            tuner.tune(operation, *SHAPE, ctx=ctx, measure=None, grid={field: [1]})
+
+
+@pytest.mark.ranks(2)
+def test_the_outcome_says_where_calls_take_the_plain_path_whatever_is_tuned(ctx, tmp_path):
+    before = ctx.tuned
+    try:
+        outcome = search(ctx, tmp_path, grid={"num_comm": [1]})
+        assert outcome.choice == tkernels.explain(AG, *SHAPE, FP32, ctx=ctx)
+        for path in ("fused", "plain"):
+            outcome.choice = tkernels.paths.Choice(path, "8 bytes are too few to hide")
+            said = "; used with path='fused' alone, for calls of this size are plain: 8 bytes are too few to hide"
+            assert tune_command.summary(outcome).endswith(said) == (path == "plain")
+    finally:
+        forget(ctx, before)
+
+
+@pytest.mark.ranks(2)
+def test_operands_lie_in_memory_as_their_layout_says_and_the_result_is_for_calls_with_such_operands(ctx):
     for layout in ("TN", "NN", "NT", "TT", "pointers"):
-        operands = Operands(ctx, Problem(RS, 64, 32, 64, torch.bfloat16, layout), 0)
-        assert layout_of(operands.x, operands.w) == layout
+        problem = Problem(RS, 64, 32, 64, torch.bfloat16, layout)
+        operands = Operands(ctx, problem, 0)
+        assert layout_of(operands.x, operands.w) == layout == problem.key(2)[-1]
+    for operation, M, N, K, layout in [  # TMA can't take these
+        (RS, 64, 33, 64, "TN"), (AR, 64, 32, 66, "NN"), (AG, 64, 66, 64, "TN"), (RS, 63, 32, 64, "TT"),
+        ("matmul", 64, 33, 64, "TN"), (AG, 1, 64, 63, "NN"),
+    ]:  # fmt: skip
+        problem = Problem(operation, M, N, K, torch.bfloat16, layout)
+        operands = Operands(ctx, problem, 0)
+        assert layout_of(operands.x, operands.w) == "pointers" == problem.key(2)[-1], problem
+
+
+@pytest.mark.ranks(2)
+def test_what_tma_cant_take_is_tuned_for_the_calls_that_go_by_pointers(ctx, tmp_path):
+    before = ctx.tuned
+    try:
+        outcome = search(ctx, tmp_path, shape=(64, 68, 64), grid={"num_comm": [1]})
+        assert outcome.best.config.num_comm == 1
+        assert overlap_config(ctx, AG, 64, 34, 64, FP32, "pointers") == outcome.best.config
+    finally:
+        forget(ctx, before)
 
 
 # Candidates: of an H200, whatever runs here.
@@ -409,7 +458,7 @@ def test_the_model_weighs_the_wire_against_the_tiles(on_a_gpu):
 
 @pytest.mark.quick
 def test_neighbours_are_one_change_away(on_a_gpu):
-    found, _ = candidates.neighbours(on_a_gpu, on_a_gpu, ROOM, 1200.0)
+    found, _ = candidates.neighbours(on_a_gpu, ROOM, 1200.0)
     names = [describe(config, on_a_gpu) for config in found]
     copied = [config for config in found if config.num_comm == 0]
     assert [config.copy_rows for config in copied] == [2048, 1024, 512]
@@ -426,13 +475,13 @@ def test_that_all_programs_send_is_a_change_of_reductions_and_no_other_changes_c
     default = replace(on_a_gpu, gemm=replace(on_a_gpu.gemm, num_stages=3))
     copied = replace(default, num_comm=0, chunk_rows=room.landing_rows, copy_rows=1024)
     for config in (default, copied, replace(default, split_tiles=32)):
-        found, _ = candidates.neighbours(config, default, room, 1200.0)
+        found, _ = candidates.neighbours(config, room, 1200.0)
         (one,) = [each for each in found if each.interleaved] or [None]
         change = {"num_comm": 0, "interleaved": True, "copy_rows": None, "split_tiles": None}
         assert one == (None if operation == AG else replace(config, **change))
     if operation != AG:
         assert predicted_us(one, room, 1200.0) > 1200.0
-        found, _ = candidates.neighbours(one, one, room, 1200.0)
+        found, _ = candidates.neighbours(one, room, 1200.0)
         names = [describe(each, one) for each in found]
         assert any("interleaved=False" in name for name in names)  # programs that are set apart, and copies
         assert not any(name.startswith(candidates.NOT_INTERLEAVED) for name in names)
@@ -449,9 +498,8 @@ def test_a_grid_is_the_product_of_its_values():
     ]  # fmt: skip
     assert not refused
     assert changed(default, {"max_programs": 100}).gemm.max_programs is None
-    for words, said in {"stages=3": "'stages' is no field", "split=x": "give whole numbers, as in split=1,2"}.items():
-        with pytest.raises(ValueError, match=re.escape(said)):
-            parse_grid([words])
+    with pytest.raises(ValueError, match="split=x: give whole numbers, as in split=1,2"):
+        parse_grid(["split=x"])
 
 
 # Compiling ahead: with a compiler of our own here, with Triton's in test_compile.
@@ -513,8 +561,10 @@ def command(arguments: str, capsys) -> str:
 def test_the_command_tunes_lists_exports_and_clears(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TKERNELS_CACHE", str(tmp_path / "cache"))
     lines = tmp_path / "outcome.jsonl"
-    asked = f"matmul --shape 32x32x32 --ranks 1 --dtype fp32 --grid group_m=1,2 --json {lines}"
-    assert "matmul 32x32x32 float32 TN: " in command(asked, capsys)
+    asked = f"all --shape 32x32x32 --ranks 1 --dtype fp32 --grid group_m=1,2 --json {lines}"
+    said = command(asked, capsys)
+    assert said.startswith("one rank multiplies alone, whatever the operation: matmul is tuned, and the others are")
+    assert "[1/1] matmul 32x32x32 float32 TN: " in said and "path='fused'" not in said
     (outcome,) = map(json.loads, lines.read_text().splitlines())
     assert outcome["problem"]["M"] == 32 and len(outcome["measured"]) >= 2
 
@@ -538,8 +588,9 @@ def test_the_command_tunes_lists_exports_and_clears(tmp_path, monkeypatch, capsy
         ("--shape huge --ranks 2", "there is no shape 'huge' for matmul or all_gather_matmul or"),
         ("matmul --shape 64x0x64 --ranks 1", "64x0x64: M, N and K must be at least 1"),
         ("all_gather_matmul --shape 64x65x64 --ranks 2", "N=65 doesn't divide by 2 ranks"),
-        ("matmul --shape 64x64x64 --ranks 1 --grid num_comm=1", "--grid: matmul has only the fields block_m"),
-        ("matmul --shape 64x64x64 --ranks 1 --grid speed=1", "'speed' is no field of a configuration"),
+        ("all_gather_matmul --shape tiny --ranks 1", "one rank multiplies alone, so all_gather_matmul is matmul there"),
+        ("matmul --shape 64x64x64 --ranks 1 --grid num_comm=1", "matmul has no field 'num_comm'; it has block_m, "),
+        ("--shape 64x64x64 --ranks 2 --grid speed=1", "has no field 'speed'; it has "),
     ],
 )
 def test_the_command_refuses_in_a_sentence(arguments, said, capsys):
@@ -556,6 +607,33 @@ def test_what_no_shape_can_be_tuned_with_is_said_once(capsys):
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     assert err.startswith(f"tkernels: init: transport='{transport}' can't reach every rank")
+
+
+class RanksThatFail:
+    """Stand for the ranks, and keep what they were given time for."""
+
+    asked = []
+
+    def __init__(self, ranks, ctx_options):
+        pass
+
+    def run(self, fn, *args, timeout_s=None):
+        if fn is tune_command.search:
+            self.asked.append((args[1], timeout_s))
+            raise RankError(0, "died", "")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+
+@pytest.mark.quick
+def test_ranks_have_time_for_the_budget_and_for_what_it_doesnt_count(monkeypatch):
+    monkeypatch.setattr(tune_command, "RankPool", RanksThatFail)
+    assert cli.main("tune matmul --shape 32x32x32 --ranks 1 --budget 900".split()) == 1
+    assert RanksThatFail.asked == [(900.0, 900.0 + tune_command.SHAPE_TIMEOUT_S)]
 
 
 @pytest.mark.quick

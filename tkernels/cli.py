@@ -157,7 +157,8 @@ def _add_tune(commands, common: argparse.ArgumentParser):
     tune.add_argument(
         "--layout", choices=("TN", "NN", "NT", "TT", "pointers"), default="TN",
         help="of w and x in memory, as BLAS names it; TN: K contiguous in both; NN: w.t() of a [K, N]; pointers: as "
-        "TN, at addresses that TMA can't take, which are no multiples of 16 bytes; default: TN",
+        "TN, at addresses that TMA can't take, which are no multiples of 16 bytes; what is tuned of sizes that it "
+        "can't take is for pointers, whatever is asked; default: TN",
     )  # fmt: skip
     tune.add_argument(
         "--transport", choices=("auto", "peer", "nvshmem", "simulated"), default="auto",

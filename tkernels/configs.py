@@ -26,6 +26,9 @@ from tkernels.comm.plans import local_plans
 from tkernels.comm.regions import round_up
 
 OPERATIONS = ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LAYOUTS = ("TN", "NN", "NT", "TT", "pointers")
+KEY = ("operation", "M", "N", "K", "dtype", "layout")  # of a bucket, by name
 MIN_CHUNK_ROWS = 16
 SPARE = 1.3  # how much faster than the product the chunks are sent, if they can be
 MAX_TILE_CHUNKS = tl.constexpr(8)  # whose signals a tile looks at in one go
@@ -71,6 +74,40 @@ LANDING_CHUNK_ROWS = 128  # at least; those of the largest tile by rule
 MAX_LOOK = tl.constexpr(256)  # signals that a program looks at at once: one a thread
 
 
+def _whole(value, least: int, most: float = math.inf) -> bool:
+    return isinstance(value, int) and least <= value <= most
+
+
+def _power(value, least: int) -> bool:
+    return _whole(value, least) and not value & (value - 1)
+
+
+# What fields may be, and how errors say it. A field of both configurations is the same in both.
+_ALLOWED = {
+    name: (allowed, words)
+    for names, words, allowed in [
+        ("block_m block_n block_k put_block", "a power of two of at least 16", lambda value: _power(value, 16)),
+        ("num_warps", "a power of two", lambda value: _power(value, 1)),
+        ("split", "1 or 2", lambda value: _whole(value, 1, 2)),
+        ("use_tma interleaved landing", "True or False", lambda value: _whole(value, False, True)),
+        ("group_m num_stages chunk_rows max_splits", "a whole number of at least 1", lambda value: _whole(value, 1)),
+        ("max_programs max_registers copy_rows", "None, or a whole number of at least 1",
+         lambda value: value is None or _whole(value, 1)),
+        ("num_comm", "a whole number of at least 0", lambda value: _whole(value, 0)),
+        ("split_tiles", "None, or a whole number of at least 0", lambda value: value is None or _whole(value, 0)),
+        ("gemm", "a GemmConfig", lambda value: isinstance(value, GemmConfig)),
+    ]
+    for name in names.split()
+}  # fmt: skip
+
+
+def _check_fields(config):
+    for name, value in vars(config).items():
+        allowed, words = _ALLOWED[name]
+        if not allowed(value):
+            raise ValueError(f"{type(config).__name__}: {name}={value!r} must be {words}")
+
+
 @dataclass(frozen=True)
 class GemmConfig:
     """How one GEMM is tiled.
@@ -91,6 +128,9 @@ class GemmConfig:
     num_stages: int = 3
     use_tma: bool = True
     max_programs: int | None = None
+
+    def __post_init__(self):
+        _check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -157,6 +197,7 @@ class OverlapConfig:
         return block if aligned else block // 8
 
     def __post_init__(self):
+        _check_fields(self)
         if self.num_comm and self.interleaved:
             raise ValueError(f"with interleaved=True all programs send, so num_comm must be 0, and is {self.num_comm}")
         if self.split_tiles and self.interleaved:
@@ -450,7 +491,7 @@ class _Table:
         for record in records:
             try:
                 key, config = read_record(record)
-            except (KeyError, TypeError, ValueError) as error:
+            except ValueError as error:
                 warnings.warn(f"tuned settings of {record['key']} are ignored: {error}", stacklevel=2)
                 continue
             self.configs[key] = config
@@ -471,31 +512,30 @@ def _table_without_context() -> _Table:
 
 
 def read_record(record: dict) -> tuple[tuple, GemmConfig | OverlapConfig]:
-    """(bucket's key, configuration) of a record. Raises KeyError, TypeError or ValueError for what makes no sense."""
-    key, settings = record["key"], dict(record["config"])
-    operation, sizes = key["operation"], (key["M"], key["N"], key["K"])
-    if operation not in OPERATIONS or bucket(*sizes) != sizes:
-        raise ValueError(f"there is no bucket {operation} {sizes}")
-    gemm = GemmConfig(**_checked(GemmConfig, settings.pop("gemm") if operation != "matmul" else settings))
-    config = gemm if operation == "matmul" else OverlapConfig(gemm, **_checked(OverlapConfig, settings))
-    if operation != "matmul":
-        # A rank whose layout has another configuration still has to keep to these chunks.
-        block_m = default_config(sizes[0], sizes[1], getattr(torch, key["dtype"])).block_m
-        if not chunks_fit(config.chunk_rows, block_m):
-            raise ValueError(
-                f"chunk_rows={config.chunk_rows} is no multiple of {block_m}, the tiles' rows by rule, nor 1/2 to "
-                f"1/{MAX_TILE_CHUNKS.value} of it"
-            )
-    return (operation, *sizes, key["dtype"], key["layout"]), config
+    """(bucket's key, configuration) of a record, whatever is in its file. Raises ValueError for what makes no sense."""
+    operation, *sizes, dtype, layout = key = tuple(record["key"].get(name) for name in KEY)
+    known = operation in OPERATIONS and dtype in map(name_of, DTYPES) and layout in LAYOUTS
+    if not known or not all(_power(size, 1) for size in sizes):
+        raise ValueError(f"there is no bucket {key}")
+    if operation == "matmul":
+        return key, _read(GemmConfig, record.get("config"))
+    config = _read(OverlapConfig, record.get("config"))
+    # A rank whose layout has another configuration still has to keep to these chunks.
+    block_m = default_config(sizes[0], sizes[1], getattr(torch, dtype)).block_m
+    if not chunks_fit(config.chunk_rows, block_m):
+        raise ValueError(
+            f"chunk_rows={config.chunk_rows} is no multiple of {block_m}, the tiles' rows by rule, nor 1/2 to "
+            f"1/{MAX_TILE_CHUNKS.value} of it"
+        )
+    return key, config
 
 
-def _checked(kind: type, settings: dict) -> dict:
-    known = {each.name for each in fields(kind)} - {"gemm"}
-    if set(settings) - known:
-        raise ValueError(f"{kind.__name__} has no {', '.join(sorted(set(settings) - known))}")
-    for name, value in settings.items():
-        if not (value is None or type(value) is bool or type(value) is int and value >= (name != "num_comm")):
-            raise ValueError(f"{name}={value!r} is no positive number")
-        if name.startswith("block_") and value & (value - 1):
-            raise ValueError(f"{name}={value} is no power of two")
-    return settings
+def _read(kind: type, settings):
+    if not isinstance(settings, dict):
+        raise ValueError(f"{settings!r} is no {kind.__name__}")
+    unknown = set(settings) - {each.name for each in fields(kind)}
+    if unknown:
+        raise ValueError(f"{kind.__name__} has no {', '.join(sorted(unknown))}")
+    if kind is OverlapConfig:
+        settings = settings | {"gemm": _read(GemmConfig, settings.get("gemm"))}
+    return kind(**settings)

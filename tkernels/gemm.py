@@ -16,10 +16,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tkernels.comm import runtime
 from tkernels.comm.plans import Launch, describe, local_plans
-from tkernels.configs import GemmConfig, gemm_config
+from tkernels.configs import DTYPES, GemmConfig, gemm_config
 
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 # fmt: off

@@ -100,7 +100,7 @@ def programs_of(config: OverlapConfig, available: int, tiles: int) -> int:
     Raises ValueError if there are too few for both.
     """
     available = min(available, config.max_programs or available)
-    if not 0 <= config.num_comm < available:
+    if config.num_comm >= available:
         raise ValueError(
             f"of num_programs={available} programs, num_comm={config.num_comm} would send: at least one must not; pass "
             f"init(num_programs=...) of 2 or more, or another OverlapConfig(num_comm=...)"

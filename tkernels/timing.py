@@ -9,7 +9,6 @@ slowest rank.
 On the simulated runtime a measurement is the host's wall time, which is the interpreter's and says nothing of a GPU.
 """
 
-import functools
 import random
 import statistics
 import time
@@ -82,15 +81,9 @@ class Stopwatch:
         return start.elapsed_time(end) * 1e3, host, result
 
 
-@functools.lru_cache(maxsize=1)
-def stopwatch(ctx: Context) -> Stopwatch:
-    """The rank's stopwatch, kept between cases."""
-    return Stopwatch(ctx)
-
-
 def measure(ctx: Context, calls: dict[str, Call], iterations: int) -> tuple[dict[str, Timing], dict]:
     """Collective. Times of all calls, which take turns, and the last iteration's results of those named "ours"."""
-    watch, names = stopwatch(ctx), list(calls)
+    watch, names = Stopwatch(ctx), list(calls)
     pauses = {}
     for name in names:
         hosts = [watch.time(calls[name])[1] for _ in range(WARMUPS[ctx.device.type])]

@@ -39,8 +39,8 @@ class Link:
 
     @property
     def description(self) -> str:
-        letters, number = re.fullmatch(r"([A-Za-z]+)(\d*)", self.kind).groups()
-        known = LINK_KINDS.get(letters, "unknown link")
+        letters = self.kind.rstrip("0123456789")
+        number, known = self.kind.removeprefix(letters), LINK_KINDS.get(letters, "unknown link")
         return f"{number} x {known}" if number else known
 
 

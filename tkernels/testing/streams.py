@@ -320,7 +320,9 @@ class Simulator(TorchDispatchMode):
 
     def Stream(self, name: str | None = None, **_) -> SimulatedStream:
         """A new stream. Options of torch.cuda.Stream, such as its device and priority, change nothing here."""
-        name = f"stream{len(self._streams)}" if name is None else name
+        if name is None:
+            names = map("stream{}".format, itertools.count(len(self._streams)))
+            name = next(name for name in names if name not in self._streams)
         if name in self._streams:
             raise ValueError(f"there is a stream {name!r} already; names tell streams apart")
         self._streams[name] = SimulatedStream(self, name)

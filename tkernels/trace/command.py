@@ -21,7 +21,7 @@ from tkernels.comm.context import Context
 from tkernels.configs import overlap_config
 from tkernels.gemm import layout_of
 from tkernels.launch import default_ranks, launch
-from tkernels.timing import stopwatch
+from tkernels.timing import Stopwatch
 from tkernels.trace.recorder import tracing
 from tkernels.trace.timeline import SHARES, Summary
 
@@ -113,7 +113,7 @@ def record(ctx: Context, options: Options, sizes: shapes.Shape) -> Result:
         config = dataclasses.replace(collectives.DEFAULT, copy_bytes=math.inf)
     operation = functools.partial(operation, config=config)
 
-    watch = stopwatch(ctx)
+    watch = Stopwatch(ctx)
 
     def calls(number: int) -> float:
         us = [watch.time(lambda: operation(ctx, *operands), PAUSE_US)[0] for _ in range(number)]

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 import torch
 
 from tkernels.comm import runtime, tuned
-from tkernels.comm.context import Context, current_context
+from tkernels.comm.context import Context, current_context, open_contexts
 from tkernels.configs import (
+    KEY,
     GemmConfig,
     OverlapConfig,
     bound_travel,
@@ -31,10 +32,11 @@ from tkernels.configs import (
     travelling,
 )
 from tkernels.gemm import num_programs
+from tkernels.paths import Choice, explain
 from tkernels.testing.compare import tolerance
 from tkernels.timing import agree
 from tkernels.timing import measure as measure_all
-from tkernels.tuner.candidates import Room, describe, neighbours, product, survey
+from tkernels.tuner.candidates import Room, check_grid, describe, neighbours, product, survey
 from tkernels.tuner.compile import compile_ahead, sentence
 from tkernels.tuner.problem import Operands, Problem
 from tkernels.tuner.progress import Progress
@@ -67,7 +69,8 @@ class Outcome:
 
     best, default: the chosen configuration, and the one by rule. measured: all candidates, the best first.
     refused: how many candidates were not measured, by reason. library_us: this rank's product alone, by torch.
-    seconds: the search took. finished: False if the budget ended it early. remembered: the file.
+    seconds: the search took. finished: False if the budget ended it early. remembered: the file. choice: the path that
+    calls of this size take by themselves, which must be fused for what was found to count; None for matmul.
     """
 
     problem: Problem
@@ -79,6 +82,7 @@ class Outcome:
     seconds: float = 0.0
     finished: bool = True
     remembered: str | None = None
+    choice: Choice | None = None
 
 
 def tune(
@@ -95,14 +99,17 @@ def tune(
     remember: bool = True,
     measure=measure_all,
 ) -> Outcome:
-    """Collective. Find the fastest configuration of an operation on a shape; calls of its bucket then use it.
+    """Collective. Find the fastest configuration of an operation on a shape; fused calls of its bucket then use it.
 
-    operation: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce" or "matmul". M, N, K: over all ranks.
-    layout: w's and x's as BLAS names them; TN: as nn.Linear has w, NN: w.t() of a [K, N] matrix.
+    operation: "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce", on 2 ranks or more, or "matmul".
+    M, N, K: over all ranks.
+    layout: w's and x's as BLAS names them; TN: as nn.Linear has w, NN: w.t() of a [K, N] matrix. Where TMA can't take
+        matrices of these sizes, the result is for the layout "pointers", as which calls look it up.
     budget_s: no new round begins after so many seconds, but for the last one, among the best. Compilations are not
         counted, which many shapes have in common.
     grid: values by field, to try all their combinations instead of what the tuner would.
-    remember: on disk, for later processes ($TKERNELS_CACHE); False: for this context alone.
+    remember: on disk, for later processes ($TKERNELS_CACHE); False: for this context alone, or for all open
+        ones if it is matmul, which belongs to none.
     measure: as timing.measure.
 
     Raises ValueError for what can't be tuned, the same on every rank; RuntimeError where not even the default runs.
@@ -110,13 +117,18 @@ def tune(
     ctx = ctx or current_context()
     problem = Problem(operation, M, N, K, dtype, layout)
     problem.check(ctx.size)
+    check_grid(grid or {}, operation)
     with torch.no_grad(), Progress(str(problem), shown=ctx.rank == 0) as progress:
         outcome = _Search(ctx, problem, budget_s, measure, progress).run(grid)
+    if operation != "matmul":
+        outcome.choice = explain(operation, M, N, K, dtype, ctx=ctx)
     record = _record(ctx, outcome)
     path = _remember(record) if remember and ctx.rank == 0 else None
     record, outcome.remembered = ctx.group.gather((record, path))[0]  # one date for all
-    ctx.tuned = [known for known in ctx.tuned if known["key"] != record["key"]] + [record]
-    forget_choices(ctx)
+    # Products of one rank alone look up the default context's, whichever that is when they are made.
+    for each in open_contexts() if operation == "matmul" else [ctx]:
+        each.tuned = [known for known in each.tuned if known["key"] != record["key"]] + [record]
+        forget_choices(each)
     return outcome
 
 
@@ -131,9 +143,8 @@ def _remember(record: dict) -> str | None:
 
 def _record(ctx: Context, outcome: Outcome) -> dict:
     problem = outcome.problem
-    names = ("operation", "M", "N", "K", "dtype", "layout")
     return {
-        "key": dict(zip(names, problem.key(ctx.size), strict=True)) | problem.place(ctx),
+        "key": dict(zip(KEY, problem.key(ctx.size), strict=True)) | problem.place(ctx),
         "config": dataclasses.asdict(outcome.best.config),
         "measured": {"M": problem.M, "N": problem.N, "K": problem.K},
         "us": outcome.best.us,
@@ -151,22 +162,21 @@ class _Search:
         self.began = time.monotonic()
         self.deadline = self.began + budget_s
         M, N, K = problem.local(ctx.size)
-        tma = problem.layout != "pointers"
+        layout = problem.layout_of_calls(ctx.size)
+        tma = layout != "pointers"
         self.bases = []  # that candidates are changes of, beside the default
         if problem.operation == "matmul":
             self.default = default_config(M, N, problem.dtype, tma)
             programs, bound = num_programs(), None
         else:
             programs, bound = ctx.num_programs, bound_travel(ctx, problem.key(ctx.size))
-            self.default = rule_bound(ctx, problem.operation, M, N, K, problem.dtype, problem.layout, bound)
+            self.default = rule_bound(ctx, problem.operation, M, N, K, problem.dtype, layout, bound)
             bound = bound and travel_of(self.default)
             sizes = M, N, K, problem.dtype, ctx.size, programs
             sending = default_overlap(problem.operation, *sizes, tma, stores=sends_by_stores(ctx))
             # Programs send as well, to where the default's rows go and, if they are free, to where they take turns.
             self.bases += [travelling(sending, *travel_of(self.default)), *([] if bound else [sending])]
-        self.room = Room(
-            problem.operation, M, N, K, problem.dtype, problem.layout, ctx.size, programs, bound, ctx.mapped
-        )
+        self.room = Room(problem.operation, M, N, K, problem.dtype, layout, ctx.size, programs, bound, ctx.mapped)
         self.operands = [Operands(ctx, problem, seed) for seed in (0, 1)]
         self.measured: dict[object, Measured] = {}
         self.refused = Counter()
@@ -182,7 +192,7 @@ class _Search:
         else:
             found, refused = survey([self.default, *self.bases], self.room, self.library_us)
             tried = self._halve(found, refused, self.default)
-            tried = self._halve(*neighbours(tried[0], self.default, self.room, self.library_us), *tried)
+            tried = self._halve(*neighbours(tried[0], self.room, self.library_us), *tried)
         finalists, finished = tried[:FINALISTS], self._in_time()
         if all(self._binds(config) for config in finalists):
             finalists.append(self._best_free(self.measured))

@@ -261,7 +261,7 @@ def nearest(values, to: int) -> list[int]:
     return sorted(values, key=lambda value: max(value / to, to / value))
 
 
-def neighbours(config, default, room: Room, gemm_us: float) -> tuple[list, Counter]:
+def neighbours(config, room: Room, gemm_us: float) -> tuple[list, Counter]:
     """(configurations one change away, those that the model likes best; why not the others, and how many).
 
     That the copy engine sends, and how many rows at a time, is one change, and that all programs do is one.
@@ -311,14 +311,19 @@ def _possible(config, change: dict, room: Room, refused: Counter):
     return None
 
 
+def check_grid(grid: dict[str, list], operation: str):
+    """Raises ValueError for what is no field of the operation's configurations."""
+    known = GEMM_FIELDS if operation == "matmul" else dict.fromkeys(OVERLAP_FIELDS + GEMM_FIELDS)
+    for name in grid:
+        if name not in known:
+            raise ValueError(f"grid: {operation} has no field {name!r}; it has {', '.join(known)}")
+
+
 def parse_grid(words: list[str]) -> dict[str, list]:
     """["num_comm=6,12", "split=1"] -> {"num_comm": [6, 12], "split": [1]}. Raises ValueError for anything else."""
     grid = {}
     for word in words:
         name, _, values = word.partition("=")
-        if name not in GEMM_FIELDS + OVERLAP_FIELDS:
-            known = ", ".join(dict.fromkeys(OVERLAP_FIELDS + GEMM_FIELDS))
-            raise ValueError(f"{word}: {name!r} is no field of a configuration; there are {known}")
         try:
             grid[name] = [_value(value) for value in values.split(",")]
         except ValueError:

@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from rich import box
@@ -16,12 +16,12 @@ from tkernels.comm import tuned
 from tkernels.configs import OPERATIONS
 from tkernels.launch import RankError, RankPool, default_ranks
 from tkernels.tuner import BUDGET_S, Outcome, tune
-from tkernels.tuner.candidates import GEMM_FIELDS, parse_grid
+from tkernels.tuner.candidates import check_grid, parse_grid
 from tkernels.tuner.problem import Problem
 
 BEST = 5
 WIDTH = 120
-SHAPE_TIMEOUT_S = 600.0
+SHAPE_TIMEOUT_S = 600.0  # beside the budget: for compilations, and the last round
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,15 @@ class Options:
 
 def run(options: Options) -> int:
     """Do what was asked for. The exit code: 0, or 1 if a shape could not be tuned. Raises argparse.ArgumentError."""
-    if options.json and (options.list or options.export or options.clear):
-        raise argparse.ArgumentError(None, "--json is about what is tuned; --export PATH writes what is remembered")
+    given = [each.name for each in fields(options) if getattr(options, each.name) != each.default]
+    instead = [name for name in given if name in ("list", "export", "clear")]  # of tuning
+    others = ["OP" if name == "operation" else f"--{name}" for name in given if name not in instead]
+    if instead and others:
+        raise argparse.ArgumentError(
+            None,
+            f"--{instead[0]} is about all that is remembered, and goes without {', '.join(others)}; --export PATH "
+            f"writes it as JSON",
+        )
     to_stderr = "-" in (options.json, options.export)
     console = Console(stderr=to_stderr, highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     if options.list:
@@ -62,7 +69,9 @@ def problems_of(options: Options, ranks: int) -> list[Problem]:
     """What to tune: for each shape, the largest product first, since its chunks bind the others. Raises ValueError."""
     if options.operation not in (None, "all", *OPERATIONS):
         raise ValueError(f"there is no operation {options.operation!r}; there are {', '.join(OPERATIONS)}, and all")
-    asked = list(OPERATIONS) if options.operation in (None, "all") else [options.operation]
+    asked = [options.operation]
+    if options.operation in (None, "all"):
+        asked = list(OPERATIONS) if ranks > 1 else ["matmul"]
     simulated = tkernels.RUNTIME == "simulated"
     names = (options.shape or ("tiny" if simulated else "layers")).split(",")
     dtype, problems = shapes.DTYPES[options.dtype], []
@@ -82,12 +91,14 @@ def _tune(console: Console, options: Options) -> int:
         grid = _grid_of(options, problems)
     except ValueError as error:
         raise argparse.ArgumentError(None, str(error)) from None
+    if ranks == 1 and options.operation in (None, "all"):
+        console.print("one rank multiplies alone, whatever the operation: matmul is tuned, and the others are left out")
     outcomes, failed = [], 0
     with RankPool(ranks, ctx_options={"transport": options.transport}) as pool:
         _start(pool)
         for number, problem in enumerate(problems):
             try:
-                outcome = pool.run(search, problem, options.budget, grid, timeout_s=SHAPE_TIMEOUT_S)[0]
+                outcome = pool.run(search, problem, options.budget, grid, timeout_s=SHAPE_TIMEOUT_S + options.budget)[0]
             except RankError as error:
                 failed += 1
                 console.print(f"{problem}: {error.headline}", style="red", markup=False)
@@ -106,10 +117,10 @@ def _tune(console: Console, options: Options) -> int:
     return 1 if failed else 0
 
 
-def _grid_of(options: Options, problems: list[Problem]) -> dict | None:
-    grid = parse_grid(list(options.grid)) if options.grid else None
-    if grid and set(grid) - set(GEMM_FIELDS) and any(problem.operation == "matmul" for problem in problems):
-        raise ValueError(f"--grid: matmul has only the fields {', '.join(GEMM_FIELDS)}")
+def _grid_of(options: Options, problems: list[Problem]) -> dict:
+    grid = parse_grid(list(options.grid))
+    for problem in problems:
+        check_grid(grid, problem.operation)
     return grid
 
 
@@ -127,7 +138,7 @@ def started(ctx):
     """What a rank does for no shape."""
 
 
-def search(ctx, problem: Problem, budget_s: float, grid: dict | None) -> Outcome:
+def search(ctx, problem: Problem, budget_s: float, grid: dict) -> Outcome:
     """Collective. What each rank does for a shape."""
     names = ("operation", "M", "N", "K", "dtype")
     return tune(
@@ -142,7 +153,10 @@ def summary(outcome: Outcome) -> str:
     if best != default:
         text += f", {default.us / best.us:.2f}x the default's {default.us:.1f}"
     text += f"; {len(outcome.measured)} measured in {outcome.seconds:.1f} s"
-    return text if outcome.finished else f"{text}, cut short by the budget"
+    text += "" if outcome.finished else ", cut short by the budget"
+    if outcome.choice and outcome.choice.path == "plain":
+        text += f"; used with path='fused' alone, for calls of this size are {outcome.choice}"
+    return text
 
 
 def table_of(outcome: Outcome) -> Table:

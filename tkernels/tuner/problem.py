@@ -1,5 +1,6 @@
 """What is tuned: one operation on one shape, its operands on this rank, and the call whose configuration is sought."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -8,12 +9,10 @@ from tkernels.all_gather_matmul import all_gather_matmul
 from tkernels.comm import tuned
 from tkernels.comm.collectives import split_rows
 from tkernels.comm.context import Context
-from tkernels.configs import OPERATIONS, bucket, name_of
-from tkernels.gemm import matmul
+from tkernels.configs import LAYOUTS, OPERATIONS, bucket, name_of
+from tkernels.gemm import layout_of, matmul
 from tkernels.matmul_all_reduce import matmul_all_reduce
 from tkernels.matmul_reduce_scatter import matmul_reduce_scatter
-
-LAYOUTS = ("TN", "NN", "NT", "TT", "pointers")
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,11 @@ class Problem:
         """Raises ValueError for what can't be tuned on so many ranks."""
         if self.operation not in OPERATIONS:
             raise ValueError(f"tune: there is no {self.operation!r}; there are {', '.join(OPERATIONS)}")
+        if ranks == 1 and self.operation != "matmul":
+            raise ValueError(
+                f"tune: one rank multiplies alone, so {self.operation} is matmul there, with matmul's configuration; "
+                f"tune matmul, or on 2 ranks or more"
+            )
         if min(self.M, self.N, self.K) < 1:
             raise ValueError(f"tune: M={self.M}, N={self.N}, K={self.K} must be at least 1")
         if self.layout not in LAYOUTS or (self.operation == "all_gather_matmul" and self.layout in ("NT", "TT")):
@@ -54,9 +58,26 @@ class Problem:
             return self.M, self.N // ranks, self.K
         return self.M, self.N, self.K // ranks
 
+    def matrix(self, rows: int, columns: int, transposed: bool, make) -> torch.Tensor:
+        """One of the problem's, as it lies in memory. make: gives so many elements."""
+        offset = 1 if self.layout == "pointers" else 0  # a base that is no multiple of 16 bytes
+        memory = make(rows * columns + offset)[offset:]
+        return memory.view(columns, rows).t() if transposed else memory.view(rows, columns)
+
+    def operands(self, ranks: int, rank: int, make) -> tuple[torch.Tensor, torch.Tensor]:
+        """x and w of that rank. make: as for `matrix`."""
+        M, N, K = self.local(ranks)
+        rows = split_rows(M, ranks)[rank] if self.operation == "all_gather_matmul" else M
+        x = self.matrix(rows, K, self.layout[1] == "T", make)
+        return x, self.matrix(N, K, self.layout[0] == "N", make)
+
+    def layout_of_calls(self, ranks: int) -> str:
+        """Under which they look for a configuration: "pointers", too, where TMA can't take matrices of these sizes."""
+        return layout_of(*self.operands(ranks, 0, functools.partial(torch.empty, dtype=self.dtype, device="meta")))
+
     def key(self, ranks: int) -> tuple:
         """The bucket that the result holds for, as configs has it."""
-        return self.operation, *bucket(*self.local(ranks)), name_of(self.dtype), self.layout
+        return self.operation, *bucket(*self.local(ranks)), name_of(self.dtype), self.layout_of_calls(ranks)
 
     def place(self, ctx: Context) -> dict:
         """Where the result holds."""
@@ -68,20 +89,14 @@ class Operands:
 
     def __init__(self, ctx: Context, problem: Problem, seed: int):
         self.ctx, self.problem = ctx, problem
-        M, N, K = problem.local(ctx.size)
+        M, _, K = problem.local(ctx.size)
         self.rows = split_rows(M, ctx.size)
-        self._generator = torch.Generator(ctx.device).manual_seed(seed * ctx.size + ctx.rank)
-        gathers = problem.operation == "all_gather_matmul"
-        self.x = self._matrix(self.rows[ctx.rank] if gathers else M, K, problem.layout[1] == "T")
-        self.w = self._matrix(N, K, problem.layout[0] == "N")
-        self.gathered = self._matrix(M, K, False) if gathers else self.x
-
-    def _matrix(self, rows: int, columns: int, transposed: bool) -> torch.Tensor:
-        offset = 1 if self.problem.layout == "pointers" else 0  # a base that is no multiple of 16 bytes
-        memory = torch.randn(
-            rows * columns + offset, generator=self._generator, device=self.ctx.device, dtype=self.problem.dtype
-        )[offset:]
-        return memory.view(columns, rows).t() if transposed else memory.view(rows, columns)
+        generator = torch.Generator(ctx.device).manual_seed(seed * ctx.size + ctx.rank)
+        make = functools.partial(torch.randn, generator=generator, device=ctx.device, dtype=problem.dtype)
+        self.x, self.w = problem.operands(ctx.size, ctx.rank, make)
+        self.gathered = self.x
+        if problem.operation == "all_gather_matmul":
+            self.gathered = problem.matrix(M, K, False, make)
 
     def run(self, config) -> torch.Tensor:
         """Collective, but for matmul. The kernel's result by that configuration, or by the one that it takes itself."""
