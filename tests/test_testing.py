@@ -25,7 +25,7 @@ def run(pytester):
     plugin = [] if installed else ["-p", "tkernels.testing.plugin"]
 
     def run(source):
-        pytester.makepyfile("import os, time\nimport pytest, torch\nimport torch.distributed as dist\n" + source)
+        pytester.makepyfile("import math, os, time\nimport pytest, torch\nimport torch.distributed as dist\n" + source)
         return pytester.runpytest_inprocess("-p", "no:cacheprovider", "-v", "-rs", *plugin)
 
     return run
@@ -55,11 +55,13 @@ class TestOfAClass:
     word = "here"
 
     @pytest.mark.ranks(2)
-    def test_method(self, ctx):
-        assert self.word == "here" and ctx.size == 2
+    def test_method(self, ctx, monkeypatch):
+        monkeypatch.setattr(math, "pi", 3)
+        assert self.word == "here" and ctx.size == 2 and math.pi == 3
 
 @pytest.mark.ranks(2)
-def test_that_skips(ctx):
+def test_that_skips(ctx, monkeypatch):
+    assert math.pi > 3, "what a test patches on its ranks is undone there"
     pytest.skip("not today")
 
 def test_without_ranks(tmp_path):

@@ -225,6 +225,10 @@ def _run_body(ctx, body: _Body) -> str:
         function(**values)
     except pytest.skip.Exception as skipped:
         return skipped.msg or "skipped"
+    finally:  # what pytest undoes in its own process, where this rank has changed nothing
+        for value in values.values():
+            if isinstance(value, pytest.MonkeyPatch):
+                value.undo()
     return ""
 
 
