@@ -27,6 +27,7 @@ from transports import (
     message_on_every_rank,
     over,
     poison_workspace,
+    tf32,
 )
 
 import tkernels
@@ -715,8 +716,8 @@ def test_a_plan_is_made_once_and_for_each_field_that_changes_what_is_done(ctx, m
     wide = even | dict(epilog_inputs={"bias": bias.float()})
     operands = wide.pop("a").float(), wide.pop("b").float()
     for allowed in (False, True, False, True):  # torch's own switch decides what kernels do with float32
-        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", allowed)
-        matmul(*operands, ctx=ctx, **wide)
+        with tf32(allowed):
+            matmul(*operands, ctx=ctx, **wide)
     assert len(made) == len(variants) + 2
     assert len(set(made)) == len(made)
     fields = {"a", "b", "c", "distributions", "transposes", "epilog", "inputs", "options", "preferences", "precision"}

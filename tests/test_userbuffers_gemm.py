@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from transports import gpu_only, host_work, late, simulated_only, without_launches
+from transports import gpu_only, host_work, late, simulated_only, tf32, without_launches
 
 import tkernels
 from tkernels.all_gather_matmul import all_gather_matmul
@@ -519,10 +519,9 @@ def planned():
 
 
 @pytest.mark.ranks(2)
-def test_a_call_is_planned_once_and_for_whatever_changes_what_is_done(ctx, monkeypatch):
+def test_a_call_is_planned_once_and_for_whatever_changes_what_is_done(ctx):
     """Tensors of other values and other alphas share a plan; all else that a call can differ in has one of its own."""
     local_plans.clear()  # those of other tests
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     gather, scatter = (te.CommOverlapP2P([64, 32], torch.float32, helper(ctx), 2, ub_type) for ub_type in (AG, RS))
     bulk = te.CommOverlap([64, 32], torch.float32, helper(ctx), 2)
     make = lambda *shape: torch.ones(shape, device=ctx.device)  # noqa: E731
@@ -572,8 +571,8 @@ def test_a_call_is_planned_once_and_for_whatever_changes_what_is_done(ctx, monke
         bulk.get_buffer(shape=(32, 32))  # another part of the buffer is in use
         te.general_gemm(**variants[-1])
         assert len(plans) == len(variants) + 1
-        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)  # kernels follow torch's own switch
-        te.general_gemm(**ag)
+        with tf32(True):  # kernels follow torch's own switch
+            te.general_gemm(**ag)
         assert len(plans) == len(variants) + 2
 
 

@@ -139,6 +139,17 @@ def without_launches(context, as_if_captured=False):
 
 
 @contextlib.contextmanager
+def tf32(allowed: bool):
+    """torch's switch for the block; a monkeypatch would try to delete it afterwards."""
+    matmul = torch.backends.cuda.matmul
+    before, matmul.allow_tf32 = matmul.allow_tf32, allowed
+    try:
+        yield
+    finally:
+        matmul.allow_tf32 = before
+
+
+@contextlib.contextmanager
 def launches():
     """The launches of a block: name of the kernel, number of programs, and its arguments by name."""
     launched, call = [], Launch.__call__
