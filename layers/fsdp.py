@@ -129,6 +129,7 @@ class FullyShard(nn.Module):
         self.module = module
         self.shards = nn.ParameterDict()
         self.shards.register_load_state_dict_pre_hook(_refuse_assignment)
+        self.register_load_state_dict_pre_hook(_refuse_unsharded)
         buckets = self.parameter_pool.plan.buckets
         _take_off(module, self._flats.values())
         for flat in self._flats.values():
@@ -752,6 +753,12 @@ def _differentiable(leaves) -> list[torch.Tensor]:
 
 def _partition(module, units, ctx, grad_dtype) -> dict[str, tuple[nn.Module, list[_FlatParameter]]]:
     """The root and then the units, by name: the module, its flat parameters."""
+    for unit in units if isinstance(units, tuple) else (units,):
+        if not isinstance(unit, type):
+            raise TypeError(
+                f"FullyShard: units are classes of modules, as in units=(nn.Linear,), not instances of "
+                f"{type(unit).__name__}"
+            )
     names = {name: part for name, part in module.named_modules() if isinstance(part, units)}
     if not names:
         raise ValueError(f"FullyShard: no module is a unit: none is of the types {_class_names(units)}")
@@ -820,6 +827,15 @@ def _take_off(module: nn.Module, flats: Iterable[_FlatParameter]):
 def _refuse_assignment(shards, state, prefix, metadata, *_):
     if metadata.get("assign_to_params_buffers"):
         raise ValueError("FullyShard: load_state_dict(assign=True) would leave the sharded module with its old values")
+
+
+def _refuse_unsharded(sharded, state, prefix, *_):
+    found = next((prefix + key for key in sharded._keys if prefix + key in state), None)
+    if found is not None:
+        raise ValueError(
+            f"FullyShard: load_state_dict takes this rank's shards, as state_dict gives them, but {found} is of the "
+            f"unsharded module; call load_full_state_dict on every rank"
+        )
 
 
 def _is_marked(parameter: nn.Parameter) -> bool:

@@ -798,6 +798,8 @@ def test_what_cannot_be_sharded_is_refused_by_name(ctx):
     integer.scale = nn.Parameter(torch.ones(2, device=ctx.device, dtype=torch.float64))
     refused = [
         (lambda: FullyShard(model, nn.Conv2d, ctx=ctx), ValueError, "no module is a unit: none is of the types Conv2d"),
+        (lambda: FullyShard(model, "Dense", ctx=ctx), TypeError, "units are classes of .*, not instances of str"),
+        (lambda: FullyShard(model, (Dense, model.head), ctx=ctx), TypeError, "units=.nn.Linear,., not .* of Linear"),
         (lambda: FullyShard(model, Hybrid, ctx=ctx), ValueError, "the module itself is of a unit's type"),
         (
             lambda: FullyShard(nn.Sequential(Nested()).to(ctx.device), UNITS, ctx=ctx),
@@ -812,6 +814,10 @@ def test_what_cannot_be_sharded_is_refused_by_name(ctx):
         (lambda: sharded.module(x), LeaseError, "Hybrid was called outside .* call the FullyShard, not"),
         (lambda: sharded.module.layers[0](x), LeaseError, "Dense was called outside .* call the FullyShard, not"),
         (lambda: sharded.load_state_dict(sharded.state_dict(), assign=True), ValueError, "assign=True. would leave"),
+        (
+            lambda: nn.Sequential(sharded).load_state_dict(nn.Sequential(hybrid(ctx)).state_dict(), strict=False),
+            ValueError, "takes this rank's shards, .* 0.embed.weight is of the unsharded module; call load_full_state",
+        ),
     ]  # fmt: skip
     for call, kind, message in refused:
         with pytest.raises(kind, match=message):
