@@ -25,13 +25,16 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import math
 import numbers
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
 from torch.utils._pytree import tree_map
 
 import tkernels
@@ -126,6 +129,7 @@ class FullyShard(nn.Module):
         self.module = module
         self.shards = nn.ParameterDict()
         self.shards.register_load_state_dict_pre_hook(_refuse_assignment)
+        self.register_load_state_dict_pre_hook(_refuse_unsharded)
         buckets = self.parameter_pool.plan.buckets
         _take_off(module, self._flats.values())
         for flat in self._flats.values():
@@ -250,6 +254,26 @@ class FullyShard(nn.Module):
                 view.copy_(full[names[0]])
             flat.shard.copy_(whole.chunk(self.ctx.size)[self.ctx.rank])
         self.module.load_state_dict({key: full[key] for key in buffers}, strict=False)
+
+    @torch.no_grad()
+    def sharded_state_dict(self) -> dict:
+        """Collective. The state dict of the unsharded module for torch.distributed.checkpoint, by which it loads on any
+        number of ranks, and into the unsharded module.
+
+        What a rank has of a parameter comes as the pieces of a ShardedTensor, which are views of its shard, so what is
+        loaded into them is in the model; buffers come as they are.
+        """
+        self._end()
+        state = {}
+        for flat in self._flats.values():
+            for names, shape, pieces in zip(flat.names, flat.shapes, flat.pieces(self.ctx.rank), strict=True):
+                if self.ctx.size == 1 or not shape.numel():  # one piece, or none
+                    value = pieces[0][1] if pieces else flat.shard.new_empty(shape)
+                else:
+                    shards = [Shard.from_tensor_and_offsets(piece, at, dist.get_rank()) for at, piece in pieces]
+                    value = init_from_local_shards(shards, shape, process_group=self.ctx.group.process_group)
+                state |= dict.fromkeys(names, value)
+        return {key: state[key] for key in self._keys} | self.module.state_dict()
 
     def _apply(self, function, recurse=True):
         raise TypeError("FullyShard: move or convert the module before it is sharded; its memory stays where it is now")
@@ -387,6 +411,19 @@ class _FlatParameter:
             whole[start : start + shape.numel()].view(shape)
             for start, shape in zip(self.starts, self.shapes, strict=True)
         ]
+
+    def pieces(self, rank: int) -> list[list[tuple[list[int], torch.Tensor]]]:
+        """What this rank has of each parameter, as rectangles: offsets in the parameter, and views of the shard."""
+        values, result = self.shard.detach(), []
+        first = rank * values.numel()
+        for start, shape in zip(self.starts, self.shapes, strict=True):
+            stop = min(first + values.numel(), start + shape.numel())
+            at, pieces = max(first, start), []
+            for offsets, sizes in _rectangles(shape, at - start, stop - start):
+                pieces.append((list(offsets), values[at - first :][: math.prod(sizes)].view(sizes)))
+                at += math.prod(sizes)
+            result.append(pieces)
+        return result
 
     def shard_over(self, ctx: Context, padded: int) -> nn.Parameter:
         """Keep this rank's part of the values, and empty the parameters."""
@@ -716,6 +753,12 @@ def _differentiable(leaves) -> list[torch.Tensor]:
 
 def _partition(module, units, ctx, grad_dtype) -> dict[str, tuple[nn.Module, list[_FlatParameter]]]:
     """The root and then the units, by name: the module, its flat parameters."""
+    for unit in units if isinstance(units, tuple) else (units,):
+        if not isinstance(unit, type):
+            raise TypeError(
+                f"FullyShard: units are classes of modules, as in units=(nn.Linear,), not instances of "
+                f"{type(unit).__name__}"
+            )
     names = {name: part for name, part in module.named_modules() if isinstance(part, units)}
     if not names:
         raise ValueError(f"FullyShard: no module is a unit: none is of the types {_class_names(units)}")
@@ -750,6 +793,25 @@ def _partition(module, units, ctx, grad_dtype) -> dict[str, tuple[nn.Module, lis
     return result
 
 
+def _rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Elements start to stop of a tensor, in the order of memory, as few rectangles: their offsets and sizes."""
+    if not shape and start < stop:
+        yield (), ()
+        return
+    row, rest = math.prod(shape[1:]), (0,) * len(shape[1:])
+    while start < stop:
+        index, within = divmod(start, row)
+        count = (stop - start) // row
+        if within or not count:  # the part of a row, at either end
+            end = min(stop, (index + 1) * row)
+            for offsets, sizes in _rectangles(shape[1:], within, end - index * row):
+                yield (index, *offsets), (1, *sizes)
+        else:
+            end = start + count * row
+            yield (index, *rest), (count, *shape[1:])
+        start = end
+
+
 def _take_off(module: nn.Module, flats: Iterable[_FlatParameter]):
     """Leave the parameters to modules as plain attributes, so that parameters() shows the shards alone."""
     for flat in flats:
@@ -765,6 +827,15 @@ def _take_off(module: nn.Module, flats: Iterable[_FlatParameter]):
 def _refuse_assignment(shards, state, prefix, metadata, *_):
     if metadata.get("assign_to_params_buffers"):
         raise ValueError("FullyShard: load_state_dict(assign=True) would leave the sharded module with its old values")
+
+
+def _refuse_unsharded(sharded, state, prefix, *_):
+    found = next((prefix + key for key in sharded._keys if prefix + key in state), None)
+    if found is not None:
+        raise ValueError(
+            f"FullyShard: load_state_dict takes this rank's shards, as state_dict gives them, but {found} is of the "
+            f"unsharded module; call load_full_state_dict on every rank"
+        )
 
 
 def _is_marked(parameter: nn.Parameter) -> bool:

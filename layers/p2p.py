@@ -353,7 +353,7 @@ class P2PCommunicator:
         self._require_peer(edge)
         self._dropped.drain(keep=self.max_inflight)
         done, leases = [], []
-        value = _map_shapes(shapes, lambda shape: self._launch_receive(edge, shape, dtype or self.dtype, done, leases))
+        value = map_shapes(shapes, lambda shape: self._launch_receive(edge, shape, dtype or self.dtype, done, leases))
         return value, self._handle(f"{edge} of rank {self.rank}", done, leases)
 
     def _launch_receive(self, edge: str, shape, dtype, done: list, leases: list) -> torch.Tensor:
@@ -652,12 +652,12 @@ def leaves(value):
         raise TypeError(f"takes tensors, or lists or dicts of them, not {type(value).__name__}")
 
 
-def _map_shapes(shapes, make):
+def map_shapes(shapes, make):
     """`make` of each shape; a shape is a sequence of integers, or None where it is exchanged."""
     if isinstance(shapes, dict):
-        return {name: _map_shapes(shape, make) for name, shape in shapes.items()}
+        return {name: map_shapes(shape, make) for name, shape in shapes.items()}
     if isinstance(shapes, list | tuple) and any(not isinstance(size, numbers.Integral) for size in shapes):
-        return [_map_shapes(shape, make) for shape in shapes]
+        return [map_shapes(shape, make) for shape in shapes]
     return make(shapes)
 
 

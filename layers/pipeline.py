@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from tkernels.comm.collectives import split_rows
-from tkernels.layers.p2p import P2PCommunicator, custom_backward, deallocate_output_tensor, leaves
+from tkernels.layers.p2p import P2PCommunicator, custom_backward, deallocate_output_tensor, leaves, map_shapes
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ def forward_backward_pipelining(
         passes on as it came, and what needs no gradient, stays.
 
     Returns the losses by microbatch, detached, on the rank of the last stage; [] on the others. Raises ValueError for a
-    schedule that is not possible, for shapes that nobody gives, and for overlap where the communicator exchanges them,
-    which the host waits for.
+    schedule that is not possible, for shapes that nobody gives, or that are not those of what a stage returns, and for
+    overlap where the communicator exchanges them, which the host waits for.
     """
     if tensor_shape is None and comm.size > 1 and not comm.variable_seq_lengths:
         raise ValueError(
@@ -170,10 +170,28 @@ class _Run:
         if self.is_last(step):
             output = self.losses[step.microbatch] = self.loss_fn(output, target)
         else:
+            self._check_shapes(step, output)
             self.output = output
         if not self.forward_only:
             self.inputs[step.microbatch, step.chunk] = x
             self.outputs[step.microbatch, step.chunk] = output
+
+    def _check_shapes(self, step: Step, output):
+        """The next stage receives what tensor_shape says, and would compute with whatever lies where nothing came.
+
+        A gradient has the shape of what was received, so it needs no check; dtypes are the communicator's business.
+        """
+        if self.comm.variable_seq_lengths:
+            return
+        found = _map(output, lambda tensor: tuple(tensor.shape))
+        wanted = map_shapes(self.shape_of(step.microbatch), lambda shape: tuple(map(int, shape)))
+        if list(_in_order(found)) != list(_in_order(wanted)):
+            part = step.chunk * self.comm.size + self.comm.rank
+            raise ValueError(
+                f"pipeline: part {part} of the model makes {found} of microbatch {step.microbatch}, but tensor_shape "
+                f"says {wanted}; pass a function of the microbatch's number, or a communicator with "
+                f"variable_seq_lengths=True"
+            )
 
     def _backward(self, step: Step, grad):
         x, output = (tensors.pop((step.microbatch, step.chunk)) for tensors in (self.inputs, self.outputs))
@@ -222,3 +240,15 @@ def _map(value, function):
     if isinstance(value, list | tuple):
         return [_map(part, function) for part in value]
     return None if value is None else function(value)
+
+
+def _in_order(shapes, names=()):
+    """What is sent, in order: the names of the dicts that it is in, and its shape."""
+    if isinstance(shapes, dict):
+        for name, part in shapes.items():
+            yield from _in_order(part, (*names, name))
+    elif isinstance(shapes, list):
+        for part in shapes:
+            yield from _in_order(part, names)
+    elif shapes is not None:
+        yield names, shapes

@@ -1,7 +1,8 @@
-"""State dicts of models with parallel layers: as shards, as the full model, and as torch.distributed.checkpoint's.
+"""State dicts of models with parallel layers, or a FullyShard: as shards, as the full model, and as
+torch.distributed.checkpoint's.
 
 `model.state_dict()` and `model.load_state_dict()` hold this rank's shards. The full model's keys and shapes are those
-of the same model with nn.Linear, so a state dict of one loads into the other:
+of the same model with nn.Linear, and without FullyShard, so a state dict of one loads into the other:
 
     gather_state_dict(model)          shards -> full tensors, on the CPU
     load_full_state_dict(model, full) full tensors -> shards
@@ -9,36 +10,64 @@ of the same model with nn.Linear, so a state dict of one loads into the other:
                                       torch.distributed.checkpoint writes of it loads on any number of ranks
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, init_from_local_shards
 
+from tkernels.layers.fsdp import FullyShard
 from tkernels.layers.linear import ParallelLinear
 
 
-def _partitioned(model: nn.Module) -> dict[str, tuple[ParallelLinear, int]]:
-    """The keys of the state dict that hold a part of a tensor: their layer, and the dimension that is split."""
+def _fully_sharded(model: nn.Module) -> dict[str, FullyShard]:
+    """By what the keys of theirs begin with."""
     return {
-        f"{prefix}.{name}".removeprefix("."): (layer, dim)
-        for prefix, layer in model.named_modules(remove_duplicate=False)
+        f"{path}.".removeprefix("."): part
+        for path, part in model.named_modules(remove_duplicate=False)
+        if isinstance(part, FullyShard)
+    }
+
+
+def _partitioned(model: nn.Module) -> dict[str, tuple[ParallelLinear, int]]:
+    """The full model's keys of which a parallel layer holds a part: the layer, and the dimension that is split."""
+    partitioned = {
+        f"{path}.{name}".removeprefix("."): (layer, dim)
+        for path, layer in model.named_modules(remove_duplicate=False)
         if isinstance(layer, ParallelLinear)
         for name, dim in layer.partitioned().items()
         if getattr(layer, name) is not None
     }
+    for prefix in _fully_sharded(model):  # what it holds is not one level deeper in the full model
+        inside = f"{prefix}module."
+        partitioned = {
+            prefix + key.removeprefix(inside) if key.startswith(inside) else key: place
+            for key, place in partitioned.items()
+        }
+    return partitioned
+
+
+def _state(model: nn.Module, of: Callable[[FullyShard], dict]) -> dict:
+    """model.state_dict() by the full model's keys, with `of` each FullyShard in place of what it has there."""
+    state = model.state_dict()
+    for prefix, sharded in _fully_sharded(model).items():
+        state = {key: value for key, value in state.items() if not key.startswith(prefix)}
+        state |= {prefix + key: value for key, value in of(sharded).items()}
+    return state
 
 
 def gather_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict:
     """Collective. The state dict of the full model, its tensors on the CPU.
 
-    rank0_only: the other ranks get an empty dict, and hold no more than one full tensor at a time.
+    rank0_only: the other ranks get an empty dict, and hold no more than one full tensor, or unit, at a time.
     """
     partitioned = _partitioned(model)
-    wanted = not rank0_only or all(layer.ctx.rank == 0 for layer, _ in partitioned.values())
+    contexts = [layer.ctx for layer, _ in partitioned.values()]
+    contexts += [sharded.ctx for sharded in _fully_sharded(model).values()]
+    wanted = not rank0_only or all(ctx.rank == 0 for ctx in contexts)
     full = {}
-    for key, value in model.state_dict().items():
+    for key, value in _state(model, lambda sharded: sharded.gather_state_dict(rank0_only=rank0_only)).items():
         if isinstance(value, torch.Tensor):
             value = value.detach().cpu()
         if key in partitioned:
@@ -52,8 +81,9 @@ def gather_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict:
 def load_full_state_dict(model: nn.Module, full: Mapping[str, torch.Tensor], *, strict: bool = True):
     """Load a state dict of the full model, of which each rank takes its parts. Not collective; every rank has `full`.
 
-    Tensors that are mapped from a file (torch.load(..., mmap=True)) are read only where this rank needs them. strict
-    and the result are those of load_state_dict. Raises ValueError for a tensor that isn't a full one.
+    Tensors that are mapped from a file (torch.load(..., mmap=True)) are read only where this rank needs them, but by a
+    FullyShard as a whole. strict and the result are those of load_state_dict. Raises ValueError for a tensor that isn't
+    a full one, and for a FullyShard of which something is missing, whatever strict says.
     """
     shards = dict(full)
     for key, (layer, dim) in _partitioned(model).items():
@@ -66,6 +96,11 @@ def load_full_state_dict(model: nn.Module, full: Mapping[str, torch.Tensor], *, 
                 f"load a state dict of shards with model.load_state_dict"
             )
         shards[key] = layer.shard(shards[key], dim)
+    for prefix, sharded in _fully_sharded(model).items():
+        own = {key: value for key, value in shards.items() if key.startswith(prefix)}
+        sharded.load_full_state_dict({key.removeprefix(prefix): value for key, value in own.items()})
+        loaded = {prefix + key: value for key, value in sharded.state_dict().items()}
+        shards = {key: value for key, value in shards.items() if key not in own} | loaded
     return model.load_state_dict(shards, strict=strict)
 
 
@@ -76,20 +111,26 @@ def sharded_state_dict(model: nn.Module) -> dict:
         checkpoint.load(sharded_state_dict(model), checkpoint_id=folder)  # into the model; no load_state_dict needed
 
     What is split comes as a ShardedTensor, which may be uneven and in several pieces a rank, as a DTensor may not; the
-    rest as it is. A checkpoint of the same model with nn.Linear loads, too, and the other way round.
+    rest as it is. A checkpoint of the same model with nn.Linear, or without FullyShard, loads, too, and the other way
+    round. Raises ValueError for parallel layers inside of a FullyShard, if both are of several ranks.
     """
     partitioned = _partitioned(model)
     return {
-        key: _sharded_tensor(value.detach(), *partitioned[key]) if key in partitioned else value
-        for key, value in model.state_dict().items()
+        key: _sharded_tensor(key, value, *partitioned[key]) if key in partitioned else value
+        for key, value in _state(model, FullyShard.sharded_state_dict).items()
     }
 
 
-def _sharded_tensor(value: torch.Tensor, layer: ParallelLinear, dim: int):
+def _sharded_tensor(key: str, value: torch.Tensor, layer: ParallelLinear, dim: int):
     """This rank's part of a parameter, with its place in the full one; the full one if there is one rank."""
     group = layer.ctx.group
     if group.size == 1:
         return value
+    if isinstance(value, ShardedTensor):
+        raise ValueError(
+            f"sharded_state_dict: {key} is split by {type(layer).__name__}, and each part again by FullyShard, whose "
+            f"ranks know nothing of the other parts; use gather_state_dict and load_full_state_dict"
+        )
     features, blocks = sum(layer.feature_sizes), value.tensor_split(layer.partition_stride, dim)
     first = sum(layer.feature_sizes[: group.rank]) // layer.partition_stride
     shards = []

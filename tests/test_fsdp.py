@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import checkpoint as dcp
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +21,7 @@ from tkernels.comm.lease import captured
 from tkernels.demo.data import Text
 from tkernels.demo.model import Block, ModelConfig, Transformer
 from tkernels.demo.training import ADAM_EPSILON, LEARNING_RATE, allowed_loss
+from tkernels.layers import ParallelMLP, gather_state_dict, load_full_state_dict, sharded_state_dict
 from tkernels.layers.fsdp import FullyShard
 from tkernels.layers.functions import all_reduce_sequence_parallel_grads
 from tkernels.testing.compare import assert_close_to, integers, normal
@@ -703,6 +705,86 @@ def test_a_state_dict_of_the_whole_model_goes_out_and_in(ctx):
         sharded.load_full_state_dict(want)
 
 
+class Shapes(Dense):
+    """What is not cut between rows: a convolution's weight, a number, nothing at all; and what is not trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernel, self.empty = nn.Parameter(torch.randn(3, 5, 2, 3)), nn.Parameter(torch.ones(0, 3))
+        self.gain, self.narrow = nn.Parameter(torch.randn(())), nn.Parameter(torch.randn(7, 3, dtype=torch.bfloat16))
+        self.fixed = nn.Parameter(torch.randn(11), requires_grad=False)
+        self.register_buffer("seen", torch.randn(2))
+
+
+def tower(seed, contexts=()):
+    """Layers inside of a larger model, sharded over a context if there is one; a parameter is shared by two units."""
+    torch.manual_seed(seed)
+    inner = Hybrid(kinds=(Shapes, StateSpace, Shapes))
+    inner.layers[2].up.weight = inner.layers[0].up.weight
+    model = nn.ModuleDict({"inner": inner, "last": nn.Linear(3, 2)})
+    for ctx in contexts:
+        model.to(ctx.device)["inner"] = FullyShard(inner, UNITS, ctx=ctx)
+    return model
+
+
+def assert_same_state(got, want):
+    assert got.keys() == want.keys()
+    for key, value in want.items():
+        assert torch.equal(got[key].cpu(), value.cpu()), key
+
+
+@pytest.mark.ranks(2, 4)
+def test_a_checkpoint_of_shards_loads_into_any_number_of_ranks_and_the_unsharded_model(ctx, tmp_path):
+    want = tower(1).state_dict()
+    first, second = tower(1, [ctx]), tower(2, [ctx])
+    assert_same_state(gather_state_dict(first), want)
+    rank0 = gather_state_dict(first, rank0_only=True)
+    assert rank0.keys() == (want.keys() if ctx.rank == 0 else set())
+    assert str(load_full_state_dict(second, want)) == "<All keys matched successfully>"
+    assert_same_state(gather_state_dict(second), want)
+    with pytest.raises(RuntimeError, match="Missing key.*last.bias"):
+        load_full_state_dict(second, {key: value for key, value in want.items() if key != "last.bias"})
+
+    dcp.save(sharded_state_dict(first), checkpoint_id=tmp_path / "sharded")
+    unsharded = tower(2).state_dict()
+    dcp.load(unsharded, checkpoint_id=tmp_path / "sharded", no_dist=True)
+    assert_same_state(unsharded, want)
+    with tkernels.init([dist.new_group([rank]) for rank in range(ctx.size)][ctx.rank], heap_bytes=8 << 20) as alone:
+        one = tower(2, [alone])
+        dcp.load(sharded_state_dict(one), checkpoint_id=tmp_path / "sharded", no_dist=True)
+        assert_same_state(gather_state_dict(one), want)
+        if ctx.rank == 0:
+            dcp.save(sharded_state_dict(one), checkpoint_id=tmp_path / "one", no_dist=True)
+    dist.barrier()
+    again = tower(3, [ctx])
+    again["inner"](own(ctx, batches(ctx, 1)[0]))  # whose backward never comes
+    dcp.load(sharded_state_dict(again), checkpoint_id=tmp_path / "one")
+    assert_same_state(gather_state_dict(again), want)
+    assert same_bits(again["inner"], first["inner"])
+
+
+@pytest.mark.ranks(2)
+def test_parallel_layers_inside_are_gathered_and_split_as_well(ctx, tmp_path):
+    def mlp(seed, over, features=9):
+        torch.manual_seed(seed)
+        return nn.Sequential(ParallelMLP(6, features, "swiglu", ctx=over), nn.Linear(6, 2)).to(ctx.device)
+
+    with tkernels.init([dist.new_group([rank]) for rank in range(2)][ctx.rank], heap_bytes=8 << 20) as alone:
+        want = mlp(1, alone).state_dict()
+        first, second, third = (FullyShard(mlp(seed, ctx), ParallelMLP, ctx=alone) for seed in (1, 2, 3))
+        assert_same_state(gather_state_dict(first), want)
+        load_full_state_dict(second, want)
+        assert same_bits(second, first)
+        dcp.save(sharded_state_dict(first), checkpoint_id=tmp_path)
+        dcp.load(sharded_state_dict(third), checkpoint_id=tmp_path)
+        assert same_bits(third, first)
+    twice = mlp(1, ctx, features=8)
+    for parameter in twice.parameters():
+        nn.init.ones_(parameter)  # so that the parts of both ranks are equal, as replicas' are
+    with pytest.raises(ValueError, match="0.fc1.weight is split by ColumnParallelLinear, and each part again by Fully"):
+        sharded_state_dict(FullyShard(twice, ParallelMLP, ctx=ctx))
+
+
 @pytest.mark.ranks(2)
 def test_what_cannot_be_sharded_is_refused_by_name(ctx):
     class Nested(Dense):
@@ -716,6 +798,8 @@ def test_what_cannot_be_sharded_is_refused_by_name(ctx):
     integer.scale = nn.Parameter(torch.ones(2, device=ctx.device, dtype=torch.float64))
     refused = [
         (lambda: FullyShard(model, nn.Conv2d, ctx=ctx), ValueError, "no module is a unit: none is of the types Conv2d"),
+        (lambda: FullyShard(model, "Dense", ctx=ctx), TypeError, "units are classes of .*, not instances of str"),
+        (lambda: FullyShard(model, (Dense, model.head), ctx=ctx), TypeError, "units=.nn.Linear,., not .* of Linear"),
         (lambda: FullyShard(model, Hybrid, ctx=ctx), ValueError, "the module itself is of a unit's type"),
         (
             lambda: FullyShard(nn.Sequential(Nested()).to(ctx.device), UNITS, ctx=ctx),
@@ -730,6 +814,10 @@ def test_what_cannot_be_sharded_is_refused_by_name(ctx):
         (lambda: sharded.module(x), LeaseError, "Hybrid was called outside .* call the FullyShard, not"),
         (lambda: sharded.module.layers[0](x), LeaseError, "Dense was called outside .* call the FullyShard, not"),
         (lambda: sharded.load_state_dict(sharded.state_dict(), assign=True), ValueError, "assign=True. would leave"),
+        (
+            lambda: nn.Sequential(sharded).load_state_dict(nn.Sequential(hybrid(ctx)).state_dict(), strict=False),
+            ValueError, "takes this rank's shards, .* 0.embed.weight is of the unsharded module; call load_full_state",
+        ),
     ]  # fmt: skip
     for call, kind, message in refused:
         with pytest.raises(kind, match=message):

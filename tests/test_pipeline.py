@@ -1,5 +1,6 @@
 """Pipelines: schedules that balance and cannot deadlock, and training to the losses of the model that is not split."""
 
+import contextlib
 import itertools
 from collections import defaultdict
 
@@ -436,6 +437,29 @@ def test_what_a_stage_passes_on_is_not_freed(ctx, constant, used):
             assert of_whole.grad is None
         else:
             assert_close_to(mine, of_whole.grad.double(), terms=256)
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_the_next_stage_does_not_expect_is_refused_before_it_is_sent(forward_only, overlap):
+    data = [(torch.ones(rows, 3), None) for rows in (8, 8, 8, 5)]
+    shapes = {"a": (8, 3), "b": (8, 3)}
+    cases = [
+        (Scale(), (8, 3), 3, r"part 0 of the model makes \(5, 3\) of microbatch 3, but tensor_shape says \(8, 3\); "
+         r"pass a function of the microbatch's number, or a communicator with variable_seq_lengths=True"),
+        (Scale(), [8, 2], 0, r"makes \(8, 3\) of microbatch 0, but tensor_shape says \(8, 2\)"),
+        (Twice(True), shapes, 6, r"makes {'a': \(5, 3\), 'b': \[\(5, 3\)\]} of microbatch 3, but tensor_shape says"),
+        (Twice(True), {"b": (8, 3), "a": (8, 3)}, 0, "of microbatch 0"),  # sent in another order
+        (Scale(), lambda number: (len(data[number][0]), 3), 4, None),
+    ]  # fmt: skip
+    for stage, shape, sent, message in cases:
+        wire = Recorder()
+        comm = P2PCommunicator(Ranks(0, 2), backend=wire)
+        context = contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message)
+        options = {"tensor_shape": shape, "forward_only": forward_only, "overlap": overlap}
+        with context:
+            forward_backward_pipelining([stage], data, None, comm, **options)
+        assert sum(verb == "send" for verb, *_ in wire.trace) == sent
 
 
 @pytest.mark.ranks(2)
