@@ -1,5 +1,6 @@
 """launch and RankPool: results and failures come back, and nothing stays behind."""
 
+import contextlib
 import importlib.metadata
 import os
 import pickle
@@ -15,8 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import tkernels
 from tkernels.comm import runtime
-from tkernels.launch import RankError, RankPool, RankTimeoutError, _describe, dumps, launch
+from tkernels.launch import RankError, RankPool, RankTimeoutError, _call, _describe, dumps, launch
 
 if runtime.RUNTIME == "nvshmem" and torch.cuda.device_count() < 2:
     pytest.skip(f"needs 2 GPUs, found {torch.cuda.device_count()}", allow_module_level=True)
@@ -212,6 +214,48 @@ def test_a_failure_to_finalize_is_raised_by_close():
     with pytest.raises(RankError, match="rank 0 of 1: RuntimeError: cannot finalize"):
         pool.close()
     assert_dead(pids)
+
+
+def wait_too_long(context, begin_anew):
+    """Only rank 0 is told: the other one makes no call."""
+    context.barrier()
+    dist.barrier()
+    if context.rank == 0:
+        with pytest.raises(tkernels.WaitTimeoutError):
+            context.barrier()
+            context.check()
+    while not context.failed:
+        time.sleep(0.02)
+    if begin_anew:
+        tkernels.init(heap_bytes=4 << 20)
+    return "done"
+
+
+@pytest.mark.ranks(2)
+def test_a_failure_counts_unless_the_function_was_told_or_began_anew(ctx):
+    assert _call(ctx, who, ()) == (who(ctx), False)
+    for begin_anew in (False, True):
+        with tkernels.init(heap_bytes=4 << 20, timeout_s=0.5) as context:
+            if ctx.rank == 0 or begin_anew:
+                assert _call(context, wait_too_long, (begin_anew,)) == ("done", True)
+            else:
+                told = "^the function returned, but its context had failed: barrier: rank 0 waited 0.5 s"
+                with pytest.raises(tkernels.WaitTimeoutError, match=told):
+                    _call(context, wait_too_long, (begin_anew,))
+            if begin_anew:
+                tkernels.finalize()
+                with contextlib.suppress(tkernels.WaitTimeoutError):
+                    context.finalize()  # which tells rank 1
+
+
+@pytest.mark.parametrize("spent", [False, True])
+def test_ranks_whose_context_has_failed_serve_no_other_call(monkeypatch, spent):
+    pool, killed = RankPool(2), []
+    monkeypatch.setattr(pool, "_start", lambda: None)
+    monkeypatch.setattr(pool, "_collect", lambda timeout_s: [("first", False), ("second", spent)])
+    monkeypatch.setattr(pool, "kill", lambda: killed.append(pool))
+    assert pool.run(who) == ["first", "second"]
+    assert killed == [pool] * spent
 
 
 def test_numbers_of_ranks_that_cannot_be_are_refused(monkeypatch):

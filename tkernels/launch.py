@@ -91,8 +91,8 @@ def default_ranks() -> int:
 class RankPool:
     """Ranks that stay alive between calls; the processes start with the first one.
 
-    A failure may leave ranks out of step, so any failure kills the processes, and the next call starts new ones. One
-    thread at a time may use a pool.
+    A failure may leave ranks out of step, so any failure kills the processes, and the next call starts new ones; so it
+    does where the function got over a failure of ctx, or closed it. One thread at a time may use a pool.
     """
 
     def __init__(self, ranks: int, *, ctx_options: dict | None = None):
@@ -114,7 +114,7 @@ class RankPool:
         return [process.pid for process in self._processes]
 
     def run(self, fn, *args, timeout_s: float = 300.0) -> list:
-        """Run ``fn(ctx, *args)`` on every rank, as `launch` does; ctx is the same in every call until a failure."""
+        """Run ``fn(ctx, *args)`` on every rank, as `launch` does; ctx is the same in every call until it has failed."""
         try:
             call = dumps((fn, args))
         except (pickle.PicklingError, TypeError, AttributeError) as error:
@@ -127,10 +127,13 @@ class RankPool:
             if not self._processes:
                 self._start()
             self._send(call)
-            return self._collect(timeout_s)
+            results, spent = zip(*self._collect(timeout_s), strict=True)
         except BaseException:
             self.kill()
             raise
+        if any(spent):
+            self.kill()
+        return list(results)
 
     def close(self) -> None:
         """Finalize the Context on all ranks and end the processes. Raises RankError when finalizing fails."""
@@ -354,11 +357,7 @@ def _rank_main(rank, ranks, port, num_threads, ctx_options, pipe, stacks):
         ctx = _join(rank, ranks, port, num_threads, ctx_options)
 
     def run(call):
-        fn, args = pickle.loads(call)
-        result = fn(ctx, *args)
-        if not ctx.closed:
-            ctx.check()  # a wait that expired, and whose kernel went on, is no success
-        return result
+        return _call(ctx, *pickle.loads(call))
 
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # no parent, no work
         _reply(pipe, join)
@@ -407,6 +406,28 @@ def _join(rank, ranks, port, num_threads, ctx_options):
     else:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     return init(**ctx_options)
+
+
+def _call(ctx, fn, args) -> tuple:
+    """fn's result, and whether ctx serves no other call. Raises what has failed and the function was not told of.
+
+    That is asked of the context that it has opened last, if any: after a failure the ranks begin anew by `init`.
+    """
+    from tkernels.comm.context import _open_over, find_context
+    from tkernels.comm.errors import TkernelsError
+    from tkernels.comm.group import Group
+
+    before = _open_over(Group())
+    result = fn(ctx, *args)
+    after = _open_over(Group())
+    in_use = find_context(after[-1]) if after and after[-1] not in before else ctx
+    if not in_use.closed and not in_use._reported:
+        try:
+            in_use.check()  # a wait that expired, and whose kernel went on, is no success
+        except TkernelsError as error:
+            error.args = (f"the function returned, but its context had failed: {error}",)
+            raise
+    return result, ctx.failed or ctx.name not in after
 
 
 def _leave(ctx):
