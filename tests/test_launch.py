@@ -2,13 +2,16 @@
 
 import contextlib
 import importlib.metadata
+import multiprocessing
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+import types
 import uuid
 from pathlib import Path
 
@@ -144,6 +147,30 @@ def test_what_does_not_pickle_is_refused_before_it_is_sent(pool):
     with pytest.raises(TypeError, match=r"<lambda>.*cannot be sent.*top of a module"):
         pool.run(lambda ctx: 0)
     assert pool.pids == pids, "no rank has seen the call, so all are in step"
+
+
+@pytest.mark.parametrize(
+    "file, said",
+    [("/no/such/<stdin>", "they import the program, and /no/such/<stdin> is no file"), (None, "define it in a module")],
+    ids=["read from stdin", "typed in"],
+)
+def test_a_function_of_a_program_that_is_no_file_is_refused_before_a_process_starts(monkeypatch, file, said):
+    program = types.ModuleType("__main__")
+    program.__file__ = file
+    monkeypatch.setitem(sys.modules, "__main__", program)
+    with pytest.raises(TypeError, match=f"^who can't be sent to the ranks: .*{said}"):
+        launch(types.FunctionType(who.__code__, vars(program)), 2)
+
+
+def test_a_script_without_a_guard_is_told_so(monkeypatch):
+    guard = 'belongs under `if __name__ == "__main__":`$'
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match=f"^launch was called where .*{guard}"):
+        patch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+        launch(who, 2)
+    pool = RankPool(1)
+    monkeypatch.setattr(pool, "_processes", [types.SimpleNamespace(join=lambda timeout: None, exitcode=1)])
+    assert re.search(f"rank 0 of 1 exited with code 1 before it had started; .*{guard}", str(pool._death(0, True)))
+    monkeypatch.undo()  # there is nothing to kill
 
 
 def test_the_failure_of_one_rank_ends_the_call_for_all_and_the_pool_starts_anew(pool):

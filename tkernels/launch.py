@@ -21,6 +21,7 @@ import io
 import multiprocessing.connection
 import multiprocessing.process
 import multiprocessing.resource_tracker
+import multiprocessing.spawn
 import multiprocessing.util  # noqa: F401  (registers its exit function before ours: exit functions run last in, first out)
 import numbers
 import os
@@ -37,6 +38,7 @@ START_TIMEOUT_S = 300.0  # importing torch, joining the group, allocating the he
 CLOSE_TIMEOUT_S = 30.0  # freeing the heap and leaving the interpreter
 GRACE_S = 0.5  # after a first failure: time for the failure that caused it to arrive
 STACK_SIGNAL = signal.SIGUSR1
+GUARD = 'ranks import the program, so what it does belongs under `if __name__ == "__main__":`'
 
 
 class RankError(RuntimeError):
@@ -65,7 +67,7 @@ def launch(fn, ranks: int, *args, timeout_s: float = 300.0, ctx_options: dict | 
 
     fn is a function of a module (it travels by name), args and results are values that pickle. Tensors travel by value,
     detached and on the CPU. Each process joins torch.distributed (gloo, and nccl on GPUs, where rank r has GPU r) and
-    makes a Context by ``tkernels.init(**ctx_options)``. A script that calls this needs the usual
+    makes a Context by ``tkernels.init(**ctx_options)``. A script that calls this is a file and needs the usual
     ``if __name__ == "__main__":``, since the new processes import it.
 
     Raises RankError with the first failure of a rank, RankTimeoutError when some rank still runs fn after `timeout_s`
@@ -115,6 +117,7 @@ class RankPool:
 
     def run(self, fn, *args, timeout_s: float = 300.0) -> list:
         """Run ``fn(ctx, *args)`` on every rank, as `launch` does; ctx is the same in every call until it has failed."""
+        _refuse_what_ranks_cannot_import(fn)
         try:
             call = dumps((fn, args))
         except (pickle.PicklingError, TypeError, AttributeError) as error:
@@ -209,14 +212,14 @@ class RankPool:
                     rank_stacks.close()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        self._collect(START_TIMEOUT_S)
+        self._collect(START_TIMEOUT_S, starting=True)
 
     def _send(self, message: bytes) -> None:
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a dead rank: _collect says so
                 pipe.send_bytes(message)
 
-    def _collect(self, timeout_s: float) -> list:
+    def _collect(self, timeout_s: float, starting: bool = False) -> list:
         """One reply of every rank, or the first failure."""
         deadline = time.monotonic() + timeout_s
         replies: dict[int, tuple] = {}
@@ -236,7 +239,7 @@ class RankPool:
                 limit = min(deadline, time.monotonic() + GRACE_S)
 
         if died:  # before all exceptions: those of other ranks come from their lost connection
-            raise self._death(died[0])
+            raise self._death(died[0], starting)
         failures = {r: (at, payload) for r, (kind, at, payload) in replies.items() if kind == "failed"}
         if failures:
             rank = min(failures, key=lambda r: failures[r][0])
@@ -247,15 +250,17 @@ class RankPool:
             raise self._timeout(timeout_s, [r for r in range(self.ranks) if r not in replies])
         return [pickle.loads(replies[r][2]) for r in range(self.ranks)]
 
-    def _death(self, rank: int) -> RankError:
+    def _death(self, rank: int, starting: bool) -> RankError:
         process = self._processes[rank]
         process.join(10.0)
         code = process.exitcode
         if code is not None and code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
+            how = f"was killed by {signal.Signals(-code).name} before it had finished"
+        elif starting:
+            how = f"exited with code {code} before it had started; {GUARD}"
         else:
-            how = f"exited with code {code}"
-        return RankError(rank, "died", "", f"rank {rank} of {self.ranks} {how} before it had finished")
+            how = f"exited with code {code} before it had finished"
+        return RankError(rank, "died", "", f"rank {rank} of {self.ranks} {how}")
 
     def _timeout(self, timeout_s: float, running: list[int]) -> RankTimeoutError:
         for rank in range(self.ranks):
@@ -267,6 +272,18 @@ class RankPool:
         names = ", ".join(map(str, running))
         headline = f"rank{'s' * (len(running) > 1)} {names} of {self.ranks} still running after {timeout_s:g} s"
         return RankTimeoutError(running[0], "TimeoutError", "\n".join(stacks), headline)
+
+
+def _refuse_what_ranks_cannot_import(fn):
+    """Before any process starts: the new ones import the program, if it is a file and no __main__.py."""
+    if getattr(multiprocessing.process.current_process(), "_inheriting", False):  # as multiprocessing itself asks
+        raise SystemExit(f"launch was called where a new process imports the program; {GUARD}")  # no traceback a rank
+    program, name = multiprocessing.spawn.get_preparation_data("rank"), getattr(fn, "__qualname__", repr(fn))
+    file, module = program.get("init_main_from_path"), program.get("init_main_from_name", "__main__")
+    if file is not None and not os.path.exists(file):
+        raise TypeError(f"{name} can't be sent to the ranks: they import the program, and {file} is no file")
+    if file is None and module.endswith("__main__") and getattr(fn, "__module__", None) == "__main__":
+        raise TypeError(f"{name} can't be sent to the ranks: they can't import the program; define it in a module")
 
 
 _pools: weakref.WeakSet[RankPool] = weakref.WeakSet()
