@@ -13,6 +13,7 @@ import threading
 import time
 import types
 import uuid
+import warnings
 from pathlib import Path
 
 import pytest
@@ -285,11 +286,18 @@ def test_ranks_whose_context_has_failed_serve_no_other_call(monkeypatch, spent):
     assert killed == [pool] * spent
 
 
-def test_numbers_of_ranks_that_cannot_be_are_refused(monkeypatch):
+def test_numbers_of_ranks_that_cannot_be_are_refused_and_those_that_cannot_be_borne_warned_of(monkeypatch):
     with pytest.raises(TypeError, match="a number of ranks, got '2'"):
         launch(who, "2")
     with pytest.raises(ValueError, match="at least 1 rank"):
         launch(who, 0)
+    many = 4 * len(os.sched_getaffinity(0))
+    monkeypatch.setattr(runtime, "RUNTIME", "simulated")
+    monkeypatch.setattr(sys.modules["tkernels.launch"], "_serve_store", lambda: 1 // 0)  # so that none starts
+    with pytest.raises(ZeroDivisionError), pytest.warns(UserWarning, match=f"^{many + 1} simulated ranks share "):
+        launch(who, many + 1)
+    with pytest.raises(ZeroDivisionError), warnings.catch_warnings(action="error"):
+        launch(who, many)
     monkeypatch.setattr(runtime, "RUNTIME", "nvshmem")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match="3 ranks need 3 GPUs, one each, found 2; .*TKERNELS_RUNTIME=simulated"):

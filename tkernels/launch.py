@@ -32,11 +32,13 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 import weakref
 
 START_TIMEOUT_S = 300.0  # importing torch, joining the group, allocating the heap; many ranks share few cores
 CLOSE_TIMEOUT_S = 30.0  # freeing the heap and leaving the interpreter
 GRACE_S = 0.5  # after a first failure: time for the failure that caused it to arrive
+RANKS_OF_A_CORE = 4  # simulated: with 8 a step of the demo takes 50 s on two cores, with 4 it takes 8 s
 STACK_SIGNAL = signal.SIGUSR1
 GUARD = 'ranks import the program, so what it does belongs under `if __name__ == "__main__":`'
 
@@ -72,6 +74,7 @@ def launch(fn, ranks: int, *args, timeout_s: float = 300.0, ctx_options: dict | 
 
     Raises RankError with the first failure of a rank, RankTimeoutError when some rank still runs fn after `timeout_s`
     seconds, TypeError for an fn or args that don't pickle, ValueError for more ranks than GPUs on the nvshmem runtime.
+    Warns of many more simulated ranks than cores.
     """
     with RankPool(ranks, ctx_options=ctx_options) as pool:
         return pool.run(fn, *args, timeout_s=timeout_s)
@@ -187,9 +190,16 @@ class RankPool:
                     f"{self.ranks} ranks need {self.ranks} GPUs, one each, found {torch.cuda.device_count()}; "
                     "start fewer ranks, or set TKERNELS_RUNTIME=simulated to run them on the CPU"
                 )
+        cores = len(os.sched_getaffinity(0))
+        if RUNTIME == "simulated" and self.ranks > RANKS_OF_A_CORE * cores:
+            warnings.warn(
+                f"{self.ranks} simulated ranks share {cores} core{'s' * (cores > 1)}, and each waits while another one "
+                f"runs: an operation may take minutes; up to {RANKS_OF_A_CORE * cores} ranks are bearable here",
+                stacklevel=3,
+            )
         self._store, port = _serve_store()
         context = multiprocessing.get_context("spawn")
-        num_threads = max(1, len(os.sched_getaffinity(0)) // self.ranks)
+        num_threads = max(1, cores // self.ranks)
         # Ctrl-C at a terminal reaches the ranks as well, even before they can ignore it, so they are born with SIGINT
         # blocked. The tracker unblocks SIGINT when it starts, so it starts before.
         multiprocessing.resource_tracker.ensure_running()
