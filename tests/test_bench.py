@@ -17,6 +17,7 @@ import torch
 from transports import TRANSPORTS
 
 from tkernels import shapes, timing
+from tkernels.comm import runtime
 
 
 def load(checkout: Path, name: str):
@@ -259,8 +260,6 @@ def test_wrong_arguments_get_a_sentence_and_exit_code_2(checkout, capsys, argume
 
 @pytest.mark.quick
 def test_large_shapes_and_uneven_shards_are_refused_before_any_rank_starts(checkout, capsys):
-    from tkernels.comm import runtime
-
     if runtime.RUNTIME != "simulated":
         pytest.skip("about the simulated runtime")
     main = load(checkout, "run").main
@@ -314,22 +313,26 @@ def test_shapes_by_name():
 
 
 @pytest.mark.quick
-def test_an_unknown_shape_is_told_the_names_of_its_operation():
+def test_an_unknown_shape_is_told_the_names_of_its_operation_that_the_runtime_takes(monkeypatch):
+    monkeypatch.setattr(runtime, "RUNTIME", "nvshmem")
     with pytest.raises(ValueError) as refused:
         shapes.find(["all_gather_matmul"], ["tiny", "rs-a"])
     assert str(refused.value) == (
         "there is no shape 'rs-a' for all_gather_matmul: give MxNxK, or one of "
         + ", ".join([*shapes.BY_OPERATION["all_gather_matmul"], *shapes.TINY])
-        + " (the tiny ones are the only ones that run on the simulated runtime), or a group: all, layers, small"
+        + ", or a group: all, layers, small"
     )
     with pytest.raises(ValueError, match="'huge' for matmul or matmul_all_reduce: .* or one of tiny, .*, small; one"):
         shapes.find(["matmul", "matmul_all_reduce"], ["huge"])
     with pytest.raises(ValueError, match="one of tiny, .*a group: all, layers$"):
         shapes.find(["matmul"], ["small"])
-    with pytest.raises(ValueError, match=r"runtime\)$"):
+    with pytest.raises(ValueError, match="tiny-m1$"):
         shapes.find(["all_reduce"], ["layers"], groups=False)
     found = shapes.find(["matmul", "matmul_all_reduce"], ["small"])
     assert found == {"matmul": {}, "matmul_all_reduce": shapes.SMALL["matmul_all_reduce"]}
+    monkeypatch.setattr(runtime, "RUNTIME", "simulated")
+    with pytest.raises(ValueError, match="MxNxK, or one of tiny, tiny-wide, tiny-m1; the simulated runtime takes what"):
+        shapes.find(["all_gather_matmul"], ["rs-a"])
 
 
 def a_line(op="all_gather_matmul", shape="llama8b-qkv", M=8192, ours_us=100.0, date="2030-01-02T03:04:05", **others):
