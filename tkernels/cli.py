@@ -17,7 +17,9 @@ PARALLEL = ("tp", "pp", "fsdp", "zero", "ddp")
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command. Returns its exit code: 0, 1 if it failed; 2 (through SystemExit) for a wrong argument; 130."""
-    options = _parser().parse_args(arguments)
+    options, unknown = _parser().parse_known_args(arguments)
+    if unknown:  # of the command, which the parser of all commands would not name
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         if options.runtime:
             _choose_runtime(options.runtime)
@@ -113,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--seed", type=_seed, metavar="N", default=0, help="of weights and batches; default: 0")
     demo.add_argument(
         "--plot", type=_picture, metavar="PATH", default="tkernels-demo.png",
-        help="where the PNG of the loss curves goes; default: tkernels-demo.png",
+        help="where the picture of the loss curves goes, in the format of its ending; default: tkernels-demo.png",
     )  # fmt: skip
     demo.add_argument("--no-plot", action="store_true", help="draw no picture")
     demo.set_defaults(command=_demo, parser=demo)
