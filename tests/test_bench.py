@@ -61,7 +61,7 @@ def test_candidates_are_measured_in_changing_orders_which_all_ranks_share(ctx):
 
 
 def test_the_command_prints_a_table_and_writes_a_line_with_all_fields(checkout, tmp_path):
-    path = tmp_path / "results" / "out.jsonl"
+    path = tmp_path / "out.jsonl"
     command = "-m bench.run all_gather_matmul --shape tiny --ranks 2 --iterations 2 --json".split()
     done = subprocess.run(
         [sys.executable, *command, str(path)], cwd=checkout, env={**os.environ, "TKERNELS_RUNTIME": "simulated"},
@@ -241,14 +241,15 @@ def test_a_case_without_a_number_is_named_and_gives_exit_code_1(checkout, tmp_pa
     "arguments, sentence",
     [
         ("matmul", "'matmul' is no operation"),
-        ("gemm --shape nope", "--shape nope: gemm has 2048x12288x12288"),
+        ("gemm --shape nope", "--shape: there is no shape 'nope' for gemm: give MxNxK, or one of"),
         ("gemm --shape tiny --ranks 0", "at least one rank is needed"),
         ("gemm --shape tiny --iterations 0 --ranks 1", "measure at least once"),
         ("gemm --shape tiny --dtype int8", "invalid choice: 'int8'"),
         ("gemm,matmul --shape tiny", "'matmul' is no operation"),
         ("gemm --shape tiny --ranks 1 --layout TT", "--layout TT: there are TN, NN, NT"),
         ("gemm --shape tiny --ranks 1 --budget 0", "--budget 0: give seconds"),
-        ("gemm --shape small --ranks 1", "--shape small: gemm has no such shapes"),
+        ("gemm --shape small --ranks 1", "--shape: there is no shape 'small' for gemm"),
+        ("gemm --shape 64x0x64", "--shape: 64x0x64: M, N and K must be at least 1"),
     ],
 )
 def test_wrong_arguments_get_a_sentence_and_exit_code_2(checkout, capsys, arguments, sentence):
@@ -256,6 +257,24 @@ def test_wrong_arguments_get_a_sentence_and_exit_code_2(checkout, capsys, argume
         load(checkout, "run").main(arguments.split())
     assert exit.value.code == 2
     assert sentence in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("arguments", ["run gemm", "training", "leases"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(checkout, capsys, arguments):
+    name, *arguments = arguments.split()
+    with pytest.raises(SystemExit) as exit:
+        load(checkout, name).main([*arguments, "--json", "/no/such/folder/out.jsonl"])
+    assert exit.value.code == 2
+    assert "can't write to '/no/such/folder/out.jsonl': there is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.quick
+def test_shapes_are_given_as_names_or_as_sizes(checkout):
+    _, cases = load(checkout, "run").parse("gemm,all_reduce --shape 64x32x96,tiny --ranks 1 --layout TN,NN".split())
+    sizes = [(case.shape, case.M, case.N, case.K, case.layout) for case in cases if case.op == "gemm"]
+    assert sizes[:2] == [("64x32x96", 64, 32, 96, "TN"), ("64x32x96", 64, 32, 96, "NN")]
+    assert [case.shape for case in cases if case.op == "all_reduce"] == ["64x32x96", "tiny"]
 
 
 @pytest.mark.quick
@@ -397,6 +416,11 @@ def test_a_summary_names_what_misses_its_goal(checkout, tmp_path, capsys):
     summary = load(checkout, "summary")
     good = write(tmp_path / "good.jsonl", a_line(ours_us=91.0), a_line(shape="llama70b-qkv-m16", M=16, ours_us=150.0))
     assert summary.main([str(good)]) == 0
+    simulated = write(tmp_path / "simulated.jsonl", a_line(shape="gpt3-fc1", ours_us=9e9, gpu=None))
+    assert summary.main([str(good), str(simulated)]) == 0
+    with pytest.raises(SystemExit):
+        summary.main(["--help"])
+    assert "Exit code 0: every goal is reached; 1: one is missed" in " ".join(capsys.readouterr().out.split())
     bad = write(tmp_path / "bad.jsonl", a_line(ours_us=120.0, date="2030-01-03T00:00:00"), a_line(shape="gpt3-fc1"))
     assert summary.main([str(good), str(bad)]) == 1
     out = " ".join(capsys.readouterr().out.split())
@@ -422,7 +446,7 @@ def test_a_summary_of_a_file_that_cannot_be_read_is_a_wrong_argument(checkout, t
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["mlp", "attention"])
-def test_training_is_measured_beside_nccl_and_a_wrong_gradient_is_refused(ctx, checkout, name):
+def test_training_is_measured_beside_a_baseline_and_a_wrong_gradient_is_refused(ctx, checkout, name):
     training = load(checkout, "training")
     pair = training.PAIRS["simulated"][name]
     with warnings.catch_warnings():
@@ -443,7 +467,8 @@ def test_training_is_measured_beside_nccl_and_a_wrong_gradient_is_refused(ctx, c
         refused = training.measure_pair(ctx, name, pair, 32, 2)["refused"]
     finally:
         training.Steps.outcome = right
-    assert refused == f"rank 1: 1 of {pair.inner // 2} rows of dw1 differ from NCCL + cuBLAS's, the first is 3"
+    theirs = "NCCL + cuBLAS" if ctx.runtime == "nvshmem" else "gloo + torch.mm"
+    assert refused == f"rank 1: 1 of {pair.inner // 2} rows of dw1 differ from {theirs}'s, the first is 3"
 
 
 @pytest.mark.exhaustive
@@ -455,7 +480,7 @@ def test_the_training_bench_prints_a_table_and_writes_lines_that_a_summary_reads
         env={**os.environ, "TKERNELS_RUNTIME": "simulated"}, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "llama70b-attention, NCCL beside cuBLAS" in done.stdout
+    assert "llama70b-attention, gloo beside torch.mm" in done.stdout
     lines = load(checkout, "records").read(path)
     assert [line["shape"] for line in lines] == ["llama70b-mlp", "llama70b-attention"]
     (goal,) = (goal for goal in load(checkout, "summary").GOALS if goal.name == "training over NCCL + cuBLAS")

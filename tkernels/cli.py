@@ -197,7 +197,7 @@ def _add_trace(commands, common: argparse.ArgumentParser):
     trace.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16", help="default: bf16")
     trace.add_argument("--calls", type=_count, metavar="N", default=3, help="how many to record; default: 3")
     trace.add_argument(
-        "--out", type=_file, metavar="PATH", default="tkernels-trace.json",
+        "--out", type=file_to_write, metavar="PATH", default="tkernels-trace.json",
         help="where the trace goes, packed if it ends with .gz; default: tkernels-trace.json",
     )  # fmt: skip
     trace.set_defaults(command=_trace, parser=trace)
@@ -239,10 +239,11 @@ def _output(text: str) -> str:
 def _picture(text: str) -> Path:
     if text == "-":
         raise argparse.ArgumentTypeError("takes a path, not '-'; --no-plot draws no picture")
-    return _file(text)
+    return file_to_write(text)
 
 
-def _file(text: str) -> Path:
+def file_to_write(text: str) -> Path:
+    """The type of an argument that names a file: one that can be written."""
     if text == "-":
         raise argparse.ArgumentTypeError("takes a path, not '-'")
     return Path(_output(text))
