@@ -11,7 +11,6 @@ import contextlib
 import statistics
 import sys
 import time
-from pathlib import Path
 
 import torch
 from rich import box
@@ -22,6 +21,7 @@ from torch.nn import functional as F
 import tkernels
 from bench.provenance import provenance
 from bench.records import append
+from tkernels.cli import file_to_write
 from tkernels.comm.lease import Lease, Slot
 from tkernels.demo.model import ModelConfig, Transformer
 from tkernels.launch import RankError, RankPool
@@ -141,7 +141,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2 if simulated else torch.cuda.device_count())
     parser.add_argument("--step-ms", type=float, help="time of a step of another model; needs --leases")
     parser.add_argument("--leases", type=int, help="leases of a step of another model; needs --step-ms")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="append one JSON line, e.g. bench/results/DATE.jsonl")
+    parser.add_argument(
+        "--json", type=file_to_write, metavar="PATH", help="append one JSON line, e.g. bench/results/DATE.jsonl"
+    )
     args = parser.parse_args(argv)
     if args.ranks < 1 or (not simulated and args.ranks > torch.cuda.device_count()):
         parser.error(f"--ranks {args.ranks}: there are {torch.cuda.device_count()} GPUs; at least one rank is needed")

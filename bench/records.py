@@ -11,8 +11,7 @@ PEERS = {"serial": "NCCL + cuBLAS", "torch": "torch fused"}  # that a user would
 
 
 def append(path: Path, line: dict) -> None:
-    """One more JSON line, in a new file and folder if need be."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """One more JSON line, in a new file if need be."""
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")
 

@@ -10,7 +10,6 @@ import contextlib
 import os
 import sys
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from bench.provenance import provenance
 from bench.records import append
 from bench.roofs import Roofs, measure_roofs
 from tkernels import shapes
+from tkernels.cli import file_to_write
 from tkernels.launch import RankError, RankPool
 
 WAIT_TIMEOUT_S = 60.0  # of a wait in a kernel; a peer may still be compiling
@@ -52,7 +52,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Case]]:
     parser.add_argument(
         "--shape",
         default="all",
-        help="names with commas between them; layers: whole sequences, small: few tokens, all: both (default)",
+        help="MxNxK over all ranks, or names, with commas between them; layers: whole sequences, small: few tokens, "
+        "all: both (default)",
     )
     parser.add_argument("--layout", default="TN", help="of the products: TN (forward, default), NN and NT (backward)")
     parser.add_argument(
@@ -67,7 +68,9 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Case]]:
     )  # fmt: skip
     parser.add_argument("--iterations", type=int, default=20, help="measurements of each candidate (default 20)")
     parser.add_argument("--budget", type=float, metavar="S", help="start no case after so many seconds")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="append one JSON line for each operation and shape")
+    parser.add_argument(
+        "--json", type=file_to_write, metavar="PATH", help="append one JSON line for each operation and shape"
+    )
     args = parser.parse_args(argv)
 
     ops = list(shapes.BY_OPERATION) if args.op == "all" else args.op.split(",")
@@ -91,19 +94,16 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Case]]:
     if args.transport != "auto" and simulated != (args.transport == "simulated"):
         parser.error(f"--transport {args.transport} does not exist on the {tkernels.RUNTIME} runtime, which runs here")
 
-    names, dtype = args.shape.split(","), shapes.DTYPES[args.dtype]
+    try:
+        found = shapes.find(ops, args.shape.split(","))
+    except ValueError as error:
+        parser.error(f"--shape: {error}")
     cases = [
-        Case(op, name, *shape, dtype, layout)
+        Case(op, name, *shape, shapes.DTYPES[args.dtype], layout)
         for op in ops
-        for name, shape in shapes.select(op, names).items()
+        for name, shape in found[op].items()
         for layout in (layouts if "matmul" in op or op == "gemm" else ["TN"])
     ]
-    for name in names:
-        if name not in shapes.GROUPS and name not in {case.shape for case in cases}:
-            known = {known for op in ops for known in shapes.BY_OPERATION[op]}
-            parser.error(f"--shape {name}: {args.op} has {', '.join([*sorted(known), *shapes.TINY, *shapes.GROUPS])}")
-    if not cases:
-        parser.error(f"--shape {args.shape}: {args.op} has no such shapes")
     for case in cases:
         if simulated and (refusal := shapes.interpreter_refusal((case.M, case.N, case.K))):
             parser.error(f"--shape {case.shape}: {refusal}")

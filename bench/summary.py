@@ -1,11 +1,12 @@
 """The measurements against what we want of them: python -m bench.summary [FILE ...], from the root.
 
-Without files: all in bench/results; of several records of one case the latest counts. Exit code 0: every goal is
-reached; 1: one is missed; goals that nothing was measured for are shown, and change nothing. 2: the arguments, a file
-that can't be read among them.
+Without files: all in bench/results; of several records of one case the latest counts, those of the simulated runtime
+never. Exit code 0: every goal is reached; 1: one is missed; goals that nothing was measured for are shown, and change
+nothing. 2: the arguments, a file that can't be read among them.
 """
 
 import argparse
+import operator
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -133,7 +134,9 @@ def table(lines: list[dict]) -> tuple[Table, bool]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.summary", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.summary", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="default: all of bench/results")
     args = parser.parse_args(argv)
     latest = {}
@@ -144,7 +147,7 @@ def main(argv: list[str] | None = None) -> int:
             parser.error(str(error))
         except ValueError as error:  # no JSON, or no text; it doesn't say where
             parser.error(f"{path}: {error}")
-        for line in lines:
+        for line in filter(operator.itemgetter("gpu"), lines):
             case = line["op"], line["shape"], line["layout"], line["ranks"], line["dtype"]
             latest[case] = max(line, latest.get(case, line), key=lambda line: line["date"])
     result, reached = table(list(latest.values()))

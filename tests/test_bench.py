@@ -18,6 +18,7 @@ import torch
 from transports import TRANSPORTS
 
 from tkernels import shapes, timing
+from tkernels.comm import runtime
 
 
 def load(checkout: Path, name: str):
@@ -79,7 +80,7 @@ def test_nothing_that_was_measured_with_is_kept():
 
 
 def test_the_command_prints_a_table_and_writes_a_line_with_all_fields(checkout, tmp_path):
-    path = tmp_path / "results" / "out.jsonl"
+    path = tmp_path / "out.jsonl"
     command = "-m bench.run all_gather_matmul --shape tiny --ranks 2 --iterations 2 --json".split()
     done = subprocess.run(
         [sys.executable, *command, str(path)], cwd=checkout, env={**os.environ, "TKERNELS_RUNTIME": "simulated"},
@@ -259,14 +260,15 @@ def test_a_case_without_a_number_is_named_and_gives_exit_code_1(checkout, tmp_pa
     "arguments, sentence",
     [
         ("matmul", "'matmul' is no operation"),
-        ("gemm --shape nope", "--shape nope: gemm has 2048x12288x12288"),
+        ("gemm --shape nope", "--shape: there is no shape 'nope' for gemm: give MxNxK, or one of"),
         ("gemm --shape tiny --ranks 0", "at least one rank is needed"),
         ("gemm --shape tiny --iterations 0 --ranks 1", "measure at least once"),
         ("gemm --shape tiny --dtype int8", "invalid choice: 'int8'"),
         ("gemm,matmul --shape tiny", "'matmul' is no operation"),
         ("gemm --shape tiny --ranks 1 --layout TT", "--layout TT: there are TN, NN, NT"),
         ("gemm --shape tiny --ranks 1 --budget 0", "--budget 0: give seconds"),
-        ("gemm --shape small --ranks 1", "--shape small: gemm has no such shapes"),
+        ("gemm --shape small --ranks 1", "--shape: there is no shape 'small' for gemm"),
+        ("gemm --shape 64x0x64", "--shape: 64x0x64: M, N and K must be at least 1"),
     ],
 )
 def test_wrong_arguments_get_a_sentence_and_exit_code_2(checkout, capsys, arguments, sentence):
@@ -277,9 +279,25 @@ def test_wrong_arguments_get_a_sentence_and_exit_code_2(checkout, capsys, argume
 
 
 @pytest.mark.quick
-def test_large_shapes_and_uneven_shards_are_refused_before_any_rank_starts(checkout, capsys):
-    from tkernels.comm import runtime
+@pytest.mark.parametrize("arguments", ["run gemm", "training", "leases"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(checkout, capsys, arguments):
+    name, *arguments = arguments.split()
+    with pytest.raises(SystemExit) as exit:
+        load(checkout, name).main([*arguments, "--json", "/no/such/folder/out.jsonl"])
+    assert exit.value.code == 2
+    assert "can't write to '/no/such/folder/out.jsonl': there is no folder" in capsys.readouterr().err
 
+
+@pytest.mark.quick
+def test_shapes_are_given_as_names_or_as_sizes(checkout):
+    _, cases = load(checkout, "run").parse("gemm,all_reduce --shape 64x32x96,tiny --ranks 1 --layout TN,NN".split())
+    sizes = [(case.shape, case.M, case.N, case.K, case.layout) for case in cases if case.op == "gemm"]
+    assert sizes[:2] == [("64x32x96", 64, 32, 96, "TN"), ("64x32x96", 64, 32, 96, "NN")]
+    assert [case.shape for case in cases if case.op == "all_reduce"] == ["64x32x96", "tiny"]
+
+
+@pytest.mark.quick
+def test_large_shapes_and_uneven_shards_are_refused_before_any_rank_starts(checkout, capsys):
     if runtime.RUNTIME != "simulated":
         pytest.skip("about the simulated runtime")
     main = load(checkout, "run").main
@@ -333,22 +351,26 @@ def test_shapes_by_name():
 
 
 @pytest.mark.quick
-def test_an_unknown_shape_is_told_the_names_of_its_operation():
+def test_an_unknown_shape_is_told_the_names_of_its_operation_that_the_runtime_takes(monkeypatch):
+    monkeypatch.setattr(runtime, "RUNTIME", "nvshmem")
     with pytest.raises(ValueError) as refused:
         shapes.find(["all_gather_matmul"], ["tiny", "rs-a"])
     assert str(refused.value) == (
         "there is no shape 'rs-a' for all_gather_matmul: give MxNxK, or one of "
         + ", ".join([*shapes.BY_OPERATION["all_gather_matmul"], *shapes.TINY])
-        + " (the tiny ones are the only ones that run on the simulated runtime), or a group: all, layers, small"
+        + ", or a group: all, layers, small"
     )
     with pytest.raises(ValueError, match="'huge' for matmul or matmul_all_reduce: .* or one of tiny, .*, small; one"):
         shapes.find(["matmul", "matmul_all_reduce"], ["huge"])
     with pytest.raises(ValueError, match="one of tiny, .*a group: all, layers$"):
         shapes.find(["matmul"], ["small"])
-    with pytest.raises(ValueError, match=r"runtime\)$"):
+    with pytest.raises(ValueError, match="tiny-m1$"):
         shapes.find(["all_reduce"], ["layers"], groups=False)
     found = shapes.find(["matmul", "matmul_all_reduce"], ["small"])
     assert found == {"matmul": {}, "matmul_all_reduce": shapes.SMALL["matmul_all_reduce"]}
+    monkeypatch.setattr(runtime, "RUNTIME", "simulated")
+    with pytest.raises(ValueError, match="MxNxK, or one of tiny, tiny-wide, tiny-m1; the simulated runtime takes what"):
+        shapes.find(["all_gather_matmul"], ["rs-a"])
 
 
 def a_line(op="all_gather_matmul", shape="llama8b-qkv", M=8192, ours_us=100.0, date="2030-01-02T03:04:05", **others):
@@ -413,6 +435,11 @@ def test_a_summary_names_what_misses_its_goal(checkout, tmp_path, capsys):
     summary = load(checkout, "summary")
     good = write(tmp_path / "good.jsonl", a_line(ours_us=91.0), a_line(shape="llama70b-qkv-m16", M=16, ours_us=150.0))
     assert summary.main([str(good)]) == 0
+    simulated = write(tmp_path / "simulated.jsonl", a_line(shape="gpt3-fc1", ours_us=9e9, gpu=None))
+    assert summary.main([str(good), str(simulated)]) == 0
+    with pytest.raises(SystemExit):
+        summary.main(["--help"])
+    assert "Exit code 0: every goal is reached; 1: one is missed" in " ".join(capsys.readouterr().out.split())
     bad = write(tmp_path / "bad.jsonl", a_line(ours_us=120.0, date="2030-01-03T00:00:00"), a_line(shape="gpt3-fc1"))
     assert summary.main([str(good), str(bad)]) == 1
     out = " ".join(capsys.readouterr().out.split())
@@ -438,7 +465,7 @@ def test_a_summary_of_a_file_that_cannot_be_read_is_a_wrong_argument(checkout, t
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["mlp", "attention"])
-def test_training_is_measured_beside_nccl_and_a_wrong_gradient_is_refused(ctx, checkout, name):
+def test_training_is_measured_beside_a_baseline_and_a_wrong_gradient_is_refused(ctx, checkout, name):
     training = load(checkout, "training")
     pair = training.PAIRS["simulated"][name]
     with warnings.catch_warnings():
@@ -459,7 +486,8 @@ def test_training_is_measured_beside_nccl_and_a_wrong_gradient_is_refused(ctx, c
         refused = training.measure_pair(ctx, name, pair, 32, 2)["refused"]
     finally:
         training.Steps.outcome = right
-    assert refused == f"rank 1: 1 of {pair.inner // 2} rows of dw1 differ from NCCL + cuBLAS's, the first is 3"
+    theirs = "NCCL + cuBLAS" if ctx.runtime == "nvshmem" else "gloo + torch.mm"
+    assert refused == f"rank 1: 1 of {pair.inner // 2} rows of dw1 differ from {theirs}'s, the first is 3"
 
 
 @pytest.mark.exhaustive
@@ -471,7 +499,7 @@ def test_the_training_bench_prints_a_table_and_writes_lines_that_a_summary_reads
         env={**os.environ, "TKERNELS_RUNTIME": "simulated"}, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "llama70b-attention, NCCL beside cuBLAS" in done.stdout
+    assert "llama70b-attention, gloo beside torch.mm" in done.stdout
     lines = load(checkout, "records").read(path)
     assert [line["shape"] for line in lines] == ["llama70b-mlp", "llama70b-attention"]
     (goal,) = (goal for goal in load(checkout, "summary").GOALS if goal.name == "training over NCCL + cuBLAS")

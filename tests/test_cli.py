@@ -50,12 +50,15 @@ def test_version(capsys):
         ("demo --runtime cuda", "invalid choice: 'cuda'"),
         ("demo --plot /no/such/folder/losses.png", "there is no folder /no/such/folder"),
         ("demo --plot -", "--no-plot"),
+        ("demo --plot losses.foo", "--plot losses.foo: a picture's name ends with one of "),
+        ("demo --plot losses", "--plot losses: a picture's name ends with one of "),
         ("demo --json /", "it is a folder"),
         ("doctor --json /no/such/folder/found.json", "there is no folder"),
         ("trace matmul --shape tiny", "invalid choice: 'matmul'"),
         ("trace all_gather", "required: --shape"),
         ("trace all_gather --shape tiny --out -", "takes a path, not '-'"),
         ("doctor --ranks 2", "unrecognized arguments: --ranks 2"),
+        ("doctor foo", "unrecognized arguments: foo"),
         ("tune --budget soon", "--budget: takes a number of seconds above 0, not 'soon'"),
         ("tune --layout row", "invalid choice: 'row'"),
         ("tune --list --clear", "not allowed with argument --list"),
@@ -77,7 +80,8 @@ def test_a_wrong_argument_gets_one_sentence_and_exit_code_2(arguments, said, cap
     out, err = capsys.readouterr()
     assert out == ""
     assert said in err
-    assert err.count("\n") == 1 and "--help" in err
+    command = arguments.partition(" ")[0] if " " in arguments else ""
+    assert err.count("\n") == 1 and err.endswith(f"; {f'tkernels {command}'.strip()} --help shows what it takes\n")
 
 
 def fail(options):

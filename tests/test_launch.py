@@ -1,22 +1,28 @@
 """launch and RankPool: results and failures come back, and nothing stays behind."""
 
+import contextlib
 import importlib.metadata
+import multiprocessing
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+import types
 import uuid
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import tkernels
 from tkernels.comm import runtime
-from tkernels.launch import RankError, RankPool, RankTimeoutError, _describe, dumps, launch
+from tkernels.launch import RankError, RankPool, RankTimeoutError, _call, _describe, dumps, launch
 
 if runtime.RUNTIME == "nvshmem" and torch.cuda.device_count() < 2:
     pytest.skip(f"needs 2 GPUs, found {torch.cuda.device_count()}", allow_module_level=True)
@@ -144,6 +150,30 @@ def test_what_does_not_pickle_is_refused_before_it_is_sent(pool):
     assert pool.pids == pids, "no rank has seen the call, so all are in step"
 
 
+@pytest.mark.parametrize(
+    "file, said",
+    [("/no/such/<stdin>", "they import the program, and /no/such/<stdin> is no file"), (None, "define it in a module")],
+    ids=["read from stdin", "typed in"],
+)
+def test_a_function_of_a_program_that_is_no_file_is_refused_before_a_process_starts(monkeypatch, file, said):
+    program = types.ModuleType("__main__")
+    program.__file__ = file
+    monkeypatch.setitem(sys.modules, "__main__", program)
+    with pytest.raises(TypeError, match=f"^who can't be sent to the ranks: .*{said}"):
+        launch(types.FunctionType(who.__code__, vars(program)), 2)
+
+
+def test_a_script_without_a_guard_is_told_so(monkeypatch):
+    guard = 'belongs under `if __name__ == "__main__":`$'
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match=f"^launch was called where .*{guard}"):
+        patch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+        launch(who, 2)
+    pool = RankPool(1)
+    monkeypatch.setattr(pool, "_processes", [types.SimpleNamespace(join=lambda timeout: None, exitcode=1)])
+    assert re.search(f"rank 0 of 1 exited with code 1 before it had started; .*{guard}", str(pool._death(0, True)))
+    monkeypatch.undo()  # there is nothing to kill
+
+
 def test_the_failure_of_one_rank_ends_the_call_for_all_and_the_pool_starts_anew(pool):
     pool.run(who)
     pids = pool.pids
@@ -214,11 +244,60 @@ def test_a_failure_to_finalize_is_raised_by_close():
     assert_dead(pids)
 
 
-def test_numbers_of_ranks_that_cannot_be_are_refused(monkeypatch):
+def wait_too_long(context, begin_anew):
+    """Only rank 0 is told: the other one makes no call."""
+    context.barrier()
+    dist.barrier()
+    if context.rank == 0:
+        with pytest.raises(tkernels.WaitTimeoutError):
+            context.barrier()
+            context.check()
+    while not context.failed:
+        time.sleep(0.02)
+    if begin_anew:
+        tkernels.init(heap_bytes=4 << 20)
+    return "done"
+
+
+@pytest.mark.ranks(2)
+def test_a_failure_counts_unless_the_function_was_told_or_began_anew(ctx):
+    assert _call(ctx, who, ()) == (who(ctx), False)
+    for begin_anew in (False, True):
+        with tkernels.init(heap_bytes=4 << 20, timeout_s=0.5) as context:
+            if ctx.rank == 0 or begin_anew:
+                assert _call(context, wait_too_long, (begin_anew,)) == ("done", True)
+            else:
+                told = "^the function returned, but its context had failed: barrier: rank 0 waited 0.5 s"
+                with pytest.raises(tkernels.WaitTimeoutError, match=told):
+                    _call(context, wait_too_long, (begin_anew,))
+            if begin_anew:
+                tkernels.finalize()
+                with contextlib.suppress(tkernels.WaitTimeoutError):
+                    context.finalize()  # which tells rank 1
+
+
+@pytest.mark.parametrize("spent", [False, True])
+def test_ranks_whose_context_has_failed_serve_no_other_call(monkeypatch, spent):
+    pool, killed = RankPool(2), []
+    monkeypatch.setattr(pool, "_start", lambda: None)
+    monkeypatch.setattr(pool, "_collect", lambda timeout_s: [("first", False), ("second", spent)])
+    monkeypatch.setattr(pool, "kill", lambda: killed.append(pool))
+    assert pool.run(who) == ["first", "second"]
+    assert killed == [pool] * spent
+
+
+def test_numbers_of_ranks_that_cannot_be_are_refused_and_those_that_cannot_be_borne_warned_of(monkeypatch):
     with pytest.raises(TypeError, match="a number of ranks, got '2'"):
         launch(who, "2")
     with pytest.raises(ValueError, match="at least 1 rank"):
         launch(who, 0)
+    many = 4 * len(os.sched_getaffinity(0))
+    monkeypatch.setattr(runtime, "RUNTIME", "simulated")
+    monkeypatch.setattr(sys.modules["tkernels.launch"], "_serve_store", lambda: 1 // 0)  # so that none starts
+    with pytest.raises(ZeroDivisionError), pytest.warns(UserWarning, match=f"^{many + 1} simulated ranks share "):
+        launch(who, many + 1)
+    with pytest.raises(ZeroDivisionError), warnings.catch_warnings(action="error"):
+        launch(who, many)
     monkeypatch.setattr(runtime, "RUNTIME", "nvshmem")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match="3 ranks need 3 GPUs, one each, found 2; .*TKERNELS_RUNTIME=simulated"):

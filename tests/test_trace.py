@@ -310,6 +310,8 @@ def test_only_what_is_in_the_block_is_recorded(ctx):
         pass
     call(ctx, "all_gather", (8, 8))
     assert empty.launches == [[], []] and empty.slices == []
+    with pytest.raises(ValueError, match='^summary: nothing was recorded on every rank; call .* with path="fused"'):
+        empty.summary()
     x = torch.ones(8, 16, device=ctx.device, requires_grad=True)
     with tkernels.tracing(ctx) as trace:
         tkernels.all_gather_matmul(x, torch.ones(8, 16, device=ctx.device), path="fused", ctx=ctx).sum().backward()

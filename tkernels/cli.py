@@ -17,7 +17,9 @@ PARALLEL = ("tp", "pp", "fsdp", "zero", "ddp")
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command. Returns its exit code: 0, 1 if it failed; 2 (through SystemExit) for a wrong argument; 130."""
-    options = _parser().parse_args(arguments)
+    options, unknown = _parser().parse_known_args(arguments)
+    if unknown:  # of the command, which the parser of all commands would not name
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         if options.runtime:
             _choose_runtime(options.runtime)
@@ -113,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--seed", type=_seed, metavar="N", default=0, help="of weights and batches; default: 0")
     demo.add_argument(
         "--plot", type=_picture, metavar="PATH", default="tkernels-demo.png",
-        help="where the PNG of the loss curves goes; default: tkernels-demo.png",
+        help="where the picture of the loss curves goes, in the format of its ending; default: tkernels-demo.png",
     )  # fmt: skip
     demo.add_argument("--no-plot", action="store_true", help="draw no picture")
     demo.set_defaults(command=_demo, parser=demo)
@@ -196,7 +198,7 @@ def _add_trace(commands, common: argparse.ArgumentParser):
     trace.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16", help="default: bf16")
     trace.add_argument("--calls", type=_count, metavar="N", default=3, help="how many to record; default: 3")
     trace.add_argument(
-        "--out", type=_file, metavar="PATH", default="tkernels-trace.json",
+        "--out", type=file_to_write, metavar="PATH", default="tkernels-trace.json",
         help="where the trace goes, packed if it ends with .gz; default: tkernels-trace.json",
     )  # fmt: skip
     trace.set_defaults(command=_trace, parser=trace)
@@ -238,10 +240,11 @@ def _output(text: str) -> str:
 def _picture(text: str) -> Path:
     if text == "-":
         raise argparse.ArgumentTypeError("takes a path, not '-'; --no-plot draws no picture")
-    return _file(text)
+    return file_to_write(text)
 
 
-def _file(text: str) -> Path:
+def file_to_write(text: str) -> Path:
+    """The type of an argument that names a file: one that can be written."""
     if text == "-":
         raise argparse.ArgumentTypeError("takes a path, not '-'")
     return Path(_output(text))

@@ -21,6 +21,7 @@ import io
 import multiprocessing.connection
 import multiprocessing.process
 import multiprocessing.resource_tracker
+import multiprocessing.spawn
 import multiprocessing.util  # noqa: F401  (registers its exit function before ours: exit functions run last in, first out)
 import numbers
 import os
@@ -31,12 +32,15 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 import weakref
 
 START_TIMEOUT_S = 300.0  # importing torch, joining the group, allocating the heap; many ranks share few cores
 CLOSE_TIMEOUT_S = 30.0  # freeing the heap and leaving the interpreter
 GRACE_S = 0.5  # after a first failure: time for the failure that caused it to arrive
+RANKS_OF_A_CORE = 4  # simulated: with 8 a step of the demo takes 50 s on two cores, with 4 it takes 8 s
 STACK_SIGNAL = signal.SIGUSR1
+GUARD = 'ranks import the program, so what it does belongs under `if __name__ == "__main__":`'
 
 
 class RankError(RuntimeError):
@@ -65,11 +69,12 @@ def launch(fn, ranks: int, *args, timeout_s: float = 300.0, ctx_options: dict | 
 
     fn is a function of a module (it travels by name), args and results are values that pickle. Tensors travel by value,
     detached and on the CPU. Each process joins torch.distributed (gloo, and nccl on GPUs, where rank r has GPU r) and
-    makes a Context by ``tkernels.init(**ctx_options)``. A script that calls this needs the usual
+    makes a Context by ``tkernels.init(**ctx_options)``. A script that calls this is a file and needs the usual
     ``if __name__ == "__main__":``, since the new processes import it.
 
     Raises RankError with the first failure of a rank, RankTimeoutError when some rank still runs fn after `timeout_s`
     seconds, TypeError for an fn or args that don't pickle, ValueError for more ranks than GPUs on the nvshmem runtime.
+    Warns of many more simulated ranks than cores.
     """
     with RankPool(ranks, ctx_options=ctx_options) as pool:
         return pool.run(fn, *args, timeout_s=timeout_s)
@@ -91,8 +96,8 @@ def default_ranks() -> int:
 class RankPool:
     """Ranks that stay alive between calls; the processes start with the first one.
 
-    A failure may leave ranks out of step, so any failure kills the processes, and the next call starts new ones. One
-    thread at a time may use a pool.
+    A failure may leave ranks out of step, so any failure kills the processes, and the next call starts new ones; so it
+    does where the function got over a failure of ctx, or closed it. One thread at a time may use a pool.
     """
 
     def __init__(self, ranks: int, *, ctx_options: dict | None = None):
@@ -114,7 +119,8 @@ class RankPool:
         return [process.pid for process in self._processes]
 
     def run(self, fn, *args, timeout_s: float = 300.0) -> list:
-        """Run ``fn(ctx, *args)`` on every rank, as `launch` does; ctx is the same in every call until a failure."""
+        """Run ``fn(ctx, *args)`` on every rank, as `launch` does; ctx is the same in every call until it has failed."""
+        _refuse_what_ranks_cannot_import(fn)
         try:
             call = dumps((fn, args))
         except (pickle.PicklingError, TypeError, AttributeError) as error:
@@ -127,10 +133,13 @@ class RankPool:
             if not self._processes:
                 self._start()
             self._send(call)
-            return self._collect(timeout_s)
+            results, spent = zip(*self._collect(timeout_s), strict=True)
         except BaseException:
             self.kill()
             raise
+        if any(spent):
+            self.kill()
+        return list(results)
 
     def close(self) -> None:
         """Finalize the Context on all ranks and end the processes. Raises RankError when finalizing fails."""
@@ -181,9 +190,16 @@ class RankPool:
                     f"{self.ranks} ranks need {self.ranks} GPUs, one each, found {torch.cuda.device_count()}; "
                     "start fewer ranks, or set TKERNELS_RUNTIME=simulated to run them on the CPU"
                 )
+        cores = len(os.sched_getaffinity(0))
+        if RUNTIME == "simulated" and self.ranks > RANKS_OF_A_CORE * cores:
+            warnings.warn(
+                f"{self.ranks} simulated ranks share {cores} core{'s' * (cores > 1)}, and each waits while another one "
+                f"runs: an operation may take minutes; up to {RANKS_OF_A_CORE * cores} ranks are bearable here",
+                stacklevel=3,
+            )
         self._store, port = _serve_store()
         context = multiprocessing.get_context("spawn")
-        num_threads = max(1, len(os.sched_getaffinity(0)) // self.ranks)
+        num_threads = max(1, cores // self.ranks)
         # Ctrl-C at a terminal reaches the ranks as well, even before they can ignore it, so they are born with SIGINT
         # blocked. The tracker unblocks SIGINT when it starts, so it starts before.
         multiprocessing.resource_tracker.ensure_running()
@@ -206,14 +222,14 @@ class RankPool:
                     rank_stacks.close()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        self._collect(START_TIMEOUT_S)
+        self._collect(START_TIMEOUT_S, starting=True)
 
     def _send(self, message: bytes) -> None:
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a dead rank: _collect says so
                 pipe.send_bytes(message)
 
-    def _collect(self, timeout_s: float) -> list:
+    def _collect(self, timeout_s: float, starting: bool = False) -> list:
         """One reply of every rank, or the first failure."""
         deadline = time.monotonic() + timeout_s
         replies: dict[int, tuple] = {}
@@ -233,7 +249,7 @@ class RankPool:
                 limit = min(deadline, time.monotonic() + GRACE_S)
 
         if died:  # before all exceptions: those of other ranks come from their lost connection
-            raise self._death(died[0])
+            raise self._death(died[0], starting)
         failures = {r: (at, payload) for r, (kind, at, payload) in replies.items() if kind == "failed"}
         if failures:
             rank = min(failures, key=lambda r: failures[r][0])
@@ -244,15 +260,17 @@ class RankPool:
             raise self._timeout(timeout_s, [r for r in range(self.ranks) if r not in replies])
         return [pickle.loads(replies[r][2]) for r in range(self.ranks)]
 
-    def _death(self, rank: int) -> RankError:
+    def _death(self, rank: int, starting: bool) -> RankError:
         process = self._processes[rank]
         process.join(10.0)
         code = process.exitcode
         if code is not None and code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
+            how = f"was killed by {signal.Signals(-code).name} before it had finished"
+        elif starting:
+            how = f"exited with code {code} before it had started; {GUARD}"
         else:
-            how = f"exited with code {code}"
-        return RankError(rank, "died", "", f"rank {rank} of {self.ranks} {how} before it had finished")
+            how = f"exited with code {code} before it had finished"
+        return RankError(rank, "died", "", f"rank {rank} of {self.ranks} {how}")
 
     def _timeout(self, timeout_s: float, running: list[int]) -> RankTimeoutError:
         for rank in range(self.ranks):
@@ -264,6 +282,18 @@ class RankPool:
         names = ", ".join(map(str, running))
         headline = f"rank{'s' * (len(running) > 1)} {names} of {self.ranks} still running after {timeout_s:g} s"
         return RankTimeoutError(running[0], "TimeoutError", "\n".join(stacks), headline)
+
+
+def _refuse_what_ranks_cannot_import(fn):
+    """Before any process starts: the new ones import the program, if it is a file and no __main__.py."""
+    if getattr(multiprocessing.process.current_process(), "_inheriting", False):  # as multiprocessing itself asks
+        raise SystemExit(f"launch was called where a new process imports the program; {GUARD}")  # no traceback a rank
+    program, name = multiprocessing.spawn.get_preparation_data("rank"), getattr(fn, "__qualname__", repr(fn))
+    file, module = program.get("init_main_from_path"), program.get("init_main_from_name", "__main__")
+    if file is not None and not os.path.exists(file):
+        raise TypeError(f"{name} can't be sent to the ranks: they import the program, and {file} is no file")
+    if file is None and module.endswith("__main__") and getattr(fn, "__module__", None) == "__main__":
+        raise TypeError(f"{name} can't be sent to the ranks: they can't import the program; define it in a module")
 
 
 _pools: weakref.WeakSet[RankPool] = weakref.WeakSet()
@@ -354,11 +384,7 @@ def _rank_main(rank, ranks, port, num_threads, ctx_options, pipe, stacks):
         ctx = _join(rank, ranks, port, num_threads, ctx_options)
 
     def run(call):
-        fn, args = pickle.loads(call)
-        result = fn(ctx, *args)
-        if not ctx.closed:
-            ctx.check()  # a wait that expired, and whose kernel went on, is no success
-        return result
+        return _call(ctx, *pickle.loads(call))
 
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # no parent, no work
         _reply(pipe, join)
@@ -407,6 +433,28 @@ def _join(rank, ranks, port, num_threads, ctx_options):
     else:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     return init(**ctx_options)
+
+
+def _call(ctx, fn, args) -> tuple:
+    """fn's result, and whether ctx serves no other call. Raises what has failed and the function was not told of.
+
+    That is asked of the context that it has opened last, if any: after a failure the ranks begin anew by `init`.
+    """
+    from tkernels.comm.context import _open_over, find_context
+    from tkernels.comm.errors import TkernelsError
+    from tkernels.comm.group import Group
+
+    before = _open_over(Group())
+    result = fn(ctx, *args)
+    after = _open_over(Group())
+    in_use = find_context(after[-1]) if after and after[-1] not in before else ctx
+    if not in_use.closed and not in_use._reported:
+        try:
+            in_use.check()  # a wait that expired, and whose kernel went on, is no success
+        except TkernelsError as error:
+            error.args = (f"the function returned, but its context had failed: {error}",)
+            raise
+    return result, ctx.failed or ctx.name not in after
 
 
 def _leave(ctx):

@@ -5,6 +5,8 @@ M tokens.  N out-features.  K in-features.  The model's name and layer, where a 
 
 import torch
 
+from tkernels.comm import runtime
+
 Shape = tuple[int, int, int]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # as commands name them
@@ -147,11 +149,14 @@ def _sizes(name: str) -> Shape | None:
 
 
 def _unknown(operations: list[str], name: str, groups: bool) -> str:
+    asked = f"there is no shape {name!r} for {' or '.join(operations)}: give MxNxK, or one of "
+    if runtime.RUNTIME == "simulated":  # which takes no other
+        return f"{asked}{', '.join(TINY)}; the simulated runtime takes what is as small"
     tables = [_table(operation) for operation in operations]
     # Names that say their sizes need not be listed; those of several operations would be too many.
     names = [known for known in BY_OPERATION[tables[0]] if not _sizes(known)] if len(tables) == 1 else []
-    text = ", ".join([*names, *TINY]) + " (the tiny ones are the only ones that run on the simulated runtime)"
+    text = ", ".join([*names, *TINY])
     held = [group for group, members in GROUPS.items() if any(members.get(table) for table in tables)]
     text += f", or a group: {', '.join(held)}" if groups else ""
     text += "; one operation alone has names of its own" if len(tables) > 1 else ""
-    return f"there is no shape {name!r} for {' or '.join(operations)}: give MxNxK, or one of {text}"
+    return asked + text

@@ -9,7 +9,7 @@ from tkernels.comm.runtime import RUNTIME
 from tkernels.demo import training
 from tkernels.demo.parallel import KINDS
 from tkernels.demo.records import Gradient, Operation, Result, Step
-from tkernels.demo.report import Report, draw
+from tkernels.demo.report import Report, check_picture, draw
 from tkernels.launch import RankPool, default_ranks
 
 
@@ -31,7 +31,12 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """Train, compare, report. The exit code: 0, or 1 if the sharded and the unsharded model part."""
+    """Train, compare, report. The exit code: 0, or 1 if the sharded and the unsharded model part.
+
+    Raises argparse.ArgumentError for a picture in a format that can't be drawn.
+    """
+    if options.plot:
+        check_picture(options.plot)
     began = time.perf_counter()
     report = Report(options.steps, to_stderr=options.json == "-")
     ranks = options.ranks or default_ranks()

@@ -1,5 +1,6 @@
 """How the demo's result is shown: on the terminal, as a picture, and as JSON."""
 
+import argparse
 import contextlib
 import json
 from dataclasses import asdict
@@ -129,8 +130,18 @@ def _bytes(number: int) -> str:
     return f"{number:.3g} GB"
 
 
+def check_picture(path: Path):
+    """Raise argparse.ArgumentError unless the path ends with a format that `draw` can write."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        endings = ", ".join(f".{name}" for name in sorted(formats))
+        raise argparse.ArgumentError(None, f"--plot {path}: a picture's name ends with one of {endings}")
+
+
 def draw(result: Result, path: Path):
-    """The two loss curves, and below them how far they part, as a PNG."""
+    """The two loss curves, and below them how far they part, in the format that the path ends with."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -173,5 +184,5 @@ def draw(result: Result, path: Path):
         below.set_xlabel("step")
         below.xaxis.get_major_locator().set_params(integer=True)
         below.legend(loc="center right", ncols=2)
-        figure.savefig(path, dpi=150, format="png")
+        figure.savefig(path, dpi=150)
         pyplot.close(figure)

@@ -154,6 +154,12 @@ class Trace:
     def summary(self, launch: int = -1) -> Summary:
         """The launch of that number on all ranks, as numbers. Raises ValueError if there is none."""
         count = min(map(len, self.launches), default=0)
+        if not count:
+            raise ValueError(
+                "summary: nothing was recorded on every rank; call an operation on several ranks in the block, small "
+                'ones with path="fused", and ask after the block: local products, the copy engine and replays of CUDA '
+                "graphs leave no marks"
+            )
         if not -count <= launch < count:
             raise ValueError(f"summary: launch {launch} of {count} that every rank recorded")
         number = launch % count
