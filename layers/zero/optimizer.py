@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from tkernels.comm import Context, MismatchError, TkernelsError, current_context
+from tkernels.layers.owners import disown, own, remove_owners
 from tkernels.layers.wire import open_wire
 from tkernels.layers.zero.gradients import OwnerGradients
 from tkernels.layers.zero.layout import ALIGNMENT, Shard, plan
 
 FIRST_LOSS_SCALE, GROWTH_INTERVAL = 2.0**16, 2000  # of a dynamic loss scale; as torch.amp.GradScaler
-_OWNER = "zero_optimizer"  # on a parameter: a weak reference to the ZeroOptimizer that it belongs to
 CHOICES = {
     "stage": (1, 2),
     "reduction": ("reduce_scatter", "all_reduce"),
@@ -118,11 +118,8 @@ class ZeroOptimizer:
             capacity = -(-bucket_bytes // (summed.itemsize * unit)) * unit
             shards = [Shard(fill, ctx, self.dev) for fill in plan(parameters, capacity, ctx.size, partition)]
             self._gradients.add_bucket(shards, capacity, summed, self._wires[ctx])
-        for owner in {_owner(parameter): None for parameter in self._parameters}:
-            if owner is not None:
-                owner.remove()
-        for parameter in self._parameters:
-            setattr(parameter, _OWNER, weakref.ref(self))
+        remove_owners(self._parameters, ZeroOptimizer)
+        own(self._parameters, self)
         self._hooks = self._gradients.start(self._parameters)
         self._shards = self._gradients.shards
         self._shard_of = {slice.parameter: shard for shard in self._shards for slice in shard.fill.slices}
@@ -293,9 +290,7 @@ class ZeroOptimizer:
         self.ensure_params_ready()
         for hook in self._hooks:
             hook.remove()
-        for parameter in self._parameters:
-            if _owner(parameter) is self:
-                delattr(parameter, _OWNER)
+        disown(self._parameters, self)
 
     def state_dict(self) -> dict:
         """This rank's part, for the same ranks and layout. `full_state_dict` is for any."""
@@ -386,11 +381,6 @@ class ZeroOptimizer:
             self.refresh_masters()
         if self._dynamic and state.get("loss_scale") is not None:
             self.loss_scale = state["loss_scale"]
-
-
-def _owner(parameter: torch.Tensor) -> ZeroOptimizer | None:
-    owner = getattr(parameter, _OWNER, None)
-    return None if owner is None else owner()
 
 
 def _param_groups(params, ctx: Context) -> tuple[list[dict], dict[torch.Tensor, Context]]:
