@@ -536,6 +536,46 @@ def test_the_full_state_is_that_of_the_unsharded_optimizer(ctx, partition):
 
 
 @pytest.mark.ranks(2)
+def test_frozen_parameters_have_numbers_in_the_full_state(ctx):
+    settings = {"lr": 0.5, "eps": 1.0}
+
+    def parameters(frozen):
+        return [nn.Parameter(integers((3, 4), i).to(ctx.device), i not in frozen) for i in range(3)]
+
+    def sharded(*frozen):
+        return (mine := parameters(frozen)), ZeroOptimizer(mine, torch.optim.Adam, ctx=ctx, **settings)
+
+    def step(mine, optimizer):
+        sum((parameter * parameter).sum() for parameter in mine if parameter.requires_grad).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    whole = parameters(frozen=[0])
+    adam = torch.optim.Adam(whole, **settings)
+    step(whole, adam)
+    mine, zero = sharded(0)
+    for parameter, value in zip(mine, whole, strict=True):
+        parameter.data.copy_(value)
+    zero.load_full_state_dict(adam.state_dict())
+    step(whole, adam)
+    step(mine, zero)
+    assert all(map(torch.equal, mine, whole))
+    full, want = zero.full_state_dict(), adam.state_dict()
+    assert full["state"].keys() == want["state"].keys() == {1, 2}
+    assert all(torch.equal(full["state"][i]["exp_avg"], want["state"][i]["exp_avg"].cpu()) for i in (1, 2))
+    torch.optim.Adam(parameters(frozen=[0])).load_state_dict(full)
+    thawed, rest = sharded()
+    rest.load_full_state_dict(full)
+    assert all(map(torch.equal, thawed, whole))
+    with pytest.raises(ValueError, match="another parameters"):
+        rest.load_state_dict(zero.state_dict())
+    full["param_groups"][0]["params"] = [0, 1, 2][ctx.rank :]
+    with pytest.raises(ValueError, match=r"rank 1 gets groups of \[2\] parameters.*groups of \[3\]; .*frozen") as error:
+        rest.load_full_state_dict(full)
+    message_on_every_rank(ctx, error.value)
+
+
+@pytest.mark.ranks(2)
 def test_another_layout_is_refused(ctx):
     model, other = models(ctx)
     state = adam_of(ctx, model).state_dict()

@@ -87,10 +87,10 @@ class ZeroOptimizer:
         **options,
     ):
         self.ctx = ctx or current_context()
-        groups, contexts = _param_groups(params, self.ctx)
-        self._parameters = [parameter for group in groups for parameter in group["params"]]
+        groups, self._names, contexts = _param_groups(params, self.ctx)
+        self._parameters = list(contexts)
         self._group_sizes = [len(group["params"]) for group in groups]
-        shapes = [(tuple(parameter.shape), parameter.dtype) for parameter in self._parameters]
+        shapes = [(tuple(parameter.shape), parameter.dtype, parameter.requires_grad) for parameter in self._names]
         asked = dict(
             stage=stage, bucket_bytes=bucket_bytes, overlap_comm=overlap_comm,
             overlap_gather=overlap_gather is not None, reduction=reduction, backend=backend, partition=partition,
@@ -307,7 +307,7 @@ class ZeroOptimizer:
 
         Raises ValueError, on every rank, for another layout or rank.
         """
-        layout, problem = state.get("layout"), None
+        layout, problem = state.get("layout"), ""
         if layout is None:
             problem = "gets no sharded state; a full one goes to load_full_state_dict"
         elif differ := [name for name in self._layout if layout.get(name) != self._layout[name]]:
@@ -315,23 +315,28 @@ class ZeroOptimizer:
                 f"gets one saved with another {', '.join(differ)}; save with full_state_dict, which any number of "
                 f"ranks and any layout can load"
             )
-        problems = [f"rank {rank} {what}" for rank, what in enumerate(self.ctx.group.gather(problem)) if what]
-        if problems:
-            raise ValueError(f"load_state_dict: {problems[0]}")
+        self._refuse("load_state_dict", problem)
         self.optimizer.load_state_dict(state["optimizer"])
         for shard, master in zip(self._shards, state["masters"], strict=True):
             shard.master.copy_(master)
         self.loss_scale, self._steps_at_scale = state["loss_scale"]
         self._publish()
 
+    def _refuse(self, caller: str, problem: str):
+        """Collective. Raises the first rank's problem on every rank; an empty one is none."""
+        problems = [f"rank {rank} {what}" for rank, what in enumerate(self.ctx.group.gather(problem)) if what]
+        if problems:
+            raise ValueError(f"{caller}: {problems[0]}")
+
     def full_state_dict(self) -> dict:
         """Collective. The state that the unsharded optimizer would have, on the CPU of every rank.
 
         optimizer_class(params).load_state_dict takes it, and so does load_full_state_dict on any number of ranks.
-        "masters" holds the parameters in fp32, by number.
+        "masters" holds the parameters that are trained, in fp32, by number. Frozen ones have numbers, too.
         """
         own = self.optimizer.state_dict()
-        number_of = {parameter: number for number, parameter in enumerate(self._parameters)}
+        number_of = {parameter: number for number, parameter in enumerate(self._names)}
+        shapes = [parameter.shape for parameter in self._names]
         state, masters = {}, {}
         for ctx in self._wires:
             parts = [
@@ -344,11 +349,10 @@ class ZeroOptimizer:
             for number, start, master, values in (
                 part for parts_of_rank in ctx.group.gather(parts) for part in parts_of_rank
             ):
-                shape = self._parameters[number].shape
-                _place(masters, number, shape, start, master, master.shape)
+                _place(masters, number, shapes[number], start, master, master.shape)
                 for name, value in values.items():
-                    _place(state.setdefault(number, {}), name, shape, start, value, master.shape)
-        numbers = iter(range(len(self._parameters)))
+                    _place(state.setdefault(number, {}), name, shapes[number], start, value, master.shape)
+        numbers = iter(range(len(self._names)))
         groups = [
             group | {"params": [next(numbers) for _ in range(size)]}
             for group, size in zip(own["param_groups"], self._group_sizes, strict=True)
@@ -359,9 +363,17 @@ class ZeroOptimizer:
     def load_full_state_dict(self, state: dict):
         """Collective. Take over a full state, of `full_state_dict` or of the unsharded optimizer.
 
-        Without "masters" the parameters' present values are kept.
+        What "masters" doesn't have keeps its present value, and what has no state begins anew: it was frozen, perhaps.
+        Raises ValueError, on every rank, for groups of other sizes.
         """
-        number_of = {parameter: number for number, parameter in enumerate(self._parameters)}
+        problem, sizes = "", [len(group["params"]) for group in state["param_groups"]]
+        if sizes != self._group_sizes:
+            problem = (
+                f"gets groups of {sizes} parameters, but has groups of {self._group_sizes}; make the optimizer for the "
+                f"same parameters in the same groups, frozen ones too"
+            )
+        self._refuse("load_full_state_dict", problem)
+        number_of = {parameter: number for number, parameter in enumerate(self._names)}
         own = self.optimizer.state_dict()
         own["state"] = {
             position: {name: piece.cut(value) for name, value in state["state"][number_of[piece.parameter]].items()}
@@ -373,34 +385,37 @@ class ZeroOptimizer:
             for theirs, mine in zip(state["param_groups"], own["param_groups"], strict=True)
         ]
         self.optimizer.load_state_dict(own)
-        if "masters" in state:
+        self.refresh_masters()
+        if masters := state.get("masters"):
             for piece in self._pieces:
-                piece.master.copy_(piece.cut(state["masters"][number_of[piece.parameter]]))
+                if number_of[piece.parameter] in masters:
+                    piece.master.copy_(piece.cut(masters[number_of[piece.parameter]]))
             self._publish()
-        else:
-            self.refresh_masters()
         if self._dynamic and state.get("loss_scale") is not None:
             self.loss_scale = state["loss_scale"]
 
 
-def _param_groups(params, ctx: Context) -> tuple[list[dict], dict[torch.Tensor, Context]]:
-    """Groups with lists of the parameters that want gradients, and the context of each parameter."""
-    groups, contexts = list(params), {}
+def _param_groups(params, ctx: Context) -> tuple[list[dict], dict[torch.Tensor, str], dict[torch.Tensor, Context]]:
+    """Groups with lists of parameters; names of all of them, in order; contexts of those that want gradients."""
+    groups, names, contexts = list(params), {}, {}
     if groups and not isinstance(groups[0], dict):
         groups = [{"params": groups}]
     result = []
     for group in groups:
         theirs = group["params"]
         theirs = [theirs] if isinstance(theirs, torch.Tensor) else list(theirs)
-        theirs = [each[1] if isinstance(each, tuple) else each for each in theirs]  # of named_parameters()
-        theirs = [parameter for parameter in theirs if parameter.requires_grad]
-        if len(contexts | dict.fromkeys(theirs)) < len(contexts) + len(theirs):
-            raise ValueError("ZeroOptimizer: a parameter occurs twice in params")
-        contexts |= dict.fromkeys(theirs, group.get("ctx", ctx))
-        result.append({name: value for name, value in group.items() if name != "ctx"} | {"params": theirs})
+        named = [each if isinstance(each, tuple) else ("", each) for each in theirs]  # as named_parameters() has them
+        for name, parameter in named:
+            if parameter in names:
+                raise ValueError(f"ZeroOptimizer: {names[parameter]} occurs twice in params")
+            names[parameter] = name or f"parameter {len(names)} of shape {list(parameter.shape)}"
+            if parameter.requires_grad:
+                contexts[parameter] = group.get("ctx", ctx)
+        options = {name: value for name, value in group.items() if name != "ctx"}
+        result.append(options | {"params": [parameter for _, parameter in named]})
     if not any(parameter.numel() for parameter in contexts):
         raise ValueError("ZeroOptimizer: there is no parameter that requires a gradient")
-    return result, contexts
+    return result, names, contexts
 
 
 def _by_context_and_dtype(contexts: dict[torch.Tensor, Context]) -> dict:
