@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from tkernels.comm import Context, MismatchError, TkernelsError, current_context
-from tkernels.layers.owners import disown, own, remove_owners
+from tkernels.layers.fsdp import FullyShard
+from tkernels.layers.owners import disown, own, owner_of, remove_owners
 from tkernels.layers.wire import open_wire
 from tkernels.layers.zero.gradients import OwnerGradients
 from tkernels.layers.zero.layout import ALIGNMENT, Shard, plan
@@ -98,7 +99,7 @@ class ZeroOptimizer:
             optimizer_class=optimizer_class.__name__, parameters=shapes,
         )  # fmt: skip
         _check(self.ctx, asked)
-        _check_parameters(contexts, backend, reduce_dtype)
+        _check_parameters(contexts, self._names, backend, reduce_dtype)
         self.stage, self.max_norm = stage, max_norm
         self._dynamic = loss_scale == "dynamic"
         self.loss_scale = FIRST_LOSS_SCALE if self._dynamic else loss_scale
@@ -448,9 +449,14 @@ def _check(ctx: Context, asked: dict):
         raise ValueError(f"ZeroOptimizer: {name} looks at whole parameters; pass partition='parameters'")
 
 
-def _check_parameters(contexts: dict[torch.Tensor, Context], backend: str, reduce_dtype: torch.dtype | None):
+def _check_parameters(contexts: dict[torch.Tensor, Context], names, backend: str, reduce_dtype: torch.dtype | None):
     for parameter, ctx in contexts.items():
         summed = reduce_dtype or parameter.dtype
+        if owner_of(parameter, FullyShard) is not None:
+            raise ValueError(
+                f"ZeroOptimizer: {names[parameter]} is a shard of a FullyShard, which reduces gradients and shards "
+                f"optimizers' state itself; pass its parameters() to an optimizer of torch"
+            )
         if parameter.device != ctx.device:
             raise ValueError(f"ZeroOptimizer: a parameter is on {parameter.device}, its context on {ctx.device}")
         if not (parameter.is_floating_point() and summed.is_floating_point):
