@@ -24,6 +24,7 @@ from tkernels.comm.errors import MismatchError, TkernelsError
 from tkernels.comm.lease import Fence
 from tkernels.demo.model import ModelConfig, Transformer
 from tkernels.demo.training import ADAM_EPSILON, allowed_gradient, allowed_loss
+from tkernels.layers.mlp import ParallelMLP
 from tkernels.layers.wire import TkernelsWire
 from tkernels.layers.zero import ZeroOptimizer
 from tkernels.layers.zero.layout import ALIGNMENT, plan
@@ -598,6 +599,28 @@ def test_ranks_start_from_the_values_of_rank_0(ctx):
     assert parameter.tolist() == [1.0] * 40
 
 
+@pytest.mark.ranks(2)
+def test_parts_of_tensors_are_kept_apart_from_rank_0s(ctx):
+    """What the ranks split between them is refused; what a rank has whole is not, nor what is equal."""
+    torch.manual_seed(0)
+    split = ParallelMLP(8, 16, ctx=ctx)
+    split.fc1.bias.data.zero_()
+    before = copy.deepcopy(split.state_dict())
+    frozen = nn.Parameter(torch.ones(2, device=ctx.device), requires_grad=False)
+    named = [("frozen", frozen), *split.named_parameters()]
+    with pytest.raises(MismatchError, match=r"in fc1.weight, fc2.weight, which .* ctx of the data-parallel") as error:
+        ZeroOptimizer(named, torch.optim.SGD, ctx=ctx, lr=1.0)
+    message_on_every_rank(ctx, error.value)
+    assert all(torch.equal(value, before[name]) for name, value in split.state_dict().items())
+    torch.manual_seed(ctx.rank)
+    groups = [torch.distributed.new_group([rank]) for rank in range(ctx.size)]
+    alone = tkernels.init(groups[ctx.rank], heap_bytes=1 << 20, default=False)
+    whole = ParallelMLP(8, 16, ctx=alone)
+    ZeroOptimizer(whole.parameters(), torch.optim.SGD, ctx=ctx, lr=1.0)
+    assert len(set(ctx.group.gather(digest(whole.parameters())))) == 1
+    alone.finalize()
+
+
 REFUSED = {
     "stage=3 is unknown; use 1 or 2": {"stage": 3},
     "backend='nccl' is unknown": {"backend": "nccl"},
@@ -727,6 +750,17 @@ def test_the_simulation_sees_missing_waits(monkeypatch):
     assert {race.modes for race in sim.races} >= {"wr", "rw"}
     sim.run(starve=["left"])
     assert not all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_a_newer_optimizer_comes_after_the_gathers_of_the_older_one(monkeypatch):
+    sim, tower = Simulator(), Tower(16, 1.0)
+    options = {"lr": 1.0, "ctx": OneRank(), "overlap_gather": tower, "dev": sim}
+    monkeypatch.setattr(TkernelsWire, "all_gather", lambda self, x, rows: sim.launch("gather", writes=[x]))
+    with sim:
+        older = ZeroOptimizer(tower.parameters(), torch.optim.SGD, **options)
+        older.step()
+        ZeroOptimizer(tower.parameters(), torch.optim.SGD, **options)
+    sim.check()
 
 
 def test_the_simulation_sees_a_forward_that_does_not_wait_for_its_parameters(monkeypatch):

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from tkernels.comm import Context, MismatchError, TkernelsError, current_context
+from tkernels.comm.group import checksum
 from tkernels.layers.fsdp import FullyShard
 from tkernels.layers.owners import disown, own, owner_of, remove_owners
 from tkernels.layers.wire import open_wire
@@ -39,9 +40,10 @@ class ZeroOptimizer:
             optimizer.step()
 
     params: parameters, or param groups as torch optimizers take them, the same on every rank; rank 0's values are kept.
-        They become contiguous views of common buffers and belong to the newest optimizer made for them. A group with
-        "ctx" is shared by the ranks of that context only, as experts are; gradients are divided by the size of the
-        optimizer's `ctx` all the same.
+        With tensor parallelism `ctx` is that of the data-parallel ranks: what is marked tensor_model_parallel must be
+        equal on all of its ranks. Parameters become contiguous views of common buffers and belong to the newest
+        optimizer made for them. A group with "ctx" is shared by the ranks of that context only, as experts are;
+        gradients are divided by the size of the optimizer's `ctx` all the same.
     optimizer_class, **options: the wrapped optimizer. It sees fp32 masters, in 1-D pieces unless
         partition="parameters". Schedulers take `.optimizer`.
     stage: 2 reduces every backward at once, and no rank keeps full gradients. 1 has `no_sync`, which does keep them.
@@ -100,6 +102,8 @@ class ZeroOptimizer:
         )  # fmt: skip
         _check(self.ctx, asked)
         _check_parameters(contexts, self._names, backend, reduce_dtype)
+        remove_owners(self._parameters, ZeroOptimizer)  # its gathers come before what reads the parameters now
+        _check_parts(self.ctx, contexts, self._names)
         self.stage, self.max_norm = stage, max_norm
         self._dynamic = loss_scale == "dynamic"
         self.loss_scale = FIRST_LOSS_SCALE if self._dynamic else loss_scale
@@ -119,7 +123,6 @@ class ZeroOptimizer:
             capacity = -(-bucket_bytes // (summed.itemsize * unit)) * unit
             shards = [Shard(fill, ctx, self.dev) for fill in plan(parameters, capacity, ctx.size, partition)]
             self._gradients.add_bucket(shards, capacity, summed, self._wires[ctx])
-        remove_owners(self._parameters, ZeroOptimizer)
         own(self._parameters, self)
         self._hooks = self._gradients.start(self._parameters)
         self._shards = self._gradients.shards
@@ -466,6 +469,27 @@ def _check_parameters(contexts: dict[torch.Tensor, Context], names, backend: str
                 f"ZeroOptimizer: backend='tkernels' sums float32, float16 and bfloat16, not {summed}; use "
                 f"backend='torch', or another reduce_dtype"
             )
+
+
+def _check_parts(ctx: Context, contexts: dict[torch.Tensor, Context], names: dict[torch.Tensor, str]):
+    """Collective. The same error on every rank, for parts of tensors that differ: rank 0's would replace the others."""
+    parts = {
+        number: (tuple(contexts[parameter].group.global_ranks), checksum(parameter))
+        for number, parameter in enumerate(names)
+        if parameter in contexts and getattr(parameter, "tensor_model_parallel", False)
+    }
+    found = {}  # number -> who shares it, and what they have
+    for theirs in ctx.group.gather(parts):
+        for number, part in theirs.items():
+            found.setdefault(number, set()).add(part)
+    differ = sorted(number for number, several in found.items() if len(several) > len({ranks for ranks, _ in several}))
+    if differ:
+        listed = ", ".join(list(names.values())[number] for number in differ[:5])
+        raise MismatchError(
+            f"ZeroOptimizer: the ranks differ in {listed}{' and more' if len(differ) > 5 else ''}, which are marked as "
+            f"parts of tensors (tensor_model_parallel), and rank 0's would replace the others; pass a ctx of the "
+            f"data-parallel ranks only, or begin with equal values on its ranks"
+        )
 
 
 def _to_cpu(value):
