@@ -20,7 +20,7 @@ from transports import gpu_only, message_on_every_rank
 
 import tkernels
 from tkernels.comm import Context
-from tkernels.comm.errors import MismatchError, TkernelsError
+from tkernels.comm.errors import LeaseError, MismatchError, TkernelsError
 from tkernels.comm.lease import Fence
 from tkernels.demo.model import ModelConfig, Transformer
 from tkernels.demo.training import ADAM_EPSILON, allowed_gradient, allowed_loss
@@ -340,6 +340,21 @@ def test_parameters_belong_to_the_newest_optimizer_and_then_to_none(ctx, before)
     newer.remove()
     model(torch.ones(4, 6, device=ctx.device)).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.ranks(2)
+def test_parameters_that_were_converted_or_moved_are_refused_by_name(ctx):
+    model = small_model(ctx)
+    zero = ZeroOptimizer(model.named_parameters(), torch.optim.SGD, lr=0.1, ctx=ctx)
+    sgd_steps(ctx, model.to(ctx.device, torch.float32), zero)  # as they were
+    model[2].double()
+    for use in (lambda: sgd_steps(ctx, model[:2], zero), zero.refresh_masters):
+        with pytest.raises(LeaseError, match=r"2\.bias has been converted or moved.* make another") as error:
+            use()
+        message_on_every_rank(ctx, error.value)
+    newer = ZeroOptimizer(model.float().parameters(), torch.optim.SGD, lr=0.1, ctx=ctx)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    assert not any(map(torch.equal, sgd_steps(ctx, model, newer), before))
 
 
 @pytest.mark.ranks(2)

@@ -15,7 +15,7 @@ import weakref
 import torch
 from torch import nn
 
-from tkernels.comm import Context, MismatchError, TkernelsError, current_context
+from tkernels.comm import Context, LeaseError, MismatchError, TkernelsError, current_context
 from tkernels.comm.group import checksum
 from tkernels.layers.fsdp import FullyShard
 from tkernels.layers.owners import disown, own, owner_of, remove_owners
@@ -68,6 +68,7 @@ class ZeroOptimizer:
     use_reentrant=True are right, but each ends a pass; prefer use_reentrant=False.
 
     Raises ValueError or TypeError for what can't be sharded, MismatchError if the ranks' parameters or options differ.
+    `step`, and what loads, raise LeaseError once a parameter has been converted or moved.
     """
 
     def __init__(
@@ -235,6 +236,7 @@ class ZeroOptimizer:
 
     def _publish(self):
         """Give every rank the owners' masters, first those that forward needs first."""
+        self._check_places()
         for shard in reversed(self._shards):
             with shard.lease.read():
                 pass  # what was launched on this stream before may have read the parameters
@@ -250,6 +252,14 @@ class ZeroOptimizer:
         self._awaited[shard] = []
         with self.dev.stream(self.comm_stream), shard.lease.write(ordered=True):
             self._wires[shard.ctx].all_gather(shard.flat, rows)
+
+    def _check_places(self):
+        moved = next((parameter for shard in self._shards for parameter in shard.moved), None)
+        if moved is not None:
+            raise LeaseError(
+                f"ZeroOptimizer: {self._names[moved]} has been converted or moved, so what the ranks gather would not "
+                f"come to it; do so before the optimizer is made, or make another one now"
+            )
 
     def _await(self, shard: Shard):
         stream = self.dev.current_stream()
@@ -282,6 +292,7 @@ class ZeroOptimizer:
     @torch.no_grad()
     def refresh_masters(self):
         """Take the parameters' values over into the masters, after they were changed elsewhere, alike on all ranks."""
+        self._check_places()
         self.ensure_params_ready()
         for shard in self._shards:
             shard.master.copy_(shard.own)
