@@ -24,6 +24,7 @@ from tkernels.comm.errors import LeaseError, MismatchError, TkernelsError
 from tkernels.comm.lease import Fence
 from tkernels.demo.model import ModelConfig, Transformer
 from tkernels.demo.training import ADAM_EPSILON, allowed_gradient, allowed_loss
+from tkernels.layers import userbuffers as te
 from tkernels.layers.mlp import ParallelMLP
 from tkernels.layers.wire import TkernelsWire
 from tkernels.layers.zero import ZeroOptimizer
@@ -267,8 +268,59 @@ def test_micro_batches_add_up(ctx, stage, sync):
             assert exact.parameters[0].grad is not None
             exact.backward((step, 2), used=lambda i, rank: i % 3 == 0)  # takes what the others have, too
         assert all(parameter.grad is None for parameter in exact.parameters)
+        if not sync:
+            with exact.zero.no_sync():
+                exact.backward((step, 3), used=lambda i, rank: rank == 0)  # which `step` takes, on all ranks
         exact.step()
         exact.check()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_set_by_hand_count_before_backward_and_are_refused_after_it(ctx, stage):
+    exact = Exact(ctx, SHAPES, bucket_bytes=SMALL, stage=stage)
+    exact.parameters[1].grad = exact.gradient(1, ctx.rank, "by hand")
+    exact.whole[1].grad = sum(exact.gradient(1, rank, "by hand") for rank in range(ctx.size)) / ctx.size
+    exact.backward("kept")
+    exact.step()
+    exact.check()
+    exact.backward("lost")
+    exact.parameters[1].grad = exact.gradient(1, ctx.rank, "by hand")
+    with pytest.raises(TkernelsError, match=r"parameter 1 of shape \[3, 4\] has a gradient .*before backward") as error:
+        exact.zero.step()
+    message_on_every_rank(ctx, error.value)
+    exact.zero.zero_grad()
+    exact.reference.zero_grad()
+    exact.backward("again")
+    exact.step()
+    exact.check()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_deferred_weight_gradients_count(ctx, stage):
+    """Whatever the order in which they are computed, and though a rank has none of some layer."""
+
+    def trained(delay):
+        common = dict(params_dtype=torch.float32, device=ctx.device, delay_wgrad_compute=delay)
+        layers = [te.Linear(4, 4, bias=bias, **common) for bias in (True, False)]
+        for i, parameter in enumerate(parameters := [p for layer in layers for p in layer.parameters()]):
+            parameter.data.copy_(integers(parameter.shape, "start", i))
+        zero = ZeroOptimizer(parameters, torch.optim.SGD, ctx=ctx, lr=0.5, momentum=0.5, stage=stage)
+        for step in range(2):
+            for micro in range(2):
+                x = integers((3, 4), step, micro, ctx.rank).to(ctx.device)
+                loss = layers[0](x).sum()
+                (loss + layers[1](x).square().sum() if ctx.rank == 0 else loss).backward()
+                if micro or step:  # of both micro-batches at once, or of each
+                    for layer in layers:
+                        layer.backward_dw()
+            zero.step()
+        zero.remove()
+        return parameters
+
+    deferred, plain = trained(True), trained(False)
+    assert all(map(torch.equal, deferred, plain))
 
 
 UNUSED = {

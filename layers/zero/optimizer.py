@@ -47,6 +47,7 @@ class ZeroOptimizer:
     optimizer_class, **options: the wrapped optimizer. It sees fp32 masters, in 1-D pieces unless
         partition="parameters". Schedulers take `.optimizer`.
     stage: 2 reduces every backward at once, and no rank keeps full gradients. 1 has `no_sync`, which does keep them.
+        With layers that defer weight gradients (delay_wgrad_compute) all are kept, and reduced by `step`.
     bucket_bytes: what one reduction takes. A larger parameter is reduced by itself, where its gradient lies.
     overlap_comm: reduce and gather on a stream beside the current one. The numbers are the same to the bit.
     overlap_gather: a module. Parameters are gathered while its forward runs: a submodule waits, on its own stream, for
@@ -95,11 +96,12 @@ class ZeroOptimizer:
         self._parameters = list(contexts)
         self._group_sizes = [len(group["params"]) for group in groups]
         shapes = [(tuple(parameter.shape), parameter.dtype, parameter.requires_grad) for parameter in self._names]
+        deferred = any(getattr(parameter, "skip_backward_post_hook", False) for parameter in contexts)
         asked = dict(
             stage=stage, bucket_bytes=bucket_bytes, overlap_comm=overlap_comm,
             overlap_gather=overlap_gather is not None, reduction=reduction, backend=backend, partition=partition,
             reduce_dtype=reduce_dtype, max_norm=max_norm, loss_scale=loss_scale,
-            optimizer_class=optimizer_class.__name__, parameters=shapes,
+            optimizer_class=optimizer_class.__name__, parameters=shapes, delay_wgrad_compute=deferred,
         )  # fmt: skip
         _check(self.ctx, asked)
         _check_parameters(contexts, self._names, backend, reduce_dtype)
@@ -118,6 +120,7 @@ class ZeroOptimizer:
         self.comm_stream = self.dev.Stream() if overlap_comm else self.dev.current_stream()
         self._wires = {ctx: open_wire("ZeroOptimizer", backend, ctx) for ctx in (self.ctx, *contexts.values())}
         self._gradients = OwnerGradients(self.comm_stream, self.dev, reduction)
+        self._gradients.enabled = not deferred  # what comes after backward waits for `step`, and the rest with it
         for (ctx, dtype), parameters in _by_context_and_dtype(contexts).items():
             summed = reduce_dtype or dtype
             unit = ctx.size * ALIGNMENT
@@ -125,7 +128,7 @@ class ZeroOptimizer:
             shards = [Shard(fill, ctx, self.dev) for fill in plan(parameters, capacity, ctx.size, partition)]
             self._gradients.add_bucket(shards, capacity, summed, self._wires[ctx])
         own(self._parameters, self)
-        self._hooks = self._gradients.start(self._parameters)
+        self._hooks = self._gradients.start({parameter: self._names[parameter] for parameter in self._parameters})
         self._shards = self._gradients.shards
         self._shard_of = {slice.parameter: shard for shard in self._shards for slice in shard.fill.slices}
         self._awaited = {}  # shard -> streams that come after its gather
@@ -157,7 +160,8 @@ class ZeroOptimizer:
 
     @contextlib.contextmanager
     def no_sync(self):
-        """Backward inside only accumulates `parameter.grad`, in full on every rank; the next one outside reduces it.
+        """Backward inside only accumulates `parameter.grad`, in full on every rank; the next one outside, or `step`,
+        reduces it.
 
         Raises TkernelsError for stage 2, which keeps no full gradients.
         """
@@ -166,11 +170,8 @@ class ZeroOptimizer:
                 "no_sync: stage 2 reduces each backward to the owners' shards, and adds it up there by itself; use "
                 "stage=1 to keep full gradients"
             )
-        before, self._gradients.enabled = self._gradients.enabled, False
-        try:
+        with self._gradients.left_alone():
             yield
-        finally:
-            self._gradients.enabled = before
 
     def zero_grad(self, set_to_none: bool = True):
         """Give up the gradients since the last step. Parameters' `.grad` become None in any case."""
