@@ -26,7 +26,6 @@ Collectives start in the order of the buckets on every rank, also if the ranks' 
 import contextlib
 import math
 import warnings
-import weakref
 
 import torch
 from torch import nn
@@ -36,10 +35,10 @@ from tkernels.comm.group import checksum
 from tkernels.comm.lease import EventCompletion, Lease, Slot, captured, capturing
 from tkernels.comm.regions import round_up
 from tkernels.layers.grad_hooks import GradReadyHooks
+from tkernels.layers.owners import disown, own, owner_of, remove_owners
 from tkernels.layers.wire import Wire, open_wire
 
 ALIGN_BYTES = 128  # of a parameter in its bucket: whole cache lines, and more than TMA asks for
-_OWNER = "overlapped_ddp"  # on a parameter: a weak reference to the OverlappedDDP that it belongs to
 
 
 class OverlappedDDP(nn.Module):
@@ -109,9 +108,7 @@ class OverlappedDDP(nn.Module):
             )
         if bucket_size is None:
             bucket_size = max(40_000_000, 1_000_000 * whole.size) if overlap_grad_reduce else math.inf
-        for owner in {_owner(param): None for param in params.values()}:
-            if owner is not None:
-                owner.remove()
+        remove_owners(params.values(), OverlappedDDP)
         options = {
             "bucket_size": bucket_size,
             "use_distributed_optimizer": self.sharded,
@@ -142,8 +139,7 @@ class OverlappedDDP(nn.Module):
             names=[names[param] for param in self._bucket_of],
         )
         self.hooks.counting = overlap_grad_reduce
-        for param in self._bucket_of:
-            setattr(param, _OWNER, weakref.ref(self))
+        own(self._bucket_of, self)
         self._removed, self._pre_hooks = False, []
         self._finished, self._handed_out = False, not self.sharded  # ever
         if self.sharded:
@@ -292,9 +288,9 @@ class OverlappedDDP(nn.Module):
             handle.remove()
         for param in self._bucket_of:
             if _owner(param) is self:
-                delattr(param, _OWNER)
                 del param.main_grad
                 param.grad = None
+        disown(self._bucket_of, self)
         self._levels.close()
 
     def _check_there(self):
@@ -355,8 +351,7 @@ def _before_load_state_dict(module, *_):
 
 
 def _owner(param) -> OverlappedDDP | None:
-    owner = getattr(param, _OWNER, None)
-    return None if owner is None else owner()
+    return owner_of(param, OverlappedDDP)
 
 
 class _Buffer:

@@ -42,6 +42,7 @@ from tkernels.comm import Context, LeaseError, MismatchError, Slot, current_cont
 from tkernels.comm.capture import lasting
 from tkernels.comm.group import checksum
 from tkernels.comm.regions import round_up
+from tkernels.layers.owners import own, owner_of
 from tkernels.layers.pools import (
     Bucket,
     FixedPoolAllocator,
@@ -134,6 +135,7 @@ class FullyShard(nn.Module):
         _take_off(module, self._flats.values())
         for flat in self._flats.values():
             self.shards[flat.id.replace(".", "/")] = flat.shard_over(ctx, buckets[flat.id].numel)
+        own(self.shards.values(), self)
         for unit in (self._root, *self._units):
             unit.watch()
         self._weight_slot = Slot(dev=self._dev, name="parameter shards")
@@ -845,6 +847,11 @@ def _is_marked(parameter: nn.Parameter) -> bool:
 def _check_parameter(name: str, parameter: nn.Parameter, ctx: Context, grad_dtype: torch.dtype | None):
     if parameter.device != ctx.device:
         raise ValueError(f"FullyShard: {name} is on {parameter.device}; move the module to {ctx.device} first")
+    if (owner := owner_of(parameter)) is not None:
+        raise ValueError(
+            f"FullyShard: {name} belongs to {type(owner).__name__}, whose hooks would take its gradients first; call "
+            f"remove() of that before the module is sharded, and train the shards with an optimizer of torch"
+        )
     if parameter.requires_grad and (grad_dtype or parameter.dtype) not in SUMMED:
         raise TypeError(
             f"FullyShard: {name}: gradients are summed in float32, float16 or bfloat16, not "

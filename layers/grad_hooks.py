@@ -20,15 +20,14 @@ import weakref
 
 from tkernels.comm.errors import LeaseError
 from tkernels.comm.lease import EventCompletion, capturing
+from tkernels.layers.owners import disown, own, owner_of, remove_owners
 
-_OWNER = "grad_ready_hooks"  # on a parameter: a weak reference to the hooks that it belongs to
 _ADDED = "grad_added_to_main_grad"  # on a parameter: True once a fused kernel has been launched; Megatron's name
 
 
 def grad_ready_hooks(param) -> "GradReadyHooks | None":
     """The hooks that a parameter belongs to: where a layer with a fused or deferred kernel reports it."""
-    owner = getattr(param, _OWNER, None)
-    return None if owner is None else owner()
+    return owner_of(param, GradReadyHooks)
 
 
 class GradReadyHooks:
@@ -54,22 +53,17 @@ class GradReadyHooks:
         self._lock = threading.RLock()
         self.counting = True
         self.reset()
-        self._handles = []
-        this = weakref.ref(self)
-        for param in self._params:
-            if (owner := grad_ready_hooks(param)) is not None:
-                owner.remove()
-            setattr(param, _OWNER, this)
-            self._handles.append(param.register_post_accumulate_grad_hook(_hook(this)))
+        remove_owners(self._params, GradReadyHooks)
+        own(self._params, self)
+        hook = _hook(weakref.ref(self))
+        self._handles = [param.register_post_accumulate_grad_hook(hook) for param in self._params]
 
     def remove(self):
         """Take the hooks off the parameters. May be repeated."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        for param in self._params:
-            if grad_ready_hooks(param) is self:
-                delattr(param, _OWNER)
+        disown(self._params, self)
 
     @property
     def expected(self) -> dict[str, int] | None:

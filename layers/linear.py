@@ -131,8 +131,8 @@ class ParallelLinear(MarkedModule):
             part = self._part(full, name).clone(memory_format=torch.contiguous_format)
             setattr(self, name, nn.Parameter(part, value.requires_grad))
             self._mark(
-                name, tensor_model_parallel=dim is not None, partition_dim=-1 if dim is None else dim,
-                partition_stride=1 if dim is None else self.partition_stride,
+                name, tensor_model_parallel=dim is not None and len(self.feature_sizes) > 1,
+                partition_dim=-1 if dim is None else dim, partition_stride=1 if dim is None else self.partition_stride,
             )  # fmt: skip
 
     def _check_generators(self, ctx: Context, device: torch.device):

@@ -22,8 +22,10 @@ from tkernels.demo.data import Text
 from tkernels.demo.model import Block, ModelConfig, Transformer
 from tkernels.demo.training import ADAM_EPSILON, LEARNING_RATE, allowed_loss
 from tkernels.layers import ParallelMLP, gather_state_dict, load_full_state_dict, sharded_state_dict
+from tkernels.layers.ddp import OverlappedDDP
 from tkernels.layers.fsdp import FullyShard
 from tkernels.layers.functions import all_reduce_sequence_parallel_grads
+from tkernels.layers.zero import ZeroOptimizer
 from tkernels.testing.compare import assert_close_to, integers, normal
 from tkernels.testing.streams import Race, Simulator, subsets
 
@@ -829,6 +831,24 @@ def test_what_cannot_be_sharded_is_refused_by_name(ctx):
         train(ctx, whole, [x])
     text = message_on_every_rank(ctx, error.value)
     assert "the modules of rank 0 and rank 1 differ in embed.weight" in text and "and more" in text
+
+
+@pytest.mark.ranks(2)
+def test_parameters_that_belong_to_another_are_refused_and_so_are_shards(ctx):
+    model = hybrid(ctx)
+    for own_all in (
+        lambda: OverlappedDDP(model, ctx),
+        lambda: ZeroOptimizer(model.parameters(), torch.optim.SGD, lr=1.0, ctx=ctx),
+    ):
+        other = own_all()
+        with pytest.raises(ValueError, match=rf"embed.weight belongs to {type(other).__name__}.* call remove\(\)"):
+            FullyShard(model, UNITS, ctx=ctx)
+        other.remove()
+    sharded = FullyShard(model, UNITS, ctx=ctx)
+    sharded(own(ctx, batches(ctx, 1)[0])).square().mean().backward()
+    assert all(shard.grad.abs().sum() > 0 for shard in sharded.parameters())
+    with pytest.raises(ValueError, match=r"parameter 0 of shape \[\d+\] is a shard of a FullyShard.*pass its"):
+        ZeroOptimizer(sharded.parameters(), torch.optim.SGD, lr=1.0, ctx=ctx)
 
 
 @pytest.mark.ranks(2)

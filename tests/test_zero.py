@@ -20,10 +20,12 @@ from transports import gpu_only, message_on_every_rank
 
 import tkernels
 from tkernels.comm import Context
-from tkernels.comm.errors import MismatchError, TkernelsError
+from tkernels.comm.errors import LeaseError, MismatchError, TkernelsError
 from tkernels.comm.lease import Fence
 from tkernels.demo.model import ModelConfig, Transformer
 from tkernels.demo.training import ADAM_EPSILON, allowed_gradient, allowed_loss
+from tkernels.layers import userbuffers as te
+from tkernels.layers.mlp import ParallelMLP
 from tkernels.layers.wire import TkernelsWire
 from tkernels.layers.zero import ZeroOptimizer
 from tkernels.layers.zero.layout import ALIGNMENT, plan
@@ -266,8 +268,59 @@ def test_micro_batches_add_up(ctx, stage, sync):
             assert exact.parameters[0].grad is not None
             exact.backward((step, 2), used=lambda i, rank: i % 3 == 0)  # takes what the others have, too
         assert all(parameter.grad is None for parameter in exact.parameters)
+        if not sync:
+            with exact.zero.no_sync():
+                exact.backward((step, 3), used=lambda i, rank: rank == 0)  # which `step` takes, on all ranks
         exact.step()
         exact.check()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_set_by_hand_count_before_backward_and_are_refused_after_it(ctx, stage):
+    exact = Exact(ctx, SHAPES, bucket_bytes=SMALL, stage=stage)
+    exact.parameters[1].grad = exact.gradient(1, ctx.rank, "by hand")
+    exact.whole[1].grad = sum(exact.gradient(1, rank, "by hand") for rank in range(ctx.size)) / ctx.size
+    exact.backward("kept")
+    exact.step()
+    exact.check()
+    exact.backward("lost")
+    exact.parameters[1].grad = exact.gradient(1, ctx.rank, "by hand")
+    with pytest.raises(TkernelsError, match=r"parameter 1 of shape \[3, 4\] has a gradient .*before backward") as error:
+        exact.zero.step()
+    message_on_every_rank(ctx, error.value)
+    exact.zero.zero_grad()
+    exact.reference.zero_grad()
+    exact.backward("again")
+    exact.step()
+    exact.check()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_deferred_weight_gradients_count(ctx, stage):
+    """Whatever the order in which they are computed, and though a rank has none of some layer."""
+
+    def trained(delay):
+        common = dict(params_dtype=torch.float32, device=ctx.device, delay_wgrad_compute=delay)
+        layers = [te.Linear(4, 4, bias=bias, **common) for bias in (True, False)]
+        for i, parameter in enumerate(parameters := [p for layer in layers for p in layer.parameters()]):
+            parameter.data.copy_(integers(parameter.shape, "start", i))
+        zero = ZeroOptimizer(parameters, torch.optim.SGD, ctx=ctx, lr=0.5, momentum=0.5, stage=stage)
+        for step in range(2):
+            for micro in range(2):
+                x = integers((3, 4), step, micro, ctx.rank).to(ctx.device)
+                loss = layers[0](x).sum()
+                (loss + layers[1](x).square().sum() if ctx.rank == 0 else loss).backward()
+                if micro or step:  # of both micro-batches at once, or of each
+                    for layer in layers:
+                        layer.backward_dw()
+            zero.step()
+        zero.remove()
+        return parameters
+
+    deferred, plain = trained(True), trained(False)
+    assert all(map(torch.equal, deferred, plain))
 
 
 UNUSED = {
@@ -339,6 +392,21 @@ def test_parameters_belong_to_the_newest_optimizer_and_then_to_none(ctx, before)
     newer.remove()
     model(torch.ones(4, 6, device=ctx.device)).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.ranks(2)
+def test_parameters_that_were_converted_or_moved_are_refused_by_name(ctx):
+    model = small_model(ctx)
+    zero = ZeroOptimizer(model.named_parameters(), torch.optim.SGD, lr=0.1, ctx=ctx)
+    sgd_steps(ctx, model.to(ctx.device, torch.float32), zero)  # as they were
+    model[2].double()
+    for use in (lambda: sgd_steps(ctx, model[:2], zero), zero.refresh_masters):
+        with pytest.raises(LeaseError, match=r"2\.bias has been converted or moved.* make another") as error:
+            use()
+        message_on_every_rank(ctx, error.value)
+    newer = ZeroOptimizer(model.float().parameters(), torch.optim.SGD, lr=0.1, ctx=ctx)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    assert not any(map(torch.equal, sgd_steps(ctx, model, newer), before))
 
 
 @pytest.mark.ranks(2)
@@ -536,6 +604,46 @@ def test_the_full_state_is_that_of_the_unsharded_optimizer(ctx, partition):
 
 
 @pytest.mark.ranks(2)
+def test_frozen_parameters_have_numbers_in_the_full_state(ctx):
+    settings = {"lr": 0.5, "eps": 1.0}
+
+    def parameters(frozen):
+        return [nn.Parameter(integers((3, 4), i).to(ctx.device), i not in frozen) for i in range(3)]
+
+    def sharded(*frozen):
+        return (mine := parameters(frozen)), ZeroOptimizer(mine, torch.optim.Adam, ctx=ctx, **settings)
+
+    def step(mine, optimizer):
+        sum((parameter * parameter).sum() for parameter in mine if parameter.requires_grad).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    whole = parameters(frozen=[0])
+    adam = torch.optim.Adam(whole, **settings)
+    step(whole, adam)
+    mine, zero = sharded(0)
+    for parameter, value in zip(mine, whole, strict=True):
+        parameter.data.copy_(value)
+    zero.load_full_state_dict(adam.state_dict())
+    step(whole, adam)
+    step(mine, zero)
+    assert all(map(torch.equal, mine, whole))
+    full, want = zero.full_state_dict(), adam.state_dict()
+    assert full["state"].keys() == want["state"].keys() == {1, 2}
+    assert all(torch.equal(full["state"][i]["exp_avg"], want["state"][i]["exp_avg"].cpu()) for i in (1, 2))
+    torch.optim.Adam(parameters(frozen=[0])).load_state_dict(full)
+    thawed, rest = sharded()
+    rest.load_full_state_dict(full)
+    assert all(map(torch.equal, thawed, whole))
+    with pytest.raises(ValueError, match="another parameters"):
+        rest.load_state_dict(zero.state_dict())
+    full["param_groups"][0]["params"] = [0, 1, 2][ctx.rank :]
+    with pytest.raises(ValueError, match=r"rank 1 gets groups of \[2\] parameters.*groups of \[3\]; .*frozen") as error:
+        rest.load_full_state_dict(full)
+    message_on_every_rank(ctx, error.value)
+
+
+@pytest.mark.ranks(2)
 def test_another_layout_is_refused(ctx):
     model, other = models(ctx)
     state = adam_of(ctx, model).state_dict()
@@ -556,6 +664,28 @@ def test_ranks_start_from_the_values_of_rank_0(ctx):
     parameter = nn.Parameter(torch.full((40,), float(ctx.rank + 1), device=ctx.device))
     ZeroOptimizer([parameter], torch.optim.SGD, ctx=ctx, lr=1.0)
     assert parameter.tolist() == [1.0] * 40
+
+
+@pytest.mark.ranks(2)
+def test_parts_of_tensors_are_kept_apart_from_rank_0s(ctx):
+    """What the ranks split between them is refused; what a rank has whole is not, nor what is equal."""
+    torch.manual_seed(0)
+    split = ParallelMLP(8, 16, ctx=ctx)
+    split.fc1.bias.data.zero_()
+    before = copy.deepcopy(split.state_dict())
+    frozen = nn.Parameter(torch.ones(2, device=ctx.device), requires_grad=False)
+    named = [("frozen", frozen), *split.named_parameters()]
+    with pytest.raises(MismatchError, match=r"in fc1.weight, fc2.weight, which .* ctx of the data-parallel") as error:
+        ZeroOptimizer(named, torch.optim.SGD, ctx=ctx, lr=1.0)
+    message_on_every_rank(ctx, error.value)
+    assert all(torch.equal(value, before[name]) for name, value in split.state_dict().items())
+    torch.manual_seed(ctx.rank)
+    groups = [torch.distributed.new_group([rank]) for rank in range(ctx.size)]
+    alone = tkernels.init(groups[ctx.rank], heap_bytes=1 << 20, default=False)
+    whole = ParallelMLP(8, 16, ctx=alone)
+    ZeroOptimizer(whole.parameters(), torch.optim.SGD, ctx=ctx, lr=1.0)
+    assert len(set(ctx.group.gather(digest(whole.parameters())))) == 1
+    alone.finalize()
 
 
 REFUSED = {
@@ -687,6 +817,17 @@ def test_the_simulation_sees_missing_waits(monkeypatch):
     assert {race.modes for race in sim.races} >= {"wr", "rw"}
     sim.run(starve=["left"])
     assert not all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_a_newer_optimizer_comes_after_the_gathers_of_the_older_one(monkeypatch):
+    sim, tower = Simulator(), Tower(16, 1.0)
+    options = {"lr": 1.0, "ctx": OneRank(), "overlap_gather": tower, "dev": sim}
+    monkeypatch.setattr(TkernelsWire, "all_gather", lambda self, x, rows: sim.launch("gather", writes=[x]))
+    with sim:
+        older = ZeroOptimizer(tower.parameters(), torch.optim.SGD, **options)
+        older.step()
+        ZeroOptimizer(tower.parameters(), torch.optim.SGD, **options)
+    sim.check()
 
 
 def test_the_simulation_sees_a_forward_that_does_not_wait_for_its_parameters(monkeypatch):

@@ -5,7 +5,9 @@ they run on. A gradient that comes early waits where autograd put it, and is cop
 What a rank did not use counts as zeros, so ranks may use different parameters.
 
 A backward is a *pass* over all fills. It ends by itself, at the end of backward: what is missing then is taken as it is
-in `parameter.grad`, or as zeros. Passes add up in the owners' gradients.
+in `parameter.grad`, or as zeros. Passes add up in the owners' gradients. Where backward leaves gradients in
+`parameter.grad`, the last pass is made when the owners' are used. All ranks must make the same passes, so that is up to
+what they were told, and not to what a rank finds there.
 """
 
 import contextlib
@@ -15,6 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tkernels.comm.errors import TkernelsError
 from tkernels.comm.lease import Lease, Slot
 from tkernels.layers.grad_bucket import GradBucket, Slice, check_gradient
 from tkernels.layers.wire import Wire
@@ -72,7 +75,7 @@ class OwnerGradients:
 
     comm_stream: where gradients are reduced. reduction: "reduce_scatter", or "all_reduce", of which owners keep a part.
     used: the parameters that this rank has had a gradient for since `discard`.
-    enabled: False leaves `parameter.grad` alone, to be taken by a later pass.
+    enabled: whether backward makes passes; otherwise it leaves `parameter.grad` alone, to be taken by a later one.
     """
 
     def __init__(self, comm_stream, dev, reduction: str):
@@ -82,8 +85,8 @@ class OwnerGradients:
         self._buckets: list[_Bucket] = []
         self._order: list[_Arriving] = []
         self._fill_of: dict[torch.Tensor, _Arriving] = {}
-        self._turn = self._passes = 0
-        self._in_pass = False
+        self._turn, self._in_pass = 0, False
+        self._due = True  # a pass, before the owners' gradients are used: there was none, or `left_alone` came later
         self._slot = Slot(dev=dev, name="the owners' gradients")
         self._lease: Lease | None = None
         self._lock = threading.RLock()
@@ -111,12 +114,13 @@ class OwnerGradients:
             for shard in shards:  # workspaces grow here, and not in a backward: that is a barrier, and stops the device
                 bucket.reduce(torch.zeros(shard.fill.elements, dtype=dtype, device=device), shard.fill.rows)
 
-    def start(self, parameters: list[torch.Tensor]) -> list:
-        """Register the hooks, once all buckets are there. Returns them. `parameters` in the order of the model.
+    def start(self, names: dict[torch.Tensor, str]) -> list:
+        """Register the hooks, once all buckets are there. Returns them. `names` of parameters, in the model's order.
 
         Hooks live as long as their parameters; they don't keep this alive, and do nothing without it.
         """
-        index = {parameter: i for i, parameter in enumerate(parameters)}
+        self._names = names
+        index = {parameter: i for i, parameter in enumerate(names)}
         # One order for all buckets: that in which backward completes their fills.
         self._order = sorted(
             (fill for bucket in self._buckets for fill in bucket.fills),
@@ -129,7 +133,7 @@ class OwnerGradients:
             if (owner := this()) is not None:
                 owner._ready(parameter)
 
-        return [parameter.register_post_accumulate_grad_hook(ready) for parameter in parameters]
+        return [parameter.register_post_accumulate_grad_hook(ready) for parameter in names]
 
     @property
     def shards(self) -> list[Shard]:
@@ -184,8 +188,7 @@ class OwnerGradients:
             if fill.bucket.open is not None:
                 self._copy(fill.bucket.open)
         if self._turn == len(self._order):
-            self._in_pass = False
-            self._passes += 1
+            self._in_pass = self._due = False
 
     def _copy(self, fill: _Arriving):
         """Copy what has come of a fill if the bucket is its own now; large gradients are reduced with it, in turn."""
@@ -206,15 +209,32 @@ class OwnerGradients:
             shard.grad.add_(reduced, alpha=shard.ctx.size if reduced.dtype == torch.float16 else 1)
 
     @contextlib.contextmanager
+    def left_alone(self):
+        """A context in which backward makes no passes, on any rank."""
+        before, self.enabled, self._due = self.enabled, False, True
+        try:
+            yield
+        finally:
+            self.enabled = before
+
+    @contextlib.contextmanager
     def collected(self):
         """Collective. A context in which the current stream uses `shard.grad`, after all passes; then they are over.
 
-        A rank whose loss came to no parameter makes a pass of zeros here, since the others have made one.
+        A rank whose loss came to no parameter makes a pass of zeros here, since the others have made one. Raises
+        TkernelsError for a gradient that no pass takes.
         """
         self.end_pass()
-        if self._passes == 0:
+        if self._due:
             self._begin_pass()
             self.end_pass()
+        late = next((parameter for parameter in self._fill_of if parameter.grad is not None), None)
+        if late is not None:
+            raise TkernelsError(
+                f"ZeroOptimizer: {self._names[late]} has a gradient that came after backward, when the others had been "
+                f"reduced; set it before backward, which adds to it, or run backward inside of no_sync() (stage=1), "
+                f"which leaves all gradients to step()"
+            )
         for bucket in self._buckets:
             bucket.grads.finish()
         try:
@@ -235,4 +255,4 @@ class OwnerGradients:
                 self._slot.release(self._lease)
             self._lease = None
             self.used.clear()
-            self._passes = 0
+            self._due = True

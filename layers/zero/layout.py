@@ -125,6 +125,12 @@ class Shard:
         return Piece(slice.parameter, first - slice.start, last - slice.start, nn.Parameter(master), grad)
 
     @property
+    def moved(self) -> list[torch.Tensor]:
+        """The parameters that are somewhere else by now."""
+        begin, size = self.flat.data_ptr(), self.flat.element_size()
+        return [s.parameter for s in self.fill.slices if s.parameter.data_ptr() != begin + s.start * size]
+
+    @property
     def own(self) -> torch.Tensor:
         """The own part of the parameters."""
         return self.flat[self.begin : self.end]

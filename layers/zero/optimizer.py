@@ -15,13 +15,15 @@ import weakref
 import torch
 from torch import nn
 
-from tkernels.comm import Context, MismatchError, TkernelsError, current_context
+from tkernels.comm import Context, LeaseError, MismatchError, TkernelsError, current_context
+from tkernels.comm.group import checksum
+from tkernels.layers.fsdp import FullyShard
+from tkernels.layers.owners import disown, own, owner_of, remove_owners
 from tkernels.layers.wire import open_wire
 from tkernels.layers.zero.gradients import OwnerGradients
 from tkernels.layers.zero.layout import ALIGNMENT, Shard, plan
 
 FIRST_LOSS_SCALE, GROWTH_INTERVAL = 2.0**16, 2000  # of a dynamic loss scale; as torch.amp.GradScaler
-_OWNER = "zero_optimizer"  # on a parameter: a weak reference to the ZeroOptimizer that it belongs to
 CHOICES = {
     "stage": (1, 2),
     "reduction": ("reduce_scatter", "all_reduce"),
@@ -38,12 +40,14 @@ class ZeroOptimizer:
             optimizer.step()
 
     params: parameters, or param groups as torch optimizers take them, the same on every rank; rank 0's values are kept.
-        They become contiguous views of common buffers and belong to the newest optimizer made for them. A group with
-        "ctx" is shared by the ranks of that context only, as experts are; gradients are divided by the size of the
-        optimizer's `ctx` all the same.
+        With tensor parallelism `ctx` is that of the data-parallel ranks: what is marked tensor_model_parallel must be
+        equal on all of its ranks. Parameters become contiguous views of common buffers and belong to the newest
+        optimizer made for them. A group with "ctx" is shared by the ranks of that context only, as experts are;
+        gradients are divided by the size of the optimizer's `ctx` all the same.
     optimizer_class, **options: the wrapped optimizer. It sees fp32 masters, in 1-D pieces unless
         partition="parameters". Schedulers take `.optimizer`.
     stage: 2 reduces every backward at once, and no rank keeps full gradients. 1 has `no_sync`, which does keep them.
+        With layers that defer weight gradients (delay_wgrad_compute) all are kept, and reduced by `step`.
     bucket_bytes: what one reduction takes. A larger parameter is reduced by itself, where its gradient lies.
     overlap_comm: reduce and gather on a stream beside the current one. The numbers are the same to the bit.
     overlap_gather: a module. Parameters are gathered while its forward runs: a submodule waits, on its own stream, for
@@ -65,6 +69,7 @@ class ZeroOptimizer:
     use_reentrant=True are right, but each ends a pass; prefer use_reentrant=False.
 
     Raises ValueError or TypeError for what can't be sharded, MismatchError if the ranks' parameters or options differ.
+    `step`, and what loads, raise LeaseError once a parameter has been converted or moved.
     """
 
     def __init__(
@@ -87,18 +92,21 @@ class ZeroOptimizer:
         **options,
     ):
         self.ctx = ctx or current_context()
-        groups, contexts = _param_groups(params, self.ctx)
-        self._parameters = [parameter for group in groups for parameter in group["params"]]
+        groups, self._names, contexts = _param_groups(params, self.ctx)
+        self._parameters = list(contexts)
         self._group_sizes = [len(group["params"]) for group in groups]
-        shapes = [(tuple(parameter.shape), parameter.dtype) for parameter in self._parameters]
+        shapes = [(tuple(parameter.shape), parameter.dtype, parameter.requires_grad) for parameter in self._names]
+        deferred = any(getattr(parameter, "skip_backward_post_hook", False) for parameter in contexts)
         asked = dict(
             stage=stage, bucket_bytes=bucket_bytes, overlap_comm=overlap_comm,
             overlap_gather=overlap_gather is not None, reduction=reduction, backend=backend, partition=partition,
             reduce_dtype=reduce_dtype, max_norm=max_norm, loss_scale=loss_scale,
-            optimizer_class=optimizer_class.__name__, parameters=shapes,
+            optimizer_class=optimizer_class.__name__, parameters=shapes, delay_wgrad_compute=deferred,
         )  # fmt: skip
         _check(self.ctx, asked)
-        _check_parameters(contexts, backend, reduce_dtype)
+        _check_parameters(contexts, self._names, backend, reduce_dtype)
+        remove_owners(self._parameters, ZeroOptimizer)  # its gathers come before what reads the parameters now
+        _check_parts(self.ctx, contexts, self._names)
         self.stage, self.max_norm = stage, max_norm
         self._dynamic = loss_scale == "dynamic"
         self.loss_scale = FIRST_LOSS_SCALE if self._dynamic else loss_scale
@@ -112,18 +120,15 @@ class ZeroOptimizer:
         self.comm_stream = self.dev.Stream() if overlap_comm else self.dev.current_stream()
         self._wires = {ctx: open_wire("ZeroOptimizer", backend, ctx) for ctx in (self.ctx, *contexts.values())}
         self._gradients = OwnerGradients(self.comm_stream, self.dev, reduction)
+        self._gradients.enabled = not deferred  # what comes after backward waits for `step`, and the rest with it
         for (ctx, dtype), parameters in _by_context_and_dtype(contexts).items():
             summed = reduce_dtype or dtype
             unit = ctx.size * ALIGNMENT
             capacity = -(-bucket_bytes // (summed.itemsize * unit)) * unit
             shards = [Shard(fill, ctx, self.dev) for fill in plan(parameters, capacity, ctx.size, partition)]
             self._gradients.add_bucket(shards, capacity, summed, self._wires[ctx])
-        for owner in {_owner(parameter): None for parameter in self._parameters}:
-            if owner is not None:
-                owner.remove()
-        for parameter in self._parameters:
-            setattr(parameter, _OWNER, weakref.ref(self))
-        self._hooks = self._gradients.start(self._parameters)
+        own(self._parameters, self)
+        self._hooks = self._gradients.start({parameter: self._names[parameter] for parameter in self._parameters})
         self._shards = self._gradients.shards
         self._shard_of = {slice.parameter: shard for shard in self._shards for slice in shard.fill.slices}
         self._awaited = {}  # shard -> streams that come after its gather
@@ -155,7 +160,8 @@ class ZeroOptimizer:
 
     @contextlib.contextmanager
     def no_sync(self):
-        """Backward inside only accumulates `parameter.grad`, in full on every rank; the next one outside reduces it.
+        """Backward inside only accumulates `parameter.grad`, in full on every rank; the next one outside, or `step`,
+        reduces it.
 
         Raises TkernelsError for stage 2, which keeps no full gradients.
         """
@@ -164,11 +170,8 @@ class ZeroOptimizer:
                 "no_sync: stage 2 reduces each backward to the owners' shards, and adds it up there by itself; use "
                 "stage=1 to keep full gradients"
             )
-        before, self._gradients.enabled = self._gradients.enabled, False
-        try:
+        with self._gradients.left_alone():
             yield
-        finally:
-            self._gradients.enabled = before
 
     def zero_grad(self, set_to_none: bool = True):
         """Give up the gradients since the last step. Parameters' `.grad` become None in any case."""
@@ -234,6 +237,7 @@ class ZeroOptimizer:
 
     def _publish(self):
         """Give every rank the owners' masters, first those that forward needs first."""
+        self._check_places()
         for shard in reversed(self._shards):
             with shard.lease.read():
                 pass  # what was launched on this stream before may have read the parameters
@@ -249,6 +253,14 @@ class ZeroOptimizer:
         self._awaited[shard] = []
         with self.dev.stream(self.comm_stream), shard.lease.write(ordered=True):
             self._wires[shard.ctx].all_gather(shard.flat, rows)
+
+    def _check_places(self):
+        moved = next((parameter for shard in self._shards for parameter in shard.moved), None)
+        if moved is not None:
+            raise LeaseError(
+                f"ZeroOptimizer: {self._names[moved]} has been converted or moved, so what the ranks gather would not "
+                f"come to it; do so before the optimizer is made, or make another one now"
+            )
 
     def _await(self, shard: Shard):
         stream = self.dev.current_stream()
@@ -281,6 +293,7 @@ class ZeroOptimizer:
     @torch.no_grad()
     def refresh_masters(self):
         """Take the parameters' values over into the masters, after they were changed elsewhere, alike on all ranks."""
+        self._check_places()
         self.ensure_params_ready()
         for shard in self._shards:
             shard.master.copy_(shard.own)
@@ -293,9 +306,7 @@ class ZeroOptimizer:
         self.ensure_params_ready()
         for hook in self._hooks:
             hook.remove()
-        for parameter in self._parameters:
-            if _owner(parameter) is self:
-                delattr(parameter, _OWNER)
+        disown(self._parameters, self)
 
     def state_dict(self) -> dict:
         """This rank's part, for the same ranks and layout. `full_state_dict` is for any."""
@@ -312,7 +323,7 @@ class ZeroOptimizer:
 
         Raises ValueError, on every rank, for another layout or rank.
         """
-        layout, problem = state.get("layout"), None
+        layout, problem = state.get("layout"), ""
         if layout is None:
             problem = "gets no sharded state; a full one goes to load_full_state_dict"
         elif differ := [name for name in self._layout if layout.get(name) != self._layout[name]]:
@@ -320,23 +331,28 @@ class ZeroOptimizer:
                 f"gets one saved with another {', '.join(differ)}; save with full_state_dict, which any number of "
                 f"ranks and any layout can load"
             )
-        problems = [f"rank {rank} {what}" for rank, what in enumerate(self.ctx.group.gather(problem)) if what]
-        if problems:
-            raise ValueError(f"load_state_dict: {problems[0]}")
+        self._refuse("load_state_dict", problem)
         self.optimizer.load_state_dict(state["optimizer"])
         for shard, master in zip(self._shards, state["masters"], strict=True):
             shard.master.copy_(master)
         self.loss_scale, self._steps_at_scale = state["loss_scale"]
         self._publish()
 
+    def _refuse(self, caller: str, problem: str):
+        """Collective. Raises the first rank's problem on every rank; an empty one is none."""
+        problems = [f"rank {rank} {what}" for rank, what in enumerate(self.ctx.group.gather(problem)) if what]
+        if problems:
+            raise ValueError(f"{caller}: {problems[0]}")
+
     def full_state_dict(self) -> dict:
         """Collective. The state that the unsharded optimizer would have, on the CPU of every rank.
 
         optimizer_class(params).load_state_dict takes it, and so does load_full_state_dict on any number of ranks.
-        "masters" holds the parameters in fp32, by number.
+        "masters" holds the parameters that are trained, in fp32, by number. Frozen ones have numbers, too.
         """
         own = self.optimizer.state_dict()
-        number_of = {parameter: number for number, parameter in enumerate(self._parameters)}
+        number_of = {parameter: number for number, parameter in enumerate(self._names)}
+        shapes = [parameter.shape for parameter in self._names]
         state, masters = {}, {}
         for ctx in self._wires:
             parts = [
@@ -349,11 +365,10 @@ class ZeroOptimizer:
             for number, start, master, values in (
                 part for parts_of_rank in ctx.group.gather(parts) for part in parts_of_rank
             ):
-                shape = self._parameters[number].shape
-                _place(masters, number, shape, start, master, master.shape)
+                _place(masters, number, shapes[number], start, master, master.shape)
                 for name, value in values.items():
-                    _place(state.setdefault(number, {}), name, shape, start, value, master.shape)
-        numbers = iter(range(len(self._parameters)))
+                    _place(state.setdefault(number, {}), name, shapes[number], start, value, master.shape)
+        numbers = iter(range(len(self._names)))
         groups = [
             group | {"params": [next(numbers) for _ in range(size)]}
             for group, size in zip(own["param_groups"], self._group_sizes, strict=True)
@@ -364,9 +379,17 @@ class ZeroOptimizer:
     def load_full_state_dict(self, state: dict):
         """Collective. Take over a full state, of `full_state_dict` or of the unsharded optimizer.
 
-        Without "masters" the parameters' present values are kept.
+        What "masters" doesn't have keeps its present value, and what has no state begins anew: it was frozen, perhaps.
+        Raises ValueError, on every rank, for groups of other sizes.
         """
-        number_of = {parameter: number for number, parameter in enumerate(self._parameters)}
+        problem, sizes = "", [len(group["params"]) for group in state["param_groups"]]
+        if sizes != self._group_sizes:
+            problem = (
+                f"gets groups of {sizes} parameters, but has groups of {self._group_sizes}; make the optimizer for the "
+                f"same parameters in the same groups, frozen ones too"
+            )
+        self._refuse("load_full_state_dict", problem)
+        number_of = {parameter: number for number, parameter in enumerate(self._names)}
         own = self.optimizer.state_dict()
         own["state"] = {
             position: {name: piece.cut(value) for name, value in state["state"][number_of[piece.parameter]].items()}
@@ -378,39 +401,37 @@ class ZeroOptimizer:
             for theirs, mine in zip(state["param_groups"], own["param_groups"], strict=True)
         ]
         self.optimizer.load_state_dict(own)
-        if "masters" in state:
+        self.refresh_masters()
+        if masters := state.get("masters"):
             for piece in self._pieces:
-                piece.master.copy_(piece.cut(state["masters"][number_of[piece.parameter]]))
+                if number_of[piece.parameter] in masters:
+                    piece.master.copy_(piece.cut(masters[number_of[piece.parameter]]))
             self._publish()
-        else:
-            self.refresh_masters()
         if self._dynamic and state.get("loss_scale") is not None:
             self.loss_scale = state["loss_scale"]
 
 
-def _owner(parameter: torch.Tensor) -> ZeroOptimizer | None:
-    owner = getattr(parameter, _OWNER, None)
-    return None if owner is None else owner()
-
-
-def _param_groups(params, ctx: Context) -> tuple[list[dict], dict[torch.Tensor, Context]]:
-    """Groups with lists of the parameters that want gradients, and the context of each parameter."""
-    groups, contexts = list(params), {}
+def _param_groups(params, ctx: Context) -> tuple[list[dict], dict[torch.Tensor, str], dict[torch.Tensor, Context]]:
+    """Groups with lists of parameters; names of all of them, in order; contexts of those that want gradients."""
+    groups, names, contexts = list(params), {}, {}
     if groups and not isinstance(groups[0], dict):
         groups = [{"params": groups}]
     result = []
     for group in groups:
         theirs = group["params"]
         theirs = [theirs] if isinstance(theirs, torch.Tensor) else list(theirs)
-        theirs = [each[1] if isinstance(each, tuple) else each for each in theirs]  # of named_parameters()
-        theirs = [parameter for parameter in theirs if parameter.requires_grad]
-        if len(contexts | dict.fromkeys(theirs)) < len(contexts) + len(theirs):
-            raise ValueError("ZeroOptimizer: a parameter occurs twice in params")
-        contexts |= dict.fromkeys(theirs, group.get("ctx", ctx))
-        result.append({name: value for name, value in group.items() if name != "ctx"} | {"params": theirs})
+        named = [each if isinstance(each, tuple) else ("", each) for each in theirs]  # as named_parameters() has them
+        for name, parameter in named:
+            if parameter in names:
+                raise ValueError(f"ZeroOptimizer: {names[parameter]} occurs twice in params")
+            names[parameter] = name or f"parameter {len(names)} of shape {list(parameter.shape)}"
+            if parameter.requires_grad:
+                contexts[parameter] = group.get("ctx", ctx)
+        options = {name: value for name, value in group.items() if name != "ctx"}
+        result.append(options | {"params": [parameter for _, parameter in named]})
     if not any(parameter.numel() for parameter in contexts):
         raise ValueError("ZeroOptimizer: there is no parameter that requires a gradient")
-    return result, contexts
+    return result, names, contexts
 
 
 def _by_context_and_dtype(contexts: dict[torch.Tensor, Context]) -> dict:
@@ -443,9 +464,14 @@ def _check(ctx: Context, asked: dict):
         raise ValueError(f"ZeroOptimizer: {name} looks at whole parameters; pass partition='parameters'")
 
 
-def _check_parameters(contexts: dict[torch.Tensor, Context], backend: str, reduce_dtype: torch.dtype | None):
+def _check_parameters(contexts: dict[torch.Tensor, Context], names, backend: str, reduce_dtype: torch.dtype | None):
     for parameter, ctx in contexts.items():
         summed = reduce_dtype or parameter.dtype
+        if owner_of(parameter, FullyShard) is not None:
+            raise ValueError(
+                f"ZeroOptimizer: {names[parameter]} is a shard of a FullyShard, which reduces gradients and shards "
+                f"optimizers' state itself; pass its parameters() to an optimizer of torch"
+            )
         if parameter.device != ctx.device:
             raise ValueError(f"ZeroOptimizer: a parameter is on {parameter.device}, its context on {ctx.device}")
         if not (parameter.is_floating_point() and summed.is_floating_point):
@@ -455,6 +481,27 @@ def _check_parameters(contexts: dict[torch.Tensor, Context], backend: str, reduc
                 f"ZeroOptimizer: backend='tkernels' sums float32, float16 and bfloat16, not {summed}; use "
                 f"backend='torch', or another reduce_dtype"
             )
+
+
+def _check_parts(ctx: Context, contexts: dict[torch.Tensor, Context], names: dict[torch.Tensor, str]):
+    """Collective. The same error on every rank, for parts of tensors that differ: rank 0's would replace the others."""
+    parts = {
+        number: (tuple(contexts[parameter].group.global_ranks), checksum(parameter))
+        for number, parameter in enumerate(names)
+        if parameter in contexts and getattr(parameter, "tensor_model_parallel", False)
+    }
+    found = {}  # number -> who shares it, and what they have
+    for theirs in ctx.group.gather(parts):
+        for number, part in theirs.items():
+            found.setdefault(number, set()).add(part)
+    differ = sorted(number for number, several in found.items() if len(several) > len({ranks for ranks, _ in several}))
+    if differ:
+        listed = ", ".join(list(names.values())[number] for number in differ[:5])
+        raise MismatchError(
+            f"ZeroOptimizer: the ranks differ in {listed}{' and more' if len(differ) > 5 else ''}, which are marked as "
+            f"parts of tensors (tensor_model_parallel), and rank 0's would replace the others; pass a ctx of the "
+            f"data-parallel ranks only, or begin with equal values on its ranks"
+        )
 
 
 def _to_cpu(value):
