@@ -259,15 +259,18 @@ class Context:
         lender, which the capture may reach last.
         """
         stream = self.current_stream()
-        if self._workspaces and self.capturing:
-            if stream not in self._workspaces:
-                if self._lends(stream):
-                    return self._workspaces[self._lender]
-            elif stream == self._lender and self._borrower not in self._workspaces and capture.taken(self._borrower):
-                self._workspaces[self._borrower] = self._workspaces.pop(stream)
         if stream not in self._workspaces:
+            if self._workspaces and self.capturing and self._lends(stream):
+                return self._workspaces[self._lender]
+            self._workspaces[stream] = Workspace(self)
+        elif stream and stream == self._lender and self._lent():  # the default stream can't be captured
+            self._workspaces[self._borrower] = self._workspaces[stream]
             self._workspaces[stream] = Workspace(self)
         return self._workspaces[stream]
+
+    def _lent(self) -> bool:
+        """Whether the lender's workspace is in use by the capture that has come to the lender."""
+        return self._borrower not in self._workspaces and self.capturing and capture.taken(self._borrower)
 
     def _lends(self, borrower: int) -> bool:
         """Whether a captured stream without a workspace may have that of `_lender`, who is found here."""

@@ -25,6 +25,7 @@ import tkernels
 from tkernels.comm.collectives import check_rows
 from tkernels.comm.context import Context, current_context, find_context
 from tkernels.gemm import check_operands
+from tkernels.layers.owners import owner_of
 from tkernels.operators import replicated
 
 
@@ -181,12 +182,21 @@ def all_reduce_sequence_parallel_grads(module: torch.nn.Module, *, ctx: Context 
     and meaning). One all-reduce a dtype.
 
     A parameter's gradient is its main_grad if it has one, as OverlappedDDP's have after finish_grad_sync. One without a
-    gradient counts as zero, and gets the sum as well: another rank may have one.
+    gradient counts as zero, and gets the sum as well: another rank may have one. Raises ValueError for one of a
+    ZeroOptimizer, which has taken and reduced it.
     """
+    from tkernels.layers.zero import ZeroOptimizer  # which knows all layers
+
     grads = {}
-    for parameter in module.parameters():
+    for name, parameter in module.named_parameters():
         if not getattr(parameter, "sequence_parallel", False) or not parameter.requires_grad:
             continue
+        if owner_of(parameter, ZeroOptimizer):
+            raise ValueError(
+                f"all_reduce_sequence_parallel_grads: {name} belongs to a ZeroOptimizer, which has reduced its part "
+                f"alone; use OverlappedDDP or FullyShard, or take off the mark and use the parameter by way of "
+                f"copy_to_tensor_model_parallel_region, whose backward sums"
+            )
         grad = getattr(parameter, "main_grad", None)
         if grad is None:
             if parameter.grad is None:

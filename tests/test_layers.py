@@ -267,6 +267,11 @@ def test_return_bias_leaves_the_bias_to_the_caller(ctx):
     row.bias.main_grad = torch.full_like(row.bias, ctx.rank + 1.0, dtype=torch.float32)
     layers.all_reduce_sequence_parallel_grads(row, ctx=ctx)
     assert row.bias.main_grad.eq(3.0).all() and row.bias.grad.eq(1.0).all()
+    del row.bias.main_grad
+    zero = layers.ZeroOptimizer([row.bias], torch.optim.SGD, lr=1.0, ctx=ctx)
+    with pytest.raises(ValueError, match="bias belongs to a ZeroOptimizer, .* copy_to_tensor_model_parallel_region"):
+        layers.all_reduce_sequence_parallel_grads(row, ctx=ctx)
+    zero.remove()
 
 
 @pytest.mark.ranks(2)

@@ -224,41 +224,37 @@ def test_a_workspace_grows_under_captures_without_a_meeting_and_all_calls_stay_r
 MAIN, SIDE, CAPTURE, OTHER = range(4)  # streams
 
 
+# Streams with eager calls; those that a capture comes to, in order; which two have one workspace then.
+SHARED = [
+    ([MAIN], [CAPTURE], {(MAIN, CAPTURE)}),
+    ([SIDE, MAIN], [CAPTURE], {(MAIN, CAPTURE)}),  # a side stream came first, but replays go to the default one
+    ([SIDE], [CAPTURE], {(SIDE, CAPTURE)}),
+    ([SIDE, OTHER], [CAPTURE], set()),  # who can tell which of them will replay?
+    ([SIDE], [CAPTURE, SIDE, CAPTURE], set()),  # the lender joins the capture
+    ([SIDE], [SIDE, CAPTURE], set()),
+    ([MAIN, SIDE], [CAPTURE, SIDE, OTHER], {(MAIN, CAPTURE)}),
+    ([], [CAPTURE, SIDE], set()),
+]
+
+
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize(
-    "eager, captured, shared",
-    [
-        ([MAIN], [CAPTURE], {(MAIN, CAPTURE)}),
-        ([SIDE, MAIN], [CAPTURE], {(MAIN, CAPTURE)}),  # a side stream came first, but replays go to the default one
-        ([SIDE], [CAPTURE], {(SIDE, CAPTURE)}),
-        ([SIDE, OTHER], [CAPTURE], set()),  # who can tell which of them will replay?
-        ([SIDE], [CAPTURE, SIDE, CAPTURE], set()),  # the lender joins the capture
-        ([SIDE], [SIDE, CAPTURE], set()),
-        ([MAIN, SIDE], [CAPTURE, SIDE, OTHER], {(MAIN, CAPTURE)}),
-        ([], [CAPTURE, SIDE], set()),
-    ],
-)
-def test_streams_that_may_run_at_the_same_time_share_no_workspace(ctx, eager, captured, shared):
-    with tkernels.init(ctx.group.process_group, heap_bytes=64 << 20) as context:
-        for turn in range(2):  # a second capture is no other
-            spaces, taken = {}, set()
-
-            def call(stream, spaces=spaces, taken=taken):
-                with mock.patch.object(context, "current_stream", lambda: stream, create=True):
-                    with mock.patch.object(Context, "capturing", property(lambda self: stream in taken)):
-                        return spaces.setdefault(stream, context.workspace())
-
-            with mock.patch.object(capture, "taken", taken.__contains__):
-                for stream in eager if turn == 0 else ():
-                    call(stream)
-                for stream in captured:
+def test_streams_that_may_run_at_the_same_time_share_no_workspace(ctx):
+    for eager, captured, shared in SHARED:
+        taken, spaces = set(), {}
+        with (
+            tkernels.init(ctx.group.process_group, heap_bytes=32 << 20) as context,
+            mock.patch.object(capture, "taken", taken.__contains__),
+        ):
+            for number, stream in enumerate((*eager, *captured)):
+                if is_captured := number >= len(eager):
                     taken.add(stream)
-                    if stream in spaces and stream in eager:
-                        del spaces[stream]  # what it has now counts
-                    first = call(stream)
-                    assert call(stream) is first
+                with (
+                    mock.patch.object(context, "current_stream", lambda stream=stream: stream, create=True),
+                    mock.patch.object(Context, "capturing", property(lambda self, yes=is_captured: yes)),
+                ):
+                    spaces[stream] = context.workspace()  # of a lender the one that it has in the end
             pairs = {(a, b) for a in spaces for b in spaces if a < b and spaces[a] is spaces[b]}
-            assert pairs == (shared if turn == 0 else set())
+            assert pairs == shared, (eager, captured)
 
 
 @pytest.mark.ranks(2)

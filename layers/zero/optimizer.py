@@ -57,7 +57,8 @@ class ZeroOptimizer:
     partition: "elements" cuts every fill evenly, for optimizers that treat elements alike; "parameters" keeps each
         whole at one owner, for those that look at a whole one (Muon, Adafactor), with uneven parts.
     reduce_dtype: what gradients are summed in; None: the parameter's dtype. Owners add up passes in fp32.
-    max_norm: clip the global gradient norm, that of the average over ranks, to it.
+    max_norm: clip the global gradient norm, that of the average over ranks, to it. torch's clip_grad_norm_ finds no
+        gradients.
     loss_scale: a factor that `scale(loss)` applies and `step` takes away; "dynamic" adapts it. A step whose gradients
         are not finite on some rank is skipped by all. None: neither, and `step` reads nothing back to the host unless
         this rank has left a parameter unused.
