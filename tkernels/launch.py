@@ -281,6 +281,8 @@ class RankPool:
             stacks.append(f"rank {rank} ({state}):\n{_read_stacks(pipe.fileno())}")
         names = ", ".join(map(str, running))
         headline = f"rank{'s' * (len(running) > 1)} {names} of {self.ranks} still running after {timeout_s:g} s"
+        if finished := [str(rank) for rank in range(self.ranks) if rank not in running]:
+            headline += f", but not {', '.join(finished)}: all ranks must make the same collective calls"
         return RankTimeoutError(running[0], "TimeoutError", "\n".join(stacks), headline)
 
 
