@@ -42,7 +42,7 @@ from tkernels.comm.device import (
     wait_signal,
 )
 from tkernels.comm.marks import ADD, COPY, SEND, WAIT, end_marks, mark
-from tkernels.comm.plans import alike
+from tkernels.comm.plans import alike, told
 from tkernels.comm.regions import round_up
 from tkernels.comm.workspace import MIN_CHUNKS, PACKET_BLOCK, PACKET_BYTES
 
@@ -488,7 +488,7 @@ def all_gather(
 
 
 def _gathers_alike(x, out, rows, max_programs, config=DEFAULT):
-    return "all_gather", {"dtype": x.dtype, "shape of a row": tuple(x.shape[1:]), "rows": rows or x.shape[0]}
+    return "all_gather", {"dtype": x.dtype, "shape of a row": tuple(x.shape[1:])} | told(rows=rows)
 
 
 @alike(_gathers_alike)
@@ -532,7 +532,7 @@ def reduce_scatter(
 
 
 def _reduces_alike(x, out, rows, max_programs, out_dtype, config=DEFAULT):
-    return "reduce_scatter", {"dtype": x.dtype, "shape": tuple(x.shape), "rows": rows, "out_dtype": out_dtype}
+    return "reduce_scatter", {"dtype": x.dtype, "shape": tuple(x.shape)} | told(rows=rows, out_dtype=out_dtype)
 
 
 @alike(_reduces_alike)
@@ -569,7 +569,7 @@ def all_reduce(
 
 
 def _all_reduces_alike(x, out, out_dtype, config=DEFAULT, max_programs=ALONE_PROGRAMS):
-    return "all_reduce", {"dtype": x.dtype, "shape": tuple(x.shape), "out_dtype": out_dtype}
+    return "all_reduce", {"dtype": x.dtype, "shape": tuple(x.shape)} | told(out_dtype=out_dtype)
 
 
 @alike(_all_reduces_alike)

@@ -56,14 +56,19 @@ class Group:
         calls, lines, alike, values = zip(*ranks, strict=True)
         if len(set(calls)) > 1:
             raise OutOfStepError(calls, lines, values)
-        differing = [name for name in alike[0] if any(each[name] != alike[0][name] for each in alike)]
+        told = [name for name in alike[0] if all(name in each for each in alike)]
+        by_rank = {name: [each[name] for each in alike] for name in told}
+        differing = {name: found for name, found in by_rank.items() if any(each != found[0] for each in found)}
         if differing:
-            raise MismatchError(_differences(calls[0], {name: [each[name] for each in alike] for name in differing}))
+            raise MismatchError(_differences(calls[0], differing))
         return list(values)
 
     @contextlib.contextmanager
     def during(self, describe):
-        """Meetings in the block are part of a call: `describe()` is its name, and by name what all ranks have alike."""
+        """Meetings in the block are part of a call: `describe()` is its name, and by name what all ranks have alike.
+
+        Of that, what every rank tells is compared.
+        """
         before, self._describe = self._describe, describe
         try:
             yield
@@ -84,8 +89,8 @@ class Group:
 def _differences(call: str, by_rank: dict[str, list]) -> str:
     found = "; ".join(f"{name} by rank: {', '.join(map(str, values))}" for name, values in by_rank.items())
     rows, way_out = by_rank.get("rows", []), "all must pass the same"
-    if "M" not in by_rank and rows and all(isinstance(each, int) or len(set(each)) == 1 for each in rows):
-        counts = tuple(each if isinstance(each, int) else each[0] for each in rows)  # each takes its own for everyone's
+    if "M" not in by_rank and rows and all(len(set(each)) == 1 for each in rows):
+        counts = tuple(each[0] for each in rows)  # each takes its own for everyone's
         way_out += f", or, where they have different numbers of rows, rows={counts}"
     return f"{call}: the ranks' calls differ, in {found}; {way_out}"
 

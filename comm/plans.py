@@ -67,7 +67,7 @@ local_plans = Plans()  # of operations of this rank alone, which need no context
 
 def alike(tell):
     """Marks what prepares a collective call. Of the same tensors and options `tell` says the call's name and, by name,
-    what all ranks must have alike, for ranks that compare their calls.
+    what all ranks must have alike, for ranks that compare their calls. What isn't given it leaves out.
     """
 
     def mark(prepare):
@@ -75,6 +75,11 @@ def alike(tell):
         return prepare
 
     return mark
+
+
+def told(**options) -> dict:
+    """Those that are given."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def without_grad(run):

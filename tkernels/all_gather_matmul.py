@@ -24,8 +24,8 @@ from tkernels.comm.context import Context
 from tkernels.comm.copies import Copies, Send, await_copies, begin_landing, end_launch
 from tkernels.comm.device import begin_epoch, copy, count, operation, publish, put_signal, wait_signal
 from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark
-from tkernels.comm.plans import Launch, alike
-from tkernels.configs import OverlapConfig, overlap_config, with_room_for
+from tkernels.comm.plans import Launch, alike, told
+from tkernels.configs import OverlapConfig, overlap_config, travel_of, with_room_for
 from tkernels.gemm import (
     ACTIVATIONS,
     Operand,
@@ -290,8 +290,8 @@ def all_gather_matmul(
 
 
 def _alike(x, w, bias, out, gathered, activation, return_gathered, rows, out_dtype, config, path, precision):
-    rows = rows or x.shape[0]
-    same = {"dtype": x.dtype, "K": x.shape[1], "rows": rows, "out_dtype": out_dtype, "path": path, "config": config}
+    travel = config and travel_of(config)
+    same = {"dtype": x.dtype, "K": x.shape[1]} | told(rows=rows, path=path, **{"chunk_rows and landing": travel})
     return "all_gather_matmul", same
 
 

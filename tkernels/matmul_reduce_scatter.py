@@ -45,8 +45,8 @@ from tkernels.comm.device import (
     wait_signal,
 )
 from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark
-from tkernels.comm.plans import alike
-from tkernels.configs import OverlapConfig, overlap_config, with_room_for
+from tkernels.comm.plans import alike, told
+from tkernels.configs import OverlapConfig, overlap_config, travel_of, with_room_for
 from tkernels.gemm import (
     ACTIVATIONS,
     Operand,
@@ -468,11 +468,10 @@ def matmul_reduce_scatter(
 
 
 def _alike(x, w, bias, out, op, activation, rows, out_dtype, wire_dtype, config, path, gather, precision):
-    same = {
-        "dtype": x.dtype, "M": x.shape[0], "N": w.shape[0], "bias": bias is not None, "activation": activation,
-        "rows": rows, "out_dtype": out_dtype, "wire_dtype": wire_dtype, "path": path, "config": config,
-    }  # fmt: skip
-    return operation_name(op), same
+    same = {"dtype": x.dtype, "M": x.shape[0], "N": w.shape[0], "bias": bias is not None, "activation": activation}
+    same |= {"out_dtype": out_dtype or x.dtype, "wire_dtype": wire_dtype or x.dtype}
+    travel = config and travel_of(config)
+    return operation_name(op), same | told(rows=rows, path=path, **{"chunk_rows and landing": travel})
 
 
 @alike(_alike)
