@@ -62,9 +62,9 @@ def init(
         kernel to compile first is waited for meanwhile.
     num_programs: programs of a persistent kernel. Default: the GPU's multiprocessors, or 4 simulated.
     default: False leaves the default context what it is, if there is one: for a library's own context.
-    compare_calls: for debugging, have ranks meet on the host in every call that is not captured, and raise where their
-        calls or operands differ. Otherwise only where they meet anyway, as in a first call. None: whether the
-        environment has TKERNELS_COMPARE_CALLS=1.
+    compare_calls: for debugging, have ranks meet on the host in every call of an operation, unless it is captured, and
+        raise where their calls or operands differ. Otherwise, and in calls of the adapters to other libraries, only
+        where they meet anyway, as in a first call. None: whether the environment has TKERNELS_COMPARE_CALLS=1.
 
     Raises ValueError for a transport that can't be used here, MismatchError if the ranks' options differ. Warns once,
     on rank 0, where the simulated runtime was taken though there are GPUs, and nobody asked for it.
@@ -274,10 +274,11 @@ class Context:
 
     def _lends(self, borrower: int) -> bool:
         """Whether a captured stream without a workspace may have that of `_lender`, who is found here."""
-        if borrower == self._borrower:
+        if borrower == self._borrower and (self._lender == 0 or 0 not in self._workspaces):
             return not capture.taken(self._lender)
         lender = 0 if 0 in self._workspaces else next(iter(self._workspaces))
-        if (lender and len(self._workspaces) > 1) or capture.taken(lender) or capture.taken(self._borrower):
+        another = borrower != self._borrower and capture.taken(self._borrower)
+        if (lender and len(self._workspaces) > 1) or capture.taken(lender) or another:
             return False
         self._lender, self._borrower = lender, borrower
         return True

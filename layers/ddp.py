@@ -401,7 +401,7 @@ class _Bucket:
     def __init__(self, name: str, parameters: list[nn.Parameter], grad_dtype, levels: "_Levels", comm_stream, dev):
         self.name, self.parameters, self.levels, self.comm_stream, self.dev = name, parameters, levels, comm_stream, dev
         first = parameters[0]
-        self._dtype = first.dtype
+        self._kind = first.dtype, first.device
         grad_dtype = first.dtype if grad_dtype is None else grad_dtype
         align = ALIGN_BYTES // min(first.element_size(), grad_dtype.itemsize)
         places, end = [], 0
@@ -430,9 +430,9 @@ class _Bucket:
         return f"{self.name} ({len(self.parameters)} parameters, {self.grads.slot.tensor.numel()} elements)"
 
     def holds(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter is what it was: of its dtype and, with shards, where they are gathered."""
+        """Whether a parameter is what it was: of its dtype and device and, with shards, where they are gathered."""
         if self.values is None:
-            return parameter.dtype == self._dtype
+            return (parameter.dtype, parameter.device) == self._kind
         begin, nbytes = self.values.slot.tensor.data_ptr(), self.values.slot.tensor.nbytes
         return parameter.numel() == 0 or 0 <= parameter.data_ptr() - begin < nbytes
 

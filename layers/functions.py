@@ -182,7 +182,8 @@ def all_reduce_sequence_parallel_grads(module: torch.nn.Module, *, ctx: Context 
     and meaning). One all-reduce a dtype.
 
     A parameter's gradient is its main_grad if it has one, as OverlappedDDP's have after finish_grad_sync. One without a
-    gradient counts as zero, and gets the sum as well: another rank may have one. Raises ValueError for one of a
+    gradient counts as zero, and gets the sum as well: another rank may have one. So what no rank has used has a
+    gradient of zero, which momentum and weight decay see, and not None. Raises ValueError for one of a
     ZeroOptimizer, which has taken and reduced it.
     """
     from tkernels.layers.zero import ZeroOptimizer  # which knows all layers

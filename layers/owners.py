@@ -8,6 +8,13 @@ import weakref
 _OWNERS = "tkernels_owners"  # on a parameter: weak references, the newest last
 
 
+class _References(list):
+    """Of which nothing is left in a file, or in another process."""
+
+    def __reduce__(self):
+        return _References, ()
+
+
 def owner_of(parameter, kind: type = object):
     """The newest owner of a parameter that is a `kind`, or None."""
     for reference in reversed(getattr(parameter, _OWNERS, ())):
@@ -20,14 +27,14 @@ def own(parameters, owner):
     """`owner` has taken these parameters over, beside what else has."""
     for parameter in parameters:
         others = [reference for reference in getattr(parameter, _OWNERS, ()) if reference() is not None]
-        setattr(parameter, _OWNERS, [*others, weakref.ref(owner)])
+        setattr(parameter, _OWNERS, _References([*others, weakref.ref(owner)]))
 
 
 def disown(parameters, owner):
     """`owner` has given these parameters back, if it had them."""
     for parameter in parameters:
         kept = [reference for reference in getattr(parameter, _OWNERS, ()) if reference() is not owner]
-        setattr(parameter, _OWNERS, kept)
+        setattr(parameter, _OWNERS, _References(kept))
 
 
 def remove_owners(parameters, kind: type):

@@ -83,7 +83,7 @@ def load_full_state_dict(model: nn.Module, full: Mapping[str, torch.Tensor], *, 
 
     Tensors that are mapped from a file (torch.load(..., mmap=True)) are read only where this rank needs them, but by a
     FullyShard as a whole. strict and the result are those of load_state_dict. Raises ValueError for a tensor that isn't
-    a full one, and for a FullyShard of which something is missing, whatever strict says.
+    a full one, and for a FullyShard of which something is missing or that has no such entry, whatever strict says.
     """
     shards = dict(full)
     for key, (layer, dim) in _partitioned(model).items():

@@ -450,6 +450,8 @@ def test_a_model_that_is_converted_or_moved_after_it_was_wrapped_is_refused(ctx,
     ddp = OverlappedDDP(model, ctx, **mode).float().to(ctx.device)  # changes nothing
     with pytest.raises(LeaseError, match="bias is converted or moved, .*before a module is wrapped, or remove"):
         ddp.bfloat16()
+    with pytest.raises(LeaseError, match="bias is converted or moved"):
+        ddp.to("meta")
     ddp.zero_grad()
     model.bfloat16()  # behind its back
     with pytest.raises(LeaseError, match="bias is converted or moved"):

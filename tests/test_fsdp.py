@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+import pickle
 import types
 
 import pytest
@@ -299,6 +300,14 @@ def test_recomputed_units_give_the_same_bits(ctx, reentrant):
     keeping = FullyShard(hybrid(ctx), UNITS, ctx=ctx)
     losses = [train(ctx, model, data) for model in (recomputing, keeping)]
     assert torch.equal(*losses) and same_bits(recomputing, keeping)
+
+
+@pytest.mark.ranks(2)
+def test_shards_and_their_optimizer_can_be_pickled(ctx):
+    model = FullyShard(hybrid(ctx), UNITS, ctx=ctx)
+    optimizer = torch.optim.AdamW(model.parameters())
+    copies, _ = pickle.loads(pickle.dumps((list(model.parameters()), optimizer)))
+    assert all(map(torch.equal, copies, model.parameters()))
 
 
 @pytest.mark.ranks(2)

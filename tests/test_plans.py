@@ -257,6 +257,26 @@ def test_streams_that_may_run_at_the_same_time_share_no_workspace(ctx):
             assert pairs == shared, (eager, captured)
 
 
+@pytest.mark.ranks(1)
+def test_a_second_capture_borrows_of_the_default_stream_as_soon_as_that_has_a_workspace(ctx):
+    """torch captures on one stream after the other's warm-up; what replays is the default stream."""
+    taken, spaces = set(), []
+    with (
+        tkernels.init(ctx.group.process_group, heap_bytes=32 << 20) as context,
+        mock.patch.object(capture, "taken", taken.__contains__),
+    ):
+        for stream in (SIDE, CAPTURE, MAIN, CAPTURE, CAPTURE):
+            taken.clear()
+            taken.update({CAPTURE} & {stream})
+            with (
+                mock.patch.object(context, "current_stream", lambda stream=stream: stream, create=True),
+                mock.patch.object(Context, "capturing", property(lambda self, yes=bool(taken): yes)),
+            ):
+                spaces.append(context.workspace())
+    side, first, main, second, third = spaces
+    assert first is side and second is third is main is not side
+
+
 @pytest.mark.ranks(2)
 def test_what_a_capture_outgrows_is_given_back_when_ranks_meet_next(ctx):
     w = torch.ones(24, 16, device=ctx.device)

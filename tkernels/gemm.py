@@ -278,13 +278,13 @@ def check_result(name: str, out: torch.Tensor | None, x: torch.Tensor, shape, dt
 
 def check_apart(name: str, out: torch.Tensor | None, what: str = "out", **operands: torch.Tensor | None):
     """Raises ValueError if `out` shares memory with an operand, of which tiles are read when others are written."""
-    if out is None:
+    if out is None or out.is_meta:
         return
-    begin, end = _extent(out)
+    memory = out.untyped_storage().data_ptr()
     for label, operand in operands.items():
-        if operand is None or operand.numel() == 0:
+        if operand is None or operand.untyped_storage().data_ptr() != memory or operand.numel() == 0:
             continue
-        first, last = _extent(operand)
+        (begin, end), (first, last) = _extent(out), _extent(operand)
         if first < end and begin < last:
             raise ValueError(
                 f"{name}: {what} overlaps {label}, which begins {first - begin} bytes after it; pass a tensor that "

@@ -257,7 +257,7 @@ class RankPool:
             headline = f"rank {rank} of {self.ranks}: {headline}"
             raise RankError(rank, type_name, text, headline) from _loads_or_none(cause)
         if len(replies) < self.ranks:
-            raise self._timeout(timeout_s, [r for r in range(self.ranks) if r not in replies])
+            raise self._timeout(timeout_s, [r for r in range(self.ranks) if r not in replies], starting)
         return [pickle.loads(replies[r][2]) for r in range(self.ranks)]
 
     def _death(self, rank: int, starting: bool) -> RankError:
@@ -267,12 +267,12 @@ class RankPool:
         if code is not None and code < 0:
             how = f"was killed by {signal.Signals(-code).name} before it had finished"
         elif starting:
-            how = f"exited with code {code} before it had started; {GUARD}"
+            how = f"exited with code {code} before it had started: unless it says why, above, {GUARD}"
         else:
             how = f"exited with code {code} before it had finished"
         return RankError(rank, "died", "", f"rank {rank} of {self.ranks} {how}")
 
-    def _timeout(self, timeout_s: float, running: list[int]) -> RankTimeoutError:
+    def _timeout(self, timeout_s: float, running: list[int], starting: bool) -> RankTimeoutError:
         for rank in range(self.ranks):
             os.kill(self._processes[rank].pid, STACK_SIGNAL)
         stacks = []
@@ -281,7 +281,8 @@ class RankPool:
             stacks.append(f"rank {rank} ({state}):\n{_read_stacks(pipe.fileno())}")
         names = ", ".join(map(str, running))
         headline = f"rank{'s' * (len(running) > 1)} {names} of {self.ranks} still running after {timeout_s:g} s"
-        if finished := [str(rank) for rank in range(self.ranks) if rank not in running]:
+        finished = [str(rank) for rank in range(self.ranks) if rank not in running]
+        if finished and not starting:
             headline += f", but not {', '.join(finished)}: all ranks must make the same collective calls"
         return RankTimeoutError(running[0], "TimeoutError", "\n".join(stacks), headline)
 

@@ -70,6 +70,14 @@ def general_gemm(
     the layout is NT. Raises ValueError or TypeError before anything is launched.
     """
     if A.dim() > 2 or B.dim() > 2:
+        inner = () if layout == "NT" else B.shape[1:-1]
+        if ub_type is CommOverlapType.RS and inner and not bulk_overlap:
+            counts = rows or split_rows(B.shape[:-1].numel(), ub.size)
+            if any(count % inner.numel() for count in counts):
+                raise ValueError(
+                    f"general_gemm: the rows of B {tuple(B.shape)} go to the ranks as {tuple(counts)}, which are no "
+                    f"multiples of {inner.numel()}, so the result would not have B's dimensions; pass B as a matrix"
+                )
         into, before, extra = (
             None if tensor is None else tensor.view(-1, tensor.shape[-1]) for tensor in (out, gelu_in, extra_output)
         )
@@ -77,7 +85,6 @@ def general_gemm(
             A.flatten(0, -2), B.flatten(0, -2), out_dtype, quantization_params, gelu, before, alpha, beta, accumulate,
             layout, into, bias, use_split_accumulator, grad, ub, ub_type, extra, bulk_overlap, rows=rows,
         )  # fmt: skip
-        inner = () if layout == "NT" else B.shape[1:-1]
         if gelu_input is not None:
             gelu_input = gelu_input.view(-1, *inner, gelu_input.shape[-1]) if gelu_in is None else gelu_in
         value = value.view(-1, *inner, value.shape[-1]) if out is None else out
