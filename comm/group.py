@@ -43,7 +43,7 @@ class Group:
 
         call: what this rank is doing; by default the operation of `during`, or the library's function that asks. Raises
         on every rank OutOfStepError where calls differ, MismatchError where what they must have alike does;
-        TkernelsError once the group is closed.
+        TkernelsError where a rank has gone, and once the group is closed.
         """
         if self.closed:
             raise TkernelsError("the context of this group has been finalized; init() a new one")
@@ -52,7 +52,12 @@ class Group:
         function, line = _caller()
         operation, alike = self._describe() if self._describe else (function, {})
         ranks = [None] * self.size
-        dist.all_gather_object(ranks, (call or operation, line, alike, value), group=self.process_group)
+        try:
+            dist.all_gather_object(ranks, (call or operation, line, alike, value), group=self.process_group)
+        except RuntimeError as error:  # of a backend, in its words
+            raise TkernelsError(
+                f"{call or operation} ({line}): the ranks can't meet, perhaps as one has ended or was killed: {error}"
+            ) from error
         calls, lines, alike, values = zip(*ranks, strict=True)
         if len(set(calls)) > 1:
             raise OutOfStepError(calls, lines, values)

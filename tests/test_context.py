@@ -150,6 +150,15 @@ def test_a_rank_outside_the_group_is_refused(ctx):
         dist.destroy_process_group(group)
 
 
+@pytest.mark.ranks(2)
+def test_a_meeting_that_fails_is_named_with_the_line_of_the_program(ctx):
+    with mock.patch.object(dist, "all_gather_object", side_effect=RuntimeError("Connection closed by peer")):
+        told = r"heap.empty \(.*test_context.py:\d+\): the ranks can't meet, .*: Connection closed by peer$"
+        with pytest.raises(TkernelsError, match=told):
+            ctx.empty(3)
+    ctx.free(ctx.empty(3))
+
+
 @simulated_only
 @pytest.mark.ranks(2)
 def test_a_kernel_that_is_left_by_an_exception_makes_its_context_useless(ctx):
