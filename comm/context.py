@@ -93,9 +93,10 @@ def current_context() -> "Context":
     return next(reversed(_contexts.values()))
 
 
-def open_contexts() -> list["Context"]:
-    """All that have not been finalized."""
-    return list(_contexts.values())
+def open_contexts(group: Group | None = None) -> list["Context"]:
+    """Those that have not been finalized, the newest last: all, or those over the ranks of a group."""
+    every = _contexts.values()
+    return [each for each in every if group is None or each.group.process_group is group.process_group]
 
 
 def find_context(name: str) -> "Context":
@@ -108,7 +109,8 @@ def find_context(name: str) -> "Context":
 class Context:
     """One group's symmetric heap, its signal workspaces, and the table that kernels address peers with.
 
-    Attributes: group, rank, size, device, transport, timeout_s, num_programs, heap, name.
+    Attributes: group, rank, size, device, transport, timeout_s, num_programs, heap, name. reported: whether `check` has
+    raised what failed.
     """
 
     @capture.lasting()
@@ -178,7 +180,7 @@ class Context:
         self._flag = (self._host_flag if pinned else self._faults).numpy()
         stream_of = torch._C._cuda_getCurrentRawStream if pinned else int
         self.current_stream = functools.partial(stream_of, self.device.index or 0)
-        self._reported = False  # whether check() has raised
+        self.reported = False
         self._interruption = None  # what a kernel of this rank was left by
         self.table = self._make_table()
         self.group.barrier()
@@ -389,7 +391,7 @@ class Context:
             if written or time.monotonic() > deadline:
                 break
         self._host_flag.fill_(1)  # later launches refuse
-        self._reported = True
+        self.reported = True
         if not written:
             raise TkernelsError("a wait on a signal expired, but its record was lost; finalize() this context")
         fields = dict(zip(FAULT_FIELDS[1:], written[0][1:], strict=False))
@@ -400,7 +402,7 @@ class Context:
     def interrupt(self, error: BaseException):
         """Have later calls refused: a kernel of this rank was left by that exception before its end."""
         self._interruption = f"{type(error).__name__}: {error}".removesuffix(": ")
-        self._flag[0], self._reported = 1, True
+        self._flag[0], self.reported = 1, True
 
     def barrier(self):
         """Collective, on the current stream: later work starts after all ranks' earlier work on their streams."""
@@ -439,7 +441,7 @@ class Context:
             _abandoned.append(self)
 
     def _give_back(self):
-        reported, error = self._reported, None
+        reported, error = self.reported, None
         try:
             self.check()
         except TkernelsError as caught:
@@ -451,11 +453,6 @@ class Context:
         self.group.close()
         if error is not None and not reported:
             raise error
-
-
-def _open_over(group: Group) -> list[str]:
-    """The names of the contexts over the same ranks that this rank may still use."""
-    return [each.name for each in _contexts.values() if each.group.process_group is group.process_group]
 
 
 def _meet(group: Group, call: str, value=None) -> list | None:
@@ -470,7 +467,7 @@ def _meet(group: Group, call: str, value=None) -> list | None:
         torch.cuda.synchronize()
     while True:
         try:
-            return group.gather((value, _open_over(group)), call)
+            return group.gather((value, [each.name for each in open_contexts(group)]), call)
         except OutOfStepError as error:
             if not all(each.startswith((INIT, FINALIZE)) for each in error.calls):
                 raise

@@ -142,6 +142,8 @@ def test_rows_of_several_dimensions_stay_so(ctx):
     assert y.shape == (S // batch // size, batch, H) and torch.equal(y.flatten(0, 1).float(), want)
     with pytest.raises(ValueError, match=r"go to the ranks as \(6, 6\), which are no multiples of 4"):
         te.general_gemm(w.t().contiguous(), back[0][:12].view(3, 4, F), ub=scatter, ub_type=RS)
+    with pytest.raises(ValueError, match="general_gemm: .*ub"):
+        te.general_gemm(w.t().contiguous(), back[0].view(-1, batch, F), ub_type=RS)
 
     x = whole.view(-1, batch, H)
     out, before = (poison(x.new_empty(S // batch, batch, F)) for _ in range(2))

@@ -278,7 +278,7 @@ def check_result(name: str, out: torch.Tensor | None, x: torch.Tensor, shape, dt
 
 def check_apart(name: str, out: torch.Tensor | None, what: str = "out", **operands: torch.Tensor | None):
     """Raises ValueError if `out` shares memory with an operand, of which tiles are read when others are written."""
-    if out is None or out.is_meta:
+    if out is None or out.is_meta:  # which has no address, and is refused for its device
         return
     memory = out.untyped_storage().data_ptr()
     for label, operand in operands.items():

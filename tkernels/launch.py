@@ -443,21 +443,21 @@ def _call(ctx, fn, args) -> tuple:
 
     That is asked of the context that it has opened last, if any: after a failure the ranks begin anew by `init`.
     """
-    from tkernels.comm.context import _open_over, find_context
+    from tkernels.comm.context import open_contexts
     from tkernels.comm.errors import TkernelsError
     from tkernels.comm.group import Group
 
-    before = _open_over(Group())
+    before = open_contexts(Group())
     result = fn(ctx, *args)
-    after = _open_over(Group())
-    in_use = find_context(after[-1]) if after and after[-1] not in before else ctx
-    if not in_use.closed and not in_use._reported:
+    after = open_contexts(Group())
+    in_use = after[-1] if after and after[-1] not in before else ctx
+    if not in_use.closed and not in_use.reported:
         try:
             in_use.check()  # a wait that expired, and whose kernel went on, is no success
         except TkernelsError as error:
             error.args = (f"the function returned, but its context had failed: {error}",)
             raise
-    return result, ctx.failed or ctx.name not in after
+    return result, ctx.failed or ctx not in after
 
 
 def _leave(ctx):

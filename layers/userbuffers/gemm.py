@@ -71,7 +71,7 @@ def general_gemm(
     """
     if A.dim() > 2 or B.dim() > 2:
         inner = () if layout == "NT" else B.shape[1:-1]
-        if ub_type is CommOverlapType.RS and inner and not bulk_overlap:
+        if ub is not None and ub_type is CommOverlapType.RS and inner and not bulk_overlap:
             counts = rows or split_rows(B.shape[:-1].numel(), ub.size)
             if any(count % inner.numel() for count in counts):
                 raise ValueError(
