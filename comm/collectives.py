@@ -42,7 +42,7 @@ from tkernels.comm.device import (
     wait_signal,
 )
 from tkernels.comm.marks import ADD, COPY, SEND, WAIT, end_marks, mark
-from tkernels.comm.plans import alike, told
+from tkernels.comm.plans import alike, check_resolved, told
 from tkernels.comm.regions import round_up
 from tkernels.comm.workspace import MIN_CHUNKS, PACKET_BLOCK, PACKET_BYTES
 
@@ -480,7 +480,7 @@ def all_gather(
     """Collective. Every rank's rows: x_shard_m [M/R, ...] -> [M, ...], any dtype of 1, 2, 4 or 8 bytes.
 
     rows: row counts by rank, where they differ. Raises ValueError if they don't fit, TypeError for a wider dtype.
-    max_programs: fewer leave multiprocessors to what runs beside it.
+    max_programs: the same on all ranks; fewer leave multiprocessors to what runs beside it.
     out: contiguous, filled and returned. x_shard_m may be this rank's rows of it: what is written there is what is.
     """
     rows = None if rows is None else tuple(rows)
@@ -488,7 +488,8 @@ def all_gather(
 
 
 def _gathers_alike(x, out, rows, max_programs, config=DEFAULT):
-    return "all_gather", {"dtype": x.dtype, "shape of a row": tuple(x.shape[1:])} | told(rows=rows)
+    same = {"dtype": x.dtype, "shape of a row": tuple(x.shape[1:]), "max_programs": max_programs, "config": config}
+    return "all_gather", same | told(rows=rows)
 
 
 @alike(_gathers_alike)
@@ -532,7 +533,8 @@ def reduce_scatter(
 
 
 def _reduces_alike(x, out, rows, max_programs, out_dtype, config=DEFAULT):
-    return "reduce_scatter", {"dtype": x.dtype, "shape": tuple(x.shape)} | told(rows=rows, out_dtype=out_dtype)
+    same = {"dtype": x.dtype, "shape": tuple(x.shape), "out_dtype": out_dtype or x.dtype}
+    return "reduce_scatter", same | {"max_programs": max_programs, "config": config} | told(rows=rows)
 
 
 @alike(_reduces_alike)
@@ -563,13 +565,14 @@ def all_reduce(
     and no peer reads x. In two shots the sums of a chunk or block come back from its owner only after the owner has
     received every rank's, ours included, so what they overwrite has been sent; of a rank's own part each element is
     read and written by one program.
-    max_programs: fewer leave multiprocessors to what runs beside it.
+    max_programs: the same on all ranks; fewer leave multiprocessors to what runs beside it.
     """
     return ctx.plan(plan_all_reduce, (x, out), out_dtype, config, max_programs)(x, out)
 
 
 def _all_reduces_alike(x, out, out_dtype, config=DEFAULT, max_programs=ALONE_PROGRAMS):
-    return "all_reduce", {"dtype": x.dtype, "shape": tuple(x.shape)} | told(out_dtype=out_dtype)
+    same = {"dtype": x.dtype, "shape": tuple(x.shape), "out_dtype": out_dtype or x.dtype}
+    return "all_reduce", same | {"max_programs": max_programs, "config": config}
 
 
 @alike(_all_reduces_alike)
@@ -785,6 +788,7 @@ def _check_tensor(name: str, ctx: Context, x: torch.Tensor, floating: bool = Fal
         raise ValueError(f"{name}: the tensor is on {x.device}, but this context works on {ctx.device}")
     if x.dim() == 0:
         raise ValueError(f"{name}: takes a tensor of at least one dimension, not a scalar")
+    check_resolved(name, "x", x)
     if floating and x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise TypeError(f"{name}: sums float32, float16 and bfloat16, not {x.dtype}")
 

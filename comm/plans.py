@@ -27,7 +27,16 @@ def describe(tensor: torch.Tensor | None):
     """All that a plan may take from a tensor. What a kernel is compiled for is in it: dtype, and alignment to 16."""
     if tensor is None:
         return None
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16
+    lazy = tensor.is_neg() or tensor.is_conj()
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16, lazy
+
+
+def check_resolved(name: str, label: str, tensor: torch.Tensor):
+    """Raises ValueError for what torch has negated or conjugated in name only: kernels read what lies in memory."""
+    if torch.compiler.is_compiling():
+        return  # nothing to ask a trace; the compiled call will be asked
+    if tensor.is_neg() or tensor.is_conj():
+        raise ValueError(f"{name}: {label} is a negated or conjugated view; pass {label}.resolve_neg().resolve_conj()")
 
 
 class Plans:

@@ -282,3 +282,12 @@ def test_results_go_where_the_caller_wants_them(ctx, transport, path):
     for tensors, options, message in overlapping:
         with pytest.raises(ValueError, match=message):
             fused(ctx, *tensors, rows=rows, path=path, **options)
+
+
+@pytest.mark.ranks(2)
+@every_path
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_a_strided_bias_is_read_by_its_stride(ctx, path, activation):
+    x, w, bias = (integers(shape, torch.float32, ctx.rank, device=ctx.device) for shape in ((8, 16), (6, 16), (12,)))
+    want = tkernels.all_gather_matmul(x, w, bias[::2].contiguous(), activation, ctx=ctx)
+    assert torch.equal(tkernels.all_gather_matmul(x, w, bias[::2], activation, ctx=ctx, path=path), want)

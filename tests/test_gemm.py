@@ -145,6 +145,14 @@ def test_two_runs_give_the_same_bits():
     assert torch.equal(matmul(x, w), matmul(x, w))
 
 
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh", "silu"])
+def test_nan_stays_nan(activation):
+    x, w = torch.ones(40, 20, device=DEVICE), torch.ones(24, 20, device=DEVICE)
+    x[3, 5] = torch.nan
+    y = matmul(x, w, activation=activation)
+    assert y[3].isnan().all() and not y[4:].isnan().any() and not y[:3].isnan().any()
+
+
 X, W = torch.zeros(4, 8, device=DEVICE), torch.zeros(6, 8, device=DEVICE)
 
 
@@ -163,6 +171,7 @@ X, W = torch.zeros(4, 8, device=DEVICE), torch.zeros(6, 8, device=DEVICE)
         ((X, W, X[0]), ValueError, r"bias is torch.float32 \(8,\) on .*, but must be torch.float32 \(6,\)"),
         ((X, W, W[:, 0].half()), ValueError, r"bias is torch.float16 \(6,\)"),
         ((X, W, None, "tanh"), ValueError, "activation='tanh' is unknown; use None, relu, gelu, gelu_tanh, silu"),
+        ((X, torch._neg_view(W)), ValueError, "matmul: w is a negated .* view; pass w.resolve_neg"),
         ((X.to("meta"), W), ValueError, "x is on meta, but the operation runs on"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import itertools
 import mmap
+import time
 
 import pytest
 import torch
@@ -272,3 +273,17 @@ def test_own_tiles_of_two_copies_are_not_walked_together():
     for chunk_rows, group in ((256, 2), (512, 4), (4096, 4), (64, 1)):
         assert own_group(OverlapConfig(gemm, chunk_rows, num_comm=0)) == group
     assert own_group(OverlapConfig(gemm, 64, num_comm=2)) == 4
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_without_rows_does_not_run_ahead_of_those_who_read(ctx):
+    w, results = torch.eye(16, device=ctx.device), []
+    ctx.group.barrier()
+    for call in range(6):
+        if ctx.rank == 0:
+            time.sleep(0.05)
+        x = torch.full((8, 16), 1.0 + 10.0 * call + 100.0 * ctx.rank, device=ctx.device)
+        results.append(tkernels.matmul_reduce_scatter(x, w, rows=(8, 0), ctx=ctx))
+    if ctx.rank == 0:
+        assert [y[0, 0].item() for y in results] == [102.0 + 20.0 * call for call in range(6)]
+    ctx.check()

@@ -23,12 +23,17 @@ pytestmark = pytest.mark.csan
 RANKS = 2
 
 OPERATIONS = {
+    "matmul": lambda ctx, x, w: tkernels.matmul(x, w),
     "all_gather_matmul": lambda ctx, x, w: tkernels.all_gather_matmul(x, w, ctx=ctx),
     "matmul_reduce_scatter": lambda ctx, x, w: tkernels.matmul_reduce_scatter(x, w, ctx=ctx),
     "matmul_all_reduce": lambda ctx, x, w: tkernels.matmul_all_reduce(x, w, ctx=ctx),
     "all_gather": lambda ctx, x, w: tkernels.all_gather(x, ctx=ctx),
     "reduce_scatter": lambda ctx, x, w: tkernels.reduce_scatter(x, ctx=ctx),
     "all_reduce": lambda ctx, x, w: tkernels.all_reduce(x, ctx=ctx),
+    "all_gather, out=": lambda ctx, x, w: tkernels.all_gather(
+        x, ctx=ctx, out=torch.empty(RANKS * len(x), x.shape[1], dtype=x.dtype, device=x.device)  # which reads nothing
+    ),
+    "reduce_scatter, out=": lambda ctx, x, w: tkernels.reduce_scatter(x, ctx=ctx, out=torch.empty_like(x[::RANKS])),
     "all_reduce, out=": lambda ctx, x, w: tkernels.all_reduce(x, ctx=ctx, out=torch.empty_like(x)),
 }
 

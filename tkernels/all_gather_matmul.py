@@ -291,7 +291,7 @@ def all_gather_matmul(
 
 def _alike(x, w, bias, out, gathered, activation, return_gathered, rows, out_dtype, config, path, precision):
     travel = config and travel_of(config)
-    same = {"dtype": x.dtype, "K": x.shape[1]} | told(rows=rows, path=path, **{"chunk_rows and landing": travel})
+    same = {"dtype": x.dtype, "K": x.shape[1], "path": path, "chunk_rows and landing": travel} | told(rows=rows)
     return "all_gather_matmul", same
 
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tkernels.comm import runtime
-from tkernels.comm.plans import Launch, describe, local_plans
+from tkernels.comm.plans import Launch, check_resolved, describe, local_plans
 from tkernels.configs import DTYPES, GemmConfig, gemm_config
 
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
@@ -75,7 +75,7 @@ def multiply_step(
 def activate(value, ACTIVATION: tl.constexpr):
     """The activation of an fp32 tile; numbers as in ACTIVATIONS."""
     if ACTIVATION == 1:
-        value = tl.maximum(value, 0.0)
+        value = tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)  # else NaN becomes 0, but not in torch
     elif ACTIVATION == 2:
         value = 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
     elif ACTIVATION == 3:
@@ -230,6 +230,7 @@ def check_operands(name: str, x: torch.Tensor, w: torch.Tensor, bias, activation
             raise ValueError(
                 f"{name}: {label} has strides {matrix.stride()}, neither of which is 1; pass {label}.contiguous()"
             )
+        check_resolved(name, label, matrix)
         if matrix.device != device:
             raise ValueError(f"{name}: {label} is on {matrix.device}, but the operation runs on {device}")
     if x.dtype not in DTYPES or w.dtype != x.dtype:

@@ -471,7 +471,7 @@ def _alike(x, w, bias, out, op, activation, rows, out_dtype, wire_dtype, config,
     same = {"dtype": x.dtype, "M": x.shape[0], "N": w.shape[0], "bias": bias is not None, "activation": activation}
     same |= {"out_dtype": out_dtype or x.dtype, "wire_dtype": wire_dtype or x.dtype}
     travel = config and travel_of(config)
-    return operation_name(op), same | told(rows=rows, path=path, **{"chunk_rows and landing": travel})
+    return operation_name(op), same | {"path": path, "chunk_rows and landing": travel} | told(rows=rows)
 
 
 @alike(_alike)

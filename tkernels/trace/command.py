@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import importlib
 import json
-import math
 import statistics
 import sys
 from pathlib import Path
@@ -16,7 +15,6 @@ from rich.table import Table
 
 import tkernels
 from tkernels import shapes
-from tkernels.comm import collectives
 from tkernels.comm.context import Context
 from tkernels.configs import overlap_config
 from tkernels.gemm import layout_of
@@ -110,7 +108,7 @@ def record(ctx: Context, options: Options, sizes: shapes.Shape) -> Result:
         if config.copied:  # the copy engine makes no marks; below too
             config = choose(sending=True)
     else:
-        config = dataclasses.replace(collectives.DEFAULT, copy_bytes=math.inf)
+        config = dataclasses.collectives.BY_PROGRAMS
     operation = functools.partial(operation, config=config)
 
     watch = Stopwatch(ctx)
