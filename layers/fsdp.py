@@ -42,6 +42,7 @@ from tkernels.comm import Context, LeaseError, MismatchError, Slot, current_cont
 from tkernels.comm.capture import lasting
 from tkernels.comm.group import checksum
 from tkernels.comm.regions import round_up
+from tkernels.layers.norms import check_norm, counts
 from tkernels.layers.owners import own, owner_of
 from tkernels.layers.pools import (
     Bucket,
@@ -187,19 +188,28 @@ class FullyShard(nn.Module):
                     parameter.grad = None
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Collective. Scale the gradients so that their 2-norm, over all ranks' shards, is at most max_norm.
+    def clip_grad_norm_(self, max_norm: float, *, tensor_parallel: Context | None = None) -> torch.Tensor:
+        """Collective. Scale the gradients so that their 2-norm, over all ranks' shards, is at most max_norm, rounded.
+
+        tensor_parallel: the context of the ranks that layers are split over, if they are: the norm is of the whole
+        model then. Without it ValueError is raised for such a model.
 
         Returns the norm that they had, fp32 of one element and the same on every rank. torch's own function would see
         this rank's shards alone.
         """
         grads = [shard.grad for shard in self.shards.values() if shard.grad is not None]
-        squares = [torch.linalg.vector_norm(grad, dtype=torch.float32).square() for grad in grads]
+        check_norm("FullyShard.clip_grad_norm_", self.shards.values(), tensor_parallel)
+        counted = [shard for shard in self.shards.values() if counts(shard, tensor_parallel)]
+        norms = [torch.linalg.vector_norm(s.grad, dtype=torch.float32) for s in counted if s.grad is not None]
+        squares = [norm.square() for norm in norms]
         total = torch.stack(squares).sum(0, keepdim=True) if squares else torch.zeros(1, device=self.ctx.device)
-        norm = tkernels.all_reduce(total, ctx=self.ctx).sqrt().squeeze()
+        total = tkernels.all_reduce(total, ctx=self.ctx)
+        if tensor_parallel is not None:
+            total = tkernels.all_reduce(total, ctx=tensor_parallel)
+        norm = total.sqrt().squeeze()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for grad in grads:
-            grad.mul_(scale.to(grad.dtype))
+            grad.mul_(scale)  # in fp32: fp16 may not hold it
         return norm
 
     def close(self):
@@ -230,7 +240,7 @@ class FullyShard(nn.Module):
         if not wanted:
             return {}
         rest = self.module.state_dict().items()  # buffers, and extra state, which may be anything
-        rest = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in rest}
+        rest = {key: value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value for key, value in rest}
         return {key: full[key] for key in self._keys} | rest
 
     @torch.no_grad()
@@ -348,7 +358,7 @@ class FullyShard(nn.Module):
             total, scale = tkernels.reduce_scatter(lease.tensor, ctx=self.ctx), flat.scale_after
             if flat.shard.grad is None:
                 flat.shard.grad = flat.sums
-                flat.sums.copy_(total).mul_(scale)
+                torch.mul(total, scale, out=flat.sums)  # rounded once, to what may not hold the sum itself
             else:
                 flat.shard.grad.add_(total, alpha=scale)
         self.gradient_pool.release(flat.id)
@@ -362,7 +372,7 @@ class FullyShard(nn.Module):
             self._expected = None  # not the order of last time: what was gathered for it makes room
             for other in self._units:
                 if other is not unit and not other.uses:
-                    other.close()
+                    other._release()
         unit.gather()
         self._gather_ahead()
 
@@ -384,7 +394,7 @@ class FullyShard(nn.Module):
 
 class _FlatParameter:
     """Parameters one after the other: those of a unit that have one dtype, are all trained or all not, and all or none
-    of which have Megatron's mark sequence_parallel, which the shard has then as well.
+    of which have Megatron's marks sequence_parallel and tensor_model_parallel, which the shard has then as well.
 
     parameters, names, shapes, starts: one entry a parameter; a tied one has several names. numel: in all, not padded.
     shard: this rank's R-th. sums: its gradient, memory that is kept. staged: which gradients are in the bucket.
@@ -434,8 +444,8 @@ class _FlatParameter:
             view.copy_(parameter.detach())
         shard = whole.chunk(ctx.size)[ctx.rank].clone()
         self.shard = nn.Parameter(shard, requires_grad=self.trained)
-        if _is_marked(self.parameters[0]):
-            self.shard.sequence_parallel = True
+        for mark in filter(None, _marks(self.parameters[0])):
+            setattr(self.shard, mark, True)
         self.sums = torch.empty_like(shard) if self.trained else None
         self._empty = shard.new_empty(0)
         self.hide()
@@ -523,7 +533,8 @@ class _Unit:
             except LeaseError as error:
                 raise LeaseError(
                     f"FullyShard: unit {self.name or 'root'} can't be gathered: {error}. If activations are "
-                    f"checkpointed, let each checkpoint hold one unit alone"
+                    f"checkpointed, let each checkpoint hold one unit alone; where several forwards share a backward, "
+                    f"pass copies=3"
                 ) from error
 
     def use(self):
@@ -783,13 +794,13 @@ def _partition(module, units, ctx, grad_dtype) -> dict[str, tuple[nn.Module, lis
     for parameter, places in owners.items():
         homes = {unit for _, unit in places}
         home = homes.pop() if len(homes) == 1 else ""  # what units share is the root's
-        key = (parameter.dtype, parameter.requires_grad, _is_marked(parameter))
+        key = (parameter.dtype, parameter.requires_grad, _marks(parameter))
         groups[home].setdefault(key, []).append((parameter, [name for name, _ in places]))
     result, root = {}, "(root)" if "root" in names else "root"
     for name, by_kind in groups.items():
         flats = []
-        for (dtype, trained, marked), members in by_kind.items():
-            kind = str(dtype).removeprefix("torch.") + "-sequence_parallel" * marked + "-frozen" * (not trained)
+        for (dtype, trained, marks), members in by_kind.items():
+            kind = "-".join((str(dtype).removeprefix("torch."), *filter(None, marks), *["frozen"] * (not trained)))
             flats.append(_FlatParameter(f"{name or root}:{kind}", members, grad_dtype, ctx.size))
         result[name] = names.get(name, module), flats
     return result
@@ -840,8 +851,10 @@ def _refuse_unsharded(sharded, state, prefix, *_):
         )
 
 
-def _is_marked(parameter: nn.Parameter) -> bool:
-    return getattr(parameter, "sequence_parallel", False)
+def _marks(parameter: nn.Parameter) -> tuple[str, str]:
+    """Those of Megatron's marks that it has, each in its place or ""."""
+    marks = "sequence_parallel", "tensor_model_parallel"
+    return tuple(mark if getattr(parameter, mark, False) else "" for mark in marks)
 
 
 def _check_parameter(name: str, parameter: nn.Parameter, ctx: Context, grad_dtype: torch.dtype | None):

@@ -69,7 +69,7 @@ def gather_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict:
     full = {}
     for key, value in _state(model, lambda sharded: sharded.gather_state_dict(rank0_only=rank0_only)).items():
         if isinstance(value, torch.Tensor):
-            value = value.detach().cpu()
+            value = value.detach().to("cpu", copy=True)  # a snapshot, wherever the model is
         if key in partitioned:
             layer, dim = partitioned[key]
             value = layer.unshard(layer.ctx.group.gather(value), dim)

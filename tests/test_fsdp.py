@@ -734,7 +734,8 @@ def tower(seed, contexts=()):
     inner.layers[2].up.weight = inner.layers[0].up.weight
     model = nn.ModuleDict({"inner": inner, "last": nn.Linear(3, 2)})
     for ctx in contexts:
-        model.to(ctx.device)["inner"] = FullyShard(inner, UNITS, ctx=ctx)
+        model = model.to(ctx.device)
+        model["inner"] = FullyShard(inner, UNITS, ctx=ctx)
     return model
 
 
@@ -1164,3 +1165,56 @@ def test_whole_iterations_in_a_graph_are_the_eager_ones(ctx):
     ctx.check()
     torch.cuda.synchronize()
     ctx.group.barrier()
+
+
+@pytest.mark.ranks(4)
+def test_the_norm_of_a_model_that_is_split_is_that_of_the_whole(ctx):
+    replica, part = divmod(ctx.rank, 2)
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    tp, dp = (tkernels.init(groups[at], heap_bytes=8 << 20, default=False) for at in (replica, 2 + part))
+    with tp, dp:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 4, device=ctx.device), nn.ReLU(), nn.Linear(4, 2, device=ctx.device))
+        model[0].weight.tensor_model_parallel = True
+        sharded = FullyShard(model, (nn.Linear,), ctx=dp)
+        for shard in sharded.shards.values():
+            split = getattr(shard, "tensor_model_parallel", False)
+            shard.grad = torch.full_like(shard, 2.0 + part if split else 3.0)
+        with pytest.raises(ValueError, match="split over tensor-parallel ranks .* pass tensor_parallel="):
+            sharded.clip_grad_norm_(1.0)
+        numels = [sum(s.numel() for s in sharded.shards.values() if hasattr(s, "tensor_model_parallel") == split)
+                  for split in (True, False)]  # fmt: skip
+        want = (2 * (numels[0] * (4 + 9) + numels[1] * 9)) ** 0.5
+        assert sharded.clip_grad_norm_(1.0, tensor_parallel=tp).item() == pytest.approx(want, rel=1e-5)
+        plain = next(s for s in sharded.shards.values() if not hasattr(s, "tensor_model_parallel"))
+        torch.testing.assert_close(plain.grad, torch.full_like(plain, 3 / want), rtol=1e-4, atol=0.0)
+        sharded.close()
+
+
+@pytest.mark.ranks(2)
+def test_units_that_come_in_another_order_lose_no_gradient(ctx):
+    """A forward without its backward, then one with it: what was learnt of the order is wrong in mid-backward."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))).to(ctx.device)
+    sharded = FullyShard(copy.deepcopy(plain), (nn.Linear,), ctx=ctx)
+    x = torch.randn(4, 6, device=ctx.device)
+    for _ in range(2):
+        sharded(x)  # nobody wants its gradients
+        sharded(x).square().sum().backward()
+        plain(x).square().sum().backward()
+    whole = {}
+    for flat in sharded._flats.values():
+        gathered = tkernels.all_gather(flat.shard.grad, ctx=ctx)
+        whole |= {names[0]: view for names, view in zip(flat.names, flat.views(gathered), strict=True)}
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(whole[name], parameter.grad)
+
+
+@pytest.mark.ranks(2)
+def test_a_sum_that_fp16_does_not_hold_is_averaged_before_it_is_rounded(ctx):
+    model = nn.Sequential(nn.Linear(4, 4, bias=False, dtype=torch.float16, device=ctx.device))
+    sharded = FullyShard(model, (nn.Linear,), grad_dtype=torch.float32, ctx=ctx)
+    x = torch.full((1, 4), 200.0, dtype=torch.float16, device=ctx.device)
+    (sharded(x) * 200.0).sum().backward()
+    for shard in sharded.shards.values():
+        assert (tkernels.all_gather(shard.grad, ctx=ctx)[:16] == 40000).all()

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import gc
 import hashlib
+import math
 import types
 import weakref
 import zlib
@@ -922,3 +923,30 @@ def test_streams_that_are_late_show_a_missing_wait(ctx, owner, name):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, lambda *_: None)
         assert train_towers(ctx, 4, 50.0, side_streams=True) != want
+
+
+@pytest.mark.ranks(4)
+def test_tensor_parallel_ranks_clip_and_skip_alike(ctx):
+    """What they share must not part: one norm of all parts, shared gradients counted once, one verdict."""
+    replica, part = divmod(ctx.rank, 2)
+    groups = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    tp, dp = (tkernels.init(groups[at], heap_bytes=8 << 20, default=False) for at in (replica, 2 + part))
+    with tp, dp:
+        split, shared = (nn.Parameter(torch.ones(40, 3, device=ctx.device)) for _ in range(2))
+        split.tensor_model_parallel = True
+        for options in ({"max_norm": 1.0}, {"loss_scale": "dynamic"}):
+            with pytest.raises(ValueError, match="split over tensor-parallel ranks .* pass tensor_parallel="):
+                ZeroOptimizer([split, shared], torch.optim.SGD, ctx=dp, lr=1.0, **options)
+        zero = ZeroOptimizer(
+            [split, shared], torch.optim.SGD, ctx=dp, tensor_parallel=tp, lr=1.0, max_norm=0.5, loss_scale="dynamic"
+        )
+        zero.scale((split * (3.0 + part)).sum() + (shared * 5.0).sum()).backward()
+        zero.step()
+        norm = (120 * (9 + 16 + 25)) ** 0.5
+        assert zero.grad_norm.item() == pytest.approx(norm, rel=1e-5)
+        torch.testing.assert_close(shared.detach(), torch.full_like(shared, 1 - 5 * 0.5 / norm))
+        before = shared.detach().clone()
+        zero.scale((split * (math.inf if ctx.rank == 1 else 1.0)).sum() + shared.sum()).backward()
+        zero.step()
+        assert zero.skipped and zero.loss_scale == 2.0**15 and torch.equal(shared, before)
+        zero.remove()

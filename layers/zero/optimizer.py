@@ -15,9 +15,11 @@ import weakref
 import torch
 from torch import nn
 
+import tkernels
 from tkernels.comm import Context, LeaseError, MismatchError, TkernelsError, current_context
 from tkernels.comm.group import checksum
 from tkernels.layers.fsdp import FullyShard
+from tkernels.layers.norms import check_norm, counts
 from tkernels.layers.owners import disown, own, owner_of, remove_owners
 from tkernels.layers.wire import open_wire
 from tkernels.layers.zero.gradients import OwnerGradients
@@ -62,6 +64,8 @@ class ZeroOptimizer:
     loss_scale: a factor that `scale(loss)` applies and `step` takes away; "dynamic" adapts it. A step whose gradients
         are not finite on some rank is skipped by all. None: neither, and `step` reads nothing back to the host unless
         this rank has left a parameter unused.
+    tensor_parallel: the context of the ranks that layers are split over, if they are: norm and skips are those of the
+        whole model then. Without it max_norm and loss_scale are refused for such a model.
     dev: whose streams are meant; torch's module of the device by default.
 
     Collective, as `step` and backward are. `step` comes after forward and backward on its stream, as usual; it ends the
@@ -89,11 +93,14 @@ class ZeroOptimizer:
         reduce_dtype: torch.dtype | None = None,
         max_norm: float | None = None,
         loss_scale: float | str | None = None,
+        tensor_parallel: Context | None = None,
         dev=None,
         **options,
     ):
         self.ctx = ctx or current_context()
         groups, self._names, contexts = _param_groups(params, self.ctx)
+        if max_norm is not None or loss_scale is not None:
+            check_norm("ZeroOptimizer, with max_norm or loss_scale", contexts, tensor_parallel)
         self._parameters = list(contexts)
         self._group_sizes = [len(group["params"]) for group in groups]
         shapes = [(tuple(parameter.shape), parameter.dtype, parameter.requires_grad) for parameter in self._names]
@@ -108,7 +115,7 @@ class ZeroOptimizer:
         _check_parameters(contexts, self._names, backend, reduce_dtype)
         remove_owners(self._parameters, ZeroOptimizer)  # its gathers come before what reads the parameters now
         _check_parts(self.ctx, contexts, self._names)
-        self.stage, self.max_norm = stage, max_norm
+        self.stage, self.max_norm, self._tensor_parallel = stage, max_norm, tensor_parallel
         self._dynamic = loss_scale == "dynamic"
         self.loss_scale = FIRST_LOSS_SCALE if self._dynamic else loss_scale
         self._steps_at_scale = 0
@@ -220,11 +227,14 @@ class ZeroOptimizer:
                 values[1:].masked_fill_(torch.tensor(unused).to(ctx.device), 0.0)
             # Every piece is counted once, by its owner: the main context spans the owners of all.
             if ctx is self.ctx:
-                own = torch.nn.utils.get_total_norm([piece.grad for piece in self._pieces])
-                values[0] = own.square()
+                counted = [piece.grad for piece in self._pieces if counts(piece.parameter, self._tensor_parallel)]
+                values[0] = torch.nn.utils.get_total_norm(counted).square()
             wire.all_reduce(values)
             if ctx is self.ctx:
-                norm = values[0].sqrt()
+                total = values[:1].clone()
+                if self._tensor_parallel is not None:
+                    tkernels.all_reduce(total, out=total, ctx=self._tensor_parallel)
+                norm = total[0].sqrt()
             if any(unused):
                 used |= {p for p, flag in zip(parameters, values[1:].tolist(), strict=True) if flag > 0}
         return used, norm
@@ -310,11 +320,14 @@ class ZeroOptimizer:
         disown(self._parameters, self)
 
     def state_dict(self) -> dict:
-        """This rank's part, for the same ranks and layout. `full_state_dict` is for any."""
+        """This rank's part, for the same ranks and layout. `full_state_dict` is for any.
+
+        As with torch's optimizers its tensors are those in use: copy.deepcopy it to go back to it after further steps.
+        """
         return {
             "layout": self._layout,
             "optimizer": self.optimizer.state_dict(),
-            "masters": [shard.master.clone() for shard in self._shards],
+            "masters": [shard.master for shard in self._shards],
             "loss_scale": (self.loss_scale, self._steps_at_scale),
         }
 
