@@ -316,6 +316,8 @@ class P2PCommunicator:
         self._require_peer(edge)
         tensors = list(leaves(value))
         for tensor in tensors:
+            if tensor.device != self.device:
+                raise ValueError(f"{edge}: sends tensors on {self.device}, not on {tensor.device}; move it there first")
             if not tensor.is_contiguous():
                 raise ValueError(
                     f"{edge}: sends contiguous tensors, not one of strides {tensor.stride()}; pass .contiguous()"

@@ -773,3 +773,15 @@ def test_a_thousand_sends_with_jitter_on_every_stream(ctx, transport, iterations
     ctx.check()
     assert wrong.item() == 0
     comm.close()
+
+
+@pytest.mark.ranks(2)
+def test_a_tensor_on_another_device_is_refused_and_the_next_one_arrives(ctx):
+    comm = P2PCommunicator(ctx, dtype=torch.float32)
+    if ctx.rank == 0:
+        with pytest.raises(ValueError, match="send_next: sends tensors on .*, not on meta; move it there first"):
+            comm.send_forward(torch.ones(4, device="meta"), False)
+        comm.send_forward(torch.ones(4, device=ctx.device), False)
+    else:
+        assert comm.recv_forward((4,), False).tolist() == [1.0] * 4
+    comm.close()

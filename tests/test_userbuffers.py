@@ -316,6 +316,8 @@ def test_the_layers_and_the_questions_work_on_one_device_without_any_initialisat
             lambda: te.initialize_ub([8, 8], 3),
             lambda: te.initialize_ub([8, 8], 1, bootstrap_backend="smoke"),
             lambda: te.initialize_ub([8], 1),
+            lambda: te.initialize_ub(None, 1),
+            lambda: te.initialize_ub([8, 8], 1, dtype="bf16"),
             lambda: te.initialize_ub([8, 8], 1, ub_cfgs={"qkv_frop": {}}),
             lambda: te.initialize_ub([8, 8], 1, ub_cfgs=[{}, {}]),
             lambda: te.initialize_ub([8, 8], 1, quantization_modes=te.UserBufferQuantizationMode.NONE),
@@ -342,7 +344,7 @@ def test_the_layers_and_the_questions_work_on_one_device_without_any_initialisat
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "False False False",
-        "11 False",
+        "13 False",
         "CommOverlapP2P(AG ring_exchange, [8, 8], torch.float32)",
     ]
 

@@ -330,13 +330,15 @@ def test_options_reach_the_kernel(ctx):
     assert config(te.CommOverlapP2P(*common, AG, use_ce=False, num_comm_sm=1)).num_comm == 1
     for num_sm in (1, 2):
         assert config(te.CommOverlap(*common, num_comm_sm=num_sm)).num_comm == num_sm
-    large = replace(base, chunk_rows=512)
+    large = replace(base, chunk_rows=512, gemm=GemmConfig(block_m=128))
     with mock.patch.object(communicators, "overlap_config", lambda *_, **__: large):
-        pieces = {splits: config(te.CommOverlap(*common, num_splits=splits)).chunk_rows for splits in (1, 2, 4)}
-    assert pieces == {1: 256, 2: 128, 4: 128}  # of a rank's 256 rows, at least PART_ROWS
-    of_256_rows = replace(large, gemm=GemmConfig(block_m=256))
-    with mock.patch.object(communicators, "overlap_config", lambda *_, **__: of_256_rows):
-        assert config(te.CommOverlap([1536, 16], *common[1:], num_splits=2), 1536).chunk_rows == 512
+        pieces = {splits: config(te.CommOverlap(*common, num_splits=splits)).chunk_rows for splits in (1, 2, 3, 4, 99)}
+        assert pieces == {1: 256, 2: 128, 3: 64, 4: 64, 99: 16}  # of a rank's 256 rows, at most eight a tile
+        assert config(te.CommOverlap([1536, 16], *common[1:], num_splits=2), 1536).chunk_rows == 256
+    with mock.patch.object(runtime, "RUNTIME", "nvshmem"):  # whose rule it is
+        with mock.patch.object(communicators.CommOverlapCore, "_reserve"):
+            many = [te.CommOverlap([2048, 16], *common[1:], num_splits=splits) for splits in (1, 4, 16)]
+            assert [config(comm, 2048).chunk_rows for comm in many] == [128, 128, 64]
 
 
 @pytest.mark.ranks(2)

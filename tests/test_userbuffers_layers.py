@@ -706,3 +706,16 @@ def test_forward_and_backward_in_a_cuda_graph(ctx, case):
         weight.grad = layer_grad
     del graph
     te.destroy_ub()
+
+
+@pytest.mark.ranks(1)
+def test_hooks_of_every_layer_come_at_the_end_of_backward_dw(ctx):
+    """Megatron's DDP reduces there."""
+    common = dict(device=ctx.device, delay_wgrad_compute=True, fuse_qkv_params=True)
+    layers = te.TransformerLayer(16, 32, 2, **common), te.MultiheadAttention(16, 2, **common)
+    for layer in layers:
+        came = []
+        layer.register_wgrad_accumulation_and_reduce_hooks(lambda came=came: came.append(True))
+        layer(torch.ones(4, 2, 16, device=ctx.device)).sum().backward()
+        layer.backward_dw()
+        assert came == [True] and all(p.grad is not None for p in layer.parameters())

@@ -36,9 +36,9 @@ from tkernels.comm.regions import round_up
 from tkernels.comm.workspace import LAMPORT_BYTES, most_packets
 from tkernels.configs import (
     COPY_BYTES,
+    MAX_TILE_CHUNKS,
     MIN_CHUNK_ROWS,
     OverlapConfig,
-    bucket,
     gemm_config,
     overlap_config,
     travelling,
@@ -48,7 +48,6 @@ from tkernels.gemm import layout_of, precision
 from tkernels.gemm import plan as plan_matmul
 from tkernels.layers.userbuffers.defaults import OverlapOptions
 from tkernels.matmul_reduce_scatter import OP as REDUCE_SCATTER
-from tkernels.matmul_reduce_scatter import PART_ROWS
 from tkernels.matmul_reduce_scatter import plan as plan_reduce
 from tkernels.overlap import TILE_COUNTS
 
@@ -448,9 +447,10 @@ class CommOverlap(CommOverlapCore):
         super().__init__(buffer_shape, buffer_dtype, helper, tp_size, comm_type, use_cublasmp, options)
 
     def _tuned(self, config, tokens, available):
-        piece = -(-max(split_rows(tokens, self.size)) // self.options.num_splits)
-        # A power of two, as the rows of all ranks' tiles are.
-        chunk_rows = min(config.chunk_rows, max(*bucket(piece), PART_ROWS))
+        piece = max(max(split_rows(tokens, self.size)) // self.options.num_splits, 1)
+        # A power of two, as the rows of all ranks' tiles are, of which each looks at a few chunks.
+        chunk_rows = max(1 << piece.bit_length() - 1, config.gemm.block_m // MAX_TILE_CHUNKS.value, MIN_CHUNK_ROWS)
+        chunk_rows = min(config.chunk_rows, chunk_rows)
         return replace(config, num_comm=min(self.options.num_sm, available - 1), chunk_rows=chunk_rows)
 
 

@@ -39,16 +39,16 @@ class OverlapOptions:
     cga_size: nothing; the programs form no clusters.
     set_sm_margin: bulk: the product beside leaves num_sm multiprocessors free. Inside a fused kernel the sending
         programs are always apart from the multiplying ones.
-    num_splits: pipeline: at least so many pieces of a rank's rows travel one by one, as far as tiles allow. Rows are
-        split, not features, so no remainder is lost.
+    num_splits: pipeline: at least so many pieces of a rank's rows travel one by one, of no fewer than 16 rows each;
+        mostly more, for none has over 128 rows by rule. Rows are split, not features, so no remainder is lost.
     aggregate: ring_exchange all-gather: messages of twice the rows, where programs carry them; the copy engine's are
         whole shards. Takes any number of ranks.
     use_ce: ring_exchange: the copy engine carries the data where that is faster, shares of 8 MB and more whose peers'
         memory is mapped, else programs of the kernel. False: num_sm programs carry it.
     atomic_gemm: fp8 only, so it is refused.
     fp8_buf: inert without fp8.
-    comm_priority: of the communication stream. gemm_priority: of the caller's stream, so it must be 0. Both 0: the
-        communication stream gets the device's highest.
+    comm_priority: of the communication stream, which carries what travels beside products; 0: the device's highest.
+        gemm_priority: of the caller's stream, so it must be 0.
     pipeline_rs_overlap_first_gemm: nothing; the first tiles travel while the next are computed in any case.
     """
 
@@ -76,6 +76,7 @@ class OverlapOptions:
         }
         if self.method in ("ring_exchange", "pipeline"):
             reasons["set_sm_margin"] = "inside a fused kernel the sending programs are always apart"
+            reasons["comm_priority"] = "what travels inside a product travels on the product's stream"
         if self.method == "external":
             reasons["set_sm_margin"] = "the product beside it is the caller's"
         if self.method != "ring_exchange":

@@ -6,6 +6,7 @@ of all, and leaves nothing initialised on any.
 
 import os
 import warnings
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from tkernels.comm.context import Context
 from tkernels.comm.errors import MismatchError, TkernelsError
 from tkernels.comm.group import Group
 from tkernels.layers.userbuffers.communicators import (
+    DTYPES,
     CommOverlap,
     CommOverlapCore,
     CommOverlapHelper,
@@ -74,7 +76,8 @@ def initialize_ub(
     with_cublasmp: that backend's semantics: no bulk overlap, and no buffers for gathered operands.
 
     Environment: UB_TIMEOUT, seconds that a kernel waits for a peer (110). NVTE_EXT_MARGIN_SM, multiprocessors that
-    products leave free (0). UB_SKIPMC changes nothing, as no multicast is used.
+    products with a communicator, or beside its collective, leave free (0). UB_SKIPMC changes nothing, as no multicast
+    is used.
 
     Raises RuntimeError if it is initialised already or torch.distributed is not, ValueError or TypeError for what
     doesn't fit, and MismatchError if the ranks ask for different things. Ranks that found nothing wrong themselves
@@ -187,8 +190,11 @@ def _check(world: Group, shape, tp_size, dtype, bootstrap_backend, tp_group):
         raise RuntimeError("initialize_ub: torch.distributed is not initialised; call init_process_group() before")
     if type(tp_size) is not int or tp_size < 1 or world.size % tp_size:
         raise ValueError(f"initialize_ub: tp_size={tp_size!r} must divide the {world.size} ranks of the default group")
-    if len(shape) != 2 or any(type(size) is not int or size < 1 for size in shape):
-        raise ValueError(f"initialize_ub: shape={list(shape)} must be [tokens, hidden], two positive integers")
+    sizes = list(shape) if isinstance(shape, Iterable) else []
+    if len(sizes) != 2 or any(type(size) is not int or size < 1 for size in sizes):
+        raise ValueError(f"initialize_ub: shape={shape!r} must be [tokens, hidden], two positive integers")
+    if dtype not in DTYPES:
+        raise TypeError(f"initialize_ub: dtype={dtype!r} must be torch.float32, torch.float16 or torch.bfloat16")
     if tp_group is not None and dist.get_world_size(tp_group) != tp_size:
         raise ValueError(
             f"initialize_ub: tp_group has {dist.get_world_size(tp_group)} ranks, but tp_size={tp_size}; pass its size"

@@ -171,6 +171,7 @@ class MultiheadAttention(ParallelModule):
     def backward_dw(self):
         for module in (self.proj, self.layernorm_qkv if self.input_layernorm else self.qkv):
             module.backward_dw()
+        super().backward_dw()  # nothing of its own, but its hooks
 
     def _knows(self, entry: str) -> bool:
         return super()._knows(entry) or entry.startswith("core_attention.") and entry.endswith("._extra_state")
@@ -312,6 +313,7 @@ class TransformerLayer(ParallelModule):
     def backward_dw(self):
         self.layernorm_mlp.backward_dw()
         self.self_attention.backward_dw()
+        super().backward_dw()
 
     def set_tensor_parallel_group(self, tp_group):
         super().set_tensor_parallel_group(tp_group)
