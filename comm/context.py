@@ -96,7 +96,7 @@ def current_context() -> "Context":
 def open_contexts(group: Group | None = None) -> list["Context"]:
     """Those that have not been finalized, the newest last: all, or those over the ranks of a group."""
     every = _contexts.values()
-    return [each for each in every if group is None or each.group.process_group is group.process_group]
+    return [each for each in every if group is None or each.group.global_ranks == group.global_ranks]
 
 
 def find_context(name: str) -> "Context":
@@ -211,7 +211,7 @@ class Context:
 
     def _give_back_abandoned(self, in_use: set[str]):
         """Give back the contexts over this group that this rank has abandoned, and that no rank may still use."""
-        for each in [each for each in _abandoned if each.group.process_group is self.group.process_group]:
+        for each in [each for each in _abandoned if each.group.global_ranks == self.group.global_ranks]:
             if each.name not in in_use:
                 _abandoned.remove(each)
                 try:

@@ -318,7 +318,7 @@ def wait_packets(
     else:
         arrived = _load_packets(packets, stride, SIZE, BLOCK)
         first_late = _first_late(arrived, epoch, SIZE)
-        polls = 0
+        polls = tl.full((), 0, tl.int64)  # 2^31 of them take 36 minutes
         start = tl.full((), 0, tl.int64)
         while first_late < SIZE:
             arrived = _load_packets(packets, stride, SIZE, BLOCK)
@@ -445,7 +445,7 @@ def wait_signal(
             give_up(tl.load(table + FAULTS), tl.load(table + SIZE), FAULT_RECORD)
     else:
         seen = epoch - 1
-        polls = 0
+        polls = tl.full((), 0, tl.int64)  # 2^31 of them take 36 minutes
         start = tl.full((), 0, tl.int64)
         while seen < epoch:
             # An acquire load by one thread, broadcast to the others: adding 0 is how Triton spells it.

@@ -31,6 +31,7 @@ from tkernels.comm import (
     find_context,
     runtime,
 )
+from tkernels.comm.collectives import all_reduce
 from tkernels.comm.context import DEFAULT_PROGRAMS
 from tkernels.testing.compare import integers
 
@@ -203,13 +204,21 @@ def calls_that_differ(ctx):
                  "matmul_all_reduce: .* bias by rank: True, False"),
         "path": (lambda own: tkernels.matmul_all_reduce(w, w, ctx=own, path=path), MismatchError,
                  "path by rank: fused, plain"),
+        "path, left out": (lambda own: tkernels.all_gather_matmul(w, w, ctx=own, path=("plain", None)[ctx.rank]),
+                           MismatchError, "path by rank: plain, None"),
+        "out_dtype": (lambda own: all_reduce(own, w, out_dtype=(torch.bfloat16, None)[ctx.rank]), MismatchError,
+                      "out_dtype by rank: torch.bfloat16, torch.float32"),
+        "max_programs": (lambda own: all_reduce(own, w, max_programs=(1, 4)[ctx.rank]), MismatchError,
+                         "max_programs by rank: 1, 4"),
         "operation": (lambda own: (tkernels.all_gather, tkernels.all_reduce)[ctx.rank](w, ctx=own), OutOfStepError,
                       "rank 0 is in all_gather .*test_context.py.*; rank 1 is in all_reduce "),
     }  # fmt: skip
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("case", ["rows", "M", "K", "dtype", "bias", "path", "operation"])
+@pytest.mark.parametrize(
+    "case", ["rows", "M", "K", "dtype", "bias", "path", "path, left out", "out_dtype", "max_programs", "operation"]
+)
 def test_calls_that_differ_between_ranks_are_named_where_ranks_compare_them(ctx, case):
     call, error, message = calls_that_differ(ctx)[case]
     with tkernels.init(ctx.group.process_group, heap_bytes=8 << 20, compare_calls=True) as own:
