@@ -106,6 +106,21 @@ def checksum(tensor: torch.Tensor) -> int:
     return zlib.crc32(bits.cpu().numpy().data)
 
 
+def first_difference(ranks: list[dict]) -> tuple[int, list] | None:
+    """Of what each rank has by name: the first rank that has anything else than rank 0, and those names."""
+    absent = object()
+    for rank, theirs in enumerate(ranks):
+        names = [name for name in ranks[0] | theirs if ranks[0].get(name, absent) != theirs.get(name, absent)]
+        if names:
+            return rank, names
+    return None
+
+
+def listed(names: list[str], most: int = 5) -> str:
+    """For errors: so many of them, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def _caller() -> tuple[str, str]:
     """The library's function that uses a group, and the line of the program that has called the library."""
     frame, function = sys._getframe(2), "a call of the program's own"

@@ -22,6 +22,7 @@ else:
     from tkernels.layers.grad_hooks import GradReadyHooks, grad_ready_hooks
     from tkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
     from tkernels.layers.mlp import ParallelMLP
+    from tkernels.layers.norms import clip_grad_norm_
     from tkernels.layers.p2p import P2PCommunicator, P2PHandle, custom_backward, deallocate_output_tensor
     from tkernels.layers.parallelize import parallelize
     from tkernels.layers.pipeline import forward_backward_pipelining, split_into_stages
@@ -46,6 +47,7 @@ else:
         "RowParallelLinear",
         "ZeroOptimizer",
         "all_reduce_sequence_parallel_grads",
+        "clip_grad_norm_",
         "column_parallel_linear",
         "copy_to_tensor_model_parallel_region",
         "custom_backward",

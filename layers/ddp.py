@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from tkernels.comm.errors import LeaseError, MismatchError
-from tkernels.comm.group import checksum
+from tkernels.comm.group import checksum, first_difference
 from tkernels.comm.lease import EventCompletion, Lease, Slot, captured, capturing
 from tkernels.comm.regions import round_up
 from tkernels.layers.grad_hooks import GradReadyHooks
@@ -552,18 +552,17 @@ def _check_agreement(whole: Wire, options: dict, params: dict[str, nn.Parameter]
     """Collective. Raises MismatchError, the same on every rank."""
     layouts = {name: f"{list(param.shape)} of {param.dtype}" for name, param in params.items()}
     values = {name: checksum(param) for name, param in params.items()}
-    ranks = whole.group.gather((options, layouts, values))
-    for what, index in (("option", 0), ("parameter", 1), ("values of parameter", 2)):
-        for rank, theirs in enumerate(ranks):
-            ours, theirs = ranks[0][index], theirs[index]
-            differing = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
-            if differing:
-                name = differing[0]
-                found = "" if index == 2 else f": {ours.get(name)} and {theirs.get(name)}"
-                raise MismatchError(
-                    f"OverlappedDDP: ranks 0 and {rank} differ in {what} {name}{found}; all ranks must pass the same "
-                    f"options and begin with the same parameters (one seed, or a broadcast of rank 0's)"
-                )
+    told = {"option": options, "parameter": layouts, "values of parameter": values}
+    everyone = whole.group.gather(told)
+    for what in told:
+        if difference := first_difference([each[what] for each in everyone]):
+            rank, (name, *_) = difference
+            ours, theirs = (everyone[at][what].get(name) for at in (0, rank))
+            found = "" if told[what] is values else f": {ours} and {theirs}"
+            raise MismatchError(
+                f"OverlappedDDP: ranks 0 and {rank} differ in {what} {name}{found}; all ranks must pass the same "
+                f"options and begin with the same parameters (one seed, or a broadcast of rank 0's)"
+            )
 
 
 def _group(params, bucket_size: float) -> list[list[nn.Parameter]]:

@@ -40,9 +40,9 @@ from torch.utils._pytree import tree_map
 import tkernels
 from tkernels.comm import Context, LeaseError, MismatchError, Slot, current_context
 from tkernels.comm.capture import lasting
-from tkernels.comm.group import checksum
+from tkernels.comm.group import checksum, first_difference, listed
 from tkernels.comm.regions import round_up
-from tkernels.layers.norms import check_norm, counts
+from tkernels.layers.norms import check_norm, clip, counts, squared_norm
 from tkernels.layers.owners import own, owner_of
 from tkernels.layers.pools import (
     Bucket,
@@ -170,7 +170,8 @@ class FullyShard(nn.Module):
     def no_sync(self):
         """A context in which backward communicates no gradients: whole ones add up until a backward outside of it.
 
-        Not in the gradients of shards, which an optimizer sees: only this module's `zero_grad` forgets them.
+        Not in the gradients of shards, which an optimizer sees: only this module's `zero_grad` forgets them, and a
+        backward that fails.
         """
         self._sync, before = False, self._sync
         try:
@@ -181,6 +182,10 @@ class FullyShard(nn.Module):
     def zero_grad(self, set_to_none: bool = True):
         """Forget the gradients of all shards, and those that `no_sync` has kept."""
         super().zero_grad(set_to_none)
+        self._forget_gradients()
+
+    def _forget_gradients(self):
+        """Those that have not come to shards: what `no_sync` has kept, what a backward has left that failed."""
         for unit in (self._root, *self._units):
             unit.begun = False
             for flat in unit.trained:
@@ -197,19 +202,14 @@ class FullyShard(nn.Module):
         Returns the norm that they had, fp32 of one element and the same on every rank. torch's own function would see
         this rank's shards alone.
         """
-        grads = [shard.grad for shard in self.shards.values() if shard.grad is not None]
         check_norm("FullyShard.clip_grad_norm_", self.shards.values(), tensor_parallel)
-        counted = [shard for shard in self.shards.values() if counts(shard, tensor_parallel)]
-        norms = [torch.linalg.vector_norm(s.grad, dtype=torch.float32) for s in counted if s.grad is not None]
-        squares = [norm.square() for norm in norms]
-        total = torch.stack(squares).sum(0, keepdim=True) if squares else torch.zeros(1, device=self.ctx.device)
+        shards = [shard for shard in self.shards.values() if shard.grad is not None]
+        total = squared_norm((shard.grad for shard in shards if counts(shard, tensor_parallel)), self.ctx.device)
         total = tkernels.all_reduce(total, ctx=self.ctx)
         if tensor_parallel is not None:
             total = tkernels.all_reduce(total, ctx=tensor_parallel)
         norm = total.sqrt().squeeze()
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for grad in grads:
-            grad.mul_(scale)  # in fp32: fp16 may not hold it
+        clip((shard.grad for shard in shards), norm, max_norm)
         return norm
 
     def close(self):
@@ -258,8 +258,8 @@ class FullyShard(nn.Module):
         found = {key: _shape(value) for key, value in full.items()}
         wrong = sorted(key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key))
         if wrong:
-            listed = [f"{key} is {found.get(key, 'nothing')}, not {wanted.get(key, 'nothing')}" for key in wrong[:5]]
-            raise ValueError(f"load_full_state_dict: {len(wrong)} entries don't fit the module: {'; '.join(listed)}")
+            entries = [f"{key} is {found.get(key, 'nothing')}, not {wanted.get(key, 'nothing')}" for key in wrong[:5]]
+            raise ValueError(f"load_full_state_dict: {len(wrong)} entries don't fit the module: {'; '.join(entries)}")
         for flat in self._flats.values():
             whole = flat.shard.new_zeros(self.ctx.size * flat.shard.numel())
             for names, view in zip(flat.names, flat.views(whole), strict=True):
@@ -304,7 +304,7 @@ class FullyShard(nn.Module):
 
     def _begin_backward(self, _=None):
         if self._sums is not None and self._callback() is None:
-            self._end()  # the backward that had begun has failed
+            self._end()  # a backward that has failed
         if self._sums is None:
             callback = functools.partial(self._end_backward)  # autograd alone holds it, as long as this backward lasts
             torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -328,6 +328,8 @@ class FullyShard(nn.Module):
         for unit in (self._root, *self._units):
             unit.close()
         if self._sums is not None:
+            if self._callback() is None:  # autograd has let go of the backward before its end: it has failed
+                self._forget_gradients()
             with self._sums.read():
                 pass
             self._sum_slot.release(self._sums)
@@ -878,14 +880,12 @@ def _check_equal(ctx: Context, flats: Iterable[_FlatParameter]):
     for flat in flats:
         for names, parameter in zip(flat.names, flat.parameters, strict=True):
             digests[names[0]] = checksum(parameter)
-    ranks = ctx.group.gather(digests)
-    for rank, theirs in enumerate(ranks):
-        differing = [name for name in ranks[0] if theirs.get(name) != ranks[0][name]]
-        if differing:
-            raise MismatchError(
-                f"FullyShard: the modules of rank 0 and rank {rank} differ in {', '.join(differing[:5])}"
-                f"{' and more' if len(differing) > 5 else ''}; make them from one seed, or load one state dict"
-            )
+    if difference := first_difference(ctx.group.gather(digests)):
+        rank, names = difference
+        raise MismatchError(
+            f"FullyShard: the modules of rank 0 and rank {rank} differ in {listed(names)}; make them from one seed, or "
+            f"load one state dict"
+        )
 
 
 def _class_names(units) -> str:

@@ -25,6 +25,7 @@ import tkernels
 from tkernels.comm.collectives import check_rows
 from tkernels.comm.context import Context, current_context, find_context
 from tkernels.gemm import check_operands
+from tkernels.layers.norms import gradient_of
 from tkernels.layers.owners import owner_of
 from tkernels.operators import replicated
 
@@ -45,7 +46,8 @@ class _ColumnParallelLinear(torch.autograd.Function):
     def forward(ctx, x, w_shard_n, bias_shard_n, context):
         ctx.save_for_backward(x, w_shard_n)
         ctx.context = context
-        return torch.nn.functional.linear(x, w_shard_n, bias_shard_n)
+        with torch.autocast(x.device.type, enabled=False):  # of this library's operators it changes none
+            return torch.nn.functional.linear(x, w_shard_n, bias_shard_n)
 
     @staticmethod
     def backward(ctx, dy_shard_n):
@@ -96,7 +98,8 @@ def column_parallel_linear(
     """x [M, K], w_shard_n [N/R, K], bias_shard_n [N/R] -> y_shard_n [M, N/R]. Collective in backward.
 
     x is replicated, and so is its gradient: the sum over ranks travels while dy_shard_n @ w_shard_n is computed.
-    fp32, fp16, bf16, all operands alike; under autocast, cast them before. Raises ValueError or TypeError otherwise.
+    fp32, fp16, bf16, all operands alike, as the result is; under autocast, cast them before. Raises ValueError or
+    TypeError otherwise.
     """
     check_operands("column_parallel_linear", x, w_shard_n, bias_shard_n, None, (ctx or current_context()).device)
     return _ColumnParallelLinear.apply(x, w_shard_n, bias_shard_n, (ctx or current_context()).name)
@@ -198,11 +201,9 @@ def all_reduce_sequence_parallel_grads(module: torch.nn.Module, *, ctx: Context 
                 f"alone; use OverlappedDDP or FullyShard, or take off the mark and use the parameter by way of "
                 f"copy_to_tensor_model_parallel_region, whose backward sums"
             )
-        grad = getattr(parameter, "main_grad", None)
+        grad = gradient_of(parameter)
         if grad is None:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            grad = parameter.grad
+            grad = parameter.grad = torch.zeros_like(parameter)
         grads.setdefault(grad.dtype, []).append(grad)
     for same_dtype in grads.values():
         total = tkernels.all_reduce(torch.cat([grad.reshape(-1) for grad in same_dtype]), ctx=ctx)

@@ -191,8 +191,10 @@ class GradBucket:
         lease = Lease(grad.view(-1), dev=self.dev, name="large gradient")
         with lease.write():
             pass  # what made it has been launched on this stream
-        self._read(lease, grad.numel(), [Slice(parameter, 0)])
-        self._large.defer(lease)
+        try:
+            self._read(lease, grad.numel(), [Slice(parameter, 0)])
+        finally:
+            self._large.defer(lease)  # what the comm stream was given to do with it before a failure goes on
         self._large.drain(keep=len(self._slots))
         return grad
 

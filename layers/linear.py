@@ -26,6 +26,7 @@ from tkernels.layers.functions import (
     gather_from_tensor_model_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
+from tkernels.layers.owners import attributes
 
 
 class MarkedModule(nn.Module):
@@ -86,6 +87,7 @@ class ParallelLinear(MarkedModule):
         """The layer that holds this rank's slice of an nn.Linear's parameters, on the same device. Not collective.
 
         options: those of the class, less features, bias, device, dtype and init_method, which the nn.Linear has.
+        Attributes that a program has set on its parameters are on the new ones too.
         """
         has_bias = linear.bias is not None
         layer = cls(linear.in_features, linear.out_features, has_bias, device="meta", ctx=ctx, **options)
@@ -130,6 +132,7 @@ class ParallelLinear(MarkedModule):
             dim = self.partitioned().get(name)
             part = self._part(full, name).clone(memory_format=torch.contiguous_format)
             setattr(self, name, nn.Parameter(part, value.requires_grad))
+            self._mark(name, **attributes(value))
             self._mark(
                 name, tensor_model_parallel=dim is not None and len(self.feature_sizes) > 1,
                 partition_dim=-1 if dim is None else dim, partition_stride=1 if dim is None else self.partition_stride,
@@ -176,8 +179,9 @@ class ParallelLinear(MarkedModule):
 
     def _check_input(self, x: torch.Tensor, features: int, rows, hint: str = ""):
         name = type(self).__name__
-        if x.shape[-1] != features:
-            raise ValueError(f"{name}: the input's last dimension is {x.shape[-1]}, but must be {features}{hint}")
+        found = x.shape[-1] if x.dim() else "missing"
+        if found != features:
+            raise ValueError(f"{name}: the input's last dimension is {found}, but must be {features}{hint}")
         if self.sequence_parallel and x.dim() < 2:
             raise ValueError(f"{name}: sequence_parallel splits the first of at least two dimensions, but x has one")
         if rows is not None and not self.sequence_parallel:

@@ -23,6 +23,11 @@ def owner_of(parameter, kind: type = object):
     return None
 
 
+def attributes(parameter) -> dict:
+    """What programs have written on a parameter, for one that takes its place: all but who owns it."""
+    return {name: value for name, value in vars(parameter).items() if name != _OWNERS}
+
+
 def own(parameters, owner):
     """`owner` has taken these parameters over, beside what else has."""
     for parameter in parameters:

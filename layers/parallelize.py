@@ -10,9 +10,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import tkernels
-from tkernels.comm import Context, MismatchError, TkernelsError
-from tkernels.comm.group import checksum
+from tkernels.comm import Context, MismatchError
+from tkernels.comm.context import open_contexts
+from tkernels.comm.group import Group, checksum, first_difference, listed
 from tkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
+from tkernels.layers.owners import owner_of
 
 STYLES = {"column": ColumnParallelLinear, "row": RowParallelLinear}
 # What an nn.Linear says itself, or what concerns drawing its weights.
@@ -29,15 +31,16 @@ def parallelize(
 
     plan: patterns of module names (fnmatch; * also matches dots) to "column" or "row", or to a dict of "style" and
         options of ColumnParallelLinear or RowParallelLinear.
-    mesh_or_group: a Context, or a process group or a mesh of one dimension. For these the newest open context is taken
-        if it is over the same ranks; otherwise tkernels.init makes one, which tkernels.finalize() gives back.
+    mesh_or_group: a Context, or a process group or a mesh of one dimension. For these the newest open context over the
+        same ranks is taken; if there is none, tkernels.init makes one, which tkernels.finalize() gives back.
 
     All ranks must hold the same model. Make the optimizer afterwards, as the parameters are new ones. Attention that
     reshapes a column layer's output into heads must take their number from the tensor, as each rank has its part.
 
     Raises ValueError or TypeError, before anything is changed: for a pattern that matches nothing, or something that is
     not exactly an nn.Linear; for a module that two patterns match; for an unknown style or option; for a module with
-    hooks, or whose parameters are tied to other ones. MismatchError if the parameters differ between ranks.
+    hooks, its parameters' included, or whose parameters are tied to other ones or belong to an optimizer or wrapper of
+    this library. MismatchError if the parameters differ between ranks.
     """
     ctx = _context(mesh_or_group)
     styles = _match(model, plan)
@@ -71,11 +74,8 @@ def _context(mesh_or_group) -> Context:
         raise TypeError(
             f"parallelize: takes a Context, a ProcessGroup or a DeviceMesh, not {type(mesh_or_group).__name__}"
         )
-    try:
-        newest = tkernels.current_context()
-    except TkernelsError:  # none is open
-        return tkernels.init(group)
-    return newest if newest.group.global_ranks == dist.get_process_group_ranks(group) else tkernels.init(group)
+    over_these = open_contexts(Group(group))
+    return over_these[-1] if over_these else tkernels.init(group)
 
 
 def _match(model: nn.Module, plan) -> dict[str, tuple[str, dict]]:
@@ -119,9 +119,17 @@ def _check_swappable(model: nn.Module, name: str):
             f"parallelize: {name!r} shares its parameters with {', '.join(others)}, which would keep the full ones; "
             f"untie them, or leave {name!r} out of the plan"
         )
+    for parameter in linear.parameters():
+        if (owner := owner_of(parameter)) is not None:
+            raise ValueError(
+                f"parallelize: the parameters of {name!r} belong to {type(owner).__name__}, which would not see the "
+                f"new ones; parallelize the model first, or remove() that before"
+            )
     hooks = [
         kind for kind in ("forward", "forward_pre", "backward", "backward_pre") if getattr(linear, f"_{kind}_hooks")
     ]
+    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in linear.parameters()):
+        hooks.append("parameters'")
     if hooks:
         raise ValueError(
             f"parallelize: {name!r} has {' and '.join(hooks)} hooks, which the new layer would lose; register them "
@@ -131,15 +139,13 @@ def _check_swappable(model: nn.Module, name: str):
 
 def _check_equal(model: nn.Module, ctx: Context):
     """All ranks hold the same bits, as slices of different weights would make up a model that nobody has."""
-    digests = ctx.group.gather({name: _digest(parameter) for name, parameter in model.named_parameters()})
-    for rank, other in enumerate(digests):
-        differ = [name for name in digests[0].keys() | other.keys() if digests[0].get(name) != other.get(name)]
-        if differ:
-            more = f" and {len(differ) - 5} more" if len(differ) > 5 else ""
-            raise MismatchError(
-                f"parallelize: the models of rank 0 and rank {rank} differ in {', '.join(sorted(differ)[:5])}{more}; "
-                f"make them from the same seed or load the same state dict first"
-            )
+    digests = {name: _digest(parameter) for name, parameter in model.named_parameters()}
+    if difference := first_difference(ctx.group.gather(digests)):
+        rank, names = difference
+        raise MismatchError(
+            f"parallelize: the models of rank 0 and rank {rank} differ in {listed(names)}; make them from the same "
+            f"seed or load the same state dict first"
+        )
 
 
 def _digest(parameter: torch.Tensor):

@@ -5,6 +5,7 @@ on the way to the reduction but only the current one on the way back. On a GPU, 
 must be late makes both of them fail every time.
 """
 
+import contextlib
 import itertools
 
 import pytest
@@ -371,19 +372,25 @@ def test_streams_that_accumulate_into_one_slice_are_ordered(starved):
     assert torch.equal(totals[0], torch.full((8,), 7.0))
 
 
+@pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("starved", subsets(["main", "producer", "comm"]))
-def test_large_gradients_are_held_until_they_are_reduced(starved):
+def test_large_gradients_are_held_until_they_are_reduced(starved, fails):
     """The caller drops each at once; its memory must not be reused while the comm stream reads it."""
     sim = Simulator()
     producer, comm = sim.Stream("producer"), sim.Stream("comm")
     totals = []
+
+    def deliver(reduced, slices):
+        totals.append(reduced * 1)
+        if fails:
+            raise ArithmeticError
+
     with sim:
-        bucket = bucket_of(
-            sim, capacity=4, comm_stream=comm, deliver=lambda reduced, slices: totals.append(reduced * 1)
-        )
+        bucket = bucket_of(sim, capacity=4, comm_stream=comm, deliver=deliver)
         with sim.stream(producer):
             for value in range(6):
-                bucket.add(torch.zeros(8), torch.full((8,), float(value)))
+                with pytest.raises(ArithmeticError) if fails else contextlib.nullcontext():
+                    bucket.add(torch.zeros(8), torch.full((8,), float(value)))
             bucket.finish()
     sim.check()
     sim.run(starve=starved)

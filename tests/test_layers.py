@@ -275,6 +275,26 @@ def test_return_bias_leaves_the_bias_to_the_caller(ctx):
 
 
 @pytest.mark.ranks(2)
+def test_the_norm_that_clips_is_that_of_the_whole_model(ctx):
+    full = nn.Sequential(linear(8, 6, 41, values=integers), nn.ReLU(), linear(6, 4, 43, values=integers))
+    model = layers.parallelize(copy.deepcopy(full).to(ctx.device), {"0": "column", "2": "row"}, ctx)
+    x, full = integers((5, 8), torch.float32, 45), double(full)
+    full(x.double()).sum().backward()
+    model(x.to(ctx.device)).sum().backward()
+    model[2].bias.main_grad = model[2].bias.grad.clone()
+    model[2].bias.grad = None
+    want = nn.utils.clip_grad_norm_(full.parameters(), 2.0)
+    assert_close_to(layers.clip_grad_norm_(model.parameters(), 2.0, ctx=ctx) / want, torch.ones((), dtype=torch.float64), terms=128)
+    assert_close_to(model[0].weight.grad, model[0].shard(full[0].weight.grad, 0), terms=128)
+    assert_close_to(model[2].bias.main_grad, full[2].bias.grad, terms=128)
+    assert layers.clip_grad_norm_(nn.Parameter(torch.ones(2, device=ctx.device)), 1.0, ctx=ctx) == 0
+    zero = layers.ZeroOptimizer([model[2].bias], torch.optim.SGD, lr=1.0, ctx=ctx)
+    with pytest.raises(ValueError, match="belong to ZeroOptimizer, .* a part of their gradients alone; pass max_norm="):
+        layers.clip_grad_norm_(model.parameters(), 1.0, ctx=ctx)
+    zero.remove()
+
+
+@pytest.mark.ranks(2)
 def test_gathering_again_gives_the_same_gradients(ctx):
     full = linear(8, 6, 31, values=integers)
     x = integers((4, 8), torch.float32, 33)
@@ -324,6 +344,11 @@ def test_layers_follow_autocast(ctx):
         assert_close_to(y, want, terms=9, roundings=ctx.size)
         y.sum().backward()
         assert layer.weight.grad.dtype is torch.float32
+    x, w = (normal(shape, torch.float32, 39, device=ctx.device).requires_grad_() for shape in ((4, 8), (6, 8)))
+    with torch.autocast(ctx.device.type, torch.bfloat16):
+        y = layers.column_parallel_linear(x, w, ctx=ctx)  # as the operators: autocast is up to layers
+    y.sum().backward()
+    assert y.dtype is x.grad.dtype is torch.float32
 
 
 # Weights: drawing, marks, copies
@@ -404,6 +429,9 @@ def test_marks_stay_with_parameters_that_are_made_anew(ctx):
     for layer in (*copies, assigned):
         assert layer.bias.sequence_parallel and not layer.bias.tensor_model_parallel
         assert layer.weight.tensor_model_parallel and layer.weight.partition_dim == 1
+    plain = nn.Linear(K, N)
+    plain.weight.no_weight_decay = True  # a program's own
+    assert RowParallelLinear.from_linear(plain, ctx=ctx).double().weight.no_weight_decay
     made.bias.sequence_parallel = False  # somebody knows better
     assert not made.float().bias.sequence_parallel
     del made.bias
@@ -458,6 +486,8 @@ def test_wrong_arguments_are_refused_by_name(ctx):
     row = RowParallelLinear(4, 4, ctx=ctx)
     with pytest.raises(ValueError, match=r"is 4, but must be 2, rank \d's part of 4 in-features"):
         row(torch.ones(2, 4))
+    with pytest.raises(ValueError, match="last dimension is missing, but must be 2"):
+        row(torch.ones(()))
     with pytest.raises(ValueError, match=r"rows=\(1, 1\) splits a sequence, but .* sequence_parallel=False"):
         row(torch.ones(2, 2), rows=(1, 1))
     row = RowParallelLinear(4, 4, sequence_parallel=True, ctx=ctx)

@@ -12,7 +12,7 @@ from torch.nn import functional
 import tkernels
 from tkernels import layers
 from tkernels.comm import MismatchError
-from tkernels.layers import ColumnParallelLinear, RowParallelLinear, parallelize
+from tkernels.layers import ColumnParallelLinear, RowParallelLinear, ZeroOptimizer, parallelize
 from tkernels.testing.compare import integers, normal, tolerance
 
 SEQUENCE, BATCH, HIDDEN, HEADS = 8, 2, 16, 4
@@ -150,10 +150,9 @@ def test_a_mesh_or_a_group_stands_for_its_context(ctx):
         y = model.to(ctx.device)(x.to(ctx.device)).cpu()
         atol, rtol = tolerance(torch.float32, 4 + 6 + 2)
         assert y.allclose(want, atol=atol, rtol=rtol)
-    tkernels.finalize(made)
-
     by_world = parallelize(copy.deepcopy(full), {"0": "column"}, dist.group.WORLD)
     assert by_world[0].ctx is ctx
+    tkernels.finalize(made)
     with pytest.raises(TypeError, match="takes a Context, a ProcessGroup or a DeviceMesh, not str"):
         parallelize(full, {"0": "column"}, "tp")
 
@@ -171,10 +170,14 @@ def test_a_plan_that_does_not_fit_is_refused_and_changes_nothing(ctx):
             head=nn.Linear(4, 8, bias=False),
             attention=nn.MultiheadAttention(4, 2),
             hooked=nn.Linear(4, 4),
+            watched=nn.Linear(4, 4),
+            owned=nn.Linear(4, 4, device=ctx.device),
         )
     )
     model["head"].weight = model["embedding"].weight
     model["hooked"].register_forward_hook(lambda *_: None)
+    model["watched"].weight.register_post_accumulate_grad_hook(lambda *_: None)
+    optimizer = ZeroOptimizer(model["owned"].parameters(), torch.optim.SGD, lr=0.1, ctx=ctx)
     before = dict(model.named_modules())
     for wrong, error, message in [
         ({"upp": "column"}, ValueError, "'upp' matches no module; the modules are up, down, one"),
@@ -192,11 +195,14 @@ def test_a_plan_that_does_not_fit_is_refused_and_changes_nothing(ctx):
         ({"up": {"style": "column", "bias": False}}, ValueError, r"a column layer has no options \['bias'\]"),
         ({"head": "column"}, ValueError, "'head' shares its parameters with embedding.weight.*untie them"),
         ({"hooked": "column"}, ValueError, "'hooked' has forward hooks.*register them after"),
+        ({"watched": "column"}, ValueError, "'watched' has parameters' hooks.*register them after"),
+        ({"owned": "row"}, ValueError, "parameters of 'owned' belong to ZeroOptimizer.*parallelize the model first"),
         ({"up": "column", "one": "column"}, ValueError, "'one': ColumnParallelLinear.*1 out-features can't be split"),
     ]:
         with pytest.raises(error, match=message):
             parallelize(model, wrong, ctx)
         assert dict(model.named_modules()) == before
+    optimizer.remove()
 
     with torch.no_grad():
         model["down"].weight[0, 0] += ctx.rank

@@ -477,6 +477,10 @@ def test_groups_keep_their_options_and_closures_run(ctx):
     assert zero.step(closure).item() == 120
     assert [parameter[0].item() for parameter in (*parameters, frozen)] == [0, 0, -1, 1]
     assert [group["lr"] for group in zero.param_groups] == [1.0, 2.0]
+    frozen.requires_grad_()
+    with pytest.raises(TkernelsError, match=r"parameter 3 of shape \[3\] is to be trained, but was frozen when"):
+        zero.step(closure)
+    assert [parameter[0].item() for parameter in parameters] == [0, 0, -1]
 
 
 @pytest.mark.ranks(4)

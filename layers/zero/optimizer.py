@@ -17,9 +17,9 @@ from torch import nn
 
 import tkernels
 from tkernels.comm import Context, LeaseError, MismatchError, TkernelsError, current_context
-from tkernels.comm.group import checksum
+from tkernels.comm.group import checksum, first_difference, listed
 from tkernels.layers.fsdp import FullyShard
-from tkernels.layers.norms import check_norm, counts
+from tkernels.layers.norms import check_norm, clip_scale, counts, squared_norm
 from tkernels.layers.owners import disown, own, owner_of, remove_owners
 from tkernels.layers.wire import open_wire
 from tkernels.layers.zero.gradients import OwnerGradients
@@ -74,7 +74,8 @@ class ZeroOptimizer:
     use_reentrant=True are right, but each ends a pass; prefer use_reentrant=False.
 
     Raises ValueError or TypeError for what can't be sharded, MismatchError if the ranks' parameters or options differ.
-    `step`, and what loads, raise LeaseError once a parameter has been converted or moved.
+    `step`, and what loads, raise LeaseError once a parameter has been converted or moved; `step` TkernelsError for one
+    that was frozen here and is to be trained now.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class ZeroOptimizer:
         if max_norm is not None or loss_scale is not None:
             check_norm("ZeroOptimizer, with max_norm or loss_scale", contexts, tensor_parallel)
         self._parameters = list(contexts)
+        self._frozen = [parameter for parameter in self._names if parameter not in contexts]
         self._group_sizes = [len(group["params"]) for group in groups]
         shapes = [(tuple(parameter.shape), parameter.dtype, parameter.requires_grad) for parameter in self._names]
         deferred = any(getattr(parameter, "skip_backward_post_hook", False) for parameter in contexts)
@@ -191,6 +193,12 @@ class ZeroOptimizer:
 
         closure: called first, with gradients enabled; its value is returned, as torch optimizers do.
         """
+        thawed = next((self._names[parameter] for parameter in self._frozen if parameter.requires_grad), None)
+        if thawed is not None:
+            raise TkernelsError(
+                f"ZeroOptimizer: {thawed} is to be trained, but was frozen when the optimizer was made; make a new "
+                f"one, or begin with requires_grad=True and freeze it afterwards"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -204,7 +212,7 @@ class ZeroOptimizer:
                 self._adapt_loss_scale()
             if not self.skipped:
                 if self.max_norm is not None:
-                    inverse = (self.max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0) * inverse
+                    inverse = clip_scale(self.grad_norm, self.max_norm) * inverse
                 for shard in self._shards:
                     shard.grad.mul_(inverse)
                 for piece in self._pieces:
@@ -227,8 +235,8 @@ class ZeroOptimizer:
                 values[1:].masked_fill_(torch.tensor(unused).to(ctx.device), 0.0)
             # Every piece is counted once, by its owner: the main context spans the owners of all.
             if ctx is self.ctx:
-                counted = [piece.grad for piece in self._pieces if counts(piece.parameter, self._tensor_parallel)]
-                values[0] = torch.nn.utils.get_total_norm(counted).square()
+                counted = (piece.grad for piece in self._pieces if counts(piece.parameter, self._tensor_parallel))
+                values[:1] = squared_norm(counted, ctx.device)
             wire.all_reduce(values)
             if ctx is self.ctx:
                 total = values[:1].clone()
@@ -459,9 +467,9 @@ def _by_context_and_dtype(contexts: dict[torch.Tensor, Context]) -> dict:
 
 def _check(ctx: Context, asked: dict):
     """Collective. The same error on every rank, for options that differ or make no sense."""
-    everyone = ctx.group.gather(asked)
-    if differ := [name for name in asked if any(other[name] != everyone[0][name] for other in everyone)]:
-        raise MismatchError(f"ZeroOptimizer: the ranks differ in {', '.join(differ)}; all must pass the same")
+    if difference := first_difference(ctx.group.gather(asked)):
+        rank, names = difference
+        raise MismatchError(f"ZeroOptimizer: ranks 0 and {rank} differ in {', '.join(names)}; all must pass the same")
     for name, values in CHOICES.items():
         if asked[name] not in values:
             raise ValueError(f"ZeroOptimizer: {name}={asked[name]!r} is unknown; use {' or '.join(map(repr, values))}")
@@ -510,11 +518,11 @@ def _check_parts(ctx: Context, contexts: dict[torch.Tensor, Context], names: dic
             found.setdefault(number, set()).add(part)
     differ = sorted(number for number, several in found.items() if len(several) > len({ranks for ranks, _ in several}))
     if differ:
-        listed = ", ".join(list(names.values())[number] for number in differ[:5])
+        differing = [list(names.values())[number] for number in differ]
         raise MismatchError(
-            f"ZeroOptimizer: the ranks differ in {listed}{' and more' if len(differ) > 5 else ''}, which are marked as "
-            f"parts of tensors (tensor_model_parallel), and rank 0's would replace the others; pass a ctx of the "
-            f"data-parallel ranks only, or begin with equal values on its ranks"
+            f"ZeroOptimizer: the ranks differ in {listed(differing)}, which are marked as parts of tensors "
+            f"(tensor_model_parallel), and rank 0's would replace the others; pass a ctx of the data-parallel ranks "
+            f"only, or begin with equal values on its ranks"
         )
 
 
