@@ -17,6 +17,7 @@ from tkernels.comm.device import operation_name
 from tkernels.layers import userbuffers as te
 from tkernels.layers.grad_hooks import GradReadyHooks
 from tkernels.layers.userbuffers import communicators
+from tkernels.layers.userbuffers.transformer import rotate
 from tkernels.testing.compare import integers, normal
 
 S, B, H, FFN, HEADS = 16, 2, 32, 64, 4  # sequence, batch, hidden, and so on
@@ -667,6 +668,91 @@ def test_a_whole_transformer_layer_is_torchs():
     x = normal((S, B, H), torch.float64, 1)
     mask = nn.Transformer.generate_square_subsequent_mask(S, dtype=torch.float64)
     torch.testing.assert_close(layer(x), theirs(x, src_mask=mask), atol=1e-12, rtol=1e-12)
+
+
+def angles(length, features, **options):
+    position = torch.arange(length, dtype=torch.float32)[:, None] / 100 ** torch.linspace(0, 1, features // 2)
+    return torch.cat((position, position), dim=-1).view(length, 1, 1, features).to(**options)
+
+
+@pytest.mark.ranks(2)
+def test_queries_and_keys_are_rotated_by_their_positions(ctx):
+    """Attention then depends on distances alone: angles that all begin later change nothing; others do."""
+    layer = transformer(**parallel(ctx, torch.float32))
+    fill(layer, 3, ctx.rank)
+    x = normal((S, B, H), torch.float32, 1).chunk(ctx.size)[ctx.rank].to(ctx.device)
+    width, table = H // HEADS, angles(S + 5, H // HEADS, device=ctx.device)
+    plain, rotated, later = layer(x), layer(x, rotary_pos_emb=table), layer(x, rotary_pos_emb=table[5:])
+    torch.testing.assert_close(rotated, later, atol=1e-5, rtol=1e-5)
+    assert (rotated - plain).abs().max() > 0.01
+    half = angles(S, width // 2, device=ctx.device)
+    assert (layer(x, rotary_pos_emb=(half, half)) - rotated).abs().max() > 0.001
+    for wrong in (table[: S - 1], angles(S, 2 * width), table[:, 0]):
+        with pytest.raises(ValueError, match=rf"rotary_pos_emb: .* must be \[at least {S}, 1, 1, at most {width}\]"):
+            layer(x, rotary_pos_emb=wrong)
+
+
+def test_rotation_is_that_of_complex_numbers():
+    x, turns = normal((3, 2, 2, 6), torch.float64, 1), angles(4, 4, dtype=torch.float64)
+    for layout in ("sbhd", "bshd"):
+        turned = rotate(x if layout == "sbhd" else x.transpose(0, 1), turns, layout)
+        turned = turned if layout == "sbhd" else turned.transpose(0, 1)
+        numbers = torch.complex(x[..., :2], x[..., 2:4]) * torch.polar(torch.ones(()).double(), turns[:3, :, :, :2])
+        want = torch.cat((numbers.real, numbers.imag, x[..., 4:]), dim=-1)
+        torch.testing.assert_close(turned, want, atol=1e-12, rtol=0)
+
+
+class States(TrackedGenerator):
+    """A generator that goes on from where it was, as Megatron's do."""
+
+    def get_states(self):
+        return self.seed
+
+    def set_states(self, states):
+        self.seed = states
+
+    def fork(self):
+        self.seed += 1
+        return super().fork()
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("tracked", [False, True])
+def test_attention_that_is_computed_again_drops_the_same(ctx, tracked):
+    tracker, grads = States(5), []
+    layer = te.MultiheadAttention(
+        H, HEADS, attention_dropout=0.5, device=ctx.device, get_rng_state_tracker=(lambda: tracker) if tracked else None
+    )
+    fill(layer, 3, 0)
+    for again in (False, True):
+        tracker.seed = 5
+        torch.manual_seed(0)
+        x = normal((S, B, H), torch.float32, 1, device=ctx.device).requires_grad_()
+        layer(x, checkpoint_core_attention=again).square().sum().backward()
+        grads.append(x.grad)
+        assert tracker.seed == 5 + tracked
+    assert torch.equal(*grads)
+
+
+@pytest.mark.ranks(1)
+def test_a_call_says_what_its_mask_is_and_what_has_no_answer_is_refused(ctx):
+    common = dict(hidden_dropout=0.0, attention_dropout=0.0, device=ctx.device)
+    causal = te.TransformerLayer(H, FFN, HEADS, **common)
+    full = te.TransformerLayer(H, FFN, HEADS, self_attn_mask_type="no_mask", **common)
+    full.load_state_dict(causal.state_dict())
+    x = normal((S, B, H), torch.float32, 1, device=ctx.device)
+    assert torch.equal(causal(x, None, "no_mask"), full(x)) and torch.equal(full(x, None, "causal"), causal(x))
+    for wrong in (
+        {"encoder_output": x}, {"enc_dec_attn_mask": x > 0}, {"inference_params": {}}, {"cu_seqlens_q": x[0, 0]},
+        {"core_attention_bias_type": "alibi"}, {"pad_between_seqs": True},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"forward: {next(iter(wrong))} is not supported; leave it out"):
+            causal(x, **wrong)
+    with pytest.raises(ValueError, match=r"window_size=\(4, 0\) is not supported"):
+        causal(x, window_size=(4, 0))
+    with pytest.raises(TypeError, match="forward: there is no argument 'rotary'"):
+        causal(x, rotary=x)
+    causal(x, fast_zero_fill=False, core_attention_bias_type="no_bias")
 
 
 @pytest.mark.ranks(2, 4)

@@ -1,13 +1,23 @@
 """MultiheadAttention and TransformerLayer, with TransformerEngine's arguments in its order and torch's attention."""
 
+import contextlib
+
 import torch
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from tkernels.layers.userbuffers.linear import LayerNormLinear, Linear, ParallelModule, divide, refuse
 from tkernels.layers.userbuffers.mlp import LayerNormMLP
 
 MASKS = ("causal", "no_mask", "arbitrary")
 FORMATS = ("sbhd", "bshd")
+# Of forward, with what they may be beside None.
+REFUSED_INPUTS = dict.fromkeys((
+    "encoder_output", "enc_dec_attn_mask", "inference_params", "core_attention_bias", "alibi_slopes", "cu_seqlens_q",
+    "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv",
+), ()) | {
+    "core_attention_bias_type": ("no_bias",), "fast_zero_fill": (True, False), "pad_between_seqs": (False,),
+}  # fmt: skip
 
 
 class MultiheadAttention(ParallelModule):
@@ -20,6 +30,7 @@ class MultiheadAttention(ParallelModule):
         qkv's, those of proj are proj's.
     qkv_format: sbhd, or bshd without sequence_parallel.
     return_bias, return_layernorm_output, and the rest: as LayerNormLinear's. Cross-attention and windows are refused.
+    What forward takes comes in TransformerEngine's order up to rotary_pos_emb.
     """
 
     def __init__(
@@ -129,24 +140,51 @@ class MultiheadAttention(ParallelModule):
             **common,
         )
 
-    def forward(self, hidden_states, attention_mask=None, *, is_first_microbatch=None, rows=None):
+    def forward(
+        self,
+        hidden_states,
+        attention_mask=None,
+        encoder_output=None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        is_first_microbatch=None,
+        checkpoint_core_attention: bool = False,
+        inference_params=None,
+        rotary_pos_emb=None,
+        *,
+        rows=None,
+        **options,
+    ):
         """x [s/P, b, hidden] -> the same; then proj's bias with return_bias, then the norm's output if asked for.
 
-        attention_mask: True where a query must not look, [.., s, s], for attn_mask_type arbitrary. is_first_microbatch
-            is about fp8 and changes nothing.
+        attention_mask: True where a query must not look, [.., s, s], for attn_mask_type arbitrary.
+        attn_mask_type: instead of the layer's. checkpoint_core_attention: compute attention again in backward.
+        rotary_pos_emb: angles [at least s, 1, 1, at most the width of a head], of queries and keys, or a pair of them.
+        is_first_microbatch is about fp8 and changes nothing; encoder_output, windows, inference_params, biases and
+        sequences of several lengths are refused.
         """
-        if (attention_mask is None) == (self.attn_mask_type == "arbitrary"):
+        mask_type = attn_mask_type or self.attn_mask_type
+        check_attention("MultiheadAttention", mask_type, window_size, self.qkv_format, self.sequence_parallel)
+        check_inputs(
+            "MultiheadAttention.forward", encoder_output=encoder_output, inference_params=inference_params, **options
+        )
+        if (attention_mask is None) == (mask_type == "arbitrary"):
             needs = "takes no" if attention_mask is not None else "needs an"
-            raise ValueError(f"MultiheadAttention: attn_mask_type={self.attn_mask_type!r} {needs} attention_mask")
+            raise ValueError(f"MultiheadAttention: attn_mask_type={mask_type!r} {needs} attention_mask")
         normed = ()
         mixed = (self.layernorm_qkv if self.input_layernorm else self.qkv)(hidden_states, rows=rows)
         if self.return_layernorm_output:
             mixed, *normed = mixed
-        output = self.proj(self._attend(mixed, attention_mask), rows=rows)
+        inputs = mixed, attention_mask, mask_type, rotary_pos_emb
+        if checkpoint_core_attention:
+            context = checkpoint(self._attend, *inputs, use_reentrant=False, context_fn=self._replayed)
+        else:
+            context = self._attend(*inputs)
+        output = self.proj(context, rows=rows)
         results = (*(output if self.return_bias else (output,)), *normed)
         return results if len(results) > 1 else results[0]
 
-    def _attend(self, mixed, attention_mask):
+    def _attend(self, mixed, attention_mask, mask_type, rotary_pos_emb):
         heads, groups, width = self.num_heads, self.num_groups, self.head_dim
         if self.qkv_weight_interleaved:
             mixed = mixed.view(*mixed.shape[:2], groups, heads // groups + 2, width)
@@ -155,6 +193,9 @@ class MultiheadAttention(ParallelModule):
         else:
             query, key, value = mixed.split([heads * width, groups * width, groups * width], dim=-1)
             query, key, value = (part.unflatten(-1, (-1, width)) for part in (query, key, value))
+        if rotary_pos_emb is not None:
+            angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
+            query, key = (rotate(*each, self.qkv_format) for each in zip((query, key), angles, strict=True))
         order = (1, 2, 0, 3) if self.qkv_format == "sbhd" else (0, 2, 1, 3)
         query, key, value = (part.permute(order) for part in (query, key, value))
         with self._rng():
@@ -162,11 +203,18 @@ class MultiheadAttention(ParallelModule):
                 query, key, value,
                 attn_mask=None if attention_mask is None else ~attention_mask,
                 dropout_p=self.attention_dropout if self.training else 0.0,
-                is_causal=self.attn_mask_type == "causal",
+                is_causal=mask_type == "causal",
                 enable_gqa=groups != heads,
             )  # fmt: skip
         back = (2, 0, 1, 3) if self.qkv_format == "sbhd" else (0, 2, 1, 3)
         return context.permute(back).flatten(2)
+
+    def _replayed(self):
+        """Contexts for a forward and its recomputation, in which tracked generators draw the same."""
+        if self.get_rng_state_tracker is None:
+            return contextlib.nullcontext(), contextlib.nullcontext()
+        tracker = self.get_rng_state_tracker()
+        return contextlib.nullcontext(), _in_states(tracker, tracker.get_states())
 
     def backward_dw(self):
         for module in (self.proj, self.layernorm_qkv if self.input_layernorm else self.qkv):
@@ -297,9 +345,31 @@ class TransformerLayer(ParallelModule):
             hidden_size, ffn_hidden_size, eps=layernorm_epsilon, activation=activation, **common
         )
 
-    def forward(self, hidden_states, attention_mask=None, *, is_first_microbatch=None, rows=None):
-        """x [s/P, b, hidden] -> the same. attention_mask: as MultiheadAttention's."""
-        hidden_states = self._add(self.self_attention(hidden_states, attention_mask, rows=rows), hidden_states)
+    def forward(
+        self,
+        hidden_states,
+        attention_mask=None,
+        self_attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        encoder_output=None,
+        enc_dec_attn_mask=None,
+        enc_dec_attn_mask_type: str | None = None,
+        enc_dec_window_size: tuple[int, int] | None = None,
+        is_first_microbatch=None,
+        checkpoint_core_attention: bool = False,
+        inference_params=None,
+        rotary_pos_emb=None,
+        *,
+        rows=None,
+        **options,
+    ):
+        """x [s/P, b, hidden] -> the same. Arguments as MultiheadAttention's; those of a decoder are refused."""
+        check_inputs("TransformerLayer.forward", enc_dec_attn_mask=enc_dec_attn_mask)
+        attended = self.self_attention(
+            hidden_states, attention_mask, encoder_output, self_attn_mask_type, window_size, is_first_microbatch,
+            checkpoint_core_attention, inference_params, rotary_pos_emb, rows=rows, **options,
+        )  # fmt: skip
+        hidden_states = self._add(attended, hidden_states)
         return self._add(self.layernorm_mlp(hidden_states, rows=rows), hidden_states)
 
     def _add(self, output, residual):
@@ -319,6 +389,46 @@ class TransformerLayer(ParallelModule):
         super().set_tensor_parallel_group(tp_group)
         self.self_attention.set_tensor_parallel_group(tp_group)
         self.layernorm_mlp.set_tensor_parallel_group(tp_group)
+
+
+def rotate(x: torch.Tensor, angles: torch.Tensor, layout: str) -> torch.Tensor:
+    """Rotary position embedding (Su et al., arXiv 2104.09864): x [s, b, heads, width] or [b, s, heads, width].
+
+    angles [at least s, 1, 1, features], as TransformerEngine's RotaryPositionEmbedding makes them: feature i of the
+    first half is turned with feature i of the second one; features after those stay as they are.
+    """
+    length, features = x.shape[FORMATS.index(layout)], angles.shape[-1]
+    if angles.dim() != 4 or angles.shape[1:3] != (1, 1) or angles.shape[0] < length or features > x.shape[-1]:
+        raise ValueError(
+            f"rotary_pos_emb: angles of shape {list(angles.shape)} don't fit {length} positions of heads of "
+            f"{x.shape[-1]} features; they must be [at least {length}, 1, 1, at most {x.shape[-1]}]"
+        )
+    angles = angles[:length].to(torch.promote_types(angles.dtype, torch.float32))
+    angles = angles if layout == "sbhd" else angles.transpose(0, 1)
+    turned, rest = x.split([features, x.shape[-1] - features], dim=-1)
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
+    return torch.cat((turned.to(x.dtype), rest), dim=-1)
+
+
+@contextlib.contextmanager
+def _in_states(tracker, states):
+    """The generators of a tracker as they were, and afterwards as they are."""
+    now = tracker.get_states()
+    tracker.set_states(states)
+    try:
+        yield
+    finally:
+        tracker.set_states(now)
+
+
+def check_inputs(where: str, **options):
+    """Raises ValueError for what TransformerEngine's layers take and these don't, TypeError for what neither have."""
+    for name, value in options.items():
+        if name not in REFUSED_INPUTS:
+            raise TypeError(f"{where}: there is no argument {name!r}")
+        if value is not None and (isinstance(value, torch.Tensor) or value not in REFUSED_INPUTS[name]):
+            raise ValueError(f"{where}: {name} is not supported; leave it out")
 
 
 def check_attention(kind: str, mask: str, window, layout: str, sequence_parallel: bool):
