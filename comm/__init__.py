@@ -6,7 +6,7 @@ if __name__ == "comm":  # imported from a checkout's root; see tkernels/_alias.p
     alias("comm", "tkernels.comm")
 else:
     from tkernels.comm.channel import Channel, RemoteSignal
-    from tkernels.comm.context import Context, current_context, finalize, find_context, init
+    from tkernels.comm.context import Context, as_context, current_context, finalize, find_context, init
     from tkernels.comm.errors import (
         Fault,
         HeapExhaustedError,
@@ -41,6 +41,7 @@ else:
         "TkernelsError",
         "WaitTimeoutError",
         "WorkCompletion",
+        "as_context",
         "captured",
         "current_context",
         "finalize",

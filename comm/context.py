@@ -83,7 +83,7 @@ def init(
 
 def finalize(ctx: "Context | None" = None):
     """Collective. Give a context's memory back; None is the default context. Raises what `Context.finalize` does."""
-    (ctx or current_context()).finalize()
+    as_context(ctx).finalize()
 
 
 def current_context() -> "Context":
@@ -91,6 +91,15 @@ def current_context() -> "Context":
     if not _contexts:
         raise TkernelsError("no context: call tkernels.init() on every rank first, or pass ctx=...")
     return next(reversed(_contexts.values()))
+
+
+def as_context(ctx: "Context | None") -> "Context":
+    """A context as functions take it: itself, or for None the current one. Raises TypeError for anything else."""
+    if ctx is None:
+        return current_context()
+    if not isinstance(ctx, Context):
+        raise TypeError(f"ctx: takes a Context, as tkernels.init(group) makes one, not {type(ctx).__name__}")
+    return ctx
 
 
 def open_contexts(group: Group | None = None) -> list["Context"]:

@@ -38,7 +38,7 @@ from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shard
 from torch.utils._pytree import tree_map
 
 import tkernels
-from tkernels.comm import Context, LeaseError, MismatchError, Slot, current_context
+from tkernels.comm import Context, LeaseError, MismatchError, Slot, as_context
 from tkernels.comm.capture import lasting
 from tkernels.comm.group import checksum, first_difference, listed
 from tkernels.comm.regions import round_up
@@ -102,7 +102,7 @@ class FullyShard(nn.Module):
         Raises ValueError or TypeError for a module that can't be sharded, MismatchError if it differs between ranks.
         """
         super().__init__()
-        self.ctx = ctx = ctx or current_context()
+        self.ctx = ctx = as_context(ctx)
         if pool not in POOLS:
             raise ValueError(f"FullyShard: pool={pool!r} is unknown; use {' or '.join(POOLS)}")
         self._keys = [

@@ -23,7 +23,7 @@ import torch
 
 import tkernels
 from tkernels.comm.collectives import check_rows
-from tkernels.comm.context import Context, current_context, find_context
+from tkernels.comm.context import Context, as_context, find_context
 from tkernels.gemm import check_operands
 from tkernels.layers.norms import gradient_of
 from tkernels.layers.owners import owner_of
@@ -101,8 +101,8 @@ def column_parallel_linear(
     fp32, fp16, bf16, all operands alike, as the result is; under autocast, cast them before. Raises ValueError or
     TypeError otherwise.
     """
-    check_operands("column_parallel_linear", x, w_shard_n, bias_shard_n, None, (ctx or current_context()).device)
-    return _ColumnParallelLinear.apply(x, w_shard_n, bias_shard_n, (ctx or current_context()).name)
+    check_operands("column_parallel_linear", x, w_shard_n, bias_shard_n, None, as_context(ctx).device)
+    return _ColumnParallelLinear.apply(x, w_shard_n, bias_shard_n, as_context(ctx).name)
 
 
 def copy_to_tensor_model_parallel_region(x: torch.Tensor, *, ctx: Context | None = None) -> torch.Tensor:
@@ -110,7 +110,7 @@ def copy_to_tensor_model_parallel_region(x: torch.Tensor, *, ctx: Context | None
 
     For a replicated tensor that each rank uses on its own features or rows, a norm's weight for example.
     """
-    return replicated(x, (ctx or current_context()).name)
+    return replicated(x, as_context(ctx).name)
 
 
 def reduce_from_tensor_model_parallel_region(x: torch.Tensor, *, ctx: Context | None = None) -> torch.Tensor:
@@ -122,7 +122,7 @@ def scatter_to_tensor_model_parallel_region(
     x: torch.Tensor, *, sizes: tuple[int, ...] | None = None, ctx: Context | None = None
 ) -> torch.Tensor:
     """This rank's features: x [..., K] -> x_shard_k [..., K/R]. Collective in backward. sizes: features by rank."""
-    ctx = ctx or current_context()
+    ctx = as_context(ctx)
     features = x.shape[-1]
     if sizes is None and features % ctx.size or sizes is not None and (len(sizes), sum(sizes)) != (ctx.size, features):
         raise ValueError(
@@ -137,7 +137,7 @@ def gather_from_tensor_model_parallel_region(
     x_shard_k: torch.Tensor, *, sizes: tuple[int, ...] | None = None, ctx: Context | None = None
 ) -> torch.Tensor:
     """Collective. Every rank's features: x_shard_k [..., K/R] -> x [..., K]. sizes: features by rank, None: equal."""
-    ctx = ctx or current_context()
+    ctx = as_context(ctx)
     sizes = (x_shard_k.shape[-1],) * ctx.size if sizes is None else tuple(sizes)
     return _Gather.apply(x_shard_k, sizes, -1, ctx.name)
 
@@ -146,7 +146,7 @@ def scatter_to_sequence_parallel_region(
     x: torch.Tensor, *, rows: tuple[int, ...] | None = None, ctx: Context | None = None
 ) -> torch.Tensor:
     """This rank's rows: x [M, ...] -> x_shard_m [M/R, ...]. Collective in backward. rows: row counts by rank."""
-    ctx = ctx or current_context()
+    ctx = as_context(ctx)
     rows = check_rows("scatter_to_sequence_parallel_region", ctx, rows, total=x.shape[0])
     return _Scatter.apply(x, rows, 0, ctx.name)
 
@@ -165,7 +165,7 @@ def gather_from_sequence_parallel_region(
     """
     if tensor_parallel_output_grad:
         return tkernels.all_gather(x_shard_m, rows=rows, ctx=ctx)
-    ctx = ctx or current_context()
+    ctx = as_context(ctx)
     rows = check_rows("gather_from_sequence_parallel_region", ctx, rows, own=x_shard_m.shape[0])
     return _Gather.apply(x_shard_m, rows, 0, ctx.name)
 

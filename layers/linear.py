@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import tkernels
-from tkernels.comm import Context, MismatchError, current_context, find_context
+from tkernels.comm import Context, MismatchError, as_context, find_context
 from tkernels.comm.collectives import check_rows
 from tkernels.comm.group import checksum
 from tkernels.layers.functions import (
@@ -66,7 +66,7 @@ class ParallelLinear(MarkedModule):
     partition_dim: int  # of the weight
 
     def _build(self, in_features, out_features, bias, dtype, device, ctx, init_method):
-        ctx = ctx or current_context()
+        ctx = as_context(ctx)
         # A name, as operators take it: modules are copied and pickled, contexts are not.
         self.context_name = ctx.name
         self.in_features, self.out_features = in_features, out_features

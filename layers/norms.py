@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 import tkernels
-from tkernels.comm.context import Context, current_context
+from tkernels.comm.context import Context, as_context
 from tkernels.layers.owners import owner_of
 
 
@@ -28,7 +28,7 @@ def clip_grad_norm_(
     from tkernels.layers.fsdp import FullyShard
     from tkernels.layers.zero import ZeroOptimizer
 
-    ctx = ctx or current_context()
+    ctx = as_context(ctx)
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     for parameter in parameters:
         for kind, way_out in (

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from transports import TRANSPORTS, every_transport, message_on_every_rank, over, simulated_only
 
 import tkernels
+from tkernels import layers
 from tkernels.comm import (
     Channel,
     Context,
@@ -340,6 +341,17 @@ def test_the_newest_context_that_is_open_is_the_default(ctx):
     older.finalize()  # once more changes nothing
     with pytest.raises(TkernelsError, match=f"context '{older.name}' has been finalized; open contexts: "):
         tkernels.all_gather(torch.zeros(2, device=ctx.device), ctx=older)
+
+
+def test_what_is_no_context_is_refused_by_its_type():
+    """A process group, for example, which people come from other libraries with."""
+    for call in (
+        lambda: tkernels.all_reduce(torch.ones(1), ctx="tp"),
+        lambda: layers.copy_to_tensor_model_parallel_region(torch.ones(1), ctx="tp"),
+        lambda: tkernels.finalize("tp"),
+    ):
+        with pytest.raises(TypeError, match=r"takes a Context, as tkernels.init\(group\) makes one, not str"):
+            call()
 
 
 def test_without_a_context_the_error_says_what_to_call():

@@ -36,7 +36,7 @@ import tkernels.all_gather_matmul as _all_gather_matmul
 import tkernels.matmul_all_reduce as _matmul_all_reduce
 import tkernels.matmul_reduce_scatter as _matmul_reduce_scatter
 from tkernels.comm import collectives
-from tkernels.comm.context import Context, current_context, find_context
+from tkernels.comm.context import Context, as_context, find_context
 from tkernels.comm.errors import TkernelsError
 from tkernels.gemm import ACTIVATIONS, activation_reference
 from tkernels.gemm import matmul as _matmul
@@ -431,7 +431,7 @@ def all_gather_matmul(
     Raises ValueError or TypeError before the first signal, HeapExhaustedError where the context's heap has no room for
     a larger call, WaitTimeoutError if a peer did not answer in time.
     """
-    ctx = ctx or current_context()
+    ctx = as_context(ctx)
     rows = collectives.check_rows("all_gather_matmul", ctx, rows, own=_num_rows("all_gather_matmul", x_shard_m))
     fused, separate = _split_activation(activation, x_shard_m, w_shard_n, bias)
     y, gathered = _ops.all_gather_matmul(x_shard_m, w_shard_n, bias, fused, return_gathered, rows, ctx.name, path)
@@ -455,7 +455,7 @@ def matmul_reduce_scatter(
     rows: every rank's row count; needed where M does not divide by R. activation, path, dtypes, views of w_shard_k, and
     what is raised: as all_gather_matmul.
     """
-    ctx = ctx or current_context()
+    ctx = as_context(ctx)
     total = _num_rows("matmul_reduce_scatter", x_shard_k)
     rows = collectives.check_rows("matmul_reduce_scatter", ctx, rows, total=total)
     fused, separate = _split_activation(activation, x_shard_k, w_shard_k, bias)
@@ -477,7 +477,7 @@ def matmul_all_reduce(
     x_shard_k [M, K/R], w_shard_k [N, K/R], bias [N] -> y [M, N]. activation, path, dtypes, views of w_shard_k, and what
     is raised: as all_gather_matmul.
     """
-    ctx = ctx or current_context()
+    ctx = as_context(ctx)
     fused, separate = _split_activation(activation, x_shard_k, w_shard_k, bias)
     y = _ops.matmul_all_reduce(x_shard_k, w_shard_k, bias, fused, ctx.name, path)
     return activation_reference(y, separate)
@@ -495,7 +495,7 @@ def all_gather(
     rows, and what is raised: as in all_gather_matmul.
     out: a contiguous [M, ...] to fill and return, without a gradient. x_shard_m may be this rank's rows of it.
     """
-    ctx = ctx or current_context()
+    ctx = as_context(ctx)
     rows = collectives.check_rows("all_gather", ctx, rows, own=_num_rows("all_gather", x_shard_m))
     if out is not None:
         return _into("all_gather", out, x_shard_m, rows, ctx.name)
@@ -514,7 +514,7 @@ def reduce_scatter(
     rows: every rank's row count; needed where M does not divide by R. What is raised: as in all_gather_matmul.
     out: a contiguous [M/R, ...] to fill and return, without a gradient. It may be this rank's rows of x.
     """
-    ctx = ctx or current_context()
+    ctx = as_context(ctx)
     rows = collectives.check_rows("reduce_scatter", ctx, rows, total=_num_rows("reduce_scatter", x))
     if out is not None:
         return _into("reduce_scatter", out, x, rows, ctx.name)
@@ -527,7 +527,7 @@ def all_reduce(x: torch.Tensor, *, out: torch.Tensor | None = None, ctx: Context
     out: a contiguous tensor like x to fill and return, without a gradient. It may be x. What is raised: as in
     all_gather_matmul.
     """
-    ctx = ctx or current_context()
+    ctx = as_context(ctx)
     if out is not None:
         return _into("all_reduce", out, x, ctx.name)
     return _ops.all_reduce(x, ctx.name)
@@ -538,4 +538,4 @@ def barrier(*, ctx: Context | None = None):
 
     Raises WaitTimeoutError if a rank did not come in time.
     """
-    (ctx or current_context()).barrier()
+    as_context(ctx).barrier()

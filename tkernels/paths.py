@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from tkernels.comm import capture, collectives, runtime
-from tkernels.comm.context import Context, current_context
+from tkernels.comm.context import Context, as_context
 from tkernels.comm.plans import Launch, without_grad
 from tkernels.comm.regions import ALIGNMENT, round_up
 from tkernels.configs import OverlapConfig
@@ -55,7 +55,7 @@ def explain(
     """
     if operation not in PLAIN_BYTES:
         raise ValueError(f"explain: operation={operation!r} has no paths; those of {', '.join(PLAIN_BYTES)} are known")
-    ctx = ctx or current_context()
+    ctx = as_context(ctx)
     width = K if operation == "all_gather_matmul" else N
     return _choose(operation, M, width, dtype.itemsize, ctx.size)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from tkernels.comm import Context, current_context
+from tkernels.comm import Context, as_context
 from tkernels.comm.errors import TkernelsError
 from tkernels.comm.plans import describe
 from tkernels.gemm import precision
@@ -161,7 +161,7 @@ class Matmul:
         stream=None,
         ctx: Context | None = None,
     ):
-        self.ctx = ctx or current_context()
+        self.ctx = as_context(ctx)
         self._operands = {"a": a, "b": b, "c": c}
         self._asked = (distributions, alpha, beta, qualifiers, quantization_scales)
         self._options, self._stream = options, stream
@@ -363,7 +363,7 @@ def matmul(
         on the host. None: every call plans, for from its own parts a rank can't know the others': of 5 columns the
         first of two ranks has as many as of 6.
     """
-    ctx, inputs = ctx or current_context(), epilog_inputs or {}
+    ctx, inputs = as_context(ctx), epilog_inputs or {}
     with _HERE if stream is None else _on(ctx, stream):
         try:
             distributions = tuple(distributions)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import tkernels
-from tkernels.comm import Context, LeaseError, MismatchError, TkernelsError, current_context
+from tkernels.comm import Context, LeaseError, MismatchError, TkernelsError, as_context
 from tkernels.comm.group import checksum, first_difference, listed
 from tkernels.layers.fsdp import FullyShard
 from tkernels.layers.norms import check_norm, clip_scale, counts, squared_norm
@@ -98,7 +98,7 @@ class ZeroOptimizer:
         dev=None,
         **options,
     ):
-        self.ctx = ctx or current_context()
+        self.ctx = as_context(ctx)
         groups, self._names, contexts = _param_groups(params, self.ctx)
         if max_norm is not None or loss_scale is not None:
             check_norm("ZeroOptimizer, with max_norm or loss_scale", contexts, tensor_parallel)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tkernels.comm.context import Context, current_context
+from tkernels.comm.context import Context, as_context
 from tkernels.comm.device import TRACE_BUFFER, TRACE_CAPACITY, operation_name
 from tkernels.comm.errors import TkernelsError
 from tkernels.comm.marks import MARK
@@ -34,7 +34,7 @@ def tracing(ctx: Context | None = None, *, marks: int = DEFAULT_MARKS) -> Iterat
     counted in `Trace.lost`. Raises ValueError for fewer than 2 or inside another such block, TkernelsError where a CUDA
     graph is captured.
     """
-    ctx = ctx or current_context()
+    ctx = as_context(ctx)
     if marks < 2:
         raise ValueError(f"tracing: marks={marks}, but a program makes at least 2; the default is {DEFAULT_MARKS}")
     if ctx.recorder is not None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tkernels.comm import runtime, tuned
-from tkernels.comm.context import Context, current_context, open_contexts
+from tkernels.comm.context import Context, as_context, open_contexts
 from tkernels.configs import (
     KEY,
     GemmConfig,
@@ -114,7 +114,7 @@ def tune(
 
     Raises ValueError for what can't be tuned, the same on every rank; RuntimeError where not even the default runs.
     """
-    ctx = ctx or current_context()
+    ctx = as_context(ctx)
     problem = Problem(operation, M, N, K, dtype, layout)
     problem.check(ctx.size)
     check_grid(grid or {}, operation)
