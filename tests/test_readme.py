@@ -96,7 +96,7 @@ def test_the_examples_on_several_ranks_run(ctx, name):
 
 def test_every_system_has_an_example():
     systems = ["P2PCommunicator", "FullyShard", "ZeroOptimizer", "OverlappedDDP"]
-    assert list(EXAMPLES) == ["parallelize", *systems, "shim", "Matmul"]
+    assert list(EXAMPLES) == ["parallelize", *systems, "ColumnParallelLinear", "shim", "Matmul"]
 
 
 def test_the_example_of_leases_runs():
