@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,16 @@ def test_the_examples_on_several_ranks_run(ctx, name):
 def test_every_system_has_an_example():
     systems = ["P2PCommunicator", "FullyShard", "ZeroOptimizer", "OverlappedDDP"]
     assert list(EXAMPLES) == ["parallelize", *systems, "ColumnParallelLinear", "shim", "Matmul"]
+
+
+@pytest.mark.ranks(2)
+def test_the_example_of_a_kernel_runs(ctx, tmp_path):
+    (block,) = (block for block in blocks("python") if "@triton.jit" in block)
+    path = tmp_path / f"shift_{ctx.rank}.py"  # Triton reads a kernel's source from its file
+    path.write_text(block)
+    names = runpy.run_path(str(path))
+    with tkernels.init(ctx.group.process_group, heap_bytes=1 << 20) as own:
+        assert names["shift"](own) == [10.0 * (1 - ctx.rank) + i for i in range(5)]
 
 
 def test_the_example_of_leases_runs():
