@@ -128,8 +128,7 @@ class MaxPoolPlan:
                     raise ValueError(_twice(padded[bucket.id], unit_of.get(bucket.id), bucket, unit))
                 if bucket.numel < 0:
                     raise ValueError(f"bucket {bucket.id!r} has {bucket.numel} elements")
-                numel = -(-bucket.numel // pad_multiple) * pad_multiple
-                padded[bucket.id] = Bucket(bucket.id, bucket.dtype, numel)
+                padded[bucket.id] = Bucket(bucket.id, bucket.dtype, round_up(bucket.numel, pad_multiple))
                 if unit is not None:
                     unit_of[bucket.id] = unit
 

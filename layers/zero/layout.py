@@ -13,6 +13,7 @@ from torch import nn
 
 from tkernels.comm import Context
 from tkernels.comm.lease import Slot
+from tkernels.comm.regions import round_up
 from tkernels.layers.grad_bucket import Slice
 
 ALIGNMENT = 16  # elements: slices begin at multiples of 16 bytes in every dtype, and so do the owners' parts
@@ -48,7 +49,7 @@ def plan(parameters: Iterable[torch.Tensor], capacity: int, ranks: int, partitio
 
 
 def _padded(parameter: torch.Tensor) -> int:
-    return -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+    return round_up(parameter.numel(), ALIGNMENT)
 
 
 def _lay_out(parameters: list[torch.Tensor], capacity: int, loads: list[int], partition: str) -> Fill:
@@ -62,8 +63,7 @@ def _lay_out(parameters: list[torch.Tensor], capacity: int, loads: list[int], pa
         parameters = [parameter for theirs in owned for parameter in theirs]
         rows = [sum(map(torch.Tensor.numel if large else _padded, theirs)) for theirs in owned]
     else:
-        unit = len(loads) * ALIGNMENT
-        part = -(-sum(map(_padded, parameters)) // unit) * ALIGNMENT
+        part = round_up(sum(map(_padded, parameters)), len(loads) * ALIGNMENT) // len(loads)
         end = parameters[0].numel() if large else part * len(loads)
         rows = [max(0, min(part, end - rank * part)) for rank in range(len(loads))]
     slices, start = [], 0

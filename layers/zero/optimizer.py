@@ -18,6 +18,7 @@ from torch import nn
 import tkernels
 from tkernels.comm import Context, LeaseError, MismatchError, TkernelsError, as_context
 from tkernels.comm.group import checksum, first_difference, listed
+from tkernels.comm.regions import round_up
 from tkernels.layers.fsdp import FullyShard
 from tkernels.layers.norms import check_norm, clip_scale, counts, squared_norm
 from tkernels.layers.owners import disown, own, owner_of, remove_owners
@@ -133,8 +134,7 @@ class ZeroOptimizer:
         self._gradients.enabled = not deferred  # what comes after backward waits for `step`, and the rest with it
         for (ctx, dtype), parameters in _by_context_and_dtype(contexts).items():
             summed = reduce_dtype or dtype
-            unit = ctx.size * ALIGNMENT
-            capacity = -(-bucket_bytes // (summed.itemsize * unit)) * unit
+            capacity = round_up(-(-bucket_bytes // summed.itemsize), ctx.size * ALIGNMENT)
             shards = [Shard(fill, ctx, self.dev) for fill in plan(parameters, capacity, ctx.size, partition)]
             self._gradients.add_bucket(shards, capacity, summed, self._wires[ctx])
         own(self._parameters, self)
