@@ -276,6 +276,30 @@ def test_a_failure_counts_unless_the_function_was_told_or_began_anew(ctx):
                     context.finalize()  # which tells rank 1
 
 
+@pytest.mark.ranks(3)
+def test_a_failure_of_a_context_over_fewer_ranks_counts(ctx):
+    pair, opened = dist.new_group([0, 1]), []
+
+    def fail(context):
+        opened.append(tkernels.init(pair, heap_bytes=4 << 20, timeout_s=1.0, default=False))
+        opened[0].barrier()
+        if context.rank == 0:
+            with pytest.raises(tkernels.WaitTimeoutError):
+                opened[0].barrier()
+                opened[0].check()
+        while not opened[0].failed:
+            time.sleep(0.02)
+
+    if ctx.rank == 0:
+        assert _call(ctx, fail, ()) == (None, False)
+    if ctx.rank == 1:
+        with pytest.raises(tkernels.WaitTimeoutError, match="its context had failed: barrier: rank 0 waited 1 s"):
+            _call(ctx, fail, ())
+    for own in opened:
+        with contextlib.suppress(tkernels.WaitTimeoutError):
+            own.finalize()
+
+
 @pytest.mark.parametrize("spent", [False, True])
 def test_ranks_whose_context_has_failed_serve_no_other_call(monkeypatch, spent):
     pool, killed = RankPool(2), []

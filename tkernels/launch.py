@@ -441,23 +441,25 @@ def _join(rank, ranks, port, num_threads, ctx_options):
 def _call(ctx, fn, args) -> tuple:
     """fn's result, and whether ctx serves no other call. Raises what has failed and the function was not told of.
 
-    That is asked of the context that it has opened last, if any: after a failure the ranks begin anew by `init`.
+    That is asked of ctx and of what fn has opened and left open, over each group the newest: after a failure ranks
+    begin anew by `init`.
     """
     from tkernels.comm.context import open_contexts
     from tkernels.comm.errors import TkernelsError
-    from tkernels.comm.group import Group
 
-    before = open_contexts(Group())
+    before = open_contexts()
     result = fn(ctx, *args)
-    after = open_contexts(Group())
-    in_use = after[-1] if after and after[-1] not in before else ctx
-    if not in_use.closed and not in_use.reported:
+    opened = [each for each in open_contexts() if each not in before]
+    newest = {tuple(each.group.global_ranks): each for each in (ctx, *opened)}
+    for in_use in newest.values():
+        if in_use.closed or in_use.reported:
+            continue
         try:
             in_use.check()  # a wait that expired, and whose kernel went on, is no success
         except TkernelsError as error:
             error.args = (f"the function returned, but its context had failed: {error}",)
             raise
-    return result, ctx.failed or ctx not in after
+    return result, ctx.failed or ctx not in open_contexts()
 
 
 def _leave(ctx):
