@@ -7,6 +7,7 @@ import torch
 from bench.baselines import enable_symmetric_memory
 from tkernels.comm.context import Context
 from tkernels.timing import agree, measure
+from tkernels.tuner.compile import sentence
 
 PEER_COPY_BYTES = 256 << 20
 HBM_COPY_BYTES = 1 << 30
@@ -38,7 +39,7 @@ def measure_roofs(ctx: Context, dtype: torch.dtype, iterations: int) -> Roofs:
             local, remote = _peer_buffers(ctx)
             calls |= {"push": lambda: remote.copy_(local), "pull": lambda: local.copy_(remote)}
         except Exception as error:  # torch's symmetric memory may be missing here; the wire's columns then stay empty
-            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            reason = sentence(error)
         reason = agree(ctx, reason)
         if reason is not None:
             calls, missing = {}, {"wire": f"the peak of a copy to a peer was not measured ({reason})"}

@@ -51,9 +51,9 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Case]]:
     parser.add_argument("op", metavar="OP", help=f"{', '.join(shapes.BY_OPERATION)} with commas between them, or all")
     parser.add_argument(
         "--shape",
-        default="all",
+        default="tiny" if simulated else "all",
         help="MxNxK over all ranks, or names, with commas between them; layers: whole sequences, small: few tokens, "
-        "all: both (default)",
+        "all: both (default; on the simulated runtime tiny)",
     )
     parser.add_argument("--layout", default="TN", help="of the products: TN (forward, default), NN and NT (backward)")
     parser.add_argument(

@@ -14,6 +14,7 @@ import ctypes
 import torch
 
 from tkernels.comm.driver import driver
+from tkernels.comm.errors import TkernelsError
 
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
@@ -85,4 +86,4 @@ def _exchange(mode: ctypes.c_int):
     """Swap the thread's mode and `mode`."""
     error = driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     if error:
-        raise RuntimeError(f"the mode of stream captures can't be changed: CUDA error {error}")
+        raise TkernelsError(f"the mode of stream captures can't be changed: CUDA error {error}")

@@ -42,7 +42,7 @@ from tkernels.comm.device import (
     wait_signal,
 )
 from tkernels.comm.marks import ADD, COPY, SEND, WAIT, end_marks, mark
-from tkernels.comm.plans import alike, check_resolved, told
+from tkernels.comm.plans import alike, check_out, check_resolved, told
 from tkernels.comm.regions import round_up
 from tkernels.comm.workspace import MIN_CHUNKS, PACKET_BLOCK, PACKET_BYTES
 
@@ -61,6 +61,7 @@ MAX_BLOCK_BYTES = 2 * 4 * PACKET_BLOCK  # of a block of packets, which may come 
 # its bytes on alone. So a part of n times as many bytes goes in as many copies as the root of n.
 PIECE_BYTES = 4 << 20
 LAMPORT_CALLS, LAMPORT_WORDS = tl.constexpr(2), tl.constexpr(3)  # of a workspace's state
+SUMMED = (torch.float32, torch.float16, torch.bfloat16)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -481,7 +482,7 @@ def all_gather(
 
     rows: row counts by rank, where they differ. Raises ValueError if they don't fit, TypeError for a wider dtype.
     max_programs: the same on all ranks; fewer leave multiprocessors to what runs beside it.
-    out: contiguous, filled and returned. x_shard_m may be this rank's rows of it: what is written there is what is.
+    out: contiguous, filled and returned. x_shard_m may be this rank's rows of it (in place).
     """
     rows = None if rows is None else tuple(rows)
     return ctx.plan(plan_all_gather, (x_shard_m, out), rows, max_programs, config)(x_shard_m, out)
@@ -498,7 +499,8 @@ def plan_all_gather(ctx: Context, x: torch.Tensor, out, rows, max_programs: int,
 
     For operations whose own plan has this one in it; like theirs it is good until the workspace forgets its plans.
     """
-    _check_tensor("all_gather", ctx, x)
+    _check("all_gather", ctx, x, max_programs)
+    _check_rows("all_gather", x)
     if x.element_size() not in _BITS:
         raise TypeError(f"all_gather: moves elements of up to 8 bytes, not {x.dtype}; pass a view of it")
     rows = check_rows("all_gather", ctx, rows, own=x.shape[0])
@@ -539,10 +541,12 @@ def _reduces_alike(x, out, rows, max_programs, out_dtype, config=DEFAULT):
 
 @alike(_reduces_alike)
 def plan_reduce_scatter(ctx: Context, x: torch.Tensor, out, rows, max_programs: int, out_dtype, config=DEFAULT):
-    """The same for reduce_scatter."""
-    _check_tensor("reduce_scatter", ctx, x, floating=True)
+    """What to do with tensors like x and out: a function of them that returns this rank's rows of the sum."""
+    _check("reduce_scatter", ctx, x, max_programs)
+    _check_rows("reduce_scatter", x)
+    dtype = _check_sum("reduce_scatter", x, out_dtype)
     rows = check_rows("reduce_scatter", ctx, rows, total=x.shape[0])
-    width, dtype = math.prod(x.shape[1:]), out_dtype or x.dtype
+    width = math.prod(x.shape[1:])
     result = _result("reduce_scatter", x, out, (rows[ctx.rank], *x.shape[1:]), dtype, -sum(rows[: ctx.rank]) * width)
     if ctx.size == 1:
         return _into(result, _copy)
@@ -577,9 +581,9 @@ def _all_reduces_alike(x, out, out_dtype, config=DEFAULT, max_programs=ALONE_PRO
 
 @alike(_all_reduces_alike)
 def plan_all_reduce(ctx: Context, x: torch.Tensor, out, out_dtype, config=DEFAULT, max_programs: int = ALONE_PROGRAMS):
-    """The same for all_reduce."""
-    _check_tensor("all_reduce", ctx, x, floating=True)
-    dtypes = x.dtype, out_dtype or x.dtype
+    """What to do with tensors like x and out: a function of them that returns the sum."""
+    _check("all_reduce", ctx, x, max_programs)
+    dtypes = x.dtype, _check_sum("all_reduce", x, out_dtype)
     result = _result("all_reduce", x, out, tuple(x.shape), dtypes[1])
     if ctx.size == 1:
         return _into(result, _copy)
@@ -783,26 +787,25 @@ def _into(result, launch):
     return run
 
 
-def _check_tensor(name: str, ctx: Context, x: torch.Tensor, floating: bool = False):
+def _check(name: str, ctx: Context, x: torch.Tensor, max_programs: int):
     if x.device != ctx.device:
         raise ValueError(f"{name}: the tensor is on {x.device}, but this context works on {ctx.device}")
-    if x.dim() == 0:
-        raise ValueError(f"{name}: takes a tensor of at least one dimension, not a scalar")
     check_resolved(name, "x", x)
-    if floating and x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise TypeError(f"{name}: sums float32, float16 and bfloat16, not {x.dtype}")
+    if max_programs < 1:
+        raise ValueError(f"{name}: max_programs={max_programs} must be positive")
 
 
-def check_out(name: str, out: torch.Tensor, shape: tuple[int, ...], x: torch.Tensor, dtype=None):
-    """Raises ValueError unless `out` is a contiguous tensor of that shape, on x's device, of x's dtype or `dtype`."""
-    dtype = dtype or x.dtype
-    if (tuple(out.shape), out.dtype, out.device) != (shape, dtype, x.device):
-        raise ValueError(
-            f"{name}: out is {tuple(out.shape)}, {out.dtype}, on {out.device}; the result is {shape}, {dtype}, on "
-            f"{x.device}"
-        )
-    if not out.is_contiguous():
-        raise ValueError(f"{name}: out has strides {out.stride()}; pass a contiguous tensor")
+def _check_rows(name: str, x: torch.Tensor):
+    if x.dim() == 0:
+        raise ValueError(f"{name}: takes rows, but the tensor is a scalar")
+
+
+def _check_sum(name: str, x: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
+    """The result's dtype."""
+    for what, dtype in (("x is", x.dtype), ("out_dtype is", out_dtype or x.dtype)):
+        if dtype not in SUMMED:
+            raise TypeError(f"{name}: sums float32, float16 and bfloat16, but {what} {dtype}")
+    return out_dtype or x.dtype
 
 
 def _result(name: str, x: torch.Tensor, out: torch.Tensor | None, shape: tuple[int, ...], dtype, place: int = 0):
@@ -812,7 +815,7 @@ def _result(name: str, x: torch.Tensor, out: torch.Tensor | None, shape: tuple[i
     """
     if out is None:
         return lambda x, out: x.new_empty(shape, dtype=dtype)
-    check_out(name, out, shape, x, dtype)
+    check_out(name, out, shape, dtype, x.device)
     x_bytes, out_bytes = x.nbytes, out.nbytes
     copied = not x.is_contiguous()  # before anything is written
     place = place * x.element_size() if dtype == x.dtype else None

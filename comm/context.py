@@ -27,7 +27,7 @@ from tkernels.comm.device import (
 from tkernels.comm.errors import Fault, MismatchError, OutOfStepError, TkernelsError, WaitTimeoutError
 from tkernels.comm.group import Group
 from tkernels.comm.heap import SymmetricHeap
-from tkernels.comm.plans import Launch, describe
+from tkernels.comm.plans import Launch, describe, local_plans
 from tkernels.comm.workspace import Workspace, most_lamport_bytes
 
 DEFAULT_HEAP_BYTES = {"simulated": 256 << 20, "nvshmem": 2 << 30}
@@ -87,7 +87,10 @@ def finalize(ctx: "Context | None" = None):
 
 
 def current_context() -> "Context":
-    """The context of the latest `init` that has not been finalized. Raises TkernelsError if there is none."""
+    """The default context: the newest that is open and no `init(default=False)` made; if none is, the first of those.
+
+    Raises TkernelsError if no context is open.
+    """
     if not _contexts:
         raise TkernelsError("no context: call tkernels.init() on every rank first, or pass ctx=...")
     return next(reversed(_contexts.values()))
@@ -103,7 +106,7 @@ def as_context(ctx: "Context | None") -> "Context":
 
 
 def open_contexts(group: Group | None = None) -> list["Context"]:
-    """Those that have not been finalized, the newest last: all, or those over the ranks of a group."""
+    """Those that have not been finalized, the default one last: all, or those over the ranks of a group."""
     every = _contexts.values()
     return [each for each in every if group is None or each.group.global_ranks == group.global_ranks]
 
@@ -111,7 +114,10 @@ def open_contexts(group: Group | None = None) -> list["Context"]:
 def find_context(name: str) -> "Context":
     """The context of that name; torch operators carry names, since an operator's arguments are plain values."""
     if name not in _contexts:
-        raise TkernelsError(f"context {name!r} has been finalized; open contexts: {', '.join(_contexts) or 'none'}")
+        raise TkernelsError(
+            f"context {name!r} is not open: it has been finalized, or left by an exception; open contexts: "
+            f"{', '.join(_contexts) or 'none'}"
+        )
     return _contexts[name]
 
 
@@ -160,6 +166,7 @@ class Context:
             others = dict(_contexts)
             _contexts.clear()
             _contexts.update({self.name: self, **others})
+        local_plans.clear()  # which follow the default context's records
 
     def _prepare(self, transport: str):
         """Collective. All that kernels need besides the heap."""
@@ -223,6 +230,9 @@ class Context:
         for each in [each for each in _abandoned if each.group.global_ranks == self.group.global_ranks]:
             if each.name not in in_use:
                 _abandoned.remove(each)
+                if each.closed:  # all but its memory
+                    each.heap.close()
+                    continue
                 try:
                     each._give_back()
                 except WaitTimeoutError as error:
@@ -312,7 +322,12 @@ class Context:
         return self.device.type == "cuda" and capture.underway()
 
     def launch(self, kernel, num_programs: int, *arguments, **options):
-        """Run a kernel of `num_programs` programs. Raises WaitTimeoutError if its wait, or an earlier one, expired."""
+        """Run a kernel of `num_programs` programs, which are resident at once: they may wait for each other.
+
+        Asynchronous on a GPU: raises WaitTimeoutError for an earlier wait that is known to have expired, simulated for
+        one of its own as well; `check` waits, and tells of all. Raises ValueError, or what CUDA says of a cooperative
+        launch, for more programs than there is room for.
+        """
         self.bind(kernel, num_programs, *arguments, **options)()
 
     def bind(self, kernel, num_programs: int, *arguments, varying: tuple[str, ...] = (), **options) -> Launch:
@@ -422,23 +437,26 @@ class Context:
     def finalize(self):
         """Collective. Give the memory back; the context and its tensors must not be used any more. May be repeated.
 
-        After an expired wait it does not meet the other ranks, which may be gone. Raises WaitTimeoutError, once the
-        memory is given back, for an expired wait that nothing has reported yet; OutOfStepError where another rank makes
-        another call, and goes on to use the context.
+        After an expired wait it does not meet the other ranks, which may be gone, or may still write here: the memory
+        is given back by the next `init` over the same ranks. Raises WaitTimeoutError for an expired wait that nothing
+        has reported yet, at the end; OutOfStepError where another rank makes another call, and goes on to use the
+        context.
         """
         if _contexts.pop(self.name, None) is None:
             return
-        if not self.failed:
+        local_plans.clear()
+        failed = self.failed
+        if not failed:
             try:
                 _meet(self.group, FINALIZE + self.name)
             except OutOfStepError:
                 _abandoned.append(self)
                 raise
-        self._give_back()
+        self._give_back(keep_heap=failed)
 
     @property
     def closed(self) -> bool:
-        """Whether its memory has been given back."""
+        """Whether it has been finalized, or given back after it was abandoned."""
         return self.group.closed
 
     def abandon(self):
@@ -449,7 +467,7 @@ class Context:
         if _contexts.pop(self.name, None) is not None:
             _abandoned.append(self)
 
-    def _give_back(self):
+    def _give_back(self, keep_heap: bool = False):
         reported, error = self.reported, None
         try:
             self.check()
@@ -458,7 +476,10 @@ class Context:
         self._workspaces.clear()
         self._constants.clear()
         self._flag = numpy.ones(1, dtype=numpy.int64)  # launches look at it, and would find memory that is gone
-        self.heap.close()
+        if keep_heap:
+            _abandoned.append(self)
+        else:
+            self.heap.close()
         self.group.close()
         if error is not None and not reported:
             raise error

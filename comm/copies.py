@@ -51,6 +51,7 @@ import triton.language as tl
 from tkernels.comm import interpreter
 from tkernels.comm.device import arrived, count, end_epoch, tell_all, wait_signal
 from tkernels.comm.driver import driver
+from tkernels.comm.errors import TkernelsError
 from tkernels.comm.lease import Crossing
 from tkernels.comm.marks import COLLECT, mark
 
@@ -209,12 +210,12 @@ def _of_stream(stream: int):
     def on_words(operations: ctypes.Array):
         error = batch(stream, len(operations) // OPERATION_WORDS, operations, 0)
         if error:
-            raise RuntimeError(f"the copy engine's stream refused to wait for words or to set them: CUDA error {error}")
+            raise TkernelsError(f"the copy engine's stream refused to wait for words or set them: CUDA error {error}")
 
     def copy(goal: int, source: int, num_bytes: int):
         error = memcpy(goal, source, num_bytes, stream)
         if error:
-            raise RuntimeError(f"the copy engine's stream refused a copy: CUDA error {error}")
+            raise TkernelsError(f"the copy engine's stream refused a copy: CUDA error {error}")
 
     return on_words, copy
 

@@ -11,6 +11,8 @@ laid out as below; `rank` is always a rank within the group. Signals are int64 w
 count within one call, which are zero between calls.
 """
 
+import zlib
+
 import triton
 import triton.language as tl
 
@@ -50,17 +52,22 @@ ADD = tl.constexpr(1)
 
 OTHER_NAN = tl.constexpr(0x7FFF7FFF)  # in fp32, and in fp16 and bf16 two of them
 
-_operations = ["unnamed"]
+_operations = {}
 
 
 def operation(name: str) -> tl.constexpr:
-    """Register an operation's name for the records of expired waits; kernels pass the number on."""
-    _operations.append(name)
-    return tl.constexpr(len(_operations) - 1)
+    """The number by which kernels name an operation in the records of expired waits: the same on every rank.
+
+    Raises ValueError for a name whose number another one has.
+    """
+    number = zlib.crc32(name.encode()) >> 1  # an int32
+    if _operations.setdefault(number, name) != name:
+        raise ValueError(f"operation: {name!r} has the number of {_operations[number]!r}; choose another name")
+    return tl.constexpr(number)
 
 
 def operation_name(number: int) -> str:
-    return _operations[number]
+    return _operations.get(number, f"operation {number}")
 
 
 @triton.jit

@@ -4,7 +4,10 @@ from dataclasses import dataclass
 
 
 class TkernelsError(RuntimeError):
-    """Base class of what this library raises at run time; wrong arguments are ValueError or TypeError."""
+    """Base class of what this library raises at run time; wrong arguments are ValueError or TypeError.
+
+    What `launch` raises of its ranks is a RankError.
+    """
 
 
 class MismatchError(TkernelsError):
@@ -71,11 +74,20 @@ class WaitTimeoutError(TkernelsError):
         """global_ranks: of the group's ranks, where they are others."""
         self.fault, self.timeout_s, self.global_ranks = fault, timeout_s, global_ranks
         among = f" (ranks are those of a group, whose global ranks are {global_ranks})" if global_ranks else ""
+        if fault.peer == fault.rank:
+            waited, whose = 2 * timeout_s, "its own programs or copies"  # see device.wait_signal
+            reason = "A copy has failed, or another wait of this launch has expired; is a longer limit needed?"
+            way_out = "init(timeout_s=...)"
+        else:
+            waited, whose = timeout_s, f"the signal of rank {fault.peer}"
+            reason = (
+                f"Rank {fault.peer} died, is slower than the limit, or did not make this call; all ranks must make the "
+                f"same calls in the same order"
+            )
+            way_out = "TKERNELS_COMPARE_CALLS=1 names those that differ; a longer limit: init(timeout_s=...)"
         super().__init__(
-            f"{fault.operation}: rank {fault.rank} waited {timeout_s:g} s for the signal of rank {fault.peer}, chunk "
-            f"{fault.chunk}: expected {fault.expected}, seen {fault.seen}. Rank {fault.peer} died, is slower "
-            f"than the limit, or did not make this call; all ranks must make the same calls in the same order "
-            f"(TKERNELS_COMPARE_CALLS=1 names those that differ; a longer limit: init(timeout_s=...)){among}"
+            f"{fault.operation}: rank {fault.rank} waited {waited:g} s for {whose}, chunk {fault.chunk}: expected "
+            f"{fault.expected}, seen {fault.seen}. {reason} ({way_out}){among}"
         )
 
     def __getattr__(self, name):

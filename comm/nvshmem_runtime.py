@@ -59,7 +59,7 @@ def open_segment(group: Group, num_bytes: int) -> Segment:
         _pool = _Pool()
     pool = _pool
     if group.global_ranks[-1] >= pool.world_size:
-        raise RuntimeError(
+        raise TkernelsError(
             f"NVSHMEM was initialised with {pool.world_size} ranks and can't be initialised again in this process; "
             f"the group has global rank {group.global_ranks[-1]}"
         )
@@ -69,7 +69,7 @@ def open_segment(group: Group, num_bytes: int) -> Segment:
     if None in offsets:
         if offset is not None:
             pool.blocks.give_back(offset)
-        raise RuntimeError(
+        raise TkernelsError(
             f"NVSHMEM's pool of {POOL_BYTES} bytes has no room for a heap of {num_bytes} bytes on rank "
             f"{offsets.index(None)}; set TKERNELS_POOL_BYTES to a larger value or finalize() other contexts"
         )
@@ -88,7 +88,7 @@ def device_library() -> str:
         path = Path(folder) / "lib" / "libnvshmem_device.bc"
         if path.exists():
             return str(path)
-    raise FileNotFoundError(
+    raise TkernelsError(
         "libnvshmem_device.bc was not found in nvidia-nvshmem-cu13; transport='nvshmem' needs version 3.4 to 3.6 of it "
         "(transport='peer' does not)"
     )

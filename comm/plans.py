@@ -39,6 +39,18 @@ def check_resolved(name: str, label: str, tensor: torch.Tensor):
         raise ValueError(f"{name}: {label} is a negated or conjugated view; pass {label}.resolve_neg().resolve_conj()")
 
 
+def check_out(name: str, out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
+    """Raises ValueError or TypeError unless `out` can take a result: of that shape and dtype, contiguous, there."""
+    if out.dtype != dtype:
+        raise TypeError(f"{name}: out is {out.dtype}, but the result is {dtype}")
+    if tuple(out.shape) != tuple(shape) or not out.is_contiguous() or out.device != device:
+        raise ValueError(
+            f"{name}: out is {tuple(out.shape)} with strides {out.stride()} on {out.device}, but must be "
+            f"{tuple(shape)}, contiguous, on {device}"
+        )
+    check_resolved(name, "out", out)
+
+
 class Plans:
     """Plans by key, of which the MAX_PLANS newest are kept."""
 

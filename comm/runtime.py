@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tkernels.comm import interpreter
+from tkernels.comm.errors import TkernelsError
 from tkernels.comm.group import Group
 
 NVSHMEM4PY = "0.4.1"  # the oldest that works
@@ -111,6 +112,6 @@ def open_segment(group: Group, num_bytes: int) -> Segment:
     else:
         reason = candidates()["nvshmem"]
         if reason is not None:
-            raise RuntimeError(f"TKERNELS_RUNTIME=nvshmem was asked for, but {reason}")
+            raise TkernelsError(f"TKERNELS_RUNTIME=nvshmem was asked for, but {reason}")
         from tkernels.comm import nvshmem_runtime as chosen
     return chosen.open_segment(group, num_bytes)

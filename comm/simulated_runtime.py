@@ -9,6 +9,7 @@ import os
 
 import torch
 
+from tkernels.comm.errors import TkernelsError
 from tkernels.comm.group import Group
 from tkernels.comm.runtime import Segment
 
@@ -30,7 +31,7 @@ def open_segment(group: Group, num_bytes: int) -> Segment:
     finally:
         os.close(descriptor)
     if failures:
-        raise RuntimeError(
+        raise TkernelsError(
             f"the simulated runtime could not map {failures[0]}. If there is not so much memory, pass a smaller "
             f"heap_bytes to init(); all ranks must run on one machine, as one user, in one process namespace"
         )

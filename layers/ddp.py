@@ -30,6 +30,7 @@ import warnings
 import torch
 from torch import nn
 
+from tkernels.comm.collectives import SUMMED
 from tkernels.comm.errors import LeaseError, MismatchError
 from tkernels.comm.group import checksum, first_difference
 from tkernels.comm.lease import EventCompletion, Lease, Slot, captured, capturing
@@ -544,7 +545,7 @@ def _check_parameters(params: dict[str, nn.Parameter], grad_dtype: torch.dtype |
         if param.device != device:
             raise ValueError(f"OverlappedDDP: {name} is on {param.device}, and {first} on {device}; move them together")
         for dtype in (param.dtype, grad_dtype or param.dtype):
-            if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            if dtype not in SUMMED:
                 raise TypeError(f"OverlappedDDP: {name}: sums float32, float16 and bfloat16, not {dtype}")
 
 

@@ -40,6 +40,7 @@ from torch.utils._pytree import tree_map
 import tkernels
 from tkernels.comm import Context, LeaseError, MismatchError, Slot, as_context
 from tkernels.comm.capture import lasting
+from tkernels.comm.collectives import SUMMED
 from tkernels.comm.group import checksum, first_difference, listed
 from tkernels.comm.regions import round_up
 from tkernels.layers.norms import check_norm, clip, counts, squared_norm
@@ -57,7 +58,6 @@ ALIGN = 16  # elements that parameters and shards start at multiples of: 16 byte
 GRADIENT_COPIES = 2  # one is filled while the other travels; what is gathered ahead changes nothing about that
 POOLS = {"max": (MaxPoolPlan, MaxPoolAllocator), "fixed": (FixedPoolPlan, FixedPoolAllocator)}
 KNOWN = (torch.Tensor, numbers.Number, str, bytes, type(None))  # that outputs may consist of
-SUMMED = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class FullyShard(nn.Module):

@@ -273,6 +273,8 @@ def test_results_go_where_the_caller_wants_them(ctx, transport, path):
     for wrong in (dict(out=out[:52]), dict(out=out.half()), dict(return_gathered=gathered.t())):
         with pytest.raises((ValueError, TypeError), match="out is"):
             fused(ctx, x, w, bias, rows=rows, **wrong, path=path)
+    with pytest.raises(ValueError, match="return_gathered='borowed'; use a bool, 'borrowed' or a tensor"):
+        fused(ctx, x, w, bias, return_gathered="borowed", rows=rows, path=path)
     memory = torch.zeros(80, N, device=ctx.device)
     own = gathered[(1, 32)[ctx.rank] :][: rows[ctx.rank]]  # a row off
     overlapping = [

@@ -125,7 +125,7 @@ def test_sums_are_rounded_once_to_another_dtype_where_asked(ctx, transport):
                 assert torch.equal(got, want.to(out_dtype)), (name, num_elements, dtype)
                 got = collectives.reduce_scatter(ctx, shards[ctx.rank], rows, out_dtype=out_dtype, config=config)
                 assert torch.equal(got, want.to(out_dtype).split(rows)[ctx.rank]), (name, num_elements, dtype)
-    with pytest.raises(ValueError, match="out is .*torch.float16.*; the result is .*torch.float32"):
+    with pytest.raises(TypeError, match="out is torch.float16, but the result is torch.float32"):
         collectives.all_reduce(ctx, shards[0], out=shards[0].half(), out_dtype=torch.float32)
 
 
@@ -368,16 +368,17 @@ def test_an_out_that_does_not_fit_is_refused_before_the_first_signal(ctx):
     x = torch.zeros(4, 3, device=ctx.device)
     memory = torch.zeros(40, device=ctx.device)
     refused = [
-        (lambda: tkernels.all_gather(x, out=torch.zeros_like(x), ctx=ctx), r"out is \(4, 3\), .* result is \(8, 3\)"),
-        (lambda: tkernels.reduce_scatter(x, out=x[:2].double(), ctx=ctx), "torch.float64, .*result is .*torch.float32"),
-        (lambda: tkernels.all_reduce(x, out=torch.zeros(3, 4, device=ctx.device).t(), ctx=ctx), "strides .1, 4.; pass"),
-        (lambda: tkernels.all_reduce(x, out=x.to("meta"), ctx=ctx), "on meta; the result is"),
+        (lambda: tkernels.all_gather(x, out=torch.zeros_like(x), ctx=ctx), r"out is \(4, 3\) .* must be \(8, 3\)"),
+        (lambda: tkernels.reduce_scatter(x, out=x[:2].double(), ctx=ctx), "is torch.float64, but the .* torch.float32"),
+        (lambda: tkernels.all_reduce(x, out=torch.zeros(3, 4, device=ctx.device).t(), ctx=ctx), "strides .1, 4. "),
+        (lambda: tkernels.all_reduce(x, out=x.to("meta"), ctx=ctx), "on meta, but must be"),
+        (lambda: tkernels.all_reduce(x, out=torch._neg_view(x.clone()), ctx=ctx), "out is a negated or conjugated"),
         (lambda: tkernels.all_reduce(memory[:12], out=memory[4:16], ctx=ctx), "begins 16 bytes after x and overlaps"),
         (lambda: tkernels.all_gather(memory[2:6], out=memory[:8], ctx=ctx), "begins -8 bytes after x and overlaps"),
         (lambda: tkernels.all_reduce(x.clone().requires_grad_(), out=x, ctx=ctx), "out= has no gradient; leave it out"),
     ]  # fmt: skip
     for call, message in refused:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, TypeError), match=message):
             call()
     with torch.no_grad():
         tkernels.all_reduce(x.clone().requires_grad_(), out=x, ctx=ctx)
@@ -423,8 +424,10 @@ def test_wrong_arguments_are_refused_before_the_first_signal(ctx):
         (lambda: tkernels.reduce_scatter(x, rows=(6, -1), ctx=ctx), r"rows=\(6, -1\) must name a count >= 0"),
         (lambda: tkernels.all_gather(x, rows=(4, 4), ctx=ctx), r"rank . has 5 rows, but rows=\(4, 4\) gives it 4"),
         (lambda: tkernels.all_gather(x, rows=(5, 5.0), ctx=ctx), r"rows=\(5, 5.0\) must name whole numbers of rows"),
-        (lambda: tkernels.all_reduce(x.long(), ctx=ctx), "sums float32, float16 and bfloat16, not torch.int64"),
-        (lambda: tkernels.all_reduce(x.sum(), ctx=ctx), "at least one dimension, not a scalar"),
+        (lambda: tkernels.all_reduce(x.long(), ctx=ctx), "sums float32, float16 and bfloat16, but x is torch.int64"),
+        (lambda: tkernels.reduce_scatter(x.sum(), ctx=ctx), "takes rows, but the tensor is a scalar"),
+        (lambda: collectives.all_reduce(ctx, x, out_dtype=torch.int32), "but out_dtype is torch.int32"),
+        (lambda: collectives.reduce_scatter(ctx, x[:4], max_programs=0), "max_programs=0 must be positive"),
         (lambda: collectives.all_reduce(ctx, x.to("meta")), "is on meta, but this context works on"),
     ]
     for call, message in refused:
@@ -432,6 +435,15 @@ def test_wrong_arguments_are_refused_before_the_first_signal(ctx):
             call()
     tkernels.barrier(ctx=ctx)
     ctx.check()
+
+
+@pytest.mark.ranks(2, 3)
+def test_scalars_are_summed(ctx):
+    loss = torch.full((), ctx.rank + 1.0, device=ctx.device, requires_grad=True)
+    total = tkernels.all_reduce(loss, ctx=ctx)
+    total.backward()
+    assert total.shape == () and total.item() == ctx.size * (ctx.size + 1) / 2 and loss.grad.item() == 1
+    assert tkernels.all_reduce(loss.detach(), out=(out := loss.detach().clone()), ctx=ctx) is out and out == total
 
 
 @pytest.mark.ranks(2)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tkernels import configs
+from tkernels.comm.plans import local_plans
 from tkernels.configs import (
     GemmConfig,
     OverlapConfig,
@@ -389,14 +390,14 @@ def test_a_field_that_makes_no_sense_is_refused(kind, field, value, allowed):
 def test_the_local_product_has_buckets_too():
     tuned = GemmConfig(64, 32, 32, num_stages=2)
     ctx = context(record(tuned, "matmul"))
-    gemm_config.cache_clear()
+    local_plans.clear()
     try:
         with mock.patch.object(configs, "current_context", lambda: ctx):
             assert gemm_config(200, 60, 100, BF16, "TN") == tuned
             assert gemm_config(200, 60, 300, BF16, "TN") == default_config(200, 60, BF16)
             assert gemm_config(200, 60, 100, BF16, "NN") == default_config(200, 60, BF16)
     finally:
-        gemm_config.cache_clear()
+        local_plans.clear()
 
 
 def test_the_examples_in_docstrings_hold():

@@ -339,7 +339,7 @@ def test_the_newest_context_that_is_open_is_the_default(ctx):
     assert tkernels.current_context() is older
     older.finalize()
     older.finalize()  # once more changes nothing
-    with pytest.raises(TkernelsError, match=f"context '{older.name}' has been finalized; open contexts: "):
+    with pytest.raises(TkernelsError, match=f"context '{older.name}' is not open: it has been finalized"):
         tkernels.all_gather(torch.zeros(2, device=ctx.device), ctx=older)
 
 
@@ -420,6 +420,9 @@ def test_the_error_of_a_wait_says_who_waited_for_whom_and_what_to_do():
     assert (error.operation, error.rank, error.peer, error.chunk, error.expected, error.seen) == (
         "all_gather", 1, 3, 7, 12, 11
     )  # fmt: skip
+    own = WaitTimeoutError(Fault("all_gather", rank=1, peer=1, chunk=0, expected=1, seen=0), 2.5)
+    assert str(own).startswith("all_gather: rank 1 waited 5 s for its own programs or copies, chunk 0: ")
+    assert "died" not in str(own) and "init(timeout_s=...)" in str(own)
     with pytest.raises(AttributeError):
         error.nothing  # noqa: B018
     of_a_group = WaitTimeoutError(fault, 2.5, [4, 5, 8, 9])

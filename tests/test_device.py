@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from transports import every_transport, late, over
 
-from tkernels.comm import interpreter
+from tkernels.comm import device, interpreter
 from tkernels.comm.device import (
     ADD,
     begin_epoch,
@@ -19,6 +19,7 @@ from tkernels.comm.device import (
     fence,
     get,
     operation,
+    operation_name,
     peer,
     put,
     put_signal,
@@ -45,6 +46,15 @@ PIECES = [
 ]
 SIZES = ["stride", "epoch", "num_elements"]  # one compilation serves all of them
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
+
+
+def test_operations_have_the_same_numbers_on_every_rank_whatever_it_has_imported(monkeypatch):
+    number = operation("test_device").value
+    assert number == OP.value and operation_name(number) == "test_device" and 0 <= number < 2**31
+    assert operation_name(12345) == "operation 12345"  # of a peer that knows more kernels
+    monkeypatch.setattr(device.zlib, "crc32", lambda name: 2 * number)
+    with pytest.raises(ValueError, match="'other' has the number of 'test_device'; choose another name"):
+        operation("other")
 
 
 class Exchange:

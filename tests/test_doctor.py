@@ -113,6 +113,6 @@ def test_links_are_read_from_nvidia_smi():
 
 
 @pytest.mark.quick
-def test_packages_that_are_not_installed_have_no_version():
-    assert inventory._version("no-such-distribution") is None
-    assert inventory._version("pytest") == pytest.__version__
+def test_packages_have_the_version_of_the_one_of_their_names_that_is_installed():
+    assert inventory._installed(("no-such-distribution", "nor-this")) == ("no-such-distribution", None)
+    assert inventory._installed(("no-such-distribution", "pytest")) == ("pytest", pytest.__version__)

@@ -172,6 +172,7 @@ X, W = torch.zeros(4, 8, device=DEVICE), torch.zeros(6, 8, device=DEVICE)
         ((X, W, W[:, 0].half()), ValueError, r"bias is torch.float16 \(6,\)"),
         ((X, W, None, "tanh"), ValueError, "activation='tanh' is unknown; use None, relu, gelu, gelu_tanh, silu"),
         ((X, torch._neg_view(W)), ValueError, "matmul: w is a negated .* view; pass w.resolve_neg"),
+        ((X, W, torch._neg_view(W[:, 0].clone())), ValueError, "bias is a negated .* view; pass bias.resolve_neg"),
         ((X.to("meta"), W), ValueError, "x is on meta, but the operation runs on"),
     ],
 )

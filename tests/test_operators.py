@@ -243,14 +243,13 @@ def test_what_forward_has_gathered_goes_before_the_gradient_of_x_takes_memory(ct
     y, gathered = tkernels.all_gather_matmul(x, w, return_gathered=True, rows=rows, ctx=ctx)
     held = StorageWeakRef(gathered.untyped_storage())
     del gathered
-    module = tkernels.operators._matmul_reduce_scatter
-    reduce = module.matmul_reduce_scatter
+    reduce = tkernels.operators._matmul_reduce_scatter
 
     def look(*arguments, **options):
         gone.append(held.expired())
         return reduce(*arguments, **options)
 
-    with mock.patch.object(module, "matmul_reduce_scatter", look):
+    with mock.patch.object(tkernels.operators, "_matmul_reduce_scatter", look):
         y.backward(torch.ones_like(y), retain_graph=True)
         y.backward(torch.ones_like(y))
     assert gone == [False, True]

@@ -340,6 +340,16 @@ def test_the_command_writes_a_trace_and_says_what_is_in_it(tmp_path, capsys):
     assert [e["name"] for e in events if e.get("cat") == "launch"] == ["all_gather_matmul 0", "all_gather_matmul 1"] * 2
 
 
+def test_the_command_records_collectives_too(tmp_path, capsys):
+    if tkernels.RUNTIME == "nvshmem" and torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    out = tmp_path / "trace.json"
+    arguments = f"trace reduce_scatter --shape tiny --ranks 2 --dtype fp32 --calls 1 --out {out} --json -"
+    assert cli.main(arguments.split()) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["operation"] == "reduce_scatter" and "send" in result["summary"]["shares"]["comm"]
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize(
     "arguments, said",

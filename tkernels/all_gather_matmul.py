@@ -303,6 +303,8 @@ def plan(
     """What to do with the tensors of a call like this one: a function of them that returns (y, gathered)."""
     check_operands("all_gather_matmul", x_shard_m, w, bias, activation, ctx.device)
     out_dtype = check_dtype("all_gather_matmul", "out_dtype", out_dtype, x_shard_m.dtype)
+    if return_gathered not in (False, True, "borrowed"):
+        raise ValueError(f"all_gather_matmul: return_gathered={return_gathered!r}; use a bool, 'borrowed' or a tensor")
     rows = check_rows("all_gather_matmul", ctx, rows, own=x_shard_m.shape[0])
     M, (N, K) = sum(rows), w.shape
     if gathered is not None:

@@ -358,7 +358,6 @@ def with_room_for(config: OverlapConfig, stored: torch.dtype, dtype: torch.dtype
     return replace(config, gemm=replace(config.gemm, block_n=min(config.gemm.block_n, 128), split=2))
 
 
-@functools.lru_cache(maxsize=MAX_CHOICES)
 def gemm_config(
     M: int, N: int, K: int, dtype: torch.dtype, layout: str, stored: torch.dtype | None = None
 ) -> GemmConfig:
@@ -366,6 +365,11 @@ def gemm_config(
 
     stored: the result's dtype, if it is another; larger elements take a stage's shared memory.
     """
+    key = (gemm_config, M, N, K, dtype, layout, stored)
+    return local_plans.find(key, lambda: _gemm_config(*key[1:]))  # where what follows from it is kept as well
+
+
+def _gemm_config(M: int, N: int, K: int, dtype: torch.dtype, layout: str, stored: torch.dtype | None) -> GemmConfig:
     try:
         table = _table(current_context())
     except TkernelsError:  # there is none
@@ -407,7 +411,6 @@ def forget_choices(ctx: Context):
     ctx.choices.clear()
     ctx.forget_plans()
     local_plans.clear()
-    gemm_config.cache_clear()
     _table_without_context.cache_clear()
 
 

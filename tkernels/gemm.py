@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tkernels.comm import runtime
-from tkernels.comm.plans import Launch, check_resolved, describe, local_plans
+from tkernels.comm.plans import Launch, check_out, check_resolved, describe, local_plans
 from tkernels.configs import DTYPES, GemmConfig, gemm_config
 
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
@@ -247,6 +247,8 @@ def check_operands(name: str, x: torch.Tensor, w: torch.Tensor, bias, activation
             f"{name}: bias is {bias.dtype} {tuple(bias.shape)} on {bias.device}, but must be {x.dtype} "
             f"({w.shape[0]},) on {device}"
         )
+    if bias is not None:
+        check_resolved(name, "bias", bias)
     if activation not in ACTIVATIONS:
         raise ValueError(f"{name}: activation={activation!r} is unknown; use {', '.join(map(str, ACTIVATIONS))}")
 
@@ -267,13 +269,7 @@ def check_result(name: str, out: torch.Tensor | None, x: torch.Tensor, shape, dt
     """
     if out is None:
         return torch.empty(shape, dtype=dtype, device="meta")
-    if out.dtype != dtype:
-        raise TypeError(f"{name}: out is {out.dtype}, but the result is {dtype}")
-    if tuple(out.shape) != tuple(shape) or not out.is_contiguous() or out.device != x.device:
-        raise ValueError(
-            f"{name}: out is {tuple(out.shape)} with strides {out.stride()} on {out.device}, but must be "
-            f"{tuple(shape)}, contiguous, on {x.device}"
-        )
+    check_out(name, out, shape, dtype, x.device)
     return out
 
 

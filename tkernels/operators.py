@@ -32,14 +32,15 @@ import types
 
 import torch
 
-import tkernels.all_gather_matmul as _all_gather_matmul
-import tkernels.matmul_all_reduce as _matmul_all_reduce
-import tkernels.matmul_reduce_scatter as _matmul_reduce_scatter
+from tkernels.all_gather_matmul import all_gather_matmul as _all_gather_matmul
 from tkernels.comm import collectives
 from tkernels.comm.context import Context, as_context, find_context
 from tkernels.comm.errors import TkernelsError
+from tkernels.comm.plans import check_out
 from tkernels.gemm import ACTIVATIONS, activation_reference
 from tkernels.gemm import matmul as _matmul
+from tkernels.matmul_all_reduce import matmul_all_reduce as _matmul_all_reduce
+from tkernels.matmul_reduce_scatter import matmul_reduce_scatter as _matmul_reduce_scatter
 
 _library = torch.library.Library("tkernels", "DEF")
 _ops = types.SimpleNamespace()  # the operators, by the shortest way
@@ -149,7 +150,7 @@ def replicated(x: torch.Tensor, context: str) -> torch.Tensor:
 
 
 def _all_gather_matmul_direct(x_shard_m, w, bias, activation, return_gathered, rows, context, path=None):
-    return _all_gather_matmul.all_gather_matmul(
+    return _all_gather_matmul(
         find_context(context), x_shard_m, w, bias, activation, return_gathered, rows=tuple(rows), path=path
     )
 
@@ -205,7 +206,7 @@ _define(
 
 
 def _matmul_reduce_scatter_impl(x_shard_k, w_shard_k, bias, activation, rows, context, path=None):
-    return _matmul_reduce_scatter.matmul_reduce_scatter(
+    return _matmul_reduce_scatter(
         find_context(context), x_shard_k, w_shard_k, bias, activation, rows=tuple(rows), path=path
     )
 
@@ -253,7 +254,7 @@ _define(
 
 
 def _matmul_reduce_scatter_backward_impl(dy_shard_m, x_shard_k, w_shard_k, need_bias, rows, context, path=None):
-    dx, gathered = _all_gather_matmul.all_gather_matmul(
+    dx, gathered = _all_gather_matmul(
         find_context(context), dy_shard_m, w_shard_k.t(), return_gathered="borrowed", rows=tuple(rows), path=path
     )
     dbias = gathered.sum(0) if need_bias else gathered.new_empty(0)
@@ -275,7 +276,7 @@ _define(
 
 
 def _matmul_all_reduce_impl(x_shard_k, w_shard_k, bias, activation, context, path=None):
-    return _matmul_all_reduce.matmul_all_reduce(
+    return _matmul_all_reduce(
         find_context(context), x_shard_k, w_shard_k, bias, activation, path=path
     )
 
@@ -344,19 +345,19 @@ _define(
 _define(
     "all_gather_out(Tensor x, SymInt[] rows, str context, *, Tensor(a!) out) -> ()",
     lambda x, rows, context, *, out: _discard(collectives.all_gather(find_context(context), x, tuple(rows), out)),
-    lambda x, rows, context, *, out: collectives.check_out("all_gather", out, (sum(rows), *x.shape[1:]), x),
+    lambda x, rows, context, *, out: check_out("all_gather", out, (sum(rows), *x.shape[1:]), x.dtype, x.device),
 )
 _define(
     "reduce_scatter_out(Tensor x, SymInt[] rows, str context, *, Tensor(a!) out) -> ()",
     lambda x, rows, context, *, out: _discard(collectives.reduce_scatter(find_context(context), x, tuple(rows), out)),
-    lambda x, rows, context, *, out: collectives.check_out(
-        "reduce_scatter", out, (rows[find_context(context).rank], *x.shape[1:]), x
+    lambda x, rows, context, *, out: check_out(
+        "reduce_scatter", out, (rows[find_context(context).rank], *x.shape[1:]), x.dtype, x.device
     ),
 )
 _define(
     "all_reduce_out(Tensor x, str context, *, Tensor(a!) out) -> ()",
     lambda x, context, *, out: _discard(collectives.all_reduce(find_context(context), x, out)),
-    lambda x, context, *, out: collectives.check_out("all_reduce", out, tuple(x.shape), x),
+    lambda x, context, *, out: check_out("all_reduce", out, tuple(x.shape), x.dtype, x.device),
 )
 
 
@@ -417,7 +418,7 @@ def all_gather_matmul(
     rows: tuple[int, ...] | None = None,
     ctx: Context | None = None,
     path: str | None = None,
-):
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Collective. y_shard_n = activation(all_gather(x_shard_m) @ w_shard_n.T + bias).
 
     x_shard_m [M/R, K], w_shard_n [N/R, K], bias [N/R] -> y_shard_n [M, N/R].

@@ -17,6 +17,7 @@ from torch import nn
 
 import tkernels
 from tkernels.comm import Context, LeaseError, MismatchError, TkernelsError, as_context
+from tkernels.comm.collectives import SUMMED
 from tkernels.comm.group import checksum, first_difference, listed
 from tkernels.comm.regions import round_up
 from tkernels.layers.fsdp import FullyShard
@@ -498,7 +499,7 @@ def _check_parameters(contexts: dict[torch.Tensor, Context], names, backend: str
             raise ValueError(f"ZeroOptimizer: a parameter is on {parameter.device}, its context on {ctx.device}")
         if not (parameter.is_floating_point() and summed.is_floating_point):
             raise TypeError(f"ZeroOptimizer: takes floating-point parameters and sums, not {parameter.dtype}, {summed}")
-        if backend == "tkernels" and summed not in (torch.float32, torch.float16, torch.bfloat16):
+        if backend == "tkernels" and summed not in SUMMED:
             raise TypeError(
                 f"ZeroOptimizer: backend='tkernels' sums float32, float16 and bfloat16, not {summed}; use "
                 f"backend='torch', or another reduce_dtype"

@@ -1,5 +1,6 @@
 """What is on this machine, found without importing tkernels.comm: it must work where something is broken."""
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -9,7 +10,11 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-PACKAGES = ("torch", "triton", "numpy", "nvshmem4py-cu13", "nvidia-nvshmem-cu13")
+# Each by the names that it may have, the one to install first.
+PACKAGES = (
+    ("torch",), ("triton",), ("numpy",), ("nvshmem4py-cu13", "nvshmem4py-cu12"),
+    ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12"),
+)  # fmt: skip
 LINK_KINDS = {
     "NV": "NVLink",
     "PIX": "PCIe, one switch",
@@ -72,7 +77,7 @@ def take() -> Inventory:
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
         cores=len(os.sched_getaffinity(0)),
-        packages={name: _version(name) for name in PACKAGES},
+        packages=dict(map(_installed, PACKAGES)),
         nvshmem_library=_nvshmem_file("libnvshmem_host.so*"),
         nvshmem_bitcode=_nvshmem_file("libnvshmem_device.bc"),
         cuda=cuda,
@@ -82,12 +87,12 @@ def take() -> Inventory:
     )
 
 
-def _version(package: str) -> str | None:
-    # As comm.runtime.version_of, which must not be imported here.
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def _installed(names: tuple[str, ...]) -> tuple[str, str | None]:
+    """The one of these packages that is installed, and its version; else the first one, and None."""
+    for name in names:  # as comm.runtime.version_of, which must not be imported here
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return name, importlib.metadata.version(name)
+    return names[0], None
 
 
 def _nvshmem_file(pattern: str) -> str | None:

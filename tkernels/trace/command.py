@@ -15,6 +15,7 @@ from rich.table import Table
 
 import tkernels
 from tkernels import shapes
+from tkernels.comm import collectives
 from tkernels.comm.context import Context
 from tkernels.configs import overlap_config
 from tkernels.gemm import layout_of
@@ -97,9 +98,8 @@ def _check(options: Options, sizes: shapes.Shape, ranks: int):
 def record(ctx: Context, options: Options, sizes: shapes.Shape) -> Result:
     """Collective. Call the operation under `tracing`; rank 0 writes the trace."""
     operands = _operands(ctx, options.operation, sizes, shapes.DTYPES[options.dtype])
-    home = f"tkernels.{options.operation}" if "matmul" in options.operation else "tkernels.comm.collectives"
-    operation = getattr(importlib.import_module(home), options.operation)
     if "matmul" in options.operation:
+        operation = getattr(importlib.import_module(f"tkernels.{options.operation}"), options.operation)
         x, w = operands
         choose = functools.partial(
             overlap_config, ctx, options.operation, sizes[0], *w.shape, x.dtype, layout_of(x, w)
@@ -108,7 +108,7 @@ def record(ctx: Context, options: Options, sizes: shapes.Shape) -> Result:
         if config.copied:  # the copy engine makes no marks; below too
             config = choose(sending=True)
     else:
-        config = dataclasses.collectives.BY_PROGRAMS
+        operation, config = getattr(collectives, options.operation), collectives.BY_PROGRAMS
     operation = functools.partial(operation, config=config)
 
     watch = Stopwatch(ctx)

@@ -18,6 +18,7 @@ import torch
 
 from tkernels.comm import runtime, tuned
 from tkernels.comm.context import Context, as_context, open_contexts
+from tkernels.comm.errors import TkernelsError
 from tkernels.configs import (
     KEY,
     GemmConfig,
@@ -185,7 +186,7 @@ class _Search:
     def run(self, grid: dict[str, list] | None) -> Outcome:
         reason = self._prepare([self.default]).get(self.default)
         if reason is not None:
-            raise RuntimeError(f"tune: {self.problem}: the default configuration failed: {reason}")
+            raise TkernelsError(f"tune: {self.problem}: the default configuration failed: {reason}")
         self._round([self.default], FIRST_ITERATIONS)
         if grid:
             tried = self._halve(*product(self.default, grid, self.room), self.default)
