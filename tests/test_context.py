@@ -471,9 +471,12 @@ def test_a_rank_that_never_sends_is_named_by_every_rank_and_a_new_context_works(
     assert (error.chunk, error.expected, error.seen) == (0, 2, 1)
     with pytest.raises(WaitTimeoutError):
         tkernels.barrier(ctx=context)  # the context is of no more use, and says so before it waits
+    segment = context.heap.segment
     context.finalize()
+    assert context.closed and segment.local is not None  # a peer that is late may still write there
     ctx.group.barrier()
     with tkernels.init(transport=transport, heap_bytes=8 << 20) as fresh:
+        assert segment.local is None
         check_gather(fresh)
 
 

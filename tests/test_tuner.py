@@ -129,6 +129,17 @@ def test_the_local_product_is_tuned_alike_for_whatever_context_is_the_default_on
         forget(ctx, before)
 
 
+@pytest.mark.ranks(1)
+def test_local_products_go_by_the_records_of_the_context_that_is_the_default_now(ctx, tmp_path):
+    before, us = ctx.tuned, functools.partial(best_with, "group_m=4")
+    best = search(ctx, tmp_path, "matmul", us, grid={"group_m": [1, 4]}).best.config
+    forget(ctx, before)
+    default = gemm_config(*SHAPE, FP32, "TN")
+    with mock.patch.dict(os.environ, TKERNELS_CACHE=str(tmp_path)), tkernels.init(heap_bytes=1 << 20):
+        assert gemm_config(*SHAPE, FP32, "TN") == best != default
+    assert gemm_config(*SHAPE, FP32, "TN") == default
+
+
 def rank_dependent(name: str, rank: int) -> float:
     """Each rank would choose another one."""
     return 50.0 if f"group_m={(1, 4)[rank]}" in name else 100.0
