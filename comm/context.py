@@ -34,7 +34,6 @@ DEFAULT_HEAP_BYTES = {"simulated": 256 << 20, "nvshmem": 2 << 30}
 MAX_CONSTANTS = 1024
 INIT, FINALIZE = "init()", "finalize() of "  # where ranks meet that may be out of step
 MAX_TIMEOUT_S = 1e9  # kernels count nanoseconds in 64 bits
-DEFAULT_PROGRAMS = {"simulated": 4}  # on a GPU: its number of multiprocessors
 
 _contexts: dict[str, "Context"] = {}
 _abandoned: list["Context"] = []
@@ -56,7 +55,8 @@ def init(
 
     group: any torch process group; None is the default group, or this process alone without torch.distributed. On the
         nvshmem runtime the first init of a process must be made by all ranks of the default group, each for its group.
-    heap_bytes: symmetric memory a rank, for workspaces and `Context.empty`. Default: 256 MiB simulated, 2 GiB on GPUs.
+    heap_bytes: symmetric memory a rank, for workspaces and `Context.empty`. Default: 256 MiB simulated, 2 GiB on GPUs,
+        there out of a pool of TKERNELS_POOL_BYTES, 8 GiB, that the first init of a process takes for good.
     transport: "simulated", "peer", "nvshmem", or "auto" for the preferred one that reaches every rank.
     timeout_s: how long a wait for a peer's signal may take before every rank raises WaitTimeoutError. A peer that has a
         kernel to compile first is waited for meanwhile.
@@ -124,8 +124,9 @@ def find_context(name: str) -> "Context":
 class Context:
     """One group's symmetric heap, its signal workspaces, and the table that kernels address peers with.
 
-    Attributes: group, rank, size, device, transport, timeout_s, num_programs, heap, name. reported: whether `check` has
-    raised what failed.
+    Attributes: group, rank, size, device, transport, timeout_s, num_programs, heap, name. For kernels: table, int64 on
+    the device, which verbs take, and transport_id, the constant of the transport. reported: whether `check` has raised
+    what failed.
     """
 
     @capture.lasting()
@@ -138,7 +139,7 @@ class Context:
         options = {
             "transport": transport,
             "timeout_s": timeout_s,
-            "num_programs": _default(num_programs, DEFAULT_PROGRAMS.get(self.runtime) or _multiprocessors()),
+            "num_programs": _default(num_programs, runtime.default_programs()),
             "heap_bytes": _default(heap_bytes, DEFAULT_HEAP_BYTES[self.runtime]),
             "runtime": self.runtime,
             "compare_calls": bool(_default(compare_calls, os.environ.get("TKERNELS_COMPARE_CALLS") == "1")),
@@ -264,7 +265,10 @@ class Context:
             self.abandon()
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Collective. A tensor in symmetric memory, uninitialised; see `SymmetricHeap.empty`."""
+        """Collective. A tensor in symmetric memory, uninitialised, until `free`, also where it is dropped.
+
+        See `SymmetricHeap.empty`.
+        """
         return self.heap.empty(*shape, dtype=dtype)
 
     def free(self, tensor: torch.Tensor):
@@ -516,7 +520,3 @@ def _meet(group: Group, call: str, value=None) -> list | None:
 
 def _default(value, default):
     return default if value is None else value
-
-
-def _multiprocessors() -> int:
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count

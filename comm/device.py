@@ -131,7 +131,8 @@ def copy(dst, src, num_elements, BLOCK: tl.constexpr, ALIGN: tl.constexpr = 1, A
 def put(dst, src, num_elements, rank, table, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr = 1):
     """Copy `num_elements` of local `src` to `dst` in `rank`'s memory.
 
-    Orders: nothing by itself; `fence` orders it before later signals to the same rank, `quiet` completes it.
+    Orders: nothing by itself; `fence` orders it before later signals to the same rank, `quiet` completes it. What other
+    threads of this program have written to `src` must lie behind a tl.debug_barrier(), here and in `put_signal`.
     Reuse: `src` may be overwritten after `quiet()`.
     """
     if TRANSPORT == NVSHMEM:
@@ -143,7 +144,8 @@ def put(dst, src, num_elements, rank, table, TRANSPORT: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def get(dst, src, num_elements, rank, table, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr = 1):
-    """Copy `num_elements` of `src` in `rank`'s memory to local `dst`. Blocking: `dst` holds the data on return.
+    """Copy `num_elements` of `src` in `rank`'s memory to local `dst`. Blocking: `dst` holds the data on return, for all
+    threads of this program behind a tl.debug_barrier().
 
     Orders: nothing on the remote side; the caller must have waited for a signal that says `src` is written.
     """
@@ -162,8 +164,8 @@ def put_signal(
 ):  # fmt: skip
     """`put`, then set `signal_word` on `rank` to `value`.
 
-    Orders: a peer that sees `value` in `signal_word` also sees all of `dst`, and everything that this program wrote to
-    that rank or to its own memory before.
+    Orders: a peer that sees `value` in `signal_word` also sees all of `dst`, but for the transport nvshmem also
+    everything that this program wrote to that rank or to its own memory before; there, `fence` first.
     Does not order: puts of other programs, or anything on a third rank.
     """
     if TRANSPORT == NVSHMEM:

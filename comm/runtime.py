@@ -98,6 +98,13 @@ def gpus_left_out() -> str | None:
     return None
 
 
+def default_programs() -> int:
+    """Of a persistent kernel: as many as the GPU has multiprocessors, or 4 simulated."""
+    if RUNTIME == "simulated":
+        return 4
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
 def transports(segment: Segment) -> list[str]:
     """The ways to reach every rank of a segment, the preferred one first."""
     if RUNTIME == "simulated":

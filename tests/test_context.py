@@ -33,7 +33,6 @@ from tkernels.comm import (
     runtime,
 )
 from tkernels.comm.collectives import all_reduce
-from tkernels.comm.context import DEFAULT_PROGRAMS
 from tkernels.testing.compare import integers
 
 
@@ -287,7 +286,7 @@ def test_a_rank_of_another_runtime_and_more_memory_than_there_is_are_refused_on_
     if ctx.rank == 1:
         monkeypatch.setattr(runtime, "RUNTIME", "nvshmem")
         monkeypatch.setattr(runtime, "device", lambda: ctx.device)
-        monkeypatch.setitem(DEFAULT_PROGRAMS, "nvshmem", 4)
+        monkeypatch.setattr(runtime, "default_programs", lambda: 4)
     with pytest.raises(MismatchError) as different:
         tkernels.init(heap_bytes=1 << 20)
     monkeypatch.undo()

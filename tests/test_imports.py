@@ -90,7 +90,7 @@ def test_import_needs_neither_cuda_nor_nvshmem_and_loads_no_tool(tmp_path):
 # imported here.
 
 # The parts of tkernels that stand above the layers.
-APPLICATIONS = ("__main__", "cli", "demo", "doctor", "testing", "tuner")
+APPLICATIONS = ("__main__", "cli", "demo", "doctor", "testing", "trace.command", "tuner")
 
 
 def imported(tree: ast.AST) -> Iterator[str]:

@@ -250,6 +250,11 @@ def file_to_write(text: str) -> Path:
     return Path(_output(text))
 
 
+def write_output(text: str, where: str):
+    """To a path that `_output` has allowed, or "-" for stdout."""
+    sys.stdout.write(text) if where == "-" else Path(where).write_text(text)
+
+
 def _sentence(error: Exception) -> str:
     # A RankError's text is a headline and then the traceback of the rank.
     text = getattr(error, "headline", None) or str(error) or type(error).__name__

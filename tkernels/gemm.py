@@ -338,8 +338,9 @@ def plan(x, w, bias, out, activation, out_dtype, config, precision):
         y_operand.argument, y.stride(0),
         M, N, K,
     )  # fmt: skip
+    programs = min(tiles, runtime.default_programs(), config.max_programs or tiles)
     launch = Launch(
-        matmul_kernel, min(tiles, num_programs(), config.max_programs or tiles), arguments, ("x", "w", "bias", "y"),
+        matmul_kernel, programs, arguments, ("x", "w", "bias", "y"),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         GROUP_M=config.group_m, SPLIT=config.split,
         X_TMA=x_operand.tma, X_TRANSPOSED=x_operand.transposed,
@@ -355,14 +356,6 @@ def plan(x, w, bias, out, activation, out_dtype, config, precision):
         return y
 
     return run
-
-
-@functools.cache
-def num_programs() -> int:
-    """Programs of a persistent local kernel."""
-    if runtime.RUNTIME == "simulated":
-        return 4
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
 def activation_reference(value: torch.Tensor, activation: str | None) -> torch.Tensor:

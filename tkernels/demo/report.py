@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from tkernels.cli import write_output
 from tkernels.demo.records import Result, Setup, Step
 
 
@@ -101,11 +102,7 @@ class Report:
         self.console.print(Text(verdict, style="bold green" if result.agree else "bold red"))
 
     def write_json(self, result: Result, where: str):
-        text = json.dumps({"agree": result.agree, **asdict(result)}, indent=2)
-        if where == "-":
-            print(text)
-        else:
-            Path(where).write_text(text + "\n")
+        write_output(json.dumps({"agree": result.agree, **asdict(result)}, indent=2) + "\n", where)
 
 
 def _operations(result: Result) -> Padding:

@@ -10,6 +10,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from tkernels.cli import write_output
+
 
 class Report:
     def __init__(self, to_stderr: bool):
@@ -83,11 +85,7 @@ class Report:
         self.console.print(Text(f"{what}: {tried if found.operations else 'chosen'}", style="bold green"))
 
     def write_json(self, found, where: str):
-        text = json.dumps({"ok": not found.problems, **asdict(found)}, indent=2)
-        if where == "-":
-            print(text)
-        else:
-            Path(where).write_text(text + "\n")
+        write_output(json.dumps({"ok": not found.problems, **asdict(found)}, indent=2) + "\n", where)
 
 
 def _table(*names: str) -> Table:

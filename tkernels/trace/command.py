@@ -6,7 +6,6 @@ import functools
 import importlib
 import json
 import statistics
-import sys
 from pathlib import Path
 
 import torch
@@ -15,6 +14,7 @@ from rich.table import Table
 
 import tkernels
 from tkernels import shapes
+from tkernels.cli import write_output
 from tkernels.comm import collectives
 from tkernels.comm.context import Context
 from tkernels.configs import overlap_config
@@ -76,8 +76,7 @@ def run(options: Options) -> int:
     result = launch(record, ranks, options, sizes, timeout_s=TIMEOUT_S)[0]
     _report(result, Console(stderr=options.json == "-", highlight=False))
     if options.json:
-        text = json.dumps(dataclasses.asdict(result), indent=1) + "\n"
-        sys.stdout.write(text) if options.json == "-" else Path(options.json).write_text(text)
+        write_output(json.dumps(dataclasses.asdict(result), indent=1) + "\n", options.json)
     return 0
 
 

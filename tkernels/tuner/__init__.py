@@ -32,7 +32,6 @@ from tkernels.configs import (
     travel_of,
     travelling,
 )
-from tkernels.gemm import num_programs
 from tkernels.paths import Choice, explain
 from tkernels.testing.compare import tolerance
 from tkernels.timing import agree
@@ -168,7 +167,7 @@ class _Search:
         self.bases = []  # that candidates are changes of, beside the default
         if problem.operation == "matmul":
             self.default = default_config(M, N, problem.dtype, tma)
-            programs, bound = num_programs(), None
+            programs, bound = runtime.default_programs(), None
         else:
             programs, bound = ctx.num_programs, bound_travel(ctx, problem.key(ctx.size))
             self.default = rule_bound(ctx, problem.operation, M, N, K, problem.dtype, layout, bound)

@@ -4,7 +4,6 @@ import argparse
 import json
 import sys
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 
 from rich import box
 from rich.console import Console
@@ -12,6 +11,7 @@ from rich.table import Table
 
 import tkernels
 from tkernels import shapes
+from tkernels.cli import write_output
 from tkernels.comm import tuned
 from tkernels.configs import OPERATIONS
 from tkernels.launch import RankError, RankPool, default_ranks
@@ -112,8 +112,7 @@ def _tune(console: Console, options: Options) -> int:
     if tkernels.RUNTIME == "simulated":
         console.print("simulated runtime: times are the interpreter's")
     if options.json:
-        lines = "".join(json.dumps(_plain(outcome)) + "\n" for outcome in outcomes)
-        sys.stdout.write(lines) if options.json == "-" else Path(options.json).write_text(lines)
+        write_output("".join(json.dumps(_plain(outcome)) + "\n" for outcome in outcomes), options.json)
     return 1 if failed else 0
 
 
@@ -205,6 +204,6 @@ def _export(console: Console, target: str) -> int:
     """What is remembered as JSON lines, the form of the records that come with the package."""
     records, damaged = tuned.saved()
     lines = "".join(json.dumps(record) + "\n" for record in sorted(records, key=lambda r: json.dumps(r["key"])))
-    sys.stdout.write(lines) if target == "-" else Path(target).write_text(lines)
+    write_output(lines, target)
     console.print(f"{len(records)} records written; {len(damaged)} files that hold none left out", markup=False)
     return 0
