@@ -5,7 +5,7 @@ if __name__ == "comm":  # imported from a checkout's root; see tkernels/_alias.p
 
     alias("comm", "tkernels.comm")
 else:
-    from tkernels.comm.channel import Channel, RemoteSignal
+    from tkernels.comm.channel import Channel
     from tkernels.comm.context import Context, as_context, current_context, finalize, find_context, init
     from tkernels.comm.errors import (
         Fault,
@@ -35,7 +35,6 @@ else:
         "OutOfStepError",
         "RUNTIME",
         "Regions",
-        "RemoteSignal",
         "Slot",
         "SymmetricHeap",
         "TkernelsError",

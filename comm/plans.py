@@ -87,8 +87,10 @@ local_plans = Plans()  # of operations of this rank alone, which need no context
 
 
 def alike(tell):
-    """Marks what prepares a collective call. Of the same tensors and options `tell` says the call's name and, by name,
-    what all ranks must have alike, for ranks that compare their calls. What isn't given it leaves out.
+    """Marks what prepares a collective call, for ranks that compare their calls where they meet.
+
+    tell: a function of the same tensors and options, that returns (operation, {field: value}). Ranks raise
+        MismatchError where a field that all of them return differs; a field that a rank leaves out is not compared.
     """
 
     def mark(prepare):

@@ -113,7 +113,8 @@ class GemmConfig:
     """How one GEMM is tiled.
 
     group_m: rows of tiles that are walked together, so that one pass over w serves them all from L2.
-    split: column slices in which a tile is stored; 2 halves the shared memory that the epilogue needs.
+    split: column slices in which the epilogue stores a tile (Triton's EPILOGUE_SUBTILE); 2 halves the shared memory
+        that it needs. What is split along K is OverlapConfig.max_splits.
     num_stages: of the pipeline of loads; a fused operation takes fewer where it splits tiles (overlap.stages_of).
     use_tma: descriptors where the layout allows; False loads and stores by pointers always.
     max_programs: of a local product; fewer leave multiprocessors to what runs beside it.
@@ -153,7 +154,7 @@ class OverlapConfig:
     max_registers: a limit of registers a thread. Without one ptxas may spill to make room for a second program on a
         multiprocessor: 36 spills at 128 registers for fp32 by pointers.
     max_programs: fewer than the context's leave multiprocessors to what runs beside the operation.
-    split_tiles: the last tiles that are computed in max_splits parts along K each, by as many programs, so that the
+    split_tiles: the last tiles, computed in max_splits parts along K each (split-K), by as many programs, so that the
         last turn keeps more of them busy. Each part but one is written and read once more, in fp32, and added in a
         fixed order. None: by a model of the launch's end (overlap.plan_turns), in up to max_splits parts. Not where
         interleaved: what adds them would take the registers that sending needs.
