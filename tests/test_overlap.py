@@ -3,17 +3,19 @@
 import doctest
 import itertools
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from transports import simulated_only
 
 from tkernels import overlap
-from tkernels.all_gather_matmul import row_of_tiles
-from tkernels.comm import runtime
+from tkernels.all_gather_matmul import all_gather_matmul, row_of_tiles
+from tkernels.comm import interpreter, runtime
 from tkernels.configs import GemmConfig, OverlapConfig, default_overlap
-from tkernels.matmul_reduce_scatter import SEND_FIELDS, send_schedule
+from tkernels.matmul_reduce_scatter import SEND_FIELDS, matmul_reduce_scatter, send_schedule
 from tkernels.overlap import (
     DEALT_SHORT,
     MAX_LOOK,
@@ -26,6 +28,7 @@ from tkernels.overlap import (
     take_tile,
     tile_schedule,
     turns_of,
+    wait_chunks,
     words_of_peers,
 )
 
@@ -173,6 +176,60 @@ def test_one_look_is_at_every_chunk_of_every_peer_and_at_nothing_else():
             words_kernel[(1,)](words, max_chunks, chunks, first, rank, size, look)
             peers = [peer for peer in range(size) if peer != rank]
             assert set(words.tolist()) == {peer * max_chunks + chunk for peer in peers for chunk in range(chunks)}
+
+
+@triton.jit
+def waits_kernel(ready, landed, table, SOURCES: tl.constexpr, COPIES: tl.constexpr):
+    wait_chunks(ready, landed, 6, 2, 1, 3, 5, table, SOURCES, 4, COPIES, 0, 0)
+
+
+@simulated_only
+def test_a_tile_of_several_chunks_waits_for_all_of_them_unless_one_look_has_seen_all():
+    """Three chunks from 1 on, of ranks 2 and 3 or of 2, 3 and 0; one look at all of them, one of which is missing."""
+    waits = []
+
+    @interpreter.builtin
+    def look(words, value, transport):
+        return (tl.load(words) >= value).handle.data.all()
+
+    @interpreter.builtin
+    def wait(ready, landed, max_chunks, source, chunk, *arguments):
+        waits.append((int(source), int(chunk)))
+
+    table = torch.zeros(1, dtype=torch.int64)
+    with mock.patch.object(overlap, "arrived", look), mock.patch.object(overlap, "wait_chunk", wait):
+        for sources, copies in itertools.product((2, 3), (False, True)):
+            peers = [2, 3, 0][:sources]
+            every = list(itertools.product(peers, range(1, 4)))
+            for missing in [None, *every]:
+                ready, landed = torch.zeros(4, 6, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+                for peer, chunk in every:
+                    ready[peer, chunk] = 5
+                    landed[peer] = 4
+                if missing:
+                    ready[missing] = 4
+                    landed[missing[0]] = missing[1]
+                waits_kernel[(1,)](ready, landed, table, sources, copies)
+                assert waits == (every if missing else []), (sources, copies, missing)
+                waits.clear()
+
+
+@simulated_only
+@pytest.mark.ranks(2)
+def test_an_operation_waits_for_every_chunk_that_its_tiles_reach_into(ctx):
+    waits, wait_chunk, config = set(), overlap.wait_chunk, replace(CONFIGS[3], num_comm=1)
+
+    @interpreter.builtin
+    def wait(ready, landed, max_chunks, source, chunk, *arguments):
+        waits.add((int(source), int(chunk)))
+        wait_chunk(ready, landed, max_chunks, source, chunk, *arguments)
+
+    x = torch.ones(100, 16)
+    with mock.patch.object(overlap, "wait_chunk", wait):
+        for call, rows in ((all_gather_matmul, 50), (matmul_reduce_scatter, 100)):
+            call(ctx, x[:rows], x[:8], config=config)
+            assert waits == {(1 - ctx.rank, chunk) for chunk in range(7)}, call
+            waits.clear()
 
 
 @triton.jit
