@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from transports import every_transport, gpu_only, late, message_on_every_rank, over, simulated_only
+from transports import every_transport, gpu_only, late, late_words, message_on_every_rank, over, simulated_only
 
 import tkernels
 from tkernels.comm import MismatchError, TkernelsError, WaitTimeoutError, interpreter
@@ -236,6 +236,23 @@ def test_wrong_arguments_are_refused_before_the_first_signal(ctx):
         channel.receive(torch.zeros(3, device=ctx.device))
     for tensor in (mine, other):
         ctx.free(tensor)
+
+
+@pytest.mark.ranks(2)
+def test_words_begin_with_zero_and_nobody_sends_before_every_ranks_do(ctx):
+    with tkernels.init(heap_bytes=1 << 20, timeout_s=5.0) as context:
+        with_ones = context.empty(1 << 16)
+        with_ones.fill_(1.0)
+        context.free(with_ones)
+        channel = ring(context)
+        assert not channel._full.any() and not channel._free.any()
+        channel.close()
+        with late_words(ctx.rank):
+            channel = ring(context)
+        channel.send(message(ctx, ctx.rank, 0, (200,)))
+        got = channel.receive(torch.empty(200, dtype=torch.uint8, device=ctx.device))
+        assert got.equal(message(ctx, 1 - ctx.rank, 0, (200,)))
+        context.check()
 
 
 @pytest.mark.ranks(2)

@@ -13,7 +13,16 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from transports import every_transport, late, launches, over, poison_workspace, poisoned_memory, simulated_only
+from transports import (
+    every_transport,
+    late,
+    late_words,
+    launches,
+    over,
+    poison_workspace,
+    poisoned_memory,
+    simulated_only,
+)
 
 import tkernels
 from tkernels.comm import collectives, copies, interpreter
@@ -488,6 +497,23 @@ def test_sizes_that_grow_one_by_one_rarely_outgrow_the_workspace_and_take_all_th
             assert needed <= workspace.inbox_bytes < needed + 256
         check = tkernels.all_gather(torch.full((5,), float(ctx.rank), device=ctx.device), ctx=fresh)
         assert check.tolist() == [0.0] * 5 + [1.0] * 5
+
+
+@pytest.mark.ranks(2)
+def test_a_workspace_grows_into_zeros_and_nobody_signals_before_every_rank_has_them(ctx):
+    words = ("ready", "landed", "begun", "packets", "lamport")
+    with tkernels.init(heap_bytes=8 << 20) as fresh:
+        for inbox_bytes in (1 << 10, 1 << 20):
+            with_ones = fresh.empty(2 << 20, dtype=torch.int8)
+            with_ones.fill_(1)
+            fresh.free(with_ones)
+            workspace = fresh.workspace().reserve(inbox_bytes, 1)
+            assert not any(getattr(workspace, name).any() for name in words)
+            ctx.group.barrier()  # nobody calls before all have looked
+            assert tkernels.all_gather(torch.ones(1, device=ctx.device), ctx=fresh).tolist() == [1.0] * 2
+    with tkernels.init(heap_bytes=8 << 20, timeout_s=5.0) as fresh, late_words(ctx.rank):
+        assert tkernels.all_gather(torch.ones(1, device=ctx.device), ctx=fresh).tolist() == [1.0] * 2
+        fresh.check()
 
 
 @pytest.mark.ranks(2)

@@ -76,6 +76,16 @@ def test_the_plain_path_rounds_no_operands_under_autocast(ctx):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("operation", OPERATIONS[1:])
+def test_a_strided_bias_is_read_by_its_stride(ctx, operation):
+    x, w, bias = (integers(shape, torch.float32, 1, device=ctx.device) for shape in ((8, 16), (6, 16), (12,)))
+    call = getattr(tkernels, operation)
+    want = call(x, w, bias[::2].contiguous(), ctx=ctx, path="plain")
+    assert torch.equal(call(x, w, bias[::2], ctx=ctx, path="plain"), want)
+    assert torch.equal(call(x, w, bias[::2], ctx=ctx, path="fused"), want)
+
+
+@pytest.mark.ranks(2)
 def test_a_configuration_asks_for_the_fused_kernel_unless_the_path_says_otherwise(ctx):
     config = OverlapConfig(GemmConfig(32, 32, 32), chunk_rows=32, num_comm=1)
     asked = [(None, config, "fused"), ("plain", config, "plain"), ("plain", None, "plain"), ("fused", None, "fused")]

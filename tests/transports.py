@@ -101,6 +101,19 @@ def late(ctx, rank, seconds=0.1):
         time.sleep(seconds)
 
 
+@contextlib.contextmanager
+def late_words(rank, seconds=0.2):
+    """Rank 1 is held up whenever it sets words to zero."""
+    zero_ = torch.Tensor.zero_
+
+    def late_zero_(tensor):
+        time.sleep(seconds * rank)
+        return zero_(tensor)
+
+    with mock.patch.object(torch.Tensor, "zero_", late_zero_):
+        yield
+
+
 def message_on_every_rank(ctx, error):
     """Collective. The text of `error`, which must be the same on all ranks."""
     texts = ctx.group.gather(f"{type(error).__name__}: {error}")
