@@ -1,6 +1,7 @@
 """Gradients are counted where they are produced, buckets are reported in order, and no graph node is kept."""
 
 import gc
+import warnings
 
 import pytest
 import torch
@@ -9,14 +10,15 @@ from torch.utils.checkpoint import checkpoint
 from tkernels.comm import LeaseError
 from tkernels.comm.lease import Slot
 from tkernels.layers.grad_hooks import GradReadyHooks, grad_ready_hooks
+from tkernels.testing.streams import Simulator
 
 
 class Bucket:
     """A bucket whose gradients may always be written."""
 
-    def __init__(self, name):
+    def __init__(self, name, dev=None):
         self.name = name
-        self.lease = Slot(torch.zeros(1), name=name).acquire()
+        self.lease = Slot(torch.zeros(1), dev=dev, name=name).acquire()
 
     def __repr__(self):
         return self.name
@@ -107,12 +109,24 @@ def test_a_graph_that_lost_a_parameter_waits_for_the_end_and_warns_once():
     model.run_pass(model.a * model.b * model.c)
     with pytest.warns(UserWarning, match=r"b and 0 more .* relearn\(\)"):
         assert model.run_pass(model.a * model.c) == ("1", "123")
-    assert model.run_pass(model.a * model.c) == ("1", "123")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert model.run_pass(model.a * model.c) == ("1", "123")
     assert model.run_pass(model.a * model.b * model.c) == ("123", "123")  # it is back, at its place
     model.hooks.relearn()
     assert model.run_pass(model.a * model.c) == ("", "123")
     assert model.hooks.expected == {"a": 1, "b": 0, "c": 1}
     assert model.run_pass(model.a * model.c) == ("123", "123")
+
+
+def test_a_pass_without_a_gradient_teaches_nothing():
+    model = Model("ab", "12")
+    assert model.run_pass() == ("", "12") and model.hooks.expected is None
+    model.run_pass(model.a * model.b)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert model.run_pass() == ("", "12")
+    assert model.hooks.expected == {"a": 1, "b": 1}
 
 
 def test_a_graph_that_gained_a_parameter_is_learned_or_refused():
@@ -208,6 +222,59 @@ def test_a_fused_gradient_counts_once_where_it_is_launched(kernel):
     assert model.a.grad is None and not getattr(model.a, "grad_added_to_main_grad", False)
 
 
+def by_autograd(param):
+    return param * 1.0
+
+
+@pytest.mark.parametrize("first", [by_autograd, fused_and_marked, only_marked])
+def test_a_mark_after_another_gradient_of_the_pass_is_a_gradient_too(first):
+    model = Model("ab", "12")
+    for early in ("", "12"):
+        (by_autograd(model.a) if first is by_autograd else NoGradient.apply(model.b, model.a, first)).sum().backward()
+        assert model.run_pass(NoGradient.apply(model.b, model.a, only_marked), model.b * 1.0) == (early, "12")
+        assert model.hooks.expected["a"] == 2
+
+
+def test_what_an_abandoned_pass_announced_is_forgotten():
+    model = Model("ab", "12")
+    fused_and_marked(model.a)
+    assert model.hooks.begun
+    model.hooks.reset()
+    assert not model.hooks.begun
+    assert model.run_pass(NoGradient.apply(model.b, model.a, only_marked)) == ("", "12")
+    assert model.hooks.expected == {"a": 1, "b": 1}
+
+
+@pytest.mark.parametrize("second", ["writing", "produced", "hook"])
+def test_gradients_of_one_parameter_are_in_order_whatever_streams_they_are_on(second):
+    sim = Simulator()
+    one, two = sim.Stream("one"), sim.Stream("two")
+    param = torch.nn.Parameter(torch.full((2,), 2.0))
+    param.main_grad = torch.zeros(2)
+    bucket = Bucket("1", dev=sim)
+    hooks = GradReadyHooks([param], lambda bucket: None, buckets=[bucket])
+    with sim:
+        with hooks.writing(param, one) as main_grad, sim.stream(one):
+            main_grad.add_(1.0)
+        if second == "writing":
+            with hooks.writing(param, two) as main_grad, sim.stream(two):
+                main_grad.add_(2.0)
+        elif second == "hook":
+            with sim.stream(two):
+                (param * 2.0).sum().backward()
+        else:
+            with bucket.lease.write(two, ordered=True), sim.stream(two):
+                pass
+            with sim.stream(two):
+                param.main_grad.add_(2.0)
+            hooks.produced(param, two)
+        with bucket.lease.read():
+            total = param.main_grad.clone()
+    sim.check()
+    sim.run(starve=["one", "two"])
+    assert total.tolist() == [3.0] * 2 and hooks.begun
+
+
 def test_a_deferred_gradient_is_ready_when_it_is_launched_not_when_the_hook_fires():
     model = Model("ab", "12")
     for early in ("", "12"):
@@ -260,6 +327,15 @@ def test_a_parameter_belongs_to_the_newest_hooks():
     assert grad_ready_hooks(model.a) is None
     model.a.sum().backward()
     assert model.a.grad.tolist() == [1.0] * 2  # plain autograd again
+
+
+def test_newer_hooks_take_a_parameter_from_older_ones_at_once():
+    model = Model("ab", "12")
+    newer = []
+    hooks = GradReadyHooks([model.a], newer.append, buckets=[Bucket("3")])
+    (model.a * model.b).sum().backward()
+    assert hooks.begun and not model.hooks.begun
+    assert model.a.main_grad.tolist() == [2.0] * 2 and model.b.grad.tolist() == [2.0] * 2
 
 
 def test_hooks_that_nobody_keeps_do_nothing():
