@@ -269,6 +269,9 @@ def test_releases_and_names_that_make_no_sense_are_refused():
         pool.close()
     pool.release(0)
     pool.close()
+    pool.close()
+    with pytest.raises(LeaseError, match="bucket 0 was acquired, but the pool has been closed; make a new one"):
+        pool.acquire(0)
     for options, message in [
         ({"memory": "cuda"}, "memory='cuda' must be \"torch\""),
         ({"memory": "symmetric"}, "needs a ctx"),
@@ -300,9 +303,15 @@ def test_buckets_of_no_unit_have_memory_of_their_own_or_get_it_each_time():
     pool = pool_of(units, others=others, policy="dynamic")
     assert pool.memory.numel() == 512
     lease = pool.acquire("embedding")
-    assert lease.tensor.shape == (100,) and pool.held("embedding")
+    assert lease.tensor.shape == (100,) and pool.held("embedding") and not pool.idle("embedding")
     pool.release("embedding")
-    assert lease.released and not pool.held("embedding")
+    assert lease.released and not pool.held("embedding") and pool.idle("embedding")
+    for _ in range(3):
+        pool.acquire("embedding")
+        pool.release("embedding")
+    assert len(pool._dynamic) == 2  # until their home stream is behind all uses
+    pool.close()
+    assert len(pool._dynamic) == 0
 
 
 # Who waits for whom
@@ -365,6 +374,25 @@ def test_the_next_writer_on_any_stream_waits_for_the_last_reader(num_writers):
         sim.check()
         sim.run(starve)
         assert [total.item() / 256 for total in sums] == [1, 2, 3, 4] * 2
+
+
+def test_whoever_closes_a_pool_is_behind_its_last_reader():
+    sim, units = Simulator(), units_of(a=[(BF16, 256)])
+    comm = sim.Stream("comm")
+    with sim:
+        pool = pool_of(units, dev=sim)
+        with pool.acquire(0).write() as bucket:
+            bucket.fill_(1)
+        with pool.acquire(0).read(comm) as bucket, sim.stream(comm):
+            read = bucket.sum()
+        del bucket
+        pool.release(0)
+        memory = pool.memory
+        pool.close()
+        memory.zero_()
+    sim.check()
+    sim.run(starve=["comm"])
+    assert read.item() == 256
 
 
 @pytest.mark.parametrize("num_writers", [1, 2])
@@ -450,7 +478,7 @@ def test_what_is_gathered_ahead_stops_at_the_copies_and_at_its_own_limit():
 def test_a_symmetric_pool_is_one_allocation_at_the_same_place_on_every_rank(ctx):
     units = hybrid(256)
     plan = MaxPoolPlan.build(units, others=[Bucket("embedding", BF16, 1000)], pad_multiple=ctx.size)
-    allocations, empty = [], ctx.heap.empty
+    allocations, empty, free = [], ctx.heap.empty, ctx.heap._blocks.largest
     ctx.heap.empty = lambda *shape, **options: allocations.append(shape) or empty(*shape, **options)
     try:
         pool = MaxPoolAllocator(plan, "symmetric", ctx=ctx, strict_assignments="error")
@@ -464,6 +492,8 @@ def test_a_symmetric_pool_is_one_allocation_at_the_same_place_on_every_rank(ctx)
     assert len(set(map(tuple, ctx.group.gather(offsets)))) == 1
     pool.check_order()
     pool.close()
+    pool.close()
+    assert ctx.heap._blocks.largest == free
 
 
 @pytest.mark.ranks(2)
@@ -471,7 +501,16 @@ def test_ranks_whose_plans_or_orders_differ_are_told(ctx):
     units = units_of(a=[(BF16, 8 + ctx.rank)], b=[(BF16, 8)])
     with pytest.raises(MismatchError, match="the ranks' plans differ .rank 0: .*, rank 1: "):
         MaxPoolAllocator(MaxPoolPlan.build(units), "symmetric", ctx=ctx)
-    units = units_of(a=[(BF16, 8)], b=[(BF16, 8)])
+    units = units_of(a=[(BF16, 8)], b=[(BF16, 8)], c=[(BF16, 8)])
+    with pytest.raises(MismatchError, match="the ranks' plans differ .rank 0: .* torch persistent, rank 1: .* dynamic"):
+        others = "dynamic" if ctx.rank else "persistent"
+        MaxPoolAllocator(MaxPoolPlan.build(units), others=others, ctx=ctx)
+    pool = MaxPoolAllocator(MaxPoolPlan.build(units), ctx=ctx)
+    pool.acquire(0), pool.acquire(1)
+    pool.release(ctx.rank), pool.release(1 - ctx.rank)
+    pool.acquire(2)
+    with pytest.raises(MismatchError, match="the ranks' orders of acquire differ"):  # the slots do
+        pool.check_order()
     pool = MaxPoolAllocator(MaxPoolPlan.build(units), "symmetric", ctx=ctx)
     pool.acquire(0), pool.acquire(1)
     pool.check_order()
