@@ -29,6 +29,7 @@ from tkernels.layers import userbuffers as te
 from tkernels.layers.mlp import ParallelMLP
 from tkernels.layers.wire import TkernelsWire
 from tkernels.layers.zero import ZeroOptimizer
+from tkernels.layers.zero import optimizer as zero_optimizer
 from tkernels.layers.zero.layout import ALIGNMENT, plan
 from tkernels.testing.streams import Simulator, subsets
 
@@ -346,6 +347,19 @@ def test_ranks_may_leave_parameters_out(ctx, unused):
 
 
 @pytest.mark.ranks(2)
+def test_what_no_rank_has_used_is_left_alone(ctx):
+    used, unused = (nn.Parameter(torch.ones(40, device=ctx.device)) for _ in range(2))
+    zero = ZeroOptimizer([used, unused], torch.optim.SGD, ctx=ctx, lr=0.5, momentum=0.5, weight_decay=0.25)
+    for value in (1 - 0.5 * 1.25, 0.375 - 0.5 * (0.625 + 1 + 0.375 * 0.25)):
+        used.sum().backward()
+        zero.step()
+        assert used.eq(value).all() and unused.eq(1.0).all()
+    (used + unused).sum().backward()
+    zero.step()
+    assert unused.eq(1 - 0.5 * 1.25).all()  # its first momentum
+
+
+@pytest.mark.ranks(2)
 def test_gradients_can_be_given_up(ctx):
     exact = Exact(ctx, SHAPES, bucket_bytes=SMALL)
     exact.backward("lost")
@@ -541,6 +555,35 @@ def test_a_step_that_overflows_anywhere_is_skipped_everywhere(ctx):
         assert zero.skipped == (step != 1)
         assert zero.loss_scale == 2.0 ** (16 - (step + 2) // 2)
         assert torch.equal(parameter, torch.full_like(parameter, 1.0 if step == 0 else 1 - 2**-11))
+
+
+@pytest.mark.ranks(2)
+def test_a_loss_scale_grows_after_an_interval_without_a_skip_and_goes_on_from_either_state(ctx, monkeypatch):
+    monkeypatch.setattr(zero_optimizer, "GROWTH_INTERVAL", 3)
+
+    def made(loss_scale="dynamic"):
+        parameter = nn.Parameter(torch.ones(40, device=ctx.device))
+        return parameter, ZeroOptimizer([parameter], torch.optim.SGD, ctx=ctx, lr=1.0, loss_scale=loss_scale)
+
+    def scales(parameter, zero, steps, overflow=None):
+        found = []
+        for step in range(steps):
+            zero.scale((parameter * (torch.inf if step == overflow and ctx.rank == 1 else 0.25)).sum()).backward()
+            zero.step()
+            found.append(zero.loss_scale / 2.0**16)
+        return found
+
+    parameter, zero = made()
+    assert scales(parameter, zero, 8, overflow=2) == [1.0, 1.0, 0.5, 0.5, 0.5, 1.0, 1.0, 1.0]
+    assert parameter.eq(1 - 7 * 0.25).all()
+    (same, sharded), (another, full), (fixed_one, fixed) = made(), made(), made(8.0)
+    sharded.load_state_dict(zero.state_dict())
+    full.load_full_state_dict(zero.full_state_dict())
+    fixed.load_full_state_dict(zero.full_state_dict())
+    assert torch.equal(same, parameter) and torch.equal(another, parameter) and torch.equal(fixed_one, parameter)
+    assert scales(same, sharded, 4) == scales(parameter, zero, 4) == [2.0, 2.0, 2.0, 4.0]
+    assert scales(another, full, 4) == [1.0, 1.0, 2.0, 2.0] and scales(fixed_one, fixed, 1) == [2.0**-13]
+    assert torch.equal(same, parameter) and torch.equal(another, parameter)
 
 
 @pytest.mark.ranks(2)
