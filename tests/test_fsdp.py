@@ -575,6 +575,85 @@ def test_what_does_not_depend_on_a_units_input_still_ends_in_backward(ctx):
     assert_trained_alike(ctx, sharded, unsharded, 3)
 
 
+class Some(nn.Module):
+    """Units of which a call says which ones it takes, and whether it takes what is the root's."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(3))
+        self.scale = nn.Parameter(torch.full((FEATURES,), 2.0))
+
+    def forward(self, x, taken=(0, 1, 2), scaled=True):
+        for i in taken:
+            x = x + self.layers[i](x)
+        return x * self.scale if scaled else x
+
+
+def some(ctx):
+    torch.manual_seed(0)
+    return Some().to(ctx.device)
+
+
+@pytest.mark.ranks(2)
+def test_gradients_are_of_what_was_used_is_trained_and_is_not_held_back(ctx):
+    sharded, x = FullyShard(some(ctx), nn.Linear, ctx=ctx), torch.ones(2, FEATURES, device=ctx.device)
+
+    def with_gradients():
+        return {name for name, shard in sharded.shards.items() if shard.grad is not None}
+
+    root, first, second, third = sharded.shards
+    with sharded.no_sync():
+        with sharded.no_sync():
+            pass
+        sharded(x, (0, 1)).sum().backward()
+        assert not with_gradients()
+    sharded.zero_grad()
+    sharded(x, (0,)).sum().backward()
+    assert with_gradients() == {root, first}
+    sharded.zero_grad()
+    sharded.shards[second].requires_grad_(False)
+    sharded(x).sum().backward()
+    assert with_gradients() == {root, first, third}
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_may_use_nothing_of_the_root(ctx):
+    unsharded, sharded = some(ctx), FullyShard(some(ctx), nn.Linear, ctx=ctx)
+    x = normal((ctx.size, 4, FEATURES), torch.float32, 1, device=ctx.device)
+    for step in range(2):
+        loss = lambda model, rank: model(x[rank], scaled=rank == step).square().mean()  # noqa: B023, E731
+        train_beside(ctx, sharded, unsharded, loss)
+    assert_trained_alike(ctx, sharded, unsharded, 2)
+
+
+@pytest.mark.ranks(2)
+def test_what_a_failed_backward_has_left_is_given_back_and_its_graph_can_be_used_again(ctx):
+    torch.manual_seed(0)
+    unsharded = Choosy(True).to(ctx.device)
+    sharded = FullyShard(copy.deepcopy(unsharded), Branches, ctx=ctx)
+    x = normal((ctx.size, 4, FEATURES), torch.float32, 1, device=ctx.device)
+    failing = []
+
+    def fail(*_):
+        if failing:
+            raise RuntimeError("out of luck")
+
+    sharded.module.layers[1].branches[0].register_full_backward_pre_hook(fail)
+    for taken in ((0,), (0, 1)):
+        failed = sharded(x[ctx.rank], (0, 1)).square().mean()
+        failing.append(failed)
+        with pytest.raises(RuntimeError, match="out of luck"):
+            failed.backward(retain_graph=True)
+        failing.clear()
+        sharded.zero_grad()
+
+        def loss(model, rank, failed=failed, taken=taken):
+            return failed if model is sharded and taken == (0, 1) else model(x[rank], taken).square().mean()
+
+        train_beside(ctx, sharded, unsharded, loss)
+    assert_trained_alike(ctx, sharded, unsharded, 2)
+
+
 @pytest.mark.ranks(2)
 def test_zero_grad_forgets_what_no_sync_has_kept(ctx):
     forgetful, plain = (FullyShard(hybrid(ctx), UNITS, ctx=ctx) for _ in range(2))
@@ -1030,6 +1109,23 @@ def test_wrong_forms_are_found_out(form, copies, monkeypatch):
         assert races and isinstance(races[0], Race)
         results.append(losses)
     assert any(losses != want for losses in results)
+
+
+@simulated_only
+def test_shards_are_changed_after_a_gather_that_nobody_used():
+    ctx, sim = tkernels.init(heap_bytes=8 << 20), Simulator()
+    try:
+        with sim, torch.no_grad():
+            sharded = FullyShard(some(ctx), nn.Linear, ctx=ctx, comm_stream=sim.Stream("comm"), dev=sim)
+            for taken in ((0, 1, 2), (0,)):
+                sharded(torch.ones(2, FEATURES), taken)
+            for shard in sharded.shards.values():
+                shard.zero_()
+        sim.check()
+        sim.run()
+        assert sim.log.count("all_gather_out") == 4 + 3  # the root, the first unit, and the second one ahead
+    finally:
+        tkernels.finalize(ctx)
 
 
 @simulated_only
