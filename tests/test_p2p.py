@@ -237,6 +237,38 @@ def test_receives_that_nobody_waits_for_at_home_are_held_in_a_bounded_number():
     assert len(comm._dropped) == 0
 
 
+def test_a_drain_keeps_the_newest_and_what_is_closed_holds_and_sends_nothing():
+    sim = Simulator()
+    comm, wire = communicator(sim, max_inflight=3)
+    with sim:
+        for number in range(3):
+            output = produce(sim, float(number))
+            comm.isend(output, 1, deallocate=True).release()
+            del output
+        comm.drain(keep=2)
+        assert comm.num_in_flight == {"send_next": 2, "send_prev": 0}
+        comm.close()
+        assert comm.num_in_flight == {"send_next": 0, "send_prev": 0}
+        produce(sim, -1.0)
+        with pytest.raises(ValueError, match="send_next: rank 0 of 4 has no peer, or the communicator was closed"):
+            comm.isend(produce(sim, 1.0), 1)
+        with pytest.raises(ValueError, match="recv_prev: rank 0 of 4 has no peer, or the communicator was closed"):
+            comm.irecv((1,), None, 3)
+    sim.check()
+    sim.run(starve=["comm"])
+    assert [theirs[0].item() for theirs in wire.theirs[:3]] == [0.0, 1.0, 2.0]
+
+
+def test_activations_of_floats_alone_want_a_gradient():
+    sim = Simulator()
+    comm, _ = communicator(sim)
+    with sim:
+        for peer, dtype, wants in ((3, None, True), (3, torch.int64, False), (1, None, False)):
+            received, handle = comm.irecv((2,), dtype, peer)
+            handle.wait()
+            assert received.requires_grad == wants, (peer, dtype)
+
+
 def test_an_exception_between_issue_and_release_gives_nothing_away():
     sim = Simulator()
     comm, wire = communicator(sim)
@@ -348,6 +380,9 @@ def test_wrong_arguments_are_refused_by_name():
     ]:
         with pytest.raises(ValueError, match=message):
             call()
+    options = {"variable_seq_lengths": True, "dev": sim, "stream": sim.Stream("any")}
+    with pytest.raises(ValueError, match=r"variable_seq_lengths: sends up to 8 dimensions, not \(1, 1, 1"):
+        P2PCommunicator(Ranks(0, 4), backend=Wire(sim), **options).send_forward(torch.ones([1] * 9), False)
     alone = P2PCommunicator(Ranks(0, 1), backend=Wire(sim), dev=sim, stream=sim.Stream("alone"))
     assert alone.recv_forward((1,), True) is None and alone.send_forward(torch.ones(1), True) is None
     with pytest.raises(ValueError, match="rank 0 of 1 has no peer"):
@@ -484,6 +519,19 @@ def test_a_communicator_that_finds_no_room_leaves_none_behind(ctx):
     with pytest.raises(HeapExhaustedError):
         P2PCommunicator(ctx, slot_bytes=large, copies=2)
     ctx.free(ctx.empty(2 * large, dtype=torch.uint8))
+    free = ctx.heap._blocks.largest
+    comm = P2PCommunicator(ctx, slot_bytes=4096, max_inflight=3)
+    assert {channel.copies for channel in comm._wire.channels.values()} == {3}  # no send waits for one let go of
+    comm.close()
+    assert ctx.heap._blocks.largest == free
+
+
+@pytest.mark.ranks(2)
+def test_a_group_of_other_ranks_than_the_default_contexts_is_refused(ctx):
+    alone = [torch.distributed.new_group([rank]) for rank in range(2)][ctx.rank]
+    with pytest.raises(ValueError, match=rf"the default one is of ranks \[0, 1\], not \[{ctx.rank}\]; pass tkernels"):
+        P2PCommunicator(alone)
+    torch.distributed.destroy_process_group(alone)
 
 
 @pytest.mark.ranks(2)
