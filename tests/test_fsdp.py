@@ -652,6 +652,10 @@ def test_what_a_failed_backward_has_left_is_given_back_and_its_graph_can_be_used
 
         train_beside(ctx, sharded, unsharded, loss)
     assert_trained_alike(ctx, sharded, unsharded, 2)
+    failing.append(sharded(x[ctx.rank], (0, 1)).sum())
+    with pytest.raises(RuntimeError, match="out of luck"):
+        failing[0].backward()
+    sharded.close()  # no pool holds anything
 
 
 @pytest.mark.ranks(2)
