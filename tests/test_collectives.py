@@ -375,7 +375,7 @@ def test_results_go_into_the_callers_memory_and_may_be_in_place(ctx, transport, 
 @pytest.mark.ranks(2)
 def test_an_out_that_does_not_fit_is_refused_before_the_first_signal(ctx):
     x = torch.zeros(4, 3, device=ctx.device)
-    memory = torch.zeros(40, device=ctx.device)
+    memory, halves = torch.zeros(40, device=ctx.device), x.view(torch.bfloat16).view(-1)[:12].view(4, 3)
     refused = [
         (lambda: tkernels.all_gather(x, out=torch.zeros_like(x), ctx=ctx), r"out is \(4, 3\) .* must be \(8, 3\)"),
         (lambda: tkernels.reduce_scatter(x, out=x[:2].double(), ctx=ctx), "is torch.float64, but the .* torch.float32"),
@@ -385,6 +385,8 @@ def test_an_out_that_does_not_fit_is_refused_before_the_first_signal(ctx):
         (lambda: tkernels.all_reduce(memory[:12], out=memory[4:16], ctx=ctx), "begins 16 bytes after x and overlaps"),
         (lambda: tkernels.all_gather(memory[2:6], out=memory[:8], ctx=ctx), "begins -8 bytes after x and overlaps"),
         (lambda: tkernels.all_reduce(x.clone().requires_grad_(), out=x, ctx=ctx), "out= has no gradient; leave it out"),
+        (lambda: tkernels.all_reduce(x, out=x.clone().requires_grad_(), ctx=ctx), "out= has no gradient; leave it out"),
+        (lambda: collectives.all_reduce(ctx, halves, x, torch.float32), "out begins 0 bytes after x .*; they share no"),
     ]  # fmt: skip
     for call, message in refused:
         with pytest.raises((ValueError, TypeError), match=message):

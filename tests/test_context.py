@@ -378,7 +378,11 @@ def test_without_a_context_the_error_says_what_to_call():
 def test_one_rank_needs_no_torch_distributed_and_computes_plain_products():
     script = """
         import torch, tkernels
+        from tkernels.all_gather_matmul import all_gather_matmul
+        from tkernels.comm import collectives
         from tkernels.gemm import matmul_reference
+        from tkernels.matmul_all_reduce import matmul_all_reduce
+        from tkernels.matmul_reduce_scatter import matmul_reduce_scatter
         with tkernels.init(heap_bytes=1 << 20) as ctx:
             assert (ctx.rank, ctx.size) == (0, 1) and not torch.distributed.is_initialized()
             generator = torch.Generator().manual_seed(0)
@@ -392,6 +396,17 @@ def test_one_rank_needs_no_torch_distributed_and_computes_plain_products():
             for collective in (tkernels.all_gather, tkernels.reduce_scatter, tkernels.all_reduce):
                 out = collective(x)
                 assert out.equal(x) and out.data_ptr() != x.data_ptr(), collective
+            x, w, bias = (16 * x).bfloat16(), w.bfloat16(), bias.bfloat16()
+            want = matmul_reference(x, w, bias).float()
+            assert not want.equal(want.bfloat16().float())
+            y, _ = all_gather_matmul(ctx, x, w, bias, out_dtype=torch.float32)
+            assert y.dtype == torch.float32 and y.equal(want)
+            for product in (matmul_reduce_scatter, matmul_all_reduce):
+                y = product(ctx, x, w, bias, out_dtype=torch.float32)
+                assert y.dtype == torch.float32 and y.equal(want), product
+            for collective in (collectives.reduce_scatter, collectives.all_reduce):
+                y = collective(ctx, x, out_dtype=torch.float32)
+                assert y.dtype == torch.float32 and y.equal(x), collective
             tkernels.barrier()
             assert ctx.empty(3).shape == (3,)
     """

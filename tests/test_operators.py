@@ -8,7 +8,7 @@ from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from transports import every_path
+from transports import every_path, launches
 
 import tkernels
 import tkernels.operators
@@ -159,6 +159,21 @@ def test_an_activation_has_its_gradient_and_the_same_forward_as_without_one(ctx)
         assert_close_to(w.grad, w64.grad.chunk(ctx.size, dim=1)[ctx.rank], terms=2 * K * sum(rows))
     with pytest.raises(TkernelsError, match="no gradient through a fused activation .'silu'.; call tkernels.matmul"):
         OPS.matmul_reduce_scatter(x, w, bias, "silu", rows, ctx.name).sum().backward()
+
+
+@pytest.mark.ranks(2)
+@every_path
+def test_backward_takes_the_path_of_forward(ctx, path):
+    x, w = (normal((8, 8), torch.float32, seed, device=ctx.device).requires_grad_() for seed in (1, 2))
+    for call, kernel in (
+        (tkernels.all_gather_matmul, "matmul_reduce_kernel"),
+        (tkernels.matmul_reduce_scatter, "all_gather_matmul_kernel"),
+    ):
+        for wanted in ((x, w), (x,)):  # of both, the gathered rows are borrowed
+            y = call(x, w, ctx=ctx, path=path)
+            with launches() as launched:
+                torch.autograd.grad(y.sum(), wanted)
+            assert (kernel in [name for name, *_ in launched]) == (path == "fused"), (call, wanted)
 
 
 @pytest.mark.ranks(2)
