@@ -1,7 +1,10 @@
 """Pipelines: schedules that balance and cannot deadlock, and training to the losses of the model that is not split."""
 
 import contextlib
+import gc
 import itertools
+import warnings
+import weakref
 from collections import defaultdict
 
 import pytest
@@ -87,7 +90,7 @@ def traces(size, num_chunks, count, **options):
         chunks = [Scale() for _ in range(num_chunks)]
         data = [(torch.ones(1), None)] * count
         losses = forward_backward_pipelining(chunks, data, lambda y, _: y.sum(), comm, tensor_shape=(1,), **options)
-        assert len(losses) == (count if rank == size - 1 else 0)
+        assert len(losses) == (count if rank == size - 1 else 0) and not any(loss.requires_grad for loss in losses)
         made.append((wire.trace, comm))
     return made
 
@@ -148,6 +151,44 @@ def test_every_schedule_ends_on_every_transport_and_leaves_nothing_open(overlap,
                 mine = messages(trace, edge)
                 assert mine == messages(lists[(rank + step) % size], opposite)
                 assert sorted({number for verb, e, number in trace if (verb, e) == ("wait", edge)}) == mine
+
+
+def test_one_rank_needs_no_shape():
+    stage = Scale()
+    comm = P2PCommunicator(Ranks(0, 1), backend=Recorder())
+    losses = forward_backward_pipelining([stage], [(torch.ones(1), None)] * 2, lambda y, _: y.sum(), comm)
+    assert losses == [1.0, 1.0] and stage.weight.grad.tolist() == [1.0]
+
+
+def test_a_stage_that_does_not_use_what_it_gets_sends_zeros_back():
+    wire = Recorder()
+    stage = nn.Linear(1, 1)
+    stage.forward = lambda x: stage.weight.sum()
+    comm = P2PCommunicator(Ranks(1, 2), backend=wire)
+    forward_backward_pipelining([stage], [(None, None)] * 3, lambda y, _: y, comm, tensor_shape=(1,))
+    assert messages(wire.trace, "send_prev") == [0, 1, 2]
+
+
+@pytest.mark.parametrize("deallocate", [False, True])
+def test_no_handle_is_dropped_and_without_backward_no_activation_is_kept(deallocate):
+    kept = []
+
+    class Counted(Scale):
+        def forward(self, x):
+            assert sum(tensor() is not None for tensor in kept) <= 1  # the one that was sent last
+            kept.append(weakref.ref(result := super().forward(x)))
+            return result
+
+    comm = P2PCommunicator(Ranks(0, 3), backend=Recorder())
+    options = {"tensor_shape": (1,), "overlap": True, "deallocate": deallocate}
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        data = [(torch.ones(1), None)] * 6
+        forward_backward_pipelining([Counted()], data, None, comm, forward_only=True, **options)
+        assert len(kept) == 6
+        forward_backward_pipelining([Scale()], data, None, comm, **options)
+        gc.collect()
+    assert not warned
 
 
 def test_the_model_of_transports_sees_a_deadlock():
