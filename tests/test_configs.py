@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tkernels import configs
+from tkernels.comm import TkernelsError
 from tkernels.comm.plans import local_plans
 from tkernels.configs import (
     GemmConfig,
@@ -21,6 +22,7 @@ from tkernels.configs import (
     by_copy_engine,
     default_config,
     default_overlap,
+    forget_choices,
     gemm_config,
     overlap_config,
     travel_of,
@@ -398,6 +400,32 @@ def test_the_local_product_has_buckets_too():
             assert gemm_config(200, 60, 100, BF16, "NN") == default_config(200, 60, BF16)
     finally:
         local_plans.clear()
+
+
+def test_records_are_looked_up_once_until_choices_are_forgotten(monkeypatch):
+    ctx, saved, forgotten = context(), [], []
+    ctx.forget_plans = lambda: forgotten.append(ctx)
+    monkeypatch.setattr(configs.tuned, "known", lambda *_: list(saved))
+    product, fused = (BF16, "TN"), (ctx, AG, 256, 64, 128, BF16, "TN")
+    try:
+        with mock.patch.object(configs, "_table", side_effect=TkernelsError("no context")):
+            forget_choices(ctx)
+            by_rule = gemm_config(200, 60, 100, *product)
+            saved.append(record(asdict(TUNED.gemm), "matmul"))
+            assert gemm_config(200, 60, 100, *product) == gemm_config(200, 60, 101, *product) == by_rule != TUNED.gemm
+            local_plans.find("a key", lambda: "a plan")
+            forget_choices(ctx)
+            assert gemm_config(200, 60, 100, *product) == TUNED.gemm
+        assert local_plans.find("a key", lambda: "another plan") == "another plan"
+        assert forgotten == [ctx] * 2
+        by_rule = overlap_config(*fused)
+        ctx.tuned.append(record(TUNED))
+        assert overlap_config(*fused) == by_rule != TUNED
+        forget_choices(ctx)
+        assert overlap_config(*fused) == TUNED
+    finally:
+        monkeypatch.undo()
+        forget_choices(ctx)
 
 
 def test_the_examples_in_docstrings_hold():
