@@ -710,6 +710,31 @@ def test_micro_batches_on_different_streams_add_up():
         assert simulated.a.weight.main_grad.eq(4.0).all() and simulated.b.weight.main_grad.eq(2.0).all()
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_no_sync_inside_no_sync_ends_with_the_outer_one(overlap):
+    ddp = Simulated(overlap_grad_reduce=overlap).ddp
+    with ddp.no_sync():
+        with ddp.no_sync():
+            pass
+        assert not ddp.hooks.counting
+    assert ddp.hooks.counting == overlap
+
+
+@pytest.mark.parametrize("mode", [SHARDED, GATHERED_LATE], ids=["sharded", "gathered-late"])
+def test_what_forward_needs_first_is_gathered_first_and_waited_for_unless_that_overlaps(mode, monkeypatch):
+    simulated, gathered, gather = Simulated(bucket_size=64, **mode), [], _Bucket.gather
+    sim, ddp = simulated.sim, simulated.ddp
+    monkeypatch.setattr(_Bucket, "gather", lambda bucket: gather(bucket) or gathered.extend(bucket.parameters))
+    with sim:
+        simulated.step()
+        ddp.finish_grad_sync()
+        update(simulated, 1.0)
+        ddp.start_param_sync()
+        simulated.a.weight.detach().clone()
+    assert gathered[0] is simulated.a.weight and gathered[1] is simulated.b.weight
+    assert bool(sim.races) == (mode is GATHERED_LATE)
+
+
 def test_finish_orders_the_stream_that_it_is_given_and_no_other():
     for reader, races in (("one", False), ("two", False), ("main", True)):
         simulated = Simulated()
@@ -998,6 +1023,19 @@ def test_steps_are_captured_between_eager_ones(mode, monkeypatch):
     with sim:
         step()
     sim.check()
+
+
+def test_a_capture_that_fails_leaves_nothing_begun(monkeypatch):
+    simulated = Simulated(bucket_size=64, **SHARDED)
+    sim, ddp = simulated.sim, simulated.ddp
+    graph = SimulatedGraph(sim, monkeypatch)
+    with sim, pytest.raises(ZeroDivisionError), ddp.captured(graph, streams=[simulated.one, simulated.two]):
+        simulated.step()
+        ddp.finish_grad_sync()
+        1 / 0  # noqa: B018
+    assert not ddp.hooks.begun
+    with sim:
+        ensure_params_ready([simulated.a.weight])  # there was no update
 
 
 # On GPUs: the same, with streams that are really late
