@@ -560,6 +560,34 @@ def test_what_transformer_engine_keeps_about_fp8_is_left_out_of_a_state_dict():
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("gathered", [True, False], ids=["gathered", "own rows"])
+def test_a_linear_layer_returns_its_norms_output_and_takes_its_gradient(ctx, gathered):
+    initialized(ctx, torch.float32, BULK)
+    try:
+        options = dict(parallel_mode="column", return_layernorm_output=True, return_layernorm_output_gathered=gathered)
+        layer = te.LayerNormLinear(H, 3 * H, ub_name="qkv", **parallel(ctx, torch.float32), **BULK, **options)
+        fill(layer, 3, ctx.rank)
+        whole = te.LayerNormLinear(H, 3 * H, params_dtype=torch.float64, device="cpu", **options)
+        whole.load_state_dict(whole_state(ctx, layer))
+        x, dy = normal((S, B, H), torch.float32, 1), normal((S, B, 3 * H), torch.float32, 2)
+        mine, leaf = x.chunk(ctx.size)[ctx.rank].to(ctx.device).requires_grad_(), x.double().requires_grad_()
+        (y, normed), (truth, want) = layer(mine), whole(leaf)
+        dnormed = normal((S, B, H), torch.float32, 3)
+        if gathered:  # each rank has a part of the gradient of all rows
+            theirs = dnormed.to(ctx.device) / ctx.size
+        else:
+            want, theirs = want.chunk(ctx.size)[ctx.rank], dnormed.chunk(ctx.size)[ctx.rank].to(ctx.device)
+        assert_accurate(y, truth.chunk(ctx.size, -1)[ctx.rank], 80)
+        assert_accurate(normed, want, 40)
+        torch.autograd.backward([y, normed], [dy.chunk(ctx.size, -1)[ctx.rank].contiguous().to(ctx.device), theirs])
+        torch.autograd.backward(whole(leaf), [dy.double(), dnormed.double()])
+        assert_accurate(mine.grad, leaf.grad.chunk(ctx.size)[ctx.rank], 160)
+        assert_accurate(layer.weight.grad, whole.weight.grad.chunk(ctx.size)[ctx.rank], 160)
+    finally:
+        te.destroy_ub()
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["LayerNormLinear", "LayerNormMLP"])
 def test_uneven_rows_are_refused_where_the_norms_output_is_gathered(ctx, kind):
     options = dict(return_layernorm_output_gathered=True, **parallel(ctx, torch.float32))
