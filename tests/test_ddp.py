@@ -359,7 +359,9 @@ def test_a_second_wrapper_takes_the_parameters_over(ctx, mode):
         newer.zero_grad()
         newer(torch.ones(1, 8, device=ctx.device)).sum().backward()
         newer.finish_grad_sync()
+    levels = [] if newer._levels.across is None else [newer._levels.inside.ctx, newer._levels.across.ctx]
     newer.remove()
+    assert all(level.closed for level in levels)
     assert all(map(torch.equal, model.parameters(), values))
     model(torch.ones(1, 8, device=ctx.device)).sum().backward()
     assert model[1].bias.grad.eq(1.0).all() and not hasattr(model[1].bias, "main_grad")
@@ -402,11 +404,16 @@ def test_loops_that_would_train_nothing_are_told_of(ctx):
         parameter.data.fill_(1.0)
     x = torch.ones(1, 4, device=ctx.device)
     ddp = OverlappedDDP(model, ctx)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ddp.zero_grad()
     ddp(x).sum().backward()
     with pytest.warns(UserWarning, match="gradients are dropped that nobody has seen; call finish_grad_sync"):
         ddp.zero_grad()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        ddp(x).sum().backward()
+        ddp.zero_grad()
         for _ in range(2):
             ddp(x).sum().backward()
             ddp.finish_grad_sync()
@@ -416,6 +423,9 @@ def test_loops_that_would_train_nothing_are_told_of(ctx):
     ddp(x).sum().backward()
     ddp.finish_grad_sync()
     with pytest.warns(UserWarning, match=r"nobody has asked for them; make it of owned_parameters\(\)"):
+        ddp(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         ddp(x)
     ddp.remove()
 
@@ -718,6 +728,26 @@ def test_no_sync_inside_no_sync_ends_with_the_outer_one(overlap):
             pass
         assert not ddp.hooks.counting
     assert ddp.hooks.counting == overlap
+
+
+def test_only_what_may_have_been_updated_is_gathered_again(monkeypatch):
+    simulated, gathered, gather = Simulated(**SHARDED), [], _Bucket.gather
+    sim, ddp = simulated.sim, simulated.ddp
+    ddp.module.forward = lambda: None
+    state = {name: value.clone() for name, value in ddp.module.state_dict().items()}
+    monkeypatch.setattr(_Bucket, "gather", lambda bucket: gathered.append(bucket) or gather(bucket))
+    with sim:
+        simulated.step()
+        ddp.finish_grad_sync()
+        ddp.module.load_state_dict(state)  # the gather to come takes it
+        for gathers in (1, 2):  # the optimizer may have its turn yet
+            ddp()
+            assert len(gathered) == gathers
+        ddp.finish_grad_sync(simulated.one)  # for another reader
+        ensure_params_ready([simulated.a.weight])
+        ddp.zero_grad()
+        ddp()
+        assert len(gathered) == 2
 
 
 @pytest.mark.parametrize("mode", [SHARDED, GATHERED_LATE], ids=["sharded", "gathered-late"])
