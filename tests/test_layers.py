@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from unittest import mock
 
 import pytest
 import torch
@@ -268,6 +269,10 @@ def test_return_bias_leaves_the_bias_to_the_caller(ctx):
     layers.all_reduce_sequence_parallel_grads(row, ctx=ctx)
     assert row.bias.main_grad.eq(3.0).all() and row.bias.grad.eq(1.0).all()
     del row.bias.main_grad
+    row.bias.requires_grad_(False).grad = None
+    layers.all_reduce_sequence_parallel_grads(row, ctx=ctx)
+    assert row.bias.grad is None
+    row.bias.requires_grad_(True)
     zero = layers.ZeroOptimizer([row.bias], torch.optim.SGD, lr=1.0, ctx=ctx)
     with pytest.raises(ValueError, match="bias belongs to a ZeroOptimizer, .* copy_to_tensor_model_parallel_region"):
         layers.all_reduce_sequence_parallel_grads(row, ctx=ctx)
@@ -313,15 +318,34 @@ def test_gathering_again_gives_the_same_gradients(ctx):
     assert kept and not kept_again
 
 
+@pytest.mark.ranks(2)
+def test_gathered_rows_are_kept_for_a_weights_gradient_alone(ctx):
+    layer = ColumnParallelLinear.from_linear(linear(8, 6, 31), ctx=ctx, sequence_parallel=True).to(ctx.device)
+    x, kept, product = torch.ones(2, 8, device=ctx.device), [], tkernels.all_gather_matmul
+
+    def watched(*operands, return_gathered, **options):
+        kept.append(return_gathered)
+        return product(*operands, return_gathered=return_gathered, **options)
+
+    with mock.patch.object(tkernels, "all_gather_matmul", watched):
+        layer(x)
+        with torch.no_grad():
+            layer(x)
+        layer.weight.requires_grad_(False)
+        layer(x)
+    assert kept == [True, False, False]
+
+
 @pytest.mark.ranks(1, 2)
 def test_layers_take_one_row_no_bias_and_frozen_weights(ctx):
     full = linear(4, 6, 35, values=integers, bias=False)
-    full.weight.requires_grad_(False)
+    full.eval().weight.requires_grad_(False)
     x = integers((4,), torch.float32, 36)
     column = ColumnParallelLinear.from_linear(full, ctx=ctx, gather_output=True).to(ctx.device)
     row = RowParallelLinear.from_linear(full, ctx=ctx, input_is_parallel=False).to(ctx.device)
     for layer in (column, row):
-        assert layer.bias is None and not layer.weight.requires_grad
+        assert layer.bias is None and not layer.weight.requires_grad and not layer.training
+        assert layer.weight.tensor_model_parallel == (ctx.size > 1)
         mine = leaf(x, ctx)
         y = layer(mine)
         assert torch.equal(y.cpu(), full(x))
@@ -498,6 +522,9 @@ def test_wrong_arguments_are_refused_by_name(ctx):
         row(torch.ones(2))
     with pytest.raises(ValueError, match=r"5 features can't be split over 2 ranks.*split_rows\(5, 2\)"):
         layers.scatter_to_tensor_model_parallel_region(torch.ones(5), ctx=ctx)
+    for sizes in ((2, 2), (2, 2, 1)):
+        with pytest.raises(ValueError, match=rf"5 features can't be split over 2 ranks as sizes=\({str(sizes)[1:-1]}\)"):
+            layers.scatter_to_tensor_model_parallel_region(torch.ones(5), sizes=sizes, ctx=ctx)
 
 
 # The mappings

@@ -528,6 +528,19 @@ def test_variants_of_the_mlp(ctx, options):
         te.destroy_ub()
 
 
+def test_a_recomputed_mlp_computes_twice_where_backward_comes(monkeypatch):
+    layer, calls = te.LayerNormMLP(H, FFN, device="cpu", checkpoint=True), []
+    forward = layer._forward
+    monkeypatch.setattr(layer, "_forward", lambda *arguments: calls.append(None) or forward(*arguments))
+    y = layer(torch.ones(2, 1, H))
+    assert len(calls) == 1
+    y.sum().backward()
+    assert len(calls) == 2
+    with torch.no_grad():
+        layer(torch.ones(2, 1, H))
+    assert len(calls) == 3
+
+
 @pytest.mark.ranks(2)
 def test_layers_take_checkpoints_copies_and_compilation_but_no_second_derivative(ctx):
     te.initialize_ub([S * B, H], 2, dtype=torch.float32)
