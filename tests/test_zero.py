@@ -574,15 +574,16 @@ def test_a_loss_scale_grows_after_an_interval_without_a_skip_and_goes_on_from_ei
         return found
 
     parameter, zero = made()
-    assert scales(parameter, zero, 8, overflow=2) == [1.0, 1.0, 0.5, 0.5, 0.5, 1.0, 1.0, 1.0]
-    assert parameter.eq(1 - 7 * 0.25).all()
+    assert scales(parameter, zero, 8, overflow=5) == [1.0, 1.0, 2.0, 2.0, 2.0, 1.0, 1.0, 1.0]
+    assert scales(parameter, zero, 3, overflow=0) == [0.5, 0.5, 0.5]
+    assert parameter.eq(1 - 9 * 0.25).all()
     (same, sharded), (another, full), (fixed_one, fixed) = made(), made(), made(8.0)
     sharded.load_state_dict(zero.state_dict())
     full.load_full_state_dict(zero.full_state_dict())
     fixed.load_full_state_dict(zero.full_state_dict())
     assert torch.equal(same, parameter) and torch.equal(another, parameter) and torch.equal(fixed_one, parameter)
-    assert scales(same, sharded, 4) == scales(parameter, zero, 4) == [2.0, 2.0, 2.0, 4.0]
-    assert scales(another, full, 4) == [1.0, 1.0, 2.0, 2.0] and scales(fixed_one, fixed, 1) == [2.0**-13]
+    assert scales(same, sharded, 4) == scales(parameter, zero, 4) == [1.0, 1.0, 1.0, 2.0]
+    assert scales(another, full, 4) == [0.5, 0.5, 1.0, 1.0] and scales(fixed_one, fixed, 1) == [2.0**-13]
     assert torch.equal(same, parameter) and torch.equal(another, parameter)
 
 
