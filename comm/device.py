@@ -164,8 +164,8 @@ def put_signal(
 ):  # fmt: skip
     """`put`, then set `signal_word` on `rank` to `value`.
 
-    Orders: a peer that sees `value` in `signal_word` also sees all of `dst`, but for the transport nvshmem also
-    everything that this program wrote to that rank or to its own memory before; there, `fence` first.
+    Orders: a peer that sees `value` in `signal_word` also sees all of `dst`. By stores (not over nvshmem, where `fence`
+    does that) it also sees everything that this program wrote to that rank or to its own memory before.
     Does not order: puts of other programs, or anything on a third rank.
     """
     if TRANSPORT == NVSHMEM:
