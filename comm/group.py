@@ -1,8 +1,10 @@
 """The ranks that work together: a torch process group, or this process alone."""
 
 import contextlib
+import logging
 import os
 import sys
+import threading
 import zlib
 
 import torch
@@ -13,6 +15,11 @@ from tkernels.comm.errors import MismatchError, OutOfStepError, TkernelsError
 # torch 2.13 renames them and warns of the old names.
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+PATIENCE_S = 60.0  # until a rank that waits on the host says whom for
+
+_log = logging.getLogger("tkernels")
+_meetings: dict[tuple[int, ...], int] = {}  # so many there were of these global ranks
 
 
 class Group:
@@ -43,7 +50,8 @@ class Group:
 
         call: what this rank is doing; by default the operation of `during`, or the library's function that asks. Raises
         on every rank OutOfStepError where calls differ, MismatchError where what they must have alike does;
-        TkernelsError where a rank has gone, and once the group is closed.
+        TkernelsError where a rank has gone, and once the group is closed. A rank that is waited for is named in the log
+        after PATIENCE_S; how long is waited is up to torch.distributed.
         """
         if self.closed:
             raise TkernelsError("the context of this group has been finalized; init() a new one")
@@ -53,7 +61,8 @@ class Group:
         operation, alike = self._describe() if self._describe else (function, {})
         ranks = [None] * self.size
         try:
-            dist.all_gather_object(ranks, (call or operation, line, alike, value), group=self.process_group)
+            with self._watched(f"{call or operation} ({line})"):
+                dist.all_gather_object(ranks, (call or operation, line, alike, value), group=self.process_group)
         except RuntimeError as error:  # of a backend, in its words
             raise TkernelsError(
                 f"{call or operation} ({line}): the ranks can't meet, perhaps as one has ended or was killed: {error}"
@@ -67,6 +76,41 @@ class Group:
         if differing:
             raise MismatchError(_differences(calls[0], differing))
         return list(values)
+
+    @contextlib.contextmanager
+    def _watched(self, where: str):
+        """Collective. If the block takes long, the log says which ranks have not come, and where each was last."""
+        store, ranks = _store(), tuple(self.global_ranks)
+        number = _meetings[ranks] = _meetings.get(ranks, 0) + 1
+        timer = threading.Timer(PATIENCE_S, self._name_late, (store, number, where))
+        timer.daemon = True
+        if store is not None:
+            with contextlib.suppress(RuntimeError):  # whoever serves it may have ended before us
+                store.set(self._key(self.rank), f"{number} {where}")
+                timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _name_late(self, store: dist.Store, number: int, where: str):
+        late = []
+        with contextlib.suppress(RuntimeError):
+            for rank in range(self.size):
+                key = self._key(rank)
+                told = store.get(key).decode() if store.check([key]) else "0 no call of these ranks"
+                met, _, last = told.partition(" ")
+                if int(met) < number:
+                    late.append(f"rank {rank}, which was last in {last}")
+        if late:
+            among = "" if self.size == dist.get_world_size() else f" (of global ranks {self.global_ranks})"
+            _log.warning(
+                "%s: rank %d waits on the host, %g s so far, for %s%s; all ranks must make the same calls in the same "
+                "order", where, self.rank, PATIENCE_S, ", and for ".join(late), among,
+            )  # fmt: skip
+
+    def _key(self, rank: int) -> str:
+        return f"tkernels/{','.join(map(str, self.global_ranks))}/{rank}"
 
     @contextlib.contextmanager
     def during(self, describe):
@@ -119,6 +163,12 @@ def first_difference(ranks: list[dict]) -> tuple[int, list] | None:
 def listed(names: list[str], most: int = 5) -> str:
     """For errors: so many of them, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _store() -> dist.Store | None:
+    """The one that all processes of torch.distributed share; None where a backend needs none."""
+    with contextlib.suppress(AttributeError, ValueError):
+        return dist.distributed_c10d._get_default_store()
 
 
 def _caller() -> tuple[str, str]:

@@ -32,6 +32,7 @@ from tkernels.comm import (
     find_context,
     runtime,
 )
+from tkernels.comm import group as meetings
 from tkernels.comm.collectives import all_reduce
 from tkernels.testing.compare import integers
 
@@ -492,6 +493,21 @@ def test_a_rank_that_never_sends_is_named_by_every_rank_and_a_new_context_works(
     with tkernels.init(transport=transport, heap_bytes=8 << 20) as fresh:
         assert segment.local is None
         check_gather(fresh)
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_does_not_come_to_a_meeting_is_named_in_the_log_with_where_it_was_last(ctx):
+    with mock.patch.object(meetings, "PATIENCE_S", 0.2), mock.patch.object(meetings._log, "warning") as warning:
+        ctx.group.barrier()
+        for late in range(2):
+            if ctx.rank == late:
+                time.sleep(0.5)
+            ctx.group.gather(None, "a meeting")
+    ((said, *values), _), = warning.call_args_list
+    said %= tuple(values)
+    last = "a call of the program's own" if ctx.rank == 1 else "a meeting"
+    assert said.startswith(f"a meeting ({__file__}:") and f"rank {ctx.rank} waits on the host, 0.2 s so far" in said
+    assert f"for rank {1 - ctx.rank}, which was last in {last} ({__file__}:" in said
 
 
 @pytest.mark.ranks(2)
