@@ -794,7 +794,7 @@ class OneRank(Context):
         pass
 
 
-def simulate(patch, wrong=None, numel=16, steps=3):
+def simulate(patch, wrong=None, numel=16, steps=3, overlap_gather=True):
     """Train two towers, each on its own stream, whose hooks run there too. Returns simulator, parameters, reference.
 
     In place of other ranks, a reduction doubles what it gets, and a gather writes what is there.
@@ -816,7 +816,7 @@ def simulate(patch, wrong=None, numel=16, steps=3):
         main = sim.current_stream()
         zero = ZeroOptimizer(
             towers.parameters(), torch.optim.SGD, ctx=OneRank(), lr=2.0**-8, momentum=0.5, bucket_bytes=64 * 3,
-            overlap_gather=towers, dev=sim,
+            overlap_gather=towers if overlap_gather else None, dev=sim,
         )  # fmt: skip
         within = contextlib.ExitStack()
 
@@ -859,6 +859,13 @@ def test_no_timing_of_hooks_reductions_and_gathers_changes_a_bit(monkeypatch, st
     sim.check()
     sim.run(starve=starved)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_a_step_waits_for_its_gathers_unless_they_overlap_with_forward(monkeypatch):
+    sim, got, want = simulate(monkeypatch, overlap_gather=False)
+    sim.check()
+    sim.run(starve=["stream3"])
+    assert all(map(torch.equal, got, want))
 
 
 def test_the_simulation_sees_missing_waits(monkeypatch):
