@@ -140,7 +140,7 @@ class OverlappedDDP(nn.Module):
             names=[names[param] for param in self._bucket_of],
         )
         self.hooks.counting = overlap_grad_reduce
-        own(self._bucket_of, self)
+        own([*self._bucket_of, *self._shards], self)
         self._removed, self._pre_hooks = False, []
         self._finished, self._handed_out = False, not self.sharded  # ever
         if self.sharded:
@@ -150,7 +150,7 @@ class OverlappedDDP(nn.Module):
                 if any(param in self._bucket_of for param in child.parameters(recurse=False))
             ]
             self._pre_hooks.append(module.register_state_dict_pre_hook(_before_state_dict))
-            self._pre_hooks.append(module.register_load_state_dict_pre_hook(_before_load_state_dict))
+        self._pre_hooks.append(module.register_load_state_dict_pre_hook(_before_load_state_dict))
 
     def forward(self, *arguments, **options):
         """The module's. Starts to gather updated parameters if `start_param_sync` has not been called.
@@ -170,7 +170,8 @@ class OverlappedDDP(nn.Module):
 
         A shard is this rank's part of a bucket, 1-D, across the borders of parameters: right for optimizers that treat
         each element by itself. What looks at all gradients sees this rank's part of them: a norm has to be summed over
-        the ranks of an instance, and torch.amp.GradScaler would skip a step on some ranks alone.
+        the ranks of an instance, and torch.amp.GradScaler would skip a step on some ranks alone. With another
+        grad_dtype than theirs only `main_grad` is set, and an optimizer of torch, which reads `.grad`, trains nothing.
         """
         self._handed_out = True
         return [owned for bucket in self.buckets for owned in bucket.owned]
@@ -212,8 +213,15 @@ class OverlappedDDP(nn.Module):
 
         `main_grad` is then the mean over ranks, of this rank's shards if it has shards; `.grad` is the same tensor. May
         be repeated, for another stream. Until `zero_grad` only the streams that it was called for may use gradients.
+        Raises ValueError for a parameter in a shard that was frozen after the module was wrapped.
         """
         self._check_there()
+        frozen = next((param for param in self._bucket_of if not param.requires_grad), None)
+        if self.sharded and frozen is not None:
+            raise ValueError(
+                f"OverlappedDDP: {self._name_of(frozen)} was frozen after the module was wrapped, but lies in a shard "
+                f"that is updated as a whole, by weight decay too; wrap the module again"
+            )
         self._finished = True
         self.start_grad_sync()
         stream = self.dev.current_stream() if stream is None else stream
@@ -291,8 +299,12 @@ class OverlappedDDP(nn.Module):
             if _owner(param) is self:
                 del param.main_grad
                 param.grad = None
-        disown(self._bucket_of, self)
+        disown([*self._bucket_of, *self._shards], self)
         self._levels.close()
+
+    @property
+    def _shards(self) -> list[nn.Parameter]:
+        return [owned for bucket in self.buckets for owned in bucket.owned] if self.sharded else []
 
     def _check_there(self):
         if self._removed:
@@ -300,11 +312,13 @@ class OverlappedDDP(nn.Module):
 
     def _check_place(self, parameter: nn.Parameter, now: torch.Tensor):
         if not self._bucket_of[parameter].holds(now):
-            name = next(name for name, each in self.module.named_parameters() if each is parameter)
             raise LeaseError(
-                f"OverlappedDDP: {name} is converted or moved, but its gradients and what ranks gather are not; do so "
-                f"before a module is wrapped, or remove() this and wrap it again"
+                f"OverlappedDDP: {self._name_of(parameter)} is converted or moved, but its gradients and what ranks "
+                f"gather are not; do so before a module is wrapped, or remove() this and wrap it again"
             )
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        return next(name for name, each in self.module.named_parameters() if each is parameter)
 
     def _apply(self, function, recurse=True):
         for parameter in () if self._removed else self._bucket_of:
@@ -329,7 +343,7 @@ def ensure_params_ready(params):
     buckets = {}
     for param in params:
         owner = _owner(param)
-        if owner is not None and owner.sharded:
+        if owner is not None and owner.sharded and param in owner._bucket_of:  # not a shard
             buckets[owner._bucket_of[param]] = None
     for bucket in buckets:
         bucket.ready()
@@ -343,11 +357,13 @@ def _before_state_dict(module, *_):
     ensure_params_ready(module.parameters())
 
 
-def _before_load_state_dict(module, *_):
+def _before_load_state_dict(module, state, prefix, metadata, *_):
     """What is loaded comes after gathers that are under way; a gather that is to come takes what is loaded."""
+    if metadata.get("assign_to_params_buffers"):
+        raise ValueError("OverlappedDDP: load_state_dict(assign=True) would leave it with the old parameters")
     buckets = dict.fromkeys(_owner(param)._bucket_of[param] for param in module.parameters() if _owner(param))
     for bucket in buckets:
-        if not bucket.updating:
+        if bucket.values is not None and not bucket.updating:
             bucket.ready()
 
 
@@ -480,6 +496,9 @@ class _Bucket:
     def gather(self):
         """Collective. Gather the values on the comm stream, behind the update on the streams it was finished for."""
         self._begin_update(self.dev.current_stream())
+        if not self.unwritten:
+            # For torch, which refuses a backward of what forward has saved and was written to since.
+            torch.autograd.graph.increment_version(self.parameters)
         for stream in self._updaters:
             with self.values.lease.write(stream):
                 pass  # the optimizer's kernels have been launched

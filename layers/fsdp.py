@@ -448,6 +448,7 @@ class _FlatParameter:
         self.shard = nn.Parameter(shard, requires_grad=self.trained)
         for mark in filter(None, _marks(self.parameters[0])):
             setattr(self.shard, mark, True)
+        self._version = self.shard._version  # torch's count of writes, when the parameters were last exposed
         self.sums = torch.empty_like(shard) if self.trained else None
         self._empty = shard.new_empty(0)
         self.hide()
@@ -469,6 +470,10 @@ class _FlatParameter:
                 )
             parameter.requires_grad_(wanted)
         self._wanted = wanted
+        if self.shard._version != self._version:
+            # For torch, which refuses a backward of what forward has saved and was written to since.
+            torch.autograd.graph.increment_version(self.parameters)
+            self._version = self.shard._version
 
     def expose(self, whole: torch.Tensor):
         """Let the parameters be what has been gathered."""

@@ -55,7 +55,8 @@ class GradBucket:
     device, dev: where the buffers are and whose streams are meant; `dev` is torch's module of `device` by default.
 
     `add` and `write` may be called on any stream and from any thread. All ranks must add the same sizes and flush at
-    the same places. Raises ValueError for sizes that are not positive, TypeError for a complex dtype.
+    the same places. Raises ValueError for sizes that are not positive, TypeError for a dtype that is not of real
+    floating-point numbers.
     """
 
     def __init__(

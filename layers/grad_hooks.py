@@ -156,7 +156,8 @@ class GradReadyHooks:
             )
         raise LeaseError(
             f"{name}: a gradient was produced after its bucket had been handed on; {expected} were expected, as in "
-            f"earlier passes. Call relearn() before a pass whose graph is new, or don't overlap if it always changes"
+            f"earlier passes. Accumulate inside of no_sync(), all backwards but the last; after one that has failed "
+            f"begin by zero_grad(); call relearn() before a pass whose graph is new, or don't overlap if it often is"
         )
 
     def _count(self, param, by_hook):

@@ -68,7 +68,7 @@ class ParallelLinear(MarkedModule):
     def _build(self, in_features, out_features, bias, dtype, device, ctx, init_method):
         ctx = as_context(ctx)
         # A name, as operators take it: modules are copied and pickled, contexts are not.
-        self.context_name = ctx.name
+        self.context_name, self._ranks, self._rank = ctx.name, ctx.group.global_ranks, ctx.rank
         self.in_features, self.out_features = in_features, out_features
         what, features = (("out-features", out_features), ("in-features", in_features))[self.partition_dim]
         stride = self.partition_stride
@@ -151,7 +151,15 @@ class ParallelLinear(MarkedModule):
 
     @property
     def ctx(self) -> Context:
-        return find_context(self.context_name)
+        """That of construction. Raises MismatchError where the name is that of another one: in another process."""
+        ctx = find_context(self.context_name)
+        if ctx.rank != self._rank or ctx.group.global_ranks != self._ranks:
+            raise MismatchError(
+                f"{type(self).__name__}: it is the part of rank {self._rank} of the global ranks {self._ranks}, but "
+                f"{self.context_name} is here that of rank {ctx.rank} of {ctx.group.global_ranks}; a module that is "
+                f"pickled whole belongs to its ranks: save and load a state dict"
+            )
+        return ctx
 
     def partitioned(self) -> dict[str, int]:
         """The parameters of which each rank holds a part, and along which dimension."""

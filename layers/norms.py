@@ -18,7 +18,8 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Collective. torch.nn.utils.clip_grad_norm_ of a model with parallel layers: by the 2-norm of the whole model.
 
-    ctx: of the ranks that layers are split over; the current one by default. Call it once gradients are complete: after
+    ctx: of the ranks that layers are split over; the current one by default. Stages of a pipeline have a norm each,
+    whose squares are yet to be summed. Call it once gradients are complete: after
     `all_reduce_sequence_parallel_grads`, and with OverlappedDDP, whose `main_grad` is clipped, after finish_grad_sync.
 
     Returns the norm before, fp32 of one element and the same on every rank. Raises ValueError where a rank has a part

@@ -188,6 +188,7 @@ class P2PCommunicator:
         deallocate: the tensor is left with one element, as by `deallocate_output_tensor`.
         producers: the streams that wrote it; default: the current one. home: the stream whose memory it is; default:
         the first producer. The same tensor may be sent to both peers.
+        Between two ranks this sends forward, and `irecv` receives what comes forward: not for the methods below.
         """
         edge = "send_next" if dst == self.next_rank else "send_prev"
         if dst not in (self.next_rank, self.prev_rank):
@@ -241,10 +242,12 @@ class P2PCommunicator:
         return None if is_last_stage else self._exchange(receive={"recv_next": tensor_shapes})["recv_next"]
 
     def send_forward(self, output_tensors, is_last_stage: bool):
+        """The activations to the stage behind; nothing on the last stage."""
         if not is_last_stage:
             self._exchange(send={"send_next": output_tensors})
 
     def send_backward(self, input_tensor_grads, is_first_stage: bool):
+        """The gradients to the stage before; nothing on the first stage."""
         if not is_first_stage:
             self._exchange(send={"send_prev": input_tensor_grads})
 

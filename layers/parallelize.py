@@ -125,9 +125,11 @@ def _check_swappable(model: nn.Module, name: str):
                 f"parallelize: the parameters of {name!r} belong to {type(owner).__name__}, which would not see the "
                 f"new ones; parallelize the model first, or remove() that before"
             )
-    hooks = [
-        kind for kind in ("forward", "forward_pre", "backward", "backward_pre") if getattr(linear, f"_{kind}_hooks")
-    ]
+    kinds = (
+        "forward", "forward_pre", "backward", "backward_pre", "state_dict", "state_dict_pre", "load_state_dict_pre",
+        "load_state_dict_post",
+    )  # fmt: skip
+    hooks = [kind for kind in kinds if getattr(linear, f"_{kind}_hooks")]
     if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in linear.parameters()):
         hooks.append("parameters'")
     if hooks:

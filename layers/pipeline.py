@@ -73,7 +73,9 @@ def split_into_stages(
 ) -> nn.ModuleList:
     """This rank's chunks of a model: `embedding`, then `blocks`, then `head`, the blocks as evenly as can be.
 
-    Shares the modules. Raises ValueError if there are fewer blocks than parts.
+    Shares the modules. Raises ValueError if there are fewer blocks than parts. A parameter in the parts of several
+    ranks, a head that is tied to the embedding, is one on each of them: sum its gradients over these ranks, or the
+    values part at the first step.
     """
     blocks, parts = list(blocks), size * num_chunks
     if len(blocks) < parts:

@@ -121,6 +121,7 @@ class MaxPoolPlan:
             )
         if None in units:
             raise ValueError("None is no name for a unit; buckets of no unit go into `others`")
+        others = list(others)
         padded, unit_of = {}, {}
         for unit, buckets in [*units.items(), (None, others)]:
             for bucket in buckets:

@@ -453,6 +453,21 @@ def test_parameters_that_are_frozen_later_stay_as_they_are(ctx):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("mode", [ALL_REDUCED, SHARDED], ids=["all-reduced", "sharded"])
+def test_what_is_assigned_or_frozen_in_a_shard_is_refused(ctx, mode):
+    model = nn.Linear(4, 4).to(ctx.device)
+    torch.nn.init.ones_(model.weight), torch.nn.init.ones_(model.bias)
+    ddp = OverlappedDDP(model, ctx, **mode)
+    with pytest.raises(ValueError, match="assign=True. would leave it with the old parameters"):
+        model.load_state_dict(model.state_dict(), assign=True)
+    model.weight.requires_grad_(False)
+    if mode is SHARDED:
+        with pytest.raises(ValueError, match="weight was frozen after the module was wrapped, .* wrap"):
+            ddp.finish_grad_sync()
+    ddp.remove()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mode", [ALL_REDUCED, SHARDED], ids=["all-reduced", "sharded"])
 def test_a_model_that_is_converted_or_moved_after_it_was_wrapped_is_refused(ctx, mode):
     model = nn.Linear(4, 4).to(ctx.device)
     with torch.no_grad():

@@ -295,10 +295,18 @@ def test_the_norm_that_clips_is_that_of_the_whole_model(ctx):
     assert_close_to(model[0].weight.grad, model[0].shard(full[0].weight.grad, 0), terms=128)
     assert_close_to(model[2].bias.main_grad, full[2].bias.grad, terms=128)
     assert layers.clip_grad_norm_(nn.Parameter(torch.ones(2, device=ctx.device)), 1.0, ctx=ctx) == 0
-    zero = layers.ZeroOptimizer([model[2].bias], torch.optim.SGD, lr=1.0, ctx=ctx)
-    with pytest.raises(ValueError, match="belong to ZeroOptimizer, .* a part of their gradients alone; pass max_norm="):
-        layers.clip_grad_norm_(model.parameters(), 1.0, ctx=ctx)
+    large = nn.Parameter(torch.ones(4096, device=ctx.device))  # of which every rank has a part
+    zero = layers.ZeroOptimizer([model[2].bias, large], torch.optim.SGD, lr=1.0, ctx=ctx)
+    masters = [master for group in zero.param_groups for master in group["params"]]
+    for parameters in (model.parameters(), masters):
+        with pytest.raises(ValueError, match="belong to ZeroOptimizer, .* their gradients alone; pass max_norm="):
+            layers.clip_grad_norm_(parameters, 1.0, ctx=ctx)
     zero.remove()
+    torch.manual_seed(0)
+    ddp = layers.OverlappedDDP(nn.Linear(2, 2).to(ctx.device), ctx, use_distributed_optimizer=True)
+    with pytest.raises(ValueError, match="belong to OverlappedDDP, .*; pass use_distributed_optimizer=False to it"):
+        layers.clip_grad_norm_(ddp.owned_parameters(), 1.0, ctx=ctx)
+    ddp.remove()
 
 
 @pytest.mark.ranks(2)
@@ -490,6 +498,9 @@ def test_layers_can_be_copied_and_pickled(ctx):
     x = torch.ones(2, 2, device=ctx.device)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(other(x), layer(x))
+    other._rank = 1 - ctx.rank  # pickled by the other rank
+    with pytest.raises(MismatchError, match=rf"part of rank {1 - ctx.rank} of .* here that of rank {ctx.rank}"):
+        other(x)
 
 
 # Refusals

@@ -26,6 +26,8 @@ from tkernels.comm.lease import Fence
 from tkernels.demo.model import ModelConfig, Transformer
 from tkernels.demo.training import ADAM_EPSILON, allowed_gradient, allowed_loss
 from tkernels.layers import userbuffers as te
+from tkernels.layers.ddp import OverlappedDDP
+from tkernels.layers.fsdp import FullyShard
 from tkernels.layers.mlp import ParallelMLP
 from tkernels.layers.wire import TkernelsWire
 from tkernels.layers.zero import ZeroOptimizer
@@ -347,6 +349,54 @@ def test_ranks_may_leave_parameters_out(ctx, unused):
 
 
 @pytest.mark.ranks(2)
+def test_weights_that_are_loaded_count_or_are_refused(ctx):
+    weight = nn.Parameter(torch.ones(40, device=ctx.device))
+    zero = ZeroOptimizer([weight], torch.optim.SGD, ctx=ctx, lr=0.5)
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(3.0)  # averages to evaluate, for example
+        weight.copy_(kept)  # and back
+    weight.sum().backward()
+    zero.step()
+    assert weight.eq(0.5).all()
+    with torch.no_grad():
+        weight.fill_(5.0)
+    with pytest.raises(ValueError, match="step: rank 0 finds parameters that were changed .* call refresh_masters"):
+        zero.step()
+    zero.zero_grad()
+    zero.refresh_masters()
+    weight.sum().backward()
+    zero.step()
+    assert weight.eq(4.5).all()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["zero", "sharded ddp", "fsdp"])
+def test_a_backward_of_a_graph_from_before_the_step_is_refused_as_torchs_is(ctx, kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(ctx.device)
+    x = torch.ones(2, 4, device=ctx.device, requires_grad=True)
+    if kind == "zero":
+        optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, ctx=ctx, lr=0.5)
+        step = optimizer.step
+    elif kind == "fsdp":
+        model = FullyShard(model, nn.Linear, ctx=ctx)
+        step = torch.optim.SGD(model.parameters(), 0.5).step
+    else:
+        model = OverlappedDDP(model, ctx, use_distributed_optimizer=True)
+        optimizer = torch.optim.SGD(model.owned_parameters(), 0.5)
+        model.zero_grad()
+        step = lambda: [model.finish_grad_sync(), optimizer.step(), model.start_param_sync()]  # noqa: E731
+    losses = [model(x).sum() for _ in range(2)]
+    losses[0].backward()
+    step()
+    if kind == "fsdp":
+        model(x)  # parameters are gathered anew
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses[1].backward()
+
+
+@pytest.mark.ranks(2)
 def test_what_no_rank_has_used_is_left_alone(ctx):
     used, unused = (nn.Parameter(torch.ones(40, device=ctx.device)) for _ in range(2))
     zero = ZeroOptimizer([used, unused], torch.optim.SGD, ctx=ctx, lr=0.5, momentum=0.5, weight_decay=0.25)
@@ -583,6 +633,8 @@ def test_a_loss_scale_grows_after_an_interval_without_a_skip_and_goes_on_from_ei
     fixed.load_full_state_dict(zero.full_state_dict())
     assert torch.equal(same, parameter) and torch.equal(another, parameter) and torch.equal(fixed_one, parameter)
     assert scales(same, sharded, 4) == scales(parameter, zero, 4) == [1.0, 1.0, 1.0, 2.0]
+    fixed.load_state_dict(zero.state_dict())
+    assert fixed.loss_scale == 8.0  # as it was asked for
     assert scales(another, full, 4) == [0.5, 0.5, 1.0, 1.0] and scales(fixed_one, fixed, 1) == [2.0**-13]
     assert torch.equal(same, parameter) and torch.equal(another, parameter)
 
@@ -767,6 +819,10 @@ def test_ranks_that_differ_are_refused(ctx):
     with pytest.raises(MismatchError, match="differ in stage, parameters") as refused:
         ZeroOptimizer([parameter], torch.optim.SGD, ctx=ctx, stage=1 + ctx.rank)
     message_on_every_rank(ctx, refused.value)
+    parameter = nn.Parameter(torch.ones(4, device=ctx.device))
+    with pytest.raises(MismatchError, match="differ in options, groups"):
+        groups = [{"params": [parameter], "weight_decay": 0.1 * ctx.rank}]
+        ZeroOptimizer(groups, torch.optim.SGD, ctx=ctx, lr=1.0 + ctx.rank)
 
 
 # Streams
@@ -859,6 +915,18 @@ def test_no_timing_of_hooks_reductions_and_gathers_changes_a_bit(monkeypatch, st
     sim.check()
     sim.run(starve=starved)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_a_state_dict_comes_after_the_gathers_that_overlap_with_forward(monkeypatch):
+    sim, tower = Simulator(), Tower(16, 1.0)
+    monkeypatch.setattr(TkernelsWire, "all_gather", lambda self, x, rows: sim.launch("gather", writes=[x]))
+    with sim:
+        zero = ZeroOptimizer(tower.parameters(), torch.optim.SGD, lr=1.0, ctx=OneRank(), overlap_gather=tower, dev=sim)
+        zero.step()
+        state = {name: value.clone() for name, value in tower.state_dict().items()}
+        zero.step()
+        tower.load_state_dict(state)
+    sim.check()
 
 
 def test_a_step_waits_for_its_gathers_unless_they_overlap_with_forward(monkeypatch):

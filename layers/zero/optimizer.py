@@ -71,9 +71,10 @@ class ZeroOptimizer:
     dev: whose streams are meant; torch's module of the device by default.
 
     Collective, as `step` and backward are. `step` comes after forward and backward on its stream, as usual; it ends the
-    accumulation, so zero_grad is needed only to give gradients up. After it: `grad_norm`, a tensor, the norm before
-    clipping, and `skipped`. A parameter that no rank has used is left alone, as without sharding. Checkpoints with
-    use_reentrant=True are right, but each ends a pass; prefer use_reentrant=False.
+    accumulation, so zero_grad is needed only to give gradients up: this one's, for a module's leaves what has been
+    reduced. Whoever changes parameters, as load_state_dict does, calls `refresh_masters` afterwards. After a step:
+    `grad_norm`, a tensor, the norm before clipping, and `skipped`. A parameter that no rank has used is left alone, as
+    without sharding. Checkpoints with use_reentrant=True are right, but each ends a pass; prefer use_reentrant=False.
 
     Raises ValueError or TypeError for what can't be sharded, MismatchError if the ranks' parameters or options differ.
     `step`, and what loads, raise LeaseError once a parameter has been converted or moved; `step` TkernelsError for one
@@ -114,6 +115,7 @@ class ZeroOptimizer:
             overlap_gather=overlap_gather is not None, reduction=reduction, backend=backend, partition=partition,
             reduce_dtype=reduce_dtype, max_norm=max_norm, loss_scale=loss_scale,
             optimizer_class=optimizer_class.__name__, parameters=shapes, delay_wgrad_compute=deferred,
+            tensor_parallel=tensor_parallel is not None, options=_plain(options), groups=[_plain(g) for g in groups],
         )  # fmt: skip
         _check(self.ctx, asked)
         _check_parameters(contexts, self._names, backend, reduce_dtype)
@@ -143,6 +145,7 @@ class ZeroOptimizer:
         self._shards = self._gradients.shards
         self._shard_of = {slice.parameter: shard for shard in self._shards for slice in shard.fill.slices}
         self._awaited = {}  # shard -> streams that come after its gather
+        self._versions = {}  # parameter -> torch's count of writes to it, when it was gathered
         for shard in self._shards:
             self._gather(shard, (shard.fill.elements, *(0 for _ in shard.fill.rows[1:])))  # what rank 0 has
         self.refresh_masters()
@@ -153,6 +156,7 @@ class ZeroOptimizer:
         piece_of = {piece.parameter: piece for shard in self._shards for piece in shard.pieces}
         owned = [[piece_of[p] for p in group["params"] if p in piece_of] for group in groups]
         self._pieces = [piece for pieces in owned for piece in pieces]  # in the order of the optimizer's state dict
+        own([piece.master for piece in self._pieces], self)
         groups = [group | {"params": [p.master for p in pieces]} for group, pieces in zip(groups, owned, strict=True)]
         self.optimizer = optimizer_class(groups, **options)
 
@@ -200,6 +204,7 @@ class ZeroOptimizer:
                 f"ZeroOptimizer: {thawed} is to be trained, but was frozen when the optimizer was made; make a new "
                 f"one, or begin with requires_grad=True and freeze it afterwards"
             )
+        self._check_values()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -273,6 +278,26 @@ class ZeroOptimizer:
         self._awaited[shard] = []
         with self.dev.stream(self.comm_stream), shard.lease.write(ordered=True):
             self._wires[shard.ctx].all_gather(shard.flat, rows)
+        # For torch, which refuses a backward of what forward has saved and was written to since.
+        parameters = [slice.parameter for slice in shard.fill.slices]
+        torch.autograd.graph.increment_version(parameters)
+        self._versions |= {parameter: parameter._version for parameter in parameters}
+
+    def _check_values(self):
+        """Collective where a program has written to parameters. Raises ValueError for what the gathers would undo."""
+        if all(parameter._version == version for parameter, version in self._versions.items()):
+            return
+        self.ensure_params_ready()
+        problem = ""
+        for shard in self._shards:
+            now, kept = shard.own, shard.master.to(shard.own.dtype)
+            if not torch.where(now.isnan(), kept.isnan(), now == kept).all():
+                problem = (
+                    "finds parameters that were changed elsewhere, as by load_state_dict, which the next gather would "
+                    "undo; call refresh_masters() after such a change, on all ranks"
+                )
+        self._refuse("ZeroOptimizer.step", problem)
+        self._versions = {parameter: parameter._version for parameter in self._versions}
 
     def _check_places(self):
         moved = next((parameter for shard in self._shards for parameter in shard.moved), None)
@@ -298,7 +323,7 @@ class ZeroOptimizer:
 
         def wait_for(shards):
             @torch.compiler.disable
-            def wait(module, inputs):
+            def wait(module, *_):
                 if (optimizer := this()) is not None:
                     for shard in shards:
                         optimizer._await(shard)
@@ -308,7 +333,10 @@ class ZeroOptimizer:
         for module in root.modules():
             own = (self._shard_of.get(parameter) for parameter in module.parameters(recurse=False))
             if shards := list(dict.fromkeys(shard for shard in own if shard is not None)):
-                self._hooks.append(module.register_forward_pre_hook(wait_for(shards)))
+                wait = wait_for(shards)
+                self._hooks.append(module.register_forward_pre_hook(wait))
+                self._hooks.append(module.register_state_dict_pre_hook(wait))
+                self._hooks.append(module.register_load_state_dict_pre_hook(wait))
 
     @torch.no_grad()
     def refresh_masters(self):
@@ -317,6 +345,7 @@ class ZeroOptimizer:
         self.ensure_params_ready()
         for shard in self._shards:
             shard.master.copy_(shard.own)
+        self._versions = {parameter: parameter._version for parameter in self._versions}
 
     def remove(self):
         """Take the hooks off the parameters and modules; the optimizer can't be used any more. May be repeated.
@@ -326,7 +355,7 @@ class ZeroOptimizer:
         self.ensure_params_ready()
         for hook in self._hooks:
             hook.remove()
-        disown(self._parameters, self)
+        disown([*self._parameters, *(piece.master for piece in self._pieces)], self)
 
     def state_dict(self) -> dict:
         """This rank's part, for the same ranks and layout. `full_state_dict` is for any.
@@ -358,7 +387,8 @@ class ZeroOptimizer:
         self.optimizer.load_state_dict(state["optimizer"])
         for shard, master in zip(self._shards, state["masters"], strict=True):
             shard.master.copy_(master)
-        self.loss_scale, self._steps_at_scale = state["loss_scale"]
+        if self._dynamic and state["loss_scale"][0] is not None:
+            self.loss_scale, self._steps_at_scale = state["loss_scale"]
         self._publish()
 
     def _refuse(self, caller: str, problem: str):
@@ -455,6 +485,13 @@ def _param_groups(params, ctx: Context) -> tuple[list[dict], dict[torch.Tensor, 
     if not any(parameter.numel() for parameter in contexts):
         raise ValueError("ZeroOptimizer: there is no parameter that requires a gradient")
     return result, names, contexts
+
+
+def _plain(options: dict) -> dict:
+    """What ranks can compare of options: plain values as they are, of other things the type; of params the number."""
+    kinds = (type(None), bool, int, float, str, tuple)
+    compared = {name: value if isinstance(value, kinds) else type(value).__name__ for name, value in options.items()}
+    return compared | ({"params": len(options["params"])} if "params" in options else {})
 
 
 def _by_context_and_dtype(contexts: dict[torch.Tensor, Context]) -> dict:
