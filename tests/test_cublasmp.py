@@ -570,6 +570,10 @@ def test_a_matmul_goes_through_its_states(ctx):
         mm.release_operands()
         with pytest.raises(cublasmp.InvalidMatmulState, match="operands have been released"):
             mm.execute()
+        for some in (dict(alpha=1.0), dict(a=a2)):
+            mm.reset_operands_unchecked(**some)
+            with pytest.raises(cublasmp.InvalidMatmulState, match="operands have been released"):
+                mm.execute()
         with pytest.raises(ValueError, match="pass a, b and epilog_inputs .'bias'., all of them"):
             mm.reset_operands(a=a2)
         mm.reset_operands(a=a2, b=b2, epilog_inputs=bias2)

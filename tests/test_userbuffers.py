@@ -554,6 +554,9 @@ def test_an_error_of_one_rank_is_an_error_of_all_and_leaves_nothing(ctx, monkeyp
         with pytest.raises((ValueError, TkernelsError), match=f"UB_TIMEOUT.*{value}"):
             te.initialize_ub([8, 8], 2, dtype=torch.float32, bootstrap_backend="gloo")
         os.environ.pop("UB_TIMEOUT", None)
+    for options in ({"bootstrap_backend": "gloo"}, {"tp_group": dist.group.WORLD}):  # of which groups are made
+        with pytest.raises(TkernelsError, match=f"ask for different things: .*{next(iter(options))}"):
+            te.initialize_ub([8, 8], 2, dtype=torch.float32, **(options if ctx.rank == 1 else {}))
     assert not te.is_ub_initialized() and dist.get_pg_count() == groups
 
     def fail():

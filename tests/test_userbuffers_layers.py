@@ -743,6 +743,57 @@ def test_rotation_is_that_of_complex_numbers():
         torch.testing.assert_close(turned, want, atol=1e-12, rtol=0)
 
 
+@pytest.mark.ranks(4)
+def test_a_group_of_other_ranks_than_the_domains_is_refused_wherever_it_comes_from(ctx):
+    """The communicators', or an all-reduce over the domain, would sum what is not one layer's."""
+    across = [torch.distributed.new_group(ranks) for ranks in ([0, 2], [1, 3])][ctx.rank % 2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        te.initialize_ub([S * B, 3 * H], 2, dtype=torch.float32)
+    try:
+        common = dict(tp_size=2, device=ctx.device, parallel_mode="row")
+        layer = te.Linear(3 * H, H, symmetric_ar_type="two_shot", tp_group=across, **common)
+        with pytest.raises(ValueError, match=r"tp_group has the ranks .* initialize_ub made a domain of"):
+            layer(torch.ones(S, B, 3 * H // 2, device=ctx.device))
+        layer = te.Linear(3 * H, H, sequence_parallel=True, ub_overlap_rs=True, ub_name="proj", **common)
+        options = dict(sequence_parallel=True, set_parallel_mode=True, tp_size=2, device=ctx.device)
+        mlp = te.LayerNormMLP(H, FFN, **options, **BULK)
+        for each in (layer, mlp):
+            with pytest.raises(ValueError, match=r"tp_group has the ranks .* initialize_ub made a domain of"):
+                each.set_tensor_parallel_group(across)
+            each.set_tensor_parallel_group(None)
+    finally:
+        te.destroy_ub()
+
+
+@pytest.mark.ranks(2)
+def test_a_group_says_the_size_by_itself(ctx):
+    group = ctx.group.process_group
+    layers = (
+        te.Linear(H, 2 * H, parallel_mode="column", tp_group=group, device=ctx.device),
+        te.LayerNormMLP(H, FFN, set_parallel_mode=True, tp_group=group, device=ctx.device).requires_grad_(False),
+        te.TransformerLayer(H, FFN, HEADS, set_parallel_mode=True, tp_group=group, device=ctx.device),
+    )
+    assert [layer.tp_size for layer in layers] == [2, 2, 2] and layers[2].self_attention.num_heads == HEADS // 2
+    assert layers[0].weight.shape == (H, H) and layers[1].fc1_weight.shape == (FFN // 2, H)
+    with pytest.raises(ValueError, match="tp_group has 2 ranks, but tp_size=3"):
+        te.Linear(H, 3 * H, parallel_mode="column", tp_group=group, tp_size=3, device=ctx.device)
+
+
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_a_gamma_around_zero_counts_in_16_bits(normalization):
+    """1 + 0.003 is no number of bf16, but a norm of 3 features is one that shows it."""
+    layer = te.LayerNormLinear(
+        H, H, normalization=normalization, zero_centered_gamma=True, params_dtype=torch.bfloat16, device="cpu",
+        return_layernorm_output=True,
+    )  # fmt: skip
+    x = normal((256, H), torch.bfloat16, 1)
+    plain = layer(x)[-1]
+    with torch.no_grad():
+        layer.layer_norm_weight.fill_(0.003)
+    assert 0 < (layer(x)[-1] != plain).sum() < x.numel()
+
+
 class States(TrackedGenerator):
     """A generator that goes on from where it was, as Megatron's do."""
 
@@ -791,6 +842,13 @@ def test_a_call_says_what_its_mask_is_and_what_has_no_answer_is_refused(ctx):
             causal(x, **wrong)
     with pytest.raises(ValueError, match=r"window_size=\(4, 0\) is not supported"):
         causal(x, window_size=(4, 0))
+    assert torch.equal(causal(x, x[..., 0] > 0), causal(x))  # a mask that is there always, and not asked for
+    with pytest.raises(ValueError, match="'arbitrary' needs an attention_mask of booleans"):
+        causal(x, torch.ones(S, S, device=ctx.device), "arbitrary")
+    for options in ({"qk_norm_type": "RMSNorm"}, {"softmax_type": "off-by-one"}, {"rotary_pos_interleaved": True}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))}=.* is not supported; leave it out"):
+            te.MultiheadAttention(H, HEADS, device=ctx.device, **options)
+    te.MultiheadAttention(H, HEADS, device=ctx.device, qk_norm_type=None, seq_length=S, window_size=[-1, -1])
     with pytest.raises(TypeError, match="forward: there is no argument 'rotary'"):
         causal(x, rotary=x)
     causal(x, fast_zero_fill=False, core_attention_bias_type="no_bias")

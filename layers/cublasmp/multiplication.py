@@ -309,13 +309,13 @@ class Matmul:
         self._alpha = _scalar("alpha", alpha, self._alpha)
         self._beta = _scalar("beta", beta, self._beta)
         self._inputs |= epilog_inputs or {}
-        self._released = False
-        if a is not None or b is not None:
+        self._released = self._operands["a"] is None or self._operands["b"] is None
+        if not self._released and (a is not None or b is not None):
             self._view()
 
     def release_operands(self):
-        """Let go of the operands and the epilog's inputs; the plan stays."""
-        self._check()
+        """Let go of the operands and the epilog's inputs; the plan stays. Raises RuntimeError before `plan`."""
+        self._check(planned=True)
         self._operands = dict.fromkeys("abc")
         self._inputs, self._views, self._released = {}, None, True
 

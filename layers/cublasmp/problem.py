@@ -215,8 +215,8 @@ def _compare(everyone: list[Problem], scalars: list[tuple]):
             "options": problem.options,
             "preferences": problem.preferences,
             "torch.backends.cuda.matmul.fp32_precision": problem.precision,
-            "alpha": alpha,
-            "beta": beta,
+            "alpha": repr(alpha),  # nan is not nan
+            "beta": repr(beta),
         }
         for problem, (alpha, beta) in zip(everyone, scalars, strict=True)
     ]

@@ -93,7 +93,8 @@ class Local:
 
 @dataclass(frozen=True)
 class Column:
-    """rows: every rank's tokens. fprop, dgrad, wgrad: communicators, or None. scatters: sequence parallel."""
+    """rows: every rank's tokens. sequence_parallel: x and dx are split by them. fprop, dgrad, wgrad: communicators, or
+    None."""
 
     group: object
     rows: tuple[int, ...]
@@ -220,10 +221,15 @@ class Gather(torch.autograd.Function):
         return _reduce_scatter(dx.contiguous(), ctx.group), None
 
 
-def gather_along_first_dim(x: torch.Tensor, process_group, async_op: bool = False):
-    """(every rank's rows, None, or the work to wait for), by torch.distributed. All ranks must have as many rows."""
-    out = x.new_empty(x.shape[0] * dist.get_world_size(process_group), *x.shape[1:])
-    return out, all_gather_single(out, x.contiguous(), group=process_group, async_op=async_op)
+def gather_along_first_dim(inp: torch.Tensor, process_group, async_op: bool = False, quantizer=None):
+    """(every rank's rows, None, or the work to wait for), by torch.distributed. All ranks must have as many rows.
+
+    Raises ValueError for a quantizer, which is for fp8.
+    """
+    if quantizer is not None:
+        raise ValueError("gather_along_first_dim: quantizer is for fp8, which is not supported; leave it out")
+    out = inp.new_empty(inp.shape[0] * dist.get_world_size(process_group), *inp.shape[1:])
+    return out, all_gather_single(out, inp.contiguous(), group=process_group, async_op=async_op)
 
 
 def _gather(x, group):

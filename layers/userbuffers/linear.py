@@ -36,10 +36,12 @@ class ParallelModule(MarkedModule):
             raise ValueError(
                 f"{name}: symmetric_ar_type={symmetric_ar_type!r} is not supported; pass 'two_shot' or None"
             )
-        if tp_group is not None and dist.get_world_size(tp_group) != tp_size:
-            raise ValueError(f"{name}: tp_group has {dist.get_world_size(tp_group)} ranks, but tp_size={tp_size}")
         if type(tp_size) is not int or tp_size < 1:
             raise ValueError(f"{name}: tp_size={tp_size!r} must be a positive integer")
+        if tp_group is not None:  # which says the size by itself, as in TransformerEngine
+            asked, tp_size = tp_size, dist.get_world_size(tp_group)
+            if asked not in (1, tp_size):
+                raise ValueError(f"{name}: tp_group has {tp_size} ranks, but tp_size={asked}")
         self.tp_group, self.tp_size = tp_group, tp_size
         self.sequence_parallel = sequence_parallel and tp_size > 1
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
@@ -85,11 +87,17 @@ class ParallelModule(MarkedModule):
         return flags
 
     def set_tensor_parallel_group(self, tp_group):
-        """The group, if it was not there at construction. Raises ValueError for one of another size."""
-        size = dist.get_world_size(tp_group)
+        """The group, if it was not there at construction; None is initialize_ub's. Raises ValueError for one of another
+        size, or of other ranks than the communicators'."""
+        size = self.tp_size if tp_group is None else dist.get_world_size(tp_group)
         if size != self.tp_size:
             raise ValueError(f"{type(self).__name__}: the group has {size} ranks, but tp_size={self.tp_size}")
+        if tp_group is not None and self._overlaps():
+            registry.check_group(type(self).__name__, tp_group)
         self.tp_group = tp_group
+
+    def _overlaps(self) -> bool:
+        return any(vars(self).get(flag) for flag in FLAGS)
 
     def need_backward_dw(self) -> bool:
         """Whether weight gradients are deferred to backward_dw."""
@@ -226,6 +234,8 @@ class ParallelModule(MarkedModule):
             )
         summed = None
         if self.symmetric_ar_type is not None and not self.sequence_parallel:
+            if self.tp_group is not None:
+                registry.check_group(type(self).__name__, self.tp_group)
             summed = registry.domain_context()
         return dataflow.Row(
             fprop=find("ub_overlap_rs_fprop"), dgrad=find("ub_overlap_ag_dgrad"), summed=summed, **common
@@ -448,7 +458,11 @@ class LayerNormLinear(_Linear):
 
 def normalize(x, weight, bias, normalization: str, eps: float, zero_centered_gamma: bool) -> torch.Tensor:
     """LayerNorm or RMSNorm over the last dimension, in x's dtype."""
-    gamma = (weight + 1 if zero_centered_gamma else weight).to(x.dtype)
+    if zero_centered_gamma:  # in fp32: 16 bits don't hold what is near 1 but for 8 to 11 of them
+        wide = torch.promote_types(x.dtype, torch.float32)
+        bias = bias if bias is None else bias.to(wide)
+        return normalize(x.to(wide), weight.to(wide) + 1, bias, normalization, eps, False).to(x.dtype)
+    gamma = weight.to(x.dtype)
     if normalization == "RMSNorm":
         return functional.rms_norm(x, gamma.shape, gamma, eps)
     return functional.layer_norm(x, gamma.shape, gamma, bias.to(x.dtype), eps)

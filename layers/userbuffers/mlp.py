@@ -82,8 +82,6 @@ class LayerNormMLP(ParallelModule):
         refuse("LayerNormMLP", activation_params=activation_params)
         if activation not in ACTIVATIONS:
             raise ValueError(f"LayerNormMLP: activation={activation!r} is unknown; use {', '.join(ACTIVATIONS)}")
-        if not set_parallel_mode and tp_size > 1:
-            raise ValueError(f"LayerNormMLP: tp_size={tp_size} splits fc1 and fc2; pass set_parallel_mode=True")
         self._configure(
             tp_group, tp_size, sequence_parallel, fuse_wgrad_accumulation, delay_wgrad_compute,
             (get_rng_state_tracker, None), init_method, symmetric_ar_type,
@@ -97,7 +95,9 @@ class LayerNormMLP(ParallelModule):
         self._fc1 = self._effective("column", "fc1", *flags)
         self._fc2 = self._effective("row", "fc2", *flags)
 
-        ffn = divide("LayerNormMLP", "ffn_hidden_size", ffn_hidden_size, tp_size)
+        if not set_parallel_mode and self.tp_size > 1:
+            raise ValueError(f"LayerNormMLP: tp_size={self.tp_size} splits fc1 and fc2; pass set_parallel_mode=True")
+        ffn = divide("LayerNormMLP", "ffn_hidden_size", ffn_hidden_size, self.tp_size)
         common = device, params_dtype
         self._norm_parameters(hidden_size, normalization, zero_centered_gamma, *common)
         fc1 = (2 if activation in GATED else 1) * ffn
@@ -130,6 +130,9 @@ class LayerNormMLP(ParallelModule):
         if self.fc2_bias is not None and not self.return_bias:
             y = y + self.fc2_bias.to(y.dtype)
         return y, normed
+
+    def _overlaps(self) -> bool:
+        return any((*self._fc1.values(), *self._fc2.values()))
 
     def extra_repr(self) -> str:
         on = [f"fc1 {flag}" for flag in FLAGS if self._fc1[flag]] + [f"fc2 {flag}" for flag in FLAGS if self._fc2[flag]]

@@ -7,6 +7,7 @@ of all, and leaves nothing initialised on any.
 import os
 import warnings
 from collections.abc import Iterable
+from numbers import Integral
 
 import torch
 import torch.distributed as dist
@@ -86,6 +87,7 @@ def initialize_ub(
     world = Group(None)
     asked = dict(
         shape=shape, tp_size=tp_size, dtype=dtype, ub_cfgs=ub_cfgs, modes=quantization_modes, cublasmp=with_cublasmp,
+        bootstrap_backend=bootstrap_backend, tp_group=tp_group is not None,
         UB_TIMEOUT=os.environ.get("UB_TIMEOUT"), NVTE_EXT_MARGIN_SM=os.environ.get("NVTE_EXT_MARGIN_SM"),
     )  # fmt: skip
     error, options = None, None
@@ -191,7 +193,7 @@ def _check(world: Group, shape, tp_size, dtype, bootstrap_backend, tp_group):
     if type(tp_size) is not int or tp_size < 1 or world.size % tp_size:
         raise ValueError(f"initialize_ub: tp_size={tp_size!r} must divide the {world.size} ranks of the default group")
     sizes = list(shape) if isinstance(shape, Iterable) else []
-    if len(sizes) != 2 or any(type(size) is not int or size < 1 for size in sizes):
+    if len(sizes) != 2 or any(not isinstance(size, Integral) or size < 1 for size in sizes):
         raise ValueError(f"initialize_ub: shape={shape!r} must be [tokens, hidden], two positive integers")
     if dtype not in DTYPES:
         raise TypeError(f"initialize_ub: dtype={dtype!r} must be torch.float32, torch.float16 or torch.bfloat16")

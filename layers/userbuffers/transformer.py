@@ -28,7 +28,8 @@ class MultiheadAttention(ParallelModule):
         weight go group by group (queries, key, value) and not all queries first.
     input_layernorm: qkv is a LayerNormLinear. Only that one overlaps, as in TransformerEngine; its communicators are
         qkv's, those of proj are proj's.
-    qkv_format: sbhd, or bshd without sequence_parallel.
+    qkv_format: sbhd, or bshd without sequence_parallel. qk_norm_type, other kinds of softmax and interleaved rotation
+        are refused; seq_length and micro_batch_size change nothing.
     return_bias, return_layernorm_output, and the rest: as LayerNormLinear's. Cross-attention and windows are refused.
     What forward takes comes in TransformerEngine's order up to rotary_pos_emb.
     """
@@ -72,25 +73,36 @@ class MultiheadAttention(ParallelModule):
         name: str | None = None,
         *,
         delay_wgrad_compute: bool = False,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        rotary_pos_interleaved: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        softmax_type: str = "vanilla",
     ):
         super().__init__()
         kind = "MultiheadAttention"
-        check_attention(kind, attn_mask_type, window_size, qkv_format, sequence_parallel)
+        refuse(
+            kind, qk_norm_type=qk_norm_type, rotary_pos_interleaved=rotary_pos_interleaved,
+            softmax_type=None if softmax_type == "vanilla" else softmax_type,
+        )  # fmt: skip
         if attention_type != "self":
             raise ValueError(f"{kind}: attention_type={attention_type!r} is not supported; only 'self' is")
         if return_layernorm_output and not input_layernorm:
             raise ValueError(f"{kind}: return_layernorm_output=True needs input_layernorm=True")
-        if not set_parallel_mode and tp_size > 1:
-            raise ValueError(f"{kind}: tp_size={tp_size} splits the heads; pass set_parallel_mode=True")
         self._configure(
             tp_group, tp_size, sequence_parallel, fuse_wgrad_accumulation, delay_wgrad_compute,
             (get_rng_state_tracker, None), init_method, None,
         )  # fmt: skip
+        if not set_parallel_mode and self.tp_size > 1:
+            raise ValueError(f"{kind}: tp_size={self.tp_size} splits the heads; pass set_parallel_mode=True")
+        check_attention(kind, attn_mask_type, window_size, qkv_format, self.sequence_parallel)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         divide(kind, "num_attention_heads", num_attention_heads, groups)
         self.head_dim = kv_channels or divide(kind, "hidden_size", hidden_size, num_attention_heads)
-        self.num_heads = divide(kind, "num_attention_heads", num_attention_heads, tp_size)
-        self.num_groups = divide(kind, "num_gqa_groups", groups, tp_size)
+        self.num_heads = divide(kind, "num_attention_heads", num_attention_heads, self.tp_size)
+        self.num_groups = divide(kind, "num_gqa_groups", groups, self.tp_size)
         self.attn_mask_type, self.attention_dropout, self.qkv_format = attn_mask_type, attention_dropout, qkv_format
         self.qkv_weight_interleaved = qkv_weight_interleaved and fuse_qkv_params
         self.input_layernorm, self.return_layernorm_output = input_layernorm, return_layernorm_output
@@ -157,7 +169,7 @@ class MultiheadAttention(ParallelModule):
     ):
         """x [s/P, b, hidden] -> the same; then proj's bias with return_bias, then the norm's output if asked for.
 
-        attention_mask: True where a query must not look, [.., s, s], for attn_mask_type arbitrary.
+        attention_mask: True where a query must not look, [.., s, s], for attn_mask_type arbitrary; unused by others.
         attn_mask_type: instead of the layer's. checkpoint_core_attention: compute attention again in backward.
         rotary_pos_emb: angles [at least s, 1, 1, at most the width of a head], of queries and keys, or a pair of them.
         is_first_microbatch is about fp8 and changes nothing; encoder_output, windows, inference_params, biases and
@@ -168,9 +180,10 @@ class MultiheadAttention(ParallelModule):
         check_inputs(
             "MultiheadAttention.forward", encoder_output=encoder_output, inference_params=inference_params, **options
         )
-        if (attention_mask is None) == (mask_type == "arbitrary"):
-            needs = "takes no" if attention_mask is not None else "needs an"
-            raise ValueError(f"MultiheadAttention: attn_mask_type={mask_type!r} {needs} attention_mask")
+        if mask_type != "arbitrary":
+            attention_mask = None  # as in TransformerEngine, where frameworks pass one always
+        elif attention_mask is None or attention_mask.dtype is not torch.bool:
+            raise ValueError("MultiheadAttention: attn_mask_type='arbitrary' needs an attention_mask of booleans")
         normed = ()
         mixed = (self.layernorm_qkv if self.input_layernorm else self.qkv)(hidden_states, rows=rows)
         if self.return_layernorm_output:
@@ -286,6 +299,11 @@ class TransformerLayer(ParallelModule):
         name: str | None = None,
         *,
         delay_wgrad_compute: bool = False,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        rotary_pos_interleaved: bool = False,
+        softmax_type: str = "vanilla",
     ):
         super().__init__()
         refuse(
@@ -339,6 +357,9 @@ class TransformerLayer(ParallelModule):
             fuse_qkv_params=fuse_qkv_params,
             qkv_weight_interleaved=qkv_weight_interleaved,
             qkv_format=attn_input_format,
+            qk_norm_type=qk_norm_type,
+            rotary_pos_interleaved=rotary_pos_interleaved,
+            softmax_type=softmax_type,
             **common,
         )
         self.layernorm_mlp = LayerNormMLP(
@@ -434,7 +455,7 @@ def check_inputs(where: str, **options):
 def check_attention(kind: str, mask: str, window, layout: str, sequence_parallel: bool):
     if mask not in MASKS:
         raise ValueError(f"{kind}: attn_mask_type={mask!r} is not supported; use {', '.join(MASKS)}")
-    if window not in (None, (-1, -1), (-1, 0)):
+    if window is not None and tuple(window) not in ((-1, -1), (-1, 0)):
         raise ValueError(f"{kind}: window_size={window} is not supported; leave it out")
     if layout not in FORMATS or (layout == "bshd" and sequence_parallel):
         raise ValueError(f"{kind}: qkv_format={layout!r} is not supported; use sbhd, or bshd without sequence_parallel")
