@@ -570,7 +570,7 @@ def test_a_matmul_goes_through_its_states(ctx):
         mm.release_operands()
         with pytest.raises(cublasmp.InvalidMatmulState, match="operands have been released"):
             mm.execute()
-        for some in (dict(alpha=1.0), dict(a=a2)):
+        for some in (dict(alpha=2.0), dict(a=a2)):
             mm.reset_operands_unchecked(**some)
             with pytest.raises(cublasmp.InvalidMatmulState, match="operands have been released"):
                 mm.execute()
