@@ -4,11 +4,14 @@
 `nvshmem`: compiled kernels, CUDA tensors, one process a GPU, NVSHMEM's symmetric memory.
 
 TKERNELS_RUNTIME=auto|simulated|nvshmem overrides the choice; `auto` takes nvshmem where torch sees a GPU and
-nvshmem4py is installed, and the simulated runtime elsewhere.
+nvshmem4py is installed, and the simulated runtime elsewhere. With TKERNELS_SHARE_GPUS=1 several ranks may share a GPU,
+to test compiled kernels on a machine with fewer GPUs than ranks: the driver runs the processes in time slices, so a
+rank that waits is preempted by the one it waits for. Results are the same, times mean nothing, and NCCL refuses.
 """
 
 import importlib.metadata
 import importlib.util
+import math
 import os
 import re
 from dataclasses import dataclass, field
@@ -89,6 +92,16 @@ if RUNTIME == "simulated":
 def device() -> torch.device:
     """Where this runtime's tensors live."""
     return torch.device("cpu") if RUNTIME == "simulated" else torch.device("cuda", torch.cuda.current_device())
+
+
+def shares_gpus() -> bool:
+    """Whether the ranks of a machine may be more than its GPUs."""
+    return os.environ.get("TKERNELS_SHARE_GPUS") == "1"
+
+
+def most_ranks() -> float:
+    """How many ranks may run on this machine: one a GPU; any number simulated, or where GPUs are shared."""
+    return math.inf if RUNTIME == "simulated" or shares_gpus() else torch.cuda.device_count()
 
 
 def gpus_left_out() -> str | None:

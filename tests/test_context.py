@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from transports import TRANSPORTS, every_transport, message_on_every_rank, over, simulated_only
+from transports import TRANSPORTS, every_transport, message_on_every_rank, over, simulated_only, starts_ranks
 
 import tkernels
 from tkernels import layers
@@ -127,7 +127,7 @@ def test_sub_groups_work_side_by_side(ctx, groups):
 
 @pytest.mark.ranks(2)
 def test_any_backend_of_torch_distributed_bootstraps(ctx):
-    for backend in ["gloo"] + ["nccl"] * (ctx.runtime == "nvshmem"):
+    for backend in ["gloo"] + ["nccl"] * (ctx.runtime == "nvshmem" and not runtime.shares_gpus()):
         group = dist.new_group([0, 1], backend=backend)
         with tkernels.init(group, heap_bytes=4 << 20) as context:
             check_gather(context)
@@ -579,7 +579,7 @@ SURVIVOR = """
 
     rank, operation = int(os.environ["RANK"]), sys.argv[1]
     if tkernels.RUNTIME == "nvshmem":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=3)
     ctx = tkernels.init(timeout_s=1.0, heap_bytes=8 << 20)
     x, w = torch.ones(6, 8, device=ctx.device), torch.ones(5, 8, device=ctx.device)
@@ -605,9 +605,8 @@ SURVIVOR = """
 
 
 @pytest.mark.parametrize("operation", ["barrier", pytest.param("matmul_all_reduce", marks=pytest.mark.exhaustive)])
+@starts_ranks(3)
 def test_a_rank_that_dies_is_named_by_the_others_in_time(operation, tmp_path):
-    if runtime.RUNTIME == "nvshmem" and torch.cuda.device_count() < 3:
-        pytest.skip(f"needs 3 GPUs, found {torch.cuda.device_count()}")
     command = [sys.executable, "-c", textwrap.dedent(SURVIVOR), operation, str(tmp_path / "store")]
     ranks = [
         subprocess.Popen(

@@ -7,16 +7,15 @@ import math
 
 import pytest
 import torch
+from transports import starts_ranks
 
 from tkernels import cli
-from tkernels.comm import runtime
 from tkernels.demo import records, training
 from tkernels.demo.data import Text
 from tkernels.demo.model import ModelConfig
 from tkernels.demo.parallel import KINDS, TensorParallel
 
-if runtime.RUNTIME == "nvshmem" and torch.cuda.device_count() < 2:
-    pytest.skip(f"needs 2 GPUs, found {torch.cuda.device_count()}", allow_module_level=True)
+pytestmark = starts_ranks(2)
 
 CONFIG = ModelConfig(vocabulary=79, sequence=32, batch=8, heads=4)
 

@@ -7,16 +7,14 @@ import sys
 
 import pytest
 import torch
+from transports import starts_ranks
 
 from tkernels import cli
 from tkernels.comm import runtime
 from tkernels.doctor import inventory, operations, verbs
 
-FEW_GPUS = runtime.RUNTIME == "nvshmem" and torch.cuda.device_count() < 2
-needs_two_ranks = pytest.mark.skipif(FEW_GPUS, reason=f"needs 2 GPUs, found {torch.cuda.device_count()}")
 
-
-@needs_two_ranks
+@starts_ranks(2)
 def test_doctor_tries_every_verb_and_every_operation(tmp_path, capsys):
     assert cli.main(["doctor", "--json", str(tmp_path / "found.json")]) == 0
     found = json.loads((tmp_path / "found.json").read_text())
@@ -42,7 +40,7 @@ def fail(ctx, name):
     raise RuntimeError(f"{name} is out of order")
 
 
-@needs_two_ranks
+@starts_ranks(2)
 def test_doctor_names_what_is_broken_and_goes_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(verbs, "VERBS", {"get": 5})
     monkeypatch.setattr(operations, "OPERATIONS", ("all_reduce",))

@@ -19,13 +19,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from transports import starts_ranks
 
 import tkernels
 from tkernels.comm import runtime
 from tkernels.launch import RankError, RankPool, RankTimeoutError, _call, _describe, dumps, launch
 
-if runtime.RUNTIME == "nvshmem" and torch.cuda.device_count() < 2:
-    pytest.skip(f"needs 2 GPUs, found {torch.cuda.device_count()}", allow_module_level=True)
+pytestmark = starts_ranks(2)
 
 
 @pytest.fixture(scope="module")

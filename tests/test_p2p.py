@@ -12,14 +12,14 @@ import torch
 import triton
 import triton.language as tl
 from test_pipeline import PEER, Ranks
-from transports import every_transport, gpu_only, late, over
+from transports import every_transport, gpu_only, late, nccl, over, own_gpus
 
 import tkernels
 from tkernels.comm import HeapExhaustedError, Lease, LeaseError, WaitTimeoutError
 from tkernels.layers.p2p import EDGES, P2PCommunicator, custom_backward, deallocate_output_tensor
 from tkernels.testing.streams import Race, Simulator, subsets
 
-BACKENDS = ["nvshmem", "gloo"] if tkernels.RUNTIME == "simulated" else ["nvshmem", "nccl"]
+BACKENDS = ["nvshmem", "gloo"] if tkernels.RUNTIME == "simulated" else ["nvshmem", nccl]
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
@@ -726,6 +726,7 @@ def test_modules_may_be_loaded_while_a_receive_is_open(ctx, form):
 
 
 @gpu_only
+@own_gpus
 @pytest.mark.ranks(2, 4, timeout_s=600)
 @pytest.mark.parametrize("iterations", [3])
 def test_whether_nccls_sends_may_be_freed_without_a_lease(ctx, iterations):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transports import nccl
 
 import tkernels
 from tkernels.comm.group import Group
@@ -21,7 +22,7 @@ from tkernels.layers.p2p import ISSUE_ORDER, P2PCommunicator
 from tkernels.layers.pipeline import Step, forward_backward_pipelining, schedule, split_into_stages
 from tkernels.testing.compare import assert_close_to
 
-BACKENDS = ["nvshmem", "gloo"] if tkernels.RUNTIME == "simulated" else ["nvshmem", "nccl"]
+BACKENDS = ["nvshmem", "gloo"] if tkernels.RUNTIME == "simulated" else ["nvshmem", nccl]
 PLANS = [
     (size, chunks, count)
     for size, chunks, count in itertools.product((1, 2, 3, 4, 5), (1, 2, 3), (1, 2, 3, 4, 6, 8, 12))

@@ -12,7 +12,7 @@ import itertools
 
 import pytest
 import torch
-from transports import gpu_only
+from transports import gpu_only, starts_ranks
 
 import tkernels
 from tkernels.comm.lease import Lease, Slot
@@ -86,19 +86,19 @@ def reports(ctx, name, form) -> list[tuple[str, str]]:
 @pytest.fixture(scope="module")
 def pool():
     """Ranks of this module's own: a process that has loaded the sanitizer is watched until its end."""
-    if torch.cuda.device_count() < RANKS:
-        pytest.skip(f"needs {RANKS} GPUs, found {torch.cuda.device_count()}")
     with RankPool(RANKS) as pool:
         yield pool
 
 
 @gpu_only
+@starts_ranks(RANKS)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operations_on_a_side_stream_are_clean_with_leases(pool, name):
     assert pool.run(reports, name, "leases") == [[]] * RANKS
 
 
 @gpu_only
+@starts_ranks(RANKS)
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("form", ["operand not ordered", "result not ordered"])
 def test_an_order_that_is_left_out_is_reported(pool, name, form):

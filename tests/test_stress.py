@@ -12,7 +12,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from transports import TRANSPORTS, every_transport, interleaved, into_landing, over, poison_workspace
+from transports import TRANSPORTS, every_transport, interleaved, into_landing, over, poison_workspace, starts_ranks
 
 import tkernels
 from tkernels.comm import collectives, device, interpreter
@@ -165,18 +165,15 @@ def stress(ctx, transport: str, form: str, calls: int) -> int:
     return wrong
 
 
-def enough_gpus(ranks: int):
-    if not SIMULATED and torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} GPUs, found {torch.cuda.device_count()}")
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=[pytest.mark.exhaustive] * SIMULATED)])
+@pytest.mark.parametrize("ranks", [
+    pytest.param(2, marks=starts_ranks(2)),
+    pytest.param(4, marks=[starts_ranks(4), *[pytest.mark.exhaustive] * SIMULATED]),
+])  # fmt: skip
 @every_transport
 def test_late_signals_change_no_result(ranks, transport):
-    enough_gpus(ranks)
     assert launch(stress, ranks, transport, "right", CALLS, timeout_s=900) == [0] * ranks
 
 
+@starts_ranks(2)
 def test_without_waits_late_signals_change_results():
-    enough_gpus(2)
     assert sum(launch(stress, 2, TRANSPORTS[0], "wrong", 2 * BURST, timeout_s=900)) > 0

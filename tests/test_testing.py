@@ -8,14 +8,11 @@ import sys
 import pytest
 import torch
 import torch.distributed  # noqa: F401  (pytester drops modules that a run imports; torch cannot be imported twice)
+from transports import starts_ranks
 
 import tkernels.launch  # noqa: F401
 from tkernels.comm import runtime
 from tkernels.testing.compare import AWKWARD_SHAPES, assert_close_to, integers, normal, poison, tolerance
-
-needs_2_gpus_or_none = pytest.mark.skipif(
-    runtime.RUNTIME == "nvshmem" and torch.cuda.device_count() < 2, reason="needs 2 GPUs"
-)
 
 
 @pytest.fixture
@@ -31,7 +28,7 @@ def run(pytester):
     return run
 
 
-@needs_2_gpus_or_none
+@starts_ranks(2)
 def test_a_marked_body_runs_on_ranks_that_stay_between_tests(run, tmp_path):
     result = run(f"""
 NOTES = {str(tmp_path)!r}
@@ -77,7 +74,7 @@ def test_without_ranks(tmp_path):
             os.kill(int(first.split()[0]), 0)
 
 
-@needs_2_gpus_or_none
+@starts_ranks(2)
 def test_failures_come_back_with_rank_and_traceback_and_the_next_test_has_new_ranks(run):
     result = run("""
 @pytest.mark.ranks(2)

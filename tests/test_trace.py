@@ -10,6 +10,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from transports import starts_ranks
 
 import tkernels
 from tkernels import cli
@@ -322,9 +323,8 @@ def test_only_what_is_in_the_block_is_recorded(ctx):
 # The command
 
 
+@starts_ranks(2)
 def test_the_command_writes_a_trace_and_says_what_is_in_it(tmp_path, capsys):
-    if tkernels.RUNTIME == "nvshmem" and torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
     out = tmp_path / "trace.json"
     arguments = f"trace all_gather_matmul --shape tiny --ranks 2 --dtype fp32 --calls 2 --out {out} --json -"
     assert cli.main(arguments.split()) == 0
@@ -340,9 +340,8 @@ def test_the_command_writes_a_trace_and_says_what_is_in_it(tmp_path, capsys):
     assert [e["name"] for e in events if e.get("cat") == "launch"] == ["all_gather_matmul 0", "all_gather_matmul 1"] * 2
 
 
+@starts_ranks(2)
 def test_the_command_records_collectives_too(tmp_path, capsys):
-    if tkernels.RUNTIME == "nvshmem" and torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
     out = tmp_path / "trace.json"
     arguments = f"trace reduce_scatter --shape tiny --ranks 2 --dtype fp32 --calls 1 --out {out} --json -"
     assert cli.main(arguments.split()) == 0

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from transports import late
+from transports import late, nccl
 
 import tkernels
 from tkernels.comm import TkernelsError, current_context
@@ -502,7 +502,7 @@ def gathers(comm, ctx, rows=4):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("backend", [None, "gloo", "nccl"])
+@pytest.mark.parametrize("backend", [None, "gloo", nccl])
 def test_any_backend_can_bootstrap_and_init_and_destroy_may_be_repeated(ctx, backend):
     if backend == "nccl" and ctx.device.type == "cpu":
         pytest.skip("nccl needs GPUs")

@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tkernels
+from tkernels.comm import runtime
 from tkernels.comm.plans import Launch
 from tkernels.configs import overlap_config
 from tkernels.gemm import layout_of
@@ -27,8 +28,18 @@ simulated_only = pytest.mark.skipif(
     tkernels.RUNTIME != "simulated", reason="replaces parts of the simulated runtime, or would corrupt a GPU's memory"
 )
 gpu_only = pytest.mark.skipif(tkernels.RUNTIME == "simulated", reason="about CUDA streams, which only GPUs have")
+own_gpus = pytest.mark.skipif(
+    tkernels.RUNTIME != "simulated" and runtime.shares_gpus(), reason="needs a GPU for each rank, as NCCL does"
+)
+nccl = pytest.param("nccl", marks=own_gpus)
 
 _open = {}
+
+
+def starts_ranks(number: int):
+    """For a test that starts ranks of its own, whom the plugin knows nothing of."""
+    found = runtime.most_ranks()
+    return pytest.mark.skipif(found < number, reason=f"needs {number} GPUs, found {found}")
 
 
 def over(ctx, transport, **options):

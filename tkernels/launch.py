@@ -73,24 +73,29 @@ def launch(fn, ranks: int, *args, timeout_s: float = 300.0, ctx_options: dict | 
     ``if __name__ == "__main__":``, since the new processes import it.
 
     Raises RankError with the first failure of a rank, RankTimeoutError when some rank still runs fn after `timeout_s`
-    seconds, TypeError for an fn or args that don't pickle, ValueError for more ranks than GPUs on the nvshmem runtime.
-    Warns of many more simulated ranks than cores.
+    seconds, TypeError for an fn or args that don't pickle, ValueError for more ranks than GPUs on the nvshmem runtime,
+    unless TKERNELS_SHARE_GPUS=1 has them share. Warns of many more simulated ranks than cores.
     """
     with RankPool(ranks, ctx_options=ctx_options) as pool:
         return pool.run(fn, *args, timeout_s=timeout_s)
 
 
 def default_ranks() -> int:
-    """As many ranks as there are GPUs, or 2 simulated. Raises TkernelsError where the runtime can't be used."""
+    """As many ranks as there are GPUs, or 2 simulated or where GPUs are shared.
+
+    Raises TkernelsError where the runtime can't be used.
+    """
     import torch
 
     from tkernels.comm.errors import TkernelsError
-    from tkernels.comm.runtime import RUNTIME, candidates
+    from tkernels.comm.runtime import RUNTIME, candidates, shares_gpus
 
     reason = candidates()[RUNTIME]
     if reason is not None:
         raise TkernelsError(f"the {RUNTIME} runtime was asked for, but {reason}; --runtime simulated needs no GPU")
-    return 2 if RUNTIME == "simulated" else torch.cuda.device_count()
+    if RUNTIME == "simulated":
+        return 2
+    return max(torch.cuda.device_count(), 2 if shares_gpus() else 1)
 
 
 class RankPool:
@@ -180,16 +185,13 @@ class RankPool:
             self.kill()
 
     def _start(self) -> None:
-        from tkernels.comm.runtime import RUNTIME
+        from tkernels.comm.runtime import RUNTIME, most_ranks
 
-        if RUNTIME == "nvshmem":
-            import torch
-
-            if self.ranks > torch.cuda.device_count():
-                raise ValueError(
-                    f"{self.ranks} ranks need {self.ranks} GPUs, one each, found {torch.cuda.device_count()}; "
-                    "start fewer ranks, or set TKERNELS_RUNTIME=simulated to run them on the CPU"
-                )
+        if self.ranks > most_ranks():
+            raise ValueError(
+                f"{self.ranks} ranks need {self.ranks} GPUs, one each, found {most_ranks()}; start fewer ranks, set "
+                "TKERNELS_RUNTIME=simulated to run them on the CPU, or TKERNELS_SHARE_GPUS=1 to test on fewer GPUs"
+            )
         cores = len(os.sched_getaffinity(0))
         if RUNTIME == "simulated" and self.ranks > RANKS_OF_A_CORE * cores:
             warnings.warn(
@@ -422,16 +424,18 @@ def _join(rank, ranks, port, num_threads, ctx_options):
     import torch.distributed as dist
 
     from tkernels.comm.context import init
-    from tkernels.comm.runtime import RUNTIME
+    from tkernels.comm.runtime import RUNTIME, shares_gpus
 
     torch.set_num_threads(num_threads)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here; host names need not resolve
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     if RUNTIME == "nvshmem":
-        device = torch.device("cuda", rank)
+        device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+        # With a device NCCL starts at once, and it refuses ranks that share one.
+        device_id = None if shares_gpus() else device
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=ranks, device_id=device
+            "cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=ranks, device_id=device_id
         )
     else:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)

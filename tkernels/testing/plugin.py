@@ -10,7 +10,7 @@
 `ctx` is the rank's Context. Fixtures run in pytest's process; the body receives their values, which therefore have to
 pickle. A body may skip, if it does so on every rank. The ranks are kept between tests, with their Context; a failure
 ends them and the next test starts new ones. On the nvshmem runtime a test that needs more GPUs than there are is
-skipped.
+skipped, unless TKERNELS_SHARE_GPUS=1 has ranks share them.
 
 The time limit of one test is that of the marker (``timeout_s=60``), else the ini option ``tkernels_timeout`` (120
 seconds). A test beyond it fails and shows the stack of every rank.
@@ -84,14 +84,11 @@ class _ContextOfTheRank:
 def pytest_runtest_setup(item):
     if item.get_closest_marker("ranks") is None or not hasattr(item, "callspec"):
         return
-    from tkernels.comm.runtime import RUNTIME
+    from tkernels.comm.runtime import most_ranks
 
-    if RUNTIME == "nvshmem":
-        import torch
-
-        needed, found = item.callspec.params[_SIZE], torch.cuda.device_count()
-        if found < needed:
-            pytest.skip(f"needs {needed} GPUs, found {found}")
+    needed, found = item.callspec.params[_SIZE], most_ranks()
+    if found < needed:
+        pytest.skip(f"needs {needed} GPUs, found {found}")
 
 
 @pytest.hookimpl(tryfirst=True)
