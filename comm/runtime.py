@@ -6,7 +6,7 @@
 TKERNELS_RUNTIME=auto|simulated|nvshmem overrides the choice; `auto` takes nvshmem where torch sees a GPU and
 nvshmem4py is installed, and the simulated runtime elsewhere. With TKERNELS_SHARE_GPUS=1 several ranks may share a GPU,
 to test compiled kernels on a machine with fewer GPUs than ranks: the driver runs the processes in time slices, so a
-rank that waits is preempted by the one it waits for. Results are the same, times mean nothing, and NCCL refuses.
+rank that waits makes room for the one that it waits for. Results are the same, times mean nothing, NCCL can't do it.
 """
 
 import importlib.metadata

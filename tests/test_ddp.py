@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transports import gpu_only, message_on_every_rank
+from transports import STREAMED, gpu_only, message_on_every_rank
 
 import tkernels
 from tkernels.comm import LeaseError, MismatchError, TkernelsError, current_context, find_context
@@ -1129,7 +1129,7 @@ def wrapped_on_a_side_stream(ctx, backend, **options):
 
 @gpu_only
 @pytest.mark.ranks(2, 4, timeout_s=300)
-@every_backend
+@pytest.mark.parametrize("backend", STREAMED)
 @pytest.mark.parametrize("iterations, cycles", MANY, ids=["sleep", "many"])
 def test_late_hooks_are_waited_for(ctx, backend, iterations, cycles):
     model, ddp = wrapped_on_a_side_stream(ctx, backend)
@@ -1150,7 +1150,7 @@ def test_late_hooks_are_waited_for(ctx, backend, iterations, cycles):
 
 @gpu_only
 @pytest.mark.ranks(2, 4, timeout_s=120)
-@every_backend
+@pytest.mark.parametrize("backend", STREAMED)
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_that_wait_for_one_stream_lose_the_gradients_of_another(ctx, backend, form, late):
@@ -1173,7 +1173,7 @@ def test_forms_that_wait_for_one_stream_lose_the_gradients_of_another(ctx, backe
 
 @gpu_only
 @pytest.mark.ranks(2, 4, timeout_s=120)
-@every_backend
+@pytest.mark.parametrize("backend", STREAMED)
 @pytest.mark.parametrize("told", ["where launched", "after launch", "by the hook"])
 @pytest.mark.parametrize("deferred", [False, True])
 def test_late_fused_gradients_are_waited_for(ctx, backend, told, deferred):
@@ -1245,7 +1245,7 @@ def test_a_hook_runs_where_its_node_was_made(ctx):
 
 @gpu_only
 @pytest.mark.ranks(2, 4, timeout_s=120)
-@every_backend
+@pytest.mark.parametrize("backend", STREAMED)
 def test_backward_goes_on_while_a_reduction_is_open(ctx, backend):
     """The comm stream is held up; what overlaps has finished before it."""
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))).to(ctx.device)
@@ -1272,7 +1272,7 @@ def test_backward_goes_on_while_a_reduction_is_open(ctx, backend):
 
 @gpu_only
 @pytest.mark.ranks(2, 4, timeout_s=180)
-@every_backend
+@pytest.mark.parametrize("backend", STREAMED)
 @every_mode
 def test_a_whole_iteration_is_captured_after_a_warm_up_on_the_default_stream(ctx, backend, mode):
     ctx = tkernels.init(ctx.group.process_group, heap_bytes=256 << 20)  # what a graph was captured with is never freed

@@ -10,7 +10,7 @@ import itertools
 
 import pytest
 import torch
-from transports import gpu_only
+from transports import STREAMED, gpu_only
 
 import tkernels
 from tkernels.comm.lease import LeaseError
@@ -432,7 +432,6 @@ def test_a_fill_is_not_reduced_while_a_kernel_writes_it():
 
 ELEMENTS = 1 << 16
 SLEEPS = [(1, 50.0), (1000, 1.0)]  # iterations, and about how many milliseconds a sleep takes
-BACKENDS = ["tkernels", "torch"]
 
 
 def sleep(milliseconds):
@@ -452,7 +451,7 @@ def summed(ctx, backend, *gradients):
 
 @gpu_only
 @pytest.mark.ranks(2, 4, timeout_s=300)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", STREAMED)
 @pytest.mark.parametrize(
     "form, iterations, milliseconds", [*((GradBucket, *case) for case in SLEEPS), (CurrentStreamOnly, *SLEEPS[0])]
 )
@@ -507,7 +506,7 @@ def test_the_reduction_waits_for_hooks_on_two_streams(ctx, backend, form, iterat
 
 @gpu_only
 @pytest.mark.ranks(2, 4, timeout_s=300)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", STREAMED)
 @pytest.mark.parametrize(
     "form, iterations, milliseconds", [*((GradBucket, *case) for case in SLEEPS), (AllProducersOneWay, *SLEEPS[0])]
 )

@@ -324,7 +324,11 @@ def test_numbers_of_ranks_that_cannot_be_are_refused_and_those_that_cannot_be_bo
         launch(who, many)
     monkeypatch.setattr(runtime, "RUNTIME", "nvshmem")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("TKERNELS_SHARE_GPUS", raising=False)
     with pytest.raises(ValueError, match="3 ranks need 3 GPUs, one each, found 2; .*TKERNELS_RUNTIME=simulated"):
+        launch(who, 3)
+    monkeypatch.setenv("TKERNELS_SHARE_GPUS", "1")
+    with pytest.raises(ZeroDivisionError):
         launch(who, 3)
 
 

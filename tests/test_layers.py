@@ -538,7 +538,8 @@ def test_wrong_arguments_are_refused_by_name(ctx):
         with pytest.raises(ValueError, match=rf"5 features .* over 2 ranks as sizes=\({str(sizes)[1:-1]}\)"):
             layers.scatter_to_tensor_model_parallel_region(torch.ones(5), sizes=sizes, ctx=ctx)
     with pytest.raises(TypeError, match="column_parallel_linear"):
-        layers.column_parallel_linear(torch.ones(2, 4), torch.ones(2, 4).half(), ctx=ctx)
+        x = torch.ones(2, 4, device=ctx.device)
+        layers.column_parallel_linear(x, x.half(), ctx=ctx)
     own = layers.scatter_to_tensor_model_parallel_region(torch.ones(3, 4), ctx=ctx)
     assert own.is_contiguous() and own.untyped_storage().nbytes() == own.nbytes  # it outlives the whole
 

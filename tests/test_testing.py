@@ -163,6 +163,7 @@ def test_a_mark_that_says_nothing_is_refused(run, mark):
 def test_missing_gpus_skip_with_a_reason(run, monkeypatch):
     monkeypatch.setattr(runtime, "RUNTIME", "nvshmem")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("TKERNELS_SHARE_GPUS", raising=False)
     result = run("@pytest.mark.ranks(4)\ndef test_it(ctx): pass\n")
     result.assert_outcomes(skipped=1)
     result.stdout.fnmatch_lines(["*needs 4 GPUs, found 2*"])

@@ -32,6 +32,8 @@ own_gpus = pytest.mark.skipif(
     tkernels.RUNTIME != "simulated" and runtime.shares_gpus(), reason="needs a GPU for each rank, as NCCL does"
 )
 nccl = pytest.param("nccl", marks=own_gpus)
+# Who reduces, where streams are looked at: torch.distributed by NCCL, for gloo's work blocks the host.
+STREAMED = ["tkernels", pytest.param("torch", marks=own_gpus)]
 
 _open = {}
 

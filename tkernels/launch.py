@@ -69,12 +69,13 @@ def launch(fn, ranks: int, *args, timeout_s: float = 300.0, ctx_options: dict | 
 
     fn is a function of a module (it travels by name), args and results are values that pickle. Tensors travel by value,
     detached and on the CPU. Each process joins torch.distributed (gloo, and nccl on GPUs, where rank r has GPU r) and
-    makes a Context by ``tkernels.init(**ctx_options)``. A script that calls this is a file and needs the usual
-    ``if __name__ == "__main__":``, since the new processes import it.
+    makes a Context by ``tkernels.init(**ctx_options)``. Where TKERNELS_SHARE_GPUS=1 has more ranks than GPUs share
+    them, there is gloo alone. A script that calls this is a file and needs the usual ``if __name__ == "__main__":``,
+    since the new processes import it.
 
     Raises RankError with the first failure of a rank, RankTimeoutError when some rank still runs fn after `timeout_s`
-    seconds, TypeError for an fn or args that don't pickle, ValueError for more ranks than GPUs on the nvshmem runtime,
-    unless TKERNELS_SHARE_GPUS=1 has them share. Warns of many more simulated ranks than cores.
+    seconds, TypeError for an fn or args that don't pickle, ValueError for more ranks than GPUs on the nvshmem runtime.
+    Warns of many more simulated ranks than cores.
     """
     with RankPool(ranks, ctx_options=ctx_options) as pool:
         return pool.run(fn, *args, timeout_s=timeout_s)
@@ -350,14 +351,15 @@ def _serve_store():
 
 
 def _read_stacks(fd: int, first_s: float = 2.0, quiet_s: float = 0.3) -> str:
-    """What faulthandler writes has no end mark: read until nothing comes for `quiet_s`."""
-    text = b""
-    while multiprocessing.connection.wait([fd], timeout=quiet_s if text else first_s):
+    """What faulthandler writes has no end mark: read until there is a stack, and nothing more for `quiet_s`."""
+    text, shown = b"", ""
+    while multiprocessing.connection.wait([fd], timeout=quiet_s if shown.strip() else first_s):
         piece = os.read(fd, 1 << 16)
         if not piece:
             break
         text += piece
-    return _without_own_frames(text.decode(errors="replace")) or "  (no answer: stopped, or still starting)\n"
+        shown = _without_own_frames(text.decode(errors="replace"))
+    return shown or "  (no answer: stopped, or still starting)\n"
 
 
 def _without_own_frames(stacks: str) -> str:
@@ -432,11 +434,8 @@ def _join(rank, ranks, port, num_threads, ctx_options):
     if RUNTIME == "nvshmem":
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        # With a device NCCL starts at once, and it refuses ranks that share one.
-        device_id = None if shares_gpus() else device
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=ranks, device_id=device_id
-        )
+        options = {"backend": "gloo"} if shares_gpus() else {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
+        dist.init_process_group(store=store, rank=rank, world_size=ranks, **options)
     else:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     return init(**ctx_options)

@@ -79,12 +79,12 @@ def _choose(found: Diagnosis):
 
 
 def _try_everything(found: Diagnosis, report: Report):
+    from tkernels.comm.runtime import most_ranks
     from tkernels.doctor import operations, verbs
     from tkernels.launch import RankError, RankPool
 
-    if found.runtime == "nvshmem" and len(found.inventory.gpus) < RANKS:
-        count = len(found.inventory.gpus)
-        found.skipped = f"a round trip needs {RANKS} GPUs, found {count}; --runtime simulated needs none"
+    if most_ranks() < RANKS:
+        found.skipped = f"a round trip needs {RANKS} GPUs, found {most_ranks()}; --runtime simulated needs none"
         return
     with RankPool(RANKS, ctx_options={"timeout_s": TIMEOUT_S}) as pool, report.trying(RANKS):
 
