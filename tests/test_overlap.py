@@ -23,12 +23,12 @@ from tkernels.overlap import (
     are_even,
     num_chunks,
     part_of_tile,
-    plan_turns,
+    plan_waves,
     programs_of,
     take_tile,
     tile_schedule,
-    turns_of,
     wait_chunks,
+    waves_of,
     words_of_peers,
 )
 
@@ -123,25 +123,25 @@ def test_where_shards_are_even_a_gather_works_out_its_schedule():
 
 
 @triton.jit(do_not_specialize=["num_comm", "head", "dealt", "whole"])  # as in the operations
-def turns_kernel(visits, owners, turns, counters, tiles, num_comm, head, dealt, whole):
+def waves_kernel(visits, owners, waves, counters, tiles, num_comm, head, dealt, whole):
     pid = tl.program_id(0)
-    turn = tl.where(pid < num_comm, head, 0)
-    own_dealt = turns_of(pid, num_comm, head, dealt, whole)
-    index = take_tile(turn, own_dealt, pid, num_comm, head, dealt, whole, counters)
+    wave = tl.where(pid < num_comm, head, 0)
+    own_dealt = waves_of(pid, num_comm, head, dealt, whole)
+    index = take_tile(wave, own_dealt, pid, num_comm, head, dealt, whole, counters)
     while index < tiles:
         tl.atomic_add(visits + index, 1)
         tl.store(owners + index, pid)
-        tl.store(turns + index, tl.where(turn < own_dealt, turn, -1))
-        turn += 1
-        index = take_tile(turn, own_dealt, pid, num_comm, head, dealt, whole, counters)
+        tl.store(waves + index, tl.where(wave < own_dealt, wave, -1))
+        wave += 1
+        index = take_tile(wave, own_dealt, pid, num_comm, head, dealt, whole, counters)
 
 
-def take_turns(programs, num_comm, head, dealt, whole, tiles):
-    """Of each tile: how often it was taken, by whom, and at which turn if it was dealt out."""
-    visits, owners, turns = (torch.full((tiles,), n, dtype=torch.int32, device=runtime.device()) for n in (0, -1, -1))
+def take_waves(programs, num_comm, head, dealt, whole, tiles):
+    """Of each tile: how often it was taken, by whom, and at which wave if it was dealt out."""
+    visits, owners, waves = (torch.full((tiles,), n, dtype=torch.int32, device=runtime.device()) for n in (0, -1, -1))
     counters = torch.zeros(1, dtype=torch.int64, device=runtime.device())
-    turns_kernel[(programs,)](visits, owners, turns, counters, tiles, num_comm, head, dealt, whole)
-    return visits, owners, turns
+    waves_kernel[(programs,)](visits, owners, waves, counters, tiles, num_comm, head, dealt, whole)
+    return visits, owners, waves
 
 
 def test_every_tile_falls_to_one_program_and_those_of_the_head_to_no_sender():
@@ -150,17 +150,17 @@ def test_every_tile_falls_to_one_program_and_those_of_the_head_to_no_sender():
             continue
         dealt = head + rest
         for tiles in (dealt * programs + 1, dealt * programs + 20):
-            visits, owners, _ = take_turns(programs, num_comm, head, dealt, tiles, tiles)
+            visits, owners, _ = take_waves(programs, num_comm, head, dealt, tiles, tiles)
             assert visits.eq(1).all(), (programs, num_comm, head, dealt, tiles)
             assert owners[: head * (programs - num_comm)].ge(num_comm).all()
 
 
 def test_a_last_turn_that_is_not_full_is_dealt_out_too_and_parts_are_not():
     for programs, whole, parts in itertools.product((1, 4, 5), (1, 4, 5, 9, 20), (0, 1, 7)):
-        visits, owners, turns = take_turns(programs, 0, 0, -(-whole // programs), whole, whole + parts)
+        visits, owners, waves = take_waves(programs, 0, 0, -(-whole // programs), whole, whole + parts)
         assert visits.eq(1).all(), (programs, whole, parts)
         assert owners[:whole].tolist() == [tile % programs for tile in range(whole)]
-        assert turns.tolist() == [*(tile // programs for tile in range(whole)), *[-1] * parts]
+        assert waves.tolist() == [*(tile // programs for tile in range(whole)), *[-1] * parts]
 
 
 @triton.jit
@@ -258,26 +258,26 @@ def test_parts_of_a_tile_have_all_its_steps_in_turn_and_the_last_one_comes_last(
 
 
 def test_the_last_turn_is_filled_with_parts_where_that_ends_earlier():
-    config, turn = OverlapConfig(num_comm=12), 132
-    tiles = 10 * turn + 20
+    config, wave = OverlapConfig(num_comm=12), 132
+    tiles = 10 * wave + 20
     for K in (16384, 28672, 57344):
-        plan = plan_turns(tiles, tiles, K, turn, config, 0)
-        assert plan.splits > 1 and 20 <= tiles - plan.whole <= 66, K  # 20 tiles would take as long as a whole turn
-        assert plan_turns(tiles, tiles, K, turn, replace(config, max_splits=1), 0)[2:] == (tiles, 1)
-    assert plan_turns(tiles, tiles, 256, turn, config, 0)[2:] == (tiles, 1)  # parts would cost more
-    assert plan_turns(tiles, 5, 8192, turn, config, 0).whole >= tiles - 5
+        plan = plan_waves(tiles, tiles, K, wave, config, 0)
+        assert plan.splits > 1 and 20 <= tiles - plan.whole <= 66, K  # 20 tiles would take as long as a whole wave
+        assert plan_waves(tiles, tiles, K, wave, replace(config, max_splits=1), 0)[2:] == (tiles, 1)
+    assert plan_waves(tiles, tiles, 256, wave, config, 0)[2:] == (tiles, 1)  # parts would cost more
+    assert plan_waves(tiles, 5, 8192, wave, config, 0).whole >= tiles - 5
     asked = replace(config, split_tiles=7, max_splits=3)
-    assert plan_turns(100, 50, 256, turn, asked, 0)[2:] == (93, 3)
-    assert plan_turns(100, 5, 256, turn, asked, 0)[2:] == (95, 3)
-    assert plan_turns(100, 50, 128, turn, asked, 0)[2:] == (93, 2)  # each part has a step
-    assert plan_turns(100, 50, 64, turn, asked, 0)[2:] == (100, 1)
+    assert plan_waves(100, 50, 256, wave, asked, 0)[2:] == (93, 3)
+    assert plan_waves(100, 5, 256, wave, asked, 0)[2:] == (95, 3)
+    assert plan_waves(100, 50, 128, wave, asked, 0)[2:] == (93, 2)  # each part has a step
+    assert plan_waves(100, 50, 64, wave, asked, 0)[2:] == (100, 1)
 
 
 def test_turns_are_dealt_out_as_long_as_there_are_surely_tiles_for_all_and_to_the_end_where_none_sends():
     for tiles, num_programs, num_comm, sent, first in itertools.product(
         (1, 40, 500, 3000), (4, 132), (0, 1, 3), (0, 1 << 20, 1 << 30), (0, 0.5, 1)
     ):
-        plan = plan_turns(
+        plan = plan_waves(
             tiles, tiles, 4096, num_programs, OverlapConfig(num_comm=num_comm), sent, round(first * tiles)
         )
         dealt = plan.head * (num_programs - num_comm) + (plan.dealt - plan.head) * num_programs
@@ -289,13 +289,13 @@ def test_turns_are_dealt_out_as_long_as_there_are_surely_tiles_for_all_and_to_th
         else:
             assert plan.head == 0 and plan.dealt == -(-plan.whole // num_programs)
     config, tiles = OverlapConfig(num_comm=12), 3000
-    assert plan_turns(tiles, 0, 4096, 132, config, 0).head == 0
-    # Eight programs need 3.2 turns for 32 MB: they are dealt whole turns after the third one, for which they are late.
+    assert plan_waves(tiles, 0, 4096, 132, config, 0).head == 0
+    # Eight programs need 3.2 waves for 32 MB: they are dealt whole waves after the third one, for which they are late.
     for split_tiles in (None, 0):
         eight = OverlapConfig(chunk_rows=256, num_comm=8, split_tiles=split_tiles)
-        assert plan_turns(768, 768, 4096, 132, eight, 32 << 20) == (3, 5, 768, 1)
-    assert plan_turns(tiles, 0, 4096, 132, config, 1 << 30).head > 10  # the comm programs come late
-    never = plan_turns(tiles, 0, 4096, 132, config, 0, tiles)
+        assert plan_waves(768, 768, 4096, 132, eight, 32 << 20) == (3, 5, 768, 1)
+    assert plan_waves(tiles, 0, 4096, 132, config, 1 << 30).head > 10  # the comm programs come late
+    never = plan_waves(tiles, 0, 4096, 132, config, 0, tiles)
     assert never.head == never.dealt == tiles // 120 - DEALT_SHORT
 
 

@@ -56,7 +56,7 @@ from tkernels.overlap import (
     end_of_tile,
     num_chunks,
     part_of_tile,
-    plan_turns,
+    plan_waves,
     programs_of,
     stages_of,
     store_part,
@@ -64,8 +64,8 @@ from tkernels.overlap import (
     sums_of,
     take_tile,
     tile_schedule,
-    turns_of,
     wait_chunks,
+    waves_of,
 )
 from tkernels.paths import choose_path, plan_all_gather_matmul
 
@@ -107,10 +107,10 @@ def row_of_tiles(
         shard_tile = tile_m - shard_tiles
         step = 0
         if SIZE > 2:
-            turn = tl.maximum(sent_rows // BLOCK_M, 1)
-            first = shard_tile // (turn * (SIZE - 1)) * turn
+            span = tl.maximum(sent_rows // BLOCK_M, 1)
+            first = shard_tile // (span * (SIZE - 1)) * span
             within = shard_tile - first * (SIZE - 1)
-            together = tl.minimum(shard_tiles - first, turn)
+            together = tl.minimum(shard_tiles - first, span)
             step = within // together
             shard_tile = first + within % together
         shard = tl.where(own, rank, (rank + SIZE - 1 - step) % SIZE)
@@ -179,16 +179,16 @@ def all_gather_matmul_kernel(
     tiles_n = tl.cdiv(N, BLOCK_N)
     items = whole + (tiles_m * tiles_n - whole) * splits
     complete = tl.full((), False, tl.int1)  # all that peers send is here
-    turn = tl.where(pid < num_comm, head, 0)
+    wave = tl.where(pid < num_comm, head, 0)
     own_dealt = dealt
-    if COPIES:  # then all tiles are dealt out, and the last turn may be one of few
-        own_dealt = turns_of(pid, num_comm, head, dealt, whole)
-    item = take_tile(turn, own_dealt, pid, num_comm, head, dealt, whole, counters)
+    if COPIES:  # then all tiles are dealt out, and the last wave may be one of few
+        own_dealt = waves_of(pid, num_comm, head, dealt, whole)
+    item = take_tile(wave, own_dealt, pid, num_comm, head, dealt, whole, counters)
     while item < items:
         index, part, parts, first_step, last_step = part_of_tile(item, whole, splits, K, PARTS, BLOCK_K)
         # All tiles that are dealt to a program are one loop: a tile's first loads are under way while the one
         # before is stored. The marks of two tiles would get mixed up.
-        num_tiles = tl.maximum(own_dealt - turn, 1)
+        num_tiles = tl.maximum(own_dealt - wave, 1)
         if TRACE:
             num_tiles = 1
         step = first_step
@@ -197,9 +197,9 @@ def all_gather_matmul_kernel(
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for _ in range(num_tiles * (last_step - first_step)):
             if step == first_step:
-                if turn < own_dealt:
-                    index = dealt_tile(turn, pid, num_comm, head)
-                turn += 1
+                if wave < own_dealt:
+                    index = dealt_tile(wave, pid, num_comm, head)
+                wave += 1
                 tile_m, tile_n = tile_of(index, tiles_m, tiles_n, GROUP_M)
                 source, at, out_row, valid, chunk = row_of_tiles(
                     tile_m, schedule, tiles_m, chunk_rows, sent_rows, rank, SIZE, EVEN, BLOCK_M
@@ -248,7 +248,7 @@ def all_gather_matmul_kernel(
                         publish(TRANSPORT)
                         count(others, TRANSPORT, "gpu")
             total = kept
-        item = take_tile(turn, own_dealt, pid, num_comm, head, dealt, whole, counters)
+        item = take_tile(wave, own_dealt, pid, num_comm, head, dealt, whole, counters)
     if COPIES:
         await_copies(pid, copied, table, rank, OPERATION, TRANSPORT, TRACE)
     end_marks(table, TRANSPORT, TRACE)
@@ -344,7 +344,7 @@ def plan(
     chunks = max(num_chunks(count, config) for count in rows)
     sent = rows[ctx.rank] * row_bytes * (ctx.size - 1)
     # Any tile may be one of the last, but the own ones come first: their rows are where they are.
-    turns = plan_turns(tiles, tiles, K, num_programs, config, sent)
+    waves = plan_waves(tiles, tiles, K, num_programs, config, sent)
     if config.landing:
         room = dict(num_counters=TILE_COUNTS.value, landing_bytes=max(M, 4) * row_bytes)
         workspace = ctx.workspace().reserve(0, chunks, **room)
@@ -365,7 +365,7 @@ def plan(
     g_operand = Operand.of(inbox, gemm.block_m, gemm.block_k, x_operand.tma)
     w_operand = Operand.of(w, gemm.block_n, gemm.block_k, gemm.use_tma)
     y_operand = Operand.of(y, gemm.block_m, gemm.block_n // gemm.split, gemm.use_tma and not ragged and N > 1)
-    s_operand = sums_of(tiles - turns.whole, turns.splits, gemm)
+    s_operand = sums_of(tiles - waves.whole, waves.splits, gemm)
     first_row = sum(rows[: ctx.rank])
     aligned = row_bytes % 16 == 0 and x.data_ptr() % 16 == 0
     launch = ctx.bind(
@@ -375,19 +375,19 @@ def plan(
         w_operand.argument, w_operand.row_stride, w_operand.column_stride,
         x if bias is None else bias, y_operand.argument, N,
         s_operand.argument,
-        schedule, tiles_m, *turns,
+        schedule, tiles_m, *waves,
         workspace.counters, TILE_COUNTS.value, workspace.ready, workspace.num_chunks, workspace.state,
         ctx.table, ctx.rank, gate, workspace.copied, workspace.landed, workspace.begun,
         first_row, rows[ctx.rank], N, K, config.num_comm, chunks, config.chunk_rows, config.sent_rows,
         SIZE=ctx.size, EVEN=are_even(rows, config),
-        LANDING=config.landing, COPIES=config.copied, PARTS=turns.splits > 1,
+        LANDING=config.landing, COPIES=config.copied, PARTS=waves.splits > 1,
         BLOCK_M=gemm.block_m, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, GROUP_M=gemm.group_m, SPLIT=gemm.split,
         X_TMA=x_operand.tma, W_TMA=w_operand.tma, W_TRANSPOSED=w_operand.transposed,
         Y_TMA=y_operand.tma, S_TMA=s_operand.tma, HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
         DTYPE=triton_dtype(y.dtype), PRECISION=precision,
         OPERATION=OP, TRANSPORT=ctx.transport_id,
         PUT_BLOCK=config.copy_block(aligned, ctx.size), ALIGN=16 if aligned else itemsize,
-        num_warps=gemm.num_warps, num_stages=stages_of(gemm, turns.splits), maxnreg=config.max_registers,
+        num_warps=gemm.num_warps, num_stages=stages_of(gemm, waves.splits), maxnreg=config.max_registers,
         varying=("x", "x_memory", "w", "bias", "y", "sums", "gate"),
     )  # fmt: skip
     borrowed = return_gathered == "borrowed" and config.landing  # of two inboxes only the device knows which
@@ -426,7 +426,7 @@ def _schedule(ctx: Context, rows, config: OverlapConfig) -> list[int]:
 
 
 def _sends(ctx: Context, rows, row_bytes: int, chunks: int, config: OverlapConfig) -> list[Send]:
-    """This rank's rows in turn, each copy to all peers, the next rank first; the last one makes it `chunks`.
+    """This rank's rows in wave, each copy to all peers, the next rank first; the last one makes it `chunks`.
 
     None for a rank without rows: nobody waits for more than that it has come to the call.
     """

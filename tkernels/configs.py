@@ -155,8 +155,8 @@ class OverlapConfig:
         multiprocessor: 36 spills at 128 registers for fp32 by pointers.
     max_programs: fewer than the context's leave multiprocessors to what runs beside the operation.
     split_tiles: the last tiles, computed in max_splits parts along K each (split-K), by as many programs, so that the
-        last turn keeps more of them busy. Each part but one is written and read once more, in fp32, and added in a
-        fixed order. None: by a model of the launch's end (overlap.plan_turns), in up to max_splits parts. Not where
+        last wave keeps more of them busy. Each part but one is written and read once more, in fp32, and added in a
+        fixed order. None: by a model of the launch's end (overlap.plan_waves), in up to max_splits parts. Not where
         interleaved: what adds them would take the registers that sending needs.
     max_splits: 1 for none.
     """

@@ -78,7 +78,7 @@ from tkernels.overlap import (
     end_of_tile,
     num_chunks,
     part_of_tile,
-    plan_turns,
+    plan_waves,
     programs_of,
     stages_of,
     store_part,
@@ -87,8 +87,8 @@ from tkernels.overlap import (
     take,
     take_tile,
     tile_schedule,
-    turns_of,
     wait_chunks,
+    waves_of,
 )
 from tkernels.paths import choose_path, plan_matmul_reduce
 
@@ -277,21 +277,21 @@ def matmul_reduce_kernel(
 
     items = whole + (tiles_m * tiles_n - whole) * splits
     complete = tl.full((), False, tl.int1)  # all that peers send is here
-    turn = tl.where(pid < num_comm, head, 0)
+    wave = tl.where(pid < num_comm, head, 0)
     own_dealt = dealt
-    if COPIES or INTERLEAVED:  # then all tiles are dealt out, and the last turn may be one of few
-        own_dealt = turns_of(pid, num_comm, head, dealt, whole)
+    if COPIES or INTERLEAVED:  # then all tiles are dealt out, and the last wave may be one of few
+        own_dealt = waves_of(pid, num_comm, head, dealt, whole)
     unsent = tl.full((), -1, tl.int32)  # a finished tile, which is sent in step `own_step` of the next one
     own_step = pid * tl.cdiv(K, BLOCK_K) // tl.num_programs(0)  # not all ask for the link at once
     heard = tl.full((), False, tl.int1)  # all peers have come to this call
     item = items
     if not GATHER or pid >= num_comm:  # else go on with the finished chunks
-        item = take_tile(turn, own_dealt, pid, num_comm, head, dealt, whole, counters)
+        item = take_tile(wave, own_dealt, pid, num_comm, head, dealt, whole, counters)
     while item < items:
         index, part, parts_of_tile, first_step, last_step = part_of_tile(item, whole, splits, K, PARTS, BLOCK_K)
         # All tiles that are dealt to a program are one loop: a tile's first loads are under way while the one
         # before is stored. The marks of two tiles would get mixed up.
-        num_tiles = tl.maximum(own_dealt - turn, 1)
+        num_tiles = tl.maximum(own_dealt - wave, 1)
         if TRACE:
             num_tiles = 1
         step = first_step
@@ -299,9 +299,9 @@ def matmul_reduce_kernel(
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for _ in range(num_tiles * (last_step - first_step)):
             if step == first_step:
-                if turn < own_dealt:
-                    index = dealt_tile(turn, pid, num_comm, head)
-                turn += 1
+                if wave < own_dealt:
+                    index = dealt_tile(wave, pid, num_comm, head)
+                wave += 1
                 tile_m, tile_n = peers_tile_first(index, tiles_m, peer_tiles_m, tiles_n, GROUP_M, OWN_GROUP_M)
                 tile = schedule + tile_m * TILE_FIELDS
                 x_row = tl.load(tile + 2).to(tl.int32)
@@ -383,7 +383,7 @@ def matmul_reduce_kernel(
                             else:
                                 count(done, TRANSPORT, "gpu")
             total = kept
-        item = take_tile(turn, own_dealt, pid, num_comm, head, dealt, whole, counters)
+        item = take_tile(wave, own_dealt, pid, num_comm, head, dealt, whole, counters)
 
     if INTERLEAVED:
         if unsent >= 0:
@@ -513,7 +513,7 @@ def plan(
     busy = tiles if gather else peer_tiles_m * tiles_n  # the comm programs, for as long as these take
     # Parts of tiles would take registers that sending beside a product needs.
     splittable = 0 if config.interleaved else own_tiles_m * tiles_n
-    turns = plan_turns(tiles, splittable, K, num_programs, config, sent, busy)
+    waves = plan_waves(tiles, splittable, K, num_programs, config, sent, busy)
     part_stride = triton.cdiv(max(rows), PART_ROWS) * PART_ROWS
     inbox_rows = ctx.size * part_stride
     if gather:  # the finished rows of y, in its own dtype
@@ -553,7 +553,7 @@ def plan(
     store_tma = gemm.use_tma and not ragged and N > 1
     y_operand = Operand.of(y, *box, store_tma)
     o_operand = Operand.of(outbox, *box, store_tma)
-    s_operand = sums_of(tiles - turns.whole, turns.splits, gemm)
+    s_operand = sums_of(tiles - waves.whole, waves.splits, gemm)
     p_operand = Operand.of(inbox, *box, gemm.use_tma and N > 1)
     # As many bytes a step, thus registers, as of the operands' dtype.
     put_block = config.copy_block(aligned, ctx.size) * x.element_size() // max(x.element_size(), *travels)
@@ -565,7 +565,7 @@ def plan(
         o_operand.argument, outbox,
         p_operand.argument, inbox, parity_rows, part_stride,
         s_operand.argument,
-        schedule, tiles_m, peer_tiles_m, *turns,
+        schedule, tiles_m, peer_tiles_m, *waves,
         sends, sends.numel() // SEND_FIELDS.value, starts,
         workspace.counters, num_counters, workspace.ready, workspace.num_chunks, workspace.state, ctx.table, ctx.rank,
         gate, workspace.copied, workspace.landed, workspace.begun,
@@ -573,7 +573,7 @@ def plan(
         config.num_comm, num_chunks(rows[ctx.rank], config), config.chunk_rows,
         config.sent_rows, math.gcd(config.chunk_rows, PIECE_ROWS),
         SIZE=ctx.size, GATHER=gather, LANDING=config.landing, COPIES=config.copied, INTERLEAVED=config.interleaved,
-        PARTS=turns.splits > 1,
+        PARTS=waves.splits > 1,
         BLOCK_M=gemm.block_m, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, SPLIT=gemm.split,
         GROUP_M=gemm.group_m, OWN_GROUP_M=own_group(config),
         X_TMA=x_operand.tma, X_TRANSPOSED=x_operand.transposed, W_TMA=w_operand.tma,
@@ -584,7 +584,7 @@ def plan(
         OPERATION=op, TRANSPORT=ctx.transport_id,
         PUT_BLOCK=put_block, PUT_ROWS=min(max(put_block // gemm.block_n, 1), gemm.block_m),
         ALIGN=16 if aligned else min(travels),
-        num_warps=gemm.num_warps, num_stages=stages_of(gemm, turns.splits), maxnreg=config.max_registers,
+        num_warps=gemm.num_warps, num_stages=stages_of(gemm, waves.splits), maxnreg=config.max_registers,
         varying=("x", "w", "bias", "y", "y_memory", "outbox", "outbox_memory", "sums", "gate"),
     )  # fmt: skip
     shape, make_sums = tuple(y.shape), sums_maker(s_operand, x.device)

@@ -7,9 +7,9 @@ others multiply; once all is sent they multiply too, but for those of an all-red
 num_comm=0 the copy engine sends, many chunks at a time (tkernels.comm.copies), or, interleaved, every program sends its
 own tiles.
 
-Tiles are dealt out in turns, so that those that are computed at one time lie beside each other and share their operands
+Tiles are dealt out in waves, so that those that are computed at one time lie beside each other and share their operands
 in L2, and a tile's first loads go on while the one before is stored. How long programs send can't be foretold to the
-tile, so where some do, the last turns are not dealt out: whoever is free takes the next tile. Where the last turn would
+tile, so where some do, the last waves are not dealt out: whoever is free takes the next tile. Where the last wave would
 keep few programs busy, its tiles are split along K, so that all of them help (not where interleaved).
 
 Nobody waits for ever: a tile waits for what programs of smaller numbers do, or for what peers send, and these wait for
@@ -55,7 +55,7 @@ MAX_SPLIT_TILES = tl.constexpr(128)
 # From here on: tiles that are done, of what is sent at a time.
 TILE_COUNTS = tl.constexpr(SPLIT_TILES.value + MAX_SPLIT_TILES.value)
 
-DEALT_SHORT = 1  # last turns that are not dealt out
+DEALT_SHORT = 1  # last waves that are not dealt out
 PART_S = 5e-6  # more than that for a part of a tile, whose sums are written
 ADD_S = 9e-6  # and for the last part, which reads them, for each other one
 TILE_END_S = 3e-6  # a tile's time without its steps along K
@@ -63,7 +63,7 @@ MIN_SPLIT_STEPS = 8  # steps along K of a part, at least
 
 
 def tile_schedule(rows: tuple[int, ...], order: list[int], config: OverlapConfig) -> list[int]:
-    """The rows of tiles, flattened TILE_FIELDS a tile: of the shards in `order`, in turns of what is sent at a time.
+    """The rows of tiles, flattened TILE_FIELDS a tile: of the shards in `order`, by turns what is sent together.
 
     A tile belongs to the first chunk of its rows, and needs the others too where chunks are smaller than it.
 
@@ -72,12 +72,12 @@ def tile_schedule(rows: tuple[int, ...], order: list[int], config: OverlapConfig
     >>> tile_schedule((64, 40), [1], config)
     [1, 0, 64, 32, 0, 2, 1, 32, 96, 8, 0, 2]
     """
-    block, turn = config.gemm.block_m, max(config.sent_rows, config.gemm.block_m)
+    block, span = config.gemm.block_m, max(config.sent_rows, config.gemm.block_m)
     starts = [sum(rows[:rank]) for rank in range(len(rows))]
     schedule = []
-    for first in range(0, max((rows[shard] for shard in order), default=0), turn):
+    for first in range(0, max((rows[shard] for shard in order), default=0), span):
         for shard in order:
-            together = range(first, min(first + turn, rows[shard]), block)
+            together = range(first, min(first + span, rows[shard]), block)
             for row in together:
                 valid = min(block, rows[shard] - row)
                 schedule += [shard, row, starts[shard] + row, valid, row // config.chunk_rows, len(together)]
@@ -118,10 +118,10 @@ def check_mapped(operation: str, ctx: Context, config: OverlapConfig):
         )
 
 
-class Turns(NamedTuple):
-    """Who computes which tile: `take_tile` deals out, by turns, and `part_of_tile` splits.
+class Waves(NamedTuple):
+    """Who computes which tile: `take_tile` deals out, by waves, and `part_of_tile` splits.
 
-    head: turns of those that only multiply.  dealt: turns up to which tiles are dealt out, comm programs included; of
+    head: waves of those that only multiply.  dealt: waves up to which tiles are dealt out, comm programs included; of
         the last one, only whole tiles.  whole: tiles that are computed whole.  splits: parts of each later one.
     """
 
@@ -132,10 +132,10 @@ class Turns(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_turns(
+def plan_waves(
     tiles: int, splittable: int, K: int, num_programs: int, config: OverlapConfig, sent_bytes: int, tiles_first: int = 0
-) -> Turns:
-    """The turns of a launch, by a model of when its programs are done.
+) -> Waves:
+    """The waves of a launch, by a model of when its programs are done.
 
     splittable: how many of the last tiles may be split.  sent_bytes: by this rank's comm programs, which end no earlier
     than the first `tiles_first` tiles, and never join the others if these are all.
@@ -147,28 +147,28 @@ def plan_turns(
     if tiles_first:
         rate = config.num_comm * REDUCED_BYTES_PER_S_OF_A_PROGRAM
     sending_s = sent_bytes / rate if rate else 0
-    turns = min(max(sending_s / tile_s, tiles_first / workers), tiles / workers)
+    sending = min(max(sending_s / tile_s, tiles_first / workers), tiles / workers)
 
-    def deal(last: int, splits: int, head: int = math.ceil(turns)) -> Turns:
+    def deal(last: int, splits: int, head: int = math.ceil(sending)) -> Waves:
         whole = tiles - last
         if not config.num_comm:
-            return Turns(0, triton.cdiv(whole, num_programs), whole, splits)
+            return Waves(0, triton.cdiv(whole, num_programs), whole, splits)
         head = min(head, max(whole // workers - DEALT_SHORT, 0))
         rest = max((whole - head * workers) // num_programs - DEALT_SHORT, 0)
         # A comm program must not be dealt a tile that one of them waits for: it would come to it too late, or never.
         rest = rest if head * workers >= tiles_first else 0
-        return Turns(head, head + rest, whole, splits)
+        return Waves(head, head + rest, whole, splits)
 
-    def end(plan: Turns) -> float:
+    def end(plan: Waves) -> float:
         """In the time of a tile; the later one of two, for how long the comm programs send is a guess."""
-        turns_dealt = plan.head * workers + (plan.dealt - plan.head) * num_programs
-        dealt = min(turns_dealt, plan.whole)
+        waves_dealt = plan.head * workers + (plan.dealt - plan.head) * num_programs
+        dealt = min(waves_dealt, plan.whole)
         part = (1 - TILE_END_S / tile_s) / plan.splits + (TILE_END_S + PART_S) / tile_s
         last_part = part + ADD_S * (plan.splits - 1) / tile_s
         items = [1.0] * (plan.whole - dealt) + ([part] * (plan.splits - 1) + [last_part]) * (tiles - plan.whole)
         ends = []
-        for guess in (0.9 * turns, 1.1 * turns):
-            free = [float(plan.dealt - (program < turns_dealt - dealt)) for program in range(workers)]
+        for guess in (0.9 * sending, 1.1 * sending):
+            free = [float(plan.dealt - (program < waves_dealt - dealt)) for program in range(workers)]
             free += [guess + plan.dealt - plan.head] * config.num_comm
             heapq.heapify(free)
             for item in items:
@@ -178,13 +178,13 @@ def plan_turns(
 
     plans = [deal(0, 1)]
     if config.num_comm and not tiles_first:
-        plans.insert(0, deal(0, 1, int(turns)))  # of equals better than more tiles that aren't dealt out
+        plans.insert(0, deal(0, 1, int(sending)))  # of equals better than more tiles that aren't dealt out
     if config.split_tiles is not None:
         last, splits = min(config.split_tiles, most), min(config.max_splits, triton.cdiv(K, gemm.block_k))
         if last and splits > 1:  # a part without steps would say nothing
             return deal(last, splits)
     else:
-        left = round(tiles + config.num_comm * turns) % num_programs
+        left = round(tiles + config.num_comm * sending) % num_programs
         lasts = {left + num_programs // 12, left + num_programs // 6, num_programs // 4, num_programs // 2}
         splits = range(2, min(config.max_splits, K // (gemm.block_k * MIN_SPLIT_STEPS)) + 1)
         choices = itertools.product((last for last in sorted(lasts) if 0 < last <= most), splits)
@@ -219,29 +219,29 @@ def sums_maker(sums: Operand, device: torch.device) -> Callable[[], torch.Tensor
 
 # fmt: off
 @triton.jit
-def dealt_tile(turn, pid, num_comm, head):
-    """The tile that is dealt to program `pid` for its turn, which for the first `num_comm` programs begins with `head`.
+def dealt_tile(wave, pid, num_comm, head):
+    """The tile that is dealt to program `pid` for its wave, which for the first `num_comm` programs begins with `head`.
 
-    In turns of all programs, in the first `head` turns of the others.
+    In waves of all programs, in the first `head` waves of the others.
     """
     workers = tl.num_programs(0) - num_comm
-    index = turn * workers + pid - num_comm
-    if turn >= head:
-        index = head * workers + (turn - head) * tl.num_programs(0) + pid
+    index = wave * workers + pid - num_comm
+    if wave >= head:
+        index = head * workers + (wave - head) * tl.num_programs(0) + pid
     return index
 
 
 @triton.jit
-def turns_of(pid, num_comm, head, dealt, whole):
-    """Up to which turn tiles are dealt to program `pid`: the last turn may be one of fewer tiles than programs."""
+def waves_of(pid, num_comm, head, dealt, whole):
+    """Up to which wave tiles are dealt to program `pid`: the last wave may be one of fewer tiles than programs."""
     return tl.where(dealt_tile(dealt - 1, pid, num_comm, head) < whole, dealt, dealt - 1)
 
 
 @triton.jit
-def take_tile(turn, own_dealt, pid, num_comm, head, dealt, whole, counters):
-    """A program's tile for its turn: the one that is dealt to it, from turn `own_dealt` on the next undealt one."""
-    index = dealt_tile(turn, pid, num_comm, head)
-    if turn >= own_dealt:
+def take_tile(wave, own_dealt, pid, num_comm, head, dealt, whole, counters):
+    """A program's tile for its wave: the one that is dealt to it, from wave `own_dealt` on the next undealt one."""
+    index = dealt_tile(wave, pid, num_comm, head)
+    if wave >= own_dealt:
         workers = tl.num_programs(0) - num_comm
         dealt_tiles = tl.minimum(head * workers + (dealt - head) * tl.num_programs(0), whole)
         index = dealt_tiles + take(counters + TILE_TICKETS)

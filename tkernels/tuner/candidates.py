@@ -1,7 +1,7 @@
 """Which configurations are tried: the possible ones of a list, those first that a model of time ranks best.
 
 The model knows tiles and the wire, nothing of pipelines and caches: it says how many programs should send and how far
-a shape is from whole turns. So every kind of tile is tried, each with what the model likes best for it, and what the
+a shape is from whole waves. So every kind of tile is tried, each with what the model likes best for it, and what the
 model can't tell apart is tried around the winner, one change at a time. Tiles cost a compilation each; how they travel
 is told to a kernel at its launch, so that more of it can be tried.
 """
@@ -217,10 +217,10 @@ def predicted_us(config: GemmConfig | OverlapConfig, room: Room, gemm_us: float)
     send_us = sent * (1 + reduces_all) / (min(rate, SEND_BYTES_PER_S) or COPY_BYTES_PER_S) * 1e6
     needed = 0 if gathers else tiles if reduces_all else tiles - own  # before the last can be sent
     busy_us = max(send_us, needed * tile_us / (room.programs - num_comm))
-    turns, splits = (tiles + num_comm * busy_us / tile_us) / room.programs, [1]
+    waves, splits = (tiles + num_comm * busy_us / tile_us) / room.programs, [1]
     most = 1 if config.interleaved else config.max_splits
     splits += range(2, min(most, room.K // (gemm.block_k * MIN_SPLIT_STEPS)) + 1)
-    end_us = min(math.ceil(turns * n) / n * tile_us + PART_S * 1e6 * (n > 1) for n in splits)
+    end_us = min(math.ceil(waves * n) / n * tile_us + PART_S * 1e6 * (n > 1) for n in splits)
     # Of each peer what is sent last: its tiles are still to be multiplied; own ones have been, but for one.
     last = (room.ranks - 1) * -(-min(config.sent_rows, room.rows) // gemm.block_m) * tiles_n if gathers else 1
     return max(end_us, send_us + -(-last // room.programs) * tile_us)
