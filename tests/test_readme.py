@@ -1,4 +1,4 @@
-"""README is true: its example runs, its test runs, and its tree names every file."""
+"""README and the guides are true: their examples run, their links lead somewhere, the tree names every file."""
 
 import contextlib
 import os
@@ -16,6 +16,8 @@ from tkernels.configs import forget_choices
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+FOLDERS = ("comm", "tkernels", "layers", "layers/userbuffers", "layers/cublasmp")
+GUIDES = {f"{folder}/README.md": (ROOT / folder / "README.md").read_text() for folder in FOLDERS}
 SHORTENED = {  # a line for the folder
     "tkernels/demo",
     "tkernels/doctor",
@@ -28,8 +30,9 @@ SHORTENED = {  # a line for the folder
 }
 
 
-def blocks(language: str) -> list[str]:
-    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+def blocks(language: str, *texts: str) -> list[str]:
+    """The fenced blocks in that language, of README or of other texts."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", "\n".join(texts or [README]), re.MULTILINE | re.DOTALL)
     return [text for name, text in fenced if name == language]
 
 
@@ -62,6 +65,20 @@ def test_the_tree_names_every_source_file_and_no_other():
     assert all((ROOT / path).exists() for path in tree() - {"bench/results"})
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("path", ["README.md", *GUIDES])
+def test_links_lead_somewhere(path):
+    text = re.sub(r"^```.*?^```$", "", (ROOT / path).read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = [re.sub(r"[^\w -]", "", title).lower() for title in re.findall(r"^#+ (.*)", text, re.MULTILINE)]
+    anchors = {f"#{title.replace(' ', '-')}" for title in titles}
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        assert link in anchors if link.startswith("#") else (ROOT / path).parent.joinpath(link).exists(), link
+
+
+def test_readme_leads_to_every_guide():
+    assert all(f"]({path})" in README for path in GUIDES)
+
+
 def test_the_example_runs(tmp_path):
     script = tmp_path / "example.py"
     script.write_text(blocks("python")[0])
@@ -78,7 +95,7 @@ def test_the_example_is_fifteen_lines_of_code():
 
 EXAMPLES = {  # what stands in a function that is run on several ranks, by the first name that it imports
     re.search(r"from tkernels\.layers(?:\.\w+)? import (\w+)", block).group(1): block
-    for block in blocks("python")
+    for block in blocks("python", *GUIDES.values())
     if re.search(r"^def \w+\(ctx\)", block, re.MULTILINE) and "from tkernels.layers" in block
 }
 
@@ -87,7 +104,7 @@ EXAMPLES = {  # what stands in a function that is run on several ranks, by the f
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_examples_on_several_ranks_run(ctx, name):
     names = {}
-    exec(compile(EXAMPLES[name], f"README.md, {name}", "exec"), names)
+    exec(compile(EXAMPLES[name], f"guide, {name}", "exec"), names)
     function = names[re.search(r"^def (\w+)\(ctx\)", EXAMPLES[name], re.MULTILINE).group(1)]
     # The default context, as it would be in a program; slots of 32 MiB fit.
     with tkernels.init(ctx.group.process_group, heap_bytes=1 << 30) as own:
@@ -102,7 +119,7 @@ def test_every_system_has_an_example():
 
 @pytest.mark.ranks(2)
 def test_the_example_of_a_kernel_runs(ctx, tmp_path):
-    (block,) = (block for block in blocks("python") if "@triton.jit" in block)
+    (block,) = (block for block in blocks("python", GUIDES["comm/README.md"]) if "@triton.jit" in block)
     path = tmp_path / f"shift_{ctx.rank}.py"  # Triton reads a kernel's source from its file
     path.write_text(block)
     names = runpy.run_path(str(path))
@@ -111,15 +128,15 @@ def test_the_example_of_a_kernel_runs(ctx, tmp_path):
 
 
 def test_the_example_of_leases_runs():
-    (block,) = (block for block in blocks("python") if "Simulator()" in block)
-    exec(compile(block, "README.md, leases", "exec"), {})
+    (block,) = (block for block in blocks("python", GUIDES["comm/README.md"]) if "Simulator()" in block)
+    exec(compile(block, "comm/README.md, leases", "exec"), {})
 
 
 @pytest.mark.ranks(2)
 def test_the_example_of_tuning_runs(ctx, tmp_path):
-    (block,) = (block for block in blocks("python") if "tkernels.tune(" in block)
+    (block,) = (block for block in blocks("python", GUIDES["tkernels/README.md"]) if "tkernels.tune(" in block)
     names, before = {}, ctx.tuned
-    exec(compile(block, "README.md, tuning", "exec"), names)
+    exec(compile(block, "tkernels/README.md, tuning", "exec"), names)
     with mock.patch.dict(os.environ, TKERNELS_CACHE=str(tmp_path)):
         change, us, default_us, refused = names["find"](ctx)
     assert isinstance(change, str) and 0 < us <= default_us
@@ -130,9 +147,9 @@ def test_the_example_of_tuning_runs(ctx, tmp_path):
 
 @pytest.mark.ranks(2)
 def test_the_example_of_traces_runs(ctx, tmp_path):
-    (block,) = (block for block in blocks("python") if "tkernels.tracing(" in block)
+    (block,) = (block for block in blocks("python", GUIDES["tkernels/README.md"]) if "tkernels.tracing(" in block)
     names = {}
-    exec(compile(block, "README.md, traces", "exec"), names)
+    exec(compile(block, "tkernels/README.md, traces", "exec"), names)
     with tkernels.init(ctx.group.process_group, heap_bytes=256 << 20) as own, contextlib.chdir(tmp_path):
         assert 0 <= names["record"](own) <= 1
     assert (tmp_path / "trace.json").exists() or ctx.rank > 0
