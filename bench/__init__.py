@@ -1,1 +1,1 @@
-"""Measurements: `python -m bench.run` from the repository's root."""
+"""Benchmarks: `python -m bench.run` from the repository's root."""

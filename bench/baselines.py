@@ -1,6 +1,6 @@
-"""What ours is compared with, on the same operands: cuBLAS, NCCL, NCCL then cuBLAS, and torch's fused operators.
+"""The baselines, on the same operands as ours: cuBLAS, NCCL, NCCL then cuBLAS, and torch's fused operators.
 
-A baseline's call returns the operation's result, or None where it does only a part of it.
+A baseline's call returns the operation's result, or None if it does only a part of the operation.
 """
 
 import warnings
@@ -21,7 +21,7 @@ NAMES = {
 
 
 def baselines(problem: Problem) -> dict[str, Callable[[], torch.Tensor | None]]:
-    """The calls that make sense for the operation, by the names of NAMES; none without a GPU."""
+    """The calls that apply to the operation, by the names of NAMES; none without a GPU."""
     ctx, op, x, w = problem.ctx, problem.case.op, problem.x, problem.w
     if ctx.device.type != "cuda":
         return {}
@@ -64,7 +64,7 @@ def _reductions(problem: Problem, group):
     y = x if w is None else torch.mm(x, w.t())
     out = y.new_empty((y.shape[0] // problem.ctx.size, case.N)) if scatters else None
     own = problem.rows[problem.ctx.rank]
-    in_place = None if scatters else torch.zeros_like(y)  # NCCL sums in place; zeros stay what they are, call by call
+    in_place = None if scatters else torch.zeros_like(y)  # NCCL sums in place; zeros stay zeros over many calls
 
     def scatter(y):
         reduce_scatter_single(out, y, group=group)
@@ -92,7 +92,7 @@ def _reductions(problem: Problem, group):
 
 
 def padded(problem: Problem) -> torch.Tensor:
-    """x with rows of zeros at its end where the ranks' rows differ, since these calls take equal shares only."""
+    """x, with rows of zeros appended where the ranks' row counts differ: these calls take only equal shares."""
     op, share, ranks = problem.case.op, problem.rows[0], problem.ctx.size
     if "all_reduce" in op:
         return problem.x
@@ -102,7 +102,7 @@ def padded(problem: Problem) -> torch.Tensor:
 
 
 def part(call: Callable[[], torch.Tensor]) -> Callable[[], None]:
-    """The same call where it is a part of the operation, so that its result is none of the operation's."""
+    """The call without its result: it does only a part of the operation."""
 
     def run():
         call()
@@ -111,7 +111,7 @@ def part(call: Callable[[], torch.Tensor]) -> Callable[[], None]:
 
 
 def enable_symmetric_memory(group) -> None:
-    """torch's fused operators need it, once for each group. Collective."""
+    """Collective. Enable torch's symmetric memory for a group, once: torch's fused operators need it."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
     with warnings.catch_warnings():

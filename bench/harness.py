@@ -1,6 +1,7 @@
-"""A case from start to end, on all ranks: our result is checked, then timed beside the baselines, then recorded.
+"""Runs one case on all ranks: checks our result, times it beside the baselines, and returns a record.
 
-A wrong result is refused: there is no time for it. A baseline that is missing or wrong is left out, with the reason.
+If our result is wrong, the case is refused and no time is reported. A baseline that is missing or wrong is left out,
+with the reason.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from tkernels.comm.context import Context
 from tkernels.timing import WARMUPS, Call, Timing, agree, measure
 from tkernels.tuner.compile import compile_ahead, sentence
 
-ROWS_AT_ONCE = 1024  # of a result, when it is compared in fp64
+ROWS_AT_ONCE = 1024  # of a result, compared in fp64
 HOST_ROUNDS, HOST_CALLS = 15, 5
 BASELINE_ERROR = 0.02  # relative to the result's norm; bf16 partial sums of 8 ranks stay below
 
@@ -48,7 +49,7 @@ def wrong(problem: Problem, result: torch.Tensor) -> str | None:
 
 
 def far(problem: Problem, result: torch.Tensor) -> str | None:
-    """Whether a baseline's result is nowhere near the truth on this rank; its own roundings are its own affair."""
+    """Why a baseline's result is far from the reference on this rank, or None. Baselines may round in their own way."""
     x, w = problem.truth()
     rows = slice(0, min(x.shape[0], ROWS_AT_ONCE))
     if x.shape[0] == 0:
@@ -59,7 +60,7 @@ def far(problem: Problem, result: torch.Tensor) -> str | None:
 
 
 def usable_baselines(ctx: Context, problem: Problem) -> tuple[dict[str, Call], dict[str, str]]:
-    """Collective. The baselines that run here and give the right result, and why the others don't."""
+    """Collective. The baselines that run here and give the right result, and why the others do not."""
     calls, unavailable = {}, {}
     candidates = baselines(problem)
     for name, call in candidates.items():
@@ -70,7 +71,7 @@ def usable_baselines(ctx: Context, problem: Problem) -> tuple[dict[str, Call], d
             result = call()
             torch.cuda.synchronize()
             reason = far(problem, result) if result is not None else None
-        except Exception as error:  # a baseline may miss anything here; it is reported as missing, with the reason
+        except Exception as error:  # a baseline may lack anything here; it is reported as missing, with the reason
             reason = sentence(error)
         reason = agree(ctx, reason)
         if reason is None:
@@ -81,9 +82,9 @@ def usable_baselines(ctx: Context, problem: Problem) -> tuple[dict[str, Call], d
 
 
 def compile_cases(ctx: Context, cases: list[Case]) -> None:
-    """Collective. Compile what the cases launch, in every way, each kernel on one rank; what fails, fails there again.
+    """Collective. Compile the kernels that the cases launch, in every way, each on one rank.
 
-    Nothing to do on the simulated runtime.
+    Errors are ignored here, since they recur when the case runs. Does nothing on the simulated runtime.
     """
     if ctx.device.type != "cuda":
         return
@@ -97,7 +98,7 @@ def compile_cases(ctx: Context, cases: list[Case]) -> None:
 
 
 def run_case(ctx: Context, case: Case, iterations: int, roofs: Roofs, ours=Problem.ours) -> dict:
-    """Collective. One case measured: the record, or {"op", "shape", "refused"} if a result of ours is wrong.
+    """Collective. Measure one case. Returns the record, or {"op", "shape", "refused"} if a result of ours is wrong.
 
     ours: called with a Problem, returns the result that is checked and timed.
     """
@@ -130,7 +131,7 @@ def run_case(ctx: Context, case: Case, iterations: int, roofs: Roofs, ours=Probl
 
 
 class WrongResult(Exception):
-    """What is wrong with a result of ours, on every rank the same."""
+    """One of our results is wrong; every rank raises it with the same reason."""
 
 
 def _refuse(ctx: Context, right: bool, reason: str):
@@ -149,7 +150,7 @@ def _right(ctx: Context, problem: Problem, ours) -> torch.Tensor:
 
 
 def _check(ctx: Context, problem: Problem, ours) -> tuple[dict[str, Opened], dict[str, str]]:
-    """Collective. Check our result and that of every way, on integers; the ways, and why others can't be taken."""
+    """Collective. Check our result and that of every way, on integers; the ways, and why others are unavailable."""
     result = _right(ctx, problem, ours)
     ways, unavailable = open_ways(ctx, problem.case)
     for name, way in list(ways.items()):
@@ -171,10 +172,11 @@ def _check(ctx: Context, problem: Problem, ours) -> tuple[dict[str, Opened], dic
 
 
 def with_host_times(ctx: Context, timings: dict[str, Timing], calls: dict[str, Call]) -> dict[str, Timing]:
-    """Collective. The calls' timings with how long each keeps the host that queues several in a row.
+    """Collective. The calls' timings, with host_us replaced by the host time of calls that are queued in a row.
 
-    Median, slowest rank; none simulated. A single call after a barrier, as `measure` times it, finds the host's caches
-    cold, and so does the first one behind others' calls: so they come in another order each time.
+    Median, slowest rank; None on the simulated runtime. A single call after a barrier, as `measure` times it, finds the
+    host's caches cold, and so does the first call after those of another candidate. Therefore the order changes each
+    round.
     """
     if ctx.device.type != "cuda":
         return {name: dataclasses.replace(timings[name], host_us=None) for name in calls}
@@ -196,9 +198,9 @@ def _times(timing: Timing) -> dict:
 
 
 def record(ctx: Context, case: Case, timings: dict[str, Timing], roofs: Roofs) -> dict:
-    """Every column of one case but those of its ways; None where there is nothing to say."""
+    """The columns of one case's record, except those of its ways; None where a value is not available."""
     works = [case.work(ctx.size, rank) for rank in range(ctx.size)]
-    work = max(works, key=lambda work: work.link_in_bytes)  # the rank that waits for most
+    work = max(works, key=lambda work: work.link_in_bytes)  # the rank that receives most
     wire_us = None
     if roofs.peer_copy_bytes_per_s is not None:
         wire_us = work.link_in_bytes / roofs.peer_copy_bytes_per_s * 1e6

@@ -1,9 +1,9 @@
-"""What the lifetime core costs the host: python -m bench.leases [--ranks R] [--json PATH], from the root.
+"""Measures the host time of leases: python -m bench.leases [--ranks R] [--json PATH], from the root.
 
-A lease is acquired, written, read and released. With one stream it issues no wait; with two it issues two a tenancy,
-the reader's and the next writer's. By hand are the same two records and two waits without a lease. The share is that
-of a training step of the demo's model under OverlappedDDP: leases a step x the cost of one with two streams / the
-step's time. For another model: --step-ms and --leases.
+A lease is acquired, written, read and released. On one stream it issues no wait. On two streams it issues two waits per
+tenancy: the reader's, and that of the next writer. "By hand" measures the same two event records and two waits without
+a lease. The share is that of a training step of the demo's model under OverlappedDDP: leases per step x the cost of one
+lease on two streams / the time of the step. For another model, pass --step-ms and --leases.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def by_hand(slot: Slot, writer, reader):
 
 
 def costs(ctx) -> dict:
-    """Medians of the host's microseconds for one call, measured in turns; the device is idle when a turn begins."""
+    """Median host time of one call in us. The cases take turns; the device is idle when a turn begins."""
     dev = torch.get_device_module(ctx.device)
     main, other = dev.current_stream(), dev.Stream()
     cases = {
@@ -74,7 +74,7 @@ def costs(ctx) -> dict:
 
 @contextlib.contextmanager
 def leases_counted():
-    """A list with an entry for each lease that is made meanwhile."""
+    """A list that gets an entry for each lease created in the block."""
     made, init = [], Lease.__init__
 
     def counting(self, *arguments, **options):
@@ -89,7 +89,7 @@ def leases_counted():
 
 
 def training_step(ctx) -> dict:
-    """Collective. Leases and milliseconds of a step, on the slowest rank."""
+    """Collective. Leases of a training step, and its milliseconds on the slowest rank."""
     torch.manual_seed(0)
     config = MODELS[ctx.runtime]
     model = Transformer(config).to(ctx.device)
@@ -115,7 +115,7 @@ def training_step(ctx) -> dict:
 
 
 def measure(ctx, step: dict | None) -> dict:
-    """Collective. `step` of another model, or None for the demo's."""
+    """Collective. Returns the record. step: leases and time of another model's step; None: measure the demo's model."""
     line = {"bench": "leases", "ranks": ctx.size, "runtime": ctx.runtime, "repeats": REPEATS, "calls": CALLS}
     line |= costs(ctx) | (step or training_step(ctx))
     line["share"] = line["leases"] * line["two_streams_us"] / 1e3 / line["step_ms"]

@@ -1,4 +1,4 @@
-"""Libraries that can't be carried into every run: their times, measured apart from this bench, over local cuBLAS's.
+"""Times of libraries that cannot be part of every run: measured apart from this bench, over local cuBLAS's.
 
 4 and 2 H200s over NVLink, no multicast, bf16, 2026-11-21; cuBLAS was measured in the same run as each of them. cuBLASMp
 0.9.1 over NCCL 2.30.4 through nvmath-python 1.0, operands in NCCL memory; TransformerEngine 2.18's Userbuffers in their
@@ -51,7 +51,7 @@ CUBLASMP = {
     },
 }
 
-# By operation and ranks: time over cuBLAS's.
+# By operation and ranks: time divided by cuBLAS's.
 USERBUFFERS = {
     ("all_gather_matmul", 4): {
         "llama8b-qkv": 1.850,

@@ -1,8 +1,8 @@
-"""Pictures of bench.run's records, and README's table: python -m bench.plot [FILE] [--readme], from the root.
+"""Plots bench.run's records and writes README's table: python -m bench.plot [FILE] [--readme], from the root.
 
-FILE-time.png has every shape's time beside every peer's, as multiples of local cuBLAS's, whose microseconds stand at
-the shape; FILE-efficiency.png the efficiency over how much wire there is to hide. Without FILE: the newest one of
-bench/results.
+FILE-time.png shows the time of every shape, ours and that of every peer, as a multiple of local cuBLAS's time, whose
+microseconds stand beside the shape. FILE-efficiency.png shows efficiency over wire time / cuBLAS time. Without FILE:
+the newest file of bench/results.
 """
 
 import argparse
@@ -31,13 +31,16 @@ SERIES = {
     "wire": ("wire", "#E69F00", "_"),
 }
 OTHER_RUNS = {"cuBLASMp": ("cuBLASMp*", "#56B4E9", "^"), "Userbuffers": ("Userbuffers*", "#777777", "P")}
-FULL = ("ours", "cublas", "wire")  # the other markers are hollow, and let each other show
+FULL = ("ours", "cublas", "wire")  # the other markers are hollow, so that overlapping ones stay visible
 TICKS = (0.05, 0.1, 0.2, 0.5, 1, 2, 4, 8)
 OPERATION_MARKERS = dict(zip(FUSED, ("o", "s", "D"), strict=True))
 
 
 def fused(path: Path) -> list[dict]:
-    """The file's records of forward operations beside cuBLAS, longest first within each. Raises ValueError for none."""
+    """The file's fused forward records with cuBLAS and wire times, longest first within each operation.
+
+    Raises ValueError if there are none.
+    """
     lines = [line for line in read(path) if line["op"] in FUSED and line["layout"] == "TN" and limit_us(line)]
     if not lines:
         raise ValueError(f"{path} has no records of {', '.join(FUSED)} on GPUs; write some by bench.run --json")
@@ -45,7 +48,7 @@ def fused(path: Path) -> list[dict]:
 
 
 def draw(lines: list[dict], name: Path) -> list[Path]:
-    """Both pictures, as NAME-time.png and NAME-efficiency.png. Returns their paths."""
+    """Draw both pictures, as NAME-time.png and NAME-efficiency.png. Returns their paths."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -90,7 +93,7 @@ def time_figure(lines: list[dict]):
 
 
 def multiple(line: dict, key: str) -> float | None:
-    """A series' time over cuBLAS's."""
+    """A series' time divided by cuBLAS's."""
     return over_cublas(line).get(key) if key in OTHER_RUNS else ratio(line[f"{key}_us"], line["cublas_us"])
 
 
@@ -125,7 +128,7 @@ def efficiency_figure(lines: list[dict]):
 
 
 def readme_block(path: Path) -> str:
-    """What README says of the file: circumstances, pictures, and a table of the shapes from 2048 tokens on."""
+    """README's text about the file: conditions, pictures, and a table of the shapes with at least 2048 tokens."""
     lines = fused(path)
     folder = path.resolve().parent.relative_to(README.parent)
     pictures = [f"![{kind}]({folder}/{path.stem}-{kind}.png)" for kind in ("time", "efficiency")]
@@ -153,7 +156,7 @@ def readme_block(path: Path) -> str:
 
 
 def with_block(readme: str, block: str) -> str:
-    """README's text with the block in place of the one that it has. Raises ValueError if it has none."""
+    """README's text with its block replaced by this one. Raises ValueError if it has none."""
     before, begin, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

@@ -1,7 +1,7 @@
-"""One operation on one shape: its configuration, its operands on every rank, our call, and the truth.
+"""One operation on one shape: its configuration, its operands on every rank, our call, and the reference.
 
-Operands come from seeds, so that every rank can make every rank's, and the truth needs no communication. For that, the
-GPUs of a group must be of one kind: a GPU's random numbers depend on its size.
+Operands are generated from seeds, so that every rank can generate those of all ranks and the reference needs no
+communication. This requires GPUs of one kind within a group: a GPU's random numbers depend on its size.
 """
 
 import functools
@@ -25,11 +25,11 @@ TERMS_OF_AN_INTEGER_ROW = 64
 
 @dataclass(frozen=True)
 class Case:
-    """What to measure: M, N, K over all ranks.
+    """A case to measure: M, N, K over all ranks.
 
-    layout: of a local product, or of an operation's local product, in BLAS's words. TN: x and w as nn.Linear has them,
-    its forward. NN: w is the transpose of a [K, N] matrix, the gradient of the input. NT: x is one as well, of a [K, M]
-    matrix, the gradient of the weight.
+    layout: of the operands of the local GEMM, in BLAS notation. TN: x and w as in nn.Linear's forward. NN: w is the
+    transpose of a [K, N] matrix, as for the gradient of the input. NT: x is a transpose as well, of a [K, M] matrix, as
+    for the gradient of the weight.
     """
 
     op: str
@@ -41,24 +41,24 @@ class Case:
     layout: str = "TN"
 
     def refusal(self, ranks: int) -> str | None:
-        """Why the case can't be measured on that many ranks; features are shared evenly, rows need not be."""
+        """Why the case cannot be measured on that many ranks: they must divide the features, but not the rows."""
         shared = {"N": self.N} if self.op == "all_gather_matmul" else {}
         shared |= {"K": self.K} if self.op in ("matmul_reduce_scatter", "matmul_all_reduce") else {}
         odd = [f"{name}={size}" for name, size in shared.items() if size % ranks]
         return f"{self.op} {self.shape}: {', '.join(odd)} doesn't divide by {ranks} ranks" if odd else None
 
     def rows(self, ranks: int) -> tuple[int, ...]:
-        """Every rank's rows: full shards, then what is left, then none. So padding goes to the end of the whole."""
+        """Every rank's rows: full shards, then the remainder, then none, so that padding goes to the very end."""
         share = -(-self.M // ranks)
         return tuple(max(0, min(share, self.M - rank * share)) for rank in range(ranks))
 
     @property
     def row_bytes(self) -> int:
-        """Of a row that travels between ranks: of x where rows are gathered, of partial sums elsewhere."""
+        """Bytes of a row that is sent between ranks: of x where rows are gathered, of partial sums elsewhere."""
         return (self.K if self.op in ("all_gather", "all_gather_matmul") else self.N) * self.dtype.itemsize
 
     def work(self, ranks: int, rank: int = 0) -> work.Work:
-        """What one GPU does in one call."""
+        """The work of one GPU in one call."""
         if self.op == "gemm":
             return work.matmul(self.M, self.N, self.K, self.dtype)
         function, rows = getattr(work, self.op), self.rows(ranks)
@@ -70,7 +70,7 @@ class Case:
 def config_of(ctx: Context, case: Case, sending: bool = False) -> GemmConfig | OverlapConfig | None:
     """The configuration that a call without one uses; None for operations that have none.
 
-    sending: as of overlap_config.
+    sending: as in overlap_config.
     """
     if case.op == "gemm":
         return gemm_config(case.M, case.N, case.K, case.dtype, case.layout)
@@ -89,11 +89,11 @@ def path_of(ctx: Context, case: Case) -> str | None:
 
 
 class Problem:
-    """A case on this rank.
+    """The operands of a case on this rank.
 
     values: "normal" (mean 0, variance 1) to time and to test rounding; "integers" for exact equality: an x whose rows
-    have at most 64 elements of +-1, and w of -2 to 2, so that a rank's partial sum is at most 128, exact in bf16;
-    "zeros" to compile.
+        have at most 64 elements of +-1, and w of -2 to 2, so that a rank's partial sum is at most 128, exact in bf16;
+        "zeros" to compile.
     """
 
     def __init__(self, ctx: Context, case: Case, values: str):
@@ -102,7 +102,7 @@ class Problem:
         self.x, self.w = self.x_of(ctx.rank), self.w_of(ctx.rank)
 
     def x_of(self, rank: int) -> torch.Tensor:
-        """Rank's x: [M, K] gemm, [M/R, K] gathers, [M, K/R] products to be reduced, [M, N] reductions."""
+        """A rank's x: [M, K] for gemm, [M/R, K] to gather, [M, K/R] for a GEMM to be reduced, [M, N] to reduce."""
         case, size = self.case, self.ctx.size
         shape = {
             "gemm": (case.M, case.K),
@@ -116,7 +116,7 @@ class Problem:
         return self._make(shape, 2 * rank, True, case.layout == "NT")
 
     def w_of(self, rank: int) -> torch.Tensor | None:
-        """Rank's w, [N/R, K], [N, K/R] or [N, K]; None for the plain collectives."""
+        """A rank's w, [N/R, K], [N, K/R] or [N, K]; None for the plain collectives."""
         case, size = self.case, self.ctx.size
         if case.op == "gemm":
             shape = (case.N, case.K)
@@ -144,17 +144,17 @@ class Problem:
         rows, columns = shape
         at = (rows, min(columns, TERMS_OF_AN_INTEGER_ROW))
         places = torch.randint(0, columns, at, generator=generator, device=device)
-        # The sign is the column's, for where a row draws a column twice: which of two values stays is anyone's guess.
+        # One sign per column: where a row draws a column twice, it is undefined which of the two values stays.
         signs = (torch.randint(0, 2, (columns,), generator=generator, device=device) * 2 - 1).to(dtype)
         return torch.zeros(shape, device=device, dtype=dtype).scatter_(1, places, signs[places])
 
     @functools.cached_property
     def gathered(self) -> torch.Tensor:
-        """Every rank's x, row after row: what a gather yields."""
+        """The x of all ranks, concatenated by rows: the result of a gather."""
         return torch.cat([self.x_of(rank) for rank in range(self.ctx.size)])
 
     def ours(self, path: str | None = None) -> torch.Tensor:
-        """Collective. Our result, through the public operator, as users call it; path: asks for one."""
+        """Collective. Our result, through the public operator, as users call it. path: the path to request."""
         operands = (self.x,) if self.w is None else (self.x, self.w)
         if self.case.op == "gemm":
             return tkernels.matmul(*operands)
@@ -163,7 +163,7 @@ class Problem:
         return getattr(tkernels, self.case.op)(*operands, **options, ctx=self.ctx)
 
     def with_config(self, config, ctx: Context | None = None) -> torch.Tensor:
-        """Collective. Our result from the kernel, as `config` says, on the ranks of another context if one is given."""
+        """Collective. Our kernel's result with `config`, over another context of the same ranks if one is given."""
         op, ctx, x, w, rows = self.case.op, ctx or self.ctx, self.x, self.w, self.rows
         if op == "gemm":
             return matmul(x, w, config=config)
@@ -174,7 +174,7 @@ class Problem:
         return matmul_all_reduce(ctx, x, w, config=config)
 
     def truth(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(X, W): this rank's result is X @ W.T, or X alone, in fp64."""
+        """(X, W): this rank's exact result is X @ W.T, or X alone if W is None, in fp64."""
         op, ranks = self.case.op, range(self.ctx.size)
         scattered = op in ("matmul_reduce_scatter", "reduce_scatter")
         first = sum(self.rows[: self.ctx.rank])
@@ -189,12 +189,12 @@ class Problem:
         return x, torch.cat([self.w_of(rank) for rank in ranks], dim=1)
 
     def allowed(self) -> tuple[float, float]:
-        """(atol, rtol) of our result against the truth; (0, 0) asks for the truth rounded once to the dtype."""
+        """(atol, rtol) of our result against the reference; (0, 0): equal to it, rounded once to the dtype."""
         case, size = self.case, self.ctx.size
         if self.values == "integers" or case.op == "all_gather":
             return 0.0, 0.0
         if case.op in ("gemm", "all_gather_matmul"):
             return tolerance(case.dtype, case.K)
-        if "matmul" in case.op:  # the partial sums of all ranks but one are rounded on their way
+        if "matmul" in case.op:  # the partial sums of all ranks but one are rounded to be sent
             return tolerance(case.dtype, case.K, roundings=size)
         return tolerance(case.dtype, size)

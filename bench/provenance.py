@@ -1,4 +1,4 @@
-"""Where a number comes from: machine, versions, source, date."""
+"""The origin of a measurement: machine, versions, source, date."""
 
 import datetime
 import hashlib
@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def provenance(ctx: Context) -> dict:
-    """For every record. Outside a git checkout the commit is that of TKERNELS_COMMIT, or None.
+    """The fields that every record gets.
 
-    source_sha256 is of the files as they ran.
+    Outside a git checkout the commit is that of TKERNELS_COMMIT, or None. source_sha256: hash of the files as they ran.
     """
     on_gpu = ctx.device.type == "cuda"
     commit = _git("rev-parse", "HEAD") or os.environ.get("TKERNELS_COMMIT")

@@ -1,4 +1,4 @@
-"""What the benches write, one JSON line a measurement, and what summaries, pictures and README compute from it."""
+"""Records, one JSON line a measurement, and the numbers that summaries, pictures and README derive from them."""
 
 import json
 import math
@@ -7,17 +7,17 @@ from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results"
 FUSED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-PEERS = {"serial": "NCCL + cuBLAS", "torch": "torch fused"}  # that a user would pick instead
+PEERS = {"serial": "NCCL + cuBLAS", "torch": "torch fused"}  # that a user would choose instead
 
 
 def append(path: Path, line: dict) -> None:
-    """One more JSON line, in a new file if need be."""
+    """Append one JSON line; creates the file if needed."""
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")
 
 
 def read(path: Path) -> list[dict]:
-    """The records of one file, oldest first; of several of one case the last."""
+    """The records of one file, oldest first; if there are several of one case, the last one."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     cases = {}
     for line in lines:
@@ -28,7 +28,7 @@ def read(path: Path) -> list[dict]:
 
 
 def newest(folder: Path = RESULTS) -> Path:
-    """The file with records of fused operations on GPUs of the latest day, and of those the one with the most ranks.
+    """The file with the latest day's records of fused operations on GPUs; of several, the one with the most ranks.
 
     Raises FileNotFoundError if there is none.
     """
@@ -43,12 +43,12 @@ def newest(folder: Path = RESULTS) -> Path:
 
 
 def best_peer_us(line: dict) -> float | None:
-    """The time of the fastest whole operation that is not ours."""
+    """The time of the fastest of PEERS."""
     return min((line[f"{name}_us"] for name in PEERS if line[f"{name}_us"] is not None), default=None)
 
 
 def limit_us(line: dict) -> float | None:
-    """max(cuBLAS, wire): what no overlap can beat with that product on that wire."""
+    """max(cuBLAS, wire): the lower bound of any overlap of this GEMM with this transfer."""
     parts = line["cublas_us"], line["wire_us"]
     return None if None in parts else max(parts)
 
@@ -63,7 +63,7 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def circumstances(lines: list[dict]) -> str:
-    """Machine, date, versions, and how it was timed."""
+    """The conditions of the measurements: machine, date, versions, and the way of timing."""
     line = lines[-1]
     versions = [("torch", "torch"), ("triton", "triton"), ("nccl", "NCCL"), ("nvshmem", "NVSHMEM")]
     known = [f"{name} {line[f'{key}_version']}" for key, name in versions if line[f"{key}_version"]]

@@ -1,4 +1,4 @@
-"""What this machine reaches at best, measured: a copy to a peer by the copy engine, cuBLAS, a copy in GPU memory."""
+"""Measured peaks of this machine: a copy to a peer by the copy engine, a cuBLAS GEMM, a copy in GPU memory."""
 
 from dataclasses import dataclass, field
 
@@ -16,10 +16,10 @@ GEMM_SIZE = 8192
 
 @dataclass(frozen=True)
 class Roofs:
-    """Per GPU, all GPUs at work. None where there is no such thing here; `missing` says why.
+    """Rates per GPU, with all GPUs busy. None where something does not exist here; `missing` gives the reason.
 
     peer_copy_bytes_per_s: into each GPU, all of them at once, the better of push and pull.
-    cublas_flop_per_s: of one square product of 8192.
+    cublas_flop_per_s: of one GEMM with M = N = K = 8192.
     hbm_copy_bytes_per_s: bytes read plus bytes written.
     """
 
@@ -30,7 +30,7 @@ class Roofs:
 
 
 def measure_roofs(ctx: Context, dtype: torch.dtype, iterations: int) -> Roofs:
-    """Collective. All three, slowest rank."""
+    """Collective. Measure the three peaks, each on the slowest rank."""
     if ctx.device.type != "cuda":
         return Roofs(missing={"roofs": "the simulated runtime has no hardware to measure"})
     calls, missing, reason = {}, {}, None
@@ -54,7 +54,10 @@ def measure_roofs(ctx: Context, dtype: torch.dtype, iterations: int) -> Roofs:
 
 
 def _peer_buffers(ctx: Context) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's memory and the next rank's, mapped here: torch's symmetric memory, so the peak owes us nothing."""
+    """This rank's memory, and the next rank's, mapped here.
+
+    From torch's symmetric memory, so that the measured peak does not depend on tkernels.
+    """
     import torch.distributed._symmetric_memory as symmetric_memory
 
     group = ctx.group.process_group

@@ -1,7 +1,7 @@
-"""Measure operations: python -m bench.run OP --shape NAME --ranks R, alone or under torchrun, from the root.
+"""Measures operations: python -m bench.run OP --shape NAME --ranks R, alone or under torchrun, from the root.
 
-Exit code 0: all was measured. 1: a result was wrong, a case failed, or the budget was used up; no number is reported
-for it. 2: the arguments.
+Exit code 0: everything was measured. 1: a result was wrong, a case failed, or the budget was used up; no number is
+reported for these cases. 2: wrong arguments.
 """
 
 import argparse
@@ -113,7 +113,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Case]]:
 
 
 class ThisRank:
-    """What RankPool does, in a process that torchrun started: this is one of the ranks."""
+    """The interface of RankPool in a process that torchrun started, which is itself one of the ranks."""
 
     def __init__(self, ctx_options: dict):
         if tkernels.RUNTIME == "nvshmem":
@@ -142,7 +142,7 @@ def open_ranks(args) -> RankPool | ThisRank:
 
 
 class Report:
-    """What the first rank (or the process that started the ranks) tells people and files."""
+    """Terminal and file output, by the first rank or by the process that started the ranks."""
 
     def __init__(self, args, cases: list[Case]):
         self.leads = int(os.environ.get("RANK", "0")) == 0
@@ -163,7 +163,7 @@ class Report:
         self.progress.update(self.task, description=text)
 
     def end(self, text: str):
-        """One case is done; its line is there at once, so that a run that is cut off has shown what it had."""
+        """Finish a case and print its line at once, so that an interrupted run has shown its results so far."""
         self.num_done += 1
         self.progress.console.print(f"[{self.num_done}/{self.num_cases}] {text}", markup=False)
         self.progress.advance(self.task)
@@ -173,9 +173,9 @@ class Report:
             append(self.json, line)
 
     def out_of_time(self, deadline: float) -> bool:
-        """Whether no case may begin any more, as the first of torchrun's ranks sees it."""
+        """Whether the deadline has passed, as seen by the first of torchrun's ranks."""
         late = [time.monotonic() > deadline]
-        if dist.is_initialized():  # under torchrun every rank is here, and all must do the same
+        if dist.is_initialized():  # under torchrun every rank runs this, and all must agree
             dist.broadcast_object_list(late)
         return late[0]
 
@@ -237,7 +237,7 @@ def case_name(case: Case) -> str:
 
 @contextlib.contextmanager
 def reported(report: Report, case: Case):
-    """A case whose ranks fail is reported, and the next one gets new ranks; torchrun's can't be replaced."""
+    """Report a case whose ranks fail; the next one gets new ranks. Under torchrun ranks cannot be replaced."""
     try:
         yield
     except RankError as error:
@@ -280,7 +280,7 @@ def table(op: str, lines: list[dict]) -> Table:
 
 
 def ways_table(op: str, lines: list[dict]) -> Table:
-    """The ways to move bytes, us and the multiprocessors set apart to send; and how long calls keep the host."""
+    """The ways to move bytes: us, the SMs dedicated to sending, and the host time of a call."""
     names = list(dict.fromkeys(name for line in lines for name in line["ways"]))
     result = Table(
         title=f"{op}: ways to move bytes, us (multiprocessors set apart to send), and time on the host",
@@ -300,7 +300,7 @@ def ways_table(op: str, lines: list[dict]) -> Table:
 
 
 def notes(lines: list[dict], roofs: Roofs) -> str:
-    """What the tables don't say by themselves."""
+    """The legend of the tables, the measured peaks, and why columns are empty."""
     texts = []
     if lines and lines[0]["runtime"] == "simulated":
         texts.append("simulated runtime: times are the interpreter's")

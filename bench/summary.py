@@ -1,8 +1,8 @@
-"""The measurements against what we want of them: python -m bench.summary [FILE ...], from the root.
+"""Compares the measurements with their goals: python -m bench.summary [FILE ...], from the root.
 
-Without files: all in bench/results; of several records of one case the latest counts, those of the simulated runtime
-never. Exit code 0: every goal is reached; 1: one is missed; goals that nothing was measured for are shown, and change
-nothing. 2: the arguments, a file that can't be read among them.
+Without FILE: all files in bench/results. Of several records of one case the latest counts; records of the simulated
+runtime are ignored. Exit code 0: every goal is reached; 1: one is missed. Goals without measurements are shown, but do
+not affect the exit code. 2: wrong arguments, or a file that cannot be read.
 """
 
 import argparse
@@ -22,16 +22,17 @@ from bench.records import FUSED, PEERS, RESULTS, geometric_mean, ratio, read
 from tkernels.shapes import LAYERS
 
 GATHERS, SCATTERS = FUSED[:2]
-ANY = 0  # number of ranks
+ANY = 0  # any number of ranks
 SENT_BY_PROGRAMS = ("peer", "nvshmem", "interleaved")
 COLUMNS = {"goal": "left", "GPUs": "right", "of": "right", "at least": "right", "is": "right"}
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A number that is at least `bound`: the least, or the geometric mean, of `value` over the records it is about.
+    """A goal: the minimum, or the geometric mean, of `value` over the selected records is at least `bound`.
 
-    value: of a record, larger is better; None where the record says nothing of it. of: which records.
+    value: of a record, larger is better; None where the record has no such value.
+    of: selects the records.
     """
 
     name: str
@@ -66,7 +67,7 @@ def put_over_copy_engine(line: dict) -> float | None:
 
 
 def fused(op: str | None = None, layers: bool = False) -> Callable[[dict], bool]:
-    """Records of forward operations from 2048 tokens on; layers: of the tables of whole layers only."""
+    """Selects fused forward operations with at least 2048 tokens; layers: only shapes in the tables of whole layers."""
     return lambda line: (
         line["op"] in ((op,) if op else FUSED)
         and line["layout"] == "TN"
@@ -111,7 +112,7 @@ GOALS = [
 
 
 def table(lines: list[dict]) -> tuple[Table, bool]:
-    """The goals as a table, and whether every goal that something was measured for is reached."""
+    """The goals as a table, and whether every goal with measurements is reached."""
     result = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading, justify in COLUMNS.items():
         result.add_column(heading, justify=justify, no_wrap=True)
@@ -145,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
             lines = read(path)
         except OSError as error:
             parser.error(str(error))
-        except ValueError as error:  # no JSON, or no text; it doesn't say where
+        except ValueError as error:  # no JSON, or no text; the message lacks the path
             parser.error(f"{path}: {error}")
         for line in filter(operator.itemgetter("gpu"), lines):
             case = line["op"], line["shape"], line["layout"], line["ranks"], line["dtype"]

@@ -1,18 +1,18 @@
-"""Forward and backward of llama70b's layers: python -m bench.training [--ranks R] [--json PATH], from the root.
+"""Times forward and backward of llama70b's layers: python -m bench.training [--ranks R] [--json PATH], from the root.
 
-Two pairs of a column and a row layer, bf16, sequence parallel, M tokens of all ranks:
+Two pairs of a column and a row layer, bf16, sequence parallel, M tokens over all ranks:
 
     mlp          x [M/R, 8192] -> silu(gate) * up, of [M, 2 * 28672/R] -> [M/R, 8192]
     attention    x [M/R, 8192] -> q, k, v [M, 10240/R]; q -> [M/R, 8192]    without attention itself, the same for all
 
-Our layers (ours) beside the same products over NCCL and cuBLAS, with the same weights and what forward gathers kept
-for backward: one after the other (serial), and as Megatron-LM has it, with the reduce-scatter of the input's gradient
-beside the product of the weight's (async). Results and gradients are compared before anything is timed. On the
-simulated runtime gloo and torch's products on the CPU stand for NCCL and cuBLAS, and the layers are tiny.
+Our layers (ours) are compared with the same GEMMs over NCCL and cuBLAS, with the same weights and with the gathered
+input of forward kept for backward: one after the other (serial), and as in Megatron-LM, with the reduce-scatter of the
+input's gradient overlapping the GEMM of the weight's gradient (async). Results and gradients are compared before
+anything is timed. On the simulated runtime gloo and torch's CPU GEMMs replace NCCL and cuBLAS, and the layers are tiny.
 
-peak_bytes: of torch's allocator in one step, weights included; ours with its workspace, symmetric or not. What NCCL
-allocates for itself is not in it.
-Exit code 0: all was measured. 1: ours differs from NCCL + cuBLAS, or a rank failed. 2: the arguments.
+peak_bytes: peak of torch's allocator in one step, weights included; for ours, its workspace is added, symmetric or not.
+Memory that NCCL allocates for itself is not included.
+Exit code 0: all was measured. 1: ours differs from NCCL + cuBLAS, or a rank failed. 2: wrong arguments.
 """
 
 import argparse
@@ -40,7 +40,9 @@ from tkernels.timing import WARMUPS, agree, measure
 
 DTYPE = torch.bfloat16
 TIMEOUT_S = 600.0
-ROW_ERROR = 0.05  # of a row, relative to its norm: two ways to round partial sums and their gradients stay below
+# Of a row, relative to its norm plus the RMS of all rows' norms: two ways to round partial sums and their gradients
+# stay below.
+ROW_ERROR = 0.05
 WIRE, PRODUCTS = {"nvshmem": ("NCCL", "cuBLAS"), "simulated": ("gloo", "torch.mm")}[tkernels.RUNTIME]
 SERIES = {"ours": "tkernels", "serial": f"{WIRE} + {PRODUCTS}", "async": f"{WIRE} beside {PRODUCTS}"}
 
@@ -116,7 +118,7 @@ class LinearScatter(torch.autograd.Function):
 
 
 class Steps:
-    """A pair's forward and backward on this rank, each way by its name in SERIES."""
+    """Forward and backward of a pair on this rank, in each way by its name in SERIES."""
 
     def __init__(self, ctx: Context, pair: Pair, tokens: int):
         torch.manual_seed(0)
@@ -156,7 +158,7 @@ class Steps:
         return [self.result.detach(), *(tensor.grad for tensor in self.inputs)]
 
     def peak_bytes(self, name: str) -> int | None:
-        """Of one step that is not the first; None without a GPU."""
+        """Peak memory of one step that is not the first; None without a GPU."""
         if self.ctx.device.type != "cuda":
             return None
         self.result = None
@@ -174,7 +176,7 @@ class Steps:
 
 
 def differs(got: list[torch.Tensor], want: list[torch.Tensor]) -> str | None:
-    """Which result or gradient of ours is off on this rank, or None; rows are judged one by one."""
+    """Which result or gradient of ours is off on this rank, or None; compared row by row."""
     for name, ours, theirs in zip(("y", "dx", "dw1", "dw2"), got, want, strict=True):
         error = (ours.double() - theirs.double()).norm(dim=1)
         size = theirs.double().norm(dim=1)

@@ -1,7 +1,7 @@
-"""The ways to move bytes that a fused operation is measured with, beside the one that the library chooses by itself.
+"""The ways to move bytes with which a fused operation is measured, beside the library's own choice.
 
-Another way, or a mode of one, is a line of WAYS; bench.summary knows by their names the copy engine, and those by which
-programs send.
+To add a way, or a mode of one, add a line to WAYS. bench.summary identifies two kinds of ways by name: the copy engine,
+and those in which programs send.
 """
 
 import dataclasses
@@ -20,9 +20,14 @@ from tkernels.tuner.compile import sentence
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """transport: of the context, None: the one that is chosen.  change: fields of the configuration.
-    repeatable: the same bits on every run.  path: "plain" has no configuration.  copies: the copy engine sends.
-    reduces: of reductions alone.
+    """A way to move bytes.
+
+    transport: of the context; None: the context's own.
+    change: fields of the configuration.
+    repeatable: gives the same bits on every run.
+    path: "plain" has no configuration.
+    copies: the copy engine sends.
+    reduces: applies to reductions only.
     """
 
     transport: str | None
@@ -64,12 +69,12 @@ class Opened:
         return lambda: problem.with_config(self.config, self.ctx)
 
     def described(self) -> dict:
-        """sms: multiprocessors set apart to send; None where nothing overlaps."""
+        """sms: SMs dedicated to sending; None for the plain path, where nothing overlaps."""
         return {"sms": self.config.num_comm if self.way.path == "fused" else None, "repeatable": self.way.repeatable}
 
 
 def open_ways(ctx: Context, case: Case) -> tuple[dict[str, Opened], dict[str, str]]:
-    """Collective. The ways of a fused operation that can be taken here, and why the others can't."""
+    """Collective. The ways of a fused operation that are available here, and why the others are not."""
     opened, unavailable = {}, {}
     if case.op == "gemm" or "matmul" not in case.op or ctx.size == 1:
         return {}, {}

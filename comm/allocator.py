@@ -2,7 +2,7 @@
 
 
 class FirstFit:
-    """Offsets into `num_bytes`, lowest first, with neighbours merged when they are given back."""
+    """Allocates ranges of `num_bytes`, lowest offset first; neighbours are merged when they are freed."""
 
     def __init__(self, num_bytes: int):
         self.num_bytes = num_bytes
@@ -27,7 +27,7 @@ class FirstFit:
         return None
 
     def take_new(self, size: int) -> int | None:
-        """As `take`, but of what was never taken before."""
+        """As `take`, but only from space that was never allocated before."""
         return self._cut(-1, self._top, size) if self._top + size <= self.num_bytes else None
 
     def _cut(self, place: int, offset: int, size: int) -> int:
@@ -39,11 +39,11 @@ class FirstFit:
         return offset
 
     def size_at(self, offset: int) -> int | None:
-        """Of what `take` returned as `offset`; None for anything else."""
+        """Size of the block that `take` returned as `offset`; None for anything else."""
         return self._taken.get(offset)
 
     def give_back(self, offset: int):
-        """Free what `take` returned as `offset`; KeyError for anything else."""
+        """Free the block that `take` returned as `offset`; KeyError for anything else."""
         blocks = sorted([*self._free, (offset, self._taken.pop(offset))])
         self._free = []
         for start, size in blocks:

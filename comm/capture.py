@@ -1,11 +1,11 @@
-"""What a first call has to do for later ones, where the mode that it comes in would spoil it.
+"""Keeps a first call's one-time setup correct under a CUDA graph's capture and in inference mode.
 
-While a CUDA graph is captured, it is what the capture must not hold: done beside it, at once.
+Under a capture, the setup must not become part of the graph: it is done outside of it, immediately.
 
-A capture takes what is launched on its stream for the graph, where each replay would do it again: the zeros of an
-epoch, a schedule's copy. And by default it forbids its thread whatever might wait for the device, such as loading a
+A capture records everything launched on its stream into the graph, so each replay would repeat it: zeroing an epoch,
+copying a schedule. By default it also forbids its thread any call that might wait for the device, such as loading a
 kernel. So kernels are compiled and loaded with the thread's capture mode relaxed, and memory is prepared on a stream
-that no capture has taken, and waited for. In inference mode it is done outside of that.
+that is not captured, which is then synchronised. In inference mode, the setup runs outside of that mode.
 """
 
 import contextlib
@@ -29,13 +29,13 @@ def taken(stream: int) -> bool:
     if not torch.cuda.is_initialized():
         return False
     status = ctypes.c_int()
-    # The legacy stream can't be captured, and asking for it beside a capture is an error.
+    # The legacy stream can't be captured, and querying it during a capture is an error.
     return driver().cuStreamIsCapturing(stream, ctypes.byref(status)) == 0 and status.value != 0
 
 
 @contextlib.contextmanager
 def permitted():
-    """In the block, this thread may do what a capture forbids, though not to the stream that is captured."""
+    """In the block, this thread may make calls that a capture forbids, except on the captured stream."""
     if not underway():
         yield
         return
@@ -49,13 +49,13 @@ def permitted():
 
 @contextlib.contextmanager
 def beside():
-    """Under a capture, the block's work goes to a stream that is not captured, and is done when the block ends."""
+    """Under a capture, run the block's work on a stream that is not captured, and wait for it at the end."""
     if not underway():
         yield
         return
     with permitted():
         stream = torch.cuda.Stream()
-        while taken(stream.cuda_stream):  # torch hands out few streams, in turns
+        while taken(stream.cuda_stream):  # torch cycles through a small pool of streams
             stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             yield
@@ -64,9 +64,10 @@ def beside():
 
 @contextlib.contextmanager
 def lasting():
-    """Around what makes tensors that outlive a call: under torch.inference_mode() too, they are of use outside of it.
+    """Leave torch.inference_mode() in the block, so that tensors made there are usable outside of it.
 
-    Outside, torch neither writes to a tensor that was made within nor saves it for backward.
+    For tensors that outlive a call. Outside of inference mode, torch neither writes to a tensor that was made in it nor
+    saves it for backward.
     """
     if not torch.is_inference_mode_enabled():
         yield
@@ -76,14 +77,14 @@ def lasting():
 
 
 def prepare_cublas():
-    """Make cuBLAS's handle of this thread, which torch's first product can't do under a capture."""
+    """Under a capture, create this thread's cuBLAS handle, which torch's first matmul can't create there."""
     if underway():
         with permitted():
             torch.cuda.current_blas_handle()
 
 
 def _exchange(mode: ctypes.c_int):
-    """Swap the thread's mode and `mode`."""
+    """Swap the thread's capture mode and `mode`."""
     error = driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     if error:
         raise TkernelsError(f"the mode of stream captures can't be changed: CUDA error {error}")

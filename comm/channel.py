@@ -1,27 +1,30 @@
-"""Channel: messages from each rank to one peer, device-initiated, with a credit from the receiver for every slot.
+"""Channel: device-initiated messages from each rank to one peer, with a credit from the receiver for every slot.
 
-A rank's inbox has `copies` slots. The n-th slotful that a rank sends, *generation* n, goes to slot (n - 1) % copies of
-its peer. Two words for each program say how far things are, and only grow:
+A rank's inbox has `copies` slots. *Generation* n is the n-th slotful that a rank sends; it goes to slot
+(n - 1) % copies of its peer. Progress is recorded in two words for each program, which only grow:
 
-    full    in the receiver's memory, set by the sender: generation n lies in its slot.
+    full    in the receiver's memory, set by the sender: generation n is in its slot.
     free    in the sender's memory, set by the receiver: generation n has been copied out of its slot.
 
-Why no slot is overwritten before it was read: the sender writes generation g only after all its `free` words are at
-least g - copies, which is the slot's last tenant, and the receiver raises them only behind the loads of that
-generation, by a release. Why the receiver reads what was sent: it copies generation g out only after all `full` words
-are at least g, and each program raises its word by put_signal, behind its own part of the data. Each end counts
-generations in its own device memory, advanced by the last program of the kernel that moves the data; both ends count
-the same, since every message is the same number of generations for both. Nothing is ever reset, and no generation is
-an argument of a launch, so a captured graph that is replayed goes on counting. The parts that programs copy may differ
-from one generation to the next, and between the ends, because a wait is always for all words.
+Why no slot is overwritten before it is read: the sender writes generation g only after all its `free` words are at
+least g - copies, the generation that was last in that slot. The receiver raises them by a release, after its loads of
+that generation.
 
-A wait is a kernel of one program and one warp, on its own, before the kernel of several programs that copies. So what
-waits for a peer takes next to nothing of the GPU, and what takes room never waits.
+Why the receiver reads what was sent: it copies generation g out only after all `full` words are at least g. Each
+sending program raises its word by put_signal, after its own part of the data.
 
-A message longer than a slot is several generations. The other way, slots that grow, would be a collective in the middle
-of a transfer between two ranks. A sender may be `copies` generations ahead of its receiver. On the simulated runtime a
-launch runs while the caller waits, so a send beyond that blocks the caller until the peer receives: two ranks that both
-send first get along as long as their messages fit into `copies` slots.
+Each end counts generations in its own device memory; the last program of the kernel that moves the data advances the
+count. Both ends count alike, since every message is the same number of generations for both. Nothing is ever reset, and
+no generation is a launch argument, so replays of a captured graph continue the count. The parts that programs copy may
+differ between generations and between the two ends, because a wait is always for all words.
+
+A wait is a separate kernel of one program and one warp, launched before the kernel of several programs that copies. So
+a kernel that waits for a peer occupies almost nothing of the GPU, and a kernel that occupies it never waits.
+
+A message longer than a slot takes several generations. Growing the slots instead would be a collective in the middle of
+a transfer between two ranks. A sender may be `copies` generations ahead of its receiver. On the simulated runtime the
+caller waits while a launch runs, so a send beyond that blocks the caller until the peer receives. Two ranks that both
+send first make progress as long as their messages fit into `copies` slots.
 """
 
 import contextlib
@@ -57,7 +60,7 @@ def channel_wait_kernel(
 
 @triton.jit
 def share_of(num_elements, share, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
-    """First element and number of elements of this program's part, which may be empty; it starts aligned."""
+    """First element and number of elements of this program's part, which may be empty; its start is aligned."""
     VECTOR: tl.constexpr = max(ALIGN * 8 // DTYPE.primitive_bitwidth, 1)
     first = tl.multiple_of(tl.cast(tl.program_id(0), tl.int64) * share, VECTOR)
     return first, tl.minimum(tl.maximum(num_elements - first, 0), share)
@@ -75,7 +78,7 @@ def channel_send_kernel(
     put_signal(
         slot + first, x + first, part, full + tl.program_id(0), generation, target, table, TRANSPORT, BLOCK, ALIGN
     )
-    quiet(TRANSPORT)  # whoever waits for this kernel may overwrite x
+    quiet(TRANSPORT)  # work ordered after this kernel may overwrite x
     end_epoch(state, generation)
 
 
@@ -95,12 +98,12 @@ def channel_receive_kernel(
 
 
 class RemoteSignal:
-    """A completion: a peer has come to the next generation of one end of a channel, less `lag`.
+    """A completion: all words that a peer raises have reached the next generation of one end of a channel, less `lag`.
 
-    The generation is read on the device when the wait runs, so one object stands for each turn, and for each replay.
+    The generation is read on the device when the wait runs, so one object serves every turn and every replay.
     """
 
-    captured = None  # a kernel reads what is true when it runs, inside a graph or outside
+    captured = None  # the wait's kernel reads the current state when it runs, in a graph or outside
 
     def __init__(self, ctx: Context, dev, words, state, peer: int, lag: int, operation):
         self.key = self
@@ -116,20 +119,21 @@ class RemoteSignal:
             )  # fmt: skip
 
     def query(self) -> bool:
-        """Whether it is known to have happened; on a GPU never, since looking would wait for a stream."""
+        """Whether it is known to have happened; on a GPU always False, since reading would wait for a stream."""
         return self._ctx.device.type == "cpu" and bool(self._words.min() > self._state[0] - self._lag)
 
 
 class Channel:
-    """Collective. From every rank to one peer, its `dst`, and from one peer, its `src`; None for a rank without one.
+    """Collective. Connects every rank to the peer it sends to, `dst`, and the peer it receives from, `src`.
 
-    dst, src: ranks of the context's group. That a is b's source means that b is a's destination.
+    dst, src: ranks of the context's group, or None for a rank without one. If a is b's source, b must be a's
+        destination.
     slot_bytes: rounded up to 256. A longer message takes several slots in turn.
-    copies: slots; how far a sender may be ahead of its receiver.
-    num_programs: of the kernels that copy. Default: 8, or 2 simulated.
+    copies: the number of slots, and of generations that a sender may be ahead of its receiver.
+    num_programs: programs of the kernels that copy. Default: 8, or 2 simulated.
 
-    Sends are received in the order in which they were made. Both ends run on the current stream; one end may be used
-    from several streams, and its turns are then put in the order in which they were launched.
+    Sends are received in the order in which they were made. Both ends run on the current stream. If one end is used
+    from several streams, its turns run in the order in which they were launched.
 
     Raises ValueError on every rank for a topology that doesn't match, MismatchError for other options that differ.
     """
@@ -161,7 +165,7 @@ class Channel:
         self._spare = plan.view(self._memory, "spare").fill_(1 << 62)  # far ahead of any generation
         self._loaded = set()
         dev = torch.get_device_module(ctx.device)
-        # What follows one another at an end are the uses of its state: [generation, programs that have finished].
+        # Leases of an end's state serialize its turns. The state: [generation, programs that have finished].
         self._sending, self._receiving = (
             Slot(torch.zeros(2, dtype=torch.int64, device=ctx.device), dev=dev, name=f"the channel's {end} end")
             for end in ("sending", "receiving")
@@ -169,17 +173,17 @@ class Channel:
         self.credit = RemoteSignal(ctx, dev, self._free, self._sending.tensor, dst, copies, OP_SEND)
         self.arrival = RemoteSignal(ctx, dev, self._full, self._receiving.tensor, src, 0, OP_RECEIVE)
         self._load(self._slots[:ALIGNMENT])
-        ctx.group.barrier()  # nobody signals before every rank's words are zero
+        ctx.group.barrier()  # no rank signals before every rank's words are zero
 
     @property
     def slots(self) -> tuple[Slot, Slot]:
-        """The two ends' states, for `lease.captured` around a CUDA graph that sends or receives."""
+        """The states of the two ends, for `lease.captured` around a CUDA graph that sends or receives."""
         return self._sending, self._receiving
 
     def send(self, tensor: torch.Tensor):
-        """Send a contiguous tensor of any dtype to `dst`, on the current stream; what follows there may overwrite it.
+        """Send a contiguous tensor of any dtype to `dst`, on the current stream; later work there may overwrite it.
 
-        Raises ValueError for a tensor that isn't contiguous or lies elsewhere.
+        Raises ValueError for a tensor that isn't contiguous or is on another device, or without a `dst`.
         """
         for part in self._parts(tensor, "send", self.dst):
             self._load(part)
@@ -189,7 +193,8 @@ class Channel:
     def receive(self, tensor: torch.Tensor) -> torch.Tensor:
         """Receive the next message of `src` into a contiguous tensor of the size that was sent, on the current stream.
 
-        Returns the tensor. Raises ValueError for a tensor that isn't contiguous or lies elsewhere.
+        Returns the tensor. Raises ValueError for a tensor that isn't contiguous or is on another device, or without a
+        `src`.
         """
         for part in self._parts(tensor, "receive", self.src):
             with self._turn(self._receiving, self.arrival) as state:
@@ -199,7 +204,7 @@ class Channel:
     def close(self):
         """Collective. Give the slots back, once all ranks have received what was sent to them. May be repeated.
 
-        Nothing is left to do once the context has been finalized.
+        Does nothing once the context has been finalized.
         """
         memory, self._memory = self._memory, None
         if memory is not None and not self.ctx.closed:
@@ -207,7 +212,7 @@ class Channel:
             self.ctx.free(memory)
 
     def _parts(self, tensor: torch.Tensor, verb: str, peer: int | None):
-        """The message as flat bytes, a slotful at a time."""
+        """The message as flat bytes, split into slotfuls."""
         if self._memory is None:
             raise TkernelsError("channel: it has been closed, and its slots are given back; make a new one")
         if peer is None:
@@ -222,7 +227,7 @@ class Channel:
 
     @contextlib.contextmanager
     def _turn(self, end: Slot, signal: RemoteSignal):
-        """A generation of one end: behind its last one, and behind the peer's signal."""
+        """One generation of one end: ordered after the end's previous one, and after the peer's signal."""
         end.gate.add(signal)
         lease = end.acquire()
         try:
@@ -232,10 +237,10 @@ class Channel:
             end.release(lease)
 
     def _load(self, part: torch.Tensor):
-        """Launch the kernels as for this part, but without a byte or a wait.
+        """Launch the kernels as they would be for this part, but without data and without waiting, to load them.
 
-        The driver loads a module only once the kernels that run have ended. If two ranks loaded one while a send, or a
-        receive, waited for the other, none would get on.
+        The driver loads a module only once running kernels have ended. If two ranks loaded one while a send or a
+        receive of each waited for the other, they would deadlock.
         """
         ctx, dev, variant = self.ctx, self._sending.dev, (_alignment(part), part.data_ptr() % 16)
         if variant in self._loaded or ctx.device.type == "cpu":
@@ -257,18 +262,18 @@ class Channel:
             kernel, self.num_programs, part.view(_WIDTHS[align]), self._slots.view(_WIDTHS[align]),
             self.slot_bytes // itemsize, words, state, self.ctx.table, peer, num_elements, share,
             COPIES=self.copies, TRANSPORT=self.ctx.transport_id,
-            # Element by element, each has an address and a mask of its own: fewer at a time.
+            # Without alignment each element needs its own address and mask, so a step copies fewer.
             BLOCK=BLOCK_BYTES // 4 // (1 if align == 16 else 4), ALIGN=align, num_warps=8, maxnreg=128,
         )  # fmt: skip
 
 
 def _alignment(part: torch.Tensor) -> int:
-    """Bytes that divide the address and the size."""
+    """The largest of the widths 16, 8, 4, 2, 1 in bytes that divides the address and the size."""
     return next(width for width in _WIDTHS if (part.data_ptr() | part.numel()) % width == 0)
 
 
 def _check_options(ctx: Context, dst, src, options: dict):
-    """Collective. The same error on every rank."""
+    """Collective. Raises the same error on every rank for bad options or a topology that doesn't match."""
     ends = ctx.group.gather((dst, src, options))
     for _, _, theirs in ends:
         if theirs != ends[0][2]:

@@ -1,19 +1,21 @@
-"""all_gather, reduce_scatter, all_reduce and barrier on the device verbs: rows of any width, shared unevenly or evenly.
+"""all_gather, reduce_scatter, all_reduce and barrier on the device verbs: rows of any width, split evenly or unevenly.
 
-Letters: R ranks. A rank's part is its rows, as contiguous elements; parts lie one after the other in the whole.
-Parts travel in one of three ways, by their size (`CollectiveConfig`):
+R is the number of ranks. A rank's part is its rows, as contiguous elements; parts lie one after the other in the whole.
+Parts are sent in one of three ways, depending on their size (`CollectiveConfig`):
 
-packets  each 4 bytes say that they are here: one trip over the link. For small parts. Those of a gather, which may be
-         any bits, have their epoch beside them, twice the bytes; those of a sum are never zero, as their place was.
-chunks   as they are, one signal a chunk behind a fence: the fence waits for the chunk's arrival, so it is two trips.
-copies   by the copy engine, many chunks at a time, where ranks' memory is mapped (tkernels.comm.copies); programs add,
-         and copy what has landed to where it belongs. For large parts.
+packets  Every 4 bytes of data carry their own arrival flag: one trip over the link. For small parts. In a gather, where
+         data may be any bits, packets also carry their epoch, twice the bytes. In a sum, packets are never zero, and
+         the memory that receives them is zero before.
+chunks   Plain data, and one signal for each chunk behind a fence. The fence waits for the chunk's arrival, so this
+         takes two trips.
+copies   Plain data sent by the copy engine, many chunks at a time, if all ranks' memory is mapped
+         (tkernels.comm.copies). Programs only sum, and copy landed data to its destination. For large parts.
 
-An all-reduce in one shot is a reduce-scatter in which every part is the whole; in two shots, a reduce-scatter and an
-all-gather in one launch, in any way. Program p of a rank exchanges data with programs p of its peers and with no other,
-but for copies.
+A one-shot all-reduce is a reduce-scatter in which every part is the whole. A two-shot all-reduce is a reduce-scatter
+and an all-gather in one launch, sent in any of these ways. Except for copies, program p of a rank exchanges data only
+with programs p of its peers.
 
-Sums are taken in fp32 in rank order, whichever way: the same bits on every run, and on every rank.
+All three ways sum in fp32 in rank order: the result has the same bits on every run and on every rank.
 """
 
 import functools
@@ -51,38 +53,38 @@ OP_REDUCE_SCATTER = operation("reduce_scatter")
 OP_ALL_REDUCE = operation("all_reduce")
 OP_BARRIER = operation("barrier")
 
-BLOCK = 8192  # elements of 2 bytes that a program copies at a step; so 12 programs of 8 warps saturate NVLink
-CHUNK_BYTES = 256 << 10  # the most behind one signal
+BLOCK = 8192  # 2-byte elements that a program copies at a step; 12 programs of 8 warps then saturate NVLink
+CHUNK_BYTES = 256 << 10  # the most data behind one signal
 MIN_CHUNK_BYTES = 4 << 10
 MAX_PROGRAMS = MIN_CHUNKS // 2
-ALONE_PROGRAMS = MIN_CHUNKS  # where nothing runs beside
-MAX_BLOCK_BYTES = 2 * 4 * PACKET_BLOCK  # of a block of packets, which may come back in elements twice as large
-# Each copy has fixed costs, in which programs move on so many bytes that have landed, and after the last copy they move
-# its bytes on alone. So a part of n times as many bytes goes in as many copies as the root of n.
+ALONE_PROGRAMS = MIN_CHUNKS  # if nothing runs beside the collective
+MAX_BLOCK_BYTES = 2 * 4 * PACKET_BLOCK  # data of a block of packets, whose sums may have elements twice as large
+# Each copy has a fixed cost, a time in which programs move this many landed bytes to their destination. After the last
+# copy, its bytes are moved with no copy left to overlap. So a part of n * PIECE_BYTES is sent in sqrt(n) copies.
 PIECE_BYTES = 4 << 20
-LAMPORT_CALLS, LAMPORT_WORDS = tl.constexpr(2), tl.constexpr(3)  # of a workspace's state
+LAMPORT_CALLS, LAMPORT_WORDS = tl.constexpr(2), tl.constexpr(3)  # indices into a workspace's state
 SUMMED = (torch.float32, torch.float16, torch.bfloat16)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class CollectiveConfig:
-    """How a collective's data travels; all ranks must use the same.
+    """Sizes that decide how a collective's data is sent. All ranks must use the same configuration.
 
-    packet_bytes: a part to be gathered of no more than this goes to a peer as packets, which save a fence's round trip
-        and take twice the bytes. Over the transport nvshmem there are none.
-    lamport_bytes, scatter_bytes: the parts of an all-reduce, and of a reduce-scatter, are packets where a rank receives
-        no more than this of all ranks, there and back where there are two trips; and by default no more than the
-        context has room for from its first call on, so that a capture after large calls needs no more. 2 H200s, us as
+    packet_bytes: an all-gather sends a part of at most this size as packets, which save a fence's round trip and take
+        twice the bytes. The nvshmem transport has no packets.
+    lamport_bytes, scatter_bytes: an all-reduce sends packets if a rank receives at most lamport_bytes from all ranks,
+        over both trips if there are two. A reduce-scatter must meet both limits. lamport_bytes None: the room that the
+        context reserves from its first call on, so that a capture after large calls needs no more. 2 H200s, us as
         packets / in chunks: all-reduces of 16 KB 8.7/11.0, of 1 MB 12.1/14.8, of 2 MB 18.0/18.9, of 4 MB 31.0/26.2;
         reduce-scatters, which have half the programs, of 1 MB 13.3/13.7, of 2 MB 20.1/16.7.
-    hop_bytes, packet_hop_bytes: an all-reduce takes one shot where that sends at most so many bytes more than two, in
-        chunks or as packets. Two shots in chunks need another fence, signal and wait: 3 to 4 us between 2 H200s, 8
-        among 4. As packets they need another trip alone, and are never slower than one shot in chunks (4 H200s).
-    copy_bytes: parts of at least that many go by copies, where all ranks' memory is mapped; those of an all-reduce in
-        two shots alone.
-        2 H200s, us in chunks / by copies / NCCL, parts of 16 MB: all-gathers 103/80/92, reduce-scatters 104/94/94,
-        all-reduces 155/141/139; of 8 MB 48/50/58, 54/61/55, 77/89/80.
+    hop_bytes, packet_hop_bytes: an all-reduce takes one shot if that sends at most this many bytes more than two shots,
+        in chunks or as packets. Two shots in chunks need another fence, signal and wait: 3 to 4 us between 2 H200s, 8
+        among 4. As packets they need only another trip, and are never slower than one shot in chunks (4 H200s).
+    copy_bytes: parts of at least this size are sent by the copy engine, if all ranks' memory is mapped. All-reduces
+        sent that way take two shots.
+        2 H200s, us in chunks / by the copy engine / NCCL, parts of 16 MB: all-gathers 103/80/92, reduce-scatters
+        104/94/94, all-reduces 155/141/139; of 8 MB 48/50/58, 54/61/55, 77/89/80.
     """
 
     packet_bytes: int = PACKET_BYTES
@@ -93,7 +95,7 @@ class CollectiveConfig:
     copy_bytes: int = 16 << 20
 
     def copies(self, part_bytes: int, ctx: Context) -> bool:
-        """Whether parts of that size, the largest of a call, go by copies. The same on all ranks."""
+        """Whether the copy engine sends the parts of a call whose largest is `part_bytes`. The same on all ranks."""
         return part_bytes >= self.copy_bytes and ctx.mapped
 
     def gathers_packets(self, part_bytes: int, ctx: Context) -> bool:
@@ -103,7 +105,7 @@ class CollectiveConfig:
     def sums_packets(self, part_bytes: int, ctx: Context, trips: int = 1, scatters: bool = False) -> bool:
         """Whether parts of that size are summed as packets. The same on all ranks.
 
-        scatters: for a reduce-scatter, not in an all-reduce.
+        trips: 2 for a two-shot all-reduce. scatters: True for a reduce-scatter, False for an all-reduce.
         """
         received = ctx.size * trips * round_up(part_bytes, MAX_BLOCK_BYTES)
         most = ctx.lamport_bytes if self.lamport_bytes is None else self.lamport_bytes
@@ -113,7 +115,7 @@ class CollectiveConfig:
     def one_shot(self, num_bytes: int, ctx: Context, result_bytes: int = 0) -> bool:
         """Whether an all-reduce of that size takes one shot; between two ranks it always does.
 
-        result_bytes: of its result, which may be wider, and is what comes back as packets.
+        result_bytes: the size of its result, which may be in a wider dtype and is what the second trip sends.
         """
         size = ctx.size
         two_trips = size > 2 and self.sums_packets(-(-max(num_bytes, result_bytes) // size), ctx, 2)
@@ -138,7 +140,7 @@ def split_rows(num_rows: int, size: int) -> tuple[int, ...]:
 def check_rows(name: str, ctx: Context, rows, own: int | None = None, total: int | None = None) -> tuple[int, ...]:
     """The rows of every rank: as given, else equal to `own` on every rank, else the even split of `total`.
 
-    Raises ValueError, from values that all ranks share, or from this rank's own row count.
+    Raises ValueError if the values that all ranks share are invalid, or this rank's own row count doesn't match them.
     """
     if rows is None:
         if own is None and total % ctx.size:
@@ -147,7 +149,7 @@ def check_rows(name: str, ctx: Context, rows, own: int | None = None, total: int
                 f"or another split"
             )
         return (total // ctx.size if own is None else own,) * ctx.size
-    try:  # numpy's and torch's integers, which would spread; a SymInt is what it is
+    try:  # numpy's and torch's integers become ints, so that they don't spread; a SymInt stays one
         rows = tuple(count if isinstance(count, int | torch.SymInt) else operator.index(count) for count in rows)
     except TypeError as error:
         raise ValueError(f"{name}: rows={rows!r} must name whole numbers of rows; {error}") from error
@@ -163,13 +165,13 @@ def check_rows(name: str, ctx: Context, rows, own: int | None = None, total: int
 # fmt: off
 @triton.jit
 def chunk_count(part, chunk):
-    """Chunks of a part; an empty part still has one, so that its rank is heard from."""
+    """Chunks of a part; an empty part still has one, so that its rank sends a signal."""
     return tl.cast(tl.maximum(tl.cdiv(part, chunk), 1), tl.int32)
 
 
 @triton.jit
 def part_of(starts, rank, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
-    """First element and number of elements of a rank's part; both are multiples of ALIGN bytes."""
+    """First element and number of elements of a rank's part, both multiples of ALIGN bytes."""
     VECTOR: tl.constexpr = max(ALIGN * 8 // DTYPE.primitive_bitwidth, 1)
     start = tl.multiple_of(tl.load(starts + rank), VECTOR)
     return start, tl.multiple_of(tl.load(starts + rank + 1) - start, VECTOR)
@@ -181,9 +183,9 @@ def receive_parts(
     SIZE: tl.constexpr, COPIES: tl.constexpr,
     OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, TRACE: tl.constexpr,
 ):
-    """Wait for every peer's part and copy it from the inbox to `out`; the programs share the pieces of its chunks.
+    """Wait for every peer's part and copy it from the inbox to `out`, piece by piece, divided among the programs.
 
-    ready, landed, COPIES: as `wait_chunk`.  piece: elements; a divisor of `chunk`, for a piece waits for one chunk.
+    ready, landed, COPIES: as `wait_chunk`.  piece: elements; a divisor of `chunk`, since a piece waits for one chunk.
     """
     for step in range(1, SIZE):
         source = (rank + SIZE - step) % SIZE
@@ -243,14 +245,14 @@ def reduce_kernel(
     inbox, inbox_stride, part_stride, counters, num_counters, ready, max_chunks, state, table, rank,
     gate, copied, landed, begun,
     starts,  # [R + 1] first element of each part; with WHOLE, the first two words are those of every part
-    chunk, num_chunks, piece_chunks,  # elements; of the largest part; of a copy
+    chunk, num_chunks, piece_chunks,  # elements of a chunk; chunks of the largest part; chunks of a copy
     SIZE: tl.constexpr, GATHER: tl.constexpr, WHOLE: tl.constexpr, COPIES: tl.constexpr,
     OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
     TRACE: tl.constexpr = False,
 ):
-    """Send each rank its part of x, sum what arrives; with GATHER, send the sum of the own part to everyone."""
+    """Send each rank its part of x and sum what arrives; with GATHER, send the sum of the own part to every peer."""
     PARTS: tl.constexpr = 0 if WHOLE else 1
-    part_stride = tl.cast(part_stride, tl.int64)  # times R it may pass 2**31
+    part_stride = tl.cast(part_stride, tl.int64)  # times R it may exceed 2**31
     epoch = begin_epoch(state)
     inbox += epoch % 2 * inbox_stride
     pid = tl.program_id(0)
@@ -297,7 +299,7 @@ def reduce_kernel(
                 piece = index // piece_chunks
                 count_up_to(counters + piece, tl.minimum(chunks - piece * piece_chunks, piece_chunks), TRANSPORT)
             else:
-                tl.debug_barrier()  # the chunk was stored by all threads, and other threads copy it
+                tl.debug_barrier()  # threads copy what other threads of the program have stored
                 for step in range(1, SIZE):
                     mark(SEND, index, (rank + step) % SIZE, table, TRANSPORT, TRACE)
                     put(
@@ -318,7 +320,7 @@ def reduce_kernel(
 
 @triton.jit
 def pack(values, WORDS: tl.constexpr):
-    """Elements of 2 or 4 bytes as a block of WORDS int32."""
+    """A block of 2-byte or 4-byte elements as WORDS int32 words."""
     if values.dtype.primitive_bitwidth == 16:
         low, high = tl.split(tl.reshape(values.to(tl.int16, bitcast=True), (WORDS, 2)))
         return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
@@ -328,7 +330,7 @@ def pack(values, WORDS: tl.constexpr):
 
 @triton.jit
 def unpack(words, DTYPE: tl.constexpr, WORDS: tl.constexpr):
-    """The elements that `pack` made words of."""
+    """The inverse of `pack`: the elements of a block of words."""
     if DTYPE.primitive_bitwidth == 16:
         pairs = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
         return tl.reshape(pairs, (2 * WORDS,)).to(DTYPE, bitcast=True)
@@ -342,7 +344,7 @@ def store_parts(
     SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr,
     TRACE: tl.constexpr,
 ):
-    """Wait for a block of every rank's part and put each where it belongs."""
+    """Wait for a block of every rank's part and store each at its place in `out`."""
     DTYPE: tl.constexpr = out.dtype.element_ty
     mark(WAIT, index, rank, table, TRANSPORT, TRACE)
     arrived = wait_packets(packets, source_stride, epoch, table, index, SIZE, OPERATION, TRANSPORT, WORDS)
@@ -358,7 +360,7 @@ def sum_of_packets(
     DTYPE: tl.constexpr, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, WORDS: tl.constexpr,
     TRACE: tl.constexpr,
 ):
-    """Wait for a block from every rank; their sum in fp32."""
+    """Wait for a block from every rank; returns their sum in fp32."""
     mark(WAIT, index, rank, table, TRANSPORT, TRACE)
     arrived = wait_packets(packets, source_stride, epoch, table, index, SIZE, OPERATION, TRANSPORT, WORDS)
     mark(ADD, index, rank, table, TRANSPORT, TRACE)
@@ -378,18 +380,19 @@ def packets_kernel(
     OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr,
     TRACE: tl.constexpr = False,
 ):
-    """Send packets to every rank, this one included, and sum those of all ranks, or put them one after the other.
+    """Send packets to every rank, this one included; sum those of all ranks (REDUCE), or concatenate them.
 
-    GATHER: every rank sums its own part, and sends the sums to every rank.
-    Every rank sends as many blocks as the largest part has, so every rank hears from every other.
-    All blocks of a trip are under way before the first one is waited for.
+    GATHER: every rank sums its own part, then sends the sums to every rank.
+    Every rank sends as many blocks as the largest part has, so every rank receives from every other.
+    A program sends all its blocks of the first trip before it waits for any. In the second trip it sends the sums of
+    each block when they are done, and waits after the last.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     OUT: tl.constexpr = out.dtype.element_ty
     BLOCK: tl.constexpr = WORDS * 32 // DTYPE.primitive_bitwidth
     OUT_WORDS: tl.constexpr = BLOCK * OUT.primitive_bitwidth // 32
     PARTS: tl.constexpr = 0 if WHOLE else 1
-    SAME: tl.constexpr = WHOLE or not REDUCE  # to all ranks
+    SAME: tl.constexpr = WHOLE or not REDUCE  # every rank is sent the same data
     epoch = begin_epoch(state)
     inboxes, turn = packets, epoch
     if REDUCE:
@@ -414,7 +417,7 @@ def packets_kernel(
                 sent = pack(tl.load(x + start + at, mask=at < part, other=0), WORDS)
             put_packets(inbox, sent, epoch, target, table, TRANSPORT)
     if REDUCE:
-        # What the last call left is in everybody's way from the next call but one on.
+        # Zero the third that the previous call used: peers write there again in the next call but one.
         left = inboxes + (turn + 2) % 3 * inbox_stride
         used = tl.load(state + LAMPORT_WORDS).to(tl.int32)
         for first in range(tl.program_id(0) * WORDS, used, tl.num_programs(0) * WORDS):
@@ -478,10 +481,10 @@ def all_gather(
     max_programs: int = MAX_PROGRAMS,
     config: CollectiveConfig = DEFAULT,
 ) -> torch.Tensor:
-    """Collective. Every rank's rows: x_shard_m [M/R, ...] -> [M, ...], any dtype of 1, 2, 4 or 8 bytes.
+    """Collective. Gathers every rank's rows: x_shard_m [M/R, ...] -> [M, ...], any dtype of 1, 2, 4 or 8 bytes.
 
-    rows: row counts by rank, where they differ. Raises ValueError if they don't fit, TypeError for a wider dtype.
-    max_programs: the same on all ranks; fewer leave multiprocessors to what runs beside it.
+    rows: row counts by rank, if they differ. Raises ValueError if they don't fit, TypeError for a wider dtype.
+    max_programs: the same on all ranks; fewer leave SMs to other work that runs beside the collective.
     out: contiguous, filled and returned. x_shard_m may be this rank's rows of it (in place).
     """
     rows = None if rows is None else tuple(rows)
@@ -495,9 +498,9 @@ def _gathers_alike(x, out, rows, max_programs, config=DEFAULT):
 
 @alike(_gathers_alike)
 def plan_all_gather(ctx: Context, x: torch.Tensor, out, rows, max_programs: int, config: CollectiveConfig = DEFAULT):
-    """What to do with tensors like x and out: a function of them that returns the result.
+    """Prepares calls with tensors like x and out: returns a function of the two that returns the result.
 
-    For operations whose own plan has this one in it; like theirs it is good until the workspace forgets its plans.
+    Operations can make it part of their own plans. Like those, it is valid until the workspace forgets its plans.
     """
     _check("all_gather", ctx, x, max_programs)
     _check_rows("all_gather", x)
@@ -508,7 +511,7 @@ def plan_all_gather(ctx: Context, x: torch.Tensor, out, rows, max_programs: int,
     result = _result("all_gather", x, out, (sum(rows), *x.shape[1:]), x.dtype, sum(rows[: ctx.rank]) * width)
     if ctx.size == 1:
         return _into(result, _copy)
-    # As integers: what moves is bits, and a bool's width in Triton is not that of its byte.
+    # As integers: the kernels only move bits, and a bool in Triton is not as wide as the byte in memory.
     bits = _BITS[x.element_size()]
     parts = _Parts(ctx, [count * width for count in rows], x, out, (bits, bits), max_programs)
     return _into(result, parts.gather(config))
@@ -523,11 +526,11 @@ def reduce_scatter(
     out_dtype: torch.dtype | None = None,
     config: CollectiveConfig = DEFAULT,
 ) -> torch.Tensor:
-    """Collective. The sum over ranks of x [M, ...], of which each rank gets its rows [M/R, ...]; fp32, fp16, bf16.
+    """Collective. Sums x [M, ...] over ranks and returns this rank's rows [M/R, ...]; fp32, fp16, bf16.
 
-    rows: row counts by rank, where M doesn't divide. Summed in fp32 in rank order, rounded once, to x's dtype or
-    out_dtype.
-    out: contiguous, filled and returned. It may be this rank's rows of x, which nobody else is sent: each element is
+    Summed in fp32 in rank order and rounded once, to x's dtype or out_dtype.
+    rows: row counts by rank, if M doesn't divide by R.
+    out: contiguous, filled and returned. It may be this rank's rows of x, which are sent to no peer: each element is
     read and written by one program.
     """
     rows = None if rows is None else tuple(rows)
@@ -541,7 +544,7 @@ def _reduces_alike(x, out, rows, max_programs, out_dtype, config=DEFAULT):
 
 @alike(_reduces_alike)
 def plan_reduce_scatter(ctx: Context, x: torch.Tensor, out, rows, max_programs: int, out_dtype, config=DEFAULT):
-    """What to do with tensors like x and out: a function of them that returns this rank's rows of the sum."""
+    """Prepares calls with tensors like x and out: returns a function of the two that returns this rank's rows."""
     _check("reduce_scatter", ctx, x, max_programs)
     _check_rows("reduce_scatter", x)
     dtype = _check_sum("reduce_scatter", x, out_dtype)
@@ -562,14 +565,14 @@ def all_reduce(
     config: CollectiveConfig = DEFAULT,
     max_programs: int = ALONE_PROGRAMS,
 ) -> torch.Tensor:
-    """Collective. The sum over ranks of x, in a new tensor; fp32, fp16, bf16. The same bits on every rank.
+    """Collective. Sums x over ranks, into a new tensor or `out`; fp32, fp16, bf16. The same bits on every rank.
 
-    Summed in fp32 in rank order, rounded once, to x's dtype or out_dtype.
-    out: contiguous, filled and returned. It may be x. In one shot each element is sent, then summed, by one program,
-    and no peer reads x. In two shots the sums of a chunk or block come back from its owner only after the owner has
-    received every rank's, ours included, so what they overwrite has been sent; of a rank's own part each element is
-    read and written by one program.
-    max_programs: the same on all ranks; fewer leave multiprocessors to what runs beside it.
+    Summed in fp32 in rank order and rounded once, to x's dtype or out_dtype.
+    out: contiguous, filled and returned. It may be x. In one shot, one program sends each element, then sums it, and no
+    peer reads x. In two shots, a chunk's or block's owner returns its sums only after it has received that chunk from
+    every rank, this one included, so the elements that they overwrite have been sent. Each element of a rank's own part
+    is read and written by one program.
+    max_programs: the same on all ranks; fewer leave SMs to other work that runs beside the collective.
     """
     return ctx.plan(plan_all_reduce, (x, out), out_dtype, config, max_programs)(x, out)
 
@@ -581,7 +584,7 @@ def _all_reduces_alike(x, out, out_dtype, config=DEFAULT, max_programs=ALONE_PRO
 
 @alike(_all_reduces_alike)
 def plan_all_reduce(ctx: Context, x: torch.Tensor, out, out_dtype, config=DEFAULT, max_programs: int = ALONE_PROGRAMS):
-    """What to do with tensors like x and out: a function of them that returns the sum."""
+    """Prepares calls with tensors like x and out: returns a function of the two that returns the sum."""
     _check("all_reduce", ctx, x, max_programs)
     dtypes = x.dtype, _check_sum("all_reduce", x, out_dtype)
     result = _result("all_reduce", x, out, tuple(x.shape), dtypes[1])
@@ -594,7 +597,7 @@ def plan_all_reduce(ctx: Context, x: torch.Tensor, out, out_dtype, config=DEFAUL
     if not copied and config.one_shot(num_bytes, ctx, x.numel() * dtypes[1].itemsize):
         parts = _Parts(ctx, [x.numel()] * ctx.size, x, out, dtypes, max_programs, whole=True)
         return _into(result, parts.reduce(OP_ALL_REDUCE, config))
-    # Parts of whole 16-byte vectors, the last one shorter.
+    # Parts consist of whole 16-byte vectors, except that the end may be shorter.
     starts = [min(sum(vectors[:rank]) * vector, x.numel()) for rank in range(ctx.size + 1)]
     parts = [last - first for first, last in zip(starts, starts[1:], strict=False)]
     parts = _Parts(ctx, parts, x, out, dtypes, max_programs)
@@ -602,7 +605,7 @@ def plan_all_reduce(ctx: Context, x: torch.Tensor, out, out_dtype, config=DEFAUL
 
 
 def barrier(ctx: Context):
-    """Collective, on the current stream: returns at once; later work on the stream starts after all ranks came here."""
+    """Collective, on the current stream. Returns at once; later work on it starts after all ranks reach the barrier."""
     if ctx.size > 1:
         ctx.plan(_plan_barrier, ())()
 
@@ -617,11 +620,11 @@ def _plan_barrier(ctx: Context):
 
 
 class _Parts:
-    """How calls' parts are cut into chunks or packets and shared among programs; and the launches that move them.
+    """Divides a call's parts into chunks or packets and among programs, and makes the launches that move them.
 
-    dtypes: in which x and out are moved. out: None for a new one.
-    whole: every part is the whole of x; then `parts` names the same size for each rank.
-    A launch takes x and out. It is None where nothing has to move.
+    A launch is a function of x and out, or None if there is nothing to move.
+    parts: elements of each rank's part. dtypes: the dtypes that x and out are moved as. out: None for a new tensor.
+    whole: every part is the whole of x; then `parts` has the same size for each rank.
     """
 
     def __init__(self, ctx: Context, parts: list[int], x, out, dtypes, max_programs: int, whole: bool = False):
@@ -632,30 +635,32 @@ class _Parts:
         self.total, self.max_part = starts[-1], max(parts)
         self.starts = ctx.constant(("starts", *starts), lambda: starts)
         self.num_programs = min(ctx.num_programs, max_programs)
-        # As many chunks as programs, so that none waits for another one's fence; of whole blocks of 16 bytes.
+        # One chunk for each program where the limits allow, so that chunks don't wait for each other's fence; multiples
+        # of MIN_CHUNK_BYTES, thus whole 16-byte vectors.
         chunk = max(min(-(-self.max_part // self.num_programs) * self.itemsize, CHUNK_BYTES), MIN_CHUNK_BYTES)
         self.chunk = -(-chunk // MIN_CHUNK_BYTES) * MIN_CHUNK_BYTES // self.itemsize
         self.num_chunks = -(-self.max_part // self.chunk) or 1
         pieces = max(round(math.sqrt(self.max_part * self.itemsize / PIECE_BYTES)), 1)
         self.piece_chunks = -(-self.num_chunks // pieces)
         aligned = all(start * size % 16 == 0 for start in starts for size in (self.itemsize, out_itemsize))
-        # What is new is aligned: a result, and the copy of an x that is not contiguous.
+        # New tensors are aligned: a new result, and the copy of an x that is not contiguous.
         aligned = aligned and (x.data_ptr() % 16 == 0 or not x.is_contiguous())
         aligned = aligned and (out is None or out.data_ptr() % 16 == 0)
         self.options = dict(
             TRANSPORT=ctx.transport_id,
-            # As many bytes a step, thus registers; element by element, each has an address and a mask as well.
+            # Wider elements, fewer of them: a step takes no more bytes, thus registers. Without alignment each element
+            # also needs an address and a mask, so a step takes a quarter as many.
             BLOCK=BLOCK // max(self.itemsize // 2, out_itemsize // 2, 1) // (1 if aligned else 4),
             ALIGN=16 if aligned else min(self.itemsize, out_itemsize),
             num_warps=8,
-            # Without a limit ptxas spills rather than cross one at which more programs share a multiprocessor.
+            # Without a limit, ptxas spills registers to stay below a count at which more programs share an SM.
             maxnreg=128,
         )
 
     def reserve(self, elements: int, landing: bool, num_counters: int = 0, least: int = 0):
-        """The workspace, its landing or its inboxes as elements of x, and how far these are apart.
+        """The workspace, its landing or inboxes in x's dtype, and the distance between the inboxes in elements.
 
-        least: elements that the inboxes are to have room for in any case.
+        least: elements that the inboxes must have room for in any case.
         """
         inbox, landed = (least, elements) if landing else (max(least, elements), 0)
         workspace = self.ctx.workspace().reserve(
@@ -665,9 +670,9 @@ class _Parts:
         return workspace, memory.view(self.x.dtype), stride // self.itemsize
 
     def gather(self, config: CollectiveConfig):
-        """Send this rank's part to everyone."""
+        """The launch that sends this rank's part to every peer and collects all parts."""
         ctx = self.ctx
-        # Bytes have no packets, and 8 bytes are two words of one.
+        # Packets are words of 4 bytes, packed from elements of 2 or 4 bytes.
         if 1 < self.itemsize < 8 and config.gathers_packets(self.max_part * self.itemsize, ctx):
             return self.packets(OP_ALL_GATHER, reduce=False)
         copied = config.copies(self.max_part * self.itemsize, ctx)
@@ -686,9 +691,9 @@ class _Parts:
         ])  # fmt: skip
 
     def reduce(self, operation, config: CollectiveConfig, gather: bool = False):
-        """Sum the parts of all ranks, each for its owner, and with `gather` send the sums to everyone."""
+        """The launch that sums each part over all ranks for its owner, and with `gather` sends the sums to all."""
         ctx = self.ctx
-        # What makes two trips may come back wider.
+        # The sums of the second trip may be in a wider dtype.
         itemsize = max(self.itemsize, self.out.element_size()) if gather else self.itemsize
         scatters = not (gather or self.whole)
         if config.sums_packets(self.max_part * itemsize, ctx, 2 if gather else 1, scatters):
@@ -696,11 +701,11 @@ class _Parts:
         part_stride = -(-self.max_part // BLOCK) * BLOCK
         gathered = self.total * self.out.element_size() // self.itemsize + 1 if gather else 0
         needed = ctx.size * part_stride + gathered
-        # Where all comes whole, programs overwrite an x that is the result too with sums, when the peers' have come:
-        # they know that they have sent this rank's, and not whether the copy engine has.
+        # No copies in one shot: x may be the result too, and programs overwrite it with sums once the peers' data is
+        # here. A program has sent its own data before that, but can't tell whether the copy engine has.
         copied = not self.whole and config.copies(self.max_part * self.itemsize, ctx)
         least = 0
-        if gather and ctx.size > 2:  # a smaller call, in one shot, must not need a larger inbox
+        if gather and ctx.size > 2:  # a smaller call that takes one shot must not need a larger inbox
             least = ctx.size * (config.most_in_one_shot(ctx.size) // self.itemsize + BLOCK)
         num_counters = len(list(self.pieces(self.max_part))) if copied and gather else 0
         workspace, inbox, stride = self.reserve(needed, copied, num_counters, least)
@@ -716,14 +721,17 @@ class _Parts:
         return self.with_copies(launch, workspace, copied and self.reduced_sends(part_stride, gather))
 
     def pieces(self, part: int):
-        """What is copied of a part at a time: (first element, elements, chunks of the part that are there then)."""
+        """The copies that a part is sent in: (first element, elements, chunks of the part delivered by then)."""
         chunks = -(-part // self.chunk) or 1
         for first in range(0, chunks, self.piece_chunks):
             last = min(first + self.piece_chunks, chunks)
             yield first * self.chunk, min(last * self.chunk, part) - first * self.chunk, last
 
     def reduced_sends(self, part_stride: int, gather: bool) -> list[Send]:
-        """The peers' parts of x, a piece of each in turn, for a sum needs all ranks'; then the own sums."""
+        """The sends of an all-reduce or reduce-scatter: the peers' parts of x, then with `gather` the own sums.
+
+        The parts are sent a piece of each peer's in turn, since a sum needs the pieces of all ranks.
+        """
         rank, size, itemsize, sends = self.ctx.rank, self.ctx.size, self.itemsize, []
         peers = [(rank + step) % size for step in range(1, size)]
         pieces = {peer: list(self.pieces(self.parts[peer])) for peer in peers}
@@ -743,7 +751,7 @@ class _Parts:
         return sends
 
     def with_copies(self, launch, workspace, sends: list[Send] | bool):
-        """What takes x and out: the launch, with what the copy engine sends beside it, if it does."""
+        """A function of x and out: the launch, together with the copy engine's sends if there are any."""
         if not sends:
             gate = workspace.gates[0]
             return lambda x, out: launch(x, out, gate)
@@ -751,12 +759,12 @@ class _Parts:
         return lambda x, out: copies.beside(functools.partial(launch, x, out), x, out)
 
     def packets(self, operation, reduce: bool, gather: bool = False):
-        """The same, or a gather of the parts, as packets. Nothing moves if there is nothing on any rank."""
+        """The launch of `reduce`, or of `gather` without `reduce`, by packets. None if all parts are empty."""
         ctx, block = self.ctx, PACKET_BLOCK * 4 // self.itemsize
         blocks = -(-self.max_part // block)
         if blocks == 0:
             return None
-        words = PACKET_BLOCK + (block * self.out.element_size() // 4 if gather else 0)  # of a block, there and back
+        words = PACKET_BLOCK + (block * self.out.element_size() // 4 if gather else 0)  # of a block, in all trips
         name = "lamport" if reduce else "packets"
         workspace = ctx.workspace().reserve(0, 0, **{f"num_{name}": ctx.size * blocks * words})
         inboxes = getattr(workspace, name), getattr(workspace, f"num_{name}")
@@ -776,7 +784,7 @@ def _copy(x: torch.Tensor, out: torch.Tensor):
 
 
 def _into(result, launch):
-    """What a plan does: launch with x and the result that `result` gives it."""
+    """The function that a plan consists of: it gets the result tensor from `result` and launches with x and that."""
 
     def run(x, out):
         out = result(x, out)
@@ -801,7 +809,7 @@ def _check_rows(name: str, x: torch.Tensor):
 
 
 def _check_sum(name: str, x: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
-    """The result's dtype."""
+    """The result's dtype. Raises TypeError for dtypes that can't be summed."""
     for what, dtype in (("x is", x.dtype), ("out_dtype is", out_dtype or x.dtype)):
         if dtype not in SUMMED:
             raise TypeError(f"{name}: sums float32, float16 and bfloat16, but {what} {dtype}")
@@ -809,15 +817,15 @@ def _check_sum(name: str, x: torch.Tensor, out_dtype: torch.dtype | None) -> tor
 
 
 def _result(name: str, x: torch.Tensor, out: torch.Tensor | None, shape: tuple[int, ...], dtype, place: int = 0):
-    """What gives calls like this one their result: a new contiguous tensor, or the caller's `out`.
+    """A function of x and out that returns the result tensor: a new contiguous one, or the caller's `out`.
 
-    place: elements from out's start to x's at which they may share memory.
+    place: the one distance, in elements from out's start to x's, at which the two may share memory.
     """
     if out is None:
         return lambda x, out: x.new_empty(shape, dtype=dtype)
     check_out(name, out, shape, dtype, x.device)
     x_bytes, out_bytes = x.nbytes, out.nbytes
-    copied = not x.is_contiguous()  # before anything is written
+    copied = not x.is_contiguous()  # a contiguous copy of x is made before anything is written
     place = place * x.element_size() if dtype == x.dtype else None
 
     def checked(x, out):

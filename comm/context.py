@@ -1,4 +1,4 @@
-"""Context: what the ranks of one group share. Made by `init`, given back by `finalize`."""
+"""Context: the symmetric memory and state that the ranks of one group share, from `init` to `finalize`."""
 
 import functools
 import numbers
@@ -32,13 +32,13 @@ from tkernels.comm.workspace import Workspace, most_lamport_bytes
 
 DEFAULT_HEAP_BYTES = {"simulated": 256 << 20, "nvshmem": 2 << 30}
 MAX_CONSTANTS = 1024
-INIT, FINALIZE = "init()", "finalize() of "  # where ranks meet that may be out of step
+INIT, FINALIZE = "init()", "finalize() of "  # calls in which ranks may meet out of step
 MAX_TIMEOUT_S = 1e9  # kernels count nanoseconds in 64 bits
 
 _contexts: dict[str, "Context"] = {}
 _abandoned: list["Context"] = []
-_warned = False  # that GPUs are left out
-_number = 0  # of the latest context; no rank of a context had a higher one before
+_warned = False  # whether `init` has warned that GPUs are left out
+_number = 0  # of the latest context; higher than on any of its ranks before
 
 
 def init(
@@ -51,23 +51,24 @@ def init(
     default: bool = True,
     compare_calls: bool | None = None,
 ) -> "Context":
-    """Collective over `group`. Symmetric memory and workspaces for its ranks; the result becomes the default context.
+    """Collective over `group`. Creates its ranks' symmetric memory and workspaces, as the new default context.
 
     group: any torch process group; None is the default group, or this process alone without torch.distributed. On the
-        nvshmem runtime the first init of a process must be made by all ranks of the default group, each for its group.
-    heap_bytes: symmetric memory a rank, for workspaces and `Context.empty`. Default: 256 MiB simulated, 2 GiB on GPUs,
-        there out of a pool of TKERNELS_POOL_BYTES, 8 GiB, that the first init of a process takes for good.
+        nvshmem runtime all ranks of the default group must make the first init of a process, each for its own group.
+    heap_bytes: symmetric memory per rank, for workspaces and `Context.empty`. Default: 256 MiB simulated, 2 GiB on
+        GPUs. On GPUs it comes out of a pool of TKERNELS_POOL_BYTES (8 GiB by default), which the first init of a
+        process allocates and never frees.
     transport: "simulated", "peer", "nvshmem", or "auto" for the preferred one that reaches every rank.
-    timeout_s: how long a wait for a peer's signal may take before every rank raises WaitTimeoutError. A peer that has a
-        kernel to compile first is waited for meanwhile.
-    num_programs: programs of a persistent kernel. Default: the GPU's multiprocessors, or 4 simulated.
-    default: False leaves the default context what it is, if there is one: for a library's own context.
-    compare_calls: for debugging, have ranks meet on the host in every call of an operation, unless it is captured, and
-        raise where their calls or operands differ. Otherwise, and in calls of the adapters to other libraries, only
-        where they meet anyway, as in a first call. None: whether the environment has TKERNELS_COMPARE_CALLS=1.
+    timeout_s: how long a wait for a peer's signal may take before every rank raises WaitTimeoutError. Time that a peer
+        spends compiling its kernel counts.
+    num_programs: programs of a persistent kernel. Default: the number of the GPU's SMs, or 4 simulated.
+    default: False leaves an existing default context in place: for a library's own context.
+    compare_calls: for debugging: ranks meet on the host in every call of an operation, unless it is captured, and raise
+        if their calls or operands differ. Without it, and in calls of the adapters to other libraries, they compare
+        only where they meet anyway, as in a first call. None: whether the environment has TKERNELS_COMPARE_CALLS=1.
 
     Raises ValueError for a transport that can't be used here, MismatchError if the ranks' options differ. Warns once,
-    on rank 0, where the simulated runtime was taken though there are GPUs, and nobody asked for it.
+    on rank 0, if the simulated runtime was chosen automatically although there are GPUs.
     """
     global _warned
     ctx = Context(group, heap_bytes, transport, timeout_s, num_programs, default, compare_calls)
@@ -82,12 +83,12 @@ def init(
 
 
 def finalize(ctx: "Context | None" = None):
-    """Collective. Give a context's memory back; None is the default context. Raises what `Context.finalize` does."""
+    """Collective. Free a context's memory; None is the default context. Raises what `Context.finalize` does."""
     as_context(ctx).finalize()
 
 
 def current_context() -> "Context":
-    """The default context: the newest that is open and no `init(default=False)` made; if none is, the first of those.
+    """The default context: the newest open one from `init(default=True)`, else the oldest from `init(default=False)`.
 
     Raises TkernelsError if no context is open.
     """
@@ -97,7 +98,7 @@ def current_context() -> "Context":
 
 
 def as_context(ctx: "Context | None") -> "Context":
-    """A context as functions take it: itself, or for None the current one. Raises TypeError for anything else."""
+    """Resolve a `ctx` argument: a Context is returned as is, None gives the current one. Raises TypeError otherwise."""
     if ctx is None:
         return current_context()
     if not isinstance(ctx, Context):
@@ -106,13 +107,16 @@ def as_context(ctx: "Context | None") -> "Context":
 
 
 def open_contexts(group: Group | None = None) -> list["Context"]:
-    """Those that have not been finalized, the default one last: all, or those over the ranks of a group."""
+    """The contexts that are neither finalized nor abandoned, the default one last.
+
+    group: only those over the same ranks as this group; None for all.
+    """
     every = _contexts.values()
     return [each for each in every if group is None or each.group.global_ranks == group.global_ranks]
 
 
 def find_context(name: str) -> "Context":
-    """The context of that name; torch operators carry names, since an operator's arguments are plain values."""
+    """The open context of that name; torch operators carry names, since an operator's arguments are plain values."""
     if name not in _contexts:
         raise TkernelsError(
             f"context {name!r} is not open: it has been finalized, or left by an exception; open contexts: "
@@ -125,8 +129,8 @@ class Context:
     """One group's symmetric heap, its signal workspaces, and the table that kernels address peers with.
 
     Attributes: group, rank, size, device, transport, timeout_s, num_programs, heap, name. For kernels: table, int64 on
-    the device, which verbs take, and transport_id, the constant of the transport. reported: whether `check` has raised
-    what failed.
+        the device, an argument of the device verbs, and transport_id, the constant of the transport. reported: whether
+        a failure has already been raised.
     """
 
     @capture.lasting()
@@ -151,9 +155,9 @@ class Context:
         self.timeout_s, self.num_programs = timeout_s, int(options["num_programs"])
         self._compares_calls = options["compare_calls"]
         self._workspaces: dict[int, Workspace] = {}
-        self._lender = self._borrower = None  # streams: the borrower has been captured with the lender's workspace
+        self._lender = self._borrower = None  # streams: the borrower was captured with the lender's workspace
         self._constants = {}
-        self.recorder = None  # while a trace is made: what gives launches room for their programs' marks
+        self.recorder = None  # while a trace is made: allocates space for the marks of a launch's programs
 
         self.heap = SymmetricHeap(self.group, int(options["heap_bytes"]), runtime.open_segment)
         try:
@@ -163,15 +167,15 @@ class Context:
             raise
         if default:
             _contexts[self.name] = self
-        else:  # the newest in the order of this dictionary is the default
+        else:  # the last entry of this dictionary is the default, so this one goes first
             others = dict(_contexts)
             _contexts.clear()
             _contexts.update({self.name: self, **others})
-        local_plans.clear()  # which follow the default context's records
+        local_plans.clear()  # they depend on the default context's tuning records
 
     def _prepare(self, transport: str):
-        """Collective. All that kernels need besides the heap."""
-        self.lamport_bytes = most_lamport_bytes(self.heap.num_bytes)  # that a call may receive as packets to be summed
+        """Collective. Set up everything that kernels need besides the heap."""
+        self.lamport_bytes = most_lamport_bytes(self.heap.num_bytes)  # the most that a call receives as packets to sum
         reachable = self.group.gather(runtime.transports(self.heap.segment))
         usable = [name for name in reachable[0] if all(name in others for others in reachable)]
         self.transport = usable[0] if transport == "auto" else transport
@@ -181,10 +185,10 @@ class Context:
                 f"usable: {', '.join(usable)}"
             )
         self.transport_id = TRANSPORTS[self.transport]
-        self.mapped = usable[0] != "nvshmem"  # every rank's memory, in every rank's addresses
-        # Rank 0's: files may change between the reads of two ranks, and what ranks choose by them must agree.
+        self.mapped = usable[0] != "nvshmem"  # whether every rank's memory is mapped in every rank's address space
+        # Rank 0's records on all ranks: files may change between two ranks' reads, and the ranks' choices must agree.
         self.tuned = self.group.gather(tuned.known(self.size, self.transport) if self.rank == 0 else [])[0]
-        self.choices = {}  # of layers above, by problem; they follow from the records
+        self.choices = {}  # of the layers above, by problem; derived from the records
 
         words = FAULT_RECORD.value * (1 + self.size)
         self._faults = self.heap.empty(words, dtype=torch.int64)
@@ -193,17 +197,17 @@ class Context:
         pinned = self.device.type == "cuda"
         self._host_flag = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=pinned)
         self._side_stream = torch.cuda.Stream() if pinned else None
-        # What can be known without the device: that a wait of this rank gave up.
+        # Readable without waiting for the device: whether a wait of this rank timed out.
         self._flag = (self._host_flag if pinned else self._faults).numpy()
         stream_of = torch._C._cuda_getCurrentRawStream if pinned else int
         self.current_stream = functools.partial(stream_of, self.device.index or 0)
         self.reported = False
-        self._interruption = None  # what a kernel of this rank was left by
+        self._interruption = None  # the exception that interrupted a kernel of this rank, as text
         self.table = self._make_table()
         self.group.barrier()
 
     def _check_options(self, asked: tuple[dict, ...]):
-        """The same error on every rank, for options that differ, those by rank, or that make no sense."""
+        """Raise the same error on every rank for options that differ (listed by rank) or are invalid."""
         options = asked[0]
         differing = {name: [theirs[name] for theirs in asked] for name in options if len({o[name] for o in asked}) > 1}
         if differing:
@@ -221,17 +225,17 @@ class Context:
             raise ValueError(f"init: transport={options['transport']!r} is unknown; use auto, {', '.join(TRANSPORTS)}")
 
     def _agree_on_name(self) -> str:
-        """Collective. A name of its own, the same on all ranks."""
+        """Collective. A unique name, the same on all ranks."""
         global _number
         _number = max(self.group.gather(_number)) + 1
         return f"context{_number}"
 
     def _give_back_abandoned(self, in_use: set[str]):
-        """Give back the contexts over this group that this rank has abandoned, and that no rank may still use."""
+        """Free the contexts over this group that this rank has abandoned and that no rank may still use."""
         for each in [each for each in _abandoned if each.group.global_ranks == self.group.global_ranks]:
             if each.name not in in_use:
                 _abandoned.remove(each)
-                if each.closed:  # all but its memory
+                if each.closed:  # everything but its memory is freed already
                     each.heap.close()
                     continue
                 try:
@@ -261,27 +265,27 @@ class Context:
     def __exit__(self, kind, *_):
         if kind is None or self.size == 1:
             self.finalize()
-        else:  # which others may know nothing of: they would be waited for
+        else:  # other ranks may not have raised, and finalize() would wait for them
             self.abandon()
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Collective. A tensor in symmetric memory, uninitialised, until `free`, also where it is dropped.
+        """Collective. An uninitialised tensor in symmetric memory; allocated until `free`, even if it is dropped.
 
         See `SymmetricHeap.empty`.
         """
         return self.heap.empty(*shape, dtype=dtype)
 
     def free(self, tensor: torch.Tensor):
-        """Give back a tensor of `empty`; all ranks, in the same order."""
+        """Free a tensor of `empty`; all ranks, in the same order."""
         self.heap.free(tensor)
 
     def workspace(self) -> Workspace:
-        """The current stream's workspace; made at its first use, which all ranks must come to in the same order.
+        """The current stream's workspace, created at first use; all ranks must create them in the same order.
 
-        While a CUDA graph is captured, usually on a stream of its own, a stream without a workspace borrows that of the
-        default stream, or the only one there is: of the stream that made the calls before, and will replay the graph.
-        Another stream that is captured with it gets one of its own, for the two may run at the same time. So does the
-        lender, which the capture may reach last.
+        A CUDA graph is usually captured on a separate stream. Under capture, a stream without a workspace borrows the
+        workspace of the default stream, or the only one there is: that stream made the calls before, and will replay
+        the graph. Another stream in the same capture gets its own workspace, since the two may run at the same time. So
+        does the lender, which the capture may reach last.
         """
         stream = self.current_stream()
         if stream not in self._workspaces:
@@ -294,11 +298,11 @@ class Context:
         return self._workspaces[stream]
 
     def _lent(self) -> bool:
-        """Whether the lender's workspace is in use by the capture that has come to the lender."""
+        """Whether the capture that has reached the lender's stream uses the lender's workspace already."""
         return self._borrower not in self._workspaces and self.capturing and capture.taken(self._borrower)
 
     def _lends(self, borrower: int) -> bool:
-        """Whether a captured stream without a workspace may have that of `_lender`, who is found here."""
+        """Whether a captured stream without a workspace may borrow that of `_lender`, which is determined here."""
         if borrower == self._borrower and (self._lender == 0 or 0 not in self._workspaces):
             return not capture.taken(self._lender)
         lender = 0 if 0 in self._workspaces else next(iter(self._workspaces))
@@ -311,7 +315,8 @@ class Context:
     def constant(self, key, make) -> torch.Tensor:
         """A small integer tensor on the device, made from `make()` once for each `key`: schedules and offsets.
 
-        The oldest of MAX_CONSTANTS go first, for row counts that never repeat; plans hold those that they use.
+        Beyond MAX_CONSTANTS the oldest is evicted, since row counts may never repeat; plans keep the constants that
+        they use.
         """
         if key not in self._constants:
             if len(self._constants) >= MAX_CONSTANTS:
@@ -326,22 +331,22 @@ class Context:
         return self.device.type == "cuda" and capture.underway()
 
     def launch(self, kernel, num_programs: int, *arguments, **options):
-        """Run a kernel of `num_programs` programs, which are resident at once: they may wait for each other.
+        """Run a kernel of `num_programs` programs, all resident at once, so that they may wait for each other.
 
-        Asynchronous on a GPU: raises WaitTimeoutError for an earlier wait that is known to have expired, simulated for
-        one of its own as well; `check` waits, and tells of all. Raises ValueError, or what CUDA says of a cooperative
-        launch, for more programs than there is room for.
+        Asynchronous on a GPU: raises WaitTimeoutError only for an earlier wait that is known to have timed out;
+        simulated, also for a wait of this launch. `check` waits for the device and detects all of them. Raises
+        ValueError, or CUDA's error for a cooperative launch, if the programs can't all be resident.
         """
         self.bind(kernel, num_programs, *arguments, **options)()
 
     def bind(self, kernel, num_programs: int, *arguments, varying: tuple[str, ...] = (), **options) -> Launch:
-        """A launch that can be repeated, with other tensors for the parameters that `varying` names; see `Launch`."""
+        """Prepare a launch to be repeated, with other tensors for the parameters that `varying` names; see `Launch`."""
         if self.transport == "nvshmem":
             from tkernels.comm.nvshmem_runtime import device_library
 
             options["extern_libs"] = {"libnvshmem_device": device_library()}
         if self.runtime == "nvshmem":
-            # Programs wait for each other, so all must be resident at once: a cooperative launch refuses otherwise.
+            # Programs wait for each other, so all must be resident at once: a cooperative launch fails otherwise.
             options["launch_cooperative_grid"] = True
         elif num_programs > interpreter.resident():
             raise ValueError(
@@ -351,9 +356,9 @@ class Context:
         return Launch(kernel, num_programs, arguments, varying, self, **options)
 
     def plan(self, prepare, tensors: tuple[torch.Tensor | None, ...], *options):
-        """What `prepare(self, *tensors, *options)` has returned for a call like this one on the current stream.
+        """The plan for this call on the current stream, made by `prepare(self, *tensors, *options)` unless cached.
 
-        Alike are calls with equal options whose tensors agree in all that `describe` tells of them.
+        Calls share a plan if their options are equal and their tensors agree in everything that `describe` returns.
         """
 
         def make():
@@ -370,7 +375,7 @@ class Context:
         return self.group.during(lambda: prepare.alike(*tensors, *options))
 
     def forget_plans(self, *which):
-        """Work out anew what calls have in common: for those that follow another choice of configurations.
+        """Discard cached plans, so that later calls follow a new choice of configurations.
 
         which: forget only plans for which this function is true.
         """
@@ -378,7 +383,7 @@ class Context:
             workspace.forget_plans(*which)
 
     def refuse_after_fault(self):
-        """Raise WaitTimeoutError if a wait of this rank is known to have expired. Costs next to nothing."""
+        """Raise WaitTimeoutError if a wait of this rank is known to have timed out. Costs next to nothing."""
         if self._flag[0]:
             if self.capturing:
                 raise TkernelsError(
@@ -389,9 +394,9 @@ class Context:
 
     @property
     def failed(self) -> bool:
-        """True once a wait of this rank, or of a peer that told us, has expired, or it is closed; `check()` says which.
+        """Whether a wait timed out on this rank or on a peer that reported it, or the context is closed; see `check()`.
 
-        On a GPU it reads a word of device memory on a stream of its own, so it waits for no kernel.
+        On a GPU it reads a word of device memory on a separate stream, so it waits for no kernel.
         """
         if self._flag[0] or self.device.type == "cpu" or self.capturing:
             return bool(self._flag[0])
@@ -399,9 +404,9 @@ class Context:
             return bool(self._faults[0].item())
 
     def check(self):
-        """Raise WaitTimeoutError if a wait expired on this rank, or on a peer that told us. Waits for the device.
+        """Raise WaitTimeoutError if a wait timed out on this rank or on a peer that reported it. Waits for the device.
 
-        Raises TkernelsError once the context is closed.
+        Raises TkernelsError once the context is closed, or if a kernel of this rank was interrupted.
         """
         if self.closed:
             raise TkernelsError(f"{self.name} has been finalized; init() a new one")
@@ -410,7 +415,7 @@ class Context:
                 f"a kernel of {self.name} was interrupted by {self._interruption}, so its epochs are out of step; "
                 f"finalize() it and init() a new one"
             )
-        deadline = time.monotonic() + 5.0  # a flag is raised a moment before its record is complete
+        deadline = time.monotonic() + 5.0  # a flag is set shortly before its record is complete
         while True:
             words = self._faults.cpu().view(-1, FAULT_RECORD.value)
             if not words[0, 0]:
@@ -418,7 +423,7 @@ class Context:
             written = [record for record in words[1:].tolist() if record[0]]
             if written or time.monotonic() > deadline:
                 break
-        self._host_flag.fill_(1)  # later launches refuse
+        self._host_flag.fill_(1)  # later launches raise
         self.reported = True
         if not written:
             raise TkernelsError("a wait on a signal expired, but its record was lost; finalize() this context")
@@ -428,7 +433,7 @@ class Context:
         raise WaitTimeoutError(Fault(**fields), self.timeout_s, None if ranks == list(range(self.size)) else ranks)
 
     def interrupt(self, error: BaseException):
-        """Have later calls refused: a kernel of this rank was left by that exception before its end."""
+        """Make later calls raise: `error` ended a kernel of this rank before its end."""
         self._interruption = f"{type(error).__name__}: {error}".removesuffix(": ")
         self._flag[0], self.reported = 1, True
 
@@ -439,12 +444,11 @@ class Context:
         barrier(self)
 
     def finalize(self):
-        """Collective. Give the memory back; the context and its tensors must not be used any more. May be repeated.
+        """Collective. Free the memory; the context and its tensors must not be used any more. May be repeated.
 
-        After an expired wait it does not meet the other ranks, which may be gone, or may still write here: the memory
-        is given back by the next `init` over the same ranks. Raises WaitTimeoutError for an expired wait that nothing
-        has reported yet, at the end; OutOfStepError where another rank makes another call, and goes on to use the
-        context.
+        After a wait has timed out it does not meet the other ranks, which may be gone or may still write here: the next
+        `init` over the same ranks frees the memory. Raises WaitTimeoutError, at the end, for a timed-out wait that has
+        not been raised yet; OutOfStepError if another rank makes another call and goes on to use the context.
         """
         if _contexts.pop(self.name, None) is None:
             return
@@ -460,13 +464,13 @@ class Context:
 
     @property
     def closed(self) -> bool:
-        """Whether it has been finalized, or given back after it was abandoned."""
+        """Whether it has been finalized, or was abandoned and then freed."""
         return self.group.closed
 
     def abandon(self):
-        """Have it given back where its ranks meet next: in an `init` over the same group, once all have abandoned it.
+        """Leave it to an `init` over the same group, which frees it once all ranks have abandoned it.
 
-        Not collective: for garbage collections, which come at another time on each rank, and under captures too.
+        Not collective: for use in garbage collection, which runs at another time on each rank, and under captures too.
         """
         if _contexts.pop(self.name, None) is not None:
             _abandoned.append(self)
@@ -479,7 +483,7 @@ class Context:
             error = caught
         self._workspaces.clear()
         self._constants.clear()
-        self._flag = numpy.ones(1, dtype=numpy.int64)  # launches look at it, and would find memory that is gone
+        self._flag = numpy.ones(1, dtype=numpy.int64)  # launches read it, and its memory is about to be freed
         if keep_heap:
             _abandoned.append(self)
         else:
@@ -490,12 +494,14 @@ class Context:
 
 
 def _meet(group: Group, call: str, value=None) -> list | None:
-    """Collective, after the device's work so far. Every rank's value, with the names of contexts that it may still use.
+    """Collective, after the device's work so far. Every rank's value, and the names of contexts that it may still use.
 
-    None if this rank has waited for nobody.
+    Returns None if this is a `finalize` of a context that the other ranks have already left, so it did not wait for
+    them.
 
-    A rank whose wait has expired, or that left by an exception, doesn't come to `finalize`, where others who know of no
-    failure wait for it. It meets them in its next call of this kind: they leave, and it waits for theirs.
+    A rank whose wait timed out, or that left by an exception, skips the meeting in `finalize`, where ranks without a
+    failure wait for it. It meets them in its next call of `init` or `finalize` instead: their `finalize` then returns,
+    and this rank waits for their next call.
     """
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()

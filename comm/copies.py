@@ -1,42 +1,45 @@
-"""Copies: the copy engine moves what a call sends, beside its kernel, and no multiprocessor does.
+"""Copies: a call's data is sent by the copy engine (DMA) beside its kernel, and takes no SM.
 
-The kernel is the operation's own with no program that sends. On a side stream stand, for some chunks at a time: a wait
-until their rows are there, a copy to the peer, and how many chunks the peer has now, written to one of its words, which
-its tiles look at beside the signals of puts. On the simulated runtime a thread of the host does the same.
+The kernel is the operation's own, with no program that sends. For every few chunks, a side stream holds three
+operations: a wait until their rows are there, a copy to the peer, and a write of the number of chunks delivered so far
+to a word of the peer. The peer's tiles poll that word beside the signals of puts. On the simulated runtime a host
+thread does the same.
 
-A copy's addresses must be known when it is enqueued, but of two inboxes that alternate by the epoch only the device
-knows which one is next. So copies go to a third one, the *landing*, and begin behind a gate. The last program of each
-kernel tells every peer that this rank has come to this call, waits until all of them have, and opens the gate
-(`begin_landing`). And it ends no earlier than the copies (`await_copies`), so whatever the stream is given next is
-behind them, with no event between the two streams: each would take the host as long as a copy does.
+The addresses of a copy must be known when it is enqueued. But inboxes alternate by the epoch, and only the device knows
+which one is next. So copies go to a third inbox, the *landing*, and wait behind a gate. In each kernel the program with
+the highest id signals to every peer that this rank has begun this call, waits until all peers have begun it too, and
+opens the gate (`begin_landing`). The same program does not end before the copies are done (`await_copies`). So later
+work on the stream follows the copies, with no event between the two streams; an event would take the host as long as a
+copy does.
 
-Who sends is a rank's own affair: what lands there, in which chunks, is the same whether its copy engine sends or its
-programs do, which wait for all peers as well, and a peer looks for both. Those that send the finished rows of an
-all-reduce need not: a tile of them has heard from every peer in this call.
+Each rank chooses its sender independently. Its data has the same place and the same chunks in a peer's landing whether
+the copy engine sends or programs do, and the peer polls for both. Programs that send to the landing also wait for all
+peers first. Those that send the finished rows of an all-reduce need not: a finished tile has waited for the partial
+sums of every peer in this call.
 
-Why nothing lands on what is still read: the gate opens once every peer has come to this call, on a stream where it has
-finished all before it; whatever lay in its landing was read by that, by a call or by what the stream was given after
-it. This holds whether they were calls of this way or not, for the first one, before which nothing was there, and for
-ranks without rows, who have a gate as well.
-Nor does this way disturb the argument for two inboxes (tkernels.comm.workspace): every rank hears from every other one.
+Why nothing lands on data that is still being read: the gate opens only once every peer has begun this call, and a peer
+begins it after all earlier work on its stream has finished. Whatever lay in its landing was read by that work: by a
+call, or by what followed the call on the stream. It makes no difference whether the earlier calls used the landing. The
+argument also covers the first call, before which the landing was empty, and ranks without rows, which have a gate too.
+The argument for two inboxes (tkernels.comm.workspace) still holds: every rank receives a signal from every other.
 
-Why no old data is read for new: a rank's count of landed chunks is zero when it comes to a call, and a peer writes a
-larger one behind its data, on one stream. By the end of the call all counts that peers write have been waited for, so
-the last program may set them to zero: the next ones come behind the gate of the next call, for which peers wait for
-this rank. A count is no epoch, which only the device knows, so a captured graph may hold it. A word for each chunk, as
-puts have, would keep the stream for 0.75 us each, or the host for another call of the driver (bench/LOG.md).
+Why no old data is taken for new: a rank's count of landed chunks is zero when it begins a call. A peer writes a larger
+count after the data, on one stream. By the end of the call the rank has waited for all counts that peers write, so its
+last program to finish may reset them to zero. Peers write the next counts behind the gate of the next call, which waits
+for this rank. A count, unlike an epoch, is known on the host, so a captured graph can hold it. One word for each chunk,
+as puts have, would keep the stream for 0.75 us each, or cost the host another driver call (bench/LOG.md).
 
-Why copies go through the gate of their own call: those of a stream come in the order of its kernels, each of which has
-ended, the gate closed again, before the next one opens it. Copies that a CUDA graph holds are not in that order, for a
-replay may come before calls or after them, and so they have a gate of their own.
+Why copies pass the gate of their own call: the copies of a stream are in the order of its kernels. Before a kernel
+opens the gate, the previous kernel has ended and the gate is closed again. Copies in a CUDA graph are not in that
+order, as a replay may come before or after other calls, so they have a gate of their own.
 
-Why it ends: the side stream waits for words of this rank alone, the gate and counters, which its kernel raises even
-after a wait of its own has expired, and all of them before it waits for the copies. That the last program opens the
-gate holds up no other: a launch begins only where all its programs have room. The counters are zero again once
-the copies are done, and only then: a launch that a fault has ended leaves them to copies that still wait. And whatever
-the side stream waits for was enqueued before it, on every rank: streams that share a queue of the hardware, as all do
-with CUDA_DEVICE_MAX_CONNECTIONS=1, can't hold up what it needs. It has no kernels, which would need room beside one
-that takes all multiprocessors, and to be loaded.
+Why it terminates: the side stream waits only for words of this rank, the gate and counters. The kernel raises them even
+after one of its waits has timed out, and all of them before it waits for the copies. No other program is held up by the
+one that opens the gate, since a launch begins only when all its programs are resident. The counters are reset once
+the copies are done, and only then: a launch that a fault has ended leaves them to copies that still wait. Everything
+that the side stream waits for was enqueued before it, on every rank. So streams that share a hardware queue, as all do
+with CUDA_DEVICE_MAX_CONNECTIONS=1, can't block what it needs. The side stream has no kernels: they would need room
+beside a kernel that takes all SMs, and would have to be loaded.
 """
 
 import ctypes
@@ -56,13 +59,13 @@ from tkernels.comm.lease import Crossing
 from tkernels.comm.marks import COLLECT, mark
 
 WAIT_VALUE_64, WRITE_VALUE_64 = 4, 5  # CUstreamBatchMemOpType
-OPERATION_WORDS = 6  # of 8 bytes, of a CUstreamBatchMemOpParams
-LOOKS = tl.constexpr(64)  # at the words of all peers at once, before they are waited for one after the other
+OPERATION_WORDS = 6  # 8-byte words of a CUstreamBatchMemOpParams
+LOOKS = tl.constexpr(64)  # polls of all peers' words together, before each is waited for separately
 
 
 @triton.jit
 def await_peers(begun, epoch, table, rank, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr):
-    """Wait until all peers have come to this call, so that nobody reads any more what lay in their landings."""
+    """Wait until all peers have begun this call: then the earlier contents of their landings are no longer read."""
     peers = (rank + 1 + tl.arange(0, triton.next_power_of_2(SIZE)) % (SIZE - 1)) % SIZE
     looks = 0
     here = arrived(begun + peers, epoch, TRANSPORT)
@@ -80,12 +83,13 @@ def begin_landing(
     pid, num_comm, gate, begun, epoch, table, rank,
     SIZE: tl.constexpr, COPIES: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
 ):  # fmt: skip
-    """Every program's first call where rows land. Copies, and programs that are set apart, are behind all peers then.
+    """Every program's first call if rows go to the landing: senders are held back until all peers have begun this call.
 
-    Interleaved programs wait for them before the first tile that they send.
+    With COPIES, the gate opens only then. Without, the `num_comm` comm programs wait here, and interleaved programs
+    wait before the first tile that they send.
     """
     if COPIES:
-        if pid == tl.num_programs(0) - 1:  # which has a tile less than others where turns aren't full
+        if pid == tl.num_programs(0) - 1:  # it has a tile less if the last wave is not full
             tell_all(begun + rank, epoch, table, rank, SIZE, TRANSPORT)
             await_peers(begun, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
             count(gate, TRANSPORT, "sys")
@@ -98,7 +102,7 @@ def begin_landing(
 
 @triton.jit
 def await_copies(pid, copied, table, rank, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, TRACE: tl.constexpr):
-    """Before a launch ends where the copy engine sends: all has been sent then, or a wait has expired."""
+    """Keep a launch from ending before the copy engine has sent everything, or a wait has timed out."""
     if pid == tl.num_programs(0) - 1:
         mark(COLLECT, 0, rank, table, TRANSPORT, TRACE)
         wait_signal(copied, 1, table, rank, 0, OPERATION, TRANSPORT)
@@ -108,7 +112,10 @@ def await_copies(pid, copied, table, rank, OPERATION: tl.constexpr, TRANSPORT: t
 def end_launch(
     state, epoch, counters, num_counters, copied, landed, SIZE: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
-    """Last call of every program: as `end_epoch`, and what is zero between calls is so: None where nothing changed."""
+    """Every program's last call: `end_epoch`; the last program to arrive zeroes what must be zero between calls.
+
+    counters, landed: None if this launch left them unchanged.
+    """
     if end_epoch(state, epoch):
         if landed is not None:
             word = tl.arange(0, triton.next_power_of_2(2 * SIZE))
@@ -126,14 +133,14 @@ def end_launch(
 
 @dataclass(frozen=True)
 class Send:
-    """The way of some chunks to one peer. `first`, `to`, `num_bytes` in bytes; an empty chunk is but counted.
+    """One copy of some chunks to one peer. An empty chunk is counted, but nothing is copied.
 
-    source, first: the tensor of the call that it is read from, and its first byte there. to: its first byte in the
-        landing of `target`.
-    word, chunks: which of the words `landed` of `target`, and how many chunks it says then. Sends with the same word
-        come in turn, and the peer waits for each.
-    counter, tiles: the rows are there once this counter of the workspace has passed `tiles` (`count_up_to`); without
-        tiles they were there before the call.
+    source, first: the number of the call's tensor that is read, and the first byte there.
+    to, num_bytes: the first byte in the landing of `target`, and the size.
+    word, chunks: which word of `target`'s `landed` is written after the copy, and its new value: the chunks there then.
+        Sends with the same word come in order, and the peer waits for each.
+    counter, tiles: the rows are there once this counter of the workspace exceeds `tiles` (`count_up_to`). 0 tiles: no
+        wait, as the rows were there before the call, or an earlier send of the list waits for them.
     """
 
     target: int
@@ -148,15 +155,15 @@ class Send:
 
 
 class Copies:
-    """What the calls of one kind send by copies: in this order, once the kernel has opened the gate."""
+    """The sends by the copy engine of all calls of one kind: in this order, once the kernel has opened the gate."""
 
     def __init__(self, context, workspace, sends: list[Send]):
         self._context, self._workspace, self._on_gpu = context, workspace, context.device.type == "cuda"
         self._order = Crossing(torch.cuda) if self._on_gpu else None
-        self._gates = workspace.gates  # which a graph goes on with when the workspace has others
+        self._gates = workspace.gates  # a graph keeps using these after the workspace has replaced its own
         offset, bases = context.heap.offset, context.heap.segment.bases
         landing, landed, counters = offset(workspace.landing), offset(workspace.landed), workspace.counters.data_ptr()
-        self._sends, words = [], [[]]  # words: what is waited for and set before each copy, and behind the last one
+        self._sends, words = [], [[]]  # words: waits and writes before each copy, and after the last one
         for send in sends:
             if send.tiles:
                 words[-1].append((WAIT_VALUE_64, counters + 8 * send.counter, send.tiles + 1))
@@ -171,7 +178,8 @@ class Copies:
     def beside(self, launch, *sources: torch.Tensor):
         """Collective. Launch the kernel, and the copies beside it.
 
-        launch: takes the gate that the kernel is to open. sources: the tensors that chunks are read from, contiguous.
+        launch: launches the kernel; its argument is the gate that the kernel opens. sources: the contiguous tensors
+            that chunks are read from.
         """
         captured = self._context.capturing
         gate, begin = self._gates[captured], self._begin[captured]
@@ -181,9 +189,9 @@ class Copies:
                 launch(gate)
             return
         here, side = self._workspace.streams()
-        if captured:  # a graph holds what its events lead to, and no more
+        if captured:  # a graph includes only the work that events connect to it
             self._order(here, side)
-        launch(gate)  # before what waits for it: see above
+        launch(gate)  # before the stream operations that wait for it, see the module's docstring
         self._carry_out(*_of_stream(side.cuda_stream), begin, addresses)
         if captured:
             self._order(side, here)
@@ -197,14 +205,17 @@ class Copies:
 
 
 def _operations(operations: list[tuple[int, int, int]]) -> ctypes.Array:
-    """CUstreamBatchMemOpParams of 48 bytes each: what to do, word, value, flags (at least; behind a fence), padding."""
+    """CUstreamBatchMemOpParams of 48 bytes each: operation, word, value, flags, padding.
+
+    Flags are 0: a wait is for at least the value, a write comes after a fence.
+    """
     fields = [field for operation in operations for field in (*operation, 0, 0, 0)]
     return (ctypes.c_uint64 * len(fields))(*fields)
 
 
 @functools.cache
 def _of_stream(stream: int):
-    """(wait for local words or set them; copy bytes) in the order of a CUDA stream."""
+    """Two functions that enqueue work on a CUDA stream: waits for and writes of words, and a copy of bytes."""
     batch, memcpy = driver().cuStreamBatchMemOp_v2, driver().cuMemcpyAsync
 
     def on_words(operations: ctypes.Array):

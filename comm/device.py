@@ -1,14 +1,17 @@
 """The device verbs: put and get, signals and waits for them, packets, counters, fences, peers' addresses.
 
-Three transports stand behind one constexpr:
+The constexpr TRANSPORT selects one of three transports:
 
 SIMULATED  Triton's interpreter; peers' memory is mapped into the process.
-PEER       compiled; NVSHMEM's memory is reached by load and store through the addresses of nvshmem_ptr.
+PEER       compiled; NVSHMEM's memory is accessed by loads and stores at the addresses that nvshmem_ptr returns.
 NVSHMEM    compiled; NVSHMEM's own device calls, which also reach other nodes.
 
-All verbs are for whole programs: every thread of a program comes here together. `table` is the context's int64 table,
-laid out as below; `rank` is always a rank within the group. Signals are int64 words that only grow, but for those that
-count within one call, which are zero between calls.
+All verbs are program-wide: every thread of a program must call them together. `table` is the context's int64 table,
+laid out as below. `rank` is always a rank within the group. Signals are int64 words that only grow; the exceptions are
+words that count within one call, which are zero between calls.
+
+In the docstrings, "Orders" states which writes a program is guaranteed to see once it has observed a signal, a count or
+a packet.
 """
 
 import zlib
@@ -28,37 +31,39 @@ NVSHMEM = tl.constexpr(2)
 TRANSPORTS = {"simulated": 0, "peer": 1, "nvshmem": 2}
 INTERPRETED = tl.constexpr(runtime.RUNTIME == "simulated")
 
-# The table: words 0 to 7 as named; then how far each rank's part of the heap is from this rank's, as mapped here, or 0
-# if it is not; then the same of its NVSHMEM address, and its pe.
+# The table: words 0 to 7 as named below, then three arrays with a word for each rank of the group. The first holds the
+# distance in bytes from this rank's part of the heap to that rank's, as mapped here, or 0 if it is not mapped. The
+# second holds the distance to its NVSHMEM address, the third its PE.
 RANK = tl.constexpr(0)
 SIZE = tl.constexpr(1)
 TIMEOUT_NS = tl.constexpr(2)
 FAULTS = tl.constexpr(3)  # address of this rank's fault words
-HOST_FLAG = tl.constexpr(4)  # address of a word in host memory that says "look at the fault words"; 0 if none
-CLOCK = tl.constexpr(5)  # address of a word that waits share to read one clock
-TRACE_BUFFER = tl.constexpr(6)  # of a launch that is recorded: where its programs write (tkernels.comm.marks)
-TRACE_CAPACITY = tl.constexpr(7)  # and how many marks each may make there
+HOST_FLAG = tl.constexpr(4)  # address of a word in host memory, set to have the host read the fault words; 0 if none
+CLOCK = tl.constexpr(5)  # address of a word, shared by all waits, through which they read one clock
+TRACE_BUFFER = tl.constexpr(6)  # in a recorded launch: address of the buffer for marks (tkernels.comm.marks)
+TRACE_CAPACITY = tl.constexpr(7)  # in a recorded launch: marks that each program has room for
 OFFSETS = tl.constexpr(8)
 
-# The fault words of a rank: word 0 is the flag; then a record for each rank of the group, written by that rank.
+# The fault words of a rank, in units of FAULT_RECORD words. Word 0 of the first unit is the flag. Then comes one record
+# for each rank of the group, written by that rank.
 FAULT_RECORD = tl.constexpr(8)
 FAULT_FIELDS = ("written", "operation", "rank", "peer", "chunk", "expected", "seen")
 
-POLLS_PER_OTHER = tl.constexpr(8)  # polls of a word between two of the one that may say the same
-POLLS_PER_LOOK = tl.constexpr(256)  # polls between two looks at the clock and the fault flag; a poll takes about 1 us
+POLLS_PER_OTHER = tl.constexpr(8)  # polls of the likely word between two polls of the alternative one
+POLLS_PER_LOOK = tl.constexpr(256)  # polls between two checks of the clock and the fault flag; a poll takes about 1 us
 
 SET = tl.constexpr(0)
 ADD = tl.constexpr(1)
 
-OTHER_NAN = tl.constexpr(0x7FFF7FFF)  # in fp32, and in fp16 and bf16 two of them
+OTHER_NAN = tl.constexpr(0x7FFF7FFF)  # one NaN in fp32, two in fp16 or bf16
 
 _operations = {}
 
 
 def operation(name: str) -> tl.constexpr:
-    """The number by which kernels name an operation in the records of expired waits: the same on every rank.
+    """The number that identifies an operation in fault records, derived from its name: the same on every rank.
 
-    Raises ValueError for a name whose number another one has.
+    Raises ValueError if another name already has that number.
     """
     number = zlib.crc32(name.encode()) >> 1  # an int32
     if _operations.setdefault(number, name) != name:
@@ -74,7 +79,8 @@ def operation_name(number: int) -> str:
 def peer(pointer, rank, table, ALIGN: tl.constexpr = 1):
     """The pointer to the same object in `rank`'s part of the heap, for loads and stores.
 
-    ALIGN: what the caller knows of the address, in bytes. Without 16, stores to a peer are element by element.
+    ALIGN: alignment of the address in bytes, guaranteed by the caller. Below 16, stores to a peer are element by
+    element.
     """
     return tl.multiple_of((pointer.to(tl.int64) + tl.load(table + OFFSETS + rank)).to(pointer.dtype), ALIGN)
 
@@ -91,7 +97,10 @@ def _pe(rank, table):
 
 @triton.jit
 def meet():
-    """No thread of this program goes on before all have come here. Triton pipelines no loop with a tl.debug_barrier."""
+    """A barrier of this program's threads that can be used in a pipelined loop.
+
+    Triton does not pipeline a loop that contains a tl.debug_barrier.
+    """
     if not INTERPRETED:
         tl.inline_asm_elementwise("bar.sync 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
@@ -103,17 +112,17 @@ def _fence_system():
 
 @triton.jit
 def copy(dst, src, num_elements, BLOCK: tl.constexpr, ALIGN: tl.constexpr = 1, AHEAD: tl.constexpr = False):
-    """Copy contiguous elements with this program's threads, BLOCK at a time. Orders nothing.
+    """Copy contiguous elements with this program's threads, BLOCK at a time. Orders: nothing.
 
-    ALIGN: bytes that both addresses and the size are multiples of. Without 16, copies are element by element.
-    AHEAD: load each block before the last one is stored, in twice the registers. Programs that send beside a product
-    are 1 to 3 % faster so, those of collectives 1 to 2 % slower (2 H200s, bench/LOG.md).
+    ALIGN: both addresses and the size are multiples of this many bytes. Below 16, the copy is element by element.
+    AHEAD: load each block before the previous one is stored, with twice the registers. This makes programs that send
+    beside a GEMM 1 to 3 % faster, and those of collectives 1 to 2 % slower (2 H200s, bench/LOG.md).
     """
     dst = tl.multiple_of(dst, ALIGN)
     src = tl.multiple_of(src, ALIGN)
     VECTOR: tl.constexpr = ALIGN * 8 // dst.dtype.element_ty.primitive_bitwidth
     if VECTOR > 1:
-        num_elements = num_elements // VECTOR * VECTOR  # so that the compiler knows that no vector is masked in part
+        num_elements = num_elements // VECTOR * VECTOR  # tells the compiler that no vector is partly masked
     lane = tl.arange(0, BLOCK)
     if AHEAD:
         block = tl.load(src + lane, mask=lane < num_elements)
@@ -131,8 +140,9 @@ def copy(dst, src, num_elements, BLOCK: tl.constexpr, ALIGN: tl.constexpr = 1, A
 def put(dst, src, num_elements, rank, table, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr = 1):
     """Copy `num_elements` of local `src` to `dst` in `rank`'s memory.
 
-    Orders: nothing by itself; `fence` orders it before later signals to the same rank, `quiet` completes it. What other
-    threads of this program have written to `src` must lie behind a tl.debug_barrier(), here and in `put_signal`.
+    Orders: nothing by itself. `fence` orders the put before later signals to the same rank; `quiet` completes it.
+    Requires: if other threads of this program wrote `src`, a tl.debug_barrier() between those writes and this call. The
+    same holds for `put_signal`.
     Reuse: `src` may be overwritten after `quiet()`.
     """
     if TRANSPORT == NVSHMEM:
@@ -144,10 +154,10 @@ def put(dst, src, num_elements, rank, table, TRANSPORT: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def get(dst, src, num_elements, rank, table, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr = 1):
-    """Copy `num_elements` of `src` in `rank`'s memory to local `dst`. Blocking: `dst` holds the data on return, for all
-    threads of this program behind a tl.debug_barrier().
+    """Copy `num_elements` of `src` in `rank`'s memory to local `dst`.
 
-    Orders: nothing on the remote side; the caller must have waited for a signal that says `src` is written.
+    Blocking: `dst` holds the data on return; the other threads of this program see it after a tl.debug_barrier().
+    Orders: nothing on the remote side. The caller must first have waited for a signal that covers the writes to `src`.
     """
     if TRANSPORT == NVSHMEM:
         num_bytes = tl.cast(num_elements, tl.int64) * (src.dtype.element_ty.primitive_bitwidth // 8)
@@ -164,13 +174,14 @@ def put_signal(
 ):  # fmt: skip
     """`put`, then set `signal_word` on `rank` to `value`.
 
-    Orders: a peer that sees `value` in `signal_word` also sees all of `dst`. By stores (not over nvshmem, where `fence`
-    does that) it also sees everything that this program wrote to that rank or to its own memory before.
+    Orders: a peer that sees `value` in `signal_word` also sees all of `dst`. On the transports that use stores
+    (SIMULATED, PEER) it also sees everything that this program wrote before, to that rank or to its own memory. Over
+    NVSHMEM that takes a `fence` before this call.
     Does not order: puts of other programs, or anything on a third rank.
     """
     if TRANSPORT == NVSHMEM:
         num_bytes = tl.cast(num_elements, tl.int64) * (dst.dtype.element_ty.primitive_bitwidth // 8)
-        tl.debug_barrier()  # src may have been written by other threads of this program
+        tl.debug_barrier()  # other threads of this program may have written src
         putmem_signal_block(
             _symmetric_address(dst, rank, table), src.to(tl.int64), num_bytes,
             _symmetric_address(signal_word, rank, table), value, SIGNAL_SET, _pe(rank, table),
@@ -187,10 +198,12 @@ def put_tile(
     dst, src, stride, rows, columns, rank, table,
     TRANSPORT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGN: tl.constexpr = 1,
 ):  # fmt: skip
-    """Copy the first `columns` elements, COLUMNS at most, of `rows` rows, `stride` elements apart here and there.
+    """Copy `rows` rows of `columns` elements to `dst` in `rank`'s memory, by stores, ROWS rows at a time.
 
-    By stores, ROWS rows at a time; all ranks' memory is mapped here. ALIGN: of both pointers and of the row, in bytes.
-    Orders: as `put`; no barrier, so a loop around it is still pipelined.
+    stride: elements from row to row, in `src` and in `dst`. columns: at most COLUMNS. ALIGN: alignment in bytes of both
+    pointers, the stride and `columns`.
+    Requires: all ranks' memory is mapped here.
+    Orders: as `put`. Contains no barrier, so Triton can still pipeline a loop around it.
     """
     if TRANSPORT == SIMULATED:
         delay()
@@ -212,13 +225,16 @@ def put_tile(
 def signal(signal_word, value, rank, table, TRANSPORT: tl.constexpr, OPERATOR: tl.constexpr = SET):
     """Set `signal_word` on `rank` to `value` (SET), or add `value` to it (ADD).
 
-    Orders: a peer that sees the new value also sees what this program put there or wrote to its own memory before.
+    Orders: a peer that sees the new value also sees everything that this program put to `rank`, or wrote to its own
+    memory, before.
     """
     value = tl.cast(value, tl.int64)
-    # Triton 3.6 issues a release by one thread with no barrier before it: other threads' stores could follow it.
+    # Triton 3.6 issues the release from one thread, with no barrier before it: without this one, stores of the other
+    # threads could be performed after it.
     tl.debug_barrier()
     if TRANSPORT == NVSHMEM:
-        # The form for one thread would be called by every thread of the program and add many times.
+        # Every thread of the program would execute the single-thread form, and ADD would apply many times. So this is
+        # the block form of put-with-signal, with zero bytes of data.
         nvshmem_fence()
         address = _symmetric_address(signal_word, rank, table)
         NVSHMEM_OPERATOR: tl.constexpr = SIGNAL_SET if OPERATOR == SET else SIGNAL_ADD
@@ -235,8 +251,9 @@ def signal(signal_word, value, rank, table, TRANSPORT: tl.constexpr, OPERATOR: t
 
 @triton.jit
 def signal_all(signal_word, value, table, rank, SIZE: tl.constexpr, TRANSPORT: tl.constexpr):
-    """`signal` to every peer of this `rank` behind one fence, which waits for the data's arrival once, not R - 1 times.
+    """`signal` to every peer of this `rank`, behind a single fence.
 
+    The fence waits for the arrival of this program's data. It does so once here, and R - 1 times in separate signals.
     Orders: as `signal`, for each peer.
     """
     if TRANSPORT == SIMULATED:
@@ -256,9 +273,9 @@ def signal_all(signal_word, value, table, rank, SIZE: tl.constexpr, TRANSPORT: t
 
 @triton.jit
 def tell(signal_word, value, rank, table, TRANSPORT: tl.constexpr):
-    """Set `signal_word` to `value` on `rank`, whose memory is mapped here.
+    """Set `signal_word` on `rank` to `value` by a relaxed atomic. Requires: `rank`'s memory is mapped here.
 
-    Orders: nothing itself; behind a fence, or a count that `completes`, as `signal`.
+    Orders: nothing by itself. After a `fence`, or after `completes` has returned true, as `signal`.
     """
     if TRANSPORT == SIMULATED:
         delay()
@@ -267,9 +284,10 @@ def tell(signal_word, value, rank, table, TRANSPORT: tl.constexpr):
 
 @triton.jit
 def tell_all(signal_word, value, table, rank, SIZE: tl.constexpr, TRANSPORT: tl.constexpr):
-    """Set `signal_word` to `value` on every peer of this `rank` by stores at once; all ranks' memory is mapped here.
+    """Set `signal_word` to `value` on every peer of this `rank`, by stores issued together.
 
-    Orders: nothing but what launches before this one have done, all of which a peer that sees `value` is behind.
+    Requires: all ranks' memory is mapped here.
+    Orders: nothing that this launch does. A peer that sees `value` sees everything that earlier launches did.
     """
     if TRANSPORT == SIMULATED:
         signal_all(signal_word, value, table, rank, SIZE, TRANSPORT)
@@ -284,16 +302,19 @@ def tell_all(signal_word, value, table, rank, SIZE: tl.constexpr, TRANSPORT: tl.
 
 @triton.jit
 def put_packets(packets, words, epoch, rank, table, TRANSPORT: tl.constexpr):
-    """Store a block of int32 `words` at `packets` in `rank`'s memory, so that each of them says that it has arrived.
+    """Store a block of int32 `words` at `packets` in `rank`'s memory, each word with its own arrival flag.
 
-    What arrives says so itself: no fence and no signal, whose round trips cost more than small data.
-    At int64 packets, each word and its epoch are one of 8 bytes, which takes twice the bytes. Memory for them holds
-    nothing else, and begins with zeros: any other 32 bits might look like an epoch. Of the epoch there are 32 bits, so
-    that only a word which nobody replaced in 2**32 calls could pass for a new one.
-    At int32 packets, a word is there once it is not zero, as in Lamport's queue: their memory has been set to zero
-    since the words before, and what is stored is the complement. All ones, the one word that this can't say, are a NaN
-    or two in any dtype, and become others. So it is for numbers, not for any bits.
-    Orders: nothing; a packet that is here has its word, and says nothing of other memory.
+    A packet carries its flag in the same store as its data, as in NCCL's LL protocol. It needs no fence and no signal,
+    whose round trips cost more than small data. The element type of `packets` selects the format:
+
+    int64: the word in the low half, the low 32 bits of the epoch in the high half; twice the bytes. A packet has
+        arrived once its high half is the epoch. Memory for these packets starts as zeros and holds nothing else, since
+        other data might look like an epoch. Only a packet that was not replaced for 2**32 calls could pass for new.
+    int32: the complement of the word, as in Lamport's queue. A packet has arrived once it is not zero. The memory must
+        have been zeroed since the previous packets. A word of all ones would be stored as zero; it is one or two NaNs
+        in any dtype and is replaced by OTHER_NAN. So this format is for numbers, not for arbitrary bits.
+
+    Orders: nothing. A packet that has arrived guarantees its own word, and nothing about other memory.
     TRANSPORT: not NVSHMEM, whose network may deliver 8 bytes in parts.
     """
     if TRANSPORT == SIMULATED:
@@ -303,7 +324,7 @@ def put_packets(packets, words, epoch, rank, table, TRANSPORT: tl.constexpr):
         stored = (words.to(tl.int64) & 0xFFFFFFFF) | (tl.cast(epoch, tl.int64) << 32)
     else:
         stored = ~tl.where(words == -1, OTHER_NAN, words)
-    # Write-through: it compiles to a strong store, which no cache holds back.
+    # Write-through compiles to a strong store, which no cache holds back.
     tl.store(peer(packets, rank, table, 16) + at, stored, cache_modifier=".wt")
 
 
@@ -312,8 +333,9 @@ def wait_packets(
     packets, stride, epoch, table, chunk,
     SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Wait for BLOCK packets, of `epoch` if they carry one, from each rank, `stride` apart; their int32 words by rank.
+    """Wait for BLOCK packets from each rank. Returns their int32 words, a tuple of one block for each rank.
 
+    stride: packets from one rank's block to the next. epoch: the one to wait for, if packets carry one (int64).
     Ends: as `wait_signal`.
     """
     limit = tl.load(table + TIMEOUT_NS)
@@ -358,7 +380,7 @@ def _load_packets(packets, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _first_late(arrived, epoch, SIZE: tl.constexpr):
-    """The first rank of which a packet has not come; SIZE if all have. The same for all threads."""
+    """The first rank with a packet that has not arrived; SIZE if all have. The same for all threads."""
     late = tl.full(arrived[0].shape, SIZE, tl.int32)
     for source in tl.static_range(SIZE):
         if arrived[source].dtype == tl.int64:
@@ -371,10 +393,10 @@ def _first_late(arrived, epoch, SIZE: tl.constexpr):
 
 @triton.jit
 def count(counter, TRANSPORT: tl.constexpr, SCOPE: tl.constexpr):
-    """Add one to a counter in this rank's own memory, for another program of this rank that waits on it.
+    """Add one to a counter in this rank's own memory, on which another program of this rank waits.
 
-    SCOPE: "gpu", or "sys" for a stream that waits on it, to copy by an engine that is no part of the multiprocessors.
-    Orders: whoever sees the new count also sees what this program wrote before.
+    SCOPE: "gpu", or "sys" if a stream waits on the counter in order to copy by the copy engine, outside the SMs.
+    Orders: a program or stream that sees the new count also sees everything that this program wrote before.
     """
     meet()
     if TRANSPORT == SIMULATED:
@@ -384,9 +406,9 @@ def count(counter, TRANSPORT: tl.constexpr, SCOPE: tl.constexpr):
 
 @triton.jit
 def count_up_to(counter, number, TRANSPORT: tl.constexpr):
-    """Add one to a counter, and one more once it comes to `number`, for a stream that waits until it has passed that.
+    """Add one to a counter, and one more once it reaches `number`, for a stream that waits until it exceeds `number`.
 
-    Orders: as `count`, of "sys", for all programs that have counted.
+    Orders: as `count` with SCOPE "sys", for all programs that have counted.
     """
     if completes(counter, number, TRANSPORT):
         tl.atomic_add(counter, tl.full((), 1, tl.int64), sem="release", scope="sys")
@@ -394,18 +416,19 @@ def count_up_to(counter, number, TRANSPORT: tl.constexpr):
 
 @triton.jit
 def completes(counter, number, TRANSPORT: tl.constexpr):
-    """Add one to a counter in this rank's own memory. Returns whether it is `number` now: to one program alone.
+    """Add one to a counter in this rank's own memory. Returns true to the one program that brings it to `number`.
 
-    Orders: what all who have counted wrote before, to any rank, before what that one tells a peer or a stream. It has
-    seen the others' counts. A fence of the whole system takes 5 us beside what comes over NVLink (4 H200s,
-    bench/LOG.md), and only that one has it.
+    Orders: everything that all counting programs wrote before they counted, to any rank, before whatever that one
+    program signals afterwards to a peer or a stream. Its atomic has observed the other programs' GPU-scope releases, so
+    its system-scope fence covers their writes too. Such a fence takes 5 us while data comes in over NVLink (4 H200s,
+    bench/LOG.md), and only that one program executes it.
     """
     meet()
     if TRANSPORT == SIMULATED:
         delay()
     complete = tl.atomic_add(counter, tl.full((), 1, tl.int64), sem="release", scope="gpu") == number - 1
     if complete:
-        if TRANSPORT != SIMULATED:  # so that what it has seen of the others, by their counts, comes before what it says
+        if TRANSPORT != SIMULATED:  # the writes observed through the others' counts come before what it signals next
             _fence_system()
     return complete
 
@@ -415,10 +438,11 @@ def wait_chunk(
     ready, landed, max_chunks, source, chunk, epoch, table,
     COPIES: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
 ):  # fmt: skip
-    """Wait for a chunk of `source`, as `wait_signal`: for its signal, or until copies have brought more than `chunk`.
+    """Wait for a chunk of `source`: for its signal, or for the copy engine to have delivered more than `chunk` chunks.
 
-    ready: signals [ranks, max_chunks].  landed [ranks]: how many chunks of each rank copies have brought; None: none
-    do.  COPIES: what is more likely.
+    Orders, ends: as `wait_signal`.
+    ready: signals [ranks, max_chunks].  landed [ranks]: chunks of each rank that copy engines have delivered; None if
+    no rank sends by the copy engine.  COPIES: `landed` is the likelier word, and is polled more often; else `ready`.
     """
     word = ready + source * max_chunks + chunk
     if landed is None:
@@ -433,16 +457,17 @@ def wait_chunk(
 def wait_signal(
     signal_word, epoch, table, source, chunk, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, other=None, value=None
 ):  # fmt: skip
-    """Wait until the local `signal_word` is at least `epoch`; `source` and `chunk` say whose signal it is.
+    """Wait until the local `signal_word` is at least `epoch`.
 
-    other: a word that may say the same by being at least `value`, which is less likely and looked at less often.
+    source, chunk: the rank that signals, and which of its chunks; for the fault record, and source for the time limit.
+    other: an alternative word, polled less often. The wait also ends once it is at least `value`.
 
-    Orders: what the signalling program ordered before its signal is visible to this program afterwards, to loads and to
-    TMA loads.
-    Ends: after the context's limit, or once any rank of the group has flagged a fault, the wait gives up. It leaves a
-    record with every rank that can be reached, and the host raises WaitTimeoutError; what the kernel computes from
-    here on is void. A counter of this rank itself is waited for twice as long: behind it, another program waits for a
-    peer, and that wait must be the one to expire, since it names the peer.
+    Orders: everything that the signalling program ordered before its signal is visible to this program afterwards, to
+    ordinary loads and to TMA loads.
+    Ends: the wait gives up after the context's time limit, or once any rank of the group has flagged a fault. It writes
+    a fault record to every rank it can reach, and the host raises WaitTimeoutError. Whatever the kernel computes from
+    there on is void. The limit is doubled if `source` is this rank itself (a counter): the program behind that counter
+    may be waiting for a peer, and that wait must time out first, since its record names the peer.
     """
     epoch = tl.cast(epoch, tl.int64)
     limit = tl.load(table + TIMEOUT_NS)
@@ -457,7 +482,7 @@ def wait_signal(
         polls = tl.full((), 0, tl.int64)  # 2^31 of them take 36 minutes
         start = tl.full((), 0, tl.int64)
         while seen < epoch:
-            # An acquire load by one thread, broadcast to the others: adding 0 is how Triton spells it.
+            # In Triton, adding 0 is how one thread does an acquire load and broadcasts the value to the others.
             seen = tl.atomic_add(signal_word, tl.full((), 0, tl.int64), sem="acquire", scope="sys")
             polls += 1
             if other is not None:
@@ -469,7 +494,7 @@ def wait_signal(
                 if (seen < epoch) & lost:
                     _record_fault(table, source, chunk, epoch, seen, OPERATION)
                     seen = epoch
-        # Data that arrived by a peer's stores may be read through the async proxy (TMA) next.
+        # The data came by a peer's stores, and the next read of it may go through the async proxy (TMA).
         tl.inline_asm_elementwise(
             "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
         )
@@ -477,10 +502,11 @@ def wait_signal(
 
 @triton.jit
 def _look(table, polls, start, limit):
-    """A wait's look at the clock and at the fault flag: (whether to give up, when the second look was).
+    """A wait's check of the clock and the fault flag: (whether to give up, the time of the second check).
 
-    Every thread must come to the same verdict, or some would leave the loop and its barrier alone. So the clock is read
-    through an atomic of one thread: it returns the latest time of the look before.
+    All threads must reach the same verdict, or some would leave the loop, and its barrier, without the others. So one
+    thread reads the clock through an atomic maximum. It returns the latest time that an earlier check stored, which may
+    be old at a wait's first check; the limit counts from the second.
     """
     clock = tl.load(table + CLOCK).to(tl.pointer_type(tl.int64))
     now = tl.atomic_max(clock, globaltimer(), sem="relaxed", scope="gpu")
@@ -508,8 +534,8 @@ def _record_fault(table, source, chunk, epoch, seen, OPERATION: tl.constexpr):
         rank = tl.load(table + RANK)
         size = tl.load(table + SIZE).to(tl.int32)
         for step in range(size):
-            other = (rank + 1 + step) % size  # this rank last: its own record says that the others have theirs
-            # A rank out of reach of stores finds out by its own limit.
+            other = (rank + 1 + step) % size  # this rank last: its own record implies that the others have theirs
+            # A rank that stores can't reach finds out by its own time limit.
             if (other == rank) | (tl.load(table + OFFSETS + other) != 0):
                 theirs = peer(flag, other, table)
                 record = theirs + FAULT_RECORD * (1 + rank)
@@ -526,7 +552,7 @@ def _record_fault(table, source, chunk, epoch, seen, OPERATION: tl.constexpr):
 
 @triton.jit
 def fence(TRANSPORT: tl.constexpr):
-    """Order this program's puts before its later signals and puts to the same rank. Completes nothing."""
+    """Order this program's puts before its later signals and puts to the same rank. Does not complete the puts."""
     tl.debug_barrier()
     if TRANSPORT == NVSHMEM:
         nvshmem_fence()
@@ -536,7 +562,7 @@ def fence(TRANSPORT: tl.constexpr):
 
 @triton.jit
 def quiet(TRANSPORT: tl.constexpr):
-    """Return once this program's puts are complete: visible to their rank, and their sources free for reuse."""
+    """Return once this program's puts are complete: visible on their target rank, and their sources free for reuse."""
     tl.debug_barrier()
     if TRANSPORT == NVSHMEM:
         nvshmem_quiet()
@@ -548,9 +574,10 @@ def quiet(TRANSPORT: tl.constexpr):
 
 @triton.jit
 def arrived(words, value, TRANSPORT: tl.constexpr):
-    """One look at a block of local words [W], all at once: whether each is at least `value`. May always say no.
+    """One check of a block of local words [W]: whether every one is at least `value`. False negatives are allowed.
 
-    Orders: if so, as `wait_signal` on each of them.
+    On the SIMULATED transport the result is always False.
+    Orders: if True, as `wait_signal` on each of the words.
     """
     if TRANSPORT == SIMULATED:
         there = tl.full((), False, tl.int1)
@@ -559,8 +586,9 @@ def arrived(words, value, TRANSPORT: tl.constexpr):
             "ld.acquire.sys.global.b64 $0, [$1];", "=l,l", [words.to(tl.int64)],
             dtype=tl.int64, is_pure=False, pack=1,
         )  # fmt: skip
-        # Each warp has looked for itself, and one may have seen what another missed: all must come to one answer. The
-        # barrier that agrees on it also gives what each thread has acquired to all, and the fence to TMA loads.
+        # Each warp has loaded the words itself, and one may have seen a value that another missed, but all must return
+        # the same answer. The reducing barrier makes them agree, and passes what each thread has acquired on to all
+        # threads. The proxy fence extends that to TMA loads.
         there = tl.inline_asm_elementwise(
             "{ .reg .pred mine, all; setp.ne.s32 mine, $1, 0; bar.red.and.pred all, 0, mine; selp.s32 $0, 1, 0, all; "
             "fence.proxy.async.global; }",
@@ -573,7 +601,8 @@ def arrived(words, value, TRANSPORT: tl.constexpr):
 def publish(TRANSPORT: tl.constexpr):
     """Complete this program's TMA stores, so that a later signal or count covers them.
 
-    Triton itself waits only until the shared memory may be reused (cp.async.bulk.wait_group.read), not for visibility.
+    Triton itself waits only until their shared memory may be reused (cp.async.bulk.wait_group.read), not until the
+    stores are visible.
     """
     if TRANSPORT != SIMULATED:
         tl.inline_asm_elementwise(
@@ -584,16 +613,16 @@ def publish(TRANSPORT: tl.constexpr):
 
 @triton.jit
 def begin_epoch(state):
-    """The epoch of this launch. `state` is a workspace's, in local memory: [epoch, finished programs, ...]."""
+    """The epoch of this launch. `state`: a workspace's, in local memory: [last epoch, finished programs, ...]."""
     return tl.load(state) + 1
 
 
 @triton.jit
 def end_epoch(state, epoch):
-    """Last call of every program: the last one to come here advances the epoch for the next launch.
+    """Every program's last call. The last program to arrive advances the epoch for the next launch.
 
-    The epoch lives in device memory and not in the host's arguments, so a captured graph replays with fresh epochs.
-    Returns whether this program was the last one: all others have nothing left to do then.
+    The epoch lives in device memory, not in the launch's arguments, so every replay of a captured graph has a new one.
+    Returns whether this program was the last to arrive; by then all others have finished their work.
     """
     tl.debug_barrier()
     finished = tl.atomic_add(state + 1, tl.full((), 1, tl.int64), sem="acq_rel", scope="gpu")

@@ -1,8 +1,8 @@
-"""NVSHMEM's device functions as Triton can call them, from libnvshmem_device.bc.
+"""NVSHMEM's device functions from libnvshmem_device.bc, as externs that Triton kernels can call.
 
-All are the thread-block forms: every thread of a program calls them together. Addresses are symmetric addresses as
-int64, sizes are bytes. Constants are those of NVSHMEM 3.4's headers (host/nvshmem_api_types.h), which differ from what
-torch's docstrings say.
+The data-moving functions are the thread-block forms: every thread of a program must call them together. Addresses are
+symmetric addresses as int64, sizes are in bytes. The constants come from the headers of NVSHMEM 3.4
+(host/nvshmem_api_types.h); torch's docstrings give other values.
 """
 
 from triton.language import core
@@ -14,7 +14,7 @@ _INT32, _INT64, _UINT64 = core.int32, core.int64, core.uint64
 
 
 def _call(name, result, arguments, types, semantic):
-    # Cast here: extern_elementwise looks the function up by the exact types of its arguments.
+    # extern_elementwise looks the function up by the exact types of its arguments, so they are cast here.
     arguments = [semantic.to_tensor(argument) for argument in arguments]
     arguments = [core.cast(a, t, _semantic=semantic) for a, t in zip(arguments, types, strict=True)]
     return core.extern_elementwise(

@@ -1,6 +1,6 @@
-"""The simulated transport's parts that are plain Python: what a wait and a delay are, by definition.
+"""The parts of the simulated transport that are plain Python: waits, delays and the clock.
 
-These functions are called from kernels in the interpreter and never reached in compiled code.
+Kernels call these functions in the interpreter; compiled code never reaches them.
 """
 
 import ctypes
@@ -11,11 +11,11 @@ import numpy
 from tkernels.comm import interpreter
 from tkernels.comm.errors import TkernelsError
 
-RECORD_LIMIT_S = 5.0  # to write the record of an expired wait
+RECORD_LIMIT_S = 5.0  # for the fault record of an expired wait to be written
 
 
 class WaitExpired(TkernelsError):
-    """Ends a launch of the interpreter; the context turns it into a WaitTimeoutError."""
+    """Ends an interpreted launch after an expired wait; the context turns it into a WaitTimeoutError."""
 
 
 def _int(value) -> int:
@@ -25,9 +25,9 @@ def _int(value) -> int:
 
 @interpreter.builtin
 def spin(signal, epoch, timeout_ns, fault_flag, other=None, value=None):
-    """Return 1 once the word at `signal` is at least `epoch`, 0 once the limit has passed or a fault is flagged.
+    """Return 1 once the word at `signal` is at least `epoch`, or the word at `other`, if given, is at least `value`.
 
-    Or once the word at `other` is at least `value`.
+    Returns 0 once the time limit has passed or a fault is flagged.
     """
     words = [(signal, epoch)] if other is None else [(signal, epoch), (other, value)]
     words = [(ctypes.c_int64.from_address(_int(word)), _int(wanted)) for word, wanted in words]
@@ -36,7 +36,7 @@ def spin(signal, epoch, timeout_ns, fault_flag, other=None, value=None):
 
 @interpreter.builtin
 def spin_packets(packets, num_packets, epoch, timeout_ns, fault_flag):
-    """The same once each of the packets is there: holds the epoch in its upper 32 bits, or is not zero if it has 32."""
+    """As `spin`, once all packets are here: 64-bit ones with the epoch in the upper half, 32-bit ones other than 0."""
     num_words = _int(num_packets) * packets.dtype.element_ty.primitive_bitwidth // 32
     words = numpy.ctypeslib.as_array((ctypes.c_uint32 * num_words).from_address(_int(packets)))
     if num_words == _int(num_packets):
@@ -46,7 +46,10 @@ def spin_packets(packets, num_packets, epoch, timeout_ns, fault_flag):
 
 
 def _poll(arrived, timeout_ns, fault_flag):
-    """The thread sleeps between looks: ranks outnumber cores, and a spinning one would hold up the one it waits for."""
+    """Return 1 once `arrived()` is true, 0 in the cases of `spin` or once the launch is aborted.
+
+    The thread sleeps between polls. Ranks outnumber cores, so a spinning rank would delay the one it waits for.
+    """
     flag = ctypes.c_int64.from_address(_int(fault_flag))
     limit = time.monotonic_ns() + _int(timeout_ns)
     interpreter.jitter()
@@ -61,10 +64,10 @@ def _poll(arrived, timeout_ns, fault_flag):
 
 @interpreter.builtin
 def give_up(faults, size, words):
-    """End this launch, since a wait expired, once a record of it is complete.
+    """End this launch after an expired wait, once a fault record of it is complete.
 
-    The records of `size` ranks, `words` long, follow the flag at `faults`. Another program of this launch may be
-    writing one now, and would be ended in the middle of it.
+    The records of `size` ranks, `words` words each, follow the flag at `faults`. Another program of this launch may be
+    writing one now, and ending the launch at once would interrupt it.
     """
     records = [ctypes.c_int64.from_address(_int(faults) + 8 * _int(words) * (1 + rank)) for rank in range(_int(size))]
     limit = time.monotonic() + RECORD_LIMIT_S
@@ -75,11 +78,11 @@ def give_up(faults, size, words):
 
 @interpreter.builtin
 def clock_ns() -> int:
-    """The time in ns: one clock for all processes of the machine."""
+    """The time in ns, by one clock for all processes of the machine."""
     return time.monotonic_ns()
 
 
 @interpreter.builtin
 def delay():
-    """A random pause where the interpreter was given a seed for it; nothing otherwise."""
+    """A random pause if the interpreter has a jitter seed; otherwise nothing."""
     interpreter.jitter()

@@ -1,6 +1,6 @@
-"""CUDA's driver itself, for what torch has no function for: copies between peers, words of streams, modes of captures.
+"""CUDA's driver API, for calls that torch lacks: copies between peers, stream memory operations, capture modes.
 
-Through cuda.bindings each call takes 2.5 us of the host (H200, bench/LOG.md).
+Through cuda.bindings each call takes 2.5 us of host time (H200, bench/LOG.md).
 """
 
 import ctypes

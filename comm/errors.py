@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 
 class TkernelsError(RuntimeError):
-    """Base class of what this library raises at run time; wrong arguments are ValueError or TypeError.
+    """Base class of this library's run-time errors; wrong arguments raise ValueError or TypeError.
 
-    What `launch` raises of its ranks is a RankError.
+    `launch` raises a RankError for failures of its ranks.
     """
 
 
@@ -17,7 +17,7 @@ class MismatchError(TkernelsError):
 class OutOfStepError(MismatchError):
     """Ranks of one group met in different calls. Every rank raises the same message.
 
-    calls, lines, values: by rank, the call, the line of the program, and what was brought to the meeting.
+    calls, lines, values: by rank, the call, the line of the program, and the value passed to the meeting.
     """
 
     def __init__(self, calls: tuple[str, ...], lines: tuple[str, ...], values: tuple):
@@ -51,7 +51,7 @@ class HeapExhaustedError(TkernelsError):
 
 @dataclass(frozen=True)
 class Fault:
-    """What an expired wait leaves behind: rank `rank` in `operation` waited for `peer`'s signal of `chunk`.
+    """Record of a wait that timed out: rank `rank`, in `operation`, waited for `peer`'s signal of `chunk`.
 
     Ranks are those of the context's group.
     """
@@ -65,13 +65,13 @@ class Fault:
 
 
 class WaitTimeoutError(TkernelsError):
-    """A wait on a signal expired, on this rank or on a peer of its group: `fault` says who waited for what.
+    """A wait on a signal timed out, on this rank or on a peer of its group; `fault` records which wait.
 
     The context can't be used any more, since its epochs are out of step; `finalize()` it and `init()` a new one.
     """
 
     def __init__(self, fault: Fault, timeout_s: float, global_ranks: list[int] | None = None):
-        """global_ranks: of the group's ranks, where they are others."""
+        """global_ranks: the global ranks of the group's ranks, if they differ."""
         self.fault, self.timeout_s, self.global_ranks = fault, timeout_s, global_ranks
         among = f" (ranks are those of a group, whose global ranks are {global_ranks})" if global_ranks else ""
         if fault.peer == fault.rank:
@@ -91,7 +91,7 @@ class WaitTimeoutError(TkernelsError):
         )
 
     def __getattr__(self, name):
-        # The fault's fields are the error's: `error.peer` reads better than `error.fault.peer`.
+        # The fault's fields are also the error's: `error.peer` reads better than `error.fault.peer`.
         if name in Fault.__dataclass_fields__ and "fault" in self.__dict__:
             return getattr(self.fault, name)
         raise AttributeError(name)

@@ -1,4 +1,4 @@
-"""The ranks that work together: a torch process group, or this process alone."""
+"""Group: the ranks that work together, a torch process group or this process alone."""
 
 import contextlib
 import logging
@@ -16,17 +16,17 @@ from tkernels.comm.errors import MismatchError, OutOfStepError, TkernelsError
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-PATIENCE_S = 60.0  # until a rank that waits on the host says whom for
+PATIENCE_S = 60.0  # until a rank that waits on the host logs which ranks are missing
 
 _log = logging.getLogger("tkernels")
-_meetings: dict[tuple[int, ...], int] = {}  # so many there were of these global ranks
+_meetings: dict[tuple[int, ...], int] = {}  # number of meetings so far, by global ranks
 
 
 class Group:
     """Rank, size and host-side exchange of one torch process group (gloo, nccl or any other backend)."""
 
     closed = False
-    _describe = None  # the call that is under way
+    _describe = None  # of the call in progress; see `during`
 
     def __init__(self, process_group: dist.ProcessGroup | None = None):
         """`process_group=None` is the default group, or one rank when torch.distributed is not initialised."""
@@ -46,12 +46,13 @@ class Group:
         self.global_ranks = dist.get_process_group_ranks(self.process_group)
 
     def gather(self, value, call: str | None = None) -> list:
-        """Collective. Every rank's picklable `value`, in rank order.
+        """Collective. Returns every rank's picklable `value`, in rank order.
 
-        call: what this rank is doing; by default the operation of `during`, or the library's function that asks. Raises
-        on every rank OutOfStepError where calls differ, MismatchError where what they must have alike does;
-        TkernelsError where a rank has gone, and once the group is closed. A rank that is waited for is named in the log
-        after PATIENCE_S; how long is waited is up to torch.distributed.
+        call: name of this rank's call; by default the operation of `during`, or the library's function that calls.
+
+        Raises on every rank: OutOfStepError if the calls differ, MismatchError if fields differ that must be alike.
+        Raises TkernelsError if a rank has gone, and once the group is closed. A waiting rank logs the missing ones
+        after PATIENCE_S; the limit of the wait is torch.distributed's.
         """
         if self.closed:
             raise TkernelsError("the context of this group has been finalized; init() a new one")
@@ -63,7 +64,7 @@ class Group:
         try:
             with self._watched(f"{call or operation} ({line})"):
                 dist.all_gather_object(ranks, (call or operation, line, alike, value), group=self.process_group)
-        except RuntimeError as error:  # of a backend, in its words
+        except RuntimeError as error:  # from the backend
             raise TkernelsError(
                 f"{call or operation} ({line}): the ranks can't meet, perhaps as one has ended or was killed: {error}"
             ) from error
@@ -79,13 +80,13 @@ class Group:
 
     @contextlib.contextmanager
     def _watched(self, where: str):
-        """Collective. If the block takes long, the log says which ranks have not come, and where each was last."""
+        """Collective. If the block takes long, log which ranks have not arrived, and the last call of each."""
         store, ranks = _store(), tuple(self.global_ranks)
         number = _meetings[ranks] = _meetings.get(ranks, 0) + 1
         timer = threading.Timer(PATIENCE_S, self._name_late, (store, number, where))
         timer.daemon = True
         if store is not None:
-            with contextlib.suppress(RuntimeError):  # whoever serves it may have ended before us
+            with contextlib.suppress(RuntimeError):  # the process that serves it may have ended
                 store.set(self._key(self.rank), f"{number} {where}")
                 timer.start()
         try:
@@ -114,9 +115,9 @@ class Group:
 
     @contextlib.contextmanager
     def during(self, describe):
-        """Meetings in the block are part of a call: `describe()` is its name, and by name what all ranks have alike.
+        """Meetings in the block belong to a call: `describe()` returns its name, and fields that all ranks have alike.
 
-        Of that, what every rank tells is compared.
+        Only fields that every rank returns are compared.
         """
         before, self._describe = self._describe, describe
         try:
@@ -125,13 +126,13 @@ class Group:
             self._describe = before
 
     def barrier(self):
-        """Collective. Returns once every rank has come here (a host barrier, after the device's work so far)."""
+        """Collective. Returns once every rank has arrived (a host barrier, after the device's work so far)."""
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         self.gather(None)
 
     def close(self):
-        """Let go of the process group, whose threads end once nobody holds it; gloo's abort an exit now and then."""
+        """Drop the process group, so that its threads can end; gloo's sometimes abort a process that exits with any."""
         self.closed, self.process_group = True, None
 
 
@@ -139,19 +140,19 @@ def _differences(call: str, by_rank: dict[str, list]) -> str:
     found = "; ".join(f"{name} by rank: {', '.join(map(str, values))}" for name, values in by_rank.items())
     rows, way_out = by_rank.get("rows", []), "all must pass the same"
     if "M" not in by_rank and rows and all(len(set(each)) == 1 for each in rows):
-        counts = tuple(each[0] for each in rows)  # each takes its own for everyone's
+        counts = tuple(each[0] for each in rows)  # each rank assumes its own number for all
         way_out += f", or, where they have different numbers of rows, rows={counts}"
     return f"{call}: the ranks' calls differ, in {found}; {way_out}"
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Of the tensor's bits and their order: for ranks that compare what should be equal."""
+    """CRC-32 of the tensor's bits in order: for ranks that compare tensors that should be equal."""
     bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return zlib.crc32(bits.cpu().numpy().data)
 
 
 def first_difference(ranks: list[dict]) -> tuple[int, list] | None:
-    """Of what each rank has by name: the first rank that has anything else than rank 0, and those names."""
+    """The first rank whose dict differs from rank 0's, and the names that differ; None if all agree."""
     absent = object()
     for rank, theirs in enumerate(ranks):
         names = [name for name in ranks[0] | theirs if ranks[0].get(name, absent) != theirs.get(name, absent)]
@@ -161,18 +162,18 @@ def first_difference(ranks: list[dict]) -> tuple[int, list] | None:
 
 
 def listed(names: list[str], most: int = 5) -> str:
-    """For errors: so many of them, and how many more there are."""
+    """For errors: the first `most` names, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _store() -> dist.Store | None:
-    """The one that all processes of torch.distributed share; None where a backend needs none."""
+    """The store that all processes of torch.distributed share; None if a backend needs none."""
     with contextlib.suppress(AttributeError, ValueError):
         return dist.distributed_c10d._get_default_store()
 
 
 def _caller() -> tuple[str, str]:
-    """The library's function that uses a group, and the line of the program that has called the library."""
+    """The library's function that uses a group, and the line of the program that called the library."""
     frame, function = sys._getframe(2), "a call of the program's own"
     while _module(frame) == __name__:
         frame = frame.f_back

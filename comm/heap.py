@@ -1,4 +1,4 @@
-"""SymmetricHeap: memory that has the same layout on every rank of a group, so that a peer's copy can be addressed."""
+"""SymmetricHeap: memory with the same layout on every rank of a group, so that a rank can address a peer's copy."""
 
 import math
 import os
@@ -61,17 +61,17 @@ class SymmetricHeap:
         return memory.view(dtype).view(shape)
 
     def untouched(self, num_bytes: int) -> torch.Tensor | None:
-        """Bytes that no allocation ever had, so all of them are zero on every rank; None if there are not so many.
+        """Allocate bytes that were never allocated before, so they are zero on every rank; None if too few are left.
 
-        For a CUDA graph's capture, where ranks can't meet: all must ask for the same, in the same order.
+        For a CUDA graph's capture, where ranks can't meet: all must ask for the same sizes, in the same order.
         """
         offset = self._blocks.take_new(round_up(num_bytes, ALIGNMENT))
         return None if offset is None else self.segment.local[offset : offset + num_bytes]
 
     def free(self, tensor: torch.Tensor):
-        """Give a tensor of `empty` back; all ranks, in the same order. Raises ValueError for any other tensor.
+        """Free a tensor of `empty`; all ranks, in the same order. Raises ValueError for any other tensor.
 
-        Once the heap is closed there is nothing left to do.
+        Does nothing once the heap is closed.
         """
         if tensor.numel() == 0 or self.segment.local is None:
             return
@@ -86,7 +86,7 @@ class SymmetricHeap:
         return distance if 0 <= distance < self.num_bytes and tensor.device == self.segment.local.device else None
 
     def close(self):
-        """Give the segment back to the runtime. Tensors of this heap must not be used any more."""
+        """Return the segment to the runtime. Tensors of this heap must not be used any more."""
         self.segment.close()
         self._blocks = FirstFit(0)
 

@@ -1,11 +1,11 @@
-"""Triton's interpreter as a CPU device that can be trusted: exact types, programs that run together, memory in place.
+"""Repairs Triton's interpreter into a faithful CPU device: exact types, concurrent programs, memory in place.
 
-Stock, the interpreter differs from a GPU where this library needs it most: it multiplies the bit patterns of bf16, it
-runs the programs of a launch one after another (so a program can't wait for a later one), it may copy a tensor's whole
-storage onto itself after a launch (undoing what a peer wrote meanwhile), and it replaces every exception by its own.
-`install()` repairs that, for triton 3.6 and later; importing this module changes nothing.
+The stock interpreter differs from a GPU where this library needs it most: it multiplies the bit patterns of bf16
+values, it runs the programs of a launch one after another (so a program can't wait for a later one), it may copy a
+tensor's whole storage back onto itself after a launch (undoing concurrent writes of a peer), and it replaces every
+exception by its own. `install()` repairs that, for triton 3.6 and later; importing this module changes nothing.
 
-What it does not show: weak memory. x86 is strongly ordered, so a missing release, acquire or fence passes here.
+Weak memory is not simulated: x86 is strongly ordered, so a missing release, acquire or fence passes here.
 """
 
 import contextlib
@@ -29,17 +29,18 @@ from triton._C.libtriton import ir
 from triton.runtime import interpreter as stock
 from triton.runtime.jit import JITFunction
 
-# A GPU holds one to a few programs on each of its ~130 SMs; 64 threads show the same waits at a bearable cost.
+# A GPU holds one to a few programs on each of its ~130 SMs; 64 threads show the same waits at an acceptable cost.
 DEFAULT_RESIDENT = 64
 
-# One program start or `jitter()` in three sleeps, up to this long: it reorders neighbours and leaves tests quick.
+# One in three program starts and `jitter()` calls sleeps, up to this long: it reorders neighbours and keeps tests
+# quick.
 JITTER_PROBABILITY = 1 / 3
 JITTER_MAX_S = 5e-3
 
-# How long an interrupted launch waits for its programs to notice.
+# How long an interrupted launch waits for its programs to end.
 INTERRUPT_GRACE_S = 5.0
 
-_KEEP = ...  # in the functions below: leave this setting as it is
+_KEEP = ...  # default in the functions below: leave this setting unchanged
 
 
 # Settings: how many programs are in flight, and the random delays
@@ -50,7 +51,7 @@ class _Settings:
     resident: int = DEFAULT_RESIDENT
     jitter_seed: int | None = None
     rank: int = 0
-    # Numbers the launches, so that each gets other delays and a second run of the same block gets the same ones.
+    # Numbers the launches, so that each draws different delays and a second run of the same block repeats them.
     launches: itertools.count = dataclasses.field(default_factory=itertools.count)
 
     def replaced(self, **changes) -> "_Settings":
@@ -70,12 +71,13 @@ def _settings() -> _Settings:
 
 @contextlib.contextmanager
 def execution(*, resident: int = _KEEP, jitter_seed: int | None = _KEEP, rank: int = _KEEP):
-    """Choose how kernels launched in this block (and this thread) run; what isn't given stays as it is.
+    """Set how kernels launched in this block (and this thread) run; settings that are not passed stay as they are.
 
-    resident: programs of a launch in flight at once, taken in order of program id, x fastest. 1 runs them one by one.
-    jitter_seed: random delays at program starts and at `jitter()`, drawn from (seed, rank, number of the launch in this
-        block, program index), so that a second run gets the same delays. None: no delays.
-    rank: this process's share in that draw.
+    resident: how many programs of a launch run at once, started in order of program id, x fastest. 1 runs them one by
+        one.
+    jitter_seed: seed of random delays at program starts and at `jitter()`, drawn from (seed, rank, number of the launch
+        in this block, program index), so that a second run gets the same delays. None: no delays.
+    rank: this process's rank in that draw.
     Raises ValueError for resident < 1.
     """
     token = _override.set(_settings().replaced(resident=resident, jitter_seed=jitter_seed, rank=rank))
@@ -86,18 +88,18 @@ def execution(*, resident: int = _KEEP, jitter_seed: int | None = _KEEP, rank: i
 
 
 def set_default(*, resident: int = _KEEP, jitter_seed: int | None = _KEEP, rank: int = _KEEP) -> None:
-    """Like `execution`, for the whole process; `install` does so with TKERNELS_RESIDENT and TKERNELS_JITTER."""
+    """Like `execution`, but for the whole process; `install` calls it with TKERNELS_RESIDENT and TKERNELS_JITTER."""
     global _default
     _default = _default.replaced(resident=resident, jitter_seed=jitter_seed, rank=rank)
 
 
 def set_rank(rank: int) -> None:
-    """Tell the random delays which rank this process is, so that ranks with one seed don't all pause alike."""
+    """Set the rank that random delays are drawn from, so that ranks with the same seed pause differently."""
     set_default(rank=rank)
 
 
 def resident() -> int:
-    """How many programs of one launch are in flight at once, at most: a program may only wait for one of these."""
+    """How many programs of one launch may be in flight at once; a program may only wait for one of these."""
     return _settings().resident
 
 
@@ -119,7 +121,7 @@ class LaunchAborted(BaseException):
 
 
 class _Launch:
-    """What the programs of one launch share."""
+    """State shared by the programs of one launch."""
 
     def __init__(self, kernel: str, grid: tuple[int, int, int], settings: _Settings):
         self.kernel, self.grid, self.settings = kernel, grid, settings
@@ -128,14 +130,14 @@ class _Launch:
         self._lock = threading.Lock()
 
     def abort(self, error: BaseException) -> None:
-        """End the launch because of `error`; only the first one counts."""
+        """End the launch because of `error`; only the first error is kept."""
         with self._lock:
             if self.error is None:
                 self.error = error
 
 
 class _Program:
-    """The program that a thread runs now."""
+    """The program that a thread is running."""
 
     def __init__(self, launch: _Launch, index: tuple[int, int, int]):
         self.launch, self.index = launch, index
@@ -151,7 +153,7 @@ def _current() -> _Program | None:
 
 
 def aborted() -> bool:
-    """Whether another program of the calling program's launch has failed. What waits inside a kernel polls this."""
+    """Whether another program of the calling program's launch has failed. Waits inside a kernel poll this."""
     program = _current()
     return program is not None and program.launch.error is not None
 
@@ -197,9 +199,10 @@ def _run_program(body, launch: _Launch, index: tuple[int, int, int]) -> None:
 
 @contextlib.contextmanager
 def beside(task):
-    """Run `task()` on a thread of its own while the block launches kernels, until both have ended.
+    """Run `task()` on another thread while the block launches kernels; return once both have ended.
 
-    It counts as a program, for `jitter` and `aborted`: the latter once the block has raised. Raises what `task` raised.
+    The task counts as a program for `jitter` and `aborted`; for it, `aborted` is true once the block has raised.
+    Re-raises the exception of `task`, unless the block itself has raised.
     """
     launch, ended, errors = _Launch("beside", (1, 1, 1), _settings()), threading.Event(), []
 
@@ -226,13 +229,13 @@ def beside(task):
 
 
 def _wait(event: threading.Event):
-    """Wait, but wake up now and then: the system may give a Ctrl-C to any thread, and Python acts on it in this one."""
+    """Wait, waking up periodically: the OS may deliver a Ctrl-C to any thread, but Python handles it in this one."""
     while not event.wait(0.2):
         pass
 
 
 class _Workers:
-    """Threads that outlive a launch: starting one costs as much as a small program. They end with the process."""
+    """Threads that outlive a launch, since starting one costs as much as a small program. They end with the process."""
 
     def __init__(self):
         self._tasks, self._idle = queue.SimpleQueue(), threading.Semaphore(0)
@@ -254,11 +257,11 @@ _workers = _Workers()
 
 
 def _run_together(body, launch: _Launch, indices, num_threads: int) -> None:
-    """Run the programs on `num_threads` threads, in order. Raises the first program's exception, as it was raised."""
+    """Run the programs on `num_threads` threads, started in order. Raises the first exception of any, unchanged."""
     lock, ended, running = threading.Lock(), threading.Event(), num_threads
 
     def run_programs():
-        # A device does not warn of an overflow. NumPy keeps this setting per thread.
+        # A GPU does not warn about overflow. NumPy keeps this setting per thread.
         with np.errstate(all="ignore"):
             while launch.error is None:
                 with lock:
@@ -287,7 +290,7 @@ def _run_together(body, launch: _Launch, indices, num_threads: int) -> None:
     except BaseException as interrupt:
         launch.abort(interrupt)
         with lock:
-            running -= num_threads - started  # those that an interrupt has kept from starting won't end either
+            running -= num_threads - started  # threads that the interrupt kept from starting won't end
             if not running:
                 ended.set()
         ended.wait(INTERRUPT_GRACE_S)
@@ -297,9 +300,9 @@ def _run_together(body, launch: _Launch, indices, num_threads: int) -> None:
 
 
 def _launch_kernel(executor, *args, **kwargs):
-    """What `kernel[grid](*args, **kwargs)` does: run every program of the grid on the caller's own memory."""
+    """Implements `kernel[grid](*args, **kwargs)`: runs every program of the grid on the caller's own memory."""
     kernel = executor.fn.__name__
-    # Launch options (num_warps, num_stages, extern_libs, ...) come the same way as arguments and mean nothing here.
+    # Launch options (num_warps, num_stages, extern_libs, ...) are passed like arguments and have no effect here.
     kwargs = {name: value for name, value in kwargs.items() if name in executor.arg_names}
     for hook in executor.pre_run_hooks:
         hook(*args, **kwargs)
@@ -314,7 +317,7 @@ def _launch_kernel(executor, *args, **kwargs):
         raise ValueError(f"{kernel}: a grid has 1 to 3 dimensions, not {len(grid)}: {grid}")
     grid = tuple(map(operator.index, grid)) + (1,) * (3 - len(grid))
 
-    # x fastest, as a GPU's block scheduler takes them
+    # x fastest, the order of a GPU's block scheduler
     indices = ((x, y, z) for z in range(grid[2]) for y in range(grid[1]) for x in range(grid[0]))
     num_programs = grid[0] * grid[1] * grid[2]
     settings = _settings()
@@ -334,7 +337,7 @@ def _without_constexpr(value):
 
 
 def _device_value(value, name: str, kernel: str):
-    """A host argument as the kernel sees it. Tensors become the address of their own memory: nothing is copied."""
+    """Convert a host argument to what the kernel receives. A tensor becomes its own address: nothing is copied."""
     if isinstance(value, bool):
         return _scalar(value, np.bool_, tl.int1)
     if isinstance(value, int):
@@ -369,9 +372,11 @@ def bf16_to_fp32(bits: np.ndarray) -> np.ndarray:
 def fp32_to_bf16(values: np.ndarray) -> np.ndarray:
     """float32 -> uint16 bit patterns of bf16, to nearest, ties to even; NaN stays NaN and overflow is infinity."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32).reshape(np.shape(values))
-    # Adding half a unit (less the tie) carries into the exponent by itself, up to infinity.
+    # Round to nearest even: add just under half an ulp, plus the lowest kept bit. The carry runs on into the exponent,
+    # up to infinity.
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    # A NaN whose payload is in the low half would round to infinity or carry into the sign: keep the top, made quiet.
+    # A NaN with its payload in the low half would round to infinity or carry into the sign: keep the upper half and set
+    # the quiet bit.
     quiet_nan = (bits >> np.uint32(16)) | np.uint32(0x0040)
     return np.where(np.isnan(values), quiet_nan, rounded).astype(np.uint16)
 
@@ -391,16 +396,16 @@ def _narrowed(handle):
 
 
 def _in_fp32(operation, *operands):
-    """The builder's operation on these operands, right for bf16 ones too."""
+    """Apply a builder operation to these operands, in fp32 if any of them is bf16."""
     if not any(map(_is_bf16, operands)):
         return operation(*operands)
     return _narrowed(operation(*map(_widened, operands)))
 
 
 class Builder(stock.InterpreterBuilder):
-    """The interpreter's operations, with those replaced that are wrong or incomplete."""
+    """The interpreter's operation builder, with the operations replaced that are wrong or incomplete."""
 
-    # Each thread runs a program of its own, so the one builder can't hold the index.
+    # Each thread runs a different program, so the single builder can't store the program index.
     grid_idx = property(lambda self: _current().index)
     grid_dim = property(lambda self: _current().launch.grid)
 
@@ -412,7 +417,7 @@ class Builder(stock.InterpreterBuilder):
     def binary_op(self, lhs, rhs, op):
         result = _in_fp32(super().binary_op, lhs, rhs, op)
         if result.data.dtype == np.bool_:
-            # Stock calls a comparison's result by its operands' type, and a cast of it would read it as such.
+            # Stock labels a comparison's result with its operands' type, so a later cast would misread it.
             return stock.TensorHandle(result.data, tl.int1)
         return result
 
@@ -425,7 +430,7 @@ class Builder(stock.InterpreterBuilder):
     def create_rsqrt(self, arg):
         return _in_fp32(super().create_rsqrt, arg)
 
-    # The hardware's minimum and maximum return the other operand where one is NaN; triton 3.6 has NaN here.
+    # The hardware's minimum and maximum return the other operand if one is NaN; triton 3.6 returns NaN here.
     def create_minnumf(self, lhs, rhs):
         return self.binary_op(lhs, rhs, np.fmin)
 
@@ -440,14 +445,14 @@ class Builder(stock.InterpreterBuilder):
     def create_fma(self, x, y, z):
         if z.data.dtype == np.float64 or (z.data.dtype == np.float32 and hasattr(stock._interpreter, "fma_fp32")):
             return super().create_fma(x, y, z)
-        # The product is exact in fp64, so this rounds as one operation does, but for the rarest of fp32 ties.
+        # The product is exact in fp64, so this rounds like a single operation, except for very rare fp32 ties.
         x, y, addend = (_widened(operand).data.astype(np.float64) for operand in (x, y, z))
         return self.cast_impl(stock.TensorHandle(x * y + addend, tl.float64), z.dtype.scalar)
 
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
         if any(not x.dtype.is_floating() or x.dtype.primitive_bitwidth == 8 for x in (a, b)):
             return super().create_dot(a, b, d, input_precision, max_num_imprecise_acc)
-        # In fp32 at least, as tensor cores do. NumPy's matmul is fast only where both operands have the result's type.
+        # In fp32 at least, as tensor cores do. NumPy's matmul is fast only if both operands have the result's type.
         accumulator = np.promote_types(d.data.dtype, np.float32)
         product = np.matmul(*(_widened(x).data.astype(accumulator, copy=False) for x in (a, b)))
         return stock.TensorHandle((product + d.data).astype(d.data.dtype, copy=False), d.dtype.scalar)
@@ -466,11 +471,11 @@ class Builder(stock.InterpreterBuilder):
         if rounding_mode != ir.ROUNDING_MODE.RTZ:
             return nearest
         exact, rounded = (np.abs(self.cast_impl(x, tl.float64).data) for x in (src, nearest))
-        # Where rounding went away from zero, the next float towards zero is one bit pattern down.
+        # If rounding went away from zero, subtracting 1 from the bits gives the next float towards zero.
         bits = nearest.data.view(f"u{nearest.data.itemsize}") - (rounded > exact)
         return stock.TensorHandle(bits.astype(f"u{nearest.data.itemsize}").view(nearest.data.dtype), nearest.dtype)
 
-    # memory: every access ends a program whose launch has failed, so that a loop polling a word ends too
+    # memory: every access of a program whose launch has failed raises, so that a loop polling a word ends too
 
     def create_masked_load(self, ptrs, mask, *args, **kwargs):
         raise_if_aborted()
@@ -493,7 +498,7 @@ class Builder(stock.InterpreterBuilder):
         return super().create_atomic_rmw(rmw_op, ptr, val, mask, sem, scope)
 
     def _atomic_add_bf16(self, ptr, val, mask, sem):
-        """A compare-and-swap loop, the elements that lost a race (or share an address) again each time round."""
+        """Atomic add by compare-and-swap; each pass retries the elements that lost a race or share an address."""
         sem = self.ir_sem_to_interpreter_sem[sem]
         ptrs, values, active = (x.ravel() for x in np.broadcast_arrays(ptr.data, val.data, mask.data))
         before, left = np.zeros(ptrs.shape, dtype=np.uint16), np.flatnonzero(active)
@@ -519,12 +524,15 @@ class Builder(stock.InterpreterBuilder):
 
 
 class Semantic(stock.TritonSemantic):
-    """What the operators of `tl` mean."""
+    """The semantics of `tl` operators, with a cheaper overflow check."""
 
     _EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
     def binary_op_sanitize_overflow_impl(self, lhs, rhs, binary_op):
-        """Stock's check of integer arithmetic, which takes five operations and more than a third of a kernel's time."""
+        """Check integer arithmetic for overflow, in numpy.
+
+        The stock check takes five operations and more than a third of a kernel's time.
+        """
         dtype = lhs.type.scalar
         if dtype.int_bitwidth >= 64 or not self.builder.options.sanitize_overflow:
             return
@@ -537,7 +545,7 @@ class Semantic(stock.TritonSemantic):
 
 
 def _require_aligned(ptrs, mask):
-    """On a GPU an element that lies across a multiple of its own size is a fault; a CPU would just read it."""
+    """Raise ValueError for an element that is not aligned to its own size: a GPU faults on it, a CPU would read it."""
     size = ptrs.get_element_ty().primitive_bitwidth // 8
     if size > 1:
         astray = ptrs.data & np.asarray(size - 1, ptrs.data.dtype)
@@ -546,13 +554,13 @@ def _require_aligned(ptrs, mask):
 
 
 def _yield_to_other_programs():
-    """Programs spin on atomics: without this, each spin keeps the interpreter lock from the program it waits for."""
+    """Release the GIL: programs spin on atomics, and a spinning one would keep the GIL from the one it waits for."""
     raise_if_aborted()
     time.sleep(0)
 
 
 def _reduce_or_scan(op, inputs):
-    """tl.reduce and tl.associative_scan: 16-bit floats in fp32, rounded once at the end."""
+    """Implements tl.reduce and tl.associative_scan: 16-bit floats are computed in fp32 and rounded once at the end."""
     if not isinstance(inputs, tuple):
         return _reduce_or_scan(op, (inputs,))[0]
     op.check_tensor(inputs)
@@ -566,7 +574,7 @@ def _reduce_or_scan(op, inputs):
 # Installation
 
 
-_numpy_type_of_scalar = functools.cache(stock._get_np_dtype)  # stock builds its table of types at each call
+_numpy_type_of_scalar = functools.cache(stock._get_np_dtype)  # stock rebuilds its table of types in each call
 
 
 def _numpy_type(dtype):
@@ -575,7 +583,7 @@ def _numpy_type(dtype):
 
 
 def _call_device_function(function, *args, **kwargs):
-    """A @triton.jit function called from a kernel. Stock patches all of `tl` at each call, and hides exceptions."""
+    """Call a @triton.jit function from a kernel. Stock patches all of `tl` in each call, and hides exceptions."""
     return function.rewrite()(*args, **kwargs)
 
 
@@ -585,7 +593,7 @@ def _interpreted(fn):
 
 
 def _call_compiled_function(function, *args, **kwargs):
-    """A function that was decorated before `install`, as Triton's own tl.sum and tl.cdiv are, called from a kernel."""
+    """Call a function decorated before `install`, such as Triton's own tl.sum and tl.cdiv, from a kernel."""
     if _current() is None:
         raise RuntimeError(f"{function.__name__} is a @triton.jit function; only kernels can call it")
     return _interpreted(function.fn)(*args, **kwargs)
@@ -596,12 +604,12 @@ def _method(function: JITFunction):
 
 
 def _compile_rewritten(rewriter, tree):
-    """The function from its rewritten source, in its own module's globals.
+    """Compile a function's rewritten source in the globals of its own module.
 
-    Stock copies all of its own globals there too, and a kernel that forgot an import runs here and fails on the GPU.
+    Stock copies all of its own globals there too, so a kernel that lacks an import would run here and fail on the GPU.
     """
     module = rewriter.fn.__globals__
-    for name in ("interpreter_semantic", "_InterpreterComparison"):  # what rewritten source names
+    for name in ("interpreter_semantic", "_InterpreterComparison"):  # the names that rewritten source uses
         if hasattr(stock, name):
             module.setdefault(name, getattr(stock, name))
     namespace = dict(rewriter.kwargs)
@@ -621,9 +629,9 @@ def _rewrite(function):
 
 
 def _patch_language():
-    """Make every function of `tl` an interpreted one, for good.
+    """Replace every function of `tl` by its interpreted version, permanently.
 
-    Stock does so for the length of a launch: a cost at each launch and call, and a race between launches.
+    Stock does so for the duration of a launch, which costs time in each launch and call and is a race between launches.
     """
     stock._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     stock._patch_lang = lambda fn: stock._LangPatchScope()
@@ -643,10 +651,10 @@ def _transposed(tensor):
 
 @functools.cache
 def install() -> None:
-    """Make this process interpret: every @triton.jit function decorated from now on runs on CPU tensors, repaired.
+    """Switch this process to the interpreter: @triton.jit functions decorated from now on run on CPU tensors, repaired.
 
     May be called again, to no effect. Kernels decorated earlier can't be launched, but interpreted ones may call them.
-    Reads TKERNELS_RESIDENT and TKERNELS_JITTER; raises ValueError where they aren't integers.
+    Reads TKERNELS_RESIDENT and TKERNELS_JITTER; raises ValueError if they aren't integers.
     """
     set_default(
         resident=_integer_from_environment("TKERNELS_RESIDENT"),
@@ -667,7 +675,7 @@ def install() -> None:
 
 
 def _interpret_from_now_on():
-    """Set Triton's own switch, but not the environment, as it would: a child process may want to compile."""
+    """Set Triton's own switch without exporting it to the environment: a child process may want to compile."""
     propagate, triton.knobs.propagate_env = triton.knobs.propagate_env, False
     try:
         triton.knobs.runtime.interpret = True

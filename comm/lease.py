@@ -1,29 +1,33 @@
-"""Who uses a buffer when: Fence, Lease, Slot, Keepalive, Crossing.
+"""Ordering of buffer accesses across streams: Fence, Lease, Slot, Keepalive, Crossing.
 
-All ordering between this library's streams goes through them, but for copies beside a kernel, which have words of
-memory for it (tkernels.comm.copies).
+All ordering between this library's streams goes through these classes. The exception is copies that run beside a
+kernel, which are ordered by words of memory (tkernels.comm.copies).
 
-A *lease* is one tenancy of a buffer: streams write it (producers), then streams read it (consumers), then it ends. A
-*fence* is what must have happened, at most one completion a stream, since a stream's later work covers its earlier. A
-*slot* is a long-lived buffer whose leases follow one another; a *keepalive* gives a one-off buffer back to its
-allocator. Two orders matter, and both are easily lost: every reader comes after every producer of its tenancy, on
-whatever stream, and every writer comes after everything of the tenancy before. Both are waits on events, never on the
-tail of a stream, so that nothing waits for unrelated work; a stream never waits for itself, and the host never blocks.
+- A *lease* is one tenancy of a buffer: streams write it (producers), then streams read it (consumers), then it ends.
+- A *fence* is the set of completions to wait for, at most one per stream, since a stream's later work covers its
+  earlier work.
+- A *slot* is a long-lived buffer whose leases follow one another.
+- A *keepalive* returns a one-off buffer to its allocator.
+
+Two orderings matter, and both are easily missed: every reader comes after every producer of its tenancy, on whatever
+stream, and every writer comes after all work of the previous tenancy. Both are waits on events, never on the tail of a
+stream, so nothing waits for unrelated work. A stream never waits for itself, and the host never blocks, except on gloo
+(see `WorkCompletion`).
 
     slot = Slot(torch.empty(n, device="cuda"))
     lease = slot.acquire()
-    with lease.write():              # this stream, after the last tenancy
+    with lease.write():              # on the current stream, after the last tenancy
         lease.tensor.copy_(gradient)
     with lease.read(comm_stream):    # after every producer
         reduce(lease.tensor)
-    slot.release(lease)              # issues no wait: the next tenant pays for it, if there is one
+    slot.release(lease)              # issues no wait: the next tenant waits, if there is one
 
-Streams are those of `dev`: torch.cuda, or torch.cpu, where there is one and everything is in order, or anything else
-that has `current_stream()`, `stream(s)` and streams with `record_event()` and `wait_event(event)`; for a Crossing also
-`Event()` with `record(stream)`.
+Streams are those of `dev`. It is torch.cuda; or torch.cpu, which has one stream with everything in order; or any other
+object that has `current_stream()`, `stream(s)` and streams with `record_event()` and `wait_event(event)`. A Crossing
+also needs `Event()` with `record(stream)`.
 
-Releases are host-time: they say that nothing more will be launched on the buffer, not that what was has finished. A
-block records one event; on one stream nothing ever waits.
+Releases take effect on the host's timeline: they state that nothing more will be launched on the buffer, not that the
+launched work has finished. A write or read block records one event; if all work is on one stream, nothing ever waits.
 """
 
 import contextlib
@@ -37,24 +41,25 @@ from tkernels.comm.errors import LeaseError
 
 
 class Completion(Protocol):
-    """Something that will have happened: an event of a stream, a c10d Work, a peer's signal at a generation.
+    """Work that can be waited for: an event of a stream, a c10d Work, a peer's signal at a generation.
 
     key: completions with the same key happen in the order in which they were made; the later one covers the earlier.
-    captured: whether it was made in a CUDA graph's capture and means something there only; None is valid everywhere.
+    captured: whether it was made during a CUDA graph's capture. True is valid only inside of a capture, False only
+        outside, None everywhere.
     """
 
     key: object
     captured: bool | None
 
     def wait(self, stream):
-        """Order later work of `stream` behind it. Blocks neither the host nor any other stream."""
+        """Order later work of `stream` after it. Blocks neither the host nor any other stream."""
 
     def query(self) -> bool:
-        """Whether it is known to have happened. False is always allowed."""
+        """Whether it is known to have happened. False is always a valid answer."""
 
 
 class EventCompletion:
-    """What had been launched on a stream when this was made."""
+    """Completion of everything launched on a stream before this was made."""
 
     __slots__ = ("key", "captured", "_event")
 
@@ -66,14 +71,14 @@ class EventCompletion:
         stream.wait_event(self._event)
 
     def query(self) -> bool:
-        return self._event is None or self._event.query()  # torch.cpu records None: all is done
+        return self._event is None or self._event.query()  # torch.cpu records None: its work is done
 
 
 class WorkCompletion:
-    """A collective or a transfer of torch.distributed that was started with async_op.
+    """Completion of a torch.distributed collective or transfer that was started with async_op.
 
-    Make it right after the start. Waiting orders a CUDA stream behind NCCL's own. Gloo knows no streams, and there it
-    blocks the host.
+    Make it right after the start. Waiting orders a CUDA stream after NCCL's own stream. Gloo has no streams, so waiting
+    blocks the host there.
     """
 
     __slots__ = ("captured", "_work", "_dev")
@@ -90,7 +95,7 @@ class WorkCompletion:
             return
         with self._dev.stream(stream):
             self._work.wait()
-        if self._dev is torch.cpu:  # it is over, and a second wait for a send of gloo's would never end
+        if self._dev is torch.cpu:  # it is done, and a second wait for a send of gloo's would never end
             self._work = None
 
     def query(self) -> bool:
@@ -109,7 +114,7 @@ class Fence:
         return len(self._completions)
 
     def record(self, stream):
-        """Add what has been launched on `stream` so far."""
+        """Add the completion of everything launched on `stream` so far."""
         self._completions[stream] = EventCompletion(stream, capturing(self._dev))
 
     def add(self, completion: Completion):
@@ -119,18 +124,21 @@ class Fence:
         self._completions.update(other._completions)
 
     def wait(self, stream):
-        """Order later work of `stream` behind all of it. Raises LeaseError across the edge of a capture."""
+        """Order later work of `stream` after all completions. Raises LeaseError across the edge of a capture."""
         inside = None
         for key, completion in self._completions.items():
-            if completion.captured is not None:  # the stream's own, too: a graph need not be replayed where it was made
+            if completion.captured is not None:  # the stream's own, too: a graph may be replayed on another stream
                 inside = capturing(self._dev) if inside is None else inside
                 if inside != completion.captured:
                     raise LeaseError(_ACROSS[inside])
-            if key != stream:  # by value: torch makes a new wrapper at each current_stream()
+            if key != stream:  # by value: torch makes a new wrapper in each current_stream()
                 completion.wait(stream)
 
     def query(self) -> bool:
-        """Whether all of it is known to have happened; never under capture, where asking is not allowed."""
+        """Whether all completions are known to have happened.
+
+        Under capture, where querying is not allowed, only an empty fence returns True.
+        """
         return not self._completions or (
             not capturing(self._dev) and all(completion.query() for completion in self._completions.values())
         )
@@ -153,9 +161,9 @@ def capturing(dev) -> bool:
 
 
 class Crossing:
-    """Puts what follows on one stream behind what is on another; inside a capture both become part of the graph.
+    """Orders later work of one stream after earlier work of another; inside a capture both become part of the graph.
 
-    One event serves all calls: a wait is for the last record before it.
+    One event serves all calls: a wait refers to the last record before it.
     """
 
     __slots__ = ("_event",)
@@ -172,13 +180,13 @@ class Lease:
     """One tenancy of a buffer: filling, then sealed by the first read, then released.
 
     tensor: the buffer, as an alias of its storage, so that `.data = ...` on the caller's tensor does not free it. None
-        for a buffer that only its users know.
+        if the lease is not given the buffer and only orders its users.
     home: the stream that the buffer's memory was allocated on.
-    gate: what must have happened before anyone writes: the tenancy before.
-    filled, used: the producers and the consumers of this tenancy.
+    gate: fence of the previous tenancy, which must have completed before any write.
+    filled, used: fences of this tenancy's producers and consumers.
 
-    Producers of one tenancy are not ordered among themselves and must write disjoint bytes; `ordered=True` puts one
-    behind those before it, for accumulation. Threads may share a lease.
+    Producers of one tenancy are not ordered among themselves and must write disjoint bytes; `ordered=True` orders a
+    write after the earlier ones, for accumulation. Threads may share a lease.
     """
 
     def __init__(self, tensor: torch.Tensor | None = None, *, dev=None, home=None, gate=None, name: str | None = None):
@@ -190,9 +198,9 @@ class Lease:
         self.gate = Fence(dev) if gate is None else gate
         self.filled, self.used = Fence(dev), Fence(dev)
         self.state = "filling"
-        self._writers = []  # streams that are behind the gate
+        self._writers = []  # streams that have waited for the gate
         self._writing = self._reading = 0
-        self._passed = False  # whether anyone's end implies that the gate has been passed
+        self._passed = False  # whether a stream has waited for the gate, so that its end implies the gate
         self._lock = threading.RLock()
 
     def __repr__(self):
@@ -203,37 +211,38 @@ class Lease:
         return self.state == "released"
 
     def write(self, stream=None, *, ordered: bool = False) -> "_Block":
-        """A context in which work that writes the buffer is launched on `stream`; None is the current stream.
+        """A context in which to launch work on `stream` that writes the buffer; None is the current stream.
 
-        The stream's first write of this tenancy waits for the tenancy before. Raises LeaseError once it was read, and
-        for an ordered write while another one is open, whose end can't be waited for yet.
+        The stream's first write of this tenancy waits for the previous tenancy. Raises LeaseError once the tenancy has
+        been read or released, and for an ordered write while another write is open, since the end of that one can't be
+        waited for yet.
         """
         return _Block(self, Lease._begin_write, Lease._end_write, stream, ordered)
 
     def read(self, stream=None) -> "_Block":
-        """A context in which work that reads the buffer is launched on `stream`; None is the current stream.
+        """A context in which to launch work on `stream` that reads the buffer; None is the current stream.
 
         The stream waits for every producer. Raises LeaseError while a write is open, or after the release.
         """
         return _Block(self, Lease._begin_read, Lease._end_read, stream)
 
     def written_by(self, completion: Completion):
-        """A producer whose end is not on a stream of ours. Start it inside `write`, which orders it after the gate."""
+        """Add a producer whose end `write` does not record. Start it inside `write`, which orders it after the gate."""
         with self._lock:
             self._require(self.state == "filling", "written")
             self.filled.add(completion)
 
     def read_by(self, completion: Completion):
-        """A consumer whose end is not on a stream of ours. Start it inside `read`, which orders it after producers."""
+        """Add a consumer whose end `read` does not record. Start it inside `read`, which orders it after producers."""
         with self._lock:
             self._require_readable()
             self.used.add(completion)
             self.state = "sealed"
 
     def release(self) -> Fence:
-        """End the tenancy, which issues no wait. Returns the gate of the next one. May be repeated.
+        """End the tenancy without issuing a wait. Returns the gate of the next one. May be repeated.
 
-        Raises LeaseError while a block is open, or if the storage has been resized meanwhile.
+        Raises LeaseError while a block is open, or if the storage has been resized since it was leased.
         """
         with self._lock:
             if self.released:
@@ -249,7 +258,7 @@ class Lease:
             self.tensor = None
             gate = Fence(self.dev)
             if not self._passed:
-                gate.update(self.gate)  # nobody of ours waited for it, so the next tenant has to
+                gate.update(self.gate)  # no stream has waited for it here, so the next tenant has to
             gate.update(self.filled)
             gate.update(self.used)
             self.gate = gate
@@ -309,7 +318,7 @@ def _device_module(tensor, name: str):
 
 
 class _Block:
-    """The time in which work of one kind is launched; the event is recorded at its end, right after the last launch."""
+    """The context that `write` and `read` return; its exit records an event, right after the last launch."""
 
     __slots__ = ("_lease", "_begin", "_end", "_stream", "_ordered")
 
@@ -331,7 +340,7 @@ class _Block:
 
 
 class Slot:
-    """A long-lived buffer that is leased again and again, to one tenant at a time. Threads may share it.
+    """A long-lived buffer that is leased repeatedly, to one tenant at a time. Threads may share it.
 
     tensor: the buffer, as an alias of its storage.
     """
@@ -347,11 +356,11 @@ class Slot:
 
     @property
     def gate(self) -> Fence:
-        """What the next tenant waits for; with an open lease, what that one had to. A peer's credit may be added."""
+        """The fence that the next tenant waits for, or the open lease's gate. A peer's credit may be added."""
         return self._first_gate if self.lease is None else self.lease.gate
 
     def acquire(self) -> Lease:
-        """The next tenancy. Raises LeaseError while the last one has not been released."""
+        """Begin the next tenancy. Raises LeaseError while the last one has not been released."""
         with self._lock:
             self._require_released("acquired")
             self.lease = Lease(self.tensor, dev=self.dev, home=self.home, gate=self.gate, name=self.name)
@@ -365,7 +374,7 @@ class Slot:
             lease.release()
 
     def join(self, stream=None):
-        """Order `stream` (None: the current one) behind everything of the last tenancy, and forget it."""
+        """Order `stream` (None: the current one) after all work of the last tenancy, and clear the gate."""
         with self._lock:
             self._require_released("joined")
             self.gate.wait(self.dev.current_stream() if stream is None else stream)
@@ -380,10 +389,10 @@ class Slot:
 
 
 class Keepalive:
-    """Storage that goes back to its allocator once its home stream is ordered behind every use.
+    """Holds storage until its home stream is ordered after every use, then returns it to its allocator.
 
-    The caching allocator reuses a block on the stream that allocated it, at once: whoever drops the last reference
-    earlier gives memory away that another stream still reads.
+    The caching allocator reuses a freed block at once on the stream that allocated it: dropping the last reference any
+    earlier gives away memory that another stream still reads.
     """
 
     def __init__(self):
@@ -394,9 +403,9 @@ class Keepalive:
         return len(self._deferred)
 
     def defer(self, lease: Lease, drop=None):
-        """End `lease` and hold its storage; `drop()` is called when it is let go. Issues no wait.
+        """End `lease` but hold its storage; `drop()` is called when the storage is let go. Issues no wait.
 
-        Raises LeaseError for a lease that was released before, which holds its storage no longer.
+        Raises LeaseError for a lease that was already released, since it no longer holds its storage.
         """
         with lease._lock:
             if lease.released:
@@ -407,15 +416,15 @@ class Keepalive:
             self._deferred.append((gate, lease.home, held, drop))
 
     def drain(self, keep: int = 0):
-        """Let go of all but the newest `keep`, each after a wait of its home stream."""
+        """Let go of all but the newest `keep`, each after its home stream has been made to wait for every use."""
         with self._lock:
             while len(self._deferred) > keep:
                 gate, home = self._deferred[0][:2]
-                gate.wait(home)  # it may refuse, under capture: then the storage is held still
+                gate.wait(home)  # it may raise under capture; the storage then stays held
                 self._let_go()
 
     def collect(self):
-        """Let go of the oldest ones that have finished already, which needs no wait."""
+        """Let go of the oldest ones whose uses have already finished, without any wait."""
         with self._lock:
             while self._deferred and self._deferred[0][0].query():
                 self._let_go()
@@ -428,18 +437,18 @@ class Keepalive:
 
 @contextlib.contextmanager
 def captured(graph, *, slots=(), streams=(), dev=torch.cuda):
-    """Capture a CUDA graph that uses `slots` on side `streams`: `graph` is torch.cuda.graph(...), not yet entered.
+    """Capture a CUDA graph that uses `slots` and side `streams`; `graph` is torch.cuda.graph(...), not yet entered.
 
         with captured(torch.cuda.graph(g), slots=[slot], streams=[comm]) as replay:
             step()
-        replay()  # g.replay(), in order with what is launched on the slots outside
+        replay()  # g.replay(), ordered with work launched on the slots outside the graph
 
-    The side streams fork from the capture and join it at its end. One external event, recorded by every replay, stands
-    for all that the graph does with the slots: who uses them next waits for it. `replay` in turn puts what was launched
-    on the slots ahead of the current stream; a bare g.replay() does not. A capture that fails leaves the slots as if
-    they had never been used.
+    The side streams fork from the capture's stream and join it at the end. Every replay records one external event,
+    which stands for all work of the graph on the slots: the next user of a slot waits for it. `replay` in turn orders
+    the current stream after the work launched on the slots before; a bare g.replay() does not. A capture that fails
+    leaves the slots as if they had never been used.
 
-    Raises LeaseError for a slot with an open lease, at either edge.
+    Raises LeaseError for a slot with an open lease, at the start or at the end of the capture.
     """
     slots, streams = tuple(slots), tuple(streams)
     for slot in slots:

@@ -1,10 +1,11 @@
-"""Marks: when a program began what, written by the program itself, for traces of a launch.
+"""Marks: timestamps that a program writes when it begins an activity, for traces of a launch.
 
-A program is at any time doing one thing. A mark notes the time at which it begins the next one, which ends the one
-before. Without TRACE, a compile-time constant, none of this is in the compiled kernel.
+A program does one thing at a time. A mark records the time at which it begins an activity, which ends the previous one.
+Unless the compile-time constant TRACE is set, the compiled kernel contains none of this.
 
-A launch that is recorded gets a table whose word TRACE_BUFFER is the address of an int64 buffer, a row a program: the
-number of its marks, then TRACE_CAPACITY marks of (kind, first, second, time in ns). The last of them is kept for END.
+A recorded launch gets a table whose word TRACE_BUFFER is the address of an int64 buffer with a row for each program:
+the number of marks it made, then TRACE_CAPACITY marks of (kind, first, second, time in ns). The last of these places is
+reserved for END. Marks that found no place are counted too.
 """
 
 import triton
@@ -13,24 +14,24 @@ import triton.language as tl
 from tkernels.comm.device import SIMULATED, TRACE_BUFFER, TRACE_CAPACITY, globaltimer
 from tkernels.comm.device_simulated import clock_ns
 
-# What a program may be doing, and what `first` and `second` then are.
+# The activities, and what `first` and `second` mean for each.
 KINDS = {
     "end": ("multiprocessor",),
-    "compute": ("row", "column"),  # the first ones of an output tile
-    "store": ("row", "column"),  # and the addition of its other parts' sums, and of the peers'
-    "wait": ("chunk", "peer"),  # for a peer's chunk; this rank as the peer, here and below: everyone's
-    "collect": ("chunk", "peer"),  # wait for this rank's own tiles of a chunk that goes to a peer, or a tile's parts
+    "compute": ("row", "column"),  # of an output tile's first element
+    "store": ("row", "column"),  # includes adding the tile's other split-K parts, and the peers' partial sums
+    "wait": ("chunk", "peer"),  # for a peer's chunk; here and below, this rank as the peer stands for all ranks
+    "collect": ("chunk", "peer"),  # wait for own tiles of a chunk to send, split-K parts, or the copy engine
     "send": ("chunk", "peer"),
-    "add": ("chunk", "peer"),  # a collective's sums
+    "add": ("chunk", "peer"),  # summation in a collective
     "copy": ("chunk", "peer"),  # from the inbox to the output
 }
 END, COMPUTE, STORE, WAIT, COLLECT, SEND, ADD, COPY = map(tl.constexpr, range(len(KINDS)))
-MARK = tl.constexpr(4)  # words
+MARK = tl.constexpr(4)  # words of a mark
 
 
 @triton.jit
 def clock(TRANSPORT: tl.constexpr):
-    """Nanoseconds of a clock that all programs of a rank share; other ranks' may be ahead or behind."""
+    """The time in ns, by a clock that all programs of a rank share; other ranks' clocks may be ahead or behind."""
     if TRANSPORT == SIMULATED:
         now = tl.full((), clock_ns(), tl.int64)
     else:
@@ -40,9 +41,10 @@ def clock(TRANSPORT: tl.constexpr):
 
 @triton.jit
 def mark(KIND: tl.constexpr, first, second, table, TRANSPORT: tl.constexpr, TRACE: tl.constexpr):
-    """This program begins something of that kind.
+    """Record that this program begins an activity of that kind.
 
-    How many marks it has made is kept in memory, not handed on: a loop's iterations then don't wait for each other.
+    The number of marks made is kept in memory, not passed along as a value: that would make each iteration of a loop
+    depend on the one before.
     """
     if TRACE:
         now = clock(TRANSPORT)
@@ -66,7 +68,7 @@ def mark(KIND: tl.constexpr, first, second, table, TRANSPORT: tl.constexpr, TRAC
 
 @triton.jit
 def end_marks(table, TRANSPORT: tl.constexpr, TRACE: tl.constexpr):
-    """The last mark of a program."""
+    """The last mark of a program; its `first` is the SM that it ran on."""
     if TRACE:
         multiprocessor = tl.full((), 0, tl.int32)
         if TRANSPORT != SIMULATED:

@@ -1,9 +1,9 @@
-"""Symmetric memory on GPUs: NVSHMEM through nvshmem4py, one process a GPU.
+"""Symmetric memory on GPUs: NVSHMEM through nvshmem4py, one process per GPU.
 
-NVSHMEM is initialised once a process, over the default process group's ranks, with a unique id sent through that
-group; it stays up until the process ends. Its symmetric heap gives one pool at that moment, the same on every rank,
-and segments of any sub-group are carved out of the pool without the ranks outside it. A segment may lie at different
-places in its ranks' pools, so its ranks exchange the offsets.
+NVSHMEM is initialised once per process, over the default process group's ranks, with a unique id sent through that
+group; it stays up until the process ends. At that moment one pool is allocated from its symmetric heap, the same on
+every rank. Segments of any sub-group are carved out of the pool without involving the ranks outside it. A segment may
+lie at different offsets in its ranks' pools, so its ranks exchange them.
 """
 
 import functools
@@ -27,11 +27,11 @@ from tkernels.comm.runtime import Segment
 POOL_BYTES = int(os.environ.get("TKERNELS_POOL_BYTES", 8 << 30))
 
 _pool = None
-_uninitialised = []  # modules that hold NVSHMEM's device state and don't know it yet
+_uninitialised = []  # loaded modules with NVSHMEM device state that is not initialised yet
 
 
 class _Pool:
-    """This process's share of NVSHMEM's memory, and where each processing element's share is mapped."""
+    """This process's part of NVSHMEM's memory, and the address at which each processing element's part is mapped."""
 
     def __init__(self):
         world = Group(None)
@@ -53,7 +53,7 @@ class _Pool:
 
 
 def open_segment(group: Group, num_bytes: int) -> Segment:
-    """Collective over the group; the first call of a process over the default process group (all ranks)."""
+    """Collective over the group; a process's first call is collective over the default process group (all ranks)."""
     global _pool
     if _pool is None:
         _pool = _Pool()
@@ -73,7 +73,7 @@ def open_segment(group: Group, num_bytes: int) -> Segment:
             f"NVSHMEM's pool of {POOL_BYTES} bytes has no room for a heap of {num_bytes} bytes on rank "
             f"{offsets.index(None)}; set TKERNELS_POOL_BYTES to a larger value or finalize() other contexts"
         )
-    local = pool.memory[offset : offset + num_bytes].zero_()  # which init waits for, with all ranks
+    local = pool.memory[offset : offset + num_bytes].zero_()  # asynchronous: init waits for it, on all ranks
     mapped = [pool.peers[pe] for pe in group.global_ranks]
     bases = [base + at if base else 0 for base, at in zip(mapped, offsets, strict=True)]
     symmetric = [pool.memory.data_ptr() + at for at in offsets]
@@ -95,8 +95,8 @@ def device_library() -> str:
 
 
 def _initialise_module(module, function, name, metadata_group, hash):
-    # Runs after every load of a compiled kernel, from the disk cache too. Only a module that holds NVSHMEM's device
-    # state may be initialised: the call fails on any other.
+    # Runs after every load of a compiled kernel, including loads from the disk cache. Only a module that holds
+    # NVSHMEM's device state may be initialised: the call fails on any other.
     ptx = next((path for file, path in metadata_group.items() if file.endswith(".ptx")), None)
     if ptx is not None and "nvshmemi_device_state_d" in Path(ptx).read_text():
         _uninitialised.append(int(module.value if hasattr(module, "value") else module))
@@ -104,9 +104,10 @@ def _initialise_module(module, function, name, metadata_group, hash):
 
 
 def initialise_modules():
-    """Before each launch of a kernel that calls NVSHMEM: what was loaded since the last one.
+    """Initialise the modules loaded since the last call; for use before each launch of a kernel that calls NVSHMEM.
 
-    Raises TkernelsError under a capture, which NVSHMEM's initialisation of a module would end.
+    Raises TkernelsError under a capture if there are any, since NVSHMEM's initialisation of a module would end the
+    capture.
     """
     if _uninitialised and capture.underway():
         raise TkernelsError(

@@ -1,8 +1,8 @@
-"""What calls of one kind have in common is worked out once: plans, and the prepared launches that they end in.
+"""Plans: the setup that calls of one kind share, computed once, down to a prepared launch of the kernel.
 
-From the shapes, strides, dtypes and options of a call follow its grid, its schedules, its views of the workspace and
-all but a few of its kernel's fifty arguments. An operation's plan holds these, so the next call of its kind looks the
-plan up, allocates its result, and hands the addresses of its tensors to the launcher of the compiled kernel.
+The shapes, strides, dtypes and options of a call determine its grid, its schedules, its views of the workspace and all
+but a few of its kernel's fifty arguments. An operation's plan holds these, so the next call of the same kind looks the
+plan up, allocates its result, and passes the addresses of its tensors to the launcher of the compiled kernel.
 """
 
 import copy
@@ -19,12 +19,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tkernels.comm import capture
 from tkernels.comm.device_simulated import WaitExpired
 
-MAX_PLANS = 1024  # a context keeps for each stream, and the local product for all
-MAX_ADDRESSES = 256  # whose descriptors a launch keeps, for each of its descriptors
+MAX_PLANS = 1024  # kept by a context for each stream, and by the local GEMM for all streams together
+MAX_ADDRESSES = 256  # for which a launch keeps encoded descriptors, per descriptor parameter
 
 
 def describe(tensor: torch.Tensor | None):
-    """All that a plan may take from a tensor. What a kernel is compiled for is in it: dtype, and alignment to 16."""
+    """All properties of a tensor that a plan may depend on, including those that kernels are compiled for.
+
+    The latter are the dtype and the alignment to 16 bytes.
+    """
     if tensor is None:
         return None
     lazy = tensor.is_neg() or tensor.is_conj()
@@ -32,15 +35,15 @@ def describe(tensor: torch.Tensor | None):
 
 
 def check_resolved(name: str, label: str, tensor: torch.Tensor):
-    """Raises ValueError for what torch has negated or conjugated in name only: kernels read what lies in memory."""
+    """Raise ValueError for a tensor that torch negates or conjugates lazily: kernels read the memory as it is."""
     if torch.compiler.is_compiling():
-        return  # nothing to ask a trace; the compiled call will be asked
+        return  # a traced tensor can't be queried; the compiled call checks
     if tensor.is_neg() or tensor.is_conj():
         raise ValueError(f"{name}: {label} is a negated or conjugated view; pass {label}.resolve_neg().resolve_conj()")
 
 
 def check_out(name: str, out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
-    """Raises ValueError or TypeError unless `out` can take a result: of that shape and dtype, contiguous, there."""
+    """Raise ValueError or TypeError unless `out` has that shape and dtype, is contiguous and is on `device`."""
     if out.dtype != dtype:
         raise TypeError(f"{name}: out is {out.dtype}, but the result is {dtype}")
     if tuple(out.shape) != tuple(shape) or not out.is_contiguous() or out.device != device:
@@ -52,11 +55,11 @@ def check_out(name: str, out: torch.Tensor, shape: tuple[int, ...], dtype: torch
 
 
 class Plans:
-    """Plans by key, of which the MAX_PLANS newest are kept."""
+    """A cache of plans by key, which keeps the MAX_PLANS newest."""
 
     def __init__(self):
         self._plans = {}
-        self._lock = threading.Lock()  # products of one rank alone may come from several threads
+        self._lock = threading.Lock()  # calls of local operations may come from several threads
 
     def __len__(self):
         return len(self._plans)
@@ -78,19 +81,19 @@ class Plans:
         return plan
 
     def clear(self, which=lambda plan: True):
-        """Forget the plans of which that holds."""
+        """Forget the plans for which `which` is true; by default, all."""
         with self._lock:
             self._plans = {key: plan for key, plan in self._plans.items() if not which(plan)}
 
 
-local_plans = Plans()  # of operations of this rank alone, which need no context
+local_plans = Plans()  # of local operations, which need no context
 
 
 def alike(tell):
-    """Marks what prepares a collective call, for ranks that compare their calls where they meet.
+    """Decorator of a function that prepares a collective call, so that ranks can compare their calls where they meet.
 
-    tell: a function of the same tensors and options, that returns (operation, {field: value}). Ranks raise
-        MismatchError where a field that all of them return differs; a field that a rank leaves out is not compared.
+    tell: a function of the same tensors and options that returns (operation, {field: value}). Ranks raise MismatchError
+        if a field that all of them return differs; a field that a rank omits is not compared.
     """
 
     def mark(prepare):
@@ -101,12 +104,12 @@ def alike(tell):
 
 
 def told(**options) -> dict:
-    """Those that are given."""
+    """The options that are not None."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def without_grad(run):
-    """torch.no_grad() around `run`, which costs as much as a launch, where there are gradients to do without."""
+    """Wrap `run` in torch.no_grad(), which costs as much as a launch, only in calls with gradients enabled."""
 
     def call(*arguments):
         if not torch.is_grad_enabled():
@@ -118,17 +121,17 @@ def without_grad(run):
 
 
 class Launch:
-    """A kernel's launch, of which all is decided but the addresses of the tensors that `varying` names.
+    """A kernel launch in which everything is fixed except the addresses of the tensors that `varying` names.
 
     kernel, num_programs: a triton.jit function, and its grid.
     arguments: in the order of the kernel's parameters; for varying parameters, examples.
     varying: the parameters that take the tensors of a call, in the order in which calls pass them.
-    context: whose expired waits forbid a launch; None for kernels that wait for nobody.
-    options: constants by name, and what triton.jit takes besides (num_warps, ...).
+    context: the context whose timed-out waits forbid a launch; None for kernels that never wait for a peer.
+    options: constants by name, and the launch options of triton.jit (num_warps, ...).
 
-    The first call goes through triton.jit, which compiles. Later ones go to the compiled kernel's launcher, with other
-    addresses only: each call's tensors must be like the first one's in all that `describe` tells. No call's tensors are
-    held. On the simulated runtime every call is a plain one, and so is one that is traced.
+    The first call goes through triton.jit, which compiles. Later ones go to the compiled kernel's launcher and change
+    only the addresses: each call's tensors must match the first call's in everything that `describe` returns. No call's
+    tensors are kept alive. On the simulated runtime, and while a launch is traced, every call goes through triton.jit.
     """
 
     def __init__(self, kernel, num_programs: int, arguments, varying: tuple[str, ...] = (), context=None, **options):
@@ -166,7 +169,7 @@ class Launch:
         self._launcher(*grid, stream, compiled.function, compiled.packed_metadata, metadata, enter, leave, *arguments)
 
     def _by_jit(self, tensors):
-        """A plain call. The compiled kernel, or None where it was interpreted."""
+        """Launch through triton.jit. Returns the compiled kernel, or None if it was interpreted."""
         varying = zip(self._varying.items(), tensors, strict=True)
         arguments = self._arguments | {name: make(tensor) for (name, make), tensor in varying}
         if self._context is not None and self._context.recorder is not None:
@@ -184,13 +187,13 @@ class Launch:
             raise
         except BaseException as error:
             if self._context is not None and self._context.runtime == "simulated":
-                self._context.interrupt(error)  # some of its programs may have done their part
+                self._context.interrupt(error)  # some of its programs may have finished
             raise
 
     def _prepare(self, tensors) -> bool:
-        """The arguments as the launcher takes them: addresses, descriptors in their parts, None for constants.
+        """Build the arguments as the launcher takes them: addresses, descriptors as their parts, None for constants.
 
-        False on a GPU without TMA, where Triton takes descriptors in other parts.
+        Returns False on a GPU without TMA, where Triton splits descriptors into other parts.
         """
         compiled, flat, signature, at = self._compiled, [], [], {}
         descriptors = [kind for kind in compiled.src.signature.values() if kind.startswith("tensordesc")]
@@ -213,18 +216,19 @@ class Launch:
                 signature.append(kind)
         self._flat, self._slots = flat, [at[name] for name in self._varying]
         self._stream = functools.partial(driver.active.get_current_stream, driver.active.get_current_device())
-        # A launcher for what descriptors consist of. Triton's own would encode each of them anew in each call.
+        # A launcher that takes the parts of descriptors. Triton's own would encode each descriptor again in each call.
         source = types.SimpleNamespace(fn=compiled.src.fn, constants={}, signature=dict(enumerate(signature)))
         launcher = driver.active.launcher_cls(source, compiled.metadata._replace(tensordesc_meta=None))
         self._launch = _short(launcher, compiled, self._num_programs)
-        self._launcher = launcher  # last: from now on another thread's calls go by it
+        self._launcher = launcher  # last: from here on, other threads' calls use it
         return True
 
 
 def _short(launcher, compiled, num_programs: int):
-    """What a launcher comes to where there are neither hooks nor scratch memory: a function of stream and arguments.
+    """A faster launcher, without hooks or scratch memory: a function of stream and arguments.
 
-    The launcher looks for both in each call and takes twice as long.
+    Triton's launcher checks for both in each call and takes twice as long. Kernels that need scratch memory still use
+    it.
     """
     grid, launch = (num_programs, 1, 1), launcher.launch
     function, metadata, hooks = compiled.function, compiled.packed_metadata, (None, None, None)
@@ -239,7 +243,7 @@ def _short(launcher, compiled, num_programs: int):
 
 
 def _maker(example):
-    """What makes of a tensor the argument that `example` is: the tensor as that dtype, or a descriptor like that."""
+    """Return a function that makes an argument like `example` from a tensor: a view as its dtype, or a descriptor."""
     if isinstance(example, TensorDescriptor):
         of = {name: getattr(example, name) for name in ("shape", "strides", "block_shape")}
         return functools.partial(TensorDescriptor, **of)
@@ -252,18 +256,18 @@ def _address(value):
 
 
 class _Descriptors(dict):
-    """The encoded TMA descriptors of one parameter by address, each made when it is first asked for."""
+    """The encoded TMA descriptors of one parameter by tensor address, each made at first use."""
 
     def __init__(self, like: TensorDescriptor, layout):
         self._like, self._layout = copy.copy(like), layout
-        self._like.base = None  # no call's tensor is held
+        self._like.base = None  # keeps no call's tensor alive
 
     def __missing__(self, address: int):
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
         if len(self) >= MAX_ADDRESSES:
             self.clear()
-        # Of its tensor Triton asks for nothing else, and a new TensorDescriptor would check again what plans know.
+        # Triton reads only the address of the base, and a new TensorDescriptor would repeat checks made for the plan.
         like = copy.copy(self._like)
         like.base = types.SimpleNamespace(data_ptr=lambda: address)
         # Triton 3.6 takes two arguments, 3.9 a third one that it does not use.

@@ -1,4 +1,4 @@
-"""The memory plan: one table of named regions, from which size, views and bounds all come."""
+"""The memory plan: a table of named regions that defines a buffer's size, its views and their bounds."""
 
 import math
 

@@ -1,12 +1,13 @@
-"""The one choice between the two runtimes, made when this module is first imported, before any kernel is decorated.
+"""Chooses one of the two runtimes, when this module is first imported, before any kernel is decorated.
 
-`simulated`: Triton's interpreter, CPU tensors, one process a rank, a shared-memory segment each.
-`nvshmem`: compiled kernels, CUDA tensors, one process a GPU, NVSHMEM's symmetric memory.
+`simulated`: Triton's interpreter, CPU tensors, one process per rank, a shared-memory segment each.
+`nvshmem`: compiled kernels, CUDA tensors, one process per GPU, NVSHMEM's symmetric memory.
 
-TKERNELS_RUNTIME=auto|simulated|nvshmem overrides the choice; `auto` takes nvshmem where torch sees a GPU and
-nvshmem4py is installed, and the simulated runtime elsewhere. With TKERNELS_SHARE_GPUS=1 several ranks may share a GPU,
-to test compiled kernels on a machine with fewer GPUs than ranks: the driver runs the processes in time slices, so a
-rank that waits makes room for the one that it waits for. Results are the same, times mean nothing, NCCL can't do it.
+TKERNELS_RUNTIME=auto|simulated|nvshmem overrides the choice; `auto` takes nvshmem if torch sees a GPU and nvshmem4py is
+installed (0.4.1 or newer), and the simulated runtime otherwise. With TKERNELS_SHARE_GPUS=1 several ranks may share a
+GPU, to test compiled kernels on a machine with fewer GPUs than ranks: the driver time-slices the processes, so a
+waiting rank makes room for the one that it waits for. Results are the same, timings are meaningless, and NCCL does not
+work.
 """
 
 import importlib.metadata
@@ -22,15 +23,15 @@ from tkernels.comm import interpreter
 from tkernels.comm.errors import TkernelsError
 from tkernels.comm.group import Group
 
-NVSHMEM4PY = "0.4.1"  # the oldest that works
+NVSHMEM4PY = "0.4.1"  # the oldest version that works
 
 
 @dataclass
 class Segment:
     """`num_bytes` of symmetric memory of one group, as this process sees it.
 
-    local: this rank's part, uint8 [num_bytes], zeros at first.
-    bases: address of each rank's part as mapped here; 0 where loads and stores don't reach (another node).
+    local: this rank's part, uint8 [num_bytes], initially zero.
+    bases: address of each rank's part as mapped here; 0 if loads and stores don't reach it (another node).
     symmetric_bases: the address that names each rank's part in NVSHMEM device calls; 0 on the simulated runtime.
     pes: each rank's NVSHMEM processing element.
     """
@@ -62,7 +63,7 @@ def candidates() -> dict[str, str | None]:
 
 
 def version_of(*distributions: str) -> str | None:
-    """The version of the first of them that is installed, or None."""
+    """The version of the first of `distributions` that is installed, or None."""
     for name in distributions:
         try:
             return importlib.metadata.version(name)
@@ -95,38 +96,38 @@ def device() -> torch.device:
 
 
 def shares_gpus() -> bool:
-    """Whether the ranks of a machine may be more than its GPUs."""
+    """Whether a machine may run more ranks than it has GPUs."""
     return os.environ.get("TKERNELS_SHARE_GPUS") == "1"
 
 
 def most_ranks() -> float:
-    """How many ranks may run on this machine: one a GPU; any number simulated, or where GPUs are shared."""
+    """The most ranks that may run on this machine: one per GPU; no limit if simulated, or if GPUs are shared."""
     return math.inf if RUNTIME == "simulated" or shares_gpus() else torch.cuda.device_count()
 
 
 def gpus_left_out() -> str | None:
-    """Why `auto` took the simulated runtime though torch sees a GPU; None where it did not."""
+    """Why `auto` took the simulated runtime though torch sees a GPU; None if it did not."""
     if RUNTIME == "simulated" and ASKED == "auto" and torch.cuda.is_available():
         return candidates()["nvshmem"]
     return None
 
 
 def default_programs() -> int:
-    """Of a persistent kernel: as many as the GPU has multiprocessors, or 4 simulated."""
+    """Default number of programs of a persistent kernel: the GPU's SMs, or 4 simulated."""
     if RUNTIME == "simulated":
         return 4
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
 def transports(segment: Segment) -> list[str]:
-    """The ways to reach every rank of a segment, the preferred one first."""
+    """The transports that reach every rank of a segment, the preferred one first."""
     if RUNTIME == "simulated":
         return ["simulated"]
     return ["peer", "nvshmem"] if all(segment.bases) else ["nvshmem"]
 
 
 def open_segment(group: Group, num_bytes: int) -> Segment:
-    """Collective. New symmetric memory for a group; see `Segment`."""
+    """Collective. Allocate symmetric memory for a group; see `Segment`."""
     if RUNTIME == "simulated":
         from tkernels.comm import simulated_runtime as chosen
     else:

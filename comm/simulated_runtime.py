@@ -1,7 +1,7 @@
-"""Symmetric memory on a machine without a GPU: one anonymous memory file a rank, mapped by every rank of the group.
+"""Symmetric memory on a machine without a GPU: one anonymous memory file per rank, mapped by all ranks of the group.
 
-The files have no name (memfd_create), so two jobs never meet, and the kernel takes them back with the last process
-that maps them, however it ends. Pages cost memory only once they are touched.
+The files have no name (memfd_create), so two jobs can't collide, and the operating system frees them with the last
+process that maps them, however it ends. Pages use memory only once they are touched.
 """
 
 import mmap
@@ -15,19 +15,19 @@ from tkernels.comm.runtime import Segment
 
 
 def open_segment(group: Group, num_bytes: int) -> Segment:
-    """Collective. `num_bytes` of shared memory a rank, zero at first."""
+    """Collective. Create `num_bytes` of shared memory per rank, initially zero."""
     descriptor = os.memfd_create("tkernels", os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, num_bytes)
-        # One mapping and one torch storage a segment: the interpreter keys storages by address, and a second storage
-        # at the same address would be copied back onto the first after a launch, over what peers wrote meanwhile.
+        # One mapping and one torch storage per segment: the stock interpreter keys storages by address, and would copy
+        # a second storage at the same address back onto the first after a launch, over what peers wrote meanwhile.
         parts, failure = [], None
         try:
             for pid, fd in group.gather((os.getpid(), descriptor)):
                 parts.append(_map(pid, fd, num_bytes))
         except OSError as error:
             failure = f"{num_bytes} bytes of process {pid}, on rank {group.rank}: {error}"
-        failures = [each for each in group.gather(failure) if each]  # nobody closes a file that a peer has yet to open
+        failures = [each for each in group.gather(failure) if each]  # so no file closes before peers open it
     finally:
         os.close(descriptor)
     if failures:
@@ -37,7 +37,7 @@ def open_segment(group: Group, num_bytes: int) -> Segment:
         )
     addresses = [part.data_ptr() for part in parts]
     segment = Segment(parts[group.rank], addresses, [0] * group.size, list(range(group.size)))
-    segment.on_close = parts.clear  # the mappings live as long as this list or a tensor in them
+    segment.on_close = parts.clear  # the mappings live as long as this list or a tensor in it
     return segment
 
 

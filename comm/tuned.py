@@ -1,13 +1,13 @@
-"""What was measured to be best, remembered on disk: a file a record, found again where it was measured.
+"""Tuning records on disk: what was measured to be best, one file per record, found again where it was measured.
 
-A record is a dictionary of plain values. This module knows where it holds, and not what it says:
+A record is a dictionary of plain values. This module interprets where a record holds, not what it contains:
 
-    key       what it is about; where it holds: gpu, ranks, transport, and the versions of tkernels, torch and triton
-    (others)  what was found
+    key       the problem; and where it holds: gpu, ranks, transport, and the versions of tkernels, torch and triton
+    (others)  the result
 
-Records of the same key replace each other; a file is replaced whole, so that jobs may write at the same time. Some
-records come with the package (data/tuned.jsonl) and hold for any version of torch and triton; what was found on this
-machine counts more. A context has rank 0's records on every rank, for what ranks choose must agree.
+A record replaces an earlier one with the same key; each file is replaced as a whole, so that jobs may write at the same
+time. Some records ship with the package (data/tuned.jsonl) and hold for any version of torch and triton; records from
+this machine take precedence. A context uses rank 0's records on every rank, since the ranks' choices must agree.
 """
 
 import hashlib
@@ -25,37 +25,37 @@ from tkernels.comm import runtime
 
 FORMAT = 1
 SHIPPED = Path(__file__).parent / "data" / "tuned.jsonl"
-# The same chip with other memory: what was measured on the second holds for the first while nothing else is known.
+# The same chip with other memory: shipped records of the second hold for the first unless it has its own.
 LIKE = {"NVIDIA H100 80GB HBM3": "NVIDIA H200"}
-LOCAL = "local"  # the transport of what one rank does alone
+LOCAL = "local"  # the transport of operations of one rank alone
 
 
 def folder() -> Path:
-    """Where the user's records are: $TKERNELS_CACHE, else tkernels in $XDG_CACHE_HOME, else in ~/.cache."""
+    """The folder of the user's records: $TKERNELS_CACHE, else tkernels in $XDG_CACHE_HOME, else in ~/.cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(os.environ.get("TKERNELS_CACHE") or Path(cache, "tkernels"), "tuned")
 
 
 def place(ranks: int, transport: str) -> dict:
-    """The part of a key that says where: this GPU, that many ranks over that transport, these versions."""
+    """The part of a key that says where a record holds: this GPU, the ranks and transport, these versions."""
     simulated = runtime.RUNTIME == "simulated"
     return {
         "gpu": "simulated" if simulated else torch.cuda.get_device_name(),
         "ranks": ranks,
         "transport": transport,
-        "tkernels": sys.modules["tkernels"].__version__,  # not imported: this package knows nothing of that one
+        "tkernels": sys.modules["tkernels"].__version__,  # not imported: comm does not depend on the rest of tkernels
         "torch": torch.__version__,
         "triton": triton.__version__,
     }
 
 
 def save(record: dict) -> Path:
-    """Remember a record, in place of an earlier one of its key. Raises OSError where that can't be."""
+    """Write a record to disk, replacing an earlier one with the same key. Raises OSError if that fails."""
     record = {"format": FORMAT, **record}
     text = json.dumps(record, indent=1)
     folder().mkdir(parents=True, exist_ok=True)
     path = folder() / _file_name(record["key"])
-    draft = folder() / f"{uuid.uuid4().hex}.draft"  # not of tempfile, whose files nobody else may read
+    draft = folder() / f"{uuid.uuid4().hex}.draft"  # not by tempfile, whose files other users can't read
     try:
         with open(draft, "x") as file:
             file.write(text + "\n")
@@ -72,7 +72,7 @@ def _file_name(key: dict) -> str:
 
 
 def saved() -> tuple[list[dict], dict[Path, str]]:
-    """The user's records, and the files that hold none, or the folder if it can't be read, with the reason."""
+    """The user's records, and a dict of files without a valid record, or the unreadable folder, with the reason."""
     records, damaged = [], {}
     try:
         paths = sorted(folder().glob("*.json"))
@@ -81,7 +81,7 @@ def saved() -> tuple[list[dict], dict[Path, str]]:
     for path in paths:
         try:
             records.append(_parse(path.read_text()))
-        except FileNotFoundError:  # cleared meanwhile
+        except FileNotFoundError:  # deleted meanwhile
             continue
         except (OSError, ValueError) as error:
             damaged[path] = str(error)
@@ -94,7 +94,7 @@ def shipped() -> list[dict]:
 
 
 def _parse(text: str) -> dict:
-    """The record in a file's text. Raises ValueError, saying what else it is."""
+    """Parse a record from a file's text. Raises ValueError, with the reason, if it is not one."""
     try:
         record = json.loads(text)
     except ValueError as error:
@@ -110,9 +110,9 @@ def _parse(text: str) -> dict:
 
 
 def known(ranks: int, transport: str) -> list[dict]:
-    """The records that hold for `ranks` ranks over `transport` on this machine, or for one alone; the best ones last.
+    """The records for `ranks` ranks over `transport` on this machine, or for one rank alone; the best ones last.
 
-    Warns of files that hold no record, and goes on without them.
+    Warns about files without a valid record and skips them.
     """
     here, alone = place(ranks, transport), place(1, LOCAL)
     records, damaged = saved()
@@ -137,7 +137,7 @@ def _holds(record: dict, places: list[dict]) -> bool:
 
 
 def clear() -> int:
-    """Forget all of the user's records, whatever they hold for. Returns how many files that were."""
+    """Delete all of the user's records, wherever they hold. Returns the number of files."""
     files = [path for pattern in ("*.json", "*.draft") for path in folder().glob(pattern)]
     for path in files:
         path.unlink(missing_ok=True)

@@ -1,26 +1,26 @@
-"""OverlappedDDP: data-parallel training whose gradients are summed, and parameters gathered, beside the computation.
+"""OverlappedDDP: data-parallel training that overlaps gradient reductions and parameter gathers with computation.
 
-Parameters are taken in reverse order, which is about the order of their gradients, and grouped into buckets. A bucket's
-gradients are contiguous: every parameter has `main_grad`, a view of it. Once all gradients of a bucket are produced
-(`grad_hooks`), its reduction starts on the comm stream. Each bucket is a slot of the lifetime core, with one tenancy
-after the other:
+Parameters are taken in reverse order, which approximates the order of their gradients, and grouped into buckets. The
+gradients of a bucket are contiguous: each parameter has `main_grad`, a view of its bucket. Once all gradients of a
+bucket are produced (`grad_hooks`), its reduction starts on the comm stream. Each bucket is a slot of the lifetime core
+(`tkernels.comm.lease`), with one tenancy after the other:
 
     tenancy               written by                                     read by
     zeroed                the stream of `zero_grad`
     accumulated           the streams of hooks and of fused kernels
     reduced               the comm stream, in place                      the streams of `finish_grad_sync`
 
-so that the reduction comes after every kernel that wrote a gradient, on whatever stream, and after nothing else. With
-the distributed optimizer a rank keeps a shard of each bucket's sum and updates that shard of the parameters, which are
-contiguous, too, and a slot of their own:
+The reduction is therefore ordered after every kernel that wrote a gradient, on whatever stream, and after nothing else.
+With the distributed optimizer, a rank keeps a shard of each bucket's sum and updates the same shard of the parameters.
+The parameters of a bucket are then contiguous, too, and a slot of their own:
 
     gathered              the comm stream, in place                      the streams of forward and backward
     updated               the stream of the optimizer, its shard
 
-With several instances of the distributed optimizer, ranks are in instances of R/I neighbours. Sums are scattered inside
-an instance and then all-reduced across instances, by the ranks that have the same shard.
+With several instances of the distributed optimizer, an instance consists of R/I neighbouring ranks. Sums are scattered
+inside an instance and then all-reduced across instances, among the ranks that have the same shard.
 
-Collectives start in the order of the buckets on every rank, also if the ranks' graphs differ.
+Collectives start in the order of the buckets on every rank, even if the autograd graphs of the ranks differ.
 """
 
 import contextlib
@@ -39,38 +39,40 @@ from tkernels.layers.grad_hooks import GradReadyHooks
 from tkernels.layers.owners import disown, own, owner_of, remove_owners
 from tkernels.layers.wire import Wire, open_wire
 
-ALIGN_BYTES = 128  # of a parameter in its bucket: whole cache lines, and more than TMA asks for
+ALIGN_BYTES = 128  # alignment of a parameter in its bucket: whole cache lines, and more than TMA requires
 
 
 class OverlappedDDP(nn.Module):
-    """Collective. A module whose gradients are averaged over the ranks, overlapped with backward.
+    """Collective. Wraps a module and averages its gradients over the ranks, overlapped with backward.
 
         ddp = OverlappedDDP(module, ctx)
         optimizer = torch.optim.AdamW(ddp.owned_parameters())
-        for x, y in batches:                     # every rank its own
+        for x, y in batches:                     # each rank has its own
             ddp.zero_grad()
-            loss(ddp(x), y).backward()           # reductions start in here
-            ddp.finish_grad_sync()               # the current stream comes after them
+            loss(ddp(x), y).backward()           # reductions start during backward
+            ddp.finish_grad_sync()               # orders the current stream after them
             optimizer.step()
 
-    module: its parameters must be equal on all ranks. Those that require a gradient now are the ones that are trained.
-    group: a Context for the backend "tkernels", None for the current one. A process group for "torch", None for the
-        default one.
-    bucket_size: elements of a bucket; a larger parameter has one of its own. Default: 40 million, 1 million a rank in
-        large groups, or all in one bucket without overlap.
-    overlap_grad_reduce: reduce during backward; otherwise in `finish_grad_sync`. The results are the same bits.
-    use_distributed_optimizer: every rank updates a shard of each bucket: see `owned_parameters`. Default: if one of the
-        next two needs it.
-    overlap_param_gather: after the update a module's forward waits for its own parameters only.
+    module: its parameters must be equal on all ranks. Those that require a gradient at construction are trained.
+    group: for backend "tkernels" a Context, None for the current one; for "torch" a process group, None for the default
+        one.
+    bucket_size: elements of a bucket; a larger parameter has a bucket of its own. Default: 40 million, or 1 million per
+        rank if that is more; one bucket per dtype without overlap.
+    overlap_grad_reduce: reduce during backward; otherwise in `finish_grad_sync`. The results are bit-identical.
+    use_distributed_optimizer: every rank updates a shard of each bucket: see `owned_parameters`. Default: only if one
+        of the next two options needs it.
+    overlap_param_gather: after the update, the forward of each module waits for its own parameters only.
     num_distributed_optimizer_instances: I, which must divide R.
-    average: divide by R before the sum. Otherwise the sum over ranks.
-    grad_dtype: of `main_grad`; default: that of the parameter. If it differs, `.grad` is not set: use `main_grad`.
-    comm_stream: default: a new one. dev: whose streams are meant; torch's module of the parameters' device.
+    average: divide by R before the sum. Otherwise gradients are the sum over ranks.
+    grad_dtype: dtype of `main_grad`; default: the parameter's. If it differs, `.grad` is not set: use `main_grad`.
+    comm_stream: default: a new one. dev: the module that provides streams; default: torch's module of the parameters'
+        device.
 
-    `param.grad` is taken into `main_grad` as soon as it is there. Fused and deferred kernels add to `param.main_grad`
-    themselves and report it: see `grad_hooks`. Buffers are not synchronised.
+    `param.grad` is added to `main_grad` as soon as autograd has produced it. Fused and deferred kernels add to
+    `param.main_grad` themselves and report it: see `grad_hooks`. Buffers are not synchronised.
 
-    Raises ValueError or TypeError for what doesn't fit, MismatchError if ranks disagree on parameters or options.
+    Raises ValueError or TypeError for options or parameters that are not supported, MismatchError if ranks disagree on
+    parameters or options.
     """
 
     def __init__(
@@ -142,7 +144,7 @@ class OverlappedDDP(nn.Module):
         self.hooks.counting = overlap_grad_reduce
         own([*self._bucket_of, *self._shards], self)
         self._removed, self._pre_hooks = False, []
-        self._finished, self._handed_out = False, not self.sharded  # ever
+        self._finished, self._handed_out = False, not self.sharded  # whether these have ever happened
         if self.sharded:
             self._pre_hooks = [
                 child.register_forward_pre_hook(_before_forward)
@@ -153,10 +155,10 @@ class OverlappedDDP(nn.Module):
         self._pre_hooks.append(module.register_load_state_dict_pre_hook(_before_load_state_dict))
 
     def forward(self, *arguments, **options):
-        """The module's. Starts to gather updated parameters if `start_param_sync` has not been called.
+        """Call the module. Starts to gather updated parameters if `start_param_sync` has not been called.
 
-        Between `finish_grad_sync` and `zero_grad` it can't always know whether the update has been: what torch has seen
-        no write to is gathered, and by the next call again.
+        Between `finish_grad_sync` and `zero_grad` it can't always tell whether the optimizer has run. While torch has
+        seen no write to some bucket's shard, parameters are gathered by this call, and again by the next one.
         """
         if self.sharded and any(bucket.updating or bucket.expects_update for bucket in self.buckets):
             unwritten = [bucket for bucket in self.buckets if bucket.unwritten]
@@ -166,26 +168,26 @@ class OverlappedDDP(nn.Module):
         return self.module(*arguments, **options)
 
     def owned_parameters(self) -> list[nn.Parameter]:
-        """What this rank's optimizer updates: all parameters or, with the distributed optimizer, its shards.
+        """The parameters that this rank's optimizer updates: all or, with the distributed optimizer, its shards.
 
-        A shard is this rank's part of a bucket, 1-D, across the borders of parameters: right for optimizers that treat
-        each element by itself. What looks at all gradients sees this rank's part of them: a norm has to be summed over
-        the ranks of an instance, and torch.amp.GradScaler would skip a step on some ranks alone. With another
-        grad_dtype than theirs only `main_grad` is set, and an optimizer of torch, which reads `.grad`, trains nothing.
+        A shard is this rank's part of a bucket: 1-D, and cut without regard to the borders of parameters. Elementwise
+        optimizers work on it. Code that looks at all gradients sees this rank's part of them: a norm must be summed
+        over the ranks of an instance, and torch.amp.GradScaler would skip a step on some ranks only. If grad_dtype is
+        not the parameters' dtype, only `main_grad` is set, and a torch optimizer, which reads `.grad`, trains nothing.
         """
         self._handed_out = True
         return [owned for bucket in self.buckets for owned in bucket.owned]
 
     def zero_grad(self, set_to_none: bool = True):
-        """Begin a step: `main_grad` is zero and `.grad` None. Gradients accumulate until `finish_grad_sync`.
+        """Begin a step: zero `main_grad` and set `.grad` to None. Gradients accumulate until `finish_grad_sync`.
 
-        set_to_none: as torch's have it; changes nothing.
+        set_to_none: accepted as in torch, without effect.
         """
         self._check_there()
         for parameter in self._bucket_of:
             self._check_place(parameter, parameter)
         if self.hooks.begun and not self._finished:
-            self._finished = True  # for one warning
+            self._finished = True  # warn only once
             warnings.warn(
                 "OverlappedDDP.zero_grad: gradients are dropped that nobody has seen; call finish_grad_sync() after "
                 "backward, before the optimizer's step",
@@ -197,7 +199,7 @@ class OverlappedDDP(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self):
-        """A context for all backward passes of a step but the last: gradients accumulate and no reduction starts."""
+        """A context for all backward passes of a step except the last: gradients accumulate and no reduction starts."""
         before, self.hooks.counting = self.hooks.counting, False
         try:
             yield
@@ -205,15 +207,16 @@ class OverlappedDDP(nn.Module):
             self.hooks.counting = before
 
     def start_grad_sync(self):
-        """Collective. Start the reductions that have not started yet: no gradient may come later."""
+        """Collective. Start the reductions that have not started yet. No gradient may be produced after this call."""
         self.hooks.flush()
 
     def finish_grad_sync(self, stream=None):
-        """Collective. Order `stream` (None: the current one), and no other, behind all reductions of this step.
+        """Collective. Order `stream` (None: the current one), and no other stream, behind all reductions of this step.
 
-        `main_grad` is then the mean over ranks, of this rank's shards if it has shards; `.grad` is the same tensor. May
-        be repeated, for another stream. Until `zero_grad` only the streams that it was called for may use gradients.
-        Raises ValueError for a parameter in a shard that was frozen after the module was wrapped.
+        `main_grad` is then the mean over ranks (the sum without `average`), with shards only in this rank's shards;
+        `.grad` is the same tensor. May be repeated for another stream. Until `zero_grad`, only the streams that this
+        was called for may use gradients. Raises ValueError for a parameter in a shard that was frozen after the module
+        was wrapped.
         """
         self._check_there()
         frozen = next((param for param in self._bucket_of if not param.requires_grad), None)
@@ -231,14 +234,14 @@ class OverlappedDDP(nn.Module):
     def start_param_sync(self):
         """Collective. Gather the shards, in the order of forward, behind the optimizer's kernels launched so far.
 
-        Those are on this stream, or on one that `finish_grad_sync` was called for. Without overlap_param_gather
-        the current stream is put behind the gathers. Raises RuntimeError without shards, and warns if no optimizer can
-        have updated them.
+        Those kernels are on the current stream, or on one that `finish_grad_sync` was called for. Without
+        overlap_param_gather the current stream is ordered behind the gathers. Raises RuntimeError without shards, and
+        warns if no optimizer can have updated them.
         """
         if not self.sharded:
             raise RuntimeError("start_param_sync: every rank has updated all parameters; there are no shards to gather")
         if not self._handed_out:
-            self._handed_out = True  # for one warning
+            self._handed_out = True  # warn only once
             warnings.warn(
                 "OverlappedDDP: no optimizer can have updated the shards, since nobody has asked for them; make it of "
                 "owned_parameters(), not of parameters()",
@@ -260,9 +263,10 @@ class OverlappedDDP(nn.Module):
                 step()
             replay()
 
-        Take a few steps before, and drop their losses: a graph of autograd that is alive keeps its stream. Updated
-        parameters are gathered before the capture and at its end. `replay()` is in order with what is launched outside.
-        streams: those that the capture uses beside its own and the comm stream.
+        Run a few steps before the capture, and drop their losses: an autograd graph that is alive keeps its stream.
+        Updated parameters are gathered before the capture and at its end. `replay()` is ordered with the work launched
+        outside.
+        streams: those that the capture uses besides its own and the comm stream.
         """
         slots = [buffer.slot for bucket in self.buckets for buffer in bucket.buffers]
 
@@ -278,13 +282,14 @@ class OverlappedDDP(nn.Module):
         except BaseException:
             self.hooks.reset()
             for bucket in self.buckets:
-                bucket.forget_update()  # it was captured, and did not happen
+                bucket.forget_update()  # the update was captured, but did not run
             raise
 
     def remove(self):
-        """Collective. Take hooks and buckets off the module, which is as before, with the parameters of now.
+        """Collective. Take hooks and buckets off the module.
 
-        Afterwards this is of no use but as the module; may be repeated.
+        The module is then as before it was wrapped, with its current parameter values. Afterwards this object only
+        forwards to the module. May be repeated.
         """
         if self._removed:
             return
@@ -326,7 +331,7 @@ class OverlappedDDP(nn.Module):
         return super()._apply(function, recurse)
 
     def _settle(self):
-        """End all tenancies, as an edge of a capture wants it."""
+        """End all tenancies, as required at both edges of a capture."""
         if any(bucket.updating for bucket in self.buckets):
             self._gather_params()
         for bucket in self.buckets:
@@ -337,8 +342,8 @@ class OverlappedDDP(nn.Module):
 def ensure_params_ready(params):
     """Order the current stream behind the gathers of these parameters, for code that reads them outside their modules.
 
-    Starts nothing, and waits once for each bucket and stream. The stream may read them until the next update. Does
-    nothing for parameters without an OverlappedDDP. Raises LeaseError if their gather has not been started.
+    Starts no gather, and waits once per bucket and stream. The stream may read the parameters until the next update.
+    Does nothing for parameters without an OverlappedDDP. Raises LeaseError if their gather has not been started.
     """
     buckets = {}
     for param in params:
@@ -358,7 +363,7 @@ def _before_state_dict(module, *_):
 
 
 def _before_load_state_dict(module, state, prefix, metadata, *_):
-    """What is loaded comes after gathers that are under way; a gather that is to come takes what is loaded."""
+    """Order the load after gathers that are under way. A gather that has not started yet takes the loaded values."""
     if metadata.get("assign_to_params_buffers"):
         raise ValueError("OverlappedDDP: load_state_dict(assign=True) would leave it with the old parameters")
     buckets = dict.fromkeys(_owner(param)._bucket_of[param] for param in module.parameters() if _owner(param))
@@ -372,7 +377,7 @@ def _owner(param) -> OverlappedDDP | None:
 
 
 class _Buffer:
-    """A slot with at most one open tenancy, whose readers read until it ends."""
+    """A slot with at most one open tenancy, whose readers may read until it ends."""
 
     def __init__(self, numel: int, like: torch.Tensor, dtype: torch.dtype, dev, name: str):
         self.slot = Slot(torch.empty(numel, dtype=dtype, device=like.device), dev=dev, name=name)
@@ -380,21 +385,21 @@ class _Buffer:
 
     @property
     def lease(self) -> Lease:
-        """The open tenancy, or a new one."""
+        """The open tenancy; begins a new one if there is none."""
         if self.slot.lease is None or self.slot.lease.released:
             self._readers = []
             return self.slot.acquire()
         return self.slot.lease
 
     def read(self, stream):
-        """Order `stream` behind those who wrote; it may read until the end of the tenancy."""
+        """Order `stream` behind the writers; it may read until the end of the tenancy."""
         lease = self.lease
         if stream not in self._readers:
             with lease.read(stream):
                 self._readers.append(stream)
 
     def end(self):
-        """End the open tenancy, if any: its readers have been given all that they read."""
+        """End the open tenancy, if any. All work of its readers must have been launched."""
         if self.slot.lease is None or self.slot.lease.released:
             return
         for stream in self._readers:
@@ -409,10 +414,10 @@ class _Buffer:
 
 
 class _Bucket:
-    """Parameters, and their gradients side by side; with shards, their values side by side, too.
+    """Parameters with contiguous gradients and, with shards, contiguous values.
 
-    grads: [n], where n is a multiple of the shards, and zero between the parameters. values: [n], or None.
-    owned: what this rank's optimizer updates, each with its `main_grad`.
+    grads: [n], where n is a multiple of the number of shards; zero between the parameters. values: [n], or None.
+    owned: the parameters or shards that this rank's optimizer updates, each with its `main_grad`.
     """
 
     def __init__(self, name: str, parameters: list[nn.Parameter], grad_dtype, levels: "_Levels", comm_stream, dev):
@@ -447,7 +452,7 @@ class _Bucket:
         return f"{self.name} ({len(self.parameters)} parameters, {self.grads.slot.tensor.numel()} elements)"
 
     def holds(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter is what it was: of its dtype and device and, with shards, where they are gathered."""
+        """Whether a parameter still has its dtype and device or, with shards, lies in the buffer that is gathered."""
         if self.values is None:
             return (parameter.dtype, parameter.device) == self._kind
         begin, nbytes = self.values.slot.tensor.data_ptr(), self.values.slot.tensor.nbytes
@@ -470,22 +475,22 @@ class _Bucket:
 
     @property
     def unwritten(self) -> bool:
-        """Whether torch has seen no write to the shard since the optimizer's turn came, which `zero_grad` ends."""
+        """Whether torch has seen no write to the shard since the optimizer's turn began; `zero_grad` ends the turn."""
         return self._version == self.owned[0]._version
 
     def expect_update(self):
-        """Though the values were gathered, for the optimizer may have its turn yet."""
+        """Go on expecting an update although the values were gathered: the optimizer may not have run yet."""
         self.expects_update, self._version = True, self.owned[0]._version
 
     def reduce(self):
-        """Collective. Sum the gradients on the comm stream, behind everything that accumulated them."""
+        """Collective. Sum the gradients on the comm stream, behind all work that accumulated them."""
         self.grads.end()
         with self.dev.stream(self.comm_stream), self.grads.lease.write(self.comm_stream) as grads:
             self.levels.reduce(grads)
         self._updatable = True
 
     def finish(self, stream):
-        """Order `stream` behind the reduction and, for shards, behind all who read the values that it may update."""
+        """Order `stream` behind the reduction and, with shards, behind all readers of the values that it may update."""
         self.grads.read(stream)
         for parameter in self.owned:
             if parameter.requires_grad and parameter.main_grad.dtype == parameter.dtype:
@@ -494,14 +499,14 @@ class _Bucket:
             self._begin_update(stream)
 
     def gather(self):
-        """Collective. Gather the values on the comm stream, behind the update on the streams it was finished for."""
+        """Collective. Gather the values on the comm stream, behind the update on this stream and those of `finish`."""
         self._begin_update(self.dev.current_stream())
         if not self.unwritten:
-            # For torch, which refuses a backward of what forward has saved and was written to since.
+            # Makes torch refuse a backward that needs values saved by forward and overwritten since.
             torch.autograd.graph.increment_version(self.parameters)
         for stream in self._updaters:
             with self.values.lease.write(stream):
-                pass  # the optimizer's kernels have been launched
+                pass  # the optimizer's kernels have been launched: records them as writes
         self.values.end()
         self.forget_update()
         with self.dev.stream(self.comm_stream), self.values.lease.write(self.comm_stream) as values:
@@ -517,10 +522,10 @@ class _Bucket:
         self.values.read(self.dev.current_stream())
 
     def forget_update(self):
-        self.updating = self.expects_update = False  # an optimizer may be writing the shard, or be about to
-        self._updatable = False  # reduced, and not gathered since
+        self.updating = self.expects_update = False  # an optimizer may be writing the shard; may still do so
+        self._updatable = False  # whether gradients are reduced, and values not gathered since
         self._updaters = []  # the streams of the optimizer
-        self._version = None  # of the shard, which torch counts writes to, when the optimizer's turn came
+        self._version = None  # torch's write count of the shard when the optimizer's turn began
 
     def _begin_update(self, stream):
         if not self.updating:
@@ -532,7 +537,7 @@ class _Bucket:
 
 
 class _Levels:
-    """How gradients are summed and values gathered: inside an instance and, if there are several, across them."""
+    """Sums gradients inside an instance and, if there are several, across them; gathers values inside one."""
 
     def __init__(self, whole: Wire, sharded: bool, instances: int, average: bool, largest: int):
         self.inside, self.across = whole.split(instances, largest) if instances > 1 else (whole, None)
@@ -550,7 +555,7 @@ class _Levels:
             self.across.all_reduce(shard)
 
     def close(self):
-        """Collective. Give back the two levels."""
+        """Collective. Close the wires of the two levels, if there are two."""
         if self.across is not None:
             self.inside.close()
             self.across.close()
@@ -586,7 +591,7 @@ def _check_agreement(whole: Wire, options: dict, params: dict[str, nn.Parameter]
 
 
 def _group(params, bucket_size: float) -> list[list[nn.Parameter]]:
-    """Parameters of one dtype in each group, of at most bucket_size elements unless it is one parameter."""
+    """Groups of parameters of one dtype, each of at most bucket_size elements unless it is a single parameter."""
     filling, full = {}, []
     for param in params:
         members = filling.setdefault(param.dtype, [])
@@ -598,6 +603,6 @@ def _group(params, bucket_size: float) -> list[list[nn.Parameter]]:
 
 
 def _num_bytes(members: list[nn.Parameter], grad_dtype: torch.dtype | None) -> int:
-    """At least: of their bucket's gradients or values, whichever are larger."""
+    """At least the bytes of a bucket's gradients or values, whichever are larger, before padding to the shards."""
     itemsize = max(members[0].element_size(), grad_dtype.itemsize if grad_dtype else 0)
     return sum(round_up(member.numel() * itemsize, ALIGN_BYTES * 2) for member in members)

@@ -1,19 +1,19 @@
-"""GradBucket: gradients copied side by side into one buffer, from any stream, and reduced together on another.
+"""GradBucket: copies gradients from any stream into one contiguous buffer, and reduces them together on another stream.
 
-A *fill* is what one reduction takes: the gradients that were added since the last `flush`. The bucket has `copies`
-buffers, and fills take them in turn, so that gradients are copied into one while the other is reduced. Each fill is a
-lease of its buffer: copies are writes of the streams that they are launched on, and the reduction is a read of the
-comm stream that spans the collective *and* what is done with its result. So
+A *fill* is the unit of reduction: the gradients that were added since the last `flush`. The bucket has `copies`
+buffers. Fills use them in turn, so that gradients are copied into one buffer while another is reduced. Each fill is a
+lease of its buffer: a copy is a write by the stream that it is launched on, and the reduction is a read by the comm
+stream that covers the collective *and* the use of its result. It follows that
 
-- the reduction comes after every copy of its fill, whatever streams they were launched on;
-- a copy comes after the reduction that last used its buffer, and after nothing else that the comm stream has to do;
-- the host waits for nothing, not even in `finish`.
+- the reduction is ordered after every copy of its fill, whatever streams they were launched on;
+- a copy is ordered after the reduction that last used its buffer, and after no other work of the comm stream;
+- the host never waits, not even in `finish`.
 
     bucket = GradBucket(1 << 24, torch.bfloat16, ranks=R, reduce=all_reduce, deliver=keep, comm_stream=comm)
     for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(lambda p: bucket.add(p, p.grad))
     loss.backward()
-    bucket.finish()  # the current stream comes after all reductions
+    bucket.finish()  # orders the current stream after all reductions
 """
 
 import contextlib
@@ -45,18 +45,19 @@ class Slice:
 class GradBucket:
     """Gradients of one dtype, reduced in fills of up to `capacity` elements. Fills are reduced in the order of `flush`.
 
-    ranks: R, what `average` divides by. copies: buffers that take turns.
-    reduce: `reduce(flat)` takes a fill [elements] and returns its sum over ranks, or a part of it; it may overwrite
-        `flat`, and is called with the comm stream as the current one.
-    deliver: `deliver(reduced, slices)` uses what `reduce` returned, on the comm stream too; nothing may use the fill
-        later. `slices` are in the order in which they were added. None if `reduce` does all there is to do.
-    average: divide what `reduce` returned by R, before `deliver`.
-    comm_stream: None is the stream that is current now, which means no overlap with its other work.
-    device, dev: where the buffers are and whose streams are meant; `dev` is torch's module of `device` by default.
+    ranks: R, the divisor for `average`. copies: number of buffers.
+    reduce: `reduce(flat)` takes a fill [elements] and returns its sum over ranks, or a part of it. It may overwrite
+        `flat`, and is called with the comm stream as the current stream.
+    deliver: `deliver(reduced, slices)` uses the result of `reduce`, also on the comm stream. Nothing may use the fill
+        later. `slices` are in the order in which they were added. None if `reduce` does all the work.
+    average: divide the result of `reduce` by R, before `deliver`.
+    comm_stream: None is the stream that is current at construction, which means no overlap with its other work.
+    device, dev: the device of the buffers, and the module that provides streams; `dev` is torch's module of `device` by
+        default.
 
     `add` and `write` may be called on any stream and from any thread. All ranks must add the same sizes and flush at
-    the same places. Raises ValueError for sizes that are not positive, TypeError for a dtype that is not of real
-    floating-point numbers.
+    the same places. Raises ValueError for sizes that are not positive, TypeError for a dtype that is not real
+    floating-point.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class GradBucket:
         self._slots = []
         for copy in range(copies):
             slot = Slot(torch.empty(capacity, dtype=dtype, device=device), dev=self.dev, name=f"bucket buffer {copy}")
-            # The memory may have had another owner on this stream: as a tenancy, even the first fill comes after it.
+            # The memory may have had another owner on this stream. This tenancy orders even the first fill after it.
             lease = slot.acquire()
             with lease.write():
                 slot.tensor.zero_()
@@ -104,13 +105,13 @@ class GradBucket:
         return f"GradBucket({self.dtype}, {len(self._slots)} copies, {filled})"
 
     def add(self, parameter: torch.Tensor, grad: torch.Tensor | None, *, at: int | None = None) -> torch.Tensor:
-        """Copy `grad` into the open fill on the current stream, which must be the one on which it was made.
+        """Copy `grad` into the open fill on the current stream, which must be the stream that produced it.
 
-        Returns the slice that holds it, in the parameter's shape, valid until the flush. None adds zeros. A fill that
-        has no room is flushed first. A parameter that the open fill has already is added to, behind what other
-        streams did to its slice. A gradient that is its slice, since it was written there, is not copied. One of more
-        than `capacity` elements is a fill of its own, reduced at once, for which its own storage is the buffer if the
-        dtype is the bucket's.
+        Returns the slice that holds the gradient, in the parameter's shape, valid until the flush. None adds zeros. A
+        fill that has no room is flushed first. If the open fill already has a slice for the parameter, the gradient is
+        added to it, ordered behind the writes of other streams. A gradient that was written in place into its slice is
+        not copied. A gradient of more than `capacity` elements is a fill of its own and is reduced at once. Its own
+        storage is the buffer if it is contiguous and has the bucket's dtype.
 
         at: the slice's first element, for a caller that lays out fills itself; None appends. Slices must not overlap.
 
@@ -133,10 +134,10 @@ class GradBucket:
 
     @contextlib.contextmanager
     def write(self, parameter: torch.Tensor, *, at: int | None = None):
-        """A context in which a kernel writes `parameter`'s gradient itself: gives the slice, in the parameter's shape.
+        """A context in which a kernel writes `parameter`'s gradient itself. Yields the slice, in the parameter's shape.
 
-        For kernels that add to a gradient buffer; launch them inside, on the current stream. In a slice that the open
-        fill did not have there is an older gradient, or zeros. Raises ValueError for more than `capacity` elements.
+        For kernels that add to a gradient buffer. Launch them inside, on the current stream. A slice that is new in the
+        open fill contains an older gradient, or zeros. Raises ValueError for more than `capacity` elements.
         """
         with self._lock:
             again = parameter in self._slices
@@ -145,7 +146,7 @@ class GradBucket:
                 yield slice.of(buffer)
 
     def flush(self, elements: int | None = None):
-        """Reduce the open fill on the comm stream, behind all its producers, and turn to the next buffer.
+        """Reduce the open fill on the comm stream, behind all its producers, and switch to the next buffer.
 
         elements: how many of the buffer's elements are reduced; None: up to the end of the last slice.
         Does nothing if the fill is empty.
@@ -185,17 +186,17 @@ class GradBucket:
         return slice
 
     def _add_large(self, parameter: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
-        self.flush()  # what was added before is reduced before
+        self.flush()  # reduces earlier gradients first
         if grad is None:
             grad = torch.zeros_like(parameter, dtype=self.dtype, memory_format=torch.contiguous_format)
         grad = grad.detach().to(self.dtype).contiguous()
         lease = Lease(grad.view(-1), dev=self.dev, name="large gradient")
         with lease.write():
-            pass  # what made it has been launched on this stream
+            pass  # its producer has been launched on this stream
         try:
             self._read(lease, grad.numel(), [Slice(parameter, 0)])
         finally:
-            self._large.defer(lease)  # what the comm stream was given to do with it before a failure goes on
+            self._large.defer(lease)  # even after a failure, work on the comm stream may still use it
         self._large.drain(keep=len(self._slots))
         return grad
 
@@ -210,7 +211,7 @@ class GradBucket:
 
 
 def check_gradient(name: str, parameter: torch.Tensor, grad: torch.Tensor | None):
-    """Raises TypeError or ValueError, in the name of what was asked for, for a gradient that no bucket takes."""
+    """Raises TypeError or ValueError, with a message that begins with `name`, for a gradient that no bucket takes."""
     if grad is None:
         return
     if grad.layout != torch.strided:

@@ -1,15 +1,16 @@
-"""When the gradients of a bucket are complete: hooks on parameters, and kernels that write gradients by themselves.
+"""Detects when the gradients of a bucket are complete: by hooks on parameters, and by reports from fused kernels.
 
-A gradient is *produced* where the kernel that adds it to `param.main_grad` is launched. Usually that is our hook, on
-the stream that autograd runs it on: the stream of the parameter's AccumulateGrad node, which is that of the forward as
-long as nobody holds the node. We hold none; every forward makes it anew. A fused or deferred kernel is launched
-elsewhere, before the hook, after it, or without one, and says so itself: `with hooks.writing(param, stream)` around the
-launch, or `hooks.produced(param, stream)` after it. When the hook fires says nothing about such a gradient. A layer
-that only sets `param.grad_added_to_main_grad` is taken to have launched its kernel on the hook's stream.
+A gradient is *produced* where the kernel that adds it to `param.main_grad` is launched. Usually that is the hook of
+this module, on the stream that autograd runs it on: the stream of the parameter's AccumulateGrad node. That is the
+stream of the forward as long as nothing holds the node. Nothing here does, so every forward makes a new one. A fused or
+deferred kernel is launched elsewhere: before the hook, after it, or without one. It reports the gradient itself:
+`with hooks.writing(param, stream)` around the launch, or `hooks.produced(param, stream)` after it. For such a gradient
+the time at which the hook fires carries no information. A layer that only sets `param.grad_added_to_main_grad` is
+assumed to have launched its kernel on the hook's stream.
 
-How often a gradient is produced depends on the graph: a layer that is used in two checkpoints produces twice. So the
-first pass only counts; in later ones a bucket is complete once each of its parameters has reached its count. Counts
-only grow, so that a layer that is skipped now and then keeps its place; in a pass without it the bucket waits for
+How often a gradient is produced depends on the graph: a layer that is used in two checkpoints produces it twice. So the
+first pass only counts. In later passes a bucket is complete once each of its parameters has reached its count. Counts
+never decrease, so that a layer that is skipped occasionally keeps its count; in a pass without it, the bucket waits for
 `flush`.
 """
 
@@ -26,17 +27,18 @@ _ADDED = "grad_added_to_main_grad"  # on a parameter: True once a fused kernel h
 
 
 def grad_ready_hooks(param) -> "GradReadyHooks | None":
-    """The hooks that a parameter belongs to: where a layer with a fused or deferred kernel reports it."""
+    """The hooks of a parameter, or None: where a layer with a fused or deferred kernel reports its gradients."""
     return owner_of(param, GradReadyHooks)
 
 
 class GradReadyHooks:
-    """Adds each gradient to `param.main_grad`, and reports each bucket once a pass, when it is complete.
+    """Adds each gradient to `param.main_grad`, and reports each bucket once per pass, when it is complete.
 
-    params: parameters, each with `main_grad`, a view of its bucket. They belong to the newest hooks made for them.
+    params: parameters, each with `main_grad`, a view of its bucket. A parameter belongs to the newest hooks made for
+        it.
     on_ready: called as `on_ready(bucket)`, inside the hook that completes the bucket, `writing`, `produced` or `flush`.
-        Buckets are reported in the order in which they first appear in `buckets`, whatever the order of the hooks, so
-        that ranks whose graphs differ start their collectives in one order all the same.
+        Buckets are reported in the order in which they first appear in `buckets`, whatever the order of the hooks.
+        Ranks whose graphs differ therefore still start their collectives in the same order.
     buckets: the bucket of each parameter: any object whose `lease` is the tenancy that gradients are written to.
     names: of the parameters, for messages.
 
@@ -48,7 +50,7 @@ class GradReadyHooks:
         self._bucket_of = dict(zip(self._params, buckets, strict=True))
         self._names = names or [f"parameter {index}" for index in range(len(self._params))]
         self._names = dict(zip(self._params, self._names, strict=True))
-        self._expected = None  # productions of each parameter in a pass; None before the first
+        self._expected = None  # gradients produced per parameter in a pass; None until the first has ended
         self._warned = False
         self._lock = threading.RLock()
         self.counting = True
@@ -77,9 +79,9 @@ class GradReadyHooks:
 
     @contextlib.contextmanager
     def writing(self, param, stream=None):
-        """A context in which kernels that add to `param.main_grad` are launched on `stream`; None is the current one.
+        """A context in which kernels that add to `param.main_grad` are launched on `stream` (None: the current one).
 
-        The stream is ordered after the bucket's last tenancy and after earlier gradients of the same parameter.
+        The stream is ordered after the bucket's previous tenancy and after earlier gradients of the same parameter.
         """
         lease = self._lease(param)
         again = param in self._written
@@ -89,10 +91,10 @@ class GradReadyHooks:
         self._count(param, by_hook=False)
 
     def produced(self, param, stream=None):
-        """A kernel that adds to `param.main_grad` has been launched on `stream`; None is the current one.
+        """Report that a kernel that adds to `param.main_grad` was launched on `stream` (None: the current one).
 
-        Call it where the kernel is launched: it stands for all that the stream has been given so far. That the stream
-        was behind the bucket's last tenancy is the caller's affair; `writing` sees to it.
+        Call it where the kernel is launched: it covers all work launched on the stream so far. The caller must have
+        ordered the stream behind the bucket's previous tenancy; `writing` does so itself.
         """
         lease = self._lease(param)
         stream = lease.dev.current_stream() if stream is None else stream
@@ -101,7 +103,7 @@ class GradReadyHooks:
         self._count(param, by_hook=False)
 
     def flush(self):
-        """Report the buckets that are left, which ends the pass, and learn from it how many gradients to expect."""
+        """End the pass: report the remaining buckets, and learn from this pass how many gradients to expect."""
         with self._lock:
             while self._unreported:
                 self._on_ready(self._unreported.pop(0))
@@ -109,15 +111,15 @@ class GradReadyHooks:
             self._learn()
 
     def reset(self):
-        """Begin a pass. What an abandoned one has counted is forgotten."""
+        """Begin a pass. The counts of an abandoned pass are discarded."""
         with self._lock:
             self._unreported = list(dict.fromkeys(self._bucket_of.values()))
             self._counts = dict.fromkeys(self._params, 0)
             self._written, self._announced, self._over = set(), set(), False
             for param in self._params:
-                if getattr(param, _ADDED, False):  # a deferred kernel's, for which no hook has fired since
+                if getattr(param, _ADDED, False):  # set by a deferred kernel, and no hook has fired since
                     setattr(param, _ADDED, False)
-            self._incomplete = dict.fromkeys(self._unreported, 0)  # parameters that a bucket waits for
+            self._incomplete = dict.fromkeys(self._unreported, 0)  # number of parameters that a bucket waits for
             for param, expected in (self._expected or {}).items():
                 self._incomplete[self._bucket_of[param]] += expected > 0
 
@@ -126,13 +128,13 @@ class GradReadyHooks:
         self._expected = None
 
     def _take(self, param):
-        """The hook: `param.grad` holds what autograd has for this parameter, if anything."""
+        """The hook. `param.grad` holds autograd's gradient for this parameter, if there is one."""
         announced = param in self._announced
         self._announced.discard(param)
         if getattr(param, _ADDED, False):
             setattr(param, _ADDED, False)
             param.grad = None  # a placeholder
-            if not announced:  # the kernel's stream is said to be this one
+            if not announced:  # its kernel is assumed to be on the current stream
                 self.produced(param)
                 self._announced.discard(param)
         elif param.grad is not None:
@@ -190,7 +192,7 @@ class GradReadyHooks:
 
 
 def _hook(owner):
-    """A hook that keeps nobody alive: a parameter may outlive its hooks."""
+    """A hook that keeps no GradReadyHooks alive: a parameter may outlive its hooks."""
 
     def hook(param):
         if (hooks := owner()) is not None:

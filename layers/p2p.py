@@ -2,23 +2,23 @@
 
     comm = P2PCommunicator(ctx)                                  # or (group, backend="nccl")
     x, handles = comm.send_forward_recv_forward(y, True, shape, overlap_p2p_comm=True)
-    deallocate_output_tensor(y)                                  # at once: y's storage is held until it is sent
+    deallocate_output_tensor(y)                                  # safe at once: y's storage is held until it is sent
     z = compute()                                                # while the transfers are under way
-    handles["recv_prev"].wait()                                  # x may be used on this stream
+    handles["recv_prev"].wait()                                  # this stream may use x afterwards
 
-The storage of what is sent is leased from the moment of the send and goes back to its allocator once its home stream is
-ordered behind the send: when the next send but `max_inflight` - 1 is made, or by `drain`. Until then nothing waits, and
-no kernel that was launched after the send can be given the memory.
+The storage of a sent tensor is leased from the moment of the send. It returns to its allocator once its home stream is
+ordered behind the send: when the `max_inflight`-th later send on the same edge is made, or by `drain`. Until then
+nothing waits, and no kernel that was launched after the send can be given the memory.
 
 Each of a rank's four edges (send_next, recv_prev, send_prev, recv_next) has a stream of its own, so that a send that
-waits for its peer holds up no receive, and a receive that was posted early no send. Even ranks send to the next rank
-first, odd ranks receive first, so that pairs of ranks meet where a transport takes one message at a time.
+waits for its peer delays no receive, and a receive that was posted early delays no send. Even ranks first send to the
+next rank, odd ranks first receive, so that pairs of ranks match on a transport that handles one message at a time.
 
-Over channels nothing of a receive runs before its handle is waited for or asked: the sender puts the message into a
-slot meanwhile, and a kernel that waited for it would hold up the host. The CUDA driver loads a module, Triton's or a
-kernel of torch's that is used for the first time, and frees memory, only once the kernels that run have ended (seen
-with CUDA 13.0). Two ranks that each load something while a kernel waits for the other never get on. NCCL's kernels do
-run, and wait, from the post on: there, take the first steps without overlap_p2p_comm.
+With channels, a receive launches nothing before its handle is waited for or queried. The sender puts the message into a
+slot meanwhile. A kernel that waited for the message would block the host: the CUDA driver loads a module (Triton's, or
+that of a torch kernel that is used for the first time), and frees memory, only once the running kernels have ended
+(seen with CUDA 13.0). Two ranks that each load something while a kernel waits for the other deadlock. NCCL's kernels do
+run, and wait, from the moment the receive is posted: with NCCL, take the first steps without overlap_p2p_comm.
 """
 
 import numbers
@@ -48,11 +48,15 @@ BACKENDS = ("nvshmem", "nccl", "gloo")
 class P2PHandle:
     """A transfer that has been started. Close it once: by `wait`, by `release`, or as a context manager.
 
-    After a release nobody may wait any more. A handle that is dropped before either is released with a ResourceWarning.
+    It can't be waited for after a release. A handle that is dropped while open is released with a ResourceWarning.
     """
 
     def __init__(self, name: str, dev, done: list[Fence], leases: list[Lease], keepalive: Keepalive):
-        """done: what will have happened. leases: buffers that a receive writes, which `keepalive` gets when dropped."""
+        """Takes over the fences and buffers of a transfer.
+
+        done: fences that the transfer completes. leases: buffers that a receive writes; a release, or a drop of the
+            handle, hands them to `keepalive`.
+        """
         self.name, self.state = name, "open"
         self._dev, self._done, self._leases, self._keepalive = dev, done, leases, keepalive
 
@@ -60,9 +64,9 @@ class P2PHandle:
         return f"P2PHandle({self.name}, {self.state})"
 
     def wait(self, stream=None):
-        """Order later work of `stream` (None: the current one) behind the transfer; may be repeated.
+        """Order later work of `stream` (None: the current one) behind the transfer. May be repeated.
 
-        The host goes on at once, except with gloo and on the simulated runtime, which know no streams.
+        The host does not block, except with gloo and on the simulated runtime, which have no streams.
         """
         self._require_not_released()
         stream = self._dev.current_stream() if stream is None else stream
@@ -70,23 +74,23 @@ class P2PHandle:
             done.wait(stream)
         self.state = "waited"
         for lease in self._leases:
-            if lease.home == stream:  # so whoever drops the tensor gives back memory that is no longer written
+            if lease.home == stream:  # dropping the tensor is safe: its home stream is behind the write
                 lease.release()
         self._leases = [lease for lease in self._leases if not lease.released]
 
     def query(self) -> bool:
-        """Whether the transfer is known to be done; never under capture of a CUDA graph.
+        """Whether the transfer is known to be done; never while a CUDA graph is being captured.
 
-        To ask for a receive over channels launches it, and from then on a kernel waits for the peer.
+        With channels, the query of a receive launches it, and from then on a kernel waits for the peer.
         """
         self._require_not_released()
         return all(done.query() for done in self._done)
 
     def release(self):
-        """Give the handle up, without a wait; may be repeated.
+        """Give the handle up without a wait. May be repeated.
 
-        The storage is held until its home stream is ordered behind the transfer: when more than `max_inflight` buffers
-        have been given up so and a later receive is started, or by `drain`.
+        The storage of a receive is held until its home stream is ordered behind the transfer: when a later receive is
+        started while more than `max_inflight` buffers have been given up in this way, or by `drain`.
         """
         self.state = "released"
         while self._leases:
@@ -116,27 +120,27 @@ class P2PHandle:
 
 
 class P2PCommunicator:
-    """Collective. Transfers between each rank of a pipeline and the two beside it; after the last rank comes the first.
+    """Collective. Transfers between each rank of a pipeline and its two neighbours; the first rank follows the last.
 
     group: a Context (backend "nvshmem"; None is the default one), or a torch process group (None is the default one).
     backend: "nvshmem", device-initiated puts through a `Channel` for each direction, also on the simulated runtime;
-        "nccl", "gloo", torch.distributed's isend and irecv (gloo: of CPU tensors). Or an object with
+        "nccl" or "gloo", torch.distributed's isend and irecv (gloo: of CPU tensors). Or an object with
         `send(edge, tensor)` and `receive(edge, tensor)`, which start a transfer on the current stream and return a
-        completion, or None where that stream is one.
-    dtype: of what the methods below receive.
-    max_inflight: sends of one direction whose storage is held; one more waits on the stream, not the host, for the
-        oldest.
-    variable_seq_lengths: every tensor's shape is sent before it. The receiver's host then waits for the shape.
-    stream: one for all transfers, in the order of their issue. None: one for each edge, of high priority.
+        completion, or None if the transfer completes in the order of that stream.
+    dtype: of the tensors that the methods below receive.
+    max_inflight: the number of sends per direction whose storage is held. One more send makes the home stream, not the
+        host, wait for the oldest.
+    variable_seq_lengths: send every tensor's shape before it. The receiver's host then waits for the shape.
+    stream: one stream for all transfers, in the order of their issue. None: one per edge, of high priority.
     slot_bytes, copies: of the channels (nvshmem); a sender is at most `copies` slots ahead of its receiver.
-    dev: where streams come from; None: torch.cuda or torch.cpu.
+    dev: the module that provides streams; None: torch.cuda or torch.cpu.
 
     Ranks are those of the group. Attributes: rank, size, next_rank, prev_rank, device, streams (by edge).
 
-    The methods have Megatron's names and arguments. An output or a shape may be one, or a list or a dict of them; None
-    is nothing to send. Without overlap_p2p_comm they return when the current stream is ordered behind all of the call's
-    transfers, so that even what was sent may be overwritten. Raises ValueError for tensors that aren't contiguous or
-    of another dtype or device.
+    The methods have Megatron's names and arguments. An output or a shape may be a single one, or a list or a dict; None
+    means that nothing is sent. Without overlap_p2p_comm, the methods return once the current stream is ordered behind
+    all of the call's transfers, so that even the sent tensors may be overwritten. Raises ValueError for tensors that
+    aren't contiguous or have another dtype or device.
     """
 
     def __init__(
@@ -177,18 +181,19 @@ class P2PCommunicator:
             self._wire = backend
         self.streams = {edge: self.dev.Stream(priority=-1) if stream is None else stream for edge in EDGES}
         self._in_flight = {edge: deque() for edge in EDGES if edge.startswith("send")}  # a keepalive for each message
-        self._dropped = Keepalive()  # buffers of receives that nobody waited for
+        self._dropped = Keepalive()  # buffers of receives whose home stream has not waited
         self._handles = weakref.WeakSet()
 
     # One transfer
 
     def isend(self, tensor, dst: int, *, deallocate: bool = False, producers=None, home=None) -> P2PHandle:
-        """Start to send a contiguous tensor (or a list or dict of them) to `dst`, which is before or after this rank.
+        """Start to send a contiguous tensor (or a list or dict of them) to `dst`, the next or the previous rank.
 
-        deallocate: the tensor is left with one element, as by `deallocate_output_tensor`.
-        producers: the streams that wrote it; default: the current one. home: the stream whose memory it is; default:
-        the first producer. The same tensor may be sent to both peers.
-        Between two ranks this sends forward, and `irecv` receives what comes forward: not for the methods below.
+        deallocate: leave the tensor with one element, as `deallocate_output_tensor` does.
+        producers: the streams that wrote it; default: the current one. home: the stream on which its memory was
+            allocated; default: the first producer. The same tensor may be sent to both peers.
+        With two ranks, both neighbours are the same rank. `isend` then uses send_next, and `irecv` receives on
+        recv_prev: not on the edges of the backward methods below.
         """
         edge = "send_next" if dst == self.next_rank else "send_prev"
         if dst not in (self.next_rank, self.prev_rank):
@@ -201,13 +206,16 @@ class P2PCommunicator:
         return handle
 
     def irecv(self, shape, dtype: torch.dtype | None, src: int) -> tuple[torch.Tensor, P2PHandle]:
-        """Start to receive from `src`: a new tensor, to be used once its handle has been waited for."""
+        """Start to receive from `src`. Returns a new tensor, to be used after a wait for its handle, and the handle."""
         if src not in (self.next_rank, self.prev_rank):
             raise ValueError(self._no_neighbour("receive from", src))
         return self._receive("recv_prev" if src == self.prev_rank else "recv_next", shape, dtype)
 
     def drain(self, keep: int = 0):
-        """Let go of the storage of all but the newest `keep` sends of each direction, once its home stream waits."""
+        """Let go of the storage of all but the newest `keep` sends per direction, once its home stream is behind them.
+
+        With keep=0, also of the storage of receives that were released without a wait.
+        """
         for messages in self._in_flight.values():
             while len(messages) > keep:
                 messages.popleft().drain()
@@ -216,16 +224,16 @@ class P2PCommunicator:
 
     @property
     def open_handles(self) -> list[str]:
-        """What has been started, and neither waited for nor released."""
+        """The names of transfers that have been started, and neither waited for nor released."""
         return sorted(handle.name for handle in self._handles if handle.state == "open")
 
     @property
     def num_in_flight(self) -> dict[str, int]:
-        """By edge, the sends whose storage is held."""
+        """By edge, the number of sends whose storage is held."""
         return {edge: len(messages) for edge, messages in self._in_flight.items()}
 
     def close(self):
-        """Collective. Drain, and give the channels' memory back."""
+        """Collective. Drain, and free the channels or destroy the process groups."""
         self.drain()
         if isinstance(self._wire, _ChannelWire | _TorchWire):
             self._wire.close()
@@ -234,31 +242,31 @@ class P2PCommunicator:
     # Megatron's methods
 
     def recv_forward(self, tensor_shapes, is_first_stage: bool):
-        """The activations from the stage before; None on the first stage."""
+        """Receive the activations from the previous stage. Returns None on the first stage."""
         return None if is_first_stage else self._exchange(receive={"recv_prev": tensor_shapes})["recv_prev"]
 
     def recv_backward(self, tensor_shapes, is_last_stage: bool):
-        """The gradients from the stage behind; None on the last stage."""
+        """Receive the gradients from the next stage. Returns None on the last stage."""
         return None if is_last_stage else self._exchange(receive={"recv_next": tensor_shapes})["recv_next"]
 
     def send_forward(self, output_tensors, is_last_stage: bool):
-        """The activations to the stage behind; nothing on the last stage."""
+        """Send the activations to the next stage. Does nothing on the last stage."""
         if not is_last_stage:
             self._exchange(send={"send_next": output_tensors})
 
     def send_backward(self, input_tensor_grads, is_first_stage: bool):
-        """The gradients to the stage before; nothing on the first stage."""
+        """Send the gradients to the previous stage. Does nothing on the first stage."""
         if not is_first_stage:
             self._exchange(send={"send_prev": input_tensor_grads})
 
     def send_forward_recv_backward(self, output_tensors, tensor_shapes, is_last_stage: bool):
-        """Returns the gradients; None on the last stage, which does neither."""
+        """Send activations, receive gradients and return them. On the last stage does neither, and returns None."""
         if is_last_stage:
             return None
         return self._exchange({"send_next": output_tensors}, {"recv_next": tensor_shapes})["recv_next"]
 
     def send_backward_recv_forward(self, input_tensor_grads, tensor_shapes, is_first_stage: bool):
-        """Returns the activations; None on the first stage, which does neither."""
+        """Send gradients, receive activations and return them. On the first stage does neither, and returns None."""
         if is_first_stage:
             return None
         return self._exchange({"send_prev": input_tensor_grads}, {"recv_prev": tensor_shapes})["recv_prev"]
@@ -278,14 +286,17 @@ class P2PCommunicator:
     def send_forward_backward_recv_forward_backward(
         self, output_tensor, input_tensor_grad, recv_prev: bool, recv_next: bool, tensor_shape, grad_shape=None
     ):
-        """Returns (activations, gradients), each None where it is not received; grad_shape: where theirs differs."""
+        """Returns (activations, gradients), each None if it is not received.
+
+        grad_shape: the shape of the gradients, if it differs from tensor_shape.
+        """
         receive = {"recv_prev": tensor_shape} if recv_prev else {}
         if recv_next:
             receive["recv_next"] = tensor_shape if grad_shape is None else grad_shape
         received = self._exchange({"send_next": output_tensor, "send_prev": input_tensor_grad}, receive)
         return received.get("recv_prev"), received.get("recv_next")
 
-    # How it is done
+    # Implementation
 
     def _one_way(self, send: dict, receive: dict, overlap: bool):
         if not overlap:
@@ -302,7 +313,7 @@ class P2PCommunicator:
     def _start(self, send: dict, receive: dict, at_once: bool = False) -> tuple[dict, dict[str, P2PHandle]]:
         """Start the transfers in this rank's order, receives too if `at_once`.
 
-        Returns what will be received, and handles, by edge.
+        Returns the tensors to be received, and the handles, both by edge.
         """
         received, handles = {}, {}
         for edge in ISSUE_ORDER[self.rank % 2]:
@@ -312,7 +323,7 @@ class P2PCommunicator:
             elif edge in receive:
                 received[edge], handles[edge] = self._receive(edge, receive[edge], self.dtype)
                 if at_once:
-                    handles[edge].query()  # a receive over channels would wait to be asked for, behind the sends
+                    handles[edge].query()  # over channels, launches the receive here rather than after all sends
         return received, handles
 
     def _send(self, edge: str, value, producers=None, home=None) -> P2PHandle:
@@ -343,14 +354,14 @@ class P2PCommunicator:
         lease = Lease(tensor, dev=self.dev, home=home or producers[0], name=edge)
         for stream in producers:
             with lease.write(stream):
-                pass  # it was written before: what the stream has done so far is what the send comes after
+                pass  # already written: orders the send after the stream's work so far
         stream = self.streams[edge]
         try:
             with self.dev.stream(stream), lease.read(stream):
                 completion = self._wire.send(edge, lease.tensor)
             if completion is not None:
                 lease.read_by(completion)
-        finally:  # if it failed halfway, the storage may be read all the same
+        finally:  # a send that failed halfway may still read the storage
             message.defer(lease)
         return lease.used
 
@@ -367,7 +378,7 @@ class P2PCommunicator:
         tensor = torch.empty(shape, dtype=dtype, device=self.device)
         home = self.dev.current_stream()
         gate = Fence(self.dev)
-        gate.record(home)  # whoever had this memory before is done there
+        gate.record(home)  # previous uses of this memory are ordered on this stream
         lease = Lease(tensor, dev=self.dev, home=home, gate=gate, name=edge)
         stream = self.streams[edge]
         leases.append(lease)
@@ -413,7 +424,7 @@ class P2PCommunicator:
 
 
 class _ChannelWire:
-    """Transfers by device-initiated puts: a channel for each direction."""
+    """Transfers by device-initiated puts, through one channel per direction."""
 
     def __init__(self, ctx: Context, slot_bytes: int, copies: int):
         if ctx.device.type == "cuda" and int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")) < 8:
@@ -425,7 +436,7 @@ class _ChannelWire:
         forward = Channel(ctx, after, before, slot_bytes=slot_bytes, copies=copies)
         try:
             backward = Channel(ctx, before, after, slot_bytes=slot_bytes, copies=copies)
-        except Exception:  # on all ranks, for want of room
+        except Exception:  # raised on all ranks, if there is no room
             forward.close()
             raise
         self.channels = dict(zip(EDGES, (forward, forward, backward, backward), strict=True))
@@ -445,7 +456,7 @@ class _ChannelWire:
             return self._late[edge][-1]
 
     def receive_until(self, last: "_LateReceive"):
-        """Launch the receives of an edge, in order, up to this one."""
+        """Launch the receives of an edge, in order, up to `last`."""
         with self._lock:
             while last.done is None:
                 self._late[last.edge].popleft().launch()
@@ -454,8 +465,8 @@ class _ChannelWire:
         for edge in ("send_prev", "send_next"):
             self.channels[edge].close()
 
-    # On the simulated runtime a launch runs while its caller waits. The four edges' streams are queues there: what can
-    # run without waiting does so whenever a transfer is started, asked for or waited for.
+    # On the simulated runtime a launch blocks its caller until it has run. There, queues replace the streams of the
+    # four edges: whenever a transfer is started, queried or waited for, everything runs that can run without waiting.
 
     def _start(self, edge: str, tensor: torch.Tensor) -> "_LateTransfer":
         transfer = _LateTransfer(self, edge, tensor)
@@ -464,13 +475,13 @@ class _ChannelWire:
         return transfer
 
     def move(self, edge: str):
-        """The next slotful of an edge, whether or not it has to wait."""
+        """Move the next slotful of an edge, even if it has to wait."""
         transfer, channel = self._late[edge][0], self.channels[edge]
         (channel.send if edge.startswith("send") else channel.receive)(transfer.parts[0])
         transfer.parts.popleft()
 
     def progress(self) -> bool:
-        """Move what can be moved without waiting; whether there was anything."""
+        """Move everything that can move without waiting. Returns whether anything moved."""
         moved = False
         for edge, queue in self._late.items():
             channel = self.channels[edge]
@@ -484,9 +495,9 @@ class _ChannelWire:
         return moved
 
     def finish(self, transfer: "_LateTransfer"):
-        """Move things until `transfer` is over; once nothing moves for as long as a wait may take, wait for its peer.
+        """Move slotfuls until `transfer` is over. If nothing moves for as long as a wait may take, wait for its peer.
 
-        Not earlier, for then nothing else moves that the peer may wait for.
+        Not earlier: during that wait nothing else moves, and the peer may be waiting for something else.
         """
         limit = time.monotonic() + self._ctx.timeout_s
         while transfer.parts:
@@ -499,7 +510,7 @@ class _ChannelWire:
 
 
 class _LateReceive:
-    """A completion on GPUs: a receive that is launched, on the stream it was posted on, when somebody wants it."""
+    """A completion on GPUs: a receive that is launched when first needed, on the stream it was posted on."""
 
     def __init__(self, wire: _ChannelWire, edge: str, tensor: torch.Tensor):
         self.key, self.edge, self.done = self, edge, None
@@ -521,7 +532,7 @@ class _LateReceive:
 
 
 class _LateTransfer:
-    """A completion of the simulated runtime: the slotfuls of a message that have yet to move."""
+    """A completion on the simulated runtime: the slotfuls of a message that have not moved yet."""
 
     captured = None
 
@@ -541,8 +552,9 @@ class _LateTransfer:
 class _TorchWire:
     """Transfers by torch.distributed, with process groups of its own.
 
-    NCCL runs what one group sends and receives on a rank in one order. So that a receive that is posted early never
-    holds up a send, the edges of a direction are coloured, and no rank has two edges of one colour.
+    NCCL runs the sends and receives that a rank issues in one group in order. A receive that is posted early must never
+    delay a send. So the edges of each direction are coloured such that no rank has two edges of one colour, and every
+    colour of a direction has its own group.
     """
 
     def __init__(self, group: Group, backend: str, dev):
@@ -561,10 +573,10 @@ class _TorchWire:
             self._connect()
 
     def _connect(self):
-        """Send a message along every edge, a group at a time, in which each rank has one edge at most.
+        """Send a message along every edge, one group at a time; in a group each rank has at most one edge.
 
-        NCCL connects two ranks at their first message, while both hosts wait: they would wait for each other if both
-        sent first, which may be done later.
+        NCCL connects two ranks at their first message, while both hosts wait. If both sent first, they would wait for
+        each other; once connected, both may send first.
         """
         nothing = torch.zeros(1, device="cuda")
         for group in self._groups:
@@ -579,7 +591,7 @@ class _TorchWire:
         return self._start(dist.irecv, edge, tensor)
 
     def _peer(self, edge: str) -> int:
-        """Its global rank."""
+        """The global rank of the edge's peer."""
         return self._ranks[(self._rank + (1 if edge.endswith("next") else -1)) % self._size]
 
     def _group(self, edge: str) -> dist.ProcessGroup:
@@ -598,11 +610,12 @@ class _TorchWire:
 
 
 def deallocate_output_tensor(out, handle: P2PHandle | None = None):
-    """Leave `out`, a tensor or a list or dict of them, with one element each; only their grad_fn is of use afterwards.
+    """Shrink `out`, a tensor or a list or dict of them, to one element each; only their grad_fn is of use afterwards.
 
-    What has been sent is held until it has arrived. handle: of the send, if there was one; it has to be open, or waited
-    for, so that a handle that was released, perhaps of another output, is noticed. Raises ValueError for a view, whose
-    storage others use, and for a leaf that needs a gradient: a parameter, or what a stage has received and passes on.
+    The storage of a tensor that is being sent is held until it has been sent. handle: of the send, if there was one. It
+    must be open or waited for, so that a released handle, perhaps of another output, is noticed. Raises ValueError for
+    a view, whose storage is shared, and for a leaf that needs a gradient: a parameter, or a tensor that a stage has
+    received and passes on. Raises LeaseError for a released handle.
     """
     if handle is not None:
         handle._require_not_released()
@@ -612,11 +625,11 @@ def deallocate_output_tensor(out, handle: P2PHandle | None = None):
 
 
 def custom_backward(output, grad_output):
-    """Backward of a deallocated output: the gradient has the shape that the output had, which torch would refuse.
+    """Backward of a deallocated output. The gradient has the output's original shape, which torch would refuse.
 
-    output, grad_output: a tensor each, or lists or dicts of them. grad_output None: of a scalar, for one. Beside them
-    may be leaves, whole, that a stage passes on as it got them.
-    Raises ValueError if another output is not deallocated and no scalar; use torch.autograd.backward for those.
+    output, grad_output: a tensor each, or lists or dicts of them. grad_output None: outputs are scalars, whose gradient
+        is one. The outputs may include leaves, not deallocated, that a stage passes on unchanged.
+    Raises ValueError if another output is neither deallocated nor a scalar; use torch.autograd.backward for those.
     """
     outputs = tuple(leaves(output))
     for tensor in outputs:
@@ -644,7 +657,7 @@ def _context_of(group) -> Context:
 
 
 def leaves(value):
-    """The tensors of a tensor, a list or a dict of them, or of None, in order."""
+    """Yields the tensors of a tensor, of a list or a dict of them, or of None, in order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
@@ -658,7 +671,7 @@ def leaves(value):
 
 
 def map_shapes(shapes, make):
-    """`make` of each shape; a shape is a sequence of integers, or None where it is exchanged."""
+    """`make` of each shape. A shape is a sequence of integers, or None if shapes are exchanged."""
     if isinstance(shapes, dict):
         return {name: map_shapes(shape, make) for name, shape in shapes.items()}
     if isinstance(shapes, list | tuple) and any(not isinstance(size, numbers.Integral) for size in shapes):

@@ -5,10 +5,10 @@ R ranks.  V chunks of the model on each rank.  m microbatches.  Chunk c of rank 
     R = 2, V = 1, m = 4        rank 0    F0 F1 B0 F2 B1 F3 B2 B3
                                rank 1       F0 B0 F1 B1 F2 B2 F3 B3
 
-A schedule is a list of turns, made before anything runs; a turn is one step, or a forward and a backward. Between two
-turns lies one exchange: what the turn before produced goes out, what a turn to come needs comes in. Without overlap
-that is the next turn, and the exchange is waited for. With overlap, turns are single steps, and what comes in is for
-the step after the next one, which meanwhile computes on what came before.
+A schedule is a list of turns, built before anything runs. A turn is one step, or a forward and a backward. Between two
+turns there is one exchange: it sends the results of the turn before, and receives the inputs of a turn to come. Without
+overlap that is the next turn, and the exchange is waited for. With overlap, turns are single steps, and the inputs are
+those of the step after the next one. Meanwhile the next step computes on inputs that were received before.
 """
 
 from dataclasses import dataclass
@@ -37,10 +37,11 @@ def schedule(
 ) -> list[tuple[Step, ...]]:
     """The turns of a rank: 1F1B for one chunk, interleaved 1F1B for several.
 
-    A turn of two steps is what several chunks take without overlap: a rank that waited for its forward's receiver
-    before its backward could be waited for by that receiver's backward.
+    Several chunks without overlap use turns of two steps, which avoids a deadlock: if a rank waited for the receiver of
+    its forward before it ran its backward, the backward of that receiver could be waiting for this rank.
 
-    Raises ValueError if interleaved microbatches don't divide by the ranks, or there is one rank to interleave.
+    Raises ValueError if interleaved microbatches are not a multiple of the ranks, or if there is one rank to
+    interleave.
     """
     if num_chunks > 1 and (size == 1 or num_microbatches % size):
         raise ValueError(
@@ -71,11 +72,11 @@ def schedule(
 def split_into_stages(
     embedding: nn.Module, blocks, head: nn.Module, *, rank: int, size: int, num_chunks: int = 1
 ) -> nn.ModuleList:
-    """This rank's chunks of a model: `embedding`, then `blocks`, then `head`, the blocks as evenly as can be.
+    """This rank's chunks of a model: `embedding`, then `blocks`, then `head`, the blocks split as evenly as possible.
 
     Shares the modules. Raises ValueError if there are fewer blocks than parts. A parameter in the parts of several
-    ranks, a head that is tied to the embedding, is one on each of them: sum its gradients over these ranks, or the
-    values part at the first step.
+    ranks, such as a head that is tied to the embedding, is a separate parameter on each of them: sum its gradients over
+    these ranks, or the values diverge at the first step.
     """
     blocks, parts = list(blocks), size * num_chunks
     if len(blocks) < parts:
@@ -98,22 +99,22 @@ def forward_backward_pipelining(
     overlap: bool = False,
     deallocate: bool = False,
 ) -> list[torch.Tensor]:
-    """Collective. One step of training: gradients are accumulated, of the mean of the microbatches' losses.
+    """Collective. One training step: accumulates the gradients of the mean of the microbatches' losses.
 
-    stage_chunks: this rank's parts of the model, in order; each maps what it receives to what it sends. The first part
-        gets a microbatch's input.
+    stage_chunks: this rank's parts of the model, in order. Each maps the tensors it receives to those it sends. The
+        first part gets a microbatch's input.
     microbatches: pairs (input, target), the same number on every rank. The first part reads inputs, the last targets.
     loss_fn: (output of the last part, target) -> scalar.
-    tensor_shape: of what goes from stage to stage, or a function of the microbatch's number; lists and dicts of shapes
-        as in P2PCommunicator; None where the communicator exchanges shapes, or where there is one rank.
+    tensor_shape: of the tensors between stages, or a function of the microbatch's number; lists and dicts of shapes as
+        in P2PCommunicator; None if the communicator exchanges shapes, or if there is one rank.
     forward_only: losses without gradients.
-    overlap: transfers run while the next step computes; the losses are the same, bit for bit.
-    deallocate: what a stage has computed is freed once it is sent, and only its graph stays for backward; what it
-        passes on as it came, and what needs no gradient, stays.
+    overlap: transfers run while the next step computes; the losses are bit-identical.
+    deallocate: a stage's output is freed once it is sent, and only its graph stays for backward. Tensors that the stage
+        passes on unchanged, or that need no gradient, are kept.
 
-    Returns the losses by microbatch, detached, on the rank of the last stage; [] on the others. Raises ValueError for a
-    schedule that is not possible, for shapes that nobody gives, or that are not those of what a stage returns, and for
-    overlap where the communicator exchanges them, which the host waits for.
+    Returns the losses by microbatch, detached, on the rank of the last stage; [] on the others. Raises ValueError for
+    an impossible schedule, for missing shapes, for shapes other than those that a stage returns, and for overlap with a
+    communicator that exchanges shapes, because the host waits for them.
     """
     if tensor_shape is None and comm.size > 1 and not comm.variable_seq_lengths:
         raise ValueError(
@@ -129,7 +130,7 @@ def forward_backward_pipelining(
         comm.rank, comm.size, len(stage_chunks), len(microbatches), forward_only=forward_only, overlap=overlap
     )
     run = _Run(list(stage_chunks), microbatches, loss_fn, comm, tensor_shape, forward_only, overlap, deallocate)
-    ahead, num_open = 1 + overlap, len(comm.open_handles)  # perhaps the caller's
+    ahead, num_open = 1 + overlap, len(comm.open_handles)  # the caller may have some
     for turn in turns[:ahead]:
         run.exchange(turn)
     with torch.set_grad_enabled(not forward_only):
@@ -143,7 +144,7 @@ def forward_backward_pipelining(
 
 
 class _Run:
-    """One call of forward_backward_pipelining: what is in memory between its steps."""
+    """One call of forward_backward_pipelining: the state that is kept between its steps."""
 
     def __init__(self, chunks, microbatches, loss_fn, comm, tensor_shape, forward_only, overlap, deallocate):
         self.chunks, self.microbatches, self.loss_fn, self.comm = chunks, microbatches, loss_fn, comm
@@ -179,9 +180,10 @@ class _Run:
             self.outputs[step.microbatch, step.chunk] = output
 
     def _check_shapes(self, step: Step, output):
-        """The next stage receives what tensor_shape says, and would compute with whatever lies where nothing came.
+        """Raises ValueError if an output does not have the shapes of tensor_shape.
 
-        A gradient has the shape of what was received, so it needs no check; dtypes are the communicator's business.
+        The next stage receives by tensor_shape, and would compute on uninitialised memory where nothing arrives. A
+        gradient has the shape of the received tensor, so it needs no check; the communicator checks dtypes.
         """
         if self.comm.variable_seq_lengths:
             return
@@ -202,14 +204,14 @@ class _Run:
         else:
             pairs = zip(leaves(output), leaves(grad), strict=True)
             pairs = [pair for pair in pairs if pair[0].requires_grad]
-            if pairs:  # a frozen stage has nothing to go back through
+            if pairs:  # a frozen stage has no backward
                 outputs, grads = map(list, zip(*pairs, strict=True))
                 (custom_backward if self.deallocate else torch.autograd.backward)(outputs, grads)
         if not self.is_first(step):
             self.grad = _map(x, lambda tensor: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
 
     def exchange(self, later: tuple[Step, ...]):
-        """Send what the last turn produced, and receive what the steps of `later` need."""
+        """Send the results of the last turn, and receive the inputs of the steps in `later`."""
         forward = next((step for step in later if step.forward and not self.is_first(step)), None)
         backward = next((step for step in later if not step.forward and not self.is_last(step)), None)
         x_shape, grad_shape = (self.shape_of(step.microbatch) if step else None for step in (forward, backward))
@@ -228,7 +230,7 @@ class _Run:
             deallocate_output_tensor(computed, handles.get("send_next"))
         for edge in ("send_next", "send_prev"):
             if edge in handles:
-                handles[edge].release()  # the communicator holds what is sent
+                handles[edge].release()  # the communicator holds the storage that is sent
         if forward is not None:
             self.arriving[forward] = x, handles.get("recv_prev")
         if backward is not None:
@@ -245,7 +247,7 @@ def _map(value, function):
 
 
 def _in_order(shapes, names=()):
-    """What is sent, in order: the names of the dicts that it is in, and its shape."""
+    """Yields, for each tensor in the order of sending, the dict keys that lead to it and its shape."""
     if isinstance(shapes, dict):
         for name, part in shapes.items():
             yield from _in_order(part, (*names, name))

@@ -6,8 +6,8 @@ import types
 
 __version__ = "0.1.0"
 
-# Where each public name lives; it is loaded at its first use. Importing the runtime turns Triton's interpreter on where
-# there is no GPU, which must not happen to a pytest session that only finds this package's plugin installed.
+# The module of each public name, imported at the name's first use. Importing the runtime turns Triton's interpreter on
+# where there is no GPU, which must not happen in a pytest session that merely has this package's plugin installed.
 _HOMES = {
     "tkernels.comm": (
         "RUNTIME",
@@ -43,10 +43,10 @@ __all__ = sorted(_home_of)
 
 
 class _Package(types.ModuleType):
-    """This module's class. Some operations share their name with the module that holds them; the operation wins."""
+    """The class of this module. Where an operation and the module that holds it share a name, the operation wins."""
 
     def __getattr__(self, name):
-        if name in ("comm", "layers"):  # which importing binds here
+        if name in ("comm", "layers"):  # importing them binds them here
             return importlib.import_module(f"{self.__name__}.{name}")
         if name not in _home_of:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")

@@ -1,10 +1,10 @@
 """One module object under two names.
 
-From a checkout's root, `import comm` finds the folder that users know as `tkernels.comm` (and `layers` likewise). Left
-alone, Python would run those files a second time and make second copies of every class and of the runtime's state.
+In the root of a checkout, `import comm` finds the folder that users know as `tkernels.comm` (and `layers` likewise).
+Python would run those files a second time, and so create second copies of every class and of the runtime's state.
 `alias("comm", "tkernels.comm")`, called by a package that finds itself imported as "comm", makes that name and every
-name below it stand for the modules of `tkernels.comm`. An installed tkernels never calls it, so another project's
-top-level `comm` is not touched.
+name below it refer to the modules of `tkernels.comm`. An installed tkernels never calls it, so another project's
+top-level `comm` is not affected.
 """
 
 import importlib.util
@@ -32,14 +32,14 @@ class _AliasFinder(MetaPathFinder, Loader):
         return None
 
     def exec_module(self, module):
-        # The import system returns what sys.modules holds after this call. To hand the real module over in
-        # create_module instead would overwrite its __spec__ with the alias's.
+        # The import system returns the module that sys.modules holds after this call. Returning the real module from
+        # create_module instead would overwrite its __spec__ with that of the alias.
         name = module.__spec__.name
         sys.modules[name] = importlib.import_module(self.target + name.removeprefix(self.name))
 
 
 def alias(name: str, target: str) -> None:
-    """Make `name` and its submodules other names for the package `target`, which is imported."""
+    """Import the package `target`, and make `name` and its submodules other names for it and its submodules."""
     if not any(isinstance(f, _AliasFinder) and f.name == name for f in sys.meta_path):
         sys.meta_path.insert(0, _AliasFinder(name, target))
     sys.modules[name] = importlib.import_module(target)

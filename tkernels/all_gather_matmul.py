@@ -1,16 +1,16 @@
-"""y[M, N/R] = activation(all_gather(x_shard_m)[M, K] @ w[N/R, K].T + bias[N/R]): multiply while the rows arrive.
+"""y[M, N/R] = activation(all_gather(x_shard_m)[M, K] @ w[N/R, K].T + bias[N/R]), overlapped.
 
 M rows of all ranks.  K the dimension summed over.  N/R this rank's out-features.  R ranks.
 
-One persistent launch a rank. The comm programs push this rank's rows, chunk by chunk, into every peer's inbox, a
-signal behind each chunk, and then multiply with the rest; or the copy engine does, many chunks at a time, and all
-programs multiply from the start. Tiles start with the own rows, read where they are, and go on with the peers' in the
-order in which they arrive. A tile waits for its chunks once, before its first step, and not at all once everything is
-here. Which program computes which tile, and which tiles are split: tkernels.overlap.
+Each rank runs one persistent kernel. Its comm programs put this rank's rows into every peer's inbox, chunk by chunk,
+each followed by a signal, and then compute tiles like the others. Or the copy engine sends, many chunks at a time, and
+all programs compute from the start. The tiles of this rank's own rows come first, read in place; then those of the
+peers' rows, in the order in which they arrive. A tile waits for its chunks once, before its first step along K, and not
+at all once everything has arrived. tkernels.overlap decides which program computes which tile, and which are split.
 
-The inbox alternates by the epoch's parity (tkernels.comm.workspace has the argument), or is the landing, where copies
-go (tkernels.comm.copies). Every rank sends at least one signal to each peer, and one program waits for each peer even
-when that peer has no rows.
+The inbox is one of two that alternate by the epoch's parity (tkernels.comm.workspace explains why two are enough), or
+the landing, which the copy engine writes into (tkernels.comm.copies). Every rank sends at least one signal to each
+peer, and one program waits for each peer even if that peer has no rows.
 """
 
 import functools
@@ -71,7 +71,7 @@ from tkernels.paths import choose_path, plan_all_gather_matmul
 
 OP = operation("all_gather_matmul")
 
-COLLECT_BYTES = 16 << 10  # of the gathered rows that a program copies: 64 for each of 256 threads, all in flight
+COLLECT_BYTES = 16 << 10  # of gathered rows that one program copies: 64 for each of 256 threads, all in flight
 
 
 # fmt: off
@@ -82,7 +82,7 @@ def finish_slice(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, Y_TMA: tl.constexpr, S_TMA: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr,
 ):
-    """Store some columns of a tile: as sums, if it is a part of one, else as the result."""
+    """Store a slice of a tile's columns: as split-K partial sums, unless it is of the last part; then as the result."""
     if part < parts - 1:
         store_part(value, sums, sums_row + part * ROWS, sums_column, ROWS, COLUMNS, BLOCK_N, S_TMA)
     else:
@@ -96,10 +96,11 @@ def row_of_tiles(
     tile_m, schedule, tiles_m, chunk_rows, sent_rows, rank,
     SIZE: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """What the schedule says of a row of tiles: shard, row in the shard and in the whole, rows that count, chunk.
+    """A row of tiles of the schedule: shard, row in the shard and in the whole matrix, number of valid rows, chunk.
 
-    EVEN: `are_even`. Then it is worked out, for a tile's first loads wait for it: llama8b-qkv takes 280 us for 282 and
-    llama8b-gate-up 1246 for 1248 (2 H200s; not measured among more); reductions take no less time.
+    EVEN: `are_even`. Then these are computed instead of loaded, since the first loads of a tile wait for them:
+    llama8b-qkv takes 280 us instead of 282, llama8b-gate-up 1246 instead of 1248 (2 H200s; not measured on more).
+    Reductions get no faster.
     """
     if EVEN:
         shard_tiles = tiles_m // SIZE
@@ -128,21 +129,21 @@ def row_of_tiles(
     return shard, row, whole_row, valid, chunk
 
 
-# Row counts may change from call to call, and ranks differ: no new kernel for each.
+# Row counts and schedules may change from call to call, and ranks differ: do not compile a kernel for each value.
 @triton.jit(do_not_specialize=[
     "parity_rows", "tiles_m", "head", "dealt", "whole", "splits", "num_counters", "max_chunks", "rank",
     "first_row", "rows", "num_comm", "chunks", "chunk_rows", "sent_rows",
 ])
 def all_gather_matmul_kernel(
-    x, x_memory,  # [M/R, K], and the same as a pointer to contiguous rows
-    gathered, inbox, parity_rows,  # [parity_rows + M, K], and as a pointer
+    x, x_memory,  # [M/R, K]; its pointer, to contiguous rows
+    gathered, inbox, parity_rows,  # [parity_rows + M, K]; its pointer
     w, w_stride_n, w_stride_k,  # [N/R, K]
     bias, y, y_stride_m,  # [N/R]; [M, N/R]
-    sums,  # [.., BLOCK_N], fp32: of tiles that are split along K
+    sums,  # [.., BLOCK_N], fp32: partial sums of the tiles that are split along K
     schedule, tiles_m, head, dealt, whole, splits,
     counters, num_counters, ready, max_chunks, state, table, rank, gate, copied, landed, begun,
-    first_row, rows, N, K, num_comm, chunks, chunk_rows, sent_rows,  # the first two: of this rank
-    SIZE: tl.constexpr, EVEN: tl.constexpr,  # all shards are alike
+    first_row, rows, N, K, num_comm, chunks, chunk_rows, sent_rows,  # first_row, rows: of this rank
+    SIZE: tl.constexpr, EVEN: tl.constexpr,  # EVEN: see `are_even`
     LANDING: tl.constexpr, COPIES: tl.constexpr, PARTS: tl.constexpr,  # PARTS: some tiles are split
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
     X_TMA: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr, Y_TMA: tl.constexpr, S_TMA: tl.constexpr,
@@ -157,7 +158,7 @@ def all_gather_matmul_kernel(
         begin_landing(pid, num_comm, gate, begun, epoch, table, rank, SIZE, COPIES, OPERATION, TRANSPORT)
     else:
         landed = None
-    if not COPIES:  # at compile time; else num_comm is 0
+    if not COPIES:  # a compile-time branch; with COPIES num_comm is 0
         if pid < num_comm:
             for i in range(pid, chunks * (SIZE - 1), num_comm):
                 chunk = i // (SIZE - 1)
@@ -169,7 +170,7 @@ def all_gather_matmul_kernel(
                     tl.maximum(tl.minimum(rows - row, chunk_rows), 0) * K,
                     ready + rank * max_chunks + chunk, epoch, target, table, TRANSPORT, PUT_BLOCK, ALIGN,
                 )
-            if not LANDING:  # for which all have heard from each other
+            if not LANDING:  # otherwise begin_landing has waited for every peer
                 if pid == 0:
                     for step in range(1, SIZE):
                         source = (rank + step) % SIZE
@@ -178,16 +179,16 @@ def all_gather_matmul_kernel(
 
     tiles_n = tl.cdiv(N, BLOCK_N)
     items = whole + (tiles_m * tiles_n - whole) * splits
-    complete = tl.full((), False, tl.int1)  # all that peers send is here
+    complete = tl.full((), False, tl.int1)  # whether all rows of the peers have been seen to arrive
     wave = tl.where(pid < num_comm, head, 0)
     own_dealt = dealt
-    if COPIES:  # then all tiles are dealt out, and the last wave may be one of few
+    if COPIES:  # then all whole tiles are dealt out, and the last wave may not reach every program
         own_dealt = waves_of(pid, num_comm, head, dealt, whole)
     item = take_tile(wave, own_dealt, pid, num_comm, head, dealt, whole, counters)
     while item < items:
         index, part, parts, first_step, last_step = part_of_tile(item, whole, splits, K, PARTS, BLOCK_K)
-        # All tiles that are dealt to a program are one loop: a tile's first loads are under way while the one
-        # before is stored. The marks of two tiles would get mixed up.
+        # All tiles dealt to a program run in one loop, so that a tile's first loads are in flight while the previous
+        # tile is stored. Not with TRACE: the marks of two tiles would get mixed up.
         num_tiles = tl.maximum(own_dealt - wave, 1)
         if TRACE:
             num_tiles = 1
@@ -211,7 +212,7 @@ def all_gather_matmul_kernel(
                     at = parity_row + out_row
                     if not complete:
                         mark(WAIT, chunk, source, table, TRANSPORT, TRACE)
-                        if not TRACE:  # which shows each tile's wait
+                        if not TRACE:  # a trace shows each tile's wait
                             complete = all_arrived(
                                 ready, landed, max_chunks, chunks, chunk, rank, epoch, SIZE, COPIES, TRANSPORT
                             )
@@ -221,7 +222,7 @@ def all_gather_matmul_kernel(
                                 1, SIZE, COPIES, OPERATION, TRANSPORT,
                             )
                 mark(COMPUTE, out_row, column, table, TRANSPORT, TRACE)
-            # One main loop for both: two would each take the shared memory of a pipeline.
+            # One main loop for own and gathered rows: two would each take the shared memory of a pipeline.
             total = multiply_step(
                 total, operand, K, 1, at, at + valid, w, w_stride_n, w_stride_k, column, N, K, step,
                 BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, False, W_TMA, W_TRANSPOSED, PRECISION,
@@ -270,14 +271,18 @@ def all_gather_matmul(
     config: OverlapConfig | None = None,
     path: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Collective. x_shard_m [M/R, K], w [N/R, K], bias [N/R] -> y [M, N/R] and, if asked for, x gathered [M, K].
+    """Collective. x_shard_m [M/R, K], w [N/R, K], bias [N/R] -> y [M, N/R] and, if requested, x gathered [M, K].
 
-    x_shard_m is used where it is; a copy is made only if its rows are not contiguous. `rows` names every rank's row
-    count where they differ. y has the operands' dtype, or out_dtype (float32). out: a tensor for y. return_gathered may
-    be a tensor [M, K] for the gathered rows, and x_shard_m its rows of this rank; or "borrowed": then they may be where
-    they landed in the workspace, which the next call on this stream overwrites. config: the tiles and who sends; None:
-    as tuned, else by rule. path: see tkernels.paths; the same on all ranks. Raises ValueError or TypeError before the
-    first signal.
+    x_shard_m is read in place; a copy is made only if its rows are not contiguous.
+
+    return_gathered: True returns the gathered rows, a tensor [M, K] receives them; x_shard_m may be this rank's rows of
+        that tensor. "borrowed": they may be left in the workspace, which the next call on this stream overwrites.
+    rows: every rank's row count; needed where they differ.
+    out: a tensor for y.
+    out_dtype: of y, the operands' dtype or float32.
+    config: the tiles and the way of sending. None: the tuned configuration, else the default rule.
+    path: see tkernels.paths; the same on all ranks.
+    Raises ValueError or TypeError before the first signal.
     """
     gathered = return_gathered if isinstance(return_gathered, torch.Tensor) else None
     check_apart("all_gather_matmul", out, x_shard_m=x_shard_m, w=w, bias=bias, return_gathered=gathered)
@@ -300,7 +305,7 @@ def plan(
     ctx: Context, x_shard_m, w, bias, out, gathered,
     activation, return_gathered, rows, out_dtype, config, path, precision,
 ):  # fmt: skip
-    """What to do with the tensors of a call like this one: a function of them that returns (y, gathered)."""
+    """Plan calls with tensors like these. Returns a function (x, w, bias, out, gathered) -> (y, gathered)."""
     check_operands("all_gather_matmul", x_shard_m, w, bias, activation, ctx.device)
     out_dtype = check_dtype("all_gather_matmul", "out_dtype", out_dtype, x_shard_m.dtype)
     if return_gathered not in (False, True, "borrowed"):
@@ -334,7 +339,7 @@ def plan(
             "finished; pass a config with interleaved=False, and num_comm of 1 or more, or 0 for the copy engine"
         )
     check_mapped("all_gather_matmul", ctx, config)
-    # Through one dimension: contiguous() keeps any stride of a dimension of size 1, and kernels take rows of K.
+    # Flattened and back: contiguous() keeps any stride of a dimension of size 1, but kernels assume a row stride of K.
     gemm, x = config.gemm, x_shard_m.contiguous().view(-1).view(x_shard_m.shape)
     tiles_m = sum(triton.cdiv(count, gemm.block_m) for count in rows)
     tiles = tiles_m * triton.cdiv(N, gemm.block_n)
@@ -343,7 +348,7 @@ def plan(
     row_bytes = K * itemsize
     chunks = max(num_chunks(count, config) for count in rows)
     sent = rows[ctx.rank] * row_bytes * (ctx.size - 1)
-    # Any tile may be one of the last, but the own ones come first: their rows are where they are.
+    # Any tile may be split if it is among the last ones. Tiles of own rows come first: their rows need not arrive.
     waves = plan_waves(tiles, tiles, K, num_programs, config, sent)
     if config.landing:
         room = dict(num_counters=TILE_COUNTS.value, landing_bytes=max(M, 4) * row_bytes)
@@ -355,7 +360,7 @@ def plan(
         memory, parity_rows = workspace.inbox, triton.cdiv(workspace.inbox_bytes, row_bytes)
     if config.copied:
         copies = Copies(ctx, workspace, _sends(ctx, rows, row_bytes, chunks, config))
-    gate = workspace.gates[0]  # but for the copies of a captured call
+    gate = workspace.gates[0]  # captured calls that use the copy engine are given another one
     inbox = memory[: (parity_rows + M) * row_bytes].view(x.dtype).view(parity_rows + M, K)
     y = check_result("all_gather_matmul", out, x, (M, N), out_dtype)
 
@@ -390,7 +395,7 @@ def plan(
         num_warps=gemm.num_warps, num_stages=stages_of(gemm, waves.splits), maxnreg=config.max_registers,
         varying=("x", "x_memory", "w", "bias", "y", "sums", "gate"),
     )  # fmt: skip
-    borrowed = return_gathered == "borrowed" and config.landing  # of two inboxes only the device knows which
+    borrowed = return_gathered == "borrowed" and config.landing  # with two inboxes only the device knows which
     collect = None
     if return_gathered and not borrowed:
         collect = _collect(workspace.state, inbox, parity_rows, x, gathered, first_row, M)
@@ -408,7 +413,7 @@ def plan(
         else:
             copies.beside(functools.partial(launch, *tensors), x)
         if borrowed:
-            # No peer writes there before this rank has come to the next call.
+            # No peer writes there before this rank has entered the next call.
             inbox[first_row : first_row + x.shape[0]].copy_(x.detach())
             return y, inbox
         if return_gathered:
@@ -420,15 +425,16 @@ def plan(
 
 
 def _schedule(ctx: Context, rows, config: OverlapConfig) -> list[int]:
-    # Ranks send to the next rank first, so the previous rank's chunks arrive first.
+    # Every rank sends to the next rank first, so the previous rank's chunks arrive first.
     peers = [(ctx.rank + ctx.size - step) % ctx.size for step in range(1, ctx.size)]
     return tile_schedule(rows, [ctx.rank], config) + tile_schedule(rows, peers, config)
 
 
 def _sends(ctx: Context, rows, row_bytes: int, chunks: int, config: OverlapConfig) -> list[Send]:
-    """This rank's rows in wave, each copy to all peers, the next rank first; the last one makes it `chunks`.
+    """This rank's sends by the copy engine, in order of rows, each copy to all peers, the next rank first.
 
-    None for a rank without rows: nobody waits for more than that it has come to the call.
+    The last copy raises a peer's count of landed chunks to `chunks`. A rank without rows sends nothing: peers only wait
+    until it has entered the call.
     """
     sends, own, first_row = [], rows[ctx.rank], sum(rows[: ctx.rank])
     for row in range(0, own, config.sent_rows):
@@ -446,12 +452,12 @@ def collect_kernel(
     own_start, own_end, total,  # elements of the whole
     BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Copy BLOCK of the gathered elements out of the inbox of the last epoch; the own ones from x, unless it is there.
+    """Copy BLOCK gathered elements out of the inbox of the last epoch, and this rank's own from x unless already there.
 
-    A call after the next one overwrites that inbox; whose parity it is, the device alone knows.
+    The call after the next one overwrites that inbox. Only the device knows its parity.
     """
     VECTOR: tl.constexpr = ALIGN * 8 // x.dtype.element_ty.primitive_bitwidth
-    # Whole vectors, which the compiler can't know of numbers that it is given.
+    # These are whole vectors, which the compiler can't infer from runtime arguments.
     own_start, own_end = own_start // VECTOR * VECTOR, own_end // VECTOR * VECTOR
     inbox += tl.load(state) % 2 * (parity_stride // VECTOR * VECTOR)
     own = gathered + own_start
@@ -466,7 +472,7 @@ def collect_kernel(
 
 
 def _collect(state, inbox, parity_rows: int, x, gathered: torch.Tensor | None, first_row: int, M: int) -> Launch:
-    """What copies the gathered rows of a call like this one: a launch with x and them. inbox: [parity_rows + M, K]."""
+    """The launch (x, gathered) that copies the gathered rows of calls like this one. inbox: [parity_rows + M, K]."""
     K, itemsize = x.shape[1], x.element_size()
     aligned = K * itemsize % 16 == 0 and x.data_ptr() % 16 == 0 and (gathered is None or gathered.data_ptr() % 16 == 0)
     block = COLLECT_BYTES // itemsize // (1 if aligned else 8)
@@ -479,7 +485,7 @@ def _collect(state, inbox, parity_rows: int, x, gathered: torch.Tensor | None, f
 
 
 def all_gather_matmul_reference(group, x_shard_m, w, bias=None, activation=None) -> torch.Tensor:
-    """The same with torch.distributed, in fp64: every rank's rows gathered, then one product."""
+    """The same with torch.distributed, in fp64: every rank's rows gathered, then one matmul."""
     shards = [None] * group.size()
     torch.distributed.all_gather_object(shards, x_shard_m.cpu(), group=group)
     x = torch.cat(shards).to(w.device)

@@ -1,4 +1,4 @@
-"""The command `tkernels`: its arguments and how its errors look. Their work is in packages of their names."""
+"""The command `tkernels`: argument parsing and error output. The subcommands are in demo, doctor, tuner and trace."""
 
 import argparse
 import os
@@ -16,9 +16,12 @@ PARALLEL = ("tp", "pp", "fsdp", "zero", "ddp")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command. Returns its exit code: 0, 1 if it failed; 2 (through SystemExit) for a wrong argument; 130."""
+    """Run one subcommand. Returns its exit code: 0, 1 if it failed, 130 on Ctrl-C; a wrong argument exits with 2.
+
+    Raises SystemExit for the latter.
+    """
     options, unknown = _parser().parse_known_args(arguments)
-    if unknown:  # of the command, which the parser of all commands would not name
+    if unknown:  # reported by the subcommand's parser: the top-level one would not name the subcommand
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         if options.runtime:
@@ -26,11 +29,11 @@ def main(arguments: list[str] | None = None) -> int:
         return options.command(options)
     except KeyboardInterrupt:
         return 130
-    except argparse.ArgumentError as error:  # what only the command's own modules know to be wrong
+    except argparse.ArgumentError as error:  # from checks that only the subcommand's own modules can make
         if options.traceback:
             traceback.print_exc()
         options.parser.error(str(error))
-    except Exception as error:  # the last one to see it: a person wants a sentence
+    except Exception as error:  # the outermost handler: print one sentence for the user
         if options.traceback:
             traceback.print_exc()
         else:
@@ -227,7 +230,7 @@ def _seed(text: str) -> int:
 
 
 def _output(text: str) -> str:
-    """A path that can be written, so that it is not after a minute of work that we learn it can't; or "-"."""
+    """The type of an output argument: a path, checked to be writable before a minute of work is spent; or "-"."""
     path = Path(text)
     if text != "-" and (path.is_dir() or not path.parent.is_dir()):
         problem = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
@@ -244,19 +247,19 @@ def _picture(text: str) -> Path:
 
 
 def file_to_write(text: str) -> Path:
-    """The type of an argument that names a file: one that can be written."""
+    """The type of an argument that names a file: a path that can be written, but not "-"."""
     if text == "-":
         raise argparse.ArgumentTypeError("takes a path, not '-'")
     return Path(_output(text))
 
 
 def write_output(text: str, where: str):
-    """To a path that `_output` has allowed, or "-" for stdout."""
+    """Write to a path that `_output` has accepted, or to stdout for "-"."""
     sys.stdout.write(text) if where == "-" else Path(where).write_text(text)
 
 
 def _sentence(error: Exception) -> str:
-    # A RankError's text is a headline and then the traceback of the rank.
+    # A RankError's text is a headline, followed by the rank's traceback.
     text = getattr(error, "headline", None) or str(error) or type(error).__name__
     return text.splitlines()[0].rstrip(".")
 

@@ -1,14 +1,15 @@
-"""How an operation is tiled and how its data travels: its configuration, and the one that a call without one gets.
+"""Configurations of operations (their tiles, and how their data is sent), and the choice of one for calls without any.
 
-That is the one tuned on this machine (`tkernels tune`), else one that comes with the package, else a default by rule.
-Tuned ones hold for a bucket: sizes of a rank's product rounded up to powers of two, dtype, and layout. Looking one up
-again costs a dictionary's access.
+A call without a configuration gets the one that was tuned on this machine (`tkernels tune`), else one that comes with
+the package, else a default computed by rule. A tuned configuration holds for a bucket: the sizes of a rank's local GEMM
+rounded up to powers of two, the dtype, and the layout. A repeated lookup costs one dictionary access.
 
-All ranks must tell alike which rows travel behind one signal, and where they land, or a rank would read rows that are
-not there yet. They choose by the same records, those of rank 0 when the context was made, but not by the same sizes: N
-of an all-gather and K of a reduction may differ where features divide unevenly, and so may layouts. So `chunk_rows` and
-`landing` follow from what all ranks share: they are those of the largest product that was tuned for rows of the same
-number and width, or the rule's. The rest of a configuration, who sends in it, is a rank's own affair.
+All ranks must agree on which rows are behind one signal and in which buffer they arrive, or a rank would read rows that
+are not there yet. Ranks choose from the same records, those of rank 0 when the context was made, but not by the same
+sizes: N of an all-gather and K of a reduction may differ where features divide unevenly, and so may layouts. Therefore
+`chunk_rows` and `landing` depend only on values that all ranks share: they are those of the largest GEMM that was tuned
+for the same number and width of rows, or the rule's. Each rank chooses the rest of its configuration by itself,
+including whether comm programs, the copy engine or all programs send.
 """
 
 import functools
@@ -30,48 +31,53 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LAYOUTS = ("TN", "NN", "NT", "TT", "pointers")
 KEY = ("operation", "M", "N", "K", "dtype", "layout")  # of a bucket, by name
 MIN_CHUNK_ROWS = 16
-SPARE = 1.3  # how much faster than the product the chunks are sent, if they can be
-MAX_TILE_CHUNKS = tl.constexpr(8)  # whose signals a tile looks at in one go
-CHUNK_BYTES = 1 << 20  # of one put: 128 KB lose a quarter of what a program sends (H200, 9 programs)
-# One GPU to its peers by stores, H200 over NVLink: 3 programs reach 91 GB/s, 6 172, 9 250, 12 324, and more no more.
+SPARE = 1.3  # how many times faster than the local GEMM a reduction's comm programs can send, if there are enough
+MAX_TILE_CHUNKS = tl.constexpr(8)  # most chunks of a tile, whose signals it checks in one poll
+CHUNK_BYTES = 1 << 20  # of one put; with puts of 128 KB a program sends a quarter less (H200, 9 programs)
+# From one GPU to its peers by SM stores, H200 over NVLink: 91 GB/s with 3 programs, 172 with 6, 250 with 9, 324 with
+# 12, and no more with more programs.
 SEND_BYTES_PER_S, BYTES_PER_S_OF_A_PROGRAM = 320e9, 28e9
-REDUCED_BYTES_PER_S_OF_A_PROGRAM = 24e9  # where it waits for tiles in between
-# Between two ranks a gather needs fewer of them, and where shares are large it puts twice as much at a time. 2 H200s,
-# time over cuBLAS's, by 12 programs / by 8, with what else changed meanwhile (up to 0.5 %): llama8b-qkv 1.14/1.07,
-# 8b-gate-up 1.016/1.009, 70b-qkv 1.020/1.016, gate-up-4k 1.003/0.992, gpt3-fc1 1.017/1.005.
+REDUCED_BYTES_PER_S_OF_A_PROGRAM = 24e9  # of a reduction, where it waits for tiles in between
+# An all-gather between two ranks needs fewer comm programs, and sends twice as many bytes per put where shares are
+# large. 2 H200s, time relative to cuBLAS's with 12 / 8 comm programs (other changes between the two runs account for up
+# to 0.5 %): llama8b-qkv 1.14/1.07, 8b-gate-up 1.016/1.009, 70b-qkv 1.020/1.016, gate-up-4k 1.003/0.992,
+# gpt3-fc1 1.017/1.005.
 PAIR_SENDERS, PAIR_SHARE_BYTES = 8, 32 << 20
-MULTIPROCESSORS, FLOPS_PER_S = 132, 800e12  # of a GPU, H200, bf16, but for the ends of tiles
-MAX_CHOICES = 4096  # that are kept, of a context and of the local product
+MULTIPROCESSORS, FLOPS_PER_S = 132, 800e12  # of one H200: SMs, and bf16 FLOP/s apart from the ends of tiles
+MAX_CHOICES = 4096  # configurations that a context keeps
 
-COPY_BYTES = 8 << 20  # a copy engine's operation has fixed costs of some microseconds, and is at its best from here on
-COPY_BYTES_PER_S = 385e9  # by the copy engine, H200 over NVLink
-COPIES = 2  # to a peer, of a reduction: with one its last tiles hold up all that it is sent
-# Of one of several copies to a peer, at least. rs-e, 4 H200s: 844 us with two of 6 MB to a peer, 869 with one.
+COPY_BYTES = 8 << 20  # from this size on the copy engine is efficient: a copy has a fixed cost of a few microseconds
+COPY_BYTES_PER_S = 385e9  # of the copy engine, H200 over NVLink
+COPIES = 2  # to each peer, in a reduction: a single copy could begin only after the last tile for that peer
+# Least size of each copy where a peer gets several. rs-e on 4 H200s: 844 us with two copies of 6 MB to each peer, 869
+# with one.
 PIECE_BYTES = 6 << 20
-# All-reduces between 2 H200s, us by programs / by copies: rows of 16 KB, shares of 64 MB 873/886, 2545/2602, of 32 MB
-# 1297/1304, of 16 MB 285/248, 667/671, of 8 MB 191/153; rows of 8 KB 301/285, 379/369, 737/707. Among 4, whatever their
-# rows, by copies: 778/768, 886/789, 1503/1377, of 8 KB 408/399, 523/504 (in another run llama70b-down was slower by
-# them: bench/LOG.md).
+# Between two ranks, all-reduces use the landing, and so the copy engine, only with smaller rows or shares than these
+# (`lands`). 2 H200s, us with comm programs / with the copy engine, one pair per shape. Rows of 16 KB: shares of 64 MB
+# 873/886 and 2545/2602, of 32 MB 1297/1304, of 16 MB 285/248 and 667/671, of 8 MB 191/153. Rows of 8 KB: 301/285,
+# 379/369, 737/707. Among 4 H200s the copy engine sends whatever the size of rows: 778/768, 886/789, 1503/1377; with
+# rows of 8 KB 408/399, 523/504 (in another run llama70b-down was slower with it: bench/LOG.md).
 REDUCED_ROW_BYTES, REDUCED_SHARE_BYTES = 16 << 10, 32 << 20
-# A reduction whose product takes less than that many times the wire's time is sent by programs. Among 4 H200s, us by
-# copies / by programs, and the ratio, reduce-scatters: llama8b-o 220/195, 0.7; rs-c 234/212, 1.0; llama70b-o 457/484,
-# 1.3; rs-b 526/555, 1.6; llama8b-down 355/389, 2.3; all-reduces: llama8b-o 460/385, 0.3; rs-c 411/406, 0.5; llama70b-o
-# 751/781, 0.7.
+# Comm programs send a reduction whose local GEMM takes less than this many times the wire time. 4 H200s, us with the
+# copy engine / with comm programs, then the ratio of GEMM time to wire time. Reduce-scatters: llama8b-o 220/195, 0.7;
+# rs-c 234/212, 1.0; llama70b-o 457/484, 1.3; rs-b 526/555, 1.6; llama8b-down 355/389, 2.3. All-reduces: llama8b-o
+# 460/385, 0.3; rs-c 411/406, 0.5; llama70b-o 751/781, 0.7.
 WIRE_BOUND = {"matmul_reduce_scatter": 1.1, "matmul_all_reduce": 0.4}
-# How much faster than its product a reduce-scatter that is below that is sent, by how many programs at most: by 18, 24
-# and 30 llama8b-o 199, 195, 201; by 18 and 22 rs-c 212, 226.
+# For reduce-scatters below WIRE_BOUND: how many times faster than the local GEMM the comm programs can send, and how
+# many there are at most. us with 18, 24 and 30 comm programs: llama8b-o 199, 195, 201; with 18 and 22: rs-c 212, 226.
 WIRE_SPARE, MOST_COMM = 1.1, 24
-# All-reduces between two ranks are interleaved where their product takes at least that many times the wire's time. 2
-# H200s, us by programs or copies, whatever is faster / interleaved, and the ratio: llama8b-o 293/319, 1.0; rs-c
-# 373/360, 1.5; llama70b-o 884/863, of 1024 tokens 154/145, 2.0; rs-b 1069/1041, 2.5; llama8b-down 718/702, 3.4;
-# llama70b-down-4k 1310/1303, 6.9; rs-e 1683/1666, 12. Reduce-scatters were better by copies: llama70b-o 749/763,
-# llama8b-down 630/642.
+# All-reduces between two ranks are interleaved where their local GEMM takes at least this many times the wire time. 2
+# H200s, us with comm programs or the copy engine, whichever is faster / interleaved, then the ratio of GEMM time to
+# wire time: llama8b-o 293/319, 1.0; rs-c 373/360, 1.5; llama70b-o 884/863, and 154/145 with 1024 tokens, 2.0; rs-b
+# 1069/1041, 2.5; llama8b-down 718/702, 3.4; llama70b-down-4k 1310/1303, 6.9; rs-e 1683/1666, 12. Reduce-scatters were
+# faster with the copy engine, us with it / interleaved: llama70b-o 749/763, llama8b-down 630/642.
 INTERLEAVED_FROM = 1.25
-# Elements copied at a step beside the sums of a tile, at most, between two ranks and among more, where more spill. With
-# 16384 for 8192 two H200s take, all-reducing llama70b-o, 858 us for 869, rs-c 356 for 360, llama8b-down 700 for 704.
+# Most elements that an interleaved program copies per step while it holds the accumulator of a tile: between two ranks,
+# and among more, where larger steps spill. All-reduces on 2 H200s with 16384 instead of 8192: llama70b-o 858 us instead
+# of 869, rs-c 356 instead of 360, llama8b-down 700 instead of 704.
 INTERLEAVED_BLOCK = 16384, 8192
-LANDING_CHUNK_ROWS = 128  # at least; those of the largest tile by rule
-MAX_LOOK = tl.constexpr(256)  # signals that a program looks at at once: one a thread
+LANDING_CHUNK_ROWS = 128  # least rows of a chunk in the landing: those of the largest tile by rule
+MAX_LOOK = tl.constexpr(256)  # signals that a program polls at once, one per thread
 
 
 def _whole(value, least: int, most: float = math.inf) -> bool:
@@ -82,7 +88,7 @@ def _power(value, least: int) -> bool:
     return _whole(value, least) and not value & (value - 1)
 
 
-# What fields may be, and how errors say it. A field of both configurations is the same in both.
+# The check of each field, and its description in error messages. Fields that both classes have obey the same rule.
 _ALLOWED = {
     name: (allowed, words)
     for names, words, allowed in [
@@ -114,10 +120,10 @@ class GemmConfig:
 
     group_m: rows of tiles that are walked together, so that one pass over w serves them all from L2.
     split: column slices in which the epilogue stores a tile (Triton's EPILOGUE_SUBTILE); 2 halves the shared memory
-        that it needs. What is split along K is OverlapConfig.max_splits.
-    num_stages: of the pipeline of loads; a fused operation takes fewer where it splits tiles (overlap.stages_of).
-    use_tma: descriptors where the layout allows; False loads and stores by pointers always.
-    max_programs: of a local product; fewer leave multiprocessors to what runs beside it.
+        that it needs. Not split-K, which is OverlapConfig.max_splits.
+    num_stages: of the load pipeline; a fused operation takes fewer where it splits tiles along K (overlap.stages_of).
+    use_tma: load and store through TMA descriptors where the layout allows; False: always through pointers.
+    max_programs: limit for a local GEMM, which leaves SMs to kernels that run beside it.
     """
 
     block_m: int = 128
@@ -136,29 +142,32 @@ class GemmConfig:
 
 @dataclass(frozen=True)
 class OverlapConfig:
-    """How a fused operation is tiled and how its data travels.
+    """How a fused operation is tiled and how its data is sent: by comm programs, the copy engine, or interleaved.
 
     gemm: the tiles.
     chunk_rows: rows behind one signal; a multiple or a divisor of gemm.block_m. The same on all ranks of a call.
-    num_comm: programs that send while the others multiply. 9 to 12 reach what NVLink gives to stores, 320 GB/s of the
-        copy engine's 385 on H200 (16 MB to each of 3 peers). 0: no program is set apart; the copy engine sends, which
-        takes no multiprocessor. It reaches ranks whose memory is mapped here, as `peer` does, and needs `landing`.
-    interleaved: all programs of a reduction send instead, each a finished tile while it multiplies the next one, at a
-        step of its own, so that not all ask for the link at once. By stores to mapped memory; num_comm is 0.
-    landing: rows go to the one inbox that copies go to (tkernels.comm.copies), for which all ranks of a call have to
-        come first; else to one of two that take turns. The same on all ranks of a call; True for the copy engine.
-    copy_rows: of one copy of the copy engine, which wants many; a multiple of chunk_rows, and a multiple or a divisor
-        of gemm.block_m; None: chunk_rows.
-    put_block: elements that a program copies at a step, interleaved no more than INTERLEAVED_BLOCK; 16384 beat 8192 by
-        8 % on llama70b-qkv (4 H200s, bench/LOG.md).
-    max_registers: a limit of registers a thread. Without one ptxas may spill to make room for a second program on a
-        multiprocessor: 36 spills at 128 registers for fp32 by pointers.
-    max_programs: fewer than the context's leave multiprocessors to what runs beside the operation.
-    split_tiles: the last tiles, computed in max_splits parts along K each (split-K), by as many programs, so that the
-        last wave keeps more of them busy. Each part but one is written and read once more, in fp32, and added in a
-        fixed order. None: by a model of the launch's end (overlap.plan_waves), in up to max_splits parts. Not where
-        interleaved: what adds them would take the registers that sending needs.
-    max_splits: 1 for none.
+    num_comm: comm programs, which send by SM stores while the others compute. 9 to 12 saturate what NVLink gives to
+        stores, 320 GB/s of the copy engine's 385 on H200 (16 MB to each of 3 peers). 0 (and not interleaved): no
+        program is dedicated to communication; the copy engine sends, which takes no SM. It reaches ranks whose memory
+        is mapped here, like transport `peer`, and needs `landing`.
+    interleaved: all programs of a reduction send. Each sends its own finished tile while it computes the next one, at
+        a step along K that differs from program to program, so that they do not all use the link at once. The tiles
+        are sent by stores to mapped memory; num_comm must be 0.
+    landing: rows arrive in the landing, the single receive buffer that the copy engine writes into
+        (tkernels.comm.copies); nothing is sent there before all ranks have entered the call. False: in one of two
+        inboxes that alternate. The same on all ranks of a call; always True with the copy engine.
+    copy_rows: rows of one copy of the copy engine, which is efficient with many. A multiple of chunk_rows, and a
+        multiple or a divisor of gemm.block_m. None: chunk_rows.
+    put_block: elements that a program copies per step, no more than INTERLEAVED_BLOCK if interleaved. 16384 beat 8192
+        by 8 % on llama70b-qkv (4 H200s, bench/LOG.md).
+    max_registers: limit of registers per thread. Without one ptxas may spill to make room for a second program on an
+        SM: 36 spills at 128 registers for fp32 by pointers.
+    max_programs: limit below the context's number of programs, which leaves SMs to kernels that run beside this one.
+    split_tiles: how many of the last tiles are split along K into max_splits parts (split-K), one program per part, so
+        that the last wave keeps more programs busy. The fp32 partial sums of each part but one are written and read
+        once more, and added in a fixed order. None: a model of the launch's end decides (overlap.plan_waves), with up
+        to max_splits parts. Not where interleaved: adding the parts would take the registers that sending needs.
+    max_splits: most parts of a tile; 1: no tile is split.
     """
 
     gemm: GemmConfig = field(default_factory=GemmConfig)
@@ -176,7 +185,7 @@ class OverlapConfig:
 
     @property
     def sent_rows(self) -> int:
-        """Rows that are sent at a time."""
+        """Rows that are sent at a time: those of a copy with the copy engine, else of a chunk."""
         return (self.copied and self.copy_rows) or self.chunk_rows
 
     @property
@@ -186,13 +195,14 @@ class OverlapConfig:
 
     @property
     def tile_chunks(self) -> int:
-        """Chunks that a tile needs, at most."""
+        """Most chunks that the rows of a tile belong to."""
         return max(self.gemm.block_m // self.chunk_rows, 1)
 
     def copy_block(self, aligned: bool, ranks: int) -> int:
-        """Fewer than put_block between two steps of a product, and of rows that are not of whole 16 bytes.
+        """Elements that a program copies per step: put_block; fewer if interleaved or if rows are not 16-byte aligned.
 
-        Sums stay in registers meanwhile, and every element that is copied alone costs one.
+        Interleaved, the accumulator of a tile stays in registers during the copy. Elements that are not copied in
+        vectors of 16 bytes cost a register each.
         """
         block = min(self.put_block, INTERLEAVED_BLOCK[ranks > 2]) if self.interleaved else self.put_block
         return block if aligned else block // 8
@@ -222,14 +232,14 @@ class OverlapConfig:
 
 
 def chunks_fit(chunk_rows: int, block_m: int) -> bool:
-    """Whether chunks hold whole tiles, or tiles whole chunks, not too many."""
+    """Whether a chunk holds whole tiles, or a tile whole chunks, at most MAX_TILE_CHUNKS of them."""
     return chunk_rows % block_m == 0 or (block_m % chunk_rows == 0 and block_m // chunk_rows <= MAX_TILE_CHUNKS.value)
 
 
 def by_copy_engine(config: OverlapConfig, rows: int, row_bytes: int, copies: int = COPIES) -> OverlapConfig:
-    """The same tiles and chunks, but the copy engine sends, in up to `copies` copies a peer, of at least PIECE_BYTES.
+    """The same tiles and chunks, but the copy engine sends, in up to `copies` copies per peer of at least PIECE_BYTES.
 
-    rows: that the rank with the most sends to a peer. row_bytes: of each.
+    rows: the most rows that any rank sends to a peer. row_bytes: of each row.
     """
     pieces = min(max(rows * row_bytes // PIECE_BYTES, 1), copies)
     return _copying(config, -(-rows // pieces))
@@ -241,20 +251,20 @@ def _copying(config: OverlapConfig, rows: int) -> OverlapConfig:
 
 
 def default_config(M: int, N: int, dtype: torch.dtype, tma: bool = True) -> GemmConfig:
-    """The tiles for a local GEMM of M x N. tma: everything has a layout that descriptors can describe.
+    """The tiles by rule for a local GEMM of M x N. tma: all operands have layouts that TMA can describe.
 
-    None of these spills registers. The row count of a tile depends on nothing that could differ between ranks.
+    None of these spills registers. block_m depends on nothing that could differ between ranks.
     """
     if runtime.RUNTIME == "simulated":
-        # The interpreter's cost is per operation, hardly per element: 64 x 64 x 64 takes a third of the time of
-        # 32 x 32 x 32 on 256 x 128 x 64. Small products, as in tests, still get several tiles.
+        # The interpreter's cost is per operation, hardly per element: a GEMM of 256 x 128 x 64 takes a third of the
+        # time with tiles of 64 x 64 x 64 than with 32 x 32 x 32. Small GEMMs, as in tests, still get several tiles.
         size = 32 if M <= 128 else 64
         return GemmConfig(size, size, size, group_m=2)
     if dtype == torch.float32:
-        # IEEE fp32 has no tensor cores: with 4 warps 160 registers spill, with steps of 32 in fused operations 13.
+        # IEEE fp32 has no tensor cores. 4 warps would spill 160 registers; block_k = 32, in fused operations, 13.
         return GemmConfig(64, 64, 16, split=1)
     if not tma:
-        # Element by element, each element of a tile costs registers: 128 x 256 spills 900 times, 128 x 128 x 32 150.
+        # Through pointers, each element of a tile costs registers: 128 x 256 spills 900 times, 128 x 128 x 32 150.
         return GemmConfig(64 if M <= 64 else 128, 64, 32, split=1, num_warps=4 if M <= 64 else 8)
     if M <= 64:
         return GemmConfig(64, 128, 64, num_warps=4, num_stages=4)
@@ -276,24 +286,27 @@ def default_overlap(
     interleaved: bool = False,
     stores: bool = True,
 ) -> OverlapConfig:
-    """The configuration of a fused operation whose local GEMM is M x N x K, among `size` ranks; tma: as default_config.
+    """The configuration by rule of a fused operation whose local GEMM is M x N x K, among `size` ranks.
 
-    landing: None where the copy engine reaches all ranks, and `lands` may decide. What lands travels by it, if there is
-    enough (2 H200s: up to 8 % faster, bench/LOG.md), unless a reduction's product is too short to hide the wire.
-    interleaved: whether it may be chosen; not where memory isn't mapped, or programs are to be set apart.
-    stores: whether programs send by them, not by NVSHMEM's calls, of which more are needed at a time.
-    What all ranks must tell alike depends on nothing that could differ between them.
+    tma: as in default_config.
+    landing: None: `lands` decides; only where the copy engine reaches all ranks. The copy engine sends to the landing
+        if there are enough bytes (2 H200s: up to 8 % faster, bench/LOG.md), unless the local GEMM of a reduction is too
+        short to hide the wire time.
+    interleaved: whether the rule may choose it; not where memory isn't mapped, or comm programs are required.
+    stores: whether programs send by SM stores; False: by NVSHMEM's calls, of which more are needed at a time.
+
+    chunk_rows and landing depend on nothing that could differ between ranks.
     """
     gemm, peers = default_config(M, N, dtype, tma), max(size - 1, 1)
     if runtime.RUNTIME == "simulated":
         num_comm = max(min(2, num_programs - 1), 1)
         return OverlapConfig(gemm, gemm.block_m, num_comm, landing=bool(landing), put_block=4096)
     gathers, reduces_all = operation == "all_gather_matmul", operation == "matmul_all_reduce"
-    if gemm.block_n == 256 and not gathers:  # partial sums take a stage's shared memory
+    if gemm.block_n == 256 and not gathers:  # partial sums take the shared memory of a stage
         gemm = replace(gemm, num_stages=3)
     if gathers and gemm.block_n == 256:
-        # Rows of tiles that are walked together are best of one shard: the next one's may still be on their way.
-        # gpt3-fc1, which has 4 rows a shard among 4 H200s: 1.04 of cuBLAS's time, in groups of 8 1.09.
+        # A group of rows of tiles should stay within one shard, since the rows of the next shard may not have arrived.
+        # gpt3-fc1 on 4 H200s, 4 rows of tiles per shard: 1.04 of cuBLAS's time in groups of 4, 1.09 in groups of 8.
         shard_m = M // (size * gemm.block_m)
         group_m = 16 if shard_m >= 16 else 4 if 4 <= shard_m < 8 else 8
         gemm = replace(gemm, group_m=group_m)
@@ -304,29 +317,29 @@ def default_overlap(
         num_comm, chunk_rows = PAIR_SENDERS, chunk_rows * (2 if M * row_bytes >= 2 * PAIR_SHARE_BYTES else 1)
     sent = M * row_bytes * peers / size * (2 if reduces_all else 1)
     wire_s = sent / COPY_BYTES_PER_S
-    senders = sent / REDUCED_BYTES_PER_S_OF_A_PROGRAM / product_s  # that take as long as the product
+    senders = sent / REDUCED_BYTES_PER_S_OF_A_PROGRAM / product_s  # comm programs that take as long as the GEMM
     if not gathers:
-        # Until there are tiles to send, a comm program does nothing.
+        # No more comm programs than sending needs: one is idle until there are tiles to send.
         num_comm = min(max(math.ceil(SPARE * senders), 2), num_comm)
-        # Rows of tiles that are walked together are done together: not all of the peers' at once.
+        # The rows of tiles of a group finish together; the peers' rows must not all finish at once.
         while gemm.group_m > 1 and 2 * gemm.group_m * gemm.block_m > M * peers // size:
             gemm = replace(gemm, group_m=gemm.group_m // 2)
     max_registers = 255 if dtype == torch.float32 else None
     num_comm = max(min(num_comm, num_programs - 1), 1)
     config, rows = OverlapConfig(gemm, chunk_rows, num_comm, max_registers=max_registers), -(-M // size)
-    measured = reduces_all and size == 2 and tma and dtype != torch.float32  # where INTERLEAVED_FROM was
+    measured = reduces_all and size == 2 and tma and dtype != torch.float32  # the case of INTERLEAVED_FROM
     if interleaved and measured and product_s >= INTERLEAVED_FROM * wire_s:
         config = replace(config, num_comm=0, interleaved=True)
     if not (lands(operation, rows, row_bytes, size) if landing is None else landing):
         return config
-    # Whole tiles, for each chunk that a tile waits for costs it a look; but so few that one look sees them all.
+    # Whole tiles per chunk, since a tile polls each chunk that it needs; and so few chunks that one poll covers all.
     chunk_rows = LANDING_CHUNK_ROWS
     while -(-rows // chunk_rows) * peers > MAX_LOOK.value:
         chunk_rows *= 2
     config = replace(config, landing=True, chunk_rows=chunk_rows)
     if rows * row_bytes < COPY_BYTES or config.interleaved:
         return config
-    # A copy waits for thousands of rows, programs for these few, and so the wire is busy from the start.
+    # A copy waits for thousands of rows, a comm program only for a chunk, which keeps the wire busy from the start.
     num_comm = min(math.ceil(WIRE_SPARE * senders), MOST_COMM, num_programs // 4)
     hidden = gathers or dtype == torch.float32 or product_s >= WIRE_BOUND[operation] * wire_s
     if hidden or num_comm < 1:
@@ -337,9 +350,9 @@ def default_overlap(
 
 
 def lands(operation: str, rows: int, row_bytes: int, size: int) -> bool:
-    """Whether shares of so many rows go by rule where the copy engine can put them: large ones.
+    """Whether by rule shares of `rows` rows go to the landing, where the copy engine can write: from COPY_BYTES on.
 
-    But of all-reduces between two ranks only those with rows of less than REDUCED_ROW_BYTES, or shares of less than
+    All-reduces between two ranks use it only with rows of less than REDUCED_ROW_BYTES, or shares of less than
     REDUCED_SHARE_BYTES.
     """
     share = rows * row_bytes
@@ -349,10 +362,10 @@ def lands(operation: str, rows: int, row_bytes: int, size: int) -> bool:
 
 
 def with_room_for(config: OverlapConfig, stored: torch.dtype, dtype: torch.dtype) -> OverlapConfig:
-    """A configuration by rule, or tuned for results of the operands' dtype, for results that may be larger.
+    """Adapt a configuration, by rule or tuned for results of the operands' dtype, to results of a wider dtype `stored`.
 
-    Beside the pipeline of 128 x 256 there is no shared memory for slices of fp32; by pointers 2 registers of 128 x 64
-    spill, unless it is stored in slices.
+    Beside the load pipeline of 128 x 256 tiles there is no shared memory for fp32 slices. Through pointers, 128 x 64
+    tiles spill 2 registers unless they are stored in slices.
     """
     if stored.itemsize == dtype.itemsize:
         return config
@@ -362,18 +375,18 @@ def with_room_for(config: OverlapConfig, stored: torch.dtype, dtype: torch.dtype
 def gemm_config(
     M: int, N: int, K: int, dtype: torch.dtype, layout: str, stored: torch.dtype | None = None
 ) -> GemmConfig:
-    """What `matmul` uses for x [M, K] and w [N, K] without a configuration. layout: as gemm.layout_of names it.
+    """The configuration that `matmul` uses for x [M, K] and w [N, K] by default. layout: as gemm.layout_of names it.
 
-    stored: the result's dtype, if it is another; larger elements take a stage's shared memory.
+    stored: the dtype of the result, if it differs; larger elements take the shared memory of a stage.
     """
     key = (gemm_config, M, N, K, dtype, layout, stored)
-    return local_plans.find(key, lambda: _gemm_config(*key[1:]))  # where what follows from it is kept as well
+    return local_plans.find(key, lambda: _gemm_config(*key[1:]))  # beside the plans that are made from it
 
 
 def _gemm_config(M: int, N: int, K: int, dtype: torch.dtype, layout: str, stored: torch.dtype | None) -> GemmConfig:
     try:
         table = _table(current_context())
-    except TkernelsError:  # there is none
+    except TkernelsError:  # there is no context
         table = _table_without_context()
     found = table.configs.get(("matmul", *bucket(M, N, K), name_of(dtype), layout))
     config = found or default_config(M, N, dtype, layout != "pointers")
@@ -384,9 +397,9 @@ def _gemm_config(M: int, N: int, K: int, dtype: torch.dtype, layout: str, stored
 def overlap_config(
     ctx: Context, operation: str, M: int, N: int, K: int, dtype: torch.dtype, layout: str, sending: bool = False
 ) -> OverlapConfig:
-    """What a fused operation uses without a configuration, where this rank multiplies x [M, K] by w [N, K].
+    """The configuration that a fused operation uses by default, where the local GEMM is x [M, K] times w [N, K].
 
-    sending: what it uses where programs that are set apart send, into the two inboxes.
+    sending: require comm programs that send into the two alternating inboxes.
     """
     key = (operation, M, N, K, dtype, layout, sending)
     config = ctx.choices.get(key)
@@ -403,12 +416,12 @@ def overlap_config(
 
 
 def sends_by_stores(ctx: Context) -> bool:
-    """Whether programs send by stores, not by NVSHMEM's calls, which a context may be asked for on one machine too."""
+    """Whether programs send by SM stores, not by NVSHMEM's calls, which a context can also use within one machine."""
     return ctx.transport != "nvshmem"
 
 
 def forget_choices(ctx: Context):
-    """Choose anew from now on: the context's records have changed."""
+    """Drop all cached choices and the plans made from them, since the context's records have changed."""
     ctx.choices.clear()
     ctx.forget_plans()
     local_plans.clear()
@@ -431,11 +444,11 @@ def rule_bound(
     ctx: Context, operation: str, M: int, N: int, K: int, dtype: torch.dtype, layout: str,
     travel: tuple[int, bool] | None,
 ) -> OverlapConfig:  # fmt: skip
-    """The configuration by rule whose rows travel as those of a larger product do; None: as they do by rule.
+    """The configuration by rule, with the (chunk_rows, landing) of a larger GEMM in `travel`; None: the rule's own.
 
-    Chunks of what lands are always the rule's: copies take many at a time, and for programs they may not be large.
+    In the landing, chunks are always the rule's: a copy takes many at a time, and comm programs must have small ones.
     """
-    if not ctx.mapped and travel is not None and travel[1]:  # nobody else's copies reach everyone either
+    if not ctx.mapped and travel is not None and travel[1]:  # no other rank's copies reach all ranks either
         travel = None
     landing = (None if ctx.mapped else False) if travel is None else travel[1]
     tma = layout != "pointers"
@@ -445,12 +458,12 @@ def rule_bound(
 
 
 def travel_of(config: OverlapConfig) -> tuple[int, bool]:
-    """(chunk_rows, landing): what all ranks must tell alike."""
+    """(chunk_rows, landing): the settings on which all ranks must agree."""
     return config.chunk_rows, config.landing
 
 
 def travelling(config: OverlapConfig, chunk_rows: int, landing: bool) -> OverlapConfig:
-    """The configuration with that travel, and copies of as many rows as before, in whole chunks."""
+    """The configuration with these chunk_rows and landing, and copies of as many rows as before, in whole chunks."""
     assert landing or not config.copied, "the copy engine can't put rows where they take turns"
     if travel_of(config) == (chunk_rows, landing):
         return config
@@ -459,7 +472,7 @@ def travelling(config: OverlapConfig, chunk_rows: int, landing: bool) -> Overlap
 
 
 def bound_travel(ctx: Context, key: tuple) -> tuple[int, bool] | None:
-    """The travel that a bucket's calls are bound to by a larger product whose rows travel alike; None if by none."""
+    """The (chunk_rows, landing) that a larger GEMM with the same rows (`shared`) imposes on a bucket, or None."""
     travel, source = _table(ctx).travels.get(shared(key), (None, key))
     return travel if source[1:4] > key[1:4] else None
 
@@ -478,20 +491,20 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def shared(key: tuple) -> tuple:
-    """The part of (operation, M, N, K, dtype, layout) that is the same on all ranks, whatever they share unevenly."""
+    """The part of (operation, M, N, K, dtype, layout) that is equal on all ranks even if features divide unevenly."""
     operation, M, N, K, dtype, _ = key
     return operation, M, K if operation == "all_gather_matmul" else N, dtype
 
 
 class _Table:
-    """What records say, by bucket. configs: by (operation, M, N, K, dtype, layout); travels: by what ranks share.
+    """The contents of records. configs: by bucket (operation, M, N, K, dtype, layout). travels: by its `shared` part.
 
     Records that this version can't read are ignored, with a warning.
     """
 
     def __init__(self, records: list[dict]):
         self.configs: dict[tuple, GemmConfig | OverlapConfig] = {}
-        self.travels: dict[tuple, tuple[tuple[int, bool], tuple]] = {}  # with the key that each comes from
+        self.travels: dict[tuple, tuple[tuple[int, bool], tuple]] = {}  # and each one's source
         for record in records:
             try:
                 key, config = read_record(record)
@@ -499,7 +512,7 @@ class _Table:
                 warnings.warn(f"tuned settings of {record['key']} are ignored: {error}", stacklevel=2)
                 continue
             self.configs[key] = config
-        for key, config in sorted(self.configs.items(), key=lambda item: item[0][1:4]):  # the largest come last
+        for key, config in sorted(self.configs.items(), key=lambda item: item[0][1:4]):  # the largest last: it wins
             if isinstance(config, OverlapConfig):
                 self.travels[shared(key)] = travel_of(config), key
 
@@ -516,7 +529,7 @@ def _table_without_context() -> _Table:
 
 
 def read_record(record: dict) -> tuple[tuple, GemmConfig | OverlapConfig]:
-    """(bucket's key, configuration) of a record, whatever is in its file. Raises ValueError for what makes no sense."""
+    """(bucket's key, configuration) of a record with unchecked contents. Raises ValueError if they are invalid."""
     operation, *sizes, dtype, layout = key = tuple(record["key"].get(name) for name in KEY)
     known = operation in OPERATIONS and dtype in map(name_of, DTYPES) and layout in LAYOUTS
     if not known or not all(_power(size, 1) for size in sizes):
@@ -524,7 +537,7 @@ def read_record(record: dict) -> tuple[tuple, GemmConfig | OverlapConfig]:
     if operation == "matmul":
         return key, _read(GemmConfig, record.get("config"))
     config = _read(OverlapConfig, record.get("config"))
-    # A rank whose layout has another configuration still has to keep to these chunks.
+    # A rank whose layout has another configuration must still use these chunks, so they must fit the tiles by rule.
     block_m = default_config(sizes[0], sizes[1], getattr(torch, dtype)).block_m
     if not chunks_fit(config.chunk_rows, block_m):
         raise ValueError(

@@ -2,8 +2,9 @@
 
 M rows of x.  N rows of w (out-features).  K the dimension summed over.
 
-A persistent kernel: each program computes tiles of BLOCK_M x BLOCK_N until none are left. Operands come through TMA
-descriptors where their layout allows and by pointers elsewhere; either operand may have either dimension contiguous.
+A persistent kernel: program p computes the BLOCK_M x BLOCK_N tiles p, p + num_programs, and so on until none are left.
+Operands are loaded through TMA descriptors where their layout allows and through pointers elsewhere. In either operand,
+either dimension may be contiguous.
 """
 
 import functools
@@ -24,7 +25,7 @@ ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 # fmt: off
 @triton.jit
 def tile_of(index, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Tile number -> (tile_m, tile_n), walking GROUP_M rows of tiles at a time, column by column."""
+    """Tile number -> (tile_m, tile_n): the order walks GROUP_M rows of tiles at a time, column by column."""
     tiles_per_group = GROUP_M * tiles_n
     first_m = index // tiles_per_group * GROUP_M
     rows = tl.minimum(tiles_m - first_m, GROUP_M)
@@ -45,7 +46,7 @@ def load_tile(
         else:
             tile = source.load([row, column])
     else:
-        # int64: row * stride passes 2**31 for tensors over 2**31 elements
+        # int64: row * stride exceeds 2**31 in tensors of more than 2**31 elements
         rows = tl.cast(row, tl.int64) + tl.arange(0, ROWS)[:, None]
         columns = tl.cast(column, tl.int64) + tl.arange(0, COLUMNS)[None, :]
         tile = tl.load(
@@ -64,7 +65,7 @@ def multiply_step(
     X_TMA: tl.constexpr, X_TRANSPOSED: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A tile of x @ w.T and one more step along K: rows from x_row (of x_rows), columns from `column` (of N)."""
+    """Add one step along K to a tile of x @ w.T: rows from x_row (below x_rows), columns from `column` (below N)."""
     k = step * BLOCK_K
     x_tile = load_tile(x, x_stride_m, x_stride_k, x_row, k, x_rows, K, BLOCK_M, BLOCK_K, X_TMA, X_TRANSPOSED)
     w_tile = load_tile(w, w_stride_n, w_stride_k, column, k, N, K, BLOCK_N, BLOCK_K, W_TMA, W_TRANSPOSED)
@@ -73,9 +74,9 @@ def multiply_step(
 
 @triton.jit
 def activate(value, ACTIVATION: tl.constexpr):
-    """The activation of an fp32 tile; numbers as in ACTIVATIONS."""
+    """Apply an activation to an fp32 tile; ACTIVATION is a number of ACTIVATIONS."""
     if ACTIVATION == 1:
-        value = tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)  # else NaN becomes 0, but not in torch
+        value = tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)  # by default NaN becomes 0, unlike torch
     elif ACTIVATION == 2:
         value = 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
     elif ACTIVATION == 3:
@@ -88,7 +89,7 @@ def activate(value, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def finish(value, bias, column, N, COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr):
-    """Bias, then activation, of an fp32 tile whose first column is `column`."""
+    """Add the bias to an fp32 tile whose first column is `column`, then apply the activation."""
     if HAS_BIAS:
         columns = column + tl.arange(0, COLUMNS)
         value += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
@@ -100,7 +101,7 @@ def store_tile(
     value, out, row_stride, row, num_rows, column, N,  # out: pointer or descriptor of [rows, N]
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr, DTYPE: tl.constexpr,
 ):
-    """Store an fp32 tile's first `num_rows` rows at (row, column) as DTYPE; with TMA, all rows that the tensor has."""
+    """Store the first `num_rows` rows of an fp32 tile at (row, column) as DTYPE; TMA stores all rows in bounds."""
     if TMA:
         out.store([row, column], value.to(DTYPE))
     else:
@@ -112,13 +113,13 @@ def store_tile(
 
 @triton.jit
 def halves(value, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The left and the right half of a tile's columns."""
+    """Split a tile into the left and the right half of its columns."""
     return tl.split(tl.permute(tl.reshape(value, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
 
 
 @triton.jit
 def slices_of(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr):
-    """The tile in SPLIT slices of columns, 1 or 2."""
+    """Split a tile into SPLIT slices of columns, 1 or 2."""
     if SPLIT == 2:
         slices = halves(tile, ROWS, COLUMNS)
     else:
@@ -126,7 +127,7 @@ def slices_of(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constex
     return slices
 
 
-@triton.jit(do_not_specialize=["M"])  # row counts may change from call to call: no new kernel for each
+@triton.jit(do_not_specialize=["M"])  # row counts may change from call to call, without recompiling
 def matmul_kernel(
     x, x_stride_m, x_stride_k,  # [M, K]
     w, w_stride_n, w_stride_k,  # [N, K]
@@ -139,7 +140,7 @@ def matmul_kernel(
 ):
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
-    # Flattened: a tile's first loads are under way while the one before is stored (bench/LOG.md).
+    # flatten: the first loads of a tile overlap with the store of the previous tile (bench/LOG.md).
     for index in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
         tile_m, tile_n = tile_of(index, tiles_m, tiles_n, GROUP_M)
         row = tile_m * BLOCK_M
@@ -161,7 +162,7 @@ def matmul_kernel(
 
 @dataclass(frozen=True)
 class Operand:
-    """A matrix as a kernel takes it: pointer or TMA descriptor, strides, and which of the two."""
+    """A matrix as kernel arguments: pointer or TMA descriptor (`tma` is True for the latter), and the strides."""
 
     argument: object
     row_stride: int
@@ -171,7 +172,7 @@ class Operand:
 
     @classmethod
     def of(cls, matrix: torch.Tensor, block_rows: int, block_columns: int, use_tma: bool = True) -> "Operand":
-        """Describe a two-dimensional tensor; through TMA if it has a unit stride and 16-byte rows and base."""
+        """Describe a matrix: by a TMA descriptor if it has a unit stride and 16-byte aligned rows and base address."""
         row_stride, column_stride = matrix.stride()
         transposed = row_stride == 1 and column_stride != 1
         plain = matrix.t() if transposed else matrix
@@ -183,7 +184,7 @@ class Operand:
 
 
 def tma_allowed(matrix: torch.Tensor) -> bool:
-    """Whether a TMA descriptor can describe the matrix: inner stride 1, base and rows of whole 16 bytes, not empty."""
+    """Whether TMA can describe the matrix: inner stride 1, base address and rows multiples of 16 bytes, not empty."""
     return (
         matrix.stride(1) == 1
         and matrix.stride(0) * matrix.element_size() % 16 == 0
@@ -194,10 +195,10 @@ def tma_allowed(matrix: torch.Tensor) -> bool:
 
 
 def layout_of(x: torch.Tensor, w: torch.Tensor) -> str:
-    """How x [M, K] and w [N, K] lie in memory, as BLAS names it, w first: TN where K is contiguous in both.
+    """The memory layout of x [M, K] and w [N, K] in BLAS terms, w first: "TN" where K is contiguous in both.
 
-    N for a w, and T for an x, whose other dimension is contiguous. "pointers" where TMA descriptors can't describe both
-    and contiguous rows of N.
+    w is N where its dimension N is contiguous, and x is T where M is. "pointers" if TMA can't describe both operands
+    and a result with contiguous rows of N elements.
     """
     if w.shape[0] * w.element_size() % 16:
         return "pointers"
@@ -216,13 +217,13 @@ def triton_dtype(dtype: torch.dtype) -> tl.dtype:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """fp32 products: IEEE, or TF32 where torch's own switches allow it, as for torch.matmul."""
-    # allow_tf32, the older name, follows this one and raises where any switch was set by its newer name.
+    """How fp32 operands are multiplied: in IEEE fp32, or in TF32 where torch's switches allow it for torch.matmul."""
+    # allow_tf32, the older name, mirrors this switch, but raises where any switch was set by its newer name.
     return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def check_operands(name: str, x: torch.Tensor, w: torch.Tensor, bias, activation, device: torch.device):
-    """What every matmul asks of its operands, before anything is launched. Raises ValueError or TypeError."""
+    """Check the operands of a matmul before anything is launched. Raises ValueError or TypeError."""
     for label, matrix in (("x", x), ("w", w)):
         if matrix.dim() != 2:
             raise ValueError(f"{name}: {label} must be a matrix, but has shape {tuple(matrix.shape)}")
@@ -254,7 +255,7 @@ def check_operands(name: str, x: torch.Tensor, w: torch.Tensor, bias, activation
 
 
 def check_dtype(name: str, option: str, dtype: torch.dtype | None, default: torch.dtype) -> torch.dtype:
-    """The dtype that an option asks for, None being the operands'. Raises TypeError for what kernels can't store."""
+    """The dtype that an option selects; None selects `default`. Raises TypeError for one that kernels can't store."""
     if dtype is None:
         return default
     if dtype not in (default, torch.float32):
@@ -263,7 +264,7 @@ def check_dtype(name: str, option: str, dtype: torch.dtype | None, default: torc
 
 
 def check_result(name: str, out: torch.Tensor | None, x: torch.Tensor, shape, dtype: torch.dtype) -> torch.Tensor:
-    """`out` if it can hold the result, or where it is None an example of a new tensor, without memory.
+    """`out` if it can hold the result; if it is None, a meta tensor that stands for a new one.
 
     Raises ValueError or TypeError.
     """
@@ -274,8 +275,8 @@ def check_result(name: str, out: torch.Tensor | None, x: torch.Tensor, shape, dt
 
 
 def check_apart(name: str, out: torch.Tensor | None, what: str = "out", **operands: torch.Tensor | None):
-    """Raises ValueError if `out` shares memory with an operand, of which tiles are read when others are written."""
-    if out is None or out.is_meta:  # which has no address, and is refused for its device
+    """Raises ValueError if `out` shares memory with an operand, which is still read while tiles are written."""
+    if out is None or out.is_meta:  # a meta tensor has no address, and is rejected later for its device
         return
     memory = out.untyped_storage().data_ptr()
     for label, operand in operands.items():
@@ -290,7 +291,7 @@ def check_apart(name: str, out: torch.Tensor | None, what: str = "out", **operan
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The address of the first byte, and of the one behind the last."""
+    """The addresses of the first byte and of the byte past the last."""
     span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     return tensor.data_ptr(), tensor.data_ptr() + (span * tensor.element_size() if tensor.numel() else 0)
 
@@ -307,8 +308,10 @@ def matmul(
 ) -> torch.Tensor:
     """x [M, K], w [N, K], bias [N] -> activation(x @ w.T + bias) [M, N], in x's dtype (fp32, fp16, bf16) or out_dtype.
 
-    Local, not collective. Either matrix may be transposed in memory: pass `w.t()` of a [K, N] tensor. out: contiguous,
-    apart from the operands, filled and returned.
+    Local, not collective. Either matrix may be transposed in memory: for a [K, N] weight, pass its `.t()`.
+
+    out: a contiguous tensor that shares no memory with the operands; it is filled and returned.
+    config: the tiles; None: `gemm_config` chooses.
     """
     check_apart("matmul", out, x=x, w=w, bias=bias)
     tensors = x, w, bias, out
@@ -317,7 +320,7 @@ def matmul(
 
 
 def plan(x, w, bias, out, activation, out_dtype, config, precision):
-    """What to do with the tensors of a call like this one: a function of them that returns the result."""
+    """Prepare calls with tensors and options like these: returns a function of the tensors that returns the result."""
     check_operands("matmul", x, w, bias, activation, runtime.device())
     (M, K), N = x.shape, w.shape[0]
     out_dtype = check_dtype("matmul", "out_dtype", out_dtype, x.dtype)
@@ -328,7 +331,7 @@ def plan(x, w, bias, out, activation, out_dtype, config, precision):
     x_operand = Operand.of(x, config.block_m, config.block_k, config.use_tma)
     w_operand = Operand.of(w, config.block_n, config.block_k, config.use_tma)
     y_operand = Operand.of(y, config.block_m, config.block_n // config.split, config.use_tma and y.stride(1) == 1)
-    if y_operand.transposed:  # a single column: its "rows" are what is contiguous
+    if y_operand.transposed:  # a single column, contiguous along M
         y_operand = replace(y_operand, argument=y, tma=False)
     tiles = triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
     arguments = (
@@ -359,7 +362,7 @@ def plan(x, w, bias, out, activation, out_dtype, config, precision):
 
 
 def activation_reference(value: torch.Tensor, activation: str | None) -> torch.Tensor:
-    """The activation in torch, differentiable: what `activate` computes."""
+    """The activation of `activate` in torch, differentiable."""
     if activation is None:
         return value
     functional = torch.nn.functional
@@ -372,7 +375,7 @@ def activation_reference(value: torch.Tensor, activation: str | None) -> torch.T
 
 
 def matmul_reference(x, w, bias=None, activation=None) -> torch.Tensor:
-    """The same in torch, in fp64 [M, N]: the ground truth of tests and benchmarks."""
+    """`matmul` in torch, in fp64 [M, N]: the ground truth of tests and benchmarks."""
     value = x.double() @ w.double().t()
     if bias is not None:
         value = value + bias.double()

@@ -8,9 +8,9 @@
     if __name__ == "__main__":
         print(launch(add_up, 2, torch.ones(3))[0])  # tensor([3., 3., 3.])
 
-The results come back, or the first failure. The parent holds a pipe to each rank: a rank that loses its parent exits, a
-rank that hangs or fails is killed, and nothing is written to disk, so no process and no file outlives the parent,
-however it ends. torch is imported late, so that `import tkernels.launch` costs nothing.
+The call returns the results or raises the first failure. The parent holds a pipe to each rank: a rank that loses its
+parent exits, a rank that hangs or fails is killed, and nothing is written to disk, so no process and no file outlives
+the parent, however it ends. torch is imported late, so that `import tkernels.launch` costs nothing.
 """
 
 import atexit
@@ -22,7 +22,7 @@ import multiprocessing.connection
 import multiprocessing.process
 import multiprocessing.resource_tracker
 import multiprocessing.spawn
-import multiprocessing.util  # noqa: F401  (registers its exit function before ours: exit functions run last in, first out)
+import multiprocessing.util  # noqa: F401  (registers its exit function first: exit functions run last in, first out)
 import numbers
 import os
 import pickle
@@ -35,16 +35,16 @@ import traceback
 import warnings
 import weakref
 
-START_TIMEOUT_S = 300.0  # importing torch, joining the group, allocating the heap; many ranks share few cores
+START_TIMEOUT_S = 300.0  # importing torch, joining the group, allocating the heap; many ranks may share few cores
 CLOSE_TIMEOUT_S = 30.0  # freeing the heap and leaving the interpreter
-GRACE_S = 0.5  # after a first failure: time for the failure that caused it to arrive
-RANKS_OF_A_CORE = 4  # simulated: with 8 a step of the demo takes 50 s on two cores, with 4 it takes 8 s
+GRACE_S = 0.5  # after the first failure that is reported: time for the one that caused it to be reported too
+RANKS_OF_A_CORE = 4  # simulated ranks: with 8 a step of the demo takes 50 s on two cores, with 4 it takes 8 s
 STACK_SIGNAL = signal.SIGUSR1
 GUARD = 'ranks import the program, so what it does belongs under `if __name__ == "__main__":`'
 
 
 class RankError(RuntimeError):
-    """A rank failed. `__cause__` is the exception itself where it could be sent.
+    """A rank failed. `__cause__` is the original exception if it could be pickled.
 
     rank: the rank that failed first.
     type_name: the class of its exception, "died" if its process ended, "TimeoutError" if it never finished.
@@ -67,24 +67,24 @@ class RankTimeoutError(RankError):
 def launch(fn, ranks: int, *args, timeout_s: float = 300.0, ctx_options: dict | None = None) -> list:
     """Run ``fn(ctx, *args)`` on `ranks` new processes and return the results, one a rank.
 
-    fn is a function of a module (it travels by name), args and results are values that pickle. Tensors travel by value,
-    detached and on the CPU. Each process joins torch.distributed (gloo, and nccl on GPUs, where rank r has GPU r) and
-    makes a Context by ``tkernels.init(**ctx_options)``. Where TKERNELS_SHARE_GPUS=1 has more ranks than GPUs share
-    them, there is gloo alone. A script that calls this is a file and needs the usual ``if __name__ == "__main__":``,
-    since the new processes import it.
+    fn is a module-level function, sent by its name; args and results must pickle. Tensors are sent by value, detached
+    and on the CPU. Each process joins torch.distributed (gloo, and nccl on GPUs, where rank r uses GPU r) and makes a
+    Context by ``tkernels.init(**ctx_options)``. With TKERNELS_SHARE_GPUS=1, which lets more ranks than GPUs share them,
+    the only backend is gloo. A script that calls this must be a file and needs the usual
+    ``if __name__ == "__main__":``, since the new processes import it.
 
-    Raises RankError with the first failure of a rank, RankTimeoutError when some rank still runs fn after `timeout_s`
+    Raises RankError with the first failure of a rank, RankTimeoutError if a rank still runs fn after `timeout_s`
     seconds, TypeError for an fn or args that don't pickle, ValueError for more ranks than GPUs on the nvshmem runtime.
-    Warns of many more simulated ranks than cores.
+    Warns if there are many more simulated ranks than cores.
     """
     with RankPool(ranks, ctx_options=ctx_options) as pool:
         return pool.run(fn, *args, timeout_s=timeout_s)
 
 
 def default_ranks() -> int:
-    """As many ranks as there are GPUs, or 2 simulated or where GPUs are shared.
+    """The default number of ranks: one per GPU, at least 2 where GPUs are shared; 2 on the simulated runtime.
 
-    Raises TkernelsError where the runtime can't be used.
+    Raises TkernelsError if the runtime can't be used.
     """
     import torch
 
@@ -100,10 +100,10 @@ def default_ranks() -> int:
 
 
 class RankPool:
-    """Ranks that stay alive between calls; the processes start with the first one.
+    """Ranks that stay alive between calls; the first call starts their processes.
 
-    A failure may leave ranks out of step, so any failure kills the processes, and the next call starts new ones; so it
-    does where the function got over a failure of ctx, or closed it. One thread at a time may use a pool.
+    A failure may leave ranks out of step, so any failure kills the processes, and the next call starts new ones. So
+    does a function that handles a failure of ctx and returns, or that closes ctx. One thread at a time may use a pool.
     """
 
     def __init__(self, ranks: int, *, ctx_options: dict | None = None):
@@ -203,8 +203,8 @@ class RankPool:
         self._store, port = _serve_store()
         context = multiprocessing.get_context("spawn")
         num_threads = max(1, cores // self.ranks)
-        # Ctrl-C at a terminal reaches the ranks as well, even before they can ignore it, so they are born with SIGINT
-        # blocked. The tracker unblocks SIGINT when it starts, so it starts before.
+        # Ctrl-C at a terminal also reaches the ranks, even before they can ignore it, so they start with SIGINT
+        # blocked. The resource tracker unblocks SIGINT when it starts, so it is started before that.
         multiprocessing.resource_tracker.ensure_running()
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -229,11 +229,11 @@ class RankPool:
 
     def _send(self, message: bytes) -> None:
         for pipe in self._pipes:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a dead rank: _collect says so
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # from a dead rank, which _collect reports
                 pipe.send_bytes(message)
 
     def _collect(self, timeout_s: float, starting: bool = False) -> list:
-        """One reply of every rank, or the first failure."""
+        """Return the result of every rank, or raise the first failure."""
         deadline = time.monotonic() + timeout_s
         replies: dict[int, tuple] = {}
         died: list[int] = []
@@ -251,7 +251,7 @@ class RankPool:
             if limit == deadline and (died or any(kind == "failed" for kind, *_ in replies.values())):
                 limit = min(deadline, time.monotonic() + GRACE_S)
 
-        if died:  # before all exceptions: those of other ranks come from their lost connection
+        if died:  # checked before exceptions: those of other ranks follow from their lost connection
             raise self._death(died[0], starting)
         failures = {r: (at, payload) for r, (kind, at, payload) in replies.items() if kind == "failed"}
         if failures:
@@ -291,9 +291,13 @@ class RankPool:
 
 
 def _refuse_what_ranks_cannot_import(fn):
-    """Before any process starts: the new ones import the program, if it is a file and no __main__.py."""
-    if getattr(multiprocessing.process.current_process(), "_inheriting", False):  # as multiprocessing itself asks
-        raise SystemExit(f"launch was called where a new process imports the program; {GUARD}")  # no traceback a rank
+    """Check, before any process starts, that ranks can import fn.
+
+    They import the program, if it is a file and no __main__.py. Raises TypeError if they can't, SystemExit in a process
+    that is itself importing the program.
+    """
+    if getattr(multiprocessing.process.current_process(), "_inheriting", False):  # the check of multiprocessing itself
+        raise SystemExit(f"launch was called where a new process imports the program; {GUARD}")  # no traceback per rank
     program, name = multiprocessing.spawn.get_preparation_data("rank"), getattr(fn, "__qualname__", repr(fn))
     file, module = program.get("init_main_from_path"), program.get("init_main_from_name", "__main__")
     if file is not None and not os.path.exists(file):
@@ -306,9 +310,9 @@ _pools: weakref.WeakSet[RankPool] = weakref.WeakSet()
 
 
 def _forget_ranks():
-    # in a fork, which has a copy of every pool: the ranks are its parent's
+    # A forked child has a copy of every pool, but the ranks belong to its parent.
     for pool in _pools:
-        if pool._store is not None:  # never to be closed here, where its threads don't exist: that can crash
+        if pool._store is not None:  # leaked: closing it here, where its threads don't exist, can crash
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool._store))
         pool._processes, pool._pipes, pool._stacks, pool._store = [], [], [], None
 
@@ -318,14 +322,14 @@ os.register_at_fork(after_in_child=_forget_ranks)
 
 @atexit.register
 def _kill_pools():
-    # before multiprocessing's own exit function, which would wait for them
+    # Runs before multiprocessing's own exit function, which would wait for the ranks.
     for pool in list(_pools):
         pool.kill()
 
 
 @contextlib.contextmanager
 def _environment(**values: str):
-    """os.environ with `values`, for processes that start meanwhile: torch reads them when it is imported."""
+    """Update os.environ with `values` for processes started in the block; torch and tkernels read them on import."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -339,7 +343,7 @@ def _environment(**values: str):
 
 
 def _serve_store():
-    """A TCPStore in this process, reachable from this machine only, at a port that the system chose: (store, port)."""
+    """Start a TCPStore in this process, reachable from this machine only, on a free port. Returns (store, port)."""
     import torch.distributed as dist
 
     listener = socket.create_server(("127.0.0.1", 0))
@@ -351,7 +355,7 @@ def _serve_store():
 
 
 def _read_stacks(fd: int, first_s: float = 2.0, quiet_s: float = 0.3) -> str:
-    """What faulthandler writes has no end mark: read until there is a stack, and nothing more for `quiet_s`."""
+    """Read a rank's stacks. faulthandler writes no end mark: read until there is a stack and no more for `quiet_s`."""
     text, shown = b"", ""
     while multiprocessing.connection.wait([fd], timeout=quiet_s if shown.strip() else first_s):
         piece = os.read(fd, 1 << 16)
@@ -363,7 +367,7 @@ def _read_stacks(fd: int, first_s: float = 2.0, quiet_s: float = 0.3) -> str:
 
 
 def _without_own_frames(stacks: str) -> str:
-    """faulthandler's text, less the thread and the outermost frames that are this module's."""
+    """faulthandler's text without this module's watcher thread and without its outermost frames."""
     threads = [thread.splitlines() for thread in stacks.strip().split("\n\n")]
     shown = ""
     for lines in threads:
@@ -375,11 +379,11 @@ def _without_own_frames(stacks: str) -> str:
     return shown
 
 
-# What runs in a rank
+# Code that runs in a rank
 
 
 def _rank_main(rank, ranks, port, num_threads, ctx_options, pipe, stacks):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     faulthandler.register(STACK_SIGNAL, file=stacks.fileno(), all_threads=True)
     threading.Thread(target=_exit_with_parent, name="tkernels-parent-watch", daemon=True).start()
@@ -393,7 +397,7 @@ def _rank_main(rank, ranks, port, num_threads, ctx_options, pipe, stacks):
     def run(call):
         return _call(ctx, *pickle.loads(call))
 
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # no parent, no work
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone
         _reply(pipe, join)
         while call := pipe.recv_bytes():
             _reply(pipe, run, call)
@@ -401,8 +405,8 @@ def _rank_main(rank, ranks, port, num_threads, ctx_options, pipe, stacks):
     from tkernels.comm.runtime import RUNTIME
 
     if RUNTIME == "simulated":
-        # Python's own way out would now and then abort: gloo's thread lets go of a tensor while the interpreter is
-        # closed. NVSHMEM has to clean up behind itself.
+        # A normal exit occasionally aborts: gloo's thread releases a tensor while the interpreter shuts down. On the
+        # nvshmem runtime the exit must be a normal one, because NVSHMEM cleans up in it.
         os._exit(0)
 
 
@@ -414,7 +418,7 @@ def _exit_with_parent():
 def _reply(pipe, work, *args):
     try:
         reply = ("done", time.monotonic(), dumps(work(*args)))
-    except BaseException as error:  # SystemExit and test outcomes too: what ended the call is for the parent to judge
+    except BaseException as error:  # SystemExit and pytest outcomes too: the parent decides what they mean
         reply = ("failed", time.monotonic(), _describe(error))
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # so that the output is there when the call returns
@@ -429,7 +433,7 @@ def _join(rank, ranks, port, num_threads, ctx_options):
     from tkernels.comm.runtime import RUNTIME, shares_gpus
 
     torch.set_num_threads(num_threads)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here; host names need not resolve
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine; host names need not resolve
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     if RUNTIME == "nvshmem":
         device = torch.device("cuda", rank % torch.cuda.device_count())
@@ -442,10 +446,10 @@ def _join(rank, ranks, port, num_threads, ctx_options):
 
 
 def _call(ctx, fn, args) -> tuple:
-    """fn's result, and whether ctx serves no other call. Raises what has failed and the function was not told of.
+    """Run fn. Returns its result, and whether ctx can't serve another call. Raises a failure that fn has not seen.
 
-    That is asked of ctx and of what fn has opened and left open, over each group the newest: after a failure ranks
-    begin anew by `init`.
+    Failures are looked for in ctx and in the contexts that fn opened and left open; of those over one group, only in
+    the newest, since after a failure ranks start again with `init`.
     """
     from tkernels.comm.context import open_contexts
     from tkernels.comm.errors import TkernelsError
@@ -458,7 +462,7 @@ def _call(ctx, fn, args) -> tuple:
         if in_use.closed or in_use.reported:
             continue
         try:
-            in_use.check()  # a wait that expired, and whose kernel went on, is no success
+            in_use.check()  # a wait that timed out is a failure, although its kernel went on
         except TkernelsError as error:
             error.args = (f"the function returned, but its context had failed: {error}",)
             raise
@@ -474,7 +478,7 @@ def _leave(ctx):
 
 
 def _describe(error: BaseException) -> tuple:
-    """(class name, first line, traceback from the caller's first frame on, the exception pickled or None)."""
+    """(class name, first line, traceback from the called function on, the pickled exception or None)."""
     tb = error.__traceback__
     while tb is not None and tb.tb_frame.f_globals.get("__name__") in (__name__, "tkernels.testing.plugin"):
         tb = tb.tb_next
@@ -482,16 +486,16 @@ def _describe(error: BaseException) -> tuple:
     headline = traceback.format_exception_only(type(error), error)[0].splitlines()[0]
     try:
         cause = dumps(error)
-    except Exception:  # an exception's own reduction can raise anything; the text has travelled
+    except Exception:  # an exception's own __reduce__ can raise anything; its text is sent in any case
         cause = None
     return type(error).__name__, headline, text, cause
 
 
-# How values travel
+# How values are sent
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors by value, and only the elements they show: plain pickle would send the storage, a whole heap perhaps."""
+    """Pickles tensors by value, and only their own elements: plain pickle would send the storage, maybe a heap."""
 
     def reducer_override(self, value):
         torch = sys.modules.get("torch")
@@ -517,5 +521,5 @@ def dumps(value) -> bytes:
 def _loads_or_none(cause: bytes | None):
     try:
         return pickle.loads(cause) if cause is not None else None
-    except Exception:  # an exception class may refuse the arguments it was pickled with; its text has travelled
+    except Exception:  # an exception class may reject the arguments it was pickled with; its text was sent
         return None

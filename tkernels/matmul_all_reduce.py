@@ -1,9 +1,9 @@
 """y[M, N] = activation(sum over ranks of (x_shard_k[M, K/R] @ w_shard_k[N, K/R].T) + bias), on every rank.
 
-M rows.  N out-features.  K/R this rank's part of the dimension summed over.  R ranks.
+M rows.  N out-features.  K/R this rank's part of the reduction dimension.  R ranks.
 
-Reduce-scatter and all-gather in one launch of the kernel of `matmul_reduce_scatter`: each rank sums and finishes an
-even part of the rows and sends it to all others, so every rank holds the same bits.
+Reduce-scatter and all-gather in one launch of the `matmul_reduce_scatter` kernel: each rank sums and finishes an even
+share of the rows and sends it to all others, so every rank holds the same bits.
 """
 
 import torch
@@ -31,9 +31,10 @@ def matmul_all_reduce(
 ) -> torch.Tensor:
     """Collective. x_shard_k [M, K/R], w_shard_k [N, K/R], bias [N] -> y [M, N], the same bits on every rank.
 
-    Bias is added once, after the sum over ranks, and the activation after it. out_dtype, wire_dtype, config, path: as
-    for matmul_reduce_scatter; the finished sums travel in out_dtype. Raises ValueError or TypeError before the first
-    signal.
+    Bias is added once, after the sum over ranks, and the activation after it.
+
+    out_dtype, wire_dtype, config, path: as for matmul_reduce_scatter; finished rows are sent in out_dtype.
+    Raises ValueError or TypeError before the first signal.
     """
     tensors = x_shard_k, w_shard_k, bias, None
     options = OP.value, activation, None, out_dtype, wire_dtype, config, path, True, precision(x_shard_k.dtype)

@@ -1,19 +1,19 @@
-"""y[M/R, N] = activation(sum over ranks of (x_shard_k[M, K/R] @ w_shard_k[N, K/R].T) + bias): send while multiplying.
+"""y[M/R, N] = activation(sum over ranks of (x_shard_k[M, K/R] @ w_shard_k[N, K/R].T) + bias), overlapped.
 
-M rows.  N out-features.  K/R this rank's part of the dimension summed over.  R ranks; each owns a part of the rows.
+M rows.  N out-features.  K/R this rank's part of the reduction dimension.  R ranks; each owns a part of the rows.
 
-One persistent launch a rank. Tiles of the peers' rows come first and are stored to an outbox, local memory that a call
-holds until it returns; once all tiles of a chunk are there, a comm program pushes it into its owner's inbox, a signal
-behind it, or the copy engine does so with several. Or nobody waits for a chunk (`interleaved`): each program sends a
-tile that it has finished while it multiplies the next one, and who sends a chunk's last tile signals. Tiles of the own
-rows come last: their epilogue adds the peers' partial sums from the inbox, in a fixed order of ranks, then bias and
-activation.
-Partial sums travel in the operands' dtype, or in fp32 if asked to, and are added in fp32; the result is the same bits
+Each rank runs one persistent kernel. It computes the tiles of the peers' rows first and stores them to an outbox, local
+memory that a call holds until it returns. Once all tiles of a chunk are stored, a comm program puts the chunk into its
+owner's inbox, followed by a signal; or the copy engine sends several chunks at a time. With `interleaved` no program
+waits for a whole chunk: each sends its own finished tile while it computes the next one, and the program that sends a
+chunk's last tile signals. Tiles of this rank's own rows come last: their epilogue adds the peers' partial sums from the
+inbox, in a fixed order of ranks, then bias and activation.
+Partial sums are sent in the operands' dtype, or in fp32 on request, and are added in fp32. The result has the same bits
 on every run.
 
-The same kernel, with GATHER, is `matmul_all_reduce`: the finished chunks of the own rows are sent to every peer, by the
-copy engine, or first by the comm programs, then by all that have no tile left, or tile by tile; all programs copy what
-arrives to the output.
+With GATHER, the same kernel is `matmul_all_reduce`. It also sends the finished chunks of this rank's rows to every
+peer: by the copy engine; or by the comm programs, joined by every program that has no tile left; or, interleaved, tile
+by tile. All programs copy arriving rows to the output.
 """
 
 import functools
@@ -94,11 +94,11 @@ from tkernels.paths import choose_path, plan_matmul_reduce
 
 OP = operation("matmul_reduce_scatter")
 
-# A row of a send schedule: target; which send to it this is, first row in the outbox, rows; the send that its tiles
-# count for, and the rows of tiles to be counted.
+# Fields of a send: target rank; its number among the sends to that target; first row in the outbox; rows; the number of
+# the send whose counter its tiles increment; rows of tiles that must be counted there.
 SEND_FIELDS = tl.constexpr(6)
-PIECE_ROWS = 8  # finished rows that a program takes from its inbox at a time
-PART_ROWS = 128  # a part of an inbox begins at a multiple, whatever the tiles: those of ranks may differ
+PIECE_ROWS = 8  # finished rows that a program copies from its inbox at a time
+PART_ROWS = 128  # each rank's part of an inbox starts at a multiple of this, not of block_m, which ranks may differ in
 
 
 # fmt: off
@@ -110,7 +110,7 @@ def finish_slice(
     Y_TMA: tl.constexpr, O_TMA: tl.constexpr, P_TMA: tl.constexpr, S_TMA: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, WIRE: tl.constexpr,
 ):
-    """Store some columns of a tile: as sums, if it is a part of one; for its owner; or, with the peers' sums, as y."""
+    """Store a slice of a tile's columns: a split-K partial sum, a peer's tile to the outbox, or a finished one to y."""
     if part < parts - 1:
         store_part(value, sums, sums_row + part * ROWS, sums_column, ROWS, COLUMNS, BLOCK_N, S_TMA)
     elif not own:
@@ -126,16 +126,16 @@ def finish_slice(
 
 @triton.jit
 def gathered_inbox(inbox, parity_row, part_stride, N, y, SIZE: tl.constexpr):
-    """Where the finished rows of an all-reduce arrive, in y's dtype: behind the partial sums."""
+    """The part of the inbox that receives an all-reduce's finished rows, in y's dtype: after the partial sums."""
     return (inbox + tl.cast(parity_row + SIZE * part_stride, tl.int64) * N).to(y.dtype)
 
 
 @triton.jit
 def peers_tile_first(index, tiles_m, peer_tiles_m, tiles_n, GROUP_M: tl.constexpr, OWN_GROUP_M: tl.constexpr):
-    """`tile_of`, of the peers' rows first, then of the own ones.
+    """`tile_of`, with the tiles of the peers' rows before those of this rank's own rows.
 
-    No group of tiles holds both: an own tile waits for the peers, and a program that came to it before all its tiles of
-    the peers' rows could keep them waiting for ever, as theirs could it.
+    No group of tiles mixes the two. An own tile waits for the peers: if programs could reach one before they have
+    finished all their tiles of the peers' rows, two ranks could wait for each other forever.
     """
     if index < peer_tiles_m * tiles_n:
         tile_m, tile_n = tile_of(index, peer_tiles_m, tiles_n, GROUP_M)
@@ -153,10 +153,10 @@ def send_tile(
     GROUP_M: tl.constexpr, OWN_GROUP_M: tl.constexpr,
     OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, ALIGN: tl.constexpr, PUT_ROWS: tl.constexpr, TRACE: tl.constexpr,
 ):
-    """Send a tile that this program has stored: a peer's to the peer, a finished one to all of them.
+    """Send a tile that this program has stored: partial sums to the row's owner, a finished tile to all peers.
 
-    heard: whether this program knows that all peers have come to this call. The program that sends a chunk's last tile
-    signals the chunk, or all chunks that one tile spans. Returns whether this one did.
+    heard: whether this program has already seen that all peers have reached this call. The program that sends a chunk's
+    last tile signals the chunk, or all chunks that the tile spans. Returns whether this program did.
     """
     if LANDING:
         if not heard:
@@ -171,7 +171,7 @@ def send_tile(
     valid = tl.load(tile + 3).to(tl.int32)
     chunk = tl.load(tile + 4).to(tl.int32)
     tiles = tl.load(tile + 5) * tl.cdiv(N, BLOCK_N)
-    # Partial sums and results may differ in dtype: what both consist of is copied.
+    # Partial sums and results may differ in dtype: copy words of the narrower one.
     WIRE_BITS: tl.constexpr = outbox.dtype.element_ty.primitive_bitwidth
     STORED_BITS: tl.constexpr = y.dtype.element_ty.primitive_bitwidth if GATHER else WIRE_BITS
     BITS: tl.constexpr = min(WIRE_BITS, STORED_BITS)
@@ -192,7 +192,7 @@ def send_tile(
             first = 1
             targets = SIZE - 1
     publish(TRANSPORT)
-    meet()  # each thread reads what others have stored
+    meet()  # each thread reads elements that other threads have stored
     for step in range(first, first + targets):
         target = (owner + step) % SIZE
         mark(SEND, chunk, target, table, TRANSPORT, TRACE)
@@ -208,7 +208,7 @@ def send_tile(
     return complete
 
 
-# Row counts may change from call to call, and ranks differ: no new kernel for each.
+# Row counts and schedules may change from call to call, and ranks differ: do not compile a kernel for each value.
 @triton.jit(do_not_specialize=[
     "parity_rows", "part_stride", "tiles_m", "peer_tiles_m", "head", "dealt", "whole", "splits",
     "num_sends", "num_counters", "max_chunks", "rank", "M", "own_first", "own_end", "num_comm", "own_chunks",
@@ -217,18 +217,18 @@ def send_tile(
 def matmul_reduce_kernel(
     x, x_stride_m, x_stride_k,  # [M, K/R]
     w, w_stride_n, w_stride_k,  # [N, K/R]
-    bias, y, y_memory,  # [N]; [M/R, N], or [M, N] with GATHER, and the same as a pointer
-    outbox, outbox_memory,  # the peers' rows alone, [M less the own, N], and as a pointer
-    partials, inbox, parity_rows, part_stride,  # [parity_rows + R * part_stride (and room for y), N], and as a pointer
-    sums,  # [.., BLOCK_N], fp32: of tiles that are split along K
+    bias, y, y_memory,  # [N]; [M/R, N], or [M, N] with GATHER; its pointer
+    outbox, outbox_memory,  # [M - own rows, N], the peers' rows only; its pointer
+    partials, inbox, parity_rows, part_stride,  # [parity_rows + R * part_stride (+ room for y), N]; its pointer
+    sums,  # [.., BLOCK_N], fp32: partial sums of the tiles that are split along K
     schedule, tiles_m, peer_tiles_m,  # the first peer_tiles_m rows of tiles are the peers'
     head, dealt, whole, splits,
     sends, num_sends,  # [num_sends, SEND_FIELDS]
     starts,  # [R + 1]: first element of each part
     counters, num_counters, ready, max_chunks, state, table, rank, gate, copied, landed, begun,
-    M, N, K, own_first, own_end,  # the own rows in the whole
-    num_comm, own_chunks, chunk_rows,  # own_chunks: of this rank's rows
-    sent_rows, piece_rows,  # at a time; piece: see receive_parts
+    M, N, K, own_first, own_end,  # this rank's rows are own_first .. own_end of the M rows
+    num_comm, own_chunks, chunk_rows,  # own_chunks: chunks of this rank's rows
+    sent_rows, piece_rows,  # rows sent at a time; piece_rows: see receive_parts
     SIZE: tl.constexpr, GATHER: tl.constexpr, LANDING: tl.constexpr, COPIES: tl.constexpr, INTERLEAVED: tl.constexpr,
     PARTS: tl.constexpr,  # some tiles are split
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
@@ -250,14 +250,14 @@ def matmul_reduce_kernel(
     else:
         landed = None
     if INTERLEAVED:
-        if pid == 0:  # whoever has no rows, or none to send, is heard from all the same
+        if pid == 0:  # signal empty transfers too: to peers without rows, and to all if this rank has none to gather
             for step in range(1, SIZE):
                 target = (rank + step) % SIZE
                 if tl.load(starts + target + 1) == tl.load(starts + target):
                     signal(ready + rank * max_chunks, epoch, target, table, TRANSPORT)
             if GATHER and own_first == own_end:
                 signal_all(ready + (SIZE + rank) * max_chunks, epoch, table, rank, SIZE, TRANSPORT)
-    elif not COPIES:  # at compile time; else num_comm is 0
+    elif not COPIES:  # a compile-time branch; with COPIES num_comm is 0
         if pid < num_comm:
             for i in range(pid, num_sends, num_comm):
                 send = sends + i * SEND_FIELDS
@@ -276,21 +276,21 @@ def matmul_reduce_kernel(
                 )
 
     items = whole + (tiles_m * tiles_n - whole) * splits
-    complete = tl.full((), False, tl.int1)  # all that peers send is here
+    complete = tl.full((), False, tl.int1)  # whether all of the peers' partial sums have been seen to arrive
     wave = tl.where(pid < num_comm, head, 0)
     own_dealt = dealt
-    if COPIES or INTERLEAVED:  # then all tiles are dealt out, and the last wave may be one of few
+    if COPIES or INTERLEAVED:  # then all whole tiles are dealt out, and the last wave may not reach every program
         own_dealt = waves_of(pid, num_comm, head, dealt, whole)
-    unsent = tl.full((), -1, tl.int32)  # a finished tile, which is sent in step `own_step` of the next one
-    own_step = pid * tl.cdiv(K, BLOCK_K) // tl.num_programs(0)  # not all ask for the link at once
-    heard = tl.full((), False, tl.int1)  # all peers have come to this call
+    unsent = tl.full((), -1, tl.int32)  # a finished tile, sent in step `own_step` of the next one; negative: none
+    own_step = pid * tl.cdiv(K, BLOCK_K) // tl.num_programs(0)  # staggered, so that programs don't send all at once
+    heard = tl.full((), False, tl.int1)  # whether all peers have been seen to reach this call
     item = items
-    if not GATHER or pid >= num_comm:  # else go on with the finished chunks
+    if not GATHER or pid >= num_comm:  # comm programs of an all-reduce compute no tile; they send finished chunks next
         item = take_tile(wave, own_dealt, pid, num_comm, head, dealt, whole, counters)
     while item < items:
         index, part, parts_of_tile, first_step, last_step = part_of_tile(item, whole, splits, K, PARTS, BLOCK_K)
-        # All tiles that are dealt to a program are one loop: a tile's first loads are under way while the one
-        # before is stored. The marks of two tiles would get mixed up.
+        # All tiles dealt to a program run in one loop, so that a tile's first loads are in flight while the previous
+        # tile is stored. Not with TRACE: the marks of two tiles would get mixed up.
         num_tiles = tl.maximum(own_dealt - wave, 1)
         if TRACE:
             num_tiles = 1
@@ -322,8 +322,8 @@ def matmul_reduce_kernel(
                         OPERATION, TRANSPORT, ALIGN, PUT_ROWS, TRACE,
                     )
                     heard = tl.full((), True, tl.int1)
-                    # Negative, but no constant: the compiler would choose that outside of this branch, and the wait
-                    # below would need nothing of it.
+                    # Negative, but not a constant: the compiler would select a constant outside of this branch, and the
+                    # wait below would no longer depend on the branch.
                     unsent = -1 - signalled.to(tl.int32)
                     mark(COMPUTE, x_row, column, table, TRANSPORT, TRACE)
             ends, kept, step = end_of_tile(total, step + 1, first_step, last_step)
@@ -338,12 +338,12 @@ def matmul_reduce_kernel(
                         if parts_of_tile > 1:
                             mark(COLLECT, chunk, rank, table, TRANSPORT, TRACE)
                             wait_signal(others, part, table, rank, chunk, OPERATION, TRANSPORT)
-                    # `unsent` is negative here, and asked all the same: Triton's pipeliner keeps two branches in order
-                    # only where the second needs a value of the first. Else programs would wait for each other's tiles
-                    # before they send their own.
+                    # `unsent` is always negative here. It is tested because Triton's pipeliner keeps two branches in
+                    # order only if the second uses a value of the first. Otherwise programs would wait for each other's
+                    # tiles before they send their own.
                     if own & (not complete) & (unsent < 0):
                         mark(WAIT, chunk, rank, table, TRANSPORT, TRACE)
-                        if not TRACE:  # which shows each tile's wait
+                        if not TRACE:  # a trace shows each tile's wait
                             complete = all_arrived(
                                 ready, landed, max_chunks, own_chunks, chunk, rank, epoch, SIZE, COPIES, TRANSPORT
                             )
@@ -356,7 +356,7 @@ def matmul_reduce_kernel(
                 out_row = row
                 if GATHER:
                     out_row = x_row
-                if not own:  # the outbox has the rows after the own ones, then those before
+                if not own:  # the outbox holds the rows after this rank's own, then those before
                     out_row = (x_row - own_end + M) % M
                 COLUMNS: tl.constexpr = BLOCK_N // SPLIT
                 slices = slices_of(total, BLOCK_M, BLOCK_N, SPLIT)
@@ -395,7 +395,7 @@ def matmul_reduce_kernel(
                 OPERATION, TRANSPORT, ALIGN, PUT_ROWS, TRACE,
             )
 
-    if pid == 0:  # a rank without rows of its own still hears from every peer
+    if pid == 0:  # even a rank without rows of its own waits for a signal from every peer
         for step in range(1, SIZE):
             source = (rank + step) % SIZE
             mark(WAIT, 0, source, table, TRANSPORT, TRACE)
@@ -412,7 +412,7 @@ def matmul_reduce_kernel(
                 chunk = i // (SIZE - 1)
                 target = (rank + 1 + i % (SIZE - 1)) % SIZE
                 row = tl.cast(chunk * chunk_rows, tl.int64)
-                # A tile counts for the first of its chunks.
+                # A tile that spans several chunks is counted for the first of them.
                 counted = chunk - chunk % tl.maximum(BLOCK_M // chunk_rows, 1)
                 counted_rows = tl.maximum(tl.minimum(own - counted * chunk_rows, tl.maximum(chunk_rows, BLOCK_M)), 0)
                 mark(COLLECT, chunk, rank, table, TRANSPORT, TRACE)
@@ -455,10 +455,14 @@ def matmul_reduce_scatter(
 ) -> torch.Tensor:
     """Collective. x_shard_k [M, K/R], w_shard_k [N, K/R], bias [N] -> y_shard_m [M/R, N].
 
-    Bias is added once, after the sum over ranks, and the activation after it. `rows` names how many rows each rank
-    owns, where M doesn't divide. out_dtype: of y, wire_dtype: of the partial sums that travel; each is the operands'
-    or float32. out: a tensor for y. config: the tiles and who sends; None: as tuned, else by rule. path: see
-    tkernels.paths; the same on all ranks. Raises ValueError or TypeError before the first signal.
+    Bias is added once, after the sum over ranks, and the activation after it.
+
+    rows: how many rows each rank owns; needed where M does not divide by R.
+    out: a tensor for y.
+    out_dtype, wire_dtype: of y, and of the partial sums that are sent; each is the operands' dtype or float32.
+    config: the tiles and the way of sending. None: the tuned configuration, else the default rule.
+    path: see tkernels.paths; the same on all ranks.
+    Raises ValueError or TypeError before the first signal.
     """
     check_apart("matmul_reduce_scatter", out, x_shard_k=x_shard_k, w_shard_k=w_shard_k, bias=bias)
     rows = None if rows is None else tuple(rows)
@@ -479,7 +483,10 @@ def plan(
     ctx: Context, x, w, bias, out,
     op: int, activation, rows, out_dtype, wire_dtype, config, path, gather, precision,
 ):  # fmt: skip
-    """What to do with the tensors of a call like this one, with `gather` an all-reduce: a function that returns y."""
+    """Plan calls with tensors like these; with `gather`, of matmul_all_reduce.
+
+    Returns a function (x, w, bias, out) -> y.
+    """
     name = operation_name(op)
     check_operands(name, x, w, bias, activation, ctx.device)
     (M, K), N = x.shape, w.shape[0]
@@ -493,7 +500,7 @@ def plan(
     if path == "plain":
         return plan_matmul_reduce(ctx, x, w, bias, out, activation, rows, out_dtype, wire_dtype, gather)
     first_rows = [sum(rows[:rank]) for rank in range(ctx.size + 1)]
-    # A tile of a part would begin in the midst of 16 bytes, where no descriptor can.
+    # In a transposed x, tiles of some part would start off a 16-byte boundary, which a descriptor cannot address.
     straighten = x.stride(0) == 1 != x.stride(1) and any(row * x.element_size() % 16 for row in first_rows)
     x = x.contiguous() if straighten else x
     itemsize = wire_dtype.itemsize
@@ -510,8 +517,8 @@ def plan(
     tiles = tiles_m * tiles_n
     num_programs = programs_of(config, ctx.num_programs, tiles)
     sent = (M - rows[ctx.rank]) * N * itemsize
-    busy = tiles if gather else peer_tiles_m * tiles_n  # the comm programs, for as long as these take
-    # Parts of tiles would take registers that sending beside a product needs.
+    busy = tiles if gather else peer_tiles_m * tiles_n  # comm programs are busy at least until these are computed
+    # Split-K would take registers that sending during the matmul needs.
     splittable = 0 if config.interleaved else own_tiles_m * tiles_n
     waves = plan_waves(tiles, splittable, K, num_programs, config, sent, busy)
     part_stride = triton.cdiv(max(rows), PART_ROWS) * PART_ROWS
@@ -524,14 +531,14 @@ def plan(
         workspace.reserve(0, chunks, landing_bytes=max(inbox_rows, 4) * N * itemsize)
     else:
         workspace.reserve(max(inbox_rows, 4) * N * itemsize, chunks)
-    # The counters are indexed with the workspace's own num_chunks, which may be larger than this call's.
+    # The counters are indexed with the workspace's num_chunks, which may be larger than this call's.
     num_counters = TILE_COUNTS.value + ctx.size * workspace.num_chunks
     workspace.reserve(0, 0, num_counters=num_counters)
     memory, parity_rows = workspace.landing, 0
     if not config.landing:
         memory, parity_rows = workspace.inbox, triton.cdiv(workspace.inbox_bytes, N * itemsize)
-        parity_rows += parity_rows % 2  # finished rows may be fp32, and two rows of 16-bit elements are whole words
-    gate = workspace.gates[0]  # but for the copies of a captured call
+        parity_rows += parity_rows % 2  # finished rows may be fp32, and two 16-bit rows are whole fp32 words
+    gate = workspace.gates[0]  # captured calls that use the copy engine are given another one
     inbox = memory[: (parity_rows + inbox_rows) * N * itemsize].view(wire_dtype).view(-1, N)
     outbox_shape = M - rows[ctx.rank], N
     outbox = check_result(name, None, x, outbox_shape, wire_dtype)
@@ -555,7 +562,7 @@ def plan(
     o_operand = Operand.of(outbox, *box, store_tma)
     s_operand = sums_of(tiles - waves.whole, waves.splits, gemm)
     p_operand = Operand.of(inbox, *box, gemm.use_tma and N > 1)
-    # As many bytes a step, thus registers, as of the operands' dtype.
+    # Wider elements take no more bytes a step, and so no more registers, than elements of the operands' dtype.
     put_block = config.copy_block(aligned, ctx.size) * x.element_size() // max(x.element_size(), *travels)
     launch = ctx.bind(
         matmul_reduce_kernel, num_programs,
@@ -598,7 +605,7 @@ def plan(
     def run(x, w, bias, out):
         x = x.contiguous() if straighten else x
         y = x.new_empty(shape, dtype=out_dtype) if out is None else out
-        outbox = x.new_empty(outbox_shape, dtype=wire_dtype)  # given back once the stream is behind all that reads it
+        outbox = x.new_empty(outbox_shape, dtype=wire_dtype)  # reused in stream order, after all that reads it
         tensors = x, w, x if bias is None else bias.contiguous(), y, y, outbox, outbox, make_sums()
         if not config.copied:
             launch(*tensors, gate)
@@ -610,16 +617,16 @@ def plan(
 
 
 def own_group(config: OverlapConfig) -> int:
-    """Rows of own tiles that are walked together: of one copy, for the next one's partial sums come later."""
+    """group_m of the own tiles: no more rows than one copy sends, since the next copy's partial sums arrive later."""
     gemm = config.gemm
     return max(min(gemm.group_m, config.sent_rows // gemm.block_m), 1) if config.copied else gemm.group_m
 
 
 def send_schedule(rows: tuple[int, ...], peers: list[int], config: OverlapConfig) -> list[int]:
-    """What is sent at a time, in the order in which `tile_schedule` fills it, flattened SEND_FIELDS a send.
+    """The list of sends, in the order in which `tile_schedule` completes them, flattened, SEND_FIELDS a send.
 
-    peers: the next rank first, whose rows the outbox begins with. One without rows is still sent nothing once, with the
-    signal that this rank has come so far.
+    peers: the next rank first, since the outbox begins with its rows. A peer without rows still gets one empty send,
+    whose signal reports that this rank has come this far.
     """
     starts = dict(zip(peers, itertools.accumulate((rows[peer] for peer in peers), initial=0), strict=False))
     block, sent = config.gemm.block_m, config.sent_rows
@@ -639,9 +646,9 @@ def _copied(
     ctx: Context, rows, peers, config: OverlapConfig, tiles_n: int,
     partial_bytes: int, part_stride: int, finished_bytes: int, max_chunks: int,
 ) -> list[Send]:  # fmt: skip
-    """What the copy engine sends: the outbox's rows, then those of y where finished rows travel.
+    """The sends of the copy engine: the rows of the outbox, then, for an all-reduce, the finished rows of y.
 
-    partial_bytes, finished_bytes: of a row that travels; 0 if none does.
+    partial_bytes, finished_bytes: bytes of a row of partial sums and of a finished row; 0 if none is sent.
     """
     block_m, sent, sends = config.gemm.block_m, config.sent_rows, []
     schedule = send_schedule(rows, peers, config)
@@ -649,7 +656,7 @@ def _copied(
         target, number, row, count, counted, tiles_m = schedule[at : at + SEND_FIELDS.value]
         to = (ctx.rank * part_stride + number * sent) * partial_bytes
         counter = TILE_COUNTS.value + target * max_chunks + counted
-        tiles = tiles_m * tiles_n if number == counted else 0  # waited for once
+        tiles = tiles_m * tiles_n if number == counted else 0  # each counter is waited for once
         first, num_bytes = row * partial_bytes, count * partial_bytes
         chunks = num_chunks(number * sent + count, config)
         sends.append(Send(target, 0, first, to, num_bytes, ctx.rank, chunks, counter, tiles))
@@ -668,13 +675,13 @@ def _copied(
 
 
 def matmul_reduce_scatter_reference(group, x_shard_k, w_shard_k, bias=None, activation=None, rows=None) -> torch.Tensor:
-    """The same with torch.distributed, in fp64: products of all ranks summed, then this rank's rows."""
+    """The same with torch.distributed, in fp64: the local GEMMs of all ranks summed, then this rank's rows."""
     value = sum_reference(group, x_shard_k, w_shard_k, bias, activation)
     return value.split(rows or [value.shape[0] // group.size()] * group.size())[group.rank()]
 
 
 def sum_reference(group, x_shard_k, w_shard_k, bias, activation) -> torch.Tensor:
-    """All of its rows."""
+    """All rows of `matmul_reduce_scatter_reference`, on every rank."""
     products = [None] * group.size()
     torch.distributed.all_gather_object(products, (x_shard_k.double() @ w_shard_k.double().t()).cpu(), group=group)
     value = sum(products).to(x_shard_k.device)

@@ -1,14 +1,14 @@
-"""The operations as torch operators, with fake implementations and autograd, below plain functions.
+"""The operations as torch operators, with fake implementations and autograd, and the public functions that call them.
 
-Torch operators take plain values, so a context travels by its name. None of them writes to an argument, save those
-that end in _out, which write to `out` and have no gradient: what else they change, the workspace, belongs to the
-context, and no tensor that a caller holds aliases it.
+Torch operators take plain values, so a context is passed by its name. Operators whose name ends in _out write to `out`
+and have no gradient; no other operator writes to an argument. The other state that they change, the workspace, belongs
+to the context, and no tensor that a caller holds aliases it.
 
-The functions call the operators where somebody looks at them: a trace, a mode, a transform, a profiler, a subclass of
-Tensor. Otherwise they go straight to what the operators would call, since the dispatcher takes longer on its way there
-than a prepared launch.
+The functions call the operators through the dispatcher if something can observe them: a trace, a torch_function or
+torch_dispatch mode, a functorch transform, a profiler, a subclass of Tensor. Otherwise they call the implementation
+directly, because the dispatcher takes longer to reach it than a prepared launch takes.
 
-Gradients; those that name an operation are that operation, overlapped where it is:
+Gradients. An entry that names an operation is computed by that operation, with its overlap if it has one:
 
     operation               dx                                  dw                          dbias
     matmul                  dy @ w                              dy.T @ x                    dy summed
@@ -19,13 +19,13 @@ Gradients; those that name an operation are that operation, overlapped where it 
     reduce_scatter          all_gather(dy)
     all_reduce              dy
 
-Where both are wanted, dx and dw of matmul_reduce_scatter come from one operator, matmul_reduce_scatter_backward: its
-second product reads the gathered dy where it landed in the workspace, which no result may alias. It has no gradient of
-its own; where that is wanted, they come from two operators.
+If both dx and dw of matmul_reduce_scatter are needed, one operator computes them, matmul_reduce_scatter_backward: its
+second matmul reads the gathered dy in the workspace, where it arrived and which no result of an operator may alias. It
+has no gradient; where dx and dw need one (double backward), they come from two operators.
 
 The result of an all-reduce is one replicated tensor, so its gradient is taken as equal on all ranks (Megatron's
 "reduce from the tensor-parallel region"). Backward is collective where the table names a collective: all ranks must
-want the same gradients.
+need the same gradients.
 """
 
 import types
@@ -43,7 +43,7 @@ from tkernels.matmul_all_reduce import matmul_all_reduce as _matmul_all_reduce
 from tkernels.matmul_reduce_scatter import matmul_reduce_scatter as _matmul_reduce_scatter
 
 _library = torch.library.Library("tkernels", "DEF")
-_ops = types.SimpleNamespace()  # the operators, by the shortest way
+_ops = types.SimpleNamespace()  # a function for each operator, see _define
 
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
@@ -52,8 +52,8 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 def _define(schema: str, implementation, fake, setup_context=None, backward=None, direct=None):
     """Register an operator, and define the function of its name in `_ops`.
 
-    Tensors are an operator's first arguments. direct: what the function calls where nobody looks; None is the
-    implementation itself.
+    schema: the operator's tensors are its first positional arguments.
+    direct: what the function calls if nothing can observe the operator. None: the implementation.
     """
     name = schema.split("(")[0]
     direct = direct or implementation
@@ -73,7 +73,7 @@ def _define(schema: str, implementation, fake, setup_context=None, backward=None
             return output
 
     Differentiable.backward = staticmethod(backward)
-    # Function.apply would look for transforms before it comes here, and there are none.
+    # The apply below Function.apply, which first looks for functorch transforms: `_watched` has ruled them out.
     apply = super(torch.autograd.Function, Differentiable).apply
 
     def call(*arguments, **out):
@@ -88,7 +88,7 @@ def _define(schema: str, implementation, fake, setup_context=None, backward=None
 
 
 def _watched(tensors: tuple[torch.Tensor | None, ...]) -> bool:
-    """Whether anybody is to see an operator: a trace, a mode, a transform, a profiler, a subclass of Tensor."""
+    """Whether something can observe an operator: a trace, a mode, a transform, a profiler, a subclass of Tensor."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -129,7 +129,7 @@ _define(
 
 
 def _with_unit_stride(matrix: torch.Tensor) -> torch.Tensor:
-    # Gradients arrive expanded (from sum()) or sliced; the kernels take one unit stride.
+    # Gradients may arrive expanded (from sum()) or sliced; the kernels need one unit stride.
     return matrix if 1 in matrix.stride() and 0 not in matrix.stride() else matrix.contiguous()
 
 
@@ -145,7 +145,7 @@ class _Replicated(torch.autograd.Function):
 
 
 def replicated(x: torch.Tensor, context: str) -> torch.Tensor:
-    """x, which all ranks have alike, as it is. What depends on it is each rank's own, so its gradient is their sum."""
+    """Identity on x, equal on all ranks. Each rank uses it for its own result, so its gradient is summed over ranks."""
     return _Replicated.apply(x, context) if _wants_gradient(x) else x
 
 
@@ -157,7 +157,7 @@ def _all_gather_matmul_direct(x_shard_m, w, bias, activation, return_gathered, r
 
 def _all_gather_matmul_impl(x_shard_m, *arguments, **options):
     y, gathered = _all_gather_matmul_direct(x_shard_m, *arguments, **options)
-    return y, x_shard_m.new_empty(0) if gathered is None else gathered  # an operator's results are tensors
+    return y, x_shard_m.new_empty(0) if gathered is None else gathered  # the schema returns Tensors, not None
 
 
 def _all_gather_matmul_fake(x_shard_m, w, bias, activation, return_gathered, rows, context, path=None):
@@ -181,7 +181,7 @@ def _all_gather_matmul_backward(ctx, dy, dgathered):
         dy = _with_unit_stride(dy)
         if ctx.needs_input_grad[1]:
             dw = dy.t() @ (x if ctx.return_gathered else _ops.all_gather(x, ctx.rows, ctx.context))
-        # Unless backward comes again, the rows of all ranks go before dx takes memory.
+        # Unless the graph is retained, free the gathered rows before dx takes memory.
         del x
         ctx.maybe_clear_saved_tensors()
         if ctx.needs_input_grad[0]:
@@ -230,7 +230,7 @@ def _matmul_reduce_scatter_backward(ctx, dy):
         dx, dw, dbias = _ops.matmul_reduce_scatter_backward(dy, x, w, need_bias, ctx.rows, ctx.context, ctx.path)
         return dx, dw, dbias if need_bias else None, None, None, None, None
     if need_x:
-        # The product gathers dy on its way; the weight's and the bias's gradients reuse what it gathered.
+        # The matmul for dx gathers dy; dw and dbias reuse the gathered rows.
         dx, gathered = _ops.all_gather_matmul(
             dy, w.t(), None, None, need_w or need_bias, ctx.rows, ctx.context, ctx.path
         )
@@ -294,7 +294,7 @@ def _matmul_all_reduce_backward(ctx, dy):
     _refuse_fused_activation("matmul_all_reduce", ctx.activation)
     x, w = ctx.saved_tensors
     need_x, need_w, need_bias = ctx.needs_input_grad[:3]
-    dbias = dy.sum(0) if need_bias else None  # which all ranks have alike, too
+    dbias = dy.sum(0) if need_bias else None  # equal on all ranks, as dy is
     dy = replicated(dy, ctx.context)
     dx = dy @ w if need_x else None
     dw = dy.t() @ x if need_w else None
@@ -362,7 +362,7 @@ _define(
 
 
 def _discard(_: torch.Tensor):
-    """An operator's result must not alias its argument."""
+    """Return None instead of `out`: an operator's result must not alias its argument."""
 
 
 def _into(name: str, out: torch.Tensor, x: torch.Tensor, *arguments) -> torch.Tensor:
@@ -373,7 +373,7 @@ def _into(name: str, out: torch.Tensor, x: torch.Tensor, *arguments) -> torch.Te
 
 
 def _refuse_fused_activation(name: str, activation: str | None):
-    # The public functions apply the activation outside the operator when a gradient is wanted.
+    # The public functions apply the activation outside the operator when a gradient is needed.
     if activation is not None:
         raise TkernelsError(
             f"torch.ops.tkernels.{name} has no gradient through a fused activation ({activation!r}); call "
@@ -425,12 +425,12 @@ def all_gather_matmul(
 
     return_gathered: also return x gathered [M, K]; backward then uses it instead of gathering again.
     rows: every rank's row count where they differ, for example split_rows(M, R). None: all have as many as this rank.
-    activation: None, "relu", "gelu" (exact), "gelu_tanh" or "silu"; fused unless a gradient is wanted.
+    activation: None, "relu", "gelu" (exact), "gelu_tanh" or "silu"; fused unless a gradient is needed.
     path: "fused", or "plain" for a collective and torch.mm one after the other, which is faster for few rows. None:
-        as `tkernels.explain` says. All ranks must pass the same, which backward takes as well.
+        the choice of `tkernels.explain`. All ranks must pass the same; backward takes the same path.
     fp32, fp16, bf16; accumulated in fp32. w_shard_n may be the view `w.t()` of a [K, N/R] matrix.
-    Raises ValueError or TypeError before the first signal, HeapExhaustedError where the context's heap has no room for
-    a larger call, WaitTimeoutError if a peer did not answer in time.
+    Raises ValueError or TypeError before the first signal, HeapExhaustedError if the context's heap has no room for a
+    larger call, WaitTimeoutError if a peer did not answer in time.
     """
     ctx = as_context(ctx)
     rows = collectives.check_rows("all_gather_matmul", ctx, rows, own=_num_rows("all_gather_matmul", x_shard_m))
@@ -453,8 +453,8 @@ def matmul_reduce_scatter(
     """Collective. This rank's rows of activation(sum over ranks of x_shard_k @ w_shard_k.T + bias).
 
     x_shard_k [M, K/R], w_shard_k [N, K/R], bias [N] -> y_shard_m [M/R, N]. Bias is added once, after the sum.
-    rows: every rank's row count; needed where M does not divide by R. activation, path, dtypes, views of w_shard_k, and
-    what is raised: as all_gather_matmul.
+    rows: every rank's row count; needed where M does not divide by R.
+    activation, path, dtypes, views of w_shard_k, exceptions: as all_gather_matmul.
     """
     ctx = as_context(ctx)
     total = _num_rows("matmul_reduce_scatter", x_shard_k)
@@ -475,8 +475,8 @@ def matmul_all_reduce(
 ) -> torch.Tensor:
     """Collective. activation(sum over ranks of x_shard_k @ w_shard_k.T + bias), the same bits on every rank.
 
-    x_shard_k [M, K/R], w_shard_k [N, K/R], bias [N] -> y [M, N]. activation, path, dtypes, views of w_shard_k, and what
-    is raised: as all_gather_matmul.
+    x_shard_k [M, K/R], w_shard_k [N, K/R], bias [N] -> y [M, N].
+    activation, path, dtypes, views of w_shard_k, exceptions: as all_gather_matmul.
     """
     ctx = as_context(ctx)
     fused, separate = _split_activation(activation, x_shard_k, w_shard_k, bias)
@@ -493,7 +493,7 @@ def all_gather(
 ) -> torch.Tensor:
     """Collective. Every rank's rows: x_shard_m [M/R, ...] -> [M, ...]; any dtype of up to 8 bytes.
 
-    rows, and what is raised: as in all_gather_matmul.
+    rows, exceptions: as in all_gather_matmul.
     out: a contiguous [M, ...] to fill and return, without a gradient. x_shard_m may be this rank's rows of it.
     """
     ctx = as_context(ctx)
@@ -512,7 +512,7 @@ def reduce_scatter(
 ) -> torch.Tensor:
     """Collective. This rank's rows of the sum over ranks: x [M, ...] -> [M/R, ...]; fp32, fp16, bf16.
 
-    rows: every rank's row count; needed where M does not divide by R. What is raised: as in all_gather_matmul.
+    rows: every rank's row count; needed where M does not divide by R. Exceptions: as in all_gather_matmul.
     out: a contiguous [M/R, ...] to fill and return, without a gradient. It may be this rank's rows of x.
     """
     ctx = as_context(ctx)
@@ -525,8 +525,8 @@ def reduce_scatter(
 def all_reduce(x: torch.Tensor, *, out: torch.Tensor | None = None, ctx: Context | None = None) -> torch.Tensor:
     """Collective. The sum over ranks, in a new tensor of x's shape; fp32, fp16, bf16. The same bits on every rank.
 
-    out: a contiguous tensor like x to fill and return, without a gradient. It may be x. What is raised: as in
-    all_gather_matmul.
+    out: a contiguous tensor like x to fill and return, without a gradient. It may be x.
+    Exceptions: as in all_gather_matmul.
     """
     ctx = as_context(ctx)
     if out is not None:
@@ -535,8 +535,8 @@ def all_reduce(x: torch.Tensor, *, out: torch.Tensor | None = None, ctx: Context
 
 
 def barrier(*, ctx: Context | None = None):
-    """Collective, on the current stream: later work of the stream starts after all ranks have come here.
+    """Collective. On the current stream, later work starts only after all ranks have reached the barrier.
 
-    Raises WaitTimeoutError if a rank did not come in time.
+    Raises WaitTimeoutError if a rank did not reach it in time.
     """
     as_context(ctx).barrier()

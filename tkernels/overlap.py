@@ -1,21 +1,25 @@
-"""What the fused operations share: which program computes which tile, which rows travel together, and when.
+"""The schedule of the fused operations: which program computes which tile, and which rows are sent together, when.
 
-The tables are made on the host, as small integers that the kernels read: a table can be printed and tested.
+The host makes the tables, as small integers that the kernels read: a table can be printed and tested.
 
-A shard's rows travel in chunks, one signal a chunk. Some programs of a launch send first ("comm programs") while the
-others multiply; once all is sent they multiply too, but for those of an all-reduce, which go on with the sums. With
-num_comm=0 the copy engine sends, many chunks at a time (tkernels.comm.copies), or, interleaved, every program sends its
-own tiles.
+Sending. The rows of a shard are sent in chunks, with one signal per chunk, in one of three ways:
+- Comm programs send first, while the other programs of the launch ("compute programs") compute tiles. Once everything
+  is sent they compute tiles too, except in an all-reduce, where they go on to send the finished rows.
+- The copy engine sends many chunks at a time (tkernels.comm.copies); num_comm is 0.
+- Interleaved: every program sends its own finished tiles; num_comm is 0.
 
-Tiles are dealt out in waves, so that those that are computed at one time lie beside each other and share their operands
-in L2, and a tile's first loads go on while the one before is stored. How long programs send can't be foretold to the
-tile, so where some do, the last waves are not dealt out: whoever is free takes the next tile. Where the last wave would
-keep few programs busy, its tiles are split along K, so that all of them help (not where interleaved).
+Static and dynamic assignment. Tiles are dealt out (assigned statically) in waves. Tiles of a wave lie beside each other
+and share their operands in L2, and the first loads of a tile overlap with the store of the previous one. How long comm
+programs send can't be predicted to within a tile. Where there are any, the last waves are therefore not dealt out: a
+program that is free claims the next tile by a ticket, off an atomic counter.
 
-Nobody waits for ever: a tile waits for what programs of smaller numbers do, or for what peers send, and these wait for
-tiles of smaller numbers alone, which running programs have taken. An interleaved program sends a tile before it next
-waits for a peer's tiles. What lands by copies waits for the last program of each rank, which runs as all do: a launch
-begins only where there is room for all of them at once.
+Split-K. Where the last wave would keep few programs busy, its tiles are split along K, so that all programs help (not
+where interleaved).
+
+Why no program waits forever: a tile waits only for lower-numbered parts of the same tile, or for data that peers send.
+Sends wait only for lower-numbered tiles, which running programs have already taken. An interleaved program sends a tile
+before it next waits for a peer's tiles. Data that the copy engine sends waits for the last program of each rank. That
+program is running, like all others: a launch begins only where all its programs fit on the GPU at once.
 """
 
 import functools
@@ -43,29 +47,30 @@ from tkernels.configs import (
 )
 from tkernels.gemm import Operand, halves, load_tile, store_tile
 
-# A row of tiles: whose shard, first row in the shard, first row in the whole, rows that count, chunk, and how many rows
-# of tiles are sent together with this one.
+# A row of tiles in a schedule: shard (its rank), first row in the shard, first row in the whole matrix, number of valid
+# rows, chunk, and how many rows of tiles, this one included, are sent together.
 TILE_FIELDS = tl.constexpr(6)
 
-# A launch's counters, zero between launches.
-TILE_TICKETS = tl.constexpr(0)  # tiles that were taken, of those that are not dealt out
-SEND_TICKETS = tl.constexpr(1)  # finished chunks that were taken to be sent, of an all-reduce
-SPLIT_TILES = tl.constexpr(2)  # from here on: parts that are done, of each tile that is split along K
+# The counters of a launch, zero between launches.
+TILE_TICKETS = tl.constexpr(0)  # tiles and parts claimed so far, of those that are not dealt out
+SEND_TICKETS = tl.constexpr(1)  # finished chunks of an all-reduce claimed for sending so far
+SPLIT_TILES = tl.constexpr(2)  # from here on: finished parts of each tile that is split along K
 MAX_SPLIT_TILES = tl.constexpr(128)
-# From here on: tiles that are done, of what is sent at a time.
+# From here on: finished tiles among the rows that are sent together.
 TILE_COUNTS = tl.constexpr(SPLIT_TILES.value + MAX_SPLIT_TILES.value)
 
-DEALT_SHORT = 1  # last waves that are not dealt out
-PART_S = 5e-6  # more than that for a part of a tile, whose sums are written
-ADD_S = 9e-6  # and for the last part, which reads them, for each other one
+DEALT_SHORT = 1  # full waves left to dynamic assignment, where there are comm programs
+PART_S = 5e-6  # added to TILE_END_S for a part of a tile, which writes its partial sums
+ADD_S = 9e-6  # added for the last part, which reads them, per other part
 TILE_END_S = 3e-6  # a tile's time without its steps along K
-MIN_SPLIT_STEPS = 8  # steps along K of a part, at least
+MIN_SPLIT_STEPS = 8  # least steps along K of a part
 
 
 def tile_schedule(rows: tuple[int, ...], order: list[int], config: OverlapConfig) -> list[int]:
-    """The rows of tiles, flattened TILE_FIELDS a tile: of the shards in `order`, by turns what is sent together.
+    """The schedule: the rows of tiles, flattened, with TILE_FIELDS numbers each.
 
-    A tile belongs to the first chunk of its rows, and needs the others too where chunks are smaller than it.
+    The shards in `order` take turns, each with the rows that are sent together. A tile is listed under the first chunk
+    of its rows; where chunks are smaller than the tile, it needs the following ones too.
 
     >>> from tkernels.configs import GemmConfig
     >>> config = OverlapConfig(GemmConfig(block_m=32), chunk_rows=64)
@@ -85,19 +90,19 @@ def tile_schedule(rows: tuple[int, ...], order: list[int], config: OverlapConfig
 
 
 def are_even(rows: tuple[int, ...], config: OverlapConfig) -> bool:
-    """Whether all shards have equally many rows, which are whole tiles."""
+    """Whether all shards have the same number of rows, a multiple of block_m."""
     return len(set(rows)) == 1 and rows[0] % config.gemm.block_m == 0
 
 
 def num_chunks(rows: int, config: OverlapConfig) -> int:
-    """Chunks of a shard; an empty one still has one, so that its rank is heard from."""
+    """Chunks of a shard; an empty shard has one too, so that its rank still signals."""
     return max(triton.cdiv(rows, config.chunk_rows), 1)
 
 
 def programs_of(config: OverlapConfig, available: int, tiles: int) -> int:
-    """Programs of a launch that computes `tiles` tiles, of `available` ones; some send, if any, and some multiply.
+    """Number of programs of a launch that computes `tiles` tiles: comm and compute programs, at most `available`.
 
-    Raises ValueError if there are too few for both.
+    Raises ValueError if that leaves no compute program.
     """
     available = min(available, config.max_programs or available)
     if config.num_comm >= available:
@@ -109,7 +114,7 @@ def programs_of(config: OverlapConfig, available: int, tiles: int) -> int:
 
 
 def check_mapped(operation: str, ctx: Context, config: OverlapConfig):
-    """Raises ValueError on every rank whose configuration needs what reaches no other machine."""
+    """Raises ValueError on each rank whose configuration needs all ranks' memory mapped, if it isn't."""
     if (config.landing or config.interleaved) and not ctx.mapped:
         raise ValueError(
             f"{operation}: copies (num_comm=0), landing=True and interleaved=True need all ranks' memory mapped into "
@@ -119,10 +124,12 @@ def check_mapped(operation: str, ctx: Context, config: OverlapConfig):
 
 
 class Waves(NamedTuple):
-    """Who computes which tile: `take_tile` deals out, by waves, and `part_of_tile` splits.
+    """The assignment of tiles to programs, in numbers for `take_tile` (waves) and `part_of_tile` (split-K).
 
-    head: waves of those that only multiply.  dealt: waves up to which tiles are dealt out, comm programs included; of
-        the last one, only whole tiles.  whole: tiles that are computed whole.  splits: parts of each later one.
+    head: first waves, of the compute programs alone; comm programs join afterwards.
+    dealt: waves that are dealt out, the first `head` included; in the last of them, only whole tiles are.
+    whole: tiles that are computed whole, the first ones.
+    splits: parts of each later tile.
     """
 
     head: int
@@ -135,10 +142,12 @@ class Waves(NamedTuple):
 def plan_waves(
     tiles: int, splittable: int, K: int, num_programs: int, config: OverlapConfig, sent_bytes: int, tiles_first: int = 0
 ) -> Waves:
-    """The waves of a launch, by a model of when its programs are done.
+    """The waves of a launch, chosen by a model of when its programs finish.
 
-    splittable: how many of the last tiles may be split.  sent_bytes: by this rank's comm programs, which end no earlier
-    than the first `tiles_first` tiles, and never join the others if these are all.
+    splittable: how many of the last tiles may be split.
+    sent_bytes: bytes that the comm programs of this rank send.
+    tiles_first: the comm programs finish no earlier than this many first tiles; if these are all tiles, they never join
+        the compute programs.
     """
     gemm, workers = config.gemm, num_programs - config.num_comm
     most = min(splittable, MAX_SPLIT_TILES.value)
@@ -155,12 +164,12 @@ def plan_waves(
             return Waves(0, triton.cdiv(whole, num_programs), whole, splits)
         head = min(head, max(whole // workers - DEALT_SHORT, 0))
         rest = max((whole - head * workers) // num_programs - DEALT_SHORT, 0)
-        # A comm program must not be dealt a tile that one of them waits for: it would come to it too late, or never.
+        # A comm program must not be dealt a tile that a comm program waits for: it would start it too late, or never.
         rest = rest if head * workers >= tiles_first else 0
         return Waves(head, head + rest, whole, splits)
 
     def end(plan: Waves) -> float:
-        """In the time of a tile; the later one of two, for how long the comm programs send is a guess."""
+        """When the launch ends, in units of a tile's time: the later of two estimates of how long sending takes."""
         waves_dealt = plan.head * workers + (plan.dealt - plan.head) * num_programs
         dealt = min(waves_dealt, plan.whole)
         part = (1 - TILE_END_S / tile_s) / plan.splits + (TILE_END_S + PART_S) / tile_s
@@ -178,10 +187,10 @@ def plan_waves(
 
     plans = [deal(0, 1)]
     if config.num_comm and not tiles_first:
-        plans.insert(0, deal(0, 1, int(sending)))  # of equals better than more tiles that aren't dealt out
+        plans.insert(0, deal(0, 1, int(sending)))  # first: wins ties, to leave fewer tiles undealt
     if config.split_tiles is not None:
         last, splits = min(config.split_tiles, most), min(config.max_splits, triton.cdiv(K, gemm.block_k))
-        if last and splits > 1:  # a part without steps would say nothing
+        if last and splits > 1:  # every part has a step: one without would not count
             return deal(last, splits)
     else:
         left = round(tiles + config.num_comm * sending) % num_programs
@@ -193,14 +202,14 @@ def plan_waves(
 
 
 def stages_of(gemm: GemmConfig, splits: int) -> int:
-    """The pipeline's stages: with tiles of 128 x 256 there is no shared memory for a fourth one and sums of parts."""
+    """Pipeline stages: 128 x 256 tiles have no shared memory for both a fourth stage and the sums of parts."""
     return min(gemm.num_stages, 3) if splits > 1 and gemm.block_m * gemm.block_n >= 128 * 256 else gemm.num_stages
 
 
 def sums_of(tiles: int, splits: int, gemm: GemmConfig) -> Operand:
-    """An example, without memory, of the sums of tiles that are split: fp32 [.., block_n], block_m rows a part.
+    """A meta operand for the partial sums of split tiles: fp32 [.., block_n], block_m rows for each part but the last.
 
-    A box is a quarter of a slice, and of no fewer than the 16 bytes a row that TMA asks for.
+    A TMA box is a quarter of a slice of columns; where its rows are below TMA's minimum of 16 bytes, pointers are used.
     """
     shape = tiles * (splits - 1) * gemm.block_m, gemm.block_n
     sums = torch.empty(shape, dtype=torch.float32, device="meta")
@@ -209,7 +218,7 @@ def sums_of(tiles: int, splits: int, gemm: GemmConfig) -> Operand:
 
 
 def sums_maker(sums: Operand, device: torch.device) -> Callable[[], torch.Tensor]:
-    """What gives each call the memory that `sums` is an example of; without any, the same tensor each time."""
+    """A function that allocates memory like `sums` for each call; if that is empty, the same tensor each time."""
     make = functools.partial(torch.empty, sums.argument.shape, dtype=torch.float32, device=device)
     if sums.argument.shape[0]:
         return make
@@ -220,9 +229,10 @@ def sums_maker(sums: Operand, device: torch.device) -> Callable[[], torch.Tensor
 # fmt: off
 @triton.jit
 def dealt_tile(wave, pid, num_comm, head):
-    """The tile that is dealt to program `pid` for its wave, which for the first `num_comm` programs begins with `head`.
+    """The tile that is dealt to program `pid` in `wave`.
 
-    In waves of all programs, in the first `head` waves of the others.
+    The first `head` waves are of the compute programs alone, the later ones of all programs. So the first `num_comm`
+    programs, the comm programs, must begin with wave `head`.
     """
     workers = tl.num_programs(0) - num_comm
     index = wave * workers + pid - num_comm
@@ -233,13 +243,13 @@ def dealt_tile(wave, pid, num_comm, head):
 
 @triton.jit
 def waves_of(pid, num_comm, head, dealt, whole):
-    """Up to which wave tiles are dealt to program `pid`: the last wave may be one of fewer tiles than programs."""
+    """The first wave in which program `pid` is dealt no tile: the last wave may have fewer tiles than programs."""
     return tl.where(dealt_tile(dealt - 1, pid, num_comm, head) < whole, dealt, dealt - 1)
 
 
 @triton.jit
 def take_tile(wave, own_dealt, pid, num_comm, head, dealt, whole, counters):
-    """A program's tile for its wave: the one that is dealt to it, from wave `own_dealt` on the next undealt one."""
+    """A program's tile in `wave`: before `own_dealt` the one dealt to it, then the next one, claimed by a ticket."""
     index = dealt_tile(wave, pid, num_comm, head)
     if wave >= own_dealt:
         workers = tl.num_programs(0) - num_comm
@@ -250,16 +260,17 @@ def take_tile(wave, own_dealt, pid, num_comm, head, dealt, whole, counters):
 
 @triton.jit
 def take(tickets):
-    """How many were taken before: each number goes to one program."""
+    """Claim a ticket off an atomic counter: each number, from 0 on, goes to one program."""
     return tl.atomic_add(tickets, tl.full((), 1, tl.int64), sem="relaxed", scope="gpu").to(tl.int32)
 
 
 @triton.jit
 def part_of_tile(index, whole, splits, K, PARTS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The tile of a number, which of its parts that is, how many it has, and the part's steps along K.
+    """Item `index` -> (tile, part, number of parts, first step along K, end of its steps).
 
-    PARTS: False where no tile is split. A kernel without parts takes 10 to 27 registers less (bf16, 128 x 256), and of
-    shared memory 32 KB less, in reductions 17.
+    Items are the `whole` first tiles, then the parts of the others.
+    PARTS: False where no tile is split. A kernel without parts takes 10 to 27 fewer registers (bf16, 128 x 256) and 32
+    KB less shared memory, 17 KB less in reductions.
     """
     part = tl.full((), 0, tl.int32)
     parts = tl.full((), 1, tl.int32)
@@ -278,10 +289,10 @@ def part_of_tile(index, whole, splits, K, PARTS: tl.constexpr, BLOCK_K: tl.const
 
 @triton.jit
 def end_of_tile(total, step, first_step, last_step):
-    """After a step: whether the tile ends with it, and the sums and the step to go on with.
+    """After a step: (whether the tile ends with it, the accumulator and the step to go on with).
 
-    Decide it before the branch that finishes the tile: Triton moves the choice of sums into that branch, but not one
-    that comes after it, and each dot would be waited for.
+    Call it before the branch that finishes the tile: Triton moves the selection of the accumulator into that branch. It
+    does not move a selection after the branch, and then each dot is waited for.
     """
     ends = step == last_step
     if ends:
@@ -295,7 +306,7 @@ def store_part(
     value, sums, row, column,  # pointer or descriptor of [.., BLOCK_N], fp32
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Put a slice of a part's sums where the tile's last part finds it; by quarters, which take less shared memory."""
+    """Store a slice of a part's partial sums for the tile's last part; in quarters, which take less shared memory."""
     QUARTER: tl.constexpr = COLUMNS // 4
     quarters = quarters_of(value, ROWS, COLUMNS)
     for at in tl.static_range(4):
@@ -309,7 +320,7 @@ def add_parts(
     value, sums, row, column, parts,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """The slice with those of the tile's other parts added, in their order; the first one's sums are at `row`."""
+    """Add the partial sums of the tile's other parts to a slice, in order of parts; those of the first are at `row`."""
     QUARTER: tl.constexpr = COLUMNS // 4
     for part in range(parts - 1):
         at = row + part * ROWS
@@ -343,7 +354,8 @@ def wait_chunks(
 ):  # fmt: skip
     """Wait for `count` (at most MAX_TILE_CHUNKS) chunks from `chunk` on, of each of SOURCES ranks from `source` on.
 
-    ready, landed, COPIES: as `wait_chunk`; ranks mostly send in the same way.
+    One poll of all of them comes first; only if it fails are they waited for one by one.
+    ready, landed, COPIES: as in `wait_chunk`. COPIES is how this rank sends, and peers mostly send in the same way.
     """
     way = tl.arange(0, triton.next_power_of_2(SOURCES * MAX_TILE_CHUNKS))
     whose = (source + way % SOURCES) % SIZE
@@ -361,7 +373,7 @@ def wait_chunks(
 
 @triton.jit
 def words_of_peers(max_chunks, chunks, first, rank, SIZE: tl.constexpr):
-    """Which signal words are those of all peers' chunks, at most MAX_LOOK, beginning with chunk `first`."""
+    """Indices of the signal words of all peers' chunks, at most MAX_LOOK of them, beginning with chunk `first`."""
     way = (first + tl.arange(0, MAX_LOOK)) % (chunks * (SIZE - 1))
     return (rank + 1 + way // chunks) % SIZE * max_chunks + way % chunks
 
@@ -371,9 +383,10 @@ def all_arrived(
     ready, landed, max_chunks, chunks, first, rank, epoch,
     SIZE: tl.constexpr, COPIES: tl.constexpr, TRANSPORT: tl.constexpr,
 ):  # fmt: skip
-    """One look at whether `chunks` chunks of each peer are here, so that no tile need wait any more. May say no.
+    """Poll once whether `chunks` chunks of each peer have arrived, so that later tiles need not wait.
 
-    first: a chunk to begin with. What changes from tile to tile is not kept in registers in between.
+    May return False although they have.
+    first: the chunk to begin with. It changes from tile to tile, so the words' indices are not kept in registers.
     """
     there = tl.full((), False, tl.int1)
     if COPIES:

@@ -1,12 +1,12 @@
-"""Which path an operation takes: its fused kernel, or a collective and torch's own product, one after the other.
+"""Chooses the path of an operation: its fused kernel, or the plain path, a collective and torch.mm one after the other.
 
-Overlap pays once there is something to hide. Below that the wire takes a few microseconds, a fused kernel has fewer
-tiles than the GPU has multiprocessors, and the plain path wins: cuBLAS, which splits K for a few rows, and a collective
-that travels as packets. Both paths compute the same (fp32 sums in rank order, bias once after them, then the
-activation) and have the same options and gradients; only the roundings of partial sums in between may differ.
+Overlap pays off once there is enough communication to hide. Below that size the transfer takes a few microseconds, a
+fused kernel has fewer tiles than the GPU has SMs, and the plain path wins: cuBLAS splits K when there are few rows, and
+the collective sends packets. Both paths compute the same (fp32 sums in rank order, then bias once, then the activation)
+and have the same options and gradients. Only the rounding of intermediate partial sums may differ.
 
-All ranks must take one path, so the rule looks only at what all of them share: the bytes that travel, not the features
-of one rank.
+All ranks must take the same path, so the rule depends only on a value that they share: the bytes that are sent, not one
+rank's number of features.
 """
 
 import functools
@@ -25,18 +25,23 @@ from tkernels.configs import OverlapConfig
 from tkernels.gemm import ACTIVATIONS, check_result, finish, load_tile, store_tile
 
 PATHS = ("fused", "plain")
-# Up to so many bytes an operation is plain: into a rank, or for a reduce-scatter from a peer. us of plain / fused, for
-# llama70b, M = 1024, 2048 (more in bench/LOG.md). 2 H200s: all-gather, qkv 148/174, 306/241; reduce-scatter, o 130/105,
-# 270/200; all-reduce, o 173/153, 339/248. 4 H200s: qkv 116/132, 221/187; down 217/258, 414/337; o 151/164, 289/241.
+# An operation takes the plain path up to this many bytes, sent into a rank or, for a reduce-scatter, by one peer. Times
+# in us, plain/fused, for llama70b at M = 1024, 2048 (more in bench/LOG.md). 2 H200s: all-gather, qkv 148/174, 306/241;
+# reduce-scatter, o 130/105, 270/200; all-reduce, o 173/153, 339/248. 4 H200s: qkv 116/132, 221/187; down 217/258,
+# 414/337; o 151/164, 289/241.
 PLAIN_BYTES = {"all_gather_matmul": 12 << 20, "matmul_reduce_scatter": 6 << 20, "matmul_all_reduce": 24 << 20}
-PLAIN_BYTES_OF_TWO = PLAIN_BYTES | {"matmul_all_reduce": 12 << 20}  # ranks
+PLAIN_BYTES_OF_TWO = PLAIN_BYTES | {"matmul_all_reduce": 12 << 20}  # with two ranks
 
 _log = logging.getLogger("tkernels")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """path: "fused" or "plain". reason: why, in words."""
+    """The path of an operation.
+
+    path: "fused" or "plain".
+    reason: the reason, as a phrase.
+    """
 
     path: str
     reason: str
@@ -48,10 +53,11 @@ class Choice:
 def explain(
     operation: str, M: int, N: int, K: int, dtype: torch.dtype = torch.bfloat16, *, ctx: Context | None = None
 ) -> Choice:
-    """The path that `operation` takes by itself for the whole product [M, K] @ [K, N], and why. Not collective.
+    """The path that `operation` takes by default for the global GEMM [M, K] @ [K, N], and the reason. Not collective.
 
-    operation: "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce". Raises ValueError for others, and
-    TkernelsError without a context, on whose number of ranks it depends.
+    operation: "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce".
+    Raises ValueError for another operation, and TkernelsError without a context, since the choice depends on its number
+    of ranks.
     """
     if operation not in PLAIN_BYTES:
         raise ValueError(f"explain: operation={operation!r} has no paths; those of {', '.join(PLAIN_BYTES)} are known")
@@ -63,9 +69,9 @@ def explain(
 def choose_path(
     ctx: Context, operation: str, M: int, width: int, dtype: torch.dtype, path: str | None, config: OverlapConfig | None
 ) -> str:
-    """ "fused" or "plain": as asked, fused where a configuration is given, else by the rule of `explain`.
+    """Return `path` if it is given, "fused" if a configuration is given, else the choice of `explain`.
 
-    M, width: of the matrix that travels. Raises ValueError for a path that doesn't exist.
+    M, width: rows and columns of the matrix that is sent. Raises ValueError for an unknown path.
     """
     if path is not None:
         if path not in PATHS:
@@ -93,7 +99,10 @@ def _choose(operation: str, M: int, width: int, itemsize: int, size: int) -> Cho
 
 
 def plan_all_gather_matmul(ctx: Context, x, w, bias, out, gathered, activation, return_gathered, rows, out_dtype):
-    """What to do with tensors like these: all_gather_matmul by all_gather and torch.mm. Operands have been checked."""
+    """Plan all_gather_matmul as all_gather and torch.mm, for tensors like these. Operands have been checked.
+
+    Returns a function (x, w, bias, out, gathered) -> (y, the gathered x or None).
+    """
     (N, K), M = w.shape, sum(rows)
     y = check_result("all_gather_matmul", out, x, (M, N), out_dtype)
     separate = activation is not None or bias is not None and out_dtype != x.dtype
@@ -119,7 +128,10 @@ def plan_all_gather_matmul(ctx: Context, x, w, bias, out, gathered, activation, 
 
 
 def plan_matmul_reduce(ctx: Context, x, w, bias, out, activation, rows, out_dtype, wire_dtype, gather: bool):
-    """The same for matmul_reduce_scatter, or with `gather` matmul_all_reduce, by torch.mm and the collective."""
+    """Plan matmul_reduce_scatter, with `gather` matmul_all_reduce, as torch.mm and the collective.
+
+    Returns a function (x, w, bias, out) -> y.
+    """
     (M, _), N = x.shape, w.shape[0]
     name, shape = ("matmul_all_reduce", (M, N)) if gather else ("matmul_reduce_scatter", (rows[ctx.rank], N))
     y = check_result(name, out, x, shape, out_dtype)
@@ -148,7 +160,7 @@ def plan_matmul_reduce(ctx: Context, x, w, bias, out, activation, rows, out_dtyp
 
 
 def _scratch(ctx: Context, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
-    """Tensors of those shapes and dtypes in the workspace, for one call: a captured call allocates its result alone."""
+    """Workspace tensors of these shapes and dtypes for one call, so that a captured call allocates only its result."""
     sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in wanted]
     starts = [sum(round_up(size, ALIGNMENT) for size in sizes[:number]) for number in range(len(sizes) + 1)]
     memory = ctx.workspace().reserve(0, 0, starts[-1]).scratch
@@ -159,8 +171,8 @@ def _scratch(ctx: Context, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list
 
 
 def _multiply(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None):
-    """out = x @ w.T + bias, summed in fp32; a bias only where `out` has x's dtype."""
-    if x.device.type == "cpu":  # whose products of 16 bits are not all summed in fp32
+    """out = x @ w.T + bias, accumulated in fp32. A bias is allowed only if `out` has x's dtype."""
+    if x.device.type == "cpu":  # where not all 16-bit matmuls accumulate in fp32
         with torch.autocast("cpu", enabled=False):
             product = x.float() @ w.float().t()
         out.copy_(product if bias is None else product + bias.float())
@@ -188,7 +200,7 @@ def finish_kernel(
 
 
 def _finish(total: torch.Tensor, bias: torch.Tensor | None, activation: str | None, y: torch.Tensor):
-    """What finishes `total`: a function of tensors like that bias and y."""
+    """Plan y = activation(total + bias): returns a function of (bias, y), for tensors like these."""
     (M, N), block_m, block_n = total.shape, 4, 512
     if total.numel() == 0:
         return lambda bias, y: None

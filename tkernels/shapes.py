@@ -1,6 +1,6 @@
-"""The shapes of real models, by name: (M, N, K) of the whole product, over all ranks; and what commands ask for.
+"""Named shapes of real models, (M, N, K) of the whole GEMM over all ranks, and their selection by commands.
 
-M tokens.  N out-features.  K in-features.  The model's name and layer, where a shape is a model's.
+M tokens.  N out-features.  K in-features.  A shape of a model is named after the model and the layer.
 """
 
 import torch
@@ -9,9 +9,9 @@ from tkernels.comm import runtime
 
 Shape = tuple[int, int, int]
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # as commands name them
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # by their names on the command line
 
-SIMULATED_LIMIT = 1 << 24  # M N K that the interpreter does in seconds
+SIMULATED_LIMIT = 1 << 24  # M * N * K that the interpreter computes in seconds
 
 # For tests.
 TINY: dict[str, Shape] = {
@@ -47,20 +47,20 @@ FEW_TOKENS = (1, 16, 64, 256, 1024, 2048)
 
 
 def _with_few_tokens(shapes: dict[str, Shape]) -> dict[str, Shape]:
-    """llama70b's layers at token counts of decoding and of short prompts, as name-mTOKENS."""
+    """llama70b's layers with the token counts of decoding and of short prompts, named NAME-mTOKENS."""
     names = [name for name in shapes if name.startswith("llama70b") and not name.endswith("-4k")]
     return {f"{name}-m{M}": (M, *shapes[name][1:]) for name in names for M in FEW_TOKENS}
 
 
 def _local(ranks: int) -> list[Shape]:
-    """What one of `ranks` GPUs multiplies in the layers above."""
+    """The local GEMMs of one of `ranks` GPUs in the layers above."""
     columns = [(M, N // ranks, K) for M, N, K in COLUMN_PARALLEL.values()]
     return columns + [(M, N, K // ranks) for M, N, K in ROW_PARALLEL.values()]
 
 
 LOCAL: dict[str, Shape] = {"x".join(map(str, shape)): shape for shape in _local(2) + _local(4)}
 
-# Sums of M rows of 8192 elements, by their bytes in 16-bit elements.
+# All-reduces of M rows of 8192 elements, named after their size in 16-bit elements.
 SHORT_SUMS: dict[str, Shape] = {
     "16KB": (1, 8192, 8192),
     "64KB": (4, 8192, 8192),
@@ -92,9 +92,9 @@ GROUPS = {"all": BY_OPERATION, "layers": LAYERS, "small": SMALL}
 
 
 def select(op: str, names: list[str]) -> dict[str, Shape]:
-    """The shapes of one operation by name or group; unknown names are left out, the tiny ones are in no group.
+    """The shapes of one operation, by name or group. Unknown names are left out; the tiny shapes are in no group.
 
-    Groups: "layers" are whole sequences, "small" few tokens, "all" both.
+    Groups: "layers" has whole sequences, "small" has few tokens, "all" has both.
 
     >>> select("gemm", ["tiny", "rs-a"])
     {'tiny': (64, 64, 64)}
@@ -105,9 +105,9 @@ def select(op: str, names: list[str]) -> dict[str, Shape]:
 
 
 def find(operations: list[str], names: list[str], groups: bool = True) -> dict[str, dict[str, Shape]]:
-    """Each operation's shapes, by name, by group, or as MxNxK; what only some of the operations have is theirs alone.
+    """The shapes of each operation, by name, by group or as MxNxK. A name applies to those operations that have it.
 
-    groups: False where a group is no shape. Raises ValueError for what none of the operations has.
+    groups: whether names of groups are accepted. Raises ValueError for a name that none of the operations has.
 
     >>> find(["matmul", "matmul_all_reduce"], ["1x2x3", "rs-b"])
     {'matmul': {'1x2x3': (1, 2, 3)}, 'matmul_all_reduce': {'1x2x3': (1, 2, 3), 'rs-b': (8192, 8192, 10240)}}
@@ -126,7 +126,7 @@ def find(operations: list[str], names: list[str], groups: bool = True) -> dict[s
 
 
 def interpreter_refusal(shape: Shape) -> str | None:
-    """Why the simulated runtime is not asked for that product, or None."""
+    """Why a GEMM is too large for the simulated runtime, or None."""
     M, N, K = shape
     if M * N * K <= SIMULATED_LIMIT:
         return None
@@ -138,7 +138,7 @@ def _table(operation: str) -> str:
 
 
 def _sizes(name: str) -> Shape | None:
-    """Of MxNxK; None for a name. Raises ValueError for a size of 0."""
+    """The sizes in MxNxK; None for any other name. Raises ValueError for a size of 0."""
     parts = name.split("x")
     if len(parts) != 3 or not all(part.isdecimal() for part in parts):
         return None
@@ -150,10 +150,10 @@ def _sizes(name: str) -> Shape | None:
 
 def _unknown(operations: list[str], name: str, groups: bool) -> str:
     asked = f"there is no shape {name!r} for {' or '.join(operations)}: give MxNxK, or one of "
-    if runtime.RUNTIME == "simulated":  # which takes no other
+    if runtime.RUNTIME == "simulated":  # it runs only the tiny shapes
         return f"{asked}{', '.join(TINY)}; the simulated runtime takes what is as small"
     tables = [_table(operation) for operation in operations]
-    # Names that say their sizes need not be listed; those of several operations would be too many.
+    # Names of the form MxNxK need not be listed, and those of several operations would be too many.
     names = [known for known in BY_OPERATION[tables[0]] if not _sizes(known)] if len(tables) == 1 else []
     text = ", ".join([*names, *TINY])
     held = [group for group, members in GROUPS.items() if any(members.get(table) for table in tables)]

@@ -1,12 +1,12 @@
-"""How calls are timed, on all ranks at once.
+"""Times calls on all ranks at once.
 
-One measurement on a GPU: the L2 cache is flushed, the ranks meet, the stream sleeps while the host queues what follows,
-a barrier on the stream lets all ranks go at the same moment, and events enclose the call. So neither the host's launch
-time nor the ranks' different starts count. All candidates are measured in each iteration, since the chip's clock
-drifts, and in another order each time, since it depends on what ran just before; an iteration's time is that of its
-slowest rank.
+One measurement on a GPU: the L2 cache is flushed, the ranks synchronize, the stream sleeps while the host queues the
+rest, a barrier on the stream starts all ranks at the same moment, and events enclose the call. So the time includes
+neither the host's launch time nor the skew between ranks. Every iteration measures all candidates, since the chip's
+clock drifts, and each time in another order, since the clock depends on the kernel that ran just before. The time of an
+iteration is that of its slowest rank.
 
-On the simulated runtime a measurement is the host's wall time, which is the interpreter's and says nothing of a GPU.
+On the simulated runtime a measurement is the host's wall time, the interpreter's, which does not predict a GPU's.
 """
 
 import random
@@ -22,16 +22,16 @@ from tkernels.comm.context import Context
 
 WARMUPS = {"cuda": 5, "cpu": 1}
 FLUSH_BYTES = 256 << 20  # more than any L2
-PAUSE_US = 300.0  # for queueing the barrier and the events
+PAUSE_US = 300.0  # for the host to queue the barrier and the events
 
 Call = Callable[[], torch.Tensor | None]
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Median and spread over iterations, each its slowest rank's.
+    """Median, 10th and 90th percentile over the iterations, where the slowest rank counts in each.
 
-    host_us: how long a call kept the host; None on the simulated runtime, where that is all there is.
+    host_us: host time of a call; None on the simulated runtime, where the other fields are host times.
     """
 
     us: float
@@ -41,7 +41,7 @@ class Timing:
 
 
 class Stopwatch:
-    """Times single calls on this rank; all ranks use theirs at the same time."""
+    """Times single calls on this rank; all ranks must use their stopwatches at the same time."""
 
     def __init__(self, ctx: Context):
         self.ctx = ctx
@@ -82,7 +82,7 @@ class Stopwatch:
 
 
 def measure(ctx: Context, calls: dict[str, Call], iterations: int) -> tuple[dict[str, Timing], dict]:
-    """Collective. Times of all calls, which take turns, and the last iteration's results of those named "ours"."""
+    """Collective. The timings of all calls, taken in turns, and {"ours": the last result of the call of that name}."""
     watch, names = Stopwatch(ctx), list(calls)
     pauses = {}
     for name in names:
@@ -109,6 +109,6 @@ def measure(ctx: Context, calls: dict[str, Call], iterations: int) -> tuple[dict
 
 
 def agree(ctx: Context, reason: str | None) -> str | None:
-    """Collective. The first rank's reason, if any rank has one."""
+    """Collective. The reason of the lowest rank that has one, preceded by the rank; None if no rank has one."""
     reasons = ctx.group.gather(reason)
     return next((f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason), None)

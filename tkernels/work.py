@@ -1,11 +1,11 @@
-"""The work of each operation on one GPU, from global sizes: FLOPs, bytes through its memory, bytes over its links.
+"""The work of each operation on one GPU, from global sizes: FLOPs, bytes of memory traffic, bytes over the links.
 
-M rows of all ranks.  N out-features of all ranks.  K the dimension summed over, of all ranks.  R = ranks.
-`rows` are every rank's row counts where M is shared unevenly; `rank` says whose work is meant.
+M rows, N out-features and K, the dimension summed over, are totals of all ranks.  R = ranks.
+`rows` lists every rank's row count where M is divided unevenly; `rank` is the rank whose work is computed.
 
-Memory bytes are the least that the operation can do: every operand is read once for all its uses and every result
-written once; what arrives over the link is written once, and read once if something is computed from it; what was
-computed to be sent is written once and read once for all peers.
+Memory bytes are a lower bound. Each operand is read once and each result is written once. Data that arrives over the
+link is written once, and read once if something is computed from it. Data that is computed to be sent is written once
+and read once for all peers.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from tkernels.comm.collectives import split_rows
 
 @dataclass(frozen=True)
 class Work:
-    """What one GPU does in one call."""
+    """The work of one GPU in one call."""
 
     flops: int
     hbm_bytes: int
@@ -45,7 +45,7 @@ def matmul_reduce_scatter(M: int, N: int, K: int, ranks: int, dtype: torch.dtype
     own = _rows(M, ranks, rows)[rank]
     incoming = own * N * dtype.itemsize * (ranks - 1)
     outgoing = (M - own) * N * dtype.itemsize
-    # The product's M rows are written in any case, as partial sums or as results; the partial sums are read to be sent.
+    # The GEMM writes M rows in any case, as partial sums or as results; the partial sums are also read, to be sent.
     return Work(local.flops, local.hbm_bytes + outgoing + 2 * incoming, incoming, outgoing)
 
 
@@ -70,7 +70,7 @@ def reduce_scatter(M: int, width: int, ranks: int, dtype: torch.dtype, rank: int
 
 
 def all_reduce(M: int, width: int, ranks: int, dtype: torch.dtype, rank: int = 0, rows=None) -> Work:
-    """The sum over ranks of [M, width], everywhere, as a reduce-scatter and an all-gather."""
+    """The sum over ranks of [M, width], on every rank, as a reduce-scatter and an all-gather."""
     return _then_gather(reduce_scatter(M, width, ranks, dtype, rank, rows), M, width, ranks, dtype, rank, rows)
 
 
@@ -78,7 +78,7 @@ def _then_gather(scattered: Work, M, width, ranks, dtype, rank, rows) -> Work:
     own = _rows(M, ranks, rows)[rank] * width * dtype.itemsize
     incoming = M * width * dtype.itemsize - own
     outgoing = own * (ranks - 1)
-    # The own rows lie in the result already; they are read once more only if there is a peer to send them to.
+    # The own rows are already in the result; they are read once more only if there is a peer to send them to.
     hbm_bytes = scattered.hbm_bytes + incoming + (own if ranks > 1 else 0)
     return Work(scattered.flops, hbm_bytes, scattered.link_in_bytes + incoming, scattered.link_out_bytes + outgoing)
 

@@ -1,9 +1,9 @@
-"""cuBLASMp's distributed matmul, in nvmath's Python shape: D = epilog(alpha op(A) op(B) + beta C) over ranks.
+"""cuBLASMp's distributed matmul with nvmath's Python API: D = epilog(alpha op(A) op(B) + beta C) over ranks.
 
     from tkernels.layers.cublasmp import Matmul, MatmulEpilog, MatmulOptions, Slab, matmul
 
-In place of nvmath.distributed.linalg.advanced and nvmath.distributed.distribution. In place of
-nvmath.distributed.initialize: tkernels.init(group), whose context is the default of every call.
+This package replaces nvmath.distributed.linalg.advanced and nvmath.distributed.distribution. tkernels.init(group)
+replaces nvmath.distributed.initialize; its context is the default of every call.
 """
 
 from tkernels.layers.cublasmp.distributions import (

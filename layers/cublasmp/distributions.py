@@ -1,12 +1,12 @@
-"""How a matrix is spread over ranks: which rows and columns each rank owns.
+"""Distributions of a matrix over ranks: which rows and columns each rank owns.
 
-    Slab.X, Slab.Y              consecutive rows, or columns; the first ranks have one more where they don't divide
+    Slab.X, Slab.Y              consecutive rows, or columns; if they don't divide evenly, the first ranks have one more
     BlockNonCyclic(grid)        blocks of ceil(extent / processes) rows and columns, one for each process of a grid
-    BlockCyclic(grid, sizes)    blocks of a given size, dealt out in turns (PBLAS)
-    Box(lower, upper)           any rectangle, which each rank names for itself
+    BlockCyclic(grid, sizes)    blocks of a given size, assigned round-robin (PBLAS)
+    Box(lower, upper)           any rectangle; each rank passes its own
 
-Names and arguments are those of nvmath.distributed.distribution. What a rank owns is a pair of lists of intervals, of
-rows and of columns; its local matrix has these rows and columns, one after the other.
+Names and arguments are those of nvmath.distributed.distribution. A rank owns the rows and the columns in two lists of
+intervals. Its local matrix is the concatenation of these rows and columns, in order.
 """
 
 import enum
@@ -20,7 +20,7 @@ Owned = tuple[Intervals, Intervals]
 
 
 class GridLayout(enum.IntEnum):
-    """In which order the ranks fill a grid."""
+    """The order in which ranks fill a grid."""
 
     COL_MAJOR = 0
     ROW_MAJOR = 1
@@ -30,8 +30,9 @@ class GridLayout(enum.IntEnum):
 class ProcessGrid:
     """A rectangle of ranks.
 
-    shape: (rows, columns) of processes. layout: needed where both are more than 1.
-    process_array: the ranks, row by row, for any other order; then neither of the two.
+    shape: (rows, columns) of processes.
+    layout: required if both are more than 1.
+    process_array: the ranks, row by row, for any other order. Excludes layout; shape, if given, must agree.
     """
 
     shape: tuple[int, int] | None = None
@@ -84,7 +85,7 @@ class ProcessGrid:
 
 
 class Distribution:
-    """What all of them can be asked."""
+    """Base class of all distributions."""
 
     def owned(self, shape: tuple[int, int], *, rank: int, size: int) -> Owned:
         """The rows and the columns of a matrix of `shape` that `rank` of `size` owns."""
@@ -93,19 +94,19 @@ class Distribution:
         return self._owned(shape, rank, size)
 
     def shape(self, rank: int, global_shape: tuple[int, int], *, size: int | None = None) -> tuple[int, int]:
-        """The shape of `rank`'s local matrix; size: the number of ranks, where the distribution doesn't say."""
+        """The shape of `rank`'s local matrix. size: the number of ranks, if the distribution doesn't determine it."""
         return local_shape(self.owned(tuple(global_shape), rank=rank, size=self._size(size)))
 
     def global_shape(self, everyone: list["Distribution"], shapes: list[tuple[int, int]]) -> tuple[int, int]:
-        """The shape of the whole, from every rank's distribution and local shape."""
+        """The shape of the whole matrix, from every rank's distribution and local shape."""
         raise NotImplementedError
 
     def transposed(self) -> "Distribution":
-        """The distribution of the matrix's transpose."""
+        """The distribution of the transposed matrix."""
         raise NotImplementedError
 
     def check_size(self, size: int):
-        """Raises ValueError unless it is for `size` ranks."""
+        """Raise ValueError unless the distribution fits `size` ranks."""
 
     def _size(self, size):
         if size is None:
@@ -128,7 +129,7 @@ class Slab(Distribution):
         object.__setattr__(self, "ndim", None)
 
     def __hash__(self):
-        return self.partition_dim  # by the shortest way: every call of `matmul` hashes three
+        return self.partition_dim  # as cheap as possible: every call of `matmul` hashes three distributions
 
     def __repr__(self):
         return f"Slab.{'XY'[self.partition_dim]}"
@@ -149,9 +150,9 @@ Slab.X, Slab.Y = Slab(0), Slab(1)
 
 @dataclass(frozen=True)
 class Box(Distribution):
-    """This rank's rectangle: rows lower[0] to upper[0], columns lower[1] to upper[1], the upper ones excluded.
+    """This rank's rectangle: rows lower[0] to upper[0], columns lower[1] to upper[1], upper bounds excluded.
 
-    Each rank passes its own; together they must cover the matrix once. A rank may have an empty one.
+    Each rank passes its own. Together they must cover every element of the matrix once. A rank's box may be empty.
     """
 
     lower: tuple[int, int]
@@ -181,7 +182,7 @@ class Box(Distribution):
 
 @dataclass(frozen=True)
 class BlockCyclic(Distribution):
-    """Blocks of block_sizes (rows, columns), dealt out to the processes of a grid in turns, from `first_process` on."""
+    """Blocks of block_sizes (rows, columns), assigned round-robin to a grid's processes, from `first_process` on."""
 
     process_grid: ProcessGrid
     block_sizes: tuple[int, int]
@@ -250,7 +251,7 @@ def _set_first(distribution: BlockCyclic, first: tuple[int, int]):
 
 
 def _dealt(extent: int, block: int, place: int, count: int) -> Intervals:
-    """The blocks of `extent` that fall to the process `place` turns after the first one; neighbours are joined."""
+    """The blocks of `extent` owned by the process `place` positions after the first one; adjacent blocks are merged."""
     intervals = []
     for start in range(place % count * block, extent, block * count):
         stop = min(start + block, extent)
@@ -268,12 +269,12 @@ def _slab(shape, dim: int, sizes: tuple[int, ...], rank: int) -> Owned:
 
 
 def slabs(shape: tuple[int, int], dim: int, sizes: tuple[int, ...]) -> list[Owned]:
-    """What every rank owns where each has the next `sizes[rank]` rows (dim 0) or columns (dim 1)."""
+    """Every rank's rows and columns if each rank owns the next `sizes[rank]` rows (dim 0) or columns (dim 1)."""
     return [_slab(shape, dim, sizes, rank) for rank in range(len(sizes))]
 
 
 def split_of(shape: tuple[int, int], owned: list[Owned]) -> tuple[int, tuple[int, ...]] | None:
-    """(dimension, its size on each rank) if the ranks own slabs of it in their order, else None."""
+    """(dimension, its size on each rank) if the ranks own consecutive slabs of it in rank order, else None."""
     for dim in (0, 1):
         sizes = tuple(length(rank[dim]) for rank in owned)
         wanted = slabs(shape, dim, sizes)

@@ -1,7 +1,7 @@
-"""Epilogs in torch, in fp32, on the sum over ranks: whatever the kernels' own epilogue does not do.
+"""Epilogs in torch, in fp32, on the sum over ranks: those that the kernels' own epilogue doesn't support.
 
-Matrices here are D and its like transposed, [n, m], in which the kernels compute: a column of D, as cuBLASMp stores it,
-is a row. So a bias is along the last dimension, and so are the bits of a ReLU mask.
+Matrices here are transposed, as in the kernels: D and the auxiliary matrices are [n, m], and a column of cuBLASMp's D
+is a row. The bias and the bits of a ReLU mask therefore run along the last dimension.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch.nn import functional
 from tkernels.layers.cublasmp.options import MatmulEpilog
 from tkernels.layers.cublasmp.problem import AUX, D_GELU, D_RELU, gelu_aux_shape, relu_aux_shape
 
-FUSED = {  # in a kernel: the activation
+FUSED = {  # epilogs that a kernel can apply, and its activation
     MatmulEpilog.DEFAULT: None,
     MatmulEpilog.BIAS: None,
     MatmulEpilog.RELU: "relu",
@@ -23,9 +23,11 @@ FUSED = {  # in a kernel: the activation
 
 
 def apply(epilog: MatmulEpilog, value: torch.Tensor, inputs: dict, dtype: torch.dtype) -> tuple[torch.Tensor, dict]:
-    """(the epilog of `value` [n, m], which it may overwrite, {name of an auxiliary output: it}).
+    """Apply the epilog: (the result [n, m], {name: auxiliary output}).
 
-    value: float32, alpha op(A) op(B) + beta C. inputs: the epilog's, matrices transposed. dtype: of aux values.
+    value: float32 [n, m], alpha op(A) op(B) + beta C; may be overwritten.
+    inputs: the epilog's inputs, matrices transposed.
+    dtype: of the values in gelu_aux.
     """
     aux = {}
     if MatmulEpilog.BIAS in epilog:
@@ -48,7 +50,7 @@ def apply(epilog: MatmulEpilog, value: torch.Tensor, inputs: dict, dtype: torch.
 
 
 def pack_bits(mask: torch.Tensor) -> torch.Tensor:
-    """mask [n, m] -> uint8 [n, bytes]: element i of a row is bit i % 8, the lowest first, of byte i // 8."""
+    """mask [n, m] -> uint8 [n, bytes]: element i of a row is bit i % 8 of byte i // 8, lowest bit first."""
     n, m = mask.shape
     num_bytes = relu_aux_shape(m, n)[0]
     bits = functional.pad(mask.to(torch.uint8), (0, 8 * num_bytes - m)).view(n, num_bytes, 8)
@@ -56,6 +58,6 @@ def pack_bits(mask: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_bits(packed: torch.Tensor, m: int) -> torch.Tensor:
-    """The inverse: uint8 [n, bytes] -> bool [n, m]."""
+    """The inverse of pack_bits: uint8 [n, bytes] -> bool [n, m]."""
     bits = packed[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1
     return bits.flatten(1)[:, :m].bool()

@@ -1,4 +1,4 @@
-"""Matmul and matmul: nvmath's two ways to multiply distributed matrices."""
+"""Matmul and matmul: nvmath's stateful and functional APIs for multiplying distributed matrices."""
 
 import contextlib
 import weakref
@@ -21,7 +21,7 @@ from tkernels.layers.cublasmp.options import (
 from tkernels.layers.cublasmp.plan import Outcome, Plan, bias_of, make_plan
 from tkernels.layers.cublasmp.problem import Operand, Problem
 
-MAX_PLANS = 256  # of `matmul`, a context; the oldest goes first
+MAX_PLANS = 256  # that `matmul` keeps per context; the oldest is evicted first
 
 _HERE = contextlib.nullcontext()
 
@@ -33,7 +33,7 @@ class InvalidMatmulState(TkernelsError):
 
 
 def _describe(ctx, a, b, c, distributions, alpha, beta, qualifiers, scales, options, preferences, epilog, inputs):
-    """This rank's (Problem, alpha, beta). Raises ValueError or TypeError for what it can see alone."""
+    """This rank's (Problem, alpha, beta). Raises ValueError or TypeError for errors that a rank can detect alone."""
     tensors = {"A": a, "B": b, **({} if c is None else {"C": c}), **inputs}
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
@@ -62,7 +62,7 @@ def _describe(ctx, a, b, c, distributions, alpha, beta, qualifiers, scales, opti
 
 
 def _scalars(c, alpha, beta, scales) -> tuple[float, float]:
-    """(alpha, beta). Raises ValueError for those of a call that can't be."""
+    """(alpha, beta). Raises ValueError for invalid scalars."""
     if c is alpha is beta is scales is None:
         return 1.0, 0.0
     if scales is not None:
@@ -75,9 +75,9 @@ def _scalars(c, alpha, beta, scales) -> tuple[float, float]:
 
 
 def _key(a, b, c, distributions, qualifiers, epilog, inputs, options, preferences, totals) -> tuple:
-    """What of a call decides what is done, as it comes: for a look-up that takes no longer than it must.
+    """The key of a `matmul` call's plan: all that determines the plan, as passed, so that the look-up is fast.
 
-    Raises TypeError, ValueError or AttributeError for what `_describe` has an error for.
+    Raises TypeError, ValueError or AttributeError for arguments that `_describe` reports as errors.
     """
     return (
         matmul,
@@ -113,7 +113,7 @@ def _refuse_gradients(*tensors):
 
 
 def _on(ctx: Context, stream):
-    """A context in which work is launched on `stream`: a torch stream, its number, or None for the current one."""
+    """A context in which work is launched on `stream`: a torch stream, its handle, or None for the current stream."""
     if stream is None:
         return _HERE
     if ctx.device.type != "cuda":
@@ -122,7 +122,7 @@ def _on(ctx: Context, stream):
 
 
 class _Call(NamedTuple):
-    """What calls of `matmul` that look alike do on one rank's stream: a plan, and what its `prepare` returned."""
+    """The cached part of like calls of `matmul` on one rank's stream: a plan, and the result of its `prepare`."""
 
     plan: Plan
     single: Callable | None
@@ -131,18 +131,20 @@ class _Call(NamedTuple):
 class Matmul:
     """D = epilog(alpha op(A) op(B) + beta C) of matrices that are distributed over the ranks of a context.
 
-    a, b, c: this rank's parts, torch matrices with one unit stride; fp32, fp16, bf16, both operands alike. c has the
+    a, b, c: this rank's parts, torch matrices with one unit stride. a and b are both fp32, fp16 or bf16; c has the
         result's dtype and distribution. Their values may change between calls; see also `reset_operands`.
-    distributions: of A, B and D (and C). With the epilog ALLREDUCE every rank gets all of D; the third says nothing.
-    qualifiers: nvmath's array, which can transpose A and B, or "TN" and the like.
-    options: MatmulOptions, or a dict of its fields. ctx: default, the current context.
+    distributions: of A, B and D (and C). With the epilog ALLREDUCE every rank gets all of D, and the third has no
+        effect.
+    qualifiers: nvmath's array, which can transpose A and B, or a string such as "TN".
+    options: MatmulOptions, or a dict of its fields.
+    ctx: the context; default, the current one.
 
         with Matmul(a, b, distributions=[Slab.Y, Slab.Y, Slab.X], qualifiers="TN") as mm:
             mm.plan(epilog=MatmulEpilog.BIAS, epilog_inputs={"bias": bias})
             d = mm.execute()
 
-    Nothing is checked before `plan`, which compares all ranks' problems and raises the same error on each. There are no
-    gradients.
+    Nothing is checked before `plan`, which compares all ranks' problems and raises the same error on each. Gradients
+    are not supported.
     """
 
     def __init__(
@@ -176,14 +178,17 @@ class Matmul:
         self.free()
 
     def plan(self, *, preferences=None, epilog=None, epilog_inputs=None, stream=None):
-        """Collective. Check the problem on all ranks and decide how to compute it; the result is in `outcome`.
+        """Collective. Check the problem on all ranks and decide how to compute it; `outcome` reports the decision.
 
-        epilog: a MatmulEpilog. epilog_inputs: "bias" (as long as this rank's rows of D), "relu_aux" or "gelu_aux".
         preferences: MatmulPlanPreferences, or a dict of its fields.
-        Multiplies once and forgets the result: what is to be compiled and made room for is, before the first `execute`,
-        which a CUDA graph may capture.
-        Raises, the same on every rank: MismatchError where their problems differ, ValueError or TypeError for what
-        can't be multiplied, whichever rank found it.
+        epilog: a MatmulEpilog.
+        epilog_inputs: "bias" (as long as this rank's rows of D), "relu_aux" or "gelu_aux".
+
+        Multiplies once and discards the result, so that kernels are compiled and memory is allocated before the first
+        `execute`, which a CUDA graph may capture.
+
+        Raises the same error on every rank: MismatchError where their problems differ, ValueError or TypeError for a
+        problem that can't be computed, whichever rank found it.
         """
         self._check(operands=True)
         problem, scalars, inputs = self._describe(preferences, epilog, epilog_inputs)
@@ -214,21 +219,22 @@ class Matmul:
 
     @property
     def outcome(self) -> Outcome:
-        """What became of the hints: pattern, algorithm, redistributed operands, communication type. After `plan`."""
+        """The decisions of `plan`: pattern, algorithm, redistributed operands, communication type. After `plan`."""
         self._check(planned=True)
         return self._plan.outcome
 
     @property
     def workspace_bytes(self) -> int:
-        """Symmetric memory that the current stream's calls exchange data through, of whatever operation."""
+        """Bytes of symmetric memory through which the current stream's calls, of any operation, exchange data."""
         self._check(planned=True)
         workspace = self.ctx.workspace()
         return sum(t.numel() * t.element_size() for t in (workspace.inbox, workspace.ready) if t is not None)
 
     def execute(self, *, release_workspace: bool = False, stream=None):
-        """Collective. D's part of this rank, or (D, {name: auxiliary output}) where the epilog has any.
+        """Collective. This rank's part of D, or (D, {name: auxiliary output}) if the epilog has any.
 
-        Launched on `stream` or the current one; the operands must be ready there. D is Fortran-ordered with order="F".
+        Launched on `stream` or else the current one, on which the operands must be ready. With order="F", D is
+        Fortran-ordered.
         """
         self._check(planned=True, operands=True)
         if release_workspace:
@@ -255,9 +261,10 @@ class Matmul:
         epilog_inputs=None,
         stream=None,
     ):
-        """Use other operands, scalars or inputs of the epilog from now on; what is None stays. Not collective.
+        """Use other operands, scalars or epilog inputs from now on; None keeps the current one. Not collective.
 
-        After `release_operands`, all of them must come. Raises ValueError for a tensor unlike the one planned with.
+        After `release_operands`, all operands and epilog inputs must be passed. Raises ValueError for a tensor whose
+        shape, strides, dtype or device differ from those planned.
         """
         if all(value is None for value in (a, b, c, alpha, beta, quantization_scales, epilog_inputs)):
             raise ValueError("reset_operands: pass at least one operand, scalar or input of the epilog")
@@ -299,7 +306,7 @@ class Matmul:
         epilog_inputs=None,
         stream=None,
     ):
-        """As `reset_operands`, without a look at them: the caller knows that they are like those planned with."""
+        """As `reset_operands`, without checks: the caller guarantees that the tensors match those planned."""
         self._check(planned=True)
         if quantization_scales is not None:
             raise ValueError("quantization_scales are for fp8 and narrower operands, which are not supported")
@@ -314,13 +321,13 @@ class Matmul:
             self._view()
 
     def release_operands(self):
-        """Let go of the operands and the epilog's inputs; the plan stays. Raises RuntimeError before `plan`."""
+        """Drop the operands and the epilog's inputs; the plan stays. Raises InvalidMatmulState before `plan`."""
         self._check(planned=True)
         self._operands = dict.fromkeys("abc")
         self._inputs, self._views, self._released = {}, None, True
 
     def free(self):
-        """Let go of everything. May be repeated. Memory is freed as its last use on the stream has passed."""
+        """Drop everything. May be repeated. Memory is freed once its last use on the stream has finished."""
         self._valid = False
         self._plan = self._views = None
         self._operands, self._inputs = dict.fromkeys("abc"), {}
@@ -356,12 +363,12 @@ def matmul(
     ctx: Context | None = None,
     totals=None,
 ):
-    """Collective. D = epilog(alpha op(A) op(B) + beta C), as Matmul's plan and execute; arguments are theirs.
+    """Collective. D = epilog(alpha op(A) op(B) + beta C): Matmul's plan and execute in one call, with their arguments.
 
-    totals: the whole sizes (m, n, k), or whatever tells them apart, the same on all ranks. Then the plan is kept for
-        later calls that are alike in everything but values and scalars, and those have no communication of their own
-        on the host. None: every call plans, for from its own parts a rank can't know the others': of 5 columns the
-        first of two ranks has as many as of 6.
+    totals: the global sizes (m, n, k), or any key that distinguishes them, the same on all ranks. The plan is then kept
+        for later calls that differ only in values and scalars, and these need no communication on the host. None: every
+        call plans, unless the context has one rank, because a rank can't infer the global sizes from its own parts: the
+        first of two ranks has as many columns of 5 as of 6.
     """
     ctx, inputs = as_context(ctx), epilog_inputs or {}
     with _HERE if stream is None else _on(ctx, stream):
@@ -373,7 +380,7 @@ def matmul(
                 call = ctx.workspace().known_plan(key)
             scalars = _scalars(c, alpha, beta, quantization_scales)
         except (TypeError, ValueError, AttributeError, TkernelsError):
-            key = call = None  # there is an error, which _prepare names
+            key = call = None  # _prepare reports the error
         if call is None:
             asked = distributions, alpha, beta, qualifiers, quantization_scales, options, preferences, epilog, inputs
             call, scalars = _prepare(ctx, key, totals, a, b, c, *asked)
@@ -390,7 +397,7 @@ def _prepare(
 ):  # fmt: skip
     """Collective, unless the ranks have planned this problem before: (the _Call of that key, scalars).
 
-    key: None for a problem that is to be planned whatever was before.
+    key: None plans the problem anew, and keeps nothing.
     """
     try:
         options, preferences = given(MatmulOptions, options), given(MatmulPlanPreferences, preferences)
@@ -412,7 +419,7 @@ def _prepare(
         plan = make_plan(ctx, problem, tuple(scalars))
         if key is not None:
             if len(plans) >= MAX_PLANS:
-                # Its calls go, too: whether a rank has to plan must not depend on how its tensors are aligned.
+                # Evict its calls, too: whether a rank has to plan must not depend on its tensors' alignment.
                 oldest = plans.pop(next(iter(plans)))
                 ctx.forget_plans(lambda kept: isinstance(kept, _Call) and kept.plan is oldest)
             plans[problem, totals] = plan

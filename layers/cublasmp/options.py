@@ -1,6 +1,7 @@
 """The options of cublasmp.Matmul: nvmath's names and cuBLASMp's numbers.
 
-What an option can't do here is refused when it is set or when the problem is planned; nothing is ignored.
+Unsupported values are refused when an option is set or when the problem is planned. No option is ignored; algo_type is
+a hint, see MatmulAlgoType.
 """
 
 import enum
@@ -14,11 +15,12 @@ import torch
 
 
 class MatmulAlgoType(enum.IntEnum):
-    """A hint of how to overlap; `Matmul.outcome.algorithm` says what came of it.
+    """A hint for the overlap algorithm; `Matmul.outcome.algorithm` reports the one used.
 
-    There is one way here, ATOMIC_P2P in cuBLASMp's words: one kernel multiplies while tiles of it are signalled from
-    rank to rank. NO_OVERLAP is a collective before or after a local product; DEFAULT takes it where there is too little
-    to hide (tkernels.paths). All other hints become ATOMIC_P2P.
+    There is one overlap algorithm here, ATOMIC_P2P in cuBLASMp's terms: one kernel multiplies while its tiles are
+    signalled from rank to rank. NO_OVERLAP is a collective before or after a local GEMM. DEFAULT selects NO_OVERLAP if
+    there is too little communication to hide (tkernels.paths), unless sm_count_communication is set. All other hints
+    become ATOMIC_P2P.
     """
 
     DEFAULT = 0
@@ -29,16 +31,19 @@ class MatmulAlgoType(enum.IntEnum):
     NO_OVERLAP = 5
     FUSED = 6
 
-    __hash__ = int.__hash__  # what an enum has is Python, and every call of `matmul` hashes its options
+    __hash__ = int.__hash__  # Enum's own is Python code, and every call of `matmul` hashes its options
 
 
 class MatmulEpilog(enum.IntFlag):
-    """What is done to alpha op(A) op(B) + beta C, once it is summed over ranks. ALLREDUCE may be or-ed with any other.
+    """The operation applied to alpha op(A) op(B) + beta C after the sum over ranks. ALLREDUCE may be or-ed with others.
 
-    RELU, GELU (of tanh, as in cuBLAS), BIAS: a vector along the rows of D, added first. _AUX also returns what backward
-    needs: `relu_aux`, a bit for each element that was positive, or `gelu_aux`, the values before GELU.
-    DRELU, DGELU: multiply by the derivative, from the same aux. BGRAD returns D summed over its columns; BGRADA and
-    BGRADB return op(A) and op(B) summed over the dimension that is contracted.
+    BIAS: adds a vector along the rows of D, before the activation.
+    RELU, GELU: the activation; GELU is the tanh approximation, as in cuBLAS.
+    _AUX: also returns the input of backward: `relu_aux`, one bit per element, set if it was positive, or `gelu_aux`,
+        the values before GELU.
+    DRELU, DGELU: multiply by the derivative, from the same aux.
+    _BGRAD: also returns D summed over its columns.
+    BGRADA, BGRADB: also return op(A) or op(B) summed over the contracted dimension.
     """
 
     DEFAULT = 0
@@ -66,7 +71,7 @@ EPILOGS = tuple(epilog for epilog in MatmulEpilog.__members__.values() if epilog
 
 
 class MatmulResultScheme(enum.IntEnum):
-    """Bias gradients that need sums over ranks: FULL sums them, PARTIAL (DEFAULT) returns this rank's part."""
+    """For bias gradients that need a sum over ranks: FULL sums them, PARTIAL (DEFAULT) returns this rank's part."""
 
     DEFAULT = 0
     PARTIAL = 1
@@ -74,7 +79,7 @@ class MatmulResultScheme(enum.IntEnum):
 
 
 class MatmulComputeType(enum.IntEnum):
-    """cuBLAS's numbers; sums are in fp32 here, so the 32F ones are what there is."""
+    """Compute types, with cuBLAS's numbers. Sums are in fp32 here, so only the 32F types exist."""
 
     COMPUTE_32F = 68
     COMPUTE_32F_PEDANTIC = 69
@@ -82,7 +87,7 @@ class MatmulComputeType(enum.IntEnum):
 
 
 class CudaDataType(enum.IntEnum):
-    """CUDA's numbers of the dtypes that are multiplied here; torch's own dtypes are taken as well."""
+    """CUDA's numbers of the supported dtypes. Options accept torch's dtypes as well."""
 
     CUDA_R_32F = 0
     CUDA_R_16F = 2
@@ -106,18 +111,21 @@ def _dtype(name: str, value) -> torch.dtype | None:
 
 @dataclass(frozen=True)
 class MatmulOptions:
-    """How to multiply. Fields up to `blocking` are nvmath's.
+    """The options of a distributed matmul. Fields up to `blocking` are nvmath's.
 
-    inplace: where C is passed, write the result to it and return it.
-    compute_type: 32F or 32F_PEDANTIC; for fp32 operands, 32F_FAST_TF32 where torch allows TF32.
-    scale_type: float32. result_type: the operands' dtype (default) or float32.
-    algo_type: see MatmulAlgoType. sm_count_communication: programs that send while the others multiply.
-    blocking: True waits for the device before execute returns.
-    communication_type: of the partial sums that GEMM+RS and GEMM+AR send: float32 (default), or the result's dtype,
-        half as much to send for one more rounding of each rank's part.
-    order: "F" takes matrices as cuBLASMp does, D = op(A) op(B). "C" takes each as its transpose, that is, reads the
-        same memory row by row, as PyTorch does: D = op(B) op(A), a bias along D's columns, distributions of what is
-        passed. With order="C" and op(A) transposed, A is the weight of an nn.Linear and B its input.
+    inplace: if C is passed, write the result to it and return it.
+    compute_type: 32F or 32F_PEDANTIC; for fp32 operands where torch allows TF32, 32F_FAST_TF32 instead.
+    scale_type: float32.
+    result_type: the operands' dtype (default) or float32.
+    algo_type: see MatmulAlgoType.
+    sm_count_communication: the number of comm programs, which send while the others multiply.
+    blocking: True: execute returns after the stream's work has finished.
+    communication_type: dtype of the partial sums that GEMM+RS and GEMM+AR send: float32 (default), or the result's
+        dtype, which halves the data sent at the cost of one more rounding of each rank's part.
+    order: "F" takes matrices as cuBLASMp does: D = op(A) op(B). "C" takes each matrix as its transpose, that is, it
+        reads the same memory row by row, as PyTorch does: D = op(B) op(A), with a bias along D's columns; distributions
+        describe the matrices as passed. With order="C" and op(A) transposed, A is the weight of an nn.Linear and B its
+        input.
     result_amax, block_scaling: for fp8, which isn't supported.
     """
 
@@ -164,7 +172,12 @@ class MatmulOptions:
 
 @dataclass(frozen=True)
 class MatmulEpilogPreferences:
-    """aux_type: None, the result's dtype. aux_amax: for fp8. bias_result_scheme: of bias gradients; see its class."""
+    """Preferences of an epilog.
+
+    aux_type: the result's dtype, or None for the same.
+    aux_amax: for fp8, which isn't supported.
+    bias_result_scheme: for bias gradients; see MatmulResultScheme.
+    """
 
     aux_type: int | None = None
     aux_amax: bool = False
@@ -191,7 +204,7 @@ matrix_qualifiers_dtype = numpy.dtype([("structure", object), ("is_transpose", "
 
 
 def transposes(qualifiers) -> tuple[bool, bool]:
-    """Whether A and B are transposed, from nvmath's array of three qualifiers, from "TN" and the like, or None."""
+    """Whether A and B are transposed, from nvmath's array of three qualifiers, a string such as "TN", or None."""
     if qualifiers is None:
         return False, False
     if isinstance(qualifiers, str):
@@ -210,7 +223,7 @@ def transposes(qualifiers) -> tuple[bool, bool]:
 
 
 def given(cls, value):
-    """An options object as it is, or made from a dict of its fields, or of its defaults."""
+    """An options object: `value` itself, or one made from a dict of fields, or for None from the defaults."""
     if value is None:
         return _default(cls)
     if isinstance(value, cls):
@@ -219,7 +232,7 @@ def given(cls, value):
         raise TypeError(f"{cls.__name__}: pass an object of it or a dict of its fields, not {value!r}")
     try:
         return _made(cls, **value)
-    except TypeError:  # a value that can't be a key, or a field that there is not
+    except TypeError:  # an unhashable value, or an unknown field
         return cls(**value)
 
 

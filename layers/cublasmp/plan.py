@@ -1,11 +1,11 @@
-"""A plan: what a problem's layout means for one rank, ready to run on any operands of that problem.
+"""A plan: one rank's execution of a problem's layout, ready to run on any operands of that problem.
 
-The kernels compute y[n, m] = x[n, k] @ w[m, k].T, so x is op(B).T and w is op(A), both views; y is D.T, and D, column
-by column, is y as it lies in memory.
+The kernels compute y[n, m] = x[n, k] @ w[m, k].T, where x is op(B).T and w is op(A), both views. y is D.T: row-major y
+and column-major D are the same memory.
 
-Where the kernel's own epilogue does all that is asked (alpha 1, beta 0, an epilog of `epilogs.FUSED`), one launch does
-everything: `prepare` decides it, for later calls to repeat. Else the kernel returns the sum over ranks in fp32, and
-torch does the rest, rounding once at the end.
+If the kernel's own epilogue covers the request (alpha 1, beta 0, an epilog of `epilogs.FUSED`), a single launch does
+everything; `prepare` sets it up once, for later calls to repeat. Otherwise the kernel returns the sum over ranks in
+fp32, and torch does the rest, rounding once at the end.
 """
 
 import dataclasses
@@ -38,10 +38,10 @@ OPERATIONS = {
 
 
 def make_plan(ctx: Context, problem: Problem | Exception, scalars: tuple) -> "Plan":
-    """Collective. The plan for every rank's problem; or the same error on every rank, see `resolve`."""
+    """Collective. This rank's plan for the ranks' problems. Raises the same error on every rank, see `resolve`."""
     logger = None
     if isinstance(problem, Problem):
-        logger = problem.options.logger  # stays here: a rank's own
+        logger = problem.options.logger  # local to this rank, so it isn't sent to the others
         problem = problem._replace(options=dataclasses.replace(problem.options, logger=None))
     everyone, all_scalars = zip(*ctx.group.gather((problem, scalars)), strict=True)
     layout = resolve(list(everyone), list(all_scalars), ctx.num_programs)
@@ -59,11 +59,12 @@ def make_plan(ctx: Context, problem: Problem | Exception, scalars: tuple) -> "Pl
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of the hints.
+    """The decisions of a plan.
 
-    pattern: "AG+GEMM", "GEMM+RS", "GEMM+AR" or "local". algorithm: ATOMIC_P2P or NO_OVERLAP.
+    pattern: "AG+GEMM", "GEMM+RS", "GEMM+AR" or "local".
+    algorithm: ATOMIC_P2P or NO_OVERLAP.
     redistributed: which of "a", "b", "d" are redistributed in every call.
-    communication_type: the dtype of partial sums on the wire; None where none travel.
+    communication_type: the dtype of partial sums on the wire; None if none are sent.
     """
 
     pattern: str
@@ -73,9 +74,10 @@ class Outcome:
 
 
 class Plan:
-    """Holds neither operands nor the context; made by `make_plan`.
+    """The plan of one problem on one rank; made by `make_plan`. Holds neither operands nor the context.
 
-    outcome: what was decided. single: whether a kernel does everything, for alpha 1 and beta 0.
+    outcome: the decisions, see Outcome.
+    single: whether one kernel does everything if alpha is 1 and beta 0.
     """
 
     def __init__(self, ctx: Context, problem: Problem, layout: Layout):
@@ -115,13 +117,16 @@ class Plan:
             shape = shapes[name][::-1] if name in "ab" and self.transposes["ab".index(name)] else shapes[name]
             owned, wanted = layout.owned[name], layout.wanted[name]
             if name == "d":
-                # Of y, which is D transposed, and from the pattern to what was asked for.
+                # y is D transposed, and it moves from the pattern's distribution to the requested one.
                 shape, owned, wanted = shape[::-1], _transposed(wanted), _transposed(owned)
             self.moves[name] = Redistribution(shape, owned, wanted[rank], device)
         self.sums = self._plan_sums(rank, device) if self.has_gradient else None
 
     def _plan_sums(self, rank: int, device: torch.device):
-        """(length, this rank's places, the places to return) of a bias gradient; None where its own sum is complete."""
+        """(length, indices that this rank sums, indices to return) of a bias gradient.
+
+        None if no sum over ranks is needed: this rank's own sum is complete, or the result scheme isn't FULL.
+        """
         layout, owned = self.layout, self.layout.owned
         a, b, d = (
             _transposed(owned[name]) if transposed else owned[name]
@@ -143,12 +148,12 @@ class Plan:
         return extent, indices(parts[rank], device), indices(kept[rank], device)
 
     def views(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(x [n, k], w [m, k]) of operands as they are passed."""
+        """(x [n, k], w [m, k]): views of the operands as passed."""
         (trans_a, trans_b), flip = self.transposes, self.flip  # order="C" passes transposes
         return b if trans_b != flip else b.t(), a.t() if trans_a != flip else a
 
     def run(self, ctx: Context, x, w, c, alpha: float, beta: float, inputs: dict):
-        """Collective. D, or (D, {name: auxiliary output}); x, w of `views`, the rest as it is passed."""
+        """Collective. D, or (D, {name: auxiliary output}). x and w are from `views`, the rest as passed by the user."""
         if self.single and alpha == 1 and not beta:
             bias = bias_of(inputs)
             key = self, precision(x.dtype), describe(x), describe(w), describe(bias)
@@ -163,7 +168,7 @@ class Plan:
             y = self._product(ctx, x, w, None, None, torch.float32)(x, w, None).float()
             if "d" in moves:
                 y = moves["d"](ctx, y)
-            y = y.mul_(alpha) if alpha else y.zero_()  # as in BLAS, what is multiplied by 0 is not looked at
+            y = y.mul_(alpha) if alpha else y.zero_()  # as in BLAS: with alpha 0, the operands' values don't matter
             if beta:
                 y.add_(c if self.flip else c.t(), alpha=beta)
             y, aux = epilogs.apply(self.epilog, y, self._upright(inputs), self.dtype)
@@ -180,21 +185,21 @@ class Plan:
         return (y, aux) if aux else y
 
     def prepare(self, ctx: Context, x, w, bias):
-        """What a `single` plan does with tensors like these: a function of them that returns D.
+        """Plan a `single` call for tensors like these: a function of them that returns D.
 
-        Good until the current stream's workspace forgets its plans.
+        Valid until the current stream's workspace forgets its plans.
         """
         product = self._product(ctx, x, w, bias, self.activation, self.dtype)
         return product if self.flip else lambda x, w, bias: product(x, w, bias).t()
 
     def _upright(self, inputs: dict) -> dict:
-        """An epilog's inputs with matrices as [n, m]."""
+        """An epilog's inputs, with matrices as [n, m]."""
         if "bias" in inputs:
             return {"bias": bias_of(inputs)}
         return inputs if self.flip else {name: value.t() for name, value in inputs.items()}
 
     def _moved(self, ctx: Context, x, w):
-        """x and w of operands that are redistributed where they must be."""
+        """x and w, redistributed where the layout requires it."""
         trans_a, trans_b = self.transposes
         if "a" in self.moves:
             w = self.moves["a"](ctx, w.t() if trans_a else w)
@@ -205,18 +210,18 @@ class Plan:
         return x, w
 
     def _product(self, ctx: Context, x, w, bias, activation, dtype):
-        """What multiplies tensors like these: a function of them.
+        """Plan the GEMM and its communication for tensors like these: a function of them.
 
-        It returns y in `dtype`, or in the wire's where a collective has summed it.
+        It returns y in `dtype`, or in the wire's dtype if an unfused collective summed it.
         """
         if self.pattern == "local":
             return lambda x, w, bias: matmul(x, w, bias, activation, out_dtype=dtype)
         gathers, sums_everywhere = self.pattern == "AG+GEMM", self.pattern == "GEMM+AR"
         if gathers and w.shape[0] == 0:
-            # A rank without rows of A has its part of B to send all the same: it multiplies by one row of zeros.
+            # A rank without rows of op(A) must still send its part of op(B), so it multiplies by one row of zeros.
             product = self._product(ctx, x, _row(w), None, activation, dtype)
             return lambda x, w, bias: product(x, _row(w), None)[:, :0]
-        if not gathers and x.shape[1] == 0:  # nothing of k: zeros
+        if not gathers and x.shape[1] == 0:  # a rank with an empty part of k contributes zeros
             product = self._product(ctx, _column(x), _column(w), bias, activation, dtype)
             return lambda x, w, bias: product(_column(x), _column(w), bias)
         if not self.overlap:
@@ -244,7 +249,7 @@ class Plan:
         return dataclasses.replace(with_room_for(config, stored, x.dtype), num_comm=self.num_comm)
 
     def _gradient(self, ctx: Context, y, x, w) -> torch.Tensor:
-        """The bias gradient in fp32: y [n, m] summed over n, or the operands, as they were passed, over k."""
+        """The bias gradient in fp32: y [n, m] summed over n, or an operand, as passed by the user, summed over k."""
         if BGRAD in self.epilog:
             value = y.sum(0)
         else:
@@ -256,7 +261,7 @@ class Plan:
 
 
 def bias_of(inputs: dict) -> torch.Tensor | None:
-    """The bias among an epilog's inputs, as a vector."""
+    """The bias in an epilog's inputs, as a vector, or None."""
     bias = inputs.get("bias")
     return bias if bias is None or bias.dim() == 1 else bias.reshape(-1)
 

@@ -1,15 +1,15 @@
-"""What is to be multiplied, compared between ranks, and how: which collective, from which distributions.
+"""The problem of a distributed matmul: its comparison between ranks, and the choice of collective and distributions.
 
-Letters, as in cuBLASMp: D[m, n] = epilog(alpha op(A)[m, k] op(B)[k, n] + beta C[m, n]); P ranks. A matrix is "split
-over m" if the ranks own consecutive slabs of that dimension in their order, of whatever sizes.
+Letters, as in cuBLASMp: D[m, n] = epilog(alpha op(A)[m, k] op(B)[k, n] + beta C[m, n]), on P ranks. A matrix is "split
+m" if the ranks own consecutive slabs of that dimension in rank order, of any sizes.
 
     pattern     op(A)       op(B)       D               on the wire
     AG+GEMM     split m     split n     split m         op(B), gathered
     GEMM+RS     split k     split k     split n         partial sums, each to the rank that owns its columns
-    GEMM+AR     split k     split k     on every rank   partial sums, then their totals
+    GEMM+AR     split k     split k     on every rank   partial sums, then the finished sums
     local                                               nothing: one rank
 
-What is distributed in another way is redistributed to or from the nearest pattern: the one that moves fewer matrices.
+Matrices with any other distribution are redistributed to or from the pattern that moves fewer matrices.
 """
 
 from dataclasses import dataclass
@@ -40,11 +40,11 @@ from tkernels.layers.cublasmp.options import (
 )
 
 AUX, BGRAD = MatmulEpilog(128), MatmulEpilog(16)
-D_RELU, D_GELU = MatmulEpilog(8), MatmulEpilog(64)  # the bits in DRELU and DGELU that nothing else has
+D_RELU, D_GELU = MatmulEpilog(8), MatmulEpilog(64)  # the bits that only DRELU and DGELU, and their BGRADs, have
 
 
 class Operand(NamedTuple):
-    """What of a tensor matters to a plan."""
+    """The properties of a tensor that a plan depends on."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -57,10 +57,12 @@ class Operand(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """All of one rank's call that changes what is done, read column by column: a plan's key.
+    """Everything in one rank's call that a plan depends on, with matrices read column by column: a plan's key.
 
-    inputs: the epilog's, by name. precision: of float32 products, "ieee" or "tf32" (tkernels.gemm.precision).
-    Scalars are not in it: one plan serves every alpha and beta.
+    inputs: the epilog's inputs, by name.
+    precision: of float32 GEMMs, "ieee" or "tf32" (tkernels.gemm.precision).
+
+    Scalars are not part of it: one plan serves every alpha and beta.
     """
 
     a: Operand
@@ -77,11 +79,12 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """What a problem comes to, the same on every rank.
+    """The resolved form of a problem, the same on every rank.
 
-    splits: by letter, its extent on each rank, for the letters that the pattern splits.
-    owned: by name, a, b and d as they are passed and returned; wanted: as the pattern has them.
-    redistributed: the names for which the two differ.
+    splits: for each letter that the pattern splits, its extent on each rank.
+    owned: by name, each rank's rows and columns of a, b and d as passed and returned.
+    wanted: the same as the pattern requires, for the redistributed names only.
+    redistributed: the names of the matrices that are not split as the pattern requires.
     """
 
     m: int
@@ -103,9 +106,10 @@ Split = tuple[str, tuple[int, ...]]  # a letter, and its extent on each rank
 def infer(
     extents: dict[str, int], size: int, splits: dict[str, Split | None], all_reduce: bool
 ) -> tuple[str, dict[str, Split]]:
-    """(pattern, the split that it wants of each matrix), the one that redistributes the fewest. A pure function.
+    """(pattern, the split that it requires of each matrix), with the fewest redistributions. A pure function.
 
-    extents: of m, n and k. splits: of a, b and d as they are, None for what is no split.
+    extents: of m, n and k.
+    splits: of a, b and d as distributed; None for a distribution that is not a split.
     """
     if size == 1:
         return "local", {}
@@ -127,15 +131,18 @@ def infer(
 
 
 def redistributed(splits: dict[str, Split | None], wanted: dict[str, Split]) -> tuple[str, ...]:
-    """The names of the matrices that are not split as wanted."""
+    """The names of the matrices that are not split as `wanted`."""
     return tuple(name for name, split in wanted.items() if splits[name] != split)
 
 
 def resolve(everyone: list, scalars: list[tuple], num_programs: int) -> Layout:
-    """The layout of the ranks' problems, or the error that all of them raise: it depends on nothing else.
+    """The layout of the ranks' problems. A function of its arguments alone, so all ranks return or raise the same.
 
-    everyone: by rank, its Problem, or the exception that kept it from making one. scalars: by rank, (alpha, beta).
-    Raises what a rank ran into; MismatchError where ranks differ; ValueError or TypeError for what can't be multiplied.
+    everyone: by rank, its Problem, or the exception that prevented it.
+    scalars: by rank, (alpha, beta).
+
+    Raises the first rank's exception, MismatchError where ranks differ, and ValueError or TypeError for a problem that
+    can't be computed.
     """
     for rank, problem in enumerate(everyone):
         if isinstance(problem, Exception):
@@ -198,7 +205,7 @@ def resolve(everyone: list, scalars: list[tuple], num_programs: int) -> Layout:
 
 
 def _compare(everyone: list[Problem], scalars: list[tuple]):
-    """Raises MismatchError for what must be the same on all ranks and is not."""
+    """Raise MismatchError where ranks differ in a property that must be the same on all of them."""
     boxes = [
         all(isinstance(d, Box) for d in by_rank) for by_rank in zip(*(p.distributions for p in everyone), strict=True)
     ]
@@ -215,7 +222,7 @@ def _compare(everyone: list[Problem], scalars: list[tuple]):
             "options": problem.options,
             "preferences": problem.preferences,
             "torch.backends.cuda.matmul.fp32_precision": problem.precision,
-            "alpha": repr(alpha),  # nan is not nan
+            "alpha": repr(alpha),  # as text, since nan != nan
             "beta": repr(beta),
         }
         for problem, (alpha, beta) in zip(everyone, scalars, strict=True)
@@ -284,17 +291,17 @@ def required_inputs(epilog: MatmulEpilog) -> tuple[str, ...]:
 
 
 def relu_aux_shape(m: int, n: int) -> tuple[int, int]:
-    """Of the bits of an m x n matrix, one below the other: 8 a byte, padded to 16 bytes a column."""
+    """Shape of a packed ReLU mask of an m x n matrix: 8 bits per byte along each column, padded to 16 bytes."""
     return round_up(-(-m // 8), 16), n
 
 
 def gelu_aux_shape(m: int, n: int) -> tuple[int, int]:
-    """Of the values of an m x n matrix, padded to 8 a column."""
+    """Shape of the GELU inputs of an m x n matrix: each column is padded to a multiple of 8 values."""
     return round_up(m, 8), n
 
 
 def _spread(name: str, by_rank, shapes) -> tuple[tuple[int, int], list[Owned]]:
-    """The shape of the whole matrix, and what each rank owns. Raises ValueError if a rank's shape doesn't fit."""
+    """The shape of the whole matrix, and each rank's part of it. Raises ValueError if a rank's shape doesn't fit."""
     shape = by_rank[0].global_shape(list(by_rank), shapes)
     owned = [distribution.owned(shape, rank=rank, size=len(shapes)) for rank, distribution in enumerate(by_rank)]
     for rank, (mine, found) in enumerate(zip(owned, shapes, strict=True)):
@@ -313,7 +320,7 @@ def _op(shape, transposed: bool) -> tuple[int, int]:
 
 
 def _check_local(rank: int, problem: Problem, d: tuple[int, int], result_dtype: torch.dtype):
-    """That C and the epilog's inputs fit the rank's part of D."""
+    """Raise ValueError unless C and the epilog's inputs fit the rank's part of D."""
     if problem.c is not None and (problem.c.shape != d or problem.c.dtype != result_dtype):
         raise ValueError(
             f"rank {rank}: C is {problem.c.dtype} {problem.c.shape}, but this rank's part of D is {result_dtype} {d}"

@@ -1,7 +1,7 @@
-"""A matrix from one distribution to another.
+"""Redistributes a matrix from one distribution to another.
 
-Every rank gathers the whole and keeps its part: simple, and right for any two distributions, at the cost of the whole
-matrix in every rank's memory for a moment. Patterns that overlap need none of this.
+Every rank gathers the whole matrix and keeps its part. This is simple and works for any two distributions, but the
+whole matrix is temporarily in every rank's memory. Operands distributed as a pattern takes them need no redistribution.
 """
 
 import torch
@@ -12,13 +12,13 @@ from tkernels.layers.cublasmp.distributions import Intervals, Owned, local_shape
 
 
 def indices(intervals: Intervals, device: torch.device) -> torch.Tensor:
-    """The numbers in the intervals, in order."""
+    """The indices that the intervals cover, in order."""
     ranges = [torch.arange(start, stop, device=device) for start, stop in intervals]
     return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64, device=device)
 
 
 class Redistribution:
-    """From what each rank has (`source`, by rank) to what this one wants (`target`) of a matrix of `shape`."""
+    """Moves a matrix of `shape` from every rank's part (`source`, by rank) to this rank's new part (`target`)."""
 
     def __init__(self, shape: tuple[int, int], source: list[Owned], target: Owned, device: torch.device):
         self.shape = shape
@@ -33,7 +33,7 @@ class Redistribution:
         return rows[:, None], columns
 
     def __call__(self, ctx: Context, local: torch.Tensor) -> torch.Tensor:
-        """Collective. This rank's part of the matrix, contiguous."""
+        """Collective. This rank's new part of the matrix, contiguous."""
         gathered = all_gather(ctx, local.reshape(-1), rows=self.sizes)
         whole = gathered.new_empty(self.shape)
         for part, shape, places in zip(gathered.split(self.sizes), self.parts, self.source, strict=True):

@@ -1,4 +1,4 @@
-"""TransformerEngine's Userbuffers on this library's kernels: the same names, arguments and orders.
+"""TransformerEngine's Userbuffers API on this library's kernels: the same names, arguments and argument order.
 
     from tkernels.layers import userbuffers as te
 
@@ -8,8 +8,8 @@
         ub_overlap_ag=True, ub_bulk_dgrad=True, ub_bulk_wgrad=True, ub_name="qkv",
     )
 
-Configurations and their defaults are in `defaults`, what travels when in `dataflow`, the module path that Megatron
-calls in `shim`.
+`defaults` documents the configurations and their defaults, `dataflow` which data each pass communicates, and `shim` the
+module path that Megatron calls.
 """
 
 from tkernels.layers.userbuffers.communicators import (

@@ -1,15 +1,15 @@
-"""Communicators: a registered buffer's shape, the ranks that share it, and how its data travels beside a product.
+"""Communicators: the shape of a registered buffer, the ranks that share it, and how its data overlaps a GEMM.
 
-A communicator of shape [S, H] serves every call of up to S * H elements. What it needs is made at construction: the
+A communicator of shape [S, H] serves every call of up to S * H elements. Construction allocates all that it needs: the
 symmetric memory of the domain's context, grown to the largest shape. All communicators of one helper share that memory,
-a context and one communication stream a priority, since their calls come in one order anyway.
-The buffer that `copy_into_buffer` and `get_buffer` show is made when it is first asked for; layers need none.
+one context, and one communication stream per priority, because their calls are ordered anyway. The buffer behind
+`copy_into_buffer` and `get_buffer` is allocated at its first use; the layers don't use it.
 
-Two kernels that wait for peers may have started the other way round on another rank. Would each take all
-multiprocessors, the two ranks could wait for each other for ever. So what runs on the communication stream runs beside
-local products, which wait for nobody, or beside one product with a reduce-scatter inside that leaves it as many
-multiprocessors as it has programs: then both find room on every rank, whichever comes first. The caller's stream joins
-it before anything else is launched.
+Deadlock: two kernels that wait for peers may start in opposite orders on two ranks. If each occupied all SMs, the ranks
+could wait for each other forever. A collective on the communication stream therefore runs either beside local GEMMs,
+which wait for no peer, or beside one fused GEMM + reduce-scatter that leaves as many SMs free as the collective has
+programs. Both kernels then fit on every rank, whichever starts first. The caller's stream joins the communication
+stream before anything else is launched.
 """
 
 import contextlib
@@ -52,22 +52,22 @@ from tkernels.matmul_reduce_scatter import plan as plan_reduce
 from tkernels.overlap import TILE_COUNTS
 
 DEFAULT_TIMEOUT_S = 110.0
-NUM_CARRIERS = 12  # programs of a collective beside a product, where no number is asked for: they saturate stores
-MAX_PROGRAMS = 256  # that any GPU runs at once of such kernels
+NUM_CARRIERS = 12  # programs of a collective beside a GEMM, unless options set a number: enough to saturate SM stores
+MAX_PROGRAMS = 256  # upper bound on the programs of such kernels that a GPU runs at one time
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 _numbers = itertools.count()
 
 
 class CommOverlapType(enum.IntEnum):
-    """What a communicator does: reduce-scatter or all-gather."""
+    """The collective of a communicator: reduce-scatter or all-gather."""
 
     RS = 0
     AG = 1
 
 
 class CommOverlapAlgo(enum.IntEnum):
-    """The algorithms by their old names. No function takes them any more."""
+    """The algorithms under their legacy names. No function takes them as an argument."""
 
     BULK_OVERLAP_AG = 0
     BULK_OVERLAP_RS = 1
@@ -83,8 +83,8 @@ class CommOverlapAlgo(enum.IntEnum):
 class _Domain:
     """The ranks of one tensor-parallel domain: their context and communication streams, shared by communicators.
 
-    The context is given back when the domain is closed; else, once the last object that shares it is gone on every
-    rank, by the next one over the same group (Context.abandon).
+    Closing the domain finalizes the context. Without `close`, the context is freed by the next one over the same group,
+    after the last object that shares it is gone on every rank (Context.abandon).
     """
 
     def __init__(self, group, heap_bytes: int | None):
@@ -99,7 +99,7 @@ class _Domain:
         return not self._dropped.alive
 
     def close(self):
-        """Collective. May be repeated."""
+        """Collective. Finalize the context. May be repeated."""
         if self._dropped.detach():
             self.context.finalize()
 
@@ -110,11 +110,13 @@ class _Domain:
 
 
 class CommOverlapHelper:
-    """Collective. The ranks that communicators work for: those of `intra_node_group`, by default of `world_group`.
+    """Collective. The ranks that communicators connect: those of `intra_node_group`, by default of `world_group`.
 
-    Without groups, torch's default group. Communicators keep what they need, so the helper may be dropped before them.
-    What is dropped gives its symmetric memory back when the ranks make the next helper, or context, for the group.
-    heap_bytes: symmetric memory for all of its communicators; default, that of `tkernels.init`.
+    Without groups, torch's default group. Communicators hold references to all that they use, so the helper may be
+    dropped before them. Once the helper and its communicators are dropped, their symmetric memory is freed when the
+    ranks make the next helper, or context, for the group.
+
+    heap_bytes: symmetric memory for all communicators of the helper; the default is that of `tkernels.init`.
     """
 
     def __init__(self, world_group=None, intra_node_group=None, *, heap_bytes: int | None = None):
@@ -129,10 +131,10 @@ class CommOverlapHelper:
 
 
 class CommOverlapCore:
-    """What both kinds of communicators share.
+    """Base class of both kinds of communicators.
 
     Attributes: rank, size, shape (S, H), dtype, comm_type, and `options`, an OverlapOptions whose `without_effect`
-    names what changes nothing here.
+    names the options that change nothing here.
     """
 
     def __init__(self, buffer_shape, buffer_dtype, helper, tp_size, comm_type, use_cublasmp, options: OverlapOptions):
@@ -164,10 +166,10 @@ class CommOverlapCore:
         self.stream = self._domain.stream(options.comm_priority or highest)
         self._buffer, self._active, self._parts = None, self.shape, None
         self._configs = {}
-        self._number = next(_numbers)  # stands for it in the keys of plans, which must not hold it
+        self._number = next(_numbers)  # identifies it in the keys of plans, which must not keep it alive
         self._reserve()
 
-    # What was asked for
+    # Queries
 
     def get_tp_size(self) -> int:
         return self.size
@@ -185,7 +187,7 @@ class CommOverlapCore:
         return self._cublasmp
 
     def get_communication_stream(self):
-        """(send, recv): one stream does both."""
+        """(send, recv): both are the same stream."""
         return self.stream, self.stream
 
     def __repr__(self):
@@ -194,16 +196,16 @@ class CommOverlapCore:
     # The buffer
 
     def copy_into_buffer(self, input: torch.Tensor, local_chunk: bool = False):
-        """Copy a tensor of up to the buffer's rows, or of this rank's chunk of them, into the buffer.
+        """Copy a tensor into the buffer, or into this rank's chunk of it, on the current stream.
 
-        On the current stream. Fewer rows than the buffer's are allowed; they say where chunks lie from now on.
+        The tensor may have fewer rows than the buffer. Its number of rows sets the chunk boundaries from then on.
         """
         if input.dtype != self.dtype:
             raise TypeError(f"copy_into_buffer: the tensor is {input.dtype}, but the buffer is {self.dtype}")
         self.get_buffer(local_chunk, input.shape).copy_(input)
 
     def get_buffer(self, local_chunk: bool = False, shape=None) -> torch.Tensor:
-        """A view of the buffer, or of this rank's chunk of it. shape: [rows, ...] of up to as many elements."""
+        """A view of the buffer, or of this rank's chunk of it. shape: [rows, ...], with at most as many elements."""
         if shape is None:
             total, width = self._active = self.shape
             shape = (split_rows(total, self.size)[self.rank], width) if local_chunk else self.shape
@@ -226,7 +228,7 @@ class CommOverlapCore:
         return whole.view(tuple(shape))
 
     def _total(self, own: int, width: int) -> int:
-        """The rows of all ranks, of which this one has `own`: those of the buffer if that fits, else as many each."""
+        """The rows of all ranks if this rank has `own`: the buffer's if their even split matches, else own * size."""
         whole = self.shape[0]
         return whole if width == self.shape[1] and own == split_rows(whole, self.size)[self.rank] else own * self.size
 
@@ -242,13 +244,13 @@ class CommOverlapCore:
         return self._buffer
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a view of the whole buffer as it was last used, not of one chunk."""
+        """Whether a tensor is a view of the whole buffer, in the shape last used, and not of one chunk."""
         if self._buffer is None or tensor.numel() != math.prod(self._active):
             return False
         return tensor.untyped_storage().data_ptr() == self._buffer.untyped_storage().data_ptr()
 
     def parts(self) -> tuple[tuple[int, ...], torch.Tensor, torch.Tensor]:
-        """(every rank's rows, this rank's chunk, the whole) of the buffer as it was last used."""
+        """(every rank's number of rows, this rank's chunk, the whole buffer), in the shape last used."""
         if self._parts is None or self._parts[0] != self._active:
             total, _ = active = self._active
             rows, whole = split_rows(total, self.size), self.get_buffer(False, active)
@@ -256,10 +258,10 @@ class CommOverlapCore:
             self._parts = active, (rows, own, whole)
         return self._parts[1]
 
-    # What travels
+    # Communication and GEMMs
 
     def plan(self, prepare, tensors: tuple[torch.Tensor | None, ...], *options):
-        """What `prepare(self, *tensors, *options)` has returned for a call like this one; see Context.plan."""
+        """The cached result of `prepare(self, *tensors, *options)` for calls like this one; see Context.plan."""
         key = prepare, self._number, precision(tensors[0].dtype), *map(describe, tensors), *options
         return self.context.workspace().plan(key, lambda: prepare(self, *tensors, *options))
 
@@ -272,15 +274,16 @@ class CommOverlapCore:
     def all_gather_matmul(self, x_shard_m, w, bias=None, *, rows=None, gathered=False, out=None, out_dtype=None):
         """Collective. (all_gather(x_shard_m) @ w.T + bias, x gathered or None).
 
-        gathered: True for a new tensor, which is the caller's and which no later call touches; a tensor to fill; or
-            "borrowed", for rows that may lie in the workspace, until the next call on this stream.
+        gathered: True returns the rows in a new tensor that belongs to the caller and that no later call overwrites. A
+            tensor is filled and returned. "borrowed" returns rows that may lie in the workspace and are valid until the
+            next call on this stream.
         """
         tensors = x_shard_m, w, bias, out, gathered if isinstance(gathered, torch.Tensor) else None
         options = tensors[-1] is not None or gathered, rows if rows is None else tuple(rows), out_dtype
         return self.plan(CommOverlapCore.plan_all_gather_matmul, tensors, *options)(*tensors)
 
     def plan_all_gather_matmul(self, x, w, bias, out, gathered, return_gathered: bool | str, rows, out_dtype):
-        """What `all_gather_matmul` does with tensors like these: a function of them."""
+        """Plan `all_gather_matmul` for tensors like these; returns a function of them."""
         rows = check_rows("all_gather_matmul", self.context, rows, own=x.shape[0])
         config = self._config("all_gather_matmul", sum(rows), x, w, x.shape[1])
         config = with_room_for(config, out_dtype or x.dtype, x.dtype)
@@ -292,13 +295,13 @@ class CommOverlapCore:
     ) -> torch.Tensor:
         """Collective. This rank's rows of the sum over ranks of x @ w.T, plus bias; rows split as by split_rows.
 
-        beside: it runs in a block of `self.beside`, so it leaves multiprocessors to the collective.
+        beside: the call is made inside a `self.beside` block, so the kernel leaves SMs free for the collective.
         """
         tensors, options = (x, w, bias, out), (rows if rows is None else tuple(rows), out_dtype, beside)
         return self.plan(CommOverlapCore.plan_matmul_reduce_scatter, tensors, *options)(*tensors)
 
     def plan_matmul_reduce_scatter(self, x, w, bias, out, rows, out_dtype, beside: bool = False):
-        """What `matmul_reduce_scatter` does with tensors like these: a function of them."""
+        """Plan `matmul_reduce_scatter` for tensors like these; returns a function of them."""
         rows = split_rows(x.shape[0], self.size) if rows is None else rows
         spared = self._num_carriers if beside else 0
         config = self._config("matmul_reduce_scatter", x.shape[0], x, w, w.shape[0], spared)
@@ -316,10 +319,11 @@ class CommOverlapCore:
 
     @contextlib.contextmanager
     def beside(self, collective, x: torch.Tensor, rows, out: torch.Tensor):
-        """Run `self.all_gather` or `self.reduce_scatter` beside the products that the block launches.
+        """Overlap `self.all_gather` or `self.reduce_scatter` with the GEMMs that the block launches.
 
-        They are local, or one `self.matmul_reduce_scatter(beside=True)`. The communication stream starts after all that
-        the caller's stream has been given, and the caller's stream waits for it at the end of the block.
+        These must be local GEMMs, or one `self.matmul_reduce_scatter(beside=True)`. The communication stream starts
+        after all work launched so far on the caller's stream, which waits for the communication stream at the end of
+        the block.
         """
         self._check(x.shape[-1], max(x.shape[0], out.shape[0]), x.dtype)
         dev, current = self._domain.dev, self._domain.dev.current_stream()
@@ -341,16 +345,16 @@ class CommOverlapCore:
 
     @property
     def _num_carriers(self) -> int:
-        """Programs of a collective beside a product."""
+        """The number of programs of a collective that runs beside a GEMM."""
         return max(min(NUM_CARRIERS if self._by_copies else self.options.num_sm, self.context.num_programs - 2), 1)
 
     def multiply(self, x: torch.Tensor, w: torch.Tensor, out_dtype=None, out=None) -> torch.Tensor:
-        """x @ w.T on this rank, by a kernel that leaves free what set_sm_margin and NVTE_EXT_MARGIN_SM ask for."""
+        """x @ w.T on this rank. Leaves free the SMs that set_sm_margin and NVTE_EXT_MARGIN_SM reserve."""
         tensors = x, w, out
         return self.plan(CommOverlapCore.plan_multiply, tensors, out_dtype)(*tensors)
 
     def plan_multiply(self, x, w, out, out_dtype):
-        """What `multiply` does with tensors like these: a function of them."""
+        """Plan `multiply` for tensors like these; returns a function of them."""
         margin = self._margin + (self._num_carriers if self.options.set_sm_margin else 0)
         if not margin or not x.shape[1]:
             capture.prepare_cublas()
@@ -368,7 +372,7 @@ class CommOverlapCore:
             )
 
     def _config(self, operation: str, tokens: int, x, w, width: int, spared: int = 0) -> OverlapConfig:
-        """The kernel's configuration: the library's own, changed by the options. `width` of what travels."""
+        """The kernel's configuration: the library's choice, changed by the options. width: columns of the data sent."""
         layout = layout_of(x, w)
         key = operation, tokens, *w.shape, x.dtype, layout, width, spared
         if key not in self._configs:
@@ -383,7 +387,7 @@ class CommOverlapCore:
 
     @property
     def _by_copies(self) -> bool:
-        """Whether the copy engine may send large shares; else the options say how many programs send."""
+        """Whether the copy engine (DMA) may send large shares. Otherwise num_sm comm programs send."""
         return self.options.method == "ring_exchange" and self.options.use_ce
 
     @property
@@ -394,22 +398,24 @@ class CommOverlapCore:
         return config
 
     def _reserve(self):
-        """Collective. Room for the largest call, on the current stream and on the communication stream."""
+        """Collective. Reserve workspace for the largest call, on the current and on the communication stream."""
         memory = workspace_bytes(self.shape, self.dtype, self.size)
         if not (self._by_copies and self.context.mapped):
             memory["landing_bytes"] = 0
-        # First, for a capture's stream takes the oldest.
+        # The current stream first: a captured stream that has no workspace may borrow an older one (Context.workspace).
         self.context.workspace().reserve(**memory)
         with self._domain.dev.stream(self.stream):
             self.context.workspace().reserve(**memory)
 
 
 class CommOverlap(CommOverlapCore):
-    """Collective. Reduce-scatter inside a product in pieces (pipeline), and either collective beside one (bulk).
+    """Collective. Reduce-scatter inside a GEMM, in pieces (pipeline), or either collective beside a GEMM (bulk).
 
-    buffer_shape: [tokens of all ranks, hidden]. Other arguments: as OverlapOptions has them; num_max_streams is one
-    here, as one kernel does it all. Before release 2.17 the fifth and sixth positions were num_splits and
-    num_max_streams: such calls are refused.
+    buffer_shape: [tokens of all ranks, hidden].
+    num_max_streams: no effect; a single kernel does all the work.
+
+    The other arguments are fields of OverlapOptions. Before release 2.17 the fifth and sixth positional arguments were
+    num_splits and num_max_streams; such calls are refused.
     """
 
     def __init__(
@@ -448,16 +454,16 @@ class CommOverlap(CommOverlapCore):
 
     def _tuned(self, config, tokens, available):
         piece = max(max(split_rows(tokens, self.size)) // self.options.num_splits, 1)
-        # A power of two, as the rows of all ranks' tiles are, of which each looks at a few chunks.
+        # A power of two, as block_m is, and large enough that a tile spans at most MAX_TILE_CHUNKS chunks.
         chunk_rows = max(1 << piece.bit_length() - 1, config.gemm.block_m // MAX_TILE_CHUNKS.value, MIN_CHUNK_ROWS)
         chunk_rows = min(config.chunk_rows, chunk_rows)
         return replace(config, num_comm=min(self.options.num_sm, available - 1), chunk_rows=chunk_rows)
 
 
 class CommOverlapP2P(CommOverlapCore):
-    """Collective. All-gather or reduce-scatter inside a product, from rank to rank (ring_exchange).
+    """Collective. All-gather or reduce-scatter inside a GEMM, point to point (ring_exchange).
 
-    Arguments as CommOverlap, in another order; aggregate and use_ce as OverlapOptions has them.
+    The arguments are those of CommOverlap, in a different order, plus aggregate and use_ce of OverlapOptions.
     """
 
     def __init__(
@@ -502,7 +508,7 @@ class CommOverlapP2P(CommOverlapCore):
 
 
 def product(x: torch.Tensor, w: torch.Tensor, out_dtype=None, out: torch.Tensor | None = None) -> torch.Tensor:
-    """x @ w.T on this rank by torch, rounded once to out_dtype: that of x, or float32. out: a tensor for it."""
+    """x @ w.T on this rank by torch.mm, rounded once to out_dtype: x's dtype or float32. out: receives the result."""
     if out_dtype in (None, x.dtype):
         return torch.mm(x, w.t(), out=out)
     if x.device.type == "cuda":
@@ -511,13 +517,13 @@ def product(x: torch.Tensor, w: torch.Tensor, out_dtype=None, out: torch.Tensor 
 
 
 def workspace_bytes(shape, dtype: torch.dtype, size: int) -> dict[str, int]:
-    """What one stream's workspace must hold so that no call of up to `shape` elements has to grow it."""
+    """The workspace sizes of one stream for which no call of up to `shape` elements has to grow it."""
     (tokens, hidden), itemsize = shape, dtype.itemsize
     rows = split_rows(tokens, size)[0]
-    # Fused kernels pad a rank's rows to tiles of up to 128, collectives pad a part to whole blocks.
+    # Fused kernels pad a rank's rows to tiles of up to 128 rows; collectives pad a rank's part to whole blocks.
     part = max(round_up(rows, 128) * hidden, round_up(rows * hidden, collectives.BLOCK))
     part_bytes = rows * hidden * itemsize
-    # A collective cuts a part into as many chunks as it has programs, or more.
+    # A collective cuts a rank's part into at least as many chunks as it has programs.
     num_chunks = max(-(-rows // MIN_CHUNK_ROWS), part_bytes // collectives.CHUNK_BYTES + 1, MAX_PROGRAMS)
     packet_bytes = min(part_bytes, collectives.DEFAULT.packet_bytes)
     inbox_bytes = size * part * itemsize
@@ -526,13 +532,13 @@ def workspace_bytes(shape, dtype: torch.dtype, size: int) -> dict[str, int]:
         num_chunks=num_chunks,
         num_counters=TILE_COUNTS.value + size * num_chunks,
         num_packets=size * round_up(-(-packet_bytes // 4), collectives.PACKET_BLOCK),
-        # By rule from COPY_BYTES on; what was tuned holds for sizes a little below its own, too.
+        # By rule, shares use the landing buffer from COPY_BYTES on; a tuned entry also covers somewhat smaller sizes.
         landing_bytes=inbox_bytes if part_bytes >= COPY_BYTES // 4 else 0,
     )
 
 
 def heap_bytes(shape, dtype: torch.dtype, size: int, streams: int = 3) -> int:
-    """Symmetric memory for the workspaces of `streams`: the communication stream's, the caller's, one to spare."""
+    """Symmetric memory for `streams` workspaces: the communication stream's, the caller's, and one spare."""
     memory = workspace_bytes(shape, dtype, size)
     words = size * memory["num_chunks"] + max(memory["num_packets"], most_packets(size))
     workspace = 5 * memory["inbox_bytes"] // 2 + 16 * words + 3 * LAMPORT_BYTES + (1 << 16)
@@ -540,11 +546,11 @@ def heap_bytes(shape, dtype: torch.dtype, size: int, streams: int = 3) -> int:
 
 
 def fill_userbuffers_buffer_for_all_gather(comm: CommOverlapCore, local_tensor: torch.Tensor, quantizer, process_group):
-    """(global, local): the operand for `general_gemm(ub_type=AG)`, and this rank's part. Nothing travels yet.
+    """(global, local): the operand for `general_gemm(ub_type=AG)`, and this rank's part. No communication happens here.
 
-    The local tensor is copied into this rank's chunk of the buffer, and `global` is a view of the whole, which the
-    product fills. With cublasmp semantics nothing is copied and both are the local tensor. Passing the local tensor
-    itself to general_gemm does the same without a buffer.
+    The local tensor is copied into this rank's chunk of the buffer. `global` is a view of the whole buffer, which the
+    GEMM fills with the other ranks' rows. With cublasmp semantics nothing is copied and both are the local tensor.
+    Passing the local tensor itself to general_gemm gives the same result without a buffer.
     """
     if quantizer is not None:
         raise ValueError(
@@ -559,10 +565,10 @@ def fill_userbuffers_buffer_for_all_gather(comm: CommOverlapCore, local_tensor: 
 
 
 def bulk_overlap_ag_with_external_gemm(allgather_communicator: CommOverlapCore, send_stream, recv_stream):
-    """Collective. Gather the buffer in place on recv_stream, after send_stream, beside a product of the caller's.
+    """Collective. All-gather the buffer in place on recv_stream, after send_stream, beside a GEMM of the caller.
 
-    The caller's stream is the caller's to order, before and after. No other call that waits for peers may be launched
-    on another stream meanwhile.
+    The caller orders its own stream before and after the gather. Until the gather has finished, no other call that
+    waits for peers may be launched on another stream.
     """
     comm = allgather_communicator
     dev, (rows, own, whole) = comm._domain.dev, comm.parts()
@@ -579,22 +585,22 @@ def get_stream_priority_range(device_id: int = -1) -> tuple[int, int]:
 
 
 def device_supports_multicast(device_id: int = -1) -> bool:
-    """False: these kernels use no multicast, so UB_SKIPMC=1 changes nothing."""
+    """False: these kernels don't use multicast, so UB_SKIPMC=1 changes nothing."""
     return False
 
 
 def ubuf_built_with_mpi() -> bool:
-    """False: any torch process group will do."""
+    """False: MPI isn't needed; any torch process group works."""
     return False
 
 
 def nvte_built_with_cublasmp() -> bool:
-    """True: `with_cublasmp=True` selects that backend's semantics, on the same kernels."""
+    """True: `with_cublasmp=True` selects the semantics of the cuBLASMp backend, on the same kernels."""
     return True
 
 
 def timeout_s() -> float:
-    """Seconds that a kernel waits for a peer: UB_TIMEOUT. Raises ValueError if it is no positive number."""
+    """Seconds that a kernel waits for a peer: UB_TIMEOUT. Raises ValueError if it isn't a positive number."""
     text = os.environ.get("UB_TIMEOUT", str(DEFAULT_TIMEOUT_S))
     try:
         seconds = float(text)
@@ -606,7 +612,7 @@ def timeout_s() -> float:
 
 
 def margin() -> int:
-    """Multiprocessors that products leave free: NVTE_EXT_MARGIN_SM. Raises ValueError if it is no number."""
+    """SMs that GEMMs leave free: NVTE_EXT_MARGIN_SM. Raises ValueError if it isn't a whole number."""
     text = os.environ.get("NVTE_EXT_MARGIN_SM", "0")
     if not text.isdecimal():
         raise ValueError(f"NVTE_EXT_MARGIN_SM={text!r} must be a number of multiprocessors")

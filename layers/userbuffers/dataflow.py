@@ -1,20 +1,24 @@
-"""What travels in the three passes of one linear layer: y = x @ w.T with the weight split over P ranks.
+"""The communication in the three passes of one linear layer: y = x @ w.T, with the weight split over P ranks.
 
-S tokens of all ranks, sequence parallel outside: each rank has S/P of them.  I, O the layer's in- and out-features.
+S tokens over all ranks, sequence parallel outside the layer: each rank has S/P of them.  I in-features, O out-features.
 
     column    w [O/P, I]
-      fprop     x [S/P, I]    all-gather of x inside the product            y  [S, O/P]
-      dgrad     dy [S, O/P]   bulk: the partial dx, and beside it all-gather of x
-                              or: reduce-scatter of dx inside the product, and
-                              beside it all-gather of x for wgrad           dx [S/P, I]
-      wgrad     dy.T @ x      bulk: beside it reduce-scatter of the partial dx
+      fprop     x [S/P, I]    all-gather of x inside the GEMM               y  [S, O/P]
+      dgrad     dy [S, O/P]   bulk: a local GEMM computes the partial dx,
+                              with the all-gather of x beside it
+                              else: reduce-scatter of dx inside the GEMM,
+                              with the all-gather of x (for wgrad) beside   dx [S/P, I]
+      wgrad     dy.T @ x      bulk: a local GEMM, with the reduce-scatter
+                              of the partial dx beside it
     row       w [O, I/P]
-      fprop     x [S, I/P]    reduce-scatter of y inside the product        y  [S/P, O]
-      dgrad     dy [S/P, O]   all-gather of dy inside the product           dx [S, I/P]
-      wgrad     dy.T @ x      with the dy that dgrad gathered; nothing travels
+      fprop     x [S, I/P]    reduce-scatter of y inside the GEMM           y  [S/P, O]
+      dgrad     dy [S/P, O]   all-gather of dy inside the GEMM              dx [S, I/P]
+      wgrad     dy.T @ x      a local GEMM with the dy that dgrad gathered;
+                              no communication
 
-Where a pass has no communicator the same data travels by torch.distributed, before or after the product. Without
-sequence parallelism, a column layer sums dx over the ranks and a row layer sums y.
+Where a pass has no communicator, the same data moves before or after the GEMM: by a collective of another communicator
+of the layer, else by torch.distributed. Without sequence parallelism, a column layer sums dx over the ranks and a row
+layer sums y.
 """
 
 import contextlib
@@ -35,10 +39,11 @@ from tkernels.matmul_all_reduce import matmul_all_reduce
 
 @dataclass(frozen=True)
 class WeightGradient:
-    """What becomes of a weight's gradient.
+    """Computes a weight's gradient, and where it goes.
 
-    fuse: it is added to weight.main_grad, in that tensor's dtype, and autograd gets none.
-    store: a list to which its computation is appended, for `backward_dw`; None computes it in backward.
+    fuse: add it to weight.main_grad, in that tensor's dtype (with weight.overwrite_main_grad, overwrite it). Autograd
+        receives None, or a placeholder if the weight has grad_added_to_main_grad.
+    store: a list to which the computation is appended, for `backward_dw`. None: compute it in backward.
     """
 
     weight: torch.nn.Parameter
@@ -46,7 +51,7 @@ class WeightGradient:
     store: list | None = None
 
     def __call__(self, dy: torch.Tensor, x: torch.Tensor, multiply=product) -> torch.Tensor | None:
-        """dy.T @ x [O, I], or what autograd gets in its place."""
+        """dy.T @ x [O, I], or the value that autograd receives in its place."""
         if self.store is not None:
             self.store.append(partial(self._deferred, dy, x))
             return None
@@ -69,7 +74,7 @@ class WeightGradient:
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None
         weight.grad_added_to_main_grad = True
-        # The hook of a framework wants a gradient to be there; it looks at the mark, not at the values.
+        # The framework's gradient hook runs only if there is a gradient. It reads the attribute, not the values.
         return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
 
     def _deferred(self, dy, x):
@@ -82,7 +87,7 @@ class WeightGradient:
 
 
 class Local:
-    """One rank alone: no parallelism."""
+    """The flow on a single rank, without communication."""
 
     def forward(self, x, w, bias):
         return functional.linear(x, w, bias)
@@ -93,8 +98,12 @@ class Local:
 
 @dataclass(frozen=True)
 class Column:
-    """rows: every rank's tokens. sequence_parallel: x and dx are split by them. fprop, dgrad, wgrad: communicators, or
-    None."""
+    """The flow of a column-parallel layer.
+
+    rows: every rank's number of tokens.
+    sequence_parallel: x and dx are split over the ranks by `rows`.
+    fprop, dgrad, wgrad: the communicators of the passes, or None.
+    """
 
     group: object
     rows: tuple[int, ...]
@@ -152,7 +161,12 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """rows: every rank's tokens. fprop, dgrad: communicators, or None. summed: a context to sum y in, inside."""
+    """The flow of a row-parallel layer.
+
+    rows: every rank's number of tokens.
+    fprop, dgrad: the communicators of the passes, or None.
+    summed: without sequence_parallel, the context whose matmul_all_reduce computes y; None sums y by torch.distributed.
+    """
 
     group: object
     rows: tuple[int, ...]
@@ -172,7 +186,7 @@ class Row:
         if not self.sequence_parallel:
             gathered = dy
         elif self.dgrad is not None and need_x:
-            at_once = dw is not None and dw.store is None  # then the rows may stay where they landed
+            at_once = dw is not None and dw.store is None  # dw is computed at once, so rows may stay in the workspace
             wanted = "borrowed" if at_once else dw is not None
             dx, gathered = self.dgrad.all_gather_matmul(dy, w.t(), rows=self.rows, gathered=wanted)
             return dx, None if dw is None else dw(gathered, x)
@@ -208,7 +222,7 @@ class Linear(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """Every rank's rows; the gradient is summed over ranks, and each gets its own rows back."""
+    """All-gathers rows. Its backward is a reduce-scatter: the sum over ranks, of which each rank gets its own rows."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -222,9 +236,9 @@ class Gather(torch.autograd.Function):
 
 
 def gather_along_first_dim(inp: torch.Tensor, process_group, async_op: bool = False, quantizer=None):
-    """(every rank's rows, None, or the work to wait for), by torch.distributed. All ranks must have as many rows.
+    """All-gather by torch.distributed: (every rank's rows, None or the async work to wait for).
 
-    Raises ValueError for a quantizer, which is for fp8.
+    All ranks must have the same number of rows. Raises ValueError for a quantizer, which is for fp8.
     """
     if quantizer is not None:
         raise ValueError("gather_along_first_dim: quantizer is for fp8, which is not supported; leave it out")

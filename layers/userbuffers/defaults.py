@@ -1,19 +1,19 @@
-"""Which overlap each product of a layer has, and its options: the default table, and what a configuration changes.
+"""The overlap of each GEMM of a layer and its options: the table of defaults, and how a configuration changes it.
 
-A product is named `<layer>_<pass>`. The layers qkv and fc1 are column parallel, proj and fc2 are row parallel.
+A GEMM is named `<layer>_<pass>`. The layers qkv and fc1 are column parallel, proj and fc2 are row parallel.
 
-    product                   what travels, with which default method
+    GEMM                      collective             default method
     qkv_fprop,  fc1_fprop     all-gather of x        ring_exchange
     proj_fprop, fc2_fprop     reduce-scatter of y    pipeline
     proj_dgrad, fc2_dgrad     all-gather of dy       ring_exchange
-    qkv_dgrad,  fc1_dgrad     all-gather of x        bulk: beside the product, for wgrad
-    qkv_wgrad,  fc1_wgrad     reduce-scatter of dx   bulk: beside the product, from dgrad
-    proj_wgrad, fc2_wgrad     all-gather of dy       external: beside a product of the caller's
+    qkv_dgrad,  fc1_dgrad     all-gather of x        bulk: beside the GEMM, for wgrad
+    qkv_wgrad,  fc1_wgrad     reduce-scatter of dx   bulk: beside the GEMM, from dgrad
+    proj_wgrad, fc2_wgrad     all-gather of dy       external: beside a GEMM of the caller
 
-A qkv_dgrad or fc1_dgrad of another method than bulk is a reduce-scatter of dx inside its product, and takes the place
-of both bulk overlaps. ring_exchange and pipeline name the same kernels here; the options differ.
+With any method other than bulk, qkv_dgrad or fc1_dgrad is a reduce-scatter of dx inside its GEMM, which replaces both
+bulk overlaps. ring_exchange and pipeline name the same kernels here; only their options differ.
 
-Everything in this file is pure: no rank, no device, nothing remembered from one call to the next.
+Everything in this file is pure: no rank, no device, no state between calls.
 """
 
 import enum
@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields, replace
 
 
 class UserBufferQuantizationMode(enum.Enum):
-    """What a set of communicators carries; FP8 is refused by `initialize_ub` as long as the kernels have no fp8."""
+    """The data format of a set of communicators. `initialize_ub` refuses FP8, which the kernels don't support."""
 
     NONE = "none"
     FP8 = "fp8"
@@ -29,27 +29,28 @@ class UserBufferQuantizationMode(enum.Enum):
 
 @dataclass(frozen=True)
 class OverlapOptions:
-    """The options of one product's overlap, under the names that configurations use.
+    """The options of one GEMM's overlap, under the names that configurations use.
 
-    What they do on these kernels:
+    Their effect on these kernels:
 
     method: ring_exchange, pipeline, bulk or external, as above.
-    is_reduce_scatter: follows from product and method; given, it must agree.
-    num_sm: programs that carry the data. For ring_exchange with use_ce the library chooses.
-    cga_size: nothing; the programs form no clusters.
-    set_sm_margin: bulk: the product beside leaves num_sm multiprocessors free. Inside a fused kernel the sending
-        programs are always apart from the multiplying ones.
-    num_splits: pipeline: at least so many pieces of a rank's rows travel one by one, of no fewer than 16 rows each;
-        mostly more, for none has over 128 rows by rule. Rows are split, not features, so no remainder is lost.
-    aggregate: ring_exchange all-gather: messages of twice the rows, where programs carry them; the copy engine's are
-        whole shards. Takes any number of ranks.
-    use_ce: ring_exchange: the copy engine carries the data where that is faster, shares of 8 MB and more whose peers'
-        memory is mapped, else programs of the kernel. False: num_sm programs carry it.
+    is_reduce_scatter: follows from the GEMM's name and the method; if given, it must agree.
+    num_sm: the number of comm programs. For ring_exchange with use_ce the library chooses it.
+    cga_size: no effect; the programs form no clusters.
+    set_sm_margin: bulk: the GEMM beside the collective leaves num_sm SMs free. A fused kernel always has separate comm
+        programs and compute programs.
+    num_splits: pipeline: a rank's rows are sent in at least this many pieces, each of at least 16 rows. There are
+        usually more, since by rule a piece has at most 128 rows. Rows are split, not features, so no remainder is lost.
+    aggregate: ring_exchange all-gather: messages of twice the rows where comm programs send them. The copy engine sends
+        whole shards. Works with any number of ranks.
+    use_ce: ring_exchange: the copy engine (DMA) sends where that is faster: shares of 8 MB and more, if the peers'
+        memory is mapped. Otherwise comm programs send. False: num_sm comm programs always send.
     atomic_gemm: fp8 only, so it is refused.
-    fp8_buf: inert without fp8.
-    comm_priority: of the communication stream, which carries what travels beside products; 0: the device's highest.
-        gemm_priority: of the caller's stream, so it must be 0.
-    pipeline_rs_overlap_first_gemm: nothing; the first tiles travel while the next are computed in any case.
+    fp8_buf: no effect without fp8.
+    comm_priority: priority of the communication stream, which runs the collectives beside GEMMs. 0: the device's
+        highest.
+    gemm_priority: must be 0; GEMMs run on the caller's stream, with its priority.
+    pipeline_rs_overlap_first_gemm: no effect; the first tiles are always sent while the next ones are computed.
     """
 
     method: str
@@ -68,7 +69,7 @@ class OverlapOptions:
 
     @property
     def without_effect(self) -> dict[str, str]:
-        """The options that change nothing for this method, and why."""
+        """{option: reason} for the options that have no effect with this method."""
         reasons = {
             "cga_size": "the programs form no clusters",
             "fp8_buf": "there is no fp8",
@@ -91,7 +92,7 @@ class OverlapOptions:
 
 
 _COLUMN, _ROW = ("qkv", "fc1"), ("proj", "fc2")
-_WAYS = {  # the methods that each product can have, its default first
+_WAYS = {  # the methods that each GEMM allows, its default first
     **{f"{layer}_fprop": ("ring_exchange",) for layer in _COLUMN},
     **{f"{layer}_dgrad": ("ring_exchange",) for layer in _ROW},
     **{f"{layer}_fprop": ("pipeline", "ring_exchange") for layer in _ROW},
@@ -106,7 +107,7 @@ _COUNTS = ("num_sm", "cga_size", "num_splits")
 
 
 def methods(with_cublasmp: bool = False) -> dict[str, tuple[str, ...]]:
-    """The products that have an overlap, and the methods that each can have, its default first."""
+    """{GEMM: its allowed methods, the default first} for every GEMM that has an overlap."""
     if not with_cublasmp:
         return dict(_WAYS)
     return {
@@ -119,7 +120,7 @@ def methods(with_cublasmp: bool = False) -> dict[str, tuple[str, ...]]:
 def default_config(
     tp_size: int, *, with_cublasmp: bool = False, comm_priority: int = 0, gemm_priority: int = 0
 ) -> dict[str, OverlapOptions]:
-    """The default options of every product that has an overlap."""
+    """The default options of every GEMM that has an overlap."""
     return {
         name: _defaults(name, ways[0], tp_size, comm_priority, gemm_priority)
         for name, ways in methods(with_cublasmp).items()
@@ -158,12 +159,12 @@ def configure(
     comm_priority: int = 0,
     gemm_priority: int = 0,
 ) -> dict[str, OverlapOptions]:
-    """The options of every product's communicator: the defaults, changed by a user's `{product: {option: value}}`.
+    """The options of every GEMM's communicator: the defaults, changed by a user's `{GEMM: {option: value}}`.
 
-    A product that is None has its defaults. Booleans may be 0 and 1, or in a tuple of their own. Where a configuration
-    changes the method of proj_fprop or fc2_fprop, the other options keep the defaults of pipeline; for qkv_dgrad and
-    fc1_dgrad they become those of the new method. Raises ValueError or TypeError, naming product, option and what is
-    allowed.
+    An entry of None keeps the defaults. Booleans may be given as 0 and 1, and any value as a tuple or list of length
+    one. Where a configuration changes the method of proj_fprop or fc2_fprop, the other options keep the defaults of
+    pipeline; for qkv_dgrad and fc1_dgrad they become those of the new method. Raises ValueError or TypeError that names
+    the GEMM, the option and the allowed values.
     """
     if ub_cfg is not None and not isinstance(ub_cfg, dict):
         raise TypeError(f"ub_cfgs: a configuration is a dict of products, not {type(ub_cfg).__name__}")
@@ -217,7 +218,7 @@ def _entries(ub_cfg: dict, allowed: dict, with_cublasmp: bool) -> dict[str, dict
 
 def _value(where: str, key: str, value):
     if isinstance(value, (tuple, list)) and len(value) == 1:
-        value = value[0]  # published presets have (False,)
+        value = value[0]  # published presets contain (False,)
     if key in _BOOLEAN:
         if value not in (0, 1):
             raise TypeError(f"{where}: {value!r} must be a boolean, or 0 or 1")
@@ -258,7 +259,7 @@ def _check(name: str, options: OverlapOptions, mode: UserBufferQuantizationMode)
 
 
 def without_effect(ub_cfg: dict | None, options: dict[str, OverlapOptions], tp_size: int) -> list[str]:
-    """What a configuration asks for, other than a default, that changes nothing here; one line each."""
+    """One line for each option that a configuration sets to other than its default, without any effect here."""
     lines = []
     for name, entry in (ub_cfg or {}).items():
         if name not in options:

@@ -1,7 +1,7 @@
-"""general_gemm: one product, alone, with communication inside, or beside a collective.
+"""general_gemm: one GEMM, alone, with communication inside, or beside a collective.
 
-What a call does follows from its options and from what its tensors look like. It is checked and decided once, by
-`_plan`; later calls like it look the plan up and run it on their own tensors.
+The options of a call and the shapes, strides and dtypes of its tensors determine its plan. `_plan` checks them and
+makes the plan once; later calls like it look the plan up and run it on their own tensors.
 """
 
 import math
@@ -13,7 +13,7 @@ from tkernels.comm.collectives import check_rows, split_rows
 from tkernels.comm.plans import local_plans, without_grad
 from tkernels.layers.userbuffers.communicators import CommOverlapCore, CommOverlapType, product
 
-OPERANDS = {  # by layout, x and w of x @ w.T
+OPERANDS = {  # by layout: (x, w) of x @ w.T
     "TN": lambda A, B: (B, A),
     "NN": lambda A, B: (B, A.t()),
     "NT": lambda A, B: (B.t(), A.t()),
@@ -44,30 +44,33 @@ def general_gemm(
 ):
     """(out, bias_grad, gelu_input, extra_output). Collective with `ub`.
 
-    layout      the product, A weight-like and B activation-like
+    layout      the GEMM, with A weight-like and B activation-like
     TN          B @ A.T
     NN          B @ A
     NT          B.T @ A
 
-    out = alpha * product + beta * out, plus bias, then gelu (by tanh). beta is 1 with accumulate and 0 without.
+    out = alpha * GEMM + beta * out, plus bias, then gelu (tanh approximation). With accumulate, beta is 1 by default;
+    without, it is 0.
 
-    grad: the call is of a backward pass. Then `gelu` multiplies the result by gelu's derivative at gelu_in, and `bias`
-        is not added but asks for bias_grad: the sum over B's rows, or with gelu over the result's.
-    gelu_in: filled with what gelu was applied to; it is returned as gelu_input.
-    ub_type AG: B is this rank's rows, or the global tensor of fill_userbuffers_buffer_for_all_gather, which is then
-        filled with all rows. extra_output is filled with them, too. bias_grad is of all rows.
+    grad: the call belongs to a backward pass. `gelu` then multiplies the result by gelu's derivative at gelu_in. `bias`
+        isn't added but requests bias_grad: the sum over B's rows, or with gelu over the result's rows.
+    gelu_in: without grad, filled with the input of gelu and returned as gelu_input.
+    ub_type AG: B holds this rank's rows, or is the global tensor of fill_userbuffers_buffer_for_all_gather, which is
+        then filled with all rows. extra_output is filled with them, too. bias_grad covers all rows.
     ub_type RS: the result is this rank's rows of the sum over ranks, and extra_output is filled with it, too. Bias,
         alpha, beta, and gelu apply once, to the sum.
-    bulk_overlap: the product is on this rank alone, and beside it the collective runs on ub's buffer, as
-        copy_into_buffer or get_buffer left it: AG fills the whole buffer, RS this rank's chunk. extra_output is filled
-        with the result of the collective, too.
-    rows: every rank's number of rows, where they are not equal (AG) or not split as by split_rows (RS).
+    bulk_overlap: the GEMM is local, and beside it the collective runs on ub's buffer, in the shape that
+        copy_into_buffer or get_buffer last used: AG fills the whole buffer, RS this rank's chunk. extra_output is
+        filled with the result of the collective, too.
+    rows: every rank's number of rows, if they aren't equal (AG) or not split as by split_rows (RS).
 
-    The returned out is the result in every case; it is `out` where that was given, and for RS without one it is in
-    extra_output's memory. Bias is added inside the product. alpha, beta, and gelu are not: torch applies them to a
-    result that has been rounded to out_dtype, in as many passes over it. use_split_accumulator is about fp8 and changes
-    nothing. Matrices may have more dimensions, of which all but the last are its rows; so has the result, B's, unless
-    the layout is NT. Raises ValueError or TypeError before anything is launched.
+    The returned out is the result in every case: `out` if that was given, else for RS possibly in extra_output's
+    memory. A kernel that communicates adds bias inside, unless alpha, accumulate or gelu apply too. In all other cases
+    torch applies bias, alpha, beta, and gelu to a result already rounded to out_dtype, each in its own pass.
+    use_split_accumulator concerns fp8 and has no effect.
+
+    Matrices may have more dimensions, all but the last of which count as rows; the result then has B's leading
+    dimensions, unless the layout is NT. Raises ValueError or TypeError before anything is launched.
     """
     if A.dim() > 2 or B.dim() > 2:
         inner = () if layout == "NT" else B.shape[1:-1]
@@ -96,12 +99,12 @@ def general_gemm(
     tensors, rows = (A, B, out, bias, gelu_in, extra_output), None if rows is None else tuple(rows)
     options = out_dtype, gelu, alpha == 1.0, accumulate, layout, grad, ub_type, bulk_overlap, rows
     if ub is None:
-        # Of shapes there is nothing to know: torch looks at them in each product.
+        # The key holds no shapes: the plan doesn't depend on them, and torch checks them in each call.
         into, given = out is None or (out.dtype, out.is_contiguous()), (bias is None, gelu_in is None)
         key = _plan, B.dtype, into, given, extra_output is None, options
         plan = local_plans.find(key, lambda: _plan(None, *tensors, *options))
     else:
-        # Besides, that of the buffer which matters, and a type: the number 1 equals CommOverlapType.AG, but is refused.
+        # Also the buffer state that matters, and ub_type's type: 1 equals CommOverlapType.AG, but must be refused.
         state = ub._active if bulk_overlap else ub.holds(B)
         plan = ub.plan(_plan, tensors, *options, state, type(ub_type))
     return plan(ub, *tensors, alpha, beta)
@@ -111,7 +114,7 @@ def _plan(
     ub, A, B, out, bias, gelu_in, extra_output,
     out_dtype, gelu, unscaled, accumulate, layout, grad, ub_type, bulk_overlap, rows, *_,
 ):  # fmt: skip
-    """What general_gemm does with tensors like these: a function of ub, which it doesn't hold, them, alpha and beta."""
+    """Plan general_gemm for tensors like these: a function of ub (not kept in it), the tensors, alpha and beta."""
     _check(out_dtype, layout, accumulate, out)
     if gelu and grad and gelu_in is None:
         raise ValueError("general_gemm: gelu=True with grad=True needs gelu_in, what gelu was applied to in forward")
@@ -127,7 +130,7 @@ def _plan(
     plain = unscaled and not accumulate and not gelu
     added, asked = (bias is not None and not grad), (bias is not None and grad)
     fused = plain and added and ub is not None and not bulk_overlap
-    into = plain and out is not None and out.dtype == dtype  # the product is the result
+    into = plain and out is not None and out.dtype == dtype  # the GEMM writes its result to `out`
     example = *operands(A, B), bias if fused else None, out if into else None, extra_output
 
     if ub is None:
@@ -142,7 +145,7 @@ def _plan(
     def run(ub, A, B, out, bias, gelu_in, extra_output, alpha, beta):
         x, w = operands(A, B)
         if (ub is None or bulk_overlap) and out is not None and out.shape != (x.shape[0], w.shape[0]):
-            raise _misshapen(out, (x.shape[0], w.shape[0]))  # which torch would make larger, over what lies behind it
+            raise _misshapen(out, (x.shape[0], w.shape[0]))  # torch would resize it, and overwrite what lies behind it
         value, gathered, filled = multiply(ub, x, w, bias if fused else None, out if into else None, extra_output)
         if out is not None and out.shape != value.shape:
             raise _misshapen(out, value.shape)
@@ -166,8 +169,8 @@ def _plan(
     return without_grad(run)
 
 
-# The four ways to multiply. Each plans a function of (ub, x, w, bias, out, extra_output) that returns the product, the
-# gathered rows if there are any, and what is still to be filled with the result.
+# The four kinds of GEMM. Each function plans a function of (ub, x, w, bias, out, extra_output) that returns the GEMM's
+# result, the gathered rows or None, and the tensor still to be filled with the final result or None.
 
 
 def _plan_alone(dtype):
@@ -175,7 +178,7 @@ def _plan_alone(dtype):
 
 
 def _plan_gather(ub, x, w, bias, out, extra_output, rows, dtype, wanted: bool):
-    whole = ub.holds(x)  # the global tensor: this rank's part is in its place, and the others come to theirs
+    whole = ub.holds(x)  # the global tensor: this rank's part is in place, and the gather fills in the others
     if whole:
         rows = check_rows("general_gemm", ub.context, rows or split_rows(x.shape[0], ub.size), total=x.shape[0])
     else:
@@ -200,10 +203,10 @@ def _plan_gather(ub, x, w, bias, out, extra_output, rows, dtype, wanted: bool):
 
 
 def _plan_scatter(ub, x, w, bias, out, extra_output, rows, dtype, free: bool):
-    """free: the result may lie in extra_output's memory."""
+    """Plan the GEMM + reduce-scatter. free: the result may be written to extra_output's memory."""
     rows = check_rows("general_gemm", ub.context, rows or split_rows(x.shape[0], ub.size), total=x.shape[0])
     shape = rows[ub.rank], w.shape[0]
-    shared = free and extra_output is not None and extra_output.dtype == dtype  # one tensor is both
+    shared = free and extra_output is not None and extra_output.dtype == dtype  # extra_output is also the result
     filled = None if extra_output is None else _shaped(extra_output, shape)
     scatter = ub.plan_matmul_reduce_scatter(x, w, bias, filled if shared else out, rows, dtype)
 
@@ -251,7 +254,7 @@ def _misshapen(out: torch.Tensor, shape) -> ValueError:
 def _epilogue(value, alpha, beta, accumulate, out, bias):
     if alpha != 1.0:
         value = value * alpha
-    if accumulate and beta != 0:  # as BLAS has it: what is multiplied by zero need not be there
+    if accumulate and beta != 0:  # as in BLAS: with beta 0, `out` isn't read
         value = torch.add(value, out, alpha=1.0 if beta is None else beta)
     return value if bias is None else value + bias
 

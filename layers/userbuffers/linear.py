@@ -1,4 +1,4 @@
-"""Linear, with TransformerEngine's arguments in its order; and what its other layers share."""
+"""Linear and LayerNormLinear with TransformerEngine's arguments in its order, and the base class of all layers here."""
 
 import contextlib
 import warnings
@@ -13,7 +13,7 @@ from tkernels.layers.linear import MarkedModule
 from tkernels.layers.userbuffers import dataflow, registry
 from tkernels.layers.userbuffers.communicators import CommOverlapType
 
-# The attributes that say which overlaps a layer has, each with what its communicator must be: type, and whether bulk.
+# The attributes that hold a layer's overlaps: for each, the type of its communicator, and whether it must be bulk.
 FLAGS = {
     "ub_overlap_ag_fprop": (CommOverlapType.AG, False),
     "ub_overlap_rs_dgrad": (CommOverlapType.RS, False),
@@ -25,7 +25,7 @@ FLAGS = {
 
 
 class ParallelModule(MarkedModule):
-    """What the layers share: the group, the options that are refused, deferred weight gradients."""
+    """Base class of the layers: the group, the refused options, parameters, and deferred weight gradients."""
 
     def _configure(
         self, tp_group, tp_size, sequence_parallel, fuse_wgrad_accumulation, delay_wgrad_compute, rng, init_method,
@@ -38,7 +38,7 @@ class ParallelModule(MarkedModule):
             )
         if type(tp_size) is not int or tp_size < 1:
             raise ValueError(f"{name}: tp_size={tp_size!r} must be a positive integer")
-        if tp_group is not None:  # which says the size by itself, as in TransformerEngine
+        if tp_group is not None:  # determines the size by itself, as in TransformerEngine
             asked, tp_size = tp_size, dist.get_world_size(tp_group)
             if asked not in (1, tp_size):
                 raise ValueError(f"{name}: tp_group has {tp_size} ranks, but tp_size={asked}")
@@ -51,7 +51,7 @@ class ParallelModule(MarkedModule):
         self._init_methods = {}  # by parameter
 
     def _effective(self, mode, ub_name, ag, rs, rs_dgrad, bulk_dgrad, bulk_wgrad) -> dict[str, bool]:
-        """The FLAGS that hold, of those asked for. Raises if one has no communicator, or one of another kind."""
+        """The FLAGS in effect, out of those requested. Raises if one has no communicator, or one of another kind."""
         name = type(self).__name__
         column = self.sequence_parallel and mode == "column"
         row = self.sequence_parallel and mode == "row"
@@ -87,8 +87,10 @@ class ParallelModule(MarkedModule):
         return flags
 
     def set_tensor_parallel_group(self, tp_group):
-        """The group, if it was not there at construction; None is initialize_ub's. Raises ValueError for one of another
-        size, or of other ranks than the communicators'."""
+        """Set the group, if it didn't exist at construction. None: the group of initialize_ub.
+
+        Raises ValueError for a group of another size, or of other ranks than the communicators'.
+        """
         size = self.tp_size if tp_group is None else dist.get_world_size(tp_group)
         if size != self.tp_size:
             raise ValueError(f"{type(self).__name__}: the group has {size} ranks, but tp_size={self.tp_size}")
@@ -104,7 +106,7 @@ class ParallelModule(MarkedModule):
         return self.wgrad_store is not None
 
     def backward_dw(self):
-        """Compute the weight gradients that backward left out, in its order, on the current stream."""
+        """Compute the weight gradients that backward deferred, in backward's order, on the current stream."""
         if self.wgrad_store is None:
             return
         deferred, self.wgrad_store[:] = list(self.wgrad_store), []
@@ -117,7 +119,7 @@ class ParallelModule(MarkedModule):
     def register_wgrad_accumulation_and_reduce_hooks(self, hook):
         """Call `hook()` at the end of each backward_dw.
 
-        For Megatron's DDP: of weights with the mark skip_backward_post_hook autograd's hooks come too early.
+        For Megatron's DDP: autograd's hooks run too early for weights with the attribute skip_backward_post_hook.
         """
         self._wgrad_hooks.append(hook)
 
@@ -127,11 +129,11 @@ class ParallelModule(MarkedModule):
         unexpected[:] = [name for name in unexpected if name not in own or not self._knows(name.removeprefix(prefix))]
 
     def _knows(self, entry: str) -> bool:
-        """Whether TransformerEngine's layer has this entry, and this one no use for it."""
-        return entry == "_extra_state"  # about fp8
+        """Whether a state-dict entry belongs to TransformerEngine's layer but is ignored by this one."""
+        return entry == "_extra_state"  # fp8 state
 
     def _parameter(self, name: str, shape, dim: int | None, device, dtype, init_method=nn.init.zeros_):
-        """Register this rank's part of a parameter, split along `dim`, with Megatron's marks."""
+        """Register this rank's part of a parameter, split along `dim` (None: not split), with Megatron's attributes."""
         self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
         self._init_methods[name] = init_method
         self._initialize(name)
@@ -143,9 +145,10 @@ class ParallelModule(MarkedModule):
             self._mark(name, skip_backward_post_hook=True)
 
     def reset_parameters(self, defer_init: bool = False):
-        """Initialize this layer's own parameters as construction does. defer_init: don't; TransformerEngine's word.
+        """Initialize this layer's own parameters as construction does.
 
-        Parameters that are still on the meta device come to that of the communicators, or to the GPU.
+        Parameters that are still on the meta device move to the communicators' device, or without any to the GPU.
+        defer_init: do nothing; the name is TransformerEngine's.
         """
         if defer_init:
             return
@@ -184,7 +187,7 @@ class ParallelModule(MarkedModule):
         )
 
     def _gathered(self, normed: torch.Tensor, rows) -> torch.Tensor:
-        """The norm's output of all ranks, for return_layernorm_output_gathered; backward sums and scatters."""
+        """The norm's output of all ranks, for return_layernorm_output_gathered. Backward is a reduce-scatter."""
         if rows is not None:
             raise ValueError(
                 f"{type(self).__name__}: return_layernorm_output_gathered gathers equal parts, so rows={rows} can't be "
@@ -192,9 +195,9 @@ class ParallelModule(MarkedModule):
             )
         return dataflow.Gather.apply(normed, self._group())
 
-    @torch.compiler.disable  # communicators are objects, which a trace can't look into
+    @torch.compiler.disable  # a trace can't look into communicators, which are Python objects
     def _product(self, x, weights, bias, mode, flags, ub_name, rows=None) -> torch.Tensor:
-        """x [..., I] -> [..., O] by the dataflow that mode and flags ask for. weights: one parameter, or its parts."""
+        """x [..., I] -> [..., O] by the dataflow that mode and flags select. weights: one parameter, or its parts."""
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
@@ -253,7 +256,7 @@ class ParallelModule(MarkedModule):
 
 
 class _Linear(ParallelModule):
-    """Linear and LayerNormLinear, less their arguments' orders."""
+    """Common implementation of Linear and LayerNormLinear, which differ in the order of their arguments."""
 
     def _build(self, in_features, out_features, parameters_split, device, dtype, norm=None):
         kind, mode = type(self).__name__, self.parallel_mode
@@ -318,24 +321,26 @@ class _Linear(ParallelModule):
 
 
 class Linear(_Linear):
-    """y = x @ weight.T + bias, the weight split over the ranks of tp_group by rows (column) or by columns (row).
+    """y = x @ weight.T + bias, with the weight split over the ranks of tp_group by rows (column) or by columns (row).
 
-    in_features, out_features: of the whole layer. parallel_mode: "column", "row" or None.
-    sequence_parallel: outside, each rank has its part of the first dimension.
-    fuse_wgrad_accumulation: the weight's gradient is added to weight.main_grad.
-    return_bias: forward returns (y, bias) and the bias is not added.
-    parameters_split: {name: out-features}, of the whole layer, or names of equal parts: `<name>_weight`, `<name>_bias`.
-    ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad: overlap, see `dataflow`; with
-        sequence_parallel and tp_size > 1. Those for the other parallel_mode change nothing, so all may be passed.
-    ub_name: qkv, fc1 (column), proj or fc2 (row): whose communicators to use. initialize_ub comes before.
+    in_features, out_features: of the whole layer.
+    parallel_mode: "column", "row" or None.
+    sequence_parallel: outside the layer, each rank has its part of the first dimension.
+    fuse_wgrad_accumulation: add the weight's gradient to weight.main_grad.
+    return_bias: forward returns (y, bias) and doesn't add the bias.
+    parameters_split: {name: out-features of the whole layer}, or the names of equal parts. The parameters are then
+        `<name>_weight` and `<name>_bias`.
+    ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad: overlaps, see `dataflow`. They need
+        sequence_parallel and tp_size > 1. Flags for the other parallel_mode have no effect, so all may be passed.
+    ub_name: the communicators to use: qkv, fc1 (column), proj or fc2 (row). initialize_ub must come first.
     delay_wgrad_compute: backward leaves the weight's gradient to backward_dw().
-    symmetric_ar_type: "two_shot": without sequence_parallel, the sum over ranks travels while y is computed.
-    save_original_input: about fp8, changes nothing.
+    symmetric_ar_type: "two_shot": without sequence_parallel, a row layer's sum over ranks overlaps the GEMM of y.
+    save_original_input: no effect; concerns fp8.
 
-    A row layer adds its bias after the sum over ranks, to this rank's rows, so with sequence_parallel its gradient must
-    still be summed over ranks: it has Megatron's mark `sequence_parallel`.
+    A row layer adds its bias after the sum over ranks, to this rank's rows. With sequence_parallel the bias gradient
+    must therefore still be summed over ranks: the bias has Megatron's attribute `sequence_parallel`.
 
-    Forward and backward are collective. Raises ValueError, RuntimeError or KeyError at construction for overlap that
+    Forward and backward are collective. Construction raises ValueError, RuntimeError or KeyError for an overlap that
     has no communicator.
     """
 
@@ -381,8 +386,8 @@ class Linear(_Linear):
     def forward(self, inp, is_first_microbatch=None, fp8_output: bool = False, fp8_grad: bool = False, *, rows=None):
         """x [s/P, ..., I] or, in row mode, [s, ..., I/P] -> y, or (y, bias) with return_bias.
 
-        rows: every rank's part of the first dimension where they differ; with overlap only. is_first_microbatch is
-        about cached fp8 weights and changes nothing.
+        rows: every rank's part of the first dimension, if these differ; only with overlap.
+        is_first_microbatch: no effect; concerns cached fp8 weights.
         """
         refuse("Linear.forward", fp8_output=fp8_output, fp8_grad=fp8_grad)
         y, bias = self._run(inp, rows, self.parallel_mode)
@@ -392,9 +397,10 @@ class Linear(_Linear):
 class LayerNormLinear(_Linear):
     """Linear of a normalised input. Arguments as Linear's, in another order: ub_bulk_wgrad comes before ub_bulk_dgrad.
 
-    eps, normalization ("LayerNorm" or "RMSNorm"), zero_centered_gamma (the weight is stored less one): of the norm.
-    return_layernorm_output: forward also returns the norm's output, last. return_layernorm_output_gathered: of all
-        ranks; the product then has nothing to gather, and ub_overlap_ag changes nothing.
+    eps, normalization ("LayerNorm" or "RMSNorm"), zero_centered_gamma (the stored weight is gamma - 1): of the norm.
+    return_layernorm_output: forward also returns the norm's output, last.
+    return_layernorm_output_gathered: as return_layernorm_output, with the rows of all ranks. The GEMM then has nothing
+        to gather, and ub_overlap_ag has no effect.
     """
 
     def __init__(
@@ -458,7 +464,7 @@ class LayerNormLinear(_Linear):
 
 def normalize(x, weight, bias, normalization: str, eps: float, zero_centered_gamma: bool) -> torch.Tensor:
     """LayerNorm or RMSNorm over the last dimension, in x's dtype."""
-    if zero_centered_gamma:  # in fp32: 16 bits don't hold what is near 1 but for 8 to 11 of them
+    if zero_centered_gamma:  # in fp32: gamma is near 1, where 16-bit dtypes keep only 8 to 11 significant bits
         wide = torch.promote_types(x.dtype, torch.float32)
         bias = bias if bias is None else bias.to(wide)
         return normalize(x.to(wide), weight.to(wide) + 1, bias, normalization, eps, False).to(x.dtype)
@@ -475,7 +481,7 @@ def divide(kind: str, what: str, size: int, parts: int) -> int:
 
 
 def refuse(where: str, **options):
-    """Raise ValueError for an option that is set, of those that these layers have no answer to."""
+    """Raise ValueError for any of the options that is set; these layers don't support them."""
     for name, value in options.items():
         if value:
             raise ValueError(f"{where}: {name}={value!r} is not supported; leave it out")

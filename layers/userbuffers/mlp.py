@@ -31,14 +31,15 @@ ACTIVATIONS.update({name: _gated(activation) for name, activation in GATED.items
 
 
 class LayerNormMLP(ParallelModule):
-    """fc2(activation(fc1(norm(x)))): fc1 is column parallel and fc2 row parallel, if set_parallel_mode.
+    """fc2(activation(fc1(norm(x)))): with set_parallel_mode, fc1 is column parallel and fc2 row parallel.
 
-    activation: gelu (by tanh), relu, silu, qgelu, srelu; or gated, where fc1 has twice the features and the first half
-        of a rank's is activated: geglu, reglu, swiglu, qgeglu.
-    ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad: as Linear's, of fc1 and of fc2,
-        whose communicators have these names.
+    activation: gelu (tanh approximation), relu, silu, qgelu, srelu; or gated: geglu, reglu, swiglu, qgeglu. Gated
+        activations double the features of fc1 and activate the first half of each rank's.
+    ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad: as Linear's, for fc1 and fc2, with
+        the communicators of these names.
     checkpoint: recompute everything in backward.
-    micro_batch_size, seq_length: change nothing here.
+    micro_batch_size, seq_length: no effect here.
+
     Other arguments as LayerNormLinear's. Parameters: layer_norm_weight, layer_norm_bias, fc1_weight, fc1_bias,
     fc2_weight, fc2_bias.
     """
@@ -111,7 +112,7 @@ class LayerNormMLP(ParallelModule):
             self.fc1_bias = self.fc2_bias = None
 
     def forward(self, inp, is_first_microbatch=None, *, rows=None):
-        """x [s/P, ..., hidden] -> the same; then fc2's bias with return_bias, then the norm's output if asked for."""
+        """x [s/P, ..., hidden] -> same shape; then fc2's bias (return_bias), then the norm's output if requested."""
         if self.checkpoint and torch.is_grad_enabled():
             y, normed = recompute(self._forward, inp, rows, use_reentrant=False)
         else:

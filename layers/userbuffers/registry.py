@@ -1,7 +1,7 @@
-"""initialize_ub and what it leaves behind: one communicator for every product's overlap, found by name.
+"""initialize_ub and its registry: one communicator for each GEMM's overlap, looked up by name.
 
-Everything is checked before anything is made, and the ranks exchange what they found: an error of one rank is an error
-of all, and leaves nothing initialised on any.
+Everything is checked before anything is created, and the ranks exchange their errors: an error on one rank is raised on
+all ranks and leaves nothing initialised on any.
 """
 
 import os
@@ -66,23 +66,22 @@ def initialize_ub(
     *,
     tp_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Collective over torch's default group. Make the communicators of every layer's overlaps. Before the layers.
+    """Collective over torch's default group. Create the communicators of all overlaps; call it before making layers.
 
-    shape: [tokens, hidden], the largest of a tensor-parallel group's calls. Calls may have fewer tokens.
-    tp_size: ranks of a domain. Domains are blocks of neighbouring ranks, unless tp_group says which ranks they are.
-    quantization_modes: [NONE]. FP8, and use_fp8, which is deprecated, are refused as long as there is no fp8.
+    shape: [tokens, hidden], the largest of any call of a tensor-parallel group. Calls may have fewer tokens.
+    tp_size: ranks per domain. Domains are blocks of consecutive ranks, unless tp_group gives this rank's domain.
+    quantization_modes: [NONE]. FP8 is refused, as is the deprecated use_fp8: the kernels have no fp8.
     dtype: of all operands.
-    ub_cfgs: {product: {option: value}}: see `defaults`. A list has one for each mode.
-    bootstrap_backend: of the torch groups that are made for the domains: gloo, mpi or nccl. None: as the default group.
-    with_cublasmp: that backend's semantics: no bulk overlap, and no buffers for gathered operands.
+    ub_cfgs: {GEMM: {option: value}}, see `defaults`; or a list with one such dict for each mode.
+    bootstrap_backend: of the torch groups created for the domains: gloo, mpi or nccl. None: the default group's.
+    with_cublasmp: the semantics of the cuBLASMp backend: no bulk overlap, and no buffers for gathered operands.
 
-    Environment: UB_TIMEOUT, seconds that a kernel waits for a peer (110). NVTE_EXT_MARGIN_SM, multiprocessors that
-    products with a communicator, or beside its collective, leave free (0). UB_SKIPMC changes nothing, as no multicast
-    is used.
+    Environment: UB_TIMEOUT, seconds that a kernel waits for a peer (110). NVTE_EXT_MARGIN_SM, SMs left free by GEMMs
+    that have a communicator or run beside its collective (0). UB_SKIPMC has no effect, since no multicast is used.
 
-    Raises RuntimeError if it is initialised already or torch.distributed is not, ValueError or TypeError for what
-    doesn't fit, and MismatchError if the ranks ask for different things. Ranks that found nothing wrong themselves
-    raise TkernelsError with another rank's error.
+    Raises RuntimeError if UB is already initialised or torch.distributed is not, ValueError or TypeError for invalid
+    arguments, and MismatchError if the ranks' arguments differ. Ranks without an error of their own raise TkernelsError
+    with another rank's error.
     """
     world = Group(None)
     asked = dict(
@@ -122,7 +121,7 @@ def initialize_ub(
 
 
 def destroy_ub() -> None:
-    """Collective. Give everything back; communicators must not be used any more. May be repeated."""
+    """Collective. Free everything; communicators must not be used afterwards. May be repeated."""
     helper, groups = _state["helper"], _state["groups"]
     _ub_communicators.clear()
     _state.update(initialized=False, cublasmp=False, helper=None, groups=[])
@@ -132,17 +131,17 @@ def destroy_ub() -> None:
 
 
 def is_ub_initialized() -> bool:
-    """Whether there are communicators. Needs nothing, raises nothing."""
+    """Whether initialize_ub has made communicators. May be called at any time; never raises."""
     return _state["initialized"]
 
 
 def using_cublasmp_backend() -> bool:
-    """Whether there are communicators, with cublasmp semantics. Needs nothing, raises nothing."""
+    """Whether initialize_ub has made communicators with cublasmp semantics. May be called at any time; never raises."""
     return _state["initialized"] and _state["cublasmp"]
 
 
 def get_ub(name: str, use_fp8: bool = False) -> CommOverlapCore:
-    """The communicator of a product. Raises RuntimeError before initialize_ub, KeyError for one that has none."""
+    """The communicator of a GEMM. Raises RuntimeError before initialize_ub, KeyError for a GEMM without one."""
     if not _state["initialized"]:
         raise RuntimeError("UB manager is not initialized. Call initialize_ub() on every rank before making layers.")
     key = name, FP8 if use_fp8 else NONE
@@ -154,7 +153,7 @@ def get_ub(name: str, use_fp8: bool = False) -> CommOverlapCore:
 
 @torch.compiler.assume_constant_result
 def get_ub_is_fp8(name: str, use_fp8: bool = False) -> bool:
-    """Whether the communicator's buffer is of fp8."""
+    """Whether the communicator's buffer is fp8."""
     return get_ub(name, use_fp8).is_fp8_ubuf()
 
 
@@ -166,7 +165,7 @@ def domain_context() -> Context:
 
 
 def check_group(name: str, tp_group) -> None:
-    """Raise ValueError unless a layer's group has the ranks that initialize_ub made a domain of."""
+    """Raise ValueError unless a layer's group has the ranks of this rank's initialize_ub domain."""
     ranks, domain = Group(tp_group).global_ranks, domain_context().group.global_ranks
     if list(ranks) != list(domain):
         raise ValueError(
@@ -256,7 +255,11 @@ def _resolve(configurations, modes, tp_size, with_cublasmp) -> dict[UserBufferQu
 
 
 def _agree(world: Group, error: Exception | None, asked: str | None = None):
-    """Collective. Raise, on every rank, the first rank's error; or MismatchError if the ranks ask for other things."""
+    """Collective. Raise if any rank has an error, or if `asked` differs between ranks.
+
+    A rank with an error raises its own. The others raise TkernelsError with the first failed rank's. Without errors,
+    all ranks raise MismatchError where `asked` differs.
+    """
     found = world.gather((None if error is None else f"{type(error).__name__}: {error}", asked))
     failed = {rank: text for rank, (text, _) in enumerate(found) if text is not None}
     if error is not None:
@@ -270,7 +273,7 @@ def _agree(world: Group, error: Exception | None, asked: str | None = None):
 
 
 def _domain(world: Group, tp_size: int, backend: str | None, tp_group):
-    """(this rank's tensor-parallel group, or None for all ranks; the groups that were made for it)."""
+    """(this rank's tensor-parallel group, or None for all ranks; the groups created for it)."""
     if tp_group is not None or (tp_size == world.size and backend is None):
         return tp_group, []
     blocks = [list(range(first, first + tp_size)) for first in range(0, world.size, tp_size)]
@@ -304,7 +307,7 @@ def _close(helper: CommOverlapHelper | None, groups):
 
 
 def _tell(configurations, options, tp_size):
-    """Say what is asked for without an effect: options of this configuration, variables of old releases."""
+    """Warn of settings without effect: options of this configuration, environment variables of old releases."""
     for ub_cfg, table in zip(configurations, options.values(), strict=True):
         if lines := without_effect(ub_cfg, table, tp_size):
             warnings.warn("initialize_ub: these options change nothing here: " + "; ".join(lines), stacklevel=3)

@@ -1,13 +1,13 @@
-"""The module path that frameworks call: transformer_engine.pytorch.module.base and its neighbours.
+"""Provides the module path that frameworks import: transformer_engine.pytorch.module.base and its neighbours.
 
     from tkernels.layers.userbuffers import shim
 
-    shim.install()             # TransformerEngine is not installed: the path leads here
-    shim.install(patch=True)   # it is: its names for Userbuffers and these layers are replaced by ours
-    shim.uninstall()           # as it was
+    shim.install()             # TransformerEngine is not installed: creates modules at that path
+    shim.install(patch=True)   # it is installed: replaces its Userbuffers names and layers with this package's
+    shim.uninstall()           # restores the previous state
 
-Where the path is made anew it has what this package has, and no other part of TransformerEngine. Install it before the
-framework imports.
+Created modules contain the names of this package and no other part of TransformerEngine. Install the shim before the
+framework imports them.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from tkernels.layers import userbuffers
 from tkernels.layers.userbuffers import registry
 from tkernels.layers.userbuffers.communicators import fill_userbuffers_buffer_for_all_gather
 
-API_VERSION = "2.17.0"  # the release whose interface this is
+API_VERSION = "2.17.0"  # the TransformerEngine release whose interface this package follows
 
 _BASE = {
     **{
@@ -77,9 +77,9 @@ _undo = contextlib.ExitStack()
 
 
 def install(patch: bool = False) -> None:
-    """Make the path lead here. May be repeated.
+    """Redirect the module path to this package. May be repeated.
 
-    Raises RuntimeError if TransformerEngine is there and patch is False: then two implementations would be mixed.
+    Raises RuntimeError if TransformerEngine is installed and patch is False: two implementations would be mixed.
     """
     if is_installed():
         return
@@ -98,12 +98,12 @@ def install(patch: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Take back what install did. May be repeated."""
+    """Undo install. May be repeated."""
     _undo.close()
 
 
 def is_installed() -> bool:
-    """Whether the path leads here."""
+    """Whether the module path refers to this package."""
     module = sys.modules.get("transformer_engine.pytorch.module.base")
     return getattr(module, "initialize_ub", None) is registry.initialize_ub
 

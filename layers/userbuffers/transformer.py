@@ -11,7 +11,7 @@ from tkernels.layers.userbuffers.mlp import LayerNormMLP
 
 MASKS = ("causal", "no_mask", "arbitrary")
 FORMATS = ("sbhd", "bshd")
-# Of forward, with what they may be beside None.
+# Arguments of forward that are refused, with the values allowed besides None.
 REFUSED_INPUTS = dict.fromkeys((
     "encoder_output", "enc_dec_attn_mask", "inference_params", "core_attention_bias", "alibi_slopes", "cu_seqlens_q",
     "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv",
@@ -21,17 +21,20 @@ REFUSED_INPUTS = dict.fromkeys((
 
 
 class MultiheadAttention(ParallelModule):
-    """Self-attention: qkv (column parallel), attention of this rank's heads, proj (row parallel).
+    """Self-attention: qkv (column parallel), attention over this rank's heads, proj (row parallel).
 
-    attn_mask_type: causal, no_mask, or arbitrary with attention_mask in forward. num_gqa_groups: groups of heads that
-        share keys and values. fuse_qkv_params: one weight for qkv. qkv_weight_interleaved: with it, the rows of that
-        weight go group by group (queries, key, value) and not all queries first.
-    input_layernorm: qkv is a LayerNormLinear. Only that one overlaps, as in TransformerEngine; its communicators are
-        qkv's, those of proj are proj's.
-    qkv_format: sbhd, or bshd without sequence_parallel. qk_norm_type, other kinds of softmax and interleaved rotation
-        are refused; seq_length and micro_batch_size change nothing.
-    return_bias, return_layernorm_output, and the rest: as LayerNormLinear's. Cross-attention and windows are refused.
-    What forward takes comes in TransformerEngine's order up to rotary_pos_emb.
+    attn_mask_type: causal, no_mask, or arbitrary with attention_mask in forward.
+    num_gqa_groups: the number of groups of heads that share keys and values.
+    fuse_qkv_params: one weight for qkv.
+    qkv_weight_interleaved: with fuse_qkv_params, the rows of that weight are ordered group by group (queries, key,
+        value) instead of all queries first.
+    input_layernorm: qkv is a LayerNormLinear. As in TransformerEngine, qkv overlaps only then. Its communicators are
+        those named qkv; proj uses those named proj.
+    qkv_format: sbhd, or bshd without sequence_parallel.
+    return_bias, return_layernorm_output, and the rest: as LayerNormLinear's.
+
+    Refused: qk_norm_type, other kinds of softmax, interleaved rotation, cross-attention and sliding windows. seq_length
+    and micro_batch_size have no effect. The arguments of forward are in TransformerEngine's order up to rotary_pos_emb.
     """
 
     def __init__(
@@ -167,13 +170,15 @@ class MultiheadAttention(ParallelModule):
         rows=None,
         **options,
     ):
-        """x [s/P, b, hidden] -> the same; then proj's bias with return_bias, then the norm's output if asked for.
+        """x [s/P, b, hidden] -> same shape; then proj's bias (return_bias), then the norm's output if requested.
 
-        attention_mask: True where a query must not look, [.., s, s], for attn_mask_type arbitrary; unused by others.
-        attn_mask_type: instead of the layer's. checkpoint_core_attention: compute attention again in backward.
-        rotary_pos_emb: angles [at least s, 1, 1, at most the width of a head], of queries and keys, or a pair of them.
-        is_first_microbatch is about fp8 and changes nothing; encoder_output, windows, inference_params, biases and
-        sequences of several lengths are refused.
+        attention_mask: [.., s, s], True where a query must not attend. Used by attn_mask_type arbitrary only.
+        attn_mask_type: overrides the layer's.
+        checkpoint_core_attention: recompute attention in backward.
+        rotary_pos_emb: angles [at least s, 1, 1, at most the width of a head] for queries and keys, or a pair of them.
+        is_first_microbatch: no effect; concerns fp8.
+
+        Refused: encoder_output, sliding windows, inference_params, attention biases and sequences of several lengths.
         """
         mask_type = attn_mask_type or self.attn_mask_type
         check_attention("MultiheadAttention", mask_type, window_size, self.qkv_format, self.sequence_parallel)
@@ -181,7 +186,7 @@ class MultiheadAttention(ParallelModule):
             "MultiheadAttention.forward", encoder_output=encoder_output, inference_params=inference_params, **options
         )
         if mask_type != "arbitrary":
-            attention_mask = None  # as in TransformerEngine, where frameworks pass one always
+            attention_mask = None  # as in TransformerEngine: frameworks always pass one
         elif attention_mask is None or attention_mask.dtype is not torch.bool:
             raise ValueError("MultiheadAttention: attn_mask_type='arbitrary' needs an attention_mask of booleans")
         normed = ()
@@ -223,7 +228,7 @@ class MultiheadAttention(ParallelModule):
         return context.permute(back).flatten(2)
 
     def _replayed(self):
-        """Contexts for a forward and its recomputation, in which tracked generators draw the same."""
+        """Contexts for forward and recomputation, in which the tracker's generators draw the same numbers."""
         if self.get_rng_state_tracker is None:
             return contextlib.nullcontext(), contextlib.nullcontext()
         tracker = self.get_rng_state_tracker()
@@ -232,7 +237,7 @@ class MultiheadAttention(ParallelModule):
     def backward_dw(self):
         for module in (self.proj, self.layernorm_qkv if self.input_layernorm else self.qkv):
             module.backward_dw()
-        super().backward_dw()  # nothing of its own, but its hooks
+        super().backward_dw()  # only runs the hooks: this module defers no gradients itself
 
     def _knows(self, entry: str) -> bool:
         return super()._knows(entry) or entry.startswith("core_attention.") and entry.endswith("._extra_state")
@@ -244,11 +249,14 @@ class MultiheadAttention(ParallelModule):
 
 
 class TransformerLayer(ParallelModule):
-    """self_attention, then layernorm_mlp, each added to what it was given.
+    """self_attention, then layernorm_mlp, each with a residual connection.
 
-    ub_tp_comm_overlap: whether the other ub_ options count. Arguments as MultiheadAttention's and LayerNormMLP's.
-    layer_type other than "encoder", output_layernorm, parallel_attention_mlp, drop_path_rate and windows are refused.
-    layer_number, seq_length, micro_batch_size and the enc_dec options change nothing here.
+    ub_tp_comm_overlap: enables the other ub_ options.
+    apply_residual_connection_post_layernorm: the residual is the output of the norm, not its input.
+
+    Other arguments as MultiheadAttention's and LayerNormMLP's. Refused: layer_type other than "encoder",
+    output_layernorm, parallel_attention_mlp, drop_path_rate and sliding windows. layer_number, seq_length,
+    micro_batch_size and the enc_dec options have no effect here.
     """
 
     def __init__(
@@ -384,7 +392,7 @@ class TransformerLayer(ParallelModule):
         rows=None,
         **options,
     ):
-        """x [s/P, b, hidden] -> the same. Arguments as MultiheadAttention's; those of a decoder are refused."""
+        """x [s/P, b, hidden] -> same shape. Arguments as MultiheadAttention's; those of a decoder are refused."""
         check_inputs("TransformerLayer.forward", enc_dec_attn_mask=enc_dec_attn_mask)
         attended = self.self_attention(
             hidden_states, attention_mask, encoder_output, self_attn_mask_type, window_size, is_first_microbatch,
@@ -397,7 +405,7 @@ class TransformerLayer(ParallelModule):
         output, bias, *normed = output
         if bias is not None:
             output = output + bias.to(output.dtype)
-        # By torch's own generator, as in TransformerEngine: without sequence_parallel all ranks must drop the same.
+        # With torch's own generator, as in TransformerEngine: without sequence_parallel all ranks must use one mask.
         output = functional.dropout(output, self.hidden_dropout, self.training)
         return (normed[0] if normed else residual) + output
 
@@ -415,8 +423,8 @@ class TransformerLayer(ParallelModule):
 def rotate(x: torch.Tensor, angles: torch.Tensor, layout: str) -> torch.Tensor:
     """Rotary position embedding (Su et al., arXiv 2104.09864): x [s, b, heads, width] or [b, s, heads, width].
 
-    angles [at least s, 1, 1, features], as TransformerEngine's RotaryPositionEmbedding makes them: feature i of the
-    first half is turned with feature i of the second one; features after those stay as they are.
+    angles: [at least s, 1, 1, features], as TransformerEngine's RotaryPositionEmbedding makes them. Feature i of the
+        first half is rotated with feature i of the second half; the features beyond these are unchanged.
     """
     length, features = x.shape[FORMATS.index(layout)], angles.shape[-1]
     if angles.dim() != 4 or angles.shape[1:3] != (1, 1) or angles.shape[0] < length or features > x.shape[-1]:
@@ -434,7 +442,7 @@ def rotate(x: torch.Tensor, angles: torch.Tensor, layout: str) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _in_states(tracker, states):
-    """The generators of a tracker as they were, and afterwards as they are."""
+    """A context in which a tracker's generators have these states. At exit, the current states are restored."""
     now = tracker.get_states()
     tracker.set_states(states)
     try:
@@ -444,7 +452,7 @@ def _in_states(tracker, states):
 
 
 def check_inputs(where: str, **options):
-    """Raises ValueError for what TransformerEngine's layers take and these don't, TypeError for what neither have."""
+    """Raise ValueError for arguments that only TransformerEngine's layers support, TypeError for unknown ones."""
     for name, value in options.items():
         if name not in REFUSED_INPUTS:
             raise TypeError(f"{where}: there is no argument {name!r}")

@@ -1,13 +1,14 @@
-"""The gradients' way from backward to their owners, by hooks and buckets.
+"""The path of gradients from backward to their owners: hooks and buckets.
 
-Fills are reduced in one order on all ranks, that of the layout, whatever the order of the hooks and the streams that
-they run on. A gradient that comes early waits where autograd put it, and is copied on the stream that it was made on.
-What a rank did not use counts as zeros, so ranks may use different parameters.
+Fills are reduced in one order on all ranks, given by the layout, whatever the order of the hooks and the streams that
+they run on. A gradient that arrives early stays where autograd put it, and is copied later, on the stream that produced
+it. A parameter that a rank did not use counts as zeros, so ranks may use different parameters.
 
-A backward is a *pass* over all fills. It ends by itself, at the end of backward: what is missing then is taken as it is
-in `parameter.grad`, or as zeros. Passes add up in the owners' gradients. Where backward leaves gradients in
-`parameter.grad`, the last pass is made when the owners' are used. All ranks must make the same passes, so that is up to
-what they were told, and not to what a rank finds there.
+Each backward is a *pass* over all fills. The pass ends automatically at the end of backward: a gradient that is still
+missing then is taken from `parameter.grad` as it is, or counts as zeros. Passes accumulate in the owners' gradients.
+Where backward leaves gradients in `parameter.grad`, the last pass runs when the owners' gradients are used. All ranks
+must run the same passes. Whether that last one runs therefore depends on the settings, which are the same on all ranks,
+and not on the gradients that a rank finds.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ from tkernels.layers.zero.layout import Shard
 
 @dataclass(eq=False)
 class _Arriving:
-    """A fill in the present pass: the parameters that have not come, and those that wait for the bucket.
+    """A fill in the current pass: the parameters that are missing, and the gradients that wait for the bucket.
 
     early: (slice, gradient, the stream on which it is ready).
     """
@@ -38,7 +39,7 @@ class _Arriving:
 
 
 class _Bucket:
-    """A bucket, and the fills that take turns in it."""
+    """A bucket, and the fills that use it in turn."""
 
     def __init__(self, shards: list[Shard], capacity: int, wire: Wire, reduction: str, deliver, **options):
         self.fills, self.turn = [_Arriving(shard, self) for shard in shards], 0
@@ -46,7 +47,7 @@ class _Bucket:
         self.grads = GradBucket(
             capacity,
             ranks=wire.size,
-            average=False,  # the owners do it, in fp32
+            average=False,  # the owners average, in fp32
             reduce=lambda flat: self.reduce(flat, self.open.shard.fill.rows),
             deliver=lambda reduced, slices: deliver(self.open.shard, reduced),
             **options,
@@ -54,13 +55,13 @@ class _Bucket:
 
     @property
     def open(self) -> _Arriving | None:
-        """The fill that the bucket takes now."""
+        """The fill that the bucket accepts; None after the last one of a pass."""
         return self.fills[self.turn] if self.turn < len(self.fills) else None
 
     def reduce(self, flat: torch.Tensor, rows: tuple[int, ...]) -> torch.Tensor:
         """Collective. The sum over ranks of this rank's part of `flat` [elements], which is overwritten.
 
-        Of fp16 the mean, for it would not hold sums of what it holds the mean of.
+        For fp16 it is the mean, because the sum may overflow where the mean does not.
         """
         if flat.dtype == torch.float16:
             flat.mul_(1 / self.wire.size)
@@ -71,11 +72,11 @@ class _Bucket:
 
 
 class OwnerGradients:
-    """Adds the sum over ranks of each backward's gradients to `shard.grad`, and takes `parameter.grad` away.
+    """Adds the sum over ranks of each backward's gradients to `shard.grad`, and clears `parameter.grad`.
 
     comm_stream: where gradients are reduced. reduction: "reduce_scatter", or "all_reduce", of which owners keep a part.
-    used: the parameters that this rank has had a gradient for since `discard`.
-    enabled: whether backward makes passes; otherwise it leaves `parameter.grad` alone, to be taken by a later one.
+    used: the parameters that have had a gradient on this rank since `discard`.
+    enabled: whether backward runs passes; otherwise it leaves `parameter.grad` alone, for a later pass to take.
     """
 
     def __init__(self, comm_stream, dev, reduction: str):
@@ -86,13 +87,13 @@ class OwnerGradients:
         self._order: list[_Arriving] = []
         self._fill_of: dict[torch.Tensor, _Arriving] = {}
         self._turn, self._in_pass = 0, False
-        self._due = True  # a pass, before the owners' gradients are used: there was none, or `left_alone` came later
+        self._due = True  # whether the use of the owners' gradients needs a pass: none yet, or `left_alone` since
         self._slot = Slot(dev=dev, name="the owners' gradients")
         self._lease: Lease | None = None
         self._lock = threading.RLock()
 
     def add_bucket(self, shards: list[Shard], capacity: int, dtype: torch.dtype, wire: Wire):
-        """Collective. A bucket of `capacity` elements for `shards`, which were made on the current stream."""
+        """Collective. Add a bucket of `capacity` elements for `shards`, which were made on the current stream."""
         device = shards[0].flat.device
         bucket = _Bucket(
             shards,
@@ -108,20 +109,22 @@ class OwnerGradients:
         self._buckets.append(bucket)
         lease = self._slot.acquire()
         with lease.write():
-            pass  # whoever adds to the shards comes after what made them
+            pass  # orders later additions to the shards after the work that made them
         self._slot.release(lease)
         with self.dev.stream(self.comm_stream):
-            for shard in shards:  # workspaces grow here, and not in a backward: that is a barrier, and stops the device
+            for shard in shards:  # grow workspaces here, not in backward: growth is a barrier and stalls the device
                 bucket.reduce(torch.zeros(shard.fill.elements, dtype=dtype, device=device), shard.fill.rows)
 
     def start(self, names: dict[torch.Tensor, str]) -> list:
-        """Register the hooks, once all buckets are there. Returns them. `names` of parameters, in the model's order.
+        """Register the hooks, once all buckets have been added. Returns the handles.
 
-        Hooks live as long as their parameters; they don't keep this alive, and do nothing without it.
+        names: of the parameters, in the model's order.
+
+        The hooks live as long as their parameters. They don't keep this object alive, and do nothing without it.
         """
         self._names = names
         index = {parameter: i for i, parameter in enumerate(names)}
-        # One order for all buckets: that in which backward completes their fills.
+        # One order for all buckets: the order in which backward completes their fills.
         self._order = sorted(
             (fill for bucket in self._buckets for fill in bucket.fills),
             key=lambda fill: -min(index[slice.parameter] for slice in fill.shard.fill.slices),
@@ -137,17 +140,17 @@ class OwnerGradients:
 
     @property
     def shards(self) -> list[Shard]:
-        """In the order in which they are reduced."""
+        """All shards, in the order in which they are reduced."""
         return [fill.shard for fill in self._order]
 
     def _ready(self, parameter: torch.Tensor):
-        """The hook: autograd has accumulated parameter.grad, and it is ready on the current stream."""
+        """The hook: autograd has accumulated parameter.grad, which is ready on the current stream."""
         if not self.enabled or parameter.grad is None:
             return
-        if parameter not in self._fill_of:  # empty
+        if parameter not in self._fill_of:  # an empty parameter
             parameter.grad = None
             return
-        check_gradient("ZeroOptimizer", parameter, parameter.grad)  # while it can still be given up
+        check_gradient("ZeroOptimizer", parameter, parameter.grad)  # while the gradient can still be discarded
         with self._lock:
             if self._in_pass and parameter not in self._fill_of[parameter].missing:
                 self.end_pass()  # a second backward inside the first one
@@ -165,7 +168,7 @@ class OwnerGradients:
 
     @torch.no_grad()
     def end_pass(self):
-        """Collective. Reduce what is left of the present pass, if there is one."""
+        """Collective. Reduce what is left of the current pass, if there is one."""
         with self._lock:
             if self._in_pass:
                 for parameter in [parameter for fill in self._order for parameter in fill.missing]:
@@ -191,7 +194,10 @@ class OwnerGradients:
             self._in_pass = self._due = False
 
     def _copy(self, fill: _Arriving):
-        """Copy what has come of a fill if the bucket is its own now; large gradients are reduced with it, in turn."""
+        """Copy the gradients of a fill that have arrived, if the bucket is open for it.
+
+        The copy of a large gradient also reduces it, so it waits until its fill is the next to be reduced.
+        """
         if fill is fill.bucket.open and (not fill.shard.fill.large or fill is self._order[self._turn]):
             early, fill.early = fill.early, []
             for slice, grad, stream in early:
@@ -210,7 +216,7 @@ class OwnerGradients:
 
     @contextlib.contextmanager
     def left_alone(self):
-        """A context in which backward makes no passes, on any rank."""
+        """A context in which backward runs no passes. All ranks must enter it."""
         before, self.enabled, self._due = self.enabled, False, True
         try:
             yield
@@ -219,10 +225,10 @@ class OwnerGradients:
 
     @contextlib.contextmanager
     def collected(self):
-        """Collective. A context in which the current stream uses `shard.grad`, after all passes; then they are over.
+        """Collective. A context in which the current stream uses `shard.grad`, after all passes.
 
-        A rank whose loss came to no parameter makes a pass of zeros here, since the others have made one. Raises
-        TkernelsError for a gradient that no pass takes.
+        The gradients are discarded at its end. A rank whose backward reached no parameter runs a pass of zeros here,
+        since the other ranks have run one. Raises TkernelsError for a gradient that no pass takes.
         """
         self.end_pass()
         if self._due:
@@ -244,7 +250,7 @@ class OwnerGradients:
             self.discard()
 
     def discard(self):
-        """Collective, inside a pass. Forget the gradients so far, those in `parameter.grad` too."""
+        """Collective if a pass is open. Discard the gradients so far, including those in `parameter.grad`."""
         with self._lock:
             for parameter in self._fill_of:
                 parameter.grad = None

@@ -1,8 +1,9 @@
-"""Which rank owns what of the parameters: fills, and a rank's memory for its part of each.
+"""Assigns parts of the parameters to ranks: fills, and a rank's memory for its part of each.
 
-A *fill* is what one gradient bucket holds: parameters side by side, in the order in which backward comes to them. Each
-rank owns a part of every fill: fp32 copies of those parameters (masters), their gradients, their optimizer state. The
-parameters become views of one buffer a fill, in the same places, so that gathering the owners' parts updates them.
+A *fill* is the content of one gradient bucket: contiguous parameters, taken in the order in which backward reaches
+them. Each rank owns a part of every fill: fp32 copies of those parameters (masters), their gradients and their
+optimizer state. The parameters become views of one buffer per fill, at the same places, so that gathering the owners'
+parts updates them.
 """
 
 from collections.abc import Iterable
@@ -16,14 +17,14 @@ from tkernels.comm.lease import Slot
 from tkernels.comm.regions import round_up
 from tkernels.layers.grad_bucket import Slice
 
-ALIGNMENT = 16  # elements: slices begin at multiples of 16 bytes in every dtype, and so do the owners' parts
+ALIGNMENT = 16  # elements: slices and the owners' parts begin at multiples of 16 bytes in every dtype
 
 
 @dataclass(frozen=True, eq=False)
 class Fill:
-    """Parameters that share a bucket. rows: how many of its `elements` each rank owns, in rank order.
+    """Parameters that share a bucket. rows: the number of its `elements` that each rank owns, in rank order.
 
-    large: one parameter of more than the bucket's capacity, whose gradient is reduced where it lies.
+    large: one parameter of more than the bucket's capacity, whose gradient is reduced in its own storage.
     """
 
     slices: list[Slice]
@@ -33,10 +34,11 @@ class Fill:
 
 
 def plan(parameters: Iterable[torch.Tensor], capacity: int, ranks: int, partition: str) -> list[Fill]:
-    """Lay out `parameters`, in their order, in fills of up to `capacity` elements, a multiple of ranks * ALIGNMENT.
+    """Lay out `parameters`, in order, in fills of up to `capacity` elements, which is a multiple of ranks * ALIGNMENT.
 
-    partition: "elements" cuts each fill into `ranks` equal parts; "parameters" gives each parameter to one owner, the
-    largest of a fill first, each to whoever has least so far. Slices begin at multiples of ALIGNMENT.
+    partition: "elements" cuts each fill into `ranks` equal parts. "parameters" gives each parameter to one owner: those
+        of a fill are assigned from the largest down, each to the rank with the fewest elements so far. Slices begin at
+        multiples of ALIGNMENT.
     """
     fills, loads, batch, room = [], [0] * ranks, [], capacity
     for parameter in parameters:
@@ -75,7 +77,10 @@ def _lay_out(parameters: list[torch.Tensor], capacity: int, loads: list[int], pa
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """What this rank owns of a parameter: its elements `start` to `stop`, in the parameter's shape if that is all."""
+    """This rank's part of a parameter: its elements `start` to `stop`.
+
+    master, grad: in the parameter's shape if the piece is the whole parameter, 1-D otherwise.
+    """
 
     parameter: torch.Tensor
     start: int
@@ -84,7 +89,7 @@ class Piece:
     grad: torch.Tensor
 
     def cut(self, value):
-        """A copy of the piece of a tensor in the parameter's shape; anything else whole."""
+        """A copy of this piece of a tensor in the parameter's shape; any other value is returned whole."""
         if not isinstance(value, torch.Tensor):
             return value
         if value.shape != self.parameter.shape:
@@ -93,9 +98,9 @@ class Piece:
 
 
 class Shard:
-    """A fill's memory on one rank: `flat`, all of its parameters, and the masters and gradients of the own part.
+    """A fill's memory on one rank: `flat`, all of its parameters, and the masters and gradients of the rank's part.
 
-    slot, lease: of `flat`; a tenancy begins with each gather. Made on the current stream.
+    slot, lease: of `flat`; a new tenancy begins with each gather. Made on the current stream.
     """
 
     def __init__(self, fill: Fill, ctx: Context, dev):
@@ -113,7 +118,7 @@ class Shard:
                 slice.parameter.data = slice.of(self.flat)
         kept = torch.promote_types(dtype, torch.float32)
         self.master, self.grad = torch.zeros(2, self.end - self.begin, dtype=kept, device=ctx.device)
-        self.has_grad = False  # since the last step
+        self.has_grad = False  # whether there is one since the last step
         self.pieces = [piece for slice in fill.slices if (piece := self._piece(slice)) is not None]
 
     def _piece(self, slice: Slice) -> Piece | None:
@@ -126,11 +131,11 @@ class Shard:
 
     @property
     def moved(self) -> list[torch.Tensor]:
-        """The parameters that are somewhere else by now."""
+        """The parameters that no longer lie at their place in `flat`."""
         begin, size = self.flat.data_ptr(), self.flat.element_size()
         return [s.parameter for s in self.fill.slices if s.parameter.data_ptr() != begin + s.start * size]
 
     @property
     def own(self) -> torch.Tensor:
-        """The own part of the parameters."""
+        """This rank's part of the parameters."""
         return self.flat[self.begin : self.end]

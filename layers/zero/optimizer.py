@@ -2,10 +2,10 @@
 
 R ranks.
 
-    backward   hooks copy gradients into a bucket; full ones are reduced to their owners on the comm stream
+    backward   hooks copy gradients into a bucket; full buckets are reduced to their owners on the comm stream
     step       owners average, unscale and clip; the optimizer updates their masters; every rank gathers all parameters
 
-`layout` says who owns what, `gradients` how gradients get there.
+`layout` assigns parameters to owners, `gradients` moves gradients to them.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from tkernels.layers.wire import open_wire
 from tkernels.layers.zero.gradients import OwnerGradients
 from tkernels.layers.zero.layout import ALIGNMENT, Shard, plan
 
-FIRST_LOSS_SCALE, GROWTH_INTERVAL = 2.0**16, 2000  # of a dynamic loss scale; as torch.amp.GradScaler
+FIRST_LOSS_SCALE, GROWTH_INTERVAL = 2.0**16, 2000  # of a dynamic loss scale; as in torch.amp.GradScaler
 CHOICES = {
     "stage": (1, 2),
     "reduction": ("reduce_scatter", "all_reduce"),
@@ -36,49 +36,53 @@ CHOICES = {
 
 
 class ZeroOptimizer:
-    """`optimizer_class` over what this rank owns of the parameters; gradients and parameters travel by themselves.
+    """Runs `optimizer_class` on this rank's shards of the parameters, and communicates gradients and parameters.
 
         optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4, max_norm=1.0)
         for batch in batches:                    # each rank has its own
-            loss_of(model(batch)).backward()     # the mean over ranks is what is minimised
+            loss_of(model(batch)).backward()     # the mean over ranks is minimised
             optimizer.step()
 
-    params: parameters, or param groups as torch optimizers take them, the same on every rank; rank 0's values are kept.
-        With tensor parallelism `ctx` is that of the data-parallel ranks: what is marked tensor_model_parallel must be
-        equal on all of its ranks. Parameters become contiguous views of common buffers and belong to the newest
-        optimizer made for them. A group with "ctx" is shared by the ranks of that context only, as experts are;
-        gradients are divided by the size of the optimizer's `ctx` all the same.
-    optimizer_class, **options: the wrapped optimizer. It sees fp32 masters, in 1-D pieces unless
-        partition="parameters". Schedulers take `.optimizer`.
-    stage: 2 reduces every backward at once, and no rank keeps full gradients. 1 has `no_sync`, which does keep them.
-        With layers that defer weight gradients (delay_wgrad_compute) all are kept, and reduced by `step`.
-    bucket_bytes: what one reduction takes. A larger parameter is reduced by itself, where its gradient lies.
-    overlap_comm: reduce and gather on a stream beside the current one. The numbers are the same to the bit.
-    overlap_gather: a module. Parameters are gathered while its forward runs: a submodule waits, on its own stream, for
-        those that are registered on itself. Whoever else reads parameters calls `ensure_params_ready` first.
-    reduction: "reduce_scatter", or "all_reduce", of which each rank uses its part.
+    params: parameters, or param groups as torch optimizers take them, the same on every rank. Rank 0's values are kept.
+        With tensor parallelism `ctx` is that of the data-parallel ranks: a parameter marked tensor_model_parallel must
+        be equal on all of its ranks. Parameters become contiguous views of common buffers and belong to the newest
+        optimizer made for them. A group with "ctx" is shared by the ranks of that context only, as experts are; its
+        gradients are still divided by the size of the optimizer's `ctx`.
+    optimizer_class, **options: the wrapped optimizer. It sees fp32 masters: whole parameters with
+        partition="parameters", otherwise 1-D pieces of those that are cut. Learning-rate schedulers take `.optimizer`.
+    stage: 2 reduces the gradients of every backward immediately, and no rank keeps full gradients. 1 has `no_sync`,
+        which keeps them. With layers that defer weight gradients (delay_wgrad_compute) all full gradients are kept, and
+        `step` reduces them.
+    bucket_bytes: bytes of one reduction. A larger parameter is reduced by itself, in its gradient's own storage.
+    overlap_comm: reduce and gather on a stream other than the current one. The results are bit-identical.
+    overlap_gather: a module. Parameters are gathered while its forward runs: each submodule waits, on the stream that
+        it runs on, for the parameters that are registered on itself. Any other reader of parameters must call
+        `ensure_params_ready` first.
+    reduction: "reduce_scatter", or "all_reduce", of whose result each rank uses its part.
     backend: "tkernels", or "torch" for torch.distributed on the context's process group.
-    partition: "elements" cuts every fill evenly, for optimizers that treat elements alike; "parameters" keeps each
-        whole at one owner, for those that look at a whole one (Muon, Adafactor), with uneven parts.
-    reduce_dtype: what gradients are summed in; None: the parameter's dtype. Owners add up passes in fp32.
-    max_norm: clip the global gradient norm, that of the average over ranks, to it. torch's clip_grad_norm_ finds no
-        gradients.
-    loss_scale: a factor that `scale(loss)` applies and `step` takes away; "dynamic" adapts it. A step whose gradients
-        are not finite on some rank is skipped by all. None: neither, and `step` reads nothing back to the host unless
-        this rank has left a parameter unused.
-    tensor_parallel: the context of the ranks that layers are split over, if they are: norm and skips are those of the
-        whole model then. Without it max_norm and loss_scale are refused for such a model.
-    dev: whose streams are meant; torch's module of the device by default.
+    partition: "elements" cuts every fill evenly, for elementwise optimizers; "parameters" keeps each parameter whole at
+        one owner, for optimizers that look at a whole one (Muon, Adafactor), with parts of uneven size.
+    reduce_dtype: the dtype in which gradients are summed over ranks; None: the parameter's. Owners accumulate passes in
+        fp32.
+    max_norm: clip the global norm of the averaged gradients to it. torch's clip_grad_norm_ finds no gradients.
+    loss_scale: a factor that `scale(loss)` applies and `step` removes; "dynamic" adapts it. All ranks skip a step whose
+        gradients are not finite on some rank. None: no scaling and no skipping, and `step` reads nothing back to the
+        host unless this rank has left a parameter unused.
+    tensor_parallel: the context of the ranks that layers are split over, if they are. The norm and the skipping of
+        steps are then those of the whole model. Without it max_norm and loss_scale are refused for such a model.
+    dev: the module that provides streams; torch's module of the device by default.
 
-    Collective, as `step` and backward are. `step` comes after forward and backward on its stream, as usual; it ends the
-    accumulation, so zero_grad is needed only to give gradients up: this one's, for a module's leaves what has been
-    reduced. Whoever changes parameters, as load_state_dict does, calls `refresh_masters` afterwards. After a step:
-    `grad_norm`, a tensor, the norm before clipping, and `skipped`. A parameter that no rank has used is left alone, as
-    without sharding. Checkpoints with use_reentrant=True are right, but each ends a pass; prefer use_reentrant=False.
+    Collective, as `step` and backward are. `step` must be ordered after forward and backward on its stream, as usual.
+    It ends the accumulation, so zero_grad is needed only to discard gradients. Use the optimizer's zero_grad: a
+    module's leaves gradients that are already reduced. Code that changes parameters, such as load_state_dict, must call
+    `refresh_masters` afterwards. After a step, `grad_norm` is the norm before clipping, a tensor, and `skipped` is
+    whether the step was skipped. A parameter that no rank has used is left alone, as without sharding. Activation
+    checkpointing with use_reentrant=True gives correct results, but each checkpoint ends a pass; prefer
+    use_reentrant=False.
 
-    Raises ValueError or TypeError for what can't be sharded, MismatchError if the ranks' parameters or options differ.
-    `step`, and what loads, raise LeaseError once a parameter has been converted or moved; `step` TkernelsError for one
-    that was frozen here and is to be trained now.
+    Raises ValueError or TypeError for parameters or options that can't be sharded, MismatchError if the ranks'
+    parameters or options differ. `step` and the loading methods raise LeaseError once a parameter has been converted or
+    moved. `step` raises TkernelsError for a parameter that was frozen at construction and requires a gradient later.
     """
 
     def __init__(
@@ -119,7 +123,7 @@ class ZeroOptimizer:
         )  # fmt: skip
         _check(self.ctx, asked)
         _check_parameters(contexts, self._names, backend, reduce_dtype)
-        remove_owners(self._parameters, ZeroOptimizer)  # its gathers come before what reads the parameters now
+        remove_owners(self._parameters, ZeroOptimizer)  # orders the reads below after the previous optimizer's gathers
         _check_parts(self.ctx, contexts, self._names)
         self.stage, self.max_norm, self._tensor_parallel = stage, max_norm, tensor_parallel
         self._dynamic = loss_scale == "dynamic"
@@ -134,7 +138,7 @@ class ZeroOptimizer:
         self.comm_stream = self.dev.Stream() if overlap_comm else self.dev.current_stream()
         self._wires = {ctx: open_wire("ZeroOptimizer", backend, ctx) for ctx in (self.ctx, *contexts.values())}
         self._gradients = OwnerGradients(self.comm_stream, self.dev, reduction)
-        self._gradients.enabled = not deferred  # what comes after backward waits for `step`, and the rest with it
+        self._gradients.enabled = not deferred  # deferred gradients come after backward: `step` reduces all of them
         for (ctx, dtype), parameters in _by_context_and_dtype(contexts).items():
             summed = reduce_dtype or dtype
             capacity = round_up(-(-bucket_bytes // summed.itemsize), ctx.size * ALIGNMENT)
@@ -144,10 +148,10 @@ class ZeroOptimizer:
         self._hooks = self._gradients.start({parameter: self._names[parameter] for parameter in self._parameters})
         self._shards = self._gradients.shards
         self._shard_of = {slice.parameter: shard for shard in self._shards for slice in shard.fill.slices}
-        self._awaited = {}  # shard -> streams that come after its gather
-        self._versions = {}  # parameter -> torch's count of writes to it, when it was gathered
+        self._awaited = {}  # shard -> streams that are already ordered after its gather
+        self._versions = {}  # parameter -> torch's count of writes to it at its last gather
         for shard in self._shards:
-            self._gather(shard, (shard.fill.elements, *(0 for _ in shard.fill.rows[1:])))  # what rank 0 has
+            self._gather(shard, (shard.fill.elements, *(0 for _ in shard.fill.rows[1:])))  # rank 0's values
         self.refresh_masters()
         self._overlap_gather = overlap_gather is not None
         if self._overlap_gather:
@@ -166,19 +170,19 @@ class ZeroOptimizer:
 
     @property
     def param_groups(self) -> list[dict]:
-        """Those of the wrapped optimizer: change learning rates there. Their params are this rank's masters."""
+        """The groups of the wrapped optimizer: change learning rates there. Their params are this rank's masters."""
         return self.optimizer.param_groups
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to call backward on: times `loss_scale`, if there is one."""
+        """The loss to call backward on: multiplied by `loss_scale`, if there is one."""
         return loss if self.loss_scale is None else loss * self.loss_scale
 
     @contextlib.contextmanager
     def no_sync(self):
-        """Backward inside only accumulates `parameter.grad`, in full on every rank; the next one outside, or `step`,
-        reduces it.
+        """A context in which backward only accumulates into `parameter.grad`, in full on every rank.
 
-        Raises TkernelsError for stage 2, which keeps no full gradients.
+        The next backward outside, or `step`, reduces it. Raises TkernelsError for stage 2, which keeps no full
+        gradients.
         """
         if self.stage == 2:
             raise TkernelsError(
@@ -189,14 +193,14 @@ class ZeroOptimizer:
             yield
 
     def zero_grad(self, set_to_none: bool = True):
-        """Give up the gradients since the last step. Parameters' `.grad` become None in any case."""
+        """Discard the gradients since the last step. Parameters' `.grad` become None in any case."""
         self._gradients.discard()
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Collective. Update the parameters by the average of the gradients since the last step, on all ranks.
+        """Collective. Update the parameters on all ranks, using the average of the gradients since the last step.
 
-        closure: called first, with gradients enabled; its value is returned, as torch optimizers do.
+        closure: called first, with gradients enabled; `step` returns its value, as torch optimizers do.
         """
         thawed = next((self._names[parameter] for parameter in self._frozen if parameter.requires_grad), None)
         if thawed is not None:
@@ -231,7 +235,10 @@ class ZeroOptimizer:
         return loss
 
     def _exchange(self) -> tuple[set, torch.Tensor]:
-        """Which parameters some rank has used, and the norm of the sum of all gradients: one all-reduce a context."""
+        """The parameters that some rank has used, and the norm of the sum of all gradients.
+
+        Takes one all-reduce per context, and one over `tensor_parallel`.
+        """
         norm, used = None, set(self._gradients.used)
         for ctx, wire in self._wires.items():
             parameters = [parameter for parameter, shard in self._shard_of.items() if shard.ctx is ctx]
@@ -239,7 +246,7 @@ class ZeroOptimizer:
             values = torch.ones(1 + len(parameters), device=ctx.device)
             if any(unused):
                 values[1:].masked_fill_(torch.tensor(unused).to(ctx.device), 0.0)
-            # Every piece is counted once, by its owner: the main context spans the owners of all.
+            # Every piece is counted once, by its owner: the main context includes all owners.
             if ctx is self.ctx:
                 counted = (piece.grad for piece in self._pieces if counts(piece.parameter, self._tensor_parallel))
                 values[:1] = squared_norm(counted, ctx.device)
@@ -261,11 +268,11 @@ class ZeroOptimizer:
             self.loss_scale, self._steps_at_scale = self.loss_scale * 2, 0
 
     def _publish(self):
-        """Give every rank the owners' masters, first those that forward needs first."""
+        """Send the owners' masters to every rank, beginning with the parameters that forward needs first."""
         self._check_places()
         for shard in reversed(self._shards):
             with shard.lease.read():
-                pass  # what was launched on this stream before may have read the parameters
+                pass  # earlier work on this stream may have read the parameters
             shard.slot.release(shard.lease)
             shard.lease = shard.slot.acquire()
             with shard.lease.write():
@@ -278,13 +285,13 @@ class ZeroOptimizer:
         self._awaited[shard] = []
         with self.dev.stream(self.comm_stream), shard.lease.write(ordered=True):
             self._wires[shard.ctx].all_gather(shard.flat, rows)
-        # For torch, which refuses a backward of what forward has saved and was written to since.
+        # Makes torch refuse a backward that needs values saved by forward and overwritten since.
         parameters = [slice.parameter for slice in shard.fill.slices]
         torch.autograd.graph.increment_version(parameters)
         self._versions |= {parameter: parameter._version for parameter in parameters}
 
     def _check_values(self):
-        """Collective where a program has written to parameters. Raises ValueError for what the gathers would undo."""
+        """Collective if parameters have been written to. Raises ValueError for a write that the gathers would undo."""
         if all(parameter._version == version for parameter, version in self._versions.items()):
             return
         self.ensure_params_ready()
@@ -314,7 +321,7 @@ class ZeroOptimizer:
             self._awaited[shard].append(stream)
 
     def ensure_params_ready(self):
-        """Order the current stream after the gathers of the last step; for readers that overlap_gather doesn't see."""
+        """Order the current stream after the gathers of the last step, for readers that overlap_gather doesn't see."""
         for shard in self._shards:
             self._await(shard)
 
@@ -340,7 +347,7 @@ class ZeroOptimizer:
 
     @torch.no_grad()
     def refresh_masters(self):
-        """Take the parameters' values over into the masters, after they were changed elsewhere, alike on all ranks."""
+        """Copy the parameters' values into the masters, after a change from outside that is the same on all ranks."""
         self._check_places()
         self.ensure_params_ready()
         for shard in self._shards:
@@ -348,9 +355,9 @@ class ZeroOptimizer:
         self._versions = {parameter: parameter._version for parameter in self._versions}
 
     def remove(self):
-        """Take the hooks off the parameters and modules; the optimizer can't be used any more. May be repeated.
+        """Take the hooks off the parameters and modules. The optimizer can't be used afterwards. May be repeated.
 
-        What another ZeroOptimizer is made for is taken from the one that had it before in the same way.
+        A new ZeroOptimizer removes the previous one of its parameters in the same way.
         """
         self.ensure_params_ready()
         for hook in self._hooks:
@@ -358,9 +365,10 @@ class ZeroOptimizer:
         disown([*self._parameters, *(piece.master for piece in self._pieces)], self)
 
     def state_dict(self) -> dict:
-        """This rank's part, for the same ranks and layout. `full_state_dict` is for any.
+        """This rank's part of the state, for the same ranks and layout. `full_state_dict` is for any.
 
-        As with torch's optimizers its tensors are those in use: copy.deepcopy it to go back to it after further steps.
+        As in torch's optimizers, its tensors are those in use: copy.deepcopy it to be able to go back to it after more
+        steps.
         """
         return {
             "layout": self._layout,
@@ -371,9 +379,9 @@ class ZeroOptimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict):
-        """Collective. Take over what `state_dict` gave.
+        """Collective. Load the result of `state_dict`.
 
-        Raises ValueError, on every rank, for another layout or rank.
+        Raises ValueError, on every rank, for the state of another layout or rank.
         """
         layout, problem = state.get("layout"), ""
         if layout is None:
@@ -392,7 +400,7 @@ class ZeroOptimizer:
         self._publish()
 
     def _refuse(self, caller: str, problem: str):
-        """Collective. Raises the first rank's problem on every rank; an empty one is none."""
+        """Collective. Raises the first rank's problem on every rank; an empty string is no problem."""
         problems = [f"rank {rank} {what}" for rank, what in enumerate(self.ctx.group.gather(problem)) if what]
         if problems:
             raise ValueError(f"{caller}: {problems[0]}")
@@ -400,8 +408,8 @@ class ZeroOptimizer:
     def full_state_dict(self) -> dict:
         """Collective. The state that the unsharded optimizer would have, on the CPU of every rank.
 
-        optimizer_class(params).load_state_dict takes it, and so does load_full_state_dict on any number of ranks.
-        "masters" holds the parameters that are trained, in fp32, by number. Frozen ones have numbers, too.
+        optimizer_class(params).load_state_dict accepts it, and so does load_full_state_dict on any number of ranks.
+        "masters" holds the trained parameters, in fp32, by number. Frozen parameters have numbers, too.
         """
         own = self.optimizer.state_dict()
         number_of = {parameter: number for number, parameter in enumerate(self._names)}
@@ -430,10 +438,10 @@ class ZeroOptimizer:
 
     @torch.no_grad()
     def load_full_state_dict(self, state: dict):
-        """Collective. Take over a full state, of `full_state_dict` or of the unsharded optimizer.
+        """Collective. Load a full state, from `full_state_dict` or from the unsharded optimizer.
 
-        What "masters" doesn't have keeps its present value, and what has no state begins anew: it was frozen, perhaps.
-        Raises ValueError, on every rank, for groups of other sizes.
+        A parameter that "masters" lacks keeps its present value. One without state starts afresh: it may have been
+        frozen. Raises ValueError, on every rank, for groups of other sizes.
         """
         problem, sizes = "", [len(group["params"]) for group in state["param_groups"]]
         if sizes != self._group_sizes:
@@ -465,7 +473,7 @@ class ZeroOptimizer:
 
 
 def _param_groups(params, ctx: Context) -> tuple[list[dict], dict[torch.Tensor, str], dict[torch.Tensor, Context]]:
-    """Groups with lists of parameters; names of all of them, in order; contexts of those that want gradients."""
+    """Groups with lists of parameters; names of all of them, in order; contexts of those that require gradients."""
     groups, names, contexts = list(params), {}, {}
     if groups and not isinstance(groups[0], dict):
         groups = [{"params": groups}]
@@ -488,14 +496,17 @@ def _param_groups(params, ctx: Context) -> tuple[list[dict], dict[torch.Tensor, 
 
 
 def _plain(options: dict) -> dict:
-    """What ranks can compare of options: plain values as they are, of other things the type; of params the number."""
+    """The part of `options` that ranks can compare.
+
+    Plain values are kept as they are, other values become the name of their type, and params their number.
+    """
     kinds = (type(None), bool, int, float, str, tuple)
     compared = {name: value if isinstance(value, kinds) else type(value).__name__ for name, value in options.items()}
     return compared | ({"params": len(options["params"])} if "params" in options else {})
 
 
 def _by_context_and_dtype(contexts: dict[torch.Tensor, Context]) -> dict:
-    """(context, dtype) -> its parameters, in the order of backward; empty ones have no gradient to travel."""
+    """(context, dtype) -> its parameters, in the order of backward. Leaves out empty ones: they have no gradient."""
     kinds = {}
     for parameter, ctx in reversed(contexts.items()):
         if parameter.numel():
@@ -504,7 +515,7 @@ def _by_context_and_dtype(contexts: dict[torch.Tensor, Context]) -> dict:
 
 
 def _check(ctx: Context, asked: dict):
-    """Collective. The same error on every rank, for options that differ or make no sense."""
+    """Collective. Raises the same error on every rank, for options that differ or are invalid."""
     if difference := first_difference(ctx.group.gather(asked)):
         rank, names = difference
         raise MismatchError(f"ZeroOptimizer: ranks 0 and {rank} differ in {', '.join(names)}; all must pass the same")
@@ -544,13 +555,16 @@ def _check_parameters(contexts: dict[torch.Tensor, Context], names, backend: str
 
 
 def _check_parts(ctx: Context, contexts: dict[torch.Tensor, Context], names: dict[torch.Tensor, str]):
-    """Collective. The same error on every rank, for parts of tensors that differ: rank 0's would replace the others."""
+    """Collective. Raises the same error on every rank, for parts of split tensors that differ.
+
+    Rank 0's values would replace the others.
+    """
     parts = {
         number: (tuple(contexts[parameter].group.global_ranks), checksum(parameter))
         for number, parameter in enumerate(names)
         if parameter in contexts and getattr(parameter, "tensor_model_parallel", False)
     }
-    found = {}  # number -> who shares it, and what they have
+    found = {}  # number -> {(the ranks that share it, checksum)}
     for theirs in ctx.group.gather(parts):
         for number, part in theirs.items():
             found.setdefault(number, set()).add(part)
@@ -569,7 +583,7 @@ def _to_cpu(value):
 
 
 def _place(values: dict, name, shape: torch.Size, start: int, value, piece_shape: torch.Size):
-    """Put a piece's value at its place in values[name], of the parameter's `shape`; what has no such shape as it is."""
+    """Put a piece's value at its place in values[name], of the parameter's `shape`; other values as they are."""
     if not isinstance(value, torch.Tensor) or value.shape != piece_shape:
         values[name] = value
         return

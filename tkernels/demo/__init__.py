@@ -1,4 +1,4 @@
-"""`tkernels demo`: train a transformer on several ranks, and show that it learns what the unsharded one learns."""
+"""`tkernels demo`: trains a transformer on several ranks and shows that it learns the same as the unsharded one."""
 
 import math
 import time
@@ -17,8 +17,10 @@ from tkernels.launch import RankPool, default_ranks
 class Options:
     """The command's arguments.
 
-    parallel: how the training is split, one of tkernels.demo.parallel. ranks: None is 2, or on the nvshmem runtime all
-    GPUs. json: where the result goes, "-" is stdout. plot: the picture.
+    parallel: how the training is split, one of tkernels.demo.parallel.
+    ranks: None is 2, or on the nvshmem runtime all GPUs.
+    json: where the result goes, "-" is stdout.
+    plot: where the picture goes.
     """
 
     parallel: str = "tp"
@@ -31,9 +33,9 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """Train, compare, report. The exit code: 0, or 1 if the sharded and the unsharded model part.
+    """Train, compare, report. Returns the exit code: 0, or 1 if the sharded and the unsharded model disagree.
 
-    Raises argparse.ArgumentError for a picture in a format that can't be drawn.
+    Raises argparse.ArgumentError for a picture in a format that cannot be drawn.
     """
     if options.plot:
         check_picture(options.plot)

@@ -1,4 +1,4 @@
-"""The text that the demo trains on: the prose of Python's own help, which every Python ships with."""
+"""The demo's training text: the prose of Python's own help, which every Python ships with."""
 
 import platform
 import re
@@ -19,7 +19,7 @@ class Text:
 
     @classmethod
     def of_python_help(cls) -> "Text":
-        """The paragraphs of help("LAMBDAS") and all the other articles that are whole sentences, without code."""
+        """The paragraphs of help("LAMBDAS") and all other articles that are whole sentences, without code."""
         from pydoc_data.topics import topics
 
         paragraphs = (" ".join(part.split()) for name in sorted(topics) for part in topics[name].split("\n\n"))
@@ -30,7 +30,7 @@ class Text:
         return cls(title, vocabulary, torch.tensor([numbers[character] for character in text]))
 
     def batch(self, sequence: int, batch: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and the tokens that follow them, [sequence, batch] each, from random places."""
+        """Tokens and the tokens that follow them, [sequence, batch] each, from random offsets."""
         starts = torch.randint(len(self.characters) - sequence, (batch,), generator=generator)
         windows = torch.stack([self.characters[start : start + sequence + 1] for start in starts], dim=1)
         return windows[:-1], windows[1:]

@@ -7,8 +7,8 @@ s positions of a sequence.  b sequences.  d features.  h heads.  V characters.  
     inside attention             h heads         h/R heads         of all positions
     inside the MLP               4d features     4d/R features     of all positions
 
-The model's own code is that of the left column. It never asks for R: it takes the positions that it is given and the
-heads that come out of its first linear layer.
+The model's own code is written for the left column and does not depend on R: it uses the positions that it is given and
+as many heads as its first linear layer returns.
 """
 
 from dataclasses import dataclass
@@ -91,7 +91,7 @@ class Transformer(nn.Module):
         self.norm, self.head = nn.LayerNorm(config.features), nn.Linear(config.features, config.vocabulary, bias=False)
         for name, parameter in self.named_parameters():
             if "norm" not in name:
-                # Biases too: a lost or doubled one then shows in the first loss.
+                # Biases too, so that a lost or doubled one shows in the first loss.
                 nn.init.normal_(parameter, std=0.3 if name == "embedding.weight" else 0.02)
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -112,8 +112,8 @@ PLAN = {
 def shard(model: Transformer, ctx: Context) -> Transformer:
     """Collective. Split the linear layers of `model` over ranks, in place. Heads and positions must divide by R.
 
-    What stays whole (norms, embeddings, head) is applied to a rank's own positions, so that its gradients are parts of
-    a sum: they get the mark that `all_reduce_sequence_parallel_grads` looks for.
+    Modules that stay whole (norms, embeddings, head) see only a rank's own positions, so their gradients are partial
+    sums. Their parameters get the mark that `all_reduce_sequence_parallel_grads` looks for.
     """
     parallelize(model, PLAN, ctx)
     for module in model.modules():

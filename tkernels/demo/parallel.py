@@ -1,14 +1,14 @@
-"""The ways to split the demo's training over ranks, one class each; `KINDS` has them by their names.
+"""The ways to split the demo's training over ranks, one class each; `KINDS` has them by name.
 
-            a rank has                         what travels                          beside
-    tp      positions; heads and features      activations, in the linear layers     the same layers' products
-    pp      blocks                             activations, and gradients of them    the next microbatch
-    fsdp    sequences, parts of parameters     parameters, and their gradients       the blocks before and after
-    zero    sequences, parts of the optimizer  gradients, and parameters             backward; forward
-    ddp     sequences                          gradients                             backward
+            a rank has                         it sends                           overlapped with
+    tp      positions; heads and features      activations, in the linear layers  the GEMMs of the same layers
+    pp      blocks                             activations, and their gradients   the next microbatch
+    fsdp    sequences, parts of parameters     parameters, and their gradients    the blocks before and after
+    zero    sequences, parts of the optimizer  gradients, and parameters          backward; forward
+    ddp     sequences                          gradients                          backward
 
-On GPUs a collective of one stream can stand in the way of another stream's. So each kind takes the sum of the losses
-where its own stream has waited for all that travels.
+On GPUs a collective on one stream can block a collective on another. Each class therefore sums the losses at a point
+where its own stream has waited for all other communication.
 """
 
 from collections import defaultdict
@@ -30,12 +30,12 @@ from tkernels.layers.p2p import P2PCommunicator
 from tkernels.layers.pipeline import forward_backward_pipelining, split_into_stages
 from tkernels.layers.zero import ZeroOptimizer
 
-BUCKET_ELEMENTS = 1 << 15  # about a quarter of the model's gradients travel together
+BUCKET_ELEMENTS = 1 << 15  # of a bucket: about a quarter of the model's gradients
 MICROBATCH = 2  # sequences
 
 
 class TensorParallel(Parallel):
-    """Linear layers split by heads and features, and everything between them by positions."""
+    """Tensor and sequence parallel: linear layers split by heads and features, the rest by positions."""
 
     name = "tp"
 
@@ -72,7 +72,7 @@ class TensorParallel(Parallel):
 
 
 class PipelineParallel(Parallel):
-    """Stages of as many blocks each, 1F1B; the first has the embeddings, too, and the last the head."""
+    """Pipeline parallel, 1F1B: stages with equally many blocks; the first adds the embeddings, the last the head."""
 
     name = "pp"
 
@@ -152,7 +152,7 @@ class _CountingCommunicator(P2PCommunicator):
 
 
 class _SequencesApart(Parallel):
-    """Every rank has some of a batch's sequences."""
+    """Base class of data-parallel ways: every rank has a share of a batch's sequences."""
 
     @staticmethod
     def sizes(ranks):
@@ -170,7 +170,7 @@ class _SequencesApart(Parallel):
 
 
 class DataParallel(_SequencesApart):
-    """Gradients are summed, everywhere, a bucket at a time."""
+    """Gradients are summed on all ranks, a bucket at a time."""
 
     name = "ddp"
     share_of_model = "the whole model"
@@ -193,7 +193,7 @@ class DataParallel(_SequencesApart):
 
 
 class Zero(_SequencesApart):
-    """Each rank updates a part of the parameters: it gets the sums of their gradients, and gives their values back."""
+    """Each rank updates a part of the parameters: it receives their summed gradients and sends their new values."""
 
     name = "zero"
 
@@ -221,7 +221,7 @@ class Zero(_SequencesApart):
     def step(self, tokens, targets):
         loss = self.loss_part(self.model, tokens, targets)
         total = tkernels.all_reduce(loss.detach()[None], ctx=self.ctx)
-        self.zero.scale(loss * self.ctx.size).backward()  # the mean over ranks is minimised
+        self.zero.scale(loss * self.ctx.size).backward()  # times R, since gradients are means over ranks
         self.zero.step()
         return total
 
@@ -237,7 +237,7 @@ class Zero(_SequencesApart):
 
 
 class FullySharded(_SequencesApart):
-    """Parameters are whole only while their block is computed with."""
+    """Parameters are gathered only while their block computes."""
 
     name = "fsdp"
 
@@ -253,7 +253,7 @@ class FullySharded(_SequencesApart):
         return f"1 of {self.ctx.size} parts of each parameter"
 
     def _pieces(self, sizes: dict[str, int]) -> dict[str, tuple[str, slice, slice]]:
-        """What this rank has of the parameters, by name: the name of a shard, where in it, and where in the whole.
+        """This rank's pieces of the parameters, by name: (shard's name, slice of the shard, slice of the parameter).
 
         A unit's parameters lie one after the other, each at a multiple of ALIGN; a shard is an R-th of a unit.
         """

@@ -1,4 +1,4 @@
-"""What a training step's operations cost, and whether they were right: it sees every call of tkernels' operators."""
+"""Measures the cost of a training step's operations and checks their results: it intercepts tkernels' operators."""
 
 import math
 import time
@@ -26,7 +26,7 @@ class Tally:
 
 
 class Recorder(TorchDispatchMode):
-    """While entered, counts and times the operators of torch.ops.tkernels, those that autograd calls among them.
+    """While entered, counts and times the operators of torch.ops.tkernels, including those that autograd calls.
 
     Once `keep` is set, the next call of each operation is kept, for `check`.
     """
@@ -62,7 +62,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def tallies(self) -> dict[str, Tally]:
-        """By operation. Waits for the device."""
+        """The tallies by operation. Waits for the device."""
         for tally in self._tallies.values():
             for start, end in tally.events:
                 end.synchronize()
@@ -71,14 +71,14 @@ class Recorder(TorchDispatchMode):
         return self._tallies
 
     def check(self) -> dict[str, tuple[float, float]]:
-        """Collective. For each kept call its error against torch in fp64, the worst of all ranks, and what is allowed.
+        """Collective. For each kept call: its error against torch in fp64, the worst of all ranks, and the limit.
 
-        Every element of every result is a sum of `terms` terms. Its error is taken relative to the sum of the terms'
-        absolute values, which makes the bound hold for all data: with u = 2**-24, adding in fp32 errs by at most u of
-        that for each addition (2 u where hardware truncates); then come two roundings to the dtype, of half an epsilon
-        each: of the partial sums that travel, and of the result. A gather adds nothing, and is exact.
+        Every element of every result is a sum of `terms` terms. Its error is relative to the sum of the terms' absolute
+        values, so that the bound holds for all data. With u = 2**-24, each addition in fp32 errs by at most u of that
+        sum (2 u where hardware truncates). Two roundings to the dtype follow, of half an epsilon each: of the partial
+        sums that are sent, and of the result. A gather adds nothing, and is exact.
         """
-        torch.get_device_module(self.ctx.device).synchronize()  # copies were made on whatever streams there are
+        torch.get_device_module(self.ctx.device).synchronize()  # the copies may have been made on any stream
         checked = {}
         for name, (args, got) in sorted(self._kept.items()):
             want, magnitude, terms = _reference(name, args, self.ctx)

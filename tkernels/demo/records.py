@@ -1,11 +1,11 @@
-"""What the demo measures: the ranks make these, the report shows them, and --json writes them as they are."""
+"""The demo's measurements: made by the ranks, shown by the report, and written unchanged by --json."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What the ranks have started with."""
+    """The configuration with which the ranks have started."""
 
     runtime: str
     transport: str
@@ -30,7 +30,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Step:
-    """The losses of one step, and how far they may part."""
+    """The losses of one step, and how far they may differ."""
 
     step: int
     sharded: float
@@ -52,9 +52,9 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Operation:
-    """All calls of one operation on a rank, and one of them against an fp64 reference.
+    """All calls of one operation on a rank, and the check of one of them against an fp64 reference.
 
-    A pipeline's messages have no seconds, since they travel beside the computation, and no reference.
+    A pipeline's messages have no seconds, since they overlap with the computation, and no reference.
     """
 
     operation: str

@@ -1,4 +1,4 @@
-"""How the demo's result is shown: on the terminal, as a picture, and as JSON."""
+"""Shows the demo's result: on the terminal, as a picture, and as JSON."""
 
 import argparse
 import contextlib
@@ -17,7 +17,7 @@ from tkernels.demo.records import Result, Setup, Step
 
 
 class Report:
-    """The terminal's side: a progress bar where there is a terminal, a line a step, then tables."""
+    """The terminal output: a progress bar where there is a terminal, a line for each step, then tables."""
 
     def __init__(self, num_steps: int, to_stderr: bool):
         self.console = Console(stderr=to_stderr, highlight=False)
@@ -43,7 +43,7 @@ class Report:
             yield
 
     def setup(self, setup: Setup):
-        """The facts of the run, one a line."""
+        """Print the run's configuration, one fact a line."""
         how = "Triton's interpreter on the CPU" if setup.runtime == "simulated" else f"compiled for {setup.device}"
         self._print_facts(
             runtime=f"{setup.runtime}: {how}, transport {setup.transport}",
@@ -80,7 +80,7 @@ class Report:
         self.console.print(line)
 
     def result(self, result: Result):
-        """What the operations did, and the verdict, which is the last line."""
+        """Print the operations' measurements, and the verdict as the last line."""
         if result.operations:
             self.console.print()
             self.console.print(_operations(result))
@@ -138,7 +138,7 @@ def check_picture(path: Path):
 
 
 def draw(result: Result, path: Path):
-    """The two loss curves, and below them how far they part, in the format that the path ends with."""
+    """Draw the two loss curves and, below them, their difference, in the format of the path's suffix."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -173,7 +173,7 @@ def draw(result: Result, path: Path):
         )  # fmt: skip
 
         below.plot(steps, [step.allowed for step in result.steps], color=grey, linewidth=2, label="allowed")
-        # A difference of 0 has no place on a logarithmic axis; it is drawn at fp32's resolution there.
+        # A logarithmic axis cannot show a difference of 0; it is drawn at fp32's resolution.
         floor = [max(step.difference, step.unsharded * 2.0**-25) for step in result.steps]
         below.plot(steps, floor, color=blue, marker="o", markersize=3, linewidth=0.8, label="difference")
         below.set_yscale("log")

@@ -1,24 +1,24 @@
-"""The training of the sharded model on the ranks and, beside it on every rank, of the unsharded one.
+"""Trains the sharded model on the ranks and, on every rank, the unsharded one beside it.
 
-`start`, `step` and `finish` run in a rank's process, called by the parent one after the other. What lives from one
-call to the next is the rank's `_Training`, in this module.
+`start`, `step` and `finish` run in a rank's process; the parent calls them one after the other. The state between calls
+is the rank's `_Training`, in this module.
 
-How far may the two losses part? Both models compute the same numbers in two orders of addition. Let
+How far may the two losses differ? Both models compute the same numbers with two orders of addition. Let
 
     u    half an epsilon of the dtype: the error of one rounding; u32 that of fp32
     n    roundings on the longest path of a value, there and back: 2 * 10 a layer (`ROUNDINGS_PER_LAYER`)
     K    terms of the longest sum, 4d; sums are accumulated in fp32
-    L    the loss, which also bounds what a relative error of the logits does to it
+    L    the loss, which also bounds the effect on it of a relative error of the logits
     M    tokens of a step
 
-Roundings are independent, so that their errors add up as a random walk. What a pass computes has the relative error
+Rounding errors are independent, so they add up as a random walk. The result of a pass has the relative error
 
     e = u sqrt(n) + u32 sqrt(n K)
 
-*Gradients.* In the first step both models have the same weights to the bit, and their gradients differ by two such
-errors, and by two of the sum over tokens: for norms and embeddings torch's CPU kernels take it in the dtype itself,
-where the k-th of M additions errs by up to u sqrt(k) of a term's size, together u sqrt(M / 2) of the sum's. So the norm
-of a gradient's difference, relative to the gradient's norm, may be
+*Gradients.* In the first step both models have the same weights, bit for bit. Their gradients differ by two such
+errors, and by two errors of the sum over tokens: for norms and embeddings torch's CPU kernels accumulate this sum in
+the dtype itself, where the k-th of M additions errs by up to u sqrt(k) of a term's size, together u sqrt(M / 2) of the
+sum's. So the norm of a gradient's difference, relative to the gradient's norm, may be
 
     2 (e + u sqrt(M / 2))
 
@@ -26,18 +26,18 @@ of a gradient's difference, relative to the gradient's norm, may be
 
 *Losses.* A loss is a mean over M tokens, whose errors are independent: with the same weights two losses differ by up to
 2 e L / sqrt(M), and by their own rounding to fp32. But each step leaves an error in the weights, which moves the later
-losses by as much again, to first order: the update is a smooth function of the gradient (that is what Adam's large
-epsilon is for; with the usual one, an element whose gradient is mere noise moves by a full learning rate, in a random
-direction), and a sum over many weights averages their errors as the mean over tokens does. Letting the errors of all
-steps add up without cancelling, we allow
+losses by as much again, to first order. This holds for two reasons. The update is a smooth function of the gradient:
+that is the purpose of Adam's large epsilon. With the usual one, an element whose gradient is mere noise moves by a full
+learning rate, in a random direction. And a sum over many weights averages their errors as the mean over tokens does.
+Letting the errors of all steps add up without cancelling, we allow
 
     L (2 e (t + 1) / sqrt(M) + 4 u32)    after t steps
 
-In fp32 this is 5e-6 in the first step and 8e-5 in the 40th. Measured: up to a tenth of it in 400 steps of fp32, up to
-a hundredth in 200 of bf16; with half of the gradient of one bias lost, whichever bias, 1.6 to 1500 times as much by
-the third step in fp32.
+In fp32 this is 5e-6 in the first step and 8e-5 in the 40th. Measured: up to a tenth of it in 400 steps of fp32, up to a
+hundredth in 200 of bf16; with half of the gradient of one bias lost, whichever bias, 1.6 to 1500 times as much by the
+third step in fp32.
 
-*Ways to split.* This holds for each of them, since all only add in another order:
+*Ways to split.* The bounds hold for each of them, since they only change the order of additions:
 
     tp                 sums over K, and those over tokens, are sums of R partial sums
     pp                 sums over tokens are sums of P microbatches' sums, added up in the dtype
@@ -45,7 +45,7 @@ the third step in fp32.
 
 A sum of P partial sums has an error of u (sqrt(M / 2P) + sqrt(P / 2)) and two roundings more, which is less than that
 of one sum, since P is small beside M. ZeRO and FSDP take the mean over ranks of R times as much: one more rounding
-where R is no power of 2. The optimizer treats each element by itself, and may as well do so in parts.
+where R is no power of 2. The optimizer treats each element separately, so it may be split as well.
 """
 
 import copy
@@ -64,7 +64,7 @@ from tkernels.demo.recorder import Recorder, Tally
 from tkernels.demo.records import Gradient, Operation, Setup, Step
 from tkernels.shapes import DTYPES
 
-SEQUENCE, BATCH, HEADS, LAYERS = 32, 8, 4, 2  # what the ranks share is rounded up to a multiple of them
+SEQUENCE, BATCH, HEADS, LAYERS = 32, 8, 4, 2  # sizes that are split are rounded up to a multiple of R
 LEARNING_RATE = 2e-2
 ADAM_EPSILON = 1e-2
 ADAM = {"lr": LEARNING_RATE, "betas": (0.9, 0.95), "eps": ADAM_EPSILON}
@@ -73,7 +73,7 @@ ROUNDINGS_PER_LAYER = 10  # norm, qkv, attention, proj, sum; norm, fc1, gelu, fc
 
 
 def pass_error(config: ModelConfig, dtype: torch.dtype) -> float:
-    """e, as derived above."""
+    """e of the module's docstring."""
     roundings = 2 * ROUNDINGS_PER_LAYER * config.layers
     u, u32 = torch.finfo(dtype).eps / 2, 2.0**-24
     return u * math.sqrt(roundings) + u32 * math.sqrt(roundings * 4 * config.features)
@@ -85,12 +85,12 @@ def allowed_gradient(config: ModelConfig, dtype: torch.dtype) -> float:
 
 
 def allowed_loss(config: ModelConfig, dtype: torch.dtype, loss: float, steps: int) -> float:
-    """How far the two losses may part after `steps` steps."""
+    """How far the two losses may differ after `steps` steps."""
     return loss * (2 * pass_error(config, dtype) * (steps + 1) / math.sqrt(config.tokens) + 4 * 2.0**-24)
 
 
 def first_gradient(state: dict) -> torch.Tensor:
-    """The gradient that Adam got for a parameter in the first step, from its state after it."""
+    """The gradient that Adam got for a parameter in the first step, from its state after that step."""
     return state["exp_avg"] / (1 - ADAM["betas"][0])
 
 
@@ -116,12 +116,12 @@ class Optimizer:
             parameter.copy_(self.masters[name])
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Those of the first step, unscaled; only right after it."""
+        """The unscaled gradients of the first step; valid only right after it."""
         return {name: first_gradient(self.adam.state[master]) for name, master in self.masters.items()}
 
 
 def loss_part(model: nn.Module, config: ModelConfig, tokens, targets, first_position: int = 0) -> torch.Tensor:
-    """The part of a batch's mean loss that these tokens [s', b'] give, which begin at `first_position`."""
+    """The contribution of these tokens [s', b'], which begin at `first_position`, to a batch's mean loss."""
     positions = torch.arange(first_position, first_position + len(tokens), device=tokens.device)
     logits = model(tokens, positions).float().flatten(0, 1)
     return F.cross_entropy(logits, targets.flatten(), reduction="sum") / config.tokens
@@ -130,9 +130,11 @@ def loss_part(model: nn.Module, config: ModelConfig, tokens, targets, first_posi
 class Parallel:
     """A way to split the training over ranks, and a rank's part of it; the ways are in tkernels.demo.parallel.
 
-    Collective, as are step, gradients and close. model: has the first weights, and is split in place.
+    Collective, as are step, gradients and close. model: has the initial weights, and is split in place.
 
-    name: as --parallel takes it. share: what a rank has, in words. num_parameters: those that it has between two steps.
+    name: as --parallel takes it.
+    share: a rank's part, in words.
+    num_parameters: the number of parameters that the rank holds between two steps.
     """
 
     name: str
@@ -144,7 +146,7 @@ class Parallel:
 
     @staticmethod
     def sizes(ranks: int) -> dict[str, int]:
-        """Sizes of ModelConfig that have to be others, so that they can be split."""
+        """The sizes of ModelConfig that must change to be divisible by the ranks."""
         return {}
 
     @property
@@ -152,23 +154,23 @@ class Parallel:
         return self.optimizer.num_parameters
 
     def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Train on a batch, of which every rank has all. Returns its loss [1], the same on every rank."""
+        """Train on a batch, which every rank has in full. Returns its loss [1], the same on every rank."""
         raise NotImplementedError
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """After the first step, what the optimizer got for this rank's parameters, by their names in the model."""
+        """After the first step: the gradients that the optimizer got for this rank's parameters, by name."""
         return self.optimizer.gradients()
 
     def parts(self, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What `gradients` should be, from those of the unsharded model."""
+        """The expected result of `gradients`, from the gradients of the unsharded model."""
         return whole
 
     def messages(self) -> dict[str, Tally]:
-        """What this rank has sent other than by tkernels' operators."""
+        """This rank's sends that bypass tkernels' operators."""
         return {}
 
     def close(self):
-        """Give memory back; the training is over."""
+        """Free memory after the training."""
 
 
 class _Training:
@@ -209,7 +211,7 @@ class _Training:
         return loss.item()
 
     def _worst_gradient(self) -> Gradient:
-        """This rank's gradient that is furthest from the same part of the unsharded model's."""
+        """This rank's gradient with the largest error against the same part of the unsharded model's."""
         errors, wanted = {}, self.sharded.parts(self.optimizer.gradients())
         for name, gradient in self.sharded.gradients().items():
             got, want = gradient.cpu().double(), wanted[name].cpu().double()
@@ -220,7 +222,7 @@ class _Training:
         return Gradient(self.ctx.rank, worst, errors[worst], allowed_gradient(self.config, self.dtype))
 
     def operations(self) -> list[Operation]:
-        """Collective. What the operations have cost this rank, and one call of each against a reference."""
+        """Collective. The cost of the operations on this rank, and the check of one call of each."""
         tallies, checks = self.recorder.tallies(), self.recorder.check()
         operations = [
             Operation(name, tally.calls, tally.sent_bytes, tally.seconds, *checks[name])
@@ -234,7 +236,7 @@ _training: _Training | None = None
 
 
 def start(ctx: Context, dtype: str, seed: int, kind: type[Parallel]) -> Setup:
-    """Collective. Make both models, of which `kind` splits one."""
+    """Collective. Make both models; `kind` splits one of them."""
     global _training
     _training = _Training(ctx, DTYPES[dtype], seed, kind)
     config = _training.config

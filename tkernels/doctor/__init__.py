@@ -1,4 +1,4 @@
-"""`tkernels doctor`: what is here, what would be chosen and why, and whether every transport and operation works."""
+"""`tkernels doctor`: shows what is installed, what is chosen and why, and tries every transport and operation."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ from tkernels.doctor.inventory import Inventory
 from tkernels.doctor.report import Report
 
 RANKS = 2
-TIMEOUT_S = 30.0  # of a wait for a peer: what works takes milliseconds once it is compiled
+TIMEOUT_S = 30.0  # of a wait for a peer; a working wait takes milliseconds once its kernel is compiled
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,11 @@ class Options:
 
 @dataclass
 class Diagnosis:
-    """What the doctor found.
+    """The doctor's findings.
 
-    runtimes, transports: each with the reason why it can't be used here, None if it can.
-    skipped: why nothing was tried. problems: what is broken.
+    runtimes, transports: each with the reason why it cannot be used here, None if it can.
+    skipped: why nothing was tried.
+    problems: what is broken.
     """
 
     inventory: Inventory
@@ -38,7 +39,7 @@ class Diagnosis:
 
 
 def run(options: Options) -> int:
-    """Look, try, report. The exit code: 0, or 1 if something is broken."""
+    """Take the inventory, try everything, report. Returns the exit code: 0, or 1 if something is broken."""
     report = Report(to_stderr=options.json == "-")
     found = Diagnosis(inventory.take())
     if found.inventory.problem:

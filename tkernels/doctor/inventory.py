@@ -1,4 +1,4 @@
-"""What is on this machine, found without importing tkernels.comm: it must work where something is broken."""
+"""An inventory of this machine, taken without importing tkernels.comm, so that it works on broken installations."""
 
 import contextlib
 import importlib.metadata
@@ -10,7 +10,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-# Each by the names that it may have, the one to install first.
+# The possible names of each package, the one to install first.
 PACKAGES = (
     ("torch",), ("triton",), ("numpy",), ("nvshmem4py-cu13", "nvshmem4py-cu12"),
     ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12"),
@@ -22,7 +22,7 @@ LINK_KINDS = {
     "PHB": "PCIe, through the CPU",
     "NODE": "PCIe, through several host bridges",
     "SYS": "through the link between CPUs",
-}  # nvidia-smi's words; NV18 is 18 NVLinks
+}  # nvidia-smi's abbreviations; NV18 is 18 NVLinks
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,11 @@ class GPU:
 
 @dataclass(frozen=True)
 class Link:
-    """Between two GPUs. peer_access: loads and stores reach, both ways. kind: in nvidia-smi's words, or "unknown"."""
+    """The link between two GPUs.
+
+    peer_access: loads and stores work in both directions.
+    kind: nvidia-smi's abbreviation, or "unknown".
+    """
 
     gpus: tuple[int, int]
     peer_access: bool
@@ -57,14 +61,14 @@ class Inventory:
     packages: dict[str, str | None]  # version, None if not installed
     nvshmem_library: str | None  # path of the host library
     nvshmem_bitcode: str | None  # path of the device functions, which the transport nvshmem links into kernels
-    cuda: str  # of torch, and why it sees no GPU
+    cuda: str  # torch's CUDA version, or why it sees no GPU
     gpus: tuple[GPU, ...]
     links: tuple[Link, ...]
-    problem: str | None  # why torch or triton can't be imported
+    problem: str | None  # why torch or triton cannot be imported
 
 
 def take() -> Inventory:
-    """Look around."""
+    """Take the inventory."""
     cuda, gpus, links, problem = "torch can't be imported", (), (), None
     try:
         import torch
@@ -88,8 +92,8 @@ def take() -> Inventory:
 
 
 def _installed(names: tuple[str, ...]) -> tuple[str, str | None]:
-    """The one of these packages that is installed, and its version; else the first one, and None."""
-    for name in names:  # as comm.runtime.version_of, which must not be imported here
+    """The first of these names that is installed, and its version; if none is, the first name and None."""
+    for name in names:  # like comm.runtime.version_of, which must not be imported here
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return name, importlib.metadata.version(name)
     return names[0], None
@@ -98,7 +102,7 @@ def _installed(names: tuple[str, ...]) -> tuple[str, str | None]:
 def _nvshmem_file(pattern: str) -> str | None:
     try:
         spec = importlib.util.find_spec("nvidia.nvshmem")
-    except ModuleNotFoundError:  # not even nvidia
+    except ModuleNotFoundError:  # there is no package nvidia
         return None
     folders = spec.submodule_search_locations if spec else []
     return next((str(path) for folder in folders for path in sorted(Path(folder, "lib").glob(pattern))), None)
@@ -115,7 +119,7 @@ def _gpus(torch) -> tuple[str, tuple[GPU, ...], tuple[Link, ...]]:
         GPU(index, p.name, p.total_memory / 2**30, p.multi_processor_count, f"sm_{p.major}{p.minor}")
         for index, p in enumerate(properties)
     )
-    # nvidia-smi counts all GPUs of the machine; its table fits only where torch sees them all.
+    # nvidia-smi numbers all GPUs of the machine, so its table applies only where torch sees them all.
     kinds = {} if "CUDA_VISIBLE_DEVICES" in os.environ else link_kinds(_nvidia_smi_topology())
     reach = torch.cuda.can_device_access_peer
     links = tuple(

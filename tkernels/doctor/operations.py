@@ -1,4 +1,4 @@
-"""Every operation once, on small integers, whose sums are exact: the result must be torch's to the bit.
+"""Runs every operation on small integers, whose sums are exact: the result must equal torch's bit for bit.
 
 The functions here run in the ranks' processes.
 """
@@ -13,7 +13,7 @@ import tkernels
 from tkernels.comm.context import Context
 from tkernels.testing.compare import integers
 
-M, N, K = 70, 48, 36  # divide by no tile
+M, N, K = 70, 48, 36  # no multiples of a tile's sizes
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ OPERATIONS = (
 
 
 def run_operation(ctx: Context, name: str) -> Outcome:
-    """Collective."""
+    """Collective. Call one operation twice; compare the second result with torch's, on every rank."""
     call, want = _case(ctx, name)
     for _ in range(2):
         ctx.group.barrier()
@@ -54,7 +54,7 @@ def run_operation(ctx: Context, name: str) -> Outcome:
 
 
 def _case(ctx: Context, name: str) -> tuple[Callable[[], torch.Tensor | None], torch.Tensor | None]:
-    """(the call on this rank, what torch says). Every rank makes the operands of all."""
+    """Returns (the call on this rank, torch's result). Every rank generates the operands of all ranks."""
     rank, size = ctx.rank, ctx.size
     rows = tkernels.split_rows(M, size)
     x = [integers((M, K), torch.float32, seed=other, device=ctx.device) for other in range(size)]

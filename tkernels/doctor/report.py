@@ -1,4 +1,4 @@
-"""How the doctor's findings are shown: on the terminal and as JSON."""
+"""Shows the doctor's findings, on the terminal and as JSON."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ class Report:
         self.console = Console(stderr=to_stderr, highlight=False)
 
     def inventory(self, found):
-        """What is here and what would be chosen."""
+        """Print what is installed and what would be chosen."""
         here = found.inventory
         missing = Text("not installed", style="dim")
         packages = {name: Text(version) if version else missing for name, version in here.packages.items()}
@@ -60,7 +60,7 @@ class Report:
             yield
 
     def tried(self, found):
-        """Round trips and operations, one a line."""
+        """Print the round trips and operations, one a line."""
         trips = _table("round trip of 2 ranks", "transport", "bytes", "microseconds")
         for trip in found.round_trips:
             cells = [trip.verb, trip.transport, f"{trip.num_bytes or ''}", _number(trip.microseconds)]
@@ -73,7 +73,7 @@ class Report:
             self.console.print()
 
     def verdict(self, found):
-        """The last lines."""
+        """Print the last lines: what is broken, or that everything works."""
         if found.skipped:
             self.console.print(f"\n  nothing was tried: {found.skipped}\n" if found.skipped != "--no-run" else "")
         if found.problems:
@@ -118,7 +118,7 @@ def _choices(label: str, reasons: dict[str, str | None], chosen: str | None):
 
 
 def _links(links):
-    """One row for each kind of link and reach, since machines have few kinds and many pairs."""
+    """One row for each kind of link and peer access, since machines have few kinds and many pairs."""
     kinds = {}
     for link in links:
         reach = "peer access" if link.peer_access else "no peer access"
@@ -127,6 +127,6 @@ def _links(links):
 
 
 def _from_home(path: str) -> str:
-    """Shorter: from the package's folder on."""
+    """The path from the folder `nvidia` on."""
     parts = Path(path).parts
     return str(Path(*parts[parts.index("nvidia") :])) if "nvidia" in parts else path

@@ -1,4 +1,4 @@
-"""Round trips between two ranks by put, get, signals and stores: rank 0 sends, rank 1 answers in kind, both check.
+"""Round trips between two ranks by put, get, signals and stores: rank 0 sends, rank 1 replies, both check the data.
 
 The functions here run in the ranks' processes.
 """
@@ -20,7 +20,7 @@ OP = operation("doctor")
 NUM_ELEMENTS = 1024
 ROUNDS = {"simulated": 10, "nvshmem": 1000}
 
-# What a rank does in its turn, before the other one's wait_signal. Only the first two move no data.
+# The verbs. A rank's turn ends the other rank's wait_signal. Only the first two move no data.
 VERBS = {
     "signal (set)": 0,
     "signal (add)": 1,
@@ -33,7 +33,7 @@ VERBS = {
 
 
 # fmt: off
-# Not specialised: the second launch, with other numbers, is the one that is timed.
+# Not specialized: the second launch, with other numbers, is the one that is timed, and must not compile again.
 @triton.jit(do_not_specialize=["epoch", "rounds", "num_elements"])
 def round_trip_kernel(
     data, inbox, ready,  # [NUM_ELEMENTS], [NUM_ELEMENTS], [1]; all in symmetric memory
@@ -41,7 +41,7 @@ def round_trip_kernel(
     RANK: tl.constexpr, VERB: tl.constexpr,
     OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """`rounds` round trips of one verb; signals go on from `epoch`."""
+    """`rounds` round trips of one verb; signal values continue from `epoch`."""
     other = 1 - RANK
     for i in range(rounds):
         turn = epoch + i + 1
@@ -76,7 +76,11 @@ def round_trip_kernel(
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """microseconds: of one round trip, on average; None if the verb failed. num_bytes: that travel, each way."""
+    """The result of one verb.
+
+    num_bytes: sent each way.
+    microseconds: of one round trip, on average; None if the verb failed.
+    """
 
     verb: str
     transport: str
@@ -86,12 +90,15 @@ class RoundTrip:
 
 
 def verbs_of(transport: str) -> list[str]:
-    """What to try. Over NVSHMEM's device calls, `peer` need not reach; where it does, transport `peer` tries it."""
+    """The verbs to try.
+
+    Over NVSHMEM's device calls, `peer` need not give an address; where it does, the transport `peer` tries it.
+    """
     return [verb for verb in VERBS if transport != "nvshmem" or verb != "store through peer"]
 
 
 def round_trip(ctx: Context, verb: str, transport: str) -> RoundTrip:
-    """Collective, on two ranks."""
+    """Collective, on two ranks. Time one verb and check the data."""
     with _over(ctx, transport) as ctx:
         data = ctx.empty(NUM_ELEMENTS, dtype=torch.int64)
         inbox = ctx.empty(NUM_ELEMENTS, dtype=torch.int64)
@@ -128,7 +135,7 @@ def round_trip(ctx: Context, verb: str, transport: str) -> RoundTrip:
 
 @contextlib.contextmanager
 def _over(ctx: Context, transport: str):
-    """ctx, or a context over another transport."""
+    """ctx, or a temporary context over another transport."""
     if transport == ctx.transport:
         yield ctx
     else:

@@ -1,1 +1,1 @@
-"""Tests on several ranks: the pytest plugin (`plugin`) and the one judgement of results (`compare`)."""
+"""Tests on several ranks: pytest plugin (`plugin`), data and tolerances (`compare`), simulated streams (`streams`)."""

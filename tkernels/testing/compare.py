@@ -1,8 +1,8 @@
-"""How the tests of matrix products make operands and judge results.
+"""Test data and tolerances for matmuls.
 
-Two kinds of data, two kinds of equality. `integers` are small, so fp32 sums of their products are exact: a lost row, a
-tile of the wrong rank or a doubled bias shows in ``torch.equal``, without any tolerance. `normal` values test rounding,
-within a `tolerance` that follows from dtype and number of terms.
+There are two kinds of data, each with its own comparison. `integers` are small, so fp32 sums of their products are
+exact: ``torch.equal``, without any tolerance, detects a lost row, a tile of the wrong rank or a doubled bias. `normal`
+values test rounding, within a `tolerance` that follows from the dtype and the number of terms.
 """
 
 import math
@@ -20,7 +20,7 @@ AWKWARD_SHAPES = [  # (M, N, K)
 
 
 def integers(shape, dtype: torch.dtype, seed: int, low: int = -4, high: int = 4, device="cpu") -> torch.Tensor:
-    """Integers of low to high, both included; the same on every device and rank for one seed.
+    """Random integers from low to high, both included; the same on every device and rank for one seed.
 
     Sums of products are exact in fp32 while ``terms * max(|low|, high)**2`` is at most 2**24.
     """
@@ -29,7 +29,7 @@ def integers(shape, dtype: torch.dtype, seed: int, low: int = -4, high: int = 4,
 
 
 def normal(shape, dtype: torch.dtype, seed: int, device="cpu") -> torch.Tensor:
-    """Values of mean 0 and variance 1, rounded to dtype; the same on every device and rank for one seed."""
+    """Normal values of mean 0 and variance 1, rounded to dtype; the same on every device and rank for one seed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(_sizes(shape), generator=generator).to(device=device, dtype=dtype)
 
@@ -41,7 +41,7 @@ def _sizes(shape) -> tuple[int, ...]:
 def poison(t: torch.Tensor) -> torch.Tensor:
     """Fill t with NaN, or with its dtype's largest value where there is no NaN, and return it.
 
-    What a kernel forgets to write, or reads before it has arrived, then shows.
+    An element that a kernel fails to write, or reads before it has arrived, then shows in the result.
     """
     if t.is_floating_point() or t.is_complex():
         return t.fill_(math.nan)
@@ -51,22 +51,23 @@ def poison(t: torch.Tensor) -> torch.Tensor:
 def tolerance(dtype: torch.dtype, terms: int, roundings: int = 1, scale: float = 1.0) -> tuple[float, float]:
     """(atol, rtol) for ``y = sum of `terms` products``, accumulated in fp32 and returned in dtype.
 
-    The products are independent, of mean 0 and standard deviation `scale` (1 for two operands of unit variance); the
-    reference has the same operands, to the bit, and is exact. Let n = terms and u = 2**-24; y is about scale * sqrt(n).
+    Assumptions: the products are independent, of mean 0 and standard deviation `scale` (1 for two operands of unit
+    variance); the reference is exact, for bitwise equal operands. Let n = terms and u = 2**-24; y is about
+    scale * sqrt(n).
 
     - *accumulation, rounded*: adding the k-th product errs by at most u |s_k|, where s_k, the sum so far, is about
       scale * sqrt(k). As a random walk this has a standard deviation below u * scale * n / sqrt(6). For the worst of
-      many elements, whose own sums are large too, we allow 20 of these: 8 u * scale * n.
-    - *accumulation, truncated*, as tensor cores do it: an addition errs by up to 2 u |s_k|, by half of that on
-      average, always towards zero; but one adds 16 products. Along the path to a result six deviations out, |s_k|
-      averages 4 scale * sqrt(n), so that n / 16 additions err by u * scale * n**1.5 / 4.
-    - *the result*, rounded to dtype, errs by eps(dtype) / 2 of itself, hence rtol; below the normal numbers, by half of
-      the spacing there.
-    - *staging*: `roundings` counts roundings to dtype on the way, the result's included. Each of the others applies to
-      a partial sum, no larger than about scale * sqrt(n), which may cancel later, so it counts into atol: independent
-      errors with a standard deviation of eps / 2 / sqrt(3) of that, and we allow six.
+      many elements, whose own sums are large too, 20 of these are allowed: 8 u * scale * n.
+    - *accumulation, truncated*, as in tensor cores: an addition errs by up to 2 u |s_k|, by half of that on average,
+      always towards zero; but one addition covers 16 products. Along the path to a result six deviations out, |s_k|
+      averages 4 scale * sqrt(n), so n / 16 additions err by u * scale * n**1.5 / 4.
+    - *the result*, rounded to dtype, errs by eps(dtype) / 2 relative to itself, hence rtol; below the normal numbers,
+      by half of the spacing there.
+    - *staging*: `roundings` counts all roundings to dtype, the result's included. Each of the others applies to a
+      partial sum, no larger than about scale * sqrt(n), which may cancel later, so it adds to atol: independent errors
+      with a standard deviation of eps / 2 / sqrt(3) of the partial sum, of which six are allowed.
 
-    A bias is one more term. An activation of slope at most 1.13 (all of ours) fits into what the first item allows.
+    A bias is one more term. An activation of slope at most 1.13 (all of gemm.ACTIVATIONS) fits into the first item.
     """
     half_ulp = torch.finfo(dtype).eps / 2
     accumulation = 2.0**-24 * scale * (8 * terms + terms**1.5 / 4)
@@ -77,7 +78,7 @@ def tolerance(dtype: torch.dtype, terms: int, roundings: int = 1, scale: float =
 def assert_close_to(
     got: torch.Tensor, want_fp64: torch.Tensor, terms: int, roundings: int = 1, scale: float = 1.0
 ) -> None:
-    """Every element of `got` is within `tolerance` of a reference computed in fp64.
+    """Assert that every element of `got` is within `tolerance` of a reference computed in fp64.
 
     Raises AssertionError naming the worst element and how many are off, TypeError for a reference that is not fp64,
     ValueError for one that is not finite.

@@ -7,13 +7,13 @@
         gathered = tkernels.all_gather(mine, ctx=ctx)
         assert gathered[:: rows, 0].tolist() == list(range(ctx.size))
 
-`ctx` is the rank's Context. Fixtures run in pytest's process; the body receives their values, which therefore have to
-pickle. A body may skip, if it does so on every rank. The ranks are kept between tests, with their Context; a failure
-ends them and the next test starts new ones. On the nvshmem runtime a test that needs more GPUs than there are is
-skipped, unless TKERNELS_SHARE_GPUS=1 has ranks share them.
+`ctx` is the rank's Context. Fixtures run in pytest's process and their values are sent to the body, so they must
+pickle. A body may skip, if it does so on every rank. The ranks and their Context are kept between tests; a failure ends
+them, and the next test starts new ones. On the nvshmem runtime a test that needs more GPUs than there are is skipped,
+unless TKERNELS_SHARE_GPUS=1 lets ranks share them.
 
-The time limit of one test is that of the marker (``timeout_s=60``), else the ini option ``tkernels_timeout`` (120
-seconds). A test beyond it fails and shows the stack of every rank.
+The time limit of a test is that of its marker (``timeout_s=60``), else the ini option ``tkernels_timeout`` (120
+seconds). A test that exceeds it fails and shows the stacks of every rank.
 
 pytest loads this module wherever tkernels is installed, so it imports torch and the rest of tkernels only for tests
 that are marked.
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 import pytest
 
-MAX_POOLS = 3  # world sizes whose ranks are kept; the one used longest ago goes first
+MAX_POOLS = 3  # world sizes whose ranks are kept; the least recently used one is closed first
 
 _SIZE = "_tkernels_ranks"  # the fixture that carries a test's world size
 _POOLS = pytest.StashKey[dict]()
@@ -74,7 +74,7 @@ def ctx(request):
 
 
 class _ContextOfTheRank:
-    """Stands for ctx in pytest's own process, where there is no rank."""
+    """Placeholder for ctx in pytest's own process, where there is no rank."""
 
     def __getattr__(self, name):
         raise AttributeError(f"ctx.{name}: ctx exists on the ranks only, in the body of the test and not in a fixture")
@@ -153,7 +153,7 @@ def _pool(item):
         pool = RankPool(ranks)
         while len(pools) >= MAX_POOLS:
             _close_oldest(item.config)
-    pools[ranks] = pool  # the newest last
+    pools[ranks] = pool  # the most recently used one last
     return pool
 
 
@@ -163,16 +163,16 @@ def _close_oldest(config):
     pools = config.stash[_POOLS]
     try:
         pools.pop(next(iter(pools))).close()
-    except RankError as error:  # no test's fault: reported at the end of the session
+    except RankError as error:  # not attributable to one test: reported at the end of the session
         config.stash[_CLOSE_ERRORS].append(str(error))
 
 
-# The way of a test's body to the ranks
+# How a test's body is sent to the ranks
 
 
 @dataclass(frozen=True)
 class _Body:
-    """Where a test's function is, and the values to call it with, pickled one by one; None stands for ctx."""
+    """The location of a test's function, and its arguments, each pickled separately; None stands for ctx."""
 
     module: str
     path: str
@@ -192,7 +192,7 @@ def _body_of(item) -> _Body:
         value = item.funcargs[name]
         try:
             values[name] = None if isinstance(value, _ContextOfTheRank) else dumps(value)
-        except Exception as error:  # a value's own reduction can raise anything
+        except Exception as error:  # a value's own __reduce__ can raise anything
             problem = f"the value of fixture {name!r} ({type(value).__name__}) cannot be sent to the ranks: {error}"
     if problem is not None:
         pytest.fail(
@@ -211,7 +211,7 @@ def _body_of(item) -> _Body:
 
 
 def _run_body(ctx, body: _Body) -> str:
-    """Run a test's body on this rank; the result is why it skipped, or "" if it did not."""
+    """Run a test's body on this rank. Returns the reason if it skipped, else ""."""
     sys.path[:] = body.import_path
     owner = _load(body.module, body.path)
     values = {name: ctx if value is None else pickle.loads(value) for name, value in body.values.items()}
@@ -222,7 +222,7 @@ def _run_body(ctx, body: _Body) -> str:
         function(**values)
     except pytest.skip.Exception as skipped:
         return skipped.msg or "skipped"
-    finally:  # what pytest undoes in its own process, where this rank has changed nothing
+    finally:  # pytest undoes a MonkeyPatch only in its own process, and the changes were made in this one
         for value in values.values():
             if isinstance(value, pytest.MonkeyPatch):
                 value.undo()
@@ -230,7 +230,7 @@ def _run_body(ctx, body: _Body) -> str:
 
 
 def _load(name: str, path: str):
-    """The module of that name from that file: a test module need not be importable, and two may share a name."""
+    """Load module `name` from file `path`: a test module need not be importable, and two may share a name."""
     module = sys.modules.get(name)
     if module is not None and getattr(module, "__file__", None) == path:
         return module
@@ -248,15 +248,15 @@ def _load(name: str, path: str):
 
 
 class _AssertionLoader(importlib.machinery.SourceFileLoader):
-    """Loads a test module with pytest's rewritten asserts: one that fails on a rank shows its values, too."""
+    """Loads a test module with pytest's rewritten asserts, so that one that fails on a rank shows its values."""
 
     def get_code(self, fullname):
-        # not through the cache of byte code, which belongs to the module as it is written
+        # Not through the bytecode cache, which is for the module without rewritten asserts.
         source = self.get_data(self.path)
         tree = ast.parse(source, self.path)
         try:
             from _pytest.assertion.rewrite import rewrite_asserts
-        except ImportError:  # not a public name of pytest; without it the asserts work, with less to read
+        except ImportError:  # not a public name of pytest; without it asserts work, but show less
             pass
         else:
             rewrite_asserts(tree, source, self.path)

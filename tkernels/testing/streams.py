@@ -1,4 +1,4 @@
-"""Streams without a GPU: a simulator that finds every race of one trace, whatever the timing would have been.
+"""Simulated GPU streams: finds every race in one trace of queued kernels, whatever the timing would have been.
 
     sim = Simulator()
     with sim:                                  # torch ops on CPU tensors become kernels on sim.current_stream()
@@ -9,21 +9,21 @@
     sim.check()                                # raises Race: "'ones' on main writes ... 'sum' on comm reads ..."
     sim.run(starve=["main"])                   # executes; `total` now holds what the race makes of it
 
-The simulator is a `dev` as leases take it: it has `current_stream()`, `stream(s)`, streams with `record_event()` and
+The simulator can be the `dev` of a lease: it has `current_stream()`, `stream(s)`, and streams with `record_event()` and
 `wait_event(event)`. Streams are FIFO queues. Inside `with sim`, views and other metadata operations happen at once, and
-everything that touches values is queued; the host never sees a value before `run`, so `.item()` raises there, and
-`tolist()`, which nobody can intercept, reads stale memory. Backward and its hooks run on the stream that is current
+every operation that touches values is queued. The host never sees a value before `run`, so `.item()` raises there;
+`tolist()`, which can't be intercepted, reads stale memory. Backward and its hooks run on the stream that is current
 where `backward()` is called; autograd's own rule, a node's backward on the stream of its forward, is not simulated.
 
-A race is a pair of kernels that touch the same bytes, one of them writing, with no path of stream order, events and
-signals from one to the other. It is found from the queues alone, by vector clocks. `run` executes adversarially: a
-starved stream moves only when no other can, so that a race shows as a wrong value, too.
+A race is a pair of kernels that touch the same bytes, at least one of them writing, with no path of stream order,
+events and signals from one to the other. Races are found from the queues alone, with vector clocks. `run` executes
+adversarially: a starved stream moves only when no other can, so that a race also shows as a wrong value.
 
 Memory behaves as in CUDA's caching allocator: a block belongs to the stream that was current when it was allocated,
 and is handed out again on that stream as soon as the host drops its last reference, even if another stream still has
 to read it. Fresh memory is NaN.
 
-Several ranks fit in one simulator: each has streams of its own, and a `signal` stands for what one tells the other.
+One simulator can hold several ranks: each has its own streams, and a `signal` models what one rank sends to another.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ GRANULE_BYTES = 512  # blocks are rounded up to it, as CUDA's allocator does
 
 
 class Race(AssertionError):
-    """Two kernels that touch the same bytes, one of them writing, and nothing puts one before the other.
+    """Two kernels touch the same bytes, at least one of them writing, and nothing orders one before the other.
 
     first, second: the accesses, in the order in which they were launched.
     """
@@ -71,16 +71,16 @@ class Race(AssertionError):
 
 
 class Deadlock(RuntimeError):
-    """Streams that wait for what nobody will post."""
+    """Streams wait for values that no queued operation will set."""
 
 
 class HostRead(RuntimeError):
-    """The host asked for a value, or for an end, that on a GPU it would have had to block for."""
+    """The host asked for a value or a completion that it would have to block for on a GPU."""
 
 
 @dataclass(eq=False, frozen=True)
 class Access:
-    """What one kernel does to one range: mode "r" or "w"; runs are [start, end) addresses, ascending."""
+    """One kernel's access to one tensor: mode "r" or "w"; runs are [start, end) addresses, ascending."""
 
     kernel: str
     index: int
@@ -94,11 +94,11 @@ class Access:
         return f"{self.kernel!r} on {self.stream.name} {'writes' if self.mode == 'w' else 'reads'}"
 
     def pages(self) -> range:
-        """Where it is filed, so that only its neighbours are compared with it."""
+        """The pages under which it is filed, so that it is compared only with accesses to the same pages."""
         return range(self.runs[0][0] // PAGE_BYTES, (self.runs[-1][1] - 1) // PAGE_BYTES + 1)
 
     def overlap(self, other: "Access") -> tuple[int, int] | None:
-        """The first bytes that both touch, counted from the start of the memory."""
+        """The first range of bytes that both touch, relative to the start of the memory; None if there is none."""
         if self.runs[0][0] >= other.runs[-1][1] or other.runs[0][0] >= self.runs[-1][1]:
             return None
         mine, theirs = iter(self.runs), iter(other.runs)
@@ -115,19 +115,19 @@ class Access:
 
 @dataclass(eq=False)
 class Signal:
-    """A number that only grows: one stream sets it, others wait until it is large enough. Events are made of it."""
+    """A number that only grows: one stream sets it, others wait until it is large enough. Events are built on it."""
 
     sim: "Simulator"
     name: str
-    value: int = 0  # as far as `run` got
-    _reached: list = field(default_factory=list)  # (value, clock) as far as the check got
+    value: int = 0  # as of the operations that `run` has executed
+    _reached: list = field(default_factory=list)  # (value, vector clock) of each set that the check has processed
 
     def set(self, value: int, stream: "SimulatedStream | None" = None):
-        """Set it, once all that was launched on `stream` has run."""
+        """Set it once everything queued on `stream` before has run."""
         (stream or self.sim.current_stream())._enqueue(_Post(self, value))
 
     def wait(self, value: int, stream: "SimulatedStream | None" = None):
-        """Order later work of `stream` behind the moment when it is `value` or more."""
+        """Make later work of `stream` wait until it is `value` or more."""
         self.sim.waits += 1
         (stream or self.sim.current_stream())._enqueue(_Await(self, value))
 
@@ -154,7 +154,7 @@ class _Reached:
 
 
 class SimulatedEvent:
-    """A place in a stream's queue. One that was never recorded has happened."""
+    """A position in a stream's queue. An event that was never recorded counts as completed."""
 
     def __init__(self, sim: "Simulator"):
         self._sim, self._signal = sim, None
@@ -181,7 +181,7 @@ class SimulatedStream:
     def __init__(self, sim: "Simulator", name: str):
         self.sim, self.name = sim, name
         self.pending, self.unchecked = deque(), deque()
-        self.clock = {}  # stream -> index of its last kernel that is known to come before this stream's next one
+        self.clock = {}  # stream -> index of its last kernel that is ordered before this stream's next one
 
     def __repr__(self):
         return f"Stream({self.name})"
@@ -288,7 +288,7 @@ class _Await:
 
 @dataclass(eq=False)
 class _Block:
-    """Memory that the simulator owns for good, so that an address never means two things."""
+    """Memory that the simulator never frees, so that an address always identifies one block."""
 
     memory: torch.Tensor
     name: str
@@ -298,7 +298,8 @@ class _Block:
 class Simulator(TorchDispatchMode):
     """Simulated streams of one or several devices; see the module's docstring.
 
-    waits, records: the waits and event records issued so far. log: the names of kernels, in the order they ran in.
+    waits, records: the waits and event records issued so far.
+    log: the names of kernels, in the order in which they ran.
     """
 
     def __init__(self):
@@ -307,8 +308,8 @@ class Simulator(TorchDispatchMode):
         self.log: list[str] = []
         self._streams: dict[str, SimulatedStream] = {}
         self._blocks: dict[int, _Block] = {}
-        self._free = defaultdict(list)  # (home, bytes) -> blocks, the last one freed is the first one reused
-        self._outside = {}  # storages of tensors made elsewhere: kept, so that their addresses are not reused
+        self._free = defaultdict(list)  # (home, bytes) -> blocks; the last one freed is reused first
+        self._outside = {}  # storages of tensors made outside: kept alive, so that their addresses are not reused
         self._accesses: dict[int, list[Access]] = defaultdict(list)  # by page, since the last run
         self._races: list[Race] = []
         self._indices = itertools.count(1)
@@ -316,7 +317,7 @@ class Simulator(TorchDispatchMode):
         self._thread = threading.local()
         self._default = self.Stream("main")
 
-    # Streams: what torch.cuda has
+    # Streams, as in torch.cuda
 
     def Stream(self, name: str | None = None, **_) -> SimulatedStream:
         """A new stream. Options of torch.cuda.Stream, such as its device and priority, change nothing here."""
@@ -359,7 +360,7 @@ class Simulator(TorchDispatchMode):
 
     @contextlib.contextmanager
     def label(self, name: str):
-        """Kernels launched inside have this name in the log and in races, in place of their operator's."""
+        """Name the kernels launched inside, in the log and in races, instead of using their operators' names."""
         before = getattr(self._thread, "label", None)
         self._thread.label = name
         try:
@@ -368,10 +369,10 @@ class Simulator(TorchDispatchMode):
             self._thread.label = before
 
     def launch(self, name: str, function=None, *, reads=(), writes=(), stream: SimulatedStream | None = None):
-        """Queue what is not a torch operation: a collective, a put.
+        """Queue a kernel that is not a torch operation: a collective, a put.
 
-        `function(*reads, *writes)` is called by `run` with aliases of the tensors, so that it need not hold the
-        tensors themselves, which would keep their memory from being reused; None does nothing.
+        `run` calls `function(*reads, *writes)` with aliases of the tensors, so that it need not hold the tensors
+        themselves, which would keep their memory from being reused. None: does nothing.
         """
         stream, index = stream or self.current_stream(), next(self._indices)
         with _disable_current_modes(), torch.inference_mode(False):
@@ -389,7 +390,7 @@ class Simulator(TorchDispatchMode):
             return func(*args, **kwargs)
         if func.namespace == "c10d" or device.type != "cpu":
             raise RuntimeError(f"{func} on {device}: queue it with sim.launch(name, function, reads=..., writes=...)")
-        with self:  # in inference mode, composite operators arrive whole
+        with self:  # in inference mode, composite operators arrive undecomposed
             decomposed = func.decompose(*args, **kwargs)
         if decomposed is not NotImplemented:
             return decomposed
@@ -430,7 +431,7 @@ class Simulator(TorchDispatchMode):
                 )
             num_given = len(reads) + len(writes)
 
-            def compute(*aliases):  # holds no tensor of the caller's, whose memory may be reused before it runs
+            def compute(*aliases):  # holds no tensor of the caller: its memory may be reused before this runs
                 values = func(*alias_args, **alias_kwargs)
                 values = values if len(func._schema.returns) > 1 else (values,)
                 computed = [v for r, v in zip(func._schema.returns, values, strict=False) if r.alias_info is None]
@@ -442,7 +443,7 @@ class Simulator(TorchDispatchMode):
         return None if not results else results[0] if len(results) == 1 else tuple(results)
 
     def _outputs(self, func, args, kwargs) -> tuple:
-        """What `func` would return, as tensors without memory; it raises here what the call would raise."""
+        """The outputs of `func`, as meta tensors. Raises what the call would raise."""
 
         def meta(value):
             if isinstance(value, torch.Tensor):
@@ -461,7 +462,7 @@ class Simulator(TorchDispatchMode):
                 raise HostRead(_HOST_READ.format(func)) from error
             if any(result.alias_info is None for result in func._schema.returns):
                 raise
-            return (None,) * len(func._schema.returns)  # fused optimizers: all that they return is given
+            return (None,) * len(func._schema.returns)  # fused optimizers: they return only tensors they were given
         return () if not func._schema.returns else outputs if len(func._schema.returns) > 1 else (outputs,)
 
     # Memory
@@ -480,14 +481,14 @@ class Simulator(TorchDispatchMode):
                 memory = torch.full((size,), 0xFF, dtype=torch.uint8)
                 block = _Block(memory, f"block {len(self._blocks)}", home)
                 self._blocks[memory.data_ptr()] = block
-        # the storage holds this array, and nothing else does: it dies when the storage does
+        # Only the storage holds a reference to this array, so it dies when the storage does.
         array = (ctypes.c_char * num_bytes).from_address(block.memory.data_ptr())
         weakref.finalize(array, free.append, block).atexit = False
         storage = torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
         return result.set_(storage, like.storage_offset(), like.shape, like.stride())
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same bytes, without a hold on a storage that is the allocator's."""
+        """A tensor of the same bytes that does not keep the storage of a block alive."""
         storage = tensor.untyped_storage()
         block = self._blocks.get(storage.data_ptr())
         if block is not None:
@@ -515,7 +516,7 @@ class Simulator(TorchDispatchMode):
         return list(self._races)
 
     def check(self):
-        """Raise the first race, if there is one. Raises Deadlock if a stream waits for what nobody will post."""
+        """Raise the first race, if there is one. Raises Deadlock if a stream waits for a value that is never set."""
         races = self.races
         if races:
             raise races[0] if len(races) == 1 else _with_count(races)
@@ -524,7 +525,7 @@ class Simulator(TorchDispatchMode):
     def run(self, starve=()):
         """Execute everything; a stream that `starve` names moves only when no other can. Raises Deadlock.
 
-        It is a device synchronise, too: what is launched later comes after all of it.
+        It also acts as a device synchronization: work launched later is ordered after all of it.
         """
         self.races  # noqa: B018  # found before the record of accesses is cleared
         starve = {getattr(stream, "name", stream) for stream in starve}

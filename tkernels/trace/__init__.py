@@ -1,4 +1,4 @@
-"""Traces: what every program of every rank did when, as the kernels themselves write it down, for Perfetto to show."""
+"""Traces of what every program of every rank did and when, recorded by the kernels themselves, for Perfetto."""
 
 from tkernels.trace.recorder import tracing
 from tkernels.trace.timeline import Slice, Summary, Trace

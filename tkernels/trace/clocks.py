@@ -1,8 +1,9 @@
-"""How far the clocks of the ranks are apart: each GPU counts its own nanoseconds.
+"""Measures the offsets between the ranks' clocks, since each GPU counts its own nanoseconds.
 
-Every pair of ranks sends each other signals and notes when they left and arrived. A signal from p that left at p's time
-s and arrived at r's time a took a - s less the lead of r's clock; nothing arrives before it has left, so the quickest
-signals of both ways bound the lead from both sides, and the middle of the bounds is the estimate.
+Every two ranks exchange signals and record when each was sent and when it was seen. A signal that rank p sends at time
+s of its clock and rank r sees at time a of its own took a - s, minus the lead of r's clock over p's. No signal arrives
+before it is sent, so the fastest signals of the two directions bound the lead from both sides, and the estimate is the
+middle of the bounds.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from tkernels.comm.device import operation, signal, wait_signal
 from tkernels.comm.marks import clock
 
 OP = operation("comparison of clocks")
-ROUNDS = {"simulated": 8, "nvshmem": 64}  # of which the quickest counts
+ROUNDS = {"simulated": 8, "nvshmem": 64}  # of which the fastest counts
 
 
 # fmt: off
@@ -27,7 +28,7 @@ def clocks_kernel(
     rank,
     SIZE: tl.constexpr, ROUNDS: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
 ):
-    """In each round, send every peer a signal and wait for one of every peer; note (sent, seen), by distance."""
+    """In each round, signal every peer and wait for a signal of every peer; record (sent, seen) by distance."""
     for turn in range(ROUNDS):
         for step in range(1, SIZE):
             target = (rank + step) % SIZE
@@ -53,14 +54,14 @@ class Comparison:
 
 
 def compare_clocks(ctx: Context) -> Comparison:
-    """Collective, waits for the device. How far the ranks' clocks are apart now."""
+    """Collective. Measure the offsets between the ranks' clocks. Waits for the device."""
     if ctx.size == 1:
         return Comparison(np.zeros(1), np.zeros(1), 0.0)
     words = ctx.empty(ctx.size, dtype=torch.int64)
     words.zero_()
     rounds = ROUNDS[ctx.runtime]
     times = torch.zeros(rounds, ctx.size - 1, 2, dtype=torch.int64, device=ctx.device)
-    ctx.group.barrier()  # nobody signals before all words are zero
+    ctx.group.barrier()  # no rank signals before all words are zero
     ctx.launch(
         clocks_kernel, 1, words, times, ctx.table, ctx.rank,
         SIZE=ctx.size, ROUNDS=rounds, OPERATION=OP, TRANSPORT=ctx.transport_id, num_warps=1,
@@ -72,13 +73,13 @@ def compare_clocks(ctx: Context) -> Comparison:
 
 
 def leads(noted: np.ndarray) -> Comparison:
-    """The comparison from what the ranks noted: [R, rounds, R - 1, 2] of (sent to rank + step, seen from rank - step).
+    """The comparison, from the recorded times: [R, rounds, R - 1, 2] of (sent to rank + step, seen from rank - step).
 
     >>> leads(np.array([[[[0, 107]]], [[[100, 105]]]]))
     Comparison(time=array([  0, 100]), lead=array([ 0., 49.]), error_ns=56.0)
     """
     size = len(noted)
-    quickest = np.zeros((size, size))  # from, to: what a signal took, plus the receiver's lead over the sender
+    quickest = np.zeros((size, size))  # [from, to]: a signal's transfer time, plus the receiver's lead over the sender
     for source in range(size):
         for step in range(1, size):
             target = (source + step) % size

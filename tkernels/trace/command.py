@@ -1,4 +1,4 @@
-"""`tkernels trace`: record an operation on ranks of this machine, write the trace, and say what is in it."""
+"""`tkernels trace`: records an operation on ranks of this machine, writes the trace, and summarizes it."""
 
 import argparse
 import dataclasses
@@ -25,13 +25,18 @@ from tkernels.trace.recorder import tracing
 from tkernels.trace.timeline import SHARES, Summary
 
 WARMUPS = 3
-PAUSE_US = 2000.0  # for queueing a call that is recorded
+PAUSE_US = 2000.0  # for the host to queue a recorded call
 TIMEOUT_S = 300.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The command's arguments. shape: a name, or MxNxK. ranks: None is all GPUs, or 2. json: "-" is stdout."""
+    """The command's arguments.
+
+    shape: a name, or MxNxK.
+    ranks: None is all GPUs, or 2.
+    json: "-" is stdout.
+    """
 
     operation: str
     shape: str
@@ -44,9 +49,11 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What the command found out. sizes: M, N, K over all ranks. summary: of the last call.
+    """The command's result.
 
-    us, traced_us: of a call without and with tracing, slowest rank, median of the calls.
+    sizes: M, N, K over all ranks.
+    summary: of the last call.
+    us, traced_us: time of a call without and with tracing, slowest rank, median of the calls.
     """
 
     operation: str
@@ -66,7 +73,7 @@ class Result:
 
 
 def run(options: Options) -> int:
-    """Record, write, report. The exit code: 0. Raises argparse.ArgumentError for what can't be recorded."""
+    """Record, write, report. Returns 0. Raises argparse.ArgumentError for what cannot be recorded."""
     ranks = options.ranks or default_ranks()
     try:
         sizes = shapes.find([options.operation], [options.shape], groups=False)[options.operation][options.shape]
@@ -104,7 +111,7 @@ def record(ctx: Context, options: Options, sizes: shapes.Shape) -> Result:
             overlap_config, ctx, options.operation, sizes[0], *w.shape, x.dtype, layout_of(x, w)
         )
         config = choose()
-        if config.copied:  # the copy engine makes no marks; below too
+        if config.copied:  # the copy engine leaves no marks; BY_PROGRAMS below avoids it too
             config = choose(sending=True)
     else:
         operation, config = getattr(collectives, options.operation), collectives.BY_PROGRAMS
@@ -116,7 +123,7 @@ def record(ctx: Context, options: Options, sizes: shapes.Shape) -> Result:
         us = [watch.time(lambda: operation(ctx, *operands), PAUSE_US)[0] for _ in range(number)]
         return statistics.median(map(max, zip(*ctx.group.gather(us), strict=True)))
 
-    with tracing(ctx):  # to compile
+    with tracing(ctx):  # compiles the traced kernels
         calls(WARMUPS)
     calls(WARMUPS)
     us = calls(options.calls)

@@ -1,4 +1,4 @@
-"""Recording: room for the marks of each launch, and their way from all ranks into one trace."""
+"""Recording: allocates the mark buffers of each launch and gathers the marks of all ranks into one trace."""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,20 +19,21 @@ DEFAULT_MARKS = 1024  # llama405b-gate-up on 4 ranks, 51 tiles a program, makes 
 
 @contextlib.contextmanager
 def tracing(ctx: Context | None = None, *, marks: int = DEFAULT_MARKS) -> Iterator[Trace]:
-    """Collective. Record what the context's kernels do in this block; the trace is complete after it, on every rank.
+    """Collective. Record what the context's kernels do in this block; afterwards, every rank has the complete trace.
 
         with tkernels.tracing() as trace:
             y = tkernels.all_gather_matmul(x, w)
         if ctx.rank == 0:
             trace.save("trace.json")  # for https://ui.perfetto.dev or chrome://tracing
 
-    Recorded are all launches of the operations on several ranks, forward and backward; not local products, and not what
-    a CUDA graph replays. A recorded kernel is another one than without: call the operation in a block of its own first,
-    or the trace shows a wait for the compiler.
+    Every launch of the operations on several ranks is recorded, forward and backward, but no local GEMMs and no replays
+    of CUDA graphs. A recorded kernel is compiled separately: call the operation in a tracing block of its own first, or
+    the trace shows a wait for the compiler.
 
-    marks: how many each program of a launch has room for, 32 bytes each, until the block ends. What finds none is
-    counted in `Trace.lost`. Raises ValueError for fewer than 2 or inside another such block, TkernelsError where a CUDA
-    graph is captured.
+    marks: capacity for each program of a launch, 32 bytes a mark, until the block ends. Marks that do not fit are
+        counted in `Trace.lost`.
+
+    Raises ValueError for fewer than 2 marks or inside another such block, TkernelsError where a CUDA graph is captured.
     """
     ctx = as_context(ctx)
     if marks < 2:
@@ -53,7 +54,7 @@ def tracing(ctx: Context | None = None, *, marks: int = DEFAULT_MARKS) -> Iterat
 
 @dataclass(frozen=True)
 class _Recorded:
-    """buffer and table are what the kernel writes and reads: they live as long as it may run."""
+    """One recorded launch. Keeps `buffer` and `table`, which the kernel writes and reads, alive while it may run."""
 
     operation: str
     num_comm: int | None
@@ -63,14 +64,14 @@ class _Recorded:
 
 
 class Recorder:
-    """What a context's `recorder` is while a trace is made."""
+    """The value of a context's `recorder` during tracing: collects the launches."""
 
     def __init__(self, ctx: Context, marks: int):
         self.ctx, self.marks = ctx, marks
         self._recorded: list[_Recorded] = []
 
     def record(self, kernel, num_programs: int, arguments: dict) -> dict:
-        """The arguments, by name, with which a launch writes marks; as they are for a kernel that makes none."""
+        """The launch's arguments, by name, changed so that it writes marks; unchanged for a kernel without marks."""
         ctx = self.ctx
         if "TRACE" not in kernel.arg_names:
             return arguments
@@ -88,7 +89,7 @@ class Recorder:
         return arguments | {"table": table, "TRACE": True}
 
     def launches(self) -> list[Launch]:
-        """What has been recorded on this rank; the device has finished it."""
+        """The launches recorded on this rank. The device must have finished them."""
         streams = list(dict.fromkeys(recorded.stream for recorded in self._recorded))
         return [self._launch(recorded, streams.index(recorded.stream)) for recorded in self._recorded]
 

@@ -1,4 +1,4 @@
-"""A trace: launches of all ranks on one axis of time, as slices, as a file for Perfetto, and as a summary."""
+"""A trace: the launches of all ranks on one time axis, as slices, as a file for Perfetto, and as a summary."""
 
 import gzip
 import json
@@ -14,9 +14,9 @@ from tkernels.comm.marks import KINDS
 from tkernels.trace.clocks import Comparison
 
 NAMES = tuple(KINDS)
-SHARES = (*NAMES[1:], "lost", "idle")  # what programs spend their time on
-MOVES = ("send", "copy")  # what moves data; the rest of a program's time is work on it, or waiting
-# chrome://tracing takes its own names of colours, Perfetto makes one of a slice's name without its numbers.
+SHARES = (*NAMES[1:], "lost", "idle")  # where the time of programs goes
+MOVES = ("send", "copy")  # these move data; the other slices are work on it, or waiting
+# Colour names of chrome://tracing. Perfetto derives a colour from a slice's name without its numbers.
 COLOURS = {"compute": "good", "store": "vsync_highlight_color", "wait": "terrible", "collect": "bad"}
 LAUNCHES = 0  # the thread that shows whole launches; program p of lane l is thread 1 + p + l * LANE
 LANE = 100_000
@@ -26,10 +26,10 @@ LANE = 100_000
 class Launch:
     """One launch on one rank.
 
-    num_comm: how many programs send before they multiply; None: the operation has no others.
-    lane: the number of its stream; launches of one lane follow each other.
+    num_comm: number of comm programs, which send before they compute tiles; None: all programs communicate.
+    lane: index of its stream; launches of one lane follow each other.
     marks: of each program, int64 [n, 4]: kind, its two numbers, ns on this rank's clock.
-    lost: of each program, marks that found no room; they were made before its last one.
+    lost: of each program, the number of marks that did not fit; they were made before its last mark.
     """
 
     operation: str
@@ -45,10 +45,10 @@ class Launch:
 
 @dataclass(frozen=True)
 class Slice:
-    """What one program did for a while; times in us since the trace's first mark, on one axis for all ranks.
+    """One activity of one program; times in us since the trace's first mark, on one axis for all ranks.
 
-    kind: a name of `tkernels.comm.marks.KINDS`, or "lost" for the time of marks that found no room.
-    arguments: row and column of an output tile's first element, in the whole; or chunk and peer.
+    kind: a name of `tkernels.comm.marks.KINDS`, or "lost" for the time of marks that did not fit.
+    arguments: row and column of an output tile's first element, in the full output; or chunk and peer.
     """
 
     rank: int
@@ -68,11 +68,11 @@ class Slice:
 class Summary:
     """One launch on all ranks.
 
-    span_us: from a rank's first mark to its last one, of the rank where that takes longest.
-    shares: by kind of program, of the time of all its programs on all ranks: what they spent on each kind of slice, and
-        "idle" before a program's first mark and after its last one.
-    programs: how many there are of each kind, on a rank.
-    moving_us: how long at least one program of a rank sends or copies; the mean over ranks.
+    span_us: from a rank's first mark to its last one, of the rank with the longest span.
+    shares: by kind of program ("comm", "compute"), fractions of the time of all its programs on all ranks: for each
+        kind of slice, and "idle" for the time before a program's first mark and after its last one.
+    programs: the number of programs of each kind, on a rank.
+    moving_us: time in which at least one program of a rank sends or copies; the mean over ranks.
     hidden: the part of that time in which another program of the rank computes, 0 to 1; 1 where nothing moves.
     """
 
@@ -86,13 +86,13 @@ class Summary:
 
 
 class Trace:
-    """What `tracing` recorded.
+    """The result of `tracing`.
 
-    launches: of each rank, in the order of their calls; the same number on every rank belongs to the same call.
+    launches: of each rank, in the order of their calls; the same index on every rank belongs to the same call.
     slices: all of them, by rank, launch, program and time.
-    clock_error_us: how far the ranks' clocks may be apart after they were aligned.
-    tick_ns: the smallest step seen in the clocks; what is shorter may look like nothing, or like a step.
-    lost: marks that found no room.
+    clock_error_us: bound on the remaining offset between the ranks' clocks after their alignment.
+    tick_ns: the smallest step seen in the clocks; shorter intervals may appear as zero or as one step.
+    lost: the number of marks that did not fit.
     """
 
     def __init__(self):
@@ -101,7 +101,7 @@ class Trace:
         self.clock_error_us, self.tick_ns, self.lost = 0.0, 0, 0
 
     def fill(self, launches: list[list[Launch]], before: Comparison, after: Comparison):
-        """Take what all ranks recorded between two comparisons of their clocks. Warns if marks were lost."""
+        """Take all ranks' launches, recorded between two comparisons of their clocks. Warns if marks were lost."""
         self.launches = launches
         self.clock_error_us = max(before.error_ns, after.error_ns) / 1e3
         self.lost = sum(sum(launch.lost) for own in launches for launch in own)
@@ -110,7 +110,7 @@ class Trace:
         self.tick_ns = min((int(step.min()) for step in steps if len(step)), default=0)
 
         def aligned(rank: int, times: np.ndarray) -> np.ndarray:
-            """us on rank 0's clock since it was compared first: nanoseconds since 1970 are too many for a float."""
+            """us on rank 0's clock since its first comparison: a float cannot resolve nanoseconds since 1970."""
             elapsed = (times - before.time[rank]).astype(float)
             lead = np.interp(
                 elapsed, [0, after.time[rank] - before.time[rank]], [before.lead[rank], after.lead[rank]]
@@ -132,10 +132,10 @@ class Trace:
             )
 
     def save(self, path: str | Path):
-        """Write the trace as JSON, packed if `path` ends with .gz: for https://ui.perfetto.dev and chrome://tracing.
+        """Write the trace as JSON, gzipped if `path` ends with .gz, for https://ui.perfetto.dev and chrome://tracing.
 
-        A process a rank; in it a thread for whole launches and one for each program, named by its kind and its
-        multiprocessor. Arrows go from a send to the wait that it ends, where a launch sends a chunk to a peer once.
+        Each rank is a process, with one thread for whole launches and one for each program, named by its kind and its
+        SM. An arrow leads from a send to the wait that it ends, where a launch sends a chunk to a peer only once.
         """
         path = Path(path)
         opened = gzip.open if path.suffix == ".gz" else open
@@ -152,7 +152,7 @@ class Trace:
             json.dump(contents, file, separators=(",", ":"))
 
     def summary(self, launch: int = -1) -> Summary:
-        """The launch of that number on all ranks, as numbers. Raises ValueError if there is none."""
+        """Summarize launch number `launch` over all ranks. Raises ValueError if there is none."""
         count = min(map(len, self.launches), default=0)
         if not count:
             raise ValueError(
@@ -248,7 +248,7 @@ def _slices(rank: int, number: int, program: int, launch: Launch, times: np.ndar
     for i in range(len(marks) - 1):
         kind = NAMES[marks[i, 0]]
         arguments = dict(zip(KINDS[kind], marks[i, 1:3].tolist(), strict=False))
-        if launch.lost[program] and i == len(marks) - 2:  # when it ended, nobody knows
+        if launch.lost[program] and i == len(marks) - 2:  # its end is unknown: the marks after it are lost
             kind, arguments = "lost", {"marks": launch.lost[program]}
         yield Slice(rank, number, program, kind, float(times[i]), float(times[i + 1]), arguments)
 
@@ -269,7 +269,7 @@ def _event(name: str, category: str, rank: int, thread: int, begin: float, end: 
 
 
 def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same stretches of time, without overlaps."""
+    """The same spans of time, merged where they overlap."""
     merged: list[tuple[float, float]] = []
     for begin, end in sorted(spans):
         if merged and begin <= merged[-1][1]:

@@ -1,9 +1,10 @@
-"""The tuner: measure configurations of an operation on all ranks, agree on the best, remember it.
+"""The tuner: measures configurations of an operation on all ranks, agrees on the best one and stores it.
 
-Candidates that can't run are left out with the reason, those that can't win by a model of waves and wire. The rest are
-compiled several at a time, compared with the default configuration's result, and measured in rounds: of each round the
-better half goes on, measured longer. Around the winner, single changes are tried the same way. A time is that of the
-slowest rank, and the default is measured in every round, so the result is never worse than doing nothing.
+Candidates that cannot run are rejected with a reason, and so are candidates that cannot win according to a model of
+waves and wire time. The others are compiled several at a time, checked against the result of the default configuration,
+and measured in rounds (successive halving): the faster half of each round is measured again, with more iterations.
+Single changes of the winner are then searched in the same way. Every time is that of the slowest rank. The default is
+measured in every round, so the result is never slower than the default.
 """
 
 import dataclasses
@@ -44,16 +45,17 @@ from tkernels.tuner.progress import Progress
 FIRST_ITERATIONS, LAST_ITERATIONS = 3, 15
 FINALISTS = 4
 BUDGET_S = 30.0
-WORTH = 0.99  # of the default's time: what is not faster than this stays the default
-# Of the time of the best that travels by rule, at most: what travels otherwise binds all smaller products whose rows
-# travel alike. 2 H100s, reduce-scatters: programs had won llama8b-down by 2 %, which left rs-c no copies; its rule
-# took 341 us then, and the best of what was left 313.
+WORTH = 0.99  # a candidate replaces the default only if it takes at most this fraction of the default's time
+# A winner that sends its rows in another way than the rule (other chunk_rows or landing) binds all smaller GEMMs whose
+# rows are sent alike. It must therefore take at most this fraction of the time of the best candidate that binds none.
+# 2 H100s, reduce-scatters: comm programs had won llama8b-down by 2 %, which ruled out the copy engine for rs-c: its
+# default by rule then took 341 us, and the best of the remaining candidates 313.
 BINDING = 0.95
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One candidate's times in microseconds, of the slowest rank, in the longest round that it was in."""
+    """One candidate's times in microseconds, of the slowest rank, in the longest round that it took part in."""
 
     config: GemmConfig | OverlapConfig
     change: str  # from the default, in words
@@ -65,12 +67,17 @@ class Measured:
 
 @dataclass
 class Outcome:
-    """What a search found.
+    """The result of a search.
 
-    best, default: the chosen configuration, and the one by rule. measured: all candidates, the best first.
-    refused: how many candidates were not measured, by reason. library_us: this rank's product alone, by torch.
-    seconds: the search took. finished: False if the budget ended it early. remembered: the file. choice: the path that
-    calls of this size take by themselves, which must be fused for what was found to count; None for matmul.
+    best, default: the chosen configuration, and the one by rule.
+    measured: all measured candidates, the best first.
+    refused: the number of candidates that were not measured, by reason.
+    library_us: the local GEMM alone, by torch, on the slowest rank.
+    seconds: duration of the search.
+    finished: False if the budget ended it early.
+    remembered: the file that stores the result.
+    choice: the path that calls of this size take by default; the result applies to them only if it is fused. None for
+        matmul.
     """
 
     problem: Problem
@@ -103,16 +110,17 @@ def tune(
 
     operation: "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce", on 2 ranks or more, or "matmul".
     M, N, K: over all ranks.
-    layout: w's and x's as BLAS names them; TN: as nn.Linear has w, NN: w.t() of a [K, N] matrix. Where TMA can't take
-        matrices of these sizes, the result is for the layout "pointers", as which calls look it up.
-    budget_s: no new round begins after so many seconds, but for the last one, among the best. Compilations are not
-        counted, which many shapes have in common.
-    grid: values by field, to try all their combinations instead of what the tuner would.
-    remember: on disk, for later processes ($TKERNELS_CACHE); False: for this context alone, or for all open
-        ones if it is matmul, which belongs to none.
+    layout: of w and x, in BLAS notation. TN: w as in nn.Linear. NN: w.t() of a [K, N] matrix. Where TMA cannot address
+        matrices of these sizes, the result is stored for the layout "pointers", under which calls look it up.
+    budget_s: seconds after which no new round begins, except the last one, among the finalists. Compilation does not
+        count, since many shapes share their kernels.
+    grid: values by field; all their combinations are tried instead of the tuner's own candidates.
+    remember: store the result on disk for later processes ($TKERNELS_CACHE). False: keep it for this context only or,
+        for matmul, which belongs to no context, for all open contexts.
     measure: as timing.measure.
 
-    Raises ValueError for what can't be tuned, the same on every rank; RuntimeError where not even the default runs.
+    Raises ValueError for arguments that cannot be tuned, the same on every rank; RuntimeError if even the default does
+    not run.
     """
     ctx = as_context(ctx)
     problem = Problem(operation, M, N, K, dtype, layout)
@@ -124,8 +132,8 @@ def tune(
         outcome.choice = explain(operation, M, N, K, dtype, ctx=ctx)
     record = _record(ctx, outcome)
     path = _remember(record) if remember and ctx.rank == 0 else None
-    record, outcome.remembered = ctx.group.gather((record, path))[0]  # one date for all
-    # Products of one rank alone look up the default context's, whichever that is when they are made.
+    record, outcome.remembered = ctx.group.gather((record, path))[0]  # with the same date on all ranks
+    # A local GEMM looks up the records of whichever context is the default when it is called: update all of them.
     for each in open_contexts() if operation == "matmul" else [ctx]:
         each.tuned = [known for known in each.tuned if known["key"] != record["key"]] + [record]
         forget_choices(each)
@@ -155,7 +163,7 @@ def _record(ctx: Context, outcome: Outcome) -> dict:
 
 
 class _Search:
-    """One search on this rank; all ranks run the same one, in step."""
+    """One search on this rank; all ranks run the same search in lockstep."""
 
     def __init__(self, ctx: Context, problem: Problem, budget_s: float, measure, progress: Progress):
         self.ctx, self.problem, self.measure, self.progress = ctx, problem, measure, progress
@@ -164,7 +172,7 @@ class _Search:
         M, N, K = problem.local(ctx.size)
         layout = problem.layout_of_calls(ctx.size)
         tma = layout != "pointers"
-        self.bases = []  # that candidates are changes of, beside the default
+        self.bases = []  # configurations, besides the default, that candidates are derived from
         if problem.operation == "matmul":
             self.default = default_config(M, N, problem.dtype, tma)
             programs, bound = runtime.default_programs(), None
@@ -174,7 +182,7 @@ class _Search:
             bound = bound and travel_of(self.default)
             sizes = M, N, K, problem.dtype, ctx.size, programs
             sending = default_overlap(problem.operation, *sizes, tma, stores=sends_by_stores(ctx))
-            # Programs send as well, to where the default's rows go and, if they are free, to where they take turns.
+            # Also try comm programs: into the inbox of the default and, unless bound, into the two alternating ones.
             self.bases += [travelling(sending, *travel_of(self.default)), *([] if bound else [sending])]
         self.room = Room(problem.operation, M, N, K, problem.dtype, layout, ctx.size, programs, bound, ctx.mapped)
         self.operands = [Operands(ctx, problem, seed) for seed in (0, 1)]
@@ -196,7 +204,7 @@ class _Search:
         finalists, finished = tried[:FINALISTS], self._in_time()
         if all(self._binds(config) for config in finalists):
             finalists.append(self._best_free(self.measured))
-        # Whatever the budget: of many candidates that were measured three times, the first one is the luckiest.
+        # Regardless of the budget: the fastest of many candidates that were measured three times is the luckiest one.
         self._round(finalists, LAST_ITERATIONS)
         best, default = min(finalists, key=self._us), self.measured[self.default]
         free = self._best_free(finalists)
@@ -212,15 +220,15 @@ class _Search:
         )  # fmt: skip
 
     def _binds(self, config) -> bool:
-        """Whether smaller products would have to travel as this configuration does, and otherwise than by rule."""
+        """Whether this configuration would make smaller GEMMs send their rows in another way than the rule's."""
         return isinstance(config, OverlapConfig) and travel_of(config) != travel_of(self.default)
 
     def _best_free(self, configs):
-        """The fastest of those that bind no smaller product."""
+        """The fastest of the configurations that bind no smaller GEMM."""
         return min((config for config in configs if not self._binds(config)), key=self._us)
 
     def _agreed(self, value):
-        """Rank 0's: clocks differ, and a search whose ranks go different ways hangs."""
+        """Rank 0's value. Clocks differ between ranks, and a search hangs if its ranks take different branches."""
         return self.ctx.group.gather(value)[0]
 
     def _us(self, config) -> float:
@@ -230,7 +238,7 @@ class _Search:
         return self._agreed(time.monotonic() < self.deadline)
 
     def _halve(self, candidates: list, refused: Counter, *known) -> list:
-        """The best of the candidates and of those known before, best first. Each round drops the worse half."""
+        """Measure candidates and `known`, dropping the slower half each round. Returns the rest, best first."""
         self.refused += refused
         candidates = [config for config in candidates if config not in self.measured]
         if not self._in_time():
@@ -253,7 +261,7 @@ class _Search:
         return sorted(known, key=self._us)
 
     def _prepare(self, configs: list) -> dict:
-        """Compile and try configurations. Returns those that can't be used, with the reason; the same on all ranks."""
+        """Compile and try configurations. Returns the unusable ones, each with its reason; the same on all ranks."""
         failures, waiting = {}, list(configs)
         if runtime.RUNTIME != "simulated":  # the interpreter compiles nothing
             began = time.monotonic()
@@ -273,17 +281,20 @@ class _Search:
         return failures
 
     def _try(self, config) -> str | None:
-        """Whether the results are the default's, on operands other than those of the calls just before."""
+        """Why a configuration is unusable, or None if its results match the default's.
+
+        Each pair of calls uses other operands than the pair before, so that stale data shows.
+        """
         reason = None
         try:
             for which in (0, 1):
-                # Twice: inboxes take turns, and a row that was read too early is of the call before the last.
+                # Twice, since two inboxes alternate: a row that is read too early comes from the call before the last.
                 results = [self.operands[which].run(config) for _ in range(2)]
                 reason = reason or self._compare(which, results, keep=config == self.default)
             self.ctx.check()
         except Exception as error:
             if self.ctx.failed:
-                raise  # the ranks are out of step: this context can't go on
+                raise  # the ranks are out of step: this context is unusable
             reason = sentence(error)
         reason = agree(self.ctx, reason)
         return reason and reason.split(": ", 1)[1]
@@ -302,7 +313,7 @@ class _Search:
         return names, {name: functools.partial(self.operands[0].run, config) for name, config in names.items()}
 
     def _round(self, configs: list, iterations: int):
-        """Measure configurations beside the default one."""
+        """Measure configurations alongside the default."""
         self.progress.begin(f"measuring {len(configs)}, {iterations} times", 0)
         names, calls = self._calls(dict.fromkeys([self.default, *configs]))
         timings, _ = self.measure(self.ctx, {"library": self.operands[0].library, **calls}, iterations)

@@ -1,9 +1,9 @@
-"""Which configurations are tried: the possible ones of a list, those first that a model of time ranks best.
+"""Candidates of the tuner: the feasible configurations of a list, ordered by a performance model.
 
-The model knows tiles and the wire, nothing of pipelines and caches: it says how many programs should send and how far
-a shape is from whole waves. So every kind of tile is tried, each with what the model likes best for it, and what the
-model can't tell apart is tried around the winner, one change at a time. Tiles cost a compilation each; how they travel
-is told to a kernel at its launch, so that more of it can be tried.
+The model covers tiles and the wire, but not pipelines and caches: it predicts how many programs should send and how
+well a shape fills whole waves. Therefore every tile shape is tried, each with the communication settings that the model
+prefers for it, and differences that the model cannot predict are tried around the winner, one change at a time. Each
+tile shape costs a compilation; most communication settings are launch arguments, so more of them can be tried.
 """
 
 import itertools
@@ -29,11 +29,11 @@ from tkernels.configs import (
 )
 from tkernels.overlap import MIN_SPLIT_STEPS, PART_S, stages_of
 
-# What one program may have on sm_90.
+# Limits of one program on sm_90: bytes of shared memory, and registers a thread.
 SHARED_BYTES = 232448
 REGISTERS = 255
-INTERLEAVED_BYTES_PER_S = 40e9  # of a program that sends a tile while it multiplies the next one (bench/LOG.md)
-PUT_COST_BYTES = 43 << 10  # what a put's fixed cost would send: a quarter is lost with puts of 128 KB
+INTERLEAVED_BYTES_PER_S = 40e9  # of a program that sends a tile while it computes the next one (bench/LOG.md)
+PUT_COST_BYTES = 43 << 10  # a put's fixed cost, in bytes that could be sent meanwhile: puts of 128 KB lose a quarter
 
 GEMM_FIELDS = [each.name for each in fields(GemmConfig)]
 OVERLAP_FIELDS = [each.name for each in fields(OverlapConfig) if each.name != "gemm"]
@@ -65,23 +65,23 @@ STEPS = {
     "max_splits": (1, 2, 4),
     "put_block": (4096, 8192, 16384, 32768),
 }
-NOT_INTERLEAVED = ("split_tiles", "max_splits", "put_block")  # fields that change nothing there, or were slower
-SURVEY = 28  # candidates that are measured first
-OF_A_TILE = 4  # of them, at most; they are one kernel
+NOT_INTERLEAVED = ("split_tiles", "max_splits", "put_block")  # fields without effect there, or slower
+SURVEY = 28  # candidates measured first, at most
+OF_A_TILE = 4  # of these, at most, for one tile shape; they share a kernel
 OF_A_FIELD = 3  # other values of each field that are tried around the best one, at most
-OF_A_TOLD_FIELD = 6  # the same of fields that need no kernel of their own
-COPIES = (1, 2, 4)  # to a peer
+OF_A_TOLD_FIELD = 6  # the same for the fields of TOLD, which need no kernel of their own
+COPIES = (1, 2, 4)  # per peer
 TOLD = ("num_comm", "chunk_rows", "split_tiles", "max_splits")
-SLOWER = 1.5  # than the best prediction: not tried
+SLOWER = 1.5  # candidates predicted to take more than this multiple of the best prediction are not tried
 
 
 @dataclass(frozen=True)
 class Room:
-    """What a configuration has to fit: the product of one rank, M x N x K, of `ranks`, and `programs` for it.
+    """The constraints on a configuration: the local GEMM M x N x K, `ranks`, and the `programs` of a launch.
 
-    travel: (chunk_rows, landing) that the ranks are bound to already, by a larger product whose rows travel alike; None
-        if they are free.
-    mapped: the copy engine and stores reach all of them.
+    travel: (chunk_rows, landing) to which a larger GEMM, whose rows are sent alike, already binds the ranks; None if
+        they are free.
+    mapped: the copy engine and stores reach all ranks.
     """
 
     operation: str
@@ -102,7 +102,7 @@ class Room:
 
     @property
     def landing_rows(self) -> int:
-        """Rows behind one signal, by rule, where they land."""
+        """Rows of a chunk in the landing buffer, by rule."""
         tma = self.layout != "pointers"
         return default_overlap(
             self.operation, self.M, self.N, self.K, self.dtype, self.ranks, self.programs, tma, landing=True
@@ -114,21 +114,21 @@ class Room:
 
 
 def flat(config: GemmConfig | OverlapConfig) -> dict:
-    """All fields of a configuration and of the tiles in it, by name."""
+    """All fields of a configuration, those of its GemmConfig included, by name."""
     own = {each.name: getattr(config, each.name) for each in fields(config) if each.name != "gemm"}
     return own if isinstance(config, GemmConfig) else {**flat(config.gemm), **own}
 
 
 def changed(config: GemmConfig | OverlapConfig, change: dict) -> GemmConfig | OverlapConfig:
-    """The configuration with other values of some fields. Raises ValueError for values that don't go together."""
+    """The configuration with other values of some fields. Raises ValueError for values that contradict each other."""
     if isinstance(config, GemmConfig):
         return replace(config, **change)
     own = {name: value for name, value in change.items() if name in OVERLAP_FIELDS}
     gemm = replace(config.gemm, **{name: value for name, value in change.items() if name not in own})
-    if "num_comm" in own:  # none are the copy engine, unless something else is asked for
+    if "num_comm" in own:  # 0 selects the copy engine, unless `change` sets interleaved
         own.setdefault("interleaved", False)
     if own.get("num_comm", config.num_comm) or own.get("interleaved", config.interleaved):
-        own["copy_rows"] = None  # of copies alone
+        own["copy_rows"] = None  # only the copy engine has it
     return replace(config, gemm=gemm, **own)
 
 
@@ -139,12 +139,12 @@ def describe(config: GemmConfig | OverlapConfig, default: GemmConfig | OverlapCo
 
 
 def impossible(config: GemmConfig | OverlapConfig, room: Room) -> str | None:
-    """Why a configuration can't run, or can't be better than a smaller one; None if it can."""
+    """Why a configuration cannot run, or cannot be better than a smaller one; None if it can."""
     gemm, itemsize = getattr(config, "gemm", config), room.dtype.itemsize
     known = default_config(room.M, room.N, room.dtype, room.layout != "pointers")
     tile = f"tiles of {gemm.block_m}x{gemm.block_n}x{gemm.block_k}"
-    # Slices of the result and of a peer's partial sums; where tiles are split, a quarter of the sums in fp32 as well,
-    # to be written, and to be read.
+    # Staging beside the pipeline: slices of the result and of a peer's partial sums; with split-K tiles also a quarter
+    # of a slice of fp32 partial sums, to be written, and to be read.
     reduces = room.operation in ("matmul_reduce_scatter", "matmul_all_reduce")
     kernels = [(gemm.num_stages, itemsize * (2 if reduces else 1))]
     if room.operation != "matmul" and config.max_splits > 1:
@@ -194,10 +194,11 @@ def impossible(config: GemmConfig | OverlapConfig, room: Room) -> str | None:
 
 
 def predicted_us(config: GemmConfig | OverlapConfig, room: Room, gemm_us: float) -> float:
-    """The model: whoever is free takes the next tile, beside a wire. gemm_us: the product alone, measured.
+    """The model: programs claim tiles while a link transfers data. gemm_us: the local GEMM alone, measured.
 
-    A tile takes its part of gemm_us, as if cuBLAS's waves were whole. The comm programs send, then multiply; those of a
-    reduction are busy while there are tiles that others need. What was sent last has to be multiplied, or added.
+    A tile takes its share of gemm_us, as if cuBLAS's waves were whole. The comm programs first send and then compute
+    tiles; in a reduction they stay busy until the tiles that peers need are computed. What is sent last still has to be
+    multiplied (gather) or added (reduction).
     """
     gemm = getattr(config, "gemm", config)
     tiles_n = -(-room.N // gemm.block_n)
@@ -212,27 +213,27 @@ def predicted_us(config: GemmConfig | OverlapConfig, room: Room, gemm_us: float)
     rate = num_comm * BYTES_PER_S_OF_A_PROGRAM * put / (put + PUT_COST_BYTES)
     if config.interleaved:
         rate = room.programs * INTERLEAVED_BYTES_PER_S
-        # Every tile that is sent holds up the product for as long as that takes one program.
+        # Every tile that is sent delays the GEMM by the time that one program needs to send it.
         tile_us += sent * (1 + reduces_all) / (INTERLEAVED_BYTES_PER_S * tiles) * 1e6
     send_us = sent * (1 + reduces_all) / (min(rate, SEND_BYTES_PER_S) or COPY_BYTES_PER_S) * 1e6
-    needed = 0 if gathers else tiles if reduces_all else tiles - own  # before the last can be sent
+    needed = 0 if gathers else tiles if reduces_all else tiles - own  # tiles to compute before the last one can be sent
     busy_us = max(send_us, needed * tile_us / (room.programs - num_comm))
     waves, splits = (tiles + num_comm * busy_us / tile_us) / room.programs, [1]
     most = 1 if config.interleaved else config.max_splits
     splits += range(2, min(most, room.K // (gemm.block_k * MIN_SPLIT_STEPS)) + 1)
     end_us = min(math.ceil(waves * n) / n * tile_us + PART_S * 1e6 * (n > 1) for n in splits)
-    # Of each peer what is sent last: its tiles are still to be multiplied; own ones have been, but for one.
+    # Gather: the tiles of each peer's last transfer are still to be computed. Reduction: only one own tile remains.
     last = (room.ranks - 1) * -(-min(config.sent_rows, room.rows) // gemm.block_m) * tiles_n if gathers else 1
     return max(end_us, send_us + -(-last // room.programs) * tile_us)
 
 
 def survey(bases: list[GemmConfig | OverlapConfig], room: Room, gemm_us: float) -> tuple[list, Counter]:
-    """(configurations to try first, the best by the model first; why not the others, and how many).
+    """Returns (configurations to measure first, best prediction first; number of rejected ones by reason).
 
-    Changes of `bases`. Of those with one tile and as many comm programs, the best; of what is alike, what is most like
-    its base.
+    Candidates are changes of `bases`. Of those with the same tile and number of comm programs, only the one with the
+    best prediction is kept; among equal predictions, the one closest to its base.
     """
-    tiles = [{}, *(SIMULATED_TILES if runtime.RUNTIME == "simulated" else TILES)]  # the base's, then the list's
+    tiles = [{}, *(SIMULATED_TILES if runtime.RUNTIME == "simulated" else TILES)]  # the base's own, then the list's
     found, refused, chosen = {}, Counter(), []
     for base in dict.fromkeys(bases):
         travels = [[{}]]
@@ -257,14 +258,14 @@ def survey(bases: list[GemmConfig | OverlapConfig], room: Room, gemm_us: float) 
 
 
 def nearest(values, to: int) -> list[int]:
-    """The values, those first that are nearest by their ratio."""
+    """The values, sorted by their ratio to `to`, nearest first."""
     return sorted(values, key=lambda value: max(value / to, to / value))
 
 
 def neighbours(config, room: Room, gemm_us: float) -> tuple[list, Counter]:
-    """(configurations one change away, those that the model likes best; why not the others, and how many).
+    """Returns (configurations one change away that the model prefers; number of rejected ones by reason).
 
-    That the copy engine sends, and how many rows at a time, is one change, and that all programs do is one.
+    Switching to the copy engine together with its copy_rows is one change, and so is switching to interleaved.
     """
     chosen, refused, before = [], Counter(), flat(config)
     for name, values in STEPS.items():
@@ -289,7 +290,7 @@ def neighbours(config, room: Room, gemm_us: float) -> tuple[list, Counter]:
 
 
 def product(default, grid: dict[str, list], room: Room) -> tuple[list, Counter]:
-    """(the default changed to each combination of a grid's values; why not the others, and how many)."""
+    """Returns (the default with each combination of a grid's values; number of rejected ones by reason)."""
     refused, found = Counter(), []
     for values in itertools.product(*grid.values()):
         config = _possible(default, dict(zip(grid, values, strict=True)), room, refused)
@@ -299,7 +300,7 @@ def product(default, grid: dict[str, list], room: Room) -> tuple[list, Counter]:
 
 
 def _possible(config, change: dict, room: Room, refused: Counter):
-    """The changed configuration; None, and a reason more, if there can be none."""
+    """The changed configuration; None if it is rejected, which is counted in `refused` by its reason."""
     try:
         other = changed(config, change)
         reason = impossible(other, room)
@@ -312,7 +313,7 @@ def _possible(config, change: dict, room: Room, refused: Counter):
 
 
 def check_grid(grid: dict[str, list], operation: str):
-    """Raises ValueError for what is no field of the operation's configurations."""
+    """Raises ValueError for a name that is not a field of the operation's configurations."""
     known = GEMM_FIELDS if operation == "matmul" else dict.fromkeys(OVERLAP_FIELDS + GEMM_FIELDS)
     for name in grid:
         if name not in known:

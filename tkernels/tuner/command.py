@@ -1,4 +1,4 @@
-"""`tkernels tune`: tune shapes on ranks of this machine, and say what is remembered."""
+"""`tkernels tune`: tunes shapes on ranks of this machine, and lists, exports or clears the stored results."""
 
 import argparse
 import json
@@ -21,12 +21,16 @@ from tkernels.tuner.problem import Problem
 
 BEST = 5
 WIDTH = 120
-SHAPE_TIMEOUT_S = 600.0  # beside the budget: for compilations, and the last round
+SHAPE_TIMEOUT_S = 600.0  # on top of the budget, for compilation and the last round
 
 
 @dataclass(frozen=True)
 class Options:
-    """The command's arguments. shape: names, groups and MxNxK, with commas. json, export: a path, or "-" for stdout."""
+    """The command's arguments.
+
+    shape: names, groups and MxNxK, comma-separated.
+    json, export: a path, or "-" for stdout.
+    """
 
     operation: str | None = None
     shape: str | None = None
@@ -43,9 +47,9 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """Do what was asked for. The exit code: 0, or 1 if a shape could not be tuned. Raises argparse.ArgumentError."""
+    """Run the command. Returns 0, or 1 if a shape could not be tuned. Raises argparse.ArgumentError."""
     given = [each.name for each in fields(options) if getattr(options, each.name) != each.default]
-    instead = [name for name in given if name in ("list", "export", "clear")]  # of tuning
+    instead = [name for name in given if name in ("list", "export", "clear")]  # instead of tuning
     others = ["OP" if name == "operation" else f"--{name}" for name in given if name not in instead]
     if instead and others:
         raise argparse.ArgumentError(
@@ -66,7 +70,10 @@ def run(options: Options) -> int:
 
 
 def problems_of(options: Options, ranks: int) -> list[Problem]:
-    """What to tune: for each shape, the largest product first, since its chunks bind the others. Raises ValueError."""
+    """The problems to tune: for each operation, the largest GEMM first, since its chunks bind the others.
+
+    Raises ValueError for arguments that cannot be tuned.
+    """
     if options.operation not in (None, "all", *OPERATIONS):
         raise ValueError(f"there is no operation {options.operation!r}; there are {', '.join(OPERATIONS)}, and all")
     asked = [options.operation]
@@ -124,7 +131,7 @@ def _grid_of(options: Options, problems: list[Problem]) -> dict:
 
 
 def _start(pool: RankPool):
-    """Start the ranks. Raises ValueError for what `init` refuses, since it would refuse it for every shape."""
+    """Start the ranks. Raises ValueError for options that `init` rejects, as it would for every shape."""
     try:
         pool.run(started)
     except RankError as error:
@@ -134,11 +141,11 @@ def _start(pool: RankPool):
 
 
 def started(ctx):
-    """What a rank does for no shape."""
+    """Does nothing: running it starts the ranks."""
 
 
 def search(ctx, problem: Problem, budget_s: float, grid: dict) -> Outcome:
-    """Collective. What each rank does for a shape."""
+    """Collective. Tune one shape."""
     names = ("operation", "M", "N", "K", "dtype")
     return tune(
         *(getattr(problem, name) for name in names), layout=problem.layout, ctx=ctx, budget_s=budget_s, grid=grid
@@ -146,7 +153,7 @@ def search(ctx, problem: Problem, budget_s: float, grid: dict) -> Outcome:
 
 
 def summary(outcome: Outcome) -> str:
-    """One line: what was found."""
+    """One line with the result of a search."""
     best, default = outcome.best, outcome.default
     text = f"{outcome.problem}: {best.us:.1f} us ({best.change})"
     if best != default:
@@ -172,7 +179,7 @@ def table_of(outcome: Outcome) -> Table:
 
 
 def refusals(outcome: Outcome) -> list[str]:
-    """Why candidates were not measured, most first."""
+    """The reasons why candidates were not measured, the most frequent one first."""
     return [f"{count} not tried, {reason}" for reason, count in outcome.refused.most_common()]
 
 
@@ -201,7 +208,7 @@ def _list(console: Console) -> int:
 
 
 def _export(console: Console, target: str) -> int:
-    """What is remembered as JSON lines, the form of the records that come with the package."""
+    """Write the stored records as JSON lines, the format of the records that come with the package."""
     records, damaged = tuned.saved()
     lines = "".join(json.dumps(record) + "\n" for record in sorted(records, key=lambda r: json.dumps(r["key"])))
     write_output(lines, target)

@@ -1,6 +1,6 @@
-"""Compile kernels ahead of their launch, several at a time: the compiler leaves Python alone for most of its work.
+"""Compiles kernels ahead of their launch, several at a time: most of the compiler's work runs without Python's lock.
 
-All ranks of a machine run the same kernels and share Triton's cache on disk, so each rank compiles a part of them, and
+All ranks of a machine run the same kernels and share Triton's cache on disk, so each rank compiles a part of them and
 then loads what the others have compiled.
 """
 
@@ -18,12 +18,12 @@ from tkernels.timing import Call
 
 
 def compile_ahead(ctx: Context, calls: dict[str, Call], done: Callable[[int], None]) -> dict[str, str]:
-    """Collective. Compile the kernel that each call launches first, and launch none. Returns why calls fail, by name.
+    """Collective. Compile the kernel that each call launches first, without launching it. Returns failures by name.
 
-    The calls are made one after the other, up to their launch, so they may be collective. done: is told how many of
-    this rank's part there are.
+    The calls are made one after the other, up to their launch, so they may be collective. done: called with the number
+    of this rank's kernels compiled so far.
     """
-    forget_choices(ctx)  # a launch that is prepared does not come to the compiler
+    forget_choices(ctx)  # a prepared launch bypasses the compiler
     compiler, kernels, failures = _Compiler(), {}, {}
     with AsyncCompileMode(compiler, ignore_errors=True), _launches_compile() as launched:
         for name, call in calls.items():
@@ -31,18 +31,18 @@ def compile_ahead(ctx: Context, calls: dict[str, Call], done: Callable[[int], No
                 call()
             except _Compiling:
                 kernels[name] = launched.pop()
-            except Exception as error:  # one candidate's; the others go on
+            except Exception as error:  # concerns this candidate only
                 failures[name] = sentence(error)
         with ThreadPoolExecutor(max((os.cpu_count() or 1) // ctx.size, 1)) as threads:
             mine = compiler.waiting[ctx.rank :: ctx.size]
             for number, _ in enumerate(threads.map(_Task.run, mine)):
                 done(number + 1)
-            ctx.group.gather(None)  # all parts are on the disk
+            ctx.group.gather(None)  # a barrier: behind it the kernels of all ranks are on disk
             list(threads.map(_Task.run, [task for task in compiler.waiting if task not in mine]))
         for name, kernel in kernels.items():
             try:
                 kernel = kernel.result() if hasattr(kernel, "result") else kernel
-                kernel._init_handles()  # asks for the shared memory
+                kernel._init_handles()  # fails if there is not enough shared memory
                 if kernel.n_spills:
                     failures[name] = f"registers: the compiler spills {kernel.n_spills} of them"
             except Exception as error:
@@ -51,7 +51,7 @@ def compile_ahead(ctx: Context, calls: dict[str, Call], done: Callable[[int], No
 
 
 class _Compiling(Exception):
-    """Ends a call where it would launch its kernel."""
+    """Ends a call at the point where it would launch its kernel."""
 
 
 class _Task:
@@ -66,7 +66,7 @@ class _Task:
 
 
 class _Compiler(Executor):
-    """Takes compilations and keeps them until somebody runs them."""
+    """An executor that queues compilations; `compile_ahead` runs them."""
 
     def __init__(self):
         self.waiting: list[_Task] = []
@@ -78,7 +78,7 @@ class _Compiler(Executor):
 
 @contextlib.contextmanager
 def _launches_compile():
-    """In this block a launch of any kernel compiles it, leaves it in the list, and raises _Compiling."""
+    """In this block, launching a kernel compiles it, appends it to the yielded list and raises _Compiling."""
     run, launched = JITFunction.run, []
 
     def compile_only(self, *args, grid, warmup, **options):
@@ -93,5 +93,5 @@ def _launches_compile():
 
 
 def sentence(error: Exception) -> str:
-    """The kind of an error and its first line."""
+    """An error's type and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:160]

@@ -1,4 +1,4 @@
-"""What is tuned: one operation on one shape, its operands on this rank, and the call whose configuration is sought."""
+"""A tuning problem: one operation on one shape, its operands on this rank, and the call to be tuned."""
 
 import functools
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Problem:
         return f"{self.operation} {self.M}x{self.N}x{self.K} {name_of(self.dtype)} {self.layout}"
 
     def check(self, ranks: int):
-        """Raises ValueError for what can't be tuned on so many ranks."""
+        """Raises ValueError for a problem that cannot be tuned on that many ranks."""
         if self.operation not in OPERATIONS:
             raise ValueError(f"tune: there is no {self.operation!r}; there are {', '.join(OPERATIONS)}")
         if ranks == 1 and self.operation != "matmul":
@@ -51,7 +51,7 @@ class Problem:
                 )
 
     def local(self, ranks: int) -> tuple[int, int, int]:
-        """M, N, K of one rank's product."""
+        """M, N, K of one rank's local GEMM."""
         if self.operation == "matmul":
             return self.M, self.N, self.K
         if self.operation == "all_gather_matmul":
@@ -59,8 +59,8 @@ class Problem:
         return self.M, self.N, self.K // ranks
 
     def matrix(self, rows: int, columns: int, transposed: bool, make) -> torch.Tensor:
-        """One of the problem's, as it lies in memory. make: gives so many elements."""
-        offset = 1 if self.layout == "pointers" else 0  # a base that is no multiple of 16 bytes
+        """A matrix in the problem's memory layout. make: allocates a vector of that many elements."""
+        offset = 1 if self.layout == "pointers" else 0  # a base address that is no multiple of 16 bytes
         memory = make(rows * columns + offset)[offset:]
         return memory.view(columns, rows).t() if transposed else memory.view(rows, columns)
 
@@ -72,20 +72,20 @@ class Problem:
         return x, self.matrix(N, K, self.layout[0] == "N", make)
 
     def layout_of_calls(self, ranks: int) -> str:
-        """Under which they look for a configuration: "pointers", too, where TMA can't take matrices of these sizes."""
+        """The layout under which calls look up a configuration: also "pointers" where TMA cannot be used."""
         return layout_of(*self.operands(ranks, 0, functools.partial(torch.empty, dtype=self.dtype, device="meta")))
 
     def key(self, ranks: int) -> tuple:
-        """The bucket that the result holds for, as configs has it."""
+        """The key of the bucket that the result holds for, as in tkernels.configs."""
         return self.operation, *bucket(*self.local(ranks)), name_of(self.dtype), self.layout_of_calls(ranks)
 
     def place(self, ctx: Context) -> dict:
-        """Where the result holds."""
+        """The part of a record's key that says where the result holds: GPU, ranks, transport and versions."""
         return tuned.place(1, tuned.LOCAL) if self.operation == "matmul" else tuned.place(ctx.size, ctx.transport)
 
 
 class Operands:
-    """Random operands of this rank: x, w, and `gathered`, the x of this rank's product (cuBLAS's, to compare with)."""
+    """Random operands of this rank: x, w, and `gathered`, the x of its local GEMM, for the comparison with cuBLAS."""
 
     def __init__(self, ctx: Context, problem: Problem, seed: int):
         self.ctx, self.problem = ctx, problem
@@ -99,7 +99,7 @@ class Operands:
             self.gathered = problem.matrix(M, K, False, make)
 
     def run(self, config) -> torch.Tensor:
-        """Collective, but for matmul. The kernel's result by that configuration, or by the one that it takes itself."""
+        """Collective, except for matmul. The result with `config`; None: the call chooses its configuration."""
         ctx, x, w = self.ctx, self.x, self.w
         if self.problem.operation == "matmul":
             return matmul(x, w, config=config)
@@ -110,5 +110,5 @@ class Operands:
         return matmul_all_reduce(ctx, x, w, config=config, path="fused")
 
     def library(self) -> torch.Tensor:
-        """This rank's product alone, by torch (cuBLAS on GPUs)."""
+        """This rank's local GEMM alone, by torch (cuBLAS on GPUs)."""
         return torch.mm(self.gathered, self.w.t())

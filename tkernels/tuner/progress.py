@@ -1,4 +1,4 @@
-"""What a search does at the moment, on the terminal; nothing where there is none."""
+"""Shows a search's current stage on the terminal, and nothing where there is no terminal."""
 
 import sys
 
@@ -8,7 +8,7 @@ from rich.progress import Progress as Bars
 
 
 class Progress:
-    """One line that goes away at the end. shown: False on all ranks but one."""
+    """One line that disappears at the end. shown: False on all ranks but one."""
 
     def __init__(self, title: str, shown: bool):
         self.title = title
@@ -21,7 +21,7 @@ class Progress:
         self.task = self.bars.add_task(title)
 
     def begin(self, stage: str, total: int):
-        """A stage of `total` steps; 0 if it has none that are told."""
+        """Begin a stage of `total` steps; 0 if its steps are not reported."""
         self.bars.update(self.task, description=f"{self.title}: {stage}", total=total or None, completed=0)
 
     def done(self, steps: int):
