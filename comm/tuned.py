@@ -133,7 +133,7 @@ def known(ranks: int, transport: str) -> list[dict]:
 
 
 def _holds(record: dict, places: list[dict]) -> bool:
-    return any(place.items() <= record["key"].items() for place in places)
+    return any(fields.items() <= record["key"].items() for fields in places)
 
 
 def clear() -> int:

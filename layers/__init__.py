@@ -1,4 +1,4 @@
-"""Modules, optimizers and schedules for overlapped training: tensor, pipeline and data parallel, sharded."""
+"""Modules, optimizers and schedules for overlapped training: tensor, pipeline, data parallel and fully sharded."""
 
 if __name__ == "layers":  # imported from a checkout's root; see tkernels/_alias.py
     from tkernels._alias import alias

@@ -1,13 +1,13 @@
-"""FullyShard: every rank keeps an R-th of each parameter, and has the whole only while it is computed with.
+"""FullyShard: every rank keeps 1/R of the parameters and gathers a unit's full ones only while the unit computes.
 
     model = FullyShard(model, units=(Block,), ctx=ctx)
     optimizer = torch.optim.AdamW(model.parameters())    # over this rank's shards
     loss(model(x), y).backward()                         # x, y: this rank's part of the batch
     optimizer.step()
 
-The parameters of a unit lie one after the other in one flat parameter (one for each dtype, and one for those that are
-not trained); a rank's shard is its R-th. What belongs to no unit, or to several, belongs to the root: it is gathered
-when forward begins and stays until the end of backward.
+The parameters of a unit are laid out one after the other in a flat parameter (one for each combination of dtype,
+requires_grad and Megatron marks); a rank's shard is 1/R of it. Parameters of no unit, or of several, belong to the
+root, which is gathered when forward begins and stays gathered until the end of backward.
 
     stream     compute                          comm
     forward    unit 0                           gather unit 1
@@ -15,10 +15,11 @@ when forward begins and stays until the end of backward.
     backward   unit 1, gradients into a bucket  gather unit 0
                unit 0                           reduce-scatter the gradients of unit 1
 
-What follows what is learned from the iteration before (the first one gathers nothing ahead). Memory comes from two
-pools (`tkernels.layers.pools`), of parameters and of gradients, each with a few copies of the largest unit; who waits
-for whom is up to the leases of their slots. Shards and their gradients have a lease each, too: a gather comes after the
-optimizer's step, a reduction after whatever the optimizer did with the gradients of the step before.
+The order of the units is learned from the previous iteration (the first one prefetches nothing). Memory comes from two
+pools (`tkernels.layers.pools`), one for parameters and one for gradients, each with a few copies of buffers that fit
+the largest unit; the leases of the pools' slots order the streams. The shards have a lease too, and so have their
+gradients: a gather is ordered after the optimizer's step, a reduction after whatever the optimizer did with the
+gradients of the previous step.
 """
 
 import contextlib
@@ -54,25 +55,25 @@ from tkernels.layers.pools import (
     buckets_ahead,
 )
 
-ALIGN = 16  # elements that parameters and shards start at multiples of: 16 bytes or more
-GRADIENT_COPIES = 2  # one is filled while the other travels; what is gathered ahead changes nothing about that
+ALIGN = 16  # parameters and shards start at multiples of this many elements: 16 bytes or more
+GRADIENT_COPIES = 2  # one is filled while the other is reduced, however many units are prefetched
 POOLS = {"max": (MaxPoolPlan, MaxPoolAllocator), "fixed": (FixedPoolPlan, FixedPoolAllocator)}
-KNOWN = (torch.Tensor, numbers.Number, str, bytes, type(None))  # that outputs may consist of
+KNOWN = (torch.Tensor, numbers.Number, str, bytes, type(None))  # leaves of outputs; any other type may hide tensors
 
 
 class FullyShard(nn.Module):
-    """A module whose parameters are sharded over the ranks of a context. Calls are the module's own, and collective.
+    """Shards a module's parameters over the ranks of a context. A call runs the module itself, and is collective.
 
-    parameters() are this rank's shards, flat; any optimizer that works element by element gives the same result as on
-    the whole parameters. Their gradients are the mean over ranks. Between iterations the module's own parameters are
-    empty; gather_state_dict() has their values.
+    parameters() are this rank's flat shards. An elementwise optimizer gives the same result on them as on the full
+    parameters. Their gradients are the mean over ranks. Between iterations the module's own parameters are empty;
+    gather_state_dict() returns their values.
 
-    All ranks must run the same units in the same order. Inside of a unit, and of what belongs to none, they may use
-    different parameters: the gradient of what a rank didn't use counts as zero. The loss must be made from the output
-    of this module or of its units. requires_grad_(False) on a shard, or on this module, freezes it until it is undone.
-    A rank's shards have a part of the gradients' norm only, so clip by `clip_grad_norm_`. Activation checkpointing goes
-    unit by unit. What has Megatron's mark sequence_parallel is in shards of its own, which have it too, for
-    `all_reduce_sequence_parallel_grads` over the tensor-parallel ranks.
+    All ranks must run the same units in the same order. Inside a unit, and outside all units, ranks may use different
+    parameters: the gradient of a parameter that a rank didn't use counts as zero. The loss must be computed from the
+    output of this module or of its units. requires_grad_(False) on a shard, or on this module, freezes it until undone.
+    A rank's shards contribute only a part of the gradient norm, so clip with `clip_grad_norm_`. Checkpoint activations
+    one unit at a time. Parameters with Megatron's mark sequence_parallel get separate shards, which carry the mark too,
+    for `all_reduce_sequence_parallel_grads` over the tensor-parallel ranks.
     """
 
     def __init__(
@@ -92,12 +93,13 @@ class FullyShard(nn.Module):
         """Collective. Shard `module`, which must be the same on every rank; its parameters are emptied.
 
         units: classes of the modules that are gathered as a whole; none may lie inside another.
-        overlap: communicate on a stream of its own, one unit ahead. False gives the same bits on one stream.
-        grad_dtype: what gradients are reduced in; None is the parameter's dtype. Sums are taken in fp32.
-        pool: "max" for units of any shapes, "fixed" to pool the largest class of equal ones only.
-        memory: "torch" or "symmetric", of the pools. copies: units whose parameters are there at once; one less is
-            gathered ahead.
-        comm_stream, dev: instead of a new stream of the device's module.
+        overlap: communicate on a separate stream. False uses one stream, and gives the same bits.
+        grad_dtype: dtype in which gradients are sent; None: the parameter's dtype. Sums accumulate in fp32.
+        pool: "max" for units of any shapes, "fixed" to pool only the largest class of equal units.
+        memory: of the pools, "torch" or "symmetric".
+        copies: units whose parameters may be gathered at once. `copies - 1` units are prefetched: one by default.
+        comm_stream: stream for communication, instead of a new one.
+        dev: module with the streams, instead of the device's (torch.cuda).
 
         Raises ValueError or TypeError for a module that can't be sharded, MismatchError if it differs between ranks.
         """
@@ -122,7 +124,8 @@ class FullyShard(nn.Module):
             plan = plan_of.build(sizes, others=buckets(self._root), copies=copies, pad_multiple=ALIGN * ctx.size)
             return allocator_of(plan, memory, strict_assignments=strict, ctx=ctx, dev=dev)
 
-        # Backward reads parameters at the addresses that forward saved; gradients only ever travel.
+        # Backward reads parameters at the addresses that forward saved, so a move is an error. Nothing saves the
+        # address of a gradient bucket, which is only filled and reduced, so there it is a warning.
         self.parameter_pool = make(lambda unit: [Bucket(f.id, f.dtype, f.numel) for f in unit.flats], copies, "error")
         self.gradient_pool = make(
             lambda unit: [Bucket(f.id, f.grad_dtype, f.numel) for f in unit.trained], GRADIENT_COPIES, "warn"
@@ -141,13 +144,13 @@ class FullyShard(nn.Module):
             unit.watch()
         self._weight_slot = Slot(dev=self._dev, name="parameter shards")
         self._sum_slot = Slot(dev=self._dev, name="gradient shards")
-        self._weights = self._sums = None  # their leases, while an iteration or a backward is under way
-        self._callback = lambda: None  # a weak reference to what ends the backward that is under way
+        self._weights = self._sums = None  # leases of these slots, during an iteration and during a backward
+        self._callback = lambda: None  # weak reference to the callback that ends the running backward
         self._sync = True
-        self._learned = {}  # with and without gradients: units in the order of their use
+        self._learned = {}  # whether gradients are enabled -> units in the order of their use
         self._uses, self._expected = [], None
         if hasattr(torch.autograd.graph, "set_override_stale_capture_stream"):
-            # What warm-up left of the autograd graph must not pull its stream into a capture.
+            # Autograd nodes that warm-up left behind must not pull their stream into a capture.
             torch.autograd.graph.set_override_stale_capture_stream(True)
 
     def forward(self, *args, **kwargs):
@@ -168,10 +171,10 @@ class FullyShard(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self):
-        """A context in which backward communicates no gradients: whole ones add up until a backward outside of it.
+        """A context in which backward communicates no gradients: full ones accumulate until a backward outside of it.
 
-        Not in the gradients of shards, which an optimizer sees: only this module's `zero_grad` forgets them, and a
-        backward that fails.
+        They do not accumulate in the gradients of the shards, which an optimizer sees. Only this module's `zero_grad`,
+        or a backward that fails, discards them.
         """
         self._sync, before = False, self._sync
         try:
@@ -180,12 +183,12 @@ class FullyShard(nn.Module):
             self._sync = before
 
     def zero_grad(self, set_to_none: bool = True):
-        """Forget the gradients of all shards, and those that `no_sync` has kept."""
+        """Discard the gradients of all shards, and those that `no_sync` has accumulated."""
         super().zero_grad(set_to_none)
         self._forget_gradients()
 
     def _forget_gradients(self):
-        """Those that have not come to shards: what `no_sync` has kept, what a backward has left that failed."""
+        """Discard gradients that have not reached the shards: those kept by `no_sync`, or left by a failed backward."""
         for unit in (self._root, *self._units):
             unit.begun = False
             for flat in unit.trained:
@@ -194,13 +197,13 @@ class FullyShard(nn.Module):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, *, tensor_parallel: Context | None = None) -> torch.Tensor:
-        """Collective. Scale the gradients so that their 2-norm, over all ranks' shards, is at most max_norm, rounded.
+        """Collective. Scale the gradients so that their 2-norm over all shards is at most max_norm, up to rounding.
 
-        tensor_parallel: the context of the ranks that layers are split over, if they are: the norm is of the whole
-        model then. Without it ValueError is raised for such a model.
+        tensor_parallel: the context of the ranks that layers are split over, if any. The norm is then that of the whole
+        model. Without it, such a model raises ValueError.
 
-        Returns the norm that they had, fp32 of one element and the same on every rank. torch's own function would see
-        this rank's shards alone.
+        Returns the norm before clipping, one fp32 element, the same on every rank. torch's own function would see only
+        this rank's shards.
         """
         check_norm("FullyShard.clip_grad_norm_", self.shards.values(), tensor_parallel)
         shards = [shard for shard in self.shards.values() if shard.grad is not None]
@@ -213,9 +216,9 @@ class FullyShard(nn.Module):
         return norm
 
     def close(self):
-        """Collective with memory="symmetric". Give back the memory of both pools; may be repeated.
+        """Collective with memory="symmetric". Free the memory of both pools; may be repeated.
 
-        The shards stay, and so does `gather_state_dict`, but nothing can be computed any more.
+        The shards and `gather_state_dict` remain usable, but the module can't compute any more.
         """
         self._end()
         for pool in (self.parameter_pool, self.gradient_pool):
@@ -223,9 +226,10 @@ class FullyShard(nn.Module):
 
     @property
     def slots(self) -> list[Slot]:
-        """What `comm.lease.captured` needs to know, beside `comm_stream`, to capture whole iterations.
+        """The slots to pass to `comm.lease.captured`, together with `comm_stream`, to capture whole iterations.
 
-        Run two iterations first: one to learn the order, one to find every copy; then set gradients to None.
+        Run two iterations first: one to learn the order of the units, one to find every copy. Then set the gradients to
+        None.
         """
         return [*self.parameter_pool.slots, *self.gradient_pool.slots, self._weight_slot, self._sum_slot]
 
@@ -245,9 +249,9 @@ class FullyShard(nn.Module):
 
     @torch.no_grad()
     def load_full_state_dict(self, full: Mapping[str, torch.Tensor]):
-        """Load the state dict of an unsharded module, of which each rank takes its part. Not collective.
+        """Load the state dict of an unsharded module; each rank takes its part. Not collective.
 
-        Raises ValueError, before anything is changed, unless it has the keys and shapes of the module.
+        Raises ValueError, before anything is changed, unless its keys and shapes are those of the module.
         """
         self._end()
         buffers = self.module.state_dict()
@@ -269,11 +273,11 @@ class FullyShard(nn.Module):
 
     @torch.no_grad()
     def sharded_state_dict(self) -> dict:
-        """Collective. The state dict of the unsharded module for torch.distributed.checkpoint, by which it loads on any
-        number of ranks, and into the unsharded module.
+        """Collective. A state dict for torch.distributed.checkpoint, with the keys of the unsharded module.
 
-        What a rank has of a parameter comes as the pieces of a ShardedTensor, which are views of its shard, so what is
-        loaded into them is in the model; buffers come as they are.
+        A checkpoint of it loads on any number of ranks, and into the unsharded module. This rank's part of a parameter
+        is returned as the pieces of a ShardedTensor. The pieces are views of the shard, so loading into them loads the
+        model. Buffers are returned as they are.
         """
         self._end()
         state = {}
@@ -293,42 +297,42 @@ class FullyShard(nn.Module):
     # An iteration
 
     def _begin(self):
-        """Open the shards for gathers, behind the optimizer's step, and gather the root."""
+        """Lease the shards, so that gathers are ordered behind the optimizer's step, and gather the root."""
         if self._weights is None:
             for flat in self._flats.values():
                 flat.follow_shard()
             self._weights = self._weight_slot.acquire()
             with self._weights.write():
-                pass  # what has been launched on this stream: the optimizer, a loaded checkpoint
+                pass  # the producer is whatever this stream has launched: the optimizer, a loaded checkpoint
             self._root.use()
 
     def _begin_backward(self, _=None):
         if self._sums is not None and self._callback() is None:
-            self._end()  # a backward that has failed
+            self._end()  # clean up after a backward that failed
         if self._sums is None:
-            callback = functools.partial(self._end_backward)  # autograd alone holds it, as long as this backward lasts
+            callback = functools.partial(self._end_backward)  # only autograd holds it, as long as this backward lasts
             torch.autograd.Variable._execution_engine.queue_callback(callback)
             self._callback = weakref.ref(callback)
             self._begin()
             self._sums = self._sum_slot.acquire()
             with self._sums.write():
-                pass  # what has been launched on this stream: the last step's reads, zero_grad
+                pass  # behind whatever this stream has launched: the last step's reads, zero_grad
             for unit in (self._root, *self._units):
                 unit.missing = {id(parameter) for flat in unit.trained for parameter in flat.parameters}
 
     def _end_backward(self):
-        """Reduce what is left, the root and units whose end nothing has told, and hand the sums to this stream."""
+        """Reduce what is left (the root, units whose end nothing signaled), and order this stream behind the sums."""
         self._root.begun = True
         for unit in (self._root, *self._units):
             unit.reduce()
         self._end()
 
     def _end(self):
-        """Give everything back, also what a failure has left; this stream may change shards and gradients then."""
+        """Release everything, even after a failure. From here on, this stream may change shards and gradients."""
         for unit in (self._root, *self._units):
             unit.close()
         if self._sums is not None:
-            if self._callback() is None:  # autograd has let go of the backward before its end: it has failed
+            if self._callback() is None:  # autograd dropped the callback before the end of backward: it failed
                 self._forget_gradients()
             with self._sums.read():
                 pass
@@ -360,18 +364,18 @@ class FullyShard(nn.Module):
             total, scale = tkernels.reduce_scatter(lease.tensor, ctx=self.ctx), flat.scale_after
             if flat.shard.grad is None:
                 flat.shard.grad = flat.sums
-                torch.mul(total, scale, out=flat.sums)  # rounded once, to what may not hold the sum itself
+                torch.mul(total, scale, out=flat.sums)  # rounded once, to a dtype that may not hold the unscaled sum
             else:
                 flat.shard.grad.add_(total, alpha=scale)
         self.gradient_pool.release(flat.id)
 
-    # What comes next
+    # Prefetching
 
     def _used(self, unit: "_Unit"):
-        """A unit is about to compute: gather it, unless it is, and what comes after it."""
+        """Called before a unit computes: gather it, unless it is gathered already, and prefetch the units after it."""
         self._uses.append(unit)
         if self._expected is not None and self._expected[len(self._uses) - 1 :][:1] != [unit]:
-            self._expected = None  # not the order of last time: what was gathered for it makes room
+            self._expected = None  # the order has changed: release what was prefetched for the old one
             for other in self._units:
                 if other is not unit and not other.uses:
                     other._release()
@@ -395,12 +399,17 @@ class FullyShard(nn.Module):
 
 
 class _FlatParameter:
-    """Parameters one after the other: those of a unit that have one dtype, are all trained or all not, and all or none
-    of which have Megatron's marks sequence_parallel and tensor_model_parallel, which the shard has then as well.
+    """Parameters of one unit, laid out one after the other.
 
-    parameters, names, shapes, starts: one entry a parameter; a tied one has several names. numel: in all, not padded.
-    shard: this rank's R-th. sums: its gradient, memory that is kept. staged: which gradients are in the bucket.
-    scale_before, scale_after: a rank's gradients, and their sum; fp16 would not hold sums of what it holds the mean of.
+    All have the same dtype, requires_grad and Megatron marks (sequence_parallel, tensor_model_parallel). The shard
+    carries the marks too.
+
+    parameters, names, shapes, starts: one entry per parameter; a tied one has several names.
+    numel: of all of them, each padded to a multiple of ALIGN, before the pool's padding.
+    shard: this rank's 1/R. sums: memory for its gradient, kept between steps. staged: indices of the parameters whose
+        gradients are in the bucket.
+    scale_before, scale_after: factors on a rank's gradients and on their sum. fp16 scales before the reduction, since
+        it may hold the mean of the gradients but not their sum.
     """
 
     def __init__(self, id: str, members: list[tuple[nn.Parameter, list[str]]], grad_dtype, size: int):
@@ -408,7 +417,7 @@ class _FlatParameter:
         self.parameters, self.names = [p for p, _ in members], [names for _, names in members]
         self.shapes = [parameter.shape for parameter in self.parameters]
         self.dtype, self.trained = self.parameters[0].dtype, self.parameters[0].requires_grad
-        self._wanted = self.trained  # of the parameters, as the shard was last seen to be
+        self._wanted = self.trained  # requires_grad of the parameters, as last copied from the shard
         self.grad_dtype = grad_dtype or self.dtype
         scales = 1.0, 1 / size
         self.scale_after, self.scale_before = scales if self.grad_dtype == torch.float16 else reversed(scales)
@@ -420,14 +429,14 @@ class _FlatParameter:
         self._views = {}
 
     def views(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters' places in a flat tensor."""
+        """Views of a flat tensor, one per parameter and in its shape."""
         return [
             whole[start : start + shape.numel()].view(shape)
             for start, shape in zip(self.starts, self.shapes, strict=True)
         ]
 
     def pieces(self, rank: int) -> list[list[tuple[list[int], torch.Tensor]]]:
-        """What this rank has of each parameter, as rectangles: offsets in the parameter, and views of the shard."""
+        """This rank's part of each parameter, as rectangles: (offsets in the parameter, view of the shard)."""
         values, result = self.shard.detach(), []
         first = rank * values.numel()
         for start, shape in zip(self.starts, self.shapes, strict=True):
@@ -440,7 +449,7 @@ class _FlatParameter:
         return result
 
     def shard_over(self, ctx: Context, padded: int) -> nn.Parameter:
-        """Keep this rank's part of the values, and empty the parameters."""
+        """Keep this rank's part of the values as the shard, which is returned, and empty the parameters."""
         whole = torch.zeros(padded, dtype=self.dtype, device=ctx.device)
         for parameter, view in zip(self.parameters, self.views(whole), strict=True):
             view.copy_(parameter.detach())
@@ -448,14 +457,18 @@ class _FlatParameter:
         self.shard = nn.Parameter(shard, requires_grad=self.trained)
         for mark in filter(None, _marks(self.parameters[0])):
             setattr(self.shard, mark, True)
-        self._version = self.shard._version  # torch's count of writes, when the parameters were last exposed
+        self._version = self.shard._version  # torch's count of writes to the shard, as last seen by follow_shard
         self.sums = torch.empty_like(shard) if self.trained else None
         self._empty = shard.new_empty(0)
         self.hide()
         return self.shard
 
     def follow_shard(self):
-        """Whether the parameters want gradients is up to the shard, which is what parameters() and optimizers show."""
+        """Copy requires_grad from the shard, which parameters() and optimizers show, to the parameters.
+
+        Raises ValueError for a shard of parameters that were frozen when they were sharded, and where requires_grad of
+        a parameter itself was changed.
+        """
         wanted = self.shard.requires_grad
         if wanted and not self.trained:
             raise ValueError(
@@ -471,12 +484,12 @@ class _FlatParameter:
             parameter.requires_grad_(wanted)
         self._wanted = wanted
         if self.shard._version != self._version:
-            # For torch, which refuses a backward of what forward has saved and was written to since.
+            # Lets torch refuse a backward through parameters that forward saved and that were written to since.
             torch.autograd.graph.increment_version(self.parameters)
             self._version = self.shard._version
 
     def expose(self, whole: torch.Tensor):
-        """Let the parameters be what has been gathered."""
+        """Point the parameters at their views of the gathered tensor."""
         if whole.data_ptr() not in self._views:
             with lasting():
                 self._views[whole.data_ptr()] = self.views(whole)
@@ -484,12 +497,12 @@ class _FlatParameter:
             parameter.data = view
 
     def hide(self):
-        """Whoever reads a parameter now finds nothing, and not the values of another unit."""
+        """Empty the parameters, so that a read finds nothing rather than the values of another unit."""
         for parameter in self.parameters:
             parameter.data = self._empty
 
     def unstaged(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Every part of the bucket that holds no gradient: of unused parameters, and between and after them."""
+        """The parts of the bucket that hold no gradient: unused parameters, and the padding between and after all."""
         ends = [0] + [self.starts[i] + self.shapes[i].numel() for i in sorted(self.staged)]
         starts = [self.starts[i] for i in sorted(self.staged)] + [whole.numel()]
         return [whole[end:start] for end, start in zip(ends, starts, strict=True) if end < start]
@@ -498,19 +511,19 @@ class _FlatParameter:
 class _Unit:
     """A module whose parameters are gathered while it computes.
 
-    leases: of what is gathered. uses: how many reasons there are to keep it: its forward, its backward, a recomputation
-    inside of that. missing: parameters (ids) that this backward has given no gradient yet. begun: whether a backward
-    came here since the last reduction.
+    leases: by flat parameter, of those that are gathered. uses: how many forwards, backwards, and recomputations inside
+    a backward, keep the unit gathered. missing: ids of parameters without a gradient yet in this backward. begun:
+    whether a backward has reached this unit since the last reduction.
 
-    When its gradients are reduced, and whether, must not depend on which of them there are, for that may differ between
-    ranks: that is where the last of its calls ends in backward, as its inputs' gradients tell. Where none of them
-    wants one, and in the root, it is the end of backward.
+    When and whether its gradients are reduced must not depend on which gradients exist, since that may differ between
+    ranks. The reduction comes where the last of the unit's calls ends in backward, which the gradients of its inputs
+    signal. If no input requires a gradient, and in the root, it comes at the end of backward.
     """
 
     def __init__(self, owner: FullyShard, name: str, module: nn.Module, flats: list[_FlatParameter]):
         self.owner, self.name, self.module, self.flats = owner, name, module, flats
         self.leases, self.uses, self.missing, self.begun = {}, 0, set(), False
-        self.calls = weakref.WeakSet()  # whose backward may come, as long as their graph is there
+        self.calls = weakref.WeakSet()  # calls whose backward may still come; their autograd graph keeps them alive
         self._reading = contextlib.ExitStack()
         self._forwards, self._open_calls = [], []
 
@@ -525,7 +538,7 @@ class _Unit:
         if self is self.owner._root:
             self.module.register_forward_pre_hook(self._refuse_outside, prepend=True)
         else:
-            # Before hooks that are there already: they may look at parameters.
+            # Ahead of hooks that are registered already, which may read parameters.
             self.module.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)
             self.module.register_forward_hook(self._after_forward, always_call=True)
 
@@ -559,11 +572,11 @@ class _Unit:
         self.uses -= 1
         if self.uses == 0:
             self._conceal()
-            if self.owner._next(1) != [self]:  # the last unit of forward is the first of backward
+            if self.owner._next(1) != [self]:  # kept if used next: the last unit of forward is the first of backward
                 self._release()
 
     def close(self):
-        """Give everything back, whatever state it is in."""
+        """Release everything, whatever state the unit is in."""
         self._conceal()
         self._release()
         self.uses, self.missing = 0, set()
@@ -598,7 +611,7 @@ class _Unit:
 
     def _before_forward(self, module, args, kwargs):
         self._refuse_outside()
-        recomputed = self.uses > 0  # inside its own backward
+        recomputed = self.uses > 0  # by activation checkpointing, inside the unit's own backward
         self.use()
         if not torch.is_grad_enabled() or recomputed:
             self._forwards.append(None)
@@ -608,7 +621,7 @@ class _Unit:
         return call.watch_inputs(args, kwargs)
 
     def _after_forward(self, module, args, output):
-        if not self._forwards:  # it failed before it began
+        if not self._forwards:  # this forward failed before it began
             return
         call = self._forwards.pop()
         if call is not None:
@@ -617,11 +630,11 @@ class _Unit:
 
     @torch.no_grad()
     def _collect(self, flat: _FlatParameter, index: int, parameter: nn.Parameter):
-        """A gradient is complete: into the bucket with it, on the stream that has just made it."""
+        """Hook on a complete gradient: copy it into the bucket, on the stream that has just produced it."""
         self.owner._begin_backward()
         self.begun = True
         self.missing.discard(id(parameter))
-        # What is reduced at the end of backward only waits in parameter.grad, and leaves the bucket to other units.
+        # A gradient that is reduced only at the end of backward stays in parameter.grad: other units use the bucket.
         if self.owner._sync and (self is self.owner._root or all(call.tells for call in self._open_calls)):
             self._stage(flat, index)
         if not self.missing:
@@ -643,14 +656,14 @@ class _Unit:
 
     @torch.no_grad()
     def reduce(self):
-        """Reduce the gradients of backwards that came here, with zeros for what they gave none."""
+        """Reduce the gradients of the backwards that reached this unit, with zeros for parameters without one."""
         if not self.owner._sync or not self.begun:
             return
         self.begun = False
         for flat in self.trained:
             if not flat.shard.requires_grad:
                 continue
-            for index in range(len(flat.parameters)):  # those that waited, or that no_sync has left
+            for index in range(len(flat.parameters)):  # gradients still in parameter.grad, deferred or from no_sync
                 self._stage(flat, index)
             lease = self.owner.gradient_pool.acquire(flat.id)
             with lease.write():
@@ -663,16 +676,17 @@ class _Unit:
 
 
 class _Call:
-    """One forward of a unit. Its backward begins with the gradient of an output, and ends with those of its inputs.
+    """One forward of a unit. Its backward begins with the gradient of an output and ends with those of its inputs.
 
-    open: whether its backward is under way. tells: whether gradients of inputs will tell its end. Where none wants one,
-    or none depends on the inputs, it ends with the gradients of the unit's parameters, or with the whole backward.
+    open: whether its backward is running. tells: whether the gradients of inputs will signal its end. If no input
+    requires a gradient, or this backward doesn't reach the inputs, the call ends with the gradients of the unit's
+    parameters, or with the whole backward.
     """
 
     def __init__(self, unit: _Unit):
         self.unit, self.open, self.tells = unit, False, False
-        self._node = lambda: None  # of the inputs in autograd's graph, which holds this call
-        self._ended = None  # the last backward in which it did
+        self._node = lambda: None  # weak reference to the inputs' node in autograd's graph, which holds this call
+        self._ended = None  # id of the last backward in which this call ended
         self._addresses = _addresses(unit)
         unit.calls.add(self)
 
@@ -697,13 +711,13 @@ class _Call:
             tensor.register_hook(self._begin)
 
     def to_come(self) -> bool:
-        """Whether the backward that is under way will end it."""
+        """Whether the running backward will still signal the end of this call."""
         node = self._node()
         task = torch._C._current_graph_task_id()
         return node is not None and self._ended != task and torch._C._will_engine_execute_node(node)
 
     def _begin(self, _):
-        if self.open:  # with the gradient of another output
+        if self.open:  # opened by the gradient of another output
             return
         self.unit.owner._begin_backward()
         self.open, self.unit.begun, self.tells = True, True, self.to_come()
@@ -724,8 +738,10 @@ class _Call:
 
 
 class _Inputs(torch.autograd.Function):
-    """The inputs of a unit, as they are. Their gradients come here last of all that backward computes in the unit:
-    autograd runs what is ready in the reverse order of forward, and this was its first node."""
+    """The identity on a unit's inputs, whose backward runs last of all the unit's nodes.
+
+    Autograd runs the nodes that are ready in the reverse order of forward, and this was the unit's first.
+    """
 
     @staticmethod
     def forward(ctx, call: _Call, *tensors):
@@ -734,7 +750,7 @@ class _Inputs(torch.autograd.Function):
         return tensors
 
     @staticmethod
-    @once_differentiable  # a second backward would find other parameters where those of the first one were
+    @once_differentiable  # double backward would find other parameters at the addresses of the first backward
     def backward(ctx, *gradients):
         ctx.call.end()
         return None, *gradients
@@ -745,7 +761,7 @@ def _addresses(unit: _Unit) -> list[int]:
 
 
 def _map(function, values):
-    """The same containers and dataclasses, of what `function` makes of their leaves."""
+    """Rebuild nested containers and dataclasses with `function` applied to their leaves."""
 
     def of(leaf):
         if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
@@ -759,20 +775,20 @@ def _map(function, values):
 
 
 def _leaves(values) -> list:
-    """What containers and dataclasses hold."""
+    """The leaves of nested containers and dataclasses."""
     leaves = []
     _map(leaves.append, values)
     return leaves
 
 
 def _differentiable(leaves) -> list[torch.Tensor]:
-    """The different tensors among them that want a gradient."""
+    """The distinct tensors among the leaves that require a gradient."""
     tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
     return list(tensors.values())
 
 
 def _partition(module, units, ctx, grad_dtype) -> dict[str, tuple[nn.Module, list[_FlatParameter]]]:
-    """The root and then the units, by name: the module, its flat parameters."""
+    """Name -> (module, its flat parameters): the root first, then the units."""
     for unit in units if isinstance(units, tuple) else (units,):
         if not isinstance(unit, type):
             raise TypeError(
@@ -788,7 +804,7 @@ def _partition(module, units, ctx, grad_dtype) -> dict[str, tuple[nn.Module, lis
         inside = [other for other in names if other.startswith(f"{name}.")]
         if inside:
             raise ValueError(f"FullyShard: unit {inside[0]!r} lies inside unit {name!r}; name the types of one level")
-    owners = {}  # parameter -> where it is: (module, attribute, full name, unit)
+    owners = {}  # parameter -> the places where it occurs: (full name, unit)
     for path, part in module.named_modules(remove_duplicate=False):
         if isinstance(part, FullyShard) or any(isinstance(value, nn.Parameter) for value in vars(part).values()):
             raise ValueError(f"FullyShard: {path or 'the module'} is sharded already; shard it once, from the outside")
@@ -800,7 +816,7 @@ def _partition(module, units, ctx, grad_dtype) -> dict[str, tuple[nn.Module, lis
     groups = {name: {} for name in ("", *names)}
     for parameter, places in owners.items():
         homes = {unit for _, unit in places}
-        home = homes.pop() if len(homes) == 1 else ""  # what units share is the root's
+        home = homes.pop() if len(homes) == 1 else ""  # parameters that units share belong to the root
         key = (parameter.dtype, parameter.requires_grad, _marks(parameter))
         groups[home].setdefault(key, []).append((parameter, [name for name, _ in places]))
     result, root = {}, "(root)" if "root" in names else "root"
@@ -814,7 +830,7 @@ def _partition(module, units, ctx, grad_dtype) -> dict[str, tuple[nn.Module, lis
 
 
 def _rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Elements start to stop of a tensor, in the order of memory, as few rectangles: their offsets and sizes."""
+    """Cover elements [start, stop) of a tensor, in memory order, by few rectangles: yields their offsets and sizes."""
     if not shape and start < stop:
         yield (), ()
         return
@@ -822,7 +838,7 @@ def _rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple
     while start < stop:
         index, within = divmod(start, row)
         count = (stop - start) // row
-        if within or not count:  # the part of a row, at either end
+        if within or not count:  # a partial row, at either end
             end = min(stop, (index + 1) * row)
             for offsets, sizes in _rectangles(shape[1:], within, end - index * row):
                 yield (index, *offsets), (1, *sizes)
@@ -833,13 +849,13 @@ def _rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple
 
 
 def _take_off(module: nn.Module, flats: Iterable[_FlatParameter]):
-    """Leave the parameters to modules as plain attributes, so that parameters() shows the shards alone."""
+    """Turn the modules' parameters into plain attributes, so that parameters() shows only the shards."""
     for flat in flats:
         for parameter, names in zip(flat.parameters, flat.names, strict=True):
             for name in names:
                 path, _, attribute = name.rpartition(".")
                 part = module.get_submodule(path)
-                if attribute in part._parameters:  # of a module that is there twice it is gone already
+                if attribute in part._parameters:  # removed already where a module occurs twice
                     del part._parameters[attribute]
                     object.__setattr__(part, attribute, parameter)
 
@@ -859,7 +875,7 @@ def _refuse_unsharded(sharded, state, prefix, *_):
 
 
 def _marks(parameter: nn.Parameter) -> tuple[str, str]:
-    """Those of Megatron's marks that it has, each in its place or ""."""
+    """The parameter's Megatron marks, each at a fixed position, or "" there if it has not got the mark."""
     marks = "sequence_parallel", "tensor_model_parallel"
     return tuple(mark if getattr(parameter, mark, False) else "" for mark in marks)
 
@@ -880,7 +896,7 @@ def _check_parameter(name: str, parameter: nn.Parameter, ctx: Context, grad_dtyp
 
 
 def _check_equal(ctx: Context, flats: Iterable[_FlatParameter]):
-    """Collective. Raises MismatchError, on every rank, unless all hold the same bits."""
+    """Collective. Raises MismatchError, on every rank, unless all ranks' parameters have the same bits."""
     digests = {}
     for flat in flats:
         for names, parameter in zip(flat.names, flat.parameters, strict=True):

@@ -1,4 +1,4 @@
-"""What a tensor-parallel layer does at its two ends, each with the backward that is exact for it.
+"""The communication at the two ends of a tensor-parallel layer, each function with its exact backward.
 
     x_shard_m  [M/R, K]  this rank's rows (sequence parallel)     R ranks
     x_shard_k  [M, K/R]  this rank's features, all rows           other tensors are replicated: equal on all ranks
@@ -15,8 +15,8 @@
     reduce_scatter_to_sequence_parallel_region    reduce_scatter      all_gather of rows
 
 The names are Megatron's. Features are the last dimension, rows the first one. The gradient of a replicated tensor is
-taken as equal on all ranks. All of them are collective, in forward or in backward or in both; in backward all ranks
-must want the same gradients.
+assumed to be equal on all ranks. Every function is collective, in forward, in backward or in both. In backward all
+ranks must request the same gradients.
 """
 
 import torch
@@ -31,7 +31,7 @@ from tkernels.operators import replicated
 
 
 def _own_part(x: torch.Tensor, sizes: tuple[int, ...], dim: int, ctx: Context) -> torch.Tensor:
-    # A copy: the part outlives the whole, and kernels and views want it contiguous.
+    # A copy: the part outlives the whole tensor, and kernels and views need it contiguous.
     start = sum(sizes[: ctx.rank])
     return x.narrow(dim, start, sizes[ctx.rank]).clone(memory_format=torch.contiguous_format)
 
@@ -46,13 +46,13 @@ class _ColumnParallelLinear(torch.autograd.Function):
     def forward(ctx, x, w_shard_n, bias_shard_n, context):
         ctx.save_for_backward(x, w_shard_n)
         ctx.context = context
-        with torch.autocast(x.device.type, enabled=False):  # of this library's operators it changes none
+        with torch.autocast(x.device.type, enabled=False):  # autocast changes none of this library's operators
             return torch.nn.functional.linear(x, w_shard_n, bias_shard_n)
 
     @staticmethod
     def backward(ctx, dy_shard_n):
         x, w_shard_n = ctx.saved_tensors
-        x = replicated(x, ctx.context)  # of which the weight's gradient, each rank's own, may have a gradient
+        x = replicated(x, ctx.context)  # double backward: dw differs by rank, so the gradient it gives x is summed
         dy_shard_n = dy_shard_n.contiguous()
         dx = dw = dbias = None
         if ctx.needs_input_grad[0]:
@@ -65,7 +65,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
-    """Each is the other's backward, of any order, for whole tensors and their gradients are replicated."""
+    """Scatter and gather are each other's backward, of any order, since whole tensors and gradients are replicated."""
 
     @staticmethod
     def forward(ctx, x, sizes, dim, context):
@@ -97,16 +97,16 @@ def column_parallel_linear(
 ) -> torch.Tensor:
     """x [M, K], w_shard_n [N/R, K], bias_shard_n [N/R] -> y_shard_n [M, N/R]. Collective in backward.
 
-    x is replicated, and so is its gradient: the sum over ranks travels while dy_shard_n @ w_shard_n is computed.
-    fp32, fp16, bf16, all operands alike, as the result is; under autocast, cast them before. Raises ValueError or
-    TypeError otherwise.
+    x is replicated, and so is its gradient: the sum over ranks is sent while dy_shard_n @ w_shard_n is computed. All
+    operands and the result have one dtype: fp32, fp16 or bf16. Under autocast, cast operands first. Raises ValueError
+    or TypeError otherwise.
     """
     check_operands("column_parallel_linear", x, w_shard_n, bias_shard_n, None, as_context(ctx).device)
     return _ColumnParallelLinear.apply(x, w_shard_n, bias_shard_n, as_context(ctx).name)
 
 
 def copy_to_tensor_model_parallel_region(x: torch.Tensor, *, ctx: Context | None = None) -> torch.Tensor:
-    """x as it is; its gradient is the sum over ranks. Any shape of at least one dimension. Collective in backward.
+    """x unchanged; its gradient is the sum over ranks. Any shape of at least one dimension. Collective in backward.
 
     For a replicated tensor that each rank uses on its own features or rows, a norm's weight for example.
     """
@@ -114,7 +114,7 @@ def copy_to_tensor_model_parallel_region(x: torch.Tensor, *, ctx: Context | None
 
 
 def reduce_from_tensor_model_parallel_region(x: torch.Tensor, *, ctx: Context | None = None) -> torch.Tensor:
-    """Collective. The sum of x over ranks; the gradient passes as it is."""
+    """Collective. The sum of x over ranks; the gradient passes through unchanged."""
     return tkernels.all_reduce(x, ctx=ctx)
 
 
@@ -160,8 +160,9 @@ def gather_from_sequence_parallel_region(
 ) -> torch.Tensor:
     """Collective. Every rank's rows: x_shard_m [M/R, ...] -> x [M, ...]. rows: row counts by rank, None: equal.
 
-    tensor_parallel_output_grad: True where each rank goes on with its own features, so that gradients are partial and
-    backward sums them; False where all ranks compute the same, so that backward takes the own rows. Megatron's name.
+    tensor_parallel_output_grad: True if each rank continues with its own features: gradients are then partial, and
+        backward sums them. False if all ranks compute the same: backward then takes this rank's rows. The name is
+        Megatron's.
     """
     if tensor_parallel_output_grad:
         return tkernels.all_gather(x_shard_m, rows=rows, ctx=ctx)
@@ -181,15 +182,15 @@ def all_reduce_sequence_parallel_grads(module: torch.nn.Module, *, ctx: Context 
     """Collective. Sum over ranks, in place, the gradients of the parameters that have `sequence_parallel = True`.
 
     Call it between backward and the optimizer's step. Such a parameter is replicated but used on this rank's rows only,
-    so its gradient is a part of the sum: set the mark on the norms between sequence-parallel layers (Megatron's mark
-    and meaning). One all-reduce a dtype.
+    so its gradient is a partial sum. Set the mark on the norms between sequence-parallel layers (Megatron's mark and
+    meaning). There is one all-reduce per dtype.
 
-    A parameter's gradient is its main_grad if it has one, as OverlappedDDP's have after finish_grad_sync. One without a
-    gradient counts as zero, and gets the sum as well: another rank may have one. So what no rank has used has a
-    gradient of zero, which momentum and weight decay see, and not None. Raises ValueError for one of a
-    ZeroOptimizer, which has taken and reduced it.
+    A parameter's gradient is its main_grad if it has one, as OverlappedDDP's have after finish_grad_sync. A missing
+    gradient counts as zero and receives the sum too, since another rank may have one. So a parameter that no rank has
+    used gets a gradient of zero instead of None, and momentum and weight decay apply to it. Raises ValueError for a
+    parameter of a ZeroOptimizer, which has taken its gradient and reduced it.
     """
-    from tkernels.layers.zero import ZeroOptimizer  # which knows all layers
+    from tkernels.layers.zero import ZeroOptimizer  # imported late: it depends on the other layers
 
     grads = {}
     for name, parameter in module.named_parameters():

@@ -5,13 +5,13 @@
     RowParallelLinear      weight_shard_k [N, K/R], bias [N]
         x_shard_k [..., K/R] -> y [..., N]               sequence parallel: [s, ..., K/R] -> y_shard_m [s/R, ..., N]
 
-"Column" is Megatron's word: a column of the transposed weight. A column layer followed by a row layer needs no other
+"Column" is Megatron's term: a column of the transposed weight. A column layer followed by a row layer needs no other
 communication between them. Options have Megatron's names and meanings.
 
 Initial weights: every rank draws the full weight and bias as nn.Linear does, from torch's default generator, and keeps
-its slice. So with the same seed a layer has the same weights on any number of ranks, as nn.Linear has them, and the
-generator is left in the same state. Ranks whose generators differ are refused. A layer made on the meta device draws
-them in reset_parameters.
+its slice. So with the same seed a layer has the weights of nn.Linear on any number of ranks, and leaves the generator
+in the same state. If the generators of ranks differ, MismatchError is raised. A layer made on the meta device draws its
+weights in reset_parameters.
 """
 
 import torch
@@ -30,21 +30,21 @@ from tkernels.layers.owners import attributes
 
 
 class MarkedModule(nn.Module):
-    """A module whose parameters have Megatron's marks, read by its optimizers and gradient clipping.
+    """A module whose parameters carry Megatron's marks, which its optimizers and gradient clipping read.
 
-    torch leaves attributes behind where it makes a new parameter of one: in copies, in to_empty, and where a state dict
-    is loaded by assignment.
+    torch drops a parameter's attributes where it makes a new one of it: in copies, in to_empty, and where a state dict
+    is loaded by assignment. This class sets the marks again.
     """
 
     def _mark(self, name: str, **marks):
-        """Set attributes of a parameter, and of those that are made of it later."""
+        """Set attributes of a parameter, and of the parameters that later replace it."""
         vars(self).setdefault("_marks", {}).setdefault(name, {}).update(marks)
         vars(getattr(self, name)).update(marks)
 
     def _mark_again(self):
         for name, marks in vars(self).get("_marks", {}).items():
             if (parameter := getattr(self, name, None)) is not None:
-                vars(parameter).update(marks | vars(parameter))  # what was set since counts
+                vars(parameter).update(marks | vars(parameter))  # attributes set since take precedence
 
     def _apply(self, function, recurse=True):
         super()._apply(function, recurse)
@@ -61,13 +61,13 @@ class MarkedModule(nn.Module):
 
 
 class ParallelLinear(MarkedModule):
-    """What both layers share: parameters, how they are cut, and how inputs become rows."""
+    """Base class of both layers: their parameters, how these are split, and how inputs are flattened to rows."""
 
-    partition_dim: int  # of the weight
+    partition_dim: int  # dimension of the weight that is split
 
     def _build(self, in_features, out_features, bias, dtype, device, ctx, init_method):
         ctx = as_context(ctx)
-        # A name, as operators take it: modules are copied and pickled, contexts are not.
+        # The context's name, which operators take: modules are copied and pickled, contexts are not.
         self.context_name, self._ranks, self._rank = ctx.name, ctx.group.global_ranks, ctx.rank
         self.in_features, self.out_features = in_features, out_features
         what, features = (("out-features", out_features), ("in-features", in_features))[self.partition_dim]
@@ -86,8 +86,9 @@ class ParallelLinear(MarkedModule):
     def from_linear(cls, linear: nn.Linear, *, ctx: Context | None = None, **options):
         """The layer that holds this rank's slice of an nn.Linear's parameters, on the same device. Not collective.
 
-        options: those of the class, less features, bias, device, dtype and init_method, which the nn.Linear has.
-        Attributes that a program has set on its parameters are on the new ones too.
+        options: those of the class, except features, bias, device, dtype and init_method, which the nn.Linear decides.
+
+        Attributes that were set on its parameters are copied to the new ones.
         """
         has_bias = linear.bias is not None
         layer = cls(linear.in_features, linear.out_features, has_bias, device="meta", ctx=ctx, **options)
@@ -95,8 +96,10 @@ class ParallelLinear(MarkedModule):
         return layer.train(linear.training)
 
     def reset_parameters(self):
-        """Collective. Draw the initial weights, as construction does; where that was on the meta device, also after
-        to_empty. Parameters that are still on the meta device come to the context's.
+        """Collective. Draw the initial weights, as construction does.
+
+        For a layer made on the meta device, call it directly or after to_empty. Parameters that are still on the meta
+        device move to the context's device.
         """
         if self.weight.is_meta:
             self.to_empty(device=self.ctx.device)
@@ -118,12 +121,12 @@ class ParallelLinear(MarkedModule):
         return full
 
     def _part(self, full: nn.Linear, name: str) -> torch.Tensor:
-        """What this rank has of a parameter of `full`."""
+        """This rank's part of a parameter of `full`."""
         value, dim = getattr(full, name).detach(), self.partitioned().get(name)
         return value if dim is None else self.shard(value, dim)
 
     def _take(self, full: nn.Linear):
-        """Become this rank's part of `full`."""
+        """Make this layer's parameters: this rank's part of those of `full`."""
         for name in ("weight", "bias"):
             value = getattr(full, name)
             if value is None:
@@ -151,7 +154,7 @@ class ParallelLinear(MarkedModule):
 
     @property
     def ctx(self) -> Context:
-        """That of construction. Raises MismatchError where the name is that of another one: in another process."""
+        """The context of construction. Raises MismatchError if its name belongs to another one, in another process."""
         ctx = find_context(self.context_name)
         if ctx.rank != self._rank or ctx.group.global_ranks != self._ranks:
             raise MismatchError(
@@ -162,7 +165,7 @@ class ParallelLinear(MarkedModule):
         return ctx
 
     def partitioned(self) -> dict[str, int]:
-        """The parameters of which each rank holds a part, and along which dimension."""
+        """Name of a parameter that is split over ranks -> the dimension that is split."""
         raise NotImplementedError
 
     def shard(self, full: torch.Tensor, dim: int) -> torch.Tensor:
@@ -172,12 +175,12 @@ class ParallelLinear(MarkedModule):
         return torch.cat([block.split(sizes, dim)[self.ctx.rank] for block in blocks], dim)
 
     def unshard(self, shards: list[torch.Tensor], dim: int) -> torch.Tensor:
-        """The inverse: every rank's part -> the full tensor."""
+        """The inverse of `shard`: every rank's part -> the full tensor."""
         blocks = zip(*(shard.tensor_split(self.partition_stride, dim) for shard in shards), strict=True)
         return torch.cat([part for block in blocks for part in block], dim)
 
     def _operands(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """The input as rows, the weight, and the bias to add; in autocast's dtype where autocast is on."""
+        """The input flattened to rows, the weight, and the bias to add, in autocast's dtype if autocast is on."""
         bias = None if self.return_bias else self.bias
         operands = x.reshape(-1, self.weight.shape[1]), self.weight, bias
         if not torch.is_autocast_enabled(x.device.type):
@@ -204,17 +207,18 @@ class ParallelLinear(MarkedModule):
 class ColumnParallelLinear(ParallelLinear):
     """nn.Linear with the out-features split over ranks. Collective: construction, forward, backward.
 
-    in_features, out_features: of the full layer; where out-features don't divide, the first ranks have one more.
-    sequence_parallel: the input is this rank's part of the first dimension, [s/R, ..., K], and is gathered while the
-        product is computed; backward reduce-scatters. False: the input is replicated, [..., K].
+    in_features, out_features: of the full layer; if out-features don't divide evenly, the first ranks have one more
+        (of each block, see partition_stride).
+    sequence_parallel: the input is this rank's part of the first dimension, [s/R, ..., K], and is gathered during the
+        GEMM; backward reduce-scatters. False: the input is replicated, [..., K].
     gather_output: every rank returns all out-features, [..., N].
     return_bias: forward returns (y, bias) and doesn't add the bias, for a fused kernel that does (Megatron's
         skip_bias_add). With gather_output the bias returned is still this rank's part, as in Megatron.
     keep_gathered: with sequence_parallel, keep the gathered input [s, ..., K] for the weight's gradient. False gathers
-        it again in backward, which holds R times less memory (what Megatron does).
-    partition_stride: the weight is this many blocks one below the other, each split over ranks: 2 for the fused gate
-        and up-projection of a gated MLP. This rank's parts of the blocks are one below the other, too.
-    device: default, the context's. init_method: called on the full weight; the bias is then zero. None: as nn.Linear.
+        it again in backward, which holds R times less memory (as Megatron does).
+    partition_stride: the weight consists of this many blocks, stacked along the out-features and each split over ranks:
+        2 for the fused gate and up-projection of a gated MLP. This rank's parts of the blocks are stacked too.
+    device: by default the context's. init_method: called on the full weight; the bias is then zero. None: as nn.Linear.
 
     Parameters: weight [N/R, K], bias [N/R], each with tensor_model_parallel, partition_dim, partition_stride.
     """
@@ -253,7 +257,7 @@ class ColumnParallelLinear(ParallelLinear):
     def forward(self, x: torch.Tensor, *, rows: tuple[int, ...] | None = None):
         """Collective. x [..., K], or x_shard_m [s/R, ..., K] -> y_shard_n [..., N/R] (or [..., N] with gather_output).
 
-        rows: with sequence_parallel, every rank's length of the first dimension where they differ.
+        rows: with sequence_parallel, every rank's length of the first dimension, if they differ.
         """
         ctx = self.ctx
         own = self.feature_sizes[ctx.rank]
@@ -273,20 +277,20 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 class RowParallelLinear(ParallelLinear):
-    """nn.Linear with the in-features split over ranks; the ranks' products are summed. Collective as the column layer.
+    """nn.Linear with the in-features split over ranks; local GEMMs are summed. Collective like the column layer.
 
-    in_features, out_features: of the full layer; where in-features don't divide, the first ranks have one more.
-    sequence_parallel: each rank gets its part of the first dimension of the sum, [s/R, ..., N], sent while the product
-        is computed. False: every rank gets all of it, [..., N].
+    in_features, out_features: of the full layer; if in-features don't divide evenly, the first ranks have one more.
+    sequence_parallel: each rank gets its part of the first dimension of the sum, [s/R, ..., N], sent during the GEMM.
+        False: every rank gets all of it, [..., N].
     input_is_parallel: the input is this rank's features, as a column layer returns them. False: it is replicated and
         split here; not with sequence_parallel.
     return_bias: forward returns (y, bias) and doesn't add the bias, for a fused kernel that does.
     device, init_method: as in ColumnParallelLinear.
 
-    Parameters: weight [N, K/R] with tensor_model_parallel, partition_dim, partition_stride; bias [N], replicated. Its
-    mark `sequence_parallel` says, as in Megatron, that its gradient comes from this rank's rows only and must still be
-    summed over ranks. That is so with return_bias and sequence_parallel alone: where the layer adds the bias, its
-    gradient is the full sum on every rank. `all_reduce_sequence_parallel_grads` sums what is marked.
+    Parameters: weight [N, K/R] with tensor_model_parallel, partition_dim, partition_stride; bias [N], replicated. The
+    bias's mark `sequence_parallel` means, as in Megatron, that its gradient comes from this rank's rows only and must
+    still be summed over ranks. It is True only if both return_bias and sequence_parallel are: where the layer adds the
+    bias, the gradient is the full sum on every rank. `all_reduce_sequence_parallel_grads` sums marked gradients.
     """
 
     partition_dim = 1
@@ -328,7 +332,7 @@ class RowParallelLinear(ParallelLinear):
     def forward(self, x: torch.Tensor, *, rows: tuple[int, ...] | None = None):
         """Collective. x_shard_k [..., K/R] (or x [..., K]) -> y [..., N], or y_shard_m [s/R, ..., N].
 
-        rows: with sequence_parallel, every rank's length of the first dimension where it doesn't divide.
+        rows: with sequence_parallel, every rank's length of the first dimension, if it doesn't divide evenly.
         """
         ctx = self.ctx
         own = self.feature_sizes[ctx.rank]

@@ -14,10 +14,10 @@ KNOWN = (*filter(None, ACTIVATIONS), "swiglu")
 class ParallelMLP(nn.Module):
     """fc2(activation(fc1(x))): x [..., hidden] -> [..., hidden], or x_shard_m [s/R, ..., hidden] -> the same.
 
-    activation: "relu", "gelu" (exact), "gelu_tanh", "silu", or "swiglu", which is silu(gate) * up with gate and up one
-        below the other in fc1's weight [2 * ffn_hidden, hidden].
-    sequence_parallel: input and output are this rank's part of the first dimension; gathered and reduce-scattered while
-        the products are computed. False: input and output are replicated.
+    activation: "relu", "gelu" (exact), "gelu_tanh", "silu", or "swiglu", which is silu(gate) * up with gate and up
+        stacked in fc1's weight [2 * ffn_hidden, hidden], gate first.
+    sequence_parallel: input and output are this rank's part of the first dimension, gathered and reduce-scattered
+        during the GEMMs. False: input and output are replicated.
     keep_gathered, dtype, device, ctx, init_method: as in ColumnParallelLinear.
     """
 
@@ -47,7 +47,7 @@ class ParallelMLP(nn.Module):
         self.fc2 = RowParallelLinear(ffn_hidden, hidden, bias, **common)
 
     def forward(self, x: torch.Tensor, *, rows: tuple[int, ...] | None = None) -> torch.Tensor:
-        """Collective. rows: with sequence_parallel, every rank's length of the first dimension where they differ."""
+        """Collective. rows: with sequence_parallel, every rank's length of the first dimension, if they differ."""
         h = self.fc1(x, rows=rows)
         if self.activation == "swiglu":
             gate, up = h.chunk(2, dim=-1)

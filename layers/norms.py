@@ -1,6 +1,7 @@
-"""One norm of gradients over data-parallel and tensor-parallel ranks: what is split counts everywhere, the rest once.
+"""One gradient norm over data- and tensor-parallel ranks: split parameters count on every rank, replicated ones once.
 
-Without it the ranks of a tensor-parallel group would clip by different norms, and what they have in common would part.
+Without it the ranks of a tensor-parallel group would clip by different norms, and their replicated parameters would
+diverge.
 """
 
 from collections.abc import Iterable
@@ -16,16 +17,18 @@ from tkernels.layers.owners import owner_of
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, *, ctx: Context | None = None
 ) -> torch.Tensor:
-    """Collective. torch.nn.utils.clip_grad_norm_ of a model with parallel layers: by the 2-norm of the whole model.
+    """Collective. torch.nn.utils.clip_grad_norm_ for a model with parallel layers: by the 2-norm of the whole model.
 
-    ctx: of the ranks that layers are split over; the current one by default. Stages of a pipeline have a norm each,
-    whose squares are yet to be summed. Call it once gradients are complete: after
-    `all_reduce_sequence_parallel_grads`, and with OverlappedDDP, whose `main_grad` is clipped, after finish_grad_sync.
+    ctx: context of the ranks that layers are split over; by default the current one. It does not span pipeline stages:
+        each stage has its own norm, whose squares are yet to be summed.
 
-    Returns the norm before, fp32 of one element and the same on every rank. Raises ValueError where a rank has a part
-    of gradients alone, by data-parallel ranks: ZeroOptimizer clips by its `max_norm`, FullyShard by its own function.
+    Call it once gradients are complete: after `all_reduce_sequence_parallel_grads`, and with OverlappedDDP, whose
+    `main_grad` is clipped, after finish_grad_sync.
+
+    Returns the norm before clipping, one fp32 element, the same on every rank. Raises ValueError if gradients are
+    sharded over data-parallel ranks: ZeroOptimizer clips by its `max_norm`, FullyShard by its own method.
     """
-    from tkernels.layers.ddp import OverlappedDDP  # which, as the two others, may clip by what is here
+    from tkernels.layers.ddp import OverlappedDDP  # imported late: owners of parameters may import this module
     from tkernels.layers.fsdp import FullyShard
     from tkernels.layers.zero import ZeroOptimizer
 
@@ -51,31 +54,31 @@ def clip_grad_norm_(
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """What an optimizer takes: main_grad where there is one, as OverlappedDDP's parameters have it, else grad."""
+    """The gradient that an optimizer uses: main_grad if there is one, as on OverlappedDDP's parameters, else grad."""
     main_grad = getattr(parameter, "main_grad", None)
     return parameter.grad if main_grad is None else main_grad
 
 
 def squared_norm(grads: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Of all gradients together, fp32 [1]; of none it is 0."""
+    """The squared 2-norm of all gradients together, fp32 [1]; 0 if there are none."""
     norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
     return torch.stack(norms).square().sum(0, keepdim=True) if norms else torch.zeros(1, device=device)
 
 
 def clip(grads: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float):
-    """Scale the gradients, of this norm, to max_norm where that is less."""
+    """Scale gradients whose norm is `norm` in place, to max_norm if that is less."""
     scale = clip_scale(norm, max_norm)
     for grad in grads:
         grad.mul_(scale)  # an fp32 scalar: fp16 may not hold it
 
 
 def clip_scale(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """What gradients of this norm are multiplied by, as torch has it."""
+    """The factor for gradients of this norm, by torch's formula."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def is_split(parameter) -> bool:
-    """Whether each tensor-parallel rank has a part of its own: Megatron's mark, which our layers set too."""
+    """Whether each tensor-parallel rank has a different part: Megatron's mark, which the parallel layers set too."""
     return getattr(parameter, "tensor_model_parallel", False)
 
 
@@ -85,7 +88,7 @@ def counts(parameter, tensor_parallel: Context | None) -> bool:
 
 
 def check_norm(caller: str, parameters, tensor_parallel: Context | None):
-    """Raises ValueError where parameters are split and nobody says over which ranks."""
+    """Raises ValueError if parameters are split, but tensor_parallel, the ranks they are split over, is not given."""
     if tensor_parallel is None and any(map(is_split, parameters)):
         raise ValueError(
             f"{caller}: some parameters are split over tensor-parallel ranks (tensor_model_parallel), so that each of "

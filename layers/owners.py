@@ -1,4 +1,4 @@
-"""Who has taken parameters over: whose hooks they have, or whose memory they are.
+"""Owners of parameters: the objects whose hooks a parameter has, or whose memory it uses.
 
 A parameter may outlive its owners, and keeps none of them alive.
 """
@@ -9,14 +9,14 @@ _OWNERS = "tkernels_owners"  # on a parameter: weak references, the newest last
 
 
 class _References(list):
-    """Of which nothing is left in a file, or in another process."""
+    """A list of weak references that is pickled as an empty one: owners don't go to a file or another process."""
 
     def __reduce__(self):
         return _References, ()
 
 
 def owner_of(parameter, kind: type = object):
-    """The newest owner of a parameter that is a `kind`, or None."""
+    """The newest owner of a parameter that is a `kind` and still alive, or None."""
     for reference in reversed(getattr(parameter, _OWNERS, ())):
         if (owner := reference()) is not None and isinstance(owner, kind):
             return owner
@@ -24,26 +24,26 @@ def owner_of(parameter, kind: type = object):
 
 
 def attributes(parameter) -> dict:
-    """What programs have written on a parameter, for one that takes its place: all but who owns it."""
+    """The attributes set on a parameter, for one that replaces it: all except its owners."""
     return {name: value for name, value in vars(parameter).items() if name != _OWNERS}
 
 
 def own(parameters, owner):
-    """`owner` has taken these parameters over, beside what else has."""
+    """Record `owner` as the newest owner of these parameters, beside those they have."""
     for parameter in parameters:
         others = [reference for reference in getattr(parameter, _OWNERS, ()) if reference() is not None]
         setattr(parameter, _OWNERS, _References([*others, weakref.ref(owner)]))
 
 
 def disown(parameters, owner):
-    """`owner` has given these parameters back, if it had them."""
+    """Remove `owner` from the owners of these parameters, if it is among them."""
     for parameter in parameters:
         kept = [reference for reference in getattr(parameter, _OWNERS, ()) if reference() is not owner]
         setattr(parameter, _OWNERS, _References(kept))
 
 
 def remove_owners(parameters, kind: type):
-    """Make room for a new owner: remove() each one that is a `kind`."""
+    """Make room for a new owner: call remove() on the newest owner of each parameter that is a `kind`."""
     for owner in {owner_of(parameter, kind): None for parameter in parameters}:
         if owner is not None:
             owner.remove()

@@ -1,4 +1,4 @@
-"""Swap the nn.Linear modules of an existing model for parallel layers that keep their weights."""
+"""Replaces nn.Linear modules of an existing model by parallel layers that keep their weights."""
 
 import fnmatch
 import inspect
@@ -17,7 +17,7 @@ from tkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tkernels.layers.owners import owner_of
 
 STYLES = {"column": ColumnParallelLinear, "row": RowParallelLinear}
-# What an nn.Linear says itself, or what concerns drawing its weights.
+# Arguments that are no options of a plan: the nn.Linear or parallelize() sets them, or they concern initialization.
 _NOT_OPTIONS = {"in_features", "out_features", "bias", "dtype", "device", "ctx", "init_method"}
 
 
@@ -31,16 +31,17 @@ def parallelize(
 
     plan: patterns of module names (fnmatch; * also matches dots) to "column" or "row", or to a dict of "style" and
         options of ColumnParallelLinear or RowParallelLinear.
-    mesh_or_group: a Context, or a process group or a mesh of one dimension. For these the newest open context over the
-        same ranks is taken; if there is none, tkernels.init makes one, which tkernels.finalize() gives back.
+    mesh_or_group: a Context, a process group, or a mesh of one dimension. For the latter two, the newest open context
+        over the same ranks is used; if there is none, tkernels.init makes one, which tkernels.finalize() frees.
 
-    All ranks must hold the same model. Make the optimizer afterwards, as the parameters are new ones. Attention that
-    reshapes a column layer's output into heads must take their number from the tensor, as each rank has its part.
+    All ranks must hold the same model. Create the optimizer afterwards, since the parameters are new ones. Attention
+    that reshapes a column layer's output into heads must take the number of heads from the tensor, since each rank has
+    only its part.
 
-    Raises ValueError or TypeError, before anything is changed: for a pattern that matches nothing, or something that is
-    not exactly an nn.Linear; for a module that two patterns match; for an unknown style or option; for a module with
-    hooks, its parameters' included, or whose parameters are tied to other ones or belong to an optimizer or wrapper of
-    this library. MismatchError if the parameters differ between ranks.
+    Raises ValueError or TypeError, before anything is changed: for a pattern that matches nothing, or anything that is
+    not exactly an nn.Linear; for a module that two patterns match; for an unknown style or option; for a module that
+    has hooks, on itself or its parameters, or whose parameters are tied to others or belong to an optimizer or wrapper
+    of this library. Raises MismatchError if the parameters differ between ranks.
     """
     ctx = _context(mesh_or_group)
     styles = _match(model, plan)
@@ -79,7 +80,7 @@ def _context(mesh_or_group) -> Context:
 
 
 def _match(model: nn.Module, plan) -> dict[str, tuple[str, dict]]:
-    """Module name -> (style, options), as the plan says. Raises for a plan that doesn't fit."""
+    """Module name -> (style, options), by the plan. Raises ValueError or TypeError if it doesn't fit the model."""
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     matched, styles = {}, {}
     for pattern, value in plan.items():
@@ -140,7 +141,7 @@ def _check_swappable(model: nn.Module, name: str):
 
 
 def _check_equal(model: nn.Module, ctx: Context):
-    """All ranks hold the same bits, as slices of different weights would make up a model that nobody has."""
+    """Collective. Raises MismatchError unless all ranks hold the same bits, so that slices are of one model."""
     digests = {name: _digest(parameter) for name, parameter in model.named_parameters()}
     if difference := first_difference(ctx.group.gather(digests)):
         rank, names = difference

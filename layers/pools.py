@@ -1,10 +1,10 @@
-"""Buffers that fully sharded units of different shapes take in turns: a plan, an allocator, and what to gather ahead.
+"""Buffer pools that fully sharded units of different shapes share in turn: plans, allocators, and the prefetch rule.
 
-A *unit* (a layer) needs a few *buckets* at a time; two units are in use at once, the one that computes and the one that
-is being gathered. The pool has the elementwise maximum of what the units ask for: sort each unit's buckets of one
-storage dtype by size, the largest first; slot i is as large as the largest i-th bucket. That is the smallest pool into
-which every unit fits, since whoever fits unit u needs an i-th slot of at least u's i-th size; and it does not depend on
-the order of the units. There are `copies` of it: how far ahead is gathered changes their number, never the sizes.
+A *unit* (a layer) needs a few *buckets* at a time. Two units are in use at once: the one that computes and the one that
+is being gathered. The pool is the elementwise maximum of the units' requests: sort each unit's buckets of one storage
+dtype by size, largest first; slot i is as large as the largest i-th bucket. This is the smallest pool that every unit
+fits into, since a pool that fits unit u needs an i-th slot at least as large as u's i-th bucket. It does not depend on
+the order of the units. There are `copies` of it: a deeper prefetch needs more copies, but never changes the sizes.
 
     units            bf16         uint8             Mi elements
     dense            8            96  64
@@ -12,9 +12,9 @@ the order of the units. There are `copies` of it: how far ahead is gathered chan
     moe              48           72  72  16
     pool             48  12       96  72  16        304 MiB a copy; the largest unit has 256
 
-All memory is one allocation, made at once, and a bucket's address never changes afterwards: CUDA graphs and registered
-memory may rely on it. Who may write a slot when is the business of the slot's leases (`tkernels.comm.lease`), on
-whatever streams its tenants work; the host only decides whose turn it is, in the same order on every rank.
+All memory is one allocation, made up front, and the address of a slot never changes afterwards: CUDA graphs and
+registered memory may rely on it. The leases of a slot (`tkernels.comm.lease`) order its reads and writes, on whatever
+streams its tenants work; the host only decides which bucket is the next tenant, in the same order on every rank.
 """
 
 import hashlib
@@ -49,11 +49,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class SlotSpec:
-    """A slot of the pool, as it is in each copy.
+    """A slot of the pool, the same in each copy.
 
-    dtype: what it stores; uint8 for 8-bit floats, and for everything in a plan with merge_dtypes.
-    index: 0 is the largest slot of this dtype. nbytes: of the largest bucket. offset: in bytes, within a copy.
-    bucket, unit: whose size it has.
+    dtype: storage dtype; uint8 for 8-bit floats, and for everything in a plan with merge_dtypes.
+    index: 0 is the largest slot of this dtype. nbytes: of its largest bucket. offset: in bytes, within a copy.
+    bucket, unit: the largest bucket, which sets the size, and its unit.
     """
 
     dtype: torch.dtype
@@ -69,16 +69,16 @@ class SlotSpec:
 
 
 def storage_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What a bucket of that dtype is stored as: 8-bit floats as uint8, everything else as itself."""
+    """The dtype that buckets of `dtype` are stored as: uint8 for 8-bit floats, otherwise the same."""
     return torch.uint8 if dtype.is_floating_point and dtype.itemsize == 1 else dtype
 
 
 @dataclass(frozen=True)
 class MaxPoolPlan:
-    """Which slot each bucket gets, and how large the slots are. Made by `build`, on the host alone.
+    """Assigns a slot to each bucket, and sizes the slots. Made by `build`, on the host alone.
 
-    slots: of one copy. slot_of: the slot of each bucket of a unit, by its id. unit_of: the same for its unit.
-    buckets: all buckets by id, padded. others: offset, after the copies, of the buckets of no unit.
+    slots: of one copy. slot_of: bucket id -> slot, for buckets of units. unit_of: bucket id -> unit, for the same.
+    buckets: id -> bucket, padded, for all. others: id -> byte offset after the copies, for the buckets of no unit.
     copy_nbytes: bytes of a copy. others_nbytes: bytes of `others`. fingerprint: equal if and only if the plans are.
     """
 
@@ -103,16 +103,17 @@ class MaxPoolPlan:
         pad_multiple: int = 1,
         merge_dtypes: bool = False,
     ) -> "MaxPoolPlan":
-        """The smallest pool into which every unit fits.
+        """The smallest pool that every unit fits into.
 
-        units: the buckets of each. others: buckets of no unit, each of which gets memory of its own.
-        copies: units that may be in use at once. align: bytes that slots start at multiples of, a power of 2 from 16.
-        pad_multiple: every bucket is padded to a multiple of that many elements before anything is compared, for
-            example the number of ranks that it is split over.
+        units: the buckets of each. others: buckets of no unit, each of which gets separate memory.
+        copies: units that may be in use at once.
+        align: slots start at multiples of this many bytes, a power of 2, at least 16.
+        pad_multiple: every bucket is padded to a multiple of this many elements before sizes are compared, for example
+            the number of ranks that it is split over.
         merge_dtypes: all dtypes share slots, which are then sized in bytes.
 
-        Raises ValueError for a bucket that is named twice, even with another dtype: what two units share belongs to
-        `others`.
+        Raises ValueError for a bucket id that occurs twice, even with another dtype: a bucket that two units share
+        belongs to `others`.
         """
         if copies < 1 or pad_multiple < 1 or align < 16 or align & (align - 1):
             raise ValueError(
@@ -160,7 +161,7 @@ class MaxPoolPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all copies, without the buckets of no unit."""
+        """Bytes of all copies, without `others`."""
         return self.copies * self.copy_nbytes
 
     def __str__(self):
@@ -177,7 +178,7 @@ class MaxPoolPlan:
 
 
 class FixedPoolPlan(MaxPoolPlan):
-    """The plan of the largest class of equal units; the buckets of all other units become `others`."""
+    """A plan that pools only the largest class of equal units; the buckets of all other units become `others`."""
 
     @classmethod
     def build(
@@ -194,7 +195,7 @@ class FixedPoolPlan(MaxPoolPlan):
         classes = defaultdict(list)
         for unit, buckets in units.items():
             classes[tuple(sorted((str(bucket.dtype), bucket.numel) for bucket in buckets))].append(unit)
-        # Of classes with as many units the larger one, then the first by its buckets: never by the order of units.
+        # A tie goes to the class with larger units, then to the first by its buckets, never by the order of the units.
         pooled = max(
             sorted(classes.items()),
             key=lambda item: (len(item[1]), sum(bucket.nbytes for bucket in units[item[1][0]])),
@@ -212,7 +213,7 @@ class FixedPoolPlan(MaxPoolPlan):
 
 
 class MaxPoolAllocator:
-    """Leases of a plan's slots, to one bucket at a time each.
+    """Leases the slots of a plan, each to one bucket at a time.
 
         pool = MaxPoolAllocator(plan, device="cuda")
         lease = pool.acquire("layer0")
@@ -222,9 +223,9 @@ class MaxPoolAllocator:
             ...                          # compute with it
         pool.release("layer0")           # issues no wait
 
-    Every tenant's writers come after everything of the tenant before, on whatever streams (`Slot`). A bucket keeps the
-    copy that it got first, so that its address is the same in every step. At first it gets the copy that was released
-    longest ago: the tenants of a slot alternate between its copies even if the host never holds two at once.
+    A tenant's writes are ordered after all work of the previous tenant, on whatever streams (`Slot`). A bucket keeps
+    the copy that it got first, so its address is the same in every step. The first time, it gets the copy that was
+    released longest ago: the tenants of a slot alternate between its copies even if the host never holds two at once.
     """
 
     def __init__(
@@ -238,18 +239,19 @@ class MaxPoolAllocator:
         device: torch.device | str | None = None,
         dev=None,
     ):
-        """Collective if there is a ctx. All the memory, in one allocation.
+        """Collective if there is a ctx. Allocates all the memory at once.
 
         memory: "torch", or "symmetric" for the heap of `ctx`.
-        strict_assignments: what happens when the copy that a bucket had before is not free: "warn" gives it another
-            one, "error" raises; under a CUDA graph's capture both raise, as a graph knows addresses. False: buckets
-            get any copy.
-        others: buckets of no unit have "persistent" memory in the same allocation, or get it at each acquire
-            ("dynamic"; not on the symmetric heap, where ranks would have to agree on every allocation).
-        ctx: the ranks that use the pool together, whose plans are compared. device, dev: for memory="torch"; the
-            default device is ctx's, else the CPU.
+        strict_assignments: what happens if the copy that a bucket had before is not free. "warn" gives it another one,
+            "error" raises. While a CUDA graph is captured both raise, since a graph records addresses. False: buckets
+            get any free copy.
+        others: where buckets of no unit live. "persistent": in the same allocation. "dynamic": allocated at each
+            acquire; not on the symmetric heap, where ranks would have to agree on every allocation.
+        ctx: the ranks that use the pool together; their plans are compared.
+        device: for memory="torch"; by default ctx's, else the CPU. dev: module with the streams; by default the
+            device's.
 
-        Raises MismatchError if the ranks' plans differ, ValueError for options that don't go together.
+        Raises MismatchError if the ranks' plans differ, ValueError for incompatible options.
         """
         if memory not in ("torch", "symmetric") or others not in ("persistent", "dynamic"):
             raise ValueError(
@@ -287,7 +289,7 @@ class MaxPoolAllocator:
         self._tenants: dict[Slot, int | str] = {}
         self._held: dict[int | str, tuple[Lease, Slot]] = {}
         self._assigned: dict[int | str, Slot] = {}
-        self._released: dict[Slot, int] = {}  # when, counted in releases
+        self._released: dict[Slot, int] = {}  # when it was last released, as a count of releases
         self._dynamic = Keepalive()
         self._order, self._count = 0, itertools.count(1)
 
@@ -296,11 +298,11 @@ class MaxPoolAllocator:
 
     @property
     def slots(self) -> list[Slot]:
-        """All slots, as `comm.lease.captured` wants them."""
+        """All slots, to pass to `comm.lease.captured`."""
         return list(dict.fromkeys(slot for copies in self._copies.values() for slot in copies))
 
     def acquire(self, bucket_id: int | str) -> Lease:
-        """The bucket's tenancy; the same one if it is held already. `tensor` has the bucket's dtype and padded size.
+        """Lease a slot for the bucket, or return its open lease. `tensor` has the bucket's dtype and padded size.
 
         Raises LeaseError if all copies are held, naming the holders, or if strict_assignments is violated.
         """
@@ -324,7 +326,7 @@ class MaxPoolAllocator:
         return lease
 
     def release(self, bucket_id: int | str):
-        """End the bucket's tenancy, once everything that uses it has been launched. Issues no wait.
+        """End the bucket's tenancy. Call it once all work that uses the bucket has been launched. Issues no wait.
 
         Raises LeaseError for a bucket that is not held, unless strict_assignments is False.
         """
@@ -345,7 +347,7 @@ class MaxPoolAllocator:
         return bucket_id in self._held
 
     def idle(self, bucket_id: int | str) -> bool:
-        """Whether an acquire would give the bucket memory of its own choice: its copy, or any if it has none yet."""
+        """Whether acquire would give the bucket its assigned copy, or any copy if none is assigned yet."""
         if bucket_id not in self._copies:
             return bucket_id not in self._held
         choice = self._assigned.get(bucket_id)
@@ -357,7 +359,7 @@ class MaxPoolAllocator:
             _check_same(self._ctx, "orders of acquire", f"{self._order:08x}")
 
     def close(self):
-        """Collective on the symmetric heap. Give the memory back. Raises LeaseError while a bucket is held."""
+        """Collective on the symmetric heap. Free the memory. Raises LeaseError while a bucket is held."""
         if self._held:
             raise LeaseError(f"the pool was closed while it holds {self._holders()}; release them first")
         self._dynamic.drain()
@@ -404,13 +406,13 @@ class MaxPoolAllocator:
 
 
 class FixedPoolAllocator(MaxPoolAllocator):
-    """A pool for models whose units are all alike, but for a few: those have memory of their own.
+    """A pool for models whose units are all equal except for a few, which get separate memory.
 
-    The same interface; the plan is a FixedPoolPlan.
+    The interface is the same; the plan is a FixedPoolPlan.
     """
 
     def __init__(self, plan: FixedPoolPlan, memory: str = "torch", **options):
-        """As MaxPoolAllocator. Raises TypeError for a plan whose units may differ."""
+        """As MaxPoolAllocator. Raises TypeError for a plan whose units may differ, one that is not a FixedPoolPlan."""
         if not isinstance(plan, FixedPoolPlan):
             raise TypeError("a FixedPoolAllocator takes a FixedPoolPlan, whose units are all alike; build one of those")
         super().__init__(plan, memory, **options)
@@ -424,13 +426,14 @@ def buckets_ahead(
     max_numel: int | None = None,
     double_buffered: bool = True,
 ) -> list[int | str]:
-    """Which of the buckets that follow to gather while the requested ones are used.
+    """The buckets to prefetch while the requested ones are used.
 
-    requested: needed now. following: what comes after them, in order. max_numel: stop once that many elements are
-    gathered ahead; None is no limit of its own.
-    double_buffered: the buckets live in the plan's slots. Then no more than `plan.copies` units are taken, requested
-        ones included, and nothing is gathered ahead of buckets of no unit alone: a tied embedding is used a second time
-        when the last layer still needs its slots, and what follows its first use would take all that is left.
+    requested: needed now. following: the buckets after them, in order of use.
+    max_numel: stop once this many elements are to be prefetched. None: no such limit.
+    double_buffered: the buckets live in the plan's slots. Then at most `plan.copies` units are taken, requested ones
+        included, and nothing is prefetched if only buckets of no unit are requested. A tied embedding is used a second
+        time while the last layer still needs its slots; prefetching the buckets that followed its first use would take
+        all remaining slots.
 
     Raises ValueError if more units are requested than there are copies.
     """

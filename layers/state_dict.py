@@ -1,12 +1,11 @@
-"""State dicts of models with parallel layers, or a FullyShard: as shards, as the full model, and as
-torch.distributed.checkpoint's.
+"""State dicts of models with parallel layers or FullyShard: as shards, full, and for torch.distributed.checkpoint.
 
-`model.state_dict()` and `model.load_state_dict()` hold this rank's shards. The full model's keys and shapes are those
-of the same model with nn.Linear, and without FullyShard, so a state dict of one loads into the other:
+`model.state_dict()` and `model.load_state_dict()` work on this rank's shards. The full model has the keys and shapes of
+the same model with nn.Linear and without FullyShard, so a state dict of one loads into the other:
 
     gather_state_dict(model)          shards -> full tensors, on the CPU
     load_full_state_dict(model, full) full tensors -> shards
-    sharded_state_dict(model)         shards that know their place in the full tensor; a checkpoint that
+    sharded_state_dict(model)         shards that carry their place in the full tensor; a checkpoint that
                                       torch.distributed.checkpoint writes of it loads on any number of ranks
 """
 
@@ -22,7 +21,7 @@ from tkernels.layers.linear import ParallelLinear
 
 
 def _fully_sharded(model: nn.Module) -> dict[str, FullyShard]:
-    """By what the keys of theirs begin with."""
+    """Prefix of state dict keys -> the FullyShard whose keys begin with it."""
     return {
         f"{path}.".removeprefix("."): part
         for path, part in model.named_modules(remove_duplicate=False)
@@ -31,7 +30,7 @@ def _fully_sharded(model: nn.Module) -> dict[str, FullyShard]:
 
 
 def _partitioned(model: nn.Module) -> dict[str, tuple[ParallelLinear, int]]:
-    """The full model's keys of which a parallel layer holds a part: the layer, and the dimension that is split."""
+    """Key of the full model -> (the parallel layer that holds a part of it, the dimension that is split)."""
     partitioned = {
         f"{path}.{name}".removeprefix("."): (layer, dim)
         for path, layer in model.named_modules(remove_duplicate=False)
@@ -39,7 +38,7 @@ def _partitioned(model: nn.Module) -> dict[str, tuple[ParallelLinear, int]]:
         for name, dim in layer.partitioned().items()
         if getattr(layer, name) is not None
     }
-    for prefix in _fully_sharded(model):  # what it holds is not one level deeper in the full model
+    for prefix in _fully_sharded(model):  # the full model's keys lack the "module." of FullyShard
         inside = f"{prefix}module."
         partitioned = {
             prefix + key.removeprefix(inside) if key.startswith(inside) else key: place
@@ -49,7 +48,7 @@ def _partitioned(model: nn.Module) -> dict[str, tuple[ParallelLinear, int]]:
 
 
 def _state(model: nn.Module, of: Callable[[FullyShard], dict]) -> dict:
-    """model.state_dict() by the full model's keys, with `of` each FullyShard in place of what it has there."""
+    """model.state_dict() with the full model's keys: `of(sharded)` replaces the entries of each FullyShard."""
     state = model.state_dict()
     for prefix, sharded in _fully_sharded(model).items():
         state = {key: value for key, value in state.items() if not key.startswith(prefix)}
@@ -60,7 +59,7 @@ def _state(model: nn.Module, of: Callable[[FullyShard], dict]) -> dict:
 def gather_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict:
     """Collective. The state dict of the full model, its tensors on the CPU.
 
-    rank0_only: the other ranks get an empty dict, and hold no more than one full tensor, or unit, at a time.
+    rank0_only: the other ranks get an empty dict, and hold at most one full tensor, or unit, at a time.
     """
     partitioned = _partitioned(model)
     contexts = [layer.ctx for layer, _ in partitioned.values()]
@@ -69,7 +68,7 @@ def gather_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict:
     full = {}
     for key, value in _state(model, lambda sharded: sharded.gather_state_dict(rank0_only=rank0_only)).items():
         if isinstance(value, torch.Tensor):
-            value = value.detach().to("cpu", copy=True)  # a snapshot, wherever the model is
+            value = value.detach().to("cpu", copy=True)  # a snapshot, even if the model is on the CPU
         if key in partitioned:
             layer, dim = partitioned[key]
             value = layer.unshard(layer.ctx.group.gather(value), dim)
@@ -79,11 +78,11 @@ def gather_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict:
 
 
 def load_full_state_dict(model: nn.Module, full: Mapping[str, torch.Tensor], *, strict: bool = True):
-    """Load a state dict of the full model, of which each rank takes its parts. Not collective; every rank has `full`.
+    """Load a state dict of the full model; each rank takes its parts. Not collective; every rank passes `full`.
 
-    Tensors that are mapped from a file (torch.load(..., mmap=True)) are read only where this rank needs them, but by a
-    FullyShard as a whole. strict and the result are those of load_state_dict. Raises ValueError for a tensor that isn't
-    a full one, and for a FullyShard of which something is missing or that has no such entry, whatever strict says.
+    Tensors that are mapped from a file (torch.load(..., mmap=True)) are read only where this rank needs them, except by
+    a FullyShard, which reads whole tensors. strict and the result are those of load_state_dict. Raises ValueError for a
+    tensor that isn't a full one, and, whatever strict is, for missing or unknown entries of a FullyShard.
     """
     shards = dict(full)
     for key, (layer, dim) in _partitioned(model).items():
@@ -110,9 +109,9 @@ def sharded_state_dict(model: nn.Module) -> dict:
         checkpoint.save(sharded_state_dict(model), checkpoint_id=folder)
         checkpoint.load(sharded_state_dict(model), checkpoint_id=folder)  # into the model; no load_state_dict needed
 
-    What is split comes as a ShardedTensor, which may be uneven and in several pieces a rank, as a DTensor may not; the
-    rest as it is. A checkpoint of the same model with nn.Linear, or without FullyShard, loads, too, and the other way
-    round. Raises ValueError for parallel layers inside of a FullyShard, if both are of several ranks.
+    Split tensors are returned as ShardedTensors, which, unlike DTensors, may be uneven and have several pieces per
+    rank; the rest is returned as it is. A checkpoint of the same model with nn.Linear, or without FullyShard, loads
+    too, and the other way round. Raises ValueError for parallel layers inside a FullyShard, if both have several ranks.
     """
     partitioned = _partitioned(model)
     return {
@@ -122,7 +121,7 @@ def sharded_state_dict(model: nn.Module) -> dict:
 
 
 def _sharded_tensor(key: str, value: torch.Tensor, layer: ParallelLinear, dim: int):
-    """This rank's part of a parameter, with its place in the full one; the full one if there is one rank."""
+    """This rank's part of a parameter, with its place in the full one; with one rank, `value` itself."""
     group = layer.ctx.group
     if group.size == 1:
         return value

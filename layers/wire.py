@@ -1,4 +1,4 @@
-"""Wire: sums and gathers in place, on the current stream, by our collectives or by torch.distributed's."""
+"""Wire: in-place sums and gathers on the current stream, by this library's collectives or torch.distributed's."""
 
 import functools
 import weakref
@@ -13,10 +13,12 @@ from tkernels.comm.workspace import LAMPORT_BYTES, most_packets
 
 
 def open_wire(caller: str, backend: "str | Wire", group=None) -> "Wire":
-    """The wire of a backend; a Wire is its own.
+    """The Wire of a backend. If `backend` is a Wire, it is returned as it is.
 
-    backend "tkernels": `group` is a Context, None for the current one. "torch": a Context, whose process group is
-    taken, or a process group, None for the default one. Raises ValueError or TypeError that begin with `caller`.
+    backend: "tkernels" takes a Context as `group`, None for the current one. "torch" takes a process group, None for
+        the default one, or a Context, whose process group is used.
+
+    Raises ValueError or TypeError, with messages that begin with `caller`.
     """
     if isinstance(backend, Wire):
         return backend
@@ -33,9 +35,9 @@ def open_wire(caller: str, backend: "str | Wire", group=None) -> "Wire":
 
 
 class Wire:
-    """What the ranks of `group` do together with tensors x [n], in place. Nothing if there is one rank.
+    """In-place collectives of the ranks of `group` on tensors x [n]. With one rank they do nothing.
 
-    rows: how many elements of x are each rank's part, in rank order; None: n/R.
+    rows: number of elements of x in each rank's part, in rank order; None: n/R.
     """
 
     def __init__(self, group: Group):
@@ -47,34 +49,35 @@ class Wire:
         return x.narrow(0, sum(rows[: self.rank]), rows[self.rank])
 
     def all_reduce(self, x: torch.Tensor):
-        """Collective. The sum over ranks."""
+        """Collective. Replace x by its sum over ranks."""
         raise NotImplementedError
 
     def reduce_scatter(self, x: torch.Tensor, rows: tuple[int, ...] | None = None) -> torch.Tensor:
-        """Collective. The sum over ranks, in this rank's part of x, which is returned. The rest is left undefined."""
+        """Collective. Sum over ranks into this rank's part of x, and return that part. The rest of x is undefined."""
         raise NotImplementedError
 
     def all_gather(self, x: torch.Tensor, rows: tuple[int, ...] | None = None):
-        """Collective. Every rank's part of x, to all ranks."""
+        """Collective. Send this rank's part of x to all ranks, and fill the other parts with theirs."""
         raise NotImplementedError
 
     def split(self, instances: int, largest: int) -> tuple["Wire", "Wire"]:
-        """Collective. This rank's instance of R/instances neighbours, and the ranks of its place in all instances.
+        """Collective. Two wires: over this rank's instance of R/instances neighbouring ranks, and over the ranks at the
+        same position in all instances.
 
-        largest: bytes of the largest tensor that they will move. Both are to be closed.
+        largest: bytes of the largest tensor that they will move. The caller must close both.
         """
         inside, across = _split(self.group, instances)
         return self._level(inside, largest), self._level(across, largest)
 
     def close(self):
-        """Collective. Give back what `split` has made."""
+        """Collective. Free what `split` has made."""
 
     def _level(self, process_group: dist.ProcessGroup, largest: int) -> "Wire":
         raise NotImplementedError
 
 
 class TkernelsWire(Wire):
-    """By our collectives, in a context's symmetric memory."""
+    """This library's collectives, in a context's symmetric memory."""
 
     def __init__(self, ctx: Context):
         super().__init__(ctx.group)
@@ -100,7 +103,7 @@ class TkernelsWire(Wire):
     def _level(self, process_group, largest):
         ctx = tkernels.init(
             process_group,
-            # One workspace: two inboxes and their slack, and the landing, each for the parts and for the sums; packets.
+            # One workspace: two inboxes with slack, and the landing buffer, each for the parts and the sums; packets.
             heap_bytes=8 * largest + 16 * most_packets(process_group.size()) + 3 * LAMPORT_BYTES + (16 << 20),
             transport=self.ctx.transport,
             timeout_s=self.ctx.timeout_s,
@@ -108,12 +111,12 @@ class TkernelsWire(Wire):
             default=False,
         )
         wire = TkernelsWire(ctx)
-        weakref.finalize(wire, Context.abandon, ctx).atexit = False  # where nobody closes it
+        weakref.finalize(wire, Context.abandon, ctx).atexit = False  # for a wire that is never closed
         return wire
 
 
 class TorchWire(Wire):
-    """By torch.distributed, whose collectives for parts want them equal; others go one by one."""
+    """torch.distributed's collectives. Those on parts require equal ones, so unequal parts are sent one by one."""
 
     def all_reduce(self, x):
         if self.size > 1:
@@ -153,9 +156,9 @@ def _split(group: Group, instances: int) -> list[dist.ProcessGroup]:
 
 @functools.cache
 def _process_group(world: dist.ProcessGroup, members: tuple[int, ...]) -> dist.ProcessGroup:
-    """Collective over `members`. Kept, since torch can't make such a group twice.
+    """Collective over `members`. Their process group, cached, since torch can't make such a group twice.
 
-    Other processes need not know, except where NCCL has a device bound to it: there it splits the default group's
-    communicator, so that all processes have to make a group at that time.
+    Other processes need not take part, except where NCCL has a device bound to it: there it splits the default group's
+    communicator, so all processes have to make a group at that time.
     """
     return dist.new_group(list(members), use_local_synchronization=True)

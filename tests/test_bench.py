@@ -161,7 +161,7 @@ def test_a_way_that_is_wrong_is_refused_and_one_that_is_missing_is_named(ctx, ch
         assert "other gives another result than ours" in line["refused"]
         ways.WAYS[ctx.runtime]["other"] = ways.Way(transport, {"num_comm": 10_000})
         line = measured(ctx, checkout, "all_gather_matmul")
-        assert "num_comm=10000 would send" in line["unavailable"]["other"]
+        assert "num_comm=10000 leaves no program that computes" in line["unavailable"]["other"]
         assert list(line["ways"]) == [*TRANSPORTS, "copy_engine", "plain"]  # only reductions are interleaved
     finally:
         problem.Problem.with_config = right

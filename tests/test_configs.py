@@ -322,7 +322,7 @@ def test_a_smaller_product_is_bound_to_the_chunks_of_a_larger_one():
         (asdict(TUNED) | {"interleaved": True, "num_comm": 0, "split_tiles": 3}, "no tile is split, but split_tiles=3"),
         (asdict(TUNED) | {"gemm": {"block_m": 96}, "chunk_rows": 96}, "GemmConfig: block_m=96 must be a power of two"),
         (asdict(TUNED) | {"chunk_rows": 100}, "chunk_rows=100 must be a multiple or a divisor of block_m=64"),
-        (asdict(TUNED) | {"chunk_rows": 4}, "chunk_rows=4 is 16 chunks for a tile of block_m=64; there may be 8"),
+        (asdict(TUNED) | {"chunk_rows": 4}, "chunk_rows=4 cuts a tile of block_m=64 into 16 chunks; there may be 8"),
         # Of 64 or 128 rows, which another rank's tiles may have by rule.
         (asdict(TUNED) | {"gemm": {"block_m": 16}, "chunk_rows": 4}, r"chunk_rows=4 is no multiple of \d+"),
         (asdict(TUNED) | {"gemm": {"block_m": 16}, "chunk_rows": 48}, r"chunk_rows=48 is no multiple of \d+"),

@@ -219,15 +219,15 @@ class OverlapConfig:
             rows = getattr(self, name)
             if rows is not None and rows % self.gemm.block_m and self.gemm.block_m % rows:
                 raise ValueError(
-                    f"{name}={rows} must be a multiple or a divisor of block_m={self.gemm.block_m}, so that what "
-                    f"travels together holds whole tiles, or tiles whole chunks"
+                    f"{name}={rows} must be a multiple or a divisor of block_m={self.gemm.block_m}, so that "
+                    f"it holds whole tiles, or a tile whole numbers of it"
                 )
         if self.copy_rows is not None and self.copy_rows % self.chunk_rows:
             raise ValueError(f"copy_rows={self.copy_rows} must be whole chunks, of chunk_rows={self.chunk_rows}")
         if self.tile_chunks > MAX_TILE_CHUNKS.value:
             raise ValueError(
-                f"chunk_rows={self.chunk_rows} is {self.tile_chunks} chunks for a tile of block_m={self.gemm.block_m}; "
-                f"there may be {MAX_TILE_CHUNKS.value}"
+                f"chunk_rows={self.chunk_rows} cuts a tile of block_m={self.gemm.block_m} into {self.tile_chunks} "
+                f"chunks; there may be {MAX_TILE_CHUNKS.value}"
             )
 
 
@@ -464,7 +464,7 @@ def travel_of(config: OverlapConfig) -> tuple[int, bool]:
 
 def travelling(config: OverlapConfig, chunk_rows: int, landing: bool) -> OverlapConfig:
     """The configuration with these chunk_rows and landing, and copies of as many rows as before, in whole chunks."""
-    assert landing or not config.copied, "the copy engine can't put rows where they take turns"
+    assert landing or not config.copied, "the copy engine writes into the landing alone"
     if travel_of(config) == (chunk_rows, landing):
         return config
     config, rows = replace(config, chunk_rows=chunk_rows, landing=landing, copy_rows=None), config.sent_rows

@@ -8,7 +8,7 @@ either dimension may be contiguous.
 """
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -331,8 +331,6 @@ def plan(x, w, bias, out, activation, out_dtype, config, precision):
     x_operand = Operand.of(x, config.block_m, config.block_k, config.use_tma)
     w_operand = Operand.of(w, config.block_n, config.block_k, config.use_tma)
     y_operand = Operand.of(y, config.block_m, config.block_n // config.split, config.use_tma and y.stride(1) == 1)
-    if y_operand.transposed:  # a single column, contiguous along M
-        y_operand = replace(y_operand, argument=y, tma=False)
     tiles = triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
     arguments = (
         x_operand.argument, x_operand.row_stride, x_operand.column_stride,

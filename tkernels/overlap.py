@@ -107,7 +107,7 @@ def programs_of(config: OverlapConfig, available: int, tiles: int) -> int:
     available = min(available, config.max_programs or available)
     if config.num_comm >= available:
         raise ValueError(
-            f"of num_programs={available} programs, num_comm={config.num_comm} would send: at least one must not; pass "
+            f"num_comm={config.num_comm} leaves no program that computes, of num_programs={available}; pass "
             f"init(num_programs=...) of 2 or more, or another OverlapConfig(num_comm=...)"
         )
     return min(available, config.num_comm + tiles)
@@ -117,8 +117,8 @@ def check_mapped(operation: str, ctx: Context, config: OverlapConfig):
     """Raises ValueError on each rank whose configuration needs all ranks' memory mapped, if it isn't."""
     if (config.landing or config.interleaved) and not ctx.mapped:
         raise ValueError(
-            f"{operation}: copies (num_comm=0), landing=True and interleaved=True need all ranks' memory mapped into "
-            f"each other's addresses, and that of other machines is not; pass a config with num_comm of 1 or more, "
+            f"{operation}: num_comm=0 (the copy engine), landing=True and interleaved=True need every rank's memory "
+            f"mapped on every rank, which it is not between machines; pass a config with num_comm of 1 or more, "
             f"landing=False and interleaved=False"
         )
 
