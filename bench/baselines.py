@@ -13,7 +13,7 @@ from bench.problem import Problem
 from tkernels.comm.group import all_gather_single, reduce_scatter_single
 
 NAMES = {
-    "cublas": "torch.mm of this rank's product, operands gathered",
+    "cublas": "torch.mm of this rank's GEMM, operands gathered",
     "nccl": "the NCCL collective alone",
     "serial": "NCCL, then cuBLAS (or cuBLAS, then NCCL)",
     "torch": "torch.ops.symm_mem.fused_*",

@@ -55,7 +55,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Case]]:
         help="MxNxK over all ranks, or names, with commas between them; layers: whole sequences, small: few tokens, "
         "all: both (default; on the simulated runtime tiny)",
     )
-    parser.add_argument("--layout", default="TN", help="of the products: TN (forward, default), NN and NT (backward)")
+    parser.add_argument("--layout", default="TN", help="of the GEMMs: TN (forward, default), NN and NT (backward)")
     parser.add_argument(
         "--ranks", type=int, default=world or (2 if simulated else torch.cuda.device_count()),
         help="one GPU each; default: all GPUs, torchrun's number of processes, or 2 on the simulated runtime",
@@ -283,7 +283,7 @@ def ways_table(op: str, lines: list[dict]) -> Table:
     """The ways to move bytes: us, the SMs dedicated to sending, and the host time of a call."""
     names = list(dict.fromkeys(name for line in lines for name in line["ways"]))
     result = Table(
-        title=f"{op}: ways to move bytes, us (multiprocessors set apart to send), and time on the host",
+        title=f"{op}: ways to move bytes, us (SMs dedicated to sending), and time on the host",
         title_justify="left", pad_edge=False, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
     )  # fmt: skip
     result.add_column("shape", no_wrap=True)

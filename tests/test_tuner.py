@@ -275,7 +275,7 @@ def test_a_smaller_product_keeps_to_the_chunks_of_a_larger_one(ctx, tmp_path):
         assert large.best.config.chunk_rows == 2 * block
         small = search(ctx, tmp_path, shape=(256, 64, 64), grid={"chunk_rows": [4 * block], "num_comm": [1]})
         assert small.default.config.chunk_rows == small.best.config.chunk_rows == 2 * block
-        assert any("a larger product, whose rows travel alike" in reason for reason in small.refused)
+        assert any("a larger GEMM with the same rows" in reason for reason in small.refused)
     finally:
         forget(ctx, before)
 
@@ -400,7 +400,7 @@ def on_a_gpu(monkeypatch):
         ({"num_warps": 4}, ROOM, "registers: 4 warps hold 256 sums a thread"),
         ({"num_comm": 132}, ROOM, "programs: there are 132, and one at least must multiply"),
         ({"chunk_rows": 4096}, ROOM, "ranks: a chunk of more than the 2048 rows of a rank"),
-        ({"chunk_rows": 256}, replace(ROOM, travel=(128, False)), "ranks: a larger product"),
+        ({"chunk_rows": 256}, replace(ROOM, travel=(128, False)), "ranks: a larger GEMM"),
         ({"num_comm": 0, "interleaved": True}, ROOM, "operation: only reductions are interleaved"),
         (
             {"num_comm": 0, "interleaved": True, "num_stages": 3},

@@ -140,7 +140,7 @@ def test_a_dgrad_that_reduces_takes_the_place_of_both_bulk_overlaps_in_every_mod
 
 
 REFUSED = [
-    ({"qkv_frop": {}}, "there is no product 'qkv_frop'; there are qkv_fprop, fc1_fprop"),
+    ({"qkv_frop": {}}, "there is no GEMM 'qkv_frop'; there are qkv_fprop, fc1_fprop"),
     ({"qkv_fprop": {"method": "ring"}}, "there is no method 'ring'; qkv_fprop can have ring_exchange"),
     ({"qkv_dgrad": {"method": "ring"}}, "there is no method 'ring'; qkv_dgrad can have bulk, ring_exchange, pipeline"),
     ({"qkv_fprop": {"num_sms": 1}}, "there is no option 'num_sms'; there are aggregate, atomic_gemm, cga_size"),
@@ -149,13 +149,13 @@ REFUSED = [
     ({"proj_wgrad": {"method": "bulk"}}, "proj_wgrad can't have method 'bulk'; it can have external"),
     ({"qkv_dgrad": {"method": "pipeline"}, "qkv_wgrad": {"num_sm": 4}}, "drop the entry of qkv_wgrad"),
     ({"qkv_fprop": {"atomic_gemm": 1}}, "atomic_gemm=True needs fp8"),
-    ({"qkv_fprop": {"gemm_priority": -1}}, "products run on the caller's stream"),
+    ({"qkv_fprop": {"gemm_priority": -1}}, "GEMMs run on the caller's stream"),
     ({"qkv_fprop": {"is_reduce_scatter": 1}}, "ring_exchange of qkv_fprop is an all-gather"),
     ({"qkv_fprop": {"aggregate": 2}}, r"\['aggregate'\]: 2 must be a boolean, or 0 or 1"),
     ({"qkv_dgrad": {"num_sm": 0}}, "0 must be a positive integer"),
     ({"qkv_dgrad": {"num_sm": True}}, "True must be a positive integer"),
     ({"qkv_dgrad": 4}, "must be a dict of options or None, not int"),
-    ([("qkv_dgrad", {})], "a configuration is a dict of products, not list"),
+    ([("qkv_dgrad", {})], "a configuration is a dict of GEMMs, not list"),
 ]
 
 
@@ -285,7 +285,7 @@ def test_options_without_effect_are_told():
     assert without_effect(cfg, configure(cfg, 4), 4) == [
         "qkv_fprop.num_sm=4: with use_ce the library chooses what carries the data",
         "proj_fprop.cga_size=4: the programs form no clusters",
-        "proj_fprop.set_sm_margin=False: inside a fused kernel the sending programs are always apart",
+        "proj_fprop.set_sm_margin=False: a fused kernel always has dedicated comm programs",
     ]
     assert without_effect({}, configure({}, 4), 4) == []
 
@@ -355,7 +355,7 @@ def test_a_layer_names_what_its_overlap_lacks():
         te.Linear(8, 8, ub_overlap_ag=True, ub_name="qkv", **common)
     with pytest.raises(ValueError, match="ub_overlap_ag_fprop needs ub_name, one of qkv, fc1"):
         te.Linear(8, 8, ub_overlap_ag=True, **common)
-    with pytest.raises(ValueError, match="no product for ub_bulk_wgrad to run beside"):
+    with pytest.raises(ValueError, match="no GEMM for ub_bulk_wgrad to run beside"):
         te.Linear(8, 8, ub_bulk_wgrad=True, delay_wgrad_compute=True, ub_name="qkv", **common)
     with pytest.raises(ValueError, match="out_features=9 doesn't divide by 2"):
         te.Linear(8, 9, **common)
@@ -544,7 +544,7 @@ def test_one_context_serves_all_communicators_and_no_group_is_made(ctx):
 @pytest.mark.ranks(2)
 def test_an_error_of_one_rank_is_an_error_of_all_and_leaves_nothing(ctx, monkeypatch=None):
     wrong = {"qkv_frop": {}} if ctx.rank == 1 else {}
-    with pytest.raises((ValueError, TkernelsError), match="there is no product 'qkv_frop'"):
+    with pytest.raises((ValueError, TkernelsError), match="there is no GEMM 'qkv_frop'"):
         te.initialize_ub([8, 8], 2, dtype=torch.float32, ub_cfgs=wrong)
     with pytest.raises(TkernelsError, match=r"ask for different things: rank 0: .*\[8, 8\].*rank 1: .*\[16, 8\]"):
         te.initialize_ub([8 + 8 * ctx.rank, 8], 2, dtype=torch.float32)
@@ -673,7 +673,7 @@ def test_classes_say_what_they_are_and_refuse_what_they_are_not(ctx):
         (lambda: te.CommOverlap([8, 8, 8], *common[1:]), r"buffer_shape=\[8, 8, 8\] must be \[tokens, hidden\]"),
         (lambda: te.CommOverlap([8, 8], torch.uint8, helper, 2), "there is no fp8"),
         (lambda: te.CommOverlap(*common, atomic_gemm=True), "atomic_gemm=True needs fp8"),
-        (lambda: te.CommOverlap(*common, gemm_priority=-1), "products run on the caller's stream"),
+        (lambda: te.CommOverlap(*common, gemm_priority=-1), "GEMMs run on the caller's stream"),
         (lambda: te.CommOverlap([8, 8], torch.float32, None, 2), "helper must be a CommOverlapHelper"),
     ]
     for wrong, message in refused:
@@ -718,7 +718,7 @@ def test_environment_variables_that_still_mean_something(ctx):
         assert config.max_programs == comm.context.num_programs - 1
         te.destroy_ub()
         os.environ["NVTE_EXT_MARGIN_SM"] = "some"
-        with pytest.raises(ValueError, match="NVTE_EXT_MARGIN_SM='some' must be a number of multiprocessors"):
+        with pytest.raises(ValueError, match="NVTE_EXT_MARGIN_SM='some' must be a number of SMs"):
             te.initialize_ub([8, 8], 2, dtype=torch.float32)
     finally:
         for name in asked:

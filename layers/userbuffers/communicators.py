@@ -153,7 +153,7 @@ class CommOverlapCore:
             raise ValueError(f"{name}: atomic_gemm=True needs fp8, which there is none of; pass atomic_gemm=False")
         if options.gemm_priority != 0:
             raise ValueError(
-                f"{name}: gemm_priority={options.gemm_priority}, but products run on the caller's stream; pass 0, and "
+                f"{name}: gemm_priority={options.gemm_priority}, but GEMMs run on the caller's stream; pass 0, and "
                 f"call from a stream with the priority that you want"
             )
         self._domain, self.dtype = helper.domain, buffer_dtype
@@ -615,7 +615,7 @@ def margin() -> int:
     """SMs that GEMMs leave free: NVTE_EXT_MARGIN_SM. Raises ValueError if it isn't a whole number."""
     text = os.environ.get("NVTE_EXT_MARGIN_SM", "0")
     if not text.isdecimal():
-        raise ValueError(f"NVTE_EXT_MARGIN_SM={text!r} must be a number of multiprocessors")
+        raise ValueError(f"NVTE_EXT_MARGIN_SM={text!r} must be a number of SMs")
     return int(text)
 
 

@@ -73,13 +73,13 @@ class OverlapOptions:
         reasons = {
             "cga_size": "the programs form no clusters",
             "fp8_buf": "there is no fp8",
-            "pipeline_rs_overlap_first_gemm": "the first tiles always travel while the next are computed",
+            "pipeline_rs_overlap_first_gemm": "the first tiles are always sent while the next ones are computed",
         }
         if self.method in ("ring_exchange", "pipeline"):
-            reasons["set_sm_margin"] = "inside a fused kernel the sending programs are always apart"
-            reasons["comm_priority"] = "what travels inside a product travels on the product's stream"
+            reasons["set_sm_margin"] = "a fused kernel always has dedicated comm programs"
+            reasons["comm_priority"] = "communication inside a GEMM runs on the GEMM's stream"
         if self.method == "external":
-            reasons["set_sm_margin"] = "the product beside it is the caller's"
+            reasons["set_sm_margin"] = "the GEMM beside it is the caller's"
         if self.method != "ring_exchange":
             reasons["use_ce"] = f"{self.method} has no copies for the copy engine"
         elif self.use_ce:
@@ -167,7 +167,7 @@ def configure(
     the GEMM, the option and the allowed values.
     """
     if ub_cfg is not None and not isinstance(ub_cfg, dict):
-        raise TypeError(f"ub_cfgs: a configuration is a dict of products, not {type(ub_cfg).__name__}")
+        raise TypeError(f"ub_cfgs: a configuration is a dict of GEMMs, not {type(ub_cfg).__name__}")
     allowed = methods(with_cublasmp)
     given = {name: dict(entry) for name, entry in _entries(ub_cfg or {}, allowed, with_cublasmp).items()}
     priorities = comm_priority, gemm_priority
@@ -187,7 +187,7 @@ def configure(
         if wgrad in options and options[dgrad].method != "bulk":
             if wgrad in given:
                 raise ValueError(
-                    f"ub_cfgs: {dgrad} has method {options[dgrad].method!r}, which reduces dx inside its product and "
+                    f"ub_cfgs: {dgrad} has method {options[dgrad].method!r}, which reduces dx inside its GEMM and "
                     f"leaves {wgrad} no overlap; drop the entry of {wgrad}, or give {dgrad} the method 'bulk'"
                 )
             del options[wgrad]
@@ -199,7 +199,7 @@ def _entries(ub_cfg: dict, allowed: dict, with_cublasmp: bool) -> dict[str, dict
     entries = {}
     for name, entry in ub_cfg.items():
         if name not in _WAYS:
-            raise ValueError(f"ub_cfgs: there is no product {name!r}; there are {', '.join(_WAYS)}")
+            raise ValueError(f"ub_cfgs: there is no GEMM {name!r}; there are {', '.join(_WAYS)}")
         if entry is None:
             continue
         if not isinstance(entry, dict):
@@ -253,7 +253,7 @@ def _check(name: str, options: OverlapOptions, mode: UserBufferQuantizationMode)
         )
     if options.gemm_priority != 0:
         raise ValueError(
-            f"ub_cfgs[{name!r}]: gemm_priority={options.gemm_priority}, but products run on the caller's stream, which "
+            f"ub_cfgs[{name!r}]: gemm_priority={options.gemm_priority}, but GEMMs run on the caller's stream, which "
             f"has a priority already; pass 0, and call from a stream with the priority that you want"
         )
 

@@ -123,8 +123,7 @@ def _plan(
         _check_overlap(ub, ub_type, bulk_overlap)
     if rows is not None and (ub is None or bulk_overlap):
         raise ValueError(
-            f"general_gemm: rows={rows} is about what travels inside a product; beside one it is the buffer, and alone "
-            f"nothing; leave rows out"
+            f"general_gemm: rows={rows} concerns communication inside a GEMM, and there is none here; leave rows out"
         )
     operands = OPERANDS[layout]
     dtype = out_dtype or (B.dtype if out is None else out.dtype)
@@ -284,11 +283,11 @@ def _check_overlap(ub, ub_type, bulk):
         raise TypeError(f"general_gemm: ub_type={ub_type!r} must be CommOverlapType.AG or CommOverlapType.RS")
     if ub.is_p2p_overlap() and (bulk or ub.comm_type != ub_type):
         raise ValueError(
-            f"general_gemm: a CommOverlapP2P of type {ub.comm_type.name} overlaps only that, inside a product, not "
+            f"general_gemm: a CommOverlapP2P of type {ub.comm_type.name} overlaps only that, inside a GEMM, not "
             f"ub_type={ub_type.name} with bulk_overlap={bulk}; make a CommOverlap for bulk overlap"
         )
     if not ub.is_p2p_overlap() and not bulk and ub_type is CommOverlapType.AG:
         raise ValueError(
-            "general_gemm: a CommOverlap gathers beside a product only; pass bulk_overlap=True, or make a "
+            "general_gemm: a CommOverlap gathers beside a GEMM only; pass bulk_overlap=True, or make a "
             "CommOverlapP2P of type AG"
         )

@@ -56,7 +56,7 @@ class ParallelModule(MarkedModule):
         column = self.sequence_parallel and mode == "column"
         row = self.sequence_parallel and mode == "row"
         if column and registry.using_cublasmp_backend() and (bulk_dgrad or bulk_wgrad):
-            instead = "dx is reduced inside its product" if bulk_dgrad else "dx is reduced after its product"
+            instead = "dx is reduced inside its GEMM" if bulk_dgrad else "dx is reduced after its GEMM"
             warnings.warn(f"{name}({ub_name}): with_cublasmp=True has no bulk overlap; {instead}", stacklevel=4)
             rs_dgrad, bulk_dgrad, bulk_wgrad = rs_dgrad or bulk_dgrad, False, False
         flags = {
@@ -70,7 +70,7 @@ class ParallelModule(MarkedModule):
         wanted = [flag for flag in FLAGS if flags[flag]]
         if flags["ub_bulk_wgrad"] and self.wgrad_store is not None:
             raise ValueError(
-                f"{name}: delay_wgrad_compute=True leaves no product for ub_bulk_wgrad to run beside; drop one of them"
+                f"{name}: delay_wgrad_compute=True leaves no GEMM for ub_bulk_wgrad to run beside; drop one of them"
             )
         if wanted and ub_name is None:
             raise ValueError(f"{name}: {wanted[0]} needs ub_name, one of qkv, fc1 (column), proj, fc2 (row)")

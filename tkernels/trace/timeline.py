@@ -157,7 +157,7 @@ class Trace:
         if not count:
             raise ValueError(
                 "summary: nothing was recorded on every rank; call an operation on several ranks in the block, small "
-                'ones with path="fused", and ask after the block: local products, the copy engine and replays of CUDA '
+                'ones with path="fused", and ask after the block: local GEMMs, the copy engine and replays of CUDA '
                 "graphs leave no marks"
             )
         if not -count <= launch < count:

@@ -181,7 +181,7 @@ def impossible(config: GemmConfig | OverlapConfig, room: Room) -> str | None:
         )
     if room.travel not in (None, travel_of(config)):
         chunk_rows, landing = room.travel
-        return f"ranks: a larger product, whose rows travel alike, is tuned for {chunk_rows=}, {landing=}"
+        return f"ranks: a larger GEMM with the same rows is tuned for {chunk_rows=}, {landing=}"
     if config.interleaved and room.operation == "all_gather_matmul":
         return "operation: only reductions are interleaved"
     if (config.landing or config.interleaved) and not room.mapped:

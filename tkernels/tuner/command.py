@@ -169,7 +169,7 @@ def table_of(outcome: Outcome) -> Table:
     """The best candidates of one search."""
     result = Table(title="best of those measured longest, us, slowest rank", title_justify="left", box=box.SIMPLE_HEAD)
     result.add_column("change from the default", overflow="fold")
-    for heading in ("median", "p10-p90", "times", "/ library's product"):
+    for heading in ("median", "p10-p90", "times", "/ library's GEMM"):
         result.add_column(heading, justify="right", no_wrap=True)
     for one in outcome.measured[:BEST]:
         spread = f"{one.p10_us:.1f}-{one.p90_us:.1f}"
