@@ -418,7 +418,7 @@ def processes_with(token: str) -> list[str]:
 @pytest.mark.parametrize(
     "case, end",
     [
-        ("ends", None),
+        pytest.param("ends", None, marks=pytest.mark.exhaustive),
         ("starting", signal.SIGINT),
         ("running", signal.SIGKILL),
         ("pytest", signal.SIGINT),
