@@ -14,9 +14,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 os.environ["TKERNELS_CACHE"] = os.path.join(tempfile.gettempdir(), "tkernels-tests-remember-nothing")
 
 # Through the interpreter, where all ranks share two cores, a plain run of these takes the smallest number of ranks, and
-# of a long table of cases on ranks one in eight; `-m exhaustive` takes the rest, a GPU run all. Whether results are
+# of a long table of cases on ranks one in four; `-m exhaustive` takes the rest, a GPU run all. Whether results are
 # exact is asked of the smallest number of ranks and the largest.
-LONG_TABLE, SAMPLED_ONE_IN = 4, 8
+LONG_TABLE = 4
 EXACT = "test_integers_are_exact_in_any_shape_dtype_and_layout"
 SAMPLED = {
     "test_all_gather_matmul",
@@ -71,5 +71,5 @@ def pytest_collection_modifyitems(items):
     for table in cases.values():
         if len(table) > LONG_TABLE:
             for number, item in enumerate(table):
-                if number % SAMPLED_ONE_IN:
+                if number % 4:
                     item.add_marker("exhaustive")

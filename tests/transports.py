@@ -32,14 +32,14 @@ own_gpus = pytest.mark.skipif(
     tkernels.RUNTIME != "simulated" and runtime.shares_gpus(), reason="needs a GPU for each rank, as NCCL does"
 )
 nccl = pytest.param("nccl", marks=own_gpus)
-# Who reduces, where streams are looked at: torch.distributed by NCCL, for gloo's work blocks the host.
+# Backends of tests that look at streams: torch.distributed needs NCCL there, since gloo's work blocks the host.
 STREAMED = ["tkernels", pytest.param("torch", marks=own_gpus)]
 
 _open = {}
 
 
 def starts_ranks(number: int):
-    """For a test that starts ranks of its own, whom the plugin knows nothing of."""
+    """Skips a test where there are too few GPUs for the ranks that it starts itself, without the plugin."""
     found = runtime.most_ranks()
     return pytest.mark.skipif(found < number, reason=f"needs {number} GPUs, found {found}")
 

@@ -363,7 +363,7 @@ def _read_stacks(fd: int, first_s: float = 2.0, quiet_s: float = 0.3) -> str:
             break
         text += piece
         shown = _without_own_frames(text.decode(errors="replace"))
-    return shown or "  (no answer: stopped, or still starting)\n"
+    return shown if shown.strip() else "  (no answer: stopped, or still starting)\n"
 
 
 def _without_own_frames(stacks: str) -> str:

@@ -70,8 +70,8 @@ def general_gemm(
     use_split_accumulator concerns fp8 and has no effect.
 
     Matrices may have more dimensions, all but the last of which count as rows; the result then has B's leading
-    dimensions, unless the layout is NT. Raises ValueError or TypeError before anything is launched, except for an `out`
-    of another shape beside communication, which every rank's kernel has run for by then.
+    dimensions, unless the layout is NT. Raises ValueError or TypeError before anything is launched; but an `out` of
+    the wrong shape, in a call whose kernel communicates, is refused after the launch.
     """
     if A.dim() > 2 or B.dim() > 2:
         inner = () if layout == "NT" else B.shape[1:-1]
