@@ -10,7 +10,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from tkernels.comm import capture, interpreter, runtime, tuned
+from tkernels.comm import capture, interpreter, runtime, stream_order, tuned
 from tkernels.comm.device import (
     CLOCK,
     FAULT_FIELDS,
@@ -61,7 +61,8 @@ def init(
     transport: "simulated", "peer", "nvshmem", or "auto" for the preferred one that reaches every rank.
     timeout_s: how long a wait for a peer's signal may take before every rank raises WaitTimeoutError. Time that a peer
         spends compiling its kernel counts.
-    num_programs: programs of a persistent kernel. Default: the number of the GPU's SMs, or 4 simulated.
+    num_programs: programs of a persistent kernel. Default: the number of the GPU's SMs, or 4 simulated. With fewer, so
+        that all contexts' operations fit on the GPU at once, they may run at the same time (see stream_order.py).
     default: False leaves an existing default context in place: for a library's own context.
     compare_calls: for debugging: ranks meet on the host in every call of an operation, unless it is captured, and raise
         if their calls or operands differ. Without it, and in calls of the adapters to other libraries, they compare
@@ -113,6 +114,11 @@ def open_contexts(group: Group | None = None) -> list["Context"]:
     """
     every = _contexts.values()
     return [each for each in every if group is None or each.group.global_ranks == group.global_ranks]
+
+
+def programs_at_once() -> int:
+    """The most programs that may wait for peers at once: an operation of each context on each of its streams."""
+    return sum(each.num_programs * len(each._workspaces) for each in open_contexts() if each.size > 1)
 
 
 def find_context(name: str) -> "Context":
@@ -286,8 +292,16 @@ class Context:
         workspace of the default stream, or the only one there is: that stream made the calls before, and will replay
         the graph. Another stream in the same capture gets its own workspace, since the two may run at the same time. So
         does the lender, which the capture may reach last.
+
+        Orders the stream behind this process's latest operation on another one (tkernels.comm.stream_order).
         """
         stream = self.current_stream()
+        workspace = self._workspace_of(stream)
+        if stream != stream_order.latest and self.size > 1:
+            stream_order.follow(stream, programs_at_once())
+        return workspace
+
+    def _workspace_of(self, stream: int) -> Workspace:
         if stream not in self._workspaces:
             if self._workspaces and self.capturing and self._lends(stream):
                 return self._workspaces[self._lender]

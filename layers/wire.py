@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 import tkernels
-from tkernels.comm.context import Context, current_context
+from tkernels.comm import stream_order
+from tkernels.comm.context import Context, current_context, programs_at_once
 from tkernels.comm.group import Group, all_gather_single, reduce_scatter_single
 from tkernels.comm.workspace import LAMPORT_BYTES, most_packets
 
@@ -120,11 +121,13 @@ class TorchWire(Wire):
 
     def all_reduce(self, x):
         if self.size > 1:
+            _follow(x)
             dist.all_reduce(x, group=self.group.process_group)
 
     def reduce_scatter(self, x, rows=None):
         own = self.part(x, rows)
         if self.size > 1:
+            _follow(x)
             if rows is None or len(set(rows)) == 1:
                 reduce_scatter_single(own, x, group=self.group.process_group)
             else:
@@ -133,6 +136,7 @@ class TorchWire(Wire):
 
     def all_gather(self, x, rows=None):
         if self.size > 1:
+            _follow(x)
             if rows is None or len(set(rows)) == 1:
                 all_gather_single(x, self.part(x, rows), group=self.group.process_group)
             else:
@@ -145,6 +149,12 @@ class TorchWire(Wire):
 
     def _level(self, process_group, largest):
         return TorchWire(Group(process_group))
+
+
+def _follow(x: torch.Tensor):
+    """Order NCCL's kernel and our operations, of which each could hold the SMs that another one needs on a peer."""
+    if x.is_cuda:
+        stream_order.follow(torch.cuda.current_stream(x.device).cuda_stream, programs_at_once() + 1)
 
 
 def _split(group: Group, instances: int) -> list[dist.ProcessGroup]:
