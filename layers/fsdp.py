@@ -94,7 +94,10 @@ class FullyShard(nn.Module):
 
         units: classes of the modules that are gathered as a whole; none may lie inside another.
         overlap: communicate on a separate stream. False uses one stream, and gives the same bits.
-        grad_dtype: dtype in which gradients are sent; None: the parameter's dtype. Sums accumulate in fp32.
+        grad_dtype: dtype in which gradients are sent and passes are added up; None: the parameter's dtype. Passes are
+            never added up in less than the parameter's dtype. A shard's `.grad` has its own dtype, as torch's
+            optimizers need: the sum of all passes so far, rounded once. A wider sum takes memory of its own, 1/R of it
+            on each rank; in `no_sync`, in which gradients are whole, all of it.
         pool: "max" for units of any shapes, "fixed" to pool only the largest class of equal units.
         memory: of the pools, "torch" or "symmetric".
         copies: units whose parameters may be gathered at once. `copies - 1` units are prefetched: one by default.
@@ -206,13 +209,16 @@ class FullyShard(nn.Module):
         this rank's shards.
         """
         check_norm("FullyShard.clip_grad_norm_", self.shards.values(), tensor_parallel)
-        shards = [shard for shard in self.shards.values() if shard.grad is not None]
-        total = squared_norm((shard.grad for shard in shards if counts(shard, tensor_parallel)), self.ctx.device)
+        grads = {flat: grad for flat in self._flats.values() if (grad := flat.gradient()) is not None}
+        counted = (grad for flat, grad in grads.items() if counts(flat.shard, tensor_parallel))
+        total = squared_norm(counted, self.ctx.device)
         total = tkernels.all_reduce(total, ctx=self.ctx)
         if tensor_parallel is not None:
             total = tkernels.all_reduce(total, ctx=tensor_parallel)
         norm = total.sqrt().squeeze()
-        clip((shard.grad for shard in shards), norm, max_norm)
+        clip(grads.values(), norm, max_norm)
+        for flat in grads:
+            flat.show()
         return norm
 
     def close(self):
@@ -361,12 +367,12 @@ class FullyShard(nn.Module):
         comm = self._on_comm()
         lease = self.gradient_pool.acquire(flat.id)
         with lease.read(comm), self._sums.write(comm, ordered=True), self._dev.stream(comm):
-            total, scale = tkernels.reduce_scatter(lease.tensor, ctx=self.ctx), flat.scale_after
-            if flat.shard.grad is None:
-                flat.shard.grad = flat.sums
-                torch.mul(total, scale, out=flat.sums)  # rounded once, to a dtype that may not hold the unscaled sum
+            total, sums = tkernels.reduce_scatter(lease.tensor, ctx=self.ctx), flat.gradient()
+            if sums is None:
+                torch.mul(total, flat.scale_after, out=flat.sums)  # rounded once: it may not hold the unscaled sum
             else:
-                flat.shard.grad.add_(total, alpha=scale)
+                sums.add_(total, alpha=flat.scale_after)
+            flat.show()
         self.gradient_pool.release(flat.id)
 
     # Prefetching
@@ -406,7 +412,8 @@ class _FlatParameter:
 
     parameters, names, shapes, starts: one entry per parameter; a tied one has several names.
     numel: of all of them, each padded to a multiple of ALIGN, before the pool's padding.
-    shard: this rank's 1/R. sums: memory for its gradient, kept between steps. staged: indices of the parameters whose
+    shard: this rank's 1/R. sums: its gradient, as passes are added up; the memory is kept between steps. shown: what
+        the shard has as `.grad`: `sums`, or a copy of it in the shard's dtype. staged: indices of the parameters whose
         gradients are in the bucket.
     scale_before, scale_after: factors on a rank's gradients and on their sum. fp16 scales before the reduction, since
         it may hold the mean of the gradients but not their sum.
@@ -419,6 +426,7 @@ class _FlatParameter:
         self.dtype, self.trained = self.parameters[0].dtype, self.parameters[0].requires_grad
         self._wanted = self.trained  # requires_grad of the parameters, as last copied from the shard
         self.grad_dtype = grad_dtype or self.dtype
+        self.sum_dtype = torch.promote_types(self.grad_dtype, self.dtype)
         scales = 1.0, 1 / size
         self.scale_after, self.scale_before = scales if self.grad_dtype == torch.float16 else reversed(scales)
         self.starts, self.numel = [], 0
@@ -458,7 +466,10 @@ class _FlatParameter:
         for mark in filter(None, _marks(self.parameters[0])):
             setattr(self.shard, mark, True)
         self._version = self.shard._version  # torch's count of writes to the shard, as last seen by follow_shard
-        self.sums = torch.empty_like(shard) if self.trained else None
+        self.sums = self.shown = None
+        if self.trained:
+            self.sums = torch.zeros_like(shard, dtype=self.sum_dtype)
+            self.shown = self.sums.to(self.dtype)
         self._empty = shard.new_empty(0)
         self.hide()
         return self.shard
@@ -487,6 +498,22 @@ class _FlatParameter:
             # Lets torch refuse a backward through parameters that forward saved and that were written to since.
             torch.autograd.graph.increment_version(self.parameters)
             self._version = self.shard._version
+
+    def gradient(self) -> torch.Tensor | None:
+        """`sums`, brought up to date with what others have written to the shard's `.grad`; None if that is None."""
+        grad = self.shard.grad
+        if not self.trained or grad is None:
+            return None
+        if grad is not self.sums:
+            # Told by the value: torch counts no writes of a graph's replay, nor those to `.data`.
+            self.sums.copy_(torch.where(grad == self.sums.to(grad.dtype), self.sums, grad))
+        return self.sums
+
+    def show(self):
+        """Make the shard's `.grad` the sums, in its own dtype."""
+        if self.shown is not self.sums:
+            self.shown.copy_(self.sums)
+        self.shard.grad = self.shown
 
     def expose(self, whole: torch.Tensor):
         """Point the parameters at their views of the gathered tensor."""
@@ -637,6 +664,11 @@ class _Unit:
         # A gradient that is reduced only at the end of backward stays in parameter.grad: other units use the bucket.
         if self.owner._sync and (self is self.owner._root or all(call.tells for call in self._open_calls)):
             self._stage(flat, index)
+        elif parameter.grad is not None and parameter.grad.dtype != flat.sum_dtype:
+            # From here on, autograd itself adds passes up in this dtype.
+            grad, parameter.grad = parameter.grad, None
+            parameter.grad_dtype = flat.sum_dtype
+            parameter.grad = grad.to(flat.sum_dtype)
         if not self.missing:
             for call in [call for call in self._open_calls if not call.tells]:
                 call.end()

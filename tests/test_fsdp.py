@@ -794,6 +794,44 @@ def test_gradients_travel_in_the_dtype_that_is_asked_for(ctx):
     assert (results[None] - results[torch.bfloat16]).abs().max() <= bound
 
 
+@pytest.mark.ranks(2)
+def test_fully_shard_adds_up_passes_in_grad_dtype(ctx):
+    """256 and some ones are 256 in bf16, whether the passes meet in the shards or before, in no_sync."""
+    torch.manual_seed(0)
+    linear = nn.Linear(4, 8, bias=False, dtype=torch.bfloat16, device=ctx.device)
+    model = FullyShard(nn.Sequential(linear), (nn.Linear,), ctx=ctx, grad_dtype=torch.float32)
+    (shard,) = model.shards.values()
+    x = torch.ones(1, 4, dtype=torch.bfloat16, device=ctx.device)
+
+    def passes(*gradients):
+        for gradient in gradients:
+            (model(x) * gradient).sum().backward()
+        return shard.grad.unique().tolist()
+
+    assert passes(256, 1, 1, 1, 1) == [260] and shard.grad.dtype == shard.dtype
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    before = shard.detach().clone()
+    optimizer.step()
+    assert torch.equal(shard.detach(), before - 260)
+    optimizer.zero_grad()
+    with model.no_sync():
+        for gradient in (256, 1, 1, 1):
+            (model(x) * gradient).sum().backward()
+    assert shard.grad is None and passes(1) == [260]
+    # What others write to `.grad` counts, however they do it.
+    optimizer.zero_grad(set_to_none=False)
+    assert passes(256, 1) == [256]
+    norm = model.clip_grad_norm_(math.inf)
+    assert norm.item() == pytest.approx(257 * 32**0.5, rel=1e-6)
+    assert passes(3) == [260]
+    shard.grad.data.mul_(0.5)
+    assert passes(1, 1) == [132]
+    shard.grad = torch.full_like(shard, 256.0)
+    assert passes(1, 1, 1, 1) == [260]
+    model.clip_grad_norm_(260 * 32**0.5 / 2)
+    assert passes(2) == [132]
+
+
 # State and refusals
 
 
