@@ -188,7 +188,7 @@ def all_reduce_sequence_parallel_grads(module: torch.nn.Module, *, ctx: Context 
     A parameter's gradient is its main_grad if it has one, as OverlappedDDP's have after finish_grad_sync. A missing
     gradient counts as zero and receives the sum too, since another rank may have one. So a parameter that no rank has
     used gets a gradient of zero instead of None, and momentum and weight decay apply to it. Raises ValueError for a
-    parameter of a ZeroOptimizer, which has taken its gradient and reduced it.
+    parameter of a ZeroOptimizer, which has taken its gradient and sums it itself.
     """
     from tkernels.layers.zero import ZeroOptimizer  # imported late: it depends on the other layers
 
@@ -198,9 +198,8 @@ def all_reduce_sequence_parallel_grads(module: torch.nn.Module, *, ctx: Context 
             continue
         if owner_of(parameter, ZeroOptimizer):
             raise ValueError(
-                f"all_reduce_sequence_parallel_grads: {name} belongs to a ZeroOptimizer, which has reduced its part "
-                f"alone; use OverlappedDDP or FullyShard, or take off the mark and use the parameter by way of "
-                f"copy_to_tensor_model_parallel_region, whose backward sums"
+                f"all_reduce_sequence_parallel_grads: {name} belongs to a ZeroOptimizer, which has taken its gradient "
+                f"and sums it over its tensor_parallel= ranks itself; leave out this call"
             )
         grad = gradient_of(parameter)
         if grad is None:

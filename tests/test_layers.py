@@ -273,10 +273,12 @@ def test_return_bias_leaves_the_bias_to_the_caller(ctx):
     layers.all_reduce_sequence_parallel_grads(row, ctx=ctx)
     assert row.bias.grad is None
     row.bias.requires_grad_(True)
-    zero = layers.ZeroOptimizer([row.bias], torch.optim.SGD, lr=1.0, ctx=ctx)
-    with pytest.raises(ValueError, match="bias belongs to a ZeroOptimizer, .* copy_to_tensor_model_parallel_region"):
-        layers.all_reduce_sequence_parallel_grads(row, ctx=ctx)
-    zero.remove()
+    alone = [torch.distributed.new_group([rank]) for rank in range(ctx.size)][ctx.rank]
+    with tkernels.init(alone, heap_bytes=1 << 20, default=False) as dp:
+        zero = layers.ZeroOptimizer([row.bias], torch.optim.SGD, lr=1.0, ctx=dp, tensor_parallel=ctx)
+        with pytest.raises(ValueError, match="bias belongs to a ZeroOptimizer, .* leave out this call"):
+            layers.all_reduce_sequence_parallel_grads(row, ctx=ctx)
+        zero.remove()
     layers.all_reduce_sequence_parallel_grads(row, ctx=ctx)
 
 

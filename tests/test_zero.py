@@ -5,6 +5,7 @@ Gradients of small integers make everything exact: what is lost, doubled or aver
 
 import contextlib
 import copy
+import functools
 import gc
 import hashlib
 import math
@@ -25,14 +26,18 @@ from tkernels.comm.errors import LeaseError, MismatchError, TkernelsError
 from tkernels.comm.lease import Fence
 from tkernels.demo.model import ModelConfig, Transformer
 from tkernels.demo.training import ADAM_EPSILON, allowed_gradient, allowed_loss
+from tkernels.layers import ColumnParallelLinear, RowParallelLinear, gather_state_dict
 from tkernels.layers import userbuffers as te
 from tkernels.layers.ddp import OverlappedDDP
 from tkernels.layers.fsdp import FullyShard
+from tkernels.layers.functions import all_reduce_sequence_parallel_grads
 from tkernels.layers.mlp import ParallelMLP
+from tkernels.layers.norms import clip_grad_norm_
 from tkernels.layers.wire import TkernelsWire
 from tkernels.layers.zero import ZeroOptimizer
 from tkernels.layers.zero import optimizer as zero_optimizer
 from tkernels.layers.zero.layout import ALIGNMENT, plan
+from tkernels.testing.compare import assert_close_to
 from tkernels.testing.streams import Simulator, subsets
 
 CONFIG = ModelConfig(vocabulary=29, sequence=8, batch=4, heads=2, head_features=8, layers=1)
@@ -1073,3 +1078,148 @@ def test_tensor_parallel_ranks_clip_and_skip_alike(ctx):
         zero.step()
         assert zero.skipped and zero.loss_scale == 2.0**15 and torch.equal(shared, before)
         zero.remove()
+
+
+class Sequence(nn.Module):
+    """A residual block between norms, plain or over `tp`: rows outside of its parallel layers, features inside.
+
+    35 features differ by rank, and so do the sizes of split parameters and all layouts that they are part of. Rows from
+    `first` on use one more parameter.
+    """
+
+    def __init__(self, tp=None):
+        super().__init__()
+        self.before, self.after = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.rare = nn.Parameter(torch.full((8,), 1.5))
+        if tp is None:
+            self.up, self.down = nn.Linear(8, 35), nn.Linear(35, 8)
+            return
+        self.to(tp.device)
+        self.up = ColumnParallelLinear(8, 35, sequence_parallel=True, ctx=tp)
+        self.down = RowParallelLinear(35, 8, sequence_parallel=True, return_bias=True, ctx=tp)
+        for parameter in (*self.before.parameters(), *self.after.parameters(), self.rare):
+            parameter.sequence_parallel = True
+
+    def forward(self, x, first=None):
+        y = self.down(F.gelu(self.up(self.before(x))))
+        y = self.after(x + (sum(y) if isinstance(y, tuple) else y))
+        return y if first is None else torch.cat([y[:first], y[first:] * self.rare])
+
+
+class Around(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args):
+        return self.inner(*args)
+
+
+def sequence_steps():
+    """By step: x, dy [passes, replicas, 8, 8]; whether `rare` is used, by rows 4.. of replica 0."""
+    return [(integers((2, 2, 8, 8), "x", n) / 4, integers((2, 2, 8, 8), "dy", n) / 64, n == 1) for n in range(2)]
+
+
+def sequence_alone(weight_decay):
+    """What one rank trains, in fp64, and the norms that it clips by."""
+    torch.manual_seed(0)
+    model, norms = Sequence().double(), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9, weight_decay=weight_decay)
+    for xs, dys, rare in sequence_steps():
+        for replica in range(2):
+            for x, dy in zip(xs[:, replica].double(), dys[:, replica].double(), strict=True):
+                (model(x, 4 if rare and replica == 0 else None) * dy / 2).sum().backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict(), norms
+
+
+def train_sequence(tp, dp, wrap):
+    """The same over tp and dp. `wrap(model)` gives the forward, no_sync, and the step, which returns the norm."""
+    torch.manual_seed(0)
+    model, norms = Sequence(tp), []
+    forward, no_sync, step = wrap(model)
+    for xs, dys, rare in sequence_steps():
+        for micro in range(2):
+            x, dy = (each[micro, dp.rank, 4 * tp.rank :][:4].to(tp.device) for each in (xs, dys))
+            with no_sync() if micro == 0 else contextlib.nullcontext():
+                y = forward(x, 0) if rare and (dp.rank, tp.rank) == (0, 1) else forward(x)
+                (y * dy).sum().backward()
+        norms.append(step().item())
+    state = gather_state_dict(forward if isinstance(forward, FullyShard) else model)
+    return {name.removeprefix("inner."): value for name, value in state.items()}, norms
+
+
+@pytest.mark.ranks(4)
+def test_zero_optimizer_sums_sequence_parallel_gradients_over_tensor_parallel_ranks(ctx):
+    """On 2 x 2 ranks it trains as one rank does; so do the others, with the call that they need."""
+    replica, part = divmod(ctx.rank, 2)
+    groups = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    tp, dp = (tkernels.init(groups[at], heap_bytes=16 << 20, default=False) for at in (replica, 2 + part))
+
+    def zero(**options):
+        def wrap(model):
+            zero = ZeroOptimizer(model.named_parameters(), torch.optim.SGD, ctx=dp, tensor_parallel=tp, lr=0.5,
+                                 momentum=0.9, weight_decay=0.1, max_norm=0.5, **options)  # fmt: skip
+            no_sync = zero.no_sync if options["stage"] == 1 else contextlib.nullcontext
+            return model, no_sync, lambda: zero.step() or zero.grad_norm
+
+        return wrap
+
+    def by_the_call(wrapped, clip):
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.5, momentum=0.9)
+
+        def step():
+            if isinstance(wrapped, OverlappedDDP):
+                wrapped.finish_grad_sync()
+            all_reduce_sequence_parallel_grads(wrapped, ctx=tp)
+            norm = clip(0.5)
+            optimizer.step()
+            wrapped.zero_grad()
+            return norm
+
+        return wrapped, wrapped.no_sync, step
+
+    def fully_sharded(model):
+        wrapped = FullyShard(Around(model), (Sequence,), ctx=dp)
+        return by_the_call(wrapped, functools.partial(wrapped.clip_grad_norm_, tensor_parallel=tp))
+
+    def overlapped(model):
+        wrapped = OverlappedDDP(model, dp, bucket_size=100)
+        return by_the_call(wrapped, functools.partial(clip_grad_norm_, list(model.parameters()), ctx=tp))
+
+    with tp, dp:
+        for wrap, weight_decay in (
+            (zero(stage=2, bucket_bytes=256), 0.1),
+            (zero(stage=1, backend="torch", partition="parameters", reduction="all_reduce"), 0.1),
+            (fully_sharded, 0.0),  # with them, what nobody has used decays
+            (overlapped, 0.0),
+        ):
+            want, norms = sequence_alone(weight_decay)
+            got, found = train_sequence(tp, dp, wrap)
+            assert found == pytest.approx(norms, rel=1e-5)
+            for name, value in got.items():
+                assert_close_to(value, want[name], terms=64)
+
+
+@pytest.mark.ranks(2)
+def test_zero_optimizer_refuses_marks_that_nothing_would_be_done_about(ctx):
+    groups = [torch.distributed.new_group([rank]) for rank in range(ctx.size)]
+    norm = nn.LayerNorm(8).to(ctx.device)
+    norm.bias.sequence_parallel = True
+    before = norm.bias.data_ptr()
+    with tkernels.init(groups[ctx.rank], heap_bytes=1 << 20, default=False) as alone:
+        with pytest.raises(ValueError, match="bias is marked sequence_parallel: .* pass tensor_parallel=") as refused:
+            ZeroOptimizer(norm.named_parameters(), torch.optim.SGD, ctx=alone, lr=1.0)
+        message_on_every_rank(ctx, refused.value)
+        norm.weight.sequence_parallel = ctx.rank == 1
+        with pytest.raises(MismatchError, match="ranks mark 1, 2 parameters sequence_parallel") as refused:
+            ZeroOptimizer(norm.named_parameters(), torch.optim.SGD, ctx=alone, tensor_parallel=ctx, lr=1.0)
+        message_on_every_rank(ctx, refused.value)
+        norm.weight.sequence_parallel = True
+        nn.init.constant_(norm.weight, 1.0 + ctx.rank)
+        with pytest.raises(MismatchError, match="ranks differ in weight, marked sequence_parallel") as refused:
+            ZeroOptimizer(norm.named_parameters(), torch.optim.SGD, ctx=alone, tensor_parallel=ctx, lr=1.0)
+        message_on_every_rank(ctx, refused.value)
+    assert norm.bias.data_ptr() == before

@@ -42,15 +42,20 @@ def plan(parameters: Iterable[torch.Tensor], capacity: int, ranks: int, partitio
     """
     fills, loads, batch, room = [], [0] * ranks, [], capacity
     for parameter in parameters:
-        if batch and _padded(parameter) > room:
+        if batch and padded(parameter) > room:
             fills.append(_lay_out(batch, capacity, loads, partition))
             batch, room = [], capacity
         batch.append(parameter)
-        room -= _padded(parameter)
+        room -= padded(parameter)
     return [*fills, _lay_out(batch, capacity, loads, partition)] if batch else fills
 
 
-def _padded(parameter: torch.Tensor) -> int:
+def is_partial(parameter: torch.Tensor) -> bool:
+    """Megatron's mark: a gradient of this rank's rows alone, which is yet to be summed over tensor-parallel ranks."""
+    return bool(getattr(parameter, "sequence_parallel", False))
+
+
+def padded(parameter: torch.Tensor) -> int:
     return round_up(parameter.numel(), ALIGNMENT)
 
 
@@ -63,15 +68,15 @@ def _lay_out(parameters: list[torch.Tensor], capacity: int, loads: list[int], pa
             loads[owner] += parameter.numel()
             owned[owner].append(parameter)
         parameters = [parameter for theirs in owned for parameter in theirs]
-        rows = [sum(map(torch.Tensor.numel if large else _padded, theirs)) for theirs in owned]
+        rows = [sum(map(torch.Tensor.numel if large else padded, theirs)) for theirs in owned]
     else:
-        part = round_up(sum(map(_padded, parameters)), len(loads) * ALIGNMENT) // len(loads)
+        part = round_up(sum(map(padded, parameters)), len(loads) * ALIGNMENT) // len(loads)
         end = parameters[0].numel() if large else part * len(loads)
         rows = [max(0, min(part, end - rank * part)) for rank in range(len(loads))]
     slices, start = [], 0
     for parameter in parameters:
         slices.append(Slice(parameter, start))
-        start += _padded(parameter)
+        start += padded(parameter)
     return Fill(slices, sum(rows), tuple(rows), large)
 
 
@@ -101,11 +106,12 @@ class Shard:
     """A fill's memory on one rank: `flat`, all of its parameters, and the masters and gradients of the rank's part.
 
     slot, lease: of `flat`; a new tenancy begins with each gather. Made on the current stream.
+    partial: whether its parameters are `is_partial`; either all are or none.
     """
 
     def __init__(self, fill: Fill, ctx: Context, dev):
         dtype = fill.slices[0].parameter.dtype
-        self.fill, self.ctx = fill, ctx
+        self.fill, self.ctx, self.partial = fill, ctx, is_partial(fill.slices[0].parameter)
         self.begin = sum(fill.rows[: ctx.rank])
         self.end = self.begin + fill.rows[ctx.rank]
         self.flat = torch.empty(fill.elements, dtype=dtype, device=ctx.device)

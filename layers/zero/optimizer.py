@@ -15,7 +15,6 @@ import weakref
 import torch
 from torch import nn
 
-import tkernels
 from tkernels.comm import Context, LeaseError, MismatchError, TkernelsError, as_context
 from tkernels.comm.collectives import SUMMED
 from tkernels.comm.group import checksum, first_difference, listed
@@ -25,7 +24,7 @@ from tkernels.layers.norms import check_norm, clip_scale, counts, squared_norm
 from tkernels.layers.owners import disown, own, owner_of, remove_owners
 from tkernels.layers.wire import open_wire
 from tkernels.layers.zero.gradients import OwnerGradients
-from tkernels.layers.zero.layout import ALIGNMENT, Shard, plan
+from tkernels.layers.zero.layout import ALIGNMENT, Shard, is_partial, padded, plan
 
 FIRST_LOSS_SCALE, GROWTH_INTERVAL = 2.0**16, 2000  # of a dynamic loss scale; as in torch.amp.GradScaler
 CHOICES = {
@@ -69,7 +68,9 @@ class ZeroOptimizer:
         gradients are not finite on some rank. None: no scaling and no skipping, and `step` reads nothing back to the
         host unless this rank has left a parameter unused.
     tensor_parallel: the context of the ranks that layers are split over, if they are. The norm and the skipping of
-        steps are then those of the whole model. Without it max_norm and loss_scale are refused for such a model.
+        steps are then those of the whole model. Without it max_norm and loss_scale are refused for such a model, and so
+        are parameters marked sequence_parallel: their gradients come from a rank's rows alone, and `step` sums them
+        over these ranks.
     dev: the module that provides streams; torch's module of the device by default.
 
     Collective, as `step` and backward are. `step` must be ordered after forward and backward on its stream, as usual.
@@ -112,7 +113,7 @@ class ZeroOptimizer:
         self._parameters = list(contexts)
         self._frozen = [parameter for parameter in self._names if parameter not in contexts]
         self._group_sizes = [len(group["params"]) for group in groups]
-        shapes = [(tuple(parameter.shape), parameter.dtype, parameter.requires_grad) for parameter in self._names]
+        shapes = [(tuple(p.shape), p.dtype, p.requires_grad, is_partial(p)) for p in self._names]
         deferred = any(getattr(parameter, "skip_backward_post_hook", False) for parameter in contexts)
         asked = dict(
             stage=stage, bucket_bytes=bucket_bytes, overlap_comm=overlap_comm,
@@ -122,9 +123,11 @@ class ZeroOptimizer:
             tensor_parallel=tensor_parallel is not None, options=_plain(options), groups=[_plain(g) for g in groups],
         )  # fmt: skip
         _check(self.ctx, asked)
-        _check_parameters(contexts, self._names, backend, reduce_dtype)
+        _check_parameters(contexts, self._names, backend, reduce_dtype, tensor_parallel)
         remove_owners(self._parameters, ZeroOptimizer)  # orders the reads below after the previous optimizer's gathers
         _check_parts(self.ctx, contexts, self._names)
+        if tensor_parallel is not None:
+            _check_partial(self.ctx, tensor_parallel, contexts, self._names)
         self.stage, self.max_norm, self._tensor_parallel = stage, max_norm, tensor_parallel
         self._dynamic = loss_scale == "dynamic"
         self.loss_scale = FIRST_LOSS_SCALE if self._dynamic else loss_scale
@@ -137,11 +140,13 @@ class ZeroOptimizer:
         self.dev = dev if dev is not None else torch.get_device_module(self.ctx.device)
         self.comm_stream = self.dev.Stream() if overlap_comm else self.dev.current_stream()
         self._wires = {ctx: open_wire("ZeroOptimizer", backend, ctx) for ctx in (self.ctx, *contexts.values())}
+        self._across = None if tensor_parallel is None else open_wire("ZeroOptimizer", backend, tensor_parallel)
         self._gradients = OwnerGradients(self.comm_stream, self.dev, reduction)
         self._gradients.enabled = not deferred  # deferred gradients come after backward: `step` reduces all of them
-        for (ctx, dtype), parameters in _by_context_and_dtype(contexts).items():
+        for (ctx, dtype, _), parameters in _by_kind(contexts).items():
             summed = reduce_dtype or dtype
-            capacity = round_up(-(-bucket_bytes // summed.itemsize), ctx.size * ALIGNMENT)
+            wanted = min(-(-bucket_bytes // summed.itemsize), sum(map(padded, parameters)))
+            capacity = round_up(wanted, ctx.size * ALIGNMENT)
             shards = [Shard(fill, ctx, self.dev) for fill in plan(parameters, capacity, ctx.size, partition)]
             self._gradients.add_bucket(shards, capacity, summed, self._wires[ctx])
         own(self._parameters, self)
@@ -214,6 +219,9 @@ class ZeroOptimizer:
             with torch.enable_grad():
                 loss = closure()
         with self._gradients.collected():
+            for shard in self._shards:
+                if shard.partial and shard.grad.numel():
+                    self._across.all_reduce(shard.grad)
             used, norm = self._exchange()
             inverse = 1 / (self.ctx.size * (self.loss_scale or 1.0))
             self.grad_norm = norm * inverse
@@ -241,7 +249,8 @@ class ZeroOptimizer:
         """
         norm, used = None, set(self._gradients.used)
         for ctx, wire in self._wires.items():
-            parameters = [parameter for parameter, shard in self._shard_of.items() if shard.ctx is ctx]
+            shards = sorted((shard for shard in self._shards if shard.ctx is ctx), key=lambda shard: not shard.partial)
+            parameters = [slice.parameter for shard in shards for slice in shard.fill.slices]
             unused = [parameter not in used for parameter in parameters]
             values = torch.ones(1 + len(parameters), device=ctx.device)
             if any(unused):
@@ -251,11 +260,11 @@ class ZeroOptimizer:
                 counted = (piece.grad for piece in self._pieces if counts(piece.parameter, self._tensor_parallel))
                 values[:1] = squared_norm(counted, ctx.device)
             wire.all_reduce(values)
+            partial = sum(len(shard.fill.slices) for shard in shards if shard.partial)
+            if self._across is not None and (partial or ctx is self.ctx):
+                self._across.all_reduce(values[: 1 + partial])  # the norm, and who has used what these ranks share
             if ctx is self.ctx:
-                total = values[:1].clone()
-                if self._tensor_parallel is not None:
-                    tkernels.all_reduce(total, out=total, ctx=self._tensor_parallel)
-                norm = total[0].sqrt()
+                norm = values[0].sqrt()
             if any(unused):
                 used |= {p for p, flag in zip(parameters, values[1:].tolist(), strict=True) if flag > 0}
         return used, norm
@@ -505,12 +514,17 @@ def _plain(options: dict) -> dict:
     return compared | ({"params": len(options["params"])} if "params" in options else {})
 
 
-def _by_context_and_dtype(contexts: dict[torch.Tensor, Context]) -> dict:
-    """(context, dtype) -> its parameters, in the order of backward. Leaves out empty ones: they have no gradient."""
+def _by_kind(contexts: dict[torch.Tensor, Context]) -> dict:
+    """(context, dtype, is_partial) -> its parameters, in the order of backward, without empty ones, which have no
+    gradient.
+
+    Those that are partial by themselves have one layout on all tensor-parallel ranks, whose other parameters may differ
+    in size: what an owner sums over those ranks is then the same part on each.
+    """
     kinds = {}
     for parameter, ctx in reversed(contexts.items()):
         if parameter.numel():
-            kinds.setdefault((ctx, parameter.dtype), []).append(parameter)
+            kinds.setdefault((ctx, parameter.dtype, is_partial(parameter)), []).append(parameter)
     return kinds
 
 
@@ -535,8 +549,16 @@ def _check(ctx: Context, asked: dict):
         raise ValueError(f"ZeroOptimizer: {name} looks at whole parameters; pass partition='parameters'")
 
 
-def _check_parameters(contexts: dict[torch.Tensor, Context], names, backend: str, reduce_dtype: torch.dtype | None):
+def _check_parameters(
+    contexts: dict[torch.Tensor, Context], names, backend: str, reduce_dtype: torch.dtype | None, tensor_parallel
+):
     for parameter, ctx in contexts.items():
+        if is_partial(parameter) and tensor_parallel is None:
+            raise ValueError(
+                f"ZeroOptimizer: {names[parameter]} is marked sequence_parallel: its gradient comes from this rank's "
+                f"rows alone and is yet to be summed over the tensor-parallel ranks; pass tensor_parallel=, their "
+                f"context, or take off the mark if the gradient is whole"
+            )
         summed = reduce_dtype or parameter.dtype
         if owner_of(parameter, FullyShard) is not None:
             raise ValueError(
@@ -552,6 +574,25 @@ def _check_parameters(contexts: dict[torch.Tensor, Context], names, backend: str
                 f"ZeroOptimizer: backend='tkernels' sums float32, float16 and bfloat16, not {summed}; use "
                 f"backend='torch', or another reduce_dtype"
             )
+
+
+def _check_partial(ctx: Context, tensor_parallel: Context, contexts: dict[torch.Tensor, Context], names):
+    """Collective. Raises the same error on every rank, unless tensor-parallel ranks have the same partial parameters.
+
+    Of the data-parallel ranks, those count whose values all will have.
+    """
+    partial = [parameter for parameter in contexts if is_partial(parameter)]
+    mine = [(p.shape, p.dtype, None if contexts[p].rank else checksum(p)) for p in partial]
+    theirs, problem = tensor_parallel.group.gather(mine), ""
+    if len(set(map(len, theirs))) > 1:
+        problem = f"mark {', '.join(str(len(each)) for each in theirs)} parameters"
+    elif differ := [names[p] for p, each in zip(partial, zip(*theirs, strict=True), strict=True) if len(set(each)) > 1]:
+        problem = f"differ in {listed(differ)}, marked"
+    if problem := next(filter(None, ctx.group.gather(problem)), ""):
+        raise MismatchError(
+            f"ZeroOptimizer: the tensor-parallel ranks {problem} sequence_parallel; such parameters are whole and the "
+            f"same on each of these ranks: begin with one seed, or load one state dict"
+        )
 
 
 def _check_parts(ctx: Context, contexts: dict[torch.Tensor, Context], names: dict[torch.Tensor, str]):
