@@ -37,6 +37,7 @@ from typing import Protocol
 
 import torch
 
+from tkernels.comm.capture import following
 from tkernels.comm.errors import LeaseError
 
 
@@ -443,7 +444,8 @@ def captured(graph, *, slots=(), streams=(), dev=torch.cuda):
             step()
         replay()  # g.replay(), ordered with work launched on the slots outside the graph
 
-    The side streams fork from the capture's stream and join it at the end. Every replay records one external event,
+    The side streams fork from the capture's stream and join it at the end; nodes that autograd kept from a warm-up on
+    other streams follow it. Every replay records one external event,
     which stands for all work of the graph on the slots: the next user of a slot waits for it. `replay` in turn orders
     the current stream after the work launched on the slots before; a bare g.replay() does not. A capture that fails
     leaves the slots as if they had never been used.
@@ -467,7 +469,7 @@ def captured(graph, *, slots=(), streams=(), dev=torch.cuda):
         leave()
 
     try:
-        with graph:
+        with following(), graph:
             stream = dev.current_stream()
             fork = stream.record_event()
             for side in streams:

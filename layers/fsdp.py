@@ -152,9 +152,6 @@ class FullyShard(nn.Module):
         self._sync = True
         self._learned = {}  # whether gradients are enabled -> units in the order of their use
         self._uses, self._expected = [], None
-        if hasattr(torch.autograd.graph, "set_override_stale_capture_stream"):
-            # Autograd nodes that warm-up left behind must not pull their stream into a capture.
-            torch.autograd.graph.set_override_stale_capture_stream(True)
 
     def forward(self, *args, **kwargs):
         """Collective. The module's result for this rank's part of the batch."""

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import functools
 import gc
 import importlib
 import sys
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from transports import gpu_only
 
+from tkernels.comm import capture
 from tkernels.comm.errors import LeaseError
 from tkernels.comm.lease import Crossing, EventCompletion, Fence, Keepalive, Lease, Slot, WorkCompletion, captured
 from tkernels.testing.streams import Simulator, subsets
@@ -508,6 +510,30 @@ def test_invariant_9_a_capture_that_fails_leaves_the_slots_usable(sim):
         with slot.acquire().write() as tensor:
             tensor.fill_(1)
     sim.check()
+
+
+def test_captured_lets_stale_nodes_of_autograd_follow_it_and_no_longer(sim, monkeypatch):
+    follows = torch._C._override_stale_capture_stream
+    with sim, captured(Graph(sim), dev=sim):
+        assert follows()
+        with contextlib.suppress(ZeroDivisionError), captured(Graph(sim), dev=sim):
+            1 / 0  # noqa: B018
+        assert follows()
+    assert not follows()
+    torch.autograd.graph.set_override_stale_capture_stream(True)  # somebody's own setting
+    try:
+        with sim, captured(Graph(sim), dev=sim):
+            pass
+        assert follows()
+    finally:
+        torch.autograd.graph.set_override_stale_capture_stream(False)
+    monkeypatch.delattr(torch.autograd.graph, "set_override_stale_capture_stream")
+    monkeypatch.setattr(capture, "_stale_stream_override", functools.cache(capture._stale_stream_override.__wrapped__))
+    with sim, pytest.warns(UserWarning, match="has no set_override_stale_capture_stream: .*del loss") as warned:
+        for _ in range(2):
+            with captured(Graph(sim), dev=sim):
+                assert not follows()
+    assert len(warned) == 1 and warned[0].filename == __file__
 
 
 def test_invariant_9_a_slot_in_use_can_not_cross_the_edge(sim):

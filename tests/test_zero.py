@@ -36,6 +36,7 @@ from tkernels.layers.norms import clip_grad_norm_
 from tkernels.layers.wire import TkernelsWire
 from tkernels.layers.zero import ZeroOptimizer
 from tkernels.layers.zero import optimizer as zero_optimizer
+from tkernels.layers.zero.gradients import OwnerGradients
 from tkernels.layers.zero.layout import ALIGNMENT, plan
 from tkernels.testing.compare import assert_close_to
 from tkernels.testing.streams import Simulator, subsets
@@ -855,10 +856,11 @@ class OneRank(Context):
         pass
 
 
-def simulate(patch, wrong=None, numel=16, steps=3, overlap_gather=True):
+def simulate(patch, wrong=None, numel=16, steps=3, overlap_gather=True, reverse=False):
     """Train two towers, each on its own stream, whose hooks run there too. Returns simulator, parameters, reference.
 
-    In place of other ranks, a reduction doubles what it gets, and a gather writes what is there.
+    In place of other ranks, a reduction doubles what it gets, and a gather writes what is there. With `reverse`, the
+    last tower's forward comes first and its gradients last, so that those of the first tower wait for their bucket.
     """
     sim = Simulator()
     streams, kept = [sim.Stream("left"), sim.Stream("right")], []
@@ -893,7 +895,7 @@ def simulate(patch, wrong=None, numel=16, steps=3, overlap_gather=True):
                 parameter.register_post_accumulate_grad_hook(lambda parameter: within.close())
         for step in range(steps):
             x, losses = torch.full((numel,), 0.5 + step), []
-            for stream, tower in zip(streams, towers, strict=True):
+            for stream, tower in list(zip(streams, towers, strict=True))[:: -1 if reverse else 1]:
                 stream.wait_event(main.record_event())
                 with sim.stream(stream):
                     losses.append(tower(x))
@@ -914,12 +916,28 @@ def simulate(patch, wrong=None, numel=16, steps=3, overlap_gather=True):
     return sim, got, list(whole.parameters())
 
 
+@pytest.mark.parametrize("reverse", [False, True], ids=["gradients in turn", "gradients that wait"])
 @pytest.mark.parametrize("starved", subsets(["main", "left", "right", "stream3"]))
-def test_no_timing_of_hooks_reductions_and_gathers_changes_a_bit(monkeypatch, starved):
-    sim, got, want = simulate(monkeypatch)
+def test_no_timing_of_hooks_reductions_and_gathers_changes_a_bit(monkeypatch, starved, reverse):
+    sim, got, want = simulate(monkeypatch, reverse=reverse)
     sim.check()
     sim.run(starve=starved)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_zero_optimizer_copies_a_gradient_that_waited_on_the_stream_that_produced_it(monkeypatch):
+    """The hook that opens the bucket runs on another stream: a copy there would not be behind the gradient."""
+    copy_of = OwnerGradients._copy
+
+    def copy_on_the_hooks_stream(self, fill):
+        fill.early = [(slice, grad, self.dev.current_stream()) for slice, grad, _ in fill.early]
+        copy_of(self, fill)
+
+    for reverse in (False, True):
+        sim, got, want = simulate(monkeypatch, (OwnerGradients, "_copy", copy_on_the_hooks_stream), reverse=reverse)
+        assert bool(sim.races) == reverse
+    sim.run(starve=["left"])
+    assert not all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_a_state_dict_comes_after_the_gathers_that_overlap_with_forward(monkeypatch):
