@@ -8,8 +8,10 @@ import copy
 import functools
 import gc
 import hashlib
+import itertools
 import math
 import types
+import warnings
 import weakref
 import zlib
 
@@ -684,6 +686,76 @@ def test_a_loaded_state_continues_to_the_bit(ctx, full):
         rest.load_state_dict(half.state_dict())
     got = trained(ctx, 2, rest, third, skip=2)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def schedules(optimizer):
+    """Schedulers of all kinds: functions of the step, of the optimizer's defaults, of a metric, and in sequence."""
+    lr = torch.optim.lr_scheduler
+    cosine = functools.partial(lr.CosineAnnealingLR, optimizer, T_max=4)
+    yield lr.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    yield lr.OneCycleLR(optimizer, max_lr=0.5, total_steps=8)
+    yield lr.ReduceLROnPlateau(optimizer, patience=0)
+    yield lr.SequentialLR(optimizer, [lr.ConstantLR(optimizer, total_iters=2), cosine()], milestones=[2])
+
+
+@pytest.mark.ranks(2)
+def test_zero_optimizer_takes_schedulers_as_torchs_do(ctx):
+    def make(kind, sharded):
+        model = small_model(ctx)
+        options = {"lr": 0.25, "momentum": 0.5}
+        if sharded:
+            optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, ctx=ctx, **options)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), **options)
+        return model, optimizer, list(itertools.islice(schedules(optimizer), kind, kind + 1))[0]
+
+    def train(model, optimizer, scheduler, steps):
+        rates = []
+        for step in steps:
+            x = integers((4, 6), "x", step).to(ctx.device) / 8  # the same on all ranks: the mean is the gradient
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step(*[1.0] * isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau))
+            rates.append(optimizer.param_groups[0]["lr"])
+        return rates
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch's for schedulers that are stepped first, among others
+        warnings.filterwarnings("ignore", "The epoch parameter")  # of SequentialLR itself
+        for kind in range(4):
+            plain, zero = (make(kind, sharded) for sharded in (False, True))
+            assert isinstance(zero[1], torch.optim.Optimizer)
+            rates = train(*plain, range(5))
+            assert len(set(rates)) > 2 and train(*zero, range(3)) == rates[:3]
+            resumed = make(kind, True)
+            for old, new in zip(zero, resumed, strict=True):
+                new.load_state_dict(copy.deepcopy(old.state_dict()))
+            assert train(*resumed, range(3, 5)) == train(*zero, range(3, 5)) == rates[3:]
+            models = (model.parameters() for model, *_ in (zero, resumed, plain))
+            for parameter, same, want in zip(*models, strict=True):
+                assert torch.equal(parameter, same)
+                assert_close_to(parameter, want.double(), terms=256)
+
+
+@pytest.mark.ranks(2)
+def test_zero_optimizer_has_an_optimizers_hooks_and_refuses_what_it_cant_do(ctx):
+    model, calls = small_model(ctx), []
+    zero = ZeroOptimizer(model.parameters(), torch.optim.SGD, ctx=ctx, lr=1.0)
+    zero.register_step_pre_hook(lambda optimizer, *_: calls.append(optimizer))
+    zero.register_step_post_hook(lambda optimizer, *_: calls.append(optimizer))
+    sgd_steps(ctx, model, zero, steps=1)
+    assert calls == [zero, zero]
+    with pytest.raises(TkernelsError, match="make a new ZeroOptimizer of all"):
+        zero.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    with pytest.raises(TypeError, match="can't be copied or pickled; save its state_dict"):
+        copy.deepcopy(zero)
+    scaler = torch.amp.GradScaler(ctx.device.type)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    scaler.scale(model(torch.ones(1, 6, device=ctx.device)).sum()).backward()
+    with pytest.raises(TkernelsError, match=r'GradScaler finds no gradients, .* loss_scale="dynamic"'):
+        scaler.step(zero)
+    assert all(map(torch.equal, model.parameters(), before))
 
 
 @pytest.mark.ranks(2)

@@ -34,7 +34,7 @@ CHOICES = {
 }
 
 
-class ZeroOptimizer:
+class ZeroOptimizer(torch.optim.Optimizer):
     """Runs `optimizer_class` on this rank's shards of the parameters, and communicates gradients and parameters.
 
         optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4, max_norm=1.0)
@@ -48,7 +48,7 @@ class ZeroOptimizer:
         optimizer made for them. A group with "ctx" is shared by the ranks of that context only, as experts are; its
         gradients are still divided by the size of the optimizer's `ctx`.
     optimizer_class, **options: the wrapped optimizer. It sees fp32 masters: whole parameters with
-        partition="parameters", otherwise 1-D pieces of those that are cut. Learning-rate schedulers take `.optimizer`.
+        partition="parameters", otherwise 1-D pieces of those that are cut.
     stage: 2 reduces the gradients of every backward immediately, and no rank keeps full gradients. 1 has `no_sync`,
         which keeps them. With layers that defer weight gradients (delay_wgrad_compute) all full gradients are kept, and
         `step` reduces them.
@@ -72,6 +72,10 @@ class ZeroOptimizer:
         are parameters marked sequence_parallel: their gradients come from a rank's rows alone, and `step` sums them
         over these ranks.
     dev: the module that provides streams; torch's module of the device by default.
+
+    Learning-rate schedulers and whatever else takes a torch optimizer take this one. Its param_groups, state and
+    defaults are those of the wrapped optimizer: change learning rates there. Their params are this rank's masters.
+    torch.amp.GradScaler, which would look for gradients there, is refused: `loss_scale` takes its place.
 
     Collective, as `step` and backward are. `step` must be ordered after forward and backward on its stream, as usual.
     It ends the accumulation, so zero_grad is needed only to discard gradients. Use the optimizer's zero_grad: a
@@ -168,6 +172,11 @@ class ZeroOptimizer:
         own([piece.master for piece in self._pieces], self)
         groups = [group | {"params": [p.master for p in pieces]} for group, pieces in zip(groups, owned, strict=True)]
         self.optimizer = optimizer_class(groups, **options)
+        # In place of the base's __init__, which would make groups and state of its own: only its hooks.
+        super().__setstate__({})
+
+    def __getstate__(self):
+        raise TypeError("ZeroOptimizer: it belongs to its rank, and can't be copied or pickled; save its state_dict()")
 
     def __repr__(self):
         sizes = f"{len(self._parameters)} parameters in {len(self._shards)} fills"
@@ -175,8 +184,28 @@ class ZeroOptimizer:
 
     @property
     def param_groups(self) -> list[dict]:
-        """The groups of the wrapped optimizer: change learning rates there. Their params are this rank's masters."""
         return self.optimizer.param_groups
+
+    @property
+    def state(self) -> dict:
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict:
+        return self.optimizer.defaults
+
+    def add_param_group(self, param_group: dict):
+        """Raises TkernelsError: parameters are shared out when the optimizer is made."""
+        raise TkernelsError(
+            "ZeroOptimizer: add_param_group would add parameters that no rank owns; make a new ZeroOptimizer of all"
+        )
+
+    @property
+    def _step_supports_amp_scaling(self):  # torch.amp.GradScaler.step asks for it
+        raise TkernelsError(
+            "ZeroOptimizer: torch.amp.GradScaler finds no gradients, which are with their owners; leave it out, pass "
+            'loss_scale="dynamic", and call backward on optimizer.scale(loss)'
+        )
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to call backward on: multiplied by `loss_scale`, if there is one."""
