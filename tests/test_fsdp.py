@@ -2,13 +2,16 @@
 
 import copy
 import dataclasses
+import logging
 import math
 import pickle
 import re
 import types
+import warnings
 
 import pytest
 import torch
+import torch._dynamo.utils
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
@@ -830,6 +833,28 @@ def test_fully_shard_adds_up_passes_in_grad_dtype(ctx):
     assert passes(1, 1, 1, 1) == [260]
     model.clip_grad_norm_(260 * 32**0.5 / 2)
     assert passes(2) == [132]
+
+
+@pytest.mark.ranks(2)
+def test_fully_shard_compiles_units_and_nothing_else(ctx):
+    """No warning, no recompiled frame, one graph for equal units, and the bits of eager training."""
+    data, told = batches(ctx, 3), []
+    log, listener = logging.getLogger("torch._dynamo"), logging.Handler(logging.WARNING)
+    listener.emit = lambda record: told.append(record.getMessage())
+    eager, compiled = (FullyShard(hybrid(ctx, kinds=(Dense, Dense)), UNITS, ctx=ctx) for _ in range(2))
+    want = train(ctx, eager, data)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    log.addHandler(listener)
+    try:
+        with warnings.catch_warnings(record=True) as warned, torch._dynamo.config.patch(error_on_recompile=True):
+            warnings.simplefilter("always")
+            compiled.compile(backend="eager")
+            assert torch.equal(train(ctx, compiled, data), want)
+    finally:
+        log.removeHandler(listener)
+    assert same_bits(eager, compiled) and not told and not [str(each.message) for each in warned]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 # State and refusals

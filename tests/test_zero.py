@@ -17,6 +17,7 @@ import zlib
 
 import pytest
 import torch
+import torch._dynamo
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -1085,6 +1086,26 @@ def test_overlap_changes_no_bit(ctx, compiled):
             assert ctx.group.gather(first) == [first] * ctx.size
     finally:
         torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.ranks(2)
+def test_zero_optimizer_works_inside_a_compiled_step(ctx):
+    models = [small_model(ctx) for _ in range(2)]
+    zeros = [ZeroOptimizer(model.parameters(), torch.optim.SGD, lr=0.5, ctx=ctx) for model in models]
+
+    def step(model, zero, x):
+        model(x).square().mean().backward()
+        zero.step()
+        zero.zero_grad()
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compiled = torch.compile(functools.partial(step, models[0], zeros[0]), backend="eager")
+        for number in range(3):
+            x = integers((4, 6), number, ctx.rank).to(ctx.device)
+            compiled(x)
+            step(models[1], zeros[1], x)
+    assert all(map(torch.equal, *(model.parameters() for model in models)))
 
 
 def train_towers(ctx, steps, milliseconds, side_streams, compiled=False, overlap_gather=True):
