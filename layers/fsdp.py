@@ -22,12 +22,15 @@ gradients: a gather is ordered after the optimizer's step, a reduction after wha
 gradients of the previous step.
 """
 
+import collections
 import contextlib
 import copy
 import dataclasses
 import functools
+import logging
 import math
 import numbers
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -59,6 +62,8 @@ ALIGN = 16  # parameters and shards start at multiples of this many elements: 16
 GRADIENT_COPIES = 2  # one is filled while the other is reduced, however many units are prefetched
 POOLS = {"max": (MaxPoolPlan, MaxPoolAllocator), "fixed": (FixedPoolPlan, FixedPoolAllocator)}
 KNOWN = (torch.Tensor, numbers.Number, str, bytes, type(None))  # leaves of outputs; any other type may hide tensors
+
+_log = logging.getLogger("tkernels")
 
 
 class FullyShard(nn.Module):
@@ -101,15 +106,20 @@ class FullyShard(nn.Module):
         pool: "max" for units of any shapes, "fixed" to pool only the largest class of equal units.
         memory: of the pools, "torch" or "symmetric".
         copies: units whose parameters may be gathered at once. `copies - 1` units are prefetched: one by default.
-        comm_stream: stream for communication, instead of a new one.
+        comm_stream: stream for communication, instead of a new one. Needs overlap.
         dev: module with the streams, instead of the device's (torch.cuda).
 
         Raises ValueError or TypeError for a module that can't be sharded, MismatchError if it differs between ranks.
+        Warns of a class of modules that holds most parameters and is no unit. Logs the pools' slots at INFO.
         """
         super().__init__()
         self.ctx = ctx = as_context(ctx)
         if pool not in POOLS:
             raise ValueError(f"FullyShard: pool={pool!r} is unknown; use {' or '.join(POOLS)}")
+        if comm_stream is not None and not overlap:
+            raise ValueError(
+                "FullyShard: overlap=False communicates on the stream that computes, not on comm_stream; leave one out"
+            )
         self._keys = [
             key for key, value in module.state_dict(keep_vars=True).items() if isinstance(value, nn.Parameter)
         ]
@@ -119,7 +129,7 @@ class FullyShard(nn.Module):
         _check_equal(ctx, self._flats.values())
 
         self._dev = dev if dev is not None else torch.get_device_module(ctx.device)
-        self.comm_stream = comm_stream if comm_stream is not None or not overlap else self._dev.Stream()
+        self.comm_stream = self._dev.Stream() if overlap and comm_stream is None else comm_stream
         plan_of, allocator_of = POOLS[pool]
 
         def make(buckets, copies, strict):
@@ -133,6 +143,10 @@ class FullyShard(nn.Module):
         self.gradient_pool = make(
             lambda unit: [Bucket(f.id, f.grad_dtype, f.numel) for f in unit.trained], GRADIENT_COPIES, "warn"
         )
+
+        if ctx.rank == 0:
+            for what, each in ("parameters", self.parameter_pool), ("gradients", self.gradient_pool):
+                _log.info("FullyShard: the pool of %s\n%s", what, each)
 
         self.module = module
         self.shards = nn.ParameterDict()
@@ -859,6 +873,7 @@ def _partition(module, units, ctx, grad_dtype) -> dict[str, tuple[nn.Module, lis
             name = f"{path}.{attribute}".removeprefix(".")
             _check_parameter(name, parameter, ctx, grad_dtype)
             owners.setdefault(parameter, []).append((name, unit))
+    _warn_of_a_forgotten_class(module, names, owners)
     groups = {name: {} for name in ("", *names)}
     for parameter, places in owners.items():
         homes = {unit for _, unit in places}
@@ -873,6 +888,33 @@ def _partition(module, units, ctx, grad_dtype) -> dict[str, tuple[nn.Module, lis
             flats.append(_FlatParameter(f"{name or root}:{kind}", members, grad_dtype, ctx.size))
         result[name] = names.get(name, module), flats
     return result
+
+
+def _warn_of_a_forgotten_class(module: nn.Module, units: dict[str, nn.Module], owners):
+    """Warns if modules of one class that could be units, but are none, hold more than half of the parameters.
+
+    Of such modules inside one another, the outermost count whose class occurs more than once: a layer rather than the
+    stack that it is part of. A parameter that occurs in several places belongs to the root in any case.
+    """
+    around = {name[:end] for name in units for end, letter in enumerate(name) if letter == "."}
+    taken = {nn.ModuleList, nn.ModuleDict, nn.Sequential, *(type(module.get_submodule(path)) for path in ("", *around))}
+    taken |= {type(part) for unit in units.values() for part in unit.modules()}
+    free = {path: type(part) for path, part in module.named_modules() if type(part) not in taken}
+    occurrences, held = collections.Counter(free.values()), collections.Counter()
+    for parameter, places in owners.items():
+        name = places[0][0]
+        kinds = [free[name[:end]] for end, letter in enumerate(name) if letter == "." and name[:end] in free]
+        if kinds and len(places) == 1:
+            held[next((kind for kind in kinds if occurrences[kind] > 1), kinds[0])] += parameter.numel()
+    total = sum(parameter.numel() for parameter in owners)
+    for kind, numel in held.most_common(1):
+        if 2 * numel > total:
+            warnings.warn(
+                f"FullyShard: modules of class {kind.__name__} hold {100 * numel // total} % of the parameters and are "
+                f"no units, so every rank has all of that gathered for the whole iteration; add {kind.__name__} to "
+                f"units=",
+                stacklevel=4,
+            )
 
 
 def _rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -23,7 +23,7 @@ import warnings
 import zlib
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -77,8 +77,9 @@ def storage_dtype(dtype: torch.dtype) -> torch.dtype:
 class MaxPoolPlan:
     """Assigns a slot to each bucket, and sizes the slots. Made by `build`, on the host alone.
 
-    slots: of one copy. slot_of: bucket id -> slot, for buckets of units. unit_of: bucket id -> unit, for the same.
-    buckets: id -> bucket, padded, for all. others: id -> byte offset after the copies, for the buckets of no unit.
+    slots: of one copy. slot_of: bucket id -> slot, for buckets in the pool. unit_of: bucket id -> unit, for all buckets
+    of units, pooled or not.
+    buckets: id -> bucket, padded, for all. others: id -> byte offset after the copies, for buckets outside of the pool.
     copy_nbytes: bytes of a copy. others_nbytes: bytes of `others`. fingerprint: equal if and only if the plans are.
     """
 
@@ -167,14 +168,16 @@ class MaxPoolPlan:
     def __str__(self):
         rows = [("slot", "bytes", "bucket", "unit")]
         rows += [(slot.name, f"{slot.nbytes:,}", str(slot.bucket), str(slot.unit)) for slot in self.slots]
-        rows += [("own", f"{self.buckets[id].nbytes:,}", str(id), "none") for id in self.others]
+        rows += [
+            ("own", f"{self.buckets[id].nbytes:,}", str(id), str(self.unit_of.get(id, "none"))) for id in self.others
+        ]
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         lines = [
             f"{slot:<{widths[0]}}  {size:>{widths[1]}}  {bucket:<{widths[2]}}  {unit}".rstrip()
             for slot, size, bucket, unit in rows
         ]
         total = f"{self.copies} copies of {self.copy_nbytes:,} bytes"
-        return "\n".join([*lines, total + (f", and {self.others_nbytes:,} of no unit" if self.others else "")])
+        return "\n".join([*lines, total + (f", and {self.others_nbytes:,} beside them" if self.others else "")])
 
 
 class FixedPoolPlan(MaxPoolPlan):
@@ -201,15 +204,16 @@ class FixedPoolPlan(MaxPoolPlan):
             key=lambda item: (len(item[1]), sum(bucket.nbytes for bucket in units[item[1][0]])),
             default=((), []),
         )[1]
-        left = [bucket for unit, buckets in units.items() if unit not in pooled for bucket in buckets]
-        return super().build(
+        left = [(bucket, unit) for unit, buckets in units.items() if unit not in pooled for bucket in buckets]
+        plan = super().build(
             {unit: units[unit] for unit in pooled},
-            others=[*others, *left],
+            others=[*others, *(bucket for bucket, _ in left)],
             copies=copies,
             align=align,
             pad_multiple=pad_multiple,
             merge_dtypes=merge_dtypes,
         )
+        return replace(plan, unit_of={**plan.unit_of, **{bucket.id: unit for bucket, unit in left}})
 
 
 class MaxPoolAllocator:
@@ -431,17 +435,18 @@ def buckets_ahead(
     requested: needed now. following: the buckets after them, in order of use.
     max_numel: stop once this many elements are to be prefetched. None: no such limit.
     double_buffered: the buckets live in the plan's slots. Then at most `plan.copies` units are taken, requested ones
-        included, and nothing is prefetched if only buckets of no unit are requested. A tied embedding is used a second
-        time while the last layer still needs its slots; prefetching the buckets that followed its first use would take
-        all remaining slots.
+        and those outside of the pool included, and nothing is prefetched if only buckets of no unit are requested. A
+        tied embedding is used a second time while the last layer still needs its slots; prefetching the buckets that
+        followed its first use would take all remaining slots.
 
-    Raises ValueError if more units are requested than there are copies.
+    Raises ValueError if more units of the pool are requested than there are copies.
     """
     chosen, ahead, numel = set(requested), [], 0
     units = {plan.unit_of[bucket] for bucket in chosen if bucket in plan.unit_of}
-    if double_buffered and len(units) > plan.copies:
+    pooled = {plan.unit_of[bucket] for bucket in chosen if bucket in plan.slot_of}
+    if double_buffered and len(pooled) > plan.copies:
         raise ValueError(
-            f"{len(units)} units are requested at once ({', '.join(sorted(map(str, units)))}), but the pool has "
+            f"{len(pooled)} units are requested at once ({', '.join(sorted(map(str, pooled)))}), but the pool has "
             f"{plan.copies} copies; request fewer, or plan with more"
         )
     if double_buffered and not units:

@@ -75,6 +75,12 @@ class Experts(nn.Module):
         return x + torch.einsum("be,bf,efg->bg", share, x, self.weight)
 
 
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.norm = nn.ModuleList(StateSpace() for _ in range(3)), nn.LayerNorm(FEATURES)
+
+
 class Hybrid(nn.Module):
     """Units of three shapes between two layers that belong to none."""
 
@@ -237,8 +243,9 @@ def test_every_bucket_stays_where_it_is_from_the_first_step_on(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_one_unit_is_gathered_ahead_once_the_order_is_known(ctx):
-    sharded = FullyShard(hybrid(ctx), UNITS, ctx=ctx)
+@pytest.mark.parametrize("pool", ["max", "fixed"])
+def test_one_unit_is_gathered_ahead_once_the_order_is_known(ctx, pool):
+    sharded = FullyShard(hybrid(ctx), UNITS, ctx=ctx, pool=pool)
     events, gather = [], sharded._gather
     sharded._gather = lambda flat: events.append(f"gather {flat.id[7]}") or gather(flat)
     for i, layer in enumerate(sharded.module.layers):
@@ -857,6 +864,34 @@ def test_fully_shard_compiles_units_and_nothing_else(ctx):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@simulated_only
+def test_fully_shard_names_a_class_that_is_no_unit_and_logs_its_pools(caplog, recwarn):
+    ctx = tkernels.init(heap_bytes=8 << 20)
+    try:
+        with caplog.at_level(logging.INFO, "tkernels"):
+            FullyShard(hybrid(ctx), UNITS, ctx=ctx)
+        assert not recwarn
+        pools = [record.getMessage() for record in caplog.records if "pool of" in record.getMessage()]
+        for what, text in zip(("parameters", "gradients"), pools, strict=True):
+            assert re.search(rf"pool of {what}\nslot .*\nfloat32\[0\] +2,944  layers.0:float32 +layers.0\n", text), text
+        half = [StateSpace, Dense, StateSpace, StateSpace, StateSpace]
+        with pytest.warns(UserWarning, match="class StateSpace hold 6. % .* add StateSpace to units") as warned:
+            FullyShard(hybrid(ctx, kinds=half), (Dense,), ctx=ctx)
+        assert len(warned) == 1 and warned[0].filename == __file__
+        recwarn.clear()
+        FullyShard(hybrid(ctx, kinds=half), (StateSpace,), ctx=ctx)  # Dense has less than half
+        tied = hybrid(ctx, kinds=half[:2])
+        tied.layers[0].into.weight = tied.again = nn.Parameter(torch.zeros(32, 100 * FEATURES))
+        FullyShard(tied, (Dense,), ctx=ctx)  # the root's in any case
+        assert not recwarn
+        stacked = hybrid(ctx, kinds=[Dense])
+        stacked.stack = Stack()
+        with pytest.warns(UserWarning, match="class StateSpace hold 60 %"):
+            FullyShard(stacked, (Dense,), ctx=ctx)
+    finally:
+        tkernels.finalize(ctx)
+
+
 # State and refusals
 
 
@@ -987,6 +1022,10 @@ def test_what_cannot_be_sharded_is_refused_by_name(ctx):
         (lambda: FullyShard(hybrid(ctx).to("meta"), UNITS, ctx=ctx), ValueError, "embed.weight is on meta; move"),
         (lambda: FullyShard(integer, UNITS, ctx=ctx), TypeError, "scale: gradients are summed in .* not torch.float64"),
         (lambda: FullyShard(model, UNITS, ctx=ctx, pool="rotary"), ValueError, "pool='rotary' is unknown; use"),
+        (
+            lambda: FullyShard(model, UNITS, ctx=ctx, overlap=False, comm_stream=object()),
+            ValueError, "overlap=False communicates on the stream that computes, not on comm_stream; leave one out",
+        ),
         (lambda: FullyShard(hybrid(ctx), UNITS, ctx=ctx).to(torch.bfloat16), TypeError, "before it is sharded"),
         (lambda: FullyShard(sharded, UNITS, ctx=ctx), ValueError, "the module is sharded already"),
         (lambda: FullyShard(sharded.module, UNITS, ctx=ctx), ValueError, "embed is sharded already"),

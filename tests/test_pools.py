@@ -457,6 +457,20 @@ def test_a_tied_embedding_gathers_nothing_ahead_while_the_last_layer_runs():
             pool.acquire(bucket)
 
 
+def test_buckets_ahead_follow_a_unit_that_is_only_not_pooled():
+    """As they follow one that is pooled: no more units at once, and no fewer."""
+    layers = {f"layer{i}": [(BF16, 64 + 2 * (i == 2)), (BF16, 32)] for i in range(5)}
+    fixed, largest = (
+        plan.build(units_of(**layers), others=[Bucket("norm", BF16, 4)]) for plan in (FixedPoolPlan, MaxPoolPlan)
+    )
+    assert set(fixed.others) == {"norm", 4, 5} and set(largest.others) == {"norm"}
+    for first in range(0, 10, 2):
+        ahead = [buckets_ahead(plan, [first, first + 1], range(first, 10)) for plan in (fixed, largest)]
+        assert ahead == [[first + 2, first + 3] if first < 8 else []] * 2
+    assert buckets_ahead(fixed, ["norm"], range(10)) == []
+    assert buckets_ahead(fixed, [0, 2, 4], range(10)) == []  # more units than copies, but only two of the pool
+
+
 def test_what_is_gathered_ahead_stops_at_the_copies_and_at_its_own_limit():
     units = units_of(**{f"layer{i}": [(BF16, 64), (BF16, 32)] for i in range(4)})
     plan = MaxPoolPlan.build(units, others=[Bucket("norm", BF16, 4)])
@@ -562,4 +576,6 @@ def test_a_late_reader_never_sees_the_next_tenant(ctx, iterations):
 
 def test_nothing_in_a_message_of_a_plan_is_left_out():
     plan = MaxPoolPlan.build(units_of(a=[(BF16, 8)]), others=[Bucket("embedding", BF16, 100)])
-    assert re.search(r"own +200 +embedding +none", str(plan)) and str(plan).endswith("and 256 of no unit")
+    assert re.search(r"own +200 +embedding +none", str(plan)) and str(plan).endswith("and 256 beside them")
+    plan = FixedPoolPlan.build(units_of(a=[(BF16, 8)], b=[(BF16, 8)], c=[(BF16, 9)]))
+    assert re.search(r"own +18 +2 +c", str(plan))  # not pooled, but of a unit
