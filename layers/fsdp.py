@@ -167,7 +167,8 @@ class FullyShard(nn.Module):
         self._learned = {}  # whether gradients are enabled -> units in the order of their use
         self._uses, self._expected = [], None
 
-    @torch.compiler.disable(recursive=False)  # the module inside is compiled, what happens around it is not
+    # Only the module inside is compiled. The public torch.compiler.disable would import the compiler, here and below.
+    @torch._disable_dynamo(recursive=False)
     def forward(self, *args, **kwargs):
         """Collective. The module's result for this rank's part of the batch."""
         self._end()
@@ -184,7 +185,7 @@ class FullyShard(nn.Module):
             self._watch_output(output)
         return output
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def _watch_output(self, output):
         for tensor in _differentiable(_leaves(output)):
             tensor.register_hook(self._begin_backward)
@@ -202,7 +203,7 @@ class FullyShard(nn.Module):
         finally:
             self._sync = before
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True):
         """Discard the gradients of all shards, and those that `no_sync` has accumulated."""
         super().zero_grad(set_to_none)
@@ -320,7 +321,7 @@ class FullyShard(nn.Module):
 
     # An iteration
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def _begin(self):
         """Lease the shards, so that gathers are ordered behind the optimizer's step, and gather the root."""
         if self._weights is None:
@@ -331,7 +332,7 @@ class FullyShard(nn.Module):
                 pass  # the producer is whatever this stream has launched: the optimizer, a loaded checkpoint
             self._root.use()
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def _begin_backward(self, _=None):
         if self._sums is not None and self._callback() is None:
             self._end()  # clean up after a backward that failed
@@ -346,7 +347,7 @@ class FullyShard(nn.Module):
             for unit in (self._root, *self._units):
                 unit.missing = {id(parameter) for flat in unit.trained for parameter in flat.parameters}
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def _end_backward(self):
         """Reduce what is left (the root, units whose end nothing signaled), and order this stream behind the sums."""
         self._root.begun = True
@@ -354,7 +355,7 @@ class FullyShard(nn.Module):
             unit.reduce()
         self._end()
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def _end(self):
         """Release everything, even after a failure. From here on, this stream may change shards and gradients."""
         for unit in (self._root, *self._units):
@@ -651,7 +652,7 @@ class _Unit:
 
     # Forward and backward of the module
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def _refuse_outside(self, *_):
         if self.owner._weights is None:
             raise LeaseError(
@@ -659,7 +660,7 @@ class _Unit:
                 f"backward, where it has no parameters; call the FullyShard, not the module inside"
             )
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def _before_forward(self, module, args, kwargs):
         self._refuse_outside()
         recomputed = self.uses > 0  # by activation checkpointing, inside the unit's own backward
@@ -671,7 +672,7 @@ class _Unit:
         self._forwards.append(call)
         return call.watch_inputs(args, kwargs)
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def _after_forward(self, module, args, output):
         if not self._forwards:  # this forward failed before it began
             return
@@ -680,7 +681,7 @@ class _Unit:
             call.watch_outputs(output)
         self.unuse()
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     @torch.no_grad()
     def _collect(self, flat: _FlatParameter, index: int, parameter: nn.Parameter):
         """Hook on a complete gradient: copy it into the bucket, on the stream that has just produced it."""
@@ -774,7 +775,7 @@ class _Call:
         task = torch._C._current_graph_task_id()
         return node is not None and self._ended != task and torch._C._will_engine_execute_node(node)
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def _begin(self, _):
         if self.open:  # opened by the gradient of another output
             return
@@ -787,7 +788,7 @@ class _Call:
                 f"FullyShard: unit {self.unit.name} lies elsewhere now than in the forward whose backward this is"
             )
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def end(self):
         if self.open:
             self.open, self._ended = False, torch._C._current_graph_task_id()

@@ -132,7 +132,7 @@ class OwnerGradients:
         self._fill_of = {slice.parameter: fill for fill in self._order for slice in fill.shard.fill.slices}
         this = weakref.ref(self)
 
-        @torch.compiler.disable
+        @torch._disable_dynamo
         def ready(parameter):
             if (owner := this()) is not None:
                 owner._ready(parameter)

@@ -226,12 +226,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         with self._gradients.left_alone():
             yield
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True):
         """Discard the gradients since the last step. Parameters' `.grad` become None in any case."""
         self._gradients.discard()
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     @torch.no_grad()
     def step(self, closure=None):
         """Collective. Update the parameters on all ranks, using the average of the gradients since the last step.
