@@ -1131,7 +1131,8 @@ def train_towers(ctx, steps, milliseconds, side_streams, compiled=False, overlap
         for step in range(steps):
             x = torch.arange(numel, device=ctx.device).remainder(7 + step % 5 + ctx.rank).div(16)
             losses = []
-            for stream, forward in zip(streams, forwards, strict=True):
+            # Every other step, gradients come against the layout's order and wait for their bucket.
+            for stream, forward in list(zip(streams, forwards, strict=True))[:: -1 if step % 2 else 1]:
                 stream.wait_stream(main)
                 with torch.cuda.stream(stream):
                     losses.append(forward(x))

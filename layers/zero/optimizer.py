@@ -546,11 +546,10 @@ def _plain(options: dict) -> dict:
 
 
 def _by_kind(contexts: dict[torch.Tensor, Context]) -> dict:
-    """(context, dtype, is_partial) -> its parameters, in the order of backward, without empty ones, which have no
-    gradient.
+    """(context, dtype, is_partial) -> its parameters, in the order of backward. Leaves out empty ones: no gradient.
 
-    Those that are partial by themselves have one layout on all tensor-parallel ranks, whose other parameters may differ
-    in size: what an owner sums over those ranks is then the same part on each.
+    By themselves, partial parameters have one layout on all tensor-parallel ranks, where split ones may differ in size:
+    what an owner sums over those ranks is the same part on each.
     """
     kinds = {}
     for parameter, ctx in reversed(contexts.items()):
