@@ -403,6 +403,11 @@ class Keepalive:
     def __len__(self):
         return len(self._deferred)
 
+    @property
+    def storages(self) -> list[int]:
+        """The addresses of torch's storages that are held, one for each lease; see `num_holders`."""
+        return [entry[2].untyped_storage()._cdata for entry in self._deferred if entry[2] is not None]
+
     def defer(self, lease: Lease, drop=None):
         """End `lease` but hold its storage; `drop()` is called when the storage is let go. Issues no wait.
 
@@ -434,6 +439,16 @@ class Keepalive:
         drop = self._deferred.popleft()[-1]
         if drop is not None:
             drop()
+
+
+def num_holders(storage: int) -> int:
+    """How many tensors hold the storage at this address (`UntypedStorage._cdata`)."""
+    return torch._C._storage_Use_Count(storage) - _PYTHONS_OWN
+
+
+# Asking for the address makes a Python object, which may hold the storage too: torch's versions differ.
+_alone = torch.empty(1)
+_PYTHONS_OWN = torch._C._storage_Use_Count(_alone.untyped_storage()._cdata) - 1
 
 
 @contextlib.contextmanager

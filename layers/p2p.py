@@ -2,13 +2,15 @@
 
     comm = P2PCommunicator(ctx)                                  # or (group, backend="nccl")
     x, handles = comm.send_forward_recv_forward(y, True, shape, overlap_p2p_comm=True)
-    deallocate_output_tensor(y)                                  # safe at once: y's storage is held until it is sent
+    deallocate_output_tensor(y, True)                            # safe at once: y's storage is held until it is sent
     z = compute()                                                # while the transfers are under way
     handles["recv_prev"].wait()                                  # this stream may use x afterwards
 
-The storage of a sent tensor is leased from the moment of the send. It returns to its allocator once its home stream is
-ordered behind the send: when the `max_inflight`-th later send on the same edge is made, or by `drain`. Until then
-nothing waits, and no kernel that was launched after the send can be given the memory.
+The storage of a sent tensor is leased from the moment of the send. The lease ends without a wait once the send is known
+to be over. As long as others hold the storage too, it costs no memory, and nothing waits for it. Once they have freed
+it, and `max_inflight` later such sends were made on the same edge, its home stream is ordered behind the send, and the
+storage returns to its allocator; `drain` does that at once. No kernel that was launched before then can be given the
+memory.
 
 Each of a rank's four edges (send_next, recv_prev, send_prev, recv_next) has a stream of its own, so that a send that
 waits for its peer delays no receive, and a receive that was posted early delays no send. Even ranks first send to the
@@ -21,13 +23,14 @@ that of a torch kernel that is used for the first time), and frees memory, only 
 run, and wait, from the moment the receive is posted: with NCCL, take the first steps without overlap_p2p_comm.
 """
 
+import itertools
 import numbers
 import os
 import threading
 import time
 import warnings
 import weakref
-from collections import deque
+from collections import Counter, deque
 
 import torch
 import torch.distributed as dist
@@ -36,7 +39,7 @@ from tkernels.comm.channel import Channel
 from tkernels.comm.context import Context, current_context
 from tkernels.comm.errors import LeaseError
 from tkernels.comm.group import Group
-from tkernels.comm.lease import EventCompletion, Fence, Keepalive, Lease, WorkCompletion, capturing
+from tkernels.comm.lease import EventCompletion, Fence, Keepalive, Lease, WorkCompletion, capturing, num_holders
 
 EDGES = ("send_next", "recv_prev", "send_prev", "recv_next")
 ISSUE_ORDER = (EDGES, ("recv_prev", "send_next", "recv_next", "send_prev"))  # of even ranks, of odd ranks
@@ -122,33 +125,41 @@ class P2PHandle:
 class P2PCommunicator:
     """Collective. Transfers between each rank of a pipeline and its two neighbours; the first rank follows the last.
 
-    group: a Context (backend "nvshmem"; None is the default one), or a torch process group (None is the default one).
+    pp_group: a Context (backend "nvshmem"; None is the default one), or a torch process group (None is the default
+        one).
+    config: Megatron's ModelParallelConfig, or another object with its attributes. dtype is its pipeline_dtype, and
+        shapes are exchanged if it has variable_seq_lengths or mtp_standalone. How NCCL would be called (batch_p2p_comm,
+        batch_p2p_sync, use_ring_exchange_p2p) has no meaning here, and timers are not started.
     backend: "nvshmem", device-initiated puts through a `Channel` for each direction, also on the simulated runtime;
         "nccl" or "gloo", torch.distributed's isend and irecv (gloo: of CPU tensors). Or an object with
         `send(edge, tensor)` and `receive(edge, tensor)`, which start a transfer on the current stream and return a
         completion, or None if the transfer completes in the order of that stream.
-    dtype: of the tensors that the methods below receive.
-    max_inflight: the number of sends per direction whose storage is held. One more send makes the home stream, not the
-        host, wait for the oldest.
+    dtype: of the tensors that the methods below receive; default: config's, or float32.
+    max_inflight: the number of sends per direction whose storage is held here alone, because it was freed before it was
+        sent. One more makes the home stream, not the host, wait for the oldest.
     variable_seq_lengths: send every tensor's shape before it. The receiver's host then waits for the shape.
     stream: one stream for all transfers, in the order of their issue. None: one per edge, of high priority.
     slot_bytes, copies: of the channels (nvshmem); a sender is at most `copies` slots ahead of its receiver.
     dev: the module that provides streams; None: torch.cuda or torch.cpu.
 
-    Ranks are those of the group. Attributes: rank, size, next_rank, prev_rank, device, streams (by edge).
+    Ranks are those of the group. Attributes: rank, size, next_rank, prev_rank, device, streams (by edge), and what
+    Megatron's schedules read: pp_group, config, virtual_pipeline_model_parallel_size, is_pp_first_stage,
+    is_pp_last_stage, total_stages, current_stage. Pass it to them as p2p_communicator=, beside pg_collection=.
 
     The methods have Megatron's names and arguments. An output or a shape may be a single one, or a list or a dict; None
-    means that nothing is sent. Without overlap_p2p_comm, the methods return once the current stream is ordered behind
-    all of the call's transfers, so that even the sent tensors may be overwritten. Raises ValueError for tensors that
-    aren't contiguous or have another dtype or device.
+    means that nothing is sent, and is returned in the place of each tensor that is not received. Without
+    overlap_p2p_comm, the methods return once the current stream is ordered behind all of the call's transfers, so that
+    even the sent tensors may be overwritten. Raises ValueError for tensors that aren't contiguous or have another dtype
+    or device.
     """
 
     def __init__(
         self,
-        group: Context | dist.ProcessGroup | None = None,
+        pp_group: Context | dist.ProcessGroup | None = None,
+        config=None,
         *,
         backend="nvshmem",
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         max_inflight: int = 2,
         variable_seq_lengths: bool = False,
         stream=None,
@@ -160,11 +171,12 @@ class P2PCommunicator:
             raise ValueError(f"P2PCommunicator: backend={backend!r} is unknown; use {', '.join(BACKENDS)}")
         if max_inflight < 1:
             raise ValueError(f"P2PCommunicator: max_inflight={max_inflight} must be positive")
-        ctx = _context_of(group) if backend == "nvshmem" else group if isinstance(group, Context) else None
-        self.group = ctx.group if ctx else group if isinstance(group, Group) else Group(group)
-        self.rank, self.size, self.dtype = self.group.rank, self.group.size, dtype
+        ctx = _context_of(pp_group) if backend == "nvshmem" else pp_group if isinstance(pp_group, Context) else None
+        self.group = ctx.group if ctx else pp_group if isinstance(pp_group, Group) else Group(pp_group)
+        self.rank, self.size = self.group.rank, self.group.size
         self.next_rank, self.prev_rank = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        self.max_inflight, self.variable_seq_lengths = max_inflight, variable_seq_lengths
+        self.pp_group, self.config, self.max_inflight = self.group.process_group, config, max_inflight
+        self.dtype, self.variable_seq_lengths = _of_tensors(config, dtype, variable_seq_lengths, self.size)
         self.device = ctx.device if backend == "nvshmem" else torch.device("cuda" if backend == "nccl" else "cpu")
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -181,8 +193,31 @@ class P2PCommunicator:
             self._wire = backend
         self.streams = {edge: self.dev.Stream(priority=-1) if stream is None else stream for edge in EDGES}
         self._in_flight = {edge: deque() for edge in EDGES if edge.startswith("send")}  # a keepalive for each message
+        self._headers = Keepalive()  # which nobody else holds; nothing waits for a few bytes
         self._dropped = Keepalive()  # buffers of receives whose home stream has not waited
         self._handles = weakref.WeakSet()
+
+    # What Megatron's schedules read
+
+    @property
+    def virtual_pipeline_model_parallel_size(self) -> int | None:
+        return getattr(self.config, "virtual_pipeline_model_parallel_size", None)
+
+    @property
+    def is_pp_first_stage(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_pp_last_stage(self) -> bool:
+        return self.rank == self.size - 1
+
+    @property
+    def total_stages(self) -> int:
+        return self.size
+
+    @property
+    def current_stage(self) -> int:
+        return self.rank
 
     # One transfer
 
@@ -202,7 +237,7 @@ class P2PCommunicator:
             _check_own(tensor)
         handle = self._send(edge, tensor, producers, home)
         if deallocate:
-            deallocate_output_tensor(tensor)
+            deallocate_output_tensor(tensor, True)
         return handle
 
     def irecv(self, shape, dtype: torch.dtype | None, src: int) -> tuple[torch.Tensor, P2PHandle]:
@@ -220,6 +255,7 @@ class P2PCommunicator:
             while len(messages) > keep:
                 messages.popleft().drain()
         if keep == 0:
+            self._headers.drain()
             self._dropped.drain()
 
     @property
@@ -242,12 +278,12 @@ class P2PCommunicator:
     # Megatron's methods
 
     def recv_forward(self, tensor_shapes, is_first_stage: bool):
-        """Receive the activations from the previous stage. Returns None on the first stage."""
-        return None if is_first_stage else self._exchange(receive={"recv_prev": tensor_shapes})["recv_prev"]
+        """Receive the activations from the previous stage. The first stage receives none."""
+        return self._swap({}, "recv_prev", tensor_shapes, is_first_stage)
 
     def recv_backward(self, tensor_shapes, is_last_stage: bool):
-        """Receive the gradients from the next stage. Returns None on the last stage."""
-        return None if is_last_stage else self._exchange(receive={"recv_next": tensor_shapes})["recv_next"]
+        """Receive the gradients from the next stage. The last stage receives none."""
+        return self._swap({}, "recv_next", tensor_shapes, is_last_stage)
 
     def send_forward(self, output_tensors, is_last_stage: bool):
         """Send the activations to the next stage. Does nothing on the last stage."""
@@ -260,16 +296,14 @@ class P2PCommunicator:
             self._exchange(send={"send_prev": input_tensor_grads})
 
     def send_forward_recv_backward(self, output_tensors, tensor_shapes, is_last_stage: bool):
-        """Send activations, receive gradients and return them. On the last stage does neither, and returns None."""
-        if is_last_stage:
-            return None
-        return self._exchange({"send_next": output_tensors}, {"recv_next": tensor_shapes})["recv_next"]
+        """Send activations, receive gradients and return them. The last stage does neither."""
+        shapes = _wrapped_as(output_tensors, tensor_shapes)
+        return self._swap({"send_next": output_tensors}, "recv_next", shapes, is_last_stage)
 
     def send_backward_recv_forward(self, input_tensor_grads, tensor_shapes, is_first_stage: bool):
-        """Send gradients, receive activations and return them. On the first stage does neither, and returns None."""
-        if is_first_stage:
-            return None
-        return self._exchange({"send_prev": input_tensor_grads}, {"recv_prev": tensor_shapes})["recv_prev"]
+        """Send gradients, receive activations and return them. The first stage does neither."""
+        shapes = _wrapped_as(input_tensor_grads, tensor_shapes)
+        return self._swap({"send_prev": input_tensor_grads}, "recv_prev", shapes, is_first_stage)
 
     def send_forward_recv_forward(self, output_tensor, recv_prev: bool, tensor_shape, overlap_p2p_comm: bool = False):
         """Returns the activations, or None; with overlap_p2p_comm, (activations, handles by edge), not waited for."""
@@ -297,6 +331,10 @@ class P2PCommunicator:
         return received.get("recv_prev"), received.get("recv_next")
 
     # Implementation
+
+    def _swap(self, send: dict, edge: str, shapes, at_the_end: bool):
+        """Send and receive with one neighbour; at that end of the pipeline there is none."""
+        return map_shapes(shapes, lambda _: None) if at_the_end else self._exchange(send, {edge: shapes})[edge]
 
     def _one_way(self, send: dict, receive: dict, overlap: bool):
         if not overlap:
@@ -337,17 +375,33 @@ class P2PCommunicator:
                     f"{edge}: sends contiguous tensors, not one of strides {tensor.stride()}; pass .contiguous()"
                 )
         producers = [self.dev.current_stream()] if producers is None else producers
-        messages, message = self._in_flight[edge], Keepalive()
-        while len(messages) >= self.max_inflight:
-            messages.popleft().drain()
-        messages.append(message)
+        self._let_go(next_send=edge)
+        message = Keepalive()
+        self._in_flight[edge].append(message)
         done = []
         for tensor in tensors:
             if self.variable_seq_lengths:
                 header = torch.tensor(_header(tensor.shape), dtype=torch.int64, device=self.device)
-                self._launch_send(edge, header, None, None, message)
+                self._launch_send(edge, header, None, None, self._headers)
             done.append(self._launch_send(edge, tensor, producers, home, message))
         return self._handle(f"{edge} of rank {self.rank}", done, [])
+
+    def _let_go(self, next_send: str | None = None):
+        """Let go of sends that are over, and of the oldest ones that hold freed storage, down to max_inflight of these.
+
+        next_send: the edge of a send that is about to be made, and counts too.
+        """
+        for message in (self._headers, *itertools.chain(*self._in_flight.values())):
+            message.collect()
+        sends = {edge: deque(filter(len, messages)) for edge, messages in self._in_flight.items()}
+        leases = Counter(storage for messages in sends.values() for message in messages for storage in message.storages)
+        alone = {storage for storage, count in leases.items() if num_holders(storage) == count}
+        for edge, messages in sends.items():
+            freed = [message for message in messages if not alone.isdisjoint(message.storages)]
+            for message in freed[: max(0, len(freed) - self.max_inflight + (edge == next_send))]:
+                message.drain()
+                messages.remove(message)
+        self._in_flight = sends
 
     def _launch_send(self, edge: str, tensor, producers, home, message: Keepalive) -> Fence:
         producers = [self.dev.current_stream()] if producers is None else producers
@@ -367,6 +421,7 @@ class P2PCommunicator:
 
     def _receive(self, edge: str, shapes, dtype) -> tuple[object, P2PHandle]:
         self._require_peer(edge)
+        self._let_go()
         self._dropped.drain(keep=self.max_inflight)
         done, leases = [], []
         value = map_shapes(shapes, lambda shape: self._launch_receive(edge, shape, dtype or self.dtype, done, leases))
@@ -477,8 +532,8 @@ class _ChannelWire:
     def move(self, edge: str):
         """Move the next slotful of an edge, even if it has to wait."""
         transfer, channel = self._late[edge][0], self.channels[edge]
-        (channel.send if edge.startswith("send") else channel.receive)(transfer.parts[0])
-        transfer.parts.popleft()
+        (channel.send if edge.startswith("send") else channel.receive)(transfer.part())
+        transfer.moved()
 
     def progress(self) -> bool:
         """Move everything that can move without waiting. Returns whether anything moved."""
@@ -532,14 +587,26 @@ class _LateReceive:
 
 
 class _LateTransfer:
-    """A completion on the simulated runtime: the slotfuls of a message that have not moved yet."""
+    """A completion on the simulated runtime: the slotfuls of a message that have not moved yet.
+
+    parts: where they start, in bytes. They are no views, which would count as holders of the storage.
+    """
 
     captured = None
 
     def __init__(self, wire: _ChannelWire, edge: str, tensor: torch.Tensor):
-        self.key, self.edge, self._wire = self, edge, wire
-        slot_bytes = wire.channels[edge].slot_bytes
-        self.parts = deque(tensor.view(-1).view(torch.uint8).split(slot_bytes) if tensor.numel() else ())
+        self.key, self.edge, self._wire, self._tensor = self, edge, wire, tensor
+        self.parts = deque(range(0, tensor.nbytes, wire.channels[edge].slot_bytes))
+
+    def part(self) -> torch.Tensor:
+        """The next slotful, as bytes."""
+        start = self.parts[0]
+        return self._tensor.view(-1).view(torch.uint8)[start : start + self._wire.channels[self.edge].slot_bytes]
+
+    def moved(self):
+        self.parts.popleft()
+        if not self.parts:
+            self._tensor = None
 
     def wait(self, stream):
         self._wire.finish(self)
@@ -609,16 +676,20 @@ class _TorchWire:
             dist.destroy_process_group(group)
 
 
-def deallocate_output_tensor(out, handle: P2PHandle | None = None):
+def deallocate_output_tensor(out, deallocate_pipeline_outputs: bool | P2PHandle = False):
     """Shrink `out`, a tensor or a list or dict of them, to one element each; only their grad_fn is of use afterwards.
 
-    The storage of a tensor that is being sent is held until it has been sent. handle: of the send, if there was one. It
-    must be open or waited for, so that a released handle, perhaps of another output, is noticed. Raises ValueError for
-    a view, whose storage is shared, and for a leaf that needs a gradient: a parameter, or a tensor that a stage has
-    received and passes on. Raises LeaseError for a released handle.
+    The storage of a tensor that is being sent is held until it has been sent.
+    deallocate_pipeline_outputs: False: leave `out` as it is. Instead of True, the handle of its send may be passed. It
+        must be open or waited for, so that a released handle, perhaps of another output, is noticed.
+
+    Raises ValueError for a view, whose storage is shared, and for a leaf that needs a gradient: a parameter, or a
+    tensor that a stage has received and passes on. Raises LeaseError for a released handle.
     """
-    if handle is not None:
-        handle._require_not_released()
+    if not deallocate_pipeline_outputs:
+        return
+    if isinstance(deallocate_pipeline_outputs, P2PHandle):
+        deallocate_pipeline_outputs._require_not_released()
     _check_own(out)
     for tensor in leaves(out):
         tensor.data = torch.empty((1,), dtype=tensor.dtype, device=tensor.device)
@@ -656,6 +727,25 @@ def _context_of(group) -> Context:
     return ctx
 
 
+def _of_tensors(config, dtype, variable_seq_lengths: bool, size: int) -> tuple[torch.dtype, bool]:
+    """The dtype of what is received, and whether shapes are exchanged: of Megatron's config, if there is one."""
+    if config is None:
+        return torch.float32 if dtype is None else dtype, variable_seq_lengths
+    if not hasattr(config, "pipeline_dtype"):
+        raise TypeError(
+            f"P2PCommunicator: config has Megatron's attributes, pipeline_dtype and others, and {config!r} has not; "
+            f"pass options by name"
+        )
+    if dtype is not None or variable_seq_lengths:
+        raise ValueError(
+            "P2PCommunicator: dtype and variable_seq_lengths were passed beside a config, which says them too; leave "
+            "them out, or set config.pipeline_dtype and config.variable_seq_lengths"
+        )
+    if config.pipeline_dtype is None and size > 1:
+        raise ValueError("P2PCommunicator: config.pipeline_dtype is None; set it to the dtype of what stages exchange")
+    return config.pipeline_dtype, config.variable_seq_lengths or getattr(config, "mtp_standalone", False)
+
+
 def leaves(value):
     """Yields the tensors of a tensor, of a list or a dict of them, or of None, in order."""
     if isinstance(value, torch.Tensor):
@@ -674,9 +764,20 @@ def map_shapes(shapes, make):
     """`make` of each shape. A shape is a sequence of integers, or None if shapes are exchanged."""
     if isinstance(shapes, dict):
         return {name: map_shapes(shape, make) for name, shape in shapes.items()}
-    if isinstance(shapes, list | tuple) and any(not isinstance(size, numbers.Integral) for size in shapes):
+    if _is_list_of_shapes(shapes):
         return [map_shapes(shape, make) for shape in shapes]
     return make(shapes)
+
+
+def _is_list_of_shapes(shapes) -> bool:
+    return isinstance(shapes, list | tuple) and any(not isinstance(size, numbers.Integral) for size in shapes)
+
+
+def _wrapped_as(sent, shapes):
+    """`shapes` in a list if `sent` is one: Megatron takes a single tensor with a list of one shape, and the reverse."""
+    if isinstance(sent, list) and not isinstance(shapes, dict) and not _is_list_of_shapes(shapes):
+        return [shapes]
+    return shapes[0] if not isinstance(sent, list) and _is_list_of_shapes(shapes) and len(shapes) == 1 else shapes
 
 
 def _check_own(out):

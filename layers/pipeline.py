@@ -227,7 +227,7 @@ class _Run:
             )
         if self.deallocate and not self.forward_only:
             computed = [tensor for tensor in leaves(output) if tensor.grad_fn is not None]
-            deallocate_output_tensor(computed, handles.get("send_next"))
+            deallocate_output_tensor(computed, True)
         for edge in ("send_next", "send_prev"):
             if edge in handles:
                 handles[edge].release()  # the communicator holds the storage that is sent

@@ -5,13 +5,14 @@ import time
 import uuid
 import warnings
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
 import triton
 import triton.language as tl
-from test_pipeline import PEER, Ranks
+from test_pipeline import PEER, Ranks, Recorder
 from transports import every_transport, gpu_only, late, nccl, over, own_gpus
 
 import tkernels
@@ -129,6 +130,70 @@ def test_nothing_waits_on_the_compute_stream_at_issue():
         assert comm.num_in_flight == {"send_next": 2, "send_prev": 0}
         comm.drain()
         assert comm.num_in_flight == {"send_next": 0, "send_prev": 0}
+    sim.check()
+
+
+def five_sends_of_kept_outputs(sim, comm):
+    """Waits of the compute stream for sends whose outputs are still there; then these are freed, and others made."""
+    kept, sends = [], []
+    with sim:
+        for number in range(5):
+            kept.append(produce(sim, float(number + 1)))
+            waits = sim.waits
+            comm.isend(kept[-1], 1).release()
+            sends.append(sim.waits - waits - 1)  # without that of comm, for the producer
+        waits = sim.waits
+        kept.clear()
+        comm.irecv((512,), None, 3)[1].release()  # whatever comes next
+        held = comm.num_in_flight["send_next"]
+        for number in range(5):
+            produce(sim, -1.0 - number)
+        comm.drain()
+        produce(sim, -9.0)
+    return sends, sim.waits - waits, held
+
+
+@pytest.mark.parametrize("starve", STREAMS, ids=str)
+def test_isend_makes_nothing_wait_for_a_send_whose_memory_nobody_freed(starve):
+    sim = Simulator()
+    comm, wire = communicator(sim, max_inflight=2)
+    sends, _, held = five_sends_of_kept_outputs(sim, comm)
+    assert sends == [0] * 5
+    assert held == 2  # memory that was freed stays bounded: this stream is behind the other three
+    sim.check()
+    sim.run(starve=starve)
+    assert [theirs[0].item() for theirs in wire.theirs[:5]] == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_isend_that_holds_no_memory_because_nobody_freed_it_is_a_race(monkeypatch):
+    """The wrong form of it: memory that is freed later goes back while it is being sent."""
+    monkeypatch.setattr(P2PCommunicator, "_let_go", lambda comm, next_send=None: comm._in_flight["send_next"].clear())
+    sim = Simulator()
+    comm, _ = communicator(sim, max_inflight=2)
+    five_sends_of_kept_outputs(sim, comm)
+    with pytest.raises(Race, match="'send' on comm reads and 'produce -[1-5]' on main writes"):
+        sim.check()
+
+
+def test_isend_of_views_of_one_tensor_and_to_two_peers_counts_its_own_leases_as_nobody():
+    """Each message has two leases of a storage, and a part of it that is still used; only the first two are freed."""
+    sim = Simulator()
+    comm, wire = communicator(sim, max_inflight=1)
+    wire.theirs *= 2
+    with sim:
+        kept = []
+        for number in range(4):
+            pair = produce(sim, float(number)).view(2, 256)
+            comm.isend(list(pair), 1).release()
+            comm.isend(list(pair), 3).release()
+            if number >= 2:
+                kept.append(pair[1])
+            del pair
+        assert comm.num_in_flight == {"send_next": 2, "send_prev": 2}
+        kept.clear()
+        comm.irecv((512,), None, 3)[1].release()
+        assert comm.num_in_flight == {"send_next": 1, "send_prev": 1}
+        comm.drain()
     sim.check()
 
 
@@ -343,7 +408,18 @@ def test_deallocation_swaps_the_tensor_holds_the_storage_and_keeps_the_graph(str
     handle.release()
     custom_backward(out, used if structure != "tensor" else used[0])
     assert torch.equal(x.grad, want)
+    deallocate_output_tensor(None, True)
+
+
+def test_deallocate_output_tensor_takes_megatrons_arguments():
+    out = torch.ones(3)
+    for flag in ([], [False], [None]):  # Megatron's default is to leave it
+        deallocate_output_tensor(out, *flag)
+    deallocate_output_tensor(out, deallocate_pipeline_outputs=False)
+    assert out.numel() == 3
     deallocate_output_tensor(None)
+    deallocate_output_tensor([out], deallocate_pipeline_outputs=True)
+    assert out.numel() == 1
 
 
 def test_views_are_refused_by_name_before_anything_is_sent_or_swapped():
@@ -352,19 +428,19 @@ def test_views_are_refused_by_name_before_anything_is_sent_or_swapped():
     whole = torch.ones(4, 4)
     outputs = {"a": torch.ones(3), "b": whole[1:]}
     with pytest.raises(ValueError, match=r"a \(3, 4\) view can't be deallocated.*by .clone\(\)"):
-        deallocate_output_tensor(outputs)
+        deallocate_output_tensor(outputs, True)
     with pytest.raises(ValueError, match="view can't be deallocated"):
         comm.isend(outputs, 1, deallocate=True)
     assert outputs["a"].numel() == 3 and wire.sent == 0
     with pytest.raises(ValueError, match=r"deallocated to one element, not one of shape \(4, 4\)"):
         custom_backward(whole, whole)
     received = torch.ones(3, requires_grad=True)
-    for use in (deallocate_output_tensor, lambda out: comm.isend(out, 1, deallocate=True)):
+    for use in (lambda out: deallocate_output_tensor(out, True), lambda out: comm.isend(out, 1, deallocate=True)):
         with pytest.raises(ValueError, match=r"a \(3,\) leaf that needs a gradient can't be deallocated"):
             use([torch.ones(3), received])
     assert received.numel() == 3 and wire.sent == 0
     with pytest.raises(TypeError, match="takes tensors, or lists or dicts of them, not int"):
-        deallocate_output_tensor([1])
+        deallocate_output_tensor([1], True)
 
 
 def test_wrong_arguments_are_refused_by_name():
@@ -389,6 +465,62 @@ def test_wrong_arguments_are_refused_by_name():
         alone.send_forward(torch.ones(1), False)
     assert comm.open_handles == [] and comm.num_in_flight == {"send_next": 0, "send_prev": 0}
     assert set(comm.streams) == set(EDGES) == set(PEER)
+
+
+# As Megatron's schedules use it; test_megatron.py runs those themselves
+
+
+def config(**options):
+    defaults = {"pipeline_dtype": torch.bfloat16, "variable_seq_lengths": False, "mtp_standalone": False}
+    return SimpleNamespace(virtual_pipeline_model_parallel_size=None, **defaults | options)
+
+
+def test_p2p_communicator_takes_megatrons_config_and_has_what_its_schedules_read():
+    sim = Simulator()
+    for rank, options in ((0, {"virtual": 2}), (3, {"mtp_standalone": True}), (1, {"variable_seq_lengths": True})):
+        options, virtual = dict(options), options.get("virtual")
+        options.pop("virtual", None)
+        given = config(**options)
+        given.virtual_pipeline_model_parallel_size = virtual
+        comm = P2PCommunicator(pp_group=(group := Ranks(rank, 4)), config=given, backend=Wire(sim), dev=sim)
+        assert comm.config is given and comm.pp_group is group.process_group and comm.dtype is torch.bfloat16
+        assert comm.variable_seq_lengths == (rank != 0) and comm.virtual_pipeline_model_parallel_size == virtual
+        assert (comm.is_pp_first_stage, comm.is_pp_last_stage) == (rank == 0, rank == 3)
+        assert (comm.total_stages, comm.current_stage) == (4, rank)
+    plain, _ = communicator(sim)
+    assert plain.config is None and plain.virtual_pipeline_model_parallel_size is None and plain.dtype is torch.float32
+
+
+def test_p2p_communicator_refuses_a_config_that_says_nothing_or_something_else():
+    make = lambda *arguments, **options: P2PCommunicator(Ranks(0, 4), *arguments, backend=Recorder(), **options)  # noqa: E731
+    for given, options, error, message in [
+        ("nccl", {}, TypeError, "config has Megatron's attributes, .* and 'nccl' has not; pass options by name"),
+        (config(), {"dtype": torch.float32}, ValueError, "dtype and variable_seq_lengths were passed beside a config"),
+        (config(), {"variable_seq_lengths": True}, ValueError, "beside a config, which says them too; leave them out"),
+        (config(pipeline_dtype=None), {}, ValueError, "config.pipeline_dtype is None; set it to the dtype"),
+    ]:
+        with pytest.raises(error, match=message):
+            make(given, **options)
+    P2PCommunicator(Ranks(0, 1), config(pipeline_dtype=None), backend=Recorder())  # one stage exchanges nothing
+
+
+def test_p2p_communicator_returns_none_in_the_place_of_each_tensor_at_the_ends_of_the_pipeline():
+    comm = P2PCommunicator(Ranks(0, 4), backend=Recorder())
+    shapes, mine = [(2, 3), (4,)], [torch.ones(2, 3), torch.ones(4)]
+    for none in (
+        comm.recv_forward(shapes, True),
+        comm.recv_backward(shapes, True),
+        comm.send_forward_recv_backward(mine, shapes, True),
+        comm.send_backward_recv_forward(mine, shapes, True),
+    ):
+        assert none == [None, None]
+    assert comm.recv_forward([(2, 3)], True) == [None] and comm.recv_forward((2, 3), True) is None
+    assert comm.recv_forward(torch.Size([2, 3]), True) is None and comm.recv_backward({"a": (2,)}, True) == {"a": None}
+    assert comm.send_forward_recv_backward([mine[0]], (2, 3), True) == [None]  # as what is sent, not as the shape
+    assert comm.send_backward_recv_forward(mine[0], [(2, 3)], True) is None
+    (got,) = comm.send_forward_recv_backward([mine[0]], (2, 3), False)
+    assert got.shape == (2, 3) and comm.send_backward_recv_forward(mine[0], [(2, 3)], False).shape == (2, 3)
+    comm.drain()
 
 
 # Between ranks
@@ -811,7 +943,7 @@ def test_a_thousand_sends_with_jitter_on_every_stream(ctx, transport, iterations
         forward, backward = (torch.full((size,), sign * float(number), device="cuda") for sign in (1, -1))
         x, handles = comm.send_forward_recv_forward(forward, True, (size,), overlap_p2p_comm=True)
         grad, others = comm.send_backward_recv_backward(backward, True, (size,), overlap_p2p_comm=True)
-        deallocate_output_tensor([forward, backward])
+        deallocate_output_tensor([forward, backward], True)
         del forward, backward
         torch.full((size,), float("nan"), device="cuda"), torch.full((size,), float("nan"), device="cuda")
         for handle in (handles | others).values():
