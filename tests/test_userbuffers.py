@@ -3,10 +3,12 @@
 import contextlib
 import copy
 import gc
+import importlib
 import inspect
 import os
 import subprocess
 import sys
+import textwrap
 import time
 import types
 import warnings
@@ -406,6 +408,119 @@ def test_the_path_that_megatron_calls_leads_here():
     finally:
         shim.uninstall()
     assert not [name for name in sys.modules if name.startswith("transformer_engine")] and not shim.is_installed()
+
+
+# As Megatron's modules ask for TransformerEngine, each on its own, when they are imported.
+MODULES = {
+    "__init__": "",
+    "utils": """
+        try:
+            import transformer_engine
+            HAVE_TE = True
+        except ImportError:
+            HAVE_TE = False
+        def te_version():
+            import transformer_engine
+            return transformer_engine.__version__
+    """,
+    "random": """
+        try:
+            from transformer_engine.pytorch.distributed import activation_recompute_forward
+            HAVE_TE = True
+        except ModuleNotFoundError:
+            HAVE_TE = False
+    """,
+    "optimizer": """
+        try:
+            from transformer_engine.pytorch.optimizers import FusedAdam as Adam
+        except ImportError:
+            from torch.optim import Adam
+    """,
+    "fp8_utils": """
+        import transformer_engine
+        from transformer_engine.pytorch.tensor import QuantizedTensor
+        from transformer_engine.pytorch.router import fused_topk_with_score_function
+    """,
+    "extensions/__init__": "",
+    "extensions/transformer_engine": """
+        try:
+            import transformer_engine as te
+            from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, fp8_autocast
+            HAVE_TE = True
+        except ImportError:
+            from unittest.mock import MagicMock
+            te, HAVE_TE = MagicMock(), False
+        class TELinear(te.pytorch.Linear):
+            pass
+        class TEDotProductAttention(te.pytorch.DotProductAttention):
+            pass
+        class TEGroupedLinear(te.pytorch.GroupedLinear):
+            def __init__(self, size):
+                super().__init__(size)
+        class TEDelayedScaling(te.common.recipe.DelayedScaling):
+            pass
+        class TECudaRNGStatesTracker(te.pytorch.distributed.CudaRNGStatesTracker):
+            pass
+        def fused() -> te.pytorch.ops.Sequential:
+            return te.pytorch.ops.SwiGLU()
+    """,
+}
+
+
+@pytest.fixture
+def megatron(tmp_path, monkeypatch):
+    """Imports a module of a small package that asks as Megatron does."""
+    for name, text in MODULES.items():
+        path = tmp_path / "megatron/core" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+    mine = lambda: [name for name in sys.modules if name.partition(".")[0] == "megatron"]  # noqa: E731
+    for name in mine():  # the one that is installed
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield lambda name: importlib.import_module(f"megatron.core.{name}")
+    shim.uninstall()
+    for name in mine():
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("order", ["shim first", "megatron first"])
+def test_shim_install_lets_megatron_believe_what_is_true(megatron, order):
+    if order == "megatron first":
+        assert not megatron("extensions.transformer_engine").HAVE_TE and not megatron("utils").HAVE_TE
+        with pytest.warns(UserWarning, match="megatron.core before does without TransformerEngine, except for its"):
+            shim.install()
+    else:
+        shim.install()
+    layers = megatron("extensions.transformer_engine")
+    assert layers.HAVE_TE and issubclass(layers.TELinear, te.Linear)
+    assert issubclass(layers.TEDotProductAttention, te.DotProductAttention)
+    assert megatron("utils").HAVE_TE == (order == "shim first") and megatron("utils").te_version() == shim.API_VERSION
+    assert not megatron("random").HAVE_TE and megatron("optimizer").Adam is torch.optim.Adam  # its own ways out
+    fp8 = megatron("fp8_utils")
+    assert not isinstance(torch.ones(1), fp8.QuantizedTensor) and not issubclass(torch.Tensor, fp8.QuantizedTensor)
+    for use, name in [
+        (lambda: layers.TEGroupedLinear(8), "pytorch.GroupedLinear"),
+        (lambda: layers.TEDelayedScaling(), "common.recipe.DelayedScaling"),
+        (lambda: layers.TECudaRNGStatesTracker(), "pytorch.distributed.CudaRNGStatesTracker"),
+        (lambda: layers.fp8_autocast(enabled=True), "pytorch.fp8.fp8_autocast"),
+        (lambda: fp8.fused_topk_with_score_function(1), "pytorch.router.fused_topk_with_score_function"),
+    ]:
+        with pytest.raises(NotImplementedError, match=rf"^transformer_engine\.{name} is not among .* shim.install\("):
+            use()
+    for use, name in [
+        (lambda: layers.FP8GlobalStateManager.is_fp8_enabled(), "pytorch.fp8.FP8GlobalStateManager.is_fp8_enabled"),
+        (layers.fused, "pytorch.ops.SwiGLU"),
+    ]:
+        with pytest.raises(AttributeError, match=rf"^transformer_engine\.{name} is not among the names"):
+            use()
+    with pytest.raises(ModuleNotFoundError, match="^transformer_engine.pytorch.Fp8Padding is not among the names"):
+        from transformer_engine.pytorch import Fp8Padding  # noqa: F401
+    assert not hasattr(sys.modules["transformer_engine.pytorch"], "Fp8Padding")
+    shim.uninstall()
+    with pytest.raises(ImportError, match="No module named 'transformer_engine'"):
+        import transformer_engine  # noqa: F401
+    assert not layers.HAVE_TE and not shim.is_installed()
 
 
 def test_a_transformer_engine_that_is_there_is_patched_on_request_only(tmp_path, monkeypatch):

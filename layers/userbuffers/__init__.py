@@ -31,6 +31,7 @@ from tkernels.layers.userbuffers.defaults import OverlapOptions, UserBufferQuant
 from tkernels.layers.userbuffers.gemm import general_gemm
 from tkernels.layers.userbuffers.linear import LayerNormLinear, Linear
 from tkernels.layers.userbuffers.mlp import LayerNormMLP
+from tkernels.layers.userbuffers.modules import DotProductAttention, LayerNorm, RMSNorm
 from tkernels.layers.userbuffers.registry import (
     destroy_ub,
     get_ub,
@@ -49,11 +50,14 @@ __all__ = [
     "CommOverlapHelper",
     "CommOverlapP2P",
     "CommOverlapType",
+    "DotProductAttention",
+    "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
     "MultiheadAttention",
     "OverlapOptions",
+    "RMSNorm",
     "TransformerLayer",
     "UserBufferQuantizationMode",
     "bulk_overlap_ag_with_external_gemm",

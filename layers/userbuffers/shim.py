@@ -6,22 +6,33 @@
     shim.install(patch=True)   # it is installed: replaces its Userbuffers names and layers with this package's
     shim.uninstall()           # restores the previous state
 
-Created modules contain the names of this package and no other part of TransformerEngine. Install the shim before the
-framework imports them.
+Created modules contain the names of this package and no other part of TransformerEngine:
+
+- An import of anything else, a module or a name of a module, raises ModuleNotFoundError. Frameworks that ask whether
+  TransformerEngine has something, by `try`, thus do without it.
+- Megatron takes some names for granted once it has found TransformerEngine (`LACKING`). They are classes that can be
+  imported, inherited from and asked about by isinstance, and raise NotImplementedError once they are called.
+
+Install the shim before the framework imports them. Each of Megatron's modules asks for TransformerEngine when it is
+imported. If some were imported earlier, a warning says so, and Megatron's layers for TransformerEngine are defined
+again, on this package's; the other modules go on without it.
 """
 
 import contextlib
+import functools
 import importlib
 import importlib.machinery
 import importlib.util
 import sys
 import types
+import warnings
 
 from tkernels.layers import userbuffers
 from tkernels.layers.userbuffers import registry
 from tkernels.layers.userbuffers.communicators import fill_userbuffers_buffer_for_all_gather
 
 API_VERSION = "2.17.0"  # the TransformerEngine release whose interface this package follows
+MEGATRONS_LAYERS = "megatron.core.extensions.transformer_engine"
 
 _BASE = {
     **{
@@ -46,6 +57,7 @@ _LAYERS = {
     name: getattr(userbuffers, name)
     for name in ("Linear", "LayerNormLinear", "LayerNormMLP", "MultiheadAttention", "TransformerLayer")
 }
+_PARTS = ("DotProductAttention", "LayerNorm", "RMSNorm")
 _TOP = {name: _BASE[name] for name in ("initialize_ub", "destroy_ub", "UserBufferQuantizationMode")}
 _EXTENSIONS = {
     name: getattr(userbuffers, name)
@@ -73,6 +85,21 @@ MODULES = {
     "transformer_engine.pytorch.distributed": {"gather_along_first_dim": userbuffers.gather_along_first_dim},
 }
 
+# Of a TransformerEngine that is installed, these stay its own.
+_OWN = {"transformer_engine.pytorch": {name: getattr(userbuffers, name) for name in _PARTS}}
+LACKING = {
+    "transformer_engine.common": (),
+    "transformer_engine.common.recipe": ("DelayedScaling",),
+    "transformer_engine.pytorch": ("GroupedLinear",),
+    "transformer_engine.pytorch.distributed": ("CudaRNGStatesTracker",),
+    "transformer_engine.pytorch.fp8": ("FP8GlobalStateManager", "fp8_autocast", "fp8_model_init"),
+    "transformer_engine.pytorch.ops": ("FusibleOperation", "Sequential"),
+    "transformer_engine.pytorch.router": (
+        "fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function",
+    ),
+    "transformer_engine.pytorch.tensor": ("QuantizedTensor",),
+}  # fmt: skip
+
 _undo = contextlib.ExitStack()
 
 
@@ -88,13 +115,26 @@ def install(patch: bool = False) -> None:
         raise RuntimeError(
             "shim.install: transformer_engine is installed; pass patch=True to replace its Userbuffers and layers"
         )
-    for name, content in MODULES.items():
-        if present:
+    if present:
+        for name, content in MODULES.items():
             _patch(
                 importlib.import_module(name), {key: value for key, value in content.items() if key != "__version__"}
             )
-        else:
-            _make(name, content)
+        return
+    if "megatron.core" in sys.modules:
+        warnings.warn(
+            "shim.install: what was imported of megatron.core before does without TransformerEngine, except for its "
+            "layers, which are defined again; call shim.install() before the first import of megatron.core",
+            stacklevel=2,
+        )
+    _undo.callback(_define_megatrons_layers)
+    for name in sorted(MODULES.keys() | LACKING.keys()):
+        lacking = {key: _Lacking(key, (), {"__module__": name}) for key in LACKING.get(name, ())}
+        _make(name, lacking | _OWN.get(name, {}) | MODULES.get(name, {}))
+    finder = _Finder()
+    sys.meta_path.insert(0, finder)
+    _undo.callback(sys.meta_path.remove, finder)
+    _define_megatrons_layers()
 
 
 def uninstall() -> None:
@@ -106,6 +146,39 @@ def is_installed() -> bool:
     """Whether the module path refers to this package."""
     module = sys.modules.get("transformer_engine.pytorch.module.base")
     return getattr(module, "initialize_ub", None) is registry.initialize_ub
+
+
+class _Lacking(type):
+    """The class of names of TransformerEngine that frameworks import, and that nothing here stands in for."""
+
+    def __call__(cls, *arguments, **options):
+        lacking = next(each for each in cls.__mro__[::-1] if isinstance(each, _Lacking))
+        raise NotImplementedError(_sentence(f"{lacking.__module__}.{lacking.__qualname__}"))
+
+    def __getattr__(cls, name):
+        raise AttributeError(_sentence(f"{cls.__module__}.{cls.__qualname__}.{name}"))
+
+
+class _Finder:
+    """Answers imports of what created modules don't contain, ahead of Python, which would raise a plain ImportError."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.startswith("transformer_engine."):
+            raise ModuleNotFoundError(_sentence(name), name="transformer_engine")
+
+
+def _sentence(name: str) -> str:
+    return (
+        f"{name} is not among the names of TransformerEngine that tkernels stands in for; install TransformerEngine "
+        f"and call shim.install(patch=True), or choose what does without it (Megatron: --transformer-impl local)"
+    )
+
+
+def _define_megatrons_layers():
+    """Let Megatron define its layers for TransformerEngine again, if it has been imported: their bases have changed."""
+    if MEGATRONS_LAYERS in sys.modules:
+        importlib.reload(sys.modules[MEGATRONS_LAYERS])
 
 
 def _patch(module, content):
@@ -120,9 +193,14 @@ def _make(name: str, content):
     module = types.ModuleType(name, f"{name}, as tkernels.layers.userbuffers has it.")
     module.__spec__ = importlib.machinery.ModuleSpec(name, loader=None, is_package=True)
     module.__path__ = []
+    module.__getattr__ = functools.partial(_refuse, name)
     vars(module).update(content)
     sys.modules[name] = module
     _undo.callback(sys.modules.pop, name, None)
     parent, _, last = name.rpartition(".")
     if parent:
         setattr(sys.modules[parent], last, module)
+
+
+def _refuse(module: str, name: str):
+    raise AttributeError(_sentence(f"{module}.{name}"))

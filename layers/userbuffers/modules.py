@@ -1,0 +1,169 @@
+"""LayerNorm, RMSNorm and DotProductAttention with TransformerEngine's arguments, for layers that are put together."""
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tkernels.layers.userbuffers.linear import ParallelModule, divide, normalize, refuse
+from tkernels.layers.userbuffers.transformer import check_attention, check_inputs
+
+
+class _Norm(ParallelModule):
+    """Normalizes over the last dimensions, those of normalized_shape.
+
+    sequence_parallel: marks the parameters for whoever sums their gradients over the ranks.
+    params_dtype, hidden_size: older names of dtype and normalized_shape.
+    """
+
+    def __init__(
+        self,
+        normalized_shape=None,
+        eps: float = 1e-5,
+        sequence_parallel: bool | None = None,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
+        *,
+        device="cuda",
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        shape = hidden_size if normalized_shape is None else normalized_shape
+        if shape is None:
+            raise ValueError(f"{self.normalization}: there is no shape; pass normalized_shape")
+        shape, dtype = (shape,) if isinstance(shape, int) else tuple(shape), dtype or params_dtype
+        self._configure(None, 1, False, False, False, (None, None), None, None)
+        self.eps, self.zero_centered_gamma, self.bias = eps, zero_centered_gamma, None
+        self._parameter("weight", shape, None, device, dtype, nn.init.zeros_ if zero_centered_gamma else nn.init.ones_)
+        if self.normalization == "LayerNorm":
+            del self.bias
+            self._parameter("bias", shape, None, device, dtype)
+        for name in self._init_methods if sequence_parallel is not None else ():
+            self._mark(name, sequence_parallel=sequence_parallel)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., *normalized_shape] -> same shape."""
+        return normalize(x, self.weight, self.bias, self.normalization, self.eps, self.zero_centered_gamma)
+
+
+class LayerNorm(_Norm):
+    __doc__ = _Norm.__doc__
+    normalization = "LayerNorm"
+
+
+class RMSNorm(_Norm):
+    __doc__ = _Norm.__doc__
+    normalization = "RMSNorm"
+
+
+class DotProductAttention(ParallelModule):
+    """Attention over this rank's heads, by torch's scaled_dot_product_attention.
+
+    num_attention_heads, num_gqa_groups: of all ranks; a rank has a tp_size-th of them.
+    kv_channels: the width of a head, or that of keys and that of values.
+    attn_mask_type: causal, no_mask, or arbitrary with attention_mask in forward.
+    qkv_format: sbhd, or bshd without sequence_parallel.
+
+    layer_number, cp_global_ranks, cp_stream, cp_comm_type and name have no effect. Refused: context parallelism,
+    cross-attention, sliding windows, other kinds of softmax and the largest logit.
+    """
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        get_rng_state_tracker=None,
+        tp_group=None,
+        layer_number: int | None = None,
+        attention_type: str = "self",
+        cp_group=None,
+        cp_global_ranks=None,
+        cp_stream=None,
+        cp_comm_type: str = "p2p",
+        softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        return_max_logit: bool = False,
+        name: str | None = None,
+    ):
+        super().__init__()
+        kind = "DotProductAttention"
+        refuse(
+            kind, cp_group=cp_group, return_max_logit=return_max_logit, bottom_right_diagonal=bottom_right_diagonal,
+            attention_type=attention_type != "self" and attention_type,
+            softmax_type=softmax_type != "vanilla" and softmax_type,
+        )  # fmt: skip
+        self._configure(tp_group, tp_size, sequence_parallel, False, False, (get_rng_state_tracker, None), None, None)
+        check_attention(kind, attn_mask_type, window_size, qkv_format, self.sequence_parallel)
+        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        divide(kind, "num_attention_heads", num_attention_heads, groups)
+        self.num_heads = divide(kind, "num_attention_heads", num_attention_heads, self.tp_size)
+        self.num_groups = divide(kind, "num_gqa_groups", groups, self.tp_size)
+        self.widths = (kv_channels,) * 2 if isinstance(kv_channels, int) else tuple(kv_channels)
+        self.attention_dropout, self.softmax_scale = attention_dropout, softmax_scale
+        self.qkv_format, self.attn_mask_type = qkv_format, attn_mask_type
+
+    def forward(
+        self,
+        query_layer: torch.Tensor,
+        key_layer: torch.Tensor,
+        value_layer: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        qkv_format: str | None = None,
+        *,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        fp8_output: bool = False,
+        num_splits: int | None = 1,
+        **options,
+    ) -> torch.Tensor:
+        """query [s, b, heads/P, width], key and value [s, b, groups/P, width] -> [s, b, heads/P * width of values].
+
+        attention_mask: [.., s, s], True where a query must not attend. Used by attn_mask_type arbitrary only.
+        qkv_format, attn_mask_type: override the layer's.
+
+        Refused: sliding windows, recomputation, attention biases, sequences of several lengths and inference_params.
+        """
+        where = "DotProductAttention.forward"
+        mask_type, layout = attn_mask_type or self.attn_mask_type, qkv_format or self.qkv_format
+        check_attention(where, mask_type, window_size, layout, self.sequence_parallel)
+        check_inputs(where, **options)
+        refuse(
+            where, bottom_right_diagonal=bottom_right_diagonal, checkpoint_core_attention=checkpoint_core_attention,
+            fp8_output=fp8_output, num_splits=num_splits not in (None, 1) and num_splits,
+        )  # fmt: skip
+        if mask_type != "arbitrary":
+            attention_mask = None  # as in TransformerEngine: frameworks always pass one
+        elif attention_mask is None or attention_mask.dtype is not torch.bool:
+            raise ValueError(f"{where}: attn_mask_type='arbitrary' needs an attention_mask of booleans")
+        parts = {"query": query_layer, "key": key_layer, "value": value_layer}
+        heads = {"query": self.num_heads, "key": self.num_groups, "value": self.num_groups}
+        for name, part in parts.items():
+            width = self.widths[name == "value"]
+            if part.shape[2:] != (heads[name], width):
+                raise ValueError(
+                    f"{where}: {name}_layer has shape {tuple(part.shape)}; its last dimensions must be "
+                    f"({heads[name]}, {width}), this rank's heads and their width"
+                )
+        order = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)
+        query, key, value = (part.permute(order) for part in parts.values())
+        with self._rng():
+            context = functional.scaled_dot_product_attention(
+                query, key, value,
+                attn_mask=None if attention_mask is None else ~attention_mask,
+                dropout_p=self.attention_dropout if self.training else 0.0,
+                is_causal=mask_type == "causal",
+                scale=self.softmax_scale,
+                enable_gqa=self.num_groups != self.num_heads,
+            )  # fmt: skip
+        back = (2, 0, 1, 3) if layout == "sbhd" else (0, 2, 1, 3)
+        return context.permute(back).flatten(2)
