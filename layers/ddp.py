@@ -6,11 +6,14 @@ bucket are produced (`grad_hooks`), its reduction starts on the comm stream. Eac
 (`tkernels.comm.lease`), with one tenancy after the other:
 
     tenancy               written by                                     read by
-    zeroed                the stream of `zero_grad`
+    as `.grad` says       the stream on which backward begins
     accumulated           the streams of hooks and of fused kernels
-    reduced               the comm stream, in place                      the streams of `finish_grad_sync`
+    reduced               the comm stream, in place                      the stream of backward's caller
 
 The reduction is therefore ordered after every kernel that wrote a gradient, on whatever stream, and after nothing else.
+Between two backwards, `.grad` is the truth, as in torch: it is `main_grad`, and whoever drops, zeroes, scales or
+replaces it has done so to the sum that the next backward adds to. During backward `.grad` is None.
+
 With the distributed optimizer, a rank keeps a shard of each bucket's sum and updates the same shard of the parameters.
 The parameters of a bucket are then contiguous, too, and a slot of their own:
 
@@ -26,9 +29,12 @@ Collectives start in the order of the buckets on every rank, even if the autogra
 import contextlib
 import math
 import warnings
+import weakref
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from tkernels.comm.collectives import SUMMED
 from tkernels.comm.errors import LeaseError, MismatchError
@@ -46,11 +52,10 @@ class OverlappedDDP(nn.Module):
     """Collective. Wraps a module and averages its gradients over the ranks, overlapped with backward.
 
         ddp = OverlappedDDP(module, ctx)
-        optimizer = torch.optim.AdamW(ddp.owned_parameters())
+        optimizer = torch.optim.AdamW(ddp.parameters())
         for x, y in batches:                     # each rank has its own
-            ddp.zero_grad()
-            loss(ddp(x), y).backward()           # reductions start during backward
-            ddp.finish_grad_sync()               # orders the current stream after them
+            optimizer.zero_grad()
+            loss(ddp(x), y).backward()           # reductions start during backward, and this stream is behind them
             optimizer.step()
 
     module: its parameters must be equal on all ranks. Those that require a gradient at construction are trained.
@@ -58,18 +63,21 @@ class OverlappedDDP(nn.Module):
         one.
     bucket_size: elements of a bucket; a larger parameter has a bucket of its own. Default: 40 million, or 1 million per
         rank if that is more; one bucket per dtype without overlap.
-    overlap_grad_reduce: reduce during backward; otherwise in `finish_grad_sync`. The results are bit-identical.
+    overlap_grad_reduce: reduce during backward; otherwise at its end. The results are bit-identical.
     use_distributed_optimizer: every rank updates a shard of each bucket: see `owned_parameters`. Default: only if one
         of the next two options needs it.
     overlap_param_gather: after the update, the forward of each module waits for its own parameters only.
     num_distributed_optimizer_instances: I, which must divide R.
     average: divide by R before the sum. Otherwise gradients are the sum over ranks.
-    grad_dtype: dtype of `main_grad`; default: the parameter's. If it differs, `.grad` is not set: use `main_grad`.
+    grad_dtype: dtype of `main_grad`, in which gradients are added up and summed over ranks; default: the parameter's.
+        If it differs, `.grad` is a copy of the sum in the parameter's dtype, as torch's optimizers require.
     comm_stream: default: a new one. dev: the module that provides streams; default: torch's module of the parameters'
         device.
 
-    `param.grad` is added to `main_grad` as soon as autograd has produced it. Fused and deferred kernels add to
-    `param.main_grad` themselves and report it: see `grad_hooks`. Buffers are not synchronised.
+    A gradient is added to `main_grad` as soon as autograd has produced it. Fused and deferred kernels add to
+    `param.main_grad` themselves and report it: see `grad_hooks`. Every backward outside of `no_sync` reduces: all ranks
+    must run the same number of them. One that fails discards the gradients since the last step. Buffers are not
+    synchronised.
 
     Raises ValueError or TypeError for options or parameters that are not supported, MismatchError if ranks disagree on
     parameters or options.
@@ -140,11 +148,20 @@ class OverlappedDDP(nn.Module):
             _Bucket.reduce,
             buckets=self._bucket_of.values(),
             names=[names[param] for param in self._bucket_of],
+            before=_weakly(self, OverlappedDDP._begin),
+            after_deferred=_weakly(self, OverlappedDDP._end_deferred),
         )
         self.hooks.counting = overlap_grad_reduce
         own([*self._bucket_of, *self._shards], self)
         self._removed, self._pre_hooks = False, []
-        self._finished, self._handed_out = False, not self.sharded  # whether these have ever happened
+        self._handed_out = not self.sharded  # whether somebody has asked for the shards
+        self._sync = True
+        self._prepared = False  # main_grad is what .grad says: a kernel may add to it before its gradient is reported
+        self._open = False  # .grad is taken over: gradients are in main_grad alone
+        self._reduced = False  # main_grad is the sum over ranks
+        self._callback = None  # weak reference to what ends the running backward
+        self._stream = None  # that of the last backward's caller
+        _watch_optimizers(self)
         if self.sharded:
             self._pre_hooks = [
                 child.register_forward_pre_hook(_before_forward)
@@ -154,87 +171,205 @@ class OverlappedDDP(nn.Module):
             self._pre_hooks.append(module.register_state_dict_pre_hook(_before_state_dict))
         self._pre_hooks.append(module.register_load_state_dict_pre_hook(_before_load_state_dict))
 
+    @torch.compiler.disable(recursive=False)
     def forward(self, *arguments, **options):
         """Call the module. Starts to gather updated parameters if `start_param_sync` has not been called.
 
-        Between `finish_grad_sync` and `zero_grad` it can't always tell whether the optimizer has run. While torch has
-        seen no write to some bucket's shard, parameters are gathered by this call, and again by the next one.
+        After a backward it can't always tell whether the optimizer has run. While torch has seen no write to some
+        bucket's shard, parameters are gathered by this call, and again by the next one.
         """
+        self._gather_updated()
+        output = self.module(*arguments, **options)
+        self._watch(output)
+        return output
+
+    @torch.compiler.disable
+    def _gather_updated(self):
         if self.sharded and any(bucket.updating or bucket.expects_update for bucket in self.buckets):
             unwritten = [bucket for bucket in self.buckets if bucket.unwritten]
             self.start_param_sync()
             for bucket in unwritten:
                 bucket.expect_update()
-        return self.module(*arguments, **options)
+
+    @torch.compiler.disable
+    def _watch(self, output):
+        if not self._removed:
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                    tensor.register_hook(_weakly(self, OverlappedDDP._enter_backward))
 
     def owned_parameters(self) -> list[nn.Parameter]:
         """The parameters that this rank's optimizer updates: all or, with the distributed optimizer, its shards.
 
         A shard is this rank's part of a bucket: 1-D, and cut without regard to the borders of parameters. Elementwise
-        optimizers work on it. Code that looks at all gradients sees this rank's part of them: a norm must be summed
-        over the ranks of an instance, and torch.amp.GradScaler would skip a step on some ranks only. If grad_dtype is
-        not the parameters' dtype, only `main_grad` is set, and a torch optimizer, which reads `.grad`, trains nothing.
+        optimizers work on it. Code that looks at all gradients sees this rank's part of them: torch.amp.GradScaler
+        would skip a step on some ranks only, and `tkernels.layers.clip_grad_norm_` has the norm of all. With shards,
+        the step of an optimizer of the module's own parameters raises ValueError.
         """
         self._handed_out = True
         return [owned for bucket in self.buckets for owned in bucket.owned]
 
     def zero_grad(self, set_to_none: bool = True):
-        """Begin a step: zero `main_grad` and set `.grad` to None. Gradients accumulate until `finish_grad_sync`.
+        """Begin a step: zero `main_grad` at once, and set `.grad` to None.
 
-        set_to_none: accepted as in torch, without effect.
+        An optimizer's zero_grad is enough, unless kernels add to `main_grad` and the module is not called through this
+        one, or a rank may have no backward in this step. set_to_none: accepted as in torch, without effect.
         """
         self._check_there()
         for parameter in self._bucket_of:
             self._check_place(parameter, parameter)
-        if self.hooks.begun and not self._finished:
-            self._finished = True  # warn only once
-            warnings.warn(
-                "OverlappedDDP.zero_grad: gradients are dropped that nobody has seen; call finish_grad_sync() after "
-                "backward, before the optimizer's step",
-                stacklevel=2,
-            )
-        self.hooks.reset()
+        self._forget_gradients()
         for bucket in self.buckets:
+            bucket.drop()
             bucket.zero()
+        self._prepared = True
 
     @contextlib.contextmanager
     def no_sync(self):
         """A context for all backward passes of a step except the last: gradients accumulate and no reduction starts."""
-        before, self.hooks.counting = self.hooks.counting, False
+        before = self._sync, self.hooks.counting
+        self._sync = self.hooks.counting = False
         try:
             yield
         finally:
-            self.hooks.counting = before
+            self._sync, self.hooks.counting = before
 
     def start_grad_sync(self):
         """Collective. Start the reductions that have not started yet. No gradient may be produced after this call."""
+        self._check_frozen()
+        if not self._open and self._reduced and any(bucket.delivered for bucket in self.buckets):
+            self._check_marks()
+            return
+        if not self._open:
+            self._take_over()  # what no_sync has accumulated, or the zeros of a rank that had no backward
         self.hooks.flush()
 
     def finish_grad_sync(self, stream=None):
-        """Collective. Order `stream` (None: the current one), and no other stream, behind all reductions of this step.
+        """Collective. Order `stream` (None: the current one) behind all reductions of this step.
 
-        `main_grad` is then the mean over ranks (the sum without `average`), with shards only in this rank's shards;
-        `.grad` is the same tensor. May be repeated for another stream. Until `zero_grad`, only the streams that this
-        was called for may use gradients. Raises ValueError for a parameter in a shard that was frozen after the module
-        was wrapped.
+        Backward does this for its caller's stream. Call it for another stream, after accumulating in no_sync alone, or
+        on a rank that had no backward in this step: `main_grad` is then the mean over ranks (the sum without
+        `average`), with shards only in this rank's shards. Until the next backward, only the streams that this was
+        called for may use gradients. Raises ValueError for a parameter in a shard that was frozen after the module was
+        wrapped, LeaseError for a gradient that came too late and was not reported.
         """
         self._check_there()
+        self.start_grad_sync()
+        self._finish(self.dev.current_stream() if stream is None else stream)
+
+    # A backward
+
+    def _enter_backward(self, _=None):
+        """Called by whatever comes first in a backward: arrange for its end, and let `main_grad` be what .grad says."""
+        if self._callback is not None:
+            if self._callback() is not None:
+                return
+            self._forget_gradients()  # autograd dropped the callback before the end of backward: it failed
+        callback = _weakly(self, OverlappedDDP._end_backward)  # only autograd holds it, as long as this backward lasts
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+        self._callback = weakref.ref(callback)
+        if not self._prepared and not self._open:
+            self._prepare()
+
+    def _prepare(self):
+        self._check_marks()
+        self.hooks.reset()
+        for bucket in self.buckets:
+            bucket.prepare()
+        self._prepared = True
+
+    def _begin(self, written: bool):
+        """Called before a gradient is taken. written: a kernel has added to `main_grad` already."""
+        if torch._C._current_graph_task_id() != -1:
+            early = not self._prepared
+            self._enter_backward()
+            if not self._open:
+                if written and (early or self._reduced and any(bucket.must_be_shared for bucket in self.buckets)):
+                    raise LeaseError(
+                        "OverlappedDDP: a kernel added to main_grad before this object knew that a backward had begun; "
+                        "call the wrapper, not its module, or begin by the wrapper's zero_grad()"
+                    )
+                self._take_over()
+
+    def _take_over(self):
+        self._check_frozen()
+        if not self._prepared:
+            self._prepare()
+        for bucket in self.buckets:
+            bucket.take_over(self._reduced)
+        self._prepared = self._reduced = False
+        self._open = True
+
+    def _end_backward(self):
+        self._callback, self._prepared = None, False
+        if self._open:
+            self._stream = self.dev.current_stream()
+            if not self._sync:
+                self._deliver(self._stream, reduced=False)
+            elif not self.hooks.waiting:
+                self.hooks.flush()
+                self._finish(self._stream)
+
+    def _end_deferred(self):
+        if self._open and self._callback is None:
+            self.hooks.flush()
+            self._finish(self._stream)
+
+    def _finish(self, stream):
+        if self._open:
+            self.hooks.forget_deferred()
+            self._deliver(stream, reduced=True)
+        for bucket in self.buckets:
+            bucket.finish(stream)
+
+    def _deliver(self, stream, reduced: bool):
+        self._open, self._reduced = False, reduced
+        for bucket in self.buckets:
+            bucket.deliver(stream, reduced)
+
+    def _forget_gradients(self):
+        """Discard what has been accumulated, and what a failed backward left."""
+        self.hooks.reset()
+        self.hooks.forget_deferred()
+        self._open = self._prepared = self._reduced = False
+        self._callback = None
+
+    def _check_marks(self):
+        if (name := self.hooks.stale_mark) is not None:
+            raise LeaseError(
+                f"OverlappedDDP: a kernel added to the main_grad of {name} (grad_added_to_main_grad) outside of a "
+                f"backward that this object knows of. Call the wrapper, not its module, or begin by its zero_grad(); a "
+                f"kernel that comes after backward is announced there, by grad_ready_hooks(param).defer(param)"
+            )
+
+    def _check_frozen(self):
         frozen = next((param for param in self._bucket_of if not param.requires_grad), None)
         if self.sharded and frozen is not None:
             raise ValueError(
                 f"OverlappedDDP: {self._name_of(frozen)} was frozen after the module was wrapped, but lies in a shard "
                 f"that is updated as a whole, by weight decay too; wrap the module again"
             )
-        self._finished = True
-        self.start_grad_sync()
-        stream = self.dev.current_stream() if stream is None else stream
-        for bucket in self.buckets:
-            bucket.finish(stream)
+
+    def _check_step(self, parameters: set):
+        """Called before each optimizer's step, with its parameters."""
+        wrong = next((param for param in self._bucket_of if param in parameters), None)
+        if self.sharded and wrong is not None:
+            raise ValueError(
+                f"OverlappedDDP: an optimizer has {self._name_of(wrong)}, but each rank updates its shards of the "
+                f"parameters; make the optimizer of owned_parameters(), or pass use_distributed_optimizer=False and "
+                f"don't overlap the gathers"
+            )
+        if self._open and self.hooks.begun and (wrong is not None or not parameters.isdisjoint(self._shards)):
+            raise LeaseError(
+                "OverlappedDDP: an optimizer's step before the gradients are reduced: a backward failed (begin again "
+                "by zero_grad), or deferred gradients have yet to come (call finish_grad_sync() after them)"
+            )
 
     def start_param_sync(self):
         """Collective. Gather the shards, in the order of forward, behind the optimizer's kernels launched so far.
 
-        Those kernels are on the current stream, or on one that `finish_grad_sync` was called for. Without
+        The next forward does this by itself. Those kernels are on the current stream, on that of backward's caller, or
+        on one that `finish_grad_sync` was called for. Without
         overlap_param_gather the current stream is ordered behind the gathers. Raises RuntimeError without shards, and
         warns if no optimizer can have updated them.
         """
@@ -280,7 +415,7 @@ class OverlappedDDP(nn.Module):
                 yield settled_replay
                 self._settle()
         except BaseException:
-            self.hooks.reset()
+            self._forget_gradients()
             for bucket in self.buckets:
                 bucket.forget_update()  # the update was captured, but did not run
             raise
@@ -331,7 +466,8 @@ class OverlappedDDP(nn.Module):
         return super()._apply(function, recurse)
 
     def _settle(self):
-        """End all tenancies, as required at both edges of a capture."""
+        """End all tenancies, as required at both edges of a capture. Zeros of outside are not those of the graph."""
+        self._prepared = False
         if any(bucket.updating for bucket in self.buckets):
             self._gather_params()
         for bucket in self.buckets:
@@ -354,6 +490,7 @@ def ensure_params_ready(params):
         bucket.ready()
 
 
+@torch.compiler.disable
 def _before_forward(module, _):
     ensure_params_ready(module.parameters(recurse=False))
 
@@ -374,6 +511,38 @@ def _before_load_state_dict(module, state, prefix, metadata, *_):
 
 def _owner(param) -> OverlappedDDP | None:
     return owner_of(param, OverlappedDDP)
+
+
+def _weakly(ddp: OverlappedDDP, method):
+    """The bound method, for what may outlive the wrapper and is to keep it no longer."""
+    reference = weakref.ref(ddp)
+
+    def call(*arguments):
+        if (ddp := reference()) is not None:
+            method(ddp, *arguments)
+
+    return call
+
+
+_wrappers = weakref.WeakSet()  # all that may own an optimizer's parameters
+
+
+def _watch_optimizers(ddp: OverlappedDDP):
+    if not _watch_optimizers.handle:
+        _watch_optimizers.handle = register_optimizer_step_pre_hook(_before_step)
+    _wrappers.add(ddp)
+
+
+_watch_optimizers.handle = None
+
+
+@torch.compiler.disable
+def _before_step(optimizer, *_):
+    watching = [ddp for ddp in _wrappers if ddp.sharded or ddp._open]
+    if watching:
+        parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        for ddp in watching:
+            ddp._check_step(parameters)
 
 
 class _Buffer:
@@ -418,6 +587,7 @@ class _Bucket:
 
     grads: [n], where n is a multiple of the number of shards; zero between the parameters. values: [n], or None.
     owned: the parameters or shards that this rank's optimizer updates, each with its `main_grad`.
+    given: what each of them gets as `.grad`: its `main_grad`, or a part of `cast`, a copy in the parameters' dtype.
     """
 
     def __init__(self, name: str, parameters: list[nn.Parameter], grad_dtype, levels: "_Levels", comm_stream, dev):
@@ -447,6 +617,13 @@ class _Bucket:
                     parameter.data = values[place].view(parameter.shape)
             self.owned = [nn.Parameter(levels.inside.part(self.values.slot.tensor))]
             self.owned[0].main_grad = levels.inside.part(self.grads.slot.tensor)
+        self._own = levels.own(self.grads.slot.tensor)  # the part in which sums over ranks are valid
+        self.cast, self.given = None, {owned: owned.main_grad for owned in self.owned}
+        if grad_dtype != first.dtype:
+            self.cast, begin = self._own.to(first.dtype), self._own.storage_offset()
+            for owned, grad in self.given.items():
+                part = self.cast[grad.storage_offset() - begin :][: grad.numel()]
+                self.given[owned] = part.view(grad.shape).data  # with a count of writes of its own
 
     def __repr__(self):
         return f"{self.name} ({len(self.parameters)} parameters, {self.grads.slot.tensor.numel()} elements)"
@@ -465,17 +642,75 @@ class _Bucket:
     @property
     def lease(self) -> Lease:
         """The tenancy in which gradients accumulate."""
+        if self.grads.lease.state == "sealed":
+            self.grads.end()  # they have been read, and others come: deferred ones, in no_sync
         return self.grads.lease
 
-    def zero(self):
+    @property
+    def delivered(self) -> bool:
+        """Whether somebody may still use the gradients: they have not been set to None."""
+        return any(owned.grad is not None for owned in self.owned)
+
+    @property
+    def must_be_shared(self) -> bool:
+        """Whether `take_over` changes a sum over ranks that is to be added to."""
+        return self.delivered and (self.values is not None or self.levels.share != 1.0)
+
+    def drop(self):
         for parameter in (*self.parameters, *self.owned):
             parameter.grad = None
+
+    def zero(self):
         self.grads.zero()
         self.expects_update, self._version = False, None
 
+    @torch.no_grad()
+    def prepare(self):
+        """Let `main_grad` be what `.grad` says, which may have been dropped, changed or replaced. May be repeated."""
+        if not self.delivered:
+            self.zero()
+            return
+        for owned, given in self.given.items():
+            if owned.grad is not given or given is not owned.main_grad and given._version != self._versions[owned]:
+                with self._changed():
+                    if owned.grad is None:
+                        owned.main_grad.zero_()
+                    else:
+                        owned.main_grad.copy_(owned.grad)
+                        given.copy_(owned.grad)
+                        owned.grad = given
+        self._note_versions()
+
+    @torch.no_grad()
+    def take_over(self, reduced: bool):
+        """Take `.grad` off, so that gradients are added to `main_grad` alone. reduced: it is a sum over ranks."""
+        self.expects_update, self._version = False, None
+        if reduced and self.must_be_shared:  # the next sum over ranks is to count it once
+            with self._changed() as grads:
+                begin = self._own.storage_offset()
+                grads[:begin].zero_()
+                self._own.mul_(self.levels.share)
+                grads[begin + self._own.numel() :].zero_()
+        for parameter in self.parameters:
+            if parameter.grad is not None and parameter.grad is not self.given.get(parameter):
+                with self._changed():  # set by hand or, in a shard, before it was wrapped
+                    parameter.main_grad.add_(parameter.grad)
+        self.drop()
+
+    @contextlib.contextmanager
+    def _changed(self):
+        """A tenancy in which the current stream changes gradients."""
+        self.grads.end()
+        with self.grads.lease.write() as grads:
+            yield grads
+        self.grads.end()
+
+    def _note_versions(self):
+        self._versions = {owned: given._version for owned, given in self.given.items()}
+
     @property
     def unwritten(self) -> bool:
-        """Whether torch has seen no write to the shard since the optimizer's turn began; `zero_grad` ends the turn."""
+        """Whether torch has seen no write to the shard since the optimizer's turn began; the next pass ends the turn."""
         return self._version == self.owned[0]._version
 
     def expect_update(self):
@@ -487,14 +722,28 @@ class _Bucket:
         self.grads.end()
         with self.dev.stream(self.comm_stream), self.grads.lease.write(self.comm_stream) as grads:
             self.levels.reduce(grads)
+            self._cast()
         self._updatable = True
+
+    def _cast(self):
+        if self.cast is not None:
+            self.cast.copy_(self._own)
+
+    def deliver(self, stream, reduced: bool):
+        """Let `.grad` be the sum over ranks or, if it is not reduced, what this rank has accumulated."""
+        if not reduced:
+            if self.cast is not None:
+                with self.dev.stream(stream), self.lease.write(stream, ordered=True):
+                    self._cast()
+            self.grads.read(stream)
+        for owned, given in self.given.items():
+            if owned.requires_grad:
+                owned.grad = given
+        self._note_versions()
 
     def finish(self, stream):
         """Order `stream` behind the reduction and, with shards, behind all readers of the values that it may update."""
         self.grads.read(stream)
-        for parameter in self.owned:
-            if parameter.requires_grad and parameter.main_grad.dtype == parameter.dtype:
-                parameter.grad = parameter.main_grad
         if self.values is not None and self._updatable:
             self._begin_update(stream)
 
@@ -543,6 +792,12 @@ class _Levels:
         self.inside, self.across = whole.split(instances, largest) if instances > 1 else (whole, None)
         self.sharded, self.num_shards = sharded, self.inside.size if sharded else 1
         self._scale = 1 / whole.size if average else 1.0
+        # What a rank contributes of a sum over ranks, so that the next one counts it once: all that have it do so.
+        self.share = (whole.size if average else 1) / (instances if sharded else whole.size)
+
+    def own(self, flat: torch.Tensor) -> torch.Tensor:
+        """The part that is valid on this rank after a reduction."""
+        return self.inside.part(flat) if self.sharded else flat
 
     def reduce(self, grads: torch.Tensor):
         if self._scale != 1.0:

@@ -12,12 +12,15 @@ How often a gradient is produced depends on the graph: a layer that is used in t
 first pass only counts. In later passes a bucket is complete once each of its parameters has reached its count. Counts
 never decrease, so that a layer that is skipped occasionally keeps its count; in a pass without it, the bucket waits for
 `flush`.
+
+A pass usually ends with its backward. A layer whose kernel comes later says so during backward: `hooks.defer(param)`.
 """
 
 import contextlib
 import threading
 import warnings
 import weakref
+from collections import Counter
 
 from tkernels.comm.errors import LeaseError
 from tkernels.comm.lease import EventCompletion, capturing
@@ -41,24 +44,30 @@ class GradReadyHooks:
         Ranks whose graphs differ therefore still start their collectives in the same order.
     buckets: the bucket of each parameter: any object whose `lease` is the tenancy that gradients are written to.
     names: of the parameters, for messages.
+    before: called as `before(written)` before each gradient is taken; written: its kernel has been launched already.
+    after_deferred: called after the last gradient that was deferred.
 
     counting: False for a pass whose gradients are accumulated, but not reported.
     """
 
-    def __init__(self, params, on_ready, *, buckets, names=None):
+    def __init__(self, params, on_ready, *, buckets, names=None, before=None, after_deferred=None):
         self._params, self._on_ready = list(params), on_ready
+        self._before, self._after_deferred = before or (lambda written: None), after_deferred or (lambda: None)
         self._bucket_of = dict(zip(self._params, buckets, strict=True))
         self._names = names or [f"parameter {index}" for index in range(len(self._params))]
         self._names = dict(zip(self._params, self._names, strict=True))
         self._expected = None  # gradients produced per parameter in a pass; None until the first has ended
         self._warned = False
+        self._deferred = Counter()  # gradients that are to come after backward
         self._lock = threading.RLock()
         self.counting = True
         self.reset()
         remove_owners(self._params, GradReadyHooks)
         own(self._params, self)
-        hook = _hook(weakref.ref(self))
-        self._handles = [param.register_post_accumulate_grad_hook(hook) for param in self._params]
+        take = _hook(weakref.ref(self))
+        self._handles = [param.register_post_accumulate_grad_hook(take) for param in self._params]
+        if before is not None:  # autograd must not add to a gradient that `before` takes over
+            self._handles += [param.register_hook(_hook_before(weakref.ref(self), param)) for param in self._params]
 
     def remove(self):
         """Take the hooks off the parameters. May be repeated."""
@@ -83,12 +92,14 @@ class GradReadyHooks:
 
         The stream is ordered after the bucket's previous tenancy and after earlier gradients of the same parameter.
         """
+        self._before(False)
         lease = self._lease(param)
         again = param in self._written
         self._written.add(param)
         with lease.write(stream, ordered=again):
             yield param.main_grad
         self._count(param, by_hook=False)
+        self._arrived(param)
 
     def produced(self, param, stream=None):
         """Report that a kernel that adds to `param.main_grad` was launched on `stream` (None: the current one).
@@ -96,11 +107,32 @@ class GradReadyHooks:
         Call it where the kernel is launched: it covers all work launched on the stream so far. The caller must have
         ordered the stream behind the bucket's previous tenancy; `writing` does so itself.
         """
+        self._before(True)
         lease = self._lease(param)
         stream = lease.dev.current_stream() if stream is None else stream
         self._written.add(param)
         lease.written_by(EventCompletion(stream, capturing(lease.dev)))
         self._count(param, by_hook=False)
+        self._arrived(param)
+
+    def defer(self, param):
+        """Announce, during backward, a gradient that `writing` or `produced` will report after it: the pass waits."""
+        self._deferred[param] += 1
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a gradient that was deferred has yet to come."""
+        return self._deferred.total() > 0
+
+    def forget_deferred(self):
+        """Wait for no gradient that was deferred."""
+        self._deferred.clear()
+
+    @property
+    def stale_mark(self) -> str | None:
+        """The name of a parameter that is marked as added to, although nobody has reported it. None: there is none."""
+        marked = (param for param in self._params if getattr(param, _ADDED, False) and param not in self._announced)
+        return next((self._names[param] for param in marked), None)
 
     def flush(self):
         """End the pass: report the remaining buckets, and learn from this pass how many gradients to expect."""
@@ -146,6 +178,12 @@ class GradReadyHooks:
             param.grad = None
             self._count(param, by_hook=True)
 
+    def _arrived(self, param):
+        if self._deferred[param]:
+            self._deferred[param] -= 1
+            if not self.waiting:
+                self._after_deferred()
+
     def _lease(self, param):
         bucket = self._bucket_of[param]
         if bucket in self._unreported:
@@ -153,8 +191,8 @@ class GradReadyHooks:
         name, expected = self._names[param], (self._expected or {}).get(param, 0)
         if self._over:
             raise LeaseError(
-                f"{name}: a gradient was produced after the end of the pass, when its bucket had been handed on; begin "
-                f"each pass by ddp.zero_grad(), since that of an optimizer or a module is not enough"
+                f"{name}: a gradient was produced after the end of the pass, when its bucket had been handed on; a "
+                f"layer whose kernel comes after backward announces it there, by grad_ready_hooks(param).defer(param)"
             )
         raise LeaseError(
             f"{name}: a gradient was produced after its bucket had been handed on; {expected} were expected, as in "
@@ -197,5 +235,13 @@ def _hook(owner):
     def hook(param):
         if (hooks := owner()) is not None:
             hooks._take(param)
+
+    return hook
+
+
+def _hook_before(owner, param):
+    def hook(_):
+        if (hooks := owner()) is not None:
+            hooks._before(getattr(param, _ADDED, False))
 
     return hook

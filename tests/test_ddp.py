@@ -19,7 +19,7 @@ from tkernels.demo import training
 from tkernels.demo.data import Text
 from tkernels.demo.model import ModelConfig, Transformer
 from tkernels.layers.ddp import OverlappedDDP, _Bucket, ensure_params_ready
-from tkernels.layers.grad_hooks import grad_ready_hooks
+from tkernels.layers.grad_hooks import GradReadyHooks, grad_ready_hooks
 from tkernels.layers.wire import Wire
 from tkernels.testing.compare import integers
 from tkernels.testing.streams import Simulator, subsets
@@ -107,7 +107,7 @@ def test_losses_of_two_instances_of_two_ranks_are_those_of_one_process(ctx, back
 class FusedLinear(nn.Module):
     """Its backward adds the weight's gradient to `main_grad` on `stream` and tells autograd nothing.
 
-    deferred: only in `backward_dw`, which the caller calls between backward and `finish_grad_sync`.
+    deferred: only in `backward_dw`, which the caller calls after backward.
     told: how the kernel is reported: "where launched", "after launch", or "by the hook", on whatever stream that is.
     sleep: cycles of a GPU that the gradient comes late.
     """
@@ -162,6 +162,7 @@ class _FusedLinear(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         if ctx.layer.deferred:
+            grad_ready_hooks(ctx.layer.weight).defer(ctx.layer.weight)
             ctx.layer.queue.append(lambda: ctx.layer.launch(dy, x))
         else:
             ctx.layer.launch(dy, x)
@@ -201,9 +202,10 @@ class Awkward(nn.Module):
             x = self.optional(x)
         return self.tail(self.deferred(x)) * self.scalar
 
-    def gradients(self, x, **options):
-        self(x, **options).sum().backward()
-        self.deferred.backward_dw()
+def gradients(model, x, **options):
+    """model: an Awkward, or its wrapper."""
+    model(x, **options).sum().backward()
+    getattr(model, "module", model).deferred.backward_dw()
 
 
 def batch_of(ctx, step, micro):
@@ -215,7 +217,7 @@ def expected_gradients(ctx, model, batches, **options):
     plain = copy.deepcopy(model)
     parameters = [parameter for parameter in plain.parameters() if parameter.requires_grad]
     for x in batches:
-        plain.gradients(x, **options)
+        gradients(plain, x, **options)
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     return [sum(parts) for parts in zip(*ctx.group.gather([grad.cpu() for grad in grads]), strict=True)]
 
@@ -247,10 +249,10 @@ def check_awkward_gradients(ctx, backend, mode, overlap):
         ddp.zero_grad()
         with ddp.no_sync():
             for x in batches[:2]:
-                ddp.module.gradients(x)
+                gradients(ddp, x)
         before_last = ddp.hooks._unreported[:]
         assert before_last == ddp.buckets
-        ddp.module.gradients(batches[2])
+        gradients(ddp, batches[2])
         if overlap and step:
             assert ddp.hooks._unreported == []  # everything has been started, the deferred one's bucket last
         if step == 2:
@@ -300,10 +302,9 @@ def test_ranks_with_different_graphs_start_their_collectives_in_one_order(ctx, b
         with_optional = step == 0 or (step + ctx.rank) % 3 != 0
         want = expected_gradients(ctx, plain, [x], with_optional=with_optional)
         ddp.zero_grad()
-        model.gradients(x, with_optional=with_optional)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the overlap was lost once
-            ddp.finish_grad_sync()
+            gradients(ddp, x, with_optional=with_optional)
         check_gradients(ddp, want)
     assert order == [bucket.name for bucket in ddp.buckets] * 6
     assert ctx.group.gather(order) == [order] * ctx.size
@@ -328,12 +329,10 @@ def test_a_step_that_fails_can_be_begun_again(ctx):
         with ddp.no_sync() if step % 2 else contextlib.nullcontext(), pytest.raises(ArithmeticError):
             gradient()
         handle.remove()
-        ddp.zero_grad()
+        if step != 2:
+            ddp.zero_grad()  # in the other step nothing does so, as torch's zero_grad would do nothing
         gradient()
-        ddp.finish_grad_sync()
         assert model.weight.grad.eq(3.0).all()
-    with pytest.raises(LeaseError, match="weight: a gradient was produced after the end of the pass.*zero"):
-        gradient()
     ddp.remove()
 
 
@@ -393,7 +392,7 @@ def test_bfloat16_parameters_with_gradients_in_fp32(ctx):
         ddp.finish_grad_sync()
         for owned in ddp.owned_parameters():
             assert owned.main_grad.dtype == torch.float32 and owned.main_grad.eq(257.0).all()
-            assert owned.grad is None
+            assert owned.grad.equal(owned.main_grad.bfloat16())
         ddp.remove()
 
 
@@ -403,22 +402,6 @@ def test_loops_that_would_train_nothing_are_told_of(ctx):
     for parameter in model.parameters():
         parameter.data.fill_(1.0)
     x = torch.ones(1, 4, device=ctx.device)
-    ddp = OverlappedDDP(model, ctx)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ddp.zero_grad()
-    ddp(x).sum().backward()
-    with pytest.warns(UserWarning, match="gradients are dropped that nobody has seen; call finish_grad_sync"):
-        ddp.zero_grad()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ddp(x).sum().backward()
-        ddp.zero_grad()
-        for _ in range(2):
-            ddp(x).sum().backward()
-            ddp.finish_grad_sync()
-            ddp.zero_grad()
-    ddp.remove()
     ddp = OverlappedDDP(model, ctx, **SHARDED)
     ddp(x).sum().backward()
     ddp.finish_grad_sync()
@@ -629,16 +612,38 @@ class Scale(nn.Module):
         return x * self.weight
 
 
+class Spread:
+    """While it is on, a parameter's hooks run on a stream of its own, as if its forward had been there."""
+
+    def __init__(self, sim):
+        self.sim, self.on, self.entered, self.kept = sim, False, None, []
+
+    def enter(self, grad, stream):
+        if self.on:
+            self.kept.append(grad)  # autograd would have made it on `stream`
+            stream.wait_stream(self.sim.current_stream())
+            self.entered = self.sim.stream(stream)
+            self.entered.__enter__()
+
+    def leave(self):
+        if self.entered is not None:
+            self.entered.__exit__(None, None, None)
+            self.entered = None
+
+
 class Simulated:
     """A wrapped model of `a`, then `b`, with streams `one`, `two` and `comm` beside the main one; one step is done.
 
-    Each layer's loss is separate, so that its backward can be on a stream of its own.
+    The hooks of `a` run on `one` and those of `b` on `two`, as if each layer had a forward stream of its own.
     """
 
     def __init__(self, bucket_size=None, **options):
         self.sim = Simulator()
         self.one, self.two = self.sim.Stream("one"), self.sim.Stream("two")
         self.a, self.b = Scale(2.0), Scale(3.0)
+        self.places, spread = ((self.a, self.one), (self.b, self.two)), Spread(self.sim)
+        for layer, stream in self.places:  # before the hooks of the wrapper, and below after them
+            layer.weight.register_hook(lambda grad, stream=stream: spread.enter(grad, stream))
         self.ddp = OverlappedDDP(
             nn.ModuleList([self.a, self.b]),
             backend=SimulatedWire(self.sim),
@@ -648,6 +653,9 @@ class Simulated:
             dev=self.sim,
             **options,
         )
+        for layer, _ in self.places:
+            layer.weight.register_post_accumulate_grad_hook(lambda _: spread.leave())
+        self.spread = spread
         self.ddp.owned_parameters()  # as an optimizer's maker would
         with self.sim:
             self.step()
@@ -655,9 +663,18 @@ class Simulated:
 
     def step(self):
         self.ddp.zero_grad()
-        for layer, stream in ((self.a, self.one), (self.b, self.two)):
+        self.backward()
+
+    def backward(self):
+        outputs = []
+        for layer, stream in self.places:
             with self.sim.stream(stream):
-                layer(torch.ones(64)).sum().backward()
+                outputs.append(layer(torch.ones(64)))
+            self.sim.current_stream().wait_stream(stream)
+        self.spread.kept += outputs
+        self.spread.on = True
+        (outputs[0] + outputs[1]).sum().backward()
+        self.spread.on = False
 
     def finish_step(self):
         with self.sim:
@@ -710,13 +727,60 @@ def test_the_order_of_hooks_and_fused_kernels_does_not_matter():
         sim, ddp = simulated.sim, simulated.ddp
         with sim:
             ddp.zero_grad()
+            ddp.hooks.defer(simulated.a.weight)
             with sim.stream(simulated.two):
                 simulated.b(torch.ones(64)).sum().backward()
+            assert simulated.a.weight.grad is None  # the pass waits
             with ddp.hooks.writing(simulated.a.weight, simulated.one) as main_grad, sim.stream(simulated.one):
                 main_grad.add_(1.0)
+            with sim.stream(simulated.two):
+                grads = [weight.grad.clone() for weight in (simulated.a.weight, simulated.b.weight)]
         sim.check()
         sim.run(starve=starved)
-        assert simulated.a.weight.main_grad.eq(2.0).all() and simulated.b.weight.main_grad.eq(2.0).all()
+        assert all(grad.eq(2.0).all() for grad in grads)
+
+
+class OnlyMarked(torch.autograd.Function):
+    """The identity, whose backward adds 1 to the weight's main_grad as Megatron's layers do."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.weight = weight
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.weight.main_grad.add_(1.0)
+        ctx.weight.grad_added_to_main_grad = True
+        return grad, None
+
+
+def produced_on_the_default_stream(hooks, param):
+    produced(hooks, param, hooks._bucket_of[param].dev.default_stream())
+
+
+produced = GradReadyHooks.produced
+MARKED = {"the default stream": (produced_on_the_default_stream, 1), "the hook's stream": (produced, 0)}
+
+
+@pytest.mark.parametrize("form", MARKED)
+def test_grad_ready_hooks_order_the_reduction_behind_a_kernel_that_only_sets_its_mark(form, monkeypatch):
+    monkeypatch.setattr(GradReadyHooks, "produced", MARKED[form][0])
+    right = []
+    for starved in subsets(("one", "main", "comm")):
+        simulated = Simulated()
+        sim, weight = simulated.sim, simulated.a.weight
+        with sim:
+            simulated.ddp.zero_grad()
+            with sim.stream(simulated.one):
+                (OnlyMarked.apply(torch.ones(64), weight) + simulated.b(torch.ones(64))).sum().backward()
+                grad = weight.grad.clone()
+        assert [race.kernels for race in sim.races if race.kernels == ("add_", "all_reduce")] == (
+            [("add_", "all_reduce")] * MARKED[form][1]
+        )
+        sim.run(starve=starved)
+        right.append(bool(grad.eq(2.0).all()))
+    assert all(right) == (form == "the hook's stream")
 
 
 def test_micro_batches_on_different_streams_add_up():
@@ -780,16 +844,16 @@ def test_what_forward_needs_first_is_gathered_first_and_waited_for_unless_that_o
     assert bool(sim.races) == (mode is GATHERED_LATE)
 
 
-def test_finish_orders_the_stream_that_it_is_given_and_no_other():
+def test_backward_orders_its_stream_and_finish_the_one_that_it_is_given_and_no_other():
     for reader, races in (("one", False), ("two", False), ("main", True)):
         simulated = Simulated()
         sim, ddp = simulated.sim, simulated.ddp
         with sim:
-            simulated.step()
-            ddp.finish_grad_sync(simulated.one)
+            with sim.stream(simulated.one):
+                simulated.step()
             ddp.finish_grad_sync(simulated.two)
             with sim.stream({"one": simulated.one, "two": simulated.two}.get(reader)):
-                simulated.a.weight.main_grad.clone()
+                simulated.a.weight.grad.clone()
         assert bool(sim.races) == races
 
 
@@ -833,9 +897,9 @@ def test_one_stream_of_hooks_costs_one_wait_a_bucket():
             ddp.zero_grad()
             sim.waits = 0
             (simulated.a(torch.ones(64)) + simulated.b(torch.ones(64))).sum().backward()
-            assert sim.waits == 2  # the comm stream, for each bucket
+            assert sim.waits == 4  # the comm stream and this one, for each bucket
             ddp.finish_grad_sync()
-            assert sim.waits == 4  # this stream, for each bucket
+            assert sim.waits == 4
     sim.check()
 
 

@@ -53,6 +53,8 @@ class WeightGradient:
     def __call__(self, dy: torch.Tensor, x: torch.Tensor, multiply=product) -> torch.Tensor | None:
         """dy.T @ x [O, I], or the value that autograd receives in its place."""
         if self.store is not None:
+            if (hooks := grad_ready_hooks(self.weight)) is not None:
+                hooks.defer(self.weight)
             self.store.append(partial(self._deferred, dy, x))
             return None
         return self._fused(dy, x, multiply) if self.fuse else multiply(dy.t(), x.t())
