@@ -95,7 +95,7 @@ def training_step(ctx) -> dict:
     model = Transformer(config).to(ctx.device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     ddp = OverlappedDDP(model, ctx, bucket_size=-(-num_parameters // BUCKETS))
-    optimizer = torch.optim.SGD(ddp.owned_parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     tokens = torch.randint(config.vocabulary, (config.sequence, config.batch), device=ctx.device)
     positions = torch.arange(config.sequence, device=ctx.device)
     dev, times = torch.get_device_module(ctx.device), []
@@ -104,9 +104,8 @@ def training_step(ctx) -> dict:
         ctx.group.barrier()
         with leases_counted() as made:
             began = time.perf_counter()
-            ddp.zero_grad()
+            optimizer.zero_grad()
             F.cross_entropy(ddp(tokens, positions).flatten(0, 1), tokens.flatten()).backward()
-            ddp.finish_grad_sync()
             optimizer.step()
             dev.synchronize()
             times.append((time.perf_counter() - began) * 1e3)

@@ -27,21 +27,26 @@ Collectives start in the order of the buckets on every rank, even if the autogra
 """
 
 import contextlib
+import functools
 import math
 import warnings
 import weakref
+from types import SimpleNamespace
 
 import torch
 from torch import nn
+from torch._dynamo import OptimizedModule
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from tkernels.comm.collectives import SUMMED
+from tkernels.comm.context import Context
 from tkernels.comm.errors import LeaseError, MismatchError
 from tkernels.comm.group import checksum, first_difference
 from tkernels.comm.lease import EventCompletion, Lease, Slot, captured, capturing
 from tkernels.comm.regions import round_up
 from tkernels.layers.grad_hooks import GradReadyHooks
+from tkernels.layers.norms import counts, is_split, squared_norm
 from tkernels.layers.owners import disown, own, owner_of, remove_owners
 from tkernels.layers.wire import Wire, open_wire
 
@@ -148,55 +153,61 @@ class OverlappedDDP(nn.Module):
             _Bucket.reduce,
             buckets=self._bucket_of.values(),
             names=[names[param] for param in self._bucket_of],
-            before=_weakly(self, OverlappedDDP._begin),
-            after_deferred=_weakly(self, OverlappedDDP._end_deferred),
+            passes=self,
         )
         self.hooks.counting = overlap_grad_reduce
-        own([*self._bucket_of, *self._shards], self)
-        self._removed, self._pre_hooks = False, []
+        own([*self._bucket_of, *self.shards], self)
+        self._removed, self._pre_hooks, self._waits = False, [], SimpleNamespace(whole=False)
         self._handed_out = not self.sharded  # whether somebody has asked for the shards
         self._sync = True
         self._prepared = False  # main_grad is what .grad says: a kernel may add to it before its gradient is reported
         self._open = False  # .grad is taken over: gradients are in main_grad alone
+        self._due = False  # a backward has ended that reduces
         self._reduced = False  # main_grad is the sum over ranks
+        self._aside = {}  # the .grad of parameters to which autograd is adding
         self._callback = None  # weak reference to what ends the running backward
         self._stream = None  # that of the last backward's caller
         _watch_optimizers(self)
         if self.sharded:
             self._pre_hooks = [
-                child.register_forward_pre_hook(_before_forward)
+                child.register_forward_pre_hook(functools.partial(_before_forward, self._waits))
                 for child in module.modules()
                 if any(param in self._bucket_of for param in child.parameters(recurse=False))
             ]
             self._pre_hooks.append(module.register_state_dict_pre_hook(_before_state_dict))
         self._pre_hooks.append(module.register_load_state_dict_pre_hook(_before_load_state_dict))
 
-    @torch.compiler.disable(recursive=False)
     def forward(self, *arguments, **options):
         """Call the module. Starts to gather updated parameters if `start_param_sync` has not been called.
 
         After a backward it can't always tell whether the optimizer has run. While torch has seen no write to some
         bucket's shard, parameters are gathered by this call, and again by the next one.
         """
-        self._gather_updated()
-        output = self.module(*arguments, **options)
-        self._watch(output)
-        return output
+        if self.sharded:
+            self._gather_updated(torch.compiler.is_compiling())
+        return self._watch(self.module(*arguments, **options))
 
     @torch.compiler.disable
-    def _gather_updated(self):
-        if self.sharded and any(bucket.updating or bucket.expects_update for bucket in self.buckets):
+    def _gather_updated(self, compiled: bool):
+        if any(bucket.updating or bucket.expects_update for bucket in self.buckets):
             unwritten = [bucket for bucket in self.buckets if bucket.unwritten]
             self.start_param_sync()
             for bucket in unwritten:
                 bucket.expect_update()
+        # A compiled module would break its graph at the hooks of the modules in it, so it is made to wait as a whole.
+        self._waits.whole = compiled or any(
+            module._compiled_call_impl is not None or isinstance(module, OptimizedModule)
+            for module in self.module.modules()
+        )
+        if self._waits.whole:
+            ensure_params_ready(self._bucket_of)
 
     @torch.compiler.disable
     def _watch(self, output):
-        if not self._removed:
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-                    tensor.register_hook(_weakly(self, OverlappedDDP._enter_backward))
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                tensor.register_hook(_weakly(self, OverlappedDDP._enter_by_output))
+        return output
 
     def owned_parameters(self) -> list[nn.Parameter]:
         """The parameters that this rank's optimizer updates: all or, with the distributed optimizer, its shards.
@@ -257,19 +268,55 @@ class OverlappedDDP(nn.Module):
         self.start_grad_sync()
         self._finish(self.dev.current_stream() if stream is None else stream)
 
+    def check_tensor_parallel(self, caller: str, ctx: Context):
+        """Raises ValueError if parameters are split over ranks of `ctx` that are ranks of this object, too."""
+        group, ours = ctx.group, self._levels.whole.group
+        common = {*group.global_ranks} & {*ours.global_ranks} - {group.global_ranks[group.rank]}
+        if common and any(map(is_split, self._bucket_of)):
+            raise ValueError(
+                f"{caller}: some parameters are split over tensor-parallel ranks, but of the ranks of ctx, "
+                f"{sorted(common)} are data-parallel ranks of an OverlappedDDP, with the same parts; pass ctx=, the "
+                f"context of the ranks that layers are split over"
+            )
+
+    def squared_norm(self, shards: set[nn.Parameter], tensor_parallel: Context) -> torch.Tensor:
+        """Collective. What this rank adds to the squared 2-norm over the tensor-parallel ranks, fp32 [1].
+
+        That is the sum over the data-parallel ranks of the gradients of their shards, with 0 for shards that are not
+        among `shards`. It counts replicated parameters on the first tensor-parallel rank alone.
+        """
+        device, split = self.buckets[0].grads.slot.tensor.device, any(map(is_split, self._bucket_of))
+        parts = [part for bucket in self.buckets if bucket.owned[0] in shards for part in bucket.parts()]
+        total = squared_norm((grad for param, grad in parts if not split or counts(param, tensor_parallel)), device)
+        if self.sharded:
+            self._levels.inside.all_reduce(total)
+        return total if split or tensor_parallel.rank == 0 else torch.zeros_like(total)
+
     # A backward
 
-    def _enter_backward(self, _=None):
-        """Called by whatever comes first in a backward: arrange for its end, and let `main_grad` be what .grad says."""
-        if self._callback is not None:
-            if self._callback() is not None:
-                return
-            self._forget_gradients()  # autograd dropped the callback before the end of backward: it failed
-        callback = _weakly(self, OverlappedDDP._end_backward)  # only autograd holds it, as long as this backward lasts
-        torch.autograd.Variable._execution_engine.queue_callback(callback)
-        self._callback = weakref.ref(callback)
-        if not self._prepared and not self._open:
-            self._prepare()
+    def _enter_by_output(self, _):
+        self.enter_backward()
+
+    def enter_backward(self, parameter: nn.Parameter | None = None):
+        """Called by whatever comes first in a backward: arrange for its end, and let `main_grad` be what .grad says.
+
+        parameter: to which autograd is about to add. It must not do so in place, or in another dtype's `.grad`.
+        """
+        if self._removed:
+            return
+        if self._callback is None or self._callback() is None:
+            if self._callback is not None:  # autograd dropped the callback before the end of backward: it failed
+                self._put_back()
+                self._prepared = False
+                if self._open:
+                    self._forget_gradients()
+            callback = _weakly(self, OverlappedDDP._end_backward)  # only autograd holds it, as long as backward lasts
+            torch.autograd.Variable._execution_engine.queue_callback(callback)
+            self._callback = weakref.ref(callback)
+            if not self._prepared and not self._open:
+                self._prepare()
+        if parameter is not None and parameter.grad is not None:
+            self._aside[parameter], parameter.grad = parameter.grad, None
 
     def _prepare(self):
         self._check_marks()
@@ -278,21 +325,23 @@ class OverlappedDDP(nn.Module):
             bucket.prepare()
         self._prepared = True
 
-    def _begin(self, written: bool):
+    def begin(self, written: bool):
         """Called before a gradient is taken. written: a kernel has added to `main_grad` already."""
-        if torch._C._current_graph_task_id() != -1:
-            early = not self._prepared
-            self._enter_backward()
-            if not self._open:
-                if written and (early or self._reduced and any(bucket.must_be_shared for bucket in self.buckets)):
-                    raise LeaseError(
-                        "OverlappedDDP: a kernel added to main_grad before this object knew that a backward had begun; "
-                        "call the wrapper, not its module, or begin by the wrapper's zero_grad()"
-                    )
-                self._take_over()
+        if torch._C._current_graph_task_id() == -1:
+            return  # after backward
+        early = not self._prepared
+        self.enter_backward()
+        if not self._open:
+            if written and (early or self._reduced and any(bucket.must_be_shared for bucket in self.buckets)):
+                raise LeaseError(
+                    "OverlappedDDP: a kernel added to main_grad before this object knew that a backward had begun; "
+                    "call the wrapper, not its module, or begin by the wrapper's zero_grad()"
+                )
+            self._take_over()
 
     def _take_over(self):
         self._check_frozen()
+        self._put_back()
         if not self._prepared:
             self._prepare()
         for bucket in self.buckets:
@@ -300,20 +349,31 @@ class OverlappedDDP(nn.Module):
         self._prepared = self._reduced = False
         self._open = True
 
+    def _put_back(self):
+        for parameter, grad in self._aside.items():
+            parameter.grad = grad
+        self._aside = {}
+
     def _end_backward(self):
+        self._put_back()
         self._callback, self._prepared = None, False
         if self._open:
             self._stream = self.dev.current_stream()
-            if not self._sync:
-                self._deliver(self._stream, reduced=False)
-            elif not self.hooks.waiting:
-                self.hooks.flush()
-                self._finish(self._stream)
+            self._due |= self._sync
+            if not self.hooks.waiting:
+                self._end_pass()
 
-    def _end_deferred(self):
+    def end_deferred(self):
+        """Called after the last gradient that was deferred."""
         if self._open and self._callback is None:
+            self._end_pass()
+
+    def _end_pass(self):
+        if self._due:
             self.hooks.flush()
             self._finish(self._stream)
+        else:
+            self._deliver(self._stream, reduced=False)
 
     def _finish(self, stream):
         if self._open:
@@ -323,7 +383,7 @@ class OverlappedDDP(nn.Module):
             bucket.finish(stream)
 
     def _deliver(self, stream, reduced: bool):
-        self._open, self._reduced = False, reduced
+        self._open, self._due, self._reduced = False, False, reduced
         for bucket in self.buckets:
             bucket.deliver(stream, reduced)
 
@@ -331,8 +391,8 @@ class OverlappedDDP(nn.Module):
         """Discard what has been accumulated, and what a failed backward left."""
         self.hooks.reset()
         self.hooks.forget_deferred()
-        self._open = self._prepared = self._reduced = False
-        self._callback = None
+        self._open = self._due = self._prepared = self._reduced = False
+        self._callback, self._aside = None, {}
 
     def _check_marks(self):
         if (name := self.hooks.stale_mark) is not None:
@@ -359,7 +419,7 @@ class OverlappedDDP(nn.Module):
                 f"parameters; make the optimizer of owned_parameters(), or pass use_distributed_optimizer=False and "
                 f"don't overlap the gathers"
             )
-        if self._open and self.hooks.begun and (wrong is not None or not parameters.isdisjoint(self._shards)):
+        if self._open and (wrong is not None or not parameters.isdisjoint(self.shards)):
             raise LeaseError(
                 "OverlappedDDP: an optimizer's step before the gradients are reduced: a backward failed (begin again "
                 "by zero_grad), or deferred gradients have yet to come (call finish_grad_sync() after them)"
@@ -368,10 +428,10 @@ class OverlappedDDP(nn.Module):
     def start_param_sync(self):
         """Collective. Gather the shards, in the order of forward, behind the optimizer's kernels launched so far.
 
-        The next forward does this by itself. Those kernels are on the current stream, on that of backward's caller, or
-        on one that `finish_grad_sync` was called for. Without
-        overlap_param_gather the current stream is ordered behind the gathers. Raises RuntimeError without shards, and
-        warns if no optimizer can have updated them.
+        The next call of this object does so by itself; called right after the optimizer's step, gathers start earlier.
+        Those kernels are on the current stream, on that of backward's caller, or on one that `finish_grad_sync` was
+        called for. Without overlap_param_gather the current stream is ordered behind the gathers. Raises RuntimeError
+        without shards, and warns if no optimizer can have updated them.
         """
         if not self.sharded:
             raise RuntimeError("start_param_sync: every rank has updated all parameters; there are no shards to gather")
@@ -429,6 +489,7 @@ class OverlappedDDP(nn.Module):
         if self._removed:
             return
         self._removed = True
+        _wrappers.discard(self)
         if any(bucket.updating for bucket in self.buckets):
             self._gather_params()
         ensure_params_ready(self._bucket_of)
@@ -439,11 +500,12 @@ class OverlappedDDP(nn.Module):
             if _owner(param) is self:
                 del param.main_grad
                 param.grad = None
-        disown([*self._bucket_of, *self._shards], self)
+        disown([*self._bucket_of, *self.shards], self)
         self._levels.close()
 
     @property
-    def _shards(self) -> list[nn.Parameter]:
+    def shards(self) -> list[nn.Parameter]:
+        """This rank's shards of all parameters; none if every rank updates the whole."""
         return [owned for bucket in self.buckets for owned in bucket.owned] if self.sharded else []
 
     def _check_there(self):
@@ -475,6 +537,23 @@ class OverlappedDDP(nn.Module):
                 buffer.end()
 
 
+@contextlib.contextmanager
+def changing_main_grads(params):
+    """A context in which the current stream changes `main_grad`. It begins as what `.grad` says; `.grad` follows.
+
+    Does nothing for parameters without an OverlappedDDP.
+    """
+    owners = set(filter(None, map(_owner, params)))
+    for owner in owners:
+        for bucket in () if owner._open else owner.buckets:
+            bucket.prepare()
+    yield
+    for owner in owners:
+        for bucket in owner.buckets:
+            bucket.follow()
+            bucket.finish(owner.dev.current_stream())
+
+
 def ensure_params_ready(params):
     """Order the current stream behind the gathers of these parameters, for code that reads them outside their modules.
 
@@ -490,8 +569,13 @@ def ensure_params_ready(params):
         bucket.ready()
 
 
+def _before_forward(waits, module, _):
+    if not (waits.whole and torch.compiler.is_compiling()):
+        _ensure_own_ready(module)
+
+
 @torch.compiler.disable
-def _before_forward(module, _):
+def _ensure_own_ready(module):
     ensure_params_ready(module.parameters(recurse=False))
 
 
@@ -697,6 +781,22 @@ class _Bucket:
                     parameter.main_grad.add_(parameter.grad)
         self.drop()
 
+    def follow(self):
+        """Let `.grad` be what `main_grad` says, on the current stream."""
+        self._cast()
+        self._note_versions()
+
+    def parts(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """The parameters of which this rank's shard has a part, each with that part of its gradient."""
+        grads, begin = self.grads.slot.tensor, self._own.storage_offset()
+        parts = []
+        for parameter in self.parameters:
+            start = parameter.main_grad.storage_offset()
+            first, last = max(start, begin), min(start + parameter.numel(), begin + self._own.numel())
+            if first < last:
+                parts.append((parameter, grads[first:last]))
+        return parts
+
     @contextlib.contextmanager
     def _changed(self):
         """A tenancy in which the current stream changes gradients."""
@@ -710,7 +810,7 @@ class _Bucket:
 
     @property
     def unwritten(self) -> bool:
-        """Whether torch has seen no write to the shard since the optimizer's turn began; the next pass ends the turn."""
+        """Whether torch has seen no write to the shard since the optimizer's turn began; the next pass ends it."""
         return self._version == self.owned[0]._version
 
     def expect_update(self):
@@ -789,6 +889,7 @@ class _Levels:
     """Sums gradients inside an instance and, if there are several, across them; gathers values inside one."""
 
     def __init__(self, whole: Wire, sharded: bool, instances: int, average: bool, largest: int):
+        self.whole = whole
         self.inside, self.across = whole.split(instances, largest) if instances > 1 else (whole, None)
         self.sharded, self.num_shards = sharded, self.inside.size if sharded else 1
         self._scale = 1 / whole.size if average else 1.0

@@ -185,12 +185,13 @@ def all_reduce_sequence_parallel_grads(module: torch.nn.Module, *, ctx: Context 
     so its gradient is a partial sum. Set the mark on the norms between sequence-parallel layers (Megatron's mark and
     meaning). There is one all-reduce per dtype.
 
-    A parameter's gradient is its main_grad if it has one, as OverlappedDDP's have after finish_grad_sync. A missing
+    A parameter's gradient is its main_grad if it has one, as OverlappedDDP's have. A missing
     gradient counts as zero and receives the sum too, since another rank may have one. So a parameter that no rank has
     used gets a gradient of zero instead of None, and momentum and weight decay apply to it. Raises ValueError for a
     parameter of a ZeroOptimizer, which has taken its gradient and sums it itself.
     """
-    from tkernels.layers.zero import ZeroOptimizer  # imported late: it depends on the other layers
+    from tkernels.layers.ddp import changing_main_grads  # imported late: they depend on the other layers
+    from tkernels.layers.zero import ZeroOptimizer
 
     grads = {}
     for name, parameter in module.named_parameters():
@@ -205,7 +206,8 @@ def all_reduce_sequence_parallel_grads(module: torch.nn.Module, *, ctx: Context 
         if grad is None:
             grad = parameter.grad = torch.zeros_like(parameter)
         grads.setdefault(grad.dtype, []).append(grad)
-    for same_dtype in grads.values():
-        total = tkernels.all_reduce(torch.cat([grad.reshape(-1) for grad in same_dtype]), ctx=ctx)
-        for grad, part in zip(same_dtype, total.split([grad.numel() for grad in same_dtype]), strict=True):
-            grad.copy_(part.view_as(grad))
+    with changing_main_grads(module.parameters()):
+        for same_dtype in grads.values():
+            total = tkernels.all_reduce(torch.cat([grad.reshape(-1) for grad in same_dtype]), ctx=ctx)
+            for grad, part in zip(same_dtype, total.split([grad.numel() for grad in same_dtype]), strict=True):
+                grad.copy_(part.view_as(grad))

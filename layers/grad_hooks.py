@@ -44,15 +44,17 @@ class GradReadyHooks:
         Ranks whose graphs differ therefore still start their collectives in the same order.
     buckets: the bucket of each parameter: any object whose `lease` is the tenancy that gradients are written to.
     names: of the parameters, for messages.
-    before: called as `before(written)` before each gradient is taken; written: its kernel has been launched already.
-    after_deferred: called after the last gradient that was deferred.
+    passes: what begins and ends passes by itself; kept no longer than others do. None: the caller does, by `reset` and
+        `flush`. `passes.enter_backward(param)` is called before autograd accumulates a gradient,
+        `passes.begin(written)` before one is taken (written: after its kernel was launched), and
+        `passes.end_deferred()` after the last one that was deferred.
 
     counting: False for a pass whose gradients are accumulated, but not reported.
     """
 
-    def __init__(self, params, on_ready, *, buckets, names=None, before=None, after_deferred=None):
+    def __init__(self, params, on_ready, *, buckets, names=None, passes=None):
         self._params, self._on_ready = list(params), on_ready
-        self._before, self._after_deferred = before or (lambda written: None), after_deferred or (lambda: None)
+        self._passes = (lambda: None) if passes is None else weakref.ref(passes)
         self._bucket_of = dict(zip(self._params, buckets, strict=True))
         self._names = names or [f"parameter {index}" for index in range(len(self._params))]
         self._names = dict(zip(self._params, self._names, strict=True))
@@ -64,10 +66,9 @@ class GradReadyHooks:
         self.reset()
         remove_owners(self._params, GradReadyHooks)
         own(self._params, self)
-        take = _hook(weakref.ref(self))
-        self._handles = [param.register_post_accumulate_grad_hook(take) for param in self._params]
-        if before is not None:  # autograd must not add to a gradient that `before` takes over
-            self._handles += [param.register_hook(_hook_before(weakref.ref(self), param)) for param in self._params]
+        self._handles = [param.register_post_accumulate_grad_hook(_hook(self)) for param in self._params]
+        if passes is not None:
+            self._handles += [param.register_hook(_hook_before(self, param)) for param in self._params]
 
     def remove(self):
         """Take the hooks off the parameters. May be repeated."""
@@ -92,7 +93,7 @@ class GradReadyHooks:
 
         The stream is ordered after the bucket's previous tenancy and after earlier gradients of the same parameter.
         """
-        self._before(False)
+        self._begin(written=False)
         lease = self._lease(param)
         again = param in self._written
         self._written.add(param)
@@ -107,7 +108,7 @@ class GradReadyHooks:
         Call it where the kernel is launched: it covers all work launched on the stream so far. The caller must have
         ordered the stream behind the bucket's previous tenancy; `writing` does so itself.
         """
-        self._before(True)
+        self._begin(written=True)
         lease = self._lease(param)
         stream = lease.dev.current_stream() if stream is None else stream
         self._written.add(param)
@@ -117,6 +118,7 @@ class GradReadyHooks:
 
     def defer(self, param):
         """Announce, during backward, a gradient that `writing` or `produced` will report after it: the pass waits."""
+        self._begin(written=False)
         self._deferred[param] += 1
 
     @property
@@ -161,28 +163,32 @@ class GradReadyHooks:
 
     def _take(self, param):
         """The hook. `param.grad` holds autograd's gradient for this parameter, if there is one."""
-        announced = param in self._announced
+        grad, param.grad = param.grad, None
+        marked, announced = getattr(param, _ADDED, False), param in self._announced
+        self._begin(written=marked and not announced)
         self._announced.discard(param)
-        if getattr(param, _ADDED, False):
-            setattr(param, _ADDED, False)
-            param.grad = None  # a placeholder
+        if marked:
+            setattr(param, _ADDED, False)  # and the gradient is a placeholder
             if not announced:  # its kernel is assumed to be on the current stream
                 self.produced(param)
                 self._announced.discard(param)
-        elif param.grad is not None:
+        elif grad is not None:
             lease = self._lease(param)
             again = param in self._written
             self._written.add(param)
             with lease.write(ordered=again):
-                param.main_grad.add_(param.grad)
-            param.grad = None
+                param.main_grad.add_(grad)
             self._count(param, by_hook=True)
 
     def _arrived(self, param):
         if self._deferred[param]:
             self._deferred[param] -= 1
-            if not self.waiting:
-                self._after_deferred()
+            if not self.waiting and (passes := self._passes()) is not None:
+                passes.end_deferred()
+
+    def _begin(self, written):
+        if (passes := self._passes()) is not None:
+            passes.begin(written)
 
     def _lease(self, param):
         bucket = self._bucket_of[param]
@@ -229,19 +235,22 @@ class GradReadyHooks:
         self._expected = {param: max(count, expected.get(param, 0)) for param, count in self._counts.items()}
 
 
-def _hook(owner):
+def _hook(hooks):
     """A hook that keeps no GradReadyHooks alive: a parameter may outlive its hooks."""
+    reference = weakref.ref(hooks)
 
     def hook(param):
-        if (hooks := owner()) is not None:
+        if (hooks := reference()) is not None:
             hooks._take(param)
 
     return hook
 
 
-def _hook_before(owner, param):
+def _hook_before(hooks, param):
+    reference, param = weakref.ref(hooks), weakref.ref(param)
+
     def hook(_):
-        if (hooks := owner()) is not None:
-            hooks._before(getattr(param, _ADDED, False))
+        if (hooks := reference()) is not None and (passes := hooks._passes()) is not None:
+            passes.enter_backward(param())
 
     return hook

@@ -22,34 +22,43 @@ def clip_grad_norm_(
     ctx: context of the ranks that layers are split over; by default the current one. It does not span pipeline stages:
         each stage has its own norm, whose squares are yet to be summed.
 
-    Call it once gradients are complete: after `all_reduce_sequence_parallel_grads`, and with OverlappedDDP, whose
-    `main_grad` is clipped, after finish_grad_sync.
+    Call it once gradients are complete: after `all_reduce_sequence_parallel_grads`. OverlappedDDP's gradients are
+    clipped in `main_grad` and `.grad`; with its shards, pass `owned_parameters()`: the norm is that of all shards.
 
-    Returns the norm before clipping, one fp32 element, the same on every rank. Raises ValueError if gradients are
-    sharded over data-parallel ranks: ZeroOptimizer clips by its `max_norm`, FullyShard by its own method.
+    Returns the norm before clipping, one fp32 element, the same on every rank. Raises ValueError for parameters that
+    this rank has a part of the gradients of (ZeroOptimizer clips by its `max_norm`, FullyShard by its own method), and
+    if parameters of an OverlappedDDP are split, but ctx has data-parallel ranks of it.
     """
-    from tkernels.layers.ddp import OverlappedDDP  # imported late: owners of parameters may import this module
+    from tkernels.layers.ddp import OverlappedDDP, changing_main_grads  # imported late: they import this module
     from tkernels.layers.fsdp import FullyShard
     from tkernels.layers.zero import ZeroOptimizer
 
     ctx = as_context(ctx)
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    wrappers = list(filter(None, {owner_of(parameter, OverlappedDDP): None for parameter in parameters}))
+    shards = {shard for wrapper in wrappers for shard in wrapper.shards}
     for parameter in parameters:
         for kind, way_out in (
             (ZeroOptimizer, "pass max_norm= and tensor_parallel= to it"),
             (FullyShard, "call its own clip_grad_norm_"),
-            (OverlappedDDP, "pass use_distributed_optimizer=False to it"),
+            (OverlappedDDP, "pass its owned_parameters()"),
         ):
             owner = owner_of(parameter, kind)
-            if owner is not None and getattr(owner, "sharded", True):
+            if owner is not None and getattr(owner, "sharded", True) and parameter not in shards:
                 raise ValueError(
                     f"clip_grad_norm_: parameters belong to {kind.__name__}, and this rank has a part of their "
                     f"gradients alone; {way_out}"
                 )
-    parameters = [parameter for parameter in parameters if gradient_of(parameter) is not None]
-    total = squared_norm((gradient_of(parameter) for parameter in parameters if counts(parameter, ctx)), ctx.device)
-    norm = tkernels.all_reduce(total, ctx=ctx).sqrt().squeeze()
-    clip(map(gradient_of, parameters), norm, max_norm)
+    for wrapper in wrappers:
+        wrapper.check_tensor_parallel("clip_grad_norm_", ctx)
+    with changing_main_grads(parameters):
+        parameters = [parameter for parameter in parameters if gradient_of(parameter) is not None]
+        whole = [parameter for parameter in parameters if parameter not in shards and counts(parameter, ctx)]
+        total = squared_norm(map(gradient_of, whole), ctx.device)
+        for wrapper in wrappers:
+            total += wrapper.squared_norm(shards.intersection(parameters), ctx)
+        norm = tkernels.all_reduce(total, ctx=ctx).sqrt().squeeze()
+        clip(map(gradient_of, parameters), norm, max_norm)
     return norm
 
 

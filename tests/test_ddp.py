@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transports import STREAMED, gpu_only, message_on_every_rank
@@ -18,6 +19,7 @@ from tkernels.comm import LeaseError, MismatchError, TkernelsError, current_cont
 from tkernels.demo import training
 from tkernels.demo.data import Text
 from tkernels.demo.model import ModelConfig, Transformer
+from tkernels.layers import clip_grad_norm_, parallelize
 from tkernels.layers.ddp import OverlappedDDP, _Bucket, ensure_params_ready
 from tkernels.layers.grad_hooks import GradReadyHooks, grad_ready_hooks
 from tkernels.layers.wire import Wire
@@ -99,6 +101,181 @@ def test_losses_are_those_of_one_process_and_overlap_changes_no_bit(ctx, backend
 @every_backend
 def test_losses_of_two_instances_of_two_ranks_are_those_of_one_process(ctx, backend):
     check_losses_and_bits(ctx, backend, TWO_INSTANCES)
+
+
+def exact_model():
+    """Two layers side by side, so that gradients don't depend on the weights and all numbers are small integers."""
+
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 4), nn.Linear(8, 4, bias=False)
+
+        def forward(self, x):
+            return self.a(x) + self.b(2 * x)
+
+    model = Sum()
+    with torch.no_grad():
+        for seed, parameter in enumerate(model.parameters()):
+            parameter.copy_(integers(parameter.shape, torch.float32, seed, -2, 2))
+    return model
+
+
+def exact_batch(step, micro, rank, device="cpu"):
+    return integers((3, 8), torch.float32, 100 * step + 10 * micro + rank, -2, 2, device=device)
+
+
+def usual_loop(model, batches_of, set_to_none, sync, make_optimizer, scaler=None):
+    """Two or more micro-batches a step. sync: how many of them each reduce; the others come before, in no_sync."""
+    optimizer = make_optimizer()
+    for step in range(4):
+        batches = batches_of(step)
+        optimizer.zero_grad(set_to_none=set_to_none)
+        for micro, x in enumerate(batches):
+            accumulates = sync is not None and micro < len(batches) - sync
+            with model.no_sync() if accumulates else contextlib.nullcontext():
+                loss = model(x).sum()
+                (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+
+
+@pytest.mark.ranks(2)
+@every_mode
+def test_overlapped_ddp_trains_in_the_usual_loop(ctx, mode):
+    """As one process does in fp64 with the mean over ranks, to the bit, from the first step on."""
+
+    def sgd(parameters):
+        return torch.optim.SGD(parameters, lr=0.25, momentum=0.5)
+
+    truth = exact_model().double()
+
+    def whole(step):
+        return [torch.cat([exact_batch(step, micro, rank) for rank in range(ctx.size)]).double() for micro in range(2)]
+
+    for parameter in truth.parameters():
+        parameter.register_hook(lambda grad: grad / ctx.size)
+    usual_loop(truth, whole, True, None, lambda: sgd(truth.parameters()))
+    cases = [(True, 1, {}), (False, 1, {}), (True, 2, {}), (False, 2, {"overlap_grad_reduce": False})]
+    for set_to_none, sync, options in cases:
+        ddp = OverlappedDDP(exact_model().to(ctx.device), ctx, bucket_size=40, **options, **mode)
+        batches_of = lambda step: [exact_batch(step, micro, ctx.rank, ctx.device) for micro in range(2)]  # noqa: E731
+        scaler = None if ddp.sharded else torch.amp.GradScaler(ctx.device.type, init_scale=4.0)
+        usual_loop(ddp, batches_of, set_to_none, sync, lambda ddp=ddp: sgd(ddp.owned_parameters()), scaler)
+        grads, y = [owned.grad.clone() for owned in ddp.owned_parameters()], ddp(batches_of(0)[0])
+        if ctx.rank == 0:  # without the others, and without an effect
+            torch.autograd.grad(y.sum(), [ddp.module.a.weight, ddp.module.b.weight])
+        assert all(owned.grad.equal(grad) for owned, grad in zip(ddp.owned_parameters(), grads, strict=True))
+        if ddp.sharded:
+            ddp.start_param_sync()
+        ddp.remove()
+        for got, want in zip(ddp.module.parameters(), truth.parameters(), strict=True):
+            assert got.cpu().double().equal(want), (set_to_none, sync, options)
+
+
+class Stacked(nn.Module):
+    """Ten layers: more than dynamo recompiles a frame for."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(10))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.ranks(2, timeout_s=120)
+@pytest.mark.parametrize("mode", [ALL_REDUCED, GATHERED_LATE], ids=["all-reduced", "gathered-late"])
+def test_overlapped_ddp_is_compiled_without_warnings_or_recompiled_frames(ctx, mode):
+    def trained(compiled):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, graphs = Stacked().to(ctx.device), []
+        ddp = OverlappedDDP(model, ctx, bucket_size=100, **mode)
+
+        def backend(graph, _):
+            graphs.append(graph)
+            return graph.forward
+
+        call = torch.compile(ddp, backend=backend) if compiled == "wrapper" else ddp
+        if compiled == "module":
+            model.compile(backend=backend)
+        optimizer = torch.optim.SGD(ddp.owned_parameters(), lr=0.1)
+        with warnings.catch_warnings(), torch._dynamo.config.patch(error_on_recompile=True):
+            warnings.simplefilter("error", UserWarning)
+            for step in range(3):
+                optimizer.zero_grad()
+                generator = torch.Generator().manual_seed(10 * step + ctx.rank)
+                x = torch.randn(4, 8, generator=generator).to(ctx.device)
+                call(x).square().mean().backward()
+                optimizer.step()
+        ddp.remove()
+        return list(model.parameters()), len(graphs)
+
+    want, none = trained(None)
+    assert none == 0
+    for compiled in ("wrapper", "module"):
+        got, graphs = trained(compiled)
+        assert graphs == 1 and all(map(torch.equal, got, want)), (compiled, graphs)
+    torch._dynamo.reset()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mode", [ALL_REDUCED, GATHERED_LATE, TWO_INSTANCES], ids=["all-reduced", "late", "two"])
+def test_clip_grad_norm_of_overlapped_ddp_is_that_of_the_whole_model(ctx, mode):
+    check_clipped(ctx, None, ctx, mode)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.ranks(4, timeout_s=180)
+@pytest.mark.parametrize("mode", [ALL_REDUCED, GATHERED_LATE], ids=["all-reduced", "late"])
+def test_clip_grad_norm_of_overlapped_ddp_counts_tensor_parallel_parameters_once(ctx, mode):
+    mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("dp", "tp"))
+    tp, dp = (tkernels.init(mesh[name].get_group(), heap_bytes=64 << 20, default=False) for name in ("tp", "dp"))
+    check_clipped(ctx, tp, dp, mode)
+    tp.finalize()
+    dp.finalize()
+
+
+def check_clipped(ctx, tp, dp, mode):
+    """The norm, and the update by the clipped gradients, beside one process in fp64."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)).to(ctx.device)
+    split = {} if tp is None else {"1": "column", "3": "row"}
+    truth = copy.deepcopy(whole).double()
+    model = parallelize(whole, split, tp) if split else whole
+    xs = [torch.randn(4, 8, generator=torch.Generator().manual_seed(rank)).to(ctx.device) for rank in range(dp.size)]
+    truth(torch.cat(xs).double()).square().mean().mul(64).backward()
+    want = nn.utils.clip_grad_norm_(truth.parameters(), 1.0)
+    assert want > 2.0
+    ddp = OverlappedDDP(model, dp, bucket_size=50, **mode)
+    optimizer = torch.optim.SGD(ddp.owned_parameters(), lr=1.0)
+    ddp(xs[dp.rank]).square().mean().mul(64).backward()
+    if tp is not None:
+        with pytest.raises(ValueError, match="split over tensor-parallel ranks, but of the ranks of ctx, .* pass ctx="):
+            clip_grad_norm_(ddp.owned_parameters(), 1.0, ctx=ctx)
+    if ddp.sharded:
+        with pytest.raises(ValueError, match=r"belong to OverlappedDDP, .*; pass its owned_parameters\(\)"):
+            clip_grad_norm_(model.parameters(), 1.0, ctx=tp)
+    norm = clip_grad_norm_(ddp.owned_parameters(), 1.0, ctx=tp)
+    assert norm.dtype == torch.float32 and all(norm.equal(each) for each in ctx.group.gather(norm))
+    assert abs(norm / want - 1) < 1e-5
+    optimizer.step()
+    if ddp.sharded:
+        ddp.start_param_sync()
+    ddp.remove()
+    for (name, got), parameter in zip(model.named_parameters(), truth.parameters(), strict=True):
+        after = parameter.detach() - parameter.grad
+        module = model.get_submodule(name.rpartition(".")[0])
+        dims = module.partitioned() if hasattr(module, "partitioned") else {}
+        leaf = name.rpartition(".")[2]
+        after = module.shard(after, dims[leaf]) if leaf in dims else after
+        assert (got - after).abs().max() < 1e-5, name
 
 
 # Gradients, exactly
@@ -201,6 +378,7 @@ class Awkward(nn.Module):
         if with_optional:
             x = self.optional(x)
         return self.tail(self.deferred(x)) * self.scalar
+
 
 def gradients(model, x, **options):
     """model: an Awkward, or its wrapper."""
@@ -380,20 +558,103 @@ def test_a_gradient_from_before_the_wrapper_is_the_first_to_accumulate(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_bfloat16_parameters_with_gradients_in_fp32(ctx):
+def test_overlapped_ddp_adds_up_bfloat16_gradients_in_fp32_and_torch_optimizers_train(ctx):
     model = nn.Linear(16, 16, bias=False).to(ctx.device, torch.bfloat16)
-    model.weight.data.fill_(1.0)
+
+    def backward(value):
+        ddp(torch.full((1, 16), value, device=ctx.device, dtype=torch.bfloat16)).sum().backward()
+
     for mode in (ALL_REDUCED, SHARDED):
+        model.weight.data.fill_(1.0)
+        weight = 1.0
         ddp = OverlappedDDP(model, ctx, grad_dtype=torch.float32, **mode)
-        ddp.zero_grad()
-        for part in (256.0, 1.0):  # bfloat16 has 8 bits: their sum needs 9
-            with ddp.no_sync():
-                ddp(torch.full((1, 16), part, device=ctx.device, dtype=torch.bfloat16)).sum().backward()
-        ddp.finish_grad_sync()
+        optimizer = torch.optim.SGD(ddp.owned_parameters(), lr=2.0**-7)
+        for sync in (True, False):  # bfloat16 has 8 bits: the sum of 256 and three times 1 needs 9
+            optimizer.zero_grad()
+            for value in (256.0, 1.0, 1.0):
+                with contextlib.nullcontext() if sync else ddp.no_sync():
+                    backward(value)
+            backward(1.0 + ctx.rank)  # 1.5 in the mean
+            for owned in ddp.owned_parameters():
+                assert owned.main_grad.dtype == torch.float32 and owned.main_grad.eq(259.5).all()
+                assert owned.grad.eq(260.0).all() and owned.grad.dtype == torch.bfloat16
+            ddp(torch.ones(1, 16, device=ctx.device, dtype=torch.bfloat16))  # with shards, before the update
+            optimizer.step()
+            with torch.no_grad():
+                weight = float(torch.tensor(weight - 260.0 / 128, dtype=torch.bfloat16))
+                y = ddp(torch.ones(1, 16, device=ctx.device, dtype=torch.bfloat16))
+            assert y.eq(16 * weight).all()
+        optimizer.zero_grad(set_to_none=False)
+        backward(2.0)
         for owned in ddp.owned_parameters():
-            assert owned.main_grad.dtype == torch.float32 and owned.main_grad.eq(257.0).all()
-            assert owned.grad.equal(owned.main_grad.bfloat16())
+            owned.grad.mul_(0.5)  # as clipping and unscaling do
+        backward(3.0)
+        assert all(owned.main_grad.eq(4.0).all() and owned.grad.eq(4.0).all() for owned in ddp.owned_parameters())
         ddp.remove()
+
+
+@pytest.mark.ranks(2)
+def test_overlapped_ddp_takes_gradients_that_were_replaced_or_set_by_hand(ctx):
+    ddp = OverlappedDDP(exact_model().to(ctx.device), ctx)
+    weight, bias, x = ddp.module.a.weight, ddp.module.a.bias, torch.ones(1, 8, device=ctx.device)
+    ddp(x).sum().backward()
+    weight.grad, bias.grad = weight.grad * 3, None
+    ddp(x).sum().backward()
+    assert weight.grad is weight.main_grad and weight.grad.eq(4.0).all()
+    assert bias.grad.eq(1.0).all() and ddp.module.b.weight.grad.eq(4.0).all()
+    ddp.zero_grad()
+    weight.grad = torch.full_like(weight, 5.0)
+    ddp(x).sum().backward()
+    assert weight.grad.eq(6.0).all() and bias.grad.eq(1.0).all()
+    ddp.zero_grad()
+    if ctx.rank == 0:
+        ddp(x).sum().backward()
+    else:
+        ddp.finish_grad_sync()  # a rank without a batch
+    assert weight.grad.eq(0.5).all()
+    ddp.remove()
+
+
+@pytest.mark.ranks(2)
+def test_overlapped_ddp_refuses_steps_and_gradients_that_would_be_lost(ctx):
+    x = torch.ones(1, 8, device=ctx.device)
+    ddp = OverlappedDDP(exact_model().to(ctx.device), ctx, **SHARDED)
+    ddp(x).sum().backward()
+    before = [parameter.detach().clone() for parameter in ddp.parameters()]
+    for wrong in (ddp.parameters(), ddp.module.parameters()):
+        with pytest.raises(ValueError, match=r"an optimizer has b.weight, .* make .* of owned_parameters\(\)"):
+            torch.optim.AdamW(wrong).step()
+    torch.optim.AdamW(nn.Linear(2, 2).parameters()).step()  # another model's
+    assert all(map(torch.equal, before, ddp.parameters()))
+    ddp.remove()
+
+    layer = FusedLinear(8, deferred=True).to(ctx.device)
+    layer.weight.data.fill_(1.0)
+    ddp = OverlappedDDP(layer, ctx, average=False)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+    x.requires_grad_()
+    for _ in range(2):
+        optimizer.zero_grad()
+        ddp(x).sum().backward()
+        with ddp.no_sync():
+            ddp(x).sum().backward()
+        with pytest.raises(LeaseError, match="before the gradients are reduced: .* deferred .* to come"):
+            optimizer.step()
+        layer.backward_dw()
+        assert layer.weight.grad.eq(2.0 * ctx.size).all()
+        optimizer.step()
+    with pytest.raises(LeaseError, match=r"weight: a gradient was produced after the end of the pass.*defer\(param\)"):
+        layer.launch(torch.ones(1, 8, device=ctx.device), x.detach())
+    ddp.remove()
+
+    ddp = OverlappedDDP(exact_model().to(ctx.device), ctx)
+    x = torch.ones(1, 8, device=ctx.device)
+    ddp(x).sum().backward()
+    ddp.module.a.weight.grad_added_to_main_grad = True  # by a layer that tells nobody
+    for late in (ddp.finish_grad_sync, lambda: ddp(x).sum().backward()):
+        with pytest.raises(LeaseError, match="a kernel added to the main_grad of a.weight .* outside of a backward"):
+            late()
+    ddp.remove()
 
 
 @pytest.mark.ranks(2)
@@ -519,7 +780,6 @@ def test_what_does_not_fit_is_refused_on_every_rank(ctx):
     with pytest.raises(MismatchError, match="differ in values of parameter bias; all .* begin with the same"):
         OverlappedDDP(model, ctx)
     model.bias.data.zero_()
-
 
     ddp = OverlappedDDP(model, ctx.group.process_group, backend="torch")
     ddp.remove()
@@ -903,6 +1163,35 @@ def test_one_stream_of_hooks_costs_one_wait_a_bucket():
     sim.check()
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("options", [{}, {"grad_dtype": torch.bfloat16}, GATHERED_LATE], ids=["plain", "cast", "late"])
+def test_overlapped_ddp_in_the_usual_loop_has_no_race(options, set_to_none):
+    for starved in subsets(("one", "two", "main", "comm")):
+        simulated = Simulated(bucket_size=64, **options)
+        sim, ddp = simulated.sim, simulated.ddp
+        optimizer = torch.optim.SGD(ddp.owned_parameters(), lr=1.0)
+        with sim:
+            for _ in range(2):
+                optimizer.zero_grad(set_to_none)
+                for context in (ddp.no_sync(), contextlib.nullcontext()):
+                    if ddp.sharded:
+                        ddp._gather_updated(False)
+                    for stream in (simulated.one, simulated.two):
+                        stream.wait_stream(sim.current_stream())  # whole parameters are the caller's to order
+                    with context:
+                        simulated.backward()
+                with torch.no_grad():
+                    for owned in ddp.owned_parameters():
+                        owned.sub_(owned.grad)
+            if ddp.sharded:
+                ddp.start_param_sync()
+                ensure_params_ready([simulated.a.weight, simulated.b.weight])
+            values = [simulated.a.weight.detach().clone(), simulated.b.weight.detach().clone()]
+        sim.check()
+        sim.run(starve=starved)
+        assert values[0].eq(2.0 - 2 * 4.0).all() and values[1].eq(3.0 - 2 * 4.0).all()
+
+
 def update(simulated, amount):
     for owned in simulated.ddp.owned_parameters():
         owned.data.add_(amount)
@@ -1097,8 +1386,9 @@ class SimulatedGraph:
         self.replays += 1
 
 
+@pytest.mark.parametrize("usual", [True, False], ids=["usual", "explicit"])
 @pytest.mark.parametrize("mode", [ALL_REDUCED, SHARDED, TWO_INSTANCES], ids=["all-reduced", "sharded", "two"])
-def test_steps_are_captured_between_eager_ones(mode, monkeypatch):
+def test_steps_are_captured_between_eager_ones(mode, usual, monkeypatch):
     """No wait crosses an edge of the capture: the lifetime core refuses those."""
     simulated = Simulated(bucket_size=64, **mode)
     sim, ddp = simulated.sim, simulated.ddp
@@ -1107,11 +1397,19 @@ def test_steps_are_captured_between_eager_ones(mode, monkeypatch):
     streams = [simulated.one, simulated.two]
 
     def step():
-        simulated.step()
-        ddp.finish_grad_sync()
-        update(simulated, 1.0)
-        if ddp.sharded:
-            ddp.start_param_sync()
+        if usual:
+            for owned in ddp.owned_parameters():
+                owned.grad = None
+            if ddp.sharded:
+                ddp._gather_updated(False)
+            simulated.backward()
+            update(simulated, 1.0)
+        else:
+            simulated.step()
+            ddp.finish_grad_sync()
+            update(simulated, 1.0)
+            if ddp.sharded:
+                ddp.start_param_sync()
         for stream in streams:  # all-reduced parameters are the caller's to order
             stream.wait_stream(sim.current_stream())
 

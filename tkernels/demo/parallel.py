@@ -181,10 +181,8 @@ class DataParallel(_SequencesApart):
         self.optimizer = Optimizer(self.model.named_parameters(), self.loss_scale)
 
     def step(self, tokens, targets):
-        self.ddp.zero_grad()
         loss = self.loss_part(self.ddp, tokens, targets)
         (loss * self.loss_scale).backward()
-        self.ddp.finish_grad_sync()
         self.optimizer.step()
         return tkernels.all_reduce(loss.detach()[None], ctx=self.ctx)
 
