@@ -167,7 +167,8 @@ class OverlappedDDP(nn.Module):
         self._aside = {}  # the .grad of parameters to which autograd is adding
         self._callback = None  # weak reference to what ends the running backward
         self._stream = None  # that of the last backward's caller
-        _watch_optimizers(self)
+        _wrappers.add(self)
+        _watch_optimizers()
         if self.sharded:
             self._pre_hooks = [
                 child.register_forward_pre_hook(functools.partial(_before_forward, self._waits))
@@ -611,13 +612,9 @@ def _weakly(ddp: OverlappedDDP, method):
 _wrappers = weakref.WeakSet()  # all that may own an optimizer's parameters
 
 
-def _watch_optimizers(ddp: OverlappedDDP):
-    if not _watch_optimizers.handle:
-        _watch_optimizers.handle = register_optimizer_step_pre_hook(_before_step)
-    _wrappers.add(ddp)
-
-
-_watch_optimizers.handle = None
+@functools.cache
+def _watch_optimizers():
+    register_optimizer_step_pre_hook(_before_step)
 
 
 @torch.compiler.disable

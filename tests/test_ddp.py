@@ -19,7 +19,7 @@ from tkernels.comm import LeaseError, MismatchError, TkernelsError, current_cont
 from tkernels.demo import training
 from tkernels.demo.data import Text
 from tkernels.demo.model import ModelConfig, Transformer
-from tkernels.layers import clip_grad_norm_, parallelize
+from tkernels.layers import all_reduce_sequence_parallel_grads, clip_grad_norm_, parallelize
 from tkernels.layers.ddp import OverlappedDDP, _Bucket, ensure_params_ready
 from tkernels.layers.grad_hooks import GradReadyHooks, grad_ready_hooks
 from tkernels.layers.wire import Wire
@@ -148,8 +148,8 @@ def usual_loop(model, batches_of, set_to_none, sync, make_optimizer, scaler=None
 def test_overlapped_ddp_trains_in_the_usual_loop(ctx, mode):
     """As one process does in fp64 with the mean over ranks, to the bit, from the first step on."""
 
-    def sgd(parameters):
-        return torch.optim.SGD(parameters, lr=0.25, momentum=0.5)
+    def sgd(parameters, ranks_summed=1):
+        return torch.optim.SGD(parameters, lr=0.25 / ranks_summed, momentum=0.5)
 
     truth = exact_model().double()
 
@@ -160,11 +160,14 @@ def test_overlapped_ddp_trains_in_the_usual_loop(ctx, mode):
         parameter.register_hook(lambda grad: grad / ctx.size)
     usual_loop(truth, whole, True, None, lambda: sgd(truth.parameters()))
     cases = [(True, 1, {}), (False, 1, {}), (True, 2, {}), (False, 2, {"overlap_grad_reduce": False})]
+    cases += [(True, 2, {"average": False})]
     for set_to_none, sync, options in cases:
         ddp = OverlappedDDP(exact_model().to(ctx.device), ctx, bucket_size=40, **options, **mode)
+        ranks_summed = 1 if options.get("average", True) else ctx.size
+        make_optimizer = lambda ddp=ddp, n=ranks_summed: sgd(ddp.owned_parameters(), n)  # noqa: E731
         batches_of = lambda step: [exact_batch(step, micro, ctx.rank, ctx.device) for micro in range(2)]  # noqa: E731
         scaler = None if ddp.sharded else torch.amp.GradScaler(ctx.device.type, init_scale=4.0)
-        usual_loop(ddp, batches_of, set_to_none, sync, lambda ddp=ddp: sgd(ddp.owned_parameters()), scaler)
+        usual_loop(ddp, batches_of, set_to_none, sync, make_optimizer, scaler)
         grads, y = [owned.grad.clone() for owned in ddp.owned_parameters()], ddp(batches_of(0)[0])
         if ctx.rank == 0:  # without the others, and without an effect
             torch.autograd.grad(y.sum(), [ddp.module.a.weight, ddp.module.b.weight])
@@ -590,6 +593,16 @@ def test_overlapped_ddp_adds_up_bfloat16_gradients_in_fp32_and_torch_optimizers_
             owned.grad.mul_(0.5)  # as clipping and unscaling do
         backward(3.0)
         assert all(owned.main_grad.eq(4.0).all() and owned.grad.eq(4.0).all() for owned in ddp.owned_parameters())
+        for owned in ddp.owned_parameters():
+            owned.grad.mul_(0.5)
+        assert abs(clip_grad_norm_(ddp.owned_parameters(), 1.0, ctx=ctx) - 16 * 2.0) < 1e-4
+        for owned in ddp.owned_parameters():
+            assert owned.grad.equal(owned.main_grad.bfloat16()) and owned.grad.eq(2.0 / 32).all()
+        if mode is ALL_REDUCED:
+            model.weight.sequence_parallel = True
+            all_reduce_sequence_parallel_grads(model, ctx=ctx)
+            assert model.weight.grad.eq(ctx.size * 2.0 / 32).all()
+            del model.weight.sequence_parallel
         ddp.remove()
 
 
@@ -913,6 +926,7 @@ class Simulated:
             dev=self.sim,
             **options,
         )
+        self.ddp.module.forward = lambda: None
         for layer, _ in self.places:
             layer.weight.register_post_accumulate_grad_hook(lambda _: spread.leave())
         self.spread = spread
@@ -1072,7 +1086,6 @@ def test_no_sync_inside_no_sync_ends_with_the_outer_one(overlap):
 def test_only_what_may_have_been_updated_is_gathered_again(monkeypatch):
     simulated, gathered, gather = Simulated(**SHARDED), [], _Bucket.gather
     sim, ddp = simulated.sim, simulated.ddp
-    ddp.module.forward = lambda: None
     state = {name: value.clone() for name, value in ddp.module.state_dict().items()}
     monkeypatch.setattr(_Bucket, "gather", lambda bucket: gathered.append(bucket) or gather(bucket))
     with sim:
@@ -1175,7 +1188,7 @@ def test_overlapped_ddp_in_the_usual_loop_has_no_race(options, set_to_none):
                 optimizer.zero_grad(set_to_none)
                 for context in (ddp.no_sync(), contextlib.nullcontext()):
                     if ddp.sharded:
-                        ddp._gather_updated(False)
+                        ddp()
                     for stream in (simulated.one, simulated.two):
                         stream.wait_stream(sim.current_stream())  # whole parameters are the caller's to order
                     with context:
@@ -1401,7 +1414,7 @@ def test_steps_are_captured_between_eager_ones(mode, usual, monkeypatch):
             for owned in ddp.owned_parameters():
                 owned.grad = None
             if ddp.sharded:
-                ddp._gather_updated(False)
+                ddp()
             simulated.backward()
             update(simulated, 1.0)
         else:
@@ -1462,11 +1475,14 @@ class Branches(nn.Module):
             weight.register_post_accumulate_grad_hook(lambda _, index=index: torch.cuda._sleep(self.late[index]))
 
     def backward(self, value):
-        """Every gradient is `value`. Nothing but the wrapper orders the streams of backward with others."""
-        for weight, stream in zip(self.weights, self.streams, strict=True):
-            stream.wait_stream(torch.cuda.current_stream())  # behind the parameters
+        """Every gradient is `value`. The second weight's hook is the last. Only the wrapper orders reductions."""
+        losses, main = [], torch.cuda.current_stream()
+        for weight, stream in reversed(list(zip(self.weights, self.streams, strict=True))):
+            stream.wait_stream(main)  # behind the parameters
             with torch.cuda.stream(stream):
-                (weight * value).sum().backward()
+                losses.append((weight * value).sum())
+            main.wait_stream(stream)
+        (losses[0] + losses[1]).backward()
 
     def gradients(self, ddp):
         """This rank's shards of the gradients, as they are once the GPU has nothing left to do."""
@@ -1615,7 +1631,13 @@ def test_backward_goes_on_while_a_reduction_is_open(ctx, backend):
         for seed, parameter in enumerate(model.parameters()):
             parameter.copy_(integers(parameter.shape, torch.float32, seed, -1, 1))
     ddp = OverlappedDDP(model, ctx, backend=backend, bucket_size=100_000)
-    x = torch.ones(16, 256, device=ctx.device)
+    x, seen = torch.ones(16, 256, device=ctx.device, requires_grad=True), []
+
+    def computed(_):  # backward, all but its end, which waits for the reductions
+        started = len(ddp.hooks._unreported) < len(ddp.buckets)
+        seen[:] = started, torch.cuda.current_stream().record_event(), ddp.comm_stream.record_event()
+
+    x.register_hook(computed)
     for number in range(3):  # the first pass learns, and the second may have kernels to compile
         ddp.zero_grad()
         torch.cuda.synchronize()
@@ -1623,11 +1645,9 @@ def test_backward_goes_on_while_a_reduction_is_open(ctx, backend):
         with torch.cuda.stream(ddp.comm_stream):
             torch.cuda._sleep(10 * SLEEP)
         ddp(x).sum().backward()
-        started = len(ddp.hooks._unreported) < len(ddp.buckets)
-        reduced, computed = ddp.comm_stream.record_event(), torch.cuda.current_stream().record_event()
-        computed.synchronize()
+        started, last_gradient, reduced = seen
+        last_gradient.synchronize()
         assert number < 2 or (started and not reduced.query())
-        ddp.finish_grad_sync()
     torch.cuda.synchronize()
     ddp.remove()
 
