@@ -35,7 +35,6 @@ from types import SimpleNamespace
 
 import torch
 from torch import nn
-from torch._dynamo import OptimizedModule
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
@@ -188,7 +187,8 @@ class OverlappedDDP(nn.Module):
             self._gather_updated(torch.compiler.is_compiling())
         return self._watch(self.module(*arguments, **options))
 
-    @torch.compiler.disable
+    # The public torch.compiler.disable would import the compiler, here and below.
+    @torch._disable_dynamo
     def _gather_updated(self, compiled: bool):
         if any(bucket.updating or bucket.expects_update for bucket in self.buckets):
             unwritten = [bucket for bucket in self.buckets if bucket.unwritten]
@@ -197,13 +197,13 @@ class OverlappedDDP(nn.Module):
                 bucket.expect_update()
         # A compiled module would break its graph at the hooks of the modules in it, so it is made to wait as a whole.
         self._waits.whole = compiled or any(
-            module._compiled_call_impl is not None or isinstance(module, OptimizedModule)
+            module._compiled_call_impl is not None or hasattr(module, "_orig_mod")  # by compile(), torch.compile
             for module in self.module.modules()
         )
         if self._waits.whole:
             ensure_params_ready(self._bucket_of)
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def _watch(self, output):
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
@@ -221,6 +221,7 @@ class OverlappedDDP(nn.Module):
         self._handed_out = True
         return [owned for bucket in self.buckets for owned in bucket.owned]
 
+    @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True):
         """Begin a step: zero `main_grad` at once, and set `.grad` to None.
 
@@ -246,6 +247,7 @@ class OverlappedDDP(nn.Module):
         finally:
             self._sync, self.hooks.counting = before
 
+    @torch._disable_dynamo
     def start_grad_sync(self):
         """Collective. Start the reductions that have not started yet. No gradient may be produced after this call."""
         self._check_frozen()
@@ -256,6 +258,7 @@ class OverlappedDDP(nn.Module):
             self._take_over()  # what no_sync has accumulated, or the zeros of a rank that had no backward
         self.hooks.flush()
 
+    @torch._disable_dynamo
     def finish_grad_sync(self, stream=None):
         """Collective. Order `stream` (None: the current one) behind all reductions of this step.
 
@@ -426,6 +429,7 @@ class OverlappedDDP(nn.Module):
                 "by zero_grad), or deferred gradients have yet to come (call finish_grad_sync() after them)"
             )
 
+    @torch._disable_dynamo
     def start_param_sync(self):
         """Collective. Gather the shards, in the order of forward, behind the optimizer's kernels launched so far.
 
@@ -575,7 +579,7 @@ def _before_forward(waits, module, _):
         _ensure_own_ready(module)
 
 
-@torch.compiler.disable
+@torch._disable_dynamo
 def _ensure_own_ready(module):
     ensure_params_ready(module.parameters(recurse=False))
 
@@ -617,7 +621,7 @@ def _watch_optimizers():
     register_optimizer_step_pre_hook(_before_step)
 
 
-@torch.compiler.disable
+@torch._disable_dynamo
 def _before_step(optimizer, *_):
     watching = [ddp for ddp in _wrappers if ddp.sharded or ddp._open]
     if watching:
@@ -703,8 +707,7 @@ class _Bucket:
         if grad_dtype != first.dtype:
             self.cast, begin = self._own.to(first.dtype), self._own.storage_offset()
             for owned, grad in self.given.items():
-                part = self.cast[grad.storage_offset() - begin :][: grad.numel()]
-                self.given[owned] = part.view(grad.shape).data  # with a count of writes of its own
+                self.given[owned] = self.cast[grad.storage_offset() - begin :][: grad.numel()].view(grad.shape)
 
     def __repr__(self):
         return f"{self.name} ({len(self.parameters)} parameters, {self.grads.slot.tensor.numel()} elements)"
@@ -751,16 +754,17 @@ class _Bucket:
         if not self.delivered:
             self.zero()
             return
-        for owned, given in self.given.items():
-            if owned.grad is not given or given is not owned.main_grad and given._version != self._versions[owned]:
-                with self._changed():
+        replaced = {owned: given for owned, given in self.given.items() if owned.grad is not given}
+        if replaced or self.cast is not None:
+            with self._changed():
+                for owned, given in replaced.items():
                     if owned.grad is None:
-                        owned.main_grad.zero_()
+                        given.zero_()
                     else:
-                        owned.main_grad.copy_(owned.grad)
                         given.copy_(owned.grad)
                         owned.grad = given
-        self._note_versions()
+                if self.cast is not None:  # told by the value: torch counts no writes of a graph's replay, or to .data
+                    self._own.copy_(torch.where(self.cast == self._own.to(self.cast.dtype), self._own, self.cast))
 
     @torch.no_grad()
     def take_over(self, reduced: bool):
@@ -777,11 +781,6 @@ class _Bucket:
                 with self._changed():  # set by hand or, in a shard, before it was wrapped
                     parameter.main_grad.add_(parameter.grad)
         self.drop()
-
-    def follow(self):
-        """Let `.grad` be what `main_grad` says, on the current stream."""
-        self._cast()
-        self._note_versions()
 
     def parts(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """The parameters of which this rank's shard has a part, each with that part of its gradient."""
@@ -802,9 +801,6 @@ class _Bucket:
             yield grads
         self.grads.end()
 
-    def _note_versions(self):
-        self._versions = {owned: given._version for owned, given in self.given.items()}
-
     @property
     def unwritten(self) -> bool:
         """Whether torch has seen no write to the shard since the optimizer's turn began; the next pass ends it."""
@@ -819,10 +815,11 @@ class _Bucket:
         self.grads.end()
         with self.dev.stream(self.comm_stream), self.grads.lease.write(self.comm_stream) as grads:
             self.levels.reduce(grads)
-            self._cast()
+            self.follow()
         self._updatable = True
 
-    def _cast(self):
+    def follow(self):
+        """Let a copy of the gradients in another dtype be what `main_grad` says, on the current stream."""
         if self.cast is not None:
             self.cast.copy_(self._own)
 
@@ -831,12 +828,11 @@ class _Bucket:
         if not reduced:
             if self.cast is not None:
                 with self.dev.stream(stream), self.lease.write(stream, ordered=True):
-                    self._cast()
+                    self.follow()
             self.grads.read(stream)
         for owned, given in self.given.items():
             if owned.requires_grad:
                 owned.grad = given
-        self._note_versions()
 
     def finish(self, stream):
         """Order `stream` behind the reduction and, with shards, behind all readers of the values that it may update."""
