@@ -1,5 +1,6 @@
 """The doctor: what it finds here, that it tries everything, and that it says what is broken."""
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -9,7 +10,7 @@ import pytest
 import torch
 from transports import starts_ranks
 
-from tkernels import cli
+from tkernels import cli, doctor
 from tkernels.comm import runtime
 from tkernels.doctor import inventory, operations, verbs
 
@@ -22,6 +23,8 @@ def test_doctor_tries_every_verb_and_every_operation(tmp_path, capsys):
     assert found["runtime"] == runtime.RUNTIME
     usable = [name for name, reason in found["transports"].items() if reason is None]
     assert found["transport"] == usable[0]
+    trips = [f"round trips over {transport}" for transport in usable]
+    assert list(found["seconds"]) == ["inventory", "ranks' start", *trips, "operations"]
     trips = [(trip["transport"], trip["verb"]) for trip in found["round_trips"]]
     assert trips == [(transport, verb) for transport in usable for verb in verbs.verbs_of(transport)]
     assert all(trip["microseconds"] > 0 and trip["problem"] is None for trip in found["round_trips"])
@@ -53,6 +56,30 @@ def test_doctor_names_what_is_broken_and_goes_on(tmp_path, monkeypatch, capsys):
     assert found["problems"][-1].startswith("all_reduce: rank ")
     assert found["problems"][-1].endswith("RuntimeError: all_reduce is out of order")
     assert "broken: get over" in capsys.readouterr().out
+
+
+@starts_ranks(2)
+def test_doctor_says_once_that_ranks_do_not_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "TIMEOUT_S", -1.0)
+    assert cli.main(["doctor", "--json", str(tmp_path / "found.json")]) == 1
+    found = json.loads((tmp_path / "found.json").read_text())
+    (problem,) = found["problems"]
+    assert problem.startswith("the ranks don't start: rank ") and "timeout_s" in problem
+    assert found["round_trips"] == found["operations"] == []
+
+
+@pytest.mark.quick
+def test_doctor_names_the_software_before_torch_is_imported(monkeypatch, capsys):
+    class StillImporting(Exception):
+        pass
+
+    def import_torch(*software):
+        raise StillImporting
+
+    monkeypatch.setattr(inventory, "take", import_torch)
+    with pytest.raises(StillImporting):
+        doctor.run(doctor.Options())
+    assert f"triton               {importlib.metadata.version('triton')}" in capsys.readouterr().out
 
 
 @pytest.mark.ranks(2)

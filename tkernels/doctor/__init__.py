@@ -1,5 +1,7 @@
 """`tkernels doctor`: shows what is installed, what is chosen and why, and tries every transport and operation."""
 
+import contextlib
+import time
 from dataclasses import dataclass, field
 
 from tkernels.doctor import inventory
@@ -23,6 +25,7 @@ class Diagnosis:
     """The doctor's findings.
 
     runtimes, transports: each with the reason why it cannot be used here, None if it can.
+    seconds: how long each part of the diagnosis took.
     skipped: why nothing was tried.
     problems: what is broken.
     """
@@ -34,18 +37,29 @@ class Diagnosis:
     transports: dict[str, str | None] = field(default_factory=dict)
     round_trips: list = field(default_factory=list)  # of verbs.RoundTrip
     operations: list = field(default_factory=list)  # of operations.Outcome
+    seconds: dict[str, float] = field(default_factory=dict)
     skipped: str | None = None
     problems: list[str] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def timed(self, part: str):
+        start = time.monotonic()
+        yield
+        self.seconds[part] = time.monotonic() - start
 
 
 def run(options: Options) -> int:
     """Take the inventory, try everything, report. Returns the exit code: 0, or 1 if something is broken."""
     report = Report(to_stderr=options.json == "-")
-    found = Diagnosis(inventory.take())
+    software = inventory.find_software()
+    report.software(software)  # before torch is imported, which may fail or take long
+    start = time.monotonic()
+    found = Diagnosis(inventory.take(software))
     if found.inventory.problem:
         found.problems.append(found.inventory.problem)
     else:
         _choose(found)
+    found.seconds["inventory"] = time.monotonic() - start
     report.inventory(found)
     if not options.try_everything:
         found.skipped = "--no-run"
@@ -80,12 +94,16 @@ def _choose(found: Diagnosis):
 
 
 def _try_everything(found: Diagnosis, report: Report):
+    import torch
+
     from tkernels.comm.runtime import most_ranks
     from tkernels.doctor import operations, verbs
     from tkernels.launch import RankError, RankPool
 
     if most_ranks() < RANKS:
         found.skipped = f"a round trip needs {RANKS} GPUs, found {most_ranks()}; --runtime simulated needs none"
+        if torch.cuda.is_available():
+            found.skipped += ", and with TKERNELS_SHARE_GPUS=1 in the environment one is enough"
         return
     with RankPool(RANKS, ctx_options={"timeout_s": TIMEOUT_S}) as pool, report.trying(RANKS):
 
@@ -96,13 +114,20 @@ def _try_everything(found: Diagnosis, report: Report):
             except RankError as error:
                 return None, error.headline
 
+        with found.timed("ranks' start"):
+            _, failure = attempt(verbs.nothing)
+        if failure:  # each attempt would start ranks again
+            found.problems.append(f"the ranks don't start: {failure}")
+            return
         for transport in [name for name, reason in found.transports.items() if reason is None]:
-            for verb in verbs.verbs_of(transport):
-                trip, failure = attempt(verbs.round_trip, verb, transport)
-                found.round_trips.append(trip or verbs.RoundTrip(verb, transport, 0, None, failure))
-        for name in operations.OPERATIONS:
-            outcome, failure = attempt(operations.run_operation, name)
-            found.operations.append(outcome or operations.Outcome(name, None, failure))
+            with found.timed(f"round trips over {transport}"):
+                for verb in verbs.verbs_of(transport):
+                    trip, failure = attempt(verbs.round_trip, verb, transport)
+                    found.round_trips.append(trip or verbs.RoundTrip(verb, transport, 0, None, failure))
+        with found.timed("operations"):
+            for name in operations.OPERATIONS:
+                outcome, failure = attempt(operations.run_operation, name)
+                found.operations.append(outcome or operations.Outcome(name, None, failure))
     report.tried(found)
     found.problems += [f"{t.verb} over {t.transport}: {t.problem}" for t in found.round_trips if t.problem]
     found.problems += [f"{o.operation}: {o.problem}" for o in found.operations if o.problem]

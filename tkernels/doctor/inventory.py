@@ -54,21 +54,39 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Inventory:
+class Software:
+    """What is installed; to find it nothing is imported."""
+
     python: str
     system: str
     cores: int
     packages: dict[str, str | None]  # version, None if not installed
     nvshmem_library: str | None  # path of the host library
     nvshmem_bitcode: str | None  # path of the device functions, which the transport nvshmem links into kernels
+
+
+@dataclass(frozen=True)
+class Inventory(Software):
     cuda: str  # torch's CUDA version, or why it sees no GPU
     gpus: tuple[GPU, ...]
     links: tuple[Link, ...]
     problem: str | None  # why torch or triton cannot be imported
 
 
-def take() -> Inventory:
-    """Take the inventory."""
+def find_software() -> Software:
+    """What is installed, at once: to import torch takes seconds."""
+    return Software(
+        python=platform.python_version(),
+        system=f"{platform.system()} {platform.machine()}",
+        cores=len(os.sched_getaffinity(0)),
+        packages=dict(map(_installed, PACKAGES)),
+        nvshmem_library=_nvshmem_file("libnvshmem_host.so*"),
+        nvshmem_bitcode=_nvshmem_file("libnvshmem_device.bc"),
+    )
+
+
+def take(software: Software) -> Inventory:
+    """Take the inventory of the rest: of the GPUs, as torch sees them."""
     cuda, gpus, links, problem = "torch can't be imported", (), (), None
     try:
         import torch
@@ -77,18 +95,7 @@ def take() -> Inventory:
         problem = f"{type(error).__name__}: {error}"
     else:
         cuda, gpus, links = _gpus(torch)
-    return Inventory(
-        python=platform.python_version(),
-        system=f"{platform.system()} {platform.machine()}",
-        cores=len(os.sched_getaffinity(0)),
-        packages=dict(map(_installed, PACKAGES)),
-        nvshmem_library=_nvshmem_file("libnvshmem_host.so*"),
-        nvshmem_bitcode=_nvshmem_file("libnvshmem_device.bc"),
-        cuda=cuda,
-        gpus=gpus,
-        links=links,
-        problem=problem,
-    )
+    return Inventory(**vars(software), cuda=cuda, gpus=gpus, links=links, problem=problem)
 
 
 def _installed(names: tuple[str, ...]) -> tuple[str, str | None]:
@@ -120,7 +127,8 @@ def _gpus(torch) -> tuple[str, tuple[GPU, ...], tuple[Link, ...]]:
         for index, p in enumerate(properties)
     )
     # nvidia-smi numbers all GPUs of the machine, so its table applies only where torch sees them all.
-    kinds = {} if "CUDA_VISIBLE_DEVICES" in os.environ else link_kinds(_nvidia_smi_topology())
+    all_seen = "CUDA_VISIBLE_DEVICES" not in os.environ
+    kinds = link_kinds(_nvidia_smi_topology()) if count > 1 and all_seen else {}
     reach = torch.cuda.can_device_access_peer
     links = tuple(
         Link((a, b), reach(a, b) and reach(b, a), kinds.get((a, b), "unknown"))

@@ -17,15 +17,19 @@ class Report:
     def __init__(self, to_stderr: bool):
         self.console = Console(stderr=to_stderr, highlight=False)
 
-    def inventory(self, found):
-        """Print what is installed and what would be chosen."""
-        here = found.inventory
+    def software(self, here):
+        """Print what is installed."""
         missing = Text("not installed", style="dim")
         packages = {name: Text(version) if version else missing for name, version in here.packages.items()}
         rows = [("python", Text(f"{here.python}, {here.system}, {here.cores} cores"))]
         rows += packages.items()
         for name, path in (("NVSHMEM library", here.nvshmem_library), ("NVSHMEM bitcode", here.nvshmem_bitcode)):
             rows.append((name, Text(_from_home(path)) if path else Text("not found", style="dim")))
+        self._print_rows(rows)
+
+    def inventory(self, found):
+        """Print the GPUs, and what would be chosen."""
+        here, rows = found.inventory, []
         if not here.gpus:
             rows.append(("GPUs", Text(f"none: {here.cuda}")))
         for gpu in here.gpus:
@@ -74,6 +78,8 @@ class Report:
 
     def verdict(self, found):
         """Print the last lines: what is broken, or that everything works."""
+        parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in found.seconds.items())
+        self.console.print(Text(f"{sum(found.seconds.values()):.1f} s: {parts}", style="dim"))
         if found.skipped:
             self.console.print(f"\n  nothing was tried: {found.skipped}\n" if found.skipped != "--no-run" else "")
         if found.problems:
