@@ -21,9 +21,9 @@ def run(pytester):
     installed = importlib.metadata.entry_points(group="pytest11", name="tkernels")
     plugin = [] if installed else ["-p", "tkernels.testing.plugin"]
 
-    def run(source):
+    def run(source, *options):
         pytester.makepyfile("import math, os, time\nimport pytest, torch\nimport torch.distributed as dist\n" + source)
-        return pytester.runpytest_inprocess("-p", "no:cacheprovider", "-v", "-rs", *plugin)
+        return pytester.runpytest_inprocess("-p", "no:cacheprovider", "-v", "-rs", *plugin, *options)
 
     return run
 
@@ -65,8 +65,8 @@ def test_without_ranks(tmp_path):
     assert tmp_path.exists()
 """)
     result.assert_outcomes(passed=6, skipped=1)
-    result.stdout.fnmatch_lines(["*test_first?ranks=2-torch.float32? PASSED*", "*SKIPPED*not today*"])
-    result.stdout.fnmatch_lines(["*test_first?ranks=1-torch.bfloat16? PASSED*", "*::TestOfAClass::test_method*PASSED*"])
+    result.stdout.fnmatch_lines(["*test_first?2-ranks-torch.float32? PASSED*", "*SKIPPED*not today*"])
+    result.stdout.fnmatch_lines(["*test_first?1-ranks-torch.bfloat16? PASSED*", "*::TestOfAClass::test_method*PASSED*"])
     notes = [(tmp_path / name).read_text().split("\n") for name in ("2-0", "2-1", "1-0")]
     assert all(first == second for first, second, _ in notes), "the same process and Context in both tests"
     for first, _, _ in notes:
@@ -155,9 +155,72 @@ def test_without_a_mark(ctx):
 
 @pytest.mark.parametrize("mark", ["ranks()", "ranks(0)", "ranks('2')", "ranks(2, timeout=3)"])
 def test_a_mark_that_says_nothing_is_refused(run, mark):
-    result = run(f"@pytest.mark.{mark}\ndef test_it(ctx): pass\n")
-    assert result.ret != 0
+    result = run(f"@pytest.mark.{mark}\ndef test_it(ctx): pass\n\ndef test_beside_it(): pass\n")
+    result.assert_outcomes(passed=1, errors=1)
     result.stdout.fnmatch_lines([f"*@pytest.mark.{mark}: give one or more numbers of ranks*"])
+
+
+def test_plugin_ids_can_be_selected(run):
+    result = run("@pytest.mark.ranks(1, 2)\ndef test_it(ctx): pass\n", "-k", "1-ranks and it", "--collect-only")
+    result.stdout.fnmatch_lines(["*test_it?1-ranks?*", "*1/2 tests collected*"])
+
+
+def test_plugin_refuses_by_name_what_ranks_cannot_run(run):
+    result = run("""
+import unittest
+
+@pytest.mark.ranks(1)
+async def test_that_awaits(ctx):
+    assert False
+
+@pytest.mark.ranks(1)
+class TestOld(unittest.TestCase):
+    def test_method(self):
+        assert False
+
+    @pytest.mark.ranks(2)
+    def test_marked_method(self):
+        assert False
+""")
+    result.assert_outcomes(errors=3)
+    result.stdout.fnmatch_lines([
+        "test_that_awaits?1-ranks? is `async def`, which ranks don't run*",
+        "TestOld.test_marked_method: @pytest.mark.ranks has no effect in a unittest.TestCase*",
+        "TestOld.test_method: @pytest.mark.ranks has no effect in a unittest.TestCase*",
+    ])
+
+
+@starts_ranks(2)
+def test_plugin_gives_bodies_the_environment_of_the_moment(run, monkeypatch):
+    """Whether a fixture sets a variable before the ranks start or after, and whether it is gone or back then."""
+    monkeypatch.setenv("DELETED", "before")
+    result = run("""
+@pytest.fixture
+def patched(monkeypatch):
+    monkeypatch.setenv("WORD", "set")
+    monkeypatch.delenv("DELETED")
+
+def words():
+    return os.environ.get("WORD"), os.environ.get("DELETED")
+
+@pytest.mark.ranks(2)
+def test_that_starts_ranks(patched, ctx):
+    assert words() == ("set", None)
+
+@pytest.mark.ranks(2)
+def test_without(ctx):
+    assert words() == (None, "before")
+
+@pytest.mark.ranks(2)
+def test_with_the_fixture_and_more(ctx, patched, monkeypatch):
+    assert words() == ("set", None)
+    monkeypatch.setenv("WORD", "again")
+
+@pytest.mark.ranks(2)
+def test_without_again(ctx):
+    assert words() == (None, "before")
+""")
+    result.assert_outcomes(passed=4)
 
 
 def test_missing_gpus_skip_with_a_reason(run, monkeypatch):

@@ -7,10 +7,12 @@
         gathered = tkernels.all_gather(mine, ctx=ctx)
         assert gathered[:: rows, 0].tolist() == list(range(ctx.size))
 
-`ctx` is the rank's Context. Fixtures run in pytest's process and their values are sent to the body, so they must
-pickle. A body may skip, if it does so on every rank. The ranks and their Context are kept between tests; a failure ends
-them, and the next test starts new ones. On the nvshmem runtime a test that needs more GPUs than there are is skipped,
-unless TKERNELS_SHARE_GPUS=1 lets ranks share them.
+`ctx` is the rank's Context. `-k 2-ranks` selects the runs on 2 ranks. Fixtures run in pytest's process and their values
+are sent to the body, so they must pickle; what they set in os.environ is set in the body too, but what a library read
+of it on import stays. A body may skip, if it does so on every rank. The ranks and their Context are kept between tests;
+a failure ends them, and the next test starts new ones. On the nvshmem runtime a test that needs more GPUs than there
+are is skipped, unless TKERNELS_SHARE_GPUS=1 lets ranks share them. A marked test that can't run on ranks fails by name:
+an `async def`, a method of unittest.TestCase, a mark without numbers.
 
 The time limit of a test is that of its marker (``timeout_s=60``), else the ini option ``tkernels_timeout`` (120
 seconds). A test that exceeds it fails and shows the stacks of every rank.
@@ -24,8 +26,10 @@ import importlib
 import importlib.machinery
 import importlib.util
 import inspect
+import os
 import pickle
 import sys
+import unittest
 from dataclasses import dataclass
 
 import pytest
@@ -54,10 +58,9 @@ def pytest_configure(config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_generate_tests(metafunc):
     marker = metafunc.definition.get_closest_marker("ranks")
-    if marker is not None:
-        sizes = _sizes(marker)
+    if marker is not None and _mistake(marker) is None:
         metafunc.fixturenames.append(_SIZE)
-        metafunc.parametrize(_SIZE, sizes, ids=[f"ranks={size}" for size in sizes], indirect=True)
+        metafunc.parametrize(_SIZE, marker.args, ids=[f"{size}-ranks" for size in marker.args], indirect=True)
 
 
 @pytest.fixture(name=_SIZE)
@@ -82,8 +85,11 @@ class _ContextOfTheRank:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    if item.get_closest_marker("ranks") is None or not hasattr(item, "callspec"):
+    marker = item.get_closest_marker("ranks")
+    if marker is None or not isinstance(item, pytest.Function):
         return
+    if (reason := _mistake(marker) or _unfit(item)) is not None:
+        pytest.fail(reason, pytrace=False)
     from tkernels.comm.runtime import most_ranks
 
     needed, found = item.callspec.params[_SIZE], most_ranks()
@@ -99,8 +105,10 @@ def pytest_pyfunc_call(pyfuncitem):
     from tkernels.launch import RankError
 
     failure = None
+    pool, environment = _pool(pyfuncitem)
+    body = _body_of(pyfuncitem, environment)
     try:
-        skips = _pool(pyfuncitem).run(_run_body, _body_of(pyfuncitem), timeout_s=_timeout_s(marker, pyfuncitem.config))
+        skips = pool.run(_run_body, body, timeout_s=_timeout_s(marker, pyfuncitem.config))
     except RankError as error:
         failure = str(error)
     if failure is None and any(skips):
@@ -128,15 +136,28 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(error)
 
 
-def _sizes(marker) -> tuple[int, ...]:
+def _mistake(marker) -> str | None:
+    """What is wrong with a marker's arguments; such a test fails by itself, and the others of its module run."""
     sizes, unknown = marker.args, set(marker.kwargs) - {"timeout_s"}
-    if not sizes or unknown or any(type(size) is not int or size < 1 for size in sizes):
-        options = [repr(size) for size in sizes] + [f"{name}={value!r}" for name, value in marker.kwargs.items()]
-        raise pytest.UsageError(
-            f"@pytest.mark.ranks({', '.join(options)}): give one or more numbers of ranks, and timeout_s=seconds "
-            "if need be, as in @pytest.mark.ranks(2, 4, timeout_s=60)"
+    if sizes and not unknown and all(type(size) is int and size >= 1 for size in sizes):
+        return None
+    options = [repr(size) for size in sizes] + [f"{name}={value!r}" for name, value in marker.kwargs.items()]
+    return (
+        f"@pytest.mark.ranks({', '.join(options)}): give one or more numbers of ranks, and timeout_s=seconds "
+        "if need be, as in @pytest.mark.ranks(2, 4, timeout_s=60)"
+    )
+
+
+def _unfit(item) -> str | None:
+    """Why a test's body can't run on ranks."""
+    if item.cls is not None and issubclass(item.cls, unittest.TestCase):
+        return (
+            f"{item.cls.__name__}.{item.name}: @pytest.mark.ranks has no effect in a unittest.TestCase, whose methods "
+            "run in one process; make it a function, or a method of a plain class"
         )
-    return sizes
+    if inspect.iscoroutinefunction(item.function) or inspect.isasyncgenfunction(item.function):
+        return f"{item.name} is `async def`, which ranks don't run: make it a `def` that calls asyncio.run(...)"
+    return None
 
 
 def _timeout_s(marker, config) -> float:
@@ -145,16 +166,20 @@ def _timeout_s(marker, config) -> float:
 
 
 def _pool(item):
+    """(the ranks of a test, what has changed in this process's environment since they started, None if deleted)."""
     from tkernels.launch import RankPool
 
     pools, ranks = item.config.stash[_POOLS], item.callspec.params[_SIZE]
-    pool = pools.pop(ranks, None)
+    pool, inherited = pools.pop(ranks, (None, {}))
     if pool is None:
         pool = RankPool(ranks)
         while len(pools) >= MAX_POOLS:
             _close_oldest(item.config)
-    pools[ranks] = pool  # the most recently used one last
-    return pool
+    now = dict(os.environ)
+    if not pool.pids:  # they start in this test
+        inherited = now
+    pools[ranks] = pool, inherited  # the most recently used one last
+    return pool, {name: now.get(name) for name in inherited | now if now.get(name) != inherited.get(name)}
 
 
 def _close_oldest(config):
@@ -162,7 +187,8 @@ def _close_oldest(config):
 
     pools = config.stash[_POOLS]
     try:
-        pools.pop(next(iter(pools))).close()
+        pool, _ = pools.pop(next(iter(pools)))
+        pool.close()
     except RankError as error:  # not attributable to one test: reported at the end of the session
         config.stash[_CLOSE_ERRORS].append(str(error))
 
@@ -172,7 +198,10 @@ def _close_oldest(config):
 
 @dataclass(frozen=True)
 class _Body:
-    """The location of a test's function, and its arguments, each pickled separately; None stands for ctx."""
+    """The location of a test's function, and its arguments, each pickled separately; None stands for ctx.
+
+    environment: what the body finds changed in os.environ; None for what is not there.
+    """
 
     module: str
     path: str
@@ -180,9 +209,10 @@ class _Body:
     class_name: str
     function: str
     values: dict[str, bytes | None]
+    environment: dict[str, str | None]
 
 
-def _body_of(item) -> _Body:
+def _body_of(item, environment) -> _Body:
     from tkernels.launch import dumps
 
     values, problem = {}, None
@@ -190,6 +220,8 @@ def _body_of(item) -> _Body:
         if name not in item.funcargs:
             continue
         value = item.funcargs[name]
+        if isinstance(value, pytest.MonkeyPatch):
+            value = pytest.MonkeyPatch()  # what fixtures have patched by it is not the body's to undo
         try:
             values[name] = None if isinstance(value, _ContextOfTheRank) else dumps(value)
         except Exception as error:  # a value's own __reduce__ can raise anything
@@ -207,6 +239,7 @@ def _body_of(item) -> _Body:
         class_name=item.cls.__qualname__ if item.cls else "",
         function=item.originalname,
         values=values,
+        environment=environment,
     )
 
 
@@ -218,14 +251,20 @@ def _run_body(ctx, body: _Body) -> str:
     for name in filter(None, body.class_name.split(".")):
         owner = getattr(owner, name)
     function = getattr(owner() if body.class_name else owner, body.function)
-    try:
-        function(**values)
-    except pytest.skip.Exception as skipped:
-        return skipped.msg or "skipped"
-    finally:  # pytest undoes a MonkeyPatch only in its own process, and the changes were made in this one
-        for value in values.values():
-            if isinstance(value, pytest.MonkeyPatch):
-                value.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        for variable, value in body.environment.items():
+            if value is None:
+                patch.delenv(variable, raising=False)
+            else:
+                patch.setenv(variable, value)
+        try:
+            function(**values)
+        except pytest.skip.Exception as skipped:
+            return skipped.msg or "skipped"
+        finally:  # pytest undoes a MonkeyPatch only in its own process, and the changes were made in this one
+            for value in values.values():
+                if isinstance(value, pytest.MonkeyPatch):
+                    value.undo()
     return ""
 
 
