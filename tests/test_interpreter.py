@@ -1,4 +1,4 @@
-"""The interpreter as a device: its numbers against torch's, its programs against each other, its memory against peers.
+"""The interpreter as a device: its numbers against fp64, its programs against each other, its memory against peers.
 
 Cheapest first: casts, elementwise operations, reductions, dot, atomics; then arguments and descriptors; then what needs
 more than one program, one thread or one process.
@@ -23,6 +23,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tkernels.comm import interpreter, runtime
+from tkernels.testing.compare import assert_close_to, normal
 
 if runtime.RUNTIME != "simulated":
     pytest.skip("the nvshmem runtime does not interpret", allow_module_level=True)
@@ -30,7 +31,7 @@ if runtime.RUNTIME != "simulated":
 interpreter.install()
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
-# largest difference from torch's result for the same operation, in units in the last place of the result's type
+# largest difference from torch's result in fp64 for the same operation, in units in the last place of the result's type
 ULPS = {torch.float32: 4, torch.float16: 1, torch.bfloat16: 1}
 
 
@@ -128,11 +129,12 @@ def constants_kernel(out, x, scale):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_constants(dtype):
-    x, out = torch.randn(8).to(dtype), torch.empty(40, dtype=dtype)
+    x = torch.randn(8, generator=torch.Generator().manual_seed(6)).to(dtype)
+    out = torch.empty(40, dtype=dtype)
     constants_kernel[(1,)](out, x, 0.3)
     where = torch.where(torch.arange(8) < 4, x, -torch.inf)
-    rows = [torch.full_like(x, 0.1), torch.full_like(x, 3.3), x * 1.7, x * 0.3, where]
-    assert_ulps(out, torch.cat(rows).to(dtype), 1)
+    rows = [torch.full_like(x, 0.1), torch.full_like(x, 3.3), x.double() * 1.7, x.double() * 0.3, where]
+    assert_ulps(out, torch.cat([row.to(dtype) for row in rows]), 1)
 
 
 # elementwise
@@ -229,20 +231,23 @@ def operands(dtype, n=4096):
 BINARY = {
     add: torch.add, sub: torch.sub, mul: torch.mul, div: torch.div, rem: torch.fmod,
     maximum: torch.maximum, minimum: torch.minimum,
-    fma: lambda x, y: (x.double() * y.double() + y.double()).to(x.dtype),
+    fma: lambda x, y: x * y + y,
     clamp: lambda x, y: torch.clamp(x, -y.abs(), y.abs()),
     select: lambda x, y: torch.where(x < y, x, y * 2),
-    augmented: lambda x, y: (x + y) * y,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("op", BINARY, ids=lambda op: op.__name__)
+@pytest.mark.parametrize("op", [*BINARY, augmented], ids=lambda op: op.__name__)
 def test_arithmetic(op, dtype):
     x, y = operands(dtype)
     out = torch.empty_like(x)
     binary_kernel[(1,)](out, x, y, op, x.numel())
-    assert_ulps(out, BINARY[op](x, y))
+    if op is augmented:  # rounds in between
+        want = (x.double() + y.double()).to(dtype).double() * y.double()
+    else:
+        want = BINARY[op](x.double(), y.double())
+    assert_ulps(out, want.to(dtype))
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bool, torch.float32, torch.int32], ids=str)
@@ -317,7 +322,7 @@ def test_unary(op, dtype):
     x, _ = operands(dtype)
     out = torch.empty_like(x)
     unary_kernel[(1,)](out, x, op, x.numel())
-    assert_ulps(out, UNARY[op](x))
+    assert_ulps(out, UNARY[op](x.double()).to(dtype))
 
 
 @triton.jit
@@ -375,7 +380,8 @@ def test_reductions(dtype, kind, axis):
     M, N = (4, 8) if kind == "larger" else (32, 64)
     x = torch.randn(M, N, generator=torch.Generator().manual_seed(2)).add(0.5).to(dtype)
     torch_kind = {"max": "amax", "min": "amin", "larger": "amax"}.get(kind, kind)
-    want = getattr(torch, torch_kind)(x, dim=(0, 1) if axis is None else axis)
+    want = getattr(torch, torch_kind)(x.double(), dim=(0, 1) if axis is None else axis)
+    want = want if kind.startswith("arg") else want.to(dtype)
     out = torch.empty_like(want)
     reduce_kernel[(1,)](out, x, kind, axis, M, N)
     if kind.startswith("arg"):
@@ -397,7 +403,7 @@ def test_scans(dtype, reverse):
     x = torch.rand(64, generator=torch.Generator().manual_seed(3)).to(dtype)
     out = torch.empty(2, 64, dtype=dtype)
     scan_kernel[(1,)](out, x, reverse, 64)
-    want = x.float().flip(0).cumsum(0).flip(0) if reverse else x.float().cumsum(0)
+    want = x.double().flip(0).cumsum(0).flip(0) if reverse else x.double().cumsum(0)
     assert_ulps(out, want.to(dtype).expand(2, 64), {torch.float32: 16}.get(dtype))
 
 
@@ -436,10 +442,10 @@ def dot_fp16_kernel(out, a, b, K: tl.constexpr):
 
 
 def test_dot_to_fp16_accumulates_in_fp32():
-    a, b = torch.randn(16, 256).half(), torch.randn(256, 16).half()
+    a, b = normal((16, 256), torch.float16, 1), normal((256, 16), torch.float16, 2)
     out = torch.empty(16, 16, dtype=torch.float16)
     dot_fp16_kernel[(1,)](out, a, b, 256)
-    assert (out.T - a.double() @ b.double()).abs().max() < 0.02
+    assert_close_to(out.T, a.double() @ b.double(), terms=256)
 
 
 # atomics
@@ -596,8 +602,8 @@ def test_descriptors_pad_loads(dtype, padding):
 @interpreter.builtin
 def meet(barrier):
     """Wait on the host's barrier twice: what the host does in between happens during the launch."""
-    BARRIERS[int(barrier)].wait(10)
-    BARRIERS[int(barrier)].wait(10)
+    BARRIERS[int(barrier)].wait(300)
+    BARRIERS[int(barrier)].wait(300)
     return 0
 
 
@@ -627,10 +633,10 @@ def test_a_peers_write_during_a_launch_survives(monkeypatch):
     twin = torch.frombuffer(mine, dtype=torch.int32)
 
     def peer():
-        BARRIERS[0].wait(10)
+        BARRIERS[0].wait(300)
         assert segment[10] == 1  # in place: visible before the launch ends
         peers[400:404] = (99).to_bytes(4, "little")
-        BARRIERS[0].wait(10)
+        BARRIERS[0].wait(300)
 
     thread = threading.Thread(target=peer)
     thread.start()
@@ -695,7 +701,7 @@ def polling_kernel(flag, out):
 
 
 def test_a_program_may_wait_for_a_later_resident_one():
-    for kernel, limit in ((late_producer_kernel, (5000,)), (polling_kernel, ())):
+    for kernel, limit in ((late_producer_kernel, (300_000,)), (polling_kernel, ())):
         flag, out = torch.zeros(1, dtype=torch.int32), torch.zeros(16, dtype=torch.int32)
         with interpreter.execution(resident=16):
             kernel[(16,)](flag, out, *limit)
@@ -740,11 +746,10 @@ def call_raise_out_of_reach(flag):
 
 @pytest.mark.parametrize("fail_by", [raise_out_of_reach, call_raise_out_of_reach])
 def test_an_error_keeps_its_type_and_ends_the_other_programs(fail_by):
-    start = time.monotonic()
+    """They would poll for ever."""
     with pytest.raises(OutOfReach, match="peer 3") as caught:
         run_failing(fail_by)
     assert caught.value.__notes__ == ["in program (5, 0, 0) of failing_kernel, grid (8, 1, 1)"]
-    assert time.monotonic() - start < 2
     assert not interpreter.aborted()
 
 
@@ -760,10 +765,8 @@ def press_ctrl_c(flag):
 
 
 def test_ctrl_c_ends_a_launch():
-    start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         run_failing(press_ctrl_c)
-    assert time.monotonic() - start < 2
 
 
 def test_threads_may_launch_at_once():
@@ -849,12 +852,25 @@ def nested_kernel(out, n, OP: tl.constexpr):
 
 
 def test_nested_calls_are_cheap():
-    """Stock takes some 200 us for each call of a @jit function, to patch the language anew; this takes 1 us."""
-    out = torch.ones(1, dtype=torch.int32)
+    """For each call of a @jit function stock makes 1700, to patch the language anew; this makes a few."""
+    out, calls = torch.ones(1, dtype=torch.int32), []
     nested_kernel[(1,)](out, 1, identity)
-    start = time.perf_counter()
-    nested_kernel[(1,)](out, 1000, identity)
-    assert time.perf_counter() - start < 1000 * 30e-6
+    for n in (1, 1001):
+        counted = 0
+
+        def count(frame, event, argument):
+            nonlocal counted
+            counted += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        threading.setprofile(count)
+        try:
+            nested_kernel[(1,)](out, n, identity)
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+        calls.append(counted)
+    assert 0 < calls[1] - calls[0] < 1000 * 30
     assert out == 0
 
 
@@ -898,7 +914,7 @@ def test_install_in_a_fresh_process(tmp_path):
     (tmp_path / "script.py").write_text(textwrap.dedent(script))
     env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "TKERNELS_JITTER")}
     env["TKERNELS_RESIDENT"] = "5"
-    subprocess.run([sys.executable, tmp_path / "script.py", interpreter.__file__], env=env, check=True, timeout=60)
+    subprocess.run([sys.executable, tmp_path / "script.py", interpreter.__file__], env=env, check=True, timeout=300)
 
 
 def test_a_kernel_sees_only_its_own_imports():
