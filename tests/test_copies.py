@@ -41,7 +41,8 @@ SHAPES = {
     3: [((33, 0, 5), 20, 24)],
     4: [((17, 40, 0, 16), 33, 40)],
 }
-PATIENCE_S = 1.0  # how long a rank waits for another to make a mistake
+PATIENCE_S = {"right": 0.2, "wrong": 300.0}  # how long a rank waits for a mistake, which comes in the wrong form
+SHORT_S = 1.0  # where what the other rank waits for lies behind what this one holds up
 
 
 def operands(ctx, name, rows, N, K, dtype, seed):
@@ -279,7 +280,8 @@ def test_one_program_suffices(ctx):
 class Meeting:
     """A word that the other rank sets, and this rank may wait for a while."""
 
-    def __init__(self, ctx):
+    def __init__(self, ctx, patience_s):
+        self.patience_s = patience_s
         self.cell = ctx.empty(1, dtype=torch.int64)
         self.cell.zero_()
         address = ctx.heap.segment.bases[1 - ctx.rank] + ctx.heap.offset(self.cell)
@@ -290,7 +292,7 @@ class Meeting:
         self.theirs.value = 1
 
     def wait(self):
-        limit = time.monotonic() + PATIENCE_S
+        limit = time.monotonic() + self.patience_s
         while not self.cell.item() and time.monotonic() < limit:
             time.sleep(1e-3)
 
@@ -307,7 +309,7 @@ def signal_first(ctx, form, name):
     by_copies(ctx, name, x, w, **options(name, rows))
     x, w, want = operands(ctx, name, rows, 24, 16, torch.float32, 2)
     poison_workspace(ctx)
-    peer, copy, on_words, spin, held = Meeting(ctx), copies.host_copy, copies.host_on_words, device.spin, []
+    peer, copy, on_words, spin, held = Meeting(ctx, SHORT_S), copies.host_copy, copies.host_on_words, device.spin, []
     copied = ctx.workspace().copied.data_ptr()
 
     def hold(*what):
@@ -343,7 +345,7 @@ def landing_used_again(ctx, form, name, call):
     module, stores = importlib.import_module(f"tkernels.{name}"), call is not by_copies
     call(ctx, name, *made[0][:2], rows=rows)
     spin, copy, delay = device.spin, copies.host_copy, device.delay
-    peer, done, calls, delays = Meeting(ctx), Meeting(ctx), [], []
+    (peer, done), calls, delays = [Meeting(ctx, PATIENCE_S[form]) for _ in range(2)], [], []
 
     @interpreter.builtin
     def late_reader(*arguments):
@@ -385,7 +387,7 @@ def counts_stay(ctx, form, name):
     """Two calls, in the second of which rank 0's copies are late; in the wrong form their counts stay as they are."""
     made = [operands(ctx, name, (40, 40), 24, 16, torch.float32, seed) for seed in range(2)]
     module = importlib.import_module(f"tkernels.{AG if name == AG else RS}")  # whose kernel it is
-    peer, copy, end_launch, calls, results = Meeting(ctx), copies.host_copy, module.end_launch, [], []
+    peer, copy, end_launch, calls, results = Meeting(ctx, PATIENCE_S[form]), copies.host_copy, module.end_launch, [], []
 
     def late_copy(*arguments):
         if ctx.rank == 0 and len(calls) == 2:
@@ -417,7 +419,7 @@ def signals_early(ctx, form, name):
     made = [operands(ctx, name, rows, 80, 16, torch.float32, seed) for seed in range(2)]
     interleaved(ctx, name, *made[0][:2], **options(name, rows))
     poison_workspace(ctx)
-    peer, told, (x, w, want) = Meeting(ctx), [], made[1]
+    peer, told, (x, w, want) = Meeting(ctx, SHORT_S), [], made[1]
     reductions = importlib.import_module(f"tkernels.{RS}")
     put_tile, tell, completes = (getattr(reductions, verb) for verb in ("put_tile", "tell", "completes"))
 
@@ -454,7 +456,7 @@ def ends_early(ctx, form, name):
     module, copy, ended, late_copies = importlib.import_module(f"tkernels.{name}"), copies.host_copy, [], []
 
     def late_copy(goal, source, num_bytes):
-        limit = time.monotonic() + PATIENCE_S
+        limit = time.monotonic() + PATIENCE_S[form]
         while ctx.rank == 0 and not ended and time.monotonic() < limit:
             time.sleep(1e-3)
         late_copies.append(bool(ended))
