@@ -5,7 +5,16 @@ import time
 
 import pytest
 import torch
-from transports import every_transport, gpu_only, late, late_words, message_on_every_rank, over, simulated_only
+from transports import (
+    every_transport,
+    expire_after,
+    gpu_only,
+    late,
+    late_words,
+    message_on_every_rank,
+    over,
+    simulated_only,
+)
 
 import tkernels
 from tkernels.comm import MismatchError, TkernelsError, WaitTimeoutError, interpreter
@@ -177,7 +186,8 @@ def test_a_receiver_that_never_releases_is_named(ctx, transport):
     channel = ring(over(ctx, transport))
     channel.send(message(ctx, ctx.rank, 0, (10,)))  # compiled before a short limit runs
     channel.receive(torch.empty(10, dtype=torch.uint8, device=ctx.device))
-    with tkernels.init(heap_bytes=1 << 20, transport=transport, timeout_s=1.0) as context:
+    with tkernels.init(heap_bytes=1 << 20, transport=transport) as context:
+        expire_after(context, 1.0)
         channel = Channel(context, *[(1, None), (None, 0)][ctx.rank], slot_bytes=256, copies=2)
         with pytest.raises(WaitTimeoutError) as e:
             for number in range(3 * (1 - ctx.rank)):
@@ -197,8 +207,9 @@ def test_a_sender_that_never_sends_is_named(ctx):
     channel = ring(ctx)
     channel.send(message(ctx, ctx.rank, 0, (10,)))
     channel.receive(torch.empty(10, dtype=torch.uint8, device=ctx.device))
-    with tkernels.init(heap_bytes=1 << 20, timeout_s=0.5) as context:
+    with tkernels.init(heap_bytes=1 << 20) as context:
         channel = ring(context)
+        expire_after(context, 0.5)
         with pytest.raises(WaitTimeoutError) as e:
             if ctx.rank == 1:
                 channel.receive(torch.empty(10, dtype=torch.uint8, device=ctx.device))

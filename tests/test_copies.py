@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib
 import itertools
+import threading
 import time
 from unittest import mock
 
@@ -15,6 +16,7 @@ import triton.language as tl
 from transports import (
     by_copies,
     every_transport,
+    expire_after,
     interleaved,
     into_landing,
     late,
@@ -252,11 +254,12 @@ def test_ranks_that_are_not_mapped_are_refused_before_the_first_signal(ctx):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", [AG, RS, AR])
 def test_a_peer_that_never_calls_is_named_and_copies_come_to_an_end(ctx, name):
-    with tkernels.init(heap_bytes=64 << 20, timeout_s=1.0) as context:
+    with tkernels.init(heap_bytes=64 << 20) as context:
         rows, N, K = (256, 256), 1024, 64
         x, w, want = operands(ctx, name, rows, N, K, torch.float32, 1)
         call = functools.partial(by_copies, context, name, x, w, chunk_rows=64, **options(name, rows))
         assert torch.equal(call(), want)
+        expire_after(context, 1.0)
         if ctx.rank == 0:
             with pytest.raises(WaitTimeoutError, match="rank 0 waited 1 s for the signal of rank 1"):
                 call()
@@ -363,8 +366,9 @@ def landing_used_again(ctx, form, name, call):
     @interpreter.builtin
     def put(*arguments):
         if stores and ctx.rank == 0 and len(calls) == 2:
-            delays.append(None)  # before it tells of the call, before its first data, and before their signal or count
-            if len(delays) == 3:
+            program = threading.get_ident()  # it delays before it tells of the call, before its first data, and behind
+            delays.append(program)
+            if delays.count(program) == 3:
                 peer.tell()
         return delay(*arguments)
 

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tkernels
 from tkernels.comm import runtime
+from tkernels.comm.device import TIMEOUT_NS
 from tkernels.comm.plans import Launch
 from tkernels.configs import overlap_config
 from tkernels.gemm import layout_of
@@ -125,6 +126,12 @@ def late_words(rank, seconds=0.2):
 
     with mock.patch.object(torch.Tensor, "zero_", late_zero_):
         yield
+
+
+def expire_after(context, seconds):
+    """Waits in `context` expire after so long from here on; what came before had all the time that it needed."""
+    context.timeout_s = seconds
+    context.table[TIMEOUT_NS.value] = int(seconds * 1e9)
 
 
 def message_on_every_rank(ctx, error):
