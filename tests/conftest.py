@@ -10,8 +10,10 @@ import tkernels
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and their children, ignore it
 
-# What somebody has tuned on this machine is none of the tests' business. The ranks' processes inherit it.
-os.environ["TKERNELS_CACHE"] = os.path.join(tempfile.gettempdir(), "tkernels-tests-remember-nothing")
+# What somebody has tuned on this machine, or another run of the tests, is none of the tests' business. The ranks'
+# processes inherit it.
+_cache = tempfile.TemporaryDirectory(prefix="tkernels-tests-")
+os.environ["TKERNELS_CACHE"] = _cache.name
 
 # Through the interpreter, where all ranks share two cores, a plain run of these takes the smallest number of ranks, and
 # of a long table of cases on ranks one in four; `-m exhaustive` takes the rest, a GPU run all. Whether results are

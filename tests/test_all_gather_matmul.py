@@ -155,7 +155,7 @@ CONFIGS = {
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_every_tiling_and_number_of_programs_gives_the_same(ctx, config):
     for num_programs in (config.num_comm + 1, config.num_comm + 4):
-        context = over(ctx, ctx.transport, num_programs=num_programs, timeout_s=20.0)
+        context = over(ctx, ctx.transport, num_programs=num_programs)
         for rows in ((64, 64), (33, 50)):
             x, w, bias = operands(ctx, integers, rows, 48, 40, torch.float16, num_programs)
             got, gathered = fused(context, x, w, bias, return_gathered=True, rows=rows, config=config)

@@ -84,7 +84,7 @@ def test_the_command_prints_a_table_and_writes_a_line_with_all_fields(checkout, 
     command = "-m bench.run all_gather_matmul --shape tiny --ranks 2 --iterations 2 --json".split()
     done = subprocess.run(
         [sys.executable, *command, str(path)], cwd=checkout, env={**os.environ, "TKERNELS_RUNTIME": "simulated"},
-        capture_output=True, text=True, timeout=200,
+        capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "simulated runtime: times are the interpreter's" in done.stdout
@@ -496,7 +496,7 @@ def test_the_training_bench_prints_a_table_and_writes_lines_that_a_summary_reads
     command = "-m bench.training --ranks 1 --iterations 1 --json".split()
     done = subprocess.run(
         [sys.executable, *command, str(path)], cwd=checkout,
-        env={**os.environ, "TKERNELS_RUNTIME": "simulated"}, capture_output=True, text=True, timeout=200,
+        env={**os.environ, "TKERNELS_RUNTIME": "simulated"}, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "llama70b-attention, gloo beside torch.mm" in done.stdout

@@ -122,7 +122,7 @@ def test_an_interrupt_is_quiet(monkeypatch, capsys):
 @pytest.mark.parametrize("arguments, code", [("--version", 0), ("tune --shape huge", 2)])
 def test_the_package_run_as_a_module_is_the_command(checkout, arguments, code):
     command = [sys.executable, "-m", "tkernels", *arguments.split()]
-    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=600)
     assert done.returncode == code
     said = done.stderr if code else done.stdout
     assert said.startswith("tkernels tune: there is no shape 'huge'" if code else f"tkernels {__version__}\n")
@@ -142,7 +142,7 @@ NO_GPU = (
 )
 def test_a_runtime_that_cannot_be_used_is_named_with_the_reason(command, environment, said):
     command = [*COMMAND, *command.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=os.environ | environment)
     assert done.returncode == 1
     assert done.stderr.startswith(said)
     assert done.stderr.count("\n") == 1
@@ -150,7 +150,7 @@ def test_a_runtime_that_cannot_be_used_is_named_with_the_reason(command, environ
 
 def test_importing_the_command_line_imports_no_torch():
     code = "import sys, tkernels.cli; print([name for name in ('torch', 'triton', 'rich') if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.stdout == "[]\n", done.stderr
 
 
@@ -166,13 +166,13 @@ def test_ctrl_c_ends_quietly_with_130_and_leaves_no_process(tmp_path):
                 break
         ranks = children(process.pid)
         os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to all processes
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=600)
     finally:
         process.kill()
     assert process.returncode == 130
     assert err == ""
     assert len(ranks) >= 2
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 300
     while any(running(pid) for pid in ranks) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert [pid for pid in ranks if running(pid)] == []

@@ -513,7 +513,7 @@ def test_a_workspace_grows_into_zeros_and_nobody_signals_before_every_rank_has_t
             assert not any(getattr(workspace, name).any() for name in words)
             ctx.group.barrier()  # nobody calls before all have looked
             assert tkernels.all_gather(torch.ones(1, device=ctx.device), ctx=fresh).tolist() == [1.0] * 2
-    with tkernels.init(heap_bytes=8 << 20, timeout_s=5.0) as fresh, late_words(ctx.rank):
+    with tkernels.init(heap_bytes=8 << 20) as fresh, late_words(ctx.rank):
         assert tkernels.all_gather(torch.ones(1, device=ctx.device), ctx=fresh).tolist() == [1.0] * 2
         fresh.check()
 

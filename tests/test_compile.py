@@ -285,7 +285,7 @@ def test_the_tuner_compiles_ahead_of_the_launch(tmp_path):
     environment |= {"TKERNELS_RUNTIME": "nvshmem", "TRITON_CACHE_DIR": str(tmp_path)}
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     command = [sys.executable, "-c", AHEAD]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "['warps'] [1]"
 

@@ -273,7 +273,7 @@ def differing(got, want):
     return sum((one != other).sum() for one, other in pairs)
 
 
-@pytest.mark.ranks(2, 4, timeout_s=600)
+@pytest.mark.ranks(2, 4)
 @every_transport
 @every_path
 def test_10000_replays_of_a_training_step_with_a_late_rank_stay_bitwise_right(ctx, transport, path):

@@ -89,7 +89,7 @@ def check_losses_and_bits(ctx, backend, mode):
     assert not any(everywhere := ctx.group.gather(differing)), everywhere
 
 
-@pytest.mark.ranks(2, timeout_s=180)
+@pytest.mark.ranks(2)
 @every_backend
 @every_mode
 def test_losses_are_those_of_one_process_and_overlap_changes_no_bit(ctx, backend, mode):
@@ -97,7 +97,7 @@ def test_losses_are_those_of_one_process_and_overlap_changes_no_bit(ctx, backend
 
 
 @pytest.mark.exhaustive
-@pytest.mark.ranks(4, timeout_s=180)
+@pytest.mark.ranks(4)
 @every_backend
 def test_losses_of_two_instances_of_two_ranks_are_those_of_one_process(ctx, backend):
     check_losses_and_bits(ctx, backend, TWO_INSTANCES)
@@ -450,26 +450,26 @@ def check_awkward_gradients(ctx, backend, mode, overlap):
     ddp.remove()
 
 
-@pytest.mark.ranks(2, timeout_s=120)
+@pytest.mark.ranks(2)
 @every_backend
 @every_mode
 def test_gradients_that_come_twice_late_elsewhere_or_not_at_all(ctx, backend, mode):
     check_awkward_gradients(ctx, backend, mode, overlap=True)
 
 
-@pytest.mark.ranks(2, timeout_s=120)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("mode", [ALL_REDUCED, TWO_INSTANCES], ids=["all-reduced", "two"])
 def test_awkward_gradients_without_overlap(ctx, mode):
     check_awkward_gradients(ctx, "tkernels", mode, overlap=False)
 
 
-@pytest.mark.ranks(4, timeout_s=120)
+@pytest.mark.ranks(4)
 @every_backend
 def test_awkward_gradients_in_two_instances_of_two_ranks(ctx, backend):
     check_awkward_gradients(ctx, backend, TWO_INSTANCES, overlap=True)
 
 
-@pytest.mark.ranks(2, timeout_s=120)
+@pytest.mark.ranks(2)
 @every_backend
 def test_ranks_with_different_graphs_start_their_collectives_in_one_order(ctx, backend, monkeypatch):
     model = Awkward(ctx.device)
@@ -1506,7 +1506,7 @@ def wrapped_on_a_side_stream(ctx, backend, **options):
 
 
 @gpu_only
-@pytest.mark.ranks(2, 4, timeout_s=300)
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("backend", STREAMED)
 @pytest.mark.parametrize("iterations, cycles", MANY, ids=["sleep", "many"])
 def test_late_hooks_are_waited_for(ctx, backend, iterations, cycles):
@@ -1527,7 +1527,7 @@ def test_late_hooks_are_waited_for(ctx, backend, iterations, cycles):
 
 
 @gpu_only
-@pytest.mark.ranks(2, 4, timeout_s=120)
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("backend", STREAMED)
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("form", FORMS)
@@ -1550,7 +1550,7 @@ def test_forms_that_wait_for_one_stream_lose_the_gradients_of_another(ctx, backe
 
 
 @gpu_only
-@pytest.mark.ranks(2, 4, timeout_s=120)
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("backend", STREAMED)
 @pytest.mark.parametrize("told", ["where launched", "after launch", "by the hook"])
 @pytest.mark.parametrize("deferred", [False, True])
@@ -1622,7 +1622,7 @@ def test_a_hook_runs_where_its_node_was_made(ctx):
 
 
 @gpu_only
-@pytest.mark.ranks(2, 4, timeout_s=120)
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("backend", STREAMED)
 def test_backward_goes_on_while_a_reduction_is_open(ctx, backend):
     """The comm stream is held up; what overlaps has finished before it."""
@@ -1653,7 +1653,7 @@ def test_backward_goes_on_while_a_reduction_is_open(ctx, backend):
 
 
 @gpu_only
-@pytest.mark.ranks(2, 4, timeout_s=180)
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("backend", STREAMED)
 @every_mode
 def test_a_whole_iteration_is_captured_after_a_warm_up_on_the_default_stream(ctx, backend, mode):

@@ -161,7 +161,7 @@ def demo_losses(ctx, model, config, steps, part, seed=3):
     return torch.stack(losses)
 
 
-@pytest.mark.ranks(2, 4, timeout_s=300)
+@pytest.mark.ranks(2, 4)
 def test_the_demo_model_trains_to_the_losses_of_the_unsharded_one(ctx):
     steps = 4
     vocabulary = len(Text.of_python_help().vocabulary)
@@ -1306,7 +1306,7 @@ def test_training_with_a_late_stream_gives_the_same_bits(ctx, side, iterations):
 
 
 @gpu_only
-@pytest.mark.ranks(2, 4, timeout_s=300)
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("side", ["comm", "compute"])
 def test_without_the_wait_for_the_last_tenant_a_late_stream_breaks_training(ctx, side):
     plain = FullyShard(hybrid(ctx), UNITS, ctx=ctx, overlap=False)

@@ -450,7 +450,7 @@ def summed(ctx, backend, *gradients):
 
 
 @gpu_only
-@pytest.mark.ranks(2, 4, timeout_s=300)
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("backend", STREAMED)
 @pytest.mark.parametrize(
     "form, iterations, milliseconds", [*((GradBucket, *case) for case in SLEEPS), (CurrentStreamOnly, *SLEEPS[0])]
@@ -505,7 +505,7 @@ def test_the_reduction_waits_for_hooks_on_two_streams(ctx, backend, form, iterat
 
 
 @gpu_only
-@pytest.mark.ranks(2, 4, timeout_s=300)
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("backend", STREAMED)
 @pytest.mark.parametrize(
     "form, iterations, milliseconds", [*((GradBucket, *case) for case in SLEEPS), (AllProducersOneWay, *SLEEPS[0])]

@@ -914,7 +914,7 @@ def test_install_in_a_fresh_process(tmp_path):
     (tmp_path / "script.py").write_text(textwrap.dedent(script))
     env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "TKERNELS_JITTER")}
     env["TKERNELS_RESIDENT"] = "5"
-    subprocess.run([sys.executable, tmp_path / "script.py", interpreter.__file__], env=env, check=True, timeout=300)
+    subprocess.run([sys.executable, tmp_path / "script.py", interpreter.__file__], env=env, check=True, timeout=600)
 
 
 def test_a_kernel_sees_only_its_own_imports():

@@ -493,7 +493,7 @@ def test_no_process_and_no_file_is_left_behind(tmp_path, case, end):
             os.killpg(parent.pid, signal.SIGINT)  # as a terminal does: to the parent and to the ranks
         elif end is not None:
             parent.send_signal(end)
-        output += parent.communicate(timeout=300)[0]
+        output += parent.communicate(timeout=600)[0]
         limit = time.monotonic() + 300
         while (alive := processes_with(token)) and time.monotonic() < limit:
             time.sleep(0.05)

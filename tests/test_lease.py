@@ -764,7 +764,7 @@ def test_the_core_itself_would_be_found():
     assert list(ordering(Path(__import__("tkernels.comm.lease", fromlist=["lease"]).__file__).read_text()))
 
 
-@pytest.mark.ranks(2, timeout_s=300)
+@pytest.mark.ranks(2)
 def test_the_bench_of_leases_counts_those_of_a_training_step(ctx, checkout):
     sys.path.insert(0, str(checkout))  # the bench is imported from the repository's root alone
     leases = importlib.import_module("bench.leases")

@@ -175,7 +175,7 @@ CONFIGS = {
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_every_tiling_and_number_of_programs_gives_the_same(ctx, config):
     for num_programs in (config.num_comm + 1, config.num_comm + 3):
-        context = over(ctx, ctx.transport, num_programs=num_programs, timeout_s=20.0)
+        context = over(ctx, ctx.transport, num_programs=num_programs)
         for M in (64, 45):
             x, w, bias = operands(ctx, small, M, 72, 40, torch.float16, num_programs)
             assert torch.equal(fused(context, x, w, bias, config=config), reference(ctx, x, w, bias).half())

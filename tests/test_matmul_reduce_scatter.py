@@ -189,7 +189,7 @@ def test_every_tiling_and_number_of_programs_gives_the_same(ctx, config):
     # Numbers of programs that are no multiple of a group's rows: a program meets peers' rows and own ones by turns, and
     # one that waited with an own tile before its last tile of the peers' would never end.
     for num_programs in (config.num_comm + 1, config.num_comm + 3):
-        context = over(ctx, ctx.transport, num_programs=num_programs, timeout_s=20.0)
+        context = over(ctx, ctx.transport, num_programs=num_programs)
         for rows in ((64, 64), (33, 50)):
             x, w, bias = operands(ctx, small, rows, 72, 40, torch.float16, num_programs)
             got = fused(context, x, w, bias, rows=rows, config=config)

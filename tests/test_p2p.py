@@ -629,7 +629,7 @@ def test_handles_may_be_waited_for_in_any_order_and_polled(ctx, backend):
     second_handle.wait()
     assert torch.equal(second.cpu(), value(1 - ctx.rank, 1))
     if backend == "nvshmem":
-        limit = time.monotonic() + 20
+        limit = time.monotonic() + 300
         while not first_handle.query() and time.monotonic() < limit:
             pass
         assert first_handle.query()
@@ -734,7 +734,7 @@ def ring_of_sends(comm, form, delay_s, iterations):
 
 
 @gpu_only
-@pytest.mark.ranks(2, 4, timeout_s=600)
+@pytest.mark.ranks(2, 4)
 @every_transport
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "filled"])
 @pytest.mark.parametrize("iterations", [100])
@@ -755,7 +755,7 @@ def test_a_send_that_is_late_reads_what_was_sent(ctx, transport, deterministic, 
 
 
 @gpu_only
-@pytest.mark.ranks(2, 4, timeout_s=600)
+@pytest.mark.ranks(2, 4)
 @every_backend
 @pytest.mark.parametrize("rounds", [3])
 def test_a_receiver_that_comes_late_gets_what_was_sent(ctx, backend, rounds):
@@ -775,7 +775,7 @@ def test_a_receiver_that_comes_late_gets_what_was_sent(ctx, backend, rounds):
 
 
 @gpu_only
-@pytest.mark.ranks(2, 4, timeout_s=600)
+@pytest.mark.ranks(2, 4)
 @every_backend
 def test_the_next_compute_is_done_while_the_send_is_open(ctx, backend):
     """And is not, where the compute stream waits for the send at once."""
@@ -859,7 +859,7 @@ def test_modules_may_be_loaded_while_a_receive_is_open(ctx, form):
 
 @gpu_only
 @own_gpus
-@pytest.mark.ranks(2, 4, timeout_s=600)
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("iterations", [3])
 def test_whether_nccls_sends_may_be_freed_without_a_lease(ctx, iterations):
     """Either data is wrong without the lease, or torch itself holds the block, and the allocator's snapshot says how.
@@ -903,7 +903,7 @@ def state_of_block(address):
 
 
 @gpu_only
-@pytest.mark.ranks(2, 4, timeout_s=600)
+@pytest.mark.ranks(2, 4)
 @every_backend
 @pytest.mark.parametrize("max_inflight", [1, 2, 3])
 def test_memory_stays_below_the_outputs_in_flight(ctx, backend, max_inflight):
@@ -925,7 +925,7 @@ def test_memory_stays_below_the_outputs_in_flight(ctx, backend, max_inflight):
 
 
 @gpu_only
-@pytest.mark.ranks(2, 4, timeout_s=600)
+@pytest.mark.ranks(2, 4)
 @every_transport
 @pytest.mark.parametrize("iterations", [1000])
 def test_a_thousand_sends_with_jitter_on_every_stream(ctx, transport, iterations):

@@ -25,7 +25,7 @@ def wheel(request, source, tmp_path_factory) -> zipfile.ZipFile:
     out = tmp_path_factory.mktemp("dist")
     what = ["--wheel"] if request.param == "checkout" else []  # without an option: an sdist, then a wheel from it
     command = [sys.executable, "-m", "build", "--no-isolation", *what, "--outdir", str(out), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = out.glob("*.whl")
     with zipfile.ZipFile(path) as archive:

@@ -320,7 +320,7 @@ def pipeline_losses(ctx, comm, num_chunks, count, steps, lengths=None, shape=Non
 SHAPE = (CONFIG.sequence, CONFIG.batch, CONFIG.features)
 
 
-@pytest.mark.ranks(2, 4, timeout_s=300)
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("num_chunks", [1, 2])
 def test_a_pipeline_trains_to_the_losses_of_the_model_that_is_not_split(ctx, backend, num_chunks):

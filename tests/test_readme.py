@@ -82,7 +82,7 @@ def test_readme_leads_to_every_guide():
 def test_the_example_runs(tmp_path):
     script = tmp_path / "example.py"
     script.write_text(blocks("python")[0])
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     errors = [float(error) for error in re.search(r"\[(.*)\]", done.stdout).group(1).split(",")]
     assert len(errors) == 2 and max(errors) < 1e-5

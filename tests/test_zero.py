@@ -1059,7 +1059,7 @@ def digest(parameters):
     return hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in parameters)).hexdigest()
 
 
-@pytest.mark.ranks(2, timeout_s=400)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "compiled", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["eager", "compiled"]
 )
@@ -1147,7 +1147,7 @@ def train_towers(ctx, steps, milliseconds, side_streams, compiled=False, overlap
 
 
 @gpu_only
-@pytest.mark.ranks(2, 4, timeout_s=600)
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("steps, milliseconds", [(4, 50.0), (1000, 0.2)])
 def test_streams_that_are_late_change_no_bit(ctx, compiled, steps, milliseconds):
@@ -1156,7 +1156,7 @@ def test_streams_that_are_late_change_no_bit(ctx, compiled, steps, milliseconds)
 
 
 @gpu_only
-@pytest.mark.ranks(2, 4, timeout_s=300)
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("owner, name", [(Fence, "wait"), (ZeroOptimizer, "_await")], ids=["fences", "gathers"])
 def test_streams_that_are_late_show_a_missing_wait(ctx, owner, name):
     want = train_towers(ctx, 4, 0, side_streams=False)
