@@ -41,11 +41,11 @@ every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def train(ctx, steps, **options):
-    """Losses and parameters of the demo's model; without options it is trained by this rank alone on all sequences."""
+    """Losses and parameters of the demo's model; without options of this rank alone on all sequences, in fp64."""
     text = Text.of_python_help()
     config = ModelConfig(vocabulary=len(text.vocabulary), sequence=16, batch=4, heads=2, layers=1)
     torch.manual_seed(0)
-    model = Transformer(config).to(ctx.device)
+    model = Transformer(config).to(ctx.device, torch.float32 if options else torch.float64)
     ddp = OverlappedDDP(model, ctx, bucket_size=5000, **options) if options else None
     module = ddp or model
     parameters = ddp.owned_parameters() if ddp else model.parameters()

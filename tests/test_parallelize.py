@@ -13,7 +13,7 @@ import tkernels
 from tkernels import layers
 from tkernels.comm import MismatchError
 from tkernels.layers import ColumnParallelLinear, RowParallelLinear, ZeroOptimizer, parallelize
-from tkernels.testing.compare import integers, normal, tolerance
+from tkernels.testing.compare import assert_close_to, integers, normal, tolerance
 
 SEQUENCE, BATCH, HIDDEN, HEADS = 8, 2, 16, 4
 STEPS, LEARNING_RATE = 3, 0.1
@@ -137,7 +137,7 @@ def test_a_mesh_or_a_group_stands_for_its_context(ctx):
     x = torch.full((3, 4), 1.0 + mesh["dp"].get_local_rank())
     torch.manual_seed(0)
     full = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
-    want = full(x)
+    want = copy.deepcopy(full).double()(x.double())
 
     with pytest.raises(ValueError, match=r"has 2 dimensions \('dp', 'tp'\); pass .* mesh\['tp'\]"):
         parallelize(copy.deepcopy(full), {"0": "column", "1": "row"}, mesh)
@@ -148,8 +148,7 @@ def test_a_mesh_or_a_group_stands_for_its_context(ctx):
     assert by_group[0].ctx is made  # over the same ranks: not a second one
     for model in (by_mesh, by_group):
         y = model.to(ctx.device)(x.to(ctx.device)).cpu()
-        atol, rtol = tolerance(torch.float32, 4 + 6 + 2)
-        assert y.allclose(want, atol=atol, rtol=rtol)
+        assert_close_to(y, want, terms=4 + 6 + 2)
     by_world = parallelize(copy.deepcopy(full), {"0": "column"}, dist.group.WORLD)
     assert by_world[0].ctx is ctx
     tkernels.finalize(made)

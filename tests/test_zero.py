@@ -96,8 +96,8 @@ def batches(ctx, steps, seed=0):
 
 
 def loss_of(model, text):
-    positions = torch.arange(CONFIG.sequence, device=text.device)
-    return F.cross_entropy(model(text[:-1], positions).float().flatten(0, 1), text[1:].flatten())
+    logits = model(text[:-1], torch.arange(CONFIG.sequence, device=text.device)).flatten(0, 1)
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), text[1:].flatten())
 
 
 def models(ctx, seed=0):
@@ -109,6 +109,7 @@ def models(ctx, seed=0):
 def parted(ctx, steps=6, max_norm=0.05, **options):
     """How far sharded and unsharded training part: the worst loss and the first norm, as parts of what is allowed."""
     sharded, unsharded = models(ctx)
+    unsharded.double()
     settings = {"lr": 2e-2, "betas": (0.9, 0.95), "eps": ADAM_EPSILON}
     gather = sharded if options.pop("overlap_gather", False) else None
     zero = ZeroOptimizer(
