@@ -88,7 +88,7 @@ def test_that_fails_on_rank_1(ctx):
 def test_after_a_failure(ctx):
     dist.barrier()
 
-@pytest.mark.ranks(2, timeout_s=3)
+@pytest.mark.ranks(2, timeout_s=5)
 def test_that_hangs(ctx):
     if ctx.rank == 1:
         time.sleep(600)
@@ -111,7 +111,7 @@ def test_that_skips_on_one_rank(ctx):
         "*in test_that_fails_on_rank_1",
         "*where 1 = Context(*).rank",
         "*printed by rank 1*",
-        "ranks 0, 1 of 2 still running after 3 s",
+        "ranks 0, 1 of 2 still running after 5 s",
         "rank 0 (still running):",
         "*in barrier",
         "*in test_that_hangs",
@@ -121,7 +121,7 @@ def test_that_skips_on_one_rank(ctx):
         "rank 1 skipped (not here), but ranks [[]0[]] did not;*",
     ])
     seconds = [r.duration for r in result.reprec.getreports() if r.when == "call" and "hangs" in r.nodeid]
-    assert 3 <= seconds[0] < 120, "with the start of new ranks"
+    assert 5 <= seconds[0] < 600, "when it would have ended by itself"
 
 
 def test_what_cannot_reach_the_ranks_is_named(run):

@@ -34,7 +34,9 @@ from dataclasses import dataclass
 
 import pytest
 
-MAX_POOLS = 3  # world sizes whose ranks are kept; the least recently used one is closed first
+# World sizes whose ranks are kept; the least recently used one is closed first. A start of 4 ranks takes 6 s on two
+# cores; on GPUs each rank holds memory.
+MAX_POOLS = {"simulated": 4, "nvshmem": 3}
 
 _SIZE = "_tkernels_ranks"  # the fixture that carries a test's world size
 _POOLS = pytest.StashKey[dict]()
@@ -167,13 +169,14 @@ def _timeout_s(marker, config) -> float:
 
 def _pool(item):
     """(the ranks of a test, what has changed in this process's environment since they started, None if deleted)."""
+    from tkernels.comm.runtime import RUNTIME
     from tkernels.launch import RankPool
 
     pools, ranks = item.config.stash[_POOLS], item.callspec.params[_SIZE]
     pool, inherited = pools.pop(ranks, (None, {}))
     if pool is None:
         pool = RankPool(ranks)
-        while len(pools) >= MAX_POOLS:
+        while len(pools) >= MAX_POOLS[RUNTIME]:
             _close_oldest(item.config)
     now = dict(os.environ)
     if not pool.pids:  # they start in this test
