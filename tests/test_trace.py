@@ -223,7 +223,7 @@ def test_clocks_that_are_apart_are_aligned(ctx):
         began = time.monotonic_ns()
         trace = recorded(ctx, "all_gather_matmul", (64,) * 3)
         took_us = (time.monotonic_ns() - began) / 1e3
-    assert max(s.end_us for s in trace.slices) < took_us
+    assert max(s.end_us for s in trace.slices) < took_us + trace.clock_error_us
     check_times(trace)
 
 
