@@ -489,6 +489,12 @@ class Context:
         if _contexts.pop(self.name, None) is not None:
             _abandoned.append(self)
 
+    def give_back(self):
+        """Free the memory without a meeting: for ranks that know that none of them uses the context any more."""
+        if _contexts.pop(self.name, None) is not None:
+            local_plans.clear()
+            self._give_back()
+
     def _give_back(self, keep_heap: bool = False):
         reported, error = self.reported, None
         try:

@@ -2,9 +2,11 @@
 
 import contextlib
 import copy
+import functools
 import gc
 import importlib
 import inspect
+import itertools
 import os
 import subprocess
 import sys
@@ -21,8 +23,12 @@ from transports import late, nccl
 
 import tkernels
 from tkernels.comm import TkernelsError, current_context
+from tkernels.comm.context import open_contexts
+from tkernels.comm.group import Group
+from tkernels.comm.heap import SymmetricHeap
+from tkernels.comm.workspace import Workspace
 from tkernels.layers import userbuffers as te
-from tkernels.layers.userbuffers import registry, shim
+from tkernels.layers.userbuffers import communicators, registry, shim
 from tkernels.layers.userbuffers.defaults import configure, without_effect
 from tkernels.testing.streams import Race, Simulator
 
@@ -685,6 +691,65 @@ def test_an_error_of_one_rank_is_an_error_of_all_and_leaves_nothing(ctx, monkeyp
         assert ctx.rank == 1 or "failed on rank 1, so nothing is initialised on any rank" in str(caught.value)
     del caught
     assert not te.is_ub_initialized() and resources() == before
+    te.initialize_ub([8, 8], 2, dtype=torch.float32)
+    gathers(te.get_ub("qkv_fprop"), ctx)
+    te.destroy_ub()
+
+
+def breaks(original, call, before):
+    """`original`, whose `call`-th call from now on raises before it does anything, or after it has done everything."""
+    calls = itertools.count()
+
+    def broken(*arguments, **options):
+        now = next(calls) == call
+        if now and before:
+            raise RuntimeError("boom")
+        made = original(*arguments, **options)
+        if now:
+            raise RuntimeError("boom", made)  # whoever keeps the error keeps what was made
+        return made
+
+    return broken
+
+
+@pytest.mark.ranks(2)
+def test_initialize_ub_that_fails_anywhere_on_one_rank_raises_on_all_and_works_next_time(ctx):
+    """Rank 1 fails in each object that is constructed, before and after it, and where the ranks meet for it."""
+    stages = [
+        (registry, "_resolve", 0), (registry, "_domain", 0), (registry, "CommOverlapHelper", 0), (communicators, "init", 0),
+        (SymmetricHeap, "empty", 0), (te.CommOverlapCore, "_reserve", 0), (Workspace, "reserve", 0),
+        (Workspace, "_grow", 0), *((registry, "_communicator", number) for number in (0, 1, 11)),
+    ]  # fmt: skip
+    before, contexts, gather, met = resources(), open_contexts(), Group.gather, []
+
+    def meets(group, value, call=None, fails_at=None):
+        if call not in (registry.AGREED, registry.ENDED):
+            if ctx.rank == 1 and len(met) == fails_at:
+                raise RuntimeError("boom")
+            met.append(call)
+        return gather(group, value, call)
+
+    def fails():
+        with pytest.raises(RuntimeError, match="boom") as caught:
+            te.initialize_ub([8, 8], 2, dtype=torch.float32)
+        assert ctx.rank == 1 or "initialize_ub: failed on rank 1, so nothing is initialised" in str(caught.value)
+        assert not te.is_ub_initialized() and open_contexts() == contexts
+
+    for (owner, name, call), early in itertools.product(stages, (True, False)):
+        broken = breaks(getattr(owner, name), call, early)
+        with mock.patch.object(owner, name, broken) if ctx.rank == 1 else contextlib.nullcontext():
+            fails()
+    assert resources() == before
+    with mock.patch.object(Group, "gather", functools.partialmethod(meets)):
+        te.initialize_ub([8, 8], 2, dtype=torch.float32)
+    gathers(te.get_ub("qkv_fprop"), ctx)
+    te.destroy_ub()
+    assert len(met) > 10
+    for fails_at in range(len(met)):
+        met.clear()
+        with mock.patch.object(Group, "gather", functools.partialmethod(meets, fails_at=fails_at)):
+            fails()
+    assert resources() == before
     te.initialize_ub([8, 8], 2, dtype=torch.float32)
     gathers(te.get_ub("qkv_fprop"), ctx)
     te.destroy_ub()

@@ -4,6 +4,7 @@ Everything is checked before anything is created, and the ranks exchange their e
 all ranks and leaves nothing initialised on any.
 """
 
+import contextlib
 import os
 import warnings
 from collections.abc import Iterable
@@ -12,8 +13,8 @@ from numbers import Integral
 import torch
 import torch.distributed as dist
 
-from tkernels.comm.context import Context
-from tkernels.comm.errors import MismatchError, TkernelsError
+from tkernels.comm.context import Context, open_contexts
+from tkernels.comm.errors import MismatchError, OutOfStepError, TkernelsError
 from tkernels.comm.group import Group
 from tkernels.layers.userbuffers.communicators import (
     DTYPES,
@@ -36,6 +37,7 @@ from tkernels.layers.userbuffers.defaults import (
 
 NONE, FP8 = UserBufferQuantizationMode.NONE, UserBufferQuantizationMode.FP8
 BACKENDS = ("gloo", "mpi", "nccl")
+AGREED, ENDED = "initialize_ub", "initialize_ub, after constructing or an error"  # names of meetings
 REMOVED_VARIABLES = (
     "NVTE_UB_SPLIT_RS",
     "NVTE_UB_SPLIT_AG",
@@ -73,15 +75,17 @@ def initialize_ub(
     quantization_modes: [NONE]. FP8 is refused, as is the deprecated use_fp8: the kernels have no fp8.
     dtype: of all operands.
     ub_cfgs: {GEMM: {option: value}}, see `defaults`; or a list with one such dict for each mode.
-    bootstrap_backend: of the torch groups created for the domains: gloo, mpi or nccl. None: the default group's.
+    bootstrap_backend: of the torch groups created for the domains: gloo, mpi or nccl. None: the default group's. With
+        tp_group, of which none is created, it must be that group's.
     with_cublasmp: the semantics of the cuBLASMp backend: no bulk overlap, and no buffers for gathered operands.
 
     Environment: UB_TIMEOUT, seconds that a kernel waits for a peer (110). NVTE_EXT_MARGIN_SM, SMs left free by GEMMs
     that have a communicator or run beside its collective (0). UB_SKIPMC has no effect, since no multicast is used.
 
     Raises RuntimeError if UB is already initialised or torch.distributed is not, ValueError or TypeError for invalid
-    arguments, and MismatchError if the ranks' arguments differ. Ranks without an error of their own raise TkernelsError
-    with another rank's error.
+    arguments, and MismatchError if the ranks' arguments differ. An error of one rank, wherever it occurs, is raised on
+    all: ranks without one of their own raise TkernelsError with its text. Nothing is left behind then, and
+    initialize_ub may be called again.
     """
     world = Group(None)
     asked = dict(
@@ -89,35 +93,32 @@ def initialize_ub(
         bootstrap_backend=bootstrap_backend, tp_group=tp_group is not None,
         UB_TIMEOUT=os.environ.get("UB_TIMEOUT"), NVTE_EXT_MARGIN_SM=os.environ.get("NVTE_EXT_MARGIN_SM"),
     )  # fmt: skip
-    error, options = None, None
-    try:
+    with _agreed(world, asked=repr(asked)):
         timeout_s(), margin()
         _check(world, shape, tp_size, dtype, bootstrap_backend, tp_group)
         modes = _modes(use_fp8, quantization_modes)
         configurations = _configurations(ub_cfgs, modes)
         options = _resolve(configurations, modes, tp_size, with_cublasmp)
-    except (ValueError, TypeError, RuntimeError) as caught:
-        error = caught
-    _agree(world, error, repr(asked))
+        if world.rank == 0:
+            _tell(configurations, options, tp_size)
 
-    group, groups = _domain(world, tp_size, bootstrap_backend, tp_group)
-    helper, made = None, {}
+    before, groups, made = open_contexts(), [], {}
     try:
-        helper = CommOverlapHelper(group, heap_bytes=heap_bytes(shape, dtype, tp_size))
-        for mode, table in options.items():
-            for name, mine in table.items():
-                made[name, mode] = _communicator(mine, shape, dtype, helper, tp_size, with_cublasmp)
-    except Exception as caught:
-        error = caught
-    try:
-        _agree(world, error)
-    except Exception:
-        _close(helper, groups)
+        with _agreed(world):
+            group = _domain(world, tp_size, bootstrap_backend, tp_group, groups)
+        with _agreed(world, domain=Group(group)):
+            helper = CommOverlapHelper(group, heap_bytes=heap_bytes(shape, dtype, tp_size))
+            for mode, table in options.items():
+                for name, mine in table.items():
+                    made[name, mode] = _communicator(mine, shape, dtype, helper, tp_size, with_cublasmp)
+    except Exception:  # raised on all ranks, so none of them uses what any of them has made
+        for context in open_contexts():
+            if context not in before:
+                context.give_back()
+        _destroy(groups)
         raise
     _ub_communicators.update(made)
     _state.update(initialized=True, cublasmp=with_cublasmp, helper=helper, groups=groups)
-    if world.rank == 0:
-        _tell(configurations, options, tp_size)
 
 
 def destroy_ub() -> None:
@@ -126,8 +127,11 @@ def destroy_ub() -> None:
     _ub_communicators.clear()
     _state.update(initialized=False, cublasmp=False, helper=None, groups=[])
     if helper is not None:
-        _close(helper, groups)
-        torch.compiler.reset()
+        try:
+            helper.domain.close()
+        finally:
+            _destroy(groups)
+            torch.compiler.reset()
 
 
 def is_ub_initialized() -> bool:
@@ -204,6 +208,13 @@ def _check(world: Group, shape, tp_size, dtype, bootstrap_backend, tp_group):
         raise ValueError(
             f"initialize_ub: bootstrap_backend={bootstrap_backend!r} must be {', '.join(BACKENDS)} or None"
         )
+    if tp_group is not None and bootstrap_backend is not None:
+        has = dist.get_backend_config(tp_group)
+        if bootstrap_backend not in has:
+            raise ValueError(
+                f"initialize_ub: bootstrap_backend={bootstrap_backend!r} is for groups that initialize_ub creates, but "
+                f"tp_group, of backend {has}, is used as it is; leave out one of them"
+            )
     if bootstrap_backend is not None and not getattr(dist, f"is_{bootstrap_backend}_available")():
         raise RuntimeError(
             f"initialize_ub: bootstrap_backend={bootstrap_backend!r}, but this torch was built without it"
@@ -254,13 +265,21 @@ def _resolve(configurations, modes, tp_size, with_cublasmp) -> dict[UserBufferQu
     }
 
 
-def _agree(world: Group, error: Exception | None, asked: str | None = None):
-    """Collective. Raise if any rank has an error, or if `asked` differs between ranks.
+@contextlib.contextmanager
+def _agreed(world: Group, domain: Group | None = None, asked: str | None = None):
+    """Collective. An error of one rank in the block is raised on all; without any, MismatchError if `asked` differs.
 
-    A rank with an error raises its own. The others raise TkernelsError with the first failed rank's. Without errors,
-    all ranks raise MismatchError where `asked` differs.
+    A rank with an error raises its own. The others raise TkernelsError with the first failed rank's.
+    domain: ranks that meet inside the block.
     """
-    found = world.gather((None if error is None else f"{type(error).__name__}: {error}", asked))
+    error = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    if domain is not None and _has_ended(domain, error):
+        error = None
+    found = world.gather((None if error is None else f"{type(error).__name__}: {error}", asked), AGREED)
     failed = {rank: text for rank, (text, _) in enumerate(found) if text is not None}
     if error is not None:
         raise error
@@ -272,13 +291,36 @@ def _agree(world: Group, error: Exception | None, asked: str | None = None):
         raise MismatchError(f"initialize_ub: the ranks ask for different things: {by_rank}")
 
 
-def _domain(world: Group, tp_size: int, backend: str | None, tp_group):
-    """(this rank's tensor-parallel group, or None for all ranks; the groups created for it)."""
-    if tp_group is not None or (tp_size == world.size and backend is None):
-        return tp_group, []
-    blocks = [list(range(first, first + tp_size)) for first in range(0, world.size, tp_size)]
-    groups = [dist.new_group(block, backend=backend) for block in blocks]
-    return groups[world.rank // tp_size], [groups[world.rank // tp_size]]
+def _has_ended(domain: Group, error: Exception | None) -> bool:
+    """Collective. Whether `error` only says that another rank has one. On return no rank of the domain waits for others.
+
+    A rank that has failed comes to this meeting while the others wait in a meeting of what they construct. The group
+    notices that these are two, and both raise OutOfStepError: here it is expected, there it is how they learn.
+    """
+    if isinstance(error, OutOfStepError) and ENDED in error.calls:
+        return True
+    with contextlib.suppress(OutOfStepError):
+        domain.gather(None, ENDED)
+    return False
+
+
+def _domain(world: Group, tp_size: int, backend: str | None, tp_group, made: list):
+    """Collective. This rank's tensor-parallel group; None for all ranks. A group that is created is added to `made`."""
+    if tp_group is not None:
+        everyone = world.gather(mine := Group(tp_group).global_ranks)
+        if other := [rank for rank in mine if everyone[rank] != mine]:
+            raise ValueError(
+                f"initialize_ub: tp_group has the ranks {mine}, but rank {other[0]} passed a group of "
+                f"{everyone[other[0]]}; the ranks of a domain must pass one group"
+            )
+        return tp_group
+    if world.process_group is None or (tp_size == world.size and backend is None):
+        return None
+    for first in range(0, world.size, tp_size):
+        group = dist.new_group(list(range(first, first + tp_size)), backend=backend)
+        if first <= world.rank < first + tp_size:
+            made.append(group)
+    return made[0]
 
 
 def _communicator(options: OverlapOptions, shape, dtype, helper, tp_size, with_cublasmp) -> CommOverlapCore:
@@ -299,10 +341,8 @@ def _communicator(options: OverlapOptions, shape, dtype, helper, tp_size, with_c
     return CommOverlap(shape, dtype, helper, tp_size, method=options.method, **common)
 
 
-def _close(helper: CommOverlapHelper | None, groups):
-    if helper is not None:
-        helper.domain.close()
-    for group in groups or ():
+def _destroy(groups):
+    for group in groups:
         dist.destroy_process_group(group)
 
 
