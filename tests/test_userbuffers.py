@@ -716,9 +716,10 @@ def breaks(original, call, before):
 def test_initialize_ub_that_fails_anywhere_on_one_rank_raises_on_all_and_works_next_time(ctx):
     """Rank 1 fails in each object that is constructed, before and after it, and where the ranks meet for it."""
     stages = [
-        (registry, "_resolve", 0), (registry, "_domain", 0), (registry, "CommOverlapHelper", 0), (communicators, "init", 0),
-        (SymmetricHeap, "empty", 0), (te.CommOverlapCore, "_reserve", 0), (Workspace, "reserve", 0),
-        (Workspace, "_grow", 0), *((registry, "_communicator", number) for number in (0, 1, 11)),
+        (registry, "_resolve", 0), (registry, "_domain", 0), (registry, "CommOverlapHelper", 0),
+        (communicators, "init", 0), (SymmetricHeap, "empty", 0), (te.CommOverlapCore, "_reserve", 0),
+        (Workspace, "reserve", 0), (Workspace, "_grow", 0),
+        *((registry, "_communicator", number) for number in (0, 1, 11)),
     ]  # fmt: skip
     before, contexts, gather, met = resources(), open_contexts(), Group.gather, []
 
@@ -805,9 +806,29 @@ def test_domains_are_blocks_of_neighbours_or_the_group_that_is_given(ctx):
     gathers(te.get_ub("qkv_fprop"), ctx)
     te.Linear(8, 8, tp_group=mine, device="cpu", **options)
     te.destroy_ub()
-    for group in odd_and_even:
-        if group is mine:
-            dist.destroy_process_group(group)
+    neighbours = [dist.new_group([0, 1]), dist.new_group([2, 3])][ctx.rank // 2]
+    with pytest.raises((ValueError, TkernelsError), match="tp_group has the ranks .*, but rank . passed a group of"):
+        te.initialize_ub([8, 8], 2, dtype=torch.float32, tp_group=neighbours if ctx.rank == 3 else mine)
+    other = "gloo" if "gloo" not in dist.get_backend_config(mine) else "nccl"
+    with pytest.raises(ValueError, match=f"bootstrap_backend='{other}' is for groups that initialize_ub creates"):
+        te.initialize_ub([8, 8], 2, dtype=torch.float32, tp_group=mine, bootstrap_backend=other)
+    make = registry._communicator
+
+    def fails(*arguments):
+        if ctx.rank == 3:
+            raise RuntimeError("boom")
+        return make(*arguments)
+
+    for options in (dict(tp_group=mine), dict(bootstrap_backend="gloo")):  # the other domain has none of its own
+        groups = set(dist.distributed_c10d._world.pg_map)
+        with mock.patch.object(registry, "_communicator", fails), pytest.raises(RuntimeError, match="boom"):
+            te.initialize_ub([8, 8], 2, dtype=torch.float32, **options)
+        assert set(dist.distributed_c10d._world.pg_map) == groups
+    te.initialize_ub([8, 8], 2, dtype=torch.float32, tp_group=mine, bootstrap_backend=dist.get_backend(mine))
+    gathers(te.get_ub("qkv_fprop"), ctx)
+    te.destroy_ub()
+    for group in (mine, neighbours):
+        dist.destroy_process_group(group)
 
 
 @pytest.mark.ranks(2)

@@ -3,13 +3,15 @@
 import contextlib
 import gc
 import os
+import warnings
 import weakref
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
-from transports import gpu_only, host_work, late, simulated_only, tf32, without_launches
+import torch.distributed as dist
+from transports import gpu_only, host_work, late, launches, simulated_only, tf32, without_launches
 
 import tkernels
 from tkernels.all_gather_matmul import all_gather_matmul
@@ -342,6 +344,34 @@ def test_options_reach_the_kernel(ctx):
 
 
 @pytest.mark.ranks(2)
+def test_general_gemm_takes_no_other_communicators_plan(ctx):
+    """Two communicators of one domain, whose calls are alike but for an option: what is launched follows the option."""
+    shared, large = helper(ctx), GemmConfig(block_m=128)
+    common = [512, 16], torch.float32, shared, 2
+    x, w = torch.ones(512, 8, device=ctx.device), torch.ones(16, 8, device=ctx.device)
+    chosen = communicators.overlap_config
+
+    def in_large_pieces(*args, **options):
+        return replace(chosen(*args, **options), chunk_rows=256, gemm=large)
+
+    def launched(comm, ub_type):
+        operand = x if ub_type is RS else torch.ones(256, 16, device=ctx.device)
+        with launches() as found:
+            te.general_gemm(w if ub_type is RS else w.t(), operand, ub=comm, ub_type=ub_type)
+        return [(arguments["num_comm"], arguments["chunk_rows"]) for *_, arguments in found]
+
+    with mock.patch.object(communicators, "overlap_config", in_large_pieces):
+        pieces = [te.CommOverlap(*common, num_splits=splits, num_comm_sm=2) for splits in (2, 16)]
+        programs = [te.CommOverlap(*common, num_comm_sm=number) for number in (1, 2)]
+        copies = [te.CommOverlapP2P(*common, AG, use_ce=use_ce) for use_ce in (True, False)]
+        for _ in range(2):
+            assert [launched(comm, RS) for comm in pieces] == [[(2, 128)], [(2, 16)]]
+            assert [launched(comm, RS)[0][0] for comm in programs] == [1, 2]
+            by_rule, by_programs = (launched(comm, AG)[0][0] for comm in copies)
+            assert by_programs == 1 and by_rule > 1
+
+
+@pytest.mark.ranks(2)
 def test_large_shares_of_a_ring_exchange_travel_by_the_copy_engine(ctx):
     """use_ce does what it says, of sizes where copies are faster, and their room is there from construction on."""
     tokens, hidden = 4096, 4096
@@ -449,6 +479,7 @@ def test_wrong_calls_are_refused_before_anything_is_launched(ctx):
         (lambda: call(w, x, accumulate=True), "there is none; pass out="),
         (lambda: call(w, x, out=w.t()[:4]), "it must be contiguous"),
         (lambda: call(w, x, gelu=True, grad=True), "needs gelu_in"),
+        (lambda: call(w, x, gelu_in=x), "gelu_in is given, but gelu=False"),
         (lambda: call(w, x, rows=(4, 4)), "concerns communication inside a GEMM"),
         (lambda: call(w, x, ub=collective, ub_type=AG, bulk_overlap=True, rows=(4, 4)), "leave rows out"),
         (lambda: call(w, x, ub=ring, ub_type=AG, extra_output=x), r"extra_output has shape \[4, 8\] .*\[8, 8\]"),
@@ -467,6 +498,83 @@ def test_wrong_calls_are_refused_before_anything_is_launched(ctx):
     wide = torch.ones(4, 16, device=ctx.device), torch.ones(8, 16, device=ctx.device)
     with pytest.raises(ValueError, match="8 tokens of 16 in torch.float32 don't fit"):  # as many rows as just before
         call(wide[1], wide[0], ub=ring, ub_type=AG)
+
+
+@pytest.mark.ranks(2)
+def test_general_gemm_has_no_bulk_overlap_with_cublasmp_semantics(ctx):
+    common = [8, 8], torch.float32, helper(ctx), 2
+    comm, ring = te.CommOverlap(*common, True, RS), te.CommOverlapP2P(*common, AG, use_cublasmp=True)
+    w = torch.ones(8, 8, device=ctx.device)
+    stream = torch.get_device_module(ctx.device).current_stream()
+    userbuffers = te.CommOverlapP2P(*common, AG)
+    bulk = lambda comm, kind: te.general_gemm(w, w, ub=comm, ub_type=kind, bulk_overlap=True)  # noqa: E731
+    refused = [
+        (lambda: bulk(comm, RS), "cublasmp semantics, which have no bulk overlap"),
+        (lambda: bulk(comm, AG), "cublasmp semantics, which have no bulk overlap"),
+        (lambda: bulk(ring, AG), "cublasmp semantics, which have no bulk overlap"),
+        (lambda: te.bulk_overlap_ag_with_external_gemm(comm, stream, stream), "has cublasmp semantics; make a Comm"),
+        (lambda: te.bulk_overlap_ag_with_external_gemm(ring, stream, stream), "has cublasmp semantics"),
+        (lambda: te.bulk_overlap_ag_with_external_gemm(userbuffers, stream, stream), "overlaps inside a GEMM only"),
+        (lambda: te.CommOverlap(*common, True, AG), "method='bulk' overlaps beside a GEMM, which cublasmp semantics"),
+        (lambda: te.CommOverlap(*common, True, RS, method="bulk"), "method='bulk' overlaps beside a GEMM"),
+    ]  # fmt: skip
+    for wrong, message in refused:
+        with pytest.raises(ValueError, match=message):
+            wrong()
+    assert te.general_gemm(w, w, ub=comm, ub_type=RS)[0].eq(16.0).all()  # what it has
+
+
+@pytest.mark.ranks(2)
+def test_fill_userbuffers_buffer_for_all_gather_looks_at_the_group(ctx):
+    alone = [dist.new_group([rank]) for rank in range(2)][ctx.rank]
+    for cublasmp in (False, True):
+        comm = make(ctx, "G1", torch.float32, cublasmp=cublasmp)
+        x = torch.ones(S // 2, H, device=ctx.device)
+        with pytest.raises(
+            ValueError, match=rf"process_group has the ranks \[{ctx.rank}\], but .* gathers from \[0, 1\]"
+        ):
+            te.fill_userbuffers_buffer_for_all_gather(comm, x, None, alone)
+        for group in (None, ctx.group.process_group, dist.new_group([0, 1])):
+            assert te.fill_userbuffers_buffer_for_all_gather(comm, x, None, group)[1] is x
+
+
+@pytest.mark.ranks(2)
+def test_comm_overlap_looks_at_each_of_its_arguments(ctx):
+    """Wrong types are refused, whatever an option does; what changes nothing is told, once and by name."""
+    shared = helper(ctx)
+    common = [8, 8], torch.float32, shared, 2
+    refused = [
+        *(dict([(name, value)]) for name in ("num_splits", "num_comm_sm", "comm_cga_size", "num_max_streams")
+          for value in (0, -1, 1.5, "x", None, True)),
+        *(dict([(name, value)]) for name in ("set_sm_margin", "rs_overlap_first_gemm", "atomic_gemm")
+          for value in (2, "x", None, [])),
+        dict(comm_priority="high"), dict(gemm_priority=None), dict(method="smoke"), dict(method="ring_exchange"),
+        dict(method="external"),  # of type AG only
+    ]  # fmt: skip
+    for wrong in refused:
+        with pytest.raises((TypeError, ValueError), match=f"CommOverlap: .*{next(iter(wrong))}"):
+            te.CommOverlap(*common, **wrong)
+    for wrong in (dict(use_ce=2), dict(aggregate=None), dict(num_comm_sm=0), dict(num_max_streams="x")):
+        with pytest.raises(TypeError, match=f"CommOverlapP2P: {next(iter(wrong))}: "):
+            te.CommOverlapP2P(*common, AG, **wrong)
+    for shape in (8, None, [8], [8, 2.5], [8, -1], ["8", 8]):
+        with pytest.raises(ValueError, match="must be .tokens, hidden., two positive integers"):
+            te.CommOverlap(shape, *common[1:])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        te.CommOverlap(*common, num_max_streams=1, comm_cga_size=1, num_comm_sm=2, num_splits=3)
+        te.CommOverlapP2P(*common, AG, num_comm_sm=2, set_sm_margin=1)
+        te.CommOverlapP2P(*common, AG, num_comm_sm=2, use_ce=0, aggregate=1)
+    texts = [str(each.message) for each in told]
+    assert texts == ([] if ctx.rank else [
+        "CommOverlap: these options change nothing here: num_max_streams=1: a single kernel does all the work; "
+        "comm_cga_size=1: the programs form no clusters",
+        "CommOverlapP2P: these options change nothing here: set_sm_margin=True: a fused kernel always has dedicated "
+        "comm programs; num_comm_sm=2: with use_ce the library chooses what carries the data",
+    ])  # fmt: skip
+    part = [dist.new_group([rank]) for rank in range(2)]
+    with pytest.raises(ValueError, match=r"intra_node_group has the ranks \[0, 1\], but world_group only"):
+        te.CommOverlapHelper(part[ctx.rank], ctx.group.process_group)
 
 
 @pytest.mark.ranks(2)

@@ -5,6 +5,7 @@ import copy
 import itertools
 import warnings
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -177,6 +178,52 @@ def test_cublasmp_semantics_replace_bulk_overlap_and_say_so(ctx, case):
         assert bool(replaced) == (kind != "row") and len(replaced) <= 2
     finally:
         te.destroy_ub()
+
+
+@contextlib.contextmanager
+def watched_beside(entered):
+    """`entered` receives the name of each collective that runs beside a GEMM in the block."""
+    beside = communicators.CommOverlapCore.beside
+
+    def watch(comm, collective, *rest):
+        entered.append(collective.__name__)
+        return beside(comm, collective, *rest)
+
+    with mock.patch.object(communicators.CommOverlapCore, "beside", watch):
+        yield
+
+
+@pytest.mark.ranks(2)
+def test_linear_overlaps_with_ub_bulk_wgrad_alone(ctx):
+    """On either backend, dx is not reduced by itself: beside wgrad, or with cublasmp semantics inside its GEMM."""
+    flags = dict(ub_overlap_ag=True, ub_bulk_wgrad=True)
+    for cublasmp, inside in ((False, "reduce_scatter"), (True, "matmul_reduce_scatter")):
+        initialized(ctx, torch.float32, flags, with_cublasmp=cublasmp)
+        try:
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                run_case(ctx, "column", flags, torch.float32, steps=1)
+                layer = linear("column", ub_name="qkv", **parallel(ctx, torch.float32), **flags)
+            assert sum("has no bulk overlap; dx is reduced inside" in str(w.message) for w in told) == 2 * cublasmp
+            x = torch.ones(S // ctx.size, B, H, device=ctx.device, requires_grad=True)
+            y = layer(x)
+            entered = []
+            with launches() as launched, watched_beside(entered):
+                y.sum().backward()
+            assert [name for name, _ in operations(launched)] == ["all_gather", inside]
+            assert entered == (["all_gather"] if cublasmp else ["reduce_scatter"])
+        finally:
+            te.destroy_ub()
+
+
+@pytest.mark.ranks(2)
+def test_linear_says_that_overlap_needs_sequence_parallel(ctx):
+    common = dict(tp_group=ctx.group.process_group, device=ctx.device)
+    for mode, options, told in (("column", DGRAD, 1), ("row", BULK, 1), ("row", dict(ub_bulk_dgrad=True), 0)):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            linear(mode, ub_name="qkv", **options, **common)
+        assert sum("have no effect without sequence_parallel=True" in str(w.message) for w in found) == told, mode
 
 
 def test_the_judgement_sees_wrong_layers():

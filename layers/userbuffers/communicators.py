@@ -15,11 +15,15 @@ stream before anything else is launched.
 import contextlib
 import enum
 import functools
+import inspect
 import itertools
 import math
 import os
+import warnings
 import weakref
+from collections.abc import Iterable
 from dataclasses import replace
+from numbers import Integral
 
 import torch
 import torch.distributed as dist
@@ -30,6 +34,7 @@ from tkernels.comm.capture import lasting
 from tkernels.comm.collectives import check_rows, split_rows
 from tkernels.comm.context import Context, init
 from tkernels.comm.errors import TkernelsError
+from tkernels.comm.group import Group
 from tkernels.comm.lease import Fence, Lease
 from tkernels.comm.plans import describe
 from tkernels.comm.regions import round_up
@@ -46,7 +51,7 @@ from tkernels.configs import (
 )
 from tkernels.gemm import layout_of, precision
 from tkernels.gemm import plan as plan_matmul
-from tkernels.layers.userbuffers.defaults import OverlapOptions
+from tkernels.layers.userbuffers.defaults import OverlapOptions, integer
 from tkernels.matmul_reduce_scatter import OP as REDUCE_SCATTER
 from tkernels.matmul_reduce_scatter import plan as plan_reduce
 from tkernels.overlap import TILE_COUNTS
@@ -56,6 +61,11 @@ NUM_CARRIERS = 12  # programs of a collective beside a GEMM, unless options set 
 MAX_PROGRAMS = 256  # upper bound on the programs of such kernels that a GPU runs at one time
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
+_ARGUMENTS = {  # fields of OverlapOptions that the constructors take under other names
+    "num_sm": "num_comm_sm",
+    "cga_size": "comm_cga_size",
+    "pipeline_rs_overlap_first_gemm": "rs_overlap_first_gemm",
+}
 _numbers = itertools.count()
 
 
@@ -112,9 +122,12 @@ class _Domain:
 class CommOverlapHelper:
     """Collective. The ranks that communicators connect: those of `intra_node_group`, by default of `world_group`.
 
-    Without groups, torch's default group. Communicators hold references to all that they use, so the helper may be
-    dropped before them. Once the helper and its communicators are dropped, their symmetric memory is freed when the
-    ranks make the next helper, or context, for the group.
+    If both are given, they must have one backend, and world_group the ranks of intra_node_group. Without groups, they
+    are those of torch's default group.
+
+    Communicators hold references to all that they use, so the helper may be dropped before them. Once the helper and
+    its communicators are dropped, their symmetric memory is freed when the ranks make the next helper, or context, for
+    the group.
 
     heap_bytes: symmetric memory for all communicators of the helper; the default is that of `tkernels.init`.
     """
@@ -126,6 +139,12 @@ class CommOverlapHelper:
                 raise ValueError(
                     f"CommOverlapHelper: world_group has backend {backends[0]} and intra_node_group {backends[1]}; "
                     f"pass groups of one backend"
+                )
+            world, ranks = Group(world_group).global_ranks, Group(intra_node_group).global_ranks
+            if not set(ranks) <= set(world):
+                raise ValueError(
+                    f"CommOverlapHelper: intra_node_group has the ranks {ranks}, but world_group only {world}; pass a "
+                    f"part of world_group"
                 )
         self.domain = _Domain(world_group if intra_node_group is None else intra_node_group, heap_bytes)
 
@@ -140,15 +159,17 @@ class CommOverlapCore:
     def __init__(self, buffer_shape, buffer_dtype, helper, tp_size, comm_type, use_cublasmp, options: OverlapOptions):
         name = type(self).__name__
         _check_generation(name, use_cublasmp, comm_type)
-        self.shape = tuple(buffer_shape)
-        if len(self.shape) != 2 or min(self.shape) < 1:
-            raise ValueError(f"{name}: buffer_shape={list(buffer_shape)} must be [tokens, hidden], both positive")
+        self.shape = tuple(buffer_shape) if isinstance(buffer_shape, Iterable) else ()
+        if len(self.shape) != 2 or any(not isinstance(size, Integral) or size < 1 for size in self.shape):
+            raise ValueError(f"{name}: buffer_shape={buffer_shape!r} must be [tokens, hidden], two positive integers")
         if buffer_dtype not in DTYPES:
             raise TypeError(
                 f"{name}: buffer_dtype={buffer_dtype} must be float32, float16 or bfloat16; there is no fp8"
             )
         if not isinstance(helper, CommOverlapHelper):
             raise TypeError(f"{name}: helper must be a CommOverlapHelper, not {type(helper).__name__}")
+        options = options.checked(lambda key: f"{name}: {_ARGUMENTS.get(key, key)}")
+        _check_method(name, options, use_cublasmp)
         if options.atomic_gemm:
             raise ValueError(f"{name}: atomic_gemm=True needs fp8, which there is none of; pass atomic_gemm=False")
         if options.gemm_priority != 0:
@@ -168,6 +189,29 @@ class CommOverlapCore:
         self._configs = {}
         self._number = next(_numbers)  # identifies it in the keys of plans, which must not keep it alive
         self._reserve()
+
+    @classmethod
+    def of(cls, options: OverlapOptions, buffer_shape, buffer_dtype, helper, tp_size, use_cublasmp):
+        """Collective. The communicator with these options."""
+        comm_type = CommOverlapType.RS if options.is_reduce_scatter else CommOverlapType.AG
+        comm = cls.__new__(cls)
+        CommOverlapCore.__init__(comm, buffer_shape, buffer_dtype, helper, tp_size, comm_type, use_cublasmp, options)
+        return comm
+
+    def _tell(self, num_max_streams):
+        """Warn of arguments of the constructor that are not its defaults, and change nothing."""
+        integer(f"{type(self).__name__}: num_max_streams", num_max_streams, positive=True)
+        found = {"num_max_streams": (num_max_streams, "a single kernel does all the work")}
+        for key, reason in self.options.without_effect.items():
+            found[_ARGUMENTS.get(key, key)] = getattr(self.options, key), reason
+        defaults = {each.name: each.default for each in inspect.signature(type(self)).parameters.values()}
+        lines = [
+            f"{name}={value!r}: {reason}"
+            for name, (value, reason) in found.items()
+            if name in defaults and value != defaults[name]
+        ]
+        if lines and self.rank == 0:
+            warnings.warn(f"{type(self).__name__}: these options change nothing here: {'; '.join(lines)}", stacklevel=3)
 
     # Queries
 
@@ -412,10 +456,15 @@ class CommOverlap(CommOverlapCore):
     """Collective. Reduce-scatter inside a GEMM, in pieces (pipeline), or either collective beside a GEMM (bulk).
 
     buffer_shape: [tokens of all ranks, hidden].
+    num_splits: TransformerEngine's default, 4, which its initialize_ub passes too. Up to its release 2.16 this class
+        had 3; pass num_splits=3 to keep that. No result depends on it: see OverlapOptions for how rows are cut.
     num_max_streams: no effect; a single kernel does all the work.
+    method: "pipeline" (RS), "bulk", or "external" (AG); by default pipeline for RS and bulk for AG. With use_cublasmp
+        there is only pipeline.
 
-    The other arguments are fields of OverlapOptions. Before release 2.17 the fifth and sixth positional arguments were
-    num_splits and num_max_streams; such calls are refused.
+    The other arguments are fields of OverlapOptions. Options that are given and change nothing are told in a warning.
+    Before release 2.17 the fifth and sixth positional arguments were num_splits and num_max_streams; such calls are
+    refused.
     """
 
     def __init__(
@@ -451,6 +500,7 @@ class CommOverlap(CommOverlapCore):
             pipeline_rs_overlap_first_gemm=rs_overlap_first_gemm,
         )
         super().__init__(buffer_shape, buffer_dtype, helper, tp_size, comm_type, use_cublasmp, options)
+        self._tell(num_max_streams)
 
     def _tuned(self, config, tokens, available):
         piece = max(max(split_rows(tokens, self.size)) // self.options.num_splits, 1)
@@ -463,7 +513,8 @@ class CommOverlap(CommOverlapCore):
 class CommOverlapP2P(CommOverlapCore):
     """Collective. All-gather or reduce-scatter inside a GEMM, point to point (ring_exchange).
 
-    The arguments are those of CommOverlap, in a different order, plus aggregate and use_ce of OverlapOptions.
+    The arguments are those of CommOverlap, in a different order, plus aggregate and use_ce of OverlapOptions. There is
+    no num_splits: a ring exchange sends a rank's rows in one piece for each rank.
     """
 
     def __init__(
@@ -498,6 +549,7 @@ class CommOverlapP2P(CommOverlapCore):
             gemm_priority=gemm_priority,
         )
         super().__init__(buffer_shape, buffer_dtype, helper, tp_size, comm_type, use_cublasmp, options)
+        self._tell(num_max_streams)
 
     def _tuned(self, config, tokens, available):
         if self.options.aggregate and self.comm_type is CommOverlapType.AG:
@@ -548,6 +600,8 @@ def heap_bytes(shape, dtype: torch.dtype, size: int, streams: int = 3) -> int:
 def fill_userbuffers_buffer_for_all_gather(comm: CommOverlapCore, local_tensor: torch.Tensor, quantizer, process_group):
     """(global, local): the operand for `general_gemm(ub_type=AG)`, and this rank's part. No communication happens here.
 
+    process_group: the communicator's ranks, or None.
+
     The local tensor is copied into this rank's chunk of the buffer. `global` is a view of the whole buffer, which the
     GEMM fills with the other ranks' rows. With cublasmp semantics nothing is copied and both are the local tensor.
     Passing the local tensor itself to general_gemm gives the same result without a buffer.
@@ -556,6 +610,11 @@ def fill_userbuffers_buffer_for_all_gather(comm: CommOverlapCore, local_tensor: 
         raise ValueError(
             f"fill_userbuffers_buffer_for_all_gather: quantizer={type(quantizer).__name__}, but there is no fp8; pass "
             f"None and an unquantized tensor"
+        )
+    if process_group is not None and (ranks := Group(process_group).global_ranks) != comm.context.group.global_ranks:
+        raise ValueError(
+            f"fill_userbuffers_buffer_for_all_gather: process_group has the ranks {ranks}, but {comm!r} gathers from "
+            f"{comm.context.group.global_ranks}; pass the group that it was made for, or None"
         )
     if comm.with_cublasmp():
         return local_tensor, local_tensor
@@ -568,9 +627,15 @@ def bulk_overlap_ag_with_external_gemm(allgather_communicator: CommOverlapCore, 
     """Collective. All-gather the buffer in place on recv_stream, after send_stream, beside a GEMM of the caller.
 
     The caller orders its own stream before and after the gather. Until the gather has finished, no other call that
-    waits for peers may be launched on another stream.
+    waits for peers may be launched on another stream. Raises ValueError for a CommOverlapP2P, and with cublasmp
+    semantics, which have no bulk overlap.
     """
     comm = allgather_communicator
+    if comm.with_cublasmp() or comm.is_p2p_overlap():
+        reason = "has cublasmp semantics" if comm.with_cublasmp() else "overlaps inside a GEMM only"
+        raise ValueError(
+            f"bulk_overlap_ag_with_external_gemm: {comm!r} {reason}; make a CommOverlap without use_cublasmp"
+        )
     dev, (rows, own, whole) = comm._domain.dev, comm.parts()
     ready = Fence(dev)
     ready.record(send_stream)
@@ -580,12 +645,15 @@ def bulk_overlap_ag_with_external_gemm(allgather_communicator: CommOverlapCore, 
 
 
 def get_stream_priority_range(device_id: int = -1) -> tuple[int, int]:
-    """(lowest, highest) priority of a stream; (0, 0) without a GPU."""
-    return torch.cuda.Stream.priority_range() if torch.cuda.is_available() else (0, 0)
+    """(lowest, highest) priority of a stream on a GPU, -1 for the current one; (0, 0) without a GPU."""
+    if not torch.cuda.is_available():
+        return 0, 0
+    with torch.cuda.device(device_id):
+        return torch.cuda.Stream.priority_range()
 
 
 def device_supports_multicast(device_id: int = -1) -> bool:
-    """False: these kernels don't use multicast, so UB_SKIPMC=1 changes nothing."""
+    """False, whatever the device: these kernels don't use multicast, so UB_SKIPMC=1 changes nothing."""
     return False
 
 
@@ -617,6 +685,19 @@ def margin() -> int:
     if not text.isdecimal():
         raise ValueError(f"NVTE_EXT_MARGIN_SM={text!r} must be a number of SMs")
     return int(text)
+
+
+def _check_method(name: str, options: OverlapOptions, use_cublasmp: bool):
+    ways = {"CommOverlapP2P": ("ring_exchange",)}.get(
+        name, ("pipeline", "bulk") if options.is_reduce_scatter else ("bulk", "external")
+    )
+    if options.method not in ways:
+        raise ValueError(f"{name}: there is no method {options.method!r} of this type; there is {', '.join(ways)}")
+    if use_cublasmp and options.method in ("bulk", "external"):
+        raise ValueError(
+            f"{name}: method={options.method!r} overlaps beside a GEMM, which cublasmp semantics don't have; make a "
+            f"CommOverlapP2P, a pipeline of type RS, or pass use_cublasmp=False"
+        )
 
 
 def _check_generation(name: str, use_cublasmp, comm_type):

@@ -18,6 +18,7 @@ Everything in this file is pure: no rank, no device, no state between calls.
 
 import enum
 from dataclasses import dataclass, fields, replace
+from numbers import Integral
 
 
 class UserBufferQuantizationMode(enum.Enum):
@@ -41,6 +42,8 @@ class OverlapOptions:
         programs and compute programs.
     num_splits: pipeline: a rank's rows are sent in at least this many pieces, each of at least 16 rows. There are
         usually more, since by rule a piece has at most 128 rows. Rows are split, not features, so no remainder is lost.
+        The default is 4, what TransformerEngine's initialize_ub passes and its CommOverlap has from 2.17 on; up to 2.16
+        CommOverlap itself had 3.
     aggregate: ring_exchange all-gather: messages of twice the rows where comm programs send them. The copy engine sends
         whole shards. Works with any number of ranks.
     use_ce: ring_exchange: the copy engine (DMA) sends where that is faster: shares of 8 MB and more, if the peers'
@@ -66,6 +69,10 @@ class OverlapOptions:
     comm_priority: int = 0
     gemm_priority: int = 0
     pipeline_rs_overlap_first_gemm: bool = False
+
+    def checked(self, where) -> "OverlapOptions":
+        """The same with booleans for 0 and 1. `where(option)` begins the error for a value of a wrong type."""
+        return replace(self, **{key: checked_option(where(key), key, value) for key, value in vars(self).items()})
 
     @property
     def without_effect(self) -> dict[str, str]:
@@ -120,11 +127,17 @@ def methods(with_cublasmp: bool = False) -> dict[str, tuple[str, ...]]:
 def default_config(
     tp_size: int, *, with_cublasmp: bool = False, comm_priority: int = 0, gemm_priority: int = 0
 ) -> dict[str, OverlapOptions]:
-    """The default options of every GEMM that has an overlap."""
+    """The default options of every GEMM that has an overlap. Raises ValueError unless tp_size is a number of ranks."""
+    _check_size(tp_size)
     return {
         name: _defaults(name, ways[0], tp_size, comm_priority, gemm_priority)
         for name, ways in methods(with_cublasmp).items()
     }
+
+
+def _check_size(tp_size):
+    if type(tp_size) is not int or tp_size < 1:
+        raise ValueError(f"tp_size={tp_size!r} must be a positive number of ranks")
 
 
 def _defaults(name: str, method: str, tp_size: int, comm_priority: int, gemm_priority: int) -> OverlapOptions:
@@ -212,21 +225,28 @@ def _entries(ub_cfg: dict, allowed: dict, with_cublasmp: bool) -> dict[str, dict
         for key in entry:
             if key not in names:
                 raise ValueError(f"ub_cfgs[{name!r}]: there is no option {key!r}; there are {', '.join(sorted(names))}")
-        entries[name] = {key: _value(f"ub_cfgs[{name!r}][{key!r}]", key, value) for key, value in entry.items()}
+        entries[name] = {key: checked_option(f"ub_cfgs[{name!r}][{key!r}]", key, value) for key, value in entry.items()}
     return entries
 
 
-def _value(where: str, key: str, value):
+def checked_option(where: str, key: str, value):
+    """The value of an option, with a boolean for 0 and 1. Raises TypeError, which begins with `where`."""
     if isinstance(value, (tuple, list)) and len(value) == 1:
         value = value[0]  # published presets contain (False,)
     if key in _BOOLEAN:
-        if value not in (0, 1):
-            raise TypeError(f"{where}: {value!r} must be a boolean, or 0 or 1")
-        return bool(value)
-    if key == "method":
-        return value
-    if type(value) is not int or (key in _COUNTS and value < 1):
-        raise TypeError(f"{where}: {value!r} must be {'a positive' if key in _COUNTS else 'an'} integer")
+        return boolean(where, value)
+    return value if key == "method" else integer(where, value, positive=key in _COUNTS)
+
+
+def boolean(where: str, value) -> bool:
+    if not isinstance(value, Integral) or value not in (0, 1):
+        raise TypeError(f"{where}: {value!r} must be a boolean, or 0 or 1")
+    return bool(value)
+
+
+def integer(where: str, value, positive: bool = False) -> int:
+    if type(value) is not int or (positive and value < 1):
+        raise TypeError(f"{where}: {value!r} must be {'a positive' if positive else 'an'} integer")
     return value
 
 

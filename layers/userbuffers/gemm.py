@@ -61,7 +61,7 @@ def general_gemm(
         alpha, beta, and gelu apply once, to the sum.
     bulk_overlap: the GEMM is local, and beside it the collective runs on ub's buffer, in the shape that
         copy_into_buffer or get_buffer last used: AG fills the whole buffer, RS this rank's chunk. extra_output is
-        filled with the result of the collective, too.
+        filled with the result of the collective, too. Refused with cublasmp semantics, which have no bulk overlap.
     rows: every rank's number of rows, if they aren't equal (AG) or not split as by split_rows (RS).
 
     The returned out is the result in every case: `out` if that was given, else for RS possibly in extra_output's
@@ -117,6 +117,8 @@ def _plan(
 ):  # fmt: skip
     """Plan general_gemm for tensors like these: a function of ub (not kept in it), the tensors, alpha and beta."""
     _check(out_dtype, layout, accumulate, out)
+    if gelu_in is not None and not gelu:
+        raise ValueError("general_gemm: gelu_in is given, but gelu=False applies none; pass gelu=True, or leave it out")
     if gelu and grad and gelu_in is None:
         raise ValueError("general_gemm: gelu=True with grad=True needs gelu_in, what gelu was applied to in forward")
     if ub is not None or ub_type is not None or bulk_overlap or extra_output is not None:
@@ -281,6 +283,11 @@ def _check_overlap(ub, ub_type, bulk):
         )
     if not isinstance(ub_type, CommOverlapType):
         raise TypeError(f"general_gemm: ub_type={ub_type!r} must be CommOverlapType.AG or CommOverlapType.RS")
+    if bulk and ub.with_cublasmp():
+        raise ValueError(
+            f"general_gemm: bulk_overlap=True, but {ub!r} has cublasmp semantics, which have no bulk overlap; pass "
+            f"bulk_overlap=False and a communicator that overlaps inside the GEMM, or make one without use_cublasmp"
+        )
     if ub.is_p2p_overlap() and (bulk or ub.comm_type != ub_type):
         raise ValueError(
             f"general_gemm: a CommOverlapP2P of type {ub.comm_type.name} overlaps only that, inside a GEMM, not "

@@ -56,9 +56,9 @@ class ParallelModule(MarkedModule):
         column = self.sequence_parallel and mode == "column"
         row = self.sequence_parallel and mode == "row"
         if column and registry.using_cublasmp_backend() and (bulk_dgrad or bulk_wgrad):
-            instead = "dx is reduced inside its GEMM" if bulk_dgrad else "dx is reduced after its GEMM"
+            instead = "dx is reduced inside its GEMM, with the all-gather of x beside it"
             warnings.warn(f"{name}({ub_name}): with_cublasmp=True has no bulk overlap; {instead}", stacklevel=4)
-            rs_dgrad, bulk_dgrad, bulk_wgrad = rs_dgrad or bulk_dgrad, False, False
+            rs_dgrad, bulk_dgrad, bulk_wgrad = True, False, False
         flags = {
             "ub_overlap_ag_fprop": column and ag,
             "ub_overlap_rs_dgrad": column and rs_dgrad,
@@ -68,6 +68,11 @@ class ParallelModule(MarkedModule):
             "ub_overlap_ag_dgrad": row and ag,
         }
         wanted = [flag for flag in FLAGS if flags[flag]]
+        asked = {"column": (ag, rs_dgrad, bulk_dgrad, bulk_wgrad), "row": (ag, rs)}.get(mode, ())
+        if self.tp_size > 1 and not self.sequence_parallel and any(asked):
+            warnings.warn(
+                f"{name}({ub_name}): the ub_ options have no effect without sequence_parallel=True", stacklevel=4
+            )
         if flags["ub_bulk_wgrad"] and self.wgrad_store is not None:
             raise ValueError(
                 f"{name}: delay_wgrad_compute=True leaves no GEMM for ub_bulk_wgrad to run beside; drop one of them"

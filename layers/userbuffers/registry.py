@@ -22,7 +22,6 @@ from tkernels.layers.userbuffers.communicators import (
     CommOverlapCore,
     CommOverlapHelper,
     CommOverlapP2P,
-    CommOverlapType,
     get_stream_priority_range,
     heap_bytes,
     margin,
@@ -31,6 +30,7 @@ from tkernels.layers.userbuffers.communicators import (
 from tkernels.layers.userbuffers.defaults import (
     OverlapOptions,
     UserBufferQuantizationMode,
+    boolean,
     configure,
     without_effect,
 )
@@ -95,6 +95,7 @@ def initialize_ub(
     )  # fmt: skip
     with _agreed(world, asked=repr(asked)):
         timeout_s(), margin()
+        with_cublasmp = boolean("initialize_ub: with_cublasmp", with_cublasmp)
         _check(world, shape, tp_size, dtype, bootstrap_backend, tp_group)
         modes = _modes(use_fp8, quantization_modes)
         configurations = _configurations(ub_cfgs, modes)
@@ -222,6 +223,12 @@ def _check(world: Group, shape, tp_size, dtype, bootstrap_backend, tp_group):
 
 
 def _modes(use_fp8: bool, modes) -> list[UserBufferQuantizationMode]:
+    if modes and use_fp8:
+        warnings.warn(
+            "initialize_ub: use_fp8 is deprecated, and has no effect beside quantization_modes; leave it out",
+            DeprecationWarning,
+            stacklevel=3,
+        )
     if not modes:
         if use_fp8:
             warnings.warn(
@@ -292,7 +299,7 @@ def _agreed(world: Group, domain: Group | None = None, asked: str | None = None)
 
 
 def _has_ended(domain: Group, error: Exception | None) -> bool:
-    """Collective. Whether `error` only says that another rank has one. On return no rank of the domain waits for others.
+    """Collective. Whether `error` only says that another rank has one. Afterwards no rank of the domain waits.
 
     A rank that has failed comes to this meeting while the others wait in a meeting of what they construct. The group
     notices that these are two, and both raise OutOfStepError: here it is expected, there it is how they learn.
@@ -324,21 +331,8 @@ def _domain(world: Group, tp_size: int, backend: str | None, tp_group, made: lis
 
 
 def _communicator(options: OverlapOptions, shape, dtype, helper, tp_size, with_cublasmp) -> CommOverlapCore:
-    common = dict(
-        comm_type=CommOverlapType.RS if options.is_reduce_scatter else CommOverlapType.AG,
-        comm_cga_size=options.cga_size,
-        gemm_priority=options.gemm_priority,
-        comm_priority=options.comm_priority,
-        num_comm_sm=options.num_sm,
-        set_sm_margin=options.set_sm_margin,
-        atomic_gemm=options.atomic_gemm,
-        use_cublasmp=with_cublasmp,
-    )
-    if options.method == "ring_exchange":
-        common.update(use_ce=options.use_ce, aggregate=options.aggregate)
-        return CommOverlapP2P(shape, dtype, helper, tp_size, **common)
-    common.update(num_splits=options.num_splits, rs_overlap_first_gemm=options.pipeline_rs_overlap_first_gemm)
-    return CommOverlap(shape, dtype, helper, tp_size, method=options.method, **common)
+    kind = CommOverlapP2P if options.method == "ring_exchange" else CommOverlap
+    return kind.of(options, shape, dtype, helper, tp_size, with_cublasmp)
 
 
 def _destroy(groups):
