@@ -10,6 +10,8 @@ import inspect
 import itertools
 import logging
 import pickle
+import sys
+import types
 import warnings
 from typing import NamedTuple
 
@@ -608,7 +610,8 @@ def refuse_wrong_problems(ctx):
 
     refused = [
         (problem(a=a[:-1] if last else a), ValueError, f"{who}: A is .* gives it"),
-        (problem(a=a.numpy(force=True) if last else a), TypeError, f"{who}: A is ndarray; operands are torch tensors"),
+        (problem(a=a.numpy(force=True) if last else a), TypeError, f"{who}: B is of torch on .*are of numpy on cpu"),
+        (problem(a=a.tolist() if last else a), TypeError, f"{who}: A is list; operands are torch tensors, or numpy"),
         (problem(a=a[None] if last else a), ValueError, f"{who}: A must be a matrix, but has shape"),
         (problem(b=b.bfloat16() if last else b), MismatchError, "dtypes differ between ranks"),
         (problem(b=b.bfloat16()), TypeError, "A is torch.float32 and B is torch.bfloat16"),
@@ -638,7 +641,8 @@ def refuse_wrong_problems(ctx):
         (problem(options={"sm_count_communication": 10**6}), ValueError, "of which at least one must not send"),
         (problem(options={"sm_count_communication": 1} if last else None), MismatchError, "options differ between"),
         (problem(options={"compute_type": 64}), ValueError, "compute_type=64 must be one of 32F"),
-        (problem(options={"compute_type": 77}), ValueError, r"in ieee, .*set_float32_matmul_precision\('high'\)"),
+        (problem(a=a.half(), b=b.half(), epilog_inputs={"bias": bias.half()}, options={"compute_type": 77}), ValueError,
+         "COMPUTE_32F_FAST_TF32 is for float32 operands, not torch.float16"),
         (problem(quantization_scales={}), ValueError, "quantization_scales are for fp8"),
         (problem(preferences={"epilog": {"aux_type": torch.float16}}), ValueError, "aux_type=torch.float16 must be"),
     ]  # fmt: skip
@@ -753,7 +757,7 @@ def test_the_adapter_adds_no_copy_no_allocation_and_no_second_look(ctx, monkeypa
             mm.plan(epilog=case.epilog, epilog_inputs={"bias": bias})
             wanted = host_work(ctx, lambda: plain[pattern](x, w, bias))  # noqa: B023
             with monkeypatch.context() as patch:  # a plan that is there is found without a look at what it is of
-                patch.delattr(cublasmp.multiplication, "_describe")
+                patch.delattr(cublasmp.multiplication, "_understand")
                 assert host_work(ctx, lambda: matmul(a, b, **call)) == wanted, (pattern, order)  # noqa: B023
                 assert host_work(ctx, mm.execute) == wanted, (pattern, order)
 
@@ -980,6 +984,188 @@ def test_work_is_launched_on_the_stream_that_was_named(ctx):
             with torch.cuda.stream(side):
                 case.judge(got, parts[2])
             assert torch.cuda.current_stream() != side
+
+
+# As nvmath has it
+
+
+class CupyArray:
+    """What the library asks of a cupy array, over a torch tensor."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def __dlpack__(self, **options):
+        return self.tensor.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.tensor.__dlpack_device__()
+
+
+CupyArray.__module__, CupyArray.__name__ = "cupy", "ndarray"
+PACKAGES = {  # by name: an array of a tensor, and the tensor of an array
+    "numpy": (lambda tensor: tensor.cpu().numpy(), torch.from_numpy),
+    "cupy": (CupyArray, lambda array: array.tensor),
+    "torch on the CPU": (lambda tensor: tensor.cpu(), lambda tensor: tensor),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("package", PACKAGES)
+def test_matmul_returns_results_as_operands_came(ctx, monkeypatch, package):
+    """Values, auxiliary outputs and C in place; Matmul with other operands; D is Fortran-ordered, as nvmath's."""
+    fake = types.ModuleType("cupy")
+    fake.from_dlpack = lambda tensor: CupyArray(torch.from_dlpack(tensor))
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    wrap, tensor_of = PACKAGES[package]
+
+    def unwrapped(got):
+        d, aux = got if isinstance(got, tuple) else (got, {})
+        assert {type(each) for each in (d, *aux.values())} == {kind}
+        aux = {name: tensor_of(value) for name, value in aux.items()}
+        return (tensor_of(d), aux) if aux else tensor_of(d)
+
+    for seed, (pattern, epilog) in enumerate(itertools.product(PATTERNS, (E.BIAS, E.RELU_AUX_BIAS))):
+        epilog |= E.ALLREDUCE if pattern == "GEMM+AR" else 0
+        cases = [Case(*UNEVEN, "TN", epilog, (torch.float16, torch.float32)[seed % 2], s, 2.0, 0.5) for s in (1, 2)]
+        distributions, parts = layouts(pattern, "TN", cases[0], ctx.rank, ctx.size)
+        made = []
+        for case in cases:
+            operands = zip("abc", parts, (case.a, case.b, case.c), strict=True)
+            made.append({name: wrap(case.tensor(part.of(whole), ctx)) for name, part, whole in operands})
+            made[-1]["epilog_inputs"] = {name: wrap(t) for name, t in case.inputs(ctx, parts[2]).items()}
+        a, b, c, inputs = made[0].values()
+        kind, call = type(a), dict(distributions=distributions, qualifiers="TN", ctx=ctx, alpha=2.0, beta=0.5)
+        with Matmul(a, b, c, **call, options={"inplace": False}) as mm:
+            mm.plan(epilog=epilog, epilog_inputs=inputs)
+            for number in (0, 1, 0):
+                got = mm.execute()
+                cases[number].judge(unwrapped(got), parts[2], (package, pattern, number))
+                assert tensor_of(got[0] if isinstance(got, tuple) else got).t().is_contiguous()
+                reset = mm.reset_operands_unchecked if number else mm.reset_operands
+                reset(**made[1 - number])
+            with pytest.raises(TypeError, match="A is of .*, but others are of .*; all must be of one package"):
+                mm.reset_operands(a=np.zeros(1) if package.startswith("torch") else torch.zeros(1))
+            cases[1].judge(unwrapped(mm.execute()), parts[2], (package, pattern))  # nothing has changed
+        got = matmul(a, b, c, **call, epilog=epilog, epilog_inputs=inputs)
+        assert (got[0] if isinstance(got, tuple) else got) is c  # in place
+        cases[0].judge(unwrapped(got), parts[2], (package, pattern))
+
+
+@pytest.mark.ranks(2)
+def test_matmul_says_which_arrays_it_cannot_take(ctx):
+    a, b = (np.ones((8, columns), np.float32, order="F") for columns in (4, 3))
+    d = dict(distributions=[Slab.Y, Slab.Y, Slab.X], qualifiers="TN", ctx=ctx)
+    fixed = np.ones((4, 6), np.float32, order="F")
+    fixed.flags.writeable = False
+    refused = [
+        (lambda: matmul(a.astype(np.float64), b.astype(np.float64), **d), TypeError, "A is torch.float64 and B is"),
+        (lambda: matmul(a[::-1], b, **d), ValueError, "A, a numpy array of float32 with strides"),
+        (lambda: matmul(a.astype("U1"), b, **d), TypeError, "A, a numpy array of <U1"),
+        (lambda: matmul(a, b, fixed, beta=1.0, **d), ValueError, "C is a read-only array"),
+        (lambda: Matmul(a, torch.ones(8, 3), **d), TypeError, "B is of torch on .*, but others are of numpy on cpu"),
+    ]
+    for wrong, kind, message in refused:
+        with pytest.raises(kind, match=message) as caught:
+            wrong()
+        message_on_every_rank(ctx, caught.value)
+    a.flags.writeable = False  # it is only read
+    assert np.array_equal(matmul(a, b, **d), np.full((4, 6), 8.0))
+
+
+@pytest.mark.ranks(2)
+def test_matmul_construction_notices_ranks_that_disagree(ctx):
+    """As nvmath 1.0 does, and with its words; the next call finds all ranks in step."""
+    grid = ProcessGrid(shape=(1, 2), layout=ProcessGrid.Layout.ROW_MAJOR)
+    short = np.zeros((60 if ctx.rank == 0 else 64, 32), dtype=np.float32, order="F")
+    with pytest.raises(ValueError, match="The problem size is inconsistent across processes") as caught:
+        Matmul(short, short, distributions=[BlockNonCyclic(grid)] * 3, ctx=ctx)
+    assert isinstance(caught.value, MismatchError)
+    message_on_every_rank(ctx, caught.value)
+    a, b = (torch.ones(columns, 8, device=ctx.device).t() for columns in (4, 3))
+    good = dict(distributions=[Slab.Y, Slab.Y, Slab.X], qualifiers="TN", ctx=ctx)
+    mine = lambda right, wrong: wrong if ctx.rank == 1 else right  # noqa: E731
+    refused = [
+        (dict(distributions=[mine(Slab.Y, Slab.X), Slab.Y, Slab.X]), "The distribution is inconsistent across process"),
+        (dict(qualifiers=mine("TN", "NN")), "qualifiers differ between ranks.*The problem is inconsistent across proc"),
+        (dict(alpha=mine(1.0, 2.0)), "alpha differ between ranks"),
+        (dict(options={"blocking": mine("auto", True)}), "options differ between ranks"),
+        (dict(options=mine(None, 3)), "rank 1: MatmulOptions: pass an object of it or a dict of its fields, not 3"),
+        (dict(stream=mine(None, "x")), "rank 1: stream='x'"),
+        (dict(distributions=mine(good["distributions"], None)), "rank 1: 'NoneType' object is not iterable"),
+    ]
+    for wrong, message in refused:
+        with pytest.raises((ValueError, TypeError), match=message) as caught:
+            Matmul(a, b, **good | wrong)
+        message_on_every_rank(ctx, caught.value)
+    with pytest.raises(TypeError, match="rank 1: B is int"):
+        Matmul(a, mine(b, 3), **good)
+    with Matmul(a, b, **good) as mm:
+        with pytest.raises((ValueError, TypeError), match="rank 1: stream='x'"):
+            mm.plan(stream=mine(None, "x"))
+        with pytest.raises(TypeError, match="rank 1: bias is str"):
+            mm.plan(epilog=E.BIAS, epilog_inputs={"bias": mine(a[0], "x")})
+        assert mm.plan().execute().eq(8.0).all()
+        if ctx.device.type == "cpu":
+            for reset in (mm.reset_operands, mm.reset_operands_unchecked):
+                with pytest.raises(ValueError, match="stream=3, but on the simulated runtime there are no streams"):
+                    reset(a=a, stream=3)
+
+
+@pytest.mark.ranks(2)
+def test_matmul_has_nvmaths_traits(ctx):
+    for pattern, epilog in (("AG+GEMM", E.DEFAULT), ("GEMM+RS", E.DEFAULT), ("GEMM+AR", E.ALLREDUCE)):
+        case = Case(*UNEVEN, "TN", epilog, beta=1.0)
+        distributions, parts = layouts(pattern, "TN", case, ctx.rank, ctx.size)
+        a, b, c = (case.tensor(part.of(m), ctx) for part, m in zip(parts, (case.a, case.b, case.c), strict=True))
+        with Matmul(a, b, c, beta=1.0, distributions=distributions, qualifiers="TN", ctx=ctx) as mm:
+            traits = mm.mm_traits
+            assert (traits.M, traits.N, traits.K) == UNEVEN and traits.d_layout is None
+            for layout, matrix, transposed in ((traits.a_layout, a, True), (traits.b_layout, b, False)):
+                assert (layout.shape, layout.strides) == (tuple(matrix.shape), matrix.stride())
+                assert (layout.is_transpose, layout.is_conjugate) == (transposed, False)
+            assert traits.c_layout.shape == tuple(c.shape)
+            mm.plan(epilog=epilog)
+            assert mm.mm_traits.d_layout.shape == tuple(c.shape) == tuple(mm.execute().shape)
+            assert mm.mm_traits.d_layout.strides == c.stride()
+
+
+@pytest.mark.ranks(2)
+def test_matmul_multiplies_in_tf32_where_the_call_says_so(ctx):
+    """Whatever torch's switch says, with overlap and without."""
+    kinds = cublasmp.options.MatmulComputeType
+    expected = [
+        (None, False, "ieee"), (None, True, "tf32"), (kinds.COMPUTE_32F_FAST_TF32, False, "tf32"),
+        (kinds.COMPUTE_32F, True, "ieee"), (kinds.COMPUTE_32F_PEDANTIC, True, "ieee"),
+    ]  # fmt: skip
+    for pattern in PATTERNS:
+        case = Case(*EVEN, "TN", E.ALLREDUCE if pattern == "GEMM+AR" else E.DEFAULT)
+        distributions, parts = layouts(pattern, "TN", case, ctx.rank, ctx.size)
+        for algorithm in ("ATOMIC_P2P", "NO_OVERLAP"):
+            for compute, allowed, precision in expected:
+                options = {"compute_type": compute, "algo_type": MatmulAlgoType[algorithm]}
+                with tf32(allowed), launches() as launched:
+                    case.judge(run(ctx, case, distributions, parts, options=options), parts[2])
+                found = {arguments["PRECISION"] for *_, arguments in launched if "PRECISION" in arguments}
+                assert {getattr(each, "value", each) for each in found} == {precision}, (pattern, options, allowed)
+
+
+@pytest.mark.ranks(2)
+def test_slab_shape_takes_the_size_of_its_context(ctx):
+    for rank in range(2):
+        assert Slab.X.shape(rank, (7, 3)) == ((4, 3), (3, 3))[rank]
+        assert Slab.Y.shape(rank, (7, 3)) == ((7, 2), (7, 1))[rank]
+    with pytest.raises(ValueError, match="rank=2 is none of size=2 ranks"):
+        Slab.X.shape(2, (7, 3))
+    for wrong in (7, (7,), (7, 3, 1), (7, -1), (7.5, 3), None, "73"):
+        with pytest.raises(ValueError, match="Slab.X: the shape of a matrix is two numbers of rows and columns, not"):
+            Slab.X.shape(0, wrong)
+    box = Box((0, 2), (3, 5))
+    assert box.shape(ctx.rank, (3, 5)) == (3, 3)
+    with pytest.raises(ValueError, match=f"this process is rank {ctx.rank}; pass its own"):
+        box.shape(1 - ctx.rank, (3, 5))
+    with pytest.raises(ValueError, match=r"is not inside of a matrix of \(3, 4\)"):
+        box.shape(ctx.rank, (3, 4))
 
 
 def test_options_say_what_they_refuse():

@@ -27,6 +27,7 @@ from tkernels.layers.cublasmp.options import (
     matrix_qualifiers_dtype,
 )
 from tkernels.layers.cublasmp.plan import Outcome
+from tkernels.layers.cublasmp.problem import InconsistentError, MatrixLayout, MMTraits
 
 __all__ = [
     "BlockCyclic",
@@ -34,7 +35,9 @@ __all__ = [
     "Box",
     "CudaDataType",
     "Distribution",
+    "InconsistentError",
     "InvalidMatmulState",
+    "MMTraits",
     "Matmul",
     "MatmulAlgoType",
     "MatmulComputeType",
@@ -43,6 +46,7 @@ __all__ = [
     "MatmulOptions",
     "MatmulPlanPreferences",
     "MatmulResultScheme",
+    "MatrixLayout",
     "Outcome",
     "ProcessGrid",
     "Slab",

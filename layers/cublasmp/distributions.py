@@ -11,9 +11,12 @@ intervals. Its local matrix is the concatenation of these rows and columns, in o
 
 import enum
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Integral
 
 from tkernels.comm.collectives import split_rows
+from tkernels.comm.context import current_context, open_contexts
 
 Intervals = tuple[tuple[int, int], ...]
 Owned = tuple[Intervals, Intervals]
@@ -89,13 +92,16 @@ class Distribution:
 
     def owned(self, shape: tuple[int, int], *, rank: int, size: int) -> Owned:
         """The rows and the columns of a matrix of `shape` that `rank` of `size` owns."""
-        if not 0 <= rank < size:
+        if not isinstance(rank, Integral) or not 0 <= rank < size:
             raise ValueError(f"{self}: rank={rank} is none of size={size} ranks, which count from 0")
         return self._owned(shape, rank, size)
 
     def shape(self, rank: int, global_shape: tuple[int, int], *, size: int | None = None) -> tuple[int, int]:
-        """The shape of `rank`'s local matrix. size: the number of ranks, if the distribution doesn't determine it."""
-        return local_shape(self.owned(tuple(global_shape), rank=rank, size=self._size(size)))
+        """The shape of `rank`'s local matrix.
+
+        size: the number of ranks, if the distribution doesn't determine it. Default: that of the current context.
+        """
+        return local_shape(self.owned(_checked_shape(self, global_shape), rank=rank, size=self._size(size)))
 
     def global_shape(self, everyone: list["Distribution"], shapes: list[tuple[int, int]]) -> tuple[int, int]:
         """The shape of the whole matrix, from every rank's distribution and local shape."""
@@ -108,10 +114,10 @@ class Distribution:
     def check_size(self, size: int):
         """Raise ValueError unless the distribution fits `size` ranks."""
 
-    def _size(self, size):
-        if size is None:
-            raise ValueError(f"{self}: pass size=, the number of ranks")
-        return size
+    def _size(self, size) -> int:
+        if size is None and not open_contexts():
+            raise ValueError(f"{self}: pass size=, the number of ranks, or call tkernels.init() before")
+        return current_context().size if size is None else size
 
 
 @dataclass(frozen=True)
@@ -153,6 +159,7 @@ class Box(Distribution):
     """This rank's rectangle: rows lower[0] to upper[0], columns lower[1] to upper[1], upper bounds excluded.
 
     Each rank passes its own. Together they must cover every element of the matrix once. A rank's box may be empty.
+    `shape` is that of the rank that made the box; it raises ValueError for another one's, which a box doesn't know.
     """
 
     lower: tuple[int, int]
@@ -170,10 +177,21 @@ class Box(Distribution):
         return rows, columns
 
     def shape(self, rank, global_shape=None, *, size=None):
+        contexts = open_contexts()
+        if contexts and rank not in [context.rank for context in contexts]:
+            raise ValueError(f"{self}.shape(rank={rank}): this process is rank {current_context().rank}; pass its own")
+        if global_shape is not None:
+            extents = _checked_shape(self, global_shape)
+            if any(upper > extent for upper, extent in zip(self.upper, extents, strict=True)):
+                raise ValueError(f"{self} is not inside of a matrix of {extents}")
+        return self._extents
+
+    @property
+    def _extents(self) -> tuple[int, int]:
         return self.upper[0] - self.lower[0], self.upper[1] - self.lower[1]
 
     def global_shape(self, everyone, shapes):
-        filled = [box for box in everyone if 0 not in box.shape(0)] or everyone
+        filled = [box for box in everyone if 0 not in box._extents] or everyone
         return tuple(max(box.upper[dim] for box in filled) for dim in (0, 1))
 
     def transposed(self):
@@ -241,6 +259,14 @@ class BlockNonCyclic(BlockCyclic):
 
     def transposed(self):
         return BlockNonCyclic(self.process_grid.transposed(), first_process=self.first_process[::-1])
+
+
+def _checked_shape(distribution: Distribution, shape) -> tuple[int, int]:
+    """The shape of a matrix as a tuple. Raises ValueError for anything else."""
+    extents = tuple(shape) if isinstance(shape, Iterable) else ()
+    if len(extents) != 2 or any(not isinstance(extent, Integral) or extent < 0 for extent in extents):
+        raise ValueError(f"{distribution}: the shape of a matrix is two numbers of rows and columns, not {shape!r}")
+    return extents
 
 
 def _set_first(distribution: BlockCyclic, first: tuple[int, int]):

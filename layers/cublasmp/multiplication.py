@@ -11,15 +11,17 @@ from tkernels.comm import Context, as_context
 from tkernels.comm.errors import TkernelsError
 from tkernels.comm.plans import describe
 from tkernels.gemm import precision
+from tkernels.layers.cublasmp.operands import Home, bring, take_back
 from tkernels.layers.cublasmp.options import (
+    MatmulComputeType,
     MatmulEpilog,
     MatmulOptions,
     MatmulPlanPreferences,
     given,
     transposes,
 )
-from tkernels.layers.cublasmp.plan import Outcome, Plan, bias_of, make_plan
-from tkernels.layers.cublasmp.problem import Operand, Problem
+from tkernels.layers.cublasmp.plan import Outcome, Plan, agree, bias_of, make_plan
+from tkernels.layers.cublasmp.problem import Operand, Problem, traits
 
 MAX_PLANS = 256  # that `matmul` keeps per context; the oldest is evicted first
 
@@ -32,21 +34,51 @@ class InvalidMatmulState(TkernelsError):
     """A Matmul was used before plan(), without operands, or after free()."""
 
 
-def _describe(ctx, a, b, c, distributions, alpha, beta, qualifiers, scales, options, preferences, epilog, inputs):
-    """This rank's (Problem, alpha, beta). Raises ValueError or TypeError for errors that a rank can detect alone."""
-    tensors = {"A": a, "B": b, **({} if c is None else {"C": c}), **inputs}
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} is {type(tensor).__name__}; operands are torch tensors")
-        if tensor.device != ctx.device:
-            raise ValueError(f"{name} is on {tensor.device}, but this context works on {ctx.device}")
-    scalars = _scalars(c, alpha, beta, scales)
+class _Request(NamedTuple):
+    """One rank's call, with operands and inputs as torch tensors where the context works.
+
+    problem: an exception, if the rank found an error; the other fields are then as they were passed.
+    """
+
+    home: Home | None
+    operands: dict
+    inputs: dict
+    problem: Problem | Exception
+    scalars: tuple
+
+
+def _understand(
+    ctx, operands: dict, distributions, alpha, beta, qualifiers, scales, options, preferences, epilog, inputs,
+    home: Home | None = None, error: Exception | None = None,
+) -> _Request:  # fmt: skip
+    """This rank's request. Never raises, so that the ranks meet to raise an error of one of them.
+
+    home: where the operands came from, if they are torch tensors already.
+    error: of this rank, from before.
+    """
+    try:
+        if error is not None:
+            raise error
+        inputs = {} if inputs is None else dict(inputs)
+        held = {name: value for name, value in operands.items() if value is not None or name != "c"}
+        home, tensors = bring(ctx, {**(held if home is None else {}), **inputs}, home)
+        operands = {name: tensors.get(name, value) for name, value in operands.items()}
+        inputs = {name: tensors[name] for name in inputs}
+        options, preferences = given(MatmulOptions, options), given(MatmulPlanPreferences, preferences)
+        scalars = _scalars(operands["c"], alpha, beta, scales)
+        problem = _problem(*operands.values(), distributions, qualifiers, options, preferences, epilog, inputs)
+    except Exception as caught:
+        return _Request(home, operands, inputs, caught, (None, None))
+    return _Request(home, operands, inputs, problem, scalars)
+
+
+def _problem(a, b, c, distributions, qualifiers, options, preferences, epilog, inputs) -> Problem:
     distributions = tuple(distributions)
     if len(distributions) != 3:
         raise ValueError(f"distributions are of A, B and D (which C shares): three, not {len(distributions)}")
     flip = options.order == "C"
     read = lambda t: None if t is None else Operand.of(t.t() if flip and t.dim() == 2 else t)  # noqa: E731
-    problem = Problem(
+    return Problem(
         read(a),
         read(b),
         read(c),
@@ -56,9 +88,14 @@ def _describe(ctx, a, b, c, distributions, alpha, beta, qualifiers, scales, opti
         tuple((name, Operand.of(inputs["bias"]) if name == "bias" else read(inputs[name])) for name in sorted(inputs)),
         options,
         preferences,
-        precision(a.dtype),
+        _precision(a.dtype, options.compute_type),
     )
-    return problem, *scalars
+
+
+def _precision(dtype: torch.dtype, compute_type: MatmulComputeType | None) -> str:
+    if dtype != torch.float32 or compute_type is None:
+        return precision(dtype)
+    return "tf32" if compute_type == MatmulComputeType.COMPUTE_32F_FAST_TF32 else "ieee"
 
 
 def _scalars(c, alpha, beta, scales) -> tuple[float, float]:
@@ -77,7 +114,7 @@ def _scalars(c, alpha, beta, scales) -> tuple[float, float]:
 def _key(a, b, c, distributions, qualifiers, epilog, inputs, options, preferences, totals) -> tuple:
     """The key of a `matmul` call's plan: all that determines the plan, as passed, so that the look-up is fast.
 
-    Raises TypeError, ValueError or AttributeError for arguments that `_describe` reports as errors.
+    Raises TypeError, ValueError or AttributeError for arguments that `_understand` reports as errors.
     """
     return (
         matmul,
@@ -100,7 +137,7 @@ def _scalar(name: str, value, default: float) -> float:
         return default
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name}={value!r} is no real number") from None
 
 
@@ -113,12 +150,28 @@ def _refuse_gradients(*tensors):
 
 
 def _on(ctx: Context, stream):
-    """A context in which work is launched on `stream`: a torch stream, its handle, or None for the current stream."""
+    """A context in which work is launched on `stream`: torch's or cupy's, a handle, or None for the current stream.
+
+    Raises ValueError for any stream where there are none, TypeError for anything else.
+    """
     if stream is None:
         return _HERE
     if ctx.device.type != "cuda":
         raise ValueError(f"stream={stream!r}, but on the {ctx.runtime} runtime there are no streams; leave it out")
-    return torch.cuda.stream(torch.cuda.ExternalStream(stream) if isinstance(stream, int) else stream)
+    if not isinstance(stream, torch.cuda.Stream):
+        handle = getattr(stream, "ptr", stream)  # cupy's streams have it
+        if type(handle) is not int:
+            raise TypeError(f"stream={stream!r} must be a stream of torch or cupy, or the handle of one, an integer")
+        stream = torch.cuda.ExternalStream(handle)
+    return torch.cuda.stream(stream)
+
+
+def _tried(ctx: Context, stream):
+    """(the context of `_on`, None), or (one without effect, the error of `_on`)."""
+    try:
+        return _on(ctx, stream), None
+    except (TypeError, ValueError) as error:
+        return _HERE, error
 
 
 class _Call(NamedTuple):
@@ -131,8 +184,10 @@ class _Call(NamedTuple):
 class Matmul:
     """D = epilog(alpha op(A) op(B) + beta C) of matrices that are distributed over the ranks of a context.
 
-    a, b, c: this rank's parts, torch matrices with one unit stride. a and b are both fp32, fp16 or bf16; c has the
-        result's dtype and distribution. Their values may change between calls; see also `reset_operands`.
+    a, b, c: this rank's parts, matrices of torch, numpy or cupy with one unit stride; results are of the same package,
+        on the same device. a and b are both fp32, fp16 or bf16; c has the result's dtype and distribution. Values may
+        change between calls where the memory is used in place (tkernels.layers.cublasmp.operands); see also
+        `reset_operands`.
     distributions: of A, B and D (and C). With the epilog ALLREDUCE every rank gets all of D, and the third has no
         effect.
     qualifiers: nvmath's array, which can transpose A and B, or a string such as "TN".
@@ -143,8 +198,11 @@ class Matmul:
             mm.plan(epilog=MatmulEpilog.BIAS, epilog_inputs={"bias": bias})
             d = mm.execute()
 
-    Nothing is checked before `plan`, which compares all ranks' problems and raises the same error on each. Gradients
-    are not supported.
+    Construction is collective. It compares the ranks' problems, but for epilogs, and raises the same error on each:
+    InconsistentError, a ValueError, where they differ, ValueError or TypeError for a problem that can't be computed,
+    whichever rank found it. Gradients are not supported.
+
+    mm_traits: M, N and K over all ranks, and this rank's layouts of A, B, C and, after `plan`, D; see MMTraits.
     """
 
     def __init__(
@@ -164,10 +222,14 @@ class Matmul:
         ctx: Context | None = None,
     ):
         self.ctx = as_context(ctx)
-        self._operands = {"a": a, "b": b, "c": c}
-        self._asked = (distributions, alpha, beta, qualifiers, quantization_scales)
-        self._options, self._stream = options, stream
-        self._alpha, self._beta, self._inputs = alpha, beta, {}
+        self._asked = distributions, alpha, beta, qualifiers, quantization_scales, options
+        self._stream, self._own_c = stream, c
+        where, error = _tried(self.ctx, stream)
+        with where:
+            request = _understand(self.ctx, {"a": a, "b": b, "c": c}, *self._asked, None, None, None, error=error)
+            self.mm_traits = traits(request.problem, agree(self.ctx, request.problem, request.scalars))
+        self._home, self._operands, self._inputs = request.home, request.operands, {}
+        self._alpha, self._beta = request.scalars
         self._plan = self._views = None
         self._valid, self._released = True, False
 
@@ -191,31 +253,22 @@ class Matmul:
         problem that can't be computed, whichever rank found it.
         """
         self._check(operands=True)
-        problem, scalars, inputs = self._describe(preferences, epilog, epilog_inputs)
-        with _on(self.ctx, self._stream if stream is None else stream):
-            self._plan = make_plan(self.ctx, problem, scalars)
-            self._alpha, self._beta = scalars
-            self._inputs = inputs
+        where, error = _tried(self.ctx, self._stream if stream is None else stream)
+        with where:
+            distributions, _, _, qualifiers, scales, options = self._asked
+            request = _understand(
+                self.ctx, self._operands, distributions, self._alpha, self._beta, qualifiers, scales, options,
+                preferences,
+                epilog, epilog_inputs, self._home, error,
+            )  # fmt: skip
+            self._plan = make_plan(self.ctx, request.problem, request.scalars)
+            self._inputs = request.inputs
+            self.mm_traits.d_layout = self._plan.d_layout
             self._view()
             c = self._operands["c"]
             with torch.no_grad():
-                self._plan.run(self.ctx, *self._views, c if c is None else c.clone(), *scalars, inputs)
+                self._plan.run(self.ctx, *self._views, c if c is None else c.clone(), *request.scalars, self._inputs)
         return self
-
-    def _describe(self, preferences, epilog, epilog_inputs):
-        a, b, c = self._operands.values()
-        distributions, _, _, qualifiers, scales = self._asked
-        inputs = dict(epilog_inputs or {})
-        try:
-            options = given(MatmulOptions, self._options)
-            preferences = given(MatmulPlanPreferences, preferences)
-            problem, *scalars = _describe(
-                self.ctx, a, b, c, distributions, self._alpha, self._beta, qualifiers, scales, options, preferences,
-                epilog, inputs,
-            )  # fmt: skip
-        except (TypeError, ValueError, AttributeError) as error:
-            return error, (None, None), inputs
-        return problem, tuple(scalars), inputs
 
     @property
     def outcome(self) -> Outcome:
@@ -247,7 +300,8 @@ class Matmul:
             _refuse_gradients(a, b, c, *self._inputs.values())
         stream = self._stream if stream is None else stream
         with _HERE if stream is None else _on(self.ctx, stream):
-            return self._plan.run(self.ctx, *self._views, c, self._alpha, self._beta, self._inputs)
+            result = self._plan.run(self.ctx, *self._views, c, self._alpha, self._beta, self._inputs)
+            return take_back(self._home, result, self._own_c if self._plan.inplace else None)
 
     def reset_operands(
         self,
@@ -263,15 +317,17 @@ class Matmul:
     ):
         """Use other operands, scalars or epilog inputs from now on; None keeps the current one. Not collective.
 
+        stream: on which operands are copied to a GPU, if they are not there; otherwise it has no effect.
+
         After `release_operands`, all operands and epilog inputs must be passed. Raises ValueError for a tensor whose
-        shape, strides, dtype or device differ from those planned.
+        shape, strides or dtype differ from those planned, TypeError for one of another package or device.
         """
         if all(value is None for value in (a, b, c, alpha, beta, quantization_scales, epilog_inputs)):
             raise ValueError("reset_operands: pass at least one operand, scalar or input of the epilog")
         self._check(planned=True)
         problem = self._plan.problem
         new = {name: value for name, value in (("a", a), ("b", b), ("c", c)) if value is not None}
-        inputs = epilog_inputs or {}
+        inputs = {} if epilog_inputs is None else dict(epilog_inputs)
         if self._released:
             needed = {name for name in "abc" if getattr(problem, name) is not None}
             needed_inputs = {name for name, _ in problem.inputs}
@@ -281,18 +337,21 @@ class Matmul:
                     f"{sorted(needed_inputs)}, all of them"
                 )
         wanted = {"a": problem.a, "b": problem.b, "c": problem.c, **dict(problem.inputs)}
-        for name, value in {**new, **inputs}.items():
+        for name in (*new, *inputs):
             if wanted.get(name) is None:
                 raise ValueError(f"reset_operands: the problem has no {name}")
-            flip = self._plan.flip and name != "bias"
-            found = Operand.of(value.t() if flip else value) if isinstance(value, torch.Tensor) else value
-            if found != wanted[name]:
-                raise ValueError(f"reset_operands: {name} is {found}, but was planned as {wanted[name]}; plan again")
         if beta is not None and problem.c is None:
             raise ValueError(f"reset_operands: beta={beta}, but the problem has no C to scale")
-        self.reset_operands_unchecked(
-            a=a, b=b, c=c, alpha=alpha, beta=beta, quantization_scales=quantization_scales, epilog_inputs=epilog_inputs
-        )
+
+        def check(tensors):
+            for name, value in tensors.items():
+                found = Operand.of(value.t() if self._plan.flip and value.dim() == 2 and name != "bias" else value)
+                if found != wanted[name]:
+                    raise ValueError(
+                        f"reset_operands: {name} is {found}, but was planned as {wanted[name]}; plan again"
+                    )
+
+        self._reset({**new, **inputs}, alpha, beta, quantization_scales, stream, check)
 
     def reset_operands_unchecked(
         self,
@@ -308,29 +367,36 @@ class Matmul:
     ):
         """As `reset_operands`, without checks: the caller guarantees that the tensors match those planned."""
         self._check(planned=True)
-        if quantization_scales is not None:
+        new = {name: value for name, value in (("a", a), ("b", b), ("c", c)) if value is not None}
+        self._reset({**new, **(epilog_inputs or {})}, alpha, beta, quantization_scales, stream)
+
+    def _reset(self, new: dict, alpha, beta, scales, stream, check=None):
+        """Use these operands, inputs and scalars, after `check(the tensors that they are)`."""
+        if scales is not None:
             raise ValueError("quantization_scales are for fp8 and narrower operands, which are not supported")
-        for name, value in (("a", a), ("b", b), ("c", c)):
-            if value is not None:
-                self._operands[name] = value
-        self._alpha = _scalar("alpha", alpha, self._alpha)
-        self._beta = _scalar("beta", beta, self._beta)
-        self._inputs |= epilog_inputs or {}
+        alpha, beta = _scalar("alpha", alpha, self._alpha), _scalar("beta", beta, self._beta)
+        with _on(self.ctx, self._stream if stream is None else stream):
+            _, tensors = bring(self.ctx, new, self._home)
+        if check is not None:
+            check(tensors)
+        self._alpha, self._beta, self._own_c = alpha, beta, new.get("c", self._own_c)
+        for name, value in tensors.items():
+            (self._operands if name in self._operands else self._inputs)[name] = value
         self._released = self._operands["a"] is None or self._operands["b"] is None
-        if not self._released and (a is not None or b is not None):
+        if not self._released and ("a" in new or "b" in new):
             self._view()
 
     def release_operands(self):
         """Drop the operands and the epilog's inputs; the plan stays. Raises InvalidMatmulState before `plan`."""
         self._check(planned=True)
-        self._operands = dict.fromkeys("abc")
+        self._operands, self._own_c = dict.fromkeys("abc"), None
         self._inputs, self._views, self._released = {}, None, True
 
     def free(self):
         """Drop everything. May be repeated. Memory is freed once its last use on the stream has finished."""
         self._valid = False
         self._plan = self._views = None
-        self._operands, self._inputs = dict.fromkeys("abc"), {}
+        self._operands, self._inputs, self._own_c = dict.fromkeys("abc"), {}, None
 
     def _view(self):
         self._views = self._plan.views(self._operands["a"], self._operands["b"])
@@ -370,43 +436,47 @@ def matmul(
         call plans, unless the context has one rank, because a rank can't infer the global sizes from its own parts: the
         first of two ranks has as many columns of 5 as of 6.
     """
-    ctx, inputs = as_context(ctx), epilog_inputs or {}
-    with _HERE if stream is None else _on(ctx, stream):
+    ctx, inputs, operands = as_context(ctx), {} if epilog_inputs is None else epilog_inputs, {"a": a, "b": b, "c": c}
+    where, error = (_HERE, None) if stream is None else _tried(ctx, stream)
+    with where:
+        key = call = home = None
         try:
+            if error is not None:
+                raise error
+            if not isinstance(a, torch.Tensor) or a.device != ctx.device:
+                present = {name: value for name, value in operands.items() if value is not None or name != "c"}
+                home, tensors = bring(ctx, {**present, **inputs})
+                operands = {name: tensors.get(name) for name in operands}
+                inputs = {name: tensors[name] for name in inputs}
             distributions = tuple(distributions)
-            key = call = None
             if totals is not None or ctx.size == 1:
-                key = _key(a, b, c, distributions, qualifiers, epilog, inputs, options, preferences, totals)
+                key = _key(*operands.values(), distributions, qualifiers, epilog, inputs, options, preferences, totals)
                 call = ctx.workspace().known_plan(key)
             scalars = _scalars(c, alpha, beta, quantization_scales)
-        except (TypeError, ValueError, AttributeError, TkernelsError):
+        except Exception:
             key = call = None  # _prepare reports the error
         if call is None:
             asked = distributions, alpha, beta, qualifiers, quantization_scales, options, preferences, epilog, inputs
-            call, scalars = _prepare(ctx, key, totals, a, b, c, *asked)
+            call, scalars = _prepare(ctx, key, totals, operands, *asked, error=error)
+        (a, b, c), own = operands.values(), c
         if torch.is_grad_enabled():
             _refuse_gradients(a, b, c, *inputs.values())
         if call.single is not None and scalars == (1.0, 0.0):
-            return call.single(*call.plan.views(a, b), bias_of(inputs))
-        return call.plan.run(ctx, *call.plan.views(a, b), c, *scalars, inputs)
+            result = call.single(*call.plan.views(a, b), bias_of(inputs))
+        else:
+            result = call.plan.run(ctx, *call.plan.views(a, b), c, *scalars, inputs)
+        return result if home is None else take_back(home, result, own if call.plan.inplace else None)
 
 
-def _prepare(
-    ctx, key, totals, a, b, c,
-    distributions, alpha, beta, qualifiers, scales, options, preferences, epilog, inputs,
-):  # fmt: skip
+def _prepare(ctx, key, totals, operands, *asked, error) -> tuple[_Call, tuple[float, float]]:
     """Collective, unless the ranks have planned this problem before: (the _Call of that key, scalars).
 
     key: None plans the problem anew, and keeps nothing.
+    error: of this rank, or None; it is raised on every rank that plans this call.
     """
-    try:
-        options, preferences = given(MatmulOptions, options), given(MatmulPlanPreferences, preferences)
-        problem, *scalars = _describe(
-            ctx, a, b, c, distributions, alpha, beta, qualifiers, scales, options, preferences, epilog, inputs
-        )
-    except (TypeError, ValueError, AttributeError) as error:
-        make_plan(ctx, error, (None, None))  # raises it, on every rank that plans this call
-        raise
+    problem, scalars = (request := _understand(ctx, operands, *asked, error=error)).problem, request.scalars
+    if isinstance(problem, Exception):
+        make_plan(ctx, problem, scalars)
     plans = _plans.setdefault(ctx, {})
     plan = None if key is None else plans.get((problem, totals))
     if plan is None:
@@ -416,14 +486,15 @@ def _prepare(
                 "takes communication; make one like call before the capture, both with totals=(m, n, k), or use Matmul "
                 "and plan() before it"
             )
-        plan = make_plan(ctx, problem, tuple(scalars))
+        plan = make_plan(ctx, problem, scalars)
         if key is not None:
             if len(plans) >= MAX_PLANS:
                 # Evict its calls, too: whether a rank has to plan must not depend on its tensors' alignment.
                 oldest = plans.pop(next(iter(plans)))
                 ctx.forget_plans(lambda kept: isinstance(kept, _Call) and kept.plan is oldest)
             plans[problem, totals] = plan
+    a, b = request.operands["a"], request.operands["b"]
     with torch.no_grad():
-        single = plan.prepare(ctx, *plan.views(a, b), bias_of(inputs)) if plan.single else None
+        single = plan.prepare(ctx, *plan.views(a, b), bias_of(request.inputs)) if plan.single else None
     call = _Call(plan, single)
-    return call if key is None else ctx.workspace().plan(key, lambda: call), tuple(scalars)
+    return call if key is None else ctx.workspace().plan(key, lambda: call), scalars

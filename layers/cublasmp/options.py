@@ -114,7 +114,8 @@ class MatmulOptions:
     """The options of a distributed matmul. Fields up to `blocking` are nvmath's.
 
     inplace: if C is passed, write the result to it and return it.
-    compute_type: 32F or 32F_PEDANTIC; for fp32 operands where torch allows TF32, 32F_FAST_TF32 instead.
+    compute_type: how fp32 operands are multiplied: 32F and 32F_PEDANTIC in IEEE fp32, 32F_FAST_TF32 in TF32, whatever
+        torch's switch says. None: as that says. 16-bit operands take 32F and 32F_PEDANTIC, which change nothing.
     scale_type: float32.
     result_type: the operands' dtype (default) or float32.
     algo_type: see MatmulAlgoType.

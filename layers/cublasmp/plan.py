@@ -17,13 +17,14 @@ import torch
 from tkernels.all_gather_matmul import plan as plan_gather
 from tkernels.comm import Context
 from tkernels.comm.collectives import all_gather, all_reduce, reduce_scatter
-from tkernels.comm.plans import describe
+from tkernels.comm.plans import describe, local_plans
 from tkernels.configs import overlap_config, with_room_for
-from tkernels.gemm import layout_of, matmul, precision
+from tkernels.gemm import layout_of
+from tkernels.gemm import plan as plan_matmul
 from tkernels.layers.cublasmp import epilogs
-from tkernels.layers.cublasmp.distributions import length
+from tkernels.layers.cublasmp.distributions import length, local_shape
 from tkernels.layers.cublasmp.options import MatmulAlgoType, MatmulEpilog, MatmulResultScheme
-from tkernels.layers.cublasmp.problem import BGRAD, Layout, Problem, resolve
+from tkernels.layers.cublasmp.problem import BGRAD, Extents, Layout, MatrixLayout, Problem, resolve, survey
 from tkernels.layers.cublasmp.redistribution import Redistribution, indices
 from tkernels.matmul_all_reduce import OP as ALL_REDUCE
 from tkernels.matmul_reduce_scatter import OP as REDUCE_SCATTER
@@ -37,16 +38,25 @@ OPERATIONS = {
 }  # by pattern
 
 
-def make_plan(ctx: Context, problem: Problem | Exception, scalars: tuple) -> "Plan":
-    """Collective. This rank's plan for the ranks' problems. Raises the same error on every rank, see `resolve`."""
-    logger = None
-    if isinstance(problem, Problem):
-        logger = problem.options.logger  # local to this rank, so it isn't sent to the others
+def agree(ctx: Context, problem: Problem | Exception, scalars: tuple) -> Extents:
+    """Collective. The extents of the ranks' problems. Raises the same error on every rank, see `survey`."""
+    return survey(*_everyones(ctx, problem, scalars), ctx.num_programs)
+
+
+def _everyones(ctx: Context, problem: Problem | Exception, scalars: tuple) -> tuple[list, list]:
+    """Collective. By rank: the problems, and the scalars."""
+    if isinstance(problem, Problem):  # a logger is local to this rank
         problem = problem._replace(options=dataclasses.replace(problem.options, logger=None))
     everyone, all_scalars = zip(*ctx.group.gather((problem, scalars)), strict=True)
-    layout = resolve(list(everyone), list(all_scalars), ctx.num_programs)
-    plan = Plan(ctx, problem, layout)
-    (logger or logging.getLogger(__name__)).info("%s", plan.outcome)
+    return list(everyone), list(all_scalars)
+
+
+def make_plan(ctx: Context, problem: Problem | Exception, scalars: tuple) -> "Plan":
+    """Collective. This rank's plan for the ranks' problems. Raises the same error on every rank, see `resolve`."""
+    everyone, all_scalars = _everyones(ctx, problem, scalars)
+    layout = resolve(everyone, all_scalars, ctx.num_programs)
+    plan = Plan(ctx, everyone[ctx.rank], layout)
+    (problem.options.logger or logging.getLogger(__name__)).info("%s", plan.outcome)
     if layout.redistributed:
         warnings.warn(
             f"cublasmp: {', '.join(name.upper() for name in layout.redistributed)} of m, n, k = {layout.m}, "
@@ -78,6 +88,7 @@ class Plan:
 
     outcome: the decisions, see Outcome.
     single: whether one kernel does everything if alpha is 1 and beta 0.
+    d_layout: of this rank's part of D.
     """
 
     def __init__(self, ctx: Context, problem: Problem, layout: Layout):
@@ -111,6 +122,9 @@ class Plan:
         self.outcome = Outcome(self.pattern, algorithm, layout.redistributed, self.wire if partial_sums else None)
 
         rank, device = ctx.rank, ctx.device
+        rows, columns = local_shape(layout.owned["d"][rank])
+        strides = problem.c.strides if self.inplace else (1, max(rows, 1))
+        self.d_layout = MatrixLayout((rows, columns), strides)
         shapes = {"a": (layout.m, layout.k), "b": (layout.k, layout.n), "d": (layout.m, layout.n)}
         self.moves = {}
         for name in layout.redistributed:
@@ -156,7 +170,7 @@ class Plan:
         """Collective. D, or (D, {name: auxiliary output}). x and w are from `views`, the rest as passed by the user."""
         if self.single and alpha == 1 and not beta:
             bias = bias_of(inputs)
-            key = self, precision(x.dtype), describe(x), describe(w), describe(bias)
+            key = self, describe(x), describe(w), describe(bias)
             return ctx.workspace().plan(key, lambda: self.prepare(ctx, x, w, bias))(x, w, bias)
         sum_of, moves = (x, w), self.moves
         if moves:
@@ -215,7 +229,7 @@ class Plan:
         It returns y in `dtype`, or in the wire's dtype if an unfused collective summed it.
         """
         if self.pattern == "local":
-            return lambda x, w, bias: matmul(x, w, bias, activation, out_dtype=dtype)
+            return lambda x, w, bias: self._multiply(x, w, bias, activation, dtype)
         gathers, sums_everywhere = self.pattern == "AG+GEMM", self.pattern == "GEMM+AR"
         if gathers and w.shape[0] == 0:
             # A rank without rows of op(A) must still send its part of op(B), so it multiplies by one row of zeros.
@@ -226,11 +240,11 @@ class Plan:
             return lambda x, w, bias: product(_column(x), _column(w), bias)
         if not self.overlap:
             if gathers:
-                return lambda x, w, bias: matmul(all_gather(ctx, x, self.rows), w, bias, activation, out_dtype=dtype)
+                return lambda x, w, bias: self._multiply(all_gather(ctx, x, self.rows), w, bias, activation, dtype)
             if sums_everywhere:
-                return lambda x, w, bias: all_reduce(ctx, matmul(x, w, out_dtype=self.wire))
-            return lambda x, w, bias: reduce_scatter(ctx, matmul(x, w, out_dtype=self.wire), self.rows)
-        config, products = self._config(ctx, x, w, dtype), precision(x.dtype)
+                return lambda x, w, bias: all_reduce(ctx, self._multiply(x, w, None, None, self.wire))
+            return lambda x, w, bias: reduce_scatter(ctx, self._multiply(x, w, None, None, self.wire), self.rows)
+        config, products = self._config(ctx, x, w, dtype), self.problem.precision
         if gathers:
             options = activation, False, self.rows, dtype, config, self.path, products
             run = ctx.plan(plan_gather, (x, w, bias, None, None), *options)
@@ -239,6 +253,12 @@ class Plan:
         options = operation.value, activation, self.rows, dtype, self.wire, config, self.path, sums_everywhere, products
         run = ctx.plan(plan_reduce, (x, w, bias, None), *options)
         return lambda x, w, bias: run(x, w, bias, None)
+
+    def _multiply(self, x, w, bias, activation, dtype) -> torch.Tensor:
+        """This rank's GEMM alone, in the problem's precision."""
+        tensors, options = (x, w, bias, None), (activation, dtype, None, self.problem.precision)
+        key = Plan._multiply, *map(describe, tensors), *options
+        return local_plans.find(key, lambda: plan_matmul(*tensors, *options))(*tensors)
 
     def _config(self, ctx: Context, x, w, dtype):
         if self.num_comm is None:

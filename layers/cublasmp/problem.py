@@ -60,7 +60,7 @@ class Problem(NamedTuple):
     """Everything in one rank's call that a plan depends on, with matrices read column by column: a plan's key.
 
     inputs: the epilog's inputs, by name.
-    precision: of float32 GEMMs, "ieee" or "tf32" (tkernels.gemm.precision).
+    precision: of float32 GEMMs, "ieee" or "tf32": that of options.compute_type, else torch's (tkernels.gemm.precision).
 
     Scalars are not part of it: one plan serves every alpha and beta.
     """
@@ -75,6 +75,33 @@ class Problem(NamedTuple):
     options: MatmulOptions
     preferences: MatmulPlanPreferences
     precision: str
+
+
+class InconsistentError(MismatchError, ValueError):
+    """The ranks' problems don't make one; a ValueError, as in nvmath."""
+
+
+@dataclass
+class MatrixLayout:
+    """A rank's part of a matrix, as nvmath describes it; strides in elements."""
+
+    shape: tuple[int, int]
+    strides: tuple[int, int]
+    is_transpose: bool = False
+    is_conjugate: bool = False
+
+
+@dataclass
+class MMTraits:
+    """The traits of a matmul, under nvmath's names. M, N, K: over all ranks. d_layout: None before `plan`."""
+
+    M: int
+    N: int
+    K: int
+    a_layout: MatrixLayout
+    b_layout: MatrixLayout
+    c_layout: MatrixLayout | None
+    d_layout: MatrixLayout | None = None
 
 
 @dataclass(frozen=True)
@@ -135,18 +162,33 @@ def redistributed(splits: dict[str, Split | None], wanted: dict[str, Split]) -> 
     return tuple(name for name, split in wanted.items() if splits[name] != split)
 
 
-def resolve(everyone: list, scalars: list[tuple], num_programs: int) -> Layout:
-    """The layout of the ranks' problems. A function of its arguments alone, so all ranks return or raise the same.
+class Extents(NamedTuple):
+    """What the ranks' A and B make together, the same on every rank.
+
+    shapes, owned: by name, "a" and "b": of the whole matrix as passed, and each rank's rows and columns of it.
+    """
+
+    m: int
+    n: int
+    k: int
+    shapes: dict[str, tuple[int, int]]
+    owned: dict[str, list[Owned]]
+    result_dtype: torch.dtype
+    wire_dtype: torch.dtype
+
+
+def survey(everyone: list, scalars: list[tuple], num_programs: int) -> Extents:
+    """The extents of the ranks' problems, all but D's. A function of its arguments, so all ranks return or raise alike.
 
     everyone: by rank, its Problem, or the exception that prevented it.
     scalars: by rank, (alpha, beta).
 
-    Raises the first rank's exception, MismatchError where ranks differ, and ValueError or TypeError for a problem that
-    can't be computed.
+    Raises the first rank's exception, InconsistentError where ranks differ, and ValueError or TypeError for a problem
+    that can't be computed.
     """
     for rank, problem in enumerate(everyone):
         if isinstance(problem, Exception):
-            raise type(problem)(f"rank {rank}: {problem}")
+            raise _of_rank(rank, problem)
     _compare(everyone, scalars)
     size, first = len(everyone), everyone[0]
     names = ("a", "b", "c") if first.c is not None else ("a", "b")
@@ -157,7 +199,7 @@ def resolve(everyone: list, scalars: list[tuple], num_programs: int) -> Layout:
         raise TypeError(f"A is {dtype} and B is {first.b.dtype}; both must be float32, float16 or bfloat16 alike")
     result_dtype, wire_dtype = _check_options(first, num_programs)
 
-    distributions = dict(zip("abd", zip(*(problem.distributions for problem in everyone), strict=True), strict=True))
+    distributions = _distributions(everyone)
     for name, by_rank in distributions.items():
         if not isinstance(by_rank[0], Distribution):
             raise TypeError(
@@ -174,7 +216,33 @@ def resolve(everyone: list, scalars: list[tuple], num_programs: int) -> Layout:
         )
     if min(m, n, k) < 1:
         raise ValueError(f"m, n, k = {m}, {n}, {k} must each be at least 1")
+    return Extents(m, n, k, shapes, owned, result_dtype, wire_dtype)
 
+
+def traits(problem: Problem, extents: Extents) -> MMTraits:
+    """The traits of a rank's problem, but for D's layout."""
+    layouts = [
+        operand and MatrixLayout(operand.shape, operand.strides, transposed)
+        for operand, transposed in zip((problem.a, problem.b, problem.c), (*problem.transposes, False), strict=True)
+    ]
+    return MMTraits(extents.m, extents.n, extents.k, *layouts)
+
+
+def _of_rank(rank: int, error: Exception) -> Exception:
+    kind = next((kind for kind in (ValueError, TypeError, RuntimeError) if isinstance(error, kind)), TypeError)
+    return kind(f"rank {rank}: {error}")
+
+
+def _distributions(everyone: list[Problem]) -> dict[str, tuple]:
+    """By name, each rank's distribution of a, b and d."""
+    return dict(zip("abd", zip(*(problem.distributions for problem in everyone), strict=True), strict=True))
+
+
+def resolve(everyone: list, scalars: list[tuple], num_programs: int) -> Layout:
+    """The layout of the ranks' problems. Arguments and errors as those of `survey`, and errors of what concerns D."""
+    m, n, k, shapes, owned, result_dtype, wire_dtype = survey(everyone, scalars, num_programs)
+    size, first, distributions = len(everyone), everyone[0], _distributions(everyone)
+    shapes, owned = dict(shapes), dict(owned)
     all_reduce = MatmulEpilog.ALLREDUCE in first.epilog
     if all_reduce:
         owned["d"] = [(((0, m),), ((0, n),))] * size
@@ -221,7 +289,7 @@ def _compare(everyone: list[Problem], scalars: list[tuple]):
             "epilog_inputs": tuple((name, operand.dtype) for name, operand in problem.inputs),
             "options": problem.options,
             "preferences": problem.preferences,
-            "torch.backends.cuda.matmul.fp32_precision": problem.precision,
+            "options.compute_type or torch.backends.cuda.matmul.fp32_precision": problem.precision,
             "alpha": repr(alpha),  # as text, since nan != nan
             "beta": repr(beta),
         }
@@ -231,7 +299,11 @@ def _compare(everyone: list[Problem], scalars: list[tuple]):
         values = [rank[name] for rank in shared]
         if any(value != values[0] for value in values):
             by_rank = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            raise MismatchError(f"cublasmp: {name} differ between ranks, and must not: {by_rank}")
+            what = "The distribution" if name == "distributions" else "The problem"
+            raise InconsistentError(
+                f"cublasmp: {name} differ between ranks, and must not: {by_rank}. {what} is inconsistent across "
+                f"processes"
+            )
 
 
 def _check_matrix(name: str, by_rank: list[Operand]):
@@ -267,14 +339,8 @@ def _check_options(problem: Problem, num_programs: int) -> tuple[torch.dtype, to
     aux = problem.preferences.epilog.aux_type
     if aux not in (None, result_dtype):
         raise ValueError(f"aux_type={aux} must be the result's dtype, {result_dtype}")
-    compute, tf32 = options.compute_type, options.compute_type == MatmulComputeType.COMPUTE_32F_FAST_TF32
-    if dtype == torch.float32 and compute is not None and tf32 != (problem.precision == "tf32"):
-        raise ValueError(
-            f"compute_type={compute.name}, but torch multiplies float32 in {problem.precision}, and so do these "
-            f"kernels; call torch.set_float32_matmul_precision({'high' if tf32 else 'highest'!r})"
-        )
-    if tf32 and dtype != torch.float32:
-        raise ValueError(f"compute_type={compute.name} is for float32 operands, not {dtype}")
+    if options.compute_type == MatmulComputeType.COMPUTE_32F_FAST_TF32 and dtype != torch.float32:
+        raise ValueError(f"compute_type={options.compute_type.name} is for float32 operands, not {dtype}")
     count = options.sm_count_communication
     if count is not None and count >= num_programs:
         raise ValueError(
@@ -306,9 +372,10 @@ def _spread(name: str, by_rank, shapes) -> tuple[tuple[int, int], list[Owned]]:
     owned = [distribution.owned(shape, rank=rank, size=len(shapes)) for rank, distribution in enumerate(by_rank)]
     for rank, (mine, found) in enumerate(zip(owned, shapes, strict=True)):
         if local_shape(mine) != found:
-            raise ValueError(
+            raise InconsistentError(
                 f"rank {rank}: {name.upper()} is {found}, but {by_rank[rank]} of {shape}, what all ranks have "
-                f"together, gives it {local_shape(mine)}; shapes by rank: {', '.join(map(str, shapes))}"
+                f"together, gives it {local_shape(mine)}; shapes by rank: {', '.join(map(str, shapes))}. The problem "
+                f"size is inconsistent across processes"
             )
     if isinstance(by_rank[0], Box) and not covers_once(shape, owned):
         raise ValueError(f"the boxes of {name.upper()} must cover it once, all {shape} of it: {by_rank}")
