@@ -15,6 +15,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Integral
 
+import numpy
+import torch
+
 from tkernels.comm.collectives import split_rows
 from tkernels.comm.context import current_context, open_contexts
 
@@ -47,17 +50,17 @@ class ProcessGrid:
     def __post_init__(self):
         shape, layout, array = self.shape, self.layout, self.process_array
         if array is not None:
-            array = tuple(tuple(int(rank) for rank in row) for row in array)
-            found = len(array), len(array[0]) if array else 0
-            if sorted(rank for row in array for rank in row) != list(range(math.prod(found))):
-                raise ValueError(f"ProcessGrid: process_array={array} must be a matrix of each rank once")
-            if layout is not None or shape is not None and tuple(shape) != found:
+            array, found = _matrix_of_ranks(array)
+            if layout is not None or shape is not None and _pair(shape, 1) != found:
                 raise ValueError(
                     f"ProcessGrid: shape={shape}, layout={layout} beside a process_array of {found}; leave them out"
                 )
             shape = found
-        if shape is None or len(shape) != 2 or min(shape) < 1:
-            raise ValueError(f"ProcessGrid: shape={shape} must be (rows, columns) of processes, each at least 1")
+        shape = _pair(shape, 1)
+        if shape is None:
+            raise ValueError(f"ProcessGrid: shape={self.shape} must be (rows, columns) of processes, each at least 1")
+        if layout is not None and (not isinstance(layout, int) or layout not in list(GridLayout)):
+            raise ValueError(f"ProcessGrid: layout={layout!r} must be ProcessGrid.Layout.COL_MAJOR or ROW_MAJOR")
         if array is None:
             if layout is None and min(shape) > 1:
                 raise ValueError(
@@ -65,7 +68,7 @@ class ProcessGrid:
                     f"COL_MAJOR or ROW_MAJOR"
                 )
             layout = GridLayout.ROW_MAJOR if min(shape) == 1 else GridLayout(layout)
-        object.__setattr__(self, "shape", tuple(shape))
+        object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "layout", layout)
         object.__setattr__(self, "process_array", array)
 
@@ -92,16 +95,16 @@ class Distribution:
 
     def owned(self, shape: tuple[int, int], *, rank: int, size: int) -> Owned:
         """The rows and the columns of a matrix of `shape` that `rank` of `size` owns."""
-        if not isinstance(rank, Integral) or not 0 <= rank < size:
+        if not isinstance(size, Integral) or not isinstance(rank, Integral) or not 0 <= rank < size:
             raise ValueError(f"{self}: rank={rank} is none of size={size} ranks, which count from 0")
-        return self._owned(shape, rank, size)
+        return self._owned(_checked_shape(self, shape), rank, size)
 
     def shape(self, rank: int, global_shape: tuple[int, int], *, size: int | None = None) -> tuple[int, int]:
         """The shape of `rank`'s local matrix.
 
         size: the number of ranks, if the distribution doesn't determine it. Default: that of the current context.
         """
-        return local_shape(self.owned(_checked_shape(self, global_shape), rank=rank, size=self._size(size)))
+        return local_shape(self.owned(global_shape, rank=rank, size=self._size(size)))
 
     def global_shape(self, everyone: list["Distribution"], shapes: list[tuple[int, int]]) -> tuple[int, int]:
         """The shape of the whole matrix, from every rank's distribution and local shape."""
@@ -128,7 +131,8 @@ class Slab(Distribution):
     ndim: int | None = None
 
     def __post_init__(self):
-        if self.partition_dim not in (0, 1) or self.ndim not in (None, 2):
+        dim, ndim = self.partition_dim, self.ndim
+        if type(dim) is not int or dim not in (0, 1) or not (ndim is None or type(ndim) is int and ndim == 2):
             raise ValueError(
                 f"Slab(partition_dim={self.partition_dim}, ndim={self.ndim}): a matrix has dimensions 0 and 1"
             )
@@ -166,9 +170,11 @@ class Box(Distribution):
     upper: tuple[int, int]
 
     def __post_init__(self):
-        lower, upper = tuple(self.lower), tuple(self.upper)
-        if len(lower) != 2 or len(upper) != 2 or min(lower) < 0 or any(u < lo for lo, u in zip(lower, upper)):  # noqa: B905
-            raise ValueError(f"Box({lower}, {upper}): takes two corners of a matrix, the lower one first")
+        lower, upper = _pair(self.lower, 0), _pair(self.upper, 0)
+        if lower is None or upper is None or any(up < lo for lo, up in zip(lower, upper, strict=True)):
+            raise ValueError(
+                f"Box(lower={self.lower}, upper={self.upper}): takes two corners of a matrix, the lower one first"
+            )
         object.__setattr__(self, "lower", lower)
         object.__setattr__(self, "upper", upper)
 
@@ -207,10 +213,12 @@ class BlockCyclic(Distribution):
     first_process: tuple[int, int] | None = None
 
     def __post_init__(self):
-        sizes, first = tuple(self.block_sizes), tuple(self.first_process or (0, 0))
-        if len(sizes) != 2 or any(type(size) is not int or size < 1 for size in sizes):
-            raise ValueError(f"BlockCyclic: block_sizes={sizes} must be (rows, columns) of a block, each at least 1")
-        _set_first(self, first)
+        sizes = _pair(self.block_sizes, 1)
+        if sizes is None:
+            raise ValueError(
+                f"BlockCyclic: block_sizes={self.block_sizes} must be (rows, columns) of a block, each at least 1"
+            )
+        _set_first(self, self.first_process)
         object.__setattr__(self, "block_sizes", sizes)
 
     def _blocks(self, shape) -> tuple[int, int]:
@@ -252,7 +260,7 @@ class BlockNonCyclic(BlockCyclic):
     def __init__(self, process_grid: ProcessGrid, *, first_process: tuple[int, int] | None = None):
         object.__setattr__(self, "process_grid", process_grid)
         object.__setattr__(self, "block_sizes", None)
-        _set_first(self, tuple(first_process or (0, 0)))
+        _set_first(self, first_process)
 
     def _blocks(self, shape):
         return tuple(max(-(-extent // count), 1) for extent, count in zip(shape, self.process_grid.shape, strict=True))
@@ -261,18 +269,38 @@ class BlockNonCyclic(BlockCyclic):
         return BlockNonCyclic(self.process_grid.transposed(), first_process=self.first_process[::-1])
 
 
+def _pair(value, least: int) -> tuple[int, int] | None:
+    """Two integers of at least `least` as a tuple; None for anything else."""
+    values = tuple(value) if isinstance(value, Iterable) and not isinstance(value, torch.Tensor) else ()
+    fits = len(values) == 2 and all(isinstance(each, Integral) and each >= least for each in values)
+    return (int(values[0]), int(values[1])) if fits else None
+
+
+def _matrix_of_ranks(array) -> tuple[tuple[tuple[int, ...], ...], tuple[int, int]]:
+    """(the array as tuples, its shape). Raises ValueError unless it has each rank once."""
+    readable = isinstance(array, torch.Tensor) and array.dtype == torch.int64 and not array.is_meta
+    ranks = numpy.array(array.tolist() if readable else None if isinstance(array, torch.Tensor) else array)
+    whole = ranks.ndim == 2 and ranks.dtype.kind in "iu" and sorted(ranks.flat) == list(range(ranks.size))
+    if not whole:
+        raise ValueError(f"ProcessGrid: process_array={array} must be a matrix of each rank once")
+    return tuple(map(tuple, ranks.tolist())), ranks.shape
+
+
 def _checked_shape(distribution: Distribution, shape) -> tuple[int, int]:
     """The shape of a matrix as a tuple. Raises ValueError for anything else."""
-    extents = tuple(shape) if isinstance(shape, Iterable) else ()
-    if len(extents) != 2 or any(not isinstance(extent, Integral) or extent < 0 for extent in extents):
+    extents = _pair(shape, 0)
+    if extents is None:
         raise ValueError(f"{distribution}: the shape of a matrix is two numbers of rows and columns, not {shape!r}")
     return extents
 
 
-def _set_first(distribution: BlockCyclic, first: tuple[int, int]):
-    shape = distribution.process_grid.shape
-    if len(first) != 2 or not all(0 <= first[dim] < shape[dim] for dim in (0, 1)):
-        raise ValueError(f"{type(distribution).__name__}: first_process={first} is no place in a grid of {shape}")
+def _set_first(distribution: BlockCyclic, first_process):
+    name, grid = type(distribution).__name__, distribution.process_grid
+    if not isinstance(grid, ProcessGrid):
+        raise TypeError(f"{name}: process_grid is {type(grid).__name__} and must be a ProcessGrid")
+    first = (0, 0) if first_process is None else _pair(first_process, 0)
+    if first is None or any(at >= count for at, count in zip(first, grid.shape, strict=True)):
+        raise ValueError(f"{name}: first_process={first_process} is no place in a grid of {grid.shape}")
     object.__setattr__(distribution, "first_process", first)
 
 

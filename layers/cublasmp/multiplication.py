@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from tkernels.comm import Context, as_context
 from tkernels.comm.errors import TkernelsError
 from tkernels.comm.plans import describe
 from tkernels.gemm import precision
+from tkernels.layers.cublasmp.distributions import Distribution
 from tkernels.layers.cublasmp.operands import Home, bring, take_back
 from tkernels.layers.cublasmp.options import (
     MatmulComputeType,
@@ -59,7 +60,7 @@ def _understand(
     try:
         if error is not None:
             raise error
-        inputs = {} if inputs is None else dict(inputs)
+        inputs = _checked_inputs(inputs)
         held = {name: value for name, value in operands.items() if value is not None or name != "c"}
         home, tensors = bring(ctx, {**(held if home is None else {}), **inputs}, home)
         operands = {name: tensors.get(name, value) for name, value in operands.items()}
@@ -68,14 +69,21 @@ def _understand(
         scalars = _scalars(operands["c"], alpha, beta, scales)
         problem = _problem(*operands.values(), distributions, qualifiers, options, preferences, epilog, inputs)
     except Exception as caught:
-        return _Request(home, operands, inputs, caught, (None, None))
+        # The ranks exchange it, and not every exception can be sent; its type says what a caller can do about it.
+        kind = next((kind for kind in (ValueError, TypeError, RuntimeError) if isinstance(caught, kind)), TypeError)
+        return _Request(home, operands, inputs, kind(str(caught)), (None, None))
     return _Request(home, operands, inputs, problem, scalars)
 
 
 def _problem(a, b, c, distributions, qualifiers, options, preferences, epilog, inputs) -> Problem:
-    distributions = tuple(distributions)
+    distributions = tuple(distributions) if isinstance(distributions, Iterable) else (distributions,)
     if len(distributions) != 3:
         raise ValueError(f"distributions are of A, B and D (which C shares): three, not {len(distributions)}")
+    for name, distribution in zip("ABD", distributions, strict=True):
+        if not isinstance(distribution, Distribution):
+            raise TypeError(f"the distribution of {name} is {distribution!r}; pass Slab.X, BlockCyclic or another")
+    if epilog is not None and not isinstance(epilog, int):
+        raise TypeError(f"epilog={epilog!r} is no MatmulEpilog")
     flip = options.order == "C"
     read = lambda t: None if t is None else Operand.of(t.t() if flip and t.dim() == 2 else t)  # noqa: E731
     return Problem(
@@ -84,12 +92,19 @@ def _problem(a, b, c, distributions, qualifiers, options, preferences, epilog, i
         read(c),
         tuple(d.transposed() for d in distributions) if flip else distributions,
         transposes(qualifiers),
-        epilog if isinstance(epilog, MatmulEpilog) else MatmulEpilog(epilog or 0),
+        MatmulEpilog(epilog or 0),
         tuple((name, Operand.of(inputs["bias"]) if name == "bias" else read(inputs[name])) for name in sorted(inputs)),
         options,
         preferences,
         _precision(a.dtype, options.compute_type),
     )
+
+
+def _checked_inputs(inputs) -> dict:
+    """An epilog's inputs as a dict. Raises TypeError for anything but a dict or None."""
+    if not isinstance(inputs, (Mapping, type(None))):
+        raise TypeError(f"epilog_inputs is {type(inputs).__name__} and must be a dict, such as {{'bias': bias}}")
+    return dict(inputs or {})
 
 
 def _precision(dtype: torch.dtype, compute_type: MatmulComputeType | None) -> str:
@@ -104,11 +119,12 @@ def _scalars(c, alpha, beta, scales) -> tuple[float, float]:
         return 1.0, 0.0
     if scales is not None:
         raise ValueError("quantization_scales are for fp8 and narrower operands, which are not supported")
-    if c is None and beta:
-        raise ValueError(f"beta={beta}, but there is no C to scale")
     if c is not None and beta is None:
         raise ValueError("with C, pass beta too")
-    return _scalar("alpha", alpha, 1.0), _scalar("beta", beta, 0.0)
+    alpha, beta = _scalar("alpha", alpha, 1.0), _scalar("beta", beta, 0.0)
+    if c is None and beta:
+        raise ValueError(f"beta={beta}, but there is no C to scale")
+    return alpha, beta
 
 
 def _key(a, b, c, distributions, qualifiers, epilog, inputs, options, preferences, totals) -> tuple:
@@ -137,7 +153,7 @@ def _scalar(name: str, value, default: float) -> float:
         return default
     try:
         return float(value)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: tensors of several elements
         raise ValueError(f"{name}={value!r} is no real number") from None
 
 
@@ -327,7 +343,7 @@ class Matmul:
         self._check(planned=True)
         problem = self._plan.problem
         new = {name: value for name, value in (("a", a), ("b", b), ("c", c)) if value is not None}
-        inputs = {} if epilog_inputs is None else dict(epilog_inputs)
+        inputs = _checked_inputs(epilog_inputs)
         if self._released:
             needed = {name for name in "abc" if getattr(problem, name) is not None}
             needed_inputs = {name for name, _ in problem.inputs}
@@ -368,7 +384,7 @@ class Matmul:
         """As `reset_operands`, without checks: the caller guarantees that the tensors match those planned."""
         self._check(planned=True)
         new = {name: value for name, value in (("a", a), ("b", b), ("c", c)) if value is not None}
-        self._reset({**new, **(epilog_inputs or {})}, alpha, beta, quantization_scales, stream)
+        self._reset({**new, **_checked_inputs(epilog_inputs)}, alpha, beta, quantization_scales, stream)
 
     def _reset(self, new: dict, alpha, beta, scales, stream, check=None):
         """Use these operands, inputs and scalars, after `check(the tensors that they are)`."""
@@ -436,13 +452,15 @@ def matmul(
         call plans, unless the context has one rank, because a rank can't infer the global sizes from its own parts: the
         first of two ranks has as many columns of 5 as of 6.
     """
-    ctx, inputs, operands = as_context(ctx), {} if epilog_inputs is None else epilog_inputs, {"a": a, "b": b, "c": c}
+    ctx, operands, inputs = as_context(ctx), {"a": a, "b": b, "c": c}, {} if epilog_inputs is None else epilog_inputs
     where, error = (_HERE, None) if stream is None else _tried(ctx, stream)
     with where:
         key = call = home = None
         try:
             if error is not None:
                 raise error
+            if not isinstance(inputs, Mapping):
+                _checked_inputs(inputs)
             if not isinstance(a, torch.Tensor) or a.device != ctx.device:
                 present = {name: value for name, value in operands.items() if value is not None or name != "c"}
                 home, tensors = bring(ctx, {**present, **inputs})

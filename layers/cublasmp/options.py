@@ -7,7 +7,7 @@ a hint, see MatmulAlgoType.
 import enum
 import functools
 from dataclasses import dataclass, field
-from logging import Logger
+from logging import Logger, LoggerAdapter
 from typing import Literal
 
 import numpy
@@ -101,6 +101,20 @@ _TORCH = {
 }
 
 
+def _boolean(name: str, value) -> bool:
+    if not isinstance(value, int) or value not in (0, 1):
+        raise TypeError(f"{name}={value!r} must be a boolean")
+    return bool(value)
+
+
+def _member(name: str, kind, value):
+    """The member of an enum. Raises ValueError that names the option and the members."""
+    if not isinstance(value, int) or value not in list(kind):
+        names = ", ".join(f"{member.name} ({member.value})" for member in kind)
+        raise ValueError(f"{name}={value!r} is no {kind.__name__}; there are {names}")
+    return kind(value)
+
+
 def _dtype(name: str, value) -> torch.dtype | None:
     if value is None or isinstance(value, torch.dtype) and value in _TORCH.values():
         return value
@@ -145,16 +159,16 @@ class MatmulOptions:
 
     def __post_init__(self):
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        for name in ("inplace", "result_amax", "block_scaling"):
+            put(name, _boolean(f"MatmulOptions: {name}", getattr(self, name)))
         for name in ("scale_type", "result_type", "communication_type"):
             put(name, _dtype(f"MatmulOptions: {name}", getattr(self, name)))
         if self.scale_type not in (None, torch.float32):
             raise ValueError(f"MatmulOptions: scale_type={self.scale_type} must be float32, as alpha and beta are")
         if self.compute_type is not None:
-            if self.compute_type not in list(MatmulComputeType):
-                raise ValueError(f"MatmulOptions: compute_type={self.compute_type} must be one of 32F, as sums are")
-            put("compute_type", MatmulComputeType(self.compute_type))
+            put("compute_type", _member("MatmulOptions: compute_type", MatmulComputeType, self.compute_type))
         if self.algo_type is not None:
-            put("algo_type", MatmulAlgoType(self.algo_type))
+            put("algo_type", _member("MatmulOptions: algo_type", MatmulAlgoType, self.algo_type))
         count = self.sm_count_communication
         if count is not None and not (type(count) is int and count > 0):
             raise ValueError(f"MatmulOptions: sm_count_communication={count!r} must be a positive integer")
@@ -165,9 +179,11 @@ class MatmulOptions:
         for name in ("result_amax", "block_scaling"):
             if getattr(self, name):
                 raise ValueError(f"MatmulOptions: {name}=True is for fp8 and narrower, which is not supported")
-        if not (self.blocking is True or self.blocking == "auto"):
+        if not isinstance(self.logger, (Logger, LoggerAdapter, type(None))):
+            raise TypeError(f"MatmulOptions: logger={self.logger!r} must be a logging.Logger or None")
+        if not (self.blocking is True or isinstance(self.blocking, str) and self.blocking == "auto"):
             raise ValueError(f"MatmulOptions: blocking={self.blocking!r} must be True or 'auto'")
-        if self.order not in ("F", "C"):
+        if not isinstance(self.order, str) or self.order not in ("F", "C"):
             raise ValueError(f"MatmulOptions: order={self.order!r} must be 'F' or 'C'")
 
 
@@ -186,8 +202,9 @@ class MatmulEpilogPreferences:
 
     def __post_init__(self):
         object.__setattr__(self, "aux_type", _dtype("MatmulEpilogPreferences: aux_type", self.aux_type))
-        object.__setattr__(self, "bias_result_scheme", MatmulResultScheme(self.bias_result_scheme))
-        if self.aux_amax:
+        scheme = _member("MatmulEpilogPreferences: bias_result_scheme", MatmulResultScheme, self.bias_result_scheme)
+        object.__setattr__(self, "bias_result_scheme", scheme)
+        if _boolean("MatmulEpilogPreferences: aux_amax", self.aux_amax):
             raise ValueError("MatmulEpilogPreferences: aux_amax=True is for fp8 and narrower, which is not supported")
 
 
@@ -216,6 +233,8 @@ def transposes(qualifiers) -> tuple[bool, bool]:
         raise ValueError(
             "qualifiers must be an array of three matrix_qualifiers_dtype, for A, B and C, or 'TN' and so on"
         )
+    if any(qualifiers["structure"]):
+        raise ValueError("qualifiers: structure must be None or 0; matrices of a structure are not supported")
     if qualifiers["is_conjugate"].any():
         raise ValueError("qualifiers: is_conjugate is for complex matrices, which are not supported")
     if qualifiers[2]["is_transpose"]:

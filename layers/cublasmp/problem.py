@@ -188,7 +188,7 @@ def survey(everyone: list, scalars: list[tuple], num_programs: int) -> Extents:
     """
     for rank, problem in enumerate(everyone):
         if isinstance(problem, Exception):
-            raise _of_rank(rank, problem)
+            raise type(problem)(f"rank {rank}: {problem}")
     _compare(everyone, scalars)
     size, first = len(everyone), everyone[0]
     names = ("a", "b", "c") if first.c is not None else ("a", "b")
@@ -200,11 +200,7 @@ def survey(everyone: list, scalars: list[tuple], num_programs: int) -> Extents:
     result_dtype, wire_dtype = _check_options(first, num_programs)
 
     distributions = _distributions(everyone)
-    for name, by_rank in distributions.items():
-        if not isinstance(by_rank[0], Distribution):
-            raise TypeError(
-                f"the distribution of {name.upper()} is {by_rank[0]!r}; pass Slab.X, BlockCyclic or another"
-            )
+    for by_rank in distributions.values():
         by_rank[0].check_size(size)
     shapes, owned = {}, {}
     for name in "ab":
@@ -226,11 +222,6 @@ def traits(problem: Problem, extents: Extents) -> MMTraits:
         for operand, transposed in zip((problem.a, problem.b, problem.c), (*problem.transposes, False), strict=True)
     ]
     return MMTraits(extents.m, extents.n, extents.k, *layouts)
-
-
-def _of_rank(rank: int, error: Exception) -> Exception:
-    kind = next((kind for kind in (ValueError, TypeError, RuntimeError) if isinstance(error, kind)), TypeError)
-    return kind(f"rank {rank}: {error}")
 
 
 def _distributions(everyone: list[Problem]) -> dict[str, tuple]:
@@ -320,7 +311,7 @@ def _check_matrix(name: str, by_rank: list[Operand]):
 def _check_options(problem: Problem, num_programs: int) -> tuple[torch.dtype, torch.dtype]:
     """The dtypes of the result and of partial sums on the wire. Raises ValueError or TypeError."""
     options, dtype, epilog = problem.options, problem.a.dtype, problem.epilog
-    if epilog & ~MatmulEpilog.ALLREDUCE not in EPILOGS:
+    if int(epilog) & ~1 not in EPILOGS:  # an int: a flag's complement would drop the bits that have no name
         raise ValueError(f"epilog={epilog!r} is no MatmulEpilog; ALLREDUCE alone may be or-ed with another one")
     needed = set(required_inputs(epilog))
     if needed != {name for name, _ in problem.inputs}:
