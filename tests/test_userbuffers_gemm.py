@@ -8,6 +8,7 @@ import weakref
 from dataclasses import replace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -498,6 +499,38 @@ def test_wrong_calls_are_refused_before_anything_is_launched(ctx):
     wide = torch.ones(4, 16, device=ctx.device), torch.ones(8, 16, device=ctx.device)
     with pytest.raises(ValueError, match="8 tokens of 16 in torch.float32 don't fit"):  # as many rows as just before
         call(wide[1], wide[0], ub=ring, ub_type=AG)
+
+
+@pytest.mark.ranks(2)
+def test_general_gemm_refuses_what_it_cannot_use(ctx):
+    """Alone and with communication: wrong types and dtypes, before anything is launched; then a right call."""
+    common = [8, 8], torch.float32, helper(ctx), 2
+    gather, scatter = te.CommOverlapP2P(*common, AG), te.CommOverlap(*common)
+    w, x = torch.ones(8, 8, device=ctx.device), torch.ones(4, 8, device=ctx.device)
+    integers_ = torch.zeros(4, 8, dtype=torch.int64, device=ctx.device)
+    calls = {"alone": dict(A=w, B=x), "AG": dict(A=w, B=x, ub=gather, ub_type=AG),
+             "RS": dict(A=w, B=w, ub=scatter, ub_type=RS)}  # fmt: skip
+    tensors = [
+        dict([(name, value)])
+        for name in ("A", "B", "out", "bias", "gelu_in", "extra_output")
+        for value in (3, "x", [1.0], np.ones((4, 8)), w.to("meta"))
+        if name != "gelu_in" or value is not None
+    ]
+    refused = [
+        *tensors, dict(A=None), dict(B=None), dict(A=w.double()), dict(B=w[0]), dict(A=w.bfloat16()),
+        dict(bias=w[0, :5]), dict(out=integers_), dict(alpha="x"), dict(alpha=None), dict(alpha=w), dict(beta=[1]),
+        dict(rows=()), dict(rows=3), dict(ub=3), *(dict([(name, value)]) for name in ("gelu", "grad", "accumulate")
+                                                   for value in ("x", [], 2)),
+        dict(bulk_overlap="x"), dict(layout=[]),
+    ]  # fmt: skip
+    for call in calls.values():
+        for wrong in refused:
+            named = f"general_gemm|{next(iter(wrong))}"  # a kernel's own check has the kernel's name
+            with without_launches(scatter.context), pytest.raises((TypeError, ValueError), match=named):
+                te.general_gemm(**call | wrong)
+    with pytest.raises(TypeError, match="extra_output is torch.int64, which can't hold the result"):
+        te.general_gemm(w, w, ub=scatter, ub_type=RS, extra_output=integers_)
+    assert te.general_gemm(**calls["AG"])[0].eq(8.0).all() and te.general_gemm(**calls["RS"])[0].eq(16.0).all()
 
 
 @pytest.mark.ranks(2)

@@ -216,6 +216,38 @@ def test_linear_overlaps_with_ub_bulk_wgrad_alone(ctx):
             te.destroy_ub()
 
 
+def test_linear_and_its_kin_refuse_what_they_cannot_use():
+    """By name, of arguments and of inputs, on one device; what is right works afterwards."""
+    cpu = dict(device="cpu")
+    layer, attention = te.LayerNormLinear(8, 8, **cpu), te.MultiheadAttention(8, 2, **cpu)
+    x = torch.ones(3, 2, 8)
+    refused = [
+        *((lambda size=size: te.Linear(size, 8, **cpu), "in_features") for size in (0, -8, 2.5, "8", None, [8])),
+        (lambda: te.Linear(8, 8, init_method=3, **cpu), "init_method=3 must be a function or None"),
+        (lambda: te.Linear(8, 8, get_rng_state_tracker="x", **cpu), "get_rng_state_tracker='x' must be a function"),
+        (lambda: te.Linear(8, 8, get_rng_state_tracker=lambda: None, **cpu), r"returned NoneType, which has no fork\("),
+        *((lambda split=split: te.Linear(8, 8, parameters_split=split, **cpu), "parameters_split")
+          for split in ("qkv", 3, [], {})),
+        (lambda: te.Linear(8, 8, tp_group="world", **cpu), "tp_group: a group is str and must be a torch"),
+        (lambda: te.LayerNormLinear(8, 8, eps="x", **cpu), "eps='x' must be a number"),
+        (lambda: te.LayerNormMLP(0, 8, **cpu), "hidden_size=0 must be a positive integer"),
+        (lambda: te.LayerNormMLP(8, 8, eps=-1.0, **cpu), "eps=-1.0 must be a number"),
+        (lambda: te.LayerNormMLP(8, 8, activation=["gelu"], **cpu), "activation=.* is unknown"),
+        (lambda: te.MultiheadAttention(8, 0, **cpu), "num_attention_heads=0 must be a positive integer"),
+        (lambda: te.MultiheadAttention(8, 2, num_gqa_groups=0, **cpu), "num_gqa_groups=0 must be a positive"),
+        (lambda: te.MultiheadAttention(8, 2, attention_dropout=1.5, **cpu), "attention_dropout=1.5 must be a number"),
+        (lambda: te.MultiheadAttention(8, 2, window_size=3, **cpu), "window_size=3 is not supported"),
+        (lambda: te.TransformerLayer(8, 8, 2, hidden_dropout="x", **cpu), "hidden_dropout='x' must be a number"),
+        *((lambda wrong=wrong, layer=layer: layer(wrong), "the input .* must be a tensor of")
+          for wrong in (None, 3, [1.0], x[0, 0], x.numpy()) for layer in (layer, attention, te.Linear(8, 8, **cpu))),
+        (lambda: attention(x, rotary_pos_emb=3), "angles are int and must be a tensor"),
+    ]  # fmt: skip
+    for wrong, message in refused:
+        with pytest.raises((TypeError, ValueError), match=message):
+            wrong()
+    assert layer(x).shape == x.shape and attention(x).shape == x.shape
+
+
 @pytest.mark.ranks(2)
 def test_linear_says_that_overlap_needs_sequence_parallel(ctx):
     common = dict(tp_group=ctx.group.process_group, device=ctx.device)

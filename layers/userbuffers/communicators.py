@@ -134,19 +134,24 @@ class CommOverlapHelper:
 
     def __init__(self, world_group=None, intra_node_group=None, *, heap_bytes: int | None = None):
         if world_group is not None and intra_node_group is not None:
+            world, ranks = (
+                group_of("CommOverlapHelper", each).global_ranks for each in (world_group, intra_node_group)
+            )
             backends = dist.get_backend(world_group), dist.get_backend(intra_node_group)
             if backends[0] != backends[1]:
                 raise ValueError(
                     f"CommOverlapHelper: world_group has backend {backends[0]} and intra_node_group {backends[1]}; "
                     f"pass groups of one backend"
                 )
-            world, ranks = Group(world_group).global_ranks, Group(intra_node_group).global_ranks
             if not set(ranks) <= set(world):
                 raise ValueError(
                     f"CommOverlapHelper: intra_node_group has the ranks {ranks}, but world_group only {world}; pass a "
                     f"part of world_group"
                 )
-        self.domain = _Domain(world_group if intra_node_group is None else intra_node_group, heap_bytes)
+        group = world_group if intra_node_group is None else intra_node_group
+        if group is not None:
+            group_of("CommOverlapHelper", group)
+        self.domain = _Domain(group, heap_bytes)
 
 
 class CommOverlapCore:
@@ -244,6 +249,8 @@ class CommOverlapCore:
 
         The tensor may have fewer rows than the buffer. Its number of rows sets the chunk boundaries from then on.
         """
+        if not isinstance(input, torch.Tensor):
+            raise TypeError(f"copy_into_buffer: input is {type(input).__name__} and must be a tensor")
         if input.dtype != self.dtype:
             raise TypeError(f"copy_into_buffer: the tensor is {input.dtype}, but the buffer is {self.dtype}")
         self.get_buffer(local_chunk, input.shape).copy_(input)
@@ -253,8 +260,12 @@ class CommOverlapCore:
         if shape is None:
             total, width = self._active = self.shape
             shape = (split_rows(total, self.size)[self.rank], width) if local_chunk else self.shape
-        elif not shape:
+        elif not isinstance(shape, Iterable) or isinstance(shape, torch.Tensor):
+            raise TypeError(f"get_buffer: shape={shape!r} must be [rows, ...]")
+        elif not (shape := tuple(shape)):
             raise ValueError("get_buffer: shape is of a scalar, but the buffer has rows")
+        elif any(not isinstance(extent, Integral) or extent < 0 for extent in shape):
+            raise ValueError(f"get_buffer: shape={list(shape)} must be [rows, ...], none of them negative")
         else:
             width = math.prod(shape[1:])
             total = self._total(shape[0], width) if local_chunk else shape[0]
@@ -488,7 +499,7 @@ class CommOverlap(CommOverlapCore):
         method: str | None = None,
     ):
         options = OverlapOptions(
-            method=method or ("pipeline" if comm_type == CommOverlapType.RS else "bulk"),
+            method=("pipeline" if comm_type == CommOverlapType.RS else "bulk") if method is None else method,
             is_reduce_scatter=comm_type == CommOverlapType.RS,
             num_sm=num_comm_sm,
             cga_size=comm_cga_size,
@@ -611,9 +622,14 @@ def fill_userbuffers_buffer_for_all_gather(comm: CommOverlapCore, local_tensor: 
             f"fill_userbuffers_buffer_for_all_gather: quantizer={type(quantizer).__name__}, but there is no fp8; pass "
             f"None and an unquantized tensor"
         )
-    if process_group is not None and (ranks := Group(process_group).global_ranks) != comm.context.group.global_ranks:
+    where = "fill_userbuffers_buffer_for_all_gather"
+    _check_communicator(where, comm)
+    if not isinstance(local_tensor, torch.Tensor):
+        raise TypeError(f"{where}: local_tensor is {type(local_tensor).__name__} and must be a tensor")
+    ranks = comm.context.group.global_ranks if process_group is None else group_of(where, process_group).global_ranks
+    if ranks != comm.context.group.global_ranks:
         raise ValueError(
-            f"fill_userbuffers_buffer_for_all_gather: process_group has the ranks {ranks}, but {comm!r} gathers from "
+            f"{where}: process_group has the ranks {ranks}, but {comm!r} gathers from "
             f"{comm.context.group.global_ranks}; pass the group that it was made for, or None"
         )
     if comm.with_cublasmp():
@@ -631,6 +647,10 @@ def bulk_overlap_ag_with_external_gemm(allgather_communicator: CommOverlapCore, 
     semantics, which have no bulk overlap.
     """
     comm = allgather_communicator
+    _check_communicator("bulk_overlap_ag_with_external_gemm", comm)
+    for name, stream in (("send_stream", send_stream), ("recv_stream", recv_stream)):
+        if not hasattr(stream, "wait_event"):
+            raise TypeError(f"bulk_overlap_ag_with_external_gemm: {name} is {type(stream).__name__}, not a stream")
     if comm.with_cublasmp() or comm.is_p2p_overlap():
         reason = "has cublasmp semantics" if comm.with_cublasmp() else "overlaps inside a GEMM only"
         raise ValueError(
@@ -642,6 +662,20 @@ def bulk_overlap_ag_with_external_gemm(allgather_communicator: CommOverlapCore, 
     ready.wait(recv_stream)
     with dev.stream(recv_stream):
         comm.all_gather(own, rows, whole, comm.options.num_sm)
+
+
+def _check_communicator(where: str, comm):
+    if not isinstance(comm, CommOverlapCore):
+        raise TypeError(f"{where}: {type(comm).__name__} is no communicator; pass a CommOverlap or a CommOverlapP2P")
+
+
+def group_of(where: str, process_group) -> Group:
+    """The ranks of a torch process group. Raises TypeError for anything else, ValueError if this rank is not in it."""
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"{where}: rank {dist.get_rank()} is not a member of the group that was passed")
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise TypeError(f"{where}: a group is {type(process_group).__name__} and must be a torch process group")
+    return Group(process_group)
 
 
 def get_stream_priority_range(device_id: int = -1) -> tuple[int, int]:

@@ -33,7 +33,7 @@ from torch.nn import functional
 from tkernels.comm.collectives import split_rows
 from tkernels.comm.group import all_gather_single, reduce_scatter_single
 from tkernels.layers.grad_hooks import grad_ready_hooks
-from tkernels.layers.userbuffers.communicators import CommOverlapCore, product
+from tkernels.layers.userbuffers.communicators import CommOverlapCore, group_of, product
 from tkernels.matmul_all_reduce import matmul_all_reduce
 
 
@@ -244,6 +244,9 @@ def gather_along_first_dim(inp: torch.Tensor, process_group, async_op: bool = Fa
     """
     if quantizer is not None:
         raise ValueError("gather_along_first_dim: quantizer is for fp8, which is not supported; leave it out")
+    group_of("gather_along_first_dim: process_group", dist.group.WORLD if process_group is None else process_group)
+    if not isinstance(inp, torch.Tensor) or inp.dim() == 0:
+        raise TypeError(f"gather_along_first_dim: inp={inp!r} must be a tensor with rows")
     out = inp.new_empty(inp.shape[0] * dist.get_world_size(process_group), *inp.shape[1:])
     return out, all_gather_single(out, inp.contiguous(), group=process_group, async_op=async_op)
 

@@ -129,6 +129,9 @@ def default_config(
 ) -> dict[str, OverlapOptions]:
     """The default options of every GEMM that has an overlap. Raises ValueError unless tp_size is a number of ranks."""
     _check_size(tp_size)
+    with_cublasmp = boolean("default_config: with_cublasmp", with_cublasmp)
+    comm_priority = integer("default_config: comm_priority", comm_priority)
+    gemm_priority = integer("default_config: gemm_priority", gemm_priority)
     return {
         name: _defaults(name, ways[0], tp_size, comm_priority, gemm_priority)
         for name, ways in methods(with_cublasmp).items()

@@ -5,6 +5,7 @@ makes the plan once; later calls like it look the plan up and run it on their ow
 """
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch.nn import functional
@@ -12,6 +13,7 @@ from torch.nn import functional
 from tkernels.comm.collectives import check_rows, split_rows
 from tkernels.comm.plans import local_plans, without_grad
 from tkernels.layers.userbuffers.communicators import CommOverlapCore, CommOverlapType, product
+from tkernels.layers.userbuffers.defaults import boolean
 
 OPERANDS = {  # by layout: (x, w) of x @ w.T
     "TN": lambda A, B: (B, A),
@@ -73,10 +75,20 @@ def general_gemm(
     dimensions, unless the layout is NT. Raises ValueError or TypeError before anything is launched; but an `out` of
     the wrong shape, in a call whose kernel communicates, is refused after the launch.
     """
+    tensors = A, B, out, bias, gelu_in, extra_output
+    _check_tensors(*tensors)
+    if ub is not None and not isinstance(ub, CommOverlapCore):
+        raise TypeError(f"general_gemm: ub is {type(ub).__name__} and must be a CommOverlap or a CommOverlapP2P")
+    if type(alpha) is not float:
+        alpha = _number("alpha", alpha)
+    if beta is not None and type(beta) is not float:
+        beta = _number("beta", beta)
+    if rows is not None and not isinstance(rows, Iterable):
+        raise TypeError(f"general_gemm: rows={rows!r} must be a number of rows for each rank")
     if A.dim() > 2 or B.dim() > 2:
         inner = () if layout == "NT" else B.shape[1:-1]
         if ub is not None and ub_type is CommOverlapType.RS and inner and not bulk_overlap:
-            counts = rows or split_rows(B.shape[:-1].numel(), ub.size)
+            counts = split_rows(B.shape[:-1].numel(), ub.size) if rows is None else rows
             if any(count % inner.numel() for count in counts):
                 raise ValueError(
                     f"general_gemm: the rows of B {tuple(B.shape)} go to the ranks as {tuple(counts)}, which are no "
@@ -97,17 +109,21 @@ def general_gemm(
         raise ValueError("general_gemm: quantization_params quantizes the result, but there is no fp8; pass None")
     if not accumulate and beta not in (None, 0.0):
         raise ValueError(f"general_gemm: beta={beta} scales what is accumulated to; pass accumulate=True as well")
-    tensors, rows = (A, B, out, bias, gelu_in, extra_output), None if rows is None else tuple(rows)
+    rows = None if rows is None else tuple(rows)
     options = out_dtype, gelu, alpha == 1.0, accumulate, layout, grad, ub_type, bulk_overlap, rows
-    if ub is None:
-        # The key holds no shapes: the plan doesn't depend on them, and torch checks them in each call.
-        into, given = out is None or (out.dtype, out.is_contiguous()), (bias is None, gelu_in is None)
-        key = _plan, B.dtype, into, given, extra_output is None, options
-        plan = local_plans.find(key, lambda: _plan(None, *tensors, *options))
-    else:
-        # Also the buffer state that matters, and ub_type's type: 1 equals CommOverlapType.AG, but must be refused.
-        state = ub._active if bulk_overlap else ub.holds(B)
-        plan = ub.plan(_plan, tensors, *options, state, type(ub_type))
+    try:
+        if ub is None:
+            # The key holds no shapes: the plan doesn't depend on them, and torch checks them in each call.
+            into, given = out is None or (out.dtype, out.is_contiguous()), (bias is None, gelu_in is None)
+            key = _plan, B.dtype, into, given, extra_output is None, options
+            plan = local_plans.find(key, lambda: _plan(None, *tensors, *options))
+        else:
+            # Also the buffer state that matters, and ub_type's type: 1 equals CommOverlapType.AG, but must be refused.
+            state = ub._active if bulk_overlap else ub.holds(B)
+            plan = ub.plan(_plan, tensors, *options, state, type(ub_type))
+    except TypeError:
+        _check(*options[:2], *options[3:6], bulk_overlap, out)  # what can't be part of a key
+        raise
     return plan(ub, *tensors, alpha, beta)
 
 
@@ -116,7 +132,7 @@ def _plan(
     out_dtype, gelu, unscaled, accumulate, layout, grad, ub_type, bulk_overlap, rows, *_,
 ):  # fmt: skip
     """Plan general_gemm for tensors like these: a function of ub (not kept in it), the tensors, alpha and beta."""
-    _check(out_dtype, layout, accumulate, out)
+    _check(out_dtype, gelu, accumulate, layout, grad, bulk_overlap, out)
     if gelu_in is not None and not gelu:
         raise ValueError("general_gemm: gelu_in is given, but gelu=False applies none; pass gelu=True, or leave it out")
     if gelu and grad and gelu_in is None:
@@ -146,6 +162,10 @@ def _plan(
 
     def run(ub, A, B, out, bias, gelu_in, extra_output, alpha, beta):
         x, w = operands(A, B)
+        if added and bias.numel() != w.shape[0]:
+            raise ValueError(
+                f"general_gemm: bias has shape {list(bias.shape)}, but the result has {w.shape[0]} features"
+            )
         if (ub is None or bulk_overlap) and out is not None and out.shape != (x.shape[0], w.shape[0]):
             raise _misshapen(out, (x.shape[0], w.shape[0]))  # torch would resize it, and overwrite what lies behind it
         value, gathered, filled = multiply(ub, x, w, bias if fused else None, out if into else None, extra_output)
@@ -182,9 +202,10 @@ def _plan_alone(dtype):
 def _plan_gather(ub, x, w, bias, out, extra_output, rows, dtype, wanted: bool):
     whole = ub.holds(x)  # the global tensor: this rank's part is in place, and the gather fills in the others
     if whole:
-        rows = check_rows("general_gemm", ub.context, rows or split_rows(x.shape[0], ub.size), total=x.shape[0])
+        rows = split_rows(x.shape[0], ub.size) if rows is None else rows
+        rows = check_rows("general_gemm", ub.context, rows, total=x.shape[0])
     else:
-        rows = rows or (x.shape[0],) * ub.size
+        rows = (x.shape[0],) * ub.size if rows is None else rows
     shape, rank = (sum(rows), x.shape[1]), ub.rank
 
     def parts(x, extra_output):
@@ -206,8 +227,11 @@ def _plan_gather(ub, x, w, bias, out, extra_output, rows, dtype, wanted: bool):
 
 def _plan_scatter(ub, x, w, bias, out, extra_output, rows, dtype, free: bool):
     """Plan the GEMM + reduce-scatter. free: the result may be written to extra_output's memory."""
-    rows = check_rows("general_gemm", ub.context, rows or split_rows(x.shape[0], ub.size), total=x.shape[0])
+    rows = split_rows(x.shape[0], ub.size) if rows is None else rows
+    rows = check_rows("general_gemm", ub.context, rows, total=x.shape[0])
     shape = rows[ub.rank], w.shape[0]
+    if extra_output is not None and not extra_output.is_floating_point():
+        raise TypeError(f"general_gemm: extra_output is {extra_output.dtype}, which can't hold the result; pass floats")
     shared = free and extra_output is not None and extra_output.dtype == dtype  # extra_output is also the result
     filled = None if extra_output is None else _shaped(extra_output, shape)
     scatter = ub.plan_matmul_reduce_scatter(x, w, bias, filled if shared else out, rows, dtype)
@@ -261,18 +285,47 @@ def _epilogue(value, alpha, beta, accumulate, out, bias):
     return value if bias is None else value + bias
 
 
-def _check(out_dtype, layout, accumulate, out):
+def _check_tensors(A, B, out, bias, gelu_in, extra_output):
+    for name, tensor in (
+        ("B", B), ("A", A), ("out", out), ("bias", bias), ("gelu_in", gelu_in), ("extra_output", extra_output),
+    ):  # fmt: skip
+        if tensor is None and name not in "AB":
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"general_gemm: {name} is {type(tensor).__name__} and must be a tensor")
+        if tensor.device != B.device:
+            raise ValueError(f"general_gemm: {name} is on {tensor.device}, but B on {B.device}")
+    if A.dim() < 2 or B.dim() < 2 or A.dtype != B.dtype:
+        raise ValueError(
+            f"general_gemm: A is {A.dtype} {list(A.shape)} and B {B.dtype} {list(B.shape)}; they must be matrices, or "
+            f"have more dimensions, and be of one dtype"
+        )
+
+
+def _number(name: str, value) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: tensors of several elements
+        raise TypeError(f"general_gemm: {name}={value!r} is no number") from None
+
+
+def _check(out_dtype, gelu, accumulate, layout, grad, bulk_overlap, out):
+    flags = {"gelu": gelu, "accumulate": accumulate, "grad": grad, "bulk_overlap": bulk_overlap}
+    for name, value in flags.items():
+        boolean(f"general_gemm: {name}", 0 if value is None else value)
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         raise TypeError(
             f"general_gemm: out_dtype is a {type(out_dtype).__name__} and must be a torch.dtype; older releases had a "
             f"workspace in the third position, which there is none of: leave it out"
         )
-    if layout not in ("TN", "NN", "NT"):
+    if not isinstance(layout, str) or layout not in ("TN", "NN", "NT"):
         raise ValueError(f"general_gemm: layout={layout!r} must be TN, NN or NT")
     if accumulate and out is None:
         raise ValueError("general_gemm: accumulate=True adds to `out`, but there is none; pass out=")
     if out is not None and not out.is_contiguous():
         raise ValueError(f"general_gemm: out has strides {out.stride()}; it must be contiguous")
+    if out is not None and not out.is_floating_point():
+        raise TypeError(f"general_gemm: out is {out.dtype}, which can't hold the result; pass a tensor of floats")
 
 
 def _check_overlap(ub, ub_type, bulk):

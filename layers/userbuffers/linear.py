@@ -1,17 +1,19 @@
 """Linear and LayerNormLinear with TransformerEngine's arguments in its order, and the base class of all layers here."""
 
 import contextlib
+import math
 import warnings
+from collections.abc import Iterable
+from numbers import Integral, Real
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
 from tkernels.comm.collectives import check_rows, split_rows
 from tkernels.layers.linear import MarkedModule
 from tkernels.layers.userbuffers import dataflow, registry
-from tkernels.layers.userbuffers.communicators import CommOverlapType
+from tkernels.layers.userbuffers.communicators import CommOverlapType, group_of
 
 # The attributes that hold a layer's overlaps: for each, the type of its communicator, and whether it must be bulk.
 FLAGS = {
@@ -39,9 +41,12 @@ class ParallelModule(MarkedModule):
         if type(tp_size) is not int or tp_size < 1:
             raise ValueError(f"{name}: tp_size={tp_size!r} must be a positive integer")
         if tp_group is not None:  # determines the size by itself, as in TransformerEngine
-            asked, tp_size = tp_size, dist.get_world_size(tp_group)
+            asked, tp_size = tp_size, group_of(f"{name}: tp_group", tp_group).size
             if asked not in (1, tp_size):
                 raise ValueError(f"{name}: tp_group has {tp_size} ranks, but tp_size={asked}")
+        for option, value in {"init_method": init_method, "get_rng_state_tracker": rng[0]}.items():
+            if value is not None and not callable(value):
+                raise TypeError(f"{name}: {option}={value!r} must be a function or None")
         self.tp_group, self.tp_size = tp_group, tp_size
         self.sequence_parallel = sequence_parallel and tp_size > 1
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
@@ -96,7 +101,7 @@ class ParallelModule(MarkedModule):
 
         Raises ValueError for a group of another size, or of other ranks than the communicators'.
         """
-        size = self.tp_size if tp_group is None else dist.get_world_size(tp_group)
+        size = self.tp_size if tp_group is None else group_of("set_tensor_parallel_group", tp_group).size
         if size != self.tp_size:
             raise ValueError(f"{type(self).__name__}: the group has {size} ranks, but tp_size={self.tp_size}")
         if tp_group is not None and self._overlaps():
@@ -171,6 +176,11 @@ class ParallelModule(MarkedModule):
         if self.get_rng_state_tracker is None:
             return contextlib.nullcontext()
         tracker = self.get_rng_state_tracker()
+        if not hasattr(tracker, "fork"):
+            raise TypeError(
+                f"{type(self).__name__}: get_rng_state_tracker() returned {type(tracker).__name__}, which has no "
+                f"fork(); pass a function that returns a tracker, such as Megatron's get_cuda_rng_tracker"
+            )
         return tracker.fork(*() if self.rng_tracker_name is None else (self.rng_tracker_name,))
 
     def _norm_parameters(self, features, normalization, zero_centered_gamma, device, dtype):
@@ -187,6 +197,7 @@ class ParallelModule(MarkedModule):
             self.layer_norm_bias = None
 
     def _normalize(self, x: torch.Tensor) -> torch.Tensor:
+        check_input(type(self).__name__, x)
         return normalize(
             x, self.layer_norm_weight, self.layer_norm_bias, self.normalization, self.eps, self.zero_centered_gamma
         )
@@ -203,6 +214,7 @@ class ParallelModule(MarkedModule):
     @torch.compiler.disable  # a trace can't look into communicators, which are Python objects
     def _product(self, x, weights, bias, mode, flags, ub_name, rows=None) -> torch.Tensor:
         """x [..., I] -> [..., O] by the dataflow that mode and flags select. weights: one parameter, or its parts."""
+        check_input(type(self).__name__, x)
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
@@ -293,6 +305,10 @@ class _Linear(ParallelModule):
             raise ValueError(
                 f"{kind}: parameters_split has no weight of its own to accumulate to; leave out "
                 f"fuse_wgrad_accumulation and delay_wgrad_compute, or the split"
+            )
+        if isinstance(parameters_split, str) or not isinstance(parameters_split, Iterable) or not parameters_split:
+            raise TypeError(
+                f"{kind}: parameters_split={parameters_split!r} must be a dict of names and sizes, or a list of names"
             )
         if not isinstance(parameters_split, dict):
             share = divide(kind, "out_features", self.out_features, len(parameters_split))
@@ -447,6 +463,7 @@ class LayerNormLinear(_Linear):
         if parallel_mode == "row":
             raise ValueError("LayerNormLinear: parallel_mode='row' would normalise a part of the features; use Linear")
         self.parallel_mode, self.use_bias, self.return_bias, self.name = parallel_mode, bias, return_bias, name
+        check_number("LayerNormLinear", math.inf, eps=eps)
         self.eps, self.return_layernorm_output = eps, return_layernorm_output or return_layernorm_output_gathered
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
         norm = normalization, zero_centered_gamma
@@ -479,7 +496,22 @@ def normalize(x, weight, bias, normalization: str, eps: float, zero_centered_gam
     return functional.layer_norm(x, gamma.shape, gamma, bias.to(x.dtype), eps)
 
 
+def check_input(kind: str, x):
+    if not isinstance(x, torch.Tensor) or x.dim() < 2:
+        found = f"has shape {list(x.shape)}" if isinstance(x, torch.Tensor) else f"is {type(x).__name__}"
+        raise TypeError(f"{kind}: the input {found} and must be a tensor of [tokens, ..., features]")
+
+
+def check_number(kind: str, most: float, **numbers):
+    """Raise ValueError unless each is a number from 0 to `most`."""
+    for name, value in numbers.items():
+        if not isinstance(value, Real) or not 0 <= value <= most:
+            raise ValueError(f"{kind}: {name}={value!r} must be a number from 0 to {most:g}")
+
+
 def divide(kind: str, what: str, size: int, parts: int) -> int:
+    if not isinstance(size, Integral) or size < 1:
+        raise ValueError(f"{kind}: {what}={size!r} must be a positive integer")
     if size % parts:
         raise ValueError(f"{kind}: {what}={size} doesn't divide by {parts}; pad it, or use fewer ranks")
     return size // parts

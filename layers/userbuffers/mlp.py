@@ -1,12 +1,13 @@
 """LayerNormMLP, with TransformerEngine's arguments in its order."""
 
 import functools
+import math
 
 import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as recompute
 
-from tkernels.layers.userbuffers.linear import FLAGS, ParallelModule, divide, refuse
+from tkernels.layers.userbuffers.linear import FLAGS, ParallelModule, check_number, divide, refuse
 
 _gelu = functools.partial(functional.gelu, approximate="tanh")
 
@@ -81,7 +82,8 @@ class LayerNormMLP(ParallelModule):
     ):
         super().__init__()
         refuse("LayerNormMLP", activation_params=activation_params)
-        if activation not in ACTIVATIONS:
+        check_number("LayerNormMLP", math.inf, eps=eps)
+        if not isinstance(activation, str) or activation not in ACTIVATIONS:
             raise ValueError(f"LayerNormMLP: activation={activation!r} is unknown; use {', '.join(ACTIVATIONS)}")
         self._configure(
             tp_group, tp_size, sequence_parallel, fuse_wgrad_accumulation, delay_wgrad_compute,
@@ -98,6 +100,7 @@ class LayerNormMLP(ParallelModule):
 
         if not set_parallel_mode and self.tp_size > 1:
             raise ValueError(f"LayerNormMLP: tp_size={self.tp_size} splits fc1 and fc2; pass set_parallel_mode=True")
+        divide("LayerNormMLP", "hidden_size", hidden_size, 1)
         ffn = divide("LayerNormMLP", "ffn_hidden_size", ffn_hidden_size, self.tp_size)
         common = device, params_dtype
         self._norm_parameters(hidden_size, normalization, zero_centered_gamma, *common)

@@ -23,6 +23,7 @@ from tkernels.layers.userbuffers.communicators import (
     CommOverlapHelper,
     CommOverlapP2P,
     get_stream_priority_range,
+    group_of,
     heap_bytes,
     margin,
     timeout_s,
@@ -192,7 +193,7 @@ def load_ub_cfgs(path: str | os.PathLike) -> dict:
 def _check(world: Group, shape, tp_size, dtype, bootstrap_backend, tp_group):
     if _state["initialized"]:
         raise RuntimeError("UB communicators are already initialized. Call destroy_ub() before.")
-    if tp_size != 1 and not dist.is_initialized():
+    if type(tp_size) is int and tp_size > 1 and not dist.is_initialized():
         raise RuntimeError("initialize_ub: torch.distributed is not initialised; call init_process_group() before")
     if type(tp_size) is not int or tp_size < 1 or world.size % tp_size:
         raise ValueError(f"initialize_ub: tp_size={tp_size!r} must divide the {world.size} ranks of the default group")
@@ -201,7 +202,7 @@ def _check(world: Group, shape, tp_size, dtype, bootstrap_backend, tp_group):
         raise ValueError(f"initialize_ub: shape={shape!r} must be [tokens, hidden], two positive integers")
     if dtype not in DTYPES:
         raise TypeError(f"initialize_ub: dtype={dtype!r} must be torch.float32, torch.float16 or torch.bfloat16")
-    if tp_group is not None and dist.get_world_size(tp_group) != tp_size:
+    if tp_group is not None and group_of("initialize_ub: tp_group", tp_group).size != tp_size:
         raise ValueError(
             f"initialize_ub: tp_group has {dist.get_world_size(tp_group)} ranks, but tp_size={tp_size}; pass its size"
         )
@@ -314,7 +315,7 @@ def _has_ended(domain: Group, error: Exception | None) -> bool:
 def _domain(world: Group, tp_size: int, backend: str | None, tp_group, made: list):
     """Collective. This rank's tensor-parallel group; None for all ranks. A group that is created is added to `made`."""
     if tp_group is not None:
-        everyone = world.gather(mine := Group(tp_group).global_ranks)
+        everyone = world.gather(mine := Group(tp_group).global_ranks)  # in order of the ranks
         if other := [rank for rank in mine if everyone[rank] != mine]:
             raise ValueError(
                 f"initialize_ub: tp_group has the ranks {mine}, but rank {other[0]} passed a group of "

@@ -1,12 +1,13 @@
 """MultiheadAttention and TransformerLayer, with TransformerEngine's arguments in its order and torch's attention."""
 
 import contextlib
+import math
 
 import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from tkernels.layers.userbuffers.linear import LayerNormLinear, Linear, ParallelModule, divide, refuse
+from tkernels.layers.userbuffers.linear import LayerNormLinear, Linear, ParallelModule, check_number, divide, refuse
 from tkernels.layers.userbuffers.mlp import LayerNormMLP
 
 MASKS = ("causal", "no_mask", "arbitrary")
@@ -101,7 +102,11 @@ class MultiheadAttention(ParallelModule):
         if not set_parallel_mode and self.tp_size > 1:
             raise ValueError(f"{kind}: tp_size={self.tp_size} splits the heads; pass set_parallel_mode=True")
         check_attention(kind, attn_mask_type, window_size, qkv_format, self.sequence_parallel)
+        check_number(kind, 1.0, attention_dropout=attention_dropout)
+        check_number(kind, math.inf, layernorm_epsilon=layernorm_epsilon)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        for what, number in {"num_attention_heads": num_attention_heads, "num_gqa_groups": groups}.items():
+            divide(kind, what, number, 1)
         divide(kind, "num_attention_heads", num_attention_heads, groups)
         self.head_dim = kv_channels or divide(kind, "hidden_size", hidden_size, num_attention_heads)
         self.num_heads = divide(kind, "num_attention_heads", num_attention_heads, self.tp_size)
@@ -326,6 +331,7 @@ class TransformerLayer(ParallelModule):
             tp_group, tp_size, sequence_parallel, fuse_wgrad_accumulation, delay_wgrad_compute,
             (get_rng_state_tracker, None), init_method, None,
         )  # fmt: skip
+        check_number("TransformerLayer", 1.0, hidden_dropout=hidden_dropout)
         self.hidden_dropout, self.name = hidden_dropout, name
         self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
         common = dict(
@@ -426,8 +432,11 @@ def rotate(x: torch.Tensor, angles: torch.Tensor, layout: str) -> torch.Tensor:
     angles: [at least s, 1, 1, features], as TransformerEngine's RotaryPositionEmbedding makes them. Feature i of the
         first half is rotated with feature i of the second half; the features beyond these are unchanged.
     """
+    if not isinstance(angles, torch.Tensor) or angles.dim() != 4:
+        found = list(angles.shape) if isinstance(angles, torch.Tensor) else type(angles).__name__
+        raise ValueError(f"rotary_pos_emb: angles are {found} and must be a tensor of [positions, 1, 1, features]")
     length, features = x.shape[FORMATS.index(layout)], angles.shape[-1]
-    if angles.dim() != 4 or angles.shape[1:3] != (1, 1) or angles.shape[0] < length or features > x.shape[-1]:
+    if angles.shape[1:3] != (1, 1) or angles.shape[0] < length or features > x.shape[-1]:
         raise ValueError(
             f"rotary_pos_emb: angles of shape {list(angles.shape)} don't fit {length} positions of heads of "
             f"{x.shape[-1]} features; they must be [at least {length}, 1, 1, at most {x.shape[-1]}]"
@@ -463,7 +472,7 @@ def check_inputs(where: str, **options):
 def check_attention(kind: str, mask: str, window, layout: str, sequence_parallel: bool):
     if mask not in MASKS:
         raise ValueError(f"{kind}: attn_mask_type={mask!r} is not supported; use {', '.join(MASKS)}")
-    if window is not None and tuple(window) not in ((-1, -1), (-1, 0)):
+    if window is not None and (not isinstance(window, (tuple, list)) or tuple(window) not in ((-1, -1), (-1, 0))):
         raise ValueError(f"{kind}: window_size={window} is not supported; leave it out")
     if layout not in FORMATS or (layout == "bshd" and sequence_parallel):
         raise ValueError(f"{kind}: qkv_format={layout!r} is not supported; use sbhd, or bshd without sequence_parallel")
