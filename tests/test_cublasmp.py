@@ -1092,7 +1092,7 @@ def test_matmul_construction_notices_ranks_that_disagree(ctx):
         (dict(options={"blocking": mine("auto", True)}), "options differ between ranks"),
         (dict(options=mine(None, 3)), "rank 1: MatmulOptions: pass an object of it or a dict of its fields, not 3"),
         (dict(stream=mine(None, "x")), "rank 1: stream='x'"),
-        (dict(distributions=mine(good["distributions"], None)), "rank 1: 'NoneType' object is not iterable"),
+        (dict(distributions=mine(good["distributions"], None)), "rank 1: distributions are of A, B and D"),
     ]
     for wrong, message in refused:
         with pytest.raises((ValueError, TypeError), match=message) as caught:

@@ -238,8 +238,8 @@ def test_linear_and_its_kin_refuse_what_they_cannot_use():
         (lambda: te.MultiheadAttention(8, 2, attention_dropout=1.5, **cpu), "attention_dropout=1.5 must be a number"),
         (lambda: te.MultiheadAttention(8, 2, window_size=3, **cpu), "window_size=3 is not supported"),
         (lambda: te.TransformerLayer(8, 8, 2, hidden_dropout="x", **cpu), "hidden_dropout='x' must be a number"),
-        *((lambda wrong=wrong, layer=layer: layer(wrong), "the input .* must be a tensor of")
-          for wrong in (None, 3, [1.0], x[0, 0], x.numpy()) for layer in (layer, attention, te.Linear(8, 8, **cpu))),
+        *((lambda wrong=wrong, each=each: each(wrong), "the input .* must be a tensor of")
+          for wrong in (None, 3, [1.0], x[0, 0], x.numpy()) for each in (layer, attention, te.Linear(8, 8, **cpu))),
         (lambda: attention(x, rotary_pos_emb=3), "angles are int and must be a tensor"),
     ]  # fmt: skip
     for wrong, message in refused:

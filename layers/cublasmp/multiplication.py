@@ -274,8 +274,7 @@ class Matmul:
             distributions, _, _, qualifiers, scales, options = self._asked
             request = _understand(
                 self.ctx, self._operands, distributions, self._alpha, self._beta, qualifiers, scales, options,
-                preferences,
-                epilog, epilog_inputs, self._home, error,
+                preferences, epilog, epilog_inputs, self._home, error,
             )  # fmt: skip
             self._plan = make_plan(self.ctx, request.problem, request.scalars)
             self._inputs = request.inputs

@@ -110,8 +110,8 @@ def _boolean(name: str, value) -> bool:
 def _member(name: str, kind, value):
     """The member of an enum. Raises ValueError that names the option and the members."""
     if not isinstance(value, int) or value not in list(kind):
-        names = ", ".join(f"{member.name} ({member.value})" for member in kind)
-        raise ValueError(f"{name}={value!r} is no {kind.__name__}; there are {names}")
+        names = ", ".join(f"{member.name.removeprefix('COMPUTE_')} ({member.value})" for member in kind)
+        raise ValueError(f"{name}={value!r} must be one of {names}; {value!r} is not a valid {kind.__name__}")
     return kind(value)
 
 

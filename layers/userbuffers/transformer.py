@@ -432,11 +432,10 @@ def rotate(x: torch.Tensor, angles: torch.Tensor, layout: str) -> torch.Tensor:
     angles: [at least s, 1, 1, features], as TransformerEngine's RotaryPositionEmbedding makes them. Feature i of the
         first half is rotated with feature i of the second half; the features beyond these are unchanged.
     """
-    if not isinstance(angles, torch.Tensor) or angles.dim() != 4:
-        found = list(angles.shape) if isinstance(angles, torch.Tensor) else type(angles).__name__
-        raise ValueError(f"rotary_pos_emb: angles are {found} and must be a tensor of [positions, 1, 1, features]")
-    length, features = x.shape[FORMATS.index(layout)], angles.shape[-1]
-    if angles.shape[1:3] != (1, 1) or angles.shape[0] < length or features > x.shape[-1]:
+    if not isinstance(angles, torch.Tensor):
+        raise TypeError(f"rotary_pos_emb: angles are {type(angles).__name__} and must be a tensor, or a pair of them")
+    length, features = x.shape[FORMATS.index(layout)], math.inf if angles.dim() == 0 else angles.shape[-1]
+    if angles.dim() != 4 or angles.shape[1:3] != (1, 1) or angles.shape[0] < length or features > x.shape[-1]:
         raise ValueError(
             f"rotary_pos_emb: angles of shape {list(angles.shape)} don't fit {length} positions of heads of "
             f"{x.shape[-1]} features; they must be [at least {length}, 1, 1, at most {x.shape[-1]}]"
