@@ -27,7 +27,7 @@ from tkernels.comm.context import Context, as_context, find_context
 from tkernels.gemm import check_operands
 from tkernels.layers.norms import gradient_of
 from tkernels.layers.owners import owner_of
-from tkernels.operators import replicated
+from tkernels.operators import apply_transformed, replicated
 
 
 def _own_part(x: torch.Tensor, sizes: tuple[int, ...], dim: int, ctx: Context) -> torch.Tensor:
@@ -42,12 +42,17 @@ def _gather(x_part: torch.Tensor, sizes: tuple[int, ...], dim: int, ctx: Context
 
 
 class _ColumnParallelLinear(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, x, w_shard_n, bias_shard_n, context):
-        ctx.save_for_backward(x, w_shard_n)
-        ctx.context = context
+    def forward(x, w_shard_n, bias_shard_n, context):
         with torch.autocast(x.device.type, enabled=False):  # autocast changes none of this library's operators
             return torch.nn.functional.linear(x, w_shard_n, bias_shard_n)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, w_shard_n, _, ctx.context = inputs
+        ctx.save_for_backward(x, w_shard_n)
 
     @staticmethod
     def backward(ctx, dy_shard_n):
@@ -67,25 +72,35 @@ class _ColumnParallelLinear(torch.autograd.Function):
 class _Scatter(torch.autograd.Function):
     """Scatter and gather are each other's backward, of any order, since whole tensors and gradients are replicated."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, x, sizes, dim, context):
-        ctx.sizes, ctx.dim, ctx.context = sizes, dim, context
+    def forward(x, sizes, dim, context):
         return _own_part(x, sizes, dim, find_context(context))
 
     @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, ctx.sizes, ctx.dim, ctx.context = inputs
+
+    @staticmethod
     def backward(ctx, dy_part):
-        return _Gather.apply(dy_part, ctx.sizes, ctx.dim, ctx.context), None, None, None
+        return apply_transformed("gather", _Gather, dy_part, ctx.sizes, ctx.dim, ctx.context), None, None, None
 
 
 class _Gather(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, x_part, sizes, dim, context):
-        ctx.sizes, ctx.dim, ctx.context = sizes, dim, context
+    def forward(x_part, sizes, dim, context):
         return _gather(x_part, sizes, dim, find_context(context))
 
     @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, ctx.sizes, ctx.dim, ctx.context = inputs
+
+    @staticmethod
     def backward(ctx, dy):
-        return _Scatter.apply(dy, ctx.sizes, ctx.dim, ctx.context), None, None, None
+        return apply_transformed("scatter", _Scatter, dy, ctx.sizes, ctx.dim, ctx.context), None, None, None
 
 
 def column_parallel_linear(
@@ -102,7 +117,8 @@ def column_parallel_linear(
     or TypeError otherwise.
     """
     check_operands("column_parallel_linear", x, w_shard_n, bias_shard_n, None, as_context(ctx).device)
-    return _ColumnParallelLinear.apply(x, w_shard_n, bias_shard_n, as_context(ctx).name)
+    operands = x, w_shard_n, bias_shard_n
+    return apply_transformed("column_parallel_linear", _ColumnParallelLinear, *operands, as_context(ctx).name)
 
 
 def copy_to_tensor_model_parallel_region(x: torch.Tensor, *, ctx: Context | None = None) -> torch.Tensor:
@@ -130,7 +146,7 @@ def scatter_to_tensor_model_parallel_region(
             f"sizes={sizes}; pass a size for each rank, for example split_rows({features}, {ctx.size})"
         )
     sizes = (features // ctx.size,) * ctx.size if sizes is None else tuple(sizes)
-    return _Scatter.apply(x, sizes, -1, ctx.name)
+    return apply_transformed("scatter", _Scatter, x, sizes, -1, ctx.name)
 
 
 def gather_from_tensor_model_parallel_region(
@@ -139,7 +155,7 @@ def gather_from_tensor_model_parallel_region(
     """Collective. Every rank's features: x_shard_k [..., K/R] -> x [..., K]. sizes: features by rank, None: equal."""
     ctx = as_context(ctx)
     sizes = (x_shard_k.shape[-1],) * ctx.size if sizes is None else tuple(sizes)
-    return _Gather.apply(x_shard_k, sizes, -1, ctx.name)
+    return apply_transformed("gather", _Gather, x_shard_k, sizes, -1, ctx.name)
 
 
 def scatter_to_sequence_parallel_region(
@@ -148,7 +164,7 @@ def scatter_to_sequence_parallel_region(
     """This rank's rows: x [M, ...] -> x_shard_m [M/R, ...]. Collective in backward. rows: row counts by rank."""
     ctx = as_context(ctx)
     rows = check_rows("scatter_to_sequence_parallel_region", ctx, rows, total=x.shape[0])
-    return _Scatter.apply(x, rows, 0, ctx.name)
+    return apply_transformed("scatter", _Scatter, x, rows, 0, ctx.name)
 
 
 def gather_from_sequence_parallel_region(
@@ -168,7 +184,7 @@ def gather_from_sequence_parallel_region(
         return tkernels.all_gather(x_shard_m, rows=rows, ctx=ctx)
     ctx = as_context(ctx)
     rows = check_rows("gather_from_sequence_parallel_region", ctx, rows, own=x_shard_m.shape[0])
-    return _Gather.apply(x_shard_m, rows, 0, ctx.name)
+    return apply_transformed("gather", _Gather, x_shard_m, rows, 0, ctx.name)
 
 
 def reduce_scatter_to_sequence_parallel_region(

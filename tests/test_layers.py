@@ -451,6 +451,52 @@ def test_second_derivatives_are_the_full_models(ctx, kind):
 
 
 @pytest.mark.ranks(2)
+def test_parallel_mlp_and_the_mappings_under_torch_func(ctx):
+    """Gradients by functional_call, of every sample by vmap, and of functions that map: as autograd's, and a loop's."""
+    for sequence_parallel in (False, True):
+        torch.manual_seed(0)
+        mlp = ParallelMLP(6, 8, "relu", sequence_parallel=sequence_parallel, ctx=ctx)
+        with torch.no_grad():
+            for seed, parameter in enumerate(mlp.parameters()):
+                own = ctx.rank if parameter.tensor_model_parallel else 0
+                parameter.copy_(integers(parameter.shape, torch.float32, 10 * seed + own, -2, 2))
+        own = ctx.rank if sequence_parallel else 0
+        xs = torch.stack([integers((4, 6), torch.float32, 80 + 2 * at + own, -2, 2) for at in range(2)]).to(ctx.device)
+        weights = dict(mlp.named_parameters())
+
+        def loss(weights, x, mlp=mlp):
+            return torch.func.functional_call(mlp, weights, (x,)).square().sum()
+
+        looped = [torch.autograd.grad(mlp(x).square().sum(), list(weights.values())) for x in xs]
+        whole = torch.func.grad(loss)(weights, xs[0])
+        each = torch.vmap(torch.func.grad(loss), (None, 0))(weights, xs)
+        mapped = torch.func.grad(lambda weights, loss=loss, xs=xs: torch.vmap(loss, (None, 0))(weights, xs).sum())(
+            weights
+        )
+        for name, first, second in zip(weights, *looped, strict=True):
+            assert torch.equal(whole[name], first), name
+            assert torch.equal(each[name], torch.stack([first, second])), name
+            assert torch.equal(mapped[name], first + second), name
+
+    x = integers((2, 4, 6), torch.float32, 1, -2, 2, device=ctx.device)
+    heavy = torch.arange(24.0, device=ctx.device).view(4, 6) * (1 + ctx.rank)
+    for function in (
+        layers.copy_to_tensor_model_parallel_region,
+        layers.scatter_to_tensor_model_parallel_region,
+        layers.gather_from_tensor_model_parallel_region,
+    ):
+        def slope(x, function=function):
+            y = function(x * heavy, ctx=ctx)
+            return (y * torch.ones_like(y).cumsum(0)).sum()
+
+        leaves = [each.clone().requires_grad_() for each in x]
+        looped = torch.stack([torch.autograd.grad(slope(each), each)[0] for each in leaves])
+        assert torch.equal(torch.vmap(torch.func.grad(slope))(x), looped), function.__name__
+        mapped = torch.func.grad(lambda x, slope=slope: torch.vmap(slope)(x).sum())(x)
+        assert torch.equal(mapped, looped), function.__name__
+
+
+@pytest.mark.ranks(2)
 def test_marks_stay_with_parameters_that_are_made_anew(ctx):
     made = RowParallelLinear(K, N, sequence_parallel=True, return_bias=True, ctx=ctx)
     empty = RowParallelLinear(K, N, sequence_parallel=True, return_bias=True, ctx=ctx, device="meta")

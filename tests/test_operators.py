@@ -5,6 +5,7 @@ from unittest import mock
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.library import opcheck
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -498,3 +499,61 @@ def test_an_unknown_activation_is_refused_before_anything_is_computed():
     x = torch.ones(2, 4, requires_grad=True)
     with pytest.raises(ValueError, match="activation='tanh' is unknown"):
         tkernels.matmul(x, x, activation="tanh")
+
+
+@pytest.mark.ranks(2)
+def test_matmul_and_the_collectives_under_torch_func(ctx):
+    """torch.func.grad and vmap, of each other too, give what autograd and a loop give. Forward mode is refused."""
+    whole = Whole(ctx, torch.float32, (3, 3), lambda shape, dtype, seed: integers(shape, dtype, seed, -2, 2))
+    w, bias = (each.chunk(2)[ctx.rank].to(ctx.device) for each in (whole.w_rows, whole.bias_rows))
+    w_k, bias_k = whole.w_columns.chunk(2, dim=1)[ctx.rank].to(ctx.device), whole.bias.to(ctx.device)
+    batch = torch.stack([integers((4, K), torch.float32, 20 + 2 * at + ctx.rank, -2, 2) for at in range(3)])
+    batch, heavy = batch.to(ctx.device), torch.arange(3.0, device=ctx.device).view(3, 1, 1)
+    functions = {
+        "matmul": lambda x: tkernels.matmul(x, w, bias),
+        "matmul with relu": lambda x: tkernels.matmul(x, w, bias, "relu"),
+        "all_gather_matmul": lambda x: tkernels.all_gather_matmul(x, w, bias, ctx=ctx),
+        "gathered": lambda x: tkernels.all_gather_matmul(x, w, return_gathered=True, ctx=ctx)[1],
+        "matmul_reduce_scatter": lambda x: tkernels.matmul_reduce_scatter(x, w_k, bias_k, ctx=ctx),
+        "matmul_all_reduce": lambda x: tkernels.matmul_all_reduce(x, w_k, bias_k, ctx=ctx),
+        "all_gather": lambda x: tkernels.all_gather(x, ctx=ctx),
+        "reduce_scatter": lambda x: tkernels.reduce_scatter(x, ctx=ctx),
+        "all_reduce": lambda x: tkernels.all_reduce(x, ctx=ctx),
+    }
+    for name, function in functions.items():
+        def loss(x, function=function):
+            return function(x).square().sum()
+
+        def slope(x, loss=loss):
+            return torch.func.grad(loss)(x).square().sum()
+
+        def slow(x, loss=loss):
+            (dx,) = torch.autograd.grad(loss(x), x, create_graph=True)
+            return dx
+
+        x = batch[0].clone().requires_grad_()
+        (want_second,) = torch.autograd.grad(slow(x).square().sum(), x)
+        looped = torch.stack([slow(each.clone().requires_grad_()).detach() for each in batch])
+        assert torch.equal(torch.func.grad(loss)(batch[0]), looped[0]), name
+        assert torch.equal(torch.func.grad(slope)(batch[0]), want_second), name
+        assert torch.equal(torch.vmap(function)(batch), torch.stack([function(each) for each in batch])), name
+        assert torch.equal(torch.vmap(torch.func.grad(loss), in_dims=2)(batch.permute(1, 2, 0)), looped), name
+        mapped = torch.func.grad(lambda xs, loss=loss: (torch.vmap(loss)(xs) * heavy.view(3)).sum())(batch)
+        assert torch.equal(mapped, looped * heavy), name
+        asked = name.split()[0].replace("gathered", "all_gather_matmul")
+        for forward in (torch.func.jvp, lambda f, x, t: dual(f, x[0], t[0])):
+            with pytest.raises(NotImplementedError, match=f"tkernels.{asked} has no forward mode.*use backward"):
+                forward(function, (batch[0],), (batch[1],))
+    by_weight = torch.vmap(tkernels.matmul, in_dims=(None, 2))(batch[0], torch.stack([w, 2 * w], dim=2))
+    assert torch.equal(by_weight, torch.stack([batch[0] @ w.t(), 2 * batch[0] @ w.t()]))
+    # torch.compile would differentiate the forward of a Function in place of its backward.
+    slope = torch.func.grad(lambda x: tkernels.matmul(x, w).sum())
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="matmul: torch.compile doesn't see through torch.func"):
+        torch.compile(slope, backend="eager", fullgraph=True)(batch[0])
+    with pytest.raises(ValueError, match="all_reduce: out= has no gradient; leave it out"):
+        torch.vmap(lambda x: tkernels.all_reduce(x, out=torch.empty_like(x), ctx=ctx))(batch)
+
+
+def dual(function, x, tangent):
+    with forward_ad.dual_level():
+        return function(forward_ad.make_dual(x, tangent))

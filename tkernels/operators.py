@@ -8,6 +8,10 @@ The functions call the operators through the dispatcher if something can observe
 torch_dispatch mode, a functorch transform, a profiler, a subclass of Tensor. Otherwise they call the implementation
 directly, because the dispatcher takes longer to reach it than a prepared launch takes.
 
+torch.func differentiates the functions and maps them with vmap, which runs an operation once for each element of the
+batch, all ranks in the same order. They have no forward mode (jvp, jacfwd, forward_ad). The torch operators themselves
+are for torch.compile: torch.func doesn't see through what torch.library registers.
+
 Gradients. An entry that names an operation is computed by that operation, with its overlap if it has one:
 
     operation               dx                                  dw                          dbias
@@ -31,6 +35,7 @@ need the same gradients.
 import types
 
 import torch
+from torch.autograd import forward_ad
 
 from tkernels.all_gather_matmul import all_gather_matmul as _all_gather_matmul
 from tkernels.comm import collectives
@@ -66,19 +71,41 @@ def _define(schema: str, implementation, fake, setup_context=None, backward=None
     num_tensors = sum("Tensor" in str(a.type) and not a.kwarg_only for a in registered._schema.arguments)
 
     class Differentiable(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *arguments):
-            output = direct(*arguments)
-            setup_context(ctx, arguments, output)
-            return output
+        forward = staticmethod(direct)
 
-    Differentiable.backward = staticmethod(backward)
+        @staticmethod
+        def jvp(ctx, *_):
+            raise NotImplementedError(
+                f"tkernels.{name} has no forward mode of automatic differentiation (jvp, jacfwd, forward_ad); use "
+                f"backward, torch.func.grad, vjp or jacrev"
+            )
+
+    class Transformed(Differentiable):
+        forward = staticmethod(registered)
+
+        @staticmethod
+        def vmap(info, in_dims, *arguments):
+            results = []
+            for index in range(info.batch_size):
+                element = [
+                    each if dim is None else each.select(dim, index).contiguous()
+                    for each, dim in zip(arguments[:num_tensors], in_dims, strict=False)
+                ]
+                results.append(call(*element, *arguments[num_tensors:]))
+            if isinstance(results[0], torch.Tensor):
+                return torch.stack(results), 0
+            outputs = [None if each[0] is None else torch.stack(each) for each in zip(*results, strict=True)]
+            return tuple(outputs), tuple(None if each is None else 0 for each in outputs)
+
+    Differentiable.setup_context, Differentiable.backward = staticmethod(setup_context), staticmethod(backward)
     # The apply below Function.apply, which first looks for functorch transforms: `_watched` has ruled them out.
     apply = super(torch.autograd.Function, Differentiable).apply
 
     def call(*arguments, **out):
         tensors = arguments[:num_tensors]
         if _watched(tensors):
+            if backward is not None and _transformed():
+                return apply_transformed(name, Transformed, *arguments)
             return registered(*arguments, **out)
         if _wants_gradient(*tensors):
             return apply(*arguments)
@@ -93,14 +120,36 @@ def _watched(tensors: tuple[torch.Tensor | None, ...]) -> bool:
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._is_torch_function_mode_enabled()
-        or torch._C._are_functorch_transforms_active()
+        or _transformed()
         or torch.autograd._profiler_enabled()
         or not _PLAIN.issuperset(map(type, tensors))
     )
 
 
+def _transformed() -> bool:
+    """Whether a transform of torch.func, or forward-mode differentiation, is to see the operation itself."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def apply_transformed(name: str, function: type[torch.autograd.Function], *arguments):
+    """function.apply, where a transform of torch.func may be active. Raises NotImplementedError where it is compiled.
+
+    Under torch.func, torch.compile takes the derivative of a Function's forward in place of its backward (2.13).
+    """
+    if not torch._C._are_functorch_transforms_active():
+        return function.apply(*arguments)
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            f"{name}: torch.compile doesn't see through torch.func here; compile the function, and apply "
+            f"torch.func.grad or vmap to what isn't compiled"
+        )
+    return torch.compiler.disable(function.apply)(*arguments)
+
+
 def _wants_gradient(*tensors: torch.Tensor | None) -> bool:
     if torch.is_grad_enabled():
+        if torch._C._are_functorch_transforms_active():
+            return True  # a tensor that vmap has wrapped doesn't tell
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
                 return True
@@ -134,10 +183,15 @@ def _with_unit_stride(matrix: torch.Tensor) -> torch.Tensor:
 
 
 class _Replicated(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, x, context):
-        ctx.context = context
+    def forward(x, context):
         return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, ctx.context = inputs
 
     @staticmethod
     def backward(ctx, dx):
@@ -146,7 +200,7 @@ class _Replicated(torch.autograd.Function):
 
 def replicated(x: torch.Tensor, context: str) -> torch.Tensor:
     """Identity on x, equal on all ranks. Each rank uses it for its own result, so its gradient is summed over ranks."""
-    return _Replicated.apply(x, context) if _wants_gradient(x) else x
+    return apply_transformed("replicated", _Replicated, x, context) if _wants_gradient(x) else x
 
 
 def _all_gather_matmul_direct(x_shard_m, w, bias, activation, return_gathered, rows, context, path=None):
