@@ -13,10 +13,12 @@ import tkernels
 from tkernels.comm import Context, MismatchError
 from tkernels.comm.context import open_contexts
 from tkernels.comm.group import Group, checksum, first_difference, listed
-from tkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
+from tkernels.layers.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
+from tkernels.layers.norms import is_split
 from tkernels.layers.owners import owner_of
+from tkernels.layers.replicas import SUMMED, ReplicaCheck, SummedGradients, has_others_hooks
 
-STYLES = {"column": ColumnParallelLinear, "row": RowParallelLinear}
+STYLES = {"column": ColumnParallelLinear, "row": RowParallelLinear, SUMMED: None}
 # Arguments that are no options of a plan: the nn.Linear or parallelize() sets them, or they concern initialization.
 _NOT_OPTIONS = {"in_features", "out_features", "bias", "dtype", "device", "ctx", "init_method"}
 
@@ -30,21 +32,28 @@ def parallelize(
         parallelize(model, {"*.qkv": {"style": "column", "sequence_parallel": True}}, ctx)
 
     plan: patterns of module names (fnmatch; * also matches dots) to "column" or "row", or to a dict of "style" and
-        options of ColumnParallelLinear or RowParallelLinear.
+        options of ColumnParallelLinear or RowParallelLinear. "replicated_with_grad_allreduce" is for modules between a
+        column and a row layer that are the same on all ranks, but used for each rank's own features or heads, as the
+        norms of queries and keys: the gradients of their parameters are summed over ranks in backward.
     mesh_or_group: a Context, a process group, or a mesh of one dimension. For the latter two, the newest open context
         over the same ranks is used; if there is none, tkernels.init makes one, which tkernels.finalize() frees.
+
+    The gradients of the parameters that stay whole are compared over ranks at the end of the first backward, whoever
+    takes them. Where they differ by more than rounding, MismatchError names the parameter and the style that it lacks.
 
     All ranks must hold the same model. Create the optimizer afterwards, since the parameters are new ones. Attention
     that reshapes a column layer's output into heads must take the number of heads from the tensor, since each rank has
     only its part.
 
-    Raises ValueError or TypeError, before anything is changed: for a pattern that matches nothing, or anything that is
-    not exactly an nn.Linear; for a module that two patterns match; for an unknown style or option; for a module that
-    has hooks, on itself or its parameters, or whose parameters are tied to others or belong to an optimizer or wrapper
-    of this library. Raises MismatchError if the parameters differ between ranks.
+    Raises ValueError or TypeError, before anything is changed: for a pattern that matches nothing; for "column" or
+    "row" where it matches anything that is not exactly an nn.Linear; for a module that two patterns match; for an
+    unknown style or option; for an nn.Linear that has hooks, on itself or its parameters, or whose parameters are tied
+    to others or belong to an optimizer or wrapper of this library. Raises MismatchError if the parameters differ
+    between ranks.
     """
     ctx = _context(mesh_or_group)
     styles = _match(model, plan)
+    summed = _take_summed(model, styles)
     for name in styles:
         _check_swappable(model, name)
     _check_equal(model, ctx)
@@ -56,6 +65,14 @@ def parallelize(
             raise type(error)(f"parallelize: {name!r}: {error}") from error
     for name, layer in layers.items():
         model.set_submodule(name, layer)
+    check = ReplicaCheck(
+        ctx.name,
+        split=frozenset(name for name, parameter in model.named_parameters() if is_split(parameter)),
+        summed=frozenset(f"{path}.{name}" for path, module in summed.items() for name in module._parameters),
+    )
+    for path, module in summed.items():
+        SummedGradients(module, path, ctx.name, check)
+    check.attach(model)
     return model
 
 
@@ -88,10 +105,10 @@ def _match(model: nn.Module, plan) -> dict[str, tuple[str, dict]]:
         style = options.pop("style", None)
         if style not in STYLES:
             raise ValueError(f"parallelize: the style of {pattern!r} is {style!r}; use {' or '.join(STYLES)}")
-        known = set(inspect.signature(STYLES[style]).parameters) - _NOT_OPTIONS
+        known = set(inspect.signature(STYLES[style]).parameters) - _NOT_OPTIONS if STYLES[style] else set()
         if unknown := sorted(set(options) - known):
             raise ValueError(
-                f"parallelize: {pattern!r}: a {style} layer has no options {unknown}; it has {sorted(known)}"
+                f"parallelize: {pattern!r}: a {style} layer has no options {unknown}; it has {sorted(known) or 'none'}"
             )
         hits = fnmatch.filter(names, pattern)
         if not hits:
@@ -103,11 +120,41 @@ def _match(model: nn.Module, plan) -> dict[str, tuple[str, dict]]:
                 raise ValueError(f"parallelize: {name!r} is matched by both {matched[name]!r} and {pattern!r}")
             matched[name], styles[name] = pattern, (style, options)
             kind = type(model.get_submodule(name))
-            if kind is not nn.Linear:
+            if STYLES[style] and kind is not nn.Linear:
                 raise TypeError(
                     f"parallelize: {pattern!r} matches {name!r}, which is a {kind.__name__}, not exactly an nn.Linear"
                 )
     return styles
+
+
+def _take_summed(model: nn.Module, styles: dict[str, tuple[str, dict]]) -> dict[str, nn.Module]:
+    """Path -> module with parameters whose gradients are summed; takes their names out of `styles`.
+
+    They are in the modules that have this style, or below, and not in a layer that splits its parameters.
+    """
+    chosen = [name for name, (style, _) in styles.items() if style == SUMMED]
+    for name in chosen:
+        del styles[name]
+    split = {id(model.get_submodule(name)) for name in styles}
+    found = {}
+    for name in chosen:
+        members = {
+            path: module
+            for path, module in model.get_submodule(name).named_modules(prefix=name)
+            if id(module) not in split and not isinstance(module, ParallelLinear) and module._parameters
+        }
+        if not members:
+            raise ValueError(f"parallelize: {name!r} has no parameters whose gradients could be summed")
+        for path, module in members.items():
+            if SummedGradients.on(module):
+                raise ValueError(f"parallelize: {path!r} has the style {SUMMED!r} already, by an earlier call")
+            if type(module).forward is nn.Module.forward:
+                raise TypeError(
+                    f"parallelize: {path!r} is a {type(module).__name__}, without a forward in which the gradients of "
+                    f"its parameters could be summed; give {SUMMED!r} to the module that reads them"
+                )
+        found |= {path: module for path, module in members.items() if module not in found.values()}
+    return found
 
 
 def _check_swappable(model: nn.Module, name: str):
@@ -131,7 +178,7 @@ def _check_swappable(model: nn.Module, name: str):
         "load_state_dict_post",
     )  # fmt: skip
     hooks = [kind for kind in kinds if getattr(linear, f"_{kind}_hooks")]
-    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in linear.parameters()):
+    if any(has_others_hooks(p) or p._post_accumulate_grad_hooks for p in linear.parameters()):
         hooks.append("parameters'")
     if hooks:
         raise ValueError(
@@ -142,7 +189,7 @@ def _check_swappable(model: nn.Module, name: str):
 
 def _check_equal(model: nn.Module, ctx: Context):
     """Collective. Raises MismatchError unless all ranks hold the same bits, so that slices are of one model."""
-    digests = {name: _digest(parameter) for name, parameter in model.named_parameters()}
+    digests = {name: _digest(parameter) for name, parameter in model.named_parameters() if not is_split(parameter)}
     if difference := first_difference(ctx.group.gather(digests)):
         rank, names = difference
         raise MismatchError(

@@ -1,18 +1,34 @@
 """parallelize: an existing model trains the same on several ranks, and a plan that doesn't fit is refused by name."""
 
 import copy
+import functools
+import math
+import pickle
+import re
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from tensor_parallel import assert_accurate
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import tkernels
 from tkernels import layers
 from tkernels.comm import MismatchError
-from tkernels.layers import ColumnParallelLinear, RowParallelLinear, ZeroOptimizer, parallelize
+from tkernels.comm.group import Group
+from tkernels.layers import (
+    ColumnParallelLinear,
+    FullyShard,
+    OverlappedDDP,
+    RowParallelLinear,
+    ZeroOptimizer,
+    parallelize,
+)
+from tkernels.layers.linear import ParallelLinear
 from tkernels.testing.compare import assert_close_to, integers, normal, tolerance
 
 SEQUENCE, BATCH, HIDDEN, HEADS = 8, 2, 16, 4
@@ -130,6 +146,326 @@ def test_a_swapped_model_is_exact_on_integers(ctx):
     assert torch.equal(model[4].bias.grad.cpu(), model[4].shard(want_grads["4.bias"], 0))
 
 
+class Heads(nn.Module):
+    """A norm over the heads between a column and a row layer: [s, b, HIDDEN] -> the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.q_norm = nn.LayerNorm(HIDDEN), nn.RMSNorm(HIDDEN // HEADS)
+        self.q, self.out = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x):
+        return x + self.out(self.between(self.norm(x)))
+
+    def between(self, x):
+        heads = self.q_norm(self.q(x).unflatten(-1, (-1, HIDDEN // HEADS)))
+        return functional.gelu(heads).flatten(-2)
+
+
+STYLE = "replicated_with_grad_allreduce"
+
+
+def heads(seed=0):
+    torch.manual_seed(seed)
+    model = Heads()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def heads_plan(sequence_parallel=False, **more):
+    """With sequence parallelism the first norm sees this rank's rows alone, which the same style makes up for."""
+    styles = {"q": "column", "out": "row"}
+    plan = {name: {"style": style, "sequence_parallel": sequence_parallel} for name, style in styles.items()}
+    return plan | {"q_norm": STYLE} | ({"norm": STYLE} if sequence_parallel else {}) | more
+
+
+def own_rows(x, ctx, sequence_parallel):
+    return (x.chunk(ctx.size)[ctx.rank] if sequence_parallel else x).to(ctx.device)
+
+
+def assert_whole(model, values, want, what):
+    """This rank's parts of gradients or weights against fp64: an element errs by some roundings of its layers' sums."""
+    assert values.keys() == want.keys()
+    for name, value in values.items():
+        path, _, attribute = name.rpartition(".")
+        layer, whole = model.get_submodule(path), want[name]
+        if isinstance(layer, ParallelLinear) and attribute in layer.partitioned():
+            whole = layer.shard(whole, layer.partitioned()[attribute])
+        assert_accurate(value, whole, 64, f"{what}: {name}")
+
+
+def assert_same_gradients(model, want, what):
+    assert_whole(model, {name: parameter.grad for name, parameter in model.named_parameters()}, want, what)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
+def test_parallelize_sums_the_gradients_of_replicated_parameters(ctx, sequence_parallel):
+    x = normal((SEQUENCE, BATCH, HIDDEN), torch.float32, 1)
+    reference = heads().double()
+    reference(x.double()).square().mean().backward()
+    want = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    twice = {name: 2 * grad for name, grad in want.items()}
+    mine = own_rows(x, ctx, sequence_parallel)
+
+    def step(call):
+        (call(mine).square().sum() / x.numel()).backward()
+
+    def parallel():
+        return parallelize(heads(), heads_plan(sequence_parallel), ctx).to(ctx.device)
+
+    model = parallel()
+    assert model.state_dict().keys() == reference.state_dict().keys()
+    for count in (want, twice):
+        step(model)  # and again, which accumulates
+        assert_same_gradients(model, count, "plain")
+    copied = copy.deepcopy(model)
+    copied.zero_grad()
+    step(copied)
+    assert_same_gradients(copied, want, "copied")
+    assert_same_gradients(model, twice, "the original of a copy")
+
+    pickled = pickle.loads(pickle.dumps(model))
+    pickled.zero_grad()
+    loaded = parallel()
+    loaded.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    empty = parallelize(heads().to("meta"), heads_plan(sequence_parallel), ctx).to_empty(device=ctx.device)
+    empty.load_state_dict(model.state_dict())
+    for what, made in (("pickled", pickled), ("assigned", loaded), ("from meta", empty)):
+        step(made)
+        assert_same_gradients(made, want, what)
+
+    for reentrant in (False, True):
+        model = parallel()
+        leaf = mine.clone().requires_grad_()
+        step(lambda _, m=model, at=leaf, how=reentrant: checkpoint(m, at, use_reentrant=how))
+        step(lambda _, m=model, at=leaf, how=reentrant: checkpoint(m, at, use_reentrant=how))
+        assert_same_gradients(model, twice, f"checkpoint, reentrant {reentrant}")
+
+    torch._dynamo.reset()
+    model = parallel()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    step(compiled)
+    with mock.patch.object(torch._dynamo.config, "error_on_recompile", True):
+        step(compiled)
+    assert_same_gradients(model, twice, "compiled")
+
+    model = parallel()
+    weights = dict(model.named_parameters())
+    slope = torch.func.grad(lambda w: torch.func.functional_call(model, w, (mine,)).square().sum() / x.numel())
+    assert_whole(model, slope(weights), want, "functional")
+
+    class Interrupt(BaseException):
+        pass
+
+    def interrupt(*_):
+        raise Interrupt
+
+    handle = model.q_norm.register_forward_pre_hook(interrupt)
+    with pytest.raises(Interrupt):
+        model(mine)
+    handle.remove()
+    step(model)
+    assert_same_gradients(model, want, "after an interrupt")
+
+
+def zero_step(model, backwards, tp, dp, stage):
+    optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, lr=1.0, ctx=dp, tensor_parallel=tp, stage=stage)
+    for backward in backwards:
+        backward(model)
+    optimizer.step()
+    optimizer.remove()
+    return dict(model.named_parameters())
+
+
+def ddp_step(model, backwards, tp, dp, sharded):
+    ddp = OverlappedDDP(model, dp, bucket_size=64, use_distributed_optimizer=sharded)
+    optimizer = torch.optim.SGD(ddp.owned_parameters(), lr=1.0)
+    ddp.zero_grad()
+    with ddp.no_sync():
+        backwards[0](ddp)
+    backwards[1](ddp)
+    ddp.finish_grad_sync()
+    optimizer.step()
+    if sharded:
+        ddp.start_param_sync()
+    ddp.remove()
+    return dict(model.named_parameters())
+
+
+def fsdp_step(model, backwards, tp, dp, units):
+    sharded = FullyShard(model, units, ctx=dp)
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=1.0)
+    with sharded.no_sync():
+        backwards[0](sharded)
+    backwards[1](sharded)
+    optimizer.step()
+    values = sharded.gather_state_dict()
+    sharded.close()
+    return values
+
+
+SYSTEMS = {
+    "ZeRO-1": functools.partial(zero_step, stage=1),
+    "ZeRO-2": functools.partial(zero_step, stage=2),
+    "DDP": functools.partial(ddp_step, sharded=False),
+    "sharded DDP": functools.partial(ddp_step, sharded=True),
+    "FullyShard": functools.partial(fsdp_step, units=Heads),
+    "FullyShard of its parts": functools.partial(fsdp_step, units=(nn.RMSNorm, ColumnParallelLinear)),
+}
+
+
+@pytest.mark.ranks(2)
+def test_parallelize_sums_gradients_for_whoever_takes_them(ctx):
+    """One SGD step of rate 1 on two backwards, whose update is the gradient; the style given, and forgotten."""
+    xs = [normal((SEQUENCE, BATCH, HIDDEN), torch.float32, seed) for seed in range(2)]
+    reference = nn.Sequential(heads()).double()
+    sum(reference(x.double()).square().mean() for x in xs).backward()
+    want = {name: (each - each.grad).detach() for name, each in reference.named_parameters()}
+    alone = [dist.new_group([rank]) for rank in range(ctx.size)][ctx.rank]
+    with tkernels.init(alone, heap_bytes=8 << 20, default=False) as dp:
+        for index, (name, step) in enumerate(SYSTEMS.items()):
+            sequence_parallel, backwards = index % 2 == 1, []
+            for x in xs:
+                mine = own_rows(x, ctx, sequence_parallel)
+                backwards.append(lambda model, x=mine: (model(x).square().sum() / xs[0].numel()).backward())
+            plan = {f"0.{module}": style for module, style in heads_plan(sequence_parallel).items()}
+            model = parallelize(nn.Sequential(heads()), plan, ctx).to(ctx.device)
+            assert_whole(model, step(model, backwards, ctx, dp), want, name)
+            del plan["0.q_norm"]
+            model = parallelize(nn.Sequential(heads()), plan, ctx).to(ctx.device)
+            with pytest.raises(MismatchError, match="q_norm.weight differ"):
+                step(model, backwards, ctx, dp)
+
+
+def told(ctx, model, backward):
+    """Collective. What a backward says, the same on every rank; None if it passes."""
+    try:
+        backward(model)
+        said = None
+    except MismatchError as error:
+        said = str(error)
+    assert all(each == said for each in ctx.group.gather(said))
+    return said
+
+
+FORGOTTEN = re.compile(
+    r"parallelize: the gradients of q_norm.weight differ between ranks.*"
+    r"give its module .*: \{'q_norm': 'replicated_with_grad_allreduce'\}"
+)
+
+
+@pytest.mark.ranks(2)
+def test_parallelize_tells_whoever_forgets_to_sum_gradients(ctx):
+    x = normal((SEQUENCE, BATCH, HIDDEN), torch.float32, 1).to(ctx.device)
+    split = {"q": "column", "out": "row"}
+
+    def backward(model, x=x):
+        (model(x).square().sum() / x.numel()).backward()
+
+    def recomputed(model):
+        backward(lambda x: checkpoint(model, x.clone().requires_grad_(), use_reentrant=True))
+
+    def forgetful(**styles):
+        return parallelize(heads(), split | styles, ctx).to(ctx.device)
+
+    # However backward comes about, at the end of the first.
+    assert FORGOTTEN.match(told(ctx, forgetful(), backward))
+    assert FORGOTTEN.match(told(ctx, copy.deepcopy(forgetful()), backward))
+    assert FORGOTTEN.match(told(ctx, forgetful(), recomputed))
+    assert FORGOTTEN.match(told(ctx, forgetful().bfloat16(), lambda model: backward(model, x.bfloat16())))
+    torch._dynamo.reset()
+    assert FORGOTTEN.match(told(ctx, torch.compile(forgetful(), backend="aot_eager", fullgraph=True), backward))
+    empty = parallelize(heads().to("meta"), split, ctx).to_empty(device=ctx.device)
+    empty.load_state_dict(forgetful().state_dict())
+    assert FORGOTTEN.match(told(ctx, empty, backward))
+    frozen = forgetful()
+    for name in split:
+        frozen.get_submodule(name).requires_grad_(False)
+    assert FORGOTTEN.match(told(ctx, frozen, backward))
+
+    # Later, where the first backward doesn't show it: it is of a part of the model, is zero, or overflows.
+    late = forgetful()
+    weight = late.out.weight.detach().clone()
+    late.out.weight.data.zero_()
+    for passes in (lambda m: m.norm(x).sum().backward(), backward, lambda m: (m(x).sum() * math.inf).backward()):
+        assert told(ctx, late, passes) is None
+    late.out.weight.data.copy_(weight)
+    assert told(ctx, late, backward) is None  # the third of the parallel layers
+    assert FORGOTTEN.match(told(ctx, late, backward))
+
+    # What sequence parallelism sees of a norm, without Megatron's mark or the style, and with the mark.
+    plan = {name: style for name, style in heads_plan(True).items() if name != "norm"}
+    for mark in (False, True):
+        model = parallelize(heads(), plan, ctx).to(ctx.device)
+        for parameter in model.norm.parameters():
+            parameter.sequence_parallel = mark
+        said = told(ctx, model, lambda model: backward(model, own_rows(x, ctx, True)))
+        assert said is None if mark else re.match("parallelize: the gradients of norm.*norm.* differ", said)
+
+    # A style where the gradient is whole already, and a parameter that its module's forward doesn't read.
+    said = told(ctx, forgetful(q_norm=STYLE, norm=STYLE), backward)
+    assert re.match("parallelize: norm.*norm.*each has the same, the whole one, which would count 2 times", said)
+    elsewhere = forgetful(q_norm=STYLE)
+    weight = elsewhere.q_norm.weight
+    elsewhere.q_norm.forward = lambda heads: functional.rms_norm(heads, (HIDDEN // HEADS,), weight)
+    said = told(ctx, elsewhere, backward)
+    assert re.match("parallelize: the gradients of q_norm.weight differ between ranks in spite of the style", said)
+
+
+class Rounded(torch.autograd.Function):
+    """The identity, each element of whose gradient is off by up to `by` of it, in another way on every rank."""
+
+    @staticmethod
+    def forward(ctx, x, rank, by):
+        ctx.rank, ctx.by = rank, by
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        noise = torch.rand(dy.shape, generator=torch.Generator().manual_seed(ctx.rank)) * 2 - 1
+        return dy * (1 + ctx.by * noise.to(dy.device)), None, None
+
+
+class Attention(nn.Module):
+    """Attention that is left whole, and a split MLP. The gradient of the key's bias is zero but for rounding."""
+
+    def __init__(self, rank, by):
+        super().__init__()
+        self.rank, self.by = rank, by
+        self.q, self.k, self.unused = (nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+        self.up, self.down = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x):
+        q, k = (Rounded.apply(layer(x), self.rank, by) for layer, by in ((self.q, 8 * self.by), (self.k, self.by)))
+        scores = q @ k.transpose(-1, -2)
+        return self.down(functional.gelu(self.up(scores.softmax(-1) @ x)))
+
+
+@pytest.mark.ranks(2)
+def test_parallelize_compares_gradients_seldom_and_by_more_than_rounding(ctx):
+    x = normal((BATCH, SEQUENCE, HIDDEN), torch.float32, 1).to(ctx.device)
+    met, gather = [], Group.gather
+
+    def counted(*arguments):
+        met.append(arguments)
+        return gather(*arguments)
+
+    for by in (2.0**-8, 1.0):  # a rounding to bf16 and several of them, or the gradient itself
+        torch.manual_seed(0)
+        model = parallelize(Attention(ctx.rank, by), {"up": "column", "down": "row"}, ctx).to(ctx.device)
+        said = told(ctx, model, lambda model: model(x).square().sum().backward())
+        parts = ctx.group.gather(model.k.bias.grad.cpu())
+        assert (parts[0] - parts[1]).norm() > 0.5 * parts[0].norm()
+        assert said is None if by < 1 else re.match(r"parallelize: the gradients of [kq]\.", said)
+        with mock.patch.object(Group, "gather", counted):
+            for _ in range(4 if by < 1 else 0):
+                model(x).square().sum().backward()
+    assert len(met) == 2  # of the backwards 2 to 5, for the sake of the unused layer
+
+
 @pytest.mark.ranks(4)
 def test_a_mesh_or_a_group_stands_for_its_context(ctx):
     """On a mesh of 2 x 2, each pair of ranks holds a model of its own."""
@@ -168,6 +504,8 @@ def test_a_plan_that_does_not_fit_is_refused_and_changes_nothing(ctx):
             embedding=nn.Embedding(8, 4),
             head=nn.Linear(4, 8, bias=False),
             attention=nn.MultiheadAttention(4, 2),
+            activation=nn.SiLU(),
+            scales=nn.ParameterList([torch.ones(2)]),
             hooked=nn.Linear(4, 4),
             watched=nn.Linear(4, 4),
             owned=nn.Linear(4, 4, device=ctx.device),
@@ -192,6 +530,11 @@ def test_a_plan_that_does_not_fit_is_refused_and_changes_nothing(ctx):
             r"a row layer has no options \['gather_output'\]",
         ),
         ({"up": {"style": "column", "bias": False}}, ValueError, r"a column layer has no options \['bias'\]"),
+        ({"norm": {"style": STYLE, "bias": True}}, ValueError, rf"a {STYLE} layer has no options \['bias'\]; .* none"),
+        ({"activation": STYLE}, ValueError, "'activation' has no parameters whose gradients could be summed"),
+        ({"scales": STYLE}, TypeError, "'scales' is a ParameterList, without a forward"),
+        ({"norm": STYLE, "n*": STYLE}, ValueError, r"'norm' is matched by both 'norm' and 'n\*'"),
+        ({"norm": STYLE, "upp": "row"}, ValueError, "'upp' matches no module"),
         ({"head": "column"}, ValueError, "'head' shares its parameters with embedding.weight.*untie them"),
         ({"hooked": "column"}, ValueError, "'hooked' has forward hooks.*register them after"),
         ({"watched": "column"}, ValueError, "'watched' has parameters' hooks.*register them after"),
@@ -200,8 +543,13 @@ def test_a_plan_that_does_not_fit_is_refused_and_changes_nothing(ctx):
     ]:
         with pytest.raises(error, match=message):
             parallelize(model, wrong, ctx)
-        assert dict(model.named_modules()) == before
+        assert dict(model.named_modules()) == before and not model._forward_pre_hooks
     optimizer.remove()
+    normed = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 4)).to(ctx.device)
+    for part in ({"0": STYLE}, {"1": "column"}, {"2": "row"}):  # one part of a plan after the other
+        parallelize(normed, part, ctx)
+    with pytest.raises(ValueError, match=f"'0' has the style '{STYLE}' already, by an earlier call"):
+        parallelize(normed, {"0": STYLE}, ctx)
 
     with torch.no_grad():
         model["down"].weight[0, 0] += ctx.rank

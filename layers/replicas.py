@@ -1,0 +1,238 @@
+"""Parameters that every rank of a tensor-parallel model holds whole: gradients are summed where each rank has a part of
+them, and all are compared once, since replicas drift apart if their gradients differ.
+"""
+
+import functools
+import weakref
+
+import torch
+from torch import nn
+
+from tkernels.comm import MismatchError, find_context
+from tkernels.comm.group import listed
+from tkernels.layers.norms import is_split
+from tkernels.operators import replicated
+
+SUMMED = "replicated_with_grad_allreduce"  # transformers' name of the style
+SLICES = 16  # of a gradient, each compared by its sum and size
+# Ranks may round differently (atomics, tuned kernels), in 16 bits under autocast whatever a gradient's dtype. The root
+# lies midway between one rounding, EPS, and the difference between parts of one sum, about 1.
+EPS = torch.finfo(torch.bfloat16).eps
+TOLERANCE = EPS**0.5
+
+
+class SummedGradients:
+    """Hooks of a module whose parameters are replicated, but used for this rank's features or rows alone.
+
+    During its forward the module finds, in place of each parameter, the same values with a gradient that is summed over
+    ranks. So the sum is a part of autograd's graph: wherever the parameter comes from (copied, moved, sharded, passed
+    by functional_call), whoever takes the gradient, once for each use, in the order of backward.
+    """
+
+    def __init__(self, module: nn.Module, path: str, context: str, check: "ReplicaCheck"):
+        self._names = {name: f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)}
+        self._context, self._check = context, check
+        self._parameters = {}  # that forward finds replaced
+        module.register_forward_pre_hook(self._before)
+        module.register_forward_hook(self._after, always_call=True)
+
+    def _before(self, module, _):
+        self._after(module)  # an interrupt may have ended the last forward
+        for name, full_name in self._names.items():
+            parameter = getattr(module, name)
+            if parameter is not None and parameter.requires_grad and torch.is_grad_enabled():
+                self._parameters[name] = parameter
+                vars(module)[name] = self._check.watch_use(full_name, replicated(parameter, self._context))
+
+    def _after(self, module, *_):
+        for name, parameter in self._parameters.items():
+            if name in module._parameters:
+                del vars(module)[name]
+            else:  # FullyShard has made it a plain attribute
+                vars(module)[name] = parameter
+        self._parameters.clear()
+
+    @staticmethod
+    def on(module: nn.Module) -> bool:
+        """Whether a module has these hooks."""
+        owners = (getattr(hook, "__self__", None) for hook in module._forward_hooks.values())
+        return any(isinstance(owner, SummedGradients) for owner in owners)
+
+
+class ReplicaCheck:
+    """Compares the gradients of replicated parameters over ranks, each once, at the end of a backward.
+
+    split, summed: names of the parameters of which each rank has a part, and of those that have SummedGradients.
+
+    It looks at gradients where autograd hands them on, before anybody takes, adds or reduces them. Parameters with
+    Megatron's marks are left out: tensor_model_parallel, since ranks have different ones, and sequence_parallel, whose
+    gradients are yet to be summed.
+
+    The comparison is collective, so it comes at the end of a backward that has reached parallel layers, which all ranks
+    run alike: the first, second, fourth, eighth and so on of each layer, until every parameter has had a gradient other
+    than zero. (Layers may begin with zeros, and a backward, as that of a reentrant checkpoint, be of a part alone.) It
+    is of the latest gradients of all parameters that have not been compared yet.
+    """
+
+    def __init__(self, context: str, split: frozenset[str], summed: frozenset[str]):
+        self._context, self._split, self._summed = context, split, summed
+        self._handles = {}  # of hooks, by the names of parameters that are yet to be compared, and of split ones
+        self._triggers, self._counts = split, {}  # whose gradients make a comparison due; how many each has had
+        self._gradients, self._uses = {}, {}  # summaries of what has arrived, by parameter
+        self._begun, self._task, self._due = False, None, False
+
+    def __reduce__(self):
+        return ReplicaCheck, (self._context, self._split, self._summed)  # a copy of the model has other parameters
+
+    def attach(self, model: nn.Module):
+        self._watch(model)
+        model.register_forward_pre_hook(self._before)
+
+    def _before(self, model, _):
+        """Watch the parameters of the first forward: they may have been on the meta device, frozen or copied."""
+        if not _traced() and not self._begun and torch.is_grad_enabled():
+            self._begun = True
+            self._watch(model)
+
+    def _watch(self, model: nn.Module):
+        trained = {
+            name: each
+            for name, each in model.named_parameters()
+            if each.requires_grad and not each.is_meta and isinstance(each, nn.Parameter)  # not by functional_call
+        }
+        if find_context(self._context).size == 1 or trained.keys() <= self._split:
+            return
+        self._triggers = trained.keys() & self._split or trained.keys()
+        for name, parameter in trained.items():
+            handle = self._handles.get(name)
+            if handle is None or handle.id not in (parameter._backward_hooks or ()):
+                hook = functools.partial(self._arrived, name, weakref.ref(parameter))
+                self._handles[name] = parameter.register_hook(hook)
+
+    def watch_use(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """`value`, which is watched: what arrives of its gradient must differ between ranks to be summed over them."""
+        if not _traced() and name in self._handles:
+            value.register_hook(functools.partial(self._use_arrived, name))
+        return value
+
+    def _use_arrived(self, name: str, grad: torch.Tensor):
+        if self._looks():
+            self._record(name, grad, self._uses)
+
+    def _arrived(self, name: str, parameter: weakref.ref, grad: torch.Tensor):
+        """Hook on a parameter's gradient of one backward, or of one reentrant checkpoint in it."""
+        if not self._looks():
+            return
+        if name not in self._split and (getattr(parameter(), "sequence_parallel", False) or is_split(parameter())):
+            self._handles.pop(name).remove()
+            return
+        self._record(name, grad, self._gradients)
+        if name in self._triggers:
+            count = self._counts[name] = self._counts.get(name, 0) + 1
+            self._due |= count & (count - 1) == 0
+
+    def _looks(self) -> bool:
+        """Not in compiled autograd, and not under a capture, where the host can't wait."""
+        return not _traced() and not find_context(self._context).capturing
+
+    def _record(self, name: str, grad: torch.Tensor, found: dict[str, torch.Tensor]):
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._compare)
+        if name not in self._split and type(grad) is torch.Tensor and grad.layout is torch.strided and grad.numel():
+            found[name] = _summary(grad.detach())
+
+    @torch.no_grad()
+    def _compare(self):
+        """Collective, if a comparison is due. Raises MismatchError, the same on every rank."""
+        if not self._due or self._handles.keys() <= self._split:
+            return
+        mine = [{name: each.tolist() for name, each in found.items()} for found in (self._gradients, self._uses)]
+        self._gradients, self._uses, self._due = {}, {}, False
+        ranks = find_context(self._context).group.gather(mine)
+        gradients, uses = (_judgeable(by_rank) for by_rank in zip(*ranks, strict=True))
+        if same := [name for name, each in uses.items() if each.shape[1] > 2 and (each == each[0]).all()]:
+            raise MismatchError(
+                f"parallelize: {listed(same)}: the style {SUMMED!r} sums the parts of a gradient that ranks have, but "
+                f"here each has the same, the whole one, which would count {len(ranks)} times; take the style off "
+                f"modules that don't lie between a column and a row layer"
+            )
+        differing = _differing(gradients)
+        if read := [name for name in differing if name in self._summed]:
+            raise MismatchError(
+                f"parallelize: the gradients of {listed(read)} differ between ranks in spite of the style {SUMMED!r}, "
+                f"which concerns what a module's own forward reads; pass the parameter through "
+                f"copy_to_tensor_model_parallel_region where it is read elsewhere"
+            )
+        if differing:
+            path = differing[0].rpartition(".")[0]
+            last = path.rpartition(".")[2]
+            pattern = path if last.isdigit() or last == path else f"*.{last}"
+            raise MismatchError(
+                f"parallelize: the gradients of {listed(differing)} differ between ranks, so that these parameters "
+                f"would drift apart. Where each rank uses a parameter for its own features or rows (a norm over heads, "
+                f"between a column and a row layer), give its module a style in the plan that sums the gradient: "
+                f"{{{pattern!r}: {SUMMED!r}}}. Otherwise ranks that share a model have different inputs or random "
+                f"masks, or a parameter is split by hand (mark it tensor_model_parallel = True)"
+            )
+        for name in gradients.keys() & self._handles.keys():
+            self._handles.pop(name).remove()
+        if self._handles.keys() <= self._split:
+            while self._handles:
+                self._handles.popitem()[1].remove()
+
+
+def _traced() -> bool:
+    """Whether this code is being compiled, or runs under a transform of torch.func."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
+def has_others_hooks(parameter: torch.Tensor) -> bool:
+    """Whether a parameter has hooks on its gradient beside those of ReplicaChecks."""
+    owners = (getattr(hook, "func", None) for hook in (parameter._backward_hooks or {}).values())
+    return any(not isinstance(getattr(owner, "__self__", None), ReplicaCheck) for owner in owners)
+
+
+def _summary(grad: torch.Tensor) -> torch.Tensor:
+    """[2 * slices]: of each slice the sum, over the root of its length, and the root of its mean square.
+
+    A difference of n independent elements changes the first as much as one element of it does.
+    """
+    flat = (torch.view_as_real(grad) if grad.is_complex() else grad).reshape(-1)
+    parts = flat.tensor_split(min(SLICES, flat.numel()))
+    dtype = torch.promote_types(flat.dtype, torch.float32)
+    sums = [part.sum(dtype=dtype) for part in parts]
+    norms = [torch.linalg.vector_norm(part, dtype=dtype) for part in parts]
+    lengths = flat.new_tensor([part.numel() for part in parts] * 2, dtype=dtype)
+    return torch.stack(sums + norms) / lengths.sqrt()
+
+
+def _judgeable(by_rank: tuple[dict[str, list]]) -> dict[str, torch.Tensor]:
+    """Name -> summaries [R, 2 * slices], zeros where a rank has none. Leaves out what is zero or has overflowed."""
+    found = {}
+    for name in dict.fromkeys(name for each in by_rank for name in each):
+        present = next(each[name] for each in by_rank if name in each)
+        values = torch.tensor([each.get(name, [0.0] * len(present)) for each in by_rank], dtype=torch.float64)
+        if values.isfinite().all() and values.any():
+            found[name] = values
+    return found
+
+
+def _differing(gradients: dict[str, torch.Tensor]) -> list[str]:
+    """The names of gradients that differ between ranks by more than rounding.
+
+    A gradient that is zero but for rounding, as that of a key's bias, is judged by those of its module.
+    """
+    largest = {}
+    for name, values in gradients.items():
+        module = name.rpartition(".")[0]
+        largest[module] = max(largest.get(module, 0.0), values.chunk(2, 1)[1].max().item())
+    differing = []
+    for name, values in gradients.items():
+        sums, sizes = values.chunk(2, 1)
+        allowed = TOLERANCE * (sums.abs() + sizes).amax(0) + EPS * largest[name.rpartition(".")[0]]
+        spread = values.amax(0) - values.amin(0)
+        if (spread > allowed.repeat(2)).any():
+            differing.append(name)
+    return differing
