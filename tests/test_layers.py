@@ -546,6 +546,16 @@ def test_layers_can_be_copied_and_pickled(ctx):
         other(x)
 
 
+@pytest.mark.ranks(2)
+def test_column_parallel_linear_sums_the_gradient_though_a_rank_has_no_features(ctx):
+    x = integers((3, 4), torch.float32, 1, device=ctx.device).requires_grad_()
+    w = integers((1, 4), torch.float32, 2, device=ctx.device).split((1, 0))[ctx.rank].clone().requires_grad_()
+    dy = integers((3, 1), torch.float32, 3, device=ctx.device)
+    layers.column_parallel_linear(x, w, ctx=ctx).backward(dy.split((1, 0), 1)[ctx.rank])
+    assert torch.equal(x.grad, dy @ integers((1, 4), torch.float32, 2, device=ctx.device))
+    assert torch.equal(w.grad, (dy.t() @ x).split((1, 0))[ctx.rank])
+
+
 # Refusals
 
 

@@ -100,6 +100,63 @@ def test_gradients_of_matmul_all_reduce_are_the_unsharded_models(ctx, dtype, pat
     assert_close_to(bias.grad, bias64.grad, terms=sum(rows))
 
 
+@pytest.mark.ranks(2, 3)
+@every_path
+@pytest.mark.parametrize("name", ["matmul_reduce_scatter", "matmul_all_reduce"])
+def test_matmul_reduce_scatter_and_matmul_all_reduce_where_some_ranks_have_no_columns(ctx, name, path):
+    """As many columns as ranks but one, and none at all; the result and all gradients are the unsharded model's."""
+    rows, size, by_rank = split_rows(5, ctx.size), ctx.size, {"path": path}
+    by_rank |= {"rows": rows} if name == "matmul_reduce_scatter" else {}
+    for columns, out_features in ((size - 1, 6), (0, 6), (size - 1, 0)):
+        x64, w64, bias64 = leaves(
+            integers((5, columns), torch.float32, 1), integers((out_features, columns), torch.float32, 2),
+            integers(out_features, torch.float32, 3),
+        )  # fmt: skip
+        dy = integers((5, out_features), torch.float32, 4)
+        want = x64 @ w64.t() + bias64
+        want.backward(dy.double())
+        parts = split_rows(columns, size)
+        x, w = (mine(each.float().split(parts, 1), ctx) for each in (x64, w64))
+        bias = mine([bias64.float()] * size, ctx)
+        y = getattr(tkernels, name)(x, w, bias, ctx=ctx, **by_rank)
+        want, dy = (each.split(rows)[ctx.rank] if "rows" in by_rank else each for each in (want, dy))
+        y.backward(dy.to(ctx.device))
+        ctx.check()
+        assert torch.equal(y.cpu().double(), want), (columns, out_features)
+        for got, expected in ((x, x64.grad.split(parts, 1)[ctx.rank]), (w, w64.grad.split(parts, 1)[ctx.rank])):
+            assert torch.equal(got.grad.cpu().double(), expected), (columns, out_features)
+        assert torch.equal(bias.grad.cpu().double(), bias64.grad)
+
+
+@pytest.mark.ranks(2, 3)
+@every_path
+def test_all_gather_matmul_where_some_ranks_have_no_features(ctx, path):
+    """As many features as ranks but one, none at all, and no columns; with and without the gathered rows."""
+    rows, size = split_rows(5, ctx.size), ctx.size
+    for features, columns in ((size - 1, 8), (0, 8), (size - 1, 0)):
+        parts = split_rows(features, size)
+        for return_gathered in (False, True):
+            x64, w64, bias64 = leaves(
+                integers((5, columns), torch.float32, 1), integers((features, columns), torch.float32, 2),
+                integers(features, torch.float32, 3),
+            )  # fmt: skip
+            dy = integers((5, features), torch.float32, 4)
+            want = x64 @ w64.t() + bias64
+            want.backward(dy.double())
+            x = mine(x64.float().split(rows), ctx)
+            w, bias = (mine(each.float().split(parts), ctx) for each in (w64, bias64))
+            y = tkernels.all_gather_matmul(x, w, bias, None, return_gathered, rows=rows, ctx=ctx, path=path)
+            if return_gathered:
+                y, gathered = y
+                assert torch.equal(gathered.cpu().double(), x64)
+            y.backward(dy.split(parts, 1)[ctx.rank].to(ctx.device))
+            ctx.check()
+            assert torch.equal(y.cpu().double(), want.split(parts, 1)[ctx.rank]), (features, columns)
+            assert torch.equal(x.grad.cpu().double(), x64.grad.split(rows)[ctx.rank]), (features, columns)
+            assert torch.equal(w.grad.cpu().double(), w64.grad.split(parts)[ctx.rank]), (features, columns)
+            assert torch.equal(bias.grad.cpu().double(), bias64.grad.split(parts)[ctx.rank])
+
+
 @pytest.mark.quick
 @pytest.mark.ranks(2)
 def test_gradients_of_the_collectives_are_exact(ctx):

@@ -273,7 +273,8 @@ def all_gather_matmul(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Collective. x_shard_m [M/R, K], w [N/R, K], bias [N/R] -> y [M, N/R] and, if requested, x gathered [M, K].
 
-    x_shard_m is read in place; a copy is made only if its rows are not contiguous.
+    x_shard_m is read in place; a copy is made only if its rows are not contiguous. N/R may differ from rank to rank
+    and be 0.
 
     return_gathered: True returns the gathered rows, a tensor [M, K] receives them; x_shard_m may be this rank's rows of
         that tensor. "borrowed": they may be left in the workspace, which the next call on this stream overwrites.
@@ -315,16 +316,27 @@ def plan(
     if gathered is not None:
         check_result("all_gather_matmul: return_gathered", gathered, x_shard_m, (M, K), x_shard_m.dtype)
     path = choose_path(ctx, "all_gather_matmul", M, K, x_shard_m.dtype, path, config)
-    if ctx.size == 1 or M == 0:
+    if ctx.size == 1 or M == 0 or K == 0:
         local = config.gemm if config else None
 
         def run_locally(x, w, bias, out, gathered):
+            x = x if K else x.new_empty((M, 0))  # nothing to gather
             y = matmul(x, w, bias, activation, out=out, out_dtype=out_dtype, config=local)
             if return_gathered:
                 gathered = (x.new_empty((M, K)) if gathered is None else gathered).copy_(x)
             return y, gathered
 
         return run_locally
+    if N == 0:  # the peers still need this rank's rows, so it multiplies by one row of zeros
+        check_result("all_gather_matmul", out, x_shard_m, (M, N), out_dtype)
+        options = activation, return_gathered, rows, out_dtype, config, path, precision
+        run = plan(ctx, x_shard_m, w.new_zeros((1, K)), None, None, gathered, *options)
+
+        def run_without_features(x, w, bias, out, gathered):
+            _, gathered = run(x, w.new_zeros((1, K)), None, None, gathered)
+            return x.new_empty((M, N), dtype=out_dtype) if out is None else out, gathered
+
+        return run_without_features
     if path == "plain":
         return plan_all_gather_matmul(
             ctx, x_shard_m, w, bias, out, gathered, activation, return_gathered, rows, out_dtype

@@ -241,8 +241,6 @@ def check_operands(name: str, x: torch.Tensor, w: torch.Tensor, bias, activation
             f"{name}: x is {tuple(x.shape)} and w is {tuple(w.shape)}, but K, the second dimension, must match "
             f"(w as nn.Linear has it; pass w.t() for [K, N])"
         )
-    if x.shape[1] == 0 or w.shape[0] == 0:
-        raise ValueError(f"{name}: x is {tuple(x.shape)} and w is {tuple(w.shape)}; N and K must be at least 1")
     if bias is not None and (bias.shape != w.shape[:1] or bias.dtype != x.dtype or bias.device != device):
         raise ValueError(
             f"{name}: bias is {bias.dtype} {tuple(bias.shape)} on {bias.device}, but must be {x.dtype} "
@@ -308,7 +306,8 @@ def matmul(
 ) -> torch.Tensor:
     """x [M, K], w [N, K], bias [N] -> activation(x @ w.T + bias) [M, N], in x's dtype (fp32, fp16, bf16) or out_dtype.
 
-    Local, not collective. Either matrix may be transposed in memory: for a [K, N] weight, pass its `.t()`.
+    Local, not collective. Either matrix may be transposed in memory: for a [K, N] weight, pass its `.t()`. Sizes may be
+    0, as in torch.
 
     out: a contiguous tensor that shares no memory with the operands; it is filled and returned.
     config: the tiles; None: `gemm_config` chooses.
@@ -325,8 +324,11 @@ def plan(x, w, bias, out, activation, out_dtype, config, precision):
     (M, K), N = x.shape, w.shape[0]
     out_dtype = check_dtype("matmul", "out_dtype", out_dtype, x.dtype)
     y = check_result("matmul", out, x, (M, N), out_dtype)
-    if M == 0:
+    if M == 0 or N == 0:
         return lambda x, w, bias, out: x.new_empty((M, N), dtype=out_dtype) if out is None else out
+    if K == 0:  # a sum of nothing
+        run = plan(zeros_along_k(x), zeros_along_k(w), bias, out, activation, out_dtype, config, precision)
+        return lambda x, w, bias, out: run(zeros_along_k(x), zeros_along_k(w), bias, out)
     config = config or gemm_config(M, N, x.shape[1], x.dtype, layout_of(x, w), out_dtype)
     x_operand = Operand.of(x, config.block_m, config.block_k, config.use_tma)
     w_operand = Operand.of(w, config.block_n, config.block_k, config.use_tma)
@@ -357,6 +359,11 @@ def plan(x, w, bias, out, activation, out_dtype, config, precision):
         return y
 
     return run
+
+
+def zeros_along_k(matrix: torch.Tensor) -> torch.Tensor:
+    """One column of zeros in place of an operand without columns: kernels store a tile after its last step along K."""
+    return matrix.new_zeros((matrix.shape[0], 1))
 
 
 def activation_reference(value: torch.Tensor, activation: str | None) -> torch.Tensor:

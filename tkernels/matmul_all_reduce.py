@@ -31,7 +31,7 @@ def matmul_all_reduce(
 ) -> torch.Tensor:
     """Collective. x_shard_k [M, K/R], w_shard_k [N, K/R], bias [N] -> y [M, N], the same bits on every rank.
 
-    Bias is added once, after the sum over ranks, and the activation after it.
+    Bias is added once, after the sum over ranks, and the activation after it. K/R may differ by rank and be 0.
 
     out_dtype, wire_dtype, config, path: as for matmul_reduce_scatter; finished rows are sent in out_dtype.
     Raises ValueError or TypeError before the first signal.

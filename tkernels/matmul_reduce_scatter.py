@@ -65,6 +65,7 @@ from tkernels.gemm import (
     store_tile,
     tile_of,
     triton_dtype,
+    zeros_along_k,
 )
 from tkernels.overlap import (
     SEND_TICKETS,
@@ -455,7 +456,7 @@ def matmul_reduce_scatter(
 ) -> torch.Tensor:
     """Collective. x_shard_k [M, K/R], w_shard_k [N, K/R], bias [N] -> y_shard_m [M/R, N].
 
-    Bias is added once, after the sum over ranks, and the activation after it.
+    Bias is added once, after the sum over ranks, and the activation after it. K/R may differ by rank and be 0.
 
     rows: how many rows each rank owns; needed where M does not divide by R.
     out: a tensor for y.
@@ -497,6 +498,14 @@ def plan(
     if ctx.size == 1 or M == 0:
         local = config.gemm if config else None
         return lambda x, w, bias, out: matmul(x, w, bias, activation, out=out, out_dtype=out_dtype, config=local)
+    if N == 0:
+        shape = M if gather else rows[ctx.rank], N
+        check_result(name, out, x, shape, out_dtype)
+        return lambda x, w, bias, out: x.new_empty(shape, dtype=out_dtype) if out is None else out
+    if K == 0:  # an empty part of K: this rank's partial sums are zeros
+        options = op, activation, rows, out_dtype, wire_dtype, config, path, gather, precision
+        run = plan(ctx, zeros_along_k(x), zeros_along_k(w), bias, out, *options)
+        return lambda x, w, bias, out: run(zeros_along_k(x), zeros_along_k(w), bias, out)
     if path == "plain":
         return plan_matmul_reduce(ctx, x, w, bias, out, activation, rows, out_dtype, wire_dtype, gather)
     first_rows = [sum(rows[:rank]) for rank in range(ctx.size + 1)]
