@@ -231,13 +231,6 @@ class Plan:
         if self.pattern == "local":
             return lambda x, w, bias: self._multiply(x, w, bias, activation, dtype)
         gathers, sums_everywhere = self.pattern == "AG+GEMM", self.pattern == "GEMM+AR"
-        if gathers and w.shape[0] == 0:
-            # A rank without rows of op(A) must still send its part of op(B), so it multiplies by one row of zeros.
-            product = self._product(ctx, x, _row(w), None, activation, dtype)
-            return lambda x, w, bias: product(x, _row(w), None)[:, :0]
-        if not gathers and x.shape[1] == 0:  # a rank with an empty part of k contributes zeros
-            product = self._product(ctx, _column(x), _column(w), bias, activation, dtype)
-            return lambda x, w, bias: product(_column(x), _column(w), bias)
         if not self.overlap:
             if gathers:
                 return lambda x, w, bias: self._multiply(all_gather(ctx, x, self.rows), w, bias, activation, dtype)
@@ -284,14 +277,6 @@ def bias_of(inputs: dict) -> torch.Tensor | None:
     """The bias in an epilog's inputs, as a vector, or None."""
     bias = inputs.get("bias")
     return bias if bias is None or bias.dim() == 1 else bias.reshape(-1)
-
-
-def _row(matrix: torch.Tensor) -> torch.Tensor:
-    return matrix.new_zeros(1, matrix.shape[1])
-
-
-def _column(matrix: torch.Tensor) -> torch.Tensor:
-    return matrix.new_zeros(matrix.shape[0], 1)
 
 
 def _transposed(owned):
