@@ -10,6 +10,7 @@ import zlib
 import torch
 import torch.distributed as dist
 
+from tkernels.comm.arguments import check_type, integer_from_environment
 from tkernels.comm.errors import MismatchError, OutOfStepError, TkernelsError
 
 # torch 2.13 renames them and warns of the old names.
@@ -30,8 +31,10 @@ class Group:
 
     def __init__(self, process_group: dist.ProcessGroup | None = None):
         """`process_group=None` is the default group, or one rank when torch.distributed is not initialised."""
+        if process_group is not None and process_group is not dist.GroupMember.NON_GROUP_MEMBER:
+            check_type("init: group", process_group, dist.ProcessGroup, "a process group of torch.distributed, or None")
         if not dist.is_initialized():
-            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            if integer_from_environment("WORLD_SIZE", 1) > 1:
                 raise ValueError(
                     f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but torch.distributed is not initialised; call "
                     f"torch.distributed.init_process_group() before init()"
@@ -58,6 +61,11 @@ class Group:
             raise TkernelsError("the context of this group has been finalized; init() a new one")
         if self.size == 1:
             return [value]
+        if not dist.is_initialized():
+            raise TkernelsError(
+                "torch.distributed has been shut down, so the ranks can't meet any more; finalize() contexts before "
+                "destroy_process_group()"
+            )
         function, line = _caller()
         operation, alike = self._describe() if self._describe else (function, {})
         ranks = [None] * self.size
@@ -77,6 +85,22 @@ class Group:
         if differing:
             raise MismatchError(_differences(calls[0], differing))
         return list(values)
+
+    @contextlib.contextmanager
+    def together(self, what: str, way_out: str):
+        """Collective. If the block fails on any rank, every rank raises TkernelsError; it must not meet other ranks.
+
+        what, way_out: for the error: what can't be done, and what helps.
+        """
+        failure = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        failures = self.gather(failure and f"{type(failure).__name__}: {failure}", what)
+        for rank, text in enumerate(failures):
+            if text:
+                raise TkernelsError(f"{what}, on rank {rank}: {text}. {way_out}") from failure
 
     @contextlib.contextmanager
     def _watched(self, where: str):

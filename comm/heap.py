@@ -1,13 +1,13 @@
 """SymmetricHeap: memory with the same layout on every rank of a group, so that a rank can address a peer's copy."""
 
 import math
-import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 
 from tkernels.comm import capture
 from tkernels.comm.allocator import FirstFit
+from tkernels.comm.arguments import check_torch_dtype, check_type, switch, whole
 from tkernels.comm.errors import HeapExhaustedError, MismatchError
 from tkernels.comm.group import Group
 from tkernels.comm.regions import ALIGNMENT, round_up
@@ -35,28 +35,36 @@ class SymmetricHeap:
         """Collective. An uninitialised contiguous tensor at the same offset on every rank, 256-byte aligned.
 
         Raises MismatchError on every rank if shape or dtype give different sizes, HeapExhaustedError if it does
-        not fit, ValueError for a negative size. With TKERNELS_POISON=1 the memory is filled with NaN (all bits set).
+        not fit, ValueError for a negative size, TypeError for one that is no whole number and for what is no dtype.
+        With TKERNELS_POISON=1 the memory is filled with NaN (all bits set).
         """
-        if len(shape) == 1 and isinstance(shape[0], Iterable):
-            shape = tuple(shape[0])
-        num_bytes = -1 if any(extent < 0 for extent in shape) else math.prod(shape) * dtype.itemsize
-        size = round_up(num_bytes, ALIGNMENT)
-        offset = self._blocks.find(size)
-        asked = self.group.gather((num_bytes, offset))
+        wrong = None
+        try:
+            poisoned = switch("TKERNELS_POISON")
+            check_torch_dtype("symmetric allocation: dtype", dtype)
+            extents = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
+            shape = tuple(whole("symmetric allocation: size", extent) for extent in extents)
+            num_bytes = math.prod(shape) * dtype.itemsize
+            size = round_up(num_bytes, ALIGNMENT)
+            offset = self._blocks.find(size)
+            told = num_bytes, offset
+        except (TypeError, ValueError) as error:
+            wrong, told = error, f"{type(error).__name__}, {error}"
+        asked = self.group.gather(told)
         if len(set(asked)) > 1:
             raise MismatchError(
                 f"symmetric allocation differs between ranks, in (bytes, offset): {_by_rank(asked)}; all ranks must "
                 f"allocate the same sizes in the same order"
             )
-        if num_bytes < 0:
-            raise ValueError(f"symmetric allocation of shape {shape}: sizes must not be negative")
+        if wrong is not None:
+            raise wrong
         if num_bytes == 0:
             return self.segment.local[:0].view(dtype).view(shape)  # has no address, and nothing to give back
         if offset is None:
             raise HeapExhaustedError(num_bytes, self._blocks.largest, self.num_bytes)
         self._blocks.take(size)
         memory = self.segment.local[offset : offset + num_bytes]
-        if os.environ.get("TKERNELS_POISON") == "1":
+        if poisoned:
             memory.fill_(0xFF)
         return memory.view(dtype).view(shape)
 
@@ -73,6 +81,7 @@ class SymmetricHeap:
 
         Does nothing once the heap is closed.
         """
+        check_type("free: tensor", tensor, torch.Tensor, "a tensor that empty() returned")
         if tensor.numel() == 0 or self.segment.local is None:
             return
         offset = self.offset(tensor)

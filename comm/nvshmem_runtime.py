@@ -8,7 +8,6 @@ lie at different offsets in its ranks' pools, so its ranks exchange them.
 
 import functools
 import importlib.util
-import os
 from pathlib import Path
 
 import nvshmem.bindings.nvshmem as bindings
@@ -19,12 +18,13 @@ from cuda.core import Device
 
 from tkernels.comm import capture
 from tkernels.comm.allocator import FirstFit
+from tkernels.comm.arguments import integer_from_environment
 from tkernels.comm.errors import TkernelsError
 from tkernels.comm.group import Group
 from tkernels.comm.regions import ALIGNMENT, round_up
 from tkernels.comm.runtime import Segment
 
-POOL_BYTES = int(os.environ.get("TKERNELS_POOL_BYTES", 8 << 30))
+POOL_BYTES = integer_from_environment("TKERNELS_POOL_BYTES", 8 << 30)
 
 _pool = None
 _uninitialised = []  # loaded modules with NVSHMEM device state that is not initialised yet
@@ -41,7 +41,9 @@ class _Pool:
         unique_id = world.gather(unique_id)[0]
         nvshmem.init(device=handle, uid=unique_id, rank=world.rank, nranks=world.size, initializer_method="uid")
         self.world_size = world.size
-        self.memory = nvshmem.tensor((POOL_BYTES,), dtype=torch.uint8)
+        what = f"init: NVSHMEM could not allocate its pool of {POOL_BYTES} bytes"
+        with world.together(what, "Set TKERNELS_POOL_BYTES to a smaller value"):
+            self.memory = nvshmem.tensor((POOL_BYTES,), dtype=torch.uint8)
         self.peers = [self._mapped(pe, world) for pe in range(world.size)]
         self.blocks = FirstFit(POOL_BYTES)
         triton.knobs.runtime.kernel_load_end_hook.add(_initialise_module)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tkernels.comm import interpreter
+from tkernels.comm.arguments import switch
 from tkernels.comm.errors import TkernelsError
 from tkernels.comm.group import Group
 
@@ -84,7 +85,7 @@ def _choose(asked: str) -> str:
     return asked
 
 
-ASKED = os.environ.get("TKERNELS_RUNTIME", "auto")
+ASKED = os.environ.get("TKERNELS_RUNTIME") or "auto"
 RUNTIME = _choose(ASKED)
 if RUNTIME == "simulated":
     interpreter.install()
@@ -97,7 +98,7 @@ def device() -> torch.device:
 
 def shares_gpus() -> bool:
     """Whether a machine may run more ranks than it has GPUs."""
-    return os.environ.get("TKERNELS_SHARE_GPUS") == "1"
+    return switch("TKERNELS_SHARE_GPUS")
 
 
 def most_ranks() -> float:

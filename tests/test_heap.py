@@ -68,9 +68,26 @@ def test_exhaustion_says_what_was_asked_free_and_total(heap):
 def test_sizes_are_integers_of_any_kind_but_not_negative(heap):
     assert heap.empty(numpy.int64(3)).shape == heap.empty(torch.Size([3])).shape == (3,)
     for wrong in ((-1000,), (-2, -3)):
-        with pytest.raises(ValueError, match="sizes must not be negative"):
+        with pytest.raises(ValueError, match=f"size={wrong[0]} must be at least 0"):
             heap.empty(*wrong)
     assert heap.offset(heap.empty(1)) == 512
+
+
+def test_empty_leaves_the_heap_whole_where_it_refuses(heap):
+    for wrong, dtype, said in (
+        ((2.5,), torch.float32, "size=2.5 must be a whole number"),
+        (([4, "a"],), torch.float32, "size='a' must be a whole number"),
+        ((torch.ones(2),), torch.float32, "size=.* must be a whole number"),
+        ((None,), torch.float32, "size=None must be a whole number"),
+        ((4,), "float32", "dtype='float32' must be a torch.dtype"),
+    ):
+        with pytest.raises(TypeError, match=f"^symmetric allocation: {said}"):
+            heap.empty(*wrong, dtype=dtype)
+    with pytest.raises(ValueError, match=f"size=.* must be at most {2**63 - 1}"):
+        heap.empty(0, 10**30)
+    with pytest.raises(TypeError, match="^free: tensor=None must be a tensor that empty"):
+        heap.free(None)
+    assert heap.offset(heap.empty(torch.tensor(1024))) == 0 and heap._blocks.largest == 0
 
 
 def test_only_a_tensor_of_empty_can_be_freed_and_only_once(heap):
@@ -103,6 +120,11 @@ def test_memory_is_poisoned_where_the_environment_asks_for_it(heap, monkeypatch)
     assert heap.empty(8).isnan().all()
     assert heap.empty(8, dtype=torch.bfloat16).isnan().all()
     assert heap.empty(8, dtype=torch.int64).eq(-1).all()
+    monkeypatch.setenv("TKERNELS_POISON", "")
+    heap.empty(8)
+    monkeypatch.setenv("TKERNELS_POISON", "please")
+    with pytest.raises(ValueError, match="TKERNELS_POISON='please' is neither on .* nor off"):
+        heap.empty(8)
 
 
 def test_any_order_of_allocations_neither_overlaps_nor_loses_memory():
@@ -159,6 +181,8 @@ def test_ranks_that_ask_for_different_sizes_are_all_refused_with_one_message(ctx
         ctx.empty(10 + ctx.rank)
     message = message_on_every_rank(ctx, e.value)
     assert "rank 0: (40, " in message and "rank 1: (44, " in message and "the same sizes in the same order" in message
+    with pytest.raises(MismatchError, match="rank 0: .40, .*, rank 1: TypeError, .*size=2.5 must be a whole number"):
+        ctx.empty(10 if ctx.rank == 0 else 2.5)
     assert ctx.heap._blocks.largest == free  # nothing is lost by it
 
     mine = ctx.empty(10)

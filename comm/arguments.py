@@ -1,0 +1,69 @@
+"""Checks of what callers pass and of what the environment holds: a slip is named in a sentence, wherever it is made."""
+
+import operator
+import os
+import reprlib
+
+import torch
+
+LARGEST = (1 << 63) - 1  # size that torch can count
+_SWITCHES = {"": False, "0": False, "false": False, "no": False, "off": False} | {
+    "1": True, "true": True, "yes": True, "on": True,
+}  # fmt: skip
+
+
+def whole(what: str, value, least: int = 0, most: int = LARGEST) -> int:
+    """`value` as an int, also if it is one of numpy's or torch's integers; a SymInt stays one.
+
+    what: its name, for errors. Raises TypeError for anything else, ValueError for a number outside of least .. most.
+    """
+    if isinstance(value, torch.SymInt):
+        return value
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{what}={reprlib.repr(value)} must be a whole number") from None
+    if not least <= number <= most:
+        limit = f"at least {least}" if number < least else f"at most {most}"
+        raise ValueError(f"{what}={reprlib.repr(number)} must be {limit}")
+    return number
+
+
+def check_type(what: str, value, kind: type | tuple[type, ...], words: str):
+    """Raise TypeError unless `value` is of `kind`, which `words` describe."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{what}={reprlib.repr(value)} must be {words}")
+
+
+def check_torch_dtype(what: str, value):
+    """Raise TypeError unless `value` is a torch.dtype."""
+    check_type(what, value, torch.dtype, "a torch.dtype")
+
+
+def check_tensors(operation: str, **operands):
+    """Raise TypeError for operands, by name, that are neither tensors, nor stand for one in a trace, nor None."""
+    for name, value in operands.items():
+        if value is not None and not isinstance(value, torch.Tensor) and not hasattr(value, "__torch_function__"):
+            raise TypeError(f"{operation}: {name}={reprlib.repr(value)} must be a tensor")
+
+
+def switch(name: str) -> bool:
+    """Whether the environment switches `name` on: by 1, true, yes or on. Unset or empty, and 0, false, no or off: not.
+
+    Raises ValueError for anything else.
+    """
+    text = os.environ.get(name, "")
+    if text.lower() not in _SWITCHES:
+        raise ValueError(f"{name}={text!r} is neither on (1, true, yes, on) nor off (0, false, no, off, or empty)")
+    return _SWITCHES[text.lower()]
+
+
+def integer_from_environment(name: str, default):
+    """The environment's whole number of that name; `default` if it is unset or empty. Raises ValueError otherwise."""
+    text = os.environ.get(name, "")
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} is not an integer") from None
