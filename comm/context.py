@@ -2,7 +2,6 @@
 
 import functools
 import numbers
-import os
 import time
 import warnings
 
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tkernels.comm import capture, interpreter, runtime, stream_order, tuned
+from tkernels.comm.arguments import check_type, switch
 from tkernels.comm.device import (
     CLOCK,
     FAULT_FIELDS,
@@ -33,6 +33,12 @@ from tkernels.comm.workspace import Workspace, most_lamport_bytes
 DEFAULT_HEAP_BYTES = {"simulated": 256 << 20, "nvshmem": 2 << 30}
 MAX_CONSTANTS = 1024
 INIT, FINALIZE = "init()", "finalize() of "  # calls in which ranks may meet out of step
+OPTION_TYPES = (
+    ("transport", str, "a name"),
+    ("timeout_s", numbers.Real, "a number"),
+    ("num_programs", numbers.Integral, "an integer"),
+    ("heap_bytes", numbers.Integral, "an integer"),
+)
 MAX_TIMEOUT_S = 1e9  # kernels count nanoseconds in 64 bits
 
 _contexts: dict[str, "Context"] = {}
@@ -152,7 +158,7 @@ class Context:
             "num_programs": _default(num_programs, runtime.default_programs()),
             "heap_bytes": _default(heap_bytes, DEFAULT_HEAP_BYTES[self.runtime]),
             "runtime": self.runtime,
-            "compare_calls": bool(_default(compare_calls, os.environ.get("TKERNELS_COMPARE_CALLS") == "1")),
+            "compare_calls": bool(_default(compare_calls, switch("TKERNELS_COMPARE_CALLS"))),
         }
         asked, in_use = zip(*_meet(self.group, INIT, options), strict=True)
         self._check_options(asked)
@@ -198,6 +204,13 @@ class Context:
 
         words = FAULT_RECORD.value * (1 + self.size)
         self._faults = self.heap.empty(words, dtype=torch.int64)
+        with self.group.together("init: this context's own memory could not be made", "Is the device's memory full?"):
+            self._allocate()
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+
+    def _allocate(self):
+        """Memory of this rank alone, and what kernels read of it."""
         self._faults.zero_()
         self._clock = torch.zeros(1, dtype=torch.int64, device=self.device)
         pinned = self.device.type == "cuda"
@@ -210,19 +223,18 @@ class Context:
         self.reported = False
         self._interruption = None  # the exception that interrupted a kernel of this rank, as text
         self.table = self._make_table()
-        self.group.barrier()
 
     def _check_options(self, asked: tuple[dict, ...]):
         """Raise the same error on every rank for options that differ (listed by rank) or are invalid."""
+        for options in asked:
+            for name, kind, words in OPTION_TYPES:
+                check_type(f"init: {name}", options[name], kind, words)
         options = asked[0]
         differing = {name: [theirs[name] for theirs in asked] for name in options if len({o[name] for o in asked}) > 1}
         if differing:
             by_rank = "; ".join(f"{name} by rank: {', '.join(map(str, values))}" for name, values in differing.items())
             raise MismatchError(f"init: the ranks' options differ, in {by_rank}; all must pass the same")
         for name in ("timeout_s", "num_programs", "heap_bytes"):
-            kind, what = (numbers.Real, "a number") if name == "timeout_s" else (numbers.Integral, "an integer")
-            if not isinstance(options[name], kind):
-                raise TypeError(f"init: {name}={options[name]!r} must be {what}")
             if not options[name] > 0:
                 raise ValueError(f"init: {name}={options[name]} must be positive")
         if options["timeout_s"] > MAX_TIMEOUT_S:

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import mmap
 import os
 import pickle
 import subprocess
@@ -282,11 +283,41 @@ def test_options_that_make_no_sense_are_refused_by_name(ctx, monkeypatch):
     before = resources()
     with pytest.raises(ValueError, match=f"'{elsewhere}' can't reach every rank on the {ctx.runtime} runtime; usable"):
         tkernels.init(transport=elsewhere, heap_bytes=1 << 20)
-    monkeypatch.setattr(Context, "_make_table", lambda context: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
-        tkernels.init(heap_bytes=1 << 20)
-    monkeypatch.undo()
-    assert resources() == before  # whatever it was that failed
+    assert resources() == before
+    for name, wrong, said in (
+        ("transport", ["peer"], r"transport=\['peer'\] must be a name"),
+        ("num_programs", None if ctx.rank else 2.5, "num_programs=2.5 must be an integer"),  # of one rank alone
+        ("group", "world", "group='world' must be a process group of torch.distributed, or None"),
+    ):
+        with pytest.raises(TypeError, match=f"init: {said}") as refused:
+            tkernels.init(**{name: wrong})
+        message_on_every_rank(ctx, refused.value)
+    check_gather(ctx)
+
+
+@pytest.mark.ranks(2)
+def test_init_raises_on_every_rank_where_the_memory_of_one_fails(ctx, monkeypatch):
+    before = resources()
+    failing = [(Context, "_make_table", "rank 1: RuntimeError: out of memory. Is the device's memory full?")]
+    if ctx.runtime == "simulated":
+        calls = (os, "memfd_create"), (os, "ftruncate"), (mmap, "mmap")
+        failing += [(*call, "rank 1: .*out of memory. .*smaller heap_bytes") for call in calls]
+
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    for owner, name, said in failing:
+        with monkeypatch.context() as patch:
+            if ctx.rank == 1:
+                patch.setattr(owner, name, fail)
+            with pytest.raises(TkernelsError, match=f"^init: .*, on {said}") as failed:
+                tkernels.init(heap_bytes=1 << 20)
+            message_on_every_rank(ctx, failed.value)
+            del failed  # and with it the frames that hold what was mapped
+    if ctx.runtime == "simulated":
+        with pytest.raises(TkernelsError, match="OverflowError"):
+            tkernels.init(heap_bytes=10**30)
+    assert resources() == before
     check_gather(ctx)
 
 
