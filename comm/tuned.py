@@ -13,6 +13,7 @@ this machine take precedence. A context uses rank 0's records on every rank, sin
 import hashlib
 import json
 import os
+import re
 import sys
 import uuid
 import warnings
@@ -27,13 +28,22 @@ FORMAT = 1
 SHIPPED = Path(__file__).parent / "data" / "tuned.jsonl"
 # The same chip with other memory: shipped records of the second hold for the first unless it has its own.
 LIKE = {"NVIDIA H100 80GB HBM3": "NVIDIA H200"}
+OUR_NAME = re.compile(r"\w+-[0-9a-f]{20}\.json|[0-9a-f]{32}\.draft")  # of a record, and of one that is being written
+LEVELS = 5  # a record, its configuration, the tiles of that, their values, and one to spare
 LOCAL = "local"  # the transport of operations of one rank alone
 
 
 def folder() -> Path:
-    """The folder of the user's records: $TKERNELS_CACHE, else tkernels in $XDG_CACHE_HOME, else in ~/.cache."""
+    """The folder of the user's records: $TKERNELS_CACHE, else tkernels in $XDG_CACHE_HOME, else in ~/.cache.
+
+    Raises OSError if none of them is set and this user has no home.
+    """
+    if own := os.environ.get("TKERNELS_CACHE"):
+        return Path(own, "tuned")
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(os.environ.get("TKERNELS_CACHE") or Path(cache, "tkernels"), "tuned")
+    if cache.startswith("~"):
+        raise OSError("there is no home to remember in: neither HOME nor XDG_CACHE_HOME nor TKERNELS_CACHE is set")
+    return Path(cache, "tkernels", "tuned")
 
 
 def place(ranks: int, transport: str) -> dict:
@@ -75,17 +85,28 @@ def saved() -> tuple[list[dict], dict[Path, str]]:
     """The user's records, and a dict of files without a valid record, or the unreadable folder, with the reason."""
     records, damaged = [], {}
     try:
-        paths = sorted(folder().glob("*.json"))
+        place = folder()
+    except OSError:  # then nothing can have been remembered
+        return [], {}
+    try:
+        paths = sorted(place.glob("*.json"))
     except OSError as error:
-        return [], {folder(): str(error)}
+        return [], {place: str(error)}
     for path in paths:
         try:
-            records.append(_parse(path.read_text()))
+            records.append(_read(path))
         except FileNotFoundError:  # deleted meanwhile
             continue
         except (OSError, ValueError) as error:
             damaged[path] = str(error)
     return records, damaged
+
+
+def _read(path: Path) -> dict:
+    """The record in a file. Raises OSError or ValueError, with the reason, if there is none."""
+    if path.exists() and not path.is_file():  # to open a pipe would wait for its writer
+        raise ValueError("it is no file")
+    return _parse(path.read_text())
 
 
 def shipped() -> list[dict]:
@@ -99,7 +120,9 @@ def _parse(text: str) -> dict:
         record = json.loads(text)
     except ValueError as error:
         raise ValueError(f"it is no JSON ({error})") from None
-    if not isinstance(record, dict) or not isinstance(record.get("key"), dict):
+    except RecursionError:
+        raise ValueError("it is JSON, but no record: it is nested too deeply") from None
+    if not isinstance(record, dict) or not isinstance(record.get("key"), dict) or not _shallow(record, LEVELS):
         raise ValueError("it is JSON, but no record")
     if record.get("format") != FORMAT:
         raise ValueError(f"its format is {record.get('format')!r}, and this version reads {FORMAT}")
@@ -107,6 +130,11 @@ def _parse(text: str) -> dict:
     if missing:
         raise ValueError(f"its key lacks {', '.join(sorted(missing))}")
     return record
+
+
+def _shallow(value, levels: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels > 0 and all(_shallow(each, levels - 1) for each in inner)
 
 
 def known(ranks: int, transport: str) -> list[dict]:
@@ -118,8 +146,8 @@ def known(ranks: int, transport: str) -> list[dict]:
     records, damaged = saved()
     for path, reason in damaged.items():
         warnings.warn(
-            f"{path} is ignored: {reason}. `tkernels tune --clear` removes what was remembered, and TKERNELS_CACHE "
-            f"names another folder for it",
+            f"{printable(path)} is ignored: {printable(reason)}. Delete it, or move it elsewhere; TKERNELS_CACHE names "
+            f"another folder",
             stacklevel=2,
         )
     general = [{name: spot[name] for name in ("gpu", "ranks", "transport")} for spot in (here, alone)]
@@ -137,8 +165,23 @@ def _holds(record: dict, places: list[dict]) -> bool:
 
 
 def clear() -> int:
-    """Delete all of the user's records, wherever they hold. Returns the number of files."""
-    files = [path for pattern in ("*.json", "*.draft") for path in folder().glob(pattern)]
+    """Delete all of the user's records, wherever they hold, and what is left of them. Returns the number of files."""
+    files = [path for path in folder().glob("*") if path.is_file() and _is_ours(path)]
     for path in files:
         path.unlink(missing_ok=True)
     return len(files)
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether `save` named this file, or it holds a record under another name."""
+    if OUR_NAME.fullmatch(path.name):
+        return True
+    try:
+        return path.suffix == ".json" and bool(_read(path))
+    except (OSError, ValueError):
+        return False
+
+
+def printable(text) -> str:
+    """As text for a terminal: with escapes in place of the characters that would control it."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in str(text))

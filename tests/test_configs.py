@@ -16,6 +16,7 @@ from tkernels import configs
 from tkernels.comm import TkernelsError
 from tkernels.comm.plans import local_plans
 from tkernels.configs import (
+    COUNT,
     GemmConfig,
     OverlapConfig,
     bound_travel,
@@ -317,7 +318,7 @@ def test_a_smaller_product_is_bound_to_the_chunks_of_a_larger_one():
     [
         (asdict(TUNED) | {"speed": 3}, "OverlapConfig has no speed"),
         (asdict(TUNED) | {"gemm": {"block_q": 3}}, "GemmConfig has no block_q"),
-        (asdict(TUNED) | {"num_comm": "12"}, "OverlapConfig: num_comm='12' must be a whole number of at least 0"),
+        (asdict(TUNED) | {"num_comm": "12"}, "OverlapConfig: num_comm='12' must be a whole number from 0 to "),
         (asdict(TUNED) | {"interleaved": True}, "all programs send, so num_comm must be 0, and is 1"),
         (asdict(TUNED) | {"interleaved": True, "num_comm": 0, "split_tiles": 3}, "no tile is split, but split_tiles=3"),
         (asdict(TUNED) | {"gemm": {"block_m": 96}, "chunk_rows": 96}, "GemmConfig: block_m=96 must be a power of two"),
@@ -326,6 +327,8 @@ def test_a_smaller_product_is_bound_to_the_chunks_of_a_larger_one():
         # Of 64 or 128 rows, which another rank's tiles may have by rule.
         (asdict(TUNED) | {"gemm": {"block_m": 16}, "chunk_rows": 4}, r"chunk_rows=4 is no multiple of \d+"),
         (asdict(TUNED) | {"gemm": {"block_m": 16}, "chunk_rows": 48}, r"chunk_rows=48 is no multiple of \d+"),
+        (asdict(TUNED) | {"gemm": {"block_m": 2**30}, "chunk_rows": 2**30}, "block_m=1073741824 must be .* to 1024"),
+        (asdict(TUNED) | {"gemm": {"group_m": 10**30}}, f"group_m=10* must be a whole number from 1 to {2**31 - 1}"),
         ({"num_comm": 3}, "None is no GemmConfig"),
         (asdict(TUNED) | {"gemm": []}, r"\[\] is no GemmConfig"),
         (None, "None is no OverlapConfig"),
@@ -366,21 +369,21 @@ def test_whatever_a_configuration_may_be_can_be_remembered():
 @pytest.mark.parametrize(
     "kind, field, value, allowed",
     [
-        (GemmConfig, "block_m", 0, "a power of two of at least 16"),
-        (GemmConfig, "block_k", 48, "a power of two of at least 16"),
-        (GemmConfig, "group_m", 0, "a whole number of at least 1"),
+        (GemmConfig, "block_m", 2**30, "a power of two from 16 to 1024"),
+        (GemmConfig, "block_k", 48, "a power of two from 16 to 1024"),
+        (GemmConfig, "group_m", 0, f"a whole number from 1 to {COUNT}"),
         (GemmConfig, "split", 4, "1 or 2"),
-        (GemmConfig, "num_warps", 6, "a power of two"),
-        (GemmConfig, "num_stages", 2.0, "a whole number of at least 1"),
+        (GemmConfig, "num_warps", 6, "a power of two up to 32"),
+        (GemmConfig, "num_stages", 2.0, f"a whole number from 1 to {COUNT}"),
         (GemmConfig, "use_tma", None, "True or False"),
-        (GemmConfig, "max_programs", 0, "None, or a whole number of at least 1"),
+        (GemmConfig, "max_programs", 0, f"None, or a whole number from 1 to {COUNT}"),
         (OverlapConfig, "gemm", {}, "a GemmConfig"),
-        (OverlapConfig, "chunk_rows", 0, "a whole number of at least 1"),
-        (OverlapConfig, "num_comm", -1, "a whole number of at least 0"),
-        (OverlapConfig, "put_block", 100, "a power of two of at least 16"),
-        (OverlapConfig, "copy_rows", 0, "None, or a whole number of at least 1"),
-        (OverlapConfig, "split_tiles", -1, "None, or a whole number of at least 0"),
-        (OverlapConfig, "max_splits", 0, "a whole number of at least 1"),
+        (OverlapConfig, "chunk_rows", 10**30, f"a whole number from 1 to {COUNT}"),
+        (OverlapConfig, "num_comm", -1, f"a whole number from 0 to {COUNT}"),
+        (OverlapConfig, "put_block", 100, "a power of two from 16 to 2**20"),
+        (OverlapConfig, "copy_rows", 0, f"None, or a whole number from 1 to {COUNT}"),
+        (OverlapConfig, "split_tiles", -1, f"None, or a whole number from 0 to {COUNT}"),
+        (OverlapConfig, "max_splits", 0, f"a whole number from 1 to {COUNT}"),
     ],
 )
 def test_a_field_that_makes_no_sense_is_refused(kind, field, value, allowed):

@@ -86,25 +86,41 @@ def test_the_records_of_the_package_are_read(monkeypatch):
         (b"\x93NUMPY\x00\xff", "can't decode"),
         (b"[1, 2]", "it is JSON, but no record"),
         (b'{"key": 3}', "it is JSON, but no record"),
+        (b"[" * 200_000, "nested too deeply"),
+        (b'{"format": 1, "key": {}, "note": ' + b"[" * 500 + b"]" * 500 + b"}", "it is JSON, but no record"),
         (b'{"format": 99, "key": {"operation": "matmul"}}', "its format is 99, and this version reads 1"),
         (b'{"format": 1, "key": {"operation": "matmul", "gpu": "H200"}}', "its key lacks ranks, tkernels"),
     ],
-    ids=["cut off", "binary", "a list", "another tool's", "another format", "no place"],
+    ids=["cut off", "binary", "a list", "another tool's", "deep", "as deep as python", "another format", "no place"],
 )
 def test_a_damaged_or_foreign_file_is_reported_and_ignored(cache, content, reason):
     tuned.save(record(us=1.0))
     (cache / "matmul-0123.json").write_bytes(content)
-    with pytest.warns(UserWarning, match=rf"matmul-0123.json is ignored: .*{reason}.*tkernels tune --clear"):
+    with pytest.warns(UserWarning, match=rf"matmul-0123.json is ignored: .*{reason}.*Delete it"):
         assert times(tuned.known(2, "simulated")) == [1.0]
 
 
 def test_clear_removes_records_and_drafts_and_nothing_else(cache):
+    path = tuned.save(record())
+    path.rename(path.with_name("renamed.json"))
     tuned.save(record())
     (cache / "notes.txt").write_text("mine")
-    (cache / "broken.json").write_text("{")
-    (cache / "killed.draft").write_text("{")
-    assert tuned.clear() == 3
-    assert [path.name for path in cache.iterdir()] == ["notes.txt"]
+    (cache / "results.json").write_text('{"my": "results"}')
+    (cache / "other.draft").write_text("{")
+    (cache / "folder.json").mkdir()
+    os.mkfifo(cache / "pipe.json")
+    (cache / f"matmul-{'0' * 20}.json").write_text("{")  # cut off
+    (cache / f"{'0' * 32}.draft").write_text("{")  # of a process that was killed
+    assert tuned.clear() == 4
+    left = ["folder.json", "notes.txt", "other.draft", "pipe.json", "results.json"]
+    assert sorted(path.name for path in cache.iterdir()) == left
+
+
+def test_known_reports_what_is_no_file_and_never_opens_it(cache):
+    tuned.save(record(us=1.0))
+    os.mkfifo(cache / "pipe\x1b[2J.json")  # to open it would wait for a writer
+    with pytest.warns(UserWarning, match=r"pipe\\x1b\[2J.json is ignored: it is no file"):
+        assert times(tuned.known(2, "simulated")) == [1.0]
 
 
 def test_jobs_that_write_at_once_leave_whole_records(cache):
@@ -151,3 +167,13 @@ def test_the_folder_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert tuned.folder() == tmp_path / ".cache" / "tkernels" / "tuned"
+
+
+def test_folder_says_that_there_is_no_home_and_nothing_is_known(monkeypatch):
+    for name in ("TKERNELS_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user who is not in the machine's list
+    assert tuned.saved() == ([], {})
+    for asked in (tuned.folder, tuned.clear, lambda: tuned.save(record())):
+        with pytest.raises(OSError, match="no home to remember in: neither HOME nor XDG_CACHE_HOME nor TKERNELS_CACHE"):
+            asked()

@@ -31,6 +31,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LAYOUTS = ("TN", "NN", "NT", "TT", "pointers")
 KEY = ("operation", "M", "N", "K", "dtype", "layout")  # of a bucket, by name
 MIN_CHUNK_ROWS = 16
+COUNT = (1 << 31) - 1  # most that a kernel's argument counts; tiles end before, at Triton's 2**20 elements of a tensor
 SPARE = 1.3  # how many times faster than the local GEMM a reduction's comm programs can send, if there are enough
 MAX_TILE_CHUNKS = tl.constexpr(8)  # most chunks of a tile, whose signals it checks in one poll
 CHUNK_BYTES = 1 << 20  # of one put; with puts of 128 KB a program sends a quarter less (H200, 9 programs)
@@ -80,27 +81,30 @@ LANDING_CHUNK_ROWS = 128  # least rows of a chunk in the landing: those of the l
 MAX_LOOK = tl.constexpr(256)  # signals that a program polls at once, one per thread
 
 
-def _whole(value, least: int, most: float = math.inf) -> bool:
+def _whole(value, least: int, most: int = COUNT) -> bool:
     return isinstance(value, int) and least <= value <= most
 
 
-def _power(value, least: int) -> bool:
-    return _whole(value, least) and not value & (value - 1)
+def _power(value, least: int, most: int = COUNT) -> bool:
+    return _whole(value, least, most) and not value & (value - 1)
 
 
 # The check of each field, and its description in error messages. Fields that both classes have obey the same rule.
 _ALLOWED = {
     name: (allowed, words)
     for names, words, allowed in [
-        ("block_m block_n block_k put_block", "a power of two of at least 16", lambda value: _power(value, 16)),
-        ("num_warps", "a power of two", lambda value: _power(value, 1)),
+        ("block_m block_n block_k", "a power of two from 16 to 1024", lambda value: _power(value, 16, 1024)),
+        ("put_block", "a power of two from 16 to 2**20", lambda value: _power(value, 16, 1 << 20)),
+        ("num_warps", "a power of two up to 32", lambda value: _power(value, 1, 32)),
         ("split", "1 or 2", lambda value: _whole(value, 1, 2)),
         ("use_tma interleaved landing", "True or False", lambda value: _whole(value, False, True)),
-        ("group_m num_stages chunk_rows max_splits", "a whole number of at least 1", lambda value: _whole(value, 1)),
-        ("max_programs max_registers copy_rows", "None, or a whole number of at least 1",
+        ("group_m num_stages chunk_rows max_splits", f"a whole number from 1 to {COUNT}",
+         lambda value: _whole(value, 1)),
+        ("max_programs max_registers copy_rows", f"None, or a whole number from 1 to {COUNT}",
          lambda value: value is None or _whole(value, 1)),
-        ("num_comm", "a whole number of at least 0", lambda value: _whole(value, 0)),
-        ("split_tiles", "None, or a whole number of at least 0", lambda value: value is None or _whole(value, 0)),
+        ("num_comm", f"a whole number from 0 to {COUNT}", lambda value: _whole(value, 0)),
+        ("split_tiles", f"None, or a whole number from 0 to {COUNT}",
+         lambda value: value is None or _whole(value, 0)),
         ("gemm", "a GemmConfig", lambda value: isinstance(value, GemmConfig)),
     ]
     for name in names.split()

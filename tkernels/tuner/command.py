@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 import tkernels
 from tkernels import shapes
@@ -64,7 +65,7 @@ def run(options: Options) -> int:
     if options.export:
         return _export(console, options.export)
     if options.clear:
-        console.print(f"{tuned.clear()} files removed from {tuned.folder()}", markup=False)
+        console.print(tuned.printable(f"{tuned.clear()} files removed from {tuned.folder()}"), markup=False)
         return 0
     return _tune(console, options)
 
@@ -190,7 +191,8 @@ def _plain(outcome: Outcome) -> dict:
 
 def _list(console: Console) -> int:
     records, damaged = tuned.saved()
-    result = Table(title=f"remembered in {tuned.folder()}, and with the package", title_justify="left", box=box.SIMPLE)
+    title = Text(tuned.printable(f"remembered in {tuned.folder()}, and with the package"))
+    result = Table(title=title, title_justify="left", box=box.SIMPLE)
     for heading in ("operation", "up to M x N x K of a rank", "where", "us", "default", "found"):
         result.add_column(heading, overflow="fold", justify="right" if heading in ("us", "default") else "left")
     for origin, group in (("with the package", tuned.shipped()), ("", records)):
@@ -198,12 +200,14 @@ def _list(console: Console) -> int:
             key = record["key"]
             sizes = f"{key.get('M')}x{key.get('N')}x{key.get('K')} {key.get('dtype')} {key.get('layout')}"
             where = f"{key['ranks']} x {key['gpu']}, {key['transport']}"
-            times = [f"{record[name]:.1f}" if name in record else "-" for name in ("us", "default_us")]
+            times = [record.get(name, "-") for name in ("us", "default_us")]
+            times = [f"{each:.1f}" if isinstance(each, float) else each for each in times]
             versions = f"tkernels {key['tkernels']}, torch {key['torch']}, triton {key['triton']}"
-            result.add_row(key["operation"], sizes, where, *times, origin or f"{record.get('date')}, {versions}")
+            cells = key["operation"], sizes, where, *times, origin or f"{record.get('date')}, {versions}"
+            result.add_row(*(Text(tuned.printable(each)) for each in cells))
     console.print(result)
     for path, reason in damaged.items():
-        console.print(f"{path} is ignored: {reason}", style="yellow", markup=False)
+        console.print(tuned.printable(f"{path} is ignored: {reason}"), style="yellow", markup=False)
     return 0
 
 
