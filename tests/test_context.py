@@ -412,8 +412,26 @@ def test_without_a_context_the_error_says_what_to_call():
             assert "WORLD_SIZE is 2" in str(error) and "init_process_group() before init()" in str(error), error
         else:
             raise AssertionError("init")
+        for name, wrong in (("WORLD_SIZE", "two"), ("TKERNELS_COMPARE_CALLS", "2")):
+            os.environ[name] = wrong
+            try:
+                tkernels.init()
+            except ValueError as error:
+                assert f"{name}='{wrong}' is n" in str(error), error
+            else:
+                raise AssertionError(name)
+            os.environ[name] = ""
+        assert tkernels.init(heap_bytes=1 << 20).size == 1
     """
-    run_script(script)
+    run_script(script, TKERNELS_RUNTIME=tkernels.RUNTIME)
+    run_script("import tkernels; tkernels.RUNTIME", TKERNELS_RUNTIME="")
+
+
+@pytest.mark.ranks(2)
+def test_gather_after_torch_distributed_was_shut_down_is_refused(ctx, monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    with pytest.raises(TkernelsError, match="has been shut down.*finalize.. contexts before destroy_process_group"):
+        ctx.group.gather(None)
 
 
 def test_one_rank_needs_no_torch_distributed_and_computes_plain_products():
