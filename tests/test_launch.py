@@ -174,15 +174,91 @@ def test_a_function_of_a_program_that_is_no_file_is_refused_before_a_process_sta
         launch(types.FunctionType(who.__code__, vars(program)), 2)
 
 
-def test_a_script_without_a_guard_is_told_so(monkeypatch):
-    guard = 'belongs under `if __name__ == "__main__":`$'
-    with monkeypatch.context() as patch, pytest.raises(SystemExit, match=f"^launch was called where .*{guard}"):
-        patch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+PROGRAM = """
+import importlib, os, sys
+from tkernels.launch import RankError, launch
+
+def work(ctx):
+    pass
+
+if __name__ != "__main__":
+    if os.environ["CASE"] == "guard":
+        launch(work, 2)
+    importlib.import_module(os.environ["CASE"])
+
+if __name__ == "__main__":
+    for os.environ["CASE"] in ("damaged", "nowhere", "guard"):
+        try:
+            launch(work, 2, timeout_s=60)
+        except RankError as error:
+            print(error.headline, "from", type(error.__cause__).__name__)
+"""
+
+
+def test_launch_shows_what_a_rank_raised_while_it_imported_the_program(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "damaged.py").write_text("1 +")
+    root = str(Path(__file__).parent.parent)
+    ran = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": root}, capture_output=True,
+        text=True, timeout=120,
+    )  # fmt: skip
+    damaged, nowhere, guard = (re.sub("^rank [01] of 2: ", "", line) for line in ran.stdout.splitlines())
+    assert damaged == "SyntaxError: invalid syntax (damaged.py, line 1) from SyntaxError"
+    assert nowhere == "ModuleNotFoundError: No module named 'nowhere' from ModuleNotFoundError"
+    assert guard.startswith("SystemExit: launch was called where a new process imports the program; ranks import the")
+    assert 'belongs under `if __name__ == "__main__":`' in guard and ran.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "arguments, options, error, said",
+    [
+        ((None, 2), {}, TypeError, "ranks run a function, fn.ctx, .args., and fn=None is none"),
+        ((who, 10**30), {}, ValueError, "at least 1 rank, and at most 1024, got 10*"),
+        ((who, 2), {"timeout_s": "5"}, TypeError, "timeout_s='5' must be a number of seconds"),
+        ((who, 2), {"timeout_s": float("nan")}, ValueError, "timeout_s=nan must be positive"),
+        ((who, 2), {"ctx_options": ["heap_bytes"]}, TypeError, "ctx_options=.* must be a dictionary of init"),
+        ((who, 2), {"ctx_options": {"heap": 1}}, TypeError, "ctx_options: init.. has no 'heap'"),
+        ((who, 2), {"ctx_options": {"transport": lambda: 1}}, TypeError, "ctx_options cannot be sent to the ranks"),
+    ],
+)
+def test_launch_refuses_what_makes_no_sense_before_a_process_starts(monkeypatch, arguments, options, error, said):
+    monkeypatch.setattr(launch_module, "_serve_store", lambda: 1 // 0)
+    with pytest.raises(error, match=said):
+        launch(*arguments, **options)
+    with monkeypatch.context() as patch, pytest.raises(tkernels.TkernelsError, match="a daemon of multiprocessing"):
+        patch.setitem(multiprocessing.current_process()._config, "daemon", True)
         launch(who, 2)
-    pool = RankPool(1)
-    monkeypatch.setattr(pool, "_processes", [types.SimpleNamespace(join=lambda timeout: None, exitcode=1)])
-    assert re.search(f"rank 0 of 1 exited with code 1 before it had started: .*{guard}", str(pool._death(0, True)))
-    monkeypatch.undo()  # there is nothing to kill
+
+
+def test_launch_bounds_what_goes_through_the_pipes(monkeypatch):
+    """A rank that takes nothing of its arguments, and one that sends half of its result, as if they were stopped."""
+    pool, (pipe, rank_pipe) = RankPool(1), multiprocessing.Pipe()
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "_pipes", [pipe])
+        patch.setattr(pool, "_processes", [types.SimpleNamespace(exitcode=None)])
+        patch.setattr(pool, "_timeout", lambda said, running: RankTimeoutError(running[0], "TimeoutError", "", said))
+        with pytest.raises(RankTimeoutError, match="^rank 0 of 1 has not taken its arguments after 0.2 s"):
+            pool._send(bytes(1 << 24), 0.2)
+        os.write(rank_pipe.fileno(), (1000).to_bytes(4, "big") + b"half")
+        with pytest.raises(RankTimeoutError, match="^rank 0 of 1 still running after 0.2 s"):
+            pool._collect(0.2)
+        os.write(rank_pipe.fileno(), (1000).to_bytes(4, "big") + b"half")
+        rank_pipe.close()
+        monkeypatch.setattr(pool, "_death", lambda rank, starting: RankError(rank, "died", ""))
+        with pytest.raises(RankError, match="^rank 0: died"):
+            pool._collect(60)
+    pipe.close()
+
+
+def without_output(ctx):
+    sys.stdout.close()
+    sys.stderr = None
+    return ctx.rank
+
+
+def test_launch_needs_no_output(pool):
+    assert pool.run(without_output) == [0, 1]
 
 
 def test_the_failure_of_one_rank_ends_the_call_for_all_and_the_pool_starts_anew(pool):
@@ -345,14 +421,13 @@ def test_numbers_of_ranks_that_cannot_be_are_refused_and_those_that_cannot_be_bo
 
 def test_stacks_that_come_in_pieces_are_read_to_the_end_and_none_is_said():
     reader, writer = os.pipe()
-    watch = f'Thread 0x1 (most recent call first):\n  File "{launch_module.__file__}", line 1 in _exit_with_parent\n\n'
-    os.write(writer, watch.encode())
+    os.write(writer, b"\n")
     body = 'Current thread 0x2 (most recent call first):\n  File "body.py", line 3 in body\n'
     late = threading.Timer(0.6, os.write, (writer, body.encode()))  # later than the silence that ends a stack
     late.start()
     assert "line 3 in body" in launch_module._read_stacks(reader, first_s=60.0)
     late.join()
-    os.write(writer, watch.encode())
+    os.write(writer, b"\n")
     assert "no answer" in launch_module._read_stacks(reader, first_s=0.1)
     os.close(reader), os.close(writer)
 
@@ -374,8 +449,7 @@ def test_a_view_travels_without_the_rest_of_its_storage():
 
 
 SCRIPT = """
-import os, sys, time, torch
-import torch.distributed as dist
+import ctypes, os, signal, sys, time, torch
 from tkernels.launch import RankError, RankPool, launch
 
 def work(ctx, x):
@@ -389,10 +463,14 @@ def fail(ctx):
 
 def run_on(ctx):
     buffer = ctx.empty(1000)
-    dist.barrier()
-    if ctx.rank == 0:
+    pids = ctx.group.gather(os.getpid())
+    if sys.argv[1] == "stopped" and ctx.rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while sys.argv[1] == "stopped" and ctx.rank == 1 and ") T " not in open(f"/proc/{pids[0]}/stat").read():
+        pass
+    if ctx.rank == 1:
         print("running", flush=True)
-    time.sleep(600)
+    ctypes.PyDLL(None).sleep(600)  # in C, with Python's lock held
 
 if __name__ == "__main__":
     case = sys.argv[1]
@@ -453,10 +531,10 @@ def shared_files_of(token: str) -> list[str]:
     [
         ("ends", None),
         ("starting", signal.SIGINT),
-        ("running", signal.SIGKILL),
+        ("stopped", signal.SIGKILL),
         ("pytest", signal.SIGINT),
     ],
-    ids=["returns", "ctrl-c-while-starting", "killed", "ctrl-c-in-pytest"],
+    ids=["returns", "ctrl-c-while-starting", "killed-with-ranks-that-cannot-answer", "ctrl-c-in-pytest"],
 )
 def test_no_process_and_no_file_is_left_behind(tmp_path, case, end):
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -8,15 +8,17 @@
     if __name__ == "__main__":
         print(launch(add_up, 2, torch.ones(3))[0])  # tensor([3., 3., 3.])
 
-The call returns the results or raises the first failure. The parent holds a pipe to each rank: a rank that loses its
-parent exits, a rank that hangs or fails is killed, and nothing is written to disk, so no process and no file outlives
-the parent, however it ends. torch is imported late, so that `import tkernels.launch` costs nothing.
+The call returns the results or raises the first failure. The parent holds pipes to each rank: the kernel kills a rank
+that loses its parent, a rank that hangs or fails is killed, and nothing is written to disk, so no process and no file
+outlives the parent, however it ends. torch is imported late, so that `import tkernels.launch` costs nothing.
 """
 
 import atexit
 import contextlib
 import ctypes
 import faulthandler
+import fcntl
+import inspect
 import io
 import multiprocessing.connection
 import multiprocessing.process
@@ -28,18 +30,21 @@ import os
 import pickle
 import signal
 import socket
+import struct
 import sys
-import threading
 import time
 import traceback
 import warnings
 import weakref
+from collections.abc import Mapping
 
 START_TIMEOUT_S = 300.0  # importing torch, joining the group, allocating the heap; many ranks may share few cores
 CLOSE_TIMEOUT_S = 30.0  # freeing the heap and leaving the interpreter
 GRACE_S = 0.5  # after the first failure that is reported: time for the one that caused it to be reported too
 RANKS_OF_A_CORE = 4  # simulated ranks: with 8 a step of the demo takes 50 s on two cores, with 4 it takes 8 s
+MOST_RANKS = 1024  # on one machine
 STACK_SIGNAL = signal.SIGUSR1
+RANK = "tkernels-rank-"  # how the names of ranks' processes begin
 GUARD = 'ranks import the program, so what it does belongs under `if __name__ == "__main__":`'
 
 
@@ -74,8 +79,9 @@ def launch(fn, ranks: int, *args, timeout_s: float = 300.0, ctx_options: dict | 
     ``if __name__ == "__main__":``, since the new processes import it.
 
     Raises RankError with the first failure of a rank, RankTimeoutError if a rank still runs fn after `timeout_s`
-    seconds, TypeError for an fn or args that don't pickle, ValueError for more ranks than GPUs on the nvshmem runtime.
-    Warns if there are many more simulated ranks than cores.
+    seconds, or has not taken its arguments or sent its result by then. Before a process starts: TypeError or ValueError
+    for arguments that make no sense, TypeError for an fn or args that don't pickle, ValueError for more ranks than GPUs
+    on the nvshmem runtime. Warns if there are many more simulated ranks than cores.
     """
     with RankPool(ranks, ctx_options=ctx_options) as pool:
         return pool.run(fn, *args, timeout_s=timeout_s)
@@ -109,13 +115,16 @@ class RankPool:
     def __init__(self, ranks: int, *, ctx_options: dict | None = None):
         if not isinstance(ranks, numbers.Integral):
             raise TypeError(f"a pool needs a number of ranks, got {ranks!r}; launch(fn, ranks, *args)")
-        if ranks < 1:
-            raise ValueError(f"a pool needs at least 1 rank, got {ranks}")
-        self.ranks = ranks
+        if not 1 <= ranks <= MOST_RANKS:
+            raise ValueError(f"a pool needs at least 1 rank, and at most {MOST_RANKS}, got {ranks}")
+        if not isinstance(ctx_options, Mapping | None):
+            raise TypeError(f"ctx_options={ctx_options!r} must be a dictionary of init()'s options")
+        self.ranks = int(ranks)
         self.ctx_options = dict(ctx_options or {})
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[multiprocessing.connection.Connection] = []  # commands out, results in
         self._stacks: list[multiprocessing.connection.Connection] = []  # what faulthandler writes on STACK_SIGNAL
+        self._alive: list[multiprocessing.connection.Connection] = []  # never used; ranks are killed when they close
         self._store = None
         _pools.add(self)
 
@@ -126,19 +135,17 @@ class RankPool:
 
     def run(self, fn, *args, timeout_s: float = 300.0) -> list:
         """Run ``fn(ctx, *args)`` on every rank, as `launch` does; ctx is the same in every call until it has failed."""
+        if not callable(fn):
+            raise TypeError(f"ranks run a function, fn(ctx, *args), and fn={fn!r} is none")
+        _check_timeout(timeout_s)
         _refuse_what_ranks_cannot_import(fn)
-        try:
-            call = dumps((fn, args))
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
-            name = getattr(fn, "__qualname__", repr(fn))
-            raise TypeError(
-                f"{name} and its arguments cannot be sent to the ranks: {error}. "
-                "Pass a function defined at the top of a module, and arguments that pickle."
-            ) from error
+        name = getattr(fn, "__qualname__", repr(fn))
+        hint = "Pass a function defined at the top of a module, and arguments that pickle."
+        call = _pickled((fn, args), f"{name} and its arguments", hint)
         try:
             if not self._processes:
                 self._start()
-            self._send(call)
+            self._send(call, timeout_s)
             results, spent = zip(*self._collect(timeout_s), strict=True)
         except BaseException:
             self.kill()
@@ -152,7 +159,7 @@ class RankPool:
         if not self._processes:
             return
         try:
-            self._send(b"")
+            self._send(b"", CLOSE_TIMEOUT_S)
             self._collect(CLOSE_TIMEOUT_S)
             limit = time.monotonic() + CLOSE_TIMEOUT_S
             for process in self._processes:
@@ -168,9 +175,9 @@ class RankPool:
         for process in processes:
             process.join()
             process.close()
-        for pipe in self._pipes + self._stacks:
+        for pipe in self._pipes + self._stacks + self._alive:
             pipe.close()
-        self._pipes, self._stacks, self._store = [], [], None
+        self._pipes, self._stacks, self._alive, self._store = [], [], [], None
 
     def __enter__(self):
         return self
@@ -186,8 +193,15 @@ class RankPool:
             self.kill()
 
     def _start(self) -> None:
+        from tkernels.comm.context import init
+        from tkernels.comm.errors import TkernelsError
         from tkernels.comm.runtime import RUNTIME, most_ranks
 
+        if multiprocessing.process.current_process().daemon:
+            raise TkernelsError("this process is a daemon of multiprocessing, which lets it start no ranks")
+        if unknown := [name for name in self.ctx_options if name not in inspect.signature(init).parameters]:
+            raise TypeError(f"ctx_options: init() has no {', '.join(map(repr, unknown))}")
+        options = _pickled(self.ctx_options, "ctx_options", "Pass options that pickle.")
         if self.ranks > most_ranks():
             raise ValueError(
                 f"{self.ranks} ranks need {self.ranks} GPUs, one each, found {most_ranks()}; start fewer ranks, set "
@@ -201,7 +215,7 @@ class RankPool:
                 stacklevel=3,
             )
         self._store, port = _serve_store()
-        context = multiprocessing.get_context("spawn")
+        context, program = multiprocessing.get_context("spawn"), _leave_program_to_ranks()
         num_threads = max(1, cores // self.ranks)
         # Ctrl-C at a terminal also reaches the ranks, even before they can ignore it, so they start with SIGINT
         # blocked. The resource tracker unblocks SIGINT when it starts, so it is started before that.
@@ -212,25 +226,32 @@ class RankPool:
                 for rank in range(self.ranks):
                     pipe, rank_pipe = context.Pipe()
                     stacks, rank_stacks = context.Pipe(duplex=False)
+                    rank_alive, alive = context.Pipe(duplex=False)
                     self._pipes.append(pipe)
                     self._stacks.append(stacks)
-                    process = context.Process(
-                        target=_rank_main,
-                        args=(rank, self.ranks, port, num_threads, self.ctx_options, rank_pipe, rank_stacks),
-                        name=f"tkernels-rank-{rank}",
-                    )
+                    self._alive.append(alive)
+                    place = rank, self.ranks, port, num_threads, options
+                    ends = rank_pipe, rank_stacks, rank_alive
+                    process = context.Process(target=_rank_main, args=(place, program, *ends), name=f"{RANK}{rank}")
                     process.start()
                     self._processes.append(process)
-                    rank_pipe.close()
-                    rank_stacks.close()
+                    for end in ends:
+                        end.close()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         self._collect(START_TIMEOUT_S, starting=True)
 
-    def _send(self, message: bytes) -> None:
-        for pipe in self._pipes:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # from a dead rank, which _collect reports
+    def _send(self, message: bytes, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                _bound(pipe, deadline)
                 pipe.send_bytes(message)
+            except BlockingIOError:
+                said = f"rank {rank} of {self.ranks} has not taken its arguments after {timeout_s:g} s"
+                raise self._timeout(said, [rank]) from None
+            except (BrokenPipeError, ConnectionResetError):  # from a dead rank, which _collect reports
+                continue
 
     def _collect(self, timeout_s: float, starting: bool = False) -> list:
         """Return the result of every rank, or raise the first failure."""
@@ -238,13 +259,17 @@ class RankPool:
         replies: dict[int, tuple] = {}
         died: list[int] = []
         limit = deadline
-        while len(replies) + len(died) < self.ranks and (left := limit - time.monotonic()) > 0:
+        cut_off = False  # a rank has sent a part of its reply, and no more until the limit
+        while not cut_off and len(replies) + len(died) < self.ranks and (left := limit - time.monotonic()) > 0:
             pending = {self._pipes[r]: r for r in range(self.ranks) if r not in replies and r not in died}
             ready = multiprocessing.connection.wait(list(pending), timeout=min(left, 1.0))
             for pipe in ready:
                 try:
+                    _bound(pipe, limit)
                     replies[pending[pipe]] = pickle.loads(pipe.recv_bytes())
-                except (EOFError, ConnectionResetError):
+                except BlockingIOError:
+                    cut_off = True
+                except (EOFError, OSError):  # OSError: in the middle of a reply
                     died.append(pending[pipe])
             # a child of a dead rank may hold the pipe open
             died += [r for p, r in pending.items() if p not in ready and self._processes[r].exitcode is not None]
@@ -260,7 +285,13 @@ class RankPool:
             headline = f"rank {rank} of {self.ranks}: {headline}"
             raise RankError(rank, type_name, text, headline) from _loads_or_none(cause)
         if len(replies) < self.ranks:
-            raise self._timeout(timeout_s, [r for r in range(self.ranks) if r not in replies], starting)
+            running = [r for r in range(self.ranks) if r not in replies]
+            names = ", ".join(map(str, running))
+            said = f"rank{'s' * (len(running) > 1)} {names} of {self.ranks} still running after {timeout_s:g} s"
+            if replies and not starting:
+                finished = ", ".join(map(str, sorted(replies)))
+                said += f", but not {finished}: all ranks must make the same collective calls"
+            raise self._timeout(said, running)
         return [pickle.loads(replies[r][2]) for r in range(self.ranks)]
 
     def _death(self, rank: int, starting: bool) -> RankError:
@@ -270,23 +301,18 @@ class RankPool:
         if code is not None and code < 0:
             how = f"was killed by {signal.Signals(-code).name} before it had finished"
         elif starting:
-            how = f"exited with code {code} before it had started: unless it says why, above, {GUARD}"
+            how = f"exited with code {code} before it had started; what it printed may say why"
         else:
             how = f"exited with code {code} before it had finished"
         return RankError(rank, "died", "", f"rank {rank} of {self.ranks} {how}")
 
-    def _timeout(self, timeout_s: float, running: list[int], starting: bool) -> RankTimeoutError:
+    def _timeout(self, headline: str, running: list[int]) -> RankTimeoutError:
         for rank in range(self.ranks):
             os.kill(self._processes[rank].pid, STACK_SIGNAL)
         stacks = []
         for rank, pipe in enumerate(self._stacks):
             state = "still running" if rank in running else "had finished"
             stacks.append(f"rank {rank} ({state}):\n{_read_stacks(pipe.fileno())}")
-        names = ", ".join(map(str, running))
-        headline = f"rank{'s' * (len(running) > 1)} {names} of {self.ranks} still running after {timeout_s:g} s"
-        finished = [str(rank) for rank in range(self.ranks) if rank not in running]
-        if finished and not starting:
-            headline += f", but not {', '.join(finished)}: all ranks must make the same collective calls"
         return RankTimeoutError(running[0], "TimeoutError", "\n".join(stacks), headline)
 
 
@@ -306,6 +332,46 @@ def _refuse_what_ranks_cannot_import(fn):
         raise TypeError(f"{name} can't be sent to the ranks: they can't import the program; define it in a module")
 
 
+def _check_timeout(timeout_s):
+    if not isinstance(timeout_s, numbers.Real):
+        raise TypeError(f"timeout_s={timeout_s!r} must be a number of seconds")
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s={timeout_s} must be positive")
+
+
+def _pickled(value, what: str, hint: str) -> bytes:
+    try:
+        return dumps(value)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise TypeError(f"{what} cannot be sent to the ranks: {error}. {hint}") from error
+
+
+def _bound(pipe, deadline: float):
+    """Let reads and writes of this end, a socket, raise BlockingIOError when they have waited until the deadline."""
+    seconds = min(max(deadline - time.monotonic(), 1e-3), 1e6)
+    with socket.socket(fileno=os.dup(pipe.fileno())) as end:
+        end.setblocking(True)  # whatever socket.setdefaulttimeout says
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
+
+
+_prepare = multiprocessing.spawn.get_preparation_data
+
+
+def _prepare_all_but_ranks(name: str) -> dict:
+    data = _prepare(name)
+    return {key: value for key, value in data.items() if not (name.startswith(RANK) and key.startswith("init_main"))}
+
+
+def _leave_program_to_ranks() -> dict:
+    """How a new process finds the program. From here on multiprocessing leaves its import to ranks themselves.
+
+    They report what the import raises; multiprocessing would print it and end the process.
+    """
+    multiprocessing.spawn.get_preparation_data = _prepare_all_but_ranks
+    return {key: value for key, value in _prepare("rank").items() if key.startswith("init_main")}
+
+
 _pools: weakref.WeakSet[RankPool] = weakref.WeakSet()
 
 
@@ -314,7 +380,7 @@ def _forget_ranks():
     for pool in _pools:
         if pool._store is not None:  # leaked: closing it here, where its threads don't exist, can crash
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool._store))
-        pool._processes, pool._pipes, pool._stacks, pool._store = [], [], [], None
+        pool._processes, pool._pipes, pool._stacks, pool._alive, pool._store = [], [], [], [], None
 
 
 os.register_at_fork(after_in_child=_forget_ranks)
@@ -367,14 +433,11 @@ def _read_stacks(fd: int, first_s: float = 2.0, quiet_s: float = 0.3) -> str:
 
 
 def _without_own_frames(stacks: str) -> str:
-    """faulthandler's text without this module's watcher thread and without its outermost frames."""
+    """faulthandler's text without this module's outermost frames."""
     threads = [thread.splitlines() for thread in stacks.strip().split("\n\n")]
     shown = ""
     for lines in threads:
-        own = [i for i, line in enumerate(lines) if f'"{__file__}"' in line]
-        if any(lines[i].endswith(" in _exit_with_parent") for i in own):
-            continue
-        calls = [i for i in own if lines[i].endswith(" in run")]
+        calls = [i for i, line in enumerate(lines) if f'"{__file__}"' in line and line.endswith(" in run")]
         shown += "\n".join(lines[: calls[0]] if calls else lines) + "\n"
     return shown
 
@@ -382,17 +445,20 @@ def _without_own_frames(stacks: str) -> str:
 # Code that runs in a rank
 
 
-def _rank_main(rank, ranks, port, num_threads, ctx_options, pipe, stacks):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+def _rank_main(place, program, pipe, stacks, alive):
     faulthandler.register(STACK_SIGNAL, file=stacks.fileno(), all_threads=True)
-    threading.Thread(target=_exit_with_parent, name="tkernels-parent-watch", daemon=True).start()
+    _die_with_parent(alive)
 
     ctx = None
 
     def join():
         nonlocal ctx
-        ctx = _join(rank, ranks, port, num_threads, ctx_options)
+        try:
+            _import_program(program)
+        finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        ctx = _join(*place)
 
     def run(call):
         return _call(ctx, *pickle.loads(call))
@@ -410,9 +476,29 @@ def _rank_main(rank, ranks, port, num_threads, ctx_options, pipe, stacks):
         os._exit(0)
 
 
-def _exit_with_parent():
-    multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
-    os._exit(1)
+def _die_with_parent(alive):
+    """Have the kernel kill this process as soon as the parent's end of the pipe closes; also if it is stopped or in C.
+
+    Not by prctl(PR_SET_PDEATHSIG), which counts the end of the thread that started this process as the parent's.
+    """
+    fcntl.fcntl(alive, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(alive, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(alive, fcntl.F_SETFL, fcntl.fcntl(alive, fcntl.F_GETFL) | os.O_ASYNC)
+    if multiprocessing.connection.wait([alive], timeout=0):  # it closed before
+        os._exit(1)
+
+
+def _import_program(program: dict):
+    """Import the program as multiprocessing does in a new process."""
+    process = multiprocessing.process.current_process()
+    process._inheriting = True  # as there: see _refuse_what_ranks_cannot_import
+    try:
+        if "init_main_from_name" in program:
+            multiprocessing.spawn._fixup_main_from_name(program["init_main_from_name"])
+        elif "init_main_from_path" in program:
+            multiprocessing.spawn._fixup_main_from_path(program["init_main_from_path"])
+    finally:
+        del process._inheriting
 
 
 def _reply(pipe, work, *args):
@@ -421,11 +507,12 @@ def _reply(pipe, work, *args):
     except BaseException as error:  # SystemExit and pytest outcomes too: the parent decides what they mean
         reply = ("failed", time.monotonic(), _describe(error))
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # so that the output is there when the call returns
+        if stream is not None and not stream.closed:  # a daemon has none
+            stream.flush()  # so that the output is there when the call returns
     pipe.send_bytes(pickle.dumps(reply))
 
 
-def _join(rank, ranks, port, num_threads, ctx_options):
+def _join(rank, ranks, port, num_threads, options):
     import torch
     import torch.distributed as dist
 
@@ -442,7 +529,7 @@ def _join(rank, ranks, port, num_threads, ctx_options):
         dist.init_process_group(store=store, rank=rank, world_size=ranks, **options)
     else:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    return init(**ctx_options)
+    return init(**pickle.loads(options))
 
 
 def _call(ctx, fn, args) -> tuple:
@@ -484,6 +571,8 @@ def _describe(error: BaseException) -> tuple:
         tb = tb.tb_next
     text = "".join(traceback.format_exception(type(error), error, tb or error.__traceback__))
     headline = traceback.format_exception_only(type(error), error)[0].splitlines()[0]
+    if isinstance(error, SyntaxError):  # where it is comes first there
+        headline = f"{type(error).__name__}: {error}"
     try:
         cause = dumps(error)
     except Exception:  # an exception's own __reduce__ can raise anything; its text is sent in any case
