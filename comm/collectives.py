@@ -27,6 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tkernels.comm.arguments import whole
 from tkernels.comm.context import Context
 from tkernels.comm.copies import Copies, Send, await_copies, begin_landing, end_launch
 from tkernels.comm.device import (
@@ -63,6 +64,7 @@ MAX_BLOCK_BYTES = 2 * 4 * PACKET_BLOCK  # data of a block of packets, whose sums
 # copy, its bytes are moved with no copy left to overlap. So a part of n * PIECE_BYTES is sent in sqrt(n) copies.
 PIECE_BYTES = 4 << 20
 LAMPORT_CALLS, LAMPORT_WORDS = tl.constexpr(2), tl.constexpr(3)  # indices into a workspace's state
+MOST_RANKS = 1 << 20
 SUMMED = (torch.float32, torch.float16, torch.bfloat16)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -133,7 +135,11 @@ BY_PROGRAMS = CollectiveConfig(copy_bytes=1 << 62)
 
 
 def split_rows(num_rows: int, size: int) -> tuple[int, ...]:
-    """The even split of rows over ranks: the first `num_rows % size` ranks have one more (as torch.tensor_split)."""
+    """The even split of rows over ranks: the first `num_rows % size` ranks have one more (as torch.tensor_split).
+
+    Raises TypeError or ValueError for what is no number of rows or of ranks.
+    """
+    num_rows, size = whole("split_rows: num_rows", num_rows), whole("split_rows: size", size, 1, MOST_RANKS)
     return tuple(num_rows // size + (rank < num_rows % size) for rank in range(size))
 
 

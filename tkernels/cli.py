@@ -23,6 +23,9 @@ def main(arguments: list[str] | None = None) -> int:
     options, unknown = _parser().parse_known_args(arguments)
     if unknown:  # reported by the subcommand's parser: the top-level one would not name the subcommand
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as a daemon's
+            setattr(sys, name, open(os.devnull, "w"))
     try:
         if options.runtime:
             _choose_runtime(options.runtime)
@@ -232,6 +235,8 @@ def _seed(text: str) -> int:
 def _output(text: str) -> str:
     """The type of an output argument: a path, checked to be writable before a minute of work is spent; or "-"."""
     path = Path(text)
+    if text == "-" and sys.stdout is None:
+        raise argparse.ArgumentTypeError("can't write to '-': stdout is closed")
     if text != "-" and (path.is_dir() or not path.parent.is_dir()):
         problem = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
         raise argparse.ArgumentTypeError(f"can't write to {text!r}: {problem}")

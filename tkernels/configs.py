@@ -111,11 +111,16 @@ _ALLOWED = {
 }  # fmt: skip
 
 
+def check_field(what: str, name: str, value):
+    """Raise ValueError, beginning with `what`, for a value that a configuration's field of that name can't have."""
+    allowed, words = _ALLOWED[name]
+    if not allowed(value):
+        raise ValueError(f"{what}: {name}={value!r} must be {words}")
+
+
 def _check_fields(config):
     for name, value in vars(config).items():
-        allowed, words = _ALLOWED[name]
-        if not allowed(value):
-            raise ValueError(f"{type(config).__name__}: {name}={value!r} must be {words}")
+        check_field(type(config).__name__, name, value)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from tkernels.comm import capture, collectives, runtime
+from tkernels.comm.arguments import check_torch_dtype, check_type, whole
 from tkernels.comm.context import Context, as_context
 from tkernels.comm.plans import Launch, without_grad
 from tkernels.comm.regions import ALIGNMENT, round_up
@@ -56,9 +57,12 @@ def explain(
     """The path that `operation` takes by default for the global GEMM [M, K] @ [K, N], and the reason. Not collective.
 
     operation: "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce".
-    Raises ValueError for another operation, and TkernelsError without a context, since the choice depends on its number
-    of ranks.
+    Raises ValueError for another operation, ValueError or TypeError for what is no size or dtype, and TkernelsError
+    without a context, since the choice depends on its number of ranks.
     """
+    check_type("explain: operation", operation, str, "a name")
+    check_torch_dtype("explain: dtype", dtype)
+    M, N, K = whole("explain: M", M), whole("explain: N", N), whole("explain: K", K)
     if operation not in PLAIN_BYTES:
         raise ValueError(f"explain: operation={operation!r} has no paths; those of {', '.join(PLAIN_BYTES)} are known")
     ctx = as_context(ctx)

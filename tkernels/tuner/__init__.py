@@ -10,6 +10,7 @@ measured in every round, so the result is never slower than the default.
 import dataclasses
 import datetime
 import functools
+import numbers
 import time
 import warnings
 from collections import Counter
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tkernels.comm import runtime, tuned
+from tkernels.comm.arguments import check_torch_dtype, check_type, whole
 from tkernels.comm.context import Context, as_context, open_contexts
 from tkernels.comm.errors import TkernelsError
 from tkernels.configs import (
@@ -119,10 +121,13 @@ def tune(
         for matmul, which belongs to no context, for all open contexts.
     measure: as timing.measure.
 
-    Raises ValueError for arguments that cannot be tuned, the same on every rank; RuntimeError if even the default does
-    not run.
+    Raises ValueError or TypeError for arguments that cannot be tuned, the same on every rank; RuntimeError if even the
+    default does not run.
     """
     ctx = as_context(ctx)
+    M, N, K = whole("tune: M", M, 1), whole("tune: N", N, 1), whole("tune: K", K, 1)
+    check_torch_dtype("tune: dtype", dtype)
+    check_type("tune: budget_s", budget_s, numbers.Real, "a number of seconds")
     problem = Problem(operation, M, N, K, dtype, layout)
     problem.check(ctx.size)
     check_grid(grid or {}, operation)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from tkernels.comm import runtime
+from tkernels.comm.arguments import check_type
 from tkernels.configs import (
     BYTES_PER_S_OF_A_PROGRAM,
     COPY_BYTES_PER_S,
@@ -22,6 +23,7 @@ from tkernels.configs import (
     GemmConfig,
     OverlapConfig,
     by_copy_engine,
+    check_field,
     chunks_fit,
     default_config,
     default_overlap,
@@ -313,11 +315,18 @@ def _possible(config, change: dict, room: Room, refused: Counter):
 
 
 def check_grid(grid: dict[str, list], operation: str):
-    """Raises ValueError for a name that is not a field of the operation's configurations."""
+    """Raises ValueError for what is no field of the operation's configurations, and for values that it can't have.
+
+    Raises TypeError for what is no dictionary of lists.
+    """
+    check_type("grid", grid, dict, "a dictionary of values by field")
     known = GEMM_FIELDS if operation == "matmul" else dict.fromkeys(OVERLAP_FIELDS + GEMM_FIELDS)
-    for name in grid:
+    for name, values in grid.items():
         if name not in known:
             raise ValueError(f"grid: {operation} has no field {name!r}; it has {', '.join(known)}")
+        check_type(f"grid: {name}", values, list | tuple, "a list of values")
+        for value in values:
+            check_field("grid", name, value)
 
 
 def parse_grid(words: list[str]) -> dict[str, list]:
@@ -325,6 +334,8 @@ def parse_grid(words: list[str]) -> dict[str, list]:
     grid = {}
     for word in words:
         name, _, values = word.partition("=")
+        if name in grid:
+            raise ValueError(f"{word}: there are values for {name} already; give all of them at once, as in {name}=1,2")
         try:
             grid[name] = [_value(value) for value in values.split(",")]
         except ValueError:

@@ -81,7 +81,7 @@ def problems_of(options: Options, ranks: int) -> list[Problem]:
     if options.operation in (None, "all"):
         asked = list(OPERATIONS) if ranks > 1 else ["matmul"]
     simulated = tkernels.RUNTIME == "simulated"
-    names = (options.shape or ("tiny" if simulated else "layers")).split(",")
+    names = (("tiny" if simulated else "layers") if options.shape is None else options.shape).split(",")
     dtype, problems = shapes.DTYPES[options.dtype], []
     for operation, found in shapes.find(asked, names).items():
         problems += [Problem(operation, *sizes, dtype, options.layout) for sizes in found.values()]
