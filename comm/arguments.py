@@ -41,9 +41,9 @@ def check_torch_dtype(what: str, value):
 
 
 def check_tensors(operation: str, **operands):
-    """Raise TypeError for operands, by name, that are neither tensors, nor stand for one in a trace, nor None."""
+    """Raise TypeError for operands, by name, that are no tensors and don't stand for one in a trace."""
     for name, value in operands.items():
-        if value is not None and not isinstance(value, torch.Tensor) and not hasattr(value, "__torch_function__"):
+        if not isinstance(value, torch.Tensor) and not hasattr(value, "__torch_function__"):
             raise TypeError(f"{operation}: {name}={reprlib.repr(value)} must be a tensor")
 
 

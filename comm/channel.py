@@ -33,7 +33,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tkernels.comm.context import Context
+from tkernels.comm.arguments import LARGEST, check_type, whole
+from tkernels.comm.context import Context, as_context
 from tkernels.comm.device import begin_epoch, copy, end_epoch, operation, put_signal, quiet, signal, wait_signal
 from tkernels.comm.errors import MismatchError, TkernelsError
 from tkernels.comm.lease import Slot
@@ -148,8 +149,11 @@ class Channel:
         copies: int = 2,
         num_programs: int | None = None,
     ):
+        ctx = as_context(ctx)
         num_programs = PROGRAMS[ctx.runtime] if num_programs is None else num_programs
-        _check_options(ctx, dst, src, {"slot_bytes": slot_bytes, "copies": copies, "num_programs": num_programs})
+        options = {"slot_bytes": slot_bytes, "copies": copies, "num_programs": num_programs}
+        dst, src, options = _check_options(ctx, dst, src, options)
+        slot_bytes, copies, num_programs = options.values()
         self.ctx, self.dst, self.src, self.copies, self.num_programs = ctx, dst, src, copies, num_programs
         self.slot_bytes = round_up(slot_bytes, ALIGNMENT)
         plan = Regions(
@@ -217,6 +221,7 @@ class Channel:
             raise TkernelsError("channel: it has been closed, and its slots are given back; make a new one")
         if peer is None:
             raise ValueError(f"channel: rank {self.ctx.rank} has no peer to {verb} to or from; it was made with None")
+        check_type("channel: the message", tensor, torch.Tensor, "a tensor")
         if tensor.device != self.ctx.device:
             raise ValueError(f"channel: the tensor is on {tensor.device}, but the context works on {self.ctx.device}")
         if not tensor.is_contiguous():
@@ -273,8 +278,19 @@ def _alignment(part: torch.Tensor) -> int:
 
 
 def _check_options(ctx: Context, dst, src, options: dict):
-    """Collective. Raises the same error on every rank for bad options or a topology that doesn't match."""
-    ends = ctx.group.gather((dst, src, options))
+    """Collective. Returns dst, src and the options as ints.
+
+    Raises the same error on every rank for bad options or a topology that doesn't match.
+    """
+    try:
+        dst, src = (end if end is None else whole("channel: dst and src", end, -LARGEST) for end in (dst, src))
+        options = {name: whole(f"channel: {name}", value, -LARGEST) for name, value in options.items()}
+        told = dst, src, options
+    except (TypeError, ValueError) as error:
+        told = str(error)  # for all ranks to raise
+    ends = ctx.group.gather(told)
+    if wrong := [each for each in ends if isinstance(each, str)]:
+        raise TypeError(wrong[0])
     for _, _, theirs in ends:
         if theirs != ends[0][2]:
             by_rank = "; ".join(f"rank {rank}: {theirs}" for rank, (_, _, theirs) in enumerate(ends))
@@ -291,3 +307,4 @@ def _check_options(ctx: Context, dst, src, options: dict):
             f"channel: from rank {a} to rank {b} there must be dst={b} on rank {a} and src={a} on rank {b}, which "
             f"differ and are below {ctx.size}; dst and src by rank are {[(dst, src) for dst, src, _ in ends]}"
         )
+    return told

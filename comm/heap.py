@@ -1,7 +1,6 @@
 """SymmetricHeap: memory with the same layout on every rank of a group, so that a rank can address a peer's copy."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 
@@ -42,7 +41,7 @@ class SymmetricHeap:
         try:
             poisoned = switch("TKERNELS_POISON")
             check_torch_dtype("symmetric allocation: dtype", dtype)
-            extents = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
+            extents = shape[0] if len(shape) == 1 and isinstance(shape[0], list | tuple) else shape
             shape = tuple(whole("symmetric allocation: size", extent) for extent in extents)
             num_bytes = math.prod(shape) * dtype.itemsize
             size = round_up(num_bytes, ALIGNMENT)

@@ -37,6 +37,7 @@ from typing import Protocol
 
 import torch
 
+from tkernels.comm.arguments import check_type
 from tkernels.comm.capture import following
 from tkernels.comm.errors import LeaseError
 
@@ -192,6 +193,7 @@ class Lease:
 
     def __init__(self, tensor: torch.Tensor | None = None, *, dev=None, home=None, gate=None, name: str | None = None):
         self.name = name or "buffer"
+        check_type(f"{self.name}: tensor", tensor, torch.Tensor | None, "a tensor")
         self.dev = dev = dev if dev is not None else _device_module(tensor, self.name)
         self.tensor = None if tensor is None else tensor.detach()
         self._num_bytes = None if tensor is None else tensor.untyped_storage().nbytes()
@@ -348,6 +350,7 @@ class Slot:
 
     def __init__(self, tensor: torch.Tensor | None = None, *, dev=None, home=None, name: str | None = None):
         self.name = name or "slot"
+        check_type(f"{self.name}: tensor", tensor, torch.Tensor | None, "a tensor")
         self.dev = dev if dev is not None else _device_module(tensor, self.name)
         self.tensor = None if tensor is None else tensor.detach()
         self.home = self.dev.current_stream() if home is None else home

@@ -229,6 +229,12 @@ def test_wrong_arguments_are_refused_before_the_first_signal(ctx):
         Channel(ctx, ctx.rank, ctx.rank, slot_bytes=256)
     with pytest.raises(MismatchError, match="options differ: rank 0.*all must pass the same"):
         Channel(ctx, after, before, slot_bytes=256 << ctx.rank)
+    for wrong in ({"dst": "next"}, {"copies": 2.5}, {"slot_bytes": None if ctx.rank else 256}):  # the last of one rank
+        options = {"dst": 1 - ctx.rank, "src": 1 - ctx.rank, "slot_bytes": 256} | wrong
+        with pytest.raises(TypeError, match=r"^channel: .*=('next'|2.5|None) must be a whole number"):
+            Channel(ctx, **options)
+    with pytest.raises(TypeError, match="takes a Context"):
+        Channel(3, None, None, slot_bytes=256)
     with pytest.raises(ValueError, match="copies=0 must be positive"):
         Channel(ctx, after, before, slot_bytes=256, copies=0)
     channel = Channel(

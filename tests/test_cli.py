@@ -27,6 +27,15 @@ def test_help_ends_with_an_example_that_parses(command, capsys):
     cli._parser().parse_args(example.split())
 
 
+def test_commands_need_no_output_and_say_so_where_it_is_asked_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "stdout", None)  # as a daemon's
+    monkeypatch.setenv("TKERNELS_CACHE", str(tmp_path))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["tune", "--export", "-"])
+    assert ended.value.code == 2
+    assert cli.main(["tune", "--list"]) == 0
+
+
 @pytest.mark.quick
 def test_version(capsys):
     with pytest.raises(SystemExit) as ended:

@@ -57,6 +57,19 @@ def gathered(make, ctx, rows, width, dtype, seed, **limits):
     return [make((count, *width), dtype, seed + rank, device=ctx.device, **limits) for rank, count in enumerate(rows)]
 
 
+def test_split_rows_takes_numbers_of_rows_and_of_ranks():
+    assert split_rows(torch.tensor(7), 3) == (3, 2, 2) and split_rows(0, 2) == (0, 0)
+    for rows, size, error, said in (
+        (-1, 2, ValueError, "num_rows=-1 must be at least 0"),
+        (2.5, 2, TypeError, "num_rows=2.5 must be a whole number"),
+        (4, 0, ValueError, "size=0 must be at least 1"),
+        (4, 10**30, ValueError, "size=10* must be at most 1048576"),
+        (4, None, TypeError, "size=None must be a whole number"),
+    ):
+        with pytest.raises(error, match=f"^split_rows: {said}"):
+            split_rows(rows, size)
+
+
 @pytest.mark.ranks(2, 3, 4)
 @every_transport
 @pytest.mark.parametrize("way", ["packets", "one shot", "copies"])

@@ -303,6 +303,12 @@ def test_invariant_5_a_slot_has_one_tenant_and_a_stale_release_raises(sim):
     assert slot.lease is second and not second.released
 
 
+def test_lease_and_slot_are_of_a_tensor():
+    for make in (Lease, Slot):
+        with pytest.raises(TypeError, match=r"^inbox: tensor=\[1.0\] must be a tensor$"):
+            make([1.0], name="inbox")
+
+
 def test_a_lease_without_a_tensor_needs_a_device():
     for make in (Lease, Slot):
         with pytest.raises(LeaseError, match="inbox: neither a tensor nor dev=; pass dev="):

@@ -63,6 +63,13 @@ def test_explain_says_what_a_call_does_and_an_unknown_path_or_operation_is_refus
             getattr(tkernels, operation)(x[:0], w, ctx=ctx, path="fast")
     with pytest.raises(ValueError, match="operation='matmul' has no paths; those of all_gather_matmul, "):
         tkernels.explain("matmul", 16, 16, 16, ctx=ctx)
+    for size, dtype, error, said in (
+        (2.5, torch.float32, TypeError, "M=2.5 must be a whole number"),
+        (-1, torch.float32, ValueError, "M=-1 must be at least 0"),
+        (16, None, TypeError, "dtype=None must be a torch.dtype"),
+    ):
+        with pytest.raises(error, match=f"^explain: {said}$"):
+            tkernels.explain("all_gather_matmul", size, 16, 16, dtype, ctx=ctx)
     ctx.check()
 
 

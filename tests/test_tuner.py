@@ -329,6 +329,21 @@ def test_a_grid_of_what_is_no_field_is_refused_before_anything_is_measured(ctx):
 
 
 @pytest.mark.ranks(2)
+def test_tune_refuses_what_is_no_size_dtype_budget_or_grid(ctx):
+    for wrong, error, said in (
+        ({"M": 2.5}, TypeError, "tune: M=2.5 must be a whole number"),
+        ({"K": 0}, ValueError, "tune: K=0 must be at least 1"),
+        ({"dtype": "bf16"}, TypeError, "tune: dtype='bf16' must be a torch.dtype"),
+        ({"budget_s": None}, TypeError, "tune: budget_s=None must be a number of seconds"),
+        ({"grid": [1]}, TypeError, r"grid=\[1\] must be a dictionary"),
+        ({"grid": {"block_m": 64}}, TypeError, "grid: block_m=64 must be a list of values"),
+        ({"grid": {"block_m": [64, 17]}}, ValueError, "grid: block_m=17 must be a power of two from 16 to 1024"),
+    ):
+        with pytest.raises(error, match=f"^{said}"):
+            tuner.tune(**({"operation": AG, "M": 64, "N": 64, "K": 64, "ctx": ctx, "measure": None} | wrong))
+
+
+@pytest.mark.ranks(2)
 def test_the_outcome_says_where_calls_take_the_plain_path_whatever_is_tuned(ctx, tmp_path):
     before = ctx.tuned
     try:
@@ -617,6 +632,9 @@ def test_tune_list_shows_the_oddest_records_and_no_escape_sequence(tmp_path, mon
         ("all_gather_matmul --shape tiny --ranks 1", "one rank multiplies alone, so all_gather_matmul is matmul there"),
         ("matmul --shape 64x64x64 --ranks 1 --grid num_comm=1", "matmul has no field 'num_comm'; it has block_m, "),
         ("--shape 64x64x64 --ranks 2 --grid speed=1", "has no field 'speed'; it has "),
+        ("matmul --shape 64x64x64 --ranks 1 --grid block_m=17", "block_m=17 must be a power of two from 16 to 1024"),
+        ("matmul --ranks 1 --grid block_m=64 block_m=32", "there are values for block_m already; give all"),
+        ("matmul --ranks 1 --shape=", "there is no shape '' for matmul"),
     ],
 )
 def test_the_command_refuses_in_a_sentence(arguments, said, capsys):

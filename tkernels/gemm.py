@@ -16,6 +16,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tkernels.comm import runtime
+from tkernels.comm.arguments import check_tensors
 from tkernels.comm.plans import Launch, check_out, check_resolved, describe, local_plans
 from tkernels.configs import DTYPES, GemmConfig, gemm_config
 
@@ -224,6 +225,7 @@ def precision(dtype: torch.dtype) -> str:
 
 def check_operands(name: str, x: torch.Tensor, w: torch.Tensor, bias, activation, device: torch.device):
     """Check the operands of a matmul before anything is launched. Raises ValueError or TypeError."""
+    check_tensors(name, x=x, w=w)
     for label, matrix in (("x", x), ("w", w)):
         if matrix.dim() != 2:
             raise ValueError(f"{name}: {label} must be a matrix, but has shape {tuple(matrix.shape)}")

@@ -130,7 +130,7 @@ def tune(
     check_type("tune: budget_s", budget_s, numbers.Real, "a number of seconds")
     problem = Problem(operation, M, N, K, dtype, layout)
     problem.check(ctx.size)
-    check_grid(grid or {}, operation)
+    check_grid({} if grid is None else grid, operation)
     with torch.no_grad(), Progress(str(problem), shown=ctx.rank == 0) as progress:
         outcome = _Search(ctx, problem, budget_s, measure, progress).run(grid)
     if operation != "matmul":
