@@ -38,6 +38,7 @@ OPTION_TYPES = (
     ("timeout_s", numbers.Real, "a number"),
     ("num_programs", numbers.Integral, "an integer"),
     ("heap_bytes", numbers.Integral, "an integer"),
+    ("compare_calls", numbers.Integral, "True or False"),  # 0 and 1 too
 )
 MAX_TIMEOUT_S = 1e9  # kernels count nanoseconds in 64 bits
 
@@ -158,14 +159,19 @@ class Context:
             "num_programs": _default(num_programs, runtime.default_programs()),
             "heap_bytes": _default(heap_bytes, DEFAULT_HEAP_BYTES[self.runtime]),
             "runtime": self.runtime,
-            "compare_calls": bool(_default(compare_calls, switch("TKERNELS_COMPARE_CALLS"))),
+            "compare_calls": _default(compare_calls, switch("TKERNELS_COMPARE_CALLS")),
         }
+        try:
+            for name, kind, words in OPTION_TYPES:
+                check_type(f"init: {name}", options[name], kind, words)
+        except TypeError as error:
+            options = str(error)  # for all ranks to raise
         asked, in_use = zip(*_meet(self.group, INIT, options), strict=True)
         self._check_options(asked)
         self._give_back_abandoned(set().union(*in_use))
         self.name = self._agree_on_name()
         self.timeout_s, self.num_programs = timeout_s, int(options["num_programs"])
-        self._compares_calls = options["compare_calls"]
+        self._compares_calls = bool(options["compare_calls"])
         self._workspaces: dict[int, Workspace] = {}
         self._lender = self._borrower = None  # streams: the borrower was captured with the lender's workspace
         self._constants = {}
@@ -224,11 +230,10 @@ class Context:
         self._interruption = None  # the exception that interrupted a kernel of this rank, as text
         self.table = self._make_table()
 
-    def _check_options(self, asked: tuple[dict, ...]):
+    def _check_options(self, asked: tuple[dict | str, ...]):
         """Raise the same error on every rank for options that differ (listed by rank) or are invalid."""
-        for options in asked:
-            for name, kind, words in OPTION_TYPES:
-                check_type(f"init: {name}", options[name], kind, words)
+        if wrong := [options for options in asked if isinstance(options, str)]:
+            raise TypeError(wrong[0])
         options = asked[0]
         differing = {name: [theirs[name] for theirs in asked] for name in options if len({o[name] for o in asked}) > 1}
         if differing:

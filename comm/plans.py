@@ -8,8 +8,10 @@ plan up, allocates its result, and passes the addresses of its tensors to the la
 import copy
 import functools
 import itertools
+import reprlib
 import threading
 import types
+from collections.abc import Hashable
 
 import torch
 from triton import knobs
@@ -30,8 +32,13 @@ def describe(tensor: torch.Tensor | None):
     """
     if tensor is None:
         return None
-    lazy = tensor.is_neg() or tensor.is_conj()
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16, lazy
+    try:
+        lazy = tensor.is_neg() or tensor.is_conj()
+        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16, lazy
+    except RuntimeError as error:
+        if tensor.layout is torch.strided:
+            raise
+        raise TypeError(f"operations take strided tensors, not {tensor.layout}; pass a .to_dense() one") from error
 
 
 def check_resolved(name: str, label: str, tensor: torch.Tensor):
@@ -70,7 +77,11 @@ class Plans:
 
     def find(self, key, make):
         """The plan of that key, made by `make()` if there is none."""
-        plan = self._plans.get(key)
+        try:
+            plan = self._plans.get(key)
+        except TypeError as error:  # parts of a key are hashed
+            odd = ", ".join(reprlib.repr(part) for part in key if not isinstance(part, Hashable))
+            raise TypeError(f"no option of an operation can be {odd} ({error})") from error
         if plan is None:
             with capture.lasting():
                 plan = make()
