@@ -614,3 +614,24 @@ def test_matmul_and_the_collectives_under_torch_func(ctx):
 def dual(function, x, tangent):
     with forward_ad.dual_level():
         return function(forward_ad.make_dual(x, tangent))
+
+
+@pytest.mark.ranks(2)
+def test_matmul_and_every_operation_name_what_is_no_operand_and_no_option(ctx):
+    x, w = torch.zeros(4, 8, device=ctx.device), torch.zeros(6, 8, device=ctx.device)
+    sparse, products = x.to_sparse(), ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+    calls = [(name, (wrong, w), {}) for name in products for wrong in (None, 3, [[1.0]], x.cpu().numpy(), sparse)]
+    calls += [(name, (x, wrong), {}) for name in products for wrong in (None, "w", sparse)]
+    calls += [(name, (x, w, 3), {"activation": activation}) for name in products for activation in (None, "relu")]
+    calls += [(name, (x, w), {"path": wrong}) for name in products[1:] for wrong in (["plain"], {})]
+    collectives = ("all_gather", "reduce_scatter", "all_reduce")
+    calls += [(name, (wrong,), {}) for name in collectives for wrong in (None, 3, [1.0], sparse)]
+    calls += [(name, (x,), {"out": 3}) for name in collectives]
+    for name, arguments, options in calls:
+        with pytest.raises(TypeError, match=f"^{name}: .* must be a tensor$|strided tensors, not|^no option of an"):
+            getattr(tkernels, name)(*arguments, **options)
+    for name in products:
+        with pytest.raises(ValueError, match=r"activation=\['relu'\] is unknown"):
+            getattr(tkernels, name)(x, w, activation=["relu"])
+    assert tkernels.all_reduce(x + 1, ctx=ctx).eq(2).all()
+    ctx.check()

@@ -39,6 +39,7 @@ from torch.autograd import forward_ad
 
 from tkernels.all_gather_matmul import all_gather_matmul as _all_gather_matmul
 from tkernels.comm import collectives
+from tkernels.comm.arguments import check_tensors
 from tkernels.comm.context import Context, as_context, find_context
 from tkernels.comm.errors import TkernelsError
 from tkernels.comm.plans import check_out
@@ -68,7 +69,13 @@ def _define(schema: str, implementation, fake, setup_context=None, backward=None
     if backward is not None:
         torch.library.register_autograd(f"tkernels::{name}", backward, setup_context=setup_context, lib=_library)
     registered = getattr(torch.ops.tkernels, name).default
-    num_tensors = sum("Tensor" in str(a.type) and not a.kwarg_only for a in registered._schema.arguments)
+    operands = [a for a in registered._schema.arguments if "Tensor" in str(a.type) and not a.kwarg_only]
+    num_tensors, labels = len(operands), [a.name for a in operands]
+    optional = [a.name for a in operands if "Optional" in str(a.type)]
+
+    def check(tensors):
+        given = zip(labels, tensors, strict=True)
+        check_tensors(name, **{label: each for label, each in given if each is not None or label not in optional})
 
     class Differentiable(torch.autograd.Function):
         forward = staticmethod(direct)
@@ -103,7 +110,8 @@ def _define(schema: str, implementation, fake, setup_context=None, backward=None
 
     def call(*arguments, **out):
         tensors = arguments[:num_tensors]
-        if _watched(tensors):
+        if tensors[0] is None or _watched(tensors):
+            check(tensors)
             if backward is not None and _transformed():
                 return apply_transformed(name, Transformed, *arguments)
             return registered(*arguments, **out)
@@ -420,6 +428,8 @@ def _discard(_: torch.Tensor):
 
 
 def _into(name: str, out: torch.Tensor, x: torch.Tensor, *arguments) -> torch.Tensor:
+    if not _PLAIN.issuperset((type(x), type(out))):
+        check_tensors(name, x=x, out=out)
     if _wants_gradient(x, out):
         raise ValueError(f"{name}: out= has no gradient; leave it out, or call under torch.no_grad()")
     getattr(_ops, f"{name}_out")(x, *arguments, out=out)
@@ -439,9 +449,10 @@ def _split_activation(activation: str | None, *operands: torch.Tensor | None) ->
     """(fused, separate): the activation is fused unless backward will need its input."""
     if activation is None:
         return None, None
-    if activation not in ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r} is unknown; use {', '.join(map(str, ACTIVATIONS))}")
-    return (None, activation) if _wants_gradient(*operands) else (activation, None)
+    tensors = [each for each in operands if isinstance(each, torch.Tensor)]  # the operator refuses what is none
+    return (None, activation) if _wants_gradient(*tensors) else (activation, None)
 
 
 def matmul(
@@ -457,6 +468,8 @@ def matmul(
 
 
 def _num_rows(name: str, x: torch.Tensor) -> int:
+    if not isinstance(x, torch.Tensor):
+        check_tensors(name, x=x)
     if x.dim() == 0:
         raise ValueError(f"{name}: takes rows, but the tensor is a scalar")
     return x.shape[0]
