@@ -507,7 +507,7 @@ def _reply(pipe, work, *args):
     except BaseException as error:  # SystemExit and pytest outcomes too: the parent decides what they mean
         reply = ("failed", time.monotonic(), _describe(error))
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None and not stream.closed:  # a daemon has none
+        if stream is not None and not getattr(stream, "closed", False):  # a daemon has none
             stream.flush()  # so that the output is there when the call returns
     pipe.send_bytes(pickle.dumps(reply))
 
