@@ -21,7 +21,7 @@ All three ways sum in fp32 in rank order: the result has the same bits on every 
 import functools
 import math
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import triton
@@ -32,20 +32,21 @@ from tkernels.comm.context import Context
 from tkernels.comm.copies import Copies, Send, await_copies, begin_landing, end_launch
 from tkernels.comm.device import (
     NVSHMEM,
-    begin_epoch,
+    begin_call,
     copy,
     count_up_to,
-    end_epoch,
+    end_call,
+    fence,
     operation,
     put,
     put_packets,
     signal_all,
+    wait_begun,
     wait_chunk,
     wait_packets,
-    wait_signal,
 )
 from tkernels.comm.marks import ADD, COPY, SEND, WAIT, end_marks, mark
-from tkernels.comm.plans import alike, check_out, check_resolved, told
+from tkernels.comm.plans import alike, check_out, check_resolved
 from tkernels.comm.regions import round_up
 from tkernels.comm.workspace import MIN_CHUNKS, PACKET_BLOCK, PACKET_BYTES
 
@@ -95,6 +96,10 @@ class CollectiveConfig:
     hop_bytes: int = 1 << 20
     packet_hop_bytes: int = 384 << 10
     copy_bytes: int = 16 << 20
+
+    def __repr__(self):  # in errors that name a call: short
+        changed = (each for each in fields(self) if getattr(self, each.name) != each.default)
+        return f"CollectiveConfig({', '.join(f'{each.name}={getattr(self, each.name)}' for each in changed)})"
 
     def copies(self, part_bytes: int, ctx: Context) -> bool:
         """Whether the copy engine sends the parts of a call whose largest is `part_bytes`. The same on all ranks."""
@@ -205,23 +210,23 @@ def receive_parts(
             copy(out + start + first, inbox + start + first, tl.minimum(part - first, piece), BLOCK, ALIGN)
 
 
-@triton.jit(do_not_specialize=["rank", "max_chunks"])
+@triton.jit(do_not_specialize=["rank", "max_chunks", "call"])
 def all_gather_kernel(
     x, out,  # [own part], [whole]
-    inbox, inbox_stride, ready, max_chunks, state, table, rank, gate, copied, landed, begun,
+    inbox, inbox_stride, ready, max_chunks, state, table, rank, gate, copied, landed,
     starts,  # [R + 1] first element of each part
-    chunk,  # elements
+    chunk, call,  # elements; see begin_call
     SIZE: tl.constexpr, COPIES: tl.constexpr,
     OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
     TRACE: tl.constexpr = False,
 ):
     pid = tl.program_id(0)
-    epoch = begin_epoch(state)
+    epoch = begin_call(state, call, table, rank, SIZE, TRANSPORT)
     inbox += epoch % 2 * inbox_stride
     start, part = part_of(starts, rank, x.dtype.element_ty, ALIGN)
     chunks = chunk_count(part, chunk)
     if COPIES:
-        begin_landing(pid, 0, gate, begun, epoch, table, rank, SIZE, COPIES, OPERATION, TRANSPORT)
+        begin_landing(pid, 0, gate, epoch, table, rank, SIZE, COPIES, OPERATION, TRANSPORT)
     else:
         landed = None
         for index in range(pid, chunks, tl.num_programs(0)):
@@ -242,16 +247,17 @@ def all_gather_kernel(
     if COPIES:
         await_copies(pid, copied, table, rank, OPERATION, TRANSPORT, TRACE)
     end_marks(table, TRANSPORT, TRACE)
-    end_launch(state, epoch, None, 0, copied, landed, SIZE, COPIES)
+    end_launch(state, epoch, call, None, 0, copied, landed, table, rank, SIZE, COPIES, OPERATION, TRANSPORT)
 
 
-@triton.jit(do_not_specialize=["rank", "num_chunks", "max_chunks", "num_counters", "piece_chunks"])
+@triton.jit(do_not_specialize=["rank", "num_chunks", "max_chunks", "num_counters", "piece_chunks", "call"])
 def reduce_kernel(
     x, out,  # [whole]; [own part], or [whole] with GATHER or WHOLE
     inbox, inbox_stride, part_stride, counters, num_counters, ready, max_chunks, state, table, rank,
-    gate, copied, landed, begun,
+    gate, copied, landed,
     starts,  # [R + 1] first element of each part; with WHOLE, the first two words are those of every part
     chunk, num_chunks, piece_chunks,  # elements of a chunk; chunks of the largest part; chunks of a copy
+    call,  # see begin_call
     SIZE: tl.constexpr, GATHER: tl.constexpr, WHOLE: tl.constexpr, COPIES: tl.constexpr,
     OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
     TRACE: tl.constexpr = False,
@@ -259,11 +265,11 @@ def reduce_kernel(
     """Send each rank its part of x and sum what arrives; with GATHER, send the sum of the own part to every peer."""
     PARTS: tl.constexpr = 0 if WHOLE else 1
     part_stride = tl.cast(part_stride, tl.int64)  # times R it may exceed 2**31
-    epoch = begin_epoch(state)
+    epoch = begin_call(state, call, table, rank, SIZE, TRANSPORT)
     inbox += epoch % 2 * inbox_stride
     pid = tl.program_id(0)
     if COPIES:
-        begin_landing(pid, 0, gate, begun, epoch, table, rank, SIZE, COPIES, OPERATION, TRANSPORT)
+        begin_landing(pid, 0, gate, epoch, table, rank, SIZE, COPIES, OPERATION, TRANSPORT)
     else:
         landed = None
         for index in range(pid, num_chunks, tl.num_programs(0)):
@@ -321,7 +327,9 @@ def reduce_kernel(
     if COPIES:
         await_copies(pid, copied, table, rank, OPERATION, TRANSPORT, TRACE)
     end_marks(table, TRANSPORT, TRACE)
-    end_launch(state, epoch, counters, num_counters, copied, landed, SIZE, COPIES)
+    end_launch(
+        state, epoch, call, counters, num_counters, copied, landed, table, rank, SIZE, COPIES, OPERATION, TRANSPORT
+    )
 
 
 @triton.jit
@@ -376,12 +384,12 @@ def sum_of_packets(
     return total
 
 
-@triton.jit(do_not_specialize=["rank", "max_part"])
+@triton.jit(do_not_specialize=["rank", "max_part", "call"])
 def packets_kernel(
     x, out,  # all_gather: [own part], [whole]; reduce_scatter: [whole], [own part]; WHOLE, GATHER: [whole], [whole]
     packets, inbox_stride, source_stride, state, table, rank,  # two inboxes of `packets`, three of `lamport`
     starts,  # [R + 1] first element of each part; with WHOLE, the first two words are those of every part
-    max_part,  # elements of the largest part
+    max_part, call,  # elements of the largest part; see begin_call
     SIZE: tl.constexpr, REDUCE: tl.constexpr, WHOLE: tl.constexpr, GATHER: tl.constexpr,
     OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr,
     TRACE: tl.constexpr = False,
@@ -399,7 +407,7 @@ def packets_kernel(
     OUT_WORDS: tl.constexpr = BLOCK * OUT.primitive_bitwidth // 32
     PARTS: tl.constexpr = 0 if WHOLE else 1
     SAME: tl.constexpr = WHOLE or not REDUCE  # every rank is sent the same data
-    epoch = begin_epoch(state)
+    epoch = begin_call(state, call, table, rank, SIZE, TRANSPORT)
     inboxes, turn = packets, epoch
     if REDUCE:
         turn = tl.load(state + LAMPORT_CALLS)
@@ -458,24 +466,22 @@ def packets_kernel(
                 epoch, table, index, rank, SIZE, OPERATION, TRANSPORT, OUT_WORDS, ALIGN, TRACE,
             )
     end_marks(table, TRANSPORT, TRACE)
-    last = end_epoch(state, epoch)
+    last = end_call(state, epoch, call, table, rank, SIZE, OPERATION, TRANSPORT)
     if REDUCE:
         if last:
             tl.store(state + LAMPORT_CALLS, turn + 1)
             tl.store(state + LAMPORT_WORDS, SIZE * (source_stride + (gathered_stride if GATHER else 0)))
 
 
-@triton.jit(do_not_specialize=["rank", "max_chunks"])
+@triton.jit(do_not_specialize=["rank", "call"])
 def barrier_kernel(
-    ready, max_chunks, state, table, rank,
-    SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
+    state, table, rank, call, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr
 ):
-    epoch = begin_epoch(state)
-    signal_all(ready + rank * max_chunks, epoch, table, rank, SIZE, TRANSPORT)
+    fence(TRANSPORT)
+    epoch = begin_call(state, call, table, rank, SIZE, TRANSPORT)
     for step in range(1, SIZE):
-        source = (rank + step) % SIZE
-        wait_signal(ready + source * max_chunks, epoch, table, source, 0, OPERATION, TRANSPORT)
-    end_epoch(state, epoch)
+        wait_begun((rank + step) % SIZE, epoch, table, OPERATION, TRANSPORT)
+    end_call(state, epoch, call, table, rank, SIZE, OPERATION, TRANSPORT)
 # fmt: on
 
 
@@ -494,12 +500,12 @@ def all_gather(
     out: contiguous, filled and returned. x_shard_m may be this rank's rows of it (in place).
     """
     rows = None if rows is None else tuple(rows)
-    return ctx.plan(plan_all_gather, (x_shard_m, out), rows, max_programs, config)(x_shard_m, out)
+    return ctx.call(plan_all_gather, (x_shard_m, out), rows, max_programs, config)
 
 
-def _gathers_alike(x, out, rows, max_programs, config=DEFAULT):
+def _gathers_alike(ctx, x, out, rows, max_programs, config=DEFAULT):
     same = {"dtype": x.dtype, "shape of a row": tuple(x.shape[1:]), "max_programs": max_programs, "config": config}
-    return "all_gather", same | told(rows=rows)
+    return "all_gather", same | {"rows": tuple(map(int, rows or tuple(x.shape[:1]) * ctx.size))}
 
 
 @alike(_gathers_alike)
@@ -540,12 +546,13 @@ def reduce_scatter(
     read and written by one program.
     """
     rows = None if rows is None else tuple(rows)
-    return ctx.plan(plan_reduce_scatter, (x, out), rows, max_programs, out_dtype, config)(x, out)
+    return ctx.call(plan_reduce_scatter, (x, out), rows, max_programs, out_dtype, config)
 
 
-def _reduces_alike(x, out, rows, max_programs, out_dtype, config=DEFAULT):
+def _reduces_alike(ctx, x, out, rows, max_programs, out_dtype, config=DEFAULT):
     same = {"dtype": x.dtype, "shape": tuple(x.shape), "out_dtype": out_dtype or x.dtype}
-    return "reduce_scatter", same | {"max_programs": max_programs, "config": config} | told(rows=rows)
+    same |= {"max_programs": max_programs, "config": config}
+    return "reduce_scatter", same | {"rows": tuple(map(int, rows or split_rows(x.shape[0], ctx.size)))}
 
 
 @alike(_reduces_alike)
@@ -580,10 +587,10 @@ def all_reduce(
     is read and written by one program.
     max_programs: the same on all ranks; fewer leave SMs to other work that runs beside the collective.
     """
-    return ctx.plan(plan_all_reduce, (x, out), out_dtype, config, max_programs)(x, out)
+    return ctx.call(plan_all_reduce, (x, out), out_dtype, config, max_programs)
 
 
-def _all_reduces_alike(x, out, out_dtype, config=DEFAULT, max_programs=ALONE_PROGRAMS):
+def _all_reduces_alike(ctx, x, out, out_dtype, config=DEFAULT, max_programs=ALONE_PROGRAMS):
     same = {"dtype": x.dtype, "shape": tuple(x.shape), "out_dtype": out_dtype or x.dtype}
     return "all_reduce", same | {"max_programs": max_programs, "config": config}
 
@@ -613,14 +620,14 @@ def plan_all_reduce(ctx: Context, x: torch.Tensor, out, out_dtype, config=DEFAUL
 def barrier(ctx: Context):
     """Collective, on the current stream. Returns at once; later work on it starts after all ranks reach the barrier."""
     if ctx.size > 1:
-        ctx.plan(_plan_barrier, ())()
+        ctx.call(_plan_barrier, ())
 
 
-@alike(lambda: ("barrier", {}))
+@alike(lambda ctx: ("barrier", {}))
 def _plan_barrier(ctx: Context):
     workspace = ctx.workspace().reserve(0, 1)
-    return ctx.bind(
-        barrier_kernel, 1, workspace.ready, workspace.num_chunks, workspace.state, ctx.table, ctx.rank,
+    return ctx.bind_call(
+        barrier_kernel, 1, workspace.state, workspace.table, ctx.rank,
         SIZE=ctx.size, OPERATION=OP_BARRIER, TRANSPORT=ctx.transport_id, num_warps=1,
     )  # fmt: skip
 
@@ -683,10 +690,10 @@ class _Parts:
             return self.packets(OP_ALL_GATHER, reduce=False)
         copied = config.copies(self.max_part * self.itemsize, ctx)
         workspace, inbox, stride = self.reserve(self.total, copied)
-        launch = ctx.bind(
+        launch = ctx.bind_call(
             all_gather_kernel, min(self.num_programs, self.num_chunks), self.x, self.out,
-            inbox, stride, workspace.ready, workspace.num_chunks, workspace.state, ctx.table, ctx.rank,
-            workspace.gates[0], workspace.copied, workspace.landed, workspace.begun, self.starts, self.chunk,
+            inbox, stride, workspace.ready, workspace.num_chunks, workspace.state, workspace.table, ctx.rank,
+            workspace.gates[0], workspace.copied, workspace.landed, self.starts, self.chunk,
             SIZE=ctx.size, COPIES=copied, OPERATION=OP_ALL_GATHER, varying=("x", "out", "gate"), **self.options,
         )  # fmt: skip
         own, first = self.parts[ctx.rank], sum(self.parts[: ctx.rank])
@@ -715,11 +722,11 @@ class _Parts:
             least = ctx.size * (config.most_in_one_shot(ctx.size) // self.itemsize + BLOCK)
         num_counters = len(list(self.pieces(self.max_part))) if copied and gather else 0
         workspace, inbox, stride = self.reserve(needed, copied, num_counters, least)
-        launch = ctx.bind(
+        launch = ctx.bind_call(
             reduce_kernel, min(self.num_programs, self.num_chunks), self.x, self.out,
             inbox, stride, part_stride, workspace.counters, num_counters, workspace.ready, workspace.num_chunks,
-            workspace.state, ctx.table, ctx.rank,
-            workspace.gates[0], workspace.copied, workspace.landed, workspace.begun,
+            workspace.state, workspace.table, ctx.rank,
+            workspace.gates[0], workspace.copied, workspace.landed,
             self.starts, self.chunk, self.num_chunks, self.piece_chunks,
             SIZE=ctx.size, GATHER=gather, WHOLE=self.whole, COPIES=copied, OPERATION=operation,
             varying=("x", "out", "gate"), **self.options,
@@ -774,13 +781,14 @@ class _Parts:
         name = "lamport" if reduce else "packets"
         workspace = ctx.workspace().reserve(0, 0, **{f"num_{name}": ctx.size * blocks * words})
         inboxes = getattr(workspace, name), getattr(workspace, f"num_{name}")
-        return ctx.bind(
+        return ctx.bind_call(
             packets_kernel, min(self.num_programs, blocks), self.x, self.out,
-            *inboxes, blocks * PACKET_BLOCK, workspace.state, ctx.table, ctx.rank,
+            *inboxes, blocks * PACKET_BLOCK, workspace.state, workspace.table, ctx.rank,
             self.starts, self.max_part,
             SIZE=ctx.size, REDUCE=reduce, WHOLE=self.whole, GATHER=gather, OPERATION=operation,
             TRANSPORT=ctx.transport_id,
             WORDS=PACKET_BLOCK, ALIGN=self.options["ALIGN"], num_warps=PACKET_BLOCK // 128,
+            maxnreg=self.options["maxnreg"],
             varying=("x", "out"),
         )  # fmt: skip
 

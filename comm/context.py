@@ -1,9 +1,11 @@
 """Context: the symmetric memory and state that the ranks of one group share, from `init` to `finalize`."""
 
+import contextlib
 import functools
 import numbers
 import time
 import warnings
+import weakref
 
 import numpy
 import torch
@@ -11,18 +13,23 @@ import torch.distributed as dist
 
 from tkernels.comm import capture, interpreter, runtime, stream_order, tuned
 from tkernels.comm.arguments import check_type, switch
+from tkernels.comm.calls import CALL_BITS, Call, Turn, difference
 from tkernels.comm.device import (
+    BEGUN,
     CLOCK,
     FAULT_FIELDS,
     FAULT_RECORD,
     FAULTS,
     HOST_FLAG,
     OFFSETS,
+    OP_OVERLAP,
+    OVERLAP,
     RANK,
     SIZE,
     TIMEOUT_NS,
     TRANSPORTS,
     operation_name,
+    overlap_kernel,
 )
 from tkernels.comm.errors import Fault, MismatchError, OutOfStepError, TkernelsError, WaitTimeoutError
 from tkernels.comm.group import Group
@@ -40,6 +47,8 @@ OPTION_TYPES = (
     ("heap_bytes", numbers.Integral, "an integer"),
     ("compare_calls", numbers.Integral, "True or False"),  # 0 and 1 too
 )
+AFRESH = "The context can't be used any more; finalize() it and init() a new one"
+NAMES_LIMIT_S = 10.0  # once two ranks' calls have differed, for a rank to say which was its own
 MAX_TIMEOUT_S = 1e9  # kernels count nanoseconds in 64 bits
 
 _contexts: dict[str, "Context"] = {}
@@ -71,9 +80,10 @@ def init(
     num_programs: programs of a persistent kernel. Default: the number of the GPU's SMs, or 4 simulated. With fewer, so
         that all contexts' operations fit on the GPU at once, they may run at the same time (see stream_order.py).
     default: False leaves an existing default context in place: for a library's own context.
-    compare_calls: for debugging: ranks meet on the host in every call of an operation, unless it is captured, and raise
-        if their calls or operands differ. Without it, and in calls of the adapters to other libraries, they compare
-        only where they meet anyway, as in a first call. None: whether the environment has TKERNELS_COMPARE_CALLS=1.
+    compare_calls: for debugging: ranks meet on the host in every call of an operation, unless it is captured. If their
+        calls differ, or one is missing for timeout_s, they raise before anything is sent, with the lines of the
+        program, and can go on. Without it, and in calls of the adapters to other libraries, kernels compare the calls
+        (tkernels.comm.calls). None: whether the environment has TKERNELS_COMPARE_CALLS=1.
 
     Raises ValueError for a transport that can't be used here, MismatchError if the ranks' options differ. Warns once,
     on rank 0, if the simulated runtime was chosen automatically although there are GPUs.
@@ -169,12 +179,17 @@ class Context:
         asked, in_use = zip(*_meet(self.group, INIT, options), strict=True)
         self._check_options(asked)
         self._give_back_abandoned(set().union(*in_use))
-        self.name = self._agree_on_name()
+        self.name = self.group.name = self._agree_on_name()
         self.timeout_s, self.num_programs = timeout_s, int(options["num_programs"])
         self._compares_calls = bool(options["compare_calls"])
+        self.group.limit_s = timeout_s if self._compares_calls else None
+        # Operations on a workspace take it; one rank alone has no order of calls to keep.
+        self.turn = Turn(self._refuse_overlap) if self.size > 1 else contextlib.nullcontext()
         self._workspaces: dict[int, Workspace] = {}
         self._lender = self._borrower = None  # streams: the borrower was captured with the lender's workspace
         self._constants = {}
+        self._calls = weakref.WeakValueDictionary()  # of prepared launches, by number
+        self._mismatch = None  # the error's message, once two ranks' calls have differed
         self.recorder = None  # while a trace is made: allocates space for the marks of a launch's programs
 
         self.heap = SymmetricHeap(self.group, int(options["heap_bytes"]), runtime.open_segment)
@@ -227,8 +242,8 @@ class Context:
         stream_of = torch._C._cuda_getCurrentRawStream if pinned else int
         self.current_stream = functools.partial(stream_of, self.device.index or 0)
         self.reported = False
-        self._interruption = None  # the exception that interrupted a kernel of this rank, as text
-        self.table = self._make_table()
+        self._interruption = None  # why this rank is out of step: a kernel that ended early, calls that overlapped
+        self.table = self.make_table()
 
     def _check_options(self, asked: tuple[dict | str, ...]):
         """Raise the same error on every rank for options that differ (listed by rank) or are invalid."""
@@ -263,10 +278,11 @@ class Context:
                     continue
                 try:
                     each._give_back()
-                except WaitTimeoutError as error:
+                except (WaitTimeoutError, MismatchError) as error:
                     warnings.warn(f"{each.name}, which was dropped without finalize(): {error}", stacklevel=4)
 
-    def _make_table(self) -> torch.Tensor:
+    def make_table(self, begun: torch.Tensor | None = None) -> torch.Tensor:
+        """What kernels find peers, limits and fault records by. begun: of the workspace whose table it is."""
         segment = self.heap.segment
         head = [0] * OFFSETS.value
         head[RANK.value], head[SIZE.value] = self.rank, self.size
@@ -274,10 +290,12 @@ class Context:
         head[FAULTS.value] = self._faults.data_ptr()
         head[HOST_FLAG.value] = self._host_flag.data_ptr()
         head[CLOCK.value] = self._clock.data_ptr()
+        head[BEGUN.value] = 0 if begun is None else begun.data_ptr()
         mine = segment.bases[self.rank]
         offsets = [base and base - mine for base in (*segment.bases, *segment.symmetric_bases)]
         words = [*head, *offsets, *segment.pes]
-        return torch.tensor(words, dtype=torch.int64, device=self.device)
+        with capture.beside(), capture.lasting():
+            return torch.tensor(words, dtype=torch.int64, device="cpu").to(self.device)
 
     def __repr__(self):
         return f"Context({self.name}: rank {self.rank} of {self.size}, {self.runtime} runtime, {self.transport})"
@@ -386,6 +404,13 @@ class Context:
             )
         return Launch(kernel, num_programs, arguments, varying, self, **options)
 
+    def bind_call(self, kernel, num_programs: int, *arguments, **options) -> Launch:
+        """`bind`, for a kernel that compares calls: its argument `call` is the number of the call in progress."""
+        call = Call.of(*(self.group.described() or (kernel.__name__, {})))
+        launch = self.bind(kernel, num_programs, *arguments, call=call.number, **options)
+        launch.call = self._calls.setdefault(call.number, call)
+        return launch
+
     def plan(self, prepare, tensors: tuple[torch.Tensor | None, ...], *options):
         """The plan for this call on the current stream, made by `prepare(self, *tensors, *options)` unless cached.
 
@@ -402,8 +427,31 @@ class Context:
                 self.group.gather(None)
         return plan
 
+    def call(self, prepare, tensors: tuple[torch.Tensor | None, ...], *options):
+        """One call of an operation: the result of its `plan` for these tensors.
+
+        Raises TkernelsError if a call of another thread has begun and not returned. As other ranks may have made both
+        calls, the context can't be used any more then, here or on any rank.
+        """
+        with self.turn:
+            return self.plan(prepare, tensors, *options)(*tensors)
+
+    def _refuse_overlap(self, comes: str, inside: str):
+        self._interruption = (
+            f"{comes}: {inside} has not returned. Calls of one context must not overlap, since each rank would order "
+            f"them in its own way. Make them from one thread, or give each thread a context over a process group of "
+            f"its own: init(torch.distributed.new_group(...))"
+        )
+        if not (self._flag[0] or self.capturing):
+            # On a stream of its own, as the other call's kernel may wait for a peer; it ends its wait and the peers'.
+            side = contextlib.nullcontext() if self._side_stream is None else torch.cuda.stream(self._side_stream)
+            with side:
+                self.launch(overlap_kernel, 1, self.table, self.rank, OPERATION=OP_OVERLAP, num_warps=1)
+        self._flag[0], self.reported = 1, True
+        self.check()
+
     def _call(self, prepare, tensors, options):
-        return self.group.during(lambda: prepare.alike(*tensors, *options))
+        return self.group.during(lambda: prepare.alike(self, *tensors, *options))
 
     def forget_plans(self, *which):
         """Discard cached plans, so that later calls follow a new choice of configurations.
@@ -414,7 +462,7 @@ class Context:
             workspace.forget_plans(*which)
 
     def refuse_after_fault(self):
-        """Raise WaitTimeoutError if a wait of this rank is known to have timed out. Costs next to nothing."""
+        """Raise what `check` does if a failure of this rank is known. Costs next to nothing."""
         if self._flag[0]:
             if self.capturing:
                 raise TkernelsError(
@@ -425,7 +473,7 @@ class Context:
 
     @property
     def failed(self) -> bool:
-        """Whether a wait timed out on this rank or on a peer that reported it, or the context is closed; see `check()`.
+        """Whether `check` would raise: for a failure of this rank or one that a peer reported, or once it is closed.
 
         On a GPU it reads a word of device memory on a separate stream, so it waits for no kernel.
         """
@@ -437,15 +485,13 @@ class Context:
     def check(self):
         """Raise WaitTimeoutError if a wait timed out on this rank or on a peer that reported it. Waits for the device.
 
-        Raises TkernelsError once the context is closed, or if a kernel of this rank was interrupted.
+        Raises MismatchError if two ranks' calls differed, and TkernelsError once the context is closed, or if a kernel
+        of this rank was interrupted.
         """
         if self.closed:
             raise TkernelsError(f"{self.name} has been finalized; init() a new one")
         if self._interruption:
-            raise TkernelsError(
-                f"a kernel of {self.name} was interrupted by {self._interruption}, so its epochs are out of step; "
-                f"finalize() it and init() a new one"
-            )
+            raise TkernelsError(f"{self._interruption}. {AFRESH}")
         deadline = time.monotonic() + 5.0  # a flag is set shortly before its record is complete
         while True:
             words = self._faults.cpu().view(-1, FAULT_RECORD.value)
@@ -460,12 +506,32 @@ class Context:
             raise TkernelsError("a wait on a signal expired, but its record was lost; finalize() this context")
         fields = dict(zip(FAULT_FIELDS[1:], written[0][1:], strict=False))
         fields["operation"] = operation_name(fields["operation"])
+        calls = fields.pop("calls")
+        if calls == OVERLAP.value:
+            raise TkernelsError(
+                f"two threads of rank {fields['rank']} made calls of one context that overlapped, as the error there "
+                f"says. {AFRESH}"
+            )
+        if calls:
+            numbers = divmod(calls, 1 << CALL_BITS)
+            raise MismatchError(self._name_calls(dict(zip((fields["rank"], fields["peer"]), numbers, strict=True))))
         ranks = self.group.global_ranks
         raise WaitTimeoutError(Fault(**fields), self.timeout_s, None if ranks == list(range(self.size)) else ranks)
 
+    def _name_calls(self, numbers: dict[int, int]) -> str:
+        """What the calls of two ranks differ in: {rank: number}. The ranks tell each other; not a meeting."""
+        if self._mismatch is None:
+            own = self._calls.get(numbers.get(self.rank))
+            first, second = sorted(numbers)
+            told = self.group.tell(f"{self.name}/call", own and own.to_json(), (first, second), NAMES_LIMIT_S)
+            call, other = (text and Call.from_json(text) for text in told)
+            self._mismatch = f"{difference(first, call, second, other)}. {AFRESH}"
+        return self._mismatch
+
     def interrupt(self, error: BaseException):
         """Make later calls raise: `error` ended a kernel of this rank before its end."""
-        self._interruption = f"{type(error).__name__}: {error}".removesuffix(": ")
+        cause = f"{type(error).__name__}: {error}".removesuffix(": ")
+        self._interruption = f"a kernel of {self.name} was interrupted by {cause}, so its epochs are out of step"
         self._flag[0], self.reported = 1, True
 
     def barrier(self):
@@ -477,9 +543,9 @@ class Context:
     def finalize(self):
         """Collective. Free the memory; the context and its tensors must not be used any more. May be repeated.
 
-        After a wait has timed out it does not meet the other ranks, which may be gone or may still write here: the next
-        `init` over the same ranks frees the memory. Raises WaitTimeoutError, at the end, for a timed-out wait that has
-        not been raised yet; OutOfStepError if another rank makes another call and goes on to use the context.
+        After a failure that `check` raises it does not meet the other ranks, which may be gone or may still write here:
+        the next `init` over the same ranks frees the memory. Raises such a failure, at the end, if it has not been
+        raised yet; OutOfStepError if another rank makes another call and goes on to use the context.
         """
         if _contexts.pop(self.name, None) is None:
             return

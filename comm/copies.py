@@ -6,8 +6,8 @@ to a word of the peer. The peer's tiles poll that word beside the signals of put
 thread does the same.
 
 The addresses of a copy must be known when it is enqueued. But inboxes alternate by the epoch, and only the device knows
-which one is next. So copies go to a third inbox, the *landing*, and wait behind a gate. In each kernel the program with
-the highest id signals to every peer that this rank has begun this call, waits until all peers have begun it too, and
+which one is next. So copies go to a third inbox, the *landing*, and wait behind a gate. In each kernel the last program
+tells every peer that this rank has begun this call (`device.begin_call`), waits until all peers have begun it too, and
 opens the gate (`begin_landing`). The same program does not end before the copies are done (`await_copies`). So later
 work on the stream follows the copies, with no event between the two streams; an event would take the host as long as a
 copy does.
@@ -52,7 +52,7 @@ import triton
 import triton.language as tl
 
 from tkernels.comm import interpreter
-from tkernels.comm.device import arrived, count, end_epoch, tell_all, wait_signal
+from tkernels.comm.device import CALL_BITS, arrived, begun_words, count, end_call, wait_begun, wait_signal
 from tkernels.comm.driver import driver
 from tkernels.comm.errors import TkernelsError
 from tkernels.comm.lease import Crossing
@@ -64,40 +64,36 @@ LOOKS = tl.constexpr(64)  # polls of all peers' words together, before each is w
 
 
 @triton.jit
-def await_peers(begun, epoch, table, rank, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr):
+def await_peers(epoch, table, rank, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr):
     """Wait until all peers have begun this call: then the earlier contents of their landings are no longer read."""
-    peers = (rank + 1 + tl.arange(0, triton.next_power_of_2(SIZE)) % (SIZE - 1)) % SIZE
+    peers = begun_words(table) + (rank + 1 + tl.arange(0, triton.next_power_of_2(SIZE)) % (SIZE - 1)) % SIZE
     looks = 0
-    here = arrived(begun + peers, epoch, TRANSPORT)
+    here = arrived(peers, epoch << CALL_BITS, TRANSPORT)
     while (looks < LOOKS) & (here == 0):
-        here = arrived(begun + peers, epoch, TRANSPORT)
+        here = arrived(peers, epoch << CALL_BITS, TRANSPORT)
         looks += 1
     if not here:
         for step in range(1, SIZE):
-            source = (rank + step) % SIZE
-            wait_signal(begun + source, epoch, table, source, 0, OPERATION, TRANSPORT)
+            wait_begun((rank + step) % SIZE, epoch, table, OPERATION, TRANSPORT)
 
 
 @triton.jit
 def begin_landing(
-    pid, num_comm, gate, begun, epoch, table, rank,
+    pid, num_comm, gate, epoch, table, rank,
     SIZE: tl.constexpr, COPIES: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
 ):  # fmt: skip
-    """Every program's first call if rows go to the landing: senders are held back until all peers have begun this call.
+    """Every program's second call if rows go to the landing: senders wait until all peers have begun this call too.
 
     With COPIES, the gate opens only then. Without, the `num_comm` comm programs wait here, and interleaved programs
     wait before the first tile that they send.
     """
     if COPIES:
-        if pid == tl.num_programs(0) - 1:  # it has a tile less if the last wave is not full
-            tell_all(begun + rank, epoch, table, rank, SIZE, TRANSPORT)
-            await_peers(begun, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
+        if pid == tl.num_programs(0) - 1:
+            await_peers(epoch, table, rank, SIZE, OPERATION, TRANSPORT)
             count(gate, TRANSPORT, "sys")
     else:
-        if pid == 0:
-            tell_all(begun + rank, epoch, table, rank, SIZE, TRANSPORT)
         if pid < num_comm:
-            await_peers(begun, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
+            await_peers(epoch, table, rank, SIZE, OPERATION, TRANSPORT)
 
 
 @triton.jit
@@ -110,13 +106,14 @@ def await_copies(pid, copied, table, rank, OPERATION: tl.constexpr, TRANSPORT: t
 
 @triton.jit
 def end_launch(
-    state, epoch, counters, num_counters, copied, landed, SIZE: tl.constexpr, COPIES: tl.constexpr,
+    state, epoch, call, counters, num_counters, copied, landed, table, rank,
+    SIZE: tl.constexpr, COPIES: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
 ):  # fmt: skip
-    """Every program's last call: `end_epoch`; the last program to arrive zeroes what must be zero between calls.
+    """Every program's last call: `end_call`; the last program to arrive zeroes what must be zero between calls.
 
     counters, landed: None if this launch left them unchanged.
     """
-    if end_epoch(state, epoch):
+    if end_call(state, epoch, call, table, rank, SIZE, OPERATION, TRANSPORT):
         if landed is not None:
             word = tl.arange(0, triton.next_power_of_2(2 * SIZE))
             tl.store(landed + word, tl.zeros(word.shape, tl.int64), mask=word < 2 * SIZE)

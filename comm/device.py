@@ -6,9 +6,9 @@ SIMULATED  Triton's interpreter; peers' memory is mapped into the process.
 PEER       compiled; NVSHMEM's memory is accessed by loads and stores at the addresses that nvshmem_ptr returns.
 NVSHMEM    compiled; NVSHMEM's own device calls, which also reach other nodes.
 
-All verbs are program-wide: every thread of a program must call them together. `table` is the context's int64 table,
-laid out as below. `rank` is always a rank within the group. Signals are int64 words that only grow; the exceptions are
-words that count within one call, which are zero between calls.
+All verbs are program-wide: every thread of a program must call them together. `table` is the int64 table of a context,
+or of a workspace, laid out as below. `rank` is always a rank within the group. Signals are int64 words that only grow;
+the exceptions are words that count within one call, which are zero between calls.
 
 In the docstrings, "Orders" states which writes a program is guaranteed to see once it has observed a signal, a count or
 a packet.
@@ -19,7 +19,7 @@ import zlib
 import triton
 import triton.language as tl
 
-from tkernels.comm import runtime
+from tkernels.comm import calls, runtime
 from tkernels.comm.device_nvshmem import SIGNAL_ADD, SIGNAL_SET, getmem_block, putmem_block, putmem_signal_block
 from tkernels.comm.device_nvshmem import fence as nvshmem_fence
 from tkernels.comm.device_nvshmem import quiet as nvshmem_quiet
@@ -31,7 +31,7 @@ NVSHMEM = tl.constexpr(2)
 TRANSPORTS = {"simulated": 0, "peer": 1, "nvshmem": 2}
 INTERPRETED = tl.constexpr(runtime.RUNTIME == "simulated")
 
-# The table: words 0 to 7 as named below, then three arrays with a word for each rank of the group. The first holds the
+# The table: words as named below, then three arrays with a word for each rank of the group. The first holds the
 # distance in bytes from this rank's part of the heap to that rank's, as mapped here, or 0 if it is not mapped. The
 # second holds the distance to its NVSHMEM address, the third its PE.
 RANK = tl.constexpr(0)
@@ -42,12 +42,18 @@ HOST_FLAG = tl.constexpr(4)  # address of a word in host memory, set to have the
 CLOCK = tl.constexpr(5)  # address of a word, shared by all waits, through which they read one clock
 TRACE_BUFFER = tl.constexpr(6)  # in a recorded launch: address of the buffer for marks (tkernels.comm.marks)
 TRACE_CAPACITY = tl.constexpr(7)  # in a recorded launch: marks that each program has room for
-OFFSETS = tl.constexpr(8)
+BEGUN = tl.constexpr(8)  # in a workspace's table: address of its `begun` words; else 0
+OFFSETS = tl.constexpr(10)
 
 # The fault words of a rank, in units of FAULT_RECORD words. Word 0 of the first unit is the flag. Then comes one record
-# for each rank of the group, written by that rank.
+# for each rank of the group, written by that rank. Its last field is 0; or the calls of `rank` and `peer` if they
+# differ (`differing_calls`); or OVERLAP if calls of two threads of `rank` overlapped.
 FAULT_RECORD = tl.constexpr(8)
-FAULT_FIELDS = ("written", "operation", "rank", "peer", "chunk", "expected", "seen")
+FAULT_FIELDS = ("written", "operation", "rank", "peer", "chunk", "expected", "seen", "calls")
+OVERLAP = tl.constexpr(-1)
+
+CALL_BITS = tl.constexpr(calls.CALL_BITS)  # of a `begun` word, for the call's number; the high bits are the epoch
+CALL_MASK = tl.constexpr((1 << calls.CALL_BITS) - 1)
 
 POLLS_PER_OTHER = tl.constexpr(8)  # polls of the likely word between two polls of the alternative one
 POLLS_PER_LOOK = tl.constexpr(256)  # polls between two checks of the clock and the fault flag; a poll takes about 1 us
@@ -73,6 +79,9 @@ def operation(name: str) -> tl.constexpr:
 
 def operation_name(number: int) -> str:
     return _operations.get(number, f"operation {number}")
+
+
+OP_OVERLAP = operation("calls that overlap")
 
 
 @triton.jit
@@ -284,12 +293,11 @@ def tell(signal_word, value, rank, table, TRANSPORT: tl.constexpr):
 
 @triton.jit
 def tell_all(signal_word, value, table, rank, SIZE: tl.constexpr, TRANSPORT: tl.constexpr):
-    """Set `signal_word` to `value` on every peer of this `rank`, by stores issued together.
+    """Set `signal_word` to `value` on every peer of this `rank`, by stores issued together if they reach all peers.
 
-    Requires: all ranks' memory is mapped here.
     Orders: nothing that this launch does. A peer that sees `value` sees everything that earlier launches did.
     """
-    if TRANSPORT == SIMULATED:
+    if TRANSPORT != PEER:
         signal_all(signal_word, value, table, rank, SIZE, TRANSPORT)
     else:
         peers = tl.arange(0, triton.next_power_of_2(SIZE))
@@ -340,10 +348,11 @@ def wait_packets(
     """
     limit = tl.load(table + TIMEOUT_NS)
     if TRANSPORT == SIMULATED:
+        faults, begun, rank = tl.load(table + FAULTS), tl.load(table + BEGUN), tl.load(table + RANK)
         for source in range(SIZE):
             theirs = packets + source * stride
-            if spin_packets(theirs, BLOCK, epoch, limit, tl.load(table + FAULTS)) == 0:
-                _record_fault(table, source, chunk, epoch, epoch - 1, OPERATION)
+            if spin_packets(theirs, BLOCK, epoch, limit, faults, begun, rank, source) == 0:
+                _record_fault(table, source, chunk, epoch, epoch - 1, differing_calls(table, source), OPERATION)
                 give_up(tl.load(table + FAULTS), SIZE, FAULT_RECORD)
         arrived = _load_packets(packets, stride, SIZE, BLOCK)
     else:
@@ -356,9 +365,11 @@ def wait_packets(
             first_late = _first_late(arrived, epoch, SIZE)
             polls += 1
             if polls % POLLS_PER_LOOK == 0:
-                lost, start = _look(table, polls, start, limit)
+                lost, start = _look(table, first_late, polls, start, limit)
                 if (first_late < SIZE) & lost:
-                    _record_fault(table, first_late, chunk, epoch, epoch - 1, OPERATION)
+                    _record_fault(
+                        table, first_late, chunk, epoch, epoch - 1, differing_calls(table, first_late), OPERATION
+                    )
                     first_late = SIZE
     words = ()
     for source in tl.static_range(SIZE):
@@ -455,27 +466,32 @@ def wait_chunk(
 
 @triton.jit
 def wait_signal(
-    signal_word, epoch, table, source, chunk, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, other=None, value=None
+    signal_word, epoch, table, source, chunk, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, other=None, value=None,
+    SHIFT: tl.constexpr = 0,
 ):  # fmt: skip
     """Wait until the local `signal_word` is at least `epoch`.
 
     source, chunk: the rank that signals, and which of its chunks; for the fault record, and source for the time limit.
     other: an alternative word, polled less often. The wait also ends once it is at least `value`.
+    SHIFT: low bits of the word that are no part of its epoch.
 
     Orders: everything that the signalling program ordered before its signal is visible to this program afterwards, to
     ordinary loads and to TMA loads.
-    Ends: the wait gives up after the context's time limit, or once any rank of the group has flagged a fault. It writes
-    a fault record to every rank it can reach, and the host raises WaitTimeoutError. Whatever the kernel computes from
-    there on is void. The limit is doubled if `source` is this rank itself (a counter): the program behind that counter
-    may be waiting for a peer, and that wait must time out first, since its record names the peer.
+    Ends: the wait gives up after the context's time limit, once any rank of the group has flagged a fault, or, with a
+    workspace's table, once `source` is seen to be in another call. It writes a fault record to every rank it can reach,
+    and the host raises WaitTimeoutError or MismatchError. Whatever the kernel computes from there on is void. The limit
+    is doubled if `source` is this rank itself (a counter): the program behind that counter may be waiting for a peer,
+    and that wait must time out first, since its record names the peer.
     """
     epoch = tl.cast(epoch, tl.int64)
     limit = tl.load(table + TIMEOUT_NS)
-    limit = tl.where(tl.load(table + RANK) == source, 2 * limit, limit)
+    rank = tl.load(table + RANK)
+    limit = tl.where(rank == source, 2 * limit, limit)
     if TRANSPORT == SIMULATED:
-        if spin(signal_word, epoch, limit, tl.load(table + FAULTS), other, value) == 0:
-            seen = tl.atomic_add(signal_word, tl.full((), 0, tl.int64), sem="acquire", scope="sys")
-            _record_fault(table, source, chunk, epoch, seen, OPERATION)
+        faults, begun = tl.load(table + FAULTS), tl.load(table + BEGUN)
+        if spin(signal_word, epoch << SHIFT, limit, faults, begun, rank, source, other, value) == 0:
+            seen = tl.atomic_add(signal_word, tl.full((), 0, tl.int64), sem="acquire", scope="sys") >> SHIFT
+            _record_fault(table, source, chunk, epoch, seen, differing_calls(table, source), OPERATION)
             give_up(tl.load(table + FAULTS), tl.load(table + SIZE), FAULT_RECORD)
     else:
         seen = epoch - 1
@@ -483,16 +499,16 @@ def wait_signal(
         start = tl.full((), 0, tl.int64)
         while seen < epoch:
             # In Triton, adding 0 is how one thread does an acquire load and broadcasts the value to the others.
-            seen = tl.atomic_add(signal_word, tl.full((), 0, tl.int64), sem="acquire", scope="sys")
+            seen = tl.atomic_add(signal_word, tl.full((), 0, tl.int64), sem="acquire", scope="sys") >> SHIFT
             polls += 1
             if other is not None:
                 if (seen < epoch) & (polls % POLLS_PER_OTHER == 0):
                     if tl.atomic_add(other, tl.full((), 0, tl.int64), sem="acquire", scope="sys") >= value:
                         seen = epoch
             if polls % POLLS_PER_LOOK == 0:
-                lost, start = _look(table, polls, start, limit)
+                lost, start = _look(table, source, polls, start, limit)
                 if (seen < epoch) & lost:
-                    _record_fault(table, source, chunk, epoch, seen, OPERATION)
+                    _record_fault(table, source, chunk, epoch, seen, differing_calls(table, source), OPERATION)
                     seen = epoch
         # The data came by a peer's stores, and the next read of it may go through the async proxy (TMA).
         tl.inline_asm_elementwise(
@@ -501,8 +517,8 @@ def wait_signal(
 
 
 @triton.jit
-def _look(table, polls, start, limit):
-    """A wait's check of the clock and the fault flag: (whether to give up, the time of the second check).
+def _look(table, source, polls, start, limit):
+    """A wait's check of the clock, the fault flag and source's call: (whether to give up, the second check's time).
 
     All threads must reach the same verdict, or some would leave the loop, and its barrier, without the others. So one
     thread reads the clock through an atomic maximum. It returns the latest time that an earlier check stored, which may
@@ -515,7 +531,23 @@ def _look(table, polls, start, limit):
     if polls == 2 * POLLS_PER_LOOK:
         start = now
     expired = (polls > 2 * POLLS_PER_LOOK) & (now - start > limit)
-    return expired | (flagged != 0), start
+    return expired | (flagged != 0) | (differing_calls(table, source) != 0), start
+
+
+@triton.jit
+def differing_calls(table, source):
+    """0, unless this rank and `source` are in the same epoch of a workspace but in different calls; then, both calls.
+
+    Their numbers are put together as in fault records. The same for all threads.
+    """
+    differing = tl.full((), 0, tl.int64)
+    if tl.load(table + BEGUN) != 0:  # 0 in a context's table
+        begun, zero = begun_words(table), tl.full((), 0, tl.int64)
+        here = tl.atomic_add(begun + tl.load(table + RANK), zero, sem="relaxed", scope="sys")
+        there = tl.atomic_add(begun + source, zero, sem="relaxed", scope="sys")
+        if (here >> CALL_BITS == there >> CALL_BITS) & (here != there):
+            differing = (here & CALL_MASK) << CALL_BITS | (there & CALL_MASK)
+    return differing
 
 
 @triton.jit
@@ -524,7 +556,8 @@ def globaltimer():
 
 
 @triton.jit
-def _record_fault(table, source, chunk, epoch, seen, OPERATION: tl.constexpr):
+def _record_fault(table, source, chunk, epoch, seen, differing, OPERATION: tl.constexpr):
+    """Write a fault record, and flag it, to every rank that can be reached; nothing if one is flagged here already."""
     flag = tl.load(table + FAULTS).to(tl.pointer_type(tl.int64))
     host_flag = tl.load(table + HOST_FLAG)
     if host_flag != 0:
@@ -545,6 +578,7 @@ def _record_fault(table, source, chunk, epoch, seen, OPERATION: tl.constexpr):
                 tl.store(record + 4, tl.cast(chunk, tl.int64))
                 tl.store(record + 5, tl.cast(epoch, tl.int64))
                 tl.store(record + 6, tl.cast(seen, tl.int64))
+                tl.store(record + 7, tl.cast(differing, tl.int64))
                 meet()
                 tl.atomic_xchg(record, tl.full((), 1, tl.int64), sem="release", scope="sys")
                 tl.atomic_xchg(theirs, tl.full((), 1, tl.int64), sem="release", scope="sys")
@@ -612,6 +646,15 @@ def publish(TRANSPORT: tl.constexpr):
 
 
 @triton.jit
+def _all_threads(condition):
+    """Whether every thread of this program has found the condition, a scalar, true. The same for all of them."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .pred mine, all; setp.ne.s32 mine, $1, 0; bar.red.and.pred all, 0, mine; selp.s32 $0, 1, 0, all; }",
+        "=r,r", [condition.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+    ) != 0  # fmt: skip
+
+
+@triton.jit
 def begin_epoch(state):
     """The epoch of this launch. `state`: a workspace's, in local memory: [last epoch, finished programs, ...]."""
     return tl.load(state) + 1
@@ -630,3 +673,72 @@ def end_epoch(state, epoch):
         tl.store(state + 1, tl.full((), 0, tl.int64))
         tl.store(state, epoch)
     return finished == tl.num_programs(0) - 1
+
+
+@triton.jit
+def begin_call(state, call, table, rank, SIZE: tl.constexpr, TRANSPORT: tl.constexpr):
+    """Every program's first call in an operation on a workspace, in place of `begin_epoch`. Returns the epoch.
+
+    The last program tells every peer that this rank has begun this epoch, and which call it makes in it.
+    call: its number. table: the workspace's.
+    Orders: a peer that sees it sees everything that earlier launches did.
+    """
+    epoch = begin_epoch(state)
+    pid = tl.program_id(0)
+    if pid == tl.num_programs(0) - 1:  # it has the least to do if work is dealt out unevenly
+        begun = begun_words(table)
+        word = (epoch << CALL_BITS) | call
+        tl.store(begun + rank, word)
+        tell_all(begun + rank, word, table, rank, SIZE, TRANSPORT)
+    return epoch
+
+
+@triton.jit
+def begun_words(table):
+    """A workspace's words, one for each rank, that tell which call it has begun last."""
+    return tl.load(table + BEGUN).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def end_call(
+    state, epoch, call, table, rank, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr
+):  # fmt: skip
+    """Every program's last call in an operation on a workspace: `end_epoch`, after a comparison of all ranks' calls.
+
+    The last program waits until every peer has begun this call. A peer in another one is a fault. A peer may be one
+    call further already. Then it ended this call while this rank was in it, so it has seen this rank's number: of two
+    ranks whose calls differ, at least one finds out.
+    """
+    compares = tl.program_id(0) == tl.num_programs(0) - 1
+    same = tl.full((), False, tl.int1)
+    if TRANSPORT != SIMULATED:
+        # The words came ahead of the data. They are loaded before the atomic of end_epoch and looked at after it, so
+        # that one latency hides the other.
+        peers = (rank + 1 + tl.arange(0, triton.next_power_of_2(SIZE)) % (SIZE - 1)) % SIZE
+        seen = tl.load(begun_words(table) + peers, mask=(peers < SIZE) & compares, other=0, volatile=True)
+    last = end_epoch(state, epoch)
+    if compares:
+        if TRANSPORT != SIMULATED:
+            same = _all_threads(tl.min((seen == (epoch << CALL_BITS | call)).to(tl.int32), 0))
+        if not same:
+            for step in range(1, SIZE):
+                source = (rank + step) % SIZE
+                wait_begun(source, epoch, table, OPERATION, TRANSPORT)
+                if TRANSPORT != SIMULATED:  # where every wait compares the calls at its end
+                    differing = differing_calls(table, source)
+                    if differing != 0:
+                        _record_fault(table, source, 0, epoch, epoch, differing, OPERATION)
+    return last
+
+
+@triton.jit
+def wait_begun(source, epoch, table, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr):
+    """Wait until `source` has begun the call of this epoch. Orders, ends: as `wait_signal`. table: the workspace's."""
+    word = begun_words(table) + source
+    wait_signal(word, epoch, table, source, 0, OPERATION, TRANSPORT, None, None, CALL_BITS)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def overlap_kernel(table, rank, OPERATION: tl.constexpr):
+    """Record, for all ranks, that calls of two threads of this rank overlapped."""
+    _record_fault(table, rank, 0, 0, 0, OVERLAP, OPERATION)

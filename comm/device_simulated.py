@@ -9,6 +9,7 @@ import time
 import numpy
 
 from tkernels.comm import interpreter
+from tkernels.comm.calls import CALL_BITS
 from tkernels.comm.errors import TkernelsError
 
 RECORD_LIMIT_S = 5.0  # for the fault record of an expired wait to be written
@@ -24,42 +25,52 @@ def _int(value) -> int:
 
 
 @interpreter.builtin
-def spin(signal, epoch, timeout_ns, fault_flag, other=None, value=None):
+def spin(signal, epoch, timeout_ns, fault_flag, begun, rank, source, other=None, value=None):
     """Return 1 once the word at `signal` is at least `epoch`, or the word at `other`, if given, is at least `value`.
 
-    Returns 0 once the time limit has passed or a fault is flagged.
+    Returns 0 once the time limit has passed, a fault is flagged, or `rank` and `source` are in different calls of one
+    epoch, as their words at `begun` tell, if it is not 0.
     """
     words = [(signal, epoch)] if other is None else [(signal, epoch), (other, value)]
     words = [(ctypes.c_int64.from_address(_int(word)), _int(wanted)) for word, wanted in words]
-    return _poll(lambda: any(word.value >= wanted for word, wanted in words), timeout_ns, fault_flag)
+    arrived = lambda: any(word.value >= wanted for word, wanted in words)  # noqa: E731
+    return _poll(arrived, timeout_ns, fault_flag, begun, rank, source)
 
 
 @interpreter.builtin
-def spin_packets(packets, num_packets, epoch, timeout_ns, fault_flag):
+def spin_packets(packets, num_packets, epoch, timeout_ns, fault_flag, begun, rank, source):
     """As `spin`, once all packets are here: 64-bit ones with the epoch in the upper half, 32-bit ones other than 0."""
     num_words = _int(num_packets) * packets.dtype.element_ty.primitive_bitwidth // 32
     words = numpy.ctypeslib.as_array((ctypes.c_uint32 * num_words).from_address(_int(packets)))
     if num_words == _int(num_packets):
-        return _poll(words.all, timeout_ns, fault_flag)
+        return _poll(words.all, timeout_ns, fault_flag, begun, rank, source)
     wanted = _int(epoch) & 0xFFFFFFFF
-    return _poll(lambda: (words[1::2] == wanted).all(), timeout_ns, fault_flag)
+    return _poll(lambda: (words[1::2] == wanted).all(), timeout_ns, fault_flag, begun, rank, source)
 
 
-def _poll(arrived, timeout_ns, fault_flag):
-    """Return 1 once `arrived()` is true, 0 in the cases of `spin` or once the launch is aborted.
+def _poll(arrived, timeout_ns, fault_flag, begun, rank, source):
+    """Return 1 once `arrived()` is true, and the calls do not differ; 0 in the cases of `spin`, or if aborted.
 
     The thread sleeps between polls. Ranks outnumber cores, so a spinning rank would delay the one it waits for.
     """
     flag = ctypes.c_int64.from_address(_int(fault_flag))
+    begun = _int(begun)
+    words = [ctypes.c_int64.from_address(begun + 8 * _int(each)) for each in (rank, source)] if begun else []
     limit = time.monotonic_ns() + _int(timeout_ns)
     interpreter.jitter()
     pause = 20e-6
     while not arrived():
-        if flag.value or interpreter.aborted() or time.monotonic_ns() > limit:
+        if flag.value or interpreter.aborted() or time.monotonic_ns() > limit or _differ(words):
             return 0
         time.sleep(pause)
         pause = min(2 * pause, 1e-3)
-    return 1
+    return int(not _differ(words))
+
+
+def _differ(begun: list) -> bool:
+    """Whether two ranks' words of `begun` are of one epoch but of different calls."""
+    found = {word.value for word in begun}
+    return len(found) == 2 and len({word >> CALL_BITS for word in found}) == 1
 
 
 @interpreter.builtin

@@ -11,7 +11,10 @@ class TkernelsError(RuntimeError):
 
 
 class MismatchError(TkernelsError):
-    """Ranks of one group asked for different things in one collective call. Every rank raises the same message."""
+    """Ranks of one group asked for different things in one collective call. Every rank raises the same message.
+
+    If it was found in a kernel, the context can't be used any more.
+    """
 
 
 class OutOfStepError(MismatchError):

@@ -1,16 +1,20 @@
 """Group: the ranks that work together, a torch process group or this process alone."""
 
 import contextlib
+import json
 import logging
 import os
 import sys
 import threading
+import time
+import weakref
 import zlib
 
 import torch
 import torch.distributed as dist
 
 from tkernels.comm.arguments import check_type, integer_from_environment
+from tkernels.comm.calls import Turn, module_of, place
 from tkernels.comm.errors import MismatchError, OutOfStepError, TkernelsError
 
 # torch 2.13 renames them and warns of the old names.
@@ -21,13 +25,17 @@ PATIENCE_S = 60.0  # until a rank that waits on the host logs which ranks are mi
 
 _log = logging.getLogger("tkernels")
 _meetings: dict[tuple[int, ...], int] = {}  # number of meetings so far, by global ranks
+_turns = weakref.WeakKeyDictionary()  # by process group: its meetings must not overlap
 
 
 class Group:
     """Rank, size and host-side exchange of one torch process group (gloo, nccl or any other backend)."""
 
     closed = False
+    name = None  # of its context, the same on all ranks
+    limit_s = None  # of a meeting in a call; None: that of torch.distributed
     _describe = None  # of the call in progress; see `during`
+    _number = 0  # of the last meeting that had a limit
 
     def __init__(self, process_group: dist.ProcessGroup | None = None):
         """`process_group=None` is the default group, or one rank when torch.distributed is not initialised."""
@@ -47,6 +55,7 @@ class Group:
         self.rank = dist.get_rank(self.process_group)
         self.size = dist.get_world_size(self.process_group)
         self.global_ranks = dist.get_process_group_ranks(self.process_group)
+        self._turn = _turns.setdefault(self.process_group, Turn(_refuse))
 
     def gather(self, value, call: str | None = None) -> list:
         """Collective. Returns every rank's picklable `value`, in rank order.
@@ -54,8 +63,9 @@ class Group:
         call: name of this rank's call; by default the operation of `during`, or the library's function that calls.
 
         Raises on every rank: OutOfStepError if the calls differ, MismatchError if fields differ that must be alike.
-        Raises TkernelsError if a rank has gone, and once the group is closed. A waiting rank logs the missing ones
-        after PATIENCE_S; the limit of the wait is torch.distributed's.
+        Raises TkernelsError if a rank has gone, if another thread meets over the same process group, and once the group
+        is closed. A waiting rank logs the missing ones after PATIENCE_S; the limit of the wait is torch.distributed's.
+        With `limit_s`, ranks that have not come to a meeting in a call by then are named in an OutOfStepError.
         """
         if self.closed:
             raise TkernelsError("the context of this group has been finalized; init() a new one")
@@ -67,24 +77,58 @@ class Group:
                 "destroy_process_group()"
             )
         function, line = _caller()
-        operation, alike = self._describe() if self._describe else (function, {})
+        operation, alike = self.described() or (function, {})
+        alike = {"context": self.name} | alike
         ranks = [None] * self.size
-        try:
-            with self._watched(f"{call or operation} ({line})"):
+        with self._turn, self._watched(f"{call or operation} ({line})"):
+            if self.limit_s is not None and self._describe:
+                self._await_all(call or operation, line)
+            try:
                 dist.all_gather_object(ranks, (call or operation, line, alike, value), group=self.process_group)
-        except RuntimeError as error:  # from the backend
-            raise TkernelsError(
-                f"{call or operation} ({line}): the ranks can't meet, perhaps as one has ended or was killed: {error}"
-            ) from error
+            except RuntimeError as error:  # from the backend
+                raise TkernelsError(
+                    f"{call or operation} ({line}): the ranks can't meet, perhaps as one has ended or was killed: "
+                    f"{error}"
+                ) from error
         calls, lines, alike, values = zip(*ranks, strict=True)
         if len(set(calls)) > 1:
             raise OutOfStepError(calls, lines, values)
-        told = [name for name in alike[0] if all(name in each for each in alike)]
-        by_rank = {name: [each[name] for each in alike] for name in told}
+        by_rank = {name: [each.get(name) for each in alike] for name in alike[0]}
         differing = {name: found for name, found in by_rank.items() if any(each != found[0] for each in found)}
         if differing:
             raise MismatchError(_differences(calls[0], differing))
         return list(values)
+
+    def _await_all(self, call: str, line: str):
+        """Collective. Returns once all ranks are in this meeting; raises OutOfStepError if not all are in `limit_s`.
+
+        All ranks do the same, the late ones too: whichever comes first, the last rank or the end of a limit, is final.
+        """
+        store = _store()
+        if store is None:
+            return
+        self._number += 1
+        meeting = f"tkernels/{self.name}/meeting {self._number}"
+        keys, verdict = [f"{meeting}/{rank}" for rank in range(self.size)], f"{meeting}/verdict"
+        store.set(keys[self.rank], json.dumps([call, line]))
+        if store.check(keys):
+            store.compare_set(verdict, "", "all are here")
+        elif not _until(lambda: store.check([verdict]), self.limit_s):
+            here = [json.loads(store.get(key)) if store.check([key]) else None for key in keys]
+            late = f"no call for {self.limit_s:g} s"
+            where = [each or [late, f"last in {self._last_of(rank)}"] for rank, each in enumerate(here)]
+            store.compare_set(verdict, "", json.dumps(where))
+        found = store.get(verdict).decode()
+        if found != "all are here":
+            calls, lines = zip(*json.loads(found), strict=True)
+            raise OutOfStepError(calls, lines, (None,) * self.size)
+        for key in (*keys, verdict) if self.rank == 0 else ():  # all have been in the meeting before this one
+            store.delete_key(key.replace(meeting, f"tkernels/{self.name}/meeting {self._number - 1}"))
+
+    def _last_of(self, rank: int) -> str:
+        """The rank's last meeting, as the log shows it."""
+        store, key = _store(), self._key(rank)
+        return store.get(key).decode().partition(" ")[2] if store.check([key]) else "no call of these ranks"
 
     @contextlib.contextmanager
     def together(self, what: str, way_out: str):
@@ -139,15 +183,32 @@ class Group:
 
     @contextlib.contextmanager
     def during(self, describe):
-        """Meetings in the block belong to a call: `describe()` returns its name, and fields that all ranks have alike.
-
-        Only fields that every rank returns are compared.
-        """
+        """Meetings in the block belong to a call. `describe()`: its name, and fields that all ranks have alike."""
         before, self._describe = self._describe, describe
         try:
             yield
         finally:
             self._describe = before
+
+    def described(self) -> tuple[str, dict] | None:
+        """What `during` says of the call in progress."""
+        return self._describe() if self._describe else None
+
+    def tell(self, topic: str, text: str | None, ranks: tuple[int, ...], limit_s: float) -> list[str | None]:
+        """Tell the other ranks a text; returns what each of `ranks` tells them on the same topic, None for nothing.
+
+        Not a meeting: it waits until all of `ranks` have called it, but no longer than the limit.
+        """
+        store = _store()
+        if store is None:
+            return [text if rank == self.rank else None for rank in ranks]
+        told = dict.fromkeys(ranks)
+        with contextlib.suppress(RuntimeError):  # the process that serves it may have ended
+            store.set(f"{self._key(self.rank)}/{topic}", text or "")
+            for rank, key in ((rank, f"{self._key(rank)}/{topic}") for rank in ranks):
+                if _until(lambda key=key: store.check([key]), limit_s):
+                    told[rank] = store.get(key).decode() or None
+        return list(told.values())
 
     def barrier(self):
         """Collective. Returns once every rank has arrived (a host barrier, after the device's work so far)."""
@@ -196,17 +257,30 @@ def _store() -> dist.Store | None:
         return dist.distributed_c10d._get_default_store()
 
 
+def _until(condition, limit_s: float) -> bool:
+    """Whether the condition comes true within the limit. A store's own wait would keep other threads out of it."""
+    limit, pause = time.monotonic() + limit_s, 2e-4
+    while not condition():
+        if time.monotonic() > limit:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 1e-2)
+    return True
+
+
 def _caller() -> tuple[str, str]:
     """The library's function that uses a group, and the line of the program that called the library."""
     frame, function = sys._getframe(2), "a call of the program's own"
-    while _module(frame) == __name__:
+    while module_of(frame) == __name__:
         frame = frame.f_back
-    if _module(frame).startswith("tkernels."):
-        function = f"{_module(frame)}.{frame.f_code.co_name}"
-    while frame.f_back is not None and _module(frame).split(".")[0] in ("tkernels", "torch", "contextlib"):
-        frame = frame.f_back
-    return function, f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    if module_of(frame).startswith("tkernels."):
+        function = f"{module_of(frame)}.{frame.f_code.co_name}"
+    return function, place(frame)[1]
 
 
-def _module(frame) -> str:
-    return frame.f_globals.get("__name__", "")
+def _refuse(comes: str, inside: str):
+    raise TkernelsError(
+        f"{comes}: {inside} is meeting the other ranks over the same process group, which carries one meeting at a "
+        f"time. Make such calls from one thread, or give each thread's context a process group of its own: "
+        f"init(torch.distributed.new_group(...))"
+    )

@@ -103,8 +103,8 @@ local_plans = Plans()  # of local operations, which need no context
 def alike(tell):
     """Decorator of a function that prepares a collective call, so that ranks can compare their calls where they meet.
 
-    tell: a function of the same tensors and options that returns (operation, {field: value}). Ranks raise MismatchError
-        if a field that all of them return differs; a field that a rank omits is not compared.
+    tell: a function of the same context, tensors and options that returns (operation, {field: value}). Ranks raise
+        MismatchError if a field differs.
     """
 
     def mark(prepare):
@@ -112,11 +112,6 @@ def alike(tell):
         return prepare
 
     return mark
-
-
-def told(**options) -> dict:
-    """The options that are not None."""
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def without_grad(run):
@@ -144,6 +139,8 @@ class Launch:
     only the addresses: each call's tensors must match the first call's in everything that `describe` returns. No call's
     tensors are kept alive. On the simulated runtime, and while a launch is traced, every call goes through triton.jit.
     """
+
+    call = None  # the description of the call whose number is an argument; kept, so that an error can name it
 
     def __init__(self, kernel, num_programs: int, arguments, varying: tuple[str, ...] = (), context=None, **options):
         names = kernel.arg_names

@@ -5,10 +5,10 @@ device memory and signal with it, and the last program of the launch to finish a
 
 Why two inboxes are enough, with no barrier and no credit:
 
-1. In every call every rank signals every peer at least once, even for zero rows, and waits for at least one signal from
-   each peer.
+1. In every call every rank tells every peer that it has begun it, even for zero rows, and waits until every peer has
+   (`device.begin_call`, `device.end_call`).
 2. A rank sends the signals of call n + 1 only after its own call n has finished, since both run on one stream.
-3. So once a rank has received a signal of call n + 1 from every peer, every peer has finished call n. In call n + 2 the
+3. So once every peer has told a rank that it has begun call n + 1, every peer has finished call n. In call n + 2 the
    rank may overwrite what call n left in the peers' inboxes.
 
 Calls alternate between the two inboxes by the parity of the epoch. The argument holds for any mix of operations and
@@ -58,7 +58,9 @@ class Workspace:
         (tkernels.comm.copies).
     landed: int64 [2 * size], symmetric, zero between calls: word (phase, source) counts the chunks of this call that a
         copy engine has delivered.
-    begun: int64 [size], symmetric: for each rank, the epoch of the last call using the landing that it has begun.
+    begun: int64 [size], symmetric: for each rank, the epoch of the last call that it has begun, and in the low
+        CALL_BITS bits which call that is (tkernels.comm.calls).
+    table: the context's, with the address of `begun`.
     packets: int64 [2 * num_packets], symmetric, one half for each parity; words that carry their epoch (`put_packets`).
         The memory never holds anything but packets of older epochs or its initial zeros; every new epoch differs from
         both.
@@ -185,7 +187,7 @@ class Workspace:
     def _forget_memory(self):
         self.inbox_bytes = self.num_chunks = self.num_packets = self.num_lamport = self.landing_bytes = 0
         self.inbox = self.ready = self.packets = self.lamport = self.landing = self.begun = self.landed = None
-        self._memory = None
+        self._memory = self.table = None
 
     def _grow(self, inbox_bytes: int, num_chunks: int, num_packets: int, num_lamport: int, landing_bytes: int):
         size = self.context.size
@@ -210,6 +212,7 @@ class Workspace:
             setattr(self, name, plan.view(self._memory, name))
         self.inbox_bytes, self.num_chunks, self.landing_bytes = inbox_bytes, num_chunks, landing_bytes
         self.num_packets, self.num_lamport = num_packets, num_lamport
+        self.table = self.context.make_table(self.begun)
         if not self.context.capturing:
             for words in (self.ready, self.landed, self.begun, self.packets, self.lamport):
                 words.zero_()

@@ -267,14 +267,14 @@ def test_no_all_reduce_needs_more_packets_than_there_is_room_for():
     asked = []
     workspace = SimpleNamespace(num_chunks=64)
     workspace.reserve = lambda *_, num_lamport=0, **__: asked.append(num_lamport) or workspace
-    for name in ("lamport", "inbox", "ready", "state", "counters", "gates", "copied", "landed", "begun"):
+    for name in ("lamport", "inbox", "ready", "state", "counters", "gates", "copied", "landed", "table"):
         setattr(workspace, name, torch.empty(1))
     workspace.num_lamport = workspace.inbox_bytes = 0
     for size, dtypes in itertools.product((2, 3, 4, 8), ((torch.bfloat16,) * 2, (torch.bfloat16, torch.float32))):
         ctx = SimpleNamespace(
             size=size, rank=0, device=torch.device("meta"), transport_id=TRANSPORTS["peer"], num_programs=132,
             lamport_bytes=LAMPORT_BYTES, constant=lambda *_: None, workspace=lambda: workspace,
-            bind=lambda *_, **__: None, table=None,
+            bind_call=lambda *_, **__: None,
         )  # fmt: skip
         asked.clear()
         for kilobytes in range(16, 4 << 10, 16):

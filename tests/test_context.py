@@ -1,13 +1,18 @@
 """Contexts: made and given back any number of times, over any group of ranks; and waits that end with a reason."""
 
+import concurrent.futures
+import contextlib
+import functools
 import gc
 import json
 import mmap
 import os
 import pickle
+import re
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import weakref
 from unittest import mock
@@ -43,6 +48,7 @@ from tkernels.comm import (
 )
 from tkernels.comm import group as meetings
 from tkernels.comm.collectives import all_reduce
+from tkernels.comm.plans import alike
 from tkernels.testing.compare import integers
 
 
@@ -250,6 +256,112 @@ def test_a_first_call_that_differs_between_ranks_is_named_where_they_meet_anyway
             (tkernels.reduce_scatter, tkernels.all_reduce)[ctx.rank](torch.zeros(1 << 20, device=ctx.device), ctx=own)
 
 
+def mismatches():
+    """{what differs: (the call of this rank on a context that is in use, what every rank is told)}"""
+
+    def ones(ctx, *shape, dtype=torch.float32):
+        return torch.ones(shape, dtype=dtype, device=ctx.device)
+
+    def reduce(own, size, dtype=torch.float32, **config):
+        return all_reduce(own, ones(own, size, dtype=dtype), config=collectives.CollectiveConfig(**config))
+
+    def product(own, bias=False, activation=None, path="fused"):
+        x, w = ones(own, 8, 8), ones(own, 5, 8)
+        tkernels.matmul_all_reduce(x, w, ones(own, 5) if bias else None, activation, path=path, ctx=own)
+
+    def skip(own):
+        if own.rank == 0:
+            reduce(own, 64)
+        tkernels.barrier(ctx=own)
+
+    no_packets = collectives.CollectiveConfig(packet_bytes=0)
+    chunks = dict(lamport_bytes=0)
+    copies = dict(copy_bytes=0)
+    activation = "matmul_all_reduce: the ranks' calls differ, in activation: relu on rank 0, gelu on rank 1"
+    rows = r"the ranks' calls differ, in rows: \(4, 4\) on rank 0, \(6, 6\) on rank 1; all must pass the same"
+    return {
+        "operation": (lambda own: (tkernels.all_reduce, tkernels.reduce_scatter)[own.rank](ones(own, 64), ctx=own),
+                      r"rank 0 is in all_reduce\(.*; rank 1 is in reduce_scatter\(.*; all must make the same calls"),
+        "operation by packets or not": (
+            lambda own: reduce(own, 64) if own.rank else collectives.all_gather(own, ones(own, 64), config=no_packets),
+            r"rank 0 is in all_gather\(.*; rank 1 is in all_reduce\("),
+        "barrier": (lambda own: tkernels.barrier(ctx=own) if own.rank else tkernels.all_gather(ones(own, 64), ctx=own),
+                    r"rank 0 is in all_gather\(.*; rank 1 is in barrier\("),
+        "skipped": (skip, r"rank 0 is in all_reduce\(.*; rank 1 is in barrier\("),
+        "dtype": (lambda own: reduce(own, 64, (torch.float32, torch.bfloat16)[own.rank]),
+                  r"all_reduce: .* dtype: torch.float32 on rank 0, torch.bfloat16 on rank 1; "),
+        "shape": (lambda own: reduce(own, (40, 48)[own.rank]), r"all_reduce: .* in shape: \(40,\) on rank 0, \(48,\)"),
+        "shape, in chunks": (lambda own: reduce(own, (40, 1000)[own.rank], **chunks), r"in shape: \(40,\) on rank 0, "),
+        "shape, by the copy engine": (lambda own: reduce(own, (40, 48)[own.rank], **copies), r"in shape: \(40,\) on"),
+        "way of sending": (lambda own: reduce(own, 64, **(chunks, copies)[own.rank]),
+                           r"in config: CollectiveConfig\(lamport_bytes=0\) on rank 0, CollectiveConfig\(copy_b"),
+        "rows": (lambda own: tkernels.all_gather(ones(own, (4, 6)[own.rank], 8), ctx=own), rows),
+        "rows of a product": (
+            lambda own: tkernels.all_gather_matmul(ones(own, (4, 6)[own.rank], 8), ones(own, 5, 8), ctx=own), rows),
+        "bias": (lambda own: product(own, bias=own.rank == 0), r"in bias: True on rank 0, False on rank 1"),
+        "activation": (lambda own: product(own, activation=("relu", "gelu")[own.rank]), activation),
+        "activation of a plain product": (
+            lambda own: product(own, activation=("relu", "gelu")[own.rank], path="plain"), activation),
+    }  # fmt: skip
+
+
+@pytest.mark.ranks(2)
+@every_transport
+def test_mismatch_error_names_calls_of_a_warm_context_that_differ_on_every_rank(ctx, transport):
+    for what, (call, message) in mismatches().items():
+        if ctx.transport == "nvshmem" and "copy" in what:
+            continue  # whose kernels don't use the copy engine
+        context = tkernels.init(transport=transport, heap_bytes=64 << 20, timeout_s=30.0)
+        ways = [{}, {"lamport_bytes": 0}, {"copy_bytes": 0}]
+        for options in ways[: 3 if re.search("copy|sending", what) else 2]:  # makes room for what comes
+            all_reduce(context, torch.ones(1000, device=ctx.device), config=collectives.CollectiveConfig(**options))
+        context.check()
+        with pytest.raises(MismatchError, match=message) as caught:
+            call(context)
+            context.check()
+            pytest.fail(f"{what}: nobody noticed")
+        assert "finalize() it and init() a new one" in message_on_every_rank(ctx, caught.value), what
+        with pytest.raises(MismatchError, match=message):
+            tkernels.barrier(ctx=context)  # the context is of no more use
+        context.finalize()
+    with tkernels.init(heap_bytes=8 << 20) as fresh:
+        check_gather(fresh)
+
+
+@pytest.mark.ranks(2)
+def test_barrier_that_a_rank_skips_names_the_epochs_of_the_wait(ctx):
+    with tkernels.init(heap_bytes=8 << 20, timeout_s=1.0, default=False) as context:
+        check_gather(context)
+        context.check()
+        if ctx.rank == 0:
+            with pytest.raises(WaitTimeoutError, match="barrier: rank 0 waited .* rank 1") as caught:
+                tkernels.barrier(ctx=context)
+                context.check()
+            assert (caught.value.expected, caught.value.seen) == (2, 1)
+        ctx.group.barrier()
+        with pytest.raises(WaitTimeoutError):
+            context.check()
+
+
+@pytest.mark.ranks(2)
+def test_init_compare_calls_ends_with_the_limit_and_names_the_rank_that_is_missing(ctx):
+    context = tkernels.init(heap_bytes=32 << 20, timeout_s=0.5, compare_calls=True)
+    x = torch.ones(2 << 20, device=ctx.device)
+    for size in (64, len(x)):  # the larger one meets for memory before it compares
+        tkernels.all_gather(x[:8], ctx=context)
+        if ctx.rank == 1:
+            ctx.group.barrier()  # behind the end of rank 0's wait
+        missing = r"rank 0 is in all_reduce \(.*; rank 1 is in no call for 0.5 s"
+        with pytest.raises(OutOfStepError, match=missing) as caught:
+            tkernels.all_reduce(x[:size], ctx=context)
+        if ctx.rank == 0:
+            ctx.group.barrier()
+        message = message_on_every_rank(ctx, caught.value)
+        assert re.search(rf"for 0.5 s \(last in a.* \({re.escape(__file__)}:\d+\)\)", message)
+    assert tkernels.all_reduce(x[:8], ctx=context).tolist() == [2.0] * 8
+    context.finalize()
+
+
 @pytest.mark.quick
 @pytest.mark.ranks(2)
 def test_options_that_differ_between_ranks_are_refused_on_every_rank(ctx):
@@ -298,7 +410,7 @@ def test_options_that_make_no_sense_are_refused_by_name(ctx, monkeypatch):
 @pytest.mark.ranks(2)
 def test_init_raises_on_every_rank_where_the_memory_of_one_fails(ctx, monkeypatch):
     before = resources()
-    failing = [(Context, "_make_table", "rank 1: RuntimeError: out of memory. Is the device's memory full?")]
+    failing = [(Context, "make_table", "rank 1: RuntimeError: out of memory. Is the device's memory full?")]
     if ctx.runtime == "simulated":
         calls = (os, "memfd_create"), (os, "ftruncate"), (mmap, "mmap")
         failing += [(*call, "rank 1: .*out of memory. .*smaller heap_bytes") for call in calls]
@@ -736,3 +848,93 @@ def test_gpus_that_auto_leaves_out_are_told_of_once_with_the_reason(asked, sees_
     for category, filename, message in told:
         assert (category, filename) == ("UserWarning", "<string>")  # where init was called
         assert "the GPUs are left out: nvshmem4py is not installed (pip install" in message
+
+
+# Threads
+
+
+@alike(lambda ctx, hold: ("held", {}))
+def plan_held(ctx, hold):
+    return hold
+
+
+def in_a_thread(name, function):
+    """A started thread whose `join` returns what `function` returned, or raises what it raised."""
+    executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=name)
+    future = executor.submit(function)
+    executor.shutdown(wait=False)
+    return future
+
+
+@pytest.mark.ranks(2)
+def test_all_reduce_in_two_threads_at_once_is_refused_by_name_on_every_rank(ctx):
+    context, x = tkernels.init(heap_bytes=8 << 20, timeout_s=30.0), torch.ones(8, device=ctx.device)
+    tkernels.all_reduce(x, ctx=context)
+    context.check()
+    ctx.group.barrier()
+    if ctx.rank == 0:
+        inside, release = threading.Event(), threading.Event()
+        holder = in_a_thread("holder", lambda: context.call(plan_held, (), lambda: inside.set() or release.wait()))
+        assert inside.wait(60)
+        message = r"'MainThread' in all_reduce \(.*test_context.py:\d+\): thread 'holder_0' in call \(.*new_group"
+        with pytest.raises(TkernelsError, match=message):
+            tkernels.all_reduce(x, ctx=context)
+        release.set()
+        assert holder.result(60)
+        with pytest.raises(TkernelsError, match=message):  # whichever call is next: a peer may have made both
+            tkernels.barrier(ctx=context)
+    else:
+        with pytest.raises(TkernelsError, match="two threads of rank 0 made calls of one context that overlapped"):
+            tkernels.all_reduce(x, ctx=context)
+            context.check()
+    context.finalize()
+    with tkernels.init(heap_bytes=8 << 20) as fresh:
+        check_gather(fresh)
+
+
+@pytest.mark.ranks(2)
+def test_all_reduce_in_threads_that_take_turns_works_and_so_does_backward_in_another_thread(ctx):
+    x = torch.ones(8, device=ctx.device, requires_grad=True)
+    gathered = in_a_thread("other", lambda: tkernels.all_gather(x, ctx=ctx)).result(60)
+    assert gathered.tolist() == [1.0] * 16
+    in_a_thread("backward", lambda: gathered.sum().backward()).result(60)
+    assert x.grad.tolist() == [2.0] * 8
+    ctx.check()
+
+
+@pytest.mark.ranks(2)
+def test_init_twice_over_one_group_lets_one_thread_meet_at_a_time_and_a_group_for_each_works(ctx, monkeypatch):
+    with contextlib.ExitStack() as stack:
+        first, second = (stack.enter_context(tkernels.init(heap_bytes=16 << 20)) for _ in range(2))
+        if ctx.rank == 0:
+            inside, release, gather = threading.Event(), threading.Event(), dist.all_gather_object
+
+            def hold(*arguments, **options):
+                inside.set()
+                assert release.wait(60)
+                return gather(*arguments, **options)
+
+            monkeypatch.setattr(dist, "all_gather_object", hold)
+            holder = in_a_thread("holder", lambda: first.empty(4))
+            assert inside.wait(60)
+            with pytest.raises(TkernelsError, match="'MainThread' in empty .*'holder_0' in empty .* group of its own"):
+                second.empty(4)
+            release.set()
+            holder.result(60)
+            monkeypatch.undo()
+        else:
+            first.empty(4)
+        check_gather(second)
+    if ctx.runtime != "simulated":
+        return  # on one stream of a GPU, a kernel that waits for a peer would hold up the other thread's
+    with contextlib.ExitStack() as stack:
+        groups = [dist.new_group([0, 1]) for _ in range(2)]
+        contexts = [stack.enter_context(tkernels.init(group, heap_bytes=32 << 20)) for group in groups]
+
+        def work(number):
+            for size in (8, 3 << 18, 40):  # the second takes more memory, for which ranks meet
+                x = torch.full((size,), float(number + ctx.rank), device=ctx.device)
+                assert tkernels.all_reduce(x, ctx=contexts[number]).eq(2 * number + 1).all()
+
+        for thread in [in_a_thread("each", functools.partial(work, number)) for number in range(2)]:
+            thread.result(120)

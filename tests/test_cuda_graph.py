@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transports import by_copies, every_path, every_transport, gpu_only, interleaved, over
 
 import tkernels
-from tkernels.comm import TkernelsError, collectives
+from tkernels.comm import MismatchError, TkernelsError, collectives
 from tkernels.demo.model import ModelConfig, Transformer, shard
 from tkernels.layers.functions import all_reduce_sequence_parallel_grads
 from tkernels.testing.compare import integers
@@ -316,3 +316,20 @@ def replay_training(ctx):
     assert wrong.item() == 0
     ctx.check()
     ctx.group.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_all_reduce_replayed_on_one_rank_against_another_call_is_named_on_every_rank(ctx):
+    with tkernels.init(ctx.group.process_group, heap_bytes=64 << 20) as context:
+        x = torch.ones(64, device=ctx.device)
+        tkernels.all_reduce(x, ctx=context)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            total = tkernels.all_reduce(x, ctx=context)
+        for _ in range(3):
+            graph.replay()
+        context.check()
+        assert total.tolist() == [2.0] * 64
+        with pytest.raises(MismatchError, match=r"in shape: \(64,\) on rank 0, \(48,\) on rank 1"):
+            graph.replay() if ctx.rank == 0 else tkernels.all_reduce(x[:48], ctx=context)
+            context.check()

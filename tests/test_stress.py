@@ -59,11 +59,13 @@ HELD_UP = {
     "signal_all": "        fence(TRANSPORT)",
     "put_tile": "    dst = peer(dst, rank, table, ALIGN)",
     "tell": "    tl.atomic_xchg(peer(signal_word, rank, table)",
+    "tell_all": "        peers = tl.arange(0, triton.next_power_of_2(SIZE))",
     "put_packets": "    at = tl.arange(0, words.shape[0])",
 }
 
 NO_WAIT = """def wait_signal(
-    signal_word, epoch, table, source, chunk, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr
+    signal_word, epoch, table, source, chunk, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, other=None, value=None,
+    SHIFT: tl.constexpr = 0,
 ):
     tl.debug_barrier()
 """

@@ -9,8 +9,7 @@ peers' rows, in the order in which they arrive. A tile waits for its chunks once
 at all once everything has arrived. tkernels.overlap decides which program computes which tile, and which are split.
 
 The inbox is one of two that alternate by the epoch's parity (tkernels.comm.workspace explains why two are enough), or
-the landing, which the copy engine writes into (tkernels.comm.copies). Every rank sends at least one signal to each
-peer, and one program waits for each peer even if that peer has no rows.
+the landing, which the copy engine writes into (tkernels.comm.copies).
 """
 
 import functools
@@ -22,9 +21,9 @@ import triton.language as tl
 from tkernels.comm.collectives import check_rows
 from tkernels.comm.context import Context
 from tkernels.comm.copies import Copies, Send, await_copies, begin_landing, end_launch
-from tkernels.comm.device import begin_epoch, copy, count, operation, publish, put_signal, wait_signal
+from tkernels.comm.device import begin_call, copy, count, operation, publish, put_signal, wait_signal
 from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark
-from tkernels.comm.plans import Launch, alike, told
+from tkernels.comm.plans import Launch, alike
 from tkernels.configs import OverlapConfig, overlap_config, travel_of, with_room_for
 from tkernels.gemm import (
     ACTIVATIONS,
@@ -132,7 +131,7 @@ def row_of_tiles(
 # Row counts and schedules may change from call to call, and ranks differ: do not compile a kernel for each value.
 @triton.jit(do_not_specialize=[
     "parity_rows", "tiles_m", "head", "dealt", "whole", "splits", "num_counters", "max_chunks", "rank",
-    "first_row", "rows", "num_comm", "chunks", "chunk_rows", "sent_rows",
+    "first_row", "rows", "num_comm", "chunks", "chunk_rows", "sent_rows", "call",
 ])
 def all_gather_matmul_kernel(
     x, x_memory,  # [M/R, K]; its pointer, to contiguous rows
@@ -141,8 +140,9 @@ def all_gather_matmul_kernel(
     bias, y, y_stride_m,  # [N/R]; [M, N/R]
     sums,  # [.., BLOCK_N], fp32: partial sums of the tiles that are split along K
     schedule, tiles_m, head, dealt, whole, splits,
-    counters, num_counters, ready, max_chunks, state, table, rank, gate, copied, landed, begun,
+    counters, num_counters, ready, max_chunks, state, table, rank, gate, copied, landed,
     first_row, rows, N, K, num_comm, chunks, chunk_rows, sent_rows,  # first_row, rows: of this rank
+    call,  # see begin_call
     SIZE: tl.constexpr, EVEN: tl.constexpr,  # EVEN: see `are_even`
     LANDING: tl.constexpr, COPIES: tl.constexpr, PARTS: tl.constexpr,  # PARTS: some tiles are split
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
@@ -152,10 +152,10 @@ def all_gather_matmul_kernel(
     TRACE: tl.constexpr = False,
 ):
     pid = tl.program_id(0)
-    epoch = begin_epoch(state)
+    epoch = begin_call(state, call, table, rank, SIZE, TRANSPORT)
     parity_row = (epoch % 2).to(tl.int32) * parity_rows
     if LANDING:
-        begin_landing(pid, num_comm, gate, begun, epoch, table, rank, SIZE, COPIES, OPERATION, TRANSPORT)
+        begin_landing(pid, num_comm, gate, epoch, table, rank, SIZE, COPIES, OPERATION, TRANSPORT)
     else:
         landed = None
     if not COPIES:  # a compile-time branch; with COPIES num_comm is 0
@@ -170,12 +170,6 @@ def all_gather_matmul_kernel(
                     tl.maximum(tl.minimum(rows - row, chunk_rows), 0) * K,
                     ready + rank * max_chunks + chunk, epoch, target, table, TRANSPORT, PUT_BLOCK, ALIGN,
                 )
-            if not LANDING:  # otherwise begin_landing has waited for every peer
-                if pid == 0:
-                    for step in range(1, SIZE):
-                        source = (rank + step) % SIZE
-                        mark(WAIT, 0, source, table, TRANSPORT, TRACE)
-                        wait_signal(ready + source * max_chunks, epoch, table, source, 0, OPERATION, TRANSPORT)
 
     tiles_n = tl.cdiv(N, BLOCK_N)
     items = whole + (tiles_m * tiles_n - whole) * splits
@@ -253,7 +247,9 @@ def all_gather_matmul_kernel(
     if COPIES:
         await_copies(pid, copied, table, rank, OPERATION, TRANSPORT, TRACE)
     end_marks(table, TRANSPORT, TRACE)
-    end_launch(state, epoch, counters, num_counters, copied, landed, SIZE, COPIES)
+    end_launch(
+        state, epoch, call, counters, num_counters, copied, landed, table, rank, SIZE, COPIES, OPERATION, TRANSPORT
+    )
 # fmt: on
 
 
@@ -292,13 +288,13 @@ def all_gather_matmul(
     tensors = x_shard_m, w, bias, out, gathered
     wanted = gathered is not None or return_gathered
     options = activation, wanted, rows, out_dtype, config, path, precision(x_shard_m.dtype)
-    return ctx.plan(plan, tensors, *options)(*tensors)
+    return ctx.call(plan, tensors, *options)
 
 
-def _alike(x, w, bias, out, gathered, activation, return_gathered, rows, out_dtype, config, path, precision):
+def _alike(ctx, x, w, bias, out, gathered, activation, return_gathered, rows, out_dtype, config, path, precision):
     travel = config and travel_of(config)
-    same = {"dtype": x.dtype, "K": x.shape[1], "path": path, "chunk_rows and landing": travel} | told(rows=rows)
-    return "all_gather_matmul", same
+    same = {"dtype": x.dtype, "K": x.shape[1], "path": path, "chunk_rows and landing": travel}
+    return "all_gather_matmul", same | {"rows": tuple(map(int, rows or (x.shape[0],) * ctx.size))}
 
 
 @alike(_alike)
@@ -385,7 +381,7 @@ def plan(
     s_operand = sums_of(tiles - waves.whole, waves.splits, gemm)
     first_row = sum(rows[: ctx.rank])
     aligned = row_bytes % 16 == 0 and x.data_ptr() % 16 == 0
-    launch = ctx.bind(
+    launch = ctx.bind_call(
         all_gather_matmul_kernel, num_programs,
         x_operand.argument, x,
         g_operand.argument, inbox, parity_rows,
@@ -394,7 +390,7 @@ def plan(
         s_operand.argument,
         schedule, tiles_m, *waves,
         workspace.counters, TILE_COUNTS.value, workspace.ready, workspace.num_chunks, workspace.state,
-        ctx.table, ctx.rank, gate, workspace.copied, workspace.landed, workspace.begun,
+        workspace.table, ctx.rank, gate, workspace.copied, workspace.landed,
         first_row, rows[ctx.rank], N, K, config.num_comm, chunks, config.chunk_rows, config.sent_rows,
         SIZE=ctx.size, EVEN=are_even(rows, config),
         LANDING=config.landing, COPIES=config.copied, PARTS=waves.splits > 1,

@@ -38,7 +38,7 @@ def matmul_all_reduce(
     """
     tensors = x_shard_k, w_shard_k, bias, None
     options = OP.value, activation, None, out_dtype, wire_dtype, config, path, True, precision(x_shard_k.dtype)
-    return ctx.plan(plan, tensors, *options)(*tensors)
+    return ctx.call(plan, tensors, *options)
 
 
 def matmul_all_reduce_reference(group, x_shard_k, w_shard_k, bias=None, activation=None) -> torch.Tensor:

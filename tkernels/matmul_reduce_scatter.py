@@ -28,7 +28,7 @@ from tkernels.comm.collectives import check_rows, receive_parts, split_rows
 from tkernels.comm.context import Context
 from tkernels.comm.copies import Copies, Send, await_copies, await_peers, begin_landing, end_launch
 from tkernels.comm.device import (
-    begin_epoch,
+    begin_call,
     completes,
     count,
     count_up_to,
@@ -45,7 +45,7 @@ from tkernels.comm.device import (
     wait_signal,
 )
 from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark
-from tkernels.comm.plans import alike, told
+from tkernels.comm.plans import alike
 from tkernels.configs import OverlapConfig, overlap_config, travel_of, with_room_for
 from tkernels.gemm import (
     ACTIVATIONS,
@@ -149,7 +149,7 @@ def peers_tile_first(index, tiles_m, peer_tiles_m, tiles_n, GROUP_M: tl.constexp
 @triton.jit
 def send_tile(
     index, schedule, tiles_m, peer_tiles_m, outbox, y, inbox, N, own_end, M, parity_row, part_stride,
-    counters, ready, max_chunks, chunk_rows, heard, begun, epoch, table, rank,
+    counters, ready, max_chunks, chunk_rows, heard, epoch, table, rank,
     SIZE: tl.constexpr, GATHER: tl.constexpr, LANDING: tl.constexpr, BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr, OWN_GROUP_M: tl.constexpr,
     OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, ALIGN: tl.constexpr, PUT_ROWS: tl.constexpr, TRACE: tl.constexpr,
@@ -162,7 +162,7 @@ def send_tile(
     if LANDING:
         if not heard:
             mark(WAIT, 0, rank, table, TRANSPORT, TRACE)
-            await_peers(begun, epoch, table, rank, SIZE, OPERATION, TRANSPORT)
+            await_peers(epoch, table, rank, SIZE, OPERATION, TRANSPORT)
     tile_m, tile_n = peers_tile_first(index, tiles_m, peer_tiles_m, tl.cdiv(N, BLOCK_N), GROUP_M, OWN_GROUP_M)
     tile = schedule + tile_m * TILE_FIELDS
     column = tile_n * BLOCK_N
@@ -213,7 +213,7 @@ def send_tile(
 @triton.jit(do_not_specialize=[
     "parity_rows", "part_stride", "tiles_m", "peer_tiles_m", "head", "dealt", "whole", "splits",
     "num_sends", "num_counters", "max_chunks", "rank", "M", "own_first", "own_end", "num_comm", "own_chunks",
-    "chunk_rows", "sent_rows", "piece_rows",
+    "chunk_rows", "sent_rows", "piece_rows", "call",
 ])
 def matmul_reduce_kernel(
     x, x_stride_m, x_stride_k,  # [M, K/R]
@@ -226,10 +226,10 @@ def matmul_reduce_kernel(
     head, dealt, whole, splits,
     sends, num_sends,  # [num_sends, SEND_FIELDS]
     starts,  # [R + 1]: first element of each part
-    counters, num_counters, ready, max_chunks, state, table, rank, gate, copied, landed, begun,
+    counters, num_counters, ready, max_chunks, state, table, rank, gate, copied, landed,
     M, N, K, own_first, own_end,  # this rank's rows are own_first .. own_end of the M rows
     num_comm, own_chunks, chunk_rows,  # own_chunks: chunks of this rank's rows
-    sent_rows, piece_rows,  # rows sent at a time; piece_rows: see receive_parts
+    sent_rows, piece_rows, call,  # rows sent at a time; see receive_parts; see begin_call
     SIZE: tl.constexpr, GATHER: tl.constexpr, LANDING: tl.constexpr, COPIES: tl.constexpr, INTERLEAVED: tl.constexpr,
     PARTS: tl.constexpr,  # some tiles are split
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
@@ -241,13 +241,13 @@ def matmul_reduce_kernel(
     PUT_BLOCK: tl.constexpr, PUT_ROWS: tl.constexpr, TRACE: tl.constexpr = False,
 ):
     pid = tl.program_id(0)
-    epoch = begin_epoch(state)
+    epoch = begin_call(state, call, table, rank, SIZE, TRANSPORT)
     parity_row = (epoch % 2).to(tl.int32) * parity_rows
     tiles_n = tl.cdiv(N, BLOCK_N)
     tile_counts = counters + TILE_COUNTS
 
     if LANDING:
-        begin_landing(pid, num_comm, gate, begun, epoch, table, rank, SIZE, COPIES, OPERATION, TRANSPORT)
+        begin_landing(pid, num_comm, gate, epoch, table, rank, SIZE, COPIES, OPERATION, TRANSPORT)
     else:
         landed = None
     if INTERLEAVED:
@@ -318,7 +318,7 @@ def matmul_reduce_kernel(
                     signalled = send_tile(
                         unsent, schedule, tiles_m, peer_tiles_m, outbox_memory, y_memory, inbox,
                         N, own_end, M, parity_row, part_stride, tile_counts, ready, max_chunks, chunk_rows,
-                        heard, begun, epoch, table, rank,
+                        heard, epoch, table, rank,
                         SIZE, GATHER, LANDING, BLOCK_N, GROUP_M, OWN_GROUP_M,
                         OPERATION, TRANSPORT, ALIGN, PUT_ROWS, TRACE,
                     )
@@ -391,12 +391,12 @@ def matmul_reduce_kernel(
             send_tile(
                 unsent, schedule, tiles_m, peer_tiles_m, outbox_memory, y_memory, inbox,
                 N, own_end, M, parity_row, part_stride, tile_counts, ready, max_chunks, chunk_rows,
-                heard, begun, epoch, table, rank,
+                heard, epoch, table, rank,
                 SIZE, GATHER, LANDING, BLOCK_N, GROUP_M, OWN_GROUP_M,
                 OPERATION, TRANSPORT, ALIGN, PUT_ROWS, TRACE,
             )
 
-    if pid == 0:  # even a rank without rows of its own waits for a signal from every peer
+    if pid == 0:  # even on a rank without rows of its own: its peers' counts in `landed` must not come after this call
         for step in range(1, SIZE):
             source = (rank + step) % SIZE
             mark(WAIT, 0, source, table, TRANSPORT, TRACE)
@@ -436,7 +436,9 @@ def matmul_reduce_kernel(
     if COPIES:
         await_copies(pid, copied, table, rank, OPERATION, TRANSPORT, TRACE)
     end_marks(table, TRANSPORT, TRACE)
-    end_launch(state, epoch, counters, num_counters, copied, landed, SIZE, COPIES)
+    end_launch(
+        state, epoch, call, counters, num_counters, copied, landed, table, rank, SIZE, COPIES, OPERATION, TRANSPORT
+    )
 # fmt: on
 
 
@@ -469,14 +471,15 @@ def matmul_reduce_scatter(
     rows = None if rows is None else tuple(rows)
     tensors = x_shard_k, w_shard_k, bias, out
     options = OP.value, activation, rows, out_dtype, wire_dtype, config, path, False, precision(x_shard_k.dtype)
-    return ctx.plan(plan, tensors, *options)(*tensors)
+    return ctx.call(plan, tensors, *options)
 
 
-def _alike(x, w, bias, out, op, activation, rows, out_dtype, wire_dtype, config, path, gather, precision):
+def _alike(ctx, x, w, bias, out, op, activation, rows, out_dtype, wire_dtype, config, path, gather, precision):
     same = {"dtype": x.dtype, "M": x.shape[0], "N": w.shape[0], "bias": bias is not None, "activation": activation}
     same |= {"out_dtype": out_dtype or x.dtype, "wire_dtype": wire_dtype or x.dtype}
     travel = config and travel_of(config)
-    return operation_name(op), same | {"path": path, "chunk_rows and landing": travel} | told(rows=rows)
+    same |= {"path": path, "chunk_rows and landing": travel}
+    return operation_name(op), same | {"rows": tuple(map(int, rows or split_rows(x.shape[0], ctx.size)))}
 
 
 @alike(_alike)
@@ -573,7 +576,7 @@ def plan(
     p_operand = Operand.of(inbox, *box, gemm.use_tma and N > 1)
     # Wider elements take no more bytes a step, and so no more registers, than elements of the operands' dtype.
     put_block = config.copy_block(aligned, ctx.size) * x.element_size() // max(x.element_size(), *travels)
-    launch = ctx.bind(
+    launch = ctx.bind_call(
         matmul_reduce_kernel, num_programs,
         x_operand.argument, x_operand.row_stride, x_operand.column_stride,
         w_operand.argument, w_operand.row_stride, w_operand.column_stride,
@@ -583,8 +586,8 @@ def plan(
         s_operand.argument,
         schedule, tiles_m, peer_tiles_m, *waves,
         sends, sends.numel() // SEND_FIELDS.value, starts,
-        workspace.counters, num_counters, workspace.ready, workspace.num_chunks, workspace.state, ctx.table, ctx.rank,
-        gate, workspace.copied, workspace.landed, workspace.begun,
+        workspace.counters, num_counters, workspace.ready, workspace.num_chunks, workspace.state, workspace.table,
+        ctx.rank, gate, workspace.copied, workspace.landed,
         M, N, K, first_rows[ctx.rank], first_rows[ctx.rank + 1],
         config.num_comm, num_chunks(rows[ctx.rank], config), config.chunk_rows,
         config.sent_rows, math.gcd(config.chunk_rows, PIECE_ROWS),

@@ -314,7 +314,7 @@ class Matmul:
         if torch.is_grad_enabled():
             _refuse_gradients(a, b, c, *self._inputs.values())
         stream = self._stream if stream is None else stream
-        with _HERE if stream is None else _on(self.ctx, stream):
+        with self.ctx.turn, _HERE if stream is None else _on(self.ctx, stream):
             result = self._plan.run(self.ctx, *self._views, c, self._alpha, self._beta, self._inputs)
             return take_back(self._home, result, self._own_c if self._plan.inplace else None)
 
@@ -478,10 +478,11 @@ def matmul(
         (a, b, c), own = operands.values(), c
         if torch.is_grad_enabled():
             _refuse_gradients(a, b, c, *inputs.values())
-        if call.single is not None and scalars == (1.0, 0.0):
-            result = call.single(*call.plan.views(a, b), bias_of(inputs))
-        else:
-            result = call.plan.run(ctx, *call.plan.views(a, b), c, *scalars, inputs)
+        with ctx.turn:
+            if call.single is not None and scalars == (1.0, 0.0):
+                result = call.single(*call.plan.views(a, b), bias_of(inputs))
+            else:
+                result = call.plan.run(ctx, *call.plan.views(a, b), c, *scalars, inputs)
         return result if home is None else take_back(home, result, own if call.plan.inplace else None)
 
 

@@ -335,7 +335,8 @@ class CommOverlapCore:
         """
         tensors = x_shard_m, w, bias, out, gathered if isinstance(gathered, torch.Tensor) else None
         options = tensors[-1] is not None or gathered, rows if rows is None else tuple(rows), out_dtype
-        return self.plan(CommOverlapCore.plan_all_gather_matmul, tensors, *options)(*tensors)
+        with self.context.turn:
+            return self.plan(CommOverlapCore.plan_all_gather_matmul, tensors, *options)(*tensors)
 
     def plan_all_gather_matmul(self, x, w, bias, out, gathered, return_gathered: bool | str, rows, out_dtype):
         """Plan `all_gather_matmul` for tensors like these; returns a function of them."""
@@ -353,7 +354,8 @@ class CommOverlapCore:
         beside: the call is made inside a `self.beside` block, so the kernel leaves SMs free for the collective.
         """
         tensors, options = (x, w, bias, out), (rows if rows is None else tuple(rows), out_dtype, beside)
-        return self.plan(CommOverlapCore.plan_matmul_reduce_scatter, tensors, *options)(*tensors)
+        with self.context.turn:
+            return self.plan(CommOverlapCore.plan_matmul_reduce_scatter, tensors, *options)(*tensors)
 
     def plan_matmul_reduce_scatter(self, x, w, bias, out, rows, out_dtype, beside: bool = False):
         """Plan `matmul_reduce_scatter` for tensors like these; returns a function of them."""

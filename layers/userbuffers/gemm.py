@@ -4,6 +4,7 @@ The options of a call and the shapes, strides and dtypes of its tensors determin
 makes the plan once; later calls like it look the plan up and run it on their own tensors.
 """
 
+import contextlib
 import math
 from collections.abc import Iterable
 
@@ -111,20 +112,21 @@ def general_gemm(
         raise ValueError(f"general_gemm: beta={beta} scales what is accumulated to; pass accumulate=True as well")
     rows = None if rows is None else tuple(rows)
     options = out_dtype, gelu, alpha == 1.0, accumulate, layout, grad, ub_type, bulk_overlap, rows
-    try:
-        if ub is None:
-            # The key holds no shapes: the plan doesn't depend on them, and torch checks them in each call.
-            into, given = out is None or (out.dtype, out.is_contiguous()), (bias is None, gelu_in is None)
-            key = _plan, B.dtype, into, given, extra_output is None, options
-            plan = local_plans.find(key, lambda: _plan(None, *tensors, *options))
-        else:
-            # Also the buffer state that matters, and ub_type's type: 1 equals CommOverlapType.AG, but must be refused.
-            state = ub._active if bulk_overlap else ub.holds(B)
-            plan = ub.plan(_plan, tensors, *options, state, type(ub_type))
-    except TypeError:
-        _check(*options[:2], *options[3:6], bulk_overlap, out)  # what can't be part of a key
-        raise
-    return plan(ub, *tensors, alpha, beta)
+    with contextlib.nullcontext() if ub is None else ub.context.turn:
+        try:
+            if ub is None:
+                # The key holds no shapes: the plan doesn't depend on them, and torch checks them in each call.
+                into, given = out is None or (out.dtype, out.is_contiguous()), (bias is None, gelu_in is None)
+                key = _plan, B.dtype, into, given, extra_output is None, options
+                plan = local_plans.find(key, lambda: _plan(None, *tensors, *options))
+            else:
+                # Also the buffer state that matters, and ub_type's type: 1 equals CommOverlapType.AG, but is refused.
+                state = ub._active if bulk_overlap else ub.holds(B)
+                plan = ub.plan(_plan, tensors, *options, state, type(ub_type))
+        except TypeError:
+            _check(*options[:2], *options[3:6], bulk_overlap, out)  # what can't be part of a key
+            raise
+        return plan(ub, *tensors, alpha, beta)
 
 
 def _plan(

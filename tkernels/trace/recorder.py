@@ -79,7 +79,7 @@ class Recorder:
             raise TkernelsError("a CUDA graph is being captured, whose replays a trace can't record; trace eager calls")
         buffer = torch.empty(num_programs, 1 + MARK.value * self.marks, dtype=torch.int64, device=ctx.device)
         buffer[:, 0] = 0
-        table = ctx.table.clone()
+        table = arguments["table"].clone()
         table[TRACE_BUFFER.value] = buffer.data_ptr()
         table[TRACE_CAPACITY.value] = self.marks
         stream = torch.cuda.current_stream().cuda_stream if ctx.device.type == "cuda" else 0
