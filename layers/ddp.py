@@ -940,13 +940,18 @@ def _check_agreement(whole: Wire, options: dict, params: dict[str, nn.Parameter]
 
 
 def _group(params, bucket_size: float) -> list[list[nn.Parameter]]:
-    """Groups of parameters of one dtype, each of at most bucket_size elements unless it is a single parameter."""
+    """Groups of parameters of one dtype, each of at most bucket_size elements unless it is a single parameter.
+
+    Those marked sequence_parallel have groups of their own. The sums over tensor-parallel ranks that they get need
+    shards with the same borders, which parameters that are split unevenly would move.
+    """
     filling, full = {}, []
     for param in params:
-        members = filling.setdefault(param.dtype, [])
+        kind = param.dtype, bool(getattr(param, "sequence_parallel", False))
+        members = filling.setdefault(kind, [])
         if members and sum(member.numel() for member in members) + param.numel() > bucket_size:
             full.append(members)
-            members = filling[param.dtype] = []
+            members = filling[kind] = []
         members.append(param)
     return full + list(filling.values())
 

@@ -1196,20 +1196,23 @@ def test_tensor_parallel_ranks_clip_and_skip_alike(ctx):
 class Sequence(nn.Module):
     """A residual block between norms, plain or over `tp`: rows outside of its parallel layers, features inside.
 
-    35 features differ by rank, and so do the sizes of split parameters and all layouts that they are part of. Rows from
+    65 features differ by rank, and so do the sizes of split parameters and all layouts that they are part of: in one
+    bucket, the border of two shards lies before the bias of `down` on one rank, and after it on the other. Rows from
     `first` on use one more parameter.
     """
 
     def __init__(self, tp=None):
         super().__init__()
-        self.before, self.after = nn.LayerNorm(8), nn.LayerNorm(8)
-        self.rare = nn.Parameter(torch.full((8,), 1.5))
+        self.before, self.rare = nn.LayerNorm(8), nn.Parameter(torch.full((8,), 1.5))
         if tp is None:
-            self.up, self.down = nn.Linear(8, 35), nn.Linear(35, 8)
+            self.down, self.up = nn.Linear(65, 8), nn.Linear(8, 65)
+        else:
+            self.down = RowParallelLinear(65, 8, sequence_parallel=True, return_bias=True, ctx=tp)
+            self.up = ColumnParallelLinear(8, 65, sequence_parallel=True, ctx=tp)
+        self.after = nn.LayerNorm(8)
+        if tp is None:
             return
         self.to(tp.device)
-        self.up = ColumnParallelLinear(8, 35, sequence_parallel=True, ctx=tp)
-        self.down = RowParallelLinear(35, 8, sequence_parallel=True, return_bias=True, ctx=tp)
         for parameter in (*self.before.parameters(), *self.after.parameters(), self.rare):
             parameter.sequence_parallel = True
 
@@ -1280,15 +1283,15 @@ def test_zero_optimizer_sums_sequence_parallel_gradients_over_tensor_parallel_ra
 
         return wrap
 
-    def by_the_call(wrapped, clip):
-        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.5, momentum=0.9)
+    def by_the_call(wrapped, clip, parameters=None):
+        optimizer = torch.optim.SGD(parameters or wrapped.parameters(), lr=0.5, momentum=0.9)
 
         def step():
-            if isinstance(wrapped, OverlappedDDP):
-                wrapped.finish_grad_sync()
             all_reduce_sequence_parallel_grads(wrapped, ctx=tp)
             norm = clip(0.5)
             optimizer.step()
+            if parameters:
+                wrapped.start_param_sync()
             wrapped.zero_grad()
             return norm
 
@@ -1302,12 +1305,18 @@ def test_zero_optimizer_sums_sequence_parallel_gradients_over_tensor_parallel_ra
         wrapped = OverlappedDDP(model, dp, bucket_size=100)
         return by_the_call(wrapped, functools.partial(clip_grad_norm_, list(model.parameters()), ctx=tp))
 
+    def overlapped_shards(model):
+        wrapped = OverlappedDDP(model, dp, use_distributed_optimizer=True)
+        shards = wrapped.owned_parameters()
+        return by_the_call(wrapped, functools.partial(clip_grad_norm_, shards, ctx=tp), shards)
+
     with tp, dp:
         for wrap, weight_decay in (
             (zero(stage=2, bucket_bytes=256), 0.1),
             (zero(stage=1, backend="torch", partition="parameters", reduction="all_reduce"), 0.1),
             (fully_sharded, 0.0),  # with them, what nobody has used decays
             (overlapped, 0.0),
+            (overlapped_shards, 0.0),
         ):
             want, norms = sequence_alone(weight_decay)
             got, found = train_sequence(tp, dp, wrap)
