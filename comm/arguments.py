@@ -56,14 +56,3 @@ def switch(name: str) -> bool:
     if text.lower() not in _SWITCHES:
         raise ValueError(f"{name}={text!r} is neither on (1, true, yes, on) nor off (0, false, no, off, or empty)")
     return _SWITCHES[text.lower()]
-
-
-def integer_from_environment(name: str, default):
-    """The environment's whole number of that name; `default` if it is unset or empty. Raises ValueError otherwise."""
-    text = os.environ.get(name, "")
-    if not text:
-        return default
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"{name}={text!r} is not an integer") from None

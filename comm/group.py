@@ -13,9 +13,10 @@ import zlib
 import torch
 import torch.distributed as dist
 
-from tkernels.comm.arguments import check_type, integer_from_environment
+from tkernels.comm.arguments import check_type
 from tkernels.comm.calls import Turn, module_of, place
 from tkernels.comm.errors import MismatchError, OutOfStepError, TkernelsError
+from tkernels.comm.interpreter import integer_from_environment
 
 # torch 2.13 renames them and warns of the old names.
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -29,8 +29,6 @@ from triton._C.libtriton import ir
 from triton.runtime import interpreter as stock
 from triton.runtime.jit import JITFunction
 
-from tkernels.comm.arguments import integer_from_environment
-
 # A GPU holds one to a few programs on each of its ~130 SMs; 64 threads show the same waits at an acceptable cost.
 DEFAULT_RESIDENT = 64
 
@@ -103,6 +101,17 @@ def set_rank(rank: int) -> None:
 def resident() -> int:
     """How many programs of one launch may be in flight at once; a program may only wait for one of these."""
     return _settings().resident
+
+
+def integer_from_environment(name: str, default=_KEEP):
+    """The environment's whole number of that name; `default` if it is unset or empty. Raises ValueError otherwise."""
+    text = os.environ.get(name, "")
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} is not an integer") from None
 
 
 # Programs and launches
@@ -649,8 +658,8 @@ def install() -> None:
     Reads TKERNELS_RESIDENT and TKERNELS_JITTER; raises ValueError if they aren't integers.
     """
     set_default(
-        resident=integer_from_environment("TKERNELS_RESIDENT", _KEEP),
-        jitter_seed=integer_from_environment("TKERNELS_JITTER", _KEEP),
+        resident=integer_from_environment("TKERNELS_RESIDENT"),
+        jitter_seed=integer_from_environment("TKERNELS_JITTER"),
     )
     os.register_at_fork(after_in_child=_workers.__init__)
     _interpret_from_now_on()

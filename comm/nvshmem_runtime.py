@@ -18,9 +18,9 @@ from cuda.core import Device
 
 from tkernels.comm import capture
 from tkernels.comm.allocator import FirstFit
-from tkernels.comm.arguments import integer_from_environment
 from tkernels.comm.errors import TkernelsError
 from tkernels.comm.group import Group
+from tkernels.comm.interpreter import integer_from_environment
 from tkernels.comm.regions import ALIGNMENT, round_up
 from tkernels.comm.runtime import Segment
 
