@@ -1168,6 +1168,58 @@ def test_slab_shape_takes_the_size_of_its_context(ctx):
         box.shape(ctx.rank, (3, 4))
 
 
+def test_matmul_options_and_distributions_refuse_other_types():
+    grid = ProcessGrid(shape=(2, 1))
+    refused = [
+        *((lambda name=name, value=value: MatmulOptions(**{name: value}), name)
+          for name in ("inplace", "result_amax", "compute_type", "algo_type", "blocking", "order", "logger",
+                       "sm_count_communication", "result_type") for value in ("x", 2.5, [1], torch.ones(2))),
+        (lambda: cublasmp.MatmulEpilogPreferences(bias_result_scheme="x"), "bias_result_scheme='x' must be one of"),
+        (lambda: cublasmp.MatmulEpilogPreferences(aux_amax=torch.ones(2)), "aux_amax"),
+        *((lambda value=value: BlockCyclic(value, (2, 2)), "process_grid is .* and must be a ProcessGrid")
+          for value in (None, 3, np.ones((2, 2)))),
+        *((lambda value=value: BlockCyclic(grid, value), "block_sizes") for value in (None, 3, (1.5, 2), "22")),
+        *((lambda value=value: BlockNonCyclic(grid, first_process=value), "first_process")
+          for value in (3, "x", (0.0, 0))),
+        *((lambda value=value: ProcessGrid(shape=value), "shape") for value in (3, "ab", (1.5, 2), torch.ones(2))),
+        *((lambda value=value: ProcessGrid(process_array=value), "process_array") for value in (3, "ab", [[0.0, 1.0]])),
+        *((lambda value=value: ProcessGrid(shape=(2, 1), layout=value), "layout") for value in (3, "x")),
+        *((lambda value=value: Box(value, (4, 4)), "takes two corners") for value in (None, (0.5, 0), ("a", "b"))),
+        *((lambda value=value: Slab(value), "a matrix has dimensions 0 and 1")
+          for value in (True, 0.0, "X", torch.ones(2))),
+        (lambda: Slab.X.owned([], rank=0, size=2), "the shape of a matrix"),
+        (lambda: Slab.X.owned((4, 4), rank=0, size=None), "rank=0 is none of size=None ranks"),
+    ]  # fmt: skip
+    for wrong, message in refused:
+        with pytest.raises((TypeError, ValueError), match=message):
+            wrong()
+    assert MatmulOptions(inplace=0).inplace is False and ProcessGrid(process_array=torch.tensor([[1], [0]])).size == 2
+
+
+@pytest.mark.ranks(2)
+def test_matmul_refuses_epilogs_that_do_not_exist(ctx):
+    """Unknown bits beside known ones, too, and values of other types; on every rank."""
+    a = torch.ones(4, 8, device=ctx.device).t()
+    call = dict(distributions=[Slab.Y, Slab.Y, Slab.X], qualifiers="TN", ctx=ctx)
+    structured = np.zeros(3, dtype=matrix_qualifiers_dtype)
+    structured[0]["structure"] = "triangular"
+    for wrong, message in [
+        *(
+            (dict(epilog=epilog), "(?s)epilog=.* is no MatmulEpilog")
+            for epilog in (1024, 1025, 10**30, -4, "RELU", [], a)
+        ),
+        *((dict(epilog_inputs=inputs), "epilog_inputs is .* and must be a dict") for inputs in ([], 3, "x", a)),
+        *((dict(beta=beta), "(?s)beta=.* is no real number") for beta in (a, "x", 1j)),
+        (dict(distributions=3), "three, not 1"),
+        (dict(qualifiers=structured), "structure must be None or 0"),
+    ]:
+        for totals in (None, (8, 8, 8)):
+            with pytest.raises((TypeError, ValueError), match=message) as caught:
+                matmul(a, a, totals=totals, **call | wrong)
+            message_on_every_rank(ctx, caught.value)
+    assert matmul(a, a, **call).eq(8.0).all()
+
+
 def test_options_say_what_they_refuse():
     for wrong, message in [
         (dict(sm_count_communication=0), "must be a positive integer"),
