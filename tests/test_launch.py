@@ -22,8 +22,9 @@ import torch.distributed as dist
 from transports import expire_after, starts_ranks
 
 import tkernels
+from tkernels.comm import context as context_module
 from tkernels.comm import runtime
-from tkernels.launch import RankError, RankPool, RankTimeoutError, _call, _describe, dumps, launch
+from tkernels.launch import RankError, RankPool, RankTimeoutError, _call, _describe, _join, dumps, launch
 
 pytestmark = starts_ranks(2)
 launch_module = sys.modules["tkernels.launch"]  # whose name in the package is the function's
@@ -385,6 +386,22 @@ def test_a_failure_of_a_context_over_fewer_ranks_counts(ctx):
     for own in opened:
         with contextlib.suppress(tkernels.WaitTimeoutError):
             own.finalize()
+
+
+def test_launch_joins_ranks_on_gpus_and_opens_their_context_with_its_options(monkeypatch):
+    joined, opened = [], []
+    monkeypatch.setattr(runtime, "RUNTIME", "nvshmem")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda **options: joined.append(options))
+    monkeypatch.setattr(context_module, "init", lambda **options: opened.append(options))
+    for shared, backend in (("1", "gloo"), ("", "cpu:gloo,cuda:nccl")):
+        monkeypatch.setenv("TKERNELS_SHARE_GPUS", shared)
+        _join(1, 2, 0, 1, dumps({"heap_bytes": 1 << 20}))
+        assert (joined[-1]["backend"], joined[-1]["rank"], joined[-1]["world_size"]) == (backend, 1, 2)
+        assert opened.pop() == {"heap_bytes": 1 << 20}
 
 
 @pytest.mark.parametrize("spent", [False, True])

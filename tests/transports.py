@@ -131,7 +131,8 @@ def late_words(rank, seconds=0.2):
 def expire_after(context, seconds):
     """Waits in `context` expire after so long from here on; what came before had all the time that it needed."""
     context.timeout_s = seconds
-    context.table[TIMEOUT_NS.value] = int(seconds * 1e9)
+    for table in (context.table, *(each.table for each in context._workspaces.values() if each.table is not None)):
+        table[TIMEOUT_NS.value] = int(seconds * 1e9)
 
 
 def message_on_every_rank(ctx, error):

@@ -525,8 +525,8 @@ def _join(rank, ranks, port, num_threads, options):
     if RUNTIME == "nvshmem":
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        options = {"backend": "gloo"} if shares_gpus() else {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
-        dist.init_process_group(store=store, rank=rank, world_size=ranks, **options)
+        backend = {"backend": "gloo"} if shares_gpus() else {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
+        dist.init_process_group(store=store, rank=rank, world_size=ranks, **backend)
     else:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     return init(**pickle.loads(options))
