@@ -586,6 +586,7 @@ class Context:
             error = caught
         self._workspaces.clear()
         self._constants.clear()
+        self.turn = contextlib.nullcontext()  # it refers back here, and a cycle would hold the memory for a while
         self._flag = numpy.ones(1, dtype=numpy.int64)  # launches read it, and its memory is about to be freed
         if keep_heap:
             _abandoned.append(self)

@@ -651,7 +651,7 @@ def bulk_overlap_ag_with_external_gemm(allgather_communicator: CommOverlapCore, 
     comm = allgather_communicator
     _check_communicator("bulk_overlap_ag_with_external_gemm", comm)
     for name, stream in (("send_stream", send_stream), ("recv_stream", recv_stream)):
-        if not hasattr(stream, "wait_event"):
+        if not isinstance(stream, type(comm._domain.dev.current_stream())):
             raise TypeError(f"bulk_overlap_ag_with_external_gemm: {name} is {type(stream).__name__}, not a stream")
     if comm.with_cublasmp() or comm.is_p2p_overlap():
         reason = "has cublasmp semantics" if comm.with_cublasmp() else "overlaps inside a GEMM only"
