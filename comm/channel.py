@@ -287,10 +287,10 @@ def _check_options(ctx: Context, dst, src, options: dict):
         options = {name: whole(f"channel: {name}", value, -LARGEST) for name, value in options.items()}
         told = dst, src, options
     except (TypeError, ValueError) as error:
-        told = str(error)  # for all ranks to raise
+        told = error  # for all ranks to raise
     ends = ctx.group.gather(told)
-    if wrong := [each for each in ends if isinstance(each, str)]:
-        raise TypeError(wrong[0])
+    if wrong := [each for each in ends if isinstance(each, Exception)]:
+        raise wrong[0]
     for _, _, theirs in ends:
         if theirs != ends[0][2]:
             by_rank = "; ".join(f"rank {rank}: {theirs}" for rank, (_, _, theirs) in enumerate(ends))

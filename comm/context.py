@@ -163,19 +163,19 @@ class Context:
         interpreter.set_rank(self.group.global_ranks[self.rank])  # random delays differ from rank to rank
         self.device = runtime.device()
         self.runtime = runtime.RUNTIME
-        options = {
-            "transport": transport,
-            "timeout_s": timeout_s,
-            "num_programs": _default(num_programs, runtime.default_programs()),
-            "heap_bytes": _default(heap_bytes, DEFAULT_HEAP_BYTES[self.runtime]),
-            "runtime": self.runtime,
-            "compare_calls": _default(compare_calls, switch("TKERNELS_COMPARE_CALLS")),
-        }
         try:
+            options = {
+                "transport": transport,
+                "timeout_s": timeout_s,
+                "num_programs": _default(num_programs, runtime.default_programs()),
+                "heap_bytes": _default(heap_bytes, DEFAULT_HEAP_BYTES[self.runtime]),
+                "runtime": self.runtime,
+                "compare_calls": switch("TKERNELS_COMPARE_CALLS") if compare_calls is None else compare_calls,
+            }
             for name, kind, words in OPTION_TYPES:
                 check_type(f"init: {name}", options[name], kind, words)
-        except TypeError as error:
-            options = str(error)  # for all ranks to raise
+        except (TypeError, ValueError) as error:
+            options = error  # for all ranks to raise
         asked, in_use = zip(*_meet(self.group, INIT, options), strict=True)
         self._check_options(asked)
         self._give_back_abandoned(set().union(*in_use))
@@ -245,10 +245,10 @@ class Context:
         self._interruption = None  # why this rank is out of step: a kernel that ended early, calls that overlapped
         self.table = self.make_table()
 
-    def _check_options(self, asked: tuple[dict | str, ...]):
+    def _check_options(self, asked: tuple[dict | Exception, ...]):
         """Raise the same error on every rank for options that differ (listed by rank) or are invalid."""
-        if wrong := [options for options in asked if isinstance(options, str)]:
-            raise TypeError(wrong[0])
+        if wrong := [options for options in asked if isinstance(options, Exception)]:
+            raise wrong[0]
         options = asked[0]
         differing = {name: [theirs[name] for theirs in asked] for name in options if len({o[name] for o in asked}) > 1}
         if differing:
@@ -278,7 +278,7 @@ class Context:
                     continue
                 try:
                     each._give_back()
-                except (WaitTimeoutError, MismatchError) as error:
+                except TkernelsError as error:
                     warnings.warn(f"{each.name}, which was dropped without finalize(): {error}", stacklevel=4)
 
     def make_table(self, begun: torch.Tensor | None = None) -> torch.Tensor:
@@ -446,7 +446,8 @@ class Context:
             # On a stream of its own, as the other call's kernel may wait for a peer; it ends its wait and the peers'.
             side = contextlib.nullcontext() if self._side_stream is None else torch.cuda.stream(self._side_stream)
             with side:
-                self.launch(overlap_kernel, 1, self.table, self.rank, OPERATION=OP_OVERLAP, num_warps=1)
+                # Not by `launch`, whose programs start together: this one need not fit beside the other's kernel.
+                overlap_kernel[(1,)](self.table, self.rank, OPERATION=OP_OVERLAP, num_warps=1)
         self._flag[0], self.reported = 1, True
         self.check()
 
@@ -554,7 +555,7 @@ class Context:
         if not failed:
             try:
                 _meet(self.group, FINALIZE + self.name)
-            except OutOfStepError:
+            except TkernelsError:  # out of step; torch.distributed shut down; another thread in a meeting
                 _abandoned.append(self)
                 raise
         self._give_back(keep_heap=failed)

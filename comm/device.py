@@ -365,7 +365,7 @@ def wait_packets(
             first_late = _first_late(arrived, epoch, SIZE)
             polls += 1
             if polls % POLLS_PER_LOOK == 0:
-                lost, start = _look(table, first_late, polls, start, limit)
+                lost, start = _look(table, tl.minimum(first_late, SIZE - 1), polls, start, limit)
                 if (first_late < SIZE) & lost:
                     _record_fault(
                         table, first_late, chunk, epoch, epoch - 1, differing_calls(table, first_late), OPERATION

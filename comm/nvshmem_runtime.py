@@ -38,11 +38,17 @@ class _Pool:
         handle = Device(torch.cuda.current_device())  # NVSHMEM binds to it for the life of the process
         handle.set_current()
         unique_id = nvshmem.get_unique_id(empty=world.rank != 0)
-        unique_id = world.gather(unique_id)[0]
+        unique_ids, sizes = zip(*world.gather((unique_id, POOL_BYTES)), strict=True)
+        if len(set(sizes)) > 1 or POOL_BYTES <= 0:
+            raise ValueError(
+                f"init: TKERNELS_POOL_BYTES must be positive and the same on all ranks; by rank it is "
+                f"{', '.join(map(str, sizes))}"
+            )
+        unique_id = unique_ids[0]
         nvshmem.init(device=handle, uid=unique_id, rank=world.rank, nranks=world.size, initializer_method="uid")
         self.world_size = world.size
         what = f"init: NVSHMEM could not allocate its pool of {POOL_BYTES} bytes"
-        with world.together(what, "Set TKERNELS_POOL_BYTES to a smaller value"):
+        with world.together(what, "Start again with a smaller TKERNELS_POOL_BYTES"):
             self.memory = nvshmem.tensor((POOL_BYTES,), dtype=torch.uint8)
         self.peers = [self._mapped(pe, world) for pe in range(world.size)]
         self.blocks = FirstFit(POOL_BYTES)

@@ -11,11 +11,14 @@ is then the first on all of its ranks, and finds all their SMs free.
 What it costs: one event where the stream changes. Little overlap is lost, since operations that together need more
 programs than there are SMs could not run at the same time. Where contexts leave each other room, nothing is ordered.
 
+Threads whose order differs between ranks need a stream and a context each, which leave each other room.
+
 What is not ordered: the replays of a CUDA graph, the messages of channels, kernels that a program launches itself, and
 torch.distributed's collectives, except those that this library's layers call.
 """
 
 import functools
+import threading
 
 import torch
 
@@ -23,19 +26,24 @@ from tkernels.comm import capture, runtime
 from tkernels.comm.lease import Crossing
 
 latest: int | None = None  # the stream of the latest operation
+_crowded = False  # whether that one needed all others to wait
+_lock = threading.Lock()  # threads share an event
 
 
 def follow(stream: int, needed: int):
     """Order the CUDA stream behind the latest operation, if that was on another one.
 
-    needed: programs of all operations that may run at the same time. If there are as many SMs, nothing is ordered.
+    needed: programs of all operations that may run at the same time. If there are as many SMs, as there were for the
+        latest operation, nothing is ordered.
     """
-    global latest
-    before, latest = latest, stream
-    if before in (None, stream) or needed <= runtime.default_programs():
-        return
-    if capture.taken(before) == capture.taken(stream):  # a capture can't wait for work outside of it, nor the reverse
-        _crossing()(_stream(before), _stream(stream))
+    global latest, _crowded
+    with _lock:
+        crowded = needed > runtime.default_programs()
+        before, latest, together, _crowded = latest, stream, crowded or _crowded, crowded
+        if before in (None, stream) or not together:
+            return
+        if capture.taken(before) == capture.taken(stream):  # a capture can't wait for work outside, nor the reverse
+            _crossing()(_stream(before), _stream(stream))
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import tkernels
-from tkernels.comm import stream_order
+from tkernels.comm import runtime, stream_order
 from tkernels.comm.context import Context, current_context, programs_at_once
 from tkernels.comm.group import Group, all_gather_single, reduce_scatter_single
 from tkernels.comm.workspace import LAMPORT_BYTES, most_packets
@@ -153,7 +153,7 @@ class TorchWire(Wire):
 
 def _follow(x: torch.Tensor):
     """Order NCCL's kernel and our operations, of which each could hold the SMs that another one needs on a peer."""
-    if x.is_cuda:
+    if x.is_cuda and runtime.RUNTIME == "nvshmem":
         stream_order.follow(torch.cuda.current_stream(x.device).cuda_stream, programs_at_once() + 1)
 
 

@@ -16,6 +16,7 @@ def crossings(monkeypatch):
     """What is ordered, as (stream, later stream), on a GPU of eight SMs without a GPU."""
     made = []
     monkeypatch.setattr(stream_order, "latest", None)
+    monkeypatch.setattr(stream_order, "_crowded", False)
     monkeypatch.setattr(stream_order, "_crossing", lambda: lambda *streams: made.append(streams))
     monkeypatch.setattr(stream_order, "_stream", lambda handle: handle)
     monkeypatch.setattr(capture, "taken", {CAPTURED, CAPTURED_TOO}.__contains__)
@@ -31,11 +32,13 @@ def test_follow_orders_a_stream_behind_the_operation_before(crossings):
 
 
 def test_follow_orders_nothing_where_all_operations_fit_on_the_gpu(crossings):
-    stream_order.follow(MAIN, needed=9)
+    stream_order.follow(MAIN, needed=8)
     stream_order.follow(SIDE, needed=8)
     assert crossings == []
-    stream_order.follow(MAIN, needed=9)  # another context has been opened since
-    assert crossings == [(SIDE, MAIN)]
+    stream_order.follow(MAIN, needed=9)  # a collective of somebody else's
+    stream_order.follow(SIDE, needed=8)
+    stream_order.follow(MAIN, needed=8)
+    assert crossings == [(SIDE, MAIN), (MAIN, SIDE)]
 
 
 def test_follow_orders_within_a_capture_but_never_across_its_edge(crossings):

@@ -92,6 +92,8 @@ def _define(schema: str, implementation, fake, setup_context=None, backward=None
 
         @staticmethod
         def vmap(info, in_dims, *arguments):
+            if info.batch_size == 0:
+                raise ValueError(f"{name}: vmap over an empty batch; every call of a batch is one of the operation")
             results = []
             for index in range(info.batch_size):
                 element = [

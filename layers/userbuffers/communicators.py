@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from tkernels.all_gather_matmul import plan as plan_gather
-from tkernels.comm import capture, collectives
+from tkernels.comm import capture, collectives, stream_order
 from tkernels.comm.capture import lasting
 from tkernels.comm.collectives import check_rows, split_rows
 from tkernels.comm.context import Context, init
@@ -389,6 +389,8 @@ class CommOverlapCore:
         lease = Lease(out, dev=dev, home=current, gate=gate, name=self._moved)
         with lease.write(self.stream), dev.stream(self.stream):
             collective(x, rows, out, self._num_carriers)
+        # They fit side by side, and the caller's stream joins at the end: what comes next need not follow this stream.
+        stream_order.latest = self.context.current_stream()
         try:
             yield
         finally:
