@@ -905,6 +905,56 @@ def test_ranks_that_differ_are_refused(ctx):
         ZeroOptimizer(groups, torch.optim.SGD, ctx=ctx, lr=1.0 + ctx.rank)
 
 
+def _spoilt(state, change):
+    state = copy.deepcopy(state)
+    change(state)
+    return state
+
+
+@pytest.mark.ranks(2)
+def test_zero_optimizer_refuses_states_that_do_not_fit_on_every_rank_before_anything_changed(ctx):
+    parameter = nn.Parameter(torch.arange(1.0, 81, device=ctx.device).view(8, 10))
+    zero = ZeroOptimizer([parameter], torch.optim.Adam, ctx=ctx, lr=0.5)
+    parameter.sum().backward()
+    zero.step()
+    kept = parameter.detach().clone()
+    sharded, full = zero.state_dict(), zero.full_state_dict()
+    wrong = [
+        (zero.load_state_dict, None),
+        (zero.load_state_dict, {"layout": 3}),
+        (zero.load_state_dict, _spoilt(sharded, lambda state: state.update(masters=[torch.ones(1)]))),
+        (zero.load_state_dict, _spoilt(sharded, lambda state: state.pop("masters"))),
+        (zero.load_state_dict, _spoilt(sharded, lambda state: state.pop("optimizer"))),
+        (zero.load_full_state_dict, None),
+        (zero.load_full_state_dict, {}),
+        (zero.load_full_state_dict, _spoilt(full, lambda state: state.pop("state"))),
+        (zero.load_full_state_dict, _spoilt(full, lambda state: state["state"].update({0: None}))),
+        (zero.load_full_state_dict, _spoilt(full, lambda state: state["masters"].update({0: torch.ones(1)}))),
+        (zero.load_full_state_dict, _spoilt(full, lambda state: state["masters"].update({0: None}))),
+    ]
+    for load, state in wrong:  # on one rank alone, and refused by both
+        with pytest.raises(ValueError, match="rank 1 gets") as refused:
+            load(state if ctx.rank else sharded if load == zero.load_state_dict else full)
+        message_on_every_rank(ctx, refused.value)
+    assert torch.equal(parameter, kept)
+    zero.load_state_dict(sharded)
+    zero.load_full_state_dict(full)
+    assert torch.equal(parameter, kept)
+
+
+@pytest.mark.ranks(2)
+def test_zero_optimizer_refuses_to_step_and_load_once_it_is_removed(ctx):
+    parameter = nn.Parameter(torch.ones(8, device=ctx.device))
+    zero = ZeroOptimizer([parameter], torch.optim.SGD, ctx=ctx, lr=0.5)
+    state = zero.state_dict()
+    zero.remove()
+    parameter.sum().backward()
+    for call in (zero.step, zero.refresh_masters, lambda: zero.load_state_dict(state)):
+        with pytest.raises(LeaseError, match="was removed from its parameters"):
+            call()
+    assert parameter.grad.tolist() == [1.0] * 8  # it stays with whoever trains now
+
+
 # Streams
 
 

@@ -11,6 +11,7 @@ R ranks.
 import contextlib
 import math
 import weakref
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -136,7 +137,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._dynamic = loss_scale == "dynamic"
         self.loss_scale = FIRST_LOSS_SCALE if self._dynamic else loss_scale
         self._steps_at_scale = 0
-        self.grad_norm, self.skipped = None, False
+        self.grad_norm, self.skipped, self._removed = None, False, False
         self._layout = dict(
             rank=self.ctx.rank, ranks=self.ctx.size, partition=partition, bucket_bytes=bucket_bytes, parameters=shapes
         )
@@ -238,6 +239,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         closure: called first, with gradients enabled; `step` returns its value, as torch optimizers do.
         """
+        self._check_there()
         thawed = next((self._names[parameter] for parameter in self._frozen if parameter.requires_grad), None)
         if thawed is not None:
             raise TkernelsError(
@@ -346,6 +348,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._refuse("ZeroOptimizer.step", problem)
         self._versions = {parameter: parameter._version for parameter in self._versions}
 
+    def _check_there(self):
+        if self._removed:
+            raise LeaseError(
+                "ZeroOptimizer: it was removed from its parameters, perhaps for a newer one, and takes their gradients "
+                "no longer; use that, or make another one"
+            )
+
     def _check_places(self):
         moved = next((parameter for shard in self._shards for parameter in shard.moved), None)
         if moved is not None:
@@ -388,6 +397,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def refresh_masters(self):
         """Copy the parameters' values into the masters, after a change from outside that is the same on all ranks."""
+        self._check_there()
         self._check_places()
         self.ensure_params_ready()
         for shard in self._shards:
@@ -395,7 +405,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._versions = {parameter: parameter._version for parameter in self._versions}
 
     def remove(self):
-        """Take the hooks off the parameters and modules. The optimizer can't be used afterwards. May be repeated.
+        """Take the hooks off the parameters and modules. `step` and loading raise LeaseError then. May be repeated.
 
         A new ZeroOptimizer removes the previous one of its parameters in the same way.
         """
@@ -403,6 +413,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for hook in self._hooks:
             hook.remove()
         disown([*self._parameters, *(piece.master for piece in self._pieces)], self)
+        self._removed = True
 
     def state_dict(self) -> dict:
         """This rank's part of the state, for the same ranks and layout. `full_state_dict` is for any.
@@ -421,17 +432,23 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state: dict):
         """Collective. Load the result of `state_dict`.
 
-        Raises ValueError, on every rank, for the state of another layout or rank.
+        Raises ValueError, on every rank and before anything is changed, for what is no such state, and for the state of
+        another layout or rank.
         """
-        layout, problem = state.get("layout"), ""
-        if layout is None:
+        problem, layout = "", state.get("layout") if isinstance(state, Mapping) else None
+        if not isinstance(layout, Mapping):
             problem = "gets no sharded state; a full one goes to load_full_state_dict"
         elif differ := [name for name in self._layout if layout.get(name) != self._layout[name]]:
             problem = (
                 f"gets one saved with another {', '.join(differ)}; save with full_state_dict, which any number of "
                 f"ranks and any layout can load"
             )
+        elif _shapes(state.get("masters")) != [shard.master.shape for shard in self._shards]:
+            problem = "gets masters of other shapes than its own; the state was changed after it was saved"
+        elif _group_sizes(state.get("optimizer")) != _group_sizes(self.optimizer.state_dict()):
+            problem = "gets a state of the wrapped optimizer that has other param groups than its own"
         self._refuse("load_state_dict", problem)
+        self._check_there()
         self.optimizer.load_state_dict(state["optimizer"])
         for shard, master in zip(self._shards, state["masters"], strict=True):
             shard.master.copy_(master)
@@ -481,15 +498,23 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Collective. Load a full state, from `full_state_dict` or from the unsharded optimizer.
 
         A parameter that "masters" lacks keeps its present value. One without state starts afresh: it may have been
-        frozen. Raises ValueError, on every rank, for groups of other sizes.
+        frozen. Raises ValueError, on every rank and before anything is changed, for what is no such state, for groups
+        of other sizes, and for masters of other shapes than the parameters'.
         """
-        problem, sizes = "", [len(group["params"]) for group in state["param_groups"]]
-        if sizes != self._group_sizes:
+        problem, sizes = "", _group_sizes(state)
+        masters = (state.get("masters") or {}) if sizes is not None else {}
+        shapes = {number: parameter.shape for number, parameter in enumerate(self._names)}
+        if sizes is None:
+            problem = "gets no state of an optimizer, which has \"state\" and \"param_groups\""
+        elif sizes != self._group_sizes:
             problem = (
                 f"gets groups of {sizes} parameters, but has groups of {self._group_sizes}; make the optimizer for the "
                 f"same parameters in the same groups, frozen ones too"
             )
+        elif not isinstance(masters, Mapping) or _shapes(masters.values()) != [*map(shapes.get, masters)]:
+            problem = "gets masters that are not tensors of its parameters' shapes, by number"
         self._refuse("load_full_state_dict", problem)
+        self._check_there()
         number_of = {parameter: number for number, parameter in enumerate(self._names)}
         own = self.optimizer.state_dict()
         own["state"] = {
@@ -503,7 +528,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ]
         self.optimizer.load_state_dict(own)
         self.refresh_masters()
-        if masters := state.get("masters"):
+        if masters:
             for piece in self._pieces:
                 if number_of[piece.parameter] in masters:
                     piece.master.copy_(piece.cut(masters[number_of[piece.parameter]]))
@@ -647,6 +672,25 @@ def _check_parts(ctx: Context, contexts: dict[torch.Tensor, Context], names: dic
             f"(tensor_model_parallel), and rank 0's would replace the others; pass a ctx of the data-parallel ranks "
             f"only, or begin with equal values on its ranks"
         )
+
+
+def _group_sizes(state) -> list[int] | None:
+    """The numbers of parameters in the groups of a torch optimizer's state dict; None for what is no such dict."""
+    if not isinstance(state, Mapping) or not isinstance(own := state.get("state"), Mapping):
+        return None
+    if not all(isinstance(values, Mapping) for values in own.values()):
+        return None
+    groups = state.get("param_groups")
+    if not isinstance(groups, list) or not all(isinstance(each, Mapping) and "params" in each for each in groups):
+        return None
+    return [len(group["params"]) for group in groups]
+
+
+def _shapes(tensors) -> list[torch.Size] | None:
+    """The shapes of tensors; None for what is no collection of tensors."""
+    if not isinstance(tensors, Iterable) or not all(isinstance(each, torch.Tensor) for each in tensors):
+        return None
+    return [each.shape for each in tensors]
 
 
 def _to_cpu(value):
