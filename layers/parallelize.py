@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import tkernels
 from tkernels.comm import Context, MismatchError
+from tkernels.comm.arguments import check_type
 from tkernels.comm.context import open_contexts
 from tkernels.comm.group import Group, checksum, first_difference, listed
 from tkernels.layers.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
@@ -48,15 +49,18 @@ def parallelize(
     Raises ValueError or TypeError, before anything is changed: for a pattern that matches nothing; for "column" or
     "row" where it matches anything that is not exactly an nn.Linear; for a module that two patterns match; for an
     unknown style or option; for an nn.Linear that has hooks, on itself or its parameters, or whose parameters are tied
-    to others or belong to an optimizer or wrapper of this library. Raises MismatchError if the parameters differ
-    between ranks.
+    to others or belong to an optimizer or wrapper of this library. Raises MismatchError if the parameters or plans
+    differ between ranks.
     """
+    check_type("parallelize: model", model, nn.Module, "an nn.Module")
+    check_type("parallelize: plan", plan, Mapping, "a dict of patterns of module names to styles")
     ctx = _context(mesh_or_group)
-    styles = _match(model, plan)
+    asked = _match(model, plan)
+    styles = dict(asked)
     summed = _take_summed(model, styles)
     for name in styles:
         _check_swappable(model, name)
-    _check_equal(model, ctx)
+    _check_equal(model, asked, ctx)
     layers = {}
     for name, (style, options) in styles.items():
         try:
@@ -187,10 +191,19 @@ def _check_swappable(model: nn.Module, name: str):
         )
 
 
-def _check_equal(model: nn.Module, ctx: Context):
-    """Collective. Raises MismatchError unless all ranks hold the same bits, so that slices are of one model."""
+def _check_equal(model: nn.Module, styles: dict[str, tuple[str, dict]], ctx: Context):
+    """Collective. Raises MismatchError unless all ranks hold the same bits, so that slices are of one model, and are to
+    split them in the same way.
+    """
     digests = {name: _digest(parameter) for name, parameter in model.named_parameters() if not is_split(parameter)}
-    if difference := first_difference(ctx.group.gather(digests)):
+    everyone = ctx.group.gather((digests, {name: repr(style) for name, style in styles.items()}))
+    if difference := first_difference([styles for _, styles in everyone]):
+        rank, names = difference
+        raise MismatchError(
+            f"parallelize: the plans of rank 0 and rank {rank} differ in the style or options of {listed(names)}; pass "
+            f"one plan on every rank"
+        )
+    if difference := first_difference([digests for digests, _ in everyone]):
         rank, names = difference
         raise MismatchError(
             f"parallelize: the models of rank 0 and rank {rank} differ in {listed(names)}; make them from the same "

@@ -493,6 +493,24 @@ def test_a_mesh_or_a_group_stands_for_its_context(ctx):
 
 
 @pytest.mark.ranks(2)
+def test_parallelize_refuses_plans_that_differ_between_ranks_before_anything_changed(ctx):
+    torch.manual_seed(0)
+    model = Block()
+    for plans in (
+        ({"up": "column"}, {"q": "column"}),
+        ({"out": "column"}, {"out": "row"}),
+        ({"up": "column"}, {"up": {"style": "column", "gather_output": True}}),
+    ):
+        with pytest.raises(MismatchError, match="the plans of rank 0 and rank 1 differ in the style or options of"):
+            parallelize(model, plans[ctx.rank], ctx)
+    assert not any(isinstance(module, ParallelLinear) for module in model.modules())
+    with pytest.raises(TypeError, match="plan=None must be a dict"):
+        parallelize(model, None, ctx)
+    with pytest.raises(TypeError, match="model=None must be an nn.Module"):
+        parallelize(None, {"up": "column"}, ctx)
+
+
+@pytest.mark.ranks(2)
 def test_a_plan_that_does_not_fit_is_refused_and_changes_nothing(ctx):
     torch.manual_seed(0)
     model = nn.ModuleDict(
