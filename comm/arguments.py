@@ -47,6 +47,14 @@ def check_tensors(operation: str, **operands):
             raise TypeError(f"{operation}: {name}={reprlib.repr(value)} must be a tensor")
 
 
+def check_dense(operation: str, **operands):
+    """Raise TypeError for operands, by name, that are no tensors or are sparse ones."""
+    check_tensors(operation, **operands)
+    for name, value in operands.items():
+        if getattr(value, "layout", torch.strided) is not torch.strided:
+            raise TypeError(f"{operation}: {name} must be a strided tensor, not {value.layout}; pass a .to_dense() one")
+
+
 def switch(name: str) -> bool:
     """Whether the environment switches `name` on: by 1, true, yes or on. Unset or empty, and 0, false, no or off: not.
 

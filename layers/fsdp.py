@@ -47,7 +47,7 @@ from tkernels.comm.capture import lasting
 from tkernels.comm.collectives import SUMMED
 from tkernels.comm.group import checksum, first_difference, listed
 from tkernels.comm.regions import round_up
-from tkernels.layers.norms import check_norm, clip, counts, squared_norm
+from tkernels.layers.norms import check_max_norm, check_norm, clip, counts, squared_norm
 from tkernels.layers.owners import own, owner_of
 from tkernels.layers.pools import (
     Bucket,
@@ -227,6 +227,7 @@ class FullyShard(nn.Module):
         Returns the norm before clipping, one fp32 element, the same on every rank. torch's own function would see only
         this rank's shards.
         """
+        check_max_norm("FullyShard.clip_grad_norm_", max_norm)
         check_norm("FullyShard.clip_grad_norm_", self.shards.values(), tensor_parallel)
         grads = {flat: grad for flat in self._flats.values() if (grad := flat.gradient()) is not None}
         counted = (grad for flat, grad in grads.items() if counts(flat.shard, tensor_parallel))

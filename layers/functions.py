@@ -19,10 +19,13 @@ assumed to be equal on all ranks. Every function is collective, in forward, in b
 ranks must request the same gradients.
 """
 
+from collections.abc import Iterable
+
 import torch
 
 import tkernels
-from tkernels.comm.collectives import check_rows
+from tkernels.comm.arguments import check_dense, check_tensors, check_type, whole
+from tkernels.comm.collectives import SUMMED, check_rows
 from tkernels.comm.context import Context, as_context, find_context
 from tkernels.gemm import check_operands
 from tkernels.layers.norms import gradient_of
@@ -39,6 +42,19 @@ def _own_part(x: torch.Tensor, sizes: tuple[int, ...], dim: int, ctx: Context) -
 def _gather(x_part: torch.Tensor, sizes: tuple[int, ...], dim: int, ctx: Context) -> torch.Tensor:
     whole = tkernels.all_gather(x_part.movedim(dim, 0).contiguous(), rows=sizes, ctx=ctx)
     return whole.movedim(0, dim).contiguous()
+
+
+def _extent(caller: str, x: torch.Tensor, dim: int) -> int:
+    """The size of x along `dim`. Raises TypeError for what is no dense tensor, ValueError for a scalar."""
+    check_dense(caller, x=x)
+    if x.dim() == 0:
+        raise ValueError(f"{caller}: splits or gathers a dimension, but x is a scalar, which has none")
+    return x.shape[dim]
+
+
+def _by_rank(caller: str, sizes) -> tuple[int, ...]:
+    check_type(f"{caller}: sizes", sizes, Iterable, "a size for each rank")
+    return tuple(whole(f"{caller}: a size", size) for size in sizes)
 
 
 class _ColumnParallelLinear(torch.autograd.Function):
@@ -126,6 +142,7 @@ def copy_to_tensor_model_parallel_region(x: torch.Tensor, *, ctx: Context | None
 
     For a replicated tensor that each rank uses on its own features or rows, a norm's weight for example.
     """
+    check_tensors("copy_to_tensor_model_parallel_region", x=x)
     return replicated(x, as_context(ctx).name)
 
 
@@ -138,14 +155,15 @@ def scatter_to_tensor_model_parallel_region(
     x: torch.Tensor, *, sizes: tuple[int, ...] | None = None, ctx: Context | None = None
 ) -> torch.Tensor:
     """This rank's features: x [..., K] -> x_shard_k [..., K/R]. Collective in backward. sizes: features by rank."""
-    ctx = as_context(ctx)
-    features = x.shape[-1]
+    ctx, caller = as_context(ctx), "scatter_to_tensor_model_parallel_region"
+    features = _extent(caller, x, -1)
+    sizes = None if sizes is None else _by_rank(caller, sizes)
     if sizes is None and features % ctx.size or sizes is not None and (len(sizes), sum(sizes)) != (ctx.size, features):
         raise ValueError(
-            f"scatter_to_tensor_model_parallel_region: {features} features can't be split over {ctx.size} ranks as "
+            f"{caller}: {features} features can't be split over {ctx.size} ranks as "
             f"sizes={sizes}; pass a size for each rank, for example split_rows({features}, {ctx.size})"
         )
-    sizes = (features // ctx.size,) * ctx.size if sizes is None else tuple(sizes)
+    sizes = (features // ctx.size,) * ctx.size if sizes is None else sizes
     return apply_transformed("scatter", _Scatter, x, sizes, -1, ctx.name)
 
 
@@ -153,8 +171,9 @@ def gather_from_tensor_model_parallel_region(
     x_shard_k: torch.Tensor, *, sizes: tuple[int, ...] | None = None, ctx: Context | None = None
 ) -> torch.Tensor:
     """Collective. Every rank's features: x_shard_k [..., K/R] -> x [..., K]. sizes: features by rank, None: equal."""
-    ctx = as_context(ctx)
-    sizes = (x_shard_k.shape[-1],) * ctx.size if sizes is None else tuple(sizes)
+    ctx, caller = as_context(ctx), "gather_from_tensor_model_parallel_region"
+    features = _extent(caller, x_shard_k, -1)
+    sizes = (features,) * ctx.size if sizes is None else _by_rank(caller, sizes)
     return apply_transformed("gather", _Gather, x_shard_k, sizes, -1, ctx.name)
 
 
@@ -163,7 +182,8 @@ def scatter_to_sequence_parallel_region(
 ) -> torch.Tensor:
     """This rank's rows: x [M, ...] -> x_shard_m [M/R, ...]. Collective in backward. rows: row counts by rank."""
     ctx = as_context(ctx)
-    rows = check_rows("scatter_to_sequence_parallel_region", ctx, rows, total=x.shape[0])
+    caller = "scatter_to_sequence_parallel_region"
+    rows = check_rows(caller, ctx, rows, total=_extent(caller, x, 0))
     return apply_transformed("scatter", _Scatter, x, rows, 0, ctx.name)
 
 
@@ -183,7 +203,8 @@ def gather_from_sequence_parallel_region(
     if tensor_parallel_output_grad:
         return tkernels.all_gather(x_shard_m, rows=rows, ctx=ctx)
     ctx = as_context(ctx)
-    rows = check_rows("gather_from_sequence_parallel_region", ctx, rows, own=x_shard_m.shape[0])
+    caller = "gather_from_sequence_parallel_region"
+    rows = check_rows(caller, ctx, rows, own=_extent(caller, x_shard_m, 0))
     return apply_transformed("gather", _Gather, x_shard_m, rows, 0, ctx.name)
 
 
@@ -203,21 +224,33 @@ def all_reduce_sequence_parallel_grads(module: torch.nn.Module, *, ctx: Context 
 
     A parameter's gradient is its main_grad if it has one, as OverlappedDDP's have. A missing
     gradient counts as zero and receives the sum too, since another rank may have one. So a parameter that no rank has
-    used gets a gradient of zero instead of None, and momentum and weight decay apply to it. Raises ValueError for a
-    parameter of a ZeroOptimizer, which has taken its gradient and sums it itself.
+    used gets a gradient of zero instead of None, and momentum and weight decay apply to it. Raises, before anything is
+    changed, ValueError for a parameter of a ZeroOptimizer, which has taken its gradient and sums it itself, and
+    TypeError for gradients that can't be summed.
     """
     from tkernels.layers.ddp import changing_main_grads  # imported late: they depend on the other layers
     from tkernels.layers.zero import ZeroOptimizer
 
-    grads = {}
+    caller, summed = "all_reduce_sequence_parallel_grads", []
+    check_type(f"{caller}: module", module, torch.nn.Module, "an nn.Module")
     for name, parameter in module.named_parameters():
         if not getattr(parameter, "sequence_parallel", False) or not parameter.requires_grad:
             continue
         if owner_of(parameter, ZeroOptimizer):
             raise ValueError(
-                f"all_reduce_sequence_parallel_grads: {name} belongs to a ZeroOptimizer, which has taken its gradient "
+                f"{caller}: {name} belongs to a ZeroOptimizer, which has taken its gradient "
                 f"and sums it over its tensor_parallel= ranks itself; leave out this call"
             )
+        grad = gradient_of(parameter)
+        kind = parameter if grad is None else grad
+        if kind.layout is not torch.strided or kind.dtype not in SUMMED:
+            raise TypeError(
+                f"{caller}: sums dense gradients of float32, float16 and bfloat16, but that of {name} is {kind.dtype}, "
+                f"{kind.layout}"
+            )
+        summed.append(parameter)
+    grads = {}
+    for parameter in summed:
         grad = gradient_of(parameter)
         if grad is None:
             grad = parameter.grad = torch.zeros_like(parameter)

@@ -10,8 +10,8 @@ communication between them. Options have Megatron's names and meanings.
 
 Initial weights: every rank draws the full weight and bias as nn.Linear does, from torch's default generator, and keeps
 its slice. So with the same seed a layer has the weights of nn.Linear on any number of ranks, and leaves the generator
-in the same state. If the generators of ranks differ, MismatchError is raised. A layer made on the meta device draws its
-weights in reset_parameters.
+in the same state. If the generators or options of ranks differ, MismatchError is raised. A layer made on the meta
+device draws its weights in reset_parameters.
 """
 
 import torch
@@ -19,8 +19,9 @@ from torch import nn
 
 import tkernels
 from tkernels.comm import Context, MismatchError, as_context, find_context
+from tkernels.comm.arguments import check_dense, check_type, whole
 from tkernels.comm.collectives import check_rows
-from tkernels.comm.group import checksum
+from tkernels.comm.group import checksum, first_difference
 from tkernels.layers.functions import (
     column_parallel_linear,
     gather_from_tensor_model_parallel_region,
@@ -66,7 +67,10 @@ class ParallelLinear(MarkedModule):
     partition_dim: int  # dimension of the weight that is split
 
     def _build(self, in_features, out_features, bias, dtype, device, ctx, init_method):
-        ctx = as_context(ctx)
+        ctx, kind = as_context(ctx), type(self).__name__
+        in_features = whole(f"{kind}: in_features", in_features)
+        out_features = whole(f"{kind}: out_features", out_features)
+        self.partition_stride = whole(f"{kind}: partition_stride", self.partition_stride, 1)
         # The context's name, which operators take: modules are copied and pickled, contexts are not.
         self.context_name, self._ranks, self._rank = ctx.name, ctx.group.global_ranks, ctx.rank
         self.in_features, self.out_features = in_features, out_features
@@ -75,7 +79,7 @@ class ParallelLinear(MarkedModule):
         if features % stride or features // stride < ctx.size:
             blocks = f" in {stride} equal blocks" if stride > 1 else ""
             raise ValueError(
-                f"{type(self).__name__}({in_features}, {out_features}): {features} {what} can't be split{blocks} over "
+                f"{kind}({in_features}, {out_features}): {features} {what} can't be split{blocks} over "
                 f"{ctx.size} ranks with at least one for each; use fewer ranks or nn.Linear"
             )
         self.feature_sizes = tuple(stride * size for size in tkernels.split_rows(features // stride, ctx.size))
@@ -90,6 +94,7 @@ class ParallelLinear(MarkedModule):
 
         Attributes that were set on its parameters are copied to the new ones.
         """
+        check_type(f"{cls.__name__}.from_linear: linear", linear, nn.Linear, "an nn.Linear")
         has_bias = linear.bias is not None
         layer = cls(linear.in_features, linear.out_features, has_bias, device="meta", ctx=ctx, **options)
         layer._take(linear)
@@ -112,7 +117,7 @@ class ParallelLinear(MarkedModule):
         """The full layer with its initial weights. Collective, unless the device is meta."""
         full = nn.Linear(self.in_features, self.out_features, bias, device=device, dtype=dtype)
         if not full.weight.is_meta:
-            self._check_generators(self.ctx, full.weight.device)
+            self._check_agreement(self.ctx, full)
         if self._init_method is not None:
             with torch.no_grad():
                 self._init_method(full.weight)
@@ -141,15 +146,25 @@ class ParallelLinear(MarkedModule):
                 partition_dim=-1 if dim is None else dim, partition_stride=1 if dim is None else self.partition_stride,
             )  # fmt: skip
 
-    def _check_generators(self, ctx: Context, device: torch.device):
+    def _check_agreement(self, ctx: Context, full: nn.Linear):
+        """Collective. Raises MismatchError unless all ranks make the same layer from the same random numbers."""
+        device, kind = full.weight.device, f"{type(self).__name__}({self.in_features}, {self.out_features})"
         state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-        digests = ctx.group.gather(checksum(state))
+        options = ("in_features", "out_features", "partition_stride", *self._options)
+        asked = {name: getattr(self, name) for name in options}
+        asked |= {"bias": full.bias is not None, "dtype": full.weight.dtype}
+        everyone = ctx.group.gather((asked, checksum(state)))
+        if difference := first_difference([asked for asked, _ in everyone]):
+            rank, names = difference
+            raise MismatchError(
+                f"{type(self).__name__}: ranks 0 and {rank} differ in {', '.join(names)}; all must make the same layer"
+            )
+        digests = [digest for _, digest in everyone]
         differ = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if differ:
             raise MismatchError(
-                f"{type(self).__name__}({self.in_features}, {self.out_features}): the random generators of ranks "
-                f"{differ} differ from rank 0's, so the slices would not be of one weight; call torch.manual_seed with "
-                f"the same seed on all ranks before making the model"
+                f"{kind}: the random generators of ranks {differ} differ from rank 0's, so the slices would not be of "
+                f"one weight; call torch.manual_seed with the same seed on all ranks before making the model"
             )
 
     @property
@@ -183,13 +198,15 @@ class ParallelLinear(MarkedModule):
         """The input flattened to rows, the weight, and the bias to add, in autocast's dtype if autocast is on."""
         bias = None if self.return_bias else self.bias
         operands = x.reshape(-1, self.weight.shape[1]), self.weight, bias
-        if not torch.is_autocast_enabled(x.device.type):
+        device = self.ctx.device.type  # an operand elsewhere, as on meta, is refused by the operation
+        if not torch.is_autocast_enabled(device):
             return operands
-        dtype = torch.get_autocast_dtype(x.device.type)
+        dtype = torch.get_autocast_dtype(device)
         return tuple(operand if operand is None else operand.to(dtype) for operand in operands)
 
     def _check_input(self, x: torch.Tensor, features: int, rows, hint: str = ""):
         name = type(self).__name__
+        check_dense(name, x=x)
         found = x.shape[-1] if x.dim() else "missing"
         if found != features:
             raise ValueError(f"{name}: the input's last dimension is {found}, but must be {features}{hint}")

@@ -4,11 +4,13 @@ Without it the ranks of a tensor-parallel group would clip by different norms, a
 diverge.
 """
 
+import numbers
 from collections.abc import Iterable
 
 import torch
 
 import tkernels
+from tkernels.comm.arguments import check_dense
 from tkernels.comm.context import Context, as_context
 from tkernels.layers.owners import owner_of
 
@@ -25,16 +27,22 @@ def clip_grad_norm_(
     Call it once gradients are complete: after `all_reduce_sequence_parallel_grads`. OverlappedDDP's gradients are
     clipped in `main_grad` and `.grad`; with its shards, pass `owned_parameters()`: the norm is that of all shards.
 
-    Returns the norm before clipping, one fp32 element, the same on every rank. Raises ValueError for parameters that
-    this rank has a part of the gradients of (ZeroOptimizer clips by its `max_norm`, FullyShard by its own method), and
-    if parameters of an OverlappedDDP are split, but ctx has data-parallel ranks of it.
+    Returns the norm before clipping, one fp32 element, the same on every rank. Raises TypeError for what is no tensor,
+    has a sparse gradient, or is no number. Raises ValueError for max_norm < 0, for parameters that this rank has a
+    part of the gradients of (ZeroOptimizer clips by its `max_norm`, FullyShard by its own method), and if parameters of
+    an OverlappedDDP are split, but ctx has data-parallel ranks of it.
     """
     from tkernels.layers.ddp import OverlappedDDP, changing_main_grads  # imported late: they import this module
     from tkernels.layers.fsdp import FullyShard
     from tkernels.layers.zero import ZeroOptimizer
 
     ctx = as_context(ctx)
+    check_max_norm("clip_grad_norm_", max_norm)
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    for parameter in parameters:
+        check_dense("clip_grad_norm_", parameter=parameter)
+        if (grad := gradient_of(parameter)) is not None:
+            check_dense("clip_grad_norm_", gradient=grad)
     wrappers = list(filter(None, {owner_of(parameter, OverlappedDDP): None for parameter in parameters}))
     shards = {shard for wrapper in wrappers for shard in wrapper.shards}
     for parameter in parameters:
@@ -70,7 +78,9 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
 
 def squared_norm(grads: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
     """The squared 2-norm of all gradients together, fp32 [1]; 0 if there are none."""
-    norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
+    # In fp32 at least; fp64 and complex gradients have norms of more.
+    dtypes = ((grad, torch.promote_types(grad.dtype, torch.float32)) for grad in grads)
+    norms = [torch.linalg.vector_norm(grad, dtype=dtype).float() for grad, dtype in dtypes]
     return torch.stack(norms).square().sum(0, keepdim=True) if norms else torch.zeros(1, device=device)
 
 
@@ -86,6 +96,15 @@ def clip_scale(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
+def check_max_norm(caller: str, max_norm: float):
+    """Raises TypeError unless max_norm is a number or a tensor of one, ValueError for one that would turn gradients."""
+    one = isinstance(max_norm, torch.Tensor) and max_norm.numel() == 1
+    if not one and not isinstance(max_norm, numbers.Real):
+        raise TypeError(f"{caller}: max_norm={max_norm!r} must be a number")
+    if not one and not max_norm >= 0:  # that of a tensor would be read back to the host
+        raise ValueError(f"{caller}: max_norm={max_norm} must not be negative or nan")
+
+
 def is_split(parameter) -> bool:
     """Whether each tensor-parallel rank has a different part: Megatron's mark, which the parallel layers set too."""
     return getattr(parameter, "tensor_model_parallel", False)
@@ -97,7 +116,12 @@ def counts(parameter, tensor_parallel: Context | None) -> bool:
 
 
 def check_norm(caller: str, parameters, tensor_parallel: Context | None):
-    """Raises ValueError if parameters are split, but tensor_parallel, the ranks they are split over, is not given."""
+    """Raises ValueError if parameters are split, but tensor_parallel, the ranks they are split over, is not given.
+
+    TypeError if it is no Context.
+    """
+    if tensor_parallel is not None:
+        as_context(tensor_parallel)
     if tensor_parallel is None and any(map(is_split, parameters)):
         raise ValueError(
             f"{caller}: some parameters are split over tensor-parallel ranks (tensor_model_parallel), so that each of "

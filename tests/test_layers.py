@@ -597,6 +597,90 @@ def test_wrong_arguments_are_refused_by_name(ctx):
     assert own.is_contiguous() and own.untyped_storage().nbytes() == own.nbytes  # it outlives the whole
 
 
+@pytest.mark.ranks(2)
+def test_column_parallel_linear_and_its_kin_refuse_what_is_no_tensor_no_layer_and_no_size_by_name(ctx):
+    torch.manual_seed(0)
+    column, x = ColumnParallelLinear(4, 4, ctx=ctx), torch.ones(2, 4, device=ctx.device)
+    mappings = [
+        layers.scatter_to_tensor_model_parallel_region,
+        layers.gather_from_tensor_model_parallel_region,
+        layers.scatter_to_sequence_parallel_region,
+        lambda x, **options: layers.gather_from_sequence_parallel_region(
+            x, tensor_parallel_output_grad=False, **options
+        ),
+    ]
+    for wrong in (None, [[1.0] * 4] * 2, x.to_sparse()):
+        for call in (lambda x, ctx: column(x), *mappings):
+            with pytest.raises(TypeError, match=r"(Linear|_region): x.* must be a (strided )?tensor"):
+                call(wrong, ctx=ctx)
+    for call in mappings:
+        with pytest.raises(ValueError, match="_region: .* x is a scalar"):
+            call(torch.ones((), device=ctx.device), ctx=ctx)
+    with pytest.raises(TypeError, match="copy_to_tensor_model_parallel_region: x=None must be a tensor"):
+        layers.copy_to_tensor_model_parallel_region(None, ctx=ctx)
+    with pytest.raises(TypeError, match="column_parallel_linear: bias=3 must be a tensor"):
+        layers.column_parallel_linear(x, x, 3, ctx=ctx)
+    with pytest.raises(ValueError, match="is on meta, but the operation runs on"):
+        column(torch.ones(2, 4, device="meta"))
+    for error, sizes in ((ValueError, (5, -1)), (TypeError, (2.0, 2.0)), (TypeError, 4)):
+        for call in mappings[:2]:
+            with pytest.raises(error, match="tensor_model_parallel_region: (a size|sizes)="):
+                call(x, sizes=sizes, ctx=ctx)
+    for options, error in (((-4, 4), ValueError), ((4.0, 4), TypeError), ((4, "x"), TypeError)):
+        with pytest.raises(error, match="ColumnParallelLinear: (in|out)_features=.* must be"):
+            ColumnParallelLinear(*options, ctx=ctx)
+    with pytest.raises(ValueError, match="partition_stride=0 must be at least 1"):
+        ColumnParallelLinear(4, 4, partition_stride=0, ctx=ctx)
+    with pytest.raises(TypeError, match=r"RowParallelLinear.from_linear: linear=.* must be an nn.Linear"):
+        RowParallelLinear.from_linear(nn.Conv1d(2, 2, 1), ctx=ctx)
+    for options in ({"dtype": (torch.float32, torch.float16)[ctx.rank]}, {"gather_output": ctx.rank == 0}):
+        torch.manual_seed(0)
+        with pytest.raises(MismatchError, match=f"ranks 0 and 1 differ in {next(iter(options))}; all must"):
+            ColumnParallelLinear(4, 4, ctx=ctx, **options)
+
+
+@pytest.mark.ranks(2)
+def test_clip_grad_norm_takes_every_dense_gradient_and_refuses_the_rest_on_every_rank(ctx):
+    def parameter(grad):
+        parameter = nn.Parameter(torch.zeros(2, dtype=grad.dtype, device=ctx.device))
+        parameter.grad = grad.to(ctx.device)
+        return parameter
+
+    wide = [parameter(torch.tensor([3.0, 4.0], dtype=dtype)) for dtype in (torch.float64, torch.complex64)]
+    norm = layers.clip_grad_norm_(wide, 1.0, ctx=ctx)
+    torch.testing.assert_close(norm.item(), 50**0.5)
+    for each in wide:
+        torch.testing.assert_close(each.grad.abs().double().cpu(), torch.tensor([3.0, 4.0]).double() / 50**0.5)
+
+    whole = parameter(torch.ones(2))
+    sparse = parameter(torch.ones(2).to_sparse())
+    for error, message, parameters, max_norm in (
+        (TypeError, "gradient must be a strided tensor", [whole, sparse], 1.0),
+        (TypeError, "parameter=None must be a tensor", [whole, None], 1.0),
+        (TypeError, "max_norm='1' must be a number", [whole], "1"),
+        (ValueError, "max_norm=-1.0 must not be negative", [whole], -1.0),
+        (ValueError, "max_norm=nan must not be", [whole], float("nan")),
+    ):
+        with pytest.raises(error, match=message):
+            layers.clip_grad_norm_(parameters, max_norm, ctx=ctx)
+    assert whole.grad.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.ranks(2)
+def test_all_reduce_sequence_parallel_grads_changes_nothing_if_one_gradient_cannot_be_summed(ctx):
+    model = nn.ParameterList(torch.zeros(2, dtype=dtype) for dtype in (torch.float32, torch.float32, torch.float64))
+    model.to(ctx.device)
+    for each in model:
+        each.sequence_parallel = True
+    for index in (0, 2):
+        model[index].grad = torch.ones_like(model[index])
+    with pytest.raises(TypeError, match="but that of 2 is torch.float64"):
+        layers.all_reduce_sequence_parallel_grads(model, ctx=ctx)
+    assert model[0].grad.tolist() == [1.0, 1.0] and model[1].grad is None
+    with pytest.raises(TypeError, match="module=.* must be an nn.Module"):
+        layers.all_reduce_sequence_parallel_grads(model.parameters(), ctx=ctx)
+
+
 # The mappings
 
 

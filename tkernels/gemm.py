@@ -225,7 +225,7 @@ def precision(dtype: torch.dtype) -> str:
 
 def check_operands(name: str, x: torch.Tensor, w: torch.Tensor, bias, activation, device: torch.device):
     """Check the operands of a matmul before anything is launched. Raises ValueError or TypeError."""
-    check_tensors(name, x=x, w=w)
+    check_tensors(name, x=x, w=w, **({} if bias is None else {"bias": bias}))
     for label, matrix in (("x", x), ("w", w)):
         if matrix.dim() != 2:
             raise ValueError(f"{name}: {label} must be a matrix, but has shape {tuple(matrix.shape)}")
