@@ -112,7 +112,7 @@ class OverlappedDDP(nn.Module):
                 "OverlappedDDP: overlap_param_gather and num_distributed_optimizer_instances > 1 are about shards of "
                 "the parameters; leave out use_distributed_optimizer=False"
             )
-        if bucket_size is not None and bucket_size < 1:
+        if bucket_size is not None and not bucket_size >= 1:
             raise ValueError(f"OverlappedDDP: bucket_size={bucket_size} must be positive, or None")
         _check_parameters(params, grad_dtype)
         whole = open_wire("OverlappedDDP", backend, group)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tkernels.comm.arguments import check_tensors, check_torch_dtype, whole
 from tkernels.comm.lease import Fence, Keepalive, Lease, Slot
 
 
@@ -75,8 +76,8 @@ class GradBucket:
         dev=None,
     ):
         for name, value in (("capacity", capacity), ("copies", copies), ("ranks", ranks)):
-            if value < 1:
-                raise ValueError(f"GradBucket: {name}={value} must be positive")
+            whole(f"GradBucket: {name}", value, 1)
+        check_torch_dtype("GradBucket: dtype", dtype)
         if not dtype.is_floating_point:
             raise TypeError(f"GradBucket: sums floating-point gradients, not {dtype}")
         self.capacity, self.dtype, self.ranks, self.average = capacity, dtype, ranks, average
@@ -149,11 +150,13 @@ class GradBucket:
         """Reduce the open fill on the comm stream, behind all its producers, and switch to the next buffer.
 
         elements: how many of the buffer's elements are reduced; None: up to the end of the last slice.
-        Does nothing if the fill is empty.
+        Does nothing if the fill is empty. Raises ValueError for elements that would leave a gradient out.
         """
         with self._lock:
             if self._lease is None:
                 return
+            if elements is not None:
+                whole("GradBucket.flush: elements", elements, self._end, self.capacity)
             lease, slices, elements = self._lease, self._slices, self._end if elements is None else elements
             self._lease, self._slices, self._end = None, {}, 0
             try:
@@ -212,8 +215,10 @@ class GradBucket:
 
 def check_gradient(name: str, parameter: torch.Tensor, grad: torch.Tensor | None):
     """Raises TypeError or ValueError, with a message that begins with `name`, for a gradient that no bucket takes."""
+    check_tensors(name, parameter=parameter)
     if grad is None:
         return
+    check_tensors(name, gradient=grad)
     if grad.layout != torch.strided:
         raise TypeError(f"{name}: takes dense gradients, not {grad.layout}; make the layer with sparse=False")
     if grad.is_complex():

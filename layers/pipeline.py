@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from tkernels.comm.arguments import whole
 from tkernels.comm.collectives import split_rows
 from tkernels.layers.p2p import P2PCommunicator, custom_backward, deallocate_output_tensor, leaves, map_shapes
 
@@ -74,10 +75,12 @@ def split_into_stages(
 ) -> nn.ModuleList:
     """This rank's chunks of a model: `embedding`, then `blocks`, then `head`, the blocks split as evenly as possible.
 
-    Shares the modules. Raises ValueError if there are fewer blocks than parts. A parameter in the parts of several
-    ranks, such as a head that is tied to the embedding, is a separate parameter on each of them: sum its gradients over
-    these ranks, or the values diverge at the first step.
+    Shares the modules. Raises ValueError if there are fewer blocks than parts or no such rank. A parameter in the parts
+    of several ranks, such as a head that is tied to the embedding, is a separate parameter on each of them: sum its
+    gradients over these ranks, or the values diverge at the first step.
     """
+    size, num_chunks = whole("pipeline: size", size, 1), whole("pipeline: num_chunks", num_chunks, 1)
+    rank = whole("pipeline: rank", rank, 0, size - 1)
     blocks, parts = list(blocks), size * num_chunks
     if len(blocks) < parts:
         raise ValueError(f"pipeline: {len(blocks)} blocks don't make {parts} parts, of {size} ranks x {num_chunks}")

@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tkernels.comm.arguments import check_torch_dtype, check_type, whole
 from tkernels.comm.capture import lasting
 from tkernels.comm.context import Context
 from tkernels.comm.errors import LeaseError, MismatchError
@@ -116,21 +117,22 @@ class MaxPoolPlan:
         Raises ValueError for a bucket id that occurs twice, even with another dtype: a bucket that two units share
         belongs to `others`.
         """
-        if copies < 1 or pad_multiple < 1 or align < 16 or align & (align - 1):
-            raise ValueError(
-                f"a pool needs copies >= 1, pad_multiple >= 1 and an align that is a power of 2 from 16; got "
-                f"copies={copies}, pad_multiple={pad_multiple}, align={align}"
-            )
+        whole("a pool's copies", copies, 1)
+        whole("a pool's pad_multiple", pad_multiple, 1)
+        if whole("a pool's align", align, 16) & (align - 1):
+            raise ValueError(f"a pool needs an align that is a power of 2 from 16; got align={align}")
+        check_type("a pool's units", units, Mapping, "a dict of names to buckets")
         if None in units:
             raise ValueError("None is no name for a unit; buckets of no unit go into `others`")
         others = list(others)
         padded, unit_of = {}, {}
         for unit, buckets in [*units.items(), (None, others)]:
             for bucket in buckets:
+                check_type("a pool's bucket", bucket, Bucket, "a Bucket")
+                check_torch_dtype(f"the dtype of bucket {bucket.id!r}", bucket.dtype)
+                whole(f"the numel of bucket {bucket.id!r}", bucket.numel)
                 if bucket.id in padded:
                     raise ValueError(_twice(padded[bucket.id], unit_of.get(bucket.id), bucket, unit))
-                if bucket.numel < 0:
-                    raise ValueError(f"bucket {bucket.id!r} has {bucket.numel} elements")
                 padded[bucket.id] = Bucket(bucket.id, bucket.dtype, round_up(bucket.numel, pad_multiple))
                 if unit is not None:
                     unit_of[bucket.id] = unit

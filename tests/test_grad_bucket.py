@@ -406,6 +406,21 @@ def test_the_average_is_of_what_the_reduction_returned():
     assert fills == [[3.0, 3.0]]
 
 
+def test_grad_bucket_flushes_no_part_of_its_gradients_and_takes_whole_numbers_and_tensors():
+    bucket, fills = recorded()
+    bucket.add(*grad(4, 2))
+    for elements in (-1, 2, 17):
+        with pytest.raises(ValueError, match=f"GradBucket.flush: elements={elements} must be at"):
+            bucket.flush(elements)
+    bucket.flush(8)
+    assert [len(fill[1]) for fill in fills] == [8]
+    with pytest.raises(TypeError, match="gradient=3 must be a tensor"):
+        bucket.add(torch.zeros(2), 3)
+    for dtype, ranks, message in ((torch.float32, 2.5, "ranks=2.5"), ("float32", 2, "dtype='float32'")):
+        with pytest.raises(TypeError, match=f"GradBucket: {message} must be a"):
+            GradBucket(8, dtype, ranks=ranks, reduce=lambda flat: flat)
+
+
 def test_what_cannot_be_summed_is_refused():
     bucket, _ = recorded()
     with pytest.raises(TypeError, match="sparse=False"):

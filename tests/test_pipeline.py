@@ -273,6 +273,16 @@ def stages_of(model, rank, size, num_chunks):
     return split_into_stages(Embedding(model), model.blocks, head, rank=rank, size=size, num_chunks=num_chunks)
 
 
+def test_split_into_stages_refuses_ranks_and_sizes_that_are_none():
+    parts = nn.Linear(2, 2), [nn.Linear(2, 2) for _ in range(4)], nn.Linear(2, 2)
+    for error, options in (
+        (ValueError, {"rank": -1}), (ValueError, {"rank": 2}), (ValueError, {"size": 0}),
+        (ValueError, {"num_chunks": 0}), (TypeError, {"rank": 0.0}), (TypeError, {"num_chunks": "x"}),
+    ):  # fmt: skip
+        with pytest.raises(error, match=f"pipeline: {next(iter(options))}="):
+            split_into_stages(*parts, **{"rank": 0, "size": 2} | options)
+
+
 def loss_of(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 

@@ -127,6 +127,22 @@ def test_merged_dtypes_share_slots_by_their_bytes():
     assert MaxPoolAllocator(plan).acquire(0).tensor.dtype == BF16
 
 
+def test_max_pool_plan_refuses_what_is_no_whole_number_and_no_bucket():
+    units = units_of(a=[(BF16, 8)])
+    for error, message, wrong, options in (
+        (TypeError, "copies=2.5 must be a whole number", units, {"copies": 2.5}),
+        (ValueError, "copies=0 must be at least 1", units, {"copies": 0}),
+        (TypeError, "pad_multiple=1.5 must be a whole number", units, {"pad_multiple": 1.5}),
+        (TypeError, "numel of bucket 'w'=2.5", {"a": [Bucket("w", BF16, 2.5)]}, {}),
+        (ValueError, "numel of bucket 'w'=-1", {"a": [Bucket("w", BF16, -1)]}, {}),
+        (TypeError, "dtype of bucket 'w'='bf16' must be a torch.dtype", {"a": [Bucket("w", "bf16", 2)]}, {}),
+        (TypeError, "bucket=3 must be a Bucket", {"a": [3]}, {}),
+        (TypeError, "units=.* must be a dict", [], {}),
+    ):
+        with pytest.raises(error, match=message):
+            MaxPoolPlan.build(wrong, **options)
+
+
 def test_a_bucket_named_twice_is_refused_with_both_places():
     for units, others in [
         ({"a": [Bucket("w", BF16, 8)], "b": [Bucket("w", torch.float32, 8)]}, ()),
