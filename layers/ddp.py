@@ -38,6 +38,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
+from tkernels.comm.arguments import check_type
 from tkernels.comm.collectives import SUMMED
 from tkernels.comm.context import Context
 from tkernels.comm.errors import LeaseError, MismatchError
@@ -104,6 +105,7 @@ class OverlappedDDP(nn.Module):
         dev=None,
     ):
         super().__init__()
+        check_type("OverlappedDDP: module", module, nn.Module, "an nn.Module")
         params = {name: param for name, param in module.named_parameters() if param.requires_grad}
         needs_shards = overlap_param_gather or num_distributed_optimizer_instances > 1
         self.sharded = needs_shards if use_distributed_optimizer is None else use_distributed_optimizer

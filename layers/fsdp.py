@@ -43,6 +43,7 @@ from torch.utils._pytree import tree_map
 
 import tkernels
 from tkernels.comm import Context, LeaseError, MismatchError, Slot, as_context
+from tkernels.comm.arguments import check_type
 from tkernels.comm.capture import lasting
 from tkernels.comm.collectives import SUMMED
 from tkernels.comm.group import checksum, first_difference, listed
@@ -114,6 +115,7 @@ class FullyShard(nn.Module):
         """
         super().__init__()
         self.ctx = ctx = as_context(ctx)
+        check_type("FullyShard: module", module, nn.Module, "an nn.Module")
         if pool not in POOLS:
             raise ValueError(f"FullyShard: pool={pool!r} is unknown; use {' or '.join(POOLS)}")
         if comm_stream is not None and not overlap:
@@ -279,6 +281,7 @@ class FullyShard(nn.Module):
 
         Raises ValueError, before anything is changed, unless its keys and shapes are those of the module.
         """
+        check_type("load_full_state_dict: full", full, Mapping, "a state dict")
         self._end()
         buffers = self.module.state_dict()
         wanted = {key: _shape(value) for key, value in buffers.items()}

@@ -22,6 +22,8 @@ import warnings
 import weakref
 from collections import Counter
 
+import torch
+
 from tkernels.comm.errors import LeaseError
 from tkernels.comm.lease import EventCompletion, capturing
 from tkernels.layers.owners import disown, own, owner_of, remove_owners
@@ -93,6 +95,7 @@ class GradReadyHooks:
 
         The stream is ordered after the bucket's previous tenancy and after earlier gradients of the same parameter.
         """
+        self._check_known(param)
         self._begin(written=False)
         lease = self._lease(param)
         again = param in self._written
@@ -108,6 +111,7 @@ class GradReadyHooks:
         Call it where the kernel is launched: it covers all work launched on the stream so far. The caller must have
         ordered the stream behind the bucket's previous tenancy; `writing` does so itself.
         """
+        self._check_known(param)
         self._begin(written=True)
         lease = self._lease(param)
         stream = lease.dev.current_stream() if stream is None else stream
@@ -118,6 +122,7 @@ class GradReadyHooks:
 
     def defer(self, param):
         """Announce, during backward, a gradient that `writing` or `produced` will report after it: the pass waits."""
+        self._check_known(param)
         self._begin(written=False)
         self._deferred[param] += 1
 
@@ -189,6 +194,13 @@ class GradReadyHooks:
     def _begin(self, written):
         if (passes := self._passes()) is not None:
             passes.begin(written)
+
+    def _check_known(self, param):
+        if not isinstance(param, torch.Tensor) or param not in self._bucket_of:
+            raise ValueError(
+                "GradReadyHooks: a gradient was reported for what is none of its parameters; ask "
+                "grad_ready_hooks(param) for the hooks of a parameter"
+            )
 
     def _lease(self, param):
         bucket = self._bucket_of[param]

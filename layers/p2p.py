@@ -35,11 +35,13 @@ from collections import Counter, deque
 import torch
 import torch.distributed as dist
 
+from tkernels.comm.arguments import check_torch_dtype, whole
 from tkernels.comm.channel import Channel
 from tkernels.comm.context import Context, current_context
 from tkernels.comm.errors import LeaseError
 from tkernels.comm.group import Group
 from tkernels.comm.lease import EventCompletion, Fence, Keepalive, Lease, WorkCompletion, capturing, num_holders
+from tkernels.comm.plans import check_resolved
 
 EDGES = ("send_next", "recv_prev", "send_prev", "recv_next")
 ISSUE_ORDER = (EDGES, ("recv_prev", "send_next", "recv_next", "send_prev"))  # of even ranks, of odd ranks
@@ -169,8 +171,11 @@ class P2PCommunicator:
     ):
         if isinstance(backend, str) and backend not in BACKENDS:
             raise ValueError(f"P2PCommunicator: backend={backend!r} is unknown; use {', '.join(BACKENDS)}")
-        if max_inflight < 1:
-            raise ValueError(f"P2PCommunicator: max_inflight={max_inflight} must be positive")
+        if not isinstance(backend, str) and not (hasattr(backend, "send") and hasattr(backend, "receive")):
+            raise TypeError(f"P2PCommunicator: backend={backend!r} must be a name, or have send and receive")
+        whole("P2PCommunicator: max_inflight", max_inflight, 1)
+        if dtype is not None:
+            check_torch_dtype("P2PCommunicator: dtype", dtype)
         ctx = _context_of(pp_group) if backend == "nvshmem" else pp_group if isinstance(pp_group, Context) else None
         self.group = ctx.group if ctx else pp_group if isinstance(pp_group, Group) else Group(pp_group)
         self.rank, self.size = self.group.rank, self.group.size
@@ -251,6 +256,7 @@ class P2PCommunicator:
 
         With keep=0, also of the storage of receives that were released without a wait.
         """
+        whole("P2PCommunicator.drain: keep", keep)
         for messages in self._in_flight.values():
             while len(messages) > keep:
                 messages.popleft().drain()
@@ -374,6 +380,7 @@ class P2PCommunicator:
                 raise ValueError(
                     f"{edge}: sends contiguous tensors, not one of strides {tensor.stride()}; pass .contiguous()"
                 )
+            check_resolved(edge, "the tensor", tensor)
         producers = [self.dev.current_stream()] if producers is None else producers
         self._let_go(next_send=edge)
         message = Keepalive()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, init_from_local_shards
 
+from tkernels.comm.arguments import check_tensors, check_type
 from tkernels.layers.fsdp import FullyShard
 from tkernels.layers.linear import ParallelLinear
 
@@ -31,6 +32,7 @@ def _fully_sharded(model: nn.Module) -> dict[str, FullyShard]:
 
 def _partitioned(model: nn.Module) -> dict[str, tuple[ParallelLinear, int]]:
     """Key of the full model -> (the parallel layer that holds a part of it, the dimension that is split)."""
+    check_type("model", model, nn.Module, "an nn.Module")
     partitioned = {
         f"{path}.{name}".removeprefix("."): (layer, dim)
         for path, layer in model.named_modules(remove_duplicate=False)
@@ -88,8 +90,9 @@ def load_full_state_dict(model: nn.Module, full: Mapping[str, torch.Tensor], *, 
     for key, (layer, dim) in _partitioned(model).items():
         if key not in shards:
             continue
+        check_tensors("load_full_state_dict", **{key: shards[key]})
         found, features = tuple(shards[key].shape), sum(layer.feature_sizes)
-        if found[dim] != features:
+        if found[dim : dim + 1] != (features,):
             raise ValueError(
                 f"load_full_state_dict: {key} is {found}, but the full tensor has {features} along dimension {dim}; "
                 f"load a state dict of shards with model.load_state_dict"

@@ -640,6 +640,39 @@ def test_column_parallel_linear_and_its_kin_refuse_what_is_no_tensor_no_layer_an
 
 
 @pytest.mark.ranks(2)
+def test_load_full_state_dict_and_wrappers_refuse_what_is_no_module_and_no_tensor_by_name(ctx):
+    torch.manual_seed(0)
+    model = nn.Sequential(ColumnParallelLinear(4, 4, ctx=ctx))
+    full = {"0.weight": torch.ones(4, 4), "0.bias": torch.ones(4)}
+    for error, wrong in ((TypeError, None), (TypeError, [[1.0]]), (ValueError, torch.tensor(1.0))):
+        with pytest.raises(error, match="load_full_state_dict: 0.weight"):
+            layers.load_full_state_dict(model, full | {"0.weight": wrong})
+    for call in (
+        layers.gather_state_dict,
+        layers.sharded_state_dict,
+        lambda module: layers.load_full_state_dict(module, full),
+        lambda module: layers.OverlappedDDP(module, ctx),
+        lambda module: layers.FullyShard(module, nn.Linear, ctx=ctx),
+    ):
+        with pytest.raises(TypeError, match=r"(model|module)=None must be an nn.Module"):
+            call(None)
+    with pytest.raises(TypeError, match="P2PCommunicator: dtype='x' must be a torch.dtype"):
+        layers.P2PCommunicator(ctx, dtype="x")
+    with pytest.raises(TypeError, match="P2PCommunicator: backend=3 must be a name, or have send and receive"):
+        layers.P2PCommunicator(ctx, backend=3)
+
+
+def test_grad_ready_hooks_refuse_a_parameter_of_others():
+    own, other = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    hooks = layers.GradReadyHooks([own], lambda bucket: None, buckets=[object()])
+    for report in (hooks.defer, hooks.produced):
+        for wrong in (other, None):
+            with pytest.raises(ValueError, match="reported for what is none of its parameters"):
+                report(wrong)
+    assert not hooks.waiting
+
+
+@pytest.mark.ranks(2)
 def test_clip_grad_norm_takes_every_dense_gradient_and_refuses_the_rest_on_every_rank(ctx):
     def parameter(grad):
         parameter = nn.Parameter(torch.zeros(2, dtype=grad.dtype, device=ctx.device))

@@ -448,7 +448,7 @@ def test_wrong_arguments_are_refused_by_name():
     comm = P2PCommunicator(Ranks(0, 4), backend=Wire(sim), dev=sim, stream=sim.Stream("comm"), dtype=torch.bfloat16)
     for call, message in [
         (lambda: P2PCommunicator(Ranks(0, 4), backend="mpi"), "backend='mpi' is unknown; use nvshmem, nccl, gloo"),
-        (lambda: P2PCommunicator(Ranks(0, 4), backend=Wire(sim), max_inflight=0), "max_inflight=0 must be positive"),
+        (lambda: P2PCommunicator(Ranks(0, 4), backend=Wire(sim), max_inflight=0), "max_inflight=0 must be at least 1"),
         (lambda: comm.isend(torch.ones(1), 2), r"can't send to rank 2: .* before it \(3\) and the one after it \(1\)"),
         (lambda: comm.irecv((1,), None, 0), "can't receive from rank 0"),
         (lambda: comm.isend(torch.ones(2, 3).t(), 1), r"contiguous tensors, not one of strides \(1, 3\)"),

@@ -905,6 +905,30 @@ def test_ranks_that_differ_are_refused(ctx):
         ZeroOptimizer(groups, torch.optim.SGD, ctx=ctx, lr=1.0 + ctx.rank)
 
 
+@pytest.mark.ranks(2)
+def test_zero_optimizer_refuses_arguments_of_other_types_by_name_and_leaves_no_hooks(ctx):
+    parameter = nn.Parameter(torch.ones(8, device=ctx.device))
+    for message, change in (
+        ("optimizer_class='SGD' must be a class", {"optimizer_class": "SGD"}),
+        ("overlap_gather=True must be an nn.Module", {"overlap_gather": True}),
+        ("reduce_dtype='bf16' must be a torch.dtype", {"reduce_dtype": "bf16"}),
+        ("bucket_bytes=2.5 must be a number", {"bucket_bytes": 2.5}),
+        ("max_norm='x' must be a number", {"max_norm": "x"}),
+        ("takes a Context", {"tensor_parallel": "tp"}),
+        ("parameter=3 must be a tensor", {"params": [3]}),
+        ("a param group is a dict with params, not {}", {"params": [{}]}),
+        ("takes a Context", {"params": [{"params": [parameter], "ctx": "x"}]}),
+    ):
+        arguments = {"params": [parameter], "optimizer_class": torch.optim.SGD, "ctx": ctx, "lr": 1.0} | change
+        with pytest.raises(TypeError, match=message) as refused:
+            ZeroOptimizer(**arguments)
+        message_on_every_rank(ctx, refused.value)
+    with pytest.raises(ValueError, match="Invalid learning rate") as refused:  # kept, and with it what its frames hold
+        ZeroOptimizer([parameter], torch.optim.SGD, ctx=ctx, lr=-1.0)
+    parameter.sum().backward()
+    assert refused and parameter.grad.tolist() == [1.0] * 8
+
+
 def _spoilt(state, change):
     state = copy.deepcopy(state)
     change(state)

@@ -10,13 +10,16 @@ R ranks.
 
 import contextlib
 import math
+import reprlib
 import weakref
 from collections.abc import Iterable, Mapping
+from numbers import Integral, Real
 
 import torch
 from torch import nn
 
 from tkernels.comm import Context, LeaseError, MismatchError, TkernelsError, as_context
+from tkernels.comm.arguments import check_tensors, check_torch_dtype, check_type
 from tkernels.comm.collectives import SUMMED
 from tkernels.comm.group import checksum, first_difference, listed
 from tkernels.comm.regions import round_up
@@ -124,10 +127,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             stage=stage, bucket_bytes=bucket_bytes, overlap_comm=overlap_comm,
             overlap_gather=overlap_gather is not None, reduction=reduction, backend=backend, partition=partition,
             reduce_dtype=reduce_dtype, max_norm=max_norm, loss_scale=loss_scale,
-            optimizer_class=optimizer_class.__name__, parameters=shapes, delay_wgrad_compute=deferred,
+            optimizer_class=getattr(optimizer_class, "__name__", repr(optimizer_class)),
+            parameters=shapes, delay_wgrad_compute=deferred,
             tensor_parallel=tensor_parallel is not None, options=_plain(options), groups=[_plain(g) for g in groups],
         )  # fmt: skip
         _check(self.ctx, asked)
+        _check_kinds(optimizer_class, overlap_gather, reduce_dtype, tensor_parallel)
         _check_parameters(contexts, self._names, backend, reduce_dtype, tensor_parallel)
         remove_owners(self._parameters, ZeroOptimizer)  # orders the reads below after the previous optimizer's gathers
         _check_parts(self.ctx, contexts, self._names)
@@ -172,7 +177,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._pieces = [piece for pieces in owned for piece in pieces]  # in the order of the optimizer's state dict
         own([piece.master for piece in self._pieces], self)
         groups = [group | {"params": [p.master for p in pieces]} for group, pieces in zip(groups, owned, strict=True)]
-        self.optimizer = optimizer_class(groups, **options)
+        try:
+            self.optimizer = optimizer_class(groups, **options)
+        except Exception:  # a refusal, perhaps of an option: nobody is to take the gradients then
+            self.remove()
+            raise
         # In place of the base's __init__, which would make groups and state of its own: only its hooks.
         super().__setstate__({})
 
@@ -544,15 +553,18 @@ def _param_groups(params, ctx: Context) -> tuple[list[dict], dict[torch.Tensor, 
         groups = [{"params": groups}]
     result = []
     for group in groups:
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise TypeError(f"ZeroOptimizer: a param group is a dict with params, not {reprlib.repr(group)}")
         theirs = group["params"]
         theirs = [theirs] if isinstance(theirs, torch.Tensor) else list(theirs)
         named = [each if isinstance(each, tuple) else ("", each) for each in theirs]  # as named_parameters() has them
         for name, parameter in named:
+            check_tensors("ZeroOptimizer", parameter=parameter)
             if parameter in names:
                 raise ValueError(f"ZeroOptimizer: {names[parameter]} occurs twice in params")
             names[parameter] = name or f"parameter {len(names)} of shape {list(parameter.shape)}"
             if parameter.requires_grad:
-                contexts[parameter] = group.get("ctx", ctx)
+                contexts[parameter] = as_context(group.get("ctx", ctx))
         options = {name: value for name, value in group.items() if name != "ctx"}
         result.append(options | {"params": [parameter for _, parameter in named]})
     if not any(parameter.numel() for parameter in contexts):
@@ -593,7 +605,10 @@ def _check(ctx: Context, asked: dict):
             raise ValueError(f"ZeroOptimizer: {name}={asked[name]!r} is unknown; use {' or '.join(map(repr, values))}")
     for name in ("bucket_bytes", "max_norm", "loss_scale"):
         value = asked[name]
-        if not (value is None or (name == "loss_scale" and value == "dynamic")) and not value > 0:
+        if name != "bucket_bytes" and value is None or name == "loss_scale" and value == "dynamic":
+            continue
+        check_type(f"ZeroOptimizer: {name}", value, Integral if name == "bucket_bytes" else Real, "a number")
+        if not value > 0:
             raise ValueError(f"ZeroOptimizer: {name}={value} must be positive")
     if asked["overlap_gather"] and not asked["overlap_comm"]:
         raise ValueError("ZeroOptimizer: overlap_gather needs overlap_comm=True: without it there is no other stream")
@@ -602,6 +617,17 @@ def _check(ctx: Context, asked: dict):
         raise ValueError("ZeroOptimizer: LBFGS takes products over all parameters, which no rank has")
     if asked["partition"] == "elements" and name in ("Adafactor", "Muon"):
         raise ValueError(f"ZeroOptimizer: {name} looks at whole parameters; pass partition='parameters'")
+
+
+def _check_kinds(optimizer_class, overlap_gather, reduce_dtype, tensor_parallel):
+    if not callable(optimizer_class):
+        raise TypeError(f"ZeroOptimizer: optimizer_class={optimizer_class!r} must be a class of optimizers")
+    if overlap_gather is not None:
+        check_type("ZeroOptimizer: overlap_gather", overlap_gather, nn.Module, "an nn.Module")
+    if reduce_dtype is not None:
+        check_torch_dtype("ZeroOptimizer: reduce_dtype", reduce_dtype)
+    if tensor_parallel is not None:
+        as_context(tensor_parallel)
 
 
 def _check_parameters(
