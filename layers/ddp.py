@@ -165,6 +165,7 @@ class OverlappedDDP(nn.Module):
         self._open = False  # .grad is taken over: gradients are in main_grad alone
         self._due = False  # a backward has ended that reduces
         self._reduced = False  # main_grad is the sum over ranks
+        self._local = False  # .grad is what no_sync has accumulated on this rank
         self._aside = {}  # the .grad of parameters to which autograd is adding
         self._callback = None  # weak reference to what ends the running backward
         self._stream = None  # that of the last backward's caller
@@ -192,7 +193,7 @@ class OverlappedDDP(nn.Module):
     # The public torch.compiler.disable would import the compiler, here and below.
     @torch._disable_dynamo
     def _gather_updated(self, compiled: bool):
-        if any(bucket.updating or bucket.expects_update for bucket in self.buckets):
+        if any(bucket.awaits_gather for bucket in self.buckets):
             unwritten = [bucket for bucket in self.buckets if bucket.unwritten]
             self.start_param_sync()
             for bucket in unwritten:
@@ -218,7 +219,8 @@ class OverlappedDDP(nn.Module):
         A shard is this rank's part of a bucket: 1-D, and cut without regard to the borders of parameters. Elementwise
         optimizers work on it. Code that looks at all gradients sees this rank's part of them: torch.amp.GradScaler
         would skip a step on some ranks only, and `tkernels.layers.clip_grad_norm_` has the norm of all. With shards,
-        the step of an optimizer of the module's own parameters raises ValueError.
+        the step of an optimizer of the module's own parameters raises ValueError, and torch's clip_grad_norm_ over them
+        finds no gradients.
         """
         self._handed_out = True
         return [owned for bucket in self.buckets for owned in bucket.owned]
@@ -389,7 +391,7 @@ class OverlappedDDP(nn.Module):
             bucket.finish(stream)
 
     def _deliver(self, stream, reduced: bool):
-        self._open, self._due, self._reduced = False, False, reduced
+        self._open, self._due, self._reduced, self._local = False, False, reduced, not reduced
         for bucket in self.buckets:
             bucket.deliver(stream, reduced)
 
@@ -397,7 +399,7 @@ class OverlappedDDP(nn.Module):
         """Discard what has been accumulated, and what a failed backward left."""
         self.hooks.reset()
         self.hooks.forget_deferred()
-        self._open = self._due = self._prepared = self._reduced = False
+        self._open = self._due = self._prepared = self._reduced = self._local = False
         self._callback, self._aside = None, {}
 
     def _check_marks(self):
@@ -425,10 +427,20 @@ class OverlappedDDP(nn.Module):
                 f"parameters; make the optimizer of owned_parameters(), or pass use_distributed_optimizer=False and "
                 f"don't overlap the gathers"
             )
-        if self._open and (wrong is not None or not parameters.isdisjoint(self.shards)):
+        others = {param for param in parameters if param.requires_grad and owner_of(param) is None}
+        missed = next((param for param in self.module.parameters() if param in others), None) if others else None
+        if missed is not None:
+            raise ValueError(
+                f"OverlappedDDP: an optimizer has {self._name_of(missed)}, which was unfrozen or added after the "
+                f"module was wrapped, so that each rank would train it by its own gradient; remove() this and wrap the "
+                f"module again"
+            )
+        local = self._local and any(bucket.delivered for bucket in self.buckets)
+        if (self._open or local) and (wrong is not None or not parameters.isdisjoint(self.shards)):
             raise LeaseError(
                 "OverlappedDDP: an optimizer's step before the gradients are reduced: a backward failed (begin again "
-                "by zero_grad), or deferred gradients have yet to come (call finish_grad_sync() after them)"
+                "by the wrapper's zero_grad()), or all were in no_sync or deferred gradients have yet to come (call "
+                "finish_grad_sync() after them)"
             )
 
     @torch._disable_dynamo
@@ -449,6 +461,8 @@ class OverlappedDDP(nn.Module):
                 "owned_parameters(), not of parameters()",
                 stacklevel=2,
             )
+        for param in self._bucket_of:
+            self._check_place(param, param)
         self._gather_params()
 
     def _gather_params(self):
@@ -497,7 +511,7 @@ class OverlappedDDP(nn.Module):
             return
         self._removed = True
         _wrappers.discard(self)
-        if any(bucket.updating for bucket in self.buckets):
+        if any(bucket.awaits_gather for bucket in self.buckets):
             self._gather_params()
         ensure_params_ready(self._bucket_of)
         self.hooks.remove()
@@ -537,7 +551,7 @@ class OverlappedDDP(nn.Module):
     def _settle(self):
         """End all tenancies, as required at both edges of a capture. Zeros of outside are not those of the graph."""
         self._prepared = False
-        if any(bucket.updating for bucket in self.buckets):
+        if any(bucket.awaits_gather for bucket in self.buckets):
             self._gather_params()
         for bucket in self.buckets:
             for buffer in bucket.buffers:
@@ -596,7 +610,7 @@ def _before_load_state_dict(module, state, prefix, metadata, *_):
         raise ValueError("OverlappedDDP: load_state_dict(assign=True) would leave it with the old parameters")
     buckets = dict.fromkeys(_owner(param)._bucket_of[param] for param in module.parameters() if _owner(param))
     for bucket in buckets:
-        if bucket.values is not None and not bucket.updating:
+        if bucket.values is not None and not bucket.stale:
             bucket.ready()
 
 
@@ -625,10 +639,10 @@ def _watch_optimizers():
 
 @torch._disable_dynamo
 def _before_step(optimizer, *_):
-    watching = [ddp for ddp in _wrappers if ddp.sharded or ddp._open]
-    if watching:
+    wrappers = list(_wrappers)
+    if wrappers:
         parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        for ddp in watching:
+        for ddp in wrappers:
             ddp._check_step(parameters)
 
 
@@ -706,6 +720,7 @@ class _Bucket:
             self.owned[0].main_grad = levels.inside.part(self.grads.slot.tensor)
         self._own = levels.own(self.grads.slot.tensor)  # the part in which sums over ranks are valid
         self.cast, self.given = None, {owned: owned.main_grad for owned in self.owned}
+        self._left = None  # torch's write count of a shard's .grad, if no_sync has left more outside of the shard
         if grad_dtype != first.dtype:
             self.cast, begin = self._own.to(first.dtype), self._own.storage_offset()
             for owned, grad in self.given.items():
@@ -745,10 +760,10 @@ class _Bucket:
     def drop(self):
         for parameter in (*self.parameters, *self.owned):
             parameter.grad = None
+        self._left = None
 
     def zero(self):
         self.grads.zero()
-        self.expects_update, self._version = False, None
 
     @torch.no_grad()
     def prepare(self):
@@ -757,6 +772,11 @@ class _Bucket:
             self.zero()
             return
         replaced = {owned: given for owned, given in self.given.items() if owned.grad is not given}
+        if self._left is not None and (replaced or self.owned[0].grad._version != self._left):
+            raise LeaseError(
+                f"the gradients of {self.name} that no_sync has accumulated are changed in this rank's shard, but lie "
+                f"outside of it too; discard all by ddp.zero_grad(), and scale or clip after the backward that reduces"
+            )
         if replaced or self.cast is not None:
             with self._changed():
                 for owned, given in replaced.items():
@@ -771,7 +791,8 @@ class _Bucket:
     @torch.no_grad()
     def take_over(self, reduced: bool):
         """Take `.grad` off, so that gradients are added to `main_grad` alone. reduced: it is a sum over ranks."""
-        self.expects_update, self._version = False, None
+        if not self.stale:
+            self.expects_update, self._version = False, None
         if reduced and self.must_be_shared:  # the next sum over ranks is to count it once
             with self._changed() as grads:
                 begin = self._own.storage_offset()
@@ -808,6 +829,16 @@ class _Bucket:
         """Whether torch has seen no write to the shard since the optimizer's turn began; the next pass ends it."""
         return self._version == self.owned[0]._version
 
+    @property
+    def awaits_gather(self) -> bool:
+        """Whether the shard may have been updated, although torch has seen no write, and is to be gathered."""
+        return self.updating or self.expects_update
+
+    @property
+    def stale(self) -> bool:
+        """Whether the shard may have been updated, and the values have not been gathered since."""
+        return self.updating or self.expects_update and not self.unwritten
+
     def expect_update(self):
         """Go on expecting an update although the values were gathered: the optimizer may not have run yet."""
         self.expects_update, self._version = True, self.owned[0]._version
@@ -824,6 +855,8 @@ class _Bucket:
         """Let a copy of the gradients in another dtype be what `main_grad` says, on the current stream."""
         if self.cast is not None:
             self.cast.copy_(self._own)
+        if self._left is not None:
+            self._left = self.owned[0].grad._version
 
     def deliver(self, stream, reduced: bool):
         """Let `.grad` be the sum over ranks or, if it is not reduced, what this rank has accumulated."""
@@ -835,6 +868,7 @@ class _Bucket:
         for owned, given in self.given.items():
             if owned.requires_grad:
                 owned.grad = given
+        self._left = None if reduced or self.values is None else self.owned[0].grad._version
 
     def finish(self, stream):
         """Order `stream` behind the reduction and, with shards, behind all readers of the values that it may update."""
@@ -858,7 +892,7 @@ class _Bucket:
 
     def ready(self):
         """Order the current stream behind the gather."""
-        if self.updating:
+        if self.stale:
             raise LeaseError(
                 f"the parameters of {self.name} have been updated by each rank for itself, and not been gathered; call "
                 f"start_param_sync() on every rank, or the OverlappedDDP itself, before they are used"

@@ -169,6 +169,11 @@ class GradReadyHooks:
     def _take(self, param):
         """The hook. `param.grad` holds autograd's gradient for this parameter, if there is one."""
         grad, param.grad = param.grad, None
+        if torch.is_grad_enabled():
+            raise LeaseError(
+                f"{self._names[param]}: backward(create_graph=True) makes gradients with a graph of their own, which "
+                f"sums over ranks would lose; use torch.autograd.grad for derivatives of gradients"
+            )
         marked, announced = getattr(param, _ADDED, False), param in self._announced
         self._begin(written=marked and not announced)
         self._announced.discard(param)

@@ -20,7 +20,7 @@ from tkernels.demo import training
 from tkernels.demo.data import Text
 from tkernels.demo.model import ModelConfig, Transformer
 from tkernels.layers import all_reduce_sequence_parallel_grads, clip_grad_norm_, parallelize
-from tkernels.layers.ddp import OverlappedDDP, _Bucket, ensure_params_ready
+from tkernels.layers.ddp import OverlappedDDP, _Bucket, changing_main_grads, ensure_params_ready
 from tkernels.layers.grad_hooks import GradReadyHooks, grad_ready_hooks
 from tkernels.layers.wire import Wire
 from tkernels.testing.compare import integers
@@ -671,6 +671,57 @@ def test_overlapped_ddp_refuses_steps_and_gradients_that_would_be_lost(ctx):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("mode", [ALL_REDUCED, SHARDED], ids=["all-reduced", "sharded"])
+def test_overlapped_ddp_refuses_a_step_by_what_no_sync_alone_has_accumulated(ctx, mode):
+    ddp = OverlappedDDP(exact_model().to(ctx.device), ctx, **mode)
+    optimizer = torch.optim.SGD(ddp.owned_parameters(), lr=1.0)
+    bias, x = ddp.module.a.bias.detach().clone(), torch.ones(1, 8, device=ctx.device)
+
+    def accumulate():
+        with ddp.no_sync():
+            (ddp(x).sum() * (1 + 2 * ctx.rank)).backward()
+
+    for _ in range(2):
+        accumulate()
+        with pytest.raises(LeaseError, match=r"no_sync .*finish_grad_sync\(\)"):
+            optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()  # nothing to do
+    accumulate()
+    with changing_main_grads(ddp.module.parameters()):  # as sums over tensor-parallel ranks do
+        ddp.module.a.bias.main_grad.mul_(4)
+    ddp.finish_grad_sync()  # 4 and 12: 8 in the mean
+    optimizer.step()
+    ddp.remove()
+    assert ddp.module.a.bias.equal(bias - 8.0)
+
+
+@pytest.mark.ranks(2)
+def test_overlapped_ddp_refuses_changes_of_a_shard_of_what_no_sync_has_accumulated(ctx):
+    ddp = OverlappedDDP(exact_model().to(ctx.device), ctx, **SHARDED)
+    (owned,), x = ddp.owned_parameters(), torch.ones(1, 8, device=ctx.device)
+    optimizer = torch.optim.SGD([owned], lr=1.0)
+    for change in (
+        lambda: optimizer.zero_grad(set_to_none=False),
+        lambda: owned.grad.mul_(0.5),
+        lambda: setattr(owned, "grad", owned.grad.clone()),
+    ):
+        for reduce in (ddp.finish_grad_sync, lambda: ddp(x).sum().backward()):
+            with ddp.no_sync():
+                (ddp(x).sum() * 100).backward()
+            change()
+            with pytest.raises(LeaseError, match=r"no_sync .* ddp.zero_grad\(\)"):
+                reduce()
+            ddp.zero_grad()
+            with ddp.no_sync():
+                ddp(x).sum().backward()
+            ddp(x).sum().backward()
+            assert all(grad.eq(2.0).all() for param, grad in ddp.buckets[0].parts() if param is ddp.module.a.weight)
+            ddp.zero_grad()
+    ddp.remove()
+
+
+@pytest.mark.ranks(2)
 def test_loops_that_would_train_nothing_are_told_of(ctx):
     model = nn.Linear(4, 4).to(ctx.device)
     for parameter in model.parameters():
@@ -743,6 +794,59 @@ def test_a_model_that_is_converted_or_moved_after_it_was_wrapped_is_refused(ctx,
 
 
 @pytest.mark.ranks(2)
+def test_overlapped_ddp_refuses_parameters_that_have_left_their_shards(ctx):
+    for leave in (
+        lambda model: model.bfloat16(),
+        lambda model: setattr(model.bias, "data", model.bias.detach().clone()),
+    ):
+        model, x = nn.Linear(4, 4).to(ctx.device), torch.ones(1, 4, device=ctx.device)
+        with torch.no_grad():
+            [parameter.fill_(1.0) for parameter in model.parameters()]
+        ddp = OverlappedDDP(model, ctx, **SHARDED)
+        optimizer = torch.optim.SGD(ddp.owned_parameters(), lr=1.0)
+        ddp(x).sum().backward()
+        leave(model)
+        optimizer.step()
+        with pytest.raises(LeaseError, match="bias is converted or moved"):
+            ddp(x)
+        ddp.remove()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mode", [ALL_REDUCED, SHARDED], ids=["all-reduced", "sharded"])
+def test_overlapped_ddp_refuses_a_step_of_parameters_that_it_does_not_reduce(ctx, mode):
+    model = exact_model().to(ctx.device)
+    model.b.requires_grad_(False)
+    ddp = OverlappedDDP(model, ctx, **mode)
+    model.c, x = nn.Linear(8, 4).to(ctx.device), torch.ones(1, 8, device=ctx.device)
+    for name, later in (("b.weight", model.b.weight), ("c.bias", model.c.bias)):
+        optimizer = torch.optim.SGD([*ddp.owned_parameters(), later], lr=1.0)
+        later.requires_grad_()
+        ddp(x).sum().backward()
+        with pytest.raises(ValueError, match=f"{name}, which was unfrozen or added after .* wrap the module again"):
+            optimizer.step()
+        later.requires_grad_(False)
+        optimizer.step()
+        optimizer.zero_grad()
+    ddp.remove()
+
+
+@pytest.mark.ranks(2)
+def test_overlapped_ddp_refuses_a_backward_that_creates_a_graph(ctx):
+    ddp = OverlappedDDP(exact_model().to(ctx.device), ctx)
+    x = torch.ones(1, 8, device=ctx.device)
+    ddp(x).sum().backward()
+    with pytest.raises(LeaseError, match="create_graph=True.*torch.autograd.grad"):
+        ddp(x).square().sum().backward(create_graph=True)
+    ddp.zero_grad()
+    bias = ddp.module.a.bias
+    (grad,) = torch.autograd.grad(ddp(x).square().sum(), [bias], create_graph=True)
+    grad.sum().backward()
+    assert bias.grad.eq(2.0).all()
+    ddp.remove()
+
+
+@pytest.mark.ranks(2)
 def test_a_wrapper_that_is_dropped_gives_its_instances_back(ctx):
     model = nn.Linear(4, 4).to(ctx.device)
     with torch.no_grad():
@@ -809,11 +913,12 @@ def test_a_forward_before_the_update_changes_no_result(ctx, writes):
     want = None
     for evaluates in (False, True):
         torch.manual_seed(0)
-        ddp = OverlappedDDP(nn.Linear(6, 5).to(ctx.device), ctx, **SHARDED)
-        for step in range(3):
+        ddp, results = OverlappedDDP(nn.Linear(6, 5).to(ctx.device), ctx, **SHARDED), []
+        for step in range(4):
             x = integers((4, 6), torch.float32, 10 * step + ctx.rank, device=ctx.device)
             ddp.zero_grad(set_to_none=True)
-            ddp(x).square().mean().backward()
+            for y in [ddp(x) for _ in range(1 + step % 2)]:  # two backwards in the second step
+                y.square().mean().backward()
             ddp.finish_grad_sync()
             if evaluates:
                 with torch.no_grad():
@@ -822,11 +927,18 @@ def test_a_forward_before_the_update_changes_no_result(ctx, writes):
                 target = owned.data if writes == "unseen" else owned
                 with torch.no_grad():
                     target.sub_(owned.grad, alpha=2.0**-10)
+            if writes == "seen":
+                for use in (ddp.state_dict, lambda ddp=ddp, x=x: ddp.module(x)):
+                    with pytest.raises(LeaseError, match=r"updated by each rank .* call start_param_sync\(\)"):
+                        use()
+            if step == 2:
+                ddp.zero_grad()
+            if step == 3:
+                ddp.remove()
             with torch.no_grad():
-                result = ddp(x).clone()
-        ddp.remove()
-        assert want is None or torch.equal(result, want)
-        want = result
+                results.append(ddp(x).clone())
+        assert want is None or all(map(torch.equal, results, want))
+        want = results
 
 
 @pytest.mark.ranks(2)
@@ -1098,8 +1210,13 @@ def test_only_what_may_have_been_updated_is_gathered_again(monkeypatch):
         ddp.finish_grad_sync(simulated.one)  # for another reader
         ensure_params_ready([simulated.a.weight])
         ddp.zero_grad()
+        for gathers in (3, 4):  # or has had it, by writes that torch doesn't see
+            ddp()
+            assert len(gathered) == gathers
+        with ddp.no_sync():
+            simulated.backward()
         ddp()
-        assert len(gathered) == 2
+        assert len(gathered) == 4
 
 
 @pytest.mark.parametrize("mode", [SHARDED, GATHERED_LATE], ids=["sharded", "gathered-late"])
