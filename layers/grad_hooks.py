@@ -9,9 +9,9 @@ the time at which the hook fires carries no information. A layer that only sets 
 assumed to have launched its kernel on the hook's stream.
 
 How often a gradient is produced depends on the graph: a layer that is used in two checkpoints produces it twice. So the
-first pass only counts. In later passes a bucket is complete once each of its parameters has reached its count. Counts
-never decrease, so that a layer that is skipped occasionally keeps its count; in a pass without it, the bucket waits for
-`flush`.
+first pass only counts. In later passes a bucket is complete once each of its parameters has reached its count, which is
+at least one: a layer that the first pass skipped may be used later. Counts never decrease, so that a layer that is
+skipped occasionally keeps its count; in a pass without it, the bucket waits for `flush`.
 
 A pass usually ends with its backward. A layer whose kernel comes later says so during backward: `hooks.defer(param)`.
 """
@@ -159,8 +159,8 @@ class GradReadyHooks:
                 if getattr(param, _ADDED, False):  # set by a deferred kernel, and no hook has fired since
                     setattr(param, _ADDED, False)
             self._incomplete = dict.fromkeys(self._unreported, 0)  # number of parameters that a bucket waits for
-            for param, expected in (self._expected or {}).items():
-                self._incomplete[self._bucket_of[param]] += expected > 0
+            for bucket in self._bucket_of.values():
+                self._incomplete[bucket] += 1  # also without a gradient so far: it may have one in this pass
 
     def relearn(self):
         """Forget the counts: the next pass counts again, and reports nothing before `flush`."""
@@ -220,7 +220,8 @@ class GradReadyHooks:
         raise LeaseError(
             f"{name}: a gradient was produced after its bucket had been handed on; {expected} were expected, as in "
             f"earlier passes. Accumulate inside of no_sync(), all backwards but the last; after one that has failed "
-            f"begin by zero_grad(); call relearn() before a pass whose graph is new, or don't overlap if it often is"
+            f"begin by the wrapper's zero_grad(); call relearn() before a pass whose graph is new, or don't overlap if "
+            f"it often is"
         )
 
     def _count(self, param, by_hook):
@@ -232,7 +233,7 @@ class GradReadyHooks:
             self._counts[param] += 1
             if self._expected is None:
                 return
-            if self._counts[param] == self._expected[param]:
+            if self._counts[param] == max(1, self._expected[param]):
                 self._incomplete[self._bucket_of[param]] -= 1
             while self._unreported and not self._incomplete[self._unreported[0]]:
                 self._on_ready(self._unreported.pop(0))
@@ -241,12 +242,13 @@ class GradReadyHooks:
         if not any(self._counts.values()):
             return
         expected = self._expected or {}
-        missing = [self._names[param] for param, count in self._counts.items() if count < expected.get(param, 0)]
+        missing = [self._names[param] for param, n in expected.items() if self._counts[param] < max(1, n)]
         if missing and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{missing[0]} and {len(missing) - 1} more had fewer gradients than in earlier passes: their buckets "
-                f"waited for the end of the pass. If that is for good, call relearn()",
+                f"{missing[0]} and {len(missing) - 1} more had no gradient in this pass, or fewer than in earlier "
+                f"ones: their buckets, and those behind them, waited for the end of the pass. Freeze a parameter that "
+                f"never has one, before it is wrapped; if there are fewer for good, call relearn()",
                 stacklevel=3,
             )
         self._expected = {param: max(count, expected.get(param, 0)) for param, count in self._counts.items()}
