@@ -475,10 +475,21 @@ def test_parameters_that_were_converted_or_moved_are_refused_by_name(ctx):
     zero = ZeroOptimizer(model.named_parameters(), torch.optim.SGD, lr=0.1, ctx=ctx)
     sgd_steps(ctx, model.to(ctx.device, torch.float32), zero)  # as they were
     model[2].double()
-    for use in (lambda: sgd_steps(ctx, model[:2], zero), zero.refresh_masters):
+    state, full = copy.deepcopy(zero.state_dict()), zero.full_state_dict()
+    masters = [value.clone() for value in zero.state_dict()["masters"]]
+    for saved in (state["masters"], full["masters"].values()):
+        [value.add_(1.0) for value in saved]
+    uses = (
+        lambda: sgd_steps(ctx, model[:2], zero),
+        zero.refresh_masters,
+        lambda: zero.load_state_dict(state),
+        lambda: zero.load_full_state_dict(full),
+    )
+    for use in uses:
         with pytest.raises(LeaseError, match=r"2\.bias has been converted or moved.* make another") as error:
             use()
         message_on_every_rank(ctx, error.value)
+        assert all(map(torch.equal, zero.state_dict()["masters"], masters))  # nothing has changed
     newer = ZeroOptimizer(model.float().parameters(), torch.optim.SGD, lr=0.1, ctx=ctx)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     assert not any(map(torch.equal, sgd_steps(ctx, model, newer), before))

@@ -255,6 +255,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"ZeroOptimizer: {thawed} is to be trained, but was frozen when the optimizer was made; make a new "
                 f"one, or begin with requires_grad=True and freeze it afterwards"
             )
+        self._check_places()
         self._check_values()
         loss = None
         if closure is not None:
@@ -320,7 +321,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _publish(self):
         """Send the owners' masters to every rank, beginning with the parameters that forward needs first."""
-        self._check_places()
         for shard in reversed(self._shards):
             with shard.lease.read():
                 pass  # earlier work on this stream may have read the parameters
@@ -458,6 +458,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             problem = "gets a state of the wrapped optimizer that has other param groups than its own"
         self._refuse("load_state_dict", problem)
         self._check_there()
+        self._check_places()
         self.optimizer.load_state_dict(state["optimizer"])
         for shard, master in zip(self._shards, state["masters"], strict=True):
             shard.master.copy_(master)
@@ -524,6 +525,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             problem = "gets masters that are not tensors of its parameters' shapes, by number"
         self._refuse("load_full_state_dict", problem)
         self._check_there()
+        self._check_places()
         number_of = {parameter: number for number, parameter in enumerate(self._names)}
         own = self.optimizer.state_dict()
         own["state"] = {
