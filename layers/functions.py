@@ -222,11 +222,11 @@ def all_reduce_sequence_parallel_grads(module: torch.nn.Module, *, ctx: Context 
     so its gradient is a partial sum. Set the mark on the norms between sequence-parallel layers (Megatron's mark and
     meaning). There is one all-reduce per dtype.
 
-    A parameter's gradient is its main_grad if it has one, as OverlappedDDP's have. A missing
-    gradient counts as zero and receives the sum too, since another rank may have one. So a parameter that no rank has
-    used gets a gradient of zero instead of None, and momentum and weight decay apply to it. Raises, before anything is
-    changed, ValueError for a parameter of a ZeroOptimizer, which has taken its gradient and sums it itself, and
-    TypeError for gradients that can't be summed.
+    A parameter's gradient is its main_grad if it has one, as OverlappedDDP's have. A missing gradient counts as zero
+    and receives the sum too, since another rank may have one. So a parameter that no rank has used gets a gradient of
+    zero instead of None, and momentum and weight decay apply to it. Raises, before anything is changed, ValueError for
+    a parameter of a ZeroOptimizer, which has taken its gradient and sums it itself, and TypeError for gradients that
+    can't be summed.
     """
     from tkernels.layers.ddp import changing_main_grads  # imported late: they depend on the other layers
     from tkernels.layers.zero import ZeroOptimizer

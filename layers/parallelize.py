@@ -17,9 +17,9 @@ from tkernels.comm.group import Group, checksum, first_difference, listed
 from tkernels.layers.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from tkernels.layers.norms import is_split
 from tkernels.layers.owners import owner_of
-from tkernels.layers.replicas import SUMMED, ReplicaCheck, SummedGradients, has_others_hooks
+from tkernels.layers.replicas import GRAD_ALLREDUCE, ReplicaCheck, SummedGradients, has_others_hooks
 
-STYLES = {"column": ColumnParallelLinear, "row": RowParallelLinear, SUMMED: None}
+STYLES = {"column": ColumnParallelLinear, "row": RowParallelLinear, GRAD_ALLREDUCE: None}
 # Arguments that are no options of a plan: the nn.Linear or parallelize() sets them, or they concern initialization.
 _NOT_OPTIONS = {"in_features", "out_features", "bias", "dtype", "device", "ctx", "init_method"}
 
@@ -136,7 +136,7 @@ def _take_summed(model: nn.Module, styles: dict[str, tuple[str, dict]]) -> dict[
 
     They are in the modules that have this style, or below, and not in a layer that splits its parameters.
     """
-    chosen = [name for name, (style, _) in styles.items() if style == SUMMED]
+    chosen = [name for name, (style, _) in styles.items() if style == GRAD_ALLREDUCE]
     for name in chosen:
         del styles[name]
     split = {id(model.get_submodule(name)) for name in styles}
@@ -151,11 +151,11 @@ def _take_summed(model: nn.Module, styles: dict[str, tuple[str, dict]]) -> dict[
             raise ValueError(f"parallelize: {name!r} has no parameters whose gradients could be summed")
         for path, module in members.items():
             if SummedGradients.on(module):
-                raise ValueError(f"parallelize: {path!r} has the style {SUMMED!r} already, by an earlier call")
+                raise ValueError(f"parallelize: {path!r} has the style {GRAD_ALLREDUCE!r} already, by an earlier call")
             if type(module).forward is nn.Module.forward:
                 raise TypeError(
                     f"parallelize: {path!r} is a {type(module).__name__}, without a forward in which the gradients of "
-                    f"its parameters could be summed; give {SUMMED!r} to the module that reads them"
+                    f"its parameters could be summed; give {GRAD_ALLREDUCE!r} to the module that reads them"
                 )
         found |= {path: module for path, module in members.items() if module not in found.values()}
     return found

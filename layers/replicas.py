@@ -3,6 +3,7 @@ them, and all are compared once, since replicas drift apart if their gradients d
 """
 
 import functools
+import warnings
 import weakref
 
 import torch
@@ -13,7 +14,7 @@ from tkernels.comm.group import listed
 from tkernels.layers.norms import is_split
 from tkernels.operators import replicated
 
-SUMMED = "replicated_with_grad_allreduce"  # transformers' name of the style
+GRAD_ALLREDUCE = "replicated_with_grad_allreduce"  # transformers' name of the style
 SLICES = 16  # of a gradient, each compared by its sum and size
 # Ranks may round differently (atomics, tuned kernels), in 16 bits under autocast whatever a gradient's dtype. The root
 # lies midway between one rounding, EPS, and the difference between parts of one sum, about 1.
@@ -79,7 +80,8 @@ class ReplicaCheck:
         self._handles = {}  # of hooks, by the names of parameters that are yet to be compared, and of split ones
         self._triggers, self._counts = split, {}  # whose gradients make a comparison due; how many each has had
         self._gradients, self._uses = {}, {}  # summaries of what has arrived, by parameter
-        self._begun, self._task, self._due = False, None, False
+        self._frozen = None  # since the first forward, weak references to the parameters that have always been
+        self._task, self._due = None, False
 
     def __reduce__(self):
         return ReplicaCheck, (self._context, self._split, self._summed)  # a copy of the model has other parameters
@@ -89,12 +91,20 @@ class ReplicaCheck:
         model.register_forward_pre_hook(self._before)
 
     def _before(self, model, _):
-        """Watch the parameters of the first forward: they may have been on the meta device, frozen or copied."""
-        if not _traced() and not self._begun and torch.is_grad_enabled():
-            self._begun = True
+        """Watch the parameters of the first forward, which may have been on the meta device, frozen or copied.
+
+        And all of them again once others are unfrozen.
+        """
+        if _traced() or not torch.is_grad_enabled():
+            return
+        first = self._frozen is None
+        before = list(map(weakref.ref, model.parameters())) if first else self._frozen
+        self._frozen = [each for each in before if each() is not None and not each().requires_grad]
+        if first or len(self._frozen) < len(before):
             self._watch(model)
 
     def _watch(self, model: nn.Module):
+        self._counts = {}
         trained = {
             name: each
             for name, each in model.named_parameters()
@@ -153,16 +163,18 @@ class ReplicaCheck:
         ranks = find_context(self._context).group.gather(mine)
         gradients, uses = (_judgeable(by_rank) for by_rank in zip(*ranks, strict=True))
         if same := [name for name, each in uses.items() if each.shape[1] > 2 and (each == each[0]).all()]:
-            raise MismatchError(
-                f"parallelize: {listed(same)}: the style {SUMMED!r} sums the parts of a gradient that ranks have, but "
-                f"here each has the same, the whole one, which would count {len(ranks)} times; take the style off "
-                f"modules that don't lie between a column and a row layer"
+            warnings.warn(
+                f"parallelize: {listed(same)}: the style {GRAD_ALLREDUCE!r} sums the parts of a gradient that ranks "
+                f"have, but here each has the same. If that is the whole one, it counts {len(ranks)} times; take the "
+                f"style off modules that don't lie between a column and a row layer. (Inputs or weights that are all "
+                f"equal, as of ones, make parts equal, too)",
+                stacklevel=2,
             )
         differing = _differing(gradients)
         if read := [name for name in differing if name in self._summed]:
             raise MismatchError(
-                f"parallelize: the gradients of {listed(read)} differ between ranks in spite of the style {SUMMED!r}, "
-                f"which concerns what a module's own forward reads; pass the parameter through "
+                f"parallelize: the gradients of {listed(read)} differ between ranks in spite of the style "
+                f"{GRAD_ALLREDUCE!r}, which concerns what a module's own forward reads; pass the parameter through "
                 f"copy_to_tensor_model_parallel_region where it is read elsewhere"
             )
         if differing:
@@ -173,8 +185,8 @@ class ReplicaCheck:
                 f"parallelize: the gradients of {listed(differing)} differ between ranks, so that these parameters "
                 f"would drift apart. Where each rank uses a parameter for its own features or rows (a norm over heads, "
                 f"between a column and a row layer), give its module a style in the plan that sums the gradient: "
-                f"{{{pattern!r}: {SUMMED!r}}}. Otherwise ranks that share a model have different inputs or random "
-                f"masks, or a parameter is split by hand (mark it tensor_model_parallel = True)"
+                f"{{{pattern!r}: {GRAD_ALLREDUCE!r}}}. Otherwise ranks that share a model have different inputs or "
+                f"random masks, or a parameter is split by hand (mark it tensor_model_parallel = True)"
             )
         for name in gradients.keys() & self._handles.keys():
             self._handles.pop(name).remove()
@@ -222,16 +234,19 @@ def _judgeable(by_rank: tuple[dict[str, list]]) -> dict[str, torch.Tensor]:
 def _differing(gradients: dict[str, torch.Tensor]) -> list[str]:
     """The names of gradients that differ between ranks by more than rounding.
 
-    A gradient that is zero but for rounding, as that of a key's bias, is judged by those of its module.
+    A gradient that is zero but for rounding, as that of a key's bias, is judged by those of its module and, where it is
+    alone there, by the largest of all.
     """
     largest = {}
     for name, values in gradients.items():
         module = name.rpartition(".")[0]
         largest[module] = max(largest.get(module, 0.0), values.chunk(2, 1)[1].max().item())
+    # It is a sum of terms that cancel, each rounded to fp32 at best. They may be as large as any other gradient.
+    noise = 64 * torch.finfo(torch.float32).eps * max(largest.values(), default=0.0)
     differing = []
     for name, values in gradients.items():
         sums, sizes = values.chunk(2, 1)
-        allowed = TOLERANCE * (sums.abs() + sizes).amax(0) + EPS * largest[name.rpartition(".")[0]]
+        allowed = TOLERANCE * (sums.abs() + sizes).amax(0) + EPS * largest[name.rpartition(".")[0]] + noise
         spread = values.amax(0) - values.amin(0)
         if (spread > allowed.repeat(2)).any():
             differing.append(name)

@@ -5,6 +5,7 @@ import functools
 import math
 import pickle
 import re
+import warnings
 from unittest import mock
 
 import pytest
@@ -406,13 +407,30 @@ def test_parallelize_tells_whoever_forgets_to_sum_gradients(ctx):
         assert said is None if mark else re.match("parallelize: the gradients of norm.*norm.* differ", said)
 
     # A style where the gradient is whole already, and a parameter that its module's forward doesn't read.
-    said = told(ctx, forgetful(q_norm=STYLE, norm=STYLE), backward)
-    assert re.match("parallelize: norm.*norm.*each has the same, the whole one, which would count 2 times", said)
+    wholes = forgetful(q_norm=STYLE, norm=STYLE)
+    with pytest.warns(UserWarning, match="parallelize: norm.*norm.*each has the same.*, it counts 2 times; take the"):
+        assert told(ctx, wholes, backward) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # once
+        assert told(ctx, wholes, backward) is None
     elsewhere = forgetful(q_norm=STYLE)
     weight = elsewhere.q_norm.weight
     elsewhere.q_norm.forward = lambda heads: functional.rms_norm(heads, (HIDDEN // HEADS,), weight)
     said = told(ctx, elsewhere, backward)
     assert re.match("parallelize: the gradients of q_norm.weight differ between ranks in spite of the style", said)
+
+
+@pytest.mark.ranks(2)
+def test_parallelize_tells_of_gradients_of_what_is_unfrozen_later(ctx):
+    x = normal((SEQUENCE, BATCH, HIDDEN), torch.float32, 1).to(ctx.device)
+    model = heads()
+    model.q_norm.requires_grad_(False)
+    parallelize(model, {"q": "column", "out": "row"}, ctx).to(ctx.device)
+    backward = lambda model: model(x).square().mean().backward()  # noqa: E731
+    for _ in range(3):
+        assert told(ctx, model, backward) is None
+    model.q_norm.requires_grad_(True)
+    assert FORGOTTEN.match(told(ctx, model, backward))
 
 
 class Rounded(torch.autograd.Function):
@@ -429,17 +447,30 @@ class Rounded(torch.autograd.Function):
         return dy * (1 + ctx.by * noise.to(dy.device)), None, None
 
 
-class Attention(nn.Module):
-    """Attention that is left whole, and a split MLP. The gradient of the key's bias is zero but for rounding."""
-
-    def __init__(self, rank, by):
+class Shift(nn.Module):
+    def __init__(self):
         super().__init__()
-        self.rank, self.by = rank, by
+        self.bias = nn.Parameter(torch.ones(HIDDEN))
+
+    def forward(self, x):
+        return x + self.bias
+
+
+class Attention(nn.Module):
+    """Attention that is left whole, and a split MLP. The gradient of the key's bias is zero but for rounding.
+
+    apart: that bias has a module of its own.
+    """
+
+    def __init__(self, rank, by, apart=False):
+        super().__init__()
+        self.rank, self.by, self.shift = rank, by, Shift() if apart else nn.Identity()
         self.q, self.k, self.unused = (nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
         self.up, self.down = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
 
     def forward(self, x):
-        q, k = (Rounded.apply(layer(x), self.rank, by) for layer, by in ((self.q, 8 * self.by), (self.k, self.by)))
+        q, k = self.q(x), self.shift(self.k(x))
+        q, k = (Rounded.apply(y, self.rank, by) for y, by in ((q, 8 * self.by), (k, self.by)))
         scores = q @ k.transpose(-1, -2)
         return self.down(functional.gelu(self.up(scores.softmax(-1) @ x)))
 
@@ -453,6 +484,11 @@ def test_parallelize_compares_gradients_seldom_and_by_more_than_rounding(ctx):
         met.append(arguments)
         return gather(*arguments)
 
+    torch.manual_seed(0)
+    model = parallelize(Attention(ctx.rank, 2.0**-23, apart=True), {"up": "column", "down": "row"}, ctx).to(ctx.device)
+    assert told(ctx, model, lambda model: model(x).square().sum().backward()) is None
+    parts = ctx.group.gather(model.shift.bias.grad.cpu())
+    assert (parts[0] - parts[1]).norm() > 0.5 * parts[0].norm()
     for by in (2.0**-8, 1.0):  # a rounding to bf16 and several of them, or the gradient itself
         torch.manual_seed(0)
         model = parallelize(Attention(ctx.rank, by), {"up": "column", "down": "row"}, ctx).to(ctx.device)
