@@ -510,6 +510,8 @@ def test_a_step_that_fails_can_be_begun_again(ctx):
         with ddp.no_sync() if step % 2 else contextlib.nullcontext(), pytest.raises(ArithmeticError):
             gradient()
         handle.remove()
+        with pytest.raises(LeaseError, match=r"begin again by the wrapper's zero_grad\(\)"):
+            torch.optim.SGD(model.parameters(), lr=1.0).step()
         if step != 2:
             ddp.zero_grad()  # in the other step nothing does so, as torch's zero_grad would do nothing
         gradient()
