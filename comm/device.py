@@ -665,7 +665,8 @@ def end_epoch(state, epoch):
     """Every program's last call. The last program to arrive advances the epoch for the next launch.
 
     The epoch lives in device memory, not in the launch's arguments, so every replay of a captured graph has a new one.
-    Returns whether this program was the last to arrive; by then all others have finished their work.
+    Returns whether this program was the last to arrive; by then all others have finished their work, but for what
+    `end_call` does after it.
     """
     tl.debug_barrier()
     finished = tl.atomic_add(state + 1, tl.full((), 1, tl.int64), sem="acq_rel", scope="gpu")
@@ -706,8 +707,8 @@ def end_call(
     """Every program's last call in an operation on a workspace: `end_epoch`, after a comparison of all ranks' calls.
 
     The last program waits until every peer has begun this call. A peer in another one is a fault. A peer may be one
-    call further already. Then it ended this call while this rank was in it, so it has seen this rank's number: of two
-    ranks whose calls differ, at least one finds out.
+    call further already. Then that peer ended this call while this rank was in it, so it has seen this rank's number:
+    of two ranks whose calls differ, at least one finds out.
     """
     compares = tl.program_id(0) == tl.num_programs(0) - 1
     same = tl.full((), False, tl.int1)

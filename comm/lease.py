@@ -463,10 +463,9 @@ def captured(graph, *, slots=(), streams=(), dev=torch.cuda):
         replay()  # g.replay(), ordered with work launched on the slots outside the graph
 
     The side streams fork from the capture's stream and join it at the end; nodes that autograd kept from a warm-up on
-    other streams follow it. Every replay records one external event,
-    which stands for all work of the graph on the slots: the next user of a slot waits for it. `replay` in turn orders
-    the current stream after the work launched on the slots before; a bare g.replay() does not. A capture that fails
-    leaves the slots as if they had never been used.
+    other streams follow it. Every replay records one external event, which stands for all work of the graph on the
+    slots: the next user of a slot waits for it. `replay` in turn orders the current stream after the work launched on
+    the slots before; a bare g.replay() does not. A capture that fails leaves the slots as if they had never been used.
 
     Raises LeaseError for a slot with an open lease, at the start or at the end of the capture.
     """
