@@ -462,8 +462,8 @@ def prepare():
     torch.cuda.get_device_properties = lambda device: gpu
 
 
-def run_case(name: str) -> dict:
-    """Compile one case and return its facts, {"error": ...} or {"skip": ...}."""
+def run_case(name: str, describe=None) -> dict:
+    """Compile one case and return what `describe` says of it, by default its facts; {"error": ...} or {"skip": ...}."""
     case = CASES.get(name)
     if case and case.transport == "nvshmem" and not _has_nvshmem():
         return {"skip": "nvidia-nvshmem-cu13 (3.4 to 3.6) is not installed, whose device code this would link"}
@@ -472,7 +472,7 @@ def run_case(name: str) -> dict:
     try:
         _call(case) if case else (REFUSED | ALLOWED)[name]()
         (kernel,) = set(_compiled)
-        return facts_of(kernel)
+        return (describe or facts_of)(kernel)
     except Exception:
         return {"error": traceback.format_exc()}
 
@@ -568,7 +568,7 @@ def facts_of(kernel) -> dict:
     """What the gates judge, of one compiled kernel."""
     ptx, metadata, function = kernel.asm["ptx"], kernel.metadata, kernel.src.fn
     constants = {function.arg_names[path[0]]: _value(value) for path, value in kernel.src.constants.items()}
-    resources, sass = _disassemble(kernel.asm["cubin"])
+    resources, sass = resources_of(kernel)
     threads = metadata.num_warps * 32
     counts, violations, stores = _walk_ptx(ptx)
     found = _synchronisation(kernel.asm["llir"])
@@ -584,11 +584,7 @@ def facts_of(kernel) -> dict:
         "dtype": _operand_dtype(kernel.src.signature) if "DTYPE" in constants else "",
         "threads": threads,
         "num_stages": metadata.num_stages,
-        "registers": int(resources["REG"]),
-        "stack": int(resources["STACK"]),
-        "local": int(resources["LOCAL"]),
-        "spills": len(re.findall(r"\b(?:LDL|STL)\b", sass)),
-        "shared": metadata.shared,
+        **resources,
         "tensor_cores": len(re.findall(r"\b[HQI]GMMA\b", sass)),
         "tma_loads": len(_TMA_LOAD.findall(ptx)),
         "tma_stores": len(_TMA_STORE.findall(ptx)),
@@ -607,6 +603,15 @@ def facts_of(kernel) -> dict:
         "copy_stores": stores,
         "loop": _signals_and_waits(kernel.asm["ttgir"]),
     }
+
+
+def resources_of(kernel) -> tuple[dict, str]:
+    """(what a program of a compiled kernel takes of a multiprocessor, its machine code)."""
+    usage, sass = _disassemble(kernel.asm["cubin"])
+    registers, stack, local = (int(usage[name]) for name in ("REG", "STACK", "LOCAL"))
+    spills = len(re.findall(r"\b(?:LDL|STL)\b", sass))  # instructions that store or load one
+    shared = kernel.metadata.shared
+    return {"registers": registers, "stack": stack, "local": local, "spills": spills, "shared": shared}, sass
 
 
 def _signals_and_waits(ttgir: str) -> str:
