@@ -4,7 +4,8 @@
     python tests/ptx.py compare OLD NEW
 
 A change that only regroups or renames device code leaves every file the same. The names of a kernel, its parameters and
-its labels, and the places in the source, are no part of what is written; parameters are numbered, so their order is.
+its labels, and the places in the source, are no part of what is written. Of the parameters, those that an instruction
+uses are, by number, so their order is.
 """
 
 import argparse
@@ -28,7 +29,17 @@ def normalised(ptx: str, kernel: str) -> str:
             continue
         line = re.sub(r"\$L__\w+", lambda found: labels.setdefault(found[0], f"$L{len(labels)}"), line)
         lines.append(re.sub(rf"\b{kernel}\b", "kernel", re.sub(rf"\b{kernel}_param_", "param_", line)))
-    return "\n".join(lines) + "\n"
+    return used_parameters("\n".join(lines) + "\n")
+
+
+def used_parameters(text: str) -> str:
+    """The text with its kernel's unused parameters left out, and the others numbered."""
+    before, entry, after = text.partition(".entry kernel(\n")
+    declared, end, body = after.partition("\n)\n")
+    used = sorted(set(re.findall(r"\bparam_(\d+)", body)), key=int)
+    declared = [line.rstrip(",") for line in declared.splitlines() if re.search(r"\bparam_(\d+)", line)[1] in used]
+    text = before + entry + "\n".join(declared) + end + body
+    return re.sub(r"\bparam_(\d+)", lambda found: f"param_{used.index(found[1])}", text)
 
 
 def write_case(folder: Path, name: str) -> str:
