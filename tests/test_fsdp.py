@@ -22,11 +22,10 @@ from transports import gpu_only, message_on_every_rank, simulated_only
 
 import tkernels
 from tkernels.comm import LeaseError, MismatchError
-from tkernels.comm.lease import captured
 from tkernels.demo.data import Text
 from tkernels.demo.model import Block, ModelConfig, Transformer
 from tkernels.demo.training import ADAM_EPSILON, LEARNING_RATE, allowed_loss
-from tkernels.layers import ParallelMLP, gather_state_dict, load_full_state_dict, sharded_state_dict
+from tkernels.layers import ParallelMLP, captured, gather_state_dict, load_full_state_dict, sharded_state_dict
 from tkernels.layers.ddp import OverlappedDDP
 from tkernels.layers.fsdp import FullyShard
 from tkernels.layers.functions import all_reduce_sequence_parallel_grads

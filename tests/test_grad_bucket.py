@@ -13,7 +13,7 @@ import torch
 from transports import STREAMED, gpu_only
 
 import tkernels
-from tkernels.comm.lease import LeaseError
+from tkernels.comm.errors import LeaseError
 from tkernels.layers.grad_bucket import GradBucket
 from tkernels.testing.streams import Simulator, subsets
 

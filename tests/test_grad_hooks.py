@@ -8,8 +8,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tkernels.comm import LeaseError
-from tkernels.comm.lease import Slot
 from tkernels.layers.grad_hooks import GradReadyHooks, grad_ready_hooks
+from tkernels.layers.lease import Slot
 from tkernels.testing.streams import Simulator
 
 

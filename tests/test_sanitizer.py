@@ -15,8 +15,8 @@ import torch
 from transports import gpu_only, starts_ranks
 
 import tkernels
-from tkernels.comm.lease import Lease, Slot
 from tkernels.launch import RankPool
+from tkernels.layers.lease import Lease, Slot
 from tkernels.testing.streams import Simulator
 
 pytestmark = pytest.mark.csan

@@ -26,7 +26,7 @@ from transports import gpu_only, message_on_every_rank
 import tkernels
 from tkernels.comm import Context
 from tkernels.comm.errors import LeaseError, MismatchError, TkernelsError
-from tkernels.comm.lease import Fence
+from tkernels.comm.fence import Fence
 from tkernels.demo.model import ModelConfig, Transformer
 from tkernels.demo.training import ADAM_EPSILON, allowed_gradient, allowed_loss
 from tkernels.layers import ColumnParallelLinear, RowParallelLinear, gather_state_dict

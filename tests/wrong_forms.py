@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tkernels.comm.lease import Keepalive, Lease, Slot
+from tkernels.layers.lease import Keepalive, Lease, Slot
 from tkernels.testing.streams import Simulator
 
 Expected = list[tuple[torch.Tensor, list[float]]]
