@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch._dynamo.utils
 import torch.distributed as dist
+from streams import Race, Simulator, subsets
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.nn import functional as F
@@ -31,7 +32,6 @@ from tkernels.layers.fsdp import FullyShard
 from tkernels.layers.functions import all_reduce_sequence_parallel_grads
 from tkernels.layers.zero import ZeroOptimizer
 from tkernels.testing.compare import assert_close_to, integers, normal
-from tkernels.testing.streams import Race, Simulator, subsets
 
 FEATURES = 8
 LATE = 4_000_000  # cycles, about 2 ms: several times what the host needs for a unit

@@ -5,12 +5,12 @@ import warnings
 
 import pytest
 import torch
+from streams import Simulator
 from torch.utils.checkpoint import checkpoint
 
 from tkernels.comm import LeaseError
 from tkernels.layers.grad_hooks import GradReadyHooks, grad_ready_hooks
 from tkernels.layers.lease import Slot
-from tkernels.testing.streams import Simulator
 
 
 class Bucket:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from streams import Simulator, subsets
 from transports import gpu_only
 
 from tkernels.comm import capture, fence
@@ -22,7 +23,6 @@ from tkernels.comm.errors import LeaseError
 from tkernels.comm.fence import Crossing, EventCompletion, Fence
 from tkernels.layers import lease
 from tkernels.layers.lease import Keepalive, Lease, Slot, WorkCompletion, captured
-from tkernels.testing.streams import Simulator, subsets
 
 
 class CapturingSimulator(Simulator):
@@ -748,8 +748,8 @@ def test_a_transfer_of_gloos_is_waited_for_any_number_of_times(ctx):
 
 OF_THE_DRIVER = {"cuStreamWaitEvent", "cuEventRecord", "cuStreamWaitValue64_v2", "cuStreamBatchMemOp_v2"}
 ORDERING = {"wait_stream", "wait_event", "record_event", "record_stream", *OF_THE_DRIVER}
-# The core; the simulator, which is a device; and the side stream of copies, which waits for words of kernels alone.
-MAY_ORDER = {"comm/fence.py", "layers/lease.py", "tkernels/testing/streams.py", "comm/copies.py", "comm/driver.py"}
+# The core; and the side stream of copies, which waits for words of kernels alone.
+MAY_ORDER = {"comm/fence.py", "layers/lease.py", "comm/copies.py", "comm/driver.py"}
 
 
 def ordering(source: str) -> Iterator[str]:

@@ -128,7 +128,7 @@ def test_the_example_of_a_kernel_runs(ctx, tmp_path):
 
 
 def test_the_example_of_leases_runs():
-    (block,) = (block for block in blocks("python", GUIDES["layers/README.md"]) if "Simulator()" in block)
+    (block,) = (block for block in blocks("python", GUIDES["layers/README.md"]) if "Slot(" in block)
     exec(compile(block, "layers/README.md, leases", "exec"), {})
 
 

@@ -18,6 +18,7 @@ import zlib
 import pytest
 import torch
 import torch._dynamo
+from streams import Simulator, subsets
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -42,7 +43,6 @@ from tkernels.layers.zero import optimizer as zero_optimizer
 from tkernels.layers.zero.gradients import OwnerGradients
 from tkernels.layers.zero.layout import ALIGNMENT, plan
 from tkernels.testing.compare import assert_close_to
-from tkernels.testing.streams import Simulator, subsets
 
 CONFIG = ModelConfig(vocabulary=29, sequence=8, batch=4, heads=2, head_features=8, layers=1)
 
