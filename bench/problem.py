@@ -17,7 +17,7 @@ from tkernels.configs import GemmConfig, OverlapConfig, gemm_config, overlap_con
 from tkernels.gemm import matmul
 from tkernels.matmul_all_reduce import matmul_all_reduce
 from tkernels.matmul_reduce_scatter import matmul_reduce_scatter
-from tkernels.testing.compare import tolerance
+from tkernels.rounding import tolerance
 
 LAYOUTS = ("TN", "NN", "NT")
 TERMS_OF_AN_INTEGER_ROW = 64
