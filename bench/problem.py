@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 import tkernels
-from tkernels import work
+from bench import work
 from tkernels.all_gather_matmul import all_gather_matmul
 from tkernels.comm.context import Context
 from tkernels.configs import GemmConfig, OverlapConfig, gemm_config, overlap_config
