@@ -12,8 +12,8 @@ landing, the copy engine, and interleaved; with the configurations of the first 
 result is checked against torch's, and the results of both checkouts are compared bit by bit. Then the two are measured
 in turns, in random order, the other one idle, with the L2 cache flushed before each call.
 
-us: medians. ratio: the second checkout's time over the first's, median over the rounds. spread: half the distance between
-the quartiles of the rounds' ratios. A case is slower if its ratio is above 1.01 by more than its spread.
+us: medians. ratio: the second checkout's time over the first's, median over the rounds. spread: half the distance
+between the quartiles of the rounds' ratios. A case is slower if its ratio is above 1.01 by more than its spread.
 
 Exit codes. 0: everything was measured, and nothing is slower. 1: a case is slower, or failed, or was not begun within
 the budget. 2: wrong arguments. On the simulated runtime times are the interpreter's, and only the checks count.
@@ -32,7 +32,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import tkernels
 from bench.records import FUSED, append
 from tkernels import shapes
 from tkernels.cli import file_to_write
@@ -243,12 +242,12 @@ def summarize(lines: list[dict]) -> int:
     """Print what all cases say together, and the worst. Returns how many are slower."""
     if not lines:
         return 0
-    ratios = [line["ratio"] for line in lines]
+    ratios, spreads = [line["ratio"] for line in lines], [line["spread"] for line in lines]
     slow = sum(map(is_slower, lines))
     p10, p90 = np.percentile(ratios, [10, 90])
     print(
-        f"{len(lines)} cases: geometric mean {statistics.geometric_mean(ratios):.4f}, 10th to 90th percentile {p10:.3f} "
-        f"to {p90:.3f}; median spread {statistics.median(line['spread'] for line in lines):.3f}; {slow} slower; "
+        f"{len(lines)} cases: geometric mean {statistics.geometric_mean(ratios):.4f}, 10th to 90th percentile "
+        f"{p10:.3f} to {p90:.3f}; median spread {statistics.median(spreads):.3f}; {slow} slower; "
         f"the same bits in {sum(line['same_bits'] for line in lines)}"
     )
     print(f"the worst {min(WORST, len(lines))}:")
