@@ -13,6 +13,7 @@ This file depends on the following names of a checkout, from 73aa7fb on; where a
 the words of a workspace, see NAMES; `bench.problem` and `bench.ways`.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -47,18 +48,22 @@ NAMES = {
     "landed": ("landed", "delivered"),
     "begun": ("begun", "entered"),
 }
-HOMES = {"compile_ahead": ("tkernels.tuner.compile", "tkernels.tuner", "tkernels.tune")}
+HOMES = {"compile_ahead": ("tkernels.tuner.compile", "bench.compile")}
 
 
 def home_of(name: str):
-    """The module of this checkout that has that name."""
+    """The module of this checkout that has that name. Raises AttributeError if there is none."""
     for module in HOMES.get(name, ()):
-        try:
+        with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(module)
-        except ModuleNotFoundError:
-            continue
-    loaded = [module for path, module in sys.modules.items() if path.startswith("tkernels.")]
-    return next(module for module in loaded if name in vars(module))
+    homes = [module for module in loaded() if name in vars(module)]
+    if not homes:
+        raise AttributeError(f"this checkout has no {name} where {Path(__file__).name} looks for it")
+    return homes[0]
+
+
+def loaded() -> list:
+    return [module for path, module in sys.modules.items() if path.startswith(("tkernels.", "bench."))]
 
 
 class Peerless:
@@ -69,7 +74,7 @@ class Peerless:
     def __init__(self, size: int):
         group = home_of("Group").Group
         group.__init__, group.gather = functools.partialmethod(_join, size=size), _gather
-        for module in [module for path, module in sys.modules.items() if path.startswith("tkernels.")]:
+        for module in loaded():
             if "open_segment" in vars(module):
                 module.open_segment = _open_segment
         runtime = tkernels.RUNTIME
@@ -79,7 +84,7 @@ class Peerless:
         Peerless.latest = self
 
     def words(self, name: str) -> torch.Tensor | None:
-        """A tensor of the workspace, or of what it holds; None before it has any memory."""
+        """A tensor of the workspace, or of what it holds, under one of its NAMES; None before it has any memory."""
         workspace = self.ctx.workspace()
         for holder in (workspace, *vars(workspace).values()):
             for known in NAMES[name]:
