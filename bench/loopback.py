@@ -1,25 +1,30 @@
-"""Compares the fused kernels of two checkouts on one GPU, without a peer.
+"""Compares the fused kernels of two checkouts on one GPU, without a peer and without NVSHMEM.
 
     git worktree add ../before COMMIT
     python -m bench.loopback ../before . --json mine.jsonl
 
 Each checkout has a process of its own, in which rank 0 of 2 or 4 ranks makes the calls. Its peers' memory is its own,
 what they would send is there, and all their signals are raised beforehand (bench/loopback_rank.py). So a call does all
-that a rank does, and waits for nobody; what it takes says how fast the kernel is, not how fast the link is.
+that a rank does, and waits for nobody; what it takes says how fast the kernel is, not how fast the link is. Transport
+`nvshmem` has no loopback.
 
 All ways to send to mapped memory are compared: comm programs that send to the two alternating inboxes, the same to the
-landing, the copy engine, and interleaved; with the configurations of the first checkout, which both use. First each
-result is checked against torch's, and the results of both checkouts are compared bit by bit. Then the two are measured
-in turns, in random order, the other one idle, with the L2 cache flushed before each call.
+landing, the copy engine (whose copies within one GPU may take SMs), and interleaved; with the configurations of the
+first checkout, which both use. First each result is checked against torch's, and the results of both checkouts are
+compared bit by bit. Then the two are measured in turns, in random order, the other one idle, with the L2 cache flushed
+before each call. A call that the host has queued too late is repeated.
 
 us: medians. ratio: the second checkout's time over the first's, median over the rounds. spread: half the distance
 between the quartiles of the rounds' ratios. A case is slower if its ratio is above 1.01 by more than its spread.
+Between two equal checkouts, six cases of 0.3 to 5 ms had ratios of 0.996 to 1.001, with spreads of 0.001 to 0.002. All
+123 cases that are measured by default take 2 to 3 minutes, half of it to compile them on 16 cores (one H100).
 
 Exit codes. 0: everything was measured, and nothing is slower. 1: a case is slower, or failed, or was not begun within
 the budget. 2: wrong arguments. On the simulated runtime times are the interpreter's, and only the checks count.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -121,10 +126,8 @@ class Side:
         return self.answer()
 
     def begin(self, request: str, **arguments):
-        try:
+        with contextlib.suppress(BrokenPipeError):  # `answer` says so
             print(json.dumps([request, arguments]), file=self.process.stdin, flush=True)
-        except BrokenPipeError:
-            raise SideError(f"{self.checkout}: its process has ended") from None
 
     def answer(self):
         line = self.process.stdout.readline()
@@ -145,16 +148,16 @@ class Side:
 
 def both(sides: dict[str, Side], request: str, **arguments) -> dict:
     """The answers of both sides, which work at the same time. Raises SideError once both have answered."""
-    answers, error = {}, None
+    answers, errors = {}, []
     for side in sides.values():
         side.begin(request, **arguments)
     for name, side in sides.items():
         try:
             answers[name] = side.answer()
-        except SideError as caught:
-            error = error or caught
-    if error:
-        raise error
+        except SideError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
     return answers
 
 
@@ -199,7 +202,8 @@ def measure(sides: dict[str, Side], case: dict, config: dict, rounds: int) -> di
             for name in order.sample(list(sides), len(sides)):
                 turns[name].append(sides[name].ask("time", number=SAMPLES))
     finally:
-        both(sides, "close")
+        with contextlib.suppress(SideError):  # after a failure that is raised already
+            both(sides, "close")
     line = case | compare(turns["before"], turns["after"])
     return line | {
         "same_bits": opened["before"]["checksum"] == opened["after"]["checksum"],
