@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch._dynamo.utils
 import torch.distributed as dist
+from streams import Race, Simulator, subsets
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.nn import functional as F
@@ -22,17 +23,15 @@ from transports import gpu_only, message_on_every_rank, simulated_only
 
 import tkernels
 from tkernels.comm import LeaseError, MismatchError
-from tkernels.comm.lease import captured
 from tkernels.demo.data import Text
 from tkernels.demo.model import Block, ModelConfig, Transformer
 from tkernels.demo.training import ADAM_EPSILON, LEARNING_RATE, allowed_loss
-from tkernels.layers import ParallelMLP, gather_state_dict, load_full_state_dict, sharded_state_dict
+from tkernels.layers import ParallelMLP, captured, gather_state_dict, load_full_state_dict, sharded_state_dict
 from tkernels.layers.ddp import OverlappedDDP
 from tkernels.layers.fsdp import FullyShard
 from tkernels.layers.functions import all_reduce_sequence_parallel_grads
 from tkernels.layers.zero import ZeroOptimizer
 from tkernels.testing.compare import assert_close_to, integers, normal
-from tkernels.testing.streams import Race, Simulator, subsets
 
 FEATURES = 8
 LATE = 4_000_000  # cycles, about 2 ms: several times what the host needs for a unit

@@ -12,13 +12,14 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from streams import Race, Simulator, subsets
 from test_pipeline import PEER, Ranks, Recorder
 from transports import every_transport, gpu_only, late, nccl, over, own_gpus
 
 import tkernels
-from tkernels.comm import HeapExhaustedError, Lease, LeaseError, WaitTimeoutError
+from tkernels.comm import HeapExhaustedError, LeaseError, WaitTimeoutError
+from tkernels.layers.lease import Lease
 from tkernels.layers.p2p import EDGES, P2PCommunicator, custom_backward, deallocate_output_tensor
-from tkernels.testing.streams import Race, Simulator, subsets
 
 BACKENDS = ["nvshmem", "gloo"] if tkernels.RUNTIME == "simulated" else ["nvshmem", nccl]
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
