@@ -127,6 +127,20 @@ class Workspace:
         """Bytes of its current memory: the symmetric memory, the scratch and the counters."""
         return sum(each.nbytes for each in (self._memory, self.scratch, self.counters) if each is not None)
 
+    def words(self) -> dict[str, torch.Tensor | int]:
+        """What a call's kernel reads and writes there besides data, by the names of its arguments."""
+        return dict(
+            table=self.table,
+            rank=self.context.rank,
+            state=self.state,
+            counters=self.counters,
+            ready=self.ready,
+            max_chunks=self.num_chunks,
+            gate=self.gates[0],  # captured calls that use the copy engine are given another one
+            copied=self.copied,
+            landed=self.landed,
+        )
+
     def plan(self, key, make):
         """The plan of that key, made by `make()` if there is none. If `make` grows the workspace, others are lost."""
         if not self.context.capturing:
