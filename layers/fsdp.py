@@ -366,7 +366,9 @@ class FullyShard(nn.Module):
         for unit in (self._root, *self._units):
             unit.close()
         if self._sums is not None:
-            if self._callback() is None:  # autograd dropped the callback before the end of backward: it failed
+            # Nothing has called the callback: backward failed. It may be there even so, once backward() has raised: the
+            # thread that ran backward drops it in its own time.
+            if self._callback() is None or torch._C._current_graph_task_id() == -1:
                 self._forget_gradients()
             with self._sums.read():
                 pass
