@@ -17,12 +17,13 @@ import torch.distributed as dist
 from streams import Simulator, subsets
 from transports import gpu_only
 
-from tkernels.comm import capture, fence
+from tkernels.comm import fence
 from tkernels.comm.channel import End
 from tkernels.comm.errors import LeaseError
 from tkernels.comm.fence import EventCompletion, Fence
-from tkernels.layers import lease
-from tkernels.layers.lease import Keepalive, Lease, Slot, WorkCompletion, captured
+from tkernels.layers import graphs
+from tkernels.layers.graphs import captured
+from tkernels.layers.lease import Keepalive, Lease, Slot, WorkCompletion
 
 
 class CapturingSimulator(Simulator):
@@ -521,7 +522,7 @@ def test_captured_lets_stale_nodes_of_autograd_follow_it_and_no_longer(sim, monk
     finally:
         torch.autograd.graph.set_override_stale_capture_stream(False)
     monkeypatch.delattr(torch.autograd.graph, "set_override_stale_capture_stream")
-    monkeypatch.setattr(capture, "_stale_stream_override", functools.cache(capture._stale_stream_override.__wrapped__))
+    monkeypatch.setattr(graphs, "_stale_stream_override", functools.cache(graphs._stale_stream_override.__wrapped__))
     with sim, pytest.warns(UserWarning, match="has no set_override_stale_capture_stream: .*del loss") as warned:
         for _ in range(2):
             with captured(Graph(sim), dev=sim):
@@ -733,7 +734,7 @@ def test_a_transfer_of_gloos_is_waited_for_any_number_of_times(ctx):
 OF_THE_DRIVER = {"cuStreamWaitEvent", "cuEventRecord", "cuStreamWaitValue64_v2", "cuStreamBatchMemOp_v2"}
 ORDERING = {"wait_stream", "wait_event", "record_event", "record_stream", *OF_THE_DRIVER}
 # The core; the order of whole operations; and the side stream of copies, which waits for words of kernels alone.
-MAY_ORDER = {"comm/fence.py", "layers/lease.py", "comm/stream_order.py", "comm/copies.py", "comm/driver.py"}
+MAY_ORDER = {"comm/fence.py", "comm/stream_order.py", "comm/copies.py", "comm/driver.py", "layers/graphs.py"}
 
 
 def ordering(source: str) -> Iterator[str]:
@@ -784,7 +785,7 @@ def test_the_rule_of_order_lets_the_rest_through(line):
 
 
 def test_the_core_itself_would_be_found():
-    for module in (fence, lease):
+    for module in (fence, graphs):
         assert list(ordering(Path(module.__file__).read_text()))
 
 
