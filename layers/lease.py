@@ -236,12 +236,12 @@ class Slot:
     tensor: the buffer, as an alias of its storage.
     """
 
-    def __init__(self, tensor: torch.Tensor | None = None, *, dev=None, home=None, name: str | None = None):
+    def __init__(self, tensor: torch.Tensor | None = None, *, dev=None, name: str | None = None):
         self.name = name or "slot"
         check_type(f"{self.name}: tensor", tensor, torch.Tensor | None, "a tensor")
         self.dev = dev if dev is not None else _device_module(tensor, self.name)
         self.tensor = None if tensor is None else tensor.detach()
-        self.home = self.dev.current_stream() if home is None else home
+        self.home = self.dev.current_stream()
         self.lease: Lease | None = None
         self._first_gate = Fence(self.dev)
         self._lock = threading.RLock()
@@ -298,10 +298,10 @@ class Keepalive:
     @property
     def storages(self) -> list[int]:
         """The addresses of torch's storages that are held, one for each lease; see `num_holders`."""
-        return [entry[2].untyped_storage()._cdata for entry in self._deferred if entry[2] is not None]
+        return [held.untyped_storage()._cdata for _, _, held in self._deferred if held is not None]
 
-    def defer(self, lease: Lease, drop=None):
-        """End `lease` but hold its storage; `drop()` is called when the storage is let go. Issues no wait.
+    def defer(self, lease: Lease):
+        """End `lease` but hold its storage. Issues no wait.
 
         Raises LeaseError for a lease that was already released, since it no longer holds its storage.
         """
@@ -311,26 +311,21 @@ class Keepalive:
             held = lease.tensor
             gate = lease.release()
         with self._lock:
-            self._deferred.append((gate, lease.home, held, drop))
+            self._deferred.append((gate, lease.home, held))
 
     def drain(self, keep: int = 0):
         """Let go of all but the newest `keep`, each after its home stream has been made to wait for every use."""
         with self._lock:
             while len(self._deferred) > keep:
-                gate, home = self._deferred[0][:2]
+                gate, home, _ = self._deferred[0]
                 gate.wait(home)  # it may raise under capture; the storage then stays held
-                self._let_go()
+                self._deferred.popleft()
 
     def collect(self):
         """Let go of the oldest ones whose uses have already finished, without any wait."""
         with self._lock:
             while self._deferred and self._deferred[0][0].query():
-                self._let_go()
-
-    def _let_go(self):
-        drop = self._deferred.popleft()[-1]
-        if drop is not None:
-            drop()
+                self._deferred.popleft()
 
 
 def num_holders(storage: int) -> int:
