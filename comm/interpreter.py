@@ -40,8 +40,6 @@ JITTER_MAX_S = 5e-3
 # How long an interrupted launch waits for its programs to end.
 INTERRUPT_GRACE_S = 5.0
 
-_KEEP = ...  # default in the functions below: leave this setting unchanged
-
 
 # Settings: how many programs are in flight, and the random delays
 
@@ -52,13 +50,11 @@ class _Settings:
     jitter_seed: int | None = None
     rank: int = 0
     # Numbers the launches, so that each draws different delays and a second run of the same block repeats them.
-    launches: itertools.count = dataclasses.field(default_factory=itertools.count)
+    launches: itertools.count = dataclasses.field(default_factory=itertools.count, init=False)
 
-    def replaced(self, **changes) -> "_Settings":
-        changes = {name: value for name, value in changes.items() if value is not _KEEP}
-        if changes.get("resident", 1) < 1:
-            raise ValueError(f"resident={changes['resident']} programs in flight; at least 1 must be")
-        return dataclasses.replace(self, launches=itertools.count(), **changes)
+    def __post_init__(self):
+        if self.resident < 1:
+            raise ValueError(f"resident={self.resident} programs in flight; at least 1 must be")
 
 
 _default = _Settings()
@@ -70,7 +66,7 @@ def _settings() -> _Settings:
 
 
 @contextlib.contextmanager
-def execution(*, resident: int = _KEEP, jitter_seed: int | None = _KEEP, rank: int = _KEEP):
+def execution(**settings):
     """Set how kernels launched in this block (and this thread) run; settings that are not passed stay as they are.
 
     resident: how many programs of a launch run at once, started in order of program id, x fastest. 1 runs them one by
@@ -80,17 +76,17 @@ def execution(*, resident: int = _KEEP, jitter_seed: int | None = _KEEP, rank: i
     rank: this process's rank in that draw.
     Raises ValueError for resident < 1.
     """
-    token = _override.set(_settings().replaced(resident=resident, jitter_seed=jitter_seed, rank=rank))
+    token = _override.set(dataclasses.replace(_settings(), **settings))
     try:
         yield
     finally:
         _override.reset(token)
 
 
-def set_default(*, resident: int = _KEEP, jitter_seed: int | None = _KEEP, rank: int = _KEEP) -> None:
+def set_default(**settings) -> None:
     """Like `execution`, but for the whole process; `install` calls it with TKERNELS_RESIDENT and TKERNELS_JITTER."""
     global _default
-    _default = _default.replaced(resident=resident, jitter_seed=jitter_seed, rank=rank)
+    _default = dataclasses.replace(_default, **settings)
 
 
 def resident() -> int:
@@ -98,7 +94,7 @@ def resident() -> int:
     return _settings().resident
 
 
-def integer_from_environment(name: str, default=_KEEP):
+def integer_from_environment(name: str, default: int | None = None) -> int | None:
     """The environment's whole number of that name; `default` if it is unset or empty. Raises ValueError otherwise."""
     text = os.environ.get(name, "")
     if not text:
@@ -609,7 +605,7 @@ def install() -> None:
     Reads TKERNELS_RESIDENT and TKERNELS_JITTER; raises ValueError if they aren't integers.
     """
     set_default(
-        resident=integer_from_environment("TKERNELS_RESIDENT"),
+        resident=integer_from_environment("TKERNELS_RESIDENT", DEFAULT_RESIDENT),
         jitter_seed=integer_from_environment("TKERNELS_JITTER"),
     )
     os.register_at_fork(after_in_child=_workers.__init__)
