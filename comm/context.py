@@ -162,7 +162,7 @@ class Context:
     def __init__(self, group, heap_bytes, transport, timeout_s, num_programs, default=True, compare_calls=None):
         self.group = Group(group)
         self.rank, self.size = self.group.rank, self.group.size
-        interpreter.set_rank(self.group.global_ranks[self.rank])  # random delays differ from rank to rank
+        interpreter.set_default(rank=self.group.global_ranks[self.rank])  # random delays differ from rank to rank
         self.device = runtime.device()
         self.runtime = runtime.RUNTIME
         try:
