@@ -511,7 +511,7 @@ def _call(case: Case):
             clocks.compare_clocks(ctx)
         elif case.operation == "round_trip":
             for verb in round_trips.verbs_of(case.transport):  # one kernel, or run_case finds several
-                round_trips.round_trip(ctx, verb, case.transport)
+                round_trips.round_trips(ctx, verb)
         elif case.operation == "channel":
             _call_channel(ctx, case)
         elif case.operation in COLLECTIVES:

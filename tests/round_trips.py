@@ -1,25 +1,16 @@
-"""Round trips between two ranks by put, get, signals and stores: rank 0 sends, rank 1 replies, both check the data.
-
-The functions here run in the ranks' processes.
-"""
-
-import time
-from dataclasses import dataclass
+"""Round trips between two ranks by put, get, signals and stores: rank 0 sends, rank 1 replies, both check the data."""
 
 import torch
 import triton
 import triton.language as tl
 
-import tkernels
 from tkernels.comm.context import Context
 from tkernels.comm.device import ADD, NVSHMEM, fence, get, operation, peer, put, put_signal, quiet, signal, wait_signal
-from tkernels.comm.runtime import shares_gpus
 
-OP = operation("doctor")
+OP = operation("round_trip")
 
 NUM_ELEMENTS = 1024
-# On GPUs that ranks share, a turn lasts until the GPU switches to the other process, milliseconds.
-ROUNDS, FEW_ROUNDS = 1000, 10
+ROUNDS = 10  # on GPUs that ranks share, a turn lasts until the GPU switches to the other process, milliseconds
 
 # The verbs. A rank's turn ends the other rank's wait_signal. Only the first two move no data.
 VERBS = {
@@ -71,23 +62,6 @@ def round_trip_kernel(
             wait_signal(ready, turn, table, other, 0, OPERATION, TRANSPORT)
 # fmt: on
 
-_contexts: dict[str, Context] = {}  # over the transports that are not the ranks' own; open until the ranks end
-
-
-@dataclass(frozen=True)
-class RoundTrip:
-    """The result of one verb.
-
-    num_bytes: sent each way.
-    microseconds: of one round trip, on average; None if the verb failed.
-    """
-
-    verb: str
-    transport: str
-    num_bytes: int
-    microseconds: float | None
-    problem: str | None
-
 
 def verbs_of(transport: str) -> list[str]:
     """The verbs to try.
@@ -97,52 +71,24 @@ def verbs_of(transport: str) -> list[str]:
     return [verb for verb in VERBS if transport != "nvshmem" or verb != "store through peer"]
 
 
-def nothing(ctx: Context):
-    """A call that only starts the ranks."""
-
-
-def round_trip(ctx: Context, verb: str, transport: str) -> RoundTrip:
-    """Collective, on two ranks. Time one verb and check the data."""
-    ctx = _over(ctx, transport)
-    data = ctx.empty(NUM_ELEMENTS, dtype=torch.int64)
-    inbox = ctx.empty(NUM_ELEMENTS, dtype=torch.int64)
-    ready = ctx.empty(1, dtype=torch.int64)
+def round_trips(ctx: Context, verb: str) -> str | None:
+    """Collective, on two ranks. Make some round trips by one verb. Returns what is wrong with the data, if anything."""
+    data, inbox, ready = (ctx.empty(num, dtype=torch.int64) for num in (NUM_ELEMENTS, NUM_ELEMENTS, 1))
     numbers = torch.arange(NUM_ELEMENTS, device=ctx.device)
     data.copy_(numbers + 1 + ctx.rank * NUM_ELEMENTS)
-    expected = numbers + 1 + (1 - ctx.rank) * NUM_ELEMENTS
-    moves = VERBS[verb] > 1
+    expected = numbers + 1 + (1 - ctx.rank) * NUM_ELEMENTS if VERBS[verb] > 1 else torch.zeros_like(numbers)
     inbox.zero_()
     ready.zero_()
     ctx.check()  # waits for the device: the peer may write from the barrier on
-    rounds, signals = FEW_ROUNDS if ctx.runtime == "simulated" or shares_gpus() else ROUNDS, 0
-    for count in (1, rounds):  # the first launch compiles
-        ctx.group.barrier()
-        start = time.perf_counter()
-        ctx.launch(
-            round_trip_kernel, 1, data, inbox, ready, ctx.table, signals, count, NUM_ELEMENTS, ctx.rank, VERBS[verb],
-            OPERATION=OP, TRANSPORT=ctx.transport_id, BLOCK=NUM_ELEMENTS,
-        )  # fmt: skip
-        signals += count
-        ctx.check()  # waits for the device
-        seconds = time.perf_counter() - start
-    problem = None
-    if ready.item() != signals:
-        problem = f"rank {ctx.rank} counts {ready.item()} signals, not {signals}"
-    elif moves and not torch.equal(inbox, expected):
-        wrong = int((inbox != expected).sum())
-        problem = f"rank {ctx.rank}: {wrong} of {NUM_ELEMENTS} numbers came out wrong"
-    problem = next(filter(None, ctx.group.gather(problem)), None)
+    ctx.group.barrier()
+    ctx.launch(
+        round_trip_kernel, 1, data, inbox, ready, ctx.table, 0, ROUNDS, NUM_ELEMENTS, ctx.rank, VERBS[verb],
+        OPERATION=OP, TRANSPORT=ctx.transport_id, BLOCK=NUM_ELEMENTS,
+    )  # fmt: skip
+    ctx.check()
+    wrong, signals = int((inbox != expected).sum()), ready.item()
     for tensor in (ready, inbox, data):
         ctx.free(tensor)
-    num_bytes = data.nbytes if moves else 0
-    return RoundTrip(verb, transport, num_bytes, seconds / rounds * 1e6, problem)
-
-
-def _over(ctx: Context, transport: str) -> Context:
-    """ctx, or a context over another transport, which stays open for the other verbs."""
-    if transport == ctx.transport:
-        return ctx
-    if transport not in _contexts:
-        options = dict(heap_bytes=64 << 20, timeout_s=ctx.timeout_s, default=False)
-        _contexts[transport] = tkernels.init(transport=transport, **options)
-    return _contexts[transport]
+    if wrong or signals != ROUNDS:
+        return f"{verb}: {signals} of {ROUNDS} signals, {wrong} of {NUM_ELEMENTS} numbers wrong"
+    return None
