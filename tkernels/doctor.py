@@ -345,12 +345,13 @@ def _case(ctx, name: str) -> tuple:
 
     import tkernels
 
-    def integers(seed, *shape):
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randint(-4, 5, shape, generator=generator).to(ctx.device, torch.float32)
+    generator = torch.Generator().manual_seed(0)
+
+    def integers(*sizes):
+        return torch.randint(-4, 5, sizes, generator=generator).float().to(ctx.device)
 
     rank, size = ctx.rank, ctx.size
-    x, w, bias = integers(0, size, M, K), integers(1, size, N, K), integers(2, N)
+    x, w, bias = integers(size, M, K), integers(size, N, K), integers(N)
     own = x[0].chunk(size)[rank]  # of one matrix that is split by rows
     total, product = x.sum(0), (x @ w.mT).sum(0) + bias
     operands, want = {
