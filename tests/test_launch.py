@@ -143,6 +143,15 @@ def test_ranks_share_the_cores(pool):
     assert os.environ.get("OMP_NUM_THREADS") != str(share) or share == 1
 
 
+def place(ctx):
+    return multiprocessing.current_process().name, sys.argv, sys.path, os.getcwd()
+
+
+def test_ranks_have_names_and_find_themselves_where_the_program_is(pool):
+    here = sys.argv, sys.path, os.getcwd()
+    assert pool.run(place) == [("tkernels-rank-0", *here), ("tkernels-rank-1", *here)]
+
+
 def test_a_fork_leaves_the_ranks_to_its_parent(pool):
     ranks = [pid for *_, pid in pool.run(who)]
     child = os.fork()

@@ -34,8 +34,7 @@ OPERATIONS = (
     "all_reduce",
     "barrier",
 )
-# Over the transports that are not chosen: data, and signals alone. A kernel over NVSHMEM takes seconds to compile.
-OF_OTHERS = ("all_gather", "barrier")
+ANOTHER = "all_gather"  # tried over the transports that are not chosen; a kernel over NVSHMEM compiles in 2.5 s
 
 # The possible names of each package, the one to install first.
 PACKAGES = (
@@ -302,7 +301,7 @@ def _try_everything(console, found: Diagnosis, pool):
         usable = [transport for transport, reason in found.transports.items() if reason is None]
         for transport in sorted(usable, key=lambda transport: transport != found.transport):
             with found.timed(f"operations over {transport}"):
-                for name in OPERATIONS if transport == found.transport else OF_OTHERS:
+                for name in OPERATIONS if transport == found.transport else [ANOTHER]:
                     try:
                         outcome = pool.run(try_operation, name, transport)[0]
                     except RankError as error:  # the next call starts new ranks

@@ -244,7 +244,7 @@ class RankPool:
 
     def _ask(self, message: bytes, timeout_s: float, starting: bool = False) -> list:
         """Send a message to every rank. Returns their answers, or raises the first failure."""
-        deadline = limit = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         for number, rank in enumerate(self._ranks):
             try:
                 _bound(rank.pipe, deadline)
@@ -254,30 +254,12 @@ class RankPool:
                 raise self._timeout(said, [number]) from None
             except (BrokenPipeError, ConnectionResetError):  # from a dead rank, which is found below
                 continue
-        answers: dict[int, tuple] = {}  # (when it failed or None, its result or how it failed)
-        died: list[int] = []
-        while len(answers) + len(died) < self.ranks and (left := limit - time.monotonic()) > 0:
-            pending = {self._ranks[r].pipe: r for r in range(self.ranks) if r not in answers and r not in died}
-            ready = multiprocessing.connection.wait(list(pending), timeout=min(left, 1.0))
-            for pipe, rank in pending.items():
-                if pipe not in ready:  # a child of a dead rank may hold the pipe open
-                    died += [rank] * (self._ranks[rank].process.poll() is not None)
-                    continue
-                try:
-                    _bound(pipe, limit)
-                    answers[rank] = pickle.loads(pipe.recv_bytes())
-                except BlockingIOError:  # it has sent a part of its answer, and no more until the limit
-                    limit = 0.0
-                except (EOFError, OSError):  # OSError: in the middle of an answer
-                    died.append(rank)
-            if limit == deadline and (died or any(failed for failed, _ in answers.values())):
-                limit = min(deadline, time.monotonic() + GRACE_S)
-
+        answers, died = self._collect(deadline)
         if died:  # checked before exceptions: those of other ranks follow from their lost connection
             raise self._death(died[0], starting)
-        failures = {failed: rank for rank, (failed, _) in answers.items() if failed}
-        if failures:
-            rank = failures[min(failures)]
+        failed = {rank: at for rank, (at, _) in answers.items() if at is not None}
+        if failed:
+            rank = min(failed, key=failed.get)
             type_name, headline, text, cause = answers[rank][1]
             headline = f"rank {rank} of {self.ranks}: {headline}"
             raise RankError(rank, type_name, text, headline) from _loads_or_none(cause)
@@ -290,6 +272,30 @@ class RankPool:
                 said += f", but not {finished}: all ranks must make the same collective calls"
             raise self._timeout(said, running)
         return [pickle.loads(answers[rank][1]) for rank in range(self.ranks)]
+
+    def _collect(self, deadline: float) -> tuple[dict[int, tuple], list[int]]:
+        """Wait for answers until the deadline, or until shortly after the first failure.
+
+        Returns (what `_answer` sent, by rank; the ranks that died).
+        """
+        answers, died, limit = {}, [], deadline
+        while len(answers) + len(died) < self.ranks and (left := limit - time.monotonic()) > 0:
+            pending = {self._ranks[r].pipe: r for r in range(self.ranks) if r not in answers and r not in died}
+            ready = multiprocessing.connection.wait(list(pending), timeout=min(left, 1.0))
+            for pipe, rank in pending.items():
+                try:
+                    if pipe in ready:
+                        _bound(pipe, limit)
+                        answers[rank] = pickle.loads(pipe.recv_bytes())
+                    elif self._ranks[rank].process.poll() is not None:  # a child of it may hold the pipe open
+                        died.append(rank)
+                except BlockingIOError:  # it has sent a part of its answer, and no more until the limit
+                    return answers, died
+                except (EOFError, OSError):  # OSError: in the middle of an answer
+                    died.append(rank)
+            if limit == deadline and (died or any(at is not None for at, _ in answers.values())):
+                limit = min(deadline, time.monotonic() + GRACE_S)
+        return answers, died
 
     def _death(self, rank: int, starting: bool) -> RankError:
         try:
@@ -437,6 +443,7 @@ def _import_program(program: dict):
 
 
 def _answer(pipe: Connection, work, *args):
+    """Send (None, the pickled result of the work), or (when it failed, how), a description."""
     try:
         answer = None, dumps(work(*args))
     except BaseException as error:  # SystemExit and pytest outcomes too: the parent decides what they mean
