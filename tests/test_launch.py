@@ -427,6 +427,7 @@ def test_launch_joins_ranks_on_gpus_and_opens_their_context_with_its_options(mon
     monkeypatch.setattr(runtime, "RUNTIME", "nvshmem")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
     monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: None)
     monkeypatch.setattr(dist, "init_process_group", lambda **options: joined.append(options))
     monkeypatch.setattr(context_module, "init", lambda **options: opened.append(options))

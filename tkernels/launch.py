@@ -461,6 +461,7 @@ def _join(rank: int, ranks: int, port: int, listener: int | None, options: dict)
     from tkernels.comm.context import init
     from tkernels.comm.runtime import RUNTIME, shares_gpus
 
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # whatever MKL_NUM_THREADS or the program says
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine; host names need not resolve
     serve = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener}
     store = dist.TCPStore("127.0.0.1", port, **(serve if rank == 0 else {"is_master": False}))
