@@ -264,7 +264,8 @@ def test_launch_bounds_what_goes_through_the_pipes(monkeypatch):
         pool._ask(b"", 60)
 
 
-def test_launch_ends_ranks_that_are_stopped():
+def test_launch_ends_ranks_that_are_stopped(monkeypatch):
+    monkeypatch.setattr(launch_module, "STACKS_TIMEOUT_S", 0.2)
     with RankPool(1) as pool:
         pool.run(who)
         os.kill(pool.pids[0], signal.SIGSTOP)
