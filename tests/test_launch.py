@@ -154,13 +154,14 @@ def test_ranks_have_names_and_find_themselves_where_the_program_is(pool):
 
 def test_a_fork_leaves_the_ranks_to_its_parent(pool):
     ranks = [pid for *_, pid in pool.run(who)]
-    child = os.fork()
+    child, left = os.fork(), -1
     if child == 0:
         try:
             pool.close()
             pool.kill()
+            left = len(pool.pids)
         finally:
-            os._exit(len(pool.pids))
+            os._exit(left)
     assert os.waitpid(child, 0) == (child, 0)
     assert [pid for *_, pid in pool.run(who)] == ranks
 

@@ -337,6 +337,7 @@ def _end(ranks: list[_Rank]):
 def _forget_ranks():
     # A forked child has a copy of every pool, but the ranks belong to its parent.
     for pool in _pools:
+        pool._joined = False
         pool._ranks.clear()
 
 
