@@ -118,6 +118,17 @@ def test_a_runtime_without_a_gpu_is_broken():
     assert done.stderr == ""
 
 
+def test_a_torch_that_cannot_be_imported_is_broken(checkout, tmp_path):
+    (tmp_path / "torch.py").write_text("raise OSError('libtorch.so: cannot open')")
+    command = [sys.executable, "-m", "tkernels.cli", "doctor"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (tmp_path, checkout)))}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+    assert done.returncode == 1
+    assert "GPUs                 none: torch can't be imported" in done.stdout
+    assert "broken: OSError: libtorch.so: cannot open" in done.stdout
+    assert done.stderr == ""
+
+
 TOPOLOGY = (
     "\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m\n"
     "GPU0\t X \tNV18\tSYS\tPIX\t0-47\t0\n"

@@ -405,7 +405,7 @@ def _choices(label: str, reasons: dict[str, str | None], chosen: str | None) -> 
     texts = []
     for name, reason in reasons.items():
         if name == chosen:
-            texts.append(f"{name:<10} [bold green]chosen" + (f"[bold red], but {reason}" if reason else ""))
+            texts.append(f"[bold]{name:<10} [green]chosen" + (f"[red], but {reason}" if reason else ""))
         else:
             texts.append(f"[dim]{name:<10} {f'no: {reason}' if reason else 'possible'}")
     return [(label if not number else "", text) for number, text in enumerate(texts)]
