@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 
 import tkernels
-from tkernels import work
+from bench import work
 from tkernels.comm.context import Context
 from tkernels.configs import GemmConfig, OverlapConfig, gemm_config, overlap_config
-from tkernels.testing.compare import tolerance
+from tkernels.rounding import tolerance
 
 LAYOUTS = ("TN", "NN", "NT")
 TERMS_OF_AN_INTEGER_ROW = 64
