@@ -14,7 +14,7 @@ import triton.language as tl
 
 from tkernels.comm import capture, interpreter, runtime, stream_order, tuned
 from tkernels.comm.arguments import check_type, switch
-from tkernels.comm.calls import CALL_BITS, Call, Turn, difference
+from tkernels.comm.calls import CALL_BITS, Call, Shared, Turn, describe, difference, local_calls
 from tkernels.comm.device import (
     BEGUN,
     CLOCK,
@@ -36,7 +36,7 @@ from tkernels.comm.device import (
 from tkernels.comm.errors import Fault, MismatchError, OutOfStepError, TkernelsError, WaitTimeoutError
 from tkernels.comm.group import Group
 from tkernels.comm.heap import SymmetricHeap
-from tkernels.comm.plans import Launch, describe, local_plans
+from tkernels.comm.launch import PreparedLaunch
 from tkernels.comm.workspace import Workspace, most_lamport_bytes
 
 DEFAULT_HEAP_BYTES = {"simulated": 256 << 20, "nvshmem": 2 << 30}
@@ -190,7 +190,7 @@ class Context:
         self._workspaces: dict[int, Workspace] = {}
         self._lender = self._borrower = None  # streams: the borrower was captured with the lender's workspace
         self._constants = {}
-        self._calls = weakref.WeakValueDictionary()  # of prepared launches, by number
+        self._shared = weakref.WeakValueDictionary()  # of prepared calls, by number
         self._mismatch = None  # the error's message, once two ranks' calls have differed
         self.recorder = None  # while a trace is made: allocates space for the marks of a launch's programs
 
@@ -206,7 +206,7 @@ class Context:
             others = dict(_contexts)
             _contexts.clear()
             _contexts.update({self.name: self, **others})
-        local_plans.clear()  # they depend on the default context's tuning records
+        local_calls.clear()  # they depend on the default context's tuning records
 
     def _prepare(self, transport: str):
         """Collective. Set up everything that kernels need besides the heap."""
@@ -394,8 +394,8 @@ class Context:
         """
         self.bind(kernel, num_programs, *arguments, **options)()
 
-    def bind(self, kernel, num_programs: int, *arguments, varying: tuple[str, ...] = (), **options) -> Launch:
-        """Prepare a launch to be repeated, with other tensors for the parameters that `varying` names; see `Launch`."""
+    def bind(self, kernel, num_programs: int, *arguments, varying: tuple[str, ...] = (), **options) -> PreparedLaunch:
+        """Prepare a launch to be repeated, with other tensors for the parameters that `varying` names."""
         if self.transport == "nvshmem":
             from tkernels.comm.nvshmem_runtime import device_library
 
@@ -408,43 +408,43 @@ class Context:
                 f"{num_programs} programs wait for each other, but the interpreter runs {interpreter.resident()} at "
                 f"once; pass init(num_programs=...) of no more, or set TKERNELS_RESIDENT"
             )
-        return Launch(kernel, num_programs, arguments, varying, self, **options)
+        return PreparedLaunch(kernel, num_programs, arguments, varying, self, **options)
 
-    def bind_call(self, kernel, num_programs: int, workspace: Workspace, **arguments) -> Launch:
+    def bind_call(self, kernel, num_programs: int, workspace: Workspace, **arguments) -> PreparedLaunch:
         """`bind`, for the kernel of an operation, which compares calls.
 
         Its argument `call` is the number of the call in progress. Those named as in `Workspace.words` come from there.
         """
-        call = Call.of(*(self.group.described() or (kernel.__name__, {})))
+        shared = Shared.of(*(self.group.described() or (kernel.__name__, {})))
         words = {name: value for name, value in workspace.words().items() if name in kernel.arg_names}
-        launch = self.bind(kernel, num_programs, **words | arguments, call=call.number)
-        launch.call = self._calls.setdefault(call.number, call)
+        launch = self.bind(kernel, num_programs, **words | arguments, call=shared.number)
+        launch.shared = self._shared.setdefault(shared.number, shared)
         return launch
 
-    def plan(self, prepare, tensors: tuple[torch.Tensor | None, ...], *options):
-        """The plan for this call on the current stream, made by `prepare(self, *tensors, *options)` unless cached.
-
-        Calls share a plan if their options are equal and their tensors agree in everything that `describe` returns.
-        """
-
-        def make():
-            with self._call(prepare, tensors, options):
-                return prepare(self, *tensors, *options)
-
-        plan = self.workspace().plan((prepare, *map(describe, tensors), *options), make)
-        if self._compares_calls and not self.capturing:
-            with self._call(prepare, tensors, options):
-                self.group.gather(None)
-        return plan
-
-    def call(self, prepare, tensors: tuple[torch.Tensor | None, ...], *options):
-        """One call of an operation: the result of its `plan` for these tensors.
+    def call(self, call: Call, *tensors: torch.Tensor | None):
+        """Carry out a call on the current stream, as what has been prepared for calls of its kind.
 
         Raises TkernelsError if a call of another thread has begun and not returned. As other ranks may have made both
         calls, the context can't be used any more then, here or on any rank.
         """
         with self.turn:
-            return self.plan(prepare, tensors, *options)(*tensors)
+            return self.prepared(call, *tensors)(*tensors)
+
+    def prepared(self, call: Call, *tensors: torch.Tensor | None):
+        """The function of tensors like these that carries out such calls on the current stream; see `Call.prepare`."""
+        key = type(call), *call, *map(describe, tensors)
+        found = self.workspace().prepared(key, self._prepare_call, call, tensors)
+        if self._compares_calls and not self.capturing:
+            with self._during(call, tensors):
+                self.group.gather(None)
+        return found
+
+    def _prepare_call(self, call: Call, tensors):
+        with self._during(call, tensors):
+            return call.prepare(self, *tensors)
+
+    def _during(self, call: Call, tensors):
+        return self.group.during(lambda: (call.operation, call.shared(self, *tensors)))
 
     def _refuse_overlap(self, comes: str, inside: str):
         self._interruption = (
@@ -461,16 +461,13 @@ class Context:
         self._flag[0], self.reported = 1, True
         self.check()
 
-    def _call(self, prepare, tensors, options):
-        return self.group.during(lambda: prepare.alike(self, *tensors, *options))
+    def forget_calls(self, *which):
+        """Discard what has been prepared, so that later calls follow a new choice of configurations.
 
-    def forget_plans(self, *which):
-        """Discard cached plans, so that later calls follow a new choice of configurations.
-
-        which: forget only plans for which this function is true.
+        which: forget only what this function is true for.
         """
         for workspace in self._workspaces.values():
-            workspace.forget_plans(*which)
+            workspace.forget_calls(*which)
 
     def refuse_after_fault(self):
         """Raise what `check` does if a failure of this rank is known. Costs next to nothing."""
@@ -532,10 +529,10 @@ class Context:
     def _name_calls(self, numbers: dict[int, int]) -> str:
         """What the calls of two ranks differ in: {rank: number}. The ranks tell each other; not a meeting."""
         if self._mismatch is None:
-            own = self._calls.get(numbers.get(self.rank))
+            own = self._shared.get(numbers.get(self.rank))
             first, second = sorted(numbers)
             told = self.group.tell(f"{self.name}/call", own and own.to_json(), (first, second), NAMES_LIMIT_S)
-            call, other = (text and Call.from_json(text) for text in told)
+            call, other = (text and Shared.from_json(text) for text in told)
             self._mismatch = f"{difference(first, call, second, other)}. {AFRESH}"
         return self._mismatch
 
@@ -560,7 +557,7 @@ class Context:
         """
         if _contexts.pop(self.name, None) is None:
             return
-        local_plans.clear()
+        local_calls.clear()
         failed = self.failed
         if not failed:
             try:
@@ -586,7 +583,7 @@ class Context:
     def give_back(self):
         """Free the memory without a meeting: for ranks that know that none of them uses the context any more."""
         if _contexts.pop(self.name, None) is not None:
-            local_plans.clear()
+            local_calls.clear()
             self._give_back()
 
     def _give_back(self, keep_heap: bool = False):

@@ -27,8 +27,8 @@ The memory that was outgrown is given back when ranks next meet: when the worksp
 import torch
 
 from tkernels.comm import capture
+from tkernels.comm.calls import PreparedCalls
 from tkernels.comm.errors import HeapExhaustedError, TkernelsError
-from tkernels.comm.plans import Plans
 from tkernels.comm.regions import ALIGNMENT, Regions, round_up
 
 # Room for small calls is reserved from the first call on, so that a capture after a large call finds it there.
@@ -80,10 +80,10 @@ class Workspace:
     def __init__(self, context):
         self.context = context
         self._streams = None
-        self._plans = Plans()  # of operations, with views of the current memory
-        # CUDA graphs read what captured plans hold: schedules, and local memory that later calls may have outgrown.
-        self._captured_plans = set()  # of the current memory
-        self._outgrown_plans = set()
+        self._calls = PreparedCalls()  # with views of the current memory
+        # CUDA graphs read what captured calls hold: schedules, and local memory that later calls may have outgrown.
+        self._captured_calls = set()  # of the current memory
+        self._outgrown_calls = set()
         self._made_beside = []  # local memory made on other streams; held so that the allocator can't reuse it
         self._outgrown = []  # symmetric memory that no graph uses, but that peers may still read
         self._forget_memory()
@@ -116,10 +116,10 @@ class Workspace:
         if scratch_bytes > self.scratch.numel():
             num_bytes = self._ahead(scratch_bytes, self.scratch.numel())
             self.scratch = self._make(torch.empty, round_up(num_bytes, ALIGNMENT), torch.uint8)
-            self.forget_plans()
+            self.forget_calls()
         if num_counters > self.counters.numel():
             self.counters = self._make(torch.zeros, num_counters)
-            self.forget_plans()
+            self.forget_calls()
         return self
 
     @property
@@ -141,24 +141,21 @@ class Workspace:
             landed=self.landed,
         )
 
-    def plan(self, key, make):
-        """The plan of that key, made by `make()` if there is none. If `make` grows the workspace, others are lost."""
+    def prepared(self, *key_and_prepare):
+        """What `PreparedCalls.find` finds or prepares; it is kept for a graph that is being captured.
+
+        If the workspace grows meanwhile, all that was prepared before is lost.
+        """
         if not self.context.capturing:
-            return self._plans.find(key, make)
+            return self._calls.find(*key_and_prepare)
         with capture.permitted():
-            plan = self._plans.find(key, make)
-        self._captured_plans.add(plan)
-        return plan
+            found = self._calls.find(*key_and_prepare)
+        if found is not None:
+            self._captured_calls.add(found)
+        return found
 
-    def known_plan(self, key):
-        """The plan of that key, or None."""
-        plan = self._plans.get(key)
-        if plan is not None and self.context.capturing:
-            self._captured_plans.add(plan)
-        return plan
-
-    def forget_plans(self, *which):
-        self._plans.clear(*which)
+    def forget_calls(self, *which):
+        self._calls.clear(*which)
 
     def streams(self):
         """The current stream, and a side stream for the copies of its calls."""
@@ -216,12 +213,12 @@ class Workspace:
             inbox=((2 * inbox_bytes + inbox_bytes // 2,), torch.uint8),
             landing=((landing_bytes,), torch.uint8),
         )
-        self.forget_plans()
+        self.forget_calls()
         state, gates, copied = self._make(torch.zeros, 4), self._make_gates(), self._make(torch.zeros, 1)
         self._memory = self._untouched(plan.num_bytes) if self.context.capturing else self._replaced(plan.num_bytes)
         self.state, self.gates, self.copied = state, gates, copied
-        self._outgrown_plans |= self._captured_plans
-        self._captured_plans = set()
+        self._outgrown_calls |= self._captured_calls
+        self._captured_calls = set()
         for name in ("ready", "landed", "begun", "packets", "lamport", "inbox", "landing"):
             setattr(self, name, plan.view(self._memory, name))
         self.inbox_bytes, self.num_chunks, self.landing_bytes = inbox_bytes, num_chunks, landing_bytes
@@ -235,7 +232,7 @@ class Workspace:
     def _replaced(self, num_bytes: int) -> torch.Tensor:
         """Collective. New memory; the old is given back unless a graph of any rank still uses it."""
         heap, group = self.context.heap, self.context.group
-        captured = any(group.gather(bool(self._captured_plans)))
+        captured = any(group.gather(bool(self._captured_calls)))
         group.barrier()  # no rank still reads or writes the old inboxes
         while self._outgrown:
             heap.free(self._outgrown.pop())
@@ -254,6 +251,6 @@ class Workspace:
                 f"memory that no call has used before, of which there is less; make one call with the same sizes "
                 f"before the capture, or pass init(heap_bytes=...) more than {self.context.heap.num_bytes}"
             )
-        if self._memory is not None and not self._captured_plans:
+        if self._memory is not None and not self._captured_calls:
             self._outgrown.append(self._memory)
         return memory

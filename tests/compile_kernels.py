@@ -531,7 +531,7 @@ def _call(case: Case):
             if case.operation in ("all_gather_matmul", "matmul_reduce_scatter"):
                 options["rows"] = rows
             if case.operation == "matmul":
-                gemm.matmul(*operands, case.activation, **options)
+                tkernels.matmul(*operands, case.activation, **options)
             else:
                 if case.copied or case.interleaved or case.landing or case.parts or case.put_block:
                     config = overlap_config(ctx, case.operation, M, N, K, dtype, gemm.layout_of(*operands[:2]))
@@ -548,8 +548,7 @@ def _call(case: Case):
                     if case.put_block:
                         config = replace(config, put_block=case.put_block)
                     options["config"] = config
-                operation = getattr(importlib.import_module(f"tkernels.{case.operation}"), case.operation)
-                operation(ctx, *operands, case.activation, path="fused", **options)
+                getattr(tkernels, case.operation)(*operands, case.activation, path="fused", ctx=ctx, **options)
 
 
 def _call_channel(ctx, case: Case):
