@@ -33,6 +33,7 @@ from tkernels.comm.context import Context
 from tkernels.comm.copies import Copies, Send, await_copies, begin_landing, end_launch
 from tkernels.comm.device import (
     NVSHMEM,
+    Net,
     begin_call,
     copy,
     count_up_to,
@@ -190,23 +191,22 @@ def part_of(starts, rank, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
 
 @triton.jit
 def receive_parts(
-    out, inbox, ready, landed, starts, max_chunks, epoch, table, chunk, piece, rank,
-    SIZE: tl.constexpr, COPIES: tl.constexpr,
-    OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, TRACE: tl.constexpr,
+    out, inbox, ready, landed, starts, max_chunks, epoch, chunk, piece,
+    net, L, COPIES: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):
     """Wait for every peer's part and copy it from the inbox to `out`, piece by piece, divided among the programs.
 
     ready, landed, COPIES: as `wait_chunk`.  piece: elements; a divisor of `chunk`, since a piece waits for one chunk.
     """
-    for step in range(1, SIZE):
-        source = (rank + SIZE - step) % SIZE
+    for step in range(1, L.RANKS):
+        source = (net.rank + L.RANKS - step) % L.RANKS
         start, part = part_of(starts, source, out.dtype.element_ty, ALIGN)
         for index in range(tl.program_id(0), chunk_count(part, piece), tl.num_programs(0)):
             first = tl.cast(index, tl.int64) * piece
             number = tl.cast(first // chunk, tl.int32)
-            mark(WAIT, number, source, table, TRANSPORT, TRACE)
-            wait_chunk(ready, landed, max_chunks, source, number, epoch, table, COPIES, OPERATION, TRANSPORT)
-            mark(COPY, number, source, table, TRANSPORT, TRACE)
+            mark(WAIT, number, source, net, L)
+            wait_chunk(ready, landed, max_chunks, epoch, source, number, net, L, COPIES)
+            mark(COPY, number, source, net, L)
             copy(out + start + first, inbox + start + first, tl.minimum(part - first, piece), BLOCK, ALIGN)
 
 
@@ -216,38 +216,37 @@ def all_gather_kernel(
     inbox, inbox_stride, ready, max_chunks, state, table, rank, gate, copied, landed,
     starts,  # [R + 1] first element of each part
     chunk, call,  # elements; see begin_call
-    SIZE: tl.constexpr, COPIES: tl.constexpr,
-    OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
-    TRACE: tl.constexpr = False,
+    L, COPIES: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):
     pid = tl.program_id(0)
-    epoch = begin_call(state, call, table, rank, SIZE, TRANSPORT)
+    net = Net(table, rank)
+    epoch = begin_call(state, call, net, L)
     inbox += epoch % 2 * inbox_stride
     start, part = part_of(starts, rank, x.dtype.element_ty, ALIGN)
     chunks = chunk_count(part, chunk)
     if COPIES:
-        begin_landing(pid, 0, gate, epoch, table, rank, SIZE, COPIES, OPERATION, TRANSPORT)
+        begin_landing(pid, 0, gate, epoch, net, L, COPIES)
     else:
         landed = None
         for index in range(pid, chunks, tl.num_programs(0)):
             first = tl.cast(index, tl.int64) * chunk
             size = tl.minimum(part - first, chunk)
-            for step in range(1, SIZE):
-                mark(SEND, index, (rank + step) % SIZE, table, TRANSPORT, TRACE)
-                put(inbox + start + first, x + first, size, (rank + step) % SIZE, table, TRANSPORT, BLOCK, ALIGN)
-            signal_all(ready + rank * max_chunks + index, epoch, table, rank, SIZE, TRANSPORT)
+            for step in range(1, L.RANKS):
+                target = (rank + step) % L.RANKS
+                mark(SEND, index, target, net, L)
+                put(inbox + start + first, x + first, size, target, net, L, BLOCK, ALIGN)
+            signal_all(ready + rank * max_chunks + index, epoch, net, L)
     for index in range(pid, chunks, tl.num_programs(0)):
         first = tl.cast(index, tl.int64) * chunk
-        mark(COPY, index, rank, table, TRANSPORT, TRACE)
+        mark(COPY, index, rank, net, L)
         copy(out + start + first, x + first, tl.minimum(part - first, chunk), BLOCK, ALIGN)
     receive_parts(
-        out, inbox, ready, landed, starts, max_chunks, epoch, table, chunk, chunk, rank,
-        SIZE, COPIES, OPERATION, TRANSPORT, BLOCK, ALIGN, TRACE,
+        out, inbox, ready, landed, starts, max_chunks, epoch, chunk, chunk, net, L, COPIES, BLOCK, ALIGN
     )
     if COPIES:
-        await_copies(pid, copied, table, rank, OPERATION, TRANSPORT, TRACE)
-    end_marks(table, TRANSPORT, TRACE)
-    end_launch(state, epoch, call, None, 0, copied, landed, table, rank, SIZE, COPIES, OPERATION, TRANSPORT)
+        await_copies(pid, copied, net, L)
+    end_marks(net, L)
+    end_launch(state, epoch, call, None, 0, copied, landed, net, L, COPIES)
 
 
 @triton.jit(do_not_specialize=["rank", "num_chunks", "max_chunks", "num_counters", "piece_chunks", "call"])
@@ -258,49 +257,48 @@ def reduce_kernel(
     starts,  # [R + 1] first element of each part; with WHOLE, the first two words are those of every part
     chunk, num_chunks, piece_chunks,  # elements of a chunk; chunks of the largest part; chunks of a copy
     call,  # see begin_call
-    SIZE: tl.constexpr, GATHER: tl.constexpr, WHOLE: tl.constexpr, COPIES: tl.constexpr,
-    OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
-    TRACE: tl.constexpr = False,
+    L, GATHER: tl.constexpr, WHOLE: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):
     """Send each rank its part of x and sum what arrives; with GATHER, send the sum of the own part to every peer."""
     PARTS: tl.constexpr = 0 if WHOLE else 1
     part_stride = tl.cast(part_stride, tl.int64)  # times R it may exceed 2**31
-    epoch = begin_call(state, call, table, rank, SIZE, TRANSPORT)
+    net = Net(table, rank)
+    epoch = begin_call(state, call, net, L)
     inbox += epoch % 2 * inbox_stride
     pid = tl.program_id(0)
     if COPIES:
-        begin_landing(pid, 0, gate, epoch, table, rank, SIZE, COPIES, OPERATION, TRANSPORT)
+        begin_landing(pid, 0, gate, epoch, net, L, COPIES)
     else:
         landed = None
         for index in range(pid, num_chunks, tl.num_programs(0)):
             first = tl.cast(index, tl.int64) * chunk
-            for step in range(1, SIZE):
-                target = (rank + step) % SIZE
+            for step in range(1, L.RANKS):
+                target = (rank + step) % L.RANKS
                 start, part = part_of(starts, target * PARTS, x.dtype.element_ty, ALIGN)
-                mark(SEND, index, target, table, TRANSPORT, TRACE)
+                mark(SEND, index, target, net, L)
                 put(
                     inbox + rank * part_stride + first, x + start + first,
-                    tl.maximum(tl.minimum(part - first, chunk), 0), target, table, TRANSPORT, BLOCK, ALIGN,
+                    tl.maximum(tl.minimum(part - first, chunk), 0), target, net, L, BLOCK, ALIGN,
                 )
-            signal_all(ready + rank * max_chunks + index, epoch, table, rank, SIZE, TRANSPORT)
+            signal_all(ready + rank * max_chunks + index, epoch, net, L)
 
     start, part = part_of(starts, rank * PARTS, x.dtype.element_ty, ALIGN)
     own = out + start if GATHER else out
-    gathered = (inbox + SIZE * part_stride).to(out.dtype)
-    gathered_ready = ready + SIZE * max_chunks
+    gathered = (inbox + L.RANKS * part_stride).to(out.dtype)
+    gathered_ready = ready + L.RANKS * max_chunks
     chunks = chunk_count(part, chunk)
     for index in range(pid, chunks, tl.num_programs(0)):
-        for source in range(SIZE):
+        for source in range(L.RANKS):
             if source != rank:
-                mark(WAIT, index, source, table, TRANSPORT, TRACE)
-                wait_chunk(ready, landed, max_chunks, source, index, epoch, table, COPIES, OPERATION, TRANSPORT)
-        mark(ADD, index, rank, table, TRANSPORT, TRACE)
+                mark(WAIT, index, source, net, L)
+                wait_chunk(ready, landed, max_chunks, epoch, source, index, net, L, COPIES)
+        mark(ADD, index, rank, net, L)
         first = tl.cast(index, tl.int64) * chunk
         last = tl.minimum(part, first + chunk)
         for offset in range(first, last, BLOCK):
             at = tl.cast(offset, tl.int64) + tl.arange(0, BLOCK)
             total = tl.zeros((BLOCK,), tl.float32)
-            for source in range(SIZE):
+            for source in range(L.RANKS):
                 if source == rank:
                     total += tl.load(x + start + at, mask=at < last, other=0.0).to(tl.float32)
                 else:
@@ -309,27 +307,23 @@ def reduce_kernel(
         if GATHER:
             if COPIES:
                 piece = index // piece_chunks
-                count_up_to(counters + piece, tl.minimum(chunks - piece * piece_chunks, piece_chunks), TRANSPORT)
+                count_up_to(counters + piece, tl.minimum(chunks - piece * piece_chunks, piece_chunks), L)
             else:
                 tl.debug_barrier()  # threads copy what other threads of the program have stored
-                for step in range(1, SIZE):
-                    mark(SEND, index, (rank + step) % SIZE, table, TRANSPORT, TRACE)
-                    put(
-                        gathered + start + first, own + first, last - first, (rank + step) % SIZE, table,
-                        TRANSPORT, BLOCK, ALIGN,
-                    )
-                signal_all(gathered_ready + rank * max_chunks + index, epoch, table, rank, SIZE, TRANSPORT)
+                for step in range(1, L.RANKS):
+                    target = (rank + step) % L.RANKS
+                    mark(SEND, index, target, net, L)
+                    put(gathered + start + first, own + first, last - first, target, net, L, BLOCK, ALIGN)
+                signal_all(gathered_ready + rank * max_chunks + index, epoch, net, L)
     if GATHER:
         receive_parts(
-            out, gathered, gathered_ready, landed + SIZE if COPIES else None, starts, max_chunks, epoch, table,
-            chunk, chunk, rank, SIZE, COPIES, OPERATION, TRANSPORT, BLOCK, ALIGN, TRACE,
+            out, gathered, gathered_ready, landed + L.RANKS if COPIES else None, starts, max_chunks, epoch,
+            chunk, chunk, net, L, COPIES, BLOCK, ALIGN,
         )
     if COPIES:
-        await_copies(pid, copied, table, rank, OPERATION, TRANSPORT, TRACE)
-    end_marks(table, TRANSPORT, TRACE)
-    end_launch(
-        state, epoch, call, counters, num_counters, copied, landed, table, rank, SIZE, COPIES, OPERATION, TRANSPORT
-    )
+        await_copies(pid, copied, net, L)
+    end_marks(net, L)
+    end_launch(state, epoch, call, counters, num_counters, copied, landed, net, L, COPIES)
 
 
 @triton.jit
@@ -354,32 +348,28 @@ def unpack(words, DTYPE: tl.constexpr, WORDS: tl.constexpr):
 
 @triton.jit
 def store_parts(
-    packets, source_stride, out, starts, at, epoch, table, index, rank,
-    SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr,
-    TRACE: tl.constexpr,
+    packets, source_stride, out, starts, at, epoch, index, net, L, WORDS: tl.constexpr, ALIGN: tl.constexpr,
 ):
     """Wait for a block of every rank's part and store each at its place in `out`."""
     DTYPE: tl.constexpr = out.dtype.element_ty
-    mark(WAIT, index, rank, table, TRANSPORT, TRACE)
-    arrived = wait_packets(packets, source_stride, epoch, table, index, SIZE, OPERATION, TRANSPORT, WORDS)
-    mark(COPY, index, rank, table, TRANSPORT, TRACE)
-    for source in tl.static_range(SIZE):
+    mark(WAIT, index, net.rank, net, L)
+    arrived = wait_packets(packets, source_stride, epoch, index, net, L, WORDS)
+    mark(COPY, index, net.rank, net, L)
+    for source in tl.static_range(L.RANKS):
         start, part = part_of(starts, source, DTYPE, ALIGN)
         tl.store(out + start + at, unpack(arrived[source], DTYPE, WORDS), mask=at < part)
 
 
 @triton.jit
 def sum_of_packets(
-    packets, source_stride, epoch, table, index, rank,
-    DTYPE: tl.constexpr, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, WORDS: tl.constexpr,
-    TRACE: tl.constexpr,
+    packets, source_stride, epoch, index, net, L, DTYPE: tl.constexpr, WORDS: tl.constexpr,
 ):
     """Wait for a block from every rank; returns their sum in fp32."""
-    mark(WAIT, index, rank, table, TRANSPORT, TRACE)
-    arrived = wait_packets(packets, source_stride, epoch, table, index, SIZE, OPERATION, TRANSPORT, WORDS)
-    mark(ADD, index, rank, table, TRANSPORT, TRACE)
+    mark(WAIT, index, net.rank, net, L)
+    arrived = wait_packets(packets, source_stride, epoch, index, net, L, WORDS)
+    mark(ADD, index, net.rank, net, L)
     total = tl.zeros((WORDS * 32 // DTYPE.primitive_bitwidth,), tl.float32)
-    for source in tl.static_range(SIZE):
+    for source in tl.static_range(L.RANKS):
         total += unpack(arrived[source], DTYPE, WORDS).to(tl.float32)
     return total
 
@@ -390,9 +380,7 @@ def packets_kernel(
     packets, inbox_stride, source_stride, state, table, rank,  # two inboxes of `packets`, three of `lamport`
     starts,  # [R + 1] first element of each part; with WHOLE, the first two words are those of every part
     max_part, call,  # elements of the largest part; see begin_call
-    SIZE: tl.constexpr, REDUCE: tl.constexpr, WHOLE: tl.constexpr, GATHER: tl.constexpr,
-    OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr,
-    TRACE: tl.constexpr = False,
+    L, REDUCE: tl.constexpr, WHOLE: tl.constexpr, GATHER: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr,
 ):
     """Send packets to every rank, this one included; sum those of all ranks (REDUCE), or concatenate them.
 
@@ -407,7 +395,8 @@ def packets_kernel(
     OUT_WORDS: tl.constexpr = BLOCK * OUT.primitive_bitwidth // 32
     PARTS: tl.constexpr = 0 if WHOLE else 1
     SAME: tl.constexpr = WHOLE or not REDUCE  # every rank is sent the same data
-    epoch = begin_call(state, call, table, rank, SIZE, TRANSPORT)
+    net = Net(table, rank)
+    epoch = begin_call(state, call, net, L)
     inboxes, turn = packets, epoch
     if REDUCE:
         turn = tl.load(state + LAMPORT_CALLS)
@@ -421,15 +410,15 @@ def packets_kernel(
         inbox = packets + rank * source_stride + index * WORDS
         if SAME:
             words = pack(tl.load(x + at, mask=at < own, other=0), WORDS)
-        for step in range(SIZE):
-            target = (rank + 1 + step) % SIZE
-            mark(SEND, index, target, table, TRANSPORT, TRACE)
+        for step in range(L.RANKS):
+            target = (rank + 1 + step) % L.RANKS
+            mark(SEND, index, target, net, L)
             if SAME:
                 sent = words
             else:
                 start, part = part_of(starts, target, DTYPE, ALIGN)
                 sent = pack(tl.load(x + start + at, mask=at < part, other=0), WORDS)
-            put_packets(inbox, sent, epoch, target, table, TRANSPORT)
+            put_packets(inbox, sent, epoch, target, net, L)
     if REDUCE:
         # Zero the third that the previous call used: peers write there again in the next call but one.
         left = inboxes + (turn + 2) % 3 * inbox_stride
@@ -437,51 +426,47 @@ def packets_kernel(
         for first in range(tl.program_id(0) * WORDS, used, tl.num_programs(0) * WORDS):
             words_at = first + tl.arange(0, WORDS)
             tl.store(left + words_at, tl.zeros((WORDS,), tl.int32), mask=words_at < used)
-    gathered, gathered_stride = packets + SIZE * source_stride, blocks * OUT_WORDS
+    gathered, gathered_stride = packets + L.RANKS * source_stride, blocks * OUT_WORDS
     for index in range(tl.program_id(0), blocks, tl.num_programs(0)):
         at = index * BLOCK + tl.arange(0, BLOCK)
         inbox = packets + index * WORDS
         if REDUCE:
             total = sum_of_packets(
-                inbox, source_stride, epoch, table, index, rank, DTYPE, SIZE, OPERATION, TRANSPORT, WORDS, TRACE
+                inbox, source_stride, epoch, index, net, L, DTYPE, WORDS
             ).to(OUT)
             if GATHER:
                 words = pack(total, OUT_WORDS)
-                for step in range(SIZE):
-                    target = (rank + 1 + step) % SIZE
-                    mark(SEND, index, target, table, TRANSPORT, TRACE)
+                for step in range(L.RANKS):
+                    target = (rank + 1 + step) % L.RANKS
+                    mark(SEND, index, target, net, L)
                     mine = gathered + rank * gathered_stride + index * OUT_WORDS
-                    put_packets(mine, words, epoch, target, table, TRANSPORT)
+                    put_packets(mine, words, epoch, target, net, L)
             else:
                 tl.store(out + at, total, mask=at < own)
         else:
-            store_parts(
-                inbox, source_stride, out, starts, at, epoch, table, index, rank,
-                SIZE, OPERATION, TRANSPORT, WORDS, ALIGN, TRACE,
-            )
+            store_parts(inbox, source_stride, out, starts, at, epoch, index, net, L, WORDS, ALIGN)
     if GATHER:
         for index in range(tl.program_id(0), blocks, tl.num_programs(0)):
             store_parts(
                 gathered + index * OUT_WORDS, gathered_stride, out, starts, index * BLOCK + tl.arange(0, BLOCK),
-                epoch, table, index, rank, SIZE, OPERATION, TRANSPORT, OUT_WORDS, ALIGN, TRACE,
+                epoch, index, net, L, OUT_WORDS, ALIGN,
             )
-    end_marks(table, TRANSPORT, TRACE)
-    last = end_call(state, epoch, call, table, rank, SIZE, OPERATION, TRANSPORT)
+    end_marks(net, L)
+    last = end_call(state, epoch, call, net, L)
     if REDUCE:
         if last:
             tl.store(state + LAMPORT_CALLS, turn + 1)
-            tl.store(state + LAMPORT_WORDS, SIZE * (source_stride + (gathered_stride if GATHER else 0)))
+            tl.store(state + LAMPORT_WORDS, L.RANKS * (source_stride + (gathered_stride if GATHER else 0)))
 
 
 @triton.jit(do_not_specialize=["rank", "call"])
-def barrier_kernel(
-    state, table, rank, call, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr
-):
-    fence(TRANSPORT)
-    epoch = begin_call(state, call, table, rank, SIZE, TRANSPORT)
-    for step in range(1, SIZE):
-        wait_begun((rank + step) % SIZE, epoch, table, OPERATION, TRANSPORT)
-    end_call(state, epoch, call, table, rank, SIZE, OPERATION, TRANSPORT)
+def barrier_kernel(state, table, rank, call, L):
+    fence(L)
+    net = Net(table, rank)
+    epoch = begin_call(state, call, net, L)
+    for step in range(1, L.RANKS):
+        wait_begun(epoch, (rank + step) % L.RANKS, net, L)
+    end_call(state, epoch, call, net, L)
 # fmt: on
 
 
@@ -649,10 +634,7 @@ class Barrier(NamedTuple):
 
     def prepare(self, ctx: Context):
         workspace = ctx.workspace().reserve(0, 1)
-        return ctx.bind_call(
-            barrier_kernel, 1, workspace.state, workspace.table, ctx.rank,
-            SIZE=ctx.size, OPERATION=OP_BARRIER, TRANSPORT=ctx.transport_id, num_warps=1,
-        )  # fmt: skip
+        return ctx.bind_call(barrier_kernel, 1, workspace, L=ctx.link(OP_BARRIER), num_warps=1)
 
 
 _BARRIER = Barrier()
@@ -686,7 +668,6 @@ class _Parts:
         aligned = aligned and (x.data_ptr() % 16 == 0 or not x.is_contiguous())
         aligned = aligned and (out is None or out.data_ptr() % 16 == 0)
         self.options = dict(
-            TRANSPORT=ctx.transport_id,
             # Wider elements, fewer of them: a step takes no more bytes, thus registers. Without alignment each element
             # also needs an address and a mask, so a step takes a quarter as many.
             BLOCK=BLOCK // max(self.itemsize // 2, out_itemsize // 2, 1) // (1 if aligned else 4),
@@ -717,10 +698,9 @@ class _Parts:
         copied = config.copies(self.max_part * self.itemsize, ctx)
         workspace, inbox, stride = self.reserve(self.total, copied)
         launch = ctx.bind_call(
-            all_gather_kernel, min(self.num_programs, self.num_chunks), self.x, self.out,
-            inbox, stride, workspace.ready, workspace.num_chunks, workspace.state, workspace.table, ctx.rank,
-            workspace.gates[0], workspace.copied, workspace.landed, self.starts, self.chunk,
-            SIZE=ctx.size, COPIES=copied, OPERATION=OP_ALL_GATHER, varying=("x", "out", "gate"), **self.options,
+            all_gather_kernel, min(self.num_programs, self.num_chunks), workspace, x=self.x, out=self.out,
+            inbox=inbox, inbox_stride=stride, starts=self.starts, chunk=self.chunk, L=ctx.link(OP_ALL_GATHER),
+            COPIES=copied, varying=("x", "out", "gate"), **self.options,
         )  # fmt: skip
         own, first = self.parts[ctx.rank], sum(self.parts[: ctx.rank])
         return self.with_copies(launch, workspace, copied and [
@@ -749,12 +729,10 @@ class _Parts:
         num_counters = len(list(self.pieces(self.max_part))) if copied and gather else 0
         workspace, inbox, stride = self.reserve(needed, copied, num_counters, least)
         launch = ctx.bind_call(
-            reduce_kernel, min(self.num_programs, self.num_chunks), self.x, self.out,
-            inbox, stride, part_stride, workspace.counters, num_counters, workspace.ready, workspace.num_chunks,
-            workspace.state, workspace.table, ctx.rank,
-            workspace.gates[0], workspace.copied, workspace.landed,
-            self.starts, self.chunk, self.num_chunks, self.piece_chunks,
-            SIZE=ctx.size, GATHER=gather, WHOLE=self.whole, COPIES=copied, OPERATION=operation,
+            reduce_kernel, min(self.num_programs, self.num_chunks), workspace, x=self.x, out=self.out,
+            inbox=inbox, inbox_stride=stride, part_stride=part_stride, num_counters=num_counters, starts=self.starts,
+            chunk=self.chunk, num_chunks=self.num_chunks, piece_chunks=self.piece_chunks,
+            L=ctx.link(operation), GATHER=gather, WHOLE=self.whole, COPIES=copied,
             varying=("x", "out", "gate"), **self.options,
         )  # fmt: skip
         return self.with_copies(launch, workspace, copied and self.reduced_sends(part_stride, gather))
@@ -806,16 +784,13 @@ class _Parts:
         words = PACKET_BLOCK + (block * self.out.element_size() // 4 if gather else 0)  # of a block, in all trips
         name = "lamport" if reduce else "packets"
         workspace = ctx.workspace().reserve(0, 0, **{f"num_{name}": ctx.size * blocks * words})
-        inboxes = getattr(workspace, name), getattr(workspace, f"num_{name}")
         return ctx.bind_call(
-            packets_kernel, min(self.num_programs, blocks), self.x, self.out,
-            *inboxes, blocks * PACKET_BLOCK, workspace.state, workspace.table, ctx.rank,
-            self.starts, self.max_part,
-            SIZE=ctx.size, REDUCE=reduce, WHOLE=self.whole, GATHER=gather, OPERATION=operation,
-            TRANSPORT=ctx.transport_id,
+            packets_kernel, min(self.num_programs, blocks), workspace, x=self.x, out=self.out,
+            packets=getattr(workspace, name), inbox_stride=getattr(workspace, f"num_{name}"),
+            source_stride=blocks * PACKET_BLOCK, starts=self.starts, max_part=self.max_part,
+            L=ctx.link(operation), REDUCE=reduce, WHOLE=self.whole, GATHER=gather,
             WORDS=PACKET_BLOCK, ALIGN=self.options["ALIGN"], num_warps=PACKET_BLOCK // 128,
-            maxnreg=self.options["maxnreg"],
-            varying=("x", "out"),
+            maxnreg=self.options["maxnreg"], varying=("x", "out"),
         )  # fmt: skip
 
 

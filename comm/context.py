@@ -10,6 +10,7 @@ import weakref
 import numpy
 import torch
 import torch.distributed as dist
+import triton.language as tl
 
 from tkernels.comm import capture, contexts, interpreter, runtime, tuned
 from tkernels.comm.arguments import check_type, switch
@@ -28,6 +29,7 @@ from tkernels.comm.device import (
     SIZE,
     TIMEOUT_NS,
     TRANSPORTS,
+    Link,
     operation_name,
     overlap_kernel,
 )
@@ -114,7 +116,7 @@ class Context:
     """One group's symmetric heap, its signal workspaces, and the table that kernels address peers with.
 
     Attributes: group, rank, size, device, transport, timeout_s, num_programs, heap, name. For kernels: table, int64 on
-        the device, an argument of the device verbs, and transport_id, the constant of the transport. reported: whether
+        the device, of which the device verbs read; and transport_id, the constant of the transport. reported: whether
         a failure has already been raised.
     """
 
@@ -279,6 +281,10 @@ class Context:
         """Whether the current stream is being captured into a CUDA graph."""
         return self.device.type == "cuda" and capture.underway()
 
+    def link(self, operation: tl.constexpr | int) -> Link:
+        """The constants of a launch of `operation` (`device.operation`): the argument L of its kernel."""
+        return Link(*map(tl.constexpr, (self.size, operation, self.transport_id)))
+
     def launch(self, kernel, num_programs: int, *arguments, **options):
         """Run a kernel of `num_programs` programs, all resident at once, so that they may wait for each other.
 
@@ -304,10 +310,14 @@ class Context:
             )
         return PreparedLaunch(kernel, num_programs, arguments, varying, self, **options)
 
-    def bind_call(self, kernel, num_programs: int, *arguments, **options) -> PreparedLaunch:
-        """`bind`, for a kernel that compares calls: its argument `call` is the number of the call in progress."""
+    def bind_call(self, kernel, num_programs: int, workspace: Workspace, **arguments) -> PreparedLaunch:
+        """`bind`, for the kernel of an operation, which compares calls.
+
+        Its argument `call` is the number of the call in progress. Those named as in `Workspace.words` come from there.
+        """
         shared = Shared.of(*(self.group.described() or (kernel.__name__, {})))
-        launch = self.bind(kernel, num_programs, *arguments, call=shared.number, **options)
+        words = {name: value for name, value in workspace.words().items() if name in kernel.arg_names}
+        launch = self.bind(kernel, num_programs, **words | arguments, call=shared.number)
         launch.shared = self._shared.setdefault(shared.number, shared)
         return launch
 
@@ -347,7 +357,7 @@ class Context:
             side = contextlib.nullcontext() if self._side_stream is None else torch.cuda.stream(self._side_stream)
             with side:
                 # Not by `launch`, whose programs start together: this one need not fit beside the other's kernel.
-                overlap_kernel[(1,)](self.table, self.rank, OPERATION=OP_OVERLAP, num_warps=1)
+                overlap_kernel[(1,)](self.table, self.rank, self.link(OP_OVERLAP), num_warps=1)
         self._flag[0], self.reported = 1, True
         self.check()
 

@@ -98,13 +98,16 @@ class PreparedLaunch:
         Returns False on a GPU without TMA, where Triton splits descriptors into other parts.
         """
         compiled, flat, signature, at = self._compiled, [], [], {}
-        descriptors = [kind for kind in compiled.src.signature.values() if kind.startswith("tensordesc")]
+        kinds = {name: kind for name, kind in compiled.src.signature.items() if not isinstance(kind, tuple)}
+        descriptors = [kind for kind in kinds.values() if kind.startswith("tensordesc")]
         if len(descriptors) != len(compiled.metadata.tensordesc_meta or ()):
             return False
         layouts = iter(compiled.metadata.tensordesc_meta or ())
         example = dict(zip(self._varying, tensors, strict=True))
         divisible = {path[0] for path, found in compiled.src.attrs.items() if ["tt.divisibility", 16] in found}
         for number, (name, kind) in enumerate(compiled.src.signature.items()):
+            if name not in kinds:
+                continue  # a tuple of constants
             at[name] = len(flat), 15 if number in divisible else 0, None
             value = self._arguments.get(name)
             if kind.startswith("tensordesc"):

@@ -155,6 +155,20 @@ class Workspace:
         """Bytes of its current memory: the symmetric memory, the scratch and the counters."""
         return sum(each.nbytes for each in (self._memory, self.scratch, self.counters) if each is not None)
 
+    def words(self) -> dict[str, torch.Tensor | int]:
+        """What a call's kernel reads and writes there besides data, by the names of its arguments."""
+        return dict(
+            table=self.table,
+            rank=self.context.rank,
+            state=self.state,
+            counters=self.counters,
+            ready=self.ready,
+            max_chunks=self.num_chunks,
+            gate=self.gates[0],  # captured calls that use the copy engine are given another one
+            copied=self.copied,
+            landed=self.landed,
+        )
+
     def prepared(self, *key_and_prepare):
         """What `PreparedCalls.find` finds or prepares; it is kept for a graph that is being captured.
 

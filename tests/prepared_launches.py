@@ -39,10 +39,17 @@ def write_down(arguments, metadata, enter, parameters):
     launched.append([*arguments[:3], bool(arguments[5]), values])
 
 
+def without_constants(kinds, values):
+    for kind, value in zip(kinds, values, strict=True):
+        if isinstance(kind, list | tuple):
+            yield from without_constants(kind, value)
+        elif kind != "constexpr":
+            yield value
+
+
 def launch_36(kinds):
     def launch(*arguments):
-        values = arguments[nvidia._BASE_ARGS_FORMAT_LEN :]
-        parameters = [value for kind, value in zip(kinds, values, strict=True) if kind != "constexpr"]
+        parameters = list(without_constants(kinds, arguments[nvidia._BASE_ARGS_FORMAT_LEN :]))
         write_down(arguments, arguments[10], arguments[11], parameters)
 
     return launch
@@ -51,14 +58,15 @@ def launch_36(kinds):
 def make_launcher_36(constants, signature, tensordesc_meta):
     kinds = []
     for kind in signature.values():
-        kinds += ["nvTmaDesc", "i32", "i32", "i64", "i64"] if kind.startswith("tensordesc") else [kind]
+        tma = isinstance(kind, str) and kind.startswith("tensordesc")
+        kinds += ["nvTmaDesc", "i32", "i32", "i64", "i64"] if tma else [kind]
     sources.append(MAKE_LAUNCHER(constants, signature, tensordesc_meta))
     return kinds
 
 
 def launch_39(*arguments):
     annotations, kinds, values = arguments[-3:]
-    parameters = [value for note, value in zip(annotations, values, strict=True) if note != "constexpr"]
+    parameters = list(without_constants(annotations, values))
     assert len(parameters) == len(kinds)
     write_down(arguments, arguments[8], arguments[9], parameters)
 
@@ -82,7 +90,7 @@ def replace_driver():
         nvidia.make_launcher, nvidia.library_dirs = make_launcher_36, list
         nvidia.compile_module_from_src = lambda src, **options: SimpleNamespace(launch=launch_36(src))
     else:
-        nvidia.PyKernelArg = lambda nested_tuple, type: type
+        nvidia.PyKernelArg = lambda nested_tuple, type: nested_tuple or type
         nvidia.ARG_TUPLE, nvidia.ARG_CONSTEXPR, nvidia.ARG_KERNEL = "tuple", "constexpr", "kernel"
 
 

@@ -162,7 +162,7 @@ def test_all_programs_send_every_element_once(ctx, wire, out):
     @interpreter.builtin
     def note(dst, src, stride, count, columns, *arguments):
         bits = src.dtype.element_ty.primitive_bitwidth
-        most = arguments[4]  # COLUMNS
+        most = arguments[3][1]  # of BLOCK
         sent.append(int(count) * min(int(columns), int(getattr(most, "value", most))) * bits // 8)
         put_tile(dst, src, stride, count, columns, *arguments)
 

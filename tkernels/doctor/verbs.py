@@ -12,7 +12,20 @@ import triton.language as tl
 
 import tkernels
 from tkernels.comm.context import Context
-from tkernels.comm.device import ADD, NVSHMEM, fence, get, operation, peer, put, put_signal, quiet, signal, wait_signal
+from tkernels.comm.device import (
+    ADD,
+    NVSHMEM,
+    Net,
+    fence,
+    get,
+    operation,
+    peer,
+    put,
+    put_signal,
+    quiet,
+    signal,
+    wait_signal,
+)
 from tkernels.comm.runtime import shares_gpus
 
 OP = operation("doctor")
@@ -40,35 +53,36 @@ VERBS = {
 def round_trip_kernel(
     data, inbox, ready,  # [NUM_ELEMENTS], [NUM_ELEMENTS], [1]; all in symmetric memory
     table, epoch, rounds, num_elements, rank, verb,
-    OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr,
+    L, BLOCK: tl.constexpr,
 ):
     """`rounds` round trips of one verb; signal values continue from `epoch`."""
+    net = Net(table, rank)
     other = 1 - rank
     for i in range(rounds):
         turn = epoch + i + 1
         if rank == 1:
-            wait_signal(ready, turn, table, other, 0, OPERATION, TRANSPORT)
+            wait_signal(ready, turn, other, 0, net, L)
         if verb == 1:
-            signal(ready, 1, other, table, TRANSPORT, ADD)
+            signal(ready, 1, other, net, L, ADD)
         elif verb == 2:
-            put_signal(inbox, data, num_elements, ready, turn, other, table, TRANSPORT, BLOCK)
+            put_signal(inbox, data, num_elements, ready, turn, other, net, L, BLOCK)
         else:
             if verb == 3 or verb == 4:
-                put(inbox, data, num_elements, other, table, TRANSPORT, BLOCK)
+                put(inbox, data, num_elements, other, net, L, BLOCK)
             if verb == 3:
-                fence(TRANSPORT)
+                fence(L)
             if verb == 4:
-                quiet(TRANSPORT)
+                quiet(L)
             if verb == 5:
-                get(inbox, data, num_elements, other, table, TRANSPORT, BLOCK)
-            if TRANSPORT != NVSHMEM:
+                get(inbox, data, num_elements, other, net, L, BLOCK)
+            if L.TRANSPORT != NVSHMEM:
                 if verb == 6:
                     at = tl.arange(0, BLOCK)
                     values = tl.load(data + at, mask=at < num_elements)
-                    tl.store(peer(inbox, other, table) + at, values, mask=at < num_elements)
-            signal(ready, turn, other, table, TRANSPORT)
+                    tl.store(peer(inbox, other, net) + at, values, mask=at < num_elements)
+            signal(ready, turn, other, net, L)
         if rank == 0:
-            wait_signal(ready, turn, table, other, 0, OPERATION, TRANSPORT)
+            wait_signal(ready, turn, other, 0, net, L)
 # fmt: on
 
 _contexts: dict[str, Context] = {}  # over the transports that are not the ranks' own; open until the ranks end
@@ -119,8 +133,9 @@ def round_trip(ctx: Context, verb: str, transport: str) -> RoundTrip:
         ctx.group.barrier()
         start = time.perf_counter()
         ctx.launch(
-            round_trip_kernel, 1, data, inbox, ready, ctx.table, signals, count, NUM_ELEMENTS, ctx.rank, VERBS[verb],
-            OPERATION=OP, TRANSPORT=ctx.transport_id, BLOCK=NUM_ELEMENTS,
+            round_trip_kernel, 1, data=data, inbox=inbox, ready=ready, table=ctx.table, rank=ctx.rank,
+            epoch=signals, rounds=count, num_elements=NUM_ELEMENTS, verb=VERBS[verb], L=ctx.link(OP),
+            BLOCK=NUM_ELEMENTS,
         )  # fmt: skip
         signals += count
         ctx.check()  # waits for the device
