@@ -37,7 +37,8 @@ import torch.distributed as dist
 
 from tkernels.comm.arguments import check_resolved, check_torch_dtype, whole
 from tkernels.comm.channel import Channel
-from tkernels.comm.context import Context, current_context
+from tkernels.comm.context import Context
+from tkernels.comm.contexts import current_context
 from tkernels.comm.errors import LeaseError
 from tkernels.comm.fence import EventCompletion, Fence, capturing
 from tkernels.comm.group import Group

@@ -22,7 +22,8 @@ import triton.language as tl
 
 from tkernels.comm import runtime, tuned
 from tkernels.comm.calls import local_calls
-from tkernels.comm.context import Context, current_context
+from tkernels.comm.context import Context
+from tkernels.comm.contexts import current_context
 from tkernels.comm.errors import TkernelsError
 from tkernels.comm.regions import round_up
 

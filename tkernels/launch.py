@@ -482,7 +482,7 @@ def _call(ctx, fn, args) -> tuple:
     Failures are looked for in ctx and in the contexts that fn opened and left open; of those over one group, only in
     the newest, since after a failure ranks start again with `init`.
     """
-    from tkernels.comm.context import open_contexts
+    from tkernels.comm.contexts import open_contexts
     from tkernels.comm.errors import TkernelsError
 
     before = open_contexts()

@@ -31,7 +31,8 @@ import torch
 from tkernels.all_gather_matmul import AllGatherMatmul
 from tkernels.comm import collectives
 from tkernels.comm.arguments import check_out, check_tensors
-from tkernels.comm.context import Context, as_context, find_context
+from tkernels.comm.context import Context, as_context
+from tkernels.comm.contexts import find_context
 from tkernels.comm.errors import TkernelsError
 from tkernels.configs import GemmConfig, OverlapConfig
 from tkernels.dispatch import PLAIN, apply_transformed, define, wants_gradient
