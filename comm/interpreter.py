@@ -313,6 +313,8 @@ def _without_constexpr(value):
 
 def _device_value(value, name: str, kernel: str):
     """Convert a host argument to what the kernel receives. A tensor becomes its own address: nothing is copied."""
+    if isinstance(value, tl.constexpr):  # in a tuple
+        return value.value
     if isinstance(value, bool):
         return _scalar(value, np.bool_, tl.int1)
     if isinstance(value, int):

@@ -6,7 +6,7 @@ from transports import expire_after, gpu_only
 
 import tkernels
 from tkernels.comm import WaitTimeoutError, capture, runtime, stream_order
-from tkernels.comm.context import programs_at_once
+from tkernels.comm.contexts import programs_at_once
 
 MAIN, SIDE, CAPTURED, CAPTURED_TOO = 0, 11, 22, 33
 
