@@ -9,7 +9,7 @@ import pytest
 import torch
 from transports import starts_ranks
 
-from tkernels import cli
+from tkernels import cli, demo
 from tkernels.comm import MismatchError
 from tkernels.demo import records, training
 from tkernels.demo.data import Text
@@ -159,7 +159,7 @@ SHARES = {  # of each of 2 ranks: in words; its parameters; in 2 steps the calls
 
 @pytest.mark.quick
 def test_the_command_line_knows_all_ways():
-    assert cli.PARALLEL == tuple(KINDS)
+    assert demo.PARALLEL == tuple(KINDS)
     assert {"tp", *SHARES} == set(KINDS)
 
 

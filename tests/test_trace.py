@@ -18,7 +18,8 @@ from tkernels.comm import collectives, interpreter, marks
 from tkernels.comm.collectives import CollectiveConfig
 from tkernels.configs import GemmConfig, OverlapConfig
 from tkernels.testing.compare import integers
-from tkernels.trace import clocks, tracing
+from tkernels.trace import clocks
+from tkernels.trace.recorder import tracing
 from tkernels.trace.timeline import Launch, Trace
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
