@@ -301,6 +301,18 @@ def test_the_file_is_what_trace_viewers_read(tmp_path, name):
     assert arrows == [("s", 0, 1), ("f", 1, 1), ("s", 1, 1), ("f", 0, 1)]
 
 
+def test_slices_of_a_thread_meet_in_the_file_and_do_not_overlap_after_rounding(tmp_path):
+    program = np.array([[1, 0, 0, at] for at in range(10)] + [[0, 0, 0, 10]])
+    trace = Trace()
+    before, after = (clocks.Comparison(np.array([at]), np.array([lead]), 0.0) for at, lead in ((0, 0.0), (10, 3.3)))
+    trace.fill([[Launch("all_gather", None, 0, [program], [0])]], before, after)
+    trace.save(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    tiles = [e for e in events if e.get("cat") == "compute"]
+    assert len(tiles) == 10
+    assert all(round(a["ts"] + a["dur"], 3) == b["ts"] for a, b in itertools.pairwise(tiles))
+
+
 @pytest.mark.ranks(2)
 def test_only_what_is_in_the_block_is_recorded(ctx):
     with pytest.raises(KeyError), tracing(ctx):  # the ranks part here, and nobody waits for anybody
