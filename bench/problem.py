@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import torch
 
 import tkernels
-from tkernels import work
+from bench import work
 from tkernels.all_gather_matmul import all_gather_matmul
 from tkernels.comm.context import Context
 from tkernels.configs import GemmConfig, OverlapConfig, gemm_config, overlap_config
 from tkernels.gemm import matmul
 from tkernels.matmul_all_reduce import matmul_all_reduce
 from tkernels.matmul_reduce_scatter import matmul_reduce_scatter
-from tkernels.testing.compare import tolerance
+from tkernels.rounding import tolerance
 
 LAYOUTS = ("TN", "NN", "NT")
 TERMS_OF_AN_INTEGER_ROW = 64

@@ -17,31 +17,23 @@ else:
         WaitTimeoutError,
     )
     from tkernels.comm.heap import SymmetricHeap
-    from tkernels.comm.lease import EventCompletion, Fence, Keepalive, Lease, Slot, WorkCompletion, captured
     from tkernels.comm.regions import Regions
     from tkernels.comm.runtime import RUNTIME
 
     __all__ = [
         "Channel",
         "Context",
-        "EventCompletion",
         "Fault",
-        "Fence",
         "HeapExhaustedError",
-        "Keepalive",
-        "Lease",
         "LeaseError",
         "MismatchError",
         "OutOfStepError",
         "RUNTIME",
         "Regions",
-        "Slot",
         "SymmetricHeap",
         "TkernelsError",
         "WaitTimeoutError",
-        "WorkCompletion",
         "as_context",
-        "captured",
         "current_context",
         "finalize",
         "find_context",

@@ -28,6 +28,7 @@ send first make progress as long as their messages fit into `copies` slots.
 """
 
 import contextlib
+import threading
 
 import torch
 import triton
@@ -37,7 +38,7 @@ from tkernels.comm.arguments import LARGEST, check_type, whole
 from tkernels.comm.context import Context, as_context
 from tkernels.comm.device import begin_epoch, copy, end_epoch, operation, put_signal, quiet, signal, wait_signal
 from tkernels.comm.errors import MismatchError, TkernelsError
-from tkernels.comm.lease import Slot
+from tkernels.comm.fence import Fence
 from tkernels.comm.regions import ALIGNMENT, Regions, round_up
 
 OP_SEND = operation("channel send")
@@ -124,6 +125,39 @@ class RemoteSignal:
         return self._ctx.device.type == "cpu" and bool(self._words.min() > self._state[0] - self._lag)
 
 
+class End:
+    """One end of a channel. Its turns run one after the other, on whatever streams and from whatever threads.
+
+    state: [generation, programs that have finished], on the device.
+    gate: what the next turn waits for. `join` and `forget` are those of a slot, for `tkernels.layers.captured`.
+    """
+
+    def __init__(self, device: torch.device, dev):
+        self.state = torch.zeros(2, dtype=torch.int64, device=device)
+        self.dev, self.gate, self._lock = dev, Fence(dev), threading.RLock()
+
+    @contextlib.contextmanager
+    def turn(self, signal: RemoteSignal):
+        """One generation: on the current stream, after the end's previous one and after the peer's signal."""
+        with self._lock:
+            self.gate.add(signal)
+            self.join()
+            try:
+                yield self.state
+            finally:
+                self.gate.record(self.dev.current_stream())
+
+    def join(self, stream=None):
+        """Order `stream` (None: the current one) after all turns so far, and clear the gate."""
+        with self._lock:
+            self.gate.wait(self.dev.current_stream() if stream is None else stream)
+            self.gate.clear()
+
+    def forget(self):
+        """Be as if no turn had been taken, after a capture that failed."""
+        self.gate.clear()
+
+
 class Channel:
     """Collective. Connects every rank to the peer it sends to, `dst`, and the peer it receives from, `src`.
 
@@ -169,19 +203,15 @@ class Channel:
         self._spare = plan.view(self._memory, "spare").fill_(1 << 62)  # far ahead of any generation
         self._loaded = set()
         dev = torch.get_device_module(ctx.device)
-        # Leases of an end's state serialize its turns. The state: [generation, programs that have finished].
-        self._sending, self._receiving = (
-            Slot(torch.zeros(2, dtype=torch.int64, device=ctx.device), dev=dev, name=f"the channel's {end} end")
-            for end in ("sending", "receiving")
-        )
-        self.credit = RemoteSignal(ctx, dev, self._free, self._sending.tensor, dst, copies, OP_SEND)
-        self.arrival = RemoteSignal(ctx, dev, self._full, self._receiving.tensor, src, 0, OP_RECEIVE)
+        self._sending, self._receiving = End(ctx.device, dev), End(ctx.device, dev)
+        self.credit = RemoteSignal(ctx, dev, self._free, self._sending.state, dst, copies, OP_SEND)
+        self.arrival = RemoteSignal(ctx, dev, self._full, self._receiving.state, src, 0, OP_RECEIVE)
         self._load(self._slots[:ALIGNMENT])
         ctx.group.barrier()  # no rank signals before every rank's words are zero
 
     @property
-    def slots(self) -> tuple[Slot, Slot]:
-        """The states of the two ends, for `lease.captured` around a CUDA graph that sends or receives."""
+    def slots(self) -> tuple["End", "End"]:
+        """The two ends, for `tkernels.layers.captured` around a CUDA graph that sends or receives."""
         return self._sending, self._receiving
 
     def send(self, tensor: torch.Tensor):
@@ -191,7 +221,7 @@ class Channel:
         """
         for part in self._parts(tensor, "send", self.dst):
             self._load(part)
-            with self._turn(self._sending, self.credit) as state:
+            with self._sending.turn(self.credit) as state:
                 self._launch(channel_send_kernel, part, self._full, state, self.dst)
 
     def receive(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -201,7 +231,7 @@ class Channel:
         `src`.
         """
         for part in self._parts(tensor, "receive", self.src):
-            with self._turn(self._receiving, self.arrival) as state:
+            with self._receiving.turn(self.arrival) as state:
                 self._launch(channel_receive_kernel, part, self._free, state, self.src)
         return tensor
 
@@ -229,17 +259,6 @@ class Channel:
                 f"channel: moves contiguous tensors, not one of strides {tensor.stride()}; pass a .contiguous() one"
             )
         return tensor.detach().view(-1).view(torch.uint8).split(self.slot_bytes) if tensor.numel() else ()
-
-    @contextlib.contextmanager
-    def _turn(self, end: Slot, signal: RemoteSignal):
-        """One generation of one end: ordered after the end's previous one, and after the peer's signal."""
-        end.gate.add(signal)
-        lease = end.acquire()
-        try:
-            with lease.write() as state:
-                yield state
-        finally:
-            end.release(lease)
 
     def _load(self, part: torch.Tensor):
         """Launch the kernels as they would be for this part, but without data and without waiting, to load them.

@@ -55,7 +55,7 @@ from tkernels.comm import interpreter
 from tkernels.comm.device import CALL_BITS, arrived, begun_words, count, end_call, wait_begun, wait_signal
 from tkernels.comm.driver import driver
 from tkernels.comm.errors import TkernelsError
-from tkernels.comm.lease import Crossing
+from tkernels.comm.fence import Crossing
 from tkernels.comm.marks import COLLECT, mark
 
 WAIT_VALUE_64, WRITE_VALUE_64 = 4, 5  # CUstreamBatchMemOpType

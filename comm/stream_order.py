@@ -23,7 +23,7 @@ import threading
 import torch
 
 from tkernels.comm import capture, runtime
-from tkernels.comm.lease import Crossing
+from tkernels.comm.fence import Crossing
 
 latest: int | None = None  # the stream of the latest operation
 _crowded = False  # whether that one needed all others to wait

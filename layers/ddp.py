@@ -3,7 +3,7 @@
 Parameters are taken in reverse order, which approximates the order of their gradients, and grouped into buckets. The
 gradients of a bucket are contiguous: each parameter has `main_grad`, a view of its bucket. Once all gradients of a
 bucket are produced (`grad_hooks`), its reduction starts on the comm stream. Each bucket is a slot of the lifetime core
-(`tkernels.comm.lease`), with one tenancy after the other:
+(`tkernels.layers.lease`), with one tenancy after the other:
 
     tenancy               written by                                     read by
     as `.grad` says       the stream on which backward begins
@@ -42,10 +42,11 @@ from tkernels.comm.arguments import check_type
 from tkernels.comm.collectives import SUMMED
 from tkernels.comm.context import Context
 from tkernels.comm.errors import LeaseError, MismatchError
+from tkernels.comm.fence import EventCompletion, capturing
 from tkernels.comm.group import checksum, first_difference
-from tkernels.comm.lease import EventCompletion, Lease, Slot, captured, capturing
 from tkernels.comm.regions import round_up
 from tkernels.layers.grad_hooks import GradReadyHooks
+from tkernels.layers.lease import Lease, Slot, captured
 from tkernels.layers.norms import counts, is_split, squared_norm
 from tkernels.layers.owners import disown, own, owner_of, remove_owners
 from tkernels.layers.wire import Wire, open_wire

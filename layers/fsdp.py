@@ -42,12 +42,13 @@ from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shard
 from torch.utils._pytree import tree_map
 
 import tkernels
-from tkernels.comm import Context, LeaseError, MismatchError, Slot, as_context
+from tkernels.comm import Context, LeaseError, MismatchError, as_context
 from tkernels.comm.arguments import check_type
 from tkernels.comm.capture import lasting
 from tkernels.comm.collectives import SUMMED
 from tkernels.comm.group import checksum, first_difference, listed
 from tkernels.comm.regions import round_up
+from tkernels.layers.lease import Slot
 from tkernels.layers.norms import check_max_norm, check_norm, clip, counts, squared_norm
 from tkernels.layers.owners import own, owner_of
 from tkernels.layers.pools import (
@@ -254,7 +255,7 @@ class FullyShard(nn.Module):
 
     @property
     def slots(self) -> list[Slot]:
-        """The slots to pass to `comm.lease.captured`, together with `comm_stream`, to capture whole iterations.
+        """The slots to pass to `layers.captured`, together with `comm_stream`, to capture whole iterations.
 
         Run two iterations first: one to learn the order of the units, one to find every copy. Then set the gradients to
         None.
@@ -365,7 +366,9 @@ class FullyShard(nn.Module):
         for unit in (self._root, *self._units):
             unit.close()
         if self._sums is not None:
-            if self._callback() is None:  # autograd dropped the callback before the end of backward: it failed
+            # Nothing has called the callback: backward failed. It may be there even so, once backward() has raised: the
+            # thread that ran backward drops it in its own time.
+            if self._callback() is None or torch._C._current_graph_task_id() == -1:
                 self._forget_gradients()
             with self._sums.read():
                 pass

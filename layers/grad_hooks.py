@@ -25,7 +25,7 @@ from collections import Counter
 import torch
 
 from tkernels.comm.errors import LeaseError
-from tkernels.comm.lease import EventCompletion, capturing
+from tkernels.comm.fence import EventCompletion, capturing
 from tkernels.layers.owners import disown, own, owner_of, remove_owners
 
 _ADDED = "grad_added_to_main_grad"  # on a parameter: True once a fused kernel has been launched; Megatron's name

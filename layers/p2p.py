@@ -39,9 +39,10 @@ from tkernels.comm.arguments import check_torch_dtype, whole
 from tkernels.comm.channel import Channel
 from tkernels.comm.context import Context, current_context
 from tkernels.comm.errors import LeaseError
+from tkernels.comm.fence import EventCompletion, Fence, capturing
 from tkernels.comm.group import Group
-from tkernels.comm.lease import EventCompletion, Fence, Keepalive, Lease, WorkCompletion, capturing, num_holders
 from tkernels.comm.plans import check_resolved
+from tkernels.layers.lease import Keepalive, Lease, WorkCompletion, num_holders
 
 EDGES = ("send_next", "recv_prev", "send_prev", "recv_next")
 ISSUE_ORDER = (EDGES, ("recv_prev", "send_next", "recv_next", "send_prev"))  # of even ranks, of odd ranks

@@ -13,7 +13,7 @@ the order of the units. There are `copies` of it: a deeper prefetch needs more c
     pool             48  12       96  72  16        304 MiB a copy; the largest unit has 256
 
 All memory is one allocation, made up front, and the address of a slot never changes afterwards: CUDA graphs and
-registered memory may rely on it. The leases of a slot (`tkernels.comm.lease`) order its reads and writes, on whatever
+registered memory may rely on it. The leases of a slot (`tkernels.layers.lease`) order its reads and writes, on whatever
 streams its tenants work; the host only decides which bucket is the next tenant, in the same order on every rank.
 """
 
@@ -31,8 +31,9 @@ from tkernels.comm.arguments import check_torch_dtype, check_type, whole
 from tkernels.comm.capture import lasting
 from tkernels.comm.context import Context
 from tkernels.comm.errors import LeaseError, MismatchError
-from tkernels.comm.lease import Keepalive, Lease, Slot, capturing
+from tkernels.comm.fence import capturing
 from tkernels.comm.regions import round_up
+from tkernels.layers.lease import Keepalive, Lease, Slot
 
 
 @dataclass(frozen=True)
@@ -304,7 +305,7 @@ class MaxPoolAllocator:
 
     @property
     def slots(self) -> list[Slot]:
-        """All slots, to pass to `comm.lease.captured`."""
+        """All slots, to pass to `layers.captured`."""
         return list(dict.fromkeys(slot for copies in self._copies.values() for slot in copies))
 
     def acquire(self, bucket_id: int | str) -> Lease:

@@ -11,6 +11,7 @@ import itertools
 import logging
 import pickle
 import sys
+import threading
 import types
 import warnings
 from typing import NamedTuple
@@ -49,6 +50,7 @@ from tkernels.layers.cublasmp import (
     Slab,
     matmul,
     matrix_qualifiers_dtype,
+    multiplication,
 )
 from tkernels.layers.cublasmp.problem import infer, redistributed
 from tkernels.matmul_all_reduce import matmul_all_reduce
@@ -960,6 +962,33 @@ def test_a_problem_that_has_no_plan_is_refused_while_capturing(ctx):
     with pytest.raises(TkernelsError, match="has not been planned yet"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         matmul(a, b, distributions=distributions, qualifiers="TN", ctx=ctx)
     case.judge(matmul(a, b, distributions=distributions, qualifiers="TN", ctx=ctx), parts[2])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("form", ["matmul", "plan"])
+def test_matmul_plans_in_no_thread_while_another_has_the_context(ctx, monkeypatch, form):
+    """Planning makes room in the workspace, and multiplies."""
+    monkeypatch.setattr(multiplication, "make_plan", lambda *_: pytest.fail("planned"))
+    with tkernels.init(heap_bytes=8 << 20, default=False) as context:
+        a, b = torch.ones(8, 4, device=ctx.device), torch.ones(8, 4, device=ctx.device)
+        options = dict(distributions=[Slab.X, Slab.X, Slab.Y], qualifiers="TN", ctx=context)
+        planned = Matmul(a, b, **options)
+        inside, release = threading.Event(), threading.Event()
+
+        def hold():
+            with context.turn:
+                inside.set()
+                release.wait()
+
+        holder = threading.Thread(target=hold, name="holder")
+        holder.start()
+        assert inside.wait(60)
+        try:
+            with pytest.raises(TkernelsError, match=rf"in {form} \(.*test_cublasmp.py:\d+\): thread 'holder'"):
+                matmul(a, b, **options) if form == "matmul" else planned.plan()
+        finally:
+            release.set()
+            holder.join()
 
 
 @gpu_only

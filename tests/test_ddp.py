@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from streams import Simulator, subsets
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -24,7 +25,6 @@ from tkernels.layers.ddp import OverlappedDDP, _Bucket, changing_main_grads, ens
 from tkernels.layers.grad_hooks import GradReadyHooks, grad_ready_hooks
 from tkernels.layers.wire import Wire
 from tkernels.testing.compare import integers
-from tkernels.testing.streams import Simulator, subsets
 
 BACKENDS = ["tkernels", "torch"]
 ALL_REDUCED = {}

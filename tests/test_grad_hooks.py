@@ -5,12 +5,12 @@ import warnings
 
 import pytest
 import torch
+from streams import Simulator
 from torch.utils.checkpoint import checkpoint
 
 from tkernels.comm import LeaseError
-from tkernels.comm.lease import Slot
 from tkernels.layers.grad_hooks import GradReadyHooks, grad_ready_hooks
-from tkernels.testing.streams import Simulator
+from tkernels.layers.lease import Slot
 
 
 class Bucket:

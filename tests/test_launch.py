@@ -190,7 +190,7 @@ if __name__ != "__main__":
 if __name__ == "__main__":
     for os.environ["CASE"] in ("damaged", "nowhere", "guard"):
         try:
-            launch(work, 2, timeout_s=60)
+            launch(work, 2, timeout_s=150)
         except RankError as error:
             print(error.headline, "from", type(error.__cause__).__name__)
 """
@@ -202,7 +202,7 @@ def test_launch_shows_what_a_rank_raised_while_it_imported_the_program(tmp_path)
     root = str(Path(__file__).parent.parent)
     ran = subprocess.run(
         [sys.executable, "program.py"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": root}, capture_output=True,
-        text=True, timeout=120,
+        text=True, timeout=600,
     )  # fmt: skip
     damaged, nowhere, guard = (re.sub("^rank [01] of 2: ", "", line) for line in ran.stdout.splitlines())
     assert damaged == "SyntaxError: invalid syntax (damaged.py, line 1) from SyntaxError"

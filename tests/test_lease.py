@@ -14,12 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from streams import Simulator, subsets
 from transports import gpu_only
 
-from tkernels.comm import capture
+from tkernels.comm import capture, fence
+from tkernels.comm.channel import End
 from tkernels.comm.errors import LeaseError
-from tkernels.comm.lease import Crossing, EventCompletion, Fence, Keepalive, Lease, Slot, WorkCompletion, captured
-from tkernels.testing.streams import Simulator, subsets
+from tkernels.comm.fence import Crossing, EventCompletion, Fence
+from tkernels.layers import lease
+from tkernels.layers.lease import Keepalive, Lease, Slot, WorkCompletion, captured
 
 
 class CapturingSimulator(Simulator):
@@ -650,6 +653,36 @@ def test_invariant_12_one_of_many_threads_gets_the_slot_and_the_others_are_told(
     assert (len(got), len(refused)) == (1, 7)
 
 
+@pytest.mark.parametrize("starve", subsets(["main", "side", "peer"]), ids=str)
+def test_invariant_9_a_channels_ends_take_turns_as_slots_do(sim, starve):
+    """On any stream, after the peer's signal, and across the edge of a capture inside `captured` alone."""
+
+    def turn(stream):
+        with sim.stream(stream), end.turn(credit.at(1)) as state:
+            state.add_(1)
+
+    with sim:
+        main, side, credit = sim.current_stream(), sim.Stream("side"), sim.signal("credit")
+        end = End(torch.device("cpu"), sim)
+        credit.set(1, sim.Stream("peer"))
+        turn(main)
+        turn(side)
+        with captured(Graph(sim), slots=[end], streams=[side], dev=sim) as replay:
+            turn(side)
+        replay()
+        turn(main)
+        with contextlib.suppress(ZeroDivisionError), captured(Graph(sim), slots=[end], dev=sim):
+            turn(main)
+            1 / 0  # noqa: B018
+        turn(main)
+        sim.capturing = True
+        with pytest.raises(LeaseError, match="outside the CUDA graph"):
+            turn(main)
+    sim.check()
+    sim.run(starve)
+    assert end.state.tolist() == [6, 6]
+
+
 # Completions of the three kinds
 
 
@@ -715,8 +748,8 @@ def test_a_transfer_of_gloos_is_waited_for_any_number_of_times(ctx):
 
 OF_THE_DRIVER = {"cuStreamWaitEvent", "cuEventRecord", "cuStreamWaitValue64_v2", "cuStreamBatchMemOp_v2"}
 ORDERING = {"wait_stream", "wait_event", "record_event", "record_stream", *OF_THE_DRIVER}
-# The core; the simulator, which is a device; and the side stream of copies, which waits for words of kernels alone.
-MAY_ORDER = {"comm/lease.py", "tkernels/testing/streams.py", "comm/copies.py", "comm/driver.py"}
+# The core; and the side stream of copies, which waits for words of kernels alone.
+MAY_ORDER = {"comm/fence.py", "layers/lease.py", "comm/copies.py", "comm/driver.py"}
 
 
 def ordering(source: str) -> Iterator[str]:
@@ -767,7 +800,8 @@ def test_the_rule_of_order_lets_the_rest_through(line):
 
 
 def test_the_core_itself_would_be_found():
-    assert list(ordering(Path(__import__("tkernels.comm.lease", fromlist=["lease"]).__file__).read_text()))
+    for module in (fence, lease):
+        assert list(ordering(Path(module.__file__).read_text()))
 
 
 @pytest.mark.ranks(2)

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from streams import Race, Simulator, subsets
 from transports import gpu_only
 
 from tkernels.comm import LeaseError, MismatchError
@@ -19,7 +20,6 @@ from tkernels.layers.pools import (
     buckets_ahead,
     storage_dtype,
 )
-from tkernels.testing.streams import Race, Simulator, subsets
 
 MI = 1 << 20
 LATE = 1_000_000  # cycles, about 0.5 ms: ten times what the host needs for a tenancy

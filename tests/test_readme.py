@@ -128,8 +128,8 @@ def test_the_example_of_a_kernel_runs(ctx, tmp_path):
 
 
 def test_the_example_of_leases_runs():
-    (block,) = (block for block in blocks("python", GUIDES["comm/README.md"]) if "Simulator()" in block)
-    exec(compile(block, "comm/README.md, leases", "exec"), {})
+    (block,) = (block for block in blocks("python", GUIDES["layers/README.md"]) if "Slot(" in block)
+    exec(compile(block, "layers/README.md, leases", "exec"), {})
 
 
 @pytest.mark.ranks(2)

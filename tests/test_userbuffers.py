@@ -19,6 +19,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from streams import Race, Simulator
 from transports import late, nccl
 
 import tkernels
@@ -30,7 +31,6 @@ from tkernels.comm.workspace import Workspace
 from tkernels.layers import userbuffers as te
 from tkernels.layers.userbuffers import communicators, registry, shim
 from tkernels.layers.userbuffers.defaults import configure, without_effect
-from tkernels.testing.streams import Race, Simulator
 
 # The table
 

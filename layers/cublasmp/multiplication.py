@@ -270,7 +270,7 @@ class Matmul:
         """
         self._check(operands=True)
         where, error = _tried(self.ctx, self._stream if stream is None else stream)
-        with where:
+        with where, self.ctx.turn:
             distributions, _, _, qualifiers, scales, options = self._asked
             request = _understand(
                 self.ctx, self._operands, distributions, self._alpha, self._beta, qualifiers, scales, options,
@@ -453,7 +453,7 @@ def matmul(
     """
     ctx, operands, inputs = as_context(ctx), {"a": a, "b": b, "c": c}, {} if epilog_inputs is None else epilog_inputs
     where, error = (_HERE, None) if stream is None else _tried(ctx, stream)
-    with where:
+    with where, ctx.turn:
         key = call = home = None
         try:
             if error is not None:
@@ -478,11 +478,10 @@ def matmul(
         (a, b, c), own = operands.values(), c
         if torch.is_grad_enabled():
             _refuse_gradients(a, b, c, *inputs.values())
-        with ctx.turn:
-            if call.single is not None and scalars == (1.0, 0.0):
-                result = call.single(*call.plan.views(a, b), bias_of(inputs))
-            else:
-                result = call.plan.run(ctx, *call.plan.views(a, b), c, *scalars, inputs)
+        if call.single is not None and scalars == (1.0, 0.0):
+            result = call.single(*call.plan.views(a, b), bias_of(inputs))
+        else:
+            result = call.plan.run(ctx, *call.plan.views(a, b), c, *scalars, inputs)
         return result if home is None else take_back(home, result, own if call.plan.inplace else None)
 
 

@@ -34,8 +34,8 @@ from tkernels.comm.capture import lasting
 from tkernels.comm.collectives import check_rows, split_rows
 from tkernels.comm.context import Context, init
 from tkernels.comm.errors import TkernelsError
+from tkernels.comm.fence import Fence
 from tkernels.comm.group import Group
-from tkernels.comm.lease import Fence, Lease
 from tkernels.comm.plans import describe
 from tkernels.comm.regions import round_up
 from tkernels.comm.workspace import LAMPORT_BYTES, most_packets
@@ -51,6 +51,7 @@ from tkernels.configs import (
 )
 from tkernels.gemm import layout_of, precision
 from tkernels.gemm import plan as plan_matmul
+from tkernels.layers.lease import Lease
 from tkernels.layers.userbuffers.defaults import OverlapOptions, integer
 from tkernels.matmul_reduce_scatter import OP as REDUCE_SCATTER
 from tkernels.matmul_reduce_scatter import plan as plan_reduce

@@ -11,7 +11,6 @@ import torch
 
 import tkernels
 from tkernels.comm.context import Context
-from tkernels.testing.compare import integers
 
 M, N, K = 70, 48, 36  # no multiples of a tile's sizes
 
@@ -57,9 +56,12 @@ def _case(ctx: Context, name: str) -> tuple[Callable[[], torch.Tensor | None], t
     """Returns (the call on this rank, torch's result). Every rank generates the operands of all ranks."""
     rank, size = ctx.rank, ctx.size
     rows = tkernels.split_rows(M, size)
-    x = [integers((M, K), torch.float32, seed=other, device=ctx.device) for other in range(size)]
-    w = [integers((N, K), torch.float32, seed=100 + other, device=ctx.device) for other in range(size)]
-    bias = integers((N,), torch.float32, seed=200, device=ctx.device)
+    generator = torch.Generator().manual_seed(0)
+
+    def integers(*sizes):
+        return torch.randint(-4, 5, sizes, generator=generator).float().to(ctx.device)
+
+    x, w, bias = [integers(M, K) for _ in range(size)], [integers(N, K) for _ in range(size)], integers(N)
     whole, own = x[0], x[0].split(rows)[rank]  # of one matrix that is split by rows
     total = sum(x)
     product = sum(part @ weight.t() for part, weight in zip(x, w, strict=True)) + bias

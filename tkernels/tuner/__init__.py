@@ -36,7 +36,7 @@ from tkernels.configs import (
     travelling,
 )
 from tkernels.paths import Choice, explain
-from tkernels.testing.compare import tolerance
+from tkernels.rounding import tolerance
 from tkernels.timing import agree
 from tkernels.timing import measure as measure_all
 from tkernels.tuner.candidates import Room, check_grid, describe, neighbours, product, survey
