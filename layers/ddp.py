@@ -46,7 +46,8 @@ from tkernels.comm.fence import EventCompletion, capturing
 from tkernels.comm.group import checksum, first_difference
 from tkernels.comm.regions import round_up
 from tkernels.layers.grad_hooks import GradReadyHooks
-from tkernels.layers.lease import Lease, Slot, captured
+from tkernels.layers.graphs import captured
+from tkernels.layers.lease import Lease, Slot
 from tkernels.layers.norms import counts, is_split, squared_norm
 from tkernels.layers.owners import disown, own, owner_of, remove_owners
 from tkernels.layers.wire import Wire, open_wire

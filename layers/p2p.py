@@ -35,13 +35,13 @@ from collections import Counter, deque
 import torch
 import torch.distributed as dist
 
-from tkernels.comm.arguments import check_torch_dtype, whole
+from tkernels.comm.arguments import check_resolved, check_torch_dtype, whole
 from tkernels.comm.channel import Channel
-from tkernels.comm.context import Context, current_context
+from tkernels.comm.context import Context
+from tkernels.comm.contexts import current_context
 from tkernels.comm.errors import LeaseError
 from tkernels.comm.fence import EventCompletion, Fence, capturing
 from tkernels.comm.group import Group
-from tkernels.comm.plans import check_resolved
 from tkernels.layers.lease import Keepalive, Lease, WorkCompletion, num_holders
 
 EDGES = ("send_next", "recv_prev", "send_prev", "recv_next")

@@ -20,10 +20,7 @@ import tkernels
 
 COMMANDS = {  # name -> module, summary
     "demo": ("tkernels.demo", "train a transformer on several ranks, beside the same one on a single rank"),
-    "doctor": (
-        "tkernels.doctor_command",
-        "say what is here and what would be chosen, and try every verb and operation",
-    ),
+    "doctor": ("tkernels.doctor", "say what is here and what would be chosen, and try every operation"),
     "tune": ("tkernels.tune_command", "measure configurations of an operation on all ranks, and remember the best"),
     "trace": ("tkernels.trace.command", "record what every program of a kernel does when, for Perfetto to show"),
 }

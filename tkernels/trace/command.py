@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import functools
-import importlib
 import json
 import statistics
 from pathlib import Path
@@ -86,6 +85,7 @@ def record(ctx, operation: str, sizes: tuple[int, int, int], dtype: str, calls: 
     """
     import torch
 
+    from tkernels import operators
     from tkernels.comm import collectives
     from tkernels.configs import overlap_config
     from tkernels.gemm import layout_of
@@ -104,15 +104,15 @@ def record(ctx, operation: str, sizes: tuple[int, int, int], dtype: str, calls: 
     }[operation]
     operands = [torch.randn(shape, device=ctx.device).to(DTYPES[dtype]) for shape in operands]
     if "matmul" in operation:
-        function = getattr(importlib.import_module(f"tkernels.{operation}"), operation)
+        function = functools.partial(getattr(operators, operation), ctx=ctx)
         x, w = operands
         choose = functools.partial(overlap_config, ctx, operation, M, *w.shape, x.dtype, layout_of(x, w))
         config = choose()
         if config.copied:  # the copy engine leaves no marks; BY_PROGRAMS below avoids it too
             config = choose(sending=True)
     else:
-        function, config = getattr(collectives, operation), collectives.BY_PROGRAMS
-    call = functools.partial(function, ctx, *operands, config=config)
+        function, config = functools.partial(getattr(collectives, operation), ctx), collectives.BY_PROGRAMS
+    call = functools.partial(function, *operands, config=config)
     watch = Stopwatch(ctx)
 
     def us_of(number: int) -> float:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+import triton.language as tl
 
 from tkernels.comm.context import Context, as_context
 from tkernels.comm.device import TRACE_BUFFER, TRACE_CAPACITY, operation_name
@@ -61,19 +62,19 @@ class Recorder:
     def record(self, kernel, num_programs: int, arguments: dict) -> dict:
         """The launch's arguments, by name, changed so that it writes marks; unchanged for a kernel without marks."""
         ctx = self.ctx
-        if "TRACE" not in kernel.arg_names:
+        if "end_marks" not in kernel.fn.__code__.co_names:
             return arguments
         if ctx.capturing:
             raise TkernelsError("a CUDA graph is being captured, whose replays a trace can't record; trace eager calls")
-        table, operation = arguments["table"].clone(), arguments["OPERATION"]
+        table, link = arguments["table"].clone(), arguments["L"]
         buffer = torch.empty(num_programs, 1 + MARK.value * self.marks, dtype=torch.int64, device=ctx.device)
         buffer[:, 0] = 0
         table[TRACE_BUFFER.value] = buffer.data_ptr()
         table[TRACE_CAPACITY.value] = self.marks
-        name = operation_name(getattr(operation, "value", operation))
+        name = operation_name(link.OPERATION.value)
         stream = torch.cuda.current_stream().cuda_stream if ctx.device.type == "cuda" else 0
         self._recorded.append((name, arguments.get("num_comm"), stream, buffer, table))
-        return arguments | {"table": table, "TRACE": True}
+        return arguments | {"table": table, "L": link._replace(TRACE=tl.constexpr(True))}
 
     def launches(self) -> list[Launch]:
         """The launches recorded on this rank. The device must have finished them."""
