@@ -16,68 +16,19 @@ from torch import nn
 from torch.nn import functional as F
 
 import tkernels
-from tkernels.comm.context import Context
 from tkernels.comm.regions import round_up
 from tkernels.demo import training
-from tkernels.demo.model import Block, ModelConfig, Transformer, shard
+from tkernels.demo.model import Block, Transformer, shard
 from tkernels.demo.operations import CountingCommunicator
-from tkernels.demo.training import Optimizer, loss_part
+from tkernels.demo.training import Optimizer, Parallel, loss_part
 from tkernels.layers import all_reduce_sequence_parallel_grads
 from tkernels.layers.ddp import OverlappedDDP
 from tkernels.layers.fsdp import FullyShard
 from tkernels.layers.pipeline import forward_backward_pipelining, split_into_stages
-from tkernels.layers.state_dict import gather_state_dict
 from tkernels.layers.zero import ZeroOptimizer
 
 BUCKET_ELEMENTS = 1 << 15  # of a bucket: about a quarter of the model's gradients
 MICROBATCH = 2  # sequences
-
-
-class Parallel:
-    """A way to split the training over ranks, and a rank's part of it.
-
-    Collective, as are step, gradients and close. model: has the initial weights, and is split in place.
-
-    name: as --parallel takes it.
-    share: a rank's part, in words.
-    model: afterwards, the modules whose parameters the rank holds between two steps.
-    messages: (number, bytes) of what this rank sends past tkernels' operators, by name.
-    """
-
-    name: str
-    share: str
-    messages: dict[str, tuple[int, int]] = {}
-
-    def __init__(self, model: Transformer, config: ModelConfig, ctx: Context, loss_scale: float):
-        self.model, self.config, self.ctx, self.loss_scale = model, config, ctx, loss_scale
-
-    @staticmethod
-    def sizes(ranks: int) -> dict[str, int]:
-        """The sizes of ModelConfig that must change to be divisible by the ranks."""
-        return {}
-
-    def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Train on a batch, which every rank has in full. Returns its loss [1], the same on every rank."""
-        raise NotImplementedError
-
-    @torch.no_grad()
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """After the first step: the gradients that the optimizer got, whole, by the unsharded model's names.
-
-        They are gathered as the parameters are, in whose place they are for a moment. They are scaled as in backward,
-        since fp16 holds no small numbers.
-        """
-        parameters, gradients = dict(self.model.named_parameters()), self.optimizer.gradients()
-        values = {name: parameter.clone() for name, parameter in parameters.items()}
-        for name, parameter in parameters.items():
-            parameter.copy_(gradients[name] * self.loss_scale)
-        whole = gather_state_dict(self.model)
-        for name, parameter in parameters.items():
-            parameter.copy_(values[name])
-        return {name: value.float() / self.loss_scale for name, value in whole.items()}
-
-    def close(self):
-        """Free memory after the training."""
 
 
 class TensorParallel(Parallel):

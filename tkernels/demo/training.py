@@ -52,8 +52,9 @@ from tkernels.comm.context import Context
 from tkernels.demo.data import Text
 from tkernels.demo.model import ModelConfig, Transformer
 from tkernels.demo.operations import Operation, Recorder
+from tkernels.layers.state_dict import gather_state_dict
+from tkernels.shapes import DTYPES
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SEQUENCE, BATCH, HEADS, LAYERS = 32, 8, 4, 2  # sizes that are split are rounded up to a multiple of R
 LEARNING_RATE = 2e-2
 ADAM_EPSILON = 1e-2
@@ -113,6 +114,53 @@ def loss_part(model: nn.Module, config: ModelConfig, tokens, targets, first_posi
     return F.cross_entropy(logits, targets.flatten(), reduction="sum") / config.tokens
 
 
+class Parallel:
+    """A way to split the training over ranks, and a rank's part of it; the ways are in tkernels.demo.parallel.
+
+    Collective, as are step, gradients and close. model: has the initial weights, and is split in place.
+
+    name: as --parallel takes it.
+    share: a rank's part, in words.
+    model: afterwards, the modules whose parameters the rank holds between two steps.
+    messages: (number, bytes) of what this rank sends past tkernels' operators, by name.
+    """
+
+    name: str
+    share: str
+    messages: dict[str, tuple[int, int]] = {}
+
+    def __init__(self, model: Transformer, config: ModelConfig, ctx: Context, loss_scale: float):
+        self.model, self.config, self.ctx, self.loss_scale = model, config, ctx, loss_scale
+
+    @staticmethod
+    def sizes(ranks: int) -> dict[str, int]:
+        """The sizes of ModelConfig that must change to be divisible by the ranks."""
+        return {}
+
+    def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Train on a batch, which every rank has in full. Returns its loss [1], the same on every rank."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """After the first step: the gradients that the optimizer got, whole, by the unsharded model's names.
+
+        They are gathered as the parameters are, in whose place they are for a moment. They are scaled as in backward,
+        since fp16 holds no small numbers.
+        """
+        parameters, gradients = dict(self.model.named_parameters()), self.optimizer.gradients()
+        values = {name: parameter.clone() for name, parameter in parameters.items()}
+        for name, parameter in parameters.items():
+            parameter.copy_(gradients[name] * self.loss_scale)
+        whole = gather_state_dict(self.model)
+        for name, parameter in parameters.items():
+            parameter.copy_(values[name])
+        return {name: value.float() / self.loss_scale for name, value in whole.items()}
+
+    def close(self):
+        """Free memory after the training."""
+
+
 @dataclass(frozen=True)
 class Step:
     """The losses of one step, and how far they may differ. seconds: of the sharded model's step, of one rank."""
@@ -136,9 +184,9 @@ class Gradient:
 
 
 class _Training:
-    """The two models of one rank. kind: one of tkernels.demo.parallel, which splits one of them."""
+    """The two models of one rank. kind: the way in which one of them is split."""
 
-    def __init__(self, ctx: Context, dtype: torch.dtype, seed: int, kind: type):
+    def __init__(self, ctx: Context, dtype: torch.dtype, seed: int, kind: type[Parallel]):
         self.dtype, self.steps = dtype, 0
         self.text = Text.of_python_help()
         sizes = {"sequence": SEQUENCE, "batch": BATCH, "heads": HEADS, "layers": LAYERS} | kind.sizes(ctx.size)
@@ -155,7 +203,7 @@ class _Training:
 _here: _Training | None = None
 
 
-def start(ctx: Context, dtype: str, seed: int, kind: type) -> dict:
+def start(ctx: Context, dtype: str, seed: int, kind: type[Parallel]) -> dict:
     """Collective. Make both models. Returns what they are, by name."""
     global _here
     _here = _Training(ctx, DTYPES[dtype], seed, kind)
