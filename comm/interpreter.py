@@ -21,6 +21,8 @@ import random
 import threading
 import time
 import types
+from concurrent import futures
+from concurrent.futures import Future
 
 import numpy as np
 import triton
@@ -196,33 +198,21 @@ def beside(task):
     The task counts as a program for `jitter` and `aborted`; for it, `aborted` is true once the block has raised.
     Re-raises the exception of `task`, unless the block itself has raised.
     """
-    launch, ended, errors = _Launch("beside", (1, 1, 1), _settings()), threading.Event(), []
-
-    def run():
-        try:
-            _run_program(task, launch, (0, 0, 0))
-        except LaunchAborted:
-            pass
-        except BaseException as error:
-            errors.append(error)
-        finally:
-            ended.set()
-
-    _workers.start(run)
+    launch = _Launch("beside", (1, 1, 1), _settings())
+    ended = _workers.start(lambda: _run_program(task, launch, (0, 0, 0)))
     try:
         yield
     except BaseException as error:
         launch.abort(error)
         raise
     finally:
-        _wait(ended)
-    if errors:
-        raise errors[0]
+        _wait([ended])
+    ended.result()
 
 
-def _wait(event: threading.Event):
+def _wait(tasks: list[Future]):
     """Wait, waking up periodically: the OS may deliver a Ctrl-C to any thread, but Python handles it in this one."""
-    while not event.wait(0.2):
+    while futures.wait(tasks, timeout=0.2).not_done:
         pass
 
 
@@ -232,16 +222,23 @@ class _Workers:
     def __init__(self):
         self._tasks, self._idle = queue.SimpleQueue(), threading.Semaphore(0)
 
-    def start(self, task) -> None:
+    def start(self, task) -> Future:
         """Run `task` at once, on an idle thread or else a new one."""
-        self._tasks.put(task)
+        ended = Future()
+        self._tasks.put((task, ended))
         if not self._idle.acquire(blocking=False):
             threading.Thread(target=self._work, name="tkernels-program", daemon=True).start()
+        return ended
 
     def _work(self):
         tasks, idle = self._tasks, self._idle
         while True:
-            tasks.get()()
+            task, ended = tasks.get()
+            try:
+                ended.set_result(task())
+            except BaseException as error:
+                ended.set_exception(error)
+            del task, ended  # they hold the launch's memory
             idle.release()
 
 
@@ -250,7 +247,7 @@ _workers = _Workers()
 
 def _run_together(body, launch: _Launch, indices, num_threads: int) -> None:
     """Run the programs on `num_threads` threads, started in order. Raises the first exception of any, unchanged."""
-    lock, ended, running = threading.Lock(), threading.Event(), num_threads
+    lock, started = threading.Lock(), []
 
     def run_programs():
         # A GPU does not warn about overflow. NumPy keeps this setting per thread.
@@ -265,27 +262,13 @@ def _run_together(body, launch: _Launch, indices, num_threads: int) -> None:
                 except BaseException as error:
                     launch.abort(error)
 
-    def task():
-        nonlocal running
-        run_programs()
-        with lock:
-            running -= 1
-            if not running:
-                ended.set()
-
-    started = 0
     try:
-        while started < num_threads:
-            _workers.start(task)
-            started += 1
-        _wait(ended)
+        while len(started) < num_threads:
+            started.append(_workers.start(run_programs))
+        _wait(started)
     except BaseException as interrupt:
         launch.abort(interrupt)
-        with lock:
-            running -= num_threads - started  # threads that the interrupt kept from starting won't end
-            if not running:
-                ended.set()
-        ended.wait(INTERRUPT_GRACE_S)
+        futures.wait(started, INTERRUPT_GRACE_S)
         raise
     if launch.error is not None:
         raise launch.error
