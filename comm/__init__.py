@@ -6,7 +6,8 @@ if __name__ == "comm":  # imported from a checkout's root; see tkernels/_alias.p
     alias("comm", "tkernels.comm")
 else:
     from tkernels.comm.channel import Channel
-    from tkernels.comm.context import Context, as_context, current_context, finalize, find_context, init
+    from tkernels.comm.context import Context, as_context, finalize, init
+    from tkernels.comm.contexts import current_context, find_context
     from tkernels.comm.errors import (
         Fault,
         HeapExhaustedError,

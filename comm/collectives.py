@@ -22,12 +22,13 @@ import functools
 import math
 import operator
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from tkernels.comm.arguments import whole
+from tkernels.comm.arguments import check_out, check_resolved, whole
 from tkernels.comm.context import Context
 from tkernels.comm.copies import Copies, Send, await_copies, begin_landing, end_launch
 from tkernels.comm.device import (
@@ -48,7 +49,6 @@ from tkernels.comm.device import (
     wait_packets,
 )
 from tkernels.comm.marks import ADD, COPY, SEND, WAIT, end_marks, mark
-from tkernels.comm.plans import alike, check_out, check_resolved
 from tkernels.comm.regions import round_up
 from tkernels.comm.workspace import MIN_CHUNKS, PACKET_BLOCK, PACKET_BYTES
 
@@ -173,6 +173,14 @@ def check_rows(name: str, ctx: Context, rows, own: int | None = None, total: int
     if total is not None and total != sum(rows):
         raise ValueError(f"{name}: there are M={total} rows, but rows={rows} sums to {sum(rows)}")
     return rows
+
+
+class Packets(NamedTuple):
+    """A block of packets of each rank: that of the first, how many from one to the next, and the epoch they carry."""
+
+    first: object
+    stride: object
+    epoch: object
 
 
 # fmt: off
@@ -346,14 +354,12 @@ def unpack(words, DTYPE: tl.constexpr, WORDS: tl.constexpr):
 
 @triton.jit
 def store_parts(
-    packets, source_stride, out, starts, epoch, index, net, L, WORDS: tl.constexpr, ALIGN: tl.constexpr,
+    packets, out, starts, at, index, net, L, WORDS: tl.constexpr, ALIGN: tl.constexpr,
 ):
-    """Wait for block `index` of every rank's part and store each at its place in `out`."""
+    """Wait for a block of every rank's part and store each at its place in `out`."""
     DTYPE: tl.constexpr = out.dtype.element_ty
-    BLOCK: tl.constexpr = WORDS * 32 // DTYPE.primitive_bitwidth
-    at = index * BLOCK + tl.arange(0, BLOCK)
     mark(WAIT, index, net.rank, net, L)
-    arrived = wait_packets(packets, source_stride, epoch, index, net, L, WORDS)
+    arrived = wait_packets(packets.first, packets.stride, packets.epoch, index, net, L, WORDS)
     mark(COPY, index, net.rank, net, L)
     for source in tl.static_range(L.RANKS):
         start, part = part_of(starts, source, DTYPE, ALIGN)
@@ -362,11 +368,11 @@ def store_parts(
 
 @triton.jit
 def sum_of_packets(
-    packets, source_stride, epoch, index, net, L, DTYPE: tl.constexpr, WORDS: tl.constexpr,
+    packets, index, net, L, DTYPE: tl.constexpr, WORDS: tl.constexpr,
 ):
     """Wait for a block from every rank; returns their sum in fp32."""
     mark(WAIT, index, net.rank, net, L)
-    arrived = wait_packets(packets, source_stride, epoch, index, net, L, WORDS)
+    arrived = wait_packets(packets.first, packets.stride, packets.epoch, index, net, L, WORDS)
     mark(ADD, index, net.rank, net, L)
     total = tl.zeros((WORDS * 32 // DTYPE.primitive_bitwidth,), tl.float32)
     for source in tl.static_range(L.RANKS):
@@ -429,11 +435,9 @@ def packets_kernel(
     gathered, gathered_stride = packets + L.RANKS * source_stride, blocks * OUT_WORDS
     for index in range(tl.program_id(0), blocks, tl.num_programs(0)):
         at = index * BLOCK + tl.arange(0, BLOCK)
-        inbox = packets + index * WORDS
+        arriving = Packets(packets + index * WORDS, source_stride, epoch)
         if REDUCE:
-            total = sum_of_packets(
-                inbox, source_stride, epoch, index, net, L, DTYPE, WORDS
-            ).to(OUT)
+            total = sum_of_packets(arriving, index, net, L, DTYPE, WORDS).to(OUT)
             if GATHER:
                 words = pack(total, OUT_WORDS)
                 for step in range(L.RANKS):
@@ -444,11 +448,12 @@ def packets_kernel(
             else:
                 tl.store(out + at, total, mask=at < own)
         else:
-            store_parts(inbox, source_stride, out, starts, epoch, index, net, L, WORDS, ALIGN)
+            store_parts(arriving, out, starts, at, index, net, L, WORDS, ALIGN)
     if GATHER:
         for index in range(tl.program_id(0), blocks, tl.num_programs(0)):
-            mine = gathered + index * OUT_WORDS
-            store_parts(mine, gathered_stride, out, starts, epoch, index, net, L, OUT_WORDS, ALIGN)
+            arriving = Packets(gathered + index * OUT_WORDS, gathered_stride, epoch)
+            at = index * BLOCK + tl.arange(0, BLOCK)
+            store_parts(arriving, out, starts, at, index, net, L, OUT_WORDS, ALIGN)
     end_marks(net, L)
     last = end_call(state, epoch, call, net, L)
     if REDUCE:
@@ -482,34 +487,37 @@ def all_gather(
     max_programs: the same on all ranks; fewer leave SMs to other work that runs beside the collective.
     out: contiguous, filled and returned. x_shard_m may be this rank's rows of it (in place).
     """
-    rows = None if rows is None else tuple(rows)
-    return ctx.call(plan_all_gather, (x_shard_m, out), rows, max_programs, config)
+    return ctx.call(AllGather(None if rows is None else tuple(rows), max_programs, config), x_shard_m, out)
 
 
-def _gathers_alike(ctx, x, out, rows, max_programs, config=DEFAULT):
-    same = {"dtype": x.dtype, "shape of a row": tuple(x.shape[1:]), "max_programs": max_programs, "config": config}
-    return "all_gather", same | {"rows": tuple(map(int, rows or tuple(x.shape[:1]) * ctx.size))}
+class AllGather(NamedTuple):
+    """A call of `all_gather`, of x and out. Operations can prepare it as a part of their own calls."""
 
+    rows: tuple[int, ...] | None = None
+    max_programs: int = MAX_PROGRAMS
+    config: CollectiveConfig = DEFAULT
 
-@alike(_gathers_alike)
-def plan_all_gather(ctx: Context, x: torch.Tensor, out, rows, max_programs: int, config: CollectiveConfig = DEFAULT):
-    """Prepares calls with tensors like x and out: returns a function of the two that returns the result.
+    operation = "all_gather"
 
-    Operations can make it part of their own plans. Like those, it is valid until the workspace forgets its plans.
-    """
-    _check("all_gather", ctx, x, max_programs)
-    _check_rows("all_gather", x)
-    if x.element_size() not in _BITS:
-        raise TypeError(f"all_gather: moves elements of up to 8 bytes, not {x.dtype}; pass a view of it")
-    rows = check_rows("all_gather", ctx, rows, own=x.shape[0])
-    width = math.prod(x.shape[1:])
-    result = _result("all_gather", x, out, (sum(rows), *x.shape[1:]), x.dtype, sum(rows[: ctx.rank]) * width)
-    if ctx.size == 1:
-        return _into(result, _copy)
-    # As integers: the kernels only move bits, and a bool in Triton is not as wide as the byte in memory.
-    bits = _BITS[x.element_size()]
-    parts = _Parts(ctx, [count * width for count in rows], x, out, (bits, bits), max_programs)
-    return _into(result, parts.gather(config))
+    def shared(self, ctx: Context, x, out) -> dict:
+        same = {"dtype": x.dtype, "shape of a row": tuple(x.shape[1:])}
+        same |= {"max_programs": self.max_programs, "config": self.config}
+        return same | {"rows": tuple(map(int, self.rows or tuple(x.shape[:1]) * ctx.size))}
+
+    def prepare(self, ctx: Context, x: torch.Tensor, out):
+        _check("all_gather", ctx, x, self.max_programs)
+        _check_rows("all_gather", x)
+        if x.element_size() not in _BITS:
+            raise TypeError(f"all_gather: moves elements of up to 8 bytes, not {x.dtype}; pass a view of it")
+        rows = check_rows("all_gather", ctx, self.rows, own=x.shape[0])
+        width = math.prod(x.shape[1:])
+        result = _result("all_gather", x, out, (sum(rows), *x.shape[1:]), x.dtype, sum(rows[: ctx.rank]) * width)
+        if ctx.size == 1:
+            return _into(result, _copy)
+        # As integers: the kernels only move bits, and a bool in Triton is not as wide as the byte in memory.
+        bits = _BITS[x.element_size()]
+        parts = _Parts(ctx, [count * width for count in rows], x, out, (bits, bits), self.max_programs)
+        return _into(result, parts.gather(self.config))
 
 
 def reduce_scatter(
@@ -528,29 +536,35 @@ def reduce_scatter(
     out: contiguous, filled and returned. It may be this rank's rows of x, which are sent to no peer: each element is
     read and written by one program.
     """
-    rows = None if rows is None else tuple(rows)
-    return ctx.call(plan_reduce_scatter, (x, out), rows, max_programs, out_dtype, config)
+    return ctx.call(ReduceScatter(None if rows is None else tuple(rows), max_programs, out_dtype, config), x, out)
 
 
-def _reduces_alike(ctx, x, out, rows, max_programs, out_dtype, config=DEFAULT):
-    same = {"dtype": x.dtype, "shape": tuple(x.shape), "out_dtype": out_dtype or x.dtype}
-    same |= {"max_programs": max_programs, "config": config}
-    return "reduce_scatter", same | {"rows": tuple(map(int, rows or split_rows(x.shape[0], ctx.size)))}
+class ReduceScatter(NamedTuple):
+    """A call of `reduce_scatter`, of x and out."""
 
+    rows: tuple[int, ...] | None = None
+    max_programs: int = MAX_PROGRAMS
+    out_dtype: torch.dtype | None = None
+    config: CollectiveConfig = DEFAULT
 
-@alike(_reduces_alike)
-def plan_reduce_scatter(ctx: Context, x: torch.Tensor, out, rows, max_programs: int, out_dtype, config=DEFAULT):
-    """Prepares calls with tensors like x and out: returns a function of the two that returns this rank's rows."""
-    _check("reduce_scatter", ctx, x, max_programs)
-    _check_rows("reduce_scatter", x)
-    dtype = _check_sum("reduce_scatter", x, out_dtype)
-    rows = check_rows("reduce_scatter", ctx, rows, total=x.shape[0])
-    width = math.prod(x.shape[1:])
-    result = _result("reduce_scatter", x, out, (rows[ctx.rank], *x.shape[1:]), dtype, -sum(rows[: ctx.rank]) * width)
-    if ctx.size == 1:
-        return _into(result, _copy)
-    parts = _Parts(ctx, [count * width for count in rows], x, out, (x.dtype, dtype), max_programs)
-    return _into(result, parts.reduce(OP_REDUCE_SCATTER, config))
+    operation = "reduce_scatter"
+
+    def shared(self, ctx: Context, x, out) -> dict:
+        same = {"dtype": x.dtype, "shape": tuple(x.shape), "out_dtype": self.out_dtype or x.dtype}
+        same |= {"max_programs": self.max_programs, "config": self.config}
+        return same | {"rows": tuple(map(int, self.rows or split_rows(x.shape[0], ctx.size)))}
+
+    def prepare(self, ctx: Context, x: torch.Tensor, out):
+        _check("reduce_scatter", ctx, x, self.max_programs)
+        _check_rows("reduce_scatter", x)
+        dtype = _check_sum("reduce_scatter", x, self.out_dtype)
+        rows = check_rows("reduce_scatter", ctx, self.rows, total=x.shape[0])
+        width, shape = math.prod(x.shape[1:]), (rows[ctx.rank], *x.shape[1:])
+        result = _result("reduce_scatter", x, out, shape, dtype, -sum(rows[: ctx.rank]) * width)
+        if ctx.size == 1:
+            return _into(result, _copy)
+        parts = _Parts(ctx, [count * width for count in rows], x, out, (x.dtype, dtype), self.max_programs)
+        return _into(result, parts.reduce(OP_REDUCE_SCATTER, self.config))
 
 
 def all_reduce(
@@ -570,46 +584,63 @@ def all_reduce(
     is read and written by one program.
     max_programs: the same on all ranks; fewer leave SMs to other work that runs beside the collective.
     """
-    return ctx.call(plan_all_reduce, (x, out), out_dtype, config, max_programs)
+    return ctx.call(AllReduce(out_dtype, config, max_programs), x, out)
 
 
-def _all_reduces_alike(ctx, x, out, out_dtype, config=DEFAULT, max_programs=ALONE_PROGRAMS):
-    same = {"dtype": x.dtype, "shape": tuple(x.shape), "out_dtype": out_dtype or x.dtype}
-    return "all_reduce", same | {"max_programs": max_programs, "config": config}
+class AllReduce(NamedTuple):
+    """A call of `all_reduce`, of x and out."""
 
+    out_dtype: torch.dtype | None = None
+    config: CollectiveConfig = DEFAULT
+    max_programs: int = ALONE_PROGRAMS
 
-@alike(_all_reduces_alike)
-def plan_all_reduce(ctx: Context, x: torch.Tensor, out, out_dtype, config=DEFAULT, max_programs: int = ALONE_PROGRAMS):
-    """Prepares calls with tensors like x and out: returns a function of the two that returns the sum."""
-    _check("all_reduce", ctx, x, max_programs)
-    dtypes = x.dtype, _check_sum("all_reduce", x, out_dtype)
-    result = _result("all_reduce", x, out, tuple(x.shape), dtypes[1])
-    if ctx.size == 1:
-        return _into(result, _copy)
-    vector = 16 // min(dtype.itemsize for dtype in dtypes)
-    vectors = split_rows(-(-x.numel() // vector), ctx.size)
-    num_bytes = x.numel() * x.element_size()
-    copied = config.copies(vectors[0] * vector * x.element_size(), ctx)
-    if not copied and config.one_shot(num_bytes, ctx, x.numel() * dtypes[1].itemsize):
-        parts = _Parts(ctx, [x.numel()] * ctx.size, x, out, dtypes, max_programs, whole=True)
-        return _into(result, parts.reduce(OP_ALL_REDUCE, config))
-    # Parts consist of whole 16-byte vectors, except that the end may be shorter.
-    starts = [min(sum(vectors[:rank]) * vector, x.numel()) for rank in range(ctx.size + 1)]
-    parts = [last - first for first, last in zip(starts, starts[1:], strict=False)]
-    parts = _Parts(ctx, parts, x, out, dtypes, max_programs)
-    return _into(result, parts.reduce(OP_ALL_REDUCE, config, gather=True))
+    operation = "all_reduce"
+
+    def shared(self, ctx: Context, x, out) -> dict:
+        same = {"dtype": x.dtype, "shape": tuple(x.shape), "out_dtype": self.out_dtype or x.dtype}
+        return same | {"max_programs": self.max_programs, "config": self.config}
+
+    def prepare(self, ctx: Context, x: torch.Tensor, out):
+        config = self.config
+        _check("all_reduce", ctx, x, self.max_programs)
+        dtypes = x.dtype, _check_sum("all_reduce", x, self.out_dtype)
+        result = _result("all_reduce", x, out, tuple(x.shape), dtypes[1])
+        if ctx.size == 1:
+            return _into(result, _copy)
+        vector = 16 // min(dtype.itemsize for dtype in dtypes)
+        vectors = split_rows(-(-x.numel() // vector), ctx.size)
+        num_bytes = x.numel() * x.element_size()
+        copied = config.copies(vectors[0] * vector * x.element_size(), ctx)
+        if not copied and config.one_shot(num_bytes, ctx, x.numel() * dtypes[1].itemsize):
+            parts = _Parts(ctx, [x.numel()] * ctx.size, x, out, dtypes, self.max_programs, whole=True)
+            return _into(result, parts.reduce(OP_ALL_REDUCE, config))
+        # Parts consist of whole 16-byte vectors, except that the end may be shorter.
+        starts = [min(sum(vectors[:rank]) * vector, x.numel()) for rank in range(ctx.size + 1)]
+        parts = [last - first for first, last in zip(starts, starts[1:], strict=False)]
+        parts = _Parts(ctx, parts, x, out, dtypes, self.max_programs)
+        return _into(result, parts.reduce(OP_ALL_REDUCE, config, gather=True))
 
 
 def barrier(ctx: Context):
     """Collective, on the current stream. Returns at once; later work on it starts after all ranks reach the barrier."""
     if ctx.size > 1:
-        ctx.call(_plan_barrier, ())
+        ctx.call(_BARRIER)
 
 
-@alike(lambda ctx: ("barrier", {}))
-def _plan_barrier(ctx: Context):
-    workspace = ctx.workspace().reserve(0, 1)
-    return ctx.bind_call(barrier_kernel, 1, workspace, L=ctx.link(OP_BARRIER), num_warps=1)
+class Barrier(NamedTuple):
+    """A call of `barrier`."""
+
+    operation = "barrier"
+
+    def shared(self, ctx: Context) -> dict:
+        return {}
+
+    def prepare(self, ctx: Context):
+        workspace = ctx.workspace().reserve(0, 1)
+        return ctx.bind_call(barrier_kernel, 1, workspace, L=ctx.link(OP_BARRIER), num_warps=1)
+
+
+_BARRIER = Barrier()
 
 
 class _Parts:

@@ -7,7 +7,6 @@ code; what that would ask of the driver is written down in its place.
 """
 
 import functools
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -23,7 +22,7 @@ from triton.runtime.jit import JITFunction
 import tkernels
 from tkernels import gemm
 from tkernels.comm import collectives
-from tkernels.comm.plans import Launch
+from tkernels.comm.launch import PreparedLaunch
 
 MAKE_LAUNCHER = getattr(nvidia, "make_launcher", None)  # of Triton 3.6, which generates a launcher for a signature
 RUN = JITFunction.run
@@ -100,7 +99,7 @@ def calls(ctx) -> dict:
         return torch.empty(shape, dtype=torch.bfloat16)
 
     def fused(name):
-        return functools.partial(getattr(importlib.import_module(f"tkernels.{name}"), name), ctx, path="fused")
+        return functools.partial(getattr(tkernels, name), ctx=ctx, path="fused")
 
     return {
         "matmul": lambda: gemm.matmul(make(256, 64), make(256, 64), make(256)),
@@ -117,16 +116,16 @@ def calls(ctx) -> dict:
 def facts_of(call) -> dict:
     """A call that compiles and one that is prepared; then the launch of the latter again, in other circumstances."""
     sources.clear()
-    seen, plain_call = [], Launch.__call__
+    seen, plain_call = [], PreparedLaunch.__call__
 
     def watch(launch, *tensors):
         seen.append((launch, tensors))
         plain_call(launch, *tensors)
 
-    Launch.__call__ = watch
+    PreparedLaunch.__call__ = watch
     call()
     call()
-    Launch.__call__ = plain_call
+    PreparedLaunch.__call__ = plain_call
     (first, _), (launch, tensors) = seen
     before, hooked = len(encoded), []
     knobs.runtime.launch_enter_hook.add(lambda metadata: hooked.append(metadata.get()["name"]))

@@ -14,7 +14,7 @@ import torch
 
 from tkernels import configs
 from tkernels.comm import TkernelsError
-from tkernels.comm.plans import local_plans
+from tkernels.comm.calls import local_calls
 from tkernels.configs import (
     COUNT,
     GemmConfig,
@@ -395,19 +395,19 @@ def test_a_field_that_makes_no_sense_is_refused(kind, field, value, allowed):
 def test_the_local_product_has_buckets_too():
     tuned = GemmConfig(64, 32, 32, num_stages=2)
     ctx = context(record(tuned, "matmul"))
-    local_plans.clear()
+    local_calls.clear()
     try:
         with mock.patch.object(configs, "current_context", lambda: ctx):
             assert gemm_config(200, 60, 100, BF16, "TN") == tuned
             assert gemm_config(200, 60, 300, BF16, "TN") == default_config(200, 60, BF16)
             assert gemm_config(200, 60, 100, BF16, "NN") == default_config(200, 60, BF16)
     finally:
-        local_plans.clear()
+        local_calls.clear()
 
 
 def test_records_are_looked_up_once_until_choices_are_forgotten(monkeypatch):
     ctx, saved, forgotten = context(), [], []
-    ctx.forget_plans = lambda: forgotten.append(ctx)
+    ctx.forget_calls = lambda: forgotten.append(ctx)
     monkeypatch.setattr(configs.tuned, "known", lambda *_: list(saved))
     product, fused = (BF16, "TN"), (ctx, AG, 256, 64, 128, BF16, "TN")
     try:
@@ -416,10 +416,10 @@ def test_records_are_looked_up_once_until_choices_are_forgotten(monkeypatch):
             by_rule = gemm_config(200, 60, 100, *product)
             saved.append(record(asdict(TUNED.gemm), "matmul"))
             assert gemm_config(200, 60, 100, *product) == gemm_config(200, 60, 101, *product) == by_rule != TUNED.gemm
-            local_plans.find("a key", lambda: "a plan")
+            local_calls.find(("a key",), lambda: "a plan")
             forget_choices(ctx)
             assert gemm_config(200, 60, 100, *product) == TUNED.gemm
-        assert local_plans.find("a key", lambda: "another plan") == "another plan"
+        assert local_calls.find(("a key",), lambda: "another plan") == "another plan"
         assert forgotten == [ctx] * 2
         by_rule = overlap_config(*fused)
         ctx.tuned.append(record(TUNED))

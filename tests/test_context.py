@@ -15,6 +15,8 @@ import textwrap
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -48,7 +50,6 @@ from tkernels.comm import (
 )
 from tkernels.comm import group as meetings
 from tkernels.comm.collectives import all_reduce
-from tkernels.comm.plans import alike
 from tkernels.testing.compare import integers
 
 
@@ -553,11 +554,8 @@ def test_gather_after_torch_distributed_was_shut_down_is_refused(ctx, monkeypatc
 def test_one_rank_needs_no_torch_distributed_and_computes_plain_products():
     script = """
         import torch, tkernels
-        from tkernels.all_gather_matmul import all_gather_matmul
         from tkernels.comm import collectives
         from tkernels.gemm import matmul_reference
-        from tkernels.matmul_all_reduce import matmul_all_reduce
-        from tkernels.matmul_reduce_scatter import matmul_reduce_scatter
         with tkernels.init(heap_bytes=1 << 20) as ctx:
             assert (ctx.rank, ctx.size) == (0, 1) and not torch.distributed.is_initialized()
             generator = torch.Generator().manual_seed(0)
@@ -574,10 +572,8 @@ def test_one_rank_needs_no_torch_distributed_and_computes_plain_products():
             x, w, bias = (16 * x).bfloat16(), w.bfloat16(), bias.bfloat16()
             want = matmul_reference(x, w, bias).float()
             assert not want.equal(want.bfloat16().float())
-            y, _ = all_gather_matmul(ctx, x, w, bias, out_dtype=torch.float32)
-            assert y.dtype == torch.float32 and y.equal(want)
-            for product in (matmul_reduce_scatter, matmul_all_reduce):
-                y = product(ctx, x, w, bias, out_dtype=torch.float32)
+            for product in (tkernels.all_gather_matmul, tkernels.matmul_reduce_scatter, tkernels.matmul_all_reduce):
+                y = product(x, w, bias, out_dtype=torch.float32)
                 assert y.dtype == torch.float32 and y.equal(want), product
             for collective in (collectives.reduce_scatter, collectives.all_reduce):
                 y = collective(ctx, x, out_dtype=torch.float32)
@@ -857,9 +853,15 @@ def test_gpus_that_auto_leaves_out_are_told_of_once_with_the_reason(asked, sees_
 # Threads
 
 
-@alike(lambda ctx, hold: ("held", {}))
-def plan_held(ctx, hold):
-    return hold
+class Held(NamedTuple):
+    """A call that is what its field is."""
+
+    hold: Callable
+
+    operation = "held"
+
+    def prepare(self, ctx):
+        return self.hold
 
 
 def in_a_thread(name, function):
@@ -878,7 +880,7 @@ def test_all_reduce_in_two_threads_at_once_is_refused_by_name_on_every_rank(ctx)
     ctx.group.barrier()
     if ctx.rank == 0:
         inside, release = threading.Event(), threading.Event()
-        holder = in_a_thread("holder", lambda: context.call(plan_held, (), lambda: inside.set() or release.wait()))
+        holder = in_a_thread("holder", lambda: context.call(Held(lambda: inside.set() or release.wait())))
         assert inside.wait(60)
         message = r"'MainThread' in all_reduce \(.*test_context.py:\d+\): thread 'holder_0' in call \(.*new_group"
         with pytest.raises(TkernelsError, match=message):

@@ -34,7 +34,7 @@ from transports import (
 )
 
 import tkernels
-from tkernels.all_gather_matmul import all_gather_matmul
+from tkernels.all_gather_matmul import AllGatherMatmul
 from tkernels.comm import MismatchError, TkernelsError
 from tkernels.layers import cublasmp, userbuffers
 from tkernels.layers.cublasmp import (
@@ -53,8 +53,6 @@ from tkernels.layers.cublasmp import (
     multiplication,
 )
 from tkernels.layers.cublasmp.problem import infer, redistributed
-from tkernels.matmul_all_reduce import matmul_all_reduce
-from tkernels.matmul_reduce_scatter import matmul_reduce_scatter
 from tkernels.testing.compare import assert_close_to
 
 E = MatmulEpilog
@@ -679,7 +677,7 @@ def test_a_plan_is_made_once_and_for_each_field_that_changes_what_is_done(ctx, m
     """R29: calls that differ in one field never share a plan, calls that differ in none do."""
     made = []
     cublasmp.multiplication._plans.pop(ctx, None)  # those of other tests
-    ctx.forget_plans()
+    ctx.forget_calls()
     make = cublasmp.multiplication.make_plan
     monkeypatch.setattr(cublasmp.multiplication, "make_plan", lambda *rest: made.append(rest[1]) or make(*rest))
     case = Case(*EVEN, "TN", E.BIAS, torch.bfloat16)
@@ -740,10 +738,11 @@ def test_a_plan_is_made_once_and_for_each_field_that_changes_what_is_done(ctx, m
 def test_the_adapter_adds_no_copy_no_allocation_and_no_second_look(ctx, monkeypatch):
     """A call whose epilog a kernel has, and execute(), against the plain operator: what torch is asked for besides."""
     wire = dict(wire_dtype=torch.float32, out_dtype=torch.float32, path="fused")
+    gathers = AllGatherMatmul(None, False, (12, 12), path="fused")
     plain = {
-        "AG+GEMM": lambda x, w, bias: all_gather_matmul(ctx, x, w, bias, rows=(12, 12), path="fused"),
-        "GEMM+RS": lambda x, w, bias: matmul_reduce_scatter(ctx, x, w, bias, rows=(12, 12), **wire),
-        "GEMM+AR": lambda x, w, bias: matmul_all_reduce(ctx, x, w, bias, **wire),
+        "AG+GEMM": lambda x, w, bias: ctx.call(gathers, x, w, bias, None, None),
+        "GEMM+RS": lambda x, w, bias: tkernels.matmul_reduce_scatter(x, w, bias, rows=(12, 12), **wire, ctx=ctx),
+        "GEMM+AR": lambda x, w, bias: tkernels.matmul_all_reduce(x, w, bias, **wire, ctx=ctx),
     }
     for pattern, order in itertools.product(PATTERNS, "FC"):
         case = Case(*EVEN, "TN", E.BIAS | (E.ALLREDUCE if pattern == "GEMM+AR" else 0))

@@ -11,12 +11,13 @@ import triton
 import triton.language as tl
 from transports import simulated_only
 
+import tkernels
 from tkernels import overlap
-from tkernels.all_gather_matmul import all_gather_matmul, row_of_tiles
+from tkernels.all_gather_matmul import row_of_tiles
 from tkernels.comm import interpreter, runtime
 from tkernels.comm.device import SIMULATED, Link, Mail, Net
 from tkernels.configs import GemmConfig, OverlapConfig, default_overlap
-from tkernels.matmul_reduce_scatter import SEND_FIELDS, matmul_reduce_scatter, send_schedule
+from tkernels.matmul_reduce_scatter import SEND_FIELDS, send_schedule
 from tkernels.overlap import (
     DEALT_SHORT,
     MAX_LOOK,
@@ -233,8 +234,8 @@ def test_an_operation_waits_for_every_chunk_that_its_tiles_reach_into(ctx):
 
     x = torch.ones(100, 16)
     with mock.patch.object(overlap, "wait_chunk", wait):
-        for call, rows in ((all_gather_matmul, 50), (matmul_reduce_scatter, 100)):
-            call(ctx, x[:rows], x[:8], config=config)
+        for call, rows in ((tkernels.all_gather_matmul, 50), (tkernels.matmul_reduce_scatter, 100)):
+            call(x[:rows], x[:8], config=config, ctx=ctx)
             assert waits == {(1 - ctx.rank, chunk) for chunk in range(7)}, call
             waits.clear()
 

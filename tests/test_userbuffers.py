@@ -24,7 +24,7 @@ from transports import late, nccl
 
 import tkernels
 from tkernels.comm import TkernelsError, current_context
-from tkernels.comm.context import open_contexts
+from tkernels.comm.contexts import open_contexts
 from tkernels.comm.group import Group
 from tkernels.comm.heap import SymmetricHeap
 from tkernels.comm.workspace import Workspace

@@ -13,6 +13,7 @@ the landing, which the copy engine writes into (tkernels.comm.copies).
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,8 +23,8 @@ from tkernels.comm.collectives import check_rows
 from tkernels.comm.context import Context
 from tkernels.comm.copies import Copies, Send, await_copies, begin_landing, end_launch
 from tkernels.comm.device import Mail, Net, begin_call, copy, count, operation, publish, put_signal, wait_signal
+from tkernels.comm.launch import PreparedLaunch
 from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark
-from tkernels.comm.plans import Launch, alike
 from tkernels.configs import OverlapConfig, overlap_config, travel_of, with_room_for
 from tkernels.gemm import (
     Matrix,
@@ -37,7 +38,6 @@ from tkernels.gemm import (
     layout_of,
     matmul,
     multiply_step,
-    precision,
     slices_of,
     tile_of,
 )
@@ -227,51 +227,32 @@ def all_gather_matmul_kernel(
 # fmt: on
 
 
-def all_gather_matmul(
-    ctx: Context,
-    x_shard_m: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    return_gathered: bool | str | torch.Tensor = False,
-    *,
-    rows: tuple[int, ...] | None = None,
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    config: OverlapConfig | None = None,
-    path: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Collective. x_shard_m [M/R, K], w [N/R, K], bias [N/R] -> y [M, N/R] and, if requested, x gathered [M, K].
+class AllGatherMatmul(NamedTuple):
+    """A call of `all_gather_matmul`, of x_shard_m [M/R, K], w [N/R, K], bias [N/R], y and the gathered x [M, K].
 
-    x_shard_m is read in place; a copy is made only if its rows are not contiguous. N/R may differ from rank to rank
-    and be 0.
-
-    return_gathered: True returns the gathered rows, a tensor [M, K] receives them; x_shard_m may be this rank's rows of
-        that tensor. "borrowed": they may be left in the workspace, which the next call on this stream overwrites.
-    rows: every rank's row count; needed where they differ.
-    out: a tensor for y.
-    out_dtype: of y, the operands' dtype or float32.
-    config: the tiles and the way of sending. None: the tuned configuration, else the default rule.
-    path: see tkernels.paths; the same on all ranks.
-    Raises ValueError or TypeError before the first signal.
+    Each of the last three may be None. Returns y, and x gathered if requested. For the options see
+    `tkernels.all_gather_matmul`; precision: as the function of this name in tkernels.gemm.
     """
-    gathered = return_gathered if isinstance(return_gathered, torch.Tensor) else None
-    check_apart("all_gather_matmul", out, x_shard_m=x_shard_m, w=w, bias=bias, return_gathered=gathered)
-    check_apart("all_gather_matmul", gathered, "return_gathered", w=w, bias=bias)
-    rows = None if rows is None else tuple(rows)
-    tensors = x_shard_m, w, bias, out, gathered
-    wanted = gathered is not None or return_gathered
-    options = activation, wanted, rows, out_dtype, config, path, precision(x_shard_m.dtype)
-    return ctx.call(plan, tensors, *options)
+
+    activation: str | None = None
+    return_gathered: bool | str = False
+    rows: tuple[int, ...] | None = None
+    out_dtype: torch.dtype | None = None
+    config: OverlapConfig | None = None
+    path: str | None = None
+    precision: str = "ieee"
+
+    operation = "all_gather_matmul"
+
+    def shared(self, ctx: Context, x, w, bias, out, gathered) -> dict:
+        travel = self.config and travel_of(self.config)
+        same = {"dtype": x.dtype, "K": x.shape[1], "path": self.path, "chunk_rows and landing": travel}
+        return same | {"rows": tuple(map(int, self.rows or (x.shape[0],) * ctx.size))}
+
+    def prepare(self, ctx: Context, *tensors):
+        return plan(ctx, *tensors, *self)
 
 
-def _alike(ctx, x, w, bias, out, gathered, activation, return_gathered, rows, out_dtype, config, path, precision):
-    travel = config and travel_of(config)
-    same = {"dtype": x.dtype, "K": x.shape[1], "path": path, "chunk_rows and landing": travel}
-    return "all_gather_matmul", same | {"rows": tuple(map(int, rows or (x.shape[0],) * ctx.size))}
-
-
-@alike(_alike)
 def plan(
     ctx: Context, x_shard_m, w, bias, out, gathered,
     activation, return_gathered, rows, out_dtype, config, path, precision,
@@ -446,13 +427,13 @@ def collect_kernel(
     copy(gathered + first, inbox + first, end - first, BLOCK, ALIGN)
 
 
-def _collect(state, inbox, parity_rows: int, x, gathered: torch.Tensor | None, first_row: int, M: int) -> Launch:
+def _collect(state, inbox, parity_rows: int, x, gathered, first_row: int, M: int) -> PreparedLaunch:
     """The launch (x, gathered) that copies the gathered rows of calls like this one. inbox: [parity_rows + M, K]."""
     K, itemsize = x.shape[1], x.element_size()
     aligned = K * itemsize % 16 == 0 and x.data_ptr() % 16 == 0 and (gathered is None or gathered.data_ptr() % 16 == 0)
     block = COLLECT_BYTES // itemsize // (1 if aligned else 8)
     gathered = check_result("all_gather_matmul: return_gathered", gathered, x, (M, K), x.dtype)
-    return Launch(
+    return PreparedLaunch(
         collect_kernel, triton.cdiv(M * K, block),
         (x, gathered, inbox, parity_rows * K, state, first_row * K, (first_row + x.shape[0]) * K, M * K),
         ("x", "gathered"), BLOCK=block, ALIGN=16 if aligned else itemsize, num_warps=8,

@@ -21,9 +21,10 @@ import torch
 import triton.language as tl
 
 from tkernels.comm import runtime, tuned
-from tkernels.comm.context import Context, current_context
+from tkernels.comm.calls import local_calls
+from tkernels.comm.context import Context
+from tkernels.comm.contexts import current_context
 from tkernels.comm.errors import TkernelsError
-from tkernels.comm.plans import local_plans
 from tkernels.comm.regions import round_up
 
 OPERATIONS = ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -389,7 +390,7 @@ def gemm_config(
     stored: the dtype of the result, if it differs; larger elements take the shared memory of a stage.
     """
     key = (gemm_config, M, N, K, dtype, layout, stored)
-    return local_plans.find(key, lambda: _gemm_config(*key[1:]))  # beside the plans that are made from it
+    return local_calls.find(key, lambda: _gemm_config(*key[1:]))  # beside the plans that are made from it
 
 
 def _gemm_config(M: int, N: int, K: int, dtype: torch.dtype, layout: str, stored: torch.dtype | None) -> GemmConfig:
@@ -433,8 +434,8 @@ def sends_by_stores(ctx: Context) -> bool:
 def forget_choices(ctx: Context):
     """Drop all cached choices and the plans made from them, since the context's records have changed."""
     ctx.choices.clear()
-    ctx.forget_plans()
-    local_plans.clear()
+    ctx.forget_calls()
+    local_calls.clear()
     _table_without_context.cache_clear()
 
 

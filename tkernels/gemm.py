@@ -17,8 +17,9 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tkernels.comm import runtime
-from tkernels.comm.arguments import check_tensors
-from tkernels.comm.plans import Launch, check_out, check_resolved, describe, local_plans
+from tkernels.comm.arguments import check_out, check_resolved, check_tensors
+from tkernels.comm.calls import describe, local_calls
+from tkernels.comm.launch import PreparedLaunch
 from tkernels.configs import DTYPES, GemmConfig, gemm_config
 
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
@@ -255,11 +256,6 @@ def layout_of(x: torch.Tensor, w: torch.Tensor) -> str:
     return letters
 
 
-@functools.cache
-def triton_dtype(dtype: torch.dtype) -> tl.dtype:
-    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
-
-
 def precision(dtype: torch.dtype) -> str:
     """How fp32 operands are multiplied: in IEEE fp32, or in TF32 where torch's switches allow it for torch.matmul."""
     # allow_tf32, the older name, mirrors this switch, but raises where any switch was set by its newer name.
@@ -360,7 +356,7 @@ def matmul(
     check_apart("matmul", out, x=x, w=w, bias=bias)
     tensors = x, w, bias, out
     options = activation, out_dtype, config, precision(x.dtype)
-    return local_plans.find((*map(describe, tensors), *options), lambda: plan(*tensors, *options))(*tensors)
+    return local_calls.find((*map(describe, tensors), *options), lambda: plan(*tensors, *options))(*tensors)
 
 
 def plan(x, w, bias, out, activation, out_dtype, config, precision):
@@ -380,7 +376,7 @@ def plan(x, w, bias, out, activation, out_dtype, config, precision):
     y_operand = Operand.of(y, config.block_m, config.block_n // config.split, config.use_tma and y.stride(1) == 1)
     tiles = triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
     programs = min(tiles, runtime.default_programs(), config.max_programs or tiles)
-    launch = Launch(
+    launch = PreparedLaunch(
         matmul_kernel, programs, varying=("x", "w", "bias", "y"),
         **x_operand.named("x"), **w_operand.named("w"), bias=x if bias is None else bias,
         y=y_operand.argument, y_row_stride=y.stride(0), M=M, N=N, K=K,

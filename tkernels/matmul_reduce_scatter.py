@@ -48,21 +48,18 @@ from tkernels.comm.device import (
     wait_signal,
 )
 from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark
-from tkernels.comm.plans import alike
 from tkernels.configs import OverlapConfig, overlap_config, travel_of, with_room_for
 from tkernels.gemm import (
     Matrix,
     Operand,
     Tile,
     activation_reference,
-    check_apart,
     check_dtype,
     check_operands,
     check_result,
     layout_of,
     matmul,
     multiply_step,
-    precision,
     slices_of,
     tile_of,
     zeros_along_k,
@@ -425,47 +422,34 @@ def matmul_reduce_kernel(
 # fmt: on
 
 
-def matmul_reduce_scatter(
-    ctx: Context,
-    x_shard_k: torch.Tensor,
-    w_shard_k: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    *,
-    rows: tuple[int, ...] | None = None,
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    wire_dtype: torch.dtype | None = None,
-    config: OverlapConfig | None = None,
-    path: str | None = None,
-) -> torch.Tensor:
-    """Collective. x_shard_k [M, K/R], w_shard_k [N, K/R], bias [N] -> y_shard_m [M/R, N].
+class MatmulReduceScatter(NamedTuple):
+    """A call of `matmul_reduce_scatter`, of x_shard_k [M, K/R], w_shard_k [N, K/R], bias [N] and y [M/R, N].
 
-    Bias is added once, after the sum over ranks, and the activation after it. K/R may differ by rank and be 0.
-
-    rows: how many rows each rank owns; needed where M does not divide by R.
-    out: a tensor for y.
-    out_dtype, wire_dtype: of y, and of the partial sums that are sent; each is the operands' dtype or float32.
-    config: the tiles and the way of sending. None: the tuned configuration, else the default rule.
-    path: see tkernels.paths; the same on all ranks.
-    Raises ValueError or TypeError before the first signal.
+    Each of the last two may be None. Returns y. For the options see `tkernels.matmul_reduce_scatter`; precision: as the
+    function of this name in tkernels.gemm.
     """
-    check_apart("matmul_reduce_scatter", out, x_shard_k=x_shard_k, w_shard_k=w_shard_k, bias=bias)
-    rows = None if rows is None else tuple(rows)
-    tensors = x_shard_k, w_shard_k, bias, out
-    options = OP.value, activation, rows, out_dtype, wire_dtype, config, path, False, precision(x_shard_k.dtype)
-    return ctx.call(plan, tensors, *options)
+
+    activation: str | None = None
+    rows: tuple[int, ...] | None = None
+    out_dtype: torch.dtype | None = None
+    wire_dtype: torch.dtype | None = None
+    config: OverlapConfig | None = None
+    path: str | None = None
+    precision: str = "ieee"
+
+    operation, number, gather = "matmul_reduce_scatter", OP.value, False  # gather: finished rows go to all ranks
+
+    def shared(self, ctx: Context, x, w, bias, out) -> dict:
+        same = {"dtype": x.dtype, "M": x.shape[0], "N": w.shape[0], "bias": bias is not None}
+        same |= {"activation": self.activation, "out_dtype": self.out_dtype or x.dtype}
+        same |= {"wire_dtype": self.wire_dtype or x.dtype, "path": self.path}
+        same |= {"chunk_rows and landing": self.config and travel_of(self.config)}
+        return same | {"rows": tuple(map(int, self.rows or split_rows(x.shape[0], ctx.size)))}
+
+    def prepare(self, ctx: Context, *tensors):
+        return plan(ctx, *tensors, self.number, *self[:-1], self.gather, self.precision)
 
 
-def _alike(ctx, x, w, bias, out, op, activation, rows, out_dtype, wire_dtype, config, path, gather, precision):
-    same = {"dtype": x.dtype, "M": x.shape[0], "N": w.shape[0], "bias": bias is not None, "activation": activation}
-    same |= {"out_dtype": out_dtype or x.dtype, "wire_dtype": wire_dtype or x.dtype}
-    travel = config and travel_of(config)
-    same |= {"path": path, "chunk_rows and landing": travel}
-    return operation_name(op), same | {"rows": tuple(map(int, rows or split_rows(x.shape[0], ctx.size)))}
-
-
-@alike(_alike)
 def plan(
     ctx: Context, x, w, bias, out,
     op: int, activation, rows, out_dtype, wire_dtype, config, path, gather, precision,

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from tkernels.comm import Context, as_context
+from tkernels.comm.calls import describe
 from tkernels.comm.errors import TkernelsError
-from tkernels.comm.plans import describe
 from tkernels.gemm import precision
 from tkernels.layers.cublasmp.distributions import Distribution
 from tkernels.layers.cublasmp.operands import Home, bring, take_back
@@ -468,7 +468,7 @@ def matmul(
             distributions = tuple(distributions)
             if totals is not None or ctx.size == 1:
                 key = _key(*operands.values(), distributions, qualifiers, epilog, inputs, options, preferences, totals)
-                call = ctx.workspace().known_plan(key)
+                call = ctx.workspace().prepared(key)
             scalars = _scalars(c, alpha, beta, quantization_scales)
         except Exception:
             key = call = None  # _prepare reports the error
@@ -508,10 +508,10 @@ def _prepare(ctx, key, totals, operands, *asked, error) -> tuple[_Call, tuple[fl
             if len(plans) >= MAX_PLANS:
                 # Evict its calls, too: whether a rank has to plan must not depend on its tensors' alignment.
                 oldest = plans.pop(next(iter(plans)))
-                ctx.forget_plans(lambda kept: isinstance(kept, _Call) and kept.plan is oldest)
+                ctx.forget_calls(lambda kept: isinstance(kept, _Call) and kept.plan is oldest)
             plans[problem, totals] = plan
     a, b = request.operands["a"], request.operands["b"]
     with torch.no_grad():
         single = plan.prepare(ctx, *plan.views(a, b), bias_of(request.inputs)) if plan.single else None
     call = _Call(plan, single)
-    return call if key is None else ctx.workspace().plan(key, lambda: call), scalars
+    return call if key is None else ctx.workspace().prepared(key, lambda: call), scalars

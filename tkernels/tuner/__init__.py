@@ -20,7 +20,8 @@ import torch
 
 from tkernels.comm import runtime, tuned
 from tkernels.comm.arguments import check_torch_dtype, check_type, whole
-from tkernels.comm.context import Context, as_context, open_contexts
+from tkernels.comm.context import Context, as_context
+from tkernels.comm.contexts import open_contexts
 from tkernels.comm.errors import TkernelsError
 from tkernels.configs import (
     KEY,

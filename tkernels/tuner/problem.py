@@ -5,14 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
-from tkernels.all_gather_matmul import all_gather_matmul
 from tkernels.comm import tuned
 from tkernels.comm.collectives import split_rows
 from tkernels.comm.context import Context
 from tkernels.configs import LAYOUTS, OPERATIONS, bucket, name_of
 from tkernels.gemm import layout_of, matmul
-from tkernels.matmul_all_reduce import matmul_all_reduce
-from tkernels.matmul_reduce_scatter import matmul_reduce_scatter
+from tkernels.operators import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 
 
 @dataclass(frozen=True)
@@ -104,10 +102,10 @@ class Operands:
         if self.problem.operation == "matmul":
             return matmul(x, w, config=config)
         if self.problem.operation == "all_gather_matmul":
-            return all_gather_matmul(ctx, x, w, rows=self.rows, config=config, path="fused")[0]
+            return all_gather_matmul(x, w, rows=self.rows, config=config, path="fused", ctx=ctx)
         if self.problem.operation == "matmul_reduce_scatter":
-            return matmul_reduce_scatter(ctx, x, w, rows=self.rows, config=config, path="fused")
-        return matmul_all_reduce(ctx, x, w, config=config, path="fused")
+            return matmul_reduce_scatter(x, w, rows=self.rows, config=config, path="fused", ctx=ctx)
+        return matmul_all_reduce(x, w, config=config, path="fused", ctx=ctx)
 
     def library(self) -> torch.Tensor:
         """This rank's local GEMM alone, by torch (cuBLAS on GPUs)."""
