@@ -508,7 +508,10 @@ def test_invariant_9_a_capture_that_fails_leaves_the_slots_usable(sim):
     sim.check()
 
 
-def test_captured_lets_stale_nodes_of_autograd_follow_it_and_no_longer(sim, monkeypatch):
+@pytest.mark.skipif(
+    not hasattr(torch.autograd.graph, "set_override_stale_capture_stream"), reason="this torch has no such override"
+)
+def test_captured_lets_stale_nodes_of_autograd_follow_it_and_no_longer(sim):
     follows = torch._C._override_stale_capture_stream
     with sim, captured(Graph(sim), dev=sim):
         assert follows()
@@ -523,7 +526,11 @@ def test_captured_lets_stale_nodes_of_autograd_follow_it_and_no_longer(sim, monk
         assert follows()
     finally:
         torch.autograd.graph.set_override_stale_capture_stream(False)
-    monkeypatch.delattr(torch.autograd.graph, "set_override_stale_capture_stream")
+
+
+def test_captured_says_once_what_breaks_a_capture_where_torch_has_no_override(sim, monkeypatch):
+    follows = getattr(torch._C, "_override_stale_capture_stream", lambda: False)
+    monkeypatch.delattr(torch.autograd.graph, "set_override_stale_capture_stream", raising=False)
     monkeypatch.setattr(graphs, "_stale_stream_override", functools.cache(graphs._stale_stream_override.__wrapped__))
     with sim, pytest.warns(UserWarning, match="has no set_override_stale_capture_stream: .*del loss") as warned:
         for _ in range(2):
