@@ -92,7 +92,7 @@ def replicated(x: torch.Tensor, context: str) -> torch.Tensor:
 
 
 def _all_gather_matmul_direct(x_shard_m, w, bias, activation, return_gathered, rows, context, path=None):
-    options = activation, return_gathered, tuple(rows), None, None, path, precision(x_shard_m.dtype)
+    options = activation, tuple(rows), None, None, path, precision(x_shard_m.dtype), return_gathered
     return find_context(context).call(AllGatherMatmul(*options), x_shard_m, w, bias, None, None)
 
 
@@ -147,7 +147,7 @@ _ops.all_gather_matmul = define(
 
 
 def _matmul_reduce_scatter_impl(x_shard_k, w_shard_k, bias, activation, rows, context, path=None):
-    options = activation, tuple(rows), None, None, None, path, precision(x_shard_k.dtype)
+    options = activation, tuple(rows), None, None, path, precision(x_shard_k.dtype)
     return find_context(context).call(MatmulReduceScatter(*options), x_shard_k, w_shard_k, bias, None)
 
 
@@ -214,7 +214,7 @@ _ops.matmul_reduce_scatter_backward = define(
 
 
 def _matmul_all_reduce_impl(x_shard_k, w_shard_k, bias, activation, context, path=None):
-    options = activation, None, None, None, None, path, precision(x_shard_k.dtype)
+    options = activation, None, None, None, path, precision(x_shard_k.dtype)
     return find_context(context).call(MatmulAllReduce(*options), x_shard_k, w_shard_k, bias, None)
 
 
@@ -423,7 +423,7 @@ def all_gather_matmul(
     check_apart("all_gather_matmul", out, return_gathered=into)
     check_apart("all_gather_matmul", into, "return_gathered", w_shard_n=w_shard_n, bias=bias)
     wanted = into is not None or return_gathered
-    call = AllGatherMatmul(activation, wanted, rows, out_dtype, config, path, precision(x_shard_m.dtype))
+    call = AllGatherMatmul(activation, rows, out_dtype, config, path, precision(x_shard_m.dtype), wanted)
     y, gathered = ctx.call(call, *operands.values(), out, into)
     return (y, gathered) if wanted else y
 
@@ -460,7 +460,8 @@ def matmul_reduce_scatter(
         return activation_reference(y, separate)
     operands = {"x_shard_k": x_shard_k, "w_shard_k": w_shard_k, "bias": bias}
     _check_options("matmul_reduce_scatter", operands, out)
-    call = MatmulReduceScatter(activation, rows, out_dtype, wire_dtype, config, path, precision(x_shard_k.dtype))
+    options = activation, rows, out_dtype, config, path, precision(x_shard_k.dtype)
+    call = MatmulReduceScatter(*options, wire_dtype=wire_dtype)
     return ctx.call(call, x_shard_k, w_shard_k, bias, out)
 
 
@@ -487,7 +488,8 @@ def matmul_all_reduce(
         y = _ops.matmul_all_reduce(x_shard_k, w_shard_k, bias, fused, ctx.name, path)
         return activation_reference(y, separate)
     _check_options("matmul_all_reduce", {"x_shard_k": x_shard_k, "w_shard_k": w_shard_k, "bias": bias}, None)
-    call = MatmulAllReduce(activation, None, out_dtype, wire_dtype, config, path, precision(x_shard_k.dtype))
+    options = activation, None, out_dtype, config, path, precision(x_shard_k.dtype)
+    call = MatmulAllReduce(*options, wire_dtype=wire_dtype)
     return ctx.call(call, x_shard_k, w_shard_k, bias, None)
 
 
