@@ -14,7 +14,7 @@ import triton.language as tl
 
 from tkernels.comm import capture, contexts, interpreter, runtime, tuned
 from tkernels.comm.arguments import check_type, switch
-from tkernels.comm.calls import CALL_BITS, Call, Shared, Turn, describe, difference, local_calls
+from tkernels.comm.calls import CALL_BITS, Call, Shared, Turn, describe, difference, differences, local_calls
 from tkernels.comm.device import (
     BEGUN,
     CLOCK,
@@ -124,7 +124,7 @@ class Context:
     def __init__(self, group, heap_bytes, transport, timeout_s, num_programs, default=True, compare_calls=None):
         self.group = Group(group)
         self.rank, self.size = self.group.rank, self.group.size
-        interpreter.set_rank(self.group.global_ranks[self.rank])  # random delays differ from rank to rank
+        interpreter.set_default(rank=self.group.global_ranks[self.rank])  # random delays differ from rank to rank
         self.device = runtime.device()
         self.runtime = runtime.RUNTIME
         try:
@@ -208,10 +208,8 @@ class Context:
         if wrong := [options for options in asked if isinstance(options, Exception)]:
             raise wrong[0]
         options = asked[0]
-        differing = {name: [theirs[name] for theirs in asked] for name in options if len({o[name] for o in asked}) > 1}
-        if differing:
-            by_rank = "; ".join(f"{name} by rank: {', '.join(map(str, values))}" for name, values in differing.items())
-            raise MismatchError(f"init: the ranks' options differ, in {by_rank}; all must pass the same")
+        if found := differences(asked):
+            raise MismatchError(f"init: the ranks' options differ, in {found}; all must pass the same")
         for name in ("timeout_s", "num_programs", "heap_bytes"):
             if not options[name] > 0:
                 raise ValueError(f"init: {name}={options[name]} must be positive")

@@ -55,7 +55,6 @@ from tkernels.comm import interpreter
 from tkernels.comm.device import CALL_BITS, arrived, begun_words, count, end_call, wait_begun, wait_signal
 from tkernels.comm.driver import driver
 from tkernels.comm.errors import TkernelsError
-from tkernels.comm.fence import Crossing
 from tkernels.comm.marks import COLLECT, mark
 
 WAIT_VALUE_64, WRITE_VALUE_64 = 4, 5  # CUstreamBatchMemOpType
@@ -150,7 +149,6 @@ class Copies:
 
     def __init__(self, context, workspace, sends: list[Send]):
         self._context, self._workspace, self._on_gpu = context, workspace, context.device.type == "cuda"
-        self._order = Crossing(torch.cuda) if self._on_gpu else None
         self._gates = workspace.gates  # a graph keeps using these after the workspace has replaced its own
         offset, bases = context.heap.offset, context.heap.segment.bases
         landing, landed, counters = offset(workspace.landing), offset(workspace.landed), workspace.counters.data_ptr()
@@ -181,11 +179,11 @@ class Copies:
             return
         here, side = self._workspace.streams()
         if captured:  # a graph includes only the work that events connect to it
-            self._order(here, side)
+            side.wait_stream(here)
         launch(gate)  # before the stream operations that wait for it, see the module's docstring
         self._carry_out(*_of_stream(side.cuda_stream), begin, addresses)
         if captured:
-            self._order(side, here)
+            here.wait_stream(side)
 
     def _carry_out(self, on_words, copy, begin: ctypes.Array, addresses: list[int]):
         on_words(begin)

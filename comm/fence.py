@@ -101,19 +101,3 @@ _ACROSS = {
 def capturing(dev) -> bool:
     """Whether the current stream of `dev` is being captured into a CUDA graph."""
     return dev is not torch.cpu and getattr(dev, "is_current_stream_capturing", bool)()
-
-
-class Crossing:
-    """Orders later work of one stream after earlier work of another; inside a capture both become part of the graph.
-
-    One event serves all calls: a wait refers to the last record before it.
-    """
-
-    __slots__ = ("_event",)
-
-    def __init__(self, dev):
-        self._event = dev.Event()
-
-    def __call__(self, first, then):
-        self._event.record(first)
-        then.wait_event(self._event)

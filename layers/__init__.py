@@ -21,7 +21,8 @@ else:
     )
     from tkernels.layers.grad_bucket import GradBucket
     from tkernels.layers.grad_hooks import GradReadyHooks, grad_ready_hooks
-    from tkernels.layers.lease import Keepalive, Lease, Slot, WorkCompletion, captured
+    from tkernels.layers.graphs import captured
+    from tkernels.layers.lease import Keepalive, Lease, Slot, WorkCompletion
     from tkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
     from tkernels.layers.mlp import ParallelMLP
     from tkernels.layers.norms import clip_grad_norm_

@@ -111,40 +111,47 @@ class FullyShard(nn.Module):
         comm_stream: stream for communication, instead of a new one. Needs overlap.
         dev: module with the streams, instead of the device's (torch.cuda).
 
-        Raises ValueError or TypeError for a module that can't be sharded, MismatchError if it differs between ranks.
+        Raises ValueError or TypeError for a module that can't be sharded, MismatchError if it differs between ranks; on
+        every rank, whichever it concerns.
         Warns of a class of modules that holds most parameters and is no unit. Logs the pools' slots at INFO.
         """
         super().__init__()
         self.ctx = ctx = as_context(ctx)
-        check_type("FullyShard: module", module, nn.Module, "an nn.Module")
-        if pool not in POOLS:
-            raise ValueError(f"FullyShard: pool={pool!r} is unknown; use {' or '.join(POOLS)}")
-        if comm_stream is not None and not overlap:
-            raise ValueError(
-                "FullyShard: overlap=False communicates on the stream that computes, not on comm_stream; leave one out"
+        with ctx.group.checking():
+            check_type("FullyShard: module", module, nn.Module, "an nn.Module")
+            if pool not in POOLS:
+                raise ValueError(f"FullyShard: pool={pool!r} is unknown; use {' or '.join(POOLS)}")
+            if comm_stream is not None and not overlap:
+                raise ValueError(
+                    "FullyShard: overlap=False communicates on the stream that computes, not on comm_stream; leave one "
+                    "out"
+                )
+            self._keys = [
+                key for key, value in module.state_dict(keep_vars=True).items() if isinstance(value, nn.Parameter)
+            ]
+            parts = _partition(module, units, ctx, grad_dtype)
+            self._units = [_Unit(self, name, *own_parts) for name, own_parts in parts.items()]
+            self._root = self._units.pop(0)
+            self._flats = {flat.id: flat for unit in (self._root, *self._units) for flat in unit.flats}
+            plan_of, allocator_of = POOLS[pool]
+
+            def plan(buckets, copies):
+                sizes = {unit.name: buckets(unit) for unit in self._units}
+                return plan_of.build(sizes, others=buckets(self._root), copies=copies, pad_multiple=ALIGN * ctx.size)
+
+            parameter_plan = plan(lambda unit: [Bucket(f.id, f.dtype, f.numel) for f in unit.flats], copies)
+            gradient_plan = plan(
+                lambda unit: [Bucket(f.id, f.grad_dtype, f.numel) for f in unit.trained], GRADIENT_COPIES
             )
-        self._keys = [
-            key for key, value in module.state_dict(keep_vars=True).items() if isinstance(value, nn.Parameter)
-        ]
-        self._units = [_Unit(self, name, *parts) for name, parts in _partition(module, units, ctx, grad_dtype).items()]
-        self._root = self._units.pop(0)
-        self._flats = {flat.id: flat for unit in (self._root, *self._units) for flat in unit.flats}
         _check_equal(ctx, self._flats.values())
 
         self._dev = dev if dev is not None else torch.get_device_module(ctx.device)
         self.comm_stream = self._dev.Stream() if overlap and comm_stream is None else comm_stream
-        plan_of, allocator_of = POOLS[pool]
-
-        def make(buckets, copies, strict):
-            sizes = {unit.name: buckets(unit) for unit in self._units}
-            plan = plan_of.build(sizes, others=buckets(self._root), copies=copies, pad_multiple=ALIGN * ctx.size)
-            return allocator_of(plan, memory, strict_assignments=strict, ctx=ctx, dev=dev)
-
         # Backward reads parameters at the addresses that forward saved, so a move is an error. Nothing saves the
         # address of a gradient bucket, which is only filled and reduced, so there it is a warning.
-        self.parameter_pool = make(lambda unit: [Bucket(f.id, f.dtype, f.numel) for f in unit.flats], copies, "error")
-        self.gradient_pool = make(
-            lambda unit: [Bucket(f.id, f.grad_dtype, f.numel) for f in unit.trained], GRADIENT_COPIES, "warn"
+        self.parameter_pool, self.gradient_pool = (
+            allocator_of(each, memory, strict_assignments=strict, ctx=ctx, dev=dev)
+            for each, strict in ((parameter_plan, "error"), (gradient_plan, "warn"))
         )
 
         if ctx.rank == 0:

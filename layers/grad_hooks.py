@@ -84,11 +84,6 @@ class GradReadyHooks:
         """How often each gradient is produced in a pass, by name; None until the first pass has ended."""
         return None if self._expected is None else {self._names[param]: n for param, n in self._expected.items()}
 
-    @property
-    def begun(self) -> bool:
-        """Whether there has been a gradient in this pass."""
-        return bool(self._written)
-
     @contextlib.contextmanager
     def writing(self, param, stream=None):
         """A context in which kernels that add to `param.main_grad` are launched on `stream` (None: the current one).

@@ -22,23 +22,20 @@ stream, so nothing waits for unrelated work. A stream never waits for itself, an
     slot.release(lease)              # issues no wait: the next tenant waits, if there is one
 
 Streams are those of `dev`. It is torch.cuda; or torch.cpu, which has one stream with everything in order; or any other
-object that has `current_stream()`, `stream(s)` and streams with `record_event()` and `wait_event(event)`. `captured`
-also needs `Event(external=True)` with `record(stream)`.
+object that has `current_stream()`, `stream(s)` and streams with `record_event()` and `wait_event(event)`.
 
 Releases take effect on the host's timeline: they state that nothing more will be launched on the buffer, not that the
 launched work has finished. A write or read block records one event; if all work is on one stream, nothing ever waits.
 """
 
-import contextlib
 import threading
 from collections import deque
 
 import torch
 
 from tkernels.comm.arguments import check_type
-from tkernels.comm.capture import following
 from tkernels.comm.errors import LeaseError
-from tkernels.comm.fence import Completion, EventCompletion, Fence, capturing
+from tkernels.comm.fence import Completion, Fence, capturing
 
 
 class WorkCompletion:
@@ -239,12 +236,12 @@ class Slot:
     tensor: the buffer, as an alias of its storage.
     """
 
-    def __init__(self, tensor: torch.Tensor | None = None, *, dev=None, home=None, name: str | None = None):
+    def __init__(self, tensor: torch.Tensor | None = None, *, dev=None, name: str | None = None):
         self.name = name or "slot"
         check_type(f"{self.name}: tensor", tensor, torch.Tensor | None, "a tensor")
         self.dev = dev if dev is not None else _device_module(tensor, self.name)
         self.tensor = None if tensor is None else tensor.detach()
-        self.home = self.dev.current_stream() if home is None else home
+        self.home = self.dev.current_stream()
         self.lease: Lease | None = None
         self._first_gate = Fence(self.dev)
         self._lock = threading.RLock()
@@ -301,10 +298,10 @@ class Keepalive:
     @property
     def storages(self) -> list[int]:
         """The addresses of torch's storages that are held, one for each lease; see `num_holders`."""
-        return [entry[2].untyped_storage()._cdata for entry in self._deferred if entry[2] is not None]
+        return [held.untyped_storage()._cdata for _, _, held in self._deferred if held is not None]
 
-    def defer(self, lease: Lease, drop=None):
-        """End `lease` but hold its storage; `drop()` is called when the storage is let go. Issues no wait.
+    def defer(self, lease: Lease):
+        """End `lease` but hold its storage. Issues no wait.
 
         Raises LeaseError for a lease that was already released, since it no longer holds its storage.
         """
@@ -314,26 +311,21 @@ class Keepalive:
             held = lease.tensor
             gate = lease.release()
         with self._lock:
-            self._deferred.append((gate, lease.home, held, drop))
+            self._deferred.append((gate, lease.home, held))
 
     def drain(self, keep: int = 0):
         """Let go of all but the newest `keep`, each after its home stream has been made to wait for every use."""
         with self._lock:
             while len(self._deferred) > keep:
-                gate, home = self._deferred[0][:2]
+                gate, home, _ = self._deferred[0]
                 gate.wait(home)  # it may raise under capture; the storage then stays held
-                self._let_go()
+                self._deferred.popleft()
 
     def collect(self):
         """Let go of the oldest ones whose uses have already finished, without any wait."""
         with self._lock:
             while self._deferred and self._deferred[0][0].query():
-                self._let_go()
-
-    def _let_go(self):
-        drop = self._deferred.popleft()[-1]
-        if drop is not None:
-            drop()
+                self._deferred.popleft()
 
 
 def num_holders(storage: int) -> int:
@@ -344,55 +336,3 @@ def num_holders(storage: int) -> int:
 # Asking for the address makes a Python object, which may hold the storage too: torch's versions differ.
 _alone = torch.empty(1)
 _PYTHONS_OWN = torch._C._storage_Use_Count(_alone.untyped_storage()._cdata) - 1
-
-
-@contextlib.contextmanager
-def captured(graph, *, slots=(), streams=(), dev=torch.cuda):
-    """Capture a CUDA graph that uses `slots` and side `streams`; `graph` is torch.cuda.graph(...), not yet entered.
-
-    The slots of a `Channel` are among `slots` if the graph sends or receives.
-
-        with captured(torch.cuda.graph(g), slots=[slot], streams=[comm]) as replay:
-            step()
-        replay()  # g.replay(), ordered with work launched on the slots outside the graph
-
-    The side streams fork from the capture's stream and join it at the end; nodes that autograd kept from a warm-up on
-    other streams follow it. Every replay records one external event, which stands for all work of the graph on the
-    slots: the next user of a slot waits for it. `replay` in turn orders the current stream after the work launched on
-    the slots before; a bare g.replay() does not. A capture that fails leaves the slots as if they had never been used.
-
-    Raises LeaseError for a slot with an open lease, at the start or at the end of the capture.
-    """
-    slots, streams = tuple(slots), tuple(streams)
-    for slot in slots:
-        slot.join()
-    replayed = dev.Event(external=True)
-    done = EventCompletion(replayed, captured=None, event=replayed)
-
-    def leave():
-        for slot in slots:
-            slot.gate.add(done)
-
-    def replay():
-        for slot in slots:
-            slot.join()
-        graph.cuda_graph.replay()
-        leave()
-
-    try:
-        with following(), graph:
-            stream = dev.current_stream()
-            fork = stream.record_event()
-            for side in streams:
-                side.wait_event(fork)
-            yield replay
-            for slot in slots:
-                slot.join(stream)
-            for side in streams:
-                stream.wait_event(side.record_event())
-            replayed.record(stream)
-    except BaseException:
-        for slot in slots:
-            slot.forget()
-        raise
-    leave()

@@ -17,6 +17,7 @@ registered memory may rely on it. The leases of a slot (`tkernels.layers.lease`)
 streams its tenants work; the host only decides which bucket is the next tenant, in the same order on every rank.
 """
 
+import contextlib
 import hashlib
 import itertools
 import warnings
@@ -260,17 +261,18 @@ class MaxPoolAllocator:
 
         Raises MismatchError if the ranks' plans differ, ValueError for incompatible options.
         """
-        if memory not in ("torch", "symmetric") or others not in ("persistent", "dynamic"):
-            raise ValueError(
-                f'memory={memory!r} must be "torch" or "symmetric", others={others!r} "persistent" or "dynamic"'
-            )
-        if strict_assignments not in ("warn", "error", False):
-            raise ValueError(f'strict_assignments={strict_assignments!r} must be "warn", "error" or False')
-        if memory == "symmetric" and (ctx is None or others == "dynamic" or device is not None):
-            raise ValueError(
-                'memory="symmetric" needs a ctx, whose device it is on, and others="persistent": every allocation on '
-                "the symmetric heap is one that all ranks agree on"
-            )
+        with contextlib.nullcontext() if ctx is None else ctx.group.checking():
+            if memory not in ("torch", "symmetric") or others not in ("persistent", "dynamic"):
+                raise ValueError(
+                    f'memory={memory!r} must be "torch" or "symmetric", others={others!r} "persistent" or "dynamic"'
+                )
+            if strict_assignments not in ("warn", "error", False):
+                raise ValueError(f'strict_assignments={strict_assignments!r} must be "warn", "error" or False')
+            if memory == "symmetric" and (ctx is None or others == "dynamic" or device is not None):
+                raise ValueError(
+                    'memory="symmetric" needs a ctx, whose device it is on, and others="persistent": every allocation '
+                    "on the symmetric heap is one that all ranks agree on"
+                )
         if ctx is not None:
             _check_same(ctx, "plans", f"{plan.fingerprint} {memory} {others}")
         self.plan, self.strict_assignments, self.others = plan, strict_assignments, others

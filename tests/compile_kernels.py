@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
+import round_trips
 import torch
 import triton
 import triton.language as tl
@@ -41,7 +42,6 @@ from tkernels import gemm, paths
 from tkernels.comm import channel, collectives, context, copies, device, runtime
 from tkernels.comm.device import PEER, Link, Net, arrived, completes, publish, put_signal, put_tile, tell, wait_signal
 from tkernels.configs import overlap_config, with_room_for
-from tkernels.doctor import verbs
 from tkernels.trace import clocks
 from tkernels.trace.recorder import DEFAULT_MARKS, Recorder
 from tkernels.tuner.candidates import STEPS
@@ -514,8 +514,8 @@ def _call(case: Case):
         elif case.operation == "clocks":
             clocks.compare_clocks(ctx)
         elif case.operation == "round_trip":
-            for verb in verbs.verbs_of(case.transport):  # one kernel, or run_case finds several
-                verbs.round_trip(ctx, verb, case.transport)
+            for verb in round_trips.verbs_of(case.transport):  # one kernel, or run_case finds several
+                round_trips.round_trips(ctx, verb)
         elif case.operation == "channel":
             _call_channel(ctx, case)
         elif case.operation in COLLECTIVES:
@@ -799,7 +799,7 @@ def _compare(events: list, expected: list) -> tuple[list[str], list[str]]:
 @functools.cache
 def _functions(file: str) -> dict[str, ast.FunctionDef]:
     """The functions of a file of the library, or of this one, by name."""
-    folders = [Path(module.__file__).parent for module in (tkernels, device, verbs, clocks)] + [Path(__file__).parent]
+    folders = [Path(module.__file__).parent for module in (tkernels, device, clocks)] + [Path(__file__).parent]
     path = next((folder / file for folder in folders if (folder / file).is_file()), None)
     statements = ast.parse(path.read_text()).body if path else []
     return {node.name: node for node in statements if isinstance(node, ast.FunctionDef)}

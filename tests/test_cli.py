@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from tkernels import __version__, cli
-from tkernels.demo import Options
 from tkernels.launch import RankError
 
 COMMAND = [sys.executable, "-m", "tkernels.cli"]
@@ -102,7 +101,8 @@ def test_the_demo_gets_its_arguments(monkeypatch):
     got = []
     monkeypatch.setattr("tkernels.demo.run", lambda options: got.append(options) or 0)
     assert cli.main("demo --parallel zero --ranks 3 --steps 5 --dtype bf16 --seed 7 --no-plot --json -".split()) == 0
-    assert got == [Options("zero", 3, 5, "bf16", 7, "-", None)]
+    names = ("parallel", "ranks", "steps", "dtype", "seed", "json", "plot")
+    assert [getattr(got[0], name) for name in names] == ["zero", 3, 5, "bf16", 7, "-", None]
     cli.main(["demo"])
     assert (got[1].parallel, got[1].ranks, got[1].plot) == ("tp", None, Path("tkernels-demo.png"))
 
@@ -157,10 +157,14 @@ def test_a_runtime_that_cannot_be_used_is_named_with_the_reason(command, environ
     assert done.stderr.count("\n") == 1
 
 
-def test_importing_the_command_line_imports_no_torch():
-    code = "import sys, tkernels.cli; print([name for name in ('torch', 'triton', 'rich') if name in sys.modules])"
+def test_help_and_wrong_arguments_come_at_once_without_torch():
+    code = (
+        "import sys\nfrom tkernels import cli\ntry:\n    cli.main(['demo', '--ranks', '0'])\n"
+        "except SystemExit:\n    print([name for name in ('torch', 'triton', 'rich') if name in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.stdout == "[]\n", done.stderr
+    assert "takes a whole number of at least 1" in done.stderr
 
 
 def test_ctrl_c_ends_quietly_with_130_and_leaves_no_process(tmp_path):

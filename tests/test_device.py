@@ -1,6 +1,7 @@
 """The device verbs, in small kernels over every transport: exact data, odd sizes and places, many rounds."""
 
 import pytest
+import round_trips
 import torch
 import triton
 import triton.language as tl
@@ -479,3 +480,10 @@ def test_whoever_sees_a_number_passed_sees_what_all_that_counted_stored(ctx):
             assert counters.item() == programs, f"round {round}"
             found.append(torch.equal(seen.cpu(), want))
         assert all(found) == (form == "right"), form
+
+
+@every_transport
+@pytest.mark.ranks(2)
+def test_round_trips_by_every_verb_carry_data(ctx, transport):
+    for verb in round_trips.verbs_of(transport):
+        assert round_trips.round_trips(over(ctx, transport), verb) is None

@@ -1070,6 +1070,26 @@ def test_what_cannot_be_sharded_is_refused_by_name(ctx):
 
 
 @pytest.mark.ranks(2)
+def test_fully_shard_raises_what_is_wrong_on_one_rank_on_every_rank_and_changes_nothing(ctx):
+    module = hybrid(ctx)
+    before = copy.deepcopy(module.state_dict())
+    for wrong, message in [
+        ({"units": Stack}, "no module is a unit"),
+        ({"pool": "large"}, "pool='large' is unknown"),
+        ({"overlap": False, "comm_stream": object()}, "leave one out"),
+        ({"grad_dtype": torch.float64}, "pass one as grad_dtype"),
+        ({"copies": 0}, "a pool's copies"),
+        ({"module": 3}, "module"),
+    ]:
+        options = {"module": module, "units": UNITS, "ctx": ctx} | (wrong if ctx.rank == 1 else {})
+        with pytest.raises((TypeError, ValueError), match=rf"{message}.* \(on rank 1\)$") as error:
+            FullyShard(**options)
+        message_on_every_rank(ctx, error.value)
+    assert all(map(torch.equal, before.values(), module.state_dict().values()))
+    FullyShard(module, UNITS, ctx=ctx).close()
+
+
+@pytest.mark.ranks(2)
 def test_parameters_that_belong_to_another_are_refused_and_so_are_shards(ctx):
     model = hybrid(ctx)
     for own_all in (

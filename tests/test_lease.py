@@ -17,12 +17,13 @@ import torch.distributed as dist
 from streams import Simulator, subsets
 from transports import gpu_only
 
-from tkernels.comm import capture, fence
+from tkernels.comm import fence
 from tkernels.comm.channel import End
 from tkernels.comm.errors import LeaseError
-from tkernels.comm.fence import Crossing, EventCompletion, Fence
-from tkernels.layers import lease
-from tkernels.layers.lease import Keepalive, Lease, Slot, WorkCompletion, captured
+from tkernels.comm.fence import EventCompletion, Fence
+from tkernels.layers import graphs
+from tkernels.layers.graphs import captured
+from tkernels.layers.lease import Keepalive, Lease, Slot, WorkCompletion
 
 
 class CapturingSimulator(Simulator):
@@ -78,22 +79,6 @@ def test_invariant_1_a_reader_waits_for_every_producer_of_its_tenancy(sim, starv
     sim.check()
     sim.run(starve)
     assert doubled.tolist() == [2, 2, 4, 4, 6, 6] and waits == 3
-
-
-@pytest.mark.parametrize("starve", subsets(["main", "side"]), ids=str)
-def test_one_event_orders_every_crossing_from_stream_to_stream(sim, starve):
-    with sim:
-        cross, value = Crossing(sim), torch.zeros(2)
-        here, side = sim.current_stream(), sim.Stream("side")
-        for _ in range(3):  # value = 2 (value + 1)
-            value.add_(1)
-            cross(here, side)
-            with sim.stream(side):
-                value.mul_(2)
-            cross(side, here)
-    sim.check()
-    sim.run(starve)
-    assert value.tolist() == [14, 14] and (sim.records, sim.waits) == (6, 6)
 
 
 def test_invariant_1_a_reader_on_a_producers_stream_does_not_wait_for_itself(sim):
@@ -367,12 +352,14 @@ def test_invariant_7_storage_goes_back_once_its_home_is_behind_every_use(sim, dr
 
 
 def test_invariant_7_drain_keeps_the_newest_and_drops_in_order(sim):
-    keepalive, dropped = Keepalive(), []
+    keepalive, newest = Keepalive(), []
     with sim:
-        for index in range(4):
-            keepalive.defer(Lease(torch.ones(2), dev=sim), drop=lambda index=index: dropped.append(index))
+        for _ in range(4):
+            lease = Lease(torch.ones(2), dev=sim)
+            newest = [*newest[-1:], lease.tensor.untyped_storage()._cdata]
+            keepalive.defer(lease)
         keepalive.drain(keep=2)
-    assert dropped == [0, 1] and len(keepalive) == 2
+    assert keepalive.storages == newest
 
 
 def test_invariant_7_collect_lets_go_of_what_has_finished_and_waits_for_nothing(sim):
@@ -521,7 +508,10 @@ def test_invariant_9_a_capture_that_fails_leaves_the_slots_usable(sim):
     sim.check()
 
 
-def test_captured_lets_stale_nodes_of_autograd_follow_it_and_no_longer(sim, monkeypatch):
+@pytest.mark.skipif(
+    not hasattr(torch.autograd.graph, "set_override_stale_capture_stream"), reason="this torch has no such override"
+)
+def test_captured_lets_stale_nodes_of_autograd_follow_it_and_no_longer(sim):
     follows = torch._C._override_stale_capture_stream
     with sim, captured(Graph(sim), dev=sim):
         assert follows()
@@ -536,8 +526,12 @@ def test_captured_lets_stale_nodes_of_autograd_follow_it_and_no_longer(sim, monk
         assert follows()
     finally:
         torch.autograd.graph.set_override_stale_capture_stream(False)
-    monkeypatch.delattr(torch.autograd.graph, "set_override_stale_capture_stream")
-    monkeypatch.setattr(capture, "_stale_stream_override", functools.cache(capture._stale_stream_override.__wrapped__))
+
+
+def test_captured_says_once_what_breaks_a_capture_where_torch_has_no_override(sim, monkeypatch):
+    follows = getattr(torch._C, "_override_stale_capture_stream", lambda: False)
+    monkeypatch.delattr(torch.autograd.graph, "set_override_stale_capture_stream", raising=False)
+    monkeypatch.setattr(graphs, "_stale_stream_override", functools.cache(graphs._stale_stream_override.__wrapped__))
     with sim, pytest.warns(UserWarning, match="has no set_override_stale_capture_stream: .*del loss") as warned:
         for _ in range(2):
             with captured(Graph(sim), dev=sim):
@@ -748,8 +742,8 @@ def test_a_transfer_of_gloos_is_waited_for_any_number_of_times(ctx):
 
 OF_THE_DRIVER = {"cuStreamWaitEvent", "cuEventRecord", "cuStreamWaitValue64_v2", "cuStreamBatchMemOp_v2"}
 ORDERING = {"wait_stream", "wait_event", "record_event", "record_stream", *OF_THE_DRIVER}
-# The core; and the side stream of copies, which waits for words of kernels alone.
-MAY_ORDER = {"comm/fence.py", "layers/lease.py", "comm/copies.py", "comm/driver.py"}
+# The core; the order of whole operations; and the side stream of copies, which waits for words of kernels alone.
+MAY_ORDER = {"comm/fence.py", "comm/stream_order.py", "comm/copies.py", "comm/driver.py", "layers/graphs.py"}
 
 
 def ordering(source: str) -> Iterator[str]:
@@ -800,7 +794,7 @@ def test_the_rule_of_order_lets_the_rest_through(line):
 
 
 def test_the_core_itself_would_be_found():
-    for module in (fence, lease):
+    for module in (fence, graphs):
         assert list(ordering(Path(module.__file__).read_text()))
 
 

@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from streams import Race, Simulator, subsets
 from test_pipeline import PEER, Ranks, Recorder
-from transports import every_transport, gpu_only, late, nccl, over, own_gpus
+from transports import every_transport, gpu_only, late, message_on_every_rank, nccl, over, own_gpus
 
 import tkernels
-from tkernels.comm import HeapExhaustedError, LeaseError, WaitTimeoutError
+from tkernels.comm import HeapExhaustedError, LeaseError, MismatchError, WaitTimeoutError
 from tkernels.layers.lease import Lease
 from tkernels.layers.p2p import EDGES, P2PCommunicator, custom_backward, deallocate_output_tensor
 
@@ -645,6 +645,15 @@ def test_handles_may_be_waited_for_in_any_order_and_polled(ctx, backend):
 
 MEBIBYTES = 64
 PATIENCE_S = {"leased": 300.0, "wait at once": 1.0}  # for the compute, which comes in the first form alone
+
+
+@pytest.mark.ranks(2)
+def test_p2p_communicator_raises_what_is_wrong_on_one_rank_on_every_rank(ctx):
+    for wrong in ({"max_inflight": 0}, {"dtype": "bf16"}, {"config": 3}, {"slot_bytes": "many"}, {"copies": 0}):
+        with pytest.raises((TypeError, ValueError, MismatchError)) as error:
+            P2PCommunicator(ctx, **(wrong if ctx.rank == 1 else {}))
+        message_on_every_rank(ctx, error.value)
+    P2PCommunicator(ctx).close()
 
 
 @pytest.mark.ranks(2)

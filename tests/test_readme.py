@@ -20,7 +20,6 @@ FOLDERS = ("comm", "tkernels", "layers", "layers/userbuffers", "layers/cublasmp"
 GUIDES = {f"{folder}/README.md": (ROOT / folder / "README.md").read_text() for folder in FOLDERS}
 SHORTENED = {  # a line for the folder
     "tkernels/demo",
-    "tkernels/doctor",
     "tkernels/testing",
     "tkernels/tuner",
     "tkernels/trace",

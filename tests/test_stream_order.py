@@ -15,10 +15,17 @@ MAIN, SIDE, CAPTURED, CAPTURED_TOO = 0, 11, 22, 33
 def crossings(monkeypatch):
     """What is ordered, as (stream, later stream), on a GPU of eight SMs without a GPU."""
     made = []
+
+    class Stream:
+        def __init__(self, handle):
+            self.handle = handle
+
+        def wait_stream(self, other):
+            made.append((other.handle, self.handle))
+
     monkeypatch.setattr(stream_order, "latest", None)
     monkeypatch.setattr(stream_order, "_crowded", False)
-    monkeypatch.setattr(stream_order, "_crossing", lambda: lambda *streams: made.append(streams))
-    monkeypatch.setattr(stream_order, "_stream", lambda handle: handle)
+    monkeypatch.setattr(stream_order, "_stream", Stream)
     monkeypatch.setattr(capture, "taken", {CAPTURED, CAPTURED_TOO}.__contains__)
     monkeypatch.setattr(runtime, "default_programs", lambda: 8)
     return made
