@@ -22,6 +22,13 @@ class FusedCall(NamedTuple):
     """A call of the tensors x, w, bias and out; the last two may be None. The public functions describe its options.
 
     precision: how fp32 operands are multiplied, as gemm.precision says it.
+
+    The class of an operation has its name as `operation`, `shared` as `comm.calls.Call` wants it, and five methods. All
+    but `sent_shape` take the context and the tensors, and all but `checked` are called on what that returns:
+    checked: the call with its defaults in place of None, but for config and path. Raises ValueError or TypeError.
+    sent_shape: of x and w: rows and columns of the matrix that is sent.
+    without_sending: what `prepare` returns where sizes are zero or there is one rank, else None.
+    plain, fused: what `prepare` returns for a path.
     """
 
     activation: str | None = None
@@ -43,26 +50,6 @@ class FusedCall(NamedTuple):
         if carry_out is None:
             carry_out = (call.plain if path == "plain" else call.fused)(ctx, x, w, bias, *results)
         return carry_out
-
-    def checked(self, ctx: Context, x, w, *results) -> "FusedCall":
-        """The call with its defaults in place of None, but for config and path. Raises ValueError or TypeError."""
-        raise NotImplementedError
-
-    def sent_shape(self, x, w) -> tuple[int, int]:
-        """Rows and columns of the matrix that is sent."""
-        raise NotImplementedError
-
-    def without_sending(self, ctx: Context, x, w, bias, *results):
-        """What `prepare` returns where sizes are zero or there is one rank, else None. The call is a checked one."""
-        raise NotImplementedError
-
-    def plain(self, ctx: Context, x, w, bias, *results):
-        """What `prepare` returns for the plain path. The call is a checked one."""
-        raise NotImplementedError
-
-    def fused(self, ctx: Context, x, w, bias, *results):
-        """What `prepare` returns for the fused kernel. The call is a checked one."""
-        raise NotImplementedError
 
     def multiply(self, x, w, bias, out) -> torch.Tensor:
         """The product on this rank alone."""
