@@ -308,14 +308,20 @@ class Context:
             )
         return PreparedLaunch(kernel, num_programs, arguments, varying, self, **options)
 
-    def bind_call(self, kernel, num_programs: int, workspace: Workspace, **arguments) -> PreparedLaunch:
+    def bind_call(
+        self, kernel, num_programs: int, workspace: Workspace, *, varying: tuple[str, ...] = (), landing: bool = False,
+        copied: bool = False, **arguments,
+    ) -> PreparedLaunch:  # fmt: skip
         """`bind`, for the kernel of an operation, which compares calls.
 
         Its argument `call` is the number of the call in progress. Those named as in `Workspace.words` come from there.
+        With `copied`, the gate of each call comes after the tensors that `varying` names.
         """
         shared = Shared.of(*(self.group.described() or (kernel.__name__, {})))
-        words = {name: value for name, value in workspace.words().items() if name in kernel.arg_names}
-        launch = self.bind(kernel, num_programs, **words | arguments, call=shared.number)
+        words = workspace.words(landing, copied)
+        words = {name: value for name, value in words.items() if name in kernel.arg_names}
+        varying = (*varying, "gate") if copied else varying
+        launch = self.bind(kernel, num_programs, varying=varying, **words | arguments, call=shared.number)
         launch.shared = self._shared.setdefault(shared.number, shared)
         return launch
 

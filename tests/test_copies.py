@@ -199,7 +199,7 @@ def test_delays_change_no_bit_and_a_launch_has_no_program_that_sends(ctx):
             with interpreter.execution(jitter_seed=seed, rank=ctx.rank), launches() as launched:
                 got = by_copies(ctx, name, x, w, **options(name, rows))
             assert torch.equal(got, want), (name, seed)
-            assert [arguments["COPIES"] for _, _, arguments in launched] == [True]
+            assert [arguments["copied"] is not None for _, _, arguments in launched] == [True]
 
 
 @simulated_only

@@ -188,7 +188,8 @@ def test_one_look_is_at_every_chunk_of_every_peer_and_at_nothing_else():
 
 @triton.jit
 def waits_kernel(ready, landed, table, L, SOURCES: tl.constexpr, COPIES: tl.constexpr):
-    wait_chunks(Mail(None, ready, landed, 6, 5), 2, 1, 3, Net(table, 0), L, SOURCES, COPIES)
+    mail = Mail(None, ready, landed, ready if COPIES else None, None, 6, 5)
+    wait_chunks(mail, 2, 1, 3, Net(table, 0), L, SOURCES)
 
 
 @simulated_only

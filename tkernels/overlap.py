@@ -229,14 +229,11 @@ def sums_maker(sums: Operand, device: torch.device) -> Callable[[], torch.Tensor
 class Sending(NamedTuple):
     """The constants of how rows are sent, one argument of a fused kernel.
 
-    LANDING: to where copies go.  COPIES: by the copy engine.  INTERLEAVED: by every program, tile by tile.
-    GATHER: finished rows too, to all peers.
+    INTERLEAVED: by every program, tile by tile.  GATHER: finished rows too, to all peers.
     BLOCK: elements that a program copies at a step, of chunks.  ROWS: rows that it copies at a step, of tiles.
     ALIGN: in bytes, of what is sent.
     """
 
-    LANDING: object
-    COPIES: object
     INTERLEAVED: object
     GATHER: object
     BLOCK: object
@@ -246,8 +243,7 @@ class Sending(NamedTuple):
     @classmethod
     def of(cls, config: OverlapConfig, block: int, align: int, gather: bool = False) -> "Sending":
         rows = min(max(block // config.gemm.block_n, 1), config.gemm.block_m)
-        how = config.landing, config.copied, config.interleaved, gather
-        return cls(*map(tl.constexpr, (*how, block, rows, align)))
+        return cls(*map(tl.constexpr, (config.interleaved, gather, block, rows, align)))
 
 
 class Part(NamedTuple):
@@ -435,15 +431,15 @@ def join_halves(left, right, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def wait_chunks(mail, source, chunk, count, net, L, SOURCES: tl.constexpr, COPIES: tl.constexpr):
+def wait_chunks(mail, source, chunk, count, net, L, SOURCES: tl.constexpr):
     """Wait for `count` (at most MAX_TILE_CHUNKS) chunks from `chunk` on, of each of SOURCES ranks from `source` on.
 
-    One poll of all of them comes first; only if it fails are they waited for one by one.
-    COPIES: as in `wait_chunk`. It is how this rank sends, and peers mostly send in the same way.
+    One poll of all of them comes first, of the words that are the likelier ones in `wait_chunk`; only if it fails are
+    they waited for one by one.
     """
     lane = tl.arange(0, triton.next_power_of_2(SOURCES * MAX_TILE_CHUNKS))
     peer = (source + lane % SOURCES) % L.RANKS
-    if COPIES:
+    if mail.gate is not None:
         here = arrived(mail.delivered + peer, chunk + count, L)
     else:
         words = peer * mail.max_chunks + chunk + tl.minimum(lane // SOURCES, count - 1)
@@ -452,7 +448,7 @@ def wait_chunks(mail, source, chunk, count, net, L, SOURCES: tl.constexpr, COPIE
         for step in range(SOURCES):
             late = (source + step) % L.RANKS
             for number in range(chunk, chunk + count):
-                wait_chunk(mail, late, number, net, L, COPIES)
+                wait_chunk(mail, late, number, net, L)
 
 
 @triton.jit
@@ -463,14 +459,14 @@ def words_of_peers(max_chunks, chunks, first, net, L):
 
 
 @triton.jit
-def all_arrived(mail, chunks, first, net, L, COPIES: tl.constexpr):
+def all_arrived(mail, chunks, first, net, L):
     """Poll once whether `chunks` chunks of each peer have arrived, so that later tiles need not wait.
 
     May return False although they have.
     first: the chunk to begin with. It changes from tile to tile, so the words' indices are not kept in registers.
     """
     there = tl.full((), False, tl.int1)
-    if COPIES:
+    if mail.gate is not None:
         peers = (net.rank + 1 + tl.arange(0, triton.next_power_of_2(L.RANKS)) % (L.RANKS - 1)) % L.RANKS
         there = arrived(mail.delivered + peers, chunks, L)
     elif chunks * (L.RANKS - 1) <= MAX_LOOK:
