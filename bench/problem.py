@@ -12,8 +12,9 @@ import torch
 import tkernels
 from tkernels import work
 from tkernels.all_gather_matmul import all_gather_matmul
+from tkernels.choice import gemm_config, overlap_config
 from tkernels.comm.context import Context
-from tkernels.configs import GemmConfig, OverlapConfig, gemm_config, overlap_config
+from tkernels.configs import GemmConfig, OverlapConfig
 from tkernels.gemm import matmul
 from tkernels.matmul_all_reduce import matmul_all_reduce
 from tkernels.matmul_reduce_scatter import matmul_reduce_scatter

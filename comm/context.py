@@ -11,7 +11,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from tkernels.comm import capture, interpreter, runtime, stream_order, tuned
+from tkernels.comm import capture, interpreter, runtime, stream_order
 from tkernels.comm.arguments import check_type, switch
 from tkernels.comm.calls import CALL_BITS, Call, Turn, difference
 from tkernels.comm.device import (
@@ -219,9 +219,6 @@ class Context:
             )
         self.transport_id = TRANSPORTS[self.transport]
         self.mapped = usable[0] != "nvshmem"  # whether every rank's memory is mapped in every rank's address space
-        # Rank 0's records on all ranks: files may change between two ranks' reads, and the ranks' choices must agree.
-        self.tuned = self.group.gather(tuned.known(self.size, self.transport) if self.rank == 0 else [])[0]
-        self.choices = {}  # of the layers above, by problem; derived from the records
 
         words = FAULT_RECORD.value * (1 + self.size)
         self._faults = self.heap.empty(words, dtype=torch.int64)

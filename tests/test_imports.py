@@ -93,7 +93,9 @@ def test_import_needs_neither_cuda_nor_nvshmem_and_loads_no_tool(tmp_path):
 # imported here.
 
 # The parts of tkernels that stand above the layers.
-APPLICATIONS = ("__main__", "cli", "demo", "doctor", "testing", "trace.command", "tuner")
+APPLICATIONS = (
+    "__main__", "cli", "demo", "doctor", "explain_command", "testing", "trace.command", "tune", "tune_command",
+)  # fmt: skip
 
 
 def imported(tree: ast.AST) -> Iterator[str]:

@@ -18,13 +18,14 @@ import torch
 import triton
 import triton.language as tl
 
+from tkernels.choice import overlap_config
 from tkernels.comm.collectives import check_rows
 from tkernels.comm.context import Context
 from tkernels.comm.copies import Copies, Send, await_copies, begin_landing, end_launch
 from tkernels.comm.device import begin_call, copy, count, operation, publish, put_signal, wait_signal
 from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark
 from tkernels.comm.plans import Launch, alike
-from tkernels.configs import OverlapConfig, overlap_config, travel_of, with_room_for
+from tkernels.configs import OverlapConfig, with_room_for
 from tkernels.gemm import (
     ACTIVATIONS,
     Operand,
@@ -43,6 +44,7 @@ from tkernels.gemm import (
     tile_of,
     triton_dtype,
 )
+from tkernels.model import plan_waves, stages_of
 from tkernels.overlap import (
     SPLIT_TILES,
     TILE_COUNTS,
@@ -55,9 +57,7 @@ from tkernels.overlap import (
     end_of_tile,
     num_chunks,
     part_of_tile,
-    plan_waves,
     programs_of,
-    stages_of,
     store_part,
     sums_maker,
     sums_of,
@@ -292,8 +292,7 @@ def all_gather_matmul(
 
 
 def _alike(ctx, x, w, bias, out, gathered, activation, return_gathered, rows, out_dtype, config, path, precision):
-    travel = config and travel_of(config)
-    same = {"dtype": x.dtype, "K": x.shape[1], "path": path, "chunk_rows and landing": travel}
+    same = {"dtype": x.dtype, "K": x.shape[1], "path": path, "chunk_rows and landing": config and tuple(config.wire)}
     return "all_gather_matmul", same | {"rows": tuple(map(int, rows or (x.shape[0],) * ctx.size))}
 
 
@@ -357,7 +356,7 @@ def plan(
     chunks = max(num_chunks(count, config) for count in rows)
     sent = rows[ctx.rank] * row_bytes * (ctx.size - 1)
     # Any tile may be split if it is among the last ones. Tiles of own rows come first: their rows need not arrive.
-    waves = plan_waves(tiles, tiles, K, num_programs, config, sent)
+    waves = plan_waves(tiles, tiles, K, num_programs, config, sent, dtype=x.dtype)
     if config.landing:
         room = dict(num_counters=TILE_COUNTS.value, landing_bytes=max(M, 4) * row_bytes)
         workspace = ctx.workspace().reserve(0, chunks, **room)

@@ -1,4 +1,4 @@
-"""The command `tkernels`: argument parsing and error output. The subcommands are in demo, doctor, tuner and trace."""
+"""The command `tkernels`: argument parsing and error output. Subcommands: demo, doctor, tune_command, trace."""
 
 import argparse
 import os
@@ -66,11 +66,9 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _tune(options: argparse.Namespace) -> int:
-    from tkernels.tuner import command
+    from tkernels import tune_command
 
-    names = ("operation", "shape", "ranks", "dtype", "layout", "transport", "budget", "json", "list", "export", "clear")
-    asked = {name: getattr(options, name) for name in names}
-    return command.run(command.Options(**asked, grid=tuple(options.grid)))
+    return tune_command.run(options)
 
 
 def _trace(options: argparse.Namespace) -> int:
@@ -98,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument(
         "--runtime", choices=RUNTIMES, help="simulated needs no GPU; default: $TKERNELS_RUNTIME, or auto, what fits"
     )  # fmt: skip
-    common.add_argument("--json", type=_output, metavar="PATH", help="write the result here as JSON; - is stdout")
+    common.add_argument("--json", type=output, metavar="PATH", help="write the result here as JSON; - is stdout")
     common.add_argument("--traceback", action="store_true", help="show all of an error, not its first sentence alone")
 
     demo = commands.add_parser(
@@ -115,8 +113,8 @@ def _parser() -> argparse.ArgumentParser:
         help="what ranks share: the layers (tp), the blocks of a pipeline (pp), or the sequences, with sharded "
         "parameters (fsdp), a sharded optimizer (zero) or whole models (ddp); default: tp",
     )  # fmt: skip
-    demo.add_argument("--ranks", type=_count, metavar="N", help="default: 2, or all GPUs on the nvshmem runtime")
-    demo.add_argument("--steps", type=_count, metavar="N", default=40, help="default: 40")
+    demo.add_argument("--ranks", type=count, metavar="N", help="default: 2, or all GPUs on the nvshmem runtime")
+    demo.add_argument("--steps", type=count, metavar="N", default=40, help="default: 40")
     demo.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="default: fp32")
     demo.add_argument("--seed", type=_seed, metavar="N", default=0, help="of weights and batches; default: 0")
     demo.add_argument(
@@ -160,7 +158,7 @@ def _add_tune(commands, common: argparse.ArgumentParser):
         help="sizes over all ranks, or names of tkernels.shapes, with commas; those of an operation are listed for a "
         "wrong one; default: layers (simulated: tiny)",
     )  # fmt: skip
-    tune.add_argument("--ranks", type=_count, metavar="N", help="default: all GPUs, or 2 on the simulated runtime")
+    tune.add_argument("--ranks", type=count, metavar="N", help="default: all GPUs, or 2 on the simulated runtime")
     tune.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="default: bf16")
     tune.add_argument(
         "--layout", choices=("TN", "NN", "NT", "TT", "pointers"), default="TN",
@@ -180,7 +178,7 @@ def _add_tune(commands, common: argparse.ArgumentParser):
     tune.add_argument("--grid", nargs="+", default=[], metavar="FIELD=A,B", help="try these values, and no others")
     instead = tune.add_mutually_exclusive_group()
     instead.add_argument("--list", action="store_true", help="show what is remembered, and tune nothing")
-    instead.add_argument("--export", type=_output, metavar="PATH", help="write it as JSON lines; - is stdout")
+    instead.add_argument("--export", type=output, metavar="PATH", help="write it as JSON lines; - is stdout")
     instead.add_argument("--clear", action="store_true", help="forget it")
     tune.set_defaults(command=_tune, parser=tune)
 
@@ -200,9 +198,9 @@ def _add_trace(commands, common: argparse.ArgumentParser):
         help="MxNxK over all ranks, or a name of tkernels.shapes, which are listed for a wrong one; on the simulated "
         "runtime: tiny, tiny-wide, tiny-m1, or as small",
     )  # fmt: skip
-    trace.add_argument("--ranks", type=_count, metavar="N", help="default: all GPUs, or 2 on the simulated runtime")
+    trace.add_argument("--ranks", type=count, metavar="N", help="default: all GPUs, or 2 on the simulated runtime")
     trace.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16", help="default: bf16")
-    trace.add_argument("--calls", type=_count, metavar="N", default=3, help="how many to record; default: 3")
+    trace.add_argument("--calls", type=count, metavar="N", default=3, help="how many to record; default: 3")
     trace.add_argument(
         "--out", type=file_to_write, metavar="PATH", default="tkernels-trace.json",
         help="where the trace goes, packed if it ends with .gz; default: tkernels-trace.json",
@@ -210,7 +208,7 @@ def _add_trace(commands, common: argparse.ArgumentParser):
     trace.set_defaults(command=_trace, parser=trace)
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"takes a whole number of at least 1, not {text!r}")
     return int(text)
@@ -232,7 +230,7 @@ def _seed(text: str) -> int:
     return int(text)
 
 
-def _output(text: str) -> str:
+def output(text: str) -> str:
     """The type of an output argument: a path, checked to be writable before a minute of work is spent; or "-"."""
     path = Path(text)
     if text == "-" and sys.stdout is None:
@@ -255,11 +253,11 @@ def file_to_write(text: str) -> Path:
     """The type of an argument that names a file: a path that can be written, but not "-"."""
     if text == "-":
         raise argparse.ArgumentTypeError("takes a path, not '-'")
-    return Path(_output(text))
+    return Path(output(text))
 
 
 def write_output(text: str, where: str):
-    """Write to a path that `_output` has accepted, or to stdout for "-"."""
+    """Write to a path that `output` has accepted, or to stdout for "-"."""
     sys.stdout.write(text) if where == "-" else Path(where).write_text(text)
 
 

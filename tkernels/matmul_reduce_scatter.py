@@ -24,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tkernels.choice import overlap_config
 from tkernels.comm.collectives import check_rows, receive_parts, split_rows
 from tkernels.comm.context import Context
 from tkernels.comm.copies import Copies, Send, await_copies, await_peers, begin_landing, end_launch
@@ -46,7 +47,7 @@ from tkernels.comm.device import (
 )
 from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark
 from tkernels.comm.plans import alike
-from tkernels.configs import OverlapConfig, overlap_config, travel_of, with_room_for
+from tkernels.configs import OverlapConfig, with_room_for
 from tkernels.gemm import (
     ACTIVATIONS,
     Operand,
@@ -67,6 +68,7 @@ from tkernels.gemm import (
     triton_dtype,
     zeros_along_k,
 )
+from tkernels.model import plan_waves, stages_of
 from tkernels.overlap import (
     SEND_TICKETS,
     SPLIT_TILES,
@@ -79,9 +81,7 @@ from tkernels.overlap import (
     end_of_tile,
     num_chunks,
     part_of_tile,
-    plan_waves,
     programs_of,
-    stages_of,
     store_part,
     sums_maker,
     sums_of,
@@ -477,8 +477,7 @@ def matmul_reduce_scatter(
 def _alike(ctx, x, w, bias, out, op, activation, rows, out_dtype, wire_dtype, config, path, gather, precision):
     same = {"dtype": x.dtype, "M": x.shape[0], "N": w.shape[0], "bias": bias is not None, "activation": activation}
     same |= {"out_dtype": out_dtype or x.dtype, "wire_dtype": wire_dtype or x.dtype}
-    travel = config and travel_of(config)
-    same |= {"path": path, "chunk_rows and landing": travel}
+    same |= {"path": path, "chunk_rows and landing": config and tuple(config.wire)}
     return operation_name(op), same | {"rows": tuple(map(int, rows or split_rows(x.shape[0], ctx.size)))}
 
 
@@ -532,7 +531,7 @@ def plan(
     busy = tiles if gather else peer_tiles_m * tiles_n  # comm programs are busy at least until these are computed
     # Split-K would take registers that sending during the matmul needs.
     splittable = 0 if config.interleaved else own_tiles_m * tiles_n
-    waves = plan_waves(tiles, splittable, K, num_programs, config, sent, busy)
+    waves = plan_waves(tiles, splittable, K, num_programs, config, sent, busy, x.dtype)
     part_stride = triton.cdiv(max(rows), PART_ROWS) * PART_ROWS
     inbox_rows = ctx.size * part_stride
     if gather:  # the finished rows of y, in its own dtype

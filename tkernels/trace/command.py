@@ -14,10 +14,10 @@ from rich.table import Table
 
 import tkernels
 from tkernels import shapes
+from tkernels.choice import overlap_config
 from tkernels.cli import write_output
 from tkernels.comm import collectives
 from tkernels.comm.context import Context
-from tkernels.configs import overlap_config
 from tkernels.gemm import layout_of
 from tkernels.launch import default_ranks, launch
 from tkernels.timing import Stopwatch
