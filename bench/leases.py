@@ -22,10 +22,10 @@ import tkernels
 from bench.provenance import provenance
 from bench.records import append
 from tkernels.cli import file_to_write
-from tkernels.comm.lease import Lease, Slot
 from tkernels.demo.model import ModelConfig, Transformer
 from tkernels.launch import RankError, RankPool
 from tkernels.layers.ddp import OverlappedDDP
+from tkernels.layers.lease import Lease, Slot
 
 REPEATS, CALLS = 30, 200
 WARMUPS, STEPS = 3, 10

@@ -10,15 +10,11 @@ from dataclasses import dataclass
 import torch
 
 import tkernels
-from tkernels import work
-from tkernels.all_gather_matmul import all_gather_matmul
+from bench import work
 from tkernels.choice import gemm_config, overlap_config
 from tkernels.comm.context import Context
 from tkernels.configs import GemmConfig, OverlapConfig
-from tkernels.gemm import matmul
-from tkernels.matmul_all_reduce import matmul_all_reduce
-from tkernels.matmul_reduce_scatter import matmul_reduce_scatter
-from tkernels.testing.compare import tolerance
+from tkernels.rounding import tolerance
 
 LAYOUTS = ("TN", "NN", "NT")
 TERMS_OF_AN_INTEGER_ROW = 64
@@ -167,12 +163,12 @@ class Problem:
         """Collective. Our kernel's result with `config`, over another context of the same ranks if one is given."""
         op, ctx, x, w, rows = self.case.op, ctx or self.ctx, self.x, self.w, self.rows
         if op == "gemm":
-            return matmul(x, w, config=config)
+            return tkernels.matmul(x, w, config=config)
         if op == "all_gather_matmul":
-            return all_gather_matmul(ctx, x, w, rows=rows, config=config)[0]
+            return tkernels.all_gather_matmul(x, w, rows=rows, config=config, ctx=ctx)
         if op == "matmul_reduce_scatter":
-            return matmul_reduce_scatter(ctx, x, w, rows=rows, config=config)
-        return matmul_all_reduce(ctx, x, w, config=config)
+            return tkernels.matmul_reduce_scatter(x, w, rows=rows, config=config, ctx=ctx)
+        return tkernels.matmul_all_reduce(x, w, config=config, ctx=ctx)
 
     def truth(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(X, W): this rank's exact result is X @ W.T, or X alone if W is None, in fp64."""

@@ -6,7 +6,8 @@ if __name__ == "comm":  # imported from a checkout's root; see tkernels/_alias.p
     alias("comm", "tkernels.comm")
 else:
     from tkernels.comm.channel import Channel
-    from tkernels.comm.context import Context, as_context, current_context, finalize, find_context, init
+    from tkernels.comm.context import Context, as_context, finalize, init
+    from tkernels.comm.contexts import current_context, find_context
     from tkernels.comm.errors import (
         Fault,
         HeapExhaustedError,
@@ -17,31 +18,23 @@ else:
         WaitTimeoutError,
     )
     from tkernels.comm.heap import SymmetricHeap
-    from tkernels.comm.lease import EventCompletion, Fence, Keepalive, Lease, Slot, WorkCompletion, captured
     from tkernels.comm.regions import Regions
     from tkernels.comm.runtime import RUNTIME
 
     __all__ = [
         "Channel",
         "Context",
-        "EventCompletion",
         "Fault",
-        "Fence",
         "HeapExhaustedError",
-        "Keepalive",
-        "Lease",
         "LeaseError",
         "MismatchError",
         "OutOfStepError",
         "RUNTIME",
         "Regions",
-        "Slot",
         "SymmetricHeap",
         "TkernelsError",
         "WaitTimeoutError",
-        "WorkCompletion",
         "as_context",
-        "captured",
         "current_context",
         "finalize",
         "find_context",

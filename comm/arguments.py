@@ -55,6 +55,26 @@ def check_dense(operation: str, **operands):
             raise TypeError(f"{operation}: {name} must be a strided tensor, not {value.layout}; pass a .to_dense() one")
 
 
+def check_resolved(name: str, label: str, tensor: torch.Tensor):
+    """Raise ValueError for a tensor that torch negates or conjugates lazily: kernels read the memory as it is."""
+    if torch.compiler.is_compiling():
+        return  # a traced tensor can't be queried; the compiled call checks
+    if tensor.is_neg() or tensor.is_conj():
+        raise ValueError(f"{name}: {label} is a negated or conjugated view; pass {label}.resolve_neg().resolve_conj()")
+
+
+def check_out(name: str, out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
+    """Raise ValueError or TypeError unless `out` has that shape and dtype, is contiguous and is on `device`."""
+    if out.dtype != dtype:
+        raise TypeError(f"{name}: out is {out.dtype}, but the result is {dtype}")
+    if tuple(out.shape) != tuple(shape) or not out.is_contiguous() or out.device != device:
+        raise ValueError(
+            f"{name}: out is {tuple(out.shape)} with strides {out.stride()} on {out.device}, but must be "
+            f"{tuple(shape)}, contiguous, on {device}"
+        )
+    check_resolved(name, "out", out)
+
+
 def switch(name: str) -> bool:
     """Whether the environment switches `name` on: by 1, true, yes or on. Unset or empty, and 0, false, no or off: not.
 

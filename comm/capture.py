@@ -6,15 +6,10 @@ A capture records everything launched on its stream into the graph, so each repl
 copying a schedule. By default it also forbids its thread any call that might wait for the device, such as loading a
 kernel. So kernels are compiled and loaded with the thread's capture mode relaxed, and memory is prepared on a stream
 that is not captured, which is then synchronised. In inference mode, the setup runs outside of that mode.
-
-`following` is for the capture itself: for the nodes of autograd that were there before it.
 """
 
 import contextlib
 import ctypes
-import functools
-import threading
-import warnings
 
 import torch
 
@@ -22,8 +17,6 @@ from tkernels.comm.driver import driver
 from tkernels.comm.errors import TkernelsError
 
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
-
-_lock, _captures, _before = threading.Lock(), 0, False  # captures inside `following`; torch's setting outside of them
 
 
 def underway() -> bool:
@@ -67,48 +60,6 @@ def beside():
         with torch.cuda.stream(stream):
             yield
             stream.synchronize()
-
-
-@contextlib.contextmanager
-def following():
-    """Around a capture: nodes of autograd that were made before it run on its stream, instead of breaking it.
-
-    A parameter's AccumulateGrad node remembers the stream of its first use. If anything holds it longer, such as the
-    loss of a warm-up step, a captured backward would pull that stream into the graph. torch's setting that prevents
-    this is the whole process's: it is on as long as any capture is inside, and then what it was before.
-
-    Warns, once, where an older torch lacks the setting.
-    """
-    global _captures, _before
-    override = _stale_stream_override()
-    if override is None:
-        yield
-        return
-    with _lock:
-        if not _captures:
-            _before = torch._C._override_stale_capture_stream()
-            override(True)
-        _captures += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _captures -= 1
-            if not _captures:
-                override(_before)
-
-
-@functools.cache
-def _stale_stream_override():
-    """torch's function, or None with a warning, which caching makes the only one."""
-    override = getattr(torch.autograd.graph, "set_override_stale_capture_stream", None)
-    if override is None:
-        warnings.warn(
-            f"torch {torch.__version__} has no set_override_stale_capture_stream: the capture of a backward fails if a "
-            f"loss of the warm-up is still alive. Drop it (del loss) before the capture, or use a newer torch",
-            stacklevel=6,
-        )
-    return override
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ send first make progress as long as their messages fit into `copies` slots.
 """
 
 import contextlib
+import threading
 
 import torch
 import triton
@@ -35,9 +36,9 @@ import triton.language as tl
 
 from tkernels.comm.arguments import LARGEST, check_type, whole
 from tkernels.comm.context import Context, as_context
-from tkernels.comm.device import begin_epoch, copy, end_epoch, operation, put_signal, quiet, signal, wait_signal
+from tkernels.comm.device import Net, begin_epoch, copy, end_epoch, operation, put_signal, quiet, signal, wait_signal
 from tkernels.comm.errors import MismatchError, TkernelsError
-from tkernels.comm.lease import Slot
+from tkernels.comm.fence import Fence
 from tkernels.comm.regions import ALIGNMENT, Regions, round_up
 
 OP_SEND = operation("channel send")
@@ -49,14 +50,16 @@ _WIDTHS = {16: torch.int32, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: t
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["peer"])
+@triton.jit(do_not_specialize=["rank", "peer"])
 def channel_wait_kernel(
-    words, state, table, peer,  # [WORDS] here, raised by `peer`
-    LAG: tl.constexpr, WORDS: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
+    words, state,  # [WORDS] here, raised by `peer`
+    table, rank, peer,
+    L, LAG: tl.constexpr, WORDS: tl.constexpr,
 ):
+    net = Net(table, rank)
     generation = begin_epoch(state) - LAG
     for index in range(WORDS):
-        wait_signal(words + index, generation, table, peer, index, OPERATION, TRANSPORT)
+        wait_signal(words + index, generation, peer, index, net, L)
 
 
 @triton.jit
@@ -67,33 +70,35 @@ def share_of(num_elements, share, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
     return first, tl.minimum(tl.maximum(num_elements - first, 0), share)
 
 
-@triton.jit(do_not_specialize=["target", "num_elements", "share"])
+@triton.jit(do_not_specialize=["rank", "peer", "num_elements", "share"])
 def channel_send_kernel(
-    x, slots, slot_stride, full, state, table, target,  # [num_elements], [copies, slot_stride], [programs]
+    data, slots, slot_stride, words, state,  # [num_elements], [copies, slot_stride], `full` [programs]
+    table, rank, peer,
     num_elements, share,
-    COPIES: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+    L, COPIES: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):
+    net = Net(table, rank)
     generation = begin_epoch(state)
-    first, part = share_of(num_elements, share, x.dtype.element_ty, ALIGN)
+    first, part = share_of(num_elements, share, data.dtype.element_ty, ALIGN)
     slot = slots + (generation - 1) % COPIES * slot_stride
-    put_signal(
-        slot + first, x + first, part, full + tl.program_id(0), generation, target, table, TRANSPORT, BLOCK, ALIGN
-    )
-    quiet(TRANSPORT)  # work ordered after this kernel may overwrite x
+    put_signal(slot + first, data + first, part, words + tl.program_id(0), generation, peer, net, L, BLOCK, ALIGN)
+    quiet(L)  # work ordered after this kernel may overwrite the data
     end_epoch(state, generation)
 
 
-@triton.jit(do_not_specialize=["source", "num_elements", "share"])
+@triton.jit(do_not_specialize=["rank", "peer", "num_elements", "share"])
 def channel_receive_kernel(
-    out, slots, slot_stride, free, state, table, source,  # [num_elements], [copies, slot_stride], [programs]
+    data, slots, slot_stride, words, state,  # [num_elements], [copies, slot_stride], `free` [programs]
+    table, rank, peer,
     num_elements, share,
-    COPIES: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+    L, COPIES: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):
+    net = Net(table, rank)
     generation = begin_epoch(state)
-    first, part = share_of(num_elements, share, out.dtype.element_ty, ALIGN)
+    first, part = share_of(num_elements, share, data.dtype.element_ty, ALIGN)
     slot = slots + (generation - 1) % COPIES * slot_stride
-    copy(out + first, slot + first, part, BLOCK, ALIGN)
-    signal(free + tl.program_id(0), generation, source, table, TRANSPORT)
+    copy(data + first, slot + first, part, BLOCK, ALIGN)
+    signal(words + tl.program_id(0), generation, peer, net, L)
     end_epoch(state, generation)
 # fmt: on
 
@@ -114,14 +119,47 @@ class RemoteSignal:
     def wait(self, stream):
         with self._dev.stream(stream):
             self._ctx.launch(
-                channel_wait_kernel, 1, self._words, self._state, self._ctx.table, self._peer,
-                LAG=self._lag, WORDS=len(self._words), OPERATION=self._operation,
-                TRANSPORT=self._ctx.transport_id, num_warps=1,
+                channel_wait_kernel, 1, words=self._words, state=self._state, table=self._ctx.table,
+                rank=self._ctx.rank, peer=self._peer, L=self._ctx.link(self._operation), LAG=self._lag,
+                WORDS=len(self._words), num_warps=1,
             )  # fmt: skip
 
     def query(self) -> bool:
         """Whether it is known to have happened; on a GPU always False, since reading would wait for a stream."""
         return self._ctx.device.type == "cpu" and bool(self._words.min() > self._state[0] - self._lag)
+
+
+class End:
+    """One end of a channel. Its turns run one after the other, on whatever streams and from whatever threads.
+
+    state: [generation, programs that have finished], on the device.
+    gate: what the next turn waits for. `join` and `forget` are those of a slot, for `tkernels.layers.captured`.
+    """
+
+    def __init__(self, device: torch.device, dev):
+        self.state = torch.zeros(2, dtype=torch.int64, device=device)
+        self.dev, self.gate, self._lock = dev, Fence(dev), threading.RLock()
+
+    @contextlib.contextmanager
+    def turn(self, signal: RemoteSignal):
+        """One generation: on the current stream, after the end's previous one and after the peer's signal."""
+        with self._lock:
+            self.gate.add(signal)
+            self.join()
+            try:
+                yield self.state
+            finally:
+                self.gate.record(self.dev.current_stream())
+
+    def join(self, stream=None):
+        """Order `stream` (None: the current one) after all turns so far, and clear the gate."""
+        with self._lock:
+            self.gate.wait(self.dev.current_stream() if stream is None else stream)
+            self.gate.clear()
+
+    def forget(self):
+        """Be as if no turn had been taken, after a capture that failed."""
+        self.gate.clear()
 
 
 class Channel:
@@ -169,19 +207,15 @@ class Channel:
         self._spare = plan.view(self._memory, "spare").fill_(1 << 62)  # far ahead of any generation
         self._loaded = set()
         dev = torch.get_device_module(ctx.device)
-        # Leases of an end's state serialize its turns. The state: [generation, programs that have finished].
-        self._sending, self._receiving = (
-            Slot(torch.zeros(2, dtype=torch.int64, device=ctx.device), dev=dev, name=f"the channel's {end} end")
-            for end in ("sending", "receiving")
-        )
-        self.credit = RemoteSignal(ctx, dev, self._free, self._sending.tensor, dst, copies, OP_SEND)
-        self.arrival = RemoteSignal(ctx, dev, self._full, self._receiving.tensor, src, 0, OP_RECEIVE)
+        self._sending, self._receiving = End(ctx.device, dev), End(ctx.device, dev)
+        self.credit = RemoteSignal(ctx, dev, self._free, self._sending.state, dst, copies, OP_SEND)
+        self.arrival = RemoteSignal(ctx, dev, self._full, self._receiving.state, src, 0, OP_RECEIVE)
         self._load(self._slots[:ALIGNMENT])
         ctx.group.barrier()  # no rank signals before every rank's words are zero
 
     @property
-    def slots(self) -> tuple[Slot, Slot]:
-        """The states of the two ends, for `lease.captured` around a CUDA graph that sends or receives."""
+    def slots(self) -> tuple["End", "End"]:
+        """The two ends, for `tkernels.layers.captured` around a CUDA graph that sends or receives."""
         return self._sending, self._receiving
 
     def send(self, tensor: torch.Tensor):
@@ -191,8 +225,8 @@ class Channel:
         """
         for part in self._parts(tensor, "send", self.dst):
             self._load(part)
-            with self._turn(self._sending, self.credit) as state:
-                self._launch(channel_send_kernel, part, self._full, state, self.dst)
+            with self._sending.turn(self.credit) as state:
+                self._launch(channel_send_kernel, OP_SEND, part, self._full, state, self.dst)
 
     def receive(self, tensor: torch.Tensor) -> torch.Tensor:
         """Receive the next message of `src` into a contiguous tensor of the size that was sent, on the current stream.
@@ -201,8 +235,8 @@ class Channel:
         `src`.
         """
         for part in self._parts(tensor, "receive", self.src):
-            with self._turn(self._receiving, self.arrival) as state:
-                self._launch(channel_receive_kernel, part, self._free, state, self.src)
+            with self._receiving.turn(self.arrival) as state:
+                self._launch(channel_receive_kernel, OP_RECEIVE, part, self._free, state, self.src)
         return tensor
 
     def close(self):
@@ -230,17 +264,6 @@ class Channel:
             )
         return tensor.detach().view(-1).view(torch.uint8).split(self.slot_bytes) if tensor.numel() else ()
 
-    @contextlib.contextmanager
-    def _turn(self, end: Slot, signal: RemoteSignal):
-        """One generation of one end: ordered after the end's previous one, and after the peer's signal."""
-        end.gate.add(signal)
-        lease = end.acquire()
-        try:
-            with lease.write() as state:
-                yield state
-        finally:
-            end.release(lease)
-
     def _load(self, part: torch.Tensor):
         """Launch the kernels as they would be for this part, but without data and without waiting, to load them.
 
@@ -254,19 +277,19 @@ class Channel:
         if not self._loaded:
             for lag, operation in ((self.copies, OP_SEND), (0, OP_RECEIVE)):
                 RemoteSignal(ctx, dev, self._spare, state, ctx.rank, lag, operation).wait(dev.current_stream())
-        for kernel in (channel_send_kernel, channel_receive_kernel):
-            self._launch(kernel, part, self._spare, state, ctx.rank, num_bytes=0)
+        for kernel, operation in ((channel_send_kernel, OP_SEND), (channel_receive_kernel, OP_RECEIVE)):
+            self._launch(kernel, operation, part, self._spare, state, ctx.rank, num_bytes=0)
         self._loaded.add(variant)
 
-    def _launch(self, kernel, part: torch.Tensor, words, state, peer: int, *, num_bytes: int | None = None):
+    def _launch(self, kernel, operation, part: torch.Tensor, words, state, peer: int, *, num_bytes: int | None = None):
         align = _alignment(part)
         itemsize = _WIDTHS[align].itemsize
         num_elements = (part.numel() if num_bytes is None else num_bytes) // itemsize
         share = round_up(-(-num_elements // self.num_programs), 16 // itemsize)
         self.ctx.launch(
-            kernel, self.num_programs, part.view(_WIDTHS[align]), self._slots.view(_WIDTHS[align]),
-            self.slot_bytes // itemsize, words, state, self.ctx.table, peer, num_elements, share,
-            COPIES=self.copies, TRANSPORT=self.ctx.transport_id,
+            kernel, self.num_programs, data=part.view(_WIDTHS[align]), num_elements=num_elements, share=share,
+            slots=self._slots.view(_WIDTHS[align]), slot_stride=self.slot_bytes // itemsize, words=words, state=state,
+            table=self.ctx.table, rank=self.ctx.rank, peer=peer, L=self.ctx.link(operation), COPIES=self.copies,
             # Without alignment each element needs its own address and mask, so a step copies fewer.
             BLOCK=BLOCK_BYTES // 4 // (1 if align == 16 else 4), ALIGN=align, num_warps=8, maxnreg=128,
         )  # fmt: skip

@@ -22,16 +22,18 @@ import functools
 import math
 import operator
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from tkernels.comm.arguments import whole
+from tkernels.comm.arguments import check_out, check_resolved, whole
 from tkernels.comm.context import Context
 from tkernels.comm.copies import Copies, Send, await_copies, begin_landing, end_launch
 from tkernels.comm.device import (
     NVSHMEM,
+    Net,
     begin_call,
     copy,
     count_up_to,
@@ -46,7 +48,6 @@ from tkernels.comm.device import (
     wait_packets,
 )
 from tkernels.comm.marks import ADD, COPY, SEND, WAIT, end_marks, mark
-from tkernels.comm.plans import alike, check_out, check_resolved
 from tkernels.comm.regions import round_up
 from tkernels.comm.workspace import MIN_CHUNKS, PACKET_BLOCK, PACKET_BYTES
 
@@ -190,23 +191,22 @@ def part_of(starts, rank, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
 
 @triton.jit
 def receive_parts(
-    out, inbox, ready, landed, starts, max_chunks, epoch, table, chunk, piece, rank,
-    SIZE: tl.constexpr, COPIES: tl.constexpr,
-    OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, TRACE: tl.constexpr,
+    out, inbox, ready, landed, starts, max_chunks, epoch, chunk, piece,
+    net, L, COPIES: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):
     """Wait for every peer's part and copy it from the inbox to `out`, piece by piece, divided among the programs.
 
     ready, landed, COPIES: as `wait_chunk`.  piece: elements; a divisor of `chunk`, since a piece waits for one chunk.
     """
-    for step in range(1, SIZE):
-        source = (rank + SIZE - step) % SIZE
+    for step in range(1, L.RANKS):
+        source = (net.rank + L.RANKS - step) % L.RANKS
         start, part = part_of(starts, source, out.dtype.element_ty, ALIGN)
         for index in range(tl.program_id(0), chunk_count(part, piece), tl.num_programs(0)):
             first = tl.cast(index, tl.int64) * piece
             number = tl.cast(first // chunk, tl.int32)
-            mark(WAIT, number, source, table, TRANSPORT, TRACE)
-            wait_chunk(ready, landed, max_chunks, source, number, epoch, table, COPIES, OPERATION, TRANSPORT)
-            mark(COPY, number, source, table, TRANSPORT, TRACE)
+            mark(WAIT, number, source, net, L)
+            wait_chunk(ready, landed, max_chunks, epoch, source, number, net, L, COPIES)
+            mark(COPY, number, source, net, L)
             copy(out + start + first, inbox + start + first, tl.minimum(part - first, piece), BLOCK, ALIGN)
 
 
@@ -216,38 +216,37 @@ def all_gather_kernel(
     inbox, inbox_stride, ready, max_chunks, state, table, rank, gate, copied, landed,
     starts,  # [R + 1] first element of each part
     chunk, call,  # elements; see begin_call
-    SIZE: tl.constexpr, COPIES: tl.constexpr,
-    OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
-    TRACE: tl.constexpr = False,
+    L, COPIES: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):
     pid = tl.program_id(0)
-    epoch = begin_call(state, call, table, rank, SIZE, TRANSPORT)
+    net = Net(table, rank)
+    epoch = begin_call(state, call, net, L)
     inbox += epoch % 2 * inbox_stride
     start, part = part_of(starts, rank, x.dtype.element_ty, ALIGN)
     chunks = chunk_count(part, chunk)
     if COPIES:
-        begin_landing(pid, 0, gate, epoch, table, rank, SIZE, COPIES, OPERATION, TRANSPORT)
+        begin_landing(pid, 0, gate, epoch, net, L, COPIES)
     else:
         landed = None
         for index in range(pid, chunks, tl.num_programs(0)):
             first = tl.cast(index, tl.int64) * chunk
             size = tl.minimum(part - first, chunk)
-            for step in range(1, SIZE):
-                mark(SEND, index, (rank + step) % SIZE, table, TRANSPORT, TRACE)
-                put(inbox + start + first, x + first, size, (rank + step) % SIZE, table, TRANSPORT, BLOCK, ALIGN)
-            signal_all(ready + rank * max_chunks + index, epoch, table, rank, SIZE, TRANSPORT)
+            for step in range(1, L.RANKS):
+                target = (rank + step) % L.RANKS
+                mark(SEND, index, target, net, L)
+                put(inbox + start + first, x + first, size, target, net, L, BLOCK, ALIGN)
+            signal_all(ready + rank * max_chunks + index, epoch, net, L)
     for index in range(pid, chunks, tl.num_programs(0)):
         first = tl.cast(index, tl.int64) * chunk
-        mark(COPY, index, rank, table, TRANSPORT, TRACE)
+        mark(COPY, index, rank, net, L)
         copy(out + start + first, x + first, tl.minimum(part - first, chunk), BLOCK, ALIGN)
     receive_parts(
-        out, inbox, ready, landed, starts, max_chunks, epoch, table, chunk, chunk, rank,
-        SIZE, COPIES, OPERATION, TRANSPORT, BLOCK, ALIGN, TRACE,
+        out, inbox, ready, landed, starts, max_chunks, epoch, chunk, chunk, net, L, COPIES, BLOCK, ALIGN
     )
     if COPIES:
-        await_copies(pid, copied, table, rank, OPERATION, TRANSPORT, TRACE)
-    end_marks(table, TRANSPORT, TRACE)
-    end_launch(state, epoch, call, None, 0, copied, landed, table, rank, SIZE, COPIES, OPERATION, TRANSPORT)
+        await_copies(pid, copied, net, L)
+    end_marks(net, L)
+    end_launch(state, epoch, call, None, 0, copied, landed, net, L, COPIES)
 
 
 @triton.jit(do_not_specialize=["rank", "num_chunks", "max_chunks", "num_counters", "piece_chunks", "call"])
@@ -258,49 +257,48 @@ def reduce_kernel(
     starts,  # [R + 1] first element of each part; with WHOLE, the first two words are those of every part
     chunk, num_chunks, piece_chunks,  # elements of a chunk; chunks of the largest part; chunks of a copy
     call,  # see begin_call
-    SIZE: tl.constexpr, GATHER: tl.constexpr, WHOLE: tl.constexpr, COPIES: tl.constexpr,
-    OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
-    TRACE: tl.constexpr = False,
+    L, GATHER: tl.constexpr, WHOLE: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):
     """Send each rank its part of x and sum what arrives; with GATHER, send the sum of the own part to every peer."""
     PARTS: tl.constexpr = 0 if WHOLE else 1
     part_stride = tl.cast(part_stride, tl.int64)  # times R it may exceed 2**31
-    epoch = begin_call(state, call, table, rank, SIZE, TRANSPORT)
+    net = Net(table, rank)
+    epoch = begin_call(state, call, net, L)
     inbox += epoch % 2 * inbox_stride
     pid = tl.program_id(0)
     if COPIES:
-        begin_landing(pid, 0, gate, epoch, table, rank, SIZE, COPIES, OPERATION, TRANSPORT)
+        begin_landing(pid, 0, gate, epoch, net, L, COPIES)
     else:
         landed = None
         for index in range(pid, num_chunks, tl.num_programs(0)):
             first = tl.cast(index, tl.int64) * chunk
-            for step in range(1, SIZE):
-                target = (rank + step) % SIZE
+            for step in range(1, L.RANKS):
+                target = (rank + step) % L.RANKS
                 start, part = part_of(starts, target * PARTS, x.dtype.element_ty, ALIGN)
-                mark(SEND, index, target, table, TRANSPORT, TRACE)
+                mark(SEND, index, target, net, L)
                 put(
                     inbox + rank * part_stride + first, x + start + first,
-                    tl.maximum(tl.minimum(part - first, chunk), 0), target, table, TRANSPORT, BLOCK, ALIGN,
+                    tl.maximum(tl.minimum(part - first, chunk), 0), target, net, L, BLOCK, ALIGN,
                 )
-            signal_all(ready + rank * max_chunks + index, epoch, table, rank, SIZE, TRANSPORT)
+            signal_all(ready + rank * max_chunks + index, epoch, net, L)
 
     start, part = part_of(starts, rank * PARTS, x.dtype.element_ty, ALIGN)
     own = out + start if GATHER else out
-    gathered = (inbox + SIZE * part_stride).to(out.dtype)
-    gathered_ready = ready + SIZE * max_chunks
+    gathered = (inbox + L.RANKS * part_stride).to(out.dtype)
+    gathered_ready = ready + L.RANKS * max_chunks
     chunks = chunk_count(part, chunk)
     for index in range(pid, chunks, tl.num_programs(0)):
-        for source in range(SIZE):
+        for source in range(L.RANKS):
             if source != rank:
-                mark(WAIT, index, source, table, TRANSPORT, TRACE)
-                wait_chunk(ready, landed, max_chunks, source, index, epoch, table, COPIES, OPERATION, TRANSPORT)
-        mark(ADD, index, rank, table, TRANSPORT, TRACE)
+                mark(WAIT, index, source, net, L)
+                wait_chunk(ready, landed, max_chunks, epoch, source, index, net, L, COPIES)
+        mark(ADD, index, rank, net, L)
         first = tl.cast(index, tl.int64) * chunk
         last = tl.minimum(part, first + chunk)
         for offset in range(first, last, BLOCK):
             at = tl.cast(offset, tl.int64) + tl.arange(0, BLOCK)
             total = tl.zeros((BLOCK,), tl.float32)
-            for source in range(SIZE):
+            for source in range(L.RANKS):
                 if source == rank:
                     total += tl.load(x + start + at, mask=at < last, other=0.0).to(tl.float32)
                 else:
@@ -309,27 +307,23 @@ def reduce_kernel(
         if GATHER:
             if COPIES:
                 piece = index // piece_chunks
-                count_up_to(counters + piece, tl.minimum(chunks - piece * piece_chunks, piece_chunks), TRANSPORT)
+                count_up_to(counters + piece, tl.minimum(chunks - piece * piece_chunks, piece_chunks), L)
             else:
                 tl.debug_barrier()  # threads copy what other threads of the program have stored
-                for step in range(1, SIZE):
-                    mark(SEND, index, (rank + step) % SIZE, table, TRANSPORT, TRACE)
-                    put(
-                        gathered + start + first, own + first, last - first, (rank + step) % SIZE, table,
-                        TRANSPORT, BLOCK, ALIGN,
-                    )
-                signal_all(gathered_ready + rank * max_chunks + index, epoch, table, rank, SIZE, TRANSPORT)
+                for step in range(1, L.RANKS):
+                    target = (rank + step) % L.RANKS
+                    mark(SEND, index, target, net, L)
+                    put(gathered + start + first, own + first, last - first, target, net, L, BLOCK, ALIGN)
+                signal_all(gathered_ready + rank * max_chunks + index, epoch, net, L)
     if GATHER:
         receive_parts(
-            out, gathered, gathered_ready, landed + SIZE if COPIES else None, starts, max_chunks, epoch, table,
-            chunk, chunk, rank, SIZE, COPIES, OPERATION, TRANSPORT, BLOCK, ALIGN, TRACE,
+            out, gathered, gathered_ready, landed + L.RANKS if COPIES else None, starts, max_chunks, epoch,
+            chunk, chunk, net, L, COPIES, BLOCK, ALIGN,
         )
     if COPIES:
-        await_copies(pid, copied, table, rank, OPERATION, TRANSPORT, TRACE)
-    end_marks(table, TRANSPORT, TRACE)
-    end_launch(
-        state, epoch, call, counters, num_counters, copied, landed, table, rank, SIZE, COPIES, OPERATION, TRANSPORT
-    )
+        await_copies(pid, copied, net, L)
+    end_marks(net, L)
+    end_launch(state, epoch, call, counters, num_counters, copied, landed, net, L, COPIES)
 
 
 @triton.jit
@@ -354,32 +348,28 @@ def unpack(words, DTYPE: tl.constexpr, WORDS: tl.constexpr):
 
 @triton.jit
 def store_parts(
-    packets, source_stride, out, starts, at, epoch, table, index, rank,
-    SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr,
-    TRACE: tl.constexpr,
+    packets, source_stride, out, starts, at, epoch, index, net, L, WORDS: tl.constexpr, ALIGN: tl.constexpr,
 ):
     """Wait for a block of every rank's part and store each at its place in `out`."""
     DTYPE: tl.constexpr = out.dtype.element_ty
-    mark(WAIT, index, rank, table, TRANSPORT, TRACE)
-    arrived = wait_packets(packets, source_stride, epoch, table, index, SIZE, OPERATION, TRANSPORT, WORDS)
-    mark(COPY, index, rank, table, TRANSPORT, TRACE)
-    for source in tl.static_range(SIZE):
+    mark(WAIT, index, net.rank, net, L)
+    arrived = wait_packets(packets, source_stride, epoch, index, net, L, WORDS)
+    mark(COPY, index, net.rank, net, L)
+    for source in tl.static_range(L.RANKS):
         start, part = part_of(starts, source, DTYPE, ALIGN)
         tl.store(out + start + at, unpack(arrived[source], DTYPE, WORDS), mask=at < part)
 
 
 @triton.jit
 def sum_of_packets(
-    packets, source_stride, epoch, table, index, rank,
-    DTYPE: tl.constexpr, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, WORDS: tl.constexpr,
-    TRACE: tl.constexpr,
+    packets, source_stride, epoch, index, net, L, DTYPE: tl.constexpr, WORDS: tl.constexpr,
 ):
     """Wait for a block from every rank; returns their sum in fp32."""
-    mark(WAIT, index, rank, table, TRANSPORT, TRACE)
-    arrived = wait_packets(packets, source_stride, epoch, table, index, SIZE, OPERATION, TRANSPORT, WORDS)
-    mark(ADD, index, rank, table, TRANSPORT, TRACE)
+    mark(WAIT, index, net.rank, net, L)
+    arrived = wait_packets(packets, source_stride, epoch, index, net, L, WORDS)
+    mark(ADD, index, net.rank, net, L)
     total = tl.zeros((WORDS * 32 // DTYPE.primitive_bitwidth,), tl.float32)
-    for source in tl.static_range(SIZE):
+    for source in tl.static_range(L.RANKS):
         total += unpack(arrived[source], DTYPE, WORDS).to(tl.float32)
     return total
 
@@ -390,9 +380,7 @@ def packets_kernel(
     packets, inbox_stride, source_stride, state, table, rank,  # two inboxes of `packets`, three of `lamport`
     starts,  # [R + 1] first element of each part; with WHOLE, the first two words are those of every part
     max_part, call,  # elements of the largest part; see begin_call
-    SIZE: tl.constexpr, REDUCE: tl.constexpr, WHOLE: tl.constexpr, GATHER: tl.constexpr,
-    OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr,
-    TRACE: tl.constexpr = False,
+    L, REDUCE: tl.constexpr, WHOLE: tl.constexpr, GATHER: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr,
 ):
     """Send packets to every rank, this one included; sum those of all ranks (REDUCE), or concatenate them.
 
@@ -407,7 +395,8 @@ def packets_kernel(
     OUT_WORDS: tl.constexpr = BLOCK * OUT.primitive_bitwidth // 32
     PARTS: tl.constexpr = 0 if WHOLE else 1
     SAME: tl.constexpr = WHOLE or not REDUCE  # every rank is sent the same data
-    epoch = begin_call(state, call, table, rank, SIZE, TRANSPORT)
+    net = Net(table, rank)
+    epoch = begin_call(state, call, net, L)
     inboxes, turn = packets, epoch
     if REDUCE:
         turn = tl.load(state + LAMPORT_CALLS)
@@ -421,15 +410,15 @@ def packets_kernel(
         inbox = packets + rank * source_stride + index * WORDS
         if SAME:
             words = pack(tl.load(x + at, mask=at < own, other=0), WORDS)
-        for step in range(SIZE):
-            target = (rank + 1 + step) % SIZE
-            mark(SEND, index, target, table, TRANSPORT, TRACE)
+        for step in range(L.RANKS):
+            target = (rank + 1 + step) % L.RANKS
+            mark(SEND, index, target, net, L)
             if SAME:
                 sent = words
             else:
                 start, part = part_of(starts, target, DTYPE, ALIGN)
                 sent = pack(tl.load(x + start + at, mask=at < part, other=0), WORDS)
-            put_packets(inbox, sent, epoch, target, table, TRANSPORT)
+            put_packets(inbox, sent, epoch, target, net, L)
     if REDUCE:
         # Zero the third that the previous call used: peers write there again in the next call but one.
         left = inboxes + (turn + 2) % 3 * inbox_stride
@@ -437,51 +426,47 @@ def packets_kernel(
         for first in range(tl.program_id(0) * WORDS, used, tl.num_programs(0) * WORDS):
             words_at = first + tl.arange(0, WORDS)
             tl.store(left + words_at, tl.zeros((WORDS,), tl.int32), mask=words_at < used)
-    gathered, gathered_stride = packets + SIZE * source_stride, blocks * OUT_WORDS
+    gathered, gathered_stride = packets + L.RANKS * source_stride, blocks * OUT_WORDS
     for index in range(tl.program_id(0), blocks, tl.num_programs(0)):
         at = index * BLOCK + tl.arange(0, BLOCK)
         inbox = packets + index * WORDS
         if REDUCE:
             total = sum_of_packets(
-                inbox, source_stride, epoch, table, index, rank, DTYPE, SIZE, OPERATION, TRANSPORT, WORDS, TRACE
+                inbox, source_stride, epoch, index, net, L, DTYPE, WORDS
             ).to(OUT)
             if GATHER:
                 words = pack(total, OUT_WORDS)
-                for step in range(SIZE):
-                    target = (rank + 1 + step) % SIZE
-                    mark(SEND, index, target, table, TRANSPORT, TRACE)
+                for step in range(L.RANKS):
+                    target = (rank + 1 + step) % L.RANKS
+                    mark(SEND, index, target, net, L)
                     mine = gathered + rank * gathered_stride + index * OUT_WORDS
-                    put_packets(mine, words, epoch, target, table, TRANSPORT)
+                    put_packets(mine, words, epoch, target, net, L)
             else:
                 tl.store(out + at, total, mask=at < own)
         else:
-            store_parts(
-                inbox, source_stride, out, starts, at, epoch, table, index, rank,
-                SIZE, OPERATION, TRANSPORT, WORDS, ALIGN, TRACE,
-            )
+            store_parts(inbox, source_stride, out, starts, at, epoch, index, net, L, WORDS, ALIGN)
     if GATHER:
         for index in range(tl.program_id(0), blocks, tl.num_programs(0)):
             store_parts(
                 gathered + index * OUT_WORDS, gathered_stride, out, starts, index * BLOCK + tl.arange(0, BLOCK),
-                epoch, table, index, rank, SIZE, OPERATION, TRANSPORT, OUT_WORDS, ALIGN, TRACE,
+                epoch, index, net, L, OUT_WORDS, ALIGN,
             )
-    end_marks(table, TRANSPORT, TRACE)
-    last = end_call(state, epoch, call, table, rank, SIZE, OPERATION, TRANSPORT)
+    end_marks(net, L)
+    last = end_call(state, epoch, call, net, L)
     if REDUCE:
         if last:
             tl.store(state + LAMPORT_CALLS, turn + 1)
-            tl.store(state + LAMPORT_WORDS, SIZE * (source_stride + (gathered_stride if GATHER else 0)))
+            tl.store(state + LAMPORT_WORDS, L.RANKS * (source_stride + (gathered_stride if GATHER else 0)))
 
 
 @triton.jit(do_not_specialize=["rank", "call"])
-def barrier_kernel(
-    state, table, rank, call, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr
-):
-    fence(TRANSPORT)
-    epoch = begin_call(state, call, table, rank, SIZE, TRANSPORT)
-    for step in range(1, SIZE):
-        wait_begun((rank + step) % SIZE, epoch, table, OPERATION, TRANSPORT)
-    end_call(state, epoch, call, table, rank, SIZE, OPERATION, TRANSPORT)
+def barrier_kernel(state, table, rank, call, L):
+    fence(L)
+    net = Net(table, rank)
+    epoch = begin_call(state, call, net, L)
+    for step in range(1, L.RANKS):
+        wait_begun(epoch, (rank + step) % L.RANKS, net, L)
+    end_call(state, epoch, call, net, L)
 # fmt: on
 
 
@@ -499,34 +484,37 @@ def all_gather(
     max_programs: the same on all ranks; fewer leave SMs to other work that runs beside the collective.
     out: contiguous, filled and returned. x_shard_m may be this rank's rows of it (in place).
     """
-    rows = None if rows is None else tuple(rows)
-    return ctx.call(plan_all_gather, (x_shard_m, out), rows, max_programs, config)
+    return ctx.call(AllGather(None if rows is None else tuple(rows), max_programs, config), x_shard_m, out)
 
 
-def _gathers_alike(ctx, x, out, rows, max_programs, config=DEFAULT):
-    same = {"dtype": x.dtype, "shape of a row": tuple(x.shape[1:]), "max_programs": max_programs, "config": config}
-    return "all_gather", same | {"rows": tuple(map(int, rows or tuple(x.shape[:1]) * ctx.size))}
+class AllGather(NamedTuple):
+    """A call of `all_gather`, of x and out. Operations can prepare it as a part of their own calls."""
 
+    rows: tuple[int, ...] | None = None
+    max_programs: int = MAX_PROGRAMS
+    config: CollectiveConfig = DEFAULT
 
-@alike(_gathers_alike)
-def plan_all_gather(ctx: Context, x: torch.Tensor, out, rows, max_programs: int, config: CollectiveConfig = DEFAULT):
-    """Prepares calls with tensors like x and out: returns a function of the two that returns the result.
+    operation = "all_gather"
 
-    Operations can make it part of their own plans. Like those, it is valid until the workspace forgets its plans.
-    """
-    _check("all_gather", ctx, x, max_programs)
-    _check_rows("all_gather", x)
-    if x.element_size() not in _BITS:
-        raise TypeError(f"all_gather: moves elements of up to 8 bytes, not {x.dtype}; pass a view of it")
-    rows = check_rows("all_gather", ctx, rows, own=x.shape[0])
-    width = math.prod(x.shape[1:])
-    result = _result("all_gather", x, out, (sum(rows), *x.shape[1:]), x.dtype, sum(rows[: ctx.rank]) * width)
-    if ctx.size == 1:
-        return _into(result, _copy)
-    # As integers: the kernels only move bits, and a bool in Triton is not as wide as the byte in memory.
-    bits = _BITS[x.element_size()]
-    parts = _Parts(ctx, [count * width for count in rows], x, out, (bits, bits), max_programs)
-    return _into(result, parts.gather(config))
+    def shared(self, ctx: Context, x, out) -> dict:
+        same = {"dtype": x.dtype, "shape of a row": tuple(x.shape[1:])}
+        same |= {"max_programs": self.max_programs, "config": self.config}
+        return same | {"rows": tuple(map(int, self.rows or tuple(x.shape[:1]) * ctx.size))}
+
+    def prepare(self, ctx: Context, x: torch.Tensor, out):
+        _check("all_gather", ctx, x, self.max_programs)
+        _check_rows("all_gather", x)
+        if x.element_size() not in _BITS:
+            raise TypeError(f"all_gather: moves elements of up to 8 bytes, not {x.dtype}; pass a view of it")
+        rows = check_rows("all_gather", ctx, self.rows, own=x.shape[0])
+        width = math.prod(x.shape[1:])
+        result = _result("all_gather", x, out, (sum(rows), *x.shape[1:]), x.dtype, sum(rows[: ctx.rank]) * width)
+        if ctx.size == 1:
+            return _into(result, _copy)
+        # As integers: the kernels only move bits, and a bool in Triton is not as wide as the byte in memory.
+        bits = _BITS[x.element_size()]
+        parts = _Parts(ctx, [count * width for count in rows], x, out, (bits, bits), self.max_programs)
+        return _into(result, parts.gather(self.config))
 
 
 def reduce_scatter(
@@ -545,29 +533,35 @@ def reduce_scatter(
     out: contiguous, filled and returned. It may be this rank's rows of x, which are sent to no peer: each element is
     read and written by one program.
     """
-    rows = None if rows is None else tuple(rows)
-    return ctx.call(plan_reduce_scatter, (x, out), rows, max_programs, out_dtype, config)
+    return ctx.call(ReduceScatter(None if rows is None else tuple(rows), max_programs, out_dtype, config), x, out)
 
 
-def _reduces_alike(ctx, x, out, rows, max_programs, out_dtype, config=DEFAULT):
-    same = {"dtype": x.dtype, "shape": tuple(x.shape), "out_dtype": out_dtype or x.dtype}
-    same |= {"max_programs": max_programs, "config": config}
-    return "reduce_scatter", same | {"rows": tuple(map(int, rows or split_rows(x.shape[0], ctx.size)))}
+class ReduceScatter(NamedTuple):
+    """A call of `reduce_scatter`, of x and out."""
 
+    rows: tuple[int, ...] | None = None
+    max_programs: int = MAX_PROGRAMS
+    out_dtype: torch.dtype | None = None
+    config: CollectiveConfig = DEFAULT
 
-@alike(_reduces_alike)
-def plan_reduce_scatter(ctx: Context, x: torch.Tensor, out, rows, max_programs: int, out_dtype, config=DEFAULT):
-    """Prepares calls with tensors like x and out: returns a function of the two that returns this rank's rows."""
-    _check("reduce_scatter", ctx, x, max_programs)
-    _check_rows("reduce_scatter", x)
-    dtype = _check_sum("reduce_scatter", x, out_dtype)
-    rows = check_rows("reduce_scatter", ctx, rows, total=x.shape[0])
-    width = math.prod(x.shape[1:])
-    result = _result("reduce_scatter", x, out, (rows[ctx.rank], *x.shape[1:]), dtype, -sum(rows[: ctx.rank]) * width)
-    if ctx.size == 1:
-        return _into(result, _copy)
-    parts = _Parts(ctx, [count * width for count in rows], x, out, (x.dtype, dtype), max_programs)
-    return _into(result, parts.reduce(OP_REDUCE_SCATTER, config))
+    operation = "reduce_scatter"
+
+    def shared(self, ctx: Context, x, out) -> dict:
+        same = {"dtype": x.dtype, "shape": tuple(x.shape), "out_dtype": self.out_dtype or x.dtype}
+        same |= {"max_programs": self.max_programs, "config": self.config}
+        return same | {"rows": tuple(map(int, self.rows or split_rows(x.shape[0], ctx.size)))}
+
+    def prepare(self, ctx: Context, x: torch.Tensor, out):
+        _check("reduce_scatter", ctx, x, self.max_programs)
+        _check_rows("reduce_scatter", x)
+        dtype = _check_sum("reduce_scatter", x, self.out_dtype)
+        rows = check_rows("reduce_scatter", ctx, self.rows, total=x.shape[0])
+        width, shape = math.prod(x.shape[1:]), (rows[ctx.rank], *x.shape[1:])
+        result = _result("reduce_scatter", x, out, shape, dtype, -sum(rows[: ctx.rank]) * width)
+        if ctx.size == 1:
+            return _into(result, _copy)
+        parts = _Parts(ctx, [count * width for count in rows], x, out, (x.dtype, dtype), self.max_programs)
+        return _into(result, parts.reduce(OP_REDUCE_SCATTER, self.config))
 
 
 def all_reduce(
@@ -587,49 +581,63 @@ def all_reduce(
     is read and written by one program.
     max_programs: the same on all ranks; fewer leave SMs to other work that runs beside the collective.
     """
-    return ctx.call(plan_all_reduce, (x, out), out_dtype, config, max_programs)
+    return ctx.call(AllReduce(out_dtype, config, max_programs), x, out)
 
 
-def _all_reduces_alike(ctx, x, out, out_dtype, config=DEFAULT, max_programs=ALONE_PROGRAMS):
-    same = {"dtype": x.dtype, "shape": tuple(x.shape), "out_dtype": out_dtype or x.dtype}
-    return "all_reduce", same | {"max_programs": max_programs, "config": config}
+class AllReduce(NamedTuple):
+    """A call of `all_reduce`, of x and out."""
 
+    out_dtype: torch.dtype | None = None
+    config: CollectiveConfig = DEFAULT
+    max_programs: int = ALONE_PROGRAMS
 
-@alike(_all_reduces_alike)
-def plan_all_reduce(ctx: Context, x: torch.Tensor, out, out_dtype, config=DEFAULT, max_programs: int = ALONE_PROGRAMS):
-    """Prepares calls with tensors like x and out: returns a function of the two that returns the sum."""
-    _check("all_reduce", ctx, x, max_programs)
-    dtypes = x.dtype, _check_sum("all_reduce", x, out_dtype)
-    result = _result("all_reduce", x, out, tuple(x.shape), dtypes[1])
-    if ctx.size == 1:
-        return _into(result, _copy)
-    vector = 16 // min(dtype.itemsize for dtype in dtypes)
-    vectors = split_rows(-(-x.numel() // vector), ctx.size)
-    num_bytes = x.numel() * x.element_size()
-    copied = config.copies(vectors[0] * vector * x.element_size(), ctx)
-    if not copied and config.one_shot(num_bytes, ctx, x.numel() * dtypes[1].itemsize):
-        parts = _Parts(ctx, [x.numel()] * ctx.size, x, out, dtypes, max_programs, whole=True)
-        return _into(result, parts.reduce(OP_ALL_REDUCE, config))
-    # Parts consist of whole 16-byte vectors, except that the end may be shorter.
-    starts = [min(sum(vectors[:rank]) * vector, x.numel()) for rank in range(ctx.size + 1)]
-    parts = [last - first for first, last in zip(starts, starts[1:], strict=False)]
-    parts = _Parts(ctx, parts, x, out, dtypes, max_programs)
-    return _into(result, parts.reduce(OP_ALL_REDUCE, config, gather=True))
+    operation = "all_reduce"
+
+    def shared(self, ctx: Context, x, out) -> dict:
+        same = {"dtype": x.dtype, "shape": tuple(x.shape), "out_dtype": self.out_dtype or x.dtype}
+        return same | {"max_programs": self.max_programs, "config": self.config}
+
+    def prepare(self, ctx: Context, x: torch.Tensor, out):
+        config = self.config
+        _check("all_reduce", ctx, x, self.max_programs)
+        dtypes = x.dtype, _check_sum("all_reduce", x, self.out_dtype)
+        result = _result("all_reduce", x, out, tuple(x.shape), dtypes[1])
+        if ctx.size == 1:
+            return _into(result, _copy)
+        vector = 16 // min(dtype.itemsize for dtype in dtypes)
+        vectors = split_rows(-(-x.numel() // vector), ctx.size)
+        num_bytes = x.numel() * x.element_size()
+        copied = config.copies(vectors[0] * vector * x.element_size(), ctx)
+        if not copied and config.one_shot(num_bytes, ctx, x.numel() * dtypes[1].itemsize):
+            parts = _Parts(ctx, [x.numel()] * ctx.size, x, out, dtypes, self.max_programs, whole=True)
+            return _into(result, parts.reduce(OP_ALL_REDUCE, config))
+        # Parts consist of whole 16-byte vectors, except that the end may be shorter.
+        starts = [min(sum(vectors[:rank]) * vector, x.numel()) for rank in range(ctx.size + 1)]
+        parts = [last - first for first, last in zip(starts, starts[1:], strict=False)]
+        parts = _Parts(ctx, parts, x, out, dtypes, self.max_programs)
+        return _into(result, parts.reduce(OP_ALL_REDUCE, config, gather=True))
 
 
 def barrier(ctx: Context):
     """Collective, on the current stream. Returns at once; later work on it starts after all ranks reach the barrier."""
     if ctx.size > 1:
-        ctx.call(_plan_barrier, ())
+        ctx.call(_BARRIER)
 
 
-@alike(lambda ctx: ("barrier", {}))
-def _plan_barrier(ctx: Context):
-    workspace = ctx.workspace().reserve(0, 1)
-    return ctx.bind_call(
-        barrier_kernel, 1, workspace.state, workspace.table, ctx.rank,
-        SIZE=ctx.size, OPERATION=OP_BARRIER, TRANSPORT=ctx.transport_id, num_warps=1,
-    )  # fmt: skip
+class Barrier(NamedTuple):
+    """A call of `barrier`."""
+
+    operation = "barrier"
+
+    def shared(self, ctx: Context) -> dict:
+        return {}
+
+    def prepare(self, ctx: Context):
+        workspace = ctx.workspace().reserve(0, 1)
+        return ctx.bind_call(barrier_kernel, 1, workspace, L=ctx.link(OP_BARRIER), num_warps=1)
+
+
+_BARRIER = Barrier()
 
 
 class _Parts:
@@ -660,7 +668,6 @@ class _Parts:
         aligned = aligned and (x.data_ptr() % 16 == 0 or not x.is_contiguous())
         aligned = aligned and (out is None or out.data_ptr() % 16 == 0)
         self.options = dict(
-            TRANSPORT=ctx.transport_id,
             # Wider elements, fewer of them: a step takes no more bytes, thus registers. Without alignment each element
             # also needs an address and a mask, so a step takes a quarter as many.
             BLOCK=BLOCK // max(self.itemsize // 2, out_itemsize // 2, 1) // (1 if aligned else 4),
@@ -691,10 +698,9 @@ class _Parts:
         copied = config.copies(self.max_part * self.itemsize, ctx)
         workspace, inbox, stride = self.reserve(self.total, copied)
         launch = ctx.bind_call(
-            all_gather_kernel, min(self.num_programs, self.num_chunks), self.x, self.out,
-            inbox, stride, workspace.ready, workspace.num_chunks, workspace.state, workspace.table, ctx.rank,
-            workspace.gates[0], workspace.copied, workspace.landed, self.starts, self.chunk,
-            SIZE=ctx.size, COPIES=copied, OPERATION=OP_ALL_GATHER, varying=("x", "out", "gate"), **self.options,
+            all_gather_kernel, min(self.num_programs, self.num_chunks), workspace, x=self.x, out=self.out,
+            inbox=inbox, inbox_stride=stride, starts=self.starts, chunk=self.chunk, L=ctx.link(OP_ALL_GATHER),
+            COPIES=copied, varying=("x", "out", "gate"), **self.options,
         )  # fmt: skip
         own, first = self.parts[ctx.rank], sum(self.parts[: ctx.rank])
         return self.with_copies(launch, workspace, copied and [
@@ -723,12 +729,10 @@ class _Parts:
         num_counters = len(list(self.pieces(self.max_part))) if copied and gather else 0
         workspace, inbox, stride = self.reserve(needed, copied, num_counters, least)
         launch = ctx.bind_call(
-            reduce_kernel, min(self.num_programs, self.num_chunks), self.x, self.out,
-            inbox, stride, part_stride, workspace.counters, num_counters, workspace.ready, workspace.num_chunks,
-            workspace.state, workspace.table, ctx.rank,
-            workspace.gates[0], workspace.copied, workspace.landed,
-            self.starts, self.chunk, self.num_chunks, self.piece_chunks,
-            SIZE=ctx.size, GATHER=gather, WHOLE=self.whole, COPIES=copied, OPERATION=operation,
+            reduce_kernel, min(self.num_programs, self.num_chunks), workspace, x=self.x, out=self.out,
+            inbox=inbox, inbox_stride=stride, part_stride=part_stride, num_counters=num_counters, starts=self.starts,
+            chunk=self.chunk, num_chunks=self.num_chunks, piece_chunks=self.piece_chunks,
+            L=ctx.link(operation), GATHER=gather, WHOLE=self.whole, COPIES=copied,
             varying=("x", "out", "gate"), **self.options,
         )  # fmt: skip
         return self.with_copies(launch, workspace, copied and self.reduced_sends(part_stride, gather))
@@ -780,16 +784,13 @@ class _Parts:
         words = PACKET_BLOCK + (block * self.out.element_size() // 4 if gather else 0)  # of a block, in all trips
         name = "lamport" if reduce else "packets"
         workspace = ctx.workspace().reserve(0, 0, **{f"num_{name}": ctx.size * blocks * words})
-        inboxes = getattr(workspace, name), getattr(workspace, f"num_{name}")
         return ctx.bind_call(
-            packets_kernel, min(self.num_programs, blocks), self.x, self.out,
-            *inboxes, blocks * PACKET_BLOCK, workspace.state, workspace.table, ctx.rank,
-            self.starts, self.max_part,
-            SIZE=ctx.size, REDUCE=reduce, WHOLE=self.whole, GATHER=gather, OPERATION=operation,
-            TRANSPORT=ctx.transport_id,
+            packets_kernel, min(self.num_programs, blocks), workspace, x=self.x, out=self.out,
+            packets=getattr(workspace, name), inbox_stride=getattr(workspace, f"num_{name}"),
+            source_stride=blocks * PACKET_BLOCK, starts=self.starts, max_part=self.max_part,
+            L=ctx.link(operation), REDUCE=reduce, WHOLE=self.whole, GATHER=gather,
             WORDS=PACKET_BLOCK, ALIGN=self.options["ALIGN"], num_warps=PACKET_BLOCK // 128,
-            maxnreg=self.options["maxnreg"],
-            varying=("x", "out"),
+            maxnreg=self.options["maxnreg"], varying=("x", "out"),
         )  # fmt: skip
 
 

@@ -10,10 +10,11 @@ import weakref
 import numpy
 import torch
 import torch.distributed as dist
+import triton.language as tl
 
-from tkernels.comm import capture, interpreter, runtime, stream_order
+from tkernels.comm import capture, contexts, interpreter, runtime
 from tkernels.comm.arguments import check_type, switch
-from tkernels.comm.calls import CALL_BITS, Call, Turn, difference
+from tkernels.comm.calls import CALL_BITS, Call, Shared, Turn, describe, difference, local_calls
 from tkernels.comm.device import (
     BEGUN,
     CLOCK,
@@ -28,18 +29,18 @@ from tkernels.comm.device import (
     SIZE,
     TIMEOUT_NS,
     TRANSPORTS,
+    Link,
     operation_name,
     overlap_kernel,
 )
-from tkernels.comm.errors import Fault, MismatchError, OutOfStepError, TkernelsError, WaitTimeoutError
+from tkernels.comm.errors import Fault, MismatchError, TkernelsError, WaitTimeoutError
 from tkernels.comm.group import Group
 from tkernels.comm.heap import SymmetricHeap
-from tkernels.comm.plans import Launch, describe, local_plans
-from tkernels.comm.workspace import Workspace, most_lamport_bytes
+from tkernels.comm.launch import PreparedLaunch
+from tkernels.comm.workspace import Workspace, Workspaces, most_lamport_bytes
 
 DEFAULT_HEAP_BYTES = {"simulated": 256 << 20, "nvshmem": 2 << 30}
 MAX_CONSTANTS = 1024
-INIT, FINALIZE = "init()", "finalize() of "  # calls in which ranks may meet out of step
 OPTION_TYPES = (
     ("transport", str, "a name"),
     ("timeout_s", numbers.Real, "a number"),
@@ -51,10 +52,7 @@ AFRESH = "The context can't be used any more; finalize() it and init() a new one
 NAMES_LIMIT_S = 10.0  # once two ranks' calls have differed, for a rank to say which was its own
 MAX_TIMEOUT_S = 1e9  # kernels count nanoseconds in 64 bits
 
-_contexts: dict[str, "Context"] = {}
-_abandoned: list["Context"] = []
 _warned = False  # whether `init` has warned that GPUs are left out
-_number = 0  # of the latest context; higher than on any of its ranks before
 
 
 def init(
@@ -105,54 +103,20 @@ def finalize(ctx: "Context | None" = None):
     as_context(ctx).finalize()
 
 
-def current_context() -> "Context":
-    """The default context: the newest open one from `init(default=True)`, else the oldest from `init(default=False)`.
-
-    Raises TkernelsError if no context is open.
-    """
-    if not _contexts:
-        raise TkernelsError("no context: call tkernels.init() on every rank first, or pass ctx=...")
-    return next(reversed(_contexts.values()))
-
-
 def as_context(ctx: "Context | None") -> "Context":
     """Resolve a `ctx` argument: a Context is returned as is, None gives the current one. Raises TypeError otherwise."""
     if ctx is None:
-        return current_context()
+        return contexts.current_context()
     if not isinstance(ctx, Context):
         raise TypeError(f"ctx: takes a Context, as tkernels.init(group) makes one, not {type(ctx).__name__}")
     return ctx
-
-
-def open_contexts(group: Group | None = None) -> list["Context"]:
-    """The contexts that are neither finalized nor abandoned, the default one last.
-
-    group: only those over the same ranks as this group; None for all.
-    """
-    every = _contexts.values()
-    return [each for each in every if group is None or each.group.global_ranks == group.global_ranks]
-
-
-def programs_at_once() -> int:
-    """The most programs that may wait for peers at once: an operation of each context on each of its streams."""
-    return sum(each.num_programs * len(each._workspaces) for each in open_contexts() if each.size > 1)
-
-
-def find_context(name: str) -> "Context":
-    """The open context of that name; torch operators carry names, since an operator's arguments are plain values."""
-    if name not in _contexts:
-        raise TkernelsError(
-            f"context {name!r} is not open: it has been finalized, or left by an exception; open contexts: "
-            f"{', '.join(_contexts) or 'none'}"
-        )
-    return _contexts[name]
 
 
 class Context:
     """One group's symmetric heap, its signal workspaces, and the table that kernels address peers with.
 
     Attributes: group, rank, size, device, transport, timeout_s, num_programs, heap, name. For kernels: table, int64 on
-        the device, an argument of the device verbs, and transport_id, the constant of the transport. reported: whether
+        the device, of which the device verbs read; and transport_id, the constant of the transport. reported: whether
         a failure has already been raised.
     """
 
@@ -160,7 +124,7 @@ class Context:
     def __init__(self, group, heap_bytes, transport, timeout_s, num_programs, default=True, compare_calls=None):
         self.group = Group(group)
         self.rank, self.size = self.group.rank, self.group.size
-        interpreter.set_rank(self.group.global_ranks[self.rank])  # random delays differ from rank to rank
+        interpreter.set_default(rank=self.group.global_ranks[self.rank])  # random delays differ from rank to rank
         self.device = runtime.device()
         self.runtime = runtime.RUNTIME
         try:
@@ -176,19 +140,18 @@ class Context:
                 check_type(f"init: {name}", options[name], kind, words)
         except (TypeError, ValueError) as error:
             options = error  # for all ranks to raise
-        asked, in_use = zip(*_meet(self.group, INIT, options), strict=True)
+        asked, in_use = zip(*contexts.meet(self.group, contexts.INIT, options), strict=True)
         self._check_options(asked)
-        self._give_back_abandoned(set().union(*in_use))
-        self.name = self.group.name = self._agree_on_name()
+        contexts.give_back_abandoned(self.group, set().union(*in_use))
+        self.name = self.group.name = contexts.agree_on_name(self.group)
         self.timeout_s, self.num_programs = timeout_s, int(options["num_programs"])
         self._compares_calls = bool(options["compare_calls"])
         self.group.limit_s = timeout_s if self._compares_calls else None
         # Operations on a workspace take it; one rank alone has no order of calls to keep.
         self.turn = Turn(self._refuse_overlap) if self.size > 1 else contextlib.nullcontext()
-        self._workspaces: dict[int, Workspace] = {}
-        self._lender = self._borrower = None  # streams: the borrower was captured with the lender's workspace
+        self._workspaces = Workspaces()
         self._constants = {}
-        self._calls = weakref.WeakValueDictionary()  # of prepared launches, by number
+        self._shared = weakref.WeakValueDictionary()  # of prepared calls, by number
         self._mismatch = None  # the error's message, once two ranks' calls have differed
         self.recorder = None  # while a trace is made: allocates space for the marks of a launch's programs
 
@@ -198,13 +161,8 @@ class Context:
         except BaseException:
             self.heap.close()
             raise
-        if default:
-            _contexts[self.name] = self
-        else:  # the last entry of this dictionary is the default, so this one goes first
-            others = dict(_contexts)
-            _contexts.clear()
-            _contexts.update({self.name: self, **others})
-        local_plans.clear()  # they depend on the default context's tuning records
+        contexts.enter(self, default)
+        local_calls.clear()  # they depend on the default context's tuning records
 
     def _prepare(self, transport: str):
         """Collective. Set up everything that kernels need besides the heap."""
@@ -259,25 +217,6 @@ class Context:
         if options["transport"] not in ("auto", *TRANSPORTS):
             raise ValueError(f"init: transport={options['transport']!r} is unknown; use auto, {', '.join(TRANSPORTS)}")
 
-    def _agree_on_name(self) -> str:
-        """Collective. A unique name, the same on all ranks."""
-        global _number
-        _number = max(self.group.gather(_number)) + 1
-        return f"context{_number}"
-
-    def _give_back_abandoned(self, in_use: set[str]):
-        """Free the contexts over this group that this rank has abandoned and that no rank may still use."""
-        for each in [each for each in _abandoned if each.group.global_ranks == self.group.global_ranks]:
-            if each.name not in in_use:
-                _abandoned.remove(each)
-                if each.closed:  # everything but its memory is freed already
-                    each.heap.close()
-                    continue
-                try:
-                    each._give_back()
-                except TkernelsError as error:
-                    warnings.warn(f"{each.name}, which was dropped without finalize(): {error}", stacklevel=4)
-
     def make_table(self, begun: torch.Tensor | None = None) -> torch.Tensor:
         """What kernels find peers, limits and fault records by. begun: of the workspace whose table it is."""
         segment = self.heap.segment
@@ -318,45 +257,8 @@ class Context:
         self.heap.free(tensor)
 
     def workspace(self) -> Workspace:
-        """The current stream's workspace, created at first use; all ranks must create them in the same order.
-
-        A CUDA graph is usually captured on a separate stream. Under capture, a stream without a workspace borrows the
-        workspace of the default stream, or the only one there is: that stream made the calls before, and will replay
-        the graph. Another stream in the same capture gets its own workspace, since the two may run at the same time. So
-        does the lender, which the capture may reach last.
-
-        Orders the stream behind this process's latest operation on another one (tkernels.comm.stream_order).
-        """
-        stream = self.current_stream()
-        workspace = self._workspace_of(stream)
-        if stream != stream_order.latest and self.size > 1:
-            stream_order.follow(stream, programs_at_once())
-        return workspace
-
-    def _workspace_of(self, stream: int) -> Workspace:
-        if stream not in self._workspaces:
-            if self._workspaces and self.capturing and self._lends(stream):
-                return self._workspaces[self._lender]
-            self._workspaces[stream] = Workspace(self)
-        elif stream and stream == self._lender and self._lent():  # the default stream can't be captured
-            self._workspaces[self._borrower] = self._workspaces[stream]
-            self._workspaces[stream] = Workspace(self)
-        return self._workspaces[stream]
-
-    def _lent(self) -> bool:
-        """Whether the capture that has reached the lender's stream uses the lender's workspace already."""
-        return self._borrower not in self._workspaces and self.capturing and capture.taken(self._borrower)
-
-    def _lends(self, borrower: int) -> bool:
-        """Whether a captured stream without a workspace may borrow that of `_lender`, which is determined here."""
-        if borrower == self._borrower and (self._lender == 0 or 0 not in self._workspaces):
-            return not capture.taken(self._lender)
-        lender = 0 if 0 in self._workspaces else next(iter(self._workspaces))
-        another = borrower != self._borrower and capture.taken(self._borrower)
-        if (lender and len(self._workspaces) > 1) or capture.taken(lender) or another:
-            return False
-        self._lender, self._borrower = lender, borrower
-        return True
+        """The current stream's workspace, see `Workspaces.current`. All ranks must create them in the same order."""
+        return self._workspaces.current(self)
 
     def constant(self, key, make) -> torch.Tensor:
         """A small integer tensor on the device, made from `make()` once for each `key`: schedules and offsets.
@@ -376,6 +278,10 @@ class Context:
         """Whether the current stream is being captured into a CUDA graph."""
         return self.device.type == "cuda" and capture.underway()
 
+    def link(self, operation: tl.constexpr | int) -> Link:
+        """The constants of a launch of `operation` (`device.operation`): the argument L of its kernel."""
+        return Link(*map(tl.constexpr, (self.size, operation, self.transport_id)))
+
     def launch(self, kernel, num_programs: int, *arguments, **options):
         """Run a kernel of `num_programs` programs, all resident at once, so that they may wait for each other.
 
@@ -385,8 +291,8 @@ class Context:
         """
         self.bind(kernel, num_programs, *arguments, **options)()
 
-    def bind(self, kernel, num_programs: int, *arguments, varying: tuple[str, ...] = (), **options) -> Launch:
-        """Prepare a launch to be repeated, with other tensors for the parameters that `varying` names; see `Launch`."""
+    def bind(self, kernel, num_programs: int, *arguments, varying: tuple[str, ...] = (), **options) -> PreparedLaunch:
+        """Prepare a launch to be repeated, with other tensors for the parameters that `varying` names."""
         if self.transport == "nvshmem":
             from tkernels.comm.nvshmem_runtime import device_library
 
@@ -399,39 +305,43 @@ class Context:
                 f"{num_programs} programs wait for each other, but the interpreter runs {interpreter.resident()} at "
                 f"once; pass init(num_programs=...) of no more, or set TKERNELS_RESIDENT"
             )
-        return Launch(kernel, num_programs, arguments, varying, self, **options)
+        return PreparedLaunch(kernel, num_programs, arguments, varying, self, **options)
 
-    def bind_call(self, kernel, num_programs: int, *arguments, **options) -> Launch:
-        """`bind`, for a kernel that compares calls: its argument `call` is the number of the call in progress."""
-        call = Call.of(*(self.group.described() or (kernel.__name__, {})))
-        launch = self.bind(kernel, num_programs, *arguments, call=call.number, **options)
-        launch.call = self._calls.setdefault(call.number, call)
+    def bind_call(self, kernel, num_programs: int, workspace: Workspace, **arguments) -> PreparedLaunch:
+        """`bind`, for the kernel of an operation, which compares calls.
+
+        Its argument `call` is the number of the call in progress. Those named as in `Workspace.words` come from there.
+        """
+        shared = Shared.of(*(self.group.described() or (kernel.__name__, {})))
+        words = {name: value for name, value in workspace.words().items() if name in kernel.arg_names}
+        launch = self.bind(kernel, num_programs, **words | arguments, call=shared.number)
+        launch.shared = self._shared.setdefault(shared.number, shared)
         return launch
 
-    def plan(self, prepare, tensors: tuple[torch.Tensor | None, ...], *options):
-        """The plan for this call on the current stream, made by `prepare(self, *tensors, *options)` unless cached.
-
-        Calls share a plan if their options are equal and their tensors agree in everything that `describe` returns.
-        """
-
-        def make():
-            with self._call(prepare, tensors, options):
-                return prepare(self, *tensors, *options)
-
-        plan = self.workspace().plan((prepare, *map(describe, tensors), *options), make)
-        if self._compares_calls and not self.capturing:
-            with self._call(prepare, tensors, options):
-                self.group.gather(None)
-        return plan
-
-    def call(self, prepare, tensors: tuple[torch.Tensor | None, ...], *options):
-        """One call of an operation: the result of its `plan` for these tensors.
+    def call(self, call: Call, *tensors: torch.Tensor | None):
+        """Carry out a call on the current stream, as what has been prepared for calls of its kind.
 
         Raises TkernelsError if a call of another thread has begun and not returned. As other ranks may have made both
         calls, the context can't be used any more then, here or on any rank.
         """
         with self.turn:
-            return self.plan(prepare, tensors, *options)(*tensors)
+            return self.prepared(call, *tensors)(*tensors)
+
+    def prepared(self, call: Call, *tensors: torch.Tensor | None):
+        """The function of tensors like these that carries out such calls on the current stream; see `Call.prepare`."""
+        key = type(call), *call, *map(describe, tensors)
+        found = self._workspaces.current(self).prepared(key, self._prepare_call, call, tensors)
+        if self._compares_calls and not self.capturing:
+            with self._during(call, tensors):
+                self.group.gather(None)
+        return found
+
+    def _prepare_call(self, call: Call, tensors):
+        with self._during(call, tensors):
+            return call.prepare(self, *tensors)
+
+    def _during(self, call: Call, tensors):
+        return self.group.during(lambda: (call.operation, call.shared(self, *tensors)))
 
     def _refuse_overlap(self, comes: str, inside: str):
         self._interruption = (
@@ -444,20 +354,17 @@ class Context:
             side = contextlib.nullcontext() if self._side_stream is None else torch.cuda.stream(self._side_stream)
             with side:
                 # Not by `launch`, whose programs start together: this one need not fit beside the other's kernel.
-                overlap_kernel[(1,)](self.table, self.rank, OPERATION=OP_OVERLAP, num_warps=1)
+                overlap_kernel[(1,)](self.table, self.rank, self.link(OP_OVERLAP), num_warps=1)
         self._flag[0], self.reported = 1, True
         self.check()
 
-    def _call(self, prepare, tensors, options):
-        return self.group.during(lambda: prepare.alike(self, *tensors, *options))
+    def forget_calls(self, *which):
+        """Discard what has been prepared, so that later calls follow a new choice of configurations.
 
-    def forget_plans(self, *which):
-        """Discard cached plans, so that later calls follow a new choice of configurations.
-
-        which: forget only plans for which this function is true.
+        which: forget only what this function is true for.
         """
         for workspace in self._workspaces.values():
-            workspace.forget_plans(*which)
+            workspace.forget_calls(*which)
 
     def refuse_after_fault(self):
         """Raise what `check` does if a failure of this rank is known. Costs next to nothing."""
@@ -519,10 +426,10 @@ class Context:
     def _name_calls(self, numbers: dict[int, int]) -> str:
         """What the calls of two ranks differ in: {rank: number}. The ranks tell each other; not a meeting."""
         if self._mismatch is None:
-            own = self._calls.get(numbers.get(self.rank))
+            own = self._shared.get(numbers.get(self.rank))
             first, second = sorted(numbers)
             told = self.group.tell(f"{self.name}/call", own and own.to_json(), (first, second), NAMES_LIMIT_S)
-            call, other = (text and Call.from_json(text) for text in told)
+            call, other = (text and Shared.from_json(text) for text in told)
             self._mismatch = f"{difference(first, call, second, other)}. {AFRESH}"
         return self._mismatch
 
@@ -545,15 +452,15 @@ class Context:
         the next `init` over the same ranks frees the memory. Raises such a failure, at the end, if it has not been
         raised yet; OutOfStepError if another rank makes another call and goes on to use the context.
         """
-        if _contexts.pop(self.name, None) is None:
+        if not contexts.leave(self):
             return
-        local_plans.clear()
+        local_calls.clear()
         failed = self.failed
         if not failed:
             try:
-                _meet(self.group, FINALIZE + self.name)
+                contexts.meet(self.group, contexts.FINALIZE + self.name)
             except TkernelsError:  # out of step; torch.distributed shut down; another thread in a meeting
-                _abandoned.append(self)
+                contexts.abandon(self)
                 raise
         self._give_back(keep_heap=failed)
 
@@ -567,13 +474,13 @@ class Context:
 
         Not collective: for use in garbage collection, which runs at another time on each rank, and under captures too.
         """
-        if _contexts.pop(self.name, None) is not None:
-            _abandoned.append(self)
+        if contexts.leave(self):
+            contexts.abandon(self)
 
     def give_back(self):
         """Free the memory without a meeting: for ranks that know that none of them uses the context any more."""
-        if _contexts.pop(self.name, None) is not None:
-            local_plans.clear()
+        if contexts.leave(self):
+            local_calls.clear()
             self._give_back()
 
     def _give_back(self, keep_heap: bool = False):
@@ -587,43 +494,12 @@ class Context:
         self.turn = contextlib.nullcontext()  # it refers back here, and a cycle would hold the memory for a while
         self._flag = numpy.ones(1, dtype=numpy.int64)  # launches read it, and its memory is about to be freed
         if keep_heap:
-            _abandoned.append(self)
+            contexts.abandon(self)
         else:
             self.heap.close()
         self.group.close()
         if error is not None and not reported:
             raise error
-
-
-def _meet(group: Group, call: str, value=None) -> list | None:
-    """Collective, after the device's work so far. Every rank's value, and the names of contexts that it may still use.
-
-    Returns None if this is a `finalize` of a context that the other ranks have already left, so it did not wait for
-    them.
-
-    A rank whose wait timed out, or that left by an exception, skips the meeting in `finalize`, where ranks without a
-    failure wait for it. It meets them in its next call of `init` or `finalize` instead: their `finalize` then returns,
-    and this rank waits for their next call.
-    """
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    while True:
-        try:
-            return group.gather((value, [each.name for each in open_contexts(group)]), call)
-        except OutOfStepError as error:
-            if not all(each.startswith((INIT, FINALIZE)) for each in error.calls):
-                raise
-            met = list(zip(error.calls, (names for _, names in error.values), strict=True))
-            leaving = {
-                each
-                for each in error.calls
-                if each.startswith(FINALIZE)
-                and not any(each.removeprefix(FINALIZE) in names for other, names in met if other != each)
-            }
-            if not leaving:
-                raise
-            if call in leaving:
-                return None
 
 
 def _default(value, default):

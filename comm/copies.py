@@ -55,7 +55,6 @@ from tkernels.comm import interpreter
 from tkernels.comm.device import CALL_BITS, arrived, begun_words, count, end_call, wait_begun, wait_signal
 from tkernels.comm.driver import driver
 from tkernels.comm.errors import TkernelsError
-from tkernels.comm.lease import Crossing
 from tkernels.comm.marks import COLLECT, mark
 
 WAIT_VALUE_64, WRITE_VALUE_64 = 4, 5  # CUstreamBatchMemOpType
@@ -64,24 +63,21 @@ LOOKS = tl.constexpr(64)  # polls of all peers' words together, before each is w
 
 
 @triton.jit
-def await_peers(epoch, table, rank, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr):
+def await_peers(epoch, net, L):
     """Wait until all peers have begun this call: then the earlier contents of their landings are no longer read."""
-    peers = begun_words(table) + (rank + 1 + tl.arange(0, triton.next_power_of_2(SIZE)) % (SIZE - 1)) % SIZE
+    words = begun_words(net) + (net.rank + 1 + tl.arange(0, triton.next_power_of_2(L.RANKS)) % (L.RANKS - 1)) % L.RANKS
     looks = 0
-    here = arrived(peers, epoch << CALL_BITS, TRANSPORT)
+    here = arrived(words, epoch << CALL_BITS, L)
     while (looks < LOOKS) & (here == 0):
-        here = arrived(peers, epoch << CALL_BITS, TRANSPORT)
+        here = arrived(words, epoch << CALL_BITS, L)
         looks += 1
     if not here:
-        for step in range(1, SIZE):
-            wait_begun((rank + step) % SIZE, epoch, table, OPERATION, TRANSPORT)
+        for step in range(1, L.RANKS):
+            wait_begun(epoch, (net.rank + step) % L.RANKS, net, L)
 
 
 @triton.jit
-def begin_landing(
-    pid, num_comm, gate, epoch, table, rank,
-    SIZE: tl.constexpr, COPIES: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
-):  # fmt: skip
+def begin_landing(pid, num_comm, gate, epoch, net, L, COPIES: tl.constexpr):
     """Every program's second call if rows go to the landing: senders wait until all peers have begun this call too.
 
     With COPIES, the gate opens only then. Without, the `num_comm` comm programs wait here, and interleaved programs
@@ -89,34 +85,31 @@ def begin_landing(
     """
     if COPIES:
         if pid == tl.num_programs(0) - 1:
-            await_peers(epoch, table, rank, SIZE, OPERATION, TRANSPORT)
-            count(gate, TRANSPORT, "sys")
+            await_peers(epoch, net, L)
+            count(gate, L, "sys")
     else:
         if pid < num_comm:
-            await_peers(epoch, table, rank, SIZE, OPERATION, TRANSPORT)
+            await_peers(epoch, net, L)
 
 
 @triton.jit
-def await_copies(pid, copied, table, rank, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, TRACE: tl.constexpr):
+def await_copies(pid, copied, net, L):
     """Keep a launch from ending before the copy engine has sent everything, or a wait has timed out."""
     if pid == tl.num_programs(0) - 1:
-        mark(COLLECT, 0, rank, table, TRANSPORT, TRACE)
-        wait_signal(copied, 1, table, rank, 0, OPERATION, TRANSPORT)
+        mark(COLLECT, 0, net.rank, net, L)
+        wait_signal(copied, 1, net.rank, 0, net, L)
 
 
 @triton.jit
-def end_launch(
-    state, epoch, call, counters, num_counters, copied, landed, table, rank,
-    SIZE: tl.constexpr, COPIES: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
-):  # fmt: skip
+def end_launch(state, epoch, call, counters, num_counters, copied, landed, net, L, COPIES: tl.constexpr):
     """Every program's last call: `end_call`; the last program to arrive zeroes what must be zero between calls.
 
     counters, landed: None if this launch left them unchanged.
     """
-    if end_call(state, epoch, call, table, rank, SIZE, OPERATION, TRANSPORT):
+    if end_call(state, epoch, call, net, L):
         if landed is not None:
-            word = tl.arange(0, triton.next_power_of_2(2 * SIZE))
-            tl.store(landed + word, tl.zeros(word.shape, tl.int64), mask=word < 2 * SIZE)
+            word = tl.arange(0, triton.next_power_of_2(2 * L.RANKS))
+            tl.store(landed + word, tl.zeros(word.shape, tl.int64), mask=word < 2 * L.RANKS)
         if counters is not None:
             if COPIES:
                 if tl.load(copied) == 0:
@@ -156,7 +149,6 @@ class Copies:
 
     def __init__(self, context, workspace, sends: list[Send]):
         self._context, self._workspace, self._on_gpu = context, workspace, context.device.type == "cuda"
-        self._order = Crossing(torch.cuda) if self._on_gpu else None
         self._gates = workspace.gates  # a graph keeps using these after the workspace has replaced its own
         offset, bases = context.heap.offset, context.heap.segment.bases
         landing, landed, counters = offset(workspace.landing), offset(workspace.landed), workspace.counters.data_ptr()
@@ -187,11 +179,11 @@ class Copies:
             return
         here, side = self._workspace.streams()
         if captured:  # a graph includes only the work that events connect to it
-            self._order(here, side)
+            side.wait_stream(here)
         launch(gate)  # before the stream operations that wait for it, see the module's docstring
         self._carry_out(*_of_stream(side.cuda_stream), begin, addresses)
         if captured:
-            self._order(side, here)
+            here.wait_stream(side)
 
     def _carry_out(self, on_words, copy, begin: ctypes.Array, addresses: list[int]):
         on_words(begin)

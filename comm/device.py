@@ -1,20 +1,21 @@
 """The device verbs: put and get, signals and waits for them, packets, counters, fences, peers' addresses.
 
-The constexpr TRANSPORT selects one of three transports:
+A launch uses one of three transports, the constant TRANSPORT:
 
 SIMULATED  Triton's interpreter; peers' memory is mapped into the process.
 PEER       compiled; NVSHMEM's memory is accessed by loads and stores at the addresses that nvshmem_ptr returns.
 NVSHMEM    compiled; NVSHMEM's own device calls, which also reach other nodes.
 
-All verbs are program-wide: every thread of a program must call them together. `table` is the int64 table of a context,
-or of a workspace, laid out as below. `rank` is always a rank within the group. Signals are int64 words that only grow;
-the exceptions are words that count within one call, which are zero between calls.
+All verbs are program-wide: every thread of a program must call them together. Their arguments come in one order: what,
+the value, who (a rank within the group), then `net` and `L` (see `Net` and `Link`). Signals are int64 words that only
+grow; the exceptions are words that count within one call, which are zero between calls.
 
 In the docstrings, "Orders" states which writes a program is guaranteed to see once it has observed a signal, a count or
 a packet.
 """
 
 import zlib
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -63,6 +64,29 @@ ADD = tl.constexpr(1)
 
 OTHER_NAN = tl.constexpr(0x7FFF7FFF)  # one NaN in fp32, two in fp16 or bf16
 
+
+class Net(NamedTuple):
+    """Where a program is. A kernel takes the two as arguments and makes this of them in its first line.
+
+    table: the int64 table of a context, or of a workspace, laid out as above.  rank: this rank within the group.
+    """
+
+    table: object
+    rank: object
+
+
+class Link(NamedTuple):
+    """The constants of a launch, one argument of its kernel (`Context.link`).
+
+    RANKS: of the group.  OPERATION: see `operation`.  TRANSPORT: one of TRANSPORTS.  TRACE: make marks (comm/marks.py).
+    """
+
+    RANKS: object
+    OPERATION: object
+    TRANSPORT: object
+    TRACE: object = tl.constexpr(False)
+
+
 _operations = {}
 
 
@@ -85,23 +109,23 @@ OP_OVERLAP = operation("calls that overlap")
 
 
 @triton.jit
-def peer(pointer, rank, table, ALIGN: tl.constexpr = 1):
-    """The pointer to the same object in `rank`'s part of the heap, for loads and stores.
+def peer(pointer, target, net, ALIGN: tl.constexpr = 1):
+    """The pointer to the same object in the part of the heap of rank `target`, for loads and stores.
 
     ALIGN: alignment of the address in bytes, guaranteed by the caller. Below 16, stores to a peer are element by
     element.
     """
-    return tl.multiple_of((pointer.to(tl.int64) + tl.load(table + OFFSETS + rank)).to(pointer.dtype), ALIGN)
+    return tl.multiple_of((pointer.to(tl.int64) + tl.load(net.table + OFFSETS + target)).to(pointer.dtype), ALIGN)
 
 
 @triton.jit
-def _symmetric_address(pointer, rank, table):
-    return pointer.to(tl.int64) + tl.load(table + OFFSETS + tl.load(table + SIZE) + rank)
+def _symmetric_address(pointer, target, net):
+    return pointer.to(tl.int64) + tl.load(net.table + OFFSETS + tl.load(net.table + SIZE) + target)
 
 
 @triton.jit
-def _pe(rank, table):
-    return tl.load(table + OFFSETS + 2 * tl.load(table + SIZE) + rank).to(tl.int32)
+def _pe(target, net):
+    return tl.load(net.table + OFFSETS + 2 * tl.load(net.table + SIZE) + target).to(tl.int32)
 
 
 @triton.jit
@@ -146,112 +170,110 @@ def copy(dst, src, num_elements, BLOCK: tl.constexpr, ALIGN: tl.constexpr = 1, A
 
 
 @triton.jit
-def put(dst, src, num_elements, rank, table, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr = 1):
-    """Copy `num_elements` of local `src` to `dst` in `rank`'s memory.
+def put(dst, src, num_elements, target, net, L, BLOCK: tl.constexpr, ALIGN: tl.constexpr = 1):
+    """Copy `num_elements` of local `src` to `dst` in the memory of rank `target`.
 
     Orders: nothing by itself. `fence` orders the put before later signals to the same rank; `quiet` completes it.
     Requires: if other threads of this program wrote `src`, a tl.debug_barrier() between those writes and this call. The
     same holds for `put_signal`.
     Reuse: `src` may be overwritten after `quiet()`.
     """
-    if TRANSPORT == NVSHMEM:
+    if L.TRANSPORT == NVSHMEM:
         num_bytes = tl.cast(num_elements, tl.int64) * (dst.dtype.element_ty.primitive_bitwidth // 8)
-        putmem_block(_symmetric_address(dst, rank, table), src.to(tl.int64), num_bytes, _pe(rank, table))
+        putmem_block(_symmetric_address(dst, target, net), src.to(tl.int64), num_bytes, _pe(target, net))
     else:
-        copy(peer(dst, rank, table, ALIGN), src, num_elements, BLOCK, ALIGN)
+        copy(peer(dst, target, net, ALIGN), src, num_elements, BLOCK, ALIGN)
 
 
 @triton.jit
-def get(dst, src, num_elements, rank, table, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr = 1):
-    """Copy `num_elements` of `src` in `rank`'s memory to local `dst`.
+def get(dst, src, num_elements, source, net, L, BLOCK: tl.constexpr, ALIGN: tl.constexpr = 1):
+    """Copy `num_elements` of `src` in the memory of rank `source` to local `dst`.
 
     Blocking: `dst` holds the data on return; the other threads of this program see it after a tl.debug_barrier().
     Orders: nothing on the remote side. The caller must first have waited for a signal that covers the writes to `src`.
     """
-    if TRANSPORT == NVSHMEM:
+    if L.TRANSPORT == NVSHMEM:
         num_bytes = tl.cast(num_elements, tl.int64) * (src.dtype.element_ty.primitive_bitwidth // 8)
-        getmem_block(dst.to(tl.int64), _symmetric_address(src, rank, table), num_bytes, _pe(rank, table))
+        getmem_block(dst.to(tl.int64), _symmetric_address(src, source, net), num_bytes, _pe(source, net))
         tl.debug_barrier()
     else:
-        copy(dst, peer(src, rank, table, ALIGN), num_elements, BLOCK, ALIGN)
+        copy(dst, peer(src, source, net, ALIGN), num_elements, BLOCK, ALIGN)
 
 
 @triton.jit
 def put_signal(
-    dst, src, num_elements, signal_word, value, rank, table,
-    TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr = 1,
+    dst, src, num_elements, signal_word, value, target, net, L, BLOCK: tl.constexpr, ALIGN: tl.constexpr = 1
 ):  # fmt: skip
-    """`put`, then set `signal_word` on `rank` to `value`.
+    """`put`, then set `signal_word` on rank `target` to `value`.
 
     Orders: a peer that sees `value` in `signal_word` also sees all of `dst`. On the transports that use stores
     (SIMULATED, PEER) it also sees everything that this program wrote before, to that rank or to its own memory. Over
     NVSHMEM that takes a `fence` before this call.
     Does not order: puts of other programs, or anything on a third rank.
     """
-    if TRANSPORT == NVSHMEM:
+    if L.TRANSPORT == NVSHMEM:
         num_bytes = tl.cast(num_elements, tl.int64) * (dst.dtype.element_ty.primitive_bitwidth // 8)
         tl.debug_barrier()  # other threads of this program may have written src
         putmem_signal_block(
-            _symmetric_address(dst, rank, table), src.to(tl.int64), num_bytes,
-            _symmetric_address(signal_word, rank, table), value, SIGNAL_SET, _pe(rank, table),
+            _symmetric_address(dst, target, net), src.to(tl.int64), num_bytes,
+            _symmetric_address(signal_word, target, net), value, SIGNAL_SET, _pe(target, net),
         )  # fmt: skip
     else:
-        if TRANSPORT == SIMULATED:
+        if L.TRANSPORT == SIMULATED:
             delay()
-        copy(peer(dst, rank, table, ALIGN), src, num_elements, BLOCK, ALIGN, True)
-        signal(signal_word, value, rank, table, TRANSPORT)
+        copy(peer(dst, target, net, ALIGN), src, num_elements, BLOCK, ALIGN, True)
+        signal(signal_word, value, target, net, L)
 
 
 @triton.jit
 def put_tile(
-    dst, src, stride, rows, columns, rank, table,
-    TRANSPORT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGN: tl.constexpr = 1,
+    dst, src, stride, rows, columns, target, net, L, BLOCK: tl.constexpr, ALIGN: tl.constexpr = 1
 ):  # fmt: skip
-    """Copy `rows` rows of `columns` elements to `dst` in `rank`'s memory, by stores, ROWS rows at a time.
+    """Copy `rows` rows of `columns` elements to `dst` in the memory of rank `target`, by stores.
 
-    stride: elements from row to row, in `src` and in `dst`. columns: at most COLUMNS. ALIGN: alignment in bytes of both
-    pointers, the stride and `columns`.
+    stride: elements from row to row, in `src` and in `dst`. BLOCK: rows to copy at a time, and the most that `columns`
+    may be. ALIGN: alignment in bytes of both pointers, the stride and `columns`.
     Requires: all ranks' memory is mapped here.
     Orders: as `put`. Contains no barrier, so Triton can still pipeline a loop around it.
     """
-    if TRANSPORT == SIMULATED:
+    if L.TRANSPORT == SIMULATED:
         delay()
-    dst = peer(dst, rank, table, ALIGN)
+    dst = peer(dst, target, net, ALIGN)
     src = tl.multiple_of(src, ALIGN)
     VECTOR: tl.constexpr = ALIGN * 8 // dst.dtype.element_ty.primitive_bitwidth
     if VECTOR > 1:  # see copy
         stride = stride // VECTOR * VECTOR
         columns = columns // VECTOR * VECTOR
-    column = tl.arange(0, COLUMNS)[None, :]
-    for first in range(0, rows, ROWS):
-        row = first + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK[1])[None, :]
+    for first in range(0, rows, BLOCK[0]):
+        row = first + tl.arange(0, BLOCK[0])[:, None]
         at = row.to(tl.int64) * stride + column
         here = (row < rows) & (column < columns)
         tl.store(dst + at, tl.load(src + at, mask=here), mask=here)
 
 
 @triton.jit
-def signal(signal_word, value, rank, table, TRANSPORT: tl.constexpr, OPERATOR: tl.constexpr = SET):
-    """Set `signal_word` on `rank` to `value` (SET), or add `value` to it (ADD).
+def signal(signal_word, value, target, net, L, OPERATOR: tl.constexpr = SET):
+    """Set `signal_word` on rank `target` to `value` (SET), or add `value` to it (ADD).
 
-    Orders: a peer that sees the new value also sees everything that this program put to `rank`, or wrote to its own
+    Orders: a peer that sees the new value also sees everything that this program put to `target`, or wrote to its own
     memory, before.
     """
     value = tl.cast(value, tl.int64)
     # Triton 3.6 issues the release from one thread, with no barrier before it: without this one, stores of the other
     # threads could be performed after it.
     tl.debug_barrier()
-    if TRANSPORT == NVSHMEM:
+    if L.TRANSPORT == NVSHMEM:
         # Every thread of the program would execute the single-thread form, and ADD would apply many times. So this is
         # the block form of put-with-signal, with zero bytes of data.
         nvshmem_fence()
-        address = _symmetric_address(signal_word, rank, table)
+        address = _symmetric_address(signal_word, target, net)
         NVSHMEM_OPERATOR: tl.constexpr = SIGNAL_SET if OPERATOR == SET else SIGNAL_ADD
-        putmem_signal_block(address, address, 0, address, value, NVSHMEM_OPERATOR, _pe(rank, table))
+        putmem_signal_block(address, address, 0, address, value, NVSHMEM_OPERATOR, _pe(target, net))
     else:
-        if TRANSPORT == SIMULATED:
+        if L.TRANSPORT == SIMULATED:
             delay()
-        word = peer(signal_word, rank, table)
+        word = peer(signal_word, target, net)
         if OPERATOR == SET:
             tl.atomic_xchg(word, value, sem="release", scope="sys")
         else:
@@ -259,58 +281,58 @@ def signal(signal_word, value, rank, table, TRANSPORT: tl.constexpr, OPERATOR: t
 
 
 @triton.jit
-def signal_all(signal_word, value, table, rank, SIZE: tl.constexpr, TRANSPORT: tl.constexpr):
-    """`signal` to every peer of this `rank`, behind a single fence.
+def signal_all(signal_word, value, net, L):
+    """`signal` to every peer of this rank, behind a single fence.
 
     The fence waits for the arrival of this program's data. It does so once here, and R - 1 times in separate signals.
     Orders: as `signal`, for each peer.
     """
-    if TRANSPORT == SIMULATED:
-        for step in range(1, SIZE):
-            signal(signal_word, value, (rank + step) % SIZE, table, TRANSPORT)
+    if L.TRANSPORT == SIMULATED:
+        for step in range(1, L.RANKS):
+            signal(signal_word, value, (net.rank + step) % L.RANKS, net, L)
     else:
         value = tl.cast(value, tl.int64)
-        fence(TRANSPORT)
-        for step in range(1, SIZE):
-            target = (rank + step) % SIZE
-            if TRANSPORT == NVSHMEM:
-                address = _symmetric_address(signal_word, target, table)
-                putmem_signal_block(address, address, 0, address, value, SIGNAL_SET, _pe(target, table))
+        fence(L)
+        for step in range(1, L.RANKS):
+            target = (net.rank + step) % L.RANKS
+            if L.TRANSPORT == NVSHMEM:
+                address = _symmetric_address(signal_word, target, net)
+                putmem_signal_block(address, address, 0, address, value, SIGNAL_SET, _pe(target, net))
             else:
-                tell(signal_word, value, target, table, TRANSPORT)
+                tell(signal_word, value, target, net, L)
 
 
 @triton.jit
-def tell(signal_word, value, rank, table, TRANSPORT: tl.constexpr):
-    """Set `signal_word` on `rank` to `value` by a relaxed atomic. Requires: `rank`'s memory is mapped here.
+def tell(signal_word, value, target, net, L):
+    """Set `signal_word` on rank `target` to `value` by a relaxed atomic. Requires: its memory is mapped here.
 
     Orders: nothing by itself. After a `fence`, or after `completes` has returned true, as `signal`.
     """
-    if TRANSPORT == SIMULATED:
+    if L.TRANSPORT == SIMULATED:
         delay()
-    tl.atomic_xchg(peer(signal_word, rank, table), tl.cast(value, tl.int64), sem="relaxed", scope="sys")
+    tl.atomic_xchg(peer(signal_word, target, net), tl.cast(value, tl.int64), sem="relaxed", scope="sys")
 
 
 @triton.jit
-def tell_all(signal_word, value, table, rank, SIZE: tl.constexpr, TRANSPORT: tl.constexpr):
-    """Set `signal_word` to `value` on every peer of this `rank`, by stores issued together if they reach all peers.
+def tell_all(signal_word, value, net, L):
+    """Set `signal_word` to `value` on every peer of this rank, by stores issued together if they reach all peers.
 
     Orders: nothing that this launch does. A peer that sees `value` sees everything that earlier launches did.
     """
-    if TRANSPORT != PEER:
-        signal_all(signal_word, value, table, rank, SIZE, TRANSPORT)
+    if L.TRANSPORT != PEER:
+        signal_all(signal_word, value, net, L)
     else:
-        peers = tl.arange(0, triton.next_power_of_2(SIZE))
+        peers = tl.arange(0, triton.next_power_of_2(L.RANKS))
         # Write-through: see put_packets.
         tl.store(
-            peer(signal_word, peers, table), tl.cast(value, tl.int64),
-            mask=(peers < SIZE) & (peers != rank), cache_modifier=".wt",
+            peer(signal_word, peers, net), tl.cast(value, tl.int64),
+            mask=(peers < L.RANKS) & (peers != net.rank), cache_modifier=".wt",
         )  # fmt: skip
 
 
 @triton.jit
-def put_packets(packets, words, epoch, rank, table, TRANSPORT: tl.constexpr):
-    """Store a block of int32 `words` at `packets` in `rank`'s memory, each word with its own arrival flag.
+def put_packets(packets, words, epoch, target, net, L):
+    """Store a block of int32 `words` at `packets` in the memory of rank `target`, each word with its own arrival flag.
 
     A packet carries its flag in the same store as its data, as in NCCL's LL protocol. It needs no fence and no signal,
     whose round trips cost more than small data. The element type of `packets` selects the format:
@@ -323,9 +345,9 @@ def put_packets(packets, words, epoch, rank, table, TRANSPORT: tl.constexpr):
         in any dtype and is replaced by OTHER_NAN. So this format is for numbers, not for arbitrary bits.
 
     Orders: nothing. A packet that has arrived guarantees its own word, and nothing about other memory.
-    TRANSPORT: not NVSHMEM, whose network may deliver 8 bytes in parts.
+    Not over NVSHMEM, whose network may deliver 8 bytes in parts.
     """
-    if TRANSPORT == SIMULATED:
+    if L.TRANSPORT == SIMULATED:
         delay()
     at = tl.arange(0, words.shape[0])
     if packets.dtype.element_ty == tl.int64:
@@ -333,46 +355,42 @@ def put_packets(packets, words, epoch, rank, table, TRANSPORT: tl.constexpr):
     else:
         stored = ~tl.where(words == -1, OTHER_NAN, words)
     # Write-through compiles to a strong store, which no cache holds back.
-    tl.store(peer(packets, rank, table, 16) + at, stored, cache_modifier=".wt")
+    tl.store(peer(packets, target, net, 16) + at, stored, cache_modifier=".wt")
 
 
 @triton.jit
-def wait_packets(
-    packets, stride, epoch, table, chunk,
-    SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def wait_packets(packets, stride, epoch, chunk, net, L, BLOCK: tl.constexpr):
     """Wait for BLOCK packets from each rank. Returns their int32 words, a tuple of one block for each rank.
 
-    stride: packets from one rank's block to the next. epoch: the one to wait for, if packets carry one (int64).
+    stride: packets from one rank's block to the next. epoch: the one to wait for, if packets carry one (int64). chunk:
+    for the fault record.
     Ends: as `wait_signal`.
     """
-    limit = tl.load(table + TIMEOUT_NS)
-    if TRANSPORT == SIMULATED:
-        faults, begun, rank = tl.load(table + FAULTS), tl.load(table + BEGUN), tl.load(table + RANK)
-        for source in range(SIZE):
+    limit = tl.load(net.table + TIMEOUT_NS)
+    if L.TRANSPORT == SIMULATED:
+        faults, begun, rank = tl.load(net.table + FAULTS), tl.load(net.table + BEGUN), tl.load(net.table + RANK)
+        for source in range(L.RANKS):
             theirs = packets + source * stride
             if spin_packets(theirs, BLOCK, epoch, limit, faults, begun, rank, source) == 0:
-                _record_fault(table, source, chunk, epoch, epoch - 1, differing_calls(table, source), OPERATION)
-                give_up(tl.load(table + FAULTS), SIZE, FAULT_RECORD)
-        arrived = _load_packets(packets, stride, SIZE, BLOCK)
+                _record_fault(source, chunk, epoch, epoch - 1, differing_calls(source, net), net, L)
+                give_up(tl.load(net.table + FAULTS), L.RANKS, FAULT_RECORD)
+        arrived = _load_packets(packets, stride, L.RANKS, BLOCK)
     else:
-        arrived = _load_packets(packets, stride, SIZE, BLOCK)
-        first_late = _first_late(arrived, epoch, SIZE)
+        arrived = _load_packets(packets, stride, L.RANKS, BLOCK)
+        first_late = _first_late(arrived, epoch, L.RANKS)
         polls = tl.full((), 0, tl.int64)  # 2^31 of them take 36 minutes
         start = tl.full((), 0, tl.int64)
-        while first_late < SIZE:
-            arrived = _load_packets(packets, stride, SIZE, BLOCK)
-            first_late = _first_late(arrived, epoch, SIZE)
+        while first_late < L.RANKS:
+            arrived = _load_packets(packets, stride, L.RANKS, BLOCK)
+            first_late = _first_late(arrived, epoch, L.RANKS)
             polls += 1
             if polls % POLLS_PER_LOOK == 0:
-                lost, start = _look(table, tl.minimum(first_late, SIZE - 1), polls, start, limit)
-                if (first_late < SIZE) & lost:
-                    _record_fault(
-                        table, first_late, chunk, epoch, epoch - 1, differing_calls(table, first_late), OPERATION
-                    )
-                    first_late = SIZE
+                lost, start = _look(tl.minimum(first_late, L.RANKS - 1), polls, start, limit, net)
+                if (first_late < L.RANKS) & lost:
+                    _record_fault(first_late, chunk, epoch, epoch - 1, differing_calls(first_late, net), net, L)
+                    first_late = L.RANKS
     words = ()
-    for source in tl.static_range(SIZE):
+    for source in tl.static_range(L.RANKS):
         if packets.dtype.element_ty == tl.int64:
             words = words + (arrived[source].to(tl.int32),)
         else:
@@ -381,52 +399,52 @@ def wait_packets(
 
 
 @triton.jit
-def _load_packets(packets, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _load_packets(packets, stride, RANKS: tl.constexpr, BLOCK: tl.constexpr):
     loaded = ()
-    for source in tl.static_range(SIZE):
+    for source in tl.static_range(RANKS):
         theirs = tl.multiple_of(packets + source * stride, 16)
         loaded = loaded + (tl.load(theirs + tl.arange(0, BLOCK), volatile=True),)
     return loaded
 
 
 @triton.jit
-def _first_late(arrived, epoch, SIZE: tl.constexpr):
-    """The first rank with a packet that has not arrived; SIZE if all have. The same for all threads."""
-    late = tl.full(arrived[0].shape, SIZE, tl.int32)
-    for source in tl.static_range(SIZE):
+def _first_late(arrived, epoch, RANKS: tl.constexpr):
+    """The first rank with a packet that has not arrived; RANKS if all have. The same for all threads."""
+    late = tl.full(arrived[0].shape, RANKS, tl.int32)
+    for source in tl.static_range(RANKS):
         if arrived[source].dtype == tl.int64:
             here = (arrived[source] >> 32).to(tl.int32) == tl.cast(epoch, tl.int32)
         else:
             here = arrived[source] != 0
-        late = tl.minimum(late, tl.where(here, SIZE, source))
+        late = tl.minimum(late, tl.where(here, RANKS, source))
     return tl.min(late)
 
 
 @triton.jit
-def count(counter, TRANSPORT: tl.constexpr, SCOPE: tl.constexpr):
+def count(counter, L, SCOPE: tl.constexpr):
     """Add one to a counter in this rank's own memory, on which another program of this rank waits.
 
     SCOPE: "gpu", or "sys" if a stream waits on the counter in order to copy by the copy engine, outside the SMs.
     Orders: a program or stream that sees the new count also sees everything that this program wrote before.
     """
     meet()
-    if TRANSPORT == SIMULATED:
+    if L.TRANSPORT == SIMULATED:
         delay()
     tl.atomic_add(counter, tl.full((), 1, tl.int64), sem="release", scope=SCOPE)
 
 
 @triton.jit
-def count_up_to(counter, number, TRANSPORT: tl.constexpr):
+def count_up_to(counter, number, L):
     """Add one to a counter, and one more once it reaches `number`, for a stream that waits until it exceeds `number`.
 
     Orders: as `count` with SCOPE "sys", for all programs that have counted.
     """
-    if completes(counter, number, TRANSPORT):
+    if completes(counter, number, L):
         tl.atomic_add(counter, tl.full((), 1, tl.int64), sem="release", scope="sys")
 
 
 @triton.jit
-def completes(counter, number, TRANSPORT: tl.constexpr):
+def completes(counter, number, L):
     """Add one to a counter in this rank's own memory. Returns true to the one program that brings it to `number`.
 
     Orders: everything that all counting programs wrote before they counted, to any rank, before whatever that one
@@ -435,20 +453,17 @@ def completes(counter, number, TRANSPORT: tl.constexpr):
     bench/LOG.md), and only that one program executes it.
     """
     meet()
-    if TRANSPORT == SIMULATED:
+    if L.TRANSPORT == SIMULATED:
         delay()
     complete = tl.atomic_add(counter, tl.full((), 1, tl.int64), sem="release", scope="gpu") == number - 1
     if complete:
-        if TRANSPORT != SIMULATED:  # the writes observed through the others' counts come before what it signals next
+        if L.TRANSPORT != SIMULATED:  # the writes observed through the others' counts come before what it signals next
             _fence_system()
     return complete
 
 
 @triton.jit
-def wait_chunk(
-    ready, landed, max_chunks, source, chunk, epoch, table,
-    COPIES: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
-):  # fmt: skip
+def wait_chunk(ready, landed, max_chunks, epoch, source, chunk, net, L, COPIES: tl.constexpr):
     """Wait for a chunk of `source`: for its signal, or for the copy engine to have delivered more than `chunk` chunks.
 
     Orders, ends: as `wait_signal`.
@@ -457,18 +472,15 @@ def wait_chunk(
     """
     word = ready + source * max_chunks + chunk
     if landed is None:
-        wait_signal(word, epoch, table, source, chunk, OPERATION, TRANSPORT)
+        wait_signal(word, epoch, source, chunk, net, L)
     elif COPIES:
-        wait_signal(landed + source, chunk + 1, table, source, chunk, OPERATION, TRANSPORT, word, epoch)
+        wait_signal(landed + source, chunk + 1, source, chunk, net, L, word, epoch)
     else:
-        wait_signal(word, epoch, table, source, chunk, OPERATION, TRANSPORT, landed + source, chunk + 1)
+        wait_signal(word, epoch, source, chunk, net, L, landed + source, chunk + 1)
 
 
 @triton.jit
-def wait_signal(
-    signal_word, epoch, table, source, chunk, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, other=None, value=None,
-    SHIFT: tl.constexpr = 0,
-):  # fmt: skip
+def wait_signal(signal_word, epoch, source, chunk, net, L, other=None, value=None, SHIFT: tl.constexpr = 0):
     """Wait until the local `signal_word` is at least `epoch`.
 
     source, chunk: the rank that signals, and which of its chunks; for the fault record, and source for the time limit.
@@ -484,15 +496,15 @@ def wait_signal(
     and that wait must time out first, since its record names the peer.
     """
     epoch = tl.cast(epoch, tl.int64)
-    limit = tl.load(table + TIMEOUT_NS)
-    rank = tl.load(table + RANK)
+    limit = tl.load(net.table + TIMEOUT_NS)
+    rank = tl.load(net.table + RANK)
     limit = tl.where(rank == source, 2 * limit, limit)
-    if TRANSPORT == SIMULATED:
-        faults, begun = tl.load(table + FAULTS), tl.load(table + BEGUN)
+    if L.TRANSPORT == SIMULATED:
+        faults, begun = tl.load(net.table + FAULTS), tl.load(net.table + BEGUN)
         if spin(signal_word, epoch << SHIFT, limit, faults, begun, rank, source, other, value) == 0:
             seen = tl.atomic_add(signal_word, tl.full((), 0, tl.int64), sem="acquire", scope="sys") >> SHIFT
-            _record_fault(table, source, chunk, epoch, seen, differing_calls(table, source), OPERATION)
-            give_up(tl.load(table + FAULTS), tl.load(table + SIZE), FAULT_RECORD)
+            _record_fault(source, chunk, epoch, seen, differing_calls(source, net), net, L)
+            give_up(tl.load(net.table + FAULTS), tl.load(net.table + SIZE), FAULT_RECORD)
     else:
         seen = epoch - 1
         polls = tl.full((), 0, tl.int64)  # 2^31 of them take 36 minutes
@@ -506,9 +518,9 @@ def wait_signal(
                     if tl.atomic_add(other, tl.full((), 0, tl.int64), sem="acquire", scope="sys") >= value:
                         seen = epoch
             if polls % POLLS_PER_LOOK == 0:
-                lost, start = _look(table, source, polls, start, limit)
+                lost, start = _look(source, polls, start, limit, net)
                 if (seen < epoch) & lost:
-                    _record_fault(table, source, chunk, epoch, seen, differing_calls(table, source), OPERATION)
+                    _record_fault(source, chunk, epoch, seen, differing_calls(source, net), net, L)
                     seen = epoch
         # The data came by a peer's stores, and the next read of it may go through the async proxy (TMA).
         tl.inline_asm_elementwise(
@@ -517,33 +529,33 @@ def wait_signal(
 
 
 @triton.jit
-def _look(table, source, polls, start, limit):
+def _look(source, polls, start, limit, net):
     """A wait's check of the clock, the fault flag and source's call: (whether to give up, the second check's time).
 
     All threads must reach the same verdict, or some would leave the loop, and its barrier, without the others. So one
     thread reads the clock through an atomic maximum. It returns the latest time that an earlier check stored, which may
     be old at a wait's first check; the limit counts from the second.
     """
-    clock = tl.load(table + CLOCK).to(tl.pointer_type(tl.int64))
+    clock = tl.load(net.table + CLOCK).to(tl.pointer_type(tl.int64))
     now = tl.atomic_max(clock, globaltimer(), sem="relaxed", scope="gpu")
-    flag = tl.load(table + FAULTS).to(tl.pointer_type(tl.int64))
+    flag = tl.load(net.table + FAULTS).to(tl.pointer_type(tl.int64))
     flagged = tl.atomic_add(flag, tl.full((), 0, tl.int64), sem="relaxed", scope="sys")
     if polls == 2 * POLLS_PER_LOOK:
         start = now
     expired = (polls > 2 * POLLS_PER_LOOK) & (now - start > limit)
-    return expired | (flagged != 0) | (differing_calls(table, source) != 0), start
+    return expired | (flagged != 0) | (differing_calls(source, net) != 0), start
 
 
 @triton.jit
-def differing_calls(table, source):
+def differing_calls(source, net):
     """0, unless this rank and `source` are in the same epoch of a workspace but in different calls; then, both calls.
 
     Their numbers are put together as in fault records. The same for all threads.
     """
     differing = tl.full((), 0, tl.int64)
-    if tl.load(table + BEGUN) != 0:  # 0 in a context's table
-        begun, zero = begun_words(table), tl.full((), 0, tl.int64)
-        here = tl.atomic_add(begun + tl.load(table + RANK), zero, sem="relaxed", scope="sys")
+    if tl.load(net.table + BEGUN) != 0:  # 0 in a context's table
+        begun, zero = begun_words(net), tl.full((), 0, tl.int64)
+        here = tl.atomic_add(begun + tl.load(net.table + RANK), zero, sem="relaxed", scope="sys")
         there = tl.atomic_add(begun + source, zero, sem="relaxed", scope="sys")
         if (here >> CALL_BITS == there >> CALL_BITS) & (here != there):
             differing = (here & CALL_MASK) << CALL_BITS | (there & CALL_MASK)
@@ -556,23 +568,23 @@ def globaltimer():
 
 
 @triton.jit
-def _record_fault(table, source, chunk, epoch, seen, differing, OPERATION: tl.constexpr):
+def _record_fault(source, chunk, epoch, seen, differing, net, L):
     """Write a fault record, and flag it, to every rank that can be reached; nothing if one is flagged here already."""
-    flag = tl.load(table + FAULTS).to(tl.pointer_type(tl.int64))
-    host_flag = tl.load(table + HOST_FLAG)
+    flag = tl.load(net.table + FAULTS).to(tl.pointer_type(tl.int64))
+    host_flag = tl.load(net.table + HOST_FLAG)
     if host_flag != 0:
         tl.store(host_flag.to(tl.pointer_type(tl.int64)), tl.full((), 1, tl.int64))
     first = tl.atomic_cas(flag, tl.full((), 0, tl.int64), tl.full((), 1, tl.int64), sem="relaxed", scope="sys")
     if first == 0:
-        rank = tl.load(table + RANK)
-        size = tl.load(table + SIZE).to(tl.int32)
+        rank = tl.load(net.table + RANK)
+        size = tl.load(net.table + SIZE).to(tl.int32)
         for step in range(size):
             other = (rank + 1 + step) % size  # this rank last: its own record implies that the others have theirs
             # A rank that stores can't reach finds out by its own time limit.
-            if (other == rank) | (tl.load(table + OFFSETS + other) != 0):
-                theirs = peer(flag, other, table)
+            if (other == rank) | (tl.load(net.table + OFFSETS + other) != 0):
+                theirs = peer(flag, other, net)
                 record = theirs + FAULT_RECORD * (1 + rank)
-                tl.store(record + 1, tl.full((), OPERATION, tl.int64))
+                tl.store(record + 1, tl.full((), L.OPERATION, tl.int64))
                 tl.store(record + 2, tl.cast(rank, tl.int64))
                 tl.store(record + 3, tl.cast(source, tl.int64))
                 tl.store(record + 4, tl.cast(chunk, tl.int64))
@@ -585,35 +597,35 @@ def _record_fault(table, source, chunk, epoch, seen, differing, OPERATION: tl.co
 
 
 @triton.jit
-def fence(TRANSPORT: tl.constexpr):
+def fence(L):
     """Order this program's puts before its later signals and puts to the same rank. Does not complete the puts."""
     tl.debug_barrier()
-    if TRANSPORT == NVSHMEM:
+    if L.TRANSPORT == NVSHMEM:
         nvshmem_fence()
-    elif TRANSPORT == PEER:
+    elif L.TRANSPORT == PEER:
         _fence_system()
 
 
 @triton.jit
-def quiet(TRANSPORT: tl.constexpr):
+def quiet(L):
     """Return once this program's puts are complete: visible on their target rank, and their sources free for reuse."""
     tl.debug_barrier()
-    if TRANSPORT == NVSHMEM:
+    if L.TRANSPORT == NVSHMEM:
         nvshmem_quiet()
         tl.debug_barrier()
-    elif TRANSPORT == PEER:
+    elif L.TRANSPORT == PEER:
         tl.inline_asm_elementwise("fence.sc.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
         tl.debug_barrier()
 
 
 @triton.jit
-def arrived(words, value, TRANSPORT: tl.constexpr):
+def arrived(words, value, L):
     """One check of a block of local words [W]: whether every one is at least `value`. False negatives are allowed.
 
     On the SIMULATED transport the result is always False.
     Orders: if True, as `wait_signal` on each of the words.
     """
-    if TRANSPORT == SIMULATED:
+    if L.TRANSPORT == SIMULATED:
         there = tl.full((), False, tl.int1)
     else:
         seen = tl.inline_asm_elementwise(
@@ -632,13 +644,13 @@ def arrived(words, value, TRANSPORT: tl.constexpr):
 
 
 @triton.jit
-def publish(TRANSPORT: tl.constexpr):
+def publish(L):
     """Complete this program's TMA stores, so that a later signal or count covers them.
 
     Triton itself waits only until their shared memory may be reused (cp.async.bulk.wait_group.read), not until the
     stores are visible.
     """
-    if TRANSPORT != SIMULATED:
+    if L.TRANSPORT != SIMULATED:
         tl.inline_asm_elementwise(
             "cp.async.bulk.wait_group 0; fence.proxy.async.global; mov.u32 $0, 0;",
             "=r", [], dtype=tl.int32, is_pure=False, pack=1,
@@ -677,33 +689,31 @@ def end_epoch(state, epoch):
 
 
 @triton.jit
-def begin_call(state, call, table, rank, SIZE: tl.constexpr, TRANSPORT: tl.constexpr):
+def begin_call(state, call, net, L):
     """Every program's first call in an operation on a workspace, in place of `begin_epoch`. Returns the epoch.
 
     The last program tells every peer that this rank has begun this epoch, and which call it makes in it.
-    call: its number. table: the workspace's.
+    call: its number. net: with the table of the workspace.
     Orders: a peer that sees it sees everything that earlier launches did.
     """
     epoch = begin_epoch(state)
     pid = tl.program_id(0)
     if pid == tl.num_programs(0) - 1:  # it has the least to do if work is dealt out unevenly
-        begun = begun_words(table)
+        begun = begun_words(net)
         word = (epoch << CALL_BITS) | call
-        tl.store(begun + rank, word)
-        tell_all(begun + rank, word, table, rank, SIZE, TRANSPORT)
+        tl.store(begun + net.rank, word)
+        tell_all(begun + net.rank, word, net, L)
     return epoch
 
 
 @triton.jit
-def begun_words(table):
+def begun_words(net):
     """A workspace's words, one for each rank, that tell which call it has begun last."""
-    return tl.load(table + BEGUN).to(tl.pointer_type(tl.int64))
+    return tl.load(net.table + BEGUN).to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
-def end_call(
-    state, epoch, call, table, rank, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr
-):  # fmt: skip
+def end_call(state, epoch, call, net, L):
     """Every program's last call in an operation on a workspace: `end_epoch`, after a comparison of all ranks' calls.
 
     The last program waits until every peer has begun this call. A peer in another one is a fault. A peer may be one
@@ -712,34 +722,33 @@ def end_call(
     """
     compares = tl.program_id(0) == tl.num_programs(0) - 1
     same = tl.full((), False, tl.int1)
-    if TRANSPORT != SIMULATED:
+    if L.TRANSPORT != SIMULATED:
         # The words came ahead of the data. They are loaded before the atomic of end_epoch and looked at after it, so
         # that one latency hides the other.
-        peers = (rank + 1 + tl.arange(0, triton.next_power_of_2(SIZE)) % (SIZE - 1)) % SIZE
-        seen = tl.load(begun_words(table) + peers, mask=(peers < SIZE) & compares, other=0, volatile=True)
+        peers = (net.rank + 1 + tl.arange(0, triton.next_power_of_2(L.RANKS)) % (L.RANKS - 1)) % L.RANKS
+        seen = tl.load(begun_words(net) + peers, mask=(peers < L.RANKS) & compares, other=0, volatile=True)
     last = end_epoch(state, epoch)
     if compares:
-        if TRANSPORT != SIMULATED:
+        if L.TRANSPORT != SIMULATED:
             same = _all_threads(tl.min((seen == (epoch << CALL_BITS | call)).to(tl.int32), 0))
         if not same:
-            for step in range(1, SIZE):
-                source = (rank + step) % SIZE
-                wait_begun(source, epoch, table, OPERATION, TRANSPORT)
-                if TRANSPORT != SIMULATED:  # where every wait compares the calls at its end
-                    differing = differing_calls(table, source)
+            for step in range(1, L.RANKS):
+                source = (net.rank + step) % L.RANKS
+                wait_begun(epoch, source, net, L)
+                if L.TRANSPORT != SIMULATED:  # where every wait compares the calls at its end
+                    differing = differing_calls(source, net)
                     if differing != 0:
-                        _record_fault(table, source, 0, epoch, epoch, differing, OPERATION)
+                        _record_fault(source, 0, epoch, epoch, differing, net, L)
     return last
 
 
 @triton.jit
-def wait_begun(source, epoch, table, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr):
-    """Wait until `source` has begun the call of this epoch. Orders, ends: as `wait_signal`. table: the workspace's."""
-    word = begun_words(table) + source
-    wait_signal(word, epoch, table, source, 0, OPERATION, TRANSPORT, None, None, CALL_BITS)
+def wait_begun(epoch, source, net, L):
+    """Wait until `source` has begun the call of this epoch. Orders, ends: as `wait_signal`."""
+    wait_signal(begun_words(net) + source, epoch, source, 0, net, L, None, None, CALL_BITS)
 
 
 @triton.jit(do_not_specialize=["rank"])
-def overlap_kernel(table, rank, OPERATION: tl.constexpr):
+def overlap_kernel(table, rank, L):
     """Record, for all ranks, that calls of two threads of this rank overlapped."""
-    _record_fault(table, rank, 0, 0, 0, OVERLAP, OPERATION)
+    _record_fault(rank, 0, 0, 0, OVERLAP, Net(table, rank), L)

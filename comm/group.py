@@ -148,6 +148,26 @@ class Group:
                 raise TkernelsError(f"{what}, on rank {rank}: {text}. {way_out}") from failure
 
     @contextlib.contextmanager
+    def checking(self):
+        """Collective. If the block raises on any rank, every rank raises the first of the errors; it must not meet.
+
+        For arguments, which may be wrong on one rank alone: the others would wait for it in their next meeting.
+        """
+        mine = None
+        try:
+            yield
+        except Exception as error:
+            mine = error
+        kind = next((kind for kind in (TypeError, ValueError) if isinstance(mine, kind)), TkernelsError)
+        errors = self.gather(mine and (kind, str(mine)))
+        if len(set(errors)) > 1:
+            rank = next(rank for rank, error in enumerate(errors) if error)
+            kind, text = errors[rank]
+            raise kind(f"{text} (on rank {rank})") from mine
+        if mine is not None:
+            raise mine
+
+    @contextlib.contextmanager
     def _watched(self, where: str):
         """Collective. If the block takes long, log which ranks have not arrived, and the last call of each."""
         store, ranks = _store(), tuple(self.global_ranks)

@@ -21,6 +21,8 @@ import random
 import threading
 import time
 import types
+from concurrent import futures
+from concurrent.futures import Future
 
 import numpy as np
 import triton
@@ -40,8 +42,6 @@ JITTER_MAX_S = 5e-3
 # How long an interrupted launch waits for its programs to end.
 INTERRUPT_GRACE_S = 5.0
 
-_KEEP = ...  # default in the functions below: leave this setting unchanged
-
 
 # Settings: how many programs are in flight, and the random delays
 
@@ -52,13 +52,11 @@ class _Settings:
     jitter_seed: int | None = None
     rank: int = 0
     # Numbers the launches, so that each draws different delays and a second run of the same block repeats them.
-    launches: itertools.count = dataclasses.field(default_factory=itertools.count)
+    launches: itertools.count = dataclasses.field(default_factory=itertools.count, init=False)
 
-    def replaced(self, **changes) -> "_Settings":
-        changes = {name: value for name, value in changes.items() if value is not _KEEP}
-        if changes.get("resident", 1) < 1:
-            raise ValueError(f"resident={changes['resident']} programs in flight; at least 1 must be")
-        return dataclasses.replace(self, launches=itertools.count(), **changes)
+    def __post_init__(self):
+        if self.resident < 1:
+            raise ValueError(f"resident={self.resident} programs in flight; at least 1 must be")
 
 
 _default = _Settings()
@@ -70,7 +68,7 @@ def _settings() -> _Settings:
 
 
 @contextlib.contextmanager
-def execution(*, resident: int = _KEEP, jitter_seed: int | None = _KEEP, rank: int = _KEEP):
+def execution(**settings):
     """Set how kernels launched in this block (and this thread) run; settings that are not passed stay as they are.
 
     resident: how many programs of a launch run at once, started in order of program id, x fastest. 1 runs them one by
@@ -80,22 +78,17 @@ def execution(*, resident: int = _KEEP, jitter_seed: int | None = _KEEP, rank: i
     rank: this process's rank in that draw.
     Raises ValueError for resident < 1.
     """
-    token = _override.set(_settings().replaced(resident=resident, jitter_seed=jitter_seed, rank=rank))
+    token = _override.set(dataclasses.replace(_settings(), **settings))
     try:
         yield
     finally:
         _override.reset(token)
 
 
-def set_default(*, resident: int = _KEEP, jitter_seed: int | None = _KEEP, rank: int = _KEEP) -> None:
+def set_default(**settings) -> None:
     """Like `execution`, but for the whole process; `install` calls it with TKERNELS_RESIDENT and TKERNELS_JITTER."""
     global _default
-    _default = _default.replaced(resident=resident, jitter_seed=jitter_seed, rank=rank)
-
-
-def set_rank(rank: int) -> None:
-    """Set the rank that random delays are drawn from, so that ranks with the same seed pause differently."""
-    set_default(rank=rank)
+    _default = dataclasses.replace(_default, **settings)
 
 
 def resident() -> int:
@@ -103,7 +96,7 @@ def resident() -> int:
     return _settings().resident
 
 
-def integer_from_environment(name: str, default=_KEEP):
+def integer_from_environment(name: str, default: int | None = None) -> int | None:
     """The environment's whole number of that name; `default` if it is unset or empty. Raises ValueError otherwise."""
     text = os.environ.get(name, "")
     if not text:
@@ -205,33 +198,21 @@ def beside(task):
     The task counts as a program for `jitter` and `aborted`; for it, `aborted` is true once the block has raised.
     Re-raises the exception of `task`, unless the block itself has raised.
     """
-    launch, ended, errors = _Launch("beside", (1, 1, 1), _settings()), threading.Event(), []
-
-    def run():
-        try:
-            _run_program(task, launch, (0, 0, 0))
-        except LaunchAborted:
-            pass
-        except BaseException as error:
-            errors.append(error)
-        finally:
-            ended.set()
-
-    _workers.start(run)
+    launch = _Launch("beside", (1, 1, 1), _settings())
+    ended = _workers.start(lambda: _run_program(task, launch, (0, 0, 0)))
     try:
         yield
     except BaseException as error:
         launch.abort(error)
         raise
     finally:
-        _wait(ended)
-    if errors:
-        raise errors[0]
+        _wait([ended])
+    ended.result()
 
 
-def _wait(event: threading.Event):
+def _wait(tasks: list[Future]):
     """Wait, waking up periodically: the OS may deliver a Ctrl-C to any thread, but Python handles it in this one."""
-    while not event.wait(0.2):
+    while futures.wait(tasks, timeout=0.2).not_done:
         pass
 
 
@@ -241,16 +222,23 @@ class _Workers:
     def __init__(self):
         self._tasks, self._idle = queue.SimpleQueue(), threading.Semaphore(0)
 
-    def start(self, task) -> None:
+    def start(self, task) -> Future:
         """Run `task` at once, on an idle thread or else a new one."""
-        self._tasks.put(task)
+        ended = Future()
+        self._tasks.put((task, ended))
         if not self._idle.acquire(blocking=False):
             threading.Thread(target=self._work, name="tkernels-program", daemon=True).start()
+        return ended
 
     def _work(self):
         tasks, idle = self._tasks, self._idle
         while True:
-            tasks.get()()
+            task, ended = tasks.get()
+            try:
+                ended.set_result(task())
+            except BaseException as error:
+                ended.set_exception(error)
+            del task, ended  # they hold the launch's memory
             idle.release()
 
 
@@ -259,7 +247,7 @@ _workers = _Workers()
 
 def _run_together(body, launch: _Launch, indices, num_threads: int) -> None:
     """Run the programs on `num_threads` threads, started in order. Raises the first exception of any, unchanged."""
-    lock, ended, running = threading.Lock(), threading.Event(), num_threads
+    lock, started = threading.Lock(), []
 
     def run_programs():
         # A GPU does not warn about overflow. NumPy keeps this setting per thread.
@@ -274,27 +262,13 @@ def _run_together(body, launch: _Launch, indices, num_threads: int) -> None:
                 except BaseException as error:
                     launch.abort(error)
 
-    def task():
-        nonlocal running
-        run_programs()
-        with lock:
-            running -= 1
-            if not running:
-                ended.set()
-
-    started = 0
     try:
-        while started < num_threads:
-            _workers.start(task)
-            started += 1
-        _wait(ended)
+        while len(started) < num_threads:
+            started.append(_workers.start(run_programs))
+        _wait(started)
     except BaseException as interrupt:
         launch.abort(interrupt)
-        with lock:
-            running -= num_threads - started  # threads that the interrupt kept from starting won't end
-            if not running:
-                ended.set()
-        ended.wait(INTERRUPT_GRACE_S)
+        futures.wait(started, INTERRUPT_GRACE_S)
         raise
     if launch.error is not None:
         raise launch.error
@@ -339,6 +313,8 @@ def _without_constexpr(value):
 
 def _device_value(value, name: str, kernel: str):
     """Convert a host argument to what the kernel receives. A tensor becomes its own address: nothing is copied."""
+    if isinstance(value, tl.constexpr):  # in a tuple
+        return value.value
     if isinstance(value, bool):
         return _scalar(value, np.bool_, tl.int1)
     if isinstance(value, int):
@@ -425,30 +401,11 @@ class Builder(stock.InterpreterBuilder):
     def unary_op(self, arg, op):
         return _in_fp32(super().unary_op, arg, op)
 
-    def create_erf(self, arg):
-        return _in_fp32(super().create_erf, arg)
-
-    def create_rsqrt(self, arg):
-        return _in_fp32(super().create_rsqrt, arg)
-
-    # The hardware's minimum and maximum return the other operand if one is NaN; triton 3.6 returns NaN here.
-    def create_minnumf(self, lhs, rhs):
-        return self.binary_op(lhs, rhs, np.fmin)
-
-    def create_maxnumf(self, lhs, rhs):
-        return self.binary_op(lhs, rhs, np.fmax)
-
     def create_clampf(self, arg, lo, hi, propagate_nans):
-        if propagate_nans == ir.PROPAGATE_NAN.NONE:
-            return self.create_minnumf(self.create_maxnumf(arg, lo), hi)
         return _in_fp32(super().create_clampf, arg, lo, hi, propagate_nans)
 
     def create_fma(self, x, y, z):
-        if z.data.dtype == np.float64 or (z.data.dtype == np.float32 and hasattr(stock._interpreter, "fma_fp32")):
-            return super().create_fma(x, y, z)
-        # The product is exact in fp64, so this rounds like a single operation, except for very rare fp32 ties.
-        x, y, addend = (_widened(operand).data.astype(np.float64) for operand in (x, y, z))
-        return self.cast_impl(stock.TensorHandle(x * y + addend, tl.float64), z.dtype.scalar)
+        return _in_fp32(super().create_fma, x, y, z)
 
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
         if any(not x.dtype.is_floating() or x.dtype.primitive_bitwidth == 8 for x in (a, b)):
@@ -492,36 +449,18 @@ class Builder(stock.InterpreterBuilder):
         _yield_to_other_programs()
         return super().create_atomic_cas(*args, **kwargs)
 
-    def create_atomic_rmw(self, rmw_op, ptr, val, mask, sem, scope):
+    def create_atomic_rmw(self, *args, **kwargs):
         _yield_to_other_programs()
-        if _is_bf16(val) and rmw_op == ir.ATOMIC_OP.FADD:
-            return self._atomic_add_bf16(ptr, val, mask, sem)
-        return super().create_atomic_rmw(rmw_op, ptr, val, mask, sem, scope)
-
-    def _atomic_add_bf16(self, ptr, val, mask, sem):
-        """Atomic add by compare-and-swap; each pass retries the elements that lost a race or share an address."""
-        sem = self.ir_sem_to_interpreter_sem[sem]
-        ptrs, values, active = (x.ravel() for x in np.broadcast_arrays(ptr.data, val.data, mask.data))
-        before, left = np.zeros(ptrs.shape, dtype=np.uint16), np.flatnonzero(active)
-        while left.size:
-            everywhere, none = np.ones(left.shape, dtype=np.bool_), np.zeros(left.shape, dtype=np.uint16)
-            seen = stock._interpreter.load(ptrs[left], everywhere, none, np.dtype(np.uint16))
-            wanted = fp32_to_bf16(bf16_to_fp32(seen) + bf16_to_fp32(values[left]))
-            won = stock._interpreter.atomic_cas(ptrs[left], seen, wanted, sem) == seen
-            before[left[won]] = seen[won]
-            left = left[~won]
-        return stock.TensorHandle(before.reshape(val.data.shape), tl.bfloat16)
+        return super().create_atomic_rmw(*args, **kwargs)
 
     # tensor descriptors
 
     def create_descriptor_load(self, desc, indices, *cache):
-        if desc.padding != ir.PADDING_OPTION.PAD_NAN or desc.base.get_element_ty() != tl.bfloat16:
-            return super().create_descriptor_load(desc, indices, *cache)
-        ptrs, mask = desc.materialize_pointers(indices)
-        if not isinstance(mask, stock.TensorHandle):  # triton 3.6
-            mask = stock.TensorHandle(mask, tl.int1)
-        padding = stock.TensorHandle(np.full(ptrs.data.shape, 0x7FC0, dtype=np.uint16), tl.bfloat16)
-        return self.create_masked_load(ptrs, mask, padding, *cache, is_volatile=False)
+        loaded = super().create_descriptor_load(desc, indices, *cache)
+        if desc.padding == ir.PADDING_OPTION.PAD_NAN and _is_bf16(loaded):  # stock casts NaN to an integer
+            mask = desc.materialize_pointers(indices)[1]
+            loaded.data[~(mask if isinstance(mask, np.ndarray) else mask.data)] = 0x7FC0  # an array on triton 3.6
+        return loaded
 
 
 class Semantic(stock.TritonSemantic):
@@ -638,16 +577,9 @@ def _patch_language():
     stock._patch_lang = lambda fn: stock._LangPatchScope()
     # NumPy 2.4 refuses int() of a one-element array; triton 3.6 relies on it.
     tl.core.tensor.__index__ = lambda self: int(self.handle.data.item())
-    tl.core.tensor.T = property(_transposed)
     for name, member in list(vars(tl.core.tensor).items()):
         if isinstance(member, JITFunction):
             setattr(tl.core.tensor, name, _method(member))
-
-
-def _transposed(tensor):
-    order = list(range(len(tensor.shape)))
-    order[-2:] = reversed(order[-2:])
-    return stock.interpreter_semantic.permute(tensor, order)
 
 
 @functools.cache
@@ -658,7 +590,7 @@ def install() -> None:
     Reads TKERNELS_RESIDENT and TKERNELS_JITTER; raises ValueError if they aren't integers.
     """
     set_default(
-        resident=integer_from_environment("TKERNELS_RESIDENT"),
+        resident=integer_from_environment("TKERNELS_RESIDENT", DEFAULT_RESIDENT),
         jitter_seed=integer_from_environment("TKERNELS_JITTER"),
     )
     os.register_at_fork(after_in_child=_workers.__init__)

@@ -1,7 +1,7 @@
 """Marks: timestamps that a program writes when it begins an activity, for traces of a launch.
 
 A program does one thing at a time. A mark records the time at which it begins an activity, which ends the previous one.
-Unless the compile-time constant TRACE is set, the compiled kernel contains none of this.
+Unless the constant TRACE of a launch is set, the compiled kernel contains none of this.
 
 A recorded launch gets a table whose word TRACE_BUFFER is the address of an int64 buffer with a row for each program:
 the number of marks it made, then TRACE_CAPACITY marks of (kind, first, second, time in ns). The last of these places is
@@ -30,9 +30,9 @@ MARK = tl.constexpr(4)  # words of a mark
 
 
 @triton.jit
-def clock(TRANSPORT: tl.constexpr):
+def clock(L):
     """The time in ns, by a clock that all programs of a rank share; other ranks' clocks may be ahead or behind."""
-    if TRANSPORT == SIMULATED:
+    if L.TRANSPORT == SIMULATED:
         now = tl.full((), clock_ns(), tl.int64)
     else:
         now = globaltimer()
@@ -40,16 +40,16 @@ def clock(TRANSPORT: tl.constexpr):
 
 
 @triton.jit
-def mark(KIND: tl.constexpr, first, second, table, TRANSPORT: tl.constexpr, TRACE: tl.constexpr):
+def mark(KIND: tl.constexpr, first, second, net, L):
     """Record that this program begins an activity of that kind.
 
     The number of marks made is kept in memory, not passed along as a value: that would make each iteration of a loop
     depend on the one before.
     """
-    if TRACE:
-        now = clock(TRANSPORT)
-        capacity = tl.load(table + TRACE_CAPACITY).to(tl.int32)
-        row = tl.load(table + TRACE_BUFFER).to(tl.pointer_type(tl.int64))
+    if L.TRACE:
+        now = clock(L)
+        capacity = tl.load(net.table + TRACE_CAPACITY).to(tl.int32)
+        row = tl.load(net.table + TRACE_BUFFER).to(tl.pointer_type(tl.int64))
         row += tl.program_id(0).to(tl.int64) * (1 + capacity * MARK)
         made = tl.load(row)
         at = made
@@ -67,12 +67,12 @@ def mark(KIND: tl.constexpr, first, second, table, TRANSPORT: tl.constexpr, TRAC
 
 
 @triton.jit
-def end_marks(table, TRANSPORT: tl.constexpr, TRACE: tl.constexpr):
+def end_marks(net, L):
     """The last mark of a program; its `first` is the SM that it ran on."""
-    if TRACE:
+    if L.TRACE:
         multiprocessor = tl.full((), 0, tl.int32)
-        if TRANSPORT != SIMULATED:
+        if L.TRANSPORT != SIMULATED:
             multiprocessor = tl.inline_asm_elementwise(
                 "mov.u32 $0, %smid;", "=r", [], dtype=tl.int32, is_pure=True, pack=1
             )
-        mark(END, multiprocessor, 0, table, TRANSPORT, TRACE)
+        mark(END, multiprocessor, 0, net, L)

@@ -23,11 +23,10 @@ import threading
 import torch
 
 from tkernels.comm import capture, runtime
-from tkernels.comm.lease import Crossing
 
 latest: int | None = None  # the stream of the latest operation
 _crowded = False  # whether that one needed all others to wait
-_lock = threading.Lock()  # threads share an event
+_lock = threading.Lock()  # threads share the two
 
 
 def follow(stream: int, needed: int):
@@ -43,12 +42,7 @@ def follow(stream: int, needed: int):
         if before in (None, stream) or not together:
             return
         if capture.taken(before) == capture.taken(stream):  # a capture can't wait for work outside, nor the reverse
-            _crossing()(_stream(before), _stream(stream))
-
-
-@functools.cache
-def _crossing() -> Crossing:
-    return Crossing(torch.cuda)
+            _stream(stream).wait_stream(_stream(before))
 
 
 @functools.cache

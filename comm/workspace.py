@@ -24,11 +24,13 @@ words there have been zero on every rank since the context was made, so a peer t
 The memory that was outgrown is given back when ranks next meet: when the workspace next grows outside of a capture.
 """
 
+from typing import NamedTuple
+
 import torch
 
-from tkernels.comm import capture
+from tkernels.comm import capture, contexts, stream_order
+from tkernels.comm.calls import PreparedCalls
 from tkernels.comm.errors import HeapExhaustedError, TkernelsError
-from tkernels.comm.plans import Plans
 from tkernels.comm.regions import ALIGNMENT, Regions, round_up
 
 # Room for small calls is reserved from the first call on, so that a capture after a large call finds it there.
@@ -41,6 +43,32 @@ MIN_CHUNKS = 64  # chunks of a rank's part: as many as the programs that share a
 def most_lamport_bytes(heap_bytes: int) -> int:
     """LAMPORT_BYTES, or a smaller power of two, so that three such inboxes take no more than a 32nd of the heap."""
     return min(LAMPORT_BYTES, 1 << (heap_bytes // 32 // 3).bit_length() >> 1)
+
+
+class Room(NamedTuple):
+    """The sizes of a workspace's symmetric memory; see Workspace for what each is of."""
+
+    inbox_bytes: int = 0
+    num_chunks: int = 0
+    num_packets: int = 0
+    num_lamport: int = 0
+    landing_bytes: int = 0
+
+    def regions(self, size: int) -> Regions:
+        """The memory of one of `size` ranks. Signal words, which begin as zeros, come first."""
+        return Regions(
+            ready=((2 * size * self.num_chunks,), torch.int64),
+            landed=((2 * size,), torch.int64),
+            begun=((size,), torch.int64),
+            packets=((2 * self.num_packets,), torch.int64),
+            lamport=((3 * self.num_lamport,), torch.int32),
+            # The slack lets an operation start the second inbox at a multiple of its own row size.
+            inbox=((2 * self.inbox_bytes + self.inbox_bytes // 2,), torch.uint8),
+            landing=((self.landing_bytes,), torch.uint8),
+        )
+
+
+WORDS, INBOXES = ("ready", "landed", "begun", "packets", "lamport"), ("inbox", "landing")
 
 
 def most_packets(size: int) -> int:
@@ -80,13 +108,13 @@ class Workspace:
     def __init__(self, context):
         self.context = context
         self._streams = None
-        self._plans = Plans()  # of operations, with views of the current memory
-        # CUDA graphs read what captured plans hold: schedules, and local memory that later calls may have outgrown.
-        self._captured_plans = set()  # of the current memory
-        self._outgrown_plans = set()
+        self._calls = PreparedCalls()  # with views of the current memory
+        # CUDA graphs read what captured calls hold: schedules, and local memory that later calls may have outgrown.
+        self._captured_calls = set()  # of the current memory
+        self._outgrown_calls = set()
         self._made_beside = []  # local memory made on other streams; held so that the allocator can't reuse it
         self._outgrown = []  # symmetric memory that no graph uses, but that peers may still read
-        self._forget_memory()
+        self._use(Room(), None)
         self.state, self.counters = self._make(torch.zeros, 4), self._make(torch.zeros, 0)
         self.gates, self.copied = self._make_gates(), self._make(torch.zeros, 1)
         self.scratch = self._make(torch.empty, 0, torch.uint8)
@@ -103,23 +131,23 @@ class Workspace:
         landing_bytes: int = 0,
     ) -> "Workspace":
         """Make room for at least this much. Collective if it grows, so all ranks must ask for the same."""
-        asked = (inbox_bytes, num_chunks, num_packets, num_lamport, landing_bytes)
-        held = (self.inbox_bytes, self.num_chunks, self.num_packets, self.num_lamport, self.landing_bytes)
-        if any(more > has for more, has in zip(asked, held, strict=True)):
-            needed = tuple(map(max, asked, held, (0, MIN_CHUNKS, *self._least_packets(), 0)))
-            inbox, chunks, packets, lamport, landing = needed
-            ahead = self._ahead
+        asked = Room(inbox_bytes, num_chunks, num_packets, num_lamport, landing_bytes)
+        if any(more > has for more, has in zip(asked, self.room, strict=True)):
+            least = Room(0, MIN_CHUNKS, *self._least_packets())
+            needed = Room(*map(max, asked, self.room, least))
+            grown = ("inbox_bytes", "num_chunks", "landing_bytes")
+            ahead = {name: self._ahead(getattr(needed, name), getattr(self.room, name)) for name in grown}
             try:
-                self._grow(ahead(inbox, held[0]), ahead(chunks, held[1]), packets, lamport, ahead(landing, held[4]))
+                self._grow(needed._replace(**ahead))
             except HeapExhaustedError:
-                self._grow(*needed)
+                self._grow(needed)
         if scratch_bytes > self.scratch.numel():
             num_bytes = self._ahead(scratch_bytes, self.scratch.numel())
             self.scratch = self._make(torch.empty, round_up(num_bytes, ALIGNMENT), torch.uint8)
-            self.forget_plans()
+            self.forget_calls()
         if num_counters > self.counters.numel():
             self.counters = self._make(torch.zeros, num_counters)
-            self.forget_plans()
+            self.forget_calls()
         return self
 
     @property
@@ -127,24 +155,35 @@ class Workspace:
         """Bytes of its current memory: the symmetric memory, the scratch and the counters."""
         return sum(each.nbytes for each in (self._memory, self.scratch, self.counters) if each is not None)
 
-    def plan(self, key, make):
-        """The plan of that key, made by `make()` if there is none. If `make` grows the workspace, others are lost."""
+    def words(self) -> dict[str, torch.Tensor | int]:
+        """What a call's kernel reads and writes there besides data, by the names of its arguments."""
+        return dict(
+            table=self.table,
+            rank=self.context.rank,
+            state=self.state,
+            counters=self.counters,
+            ready=self.ready,
+            max_chunks=self.num_chunks,
+            gate=self.gates[0],  # captured calls that use the copy engine are given another one
+            copied=self.copied,
+            landed=self.landed,
+        )
+
+    def prepared(self, *key_and_prepare):
+        """What `PreparedCalls.find` finds or prepares; it is kept for a graph that is being captured.
+
+        If the workspace grows meanwhile, all that was prepared before is lost.
+        """
         if not self.context.capturing:
-            return self._plans.find(key, make)
+            return self._calls.find(*key_and_prepare)
         with capture.permitted():
-            plan = self._plans.find(key, make)
-        self._captured_plans.add(plan)
-        return plan
+            found = self._calls.find(*key_and_prepare)
+        if found is not None:
+            self._captured_calls.add(found)
+        return found
 
-    def known_plan(self, key):
-        """The plan of that key, or None."""
-        plan = self._plans.get(key)
-        if plan is not None and self.context.capturing:
-            self._captured_plans.add(plan)
-        return plan
-
-    def forget_plans(self, *which):
-        self._plans.clear(*which)
+    def forget_calls(self, *which):
+        self._calls.clear(*which)
 
     def streams(self):
         """The current stream, and a side stream for the copies of its calls."""
@@ -184,51 +223,43 @@ class Workspace:
     def _make_gates(self) -> list[torch.Tensor]:
         return [self._make(torch.zeros, 1) for _ in range(2)]  # each aligned to 16 bytes, as kernels expect
 
-    def _forget_memory(self):
-        self.inbox_bytes = self.num_chunks = self.num_packets = self.num_lamport = self.landing_bytes = 0
-        self.inbox = self.ready = self.packets = self.lamport = self.landing = self.begun = self.landed = None
-        self._memory = self.table = None
+    def _use(self, room: Room, memory: torch.Tensor | None):
+        """Let the attributes be the sizes, and views of the memory."""
+        self.room, self._memory, self.table = room, memory, None
+        regions = room.regions(self.context.size)
+        for name in (*WORDS, *INBOXES):
+            setattr(self, name, None if memory is None else regions.view(memory, name))
+        for name, value in room._asdict().items():
+            setattr(self, name, value)
 
-    def _grow(self, inbox_bytes: int, num_chunks: int, num_packets: int, num_lamport: int, landing_bytes: int):
-        size = self.context.size
-        inbox_bytes, landing_bytes = round_up(inbox_bytes, ALIGNMENT), round_up(landing_bytes, ALIGNMENT)
-        # The slack lets an operation start the second inbox at a multiple of its own row size.
-        plan = Regions(
-            ready=((2 * size * num_chunks,), torch.int64),
-            landed=((2 * size,), torch.int64),
-            begun=((size,), torch.int64),
-            packets=((2 * num_packets,), torch.int64),
-            lamport=((3 * num_lamport,), torch.int32),
-            inbox=((2 * inbox_bytes + inbox_bytes // 2,), torch.uint8),
-            landing=((landing_bytes,), torch.uint8),
-        )
-        self.forget_plans()
+    def _grow(self, room: Room):
+        inbox_bytes, landing_bytes = round_up(room.inbox_bytes, ALIGNMENT), round_up(room.landing_bytes, ALIGNMENT)
+        room = room._replace(inbox_bytes=inbox_bytes, landing_bytes=landing_bytes)
+        num_bytes = room.regions(self.context.size).num_bytes
+        self.forget_calls()
         state, gates, copied = self._make(torch.zeros, 4), self._make_gates(), self._make(torch.zeros, 1)
-        self._memory = self._untouched(plan.num_bytes) if self.context.capturing else self._replaced(plan.num_bytes)
+        memory = self._untouched(num_bytes) if self.context.capturing else self._replaced(num_bytes)
         self.state, self.gates, self.copied = state, gates, copied
-        self._outgrown_plans |= self._captured_plans
-        self._captured_plans = set()
-        for name in ("ready", "landed", "begun", "packets", "lamport", "inbox", "landing"):
-            setattr(self, name, plan.view(self._memory, name))
-        self.inbox_bytes, self.num_chunks, self.landing_bytes = inbox_bytes, num_chunks, landing_bytes
-        self.num_packets, self.num_lamport = num_packets, num_lamport
+        self._outgrown_calls |= self._captured_calls
+        self._captured_calls = set()
+        self._use(room, memory)
         self.table = self.context.make_table(self.begun)
         if not self.context.capturing:
-            for words in (self.ready, self.landed, self.begun, self.packets, self.lamport):
-                words.zero_()
+            for name in WORDS:
+                getattr(self, name).zero_()
             self.context.group.barrier()  # no rank signals before every rank's words are zero
 
     def _replaced(self, num_bytes: int) -> torch.Tensor:
         """Collective. New memory; the old is given back unless a graph of any rank still uses it."""
         heap, group = self.context.heap, self.context.group
-        captured = any(group.gather(bool(self._captured_plans)))
+        captured = any(group.gather(bool(self._captured_calls)))
         group.barrier()  # no rank still reads or writes the old inboxes
         while self._outgrown:
             heap.free(self._outgrown.pop())
         if self._memory is not None and not captured:
             heap.free(self._memory)
             # If the heap has no room below, the next call must not use the freed memory as its inboxes.
-            self._forget_memory()
+            self._use(Room(), None)
         return heap.empty(num_bytes, dtype=torch.uint8)
 
     def _untouched(self, num_bytes: int) -> torch.Tensor:
@@ -240,6 +271,56 @@ class Workspace:
                 f"memory that no call has used before, of which there is less; make one call with the same sizes "
                 f"before the capture, or pass init(heap_bytes=...) more than {self.context.heap.num_bytes}"
             )
-        if self._memory is not None and not self._captured_plans:
+        if self._memory is not None and not self._captured_calls:
             self._outgrown.append(self._memory)
         return memory
+
+
+class Workspaces(dict):
+    """The workspaces of a context, by stream.
+
+    A CUDA graph is usually captured on a separate stream. Under capture, a stream without a workspace borrows the
+    workspace of the default stream, or the only one there is: that stream made the calls before, and will replay the
+    graph. Another stream in the same capture gets its own workspace, since the two may run at the same time. So does
+    the lender, which the capture may reach last.
+    """
+
+    _lender = _borrower = None  # streams: the borrower was captured with the lender's workspace
+
+    def current(self, context) -> Workspace:
+        """The current stream's workspace, created at first use.
+
+        Orders the stream behind this process's latest operation on another one (tkernels.comm.stream_order).
+        """
+        stream = context.current_stream()
+        workspace = self.get(stream)
+        if workspace is None or stream == self._lender:
+            workspace = self._find(context, stream)
+        if stream != stream_order.latest and context.size > 1:
+            stream_order.follow(stream, contexts.programs_at_once())
+        return workspace
+
+    def _find(self, context, stream: int) -> Workspace:
+        if stream not in self:
+            if self and context.capturing and self._lends(stream):
+                return self[self._lender]
+            self[stream] = Workspace(context)
+        elif stream and self._lent(context):  # the default stream can't be captured
+            self[self._borrower] = self[stream]
+            self[stream] = Workspace(context)
+        return self[stream]
+
+    def _lent(self, context) -> bool:
+        """Whether the capture that has reached the lender's stream uses the lender's workspace already."""
+        return self._borrower not in self and context.capturing and capture.taken(self._borrower)
+
+    def _lends(self, borrower: int) -> bool:
+        """Whether a captured stream without a workspace may borrow that of `_lender`, which is determined here."""
+        if borrower == self._borrower and (self._lender == 0 or 0 not in self):
+            return not capture.taken(self._lender)
+        lender = 0 if 0 in self else next(iter(self))
+        another = borrower != self._borrower and capture.taken(self._borrower)
+        if (lender and len(self) > 1) or capture.taken(lender) or another:
+            return False
+        self._lender, self._borrower = lender, borrower
+        return True

@@ -5,6 +5,7 @@ if __name__ == "layers":  # imported from a checkout's root; see tkernels/_alias
 
     alias("layers", "tkernels.layers")
 else:
+    from tkernels.comm.fence import EventCompletion, Fence
     from tkernels.layers.ddp import OverlappedDDP, ensure_params_ready
     from tkernels.layers.fsdp import FullyShard
     from tkernels.layers.functions import (
@@ -20,6 +21,8 @@ else:
     )
     from tkernels.layers.grad_bucket import GradBucket
     from tkernels.layers.grad_hooks import GradReadyHooks, grad_ready_hooks
+    from tkernels.layers.graphs import captured
+    from tkernels.layers.lease import Keepalive, Lease, Slot, WorkCompletion
     from tkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
     from tkernels.layers.mlp import ParallelMLP
     from tkernels.layers.norms import clip_grad_norm_
@@ -33,11 +36,15 @@ else:
     __all__ = [
         "Bucket",
         "ColumnParallelLinear",
+        "EventCompletion",
+        "Fence",
         "FixedPoolAllocator",
         "FixedPoolPlan",
         "FullyShard",
         "GradBucket",
         "GradReadyHooks",
+        "Keepalive",
+        "Lease",
         "MaxPoolAllocator",
         "MaxPoolPlan",
         "OverlappedDDP",
@@ -45,8 +52,11 @@ else:
         "P2PHandle",
         "ParallelMLP",
         "RowParallelLinear",
+        "Slot",
+        "WorkCompletion",
         "ZeroOptimizer",
         "all_reduce_sequence_parallel_grads",
+        "captured",
         "clip_grad_norm_",
         "column_parallel_linear",
         "copy_to_tensor_model_parallel_region",

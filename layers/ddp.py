@@ -3,7 +3,7 @@
 Parameters are taken in reverse order, which approximates the order of their gradients, and grouped into buckets. The
 gradients of a bucket are contiguous: each parameter has `main_grad`, a view of its bucket. Once all gradients of a
 bucket are produced (`grad_hooks`), its reduction starts on the comm stream. Each bucket is a slot of the lifetime core
-(`tkernels.comm.lease`), with one tenancy after the other:
+(`tkernels.layers.lease`), with one tenancy after the other:
 
     tenancy               written by                                     read by
     as `.grad` says       the stream on which backward begins
@@ -42,10 +42,12 @@ from tkernels.comm.arguments import check_type
 from tkernels.comm.collectives import SUMMED
 from tkernels.comm.context import Context
 from tkernels.comm.errors import LeaseError, MismatchError
+from tkernels.comm.fence import EventCompletion, capturing
 from tkernels.comm.group import checksum, first_difference
-from tkernels.comm.lease import EventCompletion, Lease, Slot, captured, capturing
 from tkernels.comm.regions import round_up
 from tkernels.layers.grad_hooks import GradReadyHooks
+from tkernels.layers.graphs import captured
+from tkernels.layers.lease import Lease, Slot
 from tkernels.layers.norms import counts, is_split, squared_norm
 from tkernels.layers.owners import disown, own, owner_of, remove_owners
 from tkernels.layers.wire import Wire, open_wire
@@ -105,24 +107,25 @@ class OverlappedDDP(nn.Module):
         dev=None,
     ):
         super().__init__()
-        check_type("OverlappedDDP: module", module, nn.Module, "an nn.Module")
-        params = {name: param for name, param in module.named_parameters() if param.requires_grad}
-        needs_shards = overlap_param_gather or num_distributed_optimizer_instances > 1
-        self.sharded = needs_shards if use_distributed_optimizer is None else use_distributed_optimizer
-        if needs_shards and not self.sharded:
-            raise ValueError(
-                "OverlappedDDP: overlap_param_gather and num_distributed_optimizer_instances > 1 are about shards of "
-                "the parameters; leave out use_distributed_optimizer=False"
-            )
-        if bucket_size is not None and not bucket_size >= 1:
-            raise ValueError(f"OverlappedDDP: bucket_size={bucket_size} must be positive, or None")
-        _check_parameters(params, grad_dtype)
         whole = open_wire("OverlappedDDP", backend, group)
-        if num_distributed_optimizer_instances < 1 or whole.size % num_distributed_optimizer_instances:
-            raise ValueError(
-                f"OverlappedDDP: num_distributed_optimizer_instances={num_distributed_optimizer_instances} must divide "
-                f"the {whole.size} ranks"
-            )
+        with whole.group.checking():
+            check_type("OverlappedDDP: module", module, nn.Module, "an nn.Module")
+            params = {name: param for name, param in module.named_parameters() if param.requires_grad}
+            needs_shards = overlap_param_gather or num_distributed_optimizer_instances > 1
+            self.sharded = needs_shards if use_distributed_optimizer is None else use_distributed_optimizer
+            if needs_shards and not self.sharded:
+                raise ValueError(
+                    "OverlappedDDP: overlap_param_gather and num_distributed_optimizer_instances > 1 are about shards "
+                    "of the parameters; leave out use_distributed_optimizer=False"
+                )
+            if bucket_size is not None and not bucket_size >= 1:
+                raise ValueError(f"OverlappedDDP: bucket_size={bucket_size} must be positive, or None")
+            _check_parameters(params, grad_dtype)
+            if num_distributed_optimizer_instances < 1 or whole.size % num_distributed_optimizer_instances:
+                raise ValueError(
+                    f"OverlappedDDP: num_distributed_optimizer_instances={num_distributed_optimizer_instances} must "
+                    f"divide the {whole.size} ranks"
+                )
         if bucket_size is None:
             bucket_size = max(40_000_000, 1_000_000 * whole.size) if overlap_grad_reduce else math.inf
         remove_owners(params.values(), OverlappedDDP)

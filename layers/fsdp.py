@@ -42,12 +42,13 @@ from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shard
 from torch.utils._pytree import tree_map
 
 import tkernels
-from tkernels.comm import Context, LeaseError, MismatchError, Slot, as_context
+from tkernels.comm import Context, LeaseError, MismatchError, as_context
 from tkernels.comm.arguments import check_type
 from tkernels.comm.capture import lasting
 from tkernels.comm.collectives import SUMMED
 from tkernels.comm.group import checksum, first_difference, listed
 from tkernels.comm.regions import round_up
+from tkernels.layers.lease import Slot
 from tkernels.layers.norms import check_max_norm, check_norm, clip, counts, squared_norm
 from tkernels.layers.owners import own, owner_of
 from tkernels.layers.pools import (
@@ -115,35 +116,41 @@ class FullyShard(nn.Module):
         """
         super().__init__()
         self.ctx = ctx = as_context(ctx)
-        check_type("FullyShard: module", module, nn.Module, "an nn.Module")
-        if pool not in POOLS:
-            raise ValueError(f"FullyShard: pool={pool!r} is unknown; use {' or '.join(POOLS)}")
-        if comm_stream is not None and not overlap:
-            raise ValueError(
-                "FullyShard: overlap=False communicates on the stream that computes, not on comm_stream; leave one out"
+        with ctx.group.checking():
+            check_type("FullyShard: module", module, nn.Module, "an nn.Module")
+            if pool not in POOLS:
+                raise ValueError(f"FullyShard: pool={pool!r} is unknown; use {' or '.join(POOLS)}")
+            if comm_stream is not None and not overlap:
+                raise ValueError(
+                    "FullyShard: overlap=False communicates on the stream that computes, not on comm_stream; leave one "
+                    "out"
+                )
+            self._keys = [
+                key for key, value in module.state_dict(keep_vars=True).items() if isinstance(value, nn.Parameter)
+            ]
+            parts = _partition(module, units, ctx, grad_dtype)
+            self._units = [_Unit(self, name, *own_parts) for name, own_parts in parts.items()]
+            self._root = self._units.pop(0)
+            self._flats = {flat.id: flat for unit in (self._root, *self._units) for flat in unit.flats}
+            plan_of, allocator_of = POOLS[pool]
+
+            def plan(buckets, copies):
+                sizes = {unit.name: buckets(unit) for unit in self._units}
+                return plan_of.build(sizes, others=buckets(self._root), copies=copies, pad_multiple=ALIGN * ctx.size)
+
+            parameter_plan = plan(lambda unit: [Bucket(f.id, f.dtype, f.numel) for f in unit.flats], copies)
+            gradient_plan = plan(
+                lambda unit: [Bucket(f.id, f.grad_dtype, f.numel) for f in unit.trained], GRADIENT_COPIES
             )
-        self._keys = [
-            key for key, value in module.state_dict(keep_vars=True).items() if isinstance(value, nn.Parameter)
-        ]
-        self._units = [_Unit(self, name, *parts) for name, parts in _partition(module, units, ctx, grad_dtype).items()]
-        self._root = self._units.pop(0)
-        self._flats = {flat.id: flat for unit in (self._root, *self._units) for flat in unit.flats}
         _check_equal(ctx, self._flats.values())
 
         self._dev = dev if dev is not None else torch.get_device_module(ctx.device)
         self.comm_stream = self._dev.Stream() if overlap and comm_stream is None else comm_stream
-        plan_of, allocator_of = POOLS[pool]
-
-        def make(buckets, copies, strict):
-            sizes = {unit.name: buckets(unit) for unit in self._units}
-            plan = plan_of.build(sizes, others=buckets(self._root), copies=copies, pad_multiple=ALIGN * ctx.size)
-            return allocator_of(plan, memory, strict_assignments=strict, ctx=ctx, dev=dev)
-
         # Backward reads parameters at the addresses that forward saved, so a move is an error. Nothing saves the
         # address of a gradient bucket, which is only filled and reduced, so there it is a warning.
-        self.parameter_pool = make(lambda unit: [Bucket(f.id, f.dtype, f.numel) for f in unit.flats], copies, "error")
-        self.gradient_pool = make(
-            lambda unit: [Bucket(f.id, f.grad_dtype, f.numel) for f in unit.trained], GRADIENT_COPIES, "warn"
+        self.parameter_pool, self.gradient_pool = (
+            allocator_of(each, memory, strict_assignments=strict, ctx=ctx, dev=dev)
+            for each, strict in ((parameter_plan, "error"), (gradient_plan, "warn"))
         )
 
         if ctx.rank == 0:
@@ -254,7 +261,7 @@ class FullyShard(nn.Module):
 
     @property
     def slots(self) -> list[Slot]:
-        """The slots to pass to `comm.lease.captured`, together with `comm_stream`, to capture whole iterations.
+        """The slots to pass to `layers.captured`, together with `comm_stream`, to capture whole iterations.
 
         Run two iterations first: one to learn the order of the units, one to find every copy. Then set the gradients to
         None.
@@ -365,7 +372,9 @@ class FullyShard(nn.Module):
         for unit in (self._root, *self._units):
             unit.close()
         if self._sums is not None:
-            if self._callback() is None:  # autograd dropped the callback before the end of backward: it failed
+            # Nothing has called the callback: backward failed. It may be there even so, once backward() has raised: the
+            # thread that ran backward drops it in its own time.
+            if self._callback() is None or torch._C._current_graph_task_id() == -1:
                 self._forget_gradients()
             with self._sums.read():
                 pass

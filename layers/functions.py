@@ -26,7 +26,8 @@ import torch
 import tkernels
 from tkernels.comm.arguments import check_dense, check_tensors, check_type, whole
 from tkernels.comm.collectives import SUMMED, check_rows
-from tkernels.comm.context import Context, as_context, find_context
+from tkernels.comm.context import Context, as_context
+from tkernels.comm.contexts import find_context
 from tkernels.gemm import check_operands
 from tkernels.layers.norms import gradient_of
 from tkernels.layers.owners import owner_of

@@ -24,7 +24,8 @@ from dataclasses import dataclass
 import torch
 
 from tkernels.comm.arguments import check_tensors, check_torch_dtype, whole
-from tkernels.comm.lease import Fence, Keepalive, Lease, Slot
+from tkernels.comm.fence import Fence
+from tkernels.layers.lease import Keepalive, Lease, Slot
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,7 +25,7 @@ from collections import Counter
 import torch
 
 from tkernels.comm.errors import LeaseError
-from tkernels.comm.lease import EventCompletion, capturing
+from tkernels.comm.fence import EventCompletion, capturing
 from tkernels.layers.owners import disown, own, owner_of, remove_owners
 
 _ADDED = "grad_added_to_main_grad"  # on a parameter: True once a fused kernel has been launched; Megatron's name
@@ -83,11 +83,6 @@ class GradReadyHooks:
     def expected(self) -> dict[str, int] | None:
         """How often each gradient is produced in a pass, by name; None until the first pass has ended."""
         return None if self._expected is None else {self._names[param]: n for param, n in self._expected.items()}
-
-    @property
-    def begun(self) -> bool:
-        """Whether there has been a gradient in this pass."""
-        return bool(self._written)
 
     @contextlib.contextmanager
     def writing(self, param, stream=None):

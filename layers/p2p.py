@@ -23,6 +23,7 @@ that of a torch kernel that is used for the first time), and frees memory, only 
 run, and wait, from the moment the receive is posted: with NCCL, take the first steps without overlap_p2p_comm.
 """
 
+import contextlib
 import itertools
 import numbers
 import os
@@ -35,13 +36,14 @@ from collections import Counter, deque
 import torch
 import torch.distributed as dist
 
-from tkernels.comm.arguments import check_torch_dtype, whole
+from tkernels.comm.arguments import check_resolved, check_torch_dtype, whole
 from tkernels.comm.channel import Channel
-from tkernels.comm.context import Context, current_context
+from tkernels.comm.context import Context
+from tkernels.comm.contexts import current_context
 from tkernels.comm.errors import LeaseError
+from tkernels.comm.fence import EventCompletion, Fence, capturing
 from tkernels.comm.group import Group
-from tkernels.comm.lease import EventCompletion, Fence, Keepalive, Lease, WorkCompletion, capturing, num_holders
-from tkernels.comm.plans import check_resolved
+from tkernels.layers.lease import Keepalive, Lease, WorkCompletion, num_holders
 
 EDGES = ("send_next", "recv_prev", "send_prev", "recv_next")
 ISSUE_ORDER = (EDGES, ("recv_prev", "send_next", "recv_next", "send_prev"))  # of even ranks, of odd ranks
@@ -173,15 +175,19 @@ class P2PCommunicator:
             raise ValueError(f"P2PCommunicator: backend={backend!r} is unknown; use {', '.join(BACKENDS)}")
         if not isinstance(backend, str) and not (hasattr(backend, "send") and hasattr(backend, "receive")):
             raise TypeError(f"P2PCommunicator: backend={backend!r} must be a name, or have send and receive")
-        whole("P2PCommunicator: max_inflight", max_inflight, 1)
-        if dtype is not None:
-            check_torch_dtype("P2PCommunicator: dtype", dtype)
         ctx = _context_of(pp_group) if backend == "nvshmem" else pp_group if isinstance(pp_group, Context) else None
         self.group = ctx.group if ctx else pp_group if isinstance(pp_group, Group) else Group(pp_group)
         self.rank, self.size = self.group.rank, self.group.size
         self.next_rank, self.prev_rank = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         self.pp_group, self.config, self.max_inflight = self.group.process_group, config, max_inflight
-        self.dtype, self.variable_seq_lengths = _of_tensors(config, dtype, variable_seq_lengths, self.size)
+        # Only channels are made together.
+        with self.group.checking() if backend == "nvshmem" else contextlib.nullcontext():
+            whole("P2PCommunicator: max_inflight", max_inflight, 1)
+            if dtype is not None:
+                check_torch_dtype("P2PCommunicator: dtype", dtype)
+            self.dtype, self.variable_seq_lengths = _of_tensors(config, dtype, variable_seq_lengths, self.size)
+            if backend == "nvshmem" and self.size > 1:
+                _check_queues(ctx)
         self.device = ctx.device if backend == "nvshmem" else torch.device("cuda" if backend == "nccl" else "cpu")
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -489,11 +495,6 @@ class _ChannelWire:
     """Transfers by device-initiated puts, through one channel per direction."""
 
     def __init__(self, ctx: Context, slot_bytes: int, copies: int):
-        if ctx.device.type == "cuda" and int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")) < 8:
-            raise ValueError(
-                f"CUDA_DEVICE_MAX_CONNECTIONS={os.environ['CUDA_DEVICE_MAX_CONNECTIONS']}: with fewer than 8 queues, a "
-                f"kernel that waits for a peer can hold up those that the peer waits for; unset it"
-            )
         after, before = (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size
         forward = Channel(ctx, after, before, slot_bytes=slot_bytes, copies=copies)
         try:
@@ -732,6 +733,14 @@ def _context_of(group) -> Context:
             f"{ctx.group.global_ranks}, not {Group(group).global_ranks}; pass tkernels.init(group)"
         )
     return ctx
+
+
+def _check_queues(ctx: Context):
+    if ctx.device.type == "cuda" and int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")) < 8:
+        raise ValueError(
+            f"CUDA_DEVICE_MAX_CONNECTIONS={os.environ['CUDA_DEVICE_MAX_CONNECTIONS']}: with fewer than 8 queues, a "
+            f"kernel that waits for a peer can hold up those that the peer waits for; unset it"
+        )
 
 
 def _of_tensors(config, dtype, variable_seq_lengths: bool, size: int) -> tuple[torch.dtype, bool]:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import tkernels
 from tkernels.comm import Context, MismatchError
 from tkernels.comm.arguments import check_type
-from tkernels.comm.context import open_contexts
+from tkernels.comm.contexts import open_contexts
 from tkernels.comm.group import Group, checksum, first_difference, listed
 from tkernels.layers.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from tkernels.layers.norms import is_split

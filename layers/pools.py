@@ -13,10 +13,11 @@ the order of the units. There are `copies` of it: a deeper prefetch needs more c
     pool             48  12       96  72  16        304 MiB a copy; the largest unit has 256
 
 All memory is one allocation, made up front, and the address of a slot never changes afterwards: CUDA graphs and
-registered memory may rely on it. The leases of a slot (`tkernels.comm.lease`) order its reads and writes, on whatever
+registered memory may rely on it. The leases of a slot (`tkernels.layers.lease`) order its reads and writes, on whatever
 streams its tenants work; the host only decides which bucket is the next tenant, in the same order on every rank.
 """
 
+import contextlib
 import hashlib
 import itertools
 import warnings
@@ -31,8 +32,9 @@ from tkernels.comm.arguments import check_torch_dtype, check_type, whole
 from tkernels.comm.capture import lasting
 from tkernels.comm.context import Context
 from tkernels.comm.errors import LeaseError, MismatchError
-from tkernels.comm.lease import Keepalive, Lease, Slot, capturing
+from tkernels.comm.fence import capturing
 from tkernels.comm.regions import round_up
+from tkernels.layers.lease import Keepalive, Lease, Slot
 
 
 @dataclass(frozen=True)
@@ -259,17 +261,18 @@ class MaxPoolAllocator:
 
         Raises MismatchError if the ranks' plans differ, ValueError for incompatible options.
         """
-        if memory not in ("torch", "symmetric") or others not in ("persistent", "dynamic"):
-            raise ValueError(
-                f'memory={memory!r} must be "torch" or "symmetric", others={others!r} "persistent" or "dynamic"'
-            )
-        if strict_assignments not in ("warn", "error", False):
-            raise ValueError(f'strict_assignments={strict_assignments!r} must be "warn", "error" or False')
-        if memory == "symmetric" and (ctx is None or others == "dynamic" or device is not None):
-            raise ValueError(
-                'memory="symmetric" needs a ctx, whose device it is on, and others="persistent": every allocation on '
-                "the symmetric heap is one that all ranks agree on"
-            )
+        with contextlib.nullcontext() if ctx is None else ctx.group.checking():
+            if memory not in ("torch", "symmetric") or others not in ("persistent", "dynamic"):
+                raise ValueError(
+                    f'memory={memory!r} must be "torch" or "symmetric", others={others!r} "persistent" or "dynamic"'
+                )
+            if strict_assignments not in ("warn", "error", False):
+                raise ValueError(f'strict_assignments={strict_assignments!r} must be "warn", "error" or False')
+            if memory == "symmetric" and (ctx is None or others == "dynamic" or device is not None):
+                raise ValueError(
+                    'memory="symmetric" needs a ctx, whose device it is on, and others="persistent": every allocation '
+                    "on the symmetric heap is one that all ranks agree on"
+                )
         if ctx is not None:
             _check_same(ctx, "plans", f"{plan.fingerprint} {memory} {others}")
         self.plan, self.strict_assignments, self.others = plan, strict_assignments, others
@@ -304,7 +307,7 @@ class MaxPoolAllocator:
 
     @property
     def slots(self) -> list[Slot]:
-        """All slots, to pass to `comm.lease.captured`."""
+        """All slots, to pass to `layers.captured`."""
         return list(dict.fromkeys(slot for copies in self._copies.values() for slot in copies))
 
     def acquire(self, bucket_id: int | str) -> Lease:

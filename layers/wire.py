@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 import tkernels
 from tkernels.comm import runtime, stream_order
-from tkernels.comm.context import Context, current_context, programs_at_once
+from tkernels.comm.context import Context
+from tkernels.comm.contexts import current_context, programs_at_once
 from tkernels.comm.group import Group, all_gather_single, reduce_scatter_single
 from tkernels.comm.workspace import LAMPORT_BYTES, most_packets
 

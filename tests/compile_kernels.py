@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
+import round_trips
 import torch
 import triton
 import triton.language as tl
@@ -40,9 +41,8 @@ import tkernels
 from tkernels import gemm, paths
 from tkernels.choice import overlap_config
 from tkernels.comm import channel, collectives, context, copies, device, runtime
-from tkernels.comm.device import PEER, arrived, completes, publish, put_signal, put_tile, tell, wait_signal
+from tkernels.comm.device import PEER, Link, Net, arrived, completes, publish, put_signal, put_tile, tell, wait_signal
 from tkernels.configs import with_room_for
-from tkernels.doctor import verbs
 from tkernels.trace import clocks
 from tkernels.trace.recorder import DEFAULT_MARKS, Recorder
 from tkernels.tune import CHANGES
@@ -298,20 +298,20 @@ def tma_load_without_fence_kernel(source, x, word):
 
 
 @triton.jit
-def put_without_align_kernel(target, source, word, table, num_elements, ALIGN: tl.constexpr):
-    put_signal(target, source, num_elements, word, 1, 1, table, PEER, 1024)
+def put_without_align_kernel(target, source, word, table, num_elements, L, ALIGN: tl.constexpr):
+    put_signal(target, source, num_elements, word, 1, 1, Net(table, 0), L, 1024)
 
 
 @triton.jit
-def put_tile_without_align_kernel(target, source, stride, rows, columns, table, ALIGN: tl.constexpr):
-    put_tile(target, source, stride, rows, columns, 1, table, PEER, 16, 64)
+def put_tile_without_align_kernel(target, source, stride, rows, columns, table, L, ALIGN: tl.constexpr):
+    put_tile(target, source, stride, rows, columns, 1, Net(table, 0), L, (16, 64))
 
 
 @triton.jit
-def look_kernel(x, words, AGREED: tl.constexpr):
+def look_kernel(x, words, L, AGREED: tl.constexpr):
     at = words + tl.arange(0, 8)
     if AGREED:
-        there = arrived(at, 1, PEER)
+        there = arrived(at, 1, L)
     else:
         seen = tl.inline_asm_elementwise(
             "ld.acquire.sys.global.b64 $0, [$1];", "=l,l", [at.to(tl.int64)], dtype=tl.int64, is_pure=False, pack=1
@@ -327,22 +327,26 @@ def look_kernel(x, words, AGREED: tl.constexpr):
 
 
 @triton.jit
-def signal_and_wait_kernel(x, y, words, table, own_step, steps, INTERLEAVED: tl.constexpr, NEEDED: tl.constexpr):
+def signal_and_wait_kernel(x, y, words, table, own_step, steps, L, INTERLEAVED: tl.constexpr, NEEDED: tl.constexpr):
+    net = Net(table, 0)
     unsent = tl.full((), 0, tl.int32)
     product = tl.zeros((32, 32), tl.float32)
     for step in range(steps):
         tile = x.load([step * 32, 0])
         product = tl.dot(tile, tile, product, input_precision="ieee")
         if step == own_step:
-            publish(PEER)
-            complete = completes(words, 1, PEER)
+            publish(L)
+            complete = completes(words, 1, L)
             if complete:
-                tell(words + 1, 1, 0, table, PEER)
+                tell(words + 1, 1, 0, net, L)
             unsent = -1 - complete.to(tl.int32) if NEEDED else tl.full((), -1, tl.int32)
         if step == steps - 1:
             if unsent < 0:
-                wait_signal(words + 2, 1, table, 0, 0, 0, PEER)
+                wait_signal(words + 2, 1, 0, 0, net, L)
             y.store([0, 0], product)
+
+
+LINK = Link(tl.constexpr(2), tl.constexpr(0), PEER)
 
 
 def _vector():
@@ -359,7 +363,7 @@ def _descriptor():
 
 def _interleaved_branches(NEEDED):
     x, y = (TensorDescriptor(torch.empty(rows, 32), [rows, 32], [32, 1], [32, 32]) for rows in (1024, 32))
-    signal_and_wait_kernel[(1,)](x, y, _words(), _words(), 3, 32, INTERLEAVED=True, NEEDED=NEEDED)
+    signal_and_wait_kernel[(1,)](x, y, _words(), _words(), 3, 32, LINK, INTERLEAVED=True, NEEDED=NEEDED)
 
 
 def _product(dtype, **config):
@@ -372,21 +376,21 @@ REFUSED = {
     "relaxed_signal_without_fence": lambda: relaxed_signal_without_fence_kernel[(1,)](_vector(), _words()),
     "tma_store_without_publish": lambda: tma_store_without_publish_kernel[(1,)](_descriptor(), _descriptor(), _words()),
     "tma_load_without_fence": lambda: tma_load_without_fence_kernel[(1,)](_descriptor(), _vector(), _words()),
-    "look_without_agreement": lambda: look_kernel[(1,)](_vector(), _words(), AGREED=False),
+    "look_without_agreement": lambda: look_kernel[(1,)](_vector(), _words(), LINK, AGREED=False),
     "signal_behind_wait": lambda: _interleaved_branches(NEEDED=False),
     "wait_unused": lambda: wait_unused_kernel[(1,)](_vector(), _words()),
     "put_without_align": lambda: put_without_align_kernel[(1,)](
-        _vector().bfloat16(), _vector().bfloat16(), _words(), _words(), 1024, ALIGN=16
+        _vector().bfloat16(), _vector().bfloat16(), _words(), _words(), 1024, LINK, ALIGN=16
     ),
     "put_tile_without_align": lambda: put_tile_without_align_kernel[(1,)](
-        _vector().bfloat16(), _vector().bfloat16(), 64, 16, 64, _words(), ALIGN=16
+        _vector().bfloat16(), _vector().bfloat16(), 64, 16, 64, _words(), LINK, ALIGN=16
     ),
     "spilling_config": lambda: _product(torch.float32, block_m=64, block_n=64, block_k=32, num_warps=4, split=1),
     "too_many_stages": lambda: _product(torch.bfloat16, num_stages=5),
 }
 # And what is right beside one of them.
 ALLOWED = {
-    "look_with_agreement": lambda: look_kernel[(1,)](_vector(), _words(), AGREED=True),
+    "look_with_agreement": lambda: look_kernel[(1,)](_vector(), _words(), LINK, AGREED=True),
     "signal_before_wait": lambda: _interleaved_branches(NEEDED=True),
 }
 
@@ -463,8 +467,8 @@ def prepare():
     torch.cuda.get_device_properties = lambda device: gpu
 
 
-def run_case(name: str) -> dict:
-    """Compile one case and return its facts, {"error": ...} or {"skip": ...}."""
+def run_case(name: str, describe=None) -> dict:
+    """Compile one case and return what `describe` says of it, by default its facts; {"error": ...} or {"skip": ...}."""
     case = CASES.get(name)
     if case and case.transport == "nvshmem" and not _has_nvshmem():
         return {"skip": "nvidia-nvshmem-cu13 (3.4 to 3.6) is not installed, whose device code this would link"}
@@ -473,7 +477,7 @@ def run_case(name: str) -> dict:
     try:
         _call(case) if case else (REFUSED | ALLOWED)[name]()
         (kernel,) = set(_compiled)
-        return facts_of(kernel)
+        return (describe or facts_of)(kernel)
     except Exception:
         return {"error": traceback.format_exc()}
 
@@ -511,8 +515,8 @@ def _call(case: Case):
         elif case.operation == "clocks":
             clocks.compare_clocks(ctx)
         elif case.operation == "round_trip":
-            for verb in verbs.verbs_of(case.transport):  # one kernel, or run_case finds several
-                verbs.round_trip(ctx, verb, case.transport)
+            for verb in round_trips.verbs_of(case.transport):  # one kernel, or run_case finds several
+                round_trips.round_trips(ctx, verb)
         elif case.operation == "channel":
             _call_channel(ctx, case)
         elif case.operation in COLLECTIVES:
@@ -528,7 +532,7 @@ def _call(case: Case):
             if case.operation in ("all_gather_matmul", "matmul_reduce_scatter"):
                 options["rows"] = rows
             if case.operation == "matmul":
-                gemm.matmul(*operands, case.activation, **options)
+                tkernels.matmul(*operands, case.activation, **options)
             else:
                 if case.copied or case.interleaved or case.landing or case.parts or case.put_block:
                     config = overlap_config(ctx, case.operation, M, N, K, dtype, gemm.layout_of(*operands[:2]))
@@ -545,14 +549,14 @@ def _call(case: Case):
                     if case.put_block:
                         config = replace(config, put_block=case.put_block)
                     options["config"] = config
-                operation = getattr(importlib.import_module(f"tkernels.{case.operation}"), case.operation)
-                operation(ctx, *operands, case.activation, path="fused", **options)
+                getattr(tkernels, case.operation)(*operands, case.activation, path="fused", ctx=ctx, **options)
 
 
 def _call_channel(ctx, case: Case):
     """One of the channel's kernels: its launchers wait, then move."""
     load = mock.patch.object(channel.Channel, "_load")
-    with load, mock.patch.object(channel, "_check_options"):  # who is beside whom is asked of ranks that don't exist
+    # who is beside whom is asked of ranks that don't exist
+    with load, mock.patch.object(channel, "_check_options", lambda ctx, *options: options):
         made = channel.Channel(ctx, 0, 0, slot_bytes=1 << 20)
         verb = case.label.partition("_")[0]
         if verb == "wait":
@@ -568,12 +572,15 @@ def _call_channel(ctx, case: Case):
 def facts_of(kernel) -> dict:
     """What the gates judge, of one compiled kernel."""
     ptx, metadata, function = kernel.asm["ptx"], kernel.metadata, kernel.src.fn
-    constants = {function.arg_names[path[0]]: _value(value) for path, value in kernel.src.constants.items()}
-    resources, sass = _disassemble(kernel.asm["cubin"])
+    given = constants_of(kernel)
+    constants = given | {
+        name: value for each in given.values() if isinstance(each, tuple) for name, value in each._asdict().items()
+    }
+    resources, sass = resources_of(kernel)
     threads = metadata.num_warps * 32
     counts, violations, stores = _walk_ptx(ptx)
     found = _synchronisation(kernel.asm["llir"])
-    expected = [(kind, *chain) for kind, chain in call_sites(function, constants)]
+    expected = [(kind, *chain) for kind, chain in call_sites(function, given)]
     missing, unexpected = _compare(found, expected)
     for kind, number in Counter(kind for kind, *_ in found).items():
         if counts[kind] < number:
@@ -583,13 +590,10 @@ def facts_of(kernel) -> dict:
         "triton": triton.__version__,
         "constants": {name: value for name, value in constants.items() if isinstance(value, (int, str, bool))},
         "dtype": _operand_dtype(kernel.src.signature) if "DTYPE" in constants else "",
+        "marks": "end_marks" in function.fn.__code__.co_names,
         "threads": threads,
         "num_stages": metadata.num_stages,
-        "registers": int(resources["REG"]),
-        "stack": int(resources["STACK"]),
-        "local": int(resources["LOCAL"]),
-        "spills": len(re.findall(r"\b(?:LDL|STL)\b", sass)),
-        "shared": metadata.shared,
+        **resources,
         "tensor_cores": len(re.findall(r"\b[HQI]GMMA\b", sass)),
         "tma_loads": len(_TMA_LOAD.findall(ptx)),
         "tma_stores": len(_TMA_STORE.findall(ptx)),
@@ -608,6 +612,26 @@ def facts_of(kernel) -> dict:
         "copy_stores": stores,
         "loop": _signals_and_waits(kernel.asm["ttgir"]),
     }
+
+
+def constants_of(kernel) -> dict:
+    """The values of a compiled kernel's constants by the names of its arguments; a NamedTuple is one argument."""
+    found, constants = kernel.src.constants, {}
+    for number, (name, kind) in enumerate(kernel.src.signature.items()):
+        if isinstance(kind, tuple):
+            constants[name] = type(kind)(*(_value(found[number, at]) for at in range(len(kind))))
+        elif (number,) in found:
+            constants[name] = _value(found[number,])
+    return constants
+
+
+def resources_of(kernel) -> tuple[dict, str]:
+    """(what a program of a compiled kernel takes of a multiprocessor, its machine code)."""
+    usage, sass = _disassemble(kernel.asm["cubin"])
+    registers, stack, local = (int(usage[name]) for name in ("REG", "STACK", "LOCAL"))
+    spills = len(re.findall(r"\b(?:LDL|STL)\b", sass))  # instructions that store or load one
+    shared = kernel.metadata.shared
+    return {"registers": registers, "stack": stack, "local": local, "spills": spills, "shared": shared}, sass
 
 
 def _signals_and_waits(ttgir: str) -> str:
@@ -776,7 +800,7 @@ def _compare(events: list, expected: list) -> tuple[list[str], list[str]]:
 @functools.cache
 def _functions(file: str) -> dict[str, ast.FunctionDef]:
     """The functions of a file of the library, or of this one, by name."""
-    folders = [Path(module.__file__).parent for module in (tkernels, device, verbs, clocks)] + [Path(__file__).parent]
+    folders = [Path(module.__file__).parent for module in (tkernels, device, clocks)] + [Path(__file__).parent]
     path = next((folder / file for folder in folders if (folder / file).is_file()), None)
     statements = ast.parse(path.read_text()).body if path else []
     return {node.name: node for node in statements if isinstance(node, ast.FunctionDef)}

@@ -22,6 +22,7 @@ LONG_TABLE = 4
 EXACT = "test_integers_are_exact_in_any_shape_dtype_and_layout"
 SAMPLED = {
     "test_all_gather_matmul",
+    "test_calls",
     "test_channel",
     "test_collectives",
     "test_context",
@@ -39,7 +40,6 @@ SAMPLED = {
     "test_p2p",
     "test_parallelize",
     "test_pipeline",
-    "test_plans",
     "test_trace",
     "test_userbuffers",
     "test_userbuffers_gemm",

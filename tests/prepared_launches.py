@@ -7,7 +7,6 @@ code; what that would ask of the driver is written down in its place.
 """
 
 import functools
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -23,7 +22,7 @@ from triton.runtime.jit import JITFunction
 import tkernels
 from tkernels import gemm
 from tkernels.comm import collectives
-from tkernels.comm.plans import Launch
+from tkernels.comm.launch import PreparedLaunch
 
 MAKE_LAUNCHER = getattr(nvidia, "make_launcher", None)  # of Triton 3.6, which generates a launcher for a signature
 RUN = JITFunction.run
@@ -40,10 +39,17 @@ def write_down(arguments, metadata, enter, parameters):
     launched.append([*arguments[:3], bool(arguments[5]), values])
 
 
+def without_constants(kinds, values):
+    for kind, value in zip(kinds, values, strict=True):
+        if isinstance(kind, list | tuple):
+            yield from without_constants(kind, value)
+        elif kind != "constexpr":
+            yield value
+
+
 def launch_36(kinds):
     def launch(*arguments):
-        values = arguments[nvidia._BASE_ARGS_FORMAT_LEN :]
-        parameters = [value for kind, value in zip(kinds, values, strict=True) if kind != "constexpr"]
+        parameters = list(without_constants(kinds, arguments[nvidia._BASE_ARGS_FORMAT_LEN :]))
         write_down(arguments, arguments[10], arguments[11], parameters)
 
     return launch
@@ -52,14 +58,15 @@ def launch_36(kinds):
 def make_launcher_36(constants, signature, tensordesc_meta):
     kinds = []
     for kind in signature.values():
-        kinds += ["nvTmaDesc", "i32", "i32", "i64", "i64"] if kind.startswith("tensordesc") else [kind]
+        tma = isinstance(kind, str) and kind.startswith("tensordesc")
+        kinds += ["nvTmaDesc", "i32", "i32", "i64", "i64"] if tma else [kind]
     sources.append(MAKE_LAUNCHER(constants, signature, tensordesc_meta))
     return kinds
 
 
 def launch_39(*arguments):
     annotations, kinds, values = arguments[-3:]
-    parameters = [value for note, value in zip(annotations, values, strict=True) if note != "constexpr"]
+    parameters = list(without_constants(annotations, values))
     assert len(parameters) == len(kinds)
     write_down(arguments, arguments[8], arguments[9], parameters)
 
@@ -83,7 +90,7 @@ def replace_driver():
         nvidia.make_launcher, nvidia.library_dirs = make_launcher_36, list
         nvidia.compile_module_from_src = lambda src, **options: SimpleNamespace(launch=launch_36(src))
     else:
-        nvidia.PyKernelArg = lambda nested_tuple, type: type
+        nvidia.PyKernelArg = lambda nested_tuple, type: nested_tuple or type
         nvidia.ARG_TUPLE, nvidia.ARG_CONSTEXPR, nvidia.ARG_KERNEL = "tuple", "constexpr", "kernel"
 
 
@@ -92,7 +99,7 @@ def calls(ctx) -> dict:
         return torch.empty(shape, dtype=torch.bfloat16)
 
     def fused(name):
-        return functools.partial(getattr(importlib.import_module(f"tkernels.{name}"), name), ctx, path="fused")
+        return functools.partial(getattr(tkernels, name), ctx=ctx, path="fused")
 
     return {
         "matmul": lambda: gemm.matmul(make(256, 64), make(256, 64), make(256)),
@@ -109,16 +116,16 @@ def calls(ctx) -> dict:
 def facts_of(call) -> dict:
     """A call that compiles and one that is prepared; then the launch of the latter again, in other circumstances."""
     sources.clear()
-    seen, plain_call = [], Launch.__call__
+    seen, plain_call = [], PreparedLaunch.__call__
 
     def watch(launch, *tensors):
         seen.append((launch, tensors))
         plain_call(launch, *tensors)
 
-    Launch.__call__ = watch
+    PreparedLaunch.__call__ = watch
     call()
     call()
-    Launch.__call__ = plain_call
+    PreparedLaunch.__call__ = plain_call
     (first, _), (launch, tensors) = seen
     before, hooked = len(encoded), []
     knobs.runtime.launch_enter_hook.add(lambda metadata: hooked.append(metadata.get()["name"]))

@@ -18,7 +18,6 @@ from transports import (
 )
 
 import tkernels
-from tkernels.all_gather_matmul import all_gather_matmul as fused
 from tkernels.all_gather_matmul import all_gather_matmul_reference
 from tkernels.comm import interpreter
 from tkernels.comm.collectives import split_rows
@@ -85,13 +84,13 @@ def test_results_come_in_fp32_where_asked(ctx, transport, path):
     x, w, bias = operands(ctx, functools.partial(integers, low=-16, high=16), rows, N, K, torch.bfloat16, 1)
     want = reference(ctx, x, w, bias)
     for out in (torch.bfloat16, torch.float32):
-        got, _ = fused(ctx, x, w, bias, rows=rows, out_dtype=out, path=path)
+        got = tkernels.all_gather_matmul(x, w, bias, rows=rows, out_dtype=out, path=path, ctx=ctx)
         assert torch.equal(got, want.to(out))
     assert not torch.equal(want.bfloat16().double(), want)
     with pytest.raises(
         TypeError, match="out_dtype=torch.float16 must be torch.bfloat16, the operands' dtype, or float"
     ):
-        fused(ctx, x, w, rows=rows, out_dtype=torch.float16, path=path)
+        tkernels.all_gather_matmul(x, w, rows=rows, out_dtype=torch.float16, path=path, ctx=ctx)
 
 
 @pytest.mark.ranks(2, 4)
@@ -158,7 +157,7 @@ def test_every_tiling_and_number_of_programs_gives_the_same(ctx, config):
         context = over(ctx, ctx.transport, num_programs=num_programs)
         for rows in ((64, 64), (33, 50)):
             x, w, bias = operands(ctx, integers, rows, 48, 40, torch.float16, num_programs)
-            got, gathered = fused(context, x, w, bias, return_gathered=True, rows=rows, config=config)
+            got, gathered = tkernels.all_gather_matmul(x, w, bias, None, True, rows=rows, config=config, ctx=context)
             assert torch.equal(got, reference(ctx, x, w, bias).half()), (num_programs, rows)
             assert torch.equal(gathered, torch.cat(ctx.group.gather(x.cpu())).to(ctx.device))
 
@@ -237,8 +236,8 @@ def test_wrong_operands_are_refused_before_the_first_signal(ctx):
         (lambda: call(x, w, bias, "sigmoid", ctx=ctx), "activation='sigmoid' is unknown"),
         (lambda: call(x, w, rows=(9, 7), ctx=ctx), r"rank . has 8 rows, but rows=\(9, 7\) gives it"),
         (lambda: call(x, w, rows=(8, 8, 8), ctx=ctx), "must name a count >= 0 for each of 2 ranks"),
-        (lambda: fused(ctx, x, w, config=all_send), r"num_comm=\d+ leaves no program that computes"),
-        (lambda: fused(ctx, x, w, config=between_steps), "interleaved=True is for reductions, .* num_comm of 1 or"),
+        (lambda: call(x, w, config=all_send, ctx=ctx), r"num_comm=\d+ leaves no program that computes"),
+        (lambda: call(x, w, config=between_steps, ctx=ctx), "interleaved=True is for reductions, .* num_comm of 1 or"),
     ]
     for wrong, message in refused:
         with pytest.raises((ValueError, TypeError), match=message):
@@ -263,18 +262,19 @@ def test_results_go_where_the_caller_wants_them(ctx, transport, path):
     ctx = over(ctx, transport)
     rows, N, K = (33, 20), 24, 16
     x, w, bias = operands(ctx, integers, rows, N, K, torch.float32, 5)
-    want, _ = fused(ctx, x, w, bias, rows=rows, path=path)
+    call = functools.partial(tkernels.all_gather_matmul, rows=rows, path=path, ctx=ctx)
+    want = call(x, w, bias)
     out, gathered = x.new_full((53, N), float("nan")), x.new_full((53, K), float("nan"))
     own = gathered.split(rows)[ctx.rank]
     own.copy_(x)
-    y, whole = fused(ctx, own, w, bias, return_gathered=gathered, rows=rows, out=out, path=path)
+    y, whole = call(own, w, bias, return_gathered=gathered, out=out)
     assert y is out and whole is gathered and torch.equal(out, want)
     assert torch.equal(gathered.cpu(), torch.cat(ctx.group.gather(x.cpu())))
     for wrong in (dict(out=out[:52]), dict(out=out.half()), dict(return_gathered=gathered.t())):
         with pytest.raises((ValueError, TypeError), match="out is"):
-            fused(ctx, x, w, bias, rows=rows, **wrong, path=path)
+            call(x, w, bias, **wrong)
     with pytest.raises(ValueError, match="return_gathered='borowed'; use a bool, 'borrowed' or a tensor"):
-        fused(ctx, x, w, bias, return_gathered="borowed", rows=rows, path=path)
+        call(x, w, bias, return_gathered="borowed")
     memory = torch.zeros(80, N, device=ctx.device)
     own = gathered[(1, 32)[ctx.rank] :][: rows[ctx.rank]]  # a row off
     overlapping = [
@@ -283,7 +283,7 @@ def test_results_go_where_the_caller_wants_them(ctx, transport, path):
     ]
     for tensors, options, message in overlapping:
         with pytest.raises(ValueError, match=message):
-            fused(ctx, *tensors, rows=rows, path=path, **options)
+            call(*tensors, **options)
 
 
 @pytest.mark.ranks(2)

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import warnings
@@ -337,6 +338,99 @@ def test_the_widest_table_fits_120_columns(checkout):
     assert "…" not in out.getvalue()
     assert "llama70b-gate-up-4k" in out.getvalue() and "21703-21703" in out.getvalue()
     assert max(map(len, out.getvalue().splitlines())) <= 120
+
+
+def loopback(checkout: Path, *arguments) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "bench.loopback", *map(str, arguments)], cwd=checkout,
+        env={**os.environ, "TKERNELS_RUNTIME": "simulated"}, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_loopback_compares_a_checkout_with_itself_in_every_way(checkout, tmp_path, ranks):
+    path = tmp_path / "out.jsonl"
+    done = loopback(checkout, ".", ".", "--shapes", "tiny", "--ranks", ranks, "--rounds", 1, "--json", path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    ways = load(checkout, "loopback").WAYS
+    assert [(line["op"], line["way"]) for line in lines] == [
+        (op, way)
+        for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+        for way in (ways[:-1] if op == "all_gather_matmul" else ways)
+    ]
+    assert all(line["same_bits"] and line["same_config"] and line["before_us"] > 0 for line in lines)
+
+
+def test_loopback_does_not_measure_a_checkout_with_a_wrong_result(checkout, tmp_path):
+    names = {"comm", "layers", "tkernels", "bench"}
+    omitted = {each.name for each in checkout.iterdir()} - names | {"results", "__pycache__"}
+    shutil.copytree(checkout, tmp_path / "other", symlinks=True, ignore=lambda _, found: omitted & set(found))
+    with (tmp_path / "other" / "bench" / "problem.py").open("a") as file:
+        file.write("\nright = Problem.with_config\n")
+        file.write("Problem.with_config = lambda self, *given: right(self, *given) + 100\n")
+    options = "--ops matmul_reduce_scatter --ways programs --shapes tiny --rounds 1".split()
+    done = loopback(checkout, ".", tmp_path / "other", *options)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert f"{tmp_path / 'other'}: ValueError: the result is wrong: its relative error is" in done.stdout
+    assert "1 failed" in done.stdout
+
+
+@pytest.mark.quick
+def test_loopback_calls_a_checkout_slower_only_beyond_the_spread(checkout, capsys):
+    module = load(checkout, "loopback")
+    case = {"op": "matmul_reduce_scatter", "ranks": 2, "shape": "rs-a", "way": "landing", "gpu": "NVIDIA H200"}
+    case |= {"same_bits": True, "same_config": True}
+
+    def line(*rounds, **others):
+        return case | module.compare([[100.0, 100.0]] * len(rounds), [[each] for each in rounds]) | others
+
+    steady, noisy = line(103.0, 103.0, 103.0), line(90.0, 103.0, 120.0)
+    level = line(101.0, 101.0, 101.0, way="programs")
+    assert (steady["before_us"], steady["after_us"], steady["ratio"], steady["spread"]) == (100.0, 103.0, 1.03, 0.0)
+    assert (noisy["ratio"], noisy["spread"]) == (1.03, 0.075)
+    assert [module.is_slower(each) for each in (steady, noisy, level)] == [True, False, False]
+    assert not module.is_slower(steady | {"gpu": None})
+    assert module.summarize([level, steady]) == 1
+    first, title, *worst = capsys.readouterr().out.splitlines()
+    assert first.startswith("2 cases: geometric mean 1.0200") and "1 slower" in first
+    assert [each.split()[:4] for each in worst] == [
+        ["matmul_reduce_scatter", "2", "rs-a", way] for way in ("landing", "programs")
+    ]
+    assert worst[0].endswith("slower") and max(map(len, worst)) <= 120
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (". /no/such/folder", "/no/such/folder is no checkout: it has no tkernels/__init__.py"),
+        (". . --ops gemm", "--ops: 'gemm' is unknown; there are all_gather_matmul"),
+        (". . --ways plain", "--ways: 'plain' is unknown; there are programs"),
+        (". . --shapes nope", "--shapes: there is no shape 'nope'"),
+        (". . --shapes tiny --ranks 1", "--ranks 1: give numbers of 2 or more"),
+        (". . --shapes 64x64x65 --ops matmul_all_reduce", "K=65 doesn't divide by 2 ranks"),
+        (". . --rounds 0", "--rounds 0: measure at least once"),
+    ],
+)
+def test_loopback_refuses_wrong_arguments_with_a_sentence_and_exit_code_2(
+    checkout, capsys, monkeypatch, arguments, sentence
+):
+    monkeypatch.chdir(checkout)
+    with pytest.raises(SystemExit) as exit:
+        load(checkout, "loopback").main(arguments.split())
+    assert exit.value.code == 2
+    assert sentence in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.quick
+def test_loopback_takes_all_layers_on_2_ranks_and_a_few_on_4(checkout, monkeypatch):
+    monkeypatch.chdir(checkout)
+    module = load(checkout, "loopback")
+    _, cases = module.parse([".", "."])
+    on = {ranks: [(case["op"], case["shape"]) for case in cases if case["ranks"] == ranks] for ranks in (2, 4)}
+    assert on[2] == [(op, shape) for op in module.FUSED for shape in shapes.LAYERS[op]]
+    assert on[4] == [(op, shape) for op in module.FUSED for shape in module.FEW[op]]
 
 
 @pytest.mark.quick

@@ -298,7 +298,7 @@ def test_two_channels_of_one_context_and_both_directions_do_not_mix(ctx):
 @pytest.mark.parametrize("rounds", [20])
 def test_a_captured_exchange_replays_with_fresh_generations(ctx, transport, rounds):
     """More replays than slots: generations that stood still would let them overwrite each other."""
-    from tkernels.comm.lease import captured
+    from tkernels.layers import captured
 
     ctx = over(ctx, transport)
     channel = ring(ctx, slot_bytes=1 << 20, copies=2)

@@ -12,7 +12,7 @@ import torch
 from tkernels import choice
 from tkernels.choice import choices_of, forget_choices, gemm_config, overlap_config, problem_of
 from tkernels.comm import TkernelsError
-from tkernels.comm.plans import local_plans
+from tkernels.comm.calls import local_calls
 from tkernels.configs import GemmConfig, OverlapConfig
 from tkernels.model import choose, default_config, wire_of
 
@@ -33,7 +33,7 @@ class Stub:
         self.size, self.num_programs, self.mapped, self.rank = size, num_programs, mapped, 0
         self.transport, self.forgotten = transport if mapped else "nvshmem", 0
 
-    def forget_plans(self):
+    def forget_calls(self):
         self.forgotten += 1
 
 
@@ -244,10 +244,10 @@ def test_forget_choices_lets_records_be_read_again(monkeypatch):
         saved += [record(asdict(TUNED.gemm), "matmul"), record(TUNED)]
         assert gemm_config(200, 60, 100, *product) == gemm_config(200, 60, 101, *product) == by_rule != TUNED.gemm
         assert overlap_config(*fused) == fused_by_rule != TUNED
-        local_plans.find("a key", lambda: "a plan")
+        local_calls.find(("a key",), lambda: "a plan")
         forget_choices(ctx)
         assert (gemm_config(200, 60, 100, *product), overlap_config(*fused)) == (TUNED.gemm, TUNED)
-        assert local_plans.find("a key", lambda: "another plan") == "another plan"
+        assert local_calls.find(("a key",), lambda: "another plan") == "another plan"
         assert ctx.forgotten == 2
     finally:
         monkeypatch.undo()

@@ -12,7 +12,6 @@ import numpy
 import pytest
 import torch
 import triton
-import triton.language as tl
 from transports import (
     every_transport,
     late,
@@ -27,7 +26,7 @@ from transports import (
 import tkernels
 from tkernels.comm import collectives, copies, interpreter
 from tkernels.comm.collectives import split_rows
-from tkernels.comm.device import TRANSPORTS, put, quiet
+from tkernels.comm.device import TRANSPORTS, Net, operation, put, quiet
 from tkernels.comm.workspace import LAMPORT_BYTES, Workspace
 from tkernels.testing.compare import assert_close_to, integers, normal, poison
 
@@ -208,13 +207,13 @@ def sums_early(ctx, form):
     theirs = ctypes.c_int64.from_address(ctx.heap.segment.bases[1 - ctx.rank] + ctx.heap.offset(done))
 
     @interpreter.builtin
-    def wait_late(ready, landed, max_chunks, source, chunk, *arguments):
+    def wait_late(ready, landed, max_chunks, epoch, source, chunk, *arguments):
         limit = time.monotonic() + PATIENCE_S[form]
         if ctx.rank == 0 and isinstance(chunk, int) and chunk == 3:  # the part's last one, of which sums are taken
             waited.append(chunk)
             while not done.item() and time.monotonic() < limit:
                 time.sleep(1e-3)
-        wait_chunk(ready, landed, max_chunks, source, chunk, *arguments)
+        wait_chunk(ready, landed, max_chunks, epoch, source, chunk, *arguments)
 
     @interpreter.builtin
     def count_for_all(counter, number, *arguments):
@@ -243,8 +242,9 @@ def test_sums_that_are_copied_before_all_are_there_are_caught(ctx):
 
 def test_the_way_to_travel_is_chosen_by_size_and_ranks():
     def way(num_bytes, size, transport="peer"):
-        config, ctx = collectives.DEFAULT, SimpleNamespace(
-            size=size, transport_id=TRANSPORTS[transport], lamport_bytes=LAMPORT_BYTES
+        config, ctx = (
+            collectives.DEFAULT,
+            SimpleNamespace(size=size, transport_id=TRANSPORTS[transport], lamport_bytes=LAMPORT_BYTES),
         )
         one_shot = config.one_shot(num_bytes, ctx)
         part, trips = (num_bytes, 1) if one_shot else (num_bytes // size, 2)
@@ -274,12 +274,12 @@ def test_no_all_reduce_needs_more_packets_than_there_is_room_for():
         ctx = SimpleNamespace(
             size=size, rank=0, device=torch.device("meta"), transport_id=TRANSPORTS["peer"], num_programs=132,
             lamport_bytes=LAMPORT_BYTES, constant=lambda *_: None, workspace=lambda: workspace,
-            bind_call=lambda *_, **__: None,
+            bind_call=lambda *_, **__: None, link=lambda operation: None,
         )  # fmt: skip
         asked.clear()
         for kilobytes in range(16, 4 << 10, 16):
             x = torch.empty(kilobytes << 9, dtype=dtypes[0], device="meta")
-            collectives.plan_all_reduce(ctx, x, None, dtypes[1])
+            collectives.AllReduce(dtypes[1]).prepare(ctx, x, None)
         assert 0 < 4 * max(asked) <= LAMPORT_BYTES, (size, dtypes)
         if size % 2 == 0 and dtypes[0] == dtypes[1]:
             assert 4 * max(asked) == LAMPORT_BYTES  # and no more room than is needed
@@ -294,9 +294,7 @@ def test_strided_and_symmetric_operands_are_taken_and_results_share_no_memory(ct
         assert torch.equal(tkernels.all_gather(mine, ctx=ctx), torch.cat(all_views))
         assert torch.equal(tkernels.all_reduce(mine, ctx=ctx), sum(all_views))
         rows = split_rows(len(mine), 2)
-        assert torch.equal(
-            tkernels.reduce_scatter(mine, rows=rows, ctx=ctx), sum(all_views).split(rows)[ctx.rank]
-        )
+        assert torch.equal(tkernels.reduce_scatter(mine, rows=rows, ctx=ctx), sum(all_views).split(rows)[ctx.rank])
     symmetric = ctx.empty(6, 10)
     symmetric.copy_(base)
     total = tkernels.all_reduce(symmetric, ctx=ctx)
@@ -415,10 +413,10 @@ def test_an_out_that_does_not_fit_is_refused_before_the_first_signal(ctx):
 
 
 @triton.jit
-def tell_kernel(cell, value, table, SIZE: tl.constexpr, TRANSPORT: tl.constexpr):
-    for rank in range(SIZE):
-        put(cell, value, 1, rank, table, TRANSPORT, 1)
-    quiet(TRANSPORT)
+def tell_kernel(cell, value, table, rank, L):
+    for target in range(L.RANKS):
+        put(cell, value, 1, target, Net(table, rank), L, 1)
+    quiet(L)
 
 
 @pytest.mark.ranks(4)
@@ -431,7 +429,7 @@ def test_no_rank_passes_a_barrier_before_the_last_one_comes(ctx, transport):
         last, value = round % ctx.size, torch.full((1,), float(round), device=ctx.device)
         late(ctx, last, 0.05)
         if ctx.rank == last:
-            ctx.launch(tell_kernel, 1, cell, value, ctx.table, SIZE=ctx.size, TRANSPORT=ctx.transport_id)
+            ctx.launch(tell_kernel, 1, cell, value, ctx.table, ctx.rank, L=ctx.link(operation("tell")))
         tkernels.barrier(ctx=ctx)
         assert cell.item() == round
         ctx.group.barrier()

@@ -139,8 +139,8 @@ def plain_warps(facts):
 
 
 def untraced(facts):
-    """Without TRACE, nothing but the looks of bounded waits reads a clock."""
-    if facts["constants"].get("TRACE") is False:
+    """Without TRACE, nothing but the looks of bounded waits reads a clock in a kernel that can make marks."""
+    if facts["marks"] and not facts["constants"]["TRACE"]:
         if facts["multiprocessor_reads"] or facts["clock_reads"] > facts["clock_looks"]:
             return f"{facts['clock_reads']} reads of the clock for {facts['clock_looks']} looks of waits"
 

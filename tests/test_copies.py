@@ -28,13 +28,13 @@ from transports import (
 )
 
 import tkernels
-from tkernels.all_gather_matmul import all_gather_matmul, all_gather_matmul_reference
+from tkernels.all_gather_matmul import all_gather_matmul_reference
 from tkernels.choice import overlap_config
 from tkernels.comm import WaitTimeoutError, copies, device, interpreter
 from tkernels.comm.collectives import split_rows
 from tkernels.configs import GemmConfig, OverlapConfig, by_copy_engine
-from tkernels.matmul_all_reduce import matmul_all_reduce, matmul_all_reduce_reference
-from tkernels.matmul_reduce_scatter import matmul_reduce_scatter, matmul_reduce_scatter_reference
+from tkernels.matmul_all_reduce import matmul_all_reduce_reference
+from tkernels.matmul_reduce_scatter import matmul_reduce_scatter_reference
 from tkernels.testing.compare import integers
 
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
@@ -104,11 +104,11 @@ def test_who_sends_is_each_ranks_own_affair(ctx):
         for name in (AG, RS, AR):
             senders = [way for way in ways if name != AG or not way.interleaved]
             x, w, want = operands(ctx, name, rows, N, K, torch.bfloat16, seed)
-            operation = getattr(importlib.import_module(f"tkernels.{name}"), name)
+            operation = getattr(tkernels, name)
             late(ctx, seed % ctx.size, 0.02)
             with poisoned_memory():
-                got = operation(ctx, x, w, config=senders[(ctx.rank + seed) % len(senders)], **options(name, rows))
-            results.append((got[0] if name == AG else got, want, name, rows, seed))
+                got = operation(x, w, config=senders[(ctx.rank + seed) % len(senders)], **options(name, rows), ctx=ctx)
+            results.append((got, want, name, rows, seed))
             if seed % 2:
                 poison_workspace(ctx)
     for got, want, *case in results:
@@ -144,8 +144,8 @@ def test_programs_send_their_last_tile_before_they_wait_for_others(ctx):
         x, w, want = operands(ctx, name, rows, 96, K, torch.float32, most)
         gemm = GemmConfig(32, 64, 32, split=2, num_stages=2)
         config = OverlapConfig(gemm, 64, num_comm=0, interleaved=True, max_programs=min(most, ctx.num_programs))
-        operation = getattr(importlib.import_module(f"tkernels.{name}"), name)
-        results.append((operation(ctx, x, w, config=config, **options(name, rows)), want, name, K, most))
+        operation = getattr(tkernels, name)
+        results.append((operation(x, w, config=config, **options(name, rows), ctx=ctx), want, name, K, most))
     for got, want, *case in results:
         assert torch.equal(got, want), case
     ctx.check()
@@ -163,7 +163,7 @@ def test_all_programs_send_every_element_once(ctx, wire, out):
     @interpreter.builtin
     def note(dst, src, stride, count, columns, *arguments):
         bits = src.dtype.element_ty.primitive_bitwidth
-        most = arguments[4]  # COLUMNS
+        most = arguments[3][1]  # of BLOCK
         sent.append(int(count) * min(int(columns), int(getattr(most, "value", most))) * bits // 8)
         put_tile(dst, src, stride, count, columns, *arguments)
 
@@ -182,10 +182,10 @@ def test_all_programs_send_every_element_once(ctx, wire, out):
 def test_bias_activation_and_dtypes_are_the_same_whoever_sends(ctx):
     x, w, _ = operands(ctx, RS, (33, 20), 24, 16, torch.float16, 1)
     bias = integers(24, torch.float16, 7, device=ctx.device)
-    for name, operation in ((RS, matmul_reduce_scatter), (AR, matmul_all_reduce)):
+    for name, operation in ((RS, tkernels.matmul_reduce_scatter), (AR, tkernels.matmul_all_reduce)):
         for wire, out in itertools.product((torch.float16, torch.float32), repeat=2):
             asked = {"wire_dtype": wire, "out_dtype": out, **options(name, (33, 20))}
-            stored = operation(ctx, x, w, bias, "gelu", path="fused", **asked)
+            stored = operation(x, w, bias, "gelu", path="fused", **asked, ctx=ctx)
             for way in (by_copies, interleaved):
                 assert torch.equal(way(ctx, name, x, w, bias, "gelu", **asked), stored), (name, wire, out, way)
 
@@ -244,8 +244,8 @@ def test_ranks_that_are_not_mapped_are_refused_before_the_first_signal(ctx):
             lambda: by_copies(ctx, AG, x, w, out_dtype=torch.float32, chunk_rows=4096),
             lambda: by_copies(ctx, RS, whole, w, chunk_rows=4096),
             lambda: by_copies(ctx, AR, whole, w, chunk_rows=4096),
-            lambda: matmul_all_reduce(ctx, whole, w, config=OverlapConfig(num_comm=1, landing=True)),
-            lambda: matmul_all_reduce(ctx, whole, w, config=OverlapConfig(num_comm=0, interleaved=True)),
+            lambda: tkernels.matmul_all_reduce(whole, w, config=OverlapConfig(num_comm=1, landing=True), ctx=ctx),
+            lambda: tkernels.matmul_all_reduce(whole, w, config=OverlapConfig(num_comm=0, interleaved=True), ctx=ctx),
         ):
             with pytest.raises(ValueError, match="num_comm=0 .* need every .* num_comm of 1 or more, landing=False"):
                 call()
@@ -524,11 +524,11 @@ def test_the_gathered_rows_come_out_of_the_landing_or_are_borrowed_there(ctx):
     x, w, want = operands(ctx, AG, rows, 24, 16, torch.float32, 5)
     config = by_copy_engine(overlap_config(ctx, AG, sum(rows), 24, 16, torch.float32, "TN"), max(rows), x[0].nbytes)
     for how in (True, "borrowed", True, "borrowed"):
-        y, gathered = all_gather_matmul(ctx, x, w, return_gathered=how, rows=rows, config=config)
+        y, gathered = tkernels.all_gather_matmul(x, w, return_gathered=how, rows=rows, config=config, ctx=ctx)
         assert torch.equal(y, want)
         assert torch.equal(gathered.cpu(), torch.cat(ctx.group.gather(x.cpu())))
         assert (ctx.heap.offset(gathered) is None) == (how is True)
-    _, gathered = all_gather_matmul(ctx, x, w, return_gathered="borrowed", rows=rows, path="fused")
+    _, gathered = tkernels.all_gather_matmul(x, w, return_gathered="borrowed", rows=rows, path="fused", ctx=ctx)
     assert ctx.heap.offset(gathered) is None  # of two inboxes only the device knows which
 
 
@@ -541,7 +541,7 @@ def test_gradients_are_multiplied_where_the_gathered_rows_landed(ctx):
         for module in modules:
             patches.enter_context(mock.patch.object(module, "overlap_config", copied_by_rule))
         patches.enter_context(mock.patch.object(modules[0], "_collect", None))  # nothing copies all of the rows
-        ctx.forget_plans()
+        ctx.forget_calls()
         for seed in range(2):
             x, w, _ = operands(ctx, RS, rows, N, K, torch.float32, seed)
             bias = torch.ones(N, device=ctx.device)
@@ -552,7 +552,7 @@ def test_gradients_are_multiplied_where_the_gathered_rows_landed(ctx):
             y.backward(dy[own])
             for leaf, want in zip(leaves, (dy @ w, dy.t() @ x, dy.sum(0)), strict=True):
                 assert torch.equal(leaf.grad, want), seed
-    ctx.forget_plans()
+    ctx.forget_calls()
 
 
 @pytest.mark.ranks(2)

@@ -11,6 +11,7 @@ import itertools
 import logging
 import pickle
 import sys
+import threading
 import types
 import warnings
 from typing import NamedTuple
@@ -33,7 +34,7 @@ from transports import (
 )
 
 import tkernels
-from tkernels.all_gather_matmul import all_gather_matmul
+from tkernels.all_gather_matmul import AllGatherMatmul
 from tkernels.comm import MismatchError, TkernelsError
 from tkernels.layers import cublasmp, userbuffers
 from tkernels.layers.cublasmp import (
@@ -49,10 +50,9 @@ from tkernels.layers.cublasmp import (
     Slab,
     matmul,
     matrix_qualifiers_dtype,
+    multiplication,
 )
 from tkernels.layers.cublasmp.problem import infer, redistributed
-from tkernels.matmul_all_reduce import matmul_all_reduce
-from tkernels.matmul_reduce_scatter import matmul_reduce_scatter
 from tkernels.testing.compare import assert_close_to
 
 E = MatmulEpilog
@@ -677,7 +677,7 @@ def test_a_plan_is_made_once_and_for_each_field_that_changes_what_is_done(ctx, m
     """R29: calls that differ in one field never share a plan, calls that differ in none do."""
     made = []
     cublasmp.multiplication._plans.pop(ctx, None)  # those of other tests
-    ctx.forget_plans()
+    ctx.forget_calls()
     make = cublasmp.multiplication.make_plan
     monkeypatch.setattr(cublasmp.multiplication, "make_plan", lambda *rest: made.append(rest[1]) or make(*rest))
     case = Case(*EVEN, "TN", E.BIAS, torch.bfloat16)
@@ -738,10 +738,11 @@ def test_a_plan_is_made_once_and_for_each_field_that_changes_what_is_done(ctx, m
 def test_the_adapter_adds_no_copy_no_allocation_and_no_second_look(ctx, monkeypatch):
     """A call whose epilog a kernel has, and execute(), against the plain operator: what torch is asked for besides."""
     wire = dict(wire_dtype=torch.float32, out_dtype=torch.float32, path="fused")
+    gathers = AllGatherMatmul(None, False, (12, 12), path="fused")
     plain = {
-        "AG+GEMM": lambda x, w, bias: all_gather_matmul(ctx, x, w, bias, rows=(12, 12), path="fused"),
-        "GEMM+RS": lambda x, w, bias: matmul_reduce_scatter(ctx, x, w, bias, rows=(12, 12), **wire),
-        "GEMM+AR": lambda x, w, bias: matmul_all_reduce(ctx, x, w, bias, **wire),
+        "AG+GEMM": lambda x, w, bias: ctx.call(gathers, x, w, bias, None, None),
+        "GEMM+RS": lambda x, w, bias: tkernels.matmul_reduce_scatter(x, w, bias, rows=(12, 12), **wire, ctx=ctx),
+        "GEMM+AR": lambda x, w, bias: tkernels.matmul_all_reduce(x, w, bias, **wire, ctx=ctx),
     }
     for pattern, order in itertools.product(PATTERNS, "FC"):
         case = Case(*EVEN, "TN", E.BIAS | (E.ALLREDUCE if pattern == "GEMM+AR" else 0))
@@ -960,6 +961,33 @@ def test_a_problem_that_has_no_plan_is_refused_while_capturing(ctx):
     with pytest.raises(TkernelsError, match="has not been planned yet"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         matmul(a, b, distributions=distributions, qualifiers="TN", ctx=ctx)
     case.judge(matmul(a, b, distributions=distributions, qualifiers="TN", ctx=ctx), parts[2])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("form", ["matmul", "plan"])
+def test_matmul_plans_in_no_thread_while_another_has_the_context(ctx, monkeypatch, form):
+    """Planning makes room in the workspace, and multiplies."""
+    monkeypatch.setattr(multiplication, "make_plan", lambda *_: pytest.fail("planned"))
+    with tkernels.init(heap_bytes=8 << 20, default=False) as context:
+        a, b = torch.ones(8, 4, device=ctx.device), torch.ones(8, 4, device=ctx.device)
+        options = dict(distributions=[Slab.X, Slab.X, Slab.Y], qualifiers="TN", ctx=context)
+        planned = Matmul(a, b, **options)
+        inside, release = threading.Event(), threading.Event()
+
+        def hold():
+            with context.turn:
+                inside.set()
+                release.wait()
+
+        holder = threading.Thread(target=hold, name="holder")
+        holder.start()
+        assert inside.wait(60)
+        try:
+            with pytest.raises(TkernelsError, match=rf"in {form} \(.*test_cublasmp.py:\d+\): thread 'holder'"):
+                matmul(a, b, **options) if form == "matmul" else planned.plan()
+        finally:
+            release.set()
+            holder.join()
 
 
 @gpu_only

@@ -119,7 +119,7 @@ def test_over_nvshmem_a_kernel_that_is_not_loaded_is_refused_under_a_capture(ctx
 @pytest.mark.parametrize("mode, dtype", [("global", torch.float16), ("thread_local", torch.float32)], ids=str)
 def test_the_very_first_calls_of_a_context_are_captured_each_larger_than_the_one_before(ctx, path, mode, dtype):
     """In dtypes of their own, for which no test before has had the kernels compiled and loaded."""
-    with tkernels.init(ctx.group.process_group, transport="peer", heap_bytes=64 << 20, timeout_s=10.0) as own:
+    with tkernels.init(ctx.group.process_group, transport="peer", heap_bytes=64 << 20) as own:
         cases = []
         for rows in (M + 40 * ctx.size, 4 * M + 40 * ctx.size):
             shards, whole, weights = operands(own, rows, rows, dtype)
@@ -153,7 +153,7 @@ def test_the_very_first_calls_of_a_context_are_captured_each_larger_than_the_one
 
 @pytest.mark.ranks(2, 4)
 def test_two_branches_of_one_first_capture_have_a_workspace_each(ctx):
-    with tkernels.init(ctx.group.process_group, heap_bytes=64 << 20, timeout_s=10.0) as own:
+    with tkernels.init(ctx.group.process_group, heap_bytes=64 << 20) as own:
         side = torch.cuda.Stream()
         mine = [torch.zeros(4096, device=ctx.device) for _ in range(2)]
         graph = torch.cuda.CUDAGraph()

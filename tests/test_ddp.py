@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from streams import Simulator, subsets
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -24,7 +25,6 @@ from tkernels.layers.ddp import OverlappedDDP, _Bucket, changing_main_grads, ens
 from tkernels.layers.grad_hooks import GradReadyHooks, grad_ready_hooks
 from tkernels.layers.wire import Wire
 from tkernels.testing.compare import integers
-from tkernels.testing.streams import Simulator, subsets
 
 BACKENDS = ["tkernels", "torch"]
 ALL_REDUCED = {}
@@ -886,6 +886,10 @@ def test_what_does_not_fit_is_refused_on_every_rank(ctx):
     with pytest.raises(RuntimeError, match="no shards to gather"):
         OverlappedDDP(model, ctx).start_param_sync()
 
+    for wrong in ({"bucket_size": 0}, {"num_distributed_optimizer_instances": 3}, {"grad_dtype": torch.float64}):
+        with pytest.raises((TypeError, ValueError), match=r"^OverlappedDDP: .* \(on rank 1\)$") as error:
+            OverlappedDDP(model, ctx, **(wrong if ctx.rank == 1 else {}))
+        message_on_every_rank(ctx, error.value)
     with pytest.raises(MismatchError, match="differ in option bucket_size: 100 and 101") as error:
         OverlappedDDP(model, ctx, bucket_size=100 + ctx.rank)
     message_on_every_rank(ctx, error.value)
@@ -969,7 +973,8 @@ class SimulatedWire(Wire):
     """The collectives of rank 0 of two, as kernels of the simulator; the other rank has what this one has."""
 
     def __init__(self, sim, name=""):
-        super().__init__(types.SimpleNamespace(rank=0, size=2, gather=lambda value: [value] * 2))
+        checking = contextlib.nullcontext
+        super().__init__(types.SimpleNamespace(rank=0, size=2, gather=lambda value: [value] * 2, checking=checking))
         self.sim, self.name = sim, name
 
     def split(self, instances, largest):
@@ -1572,7 +1577,7 @@ def test_a_capture_that_fails_leaves_nothing_begun(monkeypatch):
         simulated.step()
         ddp.finish_grad_sync()
         1 / 0  # noqa: B018
-    assert not ddp.hooks.begun
+    assert not ddp.hooks._written
     with sim:
         ensure_params_ready([simulated.a.weight])  # there was no update
 

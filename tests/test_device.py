@@ -1,6 +1,7 @@
 """The device verbs, in small kernels over every transport: exact data, odd sizes and places, many rounds."""
 
 import pytest
+import round_trips
 import torch
 import triton
 import triton.language as tl
@@ -9,6 +10,7 @@ from transports import every_transport, late, over
 from tkernels.comm import device, interpreter
 from tkernels.comm.device import (
     ADD,
+    Net,
     begin_epoch,
     completes,
     copy,
@@ -99,33 +101,31 @@ class Exchange:
 @triton.jit(do_not_specialize=SIZES)
 def put_kernel(
     x, inbox, stride, ready, epoch, num_elements, table,
-    RANK: tl.constexpr, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
-    BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+    RANK: tl.constexpr, L, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    for step in range(1, SIZE):
-        target = (RANK + step) % SIZE
-        put(inbox + RANK * stride, x, num_elements, target, table, TRANSPORT, BLOCK, ALIGN)
-        fence(TRANSPORT)
-        signal(ready + RANK, epoch, target, table, TRANSPORT)
-    for step in range(1, SIZE):
-        source = (RANK + step) % SIZE
-        wait_signal(ready + source, epoch, table, source, 0, OPERATION, TRANSPORT)
+    net = Net(table, RANK)
+    for step in range(1, L.RANKS):
+        target = (RANK + step) % L.RANKS
+        put(inbox + RANK * stride, x, num_elements, target, net, L, BLOCK, ALIGN)
+        fence(L)
+        signal(ready + RANK, epoch, target, net, L)
+    for step in range(1, L.RANKS):
+        source = (RANK + step) % L.RANKS
+        wait_signal(ready + source, epoch, source, 0, net, L)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def put_signal_kernel(
     x, inbox, stride, ready, epoch, num_elements, table,
-    RANK: tl.constexpr, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
-    BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+    RANK: tl.constexpr, L, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    for step in range(1, SIZE):
-        target = (RANK + step) % SIZE
-        put_signal(
-            inbox + RANK * stride, x, num_elements, ready + RANK, epoch, target, table, TRANSPORT, BLOCK, ALIGN
-        )
-    for step in range(1, SIZE):
-        source = (RANK + step) % SIZE
-        wait_signal(ready + source, epoch, table, source, 0, OPERATION, TRANSPORT)
+    net = Net(table, RANK)
+    for step in range(1, L.RANKS):
+        target = (RANK + step) % L.RANKS
+        put_signal(inbox + RANK * stride, x, num_elements, ready + RANK, epoch, target, net, L, BLOCK, ALIGN)
+    for step in range(1, L.RANKS):
+        source = (RANK + step) % L.RANKS
+        wait_signal(ready + source, epoch, source, 0, net, L)
 
 
 @pytest.mark.ranks(2, 4)
@@ -143,7 +143,7 @@ def test_pieces_of_any_size_and_place_arrive_whole_and_alone(ctx, transport, ker
             ctx.launch(
                 globals()[kernel], 1, x[source:], exchange.inbox[:, offset:], exchange.stride, exchange.ready,
                 1 + repeat, num_elements, ctx.table,
-                RANK=ctx.rank, SIZE=ctx.size, OPERATION=OP, TRANSPORT=ctx.transport_id, BLOCK=512, ALIGN=align,
+                RANK=ctx.rank, L=ctx.link(OP), BLOCK=512, ALIGN=align,
             )  # fmt: skip
             ctx.check()
             exchange.check(repeat, num_elements, offset)
@@ -154,24 +154,32 @@ def test_pieces_of_any_size_and_place_arrive_whole_and_alone(ctx, transport, ker
 @triton.jit(do_not_specialize=["stride", "rows", "columns", "epoch"])
 def put_tile_kernel(
     x, inbox, room, stride, rows, columns, ready, counter, epoch, table,
-    RANK: tl.constexpr, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGN: tl.constexpr,
+    RANK: tl.constexpr, L, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Each program sends some columns of a matrix, and the one that is done last tells of all."""
+    net = Net(table, RANK)
     pid = tl.program_id(0)
     first = pid * COLUMNS
-    for step in range(1, SIZE):
+    for step in range(1, L.RANKS):
         put_tile(
-            inbox + RANK * room + first, x + first, stride, rows, columns - first, (RANK + step) % SIZE, table,
-            TRANSPORT, ROWS, COLUMNS, ALIGN,
+            inbox + RANK * room + first,
+            x + first,
+            stride,
+            rows,
+            columns - first,
+            (RANK + step) % L.RANKS,
+            net,
+            L,
+            (ROWS, COLUMNS),
+            ALIGN,
         )
-    if completes(counter, tl.num_programs(0), TRANSPORT):
-        for step in range(1, SIZE):
-            tell(ready + RANK, epoch, (RANK + step) % SIZE, table, TRANSPORT)
+    if completes(counter, tl.num_programs(0), L):
+        for step in range(1, L.RANKS):
+            tell(ready + RANK, epoch, (RANK + step) % L.RANKS, net, L)
     if pid == 0:
-        for step in range(1, SIZE):
-            source = (RANK + step) % SIZE
-            wait_signal(ready + source, epoch, table, source, 0, OPERATION, TRANSPORT)
+        for step in range(1, L.RANKS):
+            source = (RANK + step) % L.RANKS
+            wait_signal(ready + source, epoch, source, 0, net, L)
 
 
 @pytest.mark.ranks(2, 4)
@@ -195,7 +203,7 @@ def test_tiles_arrive_whole_and_nothing_beside_them(ctx, transport):
             ctx.launch(
                 put_tile_kernel, -(-columns // 16), x[offset:], inbox[:, offset:], 1024, stride, rows, columns, ready,
                 torch.zeros(1, dtype=torch.int64, device=ctx.device), epoch, ctx.table,
-                RANK=ctx.rank, SIZE=ctx.size, OPERATION=OP, TRANSPORT=ctx.transport_id, ROWS=2, COLUMNS=16, ALIGN=align,
+                RANK=ctx.rank, L=ctx.link(OP), ROWS=2, COLUMNS=16, ALIGN=align,
             )  # fmt: skip
             ctx.check()
             untouched = poison(torch.empty(1024, dtype=dtype))
@@ -210,11 +218,11 @@ def test_tiles_arrive_whole_and_nothing_beside_them(ctx, transport):
 @triton.jit(do_not_specialize=["stride", "num_elements"])
 def get_kernel(
     out, x, stride, num_elements, table,
-    RANK: tl.constexpr, SIZE: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+    RANK: tl.constexpr, L, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    for step in range(SIZE):
-        source = (RANK + step) % SIZE
-        get(out + source * stride, x, num_elements, source, table, TRANSPORT, BLOCK, ALIGN)
+    for step in range(L.RANKS):
+        source = (RANK + step) % L.RANKS
+        get(out + source * stride, x, num_elements, source, Net(table, RANK), L, BLOCK, ALIGN)
 
 
 @pytest.mark.ranks(2, 4)
@@ -228,7 +236,7 @@ def test_get_reads_every_rank_and_nothing_more(ctx, transport):
         ctx.barrier()
         ctx.launch(
             get_kernel, 1, exchange.inbox[:, offset:], x[source:], exchange.stride, num_elements, ctx.table,
-            RANK=ctx.rank, SIZE=ctx.size, TRANSPORT=ctx.transport_id, BLOCK=512, ALIGN=align,
+            RANK=ctx.rank, L=ctx.link(OP), BLOCK=512, ALIGN=align,
         )  # fmt: skip
         own = exchange.inbox[ctx.rank, offset : offset + num_elements]
         assert torch.equal(own.cpu(), exchange.values(ctx.rank, round, num_elements))
@@ -242,12 +250,13 @@ def test_get_reads_every_rank_and_nothing_more(ctx, transport):
 @triton.jit
 def add_kernel(
     word, amount, times, total, table,
-    RANK: tl.constexpr, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, OPERATOR: tl.constexpr,
+    RANK: tl.constexpr, L, OPERATOR: tl.constexpr,
 ):  # fmt: skip
-    for step in range(1, SIZE):
+    net = Net(table, RANK)
+    for step in range(1, L.RANKS):
         for _ in range(times):
-            signal(word, amount, (RANK + step) % SIZE, table, TRANSPORT, OPERATOR)
-    wait_signal(word, total, table, (RANK + 1) % SIZE, 0, OPERATION, TRANSPORT)
+            signal(word, amount, (RANK + step) % L.RANKS, net, L, OPERATOR)
+    wait_signal(word, total, (RANK + 1) % L.RANKS, 0, net, L)
 
 
 @pytest.mark.ranks(2, 4)
@@ -262,7 +271,7 @@ def test_signals_of_all_ranks_add_up_exactly(ctx, transport):
     total = start + times * programs * (sum(amounts) - amounts[ctx.rank])
     ctx.launch(
         add_kernel, programs, words, amounts[ctx.rank], times, total, ctx.table,
-        RANK=ctx.rank, SIZE=ctx.size, OPERATION=OP, TRANSPORT=ctx.transport_id, OPERATOR=ADD,
+        RANK=ctx.rank, L=ctx.link(OP), OPERATOR=ADD,
     )  # fmt: skip
     ctx.check()
     assert words.tolist() == [total, start]
@@ -271,15 +280,13 @@ def test_signals_of_all_ranks_add_up_exactly(ctx, transport):
 
 
 @triton.jit
-def set_kernel(
-    words, value, least, table,
-    RANK: tl.constexpr, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
-):  # fmt: skip
-    for step in range(1, SIZE):
-        signal(words + RANK, value, (RANK + step) % SIZE, table, TRANSPORT)
-    for step in range(1, SIZE):
-        source = (RANK + step) % SIZE
-        wait_signal(words + source, least, table, source, 0, OPERATION, TRANSPORT)
+def set_kernel(words, value, least, table, RANK: tl.constexpr, L):
+    net = Net(table, RANK)
+    for step in range(1, L.RANKS):
+        signal(words + RANK, value, (RANK + step) % L.RANKS, net, L)
+    for step in range(1, L.RANKS):
+        source = (RANK + step) % L.RANKS
+        wait_signal(words + source, least, source, 0, net, L)
 
 
 @pytest.mark.quick
@@ -293,7 +300,7 @@ def test_a_wait_is_over_at_any_value_from_the_epoch_on(ctx, transport):
     for value, least in [(1, 1), (5, 3), ((1 << 40) + 1, 1 << 40), ((1 << 40) + 1, 0)]:
         ctx.launch(
             set_kernel, 1, words, value, least, ctx.table,
-            RANK=ctx.rank, SIZE=ctx.size, OPERATION=OP, TRANSPORT=ctx.transport_id,
+            RANK=ctx.rank, L=ctx.link(OP),
         )  # fmt: skip
         ctx.check()
         assert words[1 - ctx.rank].item() == value
@@ -304,21 +311,22 @@ def test_a_wait_is_over_at_any_value_from_the_epoch_on(ctx, transport):
 @triton.jit
 def reuse_kernel(
     x, inbox, stride, ready, num_elements, rounds, table,
-    RANK: tl.constexpr, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr,
+    RANK: tl.constexpr, L, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    net = Net(table, RANK)
     for round in range(rounds):
         at = tl.arange(0, BLOCK)
         tl.store(x + at, (RANK * 1000 + round * 100 + at).to(tl.float32), mask=at < num_elements)
         tl.debug_barrier()
-        for step in range(1, SIZE):
-            target = (RANK + step) % SIZE
-            put(inbox + (round * SIZE + RANK) * stride, x, num_elements, target, table, TRANSPORT, BLOCK)
-        quiet(TRANSPORT)
-    for step in range(1, SIZE):
-        signal(ready + RANK, 1, (RANK + step) % SIZE, table, TRANSPORT)
-    for step in range(1, SIZE):
-        source = (RANK + step) % SIZE
-        wait_signal(ready + source, 1, table, source, 0, OPERATION, TRANSPORT)
+        for step in range(1, L.RANKS):
+            target = (RANK + step) % L.RANKS
+            put(inbox + (round * L.RANKS + RANK) * stride, x, num_elements, target, net, L, BLOCK)
+        quiet(L)
+    for step in range(1, L.RANKS):
+        signal(ready + RANK, 1, (RANK + step) % L.RANKS, net, L)
+    for step in range(1, L.RANKS):
+        source = (RANK + step) % L.RANKS
+        wait_signal(ready + source, 1, source, 0, net, L)
 
 
 @pytest.mark.ranks(2, 4)
@@ -333,7 +341,7 @@ def test_after_quiet_the_source_may_be_overwritten(ctx, transport):
     x = torch.zeros(64, device=ctx.device)
     ctx.launch(
         reuse_kernel, 1, x, inbox, num_elements, exchange.ready, num_elements, rounds, ctx.table,
-        RANK=ctx.rank, SIZE=ctx.size, OPERATION=OP, TRANSPORT=ctx.transport_id, BLOCK=64,
+        RANK=ctx.rank, L=ctx.link(OP), BLOCK=64,
     )  # fmt: skip
     ctx.check()
     for round in range(rounds):
@@ -346,13 +354,14 @@ def test_after_quiet_the_source_may_be_overwritten(ctx, transport):
 
 
 @triton.jit
-def peer_kernel(x, out, table, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def peer_kernel(x, out, table, rank, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+    net = Net(table, rank)
     at = tl.arange(0, BLOCK)
-    for rank in range(SIZE):
-        theirs = peer(x, rank, table)
-        tl.store(out + rank * BLOCK + at, tl.load(theirs + at))
-    distance = peer(x, tl.load(table), table).to(tl.int64) - x.to(tl.int64)
-    tl.store(out + SIZE * BLOCK + at, (distance + at).to(tl.float32))
+    for target in range(RANKS):
+        theirs = peer(x, target, net)
+        tl.store(out + target * BLOCK + at, tl.load(theirs + at))
+    distance = peer(x, rank, net).to(tl.int64) - x.to(tl.int64)
+    tl.store(out + RANKS * BLOCK + at, (distance + at).to(tl.float32))
 
 
 @pytest.mark.ranks(2, 4)
@@ -365,7 +374,7 @@ def test_peer_is_the_same_place_in_another_ranks_memory(ctx, transport):
     x.copy_(torch.arange(16) + 100.0 * ctx.rank)
     ctx.barrier()
     out = torch.empty((ctx.size + 1, 16), device=ctx.device)
-    ctx.launch(peer_kernel, 1, x, out, ctx.table, SIZE=ctx.size, BLOCK=16)
+    ctx.launch(peer_kernel, 1, x, out, ctx.table, ctx.rank, RANKS=ctx.size, BLOCK=16)
     want = [torch.arange(16) + 100.0 * rank for rank in range(ctx.size)]
     assert torch.equal(out.cpu(), torch.stack([*want, torch.arange(16.0)]))  # a rank's peer at itself is itself
     ctx.barrier()
@@ -375,26 +384,27 @@ def test_peer_is_the_same_place_in_another_ranks_memory(ctx, transport):
 @triton.jit
 def epochs_kernel(
     x, out, inbox, inbox_stride, stride, ready, state, counters, table,
-    RANK: tl.constexpr, SIZE: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr,
+    RANK: tl.constexpr, L, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    net = Net(table, RANK)
     # Each program sends its own chunk; then it counts up, and the last program to arrive copies all chunks out.
     chunk, chunks = tl.program_id(0), tl.num_programs(0)
     epoch = begin_epoch(state)
     inbox += epoch % 2 * inbox_stride
-    for step in range(1, SIZE):
-        target = (RANK + step) % SIZE
+    for step in range(1, L.RANKS):
+        target = (RANK + step) % L.RANKS
         put_signal(
             inbox + RANK * stride + chunk * BLOCK, x + chunk * BLOCK, BLOCK,
-            ready + RANK * chunks + chunk, epoch, target, table, TRANSPORT, BLOCK,
+            ready + RANK * chunks + chunk, epoch, target, net, L, BLOCK,
         )  # fmt: skip
-    for step in range(1, SIZE):
-        source = (RANK + step) % SIZE
-        wait_signal(ready + source * chunks + chunk, epoch, table, source, chunk, OPERATION, TRANSPORT)
+    for step in range(1, L.RANKS):
+        source = (RANK + step) % L.RANKS
+        wait_signal(ready + source * chunks + chunk, epoch, source, chunk, net, L)
         copy(out + source * stride + chunk * BLOCK, inbox + source * stride + chunk * BLOCK, BLOCK, BLOCK)
-    count(counters, TRANSPORT, "gpu")
+    count(counters, L, "gpu")
     if chunk == 0:
-        wait_signal(counters, epoch * chunks, table, RANK, chunk, OPERATION, TRANSPORT)
-        copy(out + RANK * stride, out + (RANK + 1) % SIZE * stride, chunks * BLOCK, BLOCK)  # what others stored
+        wait_signal(counters, epoch * chunks, RANK, chunk, net, L)
+        copy(out + RANK * stride, out + (RANK + 1) % L.RANKS * stride, chunks * BLOCK, BLOCK)  # what others stored
     end_epoch(state, epoch)
 
 
@@ -417,7 +427,7 @@ def test_two_inboxes_carry_many_rounds_without_a_barrier(ctx, transport):
             out = poison(torch.empty((ctx.size, stride), device=ctx.device))
             ctx.launch(
                 epochs_kernel, programs, x, out, inbox, ctx.size * stride, stride, ready, state, counters, ctx.table,
-                RANK=ctx.rank, SIZE=ctx.size, OPERATION=OP, TRANSPORT=ctx.transport_id, BLOCK=block,
+                RANK=ctx.rank, L=ctx.link(OP), BLOCK=block,
             )  # fmt: skip
             sources = [rank if rank != ctx.rank else (rank + 1) % ctx.size for rank in range(ctx.size)]
             want = [torch.arange(stride) + 1000.0 * round + 100_000 * source for source in sources]
@@ -431,19 +441,19 @@ def test_two_inboxes_carry_many_rounds_without_a_barrier(ctx, transport):
 
 @triton.jit
 def count_up_to_kernel(
-    x, counters, seen, number, FORM: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr
+    x, counters, seen, number, L, FORM: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """All programs but the first store and count; that one looks on at what they stored, once they have passed."""
     pid = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     if pid > 0:
         if FORM == "count first":
-            count_up_to(counters, number, TRANSPORT)
+            count_up_to(counters, number, L)
             for _ in range(8):
                 delay()
         tl.store(x + (pid - 1) * BLOCK + at, pid + at)
         if FORM != "count first":
-            count_up_to(counters, number, TRANSPORT)
+            count_up_to(counters, number, L)
     else:
         passed = tl.full((), 0, tl.int64)
         while passed <= number:
@@ -465,8 +475,15 @@ def test_whoever_sees_a_number_passed_sees_what_all_that_counted_stored(ctx):
             with interpreter.execution(jitter_seed=round, rank=ctx.rank):
                 ctx.launch(
                     count_up_to_kernel, programs, x, counters, seen, programs - 1,
-                    FORM=form, TRANSPORT=ctx.transport_id, BLOCK=block,
+                    L=ctx.link(OP), FORM=form, BLOCK=block,
                 )  # fmt: skip
             assert counters.item() == programs, f"round {round}"
             found.append(torch.equal(seen.cpu(), want))
         assert all(found) == (form == "right"), form
+
+
+@every_transport
+@pytest.mark.ranks(2)
+def test_round_trips_by_every_verb_carry_data(ctx, transport):
+    for verb in round_trips.verbs_of(transport):
+        assert round_trips.round_trips(over(ctx, transport), verb) is None

@@ -1,8 +1,10 @@
 """The doctor: what it finds here, that it tries everything, and that it says what is broken."""
 
+import argparse
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -10,52 +12,61 @@ import pytest
 import torch
 from transports import starts_ranks
 
+import tkernels
 from tkernels import cli, doctor
 from tkernels.comm import runtime
-from tkernels.doctor import inventory, operations, verbs
+from tkernels.launch import RankPool
 
 
 @starts_ranks(2)
-def test_doctor_tries_every_verb_and_every_operation(tmp_path, capsys):
+def test_doctor_tries_every_transport_and_every_operation(tmp_path, capsys):
     assert cli.main(["doctor", "--json", str(tmp_path / "found.json")]) == 0
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["ok"] and found["problems"] == [] and found["skipped"] is None
     assert found["runtime"] == runtime.RUNTIME
     usable = [name for name, reason in found["transports"].items() if reason is None]
     assert found["transport"] == usable[0]
-    trips = [f"round trips over {transport}" for transport in usable]
-    assert list(found["seconds"]) == ["inventory", "ranks' start", *trips, "operations"]
-    trips = [(trip["transport"], trip["verb"]) for trip in found["round_trips"]]
-    assert trips == [(transport, verb) for transport in usable for verb in verbs.verbs_of(transport)]
-    assert all(trip["microseconds"] > 0 and trip["problem"] is None for trip in found["round_trips"])
-    assert [outcome["operation"] for outcome in found["operations"]] == list(operations.OPERATIONS)
+    chosen, *others = usable
+    parts = [f"operations over {transport}" for transport in usable]
+    assert list(found["seconds"]) == ["inventory", "ranks' start", *parts]
+    tried = [(outcome["transport"], outcome["operation"]) for outcome in found["operations"]]
+    assert tried[:8] == [(chosen, name) for name in doctor.OPERATIONS]
+    assert tried[8:] == [(other, doctor.ANOTHER) for other in others]
     assert all(outcome["milliseconds"] > 0 and outcome["problem"] is None for outcome in found["operations"])
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
-    assert out.splitlines()[-1].endswith(f"{len(trips)} round trips and {len(found['operations'])} operations work")
+    assert out.splitlines()[-1].endswith(f"{len(tried)} operations work")
 
 
-def answer_wrongly(ctx, verb, transport):
-    return verbs.RoundTrip(verb, transport, 8192, 1.0, "rank 1: 3 of 1024 numbers came out wrong")
-
-
-def fail(ctx, name):
-    raise RuntimeError(f"{name} is out of order")
+def fail_or_answer_wrongly(ctx, name, transport):
+    if name == "all_reduce":
+        raise RuntimeError(f"{name} is out of order")
+    if name == "barrier":
+        return doctor.Outcome(name, transport, 1.0, "rank 1: 3 of 1024 numbers are not torch's")
+    return doctor.Outcome(name, transport, 1.0, None)
 
 
 @starts_ranks(2)
 def test_doctor_names_what_is_broken_and_goes_on(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(verbs, "VERBS", {"get": 5})
-    monkeypatch.setattr(operations, "OPERATIONS", ("all_reduce",))
-    monkeypatch.setattr(verbs, "round_trip", answer_wrongly)
-    monkeypatch.setattr(operations, "run_operation", fail)
+    monkeypatch.setattr(doctor, "OPERATIONS", ("all_reduce", "barrier", "matmul"))
+    monkeypatch.setattr(doctor, "try_operation", fail_or_answer_wrongly)
     assert cli.main(["doctor", "--json", str(tmp_path / "found.json")]) == 1
     found = json.loads((tmp_path / "found.json").read_text())
     assert not found["ok"]
-    assert found["problems"][0] == f"get over {found['transport']}: rank 1: 3 of 1024 numbers came out wrong"
-    assert found["problems"][-1].startswith("all_reduce: rank ")
-    assert found["problems"][-1].endswith("RuntimeError: all_reduce is out of order")
-    assert "broken: get over" in capsys.readouterr().out
+    failed, wrong = found["problems"][:2]
+    assert failed.startswith(f"all_reduce over {found['transport']}: rank ")
+    assert failed.endswith("RuntimeError: all_reduce is out of order")
+    assert wrong == f"barrier over {found['transport']}: rank 1: 3 of 1024 numbers are not torch's"
+    assert [outcome["problem"] is None for outcome in found["operations"][:3]] == [False, False, True]
+    assert "broken: barrier over" in capsys.readouterr().out
+
+
+@pytest.mark.ranks(2)
+def test_doctor_counts_what_is_not_torchs(ctx, monkeypatch):
+    all_gather = tkernels.all_gather
+    monkeypatch.setattr(tkernels, "all_gather", lambda x, **options: all_gather(x + (x > 3), **options))
+    outcome = doctor.try_operation(ctx, "all_gather", ctx.transport)
+    assert re.fullmatch("rank 0: [1-9][0-9]+ of 2520 numbers are not torch's", outcome.problem)
 
 
 @starts_ranks(2)
@@ -65,32 +76,24 @@ def test_doctor_says_once_that_ranks_do_not_start(tmp_path, monkeypatch):
     found = json.loads((tmp_path / "found.json").read_text())
     (problem,) = found["problems"]
     assert problem.startswith("the ranks don't start: rank ") and "timeout_s" in problem
-    assert found["round_trips"] == found["operations"] == []
+    assert found["operations"] == []
 
 
 @pytest.mark.quick
-def test_doctor_names_the_software_before_torch_is_imported(monkeypatch, capsys):
+def test_doctor_names_the_software_and_starts_ranks_before_torch_is_imported(monkeypatch, capsys):
     class StillImporting(Exception):
         pass
 
-    def import_torch(*software):
+    def import_torch(found):
+        assert started
         raise StillImporting
 
-    monkeypatch.setattr(inventory, "take", import_torch)
+    started = []
+    monkeypatch.setattr(RankPool, "start", lambda pool: started.append(pool))
+    monkeypatch.setattr(doctor, "find_gpus", import_torch)
     with pytest.raises(StillImporting):
-        doctor.run(doctor.Options())
+        doctor.run(argparse.Namespace(no_run=False, json=None))
     assert f"triton               {importlib.metadata.version('triton')}" in capsys.readouterr().out
-
-
-@pytest.mark.ranks(2)
-def test_a_round_trip_leaves_the_heap_as_it_was(ctx):
-    before = ctx.empty(1).data_ptr()
-    for verb in ("signal (add)", "get"):
-        trip = verbs.round_trip(ctx, verb, ctx.transport)
-        assert trip.problem is None
-        assert trip.num_bytes == (8192 if verb == "get" else 0)
-    after = ctx.empty(1)
-    assert after.data_ptr() - before == 256
 
 
 @pytest.mark.quick
@@ -99,7 +102,7 @@ def test_inventory_alone_runs_nothing(capsys):
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert found["skipped"] == "--no-run"
-    assert found["round_trips"] == found["operations"] == []
+    assert found["operations"] == []
     version = found["inventory"]["packages"]["torch"]
     assert version and torch.__version__.startswith(version)  # a build may add "+cu130" to its package's version
     assert len(found["inventory"]["gpus"]) == torch.cuda.device_count()
@@ -112,6 +115,17 @@ def test_a_runtime_without_a_gpu_is_broken():
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 1
     assert "broken: the nvshmem runtime was asked for, but torch sees no CUDA device" in done.stdout
+    assert done.stderr == ""
+
+
+def test_a_torch_that_cannot_be_imported_is_broken(checkout, tmp_path):
+    (tmp_path / "torch.py").write_text("raise OSError('libtorch.so: cannot open')")
+    command = [sys.executable, "-m", "tkernels.cli", "doctor"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (tmp_path, checkout)))}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+    assert done.returncode == 1
+    assert "GPUs                 none: torch can't be imported" in done.stdout
+    assert "broken: OSError: libtorch.so: cannot open" in done.stdout
     assert done.stderr == ""
 
 
@@ -128,16 +142,16 @@ TOPOLOGY = (
 
 @pytest.mark.quick
 def test_links_are_read_from_nvidia_smi():
-    kinds = inventory.link_kinds(TOPOLOGY)
+    kinds = doctor.link_kinds(TOPOLOGY)
     assert kinds == {(0, 1): "NV18", (1, 0): "NV18", (0, 2): "SYS", (2, 0): "SYS", (1, 2): "PHB", (2, 1): "PHB"}
-    assert inventory.link_kinds("") == inventory.link_kinds("No devices were found\n") == {}
-    described = {kind: inventory.Link((0, 1), True, kind).description for kind in ("NV18", "PHB")}
+    assert doctor.link_kinds("") == doctor.link_kinds("No devices were found\n") == {}
+    described = {kind: doctor.Link((0, 1), True, kind).description for kind in ("NV18", "PHB")}
     assert described == {"NV18": "18 x NVLink", "PHB": "PCIe, through the CPU"}
     for kind in ("unknown", "N/A", "", "NV18+"):
-        assert inventory.Link((0, 1), True, kind).description == "unknown link"
+        assert doctor.Link((0, 1), True, kind).description == "unknown link"
 
 
 @pytest.mark.quick
 def test_packages_have_the_version_of_the_one_of_their_names_that_is_installed():
-    assert inventory._installed(("no-such-distribution", "nor-this")) == ("no-such-distribution", None)
-    assert inventory._installed(("no-such-distribution", "pytest")) == ("pytest", pytest.__version__)
+    assert doctor._installed(("no-such-distribution", "nor-this")) == ("no-such-distribution", None)
+    assert doctor._installed(("no-such-distribution", "pytest")) == ("pytest", pytest.__version__)

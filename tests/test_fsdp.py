@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch._dynamo.utils
 import torch.distributed as dist
+from streams import Race, Simulator, subsets
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.nn import functional as F
@@ -22,17 +23,15 @@ from transports import gpu_only, message_on_every_rank, simulated_only
 
 import tkernels
 from tkernels.comm import LeaseError, MismatchError
-from tkernels.comm.lease import captured
 from tkernels.demo.data import Text
 from tkernels.demo.model import Block, ModelConfig, Transformer
 from tkernels.demo.training import ADAM_EPSILON, LEARNING_RATE, allowed_loss
-from tkernels.layers import ParallelMLP, gather_state_dict, load_full_state_dict, sharded_state_dict
+from tkernels.layers import ParallelMLP, captured, gather_state_dict, load_full_state_dict, sharded_state_dict
 from tkernels.layers.ddp import OverlappedDDP
 from tkernels.layers.fsdp import FullyShard
 from tkernels.layers.functions import all_reduce_sequence_parallel_grads
 from tkernels.layers.zero import ZeroOptimizer
 from tkernels.testing.compare import assert_close_to, integers, normal
-from tkernels.testing.streams import Race, Simulator, subsets
 
 FEATURES = 8
 LATE = 4_000_000  # cycles, about 2 ms: several times what the host needs for a unit
@@ -711,15 +710,26 @@ def test_a_backward_that_fails_spoils_no_other(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_a_backward_that_fails_leaves_no_gradient_behind(ctx):
-    """Of a unit whose inputs want none, which is reduced when it is complete: the optimizer can't forget those."""
+@pytest.mark.parametrize("dropped", ["at once", "late"])
+def test_a_backward_that_fails_leaves_no_gradient_behind(ctx, dropped):
+    """Of a unit whose inputs want none, which is reduced when it is complete: the optimizer can't forget those.
+
+    dropped: when autograd drops the callback that would have ended this backward. On a GPU a thread of autograd's may
+    still hold it when backward() has raised.
+    """
     torch.manual_seed(0)
     model = FullyShard(Choosy(embeds=False).to(ctx.device), Branches, ctx=ctx)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    x, grads = torch.ones(2, FEATURES, device=ctx.device), []
+    x, grads, held = torch.ones(2, FEATURES, device=ctx.device), [], []
+
+    def fail(*_):
+        if dropped == "late":
+            held.append(model._callback())
+        raise ZeroDivisionError
+
     for failing in (False, True, False):
         if failing:
-            hook = model.module.layers[0].branches[0].register_full_backward_pre_hook(lambda *_: 1 // 0)
+            hook = model.module.layers[0].branches[0].register_full_backward_pre_hook(fail)
             with pytest.raises(ZeroDivisionError):
                 model(x, (0, 1)).sum().backward()
             hook.remove()
@@ -1057,6 +1067,26 @@ def test_what_cannot_be_sharded_is_refused_by_name(ctx):
         train(ctx, whole, [x])
     text = message_on_every_rank(ctx, error.value)
     assert "the modules of rank 0 and rank 1 differ in embed.weight" in text and re.search(r"and \d+ more; make", text)
+
+
+@pytest.mark.ranks(2)
+def test_fully_shard_raises_what_is_wrong_on_one_rank_on_every_rank_and_changes_nothing(ctx):
+    module = hybrid(ctx)
+    before = copy.deepcopy(module.state_dict())
+    for wrong, message in [
+        ({"units": Stack}, "no module is a unit"),
+        ({"pool": "large"}, "pool='large' is unknown"),
+        ({"overlap": False, "comm_stream": object()}, "leave one out"),
+        ({"grad_dtype": torch.float64}, "pass one as grad_dtype"),
+        ({"copies": 0}, "a pool's copies"),
+        ({"module": 3}, "module"),
+    ]:
+        options = {"module": module, "units": UNITS, "ctx": ctx} | (wrong if ctx.rank == 1 else {})
+        with pytest.raises((TypeError, ValueError), match=rf"{message}.* \(on rank 1\)$") as error:
+            FullyShard(**options)
+        message_on_every_rank(ctx, error.value)
+    assert all(map(torch.equal, before.values(), module.state_dict().values()))
+    FullyShard(module, UNITS, ctx=ctx).close()
 
 
 @pytest.mark.ranks(2)

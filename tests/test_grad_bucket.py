@@ -10,12 +10,12 @@ import itertools
 
 import pytest
 import torch
+from streams import Simulator, subsets
 from transports import STREAMED, gpu_only
 
 import tkernels
-from tkernels.comm.lease import LeaseError
+from tkernels.comm.errors import LeaseError
 from tkernels.layers.grad_bucket import GradBucket
-from tkernels.testing.streams import Simulator, subsets
 
 NUMEL = 8  # elements of a gradient in the simulations
 

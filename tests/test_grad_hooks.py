@@ -5,12 +5,12 @@ import warnings
 
 import pytest
 import torch
+from streams import Simulator
 from torch.utils.checkpoint import checkpoint
 
 from tkernels.comm import LeaseError
-from tkernels.comm.lease import Slot
 from tkernels.layers.grad_hooks import GradReadyHooks, grad_ready_hooks
-from tkernels.testing.streams import Simulator
+from tkernels.layers.lease import Slot
 
 
 class Bucket:
@@ -241,9 +241,9 @@ def test_a_mark_after_another_gradient_of_the_pass_is_a_gradient_too(first):
 def test_what_an_abandoned_pass_announced_is_forgotten():
     model = Model("ab", "12")
     fused_and_marked(model.a)
-    assert model.hooks.begun
+    assert model.hooks._written
     model.hooks.reset()
-    assert not model.hooks.begun
+    assert not model.hooks._written
     assert model.run_pass(NoGradient.apply(model.b, model.a, only_marked)) == ("", "12")
     assert model.hooks.expected == {"a": 1, "b": 1}
 
@@ -275,7 +275,7 @@ def test_gradients_of_one_parameter_are_in_order_whatever_streams_they_are_on(se
             total = param.main_grad.clone()
     sim.check()
     sim.run(starve=["one", "two"])
-    assert total.tolist() == [3.0] * 2 and hooks.begun
+    assert total.tolist() == [3.0] * 2 and hooks._written
 
 
 def test_a_deferred_gradient_is_ready_when_it_is_launched_not_when_the_hook_fires():
@@ -348,7 +348,7 @@ def test_newer_hooks_take_a_parameter_from_older_ones_at_once():
     newer = []
     hooks = GradReadyHooks([model.a], newer.append, buckets=[Bucket("3")])
     (model.a * model.b).sum().backward()
-    assert hooks.begun and not model.hooks.begun
+    assert hooks._written and not model.hooks._written
     assert model.a.main_grad.tolist() == [2.0] * 2 and model.b.grad.tolist() == [2.0] * 2
 
 

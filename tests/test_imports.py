@@ -120,6 +120,8 @@ def broken(module: str, source: str) -> list[str]:
             return True  # modules are imported by their one absolute name
         if within(module, "tkernels.comm"):
             return within(name, "tkernels") and not within(name, "tkernels.comm", "tkernels._alias")
+        if within(name, "tkernels.testing"):
+            return not within(module, "tkernels.testing")  # the product needs nothing of tests
         above = [f"tkernels.{part}" for part in APPLICATIONS]
         if within(module, *above):
             return False
@@ -151,6 +153,7 @@ def test_imports_go_from_layers_to_tkernels_to_comm(checkout):
         ("tkernels.gemm", "from tkernels.layers import linear"),
         ("tkernels", "from tkernels import layers"),
         ("tkernels.gemm", "from tkernels.testing import plugin"),
+        ("tkernels.doctor", "from tkernels.testing.compare import normal"),
         ("tkernels.layers.linear", "import tkernels.cli"),
         ("tkernels.gemm", "from .tiles import offsets"),
         ("tkernels.gemm", "import comm.heap"),

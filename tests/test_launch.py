@@ -119,7 +119,8 @@ def assert_dead(pids):
             os.kill(pid, 0)
 
 
-def test_launch_returns_what_each_rank_returned_in_order_of_ranks():
+def test_launch_returns_what_each_rank_returned_in_order_of_ranks(monkeypatch):
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # which may have no such children
     results = launch(who, 2)
     assert [(rank, size) for rank, size, _ in results] == [(0, 2), (1, 2)]
     pids = [pid for _, _, pid in results]
@@ -142,15 +143,25 @@ def test_ranks_share_the_cores(pool):
     assert os.environ.get("OMP_NUM_THREADS") != str(share) or share == 1
 
 
+def place(ctx):
+    return multiprocessing.current_process().name, sys.argv, sys.path, os.getcwd()
+
+
+def test_ranks_have_names_and_find_themselves_where_the_program_is(pool):
+    here = sys.argv, sys.path, os.getcwd()
+    assert pool.run(place) == [("tkernels-rank-0", *here), ("tkernels-rank-1", *here)]
+
+
 def test_a_fork_leaves_the_ranks_to_its_parent(pool):
     ranks = [pid for *_, pid in pool.run(who)]
-    child = os.fork()
+    child, left = os.fork(), -1
     if child == 0:
         try:
             pool.close()
             pool.kill()
+            left = len(pool.pids)
         finally:
-            os._exit(len(pool.pids))
+            os._exit(left)
     assert os.waitpid(child, 0) == (child, 0)
     assert [pid for *_, pid in pool.run(who)] == ranks
 
@@ -190,7 +201,7 @@ if __name__ != "__main__":
 if __name__ == "__main__":
     for os.environ["CASE"] in ("damaged", "nowhere", "guard"):
         try:
-            launch(work, 2, timeout_s=60)
+            launch(work, 2, timeout_s=150)
         except RankError as error:
             print(error.headline, "from", type(error.__cause__).__name__)
 """
@@ -202,7 +213,7 @@ def test_launch_shows_what_a_rank_raised_while_it_imported_the_program(tmp_path)
     root = str(Path(__file__).parent.parent)
     ran = subprocess.run(
         [sys.executable, "program.py"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": root}, capture_output=True,
-        text=True, timeout=120,
+        text=True, timeout=600,
     )  # fmt: skip
     damaged, nowhere, guard = (re.sub("^rank [01] of 2: ", "", line) for line in ran.stdout.splitlines())
     assert damaged == "SyntaxError: invalid syntax (damaged.py, line 1) from SyntaxError"
@@ -224,32 +235,58 @@ def test_launch_shows_what_a_rank_raised_while_it_imported_the_program(tmp_path)
     ],
 )
 def test_launch_refuses_what_makes_no_sense_before_a_process_starts(monkeypatch, arguments, options, error, said):
-    monkeypatch.setattr(launch_module, "_serve_store", lambda: 1 // 0)
+    monkeypatch.setattr(RankPool, "start", lambda pool: 1 // 0)
     with pytest.raises(error, match=said):
         launch(*arguments, **options)
-    with monkeypatch.context() as patch, pytest.raises(tkernels.TkernelsError, match="a daemon of multiprocessing"):
-        patch.setitem(multiprocessing.current_process()._config, "daemon", True)
-        launch(who, 2)
+
+
+def pool_of_one_pipe(monkeypatch):
+    """A pool of a rank that is no process, and the rank's end of its pipe."""
+    pool, (pipe, rank_pipe) = RankPool(1), multiprocessing.Pipe()
+    process = types.SimpleNamespace(poll=lambda: None)
+    monkeypatch.setattr(pool, "_ranks", [types.SimpleNamespace(process=process, pipe=pipe)])
+    monkeypatch.setattr(pool, "_timeout", lambda said, running: RankTimeoutError(running[0], "TimeoutError", "", said))
+    return pool, rank_pipe
 
 
 def test_launch_bounds_what_goes_through_the_pipes(monkeypatch):
     """A rank that takes nothing of its arguments, and one that sends half of its result, as if they were stopped."""
-    pool, (pipe, rank_pipe) = RankPool(1), multiprocessing.Pipe()
-    with monkeypatch.context() as patch:
-        patch.setattr(pool, "_pipes", [pipe])
-        patch.setattr(pool, "_processes", [types.SimpleNamespace(exitcode=None)])
-        patch.setattr(pool, "_timeout", lambda said, running: RankTimeoutError(running[0], "TimeoutError", "", said))
-        with pytest.raises(RankTimeoutError, match="^rank 0 of 1 has not taken its arguments after 0.2 s"):
-            pool._send(bytes(1 << 24), 0.2)
-        os.write(rank_pipe.fileno(), (1000).to_bytes(4, "big") + b"half")
-        with pytest.raises(RankTimeoutError, match="^rank 0 of 1 still running after 0.2 s"):
-            pool._collect(0.2)
-        os.write(rank_pipe.fileno(), (1000).to_bytes(4, "big") + b"half")
-        rank_pipe.close()
-        monkeypatch.setattr(pool, "_death", lambda rank, starting: RankError(rank, "died", ""))
-        with pytest.raises(RankError, match="^rank 0: died"):
-            pool._collect(60)
-    pipe.close()
+    pool, rank_pipe = pool_of_one_pipe(monkeypatch)
+    with pytest.raises(RankTimeoutError, match="^rank 0 of 1 has not taken its arguments after 0.2 s"):
+        pool._ask(bytes(1 << 24), 0.2)
+    pool, rank_pipe = pool_of_one_pipe(monkeypatch)
+    os.write(rank_pipe.fileno(), (1000).to_bytes(4, "big") + b"half")
+    with pytest.raises(RankTimeoutError, match="^rank 0 of 1 still running after 0.2 s"):
+        pool._ask(b"", 0.2)
+    os.write(rank_pipe.fileno(), (1000).to_bytes(4, "big") + b"half")
+    rank_pipe.close()
+    monkeypatch.setattr(pool, "_death", lambda rank, starting: RankError(rank, "died", ""))
+    with pytest.raises(RankError, match="^rank 0: died"):
+        pool._ask(b"", 60)
+
+
+def test_launch_ends_ranks_that_are_stopped(monkeypatch):
+    monkeypatch.setattr(launch_module, "STACKS_TIMEOUT_S", 0.2)
+    with RankPool(1) as pool:
+        pool.run(who)
+        os.kill(pool.pids[0], signal.SIGSTOP)
+        with pytest.raises(RankTimeoutError, match=r"(?s)not taken its arguments after 0.5 s.*no answer: stop"):
+            pool.run(sum_over_ranks, torch.ones(1 << 24), 1, timeout_s=0.5)
+        assert pool.pids == []
+
+
+def test_a_pool_that_is_started_makes_its_ranks_ready_meanwhile():
+    with RankPool(2) as pool:
+        pool.start()
+        pids = pool.pids
+        assert len(set(pids)) == 2
+        pool.start()
+        assert [pid for *_, pid in pool.run(who)] == pids
+    assert_dead(pids)
+    with RankPool(2) as pool:
+        pool.start()
+        pids = pool.pids
+    assert_dead(pids)
 
 
 def without_output(ctx):
@@ -312,7 +349,6 @@ def test_a_hung_rank_is_killed_at_its_limit_and_all_stacks_are_shown(pool):
     finished, hung = text.split("rank 1 (still running):")
     assert "rank 0 (had finished):" in finished and "in recv_bytes" in finished
     assert "in sleep_in_a_thread" in hung and "in hang_on_rank_1" in hung, "all threads"
-    assert "_exit_with_parent" not in text
     assert_dead(pids)
 
 
@@ -393,13 +429,13 @@ def test_launch_joins_ranks_on_gpus_and_opens_their_context_with_its_options(mon
     monkeypatch.setattr(runtime, "RUNTIME", "nvshmem")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
     monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: None)
     monkeypatch.setattr(dist, "init_process_group", lambda **options: joined.append(options))
     monkeypatch.setattr(context_module, "init", lambda **options: opened.append(options))
     for shared, backend in (("1", "gloo"), ("", "cpu:gloo,cuda:nccl")):
         monkeypatch.setenv("TKERNELS_SHARE_GPUS", shared)
-        _join(1, 2, 0, 1, dumps({"heap_bytes": 1 << 20}))
+        _join(1, 2, 0, None, {"heap_bytes": 1 << 20})
         assert (joined[-1]["backend"], joined[-1]["rank"], joined[-1]["world_size"]) == (backend, 1, 2)
         assert opened.pop() == {"heap_bytes": 1 << 20}
 
@@ -407,8 +443,8 @@ def test_launch_joins_ranks_on_gpus_and_opens_their_context_with_its_options(mon
 @pytest.mark.parametrize("spent", [False, True])
 def test_ranks_whose_context_has_failed_serve_no_other_call(monkeypatch, spent):
     pool, killed = RankPool(2), []
-    monkeypatch.setattr(pool, "_start", lambda: None)
-    monkeypatch.setattr(pool, "_collect", lambda timeout_s: [("first", False), ("second", spent)])
+    monkeypatch.setattr(pool, "_join", lambda: None)
+    monkeypatch.setattr(pool, "_ask", lambda call, timeout_s: [("first", False), ("second", spent)])
     monkeypatch.setattr(pool, "kill", lambda: killed.append(pool))
     assert pool.run(who) == ["first", "second"]
     assert killed == [pool] * spent
@@ -421,7 +457,7 @@ def test_numbers_of_ranks_that_cannot_be_are_refused_and_those_that_cannot_be_bo
         launch(who, 0)
     many = 4 * len(os.sched_getaffinity(0))
     monkeypatch.setattr(runtime, "RUNTIME", "simulated")
-    monkeypatch.setattr(launch_module, "_serve_store", lambda: 1 // 0)  # so that none starts
+    monkeypatch.setattr(RankPool, "start", lambda pool: 1 // 0)
     with pytest.raises(ZeroDivisionError), pytest.warns(UserWarning, match=f"^{many + 1} simulated ranks share "):
         launch(who, many + 1)
     with pytest.raises(ZeroDivisionError), warnings.catch_warnings(action="error"):
@@ -437,16 +473,19 @@ def test_numbers_of_ranks_that_cannot_be_are_refused_and_those_that_cannot_be_bo
 
 
 def test_stacks_that_come_in_pieces_are_read_to_the_end_and_none_is_said():
-    reader, writer = os.pipe()
-    os.write(writer, b"\n")
-    body = 'Current thread 0x2 (most recent call first):\n  File "body.py", line 3 in body\n'
-    late = threading.Timer(0.6, os.write, (writer, body.encode()))  # later than the silence that ends a stack
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    os.write(writer.fileno(), b"Current thread 0x2 (most recent call first):\n")
+    assert "(most recent" in launch_module._read_stacks(reader, time.monotonic() + 0.1)
+    assert "no answer" in launch_module._read_stacks(reader, time.monotonic() + 0.1)
+
+    def write_the_rest():
+        os.write(writer.fileno(), b'  File "body.py", line 3 in body')
+        writer.close()
+
+    late = threading.Timer(0.6, write_the_rest)
     late.start()
-    assert "line 3 in body" in launch_module._read_stacks(reader, first_s=60.0)
+    assert "line 3 in body" in launch_module._read_stacks(reader, time.monotonic() + 60)
     late.join()
-    os.write(writer, b"\n")
-    assert "no answer" in launch_module._read_stacks(reader, first_s=0.1)
-    os.close(reader), os.close(writer)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64], ids=str)
@@ -603,4 +642,3 @@ def test_no_process_and_no_file_is_left_behind(tmp_path, case, end):
         assert output.count("Traceback") <= 1, f"ranks should end silently:\n{output}"
         assert "KeyboardInterrupt" in output
     assert list(temporary.iterdir()) == [] and shared == []
-

@@ -19,7 +19,6 @@ import tkernels
 from tkernels.comm import interpreter
 from tkernels.configs import GemmConfig, OverlapConfig
 from tkernels.gemm import ACTIVATIONS, DTYPES
-from tkernels.matmul_all_reduce import matmul_all_reduce as fused
 from tkernels.matmul_all_reduce import matmul_all_reduce_reference
 from tkernels.testing.compare import assert_close_to, integers, normal
 
@@ -103,11 +102,11 @@ def test_partial_sums_travel_and_results_come_in_fp32_where_asked(ctx, transport
         for out in (dtype, torch.float32):
             for wire in (dtype, torch.float32):  # the finished sums share the inbox, at other widths
                 poison_workspace(ctx)
-                got = fused(ctx, x, w, bias, out_dtype=out, wire_dtype=wire, path=path)
+                got = tkernels.matmul_all_reduce(x, w, bias, out_dtype=out, wire_dtype=wire, path=path, ctx=ctx)
                 assert same_everywhere(ctx, got)
                 assert torch.equal(got, want.to(out)) == (wire == torch.float32), (N, out, wire)
     with pytest.raises(TypeError, match="out_dtype=torch.float64 must be .*, the operands' dtype, or float32"):
-        fused(ctx, x, w, out_dtype=torch.float64, path=path)
+        tkernels.matmul_all_reduce(x, w, out_dtype=torch.float64, path=path, ctx=ctx)
 
 
 @pytest.mark.ranks(2, 4)
@@ -178,7 +177,8 @@ def test_every_tiling_and_number_of_programs_gives_the_same(ctx, config):
         context = over(ctx, ctx.transport, num_programs=num_programs)
         for M in (64, 45):
             x, w, bias = operands(ctx, small, M, 72, 40, torch.float16, num_programs)
-            assert torch.equal(fused(context, x, w, bias, config=config), reference(ctx, x, w, bias).half())
+            got = tkernels.matmul_all_reduce(x, w, bias, config=config, ctx=context)
+            assert torch.equal(got, reference(ctx, x, w, bias).half())
 
 
 @pytest.mark.quick

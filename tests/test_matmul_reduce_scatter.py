@@ -1,5 +1,6 @@
 """matmul_reduce_scatter against the unsharded product: any shape, dtype and layout, call after call."""
 
+import functools
 import itertools
 import mmap
 import time
@@ -23,7 +24,6 @@ from tkernels.comm import interpreter
 from tkernels.comm.collectives import split_rows
 from tkernels.configs import GemmConfig, OverlapConfig
 from tkernels.gemm import ACTIVATIONS, DTYPES
-from tkernels.matmul_reduce_scatter import matmul_reduce_scatter as fused
 from tkernels.matmul_reduce_scatter import matmul_reduce_scatter_reference, own_group
 from tkernels.testing.compare import assert_close_to, integers, normal
 
@@ -109,16 +109,17 @@ def test_partial_sums_travel_and_results_come_in_fp32_where_asked(ctx, transport
     for N in (41, 40):
         rows = split_rows(67, ctx.size)
         x, w, bias = operands(ctx, large, rows, N, 40, dtype, N)
+        call = functools.partial(tkernels.matmul_reduce_scatter, rows=rows, path=path, ctx=ctx)
         want = reference(ctx, rows, x, w, bias)
         for out in (dtype, torch.float32):
             poison_workspace(ctx)
-            got = fused(ctx, x, w, bias, rows=rows, out_dtype=out, wire_dtype=torch.float32, path=path)
+            got = call(x, w, bias, out_dtype=out, wire_dtype=torch.float32)
             assert torch.equal(got, want.to(out)), (N, out)
-        rounded = fused(ctx, x, w, bias, rows=rows, out_dtype=torch.float32, path=path)
+        rounded = call(x, w, bias, out_dtype=torch.float32)
         assert not torch.equal(rounded, want.float())  # what travels in 16 bits was rounded
         assert (rounded - want).abs().max() <= ctx.size * 2**16 * torch.finfo(dtype).eps
     with pytest.raises(TypeError, match="wire_dtype=torch.float64 must be .*, the operands' dtype, or float32"):
-        fused(ctx, x, w, rows=rows, wire_dtype=torch.float64, path=path)
+        call(x, w, wire_dtype=torch.float64)
 
 
 @pytest.mark.ranks(2, 4)
@@ -192,7 +193,7 @@ def test_every_tiling_and_number_of_programs_gives_the_same(ctx, config):
         context = over(ctx, ctx.transport, num_programs=num_programs)
         for rows in ((64, 64), (33, 50)):
             x, w, bias = operands(ctx, small, rows, 72, 40, torch.float16, num_programs)
-            got = fused(context, x, w, bias, rows=rows, config=config)
+            got = tkernels.matmul_reduce_scatter(x, w, bias, rows=rows, config=config, ctx=context)
             assert torch.equal(got, reference(ctx, rows, x, w, bias).half()), (num_programs, rows)
 
 
@@ -229,7 +230,7 @@ def test_operands_reach_beyond_two_to_the_31_elements(ctx):
     want = reference(ctx, rows, x.contiguous(), w).half()
     for use_tma in (True, False):
         config = OverlapConfig(GemmConfig(32, 32, 32, use_tma=use_tma), chunk_rows=32, num_comm=1, put_block=512)
-        assert torch.equal(fused(ctx, x, w, rows=rows, config=config), want)
+        assert torch.equal(tkernels.matmul_reduce_scatter(x, w, rows=rows, config=config, ctx=ctx), want)
 
 
 @pytest.mark.ranks(2)
@@ -259,13 +260,13 @@ def test_the_result_goes_where_the_caller_wants_it(ctx):
     rows = (33, 20)
     x, w, bias = operands(ctx, small, rows, 24, 16, torch.float32, 3)
     out = x.new_full((rows[ctx.rank], 24), float("nan"))
-    assert fused(ctx, x, w, bias, rows=rows, out=out) is out
+    assert tkernels.matmul_reduce_scatter(x, w, bias, rows=rows, out=out, ctx=ctx) is out
     assert torch.equal(out, reference(ctx, rows, x, w, bias).float())
     with pytest.raises(ValueError, match=r"matmul_reduce_scatter: out is .* but must be"):
-        fused(ctx, x, w, bias, rows=rows, out=out[:, 1:])
+        tkernels.matmul_reduce_scatter(x, w, bias, rows=rows, out=out[:, 1:], ctx=ctx)
     memory = x.new_zeros(53, 24)
     with pytest.raises(ValueError, match="matmul_reduce_scatter: out overlaps x_shard_k"):
-        fused(ctx, memory[:, :16], w, bias, rows=rows, out=memory[: rows[ctx.rank]])
+        tkernels.matmul_reduce_scatter(memory[:, :16], w, bias, rows=rows, out=memory[: rows[ctx.rank]], ctx=ctx)
 
 
 def test_own_tiles_of_two_copies_are_not_walked_together():

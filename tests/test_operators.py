@@ -1,5 +1,6 @@
 """The torch operators: gradients against the unsharded model in fp64, opcheck, torch.compile and fake tensors."""
 
+import functools
 from unittest import mock
 
 import pytest
@@ -13,7 +14,7 @@ from transports import every_path, launches
 
 import tkernels
 import tkernels.operators
-from tkernels.comm import TkernelsError
+from tkernels.comm import Context, TkernelsError
 from tkernels.comm.collectives import split_rows
 from tkernels.gemm import DTYPES, activation_reference
 from tkernels.testing.compare import assert_close_to, integers, normal
@@ -316,13 +317,14 @@ def test_what_forward_has_gathered_goes_before_the_gradient_of_x_takes_memory(ct
     y, gathered = tkernels.all_gather_matmul(x, w, return_gathered=True, rows=rows, ctx=ctx)
     held = StorageWeakRef(gathered.untyped_storage())
     del gathered
-    reduce = tkernels.operators._matmul_reduce_scatter
+    make_call = Context.call
 
-    def look(*arguments, **options):
-        gone.append(held.expired())
-        return reduce(*arguments, **options)
+    def look(context, call, *tensors):
+        if call.operation == "matmul_reduce_scatter":
+            gone.append(held.expired())
+        return make_call(context, call, *tensors)
 
-    with mock.patch.object(tkernels.operators, "_matmul_reduce_scatter", look):
+    with mock.patch.object(Context, "call", look):
         y.backward(torch.ones_like(y), retain_graph=True)
         y.backward(torch.ones_like(y))
     assert gone == [False, True]
@@ -634,4 +636,23 @@ def test_matmul_and_every_operation_name_what_is_no_operand_and_no_option(ctx):
         with pytest.raises(ValueError, match=r"activation=\['relu'\] is unknown"):
             getattr(tkernels, name)(x, w, activation=["relu"])
     assert tkernels.all_reduce(x + 1, ctx=ctx).eq(2).all()
+    ctx.check()
+
+
+@pytest.mark.ranks(2)
+def test_every_product_with_options_that_no_operator_has_refuses_a_gradient_and_takes_them_without(ctx):
+    x, w = (integers((8, 16), torch.bfloat16, seed, device=ctx.device) for seed in (ctx.rank, 7))
+    for name in ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
+        call = functools.partial(getattr(tkernels, name), **({} if name == "matmul" else {"ctx": ctx}))
+        want = call(x, w)
+        for wanting in ((x.clone().requires_grad_(), w), (x, w.clone().requires_grad_())):
+            with pytest.raises(ValueError, match=f"{name}: out=, .* have no gradient; leave them out, or call under"):
+                call(*wanting, out_dtype=torch.float32)
+            with torch.no_grad():
+                y = call(*wanting, out_dtype=torch.float32)
+            assert y.dtype == torch.float32 and torch.equal(y.bfloat16(), want), name
+        with pytest.raises(TypeError, match=f"{name}: out=3 must be a tensor" if "all_r" not in name else "out"):
+            call(x, w, out=3)
+    with pytest.raises(ValueError, match="return_gathered= of a tensor or .borrowed. have no gradient"):
+        tkernels.all_gather_matmul(x.requires_grad_(), w, return_gathered="borrowed", ctx=ctx)
     ctx.check()

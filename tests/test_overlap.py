@@ -11,11 +11,13 @@ import triton
 import triton.language as tl
 from transports import simulated_only
 
+import tkernels
 from tkernels import overlap
-from tkernels.all_gather_matmul import all_gather_matmul, row_of_tiles
+from tkernels.all_gather_matmul import row_of_tiles
 from tkernels.comm import interpreter, runtime
+from tkernels.comm.device import SIMULATED, Link, Net
 from tkernels.configs import GemmConfig, OverlapConfig
-from tkernels.matmul_reduce_scatter import SEND_FIELDS, matmul_reduce_scatter, send_schedule
+from tkernels.matmul_reduce_scatter import SEND_FIELDS, send_schedule
 from tkernels.model import Problem, choose
 from tkernels.overlap import (
     MAX_LOOK,
@@ -92,10 +94,10 @@ def test_every_row_of_a_peer_is_sent_once_and_every_peer_hears_at_least_once(row
 @triton.jit(do_not_specialize=["tiles_m", "chunk_rows", "sent_rows", "rank"])  # as in the operation
 def rows_kernel(
     found, schedule, tiles_m, chunk_rows, sent_rows, rank,
-    SIZE: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, FIELDS: tl.constexpr,
+    RANKS: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     tile_m = tl.program_id(0)
-    row = row_of_tiles(tile_m, schedule, tiles_m, chunk_rows, sent_rows, rank, SIZE, EVEN, BLOCK_M)
+    row = row_of_tiles(tile_m, schedule, tiles_m, chunk_rows, sent_rows, rank, RANKS, EVEN, BLOCK_M)
     for field in tl.static_range(FIELDS):
         tl.store(found + tile_m * FIELDS + field, row[field])
 
@@ -116,7 +118,7 @@ def test_where_shards_are_even_a_gather_works_out_its_schedule():
                 found = torch.full_like(want, -1)
                 rows_kernel[(size * tiles,)](
                     found, schedule, size * tiles, config.chunk_rows, config.sent_rows, rank,
-                    SIZE=size, EVEN=even, BLOCK_M=config.gemm.block_m, FIELDS=5,
+                    RANKS=size, EVEN=even, BLOCK_M=config.gemm.block_m, FIELDS=5,
                 )  # fmt: skip
                 assert found.equal(want), (size, tiles, config, rank, even)
 
@@ -162,9 +164,13 @@ def test_a_last_turn_that_is_not_full_is_dealt_out_too_and_parts_are_not():
         assert waves.tolist() == [*(tile // programs for tile in range(whole)), *[-1] * parts]
 
 
+def link(ranks: int) -> Link:
+    return Link(tl.constexpr(ranks), tl.constexpr(0), SIMULATED)
+
+
 @triton.jit
-def words_kernel(out, max_chunks, chunks, first, rank, SIZE: tl.constexpr, LOOK: tl.constexpr):
-    tl.store(out + tl.arange(0, LOOK), words_of_peers(max_chunks, chunks, first, rank, SIZE))
+def words_kernel(out, max_chunks, chunks, first, rank, L, LOOK: tl.constexpr):
+    tl.store(out + tl.arange(0, LOOK), words_of_peers(max_chunks, chunks, first, Net(out, rank), L))
 
 
 def test_one_look_is_at_every_chunk_of_every_peer_and_at_nothing_else():
@@ -172,14 +178,14 @@ def test_one_look_is_at_every_chunk_of_every_peer_and_at_nothing_else():
     for size, chunks in ((2, 1), (2, 5), (2, look), (3, 7), (4, 32), (8, 3)):
         for rank, first, max_chunks in itertools.product((0, size - 1), (0, chunks - 1), (chunks, chunks + 3)):
             words = torch.full((look,), -1, dtype=torch.int32, device=runtime.device())
-            words_kernel[(1,)](words, max_chunks, chunks, first, rank, size, look)
+            words_kernel[(1,)](words, max_chunks, chunks, first, rank, link(size), look)
             peers = [peer for peer in range(size) if peer != rank]
             assert set(words.tolist()) == {peer * max_chunks + chunk for peer in peers for chunk in range(chunks)}
 
 
 @triton.jit
-def waits_kernel(ready, landed, table, SOURCES: tl.constexpr, COPIES: tl.constexpr):
-    wait_chunks(ready, landed, 6, 2, 1, 3, 5, table, SOURCES, 4, COPIES, 0, 0)
+def waits_kernel(ready, landed, table, L, SOURCES: tl.constexpr, COPIES: tl.constexpr):
+    wait_chunks(ready, landed, 6, 5, 2, 1, 3, Net(table, 0), L, SOURCES, COPIES)
 
 
 @simulated_only
@@ -188,11 +194,11 @@ def test_a_tile_of_several_chunks_waits_for_all_of_them_unless_one_look_has_seen
     waits = []
 
     @interpreter.builtin
-    def look(words, value, transport):
+    def look(words, value, L):
         return (tl.load(words) >= value).handle.data.all()
 
     @interpreter.builtin
-    def wait(ready, landed, max_chunks, source, chunk, *arguments):
+    def wait(ready, landed, max_chunks, epoch, source, chunk, *arguments):
         waits.append((int(source), int(chunk)))
 
     table = torch.zeros(1, dtype=torch.int64)
@@ -208,7 +214,7 @@ def test_a_tile_of_several_chunks_waits_for_all_of_them_unless_one_look_has_seen
                 if missing:
                     ready[missing] = 4
                     landed[missing[0]] = missing[1]
-                waits_kernel[(1,)](ready, landed, table, sources, copies)
+                waits_kernel[(1,)](ready, landed, table, link(4), sources, copies)
                 assert waits == (every if missing else []), (sources, copies, missing)
                 waits.clear()
 
@@ -219,14 +225,14 @@ def test_an_operation_waits_for_every_chunk_that_its_tiles_reach_into(ctx):
     waits, wait_chunk, config = set(), overlap.wait_chunk, replace(CONFIGS[3], num_comm=1)
 
     @interpreter.builtin
-    def wait(ready, landed, max_chunks, source, chunk, *arguments):
+    def wait(ready, landed, max_chunks, epoch, source, chunk, *arguments):
         waits.add((int(source), int(chunk)))
-        wait_chunk(ready, landed, max_chunks, source, chunk, *arguments)
+        wait_chunk(ready, landed, max_chunks, epoch, source, chunk, *arguments)
 
     x = torch.ones(100, 16)
     with mock.patch.object(overlap, "wait_chunk", wait):
-        for call, rows in ((all_gather_matmul, 50), (matmul_reduce_scatter, 100)):
-            call(ctx, x[:rows], x[:8], config=config)
+        for call, rows in ((tkernels.all_gather_matmul, 50), (tkernels.matmul_reduce_scatter, 100)):
+            call(x[:rows], x[:8], config=config, ctx=ctx)
             assert waits == {(1 - ctx.rank, chunk) for chunk in range(7)}, call
             waits.clear()
 

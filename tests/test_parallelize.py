@@ -30,7 +30,8 @@ from tkernels.layers import (
     parallelize,
 )
 from tkernels.layers.linear import ParallelLinear
-from tkernels.testing.compare import assert_close_to, integers, normal, tolerance
+from tkernels.rounding import tolerance
+from tkernels.testing.compare import assert_close_to, integers, normal
 
 SEQUENCE, BATCH, HIDDEN, HEADS = 8, 2, 16, 4
 STEPS, LEARNING_RATE = 3, 0.1

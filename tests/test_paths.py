@@ -8,7 +8,6 @@ from transports import over, simulated_only
 
 import tkernels
 from tkernels import paths
-from tkernels.all_gather_matmul import all_gather_matmul
 from tkernels.configs import GemmConfig, OverlapConfig
 from tkernels.model import plain_limit
 from tkernels.testing.compare import integers, normal
@@ -123,7 +122,7 @@ def test_a_plain_call_takes_its_scratch_from_the_workspace_and_reads_symmetric_o
     gathered = ctx.empty(32, 40, dtype=torch.float16)
     own = gathered.chunk(2)[ctx.rank]
     own.copy_(x)
-    y, whole = all_gather_matmul(ctx, own, w, return_gathered=gathered, path="plain")
+    y, whole = tkernels.all_gather_matmul(own, w, return_gathered=gathered, path="plain", ctx=ctx)
     assert whole is gathered and torch.equal(y, first[0])
     assert torch.equal(gathered.cpu(), torch.cat(ctx.group.gather(x.cpu())))
     ctx.barrier()

@@ -7,7 +7,8 @@ import warnings
 
 import pytest
 import torch
-from transports import gpu_only
+from streams import Race, Simulator, subsets
+from transports import gpu_only, message_on_every_rank
 
 from tkernels.comm import LeaseError, MismatchError
 from tkernels.layers.pools import (
@@ -19,7 +20,6 @@ from tkernels.layers.pools import (
     buckets_ahead,
     storage_dtype,
 )
-from tkernels.testing.streams import Race, Simulator, subsets
 
 MI = 1 << 20
 LATE = 1_000_000  # cycles, about 0.5 ms: ten times what the host needs for a tenancy
@@ -524,6 +524,15 @@ def test_a_symmetric_pool_is_one_allocation_at_the_same_place_on_every_rank(ctx)
     pool.close()
     pool.close()
     assert ctx.heap._blocks.largest == free
+
+
+@pytest.mark.ranks(2)
+def test_max_pool_allocator_raises_what_is_wrong_on_one_rank_on_every_rank(ctx):
+    plan = MaxPoolPlan.build(units_of(a=[(BF16, 8)]))
+    for wrong in ({"memory": "disk"}, {"strict_assignments": "never"}, {"memory": "symmetric", "others": "dynamic"}):
+        with pytest.raises(ValueError, match=r" \(on rank 1\)$") as error:
+            MaxPoolAllocator(plan, ctx=ctx, **(wrong if ctx.rank == 1 else {}))
+        message_on_every_rank(ctx, error.value)
 
 
 @pytest.mark.ranks(2)

@@ -18,6 +18,7 @@ import tkernels
 from tkernels.all_gather_matmul import all_gather_matmul_reference
 from tkernels.comm import collectives, device, interpreter
 from tkernels.comm.device import (
+    Net,
     copy,
     count,
     operation,
@@ -236,16 +237,16 @@ def test_a_barrier_without_its_waits_is_caught(ctx):
 @triton.jit
 def exchange_kernel(
     x, out, inbox, ready, epoch, num_elements, table,
-    RANK: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr,
-    SIGNAL_FIRST: tl.constexpr,
+    RANK: tl.constexpr, L, BLOCK: tl.constexpr, SIGNAL_FIRST: tl.constexpr,
 ):  # fmt: skip
+    net = Net(table, RANK)
     if SIGNAL_FIRST:
-        signal(ready, epoch, 1 - RANK, table, TRANSPORT)
+        signal(ready, epoch, 1 - RANK, net, L)
         delay()
-        put(inbox, x, num_elements, 1 - RANK, table, TRANSPORT, BLOCK)
+        put(inbox, x, num_elements, 1 - RANK, net, L, BLOCK)
     else:
-        put_signal(inbox, x, num_elements, ready, epoch, 1 - RANK, table, TRANSPORT, BLOCK)
-    wait_signal(ready, epoch, table, 1 - RANK, 0, OPERATION, TRANSPORT)
+        put_signal(inbox, x, num_elements, ready, epoch, 1 - RANK, net, L, BLOCK)
+    wait_signal(ready, epoch, 1 - RANK, 0, net, L)
     copy(out, inbox, num_elements, BLOCK)
 
 
@@ -260,7 +261,7 @@ def check_exchange(ctx, form):
             x, out = torch.full((64,), 10.0 * epoch + ctx.rank), torch.zeros(64)
             ctx.launch(
                 exchange_kernel, 1, x, out, inbox, ready, epoch, 64, ctx.table,
-                RANK=ctx.rank, OPERATION=OP, TRANSPORT=ctx.transport_id, BLOCK=64, SIGNAL_FIRST=form == "wrong",
+                RANK=ctx.rank, L=ctx.link(OP), BLOCK=64, SIGNAL_FIRST=form == "wrong",
             )  # fmt: skip
             seen.append(out)
             wanted.append(torch.full((64,), 10.0 * epoch + 1 - ctx.rank))
@@ -279,13 +280,14 @@ def test_a_signal_before_its_data_is_caught(ctx):
 @triton.jit
 def rounds_kernel(
     x, out, inbox, ready, rounds, num_elements, table,
-    RANK: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, INBOXES: tl.constexpr,
+    RANK: tl.constexpr, L, BLOCK: tl.constexpr, INBOXES: tl.constexpr,
 ):  # fmt: skip
+    net = Net(table, RANK)
     for round in range(rounds):
         epoch = round + 1
         mine = inbox + epoch % INBOXES * num_elements
-        put_signal(mine, x + round * num_elements, num_elements, ready, epoch, 1 - RANK, table, TRANSPORT, BLOCK)
-        wait_signal(ready, epoch, table, 1 - RANK, 0, OPERATION, TRANSPORT)
+        put_signal(mine, x + round * num_elements, num_elements, ready, epoch, 1 - RANK, net, L, BLOCK)
+        wait_signal(ready, epoch, 1 - RANK, 0, net, L)
         if RANK == 1:  # a slow reader
             for _ in range(8):
                 delay()
@@ -303,7 +305,7 @@ def check_rounds(ctx, inboxes):
     with jitter(ctx, 2):
         ctx.launch(
             rounds_kernel, 1, x, out, inbox, ready, rounds, num_elements, ctx.table,
-            RANK=ctx.rank, OPERATION=OP, TRANSPORT=ctx.transport_id, BLOCK=16, INBOXES=inboxes,
+            RANK=ctx.rank, L=ctx.link(OP), BLOCK=16, INBOXES=inboxes,
         )  # fmt: skip
     assert torch.equal(out, want)
 
@@ -339,22 +341,22 @@ def test_a_stale_epoch_is_caught(ctx, make):
 
 @triton.jit
 def packets_kernel(
-    x, out, packets, parity_stride, epoch, table, rank,
-    OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr,
+    x, out, packets, parity_stride, epoch, table, rank, L, BLOCK: tl.constexpr, FORM: tl.constexpr
 ):  # fmt: skip
     """Two blocks of words to both ranks, and back the other rank's."""
+    net = Net(table, rank)
     at = tl.arange(0, BLOCK)
     if FORM != "one inbox":
         packets += epoch % 2 * parity_stride
     for index in range(2):
         mine = packets + rank * 2 * BLOCK + index * BLOCK
-        put_packets(mine, tl.load(x + index * BLOCK + at), epoch, rank, table, TRANSPORT)
-        put_packets(mine, tl.load(x + index * BLOCK + at), epoch, 1 - rank, table, TRANSPORT)
+        put_packets(mine, tl.load(x + index * BLOCK + at), epoch, rank, net, L)
+        put_packets(mine, tl.load(x + index * BLOCK + at), epoch, 1 - rank, net, L)
     for index in range(2):
         waited = index
         if FORM == "one wait":
             waited = 0
-        arrived = wait_packets(packets + waited * BLOCK, 2 * BLOCK, epoch, table, index, 2, OPERATION, TRANSPORT, BLOCK)
+        arrived = wait_packets(packets + waited * BLOCK, 2 * BLOCK, epoch, index, net, L, BLOCK)
         theirs = tl.load(packets + (1 - rank) * 2 * BLOCK + index * BLOCK + at).to(tl.int32)
         if FORM == "right":
             theirs = tl.where(rank == 0, arrived[1], arrived[0])
@@ -379,7 +381,7 @@ def check_packets(ctx, form, kernel, dtype, words, room, turns, *arguments):
             try:
                 ctx.launch(
                     kernel, 1, value(ctx.rank), out, packets, *arguments, turn, ctx.table, ctx.rank,
-                    OPERATION=OP, TRANSPORT=ctx.transport_id, BLOCK=16, FORM=form,
+                    L=ctx.link(OP), BLOCK=16, FORM=form,
                 )  # fmt: skip
             except WaitTimeoutError as error:  # a packet that another one, or zeros, replaced never comes
                 raise AssertionError(f"turn {turn}") from error
@@ -403,16 +405,14 @@ def test_packets_that_are_not_waited_for_one_by_one_and_a_single_inbox_for_them_
 
 
 @triton.jit
-def lamport_kernel(
-    x, out, packets, turn, table, rank,
-    OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr,
-):  # fmt: skip
+def lamport_kernel(x, out, packets, turn, table, rank, L, BLOCK: tl.constexpr, FORM: tl.constexpr):
     """A block of words to both ranks, and back the other rank's, by packets that are there once they are not zero."""
+    net = Net(table, rank)
     at = tl.arange(0, BLOCK)
     INBOXES: tl.constexpr = 2 if FORM == "two inboxes" else 3
     inbox = packets + turn % INBOXES * 2 * BLOCK
     for step in range(2):
-        put_packets(inbox + rank * BLOCK, tl.load(x + at), 0, (rank + step) % 2, table, TRANSPORT)
+        put_packets(inbox + rank * BLOCK, tl.load(x + at), 0, (rank + step) % 2, net, L)
     if FORM != "never set to zero":
         left = packets + (turn + INBOXES - 1) % INBOXES * 2 * BLOCK
         if rank == 1:  # it takes its time
@@ -420,7 +420,7 @@ def lamport_kernel(
                 delay()
         for part in range(2):
             tl.store(left + part * BLOCK + at, tl.zeros((BLOCK,), tl.int32))
-    arrived = wait_packets(inbox, BLOCK, 0, table, 0, 2, OPERATION, TRANSPORT, BLOCK)
+    arrived = wait_packets(inbox, BLOCK, 0, 0, net, L, BLOCK)
     tl.store(out + at, tl.where(rank == 0, arrived[1], arrived[0]))
 
 
@@ -432,8 +432,7 @@ def test_packets_without_an_epoch_that_are_not_set_to_zero_in_time_are_caught(ct
 
 @triton.jit
 def parts_kernel(
-    x, out, sums, counter, table, rank,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, FORM: tl.constexpr,
+    x, out, sums, counter, table, rank, L, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Two parts of a tile, a program each; the second one adds the first one's sums to its own."""
     value = tl.load(x + tl.program_id(0)) + tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -441,14 +440,14 @@ def parts_kernel(
         for _ in range(8):  # the first part takes longer
             delay()
         if FORM == "count first":
-            count(counter, TRANSPORT, "gpu")
+            count(counter, L, "gpu")
             delay()
         store_part(value, sums, 0, 0, ROWS, COLUMNS, COLUMNS, False)
         if FORM != "count first":
-            count(counter, TRANSPORT, "gpu")
+            count(counter, L, "gpu")
     else:
         if FORM != "no wait":
-            wait_signal(counter, 1, table, rank, 0, OPERATION, TRANSPORT)
+            wait_signal(counter, 1, rank, 0, Net(table, rank), L)
         value = add_parts(value, sums, 0, 0, 2, ROWS, COLUMNS, COLUMNS, False)
         store_part(value, out, 0, 0, ROWS, COLUMNS, COLUMNS, False)
 
@@ -460,7 +459,7 @@ def check_parts(ctx, form):
             sums, out = poison(torch.empty(4, 8)), poison(torch.empty(4, 8))
             ctx.launch(
                 parts_kernel, 2, torch.tensor([1.0, 10.0 * number]), out, sums, torch.zeros(1, dtype=torch.int64),
-                ctx.table, ctx.rank, ROWS=4, COLUMNS=8, OPERATION=OP, TRANSPORT=ctx.transport_id, FORM=form,
+                ctx.table, ctx.rank, ctx.link(OP), ROWS=4, COLUMNS=8, FORM=form,
             )  # fmt: skip
             seen.append(out)
             wanted.append(torch.full((4, 8), 10.0 * number + 1))

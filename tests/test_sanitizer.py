@@ -12,12 +12,12 @@ import itertools
 
 import pytest
 import torch
+from streams import Simulator
 from transports import gpu_only, starts_ranks
 
 import tkernels
-from tkernels.comm.lease import Lease, Slot
 from tkernels.launch import RankPool
-from tkernels.testing.streams import Simulator
+from tkernels.layers.lease import Lease, Slot
 
 pytestmark = pytest.mark.csan
 RANKS = 2

@@ -4,9 +4,8 @@ import copy
 
 import pytest
 import torch
+from streams import Deadlock, HostRead, Race, Simulator, subsets
 from torch import nn
-
-from tkernels.testing.streams import Deadlock, HostRead, Race, Simulator, subsets
 
 
 @pytest.fixture

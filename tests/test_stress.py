@@ -54,19 +54,16 @@ def no_wait(*arguments):
 
 # The line of each verb that a delay comes before: its data, or its signal, is late.
 HELD_UP = {
-    "put_signal": "    if TRANSPORT == NVSHMEM:",
-    "signal": "    if TRANSPORT == NVSHMEM:",
-    "signal_all": "        fence(TRANSPORT)",
-    "put_tile": "    dst = peer(dst, rank, table, ALIGN)",
-    "tell": "    tl.atomic_xchg(peer(signal_word, rank, table)",
-    "tell_all": "        peers = tl.arange(0, triton.next_power_of_2(SIZE))",
+    "put_signal": "    if L.TRANSPORT == NVSHMEM:",
+    "signal": "    if L.TRANSPORT == NVSHMEM:",
+    "signal_all": "        fence(L)",
+    "put_tile": "    dst = peer(dst, target, net, ALIGN)",
+    "tell": "    tl.atomic_xchg(peer(signal_word, target, net)",
+    "tell_all": "        peers = tl.arange(0, triton.next_power_of_2(L.RANKS))",
     "put_packets": "    at = tl.arange(0, words.shape[0])",
 }
 
-NO_WAIT = """def wait_signal(
-    signal_word, epoch, table, source, chunk, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, other=None, value=None,
-    SHIFT: tl.constexpr = 0,
-):
+NO_WAIT = """def wait_signal(word, epoch, source, chunk, net, L, other=None, value=None, SHIFT: tl.constexpr = 0):
     tl.debug_barrier()
 """
 
@@ -84,7 +81,7 @@ def disturb_verbs(form: str):
         verb._unsafe_update_src(verb.src.replace(line, f"{indentation}stall()\n{line}", 1))
     if form == "wrong":
         device.wait_signal._unsafe_update_src(NO_WAIT)
-        looks = "while first_late < SIZE:"
+        looks = "while first_late < L.RANKS:"
         assert looks in device.wait_packets.src
         device.wait_packets._unsafe_update_src(device.wait_packets.src.replace(looks, "while first_late < 0:"))
 

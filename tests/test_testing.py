@@ -12,7 +12,8 @@ from transports import starts_ranks
 
 import tkernels.launch  # noqa: F401
 from tkernels.comm import runtime
-from tkernels.testing.compare import AWKWARD_SHAPES, assert_close_to, integers, normal, poison, tolerance
+from tkernels.rounding import tolerance
+from tkernels.testing.compare import AWKWARD_SHAPES, assert_close_to, integers, normal, poison
 
 
 @pytest.fixture

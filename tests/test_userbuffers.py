@@ -19,18 +19,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from streams import Race, Simulator
 from transports import late, nccl
 
 import tkernels
 from tkernels.comm import TkernelsError, current_context
-from tkernels.comm.context import open_contexts
+from tkernels.comm.contexts import open_contexts
 from tkernels.comm.group import Group
 from tkernels.comm.heap import SymmetricHeap
 from tkernels.comm.workspace import Workspace
 from tkernels.layers import userbuffers as te
 from tkernels.layers.userbuffers import communicators, registry, shim
 from tkernels.layers.userbuffers.defaults import configure, without_effect
-from tkernels.testing.streams import Race, Simulator
 
 # The table
 

@@ -15,16 +15,17 @@ import torch.distributed as dist
 from transports import gpu_only, host_work, late, launches, simulated_only, tf32, without_launches
 
 import tkernels
-from tkernels.all_gather_matmul import all_gather_matmul
+from tkernels.all_gather_matmul import AllGatherMatmul
 from tkernels.comm import TkernelsError, collectives, runtime
+from tkernels.comm.calls import local_calls
 from tkernels.comm.collectives import all_gather, split_rows
-from tkernels.comm.plans import Launch, local_plans
+from tkernels.comm.launch import PreparedLaunch
 from tkernels.comm.workspace import Workspace
 from tkernels.configs import GemmConfig
 from tkernels.layers import userbuffers as te
 from tkernels.layers.userbuffers import communicators, gemm
 from tkernels.layers.userbuffers.communicators import workspace_bytes
-from tkernels.matmul_reduce_scatter import matmul_reduce_scatter
+from tkernels.matmul_reduce_scatter import MatmulReduceScatter
 from tkernels.testing.compare import assert_close_to, integers, normal, poison
 
 AG, RS = te.CommOverlapType.AG, te.CommOverlapType.RS
@@ -619,15 +620,21 @@ def test_an_adapter_adds_no_copy_no_allocation_and_no_second_look(ctx):
     make = lambda *shape: torch.ones(shape, device=ctx.device)  # noqa: E731
     x, w, bias, whole, y = make(32, 32), make(24, 32), make(24), make(64, 32), make(64, 24)
     h, v, out = make(64, 24), make(32, 24), make(32, 32)
-    common = dict(rows=(32, 32), path="fused")
-    plain_gather = lambda **o: all_gather_matmul(context, x, w, o.pop("bias", None), **common, **o)  # noqa: E731
-    plain_scatter = lambda **o: matmul_reduce_scatter(context, h, v, **common, **o)  # noqa: E731
+    gathers = [AllGatherMatmul(None, returned, (32, 32), path="fused") for returned in (False, True)]
+    scatters = MatmulReduceScatter(None, (32, 32), path="fused")
+
+    def plain_gather(bias=None, out=None, gathered=None):
+        return context.call(gathers[gathered is not None], x, w, bias, out, gathered)
+
+    def plain_scatter(out=None):
+        return context.call(scatters, h, v, None, out)
+
     ag, rs = dict(ub=gather, ub_type=AG), dict(ub=scatter, ub_type=RS)
     pairs = [
         (lambda: te.general_gemm(w, x, **ag), plain_gather),
         (lambda: te.general_gemm(w, x, **ag, bias=bias, out=y), lambda: plain_gather(bias=bias, out=y)),
         (lambda: te.general_gemm(w.t(), x, layout="NN", **ag), plain_gather),
-        (lambda: te.general_gemm(w, x, **ag, extra_output=whole), lambda: plain_gather(return_gathered=whole)),
+        (lambda: te.general_gemm(w, x, **ag, extra_output=whole), lambda: plain_gather(gathered=whole)),
         (lambda: te.general_gemm(v, h, **rs), plain_scatter),
         (lambda: te.general_gemm(v, h, **rs, out=out), lambda: plain_scatter(out=out)),
         (lambda: te.general_gemm(v, h, **rs, extra_output=out), lambda: plain_scatter(out=out)),
@@ -668,7 +675,7 @@ def planned():
 @pytest.mark.ranks(2)
 def test_a_call_is_planned_once_and_for_whatever_changes_what_is_done(ctx):
     """Tensors of other values and other alphas share a plan; all else that a call can differ in has one of its own."""
-    local_plans.clear()  # those of other tests
+    local_calls.clear()  # those of other tests
     gather, scatter = (te.CommOverlapP2P([64, 32], torch.float32, helper(ctx), 2, ub_type) for ub_type in (AG, RS))
     bulk = te.CommOverlap([64, 32], torch.float32, helper(ctx), 2)
     make = lambda *shape: torch.ones(shape, device=ctx.device)  # noqa: E731
@@ -706,7 +713,7 @@ def test_a_call_is_planned_once_and_for_whatever_changes_what_is_done(ctx):
         beside | dict(ub_type=AG, extra_output=whole),
         beside | dict(ub_type=RS),
     ]
-    with planned() as plans, mock.patch.object(Launch, "__call__", lambda *_: None):
+    with planned() as plans, mock.patch.object(PreparedLaunch, "__call__", lambda *_: None):
         for number, variant in enumerate(variants, 1):
             bulk.get_buffer()
             te.general_gemm(**variant)

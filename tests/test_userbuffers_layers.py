@@ -479,7 +479,7 @@ class Bucket:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("delay", [False, True], ids=["fused", "deferred"])
 def test_fused_gradients_are_reported_where_they_are_produced(ctx, delay):
-    from tkernels.comm.lease import Slot
+    from tkernels.layers.lease import Slot
 
     initialized(ctx, torch.float32, BULK)
     try:

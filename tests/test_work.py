@@ -1,10 +1,14 @@
 """FLOPs and bytes by hand for small cases, and conservation: what is sent arrives."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
-from tkernels import work
-from tkernels.work import Work
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the bench is imported from the repository's root alone
+from bench import work  # noqa: E402
+from bench.work import Work  # noqa: E402
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

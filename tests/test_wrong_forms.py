@@ -5,9 +5,8 @@ The forms are those that were shipped: what the four public bugs did, and what t
 
 import pytest
 import wrong_forms
+from streams import Race, Simulator, subsets
 from wrong_forms import FORMS
-
-from tkernels.testing.streams import Race, Simulator, subsets
 
 every_form = pytest.mark.parametrize("form", FORMS, ids=str)
 

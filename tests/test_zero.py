@@ -18,6 +18,7 @@ import zlib
 import pytest
 import torch
 import torch._dynamo
+from streams import Simulator, subsets
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -26,7 +27,7 @@ from transports import gpu_only, message_on_every_rank
 import tkernels
 from tkernels.comm import Context
 from tkernels.comm.errors import LeaseError, MismatchError, TkernelsError
-from tkernels.comm.lease import Fence
+from tkernels.comm.fence import Fence
 from tkernels.demo.model import ModelConfig, Transformer
 from tkernels.demo.training import ADAM_EPSILON, allowed_gradient, allowed_loss
 from tkernels.layers import ColumnParallelLinear, RowParallelLinear, gather_state_dict
@@ -42,7 +43,6 @@ from tkernels.layers.zero import optimizer as zero_optimizer
 from tkernels.layers.zero.gradients import OwnerGradients
 from tkernels.layers.zero.layout import ALIGNMENT, plan
 from tkernels.testing.compare import assert_close_to
-from tkernels.testing.streams import Simulator, subsets
 
 CONFIG = ModelConfig(vocabulary=29, sequence=8, batch=4, heads=2, head_features=8, layers=1)
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib
 import time
 from unittest import mock
 
@@ -14,7 +13,7 @@ import tkernels
 from tkernels.choice import overlap_config
 from tkernels.comm import runtime
 from tkernels.comm.device import TIMEOUT_NS
-from tkernels.comm.plans import Launch
+from tkernels.comm.launch import PreparedLaunch
 from tkernels.gemm import layout_of
 
 TRANSPORTS = ["simulated"] if tkernels.RUNTIME == "simulated" else ["peer", "nvshmem"]
@@ -84,12 +83,10 @@ def poisoned_memory():
 
 def sent_by(sender, ctx, name, x, w, *arguments, chunk_rows=None, **options):
     """Collective. A fused operation in its configuration by rule, with the fields of `sender` in place of its own."""
-    operation = getattr(importlib.import_module(f"tkernels.{name}"), name)
     rows = options.get("rows") or (x.shape[0],) * (ctx.size if name == "all_gather_matmul" else 1)
     config = overlap_config(ctx, name, sum(rows), *w.shape, x.dtype, layout_of(x, w))
     config = dataclasses.replace(config, copy_rows=None, chunk_rows=chunk_rows or config.chunk_rows, **sender)
-    result = operation(ctx, x, w, *arguments, config=config, **options)
-    return result[0] if name == "all_gather_matmul" else result
+    return getattr(tkernels, name)(x, w, *arguments, config=config, ctx=ctx, **options)
 
 
 def into_landing(num_comm, *arguments, **options):
@@ -145,13 +142,13 @@ def message_on_every_rank(ctx, error):
 @contextlib.contextmanager
 def memory_that_kernels_get():
     """A set of the addresses of all tensors that kernels of a call are given, filled while the block runs."""
-    addresses, call = set(), Launch.__call__
+    addresses, call = set(), PreparedLaunch.__call__
 
     def watch(launch, *tensors):
         addresses.update(tensor.data_ptr() for tensor in tensors)
         call(launch, *tensors)
 
-    with mock.patch.object(Launch, "__call__", watch):
+    with mock.patch.object(PreparedLaunch, "__call__", watch):
         yield addresses
 
 
@@ -168,7 +165,7 @@ def without_launches(context, as_if_captured=False):
         if as_if_captured:
             patches.enter_context(mock.patch.object(type(context), "capturing", property(lambda self: True)))
         else:
-            patches.enter_context(mock.patch.object(Launch, "__call__", lambda *_: None))
+            patches.enter_context(mock.patch.object(PreparedLaunch, "__call__", lambda *_: None))
         yield
 
 
@@ -186,13 +183,13 @@ def tf32(allowed: bool):
 @contextlib.contextmanager
 def launches():
     """The launches of a block: name of the kernel, number of programs, and its arguments by name."""
-    launched, call = [], Launch.__call__
+    launched, call = [], PreparedLaunch.__call__
 
     def watch(launch, *tensors):
         launched.append((launch._kernel.__name__, launch._num_programs, launch._arguments))
         return call(launch, *tensors)
 
-    with mock.patch.object(Launch, "__call__", watch):
+    with mock.patch.object(PreparedLaunch, "__call__", watch):
         yield launched
 
 

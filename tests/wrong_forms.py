@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from streams import Simulator
 
-from tkernels.comm.lease import Keepalive, Lease, Slot
-from tkernels.testing.streams import Simulator
+from tkernels.layers.lease import Keepalive, Lease, Slot
 
 Expected = list[tuple[torch.Tensor, list[float]]]
 

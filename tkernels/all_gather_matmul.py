@@ -13,6 +13,7 @@ the landing, which the copy engine writes into (tkernels.comm.copies).
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,9 +23,9 @@ from tkernels.choice import overlap_config
 from tkernels.comm.collectives import check_rows
 from tkernels.comm.context import Context
 from tkernels.comm.copies import Copies, Send, await_copies, begin_landing, end_launch
-from tkernels.comm.device import begin_call, copy, count, operation, publish, put_signal, wait_signal
+from tkernels.comm.device import Net, begin_call, copy, count, operation, publish, put_signal, wait_signal
+from tkernels.comm.launch import PreparedLaunch
 from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark
-from tkernels.comm.plans import Launch, alike
 from tkernels.configs import OverlapConfig, with_room_for
 from tkernels.gemm import (
     ACTIVATIONS,
@@ -38,7 +39,6 @@ from tkernels.gemm import (
     layout_of,
     matmul,
     multiply_step,
-    precision,
     slices_of,
     store_tile,
     tile_of,
@@ -93,7 +93,7 @@ def finish_slice(
 @triton.jit
 def row_of_tiles(
     tile_m, schedule, tiles_m, chunk_rows, sent_rows, rank,
-    SIZE: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
+    RANKS: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """A row of tiles of the schedule: shard, row in the shard and in the whole matrix, number of valid rows, chunk.
 
@@ -102,18 +102,18 @@ def row_of_tiles(
     Reductions get no faster.
     """
     if EVEN:
-        shard_tiles = tiles_m // SIZE
+        shard_tiles = tiles_m // RANKS
         own = tile_m < shard_tiles
         shard_tile = tile_m - shard_tiles
         step = 0
-        if SIZE > 2:
+        if RANKS > 2:
             span = tl.maximum(sent_rows // BLOCK_M, 1)
-            first = shard_tile // (span * (SIZE - 1)) * span
-            within = shard_tile - first * (SIZE - 1)
+            first = shard_tile // (span * (RANKS - 1)) * span
+            within = shard_tile - first * (RANKS - 1)
             together = tl.minimum(shard_tiles - first, span)
             step = within // together
             shard_tile = first + within % together
-        shard = tl.where(own, rank, (rank + SIZE - 1 - step) % SIZE)
+        shard = tl.where(own, rank, (rank + RANKS - 1 - step) % RANKS)
         row = tl.where(own, tile_m, shard_tile) * BLOCK_M
         whole_row = shard * shard_tiles * BLOCK_M + row
         valid = tl.full((), BLOCK_M, tl.int32)
@@ -143,32 +143,32 @@ def all_gather_matmul_kernel(
     counters, num_counters, ready, max_chunks, state, table, rank, gate, copied, landed,
     first_row, rows, N, K, num_comm, chunks, chunk_rows, sent_rows,  # first_row, rows: of this rank
     call,  # see begin_call
-    SIZE: tl.constexpr, EVEN: tl.constexpr,  # EVEN: see `are_even`
+    L, EVEN: tl.constexpr,  # EVEN: see `are_even`
     LANDING: tl.constexpr, COPIES: tl.constexpr, PARTS: tl.constexpr,  # PARTS: some tiles are split
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
     X_TMA: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr, Y_TMA: tl.constexpr, S_TMA: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
-    OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, PUT_BLOCK: tl.constexpr, ALIGN: tl.constexpr,
-    TRACE: tl.constexpr = False,
+    PUT_BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):
     pid = tl.program_id(0)
-    epoch = begin_call(state, call, table, rank, SIZE, TRANSPORT)
+    net = Net(table, rank)
+    epoch = begin_call(state, call, net, L)
     parity_row = (epoch % 2).to(tl.int32) * parity_rows
     if LANDING:
-        begin_landing(pid, num_comm, gate, epoch, table, rank, SIZE, COPIES, OPERATION, TRANSPORT)
+        begin_landing(pid, num_comm, gate, epoch, net, L, COPIES)
     else:
         landed = None
     if not COPIES:  # a compile-time branch; with COPIES num_comm is 0
         if pid < num_comm:
-            for i in range(pid, chunks * (SIZE - 1), num_comm):
-                chunk = i // (SIZE - 1)
-                target = (rank + 1 + i % (SIZE - 1)) % SIZE
+            for i in range(pid, chunks * (L.RANKS - 1), num_comm):
+                chunk = i // (L.RANKS - 1)
+                target = (rank + 1 + i % (L.RANKS - 1)) % L.RANKS
                 row = tl.cast(chunk * chunk_rows, tl.int64)
-                mark(SEND, chunk, target, table, TRANSPORT, TRACE)
+                mark(SEND, chunk, target, net, L)
                 put_signal(
                     inbox + (parity_row + first_row + row) * K, x_memory + row * K,
                     tl.maximum(tl.minimum(rows - row, chunk_rows), 0) * K,
-                    ready + rank * max_chunks + chunk, epoch, target, table, TRANSPORT, PUT_BLOCK, ALIGN,
+                    ready + rank * max_chunks + chunk, epoch, target, net, L, PUT_BLOCK, ALIGN,
                 )
 
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -184,7 +184,7 @@ def all_gather_matmul_kernel(
         # All tiles dealt to a program run in one loop, so that a tile's first loads are in flight while the previous
         # tile is stored. Not with TRACE: the marks of two tiles would get mixed up.
         num_tiles = tl.maximum(own_dealt - wave, 1)
-        if TRACE:
+        if L.TRACE:
             num_tiles = 1
         step = first_step
         operand = x
@@ -197,7 +197,7 @@ def all_gather_matmul_kernel(
                 wave += 1
                 tile_m, tile_n = tile_of(index, tiles_m, tiles_n, GROUP_M)
                 source, at, out_row, valid, chunk = row_of_tiles(
-                    tile_m, schedule, tiles_m, chunk_rows, sent_rows, rank, SIZE, EVEN, BLOCK_M
+                    tile_m, schedule, tiles_m, chunk_rows, sent_rows, rank, L.RANKS, EVEN, BLOCK_M
                 )
                 column = tile_n * BLOCK_N
                 operand = x
@@ -205,17 +205,15 @@ def all_gather_matmul_kernel(
                     operand = gathered
                     at = parity_row + out_row
                     if not complete:
-                        mark(WAIT, chunk, source, table, TRANSPORT, TRACE)
-                        if not TRACE:  # a trace shows each tile's wait
-                            complete = all_arrived(
-                                ready, landed, max_chunks, chunks, chunk, rank, epoch, SIZE, COPIES, TRANSPORT
-                            )
+                        mark(WAIT, chunk, source, net, L)
+                        if not L.TRACE:  # a trace shows each tile's wait
+                            complete = all_arrived(ready, landed, max_chunks, epoch, chunks, chunk, net, L, COPIES)
                         if not complete:
                             wait_chunks(
-                                ready, landed, max_chunks, source, chunk, tl.cdiv(valid, chunk_rows), epoch, table,
-                                1, SIZE, COPIES, OPERATION, TRANSPORT,
+                                ready, landed, max_chunks, epoch, source, chunk, tl.cdiv(valid, chunk_rows),
+                                net, L, 1, COPIES,
                             )
-                mark(COMPUTE, out_row, column, table, TRANSPORT, TRACE)
+                mark(COMPUTE, out_row, column, net, L)
             # One main loop for own and gathered rows: two would each take the shared memory of a pipeline.
             total = multiply_step(
                 total, operand, K, 1, at, at + valid, w, w_stride_n, w_stride_k, column, N, K, step,
@@ -227,9 +225,9 @@ def all_gather_matmul_kernel(
                 sums_row = (index - whole) * (parts - 1) * BLOCK_M
                 if PARTS:
                     if (parts > 1) & (part == parts - 1):
-                        mark(COLLECT, 0, rank, table, TRANSPORT, TRACE)
-                        wait_signal(others, parts - 1, table, rank, 0, OPERATION, TRANSPORT)
-                mark(STORE, out_row, column, table, TRANSPORT, TRACE)
+                        mark(COLLECT, 0, rank, net, L)
+                        wait_signal(others, parts - 1, rank, 0, net, L)
+                mark(STORE, out_row, column, net, L)
                 COLUMNS: tl.constexpr = BLOCK_N // SPLIT
                 slices = slices_of(total, BLOCK_M, BLOCK_N, SPLIT)
                 for number in tl.static_range(SPLIT):
@@ -240,63 +238,43 @@ def all_gather_matmul_kernel(
                     )
                 if PARTS:
                     if part < parts - 1:
-                        publish(TRANSPORT)
-                        count(others, TRANSPORT, "gpu")
+                        publish(L)
+                        count(others, L, "gpu")
             total = kept
         item = take_tile(wave, own_dealt, pid, num_comm, head, dealt, whole, counters)
     if COPIES:
-        await_copies(pid, copied, table, rank, OPERATION, TRANSPORT, TRACE)
-    end_marks(table, TRANSPORT, TRACE)
-    end_launch(
-        state, epoch, call, counters, num_counters, copied, landed, table, rank, SIZE, COPIES, OPERATION, TRANSPORT
-    )
+        await_copies(pid, copied, net, L)
+    end_marks(net, L)
+    end_launch(state, epoch, call, counters, num_counters, copied, landed, net, L, COPIES)
 # fmt: on
 
 
-def all_gather_matmul(
-    ctx: Context,
-    x_shard_m: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    return_gathered: bool | str | torch.Tensor = False,
-    *,
-    rows: tuple[int, ...] | None = None,
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    config: OverlapConfig | None = None,
-    path: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Collective. x_shard_m [M/R, K], w [N/R, K], bias [N/R] -> y [M, N/R] and, if requested, x gathered [M, K].
+class AllGatherMatmul(NamedTuple):
+    """A call of `all_gather_matmul`, of x_shard_m [M/R, K], w [N/R, K], bias [N/R], y and the gathered x [M, K].
 
-    x_shard_m is read in place; a copy is made only if its rows are not contiguous. N/R may differ from rank to rank
-    and be 0.
-
-    return_gathered: True returns the gathered rows, a tensor [M, K] receives them; x_shard_m may be this rank's rows of
-        that tensor. "borrowed": they may be left in the workspace, which the next call on this stream overwrites.
-    rows: every rank's row count; needed where they differ.
-    out: a tensor for y.
-    out_dtype: of y, the operands' dtype or float32.
-    config: the tiles and the way of sending. None: the tuned configuration, else the default rule.
-    path: see tkernels.paths; the same on all ranks.
-    Raises ValueError or TypeError before the first signal.
+    Each of the last three may be None. Returns y, and x gathered if requested. For the options see
+    `tkernels.all_gather_matmul`; precision: as the function of this name in tkernels.gemm.
     """
-    gathered = return_gathered if isinstance(return_gathered, torch.Tensor) else None
-    check_apart("all_gather_matmul", out, x_shard_m=x_shard_m, w=w, bias=bias, return_gathered=gathered)
-    check_apart("all_gather_matmul", gathered, "return_gathered", w=w, bias=bias)
-    rows = None if rows is None else tuple(rows)
-    tensors = x_shard_m, w, bias, out, gathered
-    wanted = gathered is not None or return_gathered
-    options = activation, wanted, rows, out_dtype, config, path, precision(x_shard_m.dtype)
-    return ctx.call(plan, tensors, *options)
+
+    activation: str | None = None
+    return_gathered: bool | str = False
+    rows: tuple[int, ...] | None = None
+    out_dtype: torch.dtype | None = None
+    config: OverlapConfig | None = None
+    path: str | None = None
+    precision: str = "ieee"
+
+    operation = "all_gather_matmul"
+
+    def shared(self, ctx: Context, x, w, bias, out, gathered) -> dict:
+        travel = self.config and tuple(self.config.wire)
+        same = {"dtype": x.dtype, "K": x.shape[1], "path": self.path, "chunk_rows and landing": travel}
+        return same | {"rows": tuple(map(int, self.rows or (x.shape[0],) * ctx.size))}
+
+    def prepare(self, ctx: Context, *tensors):
+        return plan(ctx, *tensors, *self)
 
 
-def _alike(ctx, x, w, bias, out, gathered, activation, return_gathered, rows, out_dtype, config, path, precision):
-    same = {"dtype": x.dtype, "K": x.shape[1], "path": path, "chunk_rows and landing": config and tuple(config.wire)}
-    return "all_gather_matmul", same | {"rows": tuple(map(int, rows or (x.shape[0],) * ctx.size))}
-
-
-@alike(_alike)
 def plan(
     ctx: Context, x_shard_m, w, bias, out, gathered,
     activation, return_gathered, rows, out_dtype, config, path, precision,
@@ -381,23 +359,21 @@ def plan(
     first_row = sum(rows[: ctx.rank])
     aligned = row_bytes % 16 == 0 and x.data_ptr() % 16 == 0
     launch = ctx.bind_call(
-        all_gather_matmul_kernel, num_programs,
-        x_operand.argument, x,
-        g_operand.argument, inbox, parity_rows,
-        w_operand.argument, w_operand.row_stride, w_operand.column_stride,
-        x if bias is None else bias, y_operand.argument, N,
-        s_operand.argument,
-        schedule, tiles_m, *waves,
-        workspace.counters, TILE_COUNTS.value, workspace.ready, workspace.num_chunks, workspace.state,
-        workspace.table, ctx.rank, gate, workspace.copied, workspace.landed,
-        first_row, rows[ctx.rank], N, K, config.num_comm, chunks, config.chunk_rows, config.sent_rows,
-        SIZE=ctx.size, EVEN=are_even(rows, config),
+        all_gather_matmul_kernel, num_programs, workspace,
+        x=x_operand.argument, x_memory=x,
+        gathered=g_operand.argument, inbox=inbox, parity_rows=parity_rows,
+        w=w_operand.argument, w_stride_n=w_operand.row_stride, w_stride_k=w_operand.column_stride,
+        bias=x if bias is None else bias, y=y_operand.argument, y_stride_m=N,
+        sums=s_operand.argument,
+        schedule=schedule, tiles_m=tiles_m, **waves._asdict(), num_counters=TILE_COUNTS.value,
+        first_row=first_row, rows=rows[ctx.rank], N=N, K=K,
+        num_comm=config.num_comm, chunks=chunks, chunk_rows=config.chunk_rows, sent_rows=config.sent_rows,
+        L=ctx.link(OP), EVEN=are_even(rows, config),
         LANDING=config.landing, COPIES=config.copied, PARTS=waves.splits > 1,
         BLOCK_M=gemm.block_m, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, GROUP_M=gemm.group_m, SPLIT=gemm.split,
         X_TMA=x_operand.tma, W_TMA=w_operand.tma, W_TRANSPOSED=w_operand.transposed,
         Y_TMA=y_operand.tma, S_TMA=s_operand.tma, HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
         DTYPE=triton_dtype(y.dtype), PRECISION=precision,
-        OPERATION=OP, TRANSPORT=ctx.transport_id,
         PUT_BLOCK=config.copy_block(aligned, ctx.size), ALIGN=16 if aligned else itemsize,
         num_warps=gemm.num_warps, num_stages=stages_of(gemm, waves.splits), maxnreg=config.max_registers,
         varying=("x", "x_memory", "w", "bias", "y", "sums", "gate"),
@@ -478,13 +454,13 @@ def collect_kernel(
     copy(gathered + first, inbox + first, end - first, BLOCK, ALIGN)
 
 
-def _collect(state, inbox, parity_rows: int, x, gathered: torch.Tensor | None, first_row: int, M: int) -> Launch:
+def _collect(state, inbox, parity_rows: int, x, gathered, first_row: int, M: int) -> PreparedLaunch:
     """The launch (x, gathered) that copies the gathered rows of calls like this one. inbox: [parity_rows + M, K]."""
     K, itemsize = x.shape[1], x.element_size()
     aligned = K * itemsize % 16 == 0 and x.data_ptr() % 16 == 0 and (gathered is None or gathered.data_ptr() % 16 == 0)
     block = COLLECT_BYTES // itemsize // (1 if aligned else 8)
     gathered = check_result("all_gather_matmul: return_gathered", gathered, x, (M, K), x.dtype)
-    return Launch(
+    return PreparedLaunch(
         collect_kernel, triton.cdiv(M * K, block),
         (x, gathered, inbox, parity_rows * K, state, first_row * K, (first_row + x.shape[0]) * K, M * K),
         ("x", "gathered"), BLOCK=block, ALIGN=16 if aligned else itemsize, num_warps=8,

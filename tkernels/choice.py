@@ -13,9 +13,10 @@ from dataclasses import fields, replace
 import torch
 
 from tkernels import tuned
-from tkernels.comm.context import Context, current_context
+from tkernels.comm.calls import local_calls
+from tkernels.comm.context import Context
+from tkernels.comm.contexts import current_context
 from tkernels.comm.errors import TkernelsError
-from tkernels.comm.plans import local_plans
 from tkernels.configs import DTYPES, LAYOUTS, OPERATIONS, GemmConfig, OverlapConfig, chunks_fit, name_of
 from tkernels.model import Problem, choose, default_config, gpu_here, wire_of
 
@@ -60,16 +61,16 @@ def _choices_without_context() -> Choices:
 
 
 def forget_choices(ctx: Context):
-    """Drop what is known of records, all choices, and the plans made from them; the next call reads the records."""
+    """Drop what is known of records, all choices, and the calls prepared by them; the next call reads the records."""
     _choices.pop(ctx, None)
     _choices_without_context.cache_clear()
-    forget_plans(ctx)
+    forget_calls(ctx)
 
 
-def forget_plans(ctx: Context):
-    """Drop the plans that were made from choices which have changed since."""
-    ctx.forget_plans()
-    local_plans.clear()
+def forget_calls(ctx: Context):
+    """Drop the prepared calls that were made from choices which have changed since."""
+    ctx.forget_calls()
+    local_calls.clear()
 
 
 def gemm_config(

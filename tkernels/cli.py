@@ -59,12 +59,6 @@ def _demo(options: argparse.Namespace) -> int:
     return demo.run(demo.Options(**{name: getattr(options, name) for name in names}, plot=plot))
 
 
-def _doctor(options: argparse.Namespace) -> int:
-    from tkernels import doctor
-
-    return doctor.run(doctor.Options(try_everything=not options.no_run, json=options.json))
-
-
 def _tune(options: argparse.Namespace) -> int:
     from tkernels import tune_command
 
@@ -124,17 +118,13 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--no-plot", action="store_true", help="draw no picture")
     demo.set_defaults(command=_demo, parser=demo)
 
-    doctor = commands.add_parser(
-        "doctor",
-        parents=[common],
-        help="say what is here and what would be chosen, and try every verb and operation",
-        description="Say which versions, GPUs and links are here, which runtime and transports would be chosen and why "
-        "not the others; then try every verb and every operation on two ranks, with their times. Exit code 1 if "
-        "something is broken.",
-        epilog="example: tkernels doctor --no-run --json -",
+    from tkernels import doctor
+
+    doctor_parser = commands.add_parser(
+        "doctor", parents=[common], help="say what is here and what would be chosen, and try every operation"
     )
-    doctor.add_argument("--no-run", action="store_true", help="only say what is here")
-    doctor.set_defaults(command=_doctor, parser=doctor)
+    doctor.add_arguments(doctor_parser)
+    doctor_parser.set_defaults(command=doctor.run, parser=doctor_parser)
     _add_tune(commands, common)
     _add_trace(commands, common)
     return parser

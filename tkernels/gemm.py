@@ -17,8 +17,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tkernels.choice import gemm_config
 from tkernels.comm import runtime
-from tkernels.comm.arguments import check_tensors
-from tkernels.comm.plans import Launch, check_out, check_resolved, describe, local_plans
+from tkernels.comm.arguments import check_out, check_resolved, check_tensors
+from tkernels.comm.calls import describe, local_calls
+from tkernels.comm.launch import PreparedLaunch
 from tkernels.configs import DTYPES, GemmConfig
 
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
@@ -318,7 +319,7 @@ def matmul(
     check_apart("matmul", out, x=x, w=w, bias=bias)
     tensors = x, w, bias, out
     options = activation, out_dtype, config, precision(x.dtype)
-    return local_plans.find((*map(describe, tensors), *options), lambda: plan(*tensors, *options))(*tensors)
+    return local_calls.find((*map(describe, tensors), *options), lambda: plan(*tensors, *options))(*tensors)
 
 
 def plan(x, w, bias, out, activation, out_dtype, config, precision):
@@ -345,7 +346,7 @@ def plan(x, w, bias, out, activation, out_dtype, config, precision):
         M, N, K,
     )  # fmt: skip
     programs = min(tiles, runtime.default_programs(), config.max_programs or tiles)
-    launch = Launch(
+    launch = PreparedLaunch(
         matmul_kernel, programs, arguments, ("x", "w", "bias", "y"),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         GROUP_M=config.group_m, SPLIT=config.split,

@@ -13,38 +13,40 @@ that loses its parent, a rank that hangs or fails is killed, and nothing is writ
 outlives the parent, however it ends. torch is imported late, so that `import tkernels.launch` costs nothing.
 """
 
-import atexit
+# Not concurrent.futures.ProcessPoolExecutor: its semaphores have names in /dev/shm, its workers end with a traceback of
+# their own if the program can't be imported, and it waits without end for a worker that was killed in mid-answer.
+
 import contextlib
-import ctypes
 import faulthandler
 import fcntl
 import inspect
 import io
 import multiprocessing.connection
 import multiprocessing.process
-import multiprocessing.resource_tracker
 import multiprocessing.spawn
-import multiprocessing.util  # noqa: F401  (registers its exit function first: exit functions run last in, first out)
 import numbers
 import os
 import pickle
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import time
 import traceback
 import warnings
 import weakref
 from collections.abc import Mapping
+from multiprocessing.connection import Connection, Pipe
+from typing import NamedTuple
 
 START_TIMEOUT_S = 300.0  # importing torch, joining the group, allocating the heap; many ranks may share few cores
 CLOSE_TIMEOUT_S = 30.0  # freeing the heap and leaving the interpreter
+STACKS_TIMEOUT_S = 5.0  # for ranks to write their stacks and end
 GRACE_S = 0.5  # after the first failure that is reported: time for the one that caused it to be reported too
 RANKS_OF_A_CORE = 4  # simulated ranks: with 8 a step of the demo takes 50 s on two cores, with 4 it takes 8 s
 MOST_RANKS = 1024  # on one machine
 STACK_SIGNAL = signal.SIGUSR1
-RANK = "tkernels-rank-"  # how the names of ranks' processes begin
 GUARD = 'ranks import the program, so what it does belongs under `if __name__ == "__main__":`'
 
 
@@ -105,6 +107,15 @@ def default_ranks() -> int:
     return max(torch.cuda.device_count(), 2 if shares_gpus() else 1)
 
 
+class _Rank(NamedTuple):
+    """A rank's process, and the parent's ends of what they share."""
+
+    process: subprocess.Popen
+    pipe: Connection  # calls out, results in
+    stacks: Connection  # what faulthandler writes on STACK_SIGNAL
+    alive: Connection  # never used; the kernel kills the rank when it closes
+
+
 class RankPool:
     """Ranks that stay alive between calls; the first call starts their processes.
 
@@ -121,32 +132,55 @@ class RankPool:
             raise TypeError(f"ctx_options={ctx_options!r} must be a dictionary of init()'s options")
         self.ranks = int(ranks)
         self.ctx_options = dict(ctx_options or {})
-        self._processes: list[multiprocessing.process.BaseProcess] = []
-        self._pipes: list[multiprocessing.connection.Connection] = []  # commands out, results in
-        self._stacks: list[multiprocessing.connection.Connection] = []  # what faulthandler writes on STACK_SIGNAL
-        self._alive: list[multiprocessing.connection.Connection] = []  # never used; ranks are killed when they close
-        self._store = None
+        self._ranks: list[_Rank] = []
+        self._joined = False
+        weakref.finalize(self, _end, self._ranks)  # also when the interpreter ends
         _pools.add(self)
 
     @property
     def pids(self) -> list[int]:
         """Process ids by rank; empty before the first call, after a failure and after close()."""
-        return [process.pid for process in self._processes]
+        return [rank.process.pid for rank in self._ranks]
+
+    def start(self) -> None:
+        """Start the processes, which import torch meanwhile, and don't wait; the first call does what is left."""
+        if self._ranks:
+            return
+        num_threads = max(1, len(os.sched_getaffinity(0)) // self.ranks)
+        flags = subprocess._args_from_interpreter_flags()  # of this interpreter, as multiprocessing does
+        with socket.create_server(("127.0.0.1", 0)) as listener:  # of the TCPStore that rank 0 serves
+            for rank in range(self.ranks):
+                (pipe, its_pipe), (stacks, its_stacks), (its_alive, alive) = Pipe(), Pipe(False), Pipe(False)
+                with its_pipe, its_stacks, its_alive:
+                    files = [end.fileno() for end in (its_pipe, its_stacks, its_alive)]
+                    files += [listener.fileno()] * (rank == 0)
+                    place = rank, self.ranks, listener.getsockname()[1], *files
+                    main = f"import sys; sys.path[:] = {sys.path!r}; from tkernels.launch import _main; _main{place}"
+                    process = subprocess.Popen(
+                        [multiprocessing.spawn.get_executable(), *flags, "-c", main],
+                        env=os.environ | {"OMP_NUM_THREADS": str(num_threads)},
+                        stdin=subprocess.DEVNULL,
+                        pass_fds=files,
+                        process_group=0,  # Ctrl-C at a terminal reaches this process alone, which ends the ranks
+                    )
+                self._ranks.append(_Rank(process, pipe, stacks, alive))
 
     def run(self, fn, *args, timeout_s: float = 300.0) -> list:
         """Run ``fn(ctx, *args)`` on every rank, as `launch` does; ctx is the same in every call until it has failed."""
         if not callable(fn):
             raise TypeError(f"ranks run a function, fn(ctx, *args), and fn={fn!r} is none")
-        _check_timeout(timeout_s)
-        _refuse_what_ranks_cannot_import(fn)
+        if not isinstance(timeout_s, numbers.Real):
+            raise TypeError(f"timeout_s={timeout_s!r} must be a number of seconds")
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s={timeout_s} must be positive")
         name = getattr(fn, "__qualname__", repr(fn))
+        _refuse_what_ranks_cannot_import(fn, name)
         hint = "Pass a function defined at the top of a module, and arguments that pickle."
         call = _pickled((fn, args), f"{name} and its arguments", hint)
         try:
-            if not self._processes:
-                self._start()
-            self._send(call, timeout_s)
-            results, spent = zip(*self._collect(timeout_s), strict=True)
+            if not self._joined:
+                self._join()
+            results, spent = zip(*self._ask(call, timeout_s), strict=True)
         except BaseException:
             self.kill()
             raise
@@ -156,28 +190,22 @@ class RankPool:
 
     def close(self) -> None:
         """Finalize the Context on all ranks and end the processes. Raises RankError when finalizing fails."""
-        if not self._processes:
-            return
         try:
-            self._send(b"", CLOSE_TIMEOUT_S)
-            self._collect(CLOSE_TIMEOUT_S)
-            limit = time.monotonic() + CLOSE_TIMEOUT_S
-            for process in self._processes:
-                process.join(max(0.0, limit - time.monotonic()))
+            if self._joined:
+                self._ask(b"", CLOSE_TIMEOUT_S)
+                limit = time.monotonic() + CLOSE_TIMEOUT_S
+                for rank in self._ranks:  # all have left; none ends before, since rank 0 serves the store
+                    rank.pipe.close()
+                for rank in self._ranks:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        rank.process.wait(max(0.0, limit - time.monotonic()))
         finally:
             self.kill()
 
     def kill(self) -> None:
         """End the processes at once. The next run() starts new ones."""
-        processes, self._processes = self._processes, []
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.join()
-            process.close()
-        for pipe in self._pipes + self._stacks + self._alive:
-            pipe.close()
-        self._pipes, self._stacks, self._alive, self._store = [], [], [], None
+        self._joined = False
+        _end(self._ranks)
 
     def __enter__(self):
         return self
@@ -188,17 +216,11 @@ class RankPool:
         else:
             self.kill()
 
-    def __del__(self):
-        if getattr(self, "_processes", None):
-            self.kill()
-
-    def _start(self) -> None:
+    def _join(self) -> None:
+        """Start the processes, unless they are, and have them make their contexts."""
         from tkernels.comm.context import init
-        from tkernels.comm.errors import TkernelsError
         from tkernels.comm.runtime import RUNTIME, most_ranks
 
-        if multiprocessing.process.current_process().daemon:
-            raise TkernelsError("this process is a daemon of multiprocessing, which lets it start no ranks")
         if unknown := [name for name in self.ctx_options if name not in inspect.signature(init).parameters]:
             raise TypeError(f"ctx_options: init() has no {', '.join(map(repr, unknown))}")
         options = _pickled(self.ctx_options, "ctx_options", "Pass options that pickle.")
@@ -214,90 +236,72 @@ class RankPool:
                 f"runs: an operation may take minutes; up to {RANKS_OF_A_CORE * cores} ranks are bearable here",
                 stacklevel=3,
             )
-        self._store, port = _serve_store()
-        context, program = multiprocessing.get_context("spawn"), _leave_program_to_ranks()
-        num_threads = max(1, cores // self.ranks)
-        # Ctrl-C at a terminal also reaches the ranks, even before they can ignore it, so they start with SIGINT
-        # blocked. The resource tracker unblocks SIGINT when it starts, so it is started before that.
-        multiprocessing.resource_tracker.ensure_running()
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            with _environment(OMP_NUM_THREADS=str(num_threads), TKERNELS_RUNTIME=RUNTIME):
-                for rank in range(self.ranks):
-                    pipe, rank_pipe = context.Pipe()
-                    stacks, rank_stacks = context.Pipe(duplex=False)
-                    rank_alive, alive = context.Pipe(duplex=False)
-                    self._pipes.append(pipe)
-                    self._stacks.append(stacks)
-                    self._alive.append(alive)
-                    place = rank, self.ranks, port, num_threads, options
-                    ends = rank_pipe, rank_stacks, rank_alive
-                    process = context.Process(target=_rank_main, args=(place, program, *ends), name=f"{RANK}{rank}")
-                    process.start()
-                    self._processes.append(process)
-                    for end in ends:
-                        end.close()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        self._collect(START_TIMEOUT_S, starting=True)
+        self.start()
+        program = multiprocessing.spawn.get_preparation_data("tkernels-rank")
+        program["authkey"] = bytes(program["authkey"])  # its own class refuses to be pickled
+        self._ask(pickle.dumps((program, RUNTIME, options)), START_TIMEOUT_S, starting=True)
+        self._joined = True
 
-    def _send(self, message: bytes, timeout_s: float) -> None:
+    def _ask(self, message: bytes, timeout_s: float, starting: bool = False) -> list:
+        """Send a message to every rank. Returns their answers, or raises the first failure."""
         deadline = time.monotonic() + timeout_s
-        for rank, pipe in enumerate(self._pipes):
+        for number, rank in enumerate(self._ranks):
             try:
-                _bound(pipe, deadline)
-                pipe.send_bytes(message)
+                _bound(rank.pipe, deadline)
+                rank.pipe.send_bytes(message)
             except BlockingIOError:
-                said = f"rank {rank} of {self.ranks} has not taken its arguments after {timeout_s:g} s"
-                raise self._timeout(said, [rank]) from None
-            except (BrokenPipeError, ConnectionResetError):  # from a dead rank, which _collect reports
+                said = f"rank {number} of {self.ranks} has not taken its arguments after {timeout_s:g} s"
+                raise self._timeout(said, [number]) from None
+            except (BrokenPipeError, ConnectionResetError):  # from a dead rank, which is found below
                 continue
-
-    def _collect(self, timeout_s: float, starting: bool = False) -> list:
-        """Return the result of every rank, or raise the first failure."""
-        deadline = time.monotonic() + timeout_s
-        replies: dict[int, tuple] = {}
-        died: list[int] = []
-        limit = deadline
-        cut_off = False  # a rank has sent a part of its reply, and no more until the limit
-        while not cut_off and len(replies) + len(died) < self.ranks and (left := limit - time.monotonic()) > 0:
-            pending = {self._pipes[r]: r for r in range(self.ranks) if r not in replies and r not in died}
-            ready = multiprocessing.connection.wait(list(pending), timeout=min(left, 1.0))
-            for pipe in ready:
-                try:
-                    _bound(pipe, limit)
-                    replies[pending[pipe]] = pickle.loads(pipe.recv_bytes())
-                except BlockingIOError:
-                    cut_off = True
-                except (EOFError, OSError):  # OSError: in the middle of a reply
-                    died.append(pending[pipe])
-            # a child of a dead rank may hold the pipe open
-            died += [r for p, r in pending.items() if p not in ready and self._processes[r].exitcode is not None]
-            if limit == deadline and (died or any(kind == "failed" for kind, *_ in replies.values())):
-                limit = min(deadline, time.monotonic() + GRACE_S)
-
+        answers, died = self._collect(deadline)
         if died:  # checked before exceptions: those of other ranks follow from their lost connection
             raise self._death(died[0], starting)
-        failures = {r: (at, payload) for r, (kind, at, payload) in replies.items() if kind == "failed"}
-        if failures:
-            rank = min(failures, key=lambda r: failures[r][0])
-            type_name, headline, text, cause = failures[rank][1]
+        failed = {rank: at for rank, (at, _) in answers.items() if at is not None}
+        if failed:
+            rank = min(failed, key=failed.get)
+            type_name, headline, text, cause = answers[rank][1]
             headline = f"rank {rank} of {self.ranks}: {headline}"
             raise RankError(rank, type_name, text, headline) from _loads_or_none(cause)
-        if len(replies) < self.ranks:
-            running = [r for r in range(self.ranks) if r not in replies]
+        if len(answers) < self.ranks:
+            running = [rank for rank in range(self.ranks) if rank not in answers]
             names = ", ".join(map(str, running))
             said = f"rank{'s' * (len(running) > 1)} {names} of {self.ranks} still running after {timeout_s:g} s"
-            if replies and not starting:
-                finished = ", ".join(map(str, sorted(replies)))
+            if answers and not starting:
+                finished = ", ".join(map(str, sorted(answers)))
                 said += f", but not {finished}: all ranks must make the same collective calls"
             raise self._timeout(said, running)
-        return [pickle.loads(replies[r][2]) for r in range(self.ranks)]
+        return [pickle.loads(answers[rank][1]) for rank in range(self.ranks)]
+
+    def _collect(self, deadline: float) -> tuple[dict[int, tuple], list[int]]:
+        """Wait for answers until the deadline, or until shortly after the first failure.
+
+        Returns (what `_answer` sent, by rank; the ranks that died).
+        """
+        answers, died, limit = {}, [], deadline
+        while len(answers) + len(died) < self.ranks and (left := limit - time.monotonic()) > 0:
+            pending = {self._ranks[r].pipe: r for r in range(self.ranks) if r not in answers and r not in died}
+            ready = multiprocessing.connection.wait(list(pending), timeout=min(left, 1.0))
+            for pipe, rank in pending.items():
+                try:
+                    if pipe in ready:
+                        _bound(pipe, limit)
+                        answers[rank] = pickle.loads(pipe.recv_bytes())
+                    elif self._ranks[rank].process.poll() is not None:  # a child of it may hold the pipe open
+                        died.append(rank)
+                except BlockingIOError:  # it has sent a part of its answer, and no more until the limit
+                    return answers, died
+                except (EOFError, OSError):  # OSError: in the middle of an answer
+                    died.append(rank)
+            if limit == deadline and (died or any(at is not None for at, _ in answers.values())):
+                limit = min(deadline, time.monotonic() + GRACE_S)
+        return answers, died
 
     def _death(self, rank: int, starting: bool) -> RankError:
-        process = self._processes[rank]
-        process.join(10.0)
-        code = process.exitcode
+        try:
+            code = self._ranks[rank].process.wait(10.0)
+        except subprocess.TimeoutExpired:
+            code = None
         if code is not None and code < 0:
             how = f"was killed by {signal.Signals(-code).name} before it had finished"
         elif starting:
@@ -307,16 +311,40 @@ class RankPool:
         return RankError(rank, "died", "", f"rank {rank} of {self.ranks} {how}")
 
     def _timeout(self, headline: str, running: list[int]) -> RankTimeoutError:
-        for rank in range(self.ranks):
-            os.kill(self._processes[rank].pid, STACK_SIGNAL)
-        stacks = []
-        for rank, pipe in enumerate(self._stacks):
-            state = "still running" if rank in running else "had finished"
-            stacks.append(f"rank {rank} ({state}):\n{_read_stacks(pipe.fileno())}")
-        return RankTimeoutError(running[0], "TimeoutError", "\n".join(stacks), headline)
+        """The error, with the stacks of all ranks, which end."""
+        for rank in self._ranks:
+            rank.process.send_signal(STACK_SIGNAL)
+        limit, text = time.monotonic() + STACKS_TIMEOUT_S, ""
+        for number, rank in enumerate(self._ranks):
+            state = "still running" if number in running else "had finished"
+            text += f"rank {number} ({state}):\n{_read_stacks(rank.stacks, limit)}\n"
+        return RankTimeoutError(running[0], "TimeoutError", text, headline)
 
 
-def _refuse_what_ranks_cannot_import(fn):
+_pools: weakref.WeakSet[RankPool] = weakref.WeakSet()
+
+
+def _end(ranks: list[_Rank]):
+    for rank in ranks:
+        rank.process.kill()
+    while ranks:
+        process, *ends = ranks.pop()
+        process.wait()
+        for end in ends:
+            end.close()
+
+
+def _forget_ranks():
+    # A forked child has a copy of every pool, but the ranks belong to its parent.
+    for pool in _pools:
+        pool._joined = False
+        pool._ranks.clear()
+
+
+os.register_at_fork(after_in_child=_forget_ranks)
+
+
+def _refuse_what_ranks_cannot_import(fn, name: str):
     """Check, before any process starts, that ranks can import fn.
 
     They import the program, if it is a file and no __main__.py. Raises TypeError if they can't, SystemExit in a process
@@ -324,19 +352,12 @@ def _refuse_what_ranks_cannot_import(fn):
     """
     if getattr(multiprocessing.process.current_process(), "_inheriting", False):  # the check of multiprocessing itself
         raise SystemExit(f"launch was called where a new process imports the program; {GUARD}")  # no traceback per rank
-    program, name = multiprocessing.spawn.get_preparation_data("rank"), getattr(fn, "__qualname__", repr(fn))
+    program = multiprocessing.spawn.get_preparation_data("rank")
     file, module = program.get("init_main_from_path"), program.get("init_main_from_name", "__main__")
     if file is not None and not os.path.exists(file):
         raise TypeError(f"{name} can't be sent to the ranks: they import the program, and {file} is no file")
     if file is None and module.endswith("__main__") and getattr(fn, "__module__", None) == "__main__":
         raise TypeError(f"{name} can't be sent to the ranks: they can't import the program; define it in a module")
-
-
-def _check_timeout(timeout_s):
-    if not isinstance(timeout_s, numbers.Real):
-        raise TypeError(f"timeout_s={timeout_s!r} must be a number of seconds")
-    if not timeout_s > 0:
-        raise ValueError(f"timeout_s={timeout_s} must be positive")
 
 
 def _pickled(value, what: str, hint: str) -> bytes:
@@ -346,7 +367,7 @@ def _pickled(value, what: str, hint: str) -> bytes:
         raise TypeError(f"{what} cannot be sent to the ranks: {error}. {hint}") from error
 
 
-def _bound(pipe, deadline: float):
+def _bound(pipe: Connection, deadline: float):
     """Let reads and writes of this end, a socket, raise BlockingIOError when they have waited until the deadline."""
     seconds = min(max(deadline - time.monotonic(), 1e-3), 1e6)
     with socket.socket(fileno=os.dup(pipe.fileno())) as end:
@@ -355,119 +376,43 @@ def _bound(pipe, deadline: float):
             end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
 
 
-_prepare = multiprocessing.spawn.get_preparation_data
-
-
-def _prepare_all_but_ranks(name: str) -> dict:
-    data = _prepare(name)
-    return {key: value for key, value in data.items() if not (name.startswith(RANK) and key.startswith("init_main"))}
-
-
-def _leave_program_to_ranks() -> dict:
-    """How a new process finds the program. From here on multiprocessing leaves its import to ranks themselves.
-
-    They report what the import raises; multiprocessing would print it and end the process.
-    """
-    multiprocessing.spawn.get_preparation_data = _prepare_all_but_ranks
-    return {key: value for key, value in _prepare("rank").items() if key.startswith("init_main")}
-
-
-_pools: weakref.WeakSet[RankPool] = weakref.WeakSet()
-
-
-def _forget_ranks():
-    # A forked child has a copy of every pool, but the ranks belong to its parent.
-    for pool in _pools:
-        if pool._store is not None:  # leaked: closing it here, where its threads don't exist, can crash
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool._store))
-        pool._processes, pool._pipes, pool._stacks, pool._alive, pool._store = [], [], [], [], None
-
-
-os.register_at_fork(after_in_child=_forget_ranks)
-
-
-@atexit.register
-def _kill_pools():
-    # Runs before multiprocessing's own exit function, which would wait for the ranks.
-    for pool in list(_pools):
-        pool.kill()
-
-
-@contextlib.contextmanager
-def _environment(**values: str):
-    """Update os.environ with `values` for processes started in the block; torch and tkernels read them on import."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def _serve_store():
-    """Start a TCPStore in this process, reachable from this machine only, on a free port. Returns (store, port)."""
-    import torch.distributed as dist
-
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    store = dist.TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
-    return store, port
-
-
-def _read_stacks(fd: int, first_s: float = 2.0, quiet_s: float = 0.3) -> str:
-    """Read a rank's stacks. faulthandler writes no end mark: read until there is a stack and no more for `quiet_s`."""
-    text, shown = b"", ""
-    while multiprocessing.connection.wait([fd], timeout=quiet_s if shown.strip() else first_s):
-        piece = os.read(fd, 1 << 16)
+def _read_stacks(pipe: Connection, limit: float) -> str:
+    """What a rank writes to its end before it closes, or until the limit."""
+    text = b""
+    while multiprocessing.connection.wait([pipe], timeout=max(0.0, limit - time.monotonic())):
+        piece = os.read(pipe.fileno(), 1 << 16)
         if not piece:
             break
         text += piece
-        shown = _without_own_frames(text.decode(errors="replace"))
-    return shown if shown.strip() else "  (no answer: stopped, or still starting)\n"
-
-
-def _without_own_frames(stacks: str) -> str:
-    """faulthandler's text without this module's outermost frames."""
-    threads = [thread.splitlines() for thread in stacks.strip().split("\n\n")]
-    shown = ""
-    for lines in threads:
-        calls = [i for i, line in enumerate(lines) if f'"{__file__}"' in line and line.endswith(" in run")]
-        shown += "\n".join(lines[: calls[0]] if calls else lines) + "\n"
-    return shown
+    return text.decode(errors="replace").strip() or "  (no answer: stopped, or still starting)"
 
 
 # Code that runs in a rank
 
 
-def _rank_main(place, program, pipe, stacks, alive):
-    faulthandler.register(STACK_SIGNAL, file=stacks.fileno(), all_threads=True)
+def _main(rank: int, ranks: int, port: int, pipe: int, stacks: int, alive: int, listener: int | None = None):
+    """A rank's process: answers messages until the parent closes the pipe. The last four are files."""
     _die_with_parent(alive)
+    faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True, chain=True)  # then the process ends
+    pipe, ctx = Connection(pipe), None
+    with contextlib.suppress(Exception):  # raised again when the rank joins
+        import torch  # noqa: F401  (takes seconds, while the parent makes ready)
 
-    ctx = None
-
-    def join():
+    def join(message):
         nonlocal ctx
-        try:
-            _import_program(program)
-        finally:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        ctx = _join(*place)
+        program, os.environ["TKERNELS_RUNTIME"], options = pickle.loads(message)
+        _import_program(program | {"name": f"{program['name']}-{rank}"})
+        ctx = _join(rank, ranks, port, listener, pickle.loads(options))
 
     def run(call):
         return _call(ctx, *pickle.loads(call))
 
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone
-        _reply(pipe, join)
+        _answer(pipe, join, pipe.recv_bytes())
         while call := pipe.recv_bytes():
-            _reply(pipe, run, call)
-        _reply(pipe, _leave, ctx)
+            _answer(pipe, run, call)
+        _answer(pipe, _leave, ctx)
+        pipe.recv_bytes()  # nothing comes, and the parent closes the pipe when all ranks have left
     from tkernels.comm.runtime import RUNTIME
 
     if RUNTIME == "simulated":
@@ -476,7 +421,7 @@ def _rank_main(place, program, pipe, stacks, alive):
         os._exit(0)
 
 
-def _die_with_parent(alive):
+def _die_with_parent(alive: int):
     """Have the kernel kill this process as soon as the parent's end of the pipe closes; also if it is stopped or in C.
 
     Not by prctl(PR_SET_PDEATHSIG), which counts the end of the thread that started this process as the parent's.
@@ -489,39 +434,38 @@ def _die_with_parent(alive):
 
 
 def _import_program(program: dict):
-    """Import the program as multiprocessing does in a new process."""
+    """Import the program as multiprocessing does in a new process, where an error would end it with a traceback."""
     process = multiprocessing.process.current_process()
     process._inheriting = True  # as there: see _refuse_what_ranks_cannot_import
     try:
-        if "init_main_from_name" in program:
-            multiprocessing.spawn._fixup_main_from_name(program["init_main_from_name"])
-        elif "init_main_from_path" in program:
-            multiprocessing.spawn._fixup_main_from_path(program["init_main_from_path"])
+        multiprocessing.spawn.prepare(program)
     finally:
         del process._inheriting
 
 
-def _reply(pipe, work, *args):
+def _answer(pipe: Connection, work, *args):
+    """Send (None, the pickled result of the work), or (when it failed, how), a description."""
     try:
-        reply = ("done", time.monotonic(), dumps(work(*args)))
+        answer = None, dumps(work(*args))
     except BaseException as error:  # SystemExit and pytest outcomes too: the parent decides what they mean
-        reply = ("failed", time.monotonic(), _describe(error))
+        answer = time.monotonic(), _describe(error)
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not getattr(stream, "closed", False):  # a daemon has none
             stream.flush()  # so that the output is there when the call returns
-    pipe.send_bytes(pickle.dumps(reply))
+    pipe.send_bytes(pickle.dumps(answer))
 
 
-def _join(rank, ranks, port, num_threads, options):
+def _join(rank: int, ranks: int, port: int, listener: int | None, options: dict):
     import torch
     import torch.distributed as dist
 
     from tkernels.comm.context import init
     from tkernels.comm.runtime import RUNTIME, shares_gpus
 
-    torch.set_num_threads(num_threads)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # whatever MKL_NUM_THREADS or the program says
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine; host names need not resolve
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    serve = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener}
+    store = dist.TCPStore("127.0.0.1", port, **(serve if rank == 0 else {"is_master": False}))
     if RUNTIME == "nvshmem":
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -529,7 +473,7 @@ def _join(rank, ranks, port, num_threads, options):
         dist.init_process_group(store=store, rank=rank, world_size=ranks, **backend)
     else:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    return init(**pickle.loads(options))
+    return init(**options)
 
 
 def _call(ctx, fn, args) -> tuple:
@@ -538,7 +482,7 @@ def _call(ctx, fn, args) -> tuple:
     Failures are looked for in ctx and in the contexts that fn opened and left open; of those over one group, only in
     the newest, since after a failure ranks start again with `init`.
     """
-    from tkernels.comm.context import open_contexts
+    from tkernels.comm.contexts import open_contexts
     from tkernels.comm.errors import TkernelsError
 
     before = open_contexts()
@@ -588,16 +532,9 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value):
         torch = sys.modules.get("torch")
-        if torch is None or type(value) is not torch.Tensor or value.layout is not torch.strided or value.is_quantized:
+        if torch is None or type(value) is not torch.Tensor or value.layout is not torch.strided:
             return NotImplemented
-        flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-        return _tensor, (flat.view(torch.uint8).numpy(), value.dtype, value.shape)
-
-
-def _tensor(content, dtype, shape):
-    import torch
-
-    return torch.from_numpy(content).view(dtype).reshape(shape)
+        return value.detach().cpu().clone(memory_format=torch.contiguous_format).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
 def dumps(value) -> bytes:

@@ -19,6 +19,7 @@ by tile. All programs copy arriving rows to the output.
 import functools
 import itertools
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -29,6 +30,7 @@ from tkernels.comm.collectives import check_rows, receive_parts, split_rows
 from tkernels.comm.context import Context
 from tkernels.comm.copies import Copies, Send, await_copies, await_peers, begin_landing, end_launch
 from tkernels.comm.device import (
+    Net,
     begin_call,
     completes,
     count,
@@ -46,13 +48,11 @@ from tkernels.comm.device import (
     wait_signal,
 )
 from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark
-from tkernels.comm.plans import alike
 from tkernels.configs import OverlapConfig, with_room_for
 from tkernels.gemm import (
     ACTIVATIONS,
     Operand,
     activation_reference,
-    check_apart,
     check_dtype,
     check_operands,
     check_result,
@@ -61,7 +61,6 @@ from tkernels.gemm import (
     load_tile,
     matmul,
     multiply_step,
-    precision,
     slices_of,
     store_tile,
     tile_of,
@@ -107,7 +106,7 @@ PART_ROWS = 128  # each rank's part of an inbox starts at a multiple of this, no
 def finish_slice(
     value, column, bias, N, y, outbox, out_row, valid,
     partials, partial_row, part_stride, own, rank, sums, sums_row, sums_column, part, parts,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, SIZE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, RANKS: tl.constexpr,
     Y_TMA: tl.constexpr, O_TMA: tl.constexpr, P_TMA: tl.constexpr, S_TMA: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, WIRE: tl.constexpr,
 ):
@@ -118,17 +117,17 @@ def finish_slice(
         store_tile(value, outbox, N, out_row, valid, column, N, ROWS, COLUMNS, O_TMA, WIRE)
     else:
         value = add_parts(value, sums, sums_row, sums_column, parts, ROWS, COLUMNS, BLOCK_N, S_TMA)
-        for step in range(1, SIZE):
-            at = partial_row + (rank + step) % SIZE * part_stride
+        for step in range(1, RANKS):
+            at = partial_row + (rank + step) % RANKS * part_stride
             value += load_tile(partials, N, 1, at, column, at + valid, N, ROWS, COLUMNS, P_TMA, False).to(tl.float32)
         value = finish(value, bias, column, N, COLUMNS, HAS_BIAS, ACTIVATION)
         store_tile(value, y, N, out_row, valid, column, N, ROWS, COLUMNS, Y_TMA, DTYPE)
 
 
 @triton.jit
-def gathered_inbox(inbox, parity_row, part_stride, N, y, SIZE: tl.constexpr):
+def gathered_inbox(inbox, parity_row, part_stride, N, y, RANKS: tl.constexpr):
     """The part of the inbox that receives an all-reduce's finished rows, in y's dtype: after the partial sums."""
-    return (inbox + tl.cast(parity_row + SIZE * part_stride, tl.int64) * N).to(y.dtype)
+    return (inbox + tl.cast(parity_row + RANKS * part_stride, tl.int64) * N).to(y.dtype)
 
 
 @triton.jit
@@ -149,10 +148,9 @@ def peers_tile_first(index, tiles_m, peer_tiles_m, tiles_n, GROUP_M: tl.constexp
 @triton.jit
 def send_tile(
     index, schedule, tiles_m, peer_tiles_m, outbox, y, inbox, N, own_end, M, parity_row, part_stride,
-    counters, ready, max_chunks, chunk_rows, heard, epoch, table, rank,
-    SIZE: tl.constexpr, GATHER: tl.constexpr, LANDING: tl.constexpr, BLOCK_N: tl.constexpr,
-    GROUP_M: tl.constexpr, OWN_GROUP_M: tl.constexpr,
-    OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, ALIGN: tl.constexpr, PUT_ROWS: tl.constexpr, TRACE: tl.constexpr,
+    counters, ready, max_chunks, chunk_rows, heard, epoch, net, L,
+    GATHER: tl.constexpr, LANDING: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP_M: tl.constexpr, OWN_GROUP_M: tl.constexpr, ALIGN: tl.constexpr, PUT_ROWS: tl.constexpr,
 ):
     """Send a tile that this program has stored: partial sums to the row's owner, a finished tile to all peers.
 
@@ -161,8 +159,8 @@ def send_tile(
     """
     if LANDING:
         if not heard:
-            mark(WAIT, 0, rank, table, TRANSPORT, TRACE)
-            await_peers(epoch, table, rank, SIZE, OPERATION, TRANSPORT)
+            mark(WAIT, 0, net.rank, net, L)
+            await_peers(epoch, net, L)
     tile_m, tile_n = peers_tile_first(index, tiles_m, peer_tiles_m, tl.cdiv(N, BLOCK_N), GROUP_M, OWN_GROUP_M)
     tile = schedule + tile_m * TILE_FIELDS
     column = tile_n * BLOCK_N
@@ -179,33 +177,33 @@ def send_tile(
     word = tl.pointer_type(tl.int16 if BITS == 16 else tl.int32)
     scale = WIRE_BITS // BITS
     src = (outbox + (out_row - own_end + M) % M * N + column).to(word)
-    dst = (inbox + (parity_row + rank * part_stride + row) * N + column).to(word)
-    words = ready + rank * max_chunks + chunk
+    dst = (inbox + (parity_row + net.rank * part_stride + row) * N + column).to(word)
+    words = ready + net.rank * max_chunks + chunk
     first = 0
     targets = 1
     if GATHER:
-        if owner == rank:
+        if owner == net.rank:
             scale = STORED_BITS // BITS
             src = (y + out_row * N + column).to(word)
-            gathered = gathered_inbox(inbox, parity_row, part_stride, N, y, SIZE)
+            gathered = gathered_inbox(inbox, parity_row, part_stride, N, y, L.RANKS)
             dst = (gathered + out_row * N + column).to(word)
-            words += SIZE * max_chunks
+            words += L.RANKS * max_chunks
             first = 1
-            targets = SIZE - 1
-    publish(TRANSPORT)
+            targets = L.RANKS - 1
+    publish(L)
     meet()  # each thread reads elements that other threads have stored
     for step in range(first, first + targets):
-        target = (owner + step) % SIZE
-        mark(SEND, chunk, target, table, TRANSPORT, TRACE)
+        target = (owner + step) % L.RANKS
+        mark(SEND, chunk, target, net, L)
         put_tile(
-            dst, src, N * scale, valid, tl.minimum(N - column, BLOCK_N) * scale, target, table,
-            TRANSPORT, PUT_ROWS, BLOCK_N * max(WIRE_BITS, STORED_BITS) // BITS, ALIGN,
+            dst, src, N * scale, valid, tl.minimum(N - column, BLOCK_N) * scale, target, net, L,
+            (PUT_ROWS, BLOCK_N * max(WIRE_BITS, STORED_BITS) // BITS), ALIGN,
         )
-    complete = completes(counters + owner * max_chunks + chunk, tiles, TRANSPORT)
+    complete = completes(counters + owner * max_chunks + chunk, tiles, L)
     if complete:
         for step in range(first, first + targets):
             for number in range(tl.cdiv(valid, chunk_rows)):
-                tell(words + number, epoch, (owner + step) % SIZE, table, TRANSPORT)
+                tell(words + number, epoch, (owner + step) % L.RANKS, net, L)
     return complete
 
 
@@ -230,34 +228,34 @@ def matmul_reduce_kernel(
     M, N, K, own_first, own_end,  # this rank's rows are own_first .. own_end of the M rows
     num_comm, own_chunks, chunk_rows,  # own_chunks: chunks of this rank's rows
     sent_rows, piece_rows, call,  # rows sent at a time; see receive_parts; see begin_call
-    SIZE: tl.constexpr, GATHER: tl.constexpr, LANDING: tl.constexpr, COPIES: tl.constexpr, INTERLEAVED: tl.constexpr,
+    L, GATHER: tl.constexpr, LANDING: tl.constexpr, COPIES: tl.constexpr, INTERLEAVED: tl.constexpr,
     PARTS: tl.constexpr,  # some tiles are split
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
     GROUP_M: tl.constexpr, OWN_GROUP_M: tl.constexpr,  # of the peers' rows of tiles, and of the own ones
     X_TMA: tl.constexpr, X_TRANSPOSED: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr,
     Y_TMA: tl.constexpr, O_TMA: tl.constexpr, P_TMA: tl.constexpr, S_TMA: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, WIRE: tl.constexpr, PRECISION: tl.constexpr,
-    OPERATION: tl.constexpr, TRANSPORT: tl.constexpr, ALIGN: tl.constexpr,
-    PUT_BLOCK: tl.constexpr, PUT_ROWS: tl.constexpr, TRACE: tl.constexpr = False,
+    ALIGN: tl.constexpr, PUT_BLOCK: tl.constexpr, PUT_ROWS: tl.constexpr,
 ):
     pid = tl.program_id(0)
-    epoch = begin_call(state, call, table, rank, SIZE, TRANSPORT)
+    net = Net(table, rank)
+    epoch = begin_call(state, call, net, L)
     parity_row = (epoch % 2).to(tl.int32) * parity_rows
     tiles_n = tl.cdiv(N, BLOCK_N)
     tile_counts = counters + TILE_COUNTS
 
     if LANDING:
-        begin_landing(pid, num_comm, gate, epoch, table, rank, SIZE, COPIES, OPERATION, TRANSPORT)
+        begin_landing(pid, num_comm, gate, epoch, net, L, COPIES)
     else:
         landed = None
     if INTERLEAVED:
         if pid == 0:  # signal empty transfers too: to peers without rows, and to all if this rank has none to gather
-            for step in range(1, SIZE):
-                target = (rank + step) % SIZE
+            for step in range(1, L.RANKS):
+                target = (rank + step) % L.RANKS
                 if tl.load(starts + target + 1) == tl.load(starts + target):
-                    signal(ready + rank * max_chunks, epoch, target, table, TRANSPORT)
+                    signal(ready + rank * max_chunks, epoch, target, net, L)
             if GATHER and own_first == own_end:
-                signal_all(ready + (SIZE + rank) * max_chunks, epoch, table, rank, SIZE, TRANSPORT)
+                signal_all(ready + (L.RANKS + rank) * max_chunks, epoch, net, L)
     elif not COPIES:  # a compile-time branch; with COPIES num_comm is 0
         if pid < num_comm:
             for i in range(pid, num_sends, num_comm):
@@ -267,13 +265,13 @@ def matmul_reduce_kernel(
                 row = tl.load(send + 2)
                 rows = tl.load(send + 3)
                 counter = tile_counts + target * max_chunks + tl.load(send + 4)
-                mark(COLLECT, chunk, target, table, TRANSPORT, TRACE)
-                wait_signal(counter, tl.load(send + 5) * tiles_n, table, rank, chunk, OPERATION, TRANSPORT)
+                mark(COLLECT, chunk, target, net, L)
+                wait_signal(counter, tl.load(send + 5) * tiles_n, rank, chunk, net, L)
                 at = tl.cast(parity_row + rank * part_stride + chunk * chunk_rows, tl.int64)
-                mark(SEND, chunk, target, table, TRANSPORT, TRACE)
+                mark(SEND, chunk, target, net, L)
                 put_signal(
                     inbox + at * N, outbox_memory + row * N, rows * N,
-                    ready + rank * max_chunks + chunk, epoch, target, table, TRANSPORT, PUT_BLOCK, ALIGN,
+                    ready + rank * max_chunks + chunk, epoch, target, net, L, PUT_BLOCK, ALIGN,
                 )
 
     items = whole + (tiles_m * tiles_n - whole) * splits
@@ -293,7 +291,7 @@ def matmul_reduce_kernel(
         # All tiles dealt to a program run in one loop, so that a tile's first loads are in flight while the previous
         # tile is stored. Not with TRACE: the marks of two tiles would get mixed up.
         num_tiles = tl.maximum(own_dealt - wave, 1)
-        if TRACE:
+        if L.TRACE:
             num_tiles = 1
         step = first_step
         tile_m, x_row, valid, column = 0, 0, 0, 0
@@ -308,7 +306,7 @@ def matmul_reduce_kernel(
                 x_row = tl.load(tile + 2).to(tl.int32)
                 valid = tl.load(tile + 3).to(tl.int32)
                 column = tile_n * BLOCK_N
-                mark(COMPUTE, x_row, column, table, TRANSPORT, TRACE)
+                mark(COMPUTE, x_row, column, net, L)
             total = multiply_step(
                 total, x, x_stride_m, x_stride_k, x_row, x_row + valid, w, w_stride_n, w_stride_k, column, N, K,
                 step, BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, X_TRANSPOSED, W_TMA, W_TRANSPOSED, PRECISION,
@@ -318,15 +316,13 @@ def matmul_reduce_kernel(
                     signalled = send_tile(
                         unsent, schedule, tiles_m, peer_tiles_m, outbox_memory, y_memory, inbox,
                         N, own_end, M, parity_row, part_stride, tile_counts, ready, max_chunks, chunk_rows,
-                        heard, epoch, table, rank,
-                        SIZE, GATHER, LANDING, BLOCK_N, GROUP_M, OWN_GROUP_M,
-                        OPERATION, TRANSPORT, ALIGN, PUT_ROWS, TRACE,
+                        heard, epoch, net, L, GATHER, LANDING, BLOCK_N, GROUP_M, OWN_GROUP_M, ALIGN, PUT_ROWS,
                     )
                     heard = tl.full((), True, tl.int1)
                     # Negative, but not a constant: the compiler would select a constant outside of this branch, and the
                     # wait below would no longer depend on the branch.
                     unsent = -1 - signalled.to(tl.int32)
-                    mark(COMPUTE, x_row, column, table, TRANSPORT, TRACE)
+                    mark(COMPUTE, x_row, column, net, L)
             ends, kept, step = end_of_tile(total, step + 1, first_step, last_step)
             if ends:
                 row = x_row - own_first
@@ -337,23 +333,23 @@ def matmul_reduce_kernel(
                 if part == parts_of_tile - 1:
                     if PARTS:
                         if parts_of_tile > 1:
-                            mark(COLLECT, chunk, rank, table, TRANSPORT, TRACE)
-                            wait_signal(others, part, table, rank, chunk, OPERATION, TRANSPORT)
+                            mark(COLLECT, chunk, rank, net, L)
+                            wait_signal(others, part, rank, chunk, net, L)
                     # `unsent` is always negative here. It is tested because Triton's pipeliner keeps two branches in
                     # order only if the second uses a value of the first. Otherwise programs would wait for each other's
                     # tiles before they send their own.
                     if own & (not complete) & (unsent < 0):
-                        mark(WAIT, chunk, rank, table, TRANSPORT, TRACE)
-                        if not TRACE:  # a trace shows each tile's wait
+                        mark(WAIT, chunk, rank, net, L)
+                        if not L.TRACE:  # a trace shows each tile's wait
                             complete = all_arrived(
-                                ready, landed, max_chunks, own_chunks, chunk, rank, epoch, SIZE, COPIES, TRANSPORT
+                                ready, landed, max_chunks, epoch, own_chunks, chunk, net, L, COPIES
                             )
                         if not complete:
                             wait_chunks(
-                                ready, landed, max_chunks, rank + 1, chunk, tl.cdiv(valid, chunk_rows), epoch, table,
-                                SIZE - 1, SIZE, COPIES, OPERATION, TRANSPORT,
+                                ready, landed, max_chunks, epoch, rank + 1, chunk, tl.cdiv(valid, chunk_rows),
+                                net, L, L.RANKS - 1, COPIES,
                             )
-                mark(STORE, x_row, column, table, TRANSPORT, TRACE)
+                mark(STORE, x_row, column, net, L)
                 out_row = row
                 if GATHER:
                     out_row = x_row
@@ -366,23 +362,23 @@ def matmul_reduce_kernel(
                         slices[number], column + number * COLUMNS, bias, N, y, outbox, out_row, valid,
                         partials, parity_row + row, part_stride, own, rank,
                         sums, sums_row, number * COLUMNS, part, parts_of_tile,
-                        BLOCK_M, COLUMNS, BLOCK_N, SIZE,
+                        BLOCK_M, COLUMNS, BLOCK_N, L.RANKS,
                         Y_TMA, O_TMA, P_TMA, S_TMA, HAS_BIAS, ACTIVATION, DTYPE, WIRE,
                     )
                 if GATHER or not own or part < parts_of_tile - 1:
                     if INTERLEAVED:  # then no tile is split
                         unsent = index
                     else:
-                        publish(TRANSPORT)
+                        publish(L)
                         if PARTS and part < parts_of_tile - 1:
-                            count(others, TRANSPORT, "gpu")
+                            count(others, L, "gpu")
                         else:
                             finished = schedule + tile_m * TILE_FIELDS
                             done = tile_counts + tl.load(finished) * max_chunks + tl.load(finished + 1) // sent_rows
                             if COPIES:
-                                count_up_to(done, tl.load(finished + 5) * tiles_n, TRANSPORT)
+                                count_up_to(done, tl.load(finished + 5) * tiles_n, L)
                             else:
-                                count(done, TRANSPORT, "gpu")
+                                count(done, L, "gpu")
             total = kept
         item = take_tile(wave, own_dealt, pid, num_comm, head, dealt, whole, counters)
 
@@ -391,97 +387,81 @@ def matmul_reduce_kernel(
             send_tile(
                 unsent, schedule, tiles_m, peer_tiles_m, outbox_memory, y_memory, inbox,
                 N, own_end, M, parity_row, part_stride, tile_counts, ready, max_chunks, chunk_rows,
-                heard, epoch, table, rank,
-                SIZE, GATHER, LANDING, BLOCK_N, GROUP_M, OWN_GROUP_M,
-                OPERATION, TRANSPORT, ALIGN, PUT_ROWS, TRACE,
+                heard, epoch, net, L, GATHER, LANDING, BLOCK_N, GROUP_M, OWN_GROUP_M, ALIGN, PUT_ROWS,
             )
 
     if pid == 0:  # even on a rank without rows of its own: its peers' counts in `landed` must not come after this call
-        for step in range(1, SIZE):
-            source = (rank + step) % SIZE
-            mark(WAIT, 0, source, table, TRANSPORT, TRACE)
-            wait_chunk(ready, landed, max_chunks, source, 0, epoch, table, COPIES, OPERATION, TRANSPORT)
+        for step in range(1, L.RANKS):
+            source = (rank + step) % L.RANKS
+            mark(WAIT, 0, source, net, L)
+            wait_chunk(ready, landed, max_chunks, epoch, source, 0, net, L, COPIES)
 
     if GATHER:
-        gathered = gathered_inbox(inbox, parity_row, part_stride, N, y_memory, SIZE)
-        gathered_ready = ready + SIZE * max_chunks
+        gathered = gathered_inbox(inbox, parity_row, part_stride, N, y_memory, L.RANKS)
+        gathered_ready = ready + L.RANKS * max_chunks
         own = own_end - own_first
-        own_sends = own_chunks * (SIZE - 1)
+        own_sends = own_chunks * (L.RANKS - 1)
         if not COPIES and not INTERLEAVED:
             i = take(counters + SEND_TICKETS)
             while i < own_sends:
-                chunk = i // (SIZE - 1)
-                target = (rank + 1 + i % (SIZE - 1)) % SIZE
+                chunk = i // (L.RANKS - 1)
+                target = (rank + 1 + i % (L.RANKS - 1)) % L.RANKS
                 row = tl.cast(chunk * chunk_rows, tl.int64)
                 # A tile that spans several chunks is counted for the first of them.
                 counted = chunk - chunk % tl.maximum(BLOCK_M // chunk_rows, 1)
                 counted_rows = tl.maximum(tl.minimum(own - counted * chunk_rows, tl.maximum(chunk_rows, BLOCK_M)), 0)
-                mark(COLLECT, chunk, rank, table, TRANSPORT, TRACE)
+                mark(COLLECT, chunk, rank, net, L)
                 wait_signal(
                     tile_counts + rank * max_chunks + counted, tl.cdiv(counted_rows, BLOCK_M) * tiles_n,
-                    table, rank, chunk, OPERATION, TRANSPORT,
+                    rank, chunk, net, L,
                 )
-                mark(SEND, chunk, target, table, TRANSPORT, TRACE)
+                mark(SEND, chunk, target, net, L)
                 put_signal(
                     gathered + (own_first + row) * N, y_memory + (own_first + row) * N,
                     tl.maximum(tl.minimum(own - row, chunk_rows), 0) * N,
-                    gathered_ready + rank * max_chunks + chunk, epoch, target, table, TRANSPORT, PUT_BLOCK, ALIGN,
+                    gathered_ready + rank * max_chunks + chunk, epoch, target, net, L, PUT_BLOCK, ALIGN,
                 )
                 i = take(counters + SEND_TICKETS)
         receive_parts(
-            y_memory, gathered, gathered_ready, landed + SIZE if LANDING else None, starts, max_chunks, epoch, table,
-            tl.cast(chunk_rows, tl.int64) * N, tl.cast(piece_rows, tl.int64) * N, rank,
-            SIZE, COPIES, OPERATION, TRANSPORT, PUT_BLOCK, ALIGN, TRACE,
+            y_memory, gathered, gathered_ready, landed + L.RANKS if LANDING else None, starts, max_chunks, epoch,
+            tl.cast(chunk_rows, tl.int64) * N, tl.cast(piece_rows, tl.int64) * N,
+            net, L, COPIES, PUT_BLOCK, ALIGN,
         )
     if COPIES:
-        await_copies(pid, copied, table, rank, OPERATION, TRANSPORT, TRACE)
-    end_marks(table, TRANSPORT, TRACE)
-    end_launch(
-        state, epoch, call, counters, num_counters, copied, landed, table, rank, SIZE, COPIES, OPERATION, TRANSPORT
-    )
+        await_copies(pid, copied, net, L)
+    end_marks(net, L)
+    end_launch(state, epoch, call, counters, num_counters, copied, landed, net, L, COPIES)
 # fmt: on
 
 
-def matmul_reduce_scatter(
-    ctx: Context,
-    x_shard_k: torch.Tensor,
-    w_shard_k: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    *,
-    rows: tuple[int, ...] | None = None,
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    wire_dtype: torch.dtype | None = None,
-    config: OverlapConfig | None = None,
-    path: str | None = None,
-) -> torch.Tensor:
-    """Collective. x_shard_k [M, K/R], w_shard_k [N, K/R], bias [N] -> y_shard_m [M/R, N].
+class MatmulReduceScatter(NamedTuple):
+    """A call of `matmul_reduce_scatter`, of x_shard_k [M, K/R], w_shard_k [N, K/R], bias [N] and y [M/R, N].
 
-    Bias is added once, after the sum over ranks, and the activation after it. K/R may differ by rank and be 0.
-
-    rows: how many rows each rank owns; needed where M does not divide by R.
-    out: a tensor for y.
-    out_dtype, wire_dtype: of y, and of the partial sums that are sent; each is the operands' dtype or float32.
-    config: the tiles and the way of sending. None: the tuned configuration, else the default rule.
-    path: see tkernels.paths; the same on all ranks.
-    Raises ValueError or TypeError before the first signal.
+    Each of the last two may be None. Returns y. For the options see `tkernels.matmul_reduce_scatter`; precision: as the
+    function of this name in tkernels.gemm.
     """
-    check_apart("matmul_reduce_scatter", out, x_shard_k=x_shard_k, w_shard_k=w_shard_k, bias=bias)
-    rows = None if rows is None else tuple(rows)
-    tensors = x_shard_k, w_shard_k, bias, out
-    options = OP.value, activation, rows, out_dtype, wire_dtype, config, path, False, precision(x_shard_k.dtype)
-    return ctx.call(plan, tensors, *options)
+
+    activation: str | None = None
+    rows: tuple[int, ...] | None = None
+    out_dtype: torch.dtype | None = None
+    wire_dtype: torch.dtype | None = None
+    config: OverlapConfig | None = None
+    path: str | None = None
+    precision: str = "ieee"
+
+    operation, number, gather = "matmul_reduce_scatter", OP.value, False  # gather: finished rows go to all ranks
+
+    def shared(self, ctx: Context, x, w, bias, out) -> dict:
+        same = {"dtype": x.dtype, "M": x.shape[0], "N": w.shape[0], "bias": bias is not None}
+        same |= {"activation": self.activation, "out_dtype": self.out_dtype or x.dtype}
+        same |= {"wire_dtype": self.wire_dtype or x.dtype, "path": self.path}
+        same |= {"chunk_rows and landing": self.config and tuple(self.config.wire)}
+        return same | {"rows": tuple(map(int, self.rows or split_rows(x.shape[0], ctx.size)))}
+
+    def prepare(self, ctx: Context, *tensors):
+        return plan(ctx, *tensors, self.number, *self[:-1], self.gather, self.precision)
 
 
-def _alike(ctx, x, w, bias, out, op, activation, rows, out_dtype, wire_dtype, config, path, gather, precision):
-    same = {"dtype": x.dtype, "M": x.shape[0], "N": w.shape[0], "bias": bias is not None, "activation": activation}
-    same |= {"out_dtype": out_dtype or x.dtype, "wire_dtype": wire_dtype or x.dtype}
-    same |= {"path": path, "chunk_rows and landing": config and tuple(config.wire)}
-    return operation_name(op), same | {"rows": tuple(map(int, rows or split_rows(x.shape[0], ctx.size)))}
-
-
-@alike(_alike)
 def plan(
     ctx: Context, x, w, bias, out,
     op: int, activation, rows, out_dtype, wire_dtype, config, path, gather, precision,
@@ -576,21 +556,19 @@ def plan(
     # Wider elements take no more bytes a step, and so no more registers, than elements of the operands' dtype.
     put_block = config.copy_block(aligned, ctx.size) * x.element_size() // max(x.element_size(), *travels)
     launch = ctx.bind_call(
-        matmul_reduce_kernel, num_programs,
-        x_operand.argument, x_operand.row_stride, x_operand.column_stride,
-        w_operand.argument, w_operand.row_stride, w_operand.column_stride,
-        x if bias is None else bias, y_operand.argument, y,
-        o_operand.argument, outbox,
-        p_operand.argument, inbox, parity_rows, part_stride,
-        s_operand.argument,
-        schedule, tiles_m, peer_tiles_m, *waves,
-        sends, sends.numel() // SEND_FIELDS.value, starts,
-        workspace.counters, num_counters, workspace.ready, workspace.num_chunks, workspace.state, workspace.table,
-        ctx.rank, gate, workspace.copied, workspace.landed,
-        M, N, K, first_rows[ctx.rank], first_rows[ctx.rank + 1],
-        config.num_comm, num_chunks(rows[ctx.rank], config), config.chunk_rows,
-        config.sent_rows, math.gcd(config.chunk_rows, PIECE_ROWS),
-        SIZE=ctx.size, GATHER=gather, LANDING=config.landing, COPIES=config.copied, INTERLEAVED=config.interleaved,
+        matmul_reduce_kernel, num_programs, workspace,
+        x=x_operand.argument, x_stride_m=x_operand.row_stride, x_stride_k=x_operand.column_stride,
+        w=w_operand.argument, w_stride_n=w_operand.row_stride, w_stride_k=w_operand.column_stride,
+        bias=x if bias is None else bias, y=y_operand.argument, y_memory=y,
+        outbox=o_operand.argument, outbox_memory=outbox,
+        partials=p_operand.argument, inbox=inbox, parity_rows=parity_rows, part_stride=part_stride,
+        sums=s_operand.argument,
+        schedule=schedule, tiles_m=tiles_m, peer_tiles_m=peer_tiles_m, **waves._asdict(),
+        sends=sends, num_sends=sends.numel() // SEND_FIELDS.value, starts=starts, num_counters=num_counters,
+        M=M, N=N, K=K, own_first=first_rows[ctx.rank], own_end=first_rows[ctx.rank + 1],
+        num_comm=config.num_comm, own_chunks=num_chunks(rows[ctx.rank], config), chunk_rows=config.chunk_rows,
+        sent_rows=config.sent_rows, piece_rows=math.gcd(config.chunk_rows, PIECE_ROWS),
+        L=ctx.link(op), GATHER=gather, LANDING=config.landing, COPIES=config.copied, INTERLEAVED=config.interleaved,
         PARTS=waves.splits > 1,
         BLOCK_M=gemm.block_m, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, SPLIT=gemm.split,
         GROUP_M=gemm.group_m, OWN_GROUP_M=own_group(config),
@@ -599,7 +577,6 @@ def plan(
         S_TMA=s_operand.tma,
         HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
         DTYPE=triton_dtype(out_dtype), WIRE=triton_dtype(wire_dtype), PRECISION=precision,
-        OPERATION=op, TRANSPORT=ctx.transport_id,
         PUT_BLOCK=put_block, PUT_ROWS=min(max(put_block // gemm.block_n, 1), gemm.block_m),
         ALIGN=16 if aligned else min(travels),
         num_warps=gemm.num_warps, num_stages=stages_of(gemm, waves.splits), maxnreg=config.max_registers,

@@ -2,15 +2,7 @@
 
 Torch operators take plain values, so a context is passed by its name. Operators whose name ends in _out write to `out`
 and have no gradient; no other operator writes to an argument. The other state that they change, the workspace, belongs
-to the context, and no tensor that a caller holds aliases it.
-
-The functions call the operators through the dispatcher if something can observe them: a trace, a torch_function or
-torch_dispatch mode, a functorch transform, a profiler, a subclass of Tensor. Otherwise they call the implementation
-directly, because the dispatcher takes longer to reach it than a prepared launch takes.
-
-torch.func differentiates the functions and maps them with vmap, which runs an operation once for each element of the
-batch, all ranks in the same order. They have no forward mode (jvp, jacfwd, forward_ad). The torch operators themselves
-are for torch.compile: torch.func doesn't see through what torch.library registers.
+to the context, and no tensor that a caller holds aliases it. When functions call operators: tkernels.dispatch.
 
 Gradients. An entry that names an operation is computed by that operation, with its overlap if it has one:
 
@@ -35,135 +27,21 @@ need the same gradients.
 import types
 
 import torch
-from torch.autograd import forward_ad
 
-from tkernels.all_gather_matmul import all_gather_matmul as _all_gather_matmul
+from tkernels.all_gather_matmul import AllGatherMatmul
 from tkernels.comm import collectives
-from tkernels.comm.arguments import check_tensors
-from tkernels.comm.context import Context, as_context, find_context
+from tkernels.comm.arguments import check_out, check_tensors
+from tkernels.comm.context import Context, as_context
+from tkernels.comm.contexts import find_context
 from tkernels.comm.errors import TkernelsError
-from tkernels.comm.plans import check_out
-from tkernels.gemm import ACTIVATIONS, activation_reference
+from tkernels.configs import GemmConfig, OverlapConfig
+from tkernels.dispatch import PLAIN, apply_transformed, define, wants_gradient
+from tkernels.gemm import ACTIVATIONS, activation_reference, check_apart, precision
 from tkernels.gemm import matmul as _matmul
-from tkernels.matmul_all_reduce import matmul_all_reduce as _matmul_all_reduce
-from tkernels.matmul_reduce_scatter import matmul_reduce_scatter as _matmul_reduce_scatter
+from tkernels.matmul_all_reduce import MatmulAllReduce
+from tkernels.matmul_reduce_scatter import MatmulReduceScatter
 
-_library = torch.library.Library("tkernels", "DEF")
-_ops = types.SimpleNamespace()  # a function for each operator, see _define
-
-
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
-
-
-def _define(schema: str, implementation, fake, setup_context=None, backward=None, direct=None):
-    """Register an operator, and define the function of its name in `_ops`.
-
-    schema: the operator's tensors are its first positional arguments.
-    direct: what the function calls if nothing can observe the operator. None: the implementation.
-    """
-    name = schema.split("(")[0]
-    direct = direct or implementation
-    _library.define(schema, tags=(torch.Tag.needs_fixed_stride_order,))
-    _library.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"tkernels::{name}", fake, lib=_library)
-    if backward is not None:
-        torch.library.register_autograd(f"tkernels::{name}", backward, setup_context=setup_context, lib=_library)
-    registered = getattr(torch.ops.tkernels, name).default
-    operands = [a for a in registered._schema.arguments if "Tensor" in str(a.type) and not a.kwarg_only]
-    num_tensors, labels = len(operands), [a.name for a in operands]
-    optional = [a.name for a in operands if "Optional" in str(a.type)]
-
-    def check(tensors):
-        given = zip(labels, tensors, strict=True)
-        check_tensors(name, **{label: each for label, each in given if each is not None or label not in optional})
-
-    class Differentiable(torch.autograd.Function):
-        forward = staticmethod(direct)
-
-        @staticmethod
-        def jvp(ctx, *_):
-            raise NotImplementedError(
-                f"tkernels.{name} has no forward mode of automatic differentiation (jvp, jacfwd, forward_ad); use "
-                f"backward, torch.func.grad, vjp or jacrev"
-            )
-
-    class Transformed(Differentiable):
-        forward = staticmethod(registered)
-
-        @staticmethod
-        def vmap(info, in_dims, *arguments):
-            if info.batch_size == 0:
-                raise ValueError(f"{name}: vmap over an empty batch; every call of a batch is one of the operation")
-            results = []
-            for index in range(info.batch_size):
-                element = [
-                    each if dim is None else each.select(dim, index).contiguous()
-                    for each, dim in zip(arguments[:num_tensors], in_dims, strict=False)
-                ]
-                results.append(call(*element, *arguments[num_tensors:]))
-            if isinstance(results[0], torch.Tensor):
-                return torch.stack(results), 0
-            outputs = [None if each[0] is None else torch.stack(each) for each in zip(*results, strict=True)]
-            return tuple(outputs), tuple(None if each is None else 0 for each in outputs)
-
-    Differentiable.setup_context, Differentiable.backward = staticmethod(setup_context), staticmethod(backward)
-    # The apply below Function.apply, which first looks for functorch transforms: `_watched` has ruled them out.
-    apply = super(torch.autograd.Function, Differentiable).apply
-
-    def call(*arguments, **out):
-        tensors = arguments[:num_tensors]
-        if tensors[0] is None or _watched(tensors):
-            check(tensors)
-            if backward is not None and _transformed():
-                return apply_transformed(name, Transformed, *arguments)
-            return registered(*arguments, **out)
-        if _wants_gradient(*tensors):
-            return apply(*arguments)
-        return direct(*arguments, **out)
-
-    setattr(_ops, name, call)
-
-
-def _watched(tensors: tuple[torch.Tensor | None, ...]) -> bool:
-    """Whether something can observe an operator: a trace, a mode, a transform, a profiler, a subclass of Tensor."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._is_torch_function_mode_enabled()
-        or _transformed()
-        or torch.autograd._profiler_enabled()
-        or not _PLAIN.issuperset(map(type, tensors))
-    )
-
-
-def _transformed() -> bool:
-    """Whether a transform of torch.func, or forward-mode differentiation, is to see the operation itself."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-
-
-def apply_transformed(name: str, function: type[torch.autograd.Function], *arguments):
-    """function.apply, where a transform of torch.func may be active. Raises NotImplementedError where it is compiled.
-
-    Under torch.func, torch.compile takes the derivative of a Function's forward in place of its backward (2.13).
-    """
-    if not torch._C._are_functorch_transforms_active():
-        return function.apply(*arguments)
-    if torch.compiler.is_compiling():
-        raise NotImplementedError(
-            f"{name}: torch.compile doesn't see through torch.func here; compile the function, and apply "
-            f"torch.func.grad or vmap to what isn't compiled"
-        )
-    return torch.compiler.disable(function.apply)(*arguments)
-
-
-def _wants_gradient(*tensors: torch.Tensor | None) -> bool:
-    if torch.is_grad_enabled():
-        if torch._C._are_functorch_transforms_active():
-            return True  # a tensor that vmap has wrapped doesn't tell
-        for tensor in tensors:
-            if tensor is not None and tensor.requires_grad:
-                return True
-    return False
+_ops = types.SimpleNamespace()  # the functions of the operators
 
 
 def _matmul_setup(ctx, inputs, output):
@@ -178,7 +56,7 @@ def _matmul_backward(ctx, dy):
     return dy @ w if need_x else None, dy.t() @ x if need_w else None, dy.sum(0) if need_bias else None, None
 
 
-_define(
+_ops.matmul = define(
     "matmul(Tensor x, Tensor w, Tensor? bias, str? activation) -> Tensor",
     _matmul,
     lambda x, w, bias, activation: x.new_empty((x.shape[0], w.shape[0])),
@@ -210,13 +88,12 @@ class _Replicated(torch.autograd.Function):
 
 def replicated(x: torch.Tensor, context: str) -> torch.Tensor:
     """Identity on x, equal on all ranks. Each rank uses it for its own result, so its gradient is summed over ranks."""
-    return apply_transformed("replicated", _Replicated, x, context) if _wants_gradient(x) else x
+    return apply_transformed("replicated", _Replicated, x, context) if wants_gradient(x) else x
 
 
 def _all_gather_matmul_direct(x_shard_m, w, bias, activation, return_gathered, rows, context, path=None):
-    return _all_gather_matmul(
-        find_context(context), x_shard_m, w, bias, activation, return_gathered, rows=tuple(rows), path=path
-    )
+    options = activation, return_gathered, tuple(rows), None, None, path, precision(x_shard_m.dtype)
+    return find_context(context).call(AllGatherMatmul(*options), x_shard_m, w, bias, None, None)
 
 
 def _all_gather_matmul_impl(x_shard_m, *arguments, **options):
@@ -258,7 +135,7 @@ def _all_gather_matmul_backward(ctx, dy, dgathered):
     return dx, dw, dbias, None, None, None, None, None
 
 
-_define(
+_ops.all_gather_matmul = define(
     "all_gather_matmul(Tensor x_shard_m, Tensor w, Tensor? bias, str? activation, bool return_gathered, SymInt[] rows,"
     " str context, str? path=None) -> (Tensor, Tensor)",
     _all_gather_matmul_impl,
@@ -270,9 +147,8 @@ _define(
 
 
 def _matmul_reduce_scatter_impl(x_shard_k, w_shard_k, bias, activation, rows, context, path=None):
-    return _matmul_reduce_scatter(
-        find_context(context), x_shard_k, w_shard_k, bias, activation, rows=tuple(rows), path=path
-    )
+    options = activation, tuple(rows), None, None, None, path, precision(x_shard_k.dtype)
+    return find_context(context).call(MatmulReduceScatter(*options), x_shard_k, w_shard_k, bias, None)
 
 
 def _matmul_reduce_scatter_fake(x_shard_k, w_shard_k, bias, activation, rows, context, path=None):
@@ -290,7 +166,7 @@ def _matmul_reduce_scatter_backward(ctx, dy):
     dy = dy.contiguous()
     need_x, need_w, need_bias = ctx.needs_input_grad[:3]
     dx = dw = dbias = None
-    if need_x and need_w and not _wants_gradient(dy, x, w):
+    if need_x and need_w and not wants_gradient(dy, x, w):
         dx, dw, dbias = _ops.matmul_reduce_scatter_backward(dy, x, w, need_bias, ctx.rows, ctx.context, ctx.path)
         return dx, dw, dbias if need_bias else None, None, None, None, None
     if need_x:
@@ -307,7 +183,7 @@ def _matmul_reduce_scatter_backward(ctx, dy):
     return dx, dw, dbias, None, None, None, None
 
 
-_define(
+_ops.matmul_reduce_scatter = define(
     "matmul_reduce_scatter(Tensor x_shard_k, Tensor w_shard_k, Tensor? bias, str? activation, SymInt[] rows,"
     " str context, str? path=None) -> Tensor",
     _matmul_reduce_scatter_impl,
@@ -318,9 +194,7 @@ _define(
 
 
 def _matmul_reduce_scatter_backward_impl(dy_shard_m, x_shard_k, w_shard_k, need_bias, rows, context, path=None):
-    dx, gathered = _all_gather_matmul(
-        find_context(context), dy_shard_m, w_shard_k.t(), return_gathered="borrowed", rows=tuple(rows), path=path
-    )
+    dx, gathered = _all_gather_matmul_direct(dy_shard_m, w_shard_k.t(), None, None, "borrowed", rows, context, path)
     dbias = gathered.sum(0) if need_bias else gathered.new_empty(0)
     return dx, gathered.t() @ x_shard_k, dbias
 
@@ -331,7 +205,7 @@ def _matmul_reduce_scatter_backward_fake(dy_shard_m, x_shard_k, w_shard_k, need_
     return tuple(dy_shard_m.new_empty(shape) for shape in shapes)
 
 
-_define(
+_ops.matmul_reduce_scatter_backward = define(
     "matmul_reduce_scatter_backward(Tensor dy_shard_m, Tensor x_shard_k, Tensor w_shard_k, bool need_bias,"
     " SymInt[] rows, str context, str? path=None) -> (Tensor, Tensor, Tensor)",
     _matmul_reduce_scatter_backward_impl,
@@ -340,9 +214,8 @@ _define(
 
 
 def _matmul_all_reduce_impl(x_shard_k, w_shard_k, bias, activation, context, path=None):
-    return _matmul_all_reduce(
-        find_context(context), x_shard_k, w_shard_k, bias, activation, path=path
-    )
+    options = activation, None, None, None, None, path, precision(x_shard_k.dtype)
+    return find_context(context).call(MatmulAllReduce(*options), x_shard_k, w_shard_k, bias, None)
 
 
 def _matmul_all_reduce_fake(x_shard_k, w_shard_k, bias, activation, context, path=None):
@@ -365,7 +238,7 @@ def _matmul_all_reduce_backward(ctx, dy):
     return dx, dw, dbias, None, None, None
 
 
-_define(
+_ops.matmul_all_reduce = define(
     "matmul_all_reduce(Tensor x_shard_k, Tensor w_shard_k, Tensor? bias, str? activation, str context,"
     " str? path=None) -> Tensor",
     _matmul_all_reduce_impl,
@@ -383,21 +256,21 @@ def _save_context(ctx, inputs, output):
     _, ctx.context = inputs
 
 
-_define(
+_ops.all_gather = define(
     "all_gather(Tensor x_shard_m, SymInt[] rows, str context) -> Tensor",
     lambda x, rows, context: collectives.all_gather(find_context(context), x, tuple(rows)),
     lambda x, rows, context: x.new_empty((sum(rows), *x.shape[1:])),
     _save_rows,
     lambda ctx, dy: (_ops.reduce_scatter(dy.contiguous(), ctx.rows, ctx.context), None, None),
 )
-_define(
+_ops.reduce_scatter = define(
     "reduce_scatter(Tensor x, SymInt[] rows, str context) -> Tensor",
     lambda x, rows, context: collectives.reduce_scatter(find_context(context), x, tuple(rows)),
     lambda x, rows, context: x.new_empty((rows[find_context(context).rank], *x.shape[1:])),
     _save_rows,
     lambda ctx, dy: (_ops.all_gather(dy.contiguous(), ctx.rows, ctx.context), None, None),
 )
-_define(
+_ops.all_reduce = define(
     "all_reduce(Tensor x, str context) -> Tensor",
     lambda x, context: collectives.all_reduce(find_context(context), x),
     lambda x, context: torch.empty_like(x, memory_format=torch.contiguous_format),
@@ -406,19 +279,19 @@ _define(
 )
 
 
-_define(
+_ops.all_gather_out = define(
     "all_gather_out(Tensor x, SymInt[] rows, str context, *, Tensor(a!) out) -> ()",
     lambda x, rows, context, *, out: _discard(collectives.all_gather(find_context(context), x, tuple(rows), out)),
     lambda x, rows, context, *, out: check_out("all_gather", out, (sum(rows), *x.shape[1:]), x.dtype, x.device),
 )
-_define(
+_ops.reduce_scatter_out = define(
     "reduce_scatter_out(Tensor x, SymInt[] rows, str context, *, Tensor(a!) out) -> ()",
     lambda x, rows, context, *, out: _discard(collectives.reduce_scatter(find_context(context), x, tuple(rows), out)),
     lambda x, rows, context, *, out: check_out(
         "reduce_scatter", out, (rows[find_context(context).rank], *x.shape[1:]), x.dtype, x.device
     ),
 )
-_define(
+_ops.all_reduce_out = define(
     "all_reduce_out(Tensor x, str context, *, Tensor(a!) out) -> ()",
     lambda x, context, *, out: _discard(collectives.all_reduce(find_context(context), x, out)),
     lambda x, context, *, out: check_out("all_reduce", out, tuple(x.shape), x.dtype, x.device),
@@ -430,9 +303,9 @@ def _discard(_: torch.Tensor):
 
 
 def _into(name: str, out: torch.Tensor, x: torch.Tensor, *arguments) -> torch.Tensor:
-    if not _PLAIN.issuperset((type(x), type(out))):
+    if not PLAIN.issuperset((type(x), type(out))):
         check_tensors(name, x=x, out=out)
-    if _wants_gradient(x, out):
+    if wants_gradient(x, out):
         raise ValueError(f"{name}: out= has no gradient; leave it out, or call under torch.no_grad()")
     getattr(_ops, f"{name}_out")(x, *arguments, out=out)
     return out
@@ -454,17 +327,43 @@ def _split_activation(activation: str | None, *operands: torch.Tensor | None) ->
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r} is unknown; use {', '.join(map(str, ACTIVATIONS))}")
     tensors = [each for each in operands if isinstance(each, torch.Tensor)]  # the operator refuses what is none
-    return (None, activation) if _wants_gradient(*tensors) else (activation, None)
+    return (None, activation) if wants_gradient(*tensors) else (activation, None)
+
+
+def _check_options(name: str, operands: dict, out: torch.Tensor | None, gathered: torch.Tensor | None = None):
+    """Check a call with options that torch's operators have no words for, and that therefore has no gradient.
+
+    operands: by name. out, gathered: the tensors that it writes to.
+    """
+    optional = {"bias": operands["bias"], "out": out, "return_gathered": gathered}
+    given = {label: each for label, each in optional.items() if each is not None}
+    check_tensors(name, **{label: each for label, each in operands.items() if label != "bias"}, **given)
+    if wants_gradient(*operands.values(), out, gathered):
+        raise ValueError(
+            f"{name}: out=, out_dtype=, wire_dtype=, config=, and return_gathered= of a tensor or 'borrowed' have no "
+            f"gradient; leave them out, or call under torch.no_grad()"
+        )
+    check_apart(name, out, **operands)
 
 
 def matmul(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    *,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    config: GemmConfig | None = None,
 ) -> torch.Tensor:
     """activation(x @ w.T + bias) on this rank alone, not collective: x [M, K], w [N, K], bias [N] -> [M, N].
 
     fp32, fp16, bf16; accumulated in fp32. w may be the view `w.t()` of a [K, N] matrix. activation: as in
-    all_gather_matmul. Raises ValueError or TypeError.
+    all_gather_matmul; out, out_dtype and config too. Raises ValueError or TypeError.
     """
+    if out is not None or out_dtype is not None or config is not None:
+        _check_options("matmul", {"x": x, "w": w, "bias": bias}, out)
+        return _matmul(x, w, bias, activation, out=out, out_dtype=out_dtype, config=config)
     fused, separate = _split_activation(activation, x, w, bias)
     return activation_reference(_ops.matmul(x, w, bias, fused), separate)
 
@@ -482,31 +381,51 @@ def all_gather_matmul(
     w_shard_n: torch.Tensor,
     bias: torch.Tensor | None = None,
     activation: str | None = None,
-    return_gathered: bool = False,
+    return_gathered: bool | str | torch.Tensor = False,
     *,
     rows: tuple[int, ...] | None = None,
-    ctx: Context | None = None,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    config: OverlapConfig | None = None,
     path: str | None = None,
+    ctx: Context | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Collective. y_shard_n = activation(all_gather(x_shard_m) @ w_shard_n.T + bias).
 
-    x_shard_m [M/R, K], w_shard_n [N/R, K], bias [N/R] -> y_shard_n [M, N/R].
+    x_shard_m [M/R, K], w_shard_n [N/R, K], bias [N/R] -> y_shard_n [M, N/R]. x_shard_m is read in place; a copy is made
+    only if its rows are not contiguous. N/R may differ from rank to rank and be 0.
 
-    return_gathered: also return x gathered [M, K]; backward then uses it instead of gathering again.
+    return_gathered: also return x gathered [M, K]; backward then uses it instead of gathering again. A tensor [M, K]
+        receives it; x_shard_m may be this rank's rows of that tensor. "borrowed": it may be left in the workspace,
+        which the next call on this stream overwrites.
     rows: every rank's row count where they differ, for example split_rows(M, R). None: all have as many as this rank.
     activation: None, "relu", "gelu" (exact), "gelu_tanh" or "silu"; fused unless a gradient is needed.
+    out: a contiguous tensor that shares no memory with the operands, to fill and return.
+    out_dtype: of y, the operands' dtype or float32.
+    config: the tiles and the way of sending, see OverlapConfig. None: the tuned configuration, else the default rule.
     path: "fused", or "plain" for a collective and torch.mm one after the other, which is faster for few rows. None:
         the choice of `tkernels.explain`. All ranks must pass the same; backward takes the same path.
-    fp32, fp16, bf16; accumulated in fp32. w_shard_n may be the view `w.t()` of a [K, N/R] matrix.
+    fp32, fp16, bf16; accumulated in fp32. w_shard_n may be the view `w.t()` of a [K, N/R] matrix. A call with out,
+    out_dtype, config, or a return_gathered that is no bool has no gradient.
     Raises ValueError or TypeError before the first signal, HeapExhaustedError if the context's heap has no room for a
     larger call, WaitTimeoutError if a peer did not answer in time.
     """
     ctx = as_context(ctx)
     rows = collectives.check_rows("all_gather_matmul", ctx, rows, own=_num_rows("all_gather_matmul", x_shard_m))
-    fused, separate = _split_activation(activation, x_shard_m, w_shard_n, bias)
-    y, gathered = _ops.all_gather_matmul(x_shard_m, w_shard_n, bias, fused, return_gathered, rows, ctx.name, path)
-    y = activation_reference(y, separate)
-    return (y, gathered) if return_gathered else y
+    if out is None and out_dtype is None and config is None and not isinstance(return_gathered, (str, torch.Tensor)):
+        fused, separate = _split_activation(activation, x_shard_m, w_shard_n, bias)
+        y, gathered = _ops.all_gather_matmul(x_shard_m, w_shard_n, bias, fused, return_gathered, rows, ctx.name, path)
+        y = activation_reference(y, separate)
+        return (y, gathered) if return_gathered else y
+    into = return_gathered if isinstance(return_gathered, torch.Tensor) else None
+    operands = {"x_shard_m": x_shard_m, "w_shard_n": w_shard_n, "bias": bias}
+    _check_options("all_gather_matmul", operands, out, into)
+    check_apart("all_gather_matmul", out, return_gathered=into)
+    check_apart("all_gather_matmul", into, "return_gathered", w_shard_n=w_shard_n, bias=bias)
+    wanted = into is not None or return_gathered
+    call = AllGatherMatmul(activation, wanted, rows, out_dtype, config, path, precision(x_shard_m.dtype))
+    y, gathered = ctx.call(call, *operands.values(), out, into)
+    return (y, gathered) if wanted else y
 
 
 def matmul_reduce_scatter(
@@ -516,21 +435,33 @@ def matmul_reduce_scatter(
     activation: str | None = None,
     *,
     rows: tuple[int, ...] | None = None,
-    ctx: Context | None = None,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    wire_dtype: torch.dtype | None = None,
+    config: OverlapConfig | None = None,
     path: str | None = None,
+    ctx: Context | None = None,
 ) -> torch.Tensor:
     """Collective. This rank's rows of activation(sum over ranks of x_shard_k @ w_shard_k.T + bias).
 
-    x_shard_k [M, K/R], w_shard_k [N, K/R], bias [N] -> y_shard_m [M/R, N]. Bias is added once, after the sum.
+    x_shard_k [M, K/R], w_shard_k [N, K/R], bias [N] -> y_shard_m [M/R, N]. Bias is added once, after the sum. K/R may
+    differ from rank to rank and be 0.
+
     rows: every rank's row count; needed where M does not divide by R.
-    activation, path, dtypes, views of w_shard_k, exceptions: as all_gather_matmul.
+    wire_dtype: of the partial sums that are sent, the operands' dtype or float32. A call with it has no gradient.
+    activation, out, out_dtype, config, path, dtypes, views of w_shard_k, exceptions: as all_gather_matmul.
     """
     ctx = as_context(ctx)
     total = _num_rows("matmul_reduce_scatter", x_shard_k)
     rows = collectives.check_rows("matmul_reduce_scatter", ctx, rows, total=total)
-    fused, separate = _split_activation(activation, x_shard_k, w_shard_k, bias)
-    y = _ops.matmul_reduce_scatter(x_shard_k, w_shard_k, bias, fused, rows, ctx.name, path)
-    return activation_reference(y, separate)
+    if out is None and out_dtype is None and wire_dtype is None and config is None:
+        fused, separate = _split_activation(activation, x_shard_k, w_shard_k, bias)
+        y = _ops.matmul_reduce_scatter(x_shard_k, w_shard_k, bias, fused, rows, ctx.name, path)
+        return activation_reference(y, separate)
+    operands = {"x_shard_k": x_shard_k, "w_shard_k": w_shard_k, "bias": bias}
+    _check_options("matmul_reduce_scatter", operands, out)
+    call = MatmulReduceScatter(activation, rows, out_dtype, wire_dtype, config, path, precision(x_shard_k.dtype))
+    return ctx.call(call, x_shard_k, w_shard_k, bias, out)
 
 
 def matmul_all_reduce(
@@ -539,18 +470,25 @@ def matmul_all_reduce(
     bias: torch.Tensor | None = None,
     activation: str | None = None,
     *,
-    ctx: Context | None = None,
+    out_dtype: torch.dtype | None = None,
+    wire_dtype: torch.dtype | None = None,
+    config: OverlapConfig | None = None,
     path: str | None = None,
+    ctx: Context | None = None,
 ) -> torch.Tensor:
     """Collective. activation(sum over ranks of x_shard_k @ w_shard_k.T + bias), the same bits on every rank.
 
-    x_shard_k [M, K/R], w_shard_k [N, K/R], bias [N] -> y [M, N].
-    activation, path, dtypes, views of w_shard_k, exceptions: as all_gather_matmul.
+    x_shard_k [M, K/R], w_shard_k [N, K/R], bias [N] -> y [M, N]. Finished rows are sent in out_dtype.
+    All options and exceptions: as matmul_reduce_scatter.
     """
     ctx = as_context(ctx)
-    fused, separate = _split_activation(activation, x_shard_k, w_shard_k, bias)
-    y = _ops.matmul_all_reduce(x_shard_k, w_shard_k, bias, fused, ctx.name, path)
-    return activation_reference(y, separate)
+    if out_dtype is None and wire_dtype is None and config is None:
+        fused, separate = _split_activation(activation, x_shard_k, w_shard_k, bias)
+        y = _ops.matmul_all_reduce(x_shard_k, w_shard_k, bias, fused, ctx.name, path)
+        return activation_reference(y, separate)
+    _check_options("matmul_all_reduce", {"x_shard_k": x_shard_k, "w_shard_k": w_shard_k, "bias": bias}, None)
+    call = MatmulAllReduce(activation, None, out_dtype, wire_dtype, config, path, precision(x_shard_k.dtype))
+    return ctx.call(call, x_shard_k, w_shard_k, bias, None)
 
 
 def all_gather(

@@ -247,8 +247,7 @@ def join_halves(left, right, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def wait_chunks(
-    ready, landed, max_chunks, source, chunk, count, epoch, table,
-    SOURCES: tl.constexpr, SIZE: tl.constexpr, COPIES: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
+    ready, landed, max_chunks, epoch, source, chunk, count, net, L, SOURCES: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     """Wait for `count` (at most MAX_TILE_CHUNKS) chunks from `chunk` on, of each of SOURCES ranks from `source` on.
 
@@ -256,31 +255,28 @@ def wait_chunks(
     ready, landed, COPIES: as in `wait_chunk`. COPIES is how this rank sends, and peers mostly send in the same way.
     """
     way = tl.arange(0, triton.next_power_of_2(SOURCES * MAX_TILE_CHUNKS))
-    whose = (source + way % SOURCES) % SIZE
+    whose = (source + way % SOURCES) % L.RANKS
     if COPIES:
-        here = arrived(landed + whose, chunk + count, TRANSPORT)
+        here = arrived(landed + whose, chunk + count, L)
     else:
         words = whose * max_chunks + chunk + tl.minimum(way // SOURCES, count - 1)
-        here = arrived(ready + words, epoch, TRANSPORT)
+        here = arrived(ready + words, epoch, L)
     if not here:
         for step in range(SOURCES):
-            peer = (source + step) % SIZE
+            peer = (source + step) % L.RANKS
             for at in range(chunk, chunk + count):
-                wait_chunk(ready, landed, max_chunks, peer, at, epoch, table, COPIES, OPERATION, TRANSPORT)
+                wait_chunk(ready, landed, max_chunks, epoch, peer, at, net, L, COPIES)
 
 
 @triton.jit
-def words_of_peers(max_chunks, chunks, first, rank, SIZE: tl.constexpr):
+def words_of_peers(max_chunks, chunks, first, net, L):
     """Indices of the signal words of all peers' chunks, at most MAX_LOOK of them, beginning with chunk `first`."""
-    way = (first + tl.arange(0, MAX_LOOK)) % (chunks * (SIZE - 1))
-    return (rank + 1 + way // chunks) % SIZE * max_chunks + way % chunks
+    way = (first + tl.arange(0, MAX_LOOK)) % (chunks * (L.RANKS - 1))
+    return (net.rank + 1 + way // chunks) % L.RANKS * max_chunks + way % chunks
 
 
 @triton.jit
-def all_arrived(
-    ready, landed, max_chunks, chunks, first, rank, epoch,
-    SIZE: tl.constexpr, COPIES: tl.constexpr, TRANSPORT: tl.constexpr,
-):  # fmt: skip
+def all_arrived(ready, landed, max_chunks, epoch, chunks, first, net, L, COPIES: tl.constexpr):
     """Poll once whether `chunks` chunks of each peer have arrived, so that later tiles need not wait.
 
     May return False although they have.
@@ -288,9 +284,9 @@ def all_arrived(
     """
     there = tl.full((), False, tl.int1)
     if COPIES:
-        peers = (rank + 1 + tl.arange(0, triton.next_power_of_2(SIZE)) % (SIZE - 1)) % SIZE
-        there = arrived(landed + peers, chunks, TRANSPORT)
-    elif chunks * (SIZE - 1) <= MAX_LOOK:
-        there = arrived(ready + words_of_peers(max_chunks, chunks, first, rank, SIZE), epoch, TRANSPORT)
+        peers = (net.rank + 1 + tl.arange(0, triton.next_power_of_2(L.RANKS)) % (L.RANKS - 1)) % L.RANKS
+        there = arrived(landed + peers, chunks, L)
+    elif chunks * (L.RANKS - 1) <= MAX_LOOK:
+        there = arrived(ready + words_of_peers(max_chunks, chunks, first, net, L), epoch, L)
     return there
 # fmt: on

@@ -22,7 +22,7 @@ from tkernels.choice import problem_of
 from tkernels.comm import capture, collectives, runtime
 from tkernels.comm.arguments import check_torch_dtype, check_type, whole
 from tkernels.comm.context import Context, as_context
-from tkernels.comm.plans import Launch, without_grad
+from tkernels.comm.launch import PreparedLaunch
 from tkernels.comm.regions import ALIGNMENT, round_up
 from tkernels.configs import OverlapConfig
 from tkernels.gemm import ACTIVATIONS, check_result, finish, layout_of, load_tile, store_tile
@@ -158,9 +158,8 @@ def plan_all_gather_matmul(ctx: Context, x, w, bias, out, gathered, activation, 
                               ((M, N) if separate else (0,), torch.float32))  # fmt: skip
     finish = _finish(product, bias, activation, y) if separate else None
     into = gathered if return_gathered else whole
-    gather = collectives.plan_all_gather(ctx, x, into, rows, collectives.ALONE_PROGRAMS)
+    gather = collectives.AllGather(rows, collectives.ALONE_PROGRAMS).prepare(ctx, x, into)
 
-    @without_grad
     def run(x, w, bias, out, gathered):
         y = x.new_empty((M, N), dtype=out_dtype) if out is None else out
         rows_of_all = gather(x, gathered if return_gathered else whole)
@@ -189,11 +188,10 @@ def plan_matmul_reduce(ctx: Context, x, w, bias, out, activation, rows, out_dtyp
 
     into, dtype = (sums, torch.float32) if separate else (out, out_dtype)
     if gather:
-        reduce = collectives.plan_all_reduce(ctx, partial, into, dtype)
+        reduce = collectives.AllReduce(dtype).prepare(ctx, partial, into)
     else:
-        reduce = collectives.plan_reduce_scatter(ctx, partial, into, rows, collectives.ALONE_PROGRAMS, dtype)
+        reduce = collectives.ReduceScatter(rows, collectives.ALONE_PROGRAMS, dtype).prepare(ctx, partial, into)
 
-    @without_grad
     def run(x, w, bias, out):
         _multiply(x, w, partial)
         if not separate:
@@ -251,7 +249,7 @@ def _finish(total: torch.Tensor, bias: torch.Tensor | None, activation: str | No
     (M, N), block_m, block_n = total.shape, 4, 512
     if total.numel() == 0:
         return lambda bias, y: None
-    launch = Launch(
+    launch = PreparedLaunch(
         finish_kernel, triton.cdiv(M, block_m) * triton.cdiv(N, block_n),
         (total, total if bias is None else bias, y, M, N), ("bias", "y"),
         BLOCK_M=block_m, BLOCK_N=block_n, HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],

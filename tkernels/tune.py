@@ -22,19 +22,18 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from tkernels import model, tuned
-from tkernels.all_gather_matmul import all_gather_matmul
-from tkernels.choice import KEY, bucket, choices_of, forget_plans, problem_of
+from tkernels.choice import KEY, bucket, choices_of, forget_calls, problem_of
 from tkernels.comm import runtime
 from tkernels.comm.arguments import check_torch_dtype, check_type, whole
 from tkernels.comm.collectives import split_rows
-from tkernels.comm.context import Context, as_context, open_contexts
+from tkernels.comm.context import Context, as_context
+from tkernels.comm.contexts import open_contexts
 from tkernels.comm.errors import TkernelsError
 from tkernels.configs import LAYOUTS, OPERATIONS, GemmConfig, OverlapConfig, Wire, by_copy_engine, check_field, name_of
 from tkernels.gemm import layout_of, matmul
-from tkernels.matmul_all_reduce import matmul_all_reduce
-from tkernels.matmul_reduce_scatter import matmul_reduce_scatter
+from tkernels.operators import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from tkernels.paths import Choice, explain
-from tkernels.testing.compare import tolerance
+from tkernels.rounding import tolerance
 from tkernels.timing import agree
 from tkernels.timing import measure as measure_all
 
@@ -150,10 +149,10 @@ class Operands:
         if self.job.operation == "matmul":
             return matmul(x, w, config=config)
         if self.job.operation == "all_gather_matmul":
-            return all_gather_matmul(ctx, x, w, rows=self.rows, config=config, path="fused")[0]
+            return all_gather_matmul(x, w, rows=self.rows, config=config, path="fused", ctx=ctx)
         if self.job.operation == "matmul_reduce_scatter":
-            return matmul_reduce_scatter(ctx, x, w, rows=self.rows, config=config, path="fused")
-        return matmul_all_reduce(ctx, x, w, config=config, path="fused")
+            return matmul_reduce_scatter(x, w, rows=self.rows, config=config, path="fused", ctx=ctx)
+        return matmul_all_reduce(x, w, config=config, path="fused", ctx=ctx)
 
     def library(self) -> torch.Tensor:
         """This rank's local GEMM alone, by torch (cuBLAS on GPUs)."""
@@ -255,7 +254,7 @@ def tune(
     # A local GEMM looks up the records of whichever context is the default when it is called: update all of them.
     for each in open_contexts() if operation == "matmul" else [ctx]:
         choices_of(each).remember(record)
-        forget_plans(each)
+        forget_calls(each)
     return outcome
 
 

@@ -19,7 +19,7 @@ import numpy
 import torch
 
 from tkernels.comm.collectives import split_rows
-from tkernels.comm.context import current_context, open_contexts
+from tkernels.comm.contexts import current_context, open_contexts
 
 Intervals = tuple[tuple[int, int], ...]
 Owned = tuple[Intervals, Intervals]

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from tkernels.comm import Context, as_context
+from tkernels.comm.calls import describe
 from tkernels.comm.errors import TkernelsError
-from tkernels.comm.plans import describe
 from tkernels.gemm import precision
 from tkernels.layers.cublasmp.distributions import Distribution
 from tkernels.layers.cublasmp.operands import Home, bring, take_back
@@ -270,7 +270,7 @@ class Matmul:
         """
         self._check(operands=True)
         where, error = _tried(self.ctx, self._stream if stream is None else stream)
-        with where:
+        with where, self.ctx.turn:
             distributions, _, _, qualifiers, scales, options = self._asked
             request = _understand(
                 self.ctx, self._operands, distributions, self._alpha, self._beta, qualifiers, scales, options,
@@ -453,7 +453,7 @@ def matmul(
     """
     ctx, operands, inputs = as_context(ctx), {"a": a, "b": b, "c": c}, {} if epilog_inputs is None else epilog_inputs
     where, error = (_HERE, None) if stream is None else _tried(ctx, stream)
-    with where:
+    with where, ctx.turn:
         key = call = home = None
         try:
             if error is not None:
@@ -468,7 +468,7 @@ def matmul(
             distributions = tuple(distributions)
             if totals is not None or ctx.size == 1:
                 key = _key(*operands.values(), distributions, qualifiers, epilog, inputs, options, preferences, totals)
-                call = ctx.workspace().known_plan(key)
+                call = ctx.workspace().prepared(key)
             scalars = _scalars(c, alpha, beta, quantization_scales)
         except Exception:
             key = call = None  # _prepare reports the error
@@ -478,11 +478,10 @@ def matmul(
         (a, b, c), own = operands.values(), c
         if torch.is_grad_enabled():
             _refuse_gradients(a, b, c, *inputs.values())
-        with ctx.turn:
-            if call.single is not None and scalars == (1.0, 0.0):
-                result = call.single(*call.plan.views(a, b), bias_of(inputs))
-            else:
-                result = call.plan.run(ctx, *call.plan.views(a, b), c, *scalars, inputs)
+        if call.single is not None and scalars == (1.0, 0.0):
+            result = call.single(*call.plan.views(a, b), bias_of(inputs))
+        else:
+            result = call.plan.run(ctx, *call.plan.views(a, b), c, *scalars, inputs)
         return result if home is None else take_back(home, result, own if call.plan.inplace else None)
 
 
@@ -509,10 +508,10 @@ def _prepare(ctx, key, totals, operands, *asked, error) -> tuple[_Call, tuple[fl
             if len(plans) >= MAX_PLANS:
                 # Evict its calls, too: whether a rank has to plan must not depend on its tensors' alignment.
                 oldest = plans.pop(next(iter(plans)))
-                ctx.forget_plans(lambda kept: isinstance(kept, _Call) and kept.plan is oldest)
+                ctx.forget_calls(lambda kept: isinstance(kept, _Call) and kept.plan is oldest)
             plans[problem, totals] = plan
     a, b = request.operands["a"], request.operands["b"]
     with torch.no_grad():
         single = plan.prepare(ctx, *plan.views(a, b), bias_of(request.inputs)) if plan.single else None
     call = _Call(plan, single)
-    return call if key is None else ctx.workspace().plan(key, lambda: call), scalars
+    return call if key is None else ctx.workspace().prepared(key, lambda: call), scalars

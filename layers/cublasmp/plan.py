@@ -14,11 +14,11 @@ import warnings
 
 import torch
 
-from tkernels.all_gather_matmul import plan as plan_gather
+from tkernels.all_gather_matmul import AllGatherMatmul
 from tkernels.choice import overlap_config
 from tkernels.comm import Context
+from tkernels.comm.calls import describe, local_calls
 from tkernels.comm.collectives import all_gather, all_reduce, reduce_scatter
-from tkernels.comm.plans import describe, local_plans
 from tkernels.configs import with_room_for
 from tkernels.gemm import layout_of
 from tkernels.gemm import plan as plan_matmul
@@ -27,9 +27,8 @@ from tkernels.layers.cublasmp.distributions import length, local_shape
 from tkernels.layers.cublasmp.options import MatmulAlgoType, MatmulEpilog, MatmulResultScheme
 from tkernels.layers.cublasmp.problem import BGRAD, Extents, Layout, MatrixLayout, Problem, resolve, survey
 from tkernels.layers.cublasmp.redistribution import Redistribution, indices
-from tkernels.matmul_all_reduce import OP as ALL_REDUCE
-from tkernels.matmul_reduce_scatter import OP as REDUCE_SCATTER
-from tkernels.matmul_reduce_scatter import plan as plan_reduce
+from tkernels.matmul_all_reduce import MatmulAllReduce
+from tkernels.matmul_reduce_scatter import MatmulReduceScatter
 from tkernels.paths import choose_path
 
 OPERATIONS = {
@@ -172,7 +171,7 @@ class Plan:
         if self.single and alpha == 1 and not beta:
             bias = bias_of(inputs)
             key = self, describe(x), describe(w), describe(bias)
-            return ctx.workspace().plan(key, lambda: self.prepare(ctx, x, w, bias))(x, w, bias)
+            return ctx.workspace().prepared(key, lambda: self.prepare(ctx, x, w, bias))(x, w, bias)
         sum_of, moves = (x, w), self.moves
         if moves:
             x, w = self._moved(ctx, x, w)
@@ -240,19 +239,19 @@ class Plan:
             return lambda x, w, bias: reduce_scatter(ctx, self._multiply(x, w, None, None, self.wire), self.rows)
         config, products = self._config(ctx, x, w, dtype), self.problem.precision
         if gathers:
-            options = activation, False, self.rows, dtype, config, self.path, products
-            run = ctx.plan(plan_gather, (x, w, bias, None, None), *options)
+            call = AllGatherMatmul(activation, False, self.rows, dtype, config, self.path, products)
+            run = ctx.prepared(call, x, w, bias, None, None)
             return lambda x, w, bias: run(x, w, bias, None, None)[0]
-        operation = ALL_REDUCE if sums_everywhere else REDUCE_SCATTER
-        options = operation.value, activation, self.rows, dtype, self.wire, config, self.path, sums_everywhere, products
-        run = ctx.plan(plan_reduce, (x, w, bias, None), *options)
+        kind = MatmulAllReduce if sums_everywhere else MatmulReduceScatter
+        call = kind(activation, self.rows, dtype, self.wire, config, self.path, products)
+        run = ctx.prepared(call, x, w, bias, None)
         return lambda x, w, bias: run(x, w, bias, None)
 
     def _multiply(self, x, w, bias, activation, dtype) -> torch.Tensor:
         """This rank's GEMM alone, in the problem's precision."""
         tensors, options = (x, w, bias, None), (activation, dtype, None, self.problem.precision)
         key = Plan._multiply, *map(describe, tensors), *options
-        return local_plans.find(key, lambda: plan_matmul(*tensors, *options))(*tensors)
+        return local_calls.find(key, lambda: plan_matmul(*tensors, *options))(*tensors)
 
     def _config(self, ctx: Context, x, w, dtype):
         if self.num_comm is None:

@@ -28,24 +28,24 @@ from numbers import Integral
 import torch
 import torch.distributed as dist
 
-from tkernels.all_gather_matmul import plan as plan_gather
+from tkernels.all_gather_matmul import AllGatherMatmul
 from tkernels.choice import gemm_config, overlap_config
 from tkernels.comm import capture, collectives, stream_order
+from tkernels.comm.calls import describe
 from tkernels.comm.capture import lasting
 from tkernels.comm.collectives import check_rows, split_rows
 from tkernels.comm.context import Context, init
 from tkernels.comm.errors import TkernelsError
+from tkernels.comm.fence import Fence
 from tkernels.comm.group import Group
-from tkernels.comm.lease import Fence, Lease
-from tkernels.comm.plans import describe
 from tkernels.comm.regions import round_up
 from tkernels.comm.workspace import LAMPORT_BYTES, most_packets
 from tkernels.configs import MAX_TILE_CHUNKS, MIN_CHUNK_ROWS, OverlapConfig, with_room_for
 from tkernels.gemm import layout_of, precision
 from tkernels.gemm import plan as plan_matmul
+from tkernels.layers.lease import Lease
 from tkernels.layers.userbuffers.defaults import OverlapOptions, integer
-from tkernels.matmul_reduce_scatter import OP as REDUCE_SCATTER
-from tkernels.matmul_reduce_scatter import plan as plan_reduce
+from tkernels.matmul_reduce_scatter import MatmulReduceScatter
 from tkernels.model import COPY_BYTES
 from tkernels.overlap import TILE_COUNTS
 
@@ -308,10 +308,10 @@ class CommOverlapCore:
 
     # Communication and GEMMs
 
-    def plan(self, prepare, tensors: tuple[torch.Tensor | None, ...], *options):
-        """The cached result of `prepare(self, *tensors, *options)` for calls like this one; see Context.plan."""
+    def prepared(self, prepare, tensors: tuple[torch.Tensor | None, ...], *options):
+        """The cached result of `prepare(self, *tensors, *options)` for calls like this one; see Context.prepared."""
         key = prepare, self._number, precision(tensors[0].dtype), *map(describe, tensors), *options
-        return self.context.workspace().plan(key, lambda: prepare(self, *tensors, *options))
+        return self.context.workspace().prepared(key, lambda: prepare(self, *tensors, *options))
 
     @property
     def context(self) -> Context:
@@ -329,15 +329,15 @@ class CommOverlapCore:
         tensors = x_shard_m, w, bias, out, gathered if isinstance(gathered, torch.Tensor) else None
         options = tensors[-1] is not None or gathered, rows if rows is None else tuple(rows), out_dtype
         with self.context.turn:
-            return self.plan(CommOverlapCore.plan_all_gather_matmul, tensors, *options)(*tensors)
+            return self.prepared(CommOverlapCore.plan_all_gather_matmul, tensors, *options)(*tensors)
 
     def plan_all_gather_matmul(self, x, w, bias, out, gathered, return_gathered: bool | str, rows, out_dtype):
         """Plan `all_gather_matmul` for tensors like these; returns a function of them."""
         rows = check_rows("all_gather_matmul", self.context, rows, own=x.shape[0])
         config = self._config("all_gather_matmul", sum(rows), x, w, x.shape[1])
         config = with_room_for(config, out_dtype or x.dtype, x.dtype)
-        options = None, return_gathered, rows, out_dtype, config, None, precision(x.dtype)
-        return self.context.plan(plan_gather, (x, w, bias, out, gathered), *options)
+        call = AllGatherMatmul(None, return_gathered, rows, out_dtype, config, None, precision(x.dtype))
+        return self.context.prepared(call, x, w, bias, out, gathered)
 
     def matmul_reduce_scatter(
         self, x, w, bias=None, *, rows=None, out=None, out_dtype=None, beside: bool = False
@@ -348,7 +348,7 @@ class CommOverlapCore:
         """
         tensors, options = (x, w, bias, out), (rows if rows is None else tuple(rows), out_dtype, beside)
         with self.context.turn:
-            return self.plan(CommOverlapCore.plan_matmul_reduce_scatter, tensors, *options)(*tensors)
+            return self.prepared(CommOverlapCore.plan_matmul_reduce_scatter, tensors, *options)(*tensors)
 
     def plan_matmul_reduce_scatter(self, x, w, bias, out, rows, out_dtype, beside: bool = False):
         """Plan `matmul_reduce_scatter` for tensors like these; returns a function of them."""
@@ -356,8 +356,8 @@ class CommOverlapCore:
         spared = self._num_carriers if beside else 0
         config = self._config("matmul_reduce_scatter", x.shape[0], x, w, w.shape[0], spared)
         config = with_room_for(config, out_dtype or x.dtype, x.dtype)
-        options = REDUCE_SCATTER.value, None, rows, out_dtype, None, config, None, False, precision(x.dtype)
-        return self.context.plan(plan_reduce, (x, w, bias, out), *options)
+        call = MatmulReduceScatter(None, rows, out_dtype, None, config, None, precision(x.dtype))
+        return self.context.prepared(call, x, w, bias, out)
 
     def all_gather(self, x_shard_m, rows, out=None, max_programs=collectives.MAX_PROGRAMS) -> torch.Tensor:
         """Collective. Every rank's rows, on the current stream."""
@@ -403,7 +403,7 @@ class CommOverlapCore:
     def multiply(self, x: torch.Tensor, w: torch.Tensor, out_dtype=None, out=None) -> torch.Tensor:
         """x @ w.T on this rank. Leaves free the SMs that set_sm_margin and NVTE_EXT_MARGIN_SM reserve."""
         tensors = x, w, out
-        return self.plan(CommOverlapCore.plan_multiply, tensors, out_dtype)(*tensors)
+        return self.prepared(CommOverlapCore.plan_multiply, tensors, out_dtype)(*tensors)
 
     def plan_multiply(self, x, w, out, out_dtype):
         """Plan `multiply` for tensors like these; returns a function of them."""

@@ -34,7 +34,7 @@ from tkernels.comm.collectives import split_rows
 from tkernels.comm.group import all_gather_single, reduce_scatter_single
 from tkernels.layers.grad_hooks import grad_ready_hooks
 from tkernels.layers.userbuffers.communicators import CommOverlapCore, group_of, product
-from tkernels.matmul_all_reduce import matmul_all_reduce
+from tkernels.operators import matmul_all_reduce
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class Row:
             return self.fprop.matmul_reduce_scatter(x, w, rows=self.rows)
         if self.sequence_parallel:
             return self._reduce_scatter(x @ w.t())
-        return _all_reduce(x @ w.t(), self.group) if self.summed is None else matmul_all_reduce(self.summed, x, w)
+        return _all_reduce(x @ w.t(), self.group) if self.summed is None else matmul_all_reduce(x, w, ctx=self.summed)
 
     def backward(self, dy, x, w, need_x, dw):
         if not self.sequence_parallel:

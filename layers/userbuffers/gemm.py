@@ -11,8 +11,8 @@ from collections.abc import Iterable
 import torch
 from torch.nn import functional
 
+from tkernels.comm.calls import local_calls
 from tkernels.comm.collectives import check_rows, split_rows
-from tkernels.comm.plans import local_plans, without_grad
 from tkernels.layers.userbuffers.communicators import CommOverlapCore, CommOverlapType, product
 from tkernels.layers.userbuffers.defaults import boolean
 
@@ -118,11 +118,11 @@ def general_gemm(
                 # The key holds no shapes: the plan doesn't depend on them, and torch checks them in each call.
                 into, given = out is None or (out.dtype, out.is_contiguous()), (bias is None, gelu_in is None)
                 key = _plan, B.dtype, into, given, extra_output is None, options
-                plan = local_plans.find(key, lambda: _plan(None, *tensors, *options))
+                plan = local_calls.find(key, lambda: _plan(None, *tensors, *options))
             else:
                 # Also the buffer state that matters, and ub_type's type: 1 equals CommOverlapType.AG, but is refused.
                 state = ub._active if bulk_overlap else ub.holds(B)
-                plan = ub.plan(_plan, tensors, *options, state, type(ub_type))
+                plan = ub.prepared(_plan, tensors, *options, state, type(ub_type))
         except TypeError:
             _check(*options[:2], *options[3:6], bulk_overlap, out)  # what can't be part of a key
             raise
@@ -190,7 +190,19 @@ def _plan(
         bias_grad = (value if gelu else B if gathered is None else gathered).sum(0) if asked else None
         return value, bias_grad, gelu_input, extra_output
 
-    return without_grad(run)
+    return _without_grad(run)
+
+
+def _without_grad(run):
+    """Wrap `run` in torch.no_grad(), which costs as much as a launch, only in calls with gradients enabled."""
+
+    def call(*arguments):
+        if not torch.is_grad_enabled():
+            return run(*arguments)
+        with torch.no_grad():
+            return run(*arguments)
+
+    return call
 
 
 # The four kinds of GEMM. Each function plans a function of (ub, x, w, bias, out, extra_output) that returns the GEMM's

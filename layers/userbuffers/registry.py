@@ -13,7 +13,8 @@ from numbers import Integral
 import torch
 import torch.distributed as dist
 
-from tkernels.comm.context import Context, open_contexts
+from tkernels.comm.context import Context
+from tkernels.comm.contexts import open_contexts
 from tkernels.comm.errors import MismatchError, OutOfStepError, TkernelsError
 from tkernels.comm.group import Group
 from tkernels.layers.userbuffers.communicators import (

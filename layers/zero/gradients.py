@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 import torch
 
 from tkernels.comm.errors import TkernelsError
-from tkernels.comm.lease import Lease, Slot
 from tkernels.layers.grad_bucket import GradBucket, Slice, check_gradient
+from tkernels.layers.lease import Lease, Slot
 from tkernels.layers.wire import Wire
 from tkernels.layers.zero.layout import Shard
 

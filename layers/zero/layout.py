@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from tkernels.comm import Context
-from tkernels.comm.lease import Slot
 from tkernels.comm.regions import round_up
 from tkernels.layers.grad_bucket import Slice
+from tkernels.layers.lease import Slot
 
 ALIGNMENT = 16  # elements: slices and the owners' parts begin at multiples of 16 bytes in every dtype
 

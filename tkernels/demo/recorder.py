@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from tkernels import work
 from tkernels.all_gather_matmul import all_gather_matmul_reference
+from tkernels.comm.collectives import split_rows
 from tkernels.comm.context import Context
 from tkernels.matmul_reduce_scatter import matmul_reduce_scatter_reference
 
@@ -94,22 +94,17 @@ def _copies(values):
 
 def sent_bytes(name: str, args: tuple, ctx: Context) -> int:
     """Bytes that this rank sends to its peers in one call of an operator."""
-    x = args[0]
-    share = dict(ranks=ctx.size, dtype=x.dtype, rank=ctx.rank)
-    if name == "all_gather_matmul":
-        w, rows, K = args[1], args[5], x.shape[1]
-        return work.all_gather_matmul(sum(rows), w.shape[0] * ctx.size, K, rows=rows, **share).link_out_bytes
-    if name == "matmul_reduce_scatter_backward":  # gathers dy
-        w, rows = args[2], args[4]
-        return work.all_gather_matmul(sum(rows), w.shape[1] * ctx.size, x.shape[1], rows=rows, **share).link_out_bytes
+    x, peers = args[0], ctx.size - 1
+    if name in ("all_gather", "all_gather_matmul", "matmul_reduce_scatter_backward"):  # this rank's rows, to each peer
+        return x.nbytes * peers
+    if name == "reduce_scatter":  # each peer's rows, to that peer
+        return (x.shape[0] - args[1][ctx.rank]) * math.prod(x.shape[1:]) * x.itemsize
     if name == "matmul_reduce_scatter":
-        w, M, K = args[1], x.shape[0], x.shape[1] * ctx.size
-        return work.matmul_reduce_scatter(M, w.shape[0], K, rows=args[4], **share).link_out_bytes
-    if name in ("all_gather", "reduce_scatter"):
-        rows, width = args[1], math.prod(x.shape[1:])
-        return getattr(work, name)(sum(rows), width, rows=rows, **share).link_out_bytes
-    if name == "all_reduce":
-        return work.all_reduce(x.numel(), 1, **share).link_out_bytes
+        w, rows = args[1], args[4]
+        return (x.shape[0] - rows[ctx.rank]) * w.shape[0] * x.itemsize
+    if name == "all_reduce":  # a reduce-scatter and an all-gather
+        own = split_rows(x.numel(), ctx.size)[ctx.rank]
+        return (x.numel() - own + own * peers) * x.itemsize
     raise NotImplementedError(f"the demo's model does not use {name}")
 
 

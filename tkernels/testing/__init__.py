@@ -1,1 +1,1 @@
-"""Tests on several ranks: pytest plugin (`plugin`), data and tolerances (`compare`), simulated streams (`streams`)."""
+"""Tests on several ranks: pytest plugin (`plugin`), data and tolerances (`compare`)."""

@@ -1,13 +1,15 @@
-"""Test data and tolerances for matmuls.
+"""Test data and comparisons for matmuls.
 
 There are two kinds of data, each with its own comparison. `integers` are small, so fp32 sums of their products are
 exact: ``torch.equal``, without any tolerance, detects a lost row, a tile of the wrong rank or a doubled bias. `normal`
-values test rounding, within a `tolerance` that follows from the dtype and the number of terms.
+values test rounding, within a tolerance (`tkernels.rounding`) that follows from the dtype and the number of terms.
 """
 
 import math
 
 import torch
+
+from tkernels.rounding import tolerance
 
 AWKWARD_SHAPES = [  # (M, N, K)
     (1, 16, 32),  # one row
@@ -46,33 +48,6 @@ def poison(t: torch.Tensor) -> torch.Tensor:
     if t.is_floating_point() or t.is_complex():
         return t.fill_(math.nan)
     return t.fill_(True if t.dtype is torch.bool else torch.iinfo(t.dtype).max)
-
-
-def tolerance(dtype: torch.dtype, terms: int, roundings: int = 1, scale: float = 1.0) -> tuple[float, float]:
-    """(atol, rtol) for ``y = sum of `terms` products``, accumulated in fp32 and returned in dtype.
-
-    Assumptions: the products are independent, of mean 0 and standard deviation `scale` (1 for two operands of unit
-    variance); the reference is exact, for bitwise equal operands. Let n = terms and u = 2**-24; y is about
-    scale * sqrt(n).
-
-    - *accumulation, rounded*: adding the k-th product errs by at most u |s_k|, where s_k, the sum so far, is about
-      scale * sqrt(k). As a random walk this has a standard deviation below u * scale * n / sqrt(6). For the worst of
-      many elements, whose own sums are large too, 20 of these are allowed: 8 u * scale * n.
-    - *accumulation, truncated*, as in tensor cores: an addition errs by up to 2 u |s_k|, by half of that on average,
-      always towards zero; but one addition covers 16 products. Along the path to a result six deviations out, |s_k|
-      averages 4 scale * sqrt(n), so n / 16 additions err by u * scale * n**1.5 / 4.
-    - *the result*, rounded to dtype, errs by eps(dtype) / 2 relative to itself, hence rtol; below the normal numbers,
-      by half of the spacing there.
-    - *staging*: `roundings` counts all roundings to dtype, the result's included. Each of the others applies to a
-      partial sum, no larger than about scale * sqrt(n), which may cancel later, so it adds to atol: independent errors
-      with a standard deviation of eps / 2 / sqrt(3) of the partial sum, of which six are allowed.
-
-    A bias is one more term. An activation of slope at most 1.13 (all of gemm.ACTIVATIONS) fits into the first item.
-    """
-    half_ulp = torch.finfo(dtype).eps / 2
-    accumulation = 2.0**-24 * scale * (8 * terms + terms**1.5 / 4)
-    staging = 6 / math.sqrt(3) * half_ulp * scale * math.sqrt((roundings - 1) * terms)
-    return accumulation + staging + torch.finfo(dtype).smallest_normal * half_ulp, half_ulp
 
 
 def assert_close_to(

@@ -23,14 +23,14 @@ that are marked.
 
 import ast
 import importlib
-import importlib.machinery
 import importlib.util
 import inspect
 import os
 import pickle
 import sys
 import unittest
-from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -106,11 +106,16 @@ def pytest_pyfunc_call(pyfuncitem):
         return None
     from tkernels.launch import RankError
 
-    failure = None
+    failure, timeout_s = None, marker.kwargs.get("timeout_s")
+    timeout_s = float(pyfuncitem.config.getini("tkernels_timeout") if timeout_s is None else timeout_s)
+    values = _pickled_values(pyfuncitem)
     pool, environment = _pool(pyfuncitem)
-    body = _body_of(pyfuncitem, environment)
+    owner = pyfuncitem.cls.__qualname__ if pyfuncitem.cls else ""
+    module = pyfuncitem.module.__name__, pyfuncitem.module.__file__
     try:
-        skips = pool.run(_run_body, body, timeout_s=_timeout_s(marker, pyfuncitem.config))
+        skips = pool.run(
+            _run_body, sys.path, module, owner, pyfuncitem.originalname, values, environment, timeout_s=timeout_s
+        )
     except RankError as error:
         failure = str(error)
     if failure is None and any(skips):
@@ -162,11 +167,6 @@ def _unfit(item) -> str | None:
     return None
 
 
-def _timeout_s(marker, config) -> float:
-    timeout_s = marker.kwargs.get("timeout_s")
-    return float(config.getini("tkernels_timeout") if timeout_s is None else timeout_s)
-
-
 def _pool(item):
     """(the ranks of a test, what has changed in this process's environment since they started, None if deleted)."""
     from tkernels.comm.runtime import RUNTIME
@@ -196,26 +196,8 @@ def _close_oldest(config):
         config.stash[_CLOSE_ERRORS].append(str(error))
 
 
-# How a test's body is sent to the ranks
-
-
-@dataclass(frozen=True)
-class _Body:
-    """The location of a test's function, and its arguments, each pickled separately; None stands for ctx.
-
-    environment: what the body finds changed in os.environ; None for what is not there.
-    """
-
-    module: str
-    path: str
-    import_path: list[str]
-    class_name: str
-    function: str
-    values: dict[str, bytes | None]
-    environment: dict[str, str | None]
-
-
-def _body_of(item, environment) -> _Body:
+def _pickled_values(item) -> dict[str, bytes | None]:
+    """The arguments of a test's function, each pickled separately; None stands for ctx."""
     from tkernels.launch import dumps
 
     values, problem = {}, None
@@ -235,33 +217,32 @@ def _body_of(item, environment) -> _Body:
             "or let the fixture return one that pickles.",
             pytrace=False,
         )
-    return _Body(
-        module=item.module.__name__,
-        path=item.module.__file__,
-        import_path=sys.path,
-        class_name=item.cls.__qualname__ if item.cls else "",
-        function=item.originalname,
-        values=values,
-        environment=environment,
-    )
+    return values
 
 
-def _run_body(ctx, body: _Body) -> str:
-    """Run a test's body on this rank. Returns the reason if it skipped, else ""."""
-    sys.path[:] = body.import_path
-    owner = _load(body.module, body.path)
-    values = {name: ctx if value is None else pickle.loads(value) for name, value in body.values.items()}
-    for name in filter(None, body.class_name.split(".")):
-        owner = getattr(owner, name)
-    function = getattr(owner() if body.class_name else owner, body.function)
-    with pytest.MonkeyPatch.context() as patch:
-        for variable, value in body.environment.items():
+# Code that runs in a rank
+
+
+def _run_body(ctx, import_path, module, owner: str, function: str, values, environment) -> str:
+    """Run a test's body. Returns the reason if it skipped, else "".
+
+    owner: the qualified name of its class, or "". environment: what it finds changed in os.environ; None for what is
+    not there.
+    """
+    sys.path[:] = import_path
+    place = _load(*module)
+    values = {name: ctx if value is None else pickle.loads(value) for name, value in values.items()}
+    for name in filter(None, owner.split(".")):
+        place = getattr(place, name)
+    body = getattr(place() if owner else place, function)
+    with mock.patch.dict(os.environ):  # back to what it was, whatever the body does
+        for variable, value in environment.items():
             if value is None:
-                patch.delenv(variable, raising=False)
+                os.environ.pop(variable, None)
             else:
-                patch.setenv(variable, value)
+                os.environ[variable] = value
         try:
-            function(**values)
+            body(**values)
         except pytest.skip.Exception as skipped:
             return skipped.msg or "skipped"
         finally:  # pytest undoes a MonkeyPatch only in its own process, and the changes were made in this one
@@ -272,34 +253,28 @@ def _run_body(ctx, body: _Body) -> str:
 
 
 def _load(name: str, path: str):
-    """Load module `name` from file `path`: a test module need not be importable, and two may share a name."""
+    """Load module `name` from file `path`: a test module need not be importable, and two may share a name.
+
+    Its asserts are pytest's rewritten ones, so that one that fails on a rank shows its values.
+    """
     module = sys.modules.get(name)
     if module is not None and getattr(module, "__file__", None) == path:
         return module
     if "." in name:
         importlib.import_module(name.rpartition(".")[0])
-    loader = _AssertionLoader(name, path)
-    module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, path, loader=loader))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, path))
+    source = Path(path).read_bytes()
+    tree = ast.parse(source, path)
+    try:
+        from _pytest.assertion.rewrite import rewrite_asserts
+    except ImportError:  # not a public name of pytest; without it asserts work, but show less
+        pass
+    else:
+        rewrite_asserts(tree, source, path)
     sys.modules[name] = module
     try:
-        loader.exec_module(module)
+        exec(compile(tree, path, "exec", dont_inherit=True), vars(module))
     except BaseException:
         del sys.modules[name]
         raise
     return module
-
-
-class _AssertionLoader(importlib.machinery.SourceFileLoader):
-    """Loads a test module with pytest's rewritten asserts, so that one that fails on a rank shows its values."""
-
-    def get_code(self, fullname):
-        # Not through the bytecode cache, which is for the module without rewritten asserts.
-        source = self.get_data(self.path)
-        tree = ast.parse(source, self.path)
-        try:
-            from _pytest.assertion.rewrite import rewrite_asserts
-        except ImportError:  # not a public name of pytest; without it asserts work, but show less
-            pass
-        else:
-            rewrite_asserts(tree, source, self.path)
-        return compile(tree, self.path, "exec", dont_inherit=True)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from tkernels.comm.context import Context
-from tkernels.comm.device import operation, signal, wait_signal
+from tkernels.comm.device import Net, operation, signal, wait_signal
 from tkernels.comm.marks import clock
 
 OP = operation("comparison of clocks")
@@ -24,20 +24,21 @@ ROUNDS = {"simulated": 8, "nvshmem": 64}  # of which the fastest counts
 # fmt: off
 @triton.jit
 def clocks_kernel(
-    words, times, table,  # [R] in symmetric memory, zero before; [ROUNDS, R - 1, 2]
-    rank,
-    SIZE: tl.constexpr, ROUNDS: tl.constexpr, OPERATION: tl.constexpr, TRANSPORT: tl.constexpr,
+    words, times,  # [R] in symmetric memory, zero before; [ROUNDS, R - 1, 2]
+    table, rank,
+    L, ROUNDS: tl.constexpr,
 ):
     """In each round, signal every peer and wait for a signal of every peer; record (sent, seen) by distance."""
+    net = Net(table, rank)
     for turn in range(ROUNDS):
-        for step in range(1, SIZE):
-            target = (rank + step) % SIZE
-            source = (rank + SIZE - step) % SIZE
-            noted = times + (turn * (SIZE - 1) + step - 1) * 2
-            tl.store(noted, clock(TRANSPORT))
-            signal(words + rank, turn + 1, target, table, TRANSPORT)
-            wait_signal(words + source, turn + 1, table, source, turn, OPERATION, TRANSPORT)
-            tl.store(noted + 1, clock(TRANSPORT))
+        for step in range(1, L.RANKS):
+            target = (rank + step) % L.RANKS
+            source = (rank + L.RANKS - step) % L.RANKS
+            noted = times + (turn * (L.RANKS - 1) + step - 1) * 2
+            tl.store(noted, clock(L))
+            signal(words + rank, turn + 1, target, net, L)
+            wait_signal(words + source, turn + 1, source, turn, net, L)
+            tl.store(noted + 1, clock(L))
 # fmt: on
 
 
@@ -63,8 +64,8 @@ def compare_clocks(ctx: Context) -> Comparison:
     times = torch.zeros(rounds, ctx.size - 1, 2, dtype=torch.int64, device=ctx.device)
     ctx.group.barrier()  # no rank signals before all words are zero
     ctx.launch(
-        clocks_kernel, 1, words, times, ctx.table, ctx.rank,
-        SIZE=ctx.size, ROUNDS=rounds, OPERATION=OP, TRANSPORT=ctx.transport_id, num_warps=1,
+        clocks_kernel, 1, words=words, times=times, table=ctx.table, rank=ctx.rank, L=ctx.link(OP), ROUNDS=rounds,
+        num_warps=1,
     )  # fmt: skip
     ctx.check()
     noted = np.stack(ctx.group.gather(times.cpu().numpy()))

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import functools
-import importlib
 import json
 import statistics
 from pathlib import Path
@@ -13,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tkernels
-from tkernels import shapes
+from tkernels import operators, shapes
 from tkernels.choice import overlap_config
 from tkernels.cli import write_output
 from tkernels.comm import collectives
@@ -105,7 +104,7 @@ def record(ctx: Context, options: Options, sizes: shapes.Shape) -> Result:
     """Collective. Call the operation under `tracing`; rank 0 writes the trace."""
     operands = _operands(ctx, options.operation, sizes, shapes.DTYPES[options.dtype])
     if "matmul" in options.operation:
-        operation = getattr(importlib.import_module(f"tkernels.{options.operation}"), options.operation)
+        operation = functools.partial(getattr(operators, options.operation), ctx=ctx)
         x, w = operands
         choose = functools.partial(
             overlap_config, ctx, options.operation, sizes[0], *w.shape, x.dtype, layout_of(x, w)
@@ -114,13 +113,14 @@ def record(ctx: Context, options: Options, sizes: shapes.Shape) -> Result:
         if config.copied:  # the copy engine leaves no marks; BY_PROGRAMS below avoids it too
             config = choose(sending=True)
     else:
-        operation, config = getattr(collectives, options.operation), collectives.BY_PROGRAMS
+        operation = functools.partial(getattr(collectives, options.operation), ctx)
+        config = collectives.BY_PROGRAMS
     operation = functools.partial(operation, config=config)
 
     watch = Stopwatch(ctx)
 
     def calls(number: int) -> float:
-        us = [watch.time(lambda: operation(ctx, *operands), PAUSE_US)[0] for _ in range(number)]
+        us = [watch.time(lambda: operation(*operands), PAUSE_US)[0] for _ in range(number)]
         return statistics.median(map(max, zip(*ctx.group.gather(us), strict=True)))
 
     with tracing(ctx):  # compiles the traced kernels

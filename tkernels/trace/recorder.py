@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import triton.language as tl
 
 from tkernels.comm.context import Context, as_context
 from tkernels.comm.device import TRACE_BUFFER, TRACE_CAPACITY, operation_name
@@ -73,7 +74,7 @@ class Recorder:
     def record(self, kernel, num_programs: int, arguments: dict) -> dict:
         """The launch's arguments, by name, changed so that it writes marks; unchanged for a kernel without marks."""
         ctx = self.ctx
-        if "TRACE" not in kernel.arg_names:
+        if "end_marks" not in kernel.fn.__code__.co_names:
             return arguments
         if ctx.capturing:
             raise TkernelsError("a CUDA graph is being captured, whose replays a trace can't record; trace eager calls")
@@ -83,10 +84,10 @@ class Recorder:
         table[TRACE_BUFFER.value] = buffer.data_ptr()
         table[TRACE_CAPACITY.value] = self.marks
         stream = torch.cuda.current_stream().cuda_stream if ctx.device.type == "cuda" else 0
-        number = arguments["OPERATION"]
-        name = operation_name(getattr(number, "value", number))
+        link = arguments["L"]
+        name = operation_name(link.OPERATION.value)
         self._recorded.append(_Recorded(name, arguments.get("num_comm"), stream, buffer, table))
-        return arguments | {"table": table, "TRACE": True}
+        return arguments | {"table": table, "L": link._replace(TRACE=tl.constexpr(True))}
 
     def launches(self) -> list[Launch]:
         """The launches recorded on this rank. The device must have finished them."""

@@ -1,4 +1,4 @@
-"""Plans: a call like an earlier one does what that one did, to its own tensors; a call unlike it has its own plan."""
+"""Calls: one like an earlier one does what that one did, to its own tensors; one unlike it is prepared for itself."""
 
 import functools
 import gc
@@ -16,10 +16,10 @@ import torch
 from transports import without_launches
 
 import tkernels
-from tkernels.all_gather_matmul import all_gather_matmul
-from tkernels.comm import Context, HeapExhaustedError, TkernelsError, capture, collectives, plans
+from tkernels.comm import Context, HeapExhaustedError, TkernelsError, calls, capture, collectives
+from tkernels.comm.calls import PreparedCalls, describe
 from tkernels.comm.collectives import split_rows
-from tkernels.comm.plans import Launch, Plans, describe
+from tkernels.comm.launch import PreparedLaunch
 from tkernels.configs import GemmConfig, OverlapConfig
 from tkernels.testing.compare import integers
 
@@ -44,11 +44,11 @@ def test_tensors_are_alike_if_a_kernel_can_not_tell_them_apart():
 
 @pytest.mark.quick
 def test_the_newest_plans_are_kept_up_to_a_bound(monkeypatch):
-    monkeypatch.setattr(plans, "MAX_PLANS", 8)
-    kept, made = Plans(), []
+    monkeypatch.setattr(calls, "MAX_PREPARED", 8)
+    kept, made = PreparedCalls(), []
 
     def find(key):
-        return kept.find(key, lambda: made.append(key) or f"plan of {key}")
+        return kept.find((key,), lambda: made.append(key) or f"plan of {key}")
 
     for key in range(20):
         assert find(key) == find(key) == f"plan of {key}"
@@ -62,43 +62,43 @@ def test_the_newest_plans_are_kept_up_to_a_bound(monkeypatch):
 
 
 def test_plans_can_be_asked_for_and_forgotten_one_by_one():
-    kept = Plans()
+    kept = PreparedCalls()
     for key in range(4):
-        kept.find(key, lambda: f"plan of {key}")  # noqa: B023
+        kept.find((key,), lambda: f"plan of {key}")  # noqa: B023
     kept.clear(lambda plan: plan in ("plan of 1", "plan of 3"))
-    assert [kept.get(key) for key in range(4)] == ["plan of 0", None, "plan of 2", None]
+    assert [kept.find((key,)) for key in range(4)] == ["plan of 0", None, "plan of 2", None]
     kept.clear()
     assert len(kept) == 0
 
 
 def test_a_plan_that_can_not_be_made_leaves_nothing():
-    kept = Plans()
+    kept = PreparedCalls()
     with pytest.raises(ZeroDivisionError):
-        kept.find("key", lambda: 1 // 0)
-    assert len(kept) == 0 and kept.find("key", lambda: "plan") == "plan"
+        kept.find(("key",), lambda: 1 // 0)
+    assert len(kept) == 0 and kept.find(("key",), lambda: "plan") == "plan"
 
 
 def made_by(call) -> int:
     """How many launches a call binds; one that follows another's plan binds none."""
-    bound, init = [], Launch.__init__
+    bound, init = [], PreparedLaunch.__init__
 
     def watch(launch, *arguments, **options):
         bound.append(launch)
         init(launch, *arguments, **options)
 
-    Launch.__init__ = watch
+    PreparedLaunch.__init__ = watch
     try:
         call()
     finally:
-        Launch.__init__ = init
+        PreparedLaunch.__init__ = init
     return len(bound)
 
 
 @pytest.mark.quick
 @pytest.mark.ranks(2)
 def test_calls_that_differ_in_anything_but_addresses_have_plans_of_their_own(ctx):
-    ctx.forget_plans()
-    rows, config = (32, 32), OverlapConfig(GemmConfig(32, 32, 32, group_m=2), 32, 1, put_block=4096)
+    ctx.forget_calls()
+    config = OverlapConfig(GemmConfig(32, 32, 32, group_m=2), 32, 1, put_block=4096)
     x, w, bias = torch.ones(32, 16), torch.ones(24, 16), torch.ones(24)
     x, w, bias = x.to(ctx.device), w.to(ctx.device), bias.to(ctx.device)
     calls = [
@@ -114,13 +114,12 @@ def test_calls_that_differ_in_anything_but_addresses_have_plans_of_their_own(ctx
         ((x, w, None, None, True), {}),
         ((x, w), {"out": x.new_empty(64, 24)}),
         ((x, w), {"out": misaligned(x.new_empty(64, 24))}),
-        ((x, w), {"rows": rows}),
         ((x, w), {"config": config}),
         ((x, w), {"config": replace(config, chunk_rows=64)}),
         ((x.half(), w.half()), {"out_dtype": torch.float32}),
     ]
-    call = functools.partial(all_gather_matmul, ctx, path="fused")
-    with mock.patch.object(Launch, "__call__", lambda *_: None):  # plans alone: no kernel has to be compiled
+    call = functools.partial(tkernels.all_gather_matmul, path="fused", ctx=ctx)
+    with mock.patch.object(PreparedLaunch, "__call__", lambda *_: None):  # plans alone: no kernel has to be compiled
         for number, (arguments, options) in enumerate(calls):
             assert made_by(lambda: call(*arguments, **options)) > 0, number  # noqa: B023
             again = [a.clone() if a is x or a is w else a for a in arguments]
@@ -194,7 +193,7 @@ def test_plans_hold_no_tensors_of_calls_and_go_with_their_context(ctx):
 def check_gather(ctx, w, call, rows, seed):
     """Collective. `call` of this rank's rows gives the product of every rank's."""
     every = [integers((rows, w.shape[1]), torch.float32, seed + rank, device=ctx.device) for rank in range(ctx.size)]
-    y, _ = call(every[ctx.rank].clone())
+    y = call(every[ctx.rank].clone())
     assert torch.equal(y, torch.cat(every) @ w.t()), (rows, seed)
 
 
@@ -206,7 +205,7 @@ def test_a_workspace_grows_under_captures_without_a_meeting_and_all_calls_stay_r
     with tkernels.init(ctx.group.process_group, heap_bytes=16 << 20) as context:
 
         def operation(x):
-            return all_gather_matmul(context, x, w, path="fused")
+            return tkernels.all_gather_matmul(x, w, path="fused", ctx=context)
 
         for step, rows in enumerate([40, -40, 900, -40, -2000, 40, 3000, -900]):  # negative: an eager call
             if rows < 0:
@@ -215,9 +214,9 @@ def test_a_workspace_grows_under_captures_without_a_meeting_and_all_calls_stay_r
                 known = {plan for _, plan in replays}
                 with without_launches(context, as_if_captured=True):
                     check(operation, rows, 100 * step)
-                replays += [(rows, plan) for plan in context.workspace()._captured_plans - known]
+                replays += [(rows, plan) for plan in context.workspace()._captured_calls - known]
             for number, (rows, plan) in enumerate(replays):
-                check(lambda x, plan=plan: plan(x, w, None, None, None), rows, 100 * step + 10 * number)
+                check(lambda x, plan=plan: plan(x, w, None, None, None)[0], rows, 100 * step + 10 * number)
         assert [rows for rows, _ in replays] == [40, 900, 40, 3000] and len(context._workspaces) == 1
 
 
@@ -283,7 +282,7 @@ def test_what_a_capture_outgrows_is_given_back_when_ranks_meet_next(ctx):
     with tkernels.init(ctx.group.process_group, heap_bytes=4 << 20) as context:
 
         def call(rows):
-            y, _ = all_gather_matmul(context, torch.ones(rows, 16, device=ctx.device), w, path="fused")
+            y = tkernels.all_gather_matmul(torch.ones(rows, 16, device=ctx.device), w, path="fused", ctx=context)
             assert y.eq(16.0).all() and y.shape == (2 * rows, 24)
             return len(context.heap._blocks._taken)
 
@@ -304,10 +303,10 @@ def test_what_a_graph_was_captured_with_is_left_to_it_by_larger_calls(ctx):
     with tkernels.init(ctx.group.process_group, heap_bytes=4 << 20) as context:
 
         def eager(x):
-            return all_gather_matmul(context, x, w, path="fused")
+            return tkernels.all_gather_matmul(x, w, path="fused", ctx=context)
 
         def replayed(x):
-            return captured()(x, w, None, None, None)
+            return captured()(x, w, None, None, None)[0]
 
         check(eager, rows, 0)
         with as_if_captured:
@@ -315,7 +314,7 @@ def test_what_a_graph_was_captured_with_is_left_to_it_by_larger_calls(ctx):
             with pytest.raises(TkernelsError, match="memory that no call has used before.* before the capture"):
                 eager(torch.ones(30000, K, device=ctx.device))
         workspace, left = context.workspace(), context.workspace().inbox
-        captured = weakref.ref(*workspace._captured_plans)  # a graph holds none either
+        captured = weakref.ref(*workspace._captured_calls)  # a graph holds none either
         for turn, size in enumerate([rows, 900, rows, 2000, 900, rows]):
             check(eager, size, 100 * turn)
             ctx.group.barrier()

@@ -1,17 +1,13 @@
-"""Plans: the setup that calls of one kind share, computed once, down to a prepared launch of the kernel.
+"""A prepared launch: everything about the launch of a kernel that calls of one kind share, computed once.
 
-The shapes, strides, dtypes and options of a call determine its grid, its schedules, its views of the workspace and all
-but a few of its kernel's fifty arguments. An operation's plan holds these, so the next call of the same kind looks the
-plan up, allocates its result, and passes the addresses of its tensors to the launcher of the compiled kernel.
+Of its kernel's fifty arguments a call changes a few addresses. So the first call goes through triton.jit, which
+compiles, and later ones hand the addresses of their tensors to the launcher of the compiled kernel.
 """
 
 import copy
 import functools
 import itertools
-import reprlib
-import threading
 import types
-from collections.abc import Hashable
 
 import torch
 from triton import knobs
@@ -21,112 +17,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tkernels.comm import capture
 from tkernels.comm.device_simulated import WaitExpired
 
-MAX_PLANS = 1024  # kept by a context for each stream, and by the local GEMM for all streams together
 MAX_ADDRESSES = 256  # for which a launch keeps encoded descriptors, per descriptor parameter
 
 
-def describe(tensor: torch.Tensor | None):
-    """All properties of a tensor that a plan may depend on, including those that kernels are compiled for.
-
-    The latter are the dtype and the alignment to 16 bytes.
-    """
-    if tensor is None:
-        return None
-    try:
-        lazy = tensor.is_neg() or tensor.is_conj()
-        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16, lazy
-    except RuntimeError as error:
-        if tensor.layout is torch.strided:
-            raise
-        raise TypeError(f"operations take strided tensors, not {tensor.layout}; pass a .to_dense() one") from error
-
-
-def check_resolved(name: str, label: str, tensor: torch.Tensor):
-    """Raise ValueError for a tensor that torch negates or conjugates lazily: kernels read the memory as it is."""
-    if torch.compiler.is_compiling():
-        return  # a traced tensor can't be queried; the compiled call checks
-    if tensor.is_neg() or tensor.is_conj():
-        raise ValueError(f"{name}: {label} is a negated or conjugated view; pass {label}.resolve_neg().resolve_conj()")
-
-
-def check_out(name: str, out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
-    """Raise ValueError or TypeError unless `out` has that shape and dtype, is contiguous and is on `device`."""
-    if out.dtype != dtype:
-        raise TypeError(f"{name}: out is {out.dtype}, but the result is {dtype}")
-    if tuple(out.shape) != tuple(shape) or not out.is_contiguous() or out.device != device:
-        raise ValueError(
-            f"{name}: out is {tuple(out.shape)} with strides {out.stride()} on {out.device}, but must be "
-            f"{tuple(shape)}, contiguous, on {device}"
-        )
-    check_resolved(name, "out", out)
-
-
-class Plans:
-    """A cache of plans by key, which keeps the MAX_PLANS newest."""
-
-    def __init__(self):
-        self._plans = {}
-        self._lock = threading.Lock()  # calls of local operations may come from several threads
-
-    def __len__(self):
-        return len(self._plans)
-
-    def get(self, key):
-        """The plan of that key, or None."""
-        return self._plans.get(key)
-
-    def find(self, key, make):
-        """The plan of that key, made by `make()` if there is none."""
-        try:
-            plan = self._plans.get(key)
-        except TypeError as error:  # parts of a key are hashed
-            odd = ", ".join(reprlib.repr(part) for part in key if not isinstance(part, Hashable))
-            raise TypeError(f"no option of an operation can be {odd} ({error})") from error
-        if plan is None:
-            with capture.lasting():
-                plan = make()
-            with self._lock:
-                while len(self._plans) >= MAX_PLANS:
-                    del self._plans[next(iter(self._plans))]
-                self._plans[key] = plan
-        return plan
-
-    def clear(self, which=lambda plan: True):
-        """Forget the plans for which `which` is true; by default, all."""
-        with self._lock:
-            self._plans = {key: plan for key, plan in self._plans.items() if not which(plan)}
-
-
-local_plans = Plans()  # of local operations, which need no context
-
-
-def alike(tell):
-    """Decorator of a function that prepares a collective call, so that ranks can compare their calls where they meet.
-
-    tell: a function of the same context, tensors and options that returns (operation, {field: value}). Ranks raise
-        MismatchError if a field differs.
-    """
-
-    def mark(prepare):
-        prepare.alike = tell
-        return prepare
-
-    return mark
-
-
-def without_grad(run):
-    """Wrap `run` in torch.no_grad(), which costs as much as a launch, only in calls with gradients enabled."""
-
-    def call(*arguments):
-        if not torch.is_grad_enabled():
-            return run(*arguments)
-        with torch.no_grad():
-            return run(*arguments)
-
-    return call
-
-
-class Launch:
+class PreparedLaunch:
     """A kernel launch in which everything is fixed except the addresses of the tensors that `varying` names.
 
     kernel, num_programs: a triton.jit function, and its grid.
@@ -140,7 +34,7 @@ class Launch:
     tensors are kept alive. On the simulated runtime, and while a launch is traced, every call goes through triton.jit.
     """
 
-    call = None  # the description of the call whose number is an argument; kept, so that an error can name it
+    shared = None  # what the ranks share of the call whose number is an argument; kept, so that an error can name it
 
     def __init__(self, kernel, num_programs: int, arguments, varying: tuple[str, ...] = (), context=None, **options):
         names = kernel.arg_names
@@ -204,13 +98,16 @@ class Launch:
         Returns False on a GPU without TMA, where Triton splits descriptors into other parts.
         """
         compiled, flat, signature, at = self._compiled, [], [], {}
-        descriptors = [kind for kind in compiled.src.signature.values() if kind.startswith("tensordesc")]
+        kinds = {name: kind for name, kind in compiled.src.signature.items() if not isinstance(kind, tuple)}
+        descriptors = [kind for kind in kinds.values() if kind.startswith("tensordesc")]
         if len(descriptors) != len(compiled.metadata.tensordesc_meta or ()):
             return False
         layouts = iter(compiled.metadata.tensordesc_meta or ())
         example = dict(zip(self._varying, tensors, strict=True))
         divisible = {path[0] for path, found in compiled.src.attrs.items() if ["tt.divisibility", 16] in found}
         for number, (name, kind) in enumerate(compiled.src.signature.items()):
+            if name not in kinds:
+                continue  # a tuple of constants
             at[name] = len(flat), 15 if number in divisible else 0, None
             value = self._arguments.get(name)
             if kind.startswith("tensordesc"):

@@ -1,7 +1,6 @@
-"""Ordering of buffer accesses across streams: Fence, Lease, Slot, Keepalive, Crossing.
+"""Ordering of buffer accesses across streams: Lease, Slot, Keepalive, over the fences of tkernels.comm.fence.
 
-All ordering between this library's streams goes through these classes. The exception is copies that run beside a
-kernel, which are ordered by words of memory (tkernels.comm.copies).
+All ordering between the streams of the layers goes through these classes.
 
 - A *lease* is one tenancy of a buffer: streams write it (producers), then streams read it (consumers), then it ends.
 - A *fence* is the set of completions to wait for, at most one per stream, since a stream's later work covers its
@@ -23,57 +22,20 @@ stream, so nothing waits for unrelated work. A stream never waits for itself, an
     slot.release(lease)              # issues no wait: the next tenant waits, if there is one
 
 Streams are those of `dev`. It is torch.cuda; or torch.cpu, which has one stream with everything in order; or any other
-object that has `current_stream()`, `stream(s)` and streams with `record_event()` and `wait_event(event)`. A Crossing
-also needs `Event()` with `record(stream)`.
+object that has `current_stream()`, `stream(s)` and streams with `record_event()` and `wait_event(event)`.
 
 Releases take effect on the host's timeline: they state that nothing more will be launched on the buffer, not that the
 launched work has finished. A write or read block records one event; if all work is on one stream, nothing ever waits.
 """
 
-import contextlib
 import threading
 from collections import deque
-from typing import Protocol
 
 import torch
 
 from tkernels.comm.arguments import check_type
-from tkernels.comm.capture import following
 from tkernels.comm.errors import LeaseError
-
-
-class Completion(Protocol):
-    """Work that can be waited for: an event of a stream, a c10d Work, a peer's signal at a generation.
-
-    key: completions with the same key happen in the order in which they were made; the later one covers the earlier.
-    captured: whether it was made during a CUDA graph's capture. True is valid only inside of a capture, False only
-        outside, None everywhere.
-    """
-
-    key: object
-    captured: bool | None
-
-    def wait(self, stream):
-        """Order later work of `stream` after it. Blocks neither the host nor any other stream."""
-
-    def query(self) -> bool:
-        """Whether it is known to have happened. False is always a valid answer."""
-
-
-class EventCompletion:
-    """Completion of everything launched on a stream before this was made."""
-
-    __slots__ = ("key", "captured", "_event")
-
-    def __init__(self, stream, captured: bool | None = False, event=None):
-        self.key, self.captured = stream, captured
-        self._event = stream.record_event() if event is None else event
-
-    def wait(self, stream):
-        stream.wait_event(self._event)
-
-    def query(self) -> bool:
-        return self._event is None or self._event.query()  # torch.cpu records None: its work is done
+from tkernels.comm.fence import Completion, Fence, capturing
 
 
 class WorkCompletion:
@@ -102,80 +64,6 @@ class WorkCompletion:
 
     def query(self) -> bool:
         return self._work is None or self._work.is_completed()
-
-
-class Fence:
-    """A set of completions, at most one for each key."""
-
-    __slots__ = ("_completions", "_dev")
-
-    def __init__(self, dev):
-        self._dev, self._completions = dev, {}
-
-    def __len__(self):
-        return len(self._completions)
-
-    def record(self, stream):
-        """Add the completion of everything launched on `stream` so far."""
-        self._completions[stream] = EventCompletion(stream, capturing(self._dev))
-
-    def add(self, completion: Completion):
-        self._completions[completion.key] = completion
-
-    def update(self, other: "Fence"):
-        self._completions.update(other._completions)
-
-    def wait(self, stream):
-        """Order later work of `stream` after all completions. Raises LeaseError across the edge of a capture."""
-        inside = None
-        for key, completion in self._completions.items():
-            if completion.captured is not None:  # the stream's own, too: a graph may be replayed on another stream
-                inside = capturing(self._dev) if inside is None else inside
-                if inside != completion.captured:
-                    raise LeaseError(_ACROSS[inside])
-            if key != stream:  # by value: torch makes a new wrapper in each current_stream()
-                completion.wait(stream)
-
-    def query(self) -> bool:
-        """Whether all completions are known to have happened.
-
-        Under capture, where querying is not allowed, only an empty fence returns True.
-        """
-        return not self._completions or (
-            not capturing(self._dev) and all(completion.query() for completion in self._completions.values())
-        )
-
-    def clear(self):
-        self._completions = {}
-
-
-_ACROSS = {
-    True: "a buffer was last used outside the CUDA graph that is being captured, and a graph can't wait for that; "
-    "capture inside `with comm.lease.captured(torch.cuda.graph(g), slots=[...])`, which orders it before",
-    False: "a buffer was last used inside a CUDA graph's capture, and nothing outside can wait for that; capture "
-    "inside `with comm.lease.captured(torch.cuda.graph(g), slots=[...])`, which leaves an event for what follows",
-}
-
-
-def capturing(dev) -> bool:
-    """Whether the current stream of `dev` is being captured into a CUDA graph."""
-    return dev is not torch.cpu and getattr(dev, "is_current_stream_capturing", bool)()
-
-
-class Crossing:
-    """Orders later work of one stream after earlier work of another; inside a capture both become part of the graph.
-
-    One event serves all calls: a wait refers to the last record before it.
-    """
-
-    __slots__ = ("_event",)
-
-    def __init__(self, dev):
-        self._event = dev.Event()
-
-    def __call__(self, first, then):
-        self._event.record(first)
-        then.wait_event(self._event)
 
 
 class Lease:
@@ -348,12 +236,12 @@ class Slot:
     tensor: the buffer, as an alias of its storage.
     """
 
-    def __init__(self, tensor: torch.Tensor | None = None, *, dev=None, home=None, name: str | None = None):
+    def __init__(self, tensor: torch.Tensor | None = None, *, dev=None, name: str | None = None):
         self.name = name or "slot"
         check_type(f"{self.name}: tensor", tensor, torch.Tensor | None, "a tensor")
         self.dev = dev if dev is not None else _device_module(tensor, self.name)
         self.tensor = None if tensor is None else tensor.detach()
-        self.home = self.dev.current_stream() if home is None else home
+        self.home = self.dev.current_stream()
         self.lease: Lease | None = None
         self._first_gate = Fence(self.dev)
         self._lock = threading.RLock()
@@ -388,7 +276,8 @@ class Slot:
         if self.lease is not None and not self.lease.released:
             raise LeaseError(f"{self.name}: {verb} while its last lease is {self.lease.state}; release it first")
 
-    def _forget(self):
+    def forget(self):
+        """Be as if it had never been used, after a capture that failed."""
         self.lease, self._first_gate = None, Fence(self.dev)
 
 
@@ -409,10 +298,10 @@ class Keepalive:
     @property
     def storages(self) -> list[int]:
         """The addresses of torch's storages that are held, one for each lease; see `num_holders`."""
-        return [entry[2].untyped_storage()._cdata for entry in self._deferred if entry[2] is not None]
+        return [held.untyped_storage()._cdata for _, _, held in self._deferred if held is not None]
 
-    def defer(self, lease: Lease, drop=None):
-        """End `lease` but hold its storage; `drop()` is called when the storage is let go. Issues no wait.
+    def defer(self, lease: Lease):
+        """End `lease` but hold its storage. Issues no wait.
 
         Raises LeaseError for a lease that was already released, since it no longer holds its storage.
         """
@@ -422,26 +311,21 @@ class Keepalive:
             held = lease.tensor
             gate = lease.release()
         with self._lock:
-            self._deferred.append((gate, lease.home, held, drop))
+            self._deferred.append((gate, lease.home, held))
 
     def drain(self, keep: int = 0):
         """Let go of all but the newest `keep`, each after its home stream has been made to wait for every use."""
         with self._lock:
             while len(self._deferred) > keep:
-                gate, home = self._deferred[0][:2]
+                gate, home, _ = self._deferred[0]
                 gate.wait(home)  # it may raise under capture; the storage then stays held
-                self._let_go()
+                self._deferred.popleft()
 
     def collect(self):
         """Let go of the oldest ones whose uses have already finished, without any wait."""
         with self._lock:
             while self._deferred and self._deferred[0][0].query():
-                self._let_go()
-
-    def _let_go(self):
-        drop = self._deferred.popleft()[-1]
-        if drop is not None:
-            drop()
+                self._deferred.popleft()
 
 
 def num_holders(storage: int) -> int:
@@ -452,53 +336,3 @@ def num_holders(storage: int) -> int:
 # Asking for the address makes a Python object, which may hold the storage too: torch's versions differ.
 _alone = torch.empty(1)
 _PYTHONS_OWN = torch._C._storage_Use_Count(_alone.untyped_storage()._cdata) - 1
-
-
-@contextlib.contextmanager
-def captured(graph, *, slots=(), streams=(), dev=torch.cuda):
-    """Capture a CUDA graph that uses `slots` and side `streams`; `graph` is torch.cuda.graph(...), not yet entered.
-
-        with captured(torch.cuda.graph(g), slots=[slot], streams=[comm]) as replay:
-            step()
-        replay()  # g.replay(), ordered with work launched on the slots outside the graph
-
-    The side streams fork from the capture's stream and join it at the end; nodes that autograd kept from a warm-up on
-    other streams follow it. Every replay records one external event, which stands for all work of the graph on the
-    slots: the next user of a slot waits for it. `replay` in turn orders the current stream after the work launched on
-    the slots before; a bare g.replay() does not. A capture that fails leaves the slots as if they had never been used.
-
-    Raises LeaseError for a slot with an open lease, at the start or at the end of the capture.
-    """
-    slots, streams = tuple(slots), tuple(streams)
-    for slot in slots:
-        slot.join()
-    replayed = dev.Event(external=True)
-    done = EventCompletion(replayed, captured=None, event=replayed)
-
-    def leave():
-        for slot in slots:
-            slot.gate.add(done)
-
-    def replay():
-        for slot in slots:
-            slot.join()
-        graph.cuda_graph.replay()
-        leave()
-
-    try:
-        with following(), graph:
-            stream = dev.current_stream()
-            fork = stream.record_event()
-            for side in streams:
-                side.wait_event(fork)
-            yield replay
-            for slot in slots:
-                slot.join(stream)
-            for side in streams:
-                stream.wait_event(side.record_event())
-            replayed.record(stream)
-    except BaseException:
-        for slot in slots:
-            slot._forget()
-        raise
-    leave()

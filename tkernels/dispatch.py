@@ -1,0 +1,132 @@
+"""How a function of this package is a torch operator as well, at no cost in calls that nothing observes.
+
+A prepared call takes 3 to 8 us of the host. torch's dispatcher takes 4 us to reach an operator, 12 if it has a gradient
+and needs one (torch 2.13). So functions call operators through it only if something can observe them: a trace, a
+torch_function or torch_dispatch mode, a functorch transform, a profiler, a subclass of Tensor. To find out takes 0.5 us
+and functions of torch that have no public name (`_watched`). Otherwise they call the implementation directly, and where
+a gradient is needed under an autograd.Function; what its `apply` calls takes 2 us, and `apply` itself 12.
+
+torch.func differentiates the functions and maps them with vmap, which runs an operation once for each element of the
+batch, all ranks in the same order. They have no forward mode (jvp, jacfwd, forward_ad). The torch operators themselves
+are for torch.compile: torch.func doesn't see through what torch.library registers.
+"""
+
+import torch
+from torch.autograd import forward_ad
+
+from tkernels.comm.arguments import check_tensors
+
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
+
+_library = torch.library.Library("tkernels", "DEF")
+
+
+def define(schema: str, implementation, fake, setup_context=None, backward=None, direct=None):
+    """Register an operator. Returns the function that calls it, or what it stands for if nothing can observe that.
+
+    schema: the operator's tensors are its first positional arguments.
+    direct: what the function calls if nothing can observe the operator. None: the implementation.
+    """
+    name = schema.split("(")[0]
+    direct = direct or implementation
+    _library.define(schema, tags=(torch.Tag.needs_fixed_stride_order,))
+    _library.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tkernels::{name}", fake, lib=_library)
+    if backward is not None:
+        torch.library.register_autograd(f"tkernels::{name}", backward, setup_context=setup_context, lib=_library)
+    registered = getattr(torch.ops.tkernels, name).default
+    operands = [a for a in registered._schema.arguments if "Tensor" in str(a.type) and not a.kwarg_only]
+    num_tensors, labels = len(operands), [a.name for a in operands]
+    optional = [a.name for a in operands if "Optional" in str(a.type)]
+
+    def check(tensors):
+        given = zip(labels, tensors, strict=True)
+        check_tensors(name, **{label: each for label, each in given if each is not None or label not in optional})
+
+    class Differentiable(torch.autograd.Function):
+        forward = staticmethod(direct)
+
+        @staticmethod
+        def jvp(ctx, *_):
+            raise NotImplementedError(
+                f"tkernels.{name} has no forward mode of automatic differentiation (jvp, jacfwd, forward_ad); use "
+                f"backward, torch.func.grad, vjp or jacrev"
+            )
+
+    class Transformed(Differentiable):
+        forward = staticmethod(registered)
+
+        @staticmethod
+        def vmap(info, in_dims, *arguments):
+            if info.batch_size == 0:
+                raise ValueError(f"{name}: vmap over an empty batch; every call of a batch is one of the operation")
+            results = []
+            for index in range(info.batch_size):
+                element = [
+                    each if dim is None else each.select(dim, index).contiguous()
+                    for each, dim in zip(arguments[:num_tensors], in_dims, strict=False)
+                ]
+                results.append(call(*element, *arguments[num_tensors:]))
+            if isinstance(results[0], torch.Tensor):
+                return torch.stack(results), 0
+            outputs = [None if each[0] is None else torch.stack(each) for each in zip(*results, strict=True)]
+            return tuple(outputs), tuple(None if each is None else 0 for each in outputs)
+
+    Differentiable.setup_context, Differentiable.backward = staticmethod(setup_context), staticmethod(backward)
+    # The apply below Function.apply, which first looks for functorch transforms: `_watched` has ruled them out.
+    apply = super(torch.autograd.Function, Differentiable).apply
+
+    def call(*arguments, **out):
+        tensors = arguments[:num_tensors]
+        if tensors[0] is None or _watched(tensors):
+            check(tensors)
+            if backward is not None and _transformed():
+                return apply_transformed(name, Transformed, *arguments)
+            return registered(*arguments, **out)
+        if wants_gradient(*tensors):
+            return apply(*arguments)
+        return direct(*arguments, **out)
+
+    return call
+
+
+def _watched(tensors: tuple[torch.Tensor | None, ...]) -> bool:
+    """Whether something can observe an operator: a trace, a mode, a transform, a profiler, a subclass of Tensor."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._is_torch_function_mode_enabled()
+        or _transformed()
+        or torch.autograd._profiler_enabled()
+        or not PLAIN.issuperset(map(type, tensors))
+    )
+
+
+def _transformed() -> bool:
+    """Whether a transform of torch.func, or forward-mode differentiation, is to see the operation itself."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def apply_transformed(name: str, function: type[torch.autograd.Function], *arguments):
+    """function.apply, where a transform of torch.func may be active. Raises NotImplementedError where it is compiled.
+
+    Under torch.func, torch.compile takes the derivative of a Function's forward in place of its backward (2.13).
+    """
+    if not torch._C._are_functorch_transforms_active():
+        return function.apply(*arguments)
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            f"{name}: torch.compile doesn't see through torch.func here; compile the function, and apply "
+            f"torch.func.grad or vmap to what isn't compiled"
+        )
+    return torch.compiler.disable(function.apply)(*arguments)
+
+
+def wants_gradient(*tensors: torch.Tensor | None) -> bool:
+    if torch.is_grad_enabled():
+        if torch._C._are_functorch_transforms_active():
+            return True  # a tensor that vmap has wrapped doesn't tell
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
