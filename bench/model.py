@@ -20,6 +20,7 @@ from rich.table import Table
 from bench.records import FUSED, RESULTS, geometric_mean, read
 from tkernels import model
 from tkernels.configs import OverlapConfig
+from tkernels.gpus import GPUS
 from tkernels.paths import by_bytes, local_sizes
 
 WAYS = {"copy_engine": model.COPY_ENGINE, "interleaved": model.INTERLEAVED, "peer": model.PROGRAMS}
@@ -40,7 +41,7 @@ class Judged:
 def problem_of(line: dict) -> model.Problem:
     """The problem that was recorded. Raises KeyError for a GPU without a row."""
     sizes = local_sizes(line["op"], line["M"], line["N"], line["K"], line["ranks"])
-    dtype, gpu = getattr(torch, line["dtype"]), model.GPUS[line["gpu"]]
+    dtype, gpu = getattr(torch, line["dtype"]), GPUS[line["gpu"]]
     return model.Problem(line["op"], *sizes, dtype, line["layout"], line["ranks"], gpu.sms, gpu)
 
 
@@ -71,7 +72,7 @@ def judge(line: dict) -> Judged:
 
 def fused_records(files) -> list[dict]:
     lines = [line for path in sorted(files) for line in read(path)]
-    return [line for line in lines if line["op"] in FUSED and line["gpu"] in model.GPUS and line["ways"]]
+    return [line for line in lines if line["op"] in FUSED and line["gpu"] in GPUS and line["ways"]]
 
 
 def main(argv: list[str] | None = None) -> int:

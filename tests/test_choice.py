@@ -51,7 +51,7 @@ def by_model(ctx, *call, sending=False):
 
 @pytest.fixture
 def on_gpus(monkeypatch):
-    monkeypatch.setattr("tkernels.model.runtime.RUNTIME", "nvshmem")
+    monkeypatch.setattr("tkernels.gpus.runtime.RUNTIME", "nvshmem")
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: mock.Mock(multi_processor_count=132))
 

@@ -44,7 +44,7 @@ from tkernels.gemm import (
     tile_of,
     triton_dtype,
 )
-from tkernels.model import plan_waves, stages_of
+from tkernels.model import stages_of
 from tkernels.overlap import (
     SPLIT_TILES,
     TILE_COUNTS,
@@ -67,6 +67,7 @@ from tkernels.overlap import (
     waves_of,
 )
 from tkernels.paths import choose_path, plan_all_gather_matmul
+from tkernels.waves import plan_waves
 
 OP = operation("all_gather_matmul")
 

@@ -18,7 +18,8 @@ from tkernels.comm.context import Context
 from tkernels.comm.contexts import current_context
 from tkernels.comm.errors import TkernelsError
 from tkernels.configs import DTYPES, LAYOUTS, OPERATIONS, GemmConfig, OverlapConfig, chunks_fit, name_of
-from tkernels.model import Problem, choose, default_config, gpu_here, wire_of
+from tkernels.gpus import gpu_here
+from tkernels.model import Problem, choose, default_config, wire_of
 
 KEY = ("operation", "M", "N", "K", "dtype", "layout")  # of a bucket, by name
 MAX_CHOICES = 4096  # configurations that a context keeps

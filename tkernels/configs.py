@@ -125,7 +125,7 @@ class OverlapConfig:
     max_programs: limit below the context's number of programs, which leaves SMs to kernels that run beside this one.
     split_tiles: how many of the last tiles are split along K into max_splits parts (split-K), one program per part, so
         that the last wave keeps more programs busy. The fp32 partial sums of each part but one are written and read
-        once more, and added in a fixed order. None: a model of the launch's end decides (model.plan_waves), with up
+        once more, and added in a fixed order. None: a model of the launch's end decides (waves.plan_waves), with up
         to max_splits parts. Not where interleaved: adding the parts would take the registers that sending needs.
     max_splits: most parts of a tile; 1: no tile is split.
     """

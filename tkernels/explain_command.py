@@ -36,16 +36,17 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from tkernels import model, shapes
+    from tkernels.gpus import GPUS, KNOWN
     from tkernels.paths import by_bytes, local_sizes, usual_layout, ways_of
 
-    found = [gpu for name, gpu in model.GPUS.items() if arguments.gpu.lower() in name.lower()]
+    found = [gpu for name, gpu in GPUS.items() if arguments.gpu.lower() in name.lower()]
     try:
         if arguments.operation not in (*model.FUSED, "all"):
             raise ValueError(
                 f"there is no operation {arguments.operation!r}; there are {', '.join(model.FUSED)}, and all"
             )
         if len(found) != 1:
-            raise ValueError(f"--gpu {arguments.gpu}: name one of {', '.join(model.GPUS)}")
+            raise ValueError(f"--gpu {arguments.gpu}: name one of {', '.join(GPUS)}")
         if arguments.ranks == 1:
             raise ValueError("one rank multiplies alone: there is nothing to overlap; give --ranks of 2 or more")
         operations = model.FUSED if arguments.operation == "all" else (arguments.operation,)
@@ -70,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
                  "gpu": gpu.name, "known": gpu.known, "path": choice.path, "reason": choice.reason,
                  "ways": [plain(way) for way in ways]}
             )  # fmt: skip
-    console.print(model.KNOWN[gpu.known].format(gpu=gpu.name), style="dim", markup=False)
+    console.print(KNOWN[gpu.known].format(gpu=gpu.name), style="dim", markup=False)
     if arguments.json:
         write_output("".join(json.dumps(answer) + "\n" for answer in answers), arguments.json)
     return 0

@@ -67,7 +67,7 @@ from tkernels.gemm import (
     triton_dtype,
     zeros_along_k,
 )
-from tkernels.model import plan_waves, stages_of
+from tkernels.model import stages_of
 from tkernels.overlap import (
     SEND_TICKETS,
     SPLIT_TILES,
@@ -91,6 +91,7 @@ from tkernels.overlap import (
     waves_of,
 )
 from tkernels.paths import choose_path, plan_matmul_reduce
+from tkernels.waves import plan_waves
 
 OP = operation("matmul_reduce_scatter")
 

@@ -17,100 +17,24 @@ these two follow by rule from what all ranks share (`wire_of`, `plain_limit`). E
 """
 
 import functools
-import heapq
-import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-import triton.language as tl
 
-from tkernels.comm import runtime
-from tkernels.configs import (
-    COPIES,
-    DTYPES,
-    MAX_LOOK,
-    MIN_CHUNK_ROWS,
-    GemmConfig,
-    OverlapConfig,
-    Wire,
-    by_copy_engine,
-)
+from tkernels.configs import COPIES, DTYPES, MAX_LOOK, MIN_CHUNK_ROWS, GemmConfig, OverlapConfig, Wire, by_copy_engine
+from tkernels.gpus import GPU, H200, SIMULATED, TILE_END_S, gpu_here
+from tkernels.waves import waves_on
 
 GATHER, SCATTER, ALL_REDUCE = FUSED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 FP32, FP16, BF16 = DTYPES
 COPY_ENGINE, INTERLEAVED, PROGRAMS = "copy engine", "interleaved", "comm programs"  # who sends
 
 
-@dataclass(frozen=True, eq=False)
-class GPU:
-    """The constants of a GPU: a row of `GPUS`. Rates are per second.
-
-    known: "measured"; "runs": other constants are those of the GPU measured; "compiled": never run, from data sheets.
-    flops, library_flops: of our GEMM apart from the ends of its tiles, and of torch's, in 16 bits and in fp32.
-    memory, l2: bytes that a kernel reads and writes, and that its programs read.
-    copy_engine, stores: bytes to all peers together.
-    program, reducing_program: bytes that one comm program stores, in an all-gather, and where it waits for tiles.
-    interleaved: bytes to all peers, where every program sends between its steps.
-    collective: bytes of a collective alone; of an all-reduce, of each of its halves.
-    """
-
-    name: str
-    known: str = "measured"
-    sms: int = 132
-    shared_bytes: int = 232448  # for one program
-    flops: tuple[float, float] = (830e12, 7e12)
-    library_flops: tuple[float, float] = (780e12, 52e12)
-    memory: float = 4e12
-    l2: float = 12e12
-    copy_engine: float = 385e9
-    stores: float = 320e9
-    program: float = 28e9
-    reducing_program: float = 24e9
-    interleaved: float = 225e9
-    collective: float = 235e9
-
-    def seconds(self, multiplications: int, dtype: torch.dtype) -> float:
-        """The time in which one SM multiplies and adds so often."""
-        return 2 * multiplications * self.sms / self.flops[dtype == FP32]
-
-    def tile_s(self, gemm: GemmConfig, K: int, dtype: torch.dtype) -> float:
-        """The time that a program takes for a tile: small ones wait for their operands, out of L2."""
-        operands_s = (gemm.block_m + gemm.block_n) * K * dtype.itemsize * self.sms / self.l2
-        return max(self.seconds(gemm.block_m * gemm.block_n * K, dtype), operands_s) + TILE_END_S
-
-
-H200 = GPU("NVIDIA H200")
-SIMULATED = GPU("simulated", "interpreted")
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        H200,
-        GPU("NVIDIA H100 80GB HBM3", "runs", memory=2.8e12),
-        GPU(
-            "NVIDIA A100-SXM4-80GB", "compiled", 108, 166912, (250e12, 7e12), (270e12, 19e12), 1.6e12, 6e12,
-            250e9, 200e9, 18e9, 16e9, 160e9, 150e9,
-        ),
-        GPU(
-            "NVIDIA B200", "compiled", 148, 232448, (1400e12, 10e12), (1700e12, 70e12), 6.4e12, 18e12,
-            770e9, 640e9, 56e9, 48e9, 500e9, 470e9,
-        ),
-    )
-}  # fmt: skip
-
-KNOWN = {
-    "measured": "the model's constants were measured on {gpu}",
-    "runs": "the kernels have run on {gpu}, but the model's constants are those of NVIDIA H200, except its memory's",
-    "compiled": "nothing has run on {gpu}: kernels were compiled for it, and the constants are from data sheets",
-}
-
 # Seconds, H200.
 LAUNCH_S = 10e-6  # of a fused kernel, whatever its size
 LIBRARY_S, COLLECTIVE_S = 7e-6, 6e-6  # of the plain path: torch's GEMM and the collective, whatever their sizes
-TILE_END_S = 3e-6  # a tile's time without its steps along K
-PART_S = 5e-6  # added to TILE_END_S for a part of a tile, which writes its partial sums
-ADD_S = 9e-6  # added for the last part, which reads them, per other part
 SUM_S = 2.5e-6  # for a tile of this rank's rows: adding the partial sums of each peer
 GATE_S = 16e-6  # until the ranks have met and the copy engine may begin
 COPY_S, REDUCED_COPY_S = 7e-6, 9.5e-6  # a copy, whatever its size, and one that waits for tiles
@@ -134,17 +58,7 @@ SPARE, LANDING_SPARE, LANDING_SENDERS = 1.3, 1.05, 24
 # peer; between two ranks an all-reduce up to half as many.
 PLAIN_BYTES = {GATHER: 12 << 20, SCATTER: 6 << 20, ALL_REDUCE: 24 << 20}
 
-DEALT_SHORT = 1  # full waves left to dynamic assignment, where there are comm programs
-MIN_SPLIT_STEPS = 8  # least steps along K of a part
-MAX_SPLIT_TILES = tl.constexpr(128)
 REGISTERS = 255
-
-
-def gpu_here() -> GPU:
-    """The row of this machine's GPU; for one without a row, that of H200."""
-    if runtime.RUNTIME == "simulated":
-        return SIMULATED
-    return GPUS.get(torch.cuda.get_device_properties(torch.cuda.current_device()).name, H200)
 
 
 @dataclass(frozen=True)
@@ -204,6 +118,12 @@ class Problem:
     def sent_bytes(self) -> int:
         """Bytes from a rank to all its peers; an all-reduce sends as many again, of the finished rows."""
         return self.rows * self.row_bytes * self.peers
+
+    @property
+    def least_s(self) -> float:
+        """The time in which the operands and the result of the local GEMM pass through memory."""
+        elements = self.M * self.K + self.N * self.K + self.M * self.N
+        return elements * self.dtype.itemsize / self.gpu.memory
 
     def tiles(self, gemm: GemmConfig) -> tuple[int, int]:
         """(tiles of one rank's rows, tiles of them all)."""
@@ -397,93 +317,6 @@ def reject(problem: Problem, config: GemmConfig | OverlapConfig) -> str | None:
 # Times
 
 
-class Waves(NamedTuple):
-    """The assignment of tiles to programs, in numbers for `take_tile` (waves) and `part_of_tile` (split-K).
-
-    head: first waves, of the compute programs alone; comm programs join afterwards.
-    dealt: waves that are dealt out, the first `head` included; in the last of them, only whole tiles are.
-    whole: tiles that are computed whole, the first ones.
-    splits: parts of each later tile.
-    """
-
-    head: int
-    dealt: int
-    whole: int
-    splits: int
-
-    def end(self, tiles: int, tile_s: float, programs: int, num_comm: int, sending: float) -> float:
-        """When the launch ends, in units of a tile's time. sending: when its comm programs have sent everything."""
-        workers = programs - num_comm
-        places = self.head * workers + (self.dealt - self.head) * programs
-        dealt = min(places, self.whole)
-        part = (1 - TILE_END_S / tile_s) / self.splits + (TILE_END_S + PART_S) / tile_s
-        last_part = part + ADD_S * (self.splits - 1) / tile_s
-        items = [1.0] * (self.whole - dealt) + ([part] * (self.splits - 1) + [last_part]) * (tiles - self.whole)
-        free = [float(self.dealt - (program < places - dealt)) for program in range(workers)]
-        free += [sending + self.dealt - self.head] * num_comm
-        heapq.heapify(free)
-        for item in items:
-            heapq.heapreplace(free, free[0] + item)
-        return max(free)
-
-
-def plan_waves(
-    tiles: int, splittable: int, K: int, num_programs: int, config: OverlapConfig, sent_bytes: int,
-    tiles_first: int = 0, dtype: torch.dtype = BF16,
-) -> Waves:  # fmt: skip
-    """The waves of a launch on this machine's GPU: those that end first, by the model.
-
-    splittable: how many of the last tiles may be split.
-    sent_bytes: bytes that the comm programs of this rank send.
-    tiles_first: the comm programs finish no earlier than this many first tiles; if these are all tiles, they never join
-        the compute programs.
-    """
-    return _plan_waves(tiles, splittable, K, num_programs, config, sent_bytes, tiles_first, dtype, gpu_here())
-
-
-@functools.lru_cache(maxsize=1024)
-def _plan_waves(
-    tiles: int, splittable: int, K: int, num_programs: int, config: OverlapConfig, sent_bytes: int, tiles_first: int,
-    dtype: torch.dtype, gpu: GPU,
-) -> Waves:  # fmt: skip
-    gemm, num_comm, workers = config.gemm, config.num_comm, num_programs - config.num_comm
-    most = min(splittable, MAX_SPLIT_TILES.value)
-    tile_s = gpu.tile_s(gemm, K, dtype)
-    rate = num_comm * gpu.reducing_program if tiles_first else min(num_comm * gpu.program, gpu.stores)
-    sending_s = sent_bytes / rate if rate else 0
-    sending = min(max(sending_s / tile_s, tiles_first / workers), tiles / workers)
-
-    def deal(last: int, splits: int, head: int = math.ceil(sending)) -> Waves:
-        whole = tiles - last
-        if not num_comm:
-            return Waves(0, -(-whole // num_programs), whole, splits)
-        head = min(head, max(whole // workers - DEALT_SHORT, 0))
-        rest = max((whole - head * workers) // num_programs - DEALT_SHORT, 0)
-        # A comm program must not be dealt a tile that a comm program waits for: it would start it too late, or never.
-        rest = rest if head * workers >= tiles_first else 0
-        return Waves(head, head + rest, whole, splits)
-
-    def end(plan: Waves) -> float:
-        """The later of two estimates of how long sending takes."""
-        guesses = (0.9 * sending, 1.1 * sending) if num_comm else (0.0,)
-        return max(plan.end(tiles, tile_s, num_programs, num_comm, guess) for guess in guesses)
-
-    plans = [deal(0, 1)]
-    if num_comm and not tiles_first:
-        plans.insert(0, deal(0, 1, int(sending)))  # first: wins ties, to leave fewer tiles undealt
-    if config.split_tiles is not None:
-        last, splits = min(config.split_tiles, most), min(config.max_splits, -(-K // gemm.block_k))
-        if last and splits > 1:  # every part has a step: one without would not count
-            return deal(last, splits)
-    else:
-        left = round(tiles + num_comm * sending) % num_programs
-        lasts = {left + num_programs // 12, left + num_programs // 6, num_programs // 4, num_programs // 2}
-        splits = range(2, min(config.max_splits, K // (gemm.block_k * MIN_SPLIT_STEPS)) + 1)
-        choices = itertools.product((last for last in sorted(lasts) if 0 < last <= most), splits)
-        plans += itertools.starmap(deal, choices)
-    return min(plans, key=end) if len(plans) > 1 else plans[0]
-
-
 class Prediction(NamedTuple):
     """A predicted time in seconds, with its parts: the launch, the local GEMM alone, and what overlap leaves exposed.
 
@@ -501,86 +334,112 @@ class Prediction(NamedTuple):
 
 
 def predict(problem: Problem, config: GemmConfig | OverlapConfig) -> Prediction:
-    """The time of one call. Of a fused operation, with even shards, as its last byte or its last tile ends it."""
-    gpu, gemm, K = problem.gpu, getattr(config, "gemm", config), problem.K
-    own, tiles = problem.tiles(gemm)
-    tile_s = gpu.tile_s(gemm, K, problem.dtype)
-    least = (problem.M * K + problem.N * K + problem.M * problem.N) * problem.dtype.itemsize / gpu.memory
-    alone_s = max(-(-tiles // problem.programs) * tile_s, least)
+    """The time of one call. Of a fused operation, with even shards, as its last tile or its last rows end it."""
+    gemm = getattr(config, "gemm", config)
+    tile_s = problem.gpu.tile_s(gemm, problem.K, problem.dtype)
+    alone_s = max(-(-problem.tiles(gemm)[1] // problem.programs) * tile_s, problem.least_s)
     if isinstance(config, GemmConfig):
         return Prediction(LIBRARY_S + alone_s, LIBRARY_S, alone_s, 0.0)
+    launch = _Launch(problem, config, tile_s)
+    return Prediction(LAUNCH_S + launch.seconds(), LAUNCH_S, alone_s, problem.crossings * launch.wire_s)
 
-    num_comm, sent = config.num_comm, problem.sent_bytes
-    programs = min(problem.programs, config.max_programs or problem.programs, num_comm + tiles)
-    workers, peers_tiles = programs - num_comm, own * problem.peers
-    needed = 0 if problem.gathers else tiles if problem.crossings == 2 else peers_tiles
-    splittable = tiles if problem.gathers else 0 if config.interleaved else own
-    plan = _plan_waves(tiles, splittable, K, programs, config, sent, needed, problem.dtype, gpu)
-    sums_s = 0 if problem.gathers else SUM_S * problem.peers
-    copy_s = COPY_S if problem.gathers else REDUCED_COPY_S
-    copies = -(-problem.rows // config.sent_rows) if config.copied else 0  # to each peer
-    if config.copied:
-        wire_s = sent / gpu.copy_engine + copies * problem.peers * copy_s
-    elif config.interleaved:
-        wire_s = sent / gpu.interleaved
-    else:
-        one = gpu.program if problem.gathers else gpu.reducing_program
-        wire_s = sent / min(num_comm * one, gpu.stores)
 
-    def end(sending_s: float) -> float:
-        """When the last tile ends, if the comm programs have then sent everything."""
-        busy = min(max(sending_s / tile_s, needed / workers), tiles / workers)
-        return max(plan.end(tiles, tile_s, programs, num_comm, busy) * tile_s, least) + own / programs * sums_s
+class _Launch:
+    """One launch of a fused kernel: its tiles, its waves, and how long sending its rows takes by itself (wire_s)."""
 
-    def sent_behind(first: int, last: int, together: int, begin: float, ends: float, wire_s: float) -> float:
+    def __init__(self, problem: Problem, config: OverlapConfig, tile_s: float):
+        self.problem, self.config, self.tile_s = problem, config, tile_s
+        self.own, self.tiles = problem.tiles(config.gemm)
+        self.columns = -(-problem.N // config.gemm.block_n)
+        num_comm = config.num_comm
+        self.programs = min(problem.programs, config.max_programs or problem.programs, num_comm + self.tiles)
+        self.workers, self.of_peers = self.programs - num_comm, self.tiles - self.own
+        self.needed = 0 if problem.gathers else self.tiles if problem.crossings == 2 else self.of_peers
+        splittable = self.tiles if problem.gathers else 0 if config.interleaved else self.own
+        self.waves = waves_on(
+            problem.gpu, self.tiles, splittable, problem.K, self.programs, config, problem.sent_bytes, self.needed,
+            problem.dtype,
+        )  # fmt: skip
+        self.sums_s = 0 if problem.gathers else SUM_S * problem.peers
+        self.copies = -(-problem.rows // config.sent_rows) if config.copied else 0  # to each peer
+        gpu, sent = problem.gpu, problem.sent_bytes
+        if config.copied:
+            copy_s = COPY_S if problem.gathers else REDUCED_COPY_S
+            self.wire_s = sent / gpu.copy_engine + self.copies * problem.peers * copy_s
+        elif config.interleaved:
+            self.wire_s = sent / gpu.interleaved
+        else:
+            self.wire_s = sent / min(num_comm * (gpu.program if problem.gathers else gpu.reducing_program), gpu.stores)
+
+    def seconds(self) -> float:
+        problem = self.problem
+        if problem.gathers:
+            return self._gather_s()
+        seconds = self._interleaved_s() if self.config.interleaved else self._reduction_s()
+        if problem.crossings == 2:  # the finished rows are copied out of the inbox
+            seconds += problem.M * problem.row_bytes * problem.peers / problem.ranks / (problem.gpu.memory / 2)
+        return seconds
+
+    def _end(self, sending_s: float) -> float:
+        """When the last tile ends, if the comm programs have sent everything after sending_s."""
+        busy = min(max(sending_s / self.tile_s, self.needed / self.workers), self.tiles / self.workers)
+        end = self.waves.end(self.tiles, self.tile_s, self.programs, self.config.num_comm, busy) * self.tile_s
+        return max(end, self.problem.least_s) + self.own / self.programs * self.sums_s
+
+    def _gather_s(self) -> float:
+        """What arrives last, a copy or a chunk of each peer, is still to be multiplied."""
+        if self.copies:
+            return max(self._end(0), GATE_S + self.wire_s + -(-self.own // self.copies // self.programs) * self.tile_s)
+        rows = min(self.config.chunk_rows, self.problem.rows)
+        last = self.problem.peers * -(-rows // self.config.gemm.block_m) * self.columns
+        return max(self._end(self.wire_s), self.wire_s + -(-last // self.programs) * self.tile_s)
+
+    def _interleaved_s(self) -> float:
+        """Waves of tiles that peers need, each sent during the next tile; then those of this rank's rows."""
+        twice = self.problem.crossings == 2
+        first = -(-self.of_peers // self.programs)
+        rest = -(-self.tiles // self.programs) - first
+        rest_s = rest * (self.tile_s + self.sums_s + (INTERLEAVED_S if twice else 0))
+        first_s = max(first * (self.tile_s + INTERLEAVED_S), self.wire_s) + INTERLEAVED_S
+        return first_s + max(rest_s, self.wire_s if twice else 0)
+
+    def _reduction_s(self) -> float:
+        """The peers' tiles are sent as they are done; then the own ones, which add what has arrived."""
+        copies, tile_s = self.copies, self.tile_s
+        together = max(self.own // copies, 1) if copies else self.config.gemm.group_m * self.columns
+        known_s = ARRIVAL_S if copies else LAST_CHUNK_S
+        arrived = self._sent_s(0, self.of_peers, together, 0.0, math.inf) + known_s
+        # The own tiles of the rows that arrived last: all but the first wave of them are still to be computed.
+        last = self.own // copies if copies else min(self.own, self.programs)
+        end = max(self._end(arrived), arrived + (-(-last // self.programs) - 1) * tile_s + self.sums_s + TILE_END_S)
+        if self.problem.crossings == 1:
+            return end
+        late = max(end - -(-self.tiles // self.workers) * tile_s, 0.0)
+        return self._sent_s(self.of_peers, self.tiles, together, arrived - late, end - late) + late + known_s
+
+    def _sent_s(self, first: int, last: int, together: int, begin: float, ends: float) -> float:
         """When the rows of tiles from `first` to `last` are sent, `together` of them at a time, as waves complete them.
 
-        begin: when the sender is free. ends: when the last of these tiles ends. wire_s: sending all of them.
+        begin: when the sender is free. ends: when the last of these tiles ends.
         """
         now, done = begin, first
-        for wave in range(first // workers + 1, -(-last // workers) + 1):
-            complete = min(wave * workers, last)
+        for wave in range(first // self.workers + 1, -(-last // self.workers) + 1):
+            complete = min(wave * self.workers, last)
             complete = last if complete == last else max(complete // together * together, done)
             if complete > done:
-                now = max(now, min(wave * tile_s, ends)) + (complete - done) / (last - first) * wire_s
+                now = max(now, min(wave * self.tile_s, ends)) + (complete - done) / (last - first) * self.wire_s
                 done = complete
         return now
-
-    if config.interleaved:
-        waves = -(-tiles // programs)
-        first = -(-peers_tiles // programs)  # waves of tiles that peers need
-        rest_s = (waves - first) * (tile_s + sums_s + (INTERLEAVED_S if problem.crossings == 2 else 0))
-        seconds = max(first * (tile_s + INTERLEAVED_S), wire_s) + INTERLEAVED_S
-        seconds += max(rest_s, wire_s if problem.crossings == 2 else 0)
-    elif problem.gathers and config.copied:
-        seconds = max(end(0), GATE_S + wire_s + -(-own // copies // programs) * tile_s)
-    elif problem.gathers:
-        last = problem.peers * -(-min(config.chunk_rows, problem.rows) // gemm.block_m) * -(-problem.N // gemm.block_n)
-        seconds = max(end(wire_s), wire_s + -(-last // programs) * tile_s)
-    else:
-        together = max(own // copies, 1) if copies else gemm.group_m * -(-problem.N // gemm.block_n)
-        arrived = sent_behind(0, peers_tiles, together, 0.0, math.inf, wire_s)
-        arrived += ARRIVAL_S if copies else LAST_CHUNK_S
-        # The own tiles of the rows that arrived last: all but the first wave of them are still to be computed.
-        last = own // copies if copies else min(own, programs)
-        seconds = max(end(arrived), arrived + (-(-last // programs) - 1) * tile_s + sums_s + TILE_END_S)
-        if problem.crossings == 2:
-            late = max(seconds - -(-tiles // workers) * tile_s, 0.0)
-            seconds = sent_behind(peers_tiles, tiles, together, arrived - late, seconds - late, wire_s) + late
-            seconds += ARRIVAL_S if copies else LAST_CHUNK_S
-    if problem.crossings == 2:  # the finished rows are copied out of the inbox
-        seconds += problem.M * problem.row_bytes * problem.peers / problem.ranks / (gpu.memory / 2)
-    return Prediction(LAUNCH_S + seconds, LAUNCH_S, alone_s, problem.crossings * wire_s)
 
 
 def predict_plain(problem: Problem) -> Prediction:
     """The time of the plain path: torch's GEMM and the collective, one after the other."""
     flops = problem.gpu.library_flops[problem.dtype == FP32] * problem.programs / problem.gpu.sms
     product_s = 2 * problem.M * problem.N * problem.K / flops
-    least = (problem.M * problem.K + problem.N * (problem.K + problem.M)) * problem.dtype.itemsize / problem.gpu.memory
+    product_s = max(product_s, problem.least_s)
     wire_s = problem.crossings * problem.sent_bytes / problem.gpu.collective
     launch_s = LIBRARY_S + (COLLECTIVE_S if problem.ranks > 1 else 0)
-    return Prediction(launch_s + max(product_s, least) + wire_s, launch_s, max(product_s, least), wire_s)
+    return Prediction(launch_s + product_s + wire_s, launch_s, product_s, wire_s)
 
 
 def plain_limit(operation: str, ranks: int) -> int:

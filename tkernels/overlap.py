@@ -33,7 +33,7 @@ from tkernels.comm.context import Context
 from tkernels.comm.device import arrived, wait_chunk
 from tkernels.configs import MAX_LOOK, MAX_TILE_CHUNKS, GemmConfig, OverlapConfig
 from tkernels.gemm import Operand, halves, load_tile, store_tile
-from tkernels.model import MAX_SPLIT_TILES
+from tkernels.waves import MAX_SPLIT_TILES
 
 # A row of tiles in a schedule: shard (its rank), first row in the shard, first row in the whole matrix, number of valid
 # rows, chunk, and how many rows of tiles, this one included, are sent together.

@@ -31,6 +31,7 @@ from tkernels.comm.contexts import open_contexts
 from tkernels.comm.errors import TkernelsError
 from tkernels.configs import LAYOUTS, OPERATIONS, GemmConfig, OverlapConfig, Wire, by_copy_engine, check_field, name_of
 from tkernels.gemm import layout_of, matmul
+from tkernels.gpus import SIMULATED
 from tkernels.operators import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from tkernels.paths import Choice, explain
 from tkernels.rounding import tolerance
@@ -397,7 +398,7 @@ def variants(default: GemmConfig | OverlapConfig, problem: model.Problem) -> tup
     them; and single changes of the default.
     """
     refused, found = Counter(), {}  # prediction, and how soon to take it, by configuration
-    for number, tile in enumerate([{}, *(SIMULATED_TILES if problem.gpu is model.SIMULATED else TILES)]):
+    for number, tile in enumerate([{}, *(SIMULATED_TILES if problem.gpu is SIMULATED else TILES)]):
         place = itertools.count(1)
         for ways in _ways(default, problem):
             others = [possible(default, tile | way, problem, refused) for way in ways]
