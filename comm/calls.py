@@ -139,13 +139,20 @@ def difference(first: int, call: Shared | None, second: int, other: Shared | Non
     if call is None or other is None or call.operation != other.operation:
         by_rank = (f"rank {rank} is in {each or 'another call'}" for rank, each in ((first, call), (second, other)))
         return f"the ranks are out of step: {'; '.join(by_rank)}; all must make the same calls in the same order"
-    theirs = dict(other.fields)
-    found = "; ".join(
-        f"{name}: {value} on rank {first}, {theirs.get(name)} on rank {second}"
-        for name, value in call.fields
-        if value != theirs.get(name)
-    )
+    values = _differing([dict(call.fields), dict(other.fields)])
+    found = "; ".join(f"{name}: {a} on rank {first}, {b} on rank {second}" for name, (a, b) in values.items())
     return f"{call.operation}: the ranks' calls differ, in {found}; all must pass the same"
+
+
+def differences(ranks: list[dict]) -> str:
+    """For errors: what the dicts of all ranks differ in, as in "M by rank: 8, 10". Empty if they agree."""
+    return "; ".join(f"{name} by rank: {', '.join(map(str, values))}" for name, values in _differing(ranks).items())
+
+
+def _differing(ranks: list[dict]) -> dict[str, list]:
+    """Every rank's value, by name, where they differ."""
+    found = {name: [each.get(name) for each in ranks] for name in ranks[0]}
+    return {name: values for name, values in found.items() if any(each != values[0] for each in values)}
 
 
 class Turn:

@@ -35,6 +35,7 @@ import triton
 import triton.language as tl
 
 from tkernels.comm.arguments import LARGEST, check_type, whole
+from tkernels.comm.calls import differences
 from tkernels.comm.context import Context, as_context
 from tkernels.comm.device import Net, begin_epoch, copy, end_epoch, operation, put_signal, quiet, signal, wait_signal
 from tkernels.comm.errors import MismatchError, TkernelsError
@@ -314,10 +315,8 @@ def _check_options(ctx: Context, dst, src, options: dict):
     ends = ctx.group.gather(told)
     if wrong := [each for each in ends if isinstance(each, Exception)]:
         raise wrong[0]
-    for _, _, theirs in ends:
-        if theirs != ends[0][2]:
-            by_rank = "; ".join(f"rank {rank}: {theirs}" for rank, (_, _, theirs) in enumerate(ends))
-            raise MismatchError(f"channel: the ranks' options differ: {by_rank}; all must pass the same")
+    if found := differences([theirs for _, _, theirs in ends]):
+        raise MismatchError(f"channel: the ranks' options differ, in {found}; all must pass the same")
     for name, value in options.items():
         if value < 1:
             raise ValueError(f"channel: {name}={value} must be positive")

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from tkernels.comm import capture, contexts, interpreter, runtime
 from tkernels.comm.arguments import check_type, switch
-from tkernels.comm.calls import CALL_BITS, Call, Shared, Turn, describe, difference, local_calls
+from tkernels.comm.calls import CALL_BITS, Call, Shared, Turn, describe, difference, differences, local_calls
 from tkernels.comm.device import (
     BEGUN,
     CLOCK,
@@ -205,10 +205,8 @@ class Context:
         if wrong := [options for options in asked if isinstance(options, Exception)]:
             raise wrong[0]
         options = asked[0]
-        differing = {name: [theirs[name] for theirs in asked] for name in options if len({o[name] for o in asked}) > 1}
-        if differing:
-            by_rank = "; ".join(f"{name} by rank: {', '.join(map(str, values))}" for name, values in differing.items())
-            raise MismatchError(f"init: the ranks' options differ, in {by_rank}; all must pass the same")
+        if found := differences(asked):
+            raise MismatchError(f"init: the ranks' options differ, in {found}; all must pass the same")
         for name in ("timeout_s", "num_programs", "heap_bytes"):
             if not options[name] > 0:
                 raise ValueError(f"init: {name}={options[name]} must be positive")

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tkernels.comm.arguments import check_type
-from tkernels.comm.calls import Turn, module_of, place
+from tkernels.comm.calls import Turn, differences, module_of, place
 from tkernels.comm.errors import MismatchError, OutOfStepError, TkernelsError
 from tkernels.comm.interpreter import integer_from_environment
 
@@ -94,10 +94,8 @@ class Group:
         calls, lines, alike, values = zip(*ranks, strict=True)
         if len(set(calls)) > 1:
             raise OutOfStepError(calls, lines, values)
-        by_rank = {name: [each.get(name) for each in alike] for name in alike[0]}
-        differing = {name: found for name, found in by_rank.items() if any(each != found[0] for each in found)}
-        if differing:
-            raise MismatchError(_differences(calls[0], differing))
+        if found := differences(alike):
+            raise MismatchError(f"{calls[0]}: the ranks' calls differ, in {found}; {_way_out(alike)}")
         return list(values)
 
     def _await_all(self, call: str, line: str):
@@ -242,13 +240,13 @@ class Group:
         self.closed, self.process_group = True, None
 
 
-def _differences(call: str, by_rank: dict[str, list]) -> str:
-    found = "; ".join(f"{name} by rank: {', '.join(map(str, values))}" for name, values in by_rank.items())
-    rows, way_out = by_rank.get("rows", []), "all must pass the same"
-    if "M" not in by_rank and rows and all(len(set(each)) == 1 for each in rows):
-        counts = tuple(each[0] for each in rows)  # each rank assumes its own number for all
-        way_out += f", or, where they have different numbers of rows, rows={counts}"
-    return f"{call}: the ranks' calls differ, in {found}; {way_out}"
+def _way_out(ranks: list[dict]) -> str:
+    way_out, rows = "all must pass the same", [each.get("rows") for each in ranks]
+    if any(each != rows[0] for each in rows) and all(len(set(each)) == 1 for each in rows):
+        if all(each.get("M") == ranks[0].get("M") for each in ranks):
+            counts = tuple(each[0] for each in rows)  # each rank assumes its own number for all
+            way_out += f", or, where they have different numbers of rows, rows={counts}"
+    return way_out
 
 
 def checksum(tensor: torch.Tensor) -> int:

@@ -106,8 +106,10 @@ class PreparedLaunch:
         example = dict(zip(self._varying, tensors, strict=True))
         divisible = {path[0] for path, found in compiled.src.attrs.items() if ["tt.divisibility", 16] in found}
         for number, (name, kind) in enumerate(compiled.src.signature.items()):
-            if name not in kinds:
-                continue  # a tuple of constants
+            if name not in kinds:  # a tuple of constants
+                flat.append(_nothing(kind))
+                signature.append(kind)
+                continue
             at[name] = len(flat), 15 if number in divisible else 0, None
             value = self._arguments.get(name)
             if kind.startswith("tensordesc"):
@@ -158,6 +160,11 @@ def _maker(example):
 
 def _address(value):
     return value.data_ptr() if isinstance(value, torch.Tensor) else value
+
+
+def _nothing(kind):
+    """What the launcher is given for a constant, or a tuple of them: as Triton's, so that both are compiled once."""
+    return tuple(map(_nothing, kind)) if isinstance(kind, tuple) else None
 
 
 class _Descriptors(dict):

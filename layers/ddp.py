@@ -87,7 +87,7 @@ class OverlappedDDP(nn.Module):
     synchronised.
 
     Raises ValueError or TypeError for options or parameters that are not supported, MismatchError if ranks disagree on
-    parameters or options.
+    parameters or options; on every rank, whichever it concerns.
     """
 
     def __init__(

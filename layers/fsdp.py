@@ -111,7 +111,8 @@ class FullyShard(nn.Module):
         comm_stream: stream for communication, instead of a new one. Needs overlap.
         dev: module with the streams, instead of the device's (torch.cuda).
 
-        Raises ValueError or TypeError for a module that can't be sharded, MismatchError if it differs between ranks.
+        Raises ValueError or TypeError for a module that can't be sharded, MismatchError if it differs between ranks; on
+        every rank, whichever it concerns.
         Warns of a class of modules that holds most parameters and is no unit. Logs the pools' slots at INFO.
         """
         super().__init__()

@@ -227,7 +227,8 @@ def test_wrong_arguments_are_refused_before_the_first_signal(ctx):
         Channel(ctx, after, None if ctx.rank == 1 else before, slot_bytes=256)
     with pytest.raises(ValueError, match="dst and src by rank are"):
         Channel(ctx, ctx.rank, ctx.rank, slot_bytes=256)
-    with pytest.raises(MismatchError, match="options differ: rank 0.*all must pass the same"):
+    differing = "options differ, in slot_bytes by rank: 256, 512, 1024; all must pass the same"
+    with pytest.raises(MismatchError, match=differing):
         Channel(ctx, after, before, slot_bytes=256 << ctx.rank)
     for wrong in ({"dst": "next"}, {"copies": 2.5}, {"slot_bytes": None if ctx.rank else 256}):  # the last of one rank
         options = {"dst": 1 - ctx.rank, "src": 1 - ctx.rank, "slot_bytes": 256} | wrong

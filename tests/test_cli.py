@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 
 from tkernels import __version__, cli
-from tkernels.demo import Options
 from tkernels.launch import RankError
 
 COMMAND = [sys.executable, "-m", "tkernels.cli"]
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("command", [(), ("demo",), ("doctor",), ("tune",), ("trace",)], ids=" ".join)
+@pytest.mark.parametrize("command", [(), ("demo",), ("doctor",), ("tune",), ("explain",), ("trace",)], ids=" ".join)
 def test_help_ends_with_an_example_that_parses(command, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main([*command, "--help"])
@@ -68,6 +67,12 @@ def test_version(capsys):
         ("trace all_gather --shape tiny --out -", "takes a path, not '-'"),
         ("doctor --ranks 2", "unrecognized arguments: --ranks 2"),
         ("doctor foo", "unrecognized arguments: foo"),
+        ("explain all_gather_matmul", "required: --shape"),
+        ("explain matmul --shape 8x8x8", "there is no operation 'matmul'; there are all_gather_matmul, "),
+        ("explain all --shape 8x8x8 --ranks 1", "one rank multiplies alone: there is nothing to overlap"),
+        ("explain all --shape 8x8x8 --gpu nvidia", "--gpu nvidia: name one of NVIDIA H200, NVIDIA H100 80GB HBM3"),
+        ("explain all --shape 8x8x8 --gpu 3090", "--gpu 3090: name one of NVIDIA H200, "),
+        ("explain all_gather_matmul --shape rs-a", "there is no shape 'rs-a' for all_gather_matmul"),
         ("tune --budget soon", "--budget: takes a number of seconds above 0, not 'soon'"),
         ("tune --layout row", "invalid choice: 'row'"),
         ("tune --list --clear", "not allowed with argument --list"),
@@ -102,7 +107,8 @@ def test_the_demo_gets_its_arguments(monkeypatch):
     got = []
     monkeypatch.setattr("tkernels.demo.run", lambda options: got.append(options) or 0)
     assert cli.main("demo --parallel zero --ranks 3 --steps 5 --dtype bf16 --seed 7 --no-plot --json -".split()) == 0
-    assert got == [Options("zero", 3, 5, "bf16", 7, "-", None)]
+    names = ("parallel", "ranks", "steps", "dtype", "seed", "json", "plot")
+    assert [getattr(got[0], name) for name in names] == ["zero", 3, 5, "bf16", 7, "-", None]
     cli.main(["demo"])
     assert (got[1].parallel, got[1].ranks, got[1].plot) == ("tp", None, Path("tkernels-demo.png"))
 
@@ -157,10 +163,14 @@ def test_a_runtime_that_cannot_be_used_is_named_with_the_reason(command, environ
     assert done.stderr.count("\n") == 1
 
 
-def test_importing_the_command_line_imports_no_torch():
-    code = "import sys, tkernels.cli; print([name for name in ('torch', 'triton', 'rich') if name in sys.modules])"
+def test_help_and_wrong_arguments_come_at_once_without_torch():
+    code = (
+        "import sys\nfrom tkernels import cli\ntry:\n    cli.main(['demo', '--ranks', '0'])\n"
+        "except SystemExit:\n    print([name for name in ('torch', 'triton', 'rich') if name in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.stdout == "[]\n", done.stderr
+    assert "takes a whole number of at least 1" in done.stderr
 
 
 def test_ctrl_c_ends_quietly_with_130_and_leaves_no_process(tmp_path):

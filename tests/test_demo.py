@@ -1,6 +1,5 @@
 """The demo: what it reports when all is well, and that it notices what is not."""
 
-import dataclasses
 import itertools
 import json
 import math
@@ -9,9 +8,9 @@ import pytest
 import torch
 from transports import starts_ranks
 
-from tkernels import cli
+from tkernels import cli, demo
 from tkernels.comm import MismatchError
-from tkernels.demo import records, training
+from tkernels.demo import training
 from tkernels.demo.data import Text
 from tkernels.demo.model import ModelConfig
 from tkernels.demo.parallel import KINDS, TensorParallel
@@ -26,7 +25,7 @@ def test_demo_trains_both_models_and_reports(tmp_path, monkeypatch, capsys):
     assert cli.main(["demo", "--ranks", "2", "--steps", "3", "--json", "result.json", "--plot", "losses.png"]) == 0
 
     result = json.loads((tmp_path / "result.json").read_text())
-    assert set(result) == {"agree", *(field.name for field in dataclasses.fields(records.Result))}
+    assert list(result) == ["agree", "setup", "steps", "gradient", "operations", "problem", "plot", "seconds"]
     assert result["agree"] and result["problem"] is None
     assert result["setup"]["ranks"] == 2 and result["setup"]["dtype"] == "fp32"
     losses = [step["sharded"] for step in result["steps"]]
@@ -44,7 +43,6 @@ def test_demo_trains_both_models_and_reports(tmp_path, monkeypatch, capsys):
     for name in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_reduce_scatter_backward"):
         assert operations[name]["sent_bytes"] == calls[name] * 128 * 64 * 4, name
     assert all(0 < operation["seconds"] < result["seconds"] for operation in operations.values())
-    assert all(operation["error"] <= operation["allowed"] < 1e-5 for operation in operations.values())
 
     picture = (tmp_path / "losses.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
@@ -112,27 +110,25 @@ def test_demo_fails_with_exit_code_1_when_the_losses_part(tmp_path, monkeypatch,
 @pytest.mark.ranks(2)
 def test_a_wrong_gradient_shows_in_the_first_step(ctx):
     training.start(ctx, "fp32", 0, LosesPartOfABiasGradient)
-    step, gradient = training.step(ctx, False)
+    step = training.step(ctx)
     assert step.difference <= step.allowed
-    if ctx.rank == 1:
-        assert gradient.parameter == "blocks.1.mlp.fc1.bias"
-        assert gradient.error > 0.3
-        assert gradient.allowed < 1e-4
-    else:
-        assert gradient.error <= gradient.allowed
+    gradient = training.worst_gradient(ctx)
+    assert gradient.parameter == "blocks.1.mlp.fc1.bias"
+    assert gradient.error > 0.3
+    assert gradient.allowed < 1e-4
 
 
 @pytest.mark.ranks(2)
 def test_a_forgotten_mark_is_told_by_the_first_backward(ctx):
     training.start(ctx, "fp32", 0, ForgetsTheMarkOfANorm)
     with pytest.raises(MismatchError, match="the gradients of norm.bias differ between ranks"):
-        training.step(ctx, False)
+        training.step(ctx)
 
 
 @pytest.mark.ranks(2)
 def test_a_lost_row_shows_in_the_first_loss(ctx):
     training.start(ctx, "fp32", 0, LosesARow)
-    step, _ = training.step(ctx, False)
+    step = training.step(ctx)
     assert step.difference > step.allowed
 
 
@@ -159,7 +155,7 @@ SHARES = {  # of each of 2 ranks: in words; its parameters; in 2 steps the calls
 
 @pytest.mark.quick
 def test_the_command_line_knows_all_ways():
-    assert cli.PARALLEL == tuple(KINDS)
+    assert demo.PARALLEL == tuple(KINDS)
     assert {"tp", *SHARES} == set(KINDS)
 
 
@@ -168,10 +164,10 @@ def test_the_command_line_knows_all_ways():
 def test_another_way_to_split_trains_to_the_same_losses(ctx, kind):
     words, parameters, calls = SHARES[kind]
     setup = training.start(ctx, "fp32", 0, KINDS[kind])
-    assert (setup.parallel, setup.share, setup.parameters) == (kind, words, PARAMETERS)
-    assert setup.parameters_of_rank == parameters or parameters is None
-    assert parameters is not None or sum(ctx.group.gather(setup.parameters_of_rank)) == PARAMETERS
-    (first, gradient), (last, _) = training.step(ctx, False), training.step(ctx, True)
+    assert (setup["parallel"], setup["share"], setup["parameters"]) == (kind, words, PARAMETERS)
+    assert setup["parameters_of_rank"] == parameters or parameters is None
+    assert parameters is not None or sum(ctx.group.gather(setup["parameters_of_rank"])) == PARAMETERS
+    first, gradient, last = training.step(ctx), training.worst_gradient(ctx), training.step(ctx)
     assert all(step.difference <= step.allowed < 1e-4 for step in (first, last))
     assert last.sharded < first.sharded - 0.2
     assert 0 < gradient.error <= gradient.allowed < 1e-4
@@ -180,24 +176,23 @@ def test_another_way_to_split_trains_to_the_same_losses(ctx, kind):
     operations = {operation.operation: operation for operation in training.finish(ctx)}
     if kind == "pp":
         operations["send"] = operations.pop("send_backward" if ctx.rank else "send_forward")
-        assert operations["send"].error is None
+        assert operations["send"].seconds is None
     assert {name: operation.calls for name, operation in operations.items()} == {
         name: number for name, (number, _) in calls.items()
     }
     for name, operation in operations.items():
         # A lone element is summed by rank 0, which sends the sum; the other sends its term.
         assert calls[name][1] in (operation.sent_bytes, None)
-        assert operation.error is None or operation.error <= operation.allowed < 1e-5
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind, dtype", [("pp", "fp16"), ("zero", "fp16"), ("fsdp", "bf16"), ("ddp", "bf16")])
 def test_another_way_to_split_takes_other_dtypes(ctx, kind, dtype):
     training.start(ctx, dtype, 0, KINDS[kind])
-    step, gradient = training.step(ctx, True)
+    step, gradient = training.step(ctx), training.worst_gradient(ctx)
     assert step.difference <= step.allowed
     assert 0 < gradient.error <= gradient.allowed
-    assert all(operation.error is None or operation.error <= operation.allowed for operation in training.finish(ctx))
+    training.finish(ctx)
 
 
 def losing(kind):
@@ -218,13 +213,13 @@ def losing(kind):
 @pytest.mark.parametrize("kind", SHARES)
 def test_a_lost_share_of_a_gradient_shows_in_the_first_step(ctx, kind):
     training.start(ctx, "fp32", 0, losing(KINDS[kind]))
-    step, gradient = training.step(ctx, False)
+    step = training.step(ctx)
     assert step.difference <= step.allowed
-    worst = max(ctx.group.gather(gradient), key=lambda gradient: gradient.error)
+    worst = max(ctx.group.gather(training.worst_gradient(ctx)), key=lambda gradient: gradient.error)
     assert worst.parameter == "blocks.1.mlp.fc1.bias"
     assert worst.error > 0.2  # a quarter of the batch in the pipeline, half of it in the others
-    step, _ = training.step(ctx, False)
-    step, _ = training.step(ctx, False)
+    training.step(ctx)
+    step = training.step(ctx)
     assert step.difference > step.allowed
 
 
@@ -236,8 +231,8 @@ def test_messages_of_a_pipeline_are_counted_and_not_timed(tmp_path, capsys):
     out = capsys.readouterr().out.splitlines()
     assert max(map(len, out)) <= 80
     assert any(line.split()[:6] == ["ranks", "2,", "each", "with", "1", "of"] for line in out)
-    assert ["send_forward", "4", "65.5", "kB", "-", "-", "-"] in [line.split() for line in out]
-    assert json.loads(path.read_text())["operations"][-1]["error"] is None
+    assert ["send_forward", "4", "65.5", "kB", "-"] in [line.split() for line in out]
+    assert json.loads(path.read_text())["operations"][-1]["seconds"] is None
 
 
 @pytest.mark.quick

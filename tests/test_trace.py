@@ -17,7 +17,8 @@ from tkernels.comm import collectives, interpreter, marks
 from tkernels.comm.collectives import CollectiveConfig
 from tkernels.configs import GemmConfig, OverlapConfig
 from tkernels.testing.compare import integers
-from tkernels.trace import clocks, tracing
+from tkernels.trace import clocks
+from tkernels.trace.recorder import tracing
 from tkernels.trace.timeline import Launch, Trace
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
@@ -296,6 +297,18 @@ def test_the_file_is_what_trace_viewers_read(tmp_path, name):
     assert tile["name"] == "compute 0 64" and tile["args"] == {"row": 0, "column": 64, "launch": 0}
     arrows = [(e["ph"], e["pid"], e["tid"]) for e in events if e["name"] == "chunk"]
     assert arrows == [("s", 0, 1), ("f", 1, 1), ("s", 1, 1), ("f", 0, 1)]
+
+
+def test_slices_of_a_thread_meet_in_the_file_and_do_not_overlap_after_rounding(tmp_path):
+    program = np.array([[1, 0, 0, at] for at in range(10)] + [[0, 0, 0, 10]])
+    trace = Trace()
+    before, after = (clocks.Comparison(np.array([at]), np.array([lead]), 0.0) for at, lead in ((0, 0.0), (10, 3.3)))
+    trace.fill([[Launch("all_gather", None, 0, [program], [0])]], before, after)
+    trace.save(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    tiles = [e for e in events if e.get("cat") == "compute"]
+    assert len(tiles) == 10
+    assert all(round(a["ts"] + a["dur"], 3) == b["ts"] for a, b in itertools.pairwise(tiles))
 
 
 @pytest.mark.ranks(2)

@@ -930,9 +930,12 @@ def test_zero_optimizer_refuses_arguments_of_other_types_by_name_and_leaves_no_h
         ("a param group is a dict with params, not {}", {"params": [{}]}),
         ("takes a Context", {"params": [{"params": [parameter], "ctx": "x"}]}),
     ):
-        arguments = {"params": [parameter], "optimizer_class": torch.optim.SGD, "ctx": ctx, "lr": 1.0} | change
+        arguments = {"params": [parameter], "optimizer_class": torch.optim.SGD, "ctx": ctx, "lr": 1.0}
         with pytest.raises(TypeError, match=message) as refused:
-            ZeroOptimizer(**arguments)
+            ZeroOptimizer(**arguments | change)
+        message_on_every_rank(ctx, refused.value)
+        with pytest.raises((TypeError, MismatchError), match="on rank 1|ranks 0 and 1 differ") as refused:
+            ZeroOptimizer(**arguments | (change if ctx.rank == 1 else {}))
         message_on_every_rank(ctx, refused.value)
     with pytest.raises(ValueError, match="Invalid learning rate") as refused:  # kept, and with it what its frames hold
         ZeroOptimizer([parameter], torch.optim.SGD, ctx=ctx, lr=-1.0)
@@ -1009,7 +1012,7 @@ class OneRank(Context):
     """As much of a Context as there is without ranks."""
 
     rank, size, name, device = 0, 1, "one rank", torch.device("cpu")
-    group = types.SimpleNamespace(rank=0, size=1, gather=lambda value: [value])
+    group = types.SimpleNamespace(rank=0, size=1, gather=lambda value: [value], checking=contextlib.nullcontext)
 
     def __init__(self):
         pass

@@ -36,7 +36,7 @@ _HOMES = {
         "matmul_reduce_scatter",
         "reduce_scatter",
     ),
-    "tkernels.trace": ("tracing",),
+    "tkernels.trace.recorder": ("tracing",),
 }
 _home_of = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = sorted(_home_of)

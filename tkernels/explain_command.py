@@ -121,7 +121,9 @@ def how(way) -> str:
     text = f"tiles of {gemm.block_m}x{gemm.block_n}x{gemm.block_k}"
     if config.copied:
         return f"{text}, copies of {config.copy_rows} rows"
-    return f"{text}, {config.num_comm} programs send" if config.num_comm else f"{text}, every program sends its own"
+    number = config.num_comm
+    sending = f"{number} program{'s send' if number > 1 else ' sends'}" if number else "every program sends its own"
+    return f"{text}, {sending}"
 
 
 def plain(way) -> dict:

@@ -115,9 +115,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         **options,
     ):
         self.ctx = as_context(ctx)
-        groups, self._names, contexts = _param_groups(params, self.ctx)
-        if max_norm is not None or loss_scale is not None:
-            check_norm("ZeroOptimizer, with max_norm or loss_scale", contexts, tensor_parallel)
+        with self.ctx.group.checking():
+            groups, self._names, contexts = _param_groups(params, self.ctx)
+            if max_norm is not None or loss_scale is not None:
+                check_norm("ZeroOptimizer, with max_norm or loss_scale", contexts, tensor_parallel)
         self._parameters = list(contexts)
         self._frozen = [parameter for parameter in self._names if parameter not in contexts]
         self._group_sizes = [len(group["params"]) for group in groups]
@@ -132,8 +133,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             tensor_parallel=tensor_parallel is not None, options=_plain(options), groups=[_plain(g) for g in groups],
         )  # fmt: skip
         _check(self.ctx, asked)
-        _check_kinds(optimizer_class, overlap_gather, reduce_dtype, tensor_parallel)
-        _check_parameters(contexts, self._names, backend, reduce_dtype, tensor_parallel)
+        with self.ctx.group.checking():
+            _check_kinds(optimizer_class, overlap_gather, reduce_dtype, tensor_parallel)
+            _check_parameters(contexts, self._names, backend, reduce_dtype, tensor_parallel)
         remove_owners(self._parameters, ZeroOptimizer)  # orders the reads below after the previous optimizer's gathers
         _check_parts(self.ctx, contexts, self._names)
         if tensor_parallel is not None:

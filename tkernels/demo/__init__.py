@@ -1,82 +1,103 @@
 """`tkernels demo`: trains a transformer on several ranks and shows that it learns the same as the unsharded one."""
 
-import math
+import argparse
+import dataclasses
+import json
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
-from tkernels.comm.runtime import RUNTIME
-from tkernels.demo import training
-from tkernels.demo.parallel import KINDS
-from tkernels.demo.records import Gradient, Operation, Result, Step
-from tkernels.demo.report import Report, check_picture, draw
-from tkernels.launch import RankPool, default_ranks
+from tkernels.cli import count, file_to_write, write_output
+
+PARALLEL = ("tp", "pp", "fsdp", "zero", "ddp")  # the ways of tkernels.demo.parallel
 
 
-@dataclass(frozen=True)
-class Options:
-    """The command's arguments.
+def add_arguments(parser: argparse.ArgumentParser):
+    parser.description = (
+        "Train a small transformer on Python's own help texts, sharded over several ranks and unsharded beside it, and "
+        "compare the losses of each step and the first gradients. Exit code 1 if anything differs by more than "
+        "rounding explains."
+    )
+    parser.epilog = "example: tkernels demo --parallel fsdp --ranks 4 --dtype bf16"
+    parser.add_argument(
+        "--parallel", choices=PARALLEL, default="tp",
+        help="what ranks share: the layers (tp), the blocks of a pipeline (pp), or the sequences, with sharded "
+        "parameters (fsdp), a sharded optimizer (zero) or whole models (ddp); default: tp",
+    )  # fmt: skip
+    parser.add_argument("--ranks", type=count, metavar="N", help="default: 2, or all GPUs on the nvshmem runtime")
+    parser.add_argument("--steps", type=count, metavar="N", default=40, help="default: 40")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="default: fp32")
+    parser.add_argument("--seed", type=_seed, metavar="N", default=0, help="of weights and batches; default: 0")
+    parser.add_argument(
+        "--plot", type=_picture, metavar="PATH", default="tkernels-demo.png",
+        help="where the picture of the loss curves goes, in the format of its ending; default: tkernels-demo.png",
+    )  # fmt: skip
+    parser.add_argument("--no-plot", action="store_const", const=None, dest="plot", help="draw no picture")
 
-    parallel: how the training is split, one of tkernels.demo.parallel.
-    ranks: None is 2, or on the nvshmem runtime all GPUs.
-    json: where the result goes, "-" is stdout.
-    plot: where the picture goes.
-    """
 
-    parallel: str = "tp"
-    ranks: int | None = None
-    steps: int = 40
-    dtype: str = "fp32"
-    seed: int = 0
-    json: str | None = None
-    plot: Path | None = None
+def _seed(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"takes a whole number from 0 to 2**63 - 1, not {text!r}")
+    return int(text)
 
 
-def run(options: Options) -> int:
+def _picture(text: str) -> Path:
+    if text == "-":
+        raise argparse.ArgumentTypeError("takes a path, not '-'; --no-plot draws no picture")
+    return file_to_write(text)
+
+
+def run(arguments: argparse.Namespace) -> int:
     """Train, compare, report. Returns the exit code: 0, or 1 if the sharded and the unsharded model disagree.
 
     Raises argparse.ArgumentError for a picture in a format that cannot be drawn.
     """
-    if options.plot:
-        check_picture(options.plot)
+    from tkernels.comm.runtime import RUNTIME
+    from tkernels.demo import training
+    from tkernels.demo.parallel import KINDS
+    from tkernels.demo.report import Report, check_picture, draw
+    from tkernels.launch import RankPool, default_ranks
+
+    if arguments.plot:
+        check_picture(arguments.plot)
     began = time.perf_counter()
-    report = Report(options.steps, to_stderr=options.json == "-")
-    ranks = options.ranks or default_ranks()
+    report = Report(to_stderr=arguments.json == "-")
+    ranks = arguments.ranks or default_ranks()
+    steps, gradient, operations, problem = [], None, [], None
     with RankPool(ranks) as pool:
         with report.waiting(f"starting {ranks} rank{'s' * (ranks > 1)} on the {RUNTIME} runtime"):
-            result = Result(pool.run(training.start, options.dtype, options.seed, KINDS[options.parallel])[0])
-        report.setup(result.setup)
-        with report.training():
-            for number in range(1, options.steps + 1):
-                replies = pool.run(training.step, number == options.steps)
-                step, gradient = replies[0]
-                result.steps.append(step)
-                report.step(step)
-                result.problem = _parted(step, [other.sharded for other, _ in replies])
-                if number == 1:
-                    result.gradient = max((gradient for _, gradient in replies), key=_nan_last)
-                    result.problem = result.problem or _wrong_gradient(result.gradient)
-                if result.problem:
-                    break
-        if not result.problem:
-            result.operations = pool.run(training.finish)[0]
-            result.problem = _wrong_operation(result.operations)
-    if options.plot:
-        draw(result, options.plot)
-        result.plot = str(options.plot)
-    result.seconds = time.perf_counter() - began
-    report.result(result)
-    if options.json:
-        report.write_json(result, options.json)
-    return 0 if result.agree else 1
+            setup = pool.run(training.start, arguments.dtype, arguments.seed, KINDS[arguments.parallel])[0]
+        report.setup(setup)
+        with report.training(arguments.steps):
+            while not problem and len(steps) < arguments.steps:
+                replies = pool.run(training.step)
+                steps.append(replies[0])
+                report.step(steps[-1])
+                problem = _parted(steps[-1], [step.sharded for step in replies])
+                if len(steps) == 1:
+                    gradient = max(pool.run(training.worst_gradient), key=lambda gradient: gradient.error)
+                    problem = problem or _wrong(gradient)
+        if not problem:
+            operations = pool.run(training.finish)[0]
+    if arguments.plot:
+        draw(setup, steps, arguments.plot)
+    result = {
+        "agree": not problem,
+        "setup": setup,
+        "steps": steps,
+        "gradient": gradient,
+        "operations": operations,
+        "problem": problem,
+        "plot": arguments.plot and str(arguments.plot),
+        "seconds": time.perf_counter() - began,
+    }
+    report.result(**result)
+    if arguments.json:
+        write_output(json.dumps(result, default=dataclasses.asdict, indent=2) + "\n", arguments.json)
+    return 1 if problem else 0
 
 
-def _nan_last(gradient: Gradient) -> float:
-    return math.inf if math.isnan(gradient.error) else gradient.error
-
-
-def _parted(step: Step, losses: list[float]) -> str | None:
-    if len({repr(loss) for loss in losses}) > 1:
+def _parted(step, losses: list[float]) -> str | None:
+    if len({repr(loss) for loss in losses}) > 1:  # as text, since a NaN differs from itself
         return f"step {step.step}: the ranks have different losses after an all-reduce: {losses}"
     if step.difference <= step.allowed:
         return None
@@ -86,20 +107,10 @@ def _parted(step: Step, losses: list[float]) -> str | None:
     )
 
 
-def _wrong_gradient(gradient: Gradient) -> str | None:
+def _wrong(gradient) -> str | None:
     if gradient.error <= gradient.allowed:
         return None
     return (
         f"step 1: the gradient of {gradient.parameter} on rank {gradient.rank} differs from the unsharded model's by "
         f"{gradient.error:.1e} of its norm, and rounding explains {gradient.allowed:.1e}"
     )
-
-
-def _wrong_operation(operations: list[Operation]) -> str | None:
-    for operation in operations:
-        if operation.error is not None and not operation.error <= operation.allowed:
-            return (
-                f"{operation.operation}: a result is off by {operation.error:.1e} of its terms, and rounding explains "
-                f"{operation.allowed:.1e}"
-            )
-    return None

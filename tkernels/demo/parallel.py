@@ -11,8 +11,6 @@ On GPUs a collective on one stream can block a collective on another. Each class
 where its own stream has waited for all other communication.
 """
 
-from collections import defaultdict
-
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -21,12 +19,11 @@ import tkernels
 from tkernels.comm.regions import round_up
 from tkernels.demo import training
 from tkernels.demo.model import Block, Transformer, shard
-from tkernels.demo.recorder import Tally
+from tkernels.demo.operations import CountingCommunicator
 from tkernels.demo.training import Optimizer, Parallel, loss_part
-from tkernels.layers import ColumnParallelLinear, RowParallelLinear, all_reduce_sequence_parallel_grads
+from tkernels.layers import all_reduce_sequence_parallel_grads
 from tkernels.layers.ddp import OverlappedDDP
-from tkernels.layers.fsdp import ALIGN, FullyShard
-from tkernels.layers.p2p import P2PCommunicator
+from tkernels.layers.fsdp import FullyShard
 from tkernels.layers.pipeline import forward_backward_pipelining, split_into_stages
 from tkernels.layers.zero import ZeroOptimizer
 
@@ -45,13 +42,10 @@ class TensorParallel(Parallel):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.model = shard(self.model, self.ctx)
-        self.optimizer = Optimizer(self.model.named_parameters(), self.loss_scale)
-
-    @property
-    def share(self):
         R, positions, heads = self.ctx.size, self.config.sequence, self.config.heads
-        return f"{positions // R} of {positions} positions and {heads // R} of {heads} heads"
+        self.share = f"{positions // R} of {positions} positions and {heads // R} of {heads} heads"
+        shard(self.model, self.ctx)
+        self.optimizer = Optimizer(self.model.named_parameters(), self.loss_scale)
 
     def step(self, tokens, targets):
         tokens, targets = (part.chunk(self.ctx.size)[self.ctx.rank] for part in (tokens, targets))
@@ -61,14 +55,6 @@ class TensorParallel(Parallel):
         loss = tkernels.all_reduce(loss.detach()[None], ctx=self.ctx)
         self.optimizer.step()
         return loss
-
-    def parts(self, whole):
-        parts = dict(whole)
-        for path, module in self.model.named_modules():
-            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-                for name, dim in module.partitioned().items():
-                    parts[f"{path}.{name}"] = module.shard(whole[f"{path}.{name}"], dim)
-        return parts
 
 
 class PipelineParallel(Parallel):
@@ -80,25 +66,21 @@ class PipelineParallel(Parallel):
     def sizes(ranks):
         return {"layers": max(training.LAYERS, ranks)}
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
-        head = nn.Sequential(self.model.norm, self.model.head)
-        self.stage = split_into_stages(
-            _Embeddings(self.model), self.model.blocks, head, rank=self.ctx.rank, size=self.ctx.size
-        )
-        own = [(names[parameter], parameter) for parameter in self.stage.parameters()]
-        self.optimizer = Optimizer(own, self.loss_scale)
-        self.comm = _CountingCommunicator(self.ctx, dtype=own[0][1].dtype)
-
-    @property
-    def share(self):
-        own = sum(isinstance(part, Block) for part in self.stage[0])
-        return f"{own} of {self.config.layers} blocks; {self.config.batch // MICROBATCH} microbatches a step"
+    def __init__(self, model, *arguments):
+        super().__init__(model, *arguments)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        embedding, head = _Embeddings(model), nn.Sequential(model.norm, model.head)
+        self.model = split_into_stages(embedding, model.blocks, head, rank=self.ctx.rank, size=self.ctx.size)
+        own = sum(isinstance(part, Block) for part in self.model[0])
+        microbatches = self.config.batch // MICROBATCH
+        self.share = f"{own} of {self.config.layers} blocks; {microbatches} microbatches a step"
+        self.optimizer = Optimizer(((names[each], each) for each in self.model.parameters()), self.loss_scale)
+        self.comm = CountingCommunicator(self.ctx, dtype=model.head.weight.dtype)
+        self.messages = self.comm.sent
 
     def step(self, tokens, targets):
         losses = forward_backward_pipelining(
-            self.stage,
+            self.model,
             list(zip(tokens.split(MICROBATCH, dim=1), targets.split(MICROBATCH, dim=1), strict=True)),
             self._scaled_loss,
             self.comm,
@@ -114,8 +96,8 @@ class PipelineParallel(Parallel):
     def _scaled_loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()) * self.loss_scale
 
-    def messages(self):
-        return {name: tally for name, tally in self.comm.sent.items() if tally.calls}
+    def gradients(self):
+        return self.optimizer.gradients()  # of the stage's own parameters
 
     def close(self):
         self.comm.close()
@@ -130,27 +112,6 @@ class _Embeddings(nn.Module):
         return self.tokens(tokens) + self.positions(torch.arange(len(tokens), device=tokens.device))[:, None]
 
 
-class _CountingCommunicator(P2PCommunicator):
-    """Counts what an overlapped pipeline sends."""
-
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        self.sent = {"send_forward": Tally(), "send_backward": Tally()}
-
-    def send_forward_recv_forward(self, output_tensor, *arguments):
-        self._count("send_forward", output_tensor)
-        return super().send_forward_recv_forward(output_tensor, *arguments)
-
-    def send_backward_recv_backward(self, input_tensor_grad, *arguments):
-        self._count("send_backward", input_tensor_grad)
-        return super().send_backward_recv_backward(input_tensor_grad, *arguments)
-
-    def _count(self, name: str, tensor: torch.Tensor | None):
-        if tensor is not None:
-            self.sent[name].calls += 1
-            self.sent[name].sent_bytes += tensor.nbytes
-
-
 class _SequencesApart(Parallel):
     """Base class of data-parallel ways: every rank has a share of a batch's sequences."""
 
@@ -158,36 +119,31 @@ class _SequencesApart(Parallel):
     def sizes(ranks):
         return {"batch": round_up(training.BATCH, ranks)}
 
-    @property
-    def share(self):
-        batch = self.config.batch
-        return f"{batch // self.ctx.size} of {batch} sequences and {self.share_of_model}"
-
     def loss_part(self, model, tokens, targets) -> torch.Tensor:
         """This rank's part of the loss: the loss is the sum over ranks."""
         tokens, targets = (part.chunk(self.ctx.size, dim=1)[self.ctx.rank] for part in (tokens, targets))
         return loss_part(model, self.config, tokens, targets)
 
+    def shares(self, what: str) -> str:
+        return f"{self.config.batch // self.ctx.size} of {self.config.batch} sequences and {what}"
 
-class DataParallel(_SequencesApart):
-    """Gradients are summed on all ranks, a bucket at a time."""
 
-    name = "ddp"
-    share_of_model = "the whole model"
+class FullySharded(_SequencesApart):
+    """Parameters are gathered only while their block computes."""
+
+    name = "fsdp"
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.ddp = OverlappedDDP(self.model, self.ctx, bucket_size=BUCKET_ELEMENTS, average=False)
+        self.share = self.shares(f"1 of {self.ctx.size} parts of each parameter")
+        self.model = FullyShard(self.model, units=Block, ctx=self.ctx)
         self.optimizer = Optimizer(self.model.named_parameters(), self.loss_scale)
 
     def step(self, tokens, targets):
-        loss = self.loss_part(self.ddp, tokens, targets)
-        (loss * self.loss_scale).backward()
+        loss = self.loss_part(self.model, tokens, targets)
+        (loss * self.ctx.size * self.loss_scale).backward()  # times R, since gradients are means over ranks
         self.optimizer.step()
         return tkernels.all_reduce(loss.detach()[None], ctx=self.ctx)
-
-    def close(self):
-        self.ddp.remove()
 
 
 class Zero(_SequencesApart):
@@ -197,6 +153,7 @@ class Zero(_SequencesApart):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
+        self.share = self.shares(f"1 of {self.ctx.size} parts of the optimizer")
         self.zero = ZeroOptimizer(
             self.model.parameters(),
             torch.optim.AdamW,
@@ -207,14 +164,6 @@ class Zero(_SequencesApart):
             loss_scale=None if self.loss_scale == 1 else self.loss_scale,
             **training.ADAM,
         )
-
-    @property
-    def share_of_model(self):
-        return f"1 of {self.ctx.size} parts of the optimizer"
-
-    @property
-    def num_parameters(self):
-        return sum(parameter.numel() for parameter in self.model.parameters())
 
     def step(self, tokens, targets):
         loss = self.loss_part(self.model, tokens, targets)
@@ -234,52 +183,25 @@ class Zero(_SequencesApart):
         self.zero.remove()
 
 
-class FullySharded(_SequencesApart):
-    """Parameters are gathered only while their block computes."""
+class DataParallel(_SequencesApart):
+    """Gradients are summed on all ranks, a bucket at a time."""
 
-    name = "fsdp"
+    name = "ddp"
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        sizes = {name: parameter.numel() for name, parameter in self.model.named_parameters()}
-        self.model = FullyShard(self.model, units=Block, ctx=self.ctx)
-        self.pieces = self._pieces(sizes)
+        self.share = self.shares("the whole model")
+        self.ddp = OverlappedDDP(self.model, self.ctx, bucket_size=BUCKET_ELEMENTS, average=False)
         self.optimizer = Optimizer(self.model.named_parameters(), self.loss_scale)
 
-    @property
-    def share_of_model(self):
-        return f"1 of {self.ctx.size} parts of each parameter"
-
-    def _pieces(self, sizes: dict[str, int]) -> dict[str, tuple[str, slice, slice]]:
-        """This rank's pieces of the parameters, by name: (shard's name, slice of the shard, slice of the parameter).
-
-        A unit's parameters lie one after the other, each at a multiple of ALIGN; a shard is an R-th of a unit.
-        """
-        units = ["", *(f"blocks.{number}." for number in range(self.config.layers))]
-        shards = dict(zip(units, self.model.named_parameters(), strict=True))
-        ends, pieces = defaultdict(int), {}
-        for name, size in sizes.items():
-            unit = next(unit for unit in reversed(units) if name.startswith(unit))
-            shard_name, shard = shards[unit]
-            start, begin = ends[unit], self.ctx.rank * shard.numel()
-            ends[unit] = round_up(start + size, ALIGN)
-            first, last = max(start, begin), min(start + size, begin + shard.numel())
-            if first < last:
-                pieces[name] = shard_name, slice(first - begin, last - begin), slice(first - start, last - start)
-        return pieces
-
     def step(self, tokens, targets):
-        loss = self.loss_part(self.model, tokens, targets)
-        (loss * self.ctx.size * self.loss_scale).backward()  # gradients are means over ranks
+        loss = self.loss_part(self.ddp, tokens, targets)
+        (loss * self.loss_scale).backward()
         self.optimizer.step()
         return tkernels.all_reduce(loss.detach()[None], ctx=self.ctx)
 
-    def gradients(self):
-        shards = self.optimizer.gradients()
-        return {name: shards[shard_name][place] for name, (shard_name, place, _) in self.pieces.items()}
-
-    def parts(self, whole):
-        return {name: whole[name].flatten()[place] for name, (_, _, place) in self.pieces.items()}
+    def close(self):
+        self.ddp.remove()
 
 
 KINDS = {kind.name: kind for kind in (TensorParallel, PipelineParallel, FullySharded, Zero, DataParallel)}

@@ -1,9 +1,9 @@
 """Trains the sharded model on the ranks and, on every rank, the unsharded one beside it.
 
-`start`, `step` and `finish` run in a rank's process; the parent calls them one after the other. The state between calls
-is the rank's `_Training`, in this module.
+`start`, `step`, `worst_gradient` and `finish` run in a rank's process, where `_here` holds the models in between; the
+parent calls one after the other.
 
-How far may the two losses differ? Both models compute the same numbers with two orders of addition. Let
+How far may the two models differ? They compute the same numbers with two orders of addition. Let
 
     u    half an epsilon of the dtype: the error of one rounding; u32 that of fp32
     n    roundings on the longest path of a value, there and back: 2 * 10 a layer (`ROUNDINGS_PER_LAYER`)
@@ -16,20 +16,17 @@ Rounding errors are independent, so they add up as a random walk. The result of 
     e = u sqrt(n) + u32 sqrt(n K)
 
 *Gradients.* In the first step both models have the same weights, bit for bit. Their gradients differ by two such
-errors, and by two errors of the sum over tokens: for norms and embeddings torch's CPU kernels accumulate this sum in
-the dtype itself, where the k-th of M additions errs by up to u sqrt(k) of a term's size, together u sqrt(M / 2) of the
-sum's. So the norm of a gradient's difference, relative to the gradient's norm, may be
+errors, and by two of the sum over tokens, which torch's CPU kernels accumulate in the dtype itself for norms and
+embeddings: the k-th of M additions errs by up to u sqrt(k) of a term's size. So, relative to a gradient's norm, by
 
     2 (e + u sqrt(M / 2))
 
 2e-5 in fp32, 0.14 in bf16. A gradient that lacks the share of one of two ranks is off by about 1.
 
-*Losses.* A loss is a mean over M tokens, whose errors are independent: with the same weights two losses differ by up to
-2 e L / sqrt(M), and by their own rounding to fp32. But each step leaves an error in the weights, which moves the later
-losses by as much again, to first order. This holds for two reasons. The update is a smooth function of the gradient:
-that is the purpose of Adam's large epsilon. With the usual one, an element whose gradient is mere noise moves by a full
-learning rate, in a random direction. And a sum over many weights averages their errors as the mean over tokens does.
-Letting the errors of all steps add up without cancelling, we allow
+*Losses* are means over M tokens, whose errors are independent. Each step leaves an error in the weights, which moves
+the later losses by as much again, to first order, since the update is a smooth function of the gradient. That is the
+purpose of Adam's large epsilon: with the usual one, an element whose gradient is mere noise moves by a full learning
+rate, in a random direction. Letting the errors of all steps add up without cancelling, we allow
 
     L (2 e (t + 1) / sqrt(M) + 4 u32)    after t steps
 
@@ -37,21 +34,15 @@ In fp32 this is 5e-6 in the first step and 8e-5 in the 40th. Measured: up to a t
 hundredth in 200 of bf16; with half of the gradient of one bias lost, whichever bias, 1.6 to 1500 times as much by the
 third step in fp32.
 
-*Ways to split.* The bounds hold for each of them, since they only change the order of additions:
-
-    tp                 sums over K, and those over tokens, are sums of R partial sums
-    pp                 sums over tokens are sums of P microbatches' sums, added up in the dtype
-    ddp, zero, fsdp    they are sums of R ranks' sums, rounded to the dtype and added up in fp32
-
-A sum of P partial sums has an error of u (sqrt(M / 2P) + sqrt(P / 2)) and two roundings more, which is less than that
-of one sum, since P is small beside M. ZeRO and FSDP take the mean over ranks of R times as much: one more rounding
-where R is no power of 2. The optimizer treats each element separately, so it may be split as well.
+The ways to split only change the order of additions: sums of R ranks' or of P microbatches' sums in the place of one
+sum, which errs more than they do, and at most three roundings more.
 """
 
 import copy
 import math
 import time
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import nn
@@ -60,8 +51,8 @@ from torch.nn import functional as F
 from tkernels.comm.context import Context
 from tkernels.demo.data import Text
 from tkernels.demo.model import ModelConfig, Transformer
-from tkernels.demo.recorder import Recorder, Tally
-from tkernels.demo.records import Gradient, Operation, Setup, Step
+from tkernels.demo.operations import Operation, Recorder
+from tkernels.layers.state_dict import gather_state_dict
 from tkernels.shapes import DTYPES
 
 SEQUENCE, BATCH, HEADS, LAYERS = 32, 8, 4, 2  # sizes that are split are rounded up to a multiple of R
@@ -102,10 +93,6 @@ class Optimizer:
         self.masters = {name: parameter.detach().float().clone() for name, parameter in self.parameters.items()}
         self.adam = torch.optim.AdamW(self.masters.values(), **ADAM)
 
-    @property
-    def num_parameters(self) -> int:
-        return sum(master.numel() for master in self.masters.values())
-
     @torch.no_grad()
     def step(self):
         for name, parameter in self.parameters.items():
@@ -134,12 +121,13 @@ class Parallel:
 
     name: as --parallel takes it.
     share: a rank's part, in words.
-    num_parameters: the number of parameters that the rank holds between two steps.
+    model: afterwards, the modules whose parameters the rank holds between two steps.
+    messages: (number, bytes) of what this rank sends past tkernels' operators, by name.
     """
 
     name: str
     share: str
-    optimizer: Optimizer
+    messages: dict[str, tuple[int, int]] = {}
 
     def __init__(self, model: Transformer, config: ModelConfig, ctx: Context, loss_scale: float):
         self.model, self.config, self.ctx, self.loss_scale = model, config, ctx, loss_scale
@@ -149,35 +137,57 @@ class Parallel:
         """The sizes of ModelConfig that must change to be divisible by the ranks."""
         return {}
 
-    @property
-    def num_parameters(self) -> int:
-        return self.optimizer.num_parameters
-
     def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Train on a batch, which every rank has in full. Returns its loss [1], the same on every rank."""
         raise NotImplementedError
 
+    @torch.no_grad()
     def gradients(self) -> dict[str, torch.Tensor]:
-        """After the first step: the gradients that the optimizer got for this rank's parameters, by name."""
-        return self.optimizer.gradients()
+        """After the first step: the gradients that the optimizer got, whole, by the unsharded model's names.
 
-    def parts(self, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The expected result of `gradients`, from the gradients of the unsharded model."""
-        return whole
-
-    def messages(self) -> dict[str, Tally]:
-        """This rank's sends that bypass tkernels' operators."""
-        return {}
+        They are gathered as the parameters are, in whose place they are for a moment. They are scaled as in backward,
+        since fp16 holds no small numbers.
+        """
+        parameters, gradients = dict(self.model.named_parameters()), self.optimizer.gradients()
+        values = {name: parameter.clone() for name, parameter in parameters.items()}
+        for name, parameter in parameters.items():
+            parameter.copy_(gradients[name] * self.loss_scale)
+        whole = gather_state_dict(self.model)
+        for name, parameter in parameters.items():
+            parameter.copy_(values[name])
+        return {name: value.float() / self.loss_scale for name, value in whole.items()}
 
     def close(self):
         """Free memory after the training."""
 
 
+@dataclass(frozen=True)
+class Step:
+    """The losses of one step, and how far they may differ. seconds: of the sharded model's step, of one rank."""
+
+    step: int
+    sharded: float
+    unsharded: float
+    difference: float
+    allowed: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The worst gradient of the first step that a rank has; its error against the unsharded model's, by its norm."""
+
+    rank: int
+    parameter: str
+    error: float
+    allowed: float
+
+
 class _Training:
-    """The two models of one rank."""
+    """The two models of one rank. kind: the way in which one of them is split."""
 
     def __init__(self, ctx: Context, dtype: torch.dtype, seed: int, kind: type[Parallel]):
-        self.ctx, self.dtype, self.steps = ctx, dtype, 0
+        self.dtype, self.steps = dtype, 0
         self.text = Text.of_python_help()
         sizes = {"sequence": SEQUENCE, "batch": BATCH, "heads": HEADS, "layers": LAYERS} | kind.sizes(ctx.size)
         self.config = ModelConfig(vocabulary=len(self.text.vocabulary), **sizes)
@@ -189,88 +199,66 @@ class _Training:
         self.optimizer = Optimizer(self.unsharded.named_parameters(), self.loss_scale)
         self.recorder = Recorder(ctx)
 
-    def step(self) -> tuple[Step, Gradient | None]:
-        """Collective. One step of both models on the same batch; with the worst gradient if it is the first."""
-        tokens, targets = self.text.batch(self.config.sequence, self.config.batch, self.generator)
-        tokens, targets = tokens.to(self.ctx.device), targets.to(self.ctx.device)
-        began = time.perf_counter()
-        with self.recorder:
-            sharded = self.sharded.step(tokens, targets).item()
-        seconds = time.perf_counter() - began
-        unsharded = self._unsharded_step(tokens, targets)
-        gradient = self._worst_gradient() if self.steps == 0 else None
-        self.ctx.check()
-        allowed = allowed_loss(self.config, self.dtype, unsharded, self.steps)
-        self.steps += 1
-        return Step(self.steps, sharded, unsharded, abs(sharded - unsharded), allowed, seconds), gradient
 
-    def _unsharded_step(self, tokens: torch.Tensor, targets: torch.Tensor) -> float:
-        loss = loss_part(self.unsharded, self.config, tokens, targets)
-        (loss * self.loss_scale).backward()
-        self.optimizer.step()
-        return loss.item()
-
-    def _worst_gradient(self) -> Gradient:
-        """This rank's gradient with the largest error against the same part of the unsharded model's."""
-        errors, wanted = {}, self.sharded.parts(self.optimizer.gradients())
-        for name, gradient in self.sharded.gradients().items():
-            got, want = gradient.cpu().double(), wanted[name].cpu().double()
-            # A shard may begin or end among elements without a gradient.
-            error = ((got - want).norm() / want.norm().clamp_min(torch.finfo(torch.float32).tiny)).item()
-            errors[name] = math.inf if math.isnan(error) else error
-        worst = max(errors, key=errors.get)
-        return Gradient(self.ctx.rank, worst, errors[worst], allowed_gradient(self.config, self.dtype))
-
-    def operations(self) -> list[Operation]:
-        """Collective. The cost of the operations on this rank, and the check of one call of each."""
-        tallies, checks = self.recorder.tallies(), self.recorder.check()
-        operations = [
-            Operation(name, tally.calls, tally.sent_bytes, tally.seconds, *checks[name])
-            for name, tally in sorted(tallies.items())
-        ]
-        messages = self.sharded.messages().items()
-        return operations + [Operation(name, tally.calls, tally.sent_bytes) for name, tally in messages]
+_here: _Training | None = None
 
 
-_training: _Training | None = None
+def start(ctx: Context, dtype: str, seed: int, kind: type[Parallel]) -> dict:
+    """Collective. Make both models. Returns what they are, by name."""
+    global _here
+    _here = _Training(ctx, DTYPES[dtype], seed, kind)
+    config = _here.config
+    return {
+        "runtime": ctx.runtime,
+        "transport": ctx.transport,
+        "device": torch.cuda.get_device_name(ctx.device) if ctx.device.type == "cuda" else "CPU",
+        "parallel": kind.name,
+        "ranks": ctx.size,
+        "share": _here.sharded.share,  # of a rank, in words
+        "dtype": dtype,
+        "seed": seed,
+        "text": _here.text.title,
+        "characters": len(_here.text.characters),
+        **asdict(config),
+        "features": config.features,
+        "tokens": config.tokens,  # of a step
+        "parameters": sum(parameter.numel() for parameter in _here.unsharded.parameters()),
+        "parameters_of_rank": sum(parameter.numel() for parameter in _here.sharded.model.parameters()),
+    }
 
 
-def start(ctx: Context, dtype: str, seed: int, kind: type[Parallel]) -> Setup:
-    """Collective. Make both models; `kind` splits one of them."""
-    global _training
-    _training = _Training(ctx, DTYPES[dtype], seed, kind)
-    config = _training.config
-    return Setup(
-        runtime=ctx.runtime,
-        transport=ctx.transport,
-        device=torch.cuda.get_device_name(ctx.device) if ctx.device.type == "cuda" else "CPU",
-        parallel=kind.name,
-        ranks=ctx.size,
-        share=_training.sharded.share,
-        dtype=dtype,
-        seed=seed,
-        text=_training.text.title,
-        characters=len(_training.text.characters),
-        vocabulary=config.vocabulary,
-        layers=config.layers,
-        features=config.features,
-        heads=config.heads,
-        sequence=config.sequence,
-        batch=config.batch,
-        tokens=config.tokens,
-        parameters=sum(parameter.numel() for parameter in _training.unsharded.parameters()),
-        parameters_of_rank=_training.sharded.num_parameters,
-    )
+def step(ctx: Context) -> Step:
+    """Collective. One step of both models on the same batch."""
+    tokens, targets = _here.text.batch(_here.config.sequence, _here.config.batch, _here.generator)
+    tokens, targets = tokens.to(ctx.device), targets.to(ctx.device)
+    began = time.perf_counter()
+    with _here.recorder:
+        sharded = _here.sharded.step(tokens, targets).item()
+    seconds = time.perf_counter() - began
+    loss = loss_part(_here.unsharded, _here.config, tokens, targets)
+    (loss * _here.loss_scale).backward()
+    _here.optimizer.step()
+    ctx.check()
+    unsharded = loss.item()
+    allowed = allowed_loss(_here.config, _here.dtype, unsharded, _here.steps)
+    _here.steps += 1
+    return Step(_here.steps, sharded, unsharded, abs(sharded - unsharded), allowed, seconds)
 
 
-def step(ctx: Context, last: bool) -> tuple[Step, Gradient | None]:
-    """Collective. Train both models on the next batch; in the `last` step one call of each operation is kept."""
-    _training.recorder.keep = last
-    return _training.step()
+def worst_gradient(ctx: Context) -> Gradient:
+    """Collective. After the first step: the gradient with the largest error against the unsharded model's."""
+    errors, whole = {}, _here.optimizer.gradients()
+    for name, gradient in _here.sharded.gradients().items():
+        got, want = gradient.cpu().double(), whole[name].cpu().double()
+        error = ((got - want).norm() / want.norm()).item()
+        errors[name] = math.inf if math.isnan(error) else error
+    worst = max(errors, key=errors.get)
+    return Gradient(ctx.rank, worst, errors[worst], allowed_gradient(_here.config, _here.dtype))
 
 
 def finish(ctx: Context) -> list[Operation]:
-    """Collective. Check the calls that were kept, and end the training."""
-    operations = _training.operations()
-    _training.sharded.close()
+    """Collective. End the training. Returns what this rank called and sent."""
+    messages = [Operation(name, *sent) for name, sent in _here.sharded.messages.items()]
+    operations = _here.recorder.operations() + messages
+    _here.sharded.close()
     return operations

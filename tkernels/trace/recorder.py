@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -53,23 +52,12 @@ def tracing(ctx: Context | None = None, *, marks: int = DEFAULT_MARKS) -> Iterat
     trace.fill(launches, before, compare_clocks(ctx))
 
 
-@dataclass(frozen=True)
-class _Recorded:
-    """One recorded launch. Keeps `buffer` and `table`, which the kernel writes and reads, alive while it may run."""
-
-    operation: str
-    num_comm: int | None
-    stream: int
-    buffer: torch.Tensor
-    table: torch.Tensor
-
-
 class Recorder:
     """The value of a context's `recorder` during tracing: collects the launches."""
 
     def __init__(self, ctx: Context, marks: int):
         self.ctx, self.marks = ctx, marks
-        self._recorded: list[_Recorded] = []
+        self._recorded = []  # of each launch; the buffer and the table stay alive while the kernel may use them
 
     def record(self, kernel, num_programs: int, arguments: dict) -> dict:
         """The launch's arguments, by name, changed so that it writes marks; unchanged for a kernel without marks."""
@@ -78,31 +66,24 @@ class Recorder:
             return arguments
         if ctx.capturing:
             raise TkernelsError("a CUDA graph is being captured, whose replays a trace can't record; trace eager calls")
+        table, link = arguments["table"].clone(), arguments["L"]
         buffer = torch.empty(num_programs, 1 + MARK.value * self.marks, dtype=torch.int64, device=ctx.device)
         buffer[:, 0] = 0
-        table = arguments["table"].clone()
         table[TRACE_BUFFER.value] = buffer.data_ptr()
         table[TRACE_CAPACITY.value] = self.marks
-        stream = torch.cuda.current_stream().cuda_stream if ctx.device.type == "cuda" else 0
-        link = arguments["L"]
         name = operation_name(link.OPERATION.value)
-        self._recorded.append(_Recorded(name, arguments.get("num_comm"), stream, buffer, table))
+        stream = torch.cuda.current_stream().cuda_stream if ctx.device.type == "cuda" else 0
+        self._recorded.append((name, arguments.get("num_comm"), stream, buffer, table))
         return arguments | {"table": table, "L": link._replace(TRACE=tl.constexpr(True))}
 
     def launches(self) -> list[Launch]:
         """The launches recorded on this rank. The device must have finished them."""
-        streams = list(dict.fromkeys(recorded.stream for recorded in self._recorded))
-        return [self._launch(recorded, streams.index(recorded.stream)) for recorded in self._recorded]
-
-    def _launch(self, recorded: _Recorded, lane: int) -> Launch:
-        counts = recorded.buffer[:, 0].cpu().numpy()
-        kept = np.minimum(counts, self.marks)
-        words = recorded.buffer[:, 1 : 1 + MARK.value * kept.max()].cpu().numpy()
-        marks = words.reshape(len(counts), -1, MARK.value)
-        return Launch(
-            recorded.operation,
-            recorded.num_comm,
-            lane,
-            [program[:number].copy() for program, number in zip(marks, kept, strict=True)],
-            (counts - kept).tolist(),
-        )
+        launches, lanes = [], {}  # lanes: number of each stream
+        for name, num_comm, stream, buffer, _ in self._recorded:
+            counts = buffer[:, 0].cpu().numpy()
+            kept = np.minimum(counts, self.marks)
+            words = buffer[:, 1 : 1 + MARK.value * kept.max()].cpu().numpy().reshape(len(counts), -1, MARK.value)
+            marks = [program[:number].copy() for program, number in zip(words, kept, strict=True)]
+            lane = lanes.setdefault(stream, len(lanes))
+            launches.append(Launch(name, num_comm, lane, marks, (counts - kept).tolist()))
+        return launches

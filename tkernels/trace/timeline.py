@@ -1,9 +1,10 @@
 """A trace: the launches of all ranks on one time axis, as slices, as a file for Perfetto, and as a summary."""
 
 import gzip
+import itertools
 import json
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,10 @@ class Launch:
     def role(self, program: int) -> str:
         """The kind of a program: "comm" or "compute"."""
         return "comm" if self.num_comm is None or program < self.num_comm else "compute"
+
+    def thread(self, program: int) -> int:
+        """The number of the thread that shows a program."""
+        return 1 + program + self.lane * LANE
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,7 @@ class Trace:
     def __init__(self):
         self.launches: list[list[Launch]] = []
         self.slices: list[Slice] = []
+        self._by_launch: dict[tuple[int, int], list[Slice]] = {}  # (rank, launch)
         self.clock_error_us, self.tick_ns, self.lost = 0.0, 0, 0
 
     def fill(self, launches: list[list[Launch]], before: Comparison, after: Comparison):
@@ -105,31 +111,31 @@ class Trace:
         self.launches = launches
         self.clock_error_us = max(before.error_ns, after.error_ns) / 1e3
         self.lost = sum(sum(launch.lost) for own in launches for launch in own)
-        times = [[program[:, 3] for launch in own for program in launch.marks] for own in launches]
+        times = [[marks[:, 3] for launch in own for marks in launch.marks] for own in launches]
         steps = [np.diff(np.unique(np.concatenate(own))) for own in times if own]
         self.tick_ns = min((int(step.min()) for step in steps if len(step)), default=0)
 
         def aligned(rank: int, times: np.ndarray) -> np.ndarray:
             """us on rank 0's clock since its first comparison: a float cannot resolve nanoseconds since 1970."""
-            elapsed = (times - before.time[rank]).astype(float)
-            lead = np.interp(
-                elapsed, [0, after.time[rank] - before.time[rank]], [before.lead[rank], after.lead[rank]]
-            )
-            return (elapsed - (lead - float(before.time[rank] - before.time[0]))) / 1e3
+            start, leads = before.time[rank], (before.lead[rank], after.lead[rank])
+            elapsed = (times - start).astype(float)
+            lead = np.interp(elapsed, [0, after.time[rank] - start], leads)
+            return (elapsed - (lead - float(start - before.time[0]))) / 1e3
 
-        self.slices = [
-            slice
+        self._by_launch = {
+            (rank, number): [
+                slice
+                for program, marks in enumerate(launch.marks)
+                for slice in _slices(rank, number, program, launch, aligned(rank, marks[:, 3]).tolist())
+            ]
             for rank, own in enumerate(launches)
             for number, launch in enumerate(own)
-            for program in range(len(launch.marks))
-            for slice in _slices(rank, number, program, launch, aligned(rank, launch.marks[program][:, 3]))
-        ]
+        }
+        self.slices = [slice for slices in self._by_launch.values() for slice in slices]
         if self.lost:
-            warnings.warn(
-                f"the trace lacks {self.lost} marks, for which programs had no room; pass tracing(marks=...) more than "
-                f"{max(len(program) for own in launches for launch in own for program in launch.marks)}",
-                stacklevel=4,
-            )
+            most = max(len(marks) for own in launches for launch in own for marks in launch.marks)
+            text = f"the trace lacks {self.lost} marks, for which programs had no room"
+            warnings.warn(f"{text}; pass tracing(marks=...) more than {most}", stacklevel=4)
 
     def save(self, path: str | Path):
         """Write the trace as JSON, gzipped if `path` ends with .gz, for https://ui.perfetto.dev and chrome://tracing.
@@ -137,10 +143,8 @@ class Trace:
         Each rank is a process, with one thread for whole launches and one for each program, named by its kind and its
         SM. An arrow leads from a send to the wait that it ends, where a launch sends a chunk to a peer only once.
         """
-        path = Path(path)
-        opened = gzip.open if path.suffix == ".gz" else open
         contents = {
-            "traceEvents": [*self._names(), *self._events(), *self._arrows()],
+            "traceEvents": [*self._names(), *self._activities(), *self._arrows()],
             "displayTimeUnit": "ns",
             "otherData": {
                 "clock error (us)": self.clock_error_us,
@@ -148,7 +152,7 @@ class Trace:
                 "lost marks": self.lost,
             },
         }
-        with opened(path, "wt") as file:
+        with (gzip.open if Path(path).suffix == ".gz" else open)(path, "wt") as file:
             json.dump(contents, file, separators=(",", ":"))
 
     def summary(self, launch: int = -1) -> Summary:
@@ -163,121 +167,104 @@ class Trace:
         if not -count <= launch < count:
             raise ValueError(f"summary: launch {launch} of {count} that every rank recorded")
         number = launch % count
-        by_rank = [[] for _ in self.launches]
-        for slice in self.slices:
-            if slice.launch == number:
-                by_rank[slice.rank].append(slice)
-        spent = defaultdict(lambda: defaultdict(float))
-        spans, moving, hidden = [], [], []
-        for own, slices in zip(self.launches, by_rank, strict=True):
-            spans.append(max(s.end_us for s in slices) - min(s.begin_us for s in slices))
-            for slice in slices:
-                spent[own[number].role(slice.program)][slice.kind] += slice.end_us - slice.begin_us
-            for program in range(len(own[number].marks)):
-                spent[own[number].role(program)]["idle"] += spans[-1]
-            moves = _union([(s.begin_us, s.end_us) for s in slices if s.kind in MOVES])
-            work = _union([(s.begin_us, s.end_us) for s in slices if s.kind == "compute"])
-            moving.append(_length(moves))
-            hidden.append(_length(moves) + _length(work) - _length(_union(moves + work)))
+        spent, total = defaultdict(Counter), Counter()  # us, by kind of program
+        spans, moving, hidden = [], 0.0, 0.0
+        for rank, own in enumerate(self.launches):
+            slices, launch = self._by_launch[rank, number], own[number]
+            begin, end = _span(slices)
+            spans.append(end - begin)
+            for s in slices:
+                spent[launch.role(s.program)][s.kind] += s.end_us - s.begin_us
+            for program in range(len(launch.marks)):
+                total[launch.role(program)] += end - begin
+            moves, both = _moving(slices)
+            moving, hidden = moving + moves, hidden + both
         shares = {}
-        for role, times in sorted(spent.items(), reverse=True):
-            total = times.pop("idle")
-            busy = {kind: times[kind] / total for kind in SHARES if kind in times}
+        for role in sorted(total, reverse=True):
+            busy = {kind: spent[role][kind] / total[role] for kind in SHARES if kind in spent[role]}
             shares[role] = busy | {"idle": 1 - sum(busy.values())}
         first = self.launches[0][number]
-        roles = [first.role(program) for program in range(len(first.marks))]
+        programs = Counter(first.role(program) for program in range(len(first.marks)))
         return Summary(
-            first.operation,
-            len(self.launches),
-            max(spans),
-            shares,
-            {role: roles.count(role) for role in shares},
-            sum(moving) / len(moving),
-            sum(hidden) / sum(moving) if sum(moving) else 1.0,
+            operation=first.operation,
+            ranks=len(self.launches),
+            span_us=max(spans),
+            shares=shares,
+            programs={role: programs[role] for role in shares},
+            moving_us=moving / len(self.launches),
+            hidden=hidden / moving if moving else 1.0,
         )
 
     def _names(self) -> Iterator[dict]:
         for rank, own in enumerate(self.launches):
-            yield _name("process_name", rank, 0, name=f"rank {rank}")
-            yield _name("process_sort_index", rank, 0, sort_index=rank)
             threads = {LAUNCHES: "launches"}
             for launch in own:
                 for program, marks in enumerate(launch.marks):
                     place = f" (SM {marks[-1, 1]})" if len(marks) else ""
-                    threads.setdefault(_thread(launch, program), f"{launch.role(program)} {program}{place}")
-            for thread, name in threads.items():
-                yield _name("thread_name", rank, thread, name=name)
-                yield _name("thread_sort_index", rank, thread, sort_index=thread)
+                    threads.setdefault(launch.thread(program), f"{launch.role(program)} {program}{place}")
+            names = [("process", 0, rank, f"rank {rank}")]
+            names += [("thread", thread, thread, name) for thread, name in threads.items()]
+            for what, thread, order, name in names:
+                yield _event("M", f"{what}_name", rank, thread, args={"name": name})
+                yield _event("M", f"{what}_sort_index", rank, thread, args={"sort_index": order})
 
-    def _events(self) -> Iterator[dict]:
-        spans: dict[tuple[int, int], tuple[float, float]] = {}
-        for slice in self.slices:
-            key = slice.rank, slice.launch
-            begin, end = spans.get(key, (slice.begin_us, slice.end_us))
-            spans[key] = min(begin, slice.begin_us), max(end, slice.end_us)
-            thread = _thread(self.launches[slice.rank][slice.launch], slice.program)
-            event = _event(slice.name, slice.kind, slice.rank, thread, slice.begin_us, slice.end_us)
-            event["args"] = slice.arguments | {"launch": slice.launch}
-            if slice.kind in COLOURS:
-                event["cname"] = COLOURS[slice.kind]
-            yield event
-        for (rank, number), (begin, end) in spans.items():
-            name = f"{self.launches[rank][number].operation} {number}"
-            yield _event(name, "launch", rank, LAUNCHES, begin, end)
+    def _activities(self) -> Iterator[dict]:
+        for (rank, number), slices in self._by_launch.items():
+            launch = self.launches[rank][number]
+            if slices:
+                yield _activity(f"{launch.operation} {number}", "launch", rank, LAUNCHES, *_span(slices))
+            for s in slices:
+                more = {"args": s.arguments | {"launch": number}}
+                more |= {"cname": COLOURS[s.kind]} if s.kind in COLOURS else {}
+                yield _activity(s.name, s.kind, rank, launch.thread(s.program), s.begin_us, s.end_us, **more)
 
     def _arrows(self) -> Iterator[dict]:
-        sends, waits = defaultdict(list), {}
-        for slice in self.slices:
-            if slice.kind == "send":
-                sends[slice.launch, slice.arguments["chunk"], slice.rank, slice.arguments["peer"]].append(slice)
-            elif slice.kind == "wait":
-                key = slice.launch, slice.arguments["chunk"], slice.arguments["peer"], slice.rank
-                if key not in waits or slice.end_us < waits[key].end_us:
-                    waits[key] = slice
-        for number, (key, slices) in enumerate(sends.items()):
-            if len(slices) > 1 or key not in waits:
-                continue
-            for slice, phase, at in ((slices[0], "s", slices[0].begin_us), (waits[key], "f", waits[key].end_us)):
-                thread = _thread(self.launches[slice.rank][slice.launch], slice.program)
-                arrow = {"name": "chunk", "cat": "chunk", "ph": phase, "id": number, "pid": slice.rank, "tid": thread}
-                yield arrow | {"ts": round(at, 3)} | ({"bp": "e"} if phase == "f" else {})
+        sends, waits = defaultdict(list), {}  # by launch, chunk, sender and receiver
+        for s in self.slices:
+            if s.kind == "send":
+                sends[s.launch, s.arguments["chunk"], s.rank, s.arguments["peer"]].append(s)
+            elif s.kind == "wait":
+                key = s.launch, s.arguments["chunk"], s.arguments["peer"], s.rank
+                waits[key] = min(waits.get(key, s), s, key=lambda wait: wait.end_us)
+        for number, (key, sent) in enumerate(sends.items()):
+            if len(sent) == 1 and key in waits:
+                first, last = sent[0], waits[key]
+                threads = [self.launches[s.rank][s.launch].thread(s.program) for s in (first, last)]
+                yield _event("s", "chunk", first.rank, threads[0], first.begin_us, cat="chunk", id=number)
+                yield _event("f", "chunk", last.rank, threads[1], last.end_us, cat="chunk", id=number, bp="e")
 
 
-def _slices(rank: int, number: int, program: int, launch: Launch, times: np.ndarray) -> Iterator[Slice]:
-    marks = launch.marks[program]
-    for i in range(len(marks) - 1):
-        kind = NAMES[marks[i, 0]]
-        arguments = dict(zip(KINDS[kind], marks[i, 1:3].tolist(), strict=False))
+def _event(phase: str, name: str, rank: int, thread: int, begin_us: float = 0.0, **fields) -> dict:
+    return {"name": name, "ph": phase, "pid": rank, "tid": thread, "ts": round(begin_us, 3)} | fields
+
+
+def _activity(name: str, kind: str, rank: int, thread: int, begin_us: float, end_us: float, **fields) -> dict:
+    took = round(end_us, 3) - round(begin_us, 3)  # so that activities of one thread meet, and never overlap
+    return _event("X", name, rank, thread, begin_us, cat=kind, dur=round(took, 3), **fields)
+
+
+def _slices(rank: int, number: int, program: int, launch: Launch, times: list[float]) -> Iterator[Slice]:
+    marks = launch.marks[program].tolist()
+    for i, (kind, *values, _) in enumerate(marks[:-1]):
+        name, arguments = NAMES[kind], dict(zip(KINDS[NAMES[kind]], values, strict=False))
         if launch.lost[program] and i == len(marks) - 2:  # its end is unknown: the marks after it are lost
-            kind, arguments = "lost", {"marks": launch.lost[program]}
-        yield Slice(rank, number, program, kind, float(times[i]), float(times[i + 1]), arguments)
+            name, arguments = "lost", {"marks": launch.lost[program]}
+        yield Slice(rank, number, program, name, times[i], times[i + 1], arguments)
 
 
-def _thread(launch: Launch, program: int) -> int:
-    return 1 + program + launch.lane * LANE
+def _span(slices: list[Slice]) -> tuple[float, float]:
+    return min(s.begin_us for s in slices), max(s.end_us for s in slices)
 
 
-def _name(what: str, rank: int, thread: int, **arguments) -> dict:
-    return {"name": what, "ph": "M", "pid": rank, "tid": thread, "args": arguments}
-
-
-def _event(name: str, category: str, rank: int, thread: int, begin: float, end: float) -> dict:
-    begin, end = round(begin, 3), round(end, 3)
-    return {
-        "name": name, "cat": category, "ph": "X", "pid": rank, "tid": thread, "ts": begin, "dur": round(end - begin, 3),
-    }  # fmt: skip
-
-
-def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same spans of time, merged where they overlap."""
-    merged: list[tuple[float, float]] = []
-    for begin, end in sorted(spans):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], end)
-        else:
-            merged.append((begin, end))
-    return merged
-
-
-def _length(spans: list[tuple[float, float]]) -> float:
-    return sum(end - begin for begin, end in spans)
+def _moving(slices: list[Slice]) -> tuple[float, float]:
+    """(time in which at least one of these slices moves data, the part of it in which another one computes)."""
+    counted = [s for s in slices if s.kind in (*MOVES, "compute")]
+    edges = [(s.begin_us, s.kind in MOVES, 1) for s in counted] + [(s.end_us, s.kind in MOVES, -1) for s in counted]
+    moving = hidden = 0.0
+    active = [0, 0]  # programs that compute, programs that move data
+    for (time, moves, change), (after, *_) in itertools.pairwise(sorted(edges)):
+        active[moves] += change
+        if active[True]:
+            moving += after - time
+            hidden += after - time if active[False] else 0.0
+    return moving, hidden
