@@ -45,7 +45,7 @@ from tkernels.comm.device import PEER, Link, Net, arrived, completes, publish, p
 from tkernels.configs import with_room_for
 from tkernels.trace import clocks
 from tkernels.trace.recorder import DEFAULT_MARKS, Recorder
-from tkernels.tune import CHANGES
+from tkernels.variants import CHANGES
 
 WORKERS = 2
 MULTIPROCESSORS = 132  # of an H100 and an H200

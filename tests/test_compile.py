@@ -264,7 +264,8 @@ import torch, tkernels
 from bench.compile import compile_ahead
 from tkernels.choice import problem_of
 from tkernels.model import choose
-from tkernels.tune import Job, Operands, changed
+from tkernels.tune import Job, Operands
+from tkernels.variants import changed
 
 with tkernels.init((0, 2), heap_bytes=1 << 30, transport="peer") as ctx:
     operands = Operands(ctx, Job("all_gather_matmul", 1024, 2048, 512), 0)

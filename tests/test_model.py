@@ -30,7 +30,7 @@ from tkernels.model import (
     ways,
     wire_of,
 )
-from tkernels.tune import changed
+from tkernels.variants import changed
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 A100 = GPUS["NVIDIA A100-SXM4-80GB"]

@@ -25,7 +25,8 @@ from tkernels.gemm import layout_of
 from tkernels.launch import RankError
 from tkernels.model import default_config
 from tkernels.timing import Timing
-from tkernels.tune import Job, Operands, changed, describe, parse_grid
+from tkernels.tune import Job, Operands
+from tkernels.variants import MOST, SLOWER, changed, describe, flat, parse_grid, product, variants
 
 tune = importlib.import_module("tkernels.tune")  # tkernels.tune is its function
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
@@ -351,15 +352,15 @@ PROBLEM = model.Problem(AG, 8192, 14336, 8192, BF16, ranks=4)
 def test_variants_are_the_possible_ones_with_the_least_predictions(operation, M):
     problem = replace(PROBLEM, operation=operation, M=M)
     default = default_config(M, problem.N, BF16) if operation == "matmul" else model.choose(problem)
-    found, refused = tune.variants(default, problem)
-    assert 8 <= len(found) <= tune.MOST and len(set(found)) == len(found)
+    found, refused = variants(default, problem)
+    assert 8 <= len(found) <= MOST and len(set(found)) == len(found)
     assert all(model.reject(problem, config) is None for config in found)
     tiles = {(gemm.block_m, gemm.block_n) for gemm in (getattr(config, "gemm", config) for config in found)}
     assert len(tiles) >= 3 and (128, 256) in tiles
     least = min(model.predict(problem, config).seconds for config in found)
-    single = [config for config in found if sum(b != tune.flat(default)[a] for a, b in tune.flat(config).items()) == 1]
+    single = [config for config in found if sum(b != flat(default)[a] for a, b in flat(config).items()) == 1]
     others = [config for config in found if config not in single]
-    assert all(model.predict(problem, config).seconds <= tune.SLOWER * least for config in others) and single
+    assert all(model.predict(problem, config).seconds <= SLOWER * least for config in others) and single
     assert all(re.match(r"[a-z ]+: ", reason) for reason in refused)
     if operation != "matmul":
         assert {config.wire for config in found} == {model.wire_of(problem)}
@@ -370,7 +371,7 @@ def test_variants_are_the_possible_ones_with_the_least_predictions(operation, M)
 def test_a_grid_is_the_product_of_its_values():
     default = OverlapConfig(GemmConfig(), num_comm=12, landing=True)
     grid = parse_grid(["num_comm=6,12", "num_stages=2,3"])
-    found, refused = tune.product(default, grid, PROBLEM)
+    found, refused = product(default, grid, PROBLEM)
     assert [describe(config, default) for config in found] == [
         "num_stages=2, num_comm=6", "num_comm=6", "num_stages=2", "default",
     ]  # fmt: skip

@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _tune(console, arguments: argparse.Namespace) -> int:
     from tkernels.launch import RankError, RankPool, default_ranks
-    from tkernels.tune import check_grid, parse_grid
+    from tkernels.variants import check_grid, parse_grid
 
     ranks = arguments.ranks or default_ranks()
     try:
