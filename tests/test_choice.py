@@ -14,6 +14,7 @@ from tkernels.choice import choices_of, forget_choices, gemm_config, overlap_con
 from tkernels.comm import TkernelsError
 from tkernels.comm.calls import local_calls
 from tkernels.configs import GemmConfig, OverlapConfig
+from tkernels.gpus import H200
 from tkernels.model import choose, default_config, wire_of
 
 BF16 = torch.bfloat16
@@ -52,8 +53,7 @@ def by_model(ctx, *call, sending=False):
 @pytest.fixture
 def on_gpus(monkeypatch):
     monkeypatch.setattr("tkernels.gpus.runtime.RUNTIME", "nvshmem")
-    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: mock.Mock(multi_processor_count=132))
+    monkeypatch.setattr("tkernels.choice.gpu_here", lambda: H200)
 
 
 def test_overlap_config_is_that_of_the_bucket():

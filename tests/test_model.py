@@ -291,9 +291,11 @@ def test_gpu_here_is_h200_where_a_gpu_has_no_row(monkeypatch):
     monkeypatch.setattr(gpus.runtime, "RUNTIME", "simulated")
     assert gpu_here() is SIMULATED
     monkeypatch.setattr(gpus.runtime, "RUNTIME", "nvshmem")
-    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert gpu_here() is H200
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     for name, gpu in (("NVIDIA B200", GPUS["NVIDIA B200"]), ("NVIDIA B7", H200)):
-        monkeypatch.setattr("torch.cuda.get_device_properties", lambda device, name=name: type("", (), {"name": name}))
+        monkeypatch.setattr("torch.cuda.get_device_name", lambda name=name: name)
         assert gpu_here() is gpu
 
 

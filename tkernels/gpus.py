@@ -73,8 +73,14 @@ KNOWN = {
 }
 
 
-def gpu_here() -> GPU:
-    """The row of this machine's GPU; for one without a row, that of H200."""
+def gpu_name() -> str:
+    """The name of this process's GPU; where there is none, that of H200."""
     if runtime.RUNTIME == "simulated":
-        return SIMULATED
-    return GPUS.get(torch.cuda.get_device_properties(torch.cuda.current_device()).name, H200)
+        return SIMULATED.name
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else H200.name
+
+
+def gpu_here() -> GPU:
+    """The row of this process's GPU; where it has none, that of H200."""
+    name = gpu_name()
+    return SIMULATED if name == SIMULATED.name else GPUS.get(name, H200)

@@ -22,7 +22,7 @@ import torch
 import triton
 
 import tkernels
-from tkernels.comm import runtime
+from tkernels.gpus import gpu_name
 
 FORMAT = 1
 SHIPPED = Path(__file__).parent / "data" / "tuned.jsonl"
@@ -48,9 +48,8 @@ def folder() -> Path:
 
 def place(ranks: int, transport: str) -> dict:
     """The part of a key that says where a record holds: this GPU, the ranks and transport, these versions."""
-    simulated = runtime.RUNTIME == "simulated"
     return {
-        "gpu": "simulated" if simulated else torch.cuda.get_device_name(),
+        "gpu": gpu_name(),
         "ranks": ranks,
         "transport": transport,
         "tkernels": tkernels.__version__,
