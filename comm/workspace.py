@@ -111,13 +111,11 @@ class Workspace:
         self._calls = PreparedCalls()  # with views of the current memory
         # CUDA graphs read what captured calls hold: schedules, and local memory that later calls may have outgrown.
         self._captured_calls = set()  # of the current memory
-        self._outgrown_calls = set()
-        self._made_beside = []  # local memory made on other streams; held so that the allocator can't reuse it
+        self._kept = []  # captured calls of earlier memory; and local memory made on other streams, not to be reused
         self._outgrown = []  # symmetric memory that no graph uses, but that peers may still read
         self._use(Room(), None)
-        self.state, self.counters = self._make(torch.zeros, 4), self._make(torch.zeros, 0)
-        self.gates, self.copied = self._make_gates(), self._make(torch.zeros, 1)
-        self.scratch = self._make(torch.empty, 0, torch.uint8)
+        self.state, self.gates, self.copied = self._make_words()
+        self.counters, self.scratch = self._make(torch.zeros, 0), self._make(torch.empty, 0, torch.uint8)
 
     @capture.lasting()
     def reserve(
@@ -217,11 +215,13 @@ class Workspace:
         with capture.beside():
             made = make(number, dtype=dtype, device=self.context.device)
         if self.context.capturing:
-            self._made_beside.append(made)
+            self._kept.append(made)
         return made
 
-    def _make_gates(self) -> list[torch.Tensor]:
-        return [self._make(torch.zeros, 1) for _ in range(2)]  # each aligned to 16 bytes, as kernels expect
+    def _make_words(self) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+        """A new state, gates and copied; each aligned to 16 bytes, as kernels expect."""
+        state, *gates, copied = (self._make(torch.zeros, number) for number in (4, 1, 1, 1))
+        return state, gates, copied
 
     def _use(self, room: Room, memory: torch.Tensor | None):
         """Let the attributes be the sizes, and views of the memory."""
@@ -237,10 +237,10 @@ class Workspace:
         room = room._replace(inbox_bytes=inbox_bytes, landing_bytes=landing_bytes)
         num_bytes = room.regions(self.context.size).num_bytes
         self.forget_calls()
-        state, gates, copied = self._make(torch.zeros, 4), self._make_gates(), self._make(torch.zeros, 1)
+        words = self._make_words()
         memory = self._untouched(num_bytes) if self.context.capturing else self._replaced(num_bytes)
-        self.state, self.gates, self.copied = state, gates, copied
-        self._outgrown_calls |= self._captured_calls
+        self.state, self.gates, self.copied = words
+        self._kept += self._captured_calls
         self._captured_calls = set()
         self._use(room, memory)
         self.table = self.context.make_table(self.begun)

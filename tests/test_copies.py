@@ -1,6 +1,5 @@
 """Fused operations by who sends: the copy engine, programs to where copies go, or all programs between steps."""
 
-import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -28,6 +27,7 @@ from transports import (
 )
 
 import tkernels
+from tkernels import fused
 from tkernels.all_gather_matmul import all_gather_matmul_reference
 from tkernels.choice import overlap_config
 from tkernels.comm import WaitTimeoutError, copies, device, interpreter
@@ -536,11 +536,11 @@ def test_the_gathered_rows_come_out_of_the_landing_or_are_borrowed_there(ctx):
 def test_gradients_are_multiplied_where_the_gathered_rows_landed(ctx):
     rows = {2: (33, 20), 4: (0, 21, 40, 3)}[ctx.size]
     N, K, own = 24, 16, slice(sum(rows[: ctx.rank]), sum(rows[: ctx.rank + 1]))
-    modules = [importlib.import_module(f"tkernels.{name}") for name in (AG, RS)]
-    with contextlib.ExitStack() as patches:
-        for module in modules:
-            patches.enter_context(mock.patch.object(module, "overlap_config", copied_by_rule))
-        patches.enter_context(mock.patch.object(modules[0], "_collect", None))  # nothing copies all of the rows
+    gathers = importlib.import_module(f"tkernels.{AG}")
+    with (
+        mock.patch.object(fused, "overlap_config", copied_by_rule),
+        mock.patch.object(gathers, "_collect", None),  # nothing copies all of the rows
+    ):
         ctx.forget_calls()
         for seed in range(2):
             x, w, _ = operands(ctx, RS, rows, N, K, torch.float32, seed)

@@ -738,7 +738,7 @@ def test_a_plan_is_made_once_and_for_each_field_that_changes_what_is_done(ctx, m
 def test_the_adapter_adds_no_copy_no_allocation_and_no_second_look(ctx, monkeypatch):
     """A call whose epilog a kernel has, and execute(), against the plain operator: what torch is asked for besides."""
     wire = dict(wire_dtype=torch.float32, out_dtype=torch.float32, path="fused")
-    gathers = AllGatherMatmul(None, False, (12, 12), path="fused")
+    gathers = AllGatherMatmul(None, (12, 12), path="fused")
     plain = {
         "AG+GEMM": lambda x, w, bias: ctx.call(gathers, x, w, bias, None, None),
         "GEMM+RS": lambda x, w, bias: tkernels.matmul_reduce_scatter(x, w, bias, rows=(12, 12), **wire, ctx=ctx),

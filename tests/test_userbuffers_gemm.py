@@ -620,7 +620,7 @@ def test_an_adapter_adds_no_copy_no_allocation_and_no_second_look(ctx):
     make = lambda *shape: torch.ones(shape, device=ctx.device)  # noqa: E731
     x, w, bias, whole, y = make(32, 32), make(24, 32), make(24), make(64, 32), make(64, 24)
     h, v, out = make(64, 24), make(32, 24), make(32, 32)
-    gathers = [AllGatherMatmul(None, returned, (32, 32), path="fused") for returned in (False, True)]
+    gathers = [AllGatherMatmul(None, (32, 32), path="fused", return_gathered=returned) for returned in (False, True)]
     scatters = MatmulReduceScatter(None, (32, 32), path="fused")
 
     def plain_gather(bias=None, out=None, gathered=None):

@@ -13,31 +13,27 @@ the landing, which the copy engine writes into (tkernels.comm.copies).
 """
 
 import functools
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from tkernels.choice import overlap_config
 from tkernels.comm.collectives import check_rows
 from tkernels.comm.context import Context
 from tkernels.comm.copies import Copies, Send, await_copies, begin_landing, end_launch
 from tkernels.comm.device import Net, begin_call, copy, count, operation, publish, put_signal, wait_signal
 from tkernels.comm.launch import PreparedLaunch
 from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark
-from tkernels.configs import OverlapConfig, with_room_for
+from tkernels.configs import OverlapConfig
+from tkernels.fused import FusedCall, Inbox
 from tkernels.gemm import (
     ACTIVATIONS,
     Operand,
     activation_reference,
     check_apart,
     check_dtype,
-    check_operands,
     check_result,
     finish,
-    layout_of,
-    matmul,
     multiply_step,
     slices_of,
     store_tile,
@@ -52,7 +48,6 @@ from tkernels.overlap import (
     add_parts,
     all_arrived,
     are_even,
-    check_mapped,
     dealt_tile,
     end_of_tile,
     num_chunks,
@@ -66,7 +61,7 @@ from tkernels.overlap import (
     wait_chunks,
     waves_of,
 )
-from tkernels.paths import choose_path, plan_all_gather_matmul
+from tkernels.paths import plan_all_gather_matmul
 from tkernels.waves import plan_waves
 
 OP = operation("all_gather_matmul")
@@ -250,20 +245,13 @@ def all_gather_matmul_kernel(
 # fmt: on
 
 
-class AllGatherMatmul(NamedTuple):
-    """A call of `all_gather_matmul`, of x_shard_m [M/R, K], w [N/R, K], bias [N/R], y and the gathered x [M, K].
+class AllGatherMatmul(FusedCall):
+    """A call of x_shard_m [M/R, K], w [N/R, K], bias [N/R], y [M, N/R] and, to be filled, the gathered x [M, K].
 
-    Each of the last three may be None. Returns y, and x gathered if requested. For the options see
-    `tkernels.all_gather_matmul`; precision: as the function of this name in tkernels.gemm.
+    Each of the last three may be None. Returns y, and x gathered if `return_gathered` or if it is filled, else None.
     """
 
-    activation: str | None = None
-    return_gathered: bool | str = False
-    rows: tuple[int, ...] | None = None
-    out_dtype: torch.dtype | None = None
-    config: OverlapConfig | None = None
-    path: str | None = None
-    precision: str = "ieee"
+    __slots__ = ()
 
     operation = "all_gather_matmul"
 
@@ -272,140 +260,126 @@ class AllGatherMatmul(NamedTuple):
         same = {"dtype": x.dtype, "K": x.shape[1], "path": self.path, "chunk_rows and landing": travel}
         return same | {"rows": tuple(map(int, self.rows or (x.shape[0],) * ctx.size))}
 
-    def prepare(self, ctx: Context, *tensors):
-        return plan(ctx, *tensors, *self)
+    def checked(self, ctx: Context, x, w, out, gathered) -> "AllGatherMatmul":
+        out_dtype = check_dtype(self.operation, "out_dtype", self.out_dtype, x.dtype)
+        if self.return_gathered not in (False, True, "borrowed"):
+            raise ValueError(
+                f"{self.operation}: return_gathered={self.return_gathered!r}; use a bool, 'borrowed' or a tensor"
+            )
+        rows = check_rows(self.operation, ctx, self.rows, own=x.shape[0])
+        if gathered is not None:
+            check_result(f"{self.operation}: return_gathered", gathered, x, (sum(rows), x.shape[1]), x.dtype)
+        return self._replace(rows=rows, out_dtype=out_dtype)
 
+    def sent_shape(self, x, w) -> tuple[int, int]:
+        return sum(self.rows), x.shape[1]
 
-def plan(
-    ctx: Context, x_shard_m, w, bias, out, gathered,
-    activation, return_gathered, rows, out_dtype, config, path, precision,
-):  # fmt: skip
-    """Plan calls with tensors like these. Returns a function (x, w, bias, out, gathered) -> (y, gathered)."""
-    check_operands("all_gather_matmul", x_shard_m, w, bias, activation, ctx.device)
-    out_dtype = check_dtype("all_gather_matmul", "out_dtype", out_dtype, x_shard_m.dtype)
-    if return_gathered not in (False, True, "borrowed"):
-        raise ValueError(f"all_gather_matmul: return_gathered={return_gathered!r}; use a bool, 'borrowed' or a tensor")
-    rows = check_rows("all_gather_matmul", ctx, rows, own=x_shard_m.shape[0])
-    M, (N, K) = sum(rows), w.shape
-    if gathered is not None:
-        check_result("all_gather_matmul: return_gathered", gathered, x_shard_m, (M, K), x_shard_m.dtype)
-    path = choose_path(ctx, "all_gather_matmul", M, K, x_shard_m.dtype, path, config)
-    if ctx.size == 1 or M == 0 or K == 0:
-        local = config.gemm if config else None
+    def without_sending(self, ctx: Context, x, w, bias, out, gathered):
+        (M, K), N, out_dtype, return_gathered = self.sent_shape(x, w), w.shape[0], self.out_dtype, self.return_gathered
+        if ctx.size == 1 or M == 0 or K == 0:
 
-        def run_locally(x, w, bias, out, gathered):
-            x = x if K else x.new_empty((M, 0))  # nothing to gather
-            y = matmul(x, w, bias, activation, out=out, out_dtype=out_dtype, config=local)
-            if return_gathered:
-                gathered = (x.new_empty((M, K)) if gathered is None else gathered).copy_(x)
+            def run_locally(x, w, bias, out, gathered):
+                x = x if K else x.new_empty((M, 0))  # nothing to gather
+                y = self.multiply(x, w, bias, out)
+                if return_gathered:
+                    gathered = (x.new_empty((M, K)) if gathered is None else gathered).copy_(x)
+                return y, gathered
+
+            return run_locally
+        if N == 0:  # the peers still need this rank's rows, so it multiplies by one row of zeros
+            check_result(self.operation, out, x, (M, N), out_dtype)
+            run = self.prepare(ctx, x, w.new_zeros((1, K)), None, None, gathered)
+
+            def run_without_features(x, w, bias, out, gathered):
+                _, gathered = run(x, w.new_zeros((1, K)), None, None, gathered)
+                return x.new_empty((M, N), dtype=out_dtype) if out is None else out, gathered
+
+            return run_without_features
+        return None
+
+    def plain(self, ctx: Context, x, w, bias, out, gathered):
+        options = self.activation, self.return_gathered, self.rows, self.out_dtype
+        return plan_all_gather_matmul(ctx, x, w, bias, out, gathered, *options)
+
+    def fused(self, ctx: Context, x, w, bias, out, gathered):
+        config = self.configured(ctx, x, w, self.out_dtype)
+        if config.interleaved:
+            raise ValueError(
+                f"{self.operation}: interleaved=True is for reductions, whose programs send the tiles that they have "
+                f"finished; pass a config with interleaved=False, and num_comm of 1 or more, or 0 for the copy engine"
+            )
+        rows, out_dtype, activation, precision = self.rows, self.out_dtype, self.activation, self.precision
+        gemm, M, (N, K) = config.gemm, sum(rows), w.shape
+        # Flattened and back: contiguous() keeps a dimension of size 1 at any stride, but kernels assume rows of K.
+        x = x.contiguous().view(-1).view(x.shape)
+        itemsize, row_bytes, first_row = x.element_size(), K * x.element_size(), sum(rows[: ctx.rank])
+        tiles_m = sum(triton.cdiv(count, gemm.block_m) for count in rows)
+        tiles = tiles_m * triton.cdiv(N, gemm.block_n)
+        num_programs = programs_of(config, ctx.num_programs, tiles)
+        chunks = max(num_chunks(count, config) for count in rows)
+        sent = rows[ctx.rank] * row_bytes * (ctx.size - 1)
+        # Any tile may be split if it is among the last ones. Tiles of own rows come first: their rows need not arrive.
+        waves = plan_waves(tiles, tiles, K, num_programs, config, sent, dtype=x.dtype)
+        workspace, inbox, parity_rows = Inbox.of(ctx, config, chunks, M, K, x.dtype)
+        workspace.reserve(0, 0, num_counters=TILE_COUNTS.value)
+        y = check_result(self.operation, out, x, (M, N), out_dtype)
+
+        schedule = ctx.constant(("all_gather_matmul", rows, config), lambda: _schedule(ctx, rows, config))
+        ragged = any(count % gemm.block_m for count in rows)
+        x_operand = Operand.of(x, gemm.block_m, gemm.block_k, gemm.use_tma)
+        g_operand = Operand.of(inbox, gemm.block_m, gemm.block_k, x_operand.tma)
+        w_operand = Operand.of(w, gemm.block_n, gemm.block_k, gemm.use_tma)
+        y_operand = Operand.of(y, gemm.block_m, gemm.block_n // gemm.split, gemm.use_tma and not ragged and N > 1)
+        s_operand = sums_of(tiles - waves.whole, waves.splits, gemm)
+        first_row = sum(rows[: ctx.rank])
+        aligned = row_bytes % 16 == 0 and x.data_ptr() % 16 == 0
+        launch = ctx.bind_call(
+            all_gather_matmul_kernel, num_programs, workspace,
+            x=x_operand.argument, x_memory=x,
+            gathered=g_operand.argument, inbox=inbox, parity_rows=parity_rows,
+            w=w_operand.argument, w_stride_n=w_operand.row_stride, w_stride_k=w_operand.column_stride,
+            bias=x if bias is None else bias, y=y_operand.argument, y_stride_m=N,
+            sums=s_operand.argument,
+            schedule=schedule, tiles_m=tiles_m, **waves._asdict(), num_counters=TILE_COUNTS.value,
+            first_row=first_row, rows=rows[ctx.rank], N=N, K=K,
+            num_comm=config.num_comm, chunks=chunks, chunk_rows=config.chunk_rows, sent_rows=config.sent_rows,
+            L=ctx.link(OP), EVEN=are_even(rows, config),
+            LANDING=config.landing, COPIES=config.copied, PARTS=waves.splits > 1,
+            BLOCK_M=gemm.block_m, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, GROUP_M=gemm.group_m, SPLIT=gemm.split,
+            X_TMA=x_operand.tma, W_TMA=w_operand.tma, W_TRANSPOSED=w_operand.transposed,
+            Y_TMA=y_operand.tma, S_TMA=s_operand.tma, HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
+            DTYPE=triton_dtype(y.dtype), PRECISION=precision,
+            PUT_BLOCK=config.copy_block(aligned, ctx.size), ALIGN=16 if aligned else itemsize,
+            num_warps=gemm.num_warps, num_stages=stages_of(gemm, waves.splits), maxnreg=config.max_registers,
+            varying=("x", "x_memory", "w", "bias", "y", "sums", "gate"),
+        )  # fmt: skip
+        copies = Copies(ctx, workspace, _sends(ctx, rows, row_bytes, chunks, config)) if config.copied else None
+        gate, make_sums = workspace.gates[0], sums_maker(s_operand, x.device)
+        borrowed = self.return_gathered == "borrowed" and config.landing  # of two inboxes only the device knows which
+        collect = None
+        if self.return_gathered and not borrowed:
+            collect = _collect(workspace.state, inbox, parity_rows, x, gathered, first_row, M)
+
+        def run(x, w, bias, out, gathered):
+            if gathered is not None and x.data_ptr() != gathered.data_ptr() + first_row * row_bytes:
+                check_apart("all_gather_matmul", gathered, "return_gathered", x_shard_m=x)
+            x = x.contiguous()
+            y = x.new_empty((M, N), dtype=out_dtype) if out is None else out
+            tensors = x, x, w, x if bias is None else bias.contiguous(), y, make_sums()
+            if copies is None:
+                launch(*tensors, gate)
+            else:
+                copies.beside(functools.partial(launch, *tensors), x)
+            if borrowed:
+                # No peer writes there before this rank has entered the next call.
+                inbox[first_row : first_row + x.shape[0]].copy_(x.detach())
+                return y, inbox
+            if collect is not None:
+                gathered = x.new_empty((M, K)) if gathered is None else gathered
+                collect(x, gathered)
             return y, gathered
 
-        return run_locally
-    if N == 0:  # the peers still need this rank's rows, so it multiplies by one row of zeros
-        check_result("all_gather_matmul", out, x_shard_m, (M, N), out_dtype)
-        options = activation, return_gathered, rows, out_dtype, config, path, precision
-        run = plan(ctx, x_shard_m, w.new_zeros((1, K)), None, None, gathered, *options)
-
-        def run_without_features(x, w, bias, out, gathered):
-            _, gathered = run(x, w.new_zeros((1, K)), None, None, gathered)
-            return x.new_empty((M, N), dtype=out_dtype) if out is None else out, gathered
-
-        return run_without_features
-    if path == "plain":
-        return plan_all_gather_matmul(
-            ctx, x_shard_m, w, bias, out, gathered, activation, return_gathered, rows, out_dtype
-        )
-
-    if config is None:
-        config = overlap_config(ctx, "all_gather_matmul", M, N, K, x_shard_m.dtype, layout_of(x_shard_m, w))
-        config = with_room_for(config, out_dtype, x_shard_m.dtype)
-    if config.interleaved:
-        raise ValueError(
-            "all_gather_matmul: interleaved=True is for reductions, whose programs send the tiles that they have "
-            "finished; pass a config with interleaved=False, and num_comm of 1 or more, or 0 for the copy engine"
-        )
-    check_mapped("all_gather_matmul", ctx, config)
-    # Flattened and back: contiguous() keeps any stride of a dimension of size 1, but kernels assume a row stride of K.
-    gemm, x = config.gemm, x_shard_m.contiguous().view(-1).view(x_shard_m.shape)
-    tiles_m = sum(triton.cdiv(count, gemm.block_m) for count in rows)
-    tiles = tiles_m * triton.cdiv(N, gemm.block_n)
-    num_programs = programs_of(config, ctx.num_programs, tiles)
-    itemsize = x.element_size()
-    row_bytes = K * itemsize
-    chunks = max(num_chunks(count, config) for count in rows)
-    sent = rows[ctx.rank] * row_bytes * (ctx.size - 1)
-    # Any tile may be split if it is among the last ones. Tiles of own rows come first: their rows need not arrive.
-    waves = plan_waves(tiles, tiles, K, num_programs, config, sent, dtype=x.dtype)
-    if config.landing:
-        room = dict(num_counters=TILE_COUNTS.value, landing_bytes=max(M, 4) * row_bytes)
-        workspace = ctx.workspace().reserve(0, chunks, **room)
-        memory, parity_rows = workspace.landing, 0
-    else:
-        workspace = ctx.workspace().reserve(max(M, 4) * row_bytes, chunks, num_counters=TILE_COUNTS.value)
-        # Both inboxes are one matrix: the second one begins at the first whole row past the first one's bytes.
-        memory, parity_rows = workspace.inbox, triton.cdiv(workspace.inbox_bytes, row_bytes)
-    if config.copied:
-        copies = Copies(ctx, workspace, _sends(ctx, rows, row_bytes, chunks, config))
-    gate = workspace.gates[0]  # captured calls that use the copy engine are given another one
-    inbox = memory[: (parity_rows + M) * row_bytes].view(x.dtype).view(parity_rows + M, K)
-    y = check_result("all_gather_matmul", out, x, (M, N), out_dtype)
-
-    schedule = ctx.constant(("all_gather_matmul", rows, config), lambda: _schedule(ctx, rows, config))
-    ragged = any(count % gemm.block_m for count in rows)
-    x_operand = Operand.of(x, gemm.block_m, gemm.block_k, gemm.use_tma)
-    g_operand = Operand.of(inbox, gemm.block_m, gemm.block_k, x_operand.tma)
-    w_operand = Operand.of(w, gemm.block_n, gemm.block_k, gemm.use_tma)
-    y_operand = Operand.of(y, gemm.block_m, gemm.block_n // gemm.split, gemm.use_tma and not ragged and N > 1)
-    s_operand = sums_of(tiles - waves.whole, waves.splits, gemm)
-    first_row = sum(rows[: ctx.rank])
-    aligned = row_bytes % 16 == 0 and x.data_ptr() % 16 == 0
-    launch = ctx.bind_call(
-        all_gather_matmul_kernel, num_programs, workspace,
-        x=x_operand.argument, x_memory=x,
-        gathered=g_operand.argument, inbox=inbox, parity_rows=parity_rows,
-        w=w_operand.argument, w_stride_n=w_operand.row_stride, w_stride_k=w_operand.column_stride,
-        bias=x if bias is None else bias, y=y_operand.argument, y_stride_m=N,
-        sums=s_operand.argument,
-        schedule=schedule, tiles_m=tiles_m, **waves._asdict(), num_counters=TILE_COUNTS.value,
-        first_row=first_row, rows=rows[ctx.rank], N=N, K=K,
-        num_comm=config.num_comm, chunks=chunks, chunk_rows=config.chunk_rows, sent_rows=config.sent_rows,
-        L=ctx.link(OP), EVEN=are_even(rows, config),
-        LANDING=config.landing, COPIES=config.copied, PARTS=waves.splits > 1,
-        BLOCK_M=gemm.block_m, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, GROUP_M=gemm.group_m, SPLIT=gemm.split,
-        X_TMA=x_operand.tma, W_TMA=w_operand.tma, W_TRANSPOSED=w_operand.transposed,
-        Y_TMA=y_operand.tma, S_TMA=s_operand.tma, HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
-        DTYPE=triton_dtype(y.dtype), PRECISION=precision,
-        PUT_BLOCK=config.copy_block(aligned, ctx.size), ALIGN=16 if aligned else itemsize,
-        num_warps=gemm.num_warps, num_stages=stages_of(gemm, waves.splits), maxnreg=config.max_registers,
-        varying=("x", "x_memory", "w", "bias", "y", "sums", "gate"),
-    )  # fmt: skip
-    borrowed = return_gathered == "borrowed" and config.landing  # with two inboxes only the device knows which
-    collect = None
-    if return_gathered and not borrowed:
-        collect = _collect(workspace.state, inbox, parity_rows, x, gathered, first_row, M)
-
-    make_sums = sums_maker(s_operand, x.device)
-
-    def run(x, w, bias, out, gathered):
-        if gathered is not None and x.data_ptr() != gathered.data_ptr() + first_row * row_bytes:
-            check_apart("all_gather_matmul", gathered, "return_gathered", x_shard_m=x)
-        x = x.contiguous()
-        y = x.new_empty((M, N), dtype=out_dtype) if out is None else out
-        tensors = x, x, w, x if bias is None else bias.contiguous(), y, make_sums()
-        if not config.copied:
-            launch(*tensors, gate)
-        else:
-            copies.beside(functools.partial(launch, *tensors), x)
-        if borrowed:
-            # No peer writes there before this rank has entered the next call.
-            inbox[first_row : first_row + x.shape[0]].copy_(x.detach())
-            return y, inbox
-        if return_gathered:
-            gathered = x.new_empty((M, K)) if gathered is None else gathered
-            collect(x, gathered)
-        return y, gathered
-
-    return run
+        return run
 
 
 def _schedule(ctx: Context, rows, config: OverlapConfig) -> list[int]:

@@ -21,14 +21,22 @@ PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 _library = torch.library.Library("tkernels", "DEF")
 
 
-def define(schema: str, implementation, fake, setup_context=None, backward=None, direct=None):
+def define(schema: str, implementation, fake, backward=None, *, saved: int = 0, setup_context=None, direct=None):
     """Register an operator. Returns the function that calls it, or what it stands for if nothing can observe that.
 
     schema: the operator's tensors are its first positional arguments.
+    setup_context: of the autograd.Function. None: it saves the first `saved` tensors for `backward`, and has all
+        arguments that are no tensors in `options`.
     direct: what the function calls if nothing can observe the operator. None: the implementation.
     """
     name = schema.split("(")[0]
     direct = direct or implementation
+
+    def save(ctx, inputs, output):
+        ctx.options = inputs[num_tensors:]
+        ctx.save_for_backward(*inputs[:saved])
+
+    setup_context = setup_context or save
     _library.define(schema, tags=(torch.Tag.needs_fixed_stride_order,))
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tkernels::{name}", fake, lib=_library)

@@ -19,13 +19,11 @@ by tile. All programs copy arriving rows to the output.
 import functools
 import itertools
 import math
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from tkernels.choice import overlap_config
 from tkernels.comm.collectives import check_rows, receive_parts, split_rows
 from tkernels.comm.context import Context
 from tkernels.comm.copies import Copies, Send, await_copies, await_peers, begin_landing, end_launch
@@ -37,7 +35,6 @@ from tkernels.comm.device import (
     count_up_to,
     meet,
     operation,
-    operation_name,
     publish,
     put_signal,
     put_tile,
@@ -48,18 +45,16 @@ from tkernels.comm.device import (
     wait_signal,
 )
 from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark
-from tkernels.configs import OverlapConfig, with_room_for
+from tkernels.configs import OverlapConfig
+from tkernels.fused import FusedCall, Inbox
 from tkernels.gemm import (
     ACTIVATIONS,
     Operand,
     activation_reference,
     check_dtype,
-    check_operands,
     check_result,
     finish,
-    layout_of,
     load_tile,
-    matmul,
     multiply_step,
     slices_of,
     store_tile,
@@ -75,7 +70,6 @@ from tkernels.overlap import (
     TILE_FIELDS,
     add_parts,
     all_arrived,
-    check_mapped,
     dealt_tile,
     end_of_tile,
     num_chunks,
@@ -90,7 +84,7 @@ from tkernels.overlap import (
     wait_chunks,
     waves_of,
 )
-from tkernels.paths import choose_path, plan_matmul_reduce
+from tkernels.paths import plan_matmul_reduce
 from tkernels.waves import plan_waves
 
 OP = operation("matmul_reduce_scatter")
@@ -435,20 +429,10 @@ def matmul_reduce_kernel(
 # fmt: on
 
 
-class MatmulReduceScatter(NamedTuple):
-    """A call of `matmul_reduce_scatter`, of x_shard_k [M, K/R], w_shard_k [N, K/R], bias [N] and y [M/R, N].
+class MatmulReduceScatter(FusedCall):
+    """A call of x_shard_k [M, K/R], w_shard_k [N, K/R], bias [N] and y [M/R, N]; each of the last two may be None."""
 
-    Each of the last two may be None. Returns y. For the options see `tkernels.matmul_reduce_scatter`; precision: as the
-    function of this name in tkernels.gemm.
-    """
-
-    activation: str | None = None
-    rows: tuple[int, ...] | None = None
-    out_dtype: torch.dtype | None = None
-    wire_dtype: torch.dtype | None = None
-    config: OverlapConfig | None = None
-    path: str | None = None
-    precision: str = "ieee"
+    __slots__ = ()
 
     operation, number, gather = "matmul_reduce_scatter", OP.value, False  # gather: finished rows go to all ranks
 
@@ -459,150 +443,133 @@ class MatmulReduceScatter(NamedTuple):
         same |= {"chunk_rows and landing": self.config and tuple(self.config.wire)}
         return same | {"rows": tuple(map(int, self.rows or split_rows(x.shape[0], ctx.size)))}
 
-    def prepare(self, ctx: Context, *tensors):
-        return plan(ctx, *tensors, self.number, *self[:-1], self.gather, self.precision)
+    def checked(self, ctx: Context, x, w, out) -> "MatmulReduceScatter":
+        name, M = self.operation, x.shape[0]
+        rows = split_rows(M, ctx.size) if self.gather else check_rows(name, ctx, self.rows, total=M)
+        out_dtype = check_dtype(name, "out_dtype", self.out_dtype, x.dtype)
+        wire_dtype = check_dtype(name, "wire_dtype", self.wire_dtype, x.dtype)
+        return self._replace(rows=rows, out_dtype=out_dtype, wire_dtype=wire_dtype)
 
+    def sent_shape(self, x, w) -> tuple[int, int]:
+        return x.shape[0], w.shape[0]
 
-def plan(
-    ctx: Context, x, w, bias, out,
-    op: int, activation, rows, out_dtype, wire_dtype, config, path, gather, precision,
-):  # fmt: skip
-    """Plan calls with tensors like these; with `gather`, of matmul_all_reduce.
+    def without_sending(self, ctx: Context, x, w, bias, out):
+        (M, N), out_dtype = self.sent_shape(x, w), self.out_dtype
+        if ctx.size == 1 or M == 0:
+            return self.multiply
+        if N == 0:
+            shape = M if self.gather else self.rows[ctx.rank], N
+            check_result(self.operation, out, x, shape, out_dtype)
+            return lambda x, w, bias, out: x.new_empty(shape, dtype=out_dtype) if out is None else out
+        if x.shape[1] == 0:  # an empty part of K: this rank's partial sums are zeros
+            run = self.prepare(ctx, zeros_along_k(x), zeros_along_k(w), bias, out)
+            return lambda x, w, bias, out: run(zeros_along_k(x), zeros_along_k(w), bias, out)
+        return None
 
-    Returns a function (x, w, bias, out) -> y.
-    """
-    name = operation_name(op)
-    check_operands(name, x, w, bias, activation, ctx.device)
-    (M, K), N = x.shape, w.shape[0]
-    rows = split_rows(M, ctx.size) if gather else check_rows(name, ctx, rows, total=M)
-    out_dtype = check_dtype(name, "out_dtype", out_dtype, x.dtype)
-    wire_dtype = check_dtype(name, "wire_dtype", wire_dtype, x.dtype)
-    path = choose_path(ctx, name, M, N, x.dtype, path, config)
-    if ctx.size == 1 or M == 0:
-        local = config.gemm if config else None
-        return lambda x, w, bias, out: matmul(x, w, bias, activation, out=out, out_dtype=out_dtype, config=local)
-    if N == 0:
-        shape = M if gather else rows[ctx.rank], N
-        check_result(name, out, x, shape, out_dtype)
-        return lambda x, w, bias, out: x.new_empty(shape, dtype=out_dtype) if out is None else out
-    if K == 0:  # an empty part of K: this rank's partial sums are zeros
-        options = op, activation, rows, out_dtype, wire_dtype, config, path, gather, precision
-        run = plan(ctx, zeros_along_k(x), zeros_along_k(w), bias, out, *options)
-        return lambda x, w, bias, out: run(zeros_along_k(x), zeros_along_k(w), bias, out)
-    if path == "plain":
-        return plan_matmul_reduce(ctx, x, w, bias, out, activation, rows, out_dtype, wire_dtype, gather)
-    first_rows = [sum(rows[:rank]) for rank in range(ctx.size + 1)]
-    # In a transposed x, tiles of some part would start off a 16-byte boundary, which a descriptor cannot address.
-    straighten = x.stride(0) == 1 != x.stride(1) and any(row * x.element_size() % 16 for row in first_rows)
-    x = x.contiguous() if straighten else x
-    itemsize = wire_dtype.itemsize
-    if config is None:
-        config = overlap_config(ctx, name, M, N, K, x.dtype, layout_of(x, w))
-        stored = max(wire_dtype, out_dtype, key=lambda each: each.itemsize)
-        config = with_room_for(config, stored, x.dtype)
-    check_mapped(name, ctx, config)
-    gemm = config.gemm
-    peers = [(ctx.rank + step) % ctx.size for step in range(1, ctx.size)]
-    peer_tiles_m = sum(triton.cdiv(rows[peer], gemm.block_m) for peer in peers)
-    own_tiles_m, tiles_n = triton.cdiv(rows[ctx.rank], gemm.block_m), triton.cdiv(N, gemm.block_n)
-    tiles_m = peer_tiles_m + own_tiles_m
-    tiles = tiles_m * tiles_n
-    num_programs = programs_of(config, ctx.num_programs, tiles)
-    sent = (M - rows[ctx.rank]) * N * itemsize
-    busy = tiles if gather else peer_tiles_m * tiles_n  # comm programs are busy at least until these are computed
-    # Split-K would take registers that sending during the matmul needs.
-    splittable = 0 if config.interleaved else own_tiles_m * tiles_n
-    waves = plan_waves(tiles, splittable, K, num_programs, config, sent, busy, x.dtype)
-    part_stride = triton.cdiv(max(rows), PART_ROWS) * PART_ROWS
-    inbox_rows = ctx.size * part_stride
-    if gather:  # the finished rows of y, in its own dtype
-        inbox_rows += triton.cdiv(M * out_dtype.itemsize, itemsize)
-    chunks = max(num_chunks(part, config) for part in rows)
-    workspace = ctx.workspace()
-    if config.landing:
-        workspace.reserve(0, chunks, landing_bytes=max(inbox_rows, 4) * N * itemsize)
-    else:
-        workspace.reserve(max(inbox_rows, 4) * N * itemsize, chunks)
-    # The counters are indexed with the workspace's num_chunks, which may be larger than this call's.
-    num_counters = TILE_COUNTS.value + ctx.size * workspace.num_chunks
-    workspace.reserve(0, 0, num_counters=num_counters)
-    memory, parity_rows = workspace.landing, 0
-    if not config.landing:
-        memory, parity_rows = workspace.inbox, triton.cdiv(workspace.inbox_bytes, N * itemsize)
-        parity_rows += parity_rows % 2  # finished rows may be fp32, and two 16-bit rows are whole fp32 words
-    gate = workspace.gates[0]  # captured calls that use the copy engine are given another one
-    inbox = memory[: (parity_rows + inbox_rows) * N * itemsize].view(wire_dtype).view(-1, N)
-    outbox_shape = M - rows[ctx.rank], N
-    outbox = check_result(name, None, x, outbox_shape, wire_dtype)
-    y = check_result(name, out, x, (M if gather else rows[ctx.rank], N), out_dtype)
+    def plain(self, ctx: Context, x, w, bias, out):
+        options = self.activation, self.rows, self.out_dtype, self.wire_dtype, self.gather
+        return plan_matmul_reduce(ctx, x, w, bias, out, *options)
 
-    key = ("matmul_reduce", rows, config)
-    schedule = ctx.constant(
-        (*key, "schedule"), lambda: tile_schedule(rows, peers, config) + tile_schedule(rows, [ctx.rank], config)
-    )
-    sends = ctx.constant((*key, "sends"), lambda: send_schedule(rows, peers, config))
-    starts = ctx.constant(("starts", *(N * row for row in first_rows)), lambda: [N * row for row in first_rows])
-
-    ragged = any(part % gemm.block_m for part in rows)
-    x_operand = Operand.of(x, gemm.block_m, gemm.block_k, gemm.use_tma)
-    w_operand = Operand.of(w, gemm.block_n, gemm.block_k, gemm.use_tma)
-    travels = (itemsize, out_dtype.itemsize) if gather else (itemsize,)
-    aligned = N * min(travels) % 16 == 0
-    box = gemm.block_m, gemm.block_n // gemm.split
-    store_tma = gemm.use_tma and not ragged and N > 1
-    y_operand = Operand.of(y, *box, store_tma)
-    o_operand = Operand.of(outbox, *box, store_tma)
-    s_operand = sums_of(tiles - waves.whole, waves.splits, gemm)
-    p_operand = Operand.of(inbox, *box, gemm.use_tma and N > 1)
-    # Wider elements take no more bytes a step, and so no more registers, than elements of the operands' dtype.
-    put_block = config.copy_block(aligned, ctx.size) * x.element_size() // max(x.element_size(), *travels)
-    launch = ctx.bind_call(
-        matmul_reduce_kernel, num_programs, workspace,
-        x=x_operand.argument, x_stride_m=x_operand.row_stride, x_stride_k=x_operand.column_stride,
-        w=w_operand.argument, w_stride_n=w_operand.row_stride, w_stride_k=w_operand.column_stride,
-        bias=x if bias is None else bias, y=y_operand.argument, y_memory=y,
-        outbox=o_operand.argument, outbox_memory=outbox,
-        partials=p_operand.argument, inbox=inbox, parity_rows=parity_rows, part_stride=part_stride,
-        sums=s_operand.argument,
-        schedule=schedule, tiles_m=tiles_m, peer_tiles_m=peer_tiles_m, **waves._asdict(),
-        sends=sends, num_sends=sends.numel() // SEND_FIELDS.value, starts=starts, num_counters=num_counters,
-        M=M, N=N, K=K, own_first=first_rows[ctx.rank], own_end=first_rows[ctx.rank + 1],
-        num_comm=config.num_comm, own_chunks=num_chunks(rows[ctx.rank], config), chunk_rows=config.chunk_rows,
-        sent_rows=config.sent_rows, piece_rows=math.gcd(config.chunk_rows, PIECE_ROWS),
-        L=ctx.link(op), GATHER=gather, LANDING=config.landing, COPIES=config.copied, INTERLEAVED=config.interleaved,
-        PARTS=waves.splits > 1,
-        BLOCK_M=gemm.block_m, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, SPLIT=gemm.split,
-        GROUP_M=gemm.group_m, OWN_GROUP_M=own_group(config),
-        X_TMA=x_operand.tma, X_TRANSPOSED=x_operand.transposed, W_TMA=w_operand.tma,
-        W_TRANSPOSED=w_operand.transposed, Y_TMA=y_operand.tma, O_TMA=o_operand.tma, P_TMA=p_operand.tma,
-        S_TMA=s_operand.tma,
-        HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
-        DTYPE=triton_dtype(out_dtype), WIRE=triton_dtype(wire_dtype), PRECISION=precision,
-        PUT_BLOCK=put_block, PUT_ROWS=min(max(put_block // gemm.block_n, 1), gemm.block_m),
-        ALIGN=16 if aligned else min(travels),
-        num_warps=gemm.num_warps, num_stages=stages_of(gemm, waves.splits), maxnreg=config.max_registers,
-        varying=("x", "w", "bias", "y", "y_memory", "outbox", "outbox_memory", "sums", "gate"),
-    )  # fmt: skip
-    shape, make_sums = tuple(y.shape), sums_maker(s_operand, x.device)
-    if config.copied:
-        finished_bytes = N * out_dtype.itemsize if gather else 0
-        sends = _copied(
-            ctx, rows, peers, config, tiles_n, N * itemsize, part_stride, finished_bytes, workspace.num_chunks
-        )
-        copies = Copies(ctx, workspace, sends)
-
-    def run(x, w, bias, out):
+    def fused(self, ctx: Context, x, w, bias, out):
+        rows, gather, out_dtype, wire_dtype = self.rows, self.gather, self.out_dtype, self.wire_dtype
+        activation, precision = self.activation, self.precision
+        (M, K), N, itemsize = x.shape, w.shape[0], wire_dtype.itemsize
+        first_rows = [sum(rows[:rank]) for rank in range(ctx.size + 1)]
+        # In a transposed x, tiles of some part would start off a 16-byte boundary, which a descriptor cannot address.
+        straighten = x.stride(0) == 1 != x.stride(1) and any(row * x.element_size() % 16 for row in first_rows)
         x = x.contiguous() if straighten else x
-        y = x.new_empty(shape, dtype=out_dtype) if out is None else out
-        outbox = x.new_empty(outbox_shape, dtype=wire_dtype)  # reused in stream order, after all that reads it
-        tensors = x, w, x if bias is None else bias.contiguous(), y, y, outbox, outbox, make_sums()
-        if not config.copied:
-            launch(*tensors, gate)
-        else:
-            copies.beside(functools.partial(launch, *tensors), outbox, y)
-        return y
+        config = self.configured(ctx, x, w, max(wire_dtype, out_dtype, key=lambda each: each.itemsize))
+        gemm = config.gemm
+        peers = [(ctx.rank + step) % ctx.size for step in range(1, ctx.size)]
+        peer_tiles_m = sum(triton.cdiv(rows[peer], gemm.block_m) for peer in peers)
+        own_tiles_m, tiles_n = triton.cdiv(rows[ctx.rank], gemm.block_m), triton.cdiv(N, gemm.block_n)
+        tiles_m = peer_tiles_m + own_tiles_m
+        tiles = tiles_m * tiles_n
+        num_programs = programs_of(config, ctx.num_programs, tiles)
+        sent = (M - rows[ctx.rank]) * N * itemsize
+        busy = tiles if gather else peer_tiles_m * tiles_n  # comm programs are busy at least until these are computed
+        # Split-K would take registers that sending during the matmul needs.
+        splittable = 0 if config.interleaved else own_tiles_m * tiles_n
+        waves = plan_waves(tiles, splittable, K, num_programs, config, sent, busy, x.dtype)
+        part_stride = triton.cdiv(max(rows), PART_ROWS) * PART_ROWS
+        inbox_rows = ctx.size * part_stride
+        if gather:  # the finished rows of y, in its own dtype
+            inbox_rows += triton.cdiv(M * out_dtype.itemsize, itemsize)
+        chunks = max(num_chunks(part, config) for part in rows)
+        workspace, inbox, parity_rows = Inbox.of(ctx, config, chunks, inbox_rows, N, wire_dtype)
+        # The counters are indexed with the workspace's num_chunks, which may be larger than this call's.
+        num_counters = TILE_COUNTS.value + ctx.size * workspace.num_chunks
+        workspace.reserve(0, 0, num_counters=num_counters)
+        outbox_shape, shape = (M - rows[ctx.rank], N), (M if gather else rows[ctx.rank], N)
+        outbox = check_result(self.operation, None, x, outbox_shape, wire_dtype)
+        y = check_result(self.operation, out, x, shape, out_dtype)
 
-    return run
+        key = ("matmul_reduce", rows, config)
+        schedule = ctx.constant(
+            (*key, "schedule"), lambda: tile_schedule(rows, peers, config) + tile_schedule(rows, [ctx.rank], config)
+        )
+        sends = ctx.constant((*key, "sends"), lambda: send_schedule(rows, peers, config))
+        starts = ctx.constant(("starts", *(N * row for row in first_rows)), lambda: [N * row for row in first_rows])
+
+        ragged = any(part % gemm.block_m for part in rows)
+        x_operand = Operand.of(x, gemm.block_m, gemm.block_k, gemm.use_tma)
+        w_operand = Operand.of(w, gemm.block_n, gemm.block_k, gemm.use_tma)
+        travels = (itemsize, out_dtype.itemsize) if gather else (itemsize,)
+        aligned = N * min(travels) % 16 == 0
+        box = gemm.block_m, gemm.block_n // gemm.split
+        store_tma = gemm.use_tma and not ragged and N > 1
+        y_operand = Operand.of(y, *box, store_tma)
+        o_operand = Operand.of(outbox, *box, store_tma)
+        s_operand = sums_of(tiles - waves.whole, waves.splits, gemm)
+        p_operand = Operand.of(inbox, *box, gemm.use_tma and N > 1)
+        # Wider elements take no more bytes a step, and so no more registers, than elements of the operands' dtype.
+        put_block = config.copy_block(aligned, ctx.size) * x.element_size() // max(x.element_size(), *travels)
+        launch = ctx.bind_call(
+            matmul_reduce_kernel, num_programs, workspace,
+            x=x_operand.argument, x_stride_m=x_operand.row_stride, x_stride_k=x_operand.column_stride,
+            w=w_operand.argument, w_stride_n=w_operand.row_stride, w_stride_k=w_operand.column_stride,
+            bias=x if bias is None else bias, y=y_operand.argument, y_memory=y,
+            outbox=o_operand.argument, outbox_memory=outbox,
+            partials=p_operand.argument, inbox=inbox, parity_rows=parity_rows, part_stride=part_stride,
+            sums=s_operand.argument,
+            schedule=schedule, tiles_m=tiles_m, peer_tiles_m=peer_tiles_m, **waves._asdict(),
+            sends=sends, num_sends=sends.numel() // SEND_FIELDS.value, starts=starts, num_counters=num_counters,
+            M=M, N=N, K=K, own_first=first_rows[ctx.rank], own_end=first_rows[ctx.rank + 1],
+            num_comm=config.num_comm, own_chunks=num_chunks(rows[ctx.rank], config), chunk_rows=config.chunk_rows,
+            sent_rows=config.sent_rows, piece_rows=math.gcd(config.chunk_rows, PIECE_ROWS),
+            L=ctx.link(self.number), GATHER=gather,
+            LANDING=config.landing, COPIES=config.copied, INTERLEAVED=config.interleaved, PARTS=waves.splits > 1,
+            BLOCK_M=gemm.block_m, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, SPLIT=gemm.split,
+            GROUP_M=gemm.group_m, OWN_GROUP_M=own_group(config),
+            X_TMA=x_operand.tma, X_TRANSPOSED=x_operand.transposed, W_TMA=w_operand.tma,
+            W_TRANSPOSED=w_operand.transposed, Y_TMA=y_operand.tma, O_TMA=o_operand.tma, P_TMA=p_operand.tma,
+            S_TMA=s_operand.tma,
+            HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
+            DTYPE=triton_dtype(out_dtype), WIRE=triton_dtype(wire_dtype), PRECISION=precision,
+            PUT_BLOCK=put_block, PUT_ROWS=min(max(put_block // gemm.block_n, 1), gemm.block_m),
+            ALIGN=16 if aligned else min(travels),
+            num_warps=gemm.num_warps, num_stages=stages_of(gemm, waves.splits), maxnreg=config.max_registers,
+            varying=("x", "w", "bias", "y", "y_memory", "outbox", "outbox_memory", "sums", "gate"),
+        )  # fmt: skip
+        copies = None
+        if config.copied:
+            finished_bytes = N * out_dtype.itemsize if gather else 0
+            sizes = tiles_n, N * itemsize, part_stride, finished_bytes, workspace.num_chunks
+            copies = Copies(ctx, workspace, _copied(ctx, rows, peers, config, *sizes))
+        gate, make_sums = workspace.gates[0], sums_maker(s_operand, x.device)
+
+        def run(x, w, bias, out):
+            x = x.contiguous() if straighten else x
+            y = x.new_empty(shape, dtype=out_dtype) if out is None else out
+            outbox = x.new_empty(outbox_shape, dtype=wire_dtype)  # reused in stream order, after all that reads it
+            tensors = x, w, x if bias is None else bias.contiguous(), y, y, outbox, outbox, make_sums()
+            if copies is None:
+                launch(*tensors, gate)
+            else:
+                copies.beside(functools.partial(launch, *tensors), outbox, y)
+            return y
+
+        return run
 
 
 def own_group(config: OverlapConfig) -> int:

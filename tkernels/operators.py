@@ -44,13 +44,8 @@ from tkernels.matmul_reduce_scatter import MatmulReduceScatter
 _ops = types.SimpleNamespace()  # the functions of the operators
 
 
-def _matmul_setup(ctx, inputs, output):
-    x, w, _, ctx.activation = inputs
-    ctx.save_for_backward(x, w)
-
-
 def _matmul_backward(ctx, dy):
-    _refuse_fused_activation("matmul", ctx.activation)
+    _refuse_fused_activation("matmul", *ctx.options)
     x, w = ctx.saved_tensors
     need_x, need_w, need_bias = ctx.needs_input_grad[:3]
     return dy @ w if need_x else None, dy.t() @ x if need_w else None, dy.sum(0) if need_bias else None, None
@@ -60,8 +55,8 @@ _ops.matmul = define(
     "matmul(Tensor x, Tensor w, Tensor? bias, str? activation) -> Tensor",
     _matmul,
     lambda x, w, bias, activation: x.new_empty((x.shape[0], w.shape[0])),
-    _matmul_setup,
     _matmul_backward,
+    saved=2,
 )
 
 
@@ -92,7 +87,7 @@ def replicated(x: torch.Tensor, context: str) -> torch.Tensor:
 
 
 def _all_gather_matmul_direct(x_shard_m, w, bias, activation, return_gathered, rows, context, path=None):
-    options = activation, return_gathered, tuple(rows), None, None, path, precision(x_shard_m.dtype)
+    options = activation, tuple(rows), None, None, path, precision(x_shard_m.dtype), return_gathered
     return find_context(context).call(AllGatherMatmul(*options), x_shard_m, w, bias, None, None)
 
 
@@ -108,29 +103,30 @@ def _all_gather_matmul_fake(x_shard_m, w, bias, activation, return_gathered, row
 
 
 def _all_gather_matmul_setup(ctx, inputs, output):
-    x_shard_m, w, _, activation, return_gathered, rows, context, ctx.path = inputs
+    x_shard_m, w, _, *ctx.options = inputs
+    return_gathered = inputs[4]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(w, output[1] if return_gathered else x_shard_m)
-    ctx.activation, ctx.return_gathered, ctx.rows, ctx.context = activation, return_gathered, rows, context
 
 
 def _all_gather_matmul_backward(ctx, dy, dgathered):
-    _refuse_fused_activation("all_gather_matmul", ctx.activation)
+    activation, return_gathered, rows, context, path = ctx.options
+    _refuse_fused_activation("all_gather_matmul", activation)
     w, x = ctx.saved_tensors
     dx = dw = dbias = None
     if dy is not None:
         dy = _with_unit_stride(dy)
         if ctx.needs_input_grad[1]:
-            dw = dy.t() @ (x if ctx.return_gathered else _ops.all_gather(x, ctx.rows, ctx.context))
+            dw = dy.t() @ (x if return_gathered else _ops.all_gather(x, rows, context))
         # Unless the graph is retained, free the gathered rows before dx takes memory.
         del x
         ctx.maybe_clear_saved_tensors()
         if ctx.needs_input_grad[0]:
-            dx = _ops.matmul_reduce_scatter(dy, w.t(), None, None, ctx.rows, ctx.context, ctx.path)
+            dx = _ops.matmul_reduce_scatter(dy, w.t(), None, None, rows, context, path)
         if ctx.needs_input_grad[2]:
             dbias = dy.sum(0)
-    if dgathered is not None and ctx.return_gathered and ctx.needs_input_grad[0]:
-        from_gathered = _ops.reduce_scatter(dgathered.contiguous(), ctx.rows, ctx.context)
+    if dgathered is not None and return_gathered and ctx.needs_input_grad[0]:
+        from_gathered = _ops.reduce_scatter(dgathered.contiguous(), rows, context)
         dx = from_gathered if dx is None else dx + from_gathered
     return dx, dw, dbias, None, None, None, None, None
 
@@ -140,14 +136,14 @@ _ops.all_gather_matmul = define(
     " str context, str? path=None) -> (Tensor, Tensor)",
     _all_gather_matmul_impl,
     _all_gather_matmul_fake,
-    _all_gather_matmul_setup,
     _all_gather_matmul_backward,
-    _all_gather_matmul_direct,
+    setup_context=_all_gather_matmul_setup,
+    direct=_all_gather_matmul_direct,
 )
 
 
 def _matmul_reduce_scatter_impl(x_shard_k, w_shard_k, bias, activation, rows, context, path=None):
-    options = activation, tuple(rows), None, None, None, path, precision(x_shard_k.dtype)
+    options = activation, tuple(rows), None, None, path, precision(x_shard_k.dtype)
     return find_context(context).call(MatmulReduceScatter(*options), x_shard_k, w_shard_k, bias, None)
 
 
@@ -155,27 +151,21 @@ def _matmul_reduce_scatter_fake(x_shard_k, w_shard_k, bias, activation, rows, co
     return x_shard_k.new_empty((rows[find_context(context).rank], w_shard_k.shape[0]))
 
 
-def _matmul_reduce_scatter_setup(ctx, inputs, output):
-    x_shard_k, w_shard_k, _, ctx.activation, ctx.rows, ctx.context, ctx.path = inputs
-    ctx.save_for_backward(x_shard_k, w_shard_k)
-
-
 def _matmul_reduce_scatter_backward(ctx, dy):
-    _refuse_fused_activation("matmul_reduce_scatter", ctx.activation)
+    activation, rows, context, path = ctx.options
+    _refuse_fused_activation("matmul_reduce_scatter", activation)
     x, w = ctx.saved_tensors
     dy = dy.contiguous()
     need_x, need_w, need_bias = ctx.needs_input_grad[:3]
     dx = dw = dbias = None
     if need_x and need_w and not wants_gradient(dy, x, w):
-        dx, dw, dbias = _ops.matmul_reduce_scatter_backward(dy, x, w, need_bias, ctx.rows, ctx.context, ctx.path)
+        dx, dw, dbias = _ops.matmul_reduce_scatter_backward(dy, x, w, need_bias, rows, context, path)
         return dx, dw, dbias if need_bias else None, None, None, None, None
     if need_x:
         # The matmul for dx gathers dy; dw and dbias reuse the gathered rows.
-        dx, gathered = _ops.all_gather_matmul(
-            dy, w.t(), None, None, need_w or need_bias, ctx.rows, ctx.context, ctx.path
-        )
+        dx, gathered = _ops.all_gather_matmul(dy, w.t(), None, None, need_w or need_bias, rows, context, path)
     elif need_w or need_bias:
-        gathered = _ops.all_gather(dy, ctx.rows, ctx.context)
+        gathered = _ops.all_gather(dy, rows, context)
     if need_w:
         dw = gathered.t() @ x
     if need_bias:
@@ -188,8 +178,8 @@ _ops.matmul_reduce_scatter = define(
     " str context, str? path=None) -> Tensor",
     _matmul_reduce_scatter_impl,
     _matmul_reduce_scatter_fake,
-    _matmul_reduce_scatter_setup,
     _matmul_reduce_scatter_backward,
+    saved=2,
 )
 
 
@@ -214,7 +204,7 @@ _ops.matmul_reduce_scatter_backward = define(
 
 
 def _matmul_all_reduce_impl(x_shard_k, w_shard_k, bias, activation, context, path=None):
-    options = activation, None, None, None, None, path, precision(x_shard_k.dtype)
+    options = activation, None, None, None, path, precision(x_shard_k.dtype)
     return find_context(context).call(MatmulAllReduce(*options), x_shard_k, w_shard_k, bias, None)
 
 
@@ -222,17 +212,13 @@ def _matmul_all_reduce_fake(x_shard_k, w_shard_k, bias, activation, context, pat
     return x_shard_k.new_empty((x_shard_k.shape[0], w_shard_k.shape[0]))
 
 
-def _matmul_all_reduce_setup(ctx, inputs, output):
-    x_shard_k, w_shard_k, _, ctx.activation, ctx.context, _ = inputs
-    ctx.save_for_backward(x_shard_k, w_shard_k)
-
-
 def _matmul_all_reduce_backward(ctx, dy):
-    _refuse_fused_activation("matmul_all_reduce", ctx.activation)
+    activation, context, _ = ctx.options
+    _refuse_fused_activation("matmul_all_reduce", activation)
     x, w = ctx.saved_tensors
     need_x, need_w, need_bias = ctx.needs_input_grad[:3]
     dbias = dy.sum(0) if need_bias else None  # equal on all ranks, as dy is
-    dy = replicated(dy, ctx.context)
+    dy = replicated(dy, context)
     dx = dy @ w if need_x else None
     dw = dy.t() @ x if need_w else None
     return dx, dw, dbias, None, None, None
@@ -243,39 +229,28 @@ _ops.matmul_all_reduce = define(
     " str? path=None) -> Tensor",
     _matmul_all_reduce_impl,
     _matmul_all_reduce_fake,
-    _matmul_all_reduce_setup,
     _matmul_all_reduce_backward,
+    saved=2,
 )
-
-
-def _save_rows(ctx, inputs, output):
-    _, ctx.rows, ctx.context = inputs
-
-
-def _save_context(ctx, inputs, output):
-    _, ctx.context = inputs
 
 
 _ops.all_gather = define(
     "all_gather(Tensor x_shard_m, SymInt[] rows, str context) -> Tensor",
     lambda x, rows, context: collectives.all_gather(find_context(context), x, tuple(rows)),
     lambda x, rows, context: x.new_empty((sum(rows), *x.shape[1:])),
-    _save_rows,
-    lambda ctx, dy: (_ops.reduce_scatter(dy.contiguous(), ctx.rows, ctx.context), None, None),
+    lambda ctx, dy: (_ops.reduce_scatter(dy.contiguous(), *ctx.options), None, None),
 )
 _ops.reduce_scatter = define(
     "reduce_scatter(Tensor x, SymInt[] rows, str context) -> Tensor",
     lambda x, rows, context: collectives.reduce_scatter(find_context(context), x, tuple(rows)),
     lambda x, rows, context: x.new_empty((rows[find_context(context).rank], *x.shape[1:])),
-    _save_rows,
-    lambda ctx, dy: (_ops.all_gather(dy.contiguous(), ctx.rows, ctx.context), None, None),
+    lambda ctx, dy: (_ops.all_gather(dy.contiguous(), *ctx.options), None, None),
 )
 _ops.all_reduce = define(
     "all_reduce(Tensor x, str context) -> Tensor",
     lambda x, context: collectives.all_reduce(find_context(context), x),
     lambda x, context: torch.empty_like(x, memory_format=torch.contiguous_format),
-    _save_context,
-    lambda ctx, dy: (replicated(dy, ctx.context), None),
+    lambda ctx, dy: (replicated(dy, *ctx.options), None),
 )
 
 
@@ -423,7 +398,7 @@ def all_gather_matmul(
     check_apart("all_gather_matmul", out, return_gathered=into)
     check_apart("all_gather_matmul", into, "return_gathered", w_shard_n=w_shard_n, bias=bias)
     wanted = into is not None or return_gathered
-    call = AllGatherMatmul(activation, wanted, rows, out_dtype, config, path, precision(x_shard_m.dtype))
+    call = AllGatherMatmul(activation, rows, out_dtype, config, path, precision(x_shard_m.dtype), wanted)
     y, gathered = ctx.call(call, *operands.values(), out, into)
     return (y, gathered) if wanted else y
 
@@ -460,7 +435,8 @@ def matmul_reduce_scatter(
         return activation_reference(y, separate)
     operands = {"x_shard_k": x_shard_k, "w_shard_k": w_shard_k, "bias": bias}
     _check_options("matmul_reduce_scatter", operands, out)
-    call = MatmulReduceScatter(activation, rows, out_dtype, wire_dtype, config, path, precision(x_shard_k.dtype))
+    options = activation, rows, out_dtype, config, path, precision(x_shard_k.dtype)
+    call = MatmulReduceScatter(*options, wire_dtype=wire_dtype)
     return ctx.call(call, x_shard_k, w_shard_k, bias, out)
 
 
@@ -487,7 +463,8 @@ def matmul_all_reduce(
         y = _ops.matmul_all_reduce(x_shard_k, w_shard_k, bias, fused, ctx.name, path)
         return activation_reference(y, separate)
     _check_options("matmul_all_reduce", {"x_shard_k": x_shard_k, "w_shard_k": w_shard_k, "bias": bias}, None)
-    call = MatmulAllReduce(activation, None, out_dtype, wire_dtype, config, path, precision(x_shard_k.dtype))
+    options = activation, None, out_dtype, config, path, precision(x_shard_k.dtype)
+    call = MatmulAllReduce(*options, wire_dtype=wire_dtype)
     return ctx.call(call, x_shard_k, w_shard_k, bias, None)
 
 

@@ -239,11 +239,11 @@ class Plan:
             return lambda x, w, bias: reduce_scatter(ctx, self._multiply(x, w, None, None, self.wire), self.rows)
         config, products = self._config(ctx, x, w, dtype), self.problem.precision
         if gathers:
-            call = AllGatherMatmul(activation, False, self.rows, dtype, config, self.path, products)
+            call = AllGatherMatmul(activation, self.rows, dtype, config, self.path, products)
             run = ctx.prepared(call, x, w, bias, None, None)
             return lambda x, w, bias: run(x, w, bias, None, None)[0]
         kind = MatmulAllReduce if sums_everywhere else MatmulReduceScatter
-        call = kind(activation, self.rows, dtype, self.wire, config, self.path, products)
+        call = kind(activation, self.rows, dtype, config, self.path, products, wire_dtype=self.wire)
         run = ctx.prepared(call, x, w, bias, None)
         return lambda x, w, bias: run(x, w, bias, None)
 

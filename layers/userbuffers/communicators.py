@@ -336,7 +336,7 @@ class CommOverlapCore:
         rows = check_rows("all_gather_matmul", self.context, rows, own=x.shape[0])
         config = self._config("all_gather_matmul", sum(rows), x, w, x.shape[1])
         config = with_room_for(config, out_dtype or x.dtype, x.dtype)
-        call = AllGatherMatmul(None, return_gathered, rows, out_dtype, config, None, precision(x.dtype))
+        call = AllGatherMatmul(None, rows, out_dtype, config, None, precision(x.dtype), return_gathered)
         return self.context.prepared(call, x, w, bias, out, gathered)
 
     def matmul_reduce_scatter(
@@ -356,7 +356,7 @@ class CommOverlapCore:
         spared = self._num_carriers if beside else 0
         config = self._config("matmul_reduce_scatter", x.shape[0], x, w, w.shape[0], spared)
         config = with_room_for(config, out_dtype or x.dtype, x.dtype)
-        call = MatmulReduceScatter(None, rows, out_dtype, None, config, None, precision(x.dtype))
+        call = MatmulReduceScatter(None, rows, out_dtype, config, None, precision(x.dtype))
         return self.context.prepared(call, x, w, bias, out)
 
     def all_gather(self, x_shard_m, rows, out=None, max_programs=collectives.MAX_PROGRAMS) -> torch.Tensor:

@@ -1,0 +1,96 @@
+"""FusedCall: what calls of the operations that overlap communication with a matmul have in common.
+
+`prepare` takes a call through the steps: the operands and options are checked; sizes of zero and a single rank need no
+communication; the path is chosen, and then the plain one or the fused kernel is prepared. An operation's own class says
+what each step is for it.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+from tkernels.choice import overlap_config
+from tkernels.comm.context import Context
+from tkernels.comm.workspace import Workspace
+from tkernels.configs import OverlapConfig, with_room_for
+from tkernels.gemm import check_operands, layout_of, matmul
+from tkernels.overlap import check_mapped
+from tkernels.paths import choose_path
+
+
+class FusedCall(NamedTuple):
+    """A call of the tensors x, w, bias and out; the last two may be None. The public functions describe its options.
+
+    precision: how fp32 operands are multiplied, as gemm.precision says it.
+
+    The class of an operation has its name as `operation`, `shared` as `comm.calls.Call` wants it, and five methods. All
+    but `sent_shape` take the context and the tensors, and all but `checked` are called on what that returns:
+    checked: the call with its defaults in place of None, but for config and path. Raises ValueError or TypeError.
+    sent_shape: of x and w: rows and columns of the matrix that is sent.
+    without_sending: what `prepare` returns where sizes are zero or there is one rank, else None.
+    plain, fused: what `prepare` returns for a path.
+    """
+
+    activation: str | None = None
+    rows: tuple[int, ...] | None = None
+    out_dtype: torch.dtype | None = None
+    config: OverlapConfig | None = None
+    path: str | None = None
+    precision: str = "ieee"
+    return_gathered: bool | str = False  # of all_gather_matmul
+    wire_dtype: torch.dtype | None = None  # of the reductions
+
+    def prepare(self, ctx: Context, x, w, bias, *results):
+        """The function of tensors like these that carries out the call; see `comm.calls.Call`."""
+        check_operands(self.operation, x, w, bias, self.activation, ctx.device)
+        call = self.checked(ctx, x, w, *results)
+        path = choose_path(ctx, self.operation, *call.sent_shape(x, w), x.dtype, self.path, self.config)
+        call = call._replace(path=path)
+        carry_out = call.without_sending(ctx, x, w, bias, *results)
+        if carry_out is None:
+            carry_out = (call.plain if path == "plain" else call.fused)(ctx, x, w, bias, *results)
+        return carry_out
+
+    def multiply(self, x, w, bias, out) -> torch.Tensor:
+        """The product on this rank alone."""
+        config = self.config.gemm if self.config else None
+        return matmul(x, w, bias, self.activation, out=out, out_dtype=self.out_dtype, config=config)
+
+    def configured(self, ctx: Context, x, w, stored: torch.dtype) -> OverlapConfig:
+        """The configuration of the fused kernel. stored: the widest dtype that it stores tiles in."""
+        config = self.config
+        if config is None:
+            M, (N, K) = self.sent_shape(x, w)[0], w.shape
+            config = overlap_config(ctx, self.operation, M, N, K, x.dtype, layout_of(x, w))
+            config = with_room_for(config, stored, x.dtype)
+        check_mapped(self.operation, ctx, config)
+        return config
+
+
+class Inbox(NamedTuple):
+    """Where the peers' rows arrive, in a workspace that has room for them.
+
+    matrix: [parity_rows + rows, columns], both of the inboxes that alternate, or the landing.
+    parity_rows: row at which the second inbox begins; 0: there is only the landing.
+    """
+
+    workspace: Workspace
+    matrix: torch.Tensor
+    parity_rows: int
+
+    @classmethod
+    def of(cls, ctx: Context, config: OverlapConfig, chunks: int, rows: int, columns: int, dtype) -> "Inbox":
+        row_bytes = columns * dtype.itemsize
+        num_bytes = max(rows, 4) * row_bytes
+        if config.landing:
+            workspace = ctx.workspace().reserve(0, chunks, landing_bytes=num_bytes)
+            memory, parity_rows = workspace.landing, 0
+        else:
+            workspace = ctx.workspace().reserve(num_bytes, chunks)
+            # The second inbox begins at the first whole row past the first one's bytes, and at an even one: finished
+            # rows may be fp32, and two 16-bit rows are whole fp32 words.
+            memory, parity_rows = workspace.inbox, triton.cdiv(workspace.inbox_bytes, row_bytes)
+            parity_rows += parity_rows % 2
+        matrix = memory[: (parity_rows + rows) * row_bytes].view(dtype).view(-1, columns)
+        return cls(workspace, matrix, parity_rows)
