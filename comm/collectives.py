@@ -505,14 +505,14 @@ class AllGather(NamedTuple):
         if x.element_size() not in _BITS:
             raise TypeError(f"all_gather: moves elements of up to 8 bytes, not {x.dtype}; pass a view of it")
         rows = check_rows("all_gather", ctx, self.rows, own=x.shape[0])
-        width = math.prod(x.shape[1:])
-        result = _result("all_gather", x, out, (sum(rows), *x.shape[1:]), x.dtype, sum(rows[: ctx.rank]) * width)
+        width, shape = math.prod(x.shape[1:]), (sum(rows), *x.shape[1:])
+        check = _check_out("all_gather", x, out, shape, x.dtype, sum(rows[: ctx.rank]) * width)
         if ctx.size == 1:
-            return _into(result, _copy)
+            return _into(shape, x.dtype, check, _copy)
         # As integers: the kernels only move bits, and a bool in Triton is not as wide as the byte in memory.
         bits = _BITS[x.element_size()]
         parts = _Parts(ctx, [count * width for count in rows], x, out, (bits, bits), self.max_programs)
-        return _into(result, parts.gather(self.config))
+        return _into(shape, x.dtype, check, parts.gather(self.config))
 
 
 def reduce_scatter(
@@ -555,11 +555,11 @@ class ReduceScatter(NamedTuple):
         dtype = _check_sum("reduce_scatter", x, self.out_dtype)
         rows = check_rows("reduce_scatter", ctx, self.rows, total=x.shape[0])
         width, shape = math.prod(x.shape[1:]), (rows[ctx.rank], *x.shape[1:])
-        result = _result("reduce_scatter", x, out, shape, dtype, -sum(rows[: ctx.rank]) * width)
+        check = _check_out("reduce_scatter", x, out, shape, dtype, -sum(rows[: ctx.rank]) * width)
         if ctx.size == 1:
-            return _into(result, _copy)
+            return _into(shape, dtype, check, _copy)
         parts = _Parts(ctx, [count * width for count in rows], x, out, (x.dtype, dtype), self.max_programs)
-        return _into(result, parts.reduce(OP_REDUCE_SCATTER, self.config))
+        return _into(shape, dtype, check, parts.reduce(OP_REDUCE_SCATTER, self.config))
 
 
 def all_reduce(
@@ -596,24 +596,24 @@ class AllReduce(NamedTuple):
         return same | {"max_programs": self.max_programs, "config": self.config}
 
     def prepare(self, ctx: Context, x: torch.Tensor, out):
-        config = self.config
+        config, shape = self.config, tuple(x.shape)
         _check("all_reduce", ctx, x, self.max_programs)
-        dtypes = x.dtype, _check_sum("all_reduce", x, self.out_dtype)
-        result = _result("all_reduce", x, out, tuple(x.shape), dtypes[1])
+        dtype = _check_sum("all_reduce", x, self.out_dtype)
+        into, dtypes = (shape, dtype, _check_out("all_reduce", x, out, shape, dtype)), (x.dtype, dtype)
         if ctx.size == 1:
-            return _into(result, _copy)
-        vector = 16 // min(dtype.itemsize for dtype in dtypes)
+            return _into(*into, _copy)
+        vector = 16 // min(each.itemsize for each in dtypes)
         vectors = split_rows(-(-x.numel() // vector), ctx.size)
         num_bytes = x.numel() * x.element_size()
         copied = config.copies(vectors[0] * vector * x.element_size(), ctx)
-        if not copied and config.one_shot(num_bytes, ctx, x.numel() * dtypes[1].itemsize):
+        if not copied and config.one_shot(num_bytes, ctx, x.numel() * dtype.itemsize):
             parts = _Parts(ctx, [x.numel()] * ctx.size, x, out, dtypes, self.max_programs, whole=True)
-            return _into(result, parts.reduce(OP_ALL_REDUCE, config))
+            return _into(*into, parts.reduce(OP_ALL_REDUCE, config))
         # Parts consist of whole 16-byte vectors, except that the end may be shorter.
         starts = [min(sum(vectors[:rank]) * vector, x.numel()) for rank in range(ctx.size + 1)]
         parts = [last - first for first, last in zip(starts, starts[1:], strict=False)]
         parts = _Parts(ctx, parts, x, out, dtypes, self.max_programs)
-        return _into(result, parts.reduce(OP_ALL_REDUCE, config, gather=True))
+        return _into(*into, parts.reduce(OP_ALL_REDUCE, config, gather=True))
 
 
 def barrier(ctx: Context):
@@ -795,11 +795,18 @@ def _copy(x: torch.Tensor, out: torch.Tensor):
     out.copy_(x)
 
 
-def _into(result, launch):
-    """The function that a plan consists of: it gets the result tensor from `result` and launches with x and that."""
+def _into(shape: tuple[int, ...], dtype: torch.dtype, check, launch):
+    """The function of x and out that carries out a call.
+
+    check: of `_check_out`, which is called with the two; None: the result is a new tensor of that shape and dtype.
+    launch: of x, contiguous, and the result; None: there is nothing to move.
+    """
 
     def run(x, out):
-        out = result(x, out)
+        if check is None:
+            out = x.new_empty(shape, dtype=dtype)
+        else:
+            check(x, out)
         if launch is not None:
             launch(x.contiguous(), out)
         return out
@@ -828,24 +835,23 @@ def _check_sum(name: str, x: torch.Tensor, out_dtype: torch.dtype | None) -> tor
     return out_dtype or x.dtype
 
 
-def _result(name: str, x: torch.Tensor, out: torch.Tensor | None, shape: tuple[int, ...], dtype, place: int = 0):
-    """A function of x and out that returns the result tensor: a new contiguous one, or the caller's `out`.
+def _check_out(name: str, x: torch.Tensor, out: torch.Tensor | None, shape: tuple[int, ...], dtype, place: int = 0):
+    """Check the caller's `out`. Returns a function that checks where x and out are, or None if there is no `out`.
 
     place: the one distance, in elements from out's start to x's, at which the two may share memory.
     """
     if out is None:
-        return lambda x, out: x.new_empty(shape, dtype=dtype)
+        return None
     check_out(name, out, shape, dtype, x.device)
     x_bytes, out_bytes = x.nbytes, out.nbytes
     copied = not x.is_contiguous()  # a contiguous copy of x is made before anything is written
     place = place * x.element_size() if dtype == x.dtype else None
 
-    def checked(x, out):
+    def check(x, out):
         apart = x.data_ptr() - out.data_ptr()
         overlap = x_bytes and out_bytes and -x_bytes < apart < out_bytes
         if overlap and not copied and apart != place:
             where = "" if place is None else f"in place it begins {-place} bytes after, otherwise "
             raise ValueError(f"{name}: out begins {-apart} bytes after x and overlaps it; {where}they share no memory")
-        return out
 
-    return checked
+    return check

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import triton.language as tl
 
-from tkernels.comm import capture, contexts, interpreter, runtime, tuned
+from tkernels.comm import capture, contexts, interpreter, runtime
 from tkernels.comm.arguments import check_type, switch
 from tkernels.comm.calls import CALL_BITS, Call, Shared, Turn, describe, difference, differences, local_calls
 from tkernels.comm.device import (
@@ -177,9 +177,6 @@ class Context:
             )
         self.transport_id = TRANSPORTS[self.transport]
         self.mapped = usable[0] != "nvshmem"  # whether every rank's memory is mapped in every rank's address space
-        # Rank 0's records on all ranks: files may change between two ranks' reads, and the ranks' choices must agree.
-        self.tuned = self.group.gather(tuned.known(self.size, self.transport) if self.rank == 0 else [])[0]
-        self.choices = {}  # of the layers above, by problem; derived from the records
 
         words = FAULT_RECORD.value * (1 + self.size)
         self._faults = self.heap.empty(words, dtype=torch.int64)
@@ -332,9 +329,9 @@ class Context:
         calls, the context can't be used any more then, here or on any rank.
         """
         with self.turn:
-            return self.prepared(call, *tensors)(*tensors)
+            return self.prepared(call, tensors)(*tensors)
 
-    def prepared(self, call: Call, *tensors: torch.Tensor | None):
+    def prepared(self, call: Call, tensors: tuple[torch.Tensor | None, ...]):
         """The function of tensors like these that carries out such calls on the current stream; see `Call.prepare`."""
         key = type(call), *call, *map(describe, tensors)
         found = self._workspaces.current(self).prepared(key, self._prepare_call, call, tensors)

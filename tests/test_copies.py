@@ -29,9 +29,10 @@ from transports import (
 import tkernels
 from tkernels import fused
 from tkernels.all_gather_matmul import all_gather_matmul_reference
+from tkernels.choice import overlap_config
 from tkernels.comm import WaitTimeoutError, copies, device, interpreter
 from tkernels.comm.collectives import split_rows
-from tkernels.configs import GemmConfig, OverlapConfig, by_copy_engine, overlap_config
+from tkernels.configs import GemmConfig, OverlapConfig, by_copy_engine
 from tkernels.matmul_all_reduce import matmul_all_reduce_reference
 from tkernels.matmul_reduce_scatter import matmul_reduce_scatter_reference
 from tkernels.testing.compare import integers

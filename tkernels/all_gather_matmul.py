@@ -24,7 +24,7 @@ from tkernels.comm.copies import Copies, Send, await_copies, begin_landing, end_
 from tkernels.comm.device import Mail, Net, begin_call, copy, count, operation, publish, put_signal, wait_signal
 from tkernels.comm.launch import PreparedLaunch
 from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark
-from tkernels.configs import OverlapConfig, travel_of
+from tkernels.configs import OverlapConfig
 from tkernels.fused import FusedCall, Inbox
 from tkernels.gemm import (
     Matrix,
@@ -38,6 +38,7 @@ from tkernels.gemm import (
     slices_of,
     tile_of,
 )
+from tkernels.model import stages_of
 from tkernels.overlap import (
     SPLIT_TILES,
     TILE_COUNTS,
@@ -45,7 +46,6 @@ from tkernels.overlap import (
     Place,
     Result,
     Sending,
-    Waves,
     all_arrived,
     are_even,
     dealt_tile,
@@ -53,9 +53,7 @@ from tkernels.overlap import (
     finish_tile,
     num_chunks,
     part_of_tile,
-    plan_waves,
     programs_of,
-    stages_of,
     sums_maker,
     sums_of,
     take_tile,
@@ -64,6 +62,7 @@ from tkernels.overlap import (
     waves_of,
 )
 from tkernels.paths import plan_all_gather_matmul
+from tkernels.waves import Waves, plan_waves
 
 OP = operation("all_gather_matmul")
 
@@ -230,7 +229,7 @@ class AllGatherMatmul(FusedCall):
     operation = "all_gather_matmul"
 
     def shared(self, ctx: Context, x, w, bias, out, gathered) -> dict:
-        travel = self.config and travel_of(self.config)
+        travel = self.config and tuple(self.config.wire)
         same = {"dtype": x.dtype, "K": x.shape[1], "path": self.path, "chunk_rows and landing": travel}
         return same | {"rows": tuple(map(int, self.rows or (x.shape[0],) * ctx.size))}
 
@@ -293,7 +292,7 @@ class AllGatherMatmul(FusedCall):
         chunks = max(num_chunks(count, config) for count in rows)
         sent = rows[ctx.rank] * row_bytes * (ctx.size - 1)
         # Any tile may be split if it is among the last ones. Tiles of own rows come first: their rows need not arrive.
-        waves = plan_waves(tiles, tiles, K, num_programs, config, sent)
+        waves = plan_waves(tiles, tiles, K, num_programs, config, sent, dtype=x.dtype)
         workspace, inbox, parity_rows = Inbox.of(ctx, config, chunks, M, K, x.dtype)
         workspace.reserve(0, 0, num_counters=TILE_COUNTS.value)
         y = check_result(self.operation, out, x, (M, N), out_dtype)

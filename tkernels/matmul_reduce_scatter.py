@@ -47,7 +47,7 @@ from tkernels.comm.device import (
     wait_signal,
 )
 from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark
-from tkernels.configs import OverlapConfig, travel_of
+from tkernels.configs import OverlapConfig
 from tkernels.fused import FusedCall, Inbox
 from tkernels.gemm import (
     Matrix,
@@ -61,6 +61,7 @@ from tkernels.gemm import (
     tile_of,
     zeros_along_k,
 )
+from tkernels.model import stages_of
 from tkernels.overlap import (
     SEND_TICKETS,
     SPLIT_TILES,
@@ -69,16 +70,13 @@ from tkernels.overlap import (
     Place,
     Result,
     Sending,
-    Waves,
     all_arrived,
     dealt_tile,
     end_of_tile,
     finish_tile,
     num_chunks,
     part_of_tile,
-    plan_waves,
     programs_of,
-    stages_of,
     sums_maker,
     sums_of,
     take,
@@ -88,6 +86,7 @@ from tkernels.overlap import (
     waves_of,
 )
 from tkernels.paths import plan_matmul_reduce
+from tkernels.waves import Waves, plan_waves
 
 OP = operation("matmul_reduce_scatter")
 
@@ -424,7 +423,7 @@ class MatmulReduceScatter(FusedCall):
         same = {"dtype": x.dtype, "M": x.shape[0], "N": w.shape[0], "bias": bias is not None}
         same |= {"activation": self.activation, "out_dtype": self.out_dtype or x.dtype}
         same |= {"wire_dtype": self.wire_dtype or x.dtype, "path": self.path}
-        same |= {"chunk_rows and landing": self.config and travel_of(self.config)}
+        same |= {"chunk_rows and landing": self.config and tuple(self.config.wire)}
         return same | {"rows": tuple(map(int, self.rows or split_rows(x.shape[0], ctx.size)))}
 
     def checked(self, ctx: Context, x, w, out) -> "MatmulReduceScatter":
@@ -474,7 +473,7 @@ class MatmulReduceScatter(FusedCall):
         busy = tiles if gather else peer_tiles_m * tiles_n  # comm programs are busy at least until these are computed
         # Split-K would take registers that sending during the matmul needs.
         splittable = 0 if config.interleaved else own_tiles_m * tiles_n
-        waves = plan_waves(tiles, splittable, K, num_programs, config, sent, busy)
+        waves = plan_waves(tiles, splittable, K, num_programs, config, sent, busy, x.dtype)
         part_stride = triton.cdiv(max(rows), PART_ROWS) * PART_ROWS
         inbox_rows = ctx.size * part_stride
         if gather:  # the finished rows of y, in its own dtype

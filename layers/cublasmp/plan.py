@@ -15,10 +15,11 @@ import warnings
 import torch
 
 from tkernels.all_gather_matmul import AllGatherMatmul
+from tkernels.choice import overlap_config
 from tkernels.comm import Context
 from tkernels.comm.calls import describe, local_calls
 from tkernels.comm.collectives import all_gather, all_reduce, reduce_scatter
-from tkernels.configs import overlap_config, with_room_for
+from tkernels.configs import with_room_for
 from tkernels.gemm import layout_of
 from tkernels.gemm import plan as plan_matmul
 from tkernels.layers.cublasmp import epilogs
@@ -239,11 +240,11 @@ class Plan:
         config, products = self._config(ctx, x, w, dtype), self.problem.precision
         if gathers:
             call = AllGatherMatmul(activation, self.rows, dtype, config, self.path, products)
-            run = ctx.prepared(call, x, w, bias, None, None)
+            run = ctx.prepared(call, (x, w, bias, None, None))
             return lambda x, w, bias: run(x, w, bias, None, None)[0]
         kind = MatmulAllReduce if sums_everywhere else MatmulReduceScatter
         call = kind(activation, self.rows, dtype, config, self.path, products, wire_dtype=self.wire)
-        run = ctx.prepared(call, x, w, bias, None)
+        run = ctx.prepared(call, (x, w, bias, None))
         return lambda x, w, bias: run(x, w, bias, None)
 
     def _multiply(self, x, w, bias, activation, dtype) -> torch.Tensor:
