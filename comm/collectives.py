@@ -33,6 +33,7 @@ from tkernels.comm.context import Context
 from tkernels.comm.copies import Copies, Send, await_copies, begin_landing, end_launch
 from tkernels.comm.device import (
     NVSHMEM,
+    Mail,
     Net,
     begin_call,
     copy,
@@ -174,6 +175,14 @@ def check_rows(name: str, ctx: Context, rows, own: int | None = None, total: int
     return rows
 
 
+class Packets(NamedTuple):
+    """A block of packets of each rank: that of the first, how many from one to the next, and the epoch they carry."""
+
+    first: object
+    stride: object
+    epoch: object
+
+
 # fmt: off
 @triton.jit
 def chunk_count(part, chunk):
@@ -191,12 +200,11 @@ def part_of(starts, rank, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
 
 @triton.jit
 def receive_parts(
-    out, inbox, ready, landed, starts, max_chunks, epoch, chunk, piece,
-    net, L, COPIES: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+    out, mail, starts, chunk, piece, net, L, COPIES: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):
     """Wait for every peer's part and copy it from the inbox to `out`, piece by piece, divided among the programs.
 
-    ready, landed, COPIES: as `wait_chunk`.  piece: elements; a divisor of `chunk`, since a piece waits for one chunk.
+    COPIES: as `wait_chunk`.  piece: elements; a divisor of `chunk`, since a piece waits for one chunk.
     """
     for step in range(1, L.RANKS):
         source = (net.rank + L.RANKS - step) % L.RANKS
@@ -205,9 +213,9 @@ def receive_parts(
             first = tl.cast(index, tl.int64) * piece
             number = tl.cast(first // chunk, tl.int32)
             mark(WAIT, number, source, net, L)
-            wait_chunk(ready, landed, max_chunks, epoch, source, number, net, L, COPIES)
+            wait_chunk(mail, source, number, net, L, COPIES)
             mark(COPY, number, source, net, L)
-            copy(out + start + first, inbox + start + first, tl.minimum(part - first, piece), BLOCK, ALIGN)
+            copy(out + start + first, mail.memory + start + first, tl.minimum(part - first, piece), BLOCK, ALIGN)
 
 
 @triton.jit(do_not_specialize=["rank", "max_chunks", "call"])
@@ -240,9 +248,8 @@ def all_gather_kernel(
         first = tl.cast(index, tl.int64) * chunk
         mark(COPY, index, rank, net, L)
         copy(out + start + first, x + first, tl.minimum(part - first, chunk), BLOCK, ALIGN)
-    receive_parts(
-        out, inbox, ready, landed, starts, max_chunks, epoch, chunk, chunk, net, L, COPIES, BLOCK, ALIGN
-    )
+    mail = Mail(inbox, ready, landed, max_chunks, epoch)
+    receive_parts(out, mail, starts, chunk, chunk, net, L, COPIES, BLOCK, ALIGN)
     if COPIES:
         await_copies(pid, copied, net, L)
     end_marks(net, L)
@@ -286,12 +293,13 @@ def reduce_kernel(
     own = out + start if GATHER else out
     gathered = (inbox + L.RANKS * part_stride).to(out.dtype)
     gathered_ready = ready + L.RANKS * max_chunks
+    mail = Mail(inbox, ready, landed, max_chunks, epoch)
     chunks = chunk_count(part, chunk)
     for index in range(pid, chunks, tl.num_programs(0)):
         for source in range(L.RANKS):
             if source != rank:
                 mark(WAIT, index, source, net, L)
-                wait_chunk(ready, landed, max_chunks, epoch, source, index, net, L, COPIES)
+                wait_chunk(mail, source, index, net, L, COPIES)
         mark(ADD, index, rank, net, L)
         first = tl.cast(index, tl.int64) * chunk
         last = tl.minimum(part, first + chunk)
@@ -316,10 +324,8 @@ def reduce_kernel(
                     put(gathered + start + first, own + first, last - first, target, net, L, BLOCK, ALIGN)
                 signal_all(gathered_ready + rank * max_chunks + index, epoch, net, L)
     if GATHER:
-        receive_parts(
-            out, gathered, gathered_ready, landed + L.RANKS if COPIES else None, starts, max_chunks, epoch,
-            chunk, chunk, net, L, COPIES, BLOCK, ALIGN,
-        )
+        mail = Mail(gathered, gathered_ready, landed + L.RANKS if COPIES else None, max_chunks, epoch)
+        receive_parts(out, mail, starts, chunk, chunk, net, L, COPIES, BLOCK, ALIGN)
     if COPIES:
         await_copies(pid, copied, net, L)
     end_marks(net, L)
@@ -348,12 +354,12 @@ def unpack(words, DTYPE: tl.constexpr, WORDS: tl.constexpr):
 
 @triton.jit
 def store_parts(
-    packets, source_stride, out, starts, at, epoch, index, net, L, WORDS: tl.constexpr, ALIGN: tl.constexpr,
+    packets, out, starts, at, index, net, L, WORDS: tl.constexpr, ALIGN: tl.constexpr,
 ):
     """Wait for a block of every rank's part and store each at its place in `out`."""
     DTYPE: tl.constexpr = out.dtype.element_ty
     mark(WAIT, index, net.rank, net, L)
-    arrived = wait_packets(packets, source_stride, epoch, index, net, L, WORDS)
+    arrived = wait_packets(packets.first, packets.stride, packets.epoch, index, net, L, WORDS)
     mark(COPY, index, net.rank, net, L)
     for source in tl.static_range(L.RANKS):
         start, part = part_of(starts, source, DTYPE, ALIGN)
@@ -362,11 +368,11 @@ def store_parts(
 
 @triton.jit
 def sum_of_packets(
-    packets, source_stride, epoch, index, net, L, DTYPE: tl.constexpr, WORDS: tl.constexpr,
+    packets, index, net, L, DTYPE: tl.constexpr, WORDS: tl.constexpr,
 ):
     """Wait for a block from every rank; returns their sum in fp32."""
     mark(WAIT, index, net.rank, net, L)
-    arrived = wait_packets(packets, source_stride, epoch, index, net, L, WORDS)
+    arrived = wait_packets(packets.first, packets.stride, packets.epoch, index, net, L, WORDS)
     mark(ADD, index, net.rank, net, L)
     total = tl.zeros((WORDS * 32 // DTYPE.primitive_bitwidth,), tl.float32)
     for source in tl.static_range(L.RANKS):
@@ -429,11 +435,9 @@ def packets_kernel(
     gathered, gathered_stride = packets + L.RANKS * source_stride, blocks * OUT_WORDS
     for index in range(tl.program_id(0), blocks, tl.num_programs(0)):
         at = index * BLOCK + tl.arange(0, BLOCK)
-        inbox = packets + index * WORDS
+        arriving = Packets(packets + index * WORDS, source_stride, epoch)
         if REDUCE:
-            total = sum_of_packets(
-                inbox, source_stride, epoch, index, net, L, DTYPE, WORDS
-            ).to(OUT)
+            total = sum_of_packets(arriving, index, net, L, DTYPE, WORDS).to(OUT)
             if GATHER:
                 words = pack(total, OUT_WORDS)
                 for step in range(L.RANKS):
@@ -444,13 +448,12 @@ def packets_kernel(
             else:
                 tl.store(out + at, total, mask=at < own)
         else:
-            store_parts(inbox, source_stride, out, starts, at, epoch, index, net, L, WORDS, ALIGN)
+            store_parts(arriving, out, starts, at, index, net, L, WORDS, ALIGN)
     if GATHER:
         for index in range(tl.program_id(0), blocks, tl.num_programs(0)):
-            store_parts(
-                gathered + index * OUT_WORDS, gathered_stride, out, starts, index * BLOCK + tl.arange(0, BLOCK),
-                epoch, index, net, L, OUT_WORDS, ALIGN,
-            )
+            arriving = Packets(gathered + index * OUT_WORDS, gathered_stride, epoch)
+            at = index * BLOCK + tl.arange(0, BLOCK)
+            store_parts(arriving, out, starts, at, index, net, L, OUT_WORDS, ALIGN)
     end_marks(net, L)
     last = end_call(state, epoch, call, net, L)
     if REDUCE:
