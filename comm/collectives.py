@@ -468,6 +468,61 @@ def barrier_kernel(state, table, rank, call, L):
 # fmt: on
 
 
+class CollectiveCall(NamedTuple):
+    """A call of a collective, of x and out, which may be None. Operations can prepare it as a part of their own calls.
+
+    The functions below describe the options. A class has its name as `operation`, `shared`, and
+    result: of x: every rank's rows, the result's shape and dtype, and the row of `out` at which x may begin, if x is in
+        place. Raises ValueError or TypeError for what the collective does not take.
+    bind: the launch, a function of x and the result, or None if there is nothing to move.
+    """
+
+    rows: tuple[int, ...] | None = None
+    max_programs: int = MAX_PROGRAMS
+    config: CollectiveConfig = DEFAULT
+    out_dtype: torch.dtype | None = None  # of a sum
+
+    def prepare(self, ctx: Context, x: torch.Tensor, out):
+        """The function of tensors like these that carries out the call; see `comm.calls.Call`."""
+        if x.device != ctx.device:
+            raise ValueError(f"{self.operation}: the tensor is on {x.device}, but this context works on {ctx.device}")
+        check_resolved(self.operation, "x", x)
+        if self.max_programs < 1:
+            raise ValueError(f"{self.operation}: max_programs={self.max_programs} must be positive")
+        rows, shape, dtype, first_row = self.result(ctx, x)
+        check = _check_out(self.operation, x, out, shape, dtype, first_row * math.prod(x.shape[1:]))
+        launch = _copy if ctx.size == 1 else self.bind(ctx, x, out, rows, dtype)
+
+        def run(x, out):
+            if check is None:
+                out = x.new_empty(shape, dtype=dtype)
+            else:
+                check(x, out)
+            if launch is not None:
+                launch(x.contiguous(), out)
+            return out
+
+        return run
+
+    def parts(self, ctx: Context, parts: list[int], x, out, dtypes, whole: bool = False) -> "_Parts":
+        return _Parts(ctx, parts, x, out, dtypes, self.max_programs, whole)
+
+    def shared_sum(self, x: torch.Tensor) -> dict:
+        same = {"dtype": x.dtype, "shape": tuple(x.shape), "out_dtype": self.out_dtype or x.dtype}
+        return same | {"max_programs": self.max_programs, "config": self.config}
+
+    def sum_dtype(self, x: torch.Tensor) -> torch.dtype:
+        """The result's dtype. Raises TypeError for dtypes that can't be summed."""
+        for what, dtype in (("x is", x.dtype), ("out_dtype is", self.out_dtype or x.dtype)):
+            if dtype not in SUMMED:
+                raise TypeError(f"{self.operation}: sums float32, float16 and bfloat16, but {what} {dtype}")
+        return self.out_dtype or x.dtype
+
+    def check_rows_of(self, x: torch.Tensor):
+        if x.dim() == 0:
+            raise ValueError(f"{self.operation}: takes rows, but the tensor is a scalar")
+
+
 def all_gather(
     ctx: Context,
     x_shard_m: torch.Tensor,
@@ -485,12 +540,10 @@ def all_gather(
     return ctx.call(AllGather(None if rows is None else tuple(rows), max_programs, config), x_shard_m, out)
 
 
-class AllGather(NamedTuple):
-    """A call of `all_gather`, of x and out. Operations can prepare it as a part of their own calls."""
+class AllGather(CollectiveCall):
+    """A call of `all_gather`."""
 
-    rows: tuple[int, ...] | None = None
-    max_programs: int = MAX_PROGRAMS
-    config: CollectiveConfig = DEFAULT
+    __slots__ = ()
 
     operation = "all_gather"
 
@@ -499,20 +552,17 @@ class AllGather(NamedTuple):
         same |= {"max_programs": self.max_programs, "config": self.config}
         return same | {"rows": tuple(map(int, self.rows or tuple(x.shape[:1]) * ctx.size))}
 
-    def prepare(self, ctx: Context, x: torch.Tensor, out):
-        _check("all_gather", ctx, x, self.max_programs)
-        _check_rows("all_gather", x)
+    def result(self, ctx: Context, x: torch.Tensor):
+        self.check_rows_of(x)
         if x.element_size() not in _BITS:
             raise TypeError(f"all_gather: moves elements of up to 8 bytes, not {x.dtype}; pass a view of it")
         rows = check_rows("all_gather", ctx, self.rows, own=x.shape[0])
-        width, shape = math.prod(x.shape[1:]), (sum(rows), *x.shape[1:])
-        check = _check_out("all_gather", x, out, shape, x.dtype, sum(rows[: ctx.rank]) * width)
-        if ctx.size == 1:
-            return _into(shape, x.dtype, check, _copy)
+        return rows, (sum(rows), *x.shape[1:]), x.dtype, sum(rows[: ctx.rank])
+
+    def bind(self, ctx: Context, x: torch.Tensor, out, rows, dtype):
         # As integers: the kernels only move bits, and a bool in Triton is not as wide as the byte in memory.
-        bits = _BITS[x.element_size()]
-        parts = _Parts(ctx, [count * width for count in rows], x, out, (bits, bits), self.max_programs)
-        return _into(shape, x.dtype, check, parts.gather(self.config))
+        bits, width = _BITS[x.element_size()], math.prod(x.shape[1:])
+        return self.parts(ctx, [count * width for count in rows], x, out, (bits, bits)).gather(self.config)
 
 
 def reduce_scatter(
@@ -531,35 +581,29 @@ def reduce_scatter(
     out: contiguous, filled and returned. It may be this rank's rows of x, which are sent to no peer: each element is
     read and written by one program.
     """
-    return ctx.call(ReduceScatter(None if rows is None else tuple(rows), max_programs, out_dtype, config), x, out)
+    return ctx.call(ReduceScatter(None if rows is None else tuple(rows), max_programs, config, out_dtype), x, out)
 
 
-class ReduceScatter(NamedTuple):
-    """A call of `reduce_scatter`, of x and out."""
+class ReduceScatter(CollectiveCall):
+    """A call of `reduce_scatter`."""
 
-    rows: tuple[int, ...] | None = None
-    max_programs: int = MAX_PROGRAMS
-    out_dtype: torch.dtype | None = None
-    config: CollectiveConfig = DEFAULT
+    __slots__ = ()
 
     operation = "reduce_scatter"
 
     def shared(self, ctx: Context, x, out) -> dict:
-        same = {"dtype": x.dtype, "shape": tuple(x.shape), "out_dtype": self.out_dtype or x.dtype}
-        same |= {"max_programs": self.max_programs, "config": self.config}
-        return same | {"rows": tuple(map(int, self.rows or split_rows(x.shape[0], ctx.size)))}
+        return self.shared_sum(x) | {"rows": tuple(map(int, self.rows or split_rows(x.shape[0], ctx.size)))}
 
-    def prepare(self, ctx: Context, x: torch.Tensor, out):
-        _check("reduce_scatter", ctx, x, self.max_programs)
-        _check_rows("reduce_scatter", x)
-        dtype = _check_sum("reduce_scatter", x, self.out_dtype)
+    def result(self, ctx: Context, x: torch.Tensor):
+        self.check_rows_of(x)
+        dtype = self.sum_dtype(x)
         rows = check_rows("reduce_scatter", ctx, self.rows, total=x.shape[0])
-        width, shape = math.prod(x.shape[1:]), (rows[ctx.rank], *x.shape[1:])
-        check = _check_out("reduce_scatter", x, out, shape, dtype, -sum(rows[: ctx.rank]) * width)
-        if ctx.size == 1:
-            return _into(shape, dtype, check, _copy)
-        parts = _Parts(ctx, [count * width for count in rows], x, out, (x.dtype, dtype), self.max_programs)
-        return _into(shape, dtype, check, parts.reduce(OP_REDUCE_SCATTER, self.config))
+        return rows, (rows[ctx.rank], *x.shape[1:]), dtype, -sum(rows[: ctx.rank])
+
+    def bind(self, ctx: Context, x: torch.Tensor, out, rows, dtype):
+        width = math.prod(x.shape[1:])
+        parts = self.parts(ctx, [count * width for count in rows], x, out, (x.dtype, dtype))
+        return parts.reduce(OP_REDUCE_SCATTER, self.config)
 
 
 def all_reduce(
@@ -579,41 +623,33 @@ def all_reduce(
     is read and written by one program.
     max_programs: the same on all ranks; fewer leave SMs to other work that runs beside the collective.
     """
-    return ctx.call(AllReduce(out_dtype, config, max_programs), x, out)
+    return ctx.call(AllReduce(None, max_programs, config, out_dtype), x, out)
 
 
-class AllReduce(NamedTuple):
-    """A call of `all_reduce`, of x and out."""
+class AllReduce(CollectiveCall):
+    """A call of `all_reduce`. rows: None."""
 
-    out_dtype: torch.dtype | None = None
-    config: CollectiveConfig = DEFAULT
-    max_programs: int = ALONE_PROGRAMS
+    __slots__ = ()
 
     operation = "all_reduce"
 
     def shared(self, ctx: Context, x, out) -> dict:
-        same = {"dtype": x.dtype, "shape": tuple(x.shape), "out_dtype": self.out_dtype or x.dtype}
-        return same | {"max_programs": self.max_programs, "config": self.config}
+        return self.shared_sum(x)
 
-    def prepare(self, ctx: Context, x: torch.Tensor, out):
-        config, shape = self.config, tuple(x.shape)
-        _check("all_reduce", ctx, x, self.max_programs)
-        dtype = _check_sum("all_reduce", x, self.out_dtype)
-        into, dtypes = (shape, dtype, _check_out("all_reduce", x, out, shape, dtype)), (x.dtype, dtype)
-        if ctx.size == 1:
-            return _into(*into, _copy)
+    def result(self, ctx: Context, x: torch.Tensor):
+        return None, tuple(x.shape), self.sum_dtype(x), 0
+
+    def bind(self, ctx: Context, x: torch.Tensor, out, rows, dtype):
+        config, dtypes = self.config, (x.dtype, dtype)
         vector = 16 // min(each.itemsize for each in dtypes)
         vectors = split_rows(-(-x.numel() // vector), ctx.size)
-        num_bytes = x.numel() * x.element_size()
         copied = config.copies(vectors[0] * vector * x.element_size(), ctx)
-        if not copied and config.one_shot(num_bytes, ctx, x.numel() * dtype.itemsize):
-            parts = _Parts(ctx, [x.numel()] * ctx.size, x, out, dtypes, self.max_programs, whole=True)
-            return _into(*into, parts.reduce(OP_ALL_REDUCE, config))
+        if not copied and config.one_shot(x.numel() * x.element_size(), ctx, x.numel() * dtype.itemsize):
+            return self.parts(ctx, [x.numel()] * ctx.size, x, out, dtypes, whole=True).reduce(OP_ALL_REDUCE, config)
         # Parts consist of whole 16-byte vectors, except that the end may be shorter.
         starts = [min(sum(vectors[:rank]) * vector, x.numel()) for rank in range(ctx.size + 1)]
         parts = [last - first for first, last in zip(starts, starts[1:], strict=False)]
-        parts = _Parts(ctx, parts, x, out, dtypes, self.max_programs)
-        return _into(*into, parts.reduce(OP_ALL_REDUCE, config, gather=True))
+        return self.parts(ctx, parts, x, out, dtypes).reduce(OP_ALL_REDUCE, config, gather=True)
 
 
 def barrier(ctx: Context):
@@ -793,46 +829,6 @@ class _Parts:
 
 def _copy(x: torch.Tensor, out: torch.Tensor):
     out.copy_(x)
-
-
-def _into(shape: tuple[int, ...], dtype: torch.dtype, check, launch):
-    """The function of x and out that carries out a call.
-
-    check: of `_check_out`, which is called with the two; None: the result is a new tensor of that shape and dtype.
-    launch: of x, contiguous, and the result; None: there is nothing to move.
-    """
-
-    def run(x, out):
-        if check is None:
-            out = x.new_empty(shape, dtype=dtype)
-        else:
-            check(x, out)
-        if launch is not None:
-            launch(x.contiguous(), out)
-        return out
-
-    return run
-
-
-def _check(name: str, ctx: Context, x: torch.Tensor, max_programs: int):
-    if x.device != ctx.device:
-        raise ValueError(f"{name}: the tensor is on {x.device}, but this context works on {ctx.device}")
-    check_resolved(name, "x", x)
-    if max_programs < 1:
-        raise ValueError(f"{name}: max_programs={max_programs} must be positive")
-
-
-def _check_rows(name: str, x: torch.Tensor):
-    if x.dim() == 0:
-        raise ValueError(f"{name}: takes rows, but the tensor is a scalar")
-
-
-def _check_sum(name: str, x: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
-    """The result's dtype. Raises TypeError for dtypes that can't be summed."""
-    for what, dtype in (("x is", x.dtype), ("out_dtype is", out_dtype or x.dtype)):
-        if dtype not in SUMMED:
-            raise TypeError(f"{name}: sums float32, float16 and bfloat16, but {what} {dtype}")
-    return out_dtype or x.dtype
 
 
 def _check_out(name: str, x: torch.Tensor, out: torch.Tensor | None, shape: tuple[int, ...], dtype, place: int = 0):

@@ -279,7 +279,7 @@ def test_no_all_reduce_needs_more_packets_than_there_is_room_for():
         asked.clear()
         for kilobytes in range(16, 4 << 10, 16):
             x = torch.empty(kilobytes << 9, dtype=dtypes[0], device="meta")
-            collectives.AllReduce(dtypes[1]).prepare(ctx, x, None)
+            collectives.AllReduce(None, 64, out_dtype=dtypes[1]).prepare(ctx, x, None)
         assert 0 < 4 * max(asked) <= LAMPORT_BYTES, (size, dtypes)
         if size % 2 == 0 and dtypes[0] == dtypes[1]:
             assert 4 * max(asked) == LAMPORT_BYTES  # and no more room than is needed

@@ -354,43 +354,59 @@ def matmul(
     out: a contiguous tensor that shares no memory with the operands; it is filled and returned.
     config: the tiles; None: `gemm_config` chooses.
     """
-    check_apart("matmul", out, x=x, w=w, bias=bias)
-    tensors = x, w, bias, out
-    options = activation, out_dtype, config, precision(x.dtype)
-    return local_calls.find((*map(describe, tensors), *options), lambda: plan(*tensors, *options))(*tensors)
+    if out is not None:
+        check_apart("matmul", out, x=x, w=w, bias=bias)
+    return multiply((activation, out_dtype, config, precision(x.dtype)), (x, w, bias, out))
 
 
-def plan(x, w, bias, out, activation, out_dtype, config, precision):
-    """Prepare calls with tensors and options like these: returns a function of the tensors that returns the result."""
-    check_operands("matmul", x, w, bias, activation, runtime.device())
-    (M, K), N = x.shape, w.shape[0]
-    out_dtype = check_dtype("matmul", "out_dtype", out_dtype, x.dtype)
-    y = check_result("matmul", out, x, (M, N), out_dtype)
-    if M == 0 or N == 0:
-        return lambda x, w, bias, out: x.new_empty((M, N), dtype=out_dtype) if out is None else out
-    if K == 0:  # a sum of nothing
-        run = plan(zeros_along_k(x), zeros_along_k(w), bias, out, activation, out_dtype, config, precision)
-        return lambda x, w, bias, out: run(zeros_along_k(x), zeros_along_k(w), bias, out)
-    config = config or gemm_config(M, N, x.shape[1], x.dtype, layout_of(x, w), out_dtype)
-    x_operand = Operand.of(x, config.block_m, config.block_k, config.use_tma)
-    w_operand = Operand.of(w, config.block_n, config.block_k, config.use_tma)
-    y_operand = Operand.of(y, config.block_m, config.block_n // config.split, config.use_tma and y.stride(1) == 1)
-    tiles = triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
-    programs = min(tiles, runtime.default_programs(), config.max_programs or tiles)
-    launch = PreparedLaunch(
-        matmul_kernel, programs, varying=("x", "w", "bias", "y"),
-        **x_operand.named("x"), **w_operand.named("w"), bias=x if bias is None else bias,
-        y=y_operand.argument, y_row_stride=y.stride(0), M=M, N=N, K=K,
-        T=Tile.of(config, x_operand, w_operand, bias, activation, precision),
-        num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
+def multiply(options: tuple, tensors: tuple[torch.Tensor | None, ...]) -> torch.Tensor:
+    """The call Matmul(*options) of these tensors, which is made only if no call like it has been prepared."""
+    key = Matmul, *options, *map(describe, tensors)
+    return local_calls.find(key, lambda: Matmul(*options).prepare(*tensors))(*tensors)
 
-    def run(x, w, bias, out):
-        y = x.new_empty((M, N), dtype=out_dtype) if out is None else out
-        launch(x, w, x if bias is None else bias.contiguous(), y)
-        return y
 
-    return run
+class Matmul(NamedTuple):
+    """A call of `matmul`, of x, w, bias and out, of which the last two may be None. It needs no context.
+
+    precision: how fp32 operands are multiplied, as the function of this name says it.
+    """
+
+    activation: str | None = None
+    out_dtype: torch.dtype | None = None
+    config: GemmConfig | None = None
+    precision: str = "ieee"
+
+    def prepare(self, x, w, bias, out):
+        """The function of tensors like these that carries out the call; see `comm.calls.Call`."""
+        check_operands("matmul", x, w, bias, self.activation, runtime.device())
+        (M, K), N = x.shape, w.shape[0]
+        out_dtype = check_dtype("matmul", "out_dtype", self.out_dtype, x.dtype)
+        y = check_result("matmul", out, x, (M, N), out_dtype)
+        if M == 0 or N == 0:
+            return lambda x, w, bias, out: x.new_empty((M, N), dtype=out_dtype) if out is None else out
+        if K == 0:  # a sum of nothing
+            run = self.prepare(zeros_along_k(x), zeros_along_k(w), bias, out)
+            return lambda x, w, bias, out: run(zeros_along_k(x), zeros_along_k(w), bias, out)
+        config = self.config or gemm_config(M, N, K, x.dtype, layout_of(x, w), out_dtype)
+        x_operand = Operand.of(x, config.block_m, config.block_k, config.use_tma)
+        w_operand = Operand.of(w, config.block_n, config.block_k, config.use_tma)
+        y_operand = Operand.of(y, config.block_m, config.block_n // config.split, config.use_tma and y.stride(1) == 1)
+        tiles = triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
+        programs = min(tiles, runtime.default_programs(), config.max_programs or tiles)
+        launch = PreparedLaunch(
+            matmul_kernel, programs, varying=("x", "w", "bias", "y"),
+            **x_operand.named("x"), **w_operand.named("w"), bias=x if bias is None else bias,
+            y=y_operand.argument, y_row_stride=y.stride(0), M=M, N=N, K=K,
+            T=Tile.of(config, x_operand, w_operand, bias, self.activation, self.precision),
+            num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
+
+        def run(x, w, bias, out):
+            y = x.new_empty((M, N), dtype=out_dtype) if out is None else out
+            launch(x, w, x if bias is None else bias.contiguous(), y)
+            return y
+
+        return run
 
 
 def zeros_along_k(matrix: torch.Tensor) -> torch.Tensor:

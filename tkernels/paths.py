@@ -187,10 +187,8 @@ def plan_matmul_reduce(ctx: Context, x, w, bias, out, activation, rows, out_dtyp
     finish = _finish(sums, bias, activation, y) if separate else None
 
     into, dtype = (sums, torch.float32) if separate else (out, out_dtype)
-    if gather:
-        reduce = collectives.AllReduce(dtype).prepare(ctx, partial, into)
-    else:
-        reduce = collectives.ReduceScatter(rows, collectives.ALONE_PROGRAMS, dtype).prepare(ctx, partial, into)
+    kind, rows = (collectives.AllReduce, None) if gather else (collectives.ReduceScatter, rows)
+    reduce = kind(rows, collectives.ALONE_PROGRAMS, out_dtype=dtype).prepare(ctx, partial, into)
 
     def run(x, w, bias, out):
         _multiply(x, w, partial)

@@ -17,11 +17,10 @@ import torch
 from tkernels.all_gather_matmul import AllGatherMatmul
 from tkernels.choice import overlap_config
 from tkernels.comm import Context
-from tkernels.comm.calls import describe, local_calls
+from tkernels.comm.calls import describe
 from tkernels.comm.collectives import all_gather, all_reduce, reduce_scatter
 from tkernels.configs import with_room_for
-from tkernels.gemm import layout_of
-from tkernels.gemm import plan as plan_matmul
+from tkernels.gemm import layout_of, multiply
 from tkernels.layers.cublasmp import epilogs
 from tkernels.layers.cublasmp.distributions import length, local_shape
 from tkernels.layers.cublasmp.options import MatmulAlgoType, MatmulEpilog, MatmulResultScheme
@@ -249,9 +248,7 @@ class Plan:
 
     def _multiply(self, x, w, bias, activation, dtype) -> torch.Tensor:
         """This rank's GEMM alone, in the problem's precision."""
-        tensors, options = (x, w, bias, None), (activation, dtype, None, self.problem.precision)
-        key = Plan._multiply, *map(describe, tensors), *options
-        return local_calls.find(key, lambda: plan_matmul(*tensors, *options))(*tensors)
+        return multiply((activation, dtype, None, self.problem.precision), (x, w, bias, None))
 
     def _config(self, ctx: Context, x, w, dtype):
         if self.num_comm is None:

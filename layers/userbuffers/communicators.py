@@ -41,8 +41,7 @@ from tkernels.comm.group import Group
 from tkernels.comm.regions import round_up
 from tkernels.comm.workspace import LAMPORT_BYTES, most_packets
 from tkernels.configs import MAX_TILE_CHUNKS, MIN_CHUNK_ROWS, OverlapConfig, with_room_for
-from tkernels.gemm import layout_of, precision
-from tkernels.gemm import plan as plan_matmul
+from tkernels.gemm import Matmul, layout_of, precision
 from tkernels.layers.lease import Lease
 from tkernels.layers.userbuffers.defaults import OverlapOptions, integer
 from tkernels.matmul_reduce_scatter import MatmulReduceScatter
@@ -413,7 +412,7 @@ class CommOverlapCore:
             return lambda x, w, out: product(x, w, out_dtype, out)
         config = gemm_config(x.shape[0], *w.shape, x.dtype, layout_of(x, w), out_dtype)
         config = replace(config, max_programs=max(self.context.num_programs - margin, 1))
-        run = plan_matmul(x, w, None, out, None, out_dtype, config, precision(x.dtype))
+        run = Matmul(None, out_dtype, config, precision(x.dtype)).prepare(x, w, None, out)
         return lambda x, w, out: run(x, w, None, out)
 
     def _check(self, width: int, tokens: int, dtype: torch.dtype):
