@@ -33,6 +33,7 @@ from tkernels.comm.context import Context
 from tkernels.comm.copies import Copies, Send, await_copies, begin_landing, end_launch
 from tkernels.comm.device import (
     NVSHMEM,
+    Mail,
     Net,
     begin_call,
     copy,
@@ -174,6 +175,14 @@ def check_rows(name: str, ctx: Context, rows, own: int | None = None, total: int
     return rows
 
 
+class Packets(NamedTuple):
+    """A block of packets of each rank: that of the first, how many from one to the next, and the epoch they carry."""
+
+    first: object
+    stride: object
+    epoch: object
+
+
 # fmt: off
 @triton.jit
 def chunk_count(part, chunk):
@@ -191,12 +200,11 @@ def part_of(starts, rank, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
 
 @triton.jit
 def receive_parts(
-    out, inbox, ready, landed, starts, max_chunks, epoch, chunk, piece,
-    net, L, COPIES: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+    out, mail, starts, chunk, piece, net, L, COPIES: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):
     """Wait for every peer's part and copy it from the inbox to `out`, piece by piece, divided among the programs.
 
-    ready, landed, COPIES: as `wait_chunk`.  piece: elements; a divisor of `chunk`, since a piece waits for one chunk.
+    COPIES: as `wait_chunk`.  piece: elements; a divisor of `chunk`, since a piece waits for one chunk.
     """
     for step in range(1, L.RANKS):
         source = (net.rank + L.RANKS - step) % L.RANKS
@@ -205,9 +213,9 @@ def receive_parts(
             first = tl.cast(index, tl.int64) * piece
             number = tl.cast(first // chunk, tl.int32)
             mark(WAIT, number, source, net, L)
-            wait_chunk(ready, landed, max_chunks, epoch, source, number, net, L, COPIES)
+            wait_chunk(mail, source, number, net, L, COPIES)
             mark(COPY, number, source, net, L)
-            copy(out + start + first, inbox + start + first, tl.minimum(part - first, piece), BLOCK, ALIGN)
+            copy(out + start + first, mail.memory + start + first, tl.minimum(part - first, piece), BLOCK, ALIGN)
 
 
 @triton.jit(do_not_specialize=["rank", "max_chunks", "call"])
@@ -240,9 +248,8 @@ def all_gather_kernel(
         first = tl.cast(index, tl.int64) * chunk
         mark(COPY, index, rank, net, L)
         copy(out + start + first, x + first, tl.minimum(part - first, chunk), BLOCK, ALIGN)
-    receive_parts(
-        out, inbox, ready, landed, starts, max_chunks, epoch, chunk, chunk, net, L, COPIES, BLOCK, ALIGN
-    )
+    mail = Mail(inbox, ready, landed, max_chunks, epoch)
+    receive_parts(out, mail, starts, chunk, chunk, net, L, COPIES, BLOCK, ALIGN)
     if COPIES:
         await_copies(pid, copied, net, L)
     end_marks(net, L)
@@ -286,12 +293,13 @@ def reduce_kernel(
     own = out + start if GATHER else out
     gathered = (inbox + L.RANKS * part_stride).to(out.dtype)
     gathered_ready = ready + L.RANKS * max_chunks
+    mail = Mail(inbox, ready, landed, max_chunks, epoch)
     chunks = chunk_count(part, chunk)
     for index in range(pid, chunks, tl.num_programs(0)):
         for source in range(L.RANKS):
             if source != rank:
                 mark(WAIT, index, source, net, L)
-                wait_chunk(ready, landed, max_chunks, epoch, source, index, net, L, COPIES)
+                wait_chunk(mail, source, index, net, L, COPIES)
         mark(ADD, index, rank, net, L)
         first = tl.cast(index, tl.int64) * chunk
         last = tl.minimum(part, first + chunk)
@@ -316,10 +324,8 @@ def reduce_kernel(
                     put(gathered + start + first, own + first, last - first, target, net, L, BLOCK, ALIGN)
                 signal_all(gathered_ready + rank * max_chunks + index, epoch, net, L)
     if GATHER:
-        receive_parts(
-            out, gathered, gathered_ready, landed + L.RANKS if COPIES else None, starts, max_chunks, epoch,
-            chunk, chunk, net, L, COPIES, BLOCK, ALIGN,
-        )
+        mail = Mail(gathered, gathered_ready, landed + L.RANKS if COPIES else None, max_chunks, epoch)
+        receive_parts(out, mail, starts, chunk, chunk, net, L, COPIES, BLOCK, ALIGN)
     if COPIES:
         await_copies(pid, copied, net, L)
     end_marks(net, L)
@@ -348,12 +354,12 @@ def unpack(words, DTYPE: tl.constexpr, WORDS: tl.constexpr):
 
 @triton.jit
 def store_parts(
-    packets, source_stride, out, starts, at, epoch, index, net, L, WORDS: tl.constexpr, ALIGN: tl.constexpr,
+    packets, out, starts, at, index, net, L, WORDS: tl.constexpr, ALIGN: tl.constexpr,
 ):
     """Wait for a block of every rank's part and store each at its place in `out`."""
     DTYPE: tl.constexpr = out.dtype.element_ty
     mark(WAIT, index, net.rank, net, L)
-    arrived = wait_packets(packets, source_stride, epoch, index, net, L, WORDS)
+    arrived = wait_packets(packets.first, packets.stride, packets.epoch, index, net, L, WORDS)
     mark(COPY, index, net.rank, net, L)
     for source in tl.static_range(L.RANKS):
         start, part = part_of(starts, source, DTYPE, ALIGN)
@@ -362,11 +368,11 @@ def store_parts(
 
 @triton.jit
 def sum_of_packets(
-    packets, source_stride, epoch, index, net, L, DTYPE: tl.constexpr, WORDS: tl.constexpr,
+    packets, index, net, L, DTYPE: tl.constexpr, WORDS: tl.constexpr,
 ):
     """Wait for a block from every rank; returns their sum in fp32."""
     mark(WAIT, index, net.rank, net, L)
-    arrived = wait_packets(packets, source_stride, epoch, index, net, L, WORDS)
+    arrived = wait_packets(packets.first, packets.stride, packets.epoch, index, net, L, WORDS)
     mark(ADD, index, net.rank, net, L)
     total = tl.zeros((WORDS * 32 // DTYPE.primitive_bitwidth,), tl.float32)
     for source in tl.static_range(L.RANKS):
@@ -429,11 +435,9 @@ def packets_kernel(
     gathered, gathered_stride = packets + L.RANKS * source_stride, blocks * OUT_WORDS
     for index in range(tl.program_id(0), blocks, tl.num_programs(0)):
         at = index * BLOCK + tl.arange(0, BLOCK)
-        inbox = packets + index * WORDS
+        arriving = Packets(packets + index * WORDS, source_stride, epoch)
         if REDUCE:
-            total = sum_of_packets(
-                inbox, source_stride, epoch, index, net, L, DTYPE, WORDS
-            ).to(OUT)
+            total = sum_of_packets(arriving, index, net, L, DTYPE, WORDS).to(OUT)
             if GATHER:
                 words = pack(total, OUT_WORDS)
                 for step in range(L.RANKS):
@@ -444,13 +448,12 @@ def packets_kernel(
             else:
                 tl.store(out + at, total, mask=at < own)
         else:
-            store_parts(inbox, source_stride, out, starts, at, epoch, index, net, L, WORDS, ALIGN)
+            store_parts(arriving, out, starts, at, index, net, L, WORDS, ALIGN)
     if GATHER:
         for index in range(tl.program_id(0), blocks, tl.num_programs(0)):
-            store_parts(
-                gathered + index * OUT_WORDS, gathered_stride, out, starts, index * BLOCK + tl.arange(0, BLOCK),
-                epoch, index, net, L, OUT_WORDS, ALIGN,
-            )
+            arriving = Packets(gathered + index * OUT_WORDS, gathered_stride, epoch)
+            at = index * BLOCK + tl.arange(0, BLOCK)
+            store_parts(arriving, out, starts, at, index, net, L, OUT_WORDS, ALIGN)
     end_marks(net, L)
     last = end_call(state, epoch, call, net, L)
     if REDUCE:
@@ -507,14 +510,14 @@ class AllGather(NamedTuple):
         if x.element_size() not in _BITS:
             raise TypeError(f"all_gather: moves elements of up to 8 bytes, not {x.dtype}; pass a view of it")
         rows = check_rows("all_gather", ctx, self.rows, own=x.shape[0])
-        width = math.prod(x.shape[1:])
-        result = _result("all_gather", x, out, (sum(rows), *x.shape[1:]), x.dtype, sum(rows[: ctx.rank]) * width)
+        width, shape = math.prod(x.shape[1:]), (sum(rows), *x.shape[1:])
+        check = _check_out("all_gather", x, out, shape, x.dtype, sum(rows[: ctx.rank]) * width)
         if ctx.size == 1:
-            return _into(result, _copy)
+            return _into(shape, x.dtype, check, _copy)
         # As integers: the kernels only move bits, and a bool in Triton is not as wide as the byte in memory.
         bits = _BITS[x.element_size()]
         parts = _Parts(ctx, [count * width for count in rows], x, out, (bits, bits), self.max_programs)
-        return _into(result, parts.gather(self.config))
+        return _into(shape, x.dtype, check, parts.gather(self.config))
 
 
 def reduce_scatter(
@@ -557,11 +560,11 @@ class ReduceScatter(NamedTuple):
         dtype = _check_sum("reduce_scatter", x, self.out_dtype)
         rows = check_rows("reduce_scatter", ctx, self.rows, total=x.shape[0])
         width, shape = math.prod(x.shape[1:]), (rows[ctx.rank], *x.shape[1:])
-        result = _result("reduce_scatter", x, out, shape, dtype, -sum(rows[: ctx.rank]) * width)
+        check = _check_out("reduce_scatter", x, out, shape, dtype, -sum(rows[: ctx.rank]) * width)
         if ctx.size == 1:
-            return _into(result, _copy)
+            return _into(shape, dtype, check, _copy)
         parts = _Parts(ctx, [count * width for count in rows], x, out, (x.dtype, dtype), self.max_programs)
-        return _into(result, parts.reduce(OP_REDUCE_SCATTER, self.config))
+        return _into(shape, dtype, check, parts.reduce(OP_REDUCE_SCATTER, self.config))
 
 
 def all_reduce(
@@ -598,24 +601,24 @@ class AllReduce(NamedTuple):
         return same | {"max_programs": self.max_programs, "config": self.config}
 
     def prepare(self, ctx: Context, x: torch.Tensor, out):
-        config = self.config
+        config, shape = self.config, tuple(x.shape)
         _check("all_reduce", ctx, x, self.max_programs)
-        dtypes = x.dtype, _check_sum("all_reduce", x, self.out_dtype)
-        result = _result("all_reduce", x, out, tuple(x.shape), dtypes[1])
+        dtype = _check_sum("all_reduce", x, self.out_dtype)
+        into, dtypes = (shape, dtype, _check_out("all_reduce", x, out, shape, dtype)), (x.dtype, dtype)
         if ctx.size == 1:
-            return _into(result, _copy)
-        vector = 16 // min(dtype.itemsize for dtype in dtypes)
+            return _into(*into, _copy)
+        vector = 16 // min(each.itemsize for each in dtypes)
         vectors = split_rows(-(-x.numel() // vector), ctx.size)
         num_bytes = x.numel() * x.element_size()
         copied = config.copies(vectors[0] * vector * x.element_size(), ctx)
-        if not copied and config.one_shot(num_bytes, ctx, x.numel() * dtypes[1].itemsize):
+        if not copied and config.one_shot(num_bytes, ctx, x.numel() * dtype.itemsize):
             parts = _Parts(ctx, [x.numel()] * ctx.size, x, out, dtypes, self.max_programs, whole=True)
-            return _into(result, parts.reduce(OP_ALL_REDUCE, config))
+            return _into(*into, parts.reduce(OP_ALL_REDUCE, config))
         # Parts consist of whole 16-byte vectors, except that the end may be shorter.
         starts = [min(sum(vectors[:rank]) * vector, x.numel()) for rank in range(ctx.size + 1)]
         parts = [last - first for first, last in zip(starts, starts[1:], strict=False)]
         parts = _Parts(ctx, parts, x, out, dtypes, self.max_programs)
-        return _into(result, parts.reduce(OP_ALL_REDUCE, config, gather=True))
+        return _into(*into, parts.reduce(OP_ALL_REDUCE, config, gather=True))
 
 
 def barrier(ctx: Context):
@@ -798,11 +801,18 @@ def _copy(x: torch.Tensor, out: torch.Tensor):
     out.copy_(x)
 
 
-def _into(result, launch):
-    """The function that a plan consists of: it gets the result tensor from `result` and launches with x and that."""
+def _into(shape: tuple[int, ...], dtype: torch.dtype, check, launch):
+    """The function of x and out that carries out a call.
+
+    check: of `_check_out`, which is called with the two; None: the result is a new tensor of that shape and dtype.
+    launch: of x, contiguous, and the result; None: there is nothing to move.
+    """
 
     def run(x, out):
-        out = result(x, out)
+        if check is None:
+            out = x.new_empty(shape, dtype=dtype)
+        else:
+            check(x, out)
         if launch is not None:
             launch(x.contiguous(), out)
         return out
@@ -831,24 +841,23 @@ def _check_sum(name: str, x: torch.Tensor, out_dtype: torch.dtype | None) -> tor
     return out_dtype or x.dtype
 
 
-def _result(name: str, x: torch.Tensor, out: torch.Tensor | None, shape: tuple[int, ...], dtype, place: int = 0):
-    """A function of x and out that returns the result tensor: a new contiguous one, or the caller's `out`.
+def _check_out(name: str, x: torch.Tensor, out: torch.Tensor | None, shape: tuple[int, ...], dtype, place: int = 0):
+    """Check the caller's `out`. Returns a function that checks where x and out are, or None if there is no `out`.
 
     place: the one distance, in elements from out's start to x's, at which the two may share memory.
     """
     if out is None:
-        return lambda x, out: x.new_empty(shape, dtype=dtype)
+        return None
     check_out(name, out, shape, dtype, x.device)
     x_bytes, out_bytes = x.nbytes, out.nbytes
     copied = not x.is_contiguous()  # a contiguous copy of x is made before anything is written
     place = place * x.element_size() if dtype == x.dtype else None
 
-    def checked(x, out):
+    def check(x, out):
         apart = x.data_ptr() - out.data_ptr()
         overlap = x_bytes and out_bytes and -x_bytes < apart < out_bytes
         if overlap and not copied and apart != place:
             where = "" if place is None else f"in place it begins {-place} bytes after, otherwise "
             raise ValueError(f"{name}: out begins {-apart} bytes after x and overlaps it; {where}they share no memory")
-        return out
 
-    return checked
+    return check

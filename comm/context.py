@@ -323,9 +323,9 @@ class Context:
         calls, the context can't be used any more then, here or on any rank.
         """
         with self.turn:
-            return self.prepared(call, *tensors)(*tensors)
+            return self.prepared(call, tensors)(*tensors)
 
-    def prepared(self, call: Call, *tensors: torch.Tensor | None):
+    def prepared(self, call: Call, tensors: tuple[torch.Tensor | None, ...]):
         """The function of tensors like these that carries out such calls on the current stream; see `Call.prepare`."""
         key = type(call), *call, *map(describe, tensors)
         found = self._workspaces.current(self).prepared(key, self._prepare_call, call, tensors)

@@ -87,6 +87,20 @@ class Link(NamedTuple):
     TRACE: object = tl.constexpr(False)
 
 
+class Mail(NamedTuple):
+    """What arrives in a launch, and how a program knows.
+
+    memory: where it arrives.  ready: signals [ranks, max_chunks] that a chunk is there once they are `epoch`.
+    delivered: [ranks] chunks of each rank that copy engines have delivered; None if no rank sends by the copy engine.
+    """
+
+    memory: object
+    ready: object
+    delivered: object
+    max_chunks: object
+    epoch: object
+
+
 _operations = {}
 
 
@@ -463,20 +477,19 @@ def completes(counter, number, L):
 
 
 @triton.jit
-def wait_chunk(ready, landed, max_chunks, epoch, source, chunk, net, L, COPIES: tl.constexpr):
+def wait_chunk(mail, source, chunk, net, L, COPIES: tl.constexpr):
     """Wait for a chunk of `source`: for its signal, or for the copy engine to have delivered more than `chunk` chunks.
 
     Orders, ends: as `wait_signal`.
-    ready: signals [ranks, max_chunks].  landed [ranks]: chunks of each rank that copy engines have delivered; None if
-    no rank sends by the copy engine.  COPIES: `landed` is the likelier word, and is polled more often; else `ready`.
+    COPIES: the copy engine's word is the likelier one, and is polled more often; else the signal.
     """
-    word = ready + source * max_chunks + chunk
-    if landed is None:
-        wait_signal(word, epoch, source, chunk, net, L)
+    word = mail.ready + source * mail.max_chunks + chunk
+    if mail.delivered is None:
+        wait_signal(word, mail.epoch, source, chunk, net, L)
     elif COPIES:
-        wait_signal(landed + source, chunk + 1, source, chunk, net, L, word, epoch)
+        wait_signal(mail.delivered + source, chunk + 1, source, chunk, net, L, word, mail.epoch)
     else:
-        wait_signal(word, epoch, source, chunk, net, L, landed + source, chunk + 1)
+        wait_signal(word, mail.epoch, source, chunk, net, L, mail.delivered + source, chunk + 1)
 
 
 @triton.jit

@@ -36,7 +36,7 @@ class PreparedLaunch:
 
     shared = None  # what the ranks share of the call whose number is an argument; kept, so that an error can name it
 
-    def __init__(self, kernel, num_programs: int, arguments, varying: tuple[str, ...] = (), context=None, **options):
+    def __init__(self, kernel, num_programs: int, arguments=(), varying: tuple[str, ...] = (), context=None, **options):
         names = kernel.arg_names
         self._kernel, self._num_programs, self._context = kernel, num_programs, context
         self._arguments = dict(zip(names, arguments, strict=False))

@@ -589,7 +589,8 @@ def facts_of(kernel) -> dict:
         "kernel": function.__name__,
         "triton": triton.__version__,
         "constants": {name: value for name, value in constants.items() if isinstance(value, (int, str, bool))},
-        "dtype": _operand_dtype(kernel.src.signature) if "DTYPE" in constants else "",
+        "dtype": _operand_dtype(kernel.src.signature) if "PRECISION" in constants else "",
+        "descriptors": [name for name, kind in kernel.src.signature.items() if str(kind).startswith("tensordesc")],
         "marks": "end_marks" in function.fn.__code__.co_names,
         "threads": threads,
         "num_stages": metadata.num_stages,
@@ -824,7 +825,16 @@ def call_sites(function, constants: dict, chain=()):
     file = Path(function.fn.__code__.co_filename).name
     names = _Names(function, constants)
 
+    def noun(node):
+        """What is known of the fields of a NamedTuple that is made here; None if none is."""
+        kind = isinstance(node, ast.Call) and function.__globals__.get(getattr(node.func, "id", None))
+        if isinstance(kind, type) and issubclass(kind, tuple):
+            given = zip(kind._fields, node.args, strict=True)
+            return types.SimpleNamespace(**{name: value for name, each in given for value in known(each)})
+
     def evaluate(node):
+        if (made := noun(node)) is not None:
+            return made
         if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Is, ast.IsNot)):
             same = (known(node.left) or [...])[0] is evaluate(node.comparators[0])
             return same == isinstance(node.ops[0], ast.Is)
@@ -834,7 +844,7 @@ def call_sites(function, constants: dict, chain=()):
     def known(node):
         try:
             return [evaluate(node)]
-        except (NameError, AttributeError, TypeError):
+        except (NameError, AttributeError, TypeError, RuntimeError, ValueError):  # the last two: a device function's
             return []
 
     def visit(node):
@@ -846,6 +856,8 @@ def call_sites(function, constants: dict, chain=()):
             return
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and node.value.value is None:
             names.constants |= {target.id: None for target in node.targets}
+        if isinstance(node, ast.Assign) and (made := noun(node.value)) is not None:
+            names.constants[node.targets[0].id] = made
         if isinstance(node, ast.AnnAssign):
             for value in known(node.value):
                 names.constants[node.target.id] = value

@@ -207,13 +207,13 @@ def sums_early(ctx, form):
     theirs = ctypes.c_int64.from_address(ctx.heap.segment.bases[1 - ctx.rank] + ctx.heap.offset(done))
 
     @interpreter.builtin
-    def wait_late(ready, landed, max_chunks, epoch, source, chunk, *arguments):
+    def wait_late(mail, source, chunk, *arguments):
         limit = time.monotonic() + PATIENCE_S[form]
         if ctx.rank == 0 and isinstance(chunk, int) and chunk == 3:  # the part's last one, of which sums are taken
             waited.append(chunk)
             while not done.item() and time.monotonic() < limit:
                 time.sleep(1e-3)
-        wait_chunk(ready, landed, max_chunks, epoch, source, chunk, *arguments)
+        wait_chunk(mail, source, chunk, *arguments)
 
     @interpreter.builtin
     def count_for_all(counter, number, *arguments):

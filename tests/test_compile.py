@@ -83,16 +83,15 @@ def tensor_cores(facts):
 
 
 def descriptors(facts):
-    constants = facts["constants"]
-    if any(constants.get(name) for name in ("X_TMA", "W_TMA", "P_TMA", "S_TMA")) and not facts["tma_loads"]:
+    if {"x", "w", "partials", "sums"} & set(facts["descriptors"]) and not facts["tma_loads"]:
         return "no TMA loads"
-    if any(constants.get(name) for name in ("Y_TMA", "O_TMA", "S_TMA")) and not facts["tma_stores"]:
+    if {"y", "outbox", "sums"} & set(facts["descriptors"]) and not facts["tma_stores"]:
         return "no TMA stores"
 
 
 def pipeline(facts):
     constants = facts["constants"]
-    if constants.get("X_TMA") and constants.get("W_TMA"):
+    if {"x", "w"} <= set(facts["descriptors"]):
         bits = int(facts["dtype"].lstrip("bfp"))
         stage = (constants["BLOCK_M"] + constants["BLOCK_N"]) * constants["BLOCK_K"] * bits // 8
         # wgmma reads a stage from shared memory while others arrive; without it a stage is copied to registers first.
@@ -163,19 +162,20 @@ def test_kernel_passes_the_gates(compiled, name):
 
 @pytest.mark.parametrize("name", cases([name for name, case in CASES.items() if "matmul" in case.operation]))
 def test_descriptors_are_used_where_the_layout_allows(compiled, name):
-    case, constants = CASES[name], facts_of(compiled, name)["constants"]
+    case, facts = CASES[name], facts_of(compiled, name)
+    constants, descriptors = facts["constants"], facts["descriptors"]
     itemsize = 4 if case.dtype == "float32" else 2
     M, N, K = case.shape
     x_allows, w_allows = (
         not case.misaligned and inner * itemsize % 16 == 0
         for inner in (M if case.x_transposed else K, N if case.w_transposed else K)
     )
-    assert constants["X_TMA"] == x_allows
-    assert constants["W_TMA"] == w_allows
+    assert ("x" in descriptors) == x_allows
+    assert ("w" in descriptors) == w_allows
     assert constants["W_TRANSPOSED"] == case.w_transposed
     rows = case.rows or (M // case.ranks,)
     whole_tiles = case.operation == "matmul" or all(count % constants["BLOCK_M"] == 0 for count in rows)
-    assert constants["Y_TMA"] == (N * itemsize % 16 == 0 and whole_tiles)
+    assert ("y" in descriptors) == (N * itemsize % 16 == 0 and whole_tiles)
 
 
 TRACED = {

@@ -15,6 +15,7 @@ from tkernels.configs import GemmConfig
 from tkernels.gemm import (
     ACTIVATIONS,
     DTYPES,
+    Matrix,
     activation_reference,
     load_tile,
     matmul,
@@ -242,10 +243,10 @@ def y_shape(x, w):
 
 @triton.jit
 def move_tile_kernel(
-    source, out, stride, row, num_rows, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr
+    source, out, stride, row, num_rows, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    tile = load_tile(source, stride, 1, row, 0, num_rows, N, ROWS, COLUMNS, False, False)
-    store_tile(tile.to(tl.float32), out, stride, row, num_rows - row, 0, N, ROWS, COLUMNS, False, DTYPE)
+    tile = load_tile(Matrix(source, stride, 1, num_rows, N), row, 0, ROWS, COLUMNS)
+    store_tile(tile.to(tl.float32), Matrix(out, stride, 1, num_rows, N), row, num_rows - row, 0, ROWS, COLUMNS)
 
 
 def test_results_are_stored_beyond_two_to_the_31_elements():
@@ -253,7 +254,7 @@ def test_results_are_stored_beyond_two_to_the_31_elements():
     row, columns = (1 << 16) + 1, 1 << 15
     source, out = (sparse((row + 2) * columns, torch.float16).view(row + 2, columns) for _ in range(2))
     source[row:, :5] = integers((2, 5), torch.float16, 1, low=1)
-    move_tile_kernel[(1,)](source, out, columns, row, row + 2, 5, ROWS=16, COLUMNS=16, DTYPE=tl.float16)
+    move_tile_kernel[(1,)](source, out, columns, row, row + 2, 5, ROWS=16, COLUMNS=16)
     assert torch.equal(out[row:, :5], source[row:, :5])
     assert out[row:, 5:64].eq(0).all() and out[:2, :64].eq(0).all()
 

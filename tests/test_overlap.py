@@ -15,7 +15,7 @@ import tkernels
 from tkernels import overlap
 from tkernels.all_gather_matmul import row_of_tiles
 from tkernels.comm import interpreter, runtime
-from tkernels.comm.device import SIMULATED, Link, Net
+from tkernels.comm.device import SIMULATED, Link, Mail, Net
 from tkernels.configs import GemmConfig, OverlapConfig
 from tkernels.matmul_reduce_scatter import SEND_FIELDS, send_schedule
 from tkernels.model import Problem, choose
@@ -32,6 +32,7 @@ from tkernels.overlap import (
     waves_of,
     words_of_peers,
 )
+from tkernels.waves import Waves
 
 SPLITS = [(64, 64), (67, 0), (0, 0, 5), (1, 100, 33, 64), (17, 16, 16, 16), (0, 0, 0, 1)]
 CONFIGS = [
@@ -127,14 +128,15 @@ def test_where_shards_are_even_a_gather_works_out_its_schedule():
 def waves_kernel(visits, owners, waves, counters, tiles, num_comm, head, dealt, whole):
     pid = tl.program_id(0)
     wave = tl.where(pid < num_comm, head, 0)
-    own_dealt = waves_of(pid, num_comm, head, dealt, whole)
-    index = take_tile(wave, own_dealt, pid, num_comm, head, dealt, whole, counters)
+    plan = Waves(head, dealt, whole, 1)
+    own_dealt = waves_of(pid, num_comm, plan)
+    index = take_tile(wave, own_dealt, pid, num_comm, plan, counters)
     while index < tiles:
         tl.atomic_add(visits + index, 1)
         tl.store(owners + index, pid)
         tl.store(waves + index, tl.where(wave < own_dealt, wave, -1))
         wave += 1
-        index = take_tile(wave, own_dealt, pid, num_comm, head, dealt, whole, counters)
+        index = take_tile(wave, own_dealt, pid, num_comm, plan, counters)
 
 
 def take_waves(programs, num_comm, head, dealt, whole, tiles):
@@ -185,7 +187,7 @@ def test_one_look_is_at_every_chunk_of_every_peer_and_at_nothing_else():
 
 @triton.jit
 def waits_kernel(ready, landed, table, L, SOURCES: tl.constexpr, COPIES: tl.constexpr):
-    wait_chunks(ready, landed, 6, 5, 2, 1, 3, Net(table, 0), L, SOURCES, COPIES)
+    wait_chunks(Mail(None, ready, landed, 6, 5), 2, 1, 3, Net(table, 0), L, SOURCES, COPIES)
 
 
 @simulated_only
@@ -198,7 +200,7 @@ def test_a_tile_of_several_chunks_waits_for_all_of_them_unless_one_look_has_seen
         return (tl.load(words) >= value).handle.data.all()
 
     @interpreter.builtin
-    def wait(ready, landed, max_chunks, epoch, source, chunk, *arguments):
+    def wait(mail, source, chunk, *arguments):
         waits.append((int(source), int(chunk)))
 
     table = torch.zeros(1, dtype=torch.int64)
@@ -225,9 +227,9 @@ def test_an_operation_waits_for_every_chunk_that_its_tiles_reach_into(ctx):
     waits, wait_chunk, config = set(), overlap.wait_chunk, replace(CONFIGS[3], num_comm=1)
 
     @interpreter.builtin
-    def wait(ready, landed, max_chunks, epoch, source, chunk, *arguments):
+    def wait(mail, source, chunk, *arguments):
         waits.add((int(source), int(chunk)))
-        wait_chunk(ready, landed, max_chunks, epoch, source, chunk, *arguments)
+        wait_chunk(mail, source, chunk, *arguments)
 
     x = torch.ones(100, 16)
     with mock.patch.object(overlap, "wait_chunk", wait):
@@ -238,14 +240,14 @@ def test_an_operation_waits_for_every_chunk_that_its_tiles_reach_into(ctx):
 
 
 @triton.jit
-def parts_kernel(out, whole, splits, K, PARTS: tl.constexpr, BLOCK_K: tl.constexpr):
+def parts_kernel(out, whole, splits, steps, PARTS: tl.constexpr):
     item = tl.program_id(0)
-    index, part, parts, first, last = part_of_tile(item, whole, splits, K, PARTS, BLOCK_K)
+    index, part = part_of_tile(item, Waves(0, 0, whole, splits), steps, PARTS)
     tl.store(out + item * 5, index)
-    tl.store(out + item * 5 + 1, part)
-    tl.store(out + item * 5 + 2, parts)
-    tl.store(out + item * 5 + 3, first)
-    tl.store(out + item * 5 + 4, last)
+    tl.store(out + item * 5 + 1, part.number)
+    tl.store(out + item * 5 + 2, part.count)
+    tl.store(out + item * 5 + 3, part.first)
+    tl.store(out + item * 5 + 4, part.last)
 
 
 def test_parts_of_a_tile_have_all_its_steps_in_turn_and_the_last_one_comes_last():
@@ -253,7 +255,7 @@ def test_parts_of_a_tile_have_all_its_steps_in_turn_and_the_last_one_comes_last(
     for splits, K in itertools.product((1, 2, 3, 4), (1, 64, 100, 1000)):
         items = whole + (tiles - whole) * splits
         out = torch.zeros(items, 5, dtype=torch.int32, device=runtime.device())
-        parts_kernel[(items,)](out, whole, splits, K, PARTS=splits > 1, BLOCK_K=32)
+        parts_kernel[(items,)](out, whole, splits, -(-K // 32), PARTS=splits > 1)
         found = out.tolist()
         for tile in range(tiles):
             parts = [part for part in found if part[0] == tile]

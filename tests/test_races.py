@@ -31,6 +31,7 @@ from tkernels.comm.device import (
 )
 from tkernels.comm.device_simulated import delay
 from tkernels.comm.errors import WaitTimeoutError
+from tkernels.gemm import Matrix
 from tkernels.matmul_all_reduce import matmul_all_reduce_reference
 from tkernels.matmul_reduce_scatter import matmul_reduce_scatter_reference
 from tkernels.overlap import add_parts, store_part
@@ -442,14 +443,14 @@ def parts_kernel(
         if FORM == "count first":
             count(counter, L, "gpu")
             delay()
-        store_part(value, sums, 0, 0, ROWS, COLUMNS, COLUMNS, False)
+        store_part(value, Matrix(sums, COLUMNS, 1, ROWS, COLUMNS), 0, 0, ROWS, COLUMNS)
         if FORM != "count first":
             count(counter, L, "gpu")
     else:
         if FORM != "no wait":
             wait_signal(counter, 1, rank, 0, Net(table, rank), L)
-        value = add_parts(value, sums, 0, 0, 2, ROWS, COLUMNS, COLUMNS, False)
-        store_part(value, out, 0, 0, ROWS, COLUMNS, COLUMNS, False)
+        value = add_parts(value, Matrix(sums, COLUMNS, 1, ROWS, COLUMNS), 0, 0, 2, ROWS, COLUMNS)
+        store_part(value, Matrix(out, COLUMNS, 1, ROWS, COLUMNS), 0, 0, ROWS, COLUMNS)
 
 
 def check_parts(ctx, form):

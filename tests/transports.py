@@ -182,11 +182,14 @@ def tf32(allowed: bool):
 
 @contextlib.contextmanager
 def launches():
-    """The launches of a block: name of the kernel, number of programs, and its arguments by name."""
+    """The launches of a block: name of the kernel, number of programs, and its arguments and constants by name."""
     launched, call = [], PreparedLaunch.__call__
 
     def watch(launch, *tensors):
-        launched.append((launch._kernel.__name__, launch._num_programs, launch._arguments))
+        arguments = dict(launch._arguments)
+        for constants in [value for value in arguments.values() if isinstance(value, tuple)]:
+            arguments |= {name: value.value for name, value in constants._asdict().items()}
+        launched.append((launch._kernel.__name__, launch._num_programs, arguments))
         return call(launch, *tensors)
 
     with mock.patch.object(PreparedLaunch, "__call__", watch):

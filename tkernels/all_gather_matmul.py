@@ -21,39 +21,39 @@ import triton.language as tl
 from tkernels.comm.collectives import check_rows
 from tkernels.comm.context import Context
 from tkernels.comm.copies import Copies, Send, await_copies, begin_landing, end_launch
-from tkernels.comm.device import Net, begin_call, copy, count, operation, publish, put_signal, wait_signal
+from tkernels.comm.device import Mail, Net, begin_call, copy, count, operation, publish, put_signal, wait_signal
 from tkernels.comm.launch import PreparedLaunch
 from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark
 from tkernels.configs import OverlapConfig
 from tkernels.fused import FusedCall, Inbox
 from tkernels.gemm import (
-    ACTIVATIONS,
+    Matrix,
     Operand,
+    Tile,
     activation_reference,
     check_apart,
     check_dtype,
     check_result,
-    finish,
     multiply_step,
     slices_of,
-    store_tile,
     tile_of,
-    triton_dtype,
 )
 from tkernels.model import stages_of
 from tkernels.overlap import (
     SPLIT_TILES,
     TILE_COUNTS,
     TILE_FIELDS,
-    add_parts,
+    Place,
+    Result,
+    Sending,
     all_arrived,
     are_even,
     dealt_tile,
     end_of_tile,
+    finish_tile,
     num_chunks,
     part_of_tile,
     programs_of,
-    store_part,
     sums_maker,
     sums_of,
     take_tile,
@@ -62,7 +62,7 @@ from tkernels.overlap import (
     waves_of,
 )
 from tkernels.paths import plan_all_gather_matmul
-from tkernels.waves import plan_waves
+from tkernels.waves import Waves, plan_waves
 
 OP = operation("all_gather_matmul")
 
@@ -70,22 +70,6 @@ COLLECT_BYTES = 16 << 10  # of gathered rows that one program copies: 64 for eac
 
 
 # fmt: off
-@triton.jit
-def finish_slice(
-    value, column, bias, N, y, y_stride_m, out_row, valid,
-    sums, sums_row, sums_column, part, parts,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, Y_TMA: tl.constexpr, S_TMA: tl.constexpr,
-    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr,
-):
-    """Store a slice of a tile's columns: as split-K partial sums, unless it is of the last part; then as the result."""
-    if part < parts - 1:
-        store_part(value, sums, sums_row + part * ROWS, sums_column, ROWS, COLUMNS, BLOCK_N, S_TMA)
-    else:
-        value = add_parts(value, sums, sums_row, sums_column, parts, ROWS, COLUMNS, BLOCK_N, S_TMA)
-        value = finish(value, bias, column, N, COLUMNS, HAS_BIAS, ACTIVATION)
-        store_tile(value, y, y_stride_m, out_row, valid, column, N, ROWS, COLUMNS, Y_TMA, DTYPE)
-
-
 @triton.jit
 def row_of_tiles(
     tile_m, schedule, tiles_m, chunk_rows, sent_rows, rank,
@@ -132,29 +116,30 @@ def row_of_tiles(
 def all_gather_matmul_kernel(
     x, x_memory,  # [M/R, K]; its pointer, to contiguous rows
     gathered, inbox, parity_rows,  # [parity_rows + M, K]; its pointer
-    w, w_stride_n, w_stride_k,  # [N/R, K]
-    bias, y, y_stride_m,  # [N/R]; [M, N/R]
+    w, w_row_stride, w_column_stride,  # [N/R, K]
+    bias, y, y_row_stride,  # [N/R]; [M, N/R]
     sums,  # [.., BLOCK_N], fp32: partial sums of the tiles that are split along K
-    schedule, tiles_m, head, dealt, whole, splits,
-    counters, num_counters, ready, max_chunks, state, table, rank, gate, copied, landed,
-    first_row, rows, N, K, num_comm, chunks, chunk_rows, sent_rows,  # first_row, rows: of this rank
+    schedule, tiles_m,  # see tile_schedule
+    head, dealt, whole, splits,  # Waves
+    counters, num_counters, ready, max_chunks, state,  # of the workspace
+    table, rank,  # Net
+    gate, copied, landed,  # of the workspace, for the copy engine
+    first_row, rows, N, K,  # first_row, rows: of this rank
+    num_comm, chunks, chunk_rows, sent_rows,
     call,  # see begin_call
-    L, EVEN: tl.constexpr,  # EVEN: see `are_even`
-    LANDING: tl.constexpr, COPIES: tl.constexpr, PARTS: tl.constexpr,  # PARTS: some tiles are split
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
-    X_TMA: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr, Y_TMA: tl.constexpr, S_TMA: tl.constexpr,
-    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
-    PUT_BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+    L, T, S, EVEN: tl.constexpr,  # EVEN: see `are_even`
 ):
     pid = tl.program_id(0)
     net = Net(table, rank)
+    waves = Waves(head, dealt, whole, splits)
     epoch = begin_call(state, call, net, L)
     parity_row = (epoch % 2).to(tl.int32) * parity_rows
-    if LANDING:
-        begin_landing(pid, num_comm, gate, epoch, net, L, COPIES)
+    if S.LANDING:
+        begin_landing(pid, num_comm, gate, epoch, net, L, S.COPIES)
     else:
         landed = None
-    if not COPIES:  # a compile-time branch; with COPIES num_comm is 0
+    mail = Mail(inbox, ready, landed, max_chunks, epoch)
+    if not S.COPIES:  # a compile-time branch; with COPIES num_comm is 0
         if pid < num_comm:
             for i in range(pid, chunks * (L.RANKS - 1), num_comm):
                 chunk = i // (L.RANKS - 1)
@@ -164,84 +149,76 @@ def all_gather_matmul_kernel(
                 put_signal(
                     inbox + (parity_row + first_row + row) * K, x_memory + row * K,
                     tl.maximum(tl.minimum(rows - row, chunk_rows), 0) * K,
-                    ready + rank * max_chunks + chunk, epoch, target, net, L, PUT_BLOCK, ALIGN,
+                    ready + rank * max_chunks + chunk, epoch, target, net, L, S.BLOCK, S.ALIGN,
                 )
 
-    tiles_n = tl.cdiv(N, BLOCK_N)
+    w = Matrix(w, w_row_stride, w_column_stride, N, K)
+    sums = Matrix(sums, T.BLOCK_N, 1, None, T.BLOCK_N)
+    result = Result(Matrix(y, y_row_stride, 1, None, N), bias, None, None, None, None)
+    tiles_n = tl.cdiv(N, T.BLOCK_N)
     items = whole + (tiles_m * tiles_n - whole) * splits
     complete = tl.full((), False, tl.int1)  # whether all rows of the peers have been seen to arrive
     wave = tl.where(pid < num_comm, head, 0)
     own_dealt = dealt
-    if COPIES:  # then all whole tiles are dealt out, and the last wave may not reach every program
-        own_dealt = waves_of(pid, num_comm, head, dealt, whole)
-    item = take_tile(wave, own_dealt, pid, num_comm, head, dealt, whole, counters)
+    if S.COPIES:  # then all whole tiles are dealt out, and the last wave may not reach every program
+        own_dealt = waves_of(pid, num_comm, waves)
+    item = take_tile(wave, own_dealt, pid, num_comm, waves, counters)
     while item < items:
-        index, part, parts, first_step, last_step = part_of_tile(item, whole, splits, K, PARTS, BLOCK_K)
+        index, part = part_of_tile(item, waves, tl.cdiv(K, T.BLOCK_K), T.PARTS)
         # All tiles dealt to a program run in one loop, so that a tile's first loads are in flight while the previous
         # tile is stored. Not with TRACE: the marks of two tiles would get mixed up.
         num_tiles = tl.maximum(own_dealt - wave, 1)
         if L.TRACE:
             num_tiles = 1
-        step = first_step
+        step = part.first
         operand = x
-        at, out_row, valid, column = 0, 0, 0, 0
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for _ in range(num_tiles * (last_step - first_step)):
-            if step == first_step:
+        row, out_row, valid, column = 0, 0, 0, 0
+        total = tl.zeros((T.BLOCK_M, T.BLOCK_N), tl.float32)
+        for _ in range(num_tiles * (part.last - part.first)):
+            if step == part.first:
                 if wave < own_dealt:
-                    index = dealt_tile(wave, pid, num_comm, head)
+                    index = dealt_tile(wave, pid, num_comm, waves)
                 wave += 1
-                tile_m, tile_n = tile_of(index, tiles_m, tiles_n, GROUP_M)
-                source, at, out_row, valid, chunk = row_of_tiles(
-                    tile_m, schedule, tiles_m, chunk_rows, sent_rows, rank, L.RANKS, EVEN, BLOCK_M
+                tile_m, tile_n = tile_of(index, tiles_m, tiles_n, T.GROUP_M)
+                source, row, out_row, valid, chunk = row_of_tiles(
+                    tile_m, schedule, tiles_m, chunk_rows, sent_rows, rank, L.RANKS, EVEN, T.BLOCK_M
                 )
-                column = tile_n * BLOCK_N
+                column = tile_n * T.BLOCK_N
                 operand = x
                 if source != rank:
                     operand = gathered
-                    at = parity_row + out_row
+                    row = parity_row + out_row
                     if not complete:
                         mark(WAIT, chunk, source, net, L)
                         if not L.TRACE:  # a trace shows each tile's wait
-                            complete = all_arrived(ready, landed, max_chunks, epoch, chunks, chunk, net, L, COPIES)
+                            complete = all_arrived(mail, chunks, chunk, net, L, S.COPIES)
                         if not complete:
-                            wait_chunks(
-                                ready, landed, max_chunks, epoch, source, chunk, tl.cdiv(valid, chunk_rows),
-                                net, L, 1, COPIES,
-                            )
+                            wait_chunks(mail, source, chunk, tl.cdiv(valid, chunk_rows), net, L, 1, S.COPIES)
                 mark(COMPUTE, out_row, column, net, L)
             # One main loop for own and gathered rows: two would each take the shared memory of a pipeline.
-            total = multiply_step(
-                total, operand, K, 1, at, at + valid, w, w_stride_n, w_stride_k, column, N, K, step,
-                BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, False, W_TMA, W_TRANSPOSED, PRECISION,
-            )
-            ends, kept, step = end_of_tile(total, step + 1, first_step, last_step)
+            total = multiply_step(total, Matrix(operand, K, 1, row + valid, K), w, row, column, step, T)
+            ends, kept, step = end_of_tile(total, step + 1, part)
             if ends:
                 others = counters + SPLIT_TILES + index - whole
-                sums_row = (index - whole) * (parts - 1) * BLOCK_M
-                if PARTS:
-                    if (parts > 1) & (part == parts - 1):
+                sums_row = (index - whole) * (part.count - 1) * T.BLOCK_M
+                if T.PARTS:
+                    if (part.count > 1) & (part.number == part.count - 1):
                         mark(COLLECT, 0, rank, net, L)
-                        wait_signal(others, parts - 1, rank, 0, net, L)
+                        wait_signal(others, part.count - 1, rank, 0, net, L)
                 mark(STORE, out_row, column, net, L)
-                COLUMNS: tl.constexpr = BLOCK_N // SPLIT
-                slices = slices_of(total, BLOCK_M, BLOCK_N, SPLIT)
-                for number in tl.static_range(SPLIT):
-                    finish_slice(
-                        slices[number], column + number * COLUMNS, bias, N, y, y_stride_m, out_row, valid,
-                        sums, sums_row, number * COLUMNS, part, parts,
-                        BLOCK_M, COLUMNS, BLOCK_N, Y_TMA, S_TMA, HAS_BIAS, ACTIVATION, DTYPE,
-                    )
-                if PARTS:
-                    if part < parts - 1:
+                slices = slices_of(total, T.BLOCK_M, T.BLOCK_N, T.SPLIT)
+                place = Place(out_row, valid, column, True, None, None)
+                finish_tile(slices, place, part, sums, sums_row, result, net, L, T)
+                if T.PARTS:
+                    if part.number < part.count - 1:
                         publish(L)
                         count(others, L, "gpu")
             total = kept
-        item = take_tile(wave, own_dealt, pid, num_comm, head, dealt, whole, counters)
-    if COPIES:
+        item = take_tile(wave, own_dealt, pid, num_comm, waves, counters)
+    if S.COPIES:
         await_copies(pid, copied, net, L)
     end_marks(net, L)
-    end_launch(state, epoch, call, counters, num_counters, copied, landed, net, L, COPIES)
+    end_launch(state, epoch, call, counters, num_counters, copied, landed, net, L, S.COPIES)
 # fmt: on
 
 
@@ -337,19 +314,14 @@ class AllGatherMatmul(FusedCall):
             all_gather_matmul_kernel, num_programs, workspace,
             x=x_operand.argument, x_memory=x,
             gathered=g_operand.argument, inbox=inbox, parity_rows=parity_rows,
-            w=w_operand.argument, w_stride_n=w_operand.row_stride, w_stride_k=w_operand.column_stride,
-            bias=x if bias is None else bias, y=y_operand.argument, y_stride_m=N,
+            **w_operand.named("w"), bias=x if bias is None else bias, y=y_operand.argument, y_row_stride=N,
             sums=s_operand.argument,
             schedule=schedule, tiles_m=tiles_m, **waves._asdict(), num_counters=TILE_COUNTS.value,
             first_row=first_row, rows=rows[ctx.rank], N=N, K=K,
             num_comm=config.num_comm, chunks=chunks, chunk_rows=config.chunk_rows, sent_rows=config.sent_rows,
             L=ctx.link(OP), EVEN=are_even(rows, config),
-            LANDING=config.landing, COPIES=config.copied, PARTS=waves.splits > 1,
-            BLOCK_M=gemm.block_m, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, GROUP_M=gemm.group_m, SPLIT=gemm.split,
-            X_TMA=x_operand.tma, W_TMA=w_operand.tma, W_TRANSPOSED=w_operand.transposed,
-            Y_TMA=y_operand.tma, S_TMA=s_operand.tma, HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
-            DTYPE=triton_dtype(y.dtype), PRECISION=precision,
-            PUT_BLOCK=config.copy_block(aligned, ctx.size), ALIGN=16 if aligned else itemsize,
+            T=Tile.of(gemm, x_operand, w_operand, bias, activation, precision, waves.splits > 1),
+            S=Sending.of(config, config.copy_block(aligned, ctx.size), 16 if aligned else itemsize),
             num_warps=gemm.num_warps, num_stages=stages_of(gemm, waves.splits), maxnreg=config.max_registers,
             varying=("x", "x_memory", "w", "bias", "y", "sums", "gate"),
         )  # fmt: skip

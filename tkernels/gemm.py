@@ -9,6 +9,7 @@ either dimension may be contiguous.
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,6 +26,53 @@ from tkernels.configs import DTYPES, GemmConfig
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 
 
+class Matrix(NamedTuple):
+    """A matrix as device functions take it. Kernels make it of their arguments, as `Operand.named` binds them.
+
+    at: a pointer, or a TMA descriptor, which needs neither strides nor sizes.
+    rows, columns: where its elements end.
+    """
+
+    at: object
+    row_stride: object
+    column_stride: object
+    rows: object
+    columns: object
+
+
+class Tile(NamedTuple):
+    """The constants of a product, one argument of its kernel: how its tiles are loaded, multiplied and finished.
+
+    BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SPLIT: as in GemmConfig.
+    OWN_GROUP_M: GROUP_M of a reduction's tiles of this rank's own rows.
+    PARTS: some tiles are split along K.
+    X_TRANSPOSED, W_TRANSPOSED: the descriptor is of the transposed matrix.
+    """
+
+    BLOCK_M: object
+    BLOCK_N: object
+    BLOCK_K: object
+    GROUP_M: object
+    OWN_GROUP_M: object
+    SPLIT: object
+    PARTS: object
+    X_TRANSPOSED: object
+    W_TRANSPOSED: object
+    HAS_BIAS: object
+    ACTIVATION: object
+    PRECISION: object
+
+    @classmethod
+    def of(
+        cls, gemm: GemmConfig, x: "Operand", w: "Operand", bias, activation: str | None, precision: str,
+        parts: bool = False, own_group: int | None = None,
+    ) -> "Tile":  # fmt: skip
+        """Those of the product of x and w, with tiles as `gemm` says."""
+        tiles = gemm.block_m, gemm.block_n, gemm.block_k, gemm.group_m, own_group or gemm.group_m, gemm.split
+        finish = bias is not None, ACTIVATIONS[activation], precision
+        return cls(*map(tl.constexpr, (*tiles, parts, x.transposed, w.transposed, *finish)))
+
+
 # fmt: off
 @triton.jit
 def tile_of(index, tiles_m, tiles_n, GROUP_M: tl.constexpr):
@@ -37,42 +85,36 @@ def tile_of(index, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def load_tile(
-    source, row_stride, column_stride,  # pointer or descriptor of [num_rows, num_columns]
-    row, column, num_rows, num_columns,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr, TRANSPOSED: tl.constexpr,
-):
+def up_to(matrix, rows):
+    """The matrix without its rows from `rows` on."""
+    return Matrix(matrix.at, matrix.row_stride, matrix.column_stride, rows, matrix.columns)
+
+
+@triton.jit
+def load_tile(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr = False):
     """The [ROWS, COLUMNS] tile at (row, column); zeros outside. TRANSPOSED: the descriptor is of [columns, rows]."""
-    if TMA:
-        if TRANSPOSED:
-            tile = source.load([column, row]).T
-        else:
-            tile = source.load([row, column])
-    else:
+    if matrix.at.dtype.is_ptr():
         # int64: row * stride exceeds 2**31 in tensors of more than 2**31 elements
         rows = tl.cast(row, tl.int64) + tl.arange(0, ROWS)[:, None]
         columns = tl.cast(column, tl.int64) + tl.arange(0, COLUMNS)[None, :]
         tile = tl.load(
-            source + rows * row_stride + columns * column_stride,
-            mask=(rows < num_rows) & (columns < num_columns), other=0.0,
+            matrix.at + rows * matrix.row_stride + columns * matrix.column_stride,
+            mask=(rows < matrix.rows) & (columns < matrix.columns), other=0.0,
         )
+    elif TRANSPOSED:
+        tile = matrix.at.load([column, row]).T
+    else:
+        tile = matrix.at.load([row, column])
     return tile
 
 
 @triton.jit
-def multiply_step(
-    total,  # fp32 [BLOCK_M, BLOCK_N]
-    x, x_stride_m, x_stride_k, x_row, x_rows,
-    w, w_stride_n, w_stride_k, column, N, K, step,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    X_TMA: tl.constexpr, X_TRANSPOSED: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Add one step along K to a tile of x @ w.T: rows from x_row (below x_rows), columns from `column` (below N)."""
-    k = step * BLOCK_K
-    x_tile = load_tile(x, x_stride_m, x_stride_k, x_row, k, x_rows, K, BLOCK_M, BLOCK_K, X_TMA, X_TRANSPOSED)
-    w_tile = load_tile(w, w_stride_n, w_stride_k, column, k, N, K, BLOCK_N, BLOCK_K, W_TMA, W_TRANSPOSED)
-    return tl.dot(x_tile, w_tile.T, total, input_precision=PRECISION)
+def multiply_step(total, x, w, row, column, step, T):
+    """Add one step along K to an fp32 tile of x @ w.T: the rows of x from `row` on, those of w from `column` on."""
+    k = step * T.BLOCK_K
+    x_tile = load_tile(x, row, k, T.BLOCK_M, T.BLOCK_K, T.X_TRANSPOSED)
+    w_tile = load_tile(w, column, k, T.BLOCK_N, T.BLOCK_K, T.W_TRANSPOSED)
+    return tl.dot(x_tile, w_tile.T, total, input_precision=T.PRECISION)
 
 
 @triton.jit
@@ -100,18 +142,16 @@ def finish(value, bias, column, N, COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr
 
 
 @triton.jit
-def store_tile(
-    value, out, row_stride, row, num_rows, column, N,  # out: pointer or descriptor of [rows, N]
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr, DTYPE: tl.constexpr,
-):
-    """Store the first `num_rows` rows of an fp32 tile at (row, column) as DTYPE; TMA stores all rows in bounds."""
-    if TMA:
-        out.store([row, column], value.to(DTYPE))
-    else:
+def store_tile(value, matrix, row, num_rows, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Store the first `num_rows` rows of an fp32 tile at (row, column); by TMA, all rows in bounds."""
+    if matrix.at.dtype.is_ptr():
         rows = tl.arange(0, ROWS)
         columns = column + tl.arange(0, COLUMNS)
-        at = (tl.cast(row, tl.int64) + rows)[:, None] * row_stride + columns[None, :]
-        tl.store(out + at, value.to(DTYPE), mask=(rows < num_rows)[:, None] & (columns < N)[None, :])
+        at = (tl.cast(row, tl.int64) + rows)[:, None] * matrix.row_stride + columns[None, :]
+        mask = (rows < num_rows)[:, None] & (columns < matrix.columns)[None, :]
+        tl.store(matrix.at + at, value.to(matrix.at.dtype.element_ty), mask=mask)
+    else:
+        matrix.at.store([row, column], value.to(matrix.at.dtype))
 
 
 @triton.jit
@@ -132,40 +172,38 @@ def slices_of(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constex
 
 @triton.jit(do_not_specialize=["M"])  # row counts may change from call to call, without recompiling
 def matmul_kernel(
-    x, x_stride_m, x_stride_k,  # [M, K]
-    w, w_stride_n, w_stride_k,  # [N, K]
+    x, x_row_stride, x_column_stride,  # [M, K]
+    w, w_row_stride, w_column_stride,  # [N, K]
     bias,  # [N]
-    y, y_stride_m,  # [M, N]
+    y, y_row_stride,  # [M, N]
     M, N, K,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
-    X_TMA: tl.constexpr, X_TRANSPOSED: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr,
-    Y_TMA: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    T,
 ):
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    tiles_n = tl.cdiv(N, BLOCK_N)
+    x = Matrix(x, x_row_stride, x_column_stride, M, K)
+    w = Matrix(w, w_row_stride, w_column_stride, N, K)
+    y = Matrix(y, y_row_stride, 1, M, N)
+    tiles_m = tl.cdiv(M, T.BLOCK_M)
+    tiles_n = tl.cdiv(N, T.BLOCK_N)
     # flatten: the first loads of a tile overlap with the store of the previous tile (bench/LOG.md).
     for index in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
-        tile_m, tile_n = tile_of(index, tiles_m, tiles_n, GROUP_M)
-        row = tile_m * BLOCK_M
-        column = tile_n * BLOCK_N
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for step in range(tl.cdiv(K, BLOCK_K)):
-            total = multiply_step(
-                total, x, x_stride_m, x_stride_k, row, M, w, w_stride_n, w_stride_k, column, N, K, step,
-                BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, X_TRANSPOSED, W_TMA, W_TRANSPOSED, PRECISION,
-            )
-        COLUMNS: tl.constexpr = BLOCK_N // SPLIT
-        slices = slices_of(total, BLOCK_M, BLOCK_N, SPLIT)
-        for number in tl.static_range(SPLIT):
+        tile_m, tile_n = tile_of(index, tiles_m, tiles_n, T.GROUP_M)
+        row = tile_m * T.BLOCK_M
+        column = tile_n * T.BLOCK_N
+        total = tl.zeros((T.BLOCK_M, T.BLOCK_N), tl.float32)
+        for step in range(tl.cdiv(K, T.BLOCK_K)):
+            total = multiply_step(total, x, w, row, column, step, T)
+        COLUMNS: tl.constexpr = T.BLOCK_N // T.SPLIT
+        slices = slices_of(total, T.BLOCK_M, T.BLOCK_N, T.SPLIT)
+        for number in tl.static_range(T.SPLIT):
             first = column + number * COLUMNS
-            value = finish(slices[number], bias, first, N, COLUMNS, HAS_BIAS, ACTIVATION)
-            store_tile(value, y, y_stride_m, row, M - row, first, N, BLOCK_M, COLUMNS, Y_TMA, DTYPE)
+            value = finish(slices[number], bias, first, N, COLUMNS, T.HAS_BIAS, T.ACTIVATION)
+            store_tile(value, y, row, M - row, first, T.BLOCK_M, COLUMNS)
 # fmt: on
 
 
 @dataclass(frozen=True)
 class Operand:
-    """A matrix as kernel arguments: pointer or TMA descriptor (`tma` is True for the latter), and the strides."""
+    """A matrix for a kernel: pointer or TMA descriptor (`tma` is True for the latter), and the strides."""
 
     argument: object
     row_stride: int
@@ -184,6 +222,11 @@ class Operand:
             descriptor = TensorDescriptor(plain, list(plain.shape), list(plain.stride()), block)
             return cls(descriptor, row_stride, column_stride, True, transposed)
         return cls(matrix, row_stride, column_stride, False, False)
+
+    def named(self, name: str) -> dict:
+        """The arguments of a kernel that takes the matrix by that name."""
+        strides = {f"{name}_row_stride": self.row_stride, f"{name}_column_stride": self.column_stride}
+        return {name: self.argument, **strides}
 
 
 def tma_allowed(matrix: torch.Tensor) -> bool:
@@ -212,11 +255,6 @@ def layout_of(x: torch.Tensor, w: torch.Tensor) -> str:
             return "pointers"
         letters += transposed if turned else straight
     return letters
-
-
-@functools.cache
-def triton_dtype(dtype: torch.dtype) -> tl.dtype:
-    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -338,22 +376,12 @@ def plan(x, w, bias, out, activation, out_dtype, config, precision):
     w_operand = Operand.of(w, config.block_n, config.block_k, config.use_tma)
     y_operand = Operand.of(y, config.block_m, config.block_n // config.split, config.use_tma and y.stride(1) == 1)
     tiles = triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
-    arguments = (
-        x_operand.argument, x_operand.row_stride, x_operand.column_stride,
-        w_operand.argument, w_operand.row_stride, w_operand.column_stride,
-        x if bias is None else bias,
-        y_operand.argument, y.stride(0),
-        M, N, K,
-    )  # fmt: skip
     programs = min(tiles, runtime.default_programs(), config.max_programs or tiles)
     launch = PreparedLaunch(
-        matmul_kernel, programs, arguments, ("x", "w", "bias", "y"),
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-        GROUP_M=config.group_m, SPLIT=config.split,
-        X_TMA=x_operand.tma, X_TRANSPOSED=x_operand.transposed,
-        W_TMA=w_operand.tma, W_TRANSPOSED=w_operand.transposed,
-        Y_TMA=y_operand.tma, HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
-        DTYPE=triton_dtype(y.dtype), PRECISION=precision,
+        matmul_kernel, programs, varying=("x", "w", "bias", "y"),
+        **x_operand.named("x"), **w_operand.named("w"), bias=x if bias is None else bias,
+        y=y_operand.argument, y_row_stride=y.stride(0), M=M, N=N, K=K,
+        T=Tile.of(config, x_operand, w_operand, bias, activation, precision),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
 

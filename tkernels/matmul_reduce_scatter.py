@@ -19,6 +19,7 @@ by tile. All programs copy arriving rows to the output.
 import functools
 import itertools
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -28,6 +29,7 @@ from tkernels.comm.collectives import check_rows, receive_parts, split_rows
 from tkernels.comm.context import Context
 from tkernels.comm.copies import Copies, Send, await_copies, await_peers, begin_landing, end_launch
 from tkernels.comm.device import (
+    Mail,
     Net,
     begin_call,
     completes,
@@ -48,18 +50,15 @@ from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, 
 from tkernels.configs import OverlapConfig
 from tkernels.fused import FusedCall, Inbox
 from tkernels.gemm import (
-    ACTIVATIONS,
+    Matrix,
     Operand,
+    Tile,
     activation_reference,
     check_dtype,
     check_result,
-    finish,
-    load_tile,
     multiply_step,
     slices_of,
-    store_tile,
     tile_of,
-    triton_dtype,
     zeros_along_k,
 )
 from tkernels.model import stages_of
@@ -68,14 +67,16 @@ from tkernels.overlap import (
     SPLIT_TILES,
     TILE_COUNTS,
     TILE_FIELDS,
-    add_parts,
+    Place,
+    Result,
+    Sending,
     all_arrived,
     dealt_tile,
     end_of_tile,
+    finish_tile,
     num_chunks,
     part_of_tile,
     programs_of,
-    store_part,
     sums_maker,
     sums_of,
     take,
@@ -85,7 +86,7 @@ from tkernels.overlap import (
     waves_of,
 )
 from tkernels.paths import plan_matmul_reduce
-from tkernels.waves import plan_waves
+from tkernels.waves import Waves, plan_waves
 
 OP = operation("matmul_reduce_scatter")
 
@@ -96,93 +97,97 @@ PIECE_ROWS = 8  # finished rows that a program copies from its inbox at a time
 PART_ROWS = 128  # each rank's part of an inbox starts at a multiple of this, not of block_m, which ranks may differ in
 
 
+class Tiles(NamedTuple):
+    """The tiles of a launch: `rows` rows of `columns` tiles, as the schedule lists them; the first are the peers'.
+
+    counts: finished tiles, [ranks, max_chunks].
+    """
+
+    schedule: object
+    rows: object
+    peer_rows: object
+    columns: object
+    counts: object
+
+
+class Rows(NamedTuple):
+    """Which rows a rank owns, own_first .. own_end of M, and how all of them lie in an inbox.
+
+    parity_row: where this call's inbox begins.  part_stride: rows from a rank's part to the next.
+    chunk_rows, sent_rows: of a chunk, and of what is sent at a time.
+    """
+
+    M: object
+    own_first: object
+    own_end: object
+    parity_row: object
+    part_stride: object
+    chunk_rows: object
+    sent_rows: object
+
+
 # fmt: off
 @triton.jit
-def finish_slice(
-    value, column, bias, N, y, outbox, out_row, valid,
-    partials, partial_row, part_stride, own, rank, sums, sums_row, sums_column, part, parts,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, RANKS: tl.constexpr,
-    Y_TMA: tl.constexpr, O_TMA: tl.constexpr, P_TMA: tl.constexpr, S_TMA: tl.constexpr,
-    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, WIRE: tl.constexpr,
-):
-    """Store a slice of a tile's columns: a split-K partial sum, a peer's tile to the outbox, or a finished one to y."""
-    if part < parts - 1:
-        store_part(value, sums, sums_row + part * ROWS, sums_column, ROWS, COLUMNS, BLOCK_N, S_TMA)
-    elif not own:
-        store_tile(value, outbox, N, out_row, valid, column, N, ROWS, COLUMNS, O_TMA, WIRE)
-    else:
-        value = add_parts(value, sums, sums_row, sums_column, parts, ROWS, COLUMNS, BLOCK_N, S_TMA)
-        for step in range(1, RANKS):
-            at = partial_row + (rank + step) % RANKS * part_stride
-            value += load_tile(partials, N, 1, at, column, at + valid, N, ROWS, COLUMNS, P_TMA, False).to(tl.float32)
-        value = finish(value, bias, column, N, COLUMNS, HAS_BIAS, ACTIVATION)
-        store_tile(value, y, N, out_row, valid, column, N, ROWS, COLUMNS, Y_TMA, DTYPE)
-
-
-@triton.jit
-def gathered_inbox(inbox, parity_row, part_stride, N, y, RANKS: tl.constexpr):
+def gathered_inbox(mail, rows, result, L):
     """The part of the inbox that receives an all-reduce's finished rows, in y's dtype: after the partial sums."""
-    return (inbox + tl.cast(parity_row + RANKS * part_stride, tl.int64) * N).to(y.dtype)
+    first = tl.cast(rows.parity_row + L.RANKS * rows.part_stride, tl.int64) * result.y.columns
+    return (mail.memory + first).to(result.y_memory.dtype)
 
 
 @triton.jit
-def peers_tile_first(index, tiles_m, peer_tiles_m, tiles_n, GROUP_M: tl.constexpr, OWN_GROUP_M: tl.constexpr):
+def peers_tile_first(index, tiles, T):
     """`tile_of`, with the tiles of the peers' rows before those of this rank's own rows.
 
     No group of tiles mixes the two. An own tile waits for the peers: if programs could reach one before they have
     finished all their tiles of the peers' rows, two ranks could wait for each other forever.
     """
-    if index < peer_tiles_m * tiles_n:
-        tile_m, tile_n = tile_of(index, peer_tiles_m, tiles_n, GROUP_M)
+    peer_tiles = tiles.peer_rows * tiles.columns
+    if index < peer_tiles:
+        tile_m, tile_n = tile_of(index, tiles.peer_rows, tiles.columns, T.GROUP_M)
     else:
-        tile_m, tile_n = tile_of(index - peer_tiles_m * tiles_n, tiles_m - peer_tiles_m, tiles_n, OWN_GROUP_M)
-        tile_m += peer_tiles_m
+        tile_m, tile_n = tile_of(index - peer_tiles, tiles.rows - tiles.peer_rows, tiles.columns, T.OWN_GROUP_M)
+        tile_m += tiles.peer_rows
     return tile_m, tile_n
 
 
 @triton.jit
-def send_tile(
-    index, schedule, tiles_m, peer_tiles_m, outbox, y, inbox, N, own_end, M, parity_row, part_stride,
-    counters, ready, max_chunks, chunk_rows, heard, epoch, net, L,
-    GATHER: tl.constexpr, LANDING: tl.constexpr, BLOCK_N: tl.constexpr,
-    GROUP_M: tl.constexpr, OWN_GROUP_M: tl.constexpr, ALIGN: tl.constexpr, PUT_ROWS: tl.constexpr,
-):
+def send_tile(index, heard, tiles, rows, result, mail, net, L, T, S):
     """Send a tile that this program has stored: partial sums to the row's owner, a finished tile to all peers.
 
     heard: whether this program has already seen that all peers have reached this call. The program that sends a chunk's
     last tile signals the chunk, or all chunks that the tile spans. Returns whether this program did.
     """
-    if LANDING:
+    if S.LANDING:
         if not heard:
             mark(WAIT, 0, net.rank, net, L)
-            await_peers(epoch, net, L)
-    tile_m, tile_n = peers_tile_first(index, tiles_m, peer_tiles_m, tl.cdiv(N, BLOCK_N), GROUP_M, OWN_GROUP_M)
-    tile = schedule + tile_m * TILE_FIELDS
-    column = tile_n * BLOCK_N
+            await_peers(mail.epoch, net, L)
+    N = result.y.columns
+    tile_m, tile_n = peers_tile_first(index, tiles, T)
+    tile = tiles.schedule + tile_m * TILE_FIELDS
+    column = tile_n * T.BLOCK_N
     owner = tl.load(tile).to(tl.int32)
     row = tl.load(tile + 1)
     out_row = tl.load(tile + 2)
     valid = tl.load(tile + 3).to(tl.int32)
     chunk = tl.load(tile + 4).to(tl.int32)
-    tiles = tl.load(tile + 5) * tl.cdiv(N, BLOCK_N)
+    together = tl.load(tile + 5) * tiles.columns
     # Partial sums and results may differ in dtype: copy words of the narrower one.
-    WIRE_BITS: tl.constexpr = outbox.dtype.element_ty.primitive_bitwidth
-    STORED_BITS: tl.constexpr = y.dtype.element_ty.primitive_bitwidth if GATHER else WIRE_BITS
+    WIRE_BITS: tl.constexpr = result.outbox_memory.dtype.element_ty.primitive_bitwidth
+    STORED_BITS: tl.constexpr = result.y_memory.dtype.element_ty.primitive_bitwidth if S.GATHER else WIRE_BITS
     BITS: tl.constexpr = min(WIRE_BITS, STORED_BITS)
     word = tl.pointer_type(tl.int16 if BITS == 16 else tl.int32)
     scale = WIRE_BITS // BITS
-    src = (outbox + (out_row - own_end + M) % M * N + column).to(word)
-    dst = (inbox + (parity_row + net.rank * part_stride + row) * N + column).to(word)
-    words = ready + net.rank * max_chunks + chunk
+    src = (result.outbox_memory + (out_row - rows.own_end + rows.M) % rows.M * N + column).to(word)
+    dst = (mail.memory + (rows.parity_row + net.rank * rows.part_stride + row) * N + column).to(word)
+    words = mail.ready + net.rank * mail.max_chunks + chunk
     first = 0
     targets = 1
-    if GATHER:
+    if S.GATHER:
         if owner == net.rank:
             scale = STORED_BITS // BITS
-            src = (y + out_row * N + column).to(word)
-            gathered = gathered_inbox(inbox, parity_row, part_stride, N, y, L.RANKS)
-            dst = (gathered + out_row * N + column).to(word)
-            words += L.RANKS * max_chunks
+            src = (result.y_memory + out_row * N + column).to(word)
+            dst = (gathered_inbox(mail, rows, result, L) + out_row * N + column).to(word)
+            words += L.RANKS * mail.max_chunks
             first = 1
             targets = L.RANKS - 1
     publish(L)
@@ -191,14 +196,14 @@ def send_tile(
         target = (owner + step) % L.RANKS
         mark(SEND, chunk, target, net, L)
         put_tile(
-            dst, src, N * scale, valid, tl.minimum(N - column, BLOCK_N) * scale, target, net, L,
-            (PUT_ROWS, BLOCK_N * max(WIRE_BITS, STORED_BITS) // BITS), ALIGN,
+            dst, src, N * scale, valid, tl.minimum(N - column, T.BLOCK_N) * scale, target, net, L,
+            (S.ROWS, T.BLOCK_N * max(WIRE_BITS, STORED_BITS) // BITS), S.ALIGN,
         )
-    complete = completes(counters + owner * max_chunks + chunk, tiles, L)
+    complete = completes(tiles.counts + owner * mail.max_chunks + chunk, together, L)
     if complete:
         for step in range(first, first + targets):
-            for number in range(tl.cdiv(valid, chunk_rows)):
-                tell(words + number, epoch, (owner + step) % L.RANKS, net, L)
+            for number in range(tl.cdiv(valid, rows.chunk_rows)):
+                tell(words + number, mail.epoch, (owner + step) % L.RANKS, net, L)
     return complete
 
 
@@ -209,223 +214,206 @@ def send_tile(
     "chunk_rows", "sent_rows", "piece_rows", "call",
 ])
 def matmul_reduce_kernel(
-    x, x_stride_m, x_stride_k,  # [M, K/R]
-    w, w_stride_n, w_stride_k,  # [N, K/R]
+    x, x_row_stride, x_column_stride,  # [M, K/R]
+    w, w_row_stride, w_column_stride,  # [N, K/R]
     bias, y, y_memory,  # [N]; [M/R, N], or [M, N] with GATHER; its pointer
     outbox, outbox_memory,  # [M - own rows, N], the peers' rows only; its pointer
     partials, inbox, parity_rows, part_stride,  # [parity_rows + R * part_stride (+ room for y), N]; its pointer
     sums,  # [.., BLOCK_N], fp32: partial sums of the tiles that are split along K
     schedule, tiles_m, peer_tiles_m,  # the first peer_tiles_m rows of tiles are the peers'
-    head, dealt, whole, splits,
+    head, dealt, whole, splits,  # Waves
     sends, num_sends,  # [num_sends, SEND_FIELDS]
     starts,  # [R + 1]: first element of each part
-    counters, num_counters, ready, max_chunks, state, table, rank, gate, copied, landed,
+    counters, num_counters, ready, max_chunks, state,  # of the workspace
+    table, rank,  # Net
+    gate, copied, landed,  # of the workspace, for the copy engine
     M, N, K, own_first, own_end,  # this rank's rows are own_first .. own_end of the M rows
     num_comm, own_chunks, chunk_rows,  # own_chunks: chunks of this rank's rows
-    sent_rows, piece_rows, call,  # rows sent at a time; see receive_parts; see begin_call
-    L, GATHER: tl.constexpr, LANDING: tl.constexpr, COPIES: tl.constexpr, INTERLEAVED: tl.constexpr,
-    PARTS: tl.constexpr,  # some tiles are split
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
-    GROUP_M: tl.constexpr, OWN_GROUP_M: tl.constexpr,  # of the peers' rows of tiles, and of the own ones
-    X_TMA: tl.constexpr, X_TRANSPOSED: tl.constexpr, W_TMA: tl.constexpr, W_TRANSPOSED: tl.constexpr,
-    Y_TMA: tl.constexpr, O_TMA: tl.constexpr, P_TMA: tl.constexpr, S_TMA: tl.constexpr,
-    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, WIRE: tl.constexpr, PRECISION: tl.constexpr,
-    ALIGN: tl.constexpr, PUT_BLOCK: tl.constexpr, PUT_ROWS: tl.constexpr,
+    sent_rows, piece_rows,  # rows sent at a time; see receive_parts
+    call,  # see begin_call
+    L, T, S,
 ):
     pid = tl.program_id(0)
     net = Net(table, rank)
+    waves = Waves(head, dealt, whole, splits)
     epoch = begin_call(state, call, net, L)
     parity_row = (epoch % 2).to(tl.int32) * parity_rows
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    tile_counts = counters + TILE_COUNTS
+    tiles_n = tl.cdiv(N, T.BLOCK_N)
+    tiles = Tiles(schedule, tiles_m, peer_tiles_m, tiles_n, counters + TILE_COUNTS)
+    rows = Rows(M, own_first, own_end, parity_row, part_stride, chunk_rows, sent_rows)
+    w = Matrix(w, w_row_stride, w_column_stride, N, K)
+    sums = Matrix(sums, T.BLOCK_N, 1, None, T.BLOCK_N)
+    y, outbox, partials = Matrix(y, N, 1, None, N), Matrix(outbox, N, 1, None, N), Matrix(partials, N, 1, None, N)
+    result = Result(y, bias, outbox, partials, y_memory, outbox_memory)
 
-    if LANDING:
-        begin_landing(pid, num_comm, gate, epoch, net, L, COPIES)
+    if S.LANDING:
+        begin_landing(pid, num_comm, gate, epoch, net, L, S.COPIES)
     else:
         landed = None
-    if INTERLEAVED:
+    mail = Mail(inbox, ready, landed, max_chunks, epoch)
+    if S.INTERLEAVED:
         if pid == 0:  # signal empty transfers too: to peers without rows, and to all if this rank has none to gather
             for step in range(1, L.RANKS):
                 target = (rank + step) % L.RANKS
                 if tl.load(starts + target + 1) == tl.load(starts + target):
                     signal(ready + rank * max_chunks, epoch, target, net, L)
-            if GATHER and own_first == own_end:
+            if S.GATHER and own_first == own_end:
                 signal_all(ready + (L.RANKS + rank) * max_chunks, epoch, net, L)
-    elif not COPIES:  # a compile-time branch; with COPIES num_comm is 0
+    elif not S.COPIES:  # a compile-time branch; with COPIES num_comm is 0
         if pid < num_comm:
             for i in range(pid, num_sends, num_comm):
                 send = sends + i * SEND_FIELDS
                 target = tl.load(send).to(tl.int32)
                 chunk = tl.load(send + 1).to(tl.int32)
                 row = tl.load(send + 2)
-                rows = tl.load(send + 3)
-                counter = tile_counts + target * max_chunks + tl.load(send + 4)
+                num_rows = tl.load(send + 3)
+                counter = tiles.counts + target * max_chunks + tl.load(send + 4)
                 mark(COLLECT, chunk, target, net, L)
                 wait_signal(counter, tl.load(send + 5) * tiles_n, rank, chunk, net, L)
-                at = tl.cast(parity_row + rank * part_stride + chunk * chunk_rows, tl.int64)
+                inbox_row = tl.cast(parity_row + rank * part_stride + chunk * chunk_rows, tl.int64)
                 mark(SEND, chunk, target, net, L)
                 put_signal(
-                    inbox + at * N, outbox_memory + row * N, rows * N,
-                    ready + rank * max_chunks + chunk, epoch, target, net, L, PUT_BLOCK, ALIGN,
+                    inbox + inbox_row * N, outbox_memory + row * N, num_rows * N,
+                    ready + rank * max_chunks + chunk, epoch, target, net, L, S.BLOCK, S.ALIGN,
                 )
 
     items = whole + (tiles_m * tiles_n - whole) * splits
     complete = tl.full((), False, tl.int1)  # whether all of the peers' partial sums have been seen to arrive
     wave = tl.where(pid < num_comm, head, 0)
     own_dealt = dealt
-    if COPIES or INTERLEAVED:  # then all whole tiles are dealt out, and the last wave may not reach every program
-        own_dealt = waves_of(pid, num_comm, head, dealt, whole)
+    if S.COPIES or S.INTERLEAVED:  # then all whole tiles are dealt out, and the last wave may not reach every program
+        own_dealt = waves_of(pid, num_comm, waves)
     unsent = tl.full((), -1, tl.int32)  # a finished tile, sent in step `own_step` of the next one; negative: none
-    own_step = pid * tl.cdiv(K, BLOCK_K) // tl.num_programs(0)  # staggered, so that programs don't send all at once
+    own_step = pid * tl.cdiv(K, T.BLOCK_K) // tl.num_programs(0)  # staggered, so that programs don't send all at once
     heard = tl.full((), False, tl.int1)  # whether all peers have been seen to reach this call
     item = items
-    if not GATHER or pid >= num_comm:  # comm programs of an all-reduce compute no tile; they send finished chunks next
-        item = take_tile(wave, own_dealt, pid, num_comm, head, dealt, whole, counters)
+    if not S.GATHER or pid >= num_comm:  # comm programs of an all-reduce compute no tile, but send finished chunks next
+        item = take_tile(wave, own_dealt, pid, num_comm, waves, counters)
     while item < items:
-        index, part, parts_of_tile, first_step, last_step = part_of_tile(item, whole, splits, K, PARTS, BLOCK_K)
+        index, part = part_of_tile(item, waves, tl.cdiv(K, T.BLOCK_K), T.PARTS)
         # All tiles dealt to a program run in one loop, so that a tile's first loads are in flight while the previous
         # tile is stored. Not with TRACE: the marks of two tiles would get mixed up.
         num_tiles = tl.maximum(own_dealt - wave, 1)
         if L.TRACE:
             num_tiles = 1
-        step = first_step
+        step = part.first
         tile_m, x_row, valid, column = 0, 0, 0, 0
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for _ in range(num_tiles * (last_step - first_step)):
-            if step == first_step:
+        total = tl.zeros((T.BLOCK_M, T.BLOCK_N), tl.float32)
+        for _ in range(num_tiles * (part.last - part.first)):
+            if step == part.first:
                 if wave < own_dealt:
-                    index = dealt_tile(wave, pid, num_comm, head)
+                    index = dealt_tile(wave, pid, num_comm, waves)
                 wave += 1
-                tile_m, tile_n = peers_tile_first(index, tiles_m, peer_tiles_m, tiles_n, GROUP_M, OWN_GROUP_M)
+                tile_m, tile_n = peers_tile_first(index, tiles, T)
                 tile = schedule + tile_m * TILE_FIELDS
                 x_row = tl.load(tile + 2).to(tl.int32)
                 valid = tl.load(tile + 3).to(tl.int32)
-                column = tile_n * BLOCK_N
+                column = tile_n * T.BLOCK_N
                 mark(COMPUTE, x_row, column, net, L)
-            total = multiply_step(
-                total, x, x_stride_m, x_stride_k, x_row, x_row + valid, w, w_stride_n, w_stride_k, column, N, K,
-                step, BLOCK_M, BLOCK_N, BLOCK_K, X_TMA, X_TRANSPOSED, W_TMA, W_TRANSPOSED, PRECISION,
-            )
-            if INTERLEAVED:
+            mine = Matrix(x, x_row_stride, x_column_stride, x_row + valid, K)
+            total = multiply_step(total, mine, w, x_row, column, step, T)
+            if S.INTERLEAVED:
                 if (step == own_step) & (unsent >= 0):
-                    signalled = send_tile(
-                        unsent, schedule, tiles_m, peer_tiles_m, outbox_memory, y_memory, inbox,
-                        N, own_end, M, parity_row, part_stride, tile_counts, ready, max_chunks, chunk_rows,
-                        heard, epoch, net, L, GATHER, LANDING, BLOCK_N, GROUP_M, OWN_GROUP_M, ALIGN, PUT_ROWS,
-                    )
+                    signalled = send_tile(unsent, heard, tiles, rows, result, mail, net, L, T, S)
                     heard = tl.full((), True, tl.int1)
                     # Negative, but not a constant: the compiler would select a constant outside of this branch, and the
                     # wait below would no longer depend on the branch.
                     unsent = -1 - signalled.to(tl.int32)
                     mark(COMPUTE, x_row, column, net, L)
-            ends, kept, step = end_of_tile(total, step + 1, first_step, last_step)
+            ends, kept, step = end_of_tile(total, step + 1, part)
             if ends:
                 row = x_row - own_first
                 own = (row >= 0) & (x_row < own_end)
                 chunk = row // chunk_rows  # of an own tile
                 others = counters + SPLIT_TILES + index - whole
-                sums_row = (index - whole) * (parts_of_tile - 1) * BLOCK_M
-                if part == parts_of_tile - 1:
-                    if PARTS:
-                        if parts_of_tile > 1:
+                sums_row = (index - whole) * (part.count - 1) * T.BLOCK_M
+                if part.number == part.count - 1:
+                    if T.PARTS:
+                        if part.count > 1:
                             mark(COLLECT, chunk, rank, net, L)
-                            wait_signal(others, part, rank, chunk, net, L)
+                            wait_signal(others, part.number, rank, chunk, net, L)
                     # `unsent` is always negative here. It is tested because Triton's pipeliner keeps two branches in
                     # order only if the second uses a value of the first. Otherwise programs would wait for each other's
                     # tiles before they send their own.
                     if own & (not complete) & (unsent < 0):
                         mark(WAIT, chunk, rank, net, L)
                         if not L.TRACE:  # a trace shows each tile's wait
-                            complete = all_arrived(
-                                ready, landed, max_chunks, epoch, own_chunks, chunk, net, L, COPIES
-                            )
+                            complete = all_arrived(mail, own_chunks, chunk, net, L, S.COPIES)
                         if not complete:
                             wait_chunks(
-                                ready, landed, max_chunks, epoch, rank + 1, chunk, tl.cdiv(valid, chunk_rows),
-                                net, L, L.RANKS - 1, COPIES,
+                                mail, rank + 1, chunk, tl.cdiv(valid, chunk_rows), net, L, L.RANKS - 1, S.COPIES
                             )
                 mark(STORE, x_row, column, net, L)
                 out_row = row
-                if GATHER:
+                if S.GATHER:
                     out_row = x_row
                 if not own:  # the outbox holds the rows after this rank's own, then those before
                     out_row = (x_row - own_end + M) % M
-                COLUMNS: tl.constexpr = BLOCK_N // SPLIT
-                slices = slices_of(total, BLOCK_M, BLOCK_N, SPLIT)
-                for number in tl.static_range(SPLIT):
-                    finish_slice(
-                        slices[number], column + number * COLUMNS, bias, N, y, outbox, out_row, valid,
-                        partials, parity_row + row, part_stride, own, rank,
-                        sums, sums_row, number * COLUMNS, part, parts_of_tile,
-                        BLOCK_M, COLUMNS, BLOCK_N, L.RANKS,
-                        Y_TMA, O_TMA, P_TMA, S_TMA, HAS_BIAS, ACTIVATION, DTYPE, WIRE,
-                    )
-                if GATHER or not own or part < parts_of_tile - 1:
-                    if INTERLEAVED:  # then no tile is split
+                slices = slices_of(total, T.BLOCK_M, T.BLOCK_N, T.SPLIT)
+                place = Place(out_row, valid, column, own, parity_row + row, part_stride)
+                finish_tile(slices, place, part, sums, sums_row, result, net, L, T)
+                if S.GATHER or not own or part.number < part.count - 1:
+                    if S.INTERLEAVED:  # then no tile is split
                         unsent = index
                     else:
                         publish(L)
-                        if PARTS and part < parts_of_tile - 1:
+                        if T.PARTS and part.number < part.count - 1:
                             count(others, L, "gpu")
                         else:
                             finished = schedule + tile_m * TILE_FIELDS
-                            done = tile_counts + tl.load(finished) * max_chunks + tl.load(finished + 1) // sent_rows
-                            if COPIES:
+                            done = tiles.counts + tl.load(finished) * max_chunks + tl.load(finished + 1) // sent_rows
+                            if S.COPIES:
                                 count_up_to(done, tl.load(finished + 5) * tiles_n, L)
                             else:
                                 count(done, L, "gpu")
             total = kept
-        item = take_tile(wave, own_dealt, pid, num_comm, head, dealt, whole, counters)
+        item = take_tile(wave, own_dealt, pid, num_comm, waves, counters)
 
-    if INTERLEAVED:
+    if S.INTERLEAVED:
         if unsent >= 0:
-            send_tile(
-                unsent, schedule, tiles_m, peer_tiles_m, outbox_memory, y_memory, inbox,
-                N, own_end, M, parity_row, part_stride, tile_counts, ready, max_chunks, chunk_rows,
-                heard, epoch, net, L, GATHER, LANDING, BLOCK_N, GROUP_M, OWN_GROUP_M, ALIGN, PUT_ROWS,
-            )
+            send_tile(unsent, heard, tiles, rows, result, mail, net, L, T, S)
 
     if pid == 0:  # even on a rank without rows of its own: its peers' counts in `landed` must not come after this call
         for step in range(1, L.RANKS):
             source = (rank + step) % L.RANKS
             mark(WAIT, 0, source, net, L)
-            wait_chunk(ready, landed, max_chunks, epoch, source, 0, net, L, COPIES)
+            wait_chunk(mail, source, 0, net, L, S.COPIES)
 
-    if GATHER:
-        gathered = gathered_inbox(inbox, parity_row, part_stride, N, y_memory, L.RANKS)
+    if S.GATHER:
+        gathered = gathered_inbox(mail, rows, result, L)
         gathered_ready = ready + L.RANKS * max_chunks
         own = own_end - own_first
         own_sends = own_chunks * (L.RANKS - 1)
-        if not COPIES and not INTERLEAVED:
+        if not S.COPIES and not S.INTERLEAVED:
             i = take(counters + SEND_TICKETS)
             while i < own_sends:
                 chunk = i // (L.RANKS - 1)
                 target = (rank + 1 + i % (L.RANKS - 1)) % L.RANKS
                 row = tl.cast(chunk * chunk_rows, tl.int64)
                 # A tile that spans several chunks is counted for the first of them.
-                counted = chunk - chunk % tl.maximum(BLOCK_M // chunk_rows, 1)
-                counted_rows = tl.maximum(tl.minimum(own - counted * chunk_rows, tl.maximum(chunk_rows, BLOCK_M)), 0)
+                counted = chunk - chunk % tl.maximum(T.BLOCK_M // chunk_rows, 1)
+                counted_rows = tl.maximum(tl.minimum(own - counted * chunk_rows, tl.maximum(chunk_rows, T.BLOCK_M)), 0)
                 mark(COLLECT, chunk, rank, net, L)
                 wait_signal(
-                    tile_counts + rank * max_chunks + counted, tl.cdiv(counted_rows, BLOCK_M) * tiles_n,
+                    tiles.counts + rank * max_chunks + counted, tl.cdiv(counted_rows, T.BLOCK_M) * tiles_n,
                     rank, chunk, net, L,
                 )
                 mark(SEND, chunk, target, net, L)
                 put_signal(
                     gathered + (own_first + row) * N, y_memory + (own_first + row) * N,
                     tl.maximum(tl.minimum(own - row, chunk_rows), 0) * N,
-                    gathered_ready + rank * max_chunks + chunk, epoch, target, net, L, PUT_BLOCK, ALIGN,
+                    gathered_ready + rank * max_chunks + chunk, epoch, target, net, L, S.BLOCK, S.ALIGN,
                 )
                 i = take(counters + SEND_TICKETS)
+        mail = Mail(gathered, gathered_ready, landed + L.RANKS if S.LANDING else None, max_chunks, epoch)
         receive_parts(
-            y_memory, gathered, gathered_ready, landed + L.RANKS if LANDING else None, starts, max_chunks, epoch,
-            tl.cast(chunk_rows, tl.int64) * N, tl.cast(piece_rows, tl.int64) * N,
-            net, L, COPIES, PUT_BLOCK, ALIGN,
+            y_memory, mail, starts, tl.cast(chunk_rows, tl.int64) * N, tl.cast(piece_rows, tl.int64) * N,
+            net, L, S.COPIES, S.BLOCK, S.ALIGN,
         )
-    if COPIES:
+    if S.COPIES:
         await_copies(pid, copied, net, L)
     end_marks(net, L)
-    end_launch(state, epoch, call, counters, num_counters, copied, landed, net, L, COPIES)
+    end_launch(state, epoch, call, counters, num_counters, copied, landed, net, L, S.COPIES)
 # fmt: on
 
 
@@ -526,8 +514,7 @@ class MatmulReduceScatter(FusedCall):
         put_block = config.copy_block(aligned, ctx.size) * x.element_size() // max(x.element_size(), *travels)
         launch = ctx.bind_call(
             matmul_reduce_kernel, num_programs, workspace,
-            x=x_operand.argument, x_stride_m=x_operand.row_stride, x_stride_k=x_operand.column_stride,
-            w=w_operand.argument, w_stride_n=w_operand.row_stride, w_stride_k=w_operand.column_stride,
+            **x_operand.named("x"), **w_operand.named("w"),
             bias=x if bias is None else bias, y=y_operand.argument, y_memory=y,
             outbox=o_operand.argument, outbox_memory=outbox,
             partials=p_operand.argument, inbox=inbox, parity_rows=parity_rows, part_stride=part_stride,
@@ -537,17 +524,9 @@ class MatmulReduceScatter(FusedCall):
             M=M, N=N, K=K, own_first=first_rows[ctx.rank], own_end=first_rows[ctx.rank + 1],
             num_comm=config.num_comm, own_chunks=num_chunks(rows[ctx.rank], config), chunk_rows=config.chunk_rows,
             sent_rows=config.sent_rows, piece_rows=math.gcd(config.chunk_rows, PIECE_ROWS),
-            L=ctx.link(self.number), GATHER=gather,
-            LANDING=config.landing, COPIES=config.copied, INTERLEAVED=config.interleaved, PARTS=waves.splits > 1,
-            BLOCK_M=gemm.block_m, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, SPLIT=gemm.split,
-            GROUP_M=gemm.group_m, OWN_GROUP_M=own_group(config),
-            X_TMA=x_operand.tma, X_TRANSPOSED=x_operand.transposed, W_TMA=w_operand.tma,
-            W_TRANSPOSED=w_operand.transposed, Y_TMA=y_operand.tma, O_TMA=o_operand.tma, P_TMA=p_operand.tma,
-            S_TMA=s_operand.tma,
-            HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
-            DTYPE=triton_dtype(out_dtype), WIRE=triton_dtype(wire_dtype), PRECISION=precision,
-            PUT_BLOCK=put_block, PUT_ROWS=min(max(put_block // gemm.block_n, 1), gemm.block_m),
-            ALIGN=16 if aligned else min(travels),
+            L=ctx.link(self.number),
+            T=Tile.of(gemm, x_operand, w_operand, bias, activation, precision, waves.splits > 1, own_group(config)),
+            S=Sending.of(config, put_block, 16 if aligned else min(travels), gather),
             num_warps=gemm.num_warps, num_stages=stages_of(gemm, waves.splits), maxnreg=config.max_registers,
             varying=("x", "w", "bias", "y", "y_memory", "outbox", "outbox_memory", "sums", "gate"),
         )  # fmt: skip

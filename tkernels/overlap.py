@@ -24,6 +24,7 @@ program is running, like all others: a launch begins only where all its programs
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import triton
@@ -32,7 +33,7 @@ import triton.language as tl
 from tkernels.comm.context import Context
 from tkernels.comm.device import arrived, wait_chunk
 from tkernels.configs import MAX_LOOK, MAX_TILE_CHUNKS, GemmConfig, OverlapConfig
-from tkernels.gemm import Operand, halves, load_tile, store_tile
+from tkernels.gemm import Operand, finish, halves, load_tile, store_tile, up_to
 from tkernels.waves import MAX_SPLIT_TILES
 
 # A row of tiles in a schedule: shard (its rank), first row in the shard, first row in the whole matrix, number of valid
@@ -124,34 +125,104 @@ def sums_maker(sums: Operand, device: torch.device) -> Callable[[], torch.Tensor
     return lambda: nothing
 
 
+class Sending(NamedTuple):
+    """The constants of how rows are sent, one argument of a fused kernel.
+
+    LANDING: to where copies go.  COPIES: by the copy engine.  INTERLEAVED: by every program, tile by tile.
+    GATHER: finished rows too, to all peers.
+    BLOCK: elements that a program copies at a step, of chunks.  ROWS: rows that it copies at a step, of tiles.
+    ALIGN: in bytes, of what is sent.
+    """
+
+    LANDING: object
+    COPIES: object
+    INTERLEAVED: object
+    GATHER: object
+    BLOCK: object
+    ROWS: object
+    ALIGN: object
+
+    @classmethod
+    def of(cls, config: OverlapConfig, block: int, align: int, gather: bool = False) -> "Sending":
+        rows = min(max(block // config.gemm.block_n, 1), config.gemm.block_m)
+        how = config.landing, config.copied, config.interleaved, gather
+        return cls(*map(tl.constexpr, (*how, block, rows, align)))
+
+
+class Part(NamedTuple):
+    """One of the parts along K that a tile is computed in; most tiles have one.
+
+    number, count: which it is, and how many there are.  first, last: its first step along K, and the end of its steps.
+    """
+
+    number: object
+    count: object
+    first: object
+    last: object
+
+
+class Result(NamedTuple):
+    """What becomes of finished tiles. All but y and bias are a reduction's, and None in other operations.
+
+    y, bias: a finished tile goes to the one, after the other has been added.
+    outbox: partial sums of the peers' rows go there.  partials: where the peers' partial sums of own rows arrive.
+    y_memory, outbox_memory: pointers to the two.
+    """
+
+    y: object
+    bias: object
+    outbox: object
+    partials: object
+    y_memory: object
+    outbox_memory: object
+
+
+class Place(NamedTuple):
+    """Where a finished tile goes.
+
+    row, valid, column: its first row there, the number of its rows, its first column.
+    own: whether its rows are this rank's own. Then the first rank's partial sums of them are at `partial_row` of
+    `partials`, and each next rank's are `part_stride` rows on.
+    """
+
+    row: object
+    valid: object
+    column: object
+    own: object
+    partial_row: object
+    part_stride: object
+
+
 # fmt: off
 @triton.jit
-def dealt_tile(wave, pid, num_comm, head):
+def dealt_tile(wave, pid, num_comm, waves):
     """The tile that is dealt to program `pid` in `wave`.
 
-    The first `head` waves are of the compute programs alone, the later ones of all programs. So the first `num_comm`
-    programs, the comm programs, must begin with wave `head`.
+    The first waves are of the compute programs alone, the later ones of all programs. So the first `num_comm` programs,
+    the comm programs, must begin with wave `waves.head`.
     """
     workers = tl.num_programs(0) - num_comm
     index = wave * workers + pid - num_comm
-    if wave >= head:
-        index = head * workers + (wave - head) * tl.num_programs(0) + pid
+    if wave >= waves.head:
+        index = waves.head * workers + (wave - waves.head) * tl.num_programs(0) + pid
     return index
 
 
 @triton.jit
-def waves_of(pid, num_comm, head, dealt, whole):
+def waves_of(pid, num_comm, waves):
     """The first wave in which program `pid` is dealt no tile: the last wave may have fewer tiles than programs."""
-    return tl.where(dealt_tile(dealt - 1, pid, num_comm, head) < whole, dealt, dealt - 1)
+    return tl.where(dealt_tile(waves.dealt - 1, pid, num_comm, waves) < waves.whole, waves.dealt, waves.dealt - 1)
 
 
 @triton.jit
-def take_tile(wave, own_dealt, pid, num_comm, head, dealt, whole, counters):
+def take_tile(wave, own_dealt, pid, num_comm, waves, counters):
     """A program's tile in `wave`: before `own_dealt` the one dealt to it, then the next one, claimed by a ticket."""
-    index = dealt_tile(wave, pid, num_comm, head)
+    index = dealt_tile(wave, pid, num_comm, waves)
     if wave >= own_dealt:
         workers = tl.num_programs(0) - num_comm
-        dealt_tiles = tl.minimum(head * workers + (dealt - head) * tl.num_programs(0), whole)
+        dealt_tiles = tl.minimum(
+            waves.head * workers + (waves.dealt - waves.head) * tl.num_programs(0), waves.whole
+        )
         index = dealt_tiles + take(counters + TILE_TICKETS)
     return index
 
@@ -163,69 +234,86 @@ def take(tickets):
 
 
 @triton.jit
-def part_of_tile(index, whole, splits, K, PARTS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Item `index` -> (tile, part, number of parts, first step along K, end of its steps).
+def part_of_tile(index, waves, steps, PARTS: tl.constexpr):
+    """Item `index` -> (tile, Part). Items are the `waves.whole` first tiles, then the parts of the others.
 
-    Items are the `whole` first tiles, then the parts of the others.
+    steps: along K.
     PARTS: False where no tile is split. A kernel without parts takes 10 to 27 fewer registers (bf16, 128 x 256) and 32
     KB less shared memory, 17 KB less in reductions.
     """
-    part = tl.full((), 0, tl.int32)
-    parts = tl.full((), 1, tl.int32)
-    steps = tl.cdiv(K, BLOCK_K)
+    number = tl.full((), 0, tl.int32)
+    count = tl.full((), 1, tl.int32)
     first = 0
     last = steps
     if PARTS:
-        if index >= whole:
-            parts = splits
-            part = (index - whole) % splits
-            index = whole + (index - whole) // splits
-        first = steps * part // parts
-        last = steps * (part + 1) // parts
-    return index, part, parts, first, last
+        if index >= waves.whole:
+            count = waves.splits
+            number = (index - waves.whole) % waves.splits
+            index = waves.whole + (index - waves.whole) // waves.splits
+        first = steps * number // count
+        last = steps * (number + 1) // count
+    return index, Part(number, count, first, last)
 
 
 @triton.jit
-def end_of_tile(total, step, first_step, last_step):
+def end_of_tile(total, step, part):
     """After a step: (whether the tile ends with it, the accumulator and the step to go on with).
 
     Call it before the branch that finishes the tile: Triton moves the selection of the accumulator into that branch. It
     does not move a selection after the branch, and then each dot is waited for.
     """
-    ends = step == last_step
+    ends = step == part.last
     if ends:
         total = tl.zeros(total.shape, tl.float32)
-        step = first_step
+        step = part.first
     return ends, total, step
 
 
 @triton.jit
-def store_part(
-    value, sums, row, column,  # pointer or descriptor of [.., BLOCK_N], fp32
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    """Store a slice of a part's partial sums for the tile's last part; in quarters, which take less shared memory."""
-    QUARTER: tl.constexpr = COLUMNS // 4
-    quarters = quarters_of(value, ROWS, COLUMNS)
-    for at in tl.static_range(4):
-        store_tile(
-            quarters[at], sums, BLOCK_N, row, ROWS, column + at * QUARTER, BLOCK_N, ROWS, QUARTER, TMA, tl.float32
-        )
+def finish_tile(slices, place, part, sums, sums_row, result, net, L, T):
+    """Store a tile, in slices of its columns.
+
+    Of a part, the sums, for the tile's last part; of a peer's rows, to the outbox; else, finished, to y.
+    sums, sums_row: fp32 [.., BLOCK_N], where parts leave their sums; those of the tile's first part are at that row.
+    """
+    COLUMNS: tl.constexpr = T.BLOCK_N // T.SPLIT
+    for number in tl.static_range(T.SPLIT):
+        value = slices[number]
+        column = place.column + number * COLUMNS
+        if part.number < part.count - 1:
+            store_part(value, sums, sums_row + part.number * T.BLOCK_M, number * COLUMNS, T.BLOCK_M, COLUMNS)
+        elif result.outbox_memory is not None and not place.own:
+            store_tile(value, result.outbox, place.row, place.valid, column, T.BLOCK_M, COLUMNS)
+        else:
+            value = add_parts(value, sums, sums_row, number * COLUMNS, part.count, T.BLOCK_M, COLUMNS)
+            if result.outbox_memory is not None:
+                for step in range(1, L.RANKS):
+                    row = place.partial_row + (net.rank + step) % L.RANKS * place.part_stride
+                    theirs = up_to(result.partials, row + place.valid)
+                    value += load_tile(theirs, row, column, T.BLOCK_M, COLUMNS).to(tl.float32)
+            value = finish(value, result.bias, column, result.y.columns, COLUMNS, T.HAS_BIAS, T.ACTIVATION)
+            store_tile(value, result.y, place.row, place.valid, column, T.BLOCK_M, COLUMNS)
 
 
 @triton.jit
-def add_parts(
-    value, sums, row, column, parts,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
+def store_part(value, sums, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Store a slice of a part's partial sums for the tile's last part; in quarters, which take less shared memory."""
+    QUARTER: tl.constexpr = COLUMNS // 4
+    quarters = quarters_of(value, ROWS, COLUMNS)
+    for number in tl.static_range(4):
+        store_tile(quarters[number], sums, row, ROWS, column + number * QUARTER, ROWS, QUARTER)
+
+
+@triton.jit
+def add_parts(value, sums, row, column, parts, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Add the partial sums of the tile's other parts to a slice, in order of parts; those of the first are at `row`."""
     QUARTER: tl.constexpr = COLUMNS // 4
     for part in range(parts - 1):
-        at = row + part * ROWS
+        part_row = row + part * ROWS
+        theirs = up_to(sums, part_row + ROWS)
         quarters = ()
         for quarter in tl.static_range(4):
-            start = column + quarter * QUARTER
-            quarters += (load_tile(sums, BLOCK_N, 1, at, start, at + ROWS, BLOCK_N, ROWS, QUARTER, TMA, False),)
+            quarters += (load_tile(theirs, part_row, column + quarter * QUARTER, ROWS, QUARTER),)
         left = join_halves(quarters[0], quarters[1], ROWS, COLUMNS // 2)
         right = join_halves(quarters[2], quarters[3], ROWS, COLUMNS // 2)
         value += join_halves(left, right, ROWS, COLUMNS)
@@ -246,37 +334,35 @@ def join_halves(left, right, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def wait_chunks(
-    ready, landed, max_chunks, epoch, source, chunk, count, net, L, SOURCES: tl.constexpr, COPIES: tl.constexpr,
-):  # fmt: skip
+def wait_chunks(mail, source, chunk, count, net, L, SOURCES: tl.constexpr, COPIES: tl.constexpr):
     """Wait for `count` (at most MAX_TILE_CHUNKS) chunks from `chunk` on, of each of SOURCES ranks from `source` on.
 
     One poll of all of them comes first; only if it fails are they waited for one by one.
-    ready, landed, COPIES: as in `wait_chunk`. COPIES is how this rank sends, and peers mostly send in the same way.
+    COPIES: as in `wait_chunk`. It is how this rank sends, and peers mostly send in the same way.
     """
-    way = tl.arange(0, triton.next_power_of_2(SOURCES * MAX_TILE_CHUNKS))
-    whose = (source + way % SOURCES) % L.RANKS
+    lane = tl.arange(0, triton.next_power_of_2(SOURCES * MAX_TILE_CHUNKS))
+    peer = (source + lane % SOURCES) % L.RANKS
     if COPIES:
-        here = arrived(landed + whose, chunk + count, L)
+        here = arrived(mail.delivered + peer, chunk + count, L)
     else:
-        words = whose * max_chunks + chunk + tl.minimum(way // SOURCES, count - 1)
-        here = arrived(ready + words, epoch, L)
+        words = peer * mail.max_chunks + chunk + tl.minimum(lane // SOURCES, count - 1)
+        here = arrived(mail.ready + words, mail.epoch, L)
     if not here:
         for step in range(SOURCES):
-            peer = (source + step) % L.RANKS
-            for at in range(chunk, chunk + count):
-                wait_chunk(ready, landed, max_chunks, epoch, peer, at, net, L, COPIES)
+            late = (source + step) % L.RANKS
+            for number in range(chunk, chunk + count):
+                wait_chunk(mail, late, number, net, L, COPIES)
 
 
 @triton.jit
 def words_of_peers(max_chunks, chunks, first, net, L):
     """Indices of the signal words of all peers' chunks, at most MAX_LOOK of them, beginning with chunk `first`."""
-    way = (first + tl.arange(0, MAX_LOOK)) % (chunks * (L.RANKS - 1))
-    return (net.rank + 1 + way // chunks) % L.RANKS * max_chunks + way % chunks
+    lane = (first + tl.arange(0, MAX_LOOK)) % (chunks * (L.RANKS - 1))
+    return (net.rank + 1 + lane // chunks) % L.RANKS * max_chunks + lane % chunks
 
 
 @triton.jit
-def all_arrived(ready, landed, max_chunks, epoch, chunks, first, net, L, COPIES: tl.constexpr):
+def all_arrived(mail, chunks, first, net, L, COPIES: tl.constexpr):
     """Poll once whether `chunks` chunks of each peer have arrived, so that later tiles need not wait.
 
     May return False although they have.
@@ -285,8 +371,8 @@ def all_arrived(ready, landed, max_chunks, epoch, chunks, first, net, L, COPIES:
     there = tl.full((), False, tl.int1)
     if COPIES:
         peers = (net.rank + 1 + tl.arange(0, triton.next_power_of_2(L.RANKS)) % (L.RANKS - 1)) % L.RANKS
-        there = arrived(landed + peers, chunks, L)
+        there = arrived(mail.delivered + peers, chunks, L)
     elif chunks * (L.RANKS - 1) <= MAX_LOOK:
-        there = arrived(ready + words_of_peers(max_chunks, chunks, first, net, L), epoch, L)
+        there = arrived(mail.ready + words_of_peers(mail.max_chunks, chunks, first, net, L), mail.epoch, L)
     return there
 # fmt: on

@@ -25,7 +25,7 @@ from tkernels.comm.context import Context, as_context
 from tkernels.comm.launch import PreparedLaunch
 from tkernels.comm.regions import ALIGNMENT, round_up
 from tkernels.configs import OverlapConfig
-from tkernels.gemm import ACTIVATIONS, check_result, finish, layout_of, load_tile, store_tile
+from tkernels.gemm import ACTIVATIONS, Matrix, check_result, finish, layout_of, load_tile, store_tile
 from tkernels.model import PLAIN_BYTES
 
 PATHS = ("fused", "plain")
@@ -239,9 +239,9 @@ def finish_kernel(
     tiles_n = tl.cdiv(N, BLOCK_N)
     row = tl.program_id(0) // tiles_n * BLOCK_M
     column = tl.program_id(0) % tiles_n * BLOCK_N
-    value = load_tile(total, N, 1, row, column, M, N, BLOCK_M, BLOCK_N, False, False)
+    value = load_tile(Matrix(total, N, 1, M, N), row, column, BLOCK_M, BLOCK_N)
     value = finish(value, bias, column, N, BLOCK_N, HAS_BIAS, ACTIVATION)
-    store_tile(value, y, N, row, M - row, column, N, BLOCK_M, BLOCK_N, False, y.dtype.element_ty)
+    store_tile(value, Matrix(y, N, 1, M, N), row, M - row, column, BLOCK_M, BLOCK_N)
 
 
 def _finish(total: torch.Tensor, bias: torch.Tensor | None, activation: str | None, y: torch.Tensor):
@@ -251,7 +251,7 @@ def _finish(total: torch.Tensor, bias: torch.Tensor | None, activation: str | No
         return lambda bias, y: None
     launch = PreparedLaunch(
         finish_kernel, triton.cdiv(M, block_m) * triton.cdiv(N, block_n),
-        (total, total if bias is None else bias, y, M, N), ("bias", "y"),
+        varying=("bias", "y"), total=total, bias=total if bias is None else bias, y=y, M=M, N=N,
         BLOCK_M=block_m, BLOCK_N=block_n, HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
     )  # fmt: skip
     return lambda bias, y: launch(total if bias is None else bias.contiguous(), y)

@@ -240,11 +240,11 @@ class Plan:
         config, products = self._config(ctx, x, w, dtype), self.problem.precision
         if gathers:
             call = AllGatherMatmul(activation, self.rows, dtype, config, self.path, products)
-            run = ctx.prepared(call, x, w, bias, None, None)
+            run = ctx.prepared(call, (x, w, bias, None, None))
             return lambda x, w, bias: run(x, w, bias, None, None)[0]
         kind = MatmulAllReduce if sums_everywhere else MatmulReduceScatter
         call = kind(activation, self.rows, dtype, config, self.path, products, wire_dtype=self.wire)
-        run = ctx.prepared(call, x, w, bias, None)
+        run = ctx.prepared(call, (x, w, bias, None))
         return lambda x, w, bias: run(x, w, bias, None)
 
     def _multiply(self, x, w, bias, activation, dtype) -> torch.Tensor:

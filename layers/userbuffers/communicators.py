@@ -337,7 +337,7 @@ class CommOverlapCore:
         config = self._config("all_gather_matmul", sum(rows), x, w, x.shape[1])
         config = with_room_for(config, out_dtype or x.dtype, x.dtype)
         call = AllGatherMatmul(None, rows, out_dtype, config, None, precision(x.dtype), return_gathered)
-        return self.context.prepared(call, x, w, bias, out, gathered)
+        return self.context.prepared(call, (x, w, bias, out, gathered))
 
     def matmul_reduce_scatter(
         self, x, w, bias=None, *, rows=None, out=None, out_dtype=None, beside: bool = False
@@ -357,7 +357,7 @@ class CommOverlapCore:
         config = self._config("matmul_reduce_scatter", x.shape[0], x, w, w.shape[0], spared)
         config = with_room_for(config, out_dtype or x.dtype, x.dtype)
         call = MatmulReduceScatter(None, rows, out_dtype, config, None, precision(x.dtype))
-        return self.context.prepared(call, x, w, bias, out)
+        return self.context.prepared(call, (x, w, bias, out))
 
     def all_gather(self, x_shard_m, rows, out=None, max_programs=collectives.MAX_PROGRAMS) -> torch.Tensor:
         """Collective. Every rank's rows, on the current stream."""
