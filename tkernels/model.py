@@ -25,7 +25,7 @@ import torch
 
 from tkernels.configs import COPIES, DTYPES, MAX_LOOK, MIN_CHUNK_ROWS, GemmConfig, OverlapConfig, Wire, by_copy_engine
 from tkernels.gpus import GPU, H200, SIMULATED, TILE_END_S, gpu_here
-from tkernels.waves import waves_on
+from tkernels.waves import end_of, waves_on
 
 GATHER, SCATTER, ALL_REDUCE = FUSED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 FP32, FP16, BF16 = DTYPES
@@ -383,7 +383,7 @@ class _Launch:
     def _end(self, sending_s: float) -> float:
         """When the last tile ends, if the comm programs have sent everything after sending_s."""
         busy = min(max(sending_s / self.tile_s, self.needed / self.workers), self.tiles / self.workers)
-        end = self.waves.end(self.tiles, self.tile_s, self.programs, self.config.num_comm, busy) * self.tile_s
+        end = end_of(self.waves, self.tiles, self.tile_s, self.programs, self.config.num_comm, busy) * self.tile_s
         return max(end, self.problem.least_s) + self.own / self.programs * self.sums_s
 
     def _gather_s(self) -> float:

@@ -33,20 +33,22 @@ class Waves(NamedTuple):
     whole: int
     splits: int
 
-    def end(self, tiles: int, tile_s: float, programs: int, num_comm: int, sending: float) -> float:
-        """When the launch ends, in units of a tile's time. sending: when its comm programs have sent everything."""
-        workers = programs - num_comm
-        places = self.head * workers + (self.dealt - self.head) * programs
-        dealt = min(places, self.whole)
-        part = (1 - TILE_END_S / tile_s) / self.splits + (TILE_END_S + PART_S) / tile_s
-        last_part = part + ADD_S * (self.splits - 1) / tile_s
-        items = [1.0] * (self.whole - dealt) + ([part] * (self.splits - 1) + [last_part]) * (tiles - self.whole)
-        free = [float(self.dealt - (program < places - dealt)) for program in range(workers)]
-        free += [sending + self.dealt - self.head] * num_comm
-        heapq.heapify(free)
-        for item in items:
-            heapq.heapreplace(free, free[0] + item)
-        return max(free)
+
+def end_of(waves: Waves, tiles: int, tile_s: float, programs: int, num_comm: int, sending: float) -> float:
+    """When a launch ends, in units of a tile's time. sending: when its comm programs have sent everything."""
+    head, dealt_waves, whole, splits = waves
+    workers = programs - num_comm
+    places = head * workers + (dealt_waves - head) * programs
+    dealt = min(places, whole)
+    part = (1 - TILE_END_S / tile_s) / splits + (TILE_END_S + PART_S) / tile_s
+    last_part = part + ADD_S * (splits - 1) / tile_s
+    items = [1.0] * (whole - dealt) + ([part] * (splits - 1) + [last_part]) * (tiles - whole)
+    free = [float(dealt_waves - (program < places - dealt)) for program in range(workers)]
+    free += [sending + dealt_waves - head] * num_comm
+    heapq.heapify(free)
+    for item in items:
+        heapq.heapreplace(free, free[0] + item)
+    return max(free)
 
 
 def plan_waves(
@@ -89,7 +91,7 @@ def waves_on(
     def end(plan: Waves) -> float:
         """The later of two estimates of how long sending takes."""
         guesses = (0.9 * sending, 1.1 * sending) if num_comm else (0.0,)
-        return max(plan.end(tiles, tile_s, num_programs, num_comm, guess) for guess in guesses)
+        return max(end_of(plan, tiles, tile_s, num_programs, num_comm, guess) for guess in guesses)
 
     plans = [deal(0, 1)]
     if num_comm and not tiles_first:
