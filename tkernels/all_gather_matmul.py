@@ -194,14 +194,14 @@ def all_gather_matmul_kernel(
                 mark(COMPUTE, out_row, column, net, L)
             # One main loop for own and gathered rows: two would each take the shared memory of a pipeline.
             total = multiply_step(total, Matrix(operand, K, 1, row + valid, K), w, row, column, step, T)
-            ends, kept, step = end_of_tile(total, step + 1, part)
+            ends, next_total, step = end_of_tile(total, step + 1, part)
             if ends:
-                others = counters + SPLIT_TILES + index - whole
+                parts_done = counters + SPLIT_TILES + index - whole
                 sums_row = (index - whole) * (part.count - 1) * T.BLOCK_M
                 if T.PARTS:
                     if (part.count > 1) & (part.number == part.count - 1):
                         mark(COLLECT, 0, rank, net, L)
-                        wait_signal(others, part.count - 1, rank, 0, net, L)
+                        wait_signal(parts_done, part.count - 1, rank, 0, net, L)
                 mark(STORE, out_row, column, net, L)
                 slices = slices_of(total, T.BLOCK_M, T.BLOCK_N, T.SPLIT)
                 place = Place(out_row, valid, column, True, None, None)
@@ -209,8 +209,8 @@ def all_gather_matmul_kernel(
                 if T.PARTS:
                     if part.number < part.count - 1:
                         publish(L)
-                        count(others, L, "gpu")
-            total = kept
+                        count(parts_done, L, "gpu")
+            total = next_total
         item = take_tile(wave, own_dealt, pid, num_comm, waves, counters)
     await_copies(pid, mail, net, L)
     end_marks(net, L)

@@ -151,14 +151,14 @@ def peers_tile_first(index, tiles, T):
 
 
 @triton.jit
-def send_tile(index, heard, tiles, rows, result, mail, net, L, T, S):
+def send_tile(index, peers_entered, tiles, rows, result, mail, net, L, T, S):
     """Send a tile that this program has stored: partial sums to the row's owner, a finished tile to all peers.
 
-    heard: whether this program has already seen that all peers have reached this call. The program that sends a chunk's
-    last tile signals the chunk, or all chunks that the tile spans. Returns whether this program did.
+    peers_entered: whether this program has already seen that all peers have reached this call. The program that sends a
+    chunk's last tile signals the chunk, or all chunks that the tile spans. Returns whether this program did.
     """
     if mail.delivered is not None:
-        if not heard:
+        if not peers_entered:
             mark(WAIT, 0, net.rank, net, L)
             await_peers(mail.epoch, net, L)
     N = result.y.columns
@@ -280,9 +280,9 @@ def matmul_reduce_kernel(
     own_dealt = dealt
     if gate is not None or S.INTERLEAVED:  # then no whole tile is claimed; the last wave may not reach every program
         own_dealt = waves_of(pid, num_comm, waves)
-    unsent = tl.full((), -1, tl.int32)  # a finished tile, sent in step `own_step` of the next one; negative: none
-    own_step = pid * tl.cdiv(K, T.BLOCK_K) // tl.num_programs(0)  # staggered, so that programs don't send all at once
-    heard = tl.full((), False, tl.int1)  # whether all peers have been seen to reach this call
+    pending = tl.full((), -1, tl.int32)  # a finished tile, sent in step `send_step` of the next one; negative: none
+    send_step = pid * tl.cdiv(K, T.BLOCK_K) // tl.num_programs(0)  # staggered, so that programs don't send all at once
+    peers_entered = tl.full((), False, tl.int1)  # whether all peers have been seen to reach this call
     item = items
     if not S.GATHER or pid >= num_comm:  # comm programs of an all-reduce compute no tile, but send finished chunks next
         item = take_tile(wave, own_dealt, pid, num_comm, waves, counters)
@@ -310,29 +310,29 @@ def matmul_reduce_kernel(
             mine = Matrix(x, x_row_stride, x_column_stride, x_row + valid, K)
             total = multiply_step(total, mine, w, x_row, column, step, T)
             if S.INTERLEAVED:
-                if (step == own_step) & (unsent >= 0):
-                    signalled = send_tile(unsent, heard, tiles, rows, result, mail, net, L, T, S)
-                    heard = tl.full((), True, tl.int1)
+                if (step == send_step) & (pending >= 0):
+                    signalled = send_tile(pending, peers_entered, tiles, rows, result, mail, net, L, T, S)
+                    peers_entered = tl.full((), True, tl.int1)
                     # Negative, but not a constant: the compiler would select a constant outside of this branch, and the
                     # wait below would no longer depend on the branch.
-                    unsent = -1 - signalled.to(tl.int32)
+                    pending = -1 - signalled.to(tl.int32)
                     mark(COMPUTE, x_row, column, net, L)
-            ends, kept, step = end_of_tile(total, step + 1, part)
+            ends, next_total, step = end_of_tile(total, step + 1, part)
             if ends:
                 row = x_row - own_first
                 own = (row >= 0) & (x_row < own_end)
                 chunk = row // chunk_rows  # of an own tile
-                others = counters + SPLIT_TILES + index - whole
+                parts_done = counters + SPLIT_TILES + index - whole
                 sums_row = (index - whole) * (part.count - 1) * T.BLOCK_M
                 if part.number == part.count - 1:
                     if T.PARTS:
                         if part.count > 1:
                             mark(COLLECT, chunk, rank, net, L)
-                            wait_signal(others, part.number, rank, chunk, net, L)
-                    # `unsent` is always negative here. It is tested because Triton's pipeliner keeps two branches in
+                            wait_signal(parts_done, part.number, rank, chunk, net, L)
+                    # `pending` is always negative here. It is tested because Triton's pipeliner keeps two branches in
                     # order only if the second uses a value of the first. Otherwise programs would wait for each other's
                     # tiles before they send their own.
-                    if own & (not complete) & (unsent < 0):
+                    if own & (not complete) & (pending < 0):
                         mark(WAIT, chunk, rank, net, L)
                         if not L.TRACE:  # a trace shows each tile's wait
                             complete = all_arrived(mail, own_chunks, chunk, net, L)
@@ -349,11 +349,11 @@ def matmul_reduce_kernel(
                 finish_tile(slices, place, part, sums, sums_row, result, net, L, T)
                 if S.GATHER or not own or part.number < part.count - 1:
                     if S.INTERLEAVED:  # then no tile is split
-                        unsent = index
+                        pending = index
                     else:
                         publish(L)
                         if T.PARTS and part.number < part.count - 1:
-                            count(others, L, "gpu")
+                            count(parts_done, L, "gpu")
                         else:
                             finished = schedule + tile_m * TILE_FIELDS
                             done = tiles.counts + tl.load(finished) * max_chunks + tl.load(finished + 1) // sent_rows
@@ -361,12 +361,12 @@ def matmul_reduce_kernel(
                                 count_up_to(done, tl.load(finished + 5) * tiles_n, L)
                             else:
                                 count(done, L, "gpu")
-            total = kept
+            total = next_total
         item = take_tile(wave, own_dealt, pid, num_comm, waves, counters)
 
     if S.INTERLEAVED:
-        if unsent >= 0:
-            send_tile(unsent, heard, tiles, rows, result, mail, net, L, T, S)
+        if pending >= 0:
+            send_tile(pending, peers_entered, tiles, rows, result, mail, net, L, T, S)
 
     if pid == 0:  # even on a rank without rows of its own: its peers' counts of copies must not come after this call
         for step in range(1, L.RANKS):
