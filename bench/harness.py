@@ -12,12 +12,12 @@ import time
 import torch
 
 from bench.baselines import NAMES, baselines, enable_symmetric_memory
+from bench.compile import compile_ahead, sentence
 from bench.problem import Case, Problem, config_of, path_of
 from bench.roofs import Roofs
 from bench.ways import Opened, open_ways
 from tkernels.comm.context import Context
 from tkernels.timing import WARMUPS, Call, Timing, agree, measure
-from tkernels.tuner.compile import compile_ahead, sentence
 
 ROWS_AT_ONCE = 1024  # of a result, compared in fp64
 HOST_ROUNDS, HOST_CALLS = 15, 5

@@ -11,8 +11,9 @@ import torch
 
 import tkernels
 from bench import work
+from tkernels.choice import gemm_config, overlap_config
 from tkernels.comm.context import Context
-from tkernels.configs import GemmConfig, OverlapConfig, gemm_config, overlap_config
+from tkernels.configs import GemmConfig, OverlapConfig
 from tkernels.rounding import tolerance
 
 LAYOUTS = ("TN", "NN", "NT")

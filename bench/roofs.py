@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 import torch
 
 from bench.baselines import enable_symmetric_memory
+from bench.compile import sentence
 from tkernels.comm.context import Context
 from tkernels.timing import agree, measure
-from tkernels.tuner.compile import sentence
 
 PEER_COPY_BYTES = 256 << 20
 HBM_COPY_BYTES = 1 << 30

@@ -11,11 +11,11 @@ from collections.abc import Callable
 import torch
 
 import tkernels
+from bench.compile import sentence
 from bench.problem import Case, Problem, config_of
 from tkernels.comm.context import Context
 from tkernels.configs import by_copy_engine
 from tkernels.timing import agree
-from tkernels.tuner.compile import sentence
 
 
 @dataclasses.dataclass(frozen=True)

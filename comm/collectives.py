@@ -200,11 +200,11 @@ def part_of(starts, rank, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
 
 @triton.jit
 def receive_parts(
-    out, mail, starts, chunk, piece, net, L, COPIES: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+    out, mail, starts, chunk, piece, net, L, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):
     """Wait for every peer's part and copy it from the inbox to `out`, piece by piece, divided among the programs.
 
-    COPIES: as `wait_chunk`.  piece: elements; a divisor of `chunk`, since a piece waits for one chunk.
+    piece: elements; a divisor of `chunk`, since a piece waits for one chunk.
     """
     for step in range(1, L.RANKS):
         source = (net.rank + L.RANKS - step) % L.RANKS
@@ -213,7 +213,7 @@ def receive_parts(
             first = tl.cast(index, tl.int64) * piece
             number = tl.cast(first // chunk, tl.int32)
             mark(WAIT, number, source, net, L)
-            wait_chunk(mail, source, number, net, L, COPIES)
+            wait_chunk(mail, source, number, net, L)
             mark(COPY, number, source, net, L)
             copy(out + start + first, mail.memory + start + first, tl.minimum(part - first, piece), BLOCK, ALIGN)
 
@@ -221,10 +221,10 @@ def receive_parts(
 @triton.jit(do_not_specialize=["rank", "max_chunks", "call"])
 def all_gather_kernel(
     x, out,  # [own part], [whole]
-    inbox, inbox_stride, ready, max_chunks, state, table, rank, gate, copied, landed,
+    inbox, inbox_stride, ready, max_chunks, state, table, rank, gate, copied, delivered,
     starts,  # [R + 1] first element of each part
     chunk, call,  # elements; see begin_call
-    L, COPIES: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+    L, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):
     pid = tl.program_id(0)
     net = Net(table, rank)
@@ -232,10 +232,9 @@ def all_gather_kernel(
     inbox += epoch % 2 * inbox_stride
     start, part = part_of(starts, rank, x.dtype.element_ty, ALIGN)
     chunks = chunk_count(part, chunk)
-    if COPIES:
-        begin_landing(pid, 0, gate, epoch, net, L, COPIES)
-    else:
-        landed = None
+    mail = Mail(inbox, ready, delivered, gate, copied, max_chunks, epoch)
+    begin_landing(pid, 0, mail, net, L)
+    if gate is None:
         for index in range(pid, chunks, tl.num_programs(0)):
             first = tl.cast(index, tl.int64) * chunk
             size = tl.minimum(part - first, chunk)
@@ -248,23 +247,21 @@ def all_gather_kernel(
         first = tl.cast(index, tl.int64) * chunk
         mark(COPY, index, rank, net, L)
         copy(out + start + first, x + first, tl.minimum(part - first, chunk), BLOCK, ALIGN)
-    mail = Mail(inbox, ready, landed, max_chunks, epoch)
-    receive_parts(out, mail, starts, chunk, chunk, net, L, COPIES, BLOCK, ALIGN)
-    if COPIES:
-        await_copies(pid, copied, net, L)
+    receive_parts(out, mail, starts, chunk, chunk, net, L, BLOCK, ALIGN)
+    await_copies(pid, mail, net, L)
     end_marks(net, L)
-    end_launch(state, epoch, call, None, 0, copied, landed, net, L, COPIES)
+    end_launch(state, call, None, 0, mail, net, L)
 
 
 @triton.jit(do_not_specialize=["rank", "num_chunks", "max_chunks", "num_counters", "piece_chunks", "call"])
 def reduce_kernel(
     x, out,  # [whole]; [own part], or [whole] with GATHER or WHOLE
     inbox, inbox_stride, part_stride, counters, num_counters, ready, max_chunks, state, table, rank,
-    gate, copied, landed,
+    gate, copied, delivered,
     starts,  # [R + 1] first element of each part; with WHOLE, the first two words are those of every part
     chunk, num_chunks, piece_chunks,  # elements of a chunk; chunks of the largest part; chunks of a copy
     call,  # see begin_call
-    L, GATHER: tl.constexpr, WHOLE: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+    L, GATHER: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):
     """Send each rank its part of x and sum what arrives; with GATHER, send the sum of the own part to every peer."""
     PARTS: tl.constexpr = 0 if WHOLE else 1
@@ -273,10 +270,9 @@ def reduce_kernel(
     epoch = begin_call(state, call, net, L)
     inbox += epoch % 2 * inbox_stride
     pid = tl.program_id(0)
-    if COPIES:
-        begin_landing(pid, 0, gate, epoch, net, L, COPIES)
-    else:
-        landed = None
+    mail = Mail(inbox, ready, delivered, gate, copied, max_chunks, epoch)
+    begin_landing(pid, 0, mail, net, L)
+    if gate is None:
         for index in range(pid, num_chunks, tl.num_programs(0)):
             first = tl.cast(index, tl.int64) * chunk
             for step in range(1, L.RANKS):
@@ -293,13 +289,12 @@ def reduce_kernel(
     own = out + start if GATHER else out
     gathered = (inbox + L.RANKS * part_stride).to(out.dtype)
     gathered_ready = ready + L.RANKS * max_chunks
-    mail = Mail(inbox, ready, landed, max_chunks, epoch)
     chunks = chunk_count(part, chunk)
     for index in range(pid, chunks, tl.num_programs(0)):
         for source in range(L.RANKS):
             if source != rank:
                 mark(WAIT, index, source, net, L)
-                wait_chunk(mail, source, index, net, L, COPIES)
+                wait_chunk(mail, source, index, net, L)
         mark(ADD, index, rank, net, L)
         first = tl.cast(index, tl.int64) * chunk
         last = tl.minimum(part, first + chunk)
@@ -313,7 +308,7 @@ def reduce_kernel(
                     total += tl.load(inbox + source * part_stride + at, mask=at < last, other=0.0).to(tl.float32)
             tl.store(own + at, total.to(out.dtype.element_ty), mask=at < last)
         if GATHER:
-            if COPIES:
+            if gate is not None:
                 piece = index // piece_chunks
                 count_up_to(counters + piece, tl.minimum(chunks - piece * piece_chunks, piece_chunks), L)
             else:
@@ -324,12 +319,12 @@ def reduce_kernel(
                     put(gathered + start + first, own + first, last - first, target, net, L, BLOCK, ALIGN)
                 signal_all(gathered_ready + rank * max_chunks + index, epoch, net, L)
     if GATHER:
-        mail = Mail(gathered, gathered_ready, landed + L.RANKS if COPIES else None, max_chunks, epoch)
-        receive_parts(out, mail, starts, chunk, chunk, net, L, COPIES, BLOCK, ALIGN)
-    if COPIES:
-        await_copies(pid, copied, net, L)
+        counts = delivered + L.RANKS if delivered is not None else None
+        sums = Mail(gathered, gathered_ready, counts, gate, copied, max_chunks, epoch)
+        receive_parts(out, sums, starts, chunk, chunk, net, L, BLOCK, ALIGN)
+    await_copies(pid, mail, net, L)
     end_marks(net, L)
-    end_launch(state, epoch, call, counters, num_counters, copied, landed, net, L, COPIES)
+    end_launch(state, call, counters, num_counters, mail, net, L)
 
 
 @triton.jit
@@ -739,7 +734,7 @@ class _Parts:
         launch = ctx.bind_call(
             all_gather_kernel, min(self.num_programs, self.num_chunks), workspace, x=self.x, out=self.out,
             inbox=inbox, inbox_stride=stride, starts=self.starts, chunk=self.chunk, L=ctx.link(OP_ALL_GATHER),
-            COPIES=copied, varying=("x", "out", "gate"), **self.options,
+            landing=copied, copied=copied, varying=("x", "out"), **self.options,
         )  # fmt: skip
         own, first = self.parts[ctx.rank], sum(self.parts[: ctx.rank])
         return self.with_copies(launch, workspace, copied and [
@@ -771,8 +766,8 @@ class _Parts:
             reduce_kernel, min(self.num_programs, self.num_chunks), workspace, x=self.x, out=self.out,
             inbox=inbox, inbox_stride=stride, part_stride=part_stride, num_counters=num_counters, starts=self.starts,
             chunk=self.chunk, num_chunks=self.num_chunks, piece_chunks=self.piece_chunks,
-            L=ctx.link(operation), GATHER=gather, WHOLE=self.whole, COPIES=copied,
-            varying=("x", "out", "gate"), **self.options,
+            L=ctx.link(operation), GATHER=gather, WHOLE=self.whole,
+            landing=copied, copied=copied, varying=("x", "out"), **self.options,
         )  # fmt: skip
         return self.with_copies(launch, workspace, copied and self.reduced_sends(part_stride, gather))
 
@@ -809,8 +804,7 @@ class _Parts:
     def with_copies(self, launch, workspace, sends: list[Send] | bool):
         """A function of x and out: the launch, together with the copy engine's sends if there are any."""
         if not sends:
-            gate = workspace.gates[0]
-            return lambda x, out: launch(x, out, gate)
+            return launch
         copies = Copies(self.ctx, workspace, sends)
         return lambda x, out: copies.beside(functools.partial(launch, x, out), x, out)
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import triton.language as tl
 
-from tkernels.comm import capture, contexts, interpreter, runtime, tuned
+from tkernels.comm import capture, contexts, interpreter, runtime
 from tkernels.comm.arguments import check_type, switch
 from tkernels.comm.calls import CALL_BITS, Call, Shared, Turn, describe, difference, differences, local_calls
 from tkernels.comm.device import (
@@ -177,9 +177,6 @@ class Context:
             )
         self.transport_id = TRANSPORTS[self.transport]
         self.mapped = usable[0] != "nvshmem"  # whether every rank's memory is mapped in every rank's address space
-        # Rank 0's records on all ranks: files may change between two ranks' reads, and the ranks' choices must agree.
-        self.tuned = self.group.gather(tuned.known(self.size, self.transport) if self.rank == 0 else [])[0]
-        self.choices = {}  # of the layers above, by problem; derived from the records
 
         words = FAULT_RECORD.value * (1 + self.size)
         self._faults = self.heap.empty(words, dtype=torch.int64)
@@ -308,14 +305,20 @@ class Context:
             )
         return PreparedLaunch(kernel, num_programs, arguments, varying, self, **options)
 
-    def bind_call(self, kernel, num_programs: int, workspace: Workspace, **arguments) -> PreparedLaunch:
+    def bind_call(
+        self, kernel, num_programs: int, workspace: Workspace, *, varying: tuple[str, ...] = (), landing: bool = False,
+        copied: bool = False, **arguments,
+    ) -> PreparedLaunch:  # fmt: skip
         """`bind`, for the kernel of an operation, which compares calls.
 
         Its argument `call` is the number of the call in progress. Those named as in `Workspace.words` come from there.
+        With `copied`, the gate of each call comes after the tensors that `varying` names.
         """
         shared = Shared.of(*(self.group.described() or (kernel.__name__, {})))
-        words = {name: value for name, value in workspace.words().items() if name in kernel.arg_names}
-        launch = self.bind(kernel, num_programs, **words | arguments, call=shared.number)
+        words = workspace.words(landing, copied)
+        words = {name: value for name, value in words.items() if name in kernel.arg_names}
+        varying = (*varying, "gate") if copied else varying
+        launch = self.bind(kernel, num_programs, varying=varying, **words | arguments, call=shared.number)
         launch.shared = self._shared.setdefault(shared.number, shared)
         return launch
 

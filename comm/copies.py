@@ -77,48 +77,49 @@ def await_peers(epoch, net, L):
 
 
 @triton.jit
-def begin_landing(pid, num_comm, gate, epoch, net, L, COPIES: tl.constexpr):
-    """Every program's second call if rows go to the landing: senders wait until all peers have begun this call too.
+def begin_landing(pid, num_comm, mail, net, L):
+    """Every program's second call: if rows go to the landing, senders wait until all peers have begun this call too.
 
-    With COPIES, the gate opens only then. Without, the `num_comm` comm programs wait here, and interleaved programs
-    wait before the first tile that they send.
+    The gate opens only then. Without one, the `num_comm` comm programs wait here, and interleaved programs wait before
+    the first tile that they send.
     """
-    if COPIES:
+    if mail.gate is not None:
         if pid == tl.num_programs(0) - 1:
-            await_peers(epoch, net, L)
-            count(gate, L, "sys")
-    else:
+            await_peers(mail.epoch, net, L)
+            count(mail.gate, L, "sys")
+    elif mail.delivered is not None:
         if pid < num_comm:
-            await_peers(epoch, net, L)
+            await_peers(mail.epoch, net, L)
 
 
 @triton.jit
-def await_copies(pid, copied, net, L):
+def await_copies(pid, mail, net, L):
     """Keep a launch from ending before the copy engine has sent everything, or a wait has timed out."""
-    if pid == tl.num_programs(0) - 1:
-        mark(COLLECT, 0, net.rank, net, L)
-        wait_signal(copied, 1, net.rank, 0, net, L)
+    if mail.copied is not None:
+        if pid == tl.num_programs(0) - 1:
+            mark(COLLECT, 0, net.rank, net, L)
+            wait_signal(mail.copied, 1, net.rank, 0, net, L)
 
 
 @triton.jit
-def end_launch(state, epoch, call, counters, num_counters, copied, landed, net, L, COPIES: tl.constexpr):
+def end_launch(state, call, counters, num_counters, mail, net, L):
     """Every program's last call: `end_call`; the last program to arrive zeroes what must be zero between calls.
 
-    counters, landed: None if this launch left them unchanged.
+    counters: None if this launch left them unchanged.
     """
-    if end_call(state, epoch, call, net, L):
-        if landed is not None:
+    if end_call(state, mail.epoch, call, net, L):
+        if mail.delivered is not None:
             word = tl.arange(0, triton.next_power_of_2(2 * L.RANKS))
-            tl.store(landed + word, tl.zeros(word.shape, tl.int64), mask=word < 2 * L.RANKS)
+            tl.store(mail.delivered + word, tl.zeros(word.shape, tl.int64), mask=word < 2 * L.RANKS)
         if counters is not None:
-            if COPIES:
-                if tl.load(copied) == 0:
+            if mail.copied is not None:
+                if tl.load(mail.copied) == 0:
                     num_counters = 0
             for first in range(0, num_counters, 256):
                 at = first + tl.arange(0, 256)
                 tl.store(counters + at, tl.full((256,), 0, tl.int64), mask=at < num_counters)
-        if COPIES:
-            tl.store(copied, tl.full((), 0, tl.int64))
+        if mail.copied is not None:
+            tl.store(mail.copied, tl.full((), 0, tl.int64))
 
 
 @dataclass(frozen=True)

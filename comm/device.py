@@ -88,15 +88,19 @@ class Link(NamedTuple):
 
 
 class Mail(NamedTuple):
-    """What arrives in a launch, and how a program knows.
+    """What arrives in a launch, how a program knows, and what opens the way for this rank's own copies.
 
     memory: where it arrives.  ready: signals [ranks, max_chunks] that a chunk is there once they are `epoch`.
-    delivered: [ranks] chunks of each rank that copy engines have delivered; None if no rank sends by the copy engine.
+    delivered: [ranks] chunks of each rank that copy engines have delivered; None where no rank's copy engine sends.
+    gate, copied: this rank's copy engine begins once the one word is 1, and then sets the other to 1; None where it
+    does not send. See comm/copies.py.
     """
 
     memory: object
     ready: object
     delivered: object
+    gate: object
+    copied: object
     max_chunks: object
     epoch: object
 
@@ -477,16 +481,16 @@ def completes(counter, number, L):
 
 
 @triton.jit
-def wait_chunk(mail, source, chunk, net, L, COPIES: tl.constexpr):
+def wait_chunk(mail, source, chunk, net, L):
     """Wait for a chunk of `source`: for its signal, or for the copy engine to have delivered more than `chunk` chunks.
 
     Orders, ends: as `wait_signal`.
-    COPIES: the copy engine's word is the likelier one, and is polled more often; else the signal.
+    Where this rank's copy engine sends, those of its peers mostly do: their word is polled more often; else the signal.
     """
     word = mail.ready + source * mail.max_chunks + chunk
     if mail.delivered is None:
         wait_signal(word, mail.epoch, source, chunk, net, L)
-    elif COPIES:
+    elif mail.gate is not None:
         wait_signal(mail.delivered + source, chunk + 1, source, chunk, net, L, word, mail.epoch)
     else:
         wait_signal(word, mail.epoch, source, chunk, net, L, mail.delivered + source, chunk + 1)

@@ -153,8 +153,11 @@ class Workspace:
         """Bytes of its current memory: the symmetric memory, the scratch and the counters."""
         return sum(each.nbytes for each in (self._memory, self.scratch, self.counters) if each is not None)
 
-    def words(self) -> dict[str, torch.Tensor | int]:
-        """What a call's kernel reads and writes there besides data, by the names of its arguments."""
+    def words(self, landing: bool = False, copied: bool = False) -> dict[str, torch.Tensor | int | None]:
+        """What a call's kernel reads and writes there besides data, by the names of its arguments.
+
+        landing: data goes to the landing.  copied: this rank's goes by the copy engine.
+        """
         return dict(
             table=self.table,
             rank=self.context.rank,
@@ -162,9 +165,9 @@ class Workspace:
             counters=self.counters,
             ready=self.ready,
             max_chunks=self.num_chunks,
-            gate=self.gates[0],  # captured calls that use the copy engine are given another one
-            copied=self.copied,
-            landed=self.landed,
+            gate=self.gates[0] if copied else None,  # captured calls are given another one
+            copied=self.copied if copied else None,
+            delivered=self.landed if landing else None,
         )
 
     def prepared(self, *key_and_prepare):

@@ -39,12 +39,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import tkernels
 from tkernels import gemm, paths
+from tkernels.choice import overlap_config
 from tkernels.comm import channel, collectives, context, copies, device, runtime
 from tkernels.comm.device import PEER, Link, Net, arrived, completes, publish, put_signal, put_tile, tell, wait_signal
-from tkernels.configs import overlap_config, with_room_for
+from tkernels.configs import with_room_for
 from tkernels.trace import clocks
 from tkernels.trace.recorder import DEFAULT_MARKS, Recorder
-from tkernels.tuner.candidates import STEPS
+from tkernels.variants import CHANGES
 
 WORKERS = 2
 MULTIPROCESSORS = 132  # of an H100 and an H200
@@ -170,7 +171,7 @@ def _cases() -> list[Case]:
             cases.append(Case(operation, dtype, f"{label}_copied", SHAPES[label], ranks=4, copied=True))
         for label in ("large", "unaligned"):
             cases.append(Case(operation, label=f"{label}_landing", shape=SHAPES[label], ranks=4, landing=True))
-        cases.append(Case(operation, label="large_puts", ranks=4, put_block=max(STEPS["put_block"])))
+        cases.append(Case(operation, label="large_puts", ranks=4, put_block=max(CHANGES["put_block"])))
         cases.append(Case(operation, label="large_landing_traced", ranks=4, landing=True, traced=True))
         cases.append(Case(operation, label="large_copied", ranks=4, transport="nvshmem", copied=True))
         for way in ("copied", "landing", "traced"):

@@ -13,6 +13,7 @@ import sys
 import warnings
 import weakref
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -598,3 +599,103 @@ def test_the_training_bench_prints_a_table_and_writes_lines_that_a_summary_reads
     assert [line["shape"] for line in lines] == ["llama70b-mlp", "llama70b-attention"]
     (goal,) = (goal for goal in load(checkout, "summary").GOALS if goal.name == "training over NCCL + cuBLAS")
     assert len(goal.values([line | {"ranks": 4} for line in lines])) == 2
+
+
+# Compiling ahead: with a compiler of our own here, with Triton's in test_compile.
+
+
+class Compiled:
+    def __init__(self, spills=0, error=None):
+        self.n_spills, self.error = spills, error
+
+    def _init_handles(self):
+        if self.error:
+            raise self.error
+
+
+class Kernel:
+    launched = []
+
+    def run(self, *args, grid, warmup, **options):
+        if not warmup:
+            self.launched.append(args)
+        (outcome,) = args
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.run(*args, grid=grid, warmup=False, **options)
+
+
+@pytest.mark.ranks(2)
+def test_compile_ahead_launches_nothing_and_says_what_cant_be_used(ctx, checkout):
+    compile_ahead = load(checkout, "compile").compile_ahead
+    outcomes = {
+        "fine": Compiled(),
+        "spills": Compiled(spills=36),
+        "too large": Compiled(error=RuntimeError("out of resource: shared memory")),
+        "refused": ValueError("num_warps must be\na power of two"),
+    }
+    calls = {name: functools.partial(Kernel()[(1,)], outcome) for name, outcome in outcomes.items()}
+    with mock.patch("bench.compile.JITFunction", Kernel):
+        failures = compile_ahead(ctx, calls, lambda number: None)
+    assert Kernel.launched == []
+    assert failures == {
+        "spills": "registers: the compiler spills 36 of them",
+        "too large": "RuntimeError: out of resource: shared memory",
+        "refused": "ValueError: num_warps must be",
+    }
+    calls["fine"]()
+    assert len(Kernel.launched) == 1  # launches are launches again
+
+
+# The model against the records.
+
+# The ways that the rule of measured thresholds took, which the model replaced, where it did not take the copy engine.
+RULE = {
+    "interleaved": [("matmul_all_reduce", 2, None)],  # all shapes but one
+    "copy_engine": [("matmul_all_reduce", 2, "llama8b-o")],
+    "ours": [("matmul_reduce_scatter", 4, "llama8b-o"), ("matmul_reduce_scatter", 4, "rs-c"),
+             ("matmul_all_reduce", 4, "llama8b-o")],
+}  # fmt: skip
+
+
+def way_by_rule(line) -> str:
+    for way in ("copy_engine", "ours", "interleaved"):
+        for shape in (line["shape"], None):
+            if (line["op"], line["ranks"], shape) in RULE[way]:
+                return way
+    return "copy_engine"
+
+
+@pytest.mark.quick
+def test_judge_finds_the_models_choices_no_slower_than_those_of_the_rule_that_it_replaced(checkout):
+    model, records = load(checkout, "model"), load(checkout, "records")
+    lines = model.fused_records(records.RESULTS.glob("*.jsonl"))
+    judged = [model.judge(line) for line in lines]
+    assert len(judged) >= 120 and all(one.us is not None for one in judged)
+    ratios = []
+    for one in judged:
+        if one.way == "plain":  # by the same rule as before
+            assert one.line["M"] <= 1024
+            continue
+        way = way_by_rule(one.line)
+        before = one.line["ours_us"] if way == "ours" else one.line["ways"][way]["us"]
+        ratios.append(one.us / before)
+        assert ratios[-1] <= 1.01, one
+        assert abs(one.predicted_us / one.us - 1) < 0.2, one
+    assert len(ratios) >= 70 and records.geometric_mean(ratios) <= 1
+    fastest = [one.us / one.fastest_us for one in judged]
+    assert records.geometric_mean(fastest) < 1.006
+
+
+@pytest.mark.quick
+def test_model_prints_what_is_taken_and_judges_records(checkout, capsys, tmp_path):
+    model, records = load(checkout, "model"), load(checkout, "records")
+    assert model.main([str(next(records.RESULTS.glob("*x4.jsonl")))]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "27 of 27 judged: what is taken is 1.0" in said and "matmul_reduce_scatter rs-c 4 comm programs" in said
+    (tmp_path / "empty.jsonl").write_text("")
+    assert model.main([str(tmp_path / "empty.jsonl")]) == 0
+    assert "no record can be judged" in capsys.readouterr().out

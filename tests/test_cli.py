@@ -17,7 +17,7 @@ COMMAND = [sys.executable, "-m", "tkernels.cli"]
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("command", [(), ("demo",), ("doctor",), ("tune",), ("trace",)], ids=" ".join)
+@pytest.mark.parametrize("command", [(), ("demo",), ("doctor",), ("tune",), ("explain",), ("trace",)], ids=" ".join)
 def test_help_ends_with_an_example_that_parses(command, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main([*command, "--help"])
@@ -67,6 +67,12 @@ def test_version(capsys):
         ("trace all_gather --shape tiny --out -", "takes a path, not '-'"),
         ("doctor --ranks 2", "unrecognized arguments: --ranks 2"),
         ("doctor foo", "unrecognized arguments: foo"),
+        ("explain all_gather_matmul", "required: --shape"),
+        ("explain matmul --shape 8x8x8", "there is no operation 'matmul'; there are all_gather_matmul, "),
+        ("explain all --shape 8x8x8 --ranks 1", "one rank multiplies alone: there is nothing to overlap"),
+        ("explain all --shape 8x8x8 --gpu nvidia", "--gpu nvidia: name one of NVIDIA H200, NVIDIA H100 80GB HBM3"),
+        ("explain all --shape 8x8x8 --gpu 3090", "--gpu 3090: name one of NVIDIA H200, "),
+        ("explain all_gather_matmul --shape rs-a", "there is no shape 'rs-a' for all_gather_matmul"),
         ("tune --budget soon", "--budget: takes a number of seconds above 0, not 'soon'"),
         ("tune --layout row", "invalid choice: 'row'"),
         ("tune --list --clear", "not allowed with argument --list"),

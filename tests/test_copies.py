@@ -29,9 +29,10 @@ from transports import (
 import tkernels
 from tkernels import fused
 from tkernels.all_gather_matmul import all_gather_matmul_reference
+from tkernels.choice import overlap_config
 from tkernels.comm import WaitTimeoutError, copies, device, interpreter
 from tkernels.comm.collectives import split_rows
-from tkernels.configs import GemmConfig, OverlapConfig, by_copy_engine, overlap_config
+from tkernels.configs import GemmConfig, OverlapConfig, by_copy_engine
 from tkernels.matmul_all_reduce import matmul_all_reduce_reference
 from tkernels.matmul_reduce_scatter import matmul_reduce_scatter_reference
 from tkernels.testing.compare import integers
@@ -199,7 +200,7 @@ def test_delays_change_no_bit_and_a_launch_has_no_program_that_sends(ctx):
             with interpreter.execution(jitter_seed=seed, rank=ctx.rank), launches() as launched:
                 got = by_copies(ctx, name, x, w, **options(name, rows))
             assert torch.equal(got, want), (name, seed)
-            assert [arguments["COPIES"] for _, _, arguments in launched] == [True]
+            assert [arguments["copied"] is not None for _, _, arguments in launched] == [True]
 
 
 @simulated_only

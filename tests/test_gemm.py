@@ -11,7 +11,7 @@ import triton.language as tl
 
 import tkernels
 from tkernels.comm import runtime
-from tkernels.configs import GemmConfig, default_config
+from tkernels.configs import GemmConfig
 from tkernels.gemm import (
     ACTIVATIONS,
     DTYPES,
@@ -23,6 +23,7 @@ from tkernels.gemm import (
     precision,
     store_tile,
 )
+from tkernels.model import default_config
 from tkernels.testing.compare import AWKWARD_SHAPES, assert_close_to, integers, normal
 
 DEVICE = runtime.device()

@@ -16,17 +16,15 @@ from tkernels import overlap
 from tkernels.all_gather_matmul import row_of_tiles
 from tkernels.comm import interpreter, runtime
 from tkernels.comm.device import SIMULATED, Link, Mail, Net
-from tkernels.configs import GemmConfig, OverlapConfig, default_overlap
+from tkernels.configs import GemmConfig, OverlapConfig
 from tkernels.matmul_reduce_scatter import SEND_FIELDS, send_schedule
+from tkernels.model import Problem, choose
 from tkernels.overlap import (
-    DEALT_SHORT,
     MAX_LOOK,
     TILE_FIELDS,
-    Waves,
     are_even,
     num_chunks,
     part_of_tile,
-    plan_waves,
     programs_of,
     take_tile,
     tile_schedule,
@@ -34,6 +32,7 @@ from tkernels.overlap import (
     waves_of,
     words_of_peers,
 )
+from tkernels.waves import Waves
 
 SPLITS = [(64, 64), (67, 0), (0, 0, 5), (1, 100, 33, 64), (17, 16, 16, 16), (0, 0, 0, 1)]
 CONFIGS = [
@@ -188,7 +187,8 @@ def test_one_look_is_at_every_chunk_of_every_peer_and_at_nothing_else():
 
 @triton.jit
 def waits_kernel(ready, landed, table, L, SOURCES: tl.constexpr, COPIES: tl.constexpr):
-    wait_chunks(Mail(None, ready, landed, 6, 5), 2, 1, 3, Net(table, 0), L, SOURCES, COPIES)
+    mail = Mail(None, ready, landed, ready if COPIES else None, None, 6, 5)
+    wait_chunks(mail, 2, 1, 3, Net(table, 0), L, SOURCES)
 
 
 @simulated_only
@@ -265,48 +265,6 @@ def test_parts_of_a_tile_have_all_its_steps_in_turn_and_the_last_one_comes_last(
             assert steps == list(range(-(-K // 32)))
 
 
-def test_the_last_turn_is_filled_with_parts_where_that_ends_earlier():
-    config, wave = OverlapConfig(num_comm=12), 132
-    tiles = 10 * wave + 20
-    for K in (16384, 28672, 57344):
-        plan = plan_waves(tiles, tiles, K, wave, config, 0)
-        assert plan.splits > 1 and 20 <= tiles - plan.whole <= 66, K  # 20 tiles would take as long as a whole wave
-        assert plan_waves(tiles, tiles, K, wave, replace(config, max_splits=1), 0)[2:] == (tiles, 1)
-    assert plan_waves(tiles, tiles, 256, wave, config, 0)[2:] == (tiles, 1)  # parts would cost more
-    assert plan_waves(tiles, 5, 8192, wave, config, 0).whole >= tiles - 5
-    asked = replace(config, split_tiles=7, max_splits=3)
-    assert plan_waves(100, 50, 256, wave, asked, 0)[2:] == (93, 3)
-    assert plan_waves(100, 5, 256, wave, asked, 0)[2:] == (95, 3)
-    assert plan_waves(100, 50, 128, wave, asked, 0)[2:] == (93, 2)  # each part has a step
-    assert plan_waves(100, 50, 64, wave, asked, 0)[2:] == (100, 1)
-
-
-def test_turns_are_dealt_out_as_long_as_there_are_surely_tiles_for_all_and_to_the_end_where_none_sends():
-    for tiles, num_programs, num_comm, sent, first in itertools.product(
-        (1, 40, 500, 3000), (4, 132), (0, 1, 3), (0, 1 << 20, 1 << 30), (0, 0.5, 1)
-    ):
-        plan = plan_waves(
-            tiles, tiles, 4096, num_programs, OverlapConfig(num_comm=num_comm), sent, round(first * tiles)
-        )
-        dealt = plan.head * (num_programs - num_comm) + (plan.dealt - plan.head) * num_programs
-        assert 0 <= plan.head <= plan.dealt and plan.whole <= tiles
-        if num_comm:
-            assert dealt <= plan.whole
-            # No comm program is dealt one of the first tiles, which it, or another one, may wait for.
-            assert plan.dealt == plan.head or plan.head * (num_programs - num_comm) >= round(first * tiles)
-        else:
-            assert plan.head == 0 and plan.dealt == -(-plan.whole // num_programs)
-    config, tiles = OverlapConfig(num_comm=12), 3000
-    assert plan_waves(tiles, 0, 4096, 132, config, 0).head == 0
-    # Eight programs need 3.2 waves for 32 MB: they are dealt whole waves after the third one, for which they are late.
-    for split_tiles in (None, 0):
-        eight = OverlapConfig(chunk_rows=256, num_comm=8, split_tiles=split_tiles)
-        assert plan_waves(768, 768, 4096, 132, eight, 32 << 20) == (3, 5, 768, 1)
-    assert plan_waves(tiles, 0, 4096, 132, config, 1 << 30).head > 10  # the comm programs come late
-    never = plan_waves(tiles, 0, 4096, 132, config, 0, tiles)
-    assert never.head == never.dealt == tiles // 120 - DEALT_SHORT
-
-
 def test_a_launch_has_programs_that_send_and_programs_that_multiply():
     config = OverlapConfig(num_comm=12)
     assert programs_of(config, 132, 1000) == 132
@@ -318,7 +276,7 @@ def test_a_launch_has_programs_that_send_and_programs_that_multiply():
         with pytest.raises(ValueError, match=told):
             programs_of(OverlapConfig(num_comm=num_comm), available, 1000)
     for size in (2, 3, 4, 8):
-        assert programs_of(default_overlap("matmul_all_reduce", 64, 64, 64, torch.bfloat16, size, 2), 2, 9) == 2
+        assert programs_of(choose(Problem("matmul_all_reduce", 64, 64, 64, ranks=size, programs=2)), 2, 9) == 2
 
 
 def test_chunks_hold_whole_tiles_or_tiles_whole_chunks():

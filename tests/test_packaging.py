@@ -66,7 +66,7 @@ def test_wheel_holds_nothing_else_at_top_level(wheel):
 def test_wheel_holds_the_data_files(wheel, source):
     held = {name for name in wheel.namelist() if not name.endswith(".py") and ".dist-info/" not in name}
     assert held == files(source, "*.jsonl")
-    assert "tkernels/comm/data/tuned.jsonl" in held
+    assert "tkernels/data/tuned.jsonl" in held
 
 
 def test_wheel_offers_the_command_and_the_pytest_plugin(wheel):

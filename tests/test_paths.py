@@ -9,6 +9,7 @@ from transports import over, simulated_only
 import tkernels
 from tkernels import paths
 from tkernels.configs import GemmConfig, OverlapConfig
+from tkernels.model import plain_limit
 from tkernels.testing.compare import integers, normal
 
 OPERATIONS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -33,7 +34,7 @@ def test_few_rows_are_plain_and_many_are_fused_and_the_reason_has_the_numbers(ru
         assert [rule(operation, M).path for M in (1024, 1025)] == ["plain", "fused"]
     crossings = 1 + (operation == "matmul_all_reduce")
     few, many = rule(operation, 64), rule(operation, 8192)
-    limit = paths.PLAIN_BYTES[operation]
+    limit = plain_limit(operation, 4)
     senders, where = (1, "from each peer") if operation == "matmul_reduce_scatter" else (3, "into each rank")
     assert f"{crossings * 64 * WIDTH * 2 * senders // 4} bytes {where}, no more than {limit}" in str(few)
     assert str(many).startswith("fused: ") and "travel while it multiplies" in many.reason

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 import tkernels
-from tkernels.configs import forget_choices
+from tkernels.choice import forget_choices
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -21,7 +21,6 @@ GUIDES = {f"{folder}/README.md": (ROOT / folder / "README.md").read_text() for f
 SHORTENED = {  # a line for the folder
     "tkernels/demo",
     "tkernels/testing",
-    "tkernels/tuner",
     "tkernels/trace",
     "layers/userbuffers",
     "layers/cublasmp",
@@ -134,13 +133,12 @@ def test_the_example_of_leases_runs():
 @pytest.mark.ranks(2)
 def test_the_example_of_tuning_runs(ctx, tmp_path):
     (block,) = (block for block in blocks("python", GUIDES["tkernels/README.md"]) if "tkernels.tune(" in block)
-    names, before = {}, ctx.tuned
+    names = {}
     exec(compile(block, "tkernels/README.md, tuning", "exec"), names)
     with mock.patch.dict(os.environ, TKERNELS_CACHE=str(tmp_path)):
         change, us, default_us, refused = names["find"](ctx)
     assert isinstance(change, str) and 0 < us <= default_us
     assert len(list((tmp_path / "tuned").iterdir())) == 1
-    ctx.tuned = before
     forget_choices(ctx)
 
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tkernels.comm import tuned
+from tkernels import tuned
 
 HERE = tuned.place(2, "simulated")
 

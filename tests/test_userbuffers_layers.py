@@ -309,8 +309,7 @@ def test_integers_are_exact_in_bf16(ctx, flags):
 
 def operations(launched):
     """(name, number of programs) of what waits for peers."""
-    found = [(arguments.get("OPERATION"), programs) for _, programs, arguments in launched]
-    return [(operation_name(getattr(op, "value", op)), programs) for op, programs in found if op is not None]
+    return [(operation_name(args["L"].OPERATION.value), programs) for _, programs, args in launched if "L" in args]
 
 
 @pytest.mark.ranks(2, 4)

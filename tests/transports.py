@@ -10,10 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tkernels
+from tkernels.choice import overlap_config
 from tkernels.comm import runtime
 from tkernels.comm.device import TIMEOUT_NS
 from tkernels.comm.launch import PreparedLaunch
-from tkernels.configs import overlap_config
 from tkernels.gemm import layout_of
 
 TRANSPORTS = ["simulated"] if tkernels.RUNTIME == "simulated" else ["peer", "nvshmem"]

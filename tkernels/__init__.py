@@ -25,7 +25,7 @@ _HOMES = {
     "tkernels.comm.collectives": ("split_rows",),
     "tkernels.launch": ("RankError", "RankTimeoutError", "launch"),
     "tkernels.paths": ("explain",),
-    "tkernels.tuner": ("tune",),
+    "tkernels.tune": ("tune",),
     "tkernels.operators": (
         "all_gather",
         "all_gather_matmul",

@@ -24,7 +24,7 @@ from tkernels.comm.copies import Copies, Send, await_copies, begin_landing, end_
 from tkernels.comm.device import Mail, Net, begin_call, copy, count, operation, publish, put_signal, wait_signal
 from tkernels.comm.launch import PreparedLaunch
 from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark
-from tkernels.configs import OverlapConfig, travel_of
+from tkernels.configs import OverlapConfig
 from tkernels.fused import FusedCall, Inbox
 from tkernels.gemm import (
     Matrix,
@@ -38,6 +38,7 @@ from tkernels.gemm import (
     slices_of,
     tile_of,
 )
+from tkernels.model import stages_of
 from tkernels.overlap import (
     SPLIT_TILES,
     TILE_COUNTS,
@@ -45,7 +46,6 @@ from tkernels.overlap import (
     Place,
     Result,
     Sending,
-    Waves,
     all_arrived,
     are_even,
     dealt_tile,
@@ -53,9 +53,7 @@ from tkernels.overlap import (
     finish_tile,
     num_chunks,
     part_of_tile,
-    plan_waves,
     programs_of,
-    stages_of,
     sums_maker,
     sums_of,
     take_tile,
@@ -64,6 +62,7 @@ from tkernels.overlap import (
     waves_of,
 )
 from tkernels.paths import plan_all_gather_matmul
+from tkernels.waves import Waves, plan_waves
 
 OP = operation("all_gather_matmul")
 
@@ -124,7 +123,7 @@ def all_gather_matmul_kernel(
     head, dealt, whole, splits,  # Waves
     counters, num_counters, ready, max_chunks, state,  # of the workspace
     table, rank,  # Net
-    gate, copied, landed,  # of the workspace, for the copy engine
+    gate, copied, delivered,  # of the workspace, for the copy engine
     first_row, rows, N, K,  # first_row, rows: of this rank
     num_comm, chunks, chunk_rows, sent_rows,
     call,  # see begin_call
@@ -135,12 +134,9 @@ def all_gather_matmul_kernel(
     waves = Waves(head, dealt, whole, splits)
     epoch = begin_call(state, call, net, L)
     parity_row = (epoch % 2).to(tl.int32) * parity_rows
-    if S.LANDING:
-        begin_landing(pid, num_comm, gate, epoch, net, L, S.COPIES)
-    else:
-        landed = None
-    mail = Mail(inbox, ready, landed, max_chunks, epoch)
-    if not S.COPIES:  # a compile-time branch; with COPIES num_comm is 0
+    mail = Mail(inbox, ready, delivered, gate, copied, max_chunks, epoch)
+    begin_landing(pid, num_comm, mail, net, L)
+    if gate is None:  # a compile-time branch; where the copy engine sends, num_comm is 0
         if pid < num_comm:
             for i in range(pid, chunks * (L.RANKS - 1), num_comm):
                 chunk = i // (L.RANKS - 1)
@@ -161,7 +157,7 @@ def all_gather_matmul_kernel(
     complete = tl.full((), False, tl.int1)  # whether all rows of the peers have been seen to arrive
     wave = tl.where(pid < num_comm, head, 0)
     own_dealt = dealt
-    if S.COPIES:  # then all whole tiles are dealt out, and the last wave may not reach every program
+    if gate is not None:  # then all whole tiles are dealt out, and the last wave may not reach every program
         own_dealt = waves_of(pid, num_comm, waves)
     item = take_tile(wave, own_dealt, pid, num_comm, waves, counters)
     while item < items:
@@ -192,9 +188,9 @@ def all_gather_matmul_kernel(
                     if not complete:
                         mark(WAIT, chunk, source, net, L)
                         if not L.TRACE:  # a trace shows each tile's wait
-                            complete = all_arrived(mail, chunks, chunk, net, L, S.COPIES)
+                            complete = all_arrived(mail, chunks, chunk, net, L)
                         if not complete:
-                            wait_chunks(mail, source, chunk, tl.cdiv(valid, chunk_rows), net, L, 1, S.COPIES)
+                            wait_chunks(mail, source, chunk, tl.cdiv(valid, chunk_rows), net, L, 1)
                 mark(COMPUTE, out_row, column, net, L)
             # One main loop for own and gathered rows: two would each take the shared memory of a pipeline.
             total = multiply_step(total, Matrix(operand, K, 1, row + valid, K), w, row, column, step, T)
@@ -216,10 +212,9 @@ def all_gather_matmul_kernel(
                         count(others, L, "gpu")
             total = kept
         item = take_tile(wave, own_dealt, pid, num_comm, waves, counters)
-    if S.COPIES:
-        await_copies(pid, copied, net, L)
+    await_copies(pid, mail, net, L)
     end_marks(net, L)
-    end_launch(state, epoch, call, counters, num_counters, copied, landed, net, L, S.COPIES)
+    end_launch(state, call, counters, num_counters, mail, net, L)
 # fmt: on
 
 
@@ -234,7 +229,7 @@ class AllGatherMatmul(FusedCall):
     operation = "all_gather_matmul"
 
     def shared(self, ctx: Context, x, w, bias, out, gathered) -> dict:
-        travel = self.config and travel_of(self.config)
+        travel = self.config and tuple(self.config.wire)
         same = {"dtype": x.dtype, "K": x.shape[1], "path": self.path, "chunk_rows and landing": travel}
         return same | {"rows": tuple(map(int, self.rows or (x.shape[0],) * ctx.size))}
 
@@ -297,7 +292,7 @@ class AllGatherMatmul(FusedCall):
         chunks = max(num_chunks(count, config) for count in rows)
         sent = rows[ctx.rank] * row_bytes * (ctx.size - 1)
         # Any tile may be split if it is among the last ones. Tiles of own rows come first: their rows need not arrive.
-        waves = plan_waves(tiles, tiles, K, num_programs, config, sent)
+        waves = plan_waves(tiles, tiles, K, num_programs, config, sent, dtype=x.dtype)
         workspace, inbox, parity_rows = Inbox.of(ctx, config, chunks, M, K, x.dtype)
         workspace.reserve(0, 0, num_counters=TILE_COUNTS.value)
         y = check_result(self.operation, out, x, (M, N), out_dtype)
@@ -324,10 +319,10 @@ class AllGatherMatmul(FusedCall):
             T=Tile.of(gemm, x_operand, w_operand, bias, activation, precision, waves.splits > 1),
             S=Sending.of(config, config.copy_block(aligned, ctx.size), 16 if aligned else itemsize),
             num_warps=gemm.num_warps, num_stages=stages_of(gemm, waves.splits), maxnreg=config.max_registers,
-            varying=("x", "x_memory", "w", "bias", "y", "sums", "gate"),
+            landing=config.landing, copied=config.copied, varying=("x", "x_memory", "w", "bias", "y", "sums"),
         )  # fmt: skip
         copies = Copies(ctx, workspace, _sends(ctx, rows, row_bytes, chunks, config)) if config.copied else None
-        gate, make_sums = workspace.gates[0], sums_maker(s_operand, x.device)
+        make_sums = sums_maker(s_operand, x.device)
         borrowed = self.return_gathered == "borrowed" and config.landing  # of two inboxes only the device knows which
         collect = None
         if self.return_gathered and not borrowed:
@@ -340,7 +335,7 @@ class AllGatherMatmul(FusedCall):
             y = x.new_empty((M, N), dtype=out_dtype) if out is None else out
             tensors = x, x, w, x if bias is None else bias.contiguous(), y, make_sums()
             if copies is None:
-                launch(*tensors, gate)
+                launch(*tensors)
             else:
                 copies.beside(functools.partial(launch, *tensors), x)
             if borrowed:

@@ -22,6 +22,7 @@ COMMANDS = {  # name -> module, summary
     "demo": ("tkernels.demo", "train a transformer on several ranks, beside the same one on a single rank"),
     "doctor": ("tkernels.doctor", "say what is here and what would be chosen, and try every operation"),
     "tune": ("tkernels.tune_command", "measure configurations of an operation on all ranks, and remember the best"),
+    "explain": ("tkernels.explain_command", "say what each way to carry out an operation would take, without a GPU"),
     "trace": ("tkernels.trace.command", "record what every program of a kernel does when, for Perfetto to show"),
 }
 

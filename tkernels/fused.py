@@ -10,9 +10,10 @@ from typing import NamedTuple
 import torch
 import triton
 
+from tkernels.choice import overlap_config
 from tkernels.comm.context import Context
 from tkernels.comm.workspace import Workspace
-from tkernels.configs import OverlapConfig, overlap_config, with_room_for
+from tkernels.configs import OverlapConfig, with_room_for
 from tkernels.gemm import check_operands, layout_of, matmul
 from tkernels.overlap import check_mapped
 from tkernels.paths import choose_path

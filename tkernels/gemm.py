@@ -16,11 +16,12 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tkernels.choice import gemm_config
 from tkernels.comm import runtime
 from tkernels.comm.arguments import check_out, check_resolved, check_tensors
 from tkernels.comm.calls import describe, local_calls
 from tkernels.comm.launch import PreparedLaunch
-from tkernels.configs import DTYPES, GemmConfig, gemm_config
+from tkernels.configs import DTYPES, GemmConfig
 
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 

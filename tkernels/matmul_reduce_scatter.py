@@ -47,7 +47,7 @@ from tkernels.comm.device import (
     wait_signal,
 )
 from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark
-from tkernels.configs import OverlapConfig, travel_of
+from tkernels.configs import OverlapConfig
 from tkernels.fused import FusedCall, Inbox
 from tkernels.gemm import (
     Matrix,
@@ -61,6 +61,7 @@ from tkernels.gemm import (
     tile_of,
     zeros_along_k,
 )
+from tkernels.model import stages_of
 from tkernels.overlap import (
     SEND_TICKETS,
     SPLIT_TILES,
@@ -69,16 +70,13 @@ from tkernels.overlap import (
     Place,
     Result,
     Sending,
-    Waves,
     all_arrived,
     dealt_tile,
     end_of_tile,
     finish_tile,
     num_chunks,
     part_of_tile,
-    plan_waves,
     programs_of,
-    stages_of,
     sums_maker,
     sums_of,
     take,
@@ -88,6 +86,7 @@ from tkernels.overlap import (
     waves_of,
 )
 from tkernels.paths import plan_matmul_reduce
+from tkernels.waves import Waves, plan_waves
 
 OP = operation("matmul_reduce_scatter")
 
@@ -158,7 +157,7 @@ def send_tile(index, heard, tiles, rows, result, mail, net, L, T, S):
     heard: whether this program has already seen that all peers have reached this call. The program that sends a chunk's
     last tile signals the chunk, or all chunks that the tile spans. Returns whether this program did.
     """
-    if S.LANDING:
+    if mail.delivered is not None:
         if not heard:
             mark(WAIT, 0, net.rank, net, L)
             await_peers(mail.epoch, net, L)
@@ -227,7 +226,7 @@ def matmul_reduce_kernel(
     starts,  # [R + 1]: first element of each part
     counters, num_counters, ready, max_chunks, state,  # of the workspace
     table, rank,  # Net
-    gate, copied, landed,  # of the workspace, for the copy engine
+    gate, copied, delivered,  # of the workspace, for the copy engine
     M, N, K, own_first, own_end,  # this rank's rows are own_first .. own_end of the M rows
     num_comm, own_chunks, chunk_rows,  # own_chunks: chunks of this rank's rows
     sent_rows, piece_rows,  # rows sent at a time; see receive_parts
@@ -247,11 +246,8 @@ def matmul_reduce_kernel(
     y, outbox, partials = Matrix(y, N, 1, None, N), Matrix(outbox, N, 1, None, N), Matrix(partials, N, 1, None, N)
     result = Result(y, bias, outbox, partials, y_memory, outbox_memory)
 
-    if S.LANDING:
-        begin_landing(pid, num_comm, gate, epoch, net, L, S.COPIES)
-    else:
-        landed = None
-    mail = Mail(inbox, ready, landed, max_chunks, epoch)
+    mail = Mail(inbox, ready, delivered, gate, copied, max_chunks, epoch)
+    begin_landing(pid, num_comm, mail, net, L)
     if S.INTERLEAVED:
         if pid == 0:  # signal empty transfers too: to peers without rows, and to all if this rank has none to gather
             for step in range(1, L.RANKS):
@@ -260,7 +256,7 @@ def matmul_reduce_kernel(
                     signal(ready + rank * max_chunks, epoch, target, net, L)
             if S.GATHER and own_first == own_end:
                 signal_all(ready + (L.RANKS + rank) * max_chunks, epoch, net, L)
-    elif not S.COPIES:  # a compile-time branch; with COPIES num_comm is 0
+    elif gate is None:  # a compile-time branch; where the copy engine sends, num_comm is 0
         if pid < num_comm:
             for i in range(pid, num_sends, num_comm):
                 send = sends + i * SEND_FIELDS
@@ -282,7 +278,7 @@ def matmul_reduce_kernel(
     complete = tl.full((), False, tl.int1)  # whether all of the peers' partial sums have been seen to arrive
     wave = tl.where(pid < num_comm, head, 0)
     own_dealt = dealt
-    if S.COPIES or S.INTERLEAVED:  # then all whole tiles are dealt out, and the last wave may not reach every program
+    if gate is not None or S.INTERLEAVED:  # then no whole tile is claimed; the last wave may not reach every program
         own_dealt = waves_of(pid, num_comm, waves)
     unsent = tl.full((), -1, tl.int32)  # a finished tile, sent in step `own_step` of the next one; negative: none
     own_step = pid * tl.cdiv(K, T.BLOCK_K) // tl.num_programs(0)  # staggered, so that programs don't send all at once
@@ -339,11 +335,9 @@ def matmul_reduce_kernel(
                     if own & (not complete) & (unsent < 0):
                         mark(WAIT, chunk, rank, net, L)
                         if not L.TRACE:  # a trace shows each tile's wait
-                            complete = all_arrived(mail, own_chunks, chunk, net, L, S.COPIES)
+                            complete = all_arrived(mail, own_chunks, chunk, net, L)
                         if not complete:
-                            wait_chunks(
-                                mail, rank + 1, chunk, tl.cdiv(valid, chunk_rows), net, L, L.RANKS - 1, S.COPIES
-                            )
+                            wait_chunks(mail, rank + 1, chunk, tl.cdiv(valid, chunk_rows), net, L, L.RANKS - 1)
                 mark(STORE, x_row, column, net, L)
                 out_row = row
                 if S.GATHER:
@@ -363,7 +357,7 @@ def matmul_reduce_kernel(
                         else:
                             finished = schedule + tile_m * TILE_FIELDS
                             done = tiles.counts + tl.load(finished) * max_chunks + tl.load(finished + 1) // sent_rows
-                            if S.COPIES:
+                            if gate is not None:
                                 count_up_to(done, tl.load(finished + 5) * tiles_n, L)
                             else:
                                 count(done, L, "gpu")
@@ -374,18 +368,18 @@ def matmul_reduce_kernel(
         if unsent >= 0:
             send_tile(unsent, heard, tiles, rows, result, mail, net, L, T, S)
 
-    if pid == 0:  # even on a rank without rows of its own: its peers' counts in `landed` must not come after this call
+    if pid == 0:  # even on a rank without rows of its own: its peers' counts of copies must not come after this call
         for step in range(1, L.RANKS):
             source = (rank + step) % L.RANKS
             mark(WAIT, 0, source, net, L)
-            wait_chunk(mail, source, 0, net, L, S.COPIES)
+            wait_chunk(mail, source, 0, net, L)
 
     if S.GATHER:
         gathered = gathered_inbox(mail, rows, result, L)
         gathered_ready = ready + L.RANKS * max_chunks
         own = own_end - own_first
         own_sends = own_chunks * (L.RANKS - 1)
-        if not S.COPIES and not S.INTERLEAVED:
+        if gate is None and not S.INTERLEAVED:
             i = take(counters + SEND_TICKETS)
             while i < own_sends:
                 chunk = i // (L.RANKS - 1)
@@ -406,15 +400,15 @@ def matmul_reduce_kernel(
                     gathered_ready + rank * max_chunks + chunk, epoch, target, net, L, S.BLOCK, S.ALIGN,
                 )
                 i = take(counters + SEND_TICKETS)
-        mail = Mail(gathered, gathered_ready, landed + L.RANKS if S.LANDING else None, max_chunks, epoch)
+        counts = delivered + L.RANKS if delivered is not None else None
+        results = Mail(gathered, gathered_ready, counts, gate, copied, max_chunks, epoch)
         receive_parts(
-            y_memory, mail, starts, tl.cast(chunk_rows, tl.int64) * N, tl.cast(piece_rows, tl.int64) * N,
-            net, L, S.COPIES, S.BLOCK, S.ALIGN,
+            y_memory, results, starts, tl.cast(chunk_rows, tl.int64) * N, tl.cast(piece_rows, tl.int64) * N,
+            net, L, S.BLOCK, S.ALIGN,
         )
-    if S.COPIES:
-        await_copies(pid, copied, net, L)
+    await_copies(pid, mail, net, L)
     end_marks(net, L)
-    end_launch(state, epoch, call, counters, num_counters, copied, landed, net, L, S.COPIES)
+    end_launch(state, call, counters, num_counters, mail, net, L)
 # fmt: on
 
 
@@ -429,7 +423,7 @@ class MatmulReduceScatter(FusedCall):
         same = {"dtype": x.dtype, "M": x.shape[0], "N": w.shape[0], "bias": bias is not None}
         same |= {"activation": self.activation, "out_dtype": self.out_dtype or x.dtype}
         same |= {"wire_dtype": self.wire_dtype or x.dtype, "path": self.path}
-        same |= {"chunk_rows and landing": self.config and travel_of(self.config)}
+        same |= {"chunk_rows and landing": self.config and tuple(self.config.wire)}
         return same | {"rows": tuple(map(int, self.rows or split_rows(x.shape[0], ctx.size)))}
 
     def checked(self, ctx: Context, x, w, out) -> "MatmulReduceScatter":
@@ -479,7 +473,7 @@ class MatmulReduceScatter(FusedCall):
         busy = tiles if gather else peer_tiles_m * tiles_n  # comm programs are busy at least until these are computed
         # Split-K would take registers that sending during the matmul needs.
         splittable = 0 if config.interleaved else own_tiles_m * tiles_n
-        waves = plan_waves(tiles, splittable, K, num_programs, config, sent, busy)
+        waves = plan_waves(tiles, splittable, K, num_programs, config, sent, busy, x.dtype)
         part_stride = triton.cdiv(max(rows), PART_ROWS) * PART_ROWS
         inbox_rows = ctx.size * part_stride
         if gather:  # the finished rows of y, in its own dtype
@@ -529,14 +523,15 @@ class MatmulReduceScatter(FusedCall):
             T=Tile.of(gemm, x_operand, w_operand, bias, activation, precision, waves.splits > 1, own_group(config)),
             S=Sending.of(config, put_block, 16 if aligned else min(travels), gather),
             num_warps=gemm.num_warps, num_stages=stages_of(gemm, waves.splits), maxnreg=config.max_registers,
-            varying=("x", "w", "bias", "y", "y_memory", "outbox", "outbox_memory", "sums", "gate"),
+            landing=config.landing, copied=config.copied,
+            varying=("x", "w", "bias", "y", "y_memory", "outbox", "outbox_memory", "sums"),
         )  # fmt: skip
         copies = None
         if config.copied:
             finished_bytes = N * out_dtype.itemsize if gather else 0
             sizes = tiles_n, N * itemsize, part_stride, finished_bytes, workspace.num_chunks
             copies = Copies(ctx, workspace, _copied(ctx, rows, peers, config, *sizes))
-        gate, make_sums = workspace.gates[0], sums_maker(s_operand, x.device)
+        make_sums = sums_maker(s_operand, x.device)
 
         def run(x, w, bias, out):
             x = x.contiguous() if straighten else x
@@ -544,7 +539,7 @@ class MatmulReduceScatter(FusedCall):
             outbox = x.new_empty(outbox_shape, dtype=wire_dtype)  # reused in stream order, after all that reads it
             tensors = x, w, x if bias is None else bias.contiguous(), y, y, outbox, outbox, make_sums()
             if copies is None:
-                launch(*tensors, gate)
+                launch(*tensors)
             else:
                 copies.beside(functools.partial(launch, *tensors), outbox, y)
             return y

@@ -23,9 +23,6 @@ program is running, like all others: a launch begins only where all its programs
 """
 
 import functools
-import heapq
-import itertools
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -35,17 +32,9 @@ import triton.language as tl
 
 from tkernels.comm.context import Context
 from tkernels.comm.device import arrived, wait_chunk
-from tkernels.configs import (
-    BYTES_PER_S_OF_A_PROGRAM,
-    FLOPS_PER_S,
-    MAX_LOOK,
-    MAX_TILE_CHUNKS,
-    REDUCED_BYTES_PER_S_OF_A_PROGRAM,
-    SEND_BYTES_PER_S,
-    GemmConfig,
-    OverlapConfig,
-)
+from tkernels.configs import MAX_LOOK, MAX_TILE_CHUNKS, GemmConfig, OverlapConfig
 from tkernels.gemm import Operand, finish, halves, load_tile, store_tile, up_to
+from tkernels.waves import MAX_SPLIT_TILES
 
 # A row of tiles in a schedule: shard (its rank), first row in the shard, first row in the whole matrix, number of valid
 # rows, chunk, and how many rows of tiles, this one included, are sent together.
@@ -55,15 +44,8 @@ TILE_FIELDS = tl.constexpr(6)
 TILE_TICKETS = tl.constexpr(0)  # tiles and parts claimed so far, of those that are not dealt out
 SEND_TICKETS = tl.constexpr(1)  # finished chunks of an all-reduce claimed for sending so far
 SPLIT_TILES = tl.constexpr(2)  # from here on: finished parts of each tile that is split along K
-MAX_SPLIT_TILES = tl.constexpr(128)
 # From here on: finished tiles among the rows that are sent together.
 TILE_COUNTS = tl.constexpr(SPLIT_TILES.value + MAX_SPLIT_TILES.value)
-
-DEALT_SHORT = 1  # full waves left to dynamic assignment, where there are comm programs
-PART_S = 5e-6  # added to TILE_END_S for a part of a tile, which writes its partial sums
-ADD_S = 9e-6  # added for the last part, which reads them, per other part
-TILE_END_S = 3e-6  # a tile's time without its steps along K
-MIN_SPLIT_STEPS = 8  # least steps along K of a part
 
 
 def tile_schedule(rows: tuple[int, ...], order: list[int], config: OverlapConfig) -> list[int]:
@@ -123,89 +105,6 @@ def check_mapped(operation: str, ctx: Context, config: OverlapConfig):
         )
 
 
-class Waves(NamedTuple):
-    """The assignment of tiles to programs, in numbers for `take_tile` (waves) and `part_of_tile` (split-K).
-
-    head: first waves, of the compute programs alone; comm programs join afterwards.
-    dealt: waves that are dealt out, the first `head` included; in the last of them, only whole tiles are.
-    whole: tiles that are computed whole, the first ones.
-    splits: parts of each later tile.
-    """
-
-    head: int
-    dealt: int
-    whole: int
-    splits: int
-
-
-@functools.lru_cache(maxsize=1024)
-def plan_waves(
-    tiles: int, splittable: int, K: int, num_programs: int, config: OverlapConfig, sent_bytes: int, tiles_first: int = 0
-) -> Waves:
-    """The waves of a launch, chosen by a model of when its programs finish.
-
-    splittable: how many of the last tiles may be split.
-    sent_bytes: bytes that the comm programs of this rank send.
-    tiles_first: the comm programs finish no earlier than this many first tiles; if these are all tiles, they never join
-        the compute programs.
-    """
-    gemm, workers = config.gemm, num_programs - config.num_comm
-    most = min(splittable, MAX_SPLIT_TILES.value)
-    tile_s = 2 * gemm.block_m * gemm.block_n * K * num_programs / FLOPS_PER_S + TILE_END_S
-    rate = min(config.num_comm * BYTES_PER_S_OF_A_PROGRAM, SEND_BYTES_PER_S)
-    if tiles_first:
-        rate = config.num_comm * REDUCED_BYTES_PER_S_OF_A_PROGRAM
-    sending_s = sent_bytes / rate if rate else 0
-    sending = min(max(sending_s / tile_s, tiles_first / workers), tiles / workers)
-
-    def deal(last: int, splits: int, head: int = math.ceil(sending)) -> Waves:
-        whole = tiles - last
-        if not config.num_comm:
-            return Waves(0, triton.cdiv(whole, num_programs), whole, splits)
-        head = min(head, max(whole // workers - DEALT_SHORT, 0))
-        rest = max((whole - head * workers) // num_programs - DEALT_SHORT, 0)
-        # A comm program must not be dealt a tile that a comm program waits for: it would start it too late, or never.
-        rest = rest if head * workers >= tiles_first else 0
-        return Waves(head, head + rest, whole, splits)
-
-    def end(plan: Waves) -> float:
-        """When the launch ends, in units of a tile's time: the later of two estimates of how long sending takes."""
-        waves_dealt = plan.head * workers + (plan.dealt - plan.head) * num_programs
-        dealt = min(waves_dealt, plan.whole)
-        part = (1 - TILE_END_S / tile_s) / plan.splits + (TILE_END_S + PART_S) / tile_s
-        last_part = part + ADD_S * (plan.splits - 1) / tile_s
-        items = [1.0] * (plan.whole - dealt) + ([part] * (plan.splits - 1) + [last_part]) * (tiles - plan.whole)
-        ends = []
-        for guess in (0.9 * sending, 1.1 * sending):
-            free = [float(plan.dealt - (program < waves_dealt - dealt)) for program in range(workers)]
-            free += [guess + plan.dealt - plan.head] * config.num_comm
-            heapq.heapify(free)
-            for item in items:
-                heapq.heapreplace(free, free[0] + item)
-            ends.append(max(free))
-        return max(ends)
-
-    plans = [deal(0, 1)]
-    if config.num_comm and not tiles_first:
-        plans.insert(0, deal(0, 1, int(sending)))  # first: wins ties, to leave fewer tiles undealt
-    if config.split_tiles is not None:
-        last, splits = min(config.split_tiles, most), min(config.max_splits, triton.cdiv(K, gemm.block_k))
-        if last and splits > 1:  # every part has a step: one without would not count
-            return deal(last, splits)
-    else:
-        left = round(tiles + config.num_comm * sending) % num_programs
-        lasts = {left + num_programs // 12, left + num_programs // 6, num_programs // 4, num_programs // 2}
-        splits = range(2, min(config.max_splits, K // (gemm.block_k * MIN_SPLIT_STEPS)) + 1)
-        choices = itertools.product((last for last in sorted(lasts) if 0 < last <= most), splits)
-        plans += itertools.starmap(deal, choices)
-    return min(plans, key=end) if len(plans) > 1 else plans[0]
-
-
-def stages_of(gemm: GemmConfig, splits: int) -> int:
-    """Pipeline stages: 128 x 256 tiles have no shared memory for both a fourth stage and the sums of parts."""
-    return min(gemm.num_stages, 3) if splits > 1 and gemm.block_m * gemm.block_n >= 128 * 256 else gemm.num_stages
-
-
 def sums_of(tiles: int, splits: int, gemm: GemmConfig) -> Operand:
     """A meta operand for the partial sums of split tiles: fp32 [.., block_n], block_m rows for each part but the last.
 
@@ -229,14 +128,11 @@ def sums_maker(sums: Operand, device: torch.device) -> Callable[[], torch.Tensor
 class Sending(NamedTuple):
     """The constants of how rows are sent, one argument of a fused kernel.
 
-    LANDING: to where copies go.  COPIES: by the copy engine.  INTERLEAVED: by every program, tile by tile.
-    GATHER: finished rows too, to all peers.
+    INTERLEAVED: by every program, tile by tile.  GATHER: finished rows too, to all peers.
     BLOCK: elements that a program copies at a step, of chunks.  ROWS: rows that it copies at a step, of tiles.
     ALIGN: in bytes, of what is sent.
     """
 
-    LANDING: object
-    COPIES: object
     INTERLEAVED: object
     GATHER: object
     BLOCK: object
@@ -246,8 +142,7 @@ class Sending(NamedTuple):
     @classmethod
     def of(cls, config: OverlapConfig, block: int, align: int, gather: bool = False) -> "Sending":
         rows = min(max(block // config.gemm.block_n, 1), config.gemm.block_m)
-        how = config.landing, config.copied, config.interleaved, gather
-        return cls(*map(tl.constexpr, (*how, block, rows, align)))
+        return cls(*map(tl.constexpr, (config.interleaved, gather, block, rows, align)))
 
 
 class Part(NamedTuple):
@@ -435,15 +330,15 @@ def join_halves(left, right, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def wait_chunks(mail, source, chunk, count, net, L, SOURCES: tl.constexpr, COPIES: tl.constexpr):
+def wait_chunks(mail, source, chunk, count, net, L, SOURCES: tl.constexpr):
     """Wait for `count` (at most MAX_TILE_CHUNKS) chunks from `chunk` on, of each of SOURCES ranks from `source` on.
 
-    One poll of all of them comes first; only if it fails are they waited for one by one.
-    COPIES: as in `wait_chunk`. It is how this rank sends, and peers mostly send in the same way.
+    One poll of all of them comes first, of the words that are the likelier ones in `wait_chunk`; only if it fails are
+    they waited for one by one.
     """
     lane = tl.arange(0, triton.next_power_of_2(SOURCES * MAX_TILE_CHUNKS))
     peer = (source + lane % SOURCES) % L.RANKS
-    if COPIES:
+    if mail.gate is not None:
         here = arrived(mail.delivered + peer, chunk + count, L)
     else:
         words = peer * mail.max_chunks + chunk + tl.minimum(lane // SOURCES, count - 1)
@@ -452,7 +347,7 @@ def wait_chunks(mail, source, chunk, count, net, L, SOURCES: tl.constexpr, COPIE
         for step in range(SOURCES):
             late = (source + step) % L.RANKS
             for number in range(chunk, chunk + count):
-                wait_chunk(mail, late, number, net, L, COPIES)
+                wait_chunk(mail, late, number, net, L)
 
 
 @triton.jit
@@ -463,14 +358,14 @@ def words_of_peers(max_chunks, chunks, first, net, L):
 
 
 @triton.jit
-def all_arrived(mail, chunks, first, net, L, COPIES: tl.constexpr):
+def all_arrived(mail, chunks, first, net, L):
     """Poll once whether `chunks` chunks of each peer have arrived, so that later tiles need not wait.
 
     May return False although they have.
     first: the chunk to begin with. It changes from tile to tile, so the words' indices are not kept in registers.
     """
     there = tl.full((), False, tl.int1)
-    if COPIES:
+    if mail.gate is not None:
         peers = (net.rank + 1 + tl.arange(0, triton.next_power_of_2(L.RANKS)) % (L.RANKS - 1)) % L.RANKS
         there = arrived(mail.delivered + peers, chunks, L)
     elif chunks * (L.RANKS - 1) <= MAX_LOOK:

@@ -11,29 +11,40 @@ rank's number of features.
 
 import functools
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 
+from tkernels import model
+from tkernels.choice import problem_of
 from tkernels.comm import capture, collectives, runtime
 from tkernels.comm.arguments import check_torch_dtype, check_type, whole
 from tkernels.comm.context import Context, as_context
 from tkernels.comm.launch import PreparedLaunch
 from tkernels.comm.regions import ALIGNMENT, round_up
 from tkernels.configs import OverlapConfig
-from tkernels.gemm import ACTIVATIONS, Matrix, check_result, finish, load_tile, store_tile
+from tkernels.gemm import ACTIVATIONS, Matrix, check_result, finish, layout_of, load_tile, store_tile
+from tkernels.model import PLAIN_BYTES
 
 PATHS = ("fused", "plain")
-# An operation takes the plain path up to this many bytes, sent into a rank or, for a reduce-scatter, by one peer. Times
-# in us, plain/fused, for llama70b at M = 1024, 2048 (more in bench/LOG.md). 2 H200s: all-gather, qkv 148/174, 306/241;
-# reduce-scatter, o 130/105, 270/200; all-reduce, o 173/153, 339/248. 4 H200s: qkv 116/132, 221/187; down 217/258,
-# 414/337; o 151/164, 289/241.
-PLAIN_BYTES = {"all_gather_matmul": 12 << 20, "matmul_reduce_scatter": 6 << 20, "matmul_all_reduce": 24 << 20}
-PLAIN_BYTES_OF_TWO = PLAIN_BYTES | {"matmul_all_reduce": 12 << 20}  # with two ranks
 
 _log = logging.getLogger("tkernels")
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to carry out a call.
+
+    name: "plain", or who sends in the fused kernel. config: of the fused kernel.
+    predicted: its time by the model (tkernels.model), or None with the reason why it is no candidate in `refused`.
+    """
+
+    name: str
+    config: OverlapConfig | None = None
+    predicted: model.Prediction | None = None
+    refused: str | None = None
 
 
 @dataclass(frozen=True)
@@ -42,10 +53,13 @@ class Choice:
 
     path: "fused" or "plain".
     reason: the reason, as a phrase.
+    ways: what the model predicts of each way on this GPU, the one that is taken first; empty on the simulated runtime
+        and for one rank.
     """
 
     path: str
     reason: str
+    ways: tuple[Way, ...] = ()
 
     def __str__(self):
         return f"{self.path}: {self.reason}"
@@ -67,7 +81,33 @@ def explain(
         raise ValueError(f"explain: operation={operation!r} has no paths; those of {', '.join(PLAIN_BYTES)} are known")
     ctx = as_context(ctx)
     width = K if operation == "all_gather_matmul" else N
-    return _choose(operation, M, width, dtype.itemsize, ctx.size)
+    choice = _choose(operation, M, width, dtype.itemsize, ctx.size)
+    if ctx.size == 1 or runtime.RUNTIME == "simulated":
+        return choice
+    local = local_sizes(operation, M, N, K, ctx.size)
+    problem = problem_of(ctx, operation, *local, dtype, usual_layout(*local, dtype))
+    return replace(choice, ways=ways_of(problem, choice.path))
+
+
+def local_sizes(operation: str, M: int, N: int, K: int, ranks: int) -> tuple[int, int, int]:
+    """M, N, K of the largest local GEMM where `ranks` ranks divide the global one."""
+    return (M, -(-N // ranks), K) if operation == "all_gather_matmul" else (M, N, -(-K // ranks))
+
+
+def usual_layout(M: int, N: int, K: int, dtype: torch.dtype) -> str:
+    """The layout of contiguous x [M, K] and w [N, K]."""
+    return layout_of(*(torch.empty(rows, K, dtype=dtype, device="meta") for rows in (M, N)))
+
+
+def ways_of(problem: model.Problem, path: str) -> tuple[Way, ...]:
+    """What the model says of each way to carry out a call: that of `path` first, then the fastest."""
+    found = [Way("plain", predicted=model.predict_plain(problem))]
+    for name, way in model.ways(problem).items():
+        candidate = isinstance(way, OverlapConfig)
+        found.append(Way(name, way, model.predict(problem, way)) if candidate else Way(name, refused=way))
+    known = [way for way in found if way.predicted]
+    known.sort(key=lambda way: ((way.name == "plain") != (path == "plain"), way.predicted.seconds))
+    return (*known, *(way for way in found if way.refused))
 
 
 def choose_path(
@@ -86,20 +126,23 @@ def choose_path(
 
 @functools.lru_cache(maxsize=4096)
 def _choose(operation: str, M: int, width: int, itemsize: int, size: int) -> Choice:
-    crossings = 2 if operation == "matmul_all_reduce" else 1
-    senders, where = (1, "from each peer") if operation == "matmul_reduce_scatter" else (size - 1, "into each rank")
-    num_bytes = crossings * M * width * itemsize * senders // size
-    limit = (PLAIN_BYTES_OF_TWO if size == 2 else PLAIN_BYTES)[operation]
-    if size == 1:
-        choice = Choice("fused", "one rank multiplies alone")
-    elif runtime.RUNTIME == "simulated":
+    choice = by_bytes(operation, M, width, itemsize, size)
+    if size > 1 and runtime.RUNTIME == "simulated":
         choice = Choice("fused", "the simulated runtime is there to run the kernels; its wire costs nothing")
-    elif num_bytes <= limit:
-        choice = Choice("plain", f"{num_bytes} bytes {where}, no more than {limit}, are too few to hide")
-    else:
-        choice = Choice("fused", f"{num_bytes} bytes {where}, more than {limit}, travel while it multiplies")
     _log.debug("%s, %d rows of %d elements of %d bytes, %d ranks: %s", operation, M, width, itemsize, size, choice)
     return choice
+
+
+def by_bytes(operation: str, M: int, width: int, itemsize: int, size: int) -> Choice:
+    """The path by rule, on a GPU."""
+    if size == 1:
+        return Choice("fused", "one rank multiplies alone")
+    crossings = 2 if operation == "matmul_all_reduce" else 1
+    senders, where = (1, "from each peer") if operation == "matmul_reduce_scatter" else (size - 1, "into each rank")
+    num_bytes, limit = crossings * M * width * itemsize * senders // size, model.plain_limit(operation, size)
+    if num_bytes <= limit:
+        return Choice("plain", f"{num_bytes} bytes {where}, no more than {limit}, are too few to hide")
+    return Choice("fused", f"{num_bytes} bytes {where}, more than {limit}, travel while it multiplies")
 
 
 def plan_all_gather_matmul(ctx: Context, x, w, bias, out, gathered, activation, return_gathered, rows, out_dtype):

@@ -1,8 +1,16 @@
-"""The arguments of `tkernels tune`."""
+"""`tkernels tune`: tunes shapes on ranks of this machine, and lists, exports or clears the stored results."""
 
 import argparse
+import json
+import sys
+from dataclasses import asdict
 
-from tkernels.cli import count, output
+import tkernels
+from tkernels.cli import count, output, write_output
+
+BEST = 5
+WIDTH = 120
+SHAPE_TIMEOUT_S = 600.0  # on top of the budget, for compilation and the last round
 
 
 def add_arguments(parser: argparse.ArgumentParser):
@@ -45,11 +53,181 @@ def add_arguments(parser: argparse.ArgumentParser):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from tkernels.tuner import command
+    """Returns 0, or 1 if a shape could not be tuned. Raises argparse.ArgumentError."""
+    from rich.console import Console
 
-    names = ("operation", "shape", "ranks", "dtype", "layout", "transport", "budget", "json", "list", "export", "clear")
-    asked = {name: getattr(arguments, name) for name in names}
-    return command.run(command.Options(**asked, grid=tuple(arguments.grid)))
+    from tkernels import tuned
+
+    instead = next((name for name in ("list", "export", "clear") if getattr(arguments, name)), None)
+    if instead:  # of tuning
+        tuning = ("operation", "shape", "ranks", "dtype", "layout", "transport", "budget", "grid", "json")
+        given = [name for name in tuning if getattr(arguments, name) != arguments.parser.get_default(name)]
+        if given:
+            others = ["OP" if name == "operation" else f"--{name}" for name in given]
+            raise argparse.ArgumentError(
+                None,
+                f"--{instead} is about all that is remembered, and goes without {', '.join(others)}; --export PATH "
+                f"writes it as JSON",
+            )
+    to_stderr = "-" in (arguments.json, arguments.export)
+    console = Console(stderr=to_stderr, highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    if arguments.list:
+        return _list(console)
+    if arguments.export:
+        return _export(console, arguments.export)
+    if arguments.clear:
+        console.print(tuned.printable(f"{tuned.clear()} files removed from {tuned.folder()}"), markup=False)
+        return 0
+    return _tune(console, arguments)
+
+
+def _tune(console, arguments: argparse.Namespace) -> int:
+    from tkernels.launch import RankError, RankPool, default_ranks
+    from tkernels.variants import check_grid, parse_grid
+
+    ranks = arguments.ranks or default_ranks()
+    try:
+        jobs = jobs_of(arguments, ranks)
+        grid = parse_grid(list(arguments.grid))
+        for job in jobs:
+            check_grid(grid, job.operation)
+    except ValueError as error:
+        raise argparse.ArgumentError(None, str(error)) from None
+    if ranks == 1 and arguments.operation in (None, "all"):
+        console.print("one rank multiplies alone, whatever the operation: matmul is tuned, and the others are left out")
+    outcomes, failed = [], 0
+    with RankPool(ranks, ctx_options={"transport": arguments.transport}) as pool:
+        try:
+            pool.run(started)
+        except RankError as error:  # for options that init rejects, as it would for every shape
+            raise ValueError(str(error.__cause__)) if isinstance(error.__cause__, ValueError) else error from error
+        for number, job in enumerate(jobs):
+            timeout_s = SHAPE_TIMEOUT_S + arguments.budget
+            try:
+                outcome = pool.run(search, job, arguments.budget, grid, timeout_s=timeout_s)[0]
+            except RankError as error:
+                failed += 1
+                console.print(f"{job}: {error.headline}", style="red", markup=False)
+                continue
+            outcomes.append(outcome)
+            console.print(f"[{number + 1}/{len(jobs)}] {summary(outcome)}", markup=False)
+            if len(jobs) == 1 or grid:
+                console.print(table_of(outcome))
+                for reason, times in outcome.refused.most_common():
+                    console.print(f"{times} not tried, {reason}", style="dim", markup=False)
+    if tkernels.RUNTIME == "simulated":
+        console.print("simulated runtime: times are the interpreter's")
+    if arguments.json:
+        write_output("".join(json.dumps(_plain(outcome)) + "\n" for outcome in outcomes), arguments.json)
+    return 1 if failed else 0
+
+
+def started(ctx):
+    """Does nothing: running it starts the ranks."""
+
+
+def search(ctx, job, budget_s: float, grid: dict):
+    """Collective. Tune one shape."""
+    from tkernels.tune import tune
+
+    sizes = job.operation, job.M, job.N, job.K, job.dtype
+    return tune(*sizes, layout=job.layout, ctx=ctx, budget_s=budget_s, grid=grid)
+
+
+def jobs_of(arguments: argparse.Namespace, ranks: int) -> list:
+    """The jobs, the largest GEMM first. Raises ValueError for arguments that cannot be tuned."""
+    from tkernels import shapes
+    from tkernels.configs import OPERATIONS
+    from tkernels.tune import Job
+
+    if arguments.operation not in (None, "all", *OPERATIONS):
+        raise ValueError(f"there is no operation {arguments.operation!r}; there are {', '.join(OPERATIONS)}, and all")
+    asked = [arguments.operation]
+    if arguments.operation in (None, "all"):
+        asked = list(OPERATIONS) if ranks > 1 else ["matmul"]
+    simulated = tkernels.RUNTIME == "simulated"
+    names = (("tiny" if simulated else "layers") if arguments.shape is None else arguments.shape).split(",")
+    dtype, jobs = shapes.DTYPES[arguments.dtype], []
+    for operation, found in shapes.find(asked, names).items():
+        jobs += [Job(operation, *sizes, dtype, arguments.layout) for sizes in found.values()]
+    for job in jobs:
+        job.check(ranks)
+        if simulated and (refusal := shapes.interpreter_refusal((job.M, job.N, job.K))):
+            raise ValueError(refusal)
+    return sorted(dict.fromkeys(jobs), key=lambda job: (job.operation, *job.key(ranks)[1:4]))[::-1]
+
+
+def summary(outcome) -> str:
+    """One line with the result of a search."""
+    best, default = outcome.best, outcome.default
+    text = f"{outcome.problem}: {best.us:.1f} us ({best.change})"
+    if best != default:
+        text += f", {default.us / best.us:.2f}x the default's {default.us:.1f}"
+    text += f"; {len(outcome.measured)} measured in {outcome.seconds:.1f} s"
+    text += "" if outcome.finished else ", cut short by the budget"
+    if outcome.choice and outcome.choice.path == "plain":
+        text += f"; used with path='fused' alone, for calls of this size are {outcome.choice}"
+    return text
+
+
+def table_of(outcome):
+    """The best candidates of one search."""
+    from rich import box
+    from rich.table import Table
+
+    result = Table(title="best of those measured longest, us, slowest rank", title_justify="left", box=box.SIMPLE_HEAD)
+    result.add_column("change from the default", overflow="fold")
+    for heading in ("median", "p10-p90", "times", "/ library's GEMM"):
+        result.add_column(heading, justify="right", no_wrap=True)
+    for one in outcome.measured[:BEST]:
+        spread = f"{one.p10_us:.1f}-{one.p90_us:.1f}"
+        ratio = f"{one.us / outcome.library_us:.2f}" if outcome.library_us else "-"
+        result.add_row(one.change, f"{one.us:.1f}", spread, str(one.iterations), ratio)
+    return result
+
+
+def _plain(outcome) -> dict:
+    problem = asdict(outcome.problem) | {"dtype": str(outcome.problem.dtype).removeprefix("torch.")}
+    return asdict(outcome) | {"problem": problem, "refused": dict(outcome.refused)}
+
+
+def _list(console) -> int:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from tkernels import tuned
+
+    records, damaged = tuned.saved()
+    title = Text(tuned.printable(f"remembered in {tuned.folder()}, and with the package"))
+    result = Table(title=title, title_justify="left", box=box.SIMPLE)
+    for heading in ("operation", "up to M x N x K of a rank", "where", "us", "default", "found"):
+        result.add_column(heading, overflow="fold", justify="right" if heading in ("us", "default") else "left")
+    for origin, group in (("with the package", tuned.shipped()), ("", records)):
+        for record in group:
+            key = record["key"]
+            sizes = f"{key.get('M')}x{key.get('N')}x{key.get('K')} {key.get('dtype')} {key.get('layout')}"
+            where = f"{key['ranks']} x {key['gpu']}, {key['transport']}"
+            times = [record.get(name, "-") for name in ("us", "default_us")]
+            times = [f"{each:.1f}" if isinstance(each, float) else each for each in times]
+            versions = f"tkernels {key['tkernels']}, torch {key['torch']}, triton {key['triton']}"
+            cells = key["operation"], sizes, where, *times, origin or f"{record.get('date')}, {versions}"
+            result.add_row(*(Text(tuned.printable(each)) for each in cells))
+    console.print(result)
+    for path, reason in damaged.items():
+        console.print(tuned.printable(f"{path} is ignored: {reason}"), style="yellow", markup=False)
+    return 0
+
+
+def _export(console, target: str) -> int:
+    """Write the stored records as JSON lines, the format of the records that come with the package."""
+    from tkernels import tuned
+
+    records, damaged = tuned.saved()
+    lines = "".join(json.dumps(record) + "\n" for record in sorted(records, key=lambda r: json.dumps(r["key"])))
+    write_output(lines, target)
+    console.print(f"{len(records)} records written; {len(damaged)} files that hold none left out", markup=False)
+    return 0
 
 
 def _seconds(text: str) -> float:

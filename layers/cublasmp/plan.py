@@ -15,10 +15,11 @@ import warnings
 import torch
 
 from tkernels.all_gather_matmul import AllGatherMatmul
+from tkernels.choice import overlap_config
 from tkernels.comm import Context
 from tkernels.comm.calls import describe
 from tkernels.comm.collectives import all_gather, all_reduce, reduce_scatter
-from tkernels.configs import overlap_config, with_room_for
+from tkernels.configs import with_room_for
 from tkernels.gemm import layout_of, multiply
 from tkernels.layers.cublasmp import epilogs
 from tkernels.layers.cublasmp.distributions import length, local_shape

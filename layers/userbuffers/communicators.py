@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from tkernels.all_gather_matmul import AllGatherMatmul
+from tkernels.choice import gemm_config, overlap_config
 from tkernels.comm import capture, collectives, stream_order
 from tkernels.comm.calls import describe
 from tkernels.comm.capture import lasting
@@ -39,20 +40,12 @@ from tkernels.comm.fence import Fence
 from tkernels.comm.group import Group
 from tkernels.comm.regions import round_up
 from tkernels.comm.workspace import LAMPORT_BYTES, most_packets
-from tkernels.configs import (
-    COPY_BYTES,
-    MAX_TILE_CHUNKS,
-    MIN_CHUNK_ROWS,
-    OverlapConfig,
-    gemm_config,
-    overlap_config,
-    travelling,
-    with_room_for,
-)
+from tkernels.configs import MAX_TILE_CHUNKS, MIN_CHUNK_ROWS, OverlapConfig, with_room_for
 from tkernels.gemm import Matmul, layout_of, precision
 from tkernels.layers.lease import Lease
 from tkernels.layers.userbuffers.defaults import OverlapOptions, integer
 from tkernels.matmul_reduce_scatter import MatmulReduceScatter
+from tkernels.model import COPY_BYTES
 from tkernels.overlap import TILE_COUNTS
 
 DEFAULT_TIMEOUT_S = 110.0
@@ -567,7 +560,7 @@ class CommOverlapP2P(CommOverlapCore):
 
     def _tuned(self, config, tokens, available):
         if self.options.aggregate and self.comm_type is CommOverlapType.AG:
-            config = travelling(config, 2 * config.chunk_rows, config.landing)
+            config = config.with_wire(config.wire._replace(chunk_rows=2 * config.chunk_rows))
         if not self.options.use_ce:
             config = replace(config, num_comm=min(self.options.num_sm, available - 1))
         return config
@@ -598,7 +591,7 @@ def workspace_bytes(shape, dtype: torch.dtype, size: int) -> dict[str, int]:
         num_chunks=num_chunks,
         num_counters=TILE_COUNTS.value + size * num_chunks,
         num_packets=size * round_up(-(-packet_bytes // 4), collectives.PACKET_BLOCK),
-        # By rule, shares use the landing buffer from COPY_BYTES on; a tuned entry also covers somewhat smaller sizes.
+        # By rule, shares use the landing buffer from COPY_BYTES on; a configuration may say so of smaller ones.
         landing_bytes=inbox_bytes if part_bytes >= COPY_BYTES // 4 else 0,
     )
 

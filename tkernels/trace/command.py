@@ -86,8 +86,8 @@ def record(ctx, operation: str, sizes: tuple[int, int, int], dtype: str, calls: 
     import torch
 
     from tkernels import operators
+    from tkernels.choice import overlap_config
     from tkernels.comm import collectives
-    from tkernels.configs import overlap_config
     from tkernels.gemm import layout_of
     from tkernels.shapes import DTYPES
     from tkernels.timing import Stopwatch

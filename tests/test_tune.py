@@ -3,7 +3,9 @@
 Times come from a function of the configuration, so the winner is known; that they are measured is test_bench's affair.
 """
 
+import argparse
 import functools
+import importlib
 import json
 import os
 import re
@@ -15,18 +17,18 @@ import pytest
 import torch
 
 import tkernels
-from tkernels import cli, tuner
-from tkernels.comm import runtime, tuned
-from tkernels.configs import GemmConfig, OverlapConfig, default_config, default_overlap, gemm_config, overlap_config
+from tkernels import cli, model, tune_command, tuned
+from tkernels.choice import choices_of, forget_choices, gemm_config, overlap_config, problem_of
+from tkernels.comm import runtime
+from tkernels.configs import GemmConfig, OverlapConfig
 from tkernels.gemm import layout_of
 from tkernels.launch import RankError
+from tkernels.model import default_config
 from tkernels.timing import Timing
-from tkernels.tuner import candidates
-from tkernels.tuner import command as tune_command
-from tkernels.tuner.candidates import Room, changed, describe, impossible, parse_grid, predicted_us, survey
-from tkernels.tuner.compile import compile_ahead
-from tkernels.tuner.problem import Operands, Problem
+from tkernels.tune import Job, Operands
+from tkernels.variants import MOST, SLOWER, changed, describe, flat, parse_grid, product, variants
 
+tune = importlib.import_module("tkernels.tune")  # tkernels.tune is its function
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 FP32 = torch.float32
 SHAPE = (64, 64, 64)
@@ -55,30 +57,29 @@ ONE_SENDS = functools.partial(best_with, "num_comm=1")
 
 def search(ctx, tmp_path, operation=AG, us=ONE_SENDS, shape=SHAPE, **options):
     with mock.patch.dict(os.environ, TKERNELS_CACHE=str(tmp_path)):
-        return tuner.tune(operation, *shape, FP32, ctx=ctx, measure=times(us), **options)
+        return tune.tune(operation, *shape, FP32, ctx=ctx, measure=times(us), **options)
 
 
-def forget(ctx, records):
-    ctx.tuned = records
-    tuner.forget_choices(ctx)
+def problem_of_calls(ctx, operation=AG, shape=SHAPE):
+    return problem_of(ctx, operation, *Job(operation, *shape, FP32).local(ctx.size), FP32, "TN")
 
 
 def chosen(ctx, operation, shape=SHAPE):
-    M, N, K = Problem(operation, *shape, FP32).local(ctx.size)
+    M, N, K = Job(operation, *shape, FP32).local(ctx.size)
     return overlap_config(ctx, operation, M, N, K, FP32, "TN")
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("operation", [AG, RS, AR])
 def test_the_fastest_is_used_from_then_on_and_found_by_the_next_context(ctx, tmp_path, operation):
-    before, grid = ctx.tuned, {"num_comm": [1, 2], "group_m": [1, 2, 4]}
+    grid = {"num_comm": [1, 2], "group_m": [1, 2, 4]}
     us = functools.partial(best_with, "group_m=4, num_comm=1")
     try:
         outcome = search(ctx, tmp_path, operation, us, grid=grid)
         assert outcome.best.us == 50.0 and outcome.default.us == 100.0 and len(outcome.measured) >= 6
         assert (outcome.best.config.num_comm, outcome.best.config.gemm.group_m) == (1, 4)
         assert chosen(ctx, operation) == outcome.best.config
-        problem = Operands(ctx, Problem(operation, *SHAPE, FP32), 3)
+        problem = Operands(ctx, Job(operation, *SHAPE, FP32), 3)
         torch.testing.assert_close(problem.run(None), problem.run(outcome.default.config))
         with mock.patch.dict(os.environ, TKERNELS_CACHE=str(tmp_path)):
             with tkernels.init(ctx.group.process_group, heap_bytes=16 << 20, default=False) as other:
@@ -86,24 +87,23 @@ def test_the_fastest_is_used_from_then_on_and_found_by_the_next_context(ctx, tmp
         with tkernels.init(ctx.group.process_group, heap_bytes=16 << 20, default=False) as other:
             assert chosen(other, operation) == outcome.default.config
     finally:
-        forget(ctx, before)
+        forget_choices(ctx)
 
 
 @pytest.mark.ranks(2)
-def test_the_copy_engine_may_win(ctx, tmp_path):
-    before = ctx.tuned
-    try:
-        outcome = search(ctx, tmp_path, RS, functools.partial(best_with, "num_comm=0"), grid={"num_comm": [0, 1]})
-        assert outcome.best.config.num_comm == 0 and chosen(ctx, RS) == outcome.best.config
-        problem = Operands(ctx, Problem(RS, *SHAPE, FP32), 3)
-        torch.testing.assert_close(problem.run(None), problem.run(outcome.default.config))
-    finally:
-        forget(ctx, before)
+def test_how_rows_travel_is_not_tuned(ctx, tmp_path):
+    """Ranks must agree on it: the copy engine, whose rows land, is tried where they do by rule."""
+    outcome = search(ctx, tmp_path, RS, functools.partial(best_with, "num_comm=0"), grid={"num_comm": [0, 1]})
+    assert outcome.best.config.num_comm and any("ranks: by rule chunks have" in reason for reason in outcome.refused)
+    for name in ("chunk_rows", "landing"):
+        with pytest.raises(ValueError, match=f"grid: {name} is not tuned: it follows by rule, the same on all ranks"):
+            tune.tune(RS, *SHAPE, ctx=ctx, measure=None, grid={name: [1]})
+    forget_choices(ctx)
 
 
 @pytest.mark.ranks(2)
 def test_a_call_that_was_made_before_is_made_with_the_new_configuration_too(ctx, tmp_path):
-    before, operands = ctx.tuned, Operands(ctx, Problem(AG, *SHAPE, FP32), 3)
+    operands = Operands(ctx, Job(AG, *SHAPE, FP32), 3)
     module = sys.modules["tkernels.all_gather_matmul"]
     try:
         operands.run(None)
@@ -113,12 +113,12 @@ def test_a_call_that_was_made_before_is_made_with_the_new_configuration_too(ctx,
             operands.run(None)
         assert programs_of.call_args.args[0] == outcome.best.config
     finally:
-        forget(ctx, before)
+        forget_choices(ctx)
 
 
 @pytest.mark.ranks(2)
 def test_the_local_product_is_tuned_alike_for_whatever_context_is_the_default_one(ctx, tmp_path):
-    before, us = ctx.tuned, functools.partial(best_with, "group_m=4")
+    us = functools.partial(best_with, "group_m=4")
     try:
         with tkernels.init(ctx.group.process_group, heap_bytes=16 << 20, default=False) as other:
             outcome = search(other, tmp_path, "matmul", us, grid={"group_m": [1, 4]}, remember=False)
@@ -126,14 +126,14 @@ def test_the_local_product_is_tuned_alike_for_whatever_context_is_the_default_on
             assert gemm_config(*SHAPE, FP32, "TN") == outcome.best.config
             assert outcome.best.config == replace(default_config(64, 64, FP32), group_m=4)
     finally:
-        forget(ctx, before)
+        forget_choices(ctx)
 
 
 @pytest.mark.ranks(1)
 def test_local_products_go_by_the_records_of_the_context_that_is_the_default_now(ctx, tmp_path):
-    before, us = ctx.tuned, functools.partial(best_with, "group_m=4")
+    us = functools.partial(best_with, "group_m=4")
     best = search(ctx, tmp_path, "matmul", us, grid={"group_m": [1, 4]}).best.config
-    forget(ctx, before)
+    forget_choices(ctx)
     default = gemm_config(*SHAPE, FP32, "TN")
     with mock.patch.dict(os.environ, TKERNELS_CACHE=str(tmp_path)), tkernels.init(heap_bytes=1 << 20):
         assert gemm_config(*SHAPE, FP32, "TN") == best != default
@@ -147,97 +147,74 @@ def rank_dependent(name: str, rank: int) -> float:
 
 @pytest.mark.ranks(2)
 def test_ranks_whose_clocks_disagree_agree_on_one_winner(ctx, tmp_path):
-    before = ctx.tuned
     try:
         outcome = search(ctx, tmp_path, us=rank_dependent, grid={"group_m": [1, 4]})
         assert len(set(ctx.group.gather(outcome.best.config))) == 1
         assert len(set(ctx.group.gather(chosen(ctx, AG)))) == 1
-        assert len(set(ctx.group.gather(json.dumps(ctx.tuned)))) == 1
+        assert len(set(ctx.group.gather(str(choices_of(ctx).tuned)))) == 1
     finally:
-        forget(ctx, before)
+        forget_choices(ctx)
 
 
 @pytest.mark.ranks(2)
-def test_ranks_with_different_files_choose_by_those_of_rank_0(ctx, tmp_path):
-    before = ctx.tuned
+def test_ranks_with_different_files_need_not_choose_alike(ctx, tmp_path):
+    """But their rows travel alike, so the results are right."""
     try:
         for rank in range(2):
-            us = functools.partial(best_with, f"group_m={(1, 4)[rank]}")
-            search(ctx, tmp_path / str(rank), us=us, grid={"group_m": [1, 4]})
+            us = functools.partial(best_with, f"group_m={(1, 4)[rank]}, num_comm=1" if rank else "group_m=1")
+            search(ctx, tmp_path / str(rank), us=us, grid={"group_m": [1, 4], "num_comm": [1, 2]})
         with mock.patch.dict(os.environ, TKERNELS_CACHE=str(tmp_path / str(ctx.rank))):
-            mine = [one for one in tuned.known(2, ctx.transport) if one not in tuned.shipped()]
-            assert [one["config"]["gemm"]["group_m"] for one in mine] == [(1, 4)[ctx.rank]]
             with tkernels.init(ctx.group.process_group, heap_bytes=16 << 20, default=False) as other:
-                assert chosen(other, AG).gemm.group_m == 1
+                assert chosen(other, AG).gemm.group_m == (1, 4)[ctx.rank]
+                assert len(set(ctx.group.gather(chosen(other, AG).wire))) == 1
+                operands = Operands(other, Job(AG, *SHAPE, FP32), 3)
+                torch.testing.assert_close(operands.run(None), operands.run(model.choose(problem_of_calls(other))))
     finally:
-        forget(ctx, before)
+        forget_choices(ctx)
 
 
 @pytest.mark.ranks(2)
 def test_without_a_gain_the_default_stays(ctx, tmp_path):
-    before = ctx.tuned
     try:
         outcome = search(
             ctx, tmp_path, us=lambda name, rank: 99.5 if "group_m=4" in name else 100.0, grid={"group_m": [4]}
         )
         assert outcome.best == outcome.default and outcome.best.change == "default"
     finally:
-        forget(ctx, before)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("chunks_us, worth", [(92.0, False), (88.0, True)])
-def test_what_binds_other_products_has_to_be_faster_by_far(ctx, tmp_path, chunks_us, worth):
-    """Than the best of the others, though the first round has dropped it behind those that bind."""
-    before, block = ctx.tuned, default_config(64, 64, FP32).block_m
-
-    def us(name, rank):
-        return chunks_us if "chunk_rows" in name else 95.0 if "group_m" in name else 100.0
-
-    try:
-        grid = {"group_m": [1, 2, 4, 8], "chunk_rows": [block, 2 * block]}
-        outcome = search(ctx, tmp_path, us=us, shape=(256, 64, 64), grid=grid)
-        assert ("chunk_rows" in outcome.best.change) == worth
-        assert outcome.best.us == (chunks_us if worth else 95.0)
-        assert min(one.us for one in outcome.measured) == chunks_us
-    finally:
-        forget(ctx, before)
+        forget_choices(ctx)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.ranks(2)
 def test_without_a_grid_tiles_are_surveyed_and_single_changes_tried(ctx, tmp_path):
-    before = ctx.tuned
     try:
         outcome = search(ctx, tmp_path, us=functools.partial(best_with, "put_block=8192"), budget_s=600)
         assert outcome.finished and outcome.best.config.put_block == 8192
         assert any(re.search(r"num_comm=\d", one.change) for one in outcome.measured)
         assert outcome.refused and all(re.match(r"[a-z ]+: ", reason) for reason in outcome.refused)
     finally:
-        forget(ctx, before)
+        forget_choices(ctx)
 
 
 @pytest.mark.ranks(2)
 def test_the_budget_ends_a_search_early_with_what_was_found(ctx, tmp_path):
-    before = ctx.tuned
     try:
         outcome = search(ctx, tmp_path, grid={"group_m": [1, 4, 16]}, budget_s=1e-3)
         assert not outcome.finished and outcome.best == outcome.default
         assert outcome.refused["budget: the time was over before they were measured"] == 3
     finally:
-        forget(ctx, before)
+        forget_choices(ctx)
 
 
 def check_that_its_results_are_refused(ctx, tmp_path, wrong):
     """`wrong`, in place of Operands.run, spoils the results of group_m 4, which seems to be the fastest."""
-    before = ctx.tuned
     try:
         with mock.patch.object(Operands, "run", wrong):
             outcome = search(ctx, tmp_path, us=functools.partial(best_with, "group_m"), grid={"group_m": [1, 4]})
         assert outcome.best.config.gemm.group_m == 1
         assert outcome.refused["result: it is not the default's"] == 1
     finally:
-        forget(ctx, before)
+        forget_choices(ctx)
 
 
 @pytest.mark.ranks(2)
@@ -264,25 +241,7 @@ def test_a_candidate_that_reads_what_an_earlier_call_left_is_refused(ctx, tmp_pa
 
 
 @pytest.mark.ranks(2)
-def test_a_smaller_product_keeps_to_the_chunks_of_a_larger_one(ctx, tmp_path):
-    before = ctx.tuned
-    block = default_config(64, 64, FP32).block_m
-    try:
-        large = search(
-            ctx, tmp_path, us=functools.partial(best_with, "chunk_rows"), shape=(256, 256, 64),
-            grid={"chunk_rows": [2 * block]},
-        )  # fmt: skip
-        assert large.best.config.chunk_rows == 2 * block
-        small = search(ctx, tmp_path, shape=(256, 64, 64), grid={"chunk_rows": [4 * block], "num_comm": [1]})
-        assert small.default.config.chunk_rows == small.best.config.chunk_rows == 2 * block
-        assert any("a larger GEMM with the same rows" in reason for reason in small.refused)
-    finally:
-        forget(ctx, before)
-
-
-@pytest.mark.ranks(2)
 def test_a_result_that_cant_be_remembered_is_used_all_the_same(ctx, tmp_path):
-    before = ctx.tuned
     file = tmp_path / f"file{ctx.rank}"
     file.write_text("no folder")
     try:
@@ -294,38 +253,38 @@ def test_a_result_that_cant_be_remembered_is_used_all_the_same(ctx, tmp_path):
             outcome = search(ctx, file, grid={"num_comm": [1]})
         assert outcome.remembered is None and chosen(ctx, AG).num_comm == 1
     finally:
-        forget(ctx, before)
+        forget_choices(ctx)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    "problem, said",
+    "job, said",
     [
-        (Problem("matmul_gather", 8, 8, 8), "there is no 'matmul_gather'; there are matmul, all_gather_matmul"),
-        (Problem(AG, 64, 65, 64), "N=65 doesn't divide by 2 ranks"),
-        (Problem(RS, 64, 65, 63), "K=63 doesn't divide by 2 ranks"),
-        (Problem(AG, 64, 64, 64, layout="NT"), "all_gather_matmul has no layout 'NT'; it takes TN, NN, pointers"),
-        (Problem(RS, 0, 64, 64), "must be at least 1"),
+        (Job("matmul_gather", 8, 8, 8), "there is no 'matmul_gather'; there are matmul, all_gather_matmul"),
+        (Job(AG, 64, 65, 64), "N=65 doesn't divide by 2 ranks"),
+        (Job(RS, 64, 65, 63), "K=63 doesn't divide by 2 ranks"),
+        (Job(AG, 64, 64, 64, layout="NT"), "all_gather_matmul has no layout 'NT'; it takes TN, NN, pointers"),
+        (Job(RS, 0, 64, 64), "must be at least 1"),
     ],
 )
-def test_what_cant_be_tuned_is_refused_in_a_sentence(problem, said):
+def test_what_cant_be_tuned_is_refused_in_a_sentence(job, said):
     with pytest.raises(ValueError, match=re.escape(said)):
-        problem.check(2)
+        job.check(2)
 
 
 @pytest.mark.quick
 def test_on_one_rank_the_product_alone_is_tuned():
     for operation in ("all", None):
-        asked = tune_command.Options(operation=operation, shape="tiny")
-        assert {problem.operation for problem in tune_command.problems_of(asked, 1)} == {"matmul"}
-        assert {problem.operation for problem in tune_command.problems_of(asked, 2)} == {"matmul", AG, RS, AR}
+        asked = argparse.Namespace(operation=operation, shape="tiny", dtype="bf16", layout="TN")
+        assert {job.operation for job in tune_command.jobs_of(asked, 1)} == {"matmul"}
+        assert {job.operation for job in tune_command.jobs_of(asked, 2)} == {"matmul", AG, RS, AR}
 
 
 @pytest.mark.ranks(2)
 def test_a_grid_of_what_is_no_field_is_refused_before_anything_is_measured(ctx):
     for operation, field in (("matmul", "num_comm"), (AG, "bogus")):
         with pytest.raises(ValueError, match=f"grid: {operation} has no field '{field}'; it has .*block_m"):
-            tuner.tune(operation, *SHAPE, ctx=ctx, measure=None, grid={field: [1]})
+            tune.tune(operation, *SHAPE, ctx=ctx, measure=None, grid={field: [1]})
 
 
 @pytest.mark.ranks(2)
@@ -340,12 +299,11 @@ def test_tune_refuses_what_is_no_size_dtype_budget_or_grid(ctx):
         ({"grid": {"block_m": [64, 17]}}, ValueError, "grid: block_m=17 must be a power of two from 16 to 1024"),
     ):
         with pytest.raises(error, match=f"^{said}"):
-            tuner.tune(**({"operation": AG, "M": 64, "N": 64, "K": 64, "ctx": ctx, "measure": None} | wrong))
+            tune.tune(**({"operation": AG, "M": 64, "N": 64, "K": 64, "ctx": ctx, "measure": None} | wrong))
 
 
 @pytest.mark.ranks(2)
 def test_the_outcome_says_where_calls_take_the_plain_path_whatever_is_tuned(ctx, tmp_path):
-    before = ctx.tuned
     try:
         outcome = search(ctx, tmp_path, grid={"num_comm": [1]})
         assert outcome.choice == tkernels.explain(AG, *SHAPE, FP32, ctx=ctx)
@@ -354,171 +312,66 @@ def test_the_outcome_says_where_calls_take_the_plain_path_whatever_is_tuned(ctx,
             said = "; used with path='fused' alone, for calls of this size are plain: 8 bytes are too few to hide"
             assert tune_command.summary(outcome).endswith(said) == (path == "plain")
     finally:
-        forget(ctx, before)
+        forget_choices(ctx)
 
 
 @pytest.mark.ranks(2)
 def test_operands_lie_in_memory_as_their_layout_says_and_the_result_is_for_calls_with_such_operands(ctx):
     for layout in ("TN", "NN", "NT", "TT", "pointers"):
-        problem = Problem(RS, 64, 32, 64, torch.bfloat16, layout)
+        problem = Job(RS, 64, 32, 64, torch.bfloat16, layout)
         operands = Operands(ctx, problem, 0)
         assert layout_of(operands.x, operands.w) == layout == problem.key(2)[-1]
     for operation, M, N, K, layout in [  # TMA can't take these
         (RS, 64, 33, 64, "TN"), (AR, 64, 32, 66, "NN"), (AG, 64, 66, 64, "TN"), (RS, 63, 32, 64, "TT"),
         ("matmul", 64, 33, 64, "TN"), (AG, 1, 64, 63, "NN"),
     ]:  # fmt: skip
-        problem = Problem(operation, M, N, K, torch.bfloat16, layout)
+        problem = Job(operation, M, N, K, torch.bfloat16, layout)
         operands = Operands(ctx, problem, 0)
         assert layout_of(operands.x, operands.w) == "pointers" == problem.key(2)[-1], problem
 
 
 @pytest.mark.ranks(2)
 def test_what_tma_cant_take_is_tuned_for_the_calls_that_go_by_pointers(ctx, tmp_path):
-    before = ctx.tuned
     try:
         outcome = search(ctx, tmp_path, shape=(64, 68, 64), grid={"num_comm": [1]})
         assert outcome.best.config.num_comm == 1
         assert overlap_config(ctx, AG, 64, 34, 64, FP32, "pointers") == outcome.best.config
     finally:
-        forget(ctx, before)
+        forget_choices(ctx)
 
 
 # Candidates: of an H200, whatever runs here.
 
 BF16 = torch.bfloat16
-ROOM = Room(AG, 8192, 14336, 8192, BF16, "TN", ranks=4, programs=132)
-
-
-@pytest.fixture
-def on_a_gpu(monkeypatch):
-    monkeypatch.setattr(runtime, "RUNTIME", "nvshmem")
-    return default_overlap(AG, 8192, 14336, 8192, BF16, 4, 132)
+PROBLEM = model.Problem(AG, 8192, 14336, 8192, BF16, ranks=4)
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    "change, room, reason",
-    [
-        ({"num_stages": 5}, ROOM, "shared memory: 5 stages of tiles of 128x256x64 take 245760 of 232448 bytes"),
-        (
-            {"num_stages": 4, "split": 1},
-            replace(ROOM, operation="matmul"),
-            "shared memory: 4 stages of tiles of 128x256x64 take 196608, and beside them slices of results and sums "
-            "65536, of 232448 bytes",
-        ),
-        (
-            {"split": 1, "num_stages": 3},
-            ROOM,
-            "shared memory: 3 stages of tiles of 128x256x64 take 147456, and beside them slices of results and sums "
-            "131072, of 232448 bytes",
-        ),
-        ({"num_warps": 4}, ROOM, "registers: 4 warps hold 256 sums a thread"),
-        ({"num_comm": 132}, ROOM, "programs: there are 132, and one at least must multiply"),
-        ({"chunk_rows": 4096}, ROOM, "ranks: a chunk of more than the 2048 rows of a rank"),
-        ({"chunk_rows": 256}, replace(ROOM, travel=(128, False)), "ranks: a larger GEMM"),
-        ({"num_comm": 0, "interleaved": True}, ROOM, "operation: only reductions are interleaved"),
-        (
-            {"num_comm": 0, "interleaved": True, "num_stages": 3},
-            replace(ROOM, operation=AR, mapped=False),
-            "ranks: the copy engine and stores reach no other machine",
-        ),
-        ({"block_m": 64, "num_warps": 4, "chunk_rows": 192}, ROOM, "ranks: chunk_rows must be a multiple of 128"),
-        ({"block_m": 64, "num_warps": 4, "chunk_rows": 8}, ROOM, "ranks: chunk_rows must be a multiple of 128"),
-        ({"block_k": 32}, replace(ROOM, layout="pointers"), "alignment: without TMA descriptors"),
-        ({"block_k": 16}, replace(ROOM, dtype=FP32), "registers: fp32 without tensor cores"),
-        ({"block_n": 128}, replace(ROOM, N=64), "size: 64 columns would leave half of a tile of 128 empty"),
-        ({"block_m": 128, "chunk_rows": 128}, replace(ROOM, M=16), "size: 16 rows would leave half of a tile of 128"),
-    ],
-)
-def test_impossible_configurations_have_a_reason(on_a_gpu, change, room, reason):
-    assert impossible(on_a_gpu, ROOM) is None
-    assert impossible(changed(on_a_gpu, change), room).startswith(reason)
-
-
-@pytest.mark.quick
-def test_the_survey_tries_every_kind_of_tile_that_is_possible(on_a_gpu):
-    found, refused = survey([on_a_gpu], ROOM, 1200.0)
-    assert 4 <= len(found) <= candidates.SURVEY and len(set(found)) == len(found)
-    assert {(c.gemm.block_m, c.gemm.block_n) for c in found} >= {(128, 256), (256, 128), (128, 128)}
-    assert all(impossible(config, ROOM) is None for config in found)
-    predictions = [predicted_us(config, ROOM, 1200.0) for config in found]
-    assert predictions == sorted(predictions) and predictions[-1] <= candidates.SLOWER * predictions[0]
-    assert sum(refused.values()) > 0
-    # A tile's candidates are one kernel, for which there are several ways to travel.
-    kernels = {replace(config, num_comm=1, chunk_rows=512) for config in found}
-    assert len(kernels) <= 10 and len({config.num_comm for config in found}) >= 3
-    short = survey([on_a_gpu], replace(ROOM, N=1280), 240.0)[0]  # the wire counts, and small tiles end sooner
-    assert {(c.gemm.block_m, c.gemm.block_n) for c in short} >= {(128, 256), (256, 128), (64, 64)}
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("to, order", [(4, [4, 2, 8, 1, 16]), (16, [16, 8, 4, 2, 1]), (3, [4, 2, 8, 1, 16])])
-def test_what_the_model_cant_tell_apart_is_tried_nearest_to_the_default_first(to, order):
-    assert candidates.nearest([1, 2, 4, 8, 16], to) == order
-
-
-@pytest.mark.quick
-def test_the_model_weighs_the_wire_against_the_tiles(on_a_gpu):
-    """Much to send beside little to multiply wants many programs that send; the other way round, few."""
-
-    def preferred(gemm_us, N, operation=AG):
-        room = replace(ROOM, N=N, operation=operation)
-        return min(
-            candidates.COMM_PROGRAMS, key=lambda n: predicted_us(changed(on_a_gpu, {"num_comm": n}), room, gemm_us)
-        )
-
-    assert preferred(100.0, 1280) >= 12
-    assert preferred(10000.0, 57344) <= 4
-    slow = changed(on_a_gpu, {"num_comm": 2})  # 100 MB through two programs
-    assert predicted_us(slow, ROOM, 100.0) > 8192 / 4 * 8192 * 2 * 3 / 56e9 * 1e6
-    assert preferred(2000.0, 1280, RS) <= 4  # until the peers' tiles are done, more would only wait
-    for operation in (AG, RS, AR):
-        room = replace(ROOM, operation=operation)
-        assert predicted_us(on_a_gpu, room, 2000.0) >= 2000.0 * (132 / (132 - 12) if operation == AR else 1)
-        whole = predicted_us(changed(on_a_gpu, {"max_splits": 1}), room, 2000.0)
-        assert predicted_us(on_a_gpu, room, 2000.0) <= whole
-    # Small puts cost more than their bytes.
-    times = [predicted_us(changed(on_a_gpu, {"chunk_rows": rows}), replace(ROOM, K=1024), 50.0) for rows in (16, 128)]
-    assert times[0] > times[1]
-
-
-@pytest.mark.quick
-def test_neighbours_are_one_change_away(on_a_gpu):
-    found, _ = candidates.neighbours(on_a_gpu, ROOM, 1200.0)
-    names = [describe(config, on_a_gpu) for config in found]
-    copied = [config for config in found if config.num_comm == 0]
-    assert [config.copy_rows for config in copied] == [2048, 1024, 512]
-    names = [name for name in names if "num_comm=0" not in name]
-    assert names and all("," not in name and name != "default" for name in names)
-    fields = {"num_stages", "group_m", "num_comm", "chunk_rows", "put_block", "split_tiles", "max_splits"}
-    assert {name.split("=")[0] for name in names} >= fields
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("operation", [AG, RS, AR])
-def test_that_all_programs_send_is_a_change_of_reductions_and_no_other_changes_come_twice(on_a_gpu, operation):
-    room = replace(ROOM, operation=operation)
-    default = replace(on_a_gpu, gemm=replace(on_a_gpu.gemm, num_stages=3))
-    copied = replace(default, num_comm=0, chunk_rows=room.landing_rows, copy_rows=1024)
-    for config in (default, copied, replace(default, split_tiles=32)):
-        found, _ = candidates.neighbours(config, room, 1200.0)
-        (one,) = [each for each in found if each.interleaved] or [None]
-        change = {"num_comm": 0, "interleaved": True, "copy_rows": None, "split_tiles": None}
-        assert one == (None if operation == AG else replace(config, **change))
-    if operation != AG:
-        assert predicted_us(one, room, 1200.0) > 1200.0
-        found, _ = candidates.neighbours(one, room, 1200.0)
-        names = [describe(each, one) for each in found]
-        assert any("interleaved=False" in name for name in names)  # programs that are set apart, and copies
-        assert not any(name.startswith(candidates.NOT_INTERLEAVED) for name in names)
-        assert changed(one, {"num_comm": 0}).copied and changed(one, {"group_m": 4}).interleaved
+@pytest.mark.parametrize("operation", ["matmul", AG, RS, AR])
+@pytest.mark.parametrize("M", [8192, 2048, 256])
+def test_variants_are_the_possible_ones_with_the_least_predictions(operation, M):
+    problem = replace(PROBLEM, operation=operation, M=M)
+    default = default_config(M, problem.N, BF16) if operation == "matmul" else model.choose(problem)
+    found, refused = variants(default, problem)
+    assert 8 <= len(found) <= MOST and len(set(found)) == len(found)
+    assert all(model.reject(problem, config) is None for config in found)
+    tiles = {(gemm.block_m, gemm.block_n) for gemm in (getattr(config, "gemm", config) for config in found)}
+    assert len(tiles) >= 3 and (128, 256) in tiles
+    least = min(model.predict(problem, config).seconds for config in found)
+    single = [config for config in found if sum(b != flat(default)[a] for a, b in flat(config).items()) == 1]
+    others = [config for config in found if config not in single]
+    assert all(model.predict(problem, config).seconds <= SLOWER * least for config in others) and single
+    assert all(re.match(r"[a-z ]+: ", reason) for reason in refused)
+    if operation != "matmul":
+        assert {config.wire for config in found} == {model.wire_of(problem)}
+        assert len({config.num_comm for config in found}) >= 2
 
 
 @pytest.mark.quick
 def test_a_grid_is_the_product_of_its_values():
-    default = OverlapConfig(GemmConfig(), num_comm=12)
+    default = OverlapConfig(GemmConfig(), num_comm=12, landing=True)
     grid = parse_grid(["num_comm=6,12", "num_stages=2,3"])
-    found, refused = candidates.product(default, grid, ROOM)
+    found, refused = product(default, grid, PROBLEM)
     assert [describe(config, default) for config in found] == [
         "num_stages=2, num_comm=6", "num_comm=6", "num_stages=2", "default",
     ]  # fmt: skip
@@ -526,54 +379,6 @@ def test_a_grid_is_the_product_of_its_values():
     assert changed(default, {"max_programs": 100}).gemm.max_programs is None
     with pytest.raises(ValueError, match="split=x: give whole numbers, as in split=1,2"):
         parse_grid(["split=x"])
-
-
-# Compiling ahead: with a compiler of our own here, with Triton's in test_compile.
-
-
-class Compiled:
-    def __init__(self, spills=0, error=None):
-        self.n_spills, self.error = spills, error
-
-    def _init_handles(self):
-        if self.error:
-            raise self.error
-
-
-class Kernel:
-    launched = []
-
-    def run(self, *args, grid, warmup, **options):
-        if not warmup:
-            self.launched.append(args)
-        (outcome,) = args
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
-
-    def __getitem__(self, grid):
-        return lambda *args, **options: self.run(*args, grid=grid, warmup=False, **options)
-
-
-@pytest.mark.ranks(2)
-def test_compiling_ahead_launches_nothing_and_says_what_cant_be_used(ctx):
-    outcomes = {
-        "fine": Compiled(),
-        "spills": Compiled(spills=36),
-        "too large": Compiled(error=RuntimeError("out of resource: shared memory")),
-        "refused": ValueError("num_warps must be\na power of two"),
-    }
-    calls = {name: functools.partial(Kernel()[(1,)], outcome) for name, outcome in outcomes.items()}
-    with mock.patch("tkernels.tuner.compile.JITFunction", Kernel):
-        failures = compile_ahead(ctx, calls, lambda number: None)
-    assert Kernel.launched == []
-    assert failures == {
-        "spills": "registers: the compiler spills 36 of them",
-        "too large": "RuntimeError: out of resource: shared memory",
-        "refused": "ValueError: num_warps must be",
-    }
-    calls["fine"]()
-    assert len(Kernel.launched) == 1  # launches are launches again
 
 
 # The command.
@@ -675,13 +480,13 @@ class RanksThatFail:
 
 @pytest.mark.quick
 def test_ranks_have_time_for_the_budget_and_for_what_it_doesnt_count(monkeypatch):
-    monkeypatch.setattr(tune_command, "RankPool", RanksThatFail)
+    monkeypatch.setattr(importlib.import_module("tkernels.launch"), "RankPool", RanksThatFail)
     assert cli.main("tune matmul --shape 32x32x32 --ranks 1 --budget 900".split()) == 1
     assert RanksThatFail.asked == [(900.0, 900.0 + tune_command.SHAPE_TIMEOUT_S)]
 
 
 @pytest.mark.quick
 def test_named_shapes_are_tuned_the_largest_product_first():
-    options = tune_command.Options(operation=AG, shape="tiny,tiny-wide,64x128x64")
-    sizes = [(problem.M, problem.N, problem.K) for problem in tune_command.problems_of(options, 2)]
+    asked = argparse.Namespace(operation=AG, shape="tiny,tiny-wide,64x128x64", dtype="bf16", layout="TN")
+    sizes = [(job.M, job.N, job.K) for job in tune_command.jobs_of(asked, 2)]
     assert sizes == [(128, 96, 160), (64, 128, 64), (64, 64, 64)]

@@ -7,14 +7,13 @@ A record is a dictionary of plain values. This module interprets where a record 
 
 A record replaces an earlier one with the same key; each file is replaced as a whole, so that jobs may write at the same
 time. Some records ship with the package (data/tuned.jsonl) and hold for any version of torch and triton; records from
-this machine take precedence. A context uses rank 0's records on every rank, since the ranks' choices must agree.
+this machine take precedence.
 """
 
 import hashlib
 import json
 import os
 import re
-import sys
 import uuid
 import warnings
 from pathlib import Path
@@ -22,7 +21,8 @@ from pathlib import Path
 import torch
 import triton
 
-from tkernels.comm import runtime
+import tkernels
+from tkernels.gpus import gpu_name
 
 FORMAT = 1
 SHIPPED = Path(__file__).parent / "data" / "tuned.jsonl"
@@ -48,12 +48,11 @@ def folder() -> Path:
 
 def place(ranks: int, transport: str) -> dict:
     """The part of a key that says where a record holds: this GPU, the ranks and transport, these versions."""
-    simulated = runtime.RUNTIME == "simulated"
     return {
-        "gpu": "simulated" if simulated else torch.cuda.get_device_name(),
+        "gpu": gpu_name(),
         "ranks": ranks,
         "transport": transport,
-        "tkernels": sys.modules["tkernels"].__version__,  # not imported: comm does not depend on the rest of tkernels
+        "tkernels": tkernels.__version__,
         "torch": torch.__version__,
         "triton": triton.__version__,
     }
@@ -137,14 +136,14 @@ def _shallow(value, levels: int) -> bool:
     return levels > 0 and all(_shallow(each, levels - 1) for each in inner)
 
 
-def known(ranks: int, transport: str) -> list[dict]:
+def known(ranks: int, transport: str, report: bool = True) -> list[dict]:
     """The records for `ranks` ranks over `transport` on this machine, or for one rank alone; the best ones last.
 
-    Warns about files without a valid record and skips them.
+    Skips files without a valid record, and warns about them unless another rank is to `report` them.
     """
     here, alone = place(ranks, transport), place(1, LOCAL)
     records, damaged = saved()
-    for path, reason in damaged.items():
+    for path, reason in damaged.items() if report else ():
         warnings.warn(
             f"{printable(path)} is ignored: {printable(reason)}. Delete it, or move it elsewhere; TKERNELS_CACHE names "
             f"another folder",

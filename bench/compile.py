@@ -12,8 +12,8 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.jit import JITFunction
 
+from tkernels.choice import forget_calls
 from tkernels.comm.context import Context
-from tkernels.configs import forget_choices
 from tkernels.timing import Call
 
 
@@ -23,7 +23,7 @@ def compile_ahead(ctx: Context, calls: dict[str, Call], done: Callable[[int], No
     The calls are made one after the other, up to their launch, so they may be collective. done: called with the number
     of this rank's kernels compiled so far.
     """
-    forget_choices(ctx)  # a prepared launch bypasses the compiler
+    forget_calls(ctx)  # a prepared launch bypasses the compiler
     compiler, kernels, failures = _Compiler(), {}, {}
     with AsyncCompileMode(compiler, ignore_errors=True), _launches_compile() as launched:
         for name, call in calls.items():

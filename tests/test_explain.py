@@ -1,0 +1,76 @@
+"""What `tkernels explain` and tkernels.explain say: each way with its time or the reason why not, and what is taken."""
+
+import json
+from unittest import mock
+
+import pytest
+import torch
+
+import tkernels
+from tkernels import cli, paths
+from tkernels.gpus import GPUS
+from tkernels.model import FUSED
+
+
+def explain(arguments, capsys) -> tuple[str, list[dict]]:
+    assert cli.main(["explain", *arguments.split(), "--json", "-"]) == 0
+    out, err = capsys.readouterr()
+    return " ".join(err.split()), [json.loads(line) for line in out.splitlines()]
+
+
+@pytest.mark.quick
+def test_the_command_says_what_is_taken_and_why_and_what_overlap_saves(capsys):
+    said, (answer,) = explain("all_gather_matmul --shape llama70b-qkv --ranks 4", capsys)
+    assert said.startswith("all_gather_matmul 8192x10240x8192 bf16, 4 x NVIDIA H200")
+    assert "takes copy engine: 100663296 bytes into each rank, more than 12582912, travel while it multiplies" in said
+    assert "overlap saves 397 of 882 us, 45%; it hides 88% of the transfer" in said
+    assert said.endswith("the model's constants were measured on NVIDIA H200")
+    taken, plain, *others = answer["ways"]
+    assert (answer["path"], taken["way"], plain["way"]) == ("fused", "copy engine", "plain")
+    assert taken["us"] == 485.2 < plain["us"] and taken["how"] == "tiles of 128x256x64, copies of 2048 rows"
+    assert taken["us"] == pytest.approx(taken["launch_us"] + taken["gemm_us"] + taken["exposed_us"], abs=0.2)
+    assert {other["way"]: other["refused"] for other in others} == {
+        "interleaved": "only reductions are",
+        "comm programs": "where rows land, copies are as fast, and take no SMs",
+    }
+
+
+@pytest.mark.quick
+def test_the_command_says_where_nothing_is_overlapped_and_what_was_never_run(capsys):
+    said, answers = explain("all --shape 64x8192x8192 --gpu b200 --dtype fp16", capsys)
+    assert [answer["operation"] for answer in answers] == list(FUSED)
+    assert all(answer["path"] == "plain" == answer["ways"][0]["way"] for answer in answers)
+    assert said.count("nothing is overlapped; with path='fused' it would take") == 3
+    assert "nothing has run on NVIDIA B200: kernels were compiled for it, and the constants are from data sh" in said
+
+
+@pytest.mark.quick
+def test_the_command_says_where_the_plain_path_would_be_faster(capsys):
+    said, (answer,) = explain("matmul_all_reduce --shape llama70b-down --gpu b200", capsys)
+    us = {way["way"]: way.get("us") for way in answer["ways"]}
+    assert answer["path"] == "fused" and answer["ways"][0]["us"] > us["plain"]
+    assert "the plain path would take" in said and "us less; path='plain' asks for it" in said
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("gpu", GPUS)
+def test_the_command_knows_every_gpu_with_a_row(capsys, gpu):
+    _, answers = explain(f"all --shape 8192x8191x8192,4096x4096x4096 --ranks 8 --gpu {gpu.split()[1]}", capsys)
+    for answer in answers:
+        assert answer["gpu"] == gpu and all(way["refused"] or 0 < way["us"] < 1e6 for way in answer["ways"])
+
+
+@pytest.mark.ranks(2)
+def test_explain_predicts_each_way_on_a_gpu_as_the_command_does(ctx, monkeypatch):
+    choice = tkernels.explain("matmul_all_reduce", 8192, 8192, 8192, ctx=ctx)
+    assert bool(choice.ways) == (tkernels.RUNTIME != "simulated")
+    monkeypatch.setattr(paths.runtime, "RUNTIME", "nvshmem")
+    paths._choose.cache_clear()
+    with mock.patch("tkernels.choice.gpu_here", lambda: GPUS["NVIDIA H200"]):
+        with mock.patch.object(ctx, "num_programs", 132):
+            choice = tkernels.explain("matmul_all_reduce", 8192, 8192, 8192, torch.bfloat16, ctx=ctx)
+    paths._choose.cache_clear()
+    names = [way.name for way in choice.ways]
+    assert choice.path == "fused" and names == ["interleaved", "comm programs", "plain", "copy engine"]
+    assert choice.ways[0].config.interleaved and 8e-4 < choice.ways[0].predicted.seconds < 9e-4
+    assert choice.ways[-1].refused and str(choice).startswith("fused: 134217728 bytes into each rank")

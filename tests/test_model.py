@@ -1,0 +1,315 @@
+"""The model: which configurations it considers, why not others, what it predicts, and what a call gets by it.
+
+All of an H200, whatever runs here, unless a test says otherwise.
+"""
+
+import itertools
+import math
+import statistics
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tkernels import gpus
+from tkernels.configs import MAX_LOOK, GemmConfig, OverlapConfig
+from tkernels.gpus import GPUS, H200, SIMULATED, gpu_here
+from tkernels.model import (
+    COPY_ENGINE,
+    INTERLEAVED,
+    PROGRAMS,
+    Problem,
+    candidates,
+    choose,
+    default_config,
+    plain_limit,
+    predict,
+    predict_plain,
+    reject,
+    ways,
+    wire_of,
+)
+from tkernels.variants import changed
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+A100 = GPUS["NVIDIA A100-SXM4-80GB"]
+AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+
+
+def who_sends(config):
+    return INTERLEAVED if config.interleaved else COPY_ENGINE if config.copied else PROGRAMS
+
+
+@pytest.mark.quick
+def test_choose_lets_the_copy_engine_send_large_shares_where_it_reaches_all():
+    for operation, M, N, K, ranks, mapped, sender in [
+        (AG, 8192, 4096, 4096, 2, True, COPY_ENGINE),
+        (AG, 8192, 4096, 16384, 2, True, COPY_ENGINE),
+        (RS, 8192, 4096, 4096, 2, True, COPY_ENGINE),
+        (RS, 8192, 16384, 4096, 2, True, COPY_ENGINE),
+        (AR, 8192, 8192, 1024, 2, True, PROGRAMS),
+        (AR, 4096, 8192, 1024, 2, True, PROGRAMS),
+        (AR, 4095, 8192, 1024, 2, True, PROGRAMS),
+        (AR, 4094, 8192, 1024, 2, True, COPY_ENGINE),
+        (AR, 1024, 8192, 1024, 2, True, COPY_ENGINE),
+        (AR, 1022, 8192, 1024, 2, True, PROGRAMS),
+        (AR, 8192, 8192, 4096, 4, True, COPY_ENGINE),
+        (AR, 8192, 4096, 4096, 4, True, COPY_ENGINE),
+        (AG, 512, 4096, 4096, 2, True, PROGRAMS),
+        (AG, 8192, 4096, 4096, 2, False, PROGRAMS),
+    ]:
+        problem = Problem(operation, M, N, K, ranks=ranks, mapped=mapped)
+        config, case = choose(problem), (operation, M, N, K, ranks, mapped)
+        assert (who_sends(config), config.landing) == (sender, sender == COPY_ENGINE), case
+        sending = choose(replace(problem, sending=True))
+        assert sending.num_comm > 0 and not sending.landing, case
+
+
+@pytest.mark.quick
+def test_choose_lets_all_programs_send_an_all_reduce_between_two_that_its_product_hides():
+    for operation, M, N, K, ranks, dtype, layout, mapped, all_send in [
+        (AR, 8192, 8192, 4096, 2, BF16, "TN", True, True),
+        (AR, 8192, 4096, 4096, 2, FP16, "NN", True, True),
+        (AR, 8192, 4096, 2048, 2, BF16, "TN", True, False),
+        (AR, 8192, 4096, 4096, 2, BF16, "pointers", True, False),
+        (AR, 8192, 4096, 4096, 2, FP32, "TN", True, False),
+        (AR, 8192, 8192, 4096, 2, BF16, "TN", False, False),
+        (AR, 8192, 8192, 4096, 4, BF16, "TN", True, False),
+        (RS, 8192, 8192, 4096, 2, BF16, "TN", True, False),
+    ]:
+        problem = Problem(operation, M, N, K, dtype, layout, ranks, mapped=mapped)
+        config = choose(problem)
+        assert (who_sends(config) == INTERLEAVED) == all_send, problem
+        assert choose(replace(problem, sending=True)).num_comm > 0, problem
+        # Where rows land and in which chunks is the same for ranks whose products are too short.
+        short = choose(replace(problem, K=64))
+        assert short.wire == config.wire and not short.interleaved, problem
+
+
+@pytest.mark.quick
+def test_choose_lets_programs_send_what_a_short_product_cant_hide_and_ranks_need_not_do_alike():
+    wires = set()
+    for operation, ranks, K, by_programs in [
+        (RS, 4, 1024, True),
+        (RS, 4, 1025, True),
+        (RS, 4, 1536, True),
+        (RS, 4, 3584, False),
+        (RS, 2, 2048, False),
+        (AR, 4, 1024, True),
+        (AR, 4, 3584, False),
+    ]:
+        problem = Problem(operation, 8192, 4096, K, ranks=ranks)
+        for layout in ("TN", "NN"):
+            config = choose(replace(problem, layout=layout))
+            assert (config.num_comm > 0, config.landing) == (by_programs, True), problem
+            wires.add((operation, ranks, *config.wire))
+        for programs in (1, 16):  # which take so long to multiply that the wire is hidden
+            few = choose(replace(problem, programs=programs))
+            assert few.copied and few.landing, problem
+        # Without tensor cores no product is short.
+        assert choose(replace(problem, dtype=FP32)).copied, problem
+    assert len(wires) == 3
+    # No more than a quarter of the programs send, and one at least, or copies do.
+    for programs, num_comm in ((44, 11), (132, 24)):
+        sender = ways(Problem(RS, 8192, 4096, 512, ranks=8, programs=programs))[PROGRAMS]
+        assert sender.num_comm == num_comm
+    assert choose(Problem(RS, 8192, 4096, 32, ranks=8, programs=3)).copied
+
+
+@pytest.mark.quick
+def test_choose_takes_the_candidate_with_the_least_prediction_and_is_cheap():
+    rng, took = torch.Generator().manual_seed(0), []
+    for number in range(60):
+        M, N, K = (2 ** int(torch.randint(6, 15, (), generator=rng)) for _ in range(3))
+        problem = Problem((AG, RS, AR)[number % 3], M, N, K, ranks=(2, 4, 8)[number % 4 % 3])
+        began = time.perf_counter()
+        config = choose(problem)
+        took.append(time.perf_counter() - began)
+        times = {other: predict(problem, other).seconds for other in candidates(problem)}
+        assert times[config] == min(times.values()), problem
+        assert choose(replace(problem)) is config
+    assert statistics.median(took) < 0.01
+
+
+@pytest.mark.quick
+def test_choose_on_the_simulated_runtime_has_two_programs_send_into_inboxes():
+    for programs, num_comm in ((1, 1), (2, 1), (4, 2), (8, 2)):
+        config = choose(Problem(RS, 8192, 8192, 64, ranks=4, programs=programs, gpu=SIMULATED))
+        assert (config.num_comm, config.landing, config.gemm.block_m) == (num_comm, False, 64)
+
+
+@pytest.mark.quick
+def test_wire_of_a_landing_is_chunks_whose_signals_one_look_sees():
+    for ranks, M in itertools.product((2, 3, 4, 8), (8192, 43523, 65536, 1 << 20)):
+        problem = Problem(RS, M, 8192, 8192, ranks=ranks)
+        chunk_rows, landing = wire_of(problem)
+        assert landing and choose(problem).copied
+        rows, peers, most = math.ceil(M / ranks), ranks - 1, MAX_LOOK.value
+        assert math.ceil(rows / chunk_rows) * peers <= most
+        assert chunk_rows == 128 or math.ceil(rows / (chunk_rows // 2)) * peers > most
+
+
+@pytest.mark.quick
+def test_wire_of_a_gather_between_two_has_larger_puts_and_fewer_programs_where_they_store():
+    for ranks, M, stores, want in [
+        (2, 8192, True, (8, 256)),
+        (2, 4096, True, (8, 128)),
+        (2, 8192, False, (12, 128)),
+        (4, 16384, True, (12, 128)),
+    ]:
+        for mapped in (True, False) if not stores else (True,):  # NVSHMEM's calls on one machine too
+            problem = Problem(AG, M, 3072, 4096, ranks=ranks, mapped=mapped, stores=stores, sending=True)
+            config = choose(problem)
+            assert (config.num_comm, config.chunk_rows) == want and wire_of(problem) == (want[1], False)
+            assert choose(replace(problem, M=512, sending=False)).num_comm == want[0]
+
+
+@pytest.mark.quick
+def test_wire_of_depends_on_nothing_that_may_differ_between_ranks():
+    for operation, M, ranks in itertools.product((AG, RS, AR), (64, 1000, 8192, 1 << 17), (2, 4, 8)):
+        found = set()
+        for local, layout, gpu in itertools.product((1, 64, 5000, 60000), ("TN", "NN", "pointers"), GPUS.values()):
+            N, K = (local, 4096) if operation == AG else (4096, local)
+            problem = Problem(operation, M, N, K, BF16, layout, ranks, gpu=gpu)
+            found.add(wire_of(problem))
+            assert {config.wire for config in candidates(problem)} == {wire_of(problem)}
+        assert len(found) == 1, (operation, M, ranks)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("problem, sender, reason", [
+    (Problem(AG, 512, 4096, 4096, ranks=2), COPY_ENGINE, "a share of 2097152 bytes, less than 8388608, is no more"),
+    (Problem(AG, 8192, 4096, 4096, ranks=2, mapped=False), COPY_ENGINE, "it reaches no other machine"),
+    (Problem(AR, 8192, 8192, 4096, ranks=2), COPY_ENGINE, "between two ranks programs send shares from 33554432 bytes"),
+    (Problem(AG, 8192, 4096, 4096, ranks=2), PROGRAMS, "where rows land, copies are as fast, and take no SMs"),
+    (Problem(AG, 8192, 4096, 4096, ranks=2), INTERLEAVED, "only reductions are"),
+    (Problem(AR, 8192, 8192, 4096, ranks=4), INTERLEAVED, "among more than two ranks its steps spill registers"),
+    (Problem(AR, 8192, 8192, 4096, FP32, ranks=2), INTERLEAVED, "not measured without TMA or in fp32"),
+    (Problem(AR, 8192, 8192, 512, ranks=2), INTERLEAVED, "tiles would wait for the link: the GEMM takes 83 us"),
+])  # fmt: skip
+def test_ways_that_are_no_candidates_have_a_reason(problem, sender, reason):
+    assert ways(problem)[sender].startswith(reason)
+
+
+PROBLEM = Problem(AG, 8192, 14336, 8192, ranks=4)
+DEFAULT = OverlapConfig(GemmConfig(group_m=16, num_stages=4), num_comm=12, landing=True)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "change, other, reason",
+    [
+        ({"num_stages": 5}, PROBLEM, "shared memory: 5 stages of tiles of 128x256x64 take 245760 of 232448 bytes"),
+        (
+            {"num_stages": 4, "split": 1},
+            replace(PROBLEM, operation="matmul"),
+            "shared memory: 4 stages of tiles of 128x256x64 take 196608, and beside them slices of results and sums "
+            "65536, of 232448 bytes",
+        ),
+        (
+            {"split": 1, "num_stages": 3},
+            PROBLEM,
+            "shared memory: 3 stages of tiles of 128x256x64 take 147456, and beside them slices of results and sums "
+            "131072, of 232448 bytes",
+        ),
+        ({}, replace(PROBLEM, gpu=A100), "shared memory: 4 stages of tiles of 128x256x64 take 196608 of 166912"),
+        ({"num_warps": 4}, PROBLEM, "registers: 4 warps hold 256 sums a thread"),
+        ({"num_comm": 132}, PROBLEM, "programs: there are 132, and one at least must multiply"),
+        ({"chunk_rows": 256}, PROBLEM, "ranks: by rule chunks have 128 rows, and land: True"),
+        ({"landing": False}, PROBLEM, "ranks: by rule chunks have 128 rows, and land: True"),
+        ({"num_comm": 0, "interleaved": True}, PROBLEM, "operation: only reductions are interleaved"),
+        (
+            {"num_comm": 0, "interleaved": True, "num_stages": 3, "landing": False, "chunk_rows": 32},
+            replace(PROBLEM, operation=AR, mapped=False),
+            "ranks: the copy engine and stores reach no other machine",
+        ),
+        ({"block_k": 32}, replace(PROBLEM, layout="pointers"), "alignment: without TMA descriptors"),
+        ({"block_k": 16}, replace(PROBLEM, dtype=FP32), "registers: fp32 without tensor cores"),
+        ({"block_n": 128}, replace(PROBLEM, N=64), "size: 64 columns would leave half of a tile of 128 empty"),
+        ({"block_m": 128}, replace(PROBLEM, M=16), "size: 16 rows would leave half of a tile of 128"),
+    ],
+)
+def test_reject_says_why(change, other, reason):
+    assert reject(PROBLEM, DEFAULT) is None
+    assert reject(other, changed(DEFAULT, change)).startswith(reason)
+
+
+@pytest.mark.quick
+def test_reject_lets_every_candidate_through_but_where_rows_are_few():
+    for operation, M, N, K, ranks, dtype, layout, gpu in itertools.product(
+        (AG, RS, AR), (128, 1000, 8192), (128, 4096), (64, 8192), (2, 4, 8), (BF16, FP32), ("TN", "pointers"),
+        GPUS.values(),
+    ):  # fmt: skip
+        problem = Problem(operation, M, N, K, dtype, layout, ranks, gpu=gpu)
+        assert not [reason for config in candidates(problem) if (reason := reject(problem, config))], problem
+
+
+@pytest.mark.quick
+def test_predict_weighs_the_wire_against_the_tiles():
+    """Much to send beside little to multiply wants many programs that send; the other way round, few."""
+
+    def preferred(K, operation=RS):
+        problem = Problem(operation, 8192, 4096, K, ranks=4, mapped=False)
+        config = candidates(problem)[0]
+        return min((2, 4, 6, 9, 12, 18, 24), key=lambda n: predict(problem, replace(config, num_comm=n)).seconds)
+
+    assert preferred(512) >= 12 and preferred(16384) <= 4
+    for operation in (AG, RS, AR):
+        problem = Problem(operation, 8192, 8192, 8192, ranks=4)
+        for config in candidates(problem):
+            found = predict(problem, config)
+            assert found.seconds > max(found.gemm, found.wire / (2 if operation == AR else 1)) > 0
+            assert found.seconds == pytest.approx(found.launch + found.gemm + found.exposed) or found.exposed == 0
+            longer = replace(problem, N=16384) if operation == AG else replace(problem, K=16384)
+            assert predict(longer, config).seconds > found.seconds
+    slow = replace(candidates(Problem(AG, 8192, 1280, 8192, ranks=4, sending=True))[0], num_comm=2)
+    wire = 8192 / 4 * 8192 * 2 * 3 / 56e9  # 100 MB through two programs
+    assert predict(Problem(AG, 8192, 1280, 8192, ranks=4, sending=True), slow).seconds > wire
+
+
+@pytest.mark.quick
+def test_predict_of_a_local_product_counts_waves_and_bytes():
+    problem = Problem("matmul", 8192, 8192, 8192)
+    whole, more = (predict(replace(problem, M=tiles * 128, N=256), GemmConfig()).gemm for tiles in (132, 133))
+    assert more == pytest.approx(2 * whole)
+    few = predict(replace(problem, M=1), GemmConfig(64))
+    assert few.gemm >= 8192 * 8192 * 2 / H200.memory
+
+
+@pytest.mark.quick
+def test_predict_plain_is_the_sum_of_its_parts():
+    for operation in (AG, RS, AR):
+        problem = Problem(operation, 8192, 8192, 8192, ranks=4)
+        found = predict_plain(problem)
+        assert found.seconds == pytest.approx(found.launch + found.gemm + found.wire)
+        assert found.wire == pytest.approx((2 if operation == AR else 1) * 8192 * 8192 * 2 * 3 / 4 / H200.collective)
+
+
+@pytest.mark.quick
+def test_gpu_here_is_h200_where_a_gpu_has_no_row(monkeypatch):
+    monkeypatch.setattr(gpus.runtime, "RUNTIME", "simulated")
+    assert gpu_here() is SIMULATED
+    monkeypatch.setattr(gpus.runtime, "RUNTIME", "nvshmem")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert gpu_here() is H200
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for name, gpu in (("NVIDIA B200", GPUS["NVIDIA B200"]), ("NVIDIA B7", H200)):
+        monkeypatch.setattr("torch.cuda.get_device_name", lambda name=name: name)
+        assert gpu_here() is gpu
+
+
+@pytest.mark.quick
+def test_plain_limit_of_an_all_reduce_is_lower_between_two():
+    assert [plain_limit(AR, ranks) for ranks in (2, 4)] == [12 << 20, 24 << 20]
+    assert [plain_limit(AG, ranks) for ranks in (2, 4)] == [12 << 20] * 2
+
+
+@pytest.mark.quick
+def test_default_config_fits_every_gpu_in_shared_memory():
+    for gpu, dtype, layout, M, N in itertools.product(
+        GPUS.values(), (BF16, FP16, FP32), ("TN", "pointers"), (1, 8192), (8, 8192)
+    ):
+        problem = Problem("matmul", M, N, 4096, dtype, layout, gpu=gpu)
+        reason = reject(problem, default_config(M, N, dtype, problem.tma, gpu))
+        assert reason is None or reason.startswith("size: 8 columns")

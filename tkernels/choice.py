@@ -1,0 +1,166 @@
+"""The configuration that a call without one gets: the tuned one of its bucket, else the model's choice.
+
+A tuned configuration is one that `tkernels tune` found on this machine, or one that comes with the package. It holds
+for a bucket: the sizes of a rank's local GEMM rounded up to powers of two, the dtype, and the layout. It is sent in the
+wire format by rule (model.wire_of), so ranks need not choose alike. A repeated lookup costs one dictionary access.
+"""
+
+import functools
+import warnings
+import weakref
+from dataclasses import fields, replace
+
+import torch
+
+from tkernels import tuned
+from tkernels.comm.calls import local_calls
+from tkernels.comm.context import Context
+from tkernels.comm.contexts import current_context
+from tkernels.comm.errors import TkernelsError
+from tkernels.configs import DTYPES, LAYOUTS, OPERATIONS, GemmConfig, OverlapConfig, chunks_fit, name_of
+from tkernels.gpus import gpu_here
+from tkernels.model import Problem, choose, default_config, wire_of
+
+KEY = ("operation", "M", "N", "K", "dtype", "layout")  # of a bucket, by name
+MAX_CHOICES = 4096  # configurations that a context keeps
+
+Bucket = tuple  # (operation, M, N, K, dtype, layout)
+
+
+class Choices(dict):
+    """What a context's calls get, by problem. tuned: the configurations of its records, by bucket."""
+
+    def __init__(self, records: list[dict]):
+        self.tuned = {}
+        for record in records:
+            self.remember(record)
+
+    def remember(self, record: dict):
+        """Let a record count from now on, instead of earlier ones of its bucket. One that can't be read is reported."""
+        try:
+            key, config = read_record(record)
+        except ValueError as error:
+            warnings.warn(f"tuned settings of {record['key']} are ignored: {error}", stacklevel=3)
+        else:
+            self.tuned[key] = config
+            self.clear()
+
+
+_choices: weakref.WeakKeyDictionary[Context, Choices] = weakref.WeakKeyDictionary()
+
+
+def choices_of(ctx: Context) -> Choices:
+    """The choices of a context. Its first use reads the records that hold for it."""
+    if ctx not in _choices:
+        _choices[ctx] = Choices(tuned.known(ctx.size, ctx.transport, report=ctx.rank == 0))
+    return _choices[ctx]
+
+
+@functools.cache
+def _choices_without_context() -> Choices:
+    return Choices(tuned.known(1, tuned.LOCAL))
+
+
+def forget_choices(ctx: Context):
+    """Drop what is known of records, all choices, and the calls prepared by them; the next call reads the records."""
+    _choices.pop(ctx, None)
+    _choices_without_context.cache_clear()
+    forget_calls(ctx)
+
+
+def forget_calls(ctx: Context):
+    """Drop the prepared calls that were made from choices which have changed since."""
+    ctx.forget_calls()
+    local_calls.clear()
+
+
+def gemm_config(
+    M: int, N: int, K: int, dtype: torch.dtype, layout: str, stored: torch.dtype | None = None
+) -> GemmConfig:
+    """The configuration that `matmul` uses for x [M, K] and w [N, K] by default. layout: as gemm.layout_of names it.
+
+    stored: the dtype of the result, if it differs; larger elements take the shared memory of a stage.
+    """
+    try:
+        known = choices_of(current_context())
+    except TkernelsError:  # there is no context
+        known = _choices_without_context()
+    key = (M, N, K, dtype, layout, stored)
+    if key not in known:
+        config = known.tuned.get(bucket("matmul", M, N, K, dtype, layout))
+        config = config or default_config(M, N, dtype, layout != "pointers")
+        if stored is not None and stored.itemsize > dtype.itemsize:
+            config = replace(config, num_stages=min(config.num_stages, 3))
+        _keep(known, key, config)
+    return known[key]
+
+
+def overlap_config(
+    ctx: Context, operation: str, M: int, N: int, K: int, dtype: torch.dtype, layout: str, sending: bool = False
+) -> OverlapConfig:
+    """The configuration that a fused operation uses by default, where the local GEMM is x [M, K] times w [N, K].
+
+    sending: require comm programs that send into the two alternating inboxes.
+    """
+    known, key = choices_of(ctx), (operation, M, N, K, dtype, layout, sending)
+    if key not in known:
+        problem = problem_of(ctx, *key)
+        _keep(known, key, _adapted(known.tuned.get(bucket(*key[:-1])), problem) or choose(problem))
+    return known[key]
+
+
+def problem_of(
+    ctx: Context, operation: str, M: int, N: int, K: int, dtype: torch.dtype, layout: str, sending: bool = False
+) -> Problem:
+    """The problem of a call on a context. Of an empty share one row or column of zeros is computed."""
+    return Problem(
+        operation, max(M, 1), max(N, 1), max(K, 1), dtype, layout, ctx.size, ctx.num_programs, gpu_here(), ctx.mapped,
+        ctx.transport != "nvshmem", sending,
+    )  # fmt: skip
+
+
+def _keep(known: Choices, key: tuple, config):
+    if len(known) >= MAX_CHOICES:
+        known.clear()
+    known[key] = config
+
+
+def _adapted(config: OverlapConfig | None, problem: Problem) -> OverlapConfig | None:
+    """A tuned configuration in the wire format by rule; None where it can't be sent, or hasn't the programs."""
+    if config is None:
+        return None
+    wire, available = wire_of(problem), min(problem.programs, config.max_programs or problem.programs)
+    sends = config.num_comm or not problem.sending and (wire.landing or config.interleaved and problem.mapped)
+    if not sends or config.num_comm >= available or not chunks_fit(wire.chunk_rows, config.gemm.block_m):
+        return None
+    return config.with_wire(wire)
+
+
+def bucket(operation: str, M: int, N: int, K: int, dtype: torch.dtype, layout: str) -> Bucket:
+    """The key of a problem's bucket: its sizes are rounded up to powers of two.
+
+    >>> bucket("matmul", 1, 1536, 8192, torch.bfloat16, "TN")
+    ('matmul', 1, 2048, 8192, 'bfloat16', 'TN')
+    """
+    return operation, *(1 << (max(size, 1) - 1).bit_length() for size in (M, N, K)), name_of(dtype), layout
+
+
+def read_record(record: dict) -> tuple[Bucket, GemmConfig | OverlapConfig]:
+    """(bucket's key, configuration) of a record with unchecked contents. Raises ValueError if they are invalid."""
+    operation, *sizes, dtype, layout = key = tuple(record["key"].get(name) for name in KEY)
+    known = operation in OPERATIONS and dtype in map(name_of, DTYPES) and layout in LAYOUTS
+    whole = all(isinstance(size, int) and size > 0 and not size & (size - 1) for size in sizes)
+    if not (known and whole):
+        raise ValueError(f"there is no bucket {key}")
+    return key, _read(GemmConfig if operation == "matmul" else OverlapConfig, record.get("config"))
+
+
+def _read(kind: type, settings):
+    if not isinstance(settings, dict):
+        raise ValueError(f"{settings!r} is no {kind.__name__}")
+    unknown = set(settings) - {each.name for each in fields(kind)}
+    if unknown:
+        raise ValueError(f"{kind.__name__} has no {', '.join(sorted(unknown))}")
+    if kind is OverlapConfig:
+        settings = settings | {"gemm": _read(GemmConfig, settings.get("gemm"))}
+    return kind(**settings)

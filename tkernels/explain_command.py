@@ -1,0 +1,135 @@
+"""`tkernels explain`: what each way to carry out an operation would take on a GPU, which is taken, and why."""
+
+import argparse
+import json
+import sys
+
+from tkernels.cli import count, write_output
+
+WIDTH = 120
+
+
+def add_arguments(parser: argparse.ArgumentParser):
+    parser.description = (
+        "Say what each way to carry out an operation would take on a GPU, by the model that chooses among them; which "
+        "one is taken, why, and what overlap saves. Runs nothing, and needs no GPU."
+    )
+    parser.epilog = "example: tkernels explain all_gather_matmul --shape 8192x10240x8192 --ranks 4 --gpu H200"
+    parser.add_argument(
+        "operation", metavar="OP", help="all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, or all"
+    )
+    parser.add_argument(
+        "--shape", required=True, metavar="MxNxK",
+        help="sizes over all ranks, or names of tkernels.shapes, with commas; those of an operation are listed for a "
+        "wrong one",
+    )  # fmt: skip
+    parser.add_argument("--ranks", type=count, metavar="N", default=2, help="default: 2")
+    parser.add_argument(
+        "--gpu", metavar="NAME", default="H200", help="a part of its name; those known are listed for a wrong one; "
+        "default: H200",
+    )  # fmt: skip
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="default: bf16")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns 0. Raises argparse.ArgumentError."""
+    from rich.console import Console
+
+    from tkernels import model, shapes
+    from tkernels.gpus import GPUS, KNOWN
+    from tkernels.paths import by_bytes, local_sizes, usual_layout, ways_of
+
+    found = [gpu for name, gpu in GPUS.items() if arguments.gpu.lower() in name.lower()]
+    try:
+        if arguments.operation not in (*model.FUSED, "all"):
+            raise ValueError(
+                f"there is no operation {arguments.operation!r}; there are {', '.join(model.FUSED)}, and all"
+            )
+        if len(found) != 1:
+            raise ValueError(f"--gpu {arguments.gpu}: name one of {', '.join(GPUS)}")
+        if arguments.ranks == 1:
+            raise ValueError("one rank multiplies alone: there is nothing to overlap; give --ranks of 2 or more")
+        operations = model.FUSED if arguments.operation == "all" else (arguments.operation,)
+        asked = shapes.find(operations, arguments.shape.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentError(None, str(error)) from None
+    (gpu,), ranks, dtype, answers = found, arguments.ranks, shapes.DTYPES[arguments.dtype], []
+    console = Console(stderr=arguments.json == "-", highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    for operation, named in asked.items():
+        for M, N, K in named.values():
+            local = local_sizes(operation, M, N, K, ranks)
+            problem = model.Problem(operation, *local, dtype, usual_layout(*local, dtype), ranks, gpu.sms, gpu)
+            choice = by_bytes(operation, M, problem.row_bytes // dtype.itemsize, dtype.itemsize, ranks)
+            ways = ways_of(problem, choice.path)
+            title = f"{operation} {M}x{N}x{K} {arguments.dtype}, {ranks} x {gpu.name}"
+            console.print(title, style="bold", markup=False)
+            console.print(table_of(ways))
+            console.print(f"takes {ways[0].name}: {choice.reason}", markup=False)
+            console.print(saving(ways), markup=False)
+            answers.append(
+                {"operation": operation, "M": M, "N": N, "K": K, "dtype": arguments.dtype, "ranks": ranks,
+                 "gpu": gpu.name, "known": gpu.known, "path": choice.path, "reason": choice.reason,
+                 "ways": [plain(way) for way in ways]}
+            )  # fmt: skip
+    console.print(KNOWN[gpu.known].format(gpu=gpu.name), style="dim", markup=False)
+    if arguments.json:
+        write_output("".join(json.dumps(answer) + "\n" for answer in answers), arguments.json)
+    return 0
+
+
+def saving(ways) -> str:
+    """What overlap saves, in a sentence: the way that is taken, beside the plain path."""
+    one, after = ways[0].predicted, next(way.predicted for way in ways if way.name == "plain")
+    if ways[0].name == "plain":
+        best = min((way for way in ways[1:] if way.predicted), key=lambda way: way.predicted.seconds, default=None)
+        if best is None:
+            return "nothing is overlapped"
+        return f"nothing is overlapped; with path='fused' it would take {1e6 * best.predicted.seconds:.0f} us"
+    saved = after.seconds - one.seconds
+    if saved < 0:
+        return f"the plain path would take {-1e6 * saved:.0f} us less; path='plain' asks for it"
+    hidden = max(1 - one.exposed / one.wire, 0.0) if one.wire else 0.0
+    return (
+        f"overlap saves {1e6 * saved:.0f} of {1e6 * after.seconds:.0f} us, {saved / after.seconds:.0%}; it hides "
+        f"{hidden:.0%} of the transfer"
+    )
+
+
+def table_of(ways):
+    from rich import box
+    from rich.table import Table
+
+    result = Table(title="us, predicted", title_justify="left", box=box.SIMPLE_HEAD)
+    result.add_column("way", no_wrap=True)
+    for heading in ("all", "GEMM", "transfer", "exposed", "launch"):
+        result.add_column(heading, justify="right", no_wrap=True)
+    result.add_column("how, or why not", overflow="fold")
+    for way in ways:
+        cells = [""] * 5
+        if way.predicted:
+            one = way.predicted
+            cells = [f"{1e6 * value:.0f}" for value in (one.seconds, one.gemm, one.wire, one.exposed, one.launch)]
+        result.add_row(way.name, *cells, way.refused or how(way))
+    return result
+
+
+def how(way) -> str:
+    config = way.config
+    if config is None:
+        return "torch's matmul and a collective, one after the other"
+    gemm = config.gemm
+    text = f"tiles of {gemm.block_m}x{gemm.block_n}x{gemm.block_k}"
+    if config.copied:
+        return f"{text}, copies of {config.copy_rows} rows"
+    number = config.num_comm
+    sending = f"{number} program{'s send' if number > 1 else ' sends'}" if number else "every program sends its own"
+    return f"{text}, {sending}"
+
+
+def plain(way) -> dict:
+    """As JSON."""
+    parts = {}
+    if way.predicted:
+        parts = {f"{name}_us": round(1e6 * value, 1) for name, value in way.predicted._asdict().items()}
+        parts |= {"us": parts.pop("seconds_us"), "exposed_us": round(1e6 * way.predicted.exposed, 1)}
+    return {"way": way.name, **parts, "how": None if way.refused else how(way), "refused": way.refused}

@@ -1,0 +1,454 @@
+"""The model of time: what a call would take in each configuration on a GPU, and the choice of one for calls without.
+
+    ways(problem)               the candidates: a configuration for each way of sending, or why there is none
+    reject(problem, config)     why one can't run, or can't win; the tuner asks too
+    predict(problem, config)    its time, in parts
+    choose(problem)             the candidate with the least
+
+Programs compute tiles in waves. What a rank sends leaves when its tiles are done, as fast as its sender is, and what
+arrives last still has to be multiplied, or added. The model knows no caches and no clocks: predictions are off by 5 %
+in the median of the recorded shapes, and what it chooses is 0.5 % slower than the fastest way that was recorded, as
+were the choices of the measured thresholds that it replaced (python -m bench.model). The figures that its constants
+come from, with machine and date, are in bench/LOG.md, 2026-11-24 and before.
+
+All ranks must agree on the wire format, which rows are behind one signal and in which buffer they arrive, and on the
+path, but N of an all-gather and K of a reduction may differ where features divide unevenly, and so may layouts. So
+these two follow by rule from what all ranks share (`wire_of`, `plain_limit`). Each rank chooses the rest by itself.
+"""
+
+import functools
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from tkernels.configs import COPIES, DTYPES, MAX_LOOK, MIN_CHUNK_ROWS, GemmConfig, OverlapConfig, Wire, by_copy_engine
+from tkernels.gpus import GPU, H200, SIMULATED, TILE_END_S, gpu_here
+from tkernels.waves import waves_on
+
+GATHER, SCATTER, ALL_REDUCE = FUSED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+FP32, FP16, BF16 = DTYPES
+COPY_ENGINE, INTERLEAVED, PROGRAMS = "copy engine", "interleaved", "comm programs"  # who sends
+
+
+# Seconds, H200.
+LAUNCH_S = 10e-6  # of a fused kernel, whatever its size
+LIBRARY_S, COLLECTIVE_S = 7e-6, 6e-6  # of the plain path: torch's GEMM and the collective, whatever their sizes
+SUM_S = 2.5e-6  # for a tile of this rank's rows: adding the partial sums of each peer
+GATE_S = 16e-6  # until the ranks have met and the copy engine may begin
+COPY_S, REDUCED_COPY_S = 7e-6, 9.5e-6  # a copy, whatever its size, and one that waits for tiles
+ARRIVAL_S, LAST_CHUNK_S = 6e-6, 11e-6  # until the last rows of a copy, or of comm programs, have arrived and are seen
+INTERLEAVED_S = 3e-6  # added to a tile while a finished one is sent
+
+# Wire format. From a share of COPY_BYTES on the copy engine is efficient, as a copy has a fixed cost, so rows land.
+# Between two ranks, rows of all-reduces of REDUCED_ROW_BYTES land only in shares of less than REDUCED_SHARE_BYTES.
+COPY_BYTES = 8 << 20
+REDUCED_ROW_BYTES, REDUCED_SHARE_BYTES = 16 << 10, 32 << 20
+CHUNK_BYTES = 1 << 20  # of one put; with puts of 128 KB a program sends a quarter less (H200, 9 programs)
+LANDING_CHUNK_ROWS = 128  # least rows of a chunk that lands: those of the largest tile by rule
+# An all-gather between two ranks needs fewer comm programs, and sends twice as many bytes per put where shares are
+# large.
+SENDERS, PAIR_SENDERS, PAIR_SHARE_BYTES = 12, 8, 32 << 20
+# How many times faster than the local GEMM a reduction's comm programs can send, if there are enough; and where rows
+# land and only a GEMM shorter than the wire leaves the choice to them, with at most how many.
+SPARE, LANDING_SPARE, LANDING_SENDERS = 1.3, 1.05, 24
+
+# The path. An operation takes the plain path up to this many bytes, sent into a rank or, for a reduce-scatter, by one
+# peer; between two ranks an all-reduce up to half as many.
+PLAIN_BYTES = {GATHER: 12 << 20, SCATTER: 6 << 20, ALL_REDUCE: 24 << 20}
+
+REGISTERS = 255
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be computed, and where: x [M, K] times w [N, K], a rank's local GEMM, beside a transfer of its rows.
+
+    operation: one of configs.OPERATIONS. dtype, layout: of x and w; layout as gemm.layout_of names it.
+    ranks: of the group. programs: of a launch.
+    mapped: copies and stores reach all ranks. stores: programs send by SM stores, not by NVSHMEM's calls.
+    sending: comm programs must send, into the two alternating inboxes.
+    """
+
+    operation: str
+    M: int
+    N: int
+    K: int
+    dtype: torch.dtype = BF16
+    layout: str = "TN"
+    ranks: int = 1
+    programs: int = 132
+    gpu: GPU = H200
+    mapped: bool = True
+    stores: bool = True
+    sending: bool = False
+
+    @property
+    def gathers(self) -> bool:
+        return self.operation == GATHER
+
+    @property
+    def peers(self) -> int:
+        return self.ranks - 1
+
+    @property
+    def rows(self) -> int:
+        """The most rows that a rank owns."""
+        return -(-self.M // self.ranks)
+
+    @property
+    def row_bytes(self) -> int:
+        return (self.K if self.gathers else self.N) * self.dtype.itemsize
+
+    @property
+    def tma(self) -> bool:
+        return self.layout != "pointers"
+
+    @property
+    def stored_by_pair(self) -> bool:
+        """Whether this is an all-gather between two ranks by SM stores, each of which reaches one peer alone."""
+        return self.gathers and self.ranks == 2 and self.stores
+
+    @property
+    def crossings(self) -> int:
+        return 2 if self.operation == ALL_REDUCE else 1
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes from a rank to all its peers; an all-reduce sends as many again, of the finished rows."""
+        return self.rows * self.row_bytes * self.peers
+
+    @property
+    def least_s(self) -> float:
+        """The time in which the operands and the result of the local GEMM pass through memory."""
+        elements = self.M * self.K + self.N * self.K + self.M * self.N
+        return elements * self.dtype.itemsize / self.gpu.memory
+
+    def tiles(self, gemm: GemmConfig) -> tuple[int, int]:
+        """(tiles of one rank's rows, tiles of them all)."""
+        own = -(-self.rows // gemm.block_m) * -(-self.N // gemm.block_n)
+        return own, own * self.ranks
+
+
+# Candidates
+
+
+def default_config(M: int, N: int, dtype: torch.dtype, tma: bool = True, gpu: GPU | None = None) -> GemmConfig:
+    """The tiles by rule for a local GEMM of M x N. tma: all operands have layouts that TMA can describe.
+
+    None of these spills registers. block_m depends on nothing that could differ between ranks.
+    """
+    if (gpu or gpu_here()) is SIMULATED:
+        # The interpreter's cost is per operation, hardly per element: a GEMM of 256 x 128 x 64 takes a third of the
+        # time with tiles of 64 x 64 x 64 than with 32 x 32 x 32. Small GEMMs, as in tests, still get several tiles.
+        size = 32 if M <= 128 else 64
+        return GemmConfig(size, size, size, group_m=2)
+    if (gpu or gpu_here()).shared_bytes < H200.shared_bytes:
+        # Below sm_90 Triton rewrites descriptors to pointers, whose loads it does not pipeline.
+        size = 64 if dtype == FP32 or M <= 64 else 128
+        return GemmConfig(size, size, 16 if dtype == FP32 else 32, split=1, num_stages=4, use_tma=False)
+    if dtype == FP32:
+        # IEEE fp32 has no tensor cores. 4 warps would spill 160 registers; block_k = 32, in fused operations, 13.
+        return GemmConfig(64, 64, 16, split=1)
+    if not tma:
+        # Through pointers, each element of a tile costs registers: 128 x 256 spills 900 times, 128 x 128 x 32 150.
+        return GemmConfig(64 if M <= 64 else 128, 64, 32, split=1, num_warps=4 if M <= 64 else 8)
+    if M <= 64:
+        return GemmConfig(64, 128, 64, num_warps=4, num_stages=4)
+    if N <= 128:
+        return GemmConfig(128, 128, 64, num_warps=8, num_stages=4)
+    return GemmConfig(num_stages=4)
+
+
+def wire_of(problem: Problem) -> Wire:
+    """The wire format by rule, which depends on nothing that could differ between ranks.
+
+    In the landing, whole tiles a chunk, since a tile polls each chunk that it needs; and so few chunks that one poll
+    covers all.
+    """
+    if problem.gpu is SIMULATED:
+        return Wire(default_config(problem.M, problem.N, problem.dtype, gpu=SIMULATED).block_m, False)
+    share, row_bytes = problem.rows * problem.row_bytes, problem.row_bytes
+    landing = problem.mapped and not problem.sending and share >= COPY_BYTES
+    if problem.operation == ALL_REDUCE and problem.ranks == 2 and row_bytes >= REDUCED_ROW_BYTES:
+        landing = landing and share < REDUCED_SHARE_BYTES
+    if landing:
+        chunk_rows = LANDING_CHUNK_ROWS
+        while -(-problem.rows // chunk_rows) * problem.peers > MAX_LOOK.value:
+            chunk_rows *= 2
+        return Wire(chunk_rows, True)
+    chunk_rows = min(max(1 << (CHUNK_BYTES // row_bytes).bit_length() >> 1, MIN_CHUNK_ROWS), 128)
+    large = problem.stored_by_pair and problem.M * row_bytes >= 2 * PAIR_SHARE_BYTES
+    return Wire(chunk_rows * 2 if large else chunk_rows, False)
+
+
+def ways(problem: Problem) -> dict[str, OverlapConfig | str]:
+    """The candidates of a fused call, one for each way of sending, or the reason why that way is none.
+
+    Of equal predictions the first one counts.
+    """
+    wire, gemm, programs, gpu = wire_of(problem), _tiles(problem), problem.programs, problem.gpu
+    if gpu is SIMULATED:
+        return {PROGRAMS: OverlapConfig(gemm, wire.chunk_rows, max(min(2, programs - 1), 1), put_block=4096)}
+    # As many comm programs as saturate the link; in a reduction no more than sending needs, as one is idle until there
+    # are tiles to send.
+    product_s = gpu.seconds(problem.M * problem.N * problem.K, problem.dtype) / programs
+    needed = problem.crossings * problem.sent_bytes / gpu.reducing_program / product_s
+    num_comm = PAIR_SENDERS if problem.stored_by_pair else max(SENDERS // problem.peers, 1) * problem.peers
+    if not problem.gathers:
+        num_comm = min(max(math.ceil(SPARE * needed), 2), num_comm)
+    config = OverlapConfig(
+        gemm, wire.chunk_rows, max(min(num_comm, programs - 1), 1), landing=wire.landing,
+        max_registers=255 if problem.dtype == FP32 else None,
+    )  # fmt: skip
+    found = {COPY_ENGINE: _copied(problem, config), INTERLEAVED: _interleaved(problem, config, product_s)}
+    found[PROGRAMS] = config
+    if wire.landing:
+        few = min(math.ceil(LANDING_SPARE * needed), LANDING_SENDERS, programs // 4)
+        if problem.gathers or few < 1:
+            found[PROGRAMS] = "where rows land, copies are as fast, and take no SMs"
+        elif problem.operation == SCATTER:
+            gemm = replace(gemm, group_m=min(gemm.group_m, 2))
+            found[PROGRAMS] = replace(config, num_comm=few, gemm=gemm)
+    return found
+
+
+def _copied(problem: Problem, config: OverlapConfig) -> OverlapConfig | str:
+    if config.landing:
+        return by_copy_engine(config, problem.rows, problem.row_bytes, 1 if problem.gathers else COPIES)
+    if problem.sending or not problem.mapped:
+        return "comm programs must send" if problem.sending else "it reaches no other machine"
+    share = problem.rows * problem.row_bytes
+    if share < COPY_BYTES:
+        return f"a share of {share} bytes, less than {COPY_BYTES}, is no more than a copy's fixed cost"
+    return f"between two ranks programs send shares from {REDUCED_SHARE_BYTES} bytes on in rows of {REDUCED_ROW_BYTES}"
+
+
+def _interleaved(problem: Problem, config: OverlapConfig, product_s: float) -> OverlapConfig | str:
+    wire_s = problem.crossings * problem.sent_bytes / problem.gpu.copy_engine
+    if problem.gathers:
+        return "only reductions are"
+    if problem.sending or not problem.mapped:
+        return "comm programs must send" if problem.sending else "stores reach no other machine"
+    if problem.ranks > 2:
+        return "among more than two ranks its steps spill registers"
+    if not problem.tma or problem.dtype == FP32:
+        return "not measured without TMA or in fp32"
+    if product_s < wire_s:
+        return f"tiles would wait for the link: the GEMM takes {1e6 * product_s:.0f} us, the wire {1e6 * wire_s:.0f}"
+    return replace(config, num_comm=0, interleaved=True)
+
+
+def candidates(problem: Problem) -> list[OverlapConfig]:
+    """The configurations that a fused call may get by the model."""
+    return [way for way in ways(problem).values() if isinstance(way, OverlapConfig)]
+
+
+def _tiles(problem: Problem) -> GemmConfig:
+    """The tiles by rule of a fused operation, with groups that fit its shards."""
+    gemm = default_config(problem.M, problem.N, problem.dtype, problem.tma, problem.gpu)
+    if problem.gpu is SIMULATED:
+        return gemm
+    if problem.gathers and gemm.block_n == 256:
+        # A group of rows of tiles should stay within one shard, since the rows of the next shard may not have arrived.
+        # gpt3-fc1 on 4 H200s, 4 rows of tiles per shard: 1.04 of cuBLAS's time in groups of 4, 1.09 in groups of 8.
+        shard_m = problem.M // (problem.ranks * gemm.block_m)
+        return replace(gemm, group_m=16 if shard_m >= 16 else 4 if 4 <= shard_m < 8 else 8)
+    if not problem.gathers:
+        if gemm.block_n == 256:  # partial sums take the shared memory of a stage
+            gemm = replace(gemm, num_stages=3)
+        # The rows of tiles of a group finish together; the peers' rows must not all finish at once.
+        while gemm.group_m > 1 and 2 * gemm.group_m * gemm.block_m > problem.M * problem.peers // problem.ranks:
+            gemm = replace(gemm, group_m=gemm.group_m // 2)
+    return gemm
+
+
+def stages_of(gemm: GemmConfig, splits: int) -> int:
+    """Pipeline stages: 128 x 256 tiles have no shared memory for both a fourth stage and the sums of parts."""
+    return min(gemm.num_stages, 3) if splits > 1 and gemm.block_m * gemm.block_n >= 128 * 256 else gemm.num_stages
+
+
+def reject(problem: Problem, config: GemmConfig | OverlapConfig) -> str | None:
+    """Why a configuration can't run, or can't be better than a smaller one, in a line; None if it can."""
+    gemm, itemsize, shared = getattr(config, "gemm", config), problem.dtype.itemsize, problem.gpu.shared_bytes
+    known = default_config(problem.M, problem.N, problem.dtype, problem.tma, problem.gpu)
+    tile = f"tiles of {gemm.block_m}x{gemm.block_n}x{gemm.block_k}"
+    reduces = problem.operation in (SCATTER, ALL_REDUCE)
+    # Staging beside the pipeline: slices of the result and of a peer's partial sums; with split-K tiles also a quarter
+    # of a slice of fp32 partial sums, to be written, and to be read.
+    kernels = [(gemm.num_stages, itemsize * (2 if reduces else 1))]
+    if isinstance(config, OverlapConfig) and config.max_splits > 1:
+        kernels.append((stages_of(gemm, config.max_splits), 2 * itemsize + 1 if reduces else itemsize + 2))
+    for stages, staged in kernels:
+        pipeline = stages * (gemm.block_m + gemm.block_n) * gemm.block_k * itemsize
+        stored = gemm.block_m * gemm.block_n // gemm.split * staged
+        if pipeline > shared:
+            return f"shared memory: {stages} stages of {tile} take {pipeline} of {shared} bytes"
+        if pipeline + stored > shared:
+            return (
+                f"shared memory: {stages} stages of {tile} take {pipeline}, and beside them slices of results and sums "
+                f"{stored}, of {shared} bytes"
+            )
+    sums = gemm.block_m * gemm.block_n // (32 * gemm.num_warps)
+    if sums > 3 * REGISTERS // 4:
+        return f"registers: {gemm.num_warps} warps hold {sums} sums a thread, of {REGISTERS} registers"
+    if (gemm.block_m, gemm.block_n, gemm.block_k) != (known.block_m, known.block_n, known.block_k):
+        if not problem.tma:
+            return "alignment: without TMA descriptors, larger tiles spill registers"
+        if problem.dtype == FP32 and problem.gpu is not SIMULATED:
+            return "registers: fp32 without tensor cores spills with other tiles"
+    for what, block, size in (("rows", gemm.block_m, problem.M), ("columns", gemm.block_n, problem.N)):
+        if block >= 2 * size and block > 64:
+            return f"size: {size} {what} would leave half of a tile of {block} empty"
+    if isinstance(config, GemmConfig):
+        return None
+    if config.num_comm >= min(problem.programs, config.max_programs or problem.programs):
+        return f"programs: there are {problem.programs}, and one at least must multiply"
+    if config.wire != (wire := wire_of(problem)):
+        return f"ranks: by rule chunks have {wire.chunk_rows} rows, and land: {wire.landing}"
+    if config.interleaved and not reduces:
+        return "operation: only reductions are interleaved"
+    if (config.landing or config.interleaved) and not problem.mapped:
+        return "ranks: the copy engine and stores reach no other machine"
+    return None
+
+
+# Times
+
+
+class Prediction(NamedTuple):
+    """A predicted time in seconds, with its parts: the launch, the local GEMM alone, and what overlap leaves exposed.
+
+    wire: the transfer alone, most of which is hidden.
+    """
+
+    seconds: float
+    launch: float
+    gemm: float
+    wire: float
+
+    @property
+    def exposed(self) -> float:
+        return max(self.seconds - self.launch - self.gemm, 0.0)
+
+
+def predict(problem: Problem, config: GemmConfig | OverlapConfig) -> Prediction:
+    """The time of one call. Of a fused operation, with even shards, as its last tile or its last rows end it."""
+    gemm = getattr(config, "gemm", config)
+    tile_s = problem.gpu.tile_s(gemm, problem.K, problem.dtype)
+    alone_s = max(-(-problem.tiles(gemm)[1] // problem.programs) * tile_s, problem.least_s)
+    if isinstance(config, GemmConfig):
+        return Prediction(LIBRARY_S + alone_s, LIBRARY_S, alone_s, 0.0)
+    launch = _Launch(problem, config, tile_s)
+    return Prediction(LAUNCH_S + launch.seconds(), LAUNCH_S, alone_s, problem.crossings * launch.wire_s)
+
+
+class _Launch:
+    """One launch of a fused kernel: its tiles, its waves, and how long sending its rows takes by itself (wire_s)."""
+
+    def __init__(self, problem: Problem, config: OverlapConfig, tile_s: float):
+        self.problem, self.config, self.tile_s = problem, config, tile_s
+        self.own, self.tiles = problem.tiles(config.gemm)
+        self.columns = -(-problem.N // config.gemm.block_n)
+        num_comm = config.num_comm
+        self.programs = min(problem.programs, config.max_programs or problem.programs, num_comm + self.tiles)
+        self.workers, self.of_peers = self.programs - num_comm, self.tiles - self.own
+        self.needed = 0 if problem.gathers else self.tiles if problem.crossings == 2 else self.of_peers
+        splittable = self.tiles if problem.gathers else 0 if config.interleaved else self.own
+        self.waves = waves_on(
+            problem.gpu, self.tiles, splittable, problem.K, self.programs, config, problem.sent_bytes, self.needed,
+            problem.dtype,
+        )  # fmt: skip
+        self.sums_s = 0 if problem.gathers else SUM_S * problem.peers
+        self.copies = -(-problem.rows // config.sent_rows) if config.copied else 0  # to each peer
+        gpu, sent = problem.gpu, problem.sent_bytes
+        if config.copied:
+            copy_s = COPY_S if problem.gathers else REDUCED_COPY_S
+            self.wire_s = sent / gpu.copy_engine + self.copies * problem.peers * copy_s
+        elif config.interleaved:
+            self.wire_s = sent / gpu.interleaved
+        else:
+            self.wire_s = sent / min(num_comm * (gpu.program if problem.gathers else gpu.reducing_program), gpu.stores)
+
+    def seconds(self) -> float:
+        problem = self.problem
+        if problem.gathers:
+            return self._gather_s()
+        seconds = self._interleaved_s() if self.config.interleaved else self._reduction_s()
+        if problem.crossings == 2:  # the finished rows are copied out of the inbox
+            seconds += problem.M * problem.row_bytes * problem.peers / problem.ranks / (problem.gpu.memory / 2)
+        return seconds
+
+    def _end(self, sending_s: float) -> float:
+        """When the last tile ends, if the comm programs have sent everything after sending_s."""
+        busy = min(max(sending_s / self.tile_s, self.needed / self.workers), self.tiles / self.workers)
+        end = self.waves.end(self.tiles, self.tile_s, self.programs, self.config.num_comm, busy) * self.tile_s
+        return max(end, self.problem.least_s) + self.own / self.programs * self.sums_s
+
+    def _gather_s(self) -> float:
+        """What arrives last, a copy or a chunk of each peer, is still to be multiplied."""
+        if self.copies:
+            return max(self._end(0), GATE_S + self.wire_s + -(-self.own // self.copies // self.programs) * self.tile_s)
+        rows = min(self.config.chunk_rows, self.problem.rows)
+        last = self.problem.peers * -(-rows // self.config.gemm.block_m) * self.columns
+        return max(self._end(self.wire_s), self.wire_s + -(-last // self.programs) * self.tile_s)
+
+    def _interleaved_s(self) -> float:
+        """Waves of tiles that peers need, each sent during the next tile; then those of this rank's rows."""
+        twice = self.problem.crossings == 2
+        first = -(-self.of_peers // self.programs)
+        rest = -(-self.tiles // self.programs) - first
+        rest_s = rest * (self.tile_s + self.sums_s + (INTERLEAVED_S if twice else 0))
+        first_s = max(first * (self.tile_s + INTERLEAVED_S), self.wire_s) + INTERLEAVED_S
+        return first_s + max(rest_s, self.wire_s if twice else 0)
+
+    def _reduction_s(self) -> float:
+        """The peers' tiles are sent as they are done; then the own ones, which add what has arrived."""
+        copies, tile_s = self.copies, self.tile_s
+        together = max(self.own // copies, 1) if copies else self.config.gemm.group_m * self.columns
+        known_s = ARRIVAL_S if copies else LAST_CHUNK_S
+        arrived = self._sent_s(0, self.of_peers, together, 0.0, math.inf) + known_s
+        # The own tiles of the rows that arrived last: all but the first wave of them are still to be computed.
+        last = self.own // copies if copies else min(self.own, self.programs)
+        end = max(self._end(arrived), arrived + (-(-last // self.programs) - 1) * tile_s + self.sums_s + TILE_END_S)
+        if self.problem.crossings == 1:
+            return end
+        late = max(end - -(-self.tiles // self.workers) * tile_s, 0.0)
+        return self._sent_s(self.of_peers, self.tiles, together, arrived - late, end - late) + late + known_s
+
+    def _sent_s(self, first: int, last: int, together: int, begin: float, ends: float) -> float:
+        """When the rows of tiles from `first` to `last` are sent, `together` of them at a time, as waves complete them.
+
+        begin: when the sender is free. ends: when the last of these tiles ends.
+        """
+        now, done = begin, first
+        for wave in range(first // self.workers + 1, -(-last // self.workers) + 1):
+            complete = min(wave * self.workers, last)
+            complete = last if complete == last else max(complete // together * together, done)
+            if complete > done:
+                now = max(now, min(wave * self.tile_s, ends)) + (complete - done) / (last - first) * self.wire_s
+                done = complete
+        return now
+
+
+def predict_plain(problem: Problem) -> Prediction:
+    """The time of the plain path: torch's GEMM and the collective, one after the other."""
+    flops = problem.gpu.library_flops[problem.dtype == FP32] * problem.programs / problem.gpu.sms
+    product_s = 2 * problem.M * problem.N * problem.K / flops
+    product_s = max(product_s, problem.least_s)
+    wire_s = problem.crossings * problem.sent_bytes / problem.gpu.collective
+    launch_s = LIBRARY_S + (COLLECTIVE_S if problem.ranks > 1 else 0)
+    return Prediction(launch_s + product_s + wire_s, launch_s, product_s, wire_s)
+
+
+def plain_limit(operation: str, ranks: int) -> int:
+    """The bytes up to which an operation takes the plain path, as PLAIN_BYTES counts them."""
+    return PLAIN_BYTES[operation] // (2 if operation == ALL_REDUCE and ranks == 2 else 1)
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(problem: Problem) -> OverlapConfig:
+    """The configuration by the model: the candidate with the least predicted time."""
+    found = candidates(problem)
+    return found[0] if len(found) == 1 else min(found, key=lambda config: predict(problem, config).seconds)
