@@ -854,7 +854,8 @@ def call_sites(function, constants: dict, chain=()):
             for statement in (node.body if True in taken else []) + (node.orelse if False in taken else []):
                 yield from visit(statement)
             return
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and node.value.value is None:
+        values = known(node.value) if isinstance(getattr(node, "value", None), ast.Constant | ast.IfExp) else []
+        if isinstance(node, ast.Assign) and values == [None]:
             names.constants |= {target.id: None for target in node.targets}
         if isinstance(node, ast.Assign) and (made := noun(node.value)) is not None:
             names.constants[node.targets[0].id] = made

@@ -62,7 +62,7 @@ def spills(facts):
     constants = facts["constants"]
     # The main loop goes on while a fused operation's tile is finished: that takes a few, once a tile, and an activation
     # some more.
-    fused = "INTERLEAVED" in constants
+    fused = {"INTERLEAVED", "ACTIVATION"} <= constants.keys()
     few = FEW_SPILLS if fused and constants["ACTIVATION"] > 1 else FEW_SPILLS // 4 if fused else 0
     if facts["spills"] > few or facts["local"] or facts["stack"] > 2 * few:
         return f"{facts['spills']} spills, {facts['stack']} bytes of stack, with {facts['registers']} registers"
