@@ -854,11 +854,10 @@ def call_sites(function, constants: dict, chain=()):
             for statement in (node.body if True in taken else []) + (node.orelse if False in taken else []):
                 yield from visit(statement)
             return
-        values = known(node.value) if isinstance(getattr(node, "value", None), ast.Constant | ast.IfExp) else []
-        if isinstance(node, ast.Assign) and values == [None]:
-            names.constants |= {target.id: None for target in node.targets}
-        if isinstance(node, ast.Assign) and (made := noun(node.value)) is not None:
-            names.constants[node.targets[0].id] = made
+        if isinstance(node, ast.Assign):
+            made = noun(node.value)
+            if made is not None or (isinstance(node.value, ast.Constant | ast.IfExp) and known(node.value) == [None]):
+                names.constants |= {target.id: made for target in node.targets}
         if isinstance(node, ast.AnnAssign):
             for value in known(node.value):
                 names.constants[node.target.id] = value
