@@ -23,10 +23,10 @@ call, or by what followed the call on the stream. It makes no difference whether
 argument also covers the first call, before which the landing was empty, and ranks without rows, which have a gate too.
 The argument for two inboxes (tkernels.comm.workspace) still holds: every rank receives a signal from every other.
 
-Why no old data is taken for new: a rank's count of landed chunks is zero when it begins a call. A peer writes a larger
-count after the data, on one stream. By the end of the call the rank has waited for all counts that peers write, so its
-last program to finish may reset them to zero. Peers write the next counts behind the gate of the next call, which waits
-for this rank. A count, unlike an epoch, is known on the host, so a captured graph can hold it. One word for each chunk,
+Why no old data is taken for new: a rank's count of delivered chunks is zero when it begins a call. A peer writes a
+larger count after the data, on one stream. By the end of the call the rank has waited for all counts that peers write,
+so its last program to finish may reset them to zero. Peers write the next counts behind the gate of the next call,
+which waits for this rank. A count, unlike an epoch, is known on the host, so a captured graph can hold it. One word for each chunk,
 as puts have, would keep the stream for 0.75 us each, or cost the host another driver call (bench/LOG.md).
 
 Why copies pass the gate of their own call: the copies of a stream are in the order of its kernels. Before a kernel
@@ -128,8 +128,8 @@ class Send:
 
     source, first: the number of the call's tensor that is read, and the first byte there.
     to, num_bytes: the first byte in the landing of `target`, and the size.
-    word, chunks: which word of `target`'s `landed` is written after the copy, and its new value: the chunks there then.
-        Sends with the same word come in order, and the peer waits for each.
+    word, chunks: which word of `target`'s `delivered` is written after the copy, and its new value: the chunks there
+        then. Sends with the same word come in order, and the peer waits for each.
     counter, tiles: the rows are there once this counter of the workspace exceeds `tiles` (`count_up_to`). 0 tiles: no
         wait, as the rows were there before the call, or an earlier send of the list waits for them.
     """
@@ -152,13 +152,14 @@ class Copies:
         self._context, self._workspace, self._on_gpu = context, workspace, context.device.type == "cuda"
         self._gates = workspace.gates  # a graph keeps using these after the workspace has replaced its own
         offset, bases = context.heap.offset, context.heap.segment.bases
-        landing, landed, counters = offset(workspace.landing), offset(workspace.landed), workspace.counters.data_ptr()
+        landing, delivered = offset(workspace.landing), offset(workspace.delivered)
+        counters = workspace.counters.data_ptr()
         self._sends, words = [], [[]]  # words: waits and writes before each copy, and after the last one
         for send in sends:
             if send.tiles:
                 words[-1].append((WAIT_VALUE_64, counters + 8 * send.counter, send.tiles + 1))
             base = bases[send.target]
-            words.append([(WRITE_VALUE_64, base + landed + 8 * send.word, send.chunks)])
+            words.append([(WRITE_VALUE_64, base + delivered + 8 * send.word, send.chunks)])
             self._sends.append((send.source, send.first, base + landing + send.to, send.num_bytes))
         words[-1].append((WRITE_VALUE_64, workspace.copied.data_ptr(), 1))
         closed = [[(WAIT_VALUE_64, gate.data_ptr(), 1), (WRITE_VALUE_64, gate.data_ptr(), 0)] for gate in self._gates]

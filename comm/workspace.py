@@ -58,7 +58,7 @@ class Room(NamedTuple):
         """The memory of one of `size` ranks. Signal words, which begin as zeros, come first."""
         return Regions(
             ready=((2 * size * self.num_chunks,), torch.int64),
-            landed=((2 * size,), torch.int64),
+            delivered=((2 * size,), torch.int64),
             begun=((size,), torch.int64),
             packets=((2 * self.num_packets,), torch.int64),
             lamport=((3 * self.num_lamport,), torch.int32),
@@ -68,7 +68,7 @@ class Room(NamedTuple):
         )
 
 
-WORDS, INBOXES = ("ready", "landed", "begun", "packets", "lamport"), ("inbox", "landing")
+WORDS, INBOXES = ("ready", "delivered", "begun", "packets", "lamport"), ("inbox", "landing")
 
 
 def most_packets(size: int) -> int:
@@ -84,8 +84,8 @@ class Workspace:
         last arrived.
     landing: uint8 [landing_bytes], symmetric: the single inbox that the copy engine can write into
         (tkernels.comm.copies).
-    landed: int64 [2 * size], symmetric, zero between calls: word (phase, source) counts the chunks of this call that a
-        copy engine has delivered.
+    delivered: int64 [2 * size], symmetric, zero between calls: word (phase, source) counts the chunks of this call that
+        a copy engine has delivered.
     begun: int64 [size], symmetric: for each rank, the epoch of the last call that it has begun, and in the low
         CALL_BITS bits which call that is (tkernels.comm.calls).
     table: the context's, with the address of `begun`.
@@ -167,7 +167,7 @@ class Workspace:
             max_chunks=self.num_chunks,
             gate=self.gates[0] if copied else None,  # captured calls are given another one
             copied=self.copied if copied else None,
-            delivered=self.landed if landing else None,
+            delivered=self.delivered if landing else None,
         )
 
     def prepared(self, *key_and_prepare):

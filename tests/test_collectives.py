@@ -194,7 +194,7 @@ def test_copies_of_several_pieces_arrive_whole_in_place_and_in_other_dtypes(ctx,
             assert [arguments["copied"] is not None for *_, arguments in launched] == 6 * [True]
     ctx.check()
     ctx.group.barrier()
-    assert not ctx.workspace().landed.any() and not ctx.workspace().counters.any()
+    assert not ctx.workspace().delivered.any() and not ctx.workspace().counters.any()
 
 
 def sums_early(ctx, form):
@@ -267,7 +267,7 @@ def test_no_all_reduce_needs_more_packets_than_there_is_room_for():
     asked = []
     workspace = SimpleNamespace(num_chunks=64)
     workspace.reserve = lambda *_, num_lamport=0, **__: asked.append(num_lamport) or workspace
-    for name in ("lamport", "inbox", "ready", "state", "counters", "gates", "copied", "landed", "table"):
+    for name in ("lamport", "inbox", "ready", "state", "counters", "gates", "copied", "delivered", "table"):
         setattr(workspace, name, torch.empty(1))
     workspace.num_lamport = workspace.inbox_bytes = 0
     for size, dtypes in itertools.product((2, 3, 4, 8), ((torch.bfloat16,) * 2, (torch.bfloat16, torch.float32))):
@@ -514,7 +514,7 @@ def test_sizes_that_grow_one_by_one_rarely_outgrow_the_workspace_and_take_all_th
 
 @pytest.mark.ranks(2)
 def test_a_workspace_grows_into_zeros_and_nobody_signals_before_every_rank_has_them(ctx):
-    words = ("ready", "landed", "begun", "packets", "lamport")
+    words = ("ready", "delivered", "begun", "packets", "lamport")
     with tkernels.init(heap_bytes=8 << 20) as fresh:
         for inbox_bytes in (1 << 10, 1 << 20):
             with_ones = fresh.empty(2 << 20, dtype=torch.int8)

@@ -115,7 +115,7 @@ def test_who_sends_is_each_ranks_own_affair(ctx):
         assert torch.equal(got, want), case
     ctx.check()
     ctx.group.barrier()
-    assert not ctx.workspace().landed.any()  # nor will a peer count any more
+    assert not ctx.workspace().delivered.any()  # nor will a peer count any more
 
 
 @pytest.mark.ranks(2, 3, 4)

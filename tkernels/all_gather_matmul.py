@@ -359,16 +359,16 @@ def _schedule(ctx: Context, rows, config: OverlapConfig) -> list[int]:
 def _sends(ctx: Context, rows, row_bytes: int, chunks: int, config: OverlapConfig) -> list[Send]:
     """This rank's sends by the copy engine, in order of rows, each copy to all peers, the next rank first.
 
-    The last copy raises a peer's count of landed chunks to `chunks`. A rank without rows sends nothing: peers only wait
-    until it has entered the call.
+    The last copy raises a peer's count of delivered chunks to `chunks`. A rank without rows sends nothing: peers only
+    wait until it has entered the call.
     """
     sends, own, first_row = [], rows[ctx.rank], sum(rows[: ctx.rank])
     for row in range(0, own, config.sent_rows):
         end = min(row + config.sent_rows, own)
         for step in range(1, ctx.size):
             target, to = (ctx.rank + step) % ctx.size, (first_row + row) * row_bytes
-            landed = chunks if end == own else end // config.chunk_rows
-            sends.append(Send(target, 0, row * row_bytes, to, (end - row) * row_bytes, ctx.rank, landed))
+            delivered = chunks if end == own else end // config.chunk_rows
+            sends.append(Send(target, 0, row * row_bytes, to, (end - row) * row_bytes, ctx.rank, delivered))
     return sends
 
 
