@@ -26,8 +26,8 @@ The argument for two inboxes (tkernels.comm.workspace) still holds: every rank r
 Why no old data is taken for new: a rank's count of delivered chunks is zero when it begins a call. A peer writes a
 larger count after the data, on one stream. By the end of the call the rank has waited for all counts that peers write,
 so its last program to finish may reset them to zero. Peers write the next counts behind the gate of the next call,
-which waits for this rank. A count, unlike an epoch, is known on the host, so a captured graph can hold it. One word for each chunk,
-as puts have, would keep the stream for 0.75 us each, or cost the host another driver call (bench/LOG.md).
+which waits for this rank. A count, unlike an epoch, is known on the host, so a captured graph can hold it. One word for
+each chunk, as puts have, would keep the stream for 0.75 us each, or cost the host another driver call (bench/LOG.md).
 
 Why copies pass the gate of their own call: the copies of a stream are in the order of its kernels. Before a kernel
 opens the gate, the previous kernel has ended and the gate is closed again. Copies in a CUDA graph are not in that
