@@ -11,6 +11,7 @@ import numpy
 import torch
 import torch.distributed as dist
 import triton.language as tl
+from torch.distributed.device_mesh import DeviceMesh
 
 from tkernels.comm import capture, contexts, interpreter, runtime
 from tkernels.comm.arguments import check_type, switch
@@ -103,13 +104,32 @@ def finalize(ctx: "Context | None" = None):
     as_context(ctx).finalize()
 
 
-def as_context(ctx: "Context | None") -> "Context":
-    """Resolve a `ctx` argument: a Context is returned as is, None gives the current one. Raises TypeError otherwise."""
-    if ctx is None:
+def as_context(mesh: "Context | dist.ProcessGroup | DeviceMesh | None") -> "Context":
+    """Resolve an argument that says which ranks: the context over them.
+
+    A Context is returned as it is, None gives the current one. A process group of torch, or a mesh of one dimension,
+    gives the newest open context over its ranks in their order; if there is none, one is made, which is collective and
+    leaves the default context in place.
+
+    Raises TypeError for anything else, ValueError for a mesh of more dimensions.
+    """
+    if mesh is None:
         return contexts.current_context()
-    if not isinstance(ctx, Context):
-        raise TypeError(f"ctx: takes a Context, as tkernels.init(group) makes one, not {type(ctx).__name__}")
-    return ctx
+    if isinstance(mesh, Context):
+        return mesh
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"the mesh has {mesh.ndim} dimensions, {mesh.mesh_dim_names}; pass one of them, for example mesh['tp']"
+            )
+        mesh = mesh.get_group()
+    if not isinstance(mesh, dist.ProcessGroup):
+        raise TypeError(
+            f"ranks: takes a Context, a ProcessGroup or a DeviceMesh of one dimension, not {type(mesh).__name__}"
+        )
+    if found := contexts.open_contexts(Group(mesh)):
+        return found[-1]
+    return init(mesh, default=False)
 
 
 class Context:

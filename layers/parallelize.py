@@ -9,11 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-import tkernels
-from tkernels.comm import Context, MismatchError
+from tkernels.comm import Context, MismatchError, as_context
 from tkernels.comm.arguments import check_type
-from tkernels.comm.contexts import open_contexts
-from tkernels.comm.group import Group, checksum, first_difference, listed
+from tkernels.comm.group import checksum, first_difference, listed
 from tkernels.layers.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from tkernels.layers.norms import is_split
 from tkernels.layers.owners import owner_of
@@ -37,7 +35,7 @@ def parallelize(
         column and a row layer that are the same on all ranks, but used for each rank's own features or heads, as the
         norms of queries and keys: the gradients of their parameters are summed over ranks in backward.
     mesh_or_group: a Context, a process group, or a mesh of one dimension. For the latter two, the newest open context
-        over the same ranks is used; if there is none, tkernels.init makes one, which tkernels.finalize() frees.
+        over the same ranks is used; if there is none, one is made, which leaves the default context in place.
 
     The gradients of the parameters that stay whole are compared over ranks at the end of the first backward, whoever
     takes them. Where they differ by more than rounding, MismatchError names the parameter and the style that it lacks.
@@ -54,7 +52,7 @@ def parallelize(
     """
     check_type("parallelize: model", model, nn.Module, "an nn.Module")
     check_type("parallelize: plan", plan, Mapping, "a dict of patterns of module names to styles")
-    ctx = _context(mesh_or_group)
+    ctx = as_context(mesh_or_group)
     asked = _match(model, plan)
     styles = dict(asked)
     summed = _take_summed(model, styles)
@@ -78,26 +76,6 @@ def parallelize(
         SummedGradients(module, path, ctx.name, check)
     check.attach(model)
     return model
-
-
-def _context(mesh_or_group) -> Context:
-    if isinstance(mesh_or_group, Context):
-        return mesh_or_group
-    if isinstance(mesh_or_group, DeviceMesh):
-        if mesh_or_group.ndim != 1:
-            raise ValueError(
-                f"parallelize: the mesh has {mesh_or_group.ndim} dimensions {mesh_or_group.mesh_dim_names}; pass the "
-                f"tensor-parallel one, for example mesh['tp']"
-            )
-        group = mesh_or_group.get_group()
-    elif isinstance(mesh_or_group, dist.ProcessGroup):
-        group = mesh_or_group
-    else:
-        raise TypeError(
-            f"parallelize: takes a Context, a ProcessGroup or a DeviceMesh, not {type(mesh_or_group).__name__}"
-        )
-    over_these = open_contexts(Group(group))
-    return over_these[-1] if over_these else tkernels.init(group)
 
 
 def _match(model: nn.Module, plan) -> dict[str, tuple[str, dict]]:

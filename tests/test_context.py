@@ -22,6 +22,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from transports import (
     TRANSPORTS,
     every_transport,
@@ -500,14 +501,28 @@ def test_the_newest_context_that_is_open_is_the_default(ctx):
         tkernels.all_gather(torch.zeros(2, device=ctx.device), ctx=older)
 
 
+@pytest.mark.ranks(2)
+def test_as_context_finds_or_makes_the_context_of_a_mesh_or_group(ctx):
+    mesh = init_device_mesh(ctx.device.type, (1, 2), mesh_dim_names=("dp", "tp"))
+    tp, dp = tkernels.comm.as_context(mesh["tp"]), tkernels.comm.as_context(mesh["dp"])
+    assert tp is ctx and (dp.size, dp.rank) == (1, 0) and tkernels.comm.current_context() is ctx
+    for ranks in (mesh["dp"], mesh["dp"].get_group(), dp):
+        assert tkernels.comm.as_context(ranks) is dp
+    one = torch.ones(3, device=ctx.device)
+    assert torch.equal(tkernels.all_reduce(one, ctx=mesh["tp"]), 2 * one)
+    assert torch.equal(tkernels.all_reduce(one, ctx=mesh["dp"]), one)
+    with pytest.raises(ValueError, match="2 dimensions.*pass one of them, for example mesh"):
+        tkernels.all_reduce(one, ctx=mesh)
+    dp.finalize()
+
+
 def test_what_is_no_context_is_refused_by_its_type():
-    """A process group, for example, which people come from other libraries with."""
     for call in (
         lambda: tkernels.all_reduce(torch.ones(1), ctx="tp"),
         lambda: layers.copy_to_tensor_model_parallel_region(torch.ones(1), ctx="tp"),
         lambda: tkernels.finalize("tp"),
     ):
-        with pytest.raises(TypeError, match=r"takes a Context, as tkernels.init\(group\) makes one, not str"):
+        with pytest.raises(TypeError, match="a ProcessGroup or a DeviceMesh of one dimension, not str"):
             call()
 
 
