@@ -24,7 +24,7 @@ from bench.records import append
 from tkernels.cli import file_to_write
 from tkernels.demo.model import ModelConfig, Transformer
 from tkernels.launch import RankError, RankPool
-from tkernels.layers.ddp import OverlappedDDP
+from tkernels.layers.data_parallel.ddp import OverlappedDDP
 from tkernels.layers.lease import Lease, Slot
 
 REPEATS, CALLS = 30, 200

@@ -6,9 +6,30 @@ if __name__ == "layers":  # imported from a checkout's root; see tkernels/_alias
     alias("layers", "tkernels.layers")
 else:
     from tkernels.comm.fence import EventCompletion, Fence
-    from tkernels.layers.ddp import OverlappedDDP, ensure_params_ready
-    from tkernels.layers.fsdp import FullyShard
-    from tkernels.layers.functions import (
+    from tkernels.layers.data_parallel.ddp import OverlappedDDP, ensure_params_ready
+    from tkernels.layers.data_parallel.fsdp import FullyShard
+    from tkernels.layers.data_parallel.grad_bucket import GradBucket
+    from tkernels.layers.data_parallel.grad_hooks import GradReadyHooks, grad_ready_hooks
+    from tkernels.layers.data_parallel.norms import clip_grad_norm_
+    from tkernels.layers.data_parallel.pools import (
+        Bucket,
+        FixedPoolAllocator,
+        FixedPoolPlan,
+        MaxPoolAllocator,
+        MaxPoolPlan,
+    )
+    from tkernels.layers.data_parallel.state_dict import gather_state_dict, load_full_state_dict, sharded_state_dict
+    from tkernels.layers.data_parallel.zero import ZeroOptimizer
+    from tkernels.layers.graphs import captured
+    from tkernels.layers.lease import Keepalive, Lease, Slot, WorkCompletion
+    from tkernels.layers.pipeline.communicator import (
+        P2PCommunicator,
+        P2PHandle,
+        custom_backward,
+        deallocate_output_tensor,
+    )
+    from tkernels.layers.pipeline.schedules import forward_backward_pipelining, split_into_stages
+    from tkernels.layers.tensor_parallel.functions import (
         all_reduce_sequence_parallel_grads,
         column_parallel_linear,
         copy_to_tensor_model_parallel_region,
@@ -19,19 +40,9 @@ else:
         scatter_to_sequence_parallel_region,
         scatter_to_tensor_model_parallel_region,
     )
-    from tkernels.layers.grad_bucket import GradBucket
-    from tkernels.layers.grad_hooks import GradReadyHooks, grad_ready_hooks
-    from tkernels.layers.graphs import captured
-    from tkernels.layers.lease import Keepalive, Lease, Slot, WorkCompletion
-    from tkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
-    from tkernels.layers.mlp import ParallelMLP
-    from tkernels.layers.norms import clip_grad_norm_
-    from tkernels.layers.p2p import P2PCommunicator, P2PHandle, custom_backward, deallocate_output_tensor
-    from tkernels.layers.parallelize import parallelize
-    from tkernels.layers.pipeline import forward_backward_pipelining, split_into_stages
-    from tkernels.layers.pools import Bucket, FixedPoolAllocator, FixedPoolPlan, MaxPoolAllocator, MaxPoolPlan
-    from tkernels.layers.state_dict import gather_state_dict, load_full_state_dict, sharded_state_dict
-    from tkernels.layers.zero import ZeroOptimizer
+    from tkernels.layers.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+    from tkernels.layers.tensor_parallel.mlp import ParallelMLP
+    from tkernels.layers.tensor_parallel.parallelize import parallelize
 
     __all__ = [
         "Bucket",

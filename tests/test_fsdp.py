@@ -27,10 +27,10 @@ from tkernels.demo.data import Text
 from tkernels.demo.model import Block, ModelConfig, Transformer
 from tkernels.demo.training import ADAM_EPSILON, LEARNING_RATE, allowed_loss
 from tkernels.layers import ParallelMLP, captured, gather_state_dict, load_full_state_dict, sharded_state_dict
-from tkernels.layers.ddp import OverlappedDDP
-from tkernels.layers.fsdp import FullyShard
-from tkernels.layers.functions import all_reduce_sequence_parallel_grads
-from tkernels.layers.zero import ZeroOptimizer
+from tkernels.layers.data_parallel.ddp import OverlappedDDP
+from tkernels.layers.data_parallel.fsdp import FullyShard
+from tkernels.layers.data_parallel.zero import ZeroOptimizer
+from tkernels.layers.tensor_parallel.functions import all_reduce_sequence_parallel_grads
 from tkernels.testing.compare import assert_close_to, integers, normal
 
 FEATURES = 8

@@ -15,7 +15,7 @@ from transports import STREAMED, gpu_only
 
 import tkernels
 from tkernels.comm.errors import LeaseError
-from tkernels.layers.grad_bucket import GradBucket
+from tkernels.layers.data_parallel.grad_bucket import GradBucket
 
 NUMEL = 8  # elements of a gradient in the simulations
 

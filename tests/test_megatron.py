@@ -12,7 +12,7 @@ from transports import simulated_only
 
 from tkernels.launch import launch
 from tkernels.layers import userbuffers as te
-from tkernels.layers.p2p import P2PCommunicator
+from tkernels.layers.pipeline.communicator import P2PCommunicator
 from tkernels.layers.userbuffers import shim
 
 pytestmark = simulated_only  # Megatron's own communicator, which ours is compared with, runs over gloo there

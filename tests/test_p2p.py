@@ -19,7 +19,7 @@ from transports import every_transport, gpu_only, late, message_on_every_rank, n
 import tkernels
 from tkernels.comm import HeapExhaustedError, LeaseError, MismatchError, WaitTimeoutError
 from tkernels.layers.lease import Lease
-from tkernels.layers.p2p import EDGES, P2PCommunicator, custom_backward, deallocate_output_tensor
+from tkernels.layers.pipeline.communicator import EDGES, P2PCommunicator, custom_backward, deallocate_output_tensor
 
 BACKENDS = ["nvshmem", "gloo"] if tkernels.RUNTIME == "simulated" else ["nvshmem", nccl]
 every_backend = pytest.mark.parametrize("backend", BACKENDS)

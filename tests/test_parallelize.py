@@ -29,7 +29,7 @@ from tkernels.layers import (
     ZeroOptimizer,
     parallelize,
 )
-from tkernels.layers.linear import ParallelLinear
+from tkernels.layers.tensor_parallel.linear import ParallelLinear
 from tkernels.rounding import tolerance
 from tkernels.testing.compare import assert_close_to, integers, normal
 

@@ -17,9 +17,9 @@ from transports import nccl
 import tkernels
 from tkernels.comm.group import Group
 from tkernels.demo.model import ModelConfig, Transformer
-from tkernels.layers import pipeline
-from tkernels.layers.p2p import ISSUE_ORDER, P2PCommunicator
-from tkernels.layers.pipeline import Step, forward_backward_pipelining, schedule, split_into_stages
+from tkernels.layers.pipeline import schedules
+from tkernels.layers.pipeline.communicator import ISSUE_ORDER, P2PCommunicator
+from tkernels.layers.pipeline.schedules import Step, forward_backward_pipelining, schedule, split_into_stages
 from tkernels.testing.compare import assert_close_to
 
 BACKENDS = ["nvshmem", "gloo"] if tkernels.RUNTIME == "simulated" else ["nvshmem", nccl]
@@ -204,7 +204,7 @@ def test_interleaving_in_single_steps_without_overlap_would_deadlock(monkeypatch
         return schedule(*arguments, **options | {"overlap": True})
 
     assert finishes([trace for trace, _ in traces(2, 2, 4, overlap=False)])
-    monkeypatch.setattr(pipeline, "schedule", in_single_steps)
+    monkeypatch.setattr(schedules, "schedule", in_single_steps)
     assert not finishes([trace for trace, _ in traces(2, 2, 4, overlap=False)])
 
 

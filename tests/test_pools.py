@@ -11,7 +11,7 @@ from streams import Race, Simulator, subsets
 from transports import gpu_only, message_on_every_rank
 
 from tkernels.comm import LeaseError, MismatchError
-from tkernels.layers.pools import (
+from tkernels.layers.data_parallel.pools import (
     Bucket,
     FixedPoolAllocator,
     FixedPoolPlan,
@@ -253,7 +253,7 @@ def test_a_miss_under_capture_raises_though_it_would_only_warn(monkeypatch):
     pool = pool_of(units)
     take(pool, units, "a"), give(pool, units, "a"), take(pool, units, "b"), give(pool, units, "b")
     take(pool, units, "c")
-    monkeypatch.setattr("tkernels.layers.pools.capturing", lambda dev: True)
+    monkeypatch.setattr("tkernels.layers.data_parallel.pools.capturing", lambda dev: True)
     with pytest.raises(LeaseError, match="its memory would move to .* copy 1"):
         take(pool, units, "a")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tkernels.comm import current_context
-from tkernels.layers.wire import open_wire
+from tkernels.layers.data_parallel.wire import open_wire
 from tkernels.testing.compare import integers
 
 BACKENDS = ["tkernels", "torch"]

@@ -32,16 +32,16 @@ from tkernels.demo.model import ModelConfig, Transformer
 from tkernels.demo.training import ADAM_EPSILON, allowed_gradient, allowed_loss
 from tkernels.layers import ColumnParallelLinear, RowParallelLinear, gather_state_dict
 from tkernels.layers import userbuffers as te
-from tkernels.layers.ddp import OverlappedDDP
-from tkernels.layers.fsdp import FullyShard
-from tkernels.layers.functions import all_reduce_sequence_parallel_grads
-from tkernels.layers.mlp import ParallelMLP
-from tkernels.layers.norms import clip_grad_norm_
-from tkernels.layers.wire import TkernelsWire
-from tkernels.layers.zero import ZeroOptimizer
-from tkernels.layers.zero import optimizer as zero_optimizer
-from tkernels.layers.zero.gradients import OwnerGradients
-from tkernels.layers.zero.layout import ALIGNMENT, plan
+from tkernels.layers.data_parallel.ddp import OverlappedDDP
+from tkernels.layers.data_parallel.fsdp import FullyShard
+from tkernels.layers.data_parallel.norms import clip_grad_norm_
+from tkernels.layers.data_parallel.wire import TkernelsWire
+from tkernels.layers.data_parallel.zero import ZeroOptimizer
+from tkernels.layers.data_parallel.zero import optimizer as zero_optimizer
+from tkernels.layers.data_parallel.zero.gradients import OwnerGradients
+from tkernels.layers.data_parallel.zero.layout import ALIGNMENT, plan
+from tkernels.layers.tensor_parallel.functions import all_reduce_sequence_parallel_grads
+from tkernels.layers.tensor_parallel.mlp import ParallelMLP
 from tkernels.testing.compare import assert_close_to
 
 CONFIG = ModelConfig(vocabulary=29, sequence=8, batch=4, heads=2, head_features=8, layers=1)

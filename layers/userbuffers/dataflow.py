@@ -32,7 +32,7 @@ from torch.nn import functional
 
 from tkernels.comm.collectives import split_rows
 from tkernels.comm.group import all_gather_single, reduce_scatter_single
-from tkernels.layers.grad_hooks import grad_ready_hooks
+from tkernels.layers.data_parallel.grad_hooks import grad_ready_hooks
 from tkernels.layers.userbuffers.communicators import CommOverlapCore, group_of, product
 from tkernels.operators import matmul_all_reduce
 

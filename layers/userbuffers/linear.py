@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from tkernels.comm.collectives import check_rows, split_rows
-from tkernels.layers.linear import MarkedModule
+from tkernels.layers.tensor_parallel.linear import MarkedModule
 from tkernels.layers.userbuffers import dataflow, registry
 from tkernels.layers.userbuffers.communicators import CommOverlapType, group_of
 

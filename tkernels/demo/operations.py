@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tkernels.comm.collectives import split_rows
 from tkernels.comm.context import Context
-from tkernels.layers.p2p import P2PCommunicator
+from tkernels.layers.pipeline.communicator import P2PCommunicator
 
 
 @dataclass(frozen=True)

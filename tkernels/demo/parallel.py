@@ -22,10 +22,10 @@ from tkernels.demo.model import Block, Transformer, shard
 from tkernels.demo.operations import CountingCommunicator
 from tkernels.demo.training import Optimizer, Parallel, loss_part
 from tkernels.layers import all_reduce_sequence_parallel_grads
-from tkernels.layers.ddp import OverlappedDDP
-from tkernels.layers.fsdp import FullyShard
-from tkernels.layers.pipeline import forward_backward_pipelining, split_into_stages
-from tkernels.layers.zero import ZeroOptimizer
+from tkernels.layers.data_parallel.ddp import OverlappedDDP
+from tkernels.layers.data_parallel.fsdp import FullyShard
+from tkernels.layers.data_parallel.zero import ZeroOptimizer
+from tkernels.layers.pipeline.schedules import forward_backward_pipelining, split_into_stages
 
 BUCKET_ELEMENTS = 1 << 15  # of a bucket: about a quarter of the model's gradients
 MICROBATCH = 2  # sequences

@@ -52,7 +52,7 @@ from tkernels.comm.context import Context
 from tkernels.demo.data import Text
 from tkernels.demo.model import ModelConfig, Transformer
 from tkernels.demo.operations import Operation, Recorder
-from tkernels.layers.state_dict import gather_state_dict
+from tkernels.layers.data_parallel.state_dict import gather_state_dict
 from tkernels.shapes import DTYPES
 
 SEQUENCE, BATCH, HEADS, LAYERS = 32, 8, 4, 2  # sizes that are split are rounded up to a multiple of R

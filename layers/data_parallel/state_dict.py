@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, init_from_local_shards
 
 from tkernels.comm.arguments import check_tensors, check_type
-from tkernels.layers.fsdp import FullyShard
-from tkernels.layers.linear import ParallelLinear
+from tkernels.layers.data_parallel.fsdp import FullyShard
+from tkernels.layers.tensor_parallel.linear import ParallelLinear
 
 
 def _fully_sharded(model: nn.Module) -> dict[str, FullyShard]:

@@ -29,7 +29,7 @@ from tkernels.comm.collectives import SUMMED, check_rows
 from tkernels.comm.context import Context, as_context
 from tkernels.comm.contexts import find_context
 from tkernels.gemm import check_operands
-from tkernels.layers.norms import gradient_of
+from tkernels.layers.data_parallel.norms import gradient_of
 from tkernels.layers.owners import owner_of
 from tkernels.operators import apply_transformed, replicated
 
@@ -229,8 +229,8 @@ def all_reduce_sequence_parallel_grads(module: torch.nn.Module, *, ctx: Context 
     a parameter of a ZeroOptimizer, which has taken its gradient and sums it itself, and TypeError for gradients that
     can't be summed.
     """
-    from tkernels.layers.ddp import changing_main_grads  # imported late: they depend on the other layers
-    from tkernels.layers.zero import ZeroOptimizer
+    from tkernels.layers.data_parallel.ddp import changing_main_grads  # imported late: they depend on the other layers
+    from tkernels.layers.data_parallel.zero import ZeroOptimizer
 
     caller, summed = "all_reduce_sequence_parallel_grads", []
     check_type(f"{caller}: module", module, torch.nn.Module, "an nn.Module")

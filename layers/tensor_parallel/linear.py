@@ -22,12 +22,12 @@ from tkernels.comm import Context, MismatchError, as_context, find_context
 from tkernels.comm.arguments import check_dense, check_type, whole
 from tkernels.comm.collectives import check_rows
 from tkernels.comm.group import checksum, first_difference
-from tkernels.layers.functions import (
+from tkernels.layers.owners import attributes
+from tkernels.layers.tensor_parallel.functions import (
     column_parallel_linear,
     gather_from_tensor_model_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from tkernels.layers.owners import attributes
 
 
 class MarkedModule(nn.Module):

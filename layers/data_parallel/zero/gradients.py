@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 import torch
 
 from tkernels.comm.errors import TkernelsError
-from tkernels.layers.grad_bucket import GradBucket, Slice, check_gradient
+from tkernels.layers.data_parallel.grad_bucket import GradBucket, Slice, check_gradient
+from tkernels.layers.data_parallel.wire import Wire
+from tkernels.layers.data_parallel.zero.layout import Shard
 from tkernels.layers.lease import Lease, Slot
-from tkernels.layers.wire import Wire
-from tkernels.layers.zero.layout import Shard
 
 
 @dataclass(eq=False)

@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from tkernels.comm import Context
 from tkernels.gemm import ACTIVATIONS, activation_reference
-from tkernels.layers.linear import ColumnParallelLinear, RowParallelLinear
+from tkernels.layers.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 KNOWN = (*filter(None, ACTIVATIONS), "swiglu")
 

@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from tkernels.comm import Context, MismatchError, as_context
 from tkernels.comm.arguments import check_type
 from tkernels.comm.group import checksum, first_difference, listed
-from tkernels.layers.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
-from tkernels.layers.norms import is_split
+from tkernels.layers.data_parallel.norms import is_split
 from tkernels.layers.owners import owner_of
-from tkernels.layers.replicas import GRAD_ALLREDUCE, ReplicaCheck, SummedGradients, has_others_hooks
+from tkernels.layers.tensor_parallel.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
+from tkernels.layers.tensor_parallel.replicas import GRAD_ALLREDUCE, ReplicaCheck, SummedGradients, has_others_hooks
 
 STYLES = {"column": ColumnParallelLinear, "row": RowParallelLinear, GRAD_ALLREDUCE: None}
 # Arguments that are no options of a plan: the nn.Linear or parallelize() sets them, or they concern initialization.

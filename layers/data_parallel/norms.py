@@ -32,9 +32,12 @@ def clip_grad_norm_(
     part of the gradients of (ZeroOptimizer clips by its `max_norm`, FullyShard by its own method), and if parameters of
     an OverlappedDDP are split, but ctx has data-parallel ranks of it.
     """
-    from tkernels.layers.ddp import OverlappedDDP, changing_main_grads  # imported late: they import this module
-    from tkernels.layers.fsdp import FullyShard
-    from tkernels.layers.zero import ZeroOptimizer
+    from tkernels.layers.data_parallel.ddp import (  # imported late: they import this module
+        OverlappedDDP,
+        changing_main_grads,
+    )
+    from tkernels.layers.data_parallel.fsdp import FullyShard
+    from tkernels.layers.data_parallel.zero import ZeroOptimizer
 
     ctx = as_context(ctx)
     check_max_norm("clip_grad_norm_", max_norm)

@@ -23,12 +23,12 @@ from tkernels.comm.arguments import check_tensors, check_torch_dtype, check_type
 from tkernels.comm.collectives import SUMMED
 from tkernels.comm.group import checksum, first_difference, listed
 from tkernels.comm.regions import round_up
-from tkernels.layers.fsdp import FullyShard
-from tkernels.layers.norms import check_norm, clip_scale, counts, squared_norm
+from tkernels.layers.data_parallel.fsdp import FullyShard
+from tkernels.layers.data_parallel.norms import check_norm, clip_scale, counts, squared_norm
+from tkernels.layers.data_parallel.wire import open_wire
+from tkernels.layers.data_parallel.zero.gradients import OwnerGradients
+from tkernels.layers.data_parallel.zero.layout import ALIGNMENT, Shard, is_partial, padded, plan
 from tkernels.layers.owners import disown, own, owner_of, remove_owners
-from tkernels.layers.wire import open_wire
-from tkernels.layers.zero.gradients import OwnerGradients
-from tkernels.layers.zero.layout import ALIGNMENT, Shard, is_partial, padded, plan
 
 FIRST_LOSS_SCALE, GROWTH_INTERVAL = 2.0**16, 2000  # of a dynamic loss scale; as in torch.amp.GradScaler
 CHOICES = {

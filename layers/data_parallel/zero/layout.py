@@ -14,7 +14,7 @@ from torch import nn
 
 from tkernels.comm import Context
 from tkernels.comm.regions import round_up
-from tkernels.layers.grad_bucket import Slice
+from tkernels.layers.data_parallel.grad_bucket import Slice
 from tkernels.layers.lease import Slot
 
 ALIGNMENT = 16  # elements: slices and the owners' parts begin at multiples of 16 bytes in every dtype

@@ -16,10 +16,10 @@ root, which is gathered when forward begins and stays gathered until the end of 
                unit 0                           reduce-scatter the gradients of unit 1
 
 The order of the units is learned from the previous iteration (the first one prefetches nothing). Memory comes from two
-pools (`tkernels.layers.pools`), one for parameters and one for gradients, each with a few copies of buffers that fit
-the largest unit; the leases of the pools' slots order the streams. The shards have a lease too, and so have their
-gradients: a gather is ordered after the optimizer's step, a reduction after whatever the optimizer did with the
-gradients of the previous step.
+pools (pools.py), one for parameters and one for gradients, each with a few copies of buffers that fit the largest unit;
+the leases of the pools' slots order the streams. The shards have a lease too, and so have their gradients: a gather is
+ordered after the optimizer's step, a reduction after whatever the optimizer did with the gradients of the previous
+step.
 """
 
 import collections
@@ -48,10 +48,8 @@ from tkernels.comm.capture import lasting
 from tkernels.comm.collectives import SUMMED
 from tkernels.comm.group import checksum, first_difference, listed
 from tkernels.comm.regions import round_up
-from tkernels.layers.lease import Slot
-from tkernels.layers.norms import check_max_norm, check_norm, clip, counts, squared_norm
-from tkernels.layers.owners import own, owner_of
-from tkernels.layers.pools import (
+from tkernels.layers.data_parallel.norms import check_max_norm, check_norm, clip, counts, squared_norm
+from tkernels.layers.data_parallel.pools import (
     Bucket,
     FixedPoolAllocator,
     FixedPoolPlan,
@@ -59,6 +57,8 @@ from tkernels.layers.pools import (
     MaxPoolPlan,
     buckets_ahead,
 )
+from tkernels.layers.lease import Slot
+from tkernels.layers.owners import own, owner_of
 
 ALIGN = 16  # parameters and shards start at multiples of this many elements: 16 bytes or more
 GRADIENT_COPIES = 2  # one is filled while the other is reduced, however many units are prefetched

@@ -1,5 +1,5 @@
 """ZeroOptimizer: any torch optimizer, with its state and the gradients sharded over data-parallel ranks."""
 
-from tkernels.layers.zero.optimizer import ZeroOptimizer
+from tkernels.layers.data_parallel.zero.optimizer import ZeroOptimizer
 
 __all__ = ["ZeroOptimizer"]

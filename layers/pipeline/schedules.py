@@ -18,7 +18,13 @@ from torch import nn
 
 from tkernels.comm.arguments import whole
 from tkernels.comm.collectives import split_rows
-from tkernels.layers.p2p import P2PCommunicator, custom_backward, deallocate_output_tensor, leaves, map_shapes
+from tkernels.layers.pipeline.communicator import (
+    P2PCommunicator,
+    custom_backward,
+    deallocate_output_tensor,
+    leaves,
+    map_shapes,
+)
 
 
 @dataclass(frozen=True)

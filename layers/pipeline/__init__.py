@@ -1,0 +1,1 @@
+"""Pipeline parallelism: sends and receives between stages, and the schedules over them."""
