@@ -111,9 +111,9 @@ def _everyones(ctx: Context, request: _Request | Exception) -> list:
 def _resolved(ctx: Context, request: _Request | Exception) -> Layout:
     """Collective. The layout of the ranks' problems, which is logged. Raises the same error on every rank."""
     layout = resolve(_everyones(ctx, request), ctx.num_programs)
-    if layout.redistributed:
+    if layout.wanted:
         warnings.warn(
-            f"cublasmp: {', '.join(name.upper() for name in layout.redistributed)} of m, n, k = {layout.m}, "
+            f"cublasmp: {', '.join(layout.wanted).upper()} of m, n, k = {layout.m}, "
             f"{layout.n}, {layout.k} are redistributed in every call, each through the whole matrix on every rank, for "
             f"{layout.pattern}; distribute them in slabs as that takes them to avoid it",
             stacklevel=3,

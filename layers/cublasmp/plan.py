@@ -68,17 +68,17 @@ class Plan:
         self.epilog = problem.epilog & ~MatmulEpilog.ALLREDUCE
         self.has_gradient = bool(self.epilog & (BGRAD | MatmulEpilog.BGRADA | MatmulEpilog.BGRADB))
 
-        self.overlap, self.path = layout.algorithm == MatmulAlgoType.ATOMIC_P2P, "fused"
+        self.overlap, self.path = self.pattern != "local" and options.algo_type != MatmulAlgoType.NO_OVERLAP, "fused"
         if self.overlap and options.algo_type in (None, MatmulAlgoType.DEFAULT) and not options.sm_count_communication:
             width = layout.k if self.pattern == "AG+GEMM" else layout.m
             self.path = choose_path(ctx, OPERATIONS[self.pattern], layout.n, width, problem.a.dtype, None, None)
-        algorithm = layout.algorithm if self.path == "fused" else MatmulAlgoType.NO_OVERLAP
-        sends_sums = self.pattern in ("GEMM+RS", "GEMM+AR")
-        self.outcome = Outcome(self.pattern, algorithm, layout.redistributed, self.wire if sends_sums else None)
+        fused, sends_sums = self.overlap and self.path == "fused", self.pattern in ("GEMM+RS", "GEMM+AR")
+        algorithm = MatmulAlgoType.ATOMIC_P2P if fused else MatmulAlgoType.NO_OVERLAP
+        self.outcome = Outcome(self.pattern, algorithm, tuple(layout.wanted), self.wire if sends_sums else None)
         self.fusable = (
             self.epilog in epilogs.FUSED
             and (self.overlap or not sends_sums)  # a kernel sees the whole sum
-            and "d" not in layout.redistributed
+            and "d" not in layout.wanted
             and (MatmulEpilog.BIAS not in self.epilog or self.dtype == problem.a.dtype)
         )
 
@@ -88,8 +88,8 @@ class Plan:
         self.d_layout = MatrixLayout((rows, columns), strides)
         shapes = {"a": (layout.m, layout.k), "b": (layout.k, layout.n), "d": (layout.m, layout.n)}
         self.moves = {}
-        for name in layout.redistributed:
-            shape, owned, wanted = shapes[name], layout.owned[name], layout.wanted[name]
+        for name, wanted in layout.wanted.items():
+            shape, owned = shapes[name], layout.owned[name]
             if name == "d":  # y is D transposed, and it moves from the pattern's distribution to the requested one
                 shape, owned, wanted = shape[::-1], _transposed(wanted), _transposed(owned)
             elif self.transposes["ab".index(name)]:

@@ -32,7 +32,6 @@ from tkernels.layers.cublasmp.distributions import (
 )
 from tkernels.layers.cublasmp.options import (
     EPILOGS,
-    MatmulAlgoType,
     MatmulComputeType,
     MatmulEpilog,
     MatmulOptions,
@@ -126,19 +125,16 @@ class Layout:
 
     splits: for each letter that the pattern splits, its extent on each rank.
     owned: by name, each rank's rows and columns of a, b and d as passed and returned.
-    wanted: the same as the pattern requires, for the redistributed names only.
-    redistributed: the names of the matrices that are not split as the pattern requires.
+    wanted: the same as the pattern requires, of the matrices that are split in another way, which are redistributed.
     """
 
     m: int
     n: int
     k: int
     pattern: str
-    algorithm: MatmulAlgoType
     splits: dict[str, tuple[int, ...]]
     owned: dict[str, list[Owned]]
     wanted: dict[str, list[Owned]]
-    redistributed: tuple[str, ...]
     result_dtype: torch.dtype
     wire_dtype: torch.dtype
 
@@ -258,12 +254,11 @@ def resolve(everyone: list, num_programs: int) -> Layout:
     splits = {name: split_of(shapes[name], owned[name]) for name in owned}
     splits = {name: split and (letters[name][split[0]], split[1]) for name, split in splits.items()}
     pattern, targets = infer({"m": m, "n": n, "k": k}, size, splits, all_reduce)
-    moved = redistributed(splits, targets)
-    wanted = {name: slabs(shapes[name], letters[name].index(targets[name][0]), targets[name][1]) for name in moved}
-    overlap = pattern != "local" and first.options.algo_type != MatmulAlgoType.NO_OVERLAP
-    algorithm = MatmulAlgoType.ATOMIC_P2P if overlap else MatmulAlgoType.NO_OVERLAP
-    dtypes = found.result_dtype, found.wire_dtype
-    return Layout(m, n, k, pattern, algorithm, dict(targets.values()), owned, wanted, moved, *dtypes)
+    wanted = {
+        name: slabs(shapes[name], letters[name].index(targets[name][0]), targets[name][1])
+        for name in redistributed(splits, targets)
+    }
+    return Layout(m, n, k, pattern, dict(targets.values()), owned, wanted, found.result_dtype, found.wire_dtype)
 
 
 def _compare(everyone: list[tuple[Problem, tuple]]):
