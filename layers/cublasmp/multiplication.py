@@ -64,9 +64,10 @@ def _understand(
         inputs = _checked_inputs(inputs)
         held = {name: value for name, value in operands.items() if value is not None or name != "c"}
         with _on(ctx, stream):
-            home, tensors = bring(ctx, {**(held if home is None else {}), **inputs}, home)
-        operands = {name: tensors.get(name, value) for name, value in operands.items()}
-        inputs = {name: tensors[name] for name in inputs}
+            if home is None:
+                home, held = bring(ctx, held)
+            _, inputs = bring(ctx, inputs, home)
+        operands = operands | held
         options, preferences = given(MatmulOptions, options), given(MatmulPlanPreferences, preferences)
         scalars = _scalars(operands["c"], alpha, beta, scales)
         problem = _problem(*operands.values(), distributions, qualifiers, options, preferences, epilog, inputs)
@@ -132,6 +133,10 @@ def _checked_inputs(inputs) -> dict:
     if not isinstance(inputs, (Mapping, type(None))):
         raise TypeError(f"epilog_inputs is {type(inputs).__name__} and must be a dict, such as {{'bias': bias}}")
     return dict(inputs or {})
+
+
+def _present(a, b, c) -> dict:
+    return {name: value for name, value in (("a", a), ("b", b), ("c", c)) if value is not None}
 
 
 def _precision(dtype: torch.dtype, compute_type: MatmulComputeType | None) -> str:
@@ -320,33 +325,18 @@ class Matmul:
         if all(value is None for value in (a, b, c, alpha, beta, quantization_scales, epilog_inputs)):
             raise ValueError("reset_operands: pass at least one operand, scalar or input of the epilog")
         self._check(planned=True)
-        problem = self._plan.problem
-        new = {name: value for name, value in (("a", a), ("b", b), ("c", c)) if value is not None}
-        inputs = _checked_inputs(epilog_inputs)
-        if self._released:
-            needed = {name for name in "abc" if getattr(problem, name) is not None}
-            needed_inputs = {name for name, _ in problem.inputs}
-            if new.keys() != needed or inputs.keys() != needed_inputs:
-                raise ValueError(
-                    f"reset_operands: after release_operands() pass {', '.join(sorted(needed))} and epilog_inputs "
-                    f"{sorted(needed_inputs)}, all of them"
-                )
-        wanted = {"a": problem.a, "b": problem.b, "c": problem.c, **dict(problem.inputs)}
-        for name in (*new, *inputs):
-            if wanted.get(name) is None:
-                raise ValueError(f"reset_operands: the problem has no {name}")
-        if beta is not None and problem.c is None:
+        planned = self._plan.problem.tensors()
+        new = _present(a, b, c) | _checked_inputs(epilog_inputs)
+        for name in new.keys() - planned.keys():
+            raise ValueError(f"reset_operands: the problem has no {name}")
+        if self._released and new.keys() != planned.keys():
+            raise ValueError(
+                f"reset_operands: after release_operands() pass {', '.join(name for name in planned if name in 'abc')} "
+                f"and epilog_inputs {[name for name in planned if name not in 'abc']}, all of them"
+            )
+        if beta is not None and "c" not in planned:
             raise ValueError(f"reset_operands: beta={beta}, but the problem has no C to scale")
-
-        def check(tensors):
-            for name, value in tensors.items():
-                found = Operand.of(value)
-                if found != wanted[name]:
-                    raise ValueError(
-                        f"reset_operands: {name} is {found}, but was planned as {wanted[name]}; plan again"
-                    )
-
-        self._reset({**new, **inputs}, alpha, beta, quantization_scales, stream, check)
+        self._reset(new, alpha, beta, quantization_scales, stream, planned)
 
     def reset_operands_unchecked(
         self,
@@ -362,18 +352,19 @@ class Matmul:
     ):
         """As `reset_operands`, without checks: the caller guarantees that the tensors match those planned."""
         self._check(planned=True)
-        new = {name: value for name, value in (("a", a), ("b", b), ("c", c)) if value is not None}
-        self._reset({**new, **_checked_inputs(epilog_inputs)}, alpha, beta, quantization_scales, stream)
+        new = _present(a, b, c) | _checked_inputs(epilog_inputs)
+        self._reset(new, alpha, beta, quantization_scales, stream, planned=None)
 
-    def _reset(self, new: dict, alpha, beta, scales, stream, check=None):
-        """Use these operands, inputs and scalars, after `check(the tensors that they are)`."""
+    def _reset(self, new: dict, alpha, beta, scales, stream, planned: dict[str, Operand] | None):
+        """Use these operands, inputs and scalars, which must be as `planned`; None: they are."""
         if scales is not None:
             raise ValueError("quantization_scales are for fp8 and narrower operands, which are not supported")
         alpha, beta = _scalar("alpha", alpha, self._alpha), _scalar("beta", beta, self._beta)
         with _on(self.ctx, self._stream if stream is None else stream):
             _, tensors = bring(self.ctx, new, self._home)
-        if check is not None:
-            check(tensors)
+        for name, value in tensors.items() if planned else ():
+            if (found := Operand.of(value)) != planned[name]:
+                raise ValueError(f"reset_operands: {name} is {found}, but was planned as {planned[name]}; plan again")
         self._alpha, self._beta, self._own_c = alpha, beta, new.get("c", self._own_c)
         for name, value in tensors.items():
             (self._operands if name in self._operands else self._inputs)[name] = value

@@ -78,6 +78,11 @@ class Problem(NamedTuple):
     preferences: MatmulPlanPreferences
     precision: str
 
+    def tensors(self) -> dict[str, Operand]:
+        """The operands and the epilog's inputs, by name."""
+        operands = {name: each for name, each in zip("abc", self[:3], strict=True) if each is not None}
+        return operands | dict(self.inputs)
+
     def by_columns(self) -> "Problem":
         """The same problem with all matrices read column by column: with order="C", their transposes are."""
         if self.options.order == "F":
