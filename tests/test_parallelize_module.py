@@ -419,10 +419,16 @@ def test_parallelize_module_refuses_before_anything_changed(ctx):
     torch.manual_seed(0)
     model = nn.ModuleDict(
         dict(
-            up=nn.Linear(4, 6), down=nn.Linear(6, 4), one=nn.Linear(4, 1), norm=nn.LayerNorm(4), conv=nn.Conv1d(4, 4, 1),
-            attention=nn.MultiheadAttention(4, 2), watched=nn.Linear(4, 4), inner=nn.Sequential(nn.Linear(4, 4)),
+            up=nn.Linear(4, 6),
+            down=nn.Linear(6, 4),
+            one=nn.Linear(4, 1),
+            norm=nn.LayerNorm(4),
+            conv=nn.Conv1d(4, 4, 1),
+            attention=nn.MultiheadAttention(4, 2),
+            watched=nn.Linear(4, 4),
+            inner=nn.Sequential(nn.Linear(4, 4)),
         )
-    )  # fmt: skip
+    )
     model["watched"].weight.register_post_accumulate_grad_hook(lambda *_: None)
     kinds = {name: (type(module), list(module._parameters.items())) for name, module in model.named_modules()}
     column, row = ColwiseParallel(), RowwiseParallel()

@@ -43,7 +43,7 @@ def as_mesh(mesh: DeviceMesh | dist.ProcessGroup | Context | None) -> DeviceMesh
 
 
 def chunk_sizes(size: int, ranks: int) -> tuple[int, ...]:
-    """How DTensors split `size` over ranks, as torch.chunk does: 10 over 4 as 3, 3, 3, 1, and 5 over 4 as 2, 2, 1, 0."""
+    """How DTensors split `size` over ranks, as torch.chunk does: 10 over 4 as 3, 3, 3, 1; 5 over 4 as 2, 2, 1, 0."""
     most = -(-size // ranks)
     return tuple(max(0, min(most, size - rank * most)) for rank in range(ranks))
 

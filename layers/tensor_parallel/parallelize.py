@@ -15,7 +15,12 @@ from tkernels.comm.group import checksum, first_difference, listed
 from tkernels.layers.data_parallel.norms import is_split
 from tkernels.layers.owners import owner_of
 from tkernels.layers.tensor_parallel.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
-from tkernels.layers.tensor_parallel.replicas import GRAD_ALLREDUCE, ReplicaCheck, ReplicatedParameters, has_others_hooks
+from tkernels.layers.tensor_parallel.replicas import (
+    GRAD_ALLREDUCE,
+    ReplicaCheck,
+    ReplicatedParameters,
+    has_others_hooks,
+)
 
 STYLES = {"column": ColumnParallelLinear, "row": RowParallelLinear, GRAD_ALLREDUCE: None}
 # Arguments that are no options of a plan: the nn.Linear or parallelize() sets them, or they concern initialization.

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
