@@ -44,9 +44,19 @@ else:
     from tkernels.layers.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
     from tkernels.layers.tensor_parallel.mlp import ParallelMLP
     from tkernels.layers.tensor_parallel.parallelize import parallelize
+    from tkernels.layers.tensor_parallel.plan import parallelize_module
+    from tkernels.layers.tensor_parallel.styles import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        PrepareModuleInputOutput,
+        PrepareModuleOutput,
+        RowwiseParallel,
+        SequenceParallel,
+    )
 
     __all__ = [
         "Bucket",
+        "ColwiseParallel",
         "ColumnParallelLinear",
         "EventCompletion",
         "Fence",
@@ -63,7 +73,12 @@ else:
         "P2PCommunicator",
         "P2PHandle",
         "ParallelMLP",
+        "PrepareModuleInput",
+        "PrepareModuleInputOutput",
+        "PrepareModuleOutput",
         "RowParallelLinear",
+        "RowwiseParallel",
+        "SequenceParallel",
         "Slot",
         "WorkCompletion",
         "ZeroOptimizer",
@@ -83,6 +98,7 @@ else:
         "grad_ready_hooks",
         "load_full_state_dict",
         "parallelize",
+        "parallelize_module",
         "reduce_from_tensor_model_parallel_region",
         "reduce_scatter_to_sequence_parallel_region",
         "register_fsdp_forward_method",
