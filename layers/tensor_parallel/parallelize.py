@@ -104,7 +104,8 @@ def _match(model: nn.Module, plan) -> dict[str, tuple[str, dict]]:
             kind = type(model.get_submodule(name))
             if STYLES[style] and kind is not nn.Linear:
                 raise TypeError(
-                    f"parallelize: {pattern!r} matches {name!r}, which is a {kind.__name__}, not exactly an nn.Linear"
+                    f"parallelize: {pattern!r} matches {name!r}, which is a {kind.__module__}.{kind.__qualname__}, not "
+                    f"exactly an nn.Linear"
                 )
     return styles
 
