@@ -71,7 +71,8 @@ class Plan:
         self.overlap, self.path = self.pattern != "local" and options.algo_type != MatmulAlgoType.NO_OVERLAP, "fused"
         if self.overlap and options.algo_type in (None, MatmulAlgoType.DEFAULT) and not options.sm_count_communication:
             width = layout.k if self.pattern == "AG+GEMM" else layout.m
-            self.path = choose_path(ctx, OPERATIONS[self.pattern], layout.n, width, problem.a.dtype, None, None)
+            sent = layout.n, width, problem.a.dtype
+            self.path = choose_path(ctx, OPERATIONS[self.pattern], *sent, None, None, problem.precision)
         fused, sends_sums = self.overlap and self.path == "fused", self.pattern in ("GEMM+RS", "GEMM+AR")
         algorithm = MatmulAlgoType.ATOMIC_P2P if fused else MatmulAlgoType.NO_OVERLAP
         self.outcome = Outcome(self.pattern, algorithm, tuple(layout.wanted), self.wire if sends_sums else None)
