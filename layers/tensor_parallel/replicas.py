@@ -12,7 +12,7 @@ from torch import nn
 from tkernels.comm import MismatchError, find_context
 from tkernels.comm.group import listed
 from tkernels.layers.data_parallel.norms import is_split
-from tkernels.operators import replicated
+from tkernels.torch_operators import replicated
 
 GRAD_ALLREDUCE = "replicated_with_grad_allreduce"  # transformers' name of the style
 SLICES = 16  # of a gradient, each compared by its sum and size
