@@ -16,7 +16,7 @@ from tkernels.choice import forget_choices
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-FOLDERS = ("comm", "tkernels", "layers", "layers/userbuffers", "layers/cublasmp")
+FOLDERS = ("comm", "tkernels", "layers", "layers/pipeline", "layers/userbuffers", "layers/cublasmp")
 GUIDES = {f"{folder}/README.md": (ROOT / folder / "README.md").read_text() for folder in FOLDERS}
 SHORTENED = {  # a line for the folder
     "tkernels/demo",
@@ -111,8 +111,8 @@ def test_the_examples_on_several_ranks_run(ctx, name):
 
 
 def test_every_system_has_an_example():
-    systems = ["P2PCommunicator", "FullyShard", "ZeroOptimizer", "OverlappedDDP"]
-    assert list(EXAMPLES) == ["parallelize", *systems, "ColumnParallelLinear", "shim", "Matmul"]
+    systems = ["parallelize", "FullyShard", "ZeroOptimizer", "OverlappedDDP", "ColumnParallelLinear"]
+    assert list(EXAMPLES) == [*systems, "P2PCommunicator", "forward_backward_pipelining", "shim", "Matmul"]
 
 
 @pytest.mark.ranks(2)
