@@ -573,7 +573,7 @@ def test_a_plan_that_does_not_fit_is_refused_and_changes_nothing(ctx):
     before = dict(model.named_modules())
     for wrong, error, message in [
         ({"upp": "column"}, ValueError, "'upp' matches no module; the modules are up, down, one"),
-        ({"norm": "row"}, TypeError, "'norm' matches 'norm', which is a LayerNorm"),
+        ({"norm": "row"}, TypeError, "'norm' matches 'norm', which is a torch.*LayerNorm"),
         ({"*": "column"}, TypeError, r"'\*' matches 'norm'"),
         ({"attention.out_proj": "row"}, TypeError, "NonDynamicallyQuantizableLinear, not exactly an nn.Linear"),
         ({"u*": "column", "up": "row"}, ValueError, r"'up' is matched by both 'u\*' and 'up'"),
