@@ -113,7 +113,8 @@ def test_the_examples_on_several_ranks_run(ctx, name):
 
 def test_every_system_has_an_example():
     systems = ["P2PCommunicator", "FullyShard", "ZeroOptimizer", "OverlappedDDP"]
-    assert list(EXAMPLES) == ["parallelize", *systems, "ColumnParallelLinear", "shim", "Matmul", "fsdp2"]
+    others = ["ColumnParallelLinear", "shim", "Matmul", "fsdp2"]
+    assert list(EXAMPLES) == ["ColwiseParallel", "parallelize", *systems, *others]
 
 
 @pytest.mark.ranks(2)

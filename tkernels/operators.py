@@ -38,6 +38,7 @@ from tkernels.configs import GemmConfig, OverlapConfig
 from tkernels.dispatch import PLAIN, apply_transformed, define, wants_gradient
 from tkernels.gemm import ACTIVATIONS, activation_reference, check_apart, precision
 from tkernels.gemm import matmul as _matmul
+from tkernels.leading import Leading
 from tkernels.matmul_all_reduce import MatmulAllReduce
 from tkernels.matmul_reduce_scatter import MatmulReduceScatter
 
@@ -331,12 +332,16 @@ def matmul(
     out_dtype: torch.dtype | None = None,
     config: GemmConfig | None = None,
 ) -> torch.Tensor:
-    """activation(x @ w.T + bias) on this rank alone, not collective: x [M, K], w [N, K], bias [N] -> [M, N].
+    """activation(x @ w.T + bias) on this rank alone, not collective: x [..., K], w [N, K], bias [N] -> [..., N].
 
     fp32, fp16, bf16; accumulated in fp32. w may be the view `w.t()` of a [K, N] matrix. activation: as in
     all_gather_matmul; out and out_dtype too. config: the tiles of our kernel. None: whichever is faster by the model
     multiplies, our kernel or torch; `tkernels.explain("matmul", M, N, K)` says which. Raises ValueError or TypeError.
     """
+    if isinstance(x, torch.Tensor) and x.dim() != 2:
+        lead, options = Leading.of("matmul", x), {"out_dtype": out_dtype, "config": config}
+        y = matmul(lead.matrix(x), w, bias, activation, out=lead.memory("out", out), **options)
+        return lead.back(y) if out is None else out
     if out is not None or out_dtype is not None or config is not None:
         _check_options("matmul", {"x": x, "w": w, "bias": bias}, out)
         return _matmul(x, w, bias, activation, out=out, out_dtype=out_dtype, config=config)
@@ -359,6 +364,7 @@ def all_gather_matmul(
     activation: str | None = None,
     return_gathered: bool | str | torch.Tensor = False,
     *,
+    gather_dim: int = 0,
     rows: tuple[int, ...] | None = None,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -374,6 +380,9 @@ def all_gather_matmul(
     return_gathered: also return x gathered [M, K]; backward then uses it instead of gathering again. A tensor [M, K]
         receives it; x_shard_m may be this rank's rows of that tensor. "borrowed": it may be left in the workspace,
         which the next call on this stream overwrites.
+    gather_dim: x_shard_m may have any number of leading dimensions, [..., K], of which this one is gathered: y_shard_n
+        [..., N/R] and x gathered [..., K] then are views whose memory has it first, as in torch's fused operators. So
+        must be what they are to fill. Elsewhere, "rows" mean that dimension.
     rows: every rank's row count where they differ, for example split_rows(M, R). None: all have as many as this rank.
     activation: None, "relu", "gelu" (exact), "gelu_tanh" or "silu"; fused unless a gradient is needed.
     out: a contiguous tensor that shares no memory with the operands, to fill and return.
@@ -386,8 +395,19 @@ def all_gather_matmul(
     Raises ValueError or TypeError before the first signal, HeapExhaustedError if the context's heap has no room for a
     larger call, WaitTimeoutError if a peer did not answer in time.
     """
-    ctx = as_context(ctx)
-    rows = collectives.check_rows("all_gather_matmul", ctx, rows, own=_num_rows("all_gather_matmul", x_shard_m))
+    ctx, own = as_context(ctx), _num_rows("all_gather_matmul", x_shard_m)
+    if gather_dim or x_shard_m.dim() != 2:
+        lead = Leading.of("all_gather_matmul", x_shard_m, "gather_dim", gather_dim)
+        lengths = collectives.check_rows("all_gather_matmul", ctx, rows, own=lead.sizes[0])
+        into, options = lead.memory("return_gathered", return_gathered), {"out_dtype": out_dtype, "config": config}
+        options |= {"rows": lead.rows(lengths), "out": lead.memory("out", out), "path": path, "ctx": ctx}
+        result = all_gather_matmul(lead.matrix(x_shard_m), w_shard_n, bias, activation, into, **options)
+        y, gathered = result if isinstance(result, tuple) else (result, None)
+        y = lead.back(y, sum(lengths)) if out is None else out
+        if gathered is None:
+            return y
+        return y, return_gathered if into is gathered else lead.back(gathered, sum(lengths))
+    rows = collectives.check_rows("all_gather_matmul", ctx, rows, own=own)
     if out is None and out_dtype is None and config is None and not isinstance(return_gathered, (str, torch.Tensor)):
         fused, separate = _split_activation(activation, x_shard_m, w_shard_n, bias)
         y, gathered = _ops.all_gather_matmul(x_shard_m, w_shard_n, bias, fused, return_gathered, rows, ctx.name, path)
@@ -410,6 +430,7 @@ def matmul_reduce_scatter(
     bias: torch.Tensor | None = None,
     activation: str | None = None,
     *,
+    scatter_dim: int = 0,
     rows: tuple[int, ...] | None = None,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -423,12 +444,20 @@ def matmul_reduce_scatter(
     x_shard_k [M, K/R], w_shard_k [N, K/R], bias [N] -> y_shard_m [M/R, N]. Bias is added once, after the sum. K/R may
     differ from rank to rank and be 0.
 
+    scatter_dim: x_shard_k may have any number of leading dimensions, [..., K/R], of which this one is scattered.
+        "Rows" then mean it. The result is contiguous; `out` must have that dimension first in memory.
     rows: every rank's row count; needed where M does not divide by R.
     wire_dtype: of the partial sums that are sent, the operands' dtype or float32. A call with it has no gradient.
     activation, out, out_dtype, config, path, dtypes, views of w_shard_k, exceptions: as all_gather_matmul.
     """
-    ctx = as_context(ctx)
-    total = _num_rows("matmul_reduce_scatter", x_shard_k)
+    ctx, total = as_context(ctx), _num_rows("matmul_reduce_scatter", x_shard_k)
+    if scatter_dim or x_shard_k.dim() != 2:
+        lead = Leading.of("matmul_reduce_scatter", x_shard_k, "scatter_dim", scatter_dim)
+        lengths = collectives.check_rows("matmul_reduce_scatter", ctx, rows, total=lead.sizes[0])
+        options = {"out_dtype": out_dtype, "wire_dtype": wire_dtype, "config": config, "path": path, "ctx": ctx}
+        options |= {"rows": lead.rows(lengths), "out": lead.memory("out", out)}
+        y = matmul_reduce_scatter(lead.matrix(x_shard_k), w_shard_k, bias, activation, **options)
+        return lead.back(y, lengths[ctx.rank]).contiguous() if out is None else out
     rows = collectives.check_rows("matmul_reduce_scatter", ctx, rows, total=total)
     if out is None and out_dtype is None and wire_dtype is None and config is None:
         fused, separate = _split_activation(activation, x_shard_k, w_shard_k, bias)
@@ -455,9 +484,13 @@ def matmul_all_reduce(
 ) -> torch.Tensor:
     """Collective. activation(sum over ranks of x_shard_k @ w_shard_k.T + bias), the same bits on every rank.
 
-    x_shard_k [M, K/R], w_shard_k [N, K/R], bias [N] -> y [M, N]. Finished rows are sent in out_dtype.
+    x_shard_k [..., K/R], w_shard_k [N, K/R], bias [N] -> y [..., N]. Finished rows are sent in out_dtype.
     All options and exceptions: as matmul_reduce_scatter.
     """
+    if isinstance(x_shard_k, torch.Tensor) and x_shard_k.dim() != 2:
+        lead, options = Leading.of("matmul_all_reduce", x_shard_k), {"out_dtype": out_dtype, "wire_dtype": wire_dtype}
+        options |= {"config": config, "path": path, "ctx": ctx}
+        return lead.back(matmul_all_reduce(lead.matrix(x_shard_k), w_shard_k, bias, activation, **options))
     ctx = as_context(ctx)
     if out_dtype is None and wire_dtype is None and config is None:
         fused, separate = _split_activation(activation, x_shard_k, w_shard_k, bias)

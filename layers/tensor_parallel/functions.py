@@ -34,6 +34,14 @@ from tkernels.layers.owners import owner_of
 from tkernels.operators import apply_transformed, replicated
 
 
+def in_autocast_dtype(device: str, *operands: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """The operands as autocast, which changes none of this library's operators, has nn.Linear take them."""
+    if not torch.is_autocast_enabled(device):
+        return operands
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(operand if operand is None else operand.to(dtype) for operand in operands)
+
+
 def _own_part(x: torch.Tensor, sizes: tuple[int, ...], dim: int, ctx: Context) -> torch.Tensor:
     # A copy: the part outlives the whole tensor, and kernels and views need it contiguous.
     start = sum(sizes[: ctx.rank])
