@@ -385,7 +385,7 @@ def all_gather_matmul(
     Raises ValueError or TypeError before the first signal, HeapExhaustedError if the context's heap has no room for a
     larger call, WaitTimeoutError if a peer did not answer in time.
     """
-    ctx = as_context(ctx)
+    ctx = as_context(ctx, "all_gather_matmul: ctx")
     rows = collectives.check_rows("all_gather_matmul", ctx, rows, own=_num_rows("all_gather_matmul", x_shard_m))
     if out is None and out_dtype is None and config is None and not isinstance(return_gathered, (str, torch.Tensor)):
         fused, separate = _split_activation(activation, x_shard_m, w_shard_n, bias)
@@ -426,7 +426,7 @@ def matmul_reduce_scatter(
     wire_dtype: of the partial sums that are sent, the operands' dtype or float32. A call with it has no gradient.
     activation, out, out_dtype, config, path, dtypes, views of w_shard_k, exceptions: as all_gather_matmul.
     """
-    ctx = as_context(ctx)
+    ctx = as_context(ctx, "matmul_reduce_scatter: ctx")
     total = _num_rows("matmul_reduce_scatter", x_shard_k)
     rows = collectives.check_rows("matmul_reduce_scatter", ctx, rows, total=total)
     if out is None and out_dtype is None and wire_dtype is None and config is None:
@@ -457,7 +457,7 @@ def matmul_all_reduce(
     x_shard_k [M, K/R], w_shard_k [N, K/R], bias [N] -> y [M, N]. Finished rows are sent in out_dtype.
     All options and exceptions: as matmul_reduce_scatter.
     """
-    ctx = as_context(ctx)
+    ctx = as_context(ctx, "matmul_all_reduce: ctx")
     if out_dtype is None and wire_dtype is None and config is None:
         fused, separate = _split_activation(activation, x_shard_k, w_shard_k, bias)
         y = _ops.matmul_all_reduce(x_shard_k, w_shard_k, bias, fused, ctx.name, path)
@@ -480,7 +480,7 @@ def all_gather(
     rows, exceptions: as in all_gather_matmul.
     out: a contiguous [M, ...] to fill and return, without a gradient. x_shard_m may be this rank's rows of it.
     """
-    ctx = as_context(ctx)
+    ctx = as_context(ctx, "all_gather: ctx")
     rows = collectives.check_rows("all_gather", ctx, rows, own=_num_rows("all_gather", x_shard_m))
     if out is not None:
         return _into("all_gather", out, x_shard_m, rows, ctx.name)
@@ -499,7 +499,7 @@ def reduce_scatter(
     rows: every rank's row count; needed where M does not divide by R. Exceptions: as in all_gather_matmul.
     out: a contiguous [M/R, ...] to fill and return, without a gradient. It may be this rank's rows of x.
     """
-    ctx = as_context(ctx)
+    ctx = as_context(ctx, "reduce_scatter: ctx")
     rows = collectives.check_rows("reduce_scatter", ctx, rows, total=_num_rows("reduce_scatter", x))
     if out is not None:
         return _into("reduce_scatter", out, x, rows, ctx.name)
@@ -512,7 +512,7 @@ def all_reduce(x: torch.Tensor, *, out: torch.Tensor | None = None, ctx: Context
     out: a contiguous tensor like x to fill and return, without a gradient. It may be x.
     Exceptions: as in all_gather_matmul.
     """
-    ctx = as_context(ctx)
+    ctx = as_context(ctx, "all_reduce: ctx")
     if out is not None:
         return _into("all_reduce", out, x, ctx.name)
     return _ops.all_reduce(x, ctx.name)
@@ -523,4 +523,4 @@ def barrier(*, ctx: Context | None = None):
 
     Raises WaitTimeoutError if a rank did not reach it in time.
     """
-    as_context(ctx).barrier()
+    as_context(ctx, "barrier: ctx").barrier()

@@ -79,7 +79,7 @@ def explain(
     M, N, K = whole("explain: M", M), whole("explain: N", N), whole("explain: K", K)
     if operation not in PLAIN_BYTES:
         raise ValueError(f"explain: operation={operation!r} has no paths; those of {', '.join(PLAIN_BYTES)} are known")
-    ctx = as_context(ctx)
+    ctx = as_context(ctx, "explain: ctx")
     width = K if operation == "all_gather_matmul" else N
     choice = _choose(operation, M, width, dtype.itemsize, ctx.size)
     if ctx.size == 1 or runtime.RUNTIME == "simulated":
