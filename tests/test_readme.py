@@ -16,7 +16,7 @@ from tkernels.choice import forget_choices
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-FOLDERS = ("comm", "tkernels", "layers", "layers/userbuffers", "layers/cublasmp")
+FOLDERS = ("comm", "tkernels", "layers", "layers/userbuffers", "layers/cublasmp", "layers/doors")
 GUIDES = {f"{folder}/README.md": (ROOT / folder / "README.md").read_text() for folder in FOLDERS}
 SHORTENED = {  # a line for the folder
     "tkernels/demo",
@@ -24,6 +24,7 @@ SHORTENED = {  # a line for the folder
     "tkernels/trace",
     "layers/userbuffers",
     "layers/cublasmp",
+    "layers/doors",
     "layers/zero",
 }
 
@@ -112,7 +113,7 @@ def test_the_examples_on_several_ranks_run(ctx, name):
 
 def test_every_system_has_an_example():
     systems = ["P2PCommunicator", "FullyShard", "ZeroOptimizer", "OverlappedDDP"]
-    assert list(EXAMPLES) == ["parallelize", *systems, "ColumnParallelLinear", "shim", "Matmul"]
+    assert list(EXAMPLES) == ["parallelize", *systems, "ColumnParallelLinear", "shim", "Matmul", "fsdp2"]
 
 
 @pytest.mark.ranks(2)

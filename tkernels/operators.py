@@ -334,7 +334,8 @@ def matmul(
     """activation(x @ w.T + bias) on this rank alone, not collective: x [M, K], w [N, K], bias [N] -> [M, N].
 
     fp32, fp16, bf16; accumulated in fp32. w may be the view `w.t()` of a [K, N] matrix. activation: as in
-    all_gather_matmul; out, out_dtype and config too. Raises ValueError or TypeError.
+    all_gather_matmul; out and out_dtype too. config: the tiles of our kernel. None: whichever is faster by the model
+    multiplies, our kernel or torch; `tkernels.explain("matmul", M, N, K)` says which. Raises ValueError or TypeError.
     """
     if out is not None or out_dtype is not None or config is not None:
         _check_options("matmul", {"x": x, "w": w, "bias": bias}, out)
@@ -378,8 +379,8 @@ def all_gather_matmul(
     out: a contiguous tensor that shares no memory with the operands, to fill and return.
     out_dtype: of y, the operands' dtype or float32.
     config: the tiles and the way of sending, see OverlapConfig. None: the tuned one, else the model's choice.
-    path: "fused", or "plain" for a collective and torch.mm one after the other, which is faster for few rows. None:
-        the choice of `tkernels.explain`. All ranks must pass the same; backward takes the same path.
+    path: "fused", or "plain" for a collective and torch.mm one after the other, which is faster for few rows and in
+        fp32. None: the choice of `tkernels.explain`. All ranks must pass the same; backward takes the same path.
     fp32, fp16, bf16; accumulated in fp32. w_shard_n may be the view `w.t()` of a [K, N/R] matrix. A call with out,
     out_dtype, config, or a return_gathered that is no bool has no gradient.
     Raises ValueError or TypeError before the first signal, HeapExhaustedError if the context's heap has no room for a

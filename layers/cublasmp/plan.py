@@ -97,7 +97,8 @@ class Plan:
         self.num_comm, self.path = problem.options.sm_count_communication, "fused"
         if self.overlap and problem.options.algo_type in (None, MatmulAlgoType.DEFAULT) and self.num_comm is None:
             width = layout.k if self.pattern == "AG+GEMM" else layout.m
-            self.path = choose_path(ctx, OPERATIONS[self.pattern], layout.n, width, problem.a.dtype, None, None)
+            sent = layout.n, width, problem.a.dtype
+            self.path = choose_path(ctx, OPERATIONS[self.pattern], *sent, None, None, problem.precision)
         algorithm = layout.algorithm if self.path == "fused" else MatmulAlgoType.NO_OVERLAP
         self.dtype, self.wire = layout.result_dtype, layout.wire_dtype
         self.rows = layout.splits.get("n")
