@@ -49,6 +49,7 @@ else:
         PrepareModuleInput,
         PrepareModuleInputOutput,
         PrepareModuleOutput,
+        Replicated,
         RowwiseParallel,
         SequenceParallel,
     )
@@ -75,6 +76,7 @@ else:
         "PrepareModuleInput",
         "PrepareModuleInputOutput",
         "PrepareModuleOutput",
+        "Replicated",
         "RowParallelLinear",
         "RowwiseParallel",
         "SequenceParallel",
