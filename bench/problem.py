@@ -5,15 +5,17 @@ communication. This requires GPUs of one kind within a group: a GPU's random num
 """
 
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
 
 import tkernels
 from bench import work
-from tkernels.choice import gemm_config, overlap_config
+from tkernels.choice import overlap_config, product_config, product_problem
 from tkernels.comm.context import Context
 from tkernels.configs import GemmConfig, OverlapConfig
+from tkernels.gemm import precision
 from tkernels.rounding import tolerance
 
 LAYOUTS = ("TN", "NN", "NT")
@@ -65,12 +67,14 @@ class Case:
 
 
 def config_of(ctx: Context, case: Case, sending: bool = False) -> GemmConfig | OverlapConfig | None:
-    """The configuration that a call without one uses; None for operations that have none.
+    """The configuration that a call without one uses; None for operations that have none, and where torch multiplies.
 
     sending: as in overlap_config.
     """
     if case.op == "gemm":
-        return gemm_config(case.M, case.N, case.K, case.dtype, case.layout)
+        alignment = math.gcd(16, *(size * case.dtype.itemsize for size in (case.M, case.N, case.K)))
+        operands = case.dtype, case.layout if alignment == 16 else "pointers", alignment, precision(case.dtype)
+        return product_config(product_problem(case.M, case.N, case.K, *operands))
     if "matmul" not in case.op:
         return None
     gathers = case.op == "all_gather_matmul"
@@ -79,7 +83,9 @@ def config_of(ctx: Context, case: Case, sending: bool = False) -> GemmConfig | O
 
 
 def path_of(ctx: Context, case: Case) -> str | None:
-    """The path that our call takes, "fused" or "plain"; None for operations that have no paths."""
+    """The path that our call takes, as tkernels.explain names it; None for operations that have no paths."""
+    if case.op == "gemm":
+        return "kernel" if config_of(ctx, case) else "library"
     if "matmul" not in case.op:
         return None
     return tkernels.explain(case.op, case.M, case.N, case.K, case.dtype, ctx=ctx).path

@@ -38,8 +38,8 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import tkernels
-from tkernels import gemm, paths
-from tkernels.choice import overlap_config
+from tkernels import gemm
+from tkernels.choice import gemm_config, overlap_config
 from tkernels.comm import channel, collectives, context, copies, device, runtime
 from tkernels.comm.device import PEER, Link, Net, arrived, completes, publish, put_signal, put_tile, tell, wait_signal
 from tkernels.configs import with_room_for
@@ -508,7 +508,8 @@ def _call(case: Case):
             ctx.barrier()
         elif case.operation == "finish":
             bias, y = torch.empty(N, dtype=dtype), matrix(M, N)
-            paths._finish(torch.empty(M, N), bias, case.activation, y)(bias, y)
+            total = torch.empty(M, N)
+            gemm.plan_finish(total, bias, case.activation, y)(total, bias, y)
         elif case.operation == "collect":
             x, gathered, inbox, state = matrix(M // 4, K), matrix(M, K), matrix(2 * M, K), torch.empty(2).long()
             importlib.import_module("tkernels.all_gather_matmul")._collect(state, inbox, M, x, None, 0, M)(x, gathered)
@@ -532,7 +533,8 @@ def _call(case: Case):
             if case.operation in ("all_gather_matmul", "matmul_reduce_scatter"):
                 options["rows"] = rows
             if case.operation == "matmul":
-                tkernels.matmul(*operands, case.activation, **options)
+                config = gemm_config(M, N, K, dtype, gemm.layout_of(*operands[:2]), options["out_dtype"])
+                tkernels.matmul(*operands, case.activation, config=config, **options)
             else:
                 if case.copied or case.interleaved or case.landing or case.parts or case.put_block:
                     config = overlap_config(ctx, case.operation, M, N, K, dtype, gemm.layout_of(*operands[:2]))

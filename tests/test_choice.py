@@ -14,7 +14,7 @@ from tkernels.choice import choices_of, forget_choices, gemm_config, overlap_con
 from tkernels.comm import TkernelsError
 from tkernels.comm.calls import local_calls
 from tkernels.configs import GemmConfig, OverlapConfig
-from tkernels.gpus import H200
+from tkernels.gpus import H200, SIMULATED
 from tkernels.model import choose, default_config, wire_of
 
 BF16 = torch.bfloat16
@@ -224,6 +224,19 @@ def test_gemm_config_has_buckets_too():
         assert gemm_config(200, 60, 100, BF16, "TN", torch.float32) == tuned
         assert gemm_config(200, 60, 300, BF16, "TN") == default_config(200, 60, BF16)
         assert gemm_config(200, 60, 100, BF16, "NN") == default_config(200, 60, BF16)
+
+
+def test_product_config_is_the_kernels_where_it_wins_and_on_the_simulated_runtime(on_gpus, monkeypatch):
+    with mock.patch.object(choice, "current_context", lambda: context()):
+        for M, dtype, layout, ours in [
+            (8192, BF16, "TN", True), (1, BF16, "TN", False), (8192, BF16, "pointers", False),
+            (8192, torch.float32, "TN", False),
+        ]:  # fmt: skip
+            monkeypatch.setattr(choice.runtime, "default_programs", lambda: 132)
+            config = choice.product_config(choice.product_problem(M, 8192, 8192, dtype, layout, 2))
+            assert config == (default_config(M, 8192, dtype) if ours else None), (M, dtype, layout)
+            with mock.patch.object(choice, "gpu_here", lambda: SIMULATED):
+                assert choice.product_config(choice.product_problem(M, 8192, 8192, dtype, layout, 2)) is not None
 
 
 def test_gemm_config_of_wider_results_has_a_stage_less():

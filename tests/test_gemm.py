@@ -8,9 +8,12 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from transports import launches
 
 import tkernels
+from tkernels import choice, gemm
 from tkernels.comm import runtime
+from tkernels.comm.calls import PreparedCalls
 from tkernels.configs import GemmConfig
 from tkernels.gemm import (
     ACTIVATIONS,
@@ -23,12 +26,31 @@ from tkernels.gemm import (
     precision,
     store_tile,
 )
+from tkernels.gpus import H200, SIMULATED
 from tkernels.model import default_config
 from tkernels.testing.compare import AWKWARD_SHAPES, assert_close_to, integers, normal
 
 DEVICE = runtime.device()
 # Whether x and w are row-major (T: as nn.Linear has them, K contiguous) or transposed views (N).
 LAYOUTS = {"TN": (False, False), "NN": (False, True), "NT": (True, True), "TT": (True, False)}
+
+
+def chosen(monkeypatch, choice):
+    """Let `choice` say whether a local product is our kernel's, as its configuration does, or torch's, as None does."""
+    monkeypatch.setattr(gemm, "product_config", choice)
+    monkeypatch.setattr(gemm, "local_calls", PreparedCalls())
+
+
+@pytest.fixture(autouse=True)
+def by_kernel(monkeypatch):
+    """Our kernel multiplies, wherever torch would be faster."""
+    choose = choice.gemm_config
+    chosen(monkeypatch, lambda each: choose(each.M, each.N, each.K, each.dtype, each.layout, each.stored))
+
+
+@pytest.fixture
+def by_library(monkeypatch, by_kernel):
+    chosen(monkeypatch, lambda problem: None)
 
 
 def operand(make, shape, dtype, seed, transposed):
@@ -203,6 +225,57 @@ def test_a_strided_bias_is_read_by_its_stride():
     x, w = integers((4, 8), torch.float32, 1, device=DEVICE), integers((6, 8), torch.float32, 2, device=DEVICE)
     bias = integers((6, 3), torch.float32, 3, device=DEVICE)[:, 1]
     assert torch.equal(matmul(x, w, bias), matmul_reference(x, w, bias).float())
+
+
+# What torch multiplies
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_matmul_by_the_library_computes_the_same(by_library, dtype, layout):
+    for seed, (M, N, K) in enumerate([(65, 33, 129), (1, 8, 40), (16, 16, 0), (0, 3, 4)]):
+        x = operand(normal, (M, K), dtype, seed, LAYOUTS[layout][0])
+        w = operand(normal, (N, K), dtype, seed + 100, LAYOUTS[layout][1])
+        bias = normal((N, 2), dtype, seed + 200, device=DEVICE)[:, 1]
+        for activation in ACTIVATIONS:
+            for added in (bias, None):
+                with launches() as launched:
+                    y = matmul(x, w, added, activation)
+                kernels = [name for name, *_ in launched]
+                separate = M and K and activation is not None
+                assert kernels == ["finish_kernel"] if separate else not kernels or not K, (M, N, K, activation)
+                assert y.is_contiguous() and y.dtype == dtype
+                assert_close_to(y, matmul_reference(x, w, added, activation), terms=K + 9)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_matmul_by_the_library_fills_out_and_gives_fp32_where_asked_and_ignores_autocast(by_library, dtype):
+    x, w = (integers((48, 70), dtype, seed, -16, 16, DEVICE) for seed in (1, 2))
+    bias, out = integers(48, dtype, 3, device=DEVICE), torch.full((48, 48), math.nan, device=DEVICE)
+    want = matmul_reference(x, w, bias, "relu").float()
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        for _ in range(2):  # prepared, and again
+            assert matmul(x, w, bias, "relu", out=out, out_dtype=torch.float32) is out and torch.equal(out, want)
+            assert torch.equal(matmul(x, w, bias, "relu", out_dtype=torch.float32), want)
+            assert torch.equal(matmul(x, w, bias, out_dtype=torch.float32), matmul_reference(x, w, bias).float())
+
+
+def test_matmul_is_what_the_choice_says_on_a_gpu_and_a_configuration_asks_for_the_kernel(monkeypatch):
+    chosen(monkeypatch, choice.product_config)
+    monkeypatch.setattr(choice, "gpu_here", lambda: H200)
+    monkeypatch.setattr(choice.runtime, "default_programs", lambda: 132)
+    x, w = normal((16, 48), torch.bfloat16, 1, device=DEVICE), normal((40, 48), torch.bfloat16, 2, device=DEVICE)
+    tiles = config(16, 40, torch.bfloat16)
+    for options, kernels in (({}, []), ({"config": tiles}, ["matmul_kernel"])):
+        with launches() as launched:
+            assert_close_to(matmul(x, w, **options), matmul_reference(x, w), terms=48)
+        assert [name for name, *_ in launched] == kernels
+    if tkernels.RUNTIME == "simulated":
+        monkeypatch.setattr(choice, "gpu_here", lambda: SIMULATED)
+        chosen(monkeypatch, choice.product_config)
+        with launches() as launched:
+            matmul(x, w)
+        assert len(launched) == 1
 
 
 # Beyond 2^31 elements

@@ -13,13 +13,14 @@ from dataclasses import fields, replace
 import torch
 
 from tkernels import tuned
+from tkernels.comm import runtime
 from tkernels.comm.calls import local_calls
 from tkernels.comm.context import Context
 from tkernels.comm.contexts import current_context
 from tkernels.comm.errors import TkernelsError
 from tkernels.configs import DTYPES, LAYOUTS, OPERATIONS, GemmConfig, OverlapConfig, chunks_fit, name_of
-from tkernels.gpus import gpu_here
-from tkernels.model import Problem, choose, default_config, wire_of
+from tkernels.gpus import SIMULATED, gpu_here
+from tkernels.model import Problem, choose, default_config, kernel_wins, wire_of
 
 KEY = ("operation", "M", "N", "K", "dtype", "layout")  # of a bucket, by name
 MAX_CHOICES = 4096  # configurations that a context keeps
@@ -77,7 +78,7 @@ def forget_calls(ctx: Context):
 def gemm_config(
     M: int, N: int, K: int, dtype: torch.dtype, layout: str, stored: torch.dtype | None = None
 ) -> GemmConfig:
-    """The configuration that `matmul` uses for x [M, K] and w [N, K] by default. layout: as gemm.layout_of names it.
+    """The configuration of `matmul`'s kernel for x [M, K] and w [N, K] by default. layout: as gemm.layout_of names it.
 
     stored: the dtype of the result, if it differs; larger elements take the shared memory of a stage.
     """
@@ -93,6 +94,26 @@ def gemm_config(
             config = replace(config, num_stages=min(config.num_stages, 3))
         _keep(known, key, config)
     return known[key]
+
+
+def product_problem(
+    M: int, N: int, K: int, dtype: torch.dtype, layout: str, alignment: int, precision: str = "ieee",
+    stored: torch.dtype | None = None, separate: bool = False,
+) -> Problem:  # fmt: skip
+    """The problem of a local product on this process's GPU. All but the sizes are fields of `Problem`."""
+    return Problem(
+        "matmul", M, N, K, dtype, layout, programs=runtime.default_programs(), gpu=gpu_here(), precision=precision,
+        alignment=alignment, stored=stored, separate=separate,
+    )  # fmt: skip
+
+
+def product_config(problem: Problem) -> GemmConfig | None:
+    """The configuration of our kernel for a local product; None where torch's matmul does it faster, by the model.
+
+    On the simulated runtime, which is there to run the kernels, it is always ours.
+    """
+    config = gemm_config(problem.M, problem.N, problem.K, problem.dtype, problem.layout, problem.stored)
+    return config if problem.gpu is SIMULATED or kernel_wins(problem, config) else None
 
 
 def overlap_config(

@@ -16,12 +16,13 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tkernels.choice import gemm_config
-from tkernels.comm import runtime
+from tkernels.choice import product_config, product_problem
+from tkernels.comm import capture, runtime
 from tkernels.comm.arguments import check_out, check_resolved, check_tensors
 from tkernels.comm.calls import describe, local_calls
 from tkernels.comm.launch import PreparedLaunch
 from tkernels.configs import DTYPES, GemmConfig
+from tkernels.library import multiply_into
 
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 
@@ -198,6 +199,21 @@ def matmul_kernel(
             first = column + number * COLUMNS
             value = finish(slices[number], bias, first, N, COLUMNS, T.HAS_BIAS, T.ACTIVATION)
             store_tile(value, y, row, M - row, first, T.BLOCK_M, COLUMNS)
+
+
+@triton.jit(do_not_specialize=["M"])
+def finish_kernel(
+    total, bias, y, M, N,  # [M, N] fp32, [N], [M, N]
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+):
+    """y = activation(total + bias)."""
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    row = tl.program_id(0) // tiles_n * BLOCK_M
+    column = tl.program_id(0) % tiles_n * BLOCK_N
+    value = load_tile(Matrix(total, N, 1, M, N), row, column, BLOCK_M, BLOCK_N)
+    value = finish(value, bias, column, N, BLOCK_N, HAS_BIAS, ACTIVATION)
+    store_tile(value, Matrix(y, N, 1, M, N), row, M - row, column, BLOCK_M, BLOCK_N)
 # fmt: on
 
 
@@ -255,6 +271,15 @@ def layout_of(x: torch.Tensor, w: torch.Tensor) -> str:
             return "pointers"
         letters += transposed if turned else straight
     return letters
+
+
+def alignment_of(*matrices: torch.Tensor) -> int:
+    """The bytes, up to 16, that the rows and the addresses of all these matrices are multiples of."""
+    offsets = 16
+    for matrix in matrices:
+        row, column = matrix.stride()
+        offsets |= (column if row == 1 and column != 1 else row) * matrix.element_size() | matrix.data_ptr()
+    return offsets & -offsets
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -352,7 +377,7 @@ def matmul(
     0, as in torch.
 
     out: a contiguous tensor that shares no memory with the operands; it is filled and returned.
-    config: the tiles; None: `gemm_config` chooses.
+    config: the tiles of our kernel; None: whichever is faster by the model multiplies, our kernel or torch.
     """
     if out is not None:
         check_apart("matmul", out, x=x, w=w, bias=bias)
@@ -387,7 +412,13 @@ class Matmul(NamedTuple):
         if K == 0:  # a sum of nothing
             run = self.prepare(zeros_along_k(x), zeros_along_k(w), bias, out)
             return lambda x, w, bias, out: run(zeros_along_k(x), zeros_along_k(w), bias, out)
-        config = self.config or gemm_config(M, N, K, x.dtype, layout_of(x, w), out_dtype)
+        config = self.config
+        if config is None:
+            separate = self.activation is not None or bias is not None and out_dtype != x.dtype
+            operands = x.dtype, layout_of(x, w), alignment_of(x, w, y), self.precision
+            config = product_config(product_problem(M, N, K, *operands, out_dtype, separate))
+            if config is None:
+                return self.by_library(y, bias, separate)
         x_operand = Operand.of(x, config.block_m, config.block_k, config.use_tma)
         w_operand = Operand.of(w, config.block_n, config.block_k, config.use_tma)
         y_operand = Operand.of(y, config.block_m, config.block_n // config.split, config.use_tma and y.stride(1) == 1)
@@ -407,6 +438,48 @@ class Matmul(NamedTuple):
             return y
 
         return run
+
+    def by_library(self, y, bias, separate: bool):
+        """The function that has torch multiply. separate: our kernel adds the bias, and applies the activation.
+
+        Results are rounded once, as those of our own product are. `separate` takes memory for an fp32 copy of them.
+        """
+        capture.prepare_cublas()
+        (M, N), dtype, precision = y.shape, y.dtype, self.precision
+        if not separate:
+
+            def run(x, w, bias, out):
+                y = x.new_empty((M, N), dtype=dtype) if out is None else out
+                multiply_into(y, x, w, None if bias is None else bias.contiguous(), precision)
+                return y
+
+            return run
+        finish = plan_finish(torch.empty((M, N), device="meta"), bias, self.activation, y)
+
+        def run_and_finish(x, w, bias, out):
+            y = x.new_empty((M, N), dtype=dtype) if out is None else out
+            total = y if dtype == torch.float32 else x.new_empty((M, N), dtype=torch.float32)
+            multiply_into(total, x, w, None, precision)
+            finish(total, bias, y)
+            return y
+
+        return run_and_finish
+
+
+def plan_finish(total: torch.Tensor, bias: torch.Tensor | None, activation: str | None, y: torch.Tensor):
+    """Plan y = activation(total + bias), where `total` is fp32: a function of (total, bias, y), for tensors like these.
+
+    y may be `total`.
+    """
+    (M, N), block_m, block_n = total.shape, 4, 512
+    if total.numel() == 0:
+        return lambda total, bias, y: None
+    launch = PreparedLaunch(
+        finish_kernel, triton.cdiv(M, block_m) * triton.cdiv(N, block_n),
+        varying=("total", "bias", "y"), total=total, bias=total if bias is None else bias, y=y, M=M, N=N,
+        BLOCK_M=block_m, BLOCK_N=block_n, HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
+    )  # fmt: skip
+    return lambda total, bias, y: launch(total, total if bias is None else bias.contiguous(), y)
 
 
 def zeros_along_k(matrix: torch.Tensor) -> torch.Tensor:

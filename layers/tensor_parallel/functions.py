@@ -28,10 +28,11 @@ from tkernels.comm.arguments import check_dense, check_tensors, check_type, whol
 from tkernels.comm.collectives import SUMMED, check_rows
 from tkernels.comm.context import Context, as_context
 from tkernels.comm.contexts import find_context
+from tkernels.dispatch import apply_transformed
 from tkernels.gemm import check_operands
 from tkernels.layers.data_parallel.norms import gradient_of
 from tkernels.layers.owners import owner_of
-from tkernels.operators import apply_transformed, replicated
+from tkernels.torch_operators import replicated
 
 
 def in_autocast_dtype(device: str, *operands: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

@@ -13,7 +13,7 @@ from tkernels.comm import MismatchError, find_context
 from tkernels.comm.group import listed
 from tkernels.layers.data_parallel.norms import is_split
 from tkernels.layers.tensor_parallel.dtensors import local
-from tkernels.operators import replicated
+from tkernels.torch_operators import replicated
 
 GRAD_ALLREDUCE = "replicated_with_grad_allreduce"  # transformers' name of the style
 SLICES = 16  # of a gradient, each compared by its sum and size
