@@ -209,7 +209,7 @@ class ParallelLinear(MarkedModule):
         ddp = None if torch.compiler.is_compiling() else DistributedDataParallel._active_ddp_module
         if ddp is not None and len({*self._ranks}.intersection(dist.get_process_group_ranks(ddp.process_group))) > 1:
             raise ValueError(
-                f"{name}: the weight is split over the ranks {self._ranks}, which torch's DistributedDataParallel takes "
+                f"{name}: the weight is split over ranks {self._ranks}, which torch's DistributedDataParallel takes "
                 f"for replicas, and it has given all of them the same part; pass it process_group= of the ranks that "
                 f"have equal parts, or use parallelize_module, whose DTensors it refuses"
             )
