@@ -21,7 +21,7 @@ from bench.records import FUSED, RESULTS, geometric_mean, read
 from tkernels import model
 from tkernels.configs import OverlapConfig
 from tkernels.gpus import GPUS
-from tkernels.paths import by_bytes, local_sizes
+from tkernels.paths import by_rule, local_sizes
 
 WAYS = {"copy_engine": model.COPY_ENGINE, "interleaved": model.INTERLEAVED, "peer": model.PROGRAMS}
 
@@ -56,8 +56,8 @@ def recorded_us(line: dict, name: str, config: OverlapConfig | None) -> float | 
 
 def judge(line: dict) -> Judged:
     problem = problem_of(line)
-    path = by_bytes(line["op"], line["M"], problem.row_bytes // problem.dtype.itemsize, problem.dtype.itemsize,
-                    line["ranks"]).path  # fmt: skip
+    width = problem.row_bytes // problem.dtype.itemsize
+    path = by_rule(line["op"], line["M"], width, problem.dtype, line["ranks"], gpu=problem.gpu).path
     name, config, predicted = "plain", None, model.predict_plain(problem)
     if path == "fused":
         config = model.choose(problem)

@@ -11,9 +11,11 @@ import torch
 
 import tkernels
 from bench import work
-from tkernels.choice import gemm_config, overlap_config
+from tkernels import model
+from tkernels.choice import overlap_config, product_way
 from tkernels.comm.context import Context
 from tkernels.configs import GemmConfig, OverlapConfig
+from tkernels.gemm import precision, problem_of_product
 from tkernels.rounding import tolerance
 
 LAYOUTS = ("TN", "NN", "NT")
@@ -65,12 +67,12 @@ class Case:
 
 
 def config_of(ctx: Context, case: Case, sending: bool = False) -> GemmConfig | OverlapConfig | None:
-    """The configuration that a call without one uses; None for operations that have none.
+    """The configuration that a call without one uses; None for operations that have none, and where torch multiplies.
 
     sending: as in overlap_config.
     """
     if case.op == "gemm":
-        return gemm_config(case.M, case.N, case.K, case.dtype, case.layout)
+        return product_way(product_of(case))[1]
     if "matmul" not in case.op:
         return None
     gathers = case.op == "all_gather_matmul"
@@ -78,8 +80,18 @@ def config_of(ctx: Context, case: Case, sending: bool = False) -> GemmConfig | O
     return overlap_config(ctx, case.op, case.M, N, K, case.dtype, case.layout, sending)
 
 
+def product_of(case: Case) -> model.Problem:
+    """The local product of a case, with operands as Problem makes them."""
+    made = functools.partial(torch.empty, dtype=case.dtype, device="meta")
+    x = made(case.K, case.M).t() if case.layout == "NT" else made(case.M, case.K)
+    w = made(case.N, case.K) if case.layout == "TN" else made(case.K, case.N).t()
+    return problem_of_product(x, w, made(case.M, case.N), precision(case.dtype))
+
+
 def path_of(ctx: Context, case: Case) -> str | None:
-    """The path that our call takes, "fused" or "plain"; None for operations that have no paths."""
+    """The path that our call takes, as tkernels.explain names it; None for operations that have no paths."""
+    if case.op == "gemm":
+        return product_way(product_of(case))[0]
     if "matmul" not in case.op:
         return None
     return tkernels.explain(case.op, case.M, case.N, case.K, case.dtype, ctx=ctx).path

@@ -38,11 +38,12 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import tkernels
-from tkernels import gemm, paths
-from tkernels.choice import overlap_config
+from tkernels import gemm
+from tkernels.choice import gemm_config, overlap_config
 from tkernels.comm import channel, collectives, context, copies, device, runtime
 from tkernels.comm.device import PEER, Link, Net, arrived, completes, publish, put_signal, put_tile, tell, wait_signal
 from tkernels.configs import with_room_for
+from tkernels.staging import Rows
 from tkernels.trace import clocks
 from tkernels.trace.recorder import DEFAULT_MARKS, Recorder
 from tkernels.variants import CHANGES
@@ -216,6 +217,11 @@ def _cases() -> list[Case]:
             cases.append(Case(operation, label=f"{label}_traced", shape=COLLECTIVE_SHAPES[label], ranks=4, traced=True))
     cases.append(Case("matmul", "float32", "tf32", tf32=True))
     cases.append(Case("matmul", label="one_column", shape=(1024, 1, 1024)))
+    for operation in ("stage", "unstage"):
+        for dtype, columns in itertools.product(("bfloat16", "float16"), (1001, 8190)):
+            cases.append(Case(operation, dtype, str(columns), shape=(1024, 1, columns)))
+        cases.append(Case(operation, label="transposed", shape=(1001, 1, 1024), x_transposed=True))
+        cases.append(Case(operation, label="few_columns", shape=(1024, 1, 17)))
     for operation in COLLECTIVES:
         dtypes = ("bfloat16", "float16", "float32")
         for dtype in (*dtypes, "int8", "int64") if operation == "all_gather" else dtypes:
@@ -508,7 +514,13 @@ def _call(case: Case):
             ctx.barrier()
         elif case.operation == "finish":
             bias, y = torch.empty(N, dtype=dtype), matrix(M, N)
-            paths._finish(torch.empty(M, N), bias, case.activation, y)(bias, y)
+            total = torch.empty(M, N)
+            gemm.plan_finish(total, bias, case.activation, y)(total, bias, y)
+        elif case.operation in ("stage", "unstage"):
+            rows, x = Rows.of(matrix(M, K, case.x_transposed)), matrix(M, K, case.x_transposed)
+            copied = x, rows.empty("cpu")
+            back = case.operation == "unstage"
+            rows.plan_copy(x, back)(*copied[::-1] if back else copied)
         elif case.operation == "collect":
             x, gathered, inbox, state = matrix(M // 4, K), matrix(M, K), matrix(2 * M, K), torch.empty(2).long()
             importlib.import_module("tkernels.all_gather_matmul")._collect(state, inbox, M, x, None, 0, M)(x, gathered)
@@ -532,7 +544,8 @@ def _call(case: Case):
             if case.operation in ("all_gather_matmul", "matmul_reduce_scatter"):
                 options["rows"] = rows
             if case.operation == "matmul":
-                tkernels.matmul(*operands, case.activation, **options)
+                config = gemm_config(M, N, K, dtype, gemm.layout_of(*operands[:2]), options["out_dtype"])
+                tkernels.matmul(*operands, case.activation, config=config, **options)
             else:
                 if case.copied or case.interleaved or case.landing or case.parts or case.put_block:
                     config = overlap_config(ctx, case.operation, M, N, K, dtype, gemm.layout_of(*operands[:2]))

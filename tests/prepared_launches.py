@@ -23,6 +23,7 @@ import tkernels
 from tkernels import gemm
 from tkernels.comm import collectives
 from tkernels.comm.launch import PreparedLaunch
+from tkernels.model import default_config
 
 MAKE_LAUNCHER = getattr(nvidia, "make_launcher", None)  # of Triton 3.6, which generates a launcher for a signature
 RUN = JITFunction.run
@@ -98,12 +99,14 @@ def calls(ctx) -> dict:
     def make(*shape):
         return torch.empty(shape, dtype=torch.bfloat16)
 
+    by_rule = functools.partial(default_config, dtype=torch.bfloat16)
+
     def fused(name):
         return functools.partial(getattr(tkernels, name), ctx=ctx, path="fused")
 
     return {
-        "matmul": lambda: gemm.matmul(make(256, 64), make(256, 64), make(256)),
-        "matmul by pointers": lambda: gemm.matmul(make(1, 33), make(65, 33)),
+        "matmul": lambda: gemm.matmul(make(256, 64), make(256, 64), make(256), config=by_rule(256, 256)),
+        "matmul by pointers": lambda: gemm.matmul(make(1, 33), make(65, 33), config=by_rule(1, 65, tma=False)),
         "all_gather_matmul": lambda: fused("all_gather_matmul")(make(64, 64), make(256, 64), make(256)),
         "matmul_reduce_scatter": lambda: fused("matmul_reduce_scatter")(make(256, 64), make(64, 256).t()),
         "matmul_all_reduce": lambda: fused("matmul_all_reduce")(make(250, 64), make(256, 64)),

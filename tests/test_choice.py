@@ -14,8 +14,8 @@ from tkernels.choice import choices_of, forget_choices, gemm_config, overlap_con
 from tkernels.comm import TkernelsError
 from tkernels.comm.calls import local_calls
 from tkernels.configs import GemmConfig, OverlapConfig
-from tkernels.gpus import H200
-from tkernels.model import choose, default_config, wire_of
+from tkernels.gpus import H200, SIMULATED
+from tkernels.model import Problem, choose, default_config, wire_of
 
 BF16 = torch.bfloat16
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
@@ -224,6 +224,23 @@ def test_gemm_config_has_buckets_too():
         assert gemm_config(200, 60, 100, BF16, "TN", torch.float32) == tuned
         assert gemm_config(200, 60, 300, BF16, "TN") == default_config(200, 60, BF16)
         assert gemm_config(200, 60, 100, BF16, "NN") == default_config(200, 60, BF16)
+
+
+def test_product_way_is_the_kernels_where_it_wins_and_on_the_simulated_runtime():
+    with mock.patch.object(choice, "current_context", lambda: context()):
+        for M, dtype, layout, way in [
+            (8192, BF16, "TN", "kernel"),
+            (1, BF16, "TN", "library"),
+            (1, BF16, "pointers", "library"),
+            (8192, BF16, "pointers", "staged"),
+            (8192, torch.float32, "TN", "library"),
+            (8192, torch.float32, "pointers", "library"),
+        ]:
+            problem = Problem("matmul", M, 8192, 8192, dtype, layout, gpu=H200)
+            tiles = None if way == "library" else default_config(M, 8192, dtype, gpu=H200)
+            assert choice.product_way(problem) == (way, tiles)
+            simulated = replace(problem, gpu=SIMULATED)
+            assert choice.product_way(simulated) == ("kernel", default_config(M, 8192, dtype, gpu=SIMULATED))
 
 
 def test_gemm_config_of_wider_results_has_a_stage_less():

@@ -8,27 +8,70 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from transports import launches
 
 import tkernels
+from tkernels import choice, gemm, staging
 from tkernels.comm import runtime
+from tkernels.comm.calls import PreparedCalls
 from tkernels.configs import GemmConfig
 from tkernels.gemm import (
     ACTIVATIONS,
     DTYPES,
     Matrix,
     activation_reference,
+    in_rows,
     load_tile,
     matmul,
     matmul_reference,
     precision,
     store_tile,
+    tma_allowed,
 )
+from tkernels.gpus import H200, SIMULATED
 from tkernels.model import default_config
 from tkernels.testing.compare import AWKWARD_SHAPES, assert_close_to, integers, normal
 
 DEVICE = runtime.device()
 # Whether x and w are row-major (T: as nn.Linear has them, K contiguous) or transposed views (N).
 LAYOUTS = {"TN": (False, False), "NN": (False, True), "NT": (True, True), "TT": (True, False)}
+
+
+def chosen(monkeypatch, way):
+    """Let `way`, a function of a model.Problem, say how a local product is carried out."""
+    monkeypatch.setattr(gemm, "product_way", way)
+    monkeypatch.setattr(gemm, "local_calls", PreparedCalls())
+
+
+def configured(problem, layout=None):
+    sizes = problem.M, problem.N, problem.K
+    return choice.gemm_config(*sizes, problem.dtype, layout or problem.layout, problem.stored)
+
+
+@pytest.fixture(autouse=True)
+def by_kernel(monkeypatch):
+    """Our kernel multiplies, wherever torch would be faster."""
+    chosen(monkeypatch, lambda problem: ("kernel", configured(problem)))
+
+
+@pytest.fixture
+def by_library(monkeypatch, by_kernel):
+    chosen(monkeypatch, lambda problem: ("library", None))
+
+
+@pytest.fixture
+def staged(monkeypatch, by_kernel):
+    """Operands and results that TMA can't take are staged; the copies have other values around them."""
+    chosen(monkeypatch, lambda problem: ("staged", configured(problem, problem.orientation)))
+    empty = staging.Rows.empty
+
+    def poisoned(self, device):
+        made = empty(self, device)
+        if made.device.type != "meta":
+            made._base.fill_(math.nan) if made._base is not None else made.fill_(math.nan)
+        return made
+
+    monkeypatch.setattr(staging.Rows, "empty", poisoned)
 
 
 def operand(make, shape, dtype, seed, transposed):
@@ -203,6 +246,103 @@ def test_a_strided_bias_is_read_by_its_stride():
     x, w = integers((4, 8), torch.float32, 1, device=DEVICE), integers((6, 8), torch.float32, 2, device=DEVICE)
     bias = integers((6, 3), torch.float32, 3, device=DEVICE)[:, 1]
     assert torch.equal(matmul(x, w, bias), matmul_reference(x, w, bias).float())
+
+
+# What torch multiplies
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_matmul_by_the_library_computes_the_same(by_library, dtype, layout):
+    for seed, (M, N, K) in enumerate([(65, 33, 129), (1, 8, 40), (16, 16, 0), (0, 3, 4)]):
+        x = operand(normal, (M, K), dtype, seed, LAYOUTS[layout][0])
+        w = operand(normal, (N, K), dtype, seed + 100, LAYOUTS[layout][1])
+        bias = normal((N, 2), dtype, seed + 200, device=DEVICE)[:, 1]
+        for activation in ACTIVATIONS:
+            for added in (bias, None):
+                with launches() as launched:
+                    y = matmul(x, w, added, activation)
+                kernels = [name for name, *_ in launched]
+                separate = M and K and activation is not None
+                assert kernels == ["finish_kernel"] if separate else not kernels or not K, (M, N, K, activation)
+                assert y.is_contiguous() and y.dtype == dtype
+                assert_close_to(y, matmul_reference(x, w, added, activation), terms=K + 9)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_matmul_by_the_library_fills_out_and_gives_fp32_where_asked_and_ignores_autocast(by_library, dtype):
+    x, w = (integers((48, 70), dtype, seed, -16, 16, DEVICE) for seed in (1, 2))
+    bias, out = integers(48, dtype, 3, device=DEVICE), torch.full((48, 48), math.nan, device=DEVICE)
+    want = matmul_reference(x, w, bias, "relu").float()
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        for _ in range(2):  # prepared, and again
+            assert matmul(x, w, bias, "relu", out=out, out_dtype=torch.float32) is out and torch.equal(out, want)
+            assert torch.equal(matmul(x, w, bias, "relu", out_dtype=torch.float32), want)
+            assert torch.equal(matmul(x, w, bias, out_dtype=torch.float32), matmul_reference(x, w, bias).float())
+
+
+def test_matmul_is_what_the_choice_says_on_a_gpu_and_a_configuration_asks_for_the_kernel(monkeypatch):
+    chosen(monkeypatch, choice.product_way)
+    monkeypatch.setattr(gemm, "gpu_here", lambda: H200)
+    monkeypatch.setattr(gemm.runtime, "default_programs", lambda: 132)
+    x, w = normal((16, 48), torch.bfloat16, 1, device=DEVICE), normal((40, 48), torch.bfloat16, 2, device=DEVICE)
+    tiles = config(16, 40, torch.bfloat16)
+    for options, kernels in (({}, []), ({"config": tiles}, ["matmul_kernel"])):
+        with launches() as launched:
+            assert_close_to(matmul(x, w, **options), matmul_reference(x, w), terms=48)
+        assert [name for name, *_ in launched] == kernels
+    if tkernels.RUNTIME == "simulated":
+        monkeypatch.setattr(gemm, "gpu_here", lambda: SIMULATED)
+        chosen(monkeypatch, choice.product_way)
+        with launches() as launched:
+            matmul(x, w)
+        assert len(launched) == 1
+
+
+# What is staged
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_matmul_of_staged_operands_is_exact_and_its_result_is_contiguous(staged, dtype, layout):
+    for seed, (M, N, K) in enumerate([*AWKWARD_SHAPES, (65, 40, 31), (40, 31, 64), (64, 129, 48), (3, 8, 2100)]):
+        x = operand(integers, (M, K), dtype, seed, LAYOUTS[layout][0])
+        w = operand(integers, (N, K), dtype, seed + 100, LAYOUTS[layout][1])
+        bias = integers(N, dtype, seed + 200, device=DEVICE)
+        with launches() as launched:
+            y = matmul(x, w, bias, "relu")
+        assert y.is_contiguous() and y.shape == (M, N)
+        assert torch.equal(y, matmul_reference(x, w, bias, "relu").to(dtype)), (M, N, K)
+        beyond = sum(not tma_allowed(in_rows(matrix)[0]) for matrix in (x, w, y))
+        if M * N * K:
+            assert [name for name, *_ in launched].count("copy_rows_kernel") == beyond, (M, N, K)
+        assert torch.equal(matmul(x, w, bias, "relu"), y)  # prepared
+
+
+def test_matmul_of_staged_views_reads_and_writes_nothing_around_them(staged):
+    memory = torch.full((60, 70), math.nan, dtype=torch.bfloat16, device=DEVICE)
+    x, w = memory[1:34, 3:28], memory[34:60, 3:28].copy_(integers((26, 25), torch.bfloat16, 2, device=DEVICE))
+    x.copy_(integers((33, 25), torch.bfloat16, 1, device=DEVICE))
+    out = torch.full((35 * 26,), math.nan, dtype=torch.bfloat16, device=DEVICE)
+    y = out[26:-26].view(33, 26)  # rows of 52 bytes
+    assert matmul(x, w, out=y) is y and torch.equal(y, matmul_reference(x, w).bfloat16())
+    assert out[:26].isnan().all() and out[-26:].isnan().all() and memory[0].isnan().all()
+    # What is staged is what the operands hold in each call.
+    w.add_(1)
+    assert torch.equal(matmul(x, w, out=y), matmul_reference(x, w).bfloat16())
+    expanded = x[:1].expand(9, 25)
+    assert torch.equal(matmul(expanded, w), matmul_reference(expanded, w).bfloat16())
+
+
+@pytest.mark.parametrize("columns, stride", [(1, 64), (64, 64), (65, 128), (8191, 8192)])
+def test_rows_have_a_stride_of_whole_lines(columns, stride):
+    matrix = torch.empty(3, columns, dtype=torch.bfloat16)
+    rows = staging.Rows.of(matrix)
+    assert (rows.stride, rows.turned) == (stride, False) and rows.empty("cpu").shape == matrix.shape
+    if columns > 1:
+        turned = staging.Rows.of(matrix.t())
+        assert (turned.stride, turned.turned) == (stride, True)
+        assert turned.empty("cpu").stride() == (1, stride) and turned.empty("cpu").shape == (columns, 3)
 
 
 # Beyond 2^31 elements

@@ -23,9 +23,14 @@ from tkernels.model import (
     candidates,
     choose,
     default_config,
+    fastest,
+    features_that_pay,
+    library_s,
     plain_limit,
     predict,
+    predict_library,
     predict_plain,
+    predict_staged,
     reject,
     ways,
     wire_of,
@@ -33,7 +38,7 @@ from tkernels.model import (
 from tkernels.variants import changed
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-A100 = GPUS["NVIDIA A100-SXM4-80GB"]
+A100, H100 = GPUS["NVIDIA A100-SXM4-80GB"], GPUS["NVIDIA H100 80GB HBM3"]
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 
 
@@ -284,6 +289,99 @@ def test_predict_plain_is_the_sum_of_its_parts():
         found = predict_plain(problem)
         assert found.seconds == pytest.approx(found.launch + found.gemm + found.wire)
         assert found.wire == pytest.approx((2 if operation == AR else 1) * 8192 * 8192 * 2 * 3 / 4 / H200.collective)
+
+
+def way_of(problem):
+    """Who multiplies for a local product."""
+    M, N, dtype = problem.M, problem.N, problem.dtype
+    found = {"library": predict_library(problem)}
+    found["kernel"] = predict(problem, default_config(M, N, dtype, problem.tma, problem.gpu))
+    if problem.staged:
+        found["staged"] = predict_staged(problem, default_config(M, N, dtype, True, problem.gpu))
+    return fastest(problem, found)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("gpu", [H200, H100], ids=lambda gpu: gpu.name)
+def test_fastest_is_the_kernel_where_it_was_measured_to_be_and_else_the_library(gpu):
+    for M, N, K, way in [
+        (8192, 12800, 5120, "kernel"), (8192, 5120, 6400, "kernel"), (4096, 7168, 2048, "kernel"),
+        (65536, 1024, 1024, "kernel"), (8192, 8192, 48, "kernel"), (2048, 12288, 24576, "kernel"),
+        (512, 8192, 8192, "kernel"), (128, 28672, 8192, "kernel"), (1, 8192, 8192, "library"),
+        (1, 28672, 8192, "library"), (32, 8192, 28672, "library"), (100, 8192, 8192, "library"),
+        (200, 28672, 8192, "library"), (256, 8192, 8192, "library"), (512, 28672, 8192, "library"),
+        (500, 500, 500, "library"),
+    ]:  # fmt: skip
+        assert way_of(Problem("matmul", M, N, K, gpu=gpu)) == way, (M, N, K)
+    for M, N, K in ((4096, 4096, 4096), (8192, 1536, 4096), (1000, 1000, 1000), (1, 8192, 8192)):
+        for precision, layout in itertools.product(("ieee", "tf32"), ("TN", "pointers")):
+            assert way_of(Problem("matmul", M, N, K, FP32, layout, precision=precision, gpu=gpu)) == "library"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("gpu", [H200, H100], ids=lambda gpu: gpu.name)
+def test_fastest_stages_rows_that_tma_cant_take_where_the_product_is_worth_the_copies(gpu):
+    for M, N, K, alignment, staged, gain in [  # gain: over the library, by the model
+        (8192, 4096, 50257, 2, (8192 * 50257, 4096 * 50257), 2.5),
+        (2047, 8192, 8191, 2, (2047 * 8191, 8192 * 8191), 2.5),
+        (4001, 5003, 3001, 2, (4001 * 3001, 5003 * 3001, 4001 * 5003), 1.3),
+        (8190, 8190, 8190, 4, (8190 * 8190,) * 3, 2),
+        (8192, 50257, 4096, 2, (8192 * 50257,), 4),
+        (16, 8192, 8191, 2, (16 * 8191, 8192 * 8191), None),
+        (8192, 64, 8191, 2, (8192 * 8191, 64 * 8191), None),
+        (500, 501, 503, 2, (500 * 503, 501 * 503, 500 * 501), None),
+    ]:
+        problem = Problem(
+            "matmul",
+            M,
+            N,
+            K,
+            layout="pointers",
+            alignment=alignment,
+            gpu=gpu,
+            staged=tuple(2 * size for size in staged),
+        )
+        assert way_of(problem) == ("staged" if gain else "library"), (M, N, K)
+        if gain:
+            config = default_config(M, N, BF16, True, gpu)
+            assert predict_library(problem).gemm > gain * predict_staged(problem, config).gemm, (M, N, K)
+
+
+@pytest.mark.quick
+def test_fastest_is_the_kernel_sooner_with_an_epilogue_that_the_library_takes_a_pass_for():
+    # Another wave than the library needs: 3 % of the time without an activation, less than a pass over y takes.
+    problem = Problem("matmul", 3072, 2560, 8192)
+    assert way_of(problem) == "library" and way_of(replace(problem, separate=True)) == "kernel"
+    plain = predict_library(problem).gemm
+    for stored in (None, BF16, FP32):
+        passed = predict_library(replace(problem, separate=True, stored=stored)).gemm
+        assert passed - plain == pytest.approx(2e-6 + 8 * 3072 * 2560 / H200.memory)
+
+
+@pytest.mark.quick
+def test_library_s_is_within_a_tenth_of_what_was_measured():
+    for M, N, K, us in [  # H200, bf16
+        (8192, 4096, 1024, 114), (8192, 4096, 4096, 352), (8192, 1536, 4096, 148), (4096, 8192, 14336, 1181),
+        (8192, 8192, 2048, 365), (2048, 12288, 12288, 760),
+    ]:  # fmt: skip
+        assert library_s(Problem("matmul", M, N, K)) == pytest.approx(us * 1e-6, rel=0.1)
+    for alignment, us in ((4, 4100), (2, 9160)):  # of 8190, and of 8191, by the rate of other odd sizes
+        problem = Problem("matmul", 8190, 8190, 8190, layout="pointers", alignment=alignment)
+        assert library_s(problem) == pytest.approx(us * 1e-6, rel=0.1)
+
+
+@pytest.mark.quick
+def test_features_that_pay_are_any_where_our_gemm_is_as_fast_and_few_where_the_librarys_is_far_faster():
+    for operation, ranks in itertools.product((AG, RS, AR), (2, 4, 8)):
+        assert features_that_pay(operation, ranks, BF16) == math.inf
+        ieee, tf32 = (features_that_pay(operation, ranks, FP32, precision) for precision in ("ieee", "tf32"))
+        assert 10 < ieee < 150 < tf32 < 1024, (operation, ranks)
+        odd, even = (features_that_pay(operation, ranks, BF16, alignment=alignment) for alignment in (2, 4))
+        assert max(odd, even) < 1024
+    # What is lost beyond them is more than what overlap can hide.
+    features = features_that_pay(AG, 4, FP32)
+    lost = 2 * features * 8192 * 4096 * (1 / H200.flops[2] - 1 / H200.library_flops[2])
+    assert lost == pytest.approx(8192 * 4096 * 4 * 3 / 4 / H200.collective)
 
 
 @pytest.mark.quick

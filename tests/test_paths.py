@@ -9,6 +9,7 @@ from transports import over, simulated_only
 import tkernels
 from tkernels import paths
 from tkernels.configs import GemmConfig, OverlapConfig
+from tkernels.gpus import GPUS
 from tkernels.model import plain_limit
 from tkernels.testing.compare import integers, normal
 
@@ -20,7 +21,11 @@ WIDTH = 8192  # of llama70b
 def rule(monkeypatch):
     """The rule as it is on GPUs: (operation, M, number of ranks) -> Choice."""
     monkeypatch.setattr(paths.runtime, "RUNTIME", "nvshmem")
-    return lambda operation, M, size=4: paths._choose.__wrapped__(operation, M, WIDTH, 2, size)
+
+    def choose(operation, M, size=4, dtype=torch.bfloat16, width=WIDTH, **options):
+        return paths._choose.__wrapped__(operation, M, width, dtype, size, **options)
+
+    return choose
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -41,14 +46,45 @@ def test_few_rows_are_plain_and_many_are_fused_and_the_reason_has_the_numbers(ru
     assert rule(operation, 1, 1).reason == "one rank multiplies alone"
 
 
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_what_torch_multiplies_far_faster_is_plain_at_any_size(rule, operation):
+    for size in (2, 4, 8):
+        for precision in ("ieee", "tf32"):
+            choice = rule(operation, 8192, size, torch.float32, precision=precision)
+            assert choice.path == "plain", (size, precision)
+            name = "fp32" if precision == "ieee" else "tf32"
+            assert choice.reason.startswith(f"torch multiplies {name} so much faster on NVIDIA H200 that overlap could")
+        for width in (WIDTH - 1, WIDTH - 4):
+            choice = rule(operation, 8192, size, width=width)
+            assert choice.path == "plain" and f"rows of {2 * width} bytes, no multiple of 16" in choice.reason
+        for gpu in GPUS.values():
+            assert rule(operation, 8192, size, gpu=gpu).path == "fused", gpu
+
+
+def test_explain_says_who_multiplies_a_local_product_and_why(rule, monkeypatch):
+    monkeypatch.setattr("tkernels.gpus.gpu_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(paths.runtime, "default_programs", lambda: 132)
+    for sizes, dtype, path, why in [
+        ((8192, 8192, 8192), torch.bfloat16, "kernel", "1421 us by our kernel, 1406 us by torch"),
+        ((128, 8192, 8192), torch.bfloat16, "library", "; torch has tiles that suit these sizes better"),
+        ((8191, 8191, 8191), torch.bfloat16, "staged", "TMA can't take rows that are no multiples of 16 bytes"),
+        ((16, 8191, 8191), torch.bfloat16, "library", "TMA can't take rows that are no multiples of 16 bytes"),
+        ((8192, 8192, 8192), torch.float32, "library", "which multiplies fp32 faster"),
+    ]:
+        found = tkernels.explain("matmul", *sizes, dtype)
+        assert (found.path, found.ways[0].name) == (path, path) and why in found.reason, sizes
+        staged = {"staged"} if sizes[1] % 8 and dtype != torch.float32 else set()
+        assert {way.name for way in found.ways} == {"kernel", "library"} | staged
+
+
 def test_a_choice_is_logged_once_for_each_size(rule, caplog):
     paths._choose.cache_clear()
     with caplog.at_level(logging.DEBUG, "tkernels"):
         for _ in range(3):
-            paths._choose("matmul_all_reduce", 64, WIDTH, 2, 4)
+            paths._choose("matmul_all_reduce", 64, WIDTH, torch.float16, 4)
     paths._choose.cache_clear()
     (record,) = caplog.records
-    assert record.getMessage().startswith("matmul_all_reduce, 64 rows of 8192 elements of 2 bytes, 4 ranks: plain: ")
+    assert record.getMessage().startswith("matmul_all_reduce, 64 rows of 8192 elements of float16, 4 ranks: plain: ")
 
 
 @pytest.mark.ranks(2)
@@ -61,8 +97,8 @@ def test_explain_says_what_a_call_does_and_an_unknown_path_or_operation_is_refus
             getattr(tkernels, operation)(x, w, ctx=ctx, path="fast")
         with pytest.raises(ValueError, match=f"{operation}: path='fast' is unknown"):
             getattr(tkernels, operation)(x[:0], w, ctx=ctx, path="fast")
-    with pytest.raises(ValueError, match="operation='matmul' has no paths; those of all_gather_matmul, "):
-        tkernels.explain("matmul", 16, 16, 16, ctx=ctx)
+    with pytest.raises(ValueError, match="operation='barrier' has no paths; those of matmul, all_gather"):
+        tkernels.explain("barrier", 16, 16, 16, ctx=ctx)
     for size, dtype, error, said in (
         (2.5, torch.float32, TypeError, "M=2.5 must be a whole number"),
         (-1, torch.float32, ValueError, "M=-1 must be at least 0"),

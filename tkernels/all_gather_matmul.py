@@ -271,7 +271,7 @@ class AllGatherMatmul(FusedCall):
         return None
 
     def plain(self, ctx: Context, x, w, bias, out, gathered):
-        options = self.activation, self.return_gathered, self.rows, self.out_dtype
+        options = self.activation, self.return_gathered, self.rows, self.out_dtype, self.precision
         return plan_all_gather_matmul(ctx, x, w, bias, out, gathered, *options)
 
     def fused(self, ctx: Context, x, w, bias, out, gathered):

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from dataclasses import replace
 
 from tkernels.cli import count, write_output
 
@@ -16,7 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser):
     )
     parser.epilog = "example: tkernels explain all_gather_matmul --shape 8192x10240x8192 --ranks 4 --gpu H200"
     parser.add_argument(
-        "operation", metavar="OP", help="all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, or all"
+        "operation",
+        metavar="OP",
+        help="all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, or all of these; or matmul, on one GPU",
     )
     parser.add_argument(
         "--shape", required=True, metavar="MxNxK",
@@ -28,7 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser):
         "--gpu", metavar="NAME", default="H200", help="a part of its name; those known are listed for a wrong one; "
         "default: H200",
     )  # fmt: skip
-    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="default: bf16")
+    parser.add_argument(
+        "--dtype", choices=("bf16", "fp16", "fp32", "tf32"), default="bf16",
+        help="tf32: fp32 where torch's switches allow TF32; default: bf16",
+    )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -37,35 +43,45 @@ def run(arguments: argparse.Namespace) -> int:
 
     from tkernels import model, shapes
     from tkernels.gpus import GPUS, KNOWN
-    from tkernels.paths import by_bytes, local_sizes, usual_layout, ways_of
+    from tkernels.paths import by_rule, explain_product, local_sizes, usual_layout, usual_product, ways_of
 
     found = [gpu for name, gpu in GPUS.items() if arguments.gpu.lower() in name.lower()]
     try:
-        if arguments.operation not in (*model.FUSED, "all"):
+        if arguments.operation not in (*model.FUSED, "matmul", "all"):
             raise ValueError(
-                f"there is no operation {arguments.operation!r}; there are {', '.join(model.FUSED)}, and all"
+                f"there is no operation {arguments.operation!r}; there are {', '.join(model.FUSED)}, all, and matmul"
             )
         if len(found) != 1:
             raise ValueError(f"--gpu {arguments.gpu}: name one of {', '.join(GPUS)}")
-        if arguments.ranks == 1:
+        if arguments.ranks == 1 and arguments.operation != "matmul":
             raise ValueError("one rank multiplies alone: there is nothing to overlap; give --ranks of 2 or more")
         operations = model.FUSED if arguments.operation == "all" else (arguments.operation,)
         asked = shapes.find(operations, arguments.shape.split(","))
     except ValueError as error:
         raise argparse.ArgumentError(None, str(error)) from None
-    (gpu,), ranks, dtype, answers = found, arguments.ranks, shapes.DTYPES[arguments.dtype], []
+    (gpu,), ranks, answers = found, 1 if arguments.operation == "matmul" else arguments.ranks, []
+    dtype, precision = shapes.DTYPES[arguments.dtype.replace("tf32", "fp32")], "ieee"
+    if arguments.dtype == "tf32":
+        precision = "tf32"
     console = Console(stderr=arguments.json == "-", highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     for operation, named in asked.items():
         for M, N, K in named.values():
-            local = local_sizes(operation, M, N, K, ranks)
-            problem = model.Problem(operation, *local, dtype, usual_layout(*local, dtype), ranks, gpu.sms, gpu)
-            choice = by_bytes(operation, M, problem.row_bytes // dtype.itemsize, dtype.itemsize, ranks)
-            ways = ways_of(problem, choice.path)
+            if operation == "matmul":
+                choice = explain_product(usual_product(M, N, K, dtype, precision, gpu=gpu, programs=gpu.sms))
+            else:
+                local = local_sizes(operation, M, N, K, ranks)
+                layout = usual_layout(*local, dtype)
+                problem = model.Problem(operation, *local, dtype, layout, ranks, gpu.sms, gpu, precision=precision)
+                width = problem.row_bytes // dtype.itemsize
+                choice = by_rule(operation, M, width, dtype, ranks, precision, gpu)
+                choice = replace(choice, ways=ways_of(problem, choice.path))
+            ways = choice.ways
             title = f"{operation} {M}x{N}x{K} {arguments.dtype}, {ranks} x {gpu.name}"
             console.print(title, style="bold", markup=False)
             console.print(table_of(ways))
             console.print(f"takes {ways[0].name}: {choice.reason}", markup=False)
-            console.print(saving(ways), markup=False)
+            if operation != "matmul":
+                console.print(saving(ways), markup=False)
             answers.append(
                 {"operation": operation, "M": M, "N": N, "K": K, "dtype": arguments.dtype, "ranks": ranks,
                  "gpu": gpu.name, "known": gpu.known, "path": choice.path, "reason": choice.reason,
@@ -114,11 +130,15 @@ def table_of(ways):
 
 
 def how(way) -> str:
+    from tkernels import model
+
     config = way.config
     if config is None:
-        return "torch's matmul and a collective, one after the other"
-    gemm = config.gemm
+        return "torch's matmul" + (" and a collective, one after the other" if way.name == "plain" else "")
+    gemm = getattr(config, "gemm", config)
     text = f"tiles of {gemm.block_m}x{gemm.block_n}x{gemm.block_k}"
+    if way.name in (model.KERNEL, model.STAGED):
+        return text + (" of copies in wider rows" if way.name == model.STAGED else "")
     if config.copied:
         return f"{text}, copies of {config.copy_rows} rows"
     number = config.num_comm

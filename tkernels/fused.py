@@ -45,7 +45,7 @@ class FusedCall(NamedTuple):
         """The function of tensors like these that carries out the call; see `comm.calls.Call`."""
         check_operands(self.operation, x, w, bias, self.activation, ctx.device)
         call = self.checked(ctx, x, w, *results)
-        path = choose_path(ctx, self.operation, *call.sent_shape(x, w), x.dtype, self.path, self.config)
+        path = choose_path(ctx, self.operation, *call.sent_shape(x, w), x.dtype, self.path, self.config, self.precision)
         call = call._replace(path=path)
         carry_out = call.without_sending(ctx, x, w, bias, *results)
         if carry_out is None:

@@ -16,12 +16,16 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tkernels.choice import gemm_config
-from tkernels.comm import runtime
+from tkernels.choice import product_way
+from tkernels.comm import capture, runtime
 from tkernels.comm.arguments import check_out, check_resolved, check_tensors
 from tkernels.comm.calls import describe, local_calls
 from tkernels.comm.launch import PreparedLaunch
 from tkernels.configs import DTYPES, GemmConfig
+from tkernels.gpus import GPU, gpu_here
+from tkernels.library import multiply_into
+from tkernels.model import LIBRARY, STAGED, Problem
+from tkernels.staging import Rows
 
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 
@@ -198,6 +202,21 @@ def matmul_kernel(
             first = column + number * COLUMNS
             value = finish(slices[number], bias, first, N, COLUMNS, T.HAS_BIAS, T.ACTIVATION)
             store_tile(value, y, row, M - row, first, T.BLOCK_M, COLUMNS)
+
+
+@triton.jit(do_not_specialize=["M"])
+def finish_kernel(
+    total, bias, y, M, N,  # [M, N] fp32, [N], [M, N]
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+):
+    """y = activation(total + bias)."""
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    row = tl.program_id(0) // tiles_n * BLOCK_M
+    column = tl.program_id(0) % tiles_n * BLOCK_N
+    value = load_tile(Matrix(total, N, 1, M, N), row, column, BLOCK_M, BLOCK_N)
+    value = finish(value, bias, column, N, BLOCK_N, HAS_BIAS, ACTIVATION)
+    store_tile(value, Matrix(y, N, 1, M, N), row, M - row, column, BLOCK_M, BLOCK_N)
 # fmt: on
 
 
@@ -215,8 +234,7 @@ class Operand:
     def of(cls, matrix: torch.Tensor, block_rows: int, block_columns: int, use_tma: bool = True) -> "Operand":
         """Describe a matrix: by a TMA descriptor if it has a unit stride and 16-byte aligned rows and base address."""
         row_stride, column_stride = matrix.stride()
-        transposed = row_stride == 1 and column_stride != 1
-        plain = matrix.t() if transposed else matrix
+        plain, transposed = in_rows(matrix)
         if use_tma and tma_allowed(plain):
             block = [block_columns, block_rows] if transposed else [block_rows, block_columns]
             descriptor = TensorDescriptor(plain, list(plain.shape), list(plain.stride()), block)
@@ -227,6 +245,12 @@ class Operand:
         """The arguments of a kernel that takes the matrix by that name."""
         strides = {f"{name}_row_stride": self.row_stride, f"{name}_column_stride": self.column_stride}
         return {name: self.argument, **strides}
+
+
+def in_rows(matrix: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """The matrix, or its transpose if that is what lies in rows, and whether it is."""
+    transposed = matrix.stride(0) == 1 and matrix.stride(1) != 1
+    return matrix.t() if transposed else matrix, transposed
 
 
 def tma_allowed(matrix: torch.Tensor) -> bool:
@@ -246,15 +270,34 @@ def layout_of(x: torch.Tensor, w: torch.Tensor) -> str:
     w is N where its dimension N is contiguous, and x is T where M is. "pointers" if TMA can't describe both operands
     and a result with contiguous rows of N elements.
     """
-    if w.shape[0] * w.element_size() % 16:
-        return "pointers"
-    letters = ""
-    for matrix, straight, transposed in ((w, "T", "N"), (x, "N", "T")):
-        turned = matrix.stride(0) == 1 and matrix.stride(1) != 1
-        if not tma_allowed(matrix.t() if turned else matrix):
-            return "pointers"
-        letters += transposed if turned else straight
-    return letters
+    takes = w.shape[0] * w.element_size() % 16 == 0 and all(tma_allowed(in_rows(matrix)[0]) for matrix in (x, w))
+    return orientation_of(x, w) if takes else "pointers"
+
+
+def orientation_of(x: torch.Tensor, w: torch.Tensor) -> str:
+    """The same, whether TMA can describe them or not."""
+    return ("N" if in_rows(w)[1] else "T") + ("T" if in_rows(x)[1] else "N")
+
+
+def alignment_of(*matrices: torch.Tensor) -> int:
+    """The bytes, up to 16, that the rows and the addresses of all these matrices are multiples of."""
+    offsets = 16
+    for matrix in matrices:
+        offsets |= in_rows(matrix)[0].stride(0) * matrix.element_size() | matrix.data_ptr()
+    return offsets & -offsets
+
+
+def problem_of_product(
+    x, w, y, precision: str, separate: bool = False, gpu: GPU | None = None, programs: int | None = None
+) -> Problem:
+    """The local product of x [M, K] and w [N, K] into y [M, N]. gpu, programs: of a launch; None: this process's."""
+    beyond = [matrix for matrix in (x, w, y) if not tma_allowed(in_rows(matrix)[0])]
+    return Problem(
+        "matmul", *y.shape, x.shape[1], x.dtype, "pointers" if beyond else orientation_of(x, w), precision=precision,
+        alignment=alignment_of(x, w, y), orientation=orientation_of(x, w), stored=y.dtype, separate=separate,
+        staged=tuple(matrix.numel() * matrix.element_size() for matrix in beyond),
+        programs=programs or runtime.default_programs(), gpu=gpu or gpu_here(),
+    )  # fmt: skip
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -352,7 +395,7 @@ def matmul(
     0, as in torch.
 
     out: a contiguous tensor that shares no memory with the operands; it is filled and returned.
-    config: the tiles; None: `gemm_config` chooses.
+    config: the tiles of our kernel; None: whichever is faster by the model multiplies, our kernel or torch.
     """
     if out is not None:
         check_apart("matmul", out, x=x, w=w, bias=bias)
@@ -387,7 +430,17 @@ class Matmul(NamedTuple):
         if K == 0:  # a sum of nothing
             run = self.prepare(zeros_along_k(x), zeros_along_k(w), bias, out)
             return lambda x, w, bias, out: run(zeros_along_k(x), zeros_along_k(w), bias, out)
-        config = self.config or gemm_config(M, N, K, x.dtype, layout_of(x, w), out_dtype)
+        if self.config is not None:
+            return self.by_kernel(x, w, bias, y, self.config)
+        separate = self.activation is not None or bias is not None and out_dtype != x.dtype
+        way, config = product_way(problem_of_product(x, w, y, self.precision, separate))
+        if way == LIBRARY:
+            return self.by_library(y, bias, separate)
+        return (self.staged if way == STAGED else self.by_kernel)(x, w, bias, y, config)
+
+    def by_kernel(self, x, w, bias, y, config: GemmConfig):
+        """The function whose product our kernel computes, of the operands where they lie."""
+        (M, K), N, dtype = x.shape, w.shape[0], y.dtype
         x_operand = Operand.of(x, config.block_m, config.block_k, config.use_tma)
         w_operand = Operand.of(w, config.block_n, config.block_k, config.use_tma)
         y_operand = Operand.of(y, config.block_m, config.block_n // config.split, config.use_tma and y.stride(1) == 1)
@@ -402,11 +455,82 @@ class Matmul(NamedTuple):
         )  # fmt: skip
 
         def run(x, w, bias, out):
-            y = x.new_empty((M, N), dtype=out_dtype) if out is None else out
+            y = x.new_empty((M, N), dtype=dtype) if out is None else out
             launch(x, w, x if bias is None else bias.contiguous(), y)
             return y
 
         return run
+
+    def staged(self, x, w, bias, y, config: GemmConfig):
+        """The same of copies of those operands, and into a copy of the result, whose rows TMA can't take.
+
+        The copies are made in each call, also by the replays of a CUDA graph, and take memory until it ends.
+        """
+        wide = [None if tma_allowed(in_rows(matrix)[0]) else Rows.of(matrix) for matrix in (x, w, y)]
+        copies = [
+            rows and rows.plan_copy(matrix, back=matrix is y) for rows, matrix in zip(wide, (x, w, y), strict=True)
+        ]
+        examples = (rows.empty("meta") if rows else matrix for rows, matrix in zip(wide, (x, w, y), strict=True))
+        x_like, w_like, y_like = examples
+        multiply = self.by_kernel(x_like, w_like, bias, y_like, config)
+        (M, N), dtype, (wide_x, wide_w, wide_y), (stage_x, stage_w, unstage) = y.shape, y.dtype, wide, copies
+
+        def run(x, w, bias, out):
+            if stage_x:
+                stage_x(x, at := wide_x.empty(x.device))
+                x = at
+            if stage_w:
+                stage_w(w, at := wide_w.empty(w.device))
+                w = at
+            y = x.new_empty((M, N), dtype=dtype) if out is None else out
+            if unstage is None:
+                return multiply(x, w, bias, y)
+            unstage(multiply(x, w, bias, wide_y.empty(x.device)), y)
+            return y
+
+        return run
+
+    def by_library(self, y, bias, separate: bool):
+        """The function that has torch multiply. separate: our kernel adds the bias, and applies the activation.
+
+        Results are rounded once, as those of our own product are. `separate` takes memory for an fp32 copy of them.
+        """
+        capture.prepare_cublas()
+        (M, N), dtype, precision = y.shape, y.dtype, self.precision
+        if not separate:
+
+            def run(x, w, bias, out):
+                y = x.new_empty((M, N), dtype=dtype) if out is None else out
+                multiply_into(y, x, w, None if bias is None else bias.contiguous(), precision)
+                return y
+
+            return run
+        finish = plan_finish(torch.empty((M, N), device="meta"), bias, self.activation, y)
+
+        def run_and_finish(x, w, bias, out):
+            y = x.new_empty((M, N), dtype=dtype) if out is None else out
+            total = y if dtype == torch.float32 else x.new_empty((M, N), dtype=torch.float32)
+            multiply_into(total, x, w, None, precision)
+            finish(total, bias, y)
+            return y
+
+        return run_and_finish
+
+
+def plan_finish(total: torch.Tensor, bias: torch.Tensor | None, activation: str | None, y: torch.Tensor):
+    """Plan y = activation(total + bias), where `total` is fp32: a function of (total, bias, y), for tensors like these.
+
+    y may be `total`.
+    """
+    (M, N), block_m, block_n = total.shape, 4, 512
+    if total.numel() == 0:
+        return lambda total, bias, y: None
+    launch = PreparedLaunch(
+        finish_kernel, triton.cdiv(M, block_m) * triton.cdiv(N, block_n),
+        varying=("total", "bias", "y"), total=total, bias=total if bias is None else bias, y=y, M=M, N=N,
+        BLOCK_M=block_m, BLOCK_N=block_n, HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
+    )  # fmt: skip
+    return lambda total, bias, y: launch(total, total if bias is None else bias.contiguous(), y)
 
 
 def zeros_along_k(matrix: torch.Tensor) -> torch.Tensor:

@@ -450,7 +450,7 @@ class MatmulReduceScatter(FusedCall):
         return None
 
     def plain(self, ctx: Context, x, w, bias, out):
-        options = self.activation, self.rows, self.out_dtype, self.wire_dtype, self.gather
+        options = self.activation, self.rows, self.out_dtype, self.wire_dtype, self.gather, self.precision
         return plan_matmul_reduce(ctx, x, w, bias, out, *options)
 
     def fused(self, ctx: Context, x, w, bias, out):

@@ -17,6 +17,7 @@ these two follow by rule from what all ranks share (`wire_of`, `plain_limit`). E
 """
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -30,11 +31,13 @@ from tkernels.waves import end_of, waves_on
 GATHER, SCATTER, ALL_REDUCE = FUSED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 FP32, FP16, BF16 = DTYPES
 COPY_ENGINE, INTERLEAVED, PROGRAMS = "copy engine", "interleaved", "comm programs"  # who sends
+KERNEL, STAGED, LIBRARY = "kernel", "staged", "library"  # who multiplies for a local product
 
 
 # Seconds, H200.
 LAUNCH_S = 10e-6  # of a fused kernel, whatever its size
 LIBRARY_S, COLLECTIVE_S = 7e-6, 6e-6  # of the plain path: torch's GEMM and the collective, whatever their sizes
+FINISH_S = 2e-6  # a launch between others, whatever its size
 SUM_S = 2.5e-6  # for a tile of this rank's rows: adding the partial sums of each peer
 GATE_S = 16e-6  # until the ranks have met and the copy engine may begin
 COPY_S, REDUCED_COPY_S = 7e-6, 9.5e-6  # a copy, whatever its size, and one that waits for tiles
@@ -58,7 +61,18 @@ SPARE, LANDING_SPARE, LANDING_SENDERS = 1.3, 1.05, 24
 # peer; between two ranks an all-reduce up to half as many.
 PLAIN_BYTES = {GATHER: 12 << 20, SCATTER: 6 << 20, ALL_REDUCE: 24 << 20}
 
+# It takes the plain path as well if overlap could only pay for fewer features of a rank than a layer ever has.
+FEATURES = 1024
+
 REGISTERS = 255
+
+# A local product is our kernel's if it takes at most WORTH of the library's time by the model, which is that precise.
+# Where operands are staged it may take WORTH_STAGING: the library's speed differs from size to size there. If the
+# library takes less than SHORT_S, launches decide, of which the model knows little, so it is the library's; but an
+# epilogue saves a launch. With tiles of FEW_ROWS a program has too little in flight to read memory at more than
+# FEW_ROWS_MEMORY of its speed.
+WORTH, WORTH_STAGING, SHORT_S = 1.02, 0.95, 12e-6
+FEW_ROWS, FEW_ROWS_MEMORY = 64, 0.8
 
 
 @dataclass(frozen=True)
@@ -69,6 +83,12 @@ class Problem:
     ranks: of the group. programs: of a launch.
     mapped: copies and stores reach all ranks. stores: programs send by SM stores, not by NVSHMEM's calls.
     sending: comm programs must send, into the two alternating inboxes.
+    precision: how fp32 is multiplied, as gemm.precision says it.
+    alignment: bytes that the rows of all operands are multiples of, where their layout is "pointers".
+    orientation, staged: of a local product, the layout that they would have in rows that TMA can take, and the bytes of
+        each matrix that it can't.
+    stored, separate: of a local product, the result's dtype (None: that of x), and whether it has an activation, or
+        another epilogue that the library's product takes a pass for.
     """
 
     operation: str
@@ -83,6 +103,12 @@ class Problem:
     mapped: bool = True
     stores: bool = True
     sending: bool = False
+    precision: str = "ieee"
+    alignment: int = 2
+    orientation: str = "TN"
+    staged: tuple[int, ...] = ()
+    stored: torch.dtype | None = None
+    separate: bool = False
 
     @property
     def gathers(self) -> bool:
@@ -336,9 +362,12 @@ class Prediction(NamedTuple):
 def predict(problem: Problem, config: GemmConfig | OverlapConfig) -> Prediction:
     """The time of one call. Of a fused operation, with even shards, as its last tile or its last rows end it."""
     gemm = getattr(config, "gemm", config)
-    tile_s = problem.gpu.tile_s(gemm, problem.K, problem.dtype)
+    rate = problem.gpu.rate(problem.dtype, problem.precision, problem.tma)
+    tile_s = problem.gpu.tile_at(rate, gemm.block_m, gemm.block_n, problem.K, problem.dtype)
     alone_s = max(-(-problem.tiles(gemm)[1] // problem.programs) * tile_s, problem.least_s)
     if isinstance(config, GemmConfig):
+        if gemm.block_m <= FEW_ROWS:
+            alone_s = max(alone_s, problem.least_s / FEW_ROWS_MEMORY)
         return Prediction(LIBRARY_S + alone_s, LIBRARY_S, alone_s, 0.0)
     launch = _Launch(problem, config, tile_s)
     return Prediction(LAUNCH_S + launch.seconds(), LAUNCH_S, alone_s, problem.crossings * launch.wire_s)
@@ -434,17 +463,83 @@ class _Launch:
 
 def predict_plain(problem: Problem) -> Prediction:
     """The time of the plain path: torch's GEMM and the collective, one after the other."""
-    flops = problem.gpu.library_flops[problem.dtype == FP32] * problem.programs / problem.gpu.sms
-    product_s = 2 * problem.M * problem.N * problem.K / flops
-    product_s = max(product_s, problem.least_s)
+    product_s = library_s(problem)
     wire_s = problem.crossings * problem.sent_bytes / problem.gpu.collective
     launch_s = LIBRARY_S + (COLLECTIVE_S if problem.ranks > 1 else 0)
     return Prediction(launch_s + product_s + wire_s, launch_s, product_s, wire_s)
 
 
+# The library's tiles: it has them in many sizes, and splits K. Those that no choice depends on are left out.
+LIBRARY_TILES = tuple(
+    (block_m, block_n)
+    for block_m in (64, 128, 256)
+    for block_n in (*range(32, 257, 32), 208)
+    if block_m * block_n <= 128 * 256
+)
+LIBRARY_SPLITS = (1, 2, 4, 8)
+
+
+def predict_library(problem: Problem) -> Prediction:
+    """The time of a local product by torch's matmul, and of the pass that adds an activation to it."""
+    product_s = library_s(problem)
+    if problem.separate:  # fp32 sums are written where the result would be, and read once more
+        widened = 0 if problem.stored == FP32 or problem.dtype == FP32 else 8
+        itemsize = (problem.stored or problem.dtype).itemsize
+        product_s += FINISH_S + problem.M * problem.N * max(widened, 2 * itemsize) / problem.gpu.memory
+    return Prediction(LIBRARY_S + product_s, LIBRARY_S, product_s, 0.0)
+
+
+def predict_staged(problem: Problem, config: GemmConfig) -> Prediction:
+    """The time of a local product by our kernel, where what TMA can't take is copied before it or after it."""
+    alone = predict(replace(problem, layout=problem.orientation), config)
+    copies_s = len(problem.staged) * FINISH_S + 2 * sum(problem.staged) / problem.gpu.memory
+    return Prediction(alone.seconds + copies_s, alone.launch, alone.gemm + copies_s, 0.0)
+
+
+def fastest(problem: Problem, predicted: dict[str, Prediction]) -> str:
+    """The way that a local product takes, of those with predictions: ours if it takes hardly longer than torch's."""
+    library = predicted[LIBRARY].gemm
+    if library <= SHORT_S and not problem.separate:
+        return LIBRARY
+    most = {name: WORTH * library if name == KERNEL else WORTH_STAGING * library for name in (KERNEL, STAGED)}
+    ours = {name: predicted[name].gemm for name in most if name in predicted and predicted[name].gemm <= most[name]}
+    return min(ours, key=ours.get, default=LIBRARY)
+
+
+def library_s(problem: Problem) -> float:
+    """The time of the local GEMM by torch's matmul, without its launch: that of the best of its tiles."""
+    gpu, dtype, programs = problem.gpu, problem.dtype, problem.programs
+    rate = gpu.library_rate(dtype, problem.precision, 16 if problem.tma else problem.alignment)
+    M, N = sorted((problem.M, problem.N))
+    best = math.inf
+    for (block_m, block_n), splits in itertools.product(LIBRARY_TILES, LIBRARY_SPLITS):
+        for first, second in ((block_m, block_n), (block_n, block_m)):
+            tiles = -(-M // first) * -(-N // second)
+            if splits == 1 or tiles * splits <= programs:
+                waves = -(-tiles * splits // programs)
+                best = min(best, waves * gpu.tile_at(rate, first, second, -(-problem.K // splits), dtype))
+    return max(best, problem.least_s)
+
+
 def plain_limit(operation: str, ranks: int) -> int:
     """The bytes up to which an operation takes the plain path, as PLAIN_BYTES counts them."""
     return PLAIN_BYTES[operation] // (2 if operation == ALL_REDUCE and ranks == 2 else 1)
+
+
+def features_that_pay(
+    operation: str, ranks: int, dtype: torch.dtype, precision: str = "ieee", alignment: int = 16, gpu: GPU = H200
+) -> float:
+    """Up to how many of a rank's own features (N of an all-gather, K of a reduction) overlap may save time.
+
+    A fused call can hide the transfer at most. Where our GEMM is slower than the library's, it loses so much more for
+    each feature, whatever the size of what is sent. alignment: bytes that the rows that travel are multiples of.
+    """
+    ours, library = gpu.rate(dtype, precision, alignment >= 16), gpu.library_rate(dtype, precision, alignment)
+    if ours >= library:
+        return math.inf
+    crossings = 2 if operation == ALL_REDUCE else 1
+    hidden_s = crossings * dtype.itemsize * (ranks - 1) / ranks / gpu.collective  # for each element that travels
+    return hidden_s / (2 / ours - 2 / library)
 
 
 @functools.lru_cache(maxsize=4096)

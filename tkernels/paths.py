@@ -5,27 +5,32 @@ fused kernel has fewer tiles than the GPU has SMs, and the plain path wins: cuBL
 the collective sends packets. Both paths compute the same (fp32 sums in rank order, then bias once, then the activation)
 and have the same options and gradients. Only the rounding of intermediate partial sums may differ.
 
-All ranks must take the same path, so the rule depends only on a value that they share: the bytes that are sent, not one
-rank's number of features.
+Where torch multiplies so much faster than our kernels that overlap could not make up for it, as in fp32, the plain path
+wins at any size.
+
+All ranks must take the same path, so the rule depends only on what they share: the bytes that are sent, the dtype and
+the GPU, not one rank's number of features.
+
+A local product has a choice as well, between our kernel and torch's matmul; each rank makes it by itself.
 """
 
 import functools
 import logging
+import math
 from dataclasses import dataclass, replace
 
 import torch
-import triton
-import triton.language as tl
 
 from tkernels import model
-from tkernels.choice import problem_of
+from tkernels.choice import problem_of, product_way, product_ways
 from tkernels.comm import capture, collectives, runtime
 from tkernels.comm.arguments import check_torch_dtype, check_type, whole
 from tkernels.comm.context import Context, as_context
-from tkernels.comm.launch import PreparedLaunch
 from tkernels.comm.regions import ALIGNMENT, round_up
-from tkernels.configs import OverlapConfig
-from tkernels.gemm import ACTIVATIONS, Matrix, check_result, finish, layout_of, load_tile, store_tile
+from tkernels.configs import GemmConfig, OverlapConfig, name_of
+from tkernels.gemm import check_result, layout_of, plan_finish, precision, problem_of_product
+from tkernels.gpus import GPU, H200, SIMULATED, gpu_here
+from tkernels.library import multiply_into
 from tkernels.model import PLAIN_BYTES
 
 PATHS = ("fused", "plain")
@@ -37,12 +42,12 @@ _log = logging.getLogger("tkernels")
 class Way:
     """A way to carry out a call.
 
-    name: "plain", or who sends in the fused kernel. config: of the fused kernel.
+    name: "plain", or who sends in the fused kernel; of a local product, who multiplies. config: of our kernel.
     predicted: its time by the model (tkernels.model), or None with the reason why it is no candidate in `refused`.
     """
 
     name: str
-    config: OverlapConfig | None = None
+    config: OverlapConfig | GemmConfig | None = None
     predicted: model.Prediction | None = None
     refused: str | None = None
 
@@ -51,7 +56,7 @@ class Way:
 class Choice:
     """The path of an operation.
 
-    path: "fused" or "plain".
+    path: "fused" or "plain"; of a local product "kernel", "staged" or "library".
     reason: the reason, as a phrase.
     ways: what the model predicts of each way on this GPU, the one that is taken first; empty on the simulated runtime
         and for one rank.
@@ -70,23 +75,57 @@ def explain(
 ) -> Choice:
     """The path that `operation` takes by default for the global GEMM [M, K] @ [K, N], and the reason. Not collective.
 
-    operation: "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce".
-    Raises ValueError for another operation, ValueError or TypeError for what is no size or dtype, and TkernelsError
-    without a context, since the choice depends on its number of ranks.
+    operation: "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce"; or "matmul", this rank's product of
+        contiguous operands, whose path is "kernel", "staged" (of copies in wider rows) or "library" (torch's matmul).
+    fp32 is multiplied as torch's switches say. Raises ValueError for another operation, ValueError or TypeError for
+    what is no size or dtype, and TkernelsError without a context, since the choice depends on its number of ranks.
     """
     check_type("explain: operation", operation, str, "a name")
     check_torch_dtype("explain: dtype", dtype)
     M, N, K = whole("explain: M", M), whole("explain: N", N), whole("explain: K", K)
-    if operation not in PLAIN_BYTES:
-        raise ValueError(f"explain: operation={operation!r} has no paths; those of {', '.join(PLAIN_BYTES)} are known")
-    ctx = as_context(ctx)
+    if operation not in ("matmul", *PLAIN_BYTES):
+        raise ValueError(
+            f"explain: operation={operation!r} has no paths; those of matmul, {', '.join(PLAIN_BYTES)} are known"
+        )
+    if operation == "matmul":
+        return explain_product(usual_product(M, N, K, dtype, precision(dtype)))
+    ctx = as_context(ctx, "explain: ctx")
     width = K if operation == "all_gather_matmul" else N
-    choice = _choose(operation, M, width, dtype.itemsize, ctx.size)
+    choice = _choose(operation, M, width, dtype, ctx.size, precision(dtype), gpu_here())
     if ctx.size == 1 or runtime.RUNTIME == "simulated":
         return choice
     local = local_sizes(operation, M, N, K, ctx.size)
     problem = problem_of(ctx, operation, *local, dtype, usual_layout(*local, dtype))
-    return replace(choice, ways=ways_of(problem, choice.path))
+    return replace(choice, ways=ways_of(replace(problem, precision=precision(dtype)), choice.path))
+
+
+def explain_product(problem: model.Problem) -> Choice:
+    """Who multiplies for a local product, our kernel or torch, and the reason."""
+    if problem.gpu is SIMULATED:
+        return Choice(model.KERNEL, "the simulated runtime is there to run the kernels")
+    taken, _ = product_way(problem)
+    ways = [Way(name, *found) for name, found in product_ways(problem).items()]
+    ways.sort(key=lambda way: (way.name != taken, way.predicted.seconds))
+    names = {
+        model.KERNEL: "by our kernel",
+        model.STAGED: "by our kernel with copies of the operands in wider rows",
+        model.LIBRARY: "by torch's matmul",
+    }
+    times = ", ".join(f"{1e6 * way.predicted.seconds:.0f} us {names[way.name]}" for way in ways)
+    if taken == model.LIBRARY and problem.dtype == torch.float32:
+        times += f", which multiplies {'fp32' if problem.precision == 'ieee' else problem.precision} faster"
+    elif taken == model.LIBRARY and problem.tma:
+        times += "; torch has tiles that suit these sizes better"
+    elif not problem.tma:
+        times += "; TMA can't take rows that are no multiples of 16 bytes"
+    return Choice(taken, times, tuple(ways))
+
+
+def usual_product(M: int, N: int, K: int, dtype: torch.dtype, precision: str, **place) -> model.Problem:
+    """The problem of a local product of contiguous operands. place: where, as problem_of_product has it."""
+    M, N, K = (max(size, 1) for size in (M, N, K))
+    operands = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((M, K), (N, K), (M, N)))
+    return problem_of_product(*operands, precision, **place)
 
 
 def local_sizes(operation: str, M: int, N: int, K: int, ranks: int) -> tuple[int, int, int]:
@@ -111,41 +150,59 @@ def ways_of(problem: model.Problem, path: str) -> tuple[Way, ...]:
 
 
 def choose_path(
-    ctx: Context, operation: str, M: int, width: int, dtype: torch.dtype, path: str | None, config: OverlapConfig | None
-) -> str:
+    ctx: Context, operation: str, M: int, width: int, dtype: torch.dtype, path: str | None,
+    config: OverlapConfig | None, precision: str = "ieee",
+) -> str:  # fmt: skip
     """Return `path` if it is given, "fused" if a configuration is given, else the choice of `explain`.
 
-    M, width: rows and columns of the matrix that is sent. Raises ValueError for an unknown path.
+    M, width: rows and columns of the matrix that is sent. precision: of fp32, as gemm.precision says it.
+    Raises ValueError for an unknown path.
     """
     if path is not None:
         if path not in PATHS:
             raise ValueError(f"{operation}: path={path!r} is unknown; use {', '.join(PATHS)} or None")
         return path
-    return "fused" if config is not None else _choose(operation, M, width, dtype.itemsize, ctx.size).path
+    return "fused" if config is not None else _choose(operation, M, width, dtype, ctx.size, precision, gpu_here()).path
 
 
 @functools.lru_cache(maxsize=4096)
-def _choose(operation: str, M: int, width: int, itemsize: int, size: int) -> Choice:
-    choice = by_bytes(operation, M, width, itemsize, size)
+def _choose(
+    operation: str, M: int, width: int, dtype: torch.dtype, size: int, precision: str = "ieee", gpu: GPU = H200
+) -> Choice:
+    choice = by_rule(operation, M, width, dtype, size, precision, gpu)
     if size > 1 and runtime.RUNTIME == "simulated":
         choice = Choice("fused", "the simulated runtime is there to run the kernels; its wire costs nothing")
-    _log.debug("%s, %d rows of %d elements of %d bytes, %d ranks: %s", operation, M, width, itemsize, size, choice)
+    _log.debug("%s, %d rows of %d elements of %s, %d ranks: %s", operation, M, width, name_of(dtype), size, choice)
     return choice
 
 
-def by_bytes(operation: str, M: int, width: int, itemsize: int, size: int) -> Choice:
-    """The path by rule, on a GPU."""
+def by_rule(
+    operation: str, M: int, width: int, dtype: torch.dtype, size: int, precision: str = "ieee", gpu: GPU = H200
+) -> Choice:
+    """The path by rule, on a GPU. The arguments are all that the ranks of a call share."""
     if size == 1:
         return Choice("fused", "one rank multiplies alone")
-    crossings = 2 if operation == "matmul_all_reduce" else 1
+    crossings, row_bytes = 2 if operation == "matmul_all_reduce" else 1, width * dtype.itemsize
     senders, where = (1, "from each peer") if operation == "matmul_reduce_scatter" else (size - 1, "into each rank")
-    num_bytes, limit = crossings * M * width * itemsize * senders // size, model.plain_limit(operation, size)
+    num_bytes, limit = crossings * M * row_bytes * senders // size, model.plain_limit(operation, size)
     if num_bytes <= limit:
         return Choice("plain", f"{num_bytes} bytes {where}, no more than {limit}, are too few to hide")
+    alignment = math.gcd(row_bytes, 16)
+    pays = model.features_that_pay(operation, size, dtype, precision, alignment, gpu)
+    if pays < model.FEATURES:
+        what = "fp32" if precision == "ieee" else precision
+        what = what if dtype == torch.float32 else f"rows of {row_bytes} bytes, no multiple of 16,"
+        return Choice(
+            "plain",
+            f"torch multiplies {what} so much faster on {gpu.name} that overlap could pay for {pays:.0f} features "
+            f"of a rank, and layers have more",
+        )
     return Choice("fused", f"{num_bytes} bytes {where}, more than {limit}, travel while it multiplies")
 
 
-def plan_all_gather_matmul(ctx: Context, x, w, bias, out, gathered, activation, return_gathered, rows, out_dtype):
+def plan_all_gather_matmul(
+    ctx: Context, x, w, bias, out, gathered, activation, return_gathered, rows, out_dtype, precision
+):  # fmt: skip
     """Plan all_gather_matmul as all_gather and torch.mm, for tensors like these. Operands have been checked.
 
     Returns a function (x, w, bias, out, gathered) -> (y, the gathered x or None).
@@ -156,7 +213,7 @@ def plan_all_gather_matmul(ctx: Context, x, w, bias, out, gathered, activation, 
     capture.prepare_cublas()
     whole, product = _scratch(ctx, ((0,) if return_gathered else (M, K), x.dtype),
                               ((M, N) if separate else (0,), torch.float32))  # fmt: skip
-    finish = _finish(product, bias, activation, y) if separate else None
+    finish = plan_finish(product, bias, activation, y) if separate else None
     into = gathered if return_gathered else whole
     gather = collectives.AllGather(rows, collectives.ALONE_PROGRAMS).prepare(ctx, x, into)
 
@@ -164,16 +221,18 @@ def plan_all_gather_matmul(ctx: Context, x, w, bias, out, gathered, activation, 
         y = x.new_empty((M, N), dtype=out_dtype) if out is None else out
         rows_of_all = gather(x, gathered if return_gathered else whole)
         if separate:
-            _multiply(rows_of_all, w, product)
-            finish(bias, y)
+            multiply_into(product, rows_of_all, w, None, precision)
+            finish(product, bias, y)
         else:
-            _multiply(rows_of_all, w, y, bias)
+            multiply_into(y, rows_of_all, w, bias, precision)
         return y, rows_of_all if return_gathered else None
 
     return run
 
 
-def plan_matmul_reduce(ctx: Context, x, w, bias, out, activation, rows, out_dtype, wire_dtype, gather: bool):
+def plan_matmul_reduce(
+    ctx: Context, x, w, bias, out, activation, rows, out_dtype, wire_dtype, gather: bool, precision
+):  # fmt: skip
     """Plan matmul_reduce_scatter, with `gather` matmul_all_reduce, as torch.mm and the collective.
 
     Returns a function (x, w, bias, out) -> y.
@@ -184,19 +243,19 @@ def plan_matmul_reduce(ctx: Context, x, w, bias, out, activation, rows, out_dtyp
     separate = bias is not None or activation is not None
     capture.prepare_cublas()
     partial, sums = _scratch(ctx, ((M, N), wire_dtype), (shape if separate else (0,), torch.float32))
-    finish = _finish(sums, bias, activation, y) if separate else None
+    finish = plan_finish(sums, bias, activation, y) if separate else None
 
     into, dtype = (sums, torch.float32) if separate else (out, out_dtype)
     kind, rows = (collectives.AllReduce, None) if gather else (collectives.ReduceScatter, rows)
     reduce = kind(rows, collectives.ALONE_PROGRAMS, out_dtype=dtype).prepare(ctx, partial, into)
 
     def run(x, w, bias, out):
-        _multiply(x, w, partial)
+        multiply_into(partial, x, w, None, precision)
         if not separate:
             return reduce(partial, out)
         reduce(partial, sums)
         y = x.new_empty(shape, dtype=out_dtype) if out is None else out
-        finish(bias, y)
+        finish(sums, bias, y)
         return y
 
     return run
@@ -211,45 +270,3 @@ def _scratch(ctx: Context, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list
         memory[start : start + size].view(dtype).view(shape)
         for start, size, (shape, dtype) in zip(starts, sizes, wanted, strict=False)
     ]
-
-
-def _multiply(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None):
-    """out = x @ w.T + bias, accumulated in fp32. A bias is allowed only if `out` has x's dtype."""
-    if x.device.type == "cpu":  # where not all 16-bit matmuls accumulate in fp32
-        with torch.autocast("cpu", enabled=False):
-            product = x.float() @ w.float().t()
-        out.copy_(product if bias is None else product + bias.float())
-    elif out.dtype != x.dtype:
-        torch.mm(x, w.t(), out_dtype=out.dtype, out=out)
-    elif bias is None:
-        torch.mm(x, w.t(), out=out)
-    else:
-        torch.addmm(bias, x, w.t(), out=out)
-
-
-@triton.jit(do_not_specialize=["M"])
-def finish_kernel(
-    total, bias, y, M, N,  # [M, N] fp32, [N], [M, N]
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-):  # fmt: skip
-    """y = activation(total + bias)."""
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    row = tl.program_id(0) // tiles_n * BLOCK_M
-    column = tl.program_id(0) % tiles_n * BLOCK_N
-    value = load_tile(Matrix(total, N, 1, M, N), row, column, BLOCK_M, BLOCK_N)
-    value = finish(value, bias, column, N, BLOCK_N, HAS_BIAS, ACTIVATION)
-    store_tile(value, Matrix(y, N, 1, M, N), row, M - row, column, BLOCK_M, BLOCK_N)
-
-
-def _finish(total: torch.Tensor, bias: torch.Tensor | None, activation: str | None, y: torch.Tensor):
-    """Plan y = activation(total + bias): returns a function of (bias, y), for tensors like these."""
-    (M, N), block_m, block_n = total.shape, 4, 512
-    if total.numel() == 0:
-        return lambda bias, y: None
-    launch = PreparedLaunch(
-        finish_kernel, triton.cdiv(M, block_m) * triton.cdiv(N, block_n),
-        varying=("bias", "y"), total=total, bias=total if bias is None else bias, y=y, M=M, N=N,
-        BLOCK_M=block_m, BLOCK_N=block_n, HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
-    )  # fmt: skip
-    return lambda bias, y: launch(total if bias is None else bias.contiguous(), y)

@@ -53,7 +53,7 @@ def fully_shard(
     one unit of the parameters that are in no unit yet; a list of modules makes one unit. Between iterations the module
     has its parameters as DTensors with their own names and shapes, `Shard(0)` on `mesh`, and gradients as DTensors in
     the parameters' dtype, their mean over ranks. Parameters that are DTensors over tensor-parallel ranks, another
-    dimension of the same mesh, are split again, and are DTensors over both.
+    dimension of the same mesh, are split again, and are DTensors over both; plain ones beside them count as replicated.
 
     module: changed in place, and returned; its class becomes a subclass that is an FSDPModule. On the meta device until
         `to_empty` is fine. The ranks' values may differ: each keeps its own rows.
@@ -63,8 +63,8 @@ def fully_shard(
     mp_policy: torch's. The optimizer's parameters keep their dtype, so fp32 parameters with param_dtype=torch.bfloat16
         are what elsewhere is called master weights. reduce_dtype must be float32, float16 or bfloat16.
     ignored_params: parameters to leave alone.
-    prefetch: of the root: units that are gathered ahead, in the order learned from the last iteration. Each takes memory
-        for one more unit.
+    prefetch: of the root: units that are gathered ahead, in the order learned from the last iteration. Each takes
+        memory for one more unit.
     overlap: of the root: communicate on a stream of its own. False uses one stream, and gives the same bits.
 
     All ranks must run the same units in the same order; inside a unit they may use different parameters, and the
@@ -90,11 +90,12 @@ def fully_shard(
     for ctx in ranks.contexts:
         _check_alike(ctx, places, mp_policy, reshard_after_forward)
 
+    beside = _tensor_parallel_mesh(modules)
     by_kind: dict[tuple, list[Parameter]] = {}
     for name, homes in places.items():
         parameter = _parameter_at(homes)
         kind = parameter.dtype, param_dtype_of(parameter.dtype, mp_policy)
-        by_kind.setdefault(kind, []).append(Parameter.of(name, homes, parameter, ranks, device))
+        by_kind.setdefault(kind, []).append(Parameter.of(name, homes, parameter, ranks, beside, device))
         setattr(parameter, _SHARDED, name)
     groups = [
         ParamGroup(
@@ -325,6 +326,17 @@ def _parameters_of(managed: list[nn.Module], ignored: set[nn.Parameter]) -> dict
     return places
 
 
+def _tensor_parallel_mesh(modules: tuple[nn.Module, ...]) -> DeviceMesh | None:
+    """The mesh of the parameters that are DTensors already, if they have one in common."""
+    units = {unit for module in modules for unit in _units(module, True)}
+    sharded = [parameter for unit in units for group in unit.groups for parameter in group.parameters]
+    meshes = [parameter.tensor_parallel.mesh for parameter in sharded if parameter.tensor_parallel is not None]
+    own = {parameter.sharded for parameter in sharded}
+    plain = {parameter for module in modules for parameter in module.parameters()} - own
+    meshes += [parameter.device_mesh for parameter in plain if isinstance(parameter, DTensor)]
+    return meshes[0] if meshes and all(mesh == meshes[0] for mesh in meshes) else None
+
+
 def _parameter_at(places: list[tuple[nn.Module, str]]) -> nn.Parameter:
     module, attribute = places[0]
     return module._parameters[attribute]
@@ -349,8 +361,8 @@ def _check_parameter(name: str, parameter: nn.Parameter, policy: MixedPrecisionP
     reduce_dtype = policy.reduce_dtype or param_dtype_of(parameter.dtype, policy)
     if parameter.requires_grad and reduce_dtype not in SUMMED:
         raise TypeError(
-            f"fully_shard: {name}: gradients are summed in float32, float16 or bfloat16, not {reduce_dtype}; pass one as "
-            f"reduce_dtype= of mp_policy"
+            f"fully_shard: {name}: gradients are summed in float32, float16 or bfloat16, not {reduce_dtype}; pass one "
+            f"as reduce_dtype= of mp_policy"
         )
     if isinstance(parameter, DTensor) and any(isinstance(p, Partial) for p in parameter.placements):
         raise ValueError(f"fully_shard: {name} is a sum that is still to be made, {parameter.placements}")

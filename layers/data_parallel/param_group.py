@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -58,12 +58,19 @@ class DataParallelRanks:
     def contexts(self) -> list[Context]:
         return [ctx for ctx in (self.shard, self.replica) if ctx is not None]
 
-    def spec_of(self, parameter: torch.Tensor) -> DTensorSpec:
-        """Where the sharded parameter's parts lie."""
+    def spec_of(self, parameter: torch.Tensor, beside: DeviceMesh | None = None) -> DTensorSpec:
+        """Where the sharded parameter's parts lie.
+
+        beside: the tensor-parallel mesh of other parameters. On that, a plain one is the same everywhere, and says so:
+        norms and products of DTensors must be of one mesh.
+        """
         if not isinstance(parameter, DTensor):
             meta = TensorMeta(parameter.shape, torch.empty(parameter.shape, device="meta").stride(), parameter.dtype)
-            return DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
-        tp = parameter._spec
+            if beside is None:
+                return DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
+            tp = DTensorSpec(beside, (Replicate(),) * beside.ndim, tensor_meta=meta)
+        else:
+            tp = parameter._spec
         # DTensor reads placements from left to right. Rows are split over `tp` first, so the split over this mesh, to
         # the left of it, has to be told that it is the inner one.
         factor = tp.num_shards_map[0]
@@ -96,9 +103,9 @@ class Parameter:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, name, places, parameter: nn.Parameter, ranks: DataParallelRanks, device) -> "Parameter":
-        """Split a parameter; the module gets the sharded one."""
-        spec, marks = ranks.spec_of(parameter), attributes(parameter)
+    def of(cls, name, places, parameter: nn.Parameter, ranks: DataParallelRanks, beside, device) -> "Parameter":
+        """Split a parameter; the module gets the sharded one. beside: see DataParallelRanks.spec_of."""
+        spec, marks = ranks.spec_of(parameter, beside), attributes(parameter)
         tensor_parallel = parameter._spec if isinstance(parameter, DTensor) else None
         local = parameter._local_tensor if tensor_parallel is not None else parameter.detach()
         chunk = -(-local.shape[0] // ranks.parts)
@@ -122,23 +129,23 @@ class Parameter:
     def make_whole(self, dtype: torch.dtype, device: torch.device, hook):
         """The parameter that computes, still without memory; hook: called with each gradient that is complete."""
         if self.tensor_parallel is None:
-            self.whole = nn.Parameter(torch.empty(0, dtype=dtype, device=device), self.sharded.requires_grad)
+            whole = torch.empty(0, dtype=dtype, device=device)
         else:
             spec = self.tensor_parallel
-            meta = TensorMeta(spec.shape, spec.stride, dtype)
-            spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+            spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(spec.shape, spec.stride, dtype))
             local = torch.empty(1, dtype=dtype, device=device).expand(self.shape)
             whole = DTensor(local, spec, requires_grad=False)
-            self.whole = nn.Parameter(whole, self.sharded.requires_grad)
+        self.whole = nn.Parameter(whole, requires_grad=dtype.is_floating_point)
         vars(self.whole).update(self._marks)
-        self.whole.register_post_accumulate_grad_hook(lambda _: hook(self))
+        if self.whole.requires_grad:  # as it is the first time; later as the sharded one says
+            self.whole.register_post_accumulate_grad_hook(lambda _: hook(self))
 
     def point(self, memory: torch.Tensor):
         """Make the whole parameter a view of this memory."""
         if self.tensor_parallel is None:
             self.whole.data = memory
         else:
-            self.whole._local_tensor = memory
+            self.whole._local_tensor = memory.data  # with a count of writes of its own: gathers are none of autograd's
 
     def widen_gradient(self):
         """Keep the whole gradient in `reduce_dtype`, in which autograd itself adds up what is yet to come."""

@@ -1,0 +1,49 @@
+"""The library's product: torch's own matmul, on GPUs cuBLAS. The plain path multiplies by it, and so do local products
+that it does faster than our kernel (choice.product_way).
+
+It sums in fp32, and rounds partial sums as torch's switches allow for torch.matmul.
+"""
+
+import contextlib
+
+import torch
+
+
+def multiply_into(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, precision: str):
+    """out [M, N] = x [M, K] @ w [N, K].T + bias [N]. A bias is allowed only if `out` has x's dtype.
+
+    precision: of fp32, as gemm.precision says it. Torch's autocast does not apply.
+    """
+    if x.device.type == "cpu":  # where not all 16-bit matmuls accumulate in fp32
+        with torch.autocast("cpu", enabled=False):
+            product = x.float() @ w.float().t()
+        out.copy_(product if bias is None else product + bias.float())
+    elif out.dtype != x.dtype:
+        torch.mm(x, w.t(), out_dtype=out.dtype, out=out)
+    elif x.dtype == torch.float32:
+        with in_precision(precision):
+            _multiply_alike(out, x, w, bias)
+    else:
+        _multiply_alike(out, x, w, bias)
+
+
+def _multiply_alike(out, x, w, bias):
+    if bias is None:
+        torch.mm(x, w.t(), out=out)
+    else:
+        torch.addmm(bias, x, w.t(), out=out)
+
+
+@contextlib.contextmanager
+def in_precision(precision: str):
+    """In the block, torch multiplies fp32 matrices in that precision on GPUs."""
+    switch = torch.backends.cuda.matmul
+    before = switch.fp32_precision
+    if before == precision or before != "tf32" and precision == "ieee":
+        yield
+        return
+    switch.fp32_precision = precision
+    try:
+        yield
+    finally:
+        switch.fp32_precision = before
