@@ -23,13 +23,9 @@ else:
     from tkernels.layers.data_parallel.zero import ZeroOptimizer
     from tkernels.layers.graphs import captured
     from tkernels.layers.lease import Keepalive, Lease, Slot, WorkCompletion
-    from tkernels.layers.pipeline.communicator import (
-        P2PCommunicator,
-        P2PHandle,
-        custom_backward,
-        deallocate_output_tensor,
-    )
-    from tkernels.layers.pipeline.schedules import forward_backward_pipelining, split_into_stages
+    from tkernels.layers.pipeline.communicator import P2PCommunicator, P2PHandle
+    from tkernels.layers.pipeline.memory import custom_backward, deallocate_output_tensor
+    from tkernels.layers.pipeline.run import forward_backward_pipelining, split_into_stages
     from tkernels.layers.tensor_parallel.functions import (
         all_reduce_sequence_parallel_grads,
         column_parallel_linear,
@@ -44,9 +40,20 @@ else:
     from tkernels.layers.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
     from tkernels.layers.tensor_parallel.mlp import ParallelMLP
     from tkernels.layers.tensor_parallel.parallelize import parallelize
+    from tkernels.layers.tensor_parallel.plan import parallelize_module
+    from tkernels.layers.tensor_parallel.styles import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        PrepareModuleInputOutput,
+        PrepareModuleOutput,
+        Replicated,
+        RowwiseParallel,
+        SequenceParallel,
+    )
 
     __all__ = [
         "Bucket",
+        "ColwiseParallel",
         "ColumnParallelLinear",
         "EventCompletion",
         "Fence",
@@ -63,7 +70,13 @@ else:
         "P2PCommunicator",
         "P2PHandle",
         "ParallelMLP",
+        "PrepareModuleInput",
+        "PrepareModuleInputOutput",
+        "PrepareModuleOutput",
+        "Replicated",
         "RowParallelLinear",
+        "RowwiseParallel",
+        "SequenceParallel",
         "Slot",
         "WorkCompletion",
         "ZeroOptimizer",
@@ -83,6 +96,7 @@ else:
         "grad_ready_hooks",
         "load_full_state_dict",
         "parallelize",
+        "parallelize_module",
         "reduce_from_tensor_model_parallel_region",
         "reduce_scatter_to_sequence_parallel_region",
         "register_fsdp_forward_method",
