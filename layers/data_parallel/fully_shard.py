@@ -67,7 +67,7 @@ def fully_shard(
         "parameters": all: parameters, gradients and optimizer states (ZeRO 3).
         "gradients": the same, but parameters are gathered once in a step, in the order of their use (ZeRO 2).
         "optimizer": the same, and gradients accumulate whole, to be reduced once in a step (ZeRO 1).
-        "replicate": nothing. Parameters are DTensors too, `Replicate()`; gradients are all-reduced once in a step (DDP).
+        "replicate": nothing. Parameters are DTensors too, `Replicate()`; gradients are all-reduced once a step (DDP).
         A step ends with every backward, unless set_is_last_backward(False) was called before.
     mp_policy: torch's. The optimizer's parameters keep their dtype, so fp32 parameters with param_dtype=torch.bfloat16
         are what elsewhere is called master weights. reduce_dtype must be float32, float16 or bfloat16.
