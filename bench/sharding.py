@@ -3,9 +3,11 @@
 A Llama of a few blocks, a sequence a rank, AdamW (fused on GPUs), bf16 products, fp32 parameters. A step is forward,
 backward, clipping and the update. Each system of ours stands beside torch's of the same kind:
 
-    parameters    fully_shard                    torch's fully_shard (FSDP2), and the same over our collectives
-    optimizer     ZeroOptimizer                  DistributedDataParallel with ZeroRedundancyOptimizer
-    replicate     OverlappedDDP                  DistributedDataParallel
+    parameters    fully_shard                          torch's fully_shard (FSDP2), and that over our collectives (door)
+    optimizer     the same, strategy="optimizer"       DistributedDataParallel and ZeroRedundancyOptimizer
+                  ZeroOptimizer (face)
+    replicate     the same, strategy="replicate"       DistributedDataParallel
+                  OverlappedDDP (face)
 
 All begin with the same weights and see the same data; their losses are compared before a time is reported. One system
 is in memory at a time, each several times in turns. peak_bytes: of torch's allocator in a step, parameters and states
@@ -16,6 +18,7 @@ Exit code 0: all was measured. 1: losses differ, or a rank failed. 2: wrong argu
 
 import argparse
 import contextlib
+import functools
 import gc
 import statistics
 import sys
@@ -39,8 +42,7 @@ from bench.records import append
 from tkernels.cli import file_to_write
 from tkernels.comm.context import Context
 from tkernels.launch import RankError, RankPool
-from tkernels.layers import OverlappedDDP, ZeroOptimizer
-from tkernels.layers.data_parallel.fully_shard import fully_shard
+from tkernels.layers import OverlappedDDP, ZeroOptimizer, fully_shard
 from tkernels.layers.doors import fsdp2
 from tkernels.timing import agree
 
@@ -109,7 +111,7 @@ def _ddp(ctx, model):
 
 
 def _replicated(ctx, model):
-    model = OverlappedDDP(model, ctx)
+    model = OverlappedDDP(model, mesh=ctx)
     return model, torch.optim.AdamW(model.parameters(), **ADAMW), True
 
 
@@ -119,7 +121,7 @@ def _torch_replicated(ctx, model):
 
 
 def _zero(ctx, model):  # it clips by itself
-    optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, **ADAMW, max_norm=1.0, ctx=ctx)
+    optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, **ADAMW, max_norm=1.0, mesh=ctx)
     return model, optimizer, False
 
 
@@ -135,8 +137,16 @@ SYSTEMS = {
         "torch": _sharded(fsdp.fully_shard),
         "door": _sharded(fsdp.fully_shard, fsdp2.install),
     },
-    "optimizer": {"ours": _zero, "torch": _torch_zero},
-    "replicate": {"ours": _replicated, "torch": _torch_replicated},
+    "optimizer": {
+        "ours": _sharded(functools.partial(fully_shard, strategy="optimizer")),
+        "torch": _torch_zero,
+        "face": _zero,
+    },
+    "replicate": {
+        "ours": _sharded(functools.partial(fully_shard, strategy="replicate")),
+        "torch": _torch_replicated,
+        "face": _replicated,
+    },
 }
 
 
