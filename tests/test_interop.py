@@ -293,7 +293,7 @@ def test_ddp_over_ranks_that_hold_shards_is_refused(ctx):
     with pytest.raises((NotImplementedError, RuntimeError), match="broadcast|mixed torch.Tensor and DTensor"):
         DistributedDataParallel(model)
     model = DistributedDataParallel(parallelize(make("Llama"), ATTENTION | MLP, ctx).to(ctx.device))
-    with pytest.raises(ValueError, match=r"is split over the ranks \[0, 1\], .* DistributedDataParallel .* same"):
+    with pytest.raises(ValueError, match=r"is split over ranks \[0, 1\], .* DistributedDataParallel .* same"):
         run(model, ctx.device)
 
 
