@@ -1,6 +1,9 @@
-"""Where megatron-core is installed: its own schedules over P2PCommunicator, and its models on Userbuffers' layers."""
+"""Where megatron-core is installed: its schedules over P2PCommunicator, its models on our linears and Userbuffers'."""
 
 import contextlib
+import dataclasses
+import importlib
+import sys
 import warnings
 
 import pytest
@@ -125,7 +128,7 @@ def test_p2p_communicator_under_megatrons_schedules_is_bitwise_megatrons_own(ctx
     ]:
         with on_cpu():
             wanted = train(ctx, groups, theirs, chunks, **(options if reference is None else reference))
-            for backend in ("nvshmem", "gloo"):
+            for backend in ("tkernels", "torch"):
                 make = lambda group, config, backend=backend: P2PCommunicator(group, config, backend=backend)  # noqa: E731
                 losses, grads = train(ctx, groups, make, chunks, **options)
                 assert losses == wanted[0], (name, backend)
@@ -137,22 +140,33 @@ def test_p2p_communicator_under_megatrons_schedules_is_bitwise_megatrons_own(ctx
 # Models
 
 
-def gpt(spec, rank, **options):
-    """The loss and the gradients of a step of Megatron's GPTModel, by the parameters' names in the local spec."""
+def make_gpt(spec, tied=False, **options):
+    """Collective. Megatron's GPTModel."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    config = TransformerConfig(
+    config = TransformerConfig(**dict(
         num_layers=2, hidden_size=16, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=24,
         normalization="RMSNorm", gated_linear_unit=True, activation_func=nn.functional.silu, add_bias_linear=False,
         hidden_dropout=0.0, attention_dropout=0.0, params_dtype=torch.float32, use_cpu_initialization=True,
         bias_activation_fusion=False, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
-        persist_layer_norm=False, **options,
-    )  # fmt: skip
-    model = GPTModel(
+        persist_layer_norm=False,
+    ) | options)  # fmt: skip
+    return GPTModel(
         config=config, transformer_layer_spec=spec, vocab_size=32, max_sequence_length=8,
-        share_embeddings_and_output_weights=False,
+        share_embeddings_and_output_weights=tied,
     )  # fmt: skip
+
+
+def loss_of(model, seed=1):
+    tokens = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(seed))
+    masked = torch.ones(1, 1, 8, 8).triu(1).bool()
+    return model(tokens, torch.arange(8).expand(2, 8), masked, labels=tokens).mean()
+
+
+def gpt(spec, rank, change=lambda model: model, **options):
+    """The loss and the gradients of a step of Megatron's GPTModel, by the parameters' names in the local spec."""
+    model = change(make_gpt(spec, **options))
     names = {}
     for name, parameter in model.named_parameters():
         for fused, own in (("self_attention.linear_qkv", "input_layernorm"), ("mlp.linear_fc1", "pre_mlp_layernorm")):
@@ -162,12 +176,10 @@ def gpt(spec, rank, **options):
         generator = torch.Generator().manual_seed(sum(map(ord, name)) + 1000 * split * rank)
         with torch.no_grad():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) / 5 + ("norm" in name))
-    tokens = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(1))
-    masked = torch.ones(1, 1, 8, 8).triu(1).bool()
-    loss = model(tokens, torch.arange(8).expand(2, 8), masked, labels=tokens).mean()
+    loss = loss_of(model)
     loss.backward()
     for parameter in names.values():
-        if getattr(parameter, "sequence_parallel", False) and config.sequence_parallel:
+        if getattr(parameter, "sequence_parallel", False) and model.config.sequence_parallel:
             dist.all_reduce(parameter.grad)
     return loss.detach(), {name: parameter.grad for name, parameter in names.items()}, model
 
@@ -212,3 +224,234 @@ def train_on_both(ctx, order):
 @pytest.mark.parametrize("order", ["shim first", "megatron first"])
 def test_shim_install_lets_megatron_train_on_these_layers_as_on_its_own(order):
     launch(train_on_both, 2, order)
+
+
+# Megatron's linears on our kernels
+
+
+@contextlib.contextmanager
+def megatron_of(tensor_parallel):
+    """Collective. Megatron's process groups over all ranks, on the CPU."""
+    from megatron.core import parallel_state
+
+    with on_cpu():
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
+        try:
+            yield parallel_state
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+class Norm(nn.LayerNorm):
+    """Megatron's own norms need Apex or TransformerEngine where the sequence is split."""
+
+    def __init__(self, config, hidden_size, eps=1e-5):
+        super().__init__(hidden_size, eps)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+
+
+def blocks(layer):
+    """The specification of two layers, with norms that a split sequence may pass."""
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    parts = dataclasses.replace(layer.submodules, input_layernorm=Norm, pre_mlp_layernorm=Norm)
+    return TransformerBlockSubmodules([dataclasses.replace(layer, submodules=parts)] * 2, layer_norm=Norm)
+
+
+@pytest.mark.ranks(2, timeout_s=300)
+def test_get_gpt_layer_local_spec_and_convert_train_as_megatrons_own_layers(ctx):
+    with megatron_of(2):
+        from megatron.core.models.gpt import gpt_layer_specs as theirs
+
+        from tkernels.layers.doors import megatron as ours
+
+        for options in [{}, {"sequence_parallel": True}, {"sequence_parallel": True, "tied": True}]:
+            for bias in (False, True):
+                options = {"tensor_model_parallel_size": 2, "add_bias_linear": bias, **options}
+                want = gpt(blocks(theirs.get_gpt_layer_local_spec()), ctx.rank, **options)
+                got = gpt(blocks(ours.get_gpt_layer_local_spec()), ctx.rank, **options)
+                assert type(got[2].decoder.layers[1].mlp.linear_fc2) is ours.RowParallelLinear
+                assert_alike(got, want)
+            got = gpt(blocks(theirs.get_gpt_layer_local_spec()), ctx.rank, ours.convert, **options)
+            assert type(got[2].output_layer) is type(got[2].decoder.layers[0].mlp.linear_fc1)
+            assert type(got[2].output_layer) is ours.ColumnParallelLinear
+            assert_alike(got, want)
+
+
+COLUMN = [
+    {"bias": True, "skip_bias_add": True},
+    {"gather_output": True},
+    {"gather_output": True, "sequence_parallel": True},
+    {"sequence_parallel": True, "keep_gathered": True},
+    {"sequence_parallel": True, "frozen": True, "bias": False},  # where it is frozen, Megatron forgets the bias
+    {"disable_grad_reduce": True},
+    {"stride": 2, "bias": False},
+    {"is_expert": True},
+    {"skip_weight_param_allocation": True, "bias": False},
+]
+ROW = [
+    {"skip_bias_add": False},
+    {"skip_bias_add": False, "sequence_parallel": True},
+    {"input_is_parallel": False},
+    {"frozen": True, "sequence_parallel": True},
+    {"is_expert": True},
+]
+
+
+def step_of(kind, rank, case, inputs=(24, 16)):
+    """A layer of this class and what it returns and leaves: the output, the bias, and the gradients."""
+    from megatron.core.model_parallel_config import ModelParallelConfig
+
+    case = dict(case)
+    row, frozen, fused = kind.__name__.startswith("Row"), case.pop("frozen", False), case.pop("fused", False)
+    config = ModelParallelConfig(
+        tensor_model_parallel_size=2, sequence_parallel=case.pop("sequence_parallel", False),
+        use_cpu_initialization=True, perform_initialization=True, params_dtype=torch.float32,
+        gradient_accumulation_fusion=fused,
+    )  # fmt: skip
+    config._cpu_offloading_context = None
+    config.delay_wgrad_compute = case.pop("delayed", False)
+    options = {"bias": True, "input_is_parallel": True, "skip_bias_add": True} if row else {}
+    torch.manual_seed(7)
+    layer = kind(16, 24, config=config, init_method=nn.init.normal_, **options | case)
+    split = config.sequence_parallel and not row, row and (options | case)["input_is_parallel"]
+    shape = 4 // (1 + split[0]), 2, 16 // (1 + split[1])
+    generator = torch.Generator().manual_seed(10 + rank * any(split))
+    x = torch.randn(shape, generator=generator).requires_grad_()
+    weight = []
+    if layer.weight is None:
+        weight = [torch.randn(12, 16, generator=torch.Generator().manual_seed(rank)).requires_grad_()]
+    elif frozen:
+        layer.weight.requires_grad_(False)
+    if fused:
+        layer.weight.main_grad = torch.ones_like(layer.weight)
+    y, bias = layer(x, *weight)
+    (y * torch.arange(y.numel()).view(y.shape).cos()).sum().backward()
+    return layer, [y, x.grad, *(each.grad for each in weight), *(each.grad for each in layer.parameters())], bias
+
+
+@pytest.mark.ranks(2, timeout_s=300)
+def test_megatrons_linears_take_its_options_with_its_weights_and_marks(ctx):
+    with megatron_of(2):
+        from megatron.core.tensor_parallel import layers as theirs
+
+        from tkernels.layers.doors import megatron as ours
+
+        for name, cases in {"ColumnParallelLinear": COLUMN, "RowParallelLinear": ROW}.items():
+            for case in cases:
+                layer, got, bias = step_of(getattr(ours, name), ctx.rank, case)
+                without = {key: value for key, value in case.items() if key != "keep_gathered"}
+                reference, want, their_bias = step_of(getattr(theirs, name), ctx.rank, without)
+                for mine, other in zip(got, want, strict=True):
+                    assert (mine is None) == (other is None), (name, case)
+                    assert mine is None or torch.allclose(mine, other, atol=1e-5), (name, case)
+                assert (bias is None) == (their_bias is None) and (bias is None or bias is layer.bias)
+                assert layer.state_dict().keys() == reference.state_dict().keys()
+                assert repr(layer) == repr(reference) and isinstance(layer, type(reference))
+                for mine, other in zip(layer.parameters(), reference.parameters(), strict=True):
+                    assert torch.equal(mine, other) and vars(mine) == vars(other), (name, case)
+
+
+@pytest.mark.ranks(2, timeout_s=300)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_megatrons_linears_add_to_main_grad_and_leave_gradients_to_backward_dw(ctx, sequence_parallel):
+    with megatron_of(2):
+        from tkernels.layers.doors import megatron as ours
+
+        for kind in (ours.ColumnParallelLinear, ours.RowParallelLinear):
+            case = {"bias": True, "sequence_parallel": sequence_parallel}
+            want = step_of(kind, ctx.rank, case)[0].weight.grad
+            layer, _, _ = step_of(kind, ctx.rank, case | {"fused": True})
+            assert layer.weight.grad is None
+            torch.testing.assert_close(layer.weight.main_grad, want + 1)
+            layer, _, _ = step_of(kind, ctx.rank, case | {"delayed": True})
+            assert layer.weight.grad is None and layer.weight.skip_backward_post_hook and layer.need_backward_dw()
+            called = []
+            layer.register_wgrad_accumulation_and_reduce_hooks(lambda called=called: called.append(1))
+            layer.backward_dw()
+            assert torch.equal(layer.weight.grad, want) and called == [1]
+
+
+def test_doors_megatron_names_the_extra_that_brings_megatron(monkeypatch):
+    for name in ("megatron.core", "tkernels.layers.doors.megatron"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    with pytest.raises(ImportError, match=r'needs megatron-core 0.15 or newer: pip install "tkernels\[interop\]"'):
+        importlib.import_module("tkernels.layers.doors.megatron")
+
+
+@pytest.mark.ranks(2, timeout_s=300)
+def test_megatrons_checkpoints_of_one_load_into_the_other(ctx, tmp_path):
+    with megatron_of(2) as groups:
+        from megatron.core import dist_checkpointing
+        from megatron.core.models.gpt import gpt_layer_specs as theirs
+
+        from tkernels.layers.doors import megatron as ours
+
+        metadata = {"dp_cp_group": groups.get_data_parallel_group(with_context_parallel=True)}
+        options = {"tensor_model_parallel_size": 2, "add_bias_linear": True}
+        specs = [
+            get(normalization="RMSNorm") for get in (ours.get_gpt_layer_local_spec, theirs.get_gpt_layer_local_spec)
+        ]
+        for number, (saved, loaded) in enumerate([specs, specs[::-1]]):
+            torch.manual_seed(1 + number)
+            source, target = make_gpt(saved, **options), make_gpt(loaded, **options)
+            folder = str(tmp_path / str(number))
+            if ctx.rank == 0:
+                (tmp_path / str(number)).mkdir()
+            ctx.group.barrier()
+            dist_checkpointing.save(source.sharded_state_dict(metadata=metadata), folder)
+            state = dist_checkpointing.load(target.sharded_state_dict(metadata=metadata), folder)
+            target.load_state_dict(state)
+            pairs = zip(source.named_parameters(), target.named_parameters(), strict=True)
+            assert all(name == other and torch.equal(mine, theirs) for (name, mine), (other, theirs) in pairs)
+
+
+def train_under_ddp(spec, change, steps=3, **ddp):
+    """Collective. Losses and parameters of a few steps by Megatron's DDP and its optimizer."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    torch.manual_seed(3)
+    options = {"sequence_parallel": True, "add_bias_linear": True}
+    model = change(make_gpt(blocks(spec), tensor_model_parallel_size=2, **options))
+    ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(**ddp), model)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=0.0), [ddp]
+    )  # it clips on GPUs only
+    losses = []
+    for step in range(steps):
+        ddp.zero_grad_buffer()
+        optimizer.zero_grad()
+        loss = loss_of(ddp, 10 * step + parallel_state.get_data_parallel_rank())
+        loss.backward()
+        finalize_model_grads([ddp])
+        optimizer.prepare_grads()
+        losses += [loss.item(), optimizer.get_grad_norm()]  # the norm reads the marks
+        assert optimizer.step()[0]
+    return losses, dict(model.named_parameters())
+
+
+@pytest.mark.ranks(4, timeout_s=300)
+def test_megatrons_ddp_and_optimizer_train_its_linears_on_our_kernels(ctx):
+    with megatron_of(2):
+        from megatron.core.models.gpt import gpt_layer_specs as theirs
+
+        from tkernels.layers.doors import megatron as ours
+
+        def fused(model):
+            for module in ours.convert(model).modules():  # its own output layer would ask for an extension
+                if isinstance(module, (ours.ColumnParallelLinear, ours.RowParallelLinear)):
+                    module.gradient_accumulation_fusion = True
+            return model
+
+        as_it_is = lambda model: model  # noqa: E731
+        want = train_under_ddp(theirs.get_gpt_layer_local_spec(), as_it_is, overlap_grad_reduce=False)
+        for change, overlap in [(as_it_is, False), (fused, True)]:
+            spec = ours.get_gpt_layer_local_spec()
+            losses, parameters = train_under_ddp(spec, change, overlap_grad_reduce=overlap)
+            torch.testing.assert_close(losses, want[0], atol=1e-5, rtol=1e-5)
+            for name, parameter in parameters.items():
+                torch.testing.assert_close(parameter, want[1][name], atol=1e-4, rtol=0)

@@ -30,10 +30,19 @@ from tkernels.comm.arguments import check_dense, check_tensors, check_type, whol
 from tkernels.comm.collectives import SUMMED, check_rows
 from tkernels.comm.context import Context, MeshLike, as_context
 from tkernels.comm.contexts import find_context
+from tkernels.dispatch import apply_transformed
 from tkernels.gemm import check_operands
 from tkernels.layers.data_parallel.norms import gradient_of
 from tkernels.layers.owners import owner_of
-from tkernels.operators import apply_transformed, replicated
+from tkernels.torch_operators import replicated
+
+
+def in_autocast_dtype(device: str, *operands: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """The operands as autocast, which changes none of this library's operators, has nn.Linear take them."""
+    if not torch.is_autocast_enabled(device):
+        return operands
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(operand if operand is None else operand.to(dtype) for operand in operands)
 
 
 def _own_part(x: torch.Tensor, sizes: tuple[int, ...], dim: int, ctx: Context) -> torch.Tensor:

@@ -26,6 +26,7 @@ from tkernels.layers.owners import attributes
 from tkernels.layers.tensor_parallel.functions import (
     column_parallel_linear,
     gather_from_tensor_model_parallel_region,
+    in_autocast_dtype,
     scatter_to_tensor_model_parallel_region,
 )
 
@@ -198,12 +199,8 @@ class ParallelLinear(MarkedModule):
     def _operands(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """The input flattened to rows, the weight, and the bias to add, in autocast's dtype if autocast is on."""
         bias = None if self.return_bias else self.bias
-        operands = x.reshape(-1, self.weight.shape[1]), self.weight, bias
         device = self.ctx.device.type  # an operand elsewhere, as on meta, is refused by the operation
-        if not torch.is_autocast_enabled(device):
-            return operands
-        dtype = torch.get_autocast_dtype(device)
-        return tuple(operand if operand is None else operand.to(dtype) for operand in operands)
+        return in_autocast_dtype(device, x.reshape(-1, self.weight.shape[1]), self.weight, bias)
 
     def _check_input(self, x: torch.Tensor, features: int, rows, hint: str = ""):
         name = type(self).__name__

@@ -13,7 +13,12 @@ from tkernels.comm.group import checksum, first_difference, listed
 from tkernels.layers.data_parallel.norms import is_split
 from tkernels.layers.owners import owner_of
 from tkernels.layers.tensor_parallel.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
-from tkernels.layers.tensor_parallel.replicas import GRAD_ALLREDUCE, ReplicaCheck, SummedGradients, has_others_hooks
+from tkernels.layers.tensor_parallel.replicas import (
+    GRAD_ALLREDUCE,
+    ReplicaCheck,
+    ReplicatedParameters,
+    has_others_hooks,
+)
 
 STYLES = {"column": ColumnParallelLinear, "row": RowParallelLinear, GRAD_ALLREDUCE: None}
 # Arguments that are no options of a plan: the nn.Linear or parallelize() sets them, or they concern initialization.
@@ -63,14 +68,9 @@ def parallelize(model: nn.Module, plan: Mapping[str, str | Mapping], mesh: MeshL
             raise type(error)(f"parallelize: {name!r}: {error}") from error
     for name, layer in layers.items():
         model.set_submodule(name, layer)
-    check = ReplicaCheck(
-        ctx.name,
-        split=frozenset(name for name, parameter in model.named_parameters() if is_split(parameter)),
-        summed=frozenset(f"{path}.{name}" for path, module in summed.items() for name in module._parameters),
-    )
-    for path, module in summed.items():
-        SummedGradients(module, path, ctx.name, check)
-    check.attach(model)
+    for module in summed.values():
+        ReplicatedParameters(module, ctx.name, sum_gradients=True)
+    ReplicaCheck.attach(model, ctx.name)
     return model
 
 
@@ -125,7 +125,7 @@ def _take_summed(model: nn.Module, styles: dict[str, tuple[str, dict]]) -> dict[
         if not members:
             raise ValueError(f"parallelize: {name!r} has no parameters whose gradients could be summed")
         for path, module in members.items():
-            if SummedGradients.on(module):
+            if ReplicatedParameters.of(module):
                 raise ValueError(f"parallelize: {path!r} has the style {GRAD_ALLREDUCE!r} already, by an earlier call")
             if type(module).forward is nn.Module.forward:
                 raise TypeError(

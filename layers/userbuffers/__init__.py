@@ -8,8 +8,8 @@
         ub_overlap_ag=True, ub_bulk_dgrad=True, ub_bulk_wgrad=True, ub_name="qkv",
     )
 
-`defaults` documents the configurations and their defaults, `dataflow` which data each pass communicates, and `shim` the
-module path that Megatron calls.
+`defaults` documents the configurations and their defaults, `tensor_parallel.dataflow` which data each pass
+communicates, and `shim` the module path that Megatron calls.
 """
 
 from tkernels.layers.userbuffers.communicators import (
@@ -26,8 +26,8 @@ from tkernels.layers.userbuffers.communicators import (
     nvte_built_with_cublasmp,
     ubuf_built_with_mpi,
 )
-from tkernels.layers.userbuffers.dataflow import gather_along_first_dim
 from tkernels.layers.userbuffers.defaults import OverlapOptions, UserBufferQuantizationMode, default_config
+from tkernels.layers.userbuffers.distributed import gather_along_first_dim
 from tkernels.layers.userbuffers.gemm import general_gemm
 from tkernels.layers.userbuffers.linear import LayerNormLinear, Linear
 from tkernels.layers.userbuffers.mlp import LayerNormMLP

@@ -43,6 +43,7 @@ from tkernels.comm.workspace import LAMPORT_BYTES, most_packets
 from tkernels.configs import MAX_TILE_CHUNKS, MIN_CHUNK_ROWS, OverlapConfig, with_room_for
 from tkernels.gemm import Matmul, layout_of, precision
 from tkernels.layers.lease import Lease
+from tkernels.layers.tensor_parallel.dataflow import product
 from tkernels.layers.userbuffers.defaults import OverlapOptions, integer
 from tkernels.matmul_reduce_scatter import MatmulReduceScatter
 from tkernels.model import COPY_BYTES
@@ -226,6 +227,11 @@ class CommOverlapCore:
 
     def with_cublasmp(self) -> bool:
         return self._cublasmp
+
+    @property
+    def reduces_dgrad(self) -> bool:
+        """Whether a column layer whose dgrad it is reduces dx inside its GEMM."""
+        return self.options.is_reduce_scatter
 
     def get_communication_stream(self):
         """(send, recv): both are the same stream."""
@@ -564,15 +570,6 @@ class CommOverlapP2P(CommOverlapCore):
         if not self.options.use_ce:
             config = replace(config, num_comm=min(self.options.num_sm, available - 1))
         return config
-
-
-def product(x: torch.Tensor, w: torch.Tensor, out_dtype=None, out: torch.Tensor | None = None) -> torch.Tensor:
-    """x @ w.T on this rank by torch.mm, rounded once to out_dtype: x's dtype or float32. out: receives the result."""
-    if out_dtype in (None, x.dtype):
-        return torch.mm(x, w.t(), out=out)
-    if x.device.type == "cuda":
-        return torch.mm(x, w.t(), out_dtype=out_dtype, out=out)
-    return torch.mm(x.to(out_dtype), w.t().to(out_dtype), out=out)
 
 
 def workspace_bytes(shape, dtype: torch.dtype, size: int) -> dict[str, int]:

@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from tkernels.comm.calls import local_calls
 from tkernels.comm.collectives import check_rows, split_rows
-from tkernels.layers.userbuffers.communicators import CommOverlapCore, CommOverlapType, product
+from tkernels.layers.tensor_parallel.dataflow import product
+from tkernels.layers.userbuffers.communicators import CommOverlapCore, CommOverlapType
 from tkernels.layers.userbuffers.defaults import boolean
 
 OPERANDS = {  # by layout: (x, w) of x @ w.T

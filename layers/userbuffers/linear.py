@@ -11,9 +11,11 @@ from torch import nn
 from torch.nn import functional
 
 from tkernels.comm.collectives import check_rows, split_rows
+from tkernels.layers.tensor_parallel import dataflow
 from tkernels.layers.tensor_parallel.linear import MarkedModule
-from tkernels.layers.userbuffers import dataflow, registry
+from tkernels.layers.userbuffers import registry
 from tkernels.layers.userbuffers.communicators import CommOverlapType, group_of
+from tkernels.layers.userbuffers.distributed import Distributed, Gather
 
 # The attributes that hold a layer's overlaps: for each, the type of its communicator, and whether it must be bulk.
 FLAGS = {
@@ -26,7 +28,7 @@ FLAGS = {
 }
 
 
-class ParallelModule(MarkedModule):
+class ParallelModule(dataflow.DeferringModule, MarkedModule):
     """Base class of the layers: the group, the refused options, parameters, and deferred weight gradients."""
 
     def _configure(
@@ -50,7 +52,7 @@ class ParallelModule(MarkedModule):
         self.tp_group, self.tp_size = tp_group, tp_size
         self.sequence_parallel = sequence_parallel and tp_size > 1
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.wgrad_store, self._wgrad_hooks = [] if delay_wgrad_compute else None, []
+        self.wgrad_store = [] if delay_wgrad_compute else None
         self.get_rng_state_tracker, self.rng_tracker_name = rng
         self.init_method, self.symmetric_ar_type = init_method or _normal, symmetric_ar_type
         self._init_methods = {}  # by parameter
@@ -110,28 +112,6 @@ class ParallelModule(MarkedModule):
 
     def _overlaps(self) -> bool:
         return any(vars(self).get(flag) for flag in FLAGS)
-
-    def need_backward_dw(self) -> bool:
-        """Whether weight gradients are deferred to backward_dw."""
-        return self.wgrad_store is not None
-
-    def backward_dw(self):
-        """Compute the weight gradients that backward deferred, in backward's order, on the current stream."""
-        if self.wgrad_store is None:
-            return
-        deferred, self.wgrad_store[:] = list(self.wgrad_store), []
-        with torch.no_grad():
-            for compute in deferred:
-                compute()
-        for hook in self._wgrad_hooks:
-            hook()
-
-    def register_wgrad_accumulation_and_reduce_hooks(self, hook):
-        """Call `hook()` at the end of each backward_dw.
-
-        For Megatron's DDP: autograd's hooks run too early for weights with the attribute skip_backward_post_hook.
-        """
-        self._wgrad_hooks.append(hook)
 
     def _load_from_state_dict(self, state, prefix, metadata, strict, missing, unexpected, errors):
         super()._load_from_state_dict(state, prefix, metadata, strict, missing, unexpected, errors)
@@ -209,17 +189,13 @@ class ParallelModule(MarkedModule):
                 f"{type(self).__name__}: return_layernorm_output_gathered gathers equal parts, so rows={rows} can't be "
                 f"passed; leave out one of them"
             )
-        return dataflow.Gather.apply(normed, self._group())
+        return Gather.apply(normed, self._group())
 
     @torch.compiler.disable  # a trace can't look into communicators, which are Python objects
     def _product(self, x, weights, bias, mode, flags, ub_name, rows=None) -> torch.Tensor:
         """x [..., I] -> [..., O] by the dataflow that mode and flags select. weights: one parameter, or its parts."""
         check_input(type(self).__name__, x)
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x, weight = x.to(dtype), weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
         inner = x.shape[1:-1].numel()
         if inner == 0:
             raise ValueError(
@@ -230,8 +206,7 @@ class ParallelModule(MarkedModule):
             mode, x.shape[:-1].numel(), None if rows is None else [n * inner for n in rows], flags, ub_name
         )
         wgrad = dataflow.WeightGradient(weights[0], self.fuse_wgrad_accumulation, self.wgrad_store)
-        y = dataflow.Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias, flow, wgrad)
-        return y.view(y.shape[0] // inner, *x.shape[1:-1], y.shape[1])
+        return dataflow.linear(x, weight, bias, flow, wgrad)
 
     def _flow(self, mode, tokens: int, rows, flags: dict, ub_name: str | None):
         if mode is None or self.tp_size == 1:
@@ -245,20 +220,16 @@ class ParallelModule(MarkedModule):
             rows = check_rows(type(self).__name__, context, rows, own, total)
         elif rows is not None:
             raise ValueError(f"{type(self).__name__}: rows={rows} needs overlap; give the layer ub_ options")
-        common = dict(group=self._group(), rows=rows, sequence_parallel=self.sequence_parallel)
-        find = comms.get
+        find, other = comms.get, dataflow.Unfused(next(iter(comms.values()), None) or Distributed(self._group()))
         if mode == "column":
-            dgrad = find("ub_overlap_rs_dgrad") or find("ub_bulk_dgrad")
-            return dataflow.Column(
-                fprop=find("ub_overlap_ag_fprop"), dgrad=dgrad, wgrad=find("ub_bulk_wgrad"), **common
-            )
-        summed = None
+            fprop, dgrad = find("ub_overlap_ag_fprop"), find("ub_overlap_rs_dgrad") or find("ub_bulk_dgrad")
+            return dataflow.Column(self.sequence_parallel, rows, other, fprop, dgrad, find("ub_bulk_wgrad"))
         if self.symmetric_ar_type is not None and not self.sequence_parallel:
             if self.tp_group is not None:
                 registry.check_group(type(self).__name__, self.tp_group)
-            summed = registry.domain_context()
+            other = dataflow.Fused(registry.domain_context().name)
         return dataflow.Row(
-            fprop=find("ub_overlap_rs_fprop"), dgrad=find("ub_overlap_ag_dgrad"), summed=summed, **common
+            self.sequence_parallel, rows, other, find("ub_overlap_rs_fprop"), find("ub_overlap_ag_dgrad")
         )
 
     def _group(self):

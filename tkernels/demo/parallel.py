@@ -25,7 +25,7 @@ from tkernels.layers import all_reduce_sequence_parallel_grads
 from tkernels.layers.data_parallel.ddp import OverlappedDDP
 from tkernels.layers.data_parallel.fsdp import FullyShard
 from tkernels.layers.data_parallel.zero import ZeroOptimizer
-from tkernels.layers.pipeline.schedules import forward_backward_pipelining, split_into_stages
+from tkernels.layers.pipeline.run import forward_backward_pipelining, split_into_stages
 
 BUCKET_ELEMENTS = 1 << 15  # of a bucket: about a quarter of the model's gradients
 MICROBATCH = 2  # sequences
@@ -70,8 +70,8 @@ class PipelineParallel(Parallel):
         super().__init__(model, *arguments)
         names = {parameter: name for name, parameter in model.named_parameters()}
         embedding, head = _Embeddings(model), nn.Sequential(model.norm, model.head)
-        self.model = split_into_stages(embedding, model.blocks, head, rank=self.ctx.rank, size=self.ctx.size)
-        own = sum(isinstance(part, Block) for part in self.model[0])
+        self.model = split_into_stages(embedding, model.blocks, head, model=model, mesh=self.ctx)
+        own = sum(isinstance(part, Block) for part in self.model[0].parts)
         microbatches = self.config.batch // MICROBATCH
         self.share = f"{own} of {self.config.layers} blocks; {microbatches} microbatches a step"
         self.optimizer = Optimizer(((names[each], each) for each in self.model.parameters()), self.loss_scale)

@@ -1,0 +1,62 @@
+"""What layers without overlap send, by torch.distributed."""
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from tkernels.comm.collectives import split_rows
+from tkernels.comm.group import all_gather_single, reduce_scatter_single
+from tkernels.layers.userbuffers.communicators import group_of
+
+
+class Distributed:
+    """Collectives over a process group, whose ranks all have the same number of rows."""
+
+    def __init__(self, group):
+        self._group = group
+
+    def all_gather(self, x: torch.Tensor, rows=None) -> torch.Tensor:
+        return gather_along_first_dim(x, self._group)[0]
+
+    def reduce_scatter(self, x: torch.Tensor, rows=None) -> torch.Tensor:
+        size = dist.get_world_size(self._group)
+        if x.shape[0] % size:
+            raise ValueError(
+                f"{x.shape[0]} tokens don't divide by {size} ranks, which only layers with overlap allow; set their "
+                f"ub_ options, or pad; split_rows({x.shape[0]}, {size}) is {split_rows(x.shape[0], size)}"
+            )
+        out = x.new_empty(x.shape[0] // size, *x.shape[1:])
+        reduce_scatter_single(out, x.contiguous(), group=self._group)
+        return out
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(x, group=self._group)
+        return x
+
+
+class Gather(torch.autograd.Function):
+    """All-gathers rows. Its backward is a reduce-scatter: the sum over ranks, of which each rank gets its own rows."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.moves = Distributed(group)
+        return ctx.moves.all_gather(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dx):
+        return ctx.moves.reduce_scatter(dx.contiguous()), None
+
+
+def gather_along_first_dim(inp: torch.Tensor, process_group, async_op: bool = False, quantizer=None):
+    """All-gather by torch.distributed: (every rank's rows, None or the async work to wait for).
+
+    All ranks must have the same number of rows. Raises ValueError for a quantizer, which is for fp8.
+    """
+    if quantizer is not None:
+        raise ValueError("gather_along_first_dim: quantizer is for fp8, which is not supported; leave it out")
+    group_of("gather_along_first_dim: process_group", dist.group.WORLD if process_group is None else process_group)
+    if not isinstance(inp, torch.Tensor) or inp.dim() == 0:
+        raise TypeError(f"gather_along_first_dim: inp={inp!r} must be a tensor with rows")
+    out = inp.new_empty(inp.shape[0] * dist.get_world_size(process_group), *inp.shape[1:])
+    return out, all_gather_single(out, inp.contiguous(), group=process_group, async_op=async_op)
