@@ -11,7 +11,7 @@ import math
 import torch
 
 from tkernels.comm import capture
-from tkernels.comm.allocator import common, first_fit
+from tkernels.comm.allocator import common, first_fit, merged
 from tkernels.comm.arguments import check_torch_dtype, check_type, switch, whole
 from tkernels.comm.errors import HeapExhaustedError, MismatchError
 from tkernels.comm.group import Group, listed
@@ -35,8 +35,15 @@ class SymmetricHeap:
         self.group = group
         self.num_bytes = round_up(num_bytes, ALIGNMENT)
         self.segment = open_segment(group, self.num_bytes)
-        self._held, self._freed = {}, []  # offset -> size; offsets that go back to the space at the next allocation
+        self._held, self._freed = {}, {}  # offset -> size; the latter goes back to the space at the next allocation
         self._reserve = 0, 0  # (offset, size), held too
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest tensor that `empty` would give, as far as this rank knows."""
+        ranges = merged([*self.segment.space.free, *self._freed.items(), self._reserve])
+        left = self.num_bytes - sum(self._held.values()) + self._reserve[1]
+        return min(left, max((size for _, size in ranges), default=0))
 
     @capture.lasting()
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -64,9 +71,10 @@ class SymmetricHeap:
         return memory.view(dtype).view(shape)
 
     def reserve(self, num_bytes: int):
-        """Collective. Set zeroed memory aside for `untouched`. Where there is no other room, `empty` takes the rest."""
+        """Collective, before `empty`. Set zeroed memory aside for `untouched`; `empty` takes the rest of it at last."""
         self._reserve = self._take(num_bytes), round_up(num_bytes, ALIGNMENT)
-        self.segment.local[self._reserve[0] :][:num_bytes].zero_()
+        if not self.segment.fresh:
+            self.segment.local[self._reserve[0] :][:num_bytes].zero_()
 
     def untouched(self, num_bytes: int) -> torch.Tensor | None:
         """Allocate bytes that have been zero on every rank since `reserve`; None if too few are left.
@@ -94,8 +102,7 @@ class SymmetricHeap:
         offset = self.offset(tensor)
         if self._held.get(offset) != round_up(tensor.nbytes, ALIGNMENT):
             raise ValueError("free() takes a tensor as empty() returned it; this one is no allocation of this heap")
-        del self._held[offset]
-        self._freed.append(offset)  # other heaps get it only once all ranks have come so far
+        self._freed[offset] = self._held.pop(offset)  # other heaps get it only once all ranks have come so far
 
     def offset(self, tensor: torch.Tensor) -> int | None:
         """Bytes from the segment's start to the tensor's first element; None if the tensor lies elsewhere."""
@@ -107,14 +114,14 @@ class SymmetricHeap:
         """Return the memory to the runtime. Tensors of this heap must not be used any more."""
         for offset in (*self._held, *self._freed):
             self.segment.space.give_back(offset)
-        self._held, self._freed, self._reserve = {}, [], (0, 0)
+        self._held, self._freed, self._reserve = {}, {}, (0, 0)
         self.segment.close()
 
     def _take(self, num_bytes: int | str) -> int:
         """Collective. The offset of so many bytes, which are now held; a text, of what is wrong, matches no number."""
         space = self.segment.space
         while self._freed:
-            space.give_back(self._freed.pop())
+            space.give_back(self._freed.popitem()[0])
         asked, held, free = zip(*self.group.gather((num_bytes, self._held, space.free)), strict=True)
         if len(set(asked)) > 1:
             raise MismatchError(

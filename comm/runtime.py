@@ -37,6 +37,7 @@ class Segment:
     symmetric_bases: the address that names each rank's part in NVSHMEM device calls; 0 on the simulated runtime.
     pes: each rank's NVSHMEM processing element.
     space: which bytes of the local part are taken; by default it is this segment's alone.
+    fresh: whether the local part was all zero at first.
     """
 
     local: torch.Tensor
@@ -45,6 +46,7 @@ class Segment:
     pes: list[int]
     on_close: object = field(default=lambda: None, repr=False)
     space: Space = None
+    fresh: bool = True
 
     def __post_init__(self):
         self.space = self.space or Space(self.local.nbytes)

@@ -65,9 +65,11 @@ def in_torchs_units(module, mesh, dp):
 
 
 WRAPPERS = {
-    "OverlappedDDP": lambda module, mesh, dp: OverlappedDDP(module, dp),
-    "OverlappedDDP with shards": lambda module, mesh, dp: OverlappedDDP(module, dp, use_distributed_optimizer=True),
-    "FullyShard": lambda module, mesh, dp: FullyShard(module, units=(Block,), ctx=dp),
+    "OverlappedDDP": lambda module, mesh, dp: OverlappedDDP(module, mesh=dp),
+    "OverlappedDDP with shards": lambda module, mesh, dp: OverlappedDDP(
+        module, mesh=dp, use_distributed_optimizer=True
+    ),
+    "FullyShard": lambda module, mesh, dp: FullyShard(module, units=(Block,), mesh=dp),
     "torch's DDP": lambda module, mesh, dp: DistributedDataParallel(module, process_group=mesh.get_group("dp")),
     "torch's fully_shard": in_torchs_units,
 }

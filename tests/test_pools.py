@@ -508,7 +508,7 @@ def test_what_is_gathered_ahead_stops_at_the_copies_and_at_its_own_limit():
 def test_a_symmetric_pool_is_one_allocation_at_the_same_place_on_every_rank(ctx):
     units = hybrid(256)
     plan = MaxPoolPlan.build(units, others=[Bucket("embedding", BF16, 1000)], pad_multiple=ctx.size)
-    allocations, empty, free = [], ctx.heap.empty, ctx.heap._blocks.largest
+    allocations, empty, free = [], ctx.heap.empty, ctx.heap.largest
     ctx.heap.empty = lambda *shape, **options: allocations.append(shape) or empty(*shape, **options)
     try:
         pool = MaxPoolAllocator(plan, "symmetric", mesh=ctx, strict_assignments="error")
@@ -523,7 +523,7 @@ def test_a_symmetric_pool_is_one_allocation_at_the_same_place_on_every_rank(ctx)
     pool.check_order()
     pool.close()
     pool.close()
-    assert ctx.heap._blocks.largest == free
+    assert ctx.heap.largest == free
 
 
 @pytest.mark.ranks(2)

@@ -122,7 +122,7 @@ class ColwiseLinear(nn.Linear):
         x, weight, bias = in_autocast_dtype(ctx.device.type, x, local(self.weight), local(self.bias))
         N = weight.shape[0]
         if placement.is_replicate():
-            y = column_parallel_linear(x.reshape(-1, x.shape[-1]), weight, bias, ctx=ctx).view(*x.shape[:-1], N)
+            y = column_parallel_linear(x.reshape(-1, x.shape[-1]), weight, bias, mesh=ctx).view(*x.shape[:-1], N)
         else:
             flat, (_, *others, _) = _rows_first(x, placement.dim)
             sizes = chunk_sizes(shape[placement.dim], ctx.size)
