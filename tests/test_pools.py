@@ -539,7 +539,7 @@ def test_max_pool_allocator_raises_what_is_wrong_on_one_rank_on_every_rank(ctx):
 def test_fixed_pool_allocator_raises_another_plan_of_one_rank_on_every_rank(ctx):
     kind = MaxPoolPlan if ctx.rank == 1 else FixedPoolPlan
     with pytest.raises(TypeError, match=r"takes a FixedPoolPlan") as error:
-        FixedPoolAllocator(kind.build(units_of(a=[(BF16, 8)])), ctx=ctx)
+        FixedPoolAllocator(kind.build(units_of(a=[(BF16, 8)])), mesh=ctx)
     message_on_every_rank(ctx, error.value)
 
 
