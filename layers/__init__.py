@@ -23,13 +23,9 @@ else:
     from tkernels.layers.data_parallel.zero import ZeroOptimizer
     from tkernels.layers.graphs import captured
     from tkernels.layers.lease import Keepalive, Lease, Slot, WorkCompletion
-    from tkernels.layers.pipeline.communicator import (
-        P2PCommunicator,
-        P2PHandle,
-        custom_backward,
-        deallocate_output_tensor,
-    )
-    from tkernels.layers.pipeline.schedules import forward_backward_pipelining, split_into_stages
+    from tkernels.layers.pipeline.communicator import P2PCommunicator, P2PHandle
+    from tkernels.layers.pipeline.memory import custom_backward, deallocate_output_tensor
+    from tkernels.layers.pipeline.run import forward_backward_pipelining, split_into_stages
     from tkernels.layers.tensor_parallel.functions import (
         all_reduce_sequence_parallel_grads,
         column_parallel_linear,
@@ -50,6 +46,7 @@ else:
         PrepareModuleInput,
         PrepareModuleInputOutput,
         PrepareModuleOutput,
+        Replicated,
         RowwiseParallel,
         SequenceParallel,
     )
@@ -76,6 +73,7 @@ else:
         "PrepareModuleInput",
         "PrepareModuleInputOutput",
         "PrepareModuleOutput",
+        "Replicated",
         "RowParallelLinear",
         "RowwiseParallel",
         "SequenceParallel",

@@ -145,7 +145,7 @@ class Parameter:
         if self.tensor_parallel is None:
             self.whole.data = memory
         else:
-            self.whole._local_tensor = memory
+            self.whole._local_tensor = memory.data  # with a count of writes of its own: gathers are none of autograd's
 
     def widen_gradient(self):
         """Keep the whole gradient in `reduce_dtype`, in which autograd itself adds up what is yet to come."""
