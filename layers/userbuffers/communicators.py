@@ -54,12 +54,12 @@ NUM_CARRIERS = 12  # programs of a collective beside a GEMM, unless options set 
 MAX_PROGRAMS = 256  # upper bound on the programs of such kernels that a GPU runs at one time
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
+_numbers = itertools.count()
 _ARGUMENTS = {  # fields of OverlapOptions that the constructors take under other names
     "num_sm": "num_comm_sm",
     "cga_size": "comm_cga_size",
     "pipeline_rs_overlap_first_gemm": "rs_overlap_first_gemm",
 }
-_numbers = itertools.count()
 
 
 class CommOverlapType(enum.IntEnum):
@@ -185,7 +185,7 @@ class CommOverlapCore:
         self.stream = self._domain.stream(options.comm_priority or highest)
         self._buffer, self._active, self._parts = None, self.shape, None
         self._configs = {}
-        self._number = next(_numbers)  # identifies it in the keys of plans, which must not keep it alive
+        self._number = next(_numbers)  # identifies it among prepared calls, which must not keep it alive
         self._reserve()
 
     @classmethod
@@ -313,11 +313,6 @@ class CommOverlapCore:
 
     # Communication and GEMMs
 
-    def prepared(self, prepare, tensors: tuple[torch.Tensor | None, ...], *options):
-        """The cached result of `prepare(self, *tensors, *options)` for calls like this one; see Context.prepared."""
-        key = prepare, self._number, precision(tensors[0].dtype), *map(describe, tensors), *options
-        return self.context.workspace().prepared(key, lambda: prepare(self, *tensors, *options))
-
     @property
     def context(self) -> Context:
         if self._domain.closed:
@@ -331,13 +326,11 @@ class CommOverlapCore:
             tensor is filled and returned. "borrowed" returns rows that may lie in the workspace and are valid until the
             next call on this stream.
         """
-        tensors = x_shard_m, w, bias, out, gathered if isinstance(gathered, torch.Tensor) else None
-        options = tensors[-1] is not None or gathered, rows if rows is None else tuple(rows), out_dtype
-        with self.context.turn:
-            return self.prepared(CommOverlapCore.plan_all_gather_matmul, tensors, *options)(*tensors)
+        into = gathered if isinstance(gathered, torch.Tensor) else None
+        options = into is not None or gathered, rows if rows is None else tuple(rows), out_dtype
+        return self._call(CommOverlapCore._prepare_all_gather_matmul, (x_shard_m, w, bias, out, into), *options)
 
-    def plan_all_gather_matmul(self, x, w, bias, out, gathered, return_gathered: bool | str, rows, out_dtype):
-        """Plan `all_gather_matmul` for tensors like these; returns a function of them."""
+    def _prepare_all_gather_matmul(self, x, w, bias, out, gathered, return_gathered: bool | str, rows, out_dtype):
         rows = check_rows("all_gather_matmul", self.context, rows, own=x.shape[0])
         config = self._config("all_gather_matmul", sum(rows), x, w, x.shape[1])
         config = with_room_for(config, out_dtype or x.dtype, x.dtype)
@@ -351,13 +344,12 @@ class CommOverlapCore:
 
         beside: the call is made inside a `self.beside` block, so the kernel leaves SMs free for the collective.
         """
-        tensors, options = (x, w, bias, out), (rows if rows is None else tuple(rows), out_dtype, beside)
-        with self.context.turn:
-            return self.prepared(CommOverlapCore.plan_matmul_reduce_scatter, tensors, *options)(*tensors)
+        options = rows if rows is None else tuple(rows), out_dtype, beside
+        return self._call(CommOverlapCore._prepare_matmul_reduce_scatter, (x, w, bias, out), *options)
 
-    def plan_matmul_reduce_scatter(self, x, w, bias, out, rows, out_dtype, beside: bool = False):
-        """Plan `matmul_reduce_scatter` for tensors like these; returns a function of them."""
+    def _prepare_matmul_reduce_scatter(self, x, w, bias, out, rows, out_dtype, beside: bool):
         rows = split_rows(x.shape[0], self.size) if rows is None else rows
+        rows = check_rows("matmul_reduce_scatter", self.context, rows, total=x.shape[0])
         spared = self._num_carriers if beside else 0
         config = self._config("matmul_reduce_scatter", x.shape[0], x, w, w.shape[0], spared)
         config = with_room_for(config, out_dtype or x.dtype, x.dtype)
@@ -407,11 +399,9 @@ class CommOverlapCore:
 
     def multiply(self, x: torch.Tensor, w: torch.Tensor, out_dtype=None, out=None) -> torch.Tensor:
         """x @ w.T on this rank. Leaves free the SMs that set_sm_margin and NVTE_EXT_MARGIN_SM reserve."""
-        tensors = x, w, out
-        return self.prepared(CommOverlapCore.plan_multiply, tensors, out_dtype)(*tensors)
+        return self._call(CommOverlapCore._prepare_multiply, (x, w, out), out_dtype)
 
-    def plan_multiply(self, x, w, out, out_dtype):
-        """Plan `multiply` for tensors like these; returns a function of them."""
+    def _prepare_multiply(self, x, w, out, out_dtype):
         margin = self._margin + (self._num_carriers if self.options.set_sm_margin else 0)
         if not margin or not x.shape[1]:
             capture.prepare_cublas()
@@ -420,6 +410,15 @@ class CommOverlapCore:
         config = replace(config, max_programs=max(self.context.num_programs - margin, 1))
         run = Matmul(None, out_dtype, config, precision(x.dtype)).prepare(x, w, None, out)
         return lambda x, w, out: run(x, w, None, out)
+
+    def _call(self, prepare, tensors: tuple[torch.Tensor | None, ...], *options):
+        """What `prepare(self, *tensors, *options)` returns, called with the tensors; for calls alike it is kept.
+
+        As by Context.call, whose calls have no communicator: its options choose their configurations.
+        """
+        key = prepare, self._number, precision(tensors[0].dtype), *map(describe, tensors), *options
+        with self.context.turn:
+            return self.context.workspace().prepared(key, prepare, self, *tensors, *options)(*tensors)
 
     def _check(self, width: int, tokens: int, dtype: torch.dtype):
         if tokens * width > math.prod(self.shape) or dtype != self.dtype:
