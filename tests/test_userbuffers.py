@@ -561,7 +561,7 @@ def communicator_on(sim):
     """A communicator whose streams are the simulator's, and which needs no ranks."""
     comm = te.CommOverlap.__new__(te.CommOverlap)
     context = types.SimpleNamespace(num_programs=4, current_stream=lambda: 0)
-    comm._domain = types.SimpleNamespace(dev=sim, context=context, closed=False)
+    comm._helper = types.SimpleNamespace(dev=sim, context=context, closed=False)
     comm.shape, comm.dtype, comm.comm_type = (64, 4), torch.float32, te.CommOverlapType.AG
     comm.options = te.default_config(2)["qkv_dgrad"]
     comm.stream = sim.Stream("comm")

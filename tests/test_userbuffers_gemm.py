@@ -695,7 +695,7 @@ def test_general_gemm_sees_what_changes_between_calls(ctx):
     comm.get_buffer(shape=(S // 2, H))
     with pytest.raises(ValueError, match=f"{2 * S} tokens of {H} .* don't fit"):
         te.general_gemm(w, filled, **call)
-    comm._domain.close()
+    comm._helper.close()
     with pytest.raises(TkernelsError, match="has been given back"):
         te.general_gemm(w, x, **call)
 
