@@ -17,29 +17,36 @@ from tkernels.comm.context import Context
 from tkernels.timing import Call
 
 
-def compile_ahead(ctx: Context, calls: dict[str, Call], done: Callable[[int], None]) -> dict[str, str]:
+def compile_ahead(
+    ctx: Context, calls: dict[str, Call], done: Callable[[int], None], all_kernels: bool = False
+) -> dict[str, str]:
     """Collective. Compile the kernel that each call launches first, without launching it. Returns failures by name.
 
     The calls are made one after the other, up to their launch, so they may be collective. done: called with the number
-    of this rank's kernels compiled so far.
+    of this rank's kernels compiled so far. all_kernels: calls go on after it, to compile all that they launch; their
+    results are arbitrary, so nothing may depend on these, as where ranks wait for each other.
     """
     forget_calls(ctx)  # a prepared launch bypasses the compiler
     compiler, kernels, failures = _Compiler(), {}, {}
-    with AsyncCompileMode(compiler, ignore_errors=True), _launches_compile() as launched:
+    with AsyncCompileMode(compiler, ignore_errors=True), _launches_compile(all_kernels) as launched:
         for name, call in calls.items():
+            if all_kernels:
+                forget_calls(ctx)  # what the call before has prepared never ran
             try:
                 call()
             except _Compiling:
-                kernels[name] = launched.pop()
+                pass
             except Exception as error:  # concerns this candidate only
                 failures[name] = sentence(error)
+            kernels[name] = launched.copy()
+            launched.clear()
         with ThreadPoolExecutor(max((os.cpu_count() or 1) // ctx.size, 1)) as threads:
             mine = compiler.waiting[ctx.rank :: ctx.size]
             for number, _ in enumerate(threads.map(_Task.run, mine)):
                 done(number + 1)
             ctx.group.gather(None)  # a barrier: behind it the kernels of all ranks are on disk
             list(threads.map(_Task.run, [task for task in compiler.waiting if task not in mine]))
-        for name, kernel in kernels.items():
+        for name, kernel in ((name, kernel) for name, found in kernels.items() for kernel in found):
             try:
                 kernel = kernel.result() if hasattr(kernel, "result") else kernel
                 kernel._init_handles()  # fails if there is not enough shared memory
@@ -47,6 +54,7 @@ def compile_ahead(ctx: Context, calls: dict[str, Call], done: Callable[[int], No
                     failures[name] = f"registers: the compiler spills {kernel.n_spills} of them"
             except Exception as error:
                 failures[name] = sentence(error)
+    forget_calls(ctx)
     return failures
 
 
@@ -77,13 +85,17 @@ class _Compiler(Executor):
 
 
 @contextlib.contextmanager
-def _launches_compile():
-    """In this block, launching a kernel compiles it, appends it to the yielded list and raises _Compiling."""
+def _launches_compile(goes_on: bool):
+    """In this block, launching a kernel compiles it, appends it to the yielded list and raises _Compiling.
+
+    goes_on: it raises nothing, so a call compiles all its kernels.
+    """
     run, launched = JITFunction.run, []
 
     def compile_only(self, *args, grid, warmup, **options):
         launched.append(run(self, *args, grid=grid, warmup=True, **options))
-        raise _Compiling
+        if not goes_on:
+            raise _Compiling
 
     JITFunction.run = compile_only
     try:

@@ -8,6 +8,7 @@ else:
     from tkernels.comm.fence import EventCompletion, Fence
     from tkernels.layers.data_parallel.ddp import OverlappedDDP, ensure_params_ready
     from tkernels.layers.data_parallel.fsdp import FullyShard
+    from tkernels.layers.data_parallel.fully_shard import fully_shard, register_fsdp_forward_method
     from tkernels.layers.data_parallel.grad_bucket import GradBucket
     from tkernels.layers.data_parallel.grad_hooks import GradReadyHooks, grad_ready_hooks
     from tkernels.layers.data_parallel.norms import clip_grad_norm_
@@ -22,13 +23,9 @@ else:
     from tkernels.layers.data_parallel.zero import ZeroOptimizer
     from tkernels.layers.graphs import captured
     from tkernels.layers.lease import Keepalive, Lease, Slot, WorkCompletion
-    from tkernels.layers.pipeline.communicator import (
-        P2PCommunicator,
-        P2PHandle,
-        custom_backward,
-        deallocate_output_tensor,
-    )
-    from tkernels.layers.pipeline.schedules import forward_backward_pipelining, split_into_stages
+    from tkernels.layers.pipeline.communicator import P2PCommunicator, P2PHandle
+    from tkernels.layers.pipeline.memory import custom_backward, deallocate_output_tensor
+    from tkernels.layers.pipeline.run import forward_backward_pipelining, split_into_stages
     from tkernels.layers.tensor_parallel.functions import (
         all_reduce_sequence_parallel_grads,
         column_parallel_linear,
@@ -43,9 +40,19 @@ else:
     from tkernels.layers.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
     from tkernels.layers.tensor_parallel.mlp import ParallelMLP
     from tkernels.layers.tensor_parallel.parallelize import parallelize
+    from tkernels.layers.tensor_parallel.plan import parallelize_module
+    from tkernels.layers.tensor_parallel.styles import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        PrepareModuleInputOutput,
+        PrepareModuleOutput,
+        RowwiseParallel,
+        SequenceParallel,
+    )
 
     __all__ = [
         "Bucket",
+        "ColwiseParallel",
         "ColumnParallelLinear",
         "EventCompletion",
         "Fence",
@@ -62,7 +69,12 @@ else:
         "P2PCommunicator",
         "P2PHandle",
         "ParallelMLP",
+        "PrepareModuleInput",
+        "PrepareModuleInputOutput",
+        "PrepareModuleOutput",
         "RowParallelLinear",
+        "RowwiseParallel",
+        "SequenceParallel",
         "Slot",
         "WorkCompletion",
         "ZeroOptimizer",
@@ -75,14 +87,17 @@ else:
         "deallocate_output_tensor",
         "ensure_params_ready",
         "forward_backward_pipelining",
+        "fully_shard",
         "gather_from_sequence_parallel_region",
         "gather_from_tensor_model_parallel_region",
         "gather_state_dict",
         "grad_ready_hooks",
         "load_full_state_dict",
         "parallelize",
+        "parallelize_module",
         "reduce_from_tensor_model_parallel_region",
         "reduce_scatter_to_sequence_parallel_region",
+        "register_fsdp_forward_method",
         "scatter_to_sequence_parallel_region",
         "scatter_to_tensor_model_parallel_region",
         "sharded_state_dict",

@@ -36,6 +36,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch._meta_registrations  # shapes of the operators that C++ alone can't infer
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -383,6 +384,8 @@ class Simulator(TorchDispatchMode):
         stream._enqueue(_Kernel(name, call, index, [access for access in accesses if access is not None]))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes back with local tensors
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         device = tensors[0].device if tensors else torch.device(kwargs.get("device") or "cpu")

@@ -543,7 +543,6 @@ def test_a_matmul_goes_through_its_states(ctx):
             with pytest.raises(cublasmp.InvalidMatmulState, match=r"call plan\(\) first"):
                 early()
         assert mm.plan(epilog=E.BIAS, epilog_inputs=bias) is mm
-        assert mm.workspace_bytes > b.numel() * b.element_size()
         case.judge(mm.execute(), parts[2])
         mm.reset_operands(a=a2, b=b2)
         mm.reset_operands(epilog_inputs=bias2)
@@ -676,10 +675,9 @@ def test_gradients_are_refused_and_not_dropped(ctx):
 def test_a_plan_is_made_once_and_for_each_field_that_changes_what_is_done(ctx, monkeypatch):
     """R29: calls that differ in one field never share a plan, calls that differ in none do."""
     made = []
-    cublasmp.multiplication._plans.pop(ctx, None)  # those of other tests
-    ctx.forget_calls()
-    make = cublasmp.multiplication.make_plan
-    monkeypatch.setattr(cublasmp.multiplication, "make_plan", lambda *rest: made.append(rest[1]) or make(*rest))
+    multiplication._plans.pop(ctx, None)  # those of other tests
+    make = multiplication.Plan
+    monkeypatch.setattr(multiplication, "Plan", lambda *rest: made.append(rest[1]) or make(*rest))
     case = Case(*EVEN, "TN", E.BIAS, torch.bfloat16)
     distributions, parts = layouts("GEMM+RS", "TN", case, ctx.rank, ctx.size)
     a, b = (case.tensor(parts[i].of((case.a, case.b)[i]), ctx) for i in (0, 1))
@@ -757,15 +755,15 @@ def test_the_adapter_adds_no_copy_no_allocation_and_no_second_look(ctx, monkeypa
         with Matmul(a, b, **{k: call[k] for k in ("distributions", "qualifiers", "options", "ctx")}) as mm:
             mm.plan(epilog=case.epilog, epilog_inputs={"bias": bias})
             wanted = host_work(ctx, lambda: plain[pattern](x, w, bias))  # noqa: B023
-            with monkeypatch.context() as patch:  # a plan that is there is found without a look at what it is of
-                patch.delattr(cublasmp.multiplication, "_understand")
+            with monkeypatch.context() as patch:  # a plan that is there is found without a meeting of the ranks
+                patch.delattr(multiplication, "_resolved")
                 assert host_work(ctx, lambda: matmul(a, b, **call)) == wanted, (pattern, order)  # noqa: B023
                 assert host_work(ctx, mm.execute) == wanted, (pattern, order)
 
 
 @pytest.mark.ranks(2)
 def test_calls_that_look_alike_follow_one_plan_whoever_made_their_arguments(ctx, monkeypatch):
-    """New objects that equal the old ones change nothing; neither do other addresses, but for their alignment."""
+    """New objects that equal the old ones change nothing; neither do other addresses."""
     case = Case(*EVEN, "TN", E.BIAS, torch.bfloat16)
     _, parts = layouts("AG+GEMM", "TN", case, ctx.rank, ctx.size)
     a, b = (case.tensor(parts[i].of((case.a, case.b)[i]), ctx) for i in (0, 1))
@@ -779,15 +777,12 @@ def test_calls_that_look_alike_follow_one_plan_whoever_made_their_arguments(ctx,
         case.judge(got, parts[2])
 
     call()
-    with monkeypatch.context() as patch:
-        patch.delattr(cublasmp.multiplication, "_prepare")
-        call()
-        call(a=a.t().clone().t(), epilog=E(4))
-        call(options=MatmulOptions(algo_type=MatmulAlgoType.ATOMIC_P2P))
-    with monkeypatch.context() as patch:  # another alignment is prepared anew, of which no other rank has to know
-        patch.delattr(cublasmp.multiplication, "make_plan")
-        moved = b.new_empty(b.numel() + 1)[1:].view(b.shape[::-1]).t().copy_(b)
-        call(b=moved if ctx.rank == 0 else b)
+    monkeypatch.delattr(multiplication, "_resolved")
+    call()
+    call(a=a.t().clone().t(), epilog=E(4))
+    call(options=MatmulOptions(algo_type=MatmulAlgoType.ATOMIC_P2P))
+    moved = b.new_empty(b.numel() + 1)[1:].view(b.shape[::-1]).t().copy_(b)
+    call(b=moved if ctx.rank == 0 else b)  # another alignment on one rank alone
 
 
 @pytest.mark.ranks(2)
@@ -833,20 +828,20 @@ def test_a_planned_call_sees_what_changes(ctx, monkeypatch):
         with pytest.raises(ValueError, match="computes no gradients"):
             call()
         a.requires_grad_(False)
-        monkeypatch.setattr(cublasmp.multiplication, "MAX_PLANS", 2)  # as many as there are: the next one is one more
+        monkeypatch.setattr(multiplication, "MAX_PLANS", 2)  # as many as there are: the next one is one more
         call(options={"algo_type": MatmulAlgoType.FUSED})
-        made, make = [], cublasmp.multiplication.make_plan
-        monkeypatch.setattr(cublasmp.multiplication, "make_plan", lambda *rest: made.append(rest) or make(*rest))
+        made, make = [], multiplication.Plan
+        monkeypatch.setattr(multiplication, "Plan", lambda *rest: made.append(rest) or make(*rest))
         call()
-        assert len(made) == 1  # its plan was dropped, and on every rank what calls had of it
+        assert len(made) == 1  # its plan was dropped
     with pytest.raises(TkernelsError, match="has been finalized"):  # it was given back
         call()
 
 
 @pytest.mark.ranks(1)
 def test_plans_are_few_and_go_with_their_context(ctx, monkeypatch):
-    monkeypatch.setattr(cublasmp.multiplication, "MAX_PLANS", 3)
-    plans = cublasmp.multiplication._plans
+    monkeypatch.setattr(multiplication, "MAX_PLANS", 3)
+    plans = multiplication._plans
     context = tkernels.init(ctx.group.process_group, heap_bytes=1 << 20)
     for k in range(1, 7):
         a, b = (torch.ones(shape, device=ctx.device) for shape in ((2, k), (k, 2)))
@@ -967,7 +962,7 @@ def test_a_problem_that_has_no_plan_is_refused_while_capturing(ctx):
 @pytest.mark.parametrize("form", ["matmul", "plan"])
 def test_matmul_plans_in_no_thread_while_another_has_the_context(ctx, monkeypatch, form):
     """Planning makes room in the workspace, and multiplies."""
-    monkeypatch.setattr(multiplication, "make_plan", lambda *_: pytest.fail("planned"))
+    monkeypatch.setattr(multiplication, "_resolved", lambda *_: pytest.fail("planned"))
     with tkernels.init(heap_bytes=8 << 20, default=False) as context:
         a, b = torch.ones(8, 4, device=ctx.device), torch.ones(8, 4, device=ctx.device)
         options = dict(distributions=[Slab.X, Slab.X, Slab.Y], qualifiers="TN", ctx=context)

@@ -94,7 +94,8 @@ def test_import_needs_neither_cuda_nor_nvshmem_and_loads_no_tool(tmp_path):
 
 # The parts of tkernels that stand above the layers.
 APPLICATIONS = (
-    "__main__", "cli", "demo", "doctor", "explain_command", "testing", "trace.command", "tune", "tune_command",
+    "__main__", "cli", "demo", "doctor", "examples", "explain_command", "testing", "trace.command", "tune",
+    "tune_command",
 )  # fmt: skip
 
 

@@ -14,14 +14,18 @@ import triton
 import triton.language as tl
 from streams import Race, Simulator, subsets
 from test_pipeline import PEER, Ranks, Recorder
-from transports import every_transport, gpu_only, late, message_on_every_rank, nccl, over, own_gpus
+from torch.distributed.device_mesh import init_device_mesh
+from transports import every_transport, gpu_only, late, message_on_every_rank, over, own_gpus
 
 import tkernels
 from tkernels.comm import HeapExhaustedError, LeaseError, MismatchError, WaitTimeoutError
+from tkernels.comm.context import Context, as_context
 from tkernels.layers.lease import Lease
-from tkernels.layers.pipeline.communicator import EDGES, P2PCommunicator, custom_backward, deallocate_output_tensor
+from tkernels.layers.pipeline.communicator import P2PCommunicator
+from tkernels.layers.pipeline.memory import custom_backward, deallocate_output_tensor
+from tkernels.layers.pipeline.transports import EDGES
 
-BACKENDS = ["nvshmem", "gloo"] if tkernels.RUNTIME == "simulated" else ["nvshmem", nccl]
+BACKENDS = ["tkernels", pytest.param("torch", marks=own_gpus)]
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
@@ -60,7 +64,7 @@ def send_unleased(comm, edge, tensor):
     with lease.write():
         pass
     with lease.read(comm.streams[edge]), comm.dev.stream(comm.streams[edge]):
-        return comm._wire.send(edge, tensor)
+        return comm._transport.send(edge, tensor)
 
 
 def three_sends(sim, form):
@@ -448,7 +452,7 @@ def test_wrong_arguments_are_refused_by_name():
     sim = Simulator()
     comm = P2PCommunicator(Ranks(0, 4), backend=Wire(sim), dev=sim, stream=sim.Stream("comm"), dtype=torch.bfloat16)
     for call, message in [
-        (lambda: P2PCommunicator(Ranks(0, 4), backend="mpi"), "backend='mpi' is unknown; use nvshmem, nccl, gloo"),
+        (lambda: P2PCommunicator(Ranks(0, 1), backend="mpi"), "backend='mpi' is unknown; use 'tkernels' or 'torch'"),
         (lambda: P2PCommunicator(Ranks(0, 4), backend=Wire(sim), max_inflight=0), "max_inflight=0 must be at least 1"),
         (lambda: comm.isend(torch.ones(1), 2), r"can't send to rank 2: .* before it \(3\) and the one after it \(1\)"),
         (lambda: comm.irecv((1,), None, 0), "can't receive from rank 0"),
@@ -629,7 +633,7 @@ def test_handles_may_be_waited_for_in_any_order_and_polled(ctx, backend):
     (first, first_handle), (second, second_handle) = (comm.irecv((3, 5), None, 1 - ctx.rank) for _ in range(2))
     second_handle.wait()
     assert torch.equal(second.cpu(), value(1 - ctx.rank, 1))
-    if backend == "nvshmem":
+    if backend == "tkernels":
         limit = time.monotonic() + 300
         while not first_handle.query() and time.monotonic() < limit:
             pass
@@ -649,7 +653,8 @@ PATIENCE_S = {"leased": 300.0, "wait at once": 1.0}  # for the compute, which co
 
 @pytest.mark.ranks(2)
 def test_p2p_communicator_raises_what_is_wrong_on_one_rank_on_every_rank(ctx):
-    for wrong in ({"max_inflight": 0}, {"dtype": "bf16"}, {"config": 3}, {"slot_bytes": "many"}, {"copies": 0}):
+    wrongs = ({"backend": "nccl"}, {"backend": 3}, {"max_inflight": 0}, {"dtype": "bf16"}, {"config": 3})
+    for wrong in (*wrongs, {"slot_bytes": "many"}, {"copies": 0}):
         with pytest.raises((TypeError, ValueError, MismatchError)) as error:
             P2PCommunicator(ctx, **(wrong if ctx.rank == 1 else {}))
         message_on_every_rank(ctx, error.value)
@@ -664,17 +669,52 @@ def test_a_communicator_that_finds_no_room_leaves_none_behind(ctx):
     ctx.free(ctx.empty(2 * large, dtype=torch.uint8))
     free = ctx.heap._blocks.largest
     comm = P2PCommunicator(ctx, slot_bytes=4096, max_inflight=3)
-    assert {channel.copies for channel in comm._wire.channels.values()} == {3}  # no send waits for one let go of
+    assert {channel.copies for channel in comm._transport.channels.values()} == {3}  # no send waits for one let go of
     comm.close()
     assert ctx.heap._blocks.largest == free
 
 
+@pytest.mark.ranks(4)
+@every_backend
+def test_p2p_communicator_takes_a_mesh_a_process_group_or_a_context(ctx, backend):
+    mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("pp", "dp"))
+    for pp_group in (mesh["pp"], mesh.get_group("pp"), as_context(mesh["pp"])):
+        comm = P2PCommunicator(pp_group, backend=backend, slot_bytes=4096)
+        assert (comm.rank, comm.size) == (ctx.rank // 2, 2)
+        assert isinstance(pp_group, Context) or comm.pp_group is mesh.get_group("pp")
+        got = comm.send_forward_recv_forward(value(ctx.rank, 1).to(comm.device), True, (3, 5))
+        assert torch.equal(got.cpu(), value((ctx.rank + 2) % 4, 1))
+        comm.close()
+    with pytest.raises(ValueError, match=r"mesh: .*2 dimensions, \('pp', 'dp'\).*mesh\['"):
+        P2PCommunicator(mesh, backend=backend)
+
+
 @pytest.mark.ranks(2)
-def test_a_group_of_other_ranks_than_the_default_contexts_is_refused(ctx):
-    alone = [torch.distributed.new_group([rank]) for rank in range(2)][ctx.rank]
-    with pytest.raises(ValueError, match=rf"the default one is of ranks \[0, 1\], not \[{ctx.rank}\]; pass tkernels"):
-        P2PCommunicator(alone)
-    torch.distributed.destroy_process_group(alone)
+def test_p2p_communicator_refuses_ranks_with_other_options(ctx):
+    for name, values in (
+        ("dtype", (torch.float32, torch.bfloat16)),
+        ("variable_seq_lengths", (False, True)),
+        ("backend", ("tkernels", "torch")),
+    ):
+        with pytest.raises(MismatchError, match=f"P2PCommunicator: the ranks' calls differ, in {name}") as error:
+            P2PCommunicator(ctx, **{name: values[ctx.rank]})
+        message_on_every_rank(ctx, error.value)
+    P2PCommunicator(ctx).close()
+
+
+@pytest.mark.ranks(2)
+@every_backend
+def test_irecv_of_another_dtype_than_was_sent_is_refused_where_it_is_exchanged(ctx, backend):
+    comm = P2PCommunicator(ctx, backend=backend, slot_bytes=4096, variable_seq_lengths=True)
+    if ctx.rank == 0:
+        comm.isend(torch.ones(4, 2, device=comm.device, dtype=torch.bfloat16), 1).wait()
+    else:
+        with pytest.raises(ValueError, match=r"recv_prev: rank 1 receives torch.float32, but a torch.bfloat16 tensor"):
+            comm.irecv(None, torch.float32, 0)
+        comm._transport.receive("recv_prev", torch.empty(16, dtype=torch.uint8, device=comm.device)).wait(
+            comm.dev.current_stream()
+        )  # or rank 0 waits for its message to leave
+    comm.close()
 
 
 @pytest.mark.ranks(2)
@@ -794,7 +834,7 @@ def test_the_next_compute_is_done_while_the_send_is_open(ctx, backend):
     warm_up(comm, ctx)
     a = torch.randn(1024, 1024, device="cuda")
     # NCCL's buffers, 4 MiB for each of up to 32 channels, take in a message that nobody receives yet.
-    mebibytes = 512 if backend == "nccl" else MEBIBYTES
+    mebibytes = 512 if backend == "torch" else MEBIBYTES
     host_group(ctx)
     big(0.0, mebibytes), a @ a  # all modules are loaded before a kernel waits
     receiving = torch.cuda.Stream()  # which doesn't come after this rank's own send, nor does its memory
@@ -877,7 +917,7 @@ def test_whether_nccls_sends_may_be_freed_without_a_lease(ctx, iterations):
 
     active_pending_free: by recordStream, which waits for NCCL. active_allocated: by a reference to the storage.
     """
-    comm = P2PCommunicator(ctx, backend="nccl")
+    comm = P2PCommunicator(ctx, backend="torch")
     warm_up(comm, ctx)
     wrong, held = 0, Counter()
     for _ in range(iterations):

@@ -1,6 +1,7 @@
 """Pipelines: schedules that balance and cannot deadlock, and training to the losses of the model that is not split."""
 
 import contextlib
+import copy
 import gc
 import itertools
 import warnings
@@ -12,17 +13,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transports import nccl
+from transports import own_gpus
 
-import tkernels
 from tkernels.comm.group import Group
 from tkernels.demo.model import ModelConfig, Transformer
-from tkernels.layers.pipeline import schedules
+from tkernels.layers.pipeline import run
 from tkernels.layers.pipeline.communicator import ISSUE_ORDER, P2PCommunicator
-from tkernels.layers.pipeline.schedules import Step, forward_backward_pipelining, schedule, split_into_stages
+from tkernels.layers.pipeline.run import forward_backward_pipelining, split_into_stages
+from tkernels.layers.pipeline.schedule import Step, schedule
 from tkernels.testing.compare import assert_close_to
 
-BACKENDS = ["nvshmem", "gloo"] if tkernels.RUNTIME == "simulated" else ["nvshmem", nccl]
+BACKENDS = ["tkernels", pytest.param("torch", marks=own_gpus)]
 PLANS = [
     (size, chunks, count)
     for size, chunks, count in itertools.product((1, 2, 3, 4, 5), (1, 2, 3), (1, 2, 3, 4, 6, 8, 12))
@@ -204,7 +205,7 @@ def test_interleaving_in_single_steps_without_overlap_would_deadlock(monkeypatch
         return schedule(*arguments, **options | {"overlap": True})
 
     assert finishes([trace for trace, _ in traces(2, 2, 4, overlap=False)])
-    monkeypatch.setattr(schedules, "schedule", in_single_steps)
+    monkeypatch.setattr(run, "schedule", in_single_steps)
     assert not finishes([trace for trace, _ in traces(2, 2, 4, overlap=False)])
 
 
@@ -270,17 +271,104 @@ def build(config=CONFIG, seed=0):
 
 def stages_of(model, rank, size, num_chunks):
     head = nn.Sequential(model.norm, model.head)
-    return split_into_stages(Embedding(model), model.blocks, head, rank=rank, size=size, num_chunks=num_chunks)
+    mesh = Ranks(rank, size)
+    return split_into_stages(Embedding(model), model.blocks, head, model=model, mesh=mesh, num_chunks=num_chunks)
 
 
-def test_split_into_stages_refuses_ranks_and_sizes_that_are_none():
+def test_split_into_stages_keeps_the_models_names_and_its_modules():
+    """The keys of the chunks of all ranks together are the model's; a checkpoint of either loads into the other."""
+    for device, num_chunks in (("cpu", 1), ("cpu", 2), ("meta", 2)):
+        with torch.device(device):
+            model = build()
+        want, found = model.state_dict(), {}
+        for rank in range(2):
+            for chunk in stages_of(model, rank, 2, num_chunks):
+                mine = chunk.state_dict()
+                assert not found.keys() & mine.keys() and dict(chunk.named_parameters()).keys() == mine.keys()
+                chunk.load_state_dict({name: want[name] for name in mine})
+                found |= mine
+        assert found.keys() == want.keys() and all(found[name].data_ptr() == want[name].data_ptr() for name in want)
+    rank_1 = stages_of(build(), 1, 2, 2)
+    assert {name.split(".")[1] for name in rank_1[0].state_dict()} == {"2", "3"}
+    assert set(dict(rank_1[1].named_children())) == {"blocks", "norm", "head"}
+
+
+def test_split_into_stages_without_the_model_names_by_its_arguments():
+    chunk = split_into_stages(nn.Linear(2, 2), [nn.Linear(2, 2, bias=False)], nn.Identity(), mesh=Ranks(0, 1))[0]
+    assert list(chunk.state_dict()) == ["embedding.weight", "embedding.bias", "blocks.0.weight"]
+
+
+def test_split_into_stages_runs_what_is_put_in_a_modules_place():
+    """Swapped in the model before the split, or in the chunk after it, inside of a block, a part, or a part's part."""
+    model = build()
+    tokens, positions = torch.arange(12).view(6, 2) % 11, torch.arange(6)
+    for path in ("blocks.1.mlp.fc1", "blocks.2", "embedding", "norm"):
+        (chunk,) = stages_of(model, 0, 1, 1)
+        assert torch.equal(chunk(tokens), model(tokens, positions))
+        module = copy.deepcopy(model.get_submodule(path))
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(1.5)
+        chunk.set_submodule(path, module)
+        model.set_submodule(path, module)
+        assert torch.equal(chunk(tokens), model(tokens, positions)), path
+    assert torch.equal(copy.deepcopy(chunk)(tokens), model(tokens, positions))
+
+
+def test_split_into_stages_sets_the_mode_of_a_part_that_the_model_does_not_have():
+    class Dropping(Embedding):
+        def forward(self, tokens):
+            return F.dropout(super().forward(tokens), training=self.training)
+
+    model = build()
+    (chunk,) = split_into_stages(
+        Dropping(model), model.blocks, nn.Sequential(model.norm, model.head), model=model, mesh=Ranks(0, 1)
+    )
+    assert not any(part.training for part in chunk.eval().parts) and all(part.training for part in chunk.train().parts)
+
+
+class Scaled(nn.Module):
+    """A block with options, one of which is no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, mask=None, *, scale: float):
+        x = self.linear(x) * scale
+        return x if mask is None else x.masked_fill(mask, 0)
+
+
+def test_split_into_stages_gives_each_module_the_options_that_its_forward_names():
+    model = nn.ModuleDict({"first": nn.Linear(4, 4), "blocks": nn.ModuleList([Scaled(), Scaled()]), "last": Scaled()})
+    (chunk,) = split_into_stages(model["first"], model["blocks"], model["last"], model=model, mesh=Ranks(0, 1))
+    x, mask = torch.ones(2, 4), torch.eye(4).bool()[:2]
+    want = model["first"](x)
+    for part in (*model["blocks"], model["last"]):
+        want = part(want, mask, scale=0.5)
+    assert torch.equal(chunk(x, mask=mask, scale=0.5), want)
+    with pytest.raises(TypeError, match="no part of the model takes masks; they take mask, scale"):
+        chunk(x, masks=mask, scale=0.5)
+    with pytest.raises(TypeError, match="scale"):  # which a block lacks
+        chunk(x)
+
+
+def test_split_into_stages_refuses_what_is_no_number_of_chunks_and_parts_that_leave_something_out():
     parts = nn.Linear(2, 2), [nn.Linear(2, 2) for _ in range(4)], nn.Linear(2, 2)
-    for error, options in (
-        (ValueError, {"rank": -1}), (ValueError, {"rank": 2}), (ValueError, {"size": 0}),
-        (ValueError, {"num_chunks": 0}), (TypeError, {"rank": 0.0}), (TypeError, {"num_chunks": "x"}),
-    ):  # fmt: skip
+    for error, options in ((ValueError, {"num_chunks": 0}), (TypeError, {"num_chunks": "x"})):
         with pytest.raises(error, match=f"pipeline: {next(iter(options))}="):
-            split_into_stages(*parts, **{"rank": 0, "size": 2} | options)
+            split_into_stages(*parts, mesh=Ranks(0, 2), **options)
+    with pytest.raises(ValueError, match="5 blocks don't make 6 parts, of 3 ranks x 2"):
+        split_into_stages(parts[0], [*parts[1], nn.Linear(2, 2)], parts[2], mesh=Ranks(0, 3), num_chunks=2)
+    model = build()
+    with pytest.raises(ValueError, match=r"positions.weight, norm.weight, norm.bias of the model are in none of embed"):
+        split_into_stages(model.embedding, model.blocks, model.head, model=model, mesh=Ranks(0, 2))
+    model.embedding.scale = nn.Parameter(torch.ones(1))
+    embedding = Embedding(model)
+    embedding.own = nn.Parameter(torch.ones(1))
+    with pytest.raises(ValueError, match="the part Embedding has own, which are in no module of the model"):
+        stage = nn.Sequential(model.norm, model.head)
+        split_into_stages(embedding, model.blocks, stage, model=model, mesh=Ranks(0, 2))
 
 
 def loss_of(logits, targets):
@@ -541,13 +629,11 @@ def test_a_handle_of_the_callers_own_may_be_open_and_shapes_must_be_known(ctx):
     comm.close()
 
 
-def test_parts_of_a_model_are_its_blocks_in_order():
+def test_split_into_stages_takes_the_blocks_in_order():
     blocks = [nn.Linear(1, 1) for _ in range(5)]
     embedding, head = nn.Identity(), nn.Identity()
     parts = {}
     for rank in range(2):
-        for chunk, stage in enumerate(split_into_stages(embedding, blocks, head, rank=rank, size=2, num_chunks=2)):
-            parts[2 * chunk + rank] = list(stage)
+        chunks = split_into_stages(embedding, blocks, head, mesh=Ranks(rank, 2), num_chunks=2)
+        parts |= {2 * chunk + rank: stage.parts for chunk, stage in enumerate(chunks)}
     assert [part for number in range(4) for part in parts[number]] == [embedding, *blocks, head]
-    with pytest.raises(ValueError, match="5 blocks don't make 6 parts, of 3 ranks x 2"):
-        split_into_stages(embedding, blocks, head, rank=0, size=3, num_chunks=2)

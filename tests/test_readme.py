@@ -16,7 +16,9 @@ from tkernels.choice import forget_choices
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-FOLDERS = ("comm", "tkernels", "layers", "layers/userbuffers", "layers/cublasmp", "layers/doors")
+FOLDERS = (
+    "comm", "tkernels", "layers", "layers/pipeline", "layers/userbuffers", "layers/cublasmp", "layers/doors",
+)  # fmt: skip
 GUIDES = {f"{folder}/README.md": (ROOT / folder / "README.md").read_text() for folder in FOLDERS}
 SHORTENED = {  # a line for the folder
     "tkernels/demo",
@@ -112,8 +114,9 @@ def test_the_examples_on_several_ranks_run(ctx, name):
 
 
 def test_every_system_has_an_example():
-    systems = ["P2PCommunicator", "FullyShard", "ZeroOptimizer", "OverlappedDDP"]
-    assert list(EXAMPLES) == ["parallelize", *systems, "ColumnParallelLinear", "shim", "Matmul", "fsdp2"]
+    systems = ["P2PCommunicator", "forward_backward_pipelining", "FullyShard", "ZeroOptimizer", "OverlappedDDP"]
+    others = ["ColumnParallelLinear", "shim", "Matmul", "fsdp2"]
+    assert set(EXAMPLES) == {"ColwiseParallel", "parallelize", *systems, *others}
 
 
 @pytest.mark.ranks(2)

@@ -48,29 +48,29 @@ class ProcessGrid:
     Layout = GridLayout
 
     def __post_init__(self):
-        shape, layout, array = self.shape, self.layout, self.process_array
+        shape, layout, array = _pair(self.shape, 1), self.layout, self.process_array
         if array is not None:
-            array, found = _matrix_of_ranks(array)
-            if layout is not None or shape is not None and _pair(shape, 1) != found:
+            order = _matrix_of_ranks(array)
+            if layout is not None or self.shape is not None and shape != order.shape:
                 raise ValueError(
-                    f"ProcessGrid: shape={shape}, layout={layout} beside a process_array of {found}; leave them out"
+                    f"ProcessGrid: shape={self.shape}, layout={layout} beside a process_array of {order.shape}; leave "
+                    f"them out"
                 )
-            shape = found
-        shape = _pair(shape, 1)
-        if shape is None:
+            shape, array = order.shape, tuple(map(tuple, order.tolist()))
+        elif shape is None:
             raise ValueError(f"ProcessGrid: shape={self.shape} must be (rows, columns) of processes, each at least 1")
-        if layout is not None and (not isinstance(layout, int) or layout not in list(GridLayout)):
+        elif layout is None and min(shape) > 1:
+            raise ValueError(
+                f"ProcessGrid: shape={shape} can be filled in two ways; pass layout=ProcessGrid.Layout.COL_MAJOR or "
+                f"ROW_MAJOR"
+            )
+        elif layout is not None and (not isinstance(layout, int) or layout not in list(GridLayout)):
             raise ValueError(f"ProcessGrid: layout={layout!r} must be ProcessGrid.Layout.COL_MAJOR or ROW_MAJOR")
-        if array is None:
-            if layout is None and min(shape) > 1:
-                raise ValueError(
-                    f"ProcessGrid: shape={tuple(shape)} can be filled in two ways; pass layout=ProcessGrid.Layout."
-                    f"COL_MAJOR or ROW_MAJOR"
-                )
+        else:
             layout = GridLayout.ROW_MAJOR if min(shape) == 1 else GridLayout(layout)
-        object.__setattr__(self, "shape", shape)
-        object.__setattr__(self, "layout", layout)
-        object.__setattr__(self, "process_array", array)
+            order = numpy.arange(math.prod(shape)).reshape(shape, order="FC"[layout])
+        for name, value in (("shape", shape), ("layout", layout), ("process_array", array), ("_order", order.tolist())):
+            object.__setattr__(self, name, value)
 
     @property
     def size(self) -> int:
@@ -78,16 +78,10 @@ class ProcessGrid:
 
     def coordinates(self, rank: int) -> tuple[int, int]:
         """Row and column of a rank in the grid."""
-        if self.process_array is not None:
-            return next((row, ranks.index(rank)) for row, ranks in enumerate(self.process_array) if rank in ranks)
-        if self.layout == GridLayout.ROW_MAJOR:
-            return divmod(rank, self.shape[1])
-        return rank % self.shape[0], rank // self.shape[0]
+        return next((row, ranks.index(rank)) for row, ranks in enumerate(self._order) if rank in ranks)
 
     def transposed(self) -> "ProcessGrid":
-        if self.process_array is not None:
-            return ProcessGrid(process_array=tuple(zip(*self.process_array, strict=True)))
-        return ProcessGrid(shape=self.shape[::-1], layout=GridLayout(1 - self.layout))
+        return ProcessGrid(process_array=tuple(zip(*self._order, strict=True)))
 
 
 class Distribution:
@@ -276,14 +270,13 @@ def _pair(value, least: int) -> tuple[int, int] | None:
     return (int(values[0]), int(values[1])) if fits else None
 
 
-def _matrix_of_ranks(array) -> tuple[tuple[tuple[int, ...], ...], tuple[int, int]]:
-    """(the array as tuples, its shape). Raises ValueError unless it has each rank once."""
+def _matrix_of_ranks(array) -> numpy.ndarray:
+    """Raises ValueError unless it has each rank once."""
     readable = isinstance(array, torch.Tensor) and array.dtype == torch.int64 and not array.is_meta
     ranks = numpy.array(array.tolist() if readable else None if isinstance(array, torch.Tensor) else array)
-    whole = ranks.ndim == 2 and ranks.dtype.kind in "iu" and sorted(ranks.flat) == list(range(ranks.size))
-    if not whole:
+    if ranks.ndim != 2 or ranks.dtype.kind not in "iu" or sorted(ranks.flat) != list(range(ranks.size)):
         raise ValueError(f"ProcessGrid: process_array={array} must be a matrix of each rank once")
-    return tuple(map(tuple, ranks.tolist())), ranks.shape
+    return ranks
 
 
 def _checked_shape(distribution: Distribution, shape) -> tuple[int, int]:

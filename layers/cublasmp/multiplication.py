@@ -1,14 +1,21 @@
-"""Matmul and matmul: nvmath's stateful and functional APIs for multiplying distributed matrices."""
+"""Matmul and matmul: nvmath's stateful and functional APIs for multiplying distributed matrices.
+
+Plans. A call is understood (`_understand`), which gives the problem and, of one rank, what is wrong with the call. The
+ranks exchange these (`_everyones`) and raise one error, or each makes its `Plan`. A Matmul keeps its plan. `matmul`
+keeps plans by context, problem and `totals`, which are alike on all ranks, so that all of them find one or none does.
+"""
 
 import contextlib
+import dataclasses
+import logging
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
 
 from tkernels.comm import Context, as_context
-from tkernels.comm.calls import describe
 from tkernels.comm.errors import TkernelsError
 from tkernels.gemm import precision
 from tkernels.layers.cublasmp.distributions import Distribution
@@ -21,8 +28,8 @@ from tkernels.layers.cublasmp.options import (
     given,
     transposes,
 )
-from tkernels.layers.cublasmp.plan import Outcome, Plan, agree, bias_of, make_plan
-from tkernels.layers.cublasmp.problem import Operand, Problem, traits
+from tkernels.layers.cublasmp.plan import Outcome, Plan
+from tkernels.layers.cublasmp.problem import Layout, Operand, Problem, resolve, survey
 
 MAX_PLANS = 256  # that `matmul` keeps per context; the oldest is evicted first
 
@@ -36,43 +43,39 @@ class InvalidMatmulState(TkernelsError):
 
 
 class _Request(NamedTuple):
-    """One rank's call, with operands and inputs as torch tensors where the context works.
+    """One rank's call, with operands and inputs as torch tensors where the context works."""
 
-    problem: an exception, if the rank found an error; the other fields are then as they were passed.
-    """
-
-    home: Home | None
+    home: Home
     operands: dict
     inputs: dict
-    problem: Problem | Exception
-    scalars: tuple
+    problem: Problem
+    scalars: tuple[float, float]
 
 
 def _understand(
-    ctx, operands: dict, distributions, alpha, beta, qualifiers, scales, options, preferences, epilog, inputs,
-    home: Home | None = None, error: Exception | None = None,
-) -> _Request:  # fmt: skip
-    """This rank's request. Never raises, so that the ranks meet to raise an error of one of them.
+    ctx, operands: dict, distributions, alpha, beta, qualifiers, scales, options, preferences, epilog, inputs, stream,
+    home: Home | None = None,
+) -> _Request | Exception:  # fmt: skip
+    """This rank's request, or what is wrong with it, to be raised where the ranks meet.
 
     home: where the operands came from, if they are torch tensors already.
-    error: of this rank, from before.
     """
     try:
-        if error is not None:
-            raise error
         inputs = _checked_inputs(inputs)
         held = {name: value for name, value in operands.items() if value is not None or name != "c"}
-        home, tensors = bring(ctx, {**(held if home is None else {}), **inputs}, home)
-        operands = {name: tensors.get(name, value) for name, value in operands.items()}
-        inputs = {name: tensors[name] for name in inputs}
+        with _on(ctx, stream):
+            if home is None:
+                home, held = bring(ctx, held)
+            _, inputs = bring(ctx, inputs, home)
+        operands = operands | held
         options, preferences = given(MatmulOptions, options), given(MatmulPlanPreferences, preferences)
         scalars = _scalars(operands["c"], alpha, beta, scales)
         problem = _problem(*operands.values(), distributions, qualifiers, options, preferences, epilog, inputs)
-    except Exception as caught:
+        return _Request(home, operands, inputs, problem, scalars)
+    except Exception as error:
         # The ranks exchange it, and not every exception can be sent; its type says what a caller can do about it.
-        kind = next((kind for kind in (ValueError, TypeError, RuntimeError) if isinstance(caught, kind)), TypeError)
-        return _Request(home, operands, inputs, kind(str(caught)), (None, None))
-    return _Request(home, operands, inputs, problem, scalars)
+        kind = next((kind for kind in (ValueError, TypeError, RuntimeError) if isinstance(error, kind)), TypeError)
+        return kind(str(error))
 
 
 def _problem(a, b, c, distributions, qualifiers, options, preferences, epilog, inputs) -> Problem:
@@ -84,20 +87,45 @@ def _problem(a, b, c, distributions, qualifiers, options, preferences, epilog, i
             raise TypeError(f"the distribution of {name} is {distribution!r}; pass Slab.X, BlockCyclic or another")
     if epilog is not None and not isinstance(epilog, int):
         raise TypeError(f"epilog={epilog!r} is no MatmulEpilog")
-    flip = options.order == "C"
-    read = lambda t: None if t is None else Operand.of(t.t() if flip and t.dim() == 2 else t)  # noqa: E731
     return Problem(
-        read(a),
-        read(b),
-        read(c),
-        tuple(d.transposed() for d in distributions) if flip else distributions,
+        Operand.of(a),
+        Operand.of(b),
+        None if c is None else Operand.of(c),
+        distributions,
         transposes(qualifiers),
         MatmulEpilog(epilog or 0),
-        tuple((name, Operand.of(inputs["bias"]) if name == "bias" else read(inputs[name])) for name in sorted(inputs)),
+        tuple((name, Operand.of(inputs[name])) for name in sorted(inputs)),
         options,
         preferences,
         _precision(a.dtype, options.compute_type),
     )
+
+
+def _everyones(ctx: Context, request: _Request | Exception) -> list:
+    """Collective. By rank: its problem and scalars, or what is wrong with its call."""
+    if isinstance(request, Exception):
+        return ctx.group.gather(request)
+    options = dataclasses.replace(request.problem.options, logger=None)  # it is local to this rank
+    return ctx.group.gather((request.problem._replace(options=options), request.scalars))
+
+
+def _resolved(ctx: Context, request: _Request | Exception) -> Layout:
+    """Collective. The layout of the ranks' problems, which is logged. Raises the same error on every rank."""
+    layout = resolve(_everyones(ctx, request), ctx.num_programs)
+    if layout.wanted:
+        warnings.warn(
+            f"cublasmp: {', '.join(layout.wanted).upper()} of m, n, k = {layout.m}, "
+            f"{layout.n}, {layout.k} are redistributed in every call, each through the whole matrix on every rank, for "
+            f"{layout.pattern}; distribute them in slabs as that takes them to avoid it",
+            stacklevel=3,
+        )
+    return layout
+
+
+def _plan(ctx: Context, problem: Problem, layout: Layout) -> Plan:
+    plan = Plan(ctx, problem, layout)
+    (problem.options.logger or logging.getLogger(__name__)).info("%s", plan.outcome)
+    return plan
 
 
 def _checked_inputs(inputs) -> dict:
@@ -105,6 +133,10 @@ def _checked_inputs(inputs) -> dict:
     if not isinstance(inputs, (Mapping, type(None))):
         raise TypeError(f"epilog_inputs is {type(inputs).__name__} and must be a dict, such as {{'bias': bias}}")
     return dict(inputs or {})
+
+
+def _present(a, b, c) -> dict:
+    return {name: value for name, value in (("a", a), ("b", b), ("c", c)) if value is not None}
 
 
 def _precision(dtype: torch.dtype, compute_type: MatmulComputeType | None) -> str:
@@ -127,27 +159,6 @@ def _scalars(c, alpha, beta, scales) -> tuple[float, float]:
     return alpha, beta
 
 
-def _key(a, b, c, distributions, qualifiers, epilog, inputs, options, preferences, totals) -> tuple:
-    """The key of a `matmul` call's plan: all that determines the plan, as passed, so that the look-up is fast.
-
-    Raises TypeError, ValueError or AttributeError for arguments that `_understand` reports as errors.
-    """
-    return (
-        matmul,
-        describe(a),
-        describe(b),
-        describe(c),
-        distributions,
-        qualifiers if qualifiers is None or isinstance(qualifiers, str) else transposes(qualifiers),
-        epilog,
-        options if options is None else given(MatmulOptions, options),
-        preferences if preferences is None else given(MatmulPlanPreferences, preferences),
-        precision(a.dtype),
-        (*inputs, *map(describe, inputs.values())) if inputs else None,
-        totals,
-    )
-
-
 def _scalar(name: str, value, default: float) -> float:
     if value is None:
         return default
@@ -158,7 +169,7 @@ def _scalar(name: str, value, default: float) -> float:
 
 
 def _refuse_gradients(*tensors):
-    if any(tensor is not None and tensor.requires_grad for tensor in tensors):
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         raise ValueError(
             "cublasmp computes no gradients, and an operand wants one: call under torch.no_grad(), detach it, or use "
             "tkernels.all_gather_matmul, matmul_reduce_scatter or matmul_all_reduce, which have backward"
@@ -180,21 +191,6 @@ def _on(ctx: Context, stream):
             raise TypeError(f"stream={stream!r} must be a stream of torch or cupy, or the handle of one, an integer")
         stream = torch.cuda.ExternalStream(handle)
     return torch.cuda.stream(stream)
-
-
-def _tried(ctx: Context, stream):
-    """(the context of `_on`, None), or (one without effect, the error of `_on`)."""
-    try:
-        return _on(ctx, stream), None
-    except (TypeError, ValueError) as error:
-        return _HERE, error
-
-
-class _Call(NamedTuple):
-    """The cached part of like calls of `matmul` on one rank's stream: a plan, and the result of its `prepare`."""
-
-    plan: Plan
-    single: Callable | None
 
 
 class Matmul:
@@ -238,16 +234,16 @@ class Matmul:
         ctx: Context | None = None,
     ):
         self.ctx = as_context(ctx)
-        self._asked = distributions, alpha, beta, qualifiers, quantization_scales, options
+        self._asked = distributions, qualifiers, options
         self._stream, self._own_c = stream, c
-        where, error = _tried(self.ctx, stream)
-        with where:
-            request = _understand(self.ctx, {"a": a, "b": b, "c": c}, *self._asked, None, None, None, error=error)
-            self.mm_traits = traits(request.problem, agree(self.ctx, request.problem, request.scalars))
+        request = _understand(
+            self.ctx, {"a": a, "b": b, "c": c}, distributions, alpha, beta, qualifiers, quantization_scales, options,
+            None, None, None, stream,
+        )  # fmt: skip
+        self.mm_traits = survey(_everyones(self.ctx, request), self.ctx.num_programs).traits(self.ctx.rank)
         self._home, self._operands, self._inputs = request.home, request.operands, {}
         self._alpha, self._beta = request.scalars
-        self._plan = self._views = None
-        self._valid, self._released = True, False
+        self._plan, self._valid, self._released = None, True, False
 
     def __enter__(self):
         return self
@@ -269,20 +265,18 @@ class Matmul:
         problem that can't be computed, whichever rank found it.
         """
         self._check(operands=True)
-        where, error = _tried(self.ctx, self._stream if stream is None else stream)
-        with where, self.ctx.turn:
-            distributions, _, _, qualifiers, scales, options = self._asked
+        (distributions, qualifiers, options), stream = self._asked, self._stream if stream is None else stream
+        with self.ctx.turn:
             request = _understand(
-                self.ctx, self._operands, distributions, self._alpha, self._beta, qualifiers, scales, options,
-                preferences, epilog, epilog_inputs, self._home, error,
+                self.ctx, self._operands, distributions, self._alpha, self._beta, qualifiers, None, options,
+                preferences, epilog, epilog_inputs, stream, self._home,
             )  # fmt: skip
-            self._plan = make_plan(self.ctx, request.problem, request.scalars)
-            self._inputs = request.inputs
-            self.mm_traits.d_layout = self._plan.d_layout
-            self._view()
-            c = self._operands["c"]
-            with torch.no_grad():
-                self._plan.run(self.ctx, *self._views, c if c is None else c.clone(), *request.scalars, self._inputs)
+            layout = _resolved(self.ctx, request)
+            with _on(self.ctx, stream), torch.no_grad():
+                self._plan, self._inputs = _plan(self.ctx, request.problem, layout), request.inputs
+                self.mm_traits.d_layout = self._plan.d_layout
+                a, b, c = self._operands.values()
+                self._plan.run(self.ctx, a, b, c if c is None else c.clone(), *request.scalars, self._inputs)
         return self
 
     @property
@@ -290,13 +284,6 @@ class Matmul:
         """The decisions of `plan`: pattern, algorithm, redistributed operands, communication type. After `plan`."""
         self._check(planned=True)
         return self._plan.outcome
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Bytes of symmetric memory through which the current stream's calls, of any operation, exchange data."""
-        self._check(planned=True)
-        workspace = self.ctx.workspace()
-        return sum(t.numel() * t.element_size() for t in (workspace.inbox, workspace.ready) if t is not None)
 
     def execute(self, *, release_workspace: bool = False, stream=None):
         """Collective. This rank's part of D, or (D, {name: auxiliary output}) if the epilog has any.
@@ -310,12 +297,10 @@ class Matmul:
                 "execute: release_workspace=True, but the workspace is the context's, for all that it does; "
                 "finalize() gives it back"
             )
-        a, b, c = self._operands.values()
-        if torch.is_grad_enabled():
-            _refuse_gradients(a, b, c, *self._inputs.values())
-        stream = self._stream if stream is None else stream
-        with self.ctx.turn, _HERE if stream is None else _on(self.ctx, stream):
-            result = self._plan.run(self.ctx, *self._views, c, self._alpha, self._beta, self._inputs)
+        operands = self._operands.values()
+        _refuse_gradients(*operands, *self._inputs.values())
+        with self.ctx.turn, _on(self.ctx, self._stream if stream is None else stream):
+            result = self._plan.run(self.ctx, *operands, self._alpha, self._beta, self._inputs)
             return take_back(self._home, result, self._own_c if self._plan.inplace else None)
 
     def reset_operands(
@@ -340,33 +325,18 @@ class Matmul:
         if all(value is None for value in (a, b, c, alpha, beta, quantization_scales, epilog_inputs)):
             raise ValueError("reset_operands: pass at least one operand, scalar or input of the epilog")
         self._check(planned=True)
-        problem = self._plan.problem
-        new = {name: value for name, value in (("a", a), ("b", b), ("c", c)) if value is not None}
-        inputs = _checked_inputs(epilog_inputs)
-        if self._released:
-            needed = {name for name in "abc" if getattr(problem, name) is not None}
-            needed_inputs = {name for name, _ in problem.inputs}
-            if new.keys() != needed or inputs.keys() != needed_inputs:
-                raise ValueError(
-                    f"reset_operands: after release_operands() pass {', '.join(sorted(needed))} and epilog_inputs "
-                    f"{sorted(needed_inputs)}, all of them"
-                )
-        wanted = {"a": problem.a, "b": problem.b, "c": problem.c, **dict(problem.inputs)}
-        for name in (*new, *inputs):
-            if wanted.get(name) is None:
-                raise ValueError(f"reset_operands: the problem has no {name}")
-        if beta is not None and problem.c is None:
+        planned = self._plan.problem.tensors()
+        new = _present(a, b, c) | _checked_inputs(epilog_inputs)
+        for name in new.keys() - planned.keys():
+            raise ValueError(f"reset_operands: the problem has no {name}")
+        if self._released and new.keys() != planned.keys():
+            raise ValueError(
+                f"reset_operands: after release_operands() pass {', '.join(name for name in planned if name in 'abc')} "
+                f"and epilog_inputs {[name for name in planned if name not in 'abc']}, all of them"
+            )
+        if beta is not None and "c" not in planned:
             raise ValueError(f"reset_operands: beta={beta}, but the problem has no C to scale")
-
-        def check(tensors):
-            for name, value in tensors.items():
-                found = Operand.of(value.t() if self._plan.flip and value.dim() == 2 and name != "bias" else value)
-                if found != wanted[name]:
-                    raise ValueError(
-                        f"reset_operands: {name} is {found}, but was planned as {wanted[name]}; plan again"
-                    )
-
-        self._reset({**new, **inputs}, alpha, beta, quantization_scales, stream, check)
+        self._reset(new, alpha, beta, quantization_scales, stream, planned)
 
     def reset_operands_unchecked(
         self,
@@ -382,39 +352,34 @@ class Matmul:
     ):
         """As `reset_operands`, without checks: the caller guarantees that the tensors match those planned."""
         self._check(planned=True)
-        new = {name: value for name, value in (("a", a), ("b", b), ("c", c)) if value is not None}
-        self._reset({**new, **_checked_inputs(epilog_inputs)}, alpha, beta, quantization_scales, stream)
+        new = _present(a, b, c) | _checked_inputs(epilog_inputs)
+        self._reset(new, alpha, beta, quantization_scales, stream, planned=None)
 
-    def _reset(self, new: dict, alpha, beta, scales, stream, check=None):
-        """Use these operands, inputs and scalars, after `check(the tensors that they are)`."""
+    def _reset(self, new: dict, alpha, beta, scales, stream, planned: dict[str, Operand] | None):
+        """Use these operands, inputs and scalars, which must be as `planned`; None: they are."""
         if scales is not None:
             raise ValueError("quantization_scales are for fp8 and narrower operands, which are not supported")
         alpha, beta = _scalar("alpha", alpha, self._alpha), _scalar("beta", beta, self._beta)
         with _on(self.ctx, self._stream if stream is None else stream):
             _, tensors = bring(self.ctx, new, self._home)
-        if check is not None:
-            check(tensors)
+        for name, value in tensors.items() if planned else ():
+            if (found := Operand.of(value)) != planned[name]:
+                raise ValueError(f"reset_operands: {name} is {found}, but was planned as {planned[name]}; plan again")
         self._alpha, self._beta, self._own_c = alpha, beta, new.get("c", self._own_c)
         for name, value in tensors.items():
             (self._operands if name in self._operands else self._inputs)[name] = value
         self._released = self._operands["a"] is None or self._operands["b"] is None
-        if not self._released and ("a" in new or "b" in new):
-            self._view()
 
     def release_operands(self):
         """Drop the operands and the epilog's inputs; the plan stays. Raises InvalidMatmulState before `plan`."""
         self._check(planned=True)
         self._operands, self._own_c = dict.fromkeys("abc"), None
-        self._inputs, self._views, self._released = {}, None, True
+        self._inputs, self._released = {}, True
 
     def free(self):
         """Drop everything. May be repeated. Memory is freed once its last use on the stream has finished."""
-        self._valid = False
-        self._plan = self._views = None
+        self._valid, self._plan = False, None
         self._operands, self._inputs, self._own_c = dict.fromkeys("abc"), {}, None
-
-    def _view(self):
-        self._views = self._plan.views(self._operands["a"], self._operands["b"])
 
     def _check(self, planned: bool = False, operands: bool = False):
         if not self._valid:
@@ -451,67 +416,30 @@ def matmul(
         call plans, unless the context has one rank, because a rank can't infer the global sizes from its own parts: the
         first of two ranks has as many columns of 5 as of 6.
     """
-    ctx, operands, inputs = as_context(ctx), {"a": a, "b": b, "c": c}, {} if epilog_inputs is None else epilog_inputs
-    where, error = (_HERE, None) if stream is None else _tried(ctx, stream)
-    with where, ctx.turn:
-        key = call = home = None
-        try:
-            if error is not None:
-                raise error
-            if not isinstance(inputs, Mapping):
-                _checked_inputs(inputs)
-            if not isinstance(a, torch.Tensor) or a.device != ctx.device:
-                present = {name: value for name, value in operands.items() if value is not None or name != "c"}
-                home, tensors = bring(ctx, {**present, **inputs})
-                operands = {name: tensors.get(name) for name in operands}
-                inputs = {name: tensors[name] for name in inputs}
-            distributions = tuple(distributions)
-            if totals is not None or ctx.size == 1:
-                key = _key(*operands.values(), distributions, qualifiers, epilog, inputs, options, preferences, totals)
-                call = ctx.workspace().prepared(key)
-            scalars = _scalars(c, alpha, beta, quantization_scales)
-        except Exception:
-            key = call = None  # _prepare reports the error
-        if call is None:
-            asked = distributions, alpha, beta, qualifiers, quantization_scales, options, preferences, epilog, inputs
-            call, scalars = _prepare(ctx, key, totals, operands, *asked, error=error)
-        (a, b, c), own = operands.values(), c
-        if torch.is_grad_enabled():
-            _refuse_gradients(a, b, c, *inputs.values())
-        if call.single is not None and scalars == (1.0, 0.0):
-            result = call.single(*call.plan.views(a, b), bias_of(inputs))
-        else:
-            result = call.plan.run(ctx, *call.plan.views(a, b), c, *scalars, inputs)
-        return result if home is None else take_back(home, result, own if call.plan.inplace else None)
-
-
-def _prepare(ctx, key, totals, operands, *asked, error) -> tuple[_Call, tuple[float, float]]:
-    """Collective, unless the ranks have planned this problem before: (the _Call of that key, scalars).
-
-    key: None plans the problem anew, and keeps nothing.
-    error: of this rank, or None; it is raised on every rank that plans this call.
-    """
-    problem, scalars = (request := _understand(ctx, operands, *asked, error=error)).problem, request.scalars
-    if isinstance(problem, Exception):
-        make_plan(ctx, problem, scalars)
-    plans = _plans.setdefault(ctx, {})
-    plan = None if key is None else plans.get((problem, totals))
-    if plan is None:
-        if ctx.capturing:
+    ctx = as_context(ctx)
+    with ctx.turn:
+        request = _understand(
+            ctx, {"a": a, "b": b, "c": c}, distributions, alpha, beta, qualifiers, quantization_scales, options,
+            preferences, epilog, epilog_inputs, stream,
+        )  # fmt: skip
+        plans, key, plan = _plans.setdefault(ctx, {}), None, None
+        if isinstance(request, _Request) and (totals is not None or ctx.size == 1):
+            key = request.problem, totals
+            plan = plans.get(key)
+        if plan is None and ctx.capturing:
             raise TkernelsError(
                 "cublasmp.matmul: a CUDA graph is being captured, and this problem has not been planned yet, which "
-                "takes communication; make one like call before the capture, both with totals=(m, n, k), or use Matmul "
-                "and plan() before it"
+                "takes communication; make one like call before the capture, both with totals=(m, n, k), or use "
+                "Matmul and plan() before it"
             )
-        plan = make_plan(ctx, problem, scalars)
-        if key is not None:
-            if len(plans) >= MAX_PLANS:
-                # Evict its calls, too: whether a rank has to plan must not depend on its tensors' alignment.
-                oldest = plans.pop(next(iter(plans)))
-                ctx.forget_calls(lambda kept: isinstance(kept, _Call) and kept.plan is oldest)
-            plans[problem, totals] = plan
-    a, b = request.operands["a"], request.operands["b"]
-    with torch.no_grad():
-        single = plan.prepare(ctx, *plan.views(a, b), bias_of(request.inputs)) if plan.single else None
-    call = _Call(plan, single)
-    return call if key is None else ctx.workspace().prepared(key, lambda: call), scalars
+        layout = None if plan else _resolved(ctx, request)
+        _refuse_gradients(*request.operands.values(), *request.inputs.values())
+        with _on(ctx, stream):
+            if plan is None:
+                plan = _plan(ctx, request.problem, layout)
+                if key is not None:
+                    if len(plans) >= MAX_PLANS:
+                        del plans[next(iter(plans))]
+                    plans[key] = plan
+            result = plan.run(ctx, *request.operands.values(), *request.scalars, request.inputs)
+            return take_back(request.home, result, c if plan.inplace else None)

@@ -244,23 +244,16 @@ def transposes(qualifiers) -> tuple[bool, bool]:
 
 def given(cls, value):
     """An options object: `value` itself, or one made from a dict of fields, or for None from the defaults."""
-    if value is None:
-        return _default(cls)
     if isinstance(value, cls):
         return value
-    if not isinstance(value, dict):
+    if not isinstance(value, (dict, type(None))):
         raise TypeError(f"{cls.__name__}: pass an object of it or a dict of its fields, not {value!r}")
     try:
-        return _made(cls, **value)
+        return _made(cls, **(value or {}))
     except TypeError:  # an unhashable value, or an unknown field
         return cls(**value)
 
 
-@functools.cache
-def _default(cls):
-    return cls()
-
-
 @functools.lru_cache(maxsize=64, typed=True)
-def _made(cls, **fields):
+def _made(cls, **fields):  # a call of `matmul` makes the same objects again and again, 20 us each
     return cls(**fields)

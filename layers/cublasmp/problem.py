@@ -32,7 +32,6 @@ from tkernels.layers.cublasmp.distributions import (
 )
 from tkernels.layers.cublasmp.options import (
     EPILOGS,
-    MatmulAlgoType,
     MatmulComputeType,
     MatmulEpilog,
     MatmulOptions,
@@ -55,9 +54,12 @@ class Operand(NamedTuple):
     def of(cls, tensor: torch.Tensor) -> "Operand":
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
+    def transposed(self) -> "Operand":
+        return self._replace(shape=self.shape[::-1], strides=self.strides[::-1])
+
 
 class Problem(NamedTuple):
-    """Everything in one rank's call that a plan depends on, with matrices read column by column: a plan's key.
+    """Everything in one rank's call that a plan depends on, as it was passed: what plans are kept by.
 
     inputs: the epilog's inputs, by name.
     precision: of float32 GEMMs, "ieee" or "tf32": that of options.compute_type, else torch's (tkernels.gemm.precision).
@@ -75,6 +77,24 @@ class Problem(NamedTuple):
     options: MatmulOptions
     preferences: MatmulPlanPreferences
     precision: str
+
+    def tensors(self) -> dict[str, Operand]:
+        """The operands and the epilog's inputs, by name."""
+        operands = {name: each for name, each in zip("abc", self[:3], strict=True) if each is not None}
+        return operands | dict(self.inputs)
+
+    def by_columns(self) -> "Problem":
+        """The same problem with all matrices read column by column: with order="C", their transposes are."""
+        if self.options.order == "F":
+            return self
+        inputs = ((name, each if name == "bias" else each.transposed()) for name, each in self.inputs)
+        return self._replace(
+            a=self.a.transposed(),
+            b=self.b.transposed(),
+            c=self.c and self.c.transposed(),
+            distributions=tuple(each.transposed() for each in self.distributions),
+            inputs=tuple(inputs),
+        )
 
 
 class InconsistentError(MismatchError, ValueError):
@@ -110,19 +130,16 @@ class Layout:
 
     splits: for each letter that the pattern splits, its extent on each rank.
     owned: by name, each rank's rows and columns of a, b and d as passed and returned.
-    wanted: the same as the pattern requires, for the redistributed names only.
-    redistributed: the names of the matrices that are not split as the pattern requires.
+    wanted: the same as the pattern requires, of the matrices that are split in another way, which are redistributed.
     """
 
     m: int
     n: int
     k: int
     pattern: str
-    algorithm: MatmulAlgoType
     splits: dict[str, tuple[int, ...]]
     owned: dict[str, list[Owned]]
     wanted: dict[str, list[Owned]]
-    redistributed: tuple[str, ...]
     result_dtype: torch.dtype
     wire_dtype: torch.dtype
 
@@ -165,9 +182,11 @@ def redistributed(splits: dict[str, Split | None], wanted: dict[str, Split]) -> 
 class Extents(NamedTuple):
     """What the ranks' A and B make together, the same on every rank.
 
+    problems: by rank, read column by column.
     shapes, owned: by name, "a" and "b": of the whole matrix as passed, and each rank's rows and columns of it.
     """
 
+    problems: list[Problem]
     m: int
     n: int
     k: int
@@ -176,102 +195,87 @@ class Extents(NamedTuple):
     result_dtype: torch.dtype
     wire_dtype: torch.dtype
 
+    def traits(self, rank: int) -> MMTraits:
+        """The traits of a rank's problem, but for D's layout."""
+        problem = self.problems[rank]
+        layouts = [
+            operand and MatrixLayout(operand.shape, operand.strides, transposed)
+            for operand, transposed in zip(problem[:3], (*problem.transposes, False), strict=True)
+        ]
+        return MMTraits(self.m, self.n, self.k, *layouts)
 
-def survey(everyone: list, scalars: list[tuple], num_programs: int) -> Extents:
+
+def survey(everyone: list, num_programs: int) -> Extents:
     """The extents of the ranks' problems, all but D's. A function of its arguments, so all ranks return or raise alike.
 
-    everyone: by rank, its Problem, or the exception that prevented it.
-    scalars: by rank, (alpha, beta).
+    everyone: by rank, its Problem and (alpha, beta), or the exception that prevented these.
 
     Raises the first rank's exception, InconsistentError where ranks differ, and ValueError or TypeError for a problem
     that can't be computed.
     """
-    for rank, problem in enumerate(everyone):
-        if isinstance(problem, Exception):
-            raise type(problem)(f"rank {rank}: {problem}")
-    _compare(everyone, scalars)
-    size, first = len(everyone), everyone[0]
-    names = ("a", "b", "c") if first.c is not None else ("a", "b")
-    for name in names:
-        _check_matrix(name, [getattr(problem, name) for problem in everyone])
+    for rank, found in enumerate(everyone):
+        if isinstance(found, Exception):
+            raise type(found)(f"rank {rank}: {found}")
+    _compare(everyone)
+    problems = [problem.by_columns() for problem, _ in everyone]
+    first = problems[0]
+    for name in ("a", "b") if first.c is None else ("a", "b", "c"):
+        _check_matrix(name, [getattr(problem, name) for problem in problems])
     dtype = first.a.dtype
     if dtype not in DTYPES or first.b.dtype != dtype:
         raise TypeError(f"A is {dtype} and B is {first.b.dtype}; both must be float32, float16 or bfloat16 alike")
     result_dtype, wire_dtype = _check_options(first, num_programs)
-
-    distributions = _distributions(everyone)
-    for by_rank in distributions.values():
-        by_rank[0].check_size(size)
-    shapes, owned = {}, {}
-    for name in "ab":
-        shapes[name], owned[name] = _spread(name, distributions[name], [getattr(p, name).shape for p in everyone])
-    (m, k), (other_k, n) = (_op(shapes[name], first.transposes[index]) for index, name in enumerate("ab"))
+    for distribution in first.distributions:
+        distribution.check_size(len(problems))
+    spread = {name: _spread(name, problems) for name in "ab"}
+    (m, k), (other_k, n) = (_op(spread[name][0], first.transposes[index]) for index, name in enumerate("ab"))
     if k != other_k:
         raise ValueError(
             f"op(A) is {(m, k)} and op(B) is {(other_k, n)}, over all ranks; k, the second and the first, must match"
         )
     if min(m, n, k) < 1:
         raise ValueError(f"m, n, k = {m}, {n}, {k} must each be at least 1")
-    return Extents(m, n, k, shapes, owned, result_dtype, wire_dtype)
+    shapes, owned = ({name: both[index] for name, both in spread.items()} for index in (0, 1))
+    return Extents(problems, m, n, k, shapes, owned, result_dtype, wire_dtype)
 
 
-def traits(problem: Problem, extents: Extents) -> MMTraits:
-    """The traits of a rank's problem, but for D's layout."""
-    layouts = [
-        operand and MatrixLayout(operand.shape, operand.strides, transposed)
-        for operand, transposed in zip((problem.a, problem.b, problem.c), (*problem.transposes, False), strict=True)
-    ]
-    return MMTraits(extents.m, extents.n, extents.k, *layouts)
-
-
-def _distributions(everyone: list[Problem]) -> dict[str, tuple]:
-    """By name, each rank's distribution of a, b and d."""
-    return dict(zip("abd", zip(*(problem.distributions for problem in everyone), strict=True), strict=True))
-
-
-def resolve(everyone: list, scalars: list[tuple], num_programs: int) -> Layout:
+def resolve(everyone: list, num_programs: int) -> Layout:
     """The layout of the ranks' problems. Arguments and errors as those of `survey`, and errors of what concerns D."""
-    m, n, k, shapes, owned, result_dtype, wire_dtype = survey(everyone, scalars, num_programs)
-    size, first, distributions = len(everyone), everyone[0], _distributions(everyone)
-    shapes, owned = dict(shapes), dict(owned)
+    found = survey(everyone, num_programs)
+    m, n, k, size, first = found.m, found.n, found.k, len(everyone), found.problems[0]
     all_reduce = MatmulEpilog.ALLREDUCE in first.epilog
+    shapes, owned = found.shapes | {"d": (m, n)}, dict(found.owned)
     if all_reduce:
         owned["d"] = [(((0, m),), ((0, n),))] * size
     else:
-        owned["d"] = [
-            distribution.owned((m, n), rank=rank, size=size) for rank, distribution in enumerate(distributions["d"])
-        ]
-        if isinstance(distributions["d"][0], Box) and not covers_once((m, n), owned["d"]):
-            raise ValueError(f"D is {(m, n)}, but its distributions by rank cover another matrix: {distributions['d']}")
-    for rank, problem in enumerate(everyone):
-        _check_local(rank, problem, local_shape(owned["d"][rank]), result_dtype)
+        distributions = [problem.distributions[2] for problem in found.problems]
+        owned["d"] = [each.owned((m, n), rank=rank, size=size) for rank, each in enumerate(distributions)]
+        if isinstance(distributions[0], Box) and not covers_once((m, n), owned["d"]):
+            raise ValueError(f"D is {(m, n)}, but its distributions by rank cover another matrix: {distributions}")
+    for rank, problem in enumerate(found.problems):
+        _check_local(rank, problem, local_shape(owned["d"][rank]), found.result_dtype)
 
-    letters = {
-        "a": "km" if first.transposes[0] else "mk",
-        "b": "nk" if first.transposes[1] else "kn",
-        "d": "mn",
-    }
-    extents = {"m": m, "n": n, "k": k}
-    shapes["d"] = (m, n)
+    letters = {"a": "km" if first.transposes[0] else "mk", "b": "nk" if first.transposes[1] else "kn", "d": "mn"}
     splits = {name: split_of(shapes[name], owned[name]) for name in owned}
-    splits = {name: (letters[name][split[0]], split[1]) if split else None for name, split in splits.items()}
-    pattern, targets = infer(extents, size, splits, all_reduce)
-    moved = redistributed(splits, targets)
-    wanted = {name: slabs(shapes[name], letters[name].index(targets[name][0]), targets[name][1]) for name in moved}
-    overlap = pattern != "local" and first.options.algo_type != MatmulAlgoType.NO_OVERLAP
-    algorithm = MatmulAlgoType.ATOMIC_P2P if overlap else MatmulAlgoType.NO_OVERLAP
-    return Layout(m, n, k, pattern, algorithm, dict(targets.values()), owned, wanted, moved, result_dtype, wire_dtype)
+    splits = {name: split and (letters[name][split[0]], split[1]) for name, split in splits.items()}
+    pattern, targets = infer({"m": m, "n": n, "k": k}, size, splits, all_reduce)
+    wanted = {
+        name: slabs(shapes[name], letters[name].index(targets[name][0]), targets[name][1])
+        for name in redistributed(splits, targets)
+    }
+    return Layout(m, n, k, pattern, dict(targets.values()), owned, wanted, found.result_dtype, found.wire_dtype)
 
 
-def _compare(everyone: list[Problem], scalars: list[tuple]):
-    """Raise MismatchError where ranks differ in a property that must be the same on all of them."""
+def _compare(everyone: list[tuple[Problem, tuple]]):
+    """Raise InconsistentError where ranks differ in a property that must be the same on all of them."""
     boxes = [
-        all(isinstance(d, Box) for d in by_rank) for by_rank in zip(*(p.distributions for p in everyone), strict=True)
+        all(isinstance(each, Box) for each in by_rank)
+        for by_rank in zip(*(problem.distributions for problem, _ in everyone), strict=True)
     ]
     shared = [
         {
             "operands": ("a", "b") if problem.c is None else ("a", "b", "c"),
-            "dtypes": tuple(operand.dtype for operand in (problem.a, problem.b, problem.c) if operand),
+            "dtypes": tuple(operand.dtype for operand in problem[:3] if operand),
             "distributions": tuple(
                 "Box" if box else distribution for box, distribution in zip(boxes, problem.distributions, strict=True)
             ),
@@ -284,7 +288,7 @@ def _compare(everyone: list[Problem], scalars: list[tuple]):
             "alpha": repr(alpha),  # as text, since nan != nan
             "beta": repr(beta),
         }
-        for problem, (alpha, beta) in zip(everyone, scalars, strict=True)
+        for problem, (alpha, beta) in everyone
     ]
     for name in shared[0]:
         values = [rank[name] for rank in shared]
@@ -357,9 +361,11 @@ def gelu_aux_shape(m: int, n: int) -> tuple[int, int]:
     return round_up(m, 8), n
 
 
-def _spread(name: str, by_rank, shapes) -> tuple[tuple[int, int], list[Owned]]:
+def _spread(name: str, problems: list[Problem]) -> tuple[tuple[int, int], list[Owned]]:
     """The shape of the whole matrix, and each rank's part of it. Raises ValueError if a rank's shape doesn't fit."""
-    shape = by_rank[0].global_shape(list(by_rank), shapes)
+    by_rank = [problem.distributions["ab".index(name)] for problem in problems]
+    shapes = [getattr(problem, name).shape for problem in problems]
+    shape = by_rank[0].global_shape(by_rank, shapes)
     owned = [distribution.owned(shape, rank=rank, size=len(shapes)) for rank, distribution in enumerate(by_rank)]
     for rank, (mine, found) in enumerate(zip(owned, shapes, strict=True)):
         if local_shape(mine) != found:

@@ -5,37 +5,38 @@ import inspect
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from tkernels.comm import Context, MismatchError, as_context
+from tkernels.comm import Context, MeshLike, MismatchError, as_context
 from tkernels.comm.arguments import check_type
 from tkernels.comm.group import checksum, first_difference, listed
 from tkernels.layers.data_parallel.norms import is_split
 from tkernels.layers.owners import owner_of
 from tkernels.layers.tensor_parallel.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
-from tkernels.layers.tensor_parallel.replicas import GRAD_ALLREDUCE, ReplicaCheck, SummedGradients, has_others_hooks
+from tkernels.layers.tensor_parallel.replicas import (
+    GRAD_ALLREDUCE,
+    ReplicaCheck,
+    ReplicatedParameters,
+    has_others_hooks,
+)
 
 STYLES = {"column": ColumnParallelLinear, "row": RowParallelLinear, GRAD_ALLREDUCE: None}
 # Arguments that are no options of a plan: the nn.Linear or parallelize() sets them, or they concern initialization.
-_NOT_OPTIONS = {"in_features", "out_features", "bias", "dtype", "device", "ctx", "init_method"}
+_NOT_OPTIONS = {"in_features", "out_features", "bias", "dtype", "device", "mesh", "init_method"}
 
 
-def parallelize(
-    model: nn.Module, plan: Mapping[str, str | Mapping], mesh_or_group: DeviceMesh | dist.ProcessGroup | Context
-) -> nn.Module:
+def parallelize(model: nn.Module, plan: Mapping[str, str | Mapping], mesh: MeshLike = None) -> nn.Module:
     """Collective. Replace modules of `model` in place, and return it. Each rank keeps its slices of the weights.
 
         parallelize(model, {"*.mlp.up": "column", "*.mlp.down": "row"}, device_mesh["tp"])
-        parallelize(model, {"*.qkv": {"style": "column", "sequence_parallel": True}}, ctx)
+        parallelize(model, {"*.qkv": {"style": "column", "sequence_parallel": True}}, device_mesh["tp"])
 
     plan: patterns of module names (fnmatch; * also matches dots) to "column" or "row", or to a dict of "style" and
         options of ColumnParallelLinear or RowParallelLinear. "replicated_with_grad_allreduce" is for modules between a
         column and a row layer that are the same on all ranks, but used for each rank's own features or heads, as the
         norms of queries and keys: the gradients of their parameters are summed over ranks in backward.
-    mesh_or_group: a Context, a process group, or a mesh of one dimension. For the latter two, the newest open context
-        over the same ranks is used; if there is none, one is made, which leaves the default context in place.
+    mesh: the ranks, as in `tkernels.comm.as_context`: a mesh of one dimension, a process group or a Context; None:
+        those of the current context.
 
     The gradients of the parameters that stay whole are compared over ranks at the end of the first backward, whoever
     takes them. Where they differ by more than rounding, MismatchError names the parameter and the style that it lacks.
@@ -52,7 +53,7 @@ def parallelize(
     """
     check_type("parallelize: model", model, nn.Module, "an nn.Module")
     check_type("parallelize: plan", plan, Mapping, "a dict of patterns of module names to styles")
-    ctx = as_context(mesh_or_group)
+    ctx = as_context(mesh, "parallelize: mesh")
     asked = _match(model, plan)
     styles = dict(asked)
     summed = _take_summed(model, styles)
@@ -62,19 +63,14 @@ def parallelize(
     layers = {}
     for name, (style, options) in styles.items():
         try:
-            layers[name] = STYLES[style].from_linear(model.get_submodule(name), ctx=ctx, **options)
+            layers[name] = STYLES[style].from_linear(model.get_submodule(name), mesh=ctx, **options)
         except (ValueError, TypeError) as error:
             raise type(error)(f"parallelize: {name!r}: {error}") from error
     for name, layer in layers.items():
         model.set_submodule(name, layer)
-    check = ReplicaCheck(
-        ctx.name,
-        split=frozenset(name for name, parameter in model.named_parameters() if is_split(parameter)),
-        summed=frozenset(f"{path}.{name}" for path, module in summed.items() for name in module._parameters),
-    )
-    for path, module in summed.items():
-        SummedGradients(module, path, ctx.name, check)
-    check.attach(model)
+    for module in summed.values():
+        ReplicatedParameters(module, ctx.name, sum_gradients=True)
+    ReplicaCheck.attach(model, ctx.name)
     return model
 
 
@@ -129,7 +125,7 @@ def _take_summed(model: nn.Module, styles: dict[str, tuple[str, dict]]) -> dict[
         if not members:
             raise ValueError(f"parallelize: {name!r} has no parameters whose gradients could be summed")
         for path, module in members.items():
-            if SummedGradients.on(module):
+            if ReplicatedParameters.of(module):
                 raise ValueError(f"parallelize: {path!r} has the style {GRAD_ALLREDUCE!r} already, by an earlier call")
             if type(module).forward is nn.Module.forward:
                 raise TypeError(

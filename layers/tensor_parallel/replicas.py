@@ -4,15 +4,16 @@ them, and all are compared once, since replicas drift apart if their gradients d
 
 import functools
 import warnings
-import weakref
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from tkernels.comm import MismatchError, find_context
 from tkernels.comm.group import listed
 from tkernels.layers.data_parallel.norms import is_split
-from tkernels.operators import replicated
+from tkernels.layers.tensor_parallel.dtensors import local
+from tkernels.torch_operators import replicated
 
 GRAD_ALLREDUCE = "replicated_with_grad_allreduce"  # transformers' name of the style
 SLICES = 16  # of a gradient, each compared by its sum and size
@@ -22,28 +23,35 @@ EPS = torch.finfo(torch.bfloat16).eps
 TOLERANCE = EPS**0.5
 
 
-class SummedGradients:
-    """Hooks of a module whose parameters are replicated, but used for this rank's features or rows alone.
+class ReplicatedParameters:
+    """Hooks of a module whose own parameters are the same on all ranks.
 
-    During its forward the module finds, in place of each parameter, the same values with a gradient that is summed over
-    ranks. So the sum is a part of autograd's graph: wherever the parameter comes from (copied, moved, sharded, passed
-    by functional_call), whoever takes the gradient, once for each use, in the order of backward.
+    During its forward the module finds, in place of each parameter, its values as a plain tensor; with `sum_gradients`,
+    as one whose gradient is summed over ranks, for a module that each rank uses for its own features or rows alone. So
+    the sum is a part of autograd's graph: wherever the parameter comes from (copied, moved, sharded, passed by
+    functional_call), whoever takes the gradient, once for each use, in the order of backward.
     """
 
-    def __init__(self, module: nn.Module, path: str, context: str, check: "ReplicaCheck"):
-        self._names = {name: f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)}
-        self._context, self._check = context, check
+    def __init__(self, module: nn.Module, context: str, sum_gradients: bool):
+        self.names = [name for name, _ in module.named_parameters(recurse=False)]
+        self.sum_gradients, self._context = sum_gradients, context
+        self._check, self._path = None, ""
         self._parameters = {}  # that forward finds replaced
         module.register_forward_pre_hook(self._before)
         module.register_forward_hook(self._after, always_call=True)
 
     def _before(self, module, _):
         self._after(module)  # an interrupt may have ended the last forward
-        for name, full_name in self._names.items():
+        for name in self.names:
             parameter = getattr(module, name)
-            if parameter is not None and parameter.requires_grad and torch.is_grad_enabled():
+            value = local(parameter)
+            if self.sum_gradients and parameter.requires_grad and torch.is_grad_enabled():
+                value = replicated(value, self._context)
+                if self._check is not None:
+                    value = self._check.watch_use(f"{self._path}{name}", value)
+            if value is not parameter:
                 self._parameters[name] = parameter
-                vars(module)[name] = self._check.watch_use(full_name, replicated(parameter, self._context))
+                vars(module)[name] = value
 
     def _after(self, module, *_):
         for name, parameter in self._parameters.items():
@@ -53,17 +61,22 @@ class SummedGradients:
                 vars(module)[name] = parameter
         self._parameters.clear()
 
+    def watched_by(self, check: "ReplicaCheck", path: str):
+        """Let a check see the parts of the gradients that are summed. path: the prefix of the parameters' names."""
+        self._check, self._path = check, path
+
     @staticmethod
-    def on(module: nn.Module) -> bool:
-        """Whether a module has these hooks."""
+    def of(module: nn.Module) -> "ReplicatedParameters | None":
+        """The hooks that a module has."""
         owners = (getattr(hook, "__self__", None) for hook in module._forward_hooks.values())
-        return any(isinstance(owner, SummedGradients) for owner in owners)
+        return next((owner for owner in owners if isinstance(owner, ReplicatedParameters)), None)
 
 
 class ReplicaCheck:
     """Compares the gradients of replicated parameters over ranks, each once, at the end of a backward.
 
-    split, summed: names of the parameters of which each rank has a part, and of those that have SummedGradients.
+    split, summed: names of the parameters of which each rank has a part, and of those whose gradients are summed by
+        ReplicatedParameters.
 
     It looks at gradients where autograd hands them on, before anybody takes, adds or reduces them. Parameters with
     Megatron's marks are left out: tensor_model_parallel, since ranks have different ones, and sequence_parallel, whose
@@ -80,15 +93,29 @@ class ReplicaCheck:
         self._handles = {}  # of hooks, by the names of parameters that are yet to be compared, and of split ones
         self._triggers, self._counts = split, {}  # whose gradients make a comparison due; how many each has had
         self._gradients, self._uses = {}, {}  # summaries of what has arrived, by parameter
-        self._frozen = None  # since the first forward, weak references to the parameters that have always been
+        self._frozen = None  # since the first forward, where the parameters are that have always been: module and name
         self._task, self._due = None, False
 
     def __reduce__(self):
         return ReplicaCheck, (self._context, self._split, self._summed)  # a copy of the model has other parameters
 
-    def attach(self, model: nn.Module):
-        self._watch(model)
-        model.register_forward_pre_hook(self._before)
+    @classmethod
+    def attach(cls, model: nn.Module, context: str):
+        """Let a check watch the parameters of a model whose modules have been parallelized."""
+        summing = [
+            (f"{path}." if path else "", hooks)
+            for path, module in model.named_modules()
+            if (hooks := ReplicatedParameters.of(module)) is not None and hooks.sum_gradients
+        ]
+        check = cls(
+            context,
+            split=frozenset(name for name, parameter in model.named_parameters() if _is_part(parameter)),
+            summed=frozenset(f"{path}{name}" for path, hooks in summing for name in hooks.names),
+        )
+        for path, hooks in summing:
+            hooks.watched_by(check, path)
+        check._watch(model)
+        model.register_forward_pre_hook(check._before)
 
     def _before(self, model, _):
         """Watch the parameters of the first forward, which may have been on the meta device, frozen or copied.
@@ -98,25 +125,22 @@ class ReplicaCheck:
         if _traced() or not torch.is_grad_enabled():
             return
         first = self._frozen is None
-        before = list(map(weakref.ref, model.parameters())) if first else self._frozen
-        self._frozen = [each for each in before if each() is not None and not each().requires_grad]
+        before = list(_places(model).values()) if first else self._frozen
+        self._frozen = [(module, name) for module, name in before if not _trained(getattr(module, name, None))]
         if first or len(self._frozen) < len(before):
             self._watch(model)
 
     def _watch(self, model: nn.Module):
         self._counts = {}
-        trained = {
-            name: each
-            for name, each in model.named_parameters()
-            if each.requires_grad and not each.is_meta and isinstance(each, nn.Parameter)  # not by functional_call
-        }
+        places = _places(model)
+        trained = {name: each for name, each in model.named_parameters() if _trained(each) and not each.is_meta}
         if find_context(self._context).size == 1 or trained.keys() <= self._split:
             return
         self._triggers = trained.keys() & self._split or trained.keys()
         for name, parameter in trained.items():
             handle = self._handles.get(name)
             if handle is None or handle.id not in (parameter._backward_hooks or ()):
-                hook = functools.partial(self._arrived, name, weakref.ref(parameter))
+                hook = functools.partial(self._arrived, name, *places[name])
                 self._handles[name] = parameter.register_hook(hook)
 
     def watch_use(self, name: str, value: torch.Tensor) -> torch.Tensor:
@@ -129,11 +153,12 @@ class ReplicaCheck:
         if self._looks():
             self._record(name, grad, self._uses)
 
-    def _arrived(self, name: str, parameter: weakref.ref, grad: torch.Tensor):
+    def _arrived(self, name: str, module: nn.Module, attribute: str, grad: torch.Tensor):
         """Hook on a parameter's gradient of one backward, or of one reentrant checkpoint in it."""
         if not self._looks():
             return
-        if name not in self._split and (getattr(parameter(), "sequence_parallel", False) or is_split(parameter())):
+        parameter = getattr(module, attribute, None)
+        if name not in self._split and (getattr(parameter, "sequence_parallel", False) or _is_part(parameter)):
             self._handles.pop(name).remove()
             return
         self._record(name, grad, self._gradients)
@@ -150,6 +175,8 @@ class ReplicaCheck:
         if task != self._task:
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._compare)
+        if isinstance(grad, DTensor) and all(placement.is_replicate() for placement in grad.placements):
+            grad = grad._local_tensor
         if name not in self._split and type(grad) is torch.Tensor and grad.layout is torch.strided and grad.numel():
             found[name] = _summary(grad.detach())
 
@@ -193,6 +220,25 @@ class ReplicaCheck:
         if self._handles.keys() <= self._split:
             while self._handles:
                 self._handles.popitem()[1].remove()
+
+
+def _is_part(parameter: torch.Tensor) -> bool:
+    """Whether each rank has a different part of a parameter, by its placements or Megatron's mark."""
+    if isinstance(parameter, DTensor):
+        return any(placement.is_shard() for placement in parameter.placements)
+    return is_split(parameter)
+
+
+def _places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Where each parameter is. (Not a weak reference to it, which would keep Module.to from swapping a DTensor.)"""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    parts = {name: name.rpartition(".") for name, _ in model.named_parameters()}
+    return {name: (modules[path], attribute) for name, (path, _, attribute) in parts.items()}
+
+
+def _trained(parameter) -> bool:
+    """Whether a module's attribute is a parameter that takes gradients, and none of functional_call's tensors."""
+    return isinstance(parameter, nn.Parameter) and parameter.requires_grad
 
 
 def _traced() -> bool:

@@ -25,7 +25,7 @@ from tkernels.layers import all_reduce_sequence_parallel_grads
 from tkernels.layers.data_parallel.ddp import OverlappedDDP
 from tkernels.layers.data_parallel.fsdp import FullyShard
 from tkernels.layers.data_parallel.zero import ZeroOptimizer
-from tkernels.layers.pipeline.schedules import forward_backward_pipelining, split_into_stages
+from tkernels.layers.pipeline.run import forward_backward_pipelining, split_into_stages
 
 BUCKET_ELEMENTS = 1 << 15  # of a bucket: about a quarter of the model's gradients
 MICROBATCH = 2  # sequences
@@ -51,7 +51,7 @@ class TensorParallel(Parallel):
         tokens, targets = (part.chunk(self.ctx.size)[self.ctx.rank] for part in (tokens, targets))
         loss = loss_part(self.model, self.config, tokens, targets, first_position=self.ctx.rank * len(tokens))
         (loss * self.loss_scale).backward()
-        all_reduce_sequence_parallel_grads(self.model, ctx=self.ctx)
+        all_reduce_sequence_parallel_grads(self.model, mesh=self.ctx)
         loss = tkernels.all_reduce(loss.detach()[None], ctx=self.ctx)
         self.optimizer.step()
         return loss
@@ -70,8 +70,8 @@ class PipelineParallel(Parallel):
         super().__init__(model, *arguments)
         names = {parameter: name for name, parameter in model.named_parameters()}
         embedding, head = _Embeddings(model), nn.Sequential(model.norm, model.head)
-        self.model = split_into_stages(embedding, model.blocks, head, rank=self.ctx.rank, size=self.ctx.size)
-        own = sum(isinstance(part, Block) for part in self.model[0])
+        self.model = split_into_stages(embedding, model.blocks, head, model=model, mesh=self.ctx)
+        own = sum(isinstance(part, Block) for part in self.model[0].parts)
         microbatches = self.config.batch // MICROBATCH
         self.share = f"{own} of {self.config.layers} blocks; {microbatches} microbatches a step"
         self.optimizer = Optimizer(((names[each], each) for each in self.model.parameters()), self.loss_scale)
@@ -136,7 +136,7 @@ class FullySharded(_SequencesApart):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.share = self.shares(f"1 of {self.ctx.size} parts of each parameter")
-        self.model = FullyShard(self.model, units=Block, ctx=self.ctx)
+        self.model = FullyShard(self.model, units=Block, mesh=self.ctx)
         self.optimizer = Optimizer(self.model.named_parameters(), self.loss_scale)
 
     def step(self, tokens, targets):
@@ -157,7 +157,7 @@ class Zero(_SequencesApart):
         self.zero = ZeroOptimizer(
             self.model.parameters(),
             torch.optim.AdamW,
-            ctx=self.ctx,
+            mesh=self.ctx,
             bucket_bytes=4 * BUCKET_ELEMENTS,
             overlap_gather=self.model,
             reduce_dtype=torch.float32,
@@ -191,7 +191,7 @@ class DataParallel(_SequencesApart):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.share = self.shares("the whole model")
-        self.ddp = OverlappedDDP(self.model, self.ctx, bucket_size=BUCKET_ELEMENTS, average=False)
+        self.ddp = OverlappedDDP(self.model, mesh=self.ctx, bucket_size=BUCKET_ELEMENTS, average=False)
         self.optimizer = Optimizer(self.model.named_parameters(), self.loss_scale)
 
     def step(self, tokens, targets):

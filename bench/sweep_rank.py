@@ -1,0 +1,233 @@
+"""What each rank of bench.sweep does: make a problem's operands, check our call, and time it beside those of others."""
+
+import dataclasses
+import time
+
+import torch
+import torch.nn.functional as F
+
+import tkernels
+from bench.baselines import padded
+from bench.compile import compile_ahead
+from bench.harness import usable_baselines, wrong
+from bench.problem import Case, Problem
+from tkernels.choice import product_config, product_problem
+from tkernels.comm.context import Context
+from tkernels.comm.group import all_gather_single
+from tkernels.gemm import activation_reference, alignment_of, layout_of
+from tkernels.library import in_precision
+from tkernels.rounding import tolerance
+from tkernels.timing import agree, measure
+
+CHECKED = 1024  # rows and columns that are compared with fp64
+ROWS_AT_ONCE = 4096  # of a result, compared with torch's
+TF32_ULP = 2.0**-10  # of an operand, truncated
+
+
+class Product:
+    """A local product's operands on this GPU. problem: bench.sweep.Drawn; empty: of any contents, for the compiler."""
+
+    def __init__(self, ctx: Context, problem, empty: bool = False):
+        self.problem, self.device, dtype = problem, ctx.device, problem.torch_dtype
+        generator = torch.Generator(ctx.device).manual_seed(problem.number)
+
+        def matrix(rows, columns, turned):
+            shape = (columns, rows) if turned else (rows, columns)
+            made = torch.empty(shape, dtype=dtype, device=ctx.device)
+            made = made if empty else made.normal_(generator=generator)
+            return made.t() if turned else made
+
+        M, N, K = problem.M, problem.N, problem.K
+        self.x, self.w = matrix(M, K, problem.layout[1] == "T"), matrix(N, K, problem.layout[0] == "N")
+        self.bias = matrix(1, N, False)[0] if problem.bias else None
+
+    def ours(self) -> torch.Tensor:
+        return tkernels.matmul(self.x, self.w, self.bias, self.problem.activation)
+
+    def others(self) -> dict:
+        def torchs():
+            return activation_reference(F.linear(self.x, self.w, self.bias), self.problem.activation)
+
+        return {"cuBLAS": torchs}
+
+    def path(self) -> str:
+        x, w, each = self.x, self.w, self.problem
+        y = torch.empty((each.M, each.N), dtype=x.dtype, device="meta")
+        operands = x.dtype, layout_of(x, w), alignment_of(x, w, y), each.precision
+        separate = each.activation is not None
+        config = product_config(product_problem(each.M, each.N, each.K, *operands, x.dtype, separate))
+        return "library" if config is None else "kernel"
+
+    def wrong(self, y: torch.Tensor) -> str | None:
+        """What is wrong with a result: samples against fp64, all of it against torch's."""
+        problem = self.problem
+        if tuple(y.shape) != (problem.M, problem.N) or y.dtype != self.x.dtype or not y.is_contiguous():
+            return f"the result is {y.dtype} {tuple(y.shape)} with strides {y.stride()}"
+        rows, columns = (_sample(size, self.device) for size in y.shape)
+        want = self.x[rows].double() @ self.w[columns].double().t()
+        want = activation_reference(
+            want if self.bias is None else want + self.bias[columns].double(), problem.activation
+        )
+        atol, rtol = allowed(problem, 1)
+        if text := _off(y[rows][:, columns], want, atol, rtol, "the exact product"):
+            return text
+        theirs, (atol, rtol) = self.others()["cuBLAS"](), allowed(problem, 9)  # whose partial sums may be rounded
+        for first in range(0, problem.M, ROWS_AT_ONCE):
+            some = slice(first, first + ROWS_AT_ONCE)
+            if text := _off(y[some], theirs[some].float(), 2 * atol, 4 * rtol, "torch's result"):
+                return text
+        return None
+
+
+class Fused:
+    """A fused operation's operands on this rank, and the calls; the interface of Product."""
+
+    def __init__(self, ctx: Context, problem, empty: bool = False):
+        self.ctx, self.problem, device = ctx, problem, ctx.device
+        layout = {"TT": "NT"}.get(problem.layout, problem.layout)  # a transposed x comes with a transposed w there
+        sizes = problem.M, problem.N, problem.K
+        self.case = Case(problem.operation, problem.shape, *sizes, problem.torch_dtype, layout)
+        self.plain = _Plain(ctx, self.case, "zeros" if empty else "normal")
+        self.plain.problem = problem
+        self.gathers = problem.operation == "all_gather_matmul"
+        columns = problem.N // ctx.size if self.gathers else problem.N
+        seed = ctx.rank if self.gathers else 0  # of a reduction, all ranks have the same bias
+        generator = torch.Generator(device).manual_seed(seed)
+        bias = torch.randn(columns, generator=generator, device=device, dtype=problem.torch_dtype)
+        self.bias = bias if problem.bias else None
+
+    def call(self, bias, activation, path=None) -> torch.Tensor:
+        options = {} if "all_reduce" in self.problem.operation else {"rows": self.plain.rows}
+        operation = getattr(tkernels, self.problem.operation)
+        return operation(self.plain.x, self.plain.w, bias, activation, path=path, ctx=self.ctx, **options)
+
+    def ours(self) -> torch.Tensor:
+        return self.call(self.bias, self.problem.activation)
+
+    def others(self) -> dict:
+        """The calls of others, with the epilogue. On the simulated runtime, which has none, our plain path."""
+        if self.ctx.device.type != "cuda":
+            return {"plain": lambda: self.call(self.bias, self.problem.activation, "plain")}
+        usable, _ = usable_baselines(self.ctx, self.plain)
+        calls = {}
+        for name in ("serial", "torch"):
+            if name in usable:
+                calls[name] = lambda call=usable[name]: self.finished(call())
+        if self.gathers:  # cuBLAS adds the bias
+            x, M = padded(self.plain), self.problem.M
+            out = x.new_empty((x.shape[0] * self.ctx.size, x.shape[1]))
+            group = self.ctx.group.process_group
+
+            def serial():
+                all_gather_single(out, x, group=group)
+                y = F.linear(out, self.plain.w, self.bias)[:M]
+                return activation_reference(y, self.problem.activation)
+
+            calls["serial"] = serial
+        return calls
+
+    def finished(self, y: torch.Tensor) -> torch.Tensor:
+        return activation_reference(y if self.bias is None else y + self.bias, self.problem.activation)
+
+    def path(self) -> str:
+        each = self.problem
+        return tkernels.explain(each.operation, each.M, each.N, each.K, each.torch_dtype, ctx=self.ctx).path
+
+    def wrong(self, y: torch.Tensor) -> str | None:
+        """What is wrong: the product against fp64, the epilogue against torch's of that product."""
+        product = self.call(None, None)
+        if text := wrong(self.plain, product):
+            return text
+        atol, rtol = allowed(self.problem, self.ctx.size + 1)
+        return _off(y, self.finished(product.float()), 2 * atol, 4 * rtol, "torch's epilogue of the product")
+
+
+class _Plain(Problem):
+    def allowed(self) -> tuple[float, float]:
+        roundings = 1 if self.case.op == "all_gather_matmul" else self.ctx.size
+        return allowed(self.problem, roundings)
+
+
+def allowed(problem, roundings: int) -> tuple[float, float]:
+    """(atol, rtol) of a result of operands of unit variance; in TF32 those of each product count."""
+    atol, rtol = tolerance(problem.torch_dtype, problem.K + 1, roundings)
+    return atol + (6 * TF32_ULP * problem.K**0.5 if problem.precision == "tf32" else 0.0), rtol
+
+
+def _sample(size: int, device) -> torch.Tensor:
+    """Which of so many rows or columns are compared: the first, the last, and some between them."""
+    if size <= CHECKED:
+        return torch.arange(size, device=device)
+    ends, part = torch.arange(CHECKED // 4, device=device), CHECKED // 4
+    between = torch.randint(part, size - part, (CHECKED - 2 * part,), device=device)
+    return torch.cat([ends, between, size - 1 - ends])
+
+
+def _off(got: torch.Tensor, want: torch.Tensor, atol: float, rtol: float, what: str) -> str | None:
+    bad = ~((got.to(want.dtype) - want).abs() <= atol + rtol * want.abs())  # so that NaN is bad
+    if not bad.any():
+        return None
+    row, column = (int(at) for at in bad.nonzero()[0])
+    values = f"got {float(got[row, column]):g}, want {float(want[row, column]):g}"
+    return f"{int(bad.sum())} of {got.numel()} elements are off {what}, first ({row}, {column}): {values}"
+
+
+def opened(ctx: Context, problem, empty: bool = False) -> Product | Fused:
+    return (Product if problem.operation == "matmul" else Fused)(ctx, problem, empty)
+
+
+def compile_problems(ctx: Context, problems: list, budget_s: float) -> dict[str, str]:
+    """Collective. Compile what the problems launch, several kernels at a time. Returns what failed, by problem.
+
+    Does nothing on the simulated runtime.
+    """
+    if ctx.device.type != "cuda":
+        return {}
+    deadline = time.monotonic() + budget_s
+
+    def call(problem):
+        if agree(ctx, "late" if time.monotonic() > deadline else None) is None:
+            with in_precision(problem.precision):
+                opened(ctx, problem, empty=True).ours()
+
+    with torch.no_grad():
+        calls = {str(problem): lambda problem=problem: call(problem) for problem in problems}
+        return compile_ahead(ctx, calls, done=lambda number: None, all_kernels=ctx.size == 1)
+
+
+def measure_problem(ctx: Context, problem) -> dict:
+    """Collective. The record of a problem, or {"refused": why}."""
+    with torch.no_grad(), in_precision(problem.precision):
+        one = opened(ctx, problem)
+        y = one.ours()
+        ctx.check()
+        if reason := agree(ctx, one.wrong(y)):
+            return {"refused": reason}
+        del y
+        peak = _peak_bytes(ctx, one)
+        if not (others := one.others()):
+            return {"refused": "no other way runs here"}
+        timings, last = measure(ctx, {"ours": one.ours, **others}, problem.iterations)
+        reason = one.wrong(last["ours"]) if isinstance(one, Product) and problem.number % 8 == 0 else None
+        ctx.check()
+    if reason := agree(ctx, reason):
+        return {"refused": f"a timed call: {reason}"}
+    operands = (one.x, one.w) if isinstance(one, Product) else (one.plain.x, one.plain.w)
+    return {
+        **dataclasses.asdict(problem), "op": "sweep", "shape": problem.shape, "problem": str(problem),
+        "ranks": ctx.size, "transport": ctx.transport, "path": one.path(), "alignment": alignment_of(*operands),
+        "iterations": problem.iterations, "ours_us": timings["ours"].us, "ours_p90_us": timings["ours"].p90_us,
+        "others_us": {name: timings[name].us for name in others}, "peak_bytes": peak,
+    }  # fmt: skip
+
+
+def _peak_bytes(ctx: Context, one) -> int:
+    """The most memory that our call takes beside its operands and its result."""
+    if ctx.device.type != "cuda":
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = one.ours()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before - y.untyped_storage().nbytes()

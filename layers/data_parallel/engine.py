@@ -1,0 +1,674 @@
+"""The engine under `fully_shard`: when a unit's parameters are gathered, its gradients reduced, its memory handed on.
+
+A *unit* is what one call of fully_shard names: modules whose parameters are gathered together, while they compute.
+
+                 gather               use                  (forward, backward, recomputation)
+    SHARDED  ------------> GATHERED ------------> WHOLE    the module has the whole parameters
+             <------------          <------------
+                release              unuse
+
+A *root* is the unit whose forward runs first, with all units inside it. Its engine knows the order of the units from
+the last iteration, and gathers ahead:
+
+    stream     compute                          comm
+    forward    unit 0                           gather unit 1
+               unit 1                           gather unit 2, into the memory of unit 0
+    backward   unit 1                           gather unit 0
+               pack the gradients of unit 1     reduce-scatter them
+               unit 0
+
+Units that are given back after forward share the slots of a pool (pools.py), whose addresses never change. Those that
+contain units, the root above all, and those that are kept have memory of their own.
+
+Who waits for whom is said by leases (lease.py): of a pool's slots, of the buffers of gradients, and of all shards and
+their gradients: a gather comes after the optimizer's step, a reduction after what was done with the gradients before,
+and what comes after backward after both.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import enum
+import functools
+import logging
+import numbers
+import weakref
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._pytree import tree_map
+
+from tkernels.comm import LeaseError
+from tkernels.layers.data_parallel.param_group import DataParallelRanks, Parameter, ParamGroup
+from tkernels.layers.data_parallel.pools import Bucket, MaxPoolAllocator, MaxPoolPlan
+from tkernels.layers.lease import Keepalive, Lease, Slot
+
+KNOWN = (torch.Tensor, numbers.Number, str, bytes, type(None))  # leaves of outputs; any other type may hide tensors
+
+_log = logging.getLogger("tkernels")
+
+
+@dataclasses.dataclass
+class Options:
+    """What the root's call of fully_shard says about all units.
+
+    prefetch: units that are gathered ahead. overlap: communicate on a stream of its own.
+    """
+
+    prefetch: int = 1
+    overlap: bool = True
+
+
+class State(enum.Enum):
+    SHARDED = "sharded"
+    GATHERED = "gathered"
+    WHOLE = "whole"
+
+
+class Engine:
+    """Runs the units inside one root module."""
+
+    def __init__(self, root: "Unit"):
+        module = root.modules[0]
+        self.root = root
+        found = {}
+        for name, part in module.named_modules():
+            if (unit := unit_of(part)) is not None and unit not in found:
+                found[unit] = name
+        self.units = list(found)
+        for unit, name in found.items():
+            if unit.engine is not None:  # that of a part of this model, which was run by itself
+                unit.engine.end()
+            inside = {unit_of(part) for each in unit.modules for part in each.modules()} - {unit, None}
+            unit.engine, unit.name, unit.contains = self, name or "root", bool(inside)
+        self.device = root.device
+        self.dev = device_module(self.device)
+        self.comm_stream = self.dev.Stream() if root.options.overlap else None
+        self.pool: MaxPoolAllocator | None = None
+        self._planned = None
+        self._weight_slot = Slot(dev=self.dev, name="sharded parameters")
+        self._sum_slot = Slot(dev=self.dev, name="gradients of sharded parameters")
+        self._weights = self._sums = None  # leases of these slots, during an iteration and during a backward
+        self._sent = Keepalive()  # buffers of gradients that are being reduced
+        self._callback = lambda: None  # weak reference to the callback that ends the running backward
+        self._forwards = 0  # forwards that are running, of any unit
+        self._learned = {}  # whether gradients are enabled -> units in the order of their use
+        self._uses, self._expected = [], None
+        self._version, self._fresh = (
+            0,
+            True,
+        )  # torch's count of writes to the shards; whether no forward has begun since
+
+    @property
+    def slots(self) -> list[Slot]:
+        """The slots to pass to `layers.captured`, together with `comm_stream`, to capture whole iterations."""
+        return [*(self.pool.slots if self.pool else ()), self._weight_slot, self._sum_slot]
+
+    # An iteration
+
+    def enter(self, unit: "Unit"):
+        """Called before each forward of a unit. The first one of a forward begins an iteration."""
+        if self._forwards == 0 and not backward_runs():
+            if unit is self.root:
+                if not self._fresh or self._changed():
+                    self.end()
+                gradients = torch.is_grad_enabled()
+                self._expected = self._learned.get(gradients)
+                self._uses = self._learned[gradients] = []
+            elif self._changed():
+                self.end()
+            self.begin()
+            self._fresh = False
+        self._forwards += 1
+
+    def leave(self):
+        """Called after each forward of a unit, also one that failed."""
+        self._forwards -= 1
+        if self._forwards == 0 and not torch.is_grad_enabled() and not backward_runs():
+            self.end()
+
+    def begin(self):
+        """Lease the shards, so that gathers are ordered behind the optimizer's step."""
+        if self._weights is not None:
+            return
+        for unit in self.units:
+            for group in unit.groups:
+                group.settle(unit.collect)
+        self._plan()
+        self._version, self._fresh = self._versions(), True
+        self._weights = self._weight_slot.acquire()
+        with self._weights.write():
+            pass  # the producer is whatever this stream has launched: the optimizer, a loaded checkpoint
+
+    def _versions(self) -> int:
+        groups = (group for unit in self.units for group in unit.groups)
+        return sum(parameter.sharded._version for group in groups for parameter in group.parameters)
+
+    def _changed(self) -> bool:
+        """Whether parameters have been written since this iteration began, by torch's count of writes."""
+        return self._weights is not None and self._versions() != self._version
+
+    def begin_backward(self, _=None):
+        """Called before each backward of a unit, and of the root's outputs."""
+        if self._sums is not None and self._callback() is None:
+            self.end()  # clean up after a backward that failed
+        if self._sums is None:
+            callback = functools.partial(self._end_backward)  # only autograd holds it, as long as this backward lasts
+            torch.autograd.Variable._execution_engine.queue_callback(callback)
+            self._callback = weakref.ref(callback)
+            self.begin()
+            self._sums = self._sum_slot.acquire()
+            with self._sums.write():
+                pass  # behind whatever this stream has launched: the last step's reads, zero_grad
+            for unit in self.units:
+                unit.missing = {parameter for group in unit.groups for parameter in group.trained}
+
+    @torch._disable_dynamo
+    def begin_root_backward(self, _):
+        self.begin_backward()
+        self.root.begun = True
+        if self.root.uses == 0:
+            self.root.use()
+
+    @torch._disable_dynamo
+    def _end_backward(self):
+        """Reduce what is left (the root, units whose end nothing signaled), and order this stream behind the sums."""
+        for unit in self.units:
+            unit.reduce()
+        self.end()
+
+    @torch._disable_dynamo
+    def end(self):
+        """Give everything back, even after a failure. From here on, this stream may change shards and gradients."""
+        for unit in self.units:
+            unit.close()
+        if self._sums is not None:
+            # Nothing has called the callback: backward failed. It may be there even so, once backward() has raised: the
+            # thread that ran backward drops it in its own time.
+            if self._callback() is None or not backward_runs():
+                self.forget_gradients()
+            with self._sums.read():
+                pass
+            self._sum_slot.release(self._sums)
+            self._sums = None
+        self._sent.drain()
+        if self._weights is not None:
+            self._weight_slot.release(self._weights)
+            self._weight_slot.join()
+            self._weights = None
+
+    def forget_gradients(self):
+        """Discard gradients that have not been reduced: those that accumulate, or were left by a failed backward."""
+        for unit in self.units:
+            unit.begun = False
+            for group in unit.groups:
+                for parameter in group.parameters:
+                    if parameter.whole is not None:
+                        parameter.whole.grad = None
+
+    # Memory
+
+    def _plan(self):
+        """Make the pool, or another one if other units are kept now."""
+        planned = tuple((unit.shares_memory, *(group.param_dtype for group in unit.groups)) for unit in self.units)
+        if planned == self._planned:
+            return
+
+        def buckets(unit):
+            return [Bucket(group.id, group.param_dtype, group.numel) for group in unit.groups]
+
+        for unit in self.units:
+            for group in unit.groups:
+                group.id = f"{unit.name}:{group.kind}"
+        plan = MaxPoolPlan.build(
+            {unit.name: buckets(unit) for unit in self.units if unit.shares_memory},
+            others=[bucket for unit in self.units if not unit.shares_memory for bucket in buckets(unit)],
+            copies=1 + self.root.options.prefetch,
+        )
+        self.pool = None  # first, so that both are never there at once
+        # Backward reads parameters at the addresses that forward saved, so a move is an error.
+        self.pool = MaxPoolAllocator(plan, strict_assignments="error", device=self.device, dev=self.dev)
+        self._planned = planned
+        if all(ctx.rank == 0 for ctx in self.root.ranks.contexts):
+            _log.info("fully_shard: the memory of gathered parameters\n%s", self.pool)
+
+    # Communication
+
+    def _on_comm(self):
+        return self.dev.current_stream() if self.comm_stream is None else self.comm_stream
+
+    @torch.no_grad()
+    def gather(self, group: ParamGroup) -> Lease:
+        comm = self._on_comm()
+        lease = self.pool.acquire(group.id)
+        with self._weights.read(comm), lease.write(comm), self.dev.stream(comm):
+            group.gather(lease.tensor)
+        return lease
+
+    @torch.no_grad()
+    def reduce(self, group: ParamGroup, parameters: list[Parameter]):
+        """Reduce the gradients of some of a group's parameters, with zeros for those that have none."""
+        current, comm = self.dev.current_stream(), self._on_comm()
+        layout = group.layout_of(parameters)
+        self._sent.drain()  # one buffer at a time: this stream waits until the last one is free
+        empty = functools.partial(torch.empty, device=self.device)
+        buffer = Lease(empty(layout.ranks * layout.numel, dtype=group.reduce_dtype), dev=self.dev, name="gradients")
+        # Allocated on the stream that optimizers use and free it on.
+        sums = Lease(empty(layout.numel, dtype=group.dtype), dev=self.dev, name="gradients of shards")
+        with contextlib.ExitStack() as reading, buffer.write() as into:
+            grads, elsewhere = [], []
+            for parameter in parameters:
+                grads.append(parameter.take_gradient())
+                if grads[-1] is not None and parameter.producer not in (None, current):
+                    elsewhere.append(Lease(grads[-1], dev=self.dev, home=parameter.producer))
+                    with elsewhere[-1].write(parameter.producer):
+                        pass
+                    reading.enter_context(elsewhere[-1].read(current))
+            group.pack(grads, layout, into)
+        for lease in elsewhere:
+            self._sent.defer(lease)
+        with buffer.read(comm), self._sums.write(comm, ordered=True), self.dev.stream(comm):
+            with sums.write(comm):
+                group.reduce(buffer.tensor, sums.tensor)
+                group.accumulate(parameters, layout, sums.tensor)
+        self._sent.defer(buffer)
+        self._sent.defer(sums)
+
+    # Gathering ahead
+
+    def used(self, unit: "Unit"):
+        """Called before a unit computes: gather it, unless it is gathered already, and the units after it."""
+        self._uses.append(unit)
+        if self._expected is not None and self._expected[len(self._uses) - 1 :][:1] != [unit]:
+            self._expected = None  # the order has changed: release what was gathered ahead for the old one
+            for other in self.units:
+                if other is not unit and other.uses == 0 and other.reshards:
+                    other.release()
+        unit.gather()
+        self._gather_ahead(unit)
+
+    def next(self, count: int) -> list["Unit"]:
+        return [] if self._expected is None else self._expected[len(self._uses) :][:count]
+
+    def _gather_ahead(self, unit: "Unit"):
+        told = unit.backward_prefetch if backward_runs() else unit.forward_prefetch
+        for other in told or self.next(self.root.options.prefetch):
+            if other.state is State.SHARDED:
+                if not all(self.pool.idle(group.id) for group in other.groups):
+                    return
+                other.gather()
+
+
+class Unit:
+    """Modules whose parameters are gathered together while one of them computes.
+
+    modules: of one call of fully_shard; several are one unit. ranks, options: as fully_shard was told.
+    reshard_after_forward: None until the root is known, which alone keeps its parameters by default.
+    sync: whether backward reduces. leases: by group, of what is gathered. uses: how many forwards, backwards, and
+    recomputations inside a backward, keep the parameters whole. missing: parameters without a gradient yet in this
+    backward. begun: whether a backward has reached this unit since the last reduction.
+
+    When and whether its gradients are reduced must not depend on which gradients exist, since that may differ between
+    ranks. The reduction comes where the last of the unit's calls ends in backward, which the gradients of its inputs
+    signal. If no input requires a gradient, and in the root, it comes at the end of backward.
+    """
+
+    def __init__(
+        self,
+        modules: tuple[nn.Module, ...],
+        groups: list[ParamGroup],
+        ranks: DataParallelRanks,
+        policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None,
+        options: Options,
+        device: torch.device,
+    ):
+        self.modules, self.groups, self.ranks, self.policy, self.options = modules, groups, ranks, policy, options
+        self.reshard_after_forward, self.device = reshard_after_forward, device
+        self.name, self.contains, self.engine = type(modules[0]).__name__, False, None
+        self.sync, self.reshard_after_backward, self.kept = True, True, False
+        self.forward_prefetch, self.backward_prefetch = [], []
+        self.leases, self.uses, self.missing, self.begun = {}, 0, set(), False
+        self.calls = weakref.WeakSet()  # calls whose backward may still come; their autograd graph keeps them alive
+        self._reading = contextlib.ExitStack()
+        self._running, self._open_calls = [], []
+        for module in modules:
+            setattr(module, _UNIT, self)
+            # Ahead of hooks that are registered already, which may read parameters.
+            module.register_forward_pre_hook(self.before_forward, with_kwargs=True, prepend=True)
+            module.register_forward_hook(self.after_forward, always_call=True)
+            module.register_state_dict_pre_hook(self.end_iteration)
+            module.register_load_state_dict_pre_hook(self.end_iteration)
+
+    @property
+    def state(self) -> State:
+        if not self.leases:
+            return State.SHARDED
+        return State.WHOLE if self.exposed else State.GATHERED
+
+    exposed = False
+
+    @property
+    def is_root(self) -> bool:
+        return self.engine is not None and self.engine.root is self
+
+    @property
+    def reshards(self) -> bool:
+        """Whether it gives its memory back after forward."""
+        return not self.is_root if self.reshard_after_forward is None else self.reshard_after_forward
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether it takes turns with other units in the pool. What was kept once stays where it is."""
+        self.kept = self.kept or not self.reshards or not self.reshard_after_backward
+        return not self.contains and not self.kept
+
+    def end_iteration(self, *_):
+        """Give the module its DTensors, which whoever reads or changes its parameters from outside wants."""
+        if self.engine is not None and not backward_runs():
+            self.engine.end()
+
+    # Parameters
+
+    def settle(self):
+        """Lay out the shards as soon as they are on a device."""
+        for group in self.groups:
+            if not any(parameter.sharded.is_meta for parameter in group.parameters):
+                group.settle(self.collect)
+
+    def unshard(self):
+        """Gather without a forward; `expose` then gives the module the whole parameters."""
+        if self.engine is None:
+            Engine(self)
+        self.engine.begin()
+        self.gather()
+
+    def reshard(self):
+        if self.engine is not None:
+            if self.uses:
+                self.end_iteration()
+            self._give_back()
+
+    def _give_back(self):
+        self._reading.close()
+        self.conceal()
+        self.release()
+
+    def gather(self):
+        for group in self.groups:
+            if group in self.leases:
+                continue
+            try:
+                self.leases[group] = self.engine.gather(group)
+            except LeaseError as error:
+                raise LeaseError(
+                    f"fully_shard: unit {self.name} can't be gathered: {error}. If activations are checkpointed, let "
+                    f"each checkpoint hold one unit alone; where several units are needed at once, pass a larger "
+                    f"prefetch= with the root, or reshard_after_forward=False with some of them"
+                ) from error
+
+    def use(self):
+        if self.uses == 0:
+            if self.is_root:
+                self.gather()
+            else:
+                self.engine.used(self)
+            self.expose()
+        self.uses += 1
+
+    def unuse(self):
+        self.uses -= 1
+        if self.uses == 0:
+            self._reading.close()
+            if self.reshards or backward_runs() and self.reshard_after_backward:
+                self.conceal()
+                if self.engine.next(1) != [self]:  # kept if used next: the last one of forward is the first of backward
+                    self.release()
+
+    def expose(self):
+        """Give the modules the whole parameters, which this stream may read."""
+        for lease in self.leases.values():
+            self._reading.enter_context(lease.read())
+        if self.leases and not self.exposed:
+            for group, lease in self.leases.items():
+                group.expose(lease.tensor)
+            self.exposed = True
+
+    def conceal(self):
+        if self.exposed:
+            for group in self.groups:
+                group.conceal()
+            self.exposed = False
+
+    def release(self):
+        for group in self.leases:
+            self.engine.pool.release(group.id)
+        self.leases = {}
+
+    def close(self):
+        """Give everything back, whatever state the unit is in."""
+        self._give_back()
+        self.uses, self.missing = 0, set()
+        self._running.clear()
+        for call in self._open_calls:
+            call.open = False
+        self._open_calls.clear()
+
+    # Forward and backward of the modules
+
+    @torch._disable_dynamo
+    def before_forward(self, module, args, kwargs):
+        if self.engine is None:
+            Engine(self)
+        self.engine.enter(self)
+        recomputed = self.uses > 0 and backward_runs()  # by activation checkpointing, inside the unit's own backward
+        try:
+            self.use()
+        except BaseException:
+            self.engine.leave()
+            raise
+        if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
+            args, kwargs = _cast((args, kwargs), self.policy.param_dtype)
+        if not torch.is_grad_enabled() or recomputed or self.is_root:
+            self._running.append(None)
+            return args, kwargs
+        call = Call(self)
+        self._running.append(call)
+        return call.watch_inputs(args, kwargs)
+
+    @torch._disable_dynamo
+    def after_forward(self, module, args, output):
+        if not self._running:  # this forward failed before it began
+            return None
+        call = self._running.pop()
+        if call is not None:
+            call.watch_outputs(output)
+        elif self.is_root and torch.is_grad_enabled():
+            self.watch(output, self.engine.begin_root_backward)
+        if not self.is_root or self.reshards or backward_runs():
+            self.unuse()
+        self.engine.leave()
+        if self.policy.output_dtype is not None:
+            return _cast(output, self.policy.output_dtype)
+        return None
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def collect(self, parameter: Parameter):
+        """Called with each gradient that autograd has completed, on the stream that has produced it."""
+        self.engine.begin_backward()
+        self.begun = True
+        self.missing.discard(parameter)
+        parameter.producer = self.engine.dev.current_stream()
+        if not self.sync:
+            parameter.widen_gradient()
+        if not self.missing:
+            for call in [call for call in self._open_calls if not call.tells]:
+                call.end()
+
+    def watch(self, output, begin, before=frozenset()):
+        """Call `begin` before the backward of any of these outputs. before: nodes that have made inputs."""
+        leaves = _leaves(output)
+        tensors = _differentiable(leaves)
+        unknown = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, KNOWN)]
+        if unknown and not tensors:
+            raise TypeError(
+                f"fully_shard: unit {self.name} returns {unknown[0]}, in which no tensor is found that backward could "
+                f"begin with; return tensors, or containers or dataclasses of them"
+            )
+        for tensor in tensors:
+            tensor.register_hook(begin)
+            # Whoever changes a view in place takes its hooks out of the graph; what made the memory stays.
+            if tensor._is_view() and (node := _node_of(tensor)) is not None and node not in before:
+                node.register_prehook(begin)
+
+    def reduce(self):
+        """Reduce the gradients of the backwards that reached this unit, with zeros for parameters without one."""
+        if not self.sync or not self.begun:
+            return
+        self.begun = False
+        for group in self.groups:
+            if group.trained:
+                self.engine.reduce(group, group.trained)
+
+
+class Call:
+    """One forward of a unit. Its backward begins with the gradient of an output and ends with those of its inputs.
+
+    open: whether its backward is running. tells: whether the gradients of inputs will signal its end. If no input
+    requires a gradient, or this backward doesn't reach the inputs, the call ends with the gradients of the unit's
+    parameters, or with the whole backward.
+    """
+
+    def __init__(self, unit: Unit):
+        self.unit, self.open, self.tells = unit, False, False
+        self._node = lambda: None  # weak reference to the inputs' node in autograd's graph, which holds this call
+        self._ended = None  # id of the last backward in which this call ended
+        self._before = set()  # nodes of autograd's graph that made the inputs
+        self._addresses = _addresses(unit)
+        unit.calls.add(self)
+
+    def watch_inputs(self, args, kwargs):
+        inputs = _differentiable(_leaves((args, kwargs)))
+        if not inputs:
+            return args, kwargs
+        self._before = {_node_of(tensor) for tensor in inputs}
+        passed = dict(zip(map(id, inputs), _Inputs.apply(self, *inputs), strict=True))
+        self._node = weakref.ref(next(iter(passed.values())).grad_fn)
+        return _map(lambda leaf: passed.get(id(leaf), leaf), (args, kwargs))
+
+    def watch_outputs(self, output):
+        self.unit.watch(output, self._begin, self._before)
+
+    def to_come(self) -> bool:
+        """Whether the running backward will still signal the end of this call."""
+        node = self._node()
+        return node is not None and self._ended != _task() and torch._C._will_engine_execute_node(node)
+
+    @torch._disable_dynamo
+    def _begin(self, _):
+        if self.open or self._ended == _task():  # opened by the gradient of another output
+            return
+        unit = self.unit
+        unit.engine.begin_backward()
+        self.open, unit.begun, self.tells = True, True, self.to_come()
+        unit._open_calls.append(self)
+        unit.use()
+        if _addresses(unit) != self._addresses:
+            raise LeaseError(
+                f"fully_shard: unit {unit.name} lies elsewhere now than in the forward whose backward this is"
+            )
+
+    @torch._disable_dynamo
+    def end(self):
+        if self.open:
+            self.open, self._ended = False, _task()
+            self.unit._open_calls.remove(self)
+            if self.tells and not any(call.to_come() for call in self.unit.calls):
+                self.unit.reduce()
+            self.unit.unuse()
+
+
+class _Inputs(torch.autograd.Function):
+    """The identity on a unit's inputs, whose backward runs last of all the unit's nodes.
+
+    Autograd runs the nodes that are ready in the reverse order of forward, and this was the unit's first.
+    """
+
+    @staticmethod
+    def forward(ctx, call: Call, *tensors):
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        return tensors
+
+    @staticmethod
+    @once_differentiable  # double backward would find other parameters at the addresses of the first backward
+    def backward(ctx, *gradients):
+        ctx.call.end()
+        return None, *gradients
+
+
+_UNIT = "_tkernels_unit"  # on a module
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that fully_shard has made of a module."""
+    return vars(module).get(_UNIT)
+
+
+def device_module(device: torch.device):
+    """The module with the streams of a device; tests put a simulator here."""
+    return torch.get_device_module(device)
+
+
+def backward_runs() -> bool:
+    """Whether the caller is a hook inside of a backward."""
+    return _task() != -1
+
+
+def _task() -> int:
+    return torch._C._current_graph_task_id()
+
+
+def _addresses(unit: Unit) -> list[int]:
+    return [lease.tensor.data_ptr() for lease in unit.leases.values()]
+
+
+def _node_of(tensor: torch.Tensor):
+    """The node of autograd's graph that made this tensor's memory."""
+    return (tensor._base if tensor._is_view() else tensor).grad_fn
+
+
+def _cast(values, dtype: torch.dtype):
+    return _map(
+        lambda leaf: leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf, values
+    )
+
+
+def _map(function, values):
+    """Rebuild nested containers and dataclasses with `function` applied to their leaves."""
+
+    def of(leaf):
+        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+            return function(leaf)
+        made = copy.copy(leaf)
+        for field in dataclasses.fields(leaf):
+            object.__setattr__(made, field.name, _map(function, getattr(leaf, field.name)))
+        return made
+
+    return tree_map(of, values)
+
+
+def _leaves(values) -> list:
+    """The leaves of nested containers and dataclasses."""
+    leaves = []
+    _map(leaves.append, values)
+    return leaves
+
+
+def _differentiable(leaves) -> list[torch.Tensor]:
+    """The distinct tensors among the leaves that require a gradient."""
+    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
+    return list(tensors.values())

@@ -1,0 +1,381 @@
+"""`fully_shard`: torch's FSDP2 by its own names, over this library's collectives.
+
+    from tkernels.layers import fully_shard                              # the only line that differs from torch's
+
+    for block in model.layers:
+        fully_shard(block, mesh=mesh["dp"], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    fully_shard(model, mesh=mesh["dp"], mp_policy=...)
+    optimizer = torch.optim.AdamW(model.parameters())                    # DTensors, with their names and shapes
+
+What runs underneath is engine.py; what it moves, param_group.py and layout.py. A face of another library's shape
+(FullyShard, ZeroOptimizer) calls `fully_shard` and `unit_of`, and adds no behaviour.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from tkernels.comm import Context, MismatchError, as_context
+from tkernels.comm.arguments import check_type, whole
+from tkernels.comm.collectives import SUMMED
+from tkernels.comm.group import first_difference, listed
+from tkernels.layers.data_parallel.engine import Options, Unit, unit_of
+from tkernels.layers.data_parallel.param_group import DataParallelRanks, Parameter, ParamGroup, param_dtype_of
+from tkernels.layers.owners import own, owner_of
+
+_SHARDED = "_tkernels_sharded"  # on an original parameter that has been sharded: its name
+
+
+def fully_shard(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: DeviceMesh | dist.ProcessGroup | Context | None = None,
+    reshard_after_forward: bool | None = None,
+    shard_placement_fn: Callable | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # it is frozen
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims=None,
+    prefetch: int = 1,
+    overlap: bool = True,
+):
+    """Collective. Split a module's parameters over the ranks of `mesh`; they are whole only while it computes.
+
+    As torch.distributed.fsdp.fully_shard: no wrapper, called on the blocks first and on the model last. Each call makes
+    one unit of the parameters that are in no unit yet; a list of modules makes one unit. Between iterations the module
+    has its parameters as DTensors with their own names and shapes, `Shard(0)` on `mesh`, and gradients as DTensors in
+    the parameters' dtype, their mean over ranks. Parameters that are DTensors over tensor-parallel ranks, another
+    dimension of the same mesh, are split again, and are DTensors over both; plain ones beside them count as replicated.
+
+    module: changed in place, and returned; its class becomes a subclass that is an FSDPModule. On the meta device until
+        `to_empty` is fine. The ranks' values may differ: each keeps its own rows.
+    mesh: a DeviceMesh of one dimension, or a group or context, of which one is made. None: all ranks.
+    reshard_after_forward: whether to give the memory back between forward and backward. None: yes, but for the root,
+        the module whose forward runs first. False takes memory of the unit's own for good.
+    mp_policy: torch's. The optimizer's parameters keep their dtype, so fp32 parameters with param_dtype=torch.bfloat16
+        are what elsewhere is called master weights. reduce_dtype must be float32, float16 or bfloat16.
+    ignored_params: parameters to leave alone.
+    prefetch: of the root: units that are gathered ahead, in the order learned from the last iteration. Each takes
+        memory for one more unit.
+    overlap: of the root: communicate on a stream of its own. False uses one stream, and gives the same bits.
+
+    All ranks must run the same units in the same order; inside a unit they may use different parameters, and the
+    gradient of one that a rank didn't use counts as zero. A loss must come from outputs of the module or its units.
+    After a forward or backward that failed the next forward begins afresh, without a call of reset_iter_state.
+
+    Raises ValueError or TypeError on every rank, before anything is changed, for what can't be sharded: CPU offload,
+    shard_placement_fn, an integer reshard_after_forward, parameters without a dimension or elements, parameters tied
+    across units (shard those modules as one list). MismatchError if the ranks' modules differ.
+    """
+    modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
+    ranks = _ranks_of(mesh)
+    device = ranks.contexts[0].device
+    with contextlib.ExitStack() as checking:
+        for ctx in reversed(ranks.contexts):
+            checking.enter_context(ctx.group.checking())
+        _refuse_options(reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims)
+        whole("fully_shard: prefetch", prefetch)
+        managed = _managed_modules(modules)
+        places = _parameters_of(managed, ignored_params or set())
+        for name, homes in places.items():
+            _check_parameter(name, _parameter_at(homes), mp_policy)
+    for ctx in ranks.contexts:
+        _check_alike(ctx, places, mp_policy, reshard_after_forward)
+
+    beside = _tensor_parallel_mesh(modules)
+    by_kind: dict[tuple, list[Parameter]] = {}
+    for name, homes in places.items():
+        parameter = _parameter_at(homes)
+        kind = parameter.dtype, param_dtype_of(parameter.dtype, mp_policy)
+        by_kind.setdefault(kind, []).append(Parameter.of(name, homes, parameter, ranks, beside, device))
+        setattr(parameter, _SHARDED, name)
+    groups = [
+        ParamGroup(
+            "-".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(kind)), parameters, ranks, mp_policy
+        )
+        for kind, parameters in by_kind.items()
+    ]
+    unit = Unit(modules, groups, ranks, mp_policy, reshard_after_forward, Options(prefetch, overlap), device)
+    for group in groups:
+        own([parameter.sharded for parameter in group.parameters], unit)
+    for part in managed:
+        for buffer in part.buffers(recurse=False):
+            if buffer.device.type != "meta":
+                buffer.data = buffer.to(device)
+    for each in modules:
+        each.__class__ = _sharded_class(type(each))
+    unit.settle()
+    return module
+
+
+class ShardedModule(FSDPModule):
+    """What fully_shard adds to a module's class: torch's FSDPModule, with the methods that mean something here.
+
+    The others of torch's FSDPModule raise NotImplementedError. deepcopy is refused, as by torch.
+    """
+
+    def __new__(cls, *args, **kwargs):
+        """An object of the original class: a slice of a Sequential, say, is no unit."""
+        made = cls._unsharded.__new__(cls._unsharded)
+        made.__init__(*args, **kwargs)
+        return made
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Collective. Gather this unit's parameters, until `reshard` or its next forward or backward has ended.
+
+        async_op: return a handle; the module has the parameters once its `wait` was called, or in forward.
+        """
+        unit = unit_of(self)
+        unit.unshard()
+        handle = _Handle(unit)
+        return handle if async_op else handle.wait()
+
+    def reshard(self):
+        """Give the memory of this unit's parameters back; the module has the DTensors again."""
+        unit_of(self).reshard()
+
+    def reset_iter_state(self):
+        """Give everything back, and discard gradients that have not been reduced."""
+        if (engine := unit_of(self).engine) is not None:
+            engine.end()
+            engine.forget_gradients()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True):
+        """Whether backward reduces gradients. Without, whole ones accumulate, in reduce_dtype, until one that does."""
+        for unit in _units(self, recurse):
+            unit.sync = requires_gradient_sync
+
+    def set_is_last_backward(self, is_last_backward: bool):
+        """Changes nothing: every backward ends with this stream ordered behind all reductions, and waits for none."""
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True):
+        """As the argument of fully_shard, from the next iteration on."""
+        check_type("set_reshard_after_forward", reshard_after_forward, bool, "a bool")
+        for unit in _units(self, recurse):
+            unit.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True):
+        """Whether the memory is given back after a unit's backward, rather than at the end of the whole one."""
+        for unit in _units(self, recurse):
+            unit.reshard_after_backward = reshard_after_backward
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]):
+        """Units to gather when this one computes in forward, instead of those that came next in the last iteration."""
+        unit_of(self).forward_prefetch = [unit_of(module) for module in modules]
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]):
+        """Units to gather when this one computes in backward, instead of those that came next in the last iteration."""
+        unit_of(self).backward_prefetch = [unit_of(module) for module in modules]
+
+    def set_gradient_divide_factor(self, factor: float):
+        """What sums of this unit's gradients are divided by, instead of the number of ranks."""
+        for group in unit_of(self).groups:
+            group.divisor = factor
+
+    def set_force_sum_reduction_for_comms(self, enable: bool):
+        """Changes nothing: gradients are always summed, then divided."""
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True):
+        """Changes nothing: parameters that a rank didn't use always count as zero."""
+
+    def zero_grad(self, set_to_none: bool = True):
+        """Discard all gradients, also those that accumulate without having been reduced."""
+        super().zero_grad(set_to_none)
+        if (engine := unit_of(self).engine) is not None:
+            engine.forget_gradients()
+
+    def _apply(self, function, recurse=True):
+        unit_of(self).end_iteration()
+        super(FSDPModule, self)._apply(function, recurse)
+        unit_of(self).settle()
+        return self
+
+    def _get_fsdp_state(self):
+        raise NotImplementedError(
+            "fully_shard: the state of torch's FSDP is asked for, which a unit of tkernels has not"
+        )
+
+    def __deepcopy__(self, memo):
+        raise NotImplementedError(
+            f"fully_shard: a deepcopy of {type(self).__name__} would share its engine; make the model again, shard it, "
+            f"and load_state_dict, or keep [p.detach().clone() for p in model.parameters()]"
+        )
+
+
+def _not_here(name: str):
+    def refuse(self, *args, **kwargs):
+        raise NotImplementedError(
+            f"fully_shard: {name} has no meaning over tkernels' collectives; leave it out, or shard with torch's "
+            f"fully_shard and use its collectives through tkernels.layers.doors"
+        )
+
+    return refuse
+
+
+for _name, _method in inspect.getmembers(FSDPModule, inspect.isfunction):
+    if not _name.startswith("_") and _name not in vars(ShardedModule):
+        setattr(ShardedModule, _name, _not_here(_name))
+
+
+class _Handle(UnshardHandle):
+    def __init__(self, unit: Unit):
+        self._unit = unit
+
+    def wait(self):
+        self._unit.expose()
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str):
+    """Make a method of a unit one that its parameters are gathered for, as for `forward`. Else changes nothing."""
+    unit = unit_of(module)
+    if unit is None:
+        return
+    original = getattr(module, method_name)
+
+    @functools.wraps(original)
+    def method(*args, **kwargs):
+        args, kwargs = unit.before_forward(module, args, kwargs)
+        output = None
+        try:
+            output = original(*args, **kwargs)
+        finally:
+            cast = unit.after_forward(module, args, output)
+        return output if cast is None else cast
+
+    setattr(module, method_name, method)
+
+
+def _units(module: nn.Module, recurse: bool) -> list[Unit]:
+    parts = module.modules() if recurse else [module]
+    return [unit for part in parts if (unit := unit_of(part)) is not None]
+
+
+@functools.cache
+def _sharded_class(kind: type) -> type:
+    return type(f"FSDP{kind.__name__}", (ShardedModule, kind), {"_unsharded": kind})
+
+
+def _ranks_of(mesh) -> DataParallelRanks:
+    if mesh is None:
+        mesh = init_device_mesh(torch._C._get_accelerator().type, (dist.get_world_size(),))
+    if isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
+        if mesh.mesh_dim_names is None:
+            raise ValueError("fully_shard: a mesh of two dimensions, (replicas, shards), needs names: mesh_dim_names=")
+        replica, shard = (as_context(mesh[name]) for name in mesh.mesh_dim_names)
+        return DataParallelRanks(mesh, (Replicate(), Shard(0)), shard, replica)
+    ctx = as_context(mesh)
+    if not isinstance(mesh, DeviceMesh):
+        mesh = DeviceMesh.from_group(ctx.group.process_group, ctx.device.type)
+    return DataParallelRanks(mesh, (Shard(0),), ctx)
+
+
+def _refuse_options(reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims):
+    check_type("fully_shard: reshard_after_forward", reshard_after_forward, bool | None, "True, False or None")
+    if isinstance(offload_policy, CPUOffloadPolicy):
+        raise ValueError("fully_shard: CPUOffloadPolicy is not supported; leave offload_policy out")
+    if shard_placement_fn is not None:
+        raise ValueError("fully_shard: parameters are split along their first dimension; leave shard_placement_fn out")
+    if dp_mesh_dims is not None:
+        raise ValueError(
+            "fully_shard: dp_mesh_dims is not supported; pass the data-parallel dimensions as mesh=, for example "
+            "mesh['dp'] or mesh['replicate', 'shard']"
+        )
+
+
+def _managed_modules(modules: tuple[nn.Module, ...]) -> list[nn.Module]:
+    """These modules and what is inside them and in no unit yet."""
+    managed = {}
+
+    def collect(module, outermost):
+        check_type("fully_shard: module", module, nn.Module, "an nn.Module, or a list of them")
+        if outermost and unit_of(module) is not None:
+            raise ValueError(f"fully_shard: {type(module).__name__} is sharded already")
+        if outermost and isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            raise ValueError(
+                f"fully_shard: a {type(module).__name__} has no forward to gather parameters for; shard its modules, "
+                f"one by one or as fully_shard([a, b])"
+            )
+        if unit_of(module) is None and module not in managed:
+            managed[module] = None
+            for child in module.children():
+                collect(child, False)
+
+    for module in modules:
+        collect(module, True)
+    return list(managed)
+
+
+def _parameters_of(managed: list[nn.Module], ignored: set[nn.Parameter]) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Name -> the places of a parameter: (module, attribute), the first one under this name."""
+    names, places = {}, {}
+    paths = {part: path for module in reversed(managed) for path, part in module.named_modules()}
+    for module in managed:
+        for attribute, parameter in module._parameters.items():
+            if parameter is None or parameter in ignored:
+                continue
+            name = names.setdefault(parameter, f"{paths[module]}.{attribute}".removeprefix("."))
+            places.setdefault(name, []).append((module, attribute))
+    return places
+
+
+def _tensor_parallel_mesh(modules: tuple[nn.Module, ...]) -> DeviceMesh | None:
+    """The mesh of the parameters that are DTensors already, if they have one in common."""
+    units = {unit for module in modules for unit in _units(module, True)}
+    sharded = [parameter for unit in units for group in unit.groups for parameter in group.parameters]
+    meshes = [parameter.tensor_parallel.mesh for parameter in sharded if parameter.tensor_parallel is not None]
+    own = {parameter.sharded for parameter in sharded}
+    plain = {parameter for module in modules for parameter in module.parameters()} - own
+    meshes += [parameter.device_mesh for parameter in plain if isinstance(parameter, DTensor)]
+    return meshes[0] if meshes and all(mesh == meshes[0] for mesh in meshes) else None
+
+
+def _parameter_at(places: list[tuple[nn.Module, str]]) -> nn.Parameter:
+    module, attribute = places[0]
+    return module._parameters[attribute]
+
+
+def _check_parameter(name: str, parameter: nn.Parameter, policy: MixedPrecisionPolicy):
+    if parameter.dim() == 0 or parameter.numel() == 0:
+        raise ValueError(
+            f"fully_shard: {name} of shape {tuple(parameter.shape)} has no rows to split; give it a dimension and an "
+            f"element, or pass it in ignored_params"
+        )
+    if (other := getattr(parameter, _SHARDED, None)) is not None:
+        raise ValueError(
+            f"fully_shard: {name} is tied to {other}, which is sharded in another unit; shard the modules that share "
+            f"it together, as fully_shard([a, b])"
+        )
+    if (owner := owner_of(parameter)) is not None:
+        raise ValueError(
+            f"fully_shard: {name} belongs to {type(owner).__name__}, whose hooks would take its gradients first; call "
+            f"remove() of that before the module is sharded"
+        )
+    reduce_dtype = policy.reduce_dtype or param_dtype_of(parameter.dtype, policy)
+    if parameter.requires_grad and reduce_dtype not in SUMMED:
+        raise TypeError(
+            f"fully_shard: {name}: gradients are summed in float32, float16 or bfloat16, not {reduce_dtype}; pass one "
+            f"as reduce_dtype= of mp_policy"
+        )
+    if isinstance(parameter, DTensor) and any(isinstance(p, Partial) for p in parameter.placements):
+        raise ValueError(f"fully_shard: {name} is a sum that is still to be made, {parameter.placements}")
+
+
+def _check_alike(ctx: Context, places, policy: MixedPrecisionPolicy, reshard_after_forward):
+    """Collective. Raises MismatchError, on every rank, unless all are about to shard the same."""
+    mine = {"mp_policy": repr(policy), "reshard_after_forward": repr(reshard_after_forward)}
+    for name, homes in places.items():
+        parameter = _parameter_at(homes)
+        mine[name] = f"{tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}"
+    if difference := first_difference(ctx.group.gather(mine)):
+        rank, names = difference
+        raise MismatchError(
+            f"fully_shard: rank 0 and rank {rank} differ in {listed(names)}; shard the same model alike"
+        )

@@ -1,0 +1,84 @@
+"""Where the parameters of a group lie: in a rank's shard, in the gathered whole, and in a buffer of gradients.
+
+A parameter [n, ...] is cut along its first dimension as `torch.chunk` cuts it, which is what DTensor's Shard(0) means:
+each of R ranks has k = ceil(n / R) rows, the last ones fewer or none. In all three buffers a rank's part is padded to
+k rows, at most one row more than needed, so that every rank sends equally much and torch's own operators pack.
+
+    shard      [S]         a's k rows | b's k rows | c's k rows          of this rank
+    whole      [R * S]     a's R * k rows | b's R * k rows | ...         a parameter is the first n rows of its part
+    gradients  [R, S]      each rank's shard, one after the other        one reduce-scatter hands out the shards
+
+Small parameters come first and are gathered together, then copied to their places; a large one is gathered straight
+into its place in `whole`, without the copy, and without the memory for it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+ALIGN = 16  # elements: what starts at a multiple of it can be read 16 bytes at a time
+DIRECT_NUMEL = 1 << 20  # elements from which a parameter is gathered by a collective of its own
+
+
+@dataclass(frozen=True)
+class Part:
+    """One parameter's place. start: in the shard, in elements; in `whole` it is R times as much. numel: of k rows."""
+
+    shape: torch.Size
+    start: int
+    numel: int
+    rows: tuple[int, ...]  # of each rank
+
+    @property
+    def row_shape(self) -> torch.Size:
+        return self.shape[1:]
+
+
+class Layout:
+    """The layout of parameters of these shapes over `ranks` ranks; all have a dimension and elements.
+
+    parts: in the order of the shapes. numel: S, of a shard. packed: elements at the start of the shard that are
+    gathered together. direct: the parts that are gathered one by one. order: of the parts in memory, as indices.
+    """
+
+    def __init__(self, shapes: Sequence[torch.Size], ranks: int):
+        self.ranks = ranks
+        chunks = [-(-shape[0] // ranks) for shape in shapes]
+        numels = [chunk * math.prod(shape[1:]) for chunk, shape in zip(chunks, shapes, strict=True)]
+        direct = [ranks * numel >= DIRECT_NUMEL for numel in numels]
+        # Odd sizes come after the others of their kind, which so are aligned.
+        self.order = sorted(range(len(shapes)), key=lambda i: (direct[i], numels[i] % ALIGN != 0))
+        parts, self.numel, self.packed = {}, 0, 0
+        for i in self.order:
+            rows = tuple(min(max(shapes[i][0] - rank * chunks[i], 0), chunks[i]) for rank in range(ranks))
+            parts[i] = Part(shapes[i], self.numel, numels[i], rows)
+            self.numel += numels[i]
+            if not direct[i]:
+                self.packed = self.numel
+        self.parts = [parts[i] for i in range(len(shapes))]
+        self.direct = [parts[i] for i in self.order if direct[i]]
+        self._packed = [parts[i] for i in self.order if not direct[i]]
+
+    def shards(self, flat: torch.Tensor, rank: int) -> list[torch.Tensor]:
+        """Views of a shard [S]: this rank's rows of each parameter."""
+        shapes = [(part.rows[rank], *part.row_shape) for part in self.parts]
+        return [
+            flat[part.start :][: math.prod(shape)].view(shape) for part, shape in zip(self.parts, shapes, strict=True)
+        ]
+
+    def wholes(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """Views of a gathered buffer [R * S]: each parameter, all its rows."""
+        return [whole[self.ranks * part.start :][: part.shape.numel()].view(part.shape) for part in self.parts]
+
+    def landings(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """Views of a gathered buffer that take what was gathered together: [R, numel] for each small parameter."""
+        return [
+            whole[self.ranks * part.start :][: self.ranks * part.numel].view(self.ranks, part.numel)
+            for part in self._packed
+        ]
+
+    @property
+    def packed_numels(self) -> list[int]:
+        return [part.numel for part in self._packed]

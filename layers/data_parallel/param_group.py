@@ -1,0 +1,349 @@
+"""A group of parameters that are gathered together and whose gradients are reduced together.
+
+A parameter exists twice, and the module has one of the two at a time:
+
+    sharded   nn.Parameter over a DTensor, Shard(0) over the data-parallel ranks: what optimizers and checkpoints see
+    whole     nn.Parameter of the original shape in `param_dtype`: what computes, a view of the gathered buffer
+
+A parameter that is a DTensor already, over tensor-parallel ranks, has a whole that is one too, and a sharded one over
+both dimensions, placed as torch's FSDP2 places it: (_StridedShard(0), Shard(0)) where both split rows.
+
+This module moves data on the current stream; who waits for whom is the engine's business.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import tkernels
+from tkernels.comm import Context
+from tkernels.comm.capture import lasting
+from tkernels.layers.data_parallel.layout import Layout
+from tkernels.layers.owners import attributes
+
+
+@dataclass(frozen=True)
+class DataParallelRanks:
+    """The ranks that a unit is trained on: those that hold parts of it, and those that hold the same part.
+
+    mesh: of one dimension, or (replicas, shards). placements: one for each of its dimensions.
+    shard: context of the ranks over which parameters are split; None: they are not. replica: context of those with the
+    same part; None: there is one copy.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shard: Context | None = None
+    replica: Context | None = None
+
+    @property
+    def parts(self) -> int:
+        return 1 if self.shard is None else self.shard.size
+
+    @property
+    def part(self) -> int:
+        return 0 if self.shard is None else self.shard.rank
+
+    @property
+    def size(self) -> int:
+        return self.parts * (1 if self.replica is None else self.replica.size)
+
+    @property
+    def contexts(self) -> list[Context]:
+        return [ctx for ctx in (self.shard, self.replica) if ctx is not None]
+
+    def spec_of(self, parameter: torch.Tensor, beside: DeviceMesh | None = None) -> DTensorSpec:
+        """Where the sharded parameter's parts lie.
+
+        beside: the tensor-parallel mesh of other parameters. On that, a plain one is the same everywhere, and says so:
+        norms and products of DTensors must be of one mesh.
+        """
+        if not isinstance(parameter, DTensor):
+            meta = TensorMeta(parameter.shape, torch.empty(parameter.shape, device="meta").stride(), parameter.dtype)
+            if beside is None:
+                return DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
+            tp = DTensorSpec(beside, (Replicate(),) * beside.ndim, tensor_meta=meta)
+        else:
+            tp = parameter._spec
+        # DTensor reads placements from left to right. Rows are split over `tp` first, so the split over this mesh, to
+        # the left of it, has to be told that it is the inner one.
+        factor = tp.num_shards_map[0]
+        placements = [
+            _StridedShard(0, split_factor=factor) if isinstance(placement, Shard) and factor > 1 else placement
+            for placement in self.placements
+        ]
+        return DTensorSpec(
+            DeviceMesh._concatenate([self.mesh, tp.mesh]), (*placements, *tp.placements), tensor_meta=tp.tensor_meta
+        )
+
+
+@dataclass(eq=False)
+class Parameter:
+    """One parameter of a group.
+
+    places: (module, attribute) of all its names. shape: of the whole, on this rank.
+    producer: the stream that has written `whole.grad` last.
+    """
+
+    name: str
+    places: list[tuple[nn.Module, str]]
+    sharded: nn.Parameter
+    shape: torch.Size
+    tensor_parallel: DTensorSpec | None
+    group: "ParamGroup | None" = None
+    whole: nn.Parameter | None = None
+    producer: object = None
+    _marks: dict = field(default_factory=dict)
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, name, places, parameter: nn.Parameter, ranks: DataParallelRanks, beside, device) -> "Parameter":
+        """Split a parameter; the module gets the sharded one. beside: see DataParallelRanks.spec_of."""
+        spec, marks = ranks.spec_of(parameter, beside), attributes(parameter)
+        tensor_parallel = parameter._spec if isinstance(parameter, DTensor) else None
+        local = parameter._local_tensor if tensor_parallel is not None else parameter.detach()
+        chunk = -(-local.shape[0] // ranks.parts)
+        rows = local[min(ranks.part * chunk, len(local)) :][:chunk]
+        target = device if rows.device.type != "meta" else rows.device
+        part = torch.empty(rows.shape, dtype=rows.dtype, device=target).copy_(rows)
+        sharded = nn.Parameter(DTensor(part, spec, requires_grad=False), requires_grad=parameter.requires_grad)
+        vars(sharded).update(marks)
+        made = cls(name, places, sharded, local.shape, tensor_parallel, _marks=marks)
+        made.register(sharded)
+        return made
+
+    def register(self, parameter: nn.Parameter):
+        """Make it the module's."""
+        for module, attribute in self.places:
+            if type(module).__setattr__ is nn.Module.__setattr__:
+                module._parameters[attribute] = parameter
+            else:  # it keeps references of its own, as nn.LSTM does
+                setattr(module, attribute, parameter)
+
+    def make_whole(self, dtype: torch.dtype, device: torch.device, hook):
+        """The parameter that computes, still without memory; hook: called with each gradient that is complete."""
+        if self.tensor_parallel is None:
+            whole = torch.empty(0, dtype=dtype, device=device)
+        else:
+            spec = self.tensor_parallel
+            spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(spec.shape, spec.stride, dtype))
+            local = torch.empty(1, dtype=dtype, device=device).expand(self.shape)
+            whole = DTensor(local, spec, requires_grad=False)
+        self.whole = nn.Parameter(whole, requires_grad=dtype.is_floating_point)
+        vars(self.whole).update(self._marks)
+        if self.whole.requires_grad:  # as it is the first time; later as the sharded one says
+            self.whole.register_post_accumulate_grad_hook(lambda _: hook(self))
+
+    def point(self, memory: torch.Tensor):
+        """Make the whole parameter a view of this memory."""
+        if self.tensor_parallel is None:
+            self.whole.data = memory
+        else:
+            self.whole._local_tensor = memory.data  # with a count of writes of its own: gathers are none of autograd's
+
+    def widen_gradient(self):
+        """Keep the whole gradient in `reduce_dtype`, in which autograd itself adds up what is yet to come."""
+        grad, dtype = self.whole.grad, self.group.reduce_dtype
+        if grad is not None and grad.dtype != dtype:
+            self.whole.grad = None
+            self.whole.grad_dtype = dtype
+            self.whole.grad = grad.to(dtype)
+
+    def take_gradient(self) -> torch.Tensor | None:
+        """The whole gradient, on this rank's tensor-parallel part, which the parameter gives up; None if it has none.
+
+        Collective over the tensor-parallel ranks if a style of torch's has left sums to be made.
+        """
+        grad, self.whole.grad = self.whole.grad, None
+        if isinstance(grad, DTensor):
+            if grad.placements != self.tensor_parallel.placements:
+                grad = grad.redistribute(placements=self.tensor_parallel.placements)
+            grad = grad.to_local()
+        if grad is not None and grad.layout is not torch.strided:
+            raise TypeError(f"fully_shard: the gradient of {self.name} is sparse; ask for a dense one")
+        return grad
+
+
+class ParamGroup:
+    """Parameters of one unit that have one dtype, and their layout.
+
+    flat: this rank's part of all of them [S], of which the sharded parameters' local tensors are views; None until the
+    parameters are on a device. dtype, param_dtype, reduce_dtype: of the shard, of what is gathered and computes, and of
+    what is reduced. divisor: of the sum of gradients, a number; None: the number of data-parallel ranks.
+    """
+
+    def __init__(self, kind: str, parameters: list[Parameter], ranks: DataParallelRanks, policy: MixedPrecisionPolicy):
+        self.kind, self.parameters, self.ranks, self.policy = kind, parameters, ranks, policy
+        self.layout = Layout([parameter.shape for parameter in parameters], ranks.parts)
+        self.flat: torch.Tensor | None = None
+        self.divisor: float | None = None
+        self.id = kind
+        self._shards: list[torch.Tensor] = []
+        self._views, self._layouts = {}, {}
+        for parameter in parameters:
+            parameter.group = self
+
+    @property
+    def numel(self) -> int:
+        """Of the gathered buffer."""
+        return self.ranks.parts * self.layout.numel
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parameters[0].sharded._local_tensor.dtype
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        return param_dtype_of(self.dtype, self.policy)
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        return self.policy.reduce_dtype or self.param_dtype
+
+    @property
+    def trained(self) -> list[Parameter]:
+        return [parameter for parameter in self.parameters if parameter.sharded.requires_grad]
+
+    @lasting()
+    @torch.no_grad()
+    def settle(self, hook):
+        """Lay the shards out in one buffer, unless they are: they are new, or were moved, converted or assigned.
+
+        Raises ValueError for parameters on the meta device and for those that have become something else.
+        """
+        found = [module._parameters.get(attribute) for module, attribute in (p.places[0] for p in self.parameters)]
+        if self._shards and all(
+            now is parameter.sharded and now._local_tensor is shard
+            for now, parameter, shard in zip(found, self.parameters, self._shards, strict=True)
+        ):
+            return
+        for parameter, now in zip(self.parameters, found, strict=True):
+            self._check_settled(parameter, now, found[0])
+        locals_ = [now._local_tensor for now in found]
+        self.flat = torch.zeros(self.layout.numel, dtype=locals_[0].dtype, device=locals_[0].device)
+        # Views of one storage can't be saved by DCP's async_save; through dlpack each has a storage of its own.
+        self._shards = [torch.from_dlpack(view) for view in self.layout.shards(self.flat, self.ranks.part)]
+        for parameter, now, shard in zip(self.parameters, found, self._shards, strict=True):
+            shard.copy_(now._local_tensor)
+            now._local_tensor = shard
+            if now is not parameter.sharded:
+                parameter.sharded = now
+                parameter.register(now)
+            whole = parameter.whole
+            if whole is None or (whole.dtype, whole.device) != (self.param_dtype, shard.device):
+                parameter.make_whole(self.param_dtype, shard.device, hook)
+        self._views.clear()
+
+    def _check_settled(self, parameter: Parameter, now, first):
+        """Raises ValueError unless `now`, which the module has in place of the sharded parameter, can be gathered."""
+        was = parameter.sharded
+        if not isinstance(now, DTensor) or (now.shape, now.placements) != (was.shape, was.placements):
+            raise ValueError(
+                f"fully_shard: {parameter.name} was a DTensor of {tuple(was.shape)}, {was.placements}, and is "
+                f"{type(now).__name__} now; copy values into it, or change the module before it is sharded"
+            )
+        local = now._local_tensor
+        if local.device.type == "meta":
+            raise ValueError(
+                f"fully_shard: {parameter.name} is on the meta device; call to_empty(device=...) on the model, and "
+                f"initialize or load it, before the first forward"
+            )
+        if local.dtype != first._local_tensor.dtype:
+            raise ValueError(
+                f"fully_shard: {parameter.name} is {local.dtype} now, while {self.parameters[0].name}, which it is "
+                f"gathered with, is {first._local_tensor.dtype}; convert the whole module, or before it is sharded"
+            )
+
+    def gather(self, whole: torch.Tensor):
+        """Collective. Fill the gathered buffer [R * S]."""
+        flat, layout, ctx = self.flat, self.layout, self.ranks.shard
+        send = flat if flat.dtype == whole.dtype else flat.to(whole.dtype)
+        if ctx is None:
+            whole.copy_(send)
+            return
+        if layout.packed:
+            staging = tkernels.all_gather(send[: layout.packed], ctx=ctx).view(ctx.size, layout.packed)
+            torch.split_with_sizes_copy(staging, layout.packed_numels, dim=1, out=layout.landings(whole))
+        for part in layout.direct:
+            landing = whole[ctx.size * part.start :][: ctx.size * part.numel]
+            tkernels.all_gather(send[part.start :][: part.numel], out=landing, ctx=ctx)
+
+    def expose(self, whole: torch.Tensor):
+        """Give the module the whole parameters, in this gathered buffer."""
+        views = self._views.get(whole.data_ptr())
+        if views is None:
+            with lasting():
+                views = self._views[whole.data_ptr()] = self.layout.wholes(whole)
+        for parameter, view in zip(self.parameters, views, strict=True):
+            parameter.whole.requires_grad_(parameter.sharded.requires_grad)
+            parameter.point(view)
+            parameter.register(parameter.whole)
+
+    def conceal(self):
+        """Give the module the sharded parameters. A whole one that somebody has kept is empty, not another unit's."""
+        for parameter in self.parameters:
+            parameter.register(parameter.sharded)
+            parameter.point(self.flat[:0])
+
+    def layout_of(self, parameters: list[Parameter]) -> Layout:
+        """The layout of the gradients of some of the parameters."""
+        key = tuple(map(id, parameters))
+        if key not in self._layouts:
+            self._layouts[key] = Layout([parameter.shape for parameter in parameters], self.ranks.parts)
+        return self._layouts[key]
+
+    def pack(self, grads: list[torch.Tensor | None], layout: Layout, buffer: torch.Tensor):
+        """Copy whole gradients into a buffer [R * S], by rank; one that is None counts as zero."""
+        dtypes = {grad.dtype for grad in grads if grad is not None} or {self.param_dtype}
+        dtype = dtypes.pop() if len(dtypes) == 1 else buffer.dtype
+        grads = [
+            torch.zeros(part.shape, dtype=dtype, device=buffer.device) if grad is None else grad.to(dtype)
+            for grad, part in zip(grads, layout.parts, strict=True)
+        ]
+        torch._chunk_cat([grads[i] for i in layout.order], 0, layout.ranks, out=buffer.view(layout.ranks, -1))
+
+    def reduce(self, buffer: torch.Tensor, sums: torch.Tensor):
+        """Collective. The mean over ranks of what `pack` has made, in `sums` [S]; `buffer` is used up.
+
+        fp16 is divided before the sum, which it might not hold; other dtypes after it, once.
+        """
+        shard, replica = self.ranks.shard, self.ranks.replica
+        scale = 1 / (self.ranks.size if self.divisor is None else self.divisor)
+        if buffer.dtype == torch.float16:
+            buffer.mul_(scale)
+            scale = 1
+        if shard is not None:
+            total = sums if sums.dtype == buffer.dtype else torch.empty_like(sums, dtype=buffer.dtype)
+            tkernels.reduce_scatter(buffer, out=total, ctx=shard)
+        else:
+            total = buffer
+        if replica is not None:
+            tkernels.all_reduce(total, out=total, ctx=replica)
+        if torch.promote_types(total.dtype, sums.dtype) != sums.dtype:
+            torch.mul(total, scale, out=sums)  # rounded once
+            return
+        if total is not sums:
+            sums.copy_(total)
+        if scale != 1:
+            sums.mul_(scale)
+
+    def accumulate(self, parameters: list[Parameter], layout: Layout, sums: torch.Tensor):
+        """Make these the gradients of the sharded parameters, or add them to those that there are."""
+        views = layout.shards(sums, self.ranks.part)
+        for parameter, view in zip(parameters, views, strict=True):
+            sharded = parameter.sharded
+            if sharded.grad is None:
+                sharded.grad = DTensor(view, sharded._spec, requires_grad=False)
+            else:
+                sharded.grad._local_tensor.add_(view)
+
+
+def param_dtype_of(dtype: torch.dtype, policy: MixedPrecisionPolicy) -> torch.dtype:
+    """The dtype that a parameter of `dtype` computes in."""
+    return policy.param_dtype or dtype if dtype.is_floating_point else dtype

@@ -1,0 +1,113 @@
+"""DTensors as the layers use them: the mesh of an argument, sizes by rank, and local tensors taken cheaply."""
+
+import contextlib
+import copy
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+from torch.distributed.tensor import DTensor, Placement
+
+from tkernels.comm import Context
+from tkernels.comm.contexts import current_context
+
+
+def as_mesh(mesh: DeviceMesh | dist.ProcessGroup | Context | None) -> DeviceMesh:
+    """Resolve an argument that says which ranks: a mesh of one dimension over them. Not collective.
+
+    A process group, or a Context's, becomes a mesh. None is the mesh of a surrounding `with mesh:`, else that of the
+    current context. Raises ValueError for a mesh of more dimensions and for a context without torch.distributed,
+    TypeError for anything else.
+    """
+    if mesh is None:
+        with contextlib.suppress(RuntimeError):  # no mesh is active
+            mesh = _mesh_resources.get_current_mesh()
+    if mesh is None:
+        mesh = current_context()
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"the mesh has {mesh.ndim} dimensions, {mesh.mesh_dim_names}; pass one of them, for example mesh['tp']"
+            )
+        return mesh
+    if isinstance(mesh, dist.ProcessGroup):
+        # DTensors live where their group's ranks compute.
+        return DeviceMesh.from_group(mesh, "cuda" if torch.cuda.is_available() else "cpu")
+    if not isinstance(mesh, Context):
+        raise TypeError(
+            f"ranks: takes a DeviceMesh of one dimension, a ProcessGroup or a Context, not {type(mesh).__name__}"
+        )
+    if mesh.group.process_group is None:
+        raise ValueError("parameters become DTensors, which need torch.distributed; call init_process_group() first")
+    return DeviceMesh.from_group(mesh.group.process_group, mesh.device.type)
+
+
+def chunk_sizes(size: int, ranks: int) -> tuple[int, ...]:
+    """How DTensors split `size` over ranks, as torch.chunk does: 10 over 4 as 3, 3, 3, 1; 5 over 4 as 2, 2, 1, 0."""
+    most = -(-size // ranks)
+    return tuple(max(0, min(most, size - rank * most)) for rank in range(ranks))
+
+
+class _Local(torch.autograd.Function):
+    """A parameter's local tensor. Its gradient becomes a DTensor of the same placements.
+
+    DTensor.to_local does the same for 98 us a parameter and step, this for 34 (a tiny linear's forward and backward on
+    one core, torch 2.13): a parameter's gradient has the parameter's own sizes and strides, which to_local works out.
+    """
+
+    @staticmethod
+    def forward(ctx, parameter):
+        ctx.spec = parameter._spec
+        return parameter._local_tensor.view_as(parameter._local_tensor)
+
+    @staticmethod
+    def backward(ctx, grad):
+        spec = copy.copy(ctx.spec)
+        if torch.is_grad_enabled():  # double backward
+            return DTensor.from_local(
+                grad, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+            )
+        return DTensor(grad, spec, requires_grad=False)
+
+
+_apply = super(torch.autograd.Function, _Local).apply  # without the look for functorch transforms, made below
+
+
+def local(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    """This rank's part of a parameter, whose gradient has the placements of the parameter. A plain tensor is itself."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return parameter.to_local()
+    if parameter.requires_grad and torch.is_grad_enabled():
+        return _apply(parameter)
+    return parameter._local_tensor
+
+
+def as_dtensor(part: torch.Tensor, mesh: DeviceMesh, placement: Placement, shape) -> DTensor:
+    """The DTensor of a global shape of which this rank has `part`."""
+    if placement.is_shard() and shape[placement.dim] % mesh.size():
+        part = part.contiguous()
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(part, mesh, (placement,), run_check=False, shape=torch.Size(shape), stride=stride)
+    return DTensor.from_local(part, mesh, (placement,), run_check=False)  # strides follow the part's
+
+
+def let_grad_scaler_see_all_ranks():
+    """Let torch.amp.GradScaler skip a step on all ranks where a gradient of one has overflowed.
+
+    torch (2.13) shares what it finds over the mesh dimensions that the first gradient is split over, and whose norm
+    comes first in a model would have a rank step alone. The gradient that is split most goes first.
+    """
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    torchs = handlers.get(unscale)
+    if torchs is None or getattr(torchs, "sorts", False):
+        return
+
+    def sorting(op_call, args, kwargs):
+        grads = sorted(args[0], key=lambda grad: sum(placement.is_replicate() for placement in grad.placements))
+        return torchs(op_call, (grads, *args[1:]), kwargs)
+
+    sorting.sorts = True
+    handlers[unscale] = sorting

@@ -1,0 +1,174 @@
+"""parallelize_module: torch's, except that a plan is refused by name, on every rank, before anything has changed."""
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    style,
+)
+
+from tkernels.comm import Context, MismatchError, as_context
+from tkernels.comm.arguments import check_type
+from tkernels.comm.group import first_difference, listed
+from tkernels.layers.tensor_parallel.dtensors import as_mesh, let_grad_scaler_see_all_ranks
+from tkernels.layers.tensor_parallel.replicas import ReplicaCheck
+from tkernels.layers.tensor_parallel.styles import Style
+
+PREPARE = PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput  # a module may have several of these
+
+
+def parallelize_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    parallelize_plan: ParallelStyle | Mapping[str, ParallelStyle] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> nn.Module:
+    """Collective. torch's parallelize_module: apply styles to modules of `module` in place, and return it.
+
+        parallelize_module(model, mesh["tp"], {"layers.*.wq": ColwiseParallel(), "layers.*.wo": RowwiseParallel()})
+
+    device_mesh: of one dimension; a process group or a Context stands for one. None: that of a surrounding `with mesh`.
+    parallelize_plan: one style for `module`, or a dict of paths to styles, ours and torch's. Each name in a path is a
+        pattern (fnmatch); "" is `module` itself. A module on the meta device stays there: to_empty() comes afterwards.
+    src_data_rank: the rank in the mesh whose weights all ranks get their parts of. None: each takes its parts of its
+        own weights, which must be equal on all ranks.
+
+    Parameters that are tied stay tied where all of them get the same placement. The parameters in no plan stay as they
+    are. The gradients of those that are the same on all ranks are compared over ranks at the end of the first backward;
+    where they differ by more than rounding, MismatchError names them and a style that sums them.
+
+    Raises, on every rank before anything has changed: ValueError for a path that matches nothing, for a module that two
+    paths match (unless they prepare its inputs or outputs), for features that leave a rank none, for tied parameters of
+    which the plan would split one; TypeError for a module that its style can't be given to; MismatchError for plans or
+    models that differ between ranks.
+    """
+    check_type("parallelize_module: module", module, nn.Module, "an nn.Module")
+    check_type(
+        "parallelize_module: parallelize_plan", parallelize_plan, (ParallelStyle, Mapping),
+        "a ParallelStyle, or a dict of paths to them",
+    )  # fmt: skip
+    mesh = as_mesh(device_mesh)
+    ctx = as_context(mesh)
+    with ctx.group.checking():
+        if mesh.device_type != ctx.device.type:
+            raise ValueError(
+                f"parallelize_module: the mesh is on {mesh.device_type}, but kernels run on {ctx.device.type}; make it "
+                f"with init_device_mesh({ctx.device.type!r}, ...)"
+            )
+        plan = parallelize_plan if isinstance(parallelize_plan, Mapping) else {"": parallelize_plan}
+        given = _resolve(module, plan)
+        for path, target, each in given:
+            if isinstance(each, Style):
+                each.check(path, target, ctx.size)
+        tied = _tied(module, given)
+    _check_agreement(module, given, ctx)
+    for _, target, each in given:
+        each.src_data_rank = src_data_rank
+        each._apply(target, mesh)
+    for (first, name), *others in tied:
+        for other, other_name in others:
+            other.register_parameter(other_name, first._parameters[name])
+    ReplicaCheck.attach(module, ctx.name)
+    let_grad_scaler_see_all_ranks()
+    return module
+
+
+def _resolve(module: nn.Module, plan: Mapping[str, ParallelStyle]) -> list[tuple[str, nn.Module, ParallelStyle]]:
+    """(path, module, style) by the plan, in its order. Raises ValueError or TypeError if it doesn't fit the module."""
+    given, matched = [], {}
+    for pattern, each in plan.items():
+        check_type(f"parallelize_module: the style of {pattern!r}", each, ParallelStyle, "a ParallelStyle")
+        found = {"": module}
+        for token in pattern.split(".") if pattern else ():
+            parents = found
+            found = {
+                f"{path}.{name}".lstrip("."): child
+                for path, parent in parents.items()
+                for name, child in parent.named_children()
+                if fnmatchcase(name, token)
+            }
+            if not found:
+                names = list(dict.fromkeys(name for parent in parents.values() for name, _ in parent.named_children()))
+                raise ValueError(
+                    f"parallelize_module: {pattern!r} matches no module: {token!r} is none of {listed(names) or 'none'}"
+                )
+        for path, target in {id(target): (path, target) for path, target in found.items()}.values():
+            before = matched.setdefault(id(target), {})
+            if sum(not isinstance(other, PREPARE) for other in (each, *before.values())) > 1:
+                raise ValueError(
+                    f"parallelize_module: {path!r} is matched by both {next(iter(before))!r} and {pattern!r}"
+                )
+            before[pattern] = each
+            given.append((path, target, each))
+    return given
+
+
+def _placement(each: ParallelStyle, module: nn.Module, name: str) -> Placement | None:
+    """Of a module's parameter once a style is applied. None: this is not known."""
+    if isinstance(each, Style):
+        return each.placement(module, name)
+    embedding = isinstance(module, nn.Embedding)
+    if isinstance(each, style.ColwiseParallel):
+        return Shard(1) if embedding else Shard(0)
+    if isinstance(each, style.RowwiseParallel):
+        return Shard(0) if embedding else Shard(1) if name == "weight" else Replicate()
+    return Replicate() if isinstance(each, style.SequenceParallel) else None
+
+
+def _tied(module: nn.Module, given) -> list[list[tuple[nn.Module, str]]]:
+    """The places of each parameter that has several, all of which the styles split alike; ValueError if they do not."""
+    styles = {id(target): each for _, target, each in given if not isinstance(each, PREPARE)}
+    places = {}
+    for path, target in module.named_modules():
+        for name, parameter in target._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((f"{path}.{name}".lstrip("."), target, name))
+    tied = []
+    for group in places.values():
+        planned = {full: id(target) in styles for full, target, _ in group}
+        if len(group) == 1 or not any(planned.values()):
+            continue
+        placements = {
+            full: _placement(styles[id(target)], target, name) if planned[full] else "whole"
+            for full, target, name in group
+        }
+        if None in placements.values():  # a style of somebody else's, which may do anything
+            continue
+        if len(set(placements.values())) > 1:
+            what = " and ".join(f"{full} ({placement})" for full, placement in placements.items())
+            raise ValueError(
+                f"parallelize_module: {what} are one parameter, which can have one placement only; give all of them "
+                f"styles of the same placement (for an embedding and its head RowwiseParallel and ColwiseParallel), or "
+                f"untie them"
+            )
+        tied.append([(target, name) for _, target, name in group])
+    return tied
+
+
+def _check_agreement(module: nn.Module, given, ctx: Context):
+    """Collective. Raises MismatchError unless all ranks apply the same styles to parameters of the same kinds."""
+    styles = {
+        path: type(each).__qualname__ if type(each).__repr__ is object.__repr__ else repr(each)
+        for path, _, each in given
+    }
+    kinds = {
+        name: (tuple(parameter.shape), parameter.dtype, parameter.requires_grad, parameter.is_meta)
+        for name, parameter in module.named_parameters()
+    }
+    everyone = ctx.group.gather((styles, kinds))
+    for index, (what, way_out) in enumerate(
+        (("plans", "pass one plan on every rank"), ("models", "make the same model, on the same kind of device"))
+    ):
+        if difference := first_difference([each[index] for each in everyone]):
+            rank, names = difference
+            raise MismatchError(
+                f"parallelize_module: the {what} of rank 0 and rank {rank} differ in {listed(names)}; {way_out}"
+            )

@@ -1,0 +1,350 @@
+"""torch's tensor-parallel styles, whose linears overlap their communication with their matrix multiplication.
+
+    style             parameters                          forward
+    ColwiseParallel   weight Shard(0), bias Shard(0)      all_gather_matmul, or column_parallel_linear
+    RowwiseParallel   weight Shard(1), bias Replicate     matmul_reduce_scatter, or matmul_all_reduce
+      nn.Embedding    weight Shard(0), by vocabulary      this rank's rows, then reduce_scatter or all_reduce
+    SequenceParallel  Replicate                           the module's own, on this rank's part of the sequence
+
+They are torch's classes with torch's arguments and defaults, so that torch's own parallelize_module takes them too, and
+a plan may mix them with torch's. Parameters become DTensors in torch.chunk's sizes; their gradients are whole: Shard
+and Replicate, never Partial. What a style has no operation of ours for, as ColwiseParallel of an nn.Embedding, is
+torch's.
+
+A module keeps its identity, name and hooks: its class becomes a subclass, as fully_shard makes one.
+"""
+
+import dataclasses
+import functools
+import logging
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    style,
+)
+from torch.nn import functional
+
+import tkernels
+from tkernels.comm import as_context, find_context
+from tkernels.layers.owners import attributes, owner_of
+from tkernels.layers.tensor_parallel.dtensors import as_dtensor, chunk_sizes, local
+from tkernels.layers.tensor_parallel.functions import column_parallel_linear, in_autocast_dtype
+from tkernels.layers.tensor_parallel.replicas import ReplicatedParameters, has_others_hooks
+
+__all__ = [  # those that prepare a module's inputs and outputs are torch's own
+    "ColwiseParallel",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
+    "RowwiseParallel",
+    "SequenceParallel",
+]
+
+_log = logging.getLogger("tkernels")
+
+# Subclasses of nn.Linear in other libraries whose own forward computes what nn.Linear's does.
+LINEARS = {"FalconLinear"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a module's input comes and its output goes. context: the name of the context over the mesh's ranks."""
+
+    mesh: DeviceMesh
+    context: str
+    input: Placement
+    output: Placement
+    use_local_output: bool
+
+    def __deepcopy__(self, memo):
+        return self  # a copied module is on the same ranks
+
+    def enter(self, x: torch.Tensor, wanted: Placement, accepts) -> tuple[torch.Tensor, Placement, tuple]:
+        """An input's local tensor, its placement, and the global shape.
+
+        It is redistributed to `wanted` unless `accepts(placement)`. A plain input has equal parts on all ranks.
+        """
+        if not isinstance(x, DTensor):
+            placement = _positive(self.input, x.dim())
+            if accepts(placement):
+                shape = list(x.shape)
+                if placement.is_shard():
+                    shape[placement.dim] *= self.mesh.size()
+                return x, placement, tuple(shape)
+            x = DTensor.from_local(x, self.mesh, (placement,), run_check=False)
+        elif x.device_mesh != self.mesh:
+            raise ValueError(
+                f"the input is a DTensor on {x.device_mesh}, but the module's parameters are split over {self.mesh}; "
+                f"redistribute it, or pass its to_local()"
+            )
+        placement = x.placements[0]
+        if not accepts(placement):
+            x, placement = x.redistribute(placements=(wanted,)), wanted
+        return x.to_local(grad_placements=(placement,)), placement, tuple(x.shape)
+
+    def leave(self, y: torch.Tensor, placement: Placement, shape) -> torch.Tensor:
+        """This rank's part of an output of that global shape, in the layout and of the kind that are asked for."""
+        output = _positive(self.output, y.dim())
+        if self.use_local_output and output == placement:
+            return y
+        whole = as_dtensor(y, self.mesh, placement, shape)
+        if output != placement:
+            whole = whole.redistribute(placements=(output,))
+        return whole.to_local() if self.use_local_output else whole
+
+
+def _positive(placement: Placement, dims: int) -> Placement:
+    return Shard(placement.dim % dims) if placement.is_shard() and placement.dim < 0 else placement
+
+
+def _rows_first(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Size]:
+    """x [..., K] as rows of K, those of one position along `dim` together; and its shape with `dim` first."""
+    x = x.movedim(dim, 0)
+    return x.reshape(-1, x.shape[-1]), x.shape
+
+
+class ColwiseLinear(nn.Linear):
+    """What ColwiseParallel makes of an nn.Linear. Collective: forward and backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layout, last = self._layout, x.dim() - 1
+        ctx = find_context(layout.context)
+        x, placement, shape = layout.enter(
+            x, Replicate(), lambda given: given.is_replicate() or given.is_shard() and given.dim != last
+        )
+        x, weight, bias = in_autocast_dtype(ctx.device.type, x, local(self.weight), local(self.bias))
+        N = weight.shape[0]
+        if placement.is_replicate():
+            y = column_parallel_linear(x.reshape(-1, x.shape[-1]), weight, bias, ctx=ctx).view(*x.shape[:-1], N)
+        else:
+            flat, (_, *others, _) = _rows_first(x, placement.dim)
+            sizes = chunk_sizes(shape[placement.dim], ctx.size)
+            rows = tuple(size * torch.Size(others).numel() for size in sizes)
+            keep = torch.is_grad_enabled() and weight.requires_grad
+            y = tkernels.all_gather_matmul(flat, weight, bias, return_gathered=keep, rows=rows, ctx=ctx)
+            y = (y[0] if keep else y).view(sum(sizes), *others, N).movedim(0, placement.dim)
+        return layout.leave(y, Shard(last), (*y.shape[:-1], self.out_features))
+
+
+class RowwiseLinear(nn.Linear):
+    """What RowwiseParallel makes of an nn.Linear. Collective: forward and backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layout, last = self._layout, x.dim() - 1
+        ctx = find_context(layout.context)
+        x, _, _ = layout.enter(x, Shard(last), lambda given: given == Shard(last))
+        x, weight, bias = in_autocast_dtype(ctx.device.type, x, local(self.weight), local(self.bias))
+        shape = (*x.shape[:-1], self.out_features)
+        output = _positive(layout.output, x.dim())
+        if output.is_shard() and output.dim != last:
+            flat, (length, *others, _) = _rows_first(x, output.dim)
+            sizes = chunk_sizes(length, ctx.size)
+            rows = tuple(size * torch.Size(others).numel() for size in sizes)
+            y = tkernels.matmul_reduce_scatter(flat, weight, bias, rows=rows, ctx=ctx)
+            y = y.view(sizes[ctx.rank], *others, self.out_features).movedim(0, output.dim)
+            return layout.leave(y, output, shape)
+        y = tkernels.matmul_all_reduce(x.reshape(-1, x.shape[-1]), weight, bias, ctx=ctx).view(shape)
+        return layout.leave(y, Replicate(), shape)
+
+
+class RowwiseEmbedding(nn.Embedding):
+    """What RowwiseParallel makes of an nn.Embedding: split by the vocabulary. Collective: forward and backward.
+
+    (torch's own gives a weight of Shard(0) a gradient of Replicate: the whole vocabulary's, on every rank.)
+    """
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        layout = self._layout
+        ctx = find_context(layout.context)
+        tokens, _, _ = layout.enter(tokens, Replicate(), Placement.is_replicate)
+        weight, sizes = local(self.weight), chunk_sizes(self.num_embeddings, ctx.size)
+        start, own = sum(sizes[: ctx.rank]), sizes[ctx.rank]
+        padding = None if self.padding_idx is None else self.padding_idx - start
+        absent = (tokens < start) | (tokens >= start + own)
+        mine = (tokens - start).masked_fill(absent, 0)
+        y = functional.embedding(mine, weight, padding if padding is not None and 0 <= padding < own else None)
+        y = y.masked_fill(absent.unsqueeze(-1), 0)
+        output = _positive(layout.output, y.dim())
+        if output.is_shard() and output.dim != y.dim() - 1:
+            parts = chunk_sizes(y.shape[output.dim], ctx.size)
+            part = tkernels.reduce_scatter(y.movedim(output.dim, 0).contiguous(), rows=parts, ctx=ctx)
+            return layout.leave(part.movedim(0, output.dim), output, y.shape)
+        return layout.leave(tkernels.all_reduce(y, ctx=ctx), Replicate(), y.shape)
+
+
+class SequenceModule:
+    """What SequenceParallel makes of a module that has parameters: its own forward, on local tensors."""
+
+    def forward(self, x: torch.Tensor, *arguments, **options) -> torch.Tensor:
+        wanted = self._layout.input
+        x, placement, shape = self._layout.enter(x, wanted, lambda given: given == _positive(wanted, len(x.shape)))
+        return self._layout.leave(super().forward(x, *arguments, **options), placement, shape)
+
+
+@functools.cache
+def _subclass(kind: type, base: type) -> type:
+    name = base.__name__.removesuffix("Linear").removesuffix("Embedding").removesuffix("Module") + kind.__name__
+    return base if base.__bases__ == (kind,) else type(name, (base, kind), {"__module__": base.__module__})
+
+
+def _is_linear(module: nn.Module) -> bool:
+    kind = type(module)
+    return isinstance(module, nn.Linear) and (kind.forward is nn.Linear.forward or kind.__name__ in LINEARS)
+
+
+class Style(ParallelStyle):
+    """What our styles have in common: what they take, refuse, and make of a module."""
+
+    kinds = nn.Linear, nn.Embedding  # of modules that it can be given to
+
+    def placement(self, module: nn.Module, name: str) -> Placement:
+        """Of a parameter of the module that this style is given to."""
+        raise NotImplementedError
+
+    def takes(self, module: nn.Module) -> bool:
+        """Whether the module computes with this library's operations; torch's style is applied to others."""
+        return _is_linear(module)
+
+    def check(self, path: str, module: nn.Module, ranks: int):
+        """Raises ValueError or TypeError, naming `path`, for a module that the style can't be given to."""
+        what = f"{type(self).__name__}: {path!r}" if path else type(self).__name__
+        if isinstance(getattr(module, "_layout", None), Layout):
+            raise ValueError(f"{what} has a parallel style already; give it one")
+        if not isinstance(module, self.kinds):
+            kinds = " or ".join(f"nn.{kind.__name__}" for kind in self.kinds)
+            raise TypeError(f"{what} is a {type(module).__module__}.{type(module).__name__}, and no {kinds}")
+        if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+            raise TypeError(
+                f"{what} belongs to an nn.MultiheadAttention, which reads its weight instead of calling it; write the "
+                f"attention with an nn.Linear"
+            )
+        for name, parameter in module.named_parameters():
+            if isinstance(parameter, DTensor):
+                raise ValueError(
+                    f"{what}: {name} is a DTensor already, {parameter.placements} on {parameter.device_mesh}; "
+                    f"parallelize a module before fully_shard and other systems take it"
+                )
+            if (owner := owner_of(parameter)) is not None:
+                raise ValueError(
+                    f"{what}: its parameters belong to {type(owner).__name__}, which would not see the new ones; "
+                    f"parallelize the model first, or remove() that before"
+                )
+            if has_others_hooks(parameter) or parameter._post_accumulate_grad_hooks:
+                raise ValueError(
+                    f"{what}: {name} has hooks, which the DTensor in its place would lose; register them afterwards"
+                )
+            if "." in name:
+                raise TypeError(f"{what} is a {type(module).__name__} with parameters of modules in it, as {name}")
+            placement = self.placement(module, name)
+            if placement.is_shard() and 0 in (sizes := chunk_sizes(parameter.shape[placement.dim], ranks)):
+                raise ValueError(
+                    f"{what}: {name} of {tuple(parameter.shape)} has {parameter.shape[placement.dim]} along dimension "
+                    f"{placement.dim}, which {ranks} ranks get as {', '.join(map(str, sizes))}; use fewer ranks, or "
+                    f"leave the module out of the plan"
+                )
+
+    def convert(self, module: nn.Module, mesh: DeviceMesh, base: type, input: Placement, output: Placement):
+        """Collective. Make DTensors of the parameters, and give the module the class and layout to use them."""
+        self.check("", module, mesh.size())
+        context = as_context(mesh).name
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                placements = [self.placement(module, name)]
+                value = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=self.src_data_rank)
+                module.register_parameter(name, nn.Parameter(value, parameter.requires_grad))
+                vars(module._parameters[name]).update(attributes(parameter))
+        module.__class__ = _subclass(type(module), base)
+        module._layout = Layout(mesh, context, input, output, self.use_local_output)
+        return module
+
+    def by_torch(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """torch's style, without overlap."""
+        self.check("", module, mesh.size())
+        if isinstance(module, nn.Linear):
+            _warn_slow(type(self).__name__, type(module).__name__)
+        return super()._apply(module, mesh)
+
+
+@functools.cache
+def _warn_slow(style: str, kind: str):
+    _log.warning(
+        "%s: %s has a forward of its own, so torch runs it on DTensors, without this library's overlap", style, kind
+    )
+
+
+class ColwiseParallel(Style, style.ColwiseParallel):
+    """torch's ColwiseParallel, with torch's arguments: an nn.Linear whose out-features are split over ranks.
+
+    input_layouts=Shard(d), this rank's part of a sequence along dimension d of [..., K] (any but the last): it is
+    gathered during the matrix multiplication, and backward reduce-scatters. Replicate(), the default: [..., K] whole.
+    The output is this rank's features [..., N/R]; other output_layouts come from torch's redistribution.
+
+    A plain input that is split has equally many positions on all ranks; a DTensor has torch.chunk's.
+    """
+
+    def placement(self, module: nn.Module, name: str) -> Placement:
+        return Shard(1 if isinstance(module, nn.Embedding) else 0)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not self.takes(module):
+            return self.by_torch(module, device_mesh)
+        return self.convert(module, device_mesh, ColwiseLinear, self.input_layouts[0], self.output_layouts[0])
+
+
+class RowwiseParallel(Style, style.RowwiseParallel):
+    """torch's RowwiseParallel, with torch's arguments: an nn.Linear whose in-features are split over ranks.
+
+    The input is this rank's features [..., K/R]. output_layouts=Replicate(), the default: every rank gets the sum,
+    [..., N], sent during the matrix multiplication; Shard(d): its part along dimension d (any but the last).
+
+    Or an nn.Embedding, split by its vocabulary: the input is the tokens [...], by default whole on every rank
+    (input_layouts=Replicate()), the output [..., K] as that of a linear.
+    """
+
+    def placement(self, module: nn.Module, name: str) -> Placement:
+        if isinstance(module, nn.Embedding):
+            return Shard(0)
+        return Shard(1) if name == "weight" else Replicate()
+
+    def takes(self, module: nn.Module) -> bool:
+        plain = type(module).forward is nn.Embedding.forward
+        return _is_linear(module) or plain and not (module.max_norm or module.sparse or module.scale_grad_by_freq)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not self.takes(module):
+            return self.by_torch(module, device_mesh)
+        embedding = isinstance(module, nn.Embedding)
+        base = RowwiseEmbedding if embedding else RowwiseLinear
+        input = Replicate() if embedding and self.input_layouts[0] == Shard(-1) else self.input_layouts[0]
+        return self.convert(module, device_mesh, base, input, self.output_layouts[0])
+
+
+class SequenceParallel(Style, style.SequenceParallel):
+    """torch's SequenceParallel, with torch's arguments: a norm on this rank's part of the sequence.
+
+    The gradients of its parameters are summed over ranks in backward (torch leaves them Partial). A module without
+    parameters, as nn.Dropout, is torch's: DTensor draws its masks.
+    """
+
+    kinds = (nn.Module,)
+
+    def placement(self, module: nn.Module, name: str) -> Placement:
+        return Replicate()
+
+    def takes(self, module: nn.Module) -> bool:
+        return any(parameter is not None for parameter in module._parameters.values())
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not self.takes(module):
+            return self.by_torch(module, device_mesh)
+        (sequence,) = self.sequence_sharding
+        self.convert(module, device_mesh, SequenceModule, sequence, sequence)
+        ReplicatedParameters(module, as_context(device_mesh).name, sum_gradients=True)
+        return module

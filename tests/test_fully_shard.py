@@ -1,0 +1,951 @@
+"""fully_shard: the unsharded model's training in every scenario and strategy, and what it refuses.
+
+Whatever a training loop may do is a scenario: a function that is run on the sharded model, on this rank's part of each
+batch, and on an unsharded twin in fp64, on the whole batch. Both must end with the same weights.
+"""
+
+import copy
+import dataclasses
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from streams import Race, Simulator, subsets
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.checkpoint import checkpoint
+from transports import message_on_every_rank, simulated_only
+
+import tkernels
+from tkernels.comm import LeaseError, MismatchError
+from tkernels.layers.data_parallel import engine, layout
+from tkernels.layers.data_parallel.engine import State, unit_of
+from tkernels.layers.data_parallel.fully_shard import fully_shard, register_fsdp_forward_method
+from tkernels.testing.compare import assert_close_to, normal
+
+FEATURES = 8
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Dense(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(FEATURES)
+        self.up, self.down = nn.Linear(FEATURES, 37), nn.Linear(37, FEATURES)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class StateSpace(nn.Module):
+    """Shaped like a state-space layer: a gate, a decay, and no bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.into, self.out = nn.Linear(FEATURES, 32, bias=False), nn.Linear(16, FEATURES, bias=False)
+        self.decay = nn.Parameter(torch.linspace(0.1, 0.9, 16))
+
+    def forward(self, x):
+        values, gate = self.into(x).chunk(2, dim=-1)
+        return x + self.out(values * self.decay * torch.sigmoid(gate))
+
+
+class Experts(nn.Module):
+    """Fewer rows than ranks, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(FEATURES, 3)
+        self.weight = nn.Parameter(0.1 * torch.randn(3, FEATURES, FEATURES))
+        self.unused = nn.Parameter(torch.ones(1, 5))
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x):
+        share = self.router(x).softmax(-1)
+        return x + torch.einsum("be,bf,efg->bg", share, x, self.weight) * self.scale
+
+
+UNITS = (Dense, StateSpace, Experts, Dense, StateSpace)
+
+
+class Hybrid(nn.Module):
+    """Units of three shapes between two layers that belong to none."""
+
+    def __init__(self, kinds=UNITS):
+        super().__init__()
+        self.embed = nn.Linear(4, FEATURES)
+        self.layers = nn.ModuleList(kind() for kind in kinds)
+        self.head = nn.Linear(FEATURES, 3)
+        self.order, self.around = None, lambda layer, x: layer(x)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for i in self.order or range(len(self.layers)):
+            x = self.around(self.layers[i], x)
+        return self.head(x)
+
+
+def mesh_of(ctx) -> DeviceMesh:
+    return init_device_mesh(ctx.device.type, (ctx.size,), mesh_dim_names=("dp",))
+
+
+def hybrid(ctx, seed=0, **options):
+    torch.manual_seed(seed)
+    return Hybrid(**options).to(ctx.device)
+
+
+def shard(ctx, model, shard=fully_shard, **options):
+    """As a user would: the blocks first, the model last."""
+    mesh = mesh_of(ctx)
+    for layer in model.layers:
+        shard(layer, mesh=mesh, **options)
+    return shard(model, mesh=mesh, **options)
+
+
+def batches(ctx, steps, dtype=torch.float32):
+    """Each step's whole batch, [4 * R, 4]: the same on every rank."""
+    return [normal((4 * ctx.size, 4), dtype, 100 + step, device=ctx.device) for step in range(steps)]
+
+
+def in_fp64(model):
+    """The model as the truth: the same weights in fp64, whatever the dtype of its input."""
+    model.register_forward_pre_hook(lambda _, inputs: (inputs[0].double(), *inputs[1:]))
+    return model.double()
+
+
+def own(ctx, x):
+    """This rank's part of a batch."""
+    return x.chunk(ctx.size)[ctx.rank]
+
+
+def loss_of(y):
+    return y.to(torch.promote_types(y.dtype, torch.float32)).square().mean()
+
+
+def full(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_same_weights(sharded, unsharded, terms=512):
+    """unsharded: in fp64."""
+    want = dict(unsharded.named_parameters())
+    assert list(dict(sharded.named_parameters())) == list(want)
+    for name, parameter in sharded.named_parameters():
+        assert isinstance(parameter, DTensor) and parameter.shape == want[name].shape, name
+        assert_close_to(full(parameter.detach()), want[name].detach(), terms=terms)
+
+
+# Scenarios: what a training loop may do. `part` gives this rank's part of a batch; the twin gets all of it.
+
+
+@dataclasses.dataclass
+class Run:
+    """One training of one model. sharded: whether it is the sharded one; `part` is this rank's part of a batch."""
+
+    model: nn.Module
+    data: list
+    part: object
+    sharded: bool
+
+    def __post_init__(self):
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9)
+
+    def __getattr__(self, method):
+        """A method that only the sharded model has; the unsharded one needs none."""
+        if not hasattr(FSDPModule, method):
+            raise AttributeError(method)
+        return getattr(self.model, method) if self.sharded else lambda *_, **__: None
+
+    def backward(self, x):
+        loss_of(self.model(self.part(x))).backward()
+
+    def step(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+SCENARIOS = {}
+
+
+def scenario(function=None, **options):
+    """Add a scenario. options: of the model, `kinds`; of fully_shard; `terms` of the tolerance."""
+    if function is None:
+        return functools.partial(scenario, **options)
+    SCENARIOS[function.__name__] = function, options
+    return function
+
+
+@scenario
+def plain(run):
+    for x in run.data:
+        run.backward(x)
+        run.step()
+
+
+@scenario
+def clipped(run):
+    for x in run.data:
+        run.backward(x)
+        clip_grad_norm_(run.model.parameters(), 0.1)
+        run.step()
+
+
+@scenario
+def accumulated_locally(run):
+    for x in run.data:
+        first, second = x.chunk(2)
+        run.set_requires_gradient_sync(False)
+        run.backward(first)
+        run.set_requires_gradient_sync(True)
+        run.backward(second)
+        run.step()
+
+
+@scenario
+def accumulated_in_shards(run):
+    for x in run.data:
+        for half in x.chunk(2):
+            run.set_is_last_backward(half is not x)
+            run.backward(half)
+        run.step()
+
+
+@scenario
+def two_forwards_before_their_backwards(run):
+    for x in run.data:
+        losses = [loss_of(run.model(run.part(half))) for half in x.chunk(2)]
+        for loss in losses:
+            loss.backward()
+        run.step()
+
+
+@scenario
+def one_backward_of_two_forwards(run):
+    for x in run.data:
+        sum(loss_of(run.model(run.part(half))) for half in x.chunk(2)).backward()
+        run.step()
+
+
+@scenario
+def evaluated_between(run):
+    for x, mode in zip(run.data, (torch.no_grad, torch.inference_mode, torch.no_grad), strict=True):
+        with mode():
+            run.model(run.part(x))
+        run.backward(x)
+        run.step()
+        run.model(run.part(x))  # a forward whose backward nobody wants
+
+
+@scenario
+def reordered(run):
+    for x, order in zip(run.data, ((0, 1, 2, 3, 4), (1, 0, 4), (0, 0, 2, 1)), strict=True):
+        run.model.order = order
+        run.backward(x)
+        run.step()
+
+
+@scenario
+def checkpointed(run):
+    run.model.around = functools.partial(checkpoint, use_reentrant=False)
+    plain(run)
+
+
+@scenario
+def checkpointed_by_reentry(run):
+    run.model.around = functools.partial(checkpoint, use_reentrant=True)
+    plain(run)
+
+
+@scenario
+def failed_once(run):
+    for x in run.data:
+        y = run.model(run.part(x))
+        y.register_hook(lambda _: (_ for _ in ()).throw(KeyError("of the loss")))
+        with pytest.raises(KeyError):
+            loss_of(y).backward()
+        bad = [layer.register_forward_hook(_raise) for layer in run.model.layers[2:3]]
+        with pytest.raises(KeyError):
+            run.model(run.part(x))
+        bad[0].remove()
+        middle = run.model.layers[1].register_full_backward_hook(_raise)
+        with pytest.raises(KeyError):
+            run.backward(x)
+        middle.remove()
+        run.model.zero_grad()
+        run.backward(x)
+        run.step()
+
+
+def _raise(*_):
+    raise KeyError("of a hook")
+
+
+@scenario
+def frozen_in_turns(run):
+    for x, kind in zip(run.data, (Dense, Experts, StateSpace), strict=True):
+        for layer in run.model.layers:
+            layer.requires_grad_(not isinstance(layer, kind))
+        run.backward(x)
+        run.step()
+
+
+@scenario
+def frozen_but_for_one(run):
+    run.model.requires_grad_(False)
+    run.model.layers[2].router.requires_grad_(True)
+    plain(run)
+
+
+@scenario
+def changed_between_forward_and_backward(run):
+    """What nobody should do is what torch does with it: gradients at the old weights, where nothing needs them."""
+    for x in run.data:
+        run.backward(x)
+        with torch.no_grad():
+            for parameter in run.model.parameters():
+                parameter.mul_(0.99)
+        run.step()
+
+
+@scenario(reshard_after_forward=False)
+def kept_after_forward(run):
+    for x in run.data:
+        run.backward(x)
+        run.step()
+
+
+@scenario(reshard_after_forward=True)
+def given_back_by_the_root_too(run):
+    plain(run)
+
+
+@scenario
+def set_to_keep(run):
+    for x, keep in zip(run.data, (False, True, False), strict=True):
+        run.set_reshard_after_forward(keep)
+        run.set_reshard_after_backward(keep)
+        run.backward(x)
+        run.step()
+
+
+@scenario
+def gathered_by_hand(run):
+    for x in run.data:
+        if run.sharded:
+            run.model.unshard()
+            handle = run.model.layers[0].unshard(async_op=True)
+            assert type(run.model.embed.weight) is nn.Parameter
+            handle.wait()
+            assert type(run.model.layers[0].up.weight) is nn.Parameter
+        run.backward(x)
+        if run.sharded:
+            run.model.layers[1].unshard()
+            run.model.layers[1].reshard()
+        run.step()
+
+
+@scenario
+def told_what_to_gather_ahead(run):
+    layers = run.model.layers
+    if run.sharded:
+        for first, second in zip(layers, layers[1:], strict=False):
+            first.set_modules_to_forward_prefetch([second])
+            second.set_modules_to_backward_prefetch([first])
+    plain(run)
+
+
+class View(Dense):
+    """Returns a view, which the next layer changes in place."""
+
+    def forward(self, x):
+        return super().forward(x).unflatten(-1, (2, -1)).flatten(-2)
+
+
+@scenario(kinds=(View, View, Dense))
+def changed_in_place(run):
+    def around(layer, x):
+        y = layer(x)
+        y += 1
+        return y
+
+    run.model.around = around
+    plain(run)
+
+
+class Tied(Dense):
+    def __init__(self):
+        super().__init__()
+        self.again = nn.Linear(FEATURES, 37)
+        self.again.weight = self.up.weight
+
+    def forward(self, x):
+        return super().forward(x) + self.again(x).mean(-1, keepdim=True)
+
+
+@scenario(kinds=(Tied, Dense, Tied))
+def tied(run):
+    plain(run)
+
+
+class Nested(Dense):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES, bias=False))
+
+    def forward(self, x):
+        return super().forward(self.inner(x))
+
+
+@scenario(kinds=(Nested, Dense, Nested), inner=lambda layer: [layer.inner] if hasattr(layer, "inner") else [])
+def nested(run):
+    plain(run)
+
+
+@scenario(policy=BF16)
+def mixed_precision(run):
+    run.optimizer.param_groups[0]["lr"] = 0.01
+    plain(run)
+
+
+@scenario(policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+def reduced_in_bf16(run):
+    run.optimizer.param_groups[0]["lr"] = 0.01
+    accumulated_locally(run)
+
+
+class Odd(Dense):
+    """A frozen norm in bf16 between parameters in fp32."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm.to(torch.bfloat16).requires_grad_(False)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x.to(self.norm.weight.dtype)).to(x.dtype))))
+
+
+@scenario(kinds=(Odd, Dense))
+def several_dtypes(run):
+    plain(run)
+
+
+@scenario
+def compiled(run):
+    if run.sharded:
+        for layer in run.model.layers:
+            layer.compile(backend="eager")
+    plain(run)
+
+
+@scenario
+def in_adamw(run):
+    run.optimizer = torch.optim.AdamW(run.model.parameters(), 0.01, foreach=True)
+    plain(run)
+
+
+@scenario
+def with_a_scaler(run):
+    scaler = torch.amp.GradScaler(run.model.embed.weight.device.type, init_scale=2.0**8)
+    for x in run.data:
+        scaler.scale(loss_of(run.model(run.part(x)))).backward()
+        scaler.unscale_(run.optimizer)
+        clip_grad_norm_(run.model.parameters(), 0.1)
+        scaler.step(run.optimizer)
+        scaler.update()
+        run.optimizer.zero_grad()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_fully_shard_trains_as_the_unsharded_model(ctx, name):
+    function, options = SCENARIOS[name]
+    options = dict(options)
+    kinds, policy = options.pop("kinds", None), options.pop("policy", MixedPrecisionPolicy())
+    inner = options.pop("inner", lambda layer: [])
+    model = hybrid(ctx, **({} if kinds is None else {"kinds": kinds}))
+    unsharded = in_fp64(copy.deepcopy(model))
+    for layer in model.layers:
+        for part in inner(layer):
+            fully_shard(part, mesh=mesh_of(ctx), mp_policy=policy, **options)
+    shard(ctx, model, mp_policy=policy, **options)
+    data = batches(ctx, 3)
+    part = functools.partial(own, ctx)
+    function(Run(model, data, part, True))
+    function(Run(unsharded, data, lambda x: x, False))
+    model.reset_iter_state()
+    assert all(unit.state is State.SHARDED for unit in unit_of(model).engine.units)
+    if policy.param_dtype is None:
+        assert_same_weights(model, unsharded)
+    else:
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(full(parameter).double(), unsharded.get_parameter(name), rtol=0, atol=5e-3)
+
+
+# Every order of the streams
+
+
+@torch.no_grad()
+def update(model, set_to_none):
+    """A step of SGD on local tensors: what DTensor does to know shapes can't be queued."""
+    for parameter in model.parameters():
+        parameter._local_tensor.add_(parameter.grad._local_tensor, alpha=-0.1)
+        if set_to_none:
+            parameter.grad = None
+        else:
+            parameter.grad._local_tensor.zero_()
+
+
+def simulated(starve, monkeypatch, overlap=True, steps=3, patch=None, policy=None, kinds=UNITS, **options):
+    """Losses of one rank on simulated streams, the races, and the simulator."""
+    policy = policy or MixedPrecisionPolicy()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    ctx = tkernels.init(heap_bytes=8 << 20)
+    try:
+        data, losses = batches(ctx, steps), []
+        sim = Simulator()
+        with monkeypatch.context() as patched:
+            patched.setattr(engine, "device_module", lambda device: sim)
+            model = hybrid(ctx, kinds=kinds)
+            for layer in model.layers:
+                fully_shard(layer, mesh=ctx, mp_policy=policy)
+            fully_shard(model, mesh=ctx, mp_policy=policy, overlap=overlap, **options)
+            with sim:
+                if patch is not None:
+                    patch(unit_of(model), patched)
+                for x in data:
+                    loss = loss_of(model(x))
+                    loss.backward()
+                    update(model, set_to_none=len(losses) % 2 == 0)
+                    losses.append(loss.detach())
+            races = sim.races
+            sim.run(starve)
+        return [loss.item() for loss in losses], races, sim
+    finally:
+        tkernels.finalize(ctx)
+        dist.destroy_process_group()
+
+
+@simulated_only
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("prefetch", [0, 1, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_fully_shard_computes_the_same_in_every_order_of_the_streams(prefetch, policy, monkeypatch):
+    # The simulator's LayerNorm of bf16 is not the CPU's.
+    options = {"policy": policy, "kinds": (StateSpace, Experts, StateSpace) if policy is BF16 else UNITS}
+    want, races, sim = simulated((), monkeypatch, overlap=False, **options)
+    assert not races and sim.waits == 0
+    for starve in subsets(["main", "stream1"]):
+        losses, races, _ = simulated(starve, monkeypatch, prefetch=prefetch, **options)
+        assert not races, races[0]
+        assert losses == want
+
+
+def forget(slots, monkeypatch):
+    """The slots' tenants wait for nobody before them."""
+    for slot in slots:
+        acquire = slot.acquire
+
+        def forgetful(slot=slot, acquire=acquire):
+            slot.gate.clear()
+            return acquire()
+
+        monkeypatch.setattr(slot, "acquire", forgetful)
+
+
+def gather_over_parameters_in_use(unit, monkeypatch):
+    plan = engine.Engine._plan
+
+    def planned(self):
+        plan(self)
+        forget(self.pool.slots, monkeypatch)
+
+    monkeypatch.setattr(engine.Engine, "_plan", planned)
+
+
+def reuse_gradients_that_still_travel(unit, monkeypatch):
+    def drop(self, keep=0):
+        self._deferred.clear()
+
+    monkeypatch.setattr(engine.Keepalive, "drain", drop)
+
+
+def gather_before_the_optimizer(unit, monkeypatch):
+    gather = engine.Engine.gather
+
+    def early(self, group):
+        self._weights.filled.clear()
+        return gather(self, group)
+
+    monkeypatch.setattr(engine.Engine, "gather", early)
+
+
+def reduce_before_the_gradients(unit, monkeypatch):
+    lease = engine.Lease.read
+
+    def early(self, stream=None):
+        if self.name == "gradients":
+            self.filled.clear()
+        return lease(self, stream)
+
+    monkeypatch.setattr(engine.Lease, "read", early)
+
+
+def step_before_the_reductions(unit, monkeypatch):
+    lease = engine.Lease.read
+
+    def early(self, stream=None):
+        if self.name == "gradients of sharded parameters":
+            self.filled.clear()
+        return lease(self, stream)
+
+    monkeypatch.setattr(engine.Lease, "read", early)
+    monkeypatch.setattr(engine.Keepalive, "drain", lambda self, keep=0: None)
+
+
+@simulated_only
+@pytest.mark.parametrize(
+    "form",
+    [
+        gather_over_parameters_in_use,
+        reuse_gradients_that_still_travel,
+        gather_before_the_optimizer,
+        reduce_before_the_gradients,
+        step_before_the_reductions,
+    ],
+)
+def test_fully_shard_without_one_of_its_waits_is_found_out(form, monkeypatch):
+    # Units of one size, so that freed memory is used again at once.
+    _, races, _ = simulated(["stream1"], monkeypatch, patch=form, steps=2, kinds=(Dense,) * 4)
+    assert races and isinstance(races[0], Race)
+
+
+@simulated_only
+def test_fully_shard_gathers_and_reduces_beside_the_computation(monkeypatch):
+    counts = []
+    for starve in ("main", "stream1"):
+        _, _, sim = simulated([starve], monkeypatch)
+        forward, backward = (
+            [i for i, name in enumerate(sim.log) if name == f"native_layer_norm{suffix}"]
+            for suffix in ("", "_backward")
+        )
+        # Layers 0 and 3 have norms. The first step gathers 11 times; in the second one come the root, layer 0, layer 1.
+        gathered = sim.log[: forward[2]].count("all_gather") - 11
+        # The first step reduces 6 times; then, in the backward of the second one, layer 4 before layer 3.
+        reduced = sim.log[: backward[2]].count("reduce_scatter_out") - 6
+        counts.append((gathered, reduced))
+    assert counts == [(3, 1), (2, 0)]
+
+
+# Checkpoints
+
+
+def train_steps(model, optimizer, data, part, clip=0.5):
+    for x in data:
+        loss_of(model(part(x))).backward()
+        if clip is not None:
+            clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def adam(model):
+    return torch.optim.AdamW(model.parameters(), 0.01)
+
+
+def subgroup(ctx, count):
+    """Of the first `count` ranks; None on the others."""
+    group = dist.new_group(list(range(count)))
+    return group if ctx.rank < count else None
+
+
+@pytest.mark.ranks(2)
+def test_fully_shard_saves_and_loads_through_torch_distributed_checkpoint(ctx, tmp_path):
+    path = ctx.group.gather(str(tmp_path))[0]
+    part = functools.partial(own, ctx)
+    data = batches(ctx, 4)
+    model = shard(ctx, hybrid(ctx))
+    optimizer = adam(model)
+    train_steps(model, optimizer, data[:2], part)
+    states = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+    assert list(states["model"]) == list(hybrid(ctx).state_dict())
+    dcp.save(states, checkpoint_id=f"{path}/saved")
+    dcp.async_save(states, checkpoint_id=f"{path}/later").result()
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    train_steps(model, optimizer, data[2:], part)
+
+    for folder in ("saved", "later"):
+        again = shard(ctx, hybrid(ctx, seed=1))
+        its_optimizer = adam(again)
+        states = dict(zip(("model", "optim"), get_state_dict(again, its_optimizer), strict=True))
+        dcp.load(states, checkpoint_id=f"{path}/{folder}")
+        set_state_dict(again, its_optimizer, model_state_dict=states["model"], optim_state_dict=states["optim"])
+        train_steps(again, its_optimizer, data[2:], part)
+        for first, second in zip(model.parameters(), again.parameters(), strict=True):
+            assert torch.equal(first._local_tensor, second._local_tensor)
+    assert all(torch.equal(value, whole[key]) for key, value in loaded_whole(ctx, f"{path}/saved").items())
+    broadcast = shard(ctx, hybrid(ctx, seed=2))
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(broadcast, dict(whole) if ctx.rank == 0 else {}, options=options)
+    assert all(torch.equal(full(value), whole[key]) for key, value in broadcast.state_dict().items())
+
+
+def loaded_whole(ctx, path):
+    """What a program without any sharding loads."""
+    model = hybrid(ctx, seed=3)
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=path)
+    return state["model"]
+
+
+class Parallel(nn.Module):
+    """As a tensor-parallel plan leaves a model: rows, columns, and what is the same everywhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(FEATURES), nn.Linear(FEATURES, 34), nn.Linear(34, FEATURES)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def two_meshes(ctx, dp, tp):
+    return init_device_mesh(ctx.device.type, (dp, tp), mesh_dim_names=("dp", "tp"))
+
+
+def parallel(ctx, mesh, seed, shard):
+    """A model over dp x tp, by torch's own styles."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(Parallel(), Parallel(), nn.Linear(FEATURES, 3)).to(ctx.device)
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    for block in model[:2]:
+        parallelize_module(block, mesh["tp"], plan)
+        shard(block, mesh=mesh["dp"])
+    return shard(model, mesh=mesh["dp"])
+
+
+@pytest.mark.ranks(4)
+def test_fully_shard_over_tensor_parallel_layers_places_and_trains_as_torchs(ctx, tmp_path):
+    path = ctx.group.gather(str(tmp_path))[0]
+    x = normal((8, FEATURES), torch.float32, 5, device=ctx.device)
+    torch.manual_seed(0)
+    twin = in_fp64(nn.Sequential(Parallel(), Parallel(), nn.Linear(FEATURES, 3)).to(ctx.device))
+    results = {}
+    for shard in (fully_shard, torch_fully_shard):
+        mesh = two_meshes(ctx, 2, 2)
+        model = parallel(ctx, mesh, 0, shard)
+        optimizer = adam(model)
+        clip = None if shard is torch_fully_shard else 0.5
+        train_steps(model, optimizer, [x, x + 1], lambda x: x.chunk(2)[ctx.rank // 2], clip)
+        results[shard] = dict(model.named_parameters())
+        if shard is fully_shard:
+            model_of = model, optimizer
+            states = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+            dcp.save(states, checkpoint_id=path)
+    train_steps(twin, adam(twin), [x, x + 1], lambda x: x)
+    ours, theirs = results.values()
+    for name, parameter in twin.named_parameters():
+        assert ours[name].placements[: theirs[name].device_mesh.ndim] == theirs[name].placements, name
+        assert (
+            ours[name].device_mesh == mesh
+        )  # where torch's norms have no tensor-parallel dimension, ours say Replicate
+        assert_close_to(full(ours[name].detach()), parameter.detach(), terms=4096)
+    for dp, tp in ((4, 1), (1, 4)):
+        mesh = two_meshes(ctx, dp, tp)
+        again = parallel(ctx, mesh, 1, fully_shard)
+        its_optimizer = adam(again)
+        states = dict(zip(("model", "optim"), get_state_dict(again, its_optimizer), strict=True))
+        dcp.load(states, checkpoint_id=path)
+        set_state_dict(again, its_optimizer, model_state_dict=states["model"], optim_state_dict=states["optim"])
+        for name, parameter in again.named_parameters():
+            assert torch.equal(full(parameter), full(ours[name])), (dp, tp, name)
+        for parameter, other in zip(again.parameters(), model_of[0].parameters(), strict=True):
+            moments = (full(each.state[p]["exp_avg"]) for each, p in ((its_optimizer, parameter), (model_of[1], other)))
+            assert torch.equal(*moments)
+
+
+# Beside torch's
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("direct", [layout.DIRECT_NUMEL, 100])
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16"])
+def test_fully_shard_gives_the_bits_of_torchs(ctx, policy, direct, monkeypatch):
+    monkeypatch.setattr(layout, "DIRECT_NUMEL", direct)
+    part = functools.partial(own, ctx)
+    models = [shard(ctx, hybrid(ctx), each, mp_policy=policy) for each in (fully_shard, torch_fully_shard)]
+    for model in models:
+        train_steps(model, adam(model), batches(ctx, 3), part)
+    for (name, ours), theirs in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        if "unused" not in name:  # torch leaves it without a gradient, and AdamW decays what has one
+            # The last bits of a CPU's products in bf16 depend on where the weight lies.
+            atol = 1e-4 if policy is BF16 else 0
+            torch.testing.assert_close(ours._local_tensor, theirs._local_tensor, rtol=0, atol=atol)
+        assert ours.placements == theirs.placements and ours.dtype == theirs.dtype == torch.float32
+
+
+@pytest.mark.ranks(2, 4)
+def test_clip_grad_norm_is_that_of_the_whole_model(ctx):
+    model = hybrid(ctx)
+    twin = in_fp64(copy.deepcopy(model))
+    shard(ctx, model)
+    x = batches(ctx, 1)[0]
+    loss_of(model(own(ctx, x))).backward()
+    loss_of(twin(x)).backward()
+    norm, want = (clip_grad_norm_(each.parameters(), 0.1) for each in (model, twin))
+    torch.testing.assert_close(norm.full_tensor().double(), want)
+    for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert isinstance(parameter.grad, DTensor) and parameter.grad.placements == (Shard(0),)
+        if other.grad is not None:
+            assert_close_to(full(parameter.grad), other.grad, terms=512)
+
+
+# Meta device, moves, methods
+
+
+@pytest.mark.ranks(2)
+def test_fully_shard_on_the_meta_device_is_initialized_in_place(ctx):
+    with torch.device("meta"):
+        model = Hybrid()
+    shard(ctx, model)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    with pytest.raises(ValueError, match=r"embed.weight is on the meta device; call to_empty"):
+        model(torch.ones(2, 4, device=ctx.device))
+    optimizer = adam(model)  # before there are values, as nobody forbids
+    model.to_empty(device=ctx.device)
+    source = hybrid(ctx)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(distribute_tensor(source.get_parameter(name).detach(), parameter.device_mesh, [Shard(0)]))
+    model.layers[2].scale.fill_(1.0)
+    kept = shard(ctx, source)
+    part = functools.partial(own, ctx)
+    for each, its_optimizer in ((model, optimizer), (kept, adam(kept))):
+        train_steps(each, its_optimizer, batches(ctx, 2), part)
+    for first, second in zip(model.parameters(), kept.parameters(), strict=True):
+        assert torch.equal(first._local_tensor, second._local_tensor)
+
+
+@pytest.mark.ranks(2)
+def test_fully_shard_follows_conversions_and_assigned_state_dicts(ctx):
+    part = functools.partial(own, ctx)
+    models = [shard(ctx, hybrid(ctx)) for _ in range(2)]
+    for model in models:
+        loss_of(model(part(batches(ctx, 1)[0]))).backward()
+        model.zero_grad()
+    models[0].to(torch.bfloat16)
+    state = {key: value.to(torch.bfloat16) for key, value in models[1].state_dict().items()}
+    models[1].load_state_dict(state, assign=True)
+    for model in models:
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x in batches(ctx, 2, torch.bfloat16):
+            loss_of(model(part(x))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for first, second in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(first._local_tensor, second._local_tensor)
+    models[0].layers[0].up.weight = nn.Parameter(torch.ones(37, FEATURES, device=ctx.device))
+    with pytest.raises(ValueError, match=r"up.weight was a DTensor of \(37, 8\).* and is Parameter now; copy values"):
+        models[0](part(batches(ctx, 1, torch.bfloat16)[0]))
+
+
+@pytest.mark.ranks(2)
+def test_fully_shard_of_a_list_is_one_unit_and_takes_forward_methods(ctx):
+    class Two(Hybrid):
+        def forward(self, x):
+            return self.head(self.encode(x))
+
+        def encode(self, x):
+            return self.layers[1](self.layers[0](self.embed(x)))
+
+    torch.manual_seed(0)
+    model = Two((Dense, StateSpace)).to(ctx.device)
+    twin = in_fp64(copy.deepcopy(model))
+    fully_shard([model.layers[0], model.layers[1]], mesh=mesh_of(ctx))
+    fully_shard(model, mesh=mesh_of(ctx))
+    assert unit_of(model.layers[0]) is unit_of(model.layers[1])
+    register_fsdp_forward_method(model, "encode")
+    plain(Run(model, batches(ctx, 3), functools.partial(own, ctx), True))
+    plain(Run(twin, batches(ctx, 3), lambda x: x, False))
+    assert_same_weights(model, twin)
+    x = batches(ctx, 1)[0]
+    with torch.no_grad():
+        assert_close_to(model.encode(x), Two.encode(twin, x.double()), terms=512)
+
+
+@pytest.mark.ranks(2)
+def test_fully_shard_divides_by_the_factor_it_is_told(ctx):
+    gradients = []
+    for factor in (None, 1.0):
+        model = shard(ctx, hybrid(ctx))
+        if factor is not None:
+            for layer in (*model.layers, model):
+                layer.set_gradient_divide_factor(factor)
+        loss_of(model(batches(ctx, 1)[0])).backward()
+        gradients.append([parameter.grad._local_tensor for parameter in model.parameters()])
+    for mean, total in zip(*gradients, strict=True):
+        assert torch.equal(mean * ctx.size, total)
+
+
+@pytest.mark.ranks(2)
+def test_fully_shard_refuses_by_name(ctx):
+    mesh, model = mesh_of(ctx), hybrid(ctx)
+    before = copy.deepcopy(model.state_dict())
+    scalar, tied = hybrid(ctx), hybrid(ctx)
+    scalar.scale = nn.Parameter(torch.ones((), device=ctx.device))
+    tied.layers[3].up.weight = tied.layers[0].up.weight
+    fully_shard(tied.layers[0], mesh=mesh)
+    wide = hybrid(ctx).double()
+    sharded = shard(ctx, hybrid(ctx))
+    refused = [
+        (lambda: fully_shard(3, mesh=mesh), TypeError, "module=3 must be an nn.Module"),
+        (lambda: fully_shard(model.layers, mesh=mesh), ValueError, "a ModuleList has no forward"),
+        (lambda: fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy()), ValueError, "CPUOffloadPolicy is"),
+        (lambda: fully_shard(model, mesh=mesh, reshard_after_forward=2), TypeError, "True, False or None"),
+        (lambda: fully_shard(model, mesh=mesh, shard_placement_fn=Shard), ValueError, "along their first dimension"),
+        (lambda: fully_shard(scalar, mesh=mesh), ValueError, r"scale of shape \(\) has no rows to split"),
+        (lambda: fully_shard(tied, mesh=mesh), ValueError, r"up.weight is tied to up.*, as fully_shard\(\[a, b\]\)"),
+        (lambda: fully_shard(wide, mesh=mesh), TypeError, "summed in float32, float16 or bfloat16, not torch.float64"),
+        (lambda: fully_shard(sharded, mesh=mesh), ValueError, "FSDPHybrid is sharded already"),
+        (lambda: copy.deepcopy(sharded), NotImplementedError, "a deepcopy of FSDPHybrid would share its engine"),
+        (lambda: sharded.set_all_reduce_hook(print), NotImplementedError, "set_all_reduce_hook has no meaning over"),
+    ]  # fmt: skip
+    for call, kind, message in refused:
+        with pytest.raises(kind, match=message):
+            call()
+    with pytest.raises((TypeError, ValueError), match=r"CPUOffloadPolicy is not supported.* \(on rank 1\)$") as error:
+        fully_shard(model, mesh=mesh, **({"offload_policy": CPUOffloadPolicy()} if ctx.rank == 1 else {}))
+    message_on_every_rank(ctx, error.value)
+    differing = Hybrid((Dense, Dense) if ctx.rank else (Dense,)).to(ctx.device)
+    with pytest.raises(MismatchError, match="rank 0 and rank 1 differ in layers.1.norm.weight") as error:
+        fully_shard(differing, mesh=mesh)
+    message_on_every_rank(ctx, error.value)
+    assert all(map(torch.equal, before.values(), model.state_dict().values()))
+    assert isinstance(sharded.layers[:2], nn.ModuleList) and isinstance(sharded, FSDPModule)
+
+
+@pytest.mark.ranks(2)
+def test_fully_shard_refuses_a_backward_that_would_read_other_parameters(ctx):
+    model = shard(ctx, hybrid(ctx))
+    loss = loss_of(model(batches(ctx, 1)[0]))
+    pool = unit_of(model).engine.pool
+    for bucket, slot in list(pool._assigned.items()):
+        pool._assigned[bucket] = next(other for other in pool._copies[bucket] if other is not slot or bucket[0] == "r")
+    with pytest.raises(LeaseError, match="unit layers.4 lies elsewhere now than in the forward"):
+        loss.backward()
+    ctx.group.barrier()
+    loss_of(model(batches(ctx, 1)[0])).backward()

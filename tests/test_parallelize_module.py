@@ -1,0 +1,552 @@
+"""parallelize_module: torch's tensor-parallel styles train as one rank does, and torch's tools take the parameters."""
+
+import copy
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import parallel as torch_parallel
+from torch.nn import functional
+from torch.nn.utils import clip_grad_norm_
+
+import tkernels
+from tkernels import layers
+from tkernels.comm import MismatchError, as_context
+from tkernels.layers import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from tkernels.testing.compare import integers, normal
+
+HIDDEN, FEATURES, VOCABULARY = 8, 12, 10  # over 2, 3 and 4 ranks: some uneven
+BATCH, SEQUENCE = 2, 8
+EPS = torch.finfo(torch.float32).eps
+
+
+class Block(nn.Module):
+    def __init__(self, bias=True):
+        super().__init__()
+        self.norm, self.other_norm = nn.LayerNorm(HIDDEN), nn.RMSNorm(HIDDEN)
+        self.up, self.down = nn.Linear(HIDDEN, FEATURES, bias), nn.Linear(FEATURES, HIDDEN, bias)
+        self.other_up, self.other_down = nn.Linear(HIDDEN, FEATURES, bias), nn.Linear(FEATURES, HIDDEN, bias)
+
+    def forward(self, x):
+        x = x + self.down(functional.gelu(self.up(self.norm(x))))
+        return x + self.other_down(functional.gelu(self.other_up(self.other_norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, num_blocks=1):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.norm, self.head = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, VOCABULARY, bias=False)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def init_weights(self):
+        """The same weights on any number of ranks: those of seeds, whatever the parameters are."""
+        for seed, parameter in enumerate(self.parameters()):
+            value = 1 + 0.1 * normal(parameter.shape, torch.float32, seed) if parameter.dim() == 1 else None
+            value = (
+                normal(parameter.shape, torch.float32, seed) * parameter.shape[-1] ** -0.5 if value is None else value
+            )
+            with torch.no_grad():
+                if isinstance(parameter, DTensor):
+                    value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+                parameter.copy_(value)
+
+
+def plan(dim=1, colwise=ColwiseParallel, rowwise=RowwiseParallel, sequence=SequenceParallel):
+    """Of a Model. torch's own styles in the other half of each block, and for the embedding."""
+    return {
+        "embedding": torch_parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(dim)),
+        "blocks.*.*norm": sequence(sequence_dim=dim, use_local_output=True),
+        "blocks.*.up": colwise(input_layouts=Shard(dim)),
+        "blocks.*.down": rowwise(output_layouts=Shard(dim)),
+        "blocks.*.other_up": torch_parallel.ColwiseParallel(input_layouts=Shard(dim)),
+        "blocks.*.other_down": rowwise(output_layouts=Shard(dim)),
+        "norm": sequence(sequence_dim=dim),  # gives a DTensor
+        "head": colwise(input_layouts=Shard(dim), output_layouts=Replicate()),
+    }
+
+
+def tp_mesh(ctx):
+    return init_device_mesh(ctx.device.type, (ctx.size,), mesh_dim_names=("tp",))
+
+
+def full(t):
+    return (t.full_tensor() if isinstance(t, DTensor) else t).detach().cpu().double()
+
+
+def assert_near(got, want, what, roundings=200):
+    """Within some hundred roundings of the largest element: sums of a few dozen terms, some layers deep."""
+    got, want = full(got), want.detach().double()
+    assert got.shape == want.shape, (what, got.shape, want.shape)
+    error = (got - want).abs().max().item()
+    assert error <= roundings * EPS * (want.abs().max().item() + 1e-3), (what, error)
+
+
+def tokens(seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+
+
+def twin(num_blocks=1):
+    """The model in fp64 on one rank."""
+    model = Model(num_blocks)
+    model.init_weights()
+    return model.double()
+
+
+def loss_of(logits):
+    return logits.logsumexp(-1).square().mean()
+
+
+def train(model, batch, steps=3):
+    """AdamW and clipping. -> the first gradients, the last norm, each step's output, the optimizer."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    outputs, first = [], None
+    for _ in range(steps):
+        y = model(batch)
+        loss_of(y).backward()
+        grads = {name: full(parameter.grad).clone() for name, parameter in model.named_parameters()}
+        first, norm = first or grads, full(clip_grad_norm_(model.parameters(), 0.5))
+        outputs.append(full(y))
+        optimizer.step()
+        optimizer.zero_grad()
+    return first, norm, outputs, optimizer
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_parallelize_module_trains_as_one_rank_does(ctx, dim):
+    """Mixed with torch's styles; sequences along either dimension, features that do not divide over 3 ranks."""
+    if dim == 0 and BATCH % ctx.size:
+        batch = tokens().repeat(3, 1)[: 2 * ctx.size]  # plain parts of a sequence are equal
+    else:
+        batch = tokens()[:, : SEQUENCE // ctx.size * ctx.size]
+    reference = twin()
+    want_grads, want_norm, want_outputs, _ = train(reference, batch)
+    model = Model()
+    model.init_weights()
+    assert parallelize_module(model, tp_mesh(ctx), plan(dim)) is model
+    up, down = model.blocks[0].up, model.blocks[0].down
+    assert (up.weight.shape, up.weight.placements) == ((FEATURES, HIDDEN), (Shard(0),))
+    assert (down.weight.placements, down.bias.placements) == ((Shard(1),), (Replicate(),))
+    assert up.weight.to_local().shape == (FEATURES // ctx.size, HIDDEN)
+    assert (
+        isinstance(up, nn.Linear) and dict(model.named_parameters()).keys() == dict(reference.named_parameters()).keys()
+    )
+    grads, norm, outputs, _ = train(model, batch.to(ctx.device))
+    for name, want in want_grads.items():
+        assert_near(grads[name], want, name)
+    assert_near(norm, want_norm, "norm")
+    for step, (got, want) in enumerate(zip(outputs, want_outputs, strict=True)):
+        assert_near(got, want, f"output {step}")
+    for (name, parameter), want in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert_near(parameter, want, name, 2000)  # AdamW divides by the root of a gradient's square
+
+
+LAYOUTS = [  # (style's name, shape of the input, its layout as it comes, input_layouts, output_layouts)
+    ("ColwiseParallel", (2, 8, 6), None, Shard(1), None),
+    ("ColwiseParallel", (8, 3, 6), None, Shard(0), Replicate()),
+    ("ColwiseParallel", (4, 6), None, None, None),
+    ("ColwiseParallel", (6,), None, None, None),
+    ("ColwiseParallel", (4, 6), None, Shard(-1), Shard(0)),
+    ("ColwiseParallel", (2, 3, 5, 6), Shard(2), None, None),  # 5 over 2 ranks
+    ("ColwiseParallel", (7, 2, 6), Shard(0), Shard(0), Replicate()),
+    ("ColwiseParallel", (4, 6), Replicate(), Replicate(), Shard(0)),
+    ("RowwiseParallel", (2, 8, 6), None, None, Shard(1)),
+    ("RowwiseParallel", (5, 3, 6), None, None, Shard(0)),
+    ("RowwiseParallel", (4, 6), None, None, None),
+    ("RowwiseParallel", (4, 6), None, Replicate(), None),
+    ("RowwiseParallel", (6,), None, Replicate(), None),
+    ("RowwiseParallel", (4, 6), Shard(1), None, Shard(-1)),
+    ("RowwiseParallel", (3, 4, 6), Replicate(), None, Shard(0)),
+    ("RowwiseParallel", (3, 4, 6), Shard(0), None, Shard(0)),
+]
+
+
+@pytest.mark.ranks(2)
+def test_styles_compute_what_the_linear_does_exactly(ctx):
+    """On integers, where every sum is exact: outputs, their kinds and placements, and all gradients."""
+    mesh = tp_mesh(ctx)
+    linear = nn.Linear(6, 5).to(ctx.device)
+    for seed, parameter in enumerate(linear.parameters()):
+        parameter.data.copy_(integers(parameter.shape, torch.float32, seed))
+    for name, shape, comes, inputs, outputs in LAYOUTS:
+        whole = integers(shape, torch.float32, 7, device=ctx.device).requires_grad_()
+        linear.zero_grad()
+        want = linear(whole)
+        weights = integers(want.shape, torch.float32, 9, device=ctx.device)
+        (want * weights).sum().backward()
+        colwise = name == "ColwiseParallel"
+        split = comes or inputs or (Replicate() if colwise else Shard(-1))
+        output = outputs or (Shard(-1) if colwise else Replicate())
+        placed = distribute_tensor(weights, mesh, [output])
+        for use_local_output in (True, False):
+            what = name, shape, comes, inputs, outputs, use_local_output
+            options = dict(input_layouts=inputs, output_layouts=outputs, use_local_output=use_local_output)
+            module = parallelize_module(copy.deepcopy(linear), mesh, getattr(layers, name)(**options))
+            leaf = distribute_tensor(whole.detach(), mesh, [split])
+            leaf = (leaf if comes else leaf.to_local().clone()).requires_grad_()
+            y = module(leaf)
+            local = y if use_local_output else y.to_local()
+            assert type(y) is (torch.Tensor if use_local_output else DTensor), what
+            if not use_local_output:
+                assert y.placements == placed.placements and y.shape == want.shape, what
+                assert torch.equal(full(y), full(want)), what
+            assert torch.equal(local, distribute_tensor(want.detach(), mesh, [output]).to_local()), what
+            (local * placed.to_local()).sum().backward()
+            got = (
+                leaf.grad
+                if comes
+                else DTensor.from_local(
+                    leaf.grad, mesh, [split], run_check=False, shape=whole.shape, stride=whole.stride()
+                )
+            )
+            assert torch.equal(full(got), full(whole.grad)), what
+            for key, parameter in module.named_parameters():
+                assert parameter.placements == parameter.grad.placements, what
+                assert torch.equal(full(parameter.grad), full(getattr(linear, key).grad)), (what, key)
+
+
+@pytest.mark.ranks(2)
+def test_rowwise_parallel_splits_an_embedding_by_its_vocabulary(ctx):
+    """The output in any layout, the gradient of this rank's rows alone, none for the padding."""
+    mesh = tp_mesh(ctx)
+    for padding, output in ((None, Replicate()), (7, Shard(1)), (1, Shard(0))):
+        embedding = nn.Embedding(9, 4, padding_idx=padding).to(ctx.device)
+        embedding.weight.data.copy_(integers((9, 4), torch.float32, 1))
+        batch = integers((2, 5), torch.int64, 2, 0, 8, device=ctx.device)
+        want = embedding(batch)
+        weights = integers(want.shape, torch.float32, 9, device=ctx.device)
+        (want * weights).sum().backward()
+        module = parallelize_module(copy.deepcopy(embedding), mesh, RowwiseParallel(output_layouts=output))
+        y = module(batch)
+        placed = [distribute_tensor(each.detach(), mesh, [output]).to_local() for each in (want, weights)]
+        assert torch.equal(y, placed[0])
+        (y * placed[1]).sum().backward()
+        assert module.weight.grad.placements == (Shard(0),)
+        assert torch.equal(full(module.weight.grad), full(embedding.weight.grad))
+
+
+@pytest.mark.ranks(2)
+def test_styles_compute_by_this_librarys_operations(ctx):
+    """Which of them, by the calls that reach the context."""
+    calls, call = [], type(ctx).call
+    mesh = tp_mesh(ctx)
+    expected = [
+        (ColwiseParallel(input_layouts=Shard(0)), ["all_gather_matmul", "matmul_reduce_scatter"]),
+        (ColwiseParallel(), ["matmul_all_reduce"]),
+        (RowwiseParallel(output_layouts=Shard(0)), ["matmul_reduce_scatter", "all_gather_matmul"]),
+        (RowwiseParallel(), ["matmul_all_reduce"]),
+    ]
+    for style, operations in expected:
+        module = parallelize_module(nn.Linear(6, 6).to(ctx.device), mesh, style)
+        features = 6 if isinstance(style, ColwiseParallel) else 3
+        x = torch.ones(4, features, device=ctx.device, requires_grad=True)
+        calls.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(ctx), "call", lambda self, op, *t: calls.append(op.operation) or call(self, op, *t))
+            module(x).sum().backward()
+        assert calls == operations
+
+
+@pytest.mark.ranks(2)
+def test_parallelize_module_is_for_copies_meta_compile_autocast_and_scalers(ctx):
+    batch, mesh = tokens().to(ctx.device), tp_mesh(ctx)
+    want_grads, _, (want, *_), _ = train(twin(), batch.cpu(), 1)
+    with torch.device("meta"):
+        model = Model()
+    parallelize_module(model, mesh, plan())
+    assert all(parameter.is_meta for parameter in model.parameters())
+    model.to_empty(device=ctx.device)
+    model.init_weights()
+
+    def judge(what, made, y):
+        assert_near(y, want, what)
+        loss_of(y).backward()
+        for name, parameter in made.named_parameters():
+            assert_near(parameter.grad, want_grads[name], (what, name))
+            if "other_up" not in name and "embedding" not in name:  # torch's own may be Partial and Replicate
+                assert parameter.grad.placements == parameter.placements, (what, name)
+        made.zero_grad()
+
+    judge("from meta", model, model(batch))
+    copied = copy.deepcopy(model)
+    judge("copied", copied, copied(batch))
+    assert copied.blocks[0].up.weight is not model.blocks[0].up.weight
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    judge("compiled", model, compiled(batch))
+    with torch.no_grad():
+        assert_near(model(batch), want, "no grad")
+    leaf = torch.ones(BATCH, SEQUENCE, HIDDEN, device=ctx.device, requires_grad=True)
+    again = torch.utils.checkpoint.checkpoint(model.blocks[0], leaf, use_reentrant=False)
+    assert_near(again, model.blocks[0](leaf), "checkpointed")
+
+    scaler = torch.amp.GradScaler(ctx.device.type, init_scale=4.0)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    before = {name: full(parameter).clone() for name, parameter in model.named_parameters()}
+    scaler.scale(loss_of(model(batch))).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    for name, parameter in model.named_parameters():
+        assert_near(before[name] - full(parameter), want_grads[name], ("scaled", name), 2000)
+    weight = model.blocks[0].up.weight
+    weight.grad.to_local().fill_(float("inf") if ctx.rank else 1.0)  # of one rank alone
+    stepped = full(weight).clone()
+    scaler.step(optimizer)
+    assert torch.equal(full(weight), stepped), "a rank stepped with another's infinite gradient"
+
+    linears = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6)).to(ctx.device)
+    parallelize_module(linears, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    with torch.autocast(ctx.device.type, torch.bfloat16):
+        assert linears(torch.ones(3, 6, device=ctx.device)).dtype is torch.bfloat16
+    linears(torch.ones(3, 6, device=ctx.device)).sum().backward()
+    assert linears[0].weight.grad.dtype is torch.float32
+
+
+def sub_mesh(ctx, size):
+    """A mesh of the first `size` ranks, None on the others. Collective."""
+    group = dist.new_group(range(size))
+    return None if ctx.rank >= size else torch.distributed.device_mesh.DeviceMesh.from_group(group, ctx.device.type)
+
+
+@pytest.mark.ranks(3, timeout_s=300)
+def test_parallelize_module_saves_on_2_ranks_and_loads_on_1_and_3(ctx, tmp_path):
+    """Model and optimizer by torch.distributed.checkpoint, at once and in the background, and whole on one rank."""
+    batch = tokens()[:, :6].to(ctx.device)
+    paths = [tmp_path / "now", tmp_path / "later"]
+    reference = twin()
+    *_, optimizer = train(reference, batch.cpu(), 2)
+    want = {name: parameter.detach().clone() for name, parameter in reference.named_parameters()}
+    want_state = {
+        name: optimizer.state[parameter]["exp_avg"].clone() for name, parameter in reference.named_parameters()
+    }
+    two, one = sub_mesh(ctx, 2), sub_mesh(ctx, 1)
+    if two is not None:
+        model = parallelize_module(twin().float(), two, plan())
+        *_, optimizer = train(model.to(ctx.device), batch, 2)
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        assert {type(each["exp_avg"]) for each in state["optimizer"]["state"].values()} == {DTensor}
+        dcp.save(state, checkpoint_id=paths[0], process_group=two.get_group())
+        dcp.async_save(state, checkpoint_id=paths[1], process_group=two.get_group()).result()
+        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        for name, each in whole.items():
+            assert_near(each, want[name], ("whole", name), 2000)
+        tkernels.finalize(as_context(two))
+    dist.barrier()
+    for mesh, path in ((tp_mesh(ctx), paths[0]), (one, paths[1])):
+        if mesh is None:
+            continue
+        model = parallelize_module(Model().to(ctx.device), mesh, plan())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dcp.load(state, checkpoint_id=path, process_group=mesh.get_group())
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        for name, parameter in model.named_parameters():
+            assert_near(parameter, want[name], (mesh.size(), name), 2000)
+            assert_near(optimizer.state[parameter]["exp_avg"], want_state[name], (mesh.size(), name), 2000)
+        if mesh is one:
+            tkernels.finalize(as_context(one))
+
+
+@pytest.mark.ranks(2)
+def test_parallelize_module_keeps_tied_parameters_and_loss_parallel(ctx):
+    """A head tied to its embedding, both split by the vocabulary, and torch's cross entropy of the parts."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, t):
+            return self.head(self.embedding(t))
+
+    torch.manual_seed(0)
+    model, batch = Tied(), tokens()
+    reference = copy.deepcopy(model).double()
+    targets = batch.roll(1)
+    want = functional.cross_entropy(reference(batch).flatten(0, 1), targets.flatten())
+    want.backward()
+    split = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+    }
+    for wrong, message in [
+        ({"head": split["head"]}, f"embedding.weight (whole) and head.weight ({Shard(0)}) are one parameter"),
+        (split | {"embedding": ColwiseParallel()}, f"embedding.weight ({Shard(1)}) and head.weight ({Shard(0)})"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            parallelize_module(model, tp_mesh(ctx), wrong)
+    model = parallelize_module(model.to(ctx.device), tp_mesh(ctx), split)
+    assert model.head.weight is model.embedding.weight and len(list(model.parameters())) == 1
+    with torch_parallel.loss_parallel():
+        loss = functional.cross_entropy(model(batch.to(ctx.device)).flatten(0, 1), targets.flatten().to(ctx.device))
+        loss.backward()
+    assert_near(loss, want, "loss")
+    assert_near(model.head.weight.grad, reference.head.weight.grad, "gradient")
+    assert model.head.weight.grad.placements == (Shard(0),)
+
+
+@pytest.mark.ranks(2)
+def test_parallelize_module_refuses_before_anything_changed(ctx):
+    mesh = tp_mesh(ctx)
+    torch.manual_seed(0)
+    model = nn.ModuleDict(
+        dict(
+            up=nn.Linear(4, 6),
+            down=nn.Linear(6, 4),
+            one=nn.Linear(4, 1),
+            norm=nn.LayerNorm(4),
+            conv=nn.Conv1d(4, 4, 1),
+            attention=nn.MultiheadAttention(4, 2),
+            watched=nn.Linear(4, 4),
+            inner=nn.Sequential(nn.Linear(4, 4)),
+        )
+    )
+    model["watched"].weight.register_post_accumulate_grad_hook(lambda *_: None)
+    kinds = {name: (type(module), list(module._parameters.items())) for name, module in model.named_modules()}
+    column, row = ColwiseParallel(), RowwiseParallel()
+    for wrong, error, message in [
+        ({"up": column, "upp": column}, ValueError, "'upp' matches no module: 'upp' is none of up, down, one"),
+        ({"inner.1": column}, ValueError, "'inner.1' matches no module: '1' is none of 0"),
+        ({"u*": column, "up": row}, ValueError, "'up' is matched by both 'u*' and 'up'"),
+        ({"up": "column"}, TypeError, "the style of 'up'='column' must be a ParallelStyle"),
+        ({"up": column, "conv": column}, TypeError, "'conv' is a torch.nn.modules.conv.Conv1d, and no nn.Linear or"),
+        ({"attention.out_proj": row}, TypeError, "'attention.out_proj' belongs to an nn.MultiheadAttention"),
+        ({"watched": row}, ValueError, "'watched': weight has hooks"),
+        (
+            {"inner": SequenceParallel()},
+            TypeError,
+            "'inner' is a Sequential with parameters of modules in it, as 0.weight",
+        ),
+        (
+            {"up": column, "one": column},
+            ValueError,
+            "weight of (1, 4) has 1 along dimension 0, which 2 ranks get as 1, 0",
+        ),
+        (None, TypeError, "parallelize_plan=None must be a ParallelStyle, or a dict"),
+    ]:
+        with pytest.raises(error, match=re.escape(message)):
+            parallelize_module(model, mesh, wrong)
+        assert kinds == {
+            name: (type(module), list(module._parameters.items())) for name, module in model.named_modules()
+        }
+    with pytest.raises(ValueError, match=r"which 2 ranks get as 1, 0"):
+        torch_parallel.parallelize_module(model, mesh, {"one": column})  # by torch's function too
+    with pytest.raises(MismatchError, match="the plans of rank 0 and rank 1 differ in up"):
+        parallelize_module(model, mesh, {"up": column if ctx.rank else row})
+    wrong = nn.Linear(4, 6 + 2 * ctx.rank)
+    with pytest.raises(MismatchError, match="the models of rank 0 and rank 1 differ in weight"):
+        parallelize_module(wrong, mesh, column)
+    with pytest.raises(ValueError, match="'upp' matches no module.* [(]on rank 1[)]"):
+        parallelize_module(model, mesh, {"up" if ctx.rank == 0 else "upp": column})
+    with pytest.raises(ValueError, match=r"the mesh has 2 dimensions, \('dp', 'tp'\)"):
+        parallelize_module(
+            model, init_device_mesh(ctx.device.type, (1, 2), mesh_dim_names=("dp", "tp")), {"up": column}
+        )
+    parallelize_module(model, mesh, {"up": column})
+    with pytest.raises(ValueError, match="'up' has a parallel style already"):
+        parallelize_module(model, mesh, {"up": row})
+    with pytest.raises(NotImplementedError, match="broadcast"):  # as of any model of DTensors
+        nn.parallel.DistributedDataParallel(nn.Sequential(model["up"]))
+
+
+@pytest.mark.ranks(2)
+def test_parallelize_module_takes_a_mesh_a_group_or_a_context(ctx):
+    for ranks in (tp_mesh(ctx), dist.group.WORLD, ctx, None):
+        model = parallelize_module(nn.Linear(4, 4).to(ctx.device), ranks, ColwiseParallel())
+        assert model.weight.placements == (Shard(0),) and model.weight.device_mesh.size() == 2
+    with tp_mesh(ctx):
+        parallelize_module(nn.Linear(4, 4).to(ctx.device), parallelize_plan=ColwiseParallel())
+    with pytest.raises(TypeError, match="takes a DeviceMesh of one dimension, a ProcessGroup or a Context, not str"):
+        parallelize_module(nn.Linear(4, 4), "tp", ColwiseParallel())
+
+
+@pytest.mark.ranks(2)
+def test_parallelize_module_tells_of_replicas_whose_gradients_differ(ctx):
+    """A norm of this rank's rows without SequenceParallel; and one of its features, between a column and a row."""
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(2), nn.Linear(4, 4)).to(ctx.device)
+    x = normal((4, 4), torch.float32, ctx.rank, device=ctx.device)
+    prepare = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Shard(0), use_local_output=True)
+    split = {"": prepare, "1": ColwiseParallel(input_layouts=Shard(0)), "3": RowwiseParallel(output_layouts=Shard(0))}
+    parallelize_module(model, tp_mesh(ctx), split)
+    with pytest.raises(MismatchError, match="the gradients of 2.weight, 2.bias, 0.weight, 0.bias differ between ranks"):
+        model(x).square().sum().backward()
+    assert isinstance(PrepareModuleOutput, type)
+
+
+@pytest.mark.ranks(2)
+def test_parallelize_module_passes_weights_of_one_rank_on(ctx):
+    """src_data_rank: ranks have different weights, and rank 0's or 1's are taken; or each its own part."""
+    for source in (0, 1, None):
+        linear = nn.Linear(4, 4)
+        nn.init.constant_(linear.weight, 1.0 + ctx.rank)
+        linear.weight.no_decay = True
+        parallelize_module(linear.to(ctx.device), tp_mesh(ctx), ColwiseParallel(), src_data_rank=source)
+        value = 1.0 + (ctx.rank if source is None else source)
+        assert (linear.weight.to_local() == value).all() and linear.weight.no_decay
+
+
+@pytest.mark.ranks(4, timeout_s=300)
+def test_parallelize_module_under_torchs_fully_shard(ctx, tmp_path):
+    """2 x 2 ranks train as one does; the checkpoint is loaded on 4 x 1 and 1 x 2."""
+
+    def build(dp, tp):
+        mesh = init_device_mesh(ctx.device.type, (dp, tp), mesh_dim_names=("dp", "tp"))
+        model = Model().to(ctx.device)
+        model.init_weights()
+        parallelize_module(model, mesh["tp"], plan())
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["dp"])
+        return mesh, fully_shard(model, mesh=mesh["dp"])
+
+    batch = tokens().to(ctx.device)
+    want_grads, want_norm, _, reference = train(twin(), batch.cpu(), 2)
+    want = {id(p): p.detach() for group in reference.param_groups for p in group["params"]}
+    mesh, model = build(2, 2)
+    mine = batch.chunk(2)[mesh["dp"].get_local_rank()]
+    grads, norm, _, optimizer = train(model, mine, 2)
+    for (name, grad), wanted in zip(grads.items(), want_grads.values(), strict=True):
+        assert_near(grad, wanted, name)
+    assert_near(norm, want_norm, "norm")
+    for (name, parameter), wanted in zip(model.named_parameters(), want.values(), strict=True):
+        assert_near(parameter, wanted, name, 2000)
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.save(state, checkpoint_id=tmp_path)
+    moments = {name: full(optimizer.state[parameter]["exp_avg"]) for name, parameter in model.named_parameters()}
+    tkernels.finalize(as_context(mesh["tp"]))
+    mesh, model = build(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(state, checkpoint_id=tmp_path)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    for (name, parameter), wanted in zip(model.named_parameters(), want.values(), strict=True):
+        assert_near(parameter, wanted, name, 2000)
+        assert torch.equal(full(optimizer.state[parameter]["exp_avg"]), moments[name])
+    tkernels.finalize(as_context(mesh["tp"]))

@@ -1,0 +1,285 @@
+"""The operations as torch operators, with fake implementations and autograd.
+
+Torch operators take plain values, so a context is passed by its name. Operators whose name ends in _out write to `out`
+and have no gradient; no other operator writes to an argument. The other state that they change, the workspace, belongs
+to the context, and no tensor that a caller holds aliases it. When the functions in `ops` call operators:
+tkernels.dispatch.
+
+Gradients. An entry that names an operation is computed by that operation, with its overlap if it has one:
+
+    operation               dx                                  dw                          dbias
+    matmul                  dy @ w                              dy.T @ x                    dy summed
+    all_gather_matmul       matmul_reduce_scatter(dy, w.T)      dy.T @ all_gather(x)        dy summed
+    matmul_reduce_scatter   all_gather_matmul(dy, w.T)          all_gather(dy).T @ x        all_gather(dy) summed
+    matmul_all_reduce       dy @ w                              dy.T @ x                    dy summed
+    all_gather              reduce_scatter(dy)
+    reduce_scatter          all_gather(dy)
+    all_reduce              dy
+
+If both dx and dw of matmul_reduce_scatter are needed, one operator computes them, matmul_reduce_scatter_backward: its
+second matmul reads the gathered dy in the workspace, where it arrived and which no result of an operator may alias. It
+has no gradient; where dx and dw need one (double backward), they come from two operators.
+
+The result of an all-reduce is one replicated tensor, so its gradient is taken as equal on all ranks (Megatron's
+"reduce from the tensor-parallel region"). Backward is collective where the table names a collective: all ranks must
+need the same gradients.
+"""
+
+import types
+
+import torch
+
+from tkernels.all_gather_matmul import AllGatherMatmul
+from tkernels.comm import collectives
+from tkernels.comm.arguments import check_out
+from tkernels.comm.contexts import find_context
+from tkernels.comm.errors import TkernelsError
+from tkernels.dispatch import apply_transformed, define, wants_gradient
+from tkernels.gemm import matmul as _matmul
+from tkernels.gemm import precision
+from tkernels.matmul_all_reduce import MatmulAllReduce
+from tkernels.matmul_reduce_scatter import MatmulReduceScatter
+
+ops = types.SimpleNamespace()  # the functions of the operators
+
+
+def _matmul_backward(ctx, dy):
+    _refuse_fused_activation("matmul", *ctx.options)
+    x, w = ctx.saved_tensors
+    need_x, need_w, need_bias = ctx.needs_input_grad[:3]
+    return dy @ w if need_x else None, dy.t() @ x if need_w else None, dy.sum(0) if need_bias else None, None
+
+
+ops.matmul = define(
+    "matmul(Tensor x, Tensor w, Tensor? bias, str? activation) -> Tensor",
+    _matmul,
+    lambda x, w, bias, activation: x.new_empty((x.shape[0], w.shape[0])),
+    _matmul_backward,
+    saved=2,
+)
+
+
+def _with_unit_stride(matrix: torch.Tensor) -> torch.Tensor:
+    # Gradients may arrive expanded (from sum()) or sliced; the kernels need one unit stride.
+    return matrix if 1 in matrix.stride() and 0 not in matrix.stride() else matrix.contiguous()
+
+
+class _Replicated(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, context):
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, ctx.context = inputs
+
+    @staticmethod
+    def backward(ctx, dx):
+        return ops.all_reduce(dx.contiguous(), ctx.context), None
+
+
+def replicated(x: torch.Tensor, context: str) -> torch.Tensor:
+    """Identity on x, equal on all ranks. Each rank uses it for its own result, so its gradient is summed over ranks."""
+    return apply_transformed("replicated", _Replicated, x, context) if wants_gradient(x) else x
+
+
+def _all_gather_matmul_direct(x_shard_m, w, bias, activation, return_gathered, rows, context, path=None):
+    options = activation, tuple(rows), None, None, path, precision(x_shard_m.dtype), return_gathered
+    return find_context(context).call(AllGatherMatmul(*options), x_shard_m, w, bias, None, None)
+
+
+def _all_gather_matmul_impl(x_shard_m, *arguments, **options):
+    y, gathered = _all_gather_matmul_direct(x_shard_m, *arguments, **options)
+    return y, x_shard_m.new_empty(0) if gathered is None else gathered  # the schema returns Tensors, not None
+
+
+def _all_gather_matmul_fake(x_shard_m, w, bias, activation, return_gathered, rows, context, path=None):
+    M = sum(rows)
+    gathered = x_shard_m.new_empty((M, x_shard_m.shape[1]) if return_gathered else (0,))
+    return x_shard_m.new_empty((M, w.shape[0])), gathered
+
+
+def _all_gather_matmul_setup(ctx, inputs, output):
+    x_shard_m, w, _, *ctx.options = inputs
+    return_gathered = inputs[4]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(w, output[1] if return_gathered else x_shard_m)
+
+
+def _all_gather_matmul_backward(ctx, dy, dgathered):
+    activation, return_gathered, rows, context, path = ctx.options
+    _refuse_fused_activation("all_gather_matmul", activation)
+    w, x = ctx.saved_tensors
+    dx = dw = dbias = None
+    if dy is not None:
+        dy = _with_unit_stride(dy)
+        if ctx.needs_input_grad[1]:
+            dw = dy.t() @ (x if return_gathered else ops.all_gather(x, rows, context))
+        # Unless the graph is retained, free the gathered rows before dx takes memory.
+        del x
+        ctx.maybe_clear_saved_tensors()
+        if ctx.needs_input_grad[0]:
+            dx = ops.matmul_reduce_scatter(dy, w.t(), None, None, rows, context, path)
+        if ctx.needs_input_grad[2]:
+            dbias = dy.sum(0)
+    if dgathered is not None and return_gathered and ctx.needs_input_grad[0]:
+        from_gathered = ops.reduce_scatter(dgathered.contiguous(), rows, context)
+        dx = from_gathered if dx is None else dx + from_gathered
+    return dx, dw, dbias, None, None, None, None, None
+
+
+ops.all_gather_matmul = define(
+    "all_gather_matmul(Tensor x_shard_m, Tensor w, Tensor? bias, str? activation, bool return_gathered, SymInt[] rows,"
+    " str context, str? path=None) -> (Tensor, Tensor)",
+    _all_gather_matmul_impl,
+    _all_gather_matmul_fake,
+    _all_gather_matmul_backward,
+    setup_context=_all_gather_matmul_setup,
+    direct=_all_gather_matmul_direct,
+)
+
+
+def _matmul_reduce_scatter_impl(x_shard_k, w_shard_k, bias, activation, rows, context, path=None):
+    options = activation, tuple(rows), None, None, path, precision(x_shard_k.dtype)
+    return find_context(context).call(MatmulReduceScatter(*options), x_shard_k, w_shard_k, bias, None)
+
+
+def _matmul_reduce_scatter_fake(x_shard_k, w_shard_k, bias, activation, rows, context, path=None):
+    return x_shard_k.new_empty((rows[find_context(context).rank], w_shard_k.shape[0]))
+
+
+def _matmul_reduce_scatter_backward(ctx, dy):
+    activation, rows, context, path = ctx.options
+    _refuse_fused_activation("matmul_reduce_scatter", activation)
+    x, w = ctx.saved_tensors
+    dy = dy.contiguous()
+    need_x, need_w, need_bias = ctx.needs_input_grad[:3]
+    dx = dw = dbias = None
+    if need_x and need_w and not wants_gradient(dy, x, w):
+        dx, dw, dbias = ops.matmul_reduce_scatter_backward(dy, x, w, need_bias, rows, context, path)
+        return dx, dw, dbias if need_bias else None, None, None, None, None
+    if need_x:
+        # The matmul for dx gathers dy; dw and dbias reuse the gathered rows.
+        dx, gathered = ops.all_gather_matmul(dy, w.t(), None, None, need_w or need_bias, rows, context, path)
+    elif need_w or need_bias:
+        gathered = ops.all_gather(dy, rows, context)
+    if need_w:
+        dw = gathered.t() @ x
+    if need_bias:
+        dbias = gathered.sum(0)
+    return dx, dw, dbias, None, None, None, None
+
+
+ops.matmul_reduce_scatter = define(
+    "matmul_reduce_scatter(Tensor x_shard_k, Tensor w_shard_k, Tensor? bias, str? activation, SymInt[] rows,"
+    " str context, str? path=None) -> Tensor",
+    _matmul_reduce_scatter_impl,
+    _matmul_reduce_scatter_fake,
+    _matmul_reduce_scatter_backward,
+    saved=2,
+)
+
+
+def _matmul_reduce_scatter_backward_impl(dy_shard_m, x_shard_k, w_shard_k, need_bias, rows, context, path=None):
+    dx, gathered = _all_gather_matmul_direct(dy_shard_m, w_shard_k.t(), None, None, "borrowed", rows, context, path)
+    dbias = gathered.sum(0) if need_bias else gathered.new_empty(0)
+    return dx, gathered.t() @ x_shard_k, dbias
+
+
+def _matmul_reduce_scatter_backward_fake(dy_shard_m, x_shard_k, w_shard_k, need_bias, rows, context, path=None):
+    N, K = w_shard_k.shape
+    shapes = (sum(rows), K), (N, K), (N if need_bias else 0,)
+    return tuple(dy_shard_m.new_empty(shape) for shape in shapes)
+
+
+ops.matmul_reduce_scatter_backward = define(
+    "matmul_reduce_scatter_backward(Tensor dy_shard_m, Tensor x_shard_k, Tensor w_shard_k, bool need_bias,"
+    " SymInt[] rows, str context, str? path=None) -> (Tensor, Tensor, Tensor)",
+    _matmul_reduce_scatter_backward_impl,
+    _matmul_reduce_scatter_backward_fake,
+)
+
+
+def _matmul_all_reduce_impl(x_shard_k, w_shard_k, bias, activation, context, path=None):
+    options = activation, None, None, None, path, precision(x_shard_k.dtype)
+    return find_context(context).call(MatmulAllReduce(*options), x_shard_k, w_shard_k, bias, None)
+
+
+def _matmul_all_reduce_fake(x_shard_k, w_shard_k, bias, activation, context, path=None):
+    return x_shard_k.new_empty((x_shard_k.shape[0], w_shard_k.shape[0]))
+
+
+def _matmul_all_reduce_backward(ctx, dy):
+    activation, context, _ = ctx.options
+    _refuse_fused_activation("matmul_all_reduce", activation)
+    x, w = ctx.saved_tensors
+    need_x, need_w, need_bias = ctx.needs_input_grad[:3]
+    dbias = dy.sum(0) if need_bias else None  # equal on all ranks, as dy is
+    dy = replicated(dy, context)
+    dx = dy @ w if need_x else None
+    dw = dy.t() @ x if need_w else None
+    return dx, dw, dbias, None, None, None
+
+
+ops.matmul_all_reduce = define(
+    "matmul_all_reduce(Tensor x_shard_k, Tensor w_shard_k, Tensor? bias, str? activation, str context,"
+    " str? path=None) -> Tensor",
+    _matmul_all_reduce_impl,
+    _matmul_all_reduce_fake,
+    _matmul_all_reduce_backward,
+    saved=2,
+)
+
+
+ops.all_gather = define(
+    "all_gather(Tensor x_shard_m, SymInt[] rows, str context) -> Tensor",
+    lambda x, rows, context: collectives.all_gather(find_context(context), x, tuple(rows)),
+    lambda x, rows, context: x.new_empty((sum(rows), *x.shape[1:])),
+    lambda ctx, dy: (ops.reduce_scatter(dy.contiguous(), *ctx.options), None, None),
+)
+ops.reduce_scatter = define(
+    "reduce_scatter(Tensor x, SymInt[] rows, str context) -> Tensor",
+    lambda x, rows, context: collectives.reduce_scatter(find_context(context), x, tuple(rows)),
+    lambda x, rows, context: x.new_empty((rows[find_context(context).rank], *x.shape[1:])),
+    lambda ctx, dy: (ops.all_gather(dy.contiguous(), *ctx.options), None, None),
+)
+ops.all_reduce = define(
+    "all_reduce(Tensor x, str context) -> Tensor",
+    lambda x, context: collectives.all_reduce(find_context(context), x),
+    lambda x, context: torch.empty_like(x, memory_format=torch.contiguous_format),
+    lambda ctx, dy: (replicated(dy, *ctx.options), None),
+)
+
+
+ops.all_gather_out = define(
+    "all_gather_out(Tensor x, SymInt[] rows, str context, *, Tensor(a!) out) -> ()",
+    lambda x, rows, context, *, out: _discard(collectives.all_gather(find_context(context), x, tuple(rows), out)),
+    lambda x, rows, context, *, out: check_out("all_gather", out, (sum(rows), *x.shape[1:]), x.dtype, x.device),
+)
+ops.reduce_scatter_out = define(
+    "reduce_scatter_out(Tensor x, SymInt[] rows, str context, *, Tensor(a!) out) -> ()",
+    lambda x, rows, context, *, out: _discard(collectives.reduce_scatter(find_context(context), x, tuple(rows), out)),
+    lambda x, rows, context, *, out: check_out(
+        "reduce_scatter", out, (rows[find_context(context).rank], *x.shape[1:]), x.dtype, x.device
+    ),
+)
+ops.all_reduce_out = define(
+    "all_reduce_out(Tensor x, str context, *, Tensor(a!) out) -> ()",
+    lambda x, context, *, out: _discard(collectives.all_reduce(find_context(context), x, out)),
+    lambda x, context, *, out: check_out("all_reduce", out, tuple(x.shape), x.dtype, x.device),
+)
+
+
+def _discard(_: torch.Tensor):
+    """Return None instead of `out`: an operator's result must not alias its argument."""
+
+
+def _refuse_fused_activation(name: str, activation: str | None):
+    # The public functions apply the activation outside the operator when a gradient is needed.
+    if activation is not None:
+        raise TkernelsError(
+            f"torch.ops.tkernels.{name} has no gradient through a fused activation ({activation!r}); call "
+            f"tkernels.{name}, which keeps what backward needs"
+        )
