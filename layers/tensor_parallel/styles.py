@@ -106,12 +106,6 @@ def _positive(placement: Placement, dims: int) -> Placement:
     return Shard(placement.dim % dims) if placement.is_shard() and placement.dim < 0 else placement
 
 
-def _rows_first(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Size]:
-    """x [..., K] as rows of K, those of one position along `dim` together; and its shape with `dim` first."""
-    x = x.movedim(dim, 0)
-    return x.reshape(-1, x.shape[-1]), x.shape
-
-
 class ParallelModule:
     """What the modules that a style has been given to have in common."""
 
@@ -136,16 +130,15 @@ class ColwiseLinear(ParallelModule):
             x, Replicate(), lambda given: given.is_replicate() or given.is_shard() and given.dim != last
         )
         x, weight, bias = self._operands(x, ctx.device.type)
-        N = weight.shape[0]
         if placement.is_replicate():
-            y = column_parallel_linear(x.reshape(-1, x.shape[-1]), weight, bias, ctx=ctx).view(*x.shape[:-1], N)
+            y = column_parallel_linear(x.reshape(-1, x.shape[-1]), weight, bias, ctx=ctx)
+            y = y.view(*x.shape[:-1], weight.shape[0])
         else:
-            flat, (_, *others, _) = _rows_first(x, placement.dim)
-            sizes = chunk_sizes(shape[placement.dim], ctx.size)
-            rows = tuple(size * torch.Size(others).numel() for size in sizes)
+            rows = chunk_sizes(shape[placement.dim], ctx.size)
             keep = torch.is_grad_enabled() and weight.requires_grad
-            y = tkernels.all_gather_matmul(flat, weight, bias, return_gathered=keep, rows=rows, ctx=ctx)
-            y = (y[0] if keep else y).view(sum(sizes), *others, N).movedim(0, placement.dim)
+            options = {"return_gathered": keep, "gather_dim": placement.dim, "rows": rows, "ctx": ctx}
+            y = tkernels.all_gather_matmul(x, weight, bias, **options)
+            y = y[0] if keep else y
         return layout.leave(y, Shard(last), (*y.shape[:-1], self.out_features))
 
 
@@ -162,13 +155,10 @@ class RowwiseLinear(ParallelModule):
         shape = (*x.shape[:-1], self.out_features)
         output = _positive(layout.output, x.dim())
         if output.is_shard() and output.dim != last:
-            flat, (length, *others, _) = _rows_first(x, output.dim)
-            sizes = chunk_sizes(length, ctx.size)
-            rows = tuple(size * torch.Size(others).numel() for size in sizes)
-            y = tkernels.matmul_reduce_scatter(flat, weight, bias, rows=rows, ctx=ctx)
-            y = y.view(sizes[ctx.rank], *others, self.out_features).movedim(0, output.dim)
+            rows = chunk_sizes(x.shape[output.dim], ctx.size)
+            y = tkernels.matmul_reduce_scatter(x, weight, bias, scatter_dim=output.dim, rows=rows, ctx=ctx)
             return layout.leave(y, output, shape)
-        y = tkernels.matmul_all_reduce(x.reshape(-1, x.shape[-1]), weight, bias, ctx=ctx).view(shape)
+        y = tkernels.matmul_all_reduce(x, weight, bias, ctx=ctx)
         return layout.leave(y, Replicate(), shape)
 
 
