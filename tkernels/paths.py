@@ -89,7 +89,7 @@ def explain(
         )
     if operation == "matmul":
         return explain_product(usual_product(M, N, K, dtype, precision(dtype)))
-    ctx = as_context(ctx)
+    ctx = as_context(ctx, "explain: ctx")
     width = K if operation == "all_gather_matmul" else N
     choice = _choose(operation, M, width, dtype, ctx.size, precision(dtype), gpu_here())
     if ctx.size == 1 or runtime.RUNTIME == "simulated":

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from tkernels.comm import Context, MismatchError, as_context
+from tkernels.comm import Context, MeshLike, MismatchError, as_context
 from tkernels.comm.arguments import check_type
 from tkernels.comm.group import checksum, first_difference, listed
 from tkernels.layers.data_parallel.norms import is_split
@@ -48,13 +48,13 @@ WORDS = {  # transformers' names of styles
 # Megatron's
 STYLES = {"column": ColumnParallelLinear, "row": RowParallelLinear, GRAD_ALLREDUCE: None}
 # Arguments that are no options of a plan: the nn.Linear or parallelize() sets them, or they concern initialization.
-_NOT_OPTIONS = {"in_features", "out_features", "bias", "dtype", "device", "ctx", "init_method"}
+_NOT_OPTIONS = {"in_features", "out_features", "bias", "dtype", "device", "mesh", "init_method"}
 
 
 def parallelize(
     model: nn.Module,
     plan: str | Mapping[str, str | ParallelStyle | Mapping] = "auto",
-    mesh: DeviceMesh | dist.ProcessGroup | Context | None = None,
+    mesh: MeshLike = None,
     *,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
@@ -192,7 +192,7 @@ def _swap_linears(model: nn.Module, plan: Mapping[str, str | Mapping], mesh) -> 
     layers = {}
     for name, (style, options) in styles.items():
         try:
-            layers[name] = STYLES[style].from_linear(model.get_submodule(name), ctx=ctx, **options)
+            layers[name] = STYLES[style].from_linear(model.get_submodule(name), mesh=ctx, **options)
         except (ValueError, TypeError) as error:
             raise type(error)(f"parallelize: {name!r}: {error}") from error
     for name, layer in layers.items():

@@ -131,7 +131,7 @@ class ColwiseLinear(ParallelModule):
         )
         x, weight, bias = self._operands(x, ctx.device.type)
         if placement.is_replicate():
-            y = column_parallel_linear(x.reshape(-1, x.shape[-1]), weight, bias, ctx=ctx)
+            y = column_parallel_linear(x.reshape(-1, x.shape[-1]), weight, bias, mesh=ctx)
             y = y.view(*x.shape[:-1], weight.shape[0])
         else:
             rows = chunk_sizes(shape[placement.dim], ctx.size)
