@@ -23,9 +23,10 @@ from torch.nn.utils import clip_grad_norm_
 
 import tkernels
 from tkernels import layers
-from tkernels.comm import MismatchError, as_context
+from tkernels.comm import MismatchError, as_context, collectives
 from tkernels.layers import (
     ColwiseParallel,
+    ColwiseParallelGroup,
     PrepareModuleInput,
     PrepareModuleOutput,
     RowwiseParallel,
@@ -230,6 +231,80 @@ def test_styles_compute_what_the_linear_does_exactly(ctx):
             for key, parameter in module.named_parameters():
                 assert parameter.placements == parameter.grad.placements, what
                 assert torch.equal(full(parameter.grad), full(getattr(linear, key).grad)), (what, key)
+
+
+class Gated(nn.Module):
+    """A gated MLP as in a Llama, whose forward calls two linears with one tensor, and a third one with it too."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.extra = nn.Linear(HIDDEN, 6), nn.Linear(HIDDEN, 6, bias=False), nn.Linear(HIDDEN, 10)
+        self.down = nn.Linear(6, HIDDEN)
+
+    def forward(self, x, other=None):
+        y = functional.silu(self.gate(x)) * self.up(x if other is None else other)
+        return self.down(y) * self.extra(x).square().mean(-1, keepdim=True)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sequence", [Replicate(), Shard(1)], ids=str)
+def test_colwise_parallel_group_shares_what_its_members_do_for_one_input(ctx, sequence):
+    """One gather and one reduce-scatter, or one all-reduce, and the results and gradients of one rank."""
+    calls, call = [], type(ctx).call
+    model, mesh = Gated(), tp_mesh(ctx)
+    x, other = (normal((2, 4, HIDDEN), torch.float32, seed) for seed in (1, 2))
+    twin = copy.deepcopy(model).double()
+    split = {
+        "": ColwiseParallelGroup("gate", "up", input_layouts=sequence),
+        "extra": ColwiseParallel(input_layouts=sequence, output_layouts=Replicate()),
+        "down": RowwiseParallel(),
+    }
+    with pytest.raises(ValueError, match="'extra' is given two styles"):
+        parallelize_module(model, mesh, split | {"": ColwiseParallelGroup("gate", "extra")})
+    with pytest.raises(ValueError, match="'wq' is no module; Gated has gate, up, extra, down"):
+        parallelize_module(model, mesh, split | {"": ColwiseParallelGroup("gate", "wq")})
+    with pytest.raises(TypeError, match="'act' is a torch.nn.modules.activation.SiLU, and no nn.Linear"):
+        module = nn.ModuleDict(dict(up=nn.Linear(4, 4), act=nn.SiLU()))
+        parallelize_module(module, mesh, ColwiseParallelGroup("up", "act"))
+    parallelize_module(model.to(ctx.device), mesh, split)
+
+    def judge(what, run, made, *inputs):
+        made.zero_grad()
+        twin.zero_grad()
+        mine = [distribute_tensor(each.to(ctx.device), mesh, [sequence]).to_local().clone() for each in inputs]
+        mine = [each.requires_grad_() for each in mine]
+        wanted = [each.double().requires_grad_() for each in inputs]
+        (y, want) = run(*mine), twin(*wanted)
+        assert_near(y, want, what)
+        y.square().sum().backward()
+        want.square().sum().backward()
+        for got, leaf in zip(mine, wanted, strict=True):
+            assert_near(DTensor.from_local(got.grad, mesh, [sequence]), leaf.grad, what)
+        for (name, parameter), truth in zip(made.named_parameters(), twin.parameters(), strict=True):
+            assert_near(parameter.grad, truth.grad, (what, name))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(ctx), "call", lambda self, op, *t: calls.append(op.operation) or call(self, op, *t))
+        patch.setattr(
+            collectives, "all_reduce", lambda *a, f=collectives.all_reduce: calls.append("all_reduce") or f(*a)
+        )
+        judge("shared", model, model, x)
+    shared = ["all_gather_matmul"] * 2 + ["matmul_reduce_scatter"] * 2 if sequence.is_shard() else ["all_reduce"]
+    assert [each for each in sorted(calls) if each in shared] == shared  # the other one of each is the extra one's
+    judge("different inputs", model, model, x, other)
+    judge("again", model, model, x)
+    copied = copy.deepcopy(model)
+    judge("copied", copied, copied, x)
+    judge("checkpointed", lambda t: torch.utils.checkpoint.checkpoint(model, t, use_reentrant=False), model, x)
+    torch._dynamo.reset()
+    judge("compiled", torch.compile(model, backend="aot_eager", fullgraph=True), model, x)
+    siblings = model.gate._siblings
+    assert siblings is model.up._siblings and siblings is not copied.gate._siblings
+    assert siblings._input is None and not siblings._products  # no activation is held
+    with torch.no_grad():
+        inplace = distribute_tensor(x.to(ctx.device), mesh, [sequence]).to_local().clone()
+        model(inplace)
+        assert_near(model(inplace.add_(1)), twin(x.double() + 1), "changed in place")
 
 
 @pytest.mark.ranks(2)

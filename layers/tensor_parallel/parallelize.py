@@ -25,11 +25,13 @@ from tkernels.layers.tensor_parallel.replicas import (
     ReplicatedParameters,
     has_others_hooks,
 )
+from tkernels.layers.tensor_parallel.siblings import Share
 from tkernels.layers.tensor_parallel.styles import (
     ColwiseParallel,
     Replicated,
     RowwiseParallel,
     SequenceParallel,
+    reads_its_parameters,
 )
 
 WORDS = {  # transformers' names of styles
@@ -141,7 +143,24 @@ def _styles(model: nn.Module, plan: Mapping, ranks: int, optional: bool) -> list
         unique.setdefault(id(module), (name, module, each))
     given = list(unique.values())
     _check_heads(model, given, ranks)
-    return given
+    return given + _siblings(model, given)
+
+
+def _siblings(model: nn.Module, given: list[Given]) -> list[Given]:
+    """Linears of one module, style and number of in-features share what they do for an input that they all get.
+
+    Only where it is replicated, so that linears which get different ones lose nothing.
+    """
+    groups = {}
+    for name, module, each in given:
+        if isinstance(each, ColwiseParallel) and each.input_layouts[0].is_replicate() and each.takes(module):
+            groups.setdefault((name.rpartition(".")[0], id(each), module.weight.shape[-1]), []).append(module)
+    parents = {path: model.get_submodule(path) for path, *_ in groups}
+    return [
+        (path, parents[path], Share(linears))
+        for (path, *_), linears in groups.items()
+        if len(linears) > 1 and reads_its_parameters(parents[path])
+    ]
 
 
 def _check_hits(pattern: str, hits: list[str], modules, matched: dict[str, str]):

@@ -19,6 +19,7 @@ from tkernels.comm.arguments import check_type
 from tkernels.comm.group import first_difference, listed
 from tkernels.layers.tensor_parallel.dtensors import as_mesh, let_grad_scaler_see_all_ranks
 from tkernels.layers.tensor_parallel.replicas import ReplicaCheck
+from tkernels.layers.tensor_parallel.siblings import ColwiseParallelGroup, Share
 from tkernels.layers.tensor_parallel.styles import (
     ColwiseParallel,
     Replicated,
@@ -28,7 +29,8 @@ from tkernels.layers.tensor_parallel.styles import (
 )
 
 Given = tuple[str, nn.Module, ParallelStyle]  # a module's path, the module, its style
-PREPARE = PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput  # a module may have several of these
+# Of these a module may have several: they leave its parameters alone.
+PREPARE = PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput, ColwiseParallelGroup, Share
 
 
 def parallelize_module(
@@ -140,14 +142,19 @@ def _complete(given: list[Given]) -> list[Given]:
 
     Replicated comes last, for what no other style has.
     """
-    complete, replicated = [], []
+    complete, replicated, shared = [], [], []
     for path, target, each in given:
+        if isinstance(each, ColwiseParallelGroup):
+            members = each.members(path, target)
+            complete += [(where, linear, each.style) for where, linear in members]
+            shared.append((path, target, Share([linear for _, linear in members])))
+            continue
         (replicated if isinstance(each, Replicated) else complete).extend(_lora(path, target, each))
     taken = set()
     for path, target, each in complete:
         if not isinstance(each, PREPARE):
             if id(target) in taken:
-                raise ValueError(f"parallelize: {path!r} is given two styles, one as a part of a LoRA layer")
+                raise ValueError(f"parallelize: {path!r} is given two styles, one as a part of a LoRA layer or group")
             taken.add(id(target))
     for path, target, each in replicated:
         own = [(inner, module) for inner, module in Replicated.owners(target) if id(module) not in taken]
@@ -155,7 +162,7 @@ def _complete(given: list[Given]) -> list[Given]:
             raise ValueError(f"Replicated: {path!r} has no parameters of its own that could be replicated")
         complete += [(f"{path}.{inner}".strip("."), module, each) for inner, module in own]
         taken |= {id(module) for _, module in own}
-    return complete
+    return complete + shared
 
 
 def _lora(path: str, module: nn.Module, each: ParallelStyle) -> list[Given]:
