@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import parallel as torch_parallel
 from torch.nn import functional
@@ -78,10 +78,11 @@ class Model(nn.Module):
                 parameter.copy_(value)
 
 
-def plan(dim=1, colwise=ColwiseParallel, rowwise=RowwiseParallel, sequence=SequenceParallel):
+def plan(dim=1, embedding=torch_parallel.RowwiseParallel):
     """Of a Model. torch's own styles in the other half of each block, and for the embedding."""
+    colwise, rowwise, sequence = ColwiseParallel, RowwiseParallel, SequenceParallel
     return {
-        "embedding": torch_parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(dim)),
+        "embedding": embedding(input_layouts=Replicate(), output_layouts=Shard(dim)),
         "blocks.*.*norm": sequence(sequence_dim=dim, use_local_output=True),
         "blocks.*.up": colwise(input_layouts=Shard(dim)),
         "blocks.*.down": rowwise(output_layouts=Shard(dim)),
@@ -405,7 +406,7 @@ def test_parallelize_module_is_for_copies_meta_compile_autocast_and_scalers(ctx)
 def sub_mesh(ctx, size):
     """A mesh of the first `size` ranks, None on the others. Collective."""
     group = dist.new_group(range(size))
-    return None if ctx.rank >= size else torch.distributed.device_mesh.DeviceMesh.from_group(group, ctx.device.type)
+    return None if ctx.rank >= size else DeviceMesh.from_group(group, ctx.device.type)
 
 
 @pytest.mark.ranks(3, timeout_s=300)
@@ -587,39 +588,50 @@ def test_parallelize_module_passes_weights_of_one_rank_on(ctx):
 
 
 @pytest.mark.ranks(4, timeout_s=300)
-def test_parallelize_module_under_torchs_fully_shard(ctx, tmp_path):
-    """2 x 2 ranks train as one does; the checkpoint is loaded on 4 x 1 and 1 x 2."""
+@pytest.mark.parametrize("made_by", ["torch", "tkernels"])
+def test_parallelize_module_under_fully_shard(ctx, made_by, tmp_path):
+    """2 x 2 ranks train as one does, by torch's and by our own; the checkpoint is loaded on 4 x 1 and 1 x 2."""
+    fully_shard = torch_fully_shard if made_by == "torch" else layers.fully_shard
 
-    def build(dp, tp):
-        mesh = init_device_mesh(ctx.device.type, (dp, tp), mesh_dim_names=("dp", "tp"))
+    def build(mesh):
         model = Model().to(ctx.device)
         model.init_weights()
-        parallelize_module(model, mesh["tp"], plan())
+        parallelize_module(model, mesh["tp"], plan(embedding=RowwiseParallel))
         for block in model.blocks:
             fully_shard(block, mesh=mesh["dp"])
-        return mesh, fully_shard(model, mesh=mesh["dp"])
+        return fully_shard(model, mesh=mesh["dp"])
+
+    def state_of(model, optimizer):
+        return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
 
     batch = tokens().to(ctx.device)
     want_grads, want_norm, _, reference = train(twin(), batch.cpu(), 2)
-    want = {id(p): p.detach() for group in reference.param_groups for p in group["params"]}
-    mesh, model = build(2, 2)
+    want = [parameter.detach() for group in reference.param_groups for parameter in group["params"]]
+    mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("dp", "tp"))
+    model = build(mesh)
     mine = batch.chunk(2)[mesh["dp"].get_local_rank()]
     grads, norm, _, optimizer = train(model, mine, 2)
     for (name, grad), wanted in zip(grads.items(), want_grads.values(), strict=True):
         assert_near(grad, wanted, name)
     assert_near(norm, want_norm, "norm")
-    for (name, parameter), wanted in zip(model.named_parameters(), want.values(), strict=True):
+    for (name, parameter), wanted in zip(model.named_parameters(), want, strict=True):
         assert_near(parameter, wanted, name, 2000)
-    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.save(state, checkpoint_id=tmp_path)
+    dcp.save(state_of(model, optimizer), checkpoint_id=tmp_path)
     moments = {name: full(optimizer.state[parameter]["exp_avg"]) for name, parameter in model.named_parameters()}
-    tkernels.finalize(as_context(mesh["tp"]))
-    mesh, model = build(4, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.load(state, checkpoint_id=tmp_path)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    for (name, parameter), wanted in zip(model.named_parameters(), want.values(), strict=True):
-        assert_near(parameter, wanted, name, 2000)
-        assert torch.equal(full(optimizer.state[parameter]["exp_avg"]), moments[name])
-    tkernels.finalize(as_context(mesh["tp"]))
+    four = init_device_mesh(ctx.device.type, (4, 1), mesh_dim_names=("dp", "tp"))
+    pair = DeviceMesh(ctx.device.type, [[0, 1]], mesh_dim_names=("dp", "tp"))  # of the first two ranks
+    for other in (four, pair):
+        if other.get_coordinate() is None:
+            continue
+        model = build(other)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        state = state_of(model, optimizer)
+        ranks = dist.group.WORLD if other is four else pair["tp"].get_group()
+        dcp.load(state, checkpoint_id=tmp_path, process_group=ranks)
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        for (name, parameter), wanted in zip(model.named_parameters(), want, strict=True):
+            assert_near(parameter, wanted, name, 2000)
+            assert torch.equal(full(optimizer.state[parameter]["exp_avg"]), moments[name])
