@@ -536,6 +536,14 @@ def test_max_pool_allocator_raises_what_is_wrong_on_one_rank_on_every_rank(ctx):
 
 
 @pytest.mark.ranks(2)
+def test_fixed_pool_allocator_raises_another_plan_of_one_rank_on_every_rank(ctx):
+    kind = MaxPoolPlan if ctx.rank == 1 else FixedPoolPlan
+    with pytest.raises(TypeError, match=r"takes a FixedPoolPlan") as error:
+        FixedPoolAllocator(kind.build(units_of(a=[(BF16, 8)])), ctx=ctx)
+    message_on_every_rank(ctx, error.value)
+
+
+@pytest.mark.ranks(2)
 def test_ranks_whose_plans_or_orders_differ_are_told(ctx):
     units = units_of(a=[(BF16, 8 + ctx.rank)], b=[(BF16, 8)])
     with pytest.raises(MismatchError, match="the ranks' plans differ .rank 0: .*, rank 1: "):
