@@ -182,7 +182,7 @@ def _check_heads(model: nn.Module, given: list[Given], ranks: int):
 
 def _swap_linears(model: nn.Module, plan: Mapping[str, str | Mapping], mesh) -> nn.Module:
     """Collective. parallelize in Megatron's vocabulary."""
-    ctx = as_context(mesh)
+    ctx = as_context(mesh, "parallelize: mesh")
     asked = _match(model, plan)
     styles = dict(asked)
     summed = _take_summed(model, styles)

@@ -92,6 +92,7 @@ class _Domain:
 
     def __init__(self, group, heap_bytes: int | None):
         self.context = init(group, heap_bytes=heap_bytes, timeout_s=timeout_s(), default=False)
+        self.context.shared = False
         self.dev = torch.get_device_module(self.context.device)
         self._streams = {}
         self._dropped = weakref.finalize(self, Context.abandon, self.context)
