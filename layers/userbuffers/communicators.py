@@ -110,6 +110,7 @@ class CommOverlapHelper:
         if group is not None:
             group_of("CommOverlapHelper", group)
         self.context = init(group, heap_bytes=heap_bytes, timeout_s=timeout_s(), default=False)
+        self.context.shared = False
         self.dev = torch.get_device_module(self.context.device)
         self._streams = {}
         self._dropped = weakref.finalize(self, Context.abandon, self.context)
