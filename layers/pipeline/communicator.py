@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_map
 
 from tkernels.comm import runtime
 from tkernels.comm.arguments import check_resolved, check_torch_dtype, whole
+from tkernels.comm.calls import DTYPES
 from tkernels.comm.context import Context, as_context
 from tkernels.comm.contexts import open_contexts
 from tkernels.comm.errors import LeaseError
@@ -44,7 +45,6 @@ from tkernels.layers.pipeline.transports import EDGES, ChannelTransport, TorchTr
 ISSUE_ORDER = (EDGES, ("recv_prev", "send_next", "recv_next", "send_prev"))  # of even ranks, of odd ranks
 SLOT_BYTES = {"simulated": 4 << 20, "nvshmem": 32 << 20}
 MAX_DIMENSIONS = 8  # of a tensor whose shape is exchanged
-DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
 BACKENDS = ("tkernels", "torch")
 
 

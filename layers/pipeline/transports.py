@@ -147,9 +147,9 @@ class _LateTransfer:
         self.parts = deque(range(0, tensor.nbytes, wire.channels[edge].slot_bytes))
 
     def part(self) -> torch.Tensor:
-        """The next slotful, as bytes."""
-        start = self.parts[0]
-        return self._tensor.view(-1).view(torch.uint8)[start : start + self._wire.channels[self.edge].slot_bytes]
+        """The next slotful."""
+        start, end = self.parts[0], self.parts[0] + self._wire.channels[self.edge].slot_bytes
+        return self._tensor.view(-1)[start // self._tensor.itemsize : end // self._tensor.itemsize]
 
     def moved(self):
         self.parts.popleft()
