@@ -94,7 +94,7 @@ def training_step(ctx) -> dict:
     config = MODELS[ctx.runtime]
     model = Transformer(config).to(ctx.device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    ddp = OverlappedDDP(model, ctx, bucket_size=-(-num_parameters // BUCKETS))
+    ddp = OverlappedDDP(model, mesh=ctx, bucket_size=-(-num_parameters // BUCKETS))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     tokens = torch.randint(config.vocabulary, (config.sequence, config.batch), device=ctx.device)
     positions = torch.arange(config.sequence, device=ctx.device)

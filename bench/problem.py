@@ -5,17 +5,17 @@ communication. This requires GPUs of one kind within a group: a GPU's random num
 """
 
 import functools
-import math
 from dataclasses import dataclass
 
 import torch
 
 import tkernels
 from bench import work
-from tkernels.choice import overlap_config, product_config, product_problem
+from tkernels import model
+from tkernels.choice import overlap_config, product_way
 from tkernels.comm.context import Context
 from tkernels.configs import GemmConfig, OverlapConfig
-from tkernels.gemm import precision
+from tkernels.gemm import precision, problem_of_product
 from tkernels.rounding import tolerance
 
 LAYOUTS = ("TN", "NN", "NT")
@@ -72,9 +72,7 @@ def config_of(ctx: Context, case: Case, sending: bool = False) -> GemmConfig | O
     sending: as in overlap_config.
     """
     if case.op == "gemm":
-        alignment = math.gcd(16, *(size * case.dtype.itemsize for size in (case.M, case.N, case.K)))
-        operands = case.dtype, case.layout if alignment == 16 else "pointers", alignment, precision(case.dtype)
-        return product_config(product_problem(case.M, case.N, case.K, *operands))
+        return product_way(product_of(case))[1]
     if "matmul" not in case.op:
         return None
     gathers = case.op == "all_gather_matmul"
@@ -82,10 +80,18 @@ def config_of(ctx: Context, case: Case, sending: bool = False) -> GemmConfig | O
     return overlap_config(ctx, case.op, case.M, N, K, case.dtype, case.layout, sending)
 
 
+def product_of(case: Case) -> model.Problem:
+    """The local product of a case, with operands as Problem makes them."""
+    made = functools.partial(torch.empty, dtype=case.dtype, device="meta")
+    x = made(case.K, case.M).t() if case.layout == "NT" else made(case.M, case.K)
+    w = made(case.N, case.K) if case.layout == "TN" else made(case.K, case.N).t()
+    return problem_of_product(x, w, made(case.M, case.N), precision(case.dtype))
+
+
 def path_of(ctx: Context, case: Case) -> str | None:
     """The path that our call takes, as tkernels.explain names it; None for operations that have no paths."""
     if case.op == "gemm":
-        return "kernel" if config_of(ctx, case) else "library"
+        return product_way(product_of(case))[0]
     if "matmul" not in case.op:
         return None
     return tkernels.explain(case.op, case.M, case.N, case.K, case.dtype, ctx=ctx).path

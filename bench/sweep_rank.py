@@ -11,10 +11,10 @@ from bench.baselines import padded
 from bench.compile import compile_ahead
 from bench.harness import usable_baselines, wrong
 from bench.problem import Case, Problem
-from tkernels.choice import product_config, product_problem
+from tkernels.choice import product_way
 from tkernels.comm.context import Context
 from tkernels.comm.group import all_gather_single
-from tkernels.gemm import activation_reference, alignment_of, layout_of
+from tkernels.gemm import activation_reference, alignment_of, problem_of_product
 from tkernels.library import in_precision
 from tkernels.rounding import tolerance
 from tkernels.timing import agree, measure
@@ -51,12 +51,9 @@ class Product:
         return {"cuBLAS": torchs}
 
     def path(self) -> str:
-        x, w, each = self.x, self.w, self.problem
-        y = torch.empty((each.M, each.N), dtype=x.dtype, device="meta")
-        operands = x.dtype, layout_of(x, w), alignment_of(x, w, y), each.precision
-        separate = each.activation is not None
-        config = product_config(product_problem(each.M, each.N, each.K, *operands, x.dtype, separate))
-        return "library" if config is None else "kernel"
+        each = self.problem
+        y = torch.empty((each.M, each.N), dtype=self.x.dtype, device="meta")
+        return product_way(problem_of_product(self.x, self.w, y, each.precision, each.activation is not None))[0]
 
     def wrong(self, y: torch.Tensor) -> str | None:
         """What is wrong with a result: samples against fp64, all of it against torch's."""

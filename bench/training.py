@@ -123,7 +123,7 @@ class Steps:
     def __init__(self, ctx: Context, pair: Pair, tokens: int):
         torch.manual_seed(0)
         self.ctx, self.pair = ctx, pair
-        options = dict(bias=False, sequence_parallel=True, dtype=DTYPE, ctx=ctx)
+        options = dict(bias=False, sequence_parallel=True, dtype=DTYPE, mesh=ctx)
         stride = 2 if pair.gated else 1
         self.column = ColumnParallelLinear(pair.hidden, pair.inner, partition_stride=stride, **options)
         self.row = RowParallelLinear(pair.between, pair.hidden, **options)

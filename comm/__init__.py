@@ -6,7 +6,7 @@ if __name__ == "comm":  # imported from a checkout's root; see tkernels/_alias.p
     alias("comm", "tkernels.comm")
 else:
     from tkernels.comm.channel import Channel
-    from tkernels.comm.context import Context, as_context, finalize, init
+    from tkernels.comm.context import Context, MeshLike, as_context, finalize, init
     from tkernels.comm.contexts import current_context, find_context
     from tkernels.comm.errors import (
         Fault,
@@ -24,6 +24,7 @@ else:
     __all__ = [
         "Channel",
         "Context",
+        "MeshLike",
         "Fault",
         "HeapExhaustedError",
         "LeaseError",

@@ -216,7 +216,7 @@ class Channel:
         copies: int = 2,
         num_programs: int | None = None,
     ):
-        ctx = as_context(ctx)
+        ctx = as_context(ctx, "Channel: ctx")
         num_programs = PROGRAMS[ctx.runtime] if num_programs is None else num_programs
         options = {"slot_bytes": slot_bytes, "copies": copies, "num_programs": num_programs}
         dst, src, options = _check_options(ctx, dst, src, options)

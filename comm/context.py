@@ -68,7 +68,7 @@ _warned = False  # whether `init` has warned that GPUs are left out
 
 
 def init(
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
     *,
     heap_bytes: int | None = None,
     transport: str = "auto",
@@ -79,8 +79,9 @@ def init(
 ) -> "Context":
     """Collective over `group`. Creates its ranks' symmetric memory and workspaces, as the new default context.
 
-    group: any torch process group; None is the default group, or this process alone without torch.distributed. On the
-        nvshmem runtime all ranks of the default group must make the first init of a process, each for its own group.
+    group: any torch process group, or a mesh of one dimension; None is the default group, or this process alone without
+        torch.distributed. On the nvshmem runtime all ranks of the default group must make the first init of a process,
+        each for its own group.
     heap_bytes: symmetric memory per rank, for workspaces and `Context.empty`. Default: 256 MiB simulated, 2 GiB on
         GPUs. On GPUs it comes out of a pool of TKERNELS_POOL_BYTES (8 GiB by default), which the first init of a
         process allocates and never frees.
@@ -89,7 +90,8 @@ def init(
         spends compiling its kernel counts.
     num_programs: programs of a persistent kernel. Default: the number of the GPU's SMs, or 4 simulated. With fewer, so
         that all contexts' operations fit on the GPU at once, they may run at the same time (see stream_order.py).
-    default: False leaves an existing default context in place: for a library's own context.
+    default: False leaves an existing default context in place, and nobody but the caller gets to use it: for a
+        library's own context.
     compare_calls: for debugging: ranks meet on the host in every call of an operation, unless it is captured. If their
         calls differ, or one is missing for timeout_s, they raise before anything is sent, with the lines of the
         program, and can go on. Without it, and in calls of the adapters to other libraries, kernels compare the calls
@@ -99,6 +101,8 @@ def init(
     on rank 0, if the simulated runtime was chosen automatically although there are GPUs.
     """
     global _warned
+    if isinstance(group, DeviceMesh):
+        group = _process_group(group, "init: group")
     ctx = Context(group, heap_bytes, transport, timeout_s, num_programs, default, compare_calls)
     if ctx.rank == 0 and not _warned and (reason := runtime.gpus_left_out()):
         _warned = True
@@ -110,37 +114,81 @@ def init(
     return ctx
 
 
-def finalize(ctx: "Context | None" = None):
-    """Collective. Free a context's memory; None is the default context. Raises what `Context.finalize` does."""
-    as_context(ctx).finalize()
+def finalize(ctx: "MeshLike" = None):
+    """Collective. Free a context's memory; None is the default context. Raises what `Context.finalize` does.
+
+    ctx: as in `as_context`, but none is made: ranks without an open context have nothing to free.
+    """
+    if isinstance(ctx, dist.ProcessGroup | DeviceMesh):
+        ctx = contexts.shared_over(_process_group(ctx, "finalize: ctx"))
+        if ctx is None:
+            return
+    as_context(ctx, "finalize: ctx").finalize()
 
 
-def as_context(mesh: "Context | dist.ProcessGroup | DeviceMesh | None") -> "Context":
-    """Resolve an argument that says which ranks: the context over them.
+def as_context(mesh: "MeshLike" = None, what: str = "mesh") -> "Context":
+    """The context over the ranks that an argument names.
 
-    A Context is returned as it is, None gives the current one. A process group of torch, or a mesh of one dimension,
-    gives the newest open context over its ranks in their order; if there is none, one is made, which is collective and
-    leaves the default context in place.
+    mesh: a Context, which is returned as it is; None for the current one. A process group of torch, or a mesh of one
+        dimension, gives the open context over its ranks: one that `init(default=True)` opened, the newest, or the one
+        that an earlier call of this function has made. If there is none, one is made, which is collective and leaves
+        the default context in place. It lasts as long as the process group, or until `finalize(mesh)`. To choose its
+        options, call `init(group, ...)` first.
+    what: the argument's name, for errors.
 
-    Raises TypeError for anything else, ValueError for a mesh of more dimensions.
+    Compiled code keeps the context that it was traced with. Threads may call it at the same time.
+
+    Raises TypeError for anything else, ValueError for a mesh of more dimensions or in another order than its group's,
+    or if this rank is not in it; what `init` raises, on every rank.
     """
     if mesh is None:
         return contexts.current_context()
     if isinstance(mesh, Context):
         return mesh
+    group = _process_group(mesh, what)
+    return contexts.find_context(_name_over(group.group_name)) if torch.compiler.is_compiling() else _shared(group)
+
+
+def _shared(group: dist.ProcessGroup) -> "Context":
+    return contexts.shared_over(group, make=lambda: init(group, default=False))
+
+
+@torch.compiler.assume_constant_result
+def _name_over(group_name: str) -> str:
+    return _shared(dist.distributed_c10d._resolve_process_group(group_name)).name
+
+
+def group_of(mesh: "MeshLike", what: str = "mesh") -> Group:
+    """The ranks that an argument names, without a context; None: torch's default group. Raises what `as_context` does,
+    and is not collective.
+    """
+    return mesh.group if isinstance(mesh, Context) else Group(None if mesh is None else _process_group(mesh, what))
+
+
+def _process_group(mesh, what: str) -> dist.ProcessGroup:
+    """The process group of a mesh of one dimension, or the one that was given; raises what `as_context` does."""
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:
             raise ValueError(
-                f"the mesh has {mesh.ndim} dimensions, {mesh.mesh_dim_names}; pass one of them, for example mesh['tp']"
+                f"{what}: the mesh has {mesh.ndim} dimensions, {mesh.mesh_dim_names}; pass one of them, for example "
+                f"mesh['tp']"
             )
-        mesh = mesh.get_group()
-    if not isinstance(mesh, dist.ProcessGroup):
+        place = mesh.get_coordinate()
+        if place is not None:
+            group = mesh.get_group()
+            if place[0] != group.rank():
+                raise ValueError(
+                    f"{what}: the mesh has the ranks {mesh.mesh.tolist()}, in another order than their process group, "
+                    f"so parts would be exchanged; make the mesh of ranks in increasing order"
+                )
+            return group
+    elif isinstance(mesh, dist.ProcessGroup):
+        return mesh
+    elif mesh is not dist.GroupMember.NON_GROUP_MEMBER:
         raise TypeError(
-            f"ranks: takes a Context, a ProcessGroup or a DeviceMesh of one dimension, not {type(mesh).__name__}"
+            f"{what}: takes a Context, a ProcessGroup or a DeviceMesh of one dimension, not {type(mesh).__name__}"
         )
-    if found := contexts.open_contexts(Group(mesh)):
-        return found[-1]
-    return init(mesh, default=False)
+    raise ValueError(f"{what}: rank {dist.get_rank()} is not one of these ranks; call it on those alone")
 
 
 class Context:
@@ -173,11 +221,12 @@ class Context:
             options = error  # for all ranks to raise
         asked, in_use = zip(*contexts.meet(self.group, contexts.INIT, options), strict=True)
         self._check_options(asked)
-        contexts.give_back_abandoned(self.group, set().union(*in_use))
+        contexts.give_back_unused(self.group, set().union(*in_use))
         self.name = self.group.name = contexts.agree_on_name(self.group)
         self.timeout_s, self.num_programs = timeout_s, int(options["num_programs"])
         self._compares_calls = bool(options["compare_calls"])
         self.group.limit_s = timeout_s if self._compares_calls else None
+        self.shared = default  # whether `as_context` finds it
         # Operations on a workspace take it; one rank alone has no order of calls to keep.
         self.turn = Turn(self._refuse_overlap) if self.size > 1 else contextlib.nullcontext()
         self._workspaces = Workspaces()
@@ -545,3 +594,6 @@ class Context:
 
 def _default(value, default):
     return default if value is None else value
+
+
+MeshLike = Context | dist.ProcessGroup | DeviceMesh | None  # what says which ranks: `as_context` resolves it

@@ -2,41 +2,55 @@
 
 A context is open from `init` on. `finalize` meets the other ranks and frees its memory. A rank that leaves it without
 them, by an exception or in garbage collection, abandons it: the next `init` over the same ranks frees the memory, once
-none of them uses it any more. torch operators carry a context's name, since their arguments are plain values.
+none of them uses it any more. A context whose process group torch.distributed has destroyed is abandoned, too. A
+*shared* one is found by its ranks; the others belong to whoever opened them. torch operators carry a context's name,
+since their arguments are plain values.
 """
 
+import collections
+import itertools
+import threading
 import warnings
+import weakref
 
 import torch
+import torch.distributed as dist
 
 from tkernels.comm.errors import OutOfStepError, TkernelsError
 from tkernels.comm.group import Group
 
 INIT, FINALIZE = "init()", "finalize() of "  # calls in which ranks may meet out of step
 
-_open = {}  # by name; the default one last
+# By name, in the order in which they were opened: those of init(default=True), and the others.
+_defaults, _others = {}, {}
 _abandoned = []
-_number = 0  # of the latest context; higher than on any of its ranks before
+_numbers = itertools.count(1)
+_over = weakref.WeakKeyDictionary()  # process group -> the context that `shared_over` has found
+_making = collections.defaultdict(threading.Lock)  # by global ranks
 
 
 def current_context():
-    """The default context: the newest open one from `init(default=True)`, else the oldest from `init(default=False)`.
+    """The default context: the newest open one from `init(default=True)`, else the oldest of the others.
 
     Raises TkernelsError if no context is open.
     """
-    if not _open:
-        raise TkernelsError("no context: call tkernels.init() on every rank first, or pass ctx=...")
-    return next(reversed(_open.values()))
+    if _defaults:
+        return next(reversed(_defaults.values()))
+    if _others:
+        return next(iter(_others.values()))
+    raise TkernelsError("no context: call tkernels.init() on every rank first, or pass ctx=...")
 
 
 def find_context(name: str):
     """The open context of that name. Raises TkernelsError if there is none."""
-    if name not in _open:
-        raise TkernelsError(
-            f"context {name!r} is not open: it has been finalized, or left by an exception; open contexts: "
-            f"{', '.join(_open) or 'none'}"
-        )
-    return _open[name]
+    if name in _defaults:
+        return _defaults[name]
+    if name in _others:
+        return _others[name]
+    raise TkernelsError(
+        f"context {name!r} is not open: it has been finalized, or left by an exception; open contexts: "
+        f"{', '.join(each.name for each in open_contexts()) or 'none'}"
+    )
 
 
 def open_contexts(group: Group | None = None) -> list:
@@ -44,7 +58,26 @@ def open_contexts(group: Group | None = None) -> list:
 
     group: only those over the same ranks as this group; None for all.
     """
-    return [each for each in _open.values() if group is None or each.group.global_ranks == group.global_ranks]
+    found = [*reversed(_others.values()), *_defaults.values()]
+    return [each for each in found if group is None or each.group.global_ranks == group.global_ranks]
+
+
+def shared_over(process_group: dist.ProcessGroup, make=None):
+    """The shared open context over the ranks of a process group, the default one if there are several.
+
+    make: makes one if there is none, and is collective. Without it, None is returned then.
+    """
+    if (found := _over.get(process_group)) is not None and found.group.alive:
+        return found
+    group = Group(process_group)
+    with _making[tuple(group.global_ranks)]:  # not for other ranks: each rank may come to them in another order
+        found = [each for each in open_contexts(group) if each.shared and each.group.alive]
+        if not found and make is None:
+            return None
+        context = found[-1] if found else make()
+        context.shared = True
+        _over[process_group] = context
+        return context
 
 
 def programs_at_once() -> int:
@@ -53,25 +86,22 @@ def programs_at_once() -> int:
 
 
 def agree_on_name(group: Group) -> str:
-    """Collective. A unique name for a context, the same on all ranks."""
-    global _number
-    _number = max(group.gather(_number)) + 1
-    return f"context{_number}"
+    """Collective. A unique name for a context, the same on all ranks: its number on the first of them, and which."""
+    number, first = group.gather(next(_numbers))[0], group.global_ranks[0]
+    return f"context{number}" if first == 0 else f"context{number}.{first}"
 
 
 def enter(context, default: bool):
     """Open a context. default: as the default one, else only if there is no other."""
-    if default:
-        _open[context.name] = context
-    else:
-        others = dict(_open)
-        _open.clear()
-        _open.update({context.name: context, **others})
+    (_defaults if default else _others)[context.name] = context
+    _over.clear()
 
 
 def leave(context) -> bool:
     """Whether the context was open until now."""
-    return _open.pop(context.name, None) is not None
+    left = _defaults.pop(context.name, None) or _others.pop(context.name, None)
+    _over.clear()
+    return left is not None
 
 
 def abandon(context):
@@ -79,10 +109,18 @@ def abandon(context):
     _abandoned.append(context)
 
 
-def give_back_abandoned(group: Group, in_use: set[str]):
-    """Free the contexts over this group that this rank has abandoned, but for those that a rank may still use."""
-    for each in [each for each in _abandoned if each.group.global_ranks == group.global_ranks]:
-        if each.name not in in_use:
+def give_back_unused(group: Group, in_use: set[str]):
+    """Free the contexts that this rank has abandoned, if no rank may still use them.
+
+    That is known of those over this group's ranks, by `in_use`, and of those whose process group is destroyed, unless
+    they have failed: then a peer that is late may still write there.
+    """
+    for each in open_contexts():
+        if not each.group.alive:
+            each.abandon()
+    for each in list(_abandoned):
+        met = each.group.global_ranks == group.global_ranks
+        if each.name not in in_use and (met or not each.group.alive and not each.failed):
             _abandoned.remove(each)
             if each.closed:  # everything but its memory is freed already
                 each.heap.close()
@@ -107,7 +145,7 @@ def meet(group: Group, call: str, value=None) -> list | None:
         torch.cuda.synchronize()
     while True:
         try:
-            return group.gather((value, [each.name for each in open_contexts(group)]), call)
+            return group.gather((value, [each.name for each in open_contexts(group) if each.group.alive]), call)
         except OutOfStepError as error:
             if not all(each.startswith((INIT, FINALIZE)) for each in error.calls):
                 raise

@@ -33,6 +33,7 @@ class Group:
     """Rank, size and host-side exchange of one torch process group (gloo, nccl or any other backend)."""
 
     closed = False
+    _process_group = None  # a weak reference: torch owns it, and threads of a group that outlives it can abort the exit
     name = None  # of its context, the same on all ranks
     limit_s = None  # of a meeting in a call; None: that of torch.distributed
     _describe = None  # of the call in progress; see `during`
@@ -50,13 +51,29 @@ class Group:
                 )
             self.process_group, self.rank, self.size, self.global_ranks = None, 0, 1, [0]
             return
-        self.process_group = process_group if process_group is not None else dist.group.WORLD
-        if self.process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        if process_group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(f"rank {dist.get_rank()} is not a member of the group that was passed to init()")
+        self.process_group = process_group if process_group is not None else dist.group.WORLD
         self.rank = dist.get_rank(self.process_group)
         self.size = dist.get_world_size(self.process_group)
         self.global_ranks = dist.get_process_group_ranks(self.process_group)
         self._turn = _turns.setdefault(self.process_group, Turn(_refuse))
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """torch's; None for one rank without torch.distributed, and once it has been destroyed."""
+        return self._process_group and self._process_group()
+
+    @process_group.setter
+    def process_group(self, group: dist.ProcessGroup | None):
+        self._process_group = None if group is None else weakref.ref(group)
+
+    @property
+    def alive(self) -> bool:
+        """Whether torch.distributed has not destroyed the process group, if there is one."""
+        if self._process_group is None:
+            return True
+        return dist.is_initialized() and self.process_group in dist.distributed_c10d._world.pg_map
 
     def gather(self, value, call: str | None = None) -> list:
         """Collective. Returns every rank's picklable `value`, in rank order.
@@ -72,10 +89,10 @@ class Group:
             raise TkernelsError("the context of this group has been finalized; init() a new one")
         if self.size == 1:
             return [value]
-        if not dist.is_initialized():
+        if not self.alive:
             raise TkernelsError(
-                "torch.distributed has been shut down, so the ranks can't meet any more; finalize() contexts before "
-                "destroy_process_group()"
+                "torch.distributed has been shut down, or this process group, so the ranks can't meet any more; "
+                "finalize() contexts before destroy_process_group()"
             )
         function, line = _caller()
         operation, alike = self.described() or (function, {})
@@ -236,8 +253,7 @@ class Group:
         self.gather(None)
 
     def close(self):
-        """Drop the process group, so that its threads can end; gloo's sometimes abort a process that exits with any."""
-        self.closed, self.process_group = True, None
+        self.closed = True
 
 
 def _way_out(ranks: list[dict]) -> str:

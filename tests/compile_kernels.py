@@ -43,6 +43,7 @@ from tkernels.choice import gemm_config, overlap_config
 from tkernels.comm import channel, collectives, context, copies, device, runtime
 from tkernels.comm.device import PEER, Link, Net, arrived, completes, publish, put_signal, put_tile, tell, wait_signal
 from tkernels.configs import with_room_for
+from tkernels.staging import Rows
 from tkernels.trace import clocks
 from tkernels.trace.recorder import DEFAULT_MARKS, Recorder
 from tkernels.variants import CHANGES
@@ -216,6 +217,11 @@ def _cases() -> list[Case]:
             cases.append(Case(operation, label=f"{label}_traced", shape=COLLECTIVE_SHAPES[label], ranks=4, traced=True))
     cases.append(Case("matmul", "float32", "tf32", tf32=True))
     cases.append(Case("matmul", label="one_column", shape=(1024, 1, 1024)))
+    for operation in ("stage", "unstage"):
+        for dtype, columns in itertools.product(("bfloat16", "float16"), (1001, 8190)):
+            cases.append(Case(operation, dtype, str(columns), shape=(1024, 1, columns)))
+        cases.append(Case(operation, label="transposed", shape=(1001, 1, 1024), x_transposed=True))
+        cases.append(Case(operation, label="few_columns", shape=(1024, 1, 17)))
     for operation in COLLECTIVES:
         dtypes = ("bfloat16", "float16", "float32")
         for dtype in (*dtypes, "int8", "int64") if operation == "all_gather" else dtypes:
@@ -510,6 +516,11 @@ def _call(case: Case):
             bias, y = torch.empty(N, dtype=dtype), matrix(M, N)
             total = torch.empty(M, N)
             gemm.plan_finish(total, bias, case.activation, y)(total, bias, y)
+        elif case.operation in ("stage", "unstage"):
+            rows, x = Rows.of(matrix(M, K, case.x_transposed)), matrix(M, K, case.x_transposed)
+            copied = x, rows.empty("cpu")
+            back = case.operation == "unstage"
+            rows.plan_copy(x, back)(*copied[::-1] if back else copied)
         elif case.operation == "collect":
             x, gathered, inbox, state = matrix(M // 4, K), matrix(M, K), matrix(2 * M, K), torch.empty(2).long()
             importlib.import_module("tkernels.all_gather_matmul")._collect(state, inbox, M, x, None, 0, M)(x, gathered)

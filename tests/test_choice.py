@@ -15,7 +15,7 @@ from tkernels.comm import TkernelsError
 from tkernels.comm.calls import local_calls
 from tkernels.configs import GemmConfig, OverlapConfig
 from tkernels.gpus import H200, SIMULATED
-from tkernels.model import choose, default_config, wire_of
+from tkernels.model import Problem, choose, default_config, wire_of
 
 BF16 = torch.bfloat16
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
@@ -226,17 +226,21 @@ def test_gemm_config_has_buckets_too():
         assert gemm_config(200, 60, 100, BF16, "NN") == default_config(200, 60, BF16)
 
 
-def test_product_config_is_the_kernels_where_it_wins_and_on_the_simulated_runtime(on_gpus, monkeypatch):
+def test_product_way_is_the_kernels_where_it_wins_and_on_the_simulated_runtime():
     with mock.patch.object(choice, "current_context", lambda: context()):
-        for M, dtype, layout, ours in [
-            (8192, BF16, "TN", True), (1, BF16, "TN", False), (8192, BF16, "pointers", False),
-            (8192, torch.float32, "TN", False),
-        ]:  # fmt: skip
-            monkeypatch.setattr(choice.runtime, "default_programs", lambda: 132)
-            config = choice.product_config(choice.product_problem(M, 8192, 8192, dtype, layout, 2))
-            assert config == (default_config(M, 8192, dtype) if ours else None), (M, dtype, layout)
-            with mock.patch.object(choice, "gpu_here", lambda: SIMULATED):
-                assert choice.product_config(choice.product_problem(M, 8192, 8192, dtype, layout, 2)) is not None
+        for M, dtype, layout, way in [
+            (8192, BF16, "TN", "kernel"),
+            (1, BF16, "TN", "library"),
+            (1, BF16, "pointers", "library"),
+            (8192, BF16, "pointers", "staged"),
+            (8192, torch.float32, "TN", "library"),
+            (8192, torch.float32, "pointers", "library"),
+        ]:
+            problem = Problem("matmul", M, 8192, 8192, dtype, layout, gpu=H200)
+            tiles = None if way == "library" else default_config(M, 8192, dtype, gpu=H200)
+            assert choice.product_way(problem) == (way, tiles)
+            simulated = replace(problem, gpu=SIMULATED)
+            assert choice.product_way(simulated) == ("kernel", default_config(M, 8192, dtype, gpu=SIMULATED))
 
 
 def test_gemm_config_of_wider_results_has_a_stage_less():

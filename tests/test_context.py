@@ -22,7 +22,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transports import (
     TRANSPORTS,
     every_transport,
@@ -44,10 +44,13 @@ from tkernels.comm import (
     OutOfStepError,
     TkernelsError,
     WaitTimeoutError,
+    as_context,
     collectives,
+    contexts,
     current_context,
     find_context,
     runtime,
+    simulated_runtime,
 )
 from tkernels.comm import group as meetings
 from tkernels.comm.collectives import all_reduce
@@ -504,25 +507,139 @@ def test_the_newest_context_that_is_open_is_the_default(ctx):
 @pytest.mark.ranks(2)
 def test_as_context_finds_or_makes_the_context_of_a_mesh_or_group(ctx):
     mesh = init_device_mesh(ctx.device.type, (1, 2), mesh_dim_names=("dp", "tp"))
-    tp, dp = tkernels.comm.as_context(mesh["tp"]), tkernels.comm.as_context(mesh["dp"])
-    assert tp is ctx and (dp.size, dp.rank) == (1, 0) and tkernels.comm.current_context() is ctx
+    default, tp, dp = current_context(), as_context(mesh["tp"]), as_context(mesh["dp"])
+    assert tp is default and (dp.size, dp.rank) == (1, 0) and current_context() is default
     for ranks in (mesh["dp"], mesh["dp"].get_group(), dp):
-        assert tkernels.comm.as_context(ranks) is dp
+        assert as_context(ranks) is dp
     one = torch.ones(3, device=ctx.device)
     assert torch.equal(tkernels.all_reduce(one, ctx=mesh["tp"]), 2 * one)
     assert torch.equal(tkernels.all_reduce(one, ctx=mesh["dp"]), one)
-    with pytest.raises(ValueError, match="2 dimensions.*pass one of them, for example mesh"):
+    with tkernels.init(mesh["dp"], heap_bytes=1 << 20, default=False) as own:
+        assert own.size == 1 and as_context(mesh["dp"]) is dp  # what its opener has for itself alone is not found
+    with pytest.raises(ValueError, match="all_reduce: ctx: the mesh has 2 dimensions.*pass one .* for example mesh"):
         tkernels.all_reduce(one, ctx=mesh)
-    dp.finalize()
+    with pytest.raises(ValueError, match=r"^parallelize: mesh: .* the ranks \[1, 0\], in another order than their"):
+        layers.parallelize(torch.nn.Linear(2, 2), {}, DeviceMesh(ctx.device.type, [1, 0]))
+    for alone in (dist.new_group([0]), DeviceMesh(ctx.device.type, [0])):
+        if ctx.rank == 1:
+            with pytest.raises(ValueError, match="^mesh: rank 1 is not one of these ranks; call it on those alone"):
+                as_context(alone)
+        else:
+            assert as_context(alone) is dp
+    tkernels.finalize(mesh["dp"])
+    tkernels.finalize(mesh["dp"])  # there is none any more
+    assert dp.closed
+
+
+@pytest.mark.ranks(2)
+def test_as_context_leaves_a_context_whose_process_group_was_destroyed(ctx):
+    before, default = resources(), current_context()
+    for _ in range(2):
+        first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
+        context = tkernels.init(first, heap_bytes=4 << 20)
+        assert as_context(second) is context
+        check_gather(context)
+        dist.destroy_process_group(first)
+        assert as_context(second) is default  # the pair's older one, whose group is there
+        with pytest.raises(TkernelsError, match="torch.distributed has been shut down, or this process group"):
+            context.finalize()
+        dist.destroy_process_group(second)
+        alone = dist.new_group([ctx.rank], use_local_synchronization=True)
+        made = as_context(alone)
+        assert context.closed  # by the first `init` after it
+        dist.destroy_process_group(alone)
+        again = dist.new_group([ctx.rank], use_local_synchronization=True)
+        assert as_context(again) is not made and made.closed
+        tkernels.finalize(again)
+        dist.destroy_process_group(again)
+        del first, second, alone, again, context, made
+    assert resources()["segments"] == before["segments"]
+
+
+@pytest.mark.ranks(4)
+def test_as_context_makes_one_context_for_all_threads(ctx):
+    mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("dp", "tp"))
+    groups = [mesh[name].get_group() for name in ("tp", "dp", "tp", "dp")]
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        order = range(4) if ctx.rank in (0, 3) else range(3, -1, -1)  # ranks wait for each other in a circle
+        found = {at: threads.submit(as_context, groups[at]) for at in order}
+        tp, dp, tp_again, dp_again = (found[at].result() for at in range(4))
+    assert tp is tp_again and dp is dp_again and (tp.size, dp.size) == (2, 2)
+    assert len({tp.name, dp.name}) == 2 and len(set(map(tuple, tp.group.gather([tp.name])))) == 1
+    check_gather(tp)
+    check_gather(dp)
+    tkernels.finalize(mesh["tp"])
+    tkernels.finalize(mesh["dp"])
+
+
+@pytest.mark.ranks(2)
+@simulated_only
+def test_as_context_raises_on_every_rank_what_fails_on_one(ctx, monkeypatch):
+    group = dist.new_group([0, 1])
+    monkeypatch.setattr(contexts, "open_contexts", lambda *_: [])  # as if the pair had none
+    before = resources()
+    with monkeypatch.context() as patch:
+        if ctx.rank == 1:
+            patch.setattr(simulated_runtime, "_map", mock.Mock(side_effect=OSError("no more files")))
+        with pytest.raises(TkernelsError, match="could not map .* on rank 1: OSError: no more files") as error:
+            as_context(group)
+    message_on_every_rank(ctx, error.value)
+    del error  # its traceback holds what was mapped
+    assert resources() == before
+    made = as_context(group)
+    check_gather(made)
+    made.finalize()
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.ranks(2)
+def test_as_context_is_traced_by_compile(ctx):
+    mesh = init_device_mesh(ctx.device.type, (2, 1), mesh_dim_names=("dp", "tp"))
+    one = torch.ones(3, device=ctx.device)
+
+    def total(x):
+        x = layers.reduce_from_tensor_model_parallel_region(x, mesh=mesh["tp"])
+        return tkernels.all_reduce(x, ctx=mesh["dp"].get_group())
+
+    compiled = torch.compile(total, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(one), 2 * one)  # makes the one of "tp" while it is traced
+    tkernels.finalize(mesh["tp"])
+    assert torch.equal(compiled(one), 2 * one)
+    tkernels.finalize(mesh["tp"])
+    torch._dynamo.reset()
+
+
+@simulated_only
+def test_as_context_leaves_nothing_to_warn_of_at_exit(tmp_path):
+    script = f"""
+        import sys, torch, tkernels
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+        for turn in range(2):
+            init = f"file://{tmp_path}/{{turn}}"
+            dist.init_process_group("gloo", init_method=init, rank=int(sys.argv[1]), world_size=2)
+            mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+            for name in ("dp", "tp"):
+                size = mesh[name].size()
+                assert tkernels.all_reduce(torch.ones(3), ctx=mesh[name]).tolist() == [size] * 3
+            dist.destroy_process_group()
+        maps = open("/proc/self/maps").read()
+        assert maps.count("memfd:tkernels") == 3, maps  # those of the second turn alone
+    """
+    command = [sys.executable, "-W", "always::UserWarning", "-c", textwrap.dedent(script)]
+    ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    for rank in ranks:
+        _, said = rank.communicate(timeout=120)
+        assert (rank.returncode, said) == (0, "")
 
 
 def test_what_is_no_context_is_refused_by_its_type():
     for call in (
         lambda: tkernels.all_reduce(torch.ones(1), ctx="tp"),
-        lambda: layers.copy_to_tensor_model_parallel_region(torch.ones(1), ctx="tp"),
+        lambda: layers.copy_to_tensor_model_parallel_region(torch.ones(1), mesh="tp"),
         lambda: tkernels.finalize("tp"),
     ):
-        with pytest.raises(TypeError, match="a ProcessGroup or a DeviceMesh of one dimension, not str"):
+        with pytest.raises(TypeError, match="(ctx|mesh): takes .* a DeviceMesh of one dimension, not str"):
             call()
 
 

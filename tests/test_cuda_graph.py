@@ -253,7 +253,7 @@ class Training:
             logits = self.model(self.batch[0], self.positions).float()
         loss = F.cross_entropy(logits.flatten(0, 1), self.batch[1].flatten(), reduction="sum") / self.config.tokens
         loss.backward()
-        all_reduce_sequence_parallel_grads(self.model, ctx=self.ctx)
+        all_reduce_sequence_parallel_grads(self.model, mesh=self.ctx)
         self.optimizer.step()
         return tkernels.all_reduce(loss.detach().view(1), ctx=self.ctx)
 

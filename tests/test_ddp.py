@@ -46,7 +46,7 @@ def train(ctx, steps, **options):
     config = ModelConfig(vocabulary=len(text.vocabulary), sequence=16, batch=4, heads=2, layers=1)
     torch.manual_seed(0)
     model = Transformer(config).to(ctx.device, torch.float32 if options else torch.float64)
-    ddp = OverlappedDDP(model, ctx, bucket_size=5000, **options) if options else None
+    ddp = OverlappedDDP(model, mesh=ctx, bucket_size=5000, **options) if options else None
     module = ddp or model
     parameters = ddp.owned_parameters() if ddp else model.parameters()
     adam = torch.optim.AdamW(parameters, training.LEARNING_RATE, betas=(0.9, 0.95), eps=training.ADAM_EPSILON)
@@ -162,7 +162,7 @@ def test_overlapped_ddp_trains_in_the_usual_loop(ctx, mode):
     cases = [(True, 1, {}), (False, 1, {}), (True, 2, {}), (False, 2, {"overlap_grad_reduce": False})]
     cases += [(True, 2, {"average": False})]
     for set_to_none, sync, options in cases:
-        ddp = OverlappedDDP(exact_model().to(ctx.device), ctx, bucket_size=40, **options, **mode)
+        ddp = OverlappedDDP(exact_model().to(ctx.device), mesh=ctx, bucket_size=40, **options, **mode)
         ranks_summed = 1 if options.get("average", True) else ctx.size
         make_optimizer = lambda ddp=ddp, n=ranks_summed: sgd(ddp.owned_parameters(), n)  # noqa: E731
         batches_of = lambda step: [exact_batch(step, micro, ctx.rank, ctx.device) for micro in range(2)]  # noqa: E731
@@ -199,7 +199,7 @@ def test_overlapped_ddp_is_compiled_without_warnings_or_recompiled_frames(ctx, m
         torch._dynamo.reset()
         torch.manual_seed(0)
         model, graphs = Stacked().to(ctx.device), []
-        ddp = OverlappedDDP(model, ctx, bucket_size=100, **mode)
+        ddp = OverlappedDDP(model, mesh=ctx, bucket_size=100, **mode)
 
         def backend(graph, _):
             graphs.append(graph)
@@ -256,16 +256,16 @@ def check_clipped(ctx, tp, dp, mode):
     truth(torch.cat(xs).double()).square().mean().mul(64).backward()
     want = nn.utils.clip_grad_norm_(truth.parameters(), 1.0)
     assert want > 2.0
-    ddp = OverlappedDDP(model, dp, bucket_size=50, **mode)
+    ddp = OverlappedDDP(model, mesh=dp, bucket_size=50, **mode)
     optimizer = torch.optim.SGD(ddp.owned_parameters(), lr=1.0)
     ddp(xs[dp.rank]).square().mean().mul(64).backward()
     if tp is not None:
-        with pytest.raises(ValueError, match="split over tensor-parallel ranks, but of the ranks of ctx, .* pass ctx="):
-            clip_grad_norm_(ddp.owned_parameters(), 1.0, ctx=ctx)
+        with pytest.raises(ValueError, match="over tensor-parallel ranks, but of the ranks of mesh, .* pass mesh="):
+            clip_grad_norm_(ddp.owned_parameters(), 1.0, mesh=ctx)
     if ddp.sharded:
         with pytest.raises(ValueError, match=r"belong to OverlappedDDP, .*; pass its owned_parameters\(\)"):
-            clip_grad_norm_(model.parameters(), 1.0, ctx=tp)
-    norm = clip_grad_norm_(ddp.owned_parameters(), 1.0, ctx=tp)
+            clip_grad_norm_(model.parameters(), 1.0, mesh=tp)
+    norm = clip_grad_norm_(ddp.owned_parameters(), 1.0, mesh=tp)
     assert norm.dtype == torch.float32 and all(norm.equal(each) for each in ctx.group.gather(norm))
     assert abs(norm / want - 1) < 1e-5
     optimizer.step()
@@ -421,7 +421,7 @@ def check_awkward_gradients(ctx, backend, mode, overlap):
     model = Awkward(ctx.device)
     plain = copy.deepcopy(model)
     ddp = OverlappedDDP(
-        model, ctx, bucket_size=150, backend=backend, average=False, overlap_grad_reduce=overlap, **mode
+        model, mesh=ctx, bucket_size=150, backend=backend, average=False, overlap_grad_reduce=overlap, **mode
     )
     assert len(ddp.buckets) == 4
     for step in range(4):
@@ -474,7 +474,7 @@ def test_awkward_gradients_in_two_instances_of_two_ranks(ctx, backend):
 def test_ranks_with_different_graphs_start_their_collectives_in_one_order(ctx, backend, monkeypatch):
     model = Awkward(ctx.device)
     plain = copy.deepcopy(model)
-    ddp = OverlappedDDP(model, ctx, bucket_size=150, backend=backend, average=False)
+    ddp = OverlappedDDP(model, mesh=ctx, bucket_size=150, backend=backend, average=False)
     order = []
     start = _Bucket.reduce
     monkeypatch.setattr(ddp.hooks, "_on_ready", lambda bucket: (order.append(bucket.name), start(bucket)))
@@ -496,7 +496,7 @@ def test_ranks_with_different_graphs_start_their_collectives_in_one_order(ctx, b
 def test_a_step_that_fails_can_be_begun_again(ctx):
     model = nn.Linear(8, 8, bias=False).to(ctx.device)
     model.weight.data.fill_(1.0)
-    ddp = OverlappedDDP(model, ctx, average=False)
+    ddp = OverlappedDDP(model, mesh=ctx, average=False)
 
     def gradient():
         ddp(torch.full((1, 8), ctx.rank + 1.0, device=ctx.device)).sum().backward()
@@ -527,13 +527,13 @@ def test_a_second_wrapper_takes_the_parameters_over(ctx, mode):
         parameter.data.copy_(integers(parameter.shape, torch.float32, seed))
     values = [parameter.detach().clone() for parameter in model.parameters()]
     default = current_context()
-    older = OverlappedDDP(model, ctx, **mode)
+    older = OverlappedDDP(model, mesh=ctx, **mode)
     if older.sharded:
         for owned in older.owned_parameters():
             owned.data.add_(ctx.rank * 0.0 + 1.0)
         older.start_param_sync()
         values = [value + 1.0 for value in values]
-    newer = OverlappedDDP(model, ctx, average=False, **mode)
+    newer = OverlappedDDP(model, mesh=ctx, average=False, **mode)
     assert current_context() is default  # those of two instances are not
     assert all(grad_ready_hooks(parameter) is newer.hooks for parameter in model.parameters())
     older.remove()  # again: nothing of the newer one is lost
@@ -555,7 +555,7 @@ def test_a_gradient_from_before_the_wrapper_is_the_first_to_accumulate(ctx):
     model.weight.data.fill_(1.0)
     x = torch.full((1, 4), ctx.rank + 1.0, device=ctx.device)
     model(x).sum().backward()
-    ddp = OverlappedDDP(model, ctx, average=False)
+    ddp = OverlappedDDP(model, mesh=ctx, average=False)
     ddp(x).sum().backward()
     ddp.finish_grad_sync()
     assert model.weight.grad.eq(2 * 3.0).all()
@@ -572,7 +572,7 @@ def test_overlapped_ddp_adds_up_bfloat16_gradients_in_fp32_and_torch_optimizers_
     for mode in (ALL_REDUCED, SHARDED):
         model.weight.data.fill_(1.0)
         weight = 1.0
-        ddp = OverlappedDDP(model, ctx, grad_dtype=torch.float32, **mode)
+        ddp = OverlappedDDP(model, mesh=ctx, grad_dtype=torch.float32, **mode)
         optimizer = torch.optim.SGD(ddp.owned_parameters(), lr=2.0**-7)
         for sync in (True, False):  # bfloat16 has 8 bits: the sum of 256 and three times 1 needs 9
             optimizer.zero_grad()
@@ -597,12 +597,12 @@ def test_overlapped_ddp_adds_up_bfloat16_gradients_in_fp32_and_torch_optimizers_
         assert all(owned.main_grad.eq(4.0).all() and owned.grad.eq(4.0).all() for owned in ddp.owned_parameters())
         for owned in ddp.owned_parameters():
             owned.grad.mul_(0.5)
-        assert abs(clip_grad_norm_(ddp.owned_parameters(), 1.0, ctx=ctx) - 16 * 2.0) < 1e-4
+        assert abs(clip_grad_norm_(ddp.owned_parameters(), 1.0, mesh=ctx) - 16 * 2.0) < 1e-4
         for owned in ddp.owned_parameters():
             assert owned.grad.equal(owned.main_grad.bfloat16()) and owned.grad.eq(2.0 / 32).all()
         if mode is ALL_REDUCED:
             model.weight.sequence_parallel = True
-            all_reduce_sequence_parallel_grads(model, ctx=ctx)
+            all_reduce_sequence_parallel_grads(model, mesh=ctx)
             assert model.weight.grad.eq(ctx.size * 2.0 / 32).all()
             del model.weight.sequence_parallel
         ddp.remove()
@@ -610,7 +610,7 @@ def test_overlapped_ddp_adds_up_bfloat16_gradients_in_fp32_and_torch_optimizers_
 
 @pytest.mark.ranks(2)
 def test_overlapped_ddp_takes_gradients_that_were_replaced_or_set_by_hand(ctx):
-    ddp = OverlappedDDP(exact_model().to(ctx.device), ctx)
+    ddp = OverlappedDDP(exact_model().to(ctx.device), mesh=ctx)
     weight, bias, x = ddp.module.a.weight, ddp.module.a.bias, torch.ones(1, 8, device=ctx.device)
     ddp(x).sum().backward()
     weight.grad, bias.grad = weight.grad * 3, None
@@ -633,7 +633,7 @@ def test_overlapped_ddp_takes_gradients_that_were_replaced_or_set_by_hand(ctx):
 @pytest.mark.ranks(2)
 def test_overlapped_ddp_refuses_steps_and_gradients_that_would_be_lost(ctx):
     x = torch.ones(1, 8, device=ctx.device)
-    ddp = OverlappedDDP(exact_model().to(ctx.device), ctx, **SHARDED)
+    ddp = OverlappedDDP(exact_model().to(ctx.device), mesh=ctx, **SHARDED)
     ddp(x).sum().backward()
     before = [parameter.detach().clone() for parameter in ddp.parameters()]
     for wrong in (ddp.parameters(), ddp.module.parameters()):
@@ -645,7 +645,7 @@ def test_overlapped_ddp_refuses_steps_and_gradients_that_would_be_lost(ctx):
 
     layer = FusedLinear(8, deferred=True).to(ctx.device)
     layer.weight.data.fill_(1.0)
-    ddp = OverlappedDDP(layer, ctx, average=False)
+    ddp = OverlappedDDP(layer, mesh=ctx, average=False)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
     x.requires_grad_()
     for _ in range(2):
@@ -662,7 +662,7 @@ def test_overlapped_ddp_refuses_steps_and_gradients_that_would_be_lost(ctx):
         layer.launch(torch.ones(1, 8, device=ctx.device), x.detach())
     ddp.remove()
 
-    ddp = OverlappedDDP(exact_model().to(ctx.device), ctx)
+    ddp = OverlappedDDP(exact_model().to(ctx.device), mesh=ctx)
     x = torch.ones(1, 8, device=ctx.device)
     ddp(x).sum().backward()
     ddp.module.a.weight.grad_added_to_main_grad = True  # by a layer that tells nobody
@@ -675,7 +675,7 @@ def test_overlapped_ddp_refuses_steps_and_gradients_that_would_be_lost(ctx):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("mode", [ALL_REDUCED, SHARDED], ids=["all-reduced", "sharded"])
 def test_overlapped_ddp_refuses_a_step_by_what_no_sync_alone_has_accumulated(ctx, mode):
-    ddp = OverlappedDDP(exact_model().to(ctx.device), ctx, **mode)
+    ddp = OverlappedDDP(exact_model().to(ctx.device), mesh=ctx, **mode)
     optimizer = torch.optim.SGD(ddp.owned_parameters(), lr=1.0)
     bias, x = ddp.module.a.bias.detach().clone(), torch.ones(1, 8, device=ctx.device)
 
@@ -700,7 +700,7 @@ def test_overlapped_ddp_refuses_a_step_by_what_no_sync_alone_has_accumulated(ctx
 
 @pytest.mark.ranks(2)
 def test_overlapped_ddp_refuses_changes_of_a_shard_of_what_no_sync_has_accumulated(ctx):
-    ddp = OverlappedDDP(exact_model().to(ctx.device), ctx, **SHARDED)
+    ddp = OverlappedDDP(exact_model().to(ctx.device), mesh=ctx, **SHARDED)
     (owned,), x = ddp.owned_parameters(), torch.ones(1, 8, device=ctx.device)
     optimizer = torch.optim.SGD([owned], lr=1.0)
     for change in (
@@ -729,7 +729,7 @@ def test_loops_that_would_train_nothing_are_told_of(ctx):
     for parameter in model.parameters():
         parameter.data.fill_(1.0)
     x = torch.ones(1, 4, device=ctx.device)
-    ddp = OverlappedDDP(model, ctx, **SHARDED)
+    ddp = OverlappedDDP(model, mesh=ctx, **SHARDED)
     ddp(x).sum().backward()
     ddp.finish_grad_sync()
     with pytest.warns(UserWarning, match=r"nobody has asked for them; make it of owned_parameters\(\)"):
@@ -745,7 +745,7 @@ def test_parameters_that_are_frozen_later_stay_as_they_are(ctx):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(ctx.device)
     for parameter in model.parameters():
         parameter.data.fill_(1.0)
-    ddp = OverlappedDDP(model, ctx)
+    ddp = OverlappedDDP(model, mesh=ctx)
     optimizer = torch.optim.AdamW(model.parameters())
     for step in range(3):
         before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -766,7 +766,7 @@ def test_parameters_that_are_frozen_later_stay_as_they_are(ctx):
 def test_what_is_assigned_or_frozen_in_a_shard_is_refused(ctx, mode):
     model = nn.Linear(4, 4).to(ctx.device)
     torch.nn.init.ones_(model.weight), torch.nn.init.ones_(model.bias)
-    ddp = OverlappedDDP(model, ctx, **mode)
+    ddp = OverlappedDDP(model, mesh=ctx, **mode)
     with pytest.raises(ValueError, match="assign=True. would leave it with the old parameters"):
         model.load_state_dict(model.state_dict(), assign=True)
     model.weight.requires_grad_(False)
@@ -782,7 +782,7 @@ def test_a_model_that_is_converted_or_moved_after_it_was_wrapped_is_refused(ctx,
     model = nn.Linear(4, 4).to(ctx.device)
     with torch.no_grad():
         [parameter.fill_(1.0) for parameter in model.parameters()]
-    ddp = OverlappedDDP(model, ctx, **mode).float().to(ctx.device)  # changes nothing
+    ddp = OverlappedDDP(model, mesh=ctx, **mode).float().to(ctx.device)  # changes nothing
     with pytest.raises(LeaseError, match="bias is converted or moved, .*before a module is wrapped, or remove"):
         ddp.bfloat16()
     with pytest.raises(LeaseError, match="bias is converted or moved"):
@@ -804,7 +804,7 @@ def test_overlapped_ddp_refuses_parameters_that_have_left_their_shards(ctx):
         model, x = nn.Linear(4, 4).to(ctx.device), torch.ones(1, 4, device=ctx.device)
         with torch.no_grad():
             [parameter.fill_(1.0) for parameter in model.parameters()]
-        ddp = OverlappedDDP(model, ctx, **SHARDED)
+        ddp = OverlappedDDP(model, mesh=ctx, **SHARDED)
         optimizer = torch.optim.SGD(ddp.owned_parameters(), lr=1.0)
         ddp(x).sum().backward()
         leave(model)
@@ -819,7 +819,7 @@ def test_overlapped_ddp_refuses_parameters_that_have_left_their_shards(ctx):
 def test_overlapped_ddp_refuses_a_step_of_parameters_that_it_does_not_reduce(ctx, mode):
     model = exact_model().to(ctx.device)
     model.b.requires_grad_(False)
-    ddp = OverlappedDDP(model, ctx, **mode)
+    ddp = OverlappedDDP(model, mesh=ctx, **mode)
     model.c, x = nn.Linear(8, 4).to(ctx.device), torch.ones(1, 8, device=ctx.device)
     for name, later in (("b.weight", model.b.weight), ("c.bias", model.c.bias)):
         optimizer = torch.optim.SGD([*ddp.owned_parameters(), later], lr=1.0)
@@ -835,7 +835,7 @@ def test_overlapped_ddp_refuses_a_step_of_parameters_that_it_does_not_reduce(ctx
 
 @pytest.mark.ranks(2)
 def test_overlapped_ddp_refuses_a_backward_that_creates_a_graph(ctx):
-    ddp = OverlappedDDP(exact_model().to(ctx.device), ctx)
+    ddp = OverlappedDDP(exact_model().to(ctx.device), mesh=ctx)
     x = torch.ones(1, 8, device=ctx.device)
     ddp(x).sum().backward()
     with pytest.raises(LeaseError, match="create_graph=True.*torch.autograd.grad"):
@@ -854,7 +854,7 @@ def test_a_wrapper_that_is_dropped_gives_its_instances_back(ctx):
     with torch.no_grad():
         [parameter.fill_(1.0) for parameter in model.parameters()]
     for _ in range(2):
-        ddp = OverlappedDDP(model, ctx, num_distributed_optimizer_instances=2)
+        ddp = OverlappedDDP(model, mesh=ctx, num_distributed_optimizer_instances=2)
         levels = [ddp._levels.inside.ctx, ddp._levels.across.ctx]
         assert all(find_context(level.name) is level for level in levels)
         del ddp
@@ -870,41 +870,41 @@ def test_what_does_not_fit_is_refused_on_every_rank(ctx):
     for parameter in model.parameters():
         parameter.data.zero_()
     with pytest.raises(ValueError, match="num_distributed_optimizer_instances=3 must divide the 2 ranks"):
-        OverlappedDDP(model, ctx, num_distributed_optimizer_instances=3)
+        OverlappedDDP(model, mesh=ctx, num_distributed_optimizer_instances=3)
     with pytest.raises(ValueError, match="leave out use_distributed_optimizer=False"):
-        OverlappedDDP(model, ctx, overlap_param_gather=True, use_distributed_optimizer=False)
+        OverlappedDDP(model, mesh=ctx, overlap_param_gather=True, use_distributed_optimizer=False)
     with pytest.raises(ValueError, match="bucket_size=0 must be positive"):
-        OverlappedDDP(model, ctx, bucket_size=0)
+        OverlappedDDP(model, mesh=ctx, bucket_size=0)
     with pytest.raises(ValueError, match="backend='nccl' is unknown; use 'tkernels' or 'torch'"):
-        OverlappedDDP(model, ctx, backend="nccl")
-    with pytest.raises(TypeError, match="takes a Context, not ProcessGroup"):
-        OverlappedDDP(model, ctx.group.process_group)
+        OverlappedDDP(model, mesh=ctx, backend="nccl")
+    with pytest.raises(TypeError, match="^OverlappedDDP: mesh: takes a Context, a ProcessGroup or .*, not str"):
+        OverlappedDDP(model, mesh="dp")
     with pytest.raises(TypeError, match="weight: sums float32, float16 and bfloat16, not torch.float64"):
-        OverlappedDDP(copy.deepcopy(model).double(), ctx)
+        OverlappedDDP(copy.deepcopy(model).double(), mesh=ctx)
     with pytest.raises(ValueError, match="nothing to train"):
-        OverlappedDDP(copy.deepcopy(model).requires_grad_(False), ctx)
+        OverlappedDDP(copy.deepcopy(model).requires_grad_(False), mesh=ctx)
     with pytest.raises(RuntimeError, match="no shards to gather"):
-        OverlappedDDP(model, ctx).start_param_sync()
+        OverlappedDDP(model, mesh=ctx).start_param_sync()
 
     for wrong in ({"bucket_size": 0}, {"num_distributed_optimizer_instances": 3}, {"grad_dtype": torch.float64}):
         with pytest.raises((TypeError, ValueError), match=r"^OverlappedDDP: .* \(on rank 1\)$") as error:
-            OverlappedDDP(model, ctx, **(wrong if ctx.rank == 1 else {}))
+            OverlappedDDP(model, mesh=ctx, **(wrong if ctx.rank == 1 else {}))
         message_on_every_rank(ctx, error.value)
     with pytest.raises(MismatchError, match="differ in option bucket_size: 100 and 101") as error:
-        OverlappedDDP(model, ctx, bucket_size=100 + ctx.rank)
+        OverlappedDDP(model, mesh=ctx, bucket_size=100 + ctx.rank)
     message_on_every_rank(ctx, error.value)
     other = nn.Linear(4, 4 + ctx.rank).to(ctx.device)
     with pytest.raises(MismatchError, match=r"differ in parameter weight: \[4, 4\] of torch.float32 and \[5, 4\]"):
-        OverlappedDDP(other, ctx)
+        OverlappedDDP(other, mesh=ctx)
     model.bias.data.fill_(ctx.rank)
     with pytest.raises(MismatchError, match="differ in values of parameter bias; all .* begin with the same"):
-        OverlappedDDP(model, ctx)
+        OverlappedDDP(model, mesh=ctx)
     model.bias.data.copy_(torch.arange(4.0) if ctx.rank else torch.arange(4.0).flip(0))  # the same values elsewhere
     with pytest.raises(MismatchError, match="differ in values of parameter bias; all .* begin with the same"):
-        OverlappedDDP(model, ctx)
+        OverlappedDDP(model, mesh=ctx)
     model.bias.data.zero_()
 
-    ddp = OverlappedDDP(model, ctx.group.process_group, backend="torch")
+    ddp = OverlappedDDP(model, mesh=ctx.group.process_group, backend="torch")
     ddp.remove()
     ddp.remove()
     for call in (ddp.zero_grad, ddp.finish_grad_sync):
@@ -919,7 +919,7 @@ def test_a_forward_before_the_update_changes_no_result(ctx, writes):
     want = None
     for evaluates in (False, True):
         torch.manual_seed(0)
-        ddp, results = OverlappedDDP(nn.Linear(6, 5).to(ctx.device), ctx, **SHARDED), []
+        ddp, results = OverlappedDDP(nn.Linear(6, 5).to(ctx.device), mesh=ctx, **SHARDED), []
         for step in range(4):
             x = integers((4, 6), torch.float32, 10 * step + ctx.rank, device=ctx.device)
             ddp.zero_grad(set_to_none=True)
@@ -953,7 +953,7 @@ def test_a_state_dict_has_gathered_parameters_or_is_refused(ctx):
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.zero_()
-        ddp = OverlappedDDP(module.to(ctx.device), ctx, **SHARDED)
+        ddp = OverlappedDDP(module.to(ctx.device), mesh=ctx, **SHARDED)
         ddp(torch.ones(4, 6, device=ctx.device)).sum().backward()
         ddp.finish_grad_sync()
         torch.optim.SGD(ddp.owned_parameters(), 1.0).step()
@@ -1619,7 +1619,7 @@ def wrapped_on_a_side_stream(ctx, backend, **options):
     model, side = Branches(ctx.device), torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
-        ddp = OverlappedDDP(model, ctx, backend=backend, average=False, **TWO_INSTANCES, **options)
+        ddp = OverlappedDDP(model, mesh=ctx, backend=backend, average=False, **TWO_INSTANCES, **options)
     torch.cuda.current_stream().wait_stream(side)
     for _ in range(2):
         ddp.zero_grad()
@@ -1683,7 +1683,7 @@ def test_late_fused_gradients_are_waited_for(ctx, backend, told, deferred):
     layer = FusedLinear(64, told=told, deferred=deferred).to(ctx.device)
     layer.weight.data.fill_(1.0)
     x = torch.full((4, 64), ctx.rank + 1.0, device=ctx.device)
-    ddp = OverlappedDDP(layer, ctx, backend=backend, average=False)
+    ddp = OverlappedDDP(layer, mesh=ctx, backend=backend, average=False)
     right = []
     for step in range(4):
         layer.sleep = SLEEP if step else 0
@@ -1733,7 +1733,7 @@ def test_a_hook_runs_where_its_node_was_made(ctx):
     seen.clear()
     layer = Scale(1.0).to(ctx.device)
     with torch.cuda.stream(side):
-        ddp = OverlappedDDP(layer, ctx, backend="torch")
+        ddp = OverlappedDDP(layer, mesh=ctx, backend="torch")
         layer.weight.register_post_accumulate_grad_hook(note)
     for stream in (main, other, side, main):
         stream.wait_stream(main)
@@ -1754,7 +1754,7 @@ def test_backward_goes_on_while_a_reduction_is_open(ctx, backend):
     with torch.no_grad():
         for seed, parameter in enumerate(model.parameters()):
             parameter.copy_(integers(parameter.shape, torch.float32, seed, -1, 1))
-    ddp = OverlappedDDP(model, ctx, backend=backend, bucket_size=100_000)
+    ddp = OverlappedDDP(model, mesh=ctx, backend=backend, bucket_size=100_000)
     x, seen = torch.ones(16, 256, device=ctx.device, requires_grad=True), []
 
     def computed(_):  # backward, all but its end, which waits for the reductions
@@ -1786,7 +1786,7 @@ def test_a_whole_iteration_is_captured_after_a_warm_up_on_the_default_stream(ctx
     def training_of(seed):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(ctx.device)
-        ddp = OverlappedDDP(model, ctx, backend=backend, bucket_size=10_000, **mode)
+        ddp = OverlappedDDP(model, mesh=ctx, backend=backend, bucket_size=10_000, **mode)
         sgd = torch.optim.SGD(ddp.owned_parameters(), lr=0.1, momentum=0.9)
         x = torch.empty(32, 64, device=ctx.device)
         loss_of_step = torch.zeros((), device=ctx.device)

@@ -178,7 +178,7 @@ def test_the_demo_model_trains_to_the_losses_of_the_unsharded_one(ctx):
     with sdpa_kernel(SDPBackend.MATH):  # the same bits on every run
         results = []
         for overlap in (True, False):
-            sharded = FullyShard(copy.deepcopy(model), Block, ctx=ctx, overlap=overlap)
+            sharded = FullyShard(copy.deepcopy(model), Block, mesh=ctx, overlap=overlap)
             results.append((demo_losses(ctx, sharded, config, steps, lambda t: t[:, columns]), sharded))
         want = demo_losses(ctx, model.double(), config, steps, lambda t: t)
     (losses, first), (without_overlap, second) = results
@@ -196,7 +196,7 @@ def test_a_lost_gradient_of_one_rank_would_be_noticed(ctx):
     torch.manual_seed(0)
     model = Transformer(config).to(ctx.device)
     columns = slice(2 * ctx.rank, 2 * ctx.rank + 2)
-    sharded = FullyShard(copy.deepcopy(model), Block, ctx=ctx)
+    sharded = FullyShard(copy.deepcopy(model), Block, mesh=ctx)
     reduce = sharded._reduce
 
     def lose(flat):
@@ -215,8 +215,8 @@ def test_a_lost_gradient_of_one_rank_would_be_noticed(ctx):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_units_of_different_shapes_train_as_without_a_pool(ctx, dtype):
     data = batches(ctx, 4, dtype)
-    pooled = FullyShard(hybrid(ctx, dtype=dtype), UNITS, ctx=ctx, memory="symmetric")
-    alone = FullyShard(hybrid(ctx, dtype=dtype), UNITS, ctx=ctx, pool="fixed", overlap=False)
+    pooled = FullyShard(hybrid(ctx, dtype=dtype), UNITS, mesh=ctx, memory="symmetric")
+    alone = FullyShard(hybrid(ctx, dtype=dtype), UNITS, mesh=ctx, pool="fixed", overlap=False)
     assert len(alone.parameter_pool.plan.others) == 4 and len(pooled.parameter_pool.plan.others) == 1
     losses = [train(ctx, model, data) for model in (pooled, alone)]
     assert torch.equal(*losses) and same_bits(pooled, alone)
@@ -232,7 +232,7 @@ def test_units_of_different_shapes_train_as_without_a_pool(ctx, dtype):
 
 @pytest.mark.ranks(2)
 def test_every_bucket_stays_where_it_is_from_the_first_step_on(ctx):
-    sharded = FullyShard(hybrid(ctx), UNITS, ctx=ctx)
+    sharded = FullyShard(hybrid(ctx), UNITS, mesh=ctx)
     seen, acquire = {}, sharded.parameter_pool.acquire
 
     def watch(bucket):
@@ -251,7 +251,7 @@ def test_every_bucket_stays_where_it_is_from_the_first_step_on(ctx):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("pool", ["max", "fixed"])
 def test_one_unit_is_gathered_ahead_once_the_order_is_known(ctx, pool):
-    sharded = FullyShard(hybrid(ctx), UNITS, ctx=ctx, pool=pool)
+    sharded = FullyShard(hybrid(ctx), UNITS, mesh=ctx, pool=pool)
     events, gather = [], sharded._gather
     sharded._gather = lambda flat: events.append(f"gather {flat.id[7]}") or gather(flat)
     for i, layer in enumerate(sharded.module.layers):
@@ -274,7 +274,7 @@ def test_one_unit_is_gathered_ahead_once_the_order_is_known(ctx, pool):
 @pytest.mark.ranks(2)
 def test_accumulated_gradients_are_those_of_the_whole_batch(ctx):
     parts = batches(ctx, 3)
-    unsharded, sharded = in_fp64(hybrid(ctx)), FullyShard(hybrid(ctx), UNITS, ctx=ctx)
+    unsharded, sharded = in_fp64(hybrid(ctx)), FullyShard(hybrid(ctx), UNITS, mesh=ctx)
     unsharded(torch.cat(parts)).square().sum().backward()
     reduced = []
     reduce = sharded._reduce
@@ -313,15 +313,15 @@ def test_recomputed_units_give_the_same_bits(ctx, reentrant):
 
     data = batches(ctx, 4)
     torch.manual_seed(0)
-    recomputing = FullyShard(Checkpointed().to(ctx.device), UNITS, ctx=ctx)
-    keeping = FullyShard(hybrid(ctx), UNITS, ctx=ctx)
+    recomputing = FullyShard(Checkpointed().to(ctx.device), UNITS, mesh=ctx)
+    keeping = FullyShard(hybrid(ctx), UNITS, mesh=ctx)
     losses = [train(ctx, model, data) for model in (recomputing, keeping)]
     assert torch.equal(*losses) and same_bits(recomputing, keeping)
 
 
 @pytest.mark.ranks(2)
 def test_shards_and_their_optimizer_can_be_pickled(ctx):
-    model = FullyShard(hybrid(ctx), UNITS, ctx=ctx)
+    model = FullyShard(hybrid(ctx), UNITS, mesh=ctx)
     optimizer = torch.optim.AdamW(model.parameters())
     copies, _ = pickle.loads(pickle.dumps((list(model.parameters()), optimizer)))
     assert all(map(torch.equal, copies, model.parameters()))
@@ -337,9 +337,9 @@ def test_marked_parameters_have_marked_shards_of_their_own(ctx):
     whole, (x,) = in_fp64(copy.deepcopy(model)), batches(ctx, 1)
     whole(x).square().sum().backward()
     with tkernels.init([dist.new_group([rank]) for rank in range(2)][ctx.rank], heap_bytes=8 << 20) as alone:
-        sharded = FullyShard(model, Dense, ctx=alone)
+        sharded = FullyShard(model, Dense, mesh=alone)
         sharded(own(ctx, x)).square().sum().backward()
-        all_reduce_sequence_parallel_grads(sharded, ctx=ctx)
+        all_reduce_sequence_parallel_grads(sharded, mesh=ctx)
         marked = [flat for flat in sharded._flats.values() if getattr(flat.shard, "sequence_parallel", False)]
         assert [flat.id for flat in marked] == [f"layers.{i}:float32-sequence_parallel" for i in range(2)]
         for flat in marked:
@@ -363,12 +363,12 @@ def test_a_checkpoint_of_several_units_is_refused_and_the_module_can_be_used_aga
 
     data = batches(ctx, 2)
     torch.manual_seed(0)
-    model = FullyShard(Checkpointed().to(ctx.device), UNITS, ctx=ctx)
+    model = FullyShard(Checkpointed().to(ctx.device), UNITS, mesh=ctx)
     with pytest.raises(LeaseError, match="unit layers.2 can't be gathered: .* let each checkpoint hold one unit alone"):
         train(ctx, model, data)
     model.module.several = False
     model.zero_grad()
-    keeping = FullyShard(hybrid(ctx), UNITS, ctx=ctx)
+    keeping = FullyShard(hybrid(ctx), UNITS, mesh=ctx)
     assert torch.equal(*(train(ctx, each, data) for each in (model, keeping)))
     assert same_bits(model, keeping)
 
@@ -386,7 +386,7 @@ def test_tied_parameters_are_one_and_belong_to_the_root(ctx):
 
     torch.manual_seed(1)
     unsharded = tied()
-    sharded = FullyShard(copy.deepcopy(unsharded), UNITS, ctx=ctx)
+    sharded = FullyShard(copy.deepcopy(unsharded), UNITS, mesh=ctx)
     root = [names for flat in sharded._root.flats for names in flat.names]
     assert ["layers.0.up.weight", "layers.2.up.weight"] in root and ["embed.weight", "extra.weight"] in root
     data = batches(ctx, 3)
@@ -414,7 +414,7 @@ def test_frozen_unused_and_mixed_parameters(ctx):
         torch.manual_seed(0)
         return Hybrid(kinds=(Odd, StateSpace, Odd)).to(ctx.device)
 
-    unsharded, sharded = odd(), FullyShard(odd(), (Odd, StateSpace), ctx=ctx)
+    unsharded, sharded = odd(), FullyShard(odd(), (Odd, StateSpace), mesh=ctx)
     ids = {flat.id for flat in sharded._flats.values()}
     assert {"layers.0:float32", "layers.0:bfloat16", "layers.0:float32-frozen", "layers.1:float32"} <= ids
     data = [integers((4 * ctx.size, 4), torch.float32, step, device=ctx.device) for step in range(3)]
@@ -440,7 +440,7 @@ def test_units_none_of_whose_inputs_wants_a_gradient_end_with_their_parameters(c
 
     torch.manual_seed(0)
     unsharded = Towers().to(ctx.device)
-    sharded = FullyShard(copy.deepcopy(unsharded), nn.Linear, ctx=ctx)
+    sharded = FullyShard(copy.deepcopy(unsharded), nn.Linear, mesh=ctx)
     data = batches(ctx, 3)
     train(ctx, sharded, data)
     train(ctx, in_fp64(unsharded), data, part=whole_batch)
@@ -487,7 +487,7 @@ def train_beside(ctx, sharded, unsharded, loss):
 def test_ranks_may_use_different_parameters_of_a_unit_and_of_the_root(ctx, embeds):
     torch.manual_seed(0)
     unsharded = Choosy(embeds).to(ctx.device)
-    sharded = FullyShard(copy.deepcopy(unsharded), Branches, ctx=ctx)
+    sharded = FullyShard(copy.deepcopy(unsharded), Branches, mesh=ctx)
     in_fp64(unsharded)
     taken = [[(0, 1), (0, 1)], [(0, 1), (0,)], [(1,), (0,)], [(0,), (0, 1)], [(0, 1), (0, 1)]]
     data = [normal((ctx.size, 4, FEATURES), torch.float32, step, device=ctx.device) for step in range(len(taken))]
@@ -499,7 +499,7 @@ def test_ranks_may_use_different_parameters_of_a_unit_and_of_the_root(ctx, embed
 @pytest.mark.ranks(2)
 def test_what_the_shard_is_frozen_for_its_parameters_are(ctx):
     """As in adversarial training: the model is frozen in every other step, in which only its input is trained."""
-    unsharded, sharded = in_fp64(hybrid(ctx)), FullyShard(hybrid(ctx), UNITS, ctx=ctx)
+    unsharded, sharded = in_fp64(hybrid(ctx)), FullyShard(hybrid(ctx), UNITS, mesh=ctx)
     x = [normal((4, 4), torch.float32, rank, device=ctx.device).requires_grad_() for rank in range(ctx.size)]
     for step in range(4):
         for model in (sharded, unsharded):
@@ -515,7 +515,7 @@ def test_what_the_shard_is_frozen_for_its_parameters_are(ctx):
     sharded.module.layers[0].up.weight.requires_grad_(False)
     with pytest.raises(ValueError, match="requires_grad of layers.0.up.weight was changed, .* the shard, 'layers.0:fl"):
         sharded(x[0])
-    frozen = FullyShard(hybrid(ctx).requires_grad_(False), UNITS, ctx=ctx)
+    frozen = FullyShard(hybrid(ctx).requires_grad_(False), UNITS, mesh=ctx)
     frozen.requires_grad_(True)
     with pytest.raises(ValueError, match="embed.weight is to be trained, but was frozen when the module was sharded"):
         frozen(x[0])
@@ -523,7 +523,7 @@ def test_what_the_shard_is_frozen_for_its_parameters_are(ctx):
 
 @pytest.mark.ranks(2)
 def test_a_second_derivative_is_refused(ctx):
-    sharded, x = FullyShard(hybrid(ctx), UNITS, ctx=ctx), torch.ones(4, 4, device=ctx.device, requires_grad=True)
+    sharded, x = FullyShard(hybrid(ctx), UNITS, mesh=ctx), torch.ones(4, 4, device=ctx.device, requires_grad=True)
     (slope,) = torch.autograd.grad(sharded(x).square().mean(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         slope.square().sum().backward()
@@ -558,11 +558,11 @@ def test_units_may_pass_dataclasses_on_but_nothing_that_hides_tensors(ctx):
         torch.manual_seed(0)
         unsharded = Model(kinds=4 * (Wrapping,)).to(ctx.device)
         unsharded.layers.requires_grad_(not frozen)
-        sharded = FullyShard(copy.deepcopy(unsharded), Wrapping, ctx=ctx)
+        sharded = FullyShard(copy.deepcopy(unsharded), Wrapping, mesh=ctx)
         train(ctx, sharded, data)
         train(ctx, in_fp64(unsharded), data, part=whole_batch)
         assert_trained_alike(ctx, sharded, unsharded, 3)
-    hiding = FullyShard(hybrid(ctx, kinds=(Hiding,)), Hiding, ctx=ctx)
+    hiding = FullyShard(hybrid(ctx, kinds=(Hiding,)), Hiding, mesh=ctx)
     with pytest.raises(TypeError, match="unit layers.0 returns SimpleNamespace, in which no tensor is found"):
         hiding(own(ctx, data[0]))
 
@@ -585,7 +585,7 @@ def test_what_does_not_depend_on_a_units_input_still_ends_in_backward(ctx):
 
     torch.manual_seed(0)
     unsharded = Model(kinds=3 * (Dense, Beside)).to(ctx.device)
-    sharded = FullyShard(copy.deepcopy(unsharded), (Dense, Beside), ctx=ctx)
+    sharded = FullyShard(copy.deepcopy(unsharded), (Dense, Beside), mesh=ctx)
     in_fp64(unsharded)
     for batch in batches(ctx, 3):
         parts = batch.chunk(ctx.size)
@@ -614,7 +614,7 @@ def some(ctx):
 
 @pytest.mark.ranks(2)
 def test_gradients_are_of_what_was_used_is_trained_and_is_not_held_back(ctx):
-    sharded, x = FullyShard(some(ctx), nn.Linear, ctx=ctx), torch.ones(2, FEATURES, device=ctx.device)
+    sharded, x = FullyShard(some(ctx), nn.Linear, mesh=ctx), torch.ones(2, FEATURES, device=ctx.device)
 
     def with_gradients():
         return {name for name, shard in sharded.shards.items() if shard.grad is not None}
@@ -636,7 +636,7 @@ def test_gradients_are_of_what_was_used_is_trained_and_is_not_held_back(ctx):
 
 @pytest.mark.ranks(2)
 def test_a_rank_may_use_nothing_of_the_root(ctx):
-    unsharded, sharded = in_fp64(some(ctx)), FullyShard(some(ctx), nn.Linear, ctx=ctx)
+    unsharded, sharded = in_fp64(some(ctx)), FullyShard(some(ctx), nn.Linear, mesh=ctx)
     x = normal((ctx.size, 4, FEATURES), torch.float32, 1, device=ctx.device)
     for step in range(2):
         loss = lambda model, rank: model(x[rank], scaled=rank == step).square().mean()  # noqa: B023, E731
@@ -648,7 +648,7 @@ def test_a_rank_may_use_nothing_of_the_root(ctx):
 def test_what_a_failed_backward_has_left_is_given_back_and_its_graph_can_be_used_again(ctx):
     torch.manual_seed(0)
     unsharded = Choosy(True).to(ctx.device)
-    sharded = FullyShard(copy.deepcopy(unsharded), Branches, ctx=ctx)
+    sharded = FullyShard(copy.deepcopy(unsharded), Branches, mesh=ctx)
     in_fp64(unsharded)
     x = normal((ctx.size, 4, FEATURES), torch.float32, 1, device=ctx.device)
     failing = []
@@ -679,7 +679,7 @@ def test_what_a_failed_backward_has_left_is_given_back_and_its_graph_can_be_used
 
 @pytest.mark.ranks(2)
 def test_zero_grad_forgets_what_no_sync_has_kept(ctx):
-    forgetful, plain = (FullyShard(hybrid(ctx), UNITS, ctx=ctx) for _ in range(2))
+    forgetful, plain = (FullyShard(hybrid(ctx), UNITS, mesh=ctx) for _ in range(2))
     data = batches(ctx, 4)
     with forgetful.no_sync():
         forgetful(own(ctx, data[3])).square().mean().backward()
@@ -691,7 +691,7 @@ def test_zero_grad_forgets_what_no_sync_has_kept(ctx):
 
 @pytest.mark.ranks(2)
 def test_a_backward_that_fails_spoils_no_other(ctx):
-    failing, plain = (FullyShard(hybrid(ctx), UNITS, ctx=ctx) for _ in range(2))
+    failing, plain = (FullyShard(hybrid(ctx), UNITS, mesh=ctx) for _ in range(2))
     for batch in batches(ctx, 4):
         for model in (failing, plain):
             x = own(ctx, batch).requires_grad_()
@@ -718,7 +718,7 @@ def test_a_backward_that_fails_leaves_no_gradient_behind(ctx, dropped):
     still hold it when backward() has raised.
     """
     torch.manual_seed(0)
-    model = FullyShard(Choosy(embeds=False).to(ctx.device), Branches, ctx=ctx)
+    model = FullyShard(Choosy(embeds=False).to(ctx.device), Branches, mesh=ctx)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     x, grads, held = torch.ones(2, FEATURES, device=ctx.device), [], []
 
@@ -745,13 +745,13 @@ def test_hooks_that_were_there_before_see_parameters(ctx):
     model, seen = hybrid(ctx), []
     want = model.layers[0].up.weight.norm().item()
     model.layers[0].register_forward_pre_hook(lambda layer, _: seen.append(layer.up.weight.norm().item()))
-    FullyShard(model, UNITS, ctx=ctx)(own(ctx, batches(ctx, 1)[0]))
+    FullyShard(model, UNITS, mesh=ctx)(own(ctx, batches(ctx, 1)[0]))
     assert seen == [want]
 
 
 @pytest.mark.ranks(2)
 def test_gradients_are_clipped_by_the_norm_of_all_shards(ctx):
-    unsharded, sharded = in_fp64(hybrid(ctx)), FullyShard(hybrid(ctx), UNITS, ctx=ctx)
+    unsharded, sharded = in_fp64(hybrid(ctx)), FullyShard(hybrid(ctx), UNITS, mesh=ctx)
     (batch,) = batches(ctx, 1)
     unsharded(batch).square().mean().backward()
     sharded(own(ctx, batch)).square().mean().backward()
@@ -769,7 +769,7 @@ def test_gradients_are_clipped_by_the_norm_of_all_shards(ctx):
 def test_means_that_fp16_holds_are_reached_where_it_does_not_hold_the_sums(ctx):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4, dtype=torch.float16)).to(ctx.device)
-    sharded = FullyShard(model, nn.Linear, ctx=ctx)
+    sharded = FullyShard(model, nn.Linear, mesh=ctx)
     sharded(torch.full((1, 4), 40000.0, dtype=torch.float16, device=ctx.device)).sum().backward()
     (shard,) = sharded.shards.values()
     assert tkernels.all_gather(shard.grad, ctx=ctx).max() == 40000.0
@@ -777,7 +777,7 @@ def test_means_that_fp16_holds_are_reached_where_it_does_not_hold_the_sums(ctx):
 
 @pytest.mark.ranks(2)
 def test_another_order_and_a_failure_change_no_result(ctx):
-    sharded, plain = (FullyShard(hybrid(ctx), UNITS, ctx=ctx, overlap=overlap) for overlap in (True, False))
+    sharded, plain = (FullyShard(hybrid(ctx), UNITS, mesh=ctx, overlap=overlap) for overlap in (True, False))
     orders = [None, None, (0, 2, 1), None, (4, 3, 2, 1, 0), (0, 0, 1), None, None]
     for order, batch in zip(orders, batches(ctx, len(orders)), strict=True):
         for model in (sharded, plain):
@@ -797,7 +797,7 @@ def test_another_order_and_a_failure_change_no_result(ctx):
 
 @pytest.mark.ranks(2)
 def test_evaluations_in_inference_mode_change_no_result(ctx):
-    evaluated, plain = (FullyShard(hybrid(ctx), UNITS, ctx=ctx) for _ in range(2))
+    evaluated, plain = (FullyShard(hybrid(ctx), UNITS, mesh=ctx) for _ in range(2))
     data = batches(ctx, 4)
     for batch in data:
         with torch.inference_mode():
@@ -812,7 +812,7 @@ def test_gradients_travel_in_the_dtype_that_is_asked_for(ctx):
     data = batches(ctx, 1)
     results = {}
     for grad_dtype in (None, torch.bfloat16):
-        sharded = FullyShard(hybrid(ctx), UNITS, ctx=ctx, grad_dtype=grad_dtype)
+        sharded = FullyShard(hybrid(ctx), UNITS, mesh=ctx, grad_dtype=grad_dtype)
         buckets = sharded.gradient_pool.plan.buckets.values()
         assert {bucket.dtype for bucket in buckets} == {grad_dtype or torch.float32}
         sharded(own(ctx, data[0])).square().mean().backward()
@@ -829,7 +829,7 @@ def test_fully_shard_adds_up_passes_in_grad_dtype(ctx):
     """256 and some ones are 256 in bf16, whether the passes meet in the shards or before, in no_sync."""
     torch.manual_seed(0)
     linear = nn.Linear(4, 8, bias=False, dtype=torch.bfloat16, device=ctx.device)
-    model = FullyShard(nn.Sequential(linear), (nn.Linear,), ctx=ctx, grad_dtype=torch.float32)
+    model = FullyShard(nn.Sequential(linear), (nn.Linear,), mesh=ctx, grad_dtype=torch.float32)
     (shard,) = model.shards.values()
     x = torch.ones(1, 4, dtype=torch.bfloat16, device=ctx.device)
 
@@ -868,7 +868,7 @@ def test_fully_shard_compiles_units_and_nothing_else(ctx):
     data, told = batches(ctx, 3), []
     log, listener = logging.getLogger("torch._dynamo"), logging.Handler(logging.WARNING)
     listener.emit = lambda record: told.append(record.getMessage())
-    eager, compiled = (FullyShard(hybrid(ctx, kinds=(Dense, Dense)), UNITS, ctx=ctx) for _ in range(2))
+    eager, compiled = (FullyShard(hybrid(ctx, kinds=(Dense, Dense)), UNITS, mesh=ctx) for _ in range(2))
     want = train(ctx, eager, data)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -889,25 +889,25 @@ def test_fully_shard_names_a_class_that_is_no_unit_and_logs_its_pools(caplog, re
     ctx = tkernels.init(heap_bytes=8 << 20)
     try:
         with caplog.at_level(logging.INFO, "tkernels"):
-            FullyShard(hybrid(ctx), UNITS, ctx=ctx)
+            FullyShard(hybrid(ctx), UNITS, mesh=ctx)
         assert not recwarn
         pools = [record.getMessage() for record in caplog.records if "pool of" in record.getMessage()]
         for what, text in zip(("parameters", "gradients"), pools, strict=True):
             assert re.search(rf"pool of {what}\nslot .*\nfloat32\[0\] +2,944  layers.0:float32 +layers.0\n", text), text
         half = [StateSpace, Dense, StateSpace, StateSpace, StateSpace]
         with pytest.warns(UserWarning, match="class StateSpace hold 6. % .* add StateSpace to units") as warned:
-            FullyShard(hybrid(ctx, kinds=half), (Dense,), ctx=ctx)
+            FullyShard(hybrid(ctx, kinds=half), (Dense,), mesh=ctx)
         assert len(warned) == 1 and warned[0].filename == __file__
         recwarn.clear()
-        FullyShard(hybrid(ctx, kinds=half), (StateSpace,), ctx=ctx)  # Dense has less than half
+        FullyShard(hybrid(ctx, kinds=half), (StateSpace,), mesh=ctx)  # Dense has less than half
         tied = hybrid(ctx, kinds=half[:2])
         tied.layers[0].into.weight = tied.again = nn.Parameter(torch.zeros(32, 100 * FEATURES))
-        FullyShard(tied, (Dense,), ctx=ctx)  # the root's in any case
+        FullyShard(tied, (Dense,), mesh=ctx)  # the root's in any case
         assert not recwarn
         stacked = hybrid(ctx, kinds=[Dense])
         stacked.stack = Stack()
         with pytest.warns(UserWarning, match="class StateSpace hold 60 %"):
-            FullyShard(stacked, (Dense,), ctx=ctx)
+            FullyShard(stacked, (Dense,), mesh=ctx)
     finally:
         tkernels.finalize(ctx)
 
@@ -918,7 +918,7 @@ def test_fully_shard_names_a_class_that_is_no_unit_and_logs_its_pools(caplog, re
 @pytest.mark.ranks(2, 4)
 def test_a_state_dict_of_the_whole_model_goes_out_and_in(ctx):
     unsharded = hybrid(ctx, seed=5)
-    sharded = FullyShard(hybrid(ctx, seed=6), UNITS, ctx=ctx)
+    sharded = FullyShard(hybrid(ctx, seed=6), UNITS, mesh=ctx)
     assert sum(p.numel() for p in sharded.parameters()) < sum(p.numel() for p in unsharded.parameters())
     want = {name: value.cpu() for name, value in unsharded.state_dict().items()}
     sharded.load_full_state_dict(want)
@@ -929,7 +929,7 @@ def test_a_state_dict_of_the_whole_model_goes_out_and_in(ctx):
     x = batches(ctx, 1)[0]
     with torch.no_grad():
         assert_close_to(sharded(x), in_fp64(unsharded)(x), terms=64)
-    again = FullyShard(hybrid(ctx, seed=6), UNITS, ctx=ctx)
+    again = FullyShard(hybrid(ctx, seed=6), UNITS, mesh=ctx)
     again.load_state_dict(sharded.state_dict())
     assert same_bits(again, sharded)
     del want["head.bias"]
@@ -957,7 +957,7 @@ def tower(seed, contexts=()):
     model = nn.ModuleDict({"inner": inner, "last": nn.Linear(3, 2)})
     for ctx in contexts:
         model = model.to(ctx.device)
-        model["inner"] = FullyShard(inner, UNITS, ctx=ctx)
+        model["inner"] = FullyShard(inner, UNITS, mesh=ctx)
     return model
 
 
@@ -1001,11 +1001,11 @@ def test_a_checkpoint_of_shards_loads_into_any_number_of_ranks_and_the_unsharded
 def test_parallel_layers_inside_are_gathered_and_split_as_well(ctx, tmp_path):
     def mlp(seed, over, features=9):
         torch.manual_seed(seed)
-        return nn.Sequential(ParallelMLP(6, features, "swiglu", ctx=over), nn.Linear(6, 2)).to(ctx.device)
+        return nn.Sequential(ParallelMLP(6, features, "swiglu", mesh=over), nn.Linear(6, 2)).to(ctx.device)
 
     with tkernels.init([dist.new_group([rank]) for rank in range(2)][ctx.rank], heap_bytes=8 << 20) as alone:
         want = mlp(1, alone).state_dict()
-        first, second, third = (FullyShard(mlp(seed, ctx), ParallelMLP, ctx=alone) for seed in (1, 2, 3))
+        first, second, third = (FullyShard(mlp(seed, ctx), ParallelMLP, mesh=alone) for seed in (1, 2, 3))
         assert_same_state(gather_state_dict(first), want)
         load_full_state_dict(second, want)
         assert same_bits(second, first)
@@ -1016,7 +1016,7 @@ def test_parallel_layers_inside_are_gathered_and_split_as_well(ctx, tmp_path):
     for parameter in twice.parameters():
         nn.init.ones_(parameter)  # so that the parts of both ranks are equal, as replicas' are
     with pytest.raises(ValueError, match="0.fc1.weight is split by ColumnParallelLinear, and each part again by Fully"):
-        sharded_state_dict(FullyShard(twice, ParallelMLP, ctx=ctx))
+        sharded_state_dict(FullyShard(twice, ParallelMLP, mesh=ctx))
 
 
 @pytest.mark.ranks(2)
@@ -1027,28 +1027,28 @@ def test_what_cannot_be_sharded_is_refused_by_name(ctx):
             self.inner = Experts()
 
     model = hybrid(ctx)
-    sharded, x = FullyShard(hybrid(ctx), UNITS, ctx=ctx), own(ctx, batches(ctx, 1)[0])
+    sharded, x = FullyShard(hybrid(ctx), UNITS, mesh=ctx), own(ctx, batches(ctx, 1)[0])
     integer = hybrid(ctx)
     integer.scale = nn.Parameter(torch.ones(2, device=ctx.device, dtype=torch.float64))
     refused = [
-        (lambda: FullyShard(model, nn.Conv2d, ctx=ctx), ValueError, "no module is a unit: none is of the types Conv2d"),
-        (lambda: FullyShard(model, "Dense", ctx=ctx), TypeError, "units are classes of .*, not instances of str"),
-        (lambda: FullyShard(model, (Dense, model.head), ctx=ctx), TypeError, "units=.nn.Linear,., not .* of Linear"),
-        (lambda: FullyShard(model, Hybrid, ctx=ctx), ValueError, "the module itself is of a unit's type"),
+        (lambda: FullyShard(model, nn.Conv2d, mesh=ctx), ValueError, "no module is a unit: none is of .* Conv2d"),
+        (lambda: FullyShard(model, "Dense", mesh=ctx), TypeError, "units are classes of .*, not instances of str"),
+        (lambda: FullyShard(model, (Dense, model.head), mesh=ctx), TypeError, "units=.nn.Linear,., not .* of Linear"),
+        (lambda: FullyShard(model, Hybrid, mesh=ctx), ValueError, "the module itself is of a unit's type"),
         (
-            lambda: FullyShard(nn.Sequential(Nested()).to(ctx.device), UNITS, ctx=ctx),
+            lambda: FullyShard(nn.Sequential(Nested()).to(ctx.device), UNITS, mesh=ctx),
             ValueError, "unit '0.inner' lies inside unit '0'",
         ),
-        (lambda: FullyShard(hybrid(ctx).to("meta"), UNITS, ctx=ctx), ValueError, "embed.weight is on meta; move"),
-        (lambda: FullyShard(integer, UNITS, ctx=ctx), TypeError, "scale: gradients are summed in .* not torch.float64"),
-        (lambda: FullyShard(model, UNITS, ctx=ctx, pool="rotary"), ValueError, "pool='rotary' is unknown; use"),
+        (lambda: FullyShard(hybrid(ctx).to("meta"), UNITS, mesh=ctx), ValueError, "embed.weight is on meta; move"),
+        (lambda: FullyShard(integer, UNITS, mesh=ctx), TypeError, "scale: gradients are summed .* not torch.float64"),
+        (lambda: FullyShard(model, UNITS, mesh=ctx, pool="rotary"), ValueError, "pool='rotary' is unknown; use"),
         (
-            lambda: FullyShard(model, UNITS, ctx=ctx, overlap=False, comm_stream=object()),
+            lambda: FullyShard(model, UNITS, mesh=ctx, overlap=False, comm_stream=object()),
             ValueError, "overlap=False communicates on the stream that computes, not on comm_stream; leave one out",
         ),
-        (lambda: FullyShard(hybrid(ctx), UNITS, ctx=ctx).to(torch.bfloat16), TypeError, "before it is sharded"),
-        (lambda: FullyShard(sharded, UNITS, ctx=ctx), ValueError, "the module is sharded already"),
-        (lambda: FullyShard(sharded.module, UNITS, ctx=ctx), ValueError, "embed is sharded already"),
+        (lambda: FullyShard(hybrid(ctx), UNITS, mesh=ctx).to(torch.bfloat16), TypeError, "before it is sharded"),
+        (lambda: FullyShard(sharded, UNITS, mesh=ctx), ValueError, "the module is sharded already"),
+        (lambda: FullyShard(sharded.module, UNITS, mesh=ctx), ValueError, "embed is sharded already"),
         (lambda: sharded.module(x), LeaseError, "Hybrid was called outside .* call the FullyShard, not"),
         (lambda: sharded.module.layers[0](x), LeaseError, "Dense was called outside .* call the FullyShard, not"),
         (lambda: sharded.load_state_dict(sharded.state_dict(), assign=True), ValueError, "assign=True. would leave"),
@@ -1062,7 +1062,7 @@ def test_what_cannot_be_sharded_is_refused_by_name(ctx):
             call()
     differing = hybrid(ctx, seed=ctx.rank)
     with pytest.raises(MismatchError) as error:
-        FullyShard(differing, UNITS, ctx=ctx)
+        FullyShard(differing, UNITS, mesh=ctx)
     for whole in (model, differing):
         train(ctx, whole, [x])
     text = message_on_every_rank(ctx, error.value)
@@ -1081,30 +1081,30 @@ def test_fully_shard_raises_what_is_wrong_on_one_rank_on_every_rank_and_changes_
         ({"copies": 0}, "a pool's copies"),
         ({"module": 3}, "module"),
     ]:
-        options = {"module": module, "units": UNITS, "ctx": ctx} | (wrong if ctx.rank == 1 else {})
+        options = {"module": module, "units": UNITS, "mesh": ctx} | (wrong if ctx.rank == 1 else {})
         with pytest.raises((TypeError, ValueError), match=rf"{message}.* \(on rank 1\)$") as error:
             FullyShard(**options)
         message_on_every_rank(ctx, error.value)
     assert all(map(torch.equal, before.values(), module.state_dict().values()))
-    FullyShard(module, UNITS, ctx=ctx).close()
+    FullyShard(module, UNITS, mesh=ctx).close()
 
 
 @pytest.mark.ranks(2)
 def test_parameters_that_belong_to_another_are_refused_and_so_are_shards(ctx):
     model = hybrid(ctx)
     for own_all in (
-        lambda: OverlappedDDP(model, ctx),
-        lambda: ZeroOptimizer(model.parameters(), torch.optim.SGD, lr=1.0, ctx=ctx),
+        lambda: OverlappedDDP(model, mesh=ctx),
+        lambda: ZeroOptimizer(model.parameters(), torch.optim.SGD, lr=1.0, mesh=ctx),
     ):
         other = own_all()
         with pytest.raises(ValueError, match=rf"embed.weight belongs to {type(other).__name__}.* call remove\(\)"):
-            FullyShard(model, UNITS, ctx=ctx)
+            FullyShard(model, UNITS, mesh=ctx)
         other.remove()
-    sharded = FullyShard(model, UNITS, ctx=ctx)
+    sharded = FullyShard(model, UNITS, mesh=ctx)
     sharded(own(ctx, batches(ctx, 1)[0])).square().mean().backward()
     assert all(shard.grad.abs().sum() > 0 for shard in sharded.parameters())
     with pytest.raises(ValueError, match=r"parameter 0 of shape \[\d+\] is a shard of a FullyShard.*pass its"):
-        ZeroOptimizer(sharded.parameters(), torch.optim.SGD, lr=1.0, ctx=ctx)
+        ZeroOptimizer(sharded.parameters(), torch.optim.SGD, lr=1.0, mesh=ctx)
 
 
 @pytest.mark.ranks(2)
@@ -1113,7 +1113,7 @@ def test_what_is_closed_says_so_and_leaves_room_for_others(ctx):
     with tkernels.init(ctx.group.process_group, heap_bytes=16 << 20) as context:
         free = set()
         for _ in range(3):
-            sharded = FullyShard(hybrid(ctx), UNITS, ctx=context, memory="symmetric", overlap=False)
+            sharded = FullyShard(hybrid(ctx), UNITS, mesh=context, memory="symmetric", overlap=False)
             state = sharded.gather_state_dict()
             sharded(x)
             sharded.close()
@@ -1136,7 +1136,7 @@ def test_extra_state_travels_with_the_state_dict(ctx):
         def set_extra_state(self, state):
             self.count = state["count"]
 
-    first, second = (FullyShard(hybrid(ctx, seed, kinds=(Counting, Dense)), Dense, ctx=ctx) for seed in (1, 2))
+    first, second = (FullyShard(hybrid(ctx, seed, kinds=(Counting, Dense)), Dense, mesh=ctx) for seed in (1, 2))
     first.module.layers[0].count = 7
     second.load_full_state_dict(first.gather_state_dict())
     assert second.module.layers[0].count == 7 and same_bits(first, second)
@@ -1144,7 +1144,7 @@ def test_extra_state_travels_with_the_state_dict(ctx):
 
 @pytest.mark.ranks(2)
 def test_a_backward_whose_parameters_have_moved_is_refused(ctx):
-    sharded = FullyShard(hybrid(ctx), UNITS, ctx=ctx)
+    sharded = FullyShard(hybrid(ctx), UNITS, mesh=ctx)
     loss = sharded(own(ctx, batches(ctx, 1)[0])).sum()
     pool = sharded.parameter_pool
     for bucket, slot in list(pool._assigned.items()):
@@ -1166,7 +1166,7 @@ def simulated(starve, overlap=True, steps=3, patch=None, copies=2):
         sim, losses = Simulator(), []
         with sim:
             comm = sim.Stream("comm") if overlap else None
-            sharded = FullyShard(model, UNITS, ctx=ctx, overlap=overlap, copies=copies, comm_stream=comm, dev=sim)
+            sharded = FullyShard(model, UNITS, mesh=ctx, overlap=overlap, copies=copies, comm_stream=comm, dev=sim)
             if patch is not None:
                 patch(sharded)
             optimizer = torch.optim.SGD(sharded.parameters(), 0.5)
@@ -1262,7 +1262,7 @@ def test_shards_are_changed_after_a_gather_that_nobody_used():
     ctx, sim = tkernels.init(heap_bytes=8 << 20), Simulator()
     try:
         with sim, torch.no_grad():
-            sharded = FullyShard(some(ctx), nn.Linear, ctx=ctx, comm_stream=sim.Stream("comm"), dev=sim)
+            sharded = FullyShard(some(ctx), nn.Linear, mesh=ctx, comm_stream=sim.Stream("comm"), dev=sim)
             for taken in ((0, 1, 2), (0,)):
                 sharded(torch.ones(2, FEATURES), taken)
             for shard in sharded.shards.values():
@@ -1330,8 +1330,8 @@ class late:
 @pytest.mark.parametrize("side", ["comm", "compute"])
 @pytest.mark.parametrize("iterations", [1000])
 def test_training_with_a_late_stream_gives_the_same_bits(ctx, side, iterations):
-    plain = FullyShard(hybrid(ctx), UNITS, ctx=ctx, overlap=False)
-    sharded = FullyShard(hybrid(ctx), UNITS, ctx=ctx, memory="symmetric", copies=COPIES[side])
+    plain = FullyShard(hybrid(ctx), UNITS, mesh=ctx, overlap=False)
+    sharded = FullyShard(hybrid(ctx), UNITS, mesh=ctx, memory="symmetric", copies=COPIES[side])
     optimizers = [torch.optim.SGD(model.parameters(), 0.01) for model in (plain, sharded)]
     for start in range(0, iterations, 50):
         data = [normal((4 * ctx.size, 4), torch.float32, start + i, device=ctx.device) for i in range(50)]
@@ -1349,8 +1349,8 @@ def test_training_with_a_late_stream_gives_the_same_bits(ctx, side, iterations):
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("side", ["comm", "compute"])
 def test_without_the_wait_for_the_last_tenant_a_late_stream_breaks_training(ctx, side):
-    plain = FullyShard(hybrid(ctx), UNITS, ctx=ctx, overlap=False)
-    sharded = FullyShard(hybrid(ctx), UNITS, ctx=ctx, copies=COPIES[side])
+    plain = FullyShard(hybrid(ctx), UNITS, mesh=ctx, overlap=False)
+    sharded = FullyShard(hybrid(ctx), UNITS, mesh=ctx, copies=COPIES[side])
     data = batches(ctx, 10)
     for model in (plain, sharded):  # kernels are compiled, workspaces are large enough
         train(ctx, model, data[:2], torch.optim.SGD(model.parameters(), 0.0))
@@ -1367,7 +1367,7 @@ def test_without_the_wait_for_the_last_tenant_a_late_stream_breaks_training(ctx,
 @gpu_only
 @pytest.mark.ranks(2, 4)
 def test_compute_goes_on_while_a_reduction_is_late(ctx):
-    sharded = FullyShard(hybrid(ctx), UNITS, ctx=ctx)
+    sharded = FullyShard(hybrid(ctx), UNITS, mesh=ctx)
     data = batches(ctx, 3)
     train(ctx, sharded, data[:2])
     loss = sharded(own(ctx, data[2])).square().mean()
@@ -1395,7 +1395,7 @@ def test_compute_goes_on_while_a_reduction_is_late(ctx):
 @gpu_only
 @pytest.mark.ranks(2, 4)
 def test_whole_iterations_in_a_graph_are_the_eager_ones(ctx):
-    eager, graphed = (FullyShard(hybrid(ctx), UNITS, ctx=ctx, memory=memory) for memory in ("torch", "symmetric"))
+    eager, graphed = (FullyShard(hybrid(ctx), UNITS, mesh=ctx, memory=memory) for memory in ("torch", "symmetric"))
     optimizers = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in (eager, graphed)]
     data = batches(ctx, 8)
     want = train(ctx, eager, data, optimizers[0])
@@ -1439,7 +1439,7 @@ def test_the_norm_of_a_model_that_is_split_is_that_of_the_whole(ctx):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 4, device=ctx.device), nn.ReLU(), nn.Linear(4, 2, device=ctx.device))
         model[0].weight.tensor_model_parallel = True
-        sharded = FullyShard(model, (nn.Linear,), ctx=dp)
+        sharded = FullyShard(model, (nn.Linear,), mesh=dp)
         for shard in sharded.shards.values():
             split = getattr(shard, "tensor_model_parallel", False)
             shard.grad = torch.full_like(shard, 2.0 + part if split else 3.0)
@@ -1459,7 +1459,7 @@ def test_units_that_come_in_another_order_lose_no_gradient(ctx):
     """A forward without its backward, then one with it: what was learnt of the order is wrong in mid-backward."""
     torch.manual_seed(0)
     plain = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))).to(ctx.device)
-    sharded = FullyShard(copy.deepcopy(plain), (nn.Linear,), ctx=ctx)
+    sharded = FullyShard(copy.deepcopy(plain), (nn.Linear,), mesh=ctx)
     in_fp64(plain)
     x = normal((4, 6), torch.float32, 1, device=ctx.device)
     for _ in range(2):
@@ -1478,7 +1478,7 @@ def test_units_that_come_in_another_order_lose_no_gradient(ctx):
 @pytest.mark.ranks(2)
 def test_a_sum_that_fp16_does_not_hold_is_averaged_before_it_is_rounded(ctx):
     model = nn.Sequential(nn.Linear(4, 4, bias=False, dtype=torch.float16, device=ctx.device))
-    sharded = FullyShard(model, (nn.Linear,), grad_dtype=torch.float32, ctx=ctx)
+    sharded = FullyShard(model, (nn.Linear,), grad_dtype=torch.float32, mesh=ctx)
     x = torch.full((1, 4), 200.0, dtype=torch.float16, device=ctx.device)
     (sharded(x) * 200.0).sum().backward()
     for shard in sharded.shards.values():

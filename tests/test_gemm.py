@@ -11,7 +11,7 @@ import triton.language as tl
 from transports import launches
 
 import tkernels
-from tkernels import choice, gemm
+from tkernels import choice, gemm, staging
 from tkernels.comm import runtime
 from tkernels.comm.calls import PreparedCalls
 from tkernels.configs import GemmConfig
@@ -20,11 +20,13 @@ from tkernels.gemm import (
     DTYPES,
     Matrix,
     activation_reference,
+    in_rows,
     load_tile,
     matmul,
     matmul_reference,
     precision,
     store_tile,
+    tma_allowed,
 )
 from tkernels.gpus import H200, SIMULATED
 from tkernels.model import default_config
@@ -35,22 +37,41 @@ DEVICE = runtime.device()
 LAYOUTS = {"TN": (False, False), "NN": (False, True), "NT": (True, True), "TT": (True, False)}
 
 
-def chosen(monkeypatch, choice):
-    """Let `choice` say whether a local product is our kernel's, as its configuration does, or torch's, as None does."""
-    monkeypatch.setattr(gemm, "product_config", choice)
+def chosen(monkeypatch, way):
+    """Let `way`, a function of a model.Problem, say how a local product is carried out."""
+    monkeypatch.setattr(gemm, "product_way", way)
     monkeypatch.setattr(gemm, "local_calls", PreparedCalls())
+
+
+def configured(problem, layout=None):
+    sizes = problem.M, problem.N, problem.K
+    return choice.gemm_config(*sizes, problem.dtype, layout or problem.layout, problem.stored)
 
 
 @pytest.fixture(autouse=True)
 def by_kernel(monkeypatch):
     """Our kernel multiplies, wherever torch would be faster."""
-    choose = choice.gemm_config
-    chosen(monkeypatch, lambda each: choose(each.M, each.N, each.K, each.dtype, each.layout, each.stored))
+    chosen(monkeypatch, lambda problem: ("kernel", configured(problem)))
 
 
 @pytest.fixture
 def by_library(monkeypatch, by_kernel):
-    chosen(monkeypatch, lambda problem: None)
+    chosen(monkeypatch, lambda problem: ("library", None))
+
+
+@pytest.fixture
+def staged(monkeypatch, by_kernel):
+    """Operands and results that TMA can't take are staged; the copies have other values around them."""
+    chosen(monkeypatch, lambda problem: ("staged", configured(problem, problem.orientation)))
+    empty = staging.Rows.empty
+
+    def poisoned(self, device):
+        made = empty(self, device)
+        if made.device.type != "meta":
+            made._base.fill_(math.nan) if made._base is not None else made.fill_(math.nan)
+        return made
+
+    monkeypatch.setattr(staging.Rows, "empty", poisoned)
 
 
 def operand(make, shape, dtype, seed, transposed):
@@ -261,9 +282,9 @@ def test_matmul_by_the_library_fills_out_and_gives_fp32_where_asked_and_ignores_
 
 
 def test_matmul_is_what_the_choice_says_on_a_gpu_and_a_configuration_asks_for_the_kernel(monkeypatch):
-    chosen(monkeypatch, choice.product_config)
-    monkeypatch.setattr(choice, "gpu_here", lambda: H200)
-    monkeypatch.setattr(choice.runtime, "default_programs", lambda: 132)
+    chosen(monkeypatch, choice.product_way)
+    monkeypatch.setattr(gemm, "gpu_here", lambda: H200)
+    monkeypatch.setattr(gemm.runtime, "default_programs", lambda: 132)
     x, w = normal((16, 48), torch.bfloat16, 1, device=DEVICE), normal((40, 48), torch.bfloat16, 2, device=DEVICE)
     tiles = config(16, 40, torch.bfloat16)
     for options, kernels in (({}, []), ({"config": tiles}, ["matmul_kernel"])):
@@ -271,11 +292,57 @@ def test_matmul_is_what_the_choice_says_on_a_gpu_and_a_configuration_asks_for_th
             assert_close_to(matmul(x, w, **options), matmul_reference(x, w), terms=48)
         assert [name for name, *_ in launched] == kernels
     if tkernels.RUNTIME == "simulated":
-        monkeypatch.setattr(choice, "gpu_here", lambda: SIMULATED)
-        chosen(monkeypatch, choice.product_config)
+        monkeypatch.setattr(gemm, "gpu_here", lambda: SIMULATED)
+        chosen(monkeypatch, choice.product_way)
         with launches() as launched:
             matmul(x, w)
         assert len(launched) == 1
+
+
+# What is staged
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_matmul_of_staged_operands_is_exact_and_its_result_is_contiguous(staged, dtype, layout):
+    for seed, (M, N, K) in enumerate([*AWKWARD_SHAPES, (65, 40, 31), (40, 31, 64), (64, 129, 48), (3, 8, 2100)]):
+        x = operand(integers, (M, K), dtype, seed, LAYOUTS[layout][0])
+        w = operand(integers, (N, K), dtype, seed + 100, LAYOUTS[layout][1])
+        bias = integers(N, dtype, seed + 200, device=DEVICE)
+        with launches() as launched:
+            y = matmul(x, w, bias, "relu")
+        assert y.is_contiguous() and y.shape == (M, N)
+        assert torch.equal(y, matmul_reference(x, w, bias, "relu").to(dtype)), (M, N, K)
+        beyond = sum(not tma_allowed(in_rows(matrix)[0]) for matrix in (x, w, y))
+        if M * N * K:
+            assert [name for name, *_ in launched].count("copy_rows_kernel") == beyond, (M, N, K)
+        assert torch.equal(matmul(x, w, bias, "relu"), y)  # prepared
+
+
+def test_matmul_of_staged_views_reads_and_writes_nothing_around_them(staged):
+    memory = torch.full((60, 70), math.nan, dtype=torch.bfloat16, device=DEVICE)
+    x, w = memory[1:34, 3:28], memory[34:60, 3:28].copy_(integers((26, 25), torch.bfloat16, 2, device=DEVICE))
+    x.copy_(integers((33, 25), torch.bfloat16, 1, device=DEVICE))
+    out = torch.full((35 * 26,), math.nan, dtype=torch.bfloat16, device=DEVICE)
+    y = out[26:-26].view(33, 26)  # rows of 52 bytes
+    assert matmul(x, w, out=y) is y and torch.equal(y, matmul_reference(x, w).bfloat16())
+    assert out[:26].isnan().all() and out[-26:].isnan().all() and memory[0].isnan().all()
+    # What is staged is what the operands hold in each call.
+    w.add_(1)
+    assert torch.equal(matmul(x, w, out=y), matmul_reference(x, w).bfloat16())
+    expanded = x[:1].expand(9, 25)
+    assert torch.equal(matmul(expanded, w), matmul_reference(expanded, w).bfloat16())
+
+
+@pytest.mark.parametrize("columns, stride", [(1, 64), (64, 64), (65, 128), (8191, 8192)])
+def test_rows_have_a_stride_of_whole_lines(columns, stride):
+    matrix = torch.empty(3, columns, dtype=torch.bfloat16)
+    rows = staging.Rows.of(matrix)
+    assert (rows.stride, rows.turned) == (stride, False) and rows.empty("cpu").shape == matrix.shape
+    if columns > 1:
+        turned = staging.Rows.of(matrix.t())
+        assert (turned.stride, turned.turned) == (stride, True)
+        assert turned.empty("cpu").stride() == (1, stride) and turned.empty("cpu").shape == (columns, 3)
 
 
 # Beyond 2^31 elements

@@ -65,7 +65,7 @@ def assert_matches_linear(ctx, layer, full, x, dy, got, got_dx, columns, x_rows,
 def run_column(ctx, dtype, sequence_parallel, gather_output):
     full = linear(K, N, 1, dtype=dtype)
     layer = ColumnParallelLinear.from_linear(
-        full, ctx=ctx, sequence_parallel=sequence_parallel, gather_output=gather_output
+        full, mesh=ctx, sequence_parallel=sequence_parallel, gather_output=gather_output
     ).to(ctx.device)
     x, dy = normal((S, B, K), dtype, 3), normal((S, B, N), dtype, 4)
     everything, size = slice(None), N // ctx.size
@@ -81,7 +81,7 @@ def run_column(ctx, dtype, sequence_parallel, gather_output):
 def run_row(ctx, dtype, sequence_parallel, input_is_parallel=True):
     full = linear(K, N, 5, dtype=dtype)
     layer = RowParallelLinear.from_linear(
-        full, ctx=ctx, sequence_parallel=sequence_parallel, input_is_parallel=input_is_parallel
+        full, mesh=ctx, sequence_parallel=sequence_parallel, input_is_parallel=input_is_parallel
     ).to(ctx.device)
     x, dy = normal((S, B, K), dtype, 7), normal((S, B, N), dtype, 8)
     everything, size = slice(None), K // ctx.size
@@ -136,7 +136,7 @@ def mlp_and_reference(ctx, hidden, ffn_hidden, activation="relu", **options):
         )
     )
     torch.manual_seed(0)
-    mlp = ParallelMLP(hidden, ffn_hidden, activation, ctx=ctx, **options)
+    mlp = ParallelMLP(hidden, ffn_hidden, activation, mesh=ctx, **options)
     layers.load_full_state_dict(mlp, full.state_dict())
     return mlp, double(full)
 
@@ -227,7 +227,7 @@ def test_row_layer_adds_its_bias_once(ctx):
     right = full(x)
     wrong = right + (ctx.size - 1) * full.bias
     for sequence_parallel in (False, True):
-        layer = RowParallelLinear.from_linear(full, ctx=ctx, sequence_parallel=sequence_parallel).to(ctx.device)
+        layer = RowParallelLinear.from_linear(full, mesh=ctx, sequence_parallel=sequence_parallel).to(ctx.device)
         y = layer(part(x, layer.feature_sizes, ctx.rank, 1).to(ctx.device)).cpu()
         rows = slice(ctx.rank * 4 // ctx.size, (ctx.rank + 1) * 4 // ctx.size) if sequence_parallel else slice(None)
         assert torch.equal(y, right[rows])
@@ -244,7 +244,7 @@ def test_return_bias_leaves_the_bias_to_the_caller(ctx):
     reference(x.double()).backward(dy.double())
     mine = slice(2 * ctx.rank, 2 * ctx.rank + 2)
 
-    column = ColumnParallelLinear.from_linear(full, ctx=ctx, return_bias=True, sequence_parallel=True).to(ctx.device)
+    column = ColumnParallelLinear.from_linear(full, mesh=ctx, return_bias=True, sequence_parallel=True).to(ctx.device)
     y, bias = column(x[mine].to(ctx.device))
     assert bias is column.bias
     columns = slice(3 * ctx.rank, 3 * ctx.rank + 3)
@@ -252,34 +252,34 @@ def test_return_bias_leaves_the_bias_to_the_caller(ctx):
     (y + bias).backward(dy[:, columns].to(ctx.device))
     assert torch.equal(column.bias.grad.cpu(), reference.bias.grad[columns].float())
 
-    row = RowParallelLinear.from_linear(full, ctx=ctx, return_bias=True, sequence_parallel=True).to(ctx.device)
+    row = RowParallelLinear.from_linear(full, mesh=ctx, return_bias=True, sequence_parallel=True).to(ctx.device)
     assert row.bias.sequence_parallel  # as long as the caller adds it to this rank's rows
     y, bias = row(x[:, 4 * ctx.rank : 4 * ctx.rank + 4].to(ctx.device))
     assert bias is row.bias
     assert torch.equal(y.cpu(), (x @ full.weight.t())[mine])
     (y + bias).backward(dy[mine].to(ctx.device))
     assert torch.equal(row.bias.grad.cpu(), dy[mine].sum(0))
-    layers.all_reduce_sequence_parallel_grads(row, ctx=ctx)
+    layers.all_reduce_sequence_parallel_grads(row, mesh=ctx)
     assert torch.equal(row.bias.grad.cpu(), reference.bias.grad.float())
 
     row.bias.grad = None if ctx.rank == 1 else torch.ones_like(row.bias)  # counts as zero, and takes the sum
-    layers.all_reduce_sequence_parallel_grads(row, ctx=ctx)
+    layers.all_reduce_sequence_parallel_grads(row, mesh=ctx)
     assert row.bias.grad.eq(1.0).all()
     row.bias.main_grad = torch.full_like(row.bias, ctx.rank + 1.0, dtype=torch.float32)
-    layers.all_reduce_sequence_parallel_grads(row, ctx=ctx)
+    layers.all_reduce_sequence_parallel_grads(row, mesh=ctx)
     assert row.bias.main_grad.eq(3.0).all() and row.bias.grad.eq(1.0).all()
     del row.bias.main_grad
     row.bias.requires_grad_(False).grad = None
-    layers.all_reduce_sequence_parallel_grads(row, ctx=ctx)
+    layers.all_reduce_sequence_parallel_grads(row, mesh=ctx)
     assert row.bias.grad is None
     row.bias.requires_grad_(True)
     alone = [torch.distributed.new_group([rank]) for rank in range(ctx.size)][ctx.rank]
     with tkernels.init(alone, heap_bytes=1 << 20, default=False) as dp:
-        zero = layers.ZeroOptimizer([row.bias], torch.optim.SGD, lr=1.0, ctx=dp, tensor_parallel=ctx)
+        zero = layers.ZeroOptimizer([row.bias], torch.optim.SGD, lr=1.0, mesh=dp, tensor_parallel=ctx)
         with pytest.raises(ValueError, match="bias belongs to a ZeroOptimizer, .* leave out this call"):
-            layers.all_reduce_sequence_parallel_grads(row, ctx=ctx)
+            layers.all_reduce_sequence_parallel_grads(row, mesh=ctx)
         zero.remove()
-    layers.all_reduce_sequence_parallel_grads(row, ctx=ctx)
+    layers.all_reduce_sequence_parallel_grads(row, mesh=ctx)
 
 
 @pytest.mark.ranks(2)
@@ -292,17 +292,17 @@ def test_the_norm_that_clips_is_that_of_the_whole_model(ctx):
     model[2].bias.main_grad = model[2].bias.grad.clone()
     model[2].bias.grad = None
     want = nn.utils.clip_grad_norm_(full.parameters(), 2.0)
-    norm = layers.clip_grad_norm_(model.parameters(), 2.0, ctx=ctx)
+    norm = layers.clip_grad_norm_(model.parameters(), 2.0, mesh=ctx)
     assert_close_to(norm / want, torch.ones_like(want), terms=128)
     assert_close_to(model[0].weight.grad, model[0].shard(full[0].weight.grad, 0), terms=128)
     assert_close_to(model[2].bias.main_grad, full[2].bias.grad, terms=128)
-    assert layers.clip_grad_norm_(nn.Parameter(torch.ones(2, device=ctx.device)), 1.0, ctx=ctx) == 0
+    assert layers.clip_grad_norm_(nn.Parameter(torch.ones(2, device=ctx.device)), 1.0, mesh=ctx) == 0
     large = nn.Parameter(torch.ones(4096, device=ctx.device))  # of which every rank has a part
-    zero = layers.ZeroOptimizer([model[2].bias, large], torch.optim.SGD, lr=1.0, ctx=ctx)
+    zero = layers.ZeroOptimizer([model[2].bias, large], torch.optim.SGD, lr=1.0, mesh=ctx)
     masters = [master for group in zero.param_groups for master in group["params"]]
     for parameters in (model.parameters(), masters):
         with pytest.raises(ValueError, match="belong to ZeroOptimizer, .* their gradients alone; pass max_norm="):
-            layers.clip_grad_norm_(parameters, 1.0, ctx=ctx)
+            layers.clip_grad_norm_(parameters, 1.0, mesh=ctx)
     zero.remove()
 
 
@@ -312,7 +312,7 @@ def test_gathering_again_gives_the_same_gradients(ctx):
     x = integers((4, 8), torch.float32, 33)
     grads = []
     for keep_gathered in (True, False):
-        layer = ColumnParallelLinear.from_linear(full, ctx=ctx, sequence_parallel=True, keep_gathered=keep_gathered)
+        layer = ColumnParallelLinear.from_linear(full, mesh=ctx, sequence_parallel=True, keep_gathered=keep_gathered)
         layer.to(ctx.device)
         y = layer(own_rows(x, ctx).to(ctx.device))
         product = y.grad_fn.next_functions[0][0]  # behind the view that gives back the leading dimensions
@@ -326,7 +326,7 @@ def test_gathering_again_gives_the_same_gradients(ctx):
 
 @pytest.mark.ranks(2)
 def test_gathered_rows_are_kept_for_a_weights_gradient_alone(ctx):
-    layer = ColumnParallelLinear.from_linear(linear(8, 6, 31), ctx=ctx, sequence_parallel=True).to(ctx.device)
+    layer = ColumnParallelLinear.from_linear(linear(8, 6, 31), mesh=ctx, sequence_parallel=True).to(ctx.device)
     x, kept, product = torch.ones(2, 8, device=ctx.device), [], tkernels.all_gather_matmul
 
     def watched(*operands, return_gathered, **options):
@@ -347,8 +347,8 @@ def test_layers_take_one_row_no_bias_and_frozen_weights(ctx):
     full = linear(4, 6, 35, values=integers, bias=False)
     full.eval().weight.requires_grad_(False)
     x = integers((4,), torch.float32, 36)
-    column = ColumnParallelLinear.from_linear(full, ctx=ctx, gather_output=True).to(ctx.device)
-    row = RowParallelLinear.from_linear(full, ctx=ctx, input_is_parallel=False).to(ctx.device)
+    column = ColumnParallelLinear.from_linear(full, mesh=ctx, gather_output=True).to(ctx.device)
+    row = RowParallelLinear.from_linear(full, mesh=ctx, input_is_parallel=False).to(ctx.device)
     for layer in (column, row):
         assert layer.bias is None and not layer.weight.requires_grad and not layer.training
         assert layer.weight.tensor_model_parallel == (ctx.size > 1)
@@ -364,8 +364,8 @@ def test_layers_take_one_row_no_bias_and_frozen_weights(ctx):
 def test_layers_follow_autocast(ctx):
     full = linear(8, 6, 37)
     x = normal((4, 8), torch.float32, 38)
-    column = ColumnParallelLinear.from_linear(full, ctx=ctx, sequence_parallel=True, gather_output=True).to(ctx.device)
-    row = RowParallelLinear.from_linear(full, ctx=ctx, input_is_parallel=False).to(ctx.device)
+    column = ColumnParallelLinear.from_linear(full, mesh=ctx, sequence_parallel=True, gather_output=True).to(ctx.device)
+    row = RowParallelLinear.from_linear(full, mesh=ctx, input_is_parallel=False).to(ctx.device)
     narrow = double(copy.deepcopy(full).bfloat16())
     want = narrow(x.bfloat16().double())
     for layer, given in [(column, own_rows(x, ctx)), (row, x)]:
@@ -377,7 +377,7 @@ def test_layers_follow_autocast(ctx):
         assert layer.weight.grad.dtype is torch.float32
     x, w = (normal(shape, torch.float32, 39, device=ctx.device).requires_grad_() for shape in ((4, 8), (6, 8)))
     with torch.autocast(ctx.device.type, torch.bfloat16):
-        y = layers.column_parallel_linear(x, w, ctx=ctx)  # as the operators: autocast is up to layers
+        y = layers.column_parallel_linear(x, w, mesh=ctx)  # as the operators: autocast is up to layers
     y.sum().backward()
     assert y.dtype is x.grad.dtype is torch.float32
 
@@ -391,13 +391,13 @@ def test_initial_weights_are_those_of_linear_from_the_same_seed(ctx):
     want, after = nn.Linear(6, 9), torch.rand(1)
     for make, dim in [(ColumnParallelLinear, 0), (RowParallelLinear, 1)]:
         torch.manual_seed(7)
-        layer = make(6, 9, ctx=ctx, device="cpu")
+        layer = make(6, 9, mesh=ctx, device="cpu")
         assert torch.rand(1) == after
         assert torch.equal(layer.weight, part(want.weight, layer.feature_sizes, ctx.rank, dim))
         state = layers.gather_state_dict(layer)
         assert torch.equal(state["weight"], want.weight) and torch.equal(state["bias"], want.bias)
 
-    layer = ColumnParallelLinear(6, 9, ctx=ctx, init_method=lambda w: w.copy_(torch.arange(54).view(9, 6)))
+    layer = ColumnParallelLinear(6, 9, mesh=ctx, init_method=lambda w: w.copy_(torch.arange(54).view(9, 6)))
     assert layer.weight[0, 0] == 6 * sum(layer.feature_sizes[: ctx.rank])
     assert not layer.bias.any()
 
@@ -406,7 +406,7 @@ def test_initial_weights_are_those_of_linear_from_the_same_seed(ctx):
 def test_ranks_with_different_seeds_are_refused(ctx):
     torch.manual_seed(ctx.rank)
     with pytest.raises(MismatchError, match=r"generators of ranks \[1\] differ from rank 0's.*torch.manual_seed"):
-        ColumnParallelLinear(4, 4, ctx=ctx)
+        ColumnParallelLinear(4, 4, mesh=ctx)
 
 
 @pytest.mark.ranks(2)
@@ -415,7 +415,7 @@ def test_parameters_carry_the_marks_of_megatron(ctx):
         return parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride
 
     torch.manual_seed(0)
-    mlp = ParallelMLP(4, 6, "swiglu", sequence_parallel=True, ctx=ctx)
+    mlp = ParallelMLP(4, 6, "swiglu", sequence_parallel=True, mesh=ctx)
     assert marks(mlp.fc1.weight) == marks(mlp.fc1.bias) == (True, 0, 2)
     assert marks(mlp.fc2.weight) == (True, 1, 1)
     assert marks(mlp.fc2.bias) == (False, -1, 1)
@@ -427,8 +427,8 @@ def test_parameters_carry_the_marks_of_megatron(ctx):
 def test_second_derivatives_are_the_full_models(ctx, kind):
     """A penalty on the gradient of the input, which is replicated, and its gradients by input and weights."""
     first, second = linear(K, N, 1), linear(N, K, 3)
-    column = ColumnParallelLinear.from_linear(first, ctx=ctx, gather_output=kind == "column").to(ctx.device)
-    row = RowParallelLinear.from_linear(second, ctx=ctx, input_is_parallel=kind != "row").to(ctx.device)
+    column = ColumnParallelLinear.from_linear(first, mesh=ctx, gather_output=kind == "column").to(ctx.device)
+    row = RowParallelLinear.from_linear(second, mesh=ctx, input_is_parallel=kind != "row").to(ctx.device)
     parallel, full = {
         "column": ([column], [first]),
         "row": ([row], [second]),
@@ -455,7 +455,7 @@ def test_parallel_mlp_and_the_mappings_under_torch_func(ctx):
     """Gradients by functional_call, of every sample by vmap, and of functions that map: as autograd's, and a loop's."""
     for sequence_parallel in (False, True):
         torch.manual_seed(0)
-        mlp = ParallelMLP(6, 8, "relu", sequence_parallel=sequence_parallel, ctx=ctx)
+        mlp = ParallelMLP(6, 8, "relu", sequence_parallel=sequence_parallel, mesh=ctx)
         with torch.no_grad():
             for seed, parameter in enumerate(mlp.parameters()):
                 own = ctx.rank if parameter.tensor_model_parallel else 0
@@ -486,7 +486,7 @@ def test_parallel_mlp_and_the_mappings_under_torch_func(ctx):
         layers.gather_from_tensor_model_parallel_region,
     ):
         def slope(x, function=function):
-            y = function(x * heavy, ctx=ctx)
+            y = function(x * heavy, mesh=ctx)
             return (y * torch.ones_like(y).cumsum(0)).sum()
 
         leaves = [each.clone().requires_grad_() for each in x]
@@ -498,9 +498,9 @@ def test_parallel_mlp_and_the_mappings_under_torch_func(ctx):
 
 @pytest.mark.ranks(2)
 def test_marks_stay_with_parameters_that_are_made_anew(ctx):
-    made = RowParallelLinear(K, N, sequence_parallel=True, return_bias=True, ctx=ctx)
-    empty = RowParallelLinear(K, N, sequence_parallel=True, return_bias=True, ctx=ctx, device="meta")
-    assigned = RowParallelLinear(K, N, sequence_parallel=True, return_bias=True, ctx=ctx, device="meta")
+    made = RowParallelLinear(K, N, sequence_parallel=True, return_bias=True, mesh=ctx)
+    empty = RowParallelLinear(K, N, sequence_parallel=True, return_bias=True, mesh=ctx, device="meta")
+    assigned = RowParallelLinear(K, N, sequence_parallel=True, return_bias=True, mesh=ctx, device="meta")
     assigned.load_state_dict(made.state_dict(), assign=True)
     copies = copy.deepcopy(made), pickle.loads(pickle.dumps(made)), empty.to_empty(device=ctx.device), made.half()
     for layer in (*copies, assigned):
@@ -508,7 +508,7 @@ def test_marks_stay_with_parameters_that_are_made_anew(ctx):
         assert layer.weight.tensor_model_parallel and layer.weight.partition_dim == 1
     plain = nn.Linear(K, N)
     plain.weight.no_weight_decay = True  # a program's own
-    assert RowParallelLinear.from_linear(plain, ctx=ctx).double().weight.no_weight_decay
+    assert RowParallelLinear.from_linear(plain, mesh=ctx).double().weight.no_weight_decay
     made.bias.sequence_parallel = False  # somebody knows better
     assert not made.float().bias.sequence_parallel
     del made.bias
@@ -520,9 +520,9 @@ def test_marks_stay_with_parameters_that_are_made_anew(ctx):
 def test_weights_are_drawn_again_and_late_as_at_construction(ctx, init_method):
     for kind, device in ((ColumnParallelLinear, None), (ColumnParallelLinear, "meta"), (RowParallelLinear, "meta")):
         torch.manual_seed(3)
-        made = kind(K, N, init_method=init_method, ctx=ctx)
+        made = kind(K, N, init_method=init_method, mesh=ctx)
         after = torch.rand(3, device=ctx.device)
-        layer = kind(K, N, init_method=init_method, device=device, ctx=ctx)
+        layer = kind(K, N, init_method=init_method, device=device, mesh=ctx)
         layer.weight.requires_grad_(False)
         torch.manual_seed(3)
         layer.reset_parameters()
@@ -537,7 +537,7 @@ def test_weights_are_drawn_again_and_late_as_at_construction(ctx, init_method):
 @pytest.mark.ranks(2)
 def test_layers_can_be_copied_and_pickled(ctx):
     torch.manual_seed(0)
-    layer = RowParallelLinear(4, 3, ctx=ctx)
+    layer = RowParallelLinear(4, 3, mesh=ctx)
     x = torch.ones(2, 2, device=ctx.device)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(other(x), layer(x))
@@ -551,7 +551,7 @@ def test_column_parallel_linear_sums_the_gradient_though_a_rank_has_no_features(
     x = integers((3, 4), torch.float32, 1, device=ctx.device).requires_grad_()
     w = integers((1, 4), torch.float32, 2, device=ctx.device).split((1, 0))[ctx.rank].clone().requires_grad_()
     dy = integers((3, 1), torch.float32, 3, device=ctx.device)
-    layers.column_parallel_linear(x, w, ctx=ctx).backward(dy.split((1, 0), 1)[ctx.rank])
+    layers.column_parallel_linear(x, w, mesh=ctx).backward(dy.split((1, 0), 1)[ctx.rank])
     assert torch.equal(x.grad, dy @ integers((1, 4), torch.float32, 2, device=ctx.device))
     assert torch.equal(w.grad, (dy.t() @ x).split((1, 0))[ctx.rank])
 
@@ -563,44 +563,44 @@ def test_column_parallel_linear_sums_the_gradient_though_a_rank_has_no_features(
 def test_wrong_arguments_are_refused_by_name(ctx):
     torch.manual_seed(0)
     with pytest.raises(ValueError, match=r"ColumnParallelLinear\(4, 1\): 1 out-features can't be split over 2 ranks"):
-        ColumnParallelLinear(4, 1, ctx=ctx)
+        ColumnParallelLinear(4, 1, mesh=ctx)
     with pytest.raises(ValueError, match=r"RowParallelLinear\(1, 4\): 1 in-features"):
-        RowParallelLinear(1, 4, ctx=ctx)
+        RowParallelLinear(1, 4, mesh=ctx)
     with pytest.raises(ValueError, match="sequence_parallel=True takes input_is_parallel=True"):
-        RowParallelLinear(4, 4, sequence_parallel=True, input_is_parallel=False, ctx=ctx)
+        RowParallelLinear(4, 4, sequence_parallel=True, input_is_parallel=False, mesh=ctx)
     with pytest.raises(ValueError, match="gather_output=True takes partition_stride=1"):
-        ColumnParallelLinear(4, 4, gather_output=True, partition_stride=2, ctx=ctx)
+        ColumnParallelLinear(4, 4, gather_output=True, partition_stride=2, mesh=ctx)
     with pytest.raises(ValueError, match="activation='tanh' is unknown; use relu, .* or swiglu"):
-        ParallelMLP(4, 4, "tanh", ctx=ctx)
+        ParallelMLP(4, 4, "tanh", mesh=ctx)
 
-    row = RowParallelLinear(4, 4, ctx=ctx)
+    row = RowParallelLinear(4, 4, mesh=ctx)
     with pytest.raises(ValueError, match=r"is 4, but must be 2, rank \d's part of 4 in-features"):
         row(torch.ones(2, 4))
     with pytest.raises(ValueError, match="last dimension is missing, but must be 2"):
         row(torch.ones(()))
     with pytest.raises(ValueError, match=r"rows=\(1, 1\) splits a sequence, but .* sequence_parallel=False"):
         row(torch.ones(2, 2), rows=(1, 1))
-    row = RowParallelLinear(4, 4, sequence_parallel=True, ctx=ctx)
+    row = RowParallelLinear(4, 4, sequence_parallel=True, mesh=ctx)
     with pytest.raises(ValueError, match=r"M=3 rows don't divide by 2 ranks; pass rows=split_rows\(3, 2\)"):
         row(torch.ones(3, 2, 2))  # 6 rows of 2 would divide, in the middle of a position
     with pytest.raises(ValueError, match="first of at least two dimensions"):
         row(torch.ones(2))
     with pytest.raises(ValueError, match=r"5 features can't be split over 2 ranks.*split_rows\(5, 2\)"):
-        layers.scatter_to_tensor_model_parallel_region(torch.ones(5), ctx=ctx)
+        layers.scatter_to_tensor_model_parallel_region(torch.ones(5), mesh=ctx)
     for sizes in ((2, 2), (2, 2, 1)):
         with pytest.raises(ValueError, match=rf"5 features .* over 2 ranks as sizes=\({str(sizes)[1:-1]}\)"):
-            layers.scatter_to_tensor_model_parallel_region(torch.ones(5), sizes=sizes, ctx=ctx)
+            layers.scatter_to_tensor_model_parallel_region(torch.ones(5), sizes=sizes, mesh=ctx)
     with pytest.raises(TypeError, match="column_parallel_linear"):
         x = torch.ones(2, 4, device=ctx.device)
-        layers.column_parallel_linear(x, x.half(), ctx=ctx)
-    own = layers.scatter_to_tensor_model_parallel_region(torch.ones(3, 4), ctx=ctx)
+        layers.column_parallel_linear(x, x.half(), mesh=ctx)
+    own = layers.scatter_to_tensor_model_parallel_region(torch.ones(3, 4), mesh=ctx)
     assert own.is_contiguous() and own.untyped_storage().nbytes() == own.nbytes  # it outlives the whole
 
 
 @pytest.mark.ranks(2)
 def test_column_parallel_linear_and_its_kin_refuse_what_is_no_tensor_no_layer_and_no_size_by_name(ctx):
     torch.manual_seed(0)
-    column, x = ColumnParallelLinear(4, 4, ctx=ctx), torch.ones(2, 4, device=ctx.device)
+    column, x = ColumnParallelLinear(4, 4, mesh=ctx), torch.ones(2, 4, device=ctx.device)
     mappings = [
         layers.scatter_to_tensor_model_parallel_region,
         layers.gather_from_tensor_model_parallel_region,
@@ -610,39 +610,39 @@ def test_column_parallel_linear_and_its_kin_refuse_what_is_no_tensor_no_layer_an
         ),
     ]
     for wrong in (None, [[1.0] * 4] * 2, x.to_sparse()):
-        for call in (lambda x, ctx: column(x), *mappings):
+        for call in (lambda x, mesh: column(x), *mappings):
             with pytest.raises(TypeError, match=r"(Linear|_region): x.* must be a (strided )?tensor"):
-                call(wrong, ctx=ctx)
+                call(wrong, mesh=ctx)
     for call in mappings:
         with pytest.raises(ValueError, match="_region: .* x is a scalar"):
-            call(torch.ones((), device=ctx.device), ctx=ctx)
+            call(torch.ones((), device=ctx.device), mesh=ctx)
     with pytest.raises(TypeError, match="copy_to_tensor_model_parallel_region: x=None must be a tensor"):
-        layers.copy_to_tensor_model_parallel_region(None, ctx=ctx)
+        layers.copy_to_tensor_model_parallel_region(None, mesh=ctx)
     with pytest.raises(TypeError, match="column_parallel_linear: bias=3 must be a tensor"):
-        layers.column_parallel_linear(x, x, 3, ctx=ctx)
+        layers.column_parallel_linear(x, x, 3, mesh=ctx)
     with pytest.raises(ValueError, match="is on meta, but the operation runs on"):
         column(torch.ones(2, 4, device="meta"))
     for error, sizes in ((ValueError, (5, -1)), (TypeError, (2.0, 2.0)), (TypeError, 4)):
         for call in mappings[:2]:
             with pytest.raises(error, match="tensor_model_parallel_region: (a size|sizes)="):
-                call(x, sizes=sizes, ctx=ctx)
+                call(x, sizes=sizes, mesh=ctx)
     for options, error in (((-4, 4), ValueError), ((4.0, 4), TypeError), ((4, "x"), TypeError)):
         with pytest.raises(error, match="ColumnParallelLinear: (in|out)_features=.* must be"):
-            ColumnParallelLinear(*options, ctx=ctx)
+            ColumnParallelLinear(*options, mesh=ctx)
     with pytest.raises(ValueError, match="partition_stride=0 must be at least 1"):
-        ColumnParallelLinear(4, 4, partition_stride=0, ctx=ctx)
+        ColumnParallelLinear(4, 4, partition_stride=0, mesh=ctx)
     with pytest.raises(TypeError, match=r"RowParallelLinear.from_linear: linear=.* must be an nn.Linear"):
-        RowParallelLinear.from_linear(nn.Conv1d(2, 2, 1), ctx=ctx)
+        RowParallelLinear.from_linear(nn.Conv1d(2, 2, 1), mesh=ctx)
     for options in ({"dtype": (torch.float32, torch.float16)[ctx.rank]}, {"gather_output": ctx.rank == 0}):
         torch.manual_seed(0)
         with pytest.raises(MismatchError, match=f"ranks 0 and 1 differ in {next(iter(options))}; all must"):
-            ColumnParallelLinear(4, 4, ctx=ctx, **options)
+            ColumnParallelLinear(4, 4, mesh=ctx, **options)
 
 
 @pytest.mark.ranks(2)
 def test_load_full_state_dict_and_wrappers_refuse_what_is_no_module_and_no_tensor_by_name(ctx):
     torch.manual_seed(0)
-    model = nn.Sequential(ColumnParallelLinear(4, 4, ctx=ctx))
+    model = nn.Sequential(ColumnParallelLinear(4, 4, mesh=ctx))
     full = {"0.weight": torch.ones(4, 4), "0.bias": torch.ones(4)}
     for error, wrong in ((TypeError, None), (TypeError, [[1.0]]), (ValueError, torch.tensor(1.0))):
         with pytest.raises(error, match="load_full_state_dict: 0.weight"):
@@ -651,14 +651,14 @@ def test_load_full_state_dict_and_wrappers_refuse_what_is_no_module_and_no_tenso
         layers.gather_state_dict,
         layers.sharded_state_dict,
         lambda module: layers.load_full_state_dict(module, full),
-        lambda module: layers.OverlappedDDP(module, ctx),
-        lambda module: layers.FullyShard(module, nn.Linear, ctx=ctx),
+        lambda module: layers.OverlappedDDP(module, mesh=ctx),
+        lambda module: layers.FullyShard(module, nn.Linear, mesh=ctx),
     ):
         with pytest.raises(TypeError, match=r"(model|module)=None must be an nn.Module"):
             call(None)
     with pytest.raises(TypeError, match="P2PCommunicator: dtype='x' must be a torch.dtype"):
         layers.P2PCommunicator(ctx, dtype="x")
-    with pytest.raises(TypeError, match="P2PCommunicator: backend=3 must be a name, or have send and receive"):
+    with pytest.raises(TypeError, match="P2PCommunicator: backend=3 is unknown; use 'tkernels' or 'torch'"):
         layers.P2PCommunicator(ctx, backend=3)
 
 
@@ -680,7 +680,7 @@ def test_clip_grad_norm_takes_every_dense_gradient_and_refuses_the_rest_on_every
         return parameter
 
     wide = [parameter(torch.tensor([3.0, 4.0], dtype=dtype)) for dtype in (torch.float64, torch.complex64)]
-    norm = layers.clip_grad_norm_(wide, 1.0, ctx=ctx)
+    norm = layers.clip_grad_norm_(wide, 1.0, mesh=ctx)
     torch.testing.assert_close(norm.item(), 50**0.5)
     for each in wide:
         torch.testing.assert_close(each.grad.abs().double().cpu(), torch.tensor([3.0, 4.0]).double() / 50**0.5)
@@ -695,7 +695,7 @@ def test_clip_grad_norm_takes_every_dense_gradient_and_refuses_the_rest_on_every
         (ValueError, "max_norm=nan must not be", [whole], float("nan")),
     ):
         with pytest.raises(error, match=message):
-            layers.clip_grad_norm_(parameters, max_norm, ctx=ctx)
+            layers.clip_grad_norm_(parameters, max_norm, mesh=ctx)
     assert whole.grad.tolist() == [1.0, 1.0]
 
 
@@ -708,10 +708,10 @@ def test_all_reduce_sequence_parallel_grads_changes_nothing_if_one_gradient_cann
     for index in (0, 2):
         model[index].grad = torch.ones_like(model[index])
     with pytest.raises(TypeError, match="but that of 2 is torch.float64"):
-        layers.all_reduce_sequence_parallel_grads(model, ctx=ctx)
+        layers.all_reduce_sequence_parallel_grads(model, mesh=ctx)
     assert model[0].grad.tolist() == [1.0, 1.0] and model[1].grad is None
     with pytest.raises(TypeError, match="module=.* must be an nn.Module"):
-        layers.all_reduce_sequence_parallel_grads(model.parameters(), ctx=ctx)
+        layers.all_reduce_sequence_parallel_grads(model.parameters(), mesh=ctx)
 
 
 # The mappings
@@ -734,7 +734,7 @@ def test_mappings_and_their_backward(ctx, uneven):
 
     def check(mapping, x, want, dy, want_dx, **options):
         x = leaf(x, ctx)
-        y = mapping(x, ctx=ctx, **options)
+        y = mapping(x, mesh=ctx, **options)
         y.backward(dy)
         assert torch.equal(y, want), mapping.__name__
         assert torch.equal(x.grad, want_dx), mapping.__name__
@@ -767,19 +767,19 @@ def assert_same_state(got, want):
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_state_dicts_go_between_shards_and_the_full_model(ctx, activation):
     torch.manual_seed(1)
-    mlp = ParallelMLP(6, 9, activation, ctx=ctx)
+    mlp = ParallelMLP(6, 9, activation, mesh=ctx)
     torch.manual_seed(1)
-    alone = ParallelMLP(6, 9, activation, ctx=context_of(ctx.rank, ctx))
+    alone = ParallelMLP(6, 9, activation, mesh=context_of(ctx.rank, ctx))
     full = layers.gather_state_dict(mlp)
     assert_same_state(full, alone.state_dict())
     only_first = layers.gather_state_dict(mlp, rank0_only=True)
     assert only_first.keys() == (full.keys() if ctx.rank == 0 else set())
 
-    other = ParallelMLP(6, 9, activation, ctx=ctx)
+    other = ParallelMLP(6, 9, activation, mesh=ctx)
     assert not torch.equal(other.fc1.weight, mlp.fc1.weight)
     assert str(layers.load_full_state_dict(other, full)) == "<All keys matched successfully>"
     assert_same_state(other.state_dict(), mlp.state_dict())
-    other.load_state_dict(ParallelMLP(6, 9, activation, ctx=ctx).state_dict())
+    other.load_state_dict(ParallelMLP(6, 9, activation, mesh=ctx).state_dict())
     assert not torch.equal(other.fc1.weight, mlp.fc1.weight)
     other.load_state_dict(mlp.state_dict())
     assert_same_state(other.state_dict(), mlp.state_dict())
@@ -805,7 +805,7 @@ def test_a_checkpoint_loads_on_any_number_of_ranks(ctx, tmp_path, activation):
 
     def mlp(context, seed):
         torch.manual_seed(seed)
-        return ParallelMLP(6, 9, activation, ctx=context)
+        return ParallelMLP(6, 9, activation, mesh=context)
 
     first = mlp(ctx, 1)
     full = layers.gather_state_dict(first)
@@ -844,11 +844,11 @@ def test_a_layer_compiles_without_a_graph_break(ctx, kind, sequence_parallel):
     torch._dynamo.reset()
     torch.manual_seed(0)
     if kind == "column":
-        layer = ColumnParallelLinear(6, 8, sequence_parallel=sequence_parallel, gather_output=True, ctx=ctx)
+        layer = ColumnParallelLinear(6, 8, sequence_parallel=sequence_parallel, gather_output=True, mesh=ctx)
         x, rows = integers((4, 6), torch.float32, 71), (1, 3)
         mine = part(x, rows, ctx.rank) if sequence_parallel else x
     else:
-        layer = RowParallelLinear(6, 8, sequence_parallel=sequence_parallel, ctx=ctx)
+        layer = RowParallelLinear(6, 8, sequence_parallel=sequence_parallel, mesh=ctx)
         rows = (1, 3)
         mine = integers((4, 3), torch.float32, 72)
     rows = rows if sequence_parallel else None

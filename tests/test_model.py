@@ -23,13 +23,14 @@ from tkernels.model import (
     candidates,
     choose,
     default_config,
+    fastest,
     features_that_pay,
-    kernel_wins,
     library_s,
     plain_limit,
     predict,
     predict_library,
     predict_plain,
+    predict_staged,
     reject,
     ways,
     wire_of,
@@ -290,38 +291,71 @@ def test_predict_plain_is_the_sum_of_its_parts():
         assert found.wire == pytest.approx((2 if operation == AR else 1) * 8192 * 8192 * 2 * 3 / 4 / H200.collective)
 
 
-def product(M, N, K, dtype=BF16, layout="TN", **fields):
-    problem = Problem("matmul", M, N, K, dtype, layout, **fields)
-    return problem, default_config(M, N, dtype, problem.tma, problem.gpu)
+def way_of(problem):
+    """Who multiplies for a local product."""
+    M, N, dtype = problem.M, problem.N, problem.dtype
+    found = {"library": predict_library(problem)}
+    found["kernel"] = predict(problem, default_config(M, N, dtype, problem.tma, problem.gpu))
+    if problem.staged:
+        found["staged"] = predict_staged(problem, default_config(M, N, dtype, True, problem.gpu))
+    return fastest(problem, found)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("gpu", [H200, H100], ids=lambda gpu: gpu.name)
-def test_kernel_wins_where_it_was_measured_to_and_else_the_product_is_the_librarys(gpu):
-    for M, N, K, ours in [
-        (8192, 12800, 5120, True), (8192, 5120, 6400, True), (4096, 7168, 2048, True), (65536, 1024, 1024, True),
-        (8192, 8192, 48, True), (2048, 12288, 24576, True), (512, 8192, 8192, True), (128, 28672, 8192, True),
-        (1, 8192, 8192, False), (1, 28672, 8192, False), (32, 8192, 28672, False), (100, 8192, 8192, False),
-        (200, 28672, 8192, False), (256, 8192, 8192, False), (512, 28672, 8192, False), (500, 500, 500, False),
+def test_fastest_is_the_kernel_where_it_was_measured_to_be_and_else_the_library(gpu):
+    for M, N, K, way in [
+        (8192, 12800, 5120, "kernel"), (8192, 5120, 6400, "kernel"), (4096, 7168, 2048, "kernel"),
+        (65536, 1024, 1024, "kernel"), (8192, 8192, 48, "kernel"), (2048, 12288, 24576, "kernel"),
+        (512, 8192, 8192, "kernel"), (128, 28672, 8192, "kernel"), (1, 8192, 8192, "library"),
+        (1, 28672, 8192, "library"), (32, 8192, 28672, "library"), (100, 8192, 8192, "library"),
+        (200, 28672, 8192, "library"), (256, 8192, 8192, "library"), (512, 28672, 8192, "library"),
+        (500, 500, 500, "library"),
     ]:  # fmt: skip
-        assert kernel_wins(*product(M, N, K, gpu=gpu)) == ours, (M, N, K)
+        assert way_of(Problem("matmul", M, N, K, gpu=gpu)) == way, (M, N, K)
     for M, N, K in ((4096, 4096, 4096), (8192, 1536, 4096), (1000, 1000, 1000), (1, 8192, 8192)):
-        for precision in ("ieee", "tf32"):
-            assert not kernel_wins(*product(M, N, K, FP32, precision=precision, gpu=gpu))
-        for alignment in (2, 4, 8):
-            assert not kernel_wins(*product(M, N, K, layout="pointers", alignment=alignment, gpu=gpu))
+        for precision, layout in itertools.product(("ieee", "tf32"), ("TN", "pointers")):
+            assert way_of(Problem("matmul", M, N, K, FP32, layout, precision=precision, gpu=gpu)) == "library"
 
 
 @pytest.mark.quick
-def test_kernel_wins_sooner_with_an_epilogue_that_the_library_takes_a_pass_for():
+@pytest.mark.parametrize("gpu", [H200, H100], ids=lambda gpu: gpu.name)
+def test_fastest_stages_rows_that_tma_cant_take_where_the_product_is_worth_the_copies(gpu):
+    for M, N, K, alignment, staged, gain in [  # gain: over the library, by the model
+        (8192, 4096, 50257, 2, (8192 * 50257, 4096 * 50257), 2.5),
+        (2047, 8192, 8191, 2, (2047 * 8191, 8192 * 8191), 2.5),
+        (4001, 5003, 3001, 2, (4001 * 3001, 5003 * 3001, 4001 * 5003), 1.3),
+        (8190, 8190, 8190, 4, (8190 * 8190,) * 3, 2),
+        (8192, 50257, 4096, 2, (8192 * 50257,), 4),
+        (16, 8192, 8191, 2, (16 * 8191, 8192 * 8191), None),
+        (8192, 64, 8191, 2, (8192 * 8191, 64 * 8191), None),
+        (500, 501, 503, 2, (500 * 503, 501 * 503, 500 * 501), None),
+    ]:
+        problem = Problem(
+            "matmul",
+            M,
+            N,
+            K,
+            layout="pointers",
+            alignment=alignment,
+            gpu=gpu,
+            staged=tuple(2 * size for size in staged),
+        )
+        assert way_of(problem) == ("staged" if gain else "library"), (M, N, K)
+        if gain:
+            config = default_config(M, N, BF16, True, gpu)
+            assert predict_library(problem).gemm > gain * predict_staged(problem, config).gemm, (M, N, K)
+
+
+@pytest.mark.quick
+def test_fastest_is_the_kernel_sooner_with_an_epilogue_that_the_library_takes_a_pass_for():
     # Another wave than the library needs: 3 % of the time without an activation, less than a pass over y takes.
-    problem, gemm = product(3072, 2560, 8192)
-    assert not kernel_wins(problem, gemm) and kernel_wins(replace(problem, separate=True), gemm)
-    plain, passed = (predict_library(replace(problem, separate=separate)).gemm for separate in (False, True))
-    assert passed - plain == pytest.approx(2e-6 + 8 * 3072 * 2560 / H200.memory)
-    for stored, itemsize in ((None, 8), (FP32, 8)):
+    problem = Problem("matmul", 3072, 2560, 8192)
+    assert way_of(problem) == "library" and way_of(replace(problem, separate=True)) == "kernel"
+    plain = predict_library(problem).gemm
+    for stored in (None, BF16, FP32):
         passed = predict_library(replace(problem, separate=True, stored=stored)).gemm
-        assert passed - plain == pytest.approx(2e-6 + itemsize * 3072 * 2560 / H200.memory)
+        assert passed - plain == pytest.approx(2e-6 + 8 * 3072 * 2560 / H200.memory)
 
 
 @pytest.mark.quick

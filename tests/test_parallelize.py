@@ -70,7 +70,7 @@ def train(model, x, target, ctx=None, sequence_parallel=False):
         loss = (model(x) - target).square().sum() / (SEQUENCE * BATCH * HIDDEN)
         loss.backward()
         if sequence_parallel:
-            layers.all_reduce_sequence_parallel_grads(model, ctx=ctx)
+            layers.all_reduce_sequence_parallel_grads(model, mesh=ctx)
             loss = tkernels.all_reduce(loss.detach().reshape(1), ctx=ctx)
         optimizer.step()
         losses.append(loss.item())
@@ -274,7 +274,7 @@ def test_parallelize_sums_the_gradients_of_replicated_parameters(ctx, sequence_p
 
 
 def zero_step(model, backwards, tp, dp, stage):
-    optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, lr=1.0, ctx=dp, tensor_parallel=tp, stage=stage)
+    optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, lr=1.0, mesh=dp, tensor_parallel=tp, stage=stage)
     for backward in backwards:
         backward(model)
     optimizer.step()
@@ -283,7 +283,7 @@ def zero_step(model, backwards, tp, dp, stage):
 
 
 def ddp_step(model, backwards, tp, dp, sharded):
-    ddp = OverlappedDDP(model, dp, bucket_size=64, use_distributed_optimizer=sharded)
+    ddp = OverlappedDDP(model, mesh=dp, bucket_size=64, use_distributed_optimizer=sharded)
     optimizer = torch.optim.SGD(ddp.owned_parameters(), lr=1.0)
     ddp.zero_grad()
     with ddp.no_sync():
@@ -298,7 +298,7 @@ def ddp_step(model, backwards, tp, dp, sharded):
 
 
 def fsdp_step(model, backwards, tp, dp, units):
-    sharded = FullyShard(model, units, ctx=dp)
+    sharded = FullyShard(model, units, mesh=dp)
     optimizer = torch.optim.SGD(sharded.parameters(), lr=1.0)
     with sharded.no_sync():
         backwards[0](sharded)
@@ -541,7 +541,7 @@ def test_parallelize_refuses_plans_that_differ_between_ranks_before_anything_cha
         with pytest.raises(MismatchError, match="the plans of rank 0 and rank 1 differ in the style or options of"):
             parallelize(model, plans[ctx.rank], ctx)
     assert not any(isinstance(module, ParallelLinear) for module in model.modules())
-    with pytest.raises(TypeError, match="plan=None must be a dict"):
+    with pytest.raises(TypeError, match="plan=None must be 'auto', or a dict"):
         parallelize(model, None, ctx)
     with pytest.raises(TypeError, match="model=None must be an nn.Module"):
         parallelize(None, {"up": "column"}, ctx)
@@ -569,7 +569,7 @@ def test_a_plan_that_does_not_fit_is_refused_and_changes_nothing(ctx):
     model["head"].weight = model["embedding"].weight
     model["hooked"].register_forward_hook(lambda *_: None)
     model["watched"].weight.register_post_accumulate_grad_hook(lambda *_: None)
-    optimizer = ZeroOptimizer(model["owned"].parameters(), torch.optim.SGD, lr=0.1, ctx=ctx)
+    optimizer = ZeroOptimizer(model["owned"].parameters(), torch.optim.SGD, lr=0.1, mesh=ctx)
     before = dict(model.named_modules())
     for wrong, error, message in [
         ({"upp": "column"}, ValueError, "'upp' matches no module; the modules are up, down, one"),
@@ -577,7 +577,16 @@ def test_a_plan_that_does_not_fit_is_refused_and_changes_nothing(ctx):
         ({"*": "column"}, TypeError, r"'\*' matches 'norm'"),
         ({"attention.out_proj": "row"}, TypeError, "NonDynamicallyQuantizableLinear, not exactly an nn.Linear"),
         ({"u*": "column", "up": "row"}, ValueError, r"'up' is matched by both 'u\*' and 'up'"),
-        ({"up": "diagonal"}, ValueError, "style of 'up' is 'diagonal'; use column or row"),
+        (
+            {"up": "diagonal"},
+            ValueError,
+            "'up', 'diagonal', is none .* colwise, .* column and row",
+        ),
+        (
+            {"up": "column", "down": "rowwise"},
+            ValueError,
+            "'up', 'column', .* for all of a plan, column and row",
+        ),
         ({"up": {"sequence_parallel": True}}, ValueError, "style of 'up' is None"),
         (
             {"up": {"style": "row", "gather_output": True}},

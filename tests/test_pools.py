@@ -290,7 +290,7 @@ def test_releases_and_names_that_make_no_sense_are_refused():
         pool.acquire(0)
     for options, message in [
         ({"memory": "cuda"}, "memory='cuda' must be \"torch\""),
-        ({"memory": "symmetric"}, "needs a ctx"),
+        ({"memory": "symmetric"}, "needs a mesh"),
         ({"strict_assignments": True}, "strict_assignments=True must be"),
         ({"policy": "later"}, "others='later'"),
     ]:
@@ -511,7 +511,7 @@ def test_a_symmetric_pool_is_one_allocation_at_the_same_place_on_every_rank(ctx)
     allocations, empty, free = [], ctx.heap.empty, ctx.heap._blocks.largest
     ctx.heap.empty = lambda *shape, **options: allocations.append(shape) or empty(*shape, **options)
     try:
-        pool = MaxPoolAllocator(plan, "symmetric", ctx=ctx, strict_assignments="error")
+        pool = MaxPoolAllocator(plan, "symmetric", mesh=ctx, strict_assignments="error")
     finally:
         del ctx.heap.empty
     assert allocations == [(plan.nbytes + plan.others_nbytes,)]
@@ -531,7 +531,7 @@ def test_max_pool_allocator_raises_what_is_wrong_on_one_rank_on_every_rank(ctx):
     plan = MaxPoolPlan.build(units_of(a=[(BF16, 8)]))
     for wrong in ({"memory": "disk"}, {"strict_assignments": "never"}, {"memory": "symmetric", "others": "dynamic"}):
         with pytest.raises(ValueError, match=r" \(on rank 1\)$") as error:
-            MaxPoolAllocator(plan, ctx=ctx, **(wrong if ctx.rank == 1 else {}))
+            MaxPoolAllocator(plan, mesh=ctx, **(wrong if ctx.rank == 1 else {}))
         message_on_every_rank(ctx, error.value)
 
 
@@ -547,18 +547,18 @@ def test_fixed_pool_allocator_raises_another_plan_of_one_rank_on_every_rank(ctx)
 def test_ranks_whose_plans_or_orders_differ_are_told(ctx):
     units = units_of(a=[(BF16, 8 + ctx.rank)], b=[(BF16, 8)])
     with pytest.raises(MismatchError, match="the ranks' plans differ .rank 0: .*, rank 1: "):
-        MaxPoolAllocator(MaxPoolPlan.build(units), "symmetric", ctx=ctx)
+        MaxPoolAllocator(MaxPoolPlan.build(units), "symmetric", mesh=ctx)
     units = units_of(a=[(BF16, 8)], b=[(BF16, 8)], c=[(BF16, 8)])
     with pytest.raises(MismatchError, match="the ranks' plans differ .rank 0: .* torch persistent, rank 1: .* dynamic"):
         others = "dynamic" if ctx.rank else "persistent"
-        MaxPoolAllocator(MaxPoolPlan.build(units), others=others, ctx=ctx)
-    pool = MaxPoolAllocator(MaxPoolPlan.build(units), ctx=ctx)
+        MaxPoolAllocator(MaxPoolPlan.build(units), others=others, mesh=ctx)
+    pool = MaxPoolAllocator(MaxPoolPlan.build(units), mesh=ctx)
     pool.acquire(0), pool.acquire(1)
     pool.release(ctx.rank), pool.release(1 - ctx.rank)
     pool.acquire(2)
     with pytest.raises(MismatchError, match="the ranks' orders of acquire differ"):  # the slots do
         pool.check_order()
-    pool = MaxPoolAllocator(MaxPoolPlan.build(units), "symmetric", ctx=ctx)
+    pool = MaxPoolAllocator(MaxPoolPlan.build(units), "symmetric", mesh=ctx)
     pool.acquire(0), pool.acquire(1)
     pool.check_order()
     pool.release(0), pool.release(1)
@@ -599,7 +599,7 @@ def test_a_late_reader_never_sees_the_next_tenant(ctx, iterations):
     units = units_of(**{f"unit{i}": [(torch.float32, 4096)] for i in range(4)})
     comm = torch.cuda.Stream()
     for memory in ("torch", "symmetric"):
-        pool = MaxPoolAllocator(MaxPoolPlan.build(units), memory, ctx=ctx, strict_assignments="error")
+        pool = MaxPoolAllocator(MaxPoolPlan.build(units), memory, mesh=ctx, strict_assignments="error")
         assert tenancies(pool, comm, True, 0, 8) == 0
         assert tenancies(pool, comm, True, LATE, iterations) == 0
         # Without the gate the writer overtakes the reader: the lever works.

@@ -71,8 +71,10 @@ def test_a_backend_takes_what_it_can_use(ctx):
     wire = open_wire("test", "torch", ctx.group.process_group)
     assert (wire.rank, wire.size) == (ctx.rank, ctx.size)
     assert open_wire("test", wire) is wire
-    with pytest.raises(TypeError, match="test: backend='tkernels' takes a Context, not ProcessGroup; pass tkernels"):
-        open_wire("test", "tkernels", ctx.group.process_group)
+    assert open_wire("test", "tkernels", ctx.group.process_group).ctx is ctx
+    for backend in BACKENDS:
+        with pytest.raises(TypeError, match="^test: mesh: takes a Context, a ProcessGroup or a DeviceMesh .*, not int"):
+            open_wire("test", backend, 2)
     with pytest.raises(ValueError, match="test: backend='nccl' is unknown; use 'tkernels' or 'torch'"):
         open_wire("test", "nccl", ctx)
 

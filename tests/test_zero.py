@@ -115,7 +115,7 @@ def parted(ctx, steps=6, max_norm=0.05, **options):
     zero = ZeroOptimizer(
         sharded.parameters(),
         torch.optim.AdamW,
-        ctx=ctx,
+        mesh=ctx,
         max_norm=max_norm,
         overlap_gather=gather,
         **options,
@@ -204,7 +204,7 @@ class Exact:
         ]
         self.parameters = [nn.Parameter(value.clone()) for value in start]
         self.whole = [nn.Parameter(value.float()) for value in start]
-        self.zero = ZeroOptimizer(self.parameters, optimizer, ctx=ctx, **options, **settings)
+        self.zero = ZeroOptimizer(self.parameters, optimizer, mesh=ctx, **options, **settings)
         self.reference = optimizer(self.whole, **settings)
 
     def gradient(self, i, rank, key):
@@ -320,7 +320,7 @@ def test_deferred_weight_gradients_count(ctx, stage):
         layers = [te.Linear(4, 4, bias=bias, **common) for bias in (True, False)]
         for i, parameter in enumerate(parameters := [p for layer in layers for p in layer.parameters()]):
             parameter.data.copy_(integers(parameter.shape, "start", i))
-        zero = ZeroOptimizer(parameters, torch.optim.SGD, ctx=ctx, lr=0.5, momentum=0.5, stage=stage)
+        zero = ZeroOptimizer(parameters, torch.optim.SGD, mesh=ctx, lr=0.5, momentum=0.5, stage=stage)
         for step in range(2):
             for micro in range(2):
                 x = integers((3, 4), step, micro, ctx.rank).to(ctx.device)
@@ -361,7 +361,7 @@ def test_ranks_may_leave_parameters_out(ctx, unused):
 @pytest.mark.ranks(2)
 def test_weights_that_are_loaded_count_or_are_refused(ctx):
     weight = nn.Parameter(torch.ones(40, device=ctx.device))
-    zero = ZeroOptimizer([weight], torch.optim.SGD, ctx=ctx, lr=0.5)
+    zero = ZeroOptimizer([weight], torch.optim.SGD, mesh=ctx, lr=0.5)
     kept = weight.detach().clone()
     with torch.no_grad():
         weight.fill_(3.0)  # averages to evaluate, for example
@@ -387,13 +387,13 @@ def test_a_backward_of_a_graph_from_before_the_step_is_refused_as_torchs_is(ctx,
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(ctx.device)
     x = torch.ones(2, 4, device=ctx.device, requires_grad=True)
     if kind == "zero":
-        optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, ctx=ctx, lr=0.5)
+        optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, mesh=ctx, lr=0.5)
         step = optimizer.step
     elif kind == "fsdp":
-        model = FullyShard(model, nn.Linear, ctx=ctx)
+        model = FullyShard(model, nn.Linear, mesh=ctx)
         step = torch.optim.SGD(model.parameters(), 0.5).step
     else:
-        model = OverlappedDDP(model, ctx, use_distributed_optimizer=True)
+        model = OverlappedDDP(model, mesh=ctx, use_distributed_optimizer=True)
         optimizer = torch.optim.SGD(model.owned_parameters(), 0.5)
         model.zero_grad()
         step = lambda: [model.finish_grad_sync(), optimizer.step(), model.start_param_sync()]  # noqa: E731
@@ -409,7 +409,7 @@ def test_a_backward_of_a_graph_from_before_the_step_is_refused_as_torchs_is(ctx,
 @pytest.mark.ranks(2)
 def test_what_no_rank_has_used_is_left_alone(ctx):
     used, unused = (nn.Parameter(torch.ones(40, device=ctx.device)) for _ in range(2))
-    zero = ZeroOptimizer([used, unused], torch.optim.SGD, ctx=ctx, lr=0.5, momentum=0.5, weight_decay=0.25)
+    zero = ZeroOptimizer([used, unused], torch.optim.SGD, mesh=ctx, lr=0.5, momentum=0.5, weight_decay=0.25)
     for value in (1 - 0.5 * 1.25, 0.375 - 0.5 * (0.625 + 1 + 0.375 * 0.25)):
         used.sum().backward()
         zero.step()
@@ -449,7 +449,7 @@ def sgd_steps(ctx, model, optimizer, steps=2):
 @pytest.mark.parametrize("before", ["alive", "removed", "dropped"])
 def test_parameters_belong_to_the_newest_optimizer_and_then_to_none(ctx, before):
     def optimizer(model):
-        return ZeroOptimizer(model.named_parameters(), torch.optim.SGD, lr=0.1, ctx=ctx, overlap_gather=model)
+        return ZeroOptimizer(model.named_parameters(), torch.optim.SGD, lr=0.1, mesh=ctx, overlap_gather=model)
 
     want = sgd_steps(ctx, fresh := small_model(ctx), optimizer(fresh))
     model = small_model(ctx)
@@ -472,7 +472,7 @@ def test_parameters_belong_to_the_newest_optimizer_and_then_to_none(ctx, before)
 @pytest.mark.ranks(2)
 def test_parameters_that_were_converted_or_moved_are_refused_by_name(ctx):
     model = small_model(ctx)
-    zero = ZeroOptimizer(model.named_parameters(), torch.optim.SGD, lr=0.1, ctx=ctx)
+    zero = ZeroOptimizer(model.named_parameters(), torch.optim.SGD, lr=0.1, mesh=ctx)
     sgd_steps(ctx, model.to(ctx.device, torch.float32), zero)  # as they were
     model[2].double()
     state, full = copy.deepcopy(zero.state_dict()), zero.full_state_dict()
@@ -490,7 +490,7 @@ def test_parameters_that_were_converted_or_moved_are_refused_by_name(ctx):
             use()
         message_on_every_rank(ctx, error.value)
         assert all(map(torch.equal, zero.state_dict()["masters"], masters))  # nothing has changed
-    newer = ZeroOptimizer(model.float().parameters(), torch.optim.SGD, lr=0.1, ctx=ctx)
+    newer = ZeroOptimizer(model.float().parameters(), torch.optim.SGD, lr=0.1, mesh=ctx)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     assert not any(map(torch.equal, sgd_steps(ctx, model, newer), before))
 
@@ -517,7 +517,7 @@ def test_after_an_error_in_backward_or_step_training_goes_on(ctx):
     model, numbers = Model().to(ctx.device), torch.tensor([ctx.rank, 7], device=ctx.device)
     plain = copy.deepcopy(model)
     model.table.sparse = plain.table.sparse = False
-    optimizers = [ZeroOptimizer(each.parameters(), Failing, lr=0.1, ctx=ctx) for each in (model, plain)]
+    optimizers = [ZeroOptimizer(each.parameters(), Failing, lr=0.1, mesh=ctx) for each in (model, plain)]
     for step in range(3):
         if step == 0:
             model.table.sparse = True
@@ -540,7 +540,7 @@ def test_after_an_error_in_backward_or_step_training_goes_on(ctx):
 @pytest.mark.ranks(2)
 def test_fp16_sums_that_are_too_large_have_a_mean(ctx):
     weight = nn.Parameter(torch.zeros(8, dtype=torch.float16, device=ctx.device))
-    zero = ZeroOptimizer([weight], torch.optim.SGD, lr=1.0, ctx=ctx)
+    zero = ZeroOptimizer([weight], torch.optim.SGD, lr=1.0, mesh=ctx)
     for _ in range(2):
         (weight * 40000.0).sum().backward()
     zero.step()
@@ -552,7 +552,7 @@ def test_groups_keep_their_options_and_closures_run(ctx):
     parameters = [nn.Parameter(torch.ones(40, device=ctx.device)) for _ in range(3)]
     frozen = nn.Parameter(torch.ones(3, device=ctx.device), requires_grad=False)
     groups = [{"params": parameters[:2]}, {"params": [parameters[2], frozen], "lr": 2.0}]
-    zero = ZeroOptimizer(groups, torch.optim.SGD, ctx=ctx, lr=1.0)
+    zero = ZeroOptimizer(groups, torch.optim.SGD, mesh=ctx, lr=1.0)
 
     def closure():
         loss = sum(parameter.sum() for parameter in parameters)
@@ -576,8 +576,8 @@ def test_experts_are_shared_by_some_of_the_ranks(ctx):
     shared, own = (nn.Parameter(torch.full((50,), 4.0, device=ctx.device)) for _ in range(2))
     unused = nn.Parameter(torch.ones(3, device=ctx.device))  # one expert uses it, and the other doesn't
     zero = ZeroOptimizer(
-        [{"params": [shared]}, {"params": [own, unused], "ctx": experts}],
-        torch.optim.SGD, ctx=ctx, lr=1.0, weight_decay=0.5, max_norm=1e9,
+        [{"params": [shared]}, {"params": [own, unused], "mesh": experts}],
+        torch.optim.SGD, mesh=ctx, lr=1.0, weight_decay=0.5, max_norm=1e9,
     )  # fmt: skip
     loss = (shared * ctx.rank).sum() + (own * 2.0**ctx.rank).sum()
     (loss + unused.sum() if ctx.rank % 2 else loss).backward()
@@ -619,7 +619,7 @@ def test_checkpoints(ctx, reentrant):
 @pytest.mark.ranks(2)
 def test_a_step_that_overflows_anywhere_is_skipped_everywhere(ctx):
     parameter = nn.Parameter(torch.ones(40, device=ctx.device, dtype=torch.float16))
-    zero = ZeroOptimizer([parameter], torch.optim.SGD, ctx=ctx, lr=1.0, loss_scale="dynamic", bucket_bytes=SMALL)
+    zero = ZeroOptimizer([parameter], torch.optim.SGD, mesh=ctx, lr=1.0, loss_scale="dynamic", bucket_bytes=SMALL)
     for step, value in enumerate([torch.inf if ctx.rank == 1 else 1.0, 0.5, torch.nan if ctx.rank == 0 else 1.0]):
         zero.scale((parameter.float() * value / 2**10).sum()).backward()
         zero.step()
@@ -634,7 +634,7 @@ def test_a_loss_scale_grows_after_an_interval_without_a_skip_and_goes_on_from_ei
 
     def made(loss_scale="dynamic"):
         parameter = nn.Parameter(torch.ones(40, device=ctx.device))
-        return parameter, ZeroOptimizer([parameter], torch.optim.SGD, ctx=ctx, lr=1.0, loss_scale=loss_scale)
+        return parameter, ZeroOptimizer([parameter], torch.optim.SGD, mesh=ctx, lr=1.0, loss_scale=loss_scale)
 
     def scales(parameter, zero, steps, overflow=None):
         found = []
@@ -663,7 +663,7 @@ def test_a_loss_scale_grows_after_an_interval_without_a_skip_and_goes_on_from_ei
 @pytest.mark.ranks(2)
 def test_masters_keep_what_the_parameters_round_away(ctx):
     parameter = nn.Parameter(torch.ones(40, device=ctx.device, dtype=torch.bfloat16))
-    zero = ZeroOptimizer([parameter], torch.optim.SGD, ctx=ctx, lr=2.0**-10)
+    zero = ZeroOptimizer([parameter], torch.optim.SGD, mesh=ctx, lr=2.0**-10)
     for _ in range(8):
         parameter.sum().backward()
         zero.step()
@@ -681,7 +681,7 @@ def trained(ctx, steps, zero, model, skip=0):
 
 
 def adam_of(ctx, model, **options):
-    return ZeroOptimizer(model.parameters(), torch.optim.AdamW, ctx=ctx, lr=1e-2, **{"bucket_bytes": 4096} | options)
+    return ZeroOptimizer(model.parameters(), torch.optim.AdamW, mesh=ctx, lr=1e-2, **{"bucket_bytes": 4096} | options)
 
 
 @pytest.mark.ranks(2)
@@ -717,7 +717,7 @@ def test_zero_optimizer_takes_schedulers_as_torchs_do(ctx):
         model = small_model(ctx)
         options = {"lr": 0.25, "momentum": 0.5}
         if sharded:
-            optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, ctx=ctx, **options)
+            optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, mesh=ctx, **options)
         else:
             optimizer = torch.optim.SGD(model.parameters(), **options)
         return model, optimizer, list(itertools.islice(schedules(optimizer), kind, kind + 1))[0]
@@ -754,7 +754,7 @@ def test_zero_optimizer_takes_schedulers_as_torchs_do(ctx):
 @pytest.mark.ranks(2)
 def test_zero_optimizer_has_an_optimizers_hooks_and_refuses_what_it_cant_do(ctx):
     model, calls = small_model(ctx), []
-    zero = ZeroOptimizer(model.parameters(), torch.optim.SGD, ctx=ctx, lr=1.0)
+    zero = ZeroOptimizer(model.parameters(), torch.optim.SGD, mesh=ctx, lr=1.0)
     zero.register_step_pre_hook(lambda optimizer, *_: calls.append(optimizer))
     zero.register_step_post_hook(lambda optimizer, *_: calls.append(optimizer))
     sgd_steps(ctx, model, zero, steps=1)
@@ -803,7 +803,7 @@ def test_frozen_parameters_have_numbers_in_the_full_state(ctx):
         return [nn.Parameter(integers((3, 4), i).to(ctx.device), i not in frozen) for i in range(3)]
 
     def sharded(*frozen):
-        return (mine := parameters(frozen)), ZeroOptimizer(mine, torch.optim.Adam, ctx=ctx, **settings)
+        return (mine := parameters(frozen)), ZeroOptimizer(mine, torch.optim.Adam, mesh=ctx, **settings)
 
     def step(mine, optimizer):
         sum((parameter * parameter).sum() for parameter in mine if parameter.requires_grad).backward()
@@ -854,7 +854,7 @@ def test_another_layout_is_refused(ctx):
 @pytest.mark.ranks(2)
 def test_ranks_start_from_the_values_of_rank_0(ctx):
     parameter = nn.Parameter(torch.full((40,), float(ctx.rank + 1), device=ctx.device))
-    ZeroOptimizer([parameter], torch.optim.SGD, ctx=ctx, lr=1.0)
+    ZeroOptimizer([parameter], torch.optim.SGD, mesh=ctx, lr=1.0)
     assert parameter.tolist() == [1.0] * 40
 
 
@@ -862,20 +862,20 @@ def test_ranks_start_from_the_values_of_rank_0(ctx):
 def test_parts_of_tensors_are_kept_apart_from_rank_0s(ctx):
     """What the ranks split between them is refused; what a rank has whole is not, nor what is equal."""
     torch.manual_seed(0)
-    split = ParallelMLP(8, 16, ctx=ctx)
+    split = ParallelMLP(8, 16, mesh=ctx)
     split.fc1.bias.data.zero_()
     before = copy.deepcopy(split.state_dict())
     frozen = nn.Parameter(torch.ones(2, device=ctx.device), requires_grad=False)
     named = [("frozen", frozen), *split.named_parameters()]
-    with pytest.raises(MismatchError, match=r"in fc1.weight, fc2.weight, which .* ctx of the data-parallel") as error:
-        ZeroOptimizer(named, torch.optim.SGD, ctx=ctx, lr=1.0)
+    with pytest.raises(MismatchError, match=r"in fc1.weight, fc2.weight, which .* mesh of the data-parallel") as error:
+        ZeroOptimizer(named, torch.optim.SGD, mesh=ctx, lr=1.0)
     message_on_every_rank(ctx, error.value)
     assert all(torch.equal(value, before[name]) for name, value in split.state_dict().items())
     torch.manual_seed(ctx.rank)
     groups = [torch.distributed.new_group([rank]) for rank in range(ctx.size)]
     alone = tkernels.init(groups[ctx.rank], heap_bytes=1 << 20, default=False)
-    whole = ParallelMLP(8, 16, ctx=alone)
-    ZeroOptimizer(whole.parameters(), torch.optim.SGD, ctx=ctx, lr=1.0)
+    whole = ParallelMLP(8, 16, mesh=alone)
+    ZeroOptimizer(whole.parameters(), torch.optim.SGD, mesh=ctx, lr=1.0)
     assert len(set(ctx.group.gather(digest(whole.parameters())))) == 1
     alone.finalize()
 
@@ -900,7 +900,7 @@ def test_what_cannot_be_sharded_is_refused_on_every_rank(ctx, message):
     parameter = nn.Parameter(torch.ones(4, device=ctx.device))
     params = options.pop("params", lambda p: [p])(parameter)
     with pytest.raises((ValueError, TypeError)) as refused:
-        ZeroOptimizer(params, options.pop("optimizer_class", torch.optim.SGD), ctx=ctx, **options)
+        ZeroOptimizer(params, options.pop("optimizer_class", torch.optim.SGD), mesh=ctx, **options)
     assert message.lstrip("not ") in message_on_every_rank(ctx, refused.value)
 
 
@@ -908,12 +908,12 @@ def test_what_cannot_be_sharded_is_refused_on_every_rank(ctx, message):
 def test_ranks_that_differ_are_refused(ctx):
     parameter = nn.Parameter(torch.ones(4 + ctx.rank, device=ctx.device))
     with pytest.raises(MismatchError, match="differ in stage, parameters") as refused:
-        ZeroOptimizer([parameter], torch.optim.SGD, ctx=ctx, stage=1 + ctx.rank)
+        ZeroOptimizer([parameter], torch.optim.SGD, mesh=ctx, stage=1 + ctx.rank)
     message_on_every_rank(ctx, refused.value)
     parameter = nn.Parameter(torch.ones(4, device=ctx.device))
     with pytest.raises(MismatchError, match="differ in options, groups"):
         groups = [{"params": [parameter], "weight_decay": 0.1 * ctx.rank}]
-        ZeroOptimizer(groups, torch.optim.SGD, ctx=ctx, lr=1.0 + ctx.rank)
+        ZeroOptimizer(groups, torch.optim.SGD, mesh=ctx, lr=1.0 + ctx.rank)
 
 
 @pytest.mark.ranks(2)
@@ -928,9 +928,9 @@ def test_zero_optimizer_refuses_arguments_of_other_types_by_name_and_leaves_no_h
         ("takes a Context", {"tensor_parallel": "tp"}),
         ("parameter=3 must be a tensor", {"params": [3]}),
         ("a param group is a dict with params, not {}", {"params": [{}]}),
-        ("takes a Context", {"params": [{"params": [parameter], "ctx": "x"}]}),
+        ("takes a Context", {"params": [{"params": [parameter], "mesh": "x"}]}),
     ):
-        arguments = {"params": [parameter], "optimizer_class": torch.optim.SGD, "ctx": ctx, "lr": 1.0}
+        arguments = {"params": [parameter], "optimizer_class": torch.optim.SGD, "mesh": ctx, "lr": 1.0}
         with pytest.raises(TypeError, match=message) as refused:
             ZeroOptimizer(**arguments | change)
         message_on_every_rank(ctx, refused.value)
@@ -938,7 +938,7 @@ def test_zero_optimizer_refuses_arguments_of_other_types_by_name_and_leaves_no_h
             ZeroOptimizer(**arguments | (change if ctx.rank == 1 else {}))
         message_on_every_rank(ctx, refused.value)
     with pytest.raises(ValueError, match="Invalid learning rate") as refused:  # kept, and with it what its frames hold
-        ZeroOptimizer([parameter], torch.optim.SGD, ctx=ctx, lr=-1.0)
+        ZeroOptimizer([parameter], torch.optim.SGD, mesh=ctx, lr=-1.0)
     parameter.sum().backward()
     assert refused and parameter.grad.tolist() == [1.0] * 8
 
@@ -952,7 +952,7 @@ def _spoilt(state, change):
 @pytest.mark.ranks(2)
 def test_zero_optimizer_refuses_states_that_do_not_fit_on_every_rank_before_anything_changed(ctx):
     parameter = nn.Parameter(torch.arange(1.0, 81, device=ctx.device).view(8, 10))
-    zero = ZeroOptimizer([parameter], torch.optim.Adam, ctx=ctx, lr=0.5)
+    zero = ZeroOptimizer([parameter], torch.optim.Adam, mesh=ctx, lr=0.5)
     parameter.sum().backward()
     zero.step()
     kept = parameter.detach().clone()
@@ -983,7 +983,7 @@ def test_zero_optimizer_refuses_states_that_do_not_fit_on_every_rank_before_anyt
 @pytest.mark.ranks(2)
 def test_zero_optimizer_refuses_to_step_and_load_once_it_is_removed(ctx):
     parameter = nn.Parameter(torch.ones(8, device=ctx.device))
-    zero = ZeroOptimizer([parameter], torch.optim.SGD, ctx=ctx, lr=0.5)
+    zero = ZeroOptimizer([parameter], torch.optim.SGD, mesh=ctx, lr=0.5)
     state = zero.state_dict()
     zero.remove()
     parameter.sum().backward()
@@ -1040,7 +1040,7 @@ def simulate(patch, wrong=None, numel=16, steps=3, overlap_gather=True, reverse=
     with sim:
         main = sim.current_stream()
         zero = ZeroOptimizer(
-            towers.parameters(), torch.optim.SGD, ctx=OneRank(), lr=2.0**-8, momentum=0.5, bucket_bytes=64 * 3,
+            towers.parameters(), torch.optim.SGD, mesh=OneRank(), lr=2.0**-8, momentum=0.5, bucket_bytes=64 * 3,
             overlap_gather=towers if overlap_gather else None, dev=sim,
         )  # fmt: skip
         within = contextlib.ExitStack()
@@ -1106,7 +1106,7 @@ def test_a_state_dict_comes_after_the_gathers_that_overlap_with_forward(monkeypa
     sim, tower = Simulator(), Tower(16, 1.0)
     monkeypatch.setattr(TkernelsWire, "all_gather", lambda self, x, rows: sim.launch("gather", writes=[x]))
     with sim:
-        zero = ZeroOptimizer(tower.parameters(), torch.optim.SGD, lr=1.0, ctx=OneRank(), overlap_gather=tower, dev=sim)
+        zero = ZeroOptimizer(tower.parameters(), torch.optim.SGD, lr=1.0, mesh=OneRank(), overlap_gather=tower, dev=sim)
         zero.step()
         state = {name: value.clone() for name, value in tower.state_dict().items()}
         zero.step()
@@ -1130,7 +1130,7 @@ def test_the_simulation_sees_missing_waits(monkeypatch):
 
 def test_a_newer_optimizer_comes_after_the_gathers_of_the_older_one(monkeypatch):
     sim, tower = Simulator(), Tower(16, 1.0)
-    options = {"lr": 1.0, "ctx": OneRank(), "overlap_gather": tower, "dev": sim}
+    options = {"lr": 1.0, "mesh": OneRank(), "overlap_gather": tower, "dev": sim}
     monkeypatch.setattr(TkernelsWire, "all_gather", lambda self, x, rows: sim.launch("gather", writes=[x]))
     with sim:
         older = ZeroOptimizer(tower.parameters(), torch.optim.SGD, **options)
@@ -1180,7 +1180,7 @@ def test_overlap_changes_no_bit(ctx, compiled):
 @pytest.mark.ranks(2)
 def test_zero_optimizer_works_inside_a_compiled_step(ctx):
     models = [small_model(ctx) for _ in range(2)]
-    zeros = [ZeroOptimizer(model.parameters(), torch.optim.SGD, lr=0.5, ctx=ctx) for model in models]
+    zeros = [ZeroOptimizer(model.parameters(), torch.optim.SGD, lr=0.5, mesh=ctx) for model in models]
 
     def step(model, zero, x):
         model(x).square().mean().backward()
@@ -1203,7 +1203,7 @@ def train_towers(ctx, steps, milliseconds, side_streams, compiled=False, overlap
     towers = nn.ModuleList(Tower(numel, start) for start in (0.01, 0.02)).to(ctx.device)
     forwards = [torch.compile(tower) if compiled else tower for tower in towers]
     zero = ZeroOptimizer(
-        towers.parameters(), torch.optim.SGD, ctx=ctx, lr=1e-3, momentum=0.5, bucket_bytes=6 * numel,
+        towers.parameters(), torch.optim.SGD, mesh=ctx, lr=1e-3, momentum=0.5, bucket_bytes=6 * numel,
         overlap_comm=side_streams, overlap_gather=towers if side_streams and overlap_gather else None,
     )  # fmt: skip
     streams = [torch.cuda.Stream() for _ in towers] if side_streams else [main, main]
@@ -1265,9 +1265,9 @@ def test_tensor_parallel_ranks_clip_and_skip_alike(ctx):
         split.tensor_model_parallel = True
         for options in ({"max_norm": 1.0}, {"loss_scale": "dynamic"}):
             with pytest.raises(ValueError, match="split over tensor-parallel ranks .* pass tensor_parallel="):
-                ZeroOptimizer([split, shared], torch.optim.SGD, ctx=dp, lr=1.0, **options)
+                ZeroOptimizer([split, shared], torch.optim.SGD, mesh=dp, lr=1.0, **options)
         zero = ZeroOptimizer(
-            [split, shared], torch.optim.SGD, ctx=dp, tensor_parallel=tp, lr=1.0, max_norm=0.5, loss_scale="dynamic"
+            [split, shared], torch.optim.SGD, mesh=dp, tensor_parallel=tp, lr=1.0, max_norm=0.5, loss_scale="dynamic"
         )
         zero.scale((split * (3.0 + part)).sum() + (shared * 5.0).sum()).backward()
         zero.step()
@@ -1295,8 +1295,8 @@ class Sequence(nn.Module):
         if tp is None:
             self.down, self.up = nn.Linear(65, 8), nn.Linear(8, 65)
         else:
-            self.down = RowParallelLinear(65, 8, sequence_parallel=True, return_bias=True, ctx=tp)
-            self.up = ColumnParallelLinear(8, 65, sequence_parallel=True, ctx=tp)
+            self.down = RowParallelLinear(65, 8, sequence_parallel=True, return_bias=True, mesh=tp)
+            self.up = ColumnParallelLinear(8, 65, sequence_parallel=True, mesh=tp)
         self.after = nn.LayerNorm(8)
         if tp is None:
             return
@@ -1364,7 +1364,7 @@ def test_zero_optimizer_sums_sequence_parallel_gradients_over_tensor_parallel_ra
 
     def zero(**options):
         def wrap(model):
-            zero = ZeroOptimizer(model.named_parameters(), torch.optim.SGD, ctx=dp, tensor_parallel=tp, lr=0.5,
+            zero = ZeroOptimizer(model.named_parameters(), torch.optim.SGD, mesh=dp, tensor_parallel=tp, lr=0.5,
                                  momentum=0.9, weight_decay=0.1, max_norm=0.5, **options)  # fmt: skip
             no_sync = zero.no_sync if options["stage"] == 1 else contextlib.nullcontext
             return model, no_sync, lambda: zero.step() or zero.grad_norm
@@ -1375,7 +1375,7 @@ def test_zero_optimizer_sums_sequence_parallel_gradients_over_tensor_parallel_ra
         optimizer = torch.optim.SGD(parameters or wrapped.parameters(), lr=0.5, momentum=0.9)
 
         def step():
-            all_reduce_sequence_parallel_grads(wrapped, ctx=tp)
+            all_reduce_sequence_parallel_grads(wrapped, mesh=tp)
             norm = clip(0.5)
             optimizer.step()
             if parameters:
@@ -1386,17 +1386,17 @@ def test_zero_optimizer_sums_sequence_parallel_gradients_over_tensor_parallel_ra
         return wrapped, wrapped.no_sync, step
 
     def fully_sharded(model):
-        wrapped = FullyShard(Around(model), (Sequence,), ctx=dp)
+        wrapped = FullyShard(Around(model), (Sequence,), mesh=dp)
         return by_the_call(wrapped, functools.partial(wrapped.clip_grad_norm_, tensor_parallel=tp))
 
     def overlapped(model):
-        wrapped = OverlappedDDP(model, dp, bucket_size=100)
-        return by_the_call(wrapped, functools.partial(clip_grad_norm_, list(model.parameters()), ctx=tp))
+        wrapped = OverlappedDDP(model, mesh=dp, bucket_size=100)
+        return by_the_call(wrapped, functools.partial(clip_grad_norm_, list(model.parameters()), mesh=tp))
 
     def overlapped_shards(model):
-        wrapped = OverlappedDDP(model, dp, use_distributed_optimizer=True)
+        wrapped = OverlappedDDP(model, mesh=dp, use_distributed_optimizer=True)
         shards = wrapped.owned_parameters()
-        return by_the_call(wrapped, functools.partial(clip_grad_norm_, shards, ctx=tp), shards)
+        return by_the_call(wrapped, functools.partial(clip_grad_norm_, shards, mesh=tp), shards)
 
     with tp, dp:
         for wrap, weight_decay in (
@@ -1421,15 +1421,15 @@ def test_zero_optimizer_refuses_marks_that_nothing_would_be_done_about(ctx):
     before = norm.bias.data_ptr()
     with tkernels.init(groups[ctx.rank], heap_bytes=1 << 20, default=False) as alone:
         with pytest.raises(ValueError, match="bias is marked sequence_parallel: .* pass tensor_parallel=") as refused:
-            ZeroOptimizer(norm.named_parameters(), torch.optim.SGD, ctx=alone, lr=1.0)
+            ZeroOptimizer(norm.named_parameters(), torch.optim.SGD, mesh=alone, lr=1.0)
         message_on_every_rank(ctx, refused.value)
         norm.weight.sequence_parallel = ctx.rank == 1
         with pytest.raises(MismatchError, match="ranks mark 1, 2 parameters sequence_parallel") as refused:
-            ZeroOptimizer(norm.named_parameters(), torch.optim.SGD, ctx=alone, tensor_parallel=ctx, lr=1.0)
+            ZeroOptimizer(norm.named_parameters(), torch.optim.SGD, mesh=alone, tensor_parallel=ctx, lr=1.0)
         message_on_every_rank(ctx, refused.value)
         norm.weight.sequence_parallel = True
         nn.init.constant_(norm.weight, 1.0 + ctx.rank)
         with pytest.raises(MismatchError, match="ranks differ in weight, marked sequence_parallel") as refused:
-            ZeroOptimizer(norm.named_parameters(), torch.optim.SGD, ctx=alone, tensor_parallel=ctx, lr=1.0)
+            ZeroOptimizer(norm.named_parameters(), torch.optim.SGD, mesh=alone, tensor_parallel=ctx, lr=1.0)
         message_on_every_rank(ctx, refused.value)
     assert norm.bias.data_ptr() == before

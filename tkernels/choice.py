@@ -13,14 +13,26 @@ from dataclasses import fields, replace
 import torch
 
 from tkernels import tuned
-from tkernels.comm import runtime
 from tkernels.comm.calls import local_calls
 from tkernels.comm.context import Context
 from tkernels.comm.contexts import current_context
 from tkernels.comm.errors import TkernelsError
 from tkernels.configs import DTYPES, LAYOUTS, OPERATIONS, GemmConfig, OverlapConfig, chunks_fit, name_of
-from tkernels.gpus import SIMULATED, gpu_here
-from tkernels.model import Problem, choose, default_config, kernel_wins, wire_of
+from tkernels.gpus import GPU, SIMULATED, gpu_here
+from tkernels.model import (
+    KERNEL,
+    LIBRARY,
+    STAGED,
+    Prediction,
+    Problem,
+    choose,
+    default_config,
+    fastest,
+    predict,
+    predict_library,
+    predict_staged,
+    wire_of,
+)
 
 KEY = ("operation", "M", "N", "K", "dtype", "layout")  # of a bucket, by name
 MAX_CHOICES = 4096  # configurations that a context keeps
@@ -76,44 +88,51 @@ def forget_calls(ctx: Context):
 
 
 def gemm_config(
-    M: int, N: int, K: int, dtype: torch.dtype, layout: str, stored: torch.dtype | None = None
+    M: int, N: int, K: int, dtype: torch.dtype, layout: str, stored: torch.dtype | None = None, gpu: GPU | None = None
 ) -> GemmConfig:
     """The configuration of `matmul`'s kernel for x [M, K] and w [N, K] by default. layout: as gemm.layout_of names it.
 
-    stored: the dtype of the result, if it differs; larger elements take the shared memory of a stage.
+    stored: the dtype of the result, if it differs; larger elements take the shared memory of a stage. gpu: None: this
+    process's.
     """
     try:
         known = choices_of(current_context())
     except TkernelsError:  # there is no context
         known = _choices_without_context()
-    key = (M, N, K, dtype, layout, stored)
+    key = (M, N, K, dtype, layout, stored, gpu)
     if key not in known:
         config = known.tuned.get(bucket("matmul", M, N, K, dtype, layout))
-        config = config or default_config(M, N, dtype, layout != "pointers")
+        config = config or default_config(M, N, dtype, layout != "pointers", gpu)
         if stored is not None and stored.itemsize > dtype.itemsize:
             config = replace(config, num_stages=min(config.num_stages, 3))
         _keep(known, key, config)
     return known[key]
 
 
-def product_problem(
-    M: int, N: int, K: int, dtype: torch.dtype, layout: str, alignment: int, precision: str = "ieee",
-    stored: torch.dtype | None = None, separate: bool = False,
-) -> Problem:  # fmt: skip
-    """The problem of a local product on this process's GPU. All but the sizes are fields of `Problem`."""
-    return Problem(
-        "matmul", M, N, K, dtype, layout, programs=runtime.default_programs(), gpu=gpu_here(), precision=precision,
-        alignment=alignment, stored=stored, separate=separate,
-    )  # fmt: skip
+def product_ways(problem: Problem) -> dict[str, tuple[GemmConfig | None, Prediction]]:
+    """The ways to carry out a local product: our kernel's configuration, and the predicted time."""
+
+    def config_of(layout: str) -> GemmConfig:
+        sizes = problem.M, problem.N, problem.K
+        return gemm_config(*sizes, problem.dtype, layout, problem.stored, problem.gpu)
+
+    config = config_of(problem.layout)
+    found = {KERNEL: (config, predict(problem, config))}
+    if not problem.tma and problem.dtype.itemsize == 2:
+        config = config_of(problem.orientation)
+        found[STAGED] = config, predict_staged(problem, config)
+    found[LIBRARY] = None, predict_library(problem)
+    return found
 
 
-def product_config(problem: Problem) -> GemmConfig | None:
-    """The configuration of our kernel for a local product; None where torch's matmul does it faster, by the model.
+def product_way(problem: Problem) -> tuple[str, GemmConfig | None]:
+    """The way that a local product takes: the fastest by the model, and our kernel's configuration.
 
-    On the simulated runtime, which is there to run the kernels, it is always ours.
+    On the simulated runtime, which is there to run the kernels, it is our kernel, on the operands where they lie.
     """
-    config = gemm_config(problem.M, problem.N, problem.K, problem.dtype, problem.layout, problem.stored)
-    return config if problem.gpu is SIMULATED or kernel_wins(problem, config) else None
+    ways = product_ways(problem)
+    way = KERNEL if problem.gpu is SIMULATED else fastest(problem, {name: each[1] for name, each in ways.items()})
+    return way, ways[way][0]
 
 
 def overlap_config(

@@ -67,8 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     for operation, named in asked.items():
         for M, N, K in named.values():
             if operation == "matmul":
-                problem = usual_product(M, N, K, dtype, precision, gpu, gpu.sms)
-                choice = explain_product(problem, model.default_config(M, N, dtype, problem.tma, gpu))
+                choice = explain_product(usual_product(M, N, K, dtype, precision, gpu=gpu, programs=gpu.sms))
             else:
                 local = local_sizes(operation, M, N, K, ranks)
                 layout = usual_layout(*local, dtype)
@@ -131,13 +130,15 @@ def table_of(ways):
 
 
 def how(way) -> str:
+    from tkernels import model
+
     config = way.config
     if config is None:
         return "torch's matmul" + (" and a collective, one after the other" if way.name == "plain" else "")
     gemm = getattr(config, "gemm", config)
     text = f"tiles of {gemm.block_m}x{gemm.block_n}x{gemm.block_k}"
-    if way.name == "kernel":
-        return text
+    if way.name in (model.KERNEL, model.STAGED):
+        return text + (" of copies in wider rows" if way.name == model.STAGED else "")
     if config.copied:
         return f"{text}, copies of {config.copy_rows} rows"
     number = config.num_comm

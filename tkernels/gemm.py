@@ -16,13 +16,16 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tkernels.choice import product_config, product_problem
+from tkernels.choice import product_way
 from tkernels.comm import capture, runtime
 from tkernels.comm.arguments import check_out, check_resolved, check_tensors
 from tkernels.comm.calls import describe, local_calls
 from tkernels.comm.launch import PreparedLaunch
 from tkernels.configs import DTYPES, GemmConfig
+from tkernels.gpus import GPU, gpu_here
 from tkernels.library import multiply_into
+from tkernels.model import LIBRARY, STAGED, Problem
+from tkernels.staging import Rows
 
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 
@@ -231,8 +234,7 @@ class Operand:
     def of(cls, matrix: torch.Tensor, block_rows: int, block_columns: int, use_tma: bool = True) -> "Operand":
         """Describe a matrix: by a TMA descriptor if it has a unit stride and 16-byte aligned rows and base address."""
         row_stride, column_stride = matrix.stride()
-        transposed = row_stride == 1 and column_stride != 1
-        plain = matrix.t() if transposed else matrix
+        plain, transposed = in_rows(matrix)
         if use_tma and tma_allowed(plain):
             block = [block_columns, block_rows] if transposed else [block_rows, block_columns]
             descriptor = TensorDescriptor(plain, list(plain.shape), list(plain.stride()), block)
@@ -243,6 +245,12 @@ class Operand:
         """The arguments of a kernel that takes the matrix by that name."""
         strides = {f"{name}_row_stride": self.row_stride, f"{name}_column_stride": self.column_stride}
         return {name: self.argument, **strides}
+
+
+def in_rows(matrix: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """The matrix, or its transpose if that is what lies in rows, and whether it is."""
+    transposed = matrix.stride(0) == 1 and matrix.stride(1) != 1
+    return matrix.t() if transposed else matrix, transposed
 
 
 def tma_allowed(matrix: torch.Tensor) -> bool:
@@ -262,24 +270,34 @@ def layout_of(x: torch.Tensor, w: torch.Tensor) -> str:
     w is N where its dimension N is contiguous, and x is T where M is. "pointers" if TMA can't describe both operands
     and a result with contiguous rows of N elements.
     """
-    if w.shape[0] * w.element_size() % 16:
-        return "pointers"
-    letters = ""
-    for matrix, straight, transposed in ((w, "T", "N"), (x, "N", "T")):
-        turned = matrix.stride(0) == 1 and matrix.stride(1) != 1
-        if not tma_allowed(matrix.t() if turned else matrix):
-            return "pointers"
-        letters += transposed if turned else straight
-    return letters
+    takes = w.shape[0] * w.element_size() % 16 == 0 and all(tma_allowed(in_rows(matrix)[0]) for matrix in (x, w))
+    return orientation_of(x, w) if takes else "pointers"
+
+
+def orientation_of(x: torch.Tensor, w: torch.Tensor) -> str:
+    """The same, whether TMA can describe them or not."""
+    return ("N" if in_rows(w)[1] else "T") + ("T" if in_rows(x)[1] else "N")
 
 
 def alignment_of(*matrices: torch.Tensor) -> int:
     """The bytes, up to 16, that the rows and the addresses of all these matrices are multiples of."""
     offsets = 16
     for matrix in matrices:
-        row, column = matrix.stride()
-        offsets |= (column if row == 1 and column != 1 else row) * matrix.element_size() | matrix.data_ptr()
+        offsets |= in_rows(matrix)[0].stride(0) * matrix.element_size() | matrix.data_ptr()
     return offsets & -offsets
+
+
+def problem_of_product(
+    x, w, y, precision: str, separate: bool = False, gpu: GPU | None = None, programs: int | None = None
+) -> Problem:
+    """The local product of x [M, K] and w [N, K] into y [M, N]. gpu, programs: of a launch; None: this process's."""
+    beyond = [matrix for matrix in (x, w, y) if not tma_allowed(in_rows(matrix)[0])]
+    return Problem(
+        "matmul", *y.shape, x.shape[1], x.dtype, "pointers" if beyond else orientation_of(x, w), precision=precision,
+        alignment=alignment_of(x, w, y), orientation=orientation_of(x, w), stored=y.dtype, separate=separate,
+        staged=tuple(matrix.numel() * matrix.element_size() for matrix in beyond),
+        programs=programs or runtime.default_programs(), gpu=gpu or gpu_here(),
+    )  # fmt: skip
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -412,13 +430,17 @@ class Matmul(NamedTuple):
         if K == 0:  # a sum of nothing
             run = self.prepare(zeros_along_k(x), zeros_along_k(w), bias, out)
             return lambda x, w, bias, out: run(zeros_along_k(x), zeros_along_k(w), bias, out)
-        config = self.config
-        if config is None:
-            separate = self.activation is not None or bias is not None and out_dtype != x.dtype
-            operands = x.dtype, layout_of(x, w), alignment_of(x, w, y), self.precision
-            config = product_config(product_problem(M, N, K, *operands, out_dtype, separate))
-            if config is None:
-                return self.by_library(y, bias, separate)
+        if self.config is not None:
+            return self.by_kernel(x, w, bias, y, self.config)
+        separate = self.activation is not None or bias is not None and out_dtype != x.dtype
+        way, config = product_way(problem_of_product(x, w, y, self.precision, separate))
+        if way == LIBRARY:
+            return self.by_library(y, bias, separate)
+        return (self.staged if way == STAGED else self.by_kernel)(x, w, bias, y, config)
+
+    def by_kernel(self, x, w, bias, y, config: GemmConfig):
+        """The function whose product our kernel computes, of the operands where they lie."""
+        (M, K), N, dtype = x.shape, w.shape[0], y.dtype
         x_operand = Operand.of(x, config.block_m, config.block_k, config.use_tma)
         w_operand = Operand.of(w, config.block_n, config.block_k, config.use_tma)
         y_operand = Operand.of(y, config.block_m, config.block_n // config.split, config.use_tma and y.stride(1) == 1)
@@ -433,8 +455,37 @@ class Matmul(NamedTuple):
         )  # fmt: skip
 
         def run(x, w, bias, out):
-            y = x.new_empty((M, N), dtype=out_dtype) if out is None else out
+            y = x.new_empty((M, N), dtype=dtype) if out is None else out
             launch(x, w, x if bias is None else bias.contiguous(), y)
+            return y
+
+        return run
+
+    def staged(self, x, w, bias, y, config: GemmConfig):
+        """The same of copies of those operands, and into a copy of the result, whose rows TMA can't take.
+
+        The copies are made in each call, also by the replays of a CUDA graph, and take memory until it ends.
+        """
+        wide = [None if tma_allowed(in_rows(matrix)[0]) else Rows.of(matrix) for matrix in (x, w, y)]
+        copies = [
+            rows and rows.plan_copy(matrix, back=matrix is y) for rows, matrix in zip(wide, (x, w, y), strict=True)
+        ]
+        examples = (rows.empty("meta") if rows else matrix for rows, matrix in zip(wide, (x, w, y), strict=True))
+        x_like, w_like, y_like = examples
+        multiply = self.by_kernel(x_like, w_like, bias, y_like, config)
+        (M, N), dtype, (wide_x, wide_w, wide_y), (stage_x, stage_w, unstage) = y.shape, y.dtype, wide, copies
+
+        def run(x, w, bias, out):
+            if stage_x:
+                stage_x(x, at := wide_x.empty(x.device))
+                x = at
+            if stage_w:
+                stage_w(w, at := wide_w.empty(w.device))
+                w = at
+            y = x.new_empty((M, N), dtype=dtype) if out is None else out
+            if unstage is None:
+                return multiply(x, w, bias, y)
+            unstage(multiply(x, w, bias, wide_y.empty(x.device)), y)
             return y
 
         return run

@@ -1,5 +1,5 @@
 """The library's product: torch's own matmul, on GPUs cuBLAS. The plain path multiplies by it, and so do local products
-that it does faster than our kernel (choice.product_config).
+that it does faster than our kernel (choice.product_way).
 
 It sums in fp32, and rounds partial sums as torch's switches allow for torch.matmul.
 """

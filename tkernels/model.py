@@ -31,6 +31,7 @@ from tkernels.waves import end_of, waves_on
 GATHER, SCATTER, ALL_REDUCE = FUSED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 FP32, FP16, BF16 = DTYPES
 COPY_ENGINE, INTERLEAVED, PROGRAMS = "copy engine", "interleaved", "comm programs"  # who sends
+KERNEL, STAGED, LIBRARY = "kernel", "staged", "library"  # who multiplies for a local product
 
 
 # Seconds, H200.
@@ -65,11 +66,12 @@ FEATURES = 1024
 
 REGISTERS = 255
 
-# A local product is our kernel's if it takes at most WORTH of the library's time by the model, which is that precise,
-# and if that is longer than SHORT_S, below which launches decide, of which the model knows little; but where an
-# epilogue saves a launch it is ours. With tiles of FEW_ROWS a program has too little in flight to read memory at more
-# than FEW_ROWS_MEMORY of its speed.
-WORTH, SHORT_S = 1.02, 12e-6
+# A local product is our kernel's if it takes at most WORTH of the library's time by the model, which is that precise.
+# Where operands are staged it may take WORTH_STAGING: the library's speed differs from size to size there. If the
+# library takes less than SHORT_S, launches decide, of which the model knows little, so it is the library's; but an
+# epilogue saves a launch. With tiles of FEW_ROWS a program has too little in flight to read memory at more than
+# FEW_ROWS_MEMORY of its speed.
+WORTH, WORTH_STAGING, SHORT_S = 1.02, 0.95, 12e-6
 FEW_ROWS, FEW_ROWS_MEMORY = 64, 0.8
 
 
@@ -83,6 +85,8 @@ class Problem:
     sending: comm programs must send, into the two alternating inboxes.
     precision: how fp32 is multiplied, as gemm.precision says it.
     alignment: bytes that the rows of all operands are multiples of, where their layout is "pointers".
+    orientation, staged: of a local product, the layout that they would have in rows that TMA can take, and the bytes of
+        each matrix that it can't.
     stored, separate: of a local product, the result's dtype (None: that of x), and whether it has an activation, or
         another epilogue that the library's product takes a pass for.
     """
@@ -101,6 +105,8 @@ class Problem:
     sending: bool = False
     precision: str = "ieee"
     alignment: int = 2
+    orientation: str = "TN"
+    staged: tuple[int, ...] = ()
     stored: torch.dtype | None = None
     separate: bool = False
 
@@ -483,10 +489,21 @@ def predict_library(problem: Problem) -> Prediction:
     return Prediction(LIBRARY_S + product_s, LIBRARY_S, product_s, 0.0)
 
 
-def kernel_wins(problem: Problem, gemm: GemmConfig) -> bool:
-    """Whether a local product is our kernel's: it takes hardly longer than torch's matmul, if at all."""
-    ours, library = predict(problem, gemm).gemm, predict_library(problem).gemm
-    return ours <= WORTH * library and (problem.separate or library > SHORT_S)
+def predict_staged(problem: Problem, config: GemmConfig) -> Prediction:
+    """The time of a local product by our kernel, where what TMA can't take is copied before it or after it."""
+    alone = predict(replace(problem, layout=problem.orientation), config)
+    copies_s = len(problem.staged) * FINISH_S + 2 * sum(problem.staged) / problem.gpu.memory
+    return Prediction(alone.seconds + copies_s, alone.launch, alone.gemm + copies_s, 0.0)
+
+
+def fastest(problem: Problem, predicted: dict[str, Prediction]) -> str:
+    """The way that a local product takes, of those with predictions: ours if it takes hardly longer than torch's."""
+    library = predicted[LIBRARY].gemm
+    if library <= SHORT_S and not problem.separate:
+        return LIBRARY
+    most = {name: WORTH * library if name == KERNEL else WORTH_STAGING * library for name in (KERNEL, STAGED)}
+    ours = {name: predicted[name].gemm for name in most if name in predicted and predicted[name].gemm <= most[name]}
+    return min(ours, key=ours.get, default=LIBRARY)
 
 
 def library_s(problem: Problem) -> float:

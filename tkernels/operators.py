@@ -66,6 +66,8 @@ def matmul(
     fp32, fp16, bf16; accumulated in fp32. w may be the view `w.t()` of a [K, N] matrix. activation: as in
     all_gather_matmul; out and out_dtype too. config: the tiles of our kernel. None: whichever is faster by the model
     multiplies, our kernel or torch; `tkernels.explain("matmul", M, N, K)` says which. Raises ValueError or TypeError.
+    Beside its result a call takes memory for copies of those of x, w and the result whose rows are no multiples of 16
+    bytes, if our kernel multiplies; or for an fp32 copy of the result, if torch multiplies and there is an activation.
     """
     if isinstance(x, torch.Tensor) and x.dim() != 2:
         lead, options = Leading.of("matmul", x), {"out_dtype": out_dtype, "config": config}
@@ -124,7 +126,7 @@ def all_gather_matmul(
     Raises ValueError or TypeError before the first signal, HeapExhaustedError if the context's heap has no room for a
     larger call, WaitTimeoutError if a peer did not answer in time.
     """
-    ctx, own = as_context(ctx), _num_rows("all_gather_matmul", x_shard_m)
+    ctx, own = as_context(ctx, "all_gather_matmul: ctx"), _num_rows("all_gather_matmul", x_shard_m)
     if gather_dim or x_shard_m.dim() != 2:
         lead = Leading.of("all_gather_matmul", x_shard_m, "gather_dim", gather_dim)
         lengths = collectives.check_rows("all_gather_matmul", ctx, rows, own=lead.sizes[0])
@@ -179,7 +181,7 @@ def matmul_reduce_scatter(
     wire_dtype: of the partial sums that are sent, the operands' dtype or float32. A call with it has no gradient.
     activation, out, out_dtype, config, path, dtypes, views of w_shard_k, exceptions: as all_gather_matmul.
     """
-    ctx, total = as_context(ctx), _num_rows("matmul_reduce_scatter", x_shard_k)
+    ctx, total = as_context(ctx, "matmul_reduce_scatter: ctx"), _num_rows("matmul_reduce_scatter", x_shard_k)
     if scatter_dim or x_shard_k.dim() != 2:
         lead = Leading.of("matmul_reduce_scatter", x_shard_k, "scatter_dim", scatter_dim)
         lengths = collectives.check_rows("matmul_reduce_scatter", ctx, rows, total=lead.sizes[0])
@@ -220,7 +222,7 @@ def matmul_all_reduce(
         lead, options = Leading.of("matmul_all_reduce", x_shard_k), {"out_dtype": out_dtype, "wire_dtype": wire_dtype}
         options |= {"config": config, "path": path, "ctx": ctx}
         return lead.back(matmul_all_reduce(lead.matrix(x_shard_k), w_shard_k, bias, activation, **options))
-    ctx = as_context(ctx)
+    ctx = as_context(ctx, "matmul_all_reduce: ctx")
     if out_dtype is None and wire_dtype is None and config is None:
         fused, separate = _split_activation(activation, x_shard_k, w_shard_k, bias)
         y = ops.matmul_all_reduce(x_shard_k, w_shard_k, bias, fused, ctx.name, path)
@@ -243,7 +245,7 @@ def all_gather(
     rows, exceptions: as in all_gather_matmul.
     out: a contiguous [M, ...] to fill and return, without a gradient. x_shard_m may be this rank's rows of it.
     """
-    ctx = as_context(ctx)
+    ctx = as_context(ctx, "all_gather: ctx")
     rows = collectives.check_rows("all_gather", ctx, rows, own=_num_rows("all_gather", x_shard_m))
     if out is not None:
         return _into("all_gather", out, x_shard_m, rows, ctx.name)
@@ -262,7 +264,7 @@ def reduce_scatter(
     rows: every rank's row count; needed where M does not divide by R. Exceptions: as in all_gather_matmul.
     out: a contiguous [M/R, ...] to fill and return, without a gradient. It may be this rank's rows of x.
     """
-    ctx = as_context(ctx)
+    ctx = as_context(ctx, "reduce_scatter: ctx")
     rows = collectives.check_rows("reduce_scatter", ctx, rows, total=_num_rows("reduce_scatter", x))
     if out is not None:
         return _into("reduce_scatter", out, x, rows, ctx.name)
@@ -275,7 +277,7 @@ def all_reduce(x: torch.Tensor, *, out: torch.Tensor | None = None, ctx: Context
     out: a contiguous tensor like x to fill and return, without a gradient. It may be x.
     Exceptions: as in all_gather_matmul.
     """
-    ctx = as_context(ctx)
+    ctx = as_context(ctx, "all_reduce: ctx")
     if out is not None:
         return _into("all_reduce", out, x, ctx.name)
     return ops.all_reduce(x, ctx.name)
@@ -286,4 +288,4 @@ def barrier(*, ctx: Context | None = None):
 
     Raises WaitTimeoutError if a rank did not reach it in time.
     """
-    as_context(ctx).barrier()
+    as_context(ctx, "barrier: ctx").barrier()

@@ -22,13 +22,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from tkernels import model
-from tkernels.choice import gemm_config, problem_of
+from tkernels.choice import problem_of, product_way, product_ways
 from tkernels.comm import capture, collectives, runtime
 from tkernels.comm.arguments import check_torch_dtype, check_type, whole
 from tkernels.comm.context import Context, as_context
 from tkernels.comm.regions import ALIGNMENT, round_up
 from tkernels.configs import GemmConfig, OverlapConfig, name_of
-from tkernels.gemm import alignment_of, check_result, layout_of, plan_finish, precision
+from tkernels.gemm import check_result, layout_of, plan_finish, precision, problem_of_product
 from tkernels.gpus import GPU, H200, SIMULATED, gpu_here
 from tkernels.library import multiply_into
 from tkernels.model import PLAIN_BYTES
@@ -56,7 +56,7 @@ class Way:
 class Choice:
     """The path of an operation.
 
-    path: "fused" or "plain"; of a local product "kernel" or "library".
+    path: "fused" or "plain"; of a local product "kernel", "staged" or "library".
     reason: the reason, as a phrase.
     ways: what the model predicts of each way on this GPU, the one that is taken first; empty on the simulated runtime
         and for one rank.
@@ -76,7 +76,7 @@ def explain(
     """The path that `operation` takes by default for the global GEMM [M, K] @ [K, N], and the reason. Not collective.
 
     operation: "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce"; or "matmul", this rank's product of
-        contiguous operands, whose path is "kernel" or "library", torch's matmul.
+        contiguous operands, whose path is "kernel", "staged" (of copies in wider rows) or "library" (torch's matmul).
     fp32 is multiplied as torch's switches say. Raises ValueError for another operation, ValueError or TypeError for
     what is no size or dtype, and TkernelsError without a context, since the choice depends on its number of ranks.
     """
@@ -89,7 +89,7 @@ def explain(
         )
     if operation == "matmul":
         return explain_product(usual_product(M, N, K, dtype, precision(dtype)))
-    ctx = as_context(ctx)
+    ctx = as_context(ctx, "explain: ctx")
     width = K if operation == "all_gather_matmul" else N
     choice = _choose(operation, M, width, dtype, ctx.size, precision(dtype), gpu_here())
     if ctx.size == 1 or runtime.RUNTIME == "simulated":
@@ -99,34 +99,33 @@ def explain(
     return replace(choice, ways=ways_of(replace(problem, precision=precision(dtype)), choice.path))
 
 
-def explain_product(problem: model.Problem, gemm: GemmConfig | None = None) -> Choice:
-    """Who multiplies for a local product, our kernel or torch, and the reason. gemm: None: what a call here gets."""
+def explain_product(problem: model.Problem) -> Choice:
+    """Who multiplies for a local product, our kernel or torch, and the reason."""
     if problem.gpu is SIMULATED:
-        return Choice("kernel", "the simulated runtime is there to run the kernels")
-    gemm = gemm or gemm_config(problem.M, problem.N, problem.K, problem.dtype, problem.layout, problem.stored)
-    ways = Way("kernel", gemm, model.predict(problem, gemm)), Way("library", None, model.predict_library(problem))
-    ours, library = (1e6 * way.predicted.seconds for way in ways)
-    times = f"{ours:.0f} us by our kernel, {library:.0f} by torch's matmul"
-    if model.kernel_wins(problem, gemm):
-        return Choice("kernel", times, ways)
-    why = "whose tiles suit these sizes better"
-    if problem.dtype == torch.float32:
-        why = f"which multiplies {'fp32' if problem.precision == 'ieee' else problem.precision} faster"
+        return Choice(model.KERNEL, "the simulated runtime is there to run the kernels")
+    taken, _ = product_way(problem)
+    ways = [Way(name, *found) for name, found in product_ways(problem).items()]
+    ways.sort(key=lambda way: (way.name != taken, way.predicted.seconds))
+    names = {
+        model.KERNEL: "by our kernel",
+        model.STAGED: "by our kernel with copies of the operands in wider rows",
+        model.LIBRARY: "by torch's matmul",
+    }
+    times = ", ".join(f"{1e6 * way.predicted.seconds:.0f} us {names[way.name]}" for way in ways)
+    if taken == model.LIBRARY and problem.dtype == torch.float32:
+        times += f", which multiplies {'fp32' if problem.precision == 'ieee' else problem.precision} faster"
+    elif taken == model.LIBRARY and problem.tma:
+        times += "; torch has tiles that suit these sizes better"
     elif not problem.tma:
-        why = "as TMA can't take rows that are no multiples of 16 bytes"
-    return Choice("library", f"{times}, {why}", ways[::-1])
+        times += "; TMA can't take rows that are no multiples of 16 bytes"
+    return Choice(taken, times, tuple(ways))
 
 
-def usual_product(
-    M: int, N: int, K: int, dtype: torch.dtype, precision: str, gpu: GPU | None = None, programs: int | None = None
-) -> model.Problem:
-    """The problem of a local product of contiguous operands. gpu, programs: None: this process's."""
-    x, w, y = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((M, K), (N, K), (M, N)))
-    sizes = (max(size, 1) for size in (M, N, K))
-    return model.Problem(
-        "matmul", *sizes, dtype, layout_of(x, w), programs=programs or runtime.default_programs(),
-        gpu=gpu or gpu_here(), precision=precision, alignment=alignment_of(x, w, y),
-    )  # fmt: skip
+def usual_product(M: int, N: int, K: int, dtype: torch.dtype, precision: str, **place) -> model.Problem:
+    """The problem of a local product of contiguous operands. place: where, as problem_of_product has it."""
+    M, N, K = (max(size, 1) for size in (M, N, K))
+    operands = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((M, K), (N, K), (M, N)))
+    return problem_of_product(*operands, precision, **place)
 
 
 def local_sizes(operation: str, M: int, N: int, K: int, ranks: int) -> tuple[int, int, int]:

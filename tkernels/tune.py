@@ -204,7 +204,7 @@ def tune(
     Raises ValueError or TypeError for arguments that cannot be tuned, the same on every rank; RuntimeError if even the
     default does not run.
     """
-    ctx = as_context(ctx)
+    ctx = as_context(ctx, "tune: ctx")
     M, N, K = whole("tune: M", M, 1), whole("tune: N", N, 1), whole("tune: K", K, 1)
     check_torch_dtype("tune: dtype", dtype)
     check_type("tune: budget_s", budget_s, numbers.Real, "a number of seconds")

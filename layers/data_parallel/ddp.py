@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_leaves
 
 from tkernels.comm.arguments import check_type
 from tkernels.comm.collectives import SUMMED
-from tkernels.comm.context import Context
+from tkernels.comm.context import Context, MeshLike
 from tkernels.comm.errors import LeaseError, MismatchError
 from tkernels.comm.fence import EventCompletion, capturing
 from tkernels.comm.group import checksum, first_difference
@@ -58,7 +58,7 @@ ALIGN_BYTES = 128  # alignment of a parameter in its bucket: whole cache lines, 
 class OverlappedDDP(nn.Module):
     """Collective. Wraps a module and averages its gradients over the ranks, overlapped with backward.
 
-        ddp = OverlappedDDP(module, ctx)
+        ddp = OverlappedDDP(module, mesh=mesh["dp"])
         optimizer = torch.optim.AdamW(ddp.parameters())
         for x, y in batches:                     # each rank has its own
             optimizer.zero_grad()
@@ -66,8 +66,8 @@ class OverlappedDDP(nn.Module):
             optimizer.step()
 
     module: its parameters must be equal on all ranks. Those that require a gradient at construction are trained.
-    group: for backend "tkernels" a Context, None for the current one; for "torch" a process group, None for the default
-        one.
+    mesh: the ranks, as in `tkernels.comm.as_context`; None: those of the current context, or for backend="torch" of
+        torch's default group.
     bucket_size: elements of a bucket; a larger parameter has a bucket of its own. Default: 40 million, or 1 million per
         rank if that is more; one bucket per dtype without overlap.
     overlap_grad_reduce: reduce during backward; otherwise at its end. The results are bit-identical.
@@ -93,8 +93,8 @@ class OverlappedDDP(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        group=None,
         *,
+        mesh: MeshLike = None,
         bucket_size: int | None = None,
         overlap_grad_reduce: bool = True,
         overlap_param_gather: bool = False,
@@ -107,7 +107,7 @@ class OverlappedDDP(nn.Module):
         dev=None,
     ):
         super().__init__()
-        whole = open_wire("OverlappedDDP", backend, group)
+        whole = open_wire("OverlappedDDP", backend, mesh)
         with whole.group.checking():
             check_type("OverlappedDDP: module", module, nn.Module, "an nn.Module")
             params = {name: param for name, param in module.named_parameters() if param.requires_grad}
@@ -285,9 +285,9 @@ class OverlappedDDP(nn.Module):
         common = {*group.global_ranks} & {*ours.global_ranks} - {group.global_ranks[group.rank]}
         if common and any(map(is_split, self._bucket_of)):
             raise ValueError(
-                f"{caller}: some parameters are split over tensor-parallel ranks, but of the ranks of ctx, "
-                f"{sorted(common)} are data-parallel ranks of an OverlappedDDP, with the same parts; pass ctx=, the "
-                f"context of the ranks that layers are split over"
+                f"{caller}: some parameters are split over tensor-parallel ranks, but of the ranks of mesh, "
+                f"{sorted(common)} are data-parallel ranks of an OverlappedDDP, with the same parts; pass mesh=, the "
+                f"ranks that layers are split over"
             )
 
     def squared_norm(self, shards: set[nn.Parameter], tensor_parallel: Context) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """FullyShard: every rank keeps 1/R of the parameters and gathers a unit's full ones only while the unit computes.
 
-    model = FullyShard(model, units=(Block,), ctx=ctx)
+    model = FullyShard(model, units=(Block,), mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters())    # over this rank's shards
     loss(model(x), y).backward()                         # x, y: this rank's part of the batch
     optimizer.step()
@@ -42,7 +42,7 @@ from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shard
 from torch.utils._pytree import tree_map
 
 import tkernels
-from tkernels.comm import Context, LeaseError, MismatchError, as_context
+from tkernels.comm import Context, LeaseError, MeshLike, MismatchError, as_context
 from tkernels.comm.arguments import check_type
 from tkernels.comm.capture import lasting
 from tkernels.comm.collectives import SUMMED
@@ -69,7 +69,7 @@ _log = logging.getLogger("tkernels")
 
 
 class FullyShard(nn.Module):
-    """Shards a module's parameters over the ranks of a context. A call runs the module itself, and is collective.
+    """Shards a module's parameters over ranks. A call runs the module itself, and is collective.
 
     parameters() are this rank's flat shards. An elementwise optimizer gives the same result on them as on the full
     parameters. Their gradients are the mean over ranks. Between iterations the module's own parameters are empty;
@@ -88,7 +88,7 @@ class FullyShard(nn.Module):
         module: nn.Module,
         units: type[nn.Module] | tuple[type[nn.Module], ...],
         *,
-        ctx: Context | None = None,
+        mesh: MeshLike = None,
         overlap: bool = True,
         grad_dtype: torch.dtype | None = None,
         pool: str = "max",
@@ -100,6 +100,7 @@ class FullyShard(nn.Module):
         """Collective. Shard `module`, which must be the same on every rank; its parameters are emptied.
 
         units: classes of the modules that are gathered as a whole; none may lie inside another.
+        mesh: the ranks, as in `tkernels.comm.as_context`; None: those of the current context.
         overlap: communicate on a separate stream. False uses one stream, and gives the same bits.
         grad_dtype: dtype in which gradients are sent and passes are added up; None: the parameter's dtype. Passes are
             never added up in less than the parameter's dtype. A shard's `.grad` has its own dtype, as torch's
@@ -116,7 +117,7 @@ class FullyShard(nn.Module):
         Warns of a class of modules that holds most parameters and is no unit. Logs the pools' slots at INFO.
         """
         super().__init__()
-        self.ctx = ctx = as_context(ctx)
+        self.ctx = ctx = as_context(mesh, "FullyShard: mesh")
         with ctx.group.checking():
             check_type("FullyShard: module", module, nn.Module, "an nn.Module")
             if pool not in POOLS:
@@ -150,7 +151,7 @@ class FullyShard(nn.Module):
         # Backward reads parameters at the addresses that forward saved, so a move is an error. Nothing saves the
         # address of a gradient bucket, which is only filled and reduced, so there it is a warning.
         self.parameter_pool, self.gradient_pool = (
-            allocator_of(each, memory, strict_assignments=strict, ctx=ctx, dev=dev)
+            allocator_of(each, memory, strict_assignments=strict, mesh=ctx, dev=dev)
             for each, strict in ((parameter_plan, "error"), (gradient_plan, "warn"))
         )
 
@@ -228,15 +229,17 @@ class FullyShard(nn.Module):
                     parameter.grad = None
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, *, tensor_parallel: Context | None = None) -> torch.Tensor:
+    def clip_grad_norm_(self, max_norm: float, *, tensor_parallel: MeshLike = None) -> torch.Tensor:
         """Collective. Scale the gradients so that their 2-norm over all shards is at most max_norm, up to rounding.
 
-        tensor_parallel: the context of the ranks that layers are split over, if any. The norm is then that of the whole
-        model. Without it, such a model raises ValueError.
+        tensor_parallel: the ranks that layers are split over, if any, given as `mesh` is. The norm is then that of the
+        whole model. Without it, such a model raises ValueError.
 
         Returns the norm before clipping, one fp32 element, the same on every rank. torch's own function would see only
         this rank's shards.
         """
+        if tensor_parallel is not None:
+            tensor_parallel = as_context(tensor_parallel, "FullyShard.clip_grad_norm_: tensor_parallel")
         check_max_norm("FullyShard.clip_grad_norm_", max_norm)
         check_norm("FullyShard.clip_grad_norm_", self.shards.values(), tensor_parallel)
         grads = {flat: grad for flat in self._flats.values() if (grad := flat.gradient()) is not None}

@@ -11,18 +11,18 @@ import torch
 
 import tkernels
 from tkernels.comm.arguments import check_dense
-from tkernels.comm.context import Context, as_context
+from tkernels.comm.context import Context, MeshLike, as_context
 from tkernels.layers.owners import owner_of
 
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, *, ctx: Context | None = None
+    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, *, mesh: MeshLike = None
 ) -> torch.Tensor:
     """Collective. torch.nn.utils.clip_grad_norm_ for a model with parallel layers: by the 2-norm of the whole model.
 
-    ctx: context of the ranks that layers are split over; by default the current one. It does not span pipeline stages:
-        each stage has its own norm, whose squares are yet to be summed.
+    mesh: the ranks that layers are split over, as in `tkernels.comm.as_context`; by default those of the current
+        context. It does not span pipeline stages: each stage has its own norm, whose squares are yet to be summed.
 
     Call it once gradients are complete: after `all_reduce_sequence_parallel_grads`. OverlappedDDP's gradients are
     clipped in `main_grad` and `.grad`; with its shards, pass `owned_parameters()`: the norm is that of all shards.
@@ -30,7 +30,7 @@ def clip_grad_norm_(
     Returns the norm before clipping, one fp32 element, the same on every rank. Raises TypeError for what is no tensor,
     has a sparse gradient, or is no number. Raises ValueError for max_norm < 0, for parameters that this rank has a
     part of the gradients of (ZeroOptimizer clips by its `max_norm`, FullyShard by its own method), and if parameters of
-    an OverlappedDDP are split, but ctx has data-parallel ranks of it.
+    an OverlappedDDP are split, but mesh has data-parallel ranks of it.
     """
     from tkernels.layers.data_parallel.ddp import (  # imported late: they import this module
         OverlappedDDP,
@@ -39,7 +39,7 @@ def clip_grad_norm_(
     from tkernels.layers.data_parallel.fsdp import FullyShard
     from tkernels.layers.data_parallel.zero import ZeroOptimizer
 
-    ctx = as_context(ctx)
+    ctx = as_context(mesh, "clip_grad_norm_: mesh")
     check_max_norm("clip_grad_norm_", max_norm)
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     for parameter in parameters:
@@ -118,16 +118,11 @@ def counts(parameter, tensor_parallel: Context | None) -> bool:
     return tensor_parallel is None or tensor_parallel.rank == 0 or is_split(parameter)
 
 
-def check_norm(caller: str, parameters, tensor_parallel: Context | None):
-    """Raises ValueError if parameters are split, but tensor_parallel, the ranks they are split over, is not given.
-
-    TypeError if it is no Context.
-    """
-    if tensor_parallel is not None:
-        as_context(tensor_parallel)
+def check_norm(caller: str, parameters, tensor_parallel: MeshLike):
+    """Raises ValueError if parameters are split, but tensor_parallel, the ranks they are split over, is not given."""
     if tensor_parallel is None and any(map(is_split, parameters)):
         raise ValueError(
             f"{caller}: some parameters are split over tensor-parallel ranks (tensor_model_parallel), so that each of "
             f"these would have a norm of its own, and what they have in common would part; pass tensor_parallel=, "
-            f"their context"
+            f"these ranks"
         )

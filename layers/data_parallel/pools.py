@@ -30,7 +30,7 @@ import torch
 
 from tkernels.comm.arguments import check_torch_dtype, check_type, whole
 from tkernels.comm.capture import lasting
-from tkernels.comm.context import Context
+from tkernels.comm.context import Context, MeshLike, as_context
 from tkernels.comm.errors import LeaseError, MismatchError
 from tkernels.comm.fence import capturing
 from tkernels.comm.regions import round_up
@@ -243,24 +243,26 @@ class MaxPoolAllocator:
         *,
         strict_assignments: str | bool = "warn",
         others: str = "persistent",
-        ctx: Context | None = None,
+        mesh: MeshLike = None,
         device: torch.device | str | None = None,
         dev=None,
     ):
-        """Collective if there is a ctx. Allocates all the memory at once.
+        """Collective if there is a mesh. Allocates all the memory at once.
 
-        memory: "torch", or "symmetric" for the heap of `ctx`.
+        memory: "torch", or "symmetric" for the symmetric heap of `mesh`.
         strict_assignments: what happens if the copy that a bucket had before is not free. "warn" gives it another one,
             "error" raises. While a CUDA graph is captured both raise, since a graph records addresses. False: buckets
             get any free copy.
         others: where buckets of no unit live. "persistent": in the same allocation. "dynamic": allocated at each
             acquire; not on the symmetric heap, where ranks would have to agree on every allocation.
-        ctx: the ranks that use the pool together; their plans are compared.
-        device: for memory="torch"; by default ctx's, else the CPU. dev: module with the streams; by default the
+        mesh: the ranks that use the pool together, as in `tkernels.comm.as_context`; their plans are compared. None:
+            this rank alone.
+        device: for memory="torch"; by default that of mesh, else the CPU. dev: module with the streams; by default the
             device's.
 
         Raises MismatchError if the ranks' plans differ, ValueError for incompatible options.
         """
+        ctx = None if mesh is None else as_context(mesh, f"{type(self).__name__}: mesh")
         with contextlib.nullcontext() if ctx is None else ctx.group.checking():
             if memory not in ("torch", "symmetric") or others not in ("persistent", "dynamic"):
                 raise ValueError(
@@ -270,7 +272,7 @@ class MaxPoolAllocator:
                 raise ValueError(f'strict_assignments={strict_assignments!r} must be "warn", "error" or False')
             if memory == "symmetric" and (ctx is None or others == "dynamic" or device is not None):
                 raise ValueError(
-                    'memory="symmetric" needs a ctx, whose device it is on, and others="persistent": every allocation '
+                    'memory="symmetric" needs a mesh, whose device it is on, and others="persistent": every allocation '
                     "on the symmetric heap is one that all ranks agree on"
                 )
         if ctx is not None:

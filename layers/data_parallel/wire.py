@@ -8,31 +8,26 @@ import torch.distributed as dist
 
 import tkernels
 from tkernels.comm import runtime, stream_order
-from tkernels.comm.context import Context
-from tkernels.comm.contexts import current_context, programs_at_once
+from tkernels.comm.context import Context, MeshLike, as_context, group_of
+from tkernels.comm.contexts import programs_at_once
 from tkernels.comm.group import Group, all_gather_single, reduce_scatter_single
 from tkernels.comm.workspace import LAMPORT_BYTES, most_packets
 
 
-def open_wire(caller: str, backend: "str | Wire", group=None) -> "Wire":
+def open_wire(caller: str, backend: "str | Wire", mesh: MeshLike = None) -> "Wire":
     """The Wire of a backend. If `backend` is a Wire, it is returned as it is.
 
-    backend: "tkernels" takes a Context as `group`, None for the current one. "torch" takes a process group, None for
-        the default one, or a Context, whose process group is used.
+    mesh: the ranks, as in `tkernels.comm.as_context`; for backend "torch" None is torch's default group, and no context
+        is made.
 
     Raises ValueError or TypeError, with messages that begin with `caller`.
     """
     if isinstance(backend, Wire):
         return backend
     if backend == "tkernels":
-        if group is not None and not isinstance(group, Context):
-            raise TypeError(
-                f"{caller}: backend='tkernels' takes a Context, not {type(group).__name__}; pass tkernels.init(group), "
-                f"or backend='torch'"
-            )
-        return TkernelsWire(current_context() if group is None else group)
+        return TkernelsWire(as_context(mesh, f"{caller}: mesh"))
     if backend == "torch":
-        return TorchWire(group.group if isinstance(group, Context) else Group(group))
+        return TorchWire(group_of(mesh, f"{caller}: mesh"))
     raise ValueError(f"{caller}: backend={backend!r} is unknown; use 'tkernels' or 'torch'")
 
 

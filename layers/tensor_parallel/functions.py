@@ -17,6 +17,8 @@
 The names are Megatron's. Features are the last dimension, rows the first one. The gradient of a replicated tensor is
 assumed to be equal on all ranks. Every function is collective, in forward, in backward or in both. In backward all
 ranks must request the same gradients.
+
+mesh: the R ranks, as in `tkernels.comm.as_context`; None: those of the current context.
 """
 
 from collections.abc import Iterable
@@ -26,7 +28,7 @@ import torch
 import tkernels
 from tkernels.comm.arguments import check_dense, check_tensors, check_type, whole
 from tkernels.comm.collectives import SUMMED, check_rows
-from tkernels.comm.context import Context, as_context
+from tkernels.comm.context import Context, MeshLike, as_context
 from tkernels.comm.contexts import find_context
 from tkernels.dispatch import apply_transformed
 from tkernels.gemm import check_operands
@@ -134,7 +136,7 @@ def column_parallel_linear(
     w_shard_n: torch.Tensor,
     bias_shard_n: torch.Tensor | None = None,
     *,
-    ctx: Context | None = None,
+    mesh: MeshLike = None,
 ) -> torch.Tensor:
     """x [M, K], w_shard_n [N/R, K], bias_shard_n [N/R] -> y_shard_n [M, N/R]. Collective in backward.
 
@@ -142,30 +144,32 @@ def column_parallel_linear(
     operands and the result have one dtype: fp32, fp16 or bf16. Under autocast, cast operands first. Raises ValueError
     or TypeError otherwise.
     """
-    check_operands("column_parallel_linear", x, w_shard_n, bias_shard_n, None, as_context(ctx).device)
+    ctx = as_context(mesh, "column_parallel_linear: mesh")
+    check_operands("column_parallel_linear", x, w_shard_n, bias_shard_n, None, ctx.device)
     operands = x, w_shard_n, bias_shard_n
-    return apply_transformed("column_parallel_linear", _ColumnParallelLinear, *operands, as_context(ctx).name)
+    return apply_transformed("column_parallel_linear", _ColumnParallelLinear, *operands, ctx.name)
 
 
-def copy_to_tensor_model_parallel_region(x: torch.Tensor, *, ctx: Context | None = None) -> torch.Tensor:
+def copy_to_tensor_model_parallel_region(x: torch.Tensor, *, mesh: MeshLike = None) -> torch.Tensor:
     """x unchanged; its gradient is the sum over ranks. Any shape of at least one dimension. Collective in backward.
 
     For a replicated tensor that each rank uses on its own features or rows, a norm's weight for example.
     """
     check_tensors("copy_to_tensor_model_parallel_region", x=x)
-    return replicated(x, as_context(ctx).name)
+    return replicated(x, as_context(mesh, "copy_to_tensor_model_parallel_region: mesh").name)
 
 
-def reduce_from_tensor_model_parallel_region(x: torch.Tensor, *, ctx: Context | None = None) -> torch.Tensor:
+def reduce_from_tensor_model_parallel_region(x: torch.Tensor, *, mesh: MeshLike = None) -> torch.Tensor:
     """Collective. The sum of x over ranks; the gradient passes through unchanged."""
-    return tkernels.all_reduce(x, ctx=ctx)
+    return tkernels.all_reduce(x, ctx=as_context(mesh, "reduce_from_tensor_model_parallel_region: mesh"))
 
 
 def scatter_to_tensor_model_parallel_region(
-    x: torch.Tensor, *, sizes: tuple[int, ...] | None = None, ctx: Context | None = None
+    x: torch.Tensor, *, sizes: tuple[int, ...] | None = None, mesh: MeshLike = None
 ) -> torch.Tensor:
     """This rank's features: x [..., K] -> x_shard_k [..., K/R]. Collective in backward. sizes: features by rank."""
-    ctx, caller = as_context(ctx), "scatter_to_tensor_model_parallel_region"
+    caller = "scatter_to_tensor_model_parallel_region"
+    ctx = as_context(mesh, f"{caller}: mesh")
     features = _extent(caller, x, -1)
     sizes = None if sizes is None else _by_rank(caller, sizes)
     if sizes is None and features % ctx.size or sizes is not None and (len(sizes), sum(sizes)) != (ctx.size, features):
@@ -178,21 +182,22 @@ def scatter_to_tensor_model_parallel_region(
 
 
 def gather_from_tensor_model_parallel_region(
-    x_shard_k: torch.Tensor, *, sizes: tuple[int, ...] | None = None, ctx: Context | None = None
+    x_shard_k: torch.Tensor, *, sizes: tuple[int, ...] | None = None, mesh: MeshLike = None
 ) -> torch.Tensor:
     """Collective. Every rank's features: x_shard_k [..., K/R] -> x [..., K]. sizes: features by rank, None: equal."""
-    ctx, caller = as_context(ctx), "gather_from_tensor_model_parallel_region"
+    caller = "gather_from_tensor_model_parallel_region"
+    ctx = as_context(mesh, f"{caller}: mesh")
     features = _extent(caller, x_shard_k, -1)
     sizes = (features,) * ctx.size if sizes is None else _by_rank(caller, sizes)
     return apply_transformed("gather", _Gather, x_shard_k, sizes, -1, ctx.name)
 
 
 def scatter_to_sequence_parallel_region(
-    x: torch.Tensor, *, rows: tuple[int, ...] | None = None, ctx: Context | None = None
+    x: torch.Tensor, *, rows: tuple[int, ...] | None = None, mesh: MeshLike = None
 ) -> torch.Tensor:
     """This rank's rows: x [M, ...] -> x_shard_m [M/R, ...]. Collective in backward. rows: row counts by rank."""
-    ctx = as_context(ctx)
     caller = "scatter_to_sequence_parallel_region"
+    ctx = as_context(mesh, f"{caller}: mesh")
     rows = check_rows(caller, ctx, rows, total=_extent(caller, x, 0))
     return apply_transformed("scatter", _Scatter, x, rows, 0, ctx.name)
 
@@ -202,7 +207,7 @@ def gather_from_sequence_parallel_region(
     *,
     tensor_parallel_output_grad: bool = True,
     rows: tuple[int, ...] | None = None,
-    ctx: Context | None = None,
+    mesh: MeshLike = None,
 ) -> torch.Tensor:
     """Collective. Every rank's rows: x_shard_m [M/R, ...] -> x [M, ...]. rows: row counts by rank, None: equal.
 
@@ -210,22 +215,23 @@ def gather_from_sequence_parallel_region(
         backward sums them. False if all ranks compute the same: backward then takes this rank's rows. The name is
         Megatron's.
     """
+    caller = "gather_from_sequence_parallel_region"
+    ctx = as_context(mesh, f"{caller}: mesh")
     if tensor_parallel_output_grad:
         return tkernels.all_gather(x_shard_m, rows=rows, ctx=ctx)
-    ctx = as_context(ctx)
-    caller = "gather_from_sequence_parallel_region"
     rows = check_rows(caller, ctx, rows, own=_extent(caller, x_shard_m, 0))
     return apply_transformed("gather", _Gather, x_shard_m, rows, 0, ctx.name)
 
 
 def reduce_scatter_to_sequence_parallel_region(
-    x: torch.Tensor, *, rows: tuple[int, ...] | None = None, ctx: Context | None = None
+    x: torch.Tensor, *, rows: tuple[int, ...] | None = None, mesh: MeshLike = None
 ) -> torch.Tensor:
     """Collective. This rank's rows of the sum over ranks: x [M, ...] -> x_shard_m [M/R, ...]."""
+    ctx = as_context(mesh, "reduce_scatter_to_sequence_parallel_region: mesh")
     return tkernels.reduce_scatter(x, rows=rows, ctx=ctx)
 
 
-def all_reduce_sequence_parallel_grads(module: torch.nn.Module, *, ctx: Context | None = None):
+def all_reduce_sequence_parallel_grads(module: torch.nn.Module, *, mesh: MeshLike = None):
     """Collective. Sum over ranks, in place, the gradients of the parameters that have `sequence_parallel = True`.
 
     Call it between backward and the optimizer's step. Such a parameter is replicated but used on this rank's rows only,
@@ -242,6 +248,7 @@ def all_reduce_sequence_parallel_grads(module: torch.nn.Module, *, ctx: Context 
     from tkernels.layers.data_parallel.zero import ZeroOptimizer
 
     caller, summed = "all_reduce_sequence_parallel_grads", []
+    ctx = as_context(mesh, f"{caller}: mesh")
     check_type(f"{caller}: module", module, torch.nn.Module, "an nn.Module")
     for name, parameter in module.named_parameters():
         if not getattr(parameter, "sequence_parallel", False) or not parameter.requires_grad:

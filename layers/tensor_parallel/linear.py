@@ -15,10 +15,12 @@ device draws its weights in reset_parameters.
 """
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import tkernels
-from tkernels.comm import Context, MismatchError, as_context, find_context
+from tkernels.comm import Context, MeshLike, MismatchError, as_context, find_context
 from tkernels.comm.arguments import check_dense, check_type, whole
 from tkernels.comm.collectives import check_rows
 from tkernels.comm.group import checksum, first_difference
@@ -67,8 +69,9 @@ class ParallelLinear(MarkedModule):
 
     partition_dim: int  # dimension of the weight that is split
 
-    def _build(self, in_features, out_features, bias, dtype, device, ctx, init_method):
-        ctx, kind = as_context(ctx), type(self).__name__
+    def _build(self, in_features, out_features, bias, dtype, device, mesh, init_method):
+        kind = type(self).__name__
+        ctx = as_context(mesh, f"{kind}: mesh")
         in_features = whole(f"{kind}: in_features", in_features)
         out_features = whole(f"{kind}: out_features", out_features)
         self.partition_stride = whole(f"{kind}: partition_stride", self.partition_stride, 1)
@@ -88,7 +91,7 @@ class ParallelLinear(MarkedModule):
         self._take(self._draw(bias, device or ctx.device, dtype))
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, *, ctx: Context | None = None, **options):
+    def from_linear(cls, linear: nn.Linear, *, mesh: MeshLike = None, **options):
         """The layer that holds this rank's slice of an nn.Linear's parameters, on the same device. Not collective.
 
         options: those of the class, except features, bias, device, dtype and init_method, which the nn.Linear decides.
@@ -97,7 +100,7 @@ class ParallelLinear(MarkedModule):
         """
         check_type(f"{cls.__name__}.from_linear: linear", linear, nn.Linear, "an nn.Linear")
         has_bias = linear.bias is not None
-        layer = cls(linear.in_features, linear.out_features, has_bias, device="meta", ctx=ctx, **options)
+        layer = cls(linear.in_features, linear.out_features, has_bias, device="meta", mesh=mesh, **options)
         layer._take(linear)
         return layer.train(linear.training)
 
@@ -204,6 +207,13 @@ class ParallelLinear(MarkedModule):
     def _check_input(self, x: torch.Tensor, features: int, rows, hint: str = ""):
         name = type(self).__name__
         check_dense(name, x=x)
+        ddp = None if torch.compiler.is_compiling() else DistributedDataParallel._active_ddp_module
+        if ddp is not None and len({*self._ranks}.intersection(dist.get_process_group_ranks(ddp.process_group))) > 1:
+            raise ValueError(
+                f"{name}: the weight is split over ranks {self._ranks}, which torch's DistributedDataParallel takes "
+                f"for replicas, and it has given all of them the same part; pass it process_group= of the ranks that "
+                f"have equal parts, or use parallelize_module, whose DTensors it refuses"
+            )
         found = x.shape[-1] if x.dim() else "missing"
         if found != features:
             raise ValueError(f"{name}: the input's last dimension is {found}, but must be {features}{hint}")
@@ -253,7 +263,7 @@ class ColumnParallelLinear(ParallelLinear):
         partition_stride: int = 1,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        ctx: Context | None = None,
+        mesh: MeshLike = None,
         init_method=None,
     ):
         if gather_output and partition_stride > 1:
@@ -263,7 +273,7 @@ class ColumnParallelLinear(ParallelLinear):
         super().__init__()
         self.sequence_parallel, self.gather_output = sequence_parallel, gather_output
         self.return_bias, self.keep_gathered, self.partition_stride = return_bias, keep_gathered, partition_stride
-        self._build(in_features, out_features, bias, dtype, device, ctx, init_method)
+        self._build(in_features, out_features, bias, dtype, device, mesh, init_method)
 
     def partitioned(self) -> dict[str, int]:
         return {"weight": 0, "bias": 0}
@@ -284,9 +294,9 @@ class ColumnParallelLinear(ParallelLinear):
             y = tkernels.all_gather_matmul(flat, weight, bias, return_gathered=keep, rows=flat_rows, ctx=ctx)
             y = (y[0] if keep else y).view(sum(rows), *x.shape[1:-1], own)
         else:
-            y = column_parallel_linear(flat, weight, bias, ctx=ctx).view(*x.shape[:-1], own)
+            y = column_parallel_linear(flat, weight, bias, mesh=ctx).view(*x.shape[:-1], own)
         if self.gather_output:
-            y = gather_from_tensor_model_parallel_region(y, sizes=self.feature_sizes, ctx=ctx)
+            y = gather_from_tensor_model_parallel_region(y, sizes=self.feature_sizes, mesh=ctx)
         return (y, self.bias) if self.return_bias else y
 
 
@@ -322,7 +332,7 @@ class RowParallelLinear(ParallelLinear):
         return_bias: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        ctx: Context | None = None,
+        mesh: MeshLike = None,
         init_method=None,
     ):
         if sequence_parallel and not input_is_parallel:
@@ -333,7 +343,7 @@ class RowParallelLinear(ParallelLinear):
         super().__init__()
         self.sequence_parallel, self.input_is_parallel = sequence_parallel, input_is_parallel
         self.return_bias = return_bias
-        self._build(in_features, out_features, bias, dtype, device, ctx, init_method)
+        self._build(in_features, out_features, bias, dtype, device, mesh, init_method)
 
     def partitioned(self) -> dict[str, int]:
         return {"weight": 1}
@@ -354,7 +364,7 @@ class RowParallelLinear(ParallelLinear):
             self._check_input(x, own, rows, hint=f", rank {ctx.rank}'s part of {self.in_features} in-features")
         else:
             self._check_input(x, self.in_features, rows)
-            x = scatter_to_tensor_model_parallel_region(x, sizes=self.feature_sizes, ctx=ctx)
+            x = scatter_to_tensor_model_parallel_region(x, sizes=self.feature_sizes, mesh=ctx)
         flat, weight, bias = self._operands(x)
         if self.sequence_parallel:
             rows = check_rows("RowParallelLinear", ctx, rows, total=x.shape[0])

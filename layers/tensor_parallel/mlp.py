@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tkernels.comm import Context
+from tkernels.comm import MeshLike
 from tkernels.gemm import ACTIVATIONS, activation_reference
 from tkernels.layers.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
@@ -18,7 +18,7 @@ class ParallelMLP(nn.Module):
         stacked in fc1's weight [2 * ffn_hidden, hidden], gate first.
     sequence_parallel: input and output are this rank's part of the first dimension, gathered and reduce-scattered
         during the GEMMs. False: input and output are replicated.
-    keep_gathered, dtype, device, ctx, init_method: as in ColumnParallelLinear.
+    keep_gathered, dtype, device, mesh, init_method: as in ColumnParallelLinear.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class ParallelMLP(nn.Module):
         keep_gathered: bool = True,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        ctx: Context | None = None,
+        mesh: MeshLike = None,
         init_method=None,
     ):
         super().__init__()
@@ -40,7 +40,9 @@ class ParallelMLP(nn.Module):
             raise ValueError(f"activation={activation!r} is unknown; use {', '.join(KNOWN[:-1])} or {KNOWN[-1]}")
         self.activation = activation
         blocks = 2 if activation == "swiglu" else 1
-        common = dict(sequence_parallel=sequence_parallel, dtype=dtype, device=device, ctx=ctx, init_method=init_method)
+        common = dict(
+            sequence_parallel=sequence_parallel, dtype=dtype, device=device, mesh=mesh, init_method=init_method
+        )
         self.fc1 = ColumnParallelLinear(
             hidden, blocks * ffn_hidden, bias, partition_stride=blocks, keep_gathered=keep_gathered, **common
         )

@@ -51,7 +51,7 @@ class TensorParallel(Parallel):
         tokens, targets = (part.chunk(self.ctx.size)[self.ctx.rank] for part in (tokens, targets))
         loss = loss_part(self.model, self.config, tokens, targets, first_position=self.ctx.rank * len(tokens))
         (loss * self.loss_scale).backward()
-        all_reduce_sequence_parallel_grads(self.model, ctx=self.ctx)
+        all_reduce_sequence_parallel_grads(self.model, mesh=self.ctx)
         loss = tkernels.all_reduce(loss.detach()[None], ctx=self.ctx)
         self.optimizer.step()
         return loss
@@ -136,7 +136,7 @@ class FullySharded(_SequencesApart):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.share = self.shares(f"1 of {self.ctx.size} parts of each parameter")
-        self.model = FullyShard(self.model, units=Block, ctx=self.ctx)
+        self.model = FullyShard(self.model, units=Block, mesh=self.ctx)
         self.optimizer = Optimizer(self.model.named_parameters(), self.loss_scale)
 
     def step(self, tokens, targets):
@@ -157,7 +157,7 @@ class Zero(_SequencesApart):
         self.zero = ZeroOptimizer(
             self.model.parameters(),
             torch.optim.AdamW,
-            ctx=self.ctx,
+            mesh=self.ctx,
             bucket_bytes=4 * BUCKET_ELEMENTS,
             overlap_gather=self.model,
             reduce_dtype=torch.float32,
@@ -191,7 +191,7 @@ class DataParallel(_SequencesApart):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.share = self.shares("the whole model")
-        self.ddp = OverlappedDDP(self.model, self.ctx, bucket_size=BUCKET_ELEMENTS, average=False)
+        self.ddp = OverlappedDDP(self.model, mesh=self.ctx, bucket_size=BUCKET_ELEMENTS, average=False)
         self.optimizer = Optimizer(self.model.named_parameters(), self.loss_scale)
 
     def step(self, tokens, targets):

@@ -35,7 +35,7 @@ def tracing(ctx: Context | None = None, *, marks: int = DEFAULT_MARKS) -> Iterat
 
     Raises ValueError for fewer than 2 marks or inside another such block, TkernelsError where a CUDA graph is captured.
     """
-    ctx = as_context(ctx)
+    ctx = as_context(ctx, "tracing: ctx")
     if marks < 2:
         raise ValueError(f"tracing: marks={marks}, but a program makes at least 2; the default is {DEFAULT_MARKS}")
     if ctx.recorder is not None:

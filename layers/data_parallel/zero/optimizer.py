@@ -18,9 +18,10 @@ from numbers import Integral, Real
 import torch
 from torch import nn
 
-from tkernels.comm import Context, LeaseError, MismatchError, TkernelsError, as_context
+from tkernels.comm import Context, LeaseError, MeshLike, MismatchError, TkernelsError, as_context
 from tkernels.comm.arguments import check_tensors, check_torch_dtype, check_type
 from tkernels.comm.collectives import SUMMED
+from tkernels.comm.context import group_of
 from tkernels.comm.group import checksum, first_difference, listed
 from tkernels.comm.regions import round_up
 from tkernels.layers.data_parallel.fsdp import FullyShard
@@ -47,12 +48,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
             optimizer.step()
 
     params: parameters, or param groups as torch optimizers take them, the same on every rank. Rank 0's values are kept.
-        With tensor parallelism `ctx` is that of the data-parallel ranks: a parameter marked tensor_model_parallel must
-        be equal on all of its ranks. Parameters become contiguous views of common buffers and belong to the newest
-        optimizer made for them. A group with "ctx" is shared by the ranks of that context only, as experts are; its
-        gradients are still divided by the size of the optimizer's `ctx`.
+        Parameters become contiguous views of common buffers and belong to the newest optimizer made for them. A group
+        with "mesh" is shared by those ranks only, as experts are; its gradients are still divided by the size of the
+        optimizer's `mesh`.
     optimizer_class, **options: the wrapped optimizer. It sees fp32 masters: whole parameters with
         partition="parameters", otherwise 1-D pieces of those that are cut.
+    mesh: the ranks, as in `tkernels.comm.as_context`; None: those of the current context. With tensor parallelism they
+        are the data-parallel ranks: a parameter marked tensor_model_parallel must be equal on all of them.
     stage: 2 reduces the gradients of every backward immediately, and no rank keeps full gradients. 1 has `no_sync`,
         which keeps them. With layers that defer weight gradients (delay_wgrad_compute) all full gradients are kept, and
         `step` reduces them.
@@ -62,7 +64,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         it runs on, for the parameters that are registered on itself. Any other reader of parameters must call
         `ensure_params_ready` first.
     reduction: "reduce_scatter", or "all_reduce", of whose result each rank uses its part.
-    backend: "tkernels", or "torch" for torch.distributed on the context's process group.
+    backend: "tkernels", or "torch" for torch.distributed on the process group of these ranks.
     partition: "elements" cuts every fill evenly, for elementwise optimizers; "parameters" keeps each parameter whole at
         one owner, for optimizers that look at a whole one (Muon, Adafactor), with parts of uneven size.
     reduce_dtype: the dtype in which gradients are summed over ranks; None: the parameter's. Owners accumulate passes in
@@ -71,7 +73,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     loss_scale: a factor that `scale(loss)` applies and `step` removes; "dynamic" adapts it. All ranks skip a step whose
         gradients are not finite on some rank. None: no scaling and no skipping, and `step` reads nothing back to the
         host unless this rank has left a parameter unused.
-    tensor_parallel: the context of the ranks that layers are split over, if they are. The norm and the skipping of
+    tensor_parallel: the ranks that layers are split over, if they are, given as `mesh` is. The norm and the skipping of
         steps are then those of the whole model. Without it max_norm and loss_scale are refused for such a model, and so
         are parameters marked sequence_parallel: their gradients come from a rank's rows alone, and `step` sums them
         over these ranks.
@@ -99,7 +101,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         params,
         optimizer_class: type[torch.optim.Optimizer],
         *,
-        ctx: Context | None = None,
+        mesh: MeshLike = None,
         stage: int = 2,
         bucket_bytes: int = 64 << 20,
         overlap_comm: bool = True,
@@ -110,20 +112,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
         reduce_dtype: torch.dtype | None = None,
         max_norm: float | None = None,
         loss_scale: float | str | None = None,
-        tensor_parallel: Context | None = None,
+        tensor_parallel: MeshLike = None,
         dev=None,
         **options,
     ):
-        self.ctx = as_context(ctx)
+        self.ctx = as_context(mesh, "ZeroOptimizer: mesh")
         with self.ctx.group.checking():
-            groups, self._names, contexts = _param_groups(params, self.ctx)
+            groups, self._names, meshes = _param_groups(params)
             if max_norm is not None or loss_scale is not None:
-                check_norm("ZeroOptimizer, with max_norm or loss_scale", contexts, tensor_parallel)
-        self._parameters = list(contexts)
-        self._frozen = [parameter for parameter in self._names if parameter not in contexts]
+                check_norm("ZeroOptimizer, with max_norm or loss_scale", meshes, tensor_parallel)
+            if tensor_parallel is not None:
+                group_of(tensor_parallel, "ZeroOptimizer: tensor_parallel")
+        self._parameters = list(meshes)
+        self._frozen = [parameter for parameter in self._names if parameter not in meshes]
         self._group_sizes = [len(group["params"]) for group in groups]
         shapes = [(tuple(p.shape), p.dtype, p.requires_grad, is_partial(p)) for p in self._names]
-        deferred = any(getattr(parameter, "skip_backward_post_hook", False) for parameter in contexts)
+        deferred = any(getattr(parameter, "skip_backward_post_hook", False) for parameter in meshes)
         asked = dict(
             stage=stage, bucket_bytes=bucket_bytes, overlap_comm=overlap_comm,
             overlap_gather=overlap_gather is not None, reduction=reduction, backend=backend, partition=partition,
@@ -133,8 +137,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             tensor_parallel=tensor_parallel is not None, options=_plain(options), groups=[_plain(g) for g in groups],
         )  # fmt: skip
         _check(self.ctx, asked)
+        contexts = {p: self.ctx if theirs is None else as_context(theirs) for p, theirs in meshes.items()}
+        tensor_parallel = None if tensor_parallel is None else as_context(tensor_parallel)
         with self.ctx.group.checking():
-            _check_kinds(optimizer_class, overlap_gather, reduce_dtype, tensor_parallel)
+            _check_kinds(optimizer_class, overlap_gather, reduce_dtype)
             _check_parameters(contexts, self._names, backend, reduce_dtype, tensor_parallel)
         remove_owners(self._parameters, ZeroOptimizer)  # orders the reads below after the previous optimizer's gathers
         _check_parts(self.ctx, contexts, self._names)
@@ -550,15 +556,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.loss_scale = state["loss_scale"]
 
 
-def _param_groups(params, ctx: Context) -> tuple[list[dict], dict[torch.Tensor, str], dict[torch.Tensor, Context]]:
-    """Groups with lists of parameters; names of all of them, in order; contexts of those that require gradients."""
-    groups, names, contexts = list(params), {}, {}
+def _param_groups(params) -> tuple[list[dict], dict[torch.Tensor, str], dict[torch.Tensor, MeshLike]]:
+    """Groups with lists of parameters; names of all of them, in order; the mesh of those that require gradients."""
+    groups, names, meshes = list(params), {}, {}
     if groups and not isinstance(groups[0], dict):
         groups = [{"params": groups}]
     result = []
     for group in groups:
         if not isinstance(group, Mapping) or "params" not in group:
             raise TypeError(f"ZeroOptimizer: a param group is a dict with params, not {reprlib.repr(group)}")
+        if group.get("mesh") is not None:
+            group_of(group["mesh"], "ZeroOptimizer: a param group's mesh")
         theirs = group["params"]
         theirs = [theirs] if isinstance(theirs, torch.Tensor) else list(theirs)
         named = [each if isinstance(each, tuple) else ("", each) for each in theirs]  # as named_parameters() has them
@@ -568,12 +576,12 @@ def _param_groups(params, ctx: Context) -> tuple[list[dict], dict[torch.Tensor, 
                 raise ValueError(f"ZeroOptimizer: {names[parameter]} occurs twice in params")
             names[parameter] = name or f"parameter {len(names)} of shape {list(parameter.shape)}"
             if parameter.requires_grad:
-                contexts[parameter] = as_context(group.get("ctx", ctx))
-        options = {name: value for name, value in group.items() if name != "ctx"}
+                meshes[parameter] = group.get("mesh")
+        options = {name: value for name, value in group.items() if name != "mesh"}
         result.append(options | {"params": [parameter for _, parameter in named]})
-    if not any(parameter.numel() for parameter in contexts):
+    if not any(parameter.numel() for parameter in meshes):
         raise ValueError("ZeroOptimizer: there is no parameter that requires a gradient")
-    return result, names, contexts
+    return result, names, meshes
 
 
 def _plain(options: dict) -> dict:
@@ -623,15 +631,13 @@ def _check(ctx: Context, asked: dict):
         raise ValueError(f"ZeroOptimizer: {name} looks at whole parameters; pass partition='parameters'")
 
 
-def _check_kinds(optimizer_class, overlap_gather, reduce_dtype, tensor_parallel):
+def _check_kinds(optimizer_class, overlap_gather, reduce_dtype):
     if not callable(optimizer_class):
         raise TypeError(f"ZeroOptimizer: optimizer_class={optimizer_class!r} must be a class of optimizers")
     if overlap_gather is not None:
         check_type("ZeroOptimizer: overlap_gather", overlap_gather, nn.Module, "an nn.Module")
     if reduce_dtype is not None:
         check_torch_dtype("ZeroOptimizer: reduce_dtype", reduce_dtype)
-    if tensor_parallel is not None:
-        as_context(tensor_parallel)
 
 
 def _check_parameters(
@@ -641,8 +647,8 @@ def _check_parameters(
         if is_partial(parameter) and tensor_parallel is None:
             raise ValueError(
                 f"ZeroOptimizer: {names[parameter]} is marked sequence_parallel: its gradient comes from this rank's "
-                f"rows alone and is yet to be summed over the tensor-parallel ranks; pass tensor_parallel=, their "
-                f"context, or take off the mark if the gradient is whole"
+                f"rows alone and is yet to be summed over the tensor-parallel ranks; pass tensor_parallel=, these "
+                f"ranks, or take off the mark if the gradient is whole"
             )
         summed = reduce_dtype or parameter.dtype
         if owner_of(parameter, FullyShard) is not None:
@@ -699,7 +705,7 @@ def _check_parts(ctx: Context, contexts: dict[torch.Tensor, Context], names: dic
         differing = [list(names.values())[number] for number in differ]
         raise MismatchError(
             f"ZeroOptimizer: the ranks differ in {listed(differing)}, which are marked as parts of tensors "
-            f"(tensor_model_parallel), and rank 0's would replace the others; pass a ctx of the data-parallel ranks "
+            f"(tensor_model_parallel), and rank 0's would replace the others; pass a mesh of the data-parallel ranks "
             f"only, or begin with equal values on its ranks"
         )
 
