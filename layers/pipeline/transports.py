@@ -183,7 +183,7 @@ class TorchTransport:
         self._rank, self._size, self._ranks, self._dev = group.rank, group.size, ranks, dev
         self._idle = _idle.setdefault(dist.group.WORLD, {}).setdefault((backend, *ranks), [])
         if self._idle:
-            self._groups = self._idle.pop()
+            self._groups = [group() for group in self._idle.pop()]
             return
         self._groups = [
             dist.new_group(ranks, backend=backend, use_local_synchronization=len(ranks) < world)
@@ -224,4 +224,5 @@ class TorchTransport:
         return WorkCompletion(transfer(tensor, self._peer(edge), group=self._group(edge)), self._dev)
 
     def close(self):
-        self._idle.append(self._groups)
+        self._idle.append([weakref.ref(group) for group in self._groups])  # torch owns them
+        self._groups = ()
