@@ -15,13 +15,24 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tkernels.comm import capture, contexts, interpreter, runtime
 from tkernels.comm.arguments import check_type, switch
-from tkernels.comm.calls import CALL_BITS, Call, Shared, Turn, describe, difference, differences, local_calls
+from tkernels.comm.calls import (
+    CALL_BITS,
+    Call,
+    Shared,
+    Turn,
+    describe,
+    difference,
+    differences,
+    form_name,
+    local_calls,
+)
 from tkernels.comm.device import (
     BEGUN,
     CLOCK,
     FAULT_FIELDS,
     FAULT_RECORD,
     FAULTS,
+    FORM,
     HOST_FLAG,
     OFFSETS,
     OP_OVERLAP,
@@ -490,6 +501,12 @@ class Context:
             raise TkernelsError(
                 f"two threads of rank {fields['rank']} made calls of one context that overlapped, as the error there "
                 f"says. {AFRESH}"
+            )
+        if calls == FORM.value:
+            raise MismatchError(
+                f"{fields['operation']}: rank {fields['rank']} expects {form_name(fields['expected'])}, and rank "
+                f"{fields['peer']} has sent {form_name(fields['seen'])} (messages go in parts of a slot); both must "
+                f"name the same size and dtype. {AFRESH}"
             )
         if calls:
             numbers = divmod(calls, 1 << CALL_BITS)
