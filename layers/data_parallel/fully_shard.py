@@ -383,6 +383,11 @@ def _check_parameter(name: str, parameter: nn.Parameter, policy: MixedPrecisionP
             f"fully_shard: {name} belongs to {type(owner).__name__}, whose hooks would take its gradients first; call "
             f"remove() of that before the module is sharded"
         )
+    if parameter._post_accumulate_grad_hooks:
+        raise ValueError(
+            f"fully_shard: {name} has a hook of register_post_accumulate_grad_hook, which would take its gradient "
+            f"before the mean over ranks is made; remove it, and use the gradients after backward"
+        )
     reduce_dtype = policy.reduce_dtype or param_dtype_of(parameter.dtype, policy)
     if parameter.requires_grad and reduce_dtype not in SUMMED:
         raise TypeError(
