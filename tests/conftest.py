@@ -31,7 +31,6 @@ SAMPLED = {
     "test_ddp",
     "test_demo",
     "test_device",
-    "test_fsdp",
     "test_grad_bucket",
     "test_layers",
     "test_matmul_all_reduce",

@@ -140,9 +140,10 @@ SHARES = {  # of each of 2 ranks: in words; its parameters; in 2 steps the calls
     "pp": ("1 of 2 blocks; 4 microbatches a step", None, {"send": (8, 8 * 32 * 2 * 64 * 4), "all_reduce": (2, 8)}),
     "fsdp": (
         "4 of 8 sequences and 1 of 2 parts of each parameter",
-        HALF,
-        # The first step doesn't know yet that backward begins with the last unit of forward.
-        {"all_gather": (5 + 4, None), "reduce_scatter": (2 * 3, 2 * HALF * 4), "all_reduce": (2, 8)},
+        None,
+        # The first step doesn't know yet that backward begins with the last unit of forward. A row of the head, and an
+        # element of its bias, have no counterpart on the other rank.
+        {"all_gather": (5 + 4, None), "reduce_scatter": (2 * 3, 2 * (HALF + 64) * 4), "all_reduce": (2, 8)},
     ),
     "zero": (
         "4 of 8 sequences and 1 of 2 parts of the optimizer",

@@ -7,6 +7,7 @@ batch, and on an unsharded twin in fp64, on the whole batch. Both must end with 
 import copy
 import dataclasses
 import functools
+import types
 
 import pytest
 import torch
@@ -29,16 +30,20 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
-from transports import message_on_every_rank, simulated_only
+from transports import gpu_only, message_on_every_rank, simulated_only
 
 import tkernels
 from tkernels.comm import LeaseError, MismatchError
+from tkernels.layers import ParallelMLP, captured, gather_state_dict, load_full_state_dict, sharded_state_dict
 from tkernels.layers.data_parallel import engine, layout
 from tkernels.layers.data_parallel.engine import State, unit_of
+from tkernels.layers.data_parallel.fsdp import FullyShard
 from tkernels.layers.data_parallel.fully_shard import fully_shard, register_fsdp_forward_method
+from tkernels.layers.data_parallel.param_group import ParamGroup
 from tkernels.testing.compare import assert_close_to, normal
 
 FEATURES = 8
+LATE = 4_000_000  # cycles, about 2 ms: several times what the host needs for a unit
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -1023,3 +1028,279 @@ def test_fully_shard_communicates_what_its_strategy_says(ctx, strategy, gathers,
                 parameter.add_(parameter.grad, alpha=-0.1)
                 parameter.grad = None
     assert calls.count("all_gather") == gathers and len(calls) - calls.count("all_gather") == sums
+
+
+# Odd models
+
+
+class Towers(nn.Module):
+    """Units none of whose inputs wants a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 3) for _ in range(4))
+
+    def forward(self, x):
+        return sum(layer(x) for layer in self.layers)
+
+
+class Beside(StateSpace):
+    def forward(self, x):
+        return super().forward(x.detach())
+
+
+class Apart(Hybrid):
+    """Units whose outputs don't depend on their inputs, as far as autograd knows."""
+
+    def forward(self, x):
+        x, beside = self.embed(x), 0.0
+        for layer in self.layers:
+            if isinstance(layer, Beside):
+                beside = beside + layer(x)
+            else:
+                x = layer(x)
+        return self.head(x + beside)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrapped:
+    values: torch.Tensor
+    name: str = "wrapped"
+
+
+class Wrapping(Dense):
+    def forward(self, x):
+        return Wrapped(super().forward(x.values))
+
+
+class Dataclasses(Hybrid):
+    def forward(self, x):
+        x = Wrapped(self.embed(x))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.values)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("kind", "layers"), [(Towers, ()), (Apart, (3 * (Dense, Beside),)), (Dataclasses, (4 * (Wrapping,),))]
+)
+def test_fully_shard_finds_where_each_unit_begins_and_ends(ctx, kind, layers):
+    torch.manual_seed(0)
+    model = kind(*layers).to(ctx.device)
+    twin = in_fp64(copy.deepcopy(model))
+    shard(ctx, model)
+    plain(Run(model, batches(ctx, 3), functools.partial(own, ctx), True))
+    plain(Run(twin, batches(ctx, 3), lambda x: x, False))
+    assert_same_weights(model, twin)
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(2))
+
+    def forward(self, x, taken):
+        return x + sum(torch.tanh(self.branches[i](x)) for i in taken)
+
+
+class Choosy(nn.Module):
+    """Units of two branches, and two layers before and behind, or behind alone; a call says which of them it takes."""
+
+    def __init__(self, embeds):
+        super().__init__()
+        self.embeds = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(2 * embeds))
+        self.layers = nn.ModuleList(Branches() for _ in range(3))
+        self.heads = nn.ModuleList(nn.Linear(FEATURES, 3) for _ in range(2))
+
+    def forward(self, x, taken):
+        if self.embeds:
+            x = sum(self.embeds[i](x) for i in taken)
+        for layer in self.layers:
+            x = layer(x, taken)
+        return torch.cat([self.heads[i](x) for i in taken])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("embeds", [True, False])
+def test_fully_shard_lets_ranks_use_different_parameters_of_a_unit_and_of_the_root(ctx, embeds):
+    torch.manual_seed(0)
+    model = Choosy(embeds).to(ctx.device)
+    twin = in_fp64(copy.deepcopy(model))
+    shard(ctx, model)
+    for step, taken in enumerate([[(0, 1), (0, 1)], [(0, 1), (0,)], [(1,), (0,)], [(0,), (0, 1)]]):
+        x = normal((ctx.size, 4, FEATURES), torch.float32, step, device=ctx.device)
+        loss_of(model(x[ctx.rank], taken[ctx.rank])).backward()
+        (sum(loss_of(twin(x[rank], taken[rank])) for rank in range(ctx.size)) / ctx.size).backward()
+        for each in (model, twin):
+            torch.optim.SGD(each.parameters(), 0.1).step()
+            each.zero_grad()
+    assert_same_weights(model, twin)
+
+
+@pytest.mark.ranks(2)
+def test_fully_shard_refuses_second_derivatives_and_outputs_that_hide_tensors(ctx):
+    class Hiding(Dense):
+        def forward(self, x):
+            return types.SimpleNamespace(values=super().forward(x))
+
+    model, x = shard(ctx, hybrid(ctx)), torch.ones(4, 4, device=ctx.device, requires_grad=True)
+    (slope,) = torch.autograd.grad(loss_of(model(x)), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        slope.square().sum().backward()
+    hiding = shard(ctx, hybrid(ctx, kinds=(Hiding,)))
+    with pytest.raises(TypeError, match="unit layers.0 returns SimpleNamespace, in which no tensor is found"):
+        hiding(x)
+
+
+@pytest.mark.ranks(2)
+def test_fully_shard_keeps_hooks_and_marks_of_parameters(ctx):
+    model, seen = hybrid(ctx), []
+    weight = model.layers[0].up.weight
+    want, weight.sequence_parallel = weight.norm().item(), True
+    weight.register_hook(lambda grad: seen.append(tuple(grad.shape)))
+    model.layers[0].register_forward_pre_hook(lambda layer, _: seen.append(layer.up.weight.norm().item()))
+    shard(ctx, model)
+    assert model.layers[0].up.weight.sequence_parallel
+    loss_of(model(own(ctx, batches(ctx, 1)[0]))).backward()
+    assert seen == [want, (37, FEATURES)]
+    taken = hybrid(ctx)
+    taken.head.weight.register_post_accumulate_grad_hook(print)
+    with pytest.raises(ValueError, match="head.weight has a hook of register_post_acc"):
+        fully_shard(taken, mesh=mesh_of(ctx))
+
+
+@pytest.mark.ranks(2)
+def test_fully_shard_reaches_means_that_fp16_holds_where_it_does_not_hold_the_sums(ctx):
+    x = torch.full((1, 4), 200.0, dtype=torch.float16, device=ctx.device)
+    for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(reduce_dtype=torch.float32)):
+        layer = nn.Linear(4, 4, bias=False, dtype=torch.float16, device=ctx.device)
+        fully_shard(layer, mesh=mesh_of(ctx), mp_policy=policy)
+        (layer(x) * 200.0).sum().backward()
+        assert (layer.weight.grad.full_tensor() == 40000).all()
+
+
+@pytest.mark.ranks(2)
+def test_fully_shard_refuses_a_backward_from_before_a_step_as_torch_does(ctx):
+    model, x = shard(ctx, hybrid(ctx)), own(ctx, batches(ctx, 1)[0])
+    losses = [loss_of(model(x)) for _ in range(2)]
+    losses[0].backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses[1].backward()
+
+
+# The face
+
+
+def full_shard(ctx, seed, **options):
+    return FullyShard(hybrid(ctx, seed), (Dense, StateSpace, Experts), mesh=ctx, **options)
+
+
+@pytest.mark.ranks(2)
+def test_fully_shard_face_is_fully_shard_of_all_modules_of_some_classes(ctx, tmp_path):
+    path = ctx.group.gather(str(tmp_path))[0]
+    face, model = full_shard(ctx, 0), shard(ctx, hybrid(ctx))
+    for each in (face, model):
+        optimizer = adam(each)
+        for x in batches(ctx, 2):
+            first, second = own(ctx, x).chunk(2)
+            with face.no_sync():
+                model.set_requires_gradient_sync(False)
+                loss_of(each(first)).backward()
+            model.set_requires_gradient_sync(True)
+            loss_of(each(second)).backward()
+            optimizer.step()
+            each.zero_grad()
+    whole = gather_state_dict(face)
+    assert whole.keys() == model.state_dict().keys()
+    assert all(torch.equal(full(value).cpu(), whole[key]) for key, value in model.state_dict().items())
+    assert list(gather_state_dict(face, rank0_only=True)) == (list(whole) if ctx.rank == 0 else [])
+    loaded, restored = full_shard(ctx, 1), full_shard(ctx, 2)
+    load_full_state_dict(loaded, whole)
+    dcp.save(sharded_state_dict(face), checkpoint_id=path)
+    dcp.load(sharded_state_dict(restored), checkpoint_id=path)
+    for again in (loaded, restored):
+        assert all(map(torch.equal, gather_state_dict(again).values(), whole.values()))
+    with pytest.raises(ValueError, match=r"head.weight is \(8, 3\), but the tensor is \(3, 8\)"):
+        load_full_state_dict(loaded, whole | {"head.weight": whole["head.weight"].t()})
+    for wrong, message in (
+        ({"units": nn.Conv2d}, "no module is a unit: none is of the types Conv2d"),
+        ({"units": "Dense"}, "units are classes of .*, not instances of str"),
+        ({"units": Hybrid}, "the module itself is of a unit's type"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            FullyShard(hybrid(ctx), mesh=ctx, **wrong)
+
+
+@pytest.mark.ranks(2)
+def test_gather_state_dict_of_parallel_layers_inside_of_units(ctx, tmp_path):
+    path = ctx.group.gather(str(tmp_path))[0]
+
+    def mlp(seed, over):
+        torch.manual_seed(seed)
+        return nn.Sequential(ParallelMLP(6, 8, "swiglu", mesh=over), nn.Linear(6, 2)).to(ctx.device)
+
+    with tkernels.init([dist.new_group([rank]) for rank in range(2)][ctx.rank], heap_bytes=8 << 20) as alone:
+        want = mlp(1, alone).state_dict()
+        first, second, third = (FullyShard(mlp(seed, ctx), ParallelMLP, mesh=alone) for seed in (1, 2, 3))
+        load_full_state_dict(second, want)
+        dcp.save(sharded_state_dict(first), checkpoint_id=path)
+        dcp.load(sharded_state_dict(third), checkpoint_id=path)
+        for each in (first, second, third):
+            got = gather_state_dict(each)
+            assert got.keys() == want.keys() and all(torch.equal(got[key], want[key].cpu()) for key in want)
+    twice = mlp(1, ctx)
+    with pytest.raises(ValueError, match="0.fc1.weight is split by ColumnParallelLinear, and each part again by fully"):
+        sharded_state_dict(FullyShard(twice, ParallelMLP, mesh=ctx))
+
+
+# On GPUs
+
+
+@gpu_only
+@pytest.mark.ranks(2, 4, timeout_s=900)
+@pytest.mark.parametrize("side", ["comm", "compute"])
+def test_fully_shard_with_a_late_stream_gives_the_same_bits(ctx, side, monkeypatch):
+    plain_model, model = shard(ctx, hybrid(ctx), overlap=False), shard(ctx, hybrid(ctx))
+    if side == "compute":
+        for layer in model.layers:
+            layer.register_forward_pre_hook(lambda *_: torch.cuda._sleep(LATE))
+    else:
+        for name in ("gather", "reduce"):
+            original = getattr(ParamGroup, name)
+
+            def late(group, *tensors, original=original):
+                torch.cuda._sleep(LATE)
+                return original(group, *tensors)
+
+            monkeypatch.setattr(ParamGroup, name, late)
+    for each in (plain_model, model):
+        train_steps(each, adam(each), batches(ctx, 50), functools.partial(own, ctx), clip=None)
+    for first, second in zip(plain_model.parameters(), model.parameters(), strict=True):
+        assert torch.equal(first._local_tensor, second._local_tensor)
+    ctx.check()
+    ctx.group.barrier()
+
+
+@gpu_only
+@pytest.mark.ranks(2, 4)
+def test_fully_shard_in_a_graph_gives_the_eager_bits(ctx):
+    eager, graphed = shard(ctx, hybrid(ctx)), shard(ctx, hybrid(ctx))
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in (eager, graphed)]
+    data = batches(ctx, 8)
+    part = functools.partial(own, ctx)
+    train_steps(eager, optimizers[0], data, part, clip=None)
+    train_steps(graphed, optimizers[1], data[:3], part, clip=None)
+    batch, graph, its_engine = data[3].clone(), torch.cuda.CUDAGraph(), unit_of(graphed).engine
+    with captured(torch.cuda.graph(graph), slots=its_engine.slots, streams=[its_engine.comm_stream]) as replay:
+        train_steps(graphed, optimizers[1], [batch], part, clip=None)
+    for step in (3, 4, 5):
+        batch.copy_(data[step])
+        replay()
+    train_steps(graphed, optimizers[1], data[6:], part, clip=None)  # eager steps find everything where it was
+    for first, second in zip(eager.parameters(), graphed.parameters(), strict=True):
+        assert torch.equal(first._local_tensor, second._local_tensor)
+    ctx.check()
+    torch.cuda.synchronize()
+    ctx.group.barrier()

@@ -70,9 +70,11 @@ def by_blocks(shard):
 
 
 WRAPPERS = {
-    "OverlappedDDP": lambda module, mesh, dp: OverlappedDDP(module, dp),
-    "OverlappedDDP with shards": lambda module, mesh, dp: OverlappedDDP(module, dp, use_distributed_optimizer=True),
-    "FullyShard": lambda module, mesh, dp: FullyShard(module, units=(Block,), ctx=dp),
+    "OverlappedDDP": lambda module, mesh, dp: OverlappedDDP(module, mesh=dp),
+    "OverlappedDDP with shards": lambda module, mesh, dp: OverlappedDDP(
+        module, mesh=dp, use_distributed_optimizer=True
+    ),
+    "FullyShard": lambda module, mesh, dp: FullyShard(module, units=(Block,), mesh=dp),
     "torch's DDP": lambda module, mesh, dp: DistributedDataParallel(module, process_group=mesh.get_group("dp")),
     "fully_shard": by_blocks(fully_shard),
     "torch's fully_shard": by_blocks(torch_fully_shard),

@@ -1387,7 +1387,7 @@ def test_zero_optimizer_sums_sequence_parallel_gradients_over_tensor_parallel_ra
 
     def fully_sharded(model):
         wrapped = FullyShard(Around(model), (Sequence,), mesh=dp)
-        return by_the_call(wrapped, functools.partial(wrapped.clip_grad_norm_, tensor_parallel=tp))
+        return by_the_call(wrapped, functools.partial(clip_grad_norm_, list(wrapped.parameters()), mesh=tp))
 
     def overlapped(model):
         wrapped = OverlappedDDP(model, mesh=dp, bucket_size=100)

@@ -38,6 +38,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from tkernels.comm import LeaseError
@@ -159,6 +160,9 @@ class Engine:
         if any(moved) or version != self._version:
             for unit in self.units:
                 unit.release()
+            # Lets torch refuse a backward through parameters that forward saved and that were written to since.
+            wholes = (parameter.whole for unit in self.units for group in unit.groups for parameter in group.parameters)
+            torch.autograd.graph.increment_version([whole for whole in wholes if not isinstance(whole, DTensor)])
         self._plan()
         self._version, self._fresh = version, True
         self._weights = self._weight_slot.acquire()

@@ -294,7 +294,7 @@ def _ranks_of(mesh, strategy: str) -> DataParallelRanks:
             raise ValueError("fully_shard: a mesh of two dimensions, (replicas, shards), needs names: mesh_dim_names=")
         replica, shard = (as_context(mesh[name]) for name in mesh.mesh_dim_names)
         return DataParallelRanks(mesh, (Replicate(), Shard(0)), shard, replica)
-    ctx = as_context(mesh)
+    ctx = as_context(mesh, "fully_shard: mesh")
     if not isinstance(mesh, DeviceMesh):
         mesh = DeviceMesh.from_group(ctx.group.process_group, ctx.device.type)
     if strategy == "replicate":
@@ -382,6 +382,11 @@ def _check_parameter(name: str, parameter: nn.Parameter, policy: MixedPrecisionP
         raise ValueError(
             f"fully_shard: {name} belongs to {type(owner).__name__}, whose hooks would take its gradients first; call "
             f"remove() of that before the module is sharded"
+        )
+    if parameter._post_accumulate_grad_hooks:
+        raise ValueError(
+            f"fully_shard: {name} has a hook of register_post_accumulate_grad_hook, which would take its gradient "
+            f"before the mean over ranks is made; remove it, and use the gradients after backward"
         )
     reduce_dtype = policy.reduce_dtype or param_dtype_of(parameter.dtype, policy)
     if parameter.requires_grad and reduce_dtype not in SUMMED:

@@ -8,6 +8,7 @@ import numbers
 from collections.abc import Iterable
 
 import torch
+from torch.distributed.tensor import DTensor
 
 import tkernels
 from tkernels.comm.arguments import check_dense
@@ -29,14 +30,13 @@ def clip_grad_norm_(
 
     Returns the norm before clipping, one fp32 element, the same on every rank. Raises TypeError for what is no tensor,
     has a sparse gradient, or is no number. Raises ValueError for max_norm < 0, for parameters that this rank has a
-    part of the gradients of (ZeroOptimizer clips by its `max_norm`, FullyShard by its own method), and if parameters of
-    an OverlappedDDP are split, but mesh has data-parallel ranks of it.
+    part of the gradients of (ZeroOptimizer clips by its `max_norm`), and if parameters of an OverlappedDDP are split,
+    but mesh has data-parallel ranks of it. DTensors, as those of fully_shard, count with all their parts.
     """
     from tkernels.layers.data_parallel.ddp import (  # imported late: they import this module
         OverlappedDDP,
         changing_main_grads,
     )
-    from tkernels.layers.data_parallel.fsdp import FullyShard
     from tkernels.layers.data_parallel.zero import ZeroOptimizer
 
     ctx = as_context(mesh, "clip_grad_norm_: mesh")
@@ -51,7 +51,6 @@ def clip_grad_norm_(
     for parameter in parameters:
         for kind, way_out in (
             (ZeroOptimizer, "pass max_norm= and tensor_parallel= to it"),
-            (FullyShard, "call its own clip_grad_norm_"),
             (OverlappedDDP, "pass its owned_parameters()"),
         ):
             owner = owner_of(parameter, kind)
@@ -64,8 +63,9 @@ def clip_grad_norm_(
         wrapper.check_tensor_parallel("clip_grad_norm_", ctx)
     with changing_main_grads(parameters):
         parameters = [parameter for parameter in parameters if gradient_of(parameter) is not None]
-        whole = [parameter for parameter in parameters if parameter not in shards and counts(parameter, ctx)]
-        total = squared_norm(map(gradient_of, whole), ctx.device)
+        whole = [parameter for parameter in parameters if parameter not in shards]
+        norms = dict(zip(whole, norms_of(map(gradient_of, whole)), strict=True))
+        total = sum_of_squares([norm for parameter, norm in norms.items() if counts(parameter, ctx)], ctx.device)
         for wrapper in wrappers:
             total += wrapper.squared_norm(shards.intersection(parameters), ctx)
         norm = tkernels.all_reduce(total, ctx=ctx).sqrt().squeeze()
@@ -81,9 +81,19 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
 
 def squared_norm(grads: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
     """The squared 2-norm of all gradients together, fp32 [1]; 0 if there are none."""
+    return sum_of_squares(norms_of(grads), device)
+
+
+def norms_of(grads: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The 2-norm of each gradient, fp32. Collective over the ranks that hold the parts of a DTensor."""
     # In fp32 at least; fp64 and complex gradients have norms of more.
     dtypes = ((grad, torch.promote_types(grad.dtype, torch.float32)) for grad in grads)
     norms = [torch.linalg.vector_norm(grad, dtype=dtype).float() for grad, dtype in dtypes]
+    return [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+
+
+def sum_of_squares(norms: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """fp32 [1]; 0 of none."""
     return torch.stack(norms).square().sum(0, keepdim=True) if norms else torch.zeros(1, device=device)
 
 

@@ -100,6 +100,7 @@ class Parameter:
     whole: nn.Parameter | None = None
     producer: object = None
     _marks: dict = field(default_factory=dict)
+    _hooks: list = field(default_factory=list)  # that somebody has registered before: on gradients, which are whole
 
     @classmethod
     @torch.no_grad()
@@ -114,7 +115,8 @@ class Parameter:
         part = torch.empty(rows.shape, dtype=rows.dtype, device=target).copy_(rows)
         sharded = nn.Parameter(DTensor(part, spec, requires_grad=False), requires_grad=parameter.requires_grad)
         vars(sharded).update(marks)
-        made = cls(name, places, sharded, local.shape, tensor_parallel, _marks=marks)
+        hooks = list((parameter._backward_hooks or {}).values())
+        made = cls(name, places, sharded, local.shape, tensor_parallel, _marks=marks, _hooks=hooks)
         made.register(sharded)
         return made
 
@@ -138,6 +140,8 @@ class Parameter:
         self.whole = nn.Parameter(whole, requires_grad=dtype.is_floating_point)
         vars(self.whole).update(self._marks)
         if self.whole.requires_grad:  # as it is the first time; later as the sharded one says
+            for each in self._hooks:
+                self.whole.register_hook(each)
             self.whole.register_post_accumulate_grad_hook(lambda _: hook(self))
 
     def point(self, memory: torch.Tensor):

@@ -24,6 +24,7 @@ mesh: the R ranks, as in `tkernels.comm.as_context`; None: those of the current 
 from collections.abc import Iterable
 
 import torch
+from torch.distributed.tensor import DTensor
 
 import tkernels
 from tkernels.comm.arguments import check_dense, check_tensors, check_type, whole
@@ -271,7 +272,8 @@ def all_reduce_sequence_parallel_grads(module: torch.nn.Module, *, mesh: MeshLik
         grad = gradient_of(parameter)
         if grad is None:
             grad = parameter.grad = torch.zeros_like(parameter)
-        grads.setdefault(grad.dtype, []).append(grad)
+        local = grad.to_local() if isinstance(grad, DTensor) else grad  # of fully_shard: this rank's rows
+        grads.setdefault(grad.dtype, []).append(local)
     with changing_main_grads(module.parameters()):
         for same_dtype in grads.values():
             total = tkernels.all_reduce(torch.cat([grad.reshape(-1) for grad in same_dtype]), ctx=ctx)

@@ -54,11 +54,8 @@ class ReplicatedParameters:
                 vars(module)[name] = value
 
     def _after(self, module, *_):
-        for name, parameter in self._parameters.items():
-            if name in module._parameters:
-                del vars(module)[name]
-            else:  # FullyShard has made it a plain attribute
-                vars(module)[name] = parameter
+        for name in self._parameters:
+            del vars(module)[name]
         self._parameters.clear()
 
     def watched_by(self, check: "ReplicaCheck", path: str):

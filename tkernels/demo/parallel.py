@@ -23,7 +23,7 @@ from tkernels.demo.operations import CountingCommunicator
 from tkernels.demo.training import Optimizer, Parallel, loss_part
 from tkernels.layers import all_reduce_sequence_parallel_grads
 from tkernels.layers.data_parallel.ddp import OverlappedDDP
-from tkernels.layers.data_parallel.fsdp import FullyShard
+from tkernels.layers.data_parallel.fully_shard import fully_shard
 from tkernels.layers.data_parallel.zero import ZeroOptimizer
 from tkernels.layers.pipeline.run import forward_backward_pipelining, split_into_stages
 
@@ -136,7 +136,9 @@ class FullySharded(_SequencesApart):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.share = self.shares(f"1 of {self.ctx.size} parts of each parameter")
-        self.model = FullyShard(self.model, units=Block, mesh=self.ctx)
+        for block in self.model.blocks:
+            fully_shard(block, mesh=self.ctx)
+        self.model = fully_shard(self.model, mesh=self.ctx)
         self.optimizer = Optimizer(self.model.named_parameters(), self.loss_scale)
 
     def step(self, tokens, targets):

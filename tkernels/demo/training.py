@@ -53,6 +53,7 @@ from tkernels.demo.data import Text
 from tkernels.demo.model import ModelConfig, Transformer
 from tkernels.demo.operations import Operation, Recorder
 from tkernels.layers.data_parallel.state_dict import gather_state_dict
+from tkernels.layers.tensor_parallel.dtensors import local
 from tkernels.shapes import DTYPES
 
 SEQUENCE, BATCH, HEADS, LAYERS = 32, 8, 4, 2  # sizes that are split are rounded up to a multiple of R
@@ -223,7 +224,7 @@ def start(ctx: Context, dtype: str, seed: int, kind: type[Parallel]) -> dict:
         "features": config.features,
         "tokens": config.tokens,  # of a step
         "parameters": sum(parameter.numel() for parameter in _here.unsharded.parameters()),
-        "parameters_of_rank": sum(parameter.numel() for parameter in _here.sharded.model.parameters()),
+        "parameters_of_rank": sum(local(parameter).numel() for parameter in _here.sharded.model.parameters()),
     }
 
 

@@ -24,7 +24,7 @@ from tkernels.comm.collectives import SUMMED
 from tkernels.comm.context import group_of
 from tkernels.comm.group import checksum, first_difference, listed
 from tkernels.comm.regions import round_up
-from tkernels.layers.data_parallel.fsdp import FullyShard
+from tkernels.layers.data_parallel.engine import Unit
 from tkernels.layers.data_parallel.norms import check_norm, clip_scale, counts, squared_norm
 from tkernels.layers.data_parallel.wire import open_wire
 from tkernels.layers.data_parallel.zero.gradients import OwnerGradients
@@ -651,10 +651,10 @@ def _check_parameters(
                 f"ranks, or take off the mark if the gradient is whole"
             )
         summed = reduce_dtype or parameter.dtype
-        if owner_of(parameter, FullyShard) is not None:
+        if owner_of(parameter, Unit) is not None:
             raise ValueError(
-                f"ZeroOptimizer: {names[parameter]} is a shard of a FullyShard, which reduces gradients and shards "
-                f"optimizers' state itself; pass its parameters() to an optimizer of torch"
+                f"ZeroOptimizer: {names[parameter]} has been through fully_shard, which reduces gradients and shards "
+                f"optimizers' state itself; pass the model's parameters() to an optimizer of torch"
             )
         if parameter.device != ctx.device:
             raise ValueError(f"ZeroOptimizer: a parameter is on {parameter.device}, its context on {ctx.device}")
