@@ -39,6 +39,7 @@ SAMPLED = {
     "test_p2p",
     "test_parallelize",
     "test_pipeline",
+    "test_several_weights",
     "test_trace",
     "test_userbuffers",
     "test_userbuffers_gemm",

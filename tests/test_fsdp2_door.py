@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import tkernels
 from tkernels.layers.doors import fsdp2, log_once
@@ -116,6 +117,27 @@ def test_install_leaves_the_all_reduce_over_replicas_to_torch(ctx):
             assert torch.equal(losses, other_losses) and all(map(torch.equal, whole, other_whole))
         for mine, theirs in zip(whole, other_whole, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.ranks(4)
+def test_install_serves_a_model_that_another_dimension_of_the_mesh_splits(ctx):
+    """torch's tensor parallelism over `tp` and FSDP2 over `dp`: two groups of ranks that each gather and reduce."""
+    results = []
+    for door in (False, True):
+        torch.manual_seed(0)
+        mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("dp", "tp"))
+        model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 5)).to(ctx.device)
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        for module in (model[0], model):
+            fully_shard(module, mesh=mesh["dp"])
+        if door:
+            fsdp2.install(model)
+        with counted() as calls:
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(mesh["dp"].get_local_rank()))
+            model(x.to(ctx.device)).square().mean().backward()
+        assert {name for name, _ in calls} == ({"all_gather", "reduce_scatter"} if door else set())
+        results.append([parameter.grad.full_tensor() for parameter in model.parameters()])
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.ranks(3)

@@ -1,7 +1,5 @@
 """The public functions of the operations. They check options, and call the torch operators where those have words."""
 
-from collections.abc import Sequence
-
 import torch
 
 from tkernels.all_gather_matmul import AllGatherMatmul
@@ -16,6 +14,8 @@ from tkernels.leading import Leading
 from tkernels.matmul_all_reduce import MatmulAllReduce
 from tkernels.matmul_reduce_scatter import MatmulReduceScatter
 from tkernels.torch_operators import all_gather_matmuls, ops
+
+SEVERAL = frozenset({list, tuple})  # what weights of one gather come in
 
 
 def _into(name: str, out: torch.Tensor, x: torch.Tensor, *arguments) -> torch.Tensor:
@@ -82,18 +82,23 @@ def matmul(
     return activation_reference(ops.matmul(x, w, bias, fused), separate)
 
 
-def _num_rows(name: str, x: torch.Tensor) -> int:
+def _shape(name: str, x: torch.Tensor) -> torch.Size:
     if not isinstance(x, torch.Tensor):
         check_tensors(name, x=x)
-    if x.dim() == 0:
+    return x.shape
+
+
+def _num_rows(name: str, x: torch.Tensor) -> int:
+    shape = _shape(name, x)
+    if not shape:
         raise ValueError(f"{name}: takes rows, but the tensor is a scalar")
-    return x.shape[0]
+    return shape[0]
 
 
 def all_gather_matmul(
     x_shard_m: torch.Tensor,
-    w_shard_n: torch.Tensor | Sequence[torch.Tensor],
-    bias: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+    w_shard_n: torch.Tensor | list[torch.Tensor],
+    bias: torch.Tensor | list[torch.Tensor | None] | None = None,
     activation: str | None = None,
     return_gathered: bool | str | torch.Tensor = False,
     *,
@@ -131,8 +136,8 @@ def all_gather_matmul(
     Raises ValueError or TypeError before the first signal, HeapExhaustedError if the context's heap has no room for a
     larger call, WaitTimeoutError if a peer did not answer in time.
     """
-    ctx, own = as_context(ctx, "all_gather_matmul: ctx"), _num_rows("all_gather_matmul", x_shard_m)
-    if gather_dim or x_shard_m.dim() != 2:
+    ctx, shape = as_context(ctx, "all_gather_matmul: ctx"), _shape("all_gather_matmul", x_shard_m)
+    if gather_dim or len(shape) != 2:
         lead = Leading.of("all_gather_matmul", x_shard_m, "gather_dim", gather_dim)
         lengths = collectives.check_rows("all_gather_matmul", ctx, rows, own=lead.sizes[0])
         into, options = lead.memory("return_gathered", return_gathered), {"out_dtype": out_dtype, "config": config}
@@ -146,8 +151,8 @@ def all_gather_matmul(
         if gathered is None:
             return y
         return y, return_gathered if into is gathered else lead.back(gathered, sum(lengths))
-    rows = collectives.check_rows("all_gather_matmul", ctx, rows, own=own)
-    if isinstance(w_shard_n, list | tuple):
+    rows = collectives.check_rows("all_gather_matmul", ctx, rows, own=shape[0])
+    if type(w_shard_n) in SEVERAL:
         beyond = out, out_dtype, config, return_gathered if isinstance(return_gathered, str | torch.Tensor) else None
         ws, biases = _several(w_shard_n, bias, beyond)
         fused, separate = _split_activation(activation, x_shard_m, *ws, *biases)
@@ -216,15 +221,15 @@ def matmul_reduce_scatter(
     wire_dtype: of the partial sums that are sent, the operands' dtype or float32. A call with it has no gradient.
     activation, out, out_dtype, config, path, dtypes, views of w_shard_k, exceptions: as all_gather_matmul.
     """
-    ctx, total = as_context(ctx, "matmul_reduce_scatter: ctx"), _num_rows("matmul_reduce_scatter", x_shard_k)
-    if scatter_dim or x_shard_k.dim() != 2:
+    ctx, shape = as_context(ctx, "matmul_reduce_scatter: ctx"), _shape("matmul_reduce_scatter", x_shard_k)
+    if scatter_dim or len(shape) != 2:
         lead = Leading.of("matmul_reduce_scatter", x_shard_k, "scatter_dim", scatter_dim)
         lengths = collectives.check_rows("matmul_reduce_scatter", ctx, rows, total=lead.sizes[0])
         options = {"out_dtype": out_dtype, "wire_dtype": wire_dtype, "config": config, "path": path, "ctx": ctx}
         options |= {"rows": lead.rows(lengths), "out": lead.memory("out", out)}
         y = matmul_reduce_scatter(lead.matrix(x_shard_k), w_shard_k, bias, activation, **options)
         return lead.back(y, lengths[ctx.rank]).contiguous() if out is None else out
-    rows = collectives.check_rows("matmul_reduce_scatter", ctx, rows, total=total)
+    rows = collectives.check_rows("matmul_reduce_scatter", ctx, rows, total=shape[0])
     if out is None and out_dtype is None and wire_dtype is None and config is None:
         fused, separate = _split_activation(activation, x_shard_k, w_shard_k, bias)
         y = ops.matmul_reduce_scatter(x_shard_k, w_shard_k, bias, fused, rows, ctx.name, path)
