@@ -46,6 +46,7 @@ else:
         PrepareModuleInput,
         PrepareModuleInputOutput,
         PrepareModuleOutput,
+        Replicated,
         RowwiseParallel,
         SequenceParallel,
     )
@@ -72,6 +73,7 @@ else:
         "PrepareModuleInput",
         "PrepareModuleInputOutput",
         "PrepareModuleOutput",
+        "Replicated",
         "RowParallelLinear",
         "RowwiseParallel",
         "SequenceParallel",

@@ -4,12 +4,11 @@
 """
 
 import copy
-import warnings
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tkernels.comm import MismatchError
@@ -120,6 +119,73 @@ def test_parallelize_trains_a_model_of_transformers_as_its_unsharded_twin(ctx, f
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Gemma3"])
+def test_parallelize_reads_a_models_own_plan(ctx, family):
+    """ "auto": all parameters are DTensors, the embedding and the head are split by the vocabulary, tied or not."""
+    model = make(family)
+    twin = copy.deepcopy(model)
+    parallelize(model, "auto", ctx)
+    base = model.model
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    split = base.embed_tokens.weight, model.lm_head.weight, base.layers[0].mlp.up_proj.weight
+    assert {parameter.placements for parameter in split} == {(Shard(0),)}
+    assert (split[0] is split[1]) == bool(twin.config.tie_word_embeddings)
+    assert_trains_like(ctx, model, twin)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+@pytest.mark.ranks(2)
+def test_parallelize_refuses_what_auto_can_not_split(ctx):
+    with pytest.raises(ValueError, match="'moe_tp_experts', is none that this library has|'packed_colwise', is none"):
+        parallelize(make("Mixtral"), "auto", ctx)
+    with pytest.raises(ValueError, match="4 heads and 1 of keys and values .* don't divide by 2 ranks"):
+        parallelize(make("Llama", num_key_value_heads=1), "auto", ctx)
+    with pytest.raises(ValueError, match="Sequential has no tp_plan, which 'auto' reads"):
+        parallelize(torch.nn.Sequential(torch.nn.Linear(2, 2)), "auto", ctx)
+
+
+GPT2 = {
+    "*.attn.c_attn": "colwise_gather_output",
+    "*.attn.c_proj": "rowwise_split_input",
+    "*.c_fc": "colwise",
+    "*.mlp.c_proj": "rowwise",
+    "*.wte": "embedding_rowwise",
+    "lm_head": "colwise_gather_output",
+}
+
+
+@pytest.mark.ranks(2)
+def test_parallelize_splits_conv1d_as_the_linear_that_it_is(ctx):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=None)
+    model = fill(GPT2LMHeadModel(config).eval())
+    twin = copy.deepcopy(model)
+    with pytest.raises(ValueError, match="h.0.attn.c_attn' is queries, keys and values in one"):
+        parallelize(model, GPT2 | {"*.attn.c_attn": "colwise"}, ctx)
+    parallelize(model, GPT2, ctx)
+    assert model.transformer.h[0].mlp.c_fc.weight.placements == (Shard(1),)
+    assert_trains_like(ctx, model, twin)
+
+
+@pytest.mark.ranks(2)
+def test_parallelize_splits_a_linear_of_falcon(ctx):
+    from transformers.models.falcon.modeling_falcon import FalconLinear
+
+    model = fill(torch.nn.Sequential(FalconLinear(8, 12), torch.nn.GELU(), FalconLinear(12, 6, bias=False)))
+    twin = copy.deepcopy(model).double()
+    parallelize(model, ctx, {"0": "colwise", "2": "rowwise"})  # torch's order
+    assert isinstance(model[0], FalconLinear)
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(5))
+    (y, want) = model.to(ctx.device)(x.to(ctx.device)), twin(x.double())
+    assert_near(y.detach(), want.detach(), "output")
+    y.square().sum().backward()
+    want.square().sum().backward()
+    for (name, got), parameter in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert_near(whole(ctx, got, got.grad), parameter.grad, name)
+
+
+@pytest.mark.ranks(2)
 def test_parallelize_names_the_norms_over_heads_that_a_plan_for_qwen3_forgets(ctx):
     model = parallelize(make("Qwen3"), ATTENTION | MLP, ctx).to(ctx.device)
     with pytest.raises(MismatchError, match="k_norm.*replicated_with_grad_allreduce"):
@@ -166,10 +232,10 @@ LORA = {
 }
 
 
-def with_lora(model: torch.nn.Module) -> torch.nn.Module:
+def with_lora(model: torch.nn.Module, **options) -> torch.nn.Module:
     import peft
 
-    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4))
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4, **options))
 
 
 @pytest.mark.ranks(2)
@@ -178,6 +244,24 @@ def test_parallelize_after_lora_trains_the_adapters_as_the_unsharded_ones(ctx):
     twin = copy.deepcopy(model)
     assert_trains_like(ctx, parallelize(model, LORA, ctx).to(ctx.device), twin)
     assert sum(parameter.requires_grad for parameter in model.parameters()) == 8
+
+
+@pytest.mark.ranks(2)
+def test_parallelize_splits_the_linears_inside_of_lora(ctx):
+    """By the model's own plan, which names the layers that LoRA has wrapped."""
+    model = make("Llama")
+    plan = {f"base_model.model.{name}": style for name, style in model.tp_plan.items()}
+    model = fill(with_lora(model))
+    twin = copy.deepcopy(model)
+    parallelize(model, plan, ctx)
+    attention = model.base_model.model.model.layers[0].self_attn.q_proj
+    assert attention.lora_B["default"].weight.placements == (Shard(0),)
+    assert attention.lora_A["default"].weight.placements == (Replicate(),)
+    assert_trains_like(ctx, model, twin)
+    assert sum(parameter.requires_grad for parameter in model.parameters()) == 8
+    dora = with_lora(make("Llama"), use_dora=True)
+    with pytest.raises(TypeError, match="q_proj' is a peft.* with the variants .* plain LoRA alone"):
+        parallelize(dora, plan, ctx)
 
 
 @pytest.mark.ranks(2)
@@ -193,22 +277,24 @@ def test_lora_after_parallelize_is_refused(ctx):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.xfail(strict=True, reason="DDP takes plain shards for replicas and sends rank 0's to all")
 def test_ddp_over_ranks_that_hold_shards_is_refused(ctx):
-    model = parallelize(make("Llama"), ATTENTION | MLP, ctx).to(ctx.device)
-    with pytest.raises(Exception, match="shard|DTensor"):
+    model = parallelize(make("Llama"), "auto", ctx).to(ctx.device)
+    with pytest.raises((NotImplementedError, RuntimeError), match="broadcast|mixed torch.Tensor and DTensor"):
         DistributedDataParallel(model)
+    model = DistributedDataParallel(parallelize(make("Llama"), ATTENTION | MLP, ctx).to(ctx.device))
+    with pytest.raises(ValueError, match=r"is split over ranks \[0, 1\], .* DistributedDataParallel .* same"):
+        run(model, ctx.device)
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.xfail(strict=True, reason="torch's checkpoints take plain shards for replicas and keep rank 0's alone")
 def test_a_checkpoint_of_a_parallelized_models_state_dict_holds_every_shard(ctx, tmp_path):
-    model = parallelize(make("Llama"), ATTENTION | MLP, ctx)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
-        for parameter in model.parameters():
-            parameter.data.zero_()
-        dcp.load({"model": model.state_dict()}, checkpoint_id=tmp_path)
-    assert [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])] == []
+    model = parallelize(make("Llama"), "auto", ctx)
+    before = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    dcp.load({"model": model.state_dict()}, checkpoint_id=tmp_path)
+    whole = {name: torch.zeros_like(value) for name, value in before.items()}  # and on one rank
+    dcp.load({"model": whole}, checkpoint_id=tmp_path, no_dist=True)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value.full_tensor(), before[name]) and torch.equal(whole[name], before[name]), name

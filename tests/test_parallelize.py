@@ -541,7 +541,7 @@ def test_parallelize_refuses_plans_that_differ_between_ranks_before_anything_cha
         with pytest.raises(MismatchError, match="the plans of rank 0 and rank 1 differ in the style or options of"):
             parallelize(model, plans[ctx.rank], ctx)
     assert not any(isinstance(module, ParallelLinear) for module in model.modules())
-    with pytest.raises(TypeError, match="plan=None must be a dict"):
+    with pytest.raises(TypeError, match="plan=None must be 'auto', or a dict"):
         parallelize(model, None, ctx)
     with pytest.raises(TypeError, match="model=None must be an nn.Module"):
         parallelize(None, {"up": "column"}, ctx)
@@ -577,7 +577,16 @@ def test_a_plan_that_does_not_fit_is_refused_and_changes_nothing(ctx):
         ({"*": "column"}, TypeError, r"'\*' matches 'norm'"),
         ({"attention.out_proj": "row"}, TypeError, "NonDynamicallyQuantizableLinear, not exactly an nn.Linear"),
         ({"u*": "column", "up": "row"}, ValueError, r"'up' is matched by both 'u\*' and 'up'"),
-        ({"up": "diagonal"}, ValueError, "style of 'up' is 'diagonal'; use column or row"),
+        (
+            {"up": "diagonal"},
+            ValueError,
+            "'up', 'diagonal', is none .* colwise, .* column and row",
+        ),
+        (
+            {"up": "column", "down": "rowwise"},
+            ValueError,
+            "'up', 'column', .* for all of a plan, column and row",
+        ),
         ({"up": {"sequence_parallel": True}}, ValueError, "style of 'up' is None"),
         (
             {"up": {"style": "row", "gather_output": True}},

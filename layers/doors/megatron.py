@@ -109,7 +109,7 @@ class RowParallelLinear(_Overlapped, layers.RowParallelLinear):
     def forward(self, input_: torch.Tensor):
         """input_ [s, b, K/R] (or [s, b, K]) -> (output [s, b, N] or its rows [s/R, b, N], bias or None)."""
         if not self.input_is_parallel and self._context is not None:
-            input_ = scatter_to_tensor_model_parallel_region(input_, ctx=find_context(self._context))
+            input_ = scatter_to_tensor_model_parallel_region(input_, mesh=find_context(self._context))
         y = self._multiply(input_, self.weight, None, None if self._context is None else dataflow.Row)
         if self.skip_bias_add:
             return y, self.bias

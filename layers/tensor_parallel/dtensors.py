@@ -67,7 +67,7 @@ class _Local(torch.autograd.Function):
             return DTensor.from_local(
                 grad, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
             )
-        return DTensor(grad, spec, requires_grad=False)
+        return DTensor(grad.contiguous(), spec, requires_grad=False)
 
 
 _apply = super(torch.autograd.Function, _Local).apply  # without the look for functorch transforms, made below

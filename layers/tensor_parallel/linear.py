@@ -15,7 +15,9 @@ device draws its weights in reset_parameters.
 """
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import tkernels
 from tkernels.comm import Context, MeshLike, MismatchError, as_context, find_context
@@ -205,6 +207,13 @@ class ParallelLinear(MarkedModule):
     def _check_input(self, x: torch.Tensor, features: int, rows, hint: str = ""):
         name = type(self).__name__
         check_dense(name, x=x)
+        ddp = None if torch.compiler.is_compiling() else DistributedDataParallel._active_ddp_module
+        if ddp is not None and len({*self._ranks}.intersection(dist.get_process_group_ranks(ddp.process_group))) > 1:
+            raise ValueError(
+                f"{name}: the weight is split over ranks {self._ranks}, which torch's DistributedDataParallel takes "
+                f"for replicas, and it has given all of them the same part; pass it process_group= of the ranks that "
+                f"have equal parts, or use parallelize_module, whose DTensors it refuses"
+            )
         found = x.shape[-1] if x.dim() else "missing"
         if found != features:
             raise ValueError(f"{name}: the input's last dimension is {found}, but must be {features}{hint}")

@@ -1,59 +1,188 @@
-"""Replaces nn.Linear modules of an existing model by parallel layers that keep their weights."""
+"""parallelize: an existing model, split by the words of transformers' plans or of Megatron's layers."""
 
 import fnmatch
 import inspect
 from collections.abc import Mapping
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from tkernels.comm import Context, MeshLike, MismatchError, as_context
 from tkernels.comm.arguments import check_type
 from tkernels.comm.group import checksum, first_difference, listed
 from tkernels.layers.data_parallel.norms import is_split
 from tkernels.layers.owners import owner_of
+from tkernels.layers.tensor_parallel.dtensors import as_mesh
 from tkernels.layers.tensor_parallel.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
+from tkernels.layers.tensor_parallel.plan import Given, apply
 from tkernels.layers.tensor_parallel.replicas import (
     GRAD_ALLREDUCE,
     ReplicaCheck,
     ReplicatedParameters,
     has_others_hooks,
 )
+from tkernels.layers.tensor_parallel.styles import (
+    ColwiseParallel,
+    Replicated,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
+WORDS = {  # transformers' names of styles
+    "colwise": ColwiseParallel(),
+    "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+    "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
+    "rowwise": RowwiseParallel(),
+    "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
+    "rowwise_rep": RowwiseParallel(input_layouts=Replicate()),
+    "embedding_rowwise": RowwiseParallel(input_layouts=Replicate()),
+    "embedding_colwise": ColwiseParallel(output_layouts=Replicate()),
+    "sequence_parallel": SequenceParallel(use_local_output=True),
+    "replicate": Replicated(),
+    GRAD_ALLREDUCE: Replicated(sum_gradients=True),
+}
+# Megatron's
 STYLES = {"column": ColumnParallelLinear, "row": RowParallelLinear, GRAD_ALLREDUCE: None}
 # Arguments that are no options of a plan: the nn.Linear or parallelize() sets them, or they concern initialization.
 _NOT_OPTIONS = {"in_features", "out_features", "bias", "dtype", "device", "mesh", "init_method"}
 
 
-def parallelize(model: nn.Module, plan: Mapping[str, str | Mapping], mesh: MeshLike = None) -> nn.Module:
-    """Collective. Replace modules of `model` in place, and return it. Each rank keeps its slices of the weights.
+def parallelize(
+    model: nn.Module,
+    plan: str | Mapping[str, str | ParallelStyle | Mapping] = "auto",
+    mesh: MeshLike = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> nn.Module:
+    """Collective. Split the modules of `model` that a plan names over ranks, in place, and return it.
 
-        parallelize(model, {"*.mlp.up": "column", "*.mlp.down": "row"}, device_mesh["tp"])
-        parallelize(model, {"*.qkv": {"style": "column", "sequence_parallel": True}}, device_mesh["tp"])
+        parallelize(model, "auto", mesh["tp"])  # a model of transformers, by its own tp_plan
+        parallelize(model, {"*.[qkv]_proj": "colwise", "*.o_proj": "rowwise"}, mesh["tp"])
+        parallelize(model, {"*.up": "column", "*.down": {"style": "row", "sequence_parallel": True}}, ctx)
 
-    plan: patterns of module names (fnmatch; * also matches dots) to "column" or "row", or to a dict of "style" and
-        options of ColumnParallelLinear or RowParallelLinear. "replicated_with_grad_allreduce" is for modules between a
-        column and a row layer that are the same on all ranks, but used for each rank's own features or heads, as the
-        norms of queries and keys: the gradients of their parameters are summed over ranks in backward.
-    mesh: the ranks, as in `tkernels.comm.as_context`: a mesh of one dimension, a process group or a Context; None:
-        those of the current context.
+    plan: patterns of module names (fnmatch; * also matches dots) to styles, in one of two vocabularies.
+        torch's and transformers': styles, as of parallelize_module, or their names: "colwise", "rowwise", ... (WORDS).
+        Every parameter becomes a DTensor, that of a module in no pattern a replicated one. Layers of PEFT's LoRA and
+        transformers' Conv1D are split as the linears that they are. "auto" is model.tp_plan.
+        Megatron's: "column", "row", or a dict of "style" and options of ColumnParallelLinear or RowParallelLinear. An
+        nn.Linear becomes one of these, with plain parameters that carry Megatron's marks; the others stay as they are.
+        "replicated_with_grad_allreduce" is in both: for modules between a column and a row layer that are the same on
+        all ranks, but used for each rank's own features or heads, as the norms of queries and keys: the gradients of
+        their parameters are summed over ranks in backward.
+    mesh: of one dimension; a process group or a Context stands for one. It and the plan may change places, as in
+        parallelize_module. None: the current context.
+    src_data_rank: as in parallelize_module. In Megatron's vocabulary all ranks must hold the same weights.
 
     The gradients of the parameters that stay whole are compared over ranks at the end of the first backward, whoever
     takes them. Where they differ by more than rounding, MismatchError names the parameter and the style that it lacks.
 
-    All ranks must hold the same model. Create the optimizer afterwards, since the parameters are new ones. Attention
-    that reshapes a column layer's output into heads must take the number of heads from the tensor, since each rank has
-    only its part.
+    Create the optimizer afterwards, since the parameters are new ones. Attention that reshapes a column layer's output
+    into heads must take the number of heads from the tensor, since each rank has only its part; that of transformers
+    does.
 
-    Raises ValueError or TypeError, before anything is changed: for a pattern that matches nothing; for "column" or
-    "row" where it matches anything that is not exactly an nn.Linear; for a module that two patterns match; for an
-    unknown style or option; for an nn.Linear that has hooks, on itself or its parameters, or whose parameters are tied
-    to others or belong to an optimizer or wrapper of this library. Raises MismatchError if the parameters or plans
-    differ between ranks.
+    Raises ValueError or TypeError, before anything is changed: for a pattern that matches nothing; for a module that
+    its style can't be given to; for a module that two patterns match; for an unknown style or option; for a module
+    whose parameters have hooks, belong to an optimizer or wrapper of this library, or are tied to others of which the
+    plan would split one; for heads that don't divide by the ranks (those of model.config). Raises MismatchError if the
+    parameters or plans differ between ranks.
     """
     check_type("parallelize: model", model, nn.Module, "an nn.Module")
-    check_type("parallelize: plan", plan, Mapping, "a dict of patterns of module names to styles")
-    ctx = as_context(mesh, "parallelize: mesh")
+    if isinstance(plan, DeviceMesh | dist.ProcessGroup | Context):  # torch's order
+        plan, mesh = mesh, plan
+    if plan == "auto":
+        styles, optional = _auto(model), True
+    else:
+        check_type("parallelize: plan", plan, Mapping, "'auto', or a dict of patterns of module names to styles")
+        styles, optional = plan, False
+        if all(isinstance(each, Mapping) or each in (*STYLES, None) for each in plan.values()):
+            return _swap_linears(model, plan, mesh)
+    return apply(
+        model, as_mesh(mesh), lambda ctx: _styles(model, styles, ctx.size, optional), src_data_rank, replicate_rest=True
+    )
+
+
+def _auto(model: nn.Module) -> dict[str, str]:
+    plan = getattr(model, "tp_plan", None)
+    if not plan:
+        raise ValueError(
+            f"parallelize: {type(model).__name__} has no tp_plan, which 'auto' reads; pass a plan, for example "
+            f"{{'*.up': 'colwise', '*.down': 'rowwise'}}"
+        )
+    return plan
+
+
+def _styles(model: nn.Module, plan: Mapping, ranks: int, optional: bool) -> list[Given]:
+    """What a plan of torch's or transformers' styles gives. optional: whether patterns may match nothing.
+
+    Raises ValueError or TypeError if it doesn't fit the model.
+    """
+    modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
+    given, matched = [], {}
+    for pattern, word in plan.items():
+        hits = fnmatch.filter(modules, pattern)
+        if not hits and optional:  # of modules or single parameters that this model need not have
+            continue
+        _check_hits(pattern, hits, modules, matched)
+        each = word if isinstance(word, ParallelStyle) else WORDS.get(word)
+        if each is None:
+            raise ValueError(
+                f"parallelize: the style of {pattern!r}, {word!r}, is none that this library has: "
+                f"{', '.join(WORDS)}, or in Megatron's vocabulary, for all of a plan, {' and '.join(STYLES)}. What it "
+                f"is for can stay whole: pass the plan without it, as {{name: style for name, style in "
+                f"model.tp_plan.items() if name != {pattern!r}}}"
+            )
+        given += [(name, modules[name], each) for name in dict.fromkeys(hits)]
+    unique = {}
+    for name, module, each in given:  # a module that occurs twice
+        unique.setdefault(id(module), (name, module, each))
+    given = list(unique.values())
+    _check_heads(model, given, ranks)
+    return given
+
+
+def _check_hits(pattern: str, hits: list[str], modules, matched: dict[str, str]):
+    if not hits:
+        raise ValueError(f"parallelize: {pattern!r} matches no module; the modules are {', '.join(modules) or 'none'}")
+    for name in hits:
+        if name in matched:
+            raise ValueError(f"parallelize: {name!r} is matched by both {matched[name]!r} and {pattern!r}")
+        matched[name] = pattern
+
+
+def _check_heads(model: nn.Module, given: list[Given], ranks: int):
+    """Raises ValueError for an attention whose heads would not be whole on every rank, by the numbers in model.config,
+    and for stacked queries, keys and values of which a rank would get other parts than the attention takes them for.
+    """
+    split = [
+        (name, module)
+        for name, module, each in given
+        if isinstance(each, ColwiseParallel) and each.output_layouts[0].is_shard() and "att" in name.lower()
+    ]
+    for name, _ in split:
+        if name.rpartition(".")[2] == "c_attn":
+            raise ValueError(
+                f"parallelize: {name!r} is queries, keys and values in one, which its attention takes apart by their "
+                f"whole sizes; give it 'colwise_gather_output' and the projection behind it 'rowwise_split_input'"
+            )
+    config = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    heads = getattr(config, "num_attention_heads", None)
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    if split and isinstance(heads, int) and (heads % ranks or groups % ranks):
+        raise ValueError(
+            f"parallelize: {split[0][0]!r} can't be split by heads: {heads} heads and {groups} of keys and values (in "
+            f"model.config) don't divide by {ranks} ranks; use a number of ranks that divides both, or leave the "
+            f"attention out of the plan"
+        )
+
+
+def _swap_linears(model: nn.Module, plan: Mapping[str, str | Mapping], mesh) -> nn.Module:
+    """Collective. parallelize in Megatron's vocabulary."""
+    ctx = as_context(mesh)
     asked = _match(model, plan)
     styles = dict(asked)
     summed = _take_summed(model, styles)
@@ -89,14 +218,9 @@ def _match(model: nn.Module, plan) -> dict[str, tuple[str, dict]]:
                 f"parallelize: {pattern!r}: a {style} layer has no options {unknown}; it has {sorted(known) or 'none'}"
             )
         hits = fnmatch.filter(names, pattern)
-        if not hits:
-            raise ValueError(
-                f"parallelize: {pattern!r} matches no module; the modules are {', '.join(names) or 'none'}"
-            )
+        _check_hits(pattern, hits, names, matched)
         for name in hits:
-            if name in matched:
-                raise ValueError(f"parallelize: {name!r} is matched by both {matched[name]!r} and {pattern!r}")
-            matched[name], styles[name] = pattern, (style, options)
+            styles[name] = style, options
             kind = type(model.get_submodule(name))
             if STYLES[style] and kind is not nn.Linear:
                 raise TypeError(

@@ -1,6 +1,6 @@
 """parallelize_module: torch's, except that a plan is refused by name, on every rank, before anything has changed."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -19,8 +19,15 @@ from tkernels.comm.arguments import check_type
 from tkernels.comm.group import first_difference, listed
 from tkernels.layers.tensor_parallel.dtensors import as_mesh, let_grad_scaler_see_all_ranks
 from tkernels.layers.tensor_parallel.replicas import ReplicaCheck
-from tkernels.layers.tensor_parallel.styles import Style
+from tkernels.layers.tensor_parallel.styles import (
+    ColwiseParallel,
+    Replicated,
+    RowwiseParallel,
+    Style,
+    reads_its_parameters,
+)
 
+Given = tuple[str, nn.Module, ParallelStyle]  # a module's path, the module, its style
 PREPARE = PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput  # a module may have several of these
 
 
@@ -55,7 +62,21 @@ def parallelize_module(
         "parallelize_module: parallelize_plan", parallelize_plan, (ParallelStyle, Mapping),
         "a ParallelStyle, or a dict of paths to them",
     )  # fmt: skip
-    mesh = as_mesh(device_mesh)
+    plan = parallelize_plan if isinstance(parallelize_plan, Mapping) else {"": parallelize_plan}
+    return apply(module, as_mesh(device_mesh), lambda _: _resolve(module, plan), src_data_rank)
+
+
+def apply(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    resolve: Callable[[Context], list[Given]],
+    src_data_rank: int | None,
+    replicate_rest: bool = False,
+) -> nn.Module:
+    """Collective. Apply the styles that `resolve` returns, or raise what it raises on every rank.
+
+    replicate_rest: make DTensors of the other parameters too, of all modules that use their own.
+    """
     ctx = as_context(mesh)
     with ctx.group.checking():
         if mesh.device_type != ctx.device.type:
@@ -63,8 +84,11 @@ def parallelize_module(
                 f"parallelize_module: the mesh is on {mesh.device_type}, but kernels run on {ctx.device.type}; make it "
                 f"with init_device_mesh({ctx.device.type!r}, ...)"
             )
-        plan = parallelize_plan if isinstance(parallelize_plan, Mapping) else {"": parallelize_plan}
-        given = _resolve(module, plan)
+        given = _complete(resolve(ctx))
+        if replicate_rest:
+            taken = {id(target) for _, target, each in given if not isinstance(each, PREPARE)}
+            rest = [(path, each) for path, each in Replicated.owners(module) if id(each) not in taken]
+            given += [(path, each, Replicated()) for path, each in rest if reads_its_parameters(each)]
         for path, target, each in given:
             if isinstance(each, Style):
                 each.check(path, target, ctx.size)
@@ -81,8 +105,8 @@ def parallelize_module(
     return module
 
 
-def _resolve(module: nn.Module, plan: Mapping[str, ParallelStyle]) -> list[tuple[str, nn.Module, ParallelStyle]]:
-    """(path, module, style) by the plan, in its order. Raises ValueError or TypeError if it doesn't fit the module."""
+def _resolve(module: nn.Module, plan: Mapping[str, ParallelStyle]) -> list[Given]:
+    """What a plan gives, in its order. Raises ValueError or TypeError if it doesn't fit the module."""
     given, matched = [], {}
     for pattern, each in plan.items():
         check_type(f"parallelize_module: the style of {pattern!r}", each, ParallelStyle, "a ParallelStyle")
@@ -109,6 +133,50 @@ def _resolve(module: nn.Module, plan: Mapping[str, ParallelStyle]) -> list[tuple
             before[pattern] = each
             given.append((path, target, each))
     return given
+
+
+def _complete(given: list[Given]) -> list[Given]:
+    """The modules that compute what a style is given to: PEFT's layers are several, and what is replicated may be many.
+
+    Replicated comes last, for what no other style has.
+    """
+    complete, replicated = [], []
+    for path, target, each in given:
+        (replicated if isinstance(each, Replicated) else complete).extend(_lora(path, target, each))
+    taken = set()
+    for path, target, each in complete:
+        if not isinstance(each, PREPARE):
+            if id(target) in taken:
+                raise ValueError(f"parallelize: {path!r} is given two styles, one as a part of a LoRA layer")
+            taken.add(id(target))
+    for path, target, each in replicated:
+        own = [(inner, module) for inner, module in Replicated.owners(target) if id(module) not in taken]
+        if not own:
+            raise ValueError(f"Replicated: {path!r} has no parameters of its own that could be replicated")
+        complete += [(f"{path}.{inner}".strip("."), module, each) for inner, module in own]
+        taken |= {id(module) for _, module in own}
+    return complete
+
+
+def _lora(path: str, module: nn.Module, each: ParallelStyle) -> list[Given]:
+    """The linears in a LoRA layer of PEFT, B(A(x)) beside the base layer, each with its style; or what is given."""
+    adapters = {name: getattr(module, name, None) for name in ("lora_A", "lora_B")}
+    if not isinstance(each, ColwiseParallel | RowwiseParallel):
+        return [(path, module, each)]
+    if not all(isinstance(linears, nn.ModuleDict) for linears in adapters.values()):
+        return [(path, module, each)]
+    if getattr(module, "lora_variant", None):
+        raise TypeError(
+            f"parallelize: {path!r} is a {type(module).__module__}.{type(module).__name__} with the variants "
+            f"{dict(module.lora_variant)}, of which plain LoRA alone can be split; use LoraConfig without them"
+        )
+    colwise = isinstance(each, ColwiseParallel)
+    split, whole = ("lora_B", "lora_A") if colwise else ("lora_A", "lora_B")
+    rows = each.input_layouts[0] if colwise else each.output_layouts[0]
+    other = Replicated(sum_gradients=rows.is_shard())  # it has this rank's rows alone
+    parts = [(f"{path}.base_layer", module.base_layer, each)]
+    parts += [(f"{path}.{split}.{name}", linear, each) for name, linear in adapters[split].items()]
+    return parts + [(f"{path}.{whole}.{name}", linear, other) for name, linear in adapters[whole].items()]
 
 
 def _placement(each: ParallelStyle, module: nn.Module, name: str) -> Placement | None:

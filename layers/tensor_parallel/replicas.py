@@ -109,7 +109,7 @@ class ReplicaCheck:
         ]
         check = cls(
             context,
-            split=frozenset(name for name, parameter in model.named_parameters() if _is_part(parameter)),
+            split=frozenset(name for name, parameter in model.named_parameters() if is_part(parameter)),
             summed=frozenset(f"{path}{name}" for path, hooks in summing for name in hooks.names),
         )
         for path, hooks in summing:
@@ -158,7 +158,7 @@ class ReplicaCheck:
         if not self._looks():
             return
         parameter = getattr(module, attribute, None)
-        if name not in self._split and (getattr(parameter, "sequence_parallel", False) or _is_part(parameter)):
+        if name not in self._split and (getattr(parameter, "sequence_parallel", False) or is_part(parameter)):
             self._handles.pop(name).remove()
             return
         self._record(name, grad, self._gradients)
@@ -212,8 +212,9 @@ class ReplicaCheck:
                 f"parallelize: the gradients of {listed(differing)} differ between ranks, so that these parameters "
                 f"would drift apart. Where each rank uses a parameter for its own features or rows (a norm over heads, "
                 f"between a column and a row layer), give its module a style in the plan that sums the gradient: "
-                f"{{{pattern!r}: {GRAD_ALLREDUCE!r}}}. Otherwise ranks that share a model have different inputs or "
-                f"random masks, or a parameter is split by hand (mark it tensor_model_parallel = True)"
+                f"{{{pattern!r}: {GRAD_ALLREDUCE!r}}}, in parallelize_module's Replicated(sum_gradients=True) or "
+                f"SequenceParallel(). Otherwise ranks that share a model have different inputs or random masks, or a "
+                f"parameter is split by hand (mark it tensor_model_parallel = True)"
             )
         for name in gradients.keys() & self._handles.keys():
             self._handles.pop(name).remove()
@@ -222,7 +223,7 @@ class ReplicaCheck:
                 self._handles.popitem()[1].remove()
 
 
-def _is_part(parameter: torch.Tensor) -> bool:
+def is_part(parameter: torch.Tensor) -> bool:
     """Whether each rank has a different part of a parameter, by its placements or Megatron's mark."""
     if isinstance(parameter, DTensor):
         return any(placement.is_shard() for placement in parameter.placements)

@@ -36,13 +36,14 @@ from tkernels.comm import as_context, find_context
 from tkernels.layers.owners import attributes, owner_of
 from tkernels.layers.tensor_parallel.dtensors import as_dtensor, chunk_sizes, local
 from tkernels.layers.tensor_parallel.functions import column_parallel_linear, in_autocast_dtype
-from tkernels.layers.tensor_parallel.replicas import ReplicatedParameters, has_others_hooks
+from tkernels.layers.tensor_parallel.replicas import ReplicatedParameters, has_others_hooks, is_part
 
 __all__ = [  # those that prepare a module's inputs and outputs are torch's own
     "ColwiseParallel",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
+    "Replicated",
     "RowwiseParallel",
     "SequenceParallel",
 ]
@@ -62,6 +63,7 @@ class Layout:
     input: Placement
     output: Placement
     use_local_output: bool
+    transposed: bool  # whether a weight is [K, N], as that of transformers' Conv1D
 
     def __deepcopy__(self, memo):
         return self  # a copied module is on the same ranks
@@ -110,8 +112,22 @@ def _rows_first(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Size]:
     return x.reshape(-1, x.shape[-1]), x.shape
 
 
-class ColwiseLinear(nn.Linear):
-    """What ColwiseParallel makes of an nn.Linear. Collective: forward and backward."""
+class ParallelModule:
+    """What the modules that a style has been given to have in common."""
+
+    kind: str  # the first word of the class's name
+    _layout: Layout
+
+    def _operands(self, x: torch.Tensor, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """x, this rank's weight [N, K] and bias, as autocast has nn.Linear take them."""
+        weight = local(self.weight)
+        return in_autocast_dtype(device, x, weight.t() if self._layout.transposed else weight, local(self.bias))
+
+
+class ColwiseLinear(ParallelModule):
+    """What ColwiseParallel makes of a linear layer. Collective: forward and backward."""
+
+    kind = "Colwise"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         layout, last = self._layout, x.dim() - 1
@@ -119,10 +135,10 @@ class ColwiseLinear(nn.Linear):
         x, placement, shape = layout.enter(
             x, Replicate(), lambda given: given.is_replicate() or given.is_shard() and given.dim != last
         )
-        x, weight, bias = in_autocast_dtype(ctx.device.type, x, local(self.weight), local(self.bias))
+        x, weight, bias = self._operands(x, ctx.device.type)
         N = weight.shape[0]
         if placement.is_replicate():
-            y = column_parallel_linear(x.reshape(-1, x.shape[-1]), weight, bias, ctx=ctx).view(*x.shape[:-1], N)
+            y = column_parallel_linear(x.reshape(-1, x.shape[-1]), weight, bias, mesh=ctx).view(*x.shape[:-1], N)
         else:
             flat, (_, *others, _) = _rows_first(x, placement.dim)
             sizes = chunk_sizes(shape[placement.dim], ctx.size)
@@ -133,14 +149,16 @@ class ColwiseLinear(nn.Linear):
         return layout.leave(y, Shard(last), (*y.shape[:-1], self.out_features))
 
 
-class RowwiseLinear(nn.Linear):
-    """What RowwiseParallel makes of an nn.Linear. Collective: forward and backward."""
+class RowwiseLinear(ParallelModule):
+    """What RowwiseParallel makes of a linear layer. Collective: forward and backward."""
+
+    kind = "Rowwise"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         layout, last = self._layout, x.dim() - 1
         ctx = find_context(layout.context)
         x, _, _ = layout.enter(x, Shard(last), lambda given: given == Shard(last))
-        x, weight, bias = in_autocast_dtype(ctx.device.type, x, local(self.weight), local(self.bias))
+        x, weight, bias = self._operands(x, ctx.device.type)
         shape = (*x.shape[:-1], self.out_features)
         output = _positive(layout.output, x.dim())
         if output.is_shard() and output.dim != last:
@@ -154,11 +172,13 @@ class RowwiseLinear(nn.Linear):
         return layout.leave(y, Replicate(), shape)
 
 
-class RowwiseEmbedding(nn.Embedding):
+class RowwiseEmbedding(ParallelModule):
     """What RowwiseParallel makes of an nn.Embedding: split by the vocabulary. Collective: forward and backward.
 
     (torch's own gives a weight of Shard(0) a gradient of Replicate: the whole vocabulary's, on every rank.)
     """
+
+    kind = "Rowwise"
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         layout = self._layout
@@ -179,8 +199,10 @@ class RowwiseEmbedding(nn.Embedding):
         return layout.leave(tkernels.all_reduce(y, ctx=ctx), Replicate(), y.shape)
 
 
-class SequenceModule:
+class SequenceModule(ParallelModule):
     """What SequenceParallel makes of a module that has parameters: its own forward, on local tensors."""
+
+    kind = "Sequence"
 
     def forward(self, x: torch.Tensor, *arguments, **options) -> torch.Tensor:
         wanted = self._layout.input
@@ -189,20 +211,27 @@ class SequenceModule:
 
 
 @functools.cache
-def _subclass(kind: type, base: type) -> type:
-    name = base.__name__.removesuffix("Linear").removesuffix("Embedding").removesuffix("Module") + kind.__name__
-    return base if base.__bases__ == (kind,) else type(name, (base, kind), {"__module__": base.__module__})
+def _subclass(kind: type, base: type[ParallelModule]) -> type:
+    return type(base.kind + kind.__name__, (base, kind), {"__module__": base.__module__})
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Whether it is transformers' Conv1D, a linear layer whose weight is [K, N]."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
 
 
 def _is_linear(module: nn.Module) -> bool:
     kind = type(module)
-    return isinstance(module, nn.Linear) and (kind.forward is nn.Linear.forward or kind.__name__ in LINEARS)
+    own = kind.forward is nn.Linear.forward or kind.__name__ in LINEARS
+    return isinstance(module, nn.Linear) and own or _is_conv1d(module)
 
 
 class Style(ParallelStyle):
     """What our styles have in common: what they take, refuse, and make of a module."""
 
     kinds = nn.Linear, nn.Embedding  # of modules that it can be given to
+    nested = False  # whether these may have modules with parameters in them
 
     def placement(self, module: nn.Module, name: str) -> Placement:
         """Of a parameter of the module that this style is given to."""
@@ -217,7 +246,7 @@ class Style(ParallelStyle):
         what = f"{type(self).__name__}: {path!r}" if path else type(self).__name__
         if isinstance(getattr(module, "_layout", None), Layout):
             raise ValueError(f"{what} has a parallel style already; give it one")
-        if not isinstance(module, self.kinds):
+        if not isinstance(module, self.kinds) and not _is_conv1d(module):
             kinds = " or ".join(f"nn.{kind.__name__}" for kind in self.kinds)
             raise TypeError(f"{what} is a {type(module).__module__}.{type(module).__name__}, and no {kinds}")
         if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
@@ -225,7 +254,7 @@ class Style(ParallelStyle):
                 f"{what} belongs to an nn.MultiheadAttention, which reads its weight instead of calling it; write the "
                 f"attention with an nn.Linear"
             )
-        for name, parameter in module.named_parameters():
+        for name, parameter in module.named_parameters(recurse=not self.nested):
             if isinstance(parameter, DTensor):
                 raise ValueError(
                     f"{what}: {name} is a DTensor already, {parameter.placements} on {parameter.device_mesh}; "
@@ -253,16 +282,22 @@ class Style(ParallelStyle):
     def convert(self, module: nn.Module, mesh: DeviceMesh, base: type, input: Placement, output: Placement):
         """Collective. Make DTensors of the parameters, and give the module the class and layout to use them."""
         self.check("", module, mesh.size())
-        context = as_context(mesh).name
+        context, transposed = as_context(mesh).name, _is_conv1d(module)
+        self.distribute(module, mesh)
+        if transposed:
+            module.out_features = module.nf
+        module.__class__ = _subclass(type(module), base)
+        module._layout = Layout(mesh, context, input, output, self.use_local_output, transposed)
+        return module
+
+    def distribute(self, module: nn.Module, mesh: DeviceMesh):
+        """Collective. Make DTensors of a module's own parameters."""
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
                 placements = [self.placement(module, name)]
                 value = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=self.src_data_rank)
                 module.register_parameter(name, nn.Parameter(value, parameter.requires_grad))
                 vars(module._parameters[name]).update(attributes(parameter))
-        module.__class__ = _subclass(type(module), base)
-        module._layout = Layout(mesh, context, input, output, self.use_local_output)
-        return module
 
     def by_torch(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """torch's style, without overlap."""
@@ -290,7 +325,7 @@ class ColwiseParallel(Style, style.ColwiseParallel):
     """
 
     def placement(self, module: nn.Module, name: str) -> Placement:
-        return Shard(1 if isinstance(module, nn.Embedding) else 0)
+        return Shard(1 if isinstance(module, nn.Embedding) or _is_conv1d(module) and name == "weight" else 0)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not self.takes(module):
@@ -311,7 +346,9 @@ class RowwiseParallel(Style, style.RowwiseParallel):
     def placement(self, module: nn.Module, name: str) -> Placement:
         if isinstance(module, nn.Embedding):
             return Shard(0)
-        return Shard(1) if name == "weight" else Replicate()
+        if name == "weight":
+            return Shard(0 if _is_conv1d(module) else 1)
+        return Replicate()
 
     def takes(self, module: nn.Module) -> bool:
         plain = type(module).forward is nn.Embedding.forward
@@ -324,6 +361,59 @@ class RowwiseParallel(Style, style.RowwiseParallel):
         base = RowwiseEmbedding if embedding else RowwiseLinear
         input = Replicate() if embedding and self.input_layouts[0] == Shard(-1) else self.input_layouts[0]
         return self.convert(module, device_mesh, base, input, self.output_layouts[0])
+
+
+class Replicated(Style):
+    """A module whose parameters are the same on all ranks: DTensors outside, plain tensors in the module's forward.
+
+    With them every parameter of a model is a DTensor, as torch's clipping and foreach optimizers want it. Modules
+    inside of it get the style too, unless they have another.
+
+    sum_gradients: sum the gradients over ranks in backward, where each rank uses the module for its own features, heads
+        or rows alone: the norms of queries and keys, between a column and a row layer.
+    """
+
+    kinds, nested = (nn.Module,), True
+
+    def __init__(self, *, sum_gradients: bool = False):
+        super().__init__()
+        self.sum_gradients = sum_gradients
+
+    def __repr__(self) -> str:
+        return f"Replicated(sum_gradients={self.sum_gradients})"
+
+    def placement(self, module: nn.Module, name: str) -> Placement:
+        return Replicate()
+
+    def check(self, path: str, module: nn.Module, ranks: int):
+        super().check(path, module, ranks)
+        if not reads_its_parameters(module):
+            raise TypeError(
+                f"Replicated: {path!r} is a {type(module).__name__}, whose parameters other modules read; give the "
+                f"style to the module that reads them"
+            )
+
+    @staticmethod
+    def owners(module: nn.Module):
+        """The modules in a module, itself too, that have parameters of their own, none split yet: (path, module)."""
+        for path, each in module.named_modules():
+            own = [parameter for parameter in each._parameters.values() if parameter is not None]
+            if own and not any(isinstance(parameter, DTensor) or is_part(parameter) for parameter in own):
+                yield path, each
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        own = list(self.owners(module))
+        for path, each in own:
+            self.check(path, each, device_mesh.size())
+        for _, each in own:
+            self.distribute(each, device_mesh)
+            ReplicatedParameters(each, as_context(device_mesh).name, self.sum_gradients)
+        return module
+
+
+def reads_its_parameters(module: nn.Module) -> bool:
+    multihead = nn.MultiheadAttention, nn.modules.linear.NonDynamicallyQuantizableLinear
+    return type(module).forward is not nn.Module.forward and not isinstance(module, multihead)
 
 
 class SequenceParallel(Style, style.SequenceParallel):
