@@ -88,7 +88,7 @@ def define(schema: str, implementation, fake, backward=None, *, saved: int = 0, 
         tensors = arguments[:num_tensors]
         if tensors[0] is None or _watched(tensors):
             check(tensors)
-            if backward is not None and _transformed():
+            if backward is not None and transformed():
                 return apply_transformed(name, Transformed, *arguments)
             return registered(*arguments, **out)
         if wants_gradient(*tensors):
@@ -104,13 +104,13 @@ def _watched(tensors: tuple[torch.Tensor | None, ...]) -> bool:
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._is_torch_function_mode_enabled()
-        or _transformed()
+        or transformed()
         or torch.autograd._profiler_enabled()
         or not PLAIN.issuperset(map(type, tensors))
     )
 
 
-def _transformed() -> bool:
+def transformed() -> bool:
     """Whether a transform of torch.func, or forward-mode differentiation, is to see the operation itself."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
