@@ -1,53 +1,59 @@
-"""First-fit allocation of byte ranges: the bookkeeping alone, no memory."""
+"""Which bytes of a memory are taken: the bookkeeping alone."""
 
 
-class FirstFit:
-    """Allocates ranges of `num_bytes`, lowest offset first; neighbours are merged when they are freed."""
+import threading
+
+
+class Space:
+    """Which ranges of `num_bytes` are taken, and by whom. Threads may share it."""
 
     def __init__(self, num_bytes: int):
         self.num_bytes = num_bytes
-        self._free = [(0, num_bytes)] if num_bytes else []  # (offset, size), by offset, never adjacent
-        self._taken = {}  # offset -> size
-        self._top = 0  # nothing above has ever been taken
+        self.free = merged([(0, num_bytes)])  # ranges (offset, size), by offset, never adjacent
+        self._taken = {}  # offset -> (size, owner)
+        self._lock = threading.Lock()
 
-    @property
-    def largest(self) -> int:
-        """Size of the largest free block."""
-        return max((size for _, size in self._free), default=0)
-
-    def find(self, size: int) -> int | None:
-        """Where `take(size)` would allocate; None if nowhere."""
-        return next((offset for offset, free in self._free if free >= size), None)
-
-    def take(self, size: int) -> int | None:
-        """Allocate: the offset, or None if no free block is large enough."""
-        for place, (offset, free) in enumerate(self._free):
-            if free >= size:
-                return self._cut(place, offset, size)
-        return None
-
-    def take_new(self, size: int) -> int | None:
-        """As `take`, but only from space that was never allocated before."""
-        return self._cut(-1, self._top, size) if self._top + size <= self.num_bytes else None
-
-    def _cut(self, place: int, offset: int, size: int) -> int:
-        start, free = self._free.pop(place)
-        pieces = (start, offset - start), (offset + size, start + free - offset - size)
-        self._free = sorted([*self._free, *(piece for piece in pieces if piece[1])])
-        self._taken[offset] = size
-        self._top = max(self._top, offset + size)
-        return offset
-
-    def size_at(self, offset: int) -> int | None:
-        """Size of the block that `take` returned as `offset`; None for anything else."""
-        return self._taken.get(offset)
+    def take(self, offset: int, size: int, owner: str | None = None) -> bool:
+        """Take that range. False if it is not free."""
+        with self._lock:
+            inside = [each for each in self.free if each[0] <= offset and offset + size <= sum(each)]
+            for start, free in inside[:1] if size else ():
+                pieces = (start, offset - start), (offset + size, start + free - offset - size)
+                self.free = merged([each for each in self.free if each[0] != start] + [*pieces])
+                self._taken[offset] = size, owner
+            return bool(inside)
 
     def give_back(self, offset: int):
-        """Free the block that `take` returned as `offset`; KeyError for anything else."""
-        blocks = sorted([*self._free, (offset, self._taken.pop(offset))])
-        self._free = []
-        for start, size in blocks:
-            if self._free and sum(self._free[-1]) == start:
-                self._free[-1] = (self._free[-1][0], self._free[-1][1] + size)
-            else:
-                self._free.append((start, size))
+        """Free the range that was taken at `offset`; KeyError for anything else."""
+        with self._lock:
+            size, _ = self._taken.pop(offset)
+            self.free = merged([*self.free, (offset, size)])
+
+    def held(self) -> dict[str | None, int]:
+        """Bytes by owner."""
+        held = {}
+        for size, owner in list(self._taken.values()):
+            held[owner] = held.get(owner, 0) + size
+        return held
+
+
+def merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same bytes in as few ranges as possible, by offset."""
+    result = []
+    for start, size in sorted(ranges):
+        if result and sum(result[-1]) == start:
+            result[-1] = result[-1][0], result[-1][1] + size
+        elif size:
+            result.append((start, size))
+    return result
+
+
+def common(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The bytes that are in ranges of both."""
+    overlaps = ((max(a, b), min(a + size, b + length)) for a, size in one for b, length in other)
+    return merged([(start, end - start) for start, end in overlaps if start < end])
+
+
+def first_fit(ranges: list[tuple[int, int]], size: int) -> int | None:
+    """The lowest offset of a range with so many bytes; None if none has."""
+    return next((offset for offset, free in ranges if free >= size), None)

@@ -41,6 +41,7 @@ from tkernels.comm.launch import PreparedLaunch
 from tkernels.comm.workspace import Workspace, Workspaces, most_lamport_bytes
 
 DEFAULT_HEAP_BYTES = {"simulated": 256 << 20, "nvshmem": 2 << 30}
+CAPTURE_BYTES = 256 << 20  # or an eighth of a heap: set aside for what calls first need in a CUDA graph's capture
 MAX_CONSTANTS = 1024
 OPTION_TYPES = (
     ("transport", str, "a name"),
@@ -71,9 +72,10 @@ def init(
     group: any torch process group, or a mesh of one dimension; None is the default group, or this process alone without
         torch.distributed. On the nvshmem runtime all ranks of the default group must make the first init of a process,
         each for its own group.
-    heap_bytes: symmetric memory per rank, for workspaces and `Context.empty`. Default: 256 MiB simulated, 2 GiB on
-        GPUs. On GPUs it comes out of a pool of TKERNELS_POOL_BYTES (8 GiB by default), which the first init of a
-        process allocates and never frees.
+    heap_bytes: the most symmetric memory per rank, for workspaces and `Context.empty`. Default: 256 MiB simulated,
+        2 GiB on GPUs. It is taken when it is needed; an eighth of it, at most 256 MiB, is set aside at once, for calls
+        that first need it while a CUDA graph is captured. On GPUs it comes out of a pool of TKERNELS_POOL_BYTES (8 GiB
+        by default), which the first init of a process allocates and never frees, and which all contexts share.
     transport: "simulated", "peer", "nvshmem", or "auto" for the preferred one that reaches every rank.
     timeout_s: how long a wait for a peer's signal may take before every rank raises WaitTimeoutError. Time that a peer
         spends compiling its kernel counts.
@@ -247,6 +249,7 @@ class Context:
         self.transport_id = TRANSPORTS[self.transport]
         self.mapped = usable[0] != "nvshmem"  # whether every rank's memory is mapped in every rank's address space
 
+        self.heap.reserve(min(self.heap.num_bytes // 8, CAPTURE_BYTES))
         words = FAULT_RECORD.value * (1 + self.size)
         self._faults = self.heap.empty(words, dtype=torch.int64)
         with self.group.together("init: this context's own memory could not be made", "Is the device's memory full?"):

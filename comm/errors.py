@@ -39,17 +39,24 @@ class LeaseError(TkernelsError):
 
 
 class HeapExhaustedError(TkernelsError):
-    """A symmetric allocation does not fit. Fields in bytes: `asked`, `free` (largest block), `total`."""
+    """A symmetric allocation does not fit. Fields in bytes: `asked`, `free` (largest block), `total` (of this heap).
 
-    def __init__(self, asked: int, free: int, total: int):
-        self.asked, self.free, self.total = asked, free, total
+    holders: who holds the memory that all heaps share, if it is that which does not suffice; else empty.
+    """
+
+    def __init__(self, asked: int, free: int, total: int, holders: str = ""):
+        self.asked, self.free, self.total, self.holders = asked, free, total, holders
         super().__init__(
             f"symmetric heap exhausted: asked for {asked} bytes, the largest free block has {free} of {total} bytes; "
-            f"free tensors that are no longer needed or pass a larger heap_bytes to init()"
+            + (
+                f"{holders}; set TKERNELS_POOL_BYTES to a larger value, or finalize() contexts"
+                if holders
+                else "free tensors that are no longer needed or pass a larger heap_bytes to init()"
+            )
         )
 
     def __reduce__(self):
-        return type(self), (self.asked, self.free, self.total)
+        return type(self), (self.asked, self.free, self.total, self.holders)
 
 
 @dataclass(frozen=True)

@@ -1,33 +1,49 @@
-"""SymmetricHeap: memory with the same layout on every rank of a group, so that a rank can address a peer's copy."""
+"""SymmetricHeap: memory with the same layout on every rank of a group, so that a rank can address a peer's copy.
 
+A heap takes what it needs when it needs it, up to its limit, from the space of its segment. On GPUs that is the pool
+that all contexts of a process share, of which each rank may have other parts in use. So every allocation, a collective
+in any case, goes to the lowest offset that is free on all ranks of the group.
+"""
+
+import functools
 import math
 
 import torch
 
 from tkernels.comm import capture
-from tkernels.comm.allocator import FirstFit
+from tkernels.comm.allocator import common, first_fit, merged
 from tkernels.comm.arguments import check_torch_dtype, check_type, switch, whole
 from tkernels.comm.errors import HeapExhaustedError, MismatchError
-from tkernels.comm.group import Group
+from tkernels.comm.group import Group, listed
 from tkernels.comm.regions import ALIGNMENT, round_up
 
 
 class SymmetricHeap:
-    """A first-fit allocator over one segment of symmetric memory.
+    """Allocates symmetric memory for one group, at the same offset of the segment on every rank.
 
-    The heap belongs to one group. All ranks allocate and free in the same order, so an object has the same offset on
-    every rank; each allocation compares offset and size on all ranks before it returns.
+    All ranks allocate and free in the same order: each allocation compares what they ask for and what they hold.
     """
 
     def __init__(self, group: Group, num_bytes: int, open_segment):
-        """Collective. `open_segment(group, num_bytes)` is the runtime's; see `runtime.Segment`."""
+        """Collective. `open_segment(group, num_bytes)` is the runtime's; see `runtime.Segment`.
+
+        num_bytes: the most that it takes.
+        """
         asked = group.gather(num_bytes)
         if len(set(asked)) > 1:
             raise MismatchError(f"SymmetricHeap: ranks asked for different heap_bytes: {_by_rank(asked)}")
         self.group = group
         self.num_bytes = round_up(num_bytes, ALIGNMENT)
         self.segment = open_segment(group, self.num_bytes)
-        self._blocks = FirstFit(self.num_bytes)
+        self._held, self._freed = {}, {}  # offset -> size; the latter goes back to the space at the next allocation
+        self._reserve = 0, 0  # (offset, size), held too
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest tensor that `empty` would give, as far as this rank knows."""
+        ranges = merged([*self.segment.space.free, *self._freed.items(), self._reserve])
+        left = self.num_bytes - sum(self._held.values()) + self._reserve[1]
+        return min(left, max((size for _, size in ranges), default=0))
 
     @capture.lasting()
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -44,36 +60,36 @@ class SymmetricHeap:
             extents = shape[0] if len(shape) == 1 and isinstance(shape[0], list | tuple) else shape
             shape = tuple(whole("symmetric allocation: size", extent) for extent in extents)
             num_bytes = math.prod(shape) * dtype.itemsize
-            size = round_up(num_bytes, ALIGNMENT)
-            offset = self._blocks.find(size)
-            told = num_bytes, offset
         except (TypeError, ValueError) as error:
-            wrong, told = error, f"{type(error).__name__}, {error}"
-        asked = self.group.gather(told)
-        if len(set(asked)) > 1:
-            raise MismatchError(
-                f"symmetric allocation differs between ranks, in (bytes, offset): {_by_rank(asked)}; all ranks must "
-                f"allocate the same sizes in the same order"
-            )
+            wrong, num_bytes = error, f"{type(error).__name__}, {error}"
+        offset = self._take(num_bytes)
         if wrong is not None:
             raise wrong
-        if num_bytes == 0:
-            return self.segment.local[:0].view(dtype).view(shape)  # has no address, and nothing to give back
-        if offset is None:
-            raise HeapExhaustedError(num_bytes, self._blocks.largest, self.num_bytes)
-        self._blocks.take(size)
         memory = self.segment.local[offset : offset + num_bytes]
         if poisoned:
             memory.fill_(0xFF)
         return memory.view(dtype).view(shape)
 
+    def reserve(self, num_bytes: int):
+        """Collective, before `empty`. Set zeroed memory aside for `untouched`; `empty` takes the rest of it at last."""
+        self._reserve = self._take(num_bytes), round_up(num_bytes, ALIGNMENT)
+        if not self.segment.fresh:
+            self.segment.local[self._reserve[0] :][:num_bytes].zero_()
+
     def untouched(self, num_bytes: int) -> torch.Tensor | None:
-        """Allocate bytes that were never allocated before, so they are zero on every rank; None if too few are left.
+        """Allocate bytes that have been zero on every rank since `reserve`; None if too few are left.
 
         For a CUDA graph's capture, where ranks can't meet: all must ask for the same sizes, in the same order.
         """
-        offset = self._blocks.take_new(round_up(num_bytes, ALIGNMENT))
-        return None if offset is None else self.segment.local[offset : offset + num_bytes]
+        (offset, left), size = self._reserve, round_up(num_bytes, ALIGNMENT)
+        if size > left:
+            return None
+        self._give_up_reserve()
+        self._reserve = offset + size, left - size
+        for start, piece in ((offset, size), self._reserve):
+            self._held[start] = piece
+            self.segment.space.take(start, piece, self.group.name)
+        return self.segment.local[offset : offset + num_bytes]
 
     def free(self, tensor: torch.Tensor):
         """Free a tensor of `empty`; all ranks, in the same order. Raises ValueError for any other tensor.
@@ -84,19 +100,76 @@ class SymmetricHeap:
         if tensor.numel() == 0 or self.segment.local is None:
             return
         offset = self.offset(tensor)
-        if self._blocks.size_at(offset) != round_up(tensor.nbytes, ALIGNMENT):
+        if self._held.get(offset) != round_up(tensor.nbytes, ALIGNMENT):
             raise ValueError("free() takes a tensor as empty() returned it; this one is no allocation of this heap")
-        self._blocks.give_back(offset)
+        self._freed[offset] = self._held.pop(offset)  # other heaps get it only once all ranks have come so far
 
     def offset(self, tensor: torch.Tensor) -> int | None:
-        """Bytes from the heap's start to the tensor's first element; None if the tensor lies elsewhere."""
-        distance = tensor.data_ptr() - self.segment.local.data_ptr()
-        return distance if 0 <= distance < self.num_bytes and tensor.device == self.segment.local.device else None
+        """Bytes from the segment's start to the tensor's first element; None if the tensor lies elsewhere."""
+        local = self.segment.local
+        distance = tensor.data_ptr() - local.data_ptr()
+        return distance if 0 <= distance < local.nbytes and tensor.device == local.device else None
 
     def close(self):
-        """Return the segment to the runtime. Tensors of this heap must not be used any more."""
+        """Return the memory to the runtime. Tensors of this heap must not be used any more."""
+        for offset in (*self._held, *self._freed):
+            self.segment.space.give_back(offset)
+        self._held, self._freed, self._reserve = {}, {}, (0, 0)
         self.segment.close()
-        self._blocks = FirstFit(0)
+
+    def _take(self, num_bytes: int | str) -> int:
+        """Collective. The offset of so many bytes, which are now held; a text, of what is wrong, matches no number."""
+        space = self.segment.space
+        while self._freed:
+            space.give_back(self._freed.popitem()[0])
+        asked, held, free = zip(*self.group.gather((num_bytes, self._held, space.free)), strict=True)
+        if len(set(asked)) > 1:
+            raise MismatchError(
+                f"symmetric allocation differs between ranks, in bytes: {_by_rank(asked)}; all ranks must allocate the "
+                f"same sizes in the same order"
+            )
+        if any(theirs != held[0] for theirs in held):
+            raise MismatchError(
+                f"symmetric allocation: the ranks hold tensors at different offsets: "
+                f"{_by_rank(listed(list(map(str, theirs))) or 'none' for theirs in held)}; all must free the same "
+                f"tensors in the same order"
+            )
+        if not isinstance(num_bytes, int) or num_bytes == 0:
+            return 0  # has no address, and nothing to give back
+        size, ranges = round_up(num_bytes, ALIGNMENT), functools.reduce(common, free)
+        fits = size + sum(self._held.values()) <= self.num_bytes
+        offset = first_fit(ranges, size) if fits else None
+        if offset is None and self._reserve[1]:
+            self._give_up_reserve()
+            return self._take(num_bytes)
+        if offset is None:
+            self._refuse(num_bytes, ranges, fits)
+        mine = space.take(offset, size, self.group.name)
+        if all(self.group.gather(mine)):
+            self._held[offset] = size
+            return offset
+        if mine:  # elsewhere another thread came first, for another heap
+            space.give_back(offset)
+        return self._take(num_bytes)
+
+    def _give_up_reserve(self):
+        offset, size = self._reserve
+        self._reserve = 0, 0
+        if size:
+            del self._held[offset]
+            self.segment.space.give_back(offset)
+
+    def _refuse(self, num_bytes: int, ranges: list[tuple[int, int]], fits: bool):
+        """Collective. Raise what is in the way: the limit, or what other heaps hold of the ranks' spaces."""
+        left, space = self.num_bytes - sum(self._held.values()), self.segment.space
+        largest, held = max((size for _, size in ranges), default=0), self.group.gather(space.held())
+        holders = ""
+        if fits and space.num_bytes > self.num_bytes:
+            rank = max(range(len(held)), key=lambda rank: sum(held[rank].values()))
+            holders = f"of the {space.num_bytes} bytes on rank {rank}, " + ", ".join(
+                f"{name or 'a heap'} holds {size}" for name, size in held[rank].items()
+            )
+        raise HeapExhaustedError(num_bytes, min(largest, left), self.num_bytes, holders)
 
 
 def _by_rank(values) -> str:

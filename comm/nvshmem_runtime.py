@@ -2,8 +2,8 @@
 
 NVSHMEM is initialised once per process, over the default process group's ranks, with a unique id sent through that
 group; it stays up until the process ends. At that moment one pool is allocated from its symmetric heap, the same on
-every rank. Segments of any sub-group are carved out of the pool without involving the ranks outside it. A segment may
-lie at different offsets in its ranks' pools, so its ranks exchange them.
+every rank. The heaps of all groups take their memory from the pool when they need it, without involving the ranks
+outside of their group, each allocation at one offset on all ranks of the group (`SymmetricHeap`).
 """
 
 import functools
@@ -17,11 +17,10 @@ import triton
 from cuda.core import Device
 
 from tkernels.comm import capture
-from tkernels.comm.allocator import FirstFit
+from tkernels.comm.allocator import Space
 from tkernels.comm.errors import TkernelsError
 from tkernels.comm.group import Group
 from tkernels.comm.interpreter import integer_from_environment
-from tkernels.comm.regions import ALIGNMENT, round_up
 from tkernels.comm.runtime import Segment
 
 POOL_BYTES = integer_from_environment("TKERNELS_POOL_BYTES", 8 << 30)
@@ -51,7 +50,7 @@ class _Pool:
         with world.together(what, "Start again with a smaller TKERNELS_POOL_BYTES"):
             self.memory = nvshmem.tensor((POOL_BYTES,), dtype=torch.uint8)
         self.peers = [self._mapped(pe, world) for pe in range(world.size)]
-        self.blocks = FirstFit(POOL_BYTES)
+        self.space = Space(POOL_BYTES)
         triton.knobs.runtime.kernel_load_end_hook.add(_initialise_module)
 
     def _mapped(self, pe: int, world: Group) -> int:
@@ -71,21 +70,9 @@ def open_segment(group: Group, num_bytes: int) -> Segment:
             f"NVSHMEM was initialised with {pool.world_size} ranks and can't be initialised again in this process; "
             f"the group has global rank {group.global_ranks[-1]}"
         )
-    num_bytes = round_up(num_bytes, ALIGNMENT)
-    offset = pool.blocks.take(num_bytes)
-    offsets = group.gather(offset)
-    if None in offsets:
-        if offset is not None:
-            pool.blocks.give_back(offset)
-        raise TkernelsError(
-            f"NVSHMEM's pool of {POOL_BYTES} bytes has no room for a heap of {num_bytes} bytes on rank "
-            f"{offsets.index(None)}; set TKERNELS_POOL_BYTES to a larger value or finalize() other contexts"
-        )
-    local = pool.memory[offset : offset + num_bytes].zero_()  # asynchronous: init waits for it, on all ranks
-    mapped = [pool.peers[pe] for pe in group.global_ranks]
-    bases = [base + at if base else 0 for base, at in zip(mapped, offsets, strict=True)]
-    symmetric = [pool.memory.data_ptr() + at for at in offsets]
-    return Segment(local, bases, symmetric, group.global_ranks, lambda: pool.blocks.give_back(offset))
+    ranks = group.global_ranks
+    bases = [pool.peers[pe] for pe in ranks]
+    return Segment(pool.memory, bases, [pool.memory.data_ptr()] * group.size, ranks, space=pool.space, fresh=False)
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tkernels.comm import interpreter
+from tkernels.comm.allocator import Space
 from tkernels.comm.arguments import switch
 from tkernels.comm.errors import TkernelsError
 from tkernels.comm.group import Group
@@ -29,12 +30,14 @@ NVSHMEM4PY = "0.4.1"  # the oldest version that works
 
 @dataclass
 class Segment:
-    """`num_bytes` of symmetric memory of one group, as this process sees it.
+    """Symmetric memory of one group, as this process sees it.
 
-    local: this rank's part, uint8 [num_bytes], initially zero.
+    local: this rank's part, uint8.
     bases: address of each rank's part as mapped here; 0 if loads and stores don't reach it (another node).
     symmetric_bases: the address that names each rank's part in NVSHMEM device calls; 0 on the simulated runtime.
     pes: each rank's NVSHMEM processing element.
+    space: which bytes of the local part are taken; by default it is this segment's alone.
+    fresh: whether the local part was all zero at first.
     """
 
     local: torch.Tensor
@@ -42,6 +45,11 @@ class Segment:
     symmetric_bases: list[int]
     pes: list[int]
     on_close: object = field(default=lambda: None, repr=False)
+    space: Space = None
+    fresh: bool = True
+
+    def __post_init__(self):
+        self.space = self.space or Space(self.local.nbytes)
 
     def close(self):
         self.on_close()
@@ -128,7 +136,7 @@ def transports(segment: Segment) -> list[str]:
 
 
 def open_segment(group: Group, num_bytes: int) -> Segment:
-    """Collective. Allocate symmetric memory for a group; see `Segment`."""
+    """Collective. Symmetric memory for a group, of at least so many bytes, which others may share; see `Segment`."""
     if RUNTIME == "simulated":
         from tkernels.comm import simulated_runtime as chosen
     else:

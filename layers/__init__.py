@@ -41,6 +41,7 @@ else:
     from tkernels.layers.tensor_parallel.mlp import ParallelMLP
     from tkernels.layers.tensor_parallel.parallelize import parallelize
     from tkernels.layers.tensor_parallel.plan import parallelize_module
+    from tkernels.layers.tensor_parallel.siblings import ColwiseParallelGroup
     from tkernels.layers.tensor_parallel.styles import (
         ColwiseParallel,
         PrepareModuleInput,
@@ -54,6 +55,7 @@ else:
     __all__ = [
         "Bucket",
         "ColwiseParallel",
+        "ColwiseParallelGroup",
         "ColumnParallelLinear",
         "EventCompletion",
         "Fence",

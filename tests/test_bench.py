@@ -281,7 +281,7 @@ def test_wrong_arguments_get_a_sentence_and_exit_code_2(checkout, capsys, argume
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("arguments", ["run gemm", "training", "leases"])
+@pytest.mark.parametrize("arguments", ["run gemm", "training", "sharding", "leases"])
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(checkout, capsys, arguments):
     name, *arguments = arguments.split()
     with pytest.raises(SystemExit) as exit:
@@ -556,6 +556,21 @@ def test_a_summary_of_a_file_that_cannot_be_read_is_a_wrong_argument(checkout, t
     assert ended.value.code == 2
     out, err = capsys.readouterr()
     assert out == "" and said.format(path=path) in err.splitlines()[-1]
+
+
+@pytest.mark.ranks(2)
+def test_sharding_is_measured_beside_torchs_and_a_wrong_loss_is_refused(ctx, checkout):
+    sharding = load(checkout, "sharding")
+    line = sharding.measure_kind(ctx, "parameters", 1)
+    assert line["op"] == "sharding" and line["speedup_over_torch"] == line["torch_us"] / line["ours_us"]
+    ours = sharding.SYSTEMS["parameters"]["ours"]
+
+    def one_weight_is_off(ctx, model):
+        model[0].down.weight.data.mul_(3)
+        return ours(ctx, model)
+
+    sharding.SYSTEMS["parameters"]["ours"] = one_weight_is_off
+    assert "losses differ" in sharding.measure_kind(ctx, "parameters", 1)["refused"]
 
 
 @pytest.mark.ranks(2)

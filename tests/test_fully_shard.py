@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
@@ -220,7 +220,15 @@ def accumulated_locally(run):
 def accumulated_in_shards(run):
     for x in run.data:
         for half in x.chunk(2):
-            run.set_is_last_backward(half is not x)
+            run.backward(half)
+        run.step()
+
+
+@scenario
+def accumulated_until_the_last_backward(run):
+    for x in run.data:
+        for i, half in enumerate(x.chunk(2)):
+            run.set_is_last_backward(i == 1)
             run.backward(half)
         run.step()
 
@@ -470,9 +478,18 @@ def with_a_scaler(run):
         run.optimizer.zero_grad()
 
 
+STRATEGIES = ["parameters", "gradients", "optimizer", "replicate"]
+# Through the interpreter, of all strategies but the first every third scenario is asked by default.
+CELLS = [
+    pytest.param(strategy, name, marks=pytest.mark.exhaustive if i and j % 3 != i % 3 else ())
+    for i, strategy in enumerate(STRATEGIES)
+    for j, name in enumerate(SCENARIOS)
+]
+
+
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_fully_shard_trains_as_the_unsharded_model(ctx, name):
+@pytest.mark.parametrize(("strategy", "name"), CELLS)
+def test_fully_shard_trains_as_the_unsharded_model(ctx, strategy, name):
     function, options = SCENARIOS[name]
     options = dict(options)
     kinds, policy = options.pop("kinds", None), options.pop("policy", MixedPrecisionPolicy())
@@ -481,8 +498,8 @@ def test_fully_shard_trains_as_the_unsharded_model(ctx, name):
     unsharded = in_fp64(copy.deepcopy(model))
     for layer in model.layers:
         for part in inner(layer):
-            fully_shard(part, mesh=mesh_of(ctx), mp_policy=policy, **options)
-    shard(ctx, model, mp_policy=policy, **options)
+            fully_shard(part, mesh=mesh_of(ctx), mp_policy=policy, strategy=strategy, **options)
+    shard(ctx, model, mp_policy=policy, strategy=strategy, **options)
     data = batches(ctx, 3)
     part = functools.partial(own, ctx)
     function(Run(model, data, part, True))
@@ -510,9 +527,9 @@ def update(model, set_to_none):
             parameter.grad._local_tensor.zero_()
 
 
-def simulated(starve, monkeypatch, overlap=True, steps=3, patch=None, policy=None, kinds=UNITS, **options):
+def simulated(starve, monkeypatch, overlap=True, steps=3, patch=None, policy=None, kinds=UNITS, every=None, **options):
     """Losses of one rank on simulated streams, the races, and the simulator."""
-    policy = policy or MixedPrecisionPolicy()
+    policy, every = policy or MixedPrecisionPolicy(), every or {}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     ctx = tkernels.init(heap_bytes=8 << 20)
     try:
@@ -522,8 +539,8 @@ def simulated(starve, monkeypatch, overlap=True, steps=3, patch=None, policy=Non
             patched.setattr(engine, "device_module", lambda device: sim)
             model = hybrid(ctx, kinds=kinds)
             for layer in model.layers:
-                fully_shard(layer, mesh=ctx, mp_policy=policy)
-            fully_shard(model, mesh=ctx, mp_policy=policy, overlap=overlap, **options)
+                fully_shard(layer, mesh=ctx, mp_policy=policy, **every)
+            fully_shard(model, mesh=ctx, mp_policy=policy, overlap=overlap, **every, **options)
             with sim:
                 if patch is not None:
                     patch(unit_of(model), patched)
@@ -550,6 +567,17 @@ def test_fully_shard_computes_the_same_in_every_order_of_the_streams(prefetch, p
     assert not races and sim.waits == 0
     for starve in subsets(["main", "stream1"]):
         losses, races, _ = simulated(starve, monkeypatch, prefetch=prefetch, **options)
+        assert not races, races[0]
+        assert losses == want
+
+
+@simulated_only
+@pytest.mark.parametrize("strategy", ["gradients", "replicate"])
+def test_fully_shard_orders_streams_in_every_strategy(strategy, monkeypatch):
+    want, races, _ = simulated((), monkeypatch, overlap=False, every={"strategy": strategy})
+    assert not races
+    for starve in (["main"], ["stream1"]):
+        losses, races, _ = simulated(starve, monkeypatch, every={"strategy": strategy})
         assert not races, races[0]
         assert losses == want
 
@@ -792,7 +820,7 @@ def test_fully_shard_gives_the_bits_of_torchs(ctx, policy, direct, monkeypatch):
     for (name, ours), theirs in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         if "unused" not in name:  # torch leaves it without a gradient, and AdamW decays what has one
             # The last bits of a CPU's products in bf16 depend on where the weight lies.
-            atol = 1e-4 if policy is BF16 else 0
+            atol = 1e-4 if policy.param_dtype else 0
             torch.testing.assert_close(ours._local_tensor, theirs._local_tensor, rtol=0, atol=atol)
         assert ours.placements == theirs.placements and ours.dtype == theirs.dtype == torch.float32
 
@@ -949,3 +977,49 @@ def test_fully_shard_refuses_a_backward_that_would_read_other_parameters(ctx):
         loss.backward()
     ctx.group.barrier()
     loss_of(model(batches(ctx, 1)[0])).backward()
+
+
+@pytest.mark.ranks(4)
+def test_fully_shard_over_replicas_of_shards_trains_as_the_unsharded_model(ctx):
+    model = hybrid(ctx)
+    twin = in_fp64(copy.deepcopy(model))
+    mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    accumulated_locally(Run(model, batches(ctx, 2), functools.partial(own, ctx), True))
+    accumulated_locally(Run(twin, batches(ctx, 2), lambda x: x, False))
+    assert {parameter.placements for parameter in model.parameters()} == {(Replicate(), Shard(0))}
+    assert_same_weights(model, twin)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("strategy", "gathers", "sums"),
+    [("parameters", 26, 2 * 6), ("gradients", 6, 2 * 6), ("optimizer", 6, 6), ("replicate", 0, 6)],
+)
+def test_fully_shard_communicates_what_its_strategy_says(ctx, strategy, gathers, sums, monkeypatch):
+    """In a step of two backwards and an evaluation between: of the root and 5 units, of which backward finds one."""
+    calls = []
+    for name in ("all_gather", "reduce_scatter", "all_reduce"):
+        original = getattr(tkernels, name)
+        count = lambda *arguments, name=name, original=original, **options: (  # noqa: E731
+            calls.append(name),
+            original(*arguments, **options),
+        )[1]
+        monkeypatch.setattr(tkernels, name, count)
+    model = shard(ctx, hybrid(ctx), strategy=strategy)
+    x = own(ctx, batches(ctx, 1)[0])
+    for _ in range(2):
+        calls.clear()
+        for last in (False, True):
+            model.set_is_last_backward(last)
+            loss_of(model(x)).backward()
+            if not last:
+                with torch.no_grad():
+                    model(x)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(parameter.grad, alpha=-0.1)
+                parameter.grad = None
+    assert calls.count("all_gather") == gathers and len(calls) - calls.count("all_gather") == sums

@@ -1,15 +1,18 @@
 """The symmetric heap: where tensors lie, what is refused, and that all ranks agree."""
 
+import concurrent.futures
 import random
 
 import numpy
 import pytest
 import torch
-from transports import message_on_every_rank
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from transports import message_on_every_rank, simulated_only
 
 import tkernels
-from tkernels.comm import HeapExhaustedError, MismatchError, SymmetricHeap
-from tkernels.comm.allocator import FirstFit
+from tkernels.comm import HeapExhaustedError, MismatchError, SymmetricHeap, runtime, simulated_runtime
+from tkernels.comm.allocator import Space, common, first_fit
 from tkernels.comm.group import Group
 from tkernels.comm.runtime import Segment
 
@@ -87,7 +90,7 @@ def test_empty_leaves_the_heap_whole_where_it_refuses(heap):
         heap.empty(0, 10**30)
     with pytest.raises(TypeError, match="^free: tensor=None must be a tensor that empty"):
         heap.free(None)
-    assert heap.offset(heap.empty(torch.tensor(1024))) == 0 and heap._blocks.largest == 0
+    assert heap.offset(heap.empty(torch.tensor(1024))) == 0 and not heap.segment.space.free
 
 
 def test_only_a_tensor_of_empty_can_be_freed_and_only_once(heap):
@@ -128,62 +131,62 @@ def test_memory_is_poisoned_where_the_environment_asks_for_it(heap, monkeypatch)
 
 
 def test_any_order_of_allocations_neither_overlaps_nor_loses_memory():
-    blocks, taken, draw = FirstFit(10_000), {}, random.Random(1)
+    spaces, taken, draw = (Space(10_000), Space(10_000)), ({}, {}), random.Random(1)
     for _ in range(2000):
-        if taken and draw.random() < 0.5:
-            offset = draw.choice(list(taken))
-            blocks.give_back(offset)
-            del taken[offset]
-        else:
-            size = draw.randint(1, 900)
-            wanted, offset = blocks.find(size), blocks.take(size)
-            assert offset == wanted
-            if offset is None:
-                assert blocks.largest < size
-                continue
-            assert all(offset + size <= other or other + taken[other] <= offset for other in taken)
-            assert offset + size <= 10_000
-            taken[offset] = size
-    for offset in taken:
-        blocks.give_back(offset)
-    assert blocks.largest == 10_000
-    with pytest.raises(KeyError):
-        blocks.give_back(0)
+        mine = draw.choice((0, 1))  # what the two ranks have taken differs
+        if taken[mine] and draw.random() < 0.6:
+            offset = draw.choice(list(taken[mine]))
+            spaces[mine].give_back(offset)
+            del taken[mine][offset]
+            continue
+        size, both = draw.randint(1, 900), draw.random() < 0.3
+        ranges = common(spaces[0].free, spaces[1].free) if both else spaces[mine].free
+        offset = first_fit(ranges, size)
+        if offset is None:
+            assert all(size > free for _, free in ranges)
+            continue
+        for rank in (0, 1) if both else (mine,):
+            assert all(offset + size <= other or other + taken[rank][other] <= offset for other in taken[rank])
+            assert offset + size <= 10_000 and spaces[rank].take(offset, size) and not spaces[rank].take(offset, size)
+            taken[rank][offset] = size
+    for space, offsets in zip(spaces, taken, strict=True):
+        assert sum(size for _, size in space.free) == 10_000 - sum(offsets.values())
+        for offset in offsets:
+            space.give_back(offset)
+        assert space.free == [(0, 10_000)]
+        with pytest.raises(KeyError):
+            space.give_back(0)
 
 
-def test_new_memory_is_what_nobody_ever_had_and_is_given_back_as_any():
-    for seed in range(20):
-        blocks, had, taken, draw = FirstFit(10_000), set(), {}, random.Random(seed)
-        for _ in range(100):
-            size, new = draw.randint(1, 300), draw.random() < 0.4
-            offset = blocks.take_new(size) if new else blocks.take(size)
-            if offset is None:
-                assert new and max(had) + size >= 10_000 or blocks.largest < size
-            else:
-                mine = set(range(offset, offset + size))
-                assert offset + size <= 10_000 and not mine & (had if new else set().union(*taken.values()))
-                had |= mine
-                taken[offset] = mine
-            if taken and draw.random() < 0.5:
-                offset = draw.choice(list(taken))
-                blocks.give_back(offset)
-                del taken[offset]
-        for offset in taken:
-            blocks.give_back(offset)
-        assert blocks.largest == 10_000
+def test_untouched_memory_is_zero_and_empty_takes_what_is_left_of_it(heap):
+    heap.segment.local.fill_(1)
+    heap.segment.fresh = False
+    heap.reserve(2048)
+    assert heap.largest == 4096
+    first = heap.untouched(300)
+    assert first.eq(0).all() and heap.offset(first) == 0 and heap.untouched(1600) is None
+    second = heap.untouched(1024)
+    assert second.eq(0).all() and heap.offset(second) == 512
+    heap.empty(2048, dtype=torch.uint8)
+    assert heap.offset(heap.empty(512, dtype=torch.uint8)) == 1536 and heap.untouched(1) is None
+    heap.free(first)  # as any
+    assert heap.largest == 512
+    assert heap.offset(heap.empty(300, dtype=torch.uint8)) == 0
+    with pytest.raises(HeapExhaustedError, match="largest free block has 0 of 4096"):
+        heap.empty(1)
 
 
 @pytest.mark.quick
 @pytest.mark.ranks(2)
 def test_ranks_that_ask_for_different_sizes_are_all_refused_with_one_message(ctx):
-    free = ctx.heap._blocks.largest
+    free = ctx.heap.segment.space.free
     with pytest.raises(MismatchError) as e:
         ctx.empty(10 + ctx.rank)
     message = message_on_every_rank(ctx, e.value)
-    assert "rank 0: (40, " in message and "rank 1: (44, " in message and "the same sizes in the same order" in message
-    with pytest.raises(MismatchError, match="rank 0: .40, .*, rank 1: TypeError, .*size=2.5 must be a whole number"):
+    assert "rank 0: 40, rank 1: 44; " in message and "the same sizes in the same order" in message
+    with pytest.raises(MismatchError, match="rank 0: 40, rank 1: TypeError, .*size=2.5 must be a whole number"):
         ctx.empty(10 if ctx.rank == 0 else 2.5)
-    assert ctx.heap._blocks.largest == free  # nothing is lost by it
+    assert ctx.heap.segment.space.free == free  # nothing is lost by it
 
     mine = ctx.empty(10)
     mine.fill_(ctx.rank)
@@ -197,7 +200,7 @@ def test_ranks_that_free_in_another_order_are_refused_at_the_next_allocation(ctx
     context = tkernels.init(heap_bytes=1 << 20)
     one, two = context.empty(10), context.empty(1000)
     context.free(one if ctx.rank == 0 else two)
-    with pytest.raises(MismatchError, match=r"in \(bytes, offset\): rank 0: \(40, \d+\), rank 1: \(40, \d+\)"):
+    with pytest.raises(MismatchError, match=r"tensors at different offsets: rank 0: [\d, ]+, rank 1: [\d, ]+; all"):
         context.empty(10)
     context.finalize()
 
@@ -229,3 +232,73 @@ def test_an_operation_that_does_not_fit_leaves_the_context_and_its_tensors_intac
             gathered = tkernels.all_gather(mine, ctx=context)
             assert gathered.view(2, 64)[:, 0].tolist() == [10.0 * round, 10.0 * round + 1]
         assert kept.eq(7.0).all()
+
+
+@pytest.mark.ranks(4)
+@simulated_only
+def test_contexts_of_every_dimension_share_a_pool_that_has_no_room_for_all_their_limits(ctx, monkeypatch):
+    pool, held = pooled(ctx, monkeypatch, num_bytes=96 << 20), set()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    pp = dist.new_group([0, 3] if ctx.rank in (0, 3) else [1, 2], use_local_synchronization=True)
+    with tkernels.init(heap_bytes=48 << 20) as default:
+        tp, dp = (tkernels.init(mesh[name], heap_bytes=48 << 20, default=False) for name in ("tp", "dp"))
+        third = tkernels.init(pp, heap_bytes=48 << 20, default=False)
+        contexts = (default, tp, dp, third)
+        for rows in (4, 300, 20_000):  # workspaces grow
+            for context in contexts:
+                x = torch.full((rows, 8), float(context.rank))
+                assert tkernels.all_gather(x, ctx=context)[::rows, 0].tolist() == list(range(context.size))
+                w = torch.ones(8, 8)
+                total = tkernels.matmul_all_reduce(x, w, ctx=context, path="fused")
+                assert total.eq(8.0 * sum(range(context.size))).all()
+        for context in contexts:
+            mine = {(offset, offset + size) for offset, size in context.heap._held.items()}
+            assert not any(a < d and c < b for a, b in mine for c, d in held)
+            held |= mine
+        big = tp.empty(40 << 20, dtype=torch.uint8)
+        assert dp.heap.largest < 48 << 20
+        with pytest.raises(HeapExhaustedError) as error:
+            dp.empty(40 << 20, dtype=torch.uint8)
+        message = message_on_every_rank(dp, error.value)
+        assert f"of the {96 << 20} bytes on rank " in message and "set TKERNELS_POOL_BYTES to a larger" in message
+        assert all(" holds " in each for each in message.split("; ")[1].split(", ")[1:]) and message.count("holds") == 4
+        tp.free(big)
+        tp.empty(1)  # its ranks have all freed it now
+        dp.empty(40 << 20, dtype=torch.uint8)
+        for context in (third, dp, tp):
+            context.finalize()
+    assert pool.free == [(0, 96 << 20)]
+
+
+@pytest.mark.ranks(2)
+@simulated_only
+def test_threads_that_allocate_of_one_pool_get_memory_of_their_own(ctx, monkeypatch):
+    pool = pooled(ctx, monkeypatch, num_bytes=8 << 20)
+    contexts = [tkernels.init(dist.new_group([0, 1]), heap_bytes=4 << 20, default=False) for _ in range(2)]
+
+    def fill(context):
+        tensors = [context.empty(1000) for _ in range(30)]
+        for tensor in tensors:
+            tensor.fill_(float(contexts.index(context)))
+        return tensors
+
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        order = contexts if ctx.rank == 0 else contexts[::-1]
+        filled = dict(zip(order, threads.map(fill, order), strict=True))
+    for value, context in enumerate(contexts):
+        assert all(tensor.eq(value).all() for tensor in filled[context])
+    for context in contexts:
+        context.finalize()
+    assert pool.free == [(0, 8 << 20)]
+
+
+def pooled(ctx, monkeypatch, num_bytes: int) -> Space:
+    """Collective. Let contexts share a pool, as on GPUs. Returns what is free of this rank's."""
+    whole, space = simulated_runtime.open_segment(ctx.group, num_bytes), Space(num_bytes)
+
+    def open_segment(group, _):
+        bases = [whole.bases[rank] for rank in group.global_ranks]
+        return Segment(whole.local, bases, [0] * group.size, list(range(group.size)), space=space)
+
+    monkeypatch.setattr(runtime, "open_segment", open_segment)
+    return space

@@ -8,11 +8,22 @@ import copy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from tkernels import layers
 from tkernels.comm import MismatchError
-from tkernels.layers import gather_state_dict, parallelize
+from tkernels.layers import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    gather_state_dict,
+    parallelize,
+    parallelize_module,
+)
 
 VOCABULARY, BATCH, SEQUENCE, NEW_TOKENS = 64, 2, 6, 5
 SIZES = {
@@ -286,15 +297,93 @@ def test_ddp_over_ranks_that_hold_shards_is_refused(ctx):
         run(model, ctx.device)
 
 
+# torch's own ways, over the styles
+
+
+def styles(family: str) -> dict:
+    """What transformers' own tp_plan splits, and the embedding, as torch's users write it."""
+    layer = "model.layers.*"
+    plan = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+        f"{layer}.self_attn.[qkv]_proj": ColwiseParallel(),
+        f"{layer}.self_attn.o_proj": RowwiseParallel(),
+        f"{layer}.mlp.gate_proj": ColwiseParallel(),
+        f"{layer}.mlp.up_proj": ColwiseParallel(),
+        f"{layer}.mlp.down_proj": RowwiseParallel(),
+        "lm_head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    if NORMS.keys() <= FAMILIES[family][1].keys():
+        plan[f"{layer}.self_attn.[qk]_norm"] = SequenceParallel(sequence_dim=2, use_local_output=True)  # over heads
+    return plan
+
+
 @pytest.mark.ranks(2)
-def test_a_checkpoint_of_a_parallelized_models_state_dict_holds_every_shard(ctx, tmp_path):
-    model = parallelize(make("Llama"), "auto", ctx)
-    before = {name: value.full_tensor() for name, value in model.state_dict().items()}
-    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
-    for parameter in model.parameters():
-        parameter.data.zero_()
-    dcp.load({"model": model.state_dict()}, checkpoint_id=tmp_path)
-    whole = {name: torch.zeros_like(value) for name, value in before.items()}  # and on one rank
-    dcp.load({"model": whole}, checkpoint_id=tmp_path, no_dist=True)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value.full_tensor(), before[name]) and torch.equal(whole[name], before[name]), name
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Gemma3"])
+def test_parallelize_module_trains_a_model_of_transformers_as_its_unsharded_twin(ctx, family):
+    model = make(family).to(ctx.device)
+    twin = copy.deepcopy(model).cpu()
+    assert_trains_like(ctx, parallelize_module(model, ctx, styles(family)), twin)
+
+
+def train(model: torch.nn.Module, ctx, part=slice(None), optimizer=None) -> tuple[list[float], torch.optim.Optimizer]:
+    """Two steps as any script of torch's has them: (the norms of the gradients, the optimizer).
+
+    part: of the batch, for this rank.
+    """
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
+    norms = []
+    for step in range(2):
+        tokens = torch.randint(2, VOCABULARY, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(step))
+        tokens = tokens[part].to(ctx.device)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, optimizer
+
+
+def full(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    state = model.state_dict()
+    whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+    return {name: value.clone() for name, value in whole.items()}  # a replicated one is the parameter itself
+
+
+@pytest.mark.ranks(2)
+def test_a_checkpoint_of_a_parallelized_model_and_its_optimizer_is_that_of_the_whole_model(ctx, tmp_path):
+    """Saved split; loaded split, and into the plain model. All go on as if nothing had happened."""
+    model = parallelize(make("Llama").to(ctx.device), "auto", ctx)
+    _, optimizer = train(model, ctx)
+    saved = full(model)
+    state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=tmp_path)
+    norms = [train(model, ctx, optimizer=optimizer)[0]]
+    for again in (parallelize(make("Llama").to(ctx.device), "auto", ctx), make("Llama").to(ctx.device)):
+        optimizer = torch.optim.AdamW(again.parameters(), lr=1e-2)
+        state = {"model": again.state_dict(), "optim": get_optimizer_state_dict(again, optimizer)}
+        dcp.load(state, checkpoint_id=tmp_path)
+        again.load_state_dict(state["model"])
+        set_optimizer_state_dict(again, optimizer, state["optim"])
+        for name, value in full(again).items():
+            assert torch.equal(value, saved[name]), name
+        norms.append(train(again, ctx, optimizer=optimizer)[0])
+    assert norms[0] == norms[1]
+    assert norms[0] == pytest.approx(norms[2], rel=1e-5)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("fully_shard", [torch.distributed.fsdp.fully_shard, layers.fully_shard], ids=["torch", "ours"])
+def test_fully_shard_over_a_parallelized_model_trains_as_the_unsharded_model(ctx, fully_shard):
+    """2 x 2 ranks: halves of the batch, and halves of the features."""
+    mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("dp", "tp"))
+    model, twin = make("Llama").to(ctx.device), make("Llama").to(ctx.device)
+    parallelize(model, "auto", mesh["tp"])
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    rank = mesh.get_local_rank("dp")
+    norms, _ = train(model, ctx, slice(rank, rank + 1))
+    want, _ = train(twin, ctx)
+    assert norms == pytest.approx(want, rel=1e-5)
+    for name, value in full(twin).items():
+        assert (full(model)[name] - value).abs().max() <= 1e-4 * value.abs().max(), name

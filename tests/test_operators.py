@@ -335,7 +335,7 @@ def test_opcheck_passes_for_every_operator(ctx):
     rows = (4, 3)
     whole = Whole(ctx, torch.float32, rows)
     x, w = mine(whole.x_rows.split(rows), ctx), mine(whole.w_rows.chunk(ctx.size), ctx)
-    bias = mine(whole.bias_rows.chunk(ctx.size), ctx)
+    bias, w2 = mine(whole.bias_rows.chunk(ctx.size), ctx), w.detach().clone().requires_grad_()
     x_k, w_k = (mine(t.chunk(ctx.size, dim=1), ctx) for t in (whole.x_columns, whole.w_columns))
     bias_k, whole_rows = mine([whole.bias] * ctx.size, ctx), mine([whole.dy] * ctx.size, ctx)
     dy_rows = mine(whole.dy.split(rows), ctx).detach()
@@ -345,6 +345,8 @@ def test_opcheck_passes_for_every_operator(ctx):
         (OPS.all_gather_matmul, (x, w, bias, None, False, rows, ctx.name)),
         (OPS.all_gather_matmul, (x, w, None, None, True, rows, ctx.name)),
         (OPS.all_gather_matmul, (x.detach(), w.detach(), None, "silu", False, rows, ctx.name)),
+        (OPS.all_gather_matmuls, (x, [w, w2], [bias], [False, True], None, False, rows, ctx.name, None)),
+        (OPS.all_gather_matmuls, (x.detach(), [w.detach()], [], [False], "relu", True, rows, ctx.name, None)),
         (OPS.matmul_reduce_scatter, (x_k, w_k, bias_k, None, rows, ctx.name)),
         (OPS.matmul_reduce_scatter, (x_k.detach(), w_k.detach(), None, "gelu", rows, ctx.name)),
         (OPS.matmul_reduce_scatter_backward, (dy_rows, x_k.detach(), w_k.detach(), True, rows, ctx.name)),

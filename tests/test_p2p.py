@@ -663,15 +663,15 @@ def test_p2p_communicator_raises_what_is_wrong_on_one_rank_on_every_rank(ctx):
 
 @pytest.mark.ranks(2)
 def test_a_communicator_that_finds_no_room_leaves_none_behind(ctx):
-    large = ctx.heap._blocks.largest // 3  # for one channel of two slots, and not for two
+    large = ctx.heap.largest // 3  # for one channel of two slots, and not for two
     with pytest.raises(HeapExhaustedError):
         P2PCommunicator(ctx, slot_bytes=large, copies=2)
     ctx.free(ctx.empty(2 * large, dtype=torch.uint8))
-    free = ctx.heap._blocks.largest
+    free = ctx.heap.largest
     comm = P2PCommunicator(ctx, slot_bytes=4096, max_inflight=3)
     assert {channel.copies for channel in comm._transport.channels.values()} == {3}  # no send waits for one let go of
     comm.close()
-    assert ctx.heap._blocks.largest == free
+    assert ctx.heap.largest == free
 
 
 @pytest.mark.ranks(4)

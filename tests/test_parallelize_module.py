@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import parallel as torch_parallel
 from torch.nn import functional
@@ -26,6 +26,7 @@ from tkernels import layers
 from tkernels.comm import MismatchError, as_context
 from tkernels.layers import (
     ColwiseParallel,
+    ColwiseParallelGroup,
     PrepareModuleInput,
     PrepareModuleOutput,
     RowwiseParallel,
@@ -77,10 +78,11 @@ class Model(nn.Module):
                 parameter.copy_(value)
 
 
-def plan(dim=1, colwise=ColwiseParallel, rowwise=RowwiseParallel, sequence=SequenceParallel):
+def plan(dim=1, embedding=torch_parallel.RowwiseParallel):
     """Of a Model. torch's own styles in the other half of each block, and for the embedding."""
+    colwise, rowwise, sequence = ColwiseParallel, RowwiseParallel, SequenceParallel
     return {
-        "embedding": torch_parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(dim)),
+        "embedding": embedding(input_layouts=Replicate(), output_layouts=Shard(dim)),
         "blocks.*.*norm": sequence(sequence_dim=dim, use_local_output=True),
         "blocks.*.up": colwise(input_layouts=Shard(dim)),
         "blocks.*.down": rowwise(output_layouts=Shard(dim)),
@@ -232,6 +234,78 @@ def test_styles_compute_what_the_linear_does_exactly(ctx):
                 assert torch.equal(full(parameter.grad), full(getattr(linear, key).grad)), (what, key)
 
 
+class Gated(nn.Module):
+    """A gated MLP as in a Llama, whose forward calls two linears with one tensor, and a third one with it too."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.extra = nn.Linear(HIDDEN, 6), nn.Linear(HIDDEN, 6, bias=False), nn.Linear(HIDDEN, 10)
+        self.down = nn.Linear(6, HIDDEN)
+
+    def forward(self, x, other=None):
+        y = functional.silu(self.gate(x)) * self.up(x if other is None else other)
+        return self.down(y) * self.extra(x).square().mean(-1, keepdim=True)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sequence", [Replicate(), Shard(1)], ids=str)
+def test_colwise_parallel_group_shares_what_its_members_do_for_one_input(ctx, sequence):
+    """One gather and one reduce-scatter, or one all-reduce, and the results and gradients of one rank."""
+    calls, call = [], type(ctx).call
+    torch.manual_seed(0)
+    model, mesh = Gated(), tp_mesh(ctx)
+    x, other = (normal((2, 4, HIDDEN), torch.float32, seed) for seed in (1, 2))
+    twin = copy.deepcopy(model).double()
+    split = {
+        "": ColwiseParallelGroup("gate", "up", input_layouts=sequence),
+        "extra": ColwiseParallel(input_layouts=sequence, output_layouts=Replicate()),
+        "down": RowwiseParallel(),
+    }
+    with pytest.raises(ValueError, match="'extra' is given two styles"):
+        parallelize_module(model, mesh, split | {"": ColwiseParallelGroup("gate", "extra")})
+    with pytest.raises(ValueError, match="'wq' is no module; Gated has gate, up, extra, down"):
+        parallelize_module(model, mesh, split | {"": ColwiseParallelGroup("gate", "wq")})
+    with pytest.raises(TypeError, match="'act' is a torch.nn.modules.activation.SiLU, and no nn.Linear"):
+        module = nn.ModuleDict(dict(up=nn.Linear(4, 4), act=nn.SiLU()))
+        parallelize_module(module, mesh, ColwiseParallelGroup("up", "act"))
+    parallelize_module(model.to(ctx.device), mesh, split)
+
+    def judge(what, run, made, *inputs):
+        made.zero_grad()
+        twin.zero_grad()
+        mine = [distribute_tensor(each.to(ctx.device), mesh, [sequence]).to_local().clone() for each in inputs]
+        mine = [each.requires_grad_() for each in mine]
+        wanted = [each.double().requires_grad_() for each in inputs]
+        (y, want) = run(*mine), twin(*wanted)
+        assert_near(y, want, what)
+        y.square().sum().backward()
+        want.square().sum().backward()
+        for got, leaf in zip(mine, wanted, strict=True):
+            assert_near(DTensor.from_local(got.grad, mesh, [sequence]), leaf.grad, what)
+        for (name, parameter), truth in zip(made.named_parameters(), twin.parameters(), strict=True):
+            assert_near(parameter.grad, truth.grad, (what, name))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(ctx), "call", lambda self, op, *t: calls.append(op.operation) or call(self, op, *t))
+        judge("shared", model, model, x)
+    shared = ["all_gather_matmul"] * 2 + ["matmul_reduce_scatter"] * 2 if sequence.is_shard() else ["all_reduce"]
+    assert [each for each in sorted(calls) if each in shared] == shared  # the other one of each is the extra one's
+    judge("different inputs", model, model, x, other)
+    judge("again", model, model, x)
+    copied = copy.deepcopy(model)
+    judge("copied", copied, copied, x)
+    judge("checkpointed", lambda t: torch.utils.checkpoint.checkpoint(model, t, use_reentrant=False), model, x)
+    torch._dynamo.reset()
+    judge("compiled", torch.compile(model, backend="aot_eager", fullgraph=True), model, x)
+    siblings = model.gate._siblings
+    assert siblings is model.up._siblings and siblings is not copied.gate._siblings
+    assert siblings._input is None and not siblings._products  # no activation is held
+    with torch.no_grad():
+        inplace = distribute_tensor(x.to(ctx.device), mesh, [sequence]).to_local().clone()
+        model(inplace)
+        assert_near(model(inplace.add_(1)), twin(x.double() + 1), "changed in place")
+
+
 @pytest.mark.ranks(2)
 def test_rowwise_parallel_splits_an_embedding_by_its_vocabulary(ctx):
     """The output in any layout, the gradient of this rank's rows alone, none for the padding."""
@@ -332,7 +406,7 @@ def test_parallelize_module_is_for_copies_meta_compile_autocast_and_scalers(ctx)
 def sub_mesh(ctx, size):
     """A mesh of the first `size` ranks, None on the others. Collective."""
     group = dist.new_group(range(size))
-    return None if ctx.rank >= size else torch.distributed.device_mesh.DeviceMesh.from_group(group, ctx.device.type)
+    return None if ctx.rank >= size else DeviceMesh.from_group(group, ctx.device.type)
 
 
 @pytest.mark.ranks(3, timeout_s=300)
@@ -514,39 +588,50 @@ def test_parallelize_module_passes_weights_of_one_rank_on(ctx):
 
 
 @pytest.mark.ranks(4, timeout_s=300)
-def test_parallelize_module_under_torchs_fully_shard(ctx, tmp_path):
-    """2 x 2 ranks train as one does; the checkpoint is loaded on 4 x 1 and 1 x 2."""
+@pytest.mark.parametrize("made_by", ["torch", "tkernels"])
+def test_parallelize_module_under_fully_shard(ctx, made_by, tmp_path):
+    """2 x 2 ranks train as one does, by torch's and by our own; the checkpoint is loaded on 4 x 1 and 1 x 2."""
+    fully_shard = torch_fully_shard if made_by == "torch" else layers.fully_shard
 
-    def build(dp, tp):
-        mesh = init_device_mesh(ctx.device.type, (dp, tp), mesh_dim_names=("dp", "tp"))
+    def build(mesh):
         model = Model().to(ctx.device)
         model.init_weights()
-        parallelize_module(model, mesh["tp"], plan())
+        parallelize_module(model, mesh["tp"], plan(embedding=RowwiseParallel))
         for block in model.blocks:
             fully_shard(block, mesh=mesh["dp"])
-        return mesh, fully_shard(model, mesh=mesh["dp"])
+        return fully_shard(model, mesh=mesh["dp"])
+
+    def state_of(model, optimizer):
+        return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
 
     batch = tokens().to(ctx.device)
     want_grads, want_norm, _, reference = train(twin(), batch.cpu(), 2)
-    want = {id(p): p.detach() for group in reference.param_groups for p in group["params"]}
-    mesh, model = build(2, 2)
+    want = [parameter.detach() for group in reference.param_groups for parameter in group["params"]]
+    mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("dp", "tp"))
+    model = build(mesh)
     mine = batch.chunk(2)[mesh["dp"].get_local_rank()]
     grads, norm, _, optimizer = train(model, mine, 2)
     for (name, grad), wanted in zip(grads.items(), want_grads.values(), strict=True):
         assert_near(grad, wanted, name)
     assert_near(norm, want_norm, "norm")
-    for (name, parameter), wanted in zip(model.named_parameters(), want.values(), strict=True):
+    for (name, parameter), wanted in zip(model.named_parameters(), want, strict=True):
         assert_near(parameter, wanted, name, 2000)
-    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.save(state, checkpoint_id=tmp_path)
+    dcp.save(state_of(model, optimizer), checkpoint_id=tmp_path)
     moments = {name: full(optimizer.state[parameter]["exp_avg"]) for name, parameter in model.named_parameters()}
-    tkernels.finalize(as_context(mesh["tp"]))
-    mesh, model = build(4, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.load(state, checkpoint_id=tmp_path)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    for (name, parameter), wanted in zip(model.named_parameters(), want.values(), strict=True):
-        assert_near(parameter, wanted, name, 2000)
-        assert torch.equal(full(optimizer.state[parameter]["exp_avg"]), moments[name])
-    tkernels.finalize(as_context(mesh["tp"]))
+    four = init_device_mesh(ctx.device.type, (4, 1), mesh_dim_names=("dp", "tp"))
+    pair = DeviceMesh(ctx.device.type, [[0, 1]], mesh_dim_names=("dp", "tp"))  # of the first two ranks
+    for other in (four, pair):
+        if other.get_coordinate() is None:
+            continue
+        model = build(other)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        state = state_of(model, optimizer)
+        ranks = dist.group.WORLD if other is four else pair["tp"].get_group()
+        dcp.load(state, checkpoint_id=tmp_path, process_group=ranks)
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        for (name, parameter), wanted in zip(model.named_parameters(), want, strict=True):
+            assert_near(parameter, wanted, name, 2000)
+            assert torch.equal(full(optimizer.state[parameter]["exp_avg"]), moments[name])

@@ -10,6 +10,7 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from test_pipeline import Ranks, Recorder, batches, build, loss_of, stages_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,6 +30,7 @@ from tkernels.layers import (
     OverlappedDDP,
     P2PCommunicator,
     forward_backward_pipelining,
+    fully_shard,
     gather_state_dict,
     parallelize,
 )
@@ -58,18 +60,24 @@ def grid_of(ctx, second):
         yield mesh, *[stack.enter_context(each) for each in contexts]
 
 
-def in_torchs_units(module, mesh, dp):
-    for block in [each for each in module.modules() if isinstance(each, Block)]:
-        torch_fully_shard(block, mesh=mesh["dp"])
-    return torch_fully_shard(module, mesh=mesh["dp"])
+def by_blocks(shard):
+    def wrap(module, mesh, dp):
+        for block in [each for each in module.modules() if isinstance(each, Block)]:
+            shard(block, mesh=mesh["dp"])
+        return shard(module, mesh=mesh["dp"])
+
+    return wrap
 
 
 WRAPPERS = {
-    "OverlappedDDP": lambda module, mesh, dp: OverlappedDDP(module, dp),
-    "OverlappedDDP with shards": lambda module, mesh, dp: OverlappedDDP(module, dp, use_distributed_optimizer=True),
-    "FullyShard": lambda module, mesh, dp: FullyShard(module, units=(Block,), ctx=dp),
+    "OverlappedDDP": lambda module, mesh, dp: OverlappedDDP(module, mesh=dp),
+    "OverlappedDDP with shards": lambda module, mesh, dp: OverlappedDDP(
+        module, mesh=dp, use_distributed_optimizer=True
+    ),
+    "FullyShard": lambda module, mesh, dp: FullyShard(module, units=(Block,), mesh=dp),
     "torch's DDP": lambda module, mesh, dp: DistributedDataParallel(module, process_group=mesh.get_group("dp")),
-    "torch's fully_shard": in_torchs_units,
+    "fully_shard": by_blocks(fully_shard),
+    "torch's fully_shard": by_blocks(torch_fully_shard),
 }
 
 
@@ -135,6 +143,31 @@ def compare(ctx, got, want):
         assert torch.equal(got, want)
     else:
         assert_close_to(got, want.double(), terms=CONFIG.features * CONFIG.layers)
+
+
+# Checkpoints
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_split_into_stages_saves_for_and_loads_from_the_model_that_is_not_split(ctx, num_chunks, tmp_path):
+    """By torch.distributed.checkpoint, into stages of a model that was on the meta device."""
+    folder = ctx.group.gather(str(tmp_path))[0]
+    with torch.device("meta"):
+        model = build(CONFIG)
+    chunks = stages_of(model, ctx.rank, 2, num_chunks).to_empty(device=ctx.device)
+    assert any(parameter.is_meta for parameter in model.parameters())  # other ranks' parts take no memory
+    whole = build(CONFIG).to(ctx.device)
+    dcp.save({"model": whole.state_dict()}, checkpoint_id=f"{folder}/whole")
+    state = {name: value for chunk in chunks for name, value in chunk.state_dict().items()}
+    dcp.load({"model": state}, checkpoint_id=f"{folder}/whole")
+    assert state and all(torch.equal(value, whole.state_dict()[name]) for name, value in state.items())
+    for value in state.values():
+        value.add_(1)
+    dcp.save({"model": state}, checkpoint_id=f"{folder}/stages")
+    again = build(CONFIG).to(ctx.device).state_dict()
+    dcp.load({"model": again}, checkpoint_id=f"{folder}/stages")
+    assert all(torch.equal(value, whole.state_dict()[name] + 1) for name, value in again.items())
 
 
 # When gradients are reduced

@@ -508,7 +508,7 @@ def test_what_is_gathered_ahead_stops_at_the_copies_and_at_its_own_limit():
 def test_a_symmetric_pool_is_one_allocation_at_the_same_place_on_every_rank(ctx):
     units = hybrid(256)
     plan = MaxPoolPlan.build(units, others=[Bucket("embedding", BF16, 1000)], pad_multiple=ctx.size)
-    allocations, empty, free = [], ctx.heap.empty, ctx.heap._blocks.largest
+    allocations, empty, free = [], ctx.heap.empty, ctx.heap.largest
     ctx.heap.empty = lambda *shape, **options: allocations.append(shape) or empty(*shape, **options)
     try:
         pool = MaxPoolAllocator(plan, "symmetric", mesh=ctx, strict_assignments="error")
@@ -523,7 +523,7 @@ def test_a_symmetric_pool_is_one_allocation_at_the_same_place_on_every_rank(ctx)
     pool.check_order()
     pool.close()
     pool.close()
-    assert ctx.heap._blocks.largest == free
+    assert ctx.heap.largest == free
 
 
 @pytest.mark.ranks(2)
@@ -533,6 +533,14 @@ def test_max_pool_allocator_raises_what_is_wrong_on_one_rank_on_every_rank(ctx):
         with pytest.raises(ValueError, match=r" \(on rank 1\)$") as error:
             MaxPoolAllocator(plan, mesh=ctx, **(wrong if ctx.rank == 1 else {}))
         message_on_every_rank(ctx, error.value)
+
+
+@pytest.mark.ranks(2)
+def test_fixed_pool_allocator_raises_another_plan_of_one_rank_on_every_rank(ctx):
+    kind = MaxPoolPlan if ctx.rank == 1 else FixedPoolPlan
+    with pytest.raises(TypeError, match=r"takes a FixedPoolPlan") as error:
+        FixedPoolAllocator(kind.build(units_of(a=[(BF16, 8)])), mesh=ctx)
+    message_on_every_rank(ctx, error.value)
 
 
 @pytest.mark.ranks(2)

@@ -232,25 +232,16 @@ def shipped(bulk, proj, fc2, aggregate=False, **ring):
 
 
 TUPLE, FP8, MARGIN = dict(fp8_buf=(False,)), dict(fp8_buf=True), dict(set_sm_margin=True)
-PRESETS |= {
-    "h100 8192 tp4 bf16": shipped((4, 24, 2, 4), dict(num_sm=24) | TUPLE, dict(num_sm=16) | TUPLE),
+PRESETS |= {  # one of each form that the published ones have
     "h100 8192 tp4 fp8": shipped((4, 24, 2, 4), dict(num_sm=24) | FP8, dict(num_sm=16) | FP8),
-    "b200 8192 tp2 bf16": shipped((16, 24, 2, 4), dict(num_sm=32) | TUPLE, dict(num_sm=16) | TUPLE),
     "b200 8192 tp2 fp8": shipped((4, 24, 2, 4), MARGIN, MARGIN),
     "h100 8192 tp2 lora": shipped((2, None, None, None), MARGIN | dict(cga_size=2), MARGIN | dict(cga_size=2), **MARGIN)
     | {"fc1_dgrad": PRESETS["low rank"]["fc1_dgrad"]},
     "h100 8192 tp4 lora": shipped((4, None, None, None), dict(num_sm=32) | FP8, dict(num_sm=16, fp8_buf=False))
     | {"fc1_dgrad": PRESETS["low rank"]["fc1_dgrad"]},
     "h100 16384 tp8 bf16": shipped((2, 24, 2, 2), dict(num_sm=24) | TUPLE, dict(num_sm=8) | TUPLE, aggregate=True),
-    "h100 16384 tp8 fp8": shipped((2, 24, 2, 2), dict(num_sm=24) | FP8, dict(num_sm=8) | FP8, aggregate=True),
-    "b200 16384 tp4 bf16": shipped((8, 24, 2, 2), dict(num_sm=32) | TUPLE, dict(num_sm=8) | TUPLE, aggregate=True),
     "b200 16384 tp4 fp8": shipped((8, 32, 2, 8), MARGIN, MARGIN, aggregate=True),
-    "h100 6144 tp2 bf16": shipped((8, 16, 4, 16), dict(num_sm=16) | TUPLE, dict(num_sm=24) | TUPLE),
-    "h100 6144 tp2 fp8": shipped((8, 16, 4, 16), dict(num_sm=16) | FP8, dict(num_sm=24) | FP8),
     "h100 12288 tp4 bf16": shipped((4, 4, 2, 4), dict(num_sm=24) | TUPLE, MARGIN),
-    "h100 12288 tp4 fp8": shipped((4, 4, 2, 4), dict(num_sm=24) | FP8, MARGIN),
-    "b200 12288 tp4": shipped((4, 16, 2, 8), MARGIN, MARGIN),
-    "b200 6144 tp2": shipped((8, 32, 2, 8), MARGIN, MARGIN),
     "b200 18432 tp8": shipped((8, 32, 2, 8), MARGIN, dict(num_sm=24) | TUPLE),
 }
 
@@ -561,7 +552,7 @@ def communicator_on(sim):
     """A communicator whose streams are the simulator's, and which needs no ranks."""
     comm = te.CommOverlap.__new__(te.CommOverlap)
     context = types.SimpleNamespace(num_programs=4, current_stream=lambda: 0)
-    comm._domain = types.SimpleNamespace(dev=sim, context=context, closed=False)
+    comm._helper = types.SimpleNamespace(dev=sim, context=context, closed=False)
     comm.shape, comm.dtype, comm.comm_type = (64, 4), torch.float32, te.CommOverlapType.AG
     comm.options = te.default_config(2)["qkv_dgrad"]
     comm.stream = sim.Stream("comm")
@@ -774,7 +765,7 @@ def after_the_last_communicator(call):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("slow", [0, 1])
 def test_init_returns_when_all_ranks_are_ready(ctx, slow, tmp_path):
-    """R14: one rank is late, and the other one waits for it."""
+    """One rank is late, and the other one waits for it."""
     ready = tmp_path / "ready"
 
     def be_late():

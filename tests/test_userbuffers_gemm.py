@@ -17,13 +17,11 @@ from transports import gpu_only, host_work, late, launches, simulated_only, tf32
 import tkernels
 from tkernels.all_gather_matmul import AllGatherMatmul
 from tkernels.comm import TkernelsError, collectives, runtime
-from tkernels.comm.calls import local_calls
 from tkernels.comm.collectives import all_gather, split_rows
-from tkernels.comm.launch import PreparedLaunch
 from tkernels.comm.workspace import Workspace
 from tkernels.configs import GemmConfig
 from tkernels.layers import userbuffers as te
-from tkernels.layers.userbuffers import communicators, gemm
+from tkernels.layers.userbuffers import communicators
 from tkernels.layers.userbuffers.communicators import workspace_bytes
 from tkernels.matmul_reduce_scatter import MatmulReduceScatter
 from tkernels.testing.compare import assert_close_to, integers, normal, poison
@@ -346,7 +344,7 @@ def test_options_reach_the_kernel(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_general_gemm_takes_no_other_communicators_plan(ctx):
+def test_general_gemm_takes_no_other_communicators_prepared_call(ctx):
     """Two communicators of one domain, whose calls are alike but for an option: what is launched follows the option."""
     shared, large = helper(ctx), GemmConfig(block_m=128)
     common = [512, 16], torch.float32, shared, 2
@@ -659,85 +657,20 @@ def test_an_adapter_adds_no_copy_no_allocation_and_no_second_look(ctx):
     te.destroy_ub()
 
 
-@contextlib.contextmanager
-def planned():
-    """The calls of general_gemm in a block that are checked and planned; the others follow a plan."""
-    seen, check = [], gemm._check
-
-    def watch(*arguments):
-        seen.append(arguments)
-        check(*arguments)
-
-    with mock.patch.object(gemm, "_check", watch):
-        yield seen
-
-
 @pytest.mark.ranks(2)
-def test_a_call_is_planned_once_and_for_whatever_changes_what_is_done(ctx):
-    """Tensors of other values and other alphas share a plan; all else that a call can differ in has one of its own."""
-    local_calls.clear()  # those of other tests
-    gather, scatter = (te.CommOverlapP2P([64, 32], torch.float32, helper(ctx), 2, ub_type) for ub_type in (AG, RS))
-    bulk = te.CommOverlap([64, 32], torch.float32, helper(ctx), 2)
-    make = lambda *shape: torch.ones(shape, device=ctx.device)  # noqa: E731
-    x, w, v, bias, whole, part, y = (
-        make(*shape) for shape in ((32, 32), (24, 32), (32, 24), (24,), (64, 32), (32, 32), (64, 24))
-    )
-    ag, rs = dict(A=w, B=x, ub=gather, ub_type=AG), dict(A=v, B=y, ub=scatter, ub_type=RS)
-    beside = dict(A=w, B=x, ub=bulk, bulk_overlap=True)
-    variants = [
-        dict(A=w, B=x),
-        dict(A=w, B=x, bias=bias),
-        dict(A=w, B=x, out=make(32, 24)),
-        dict(A=w, B=x, out_dtype=torch.float32),
-        dict(A=w, B=x, out=make(32, 24), accumulate=True, beta=2.0),
-        dict(A=w, B=x, gelu=True),
-        dict(A=w, B=x, gelu=True, gelu_in=make(32, 24)),
-        dict(A=w, B=x, gelu=True, gelu_in=make(32, 24), grad=True),
-        dict(A=w, B=x, bias=bias, grad=True),
-        dict(A=w.t(), B=x, layout="NN"),
-        dict(A=w.t(), B=x.t(), layout="NT"),
-        ag,
-        ag | dict(bias=bias),
-        ag | dict(alpha=2.0),
-        ag | dict(out=y),
-        ag | dict(extra_output=whole),
-        ag | dict(extra_output=whole.view(-1)),
-        ag | dict(rows=(32, 32)),
-        ag | dict(B=x[:16]),
-        ag | dict(A=torch.empty(24 * 32 + 1, device=ctx.device)[1:].view(24, 32)),
-        ag | dict(ub=te.CommOverlapP2P([64, 32], torch.float32, helper(ctx), 2, AG)),
-        rs,
-        rs | dict(extra_output=part),
-        rs | dict(extra_output=part, out=make(32, 32)),
-        beside | dict(ub_type=AG),
-        beside | dict(ub_type=AG, extra_output=whole),
-        beside | dict(ub_type=RS),
-    ]
-    with planned() as plans, mock.patch.object(PreparedLaunch, "__call__", lambda *_: None):
-        for number, variant in enumerate(variants, 1):
-            bulk.get_buffer()
-            te.general_gemm(**variant)
-            assert len(plans) == number, variant
-            again = {name: value.clone() if value is x or value is w else value for name, value in variant.items()}
-            for alpha in (again.get("alpha", 1.0), 3.0 if "alpha" in again else 1.0):
-                te.general_gemm(**again | dict(alpha=alpha))
-            assert len(plans) == number, variant
-        bulk.get_buffer(shape=(32, 32))  # another part of the buffer is in use
-        te.general_gemm(**variants[-1])
-        assert len(plans) == len(variants) + 1
-        with tf32(True):  # kernels follow torch's own switch
-            te.general_gemm(**ag)
-        assert len(plans) == len(variants) + 2
-
-
-@pytest.mark.ranks(2)
-def test_a_plan_sees_what_changes_between_calls(ctx):
+def test_general_gemm_sees_what_changes_between_calls(ctx):
     comm = te.CommOverlapP2P([S, H], torch.float32, helper(ctx), 2, AG)
     x, w = small((S // 2, H), torch.float32, ctx.rank, ctx), small((F, H), torch.float32, 7, ctx)
     whole = reference(torch.cat([small((S // 2, H), torch.float32, rank, ctx) for rank in range(2)]), w)
     call = dict(ub=comm, ub_type=AG)
     for alpha in (1.0, 2.0, 3.0):  # scalars are of a call
         assert torch.equal(te.general_gemm(w, x, alpha=alpha, **call)[0], alpha * whole)
+    with mock.patch.object(communicators, "AllGatherMatmul", side_effect=AllGatherMatmul) as prepared:
+        te.general_gemm(w, x, alpha=4.0, **call)
+        assert not prepared.called
+        with tf32(True):  # kernels follow torch's own switch
+            te.general_gemm(w, x, **call)
+        assert prepared.call_count == 1
     out = torch.zeros_like(whole)
     for beta in (2.0, 4.0):
         before = out.clone()
@@ -762,7 +695,7 @@ def test_a_plan_sees_what_changes_between_calls(ctx):
     comm.get_buffer(shape=(S // 2, H))
     with pytest.raises(ValueError, match=f"{2 * S} tokens of {H} .* don't fit"):
         te.general_gemm(w, filled, **call)
-    comm._domain.close()
+    comm._helper.close()
     with pytest.raises(TkernelsError, match="has been given back"):
         te.general_gemm(w, x, **call)
 
@@ -782,7 +715,7 @@ def test_a_result_is_written_where_it_fits_and_nowhere_else():
 
 
 @pytest.mark.ranks(2)
-def test_plans_do_not_hold_the_communicator_or_its_buffer(ctx):
+def test_prepared_calls_do_not_hold_the_communicator_or_its_buffer(ctx):
     keep = te.CommOverlapP2P([64, 32], torch.float32, (shared := helper(ctx)), 2, AG)
     comms = [keep, te.CommOverlap([64, 32], torch.float32, shared, 2)]
     x, w = torch.ones(32, 32, device=ctx.device), torch.ones(24, 32, device=ctx.device)
@@ -798,7 +731,7 @@ def test_plans_do_not_hold_the_communicator_or_its_buffer(ctx):
 
 @pytest.mark.ranks(2)
 def test_a_first_call_needs_nothing_that_a_capture_forbids(ctx):
-    """R12, R13: as if captured, no rank is met; what would need to is refused, and leaves no harm."""
+    """As if captured, no rank is met; what would need to is refused, and leaves no harm."""
     te.initialize_ub([64, 32], 2, dtype=torch.float32)
     gather, scatter, bulk = (te.get_ub(name) for name in ("qkv_fprop", "proj_fprop", "qkv_dgrad"))
     # On the simulated runtime, tiles of the second product are split along K, and their sums need room.

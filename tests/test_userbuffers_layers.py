@@ -71,12 +71,17 @@ CASES = {
 }  # fmt: skip
 
 
+@contextlib.contextmanager
 def initialized(ctx, dtype, flags, **options):
-    """Collective. Userbuffers for S * B tokens, with the configuration that the flags need."""
+    """Collective. Userbuffers for S * B tokens, with the configuration that the flags need, in a block."""
     options.setdefault("ub_cfgs", REDUCING if "ub_overlap_rs_dgrad" in flags else None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of options without effect
         te.initialize_ub([S * B, 3 * H], ctx.size, dtype=dtype, **options)
+    try:
+        yield
+    finally:
+        te.destroy_ub()
 
 
 def parallel(ctx, dtype, **options):
@@ -145,39 +150,30 @@ def run_case(ctx, kind, flags, dtype, steps=STEPS, roundings=None, **layer_optio
 @pytest.mark.parametrize("case", CASES)
 def test_layers_with_overlap(ctx, case):
     kind, flags = CASES[case]
-    initialized(ctx, torch.float32, flags)
-    try:
+    with initialized(ctx, torch.float32, flags):
         run_case(ctx, kind, flags, torch.float32)
-    finally:
-        te.destroy_ub()
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("case", ["L1", "L2", "L3", "L6", "L13"])
 def test_layers_with_overlap_in_bf16(ctx, case):
     kind, flags = CASES[case]
-    initialized(ctx, torch.bfloat16, flags)
-    try:
+    with initialized(ctx, torch.bfloat16, flags):
         # Stored values are rounded between the products as well, and sums of marked gradients once more.
         run_case(ctx, kind, flags, torch.bfloat16, steps=1, roundings=40 if "transformer" in kind else 20)
-    finally:
-        te.destroy_ub()
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("case", ["L1", "L2", "L4", "L6", "L8", "L10"])
 def test_cublasmp_semantics_replace_bulk_overlap_and_say_so(ctx, case):
     kind, flags = CASES[case]
-    initialized(ctx, torch.float32, flags, with_cublasmp=True)
-    try:
+    with initialized(ctx, torch.float32, flags, with_cublasmp=True):
         assert te.using_cublasmp_backend()
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             run_case(ctx, kind, flags, torch.float32, steps=1)
         replaced = [str(w.message) for w in told if "has no bulk overlap; dx is reduced inside" in str(w.message)]
         assert bool(replaced) == (kind != "row") and len(replaced) <= 2
-    finally:
-        te.destroy_ub()
 
 
 @contextlib.contextmanager
@@ -198,8 +194,7 @@ def test_linear_overlaps_with_ub_bulk_wgrad_alone(ctx):
     """On either backend, dx is not reduced by itself: beside wgrad, or with cublasmp semantics inside its GEMM."""
     flags = dict(ub_overlap_ag=True, ub_bulk_wgrad=True)
     for cublasmp, inside in ((False, "reduce_scatter"), (True, "matmul_reduce_scatter")):
-        initialized(ctx, torch.float32, flags, with_cublasmp=cublasmp)
-        try:
+        with initialized(ctx, torch.float32, flags, with_cublasmp=cublasmp):
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
                 run_case(ctx, "column", flags, torch.float32, steps=1)
@@ -212,8 +207,6 @@ def test_linear_overlaps_with_ub_bulk_wgrad_alone(ctx):
                 y.sum().backward()
             assert [name for name, _ in operations(launched)] == ["all_gather", inside]
             assert entered == (["all_gather"] if cublasmp else ["reduce_scatter"])
-        finally:
-            te.destroy_ub()
 
 
 def test_linear_and_its_kin_refuse_what_they_cannot_use():
@@ -274,9 +267,8 @@ def test_the_judgement_sees_wrong_layers():
 @pytest.mark.parametrize("flags", [BULK, DGRAD], ids=["bulk", "reducing dgrad"])
 def test_integers_are_exact_in_bf16(ctx, flags):
     """Every bit of Linear, both modes, with another all-gather between forward and backward."""
-    initialized(ctx, torch.bfloat16, flags)
     values = lambda shape, seed: integers(shape, torch.bfloat16, seed, low=-1, high=1)  # noqa: E731
-    try:
+    with initialized(ctx, torch.bfloat16, flags):
         for mode, name in (("column", "qkv"), ("row", "proj")):
             layer = linear(mode, ub_name=name, **parallel(ctx, torch.bfloat16), **flags)
             shape = (3 * H, H) if mode == "column" else (H, 3 * H)
@@ -303,8 +295,6 @@ def test_integers_are_exact_in_bf16(ctx, flags):
                     (layer.weight.grad, want_dw, dim),
                 ):
                     assert torch.equal(got.float().cpu(), want.chunk(ctx.size, along)[ctx.rank]), (mode, round)
-    finally:
-        te.destroy_ub()
 
 
 def operations(launched):
@@ -324,8 +314,7 @@ def test_what_travels_in_each_pass_of_a_layer(ctx):
         ("row", "reducing"): ([reducing], [gathering]),
     }
     for which, flags in (("bulk", BULK), ("reducing", DGRAD)):
-        initialized(ctx, torch.float32, flags)
-        try:
+        with initialized(ctx, torch.float32, flags):
             context = te.get_ub("qkv_fprop").context
             for mode, name in (("column", "fc1"), ("row", "proj")):
                 layer = linear(mode, ub_name=name, **parallel(ctx, torch.float32), **flags)
@@ -340,16 +329,13 @@ def test_what_travels_in_each_pass_of_a_layer(ctx):
                 if names[1] == [gather, reducing]:
                     # Both wait for peers, so each has its own multiprocessors, whichever is there first.
                     assert sum(programs for _, programs in operations(backward)) <= context.num_programs
-        finally:
-            te.destroy_ub()
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("flags", [BULK, DGRAD], ids=["bulk", "reducing dgrad"])
 def test_bias_and_frozen_weights(ctx, flags):
     """F1 to F8: {bias} x {column, row} x {weight that requires a gradient}."""
-    initialized(ctx, torch.float32, flags)
-    try:
+    with initialized(ctx, torch.float32, flags):
         for mode, bias, trained in itertools.product(("column", "row"), (False, True), (True, False)):
             name = "fc1" if mode == "column" else "proj"
             layer = linear(mode, bias=bias, ub_name=name, **parallel(ctx, torch.float32), **flags)
@@ -373,14 +359,11 @@ def test_bias_and_frozen_weights(ctx, flags):
                 grads = sum_marked(ctx, layer, {"bias": layer.bias.grad, "weight": layer.weight.grad})
                 whole_bias = dy.double().sum(0)
                 assert_accurate(grads["bias"], part(whole_bias, 0) if mode == "column" else whole_bias, 40)
-    finally:
-        te.destroy_ub()
 
 
 @pytest.mark.ranks(2)
 def test_a_bias_counts_once(ctx):
-    initialized(ctx, torch.float32, BULK)
-    try:
+    with initialized(ctx, torch.float32, BULK):
         for mode, name in (("column", "qkv"), ("row", "proj")):
             layer = linear(mode, ub_name=name, **parallel(ctx, torch.float32), **BULK)
             with torch.no_grad():
@@ -394,8 +377,6 @@ def test_a_bias_counts_once(ctx):
             assert y.eq(0.0).all() and bias is kept.bias
             assert kept.bias.tensor_model_parallel == (mode == "column")
             assert getattr(kept.bias, "sequence_parallel", False) == (mode == "row")
-    finally:
-        te.destroy_ub()
 
 
 @pytest.mark.ranks(2)
@@ -404,9 +385,8 @@ def test_weight_gradients_can_be_fused_and_deferred(ctx, flags, monkeypatch):
     """Of rows that the copy engine has moved: deferred gradients have their own, whatever lands after them."""
     chosen = communicators.overlap_config
     monkeypatch.setattr(communicators, "overlap_config", lambda *a, **o: replace(chosen(*a, **o), num_comm=0))
-    initialized(ctx, torch.float32, flags)
     delayed = {key: value for key, value in flags.items() if key != "ub_bulk_wgrad"}
-    try:
+    with initialized(ctx, torch.float32, flags):
         for mode, name in (("column", "fc1"), ("row", "fc2")):
             common = dict(ub_name=name, **parallel(ctx, torch.float32))
             plain = linear(mode, **common, **flags)
@@ -441,15 +421,12 @@ def test_weight_gradients_can_be_fused_and_deferred(ctx, flags, monkeypatch):
                     got = layer.weight.main_grad - 1.0 if fuse else layer.weight.grad
                     torch.testing.assert_close(got, times * grads["weight"], atol=1e-5, rtol=1e-5)
                     assert (layer.weight.grad is None) == fuse
-    finally:
-        te.destroy_ub()
 
 
 @pytest.mark.ranks(2)
 def test_megatrons_marks_on_a_weight(ctx):
     """grad_added_to_main_grad, overwrite_main_grad, zero_out_wgrad; main_grad in fp32 is rounded once."""
-    initialized(ctx, torch.bfloat16, BULK)
-    try:
+    with initialized(ctx, torch.bfloat16, BULK):
         layer = linear("row", ub_name="proj", fuse_wgrad_accumulation=True, **parallel(ctx, torch.bfloat16), **BULK)
         fill(layer, 5, ctx.rank)
         x = normal((S, B, layer.in_features), torch.bfloat16, ctx.rank).to(ctx.device)
@@ -466,8 +443,6 @@ def test_megatrons_marks_on_a_weight(ctx):
         assert_accurate(weight.main_grad, truth, 40)
         with pytest.raises(AssertionError):  # rounded to bf16 first
             assert_accurate(truth.bfloat16().float(), truth, 40)
-    finally:
-        te.destroy_ub()
 
 
 class Bucket:
@@ -480,8 +455,7 @@ class Bucket:
 def test_fused_gradients_are_reported_where_they_are_produced(ctx, delay):
     from tkernels.layers.lease import Slot
 
-    initialized(ctx, torch.float32, BULK)
-    try:
+    with initialized(ctx, torch.float32, BULK):
         flags = dict(ub_overlap_ag=True, ub_overlap_rs=True)
         layer = linear(
             "row", bias=False, ub_name="proj", fuse_wgrad_accumulation=not delay, delay_wgrad_compute=delay,
@@ -499,14 +473,11 @@ def test_fused_gradients_are_reported_where_they_are_produced(ctx, delay):
         hooks.flush()
         assert ready == [bucket] and hooks.expected == {"parameter 0": 1}
         assert memory.ne(0.0).all() and layer.weight.grad is None
-    finally:
-        te.destroy_ub()
 
 
 @pytest.mark.ranks(2)
 def test_megatron_can_switch_overlap_off_on_a_layer(ctx):
-    initialized(ctx, torch.float32, BULK)
-    try:
+    with initialized(ctx, torch.float32, BULK):
         layer = linear("column", ub_name="fc1", **parallel(ctx, torch.float32), **BULK)
         on = (layer.ub_overlap_ag_fprop, layer.ub_bulk_dgrad, layer.ub_bulk_wgrad, layer.ub_overlap_rs_fprop)
         assert on == (True, True, True, False) and not layer.ub_overlap_rs_dgrad and not layer.ub_overlap_ag_dgrad
@@ -516,14 +487,11 @@ def test_megatron_can_switch_overlap_off_on_a_layer(ctx):
         x = torch.ones(3, 2, H, device=ctx.device)
         te.destroy_ub()
         assert layer(x).shape == (3, 2, 3 * H // ctx.size)  # no rank is waited for
-    finally:
-        te.destroy_ub()
 
 
 @pytest.mark.ranks(2)
 def test_fewer_and_uneven_tokens(ctx):
-    initialized(ctx, torch.float32, BULK)
-    try:
+    with initialized(ctx, torch.float32, BULK):
         column = linear("column", ub_name="qkv", **parallel(ctx, torch.float32), **BULK)
         row = linear("row", ub_name="proj", **parallel(ctx, torch.float32), **BULK)
         for layer in (column, row):
@@ -547,14 +515,11 @@ def test_fewer_and_uneven_tokens(ctx):
         plain = linear("column", **parallel(ctx, torch.float32))
         with pytest.raises(ValueError, match=r"rows=\[10, 4\] needs overlap"):
             plain(mine, rows=(5, 2))
-    finally:
-        te.destroy_ub()
 
 
 @pytest.mark.ranks(2)
 def test_overlap_that_a_configuration_does_not_have_is_refused(ctx):
-    initialized(ctx, torch.float32, BULK)
-    try:
+    with initialized(ctx, torch.float32, BULK):
         common = parallel(ctx, torch.float32)
         with pytest.raises(ValueError, match="ub_overlap_rs_dgrad needs qkv_dgrad to be an overlapped RS, but it is"):
             linear("column", ub_name="qkv", ub_overlap_rs_dgrad=True, **common)
@@ -562,8 +527,6 @@ def test_overlap_that_a_configuration_does_not_have_is_refused(ctx):
             linear("column", ub_name="proj", ub_overlap_ag=True, **common)
         with pytest.raises(KeyError, match="UB for moe_fprop is not registered"):
             linear("column", ub_name="moe", ub_overlap_ag=True, **common)
-    finally:
-        te.destroy_ub()
 
 
 @pytest.mark.ranks(2)
@@ -577,8 +540,7 @@ def test_overlap_that_a_configuration_does_not_have_is_refused(ctx):
     ids=["swiglu", "recomputed", "gathered norm"],
 )
 def test_variants_of_the_mlp(ctx, options):
-    initialized(ctx, torch.float32, BULK)
-    try:
+    with initialized(ctx, torch.float32, BULK):
         layer = te.LayerNormMLP(H, FFN, set_parallel_mode=True, **parallel(ctx, torch.float32), **BULK, **options)
         fill(layer, 3, ctx.rank)
         state = whole_state(ctx, layer)
@@ -602,8 +564,6 @@ def test_variants_of_the_mlp(ctx, options):
         assert_accurate(y, truth.chunk(ctx.size)[ctx.rank], 160)
         assert_accurate(mine.grad, leaf.grad.chunk(ctx.size)[ctx.rank], 160)
         assert_accurate(layer.fc2_weight.grad, whole.fc2_weight.grad.chunk(ctx.size, 1)[ctx.rank], 160)
-    finally:
-        te.destroy_ub()
 
 
 def test_a_recomputed_mlp_computes_twice_where_backward_comes(monkeypatch):
@@ -653,8 +613,7 @@ def test_what_transformer_engine_keeps_about_fp8_is_left_out_of_a_state_dict():
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("gathered", [True, False], ids=["gathered", "own rows"])
 def test_a_linear_layer_returns_its_norms_output_and_takes_its_gradient(ctx, gathered):
-    initialized(ctx, torch.float32, BULK)
-    try:
+    with initialized(ctx, torch.float32, BULK):
         options = dict(parallel_mode="column", return_layernorm_output=True, return_layernorm_output_gathered=gathered)
         layer = te.LayerNormLinear(H, 3 * H, ub_name="qkv", **parallel(ctx, torch.float32), **BULK, **options)
         fill(layer, 3, ctx.rank)
@@ -674,8 +633,6 @@ def test_a_linear_layer_returns_its_norms_output_and_takes_its_gradient(ctx, gat
         torch.autograd.backward(whole(leaf), [dy.double(), dnormed.double()])
         assert_accurate(mine.grad, leaf.grad.chunk(ctx.size)[ctx.rank], 160)
         assert_accurate(layer.weight.grad, whole.weight.grad.chunk(ctx.size)[ctx.rank], 160)
-    finally:
-        te.destroy_ub()
 
 
 @pytest.mark.ranks(2)
@@ -742,8 +699,7 @@ def test_without_sequence_parallel_all_ranks_drop_the_same_hidden_features(ctx):
 
 @pytest.mark.ranks(2)
 def test_grouped_queries_separate_parameters_and_autocast(ctx):
-    initialized(ctx, torch.bfloat16, BULK)
-    try:
+    with initialized(ctx, torch.bfloat16, BULK):
         options = dict(num_gqa_groups=2, input_layernorm=True, set_parallel_mode=True, attention_dropout=0.0)
         layer = te.MultiheadAttention(H, HEADS, **options, **parallel(ctx, torch.float32), **BULK)
         names = {name for name, _ in layer.layernorm_qkv.named_parameters()}
@@ -762,8 +718,6 @@ def test_grouped_queries_separate_parameters_and_autocast(ctx):
         key = layer.layernorm_qkv.key_weight
         assert key.grad.dtype is torch.float32
         assert_accurate(key.grad.bfloat16(), truth[2]["layernorm_qkv.key_weight"].chunk(ctx.size)[ctx.rank], 20)
-    finally:
-        te.destroy_ub()
 
 
 def test_a_whole_transformer_layer_is_torchs():
@@ -937,38 +891,37 @@ def test_a_call_says_what_its_mask_is_and_what_has_no_answer_is_refused(ctx):
 @pytest.mark.parametrize("case", ["L1", "L2", "L3", "L6"])
 def test_forward_and_backward_in_a_cuda_graph(ctx, case):
     kind, flags = CASES[case]
-    initialized(ctx, torch.bfloat16, flags)
-    layer = MAKE[kind][0](**parallel(ctx, torch.bfloat16), **flags)
-    fill(layer, 3, ctx.rank)
-    shape = (S, B, layer.in_features) if kind == "row" else (S // ctx.size, B, H)
-    x = torch.zeros(shape, dtype=torch.bfloat16, device=ctx.device, requires_grad=True)
-    dy = torch.zeros_like(layer(x))
-    for _ in range(3):  # small shapes have kernels of their own, which compile here
-        layer(x).backward(dy)
-    layer.zero_grad(set_to_none=True)
-    x.grad = None
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = layer(x)
-        y.backward(dy)
-    weight = next(p for name, p in layer.named_parameters() if name.endswith("weight") and p.dim() == 2)
-    for replay in range(50):
-        with torch.no_grad():
-            x.copy_(normal(shape, torch.bfloat16, 100 * replay + ctx.rank))
-            dy.copy_(normal(dy.shape, torch.bfloat16, 100 * replay + 50 + ctx.rank))
-        if ctx.rank == replay % ctx.size:
-            torch.cuda._sleep(200_000)
-        graph.replay()
-        got = y.clone(), x.grad.clone(), weight.grad.clone()
-        leaf = x.detach().clone().requires_grad_()
-        layer_grad, weight.grad = weight.grad, None
-        want = layer(leaf)
-        want.backward(dy)
-        assert all(torch.equal(a, b) for a, b in zip(got, (want, leaf.grad, weight.grad), strict=True)), replay
-        weight.grad = layer_grad
-    del graph
-    te.destroy_ub()
+    with initialized(ctx, torch.bfloat16, flags):
+        layer = MAKE[kind][0](**parallel(ctx, torch.bfloat16), **flags)
+        fill(layer, 3, ctx.rank)
+        shape = (S, B, layer.in_features) if kind == "row" else (S // ctx.size, B, H)
+        x = torch.zeros(shape, dtype=torch.bfloat16, device=ctx.device, requires_grad=True)
+        dy = torch.zeros_like(layer(x))
+        for _ in range(3):  # small shapes have kernels of their own, which compile here
+            layer(x).backward(dy)
+        layer.zero_grad(set_to_none=True)
+        x.grad = None
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(x)
+            y.backward(dy)
+        weight = next(p for name, p in layer.named_parameters() if name.endswith("weight") and p.dim() == 2)
+        for replay in range(50):
+            with torch.no_grad():
+                x.copy_(normal(shape, torch.bfloat16, 100 * replay + ctx.rank))
+                dy.copy_(normal(dy.shape, torch.bfloat16, 100 * replay + 50 + ctx.rank))
+            if ctx.rank == replay % ctx.size:
+                torch.cuda._sleep(200_000)
+            graph.replay()
+            got = y.clone(), x.grad.clone(), weight.grad.clone()
+            leaf = x.detach().clone().requires_grad_()
+            layer_grad, weight.grad = weight.grad, None
+            want = layer(leaf)
+            want.backward(dy)
+            assert all(torch.equal(a, b) for a, b in zip(got, (want, leaf.grad, weight.grad), strict=True)), replay
+            weight.grad = layer_grad
+        del graph
 
 
 @pytest.mark.ranks(1)

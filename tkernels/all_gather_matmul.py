@@ -13,6 +13,7 @@ the landing, which the copy engine writes into (tkernels.comm.copies).
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -33,7 +34,9 @@ from tkernels.gemm import (
     activation_reference,
     check_apart,
     check_dtype,
+    check_operands,
     check_result,
+    multiply,
     multiply_step,
     slices_of,
     tile_of,
@@ -346,6 +349,47 @@ class AllGatherMatmul(FusedCall):
                 gathered = x.new_empty((M, K)) if gathered is None else gathered
                 collect(x, gathered)
             return y, gathered
+
+        return run
+
+
+class AllGatherMatmuls(NamedTuple):
+    """A call of x_shard_m [M/R, K], then `number` weights [N/R, K], then as many biases [N/R] or None.
+
+    Returns a list of y [M, N/R], and x gathered if `return_gathered`, else None. The first product overlaps the gather.
+    The others read the gathered rows, by whichever multiplies faster on this rank alone: all SMs compute, and every row
+    is there. A single launch of all columns would take a copy of the weights, and give columns of one matrix.
+    """
+
+    number: int
+    activation: str | None = None
+    rows: tuple[int, ...] | None = None
+    path: str | None = None
+    precision: str = "ieee"
+    return_gathered: bool = False
+
+    operation = "all_gather_matmul"
+
+    def first(self) -> AllGatherMatmul:
+        """The call of the first weight alone."""
+        wanted = self.return_gathered or self.number > 1 and "borrowed"
+        return AllGatherMatmul(self.activation, self.rows, None, None, self.path, self.precision, wanted)
+
+    def shared(self, ctx: Context, x, *operands) -> dict:
+        return self.first().shared(ctx, x, *operands[:1], None, None, None) | {"weights": self.number}
+
+    def prepare(self, ctx: Context, x, *operands):
+        """The function of tensors like these that carries out the call; see `comm.calls.Call`."""
+        number, options = self.number, (self.activation, None, None, self.precision)
+        for w, bias in zip(operands[:number], operands[number:], strict=True):
+            check_operands(self.operation, x, w, bias, self.activation, ctx.device)
+        first = self.first().prepare(ctx, x, operands[0], operands[number], None, None)
+
+        def run(x, *operands):
+            y, gathered = first(x, operands[0], operands[number], None, None)
+            others = zip(operands[1:number], operands[number + 1 :], strict=True)
+            ys = [y, *(multiply(options, (gathered, w, bias, None)) for w, bias in others)]
+            return ys, gathered if self.return_gathered else None
 
         return run
 

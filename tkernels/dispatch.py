@@ -3,7 +3,7 @@
 A prepared call takes 3 to 8 us of the host. torch's dispatcher takes 4 us to reach an operator, 12 if it has a gradient
 and needs one (torch 2.13). So functions call operators through it only if something can observe them: a trace, a
 torch_function or torch_dispatch mode, a functorch transform, a profiler, a subclass of Tensor. To find out takes 0.5 us
-and functions of torch that have no public name (`_watched`). Otherwise they call the implementation directly, and where
+and functions of torch that have no public name (`watched`). Otherwise they call the implementation directly, and where
 a gradient is needed under an autograd.Function; what its `apply` calls takes 2 us, and `apply` itself 12.
 
 torch.func differentiates the functions and maps them with vmap, which runs an operation once for each element of the
@@ -19,6 +19,17 @@ from tkernels.comm.arguments import check_tensors
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 
 _library = torch.library.Library("tkernels", "DEF")
+
+
+def register(schema: str, implementation, fake, backward=None, setup_context=None):
+    """Register a torch operator, and return it."""
+    name = schema.split("(")[0]
+    _library.define(schema, tags=(torch.Tag.needs_fixed_stride_order,))
+    _library.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tkernels::{name}", fake, lib=_library)
+    if backward is not None:
+        torch.library.register_autograd(f"tkernels::{name}", backward, setup_context=setup_context, lib=_library)
+    return getattr(torch.ops.tkernels, name).default
 
 
 def define(schema: str, implementation, fake, backward=None, *, saved: int = 0, setup_context=None, direct=None):
@@ -37,12 +48,7 @@ def define(schema: str, implementation, fake, backward=None, *, saved: int = 0, 
         ctx.save_for_backward(*inputs[:saved])
 
     setup_context = setup_context or save
-    _library.define(schema, tags=(torch.Tag.needs_fixed_stride_order,))
-    _library.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"tkernels::{name}", fake, lib=_library)
-    if backward is not None:
-        torch.library.register_autograd(f"tkernels::{name}", backward, setup_context=setup_context, lib=_library)
-    registered = getattr(torch.ops.tkernels, name).default
+    registered = register(schema, implementation, fake, backward, setup_context)
     operands = [a for a in registered._schema.arguments if "Tensor" in str(a.type) and not a.kwarg_only]
     num_tensors, labels = len(operands), [a.name for a in operands]
     optional = [a.name for a in operands if "Optional" in str(a.type)]
@@ -81,12 +87,12 @@ def define(schema: str, implementation, fake, backward=None, *, saved: int = 0, 
             return tuple(outputs), tuple(None if each is None else 0 for each in outputs)
 
     Differentiable.setup_context, Differentiable.backward = staticmethod(setup_context), staticmethod(backward)
-    # The apply below Function.apply, which first looks for functorch transforms: `_watched` has ruled them out.
+    # The apply below Function.apply, which first looks for functorch transforms: `watched` has ruled them out.
     apply = super(torch.autograd.Function, Differentiable).apply
 
     def call(*arguments, **out):
         tensors = arguments[:num_tensors]
-        if tensors[0] is None or _watched(tensors):
+        if tensors[0] is None or watched(tensors):
             check(tensors)
             if backward is not None and transformed():
                 return apply_transformed(name, Transformed, *arguments)
@@ -98,7 +104,7 @@ def define(schema: str, implementation, fake, backward=None, *, saved: int = 0, 
     return call
 
 
-def _watched(tensors: tuple[torch.Tensor | None, ...]) -> bool:
+def watched(tensors: tuple[torch.Tensor | None, ...]) -> bool:
     """Whether something can observe an operator: a trace, a mode, a transform, a profiler, a subclass of Tensor."""
     return (
         torch.compiler.is_compiling()

@@ -1,5 +1,7 @@
 """The public functions of the operations. They check options, and call the torch operators where those have words."""
 
+from collections.abc import Sequence
+
 import torch
 
 from tkernels.all_gather_matmul import AllGatherMatmul
@@ -13,7 +15,7 @@ from tkernels.gemm import matmul as _matmul
 from tkernels.leading import Leading
 from tkernels.matmul_all_reduce import MatmulAllReduce
 from tkernels.matmul_reduce_scatter import MatmulReduceScatter
-from tkernels.torch_operators import ops
+from tkernels.torch_operators import all_gather_matmuls, ops
 
 
 def _into(name: str, out: torch.Tensor, x: torch.Tensor, *arguments) -> torch.Tensor:
@@ -90,8 +92,8 @@ def _num_rows(name: str, x: torch.Tensor) -> int:
 
 def all_gather_matmul(
     x_shard_m: torch.Tensor,
-    w_shard_n: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    w_shard_n: torch.Tensor | Sequence[torch.Tensor],
+    bias: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
     activation: str | None = None,
     return_gathered: bool | str | torch.Tensor = False,
     *,
@@ -102,11 +104,14 @@ def all_gather_matmul(
     config: OverlapConfig | None = None,
     path: str | None = None,
     ctx: Context | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor | list[torch.Tensor], torch.Tensor]:
     """Collective. y_shard_n = activation(all_gather(x_shard_m) @ w_shard_n.T + bias).
 
     x_shard_m [M/R, K], w_shard_n [N/R, K], bias [N/R] -> y_shard_n [M, N/R]. x_shard_m is read in place; a copy is made
     only if its rows are not contiguous. N/R may differ from rank to rank and be 0.
+
+    A list of weights, with None or a list of a bias or None for each, gives a list of products from one gather, and in
+    backward one reduce-scatter. The first product is the one that overlaps the gather: put the largest there.
 
     return_gathered: also return x gathered [M, K]; backward then uses it instead of gathering again. A tensor [M, K]
         receives it; x_shard_m may be this rank's rows of that tensor. "borrowed": it may be left in the workspace,
@@ -134,11 +139,21 @@ def all_gather_matmul(
         options |= {"rows": lead.rows(lengths), "out": lead.memory("out", out), "path": path, "ctx": ctx}
         result = all_gather_matmul(lead.matrix(x_shard_m), w_shard_n, bias, activation, into, **options)
         y, gathered = result if isinstance(result, tuple) else (result, None)
-        y = lead.back(y, sum(lengths)) if out is None else out
+        if isinstance(y, list):
+            y = [lead.back(each, sum(lengths)) for each in y]
+        else:
+            y = lead.back(y, sum(lengths)) if out is None else out
         if gathered is None:
             return y
         return y, return_gathered if into is gathered else lead.back(gathered, sum(lengths))
     rows = collectives.check_rows("all_gather_matmul", ctx, rows, own=own)
+    if isinstance(w_shard_n, list | tuple):
+        beyond = out, out_dtype, config, return_gathered if isinstance(return_gathered, str | torch.Tensor) else None
+        ws, biases = _several(w_shard_n, bias, beyond)
+        fused, separate = _split_activation(activation, x_shard_m, *ws, *biases)
+        ys, gathered = all_gather_matmuls(x_shard_m, ws, biases, fused, return_gathered, rows, ctx.name, path)
+        ys = [activation_reference(y, separate) for y in ys]
+        return (ys, gathered) if return_gathered else ys
     if out is None and out_dtype is None and config is None and not isinstance(return_gathered, (str, torch.Tensor)):
         fused, separate = _split_activation(activation, x_shard_m, w_shard_n, bias)
         y, gathered = ops.all_gather_matmul(x_shard_m, w_shard_n, bias, fused, return_gathered, rows, ctx.name, path)
@@ -153,6 +168,26 @@ def all_gather_matmul(
     call = AllGatherMatmul(activation, rows, out_dtype, config, path, precision(x_shard_m.dtype), wanted)
     y, gathered = ctx.call(call, *operands.values(), out, into)
     return (y, gathered) if wanted else y
+
+
+def _several(ws, biases, beyond: tuple) -> tuple[list, list]:
+    """Weights, and as many biases. beyond: the options that take one weight, each None where it is not given."""
+    if any(each is not None for each in beyond):
+        raise ValueError(
+            "all_gather_matmul: out=, out_dtype=, config=, and return_gathered= of a tensor or 'borrowed' take one "
+            "weight, not a list; leave them out, or pass the weights one by one"
+        )
+    biases = [None] * len(ws) if biases is None else biases
+    if not isinstance(biases, list | tuple) or len(biases) != len(ws) or not ws:
+        given = len(biases) if isinstance(biases, list | tuple) else type(biases).__name__
+        raise ValueError(
+            f"all_gather_matmul: a list of weights, at least one, takes None or a list of as many biases, but here are "
+            f"{len(ws)} weights and, as biases, {given}"
+        )
+    named = {f"w_shard_n[{at}]": w for at, w in enumerate(ws)}
+    named |= {f"bias[{at}]": bias for at, bias in enumerate(biases) if bias is not None}
+    check_tensors("all_gather_matmul", **named)
+    return list(ws), list(biases)
 
 
 def matmul_reduce_scatter(

@@ -61,6 +61,27 @@ class Options:
     overlap: bool = True
 
 
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """What is split over the ranks, and what that leaves to be done; Megatron-FSDP's zero_dp_strategy.
+
+    shards: parameters are split, and optimizer states with them. stays: whole parameters stay gathered until the last
+    backward of a step has reduced. waits: until then, whole gradients accumulate, and no other backward reduces.
+    """
+
+    shards: bool
+    stays: bool
+    waits: bool
+
+
+STRATEGIES = {
+    "parameters": Strategy(shards=True, stays=False, waits=False),
+    "gradients": Strategy(shards=True, stays=True, waits=False),
+    "optimizer": Strategy(shards=True, stays=True, waits=True),
+    "replicate": Strategy(shards=False, stays=True, waits=True),
+}
+
+
 class State(enum.Enum):
     SHARDED = "sharded"
     GATHERED = "gathered"
@@ -96,10 +117,10 @@ class Engine:
         self._forwards = 0  # forwards that are running, of any unit
         self._learned = {}  # whether gradients are enabled -> units in the order of their use
         self._uses, self._expected = [], None
-        self._version, self._fresh = (
-            0,
-            True,
-        )  # torch's count of writes to the shards; whether no forward has begun since
+        # Writes to the shards until this iteration began; whether no forward has begun since; whether the last
+        # backward of the step has reduced.
+        self._version, self._fresh, self._reduced = 0, True, False
+        self.is_last_backward = True
 
     @property
     def slots(self) -> list[Slot]:
@@ -133,21 +154,24 @@ class Engine:
         """Lease the shards, so that gathers are ordered behind the optimizer's step."""
         if self._weights is not None:
             return
-        for unit in self.units:
-            for group in unit.groups:
-                group.settle(unit.collect)
+        moved = [group.settle(unit.collect) for unit in self.units for group in unit.groups]
+        version = self._versions()
+        if any(moved) or version != self._version:
+            for unit in self.units:
+                unit.release()
         self._plan()
-        self._version, self._fresh = self._versions(), True
+        self._version, self._fresh = version, True
         self._weights = self._weight_slot.acquire()
         with self._weights.write():
             pass  # the producer is whatever this stream has launched: the optimizer, a loaded checkpoint
 
     def _versions(self) -> int:
-        groups = (group for unit in self.units for group in unit.groups)
-        return sum(parameter.sharded._version for group in groups for parameter in group.parameters)
+        """Torch's counts of writes to the sharded parameters, added up; they only grow."""
+        shards = (p.sharded for unit in self.units for group in unit.groups for p in group.parameters)
+        return sum(shard._version + shard._local_tensor._version for shard in shards)
 
     def _changed(self) -> bool:
-        """Whether parameters have been written since this iteration began, by torch's count of writes."""
+        """Whether sharded parameters have been written since this iteration began."""
         return self._weights is not None and self._versions() != self._version
 
     def begin_backward(self, _=None):
@@ -181,9 +205,13 @@ class Engine:
 
     @torch._disable_dynamo
     def end(self):
-        """Give everything back, even after a failure. From here on, this stream may change shards and gradients."""
+        """Give everything back, even after a failure. From here on, this stream may change shards and gradients.
+
+        What stays gathered after a backward stays until the last one has reduced, for then a step follows.
+        """
         for unit in self.units:
-            unit.close()
+            unit.close(stays=not self._reduced)
+        self._reduced = False
         if self._sums is not None:
             # Nothing has called the callback: backward failed. It may be there even so, once backward() has raised: the
             # thread that ran backward drops it in its own time.
@@ -212,12 +240,14 @@ class Engine:
 
     def _plan(self):
         """Make the pool, or another one if other units are kept now."""
-        planned = tuple((unit.shares_memory, *(group.param_dtype for group in unit.groups)) for unit in self.units)
+        planned = [
+            (unit.shares_memory, *((group.param_dtype, group.in_place) for group in unit.groups)) for unit in self.units
+        ]
         if planned == self._planned:
             return
 
         def buckets(unit):
-            return [Bucket(group.id, group.param_dtype, group.numel) for group in unit.groups]
+            return [Bucket(group.id, group.param_dtype, group.numel) for group in unit.groups if not group.in_place]
 
         for unit in self.units:
             for group in unit.groups:
@@ -227,6 +257,8 @@ class Engine:
             others=[bucket for unit in self.units if not unit.shares_memory for bucket in buckets(unit)],
             copies=1 + self.root.options.prefetch,
         )
+        for unit in self.units:
+            unit.release()
         self.pool = None  # first, so that both are never there at once
         # Backward reads parameters at the addresses that forward saved, so a move is an error.
         self.pool = MaxPoolAllocator(plan, strict_assignments="error", device=self.device, dev=self.dev)
@@ -241,22 +273,31 @@ class Engine:
 
     @torch.no_grad()
     def gather(self, group: ParamGroup) -> Lease:
+        if group.in_place:
+            return Lease(group.flat, dev=self.dev, name=group.id)
         comm = self._on_comm()
         lease = self.pool.acquire(group.id)
         with self._weights.read(comm), lease.write(comm), self.dev.stream(comm):
             group.gather(lease.tensor)
         return lease
 
+    def release(self, group: ParamGroup, lease: Lease):
+        if self.pool.held(group.id):
+            self.pool.release(group.id)
+        else:
+            lease.release()
+
     @torch.no_grad()
     def reduce(self, group: ParamGroup, parameters: list[Parameter]):
         """Reduce the gradients of some of a group's parameters, with zeros for those that have none."""
         current, comm = self.dev.current_stream(), self._on_comm()
+        self._reduced = self._reduced or self.is_last_backward
         layout = group.layout_of(parameters)
         self._sent.drain()  # one buffer at a time: this stream waits until the last one is free
         empty = functools.partial(torch.empty, device=self.device)
         buffer = Lease(empty(layout.ranks * layout.numel, dtype=group.reduce_dtype), dev=self.dev, name="gradients")
-        # Allocated on the stream that optimizers use and free it on.
-        sums = Lease(empty(layout.numel, dtype=group.dtype), dev=self.dev, name="gradients of shards")
+        # On the stream that optimizers use it on, and free it.
+        sums = empty(layout.numel, dtype=group.dtype)
         with contextlib.ExitStack() as reading, buffer.write() as into:
             grads, elsewhere = [], []
             for parameter in parameters:
@@ -269,12 +310,12 @@ class Engine:
             group.pack(grads, layout, into)
         for lease in elsewhere:
             self._sent.defer(lease)
-        with buffer.read(comm), self._sums.write(comm, ordered=True), self.dev.stream(comm):
-            with sums.write(comm):
-                group.reduce(buffer.tensor, sums.tensor)
-                group.accumulate(parameters, layout, sums.tensor)
+        held = Lease(sums, dev=self.dev, name="gradients of shards")  # if it is only added to others
+        with buffer.read(comm), self._sums.write(comm, ordered=True), held.write(comm), self.dev.stream(comm):
+            group.reduce(buffer.tensor, sums)
+            group.accumulate(parameters, layout, sums)
         self._sent.defer(buffer)
-        self._sent.defer(sums)
+        self._sent.defer(held)
 
     # Gathering ahead
 
@@ -296,7 +337,7 @@ class Engine:
         told = unit.backward_prefetch if backward_runs() else unit.forward_prefetch
         for other in told or self.next(self.root.options.prefetch):
             if other.state is State.SHARDED:
-                if not all(self.pool.idle(group.id) for group in other.groups):
+                if not all(group.in_place or self.pool.idle(group.id) for group in other.groups):
                     return
                 other.gather()
 
@@ -322,14 +363,15 @@ class Unit:
         ranks: DataParallelRanks,
         policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
+        strategy: Strategy,
         options: Options,
         device: torch.device,
     ):
         self.modules, self.groups, self.ranks, self.policy, self.options = modules, groups, ranks, policy, options
-        self.reshard_after_forward, self.device = reshard_after_forward, device
+        self.reshard_after_forward, self.strategy, self.device = reshard_after_forward, strategy, device
         self.name, self.contains, self.engine = type(modules[0]).__name__, False, None
         self.sync, self.reshard_after_backward, self.kept = True, True, False
-        self.forward_prefetch, self.backward_prefetch = [], []
+        self.forward_prefetch, self.backward_prefetch, self.exposed = [], [], False
         self.leases, self.uses, self.missing, self.begun = {}, 0, set(), False
         self.calls = weakref.WeakSet()  # calls whose backward may still come; their autograd graph keeps them alive
         self._reading = contextlib.ExitStack()
@@ -348,8 +390,6 @@ class Unit:
             return State.SHARDED
         return State.WHOLE if self.exposed else State.GATHERED
 
-    exposed = False
-
     @property
     def is_root(self) -> bool:
         return self.engine is not None and self.engine.root is self
@@ -357,12 +397,24 @@ class Unit:
     @property
     def reshards(self) -> bool:
         """Whether it gives its memory back after forward."""
-        return not self.is_root if self.reshard_after_forward is None else self.reshard_after_forward
+        if self.reshard_after_forward is None:
+            return not self.is_root and not self.strategy.stays
+        return self.reshard_after_forward
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the running backward reduces its gradients."""
+        return self.sync and (self.engine.is_last_backward or not self.strategy.waits)
+
+    @property
+    def stays(self) -> bool:
+        """Whether it keeps its memory after a backward."""
+        return self.strategy.stays or not self.reshard_after_backward
 
     @property
     def shares_memory(self) -> bool:
         """Whether it takes turns with other units in the pool. What was kept once stays where it is."""
-        self.kept = self.kept or not self.reshards or not self.reshard_after_backward
+        self.kept = self.kept or self.stays or not self.reshards
         return not self.contains and not self.kept
 
     def end_iteration(self, *_):
@@ -389,12 +441,7 @@ class Unit:
         if self.engine is not None:
             if self.uses:
                 self.end_iteration()
-            self._give_back()
-
-    def _give_back(self):
-        self._reading.close()
-        self.conceal()
-        self.release()
+            self.close(stays=False)
 
     def gather(self):
         for group in self.groups:
@@ -422,7 +469,7 @@ class Unit:
         self.uses -= 1
         if self.uses == 0:
             self._reading.close()
-            if self.reshards or backward_runs() and self.reshard_after_backward:
+            if self.reshards or backward_runs() and not self.stays:
                 self.conceal()
                 if self.engine.next(1) != [self]:  # kept if used next: the last one of forward is the first of backward
                     self.release()
@@ -443,13 +490,16 @@ class Unit:
             self.exposed = False
 
     def release(self):
-        for group in self.leases:
-            self.engine.pool.release(group.id)
+        for group, lease in self.leases.items():
+            self.engine.release(group, lease)
         self.leases = {}
 
-    def close(self):
-        """Give everything back, whatever state the unit is in."""
-        self._give_back()
+    def close(self, stays: bool):
+        """Give everything back, whatever state the unit is in. stays: but for the memory of one that stays gathered."""
+        self._reading.close()
+        self.conceal()
+        if not (stays and self.stays):
+            self.release()
         self.uses, self.missing = 0, set()
         self._running.clear()
         for call in self._open_calls:
@@ -502,7 +552,7 @@ class Unit:
         self.begun = True
         self.missing.discard(parameter)
         parameter.producer = self.engine.dev.current_stream()
-        if not self.sync:
+        if not self.reduces:
             parameter.widen_gradient()
         if not self.missing:
             for call in [call for call in self._open_calls if not call.tells]:
@@ -526,7 +576,7 @@ class Unit:
 
     def reduce(self):
         """Reduce the gradients of the backwards that reached this unit, with zeros for parameters without one."""
-        if not self.sync or not self.begun:
+        if not self.reduces or not self.begun:
             return
         self.begun = False
         for group in self.groups:

@@ -27,7 +27,7 @@ from tkernels.comm import Context, MismatchError, as_context
 from tkernels.comm.arguments import check_type, whole
 from tkernels.comm.collectives import SUMMED
 from tkernels.comm.group import first_difference, listed
-from tkernels.layers.data_parallel.engine import Options, Unit, unit_of
+from tkernels.layers.data_parallel.engine import STRATEGIES, Engine, Options, Unit, unit_of
 from tkernels.layers.data_parallel.param_group import DataParallelRanks, Parameter, ParamGroup, param_dtype_of
 from tkernels.layers.owners import own, owner_of
 
@@ -44,6 +44,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims=None,
+    strategy: str = "parameters",
     prefetch: int = 1,
     overlap: bool = True,
 ):
@@ -57,9 +58,17 @@ def fully_shard(
 
     module: changed in place, and returned; its class becomes a subclass that is an FSDPModule. On the meta device until
         `to_empty` is fine. The ranks' values may differ: each keeps its own rows.
-    mesh: a DeviceMesh of one dimension, or a group or context, of which one is made. None: all ranks.
-    reshard_after_forward: whether to give the memory back between forward and backward. None: yes, but for the root,
-        the module whose forward runs first. False takes memory of the unit's own for good.
+    mesh: a DeviceMesh of one dimension, or of two, (replicas, shards); or a group or context, of which one is made.
+        None: all ranks.
+    reshard_after_forward: whether to give the memory back between forward and backward. None: yes with
+        strategy="parameters", but for the root, the module whose forward runs first. False takes memory of the unit's
+        own for good.
+    strategy: what is split over the ranks.
+        "parameters": all: parameters, gradients and optimizer states (ZeRO 3).
+        "gradients": the same, but parameters are gathered once in a step, in the order of their use (ZeRO 2).
+        "optimizer": the same, and gradients accumulate whole, to be reduced once in a step (ZeRO 1).
+        "replicate": nothing. Parameters are DTensors too, `Replicate()`; gradients are all-reduced once a step (DDP).
+        A step ends with every backward, unless set_is_last_backward(False) was called before.
     mp_policy: torch's. The optimizer's parameters keep their dtype, so fp32 parameters with param_dtype=torch.bfloat16
         are what elsewhere is called master weights. reduce_dtype must be float32, float16 or bfloat16.
     ignored_params: parameters to leave alone.
@@ -76,11 +85,13 @@ def fully_shard(
     across units (shard those modules as one list). MismatchError if the ranks' modules differ.
     """
     modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
-    ranks = _ranks_of(mesh)
+    ranks = _ranks_of(mesh, strategy)
     device = ranks.contexts[0].device
     with contextlib.ExitStack() as checking:
         for ctx in reversed(ranks.contexts):
             checking.enter_context(ctx.group.checking())
+        if strategy not in STRATEGIES:
+            raise ValueError(f"fully_shard: strategy={strategy!r} is unknown; use one of {', '.join(STRATEGIES)}")
         _refuse_options(reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims)
         whole("fully_shard: prefetch", prefetch)
         managed = _managed_modules(modules)
@@ -88,7 +99,7 @@ def fully_shard(
         for name, homes in places.items():
             _check_parameter(name, _parameter_at(homes), mp_policy)
     for ctx in ranks.contexts:
-        _check_alike(ctx, places, mp_policy, reshard_after_forward)
+        _check_alike(ctx, places, mp_policy=mp_policy, strategy=strategy, reshard_after_forward=reshard_after_forward)
 
     beside = _tensor_parallel_mesh(modules)
     by_kind: dict[tuple, list[Parameter]] = {}
@@ -103,7 +114,8 @@ def fully_shard(
         )
         for kind, parameters in by_kind.items()
     ]
-    unit = Unit(modules, groups, ranks, mp_policy, reshard_after_forward, Options(prefetch, overlap), device)
+    options = STRATEGIES[strategy], Options(prefetch, overlap)
+    unit = Unit(modules, groups, ranks, mp_policy, reshard_after_forward, *options, device)
     for group in groups:
         own([parameter.sharded for parameter in group.parameters], unit)
     for part in managed:
@@ -147,6 +159,8 @@ class ShardedModule(FSDPModule):
         if (engine := unit_of(self).engine) is not None:
             engine.end()
             engine.forget_gradients()
+            for unit in engine.units:
+                unit.reshard()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True):
         """Whether backward reduces gradients. Without, whole ones accumulate, in reduce_dtype, until one that does."""
@@ -154,7 +168,14 @@ class ShardedModule(FSDPModule):
             unit.sync = requires_gradient_sync
 
     def set_is_last_backward(self, is_last_backward: bool):
-        """Changes nothing: every backward ends with this stream ordered behind all reductions, and waits for none."""
+        """Whether a step of the optimizer may follow the next backwards; see `strategy` of fully_shard.
+
+        Whatever it is, a backward ends with this stream ordered behind its reductions.
+        """
+        unit = unit_of(self)
+        if unit.engine is None:
+            Engine(unit)
+        unit.engine.is_last_backward = is_last_backward
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True):
         """As the argument of fully_shard, from the next iteration on."""
@@ -163,7 +184,7 @@ class ShardedModule(FSDPModule):
             unit.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True):
-        """Whether the memory is given back after a unit's backward, rather than at the end of the whole one."""
+        """Whether the memory is given back after a unit's backward; if not, once the last one has reduced."""
         for unit in _units(self, recurse):
             unit.reshard_after_backward = reshard_after_backward
 
@@ -188,9 +209,11 @@ class ShardedModule(FSDPModule):
 
     def zero_grad(self, set_to_none: bool = True):
         """Discard all gradients, also those that accumulate without having been reduced."""
+        unit = unit_of(self)
+        unit.end_iteration()
         super().zero_grad(set_to_none)
-        if (engine := unit_of(self).engine) is not None:
-            engine.forget_gradients()
+        if unit.engine is not None:
+            unit.engine.forget_gradients()
 
     def _apply(self, function, recurse=True):
         unit_of(self).end_iteration()
@@ -263,10 +286,10 @@ def _sharded_class(kind: type) -> type:
     return type(f"FSDP{kind.__name__}", (ShardedModule, kind), {"_unsharded": kind})
 
 
-def _ranks_of(mesh) -> DataParallelRanks:
+def _ranks_of(mesh, strategy: str) -> DataParallelRanks:
     if mesh is None:
         mesh = init_device_mesh(torch._C._get_accelerator().type, (dist.get_world_size(),))
-    if isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
+    if isinstance(mesh, DeviceMesh) and mesh.ndim == 2 and strategy != "replicate":
         if mesh.mesh_dim_names is None:
             raise ValueError("fully_shard: a mesh of two dimensions, (replicas, shards), needs names: mesh_dim_names=")
         replica, shard = (as_context(mesh[name]) for name in mesh.mesh_dim_names)
@@ -274,6 +297,8 @@ def _ranks_of(mesh) -> DataParallelRanks:
     ctx = as_context(mesh)
     if not isinstance(mesh, DeviceMesh):
         mesh = DeviceMesh.from_group(ctx.group.process_group, ctx.device.type)
+    if strategy == "replicate":
+        return DataParallelRanks(mesh, (Replicate(),), replica=ctx)
     return DataParallelRanks(mesh, (Shard(0),), ctx)
 
 
@@ -368,9 +393,9 @@ def _check_parameter(name: str, parameter: nn.Parameter, policy: MixedPrecisionP
         raise ValueError(f"fully_shard: {name} is a sum that is still to be made, {parameter.placements}")
 
 
-def _check_alike(ctx: Context, places, policy: MixedPrecisionPolicy, reshard_after_forward):
+def _check_alike(ctx: Context, places, **options):
     """Collective. Raises MismatchError, on every rank, unless all are about to shard the same."""
-    mine = {"mp_policy": repr(policy), "reshard_after_forward": repr(reshard_after_forward)}
+    mine = {name: repr(value) for name, value in options.items()}
     for name, homes in places.items():
         parameter = _parameter_at(homes)
         mine[name] = f"{tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}"

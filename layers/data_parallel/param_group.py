@@ -203,6 +203,11 @@ class ParamGroup:
         return param_dtype_of(self.dtype, self.policy)
 
     @property
+    def in_place(self) -> bool:
+        """Whether the whole parameters are the sharded ones' memory: nothing is split, and nothing converted."""
+        return self.ranks.shard is None and self.param_dtype == self.dtype
+
+    @property
     def reduce_dtype(self) -> torch.dtype:
         return self.policy.reduce_dtype or self.param_dtype
 
@@ -212,17 +217,18 @@ class ParamGroup:
 
     @lasting()
     @torch.no_grad()
-    def settle(self, hook):
+    def settle(self, hook) -> bool:
         """Lay the shards out in one buffer, unless they are: they are new, or were moved, converted or assigned.
 
-        Raises ValueError for parameters on the meta device and for those that have become something else.
+        Returns whether it did. Raises ValueError for parameters on the meta device, and for those that have become
+        something else.
         """
         found = [module._parameters.get(attribute) for module, attribute in (p.places[0] for p in self.parameters)]
         if self._shards and all(
             now is parameter.sharded and now._local_tensor is shard
             for now, parameter, shard in zip(found, self.parameters, self._shards, strict=True)
         ):
-            return
+            return False
         for parameter, now in zip(self.parameters, found, strict=True):
             self._check_settled(parameter, now, found[0])
         locals_ = [now._local_tensor for now in found]
@@ -239,6 +245,7 @@ class ParamGroup:
             if whole is None or (whole.dtype, whole.device) != (self.param_dtype, shard.device):
                 parameter.make_whole(self.param_dtype, shard.device, hook)
         self._views.clear()
+        return True
 
     def _check_settled(self, parameter: Parameter, now, first):
         """Raises ValueError unless `now`, which the module has in place of the sharded parameter, can be gathered."""
@@ -263,10 +270,10 @@ class ParamGroup:
     def gather(self, whole: torch.Tensor):
         """Collective. Fill the gathered buffer [R * S]."""
         flat, layout, ctx = self.flat, self.layout, self.ranks.shard
-        send = flat if flat.dtype == whole.dtype else flat.to(whole.dtype)
         if ctx is None:
-            whole.copy_(send)
+            whole.copy_(flat)
             return
+        send = flat if flat.dtype == whole.dtype else flat.to(whole.dtype)
         if layout.packed:
             staging = tkernels.all_gather(send[: layout.packed], ctx=ctx).view(ctx.size, layout.packed)
             torch.split_with_sizes_copy(staging, layout.packed_numels, dim=1, out=layout.landings(whole))

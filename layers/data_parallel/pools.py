@@ -422,11 +422,15 @@ class FixedPoolAllocator(MaxPoolAllocator):
     The interface is the same; the plan is a FixedPoolPlan.
     """
 
-    def __init__(self, plan: FixedPoolPlan, memory: str = "torch", **options):
+    def __init__(self, plan: FixedPoolPlan, memory: str = "torch", *, mesh: MeshLike = None, **options):
         """As MaxPoolAllocator. Raises TypeError for a plan whose units may differ, one that is not a FixedPoolPlan."""
-        if not isinstance(plan, FixedPoolPlan):
-            raise TypeError("a FixedPoolAllocator takes a FixedPoolPlan, whose units are all alike; build one of those")
-        super().__init__(plan, memory, **options)
+        ctx = None if mesh is None else as_context(mesh, "FixedPoolAllocator: mesh")
+        with contextlib.nullcontext() if ctx is None else ctx.group.checking():
+            if not isinstance(plan, FixedPoolPlan):
+                raise TypeError(
+                    "a FixedPoolAllocator takes a FixedPoolPlan, whose units are all alike; build one of those"
+                )
+        super().__init__(plan, memory, mesh=ctx, **options)
 
 
 def buckets_ahead(

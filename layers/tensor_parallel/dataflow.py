@@ -47,6 +47,7 @@ from torch.nn import functional
 import tkernels
 from tkernels.comm.contexts import find_context
 from tkernels.layers.data_parallel.grad_hooks import grad_ready_hooks
+from tkernels.layers.tensor_parallel.functions import in_autocast_dtype
 
 
 def product(x: torch.Tensor, w: torch.Tensor, out_dtype=None, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -303,10 +304,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, flo
 
     bias: added by a column layer. A row layer's is the caller's to add, after the sum over ranks.
     """
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight = x.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+    x, weight, bias = in_autocast_dtype(x.device.type, x, weight, bias)
     inner = x.shape[1:-1]
     y = _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias, flow, wgrad)
     return y.view(y.shape[0] // inner.numel(), *inner, y.shape[1])

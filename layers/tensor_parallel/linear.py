@@ -45,6 +45,14 @@ class MarkedModule(nn.Module):
         vars(self).setdefault("_marks", {}).setdefault(name, {}).update(marks)
         vars(getattr(self, name)).update(marks)
 
+    def _mark_part(self, name: str, dim: int | None, size: int, stride: int = 1, **marks):
+        """Mark what is one of `size` ranks' parts of a parameter, split along `dim` in `stride` blocks; None: whole."""
+        part = dict(
+            tensor_model_parallel=dim is not None and size > 1, partition_dim=-1 if dim is None else dim,
+            partition_stride=1 if dim is None else stride,
+        )  # fmt: skip
+        self._mark(name, **part | marks)
+
     def _mark_again(self):
         for name, marks in vars(self).get("_marks", {}).items():
             if (parameter := getattr(self, name, None)) is not None:
@@ -145,10 +153,7 @@ class ParallelLinear(MarkedModule):
             part = self._part(full, name).clone(memory_format=torch.contiguous_format)
             setattr(self, name, nn.Parameter(part, value.requires_grad))
             self._mark(name, **attributes(value))
-            self._mark(
-                name, tensor_model_parallel=dim is not None and len(self.feature_sizes) > 1,
-                partition_dim=-1 if dim is None else dim, partition_stride=1 if dim is None else self.partition_stride,
-            )  # fmt: skip
+            self._mark_part(name, dim, len(self.feature_sizes), self.partition_stride)
 
     def _check_agreement(self, ctx: Context, full: nn.Linear):
         """Collective. Raises MismatchError unless all ranks make the same layer from the same random numbers."""

@@ -25,11 +25,13 @@ from tkernels.layers.tensor_parallel.replicas import (
     ReplicatedParameters,
     has_others_hooks,
 )
+from tkernels.layers.tensor_parallel.siblings import Share
 from tkernels.layers.tensor_parallel.styles import (
     ColwiseParallel,
     Replicated,
     RowwiseParallel,
     SequenceParallel,
+    reads_its_parameters,
 )
 
 WORDS = {  # transformers' names of styles
@@ -100,9 +102,7 @@ def parallelize(
         styles, optional = plan, False
         if all(isinstance(each, Mapping) or each in (*STYLES, None) for each in plan.values()):
             return _swap_linears(model, plan, mesh)
-    return apply(
-        model, as_mesh(mesh), lambda ctx: _styles(model, styles, ctx.size, optional), src_data_rank, replicate_rest=True
-    )
+    return apply(model, as_mesh(mesh), lambda: _styles(model, styles, optional), src_data_rank, replicate_rest=True)
 
 
 def _auto(model: nn.Module) -> dict[str, str]:
@@ -115,7 +115,7 @@ def _auto(model: nn.Module) -> dict[str, str]:
     return plan
 
 
-def _styles(model: nn.Module, plan: Mapping, ranks: int, optional: bool) -> list[Given]:
+def _styles(model: nn.Module, plan: Mapping, optional: bool) -> list[Given]:
     """What a plan of torch's or transformers' styles gives. optional: whether patterns may match nothing.
 
     Raises ValueError or TypeError if it doesn't fit the model.
@@ -140,8 +140,24 @@ def _styles(model: nn.Module, plan: Mapping, ranks: int, optional: bool) -> list
     for name, module, each in given:  # a module that occurs twice
         unique.setdefault(id(module), (name, module, each))
     given = list(unique.values())
-    _check_heads(model, given, ranks)
-    return given
+    return given + _siblings(model, given)
+
+
+def _siblings(model: nn.Module, given: list[Given]) -> list[Given]:
+    """Linears of one module, style and number of in-features share what they do for an input that they all get.
+
+    Only where it is replicated, so that linears which get different ones lose nothing.
+    """
+    groups = {}
+    for name, module, each in given:
+        if isinstance(each, ColwiseParallel) and each.input_layouts[0].is_replicate() and each.takes(module):
+            groups.setdefault((name.rpartition(".")[0], id(each), module.weight.shape[-1]), []).append(module)
+    parents = {path: model.get_submodule(path) for path, *_ in groups}
+    return [
+        (path, parents[path], Share(linears))
+        for (path, *_), linears in groups.items()
+        if len(linears) > 1 and reads_its_parameters(parents[path])
+    ]
 
 
 def _check_hits(pattern: str, hits: list[str], modules, matched: dict[str, str]):
@@ -151,33 +167,6 @@ def _check_hits(pattern: str, hits: list[str], modules, matched: dict[str, str])
         if name in matched:
             raise ValueError(f"parallelize: {name!r} is matched by both {matched[name]!r} and {pattern!r}")
         matched[name] = pattern
-
-
-def _check_heads(model: nn.Module, given: list[Given], ranks: int):
-    """Raises ValueError for an attention whose heads would not be whole on every rank, by the numbers in model.config,
-    and for stacked queries, keys and values of which a rank would get other parts than the attention takes them for.
-    """
-    split = [
-        (name, module)
-        for name, module, each in given
-        if isinstance(each, ColwiseParallel) and each.output_layouts[0].is_shard() and "att" in name.lower()
-    ]
-    for name, _ in split:
-        if name.rpartition(".")[2] == "c_attn":
-            raise ValueError(
-                f"parallelize: {name!r} is queries, keys and values in one, which its attention takes apart by their "
-                f"whole sizes; give it 'colwise_gather_output' and the projection behind it 'rowwise_split_input'"
-            )
-    config = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    heads = getattr(config, "num_attention_heads", None)
-    groups = getattr(config, "num_key_value_heads", None) or heads
-    if split and isinstance(heads, int) and (heads % ranks or groups % ranks):
-        raise ValueError(
-            f"parallelize: {split[0][0]!r} can't be split by heads: {heads} heads and {groups} of keys and values (in "
-            f"model.config) don't divide by {ranks} ranks; use a number of ranks that divides both, or leave the "
-            f"attention out of the plan"
-        )
 
 
 def _swap_linears(model: nn.Module, plan: Mapping[str, str | Mapping], mesh) -> nn.Module:

@@ -19,6 +19,7 @@ from tkernels.comm.arguments import check_type
 from tkernels.comm.group import first_difference, listed
 from tkernels.layers.tensor_parallel.dtensors import as_mesh, let_grad_scaler_see_all_ranks
 from tkernels.layers.tensor_parallel.replicas import ReplicaCheck
+from tkernels.layers.tensor_parallel.siblings import ColwiseParallelGroup, Share
 from tkernels.layers.tensor_parallel.styles import (
     ColwiseParallel,
     Replicated,
@@ -28,7 +29,8 @@ from tkernels.layers.tensor_parallel.styles import (
 )
 
 Given = tuple[str, nn.Module, ParallelStyle]  # a module's path, the module, its style
-PREPARE = PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput  # a module may have several of these
+# Of these a module may have several: they leave its parameters alone.
+PREPARE = PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput, ColwiseParallelGroup, Share
 
 
 def parallelize_module(
@@ -54,8 +56,8 @@ def parallelize_module(
 
     Raises, on every rank before anything has changed: ValueError for a path that matches nothing, for a module that two
     paths match (unless they prepare its inputs or outputs), for features that leave a rank none, for tied parameters of
-    which the plan would split one; TypeError for a module that its style can't be given to; MismatchError for plans or
-    models that differ between ranks.
+    which the plan would split one, for an attention whose heads, by module.config, don't divide by the ranks; TypeError
+    for a module that its style can't be given to; MismatchError for plans or models that differ between ranks.
     """
     check_type("parallelize_module: module", module, nn.Module, "an nn.Module")
     check_type(
@@ -63,13 +65,13 @@ def parallelize_module(
         "a ParallelStyle, or a dict of paths to them",
     )  # fmt: skip
     plan = parallelize_plan if isinstance(parallelize_plan, Mapping) else {"": parallelize_plan}
-    return apply(module, as_mesh(device_mesh), lambda _: _resolve(module, plan), src_data_rank)
+    return apply(module, as_mesh(device_mesh), lambda: _resolve(module, plan), src_data_rank)
 
 
 def apply(
     module: nn.Module,
     mesh: DeviceMesh,
-    resolve: Callable[[Context], list[Given]],
+    resolve: Callable[[], list[Given]],
     src_data_rank: int | None,
     replicate_rest: bool = False,
 ) -> nn.Module:
@@ -84,11 +86,12 @@ def apply(
                 f"parallelize_module: the mesh is on {mesh.device_type}, but kernels run on {ctx.device.type}; make it "
                 f"with init_device_mesh({ctx.device.type!r}, ...)"
             )
-        given = _complete(resolve(ctx))
+        given = _complete(resolve())
         if replicate_rest:
             taken = {id(target) for _, target, each in given if not isinstance(each, PREPARE)}
             rest = [(path, each) for path, each in Replicated.owners(module) if id(each) not in taken]
             given += [(path, each, Replicated()) for path, each in rest if reads_its_parameters(each)]
+        _check_heads(module, given, ctx.size)
         for path, target, each in given:
             if isinstance(each, Style):
                 each.check(path, target, ctx.size)
@@ -140,14 +143,19 @@ def _complete(given: list[Given]) -> list[Given]:
 
     Replicated comes last, for what no other style has.
     """
-    complete, replicated = [], []
+    complete, replicated, shared = [], [], []
     for path, target, each in given:
+        if isinstance(each, ColwiseParallelGroup):
+            members = each.members(path, target)
+            complete += [(where, linear, each.style) for where, linear in members]
+            shared.append((path, target, Share([linear for _, linear in members])))
+            continue
         (replicated if isinstance(each, Replicated) else complete).extend(_lora(path, target, each))
     taken = set()
     for path, target, each in complete:
         if not isinstance(each, PREPARE):
             if id(target) in taken:
-                raise ValueError(f"parallelize: {path!r} is given two styles, one as a part of a LoRA layer")
+                raise ValueError(f"parallelize: {path!r} is given two styles, one as a part of a LoRA layer or group")
             taken.add(id(target))
     for path, target, each in replicated:
         own = [(inner, module) for inner, module in Replicated.owners(target) if id(module) not in taken]
@@ -155,7 +163,7 @@ def _complete(given: list[Given]) -> list[Given]:
             raise ValueError(f"Replicated: {path!r} has no parameters of its own that could be replicated")
         complete += [(f"{path}.{inner}".strip("."), module, each) for inner, module in own]
         taken |= {id(module) for _, module in own}
-    return complete
+    return complete + shared
 
 
 def _lora(path: str, module: nn.Module, each: ParallelStyle) -> list[Given]:
@@ -177,6 +185,33 @@ def _lora(path: str, module: nn.Module, each: ParallelStyle) -> list[Given]:
     parts = [(f"{path}.base_layer", module.base_layer, each)]
     parts += [(f"{path}.{split}.{name}", linear, each) for name, linear in adapters[split].items()]
     return parts + [(f"{path}.{whole}.{name}", linear, other) for name, linear in adapters[whole].items()]
+
+
+def _check_heads(model: nn.Module, given: list[Given], ranks: int):
+    """Raises ValueError for an attention whose heads would not be whole on every rank, by the numbers in model.config,
+    and for stacked queries, keys and values of which a rank would get other parts than the attention takes them for.
+    """
+    split = [
+        (name, module)
+        for name, module, each in given
+        if isinstance(each, ColwiseParallel) and each.output_layouts[0].is_shard() and "att" in name.lower()
+    ]
+    for name, _ in split:
+        if name.rpartition(".")[2] == "c_attn":
+            raise ValueError(
+                f"parallelize: {name!r} is queries, keys and values in one, which its attention takes apart by their "
+                f"whole sizes; give it 'colwise_gather_output' and the projection behind it 'rowwise_split_input'"
+            )
+    config = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    heads = getattr(config, "num_attention_heads", None)
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    if split and isinstance(heads, int) and (heads % ranks or groups % ranks):
+        raise ValueError(
+            f"parallelize: {split[0][0]!r} can't be split by heads: {heads} heads and {groups} of keys and values (in "
+            f"model.config) don't divide by {ranks} ranks; use a number of ranks that divides both, or leave the "
+            f"attention out of the plan"
+        )
 
 
 def _placement(each: ParallelStyle, module: nn.Module, name: str) -> Placement | None:

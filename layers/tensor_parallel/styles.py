@@ -35,7 +35,10 @@ import tkernels
 from tkernels.comm import as_context, find_context
 from tkernels.layers.owners import attributes, owner_of
 from tkernels.layers.tensor_parallel.dtensors import as_dtensor, chunk_sizes, local
-from tkernels.layers.tensor_parallel.functions import column_parallel_linear, in_autocast_dtype
+from tkernels.layers.tensor_parallel.functions import (
+    column_parallel_linear,
+    in_autocast_dtype,
+)
 from tkernels.layers.tensor_parallel.replicas import ReplicatedParameters, has_others_hooks, is_part
 
 __all__ = [  # those that prepare a module's inputs and outputs are torch's own
@@ -106,47 +109,57 @@ def _positive(placement: Placement, dims: int) -> Placement:
     return Shard(placement.dim % dims) if placement.is_shard() and placement.dim < 0 else placement
 
 
-def _rows_first(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Size]:
-    """x [..., K] as rows of K, those of one position along `dim` together; and its shape with `dim` first."""
-    x = x.movedim(dim, 0)
-    return x.reshape(-1, x.shape[-1]), x.shape
-
-
 class ParallelModule:
     """What the modules that a style has been given to have in common."""
 
     kind: str  # the first word of the class's name
     _layout: Layout
 
-    def _operands(self, x: torch.Tensor, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """x, this rank's weight [N, K] and bias, as autocast has nn.Linear take them."""
-        weight = local(self.weight)
-        return in_autocast_dtype(device, x, weight.t() if self._layout.transposed else weight, local(self.bias))
+    def _parts(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """This rank's weight [N, K] and bias of a linear layer, as autocast has nn.Linear take them."""
+        weight, device = local(self.weight), find_context(self._layout.context).device.type
+        return in_autocast_dtype(device, weight.t() if self._layout.transposed else weight, local(self.bias))
 
 
 class ColwiseLinear(ParallelModule):
     """What ColwiseParallel makes of a linear layer. Collective: forward and backward."""
 
     kind = "Colwise"
+    _siblings = None  # the layers that share the communication of its input
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        layout, last = self._layout, x.dim() - 1
-        ctx = find_context(layout.context)
-        x, placement, shape = layout.enter(
+        y = self._product(x) if self._siblings is None else self._siblings.product(self, x)
+        return self._layout.leave(y, Shard(y.dim() - 1), (*y.shape[:-1], self.out_features))
+
+    def _enter(self, x: torch.Tensor) -> tuple[torch.Tensor, Placement, tuple]:
+        """As Layout.enter: a replicated input, or one split along a leading dimension."""
+        last = x.dim() - 1
+        x, placement, shape = self._layout.enter(
             x, Replicate(), lambda given: given.is_replicate() or given.is_shard() and given.dim != last
         )
-        x, weight, bias = self._operands(x, ctx.device.type)
-        N = weight.shape[0]
-        if placement.is_replicate():
-            y = column_parallel_linear(x.reshape(-1, x.shape[-1]), weight, bias, mesh=ctx).view(*x.shape[:-1], N)
-        else:
-            flat, (_, *others, _) = _rows_first(x, placement.dim)
-            sizes = chunk_sizes(shape[placement.dim], ctx.size)
-            rows = tuple(size * torch.Size(others).numel() for size in sizes)
-            keep = torch.is_grad_enabled() and weight.requires_grad
-            y = tkernels.all_gather_matmul(flat, weight, bias, return_gathered=keep, rows=rows, ctx=ctx)
-            y = (y[0] if keep else y).view(sum(sizes), *others, N).movedim(0, placement.dim)
-        return layout.leave(y, Shard(last), (*y.shape[:-1], self.out_features))
+        return *in_autocast_dtype(x.device.type, x), placement, shape
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's out-features, of all positions."""
+        x, placement, shape = self._enter(x)
+        if placement.is_shard():
+            return gathered_products([self], x, placement.dim, shape[placement.dim])[0]
+        ctx = find_context(self._layout.context)
+        y = column_parallel_linear(x.reshape(-1, x.shape[-1]), *self._parts(), mesh=ctx)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def gathered_products(linears: list[ColwiseLinear], x: torch.Tensor, dim: int, length: int) -> list[torch.Tensor]:
+    """Collective. The products of an input that is split along `dim`, where all ranks together have `length`."""
+    ctx = find_context(linears[0]._layout.context)
+    weights, biases = map(list, zip(*(linear._parts() for linear in linears), strict=True))
+    keep = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+    options = {"return_gathered": keep, "gather_dim": dim, "rows": chunk_sizes(length, ctx.size), "ctx": ctx}
+    if len(linears) == 1:
+        y = tkernels.all_gather_matmul(x, weights[0], biases[0], **options)
+        return [y[0] if keep else y]
+    ys = tkernels.all_gather_matmul(x, weights, biases, **options)
+    return ys[0] if keep else ys
 
 
 class RowwiseLinear(ParallelModule):
@@ -158,17 +171,14 @@ class RowwiseLinear(ParallelModule):
         layout, last = self._layout, x.dim() - 1
         ctx = find_context(layout.context)
         x, _, _ = layout.enter(x, Shard(last), lambda given: given == Shard(last))
-        x, weight, bias = self._operands(x, ctx.device.type)
+        (x,), (weight, bias) = in_autocast_dtype(ctx.device.type, x), self._parts()
         shape = (*x.shape[:-1], self.out_features)
         output = _positive(layout.output, x.dim())
         if output.is_shard() and output.dim != last:
-            flat, (length, *others, _) = _rows_first(x, output.dim)
-            sizes = chunk_sizes(length, ctx.size)
-            rows = tuple(size * torch.Size(others).numel() for size in sizes)
-            y = tkernels.matmul_reduce_scatter(flat, weight, bias, rows=rows, ctx=ctx)
-            y = y.view(sizes[ctx.rank], *others, self.out_features).movedim(0, output.dim)
+            rows = chunk_sizes(x.shape[output.dim], ctx.size)
+            y = tkernels.matmul_reduce_scatter(x, weight, bias, scatter_dim=output.dim, rows=rows, ctx=ctx)
             return layout.leave(y, output, shape)
-        y = tkernels.matmul_all_reduce(x.reshape(-1, x.shape[-1]), weight, bias, ctx=ctx).view(shape)
+        y = tkernels.matmul_all_reduce(x, weight, bias, ctx=ctx)
         return layout.leave(y, Replicate(), shape)
 
 

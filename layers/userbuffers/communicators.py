@@ -54,12 +54,12 @@ NUM_CARRIERS = 12  # programs of a collective beside a GEMM, unless options set 
 MAX_PROGRAMS = 256  # upper bound on the programs of such kernels that a GPU runs at one time
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
+_numbers = itertools.count()
 _ARGUMENTS = {  # fields of OverlapOptions that the constructors take under other names
     "num_sm": "num_comm_sm",
     "cga_size": "comm_cga_size",
     "pipeline_rs_overlap_first_gemm": "rs_overlap_first_gemm",
 }
-_numbers = itertools.count()
 
 
 class CommOverlapType(enum.IntEnum):
@@ -69,58 +69,24 @@ class CommOverlapType(enum.IntEnum):
     AG = 1
 
 
-class CommOverlapAlgo(enum.IntEnum):
-    """The algorithms under their legacy names. No function takes them as an argument."""
-
-    BULK_OVERLAP_AG = 0
-    BULK_OVERLAP_RS = 1
-    SPLIT_PIPELINED_AG_P2P = 2
-    SPLIT_PIPELINED_RS = 3
-    SPLIT_PIPELINED_RS_P2P = 4
-    ATOMIC_GEMM_RS = 5
-    ATOMIC_GEMM_AG_P2P = 6
-    ATOMIC_GEMM_RS_P2P = 7
-    EXTERNAL_BULK_OVERLAP_AG = 8
-
-
-class _Domain:
-    """The ranks of one tensor-parallel domain: their context and communication streams, shared by communicators.
-
-    Closing the domain finalizes the context. Without `close`, the context is freed by the next one over the same group,
-    after the last object that shares it is gone on every rank (Context.abandon).
-    """
-
-    def __init__(self, group, heap_bytes: int | None):
-        self.context = init(group, heap_bytes=heap_bytes, timeout_s=timeout_s(), default=False)
-        self.dev = torch.get_device_module(self.context.device)
-        self._streams = {}
-        self._dropped = weakref.finalize(self, Context.abandon, self.context)
-        self._dropped.atexit = False
-
-    @property
-    def closed(self) -> bool:
-        return not self._dropped.alive
-
-    def close(self):
-        """Collective. Finalize the context. May be repeated."""
-        if self._dropped.detach():
-            self.context.finalize()
-
-    def stream(self, priority: int):
-        if priority not in self._streams:
-            self._streams[priority] = self.dev.Stream(priority=priority)
-        return self._streams[priority]
+CommOverlapAlgo = enum.IntEnum(  # legacy names, which no function takes as an argument
+    "CommOverlapAlgo",
+    "BULK_OVERLAP_AG BULK_OVERLAP_RS SPLIT_PIPELINED_AG_P2P SPLIT_PIPELINED_RS SPLIT_PIPELINED_RS_P2P ATOMIC_GEMM_RS "
+    "ATOMIC_GEMM_AG_P2P ATOMIC_GEMM_RS_P2P EXTERNAL_BULK_OVERLAP_AG",
+    start=0,
+)
 
 
 class CommOverlapHelper:
     """Collective. The ranks that communicators connect: those of `intra_node_group`, by default of `world_group`.
 
+    It holds their context and communication streams, which all its communicators share.
+
     If both are given, they must have one backend, and world_group the ranks of intra_node_group. Without groups, they
     are those of torch's default group.
 
-    Communicators hold references to all that they use, so the helper may be dropped before them. Once the helper and
-    its communicators are dropped, their symmetric memory is freed when the ranks make the next helper, or context, for
-    the group.
+    Communicators keep the helper alive. Once it and they are dropped, on every rank, their symmetric memory is freed
+    when the ranks make the next helper, or context, for the group (Context.abandon); by `close`, at once.
 
     heap_bytes: symmetric memory for all communicators of the helper; the default is that of `tkernels.init`.
     """
@@ -144,7 +110,25 @@ class CommOverlapHelper:
         group = world_group if intra_node_group is None else intra_node_group
         if group is not None:
             group_of("CommOverlapHelper", group)
-        self.domain = _Domain(group, heap_bytes)
+        self.context = init(group, heap_bytes=heap_bytes, timeout_s=timeout_s(), default=False)
+        self.dev = torch.get_device_module(self.context.device)
+        self._streams = {}
+        self._dropped = weakref.finalize(self, Context.abandon, self.context)
+        self._dropped.atexit = False
+
+    @property
+    def closed(self) -> bool:
+        return not self._dropped.alive
+
+    def close(self):
+        """Collective. Finalize the context. May be repeated."""
+        if self._dropped.detach():
+            self.context.finalize()
+
+    def stream(self, priority: int):
+        if priority not in self._streams:
+            self._streams[priority] = self.dev.Stream(priority=priority)
+        return self._streams[priority]
 
 
 class CommOverlapCore:
@@ -175,17 +159,17 @@ class CommOverlapCore:
                 f"{name}: gemm_priority={options.gemm_priority}, but GEMMs run on the caller's stream; pass 0, and "
                 f"call from a stream with the priority that you want"
             )
-        self._domain, self.dtype = helper.domain, buffer_dtype
+        self._helper, self.dtype = helper, buffer_dtype
         self.comm_type, self.options, self._cublasmp = comm_type, options, use_cublasmp
         self.rank, self.size = self.context.rank, self.context.size
         if tp_size != self.size:
             raise ValueError(f"{name}: tp_size={tp_size}, but the helper's group has {self.size} ranks")
         self._margin = margin()
         highest = get_stream_priority_range()[1]
-        self.stream = self._domain.stream(options.comm_priority or highest)
+        self.stream = self._helper.stream(options.comm_priority or highest)
         self._buffer, self._active, self._parts = None, self.shape, None
         self._configs = {}
-        self._number = next(_numbers)  # identifies it in the keys of plans, which must not keep it alive
+        self._number = next(_numbers)  # identifies it among prepared calls, which must not keep it alive
         self._reserve()
 
     @classmethod
@@ -313,16 +297,11 @@ class CommOverlapCore:
 
     # Communication and GEMMs
 
-    def prepared(self, prepare, tensors: tuple[torch.Tensor | None, ...], *options):
-        """The cached result of `prepare(self, *tensors, *options)` for calls like this one; see Context.prepared."""
-        key = prepare, self._number, precision(tensors[0].dtype), *map(describe, tensors), *options
-        return self.context.workspace().prepared(key, lambda: prepare(self, *tensors, *options))
-
     @property
     def context(self) -> Context:
-        if self._domain.closed:
-            raise TkernelsError(f"{type(self).__name__}: its domain has been given back by destroy_ub()")
-        return self._domain.context
+        if self._helper.closed:
+            raise TkernelsError(f"{type(self).__name__}: it has been given back by destroy_ub()")
+        return self._helper.context
 
     def all_gather_matmul(self, x_shard_m, w, bias=None, *, rows=None, gathered=False, out=None, out_dtype=None):
         """Collective. (all_gather(x_shard_m) @ w.T + bias, x gathered or None).
@@ -331,13 +310,11 @@ class CommOverlapCore:
             tensor is filled and returned. "borrowed" returns rows that may lie in the workspace and are valid until the
             next call on this stream.
         """
-        tensors = x_shard_m, w, bias, out, gathered if isinstance(gathered, torch.Tensor) else None
-        options = tensors[-1] is not None or gathered, rows if rows is None else tuple(rows), out_dtype
-        with self.context.turn:
-            return self.prepared(CommOverlapCore.plan_all_gather_matmul, tensors, *options)(*tensors)
+        into = gathered if isinstance(gathered, torch.Tensor) else None
+        options = into is not None or gathered, rows if rows is None else tuple(rows), out_dtype
+        return self._call(CommOverlapCore._prepare_all_gather_matmul, (x_shard_m, w, bias, out, into), *options)
 
-    def plan_all_gather_matmul(self, x, w, bias, out, gathered, return_gathered: bool | str, rows, out_dtype):
-        """Plan `all_gather_matmul` for tensors like these; returns a function of them."""
+    def _prepare_all_gather_matmul(self, x, w, bias, out, gathered, return_gathered: bool | str, rows, out_dtype):
         rows = check_rows("all_gather_matmul", self.context, rows, own=x.shape[0])
         config = self._config("all_gather_matmul", sum(rows), x, w, x.shape[1])
         config = with_room_for(config, out_dtype or x.dtype, x.dtype)
@@ -351,13 +328,12 @@ class CommOverlapCore:
 
         beside: the call is made inside a `self.beside` block, so the kernel leaves SMs free for the collective.
         """
-        tensors, options = (x, w, bias, out), (rows if rows is None else tuple(rows), out_dtype, beside)
-        with self.context.turn:
-            return self.prepared(CommOverlapCore.plan_matmul_reduce_scatter, tensors, *options)(*tensors)
+        options = rows if rows is None else tuple(rows), out_dtype, beside
+        return self._call(CommOverlapCore._prepare_matmul_reduce_scatter, (x, w, bias, out), *options)
 
-    def plan_matmul_reduce_scatter(self, x, w, bias, out, rows, out_dtype, beside: bool = False):
-        """Plan `matmul_reduce_scatter` for tensors like these; returns a function of them."""
+    def _prepare_matmul_reduce_scatter(self, x, w, bias, out, rows, out_dtype, beside: bool):
         rows = split_rows(x.shape[0], self.size) if rows is None else rows
+        rows = check_rows("matmul_reduce_scatter", self.context, rows, total=x.shape[0])
         spared = self._num_carriers if beside else 0
         config = self._config("matmul_reduce_scatter", x.shape[0], x, w, w.shape[0], spared)
         config = with_room_for(config, out_dtype or x.dtype, x.dtype)
@@ -381,7 +357,7 @@ class CommOverlapCore:
         the block.
         """
         self._check(x.shape[-1], max(x.shape[0], out.shape[0]), x.dtype)
-        dev, current = self._domain.dev, self._domain.dev.current_stream()
+        dev, current = self._helper.dev, self._helper.dev.current_stream()
         gate = Fence(dev)
         gate.record(current)
         lease = Lease(out, dev=dev, home=current, gate=gate, name=self._moved)
@@ -407,11 +383,9 @@ class CommOverlapCore:
 
     def multiply(self, x: torch.Tensor, w: torch.Tensor, out_dtype=None, out=None) -> torch.Tensor:
         """x @ w.T on this rank. Leaves free the SMs that set_sm_margin and NVTE_EXT_MARGIN_SM reserve."""
-        tensors = x, w, out
-        return self.prepared(CommOverlapCore.plan_multiply, tensors, out_dtype)(*tensors)
+        return self._call(CommOverlapCore._prepare_multiply, (x, w, out), out_dtype)
 
-    def plan_multiply(self, x, w, out, out_dtype):
-        """Plan `multiply` for tensors like these; returns a function of them."""
+    def _prepare_multiply(self, x, w, out, out_dtype):
         margin = self._margin + (self._num_carriers if self.options.set_sm_margin else 0)
         if not margin or not x.shape[1]:
             capture.prepare_cublas()
@@ -420,6 +394,15 @@ class CommOverlapCore:
         config = replace(config, max_programs=max(self.context.num_programs - margin, 1))
         run = Matmul(None, out_dtype, config, precision(x.dtype)).prepare(x, w, None, out)
         return lambda x, w, out: run(x, w, None, out)
+
+    def _call(self, prepare, tensors: tuple[torch.Tensor | None, ...], *options):
+        """What `prepare(self, *tensors, *options)` returns, called with the tensors; for calls alike it is kept.
+
+        As by Context.call, whose calls have no communicator: its options choose their configurations.
+        """
+        key = prepare, self._number, precision(tensors[0].dtype), *map(describe, tensors), *options
+        with self.context.turn:
+            return self.context.workspace().prepared(key, prepare, self, *tensors, *options)(*tensors)
 
     def _check(self, width: int, tokens: int, dtype: torch.dtype):
         if tokens * width > math.prod(self.shape) or dtype != self.dtype:
@@ -461,7 +444,7 @@ class CommOverlapCore:
             memory["landing_bytes"] = 0
         # The current stream first: a captured stream that has no workspace may borrow an older one (Context.workspace).
         self.context.workspace().reserve(**memory)
-        with self._domain.dev.stream(self.stream):
+        with self._helper.dev.stream(self.stream):
             self.context.workspace().reserve(**memory)
 
 
@@ -642,14 +625,14 @@ def bulk_overlap_ag_with_external_gemm(allgather_communicator: CommOverlapCore, 
     comm = allgather_communicator
     _check_communicator("bulk_overlap_ag_with_external_gemm", comm)
     for name, stream in (("send_stream", send_stream), ("recv_stream", recv_stream)):
-        if not isinstance(stream, type(comm._domain.dev.current_stream())):
+        if not isinstance(stream, type(comm._helper.dev.current_stream())):
             raise TypeError(f"bulk_overlap_ag_with_external_gemm: {name} is {type(stream).__name__}, not a stream")
     if comm.with_cublasmp() or comm.is_p2p_overlap():
         reason = "has cublasmp semantics" if comm.with_cublasmp() else "overlaps inside a GEMM only"
         raise ValueError(
             f"bulk_overlap_ag_with_external_gemm: {comm!r} {reason}; make a CommOverlap without use_cublasmp"
         )
-    dev, (rows, own, whole) = comm._domain.dev, comm.parts()
+    dev, (rows, own, whole) = comm._helper.dev, comm.parts()
     ready = Fence(dev)
     ready.record(send_stream)
     ready.wait(recv_stream)

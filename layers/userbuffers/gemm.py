@@ -1,17 +1,12 @@
-"""general_gemm: one GEMM, alone, with communication inside, or beside a collective.
+"""general_gemm: one GEMM, alone, with communication inside, or beside a collective."""
 
-The options of a call and the shapes, strides and dtypes of its tensors determine its plan. `_plan` checks them and
-makes the plan once; later calls like it look the plan up and run it on their own tensors.
-"""
-
-import contextlib
+import functools
 import math
 from collections.abc import Iterable
 
 import torch
 from torch.nn import functional
 
-from tkernels.comm.calls import local_calls
 from tkernels.comm.collectives import check_rows, split_rows
 from tkernels.layers.tensor_parallel.dataflow import product
 from tkernels.layers.userbuffers.communicators import CommOverlapCore, CommOverlapType
@@ -24,6 +19,20 @@ OPERANDS = {  # by layout: (x, w) of x @ w.T
 }
 
 
+def _without_grad(function):
+    """`function` under torch.no_grad(), which costs as much as a launch, only in calls with gradients enabled."""
+
+    @functools.wraps(function)
+    def call(*arguments, **options):
+        if not torch.is_grad_enabled():
+            return function(*arguments, **options)
+        with torch.no_grad():
+            return function(*arguments, **options)
+
+    return call
+
+
+@_without_grad
 def general_gemm(
     A: torch.Tensor,
     B: torch.Tensor,
@@ -77,10 +86,7 @@ def general_gemm(
     dimensions, unless the layout is NT. Raises ValueError or TypeError before anything is launched; but an `out` of
     the wrong shape, in a call whose kernel communicates, is refused after the launch.
     """
-    tensors = A, B, out, bias, gelu_in, extra_output
-    _check_tensors(*tensors)
-    if ub is not None and not isinstance(ub, CommOverlapCore):
-        raise TypeError(f"general_gemm: ub is {type(ub).__name__} and must be a CommOverlap or a CommOverlapP2P")
+    _check(A, B, out, bias, gelu_in, extra_output, out_dtype, gelu, accumulate, layout, grad, bulk_overlap, ub)
     if type(alpha) is not float:
         alpha = _number("alpha", alpha)
     if beta is not None and type(beta) is not float:
@@ -111,170 +117,99 @@ def general_gemm(
         raise ValueError("general_gemm: quantization_params quantizes the result, but there is no fp8; pass None")
     if not accumulate and beta not in (None, 0.0):
         raise ValueError(f"general_gemm: beta={beta} scales what is accumulated to; pass accumulate=True as well")
-    rows = None if rows is None else tuple(rows)
-    options = out_dtype, gelu, alpha == 1.0, accumulate, layout, grad, ub_type, bulk_overlap, rows
-    with contextlib.nullcontext() if ub is None else ub.context.turn:
-        try:
-            if ub is None:
-                # The key holds no shapes: the plan doesn't depend on them, and torch checks them in each call.
-                into, given = out is None or (out.dtype, out.is_contiguous()), (bias is None, gelu_in is None)
-                key = _plan, B.dtype, into, given, extra_output is None, options
-                plan = local_calls.find(key, lambda: _plan(None, *tensors, *options))
-            else:
-                # Also the buffer state that matters, and ub_type's type: 1 equals CommOverlapType.AG, but is refused.
-                state = ub._active if bulk_overlap else ub.holds(B)
-                plan = ub.prepared(_plan, tensors, *options, state, type(ub_type))
-        except TypeError:
-            _check(*options[:2], *options[3:6], bulk_overlap, out)  # what can't be part of a key
-            raise
-        return plan(ub, *tensors, alpha, beta)
-
-
-def _plan(
-    ub, A, B, out, bias, gelu_in, extra_output,
-    out_dtype, gelu, unscaled, accumulate, layout, grad, ub_type, bulk_overlap, rows, *_,
-):  # fmt: skip
-    """Plan general_gemm for tensors like these: a function of ub (not kept in it), the tensors, alpha and beta."""
-    _check(out_dtype, gelu, accumulate, layout, grad, bulk_overlap, out)
     if gelu_in is not None and not gelu:
         raise ValueError("general_gemm: gelu_in is given, but gelu=False applies none; pass gelu=True, or leave it out")
     if gelu and grad and gelu_in is None:
         raise ValueError("general_gemm: gelu=True with grad=True needs gelu_in, what gelu was applied to in forward")
     if ub is not None or ub_type is not None or bulk_overlap or extra_output is not None:
         _check_overlap(ub, ub_type, bulk_overlap)
-    if rows is not None and (ub is None or bulk_overlap):
+    communicates = ub is not None and not bulk_overlap  # inside the GEMM
+    if rows is not None and not communicates:
         raise ValueError(
             f"general_gemm: rows={rows} concerns communication inside a GEMM, and there is none here; leave rows out"
         )
-    operands = OPERANDS[layout]
+    x, w = OPERANDS[layout](A, B)
     dtype = out_dtype or (B.dtype if out is None else out.dtype)
-    plain = unscaled and not accumulate and not gelu
-    added, asked = (bias is not None and not grad), (bias is not None and grad)
-    fused = plain and added and ub is not None and not bulk_overlap
-    into = plain and out is not None and out.dtype == dtype  # the GEMM writes its result to `out`
-    example = *operands(A, B), bias if fused else None, out if into else None, extra_output
-
+    plain = alpha == 1.0 and not accumulate and not gelu
+    added, asked = bias is not None and not grad, bias is not None and grad
+    if added and bias.numel() != w.shape[0]:
+        raise ValueError(f"general_gemm: bias has shape {list(bias.shape)}, but the result has {w.shape[0]} features")
+    if not communicates and out is not None and out.shape != (x.shape[0], w.shape[0]):
+        raise _misshapen(out, (x.shape[0], w.shape[0]))  # torch would resize it, and overwrite what lies behind it
+    fused = bias if plain and added and communicates else None
+    into = out if plain and out is not None and out.dtype == dtype else None  # the GEMM writes its result to it
+    gathered, filled = B, None  # the rows of B on all ranks; what is yet to be filled with the final result
     if ub is None:
-        multiply = _plan_alone(dtype)
+        value = product(x, w, dtype, into)
     elif bulk_overlap:
-        multiply = _plan_bulk(ub, *example, ub_type, dtype)
+        value = _bulk(ub, x, w, into, extra_output, ub_type, dtype)
     elif ub_type is CommOverlapType.AG:
-        multiply = _plan_gather(ub, *example, rows, dtype, asked)
+        value, gathered = _gather(ub, x, w, fused, into, extra_output, rows, dtype, asked)
     else:
-        multiply = _plan_scatter(ub, *example, rows, dtype, plain and out is None)
-
-    def run(ub, A, B, out, bias, gelu_in, extra_output, alpha, beta):
-        x, w = operands(A, B)
-        if added and bias.numel() != w.shape[0]:
-            raise ValueError(
-                f"general_gemm: bias has shape {list(bias.shape)}, but the result has {w.shape[0]} features"
-            )
-        if (ub is None or bulk_overlap) and out is not None and out.shape != (x.shape[0], w.shape[0]):
-            raise _misshapen(out, (x.shape[0], w.shape[0]))  # torch would resize it, and overwrite what lies behind it
-        value, gathered, filled = multiply(ub, x, w, bias if fused else None, out if into else None, extra_output)
-        if out is not None and out.shape != value.shape:
-            raise _misshapen(out, value.shape)
-        if not plain:
-            value = _epilogue(value, alpha, beta, accumulate, out, bias if added else None)
-        elif added and not fused:
-            value = value.add_(bias)
-        gelu_input = None
-        if gelu and grad:
-            value = torch.ops.aten.gelu_backward(value, gelu_in, approximate="tanh")
-        elif gelu:
-            gelu_input = value if gelu_in is None else gelu_in.copy_(value)
-            value = functional.gelu(value, approximate="tanh")
-        if out is not None and value is not out:
-            value = out.copy_(value)
-        if filled is not None and filled is not value:
-            filled.copy_(value)
-        bias_grad = (value if gelu else B if gathered is None else gathered).sum(0) if asked else None
-        return value, bias_grad, gelu_input, extra_output
-
-    return _without_grad(run)
+        value, filled = _scatter(ub, x, w, fused, into, extra_output, rows, dtype, plain and out is None)
+    if out is not None and out.shape != value.shape:
+        raise _misshapen(out, value.shape)
+    if not plain:
+        value = _epilogue(value, alpha, beta, accumulate, out, bias if added else None)
+    elif added and fused is None:
+        value = value.add_(bias)
+    gelu_input = None
+    if gelu and grad:
+        value = torch.ops.aten.gelu_backward(value, gelu_in, approximate="tanh")
+    elif gelu:
+        gelu_input = value if gelu_in is None else gelu_in.copy_(value)
+        value = functional.gelu(value, approximate="tanh")
+    if out is not None and value is not out:
+        value = out.copy_(value)
+    if filled is not None and filled is not value:
+        filled.copy_(value)
+    return value, (value if gelu else gathered).sum(0) if asked else None, gelu_input, extra_output
 
 
-def _without_grad(run):
-    """Wrap `run` in torch.no_grad(), which costs as much as a launch, only in calls with gradients enabled."""
-
-    def call(*arguments):
-        if not torch.is_grad_enabled():
-            return run(*arguments)
-        with torch.no_grad():
-            return run(*arguments)
-
-    return call
-
-
-# The four kinds of GEMM. Each function plans a function of (ub, x, w, bias, out, extra_output) that returns the GEMM's
-# result, the gathered rows or None, and the tensor still to be filled with the final result or None.
-
-
-def _plan_alone(dtype):
-    return lambda ub, x, w, bias, out, extra_output: (product(x, w, dtype, out), None, None)
-
-
-def _plan_gather(ub, x, w, bias, out, extra_output, rows, dtype, wanted: bool):
-    whole = ub.holds(x)  # the global tensor: this rank's part is in place, and the gather fills in the others
-    if whole:
+def _gather(ub, x, w, bias, out, extra_output, rows, dtype, wanted: bool):
+    """The GEMM that gathers, and the gathered rows: at least if they are wanted, or extra_output is to hold them."""
+    mine, target, total = x, None, x.shape[0] * ub.size if rows is None else sum(rows)
+    if ub.holds(x):  # the global tensor: this rank's part is in place, and the gather fills in the others
         rows = split_rows(x.shape[0], ub.size) if rows is None else rows
         rows = check_rows("general_gemm", ub.context, rows, total=x.shape[0])
-    else:
-        rows = (x.shape[0],) * ub.size if rows is None else rows
-    shape, rank = (sum(rows), x.shape[1]), ub.rank
-
-    def parts(x, extra_output):
-        filled = None if extra_output is None else _shaped(extra_output, shape)
-        return (x.split(rows)[rank], x, filled) if whole else (x, filled, filled)
-
-    mine, target, _ = parts(x, extra_output)
-    gather = ub.plan_all_gather_matmul(mine, w, bias, out, target, target is not None or wanted, rows, dtype)
-
-    def multiply(ub, x, w, bias, out, extra_output):
-        mine, target, filled = parts(x, extra_output)
-        value, gathered = gather(mine, w, bias, out, target)
-        if filled is not None and filled is not gathered:
-            filled.copy_(gathered)
-        return value, gathered, None
-
-    return multiply
+        mine, target, total = x.split(rows)[ub.rank], x, x.shape[0]
+    filled = None if extra_output is None else _shaped(extra_output, (total, x.shape[1]))
+    target = filled if target is None else target
+    value, gathered = ub.all_gather_matmul(
+        mine, w, bias, rows=rows, gathered=wanted if target is None else target, out=out, out_dtype=dtype
+    )
+    if filled is not None and filled is not gathered:
+        filled.copy_(gathered)
+    return value, gathered
 
 
-def _plan_scatter(ub, x, w, bias, out, extra_output, rows, dtype, free: bool):
-    """Plan the GEMM + reduce-scatter. free: the result may be written to extra_output's memory."""
-    rows = split_rows(x.shape[0], ub.size) if rows is None else rows
-    rows = check_rows("general_gemm", ub.context, rows, total=x.shape[0])
-    shape = rows[ub.rank], w.shape[0]
-    if extra_output is not None and not extra_output.is_floating_point():
-        raise TypeError(f"general_gemm: extra_output is {extra_output.dtype}, which can't hold the result; pass floats")
-    shared = free and extra_output is not None and extra_output.dtype == dtype  # extra_output is also the result
-    filled = None if extra_output is None else _shaped(extra_output, shape)
-    scatter = ub.plan_matmul_reduce_scatter(x, w, bias, filled if shared else out, rows, dtype)
-
-    def multiply(ub, x, w, bias, out, extra_output):
-        filled = None if extra_output is None else _shaped(extra_output, shape)
-        return scatter(x, w, bias, filled if shared else out), None, filled
-
-    return multiply
-
-
-def _plan_bulk(ub, x, w, bias, out, extra_output, ub_type, dtype):
-    gathers, shapes = ub_type is CommOverlapType.AG, [part.shape for part in ub.parts()[1:]]
-    shape = shapes[gathers]
+def _scatter(ub, x, w, bias, out, extra_output, rows, dtype, free: bool):
+    """The GEMM that reduces and scatters, and extra_output in its shape. free: extra_output may be the result's."""
+    filled = None
     if extra_output is not None:
-        _shaped(extra_output, shape)
-    alone = ub.plan_multiply(x, w, out, dtype)
+        if not extra_output.is_floating_point():
+            raise TypeError(
+                f"general_gemm: extra_output is {extra_output.dtype}, which can't hold the result; pass floats"
+            )
+        rows = split_rows(x.shape[0], ub.size) if rows is None else rows
+        rows = check_rows("general_gemm", ub.context, rows, total=x.shape[0])
+        filled = _shaped(extra_output, (rows[ub.rank], w.shape[0]))
+        out = filled if free and filled.dtype == dtype else out
+    return ub.matmul_reduce_scatter(x, w, bias, rows=rows, out=out, out_dtype=dtype), filled
 
-    def multiply(ub, x, w, bias, out, extra_output):
-        rows, own, whole = ub.parts()
-        collective, source, result = (ub.all_gather, own, whole) if gathers else (ub.reduce_scatter, whole, own)
-        with ub.beside(collective, source, rows, result):
-            value = alone(x, w, out)
-        if extra_output is not None:
-            _shaped(extra_output, shape).copy_(result)
-        return value, None, None
 
-    return multiply
+def _bulk(ub, x, w, out, extra_output, ub_type, dtype):
+    """The local GEMM, with a collective on ub's buffer beside it, whose result goes to extra_output as well."""
+    rows, own, whole = ub.parts()
+    collective, source, result = (ub.all_gather, own, whole)
+    if ub_type is CommOverlapType.RS:
+        collective, source, result = (ub.reduce_scatter, whole, own)
+    extra = None if extra_output is None else _shaped(extra_output, result.shape)
+    with ub.beside(collective, source, rows, result):
+        value = ub.multiply(x, w, dtype, out)
+    if extra is not None:
+        extra.copy_(result)
+    return value
 
 
 def _shaped(extra_output: torch.Tensor, shape) -> torch.Tensor:
@@ -300,7 +235,14 @@ def _epilogue(value, alpha, beta, accumulate, out, bias):
     return value if bias is None else value + bias
 
 
-def _check_tensors(A, B, out, bias, gelu_in, extra_output):
+def _number(name: str, value) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: tensors of several elements
+        raise TypeError(f"general_gemm: {name}={value!r} is no number") from None
+
+
+def _check(A, B, out, bias, gelu_in, extra_output, out_dtype, gelu, accumulate, layout, grad, bulk_overlap, ub):
     for name, tensor in (
         ("B", B), ("A", A), ("out", out), ("bias", bias), ("gelu_in", gelu_in), ("extra_output", extra_output),
     ):  # fmt: skip
@@ -315,25 +257,18 @@ def _check_tensors(A, B, out, bias, gelu_in, extra_output):
             f"general_gemm: A is {A.dtype} {list(A.shape)} and B {B.dtype} {list(B.shape)}; they must be matrices, or "
             f"have more dimensions, and be of one dtype"
         )
-
-
-def _number(name: str, value) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: tensors of several elements
-        raise TypeError(f"general_gemm: {name}={value!r} is no number") from None
-
-
-def _check(out_dtype, gelu, accumulate, layout, grad, bulk_overlap, out):
+    if ub is not None and not isinstance(ub, CommOverlapCore):
+        raise TypeError(f"general_gemm: ub is {type(ub).__name__} and must be a CommOverlap or a CommOverlapP2P")
     flags = {"gelu": gelu, "accumulate": accumulate, "grad": grad, "bulk_overlap": bulk_overlap}
     for name, value in flags.items():
-        boolean(f"general_gemm: {name}", 0 if value is None else value)
+        if value is not False and value is not True and value is not None:
+            boolean(f"general_gemm: {name}", value)
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         raise TypeError(
             f"general_gemm: out_dtype is a {type(out_dtype).__name__} and must be a torch.dtype; older releases had a "
             f"workspace in the third position, which there is none of: leave it out"
         )
-    if not isinstance(layout, str) or layout not in ("TN", "NN", "NT"):
+    if not isinstance(layout, str) or layout not in OPERANDS:
         raise ValueError(f"general_gemm: layout={layout!r} must be TN, NN or NT")
     if accumulate and out is None:
         raise ValueError("general_gemm: accumulate=True adds to `out`, but there is none; pass out=")

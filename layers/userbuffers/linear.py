@@ -32,10 +32,12 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
     """Base class of the layers: the group, the refused options, parameters, and deferred weight gradients."""
 
     def _configure(
-        self, tp_group, tp_size, sequence_parallel, fuse_wgrad_accumulation, delay_wgrad_compute, rng, init_method,
-        symmetric_ar_type,
+        self, tp_group=None, tp_size=1, sequence_parallel=False, fuse_wgrad_accumulation=False,
+        delay_wgrad_compute=False, get_rng_state_tracker=None, rng_tracker_name=None, init_method=None,
+        symmetric_ar_type=None, name=None, **_,
     ):  # fmt: skip
-        name = type(self).__name__
+        """Take of a constructor's arguments those that all layers have."""
+        self.name, name = name, type(self).__name__
         if symmetric_ar_type not in (None, "two_shot"):
             raise ValueError(
                 f"{name}: symmetric_ar_type={symmetric_ar_type!r} is not supported; pass 'two_shot' or None"
@@ -46,20 +48,24 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
             asked, tp_size = tp_size, group_of(f"{name}: tp_group", tp_group).size
             if asked not in (1, tp_size):
                 raise ValueError(f"{name}: tp_group has {tp_size} ranks, but tp_size={asked}")
-        for option, value in {"init_method": init_method, "get_rng_state_tracker": rng[0]}.items():
+        callables = {"init_method": init_method, "get_rng_state_tracker": get_rng_state_tracker}
+        for option, value in callables.items():
             if value is not None and not callable(value):
                 raise TypeError(f"{name}: {option}={value!r} must be a function or None")
         self.tp_group, self.tp_size = tp_group, tp_size
         self.sequence_parallel = sequence_parallel and tp_size > 1
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.wgrad_store = [] if delay_wgrad_compute else None
-        self.get_rng_state_tracker, self.rng_tracker_name = rng
+        self.get_rng_state_tracker, self.rng_tracker_name = get_rng_state_tracker, rng_tracker_name
         self.init_method, self.symmetric_ar_type = init_method or _normal, symmetric_ar_type
         self._init_methods = {}  # by parameter
 
-    def _effective(self, mode, ub_name, ag, rs, rs_dgrad, bulk_dgrad, bulk_wgrad) -> dict[str, bool]:
+    def _effective(
+        self, mode, ub_name, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad, **_
+    ) -> dict[str, bool]:
         """The FLAGS in effect, out of those requested. Raises if one has no communicator, or one of another kind."""
-        name = type(self).__name__
+        name, ag, rs = type(self).__name__, ub_overlap_ag, ub_overlap_rs
+        rs_dgrad, bulk_dgrad, bulk_wgrad = ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         column = self.sequence_parallel and mode == "column"
         row = self.sequence_parallel and mode == "row"
         if column and registry.using_cublasmp_backend() and (bulk_dgrad or bulk_wgrad):
@@ -122,17 +128,14 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
         """Whether a state-dict entry belongs to TransformerEngine's layer but is ignored by this one."""
         return entry == "_extra_state"  # fp8 state
 
-    def _parameter(self, name: str, shape, dim: int | None, device, dtype, init_method=nn.init.zeros_):
+    def _parameter(self, name: str, shape, dim: int | None, device, dtype, init_method=nn.init.zeros_, **marks):
         """Register this rank's part of a parameter, split along `dim` (None: not split), with Megatron's attributes."""
         self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
         self._init_methods[name] = init_method
         self._initialize(name)
-        self._mark(
-            name, tensor_model_parallel=dim is not None and self.tp_size > 1, partition_dim=-1 if dim is None else dim,
-            partition_stride=1,
-        )  # fmt: skip
         if self.wgrad_store is not None and name.endswith("weight") and not name.startswith("layer_norm"):
-            self._mark(name, skip_backward_post_hook=True)
+            marks["skip_backward_post_hook"] = True
+        self._mark_part(name, dim, self.tp_size, **marks)
 
     def reset_parameters(self, defer_init: bool = False):
         """Initialize this layer's own parameters as construction does.
@@ -163,18 +166,16 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
             )
         return tracker.fork(*() if self.rng_tracker_name is None else (self.rng_tracker_name,))
 
-    def _norm_parameters(self, features, normalization, zero_centered_gamma, device, dtype):
+    def _norm_parameters(self, prefix, shape, normalization, zero_centered_gamma, device, dtype, **marks):
         if normalization not in ("LayerNorm", "RMSNorm"):
             raise ValueError(f"{type(self).__name__}: normalization={normalization!r} must be LayerNorm or RMSNorm")
         self.normalization, self.zero_centered_gamma = normalization, zero_centered_gamma
         fill = nn.init.zeros_ if zero_centered_gamma else nn.init.ones_
-        self._parameter("layer_norm_weight", features, None, device, dtype, fill)
-        self._mark("layer_norm_weight", sequence_parallel=self.sequence_parallel)
+        self._parameter(f"{prefix}weight", shape, None, device, dtype, fill, **marks)
         if normalization == "LayerNorm":
-            self._parameter("layer_norm_bias", features, None, device, dtype)
-            self._mark("layer_norm_bias", sequence_parallel=self.sequence_parallel)
+            self._parameter(f"{prefix}bias", shape, None, device, dtype, **marks)
         else:
-            self.layer_norm_bias = None
+            setattr(self, f"{prefix}bias", None)
 
     def _normalize(self, x: torch.Tensor) -> torch.Tensor:
         check_input(type(self).__name__, x)
@@ -246,8 +247,13 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
 class _Linear(ParallelModule):
     """Common implementation of Linear and LayerNormLinear, which differ in the order of their arguments."""
 
-    def _build(self, in_features, out_features, parameters_split, device, dtype, norm=None):
-        kind, mode = type(self).__name__, self.parallel_mode
+    def _build(
+        self, in_features, out_features, bias, return_bias, parallel_mode, parameters_split, device, params_dtype,
+        ub_name, normalization=None, zero_centered_gamma=False, **options,
+    ):  # fmt: skip
+        self._configure(**options)
+        kind, mode = type(self).__name__, parallel_mode
+        self.parallel_mode, self.use_bias, self.return_bias, self.ub_name = mode, bias, return_bias, ub_name
         if mode not in ("column", "row", None):
             raise ValueError(f"{kind}: parallel_mode={mode!r} must be 'column', 'row' or None")
         self.in_features = divide(kind, "in_features", in_features, self.tp_size if mode == "row" else 1)
@@ -256,17 +262,18 @@ class _Linear(ParallelModule):
         self.gemm_bias_unfused_add = mode == "row" and self.apply_bias
         parts = self._parts(parameters_split, self.tp_size if mode == "column" else 1)
         self.weight_names, self.bias_names = [f"{part}weight" for part in parts], [f"{part}bias" for part in parts]
-        if norm is not None:
-            self._norm_parameters(in_features, *norm, device, dtype)
+        if normalization is not None:
+            norm = "layer_norm_", in_features, normalization, zero_centered_gamma, device, params_dtype
+            self._norm_parameters(*norm, sequence_parallel=self.sequence_parallel)
         for part, size in parts.items():
             dim = {"column": 0, "row": 1}.get(mode)
-            self._parameter(f"{part}weight", (size, self.in_features), dim, device, dtype, self.init_method)
+            self._parameter(f"{part}weight", (size, self.in_features), dim, device, params_dtype, self.init_method)
             if not self.use_bias:
                 self.register_parameter(f"{part}bias", None)
                 continue
-            self._parameter(f"{part}bias", size, 0 if mode == "column" else None, device, dtype)
-            if mode == "row":
-                self._mark(f"{part}bias", sequence_parallel=self.sequence_parallel)
+            marks = {"sequence_parallel": self.sequence_parallel} if mode == "row" else {}
+            self._parameter(f"{part}bias", size, 0 if mode == "column" else None, device, params_dtype, **marks)
+        vars(self).update(self._effective(mode, ub_name, **options))
 
     def _parts(self, parameters_split, divisor: int) -> dict[str, int]:
         kind = type(self).__name__
@@ -364,16 +371,9 @@ class Linear(_Linear):
         save_original_input: bool = False,
         name: str | None = None,
     ):
+        options = given(locals())
         super().__init__()
-        self._configure(
-            tp_group, tp_size, sequence_parallel, fuse_wgrad_accumulation, delay_wgrad_compute,
-            (get_rng_state_tracker, rng_tracker_name), init_method, symmetric_ar_type,
-        )  # fmt: skip
-        self.parallel_mode, self.use_bias, self.return_bias, self.name = parallel_mode, bias, return_bias, name
-        self._build(in_features, out_features, parameters_split, device, params_dtype)
-        self.ub_name = ub_name
-        flags = ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
-        vars(self).update(self._effective(parallel_mode, ub_name, *flags))
+        self._build(**options)
 
     def forward(self, inp, is_first_microbatch=None, fp8_output: bool = False, fp8_grad: bool = False, *, rows=None):
         """x [s/P, ..., I] or, in row mode, [s, ..., I/P] -> y, or (y, bias) with return_bias.
@@ -426,22 +426,14 @@ class LayerNormLinear(_Linear):
         symmetric_ar_type: str | None = None,
         name: str | None = None,
     ):
+        options = given(locals())
         super().__init__()
-        self._configure(
-            tp_group, tp_size, sequence_parallel, fuse_wgrad_accumulation, delay_wgrad_compute,
-            (get_rng_state_tracker, None), init_method, symmetric_ar_type,
-        )  # fmt: skip
         if parallel_mode == "row":
             raise ValueError("LayerNormLinear: parallel_mode='row' would normalise a part of the features; use Linear")
-        self.parallel_mode, self.use_bias, self.return_bias, self.name = parallel_mode, bias, return_bias, name
         check_number("LayerNormLinear", math.inf, eps=eps)
         self.eps, self.return_layernorm_output = eps, return_layernorm_output or return_layernorm_output_gathered
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
-        norm = normalization, zero_centered_gamma
-        self._build(in_features, out_features, parameters_split, device, params_dtype, norm)
-        self.ub_name = ub_name
-        flags = ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
-        vars(self).update(self._effective(parallel_mode, ub_name, *flags))
+        self._build(**options)
 
     def forward(self, inp, is_first_microbatch=None, fp8_grad: bool = False, *, rows=None):
         """x [s/P, ..., I] -> y, then the bias with return_bias, then the norm's output with return_layernorm_output."""
@@ -453,6 +445,11 @@ class LayerNormLinear(_Linear):
         results = (y, bias) if self.return_bias else (y,)
         results += (normed,) if self.return_layernorm_output else ()
         return results if len(results) > 1 else y
+
+
+def given(scope: dict) -> dict:
+    """The arguments of the constructor whose locals() these are."""
+    return {name: value for name, value in scope.items() if name not in ("self", "__class__")}
 
 
 def normalize(x, weight, bias, normalization: str, eps: float, zero_centered_gamma: bool) -> torch.Tensor:

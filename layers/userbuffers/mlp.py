@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as recompute
 
-from tkernels.layers.userbuffers.linear import FLAGS, ParallelModule, check_number, divide, refuse
+from tkernels.layers.userbuffers.linear import FLAGS, ParallelModule, check_number, divide, given, refuse
 
 _gelu = functools.partial(functional.gelu, approximate="tanh")
 
@@ -80,37 +80,34 @@ class LayerNormMLP(ParallelModule):
         symmetric_ar_type: str | None = None,
         checkpoint: bool = False,
     ):
+        options = given(locals())
         super().__init__()
         refuse("LayerNormMLP", activation_params=activation_params)
         check_number("LayerNormMLP", math.inf, eps=eps)
         if not isinstance(activation, str) or activation not in ACTIVATIONS:
             raise ValueError(f"LayerNormMLP: activation={activation!r} is unknown; use {', '.join(ACTIVATIONS)}")
-        self._configure(
-            tp_group, tp_size, sequence_parallel, fuse_wgrad_accumulation, delay_wgrad_compute,
-            (get_rng_state_tracker, None), init_method, symmetric_ar_type,
-        )  # fmt: skip
-        self.eps, self.activation, self.checkpoint, self.name = eps, activation, checkpoint, name
+        self._configure(**options)
+        self.eps, self.activation, self.checkpoint = eps, activation, checkpoint
         self.use_bias, self.return_bias = bias, return_bias
         self.return_layernorm_output = return_layernorm_output or return_layernorm_output_gathered
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
         self.set_parallel_mode = set_parallel_mode
-        flags = ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
-        self._fc1 = self._effective("column", "fc1", *flags)
-        self._fc2 = self._effective("row", "fc2", *flags)
+        self._fc1 = self._effective("column", "fc1", **options)
+        self._fc2 = self._effective("row", "fc2", **options)
 
         if not set_parallel_mode and self.tp_size > 1:
             raise ValueError(f"LayerNormMLP: tp_size={self.tp_size} splits fc1 and fc2; pass set_parallel_mode=True")
         divide("LayerNormMLP", "hidden_size", hidden_size, 1)
         ffn = divide("LayerNormMLP", "ffn_hidden_size", ffn_hidden_size, self.tp_size)
         common = device, params_dtype
-        self._norm_parameters(hidden_size, normalization, zero_centered_gamma, *common)
+        split = {"sequence_parallel": self.sequence_parallel}
+        self._norm_parameters("layer_norm_", hidden_size, normalization, zero_centered_gamma, *common, **split)
         fc1 = (2 if activation in GATED else 1) * ffn
         self._parameter("fc1_weight", (fc1, hidden_size), 0, *common, self.init_method)
         self._parameter("fc2_weight", (hidden_size, ffn), 1, *common, output_layer_init_method or self.init_method)
         if bias:
             self._parameter("fc1_bias", fc1, 0, *common)
-            self._parameter("fc2_bias", hidden_size, None, *common)
-            self._mark("fc2_bias", sequence_parallel=self.sequence_parallel)
+            self._parameter("fc2_bias", hidden_size, None, *common, **split)
         else:
             self.fc1_bias = self.fc2_bias = None
 

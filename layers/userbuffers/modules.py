@@ -1,11 +1,9 @@
 """LayerNorm, RMSNorm and DotProductAttention with TransformerEngine's arguments, for layers that are put together."""
 
 import torch
-from torch import nn
-from torch.nn import functional
 
-from tkernels.layers.userbuffers.linear import ParallelModule, divide, normalize, refuse
-from tkernels.layers.userbuffers.transformer import check_attention, check_inputs
+from tkernels.layers.userbuffers.linear import ParallelModule, given, normalize, refuse
+from tkernels.layers.userbuffers.transformer import AttentionModule, check_attention, check_inputs, checked_mask
 
 
 class _Norm(ParallelModule):
@@ -32,14 +30,10 @@ class _Norm(ParallelModule):
         if shape is None:
             raise ValueError(f"{self.normalization}: there is no shape; pass normalized_shape")
         shape, dtype = (shape,) if isinstance(shape, int) else tuple(shape), dtype or params_dtype
-        self._configure(None, 1, False, False, False, (None, None), None, None)
-        self.eps, self.zero_centered_gamma, self.bias = eps, zero_centered_gamma, None
-        self._parameter("weight", shape, None, device, dtype, nn.init.zeros_ if zero_centered_gamma else nn.init.ones_)
-        if self.normalization == "LayerNorm":
-            del self.bias
-            self._parameter("bias", shape, None, device, dtype)
-        for name in self._init_methods if sequence_parallel is not None else ():
-            self._mark(name, sequence_parallel=sequence_parallel)
+        self._configure()
+        self.eps = eps
+        marks = {} if sequence_parallel is None else {"sequence_parallel": sequence_parallel}
+        self._norm_parameters("", shape, type(self).normalization, zero_centered_gamma, device, dtype, **marks)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., *normalized_shape] -> same shape."""
@@ -56,7 +50,7 @@ class RMSNorm(_Norm):
     normalization = "RMSNorm"
 
 
-class DotProductAttention(ParallelModule):
+class DotProductAttention(AttentionModule):
     """Attention over this rank's heads, by torch's scaled_dot_product_attention.
 
     num_attention_heads, num_gqa_groups: of all ranks; a rank has a tp_size-th of them.
@@ -93,6 +87,7 @@ class DotProductAttention(ParallelModule):
         return_max_logit: bool = False,
         name: str | None = None,
     ):
+        options = given(locals())
         super().__init__()
         kind = "DotProductAttention"
         refuse(
@@ -100,12 +95,9 @@ class DotProductAttention(ParallelModule):
             attention_type=attention_type != "self" and attention_type,
             softmax_type=softmax_type != "vanilla" and softmax_type,
         )  # fmt: skip
-        self._configure(tp_group, tp_size, sequence_parallel, False, False, (get_rng_state_tracker, None), None, None)
+        self._configure(**options)
         check_attention(kind, attn_mask_type, window_size, qkv_format, self.sequence_parallel)
-        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
-        divide(kind, "num_attention_heads", num_attention_heads, groups)
-        self.num_heads = divide(kind, "num_attention_heads", num_attention_heads, self.tp_size)
-        self.num_groups = divide(kind, "num_gqa_groups", groups, self.tp_size)
+        self._split_heads(num_attention_heads, num_gqa_groups)
         self.widths = (kv_channels,) * 2 if isinstance(kv_channels, int) else tuple(kv_channels)
         self.attention_dropout, self.softmax_scale = attention_dropout, softmax_scale
         self.qkv_format, self.attn_mask_type = qkv_format, attn_mask_type
@@ -141,10 +133,7 @@ class DotProductAttention(ParallelModule):
             where, bottom_right_diagonal=bottom_right_diagonal, checkpoint_core_attention=checkpoint_core_attention,
             fp8_output=fp8_output, num_splits=num_splits not in (None, 1) and num_splits,
         )  # fmt: skip
-        if mask_type != "arbitrary":
-            attention_mask = None  # as in TransformerEngine: frameworks always pass one
-        elif attention_mask is None or attention_mask.dtype is not torch.bool:
-            raise ValueError(f"{where}: attn_mask_type='arbitrary' needs an attention_mask of booleans")
+        attention_mask = checked_mask(where, mask_type, attention_mask)
         parts = {"query": query_layer, "key": key_layer, "value": value_layer}
         heads = {"query": self.num_heads, "key": self.num_groups, "value": self.num_groups}
         for name, part in parts.items():
@@ -154,16 +143,4 @@ class DotProductAttention(ParallelModule):
                     f"{where}: {name}_layer has shape {tuple(part.shape)}; its last dimensions must be "
                     f"({heads[name]}, {width}), this rank's heads and their width"
                 )
-        order = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)
-        query, key, value = (part.permute(order) for part in parts.values())
-        with self._rng():
-            context = functional.scaled_dot_product_attention(
-                query, key, value,
-                attn_mask=None if attention_mask is None else ~attention_mask,
-                dropout_p=self.attention_dropout if self.training else 0.0,
-                is_causal=mask_type == "causal",
-                scale=self.softmax_scale,
-                enable_gqa=self.num_groups != self.num_heads,
-            )  # fmt: skip
-        back = (2, 0, 1, 3) if layout == "sbhd" else (0, 2, 1, 3)
-        return context.permute(back).flatten(2)
+        return self._attention(parts.values(), attention_mask, mask_type, layout)

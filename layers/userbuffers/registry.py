@@ -131,7 +131,7 @@ def destroy_ub() -> None:
     _state.update(initialized=False, cublasmp=False, helper=None, groups=[])
     if helper is not None:
         try:
-            helper.domain.close()
+            helper.close()
         finally:
             _destroy(groups)
             torch.compiler.reset()
@@ -168,7 +168,7 @@ def domain_context() -> Context:
     """The context of this rank's tensor-parallel domain. Raises RuntimeError before initialize_ub."""
     if not _state["initialized"]:
         raise RuntimeError("UB manager is not initialized. Call initialize_ub() on every rank before this call.")
-    return _state["helper"].domain.context
+    return _state["helper"].context
 
 
 def check_group(name: str, tp_group) -> None:

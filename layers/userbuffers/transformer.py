@@ -7,7 +7,15 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from tkernels.layers.userbuffers.linear import LayerNormLinear, Linear, ParallelModule, check_number, divide, refuse
+from tkernels.layers.userbuffers.linear import (
+    LayerNormLinear,
+    Linear,
+    ParallelModule,
+    check_number,
+    divide,
+    given,
+    refuse,
+)
 from tkernels.layers.userbuffers.mlp import LayerNormMLP
 
 MASKS = ("causal", "no_mask", "arbitrary")
@@ -21,7 +29,51 @@ REFUSED_INPUTS = dict.fromkeys((
 }  # fmt: skip
 
 
-class MultiheadAttention(ParallelModule):
+# The options that layers hand on to the layers that they consist of.
+_OF_LINEARS = (
+    "sequence_parallel", "fuse_wgrad_accumulation", "tp_group", "tp_size", "get_rng_state_tracker", "bias",
+    "params_dtype", "device", "delay_wgrad_compute",
+)  # fmt: skip
+_OF_BLOCKS = (
+    "init_method", "output_layer_init_method", "set_parallel_mode", "zero_centered_gamma", "normalization",
+)  # fmt: skip
+_OVERLAPS = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
+
+
+class AttentionModule(ParallelModule):
+    """Base class of what attends over this rank's heads."""
+
+    softmax_scale = None
+
+    def _split_heads(self, num_attention_heads, num_gqa_groups) -> int:
+        """Set this rank's number of heads and of groups; returns the groups of all ranks."""
+        kind, groups = type(self).__name__, num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        for what, number in {"num_attention_heads": num_attention_heads, "num_gqa_groups": groups}.items():
+            divide(kind, what, number, 1)
+        divide(kind, "num_attention_heads", num_attention_heads, groups)
+        self.num_heads = divide(kind, "num_attention_heads", num_attention_heads, self.tp_size)
+        self.num_groups = divide(kind, "num_gqa_groups", groups, self.tp_size)
+        return groups
+
+    def _attention(self, parts, attention_mask, mask_type: str, layout: str) -> torch.Tensor:
+        """query [s, b, heads, width], key and value [s, b, groups, width] -> [s, b, heads * width], or all [b, s, ...].
+
+        attention_mask: as checked_mask returns it.
+        """
+        order, back = ((1, 2, 0, 3), (2, 0, 1, 3)) if layout == "sbhd" else ((0, 2, 1, 3), (0, 2, 1, 3))
+        with self._rng():
+            context = functional.scaled_dot_product_attention(
+                *(part.permute(order) for part in parts),
+                attn_mask=None if attention_mask is None else ~attention_mask,
+                dropout_p=self.attention_dropout if self.training else 0.0,
+                is_causal=mask_type == "causal",
+                scale=self.softmax_scale,
+                enable_gqa=self.num_groups != self.num_heads,
+            )
+        return context.permute(back).flatten(2)
+
+
+class MultiheadAttention(AttentionModule):
     """Self-attention: qkv (column parallel), attention over this rank's heads, proj (row parallel).
 
     attn_mask_type: causal, no_mask, or arbitrary with attention_mask in forward.
@@ -85,6 +137,7 @@ class MultiheadAttention(ParallelModule):
         micro_batch_size: int | None = None,
         softmax_type: str = "vanilla",
     ):
+        options = given(locals())
         super().__init__()
         kind = "MultiheadAttention"
         refuse(
@@ -95,42 +148,25 @@ class MultiheadAttention(ParallelModule):
             raise ValueError(f"{kind}: attention_type={attention_type!r} is not supported; only 'self' is")
         if return_layernorm_output and not input_layernorm:
             raise ValueError(f"{kind}: return_layernorm_output=True needs input_layernorm=True")
-        self._configure(
-            tp_group, tp_size, sequence_parallel, fuse_wgrad_accumulation, delay_wgrad_compute,
-            (get_rng_state_tracker, None), init_method, None,
-        )  # fmt: skip
+        self._configure(**options)
         if not set_parallel_mode and self.tp_size > 1:
             raise ValueError(f"{kind}: tp_size={self.tp_size} splits the heads; pass set_parallel_mode=True")
         check_attention(kind, attn_mask_type, window_size, qkv_format, self.sequence_parallel)
         check_number(kind, 1.0, attention_dropout=attention_dropout)
         check_number(kind, math.inf, layernorm_epsilon=layernorm_epsilon)
-        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
-        for what, number in {"num_attention_heads": num_attention_heads, "num_gqa_groups": groups}.items():
-            divide(kind, what, number, 1)
-        divide(kind, "num_attention_heads", num_attention_heads, groups)
+        groups = self._split_heads(num_attention_heads, num_gqa_groups)
         self.head_dim = kv_channels or divide(kind, "hidden_size", hidden_size, num_attention_heads)
-        self.num_heads = divide(kind, "num_attention_heads", num_attention_heads, self.tp_size)
-        self.num_groups = divide(kind, "num_gqa_groups", groups, self.tp_size)
         self.attn_mask_type, self.attention_dropout, self.qkv_format = attn_mask_type, attention_dropout, qkv_format
         self.qkv_weight_interleaved = qkv_weight_interleaved and fuse_qkv_params
         self.input_layernorm, self.return_layernorm_output = input_layernorm, return_layernorm_output
-        self.return_bias, self.layer_number, self.name = return_bias, layer_number, name
+        self.return_bias, self.layer_number = return_bias, layer_number
 
         query, keys = num_attention_heads * self.head_dim, groups * self.head_dim
-        common = dict(
-            sequence_parallel=sequence_parallel,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            tp_group=tp_group,
-            tp_size=tp_size,
-            get_rng_state_tracker=get_rng_state_tracker,
-            bias=bias,
-            params_dtype=params_dtype,
-            device=device,
-            delay_wgrad_compute=delay_wgrad_compute,
-        )
+        common = {each: options[each] for each in _OF_LINEARS}
+        overlaps = {each: options[each] for each in _OVERLAPS}
+        mode = ("column", "row") if set_parallel_mode else (None, None)
         parts = None if fuse_qkv_params else {"query": query, "key": keys, "value": keys}
-        column = dict(parallel_mode="column" if set_parallel_mode else None, parameters_split=parts, **common)
-        column["init_method"] = init_method
+        column = dict(parallel_mode=mode[0], parameters_split=parts, init_method=init_method, **common)
         if input_layernorm:
             self.layernorm_qkv = LayerNormLinear(
                 hidden_size,
@@ -139,25 +175,21 @@ class MultiheadAttention(ParallelModule):
                 normalization=normalization,
                 zero_centered_gamma=zero_centered_gamma,
                 return_layernorm_output=return_layernorm_output,
-                ub_overlap_ag=ub_overlap_ag,
-                ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
-                ub_bulk_wgrad=ub_bulk_wgrad,
-                ub_bulk_dgrad=ub_bulk_dgrad,
                 ub_name="qkv",
                 **column,
+                **overlaps,
             )
         else:
             self.qkv = Linear(hidden_size, query + 2 * keys, **column)
         self.proj = Linear(
             query,
             hidden_size,
-            parallel_mode="row" if set_parallel_mode else None,
+            parallel_mode=mode[1],
             return_bias=return_bias,
             init_method=output_layer_init_method,
-            ub_overlap_ag=ub_overlap_ag,
-            ub_overlap_rs=ub_overlap_rs,
             ub_name="proj",
             **common,
+            **overlaps,
         )
 
     def forward(
@@ -190,10 +222,7 @@ class MultiheadAttention(ParallelModule):
         check_inputs(
             "MultiheadAttention.forward", encoder_output=encoder_output, inference_params=inference_params, **options
         )
-        if mask_type != "arbitrary":
-            attention_mask = None  # as in TransformerEngine: frameworks always pass one
-        elif attention_mask is None or attention_mask.dtype is not torch.bool:
-            raise ValueError("MultiheadAttention: attn_mask_type='arbitrary' needs an attention_mask of booleans")
+        attention_mask = checked_mask("MultiheadAttention", mask_type, attention_mask)
         normed = ()
         mixed = (self.layernorm_qkv if self.input_layernorm else self.qkv)(hidden_states, rows=rows)
         if self.return_layernorm_output:
@@ -219,18 +248,7 @@ class MultiheadAttention(ParallelModule):
         if rotary_pos_emb is not None:
             angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
             query, key = (rotate(*each, self.qkv_format) for each in zip((query, key), angles, strict=True))
-        order = (1, 2, 0, 3) if self.qkv_format == "sbhd" else (0, 2, 1, 3)
-        query, key, value = (part.permute(order) for part in (query, key, value))
-        with self._rng():
-            context = functional.scaled_dot_product_attention(
-                query, key, value,
-                attn_mask=None if attention_mask is None else ~attention_mask,
-                dropout_p=self.attention_dropout if self.training else 0.0,
-                is_causal=mask_type == "causal",
-                enable_gqa=groups != heads,
-            )  # fmt: skip
-        back = (2, 0, 1, 3) if self.qkv_format == "sbhd" else (0, 2, 1, 3)
-        return context.permute(back).flatten(2)
+        return self._attention((query, key, value), attention_mask, mask_type, self.qkv_format)
 
     def _replayed(self):
         """Contexts for forward and recomputation, in which the tracker's generators draw the same numbers."""
@@ -318,6 +336,7 @@ class TransformerLayer(ParallelModule):
         rotary_pos_interleaved: bool = False,
         softmax_type: str = "vanilla",
     ):
+        options = given(locals())
         super().__init__()
         refuse(
             "TransformerLayer",
@@ -327,36 +346,13 @@ class TransformerLayer(ParallelModule):
         )
         if layer_type != "encoder":
             raise ValueError(f"TransformerLayer: layer_type={layer_type!r} is not supported; only 'encoder' is")
-        self._configure(
-            tp_group, tp_size, sequence_parallel, fuse_wgrad_accumulation, delay_wgrad_compute,
-            (get_rng_state_tracker, None), init_method, None,
-        )  # fmt: skip
+        self._configure(**options)
         check_number("TransformerLayer", 1.0, hidden_dropout=hidden_dropout)
-        self.hidden_dropout, self.name = hidden_dropout, name
+        self.hidden_dropout = hidden_dropout
         self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
-        common = dict(
-            init_method=init_method,
-            output_layer_init_method=output_layer_init_method,
-            tp_group=tp_group,
-            tp_size=tp_size,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            get_rng_state_tracker=get_rng_state_tracker,
-            sequence_parallel=sequence_parallel,
-            params_dtype=params_dtype,
-            return_bias=True,
-            return_layernorm_output=apply_residual_connection_post_layernorm,
-            set_parallel_mode=set_parallel_mode,
-            zero_centered_gamma=zero_centered_gamma,
-            ub_overlap_ag=ub_tp_comm_overlap and ub_overlap_ag,
-            ub_overlap_rs=ub_tp_comm_overlap and ub_overlap_rs,
-            ub_overlap_rs_dgrad=ub_tp_comm_overlap and ub_overlap_rs_dgrad,
-            ub_bulk_dgrad=ub_tp_comm_overlap and ub_bulk_dgrad,
-            ub_bulk_wgrad=ub_tp_comm_overlap and ub_bulk_wgrad,
-            bias=bias,
-            normalization=normalization,
-            device=device,
-            delay_wgrad_compute=delay_wgrad_compute,
-        )
+        common = {each: options[each] for each in (*_OF_LINEARS, *_OF_BLOCKS)}
+        common |= {each: ub_tp_comm_overlap and options[each] for each in _OVERLAPS}
+        common |= dict(return_bias=True, return_layernorm_output=apply_residual_connection_post_layernorm)
         self.self_attention = MultiheadAttention(
             hidden_size,
             num_attention_heads,
@@ -466,6 +462,15 @@ def check_inputs(where: str, **options):
             raise TypeError(f"{where}: there is no argument {name!r}")
         if value is not None and (isinstance(value, torch.Tensor) or value not in REFUSED_INPUTS[name]):
             raise ValueError(f"{where}: {name} is not supported; leave it out")
+
+
+def checked_mask(kind: str, mask_type: str, attention_mask) -> torch.Tensor | None:
+    """The mask to apply. As in TransformerEngine, one that isn't asked for is ignored: frameworks always pass one."""
+    if mask_type != "arbitrary":
+        return None
+    if attention_mask is None or attention_mask.dtype is not torch.bool:
+        raise ValueError(f"{kind}: attn_mask_type='arbitrary' needs an attention_mask of booleans")
+    return attention_mask
 
 
 def check_attention(kind: str, mask: str, window, layout: str, sequence_parallel: bool):

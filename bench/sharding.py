@@ -1,0 +1,271 @@
+"""Times training steps under data-parallel systems: python -m bench.sharding [--ranks R] [--json PATH], from the root.
+
+A Llama of a few blocks, a sequence a rank, AdamW (fused on GPUs), bf16 products, fp32 parameters. A step is forward,
+backward, clipping and the update. Each system of ours stands beside torch's of the same kind:
+
+    parameters    fully_shard                          torch's fully_shard (FSDP2), and that over our collectives (door)
+    optimizer     the same, strategy="optimizer"       DistributedDataParallel and ZeroRedundancyOptimizer
+                  ZeroOptimizer (face)
+    replicate     the same, strategy="replicate"       DistributedDataParallel
+                  OverlappedDDP (face)
+
+All begin with the same weights and see the same data; their losses are compared before a time is reported. One system
+is in memory at a time, each several times in turns. peak_bytes: of torch's allocator in a step, parameters and states
+included, but neither symmetric memory (heap_bytes) nor what NCCL allocates for itself.
+
+Exit code 0: all was measured. 1: losses differ, or a rank failed. 2: wrong arguments.
+"""
+
+import argparse
+import contextlib
+import functools
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import tkernels
+from bench.provenance import provenance
+from bench.records import append
+from tkernels.cli import file_to_write
+from tkernels.comm.context import Context
+from tkernels.launch import RankError, RankPool
+from tkernels.layers import OverlappedDDP, ZeroOptimizer, fully_shard
+from tkernels.layers.doors import fsdp2
+from tkernels.timing import agree
+
+ON_GPU = tkernels.RUNTIME == "nvshmem"
+DIM, INNER, HEADS, BLOCKS, LENGTH = (4096, 14336, 32, 4, 4096) if ON_GPU else (32, 64, 4, 2, 8)
+WARMUPS, ROUNDS, TIMEOUT_S = (3, 3, 600.0) if ON_GPU else (1, 1, 300.0)
+LOSS_ERROR = 0.02  # relative, after the steps of the warm-up: bf16 products, sums in different orders
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(DIM) for _ in range(2))
+        self.qkv, self.o = nn.Linear(DIM, 3 * DIM, bias=False), nn.Linear(DIM, DIM, bias=False)
+        self.gate_up, self.down = nn.Linear(DIM, 2 * INNER, bias=False), nn.Linear(INNER, DIM, bias=False)
+
+    def forward(self, x):
+        heads = self.qkv(self.norms[0](x)).unflatten(-1, (3, HEADS, -1)).transpose(1, 3)
+        y = F.scaled_dot_product_attention(*heads.unbind(2), is_causal=True)
+        x = x + self.o(y.transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(self.norms[1](x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+ADAMW = {"lr": 1e-4, "fused": ON_GPU}
+
+
+class Trained:
+    """A model and its optimizer under one system. step(): forward, backward, clipping, update; returns the loss."""
+
+    def __init__(self, ctx: Context, build: Callable):
+        torch.manual_seed(0)
+        self.device = ctx.device
+        model = nn.Sequential(*(Block() for _ in range(BLOCKS))).to(ctx.device)
+        self.model, self.optimizer, self.clip = build(ctx, model)
+        generator = torch.Generator(ctx.device).manual_seed(ctx.rank)
+        self.x, self.y = torch.randn((2, 1, LENGTH, DIM), generator=generator, device=ctx.device)
+
+    def step(self) -> torch.Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16):
+            loss = F.mse_loss(self.model(self.x).float(), self.y)
+        loss.backward()
+        if self.clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def _sharded(shard: Callable, after: Callable = lambda model: None) -> Callable:
+    def build(ctx, model):
+        mesh = init_device_mesh(ctx.device.type, (ctx.size,))
+        policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for block in model:
+            shard(block, mesh=mesh, mp_policy=policy)
+        shard(model, mesh=mesh, mp_policy=policy)
+        after(model)
+        return model, torch.optim.AdamW(model.parameters(), **ADAMW), True
+
+    return build
+
+
+def _ddp(ctx, model):
+    ids = [ctx.device.index] if ON_GPU else None
+    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+
+
+def _replicated(ctx, model):
+    model = OverlappedDDP(model, mesh=ctx)
+    return model, torch.optim.AdamW(model.parameters(), **ADAMW), True
+
+
+def _torch_replicated(ctx, model):
+    model = _ddp(ctx, model)
+    return model, torch.optim.AdamW(model.parameters(), **ADAMW), True
+
+
+def _zero(ctx, model):  # it clips by itself
+    optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, **ADAMW, max_norm=1.0, mesh=ctx)
+    return model, optimizer, False
+
+
+def _torch_zero(ctx, model):
+    model = _ddp(ctx, model)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **ADAMW)
+    return model, optimizer, True
+
+
+SYSTEMS = {
+    "parameters": {
+        "ours": _sharded(fully_shard),
+        "torch": _sharded(fsdp.fully_shard),
+        "door": _sharded(fsdp.fully_shard, fsdp2.install),
+    },
+    "optimizer": {
+        "ours": _sharded(functools.partial(fully_shard, strategy="optimizer")),
+        "torch": _torch_zero,
+        "face": _zero,
+    },
+    "replicate": {
+        "ours": _sharded(functools.partial(fully_shard, strategy="replicate")),
+        "torch": _torch_replicated,
+        "face": _replicated,
+    },
+}
+
+
+def measure_kind(ctx: Context, kind: str, iterations: int) -> dict:
+    """Collective. The record of one kind of system, or {"op", "shape", "refused"}."""
+    samples, losses, peaks, hosts = {}, {}, {}, {}
+    for _ in range(ROUNDS):
+        for name, build in SYSTEMS[kind].items():
+            with _alone(ctx):
+                trained = Trained(ctx, build)
+                for _ in range(WARMUPS):
+                    losses[name] = trained.step()
+                losses[name] = losses[name].item()
+                took = []
+                if ON_GPU:
+                    torch.cuda.reset_peak_memory_stats()
+                for _ in range(iterations):
+                    ctx.group.barrier()
+                    began = time.perf_counter()
+                    loss = trained.step()
+                    hosts.setdefault(name, []).append((time.perf_counter() - began) * 1e6)
+                    loss.item()
+                    took.append((time.perf_counter() - began) * 1e6)
+                peaks[name] = torch.cuda.max_memory_allocated() if ON_GPU else None
+                samples.setdefault(name, []).extend(took)
+                del trained, loss
+    head = {"op": "sharding", "shape": kind, "layout": "TN"}
+    off = [name for name in losses if not abs(losses[name] / losses["torch"] - 1) <= LOSS_ERROR]
+    if reason := agree(ctx, f"losses differ: {losses}" if off else None):
+        return {**head, "refused": reason}
+    everyones = ctx.group.gather((samples, peaks, hosts))
+    line = head | {"M": LENGTH * ctx.size, "N": INNER, "K": DIM, "ranks": ctx.size, "dtype": "bfloat16"}
+    line |= {"blocks": BLOCKS, "runtime": ctx.runtime, "transport": ctx.transport, "iterations": iterations * ROUNDS}
+    for name in samples:
+        slowest = sorted(max(of_rank) for of_rank in zip(*(theirs[0][name] for theirs in everyones), strict=True))
+        line |= {
+            f"{name}_us": round(statistics.median(slowest), 1),
+            f"{name}_p10_us": round(slowest[len(slowest) // 10], 1),
+            f"{name}_p90_us": round(slowest[-1 - len(slowest) // 10], 1),
+            f"{name}_host_us": round(max(statistics.median(theirs[2][name]) for theirs in everyones), 1),
+            f"{name}_peak_bytes": max(theirs[1][name] for theirs in everyones) if ON_GPU else None,
+        }
+    return line | {"speedup_over_torch": line["torch_us"] / line["ours_us"]} | provenance(ctx)
+
+
+@contextlib.contextmanager
+def _alone(ctx: Context):
+    """What is made inside is gone after it."""
+    yield
+    gc.collect()
+    if ON_GPU:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    ctx.group.barrier()
+
+
+def table(lines: list[dict]) -> Table:
+    first = lines[0]
+    machine = f"{first['ranks']} x {first['gpu']}" if first["gpu"] else f"{first['ranks']} ranks, simulated"
+    title = f"training steps, {machine}, {first['blocks']} blocks of {first['K']}, ms, median of the slowest rank"
+    result = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    result.add_column("", no_wrap=True)
+    for heading in ("step", "p10-p90", "/ours", "host", "peak GiB", "/ours"):
+        result.add_column(heading, justify="right", no_wrap=True)
+    for line in lines:
+        for name in SYSTEMS[line["shape"]]:
+            us, peak = line[f"{name}_us"], line[f"{name}_peak_bytes"]
+            result.add_row(
+                f"{line['shape']}, {name}",
+                f"{us / 1e3:.2f}",
+                f"{line[f'{name}_p10_us'] / 1e3:.2f}-{line[f'{name}_p90_us'] / 1e3:.2f}",
+                f"{us / line['ours_us']:.3f}",
+                f"{line[f'{name}_host_us'] / 1e3:.2f}",
+                "-" if peak is None else f"{peak / 2**30:.2f}",
+                "-" if peak is None else f"{peak / line['ours_peak_bytes']:.3f}",
+            )
+    return result
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.sharding", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() if ON_GPU else 2)
+    parser.add_argument("--systems", default=",".join(SYSTEMS), help="with commas between them (default: all)")
+    parser.add_argument("--iterations", type=int, default=10, help="steps of each system in each round")
+    parser.add_argument("--json", type=file_to_write, metavar="PATH", help="append one JSON line for each kind")
+    args = parser.parse_args(argv)
+    if args.ranks < 1 or (ON_GPU and args.ranks > torch.cuda.device_count()):
+        parser.error(f"--ranks {args.ranks}: there are {torch.cuda.device_count()} GPUs; at least one rank is needed")
+    if args.iterations < 1:
+        parser.error(f"--iterations {args.iterations}: measure at least once")
+    args.systems = args.systems.split(",")
+    if unknown := [kind for kind in args.systems if kind not in SYSTEMS]:
+        parser.error(f"--systems {unknown[0]}: there are {', '.join(SYSTEMS)}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    console, lines = Console(width=None if sys.stdout.isatty() else 120, highlight=False), []
+    failed = False
+    with RankPool(args.ranks) as pool:
+        for kind in args.systems:
+            try:
+                line = pool.run(measure_kind, kind, args.iterations, timeout_s=TIMEOUT_S)[0]
+            except RankError as error:
+                line = {"shape": kind, "refused": str(error)}
+            if "refused" in line:
+                failed = True
+                console.print(f"{kind}: no number is reported: {line['refused']}", style="red", markup=False)
+                continue
+            lines.append(line)
+            if args.json is not None:
+                append(args.json, line)
+    if lines:
+        console.print(table(lines))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""Column layers that read one input share its communication: queries, keys and values, or gate and up."""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn import functional
+
+from tkernels.comm import find_context
+from tkernels.layers.tensor_parallel.functions import copy_to_tensor_model_parallel_region
+from tkernels.layers.tensor_parallel.styles import ColwiseLinear, ColwiseParallel, gathered_products
+
+
+class ColwiseParallelGroup(ParallelStyle):
+    """ColwiseParallel for linears of one module whose forward passes the same tensor to each of them.
+
+        {"layers.*.attention": ColwiseParallelGroup("wq", "wk", "wv", input_layouts=Shard(1)), ...}
+
+    names: the module's attributes that hold the linears. The other arguments are ColwiseParallel's.
+
+    A sequence that is split is gathered once for all of them, during the first product of the call that comes first,
+    and its gradient is reduce-scattered once; name the largest first. A replicated input has its gradient summed over
+    ranks once, without overlap, instead of once for each linear with it. The module's forward stays as it is: the
+    others find their products ready when they are called with the same tensor, unchanged. For another tensor that is
+    split all products are computed again, so linears of different inputs, as in cross-attention, belong in different
+    groups.
+    """
+
+    def __init__(
+        self,
+        *names: str,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ):
+        super().__init__()
+        if len(set(names)) < 2 or len(set(names)) < len(names):
+            raise ValueError(f"ColwiseParallelGroup: takes the names of two or more linears, each once, not {names}")
+        self.names = names
+        self.style = ColwiseParallel(
+            input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output
+        )
+
+    def __repr__(self) -> str:
+        return f"ColwiseParallelGroup{self.names}: {self.style}"
+
+    def members(self, path: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+        """(path, linear) of those named. Raises ValueError where one is missing, TypeError for what can't be shared."""
+        found = []
+        for name in self.names:
+            linear, where = getattr(module, name, None), f"{path}.{name}".strip(".")
+            if not isinstance(linear, nn.Module):
+                raise ValueError(
+                    f"ColwiseParallelGroup: {where!r} is no module; {type(module).__name__} has "
+                    f"{', '.join(each for each, _ in module.named_children()) or 'none'}"
+                )
+            if not self.style.takes(linear):
+                raise TypeError(
+                    f"ColwiseParallelGroup: {where!r} is a {type(linear).__module__}.{type(linear).__name__}, and no "
+                    f"nn.Linear; take it out of the group"
+                )
+            found.append((where, linear))
+        return found
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        members = self.members("", module)
+        for path, linear in members:
+            self.style.check(path, linear, device_mesh.size())
+        self.style.src_data_rank = self.src_data_rank
+        for _, linear in members:
+            self.style._apply(linear, device_mesh)
+        return Share([linear for _, linear in members])._apply(module, device_mesh)
+
+
+class Share(ParallelStyle):
+    """Of a module: let column layers in it share the communication of their common input."""
+
+    def __init__(self, linears: list[nn.Module]):
+        self.linears = linears
+
+    def __repr__(self) -> str:
+        return f"Share({len(self.linears)})"
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        siblings = Siblings(self.linears)
+        for linear in self.linears:
+            linear._siblings = siblings
+        module.register_forward_hook(siblings.forget, always_call=True)
+        return module
+
+
+class Siblings:
+    """One input's communication, for all its column layers.
+
+    A split input is gathered at the first call of a sibling, for the products of all. A replicated one is passed on,
+    with a gradient that is summed over ranks. Both are held until each sibling has been called, at most until the end
+    of the parent's forward.
+    """
+
+    def __init__(self, linears: list[ColwiseLinear]):
+        self._linears = linears
+        self.forget()
+
+    def forget(self, *_):
+        self._input, self._whole, self._products = None, None, {}  # _products: None where it is not computed
+
+    def product(self, linear: ColwiseLinear, x: torch.Tensor) -> torch.Tensor:
+        """This rank's out-features of x, all positions. Collective, if x is not the last call's."""
+        at = next(index for index, each in enumerate(self._linears) if each is linear)
+        state = _state(x)
+        if self._input is None or self._input[0] is not x or self._input[1] != state or at not in self._products:
+            self._take(linear, x)
+            self._input = x, state
+        whole, y = self._whole, self._products.pop(at)
+        if not self._products:
+            self.forget()
+        if y is None:
+            with torch.autocast(whole.device.type, enabled=False):  # parts have its dtype already
+                y = functional.linear(whole, *linear._parts())
+        return y
+
+    def _take(self, linear: ColwiseLinear, x: torch.Tensor):
+        self.forget()
+        x, placement, shape = linear._enter(x)
+        if placement.is_shard():
+            products = gathered_products(self._linears, x, placement.dim, shape[placement.dim])
+        else:
+            self._whole = copy_to_tensor_model_parallel_region(x, mesh=find_context(linear._layout.context))
+            products = [None] * len(self._linears)
+        self._products = dict(enumerate(products))
+
+
+def _state(x: torch.Tensor) -> tuple:
+    """What must not have changed for a product to be that of x still."""
+    version = 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
+    return version, torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type)
