@@ -189,7 +189,7 @@ def _gradients_of_several(ctx, need_x, need_ws, need_biases, dys, dgathered):
     dys = [None if dy is None else _with_unit_stride(dy) for dy in dys]
     dx, dws = None, [need and dy is not None for need, dy in zip(need_ws, dys, strict=True)]
     x = ops.all_gather(x, rows, context) if any(dws) and not return_gathered else x
-    dws = [dy.t() @ x if wanted else None for wanted, dy in zip(dws, dys, strict=True)]
+    dws = [_product(dy.t(), x) if wanted else None for wanted, dy in zip(dws, dys, strict=True)]
     del x  # as in all_gather_matmul
     ctx.maybe_clear_saved_tensors()
     pairs = [(dy, w) for dy, w in zip(dys, ws, strict=True) if dy is not None]
