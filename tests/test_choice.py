@@ -236,7 +236,8 @@ def test_product_way_is_the_kernels_where_it_wins_and_on_the_simulated_runtime()
             (8192, torch.float32, "TN", "library"),
             (8192, torch.float32, "pointers", "library"),
         ]:
-            problem = Problem("matmul", M, 8192, 8192, dtype, layout, gpu=H200)
+            staged = (2 * 8192 * M, 2 * 8192 * 8192) if layout == "pointers" else ()
+            problem = Problem("matmul", M, 8192, 8192, dtype, layout, gpu=H200, staged=staged)
             tiles = None if way == "library" else default_config(M, 8192, dtype, gpu=H200)
             assert choice.product_way(problem) == (way, tiles)
             simulated = replace(problem, gpu=SIMULATED)

@@ -254,7 +254,7 @@ def test_a_strided_bias_is_read_by_its_stride():
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_matmul_by_the_library_computes_the_same(by_library, dtype, layout):
-    for seed, (M, N, K) in enumerate([(65, 33, 129), (1, 8, 40), (16, 16, 0), (0, 3, 4)]):
+    for seed, (M, N, K) in enumerate([(65, 33, 129), (1, 8, 40), (0, 3, 4)]):
         x = operand(normal, (M, K), dtype, seed, LAYOUTS[layout][0])
         w = operand(normal, (N, K), dtype, seed + 100, LAYOUTS[layout][1])
         bias = normal((N, 2), dtype, seed + 200, device=DEVICE)[:, 1]
@@ -262,11 +262,11 @@ def test_matmul_by_the_library_computes_the_same(by_library, dtype, layout):
             for added in (bias, None):
                 with launches() as launched:
                     y = matmul(x, w, added, activation)
-                kernels = [name for name, *_ in launched]
-                separate = M and K and activation is not None
-                assert kernels == ["finish_kernel"] if separate else not kernels or not K, (M, N, K, activation)
+                assert not launched, (M, N, K, activation)
                 assert y.is_contiguous() and y.dtype == dtype
-                assert_close_to(y, matmul_reference(x, w, added, activation), terms=K + 9)
+                # Torch applies an activation to rounded sums.
+                roundings = 1 if activation is None else 2
+                assert_close_to(y, matmul_reference(x, w, added, activation), K + 9, roundings)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -302,9 +302,14 @@ def test_matmul_is_what_the_choice_says_on_a_gpu_and_a_configuration_asks_for_th
 # What is staged
 
 
+@pytest.mark.parametrize("multiplies", ["kernel", "torch"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_matmul_of_staged_operands_is_exact_and_its_result_is_contiguous(staged, dtype, layout):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_matmul_of_staged_operands_is_exact_and_its_result_is_contiguous(
+    staged, monkeypatch, dtype, layout, multiplies
+):
+    if multiplies == "torch":
+        chosen(monkeypatch, lambda problem: ("staged", None))
     for seed, (M, N, K) in enumerate([*AWKWARD_SHAPES, (65, 40, 31), (40, 31, 64), (64, 129, 48), (3, 8, 2100)]):
         x = operand(integers, (M, K), dtype, seed, LAYOUTS[layout][0])
         w = operand(integers, (N, K), dtype, seed + 100, LAYOUTS[layout][1])

@@ -556,6 +556,28 @@ def test_the_local_product_has_gradients(activation):
         assert_close_to(got.grad, reference.grad, 4 * N)
 
 
+@pytest.mark.ranks(2)
+def test_gradients_of_rows_that_tma_cant_take_are_products_of_matmul_and_have_gradients_themselves(ctx, monkeypatch):
+    monkeypatch.setattr("tkernels.torch_operators.may_stage", lambda a, b: True)
+    calls = {
+        "matmul": lambda x, w: tkernels.matmul(x, w),
+        "all_gather_matmul": lambda x, w: tkernels.all_gather_matmul(x, w, ctx=ctx),
+        "matmul_reduce_scatter": lambda x, w: tkernels.matmul_reduce_scatter(x, w, ctx=ctx),
+        "matmul_all_reduce": lambda x, w: tkernels.matmul_all_reduce(x, w, ctx=ctx),
+    }
+    for name, call in calls.items():
+        x, w = (integers(s, torch.float32, 7 + ctx.rank, device=ctx.device).requires_grad_() for s in ((6, 5), (3, 5)))
+        grads = []
+        for staged in (True, False):
+            monkeypatch.setattr("tkernels.torch_operators.may_stage", lambda a, b, staged=staged: staged)
+            with launches() as launched:
+                first = torch.autograd.grad(call(x, w).square().sum(), (x, w), create_graph=True)
+                second = torch.autograd.grad(first[0].sum() + first[1].sum(), (x, w))
+            assert ("matmul_kernel" in [kernel for kernel, *_ in launched][name == "matmul" :]) == staged, name
+            grads.append((*first, *second))
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True)), name
+
+
 def test_an_unknown_activation_is_refused_before_anything_is_computed():
     x = torch.ones(2, 4, requires_grad=True)
     with pytest.raises(ValueError, match="activation='tanh' is unknown"):

@@ -23,6 +23,7 @@ from tkernels.model import (
     KERNEL,
     LIBRARY,
     STAGED,
+    WORTH,
     Prediction,
     Problem,
     choose,
@@ -110,7 +111,7 @@ def gemm_config(
 
 
 def product_ways(problem: Problem) -> dict[str, tuple[GemmConfig | None, Prediction]]:
-    """The ways to carry out a local product: our kernel's configuration, and the predicted time."""
+    """The ways to carry out a local product: our kernel's configuration or None for torch, and the predicted time."""
 
     def config_of(layout: str) -> GemmConfig:
         sizes = problem.M, problem.N, problem.K
@@ -118,15 +119,16 @@ def product_ways(problem: Problem) -> dict[str, tuple[GemmConfig | None, Predict
 
     config = config_of(problem.layout)
     found = {KERNEL: (config, predict(problem, config))}
-    if not problem.tma and problem.dtype.itemsize == 2:
-        config = config_of(problem.orientation)
-        found[STAGED] = config, predict_staged(problem, config)
+    if problem.staged:
+        configs = (config_of(problem.orientation), None) if problem.dtype.itemsize == 2 else (None,)
+        staged = [(config, predict_staged(problem, config)) for config in configs]
+        found[STAGED] = min(staged, key=lambda each: each[1].gemm * (WORTH if each[0] is None else 1))
     found[LIBRARY] = None, predict_library(problem)
     return found
 
 
 def product_way(problem: Problem) -> tuple[str, GemmConfig | None]:
-    """The way that a local product takes: the fastest by the model, and our kernel's configuration.
+    """The way that a local product takes, the fastest by the model, and our kernel's configuration or None for torch.
 
     On the simulated runtime, which is there to run the kernels, it is our kernel, on the operands where they lie.
     """

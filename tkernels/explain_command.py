@@ -134,7 +134,8 @@ def how(way) -> str:
 
     config = way.config
     if config is None:
-        return "torch's matmul" + (" and a collective, one after the other" if way.name == "plain" else "")
+        ends = {"plain": " and a collective, one after the other", model.STAGED: " of copies in wider rows"}
+        return "torch's matmul" + ends.get(way.name, "")
     gemm = getattr(config, "gemm", config)
     text = f"tiles of {gemm.block_m}x{gemm.block_n}x{gemm.block_k}"
     if way.name in (model.KERNEL, model.STAGED):

@@ -23,9 +23,9 @@ from tkernels.comm.calls import describe, local_calls
 from tkernels.comm.launch import PreparedLaunch
 from tkernels.configs import DTYPES, GemmConfig
 from tkernels.gpus import GPU, gpu_here
-from tkernels.library import multiply_into
-from tkernels.model import LIBRARY, STAGED, Problem
-from tkernels.staging import Rows
+from tkernels.library import activate_in_place, multiply_into
+from tkernels.model import STAGED, Problem
+from tkernels.staging import SECTOR, Rows
 
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 
@@ -287,15 +287,26 @@ def alignment_of(*matrices: torch.Tensor) -> int:
     return offsets & -offsets
 
 
+def may_stage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether a @ b is one that `matmul` might stage: of 16-bit rows that TMA can't take, on a GPU."""
+    if runtime.RUNTIME == "simulated" or a.dtype.itemsize != 2 or a.numel() == 0 or b.numel() == 0:
+        return False
+    return b.shape[1] % 8 > 0 or not all(tma_allowed(in_rows(matrix)[0]) for matrix in (a, b))
+
+
 def problem_of_product(
-    x, w, y, precision: str, separate: bool = False, gpu: GPU | None = None, programs: int | None = None
-) -> Problem:
+    x, w, y, precision: str, activation: str | None = None, bias: bool = False, gpu: GPU | None = None,
+    programs: int | None = None,
+) -> Problem:  # fmt: skip
     """The local product of x [M, K] and w [N, K] into y [M, N]. gpu, programs: of a launch; None: this process's."""
     beyond = [matrix for matrix in (x, w, y) if not tma_allowed(in_rows(matrix)[0])]
+    rows = [in_rows(matrix)[0] for matrix in (x, w) if not any(matrix is other for other in beyond)]
     return Problem(
         "matmul", *y.shape, x.shape[1], x.dtype, "pointers" if beyond else orientation_of(x, w), precision=precision,
-        alignment=alignment_of(x, w, y), orientation=orientation_of(x, w), stored=y.dtype, separate=separate,
+        alignment=alignment_of(x, w, y), orientation=orientation_of(x, w), stored=y.dtype, activation=activation,
+        separate=activation is not None or bias and y.dtype != x.dtype,
         staged=tuple(matrix.numel() * matrix.element_size() for matrix in beyond),
+        sectors=all(matrix.stride(0) * matrix.element_size() % SECTOR == 0 for matrix in rows),
         programs=programs or runtime.default_programs(), gpu=gpu or gpu_here(),
     )  # fmt: skip
 
@@ -432,11 +443,12 @@ class Matmul(NamedTuple):
             return lambda x, w, bias, out: run(zeros_along_k(x), zeros_along_k(w), bias, out)
         if self.config is not None:
             return self.by_kernel(x, w, bias, y, self.config)
-        separate = self.activation is not None or bias is not None and out_dtype != x.dtype
-        way, config = product_way(problem_of_product(x, w, y, self.precision, separate))
-        if way == LIBRARY:
-            return self.by_library(y, bias, separate)
-        return (self.staged if way == STAGED else self.by_kernel)(x, w, bias, y, config)
+        way, config = product_way(problem_of_product(x, w, y, self.precision, self.activation, bias is not None))
+        return (self.staged if way == STAGED else self.unstaged)(x, w, bias, y, config)
+
+    def unstaged(self, x, w, bias, y, config: GemmConfig | None):
+        """The function that multiplies operands where they lie. config: of our kernel; None: torch multiplies."""
+        return self.by_library(y) if config is None else self.by_kernel(x, w, bias, y, config)
 
     def by_kernel(self, x, w, bias, y, config: GemmConfig):
         """The function whose product our kernel computes, of the operands where they lie."""
@@ -461,7 +473,7 @@ class Matmul(NamedTuple):
 
         return run
 
-    def staged(self, x, w, bias, y, config: GemmConfig):
+    def staged(self, x, w, bias, y, config: GemmConfig | None):
         """The same of copies of those operands, and into a copy of the result, whose rows TMA can't take.
 
         The copies are made in each call, also by the replays of a CUDA graph, and take memory until it ends.
@@ -472,7 +484,7 @@ class Matmul(NamedTuple):
         ]
         examples = (rows.empty("meta") if rows else matrix for rows, matrix in zip(wide, (x, w, y), strict=True))
         x_like, w_like, y_like = examples
-        multiply = self.by_kernel(x_like, w_like, bias, y_like, config)
+        multiply = self.unstaged(x_like, w_like, bias, y_like, config)
         (M, N), dtype, (wide_x, wide_w, wide_y), (stage_x, stage_w, unstage) = y.shape, y.dtype, wide, copies
 
         def run(x, w, bias, out):
@@ -490,31 +502,20 @@ class Matmul(NamedTuple):
 
         return run
 
-    def by_library(self, y, bias, separate: bool):
-        """The function that has torch multiply. separate: our kernel adds the bias, and applies the activation.
-
-        Results are rounded once, as those of our own product are. `separate` takes memory for an fp32 copy of them.
-        """
+    def by_library(self, y):
+        """The function that has torch multiply, add the bias, and then apply the activation to the rounded sums."""
         capture.prepare_cublas()
-        (M, N), dtype, precision = y.shape, y.dtype, self.precision
-        if not separate:
+        (M, N), dtype, precision, activation = y.shape, y.dtype, self.precision, self.activation
 
-            def run(x, w, bias, out):
-                y = x.new_empty((M, N), dtype=dtype) if out is None else out
-                multiply_into(y, x, w, None if bias is None else bias.contiguous(), precision)
-                return y
-
-            return run
-        finish = plan_finish(torch.empty((M, N), device="meta"), bias, self.activation, y)
-
-        def run_and_finish(x, w, bias, out):
+        def run(x, w, bias, out):
             y = x.new_empty((M, N), dtype=dtype) if out is None else out
-            total = y if dtype == torch.float32 else x.new_empty((M, N), dtype=torch.float32)
-            multiply_into(total, x, w, None, precision)
-            finish(total, bias, y)
-            return y
+            with_bias = bias is not None and x.dtype == dtype
+            multiply_into(y, x, w, bias.contiguous() if with_bias else None, precision)
+            if bias is not None and not with_bias:
+                y.add_(bias)
+            return activate_in_place(y, activation)
 
-        return run_and_finish
+        return run
 
 
 def plan_finish(total: torch.Tensor, bias: torch.Tensor | None, activation: str | None, y: torch.Tensor):

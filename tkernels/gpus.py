@@ -18,7 +18,7 @@ class GPU:
     flops, library_flops: of our GEMM and of torch's, apart from the ends of their tiles: in 16 bits, in fp32 as TF32
         and as IEEE.
     pointer_flops: of our GEMM in 16 bits, where TMA can't take the operands.
-    unaligned_flops: of torch's in 16 bits, where rows are multiples of 2, 4 and 8 bytes.
+    unaligned_flops: of torch's in 16 bits, where rows are multiples of 2, 4 and 8 bytes; and as TF32, of 4 or 8 bytes.
     memory, l2: bytes that a kernel reads and writes, and that its programs read.
     copy_engine, stores: bytes to all peers together.
     program, reducing_program: bytes that one comm program stores, in an all-gather, and where it waits for tiles.
@@ -33,7 +33,7 @@ class GPU:
     flops: tuple[float, float, float] = (830e12, 45e12, 7e12)
     library_flops: tuple[float, float, float] = (830e12, 400e12, 52e12)
     pointer_flops: float = 47e12
-    unaligned_flops: tuple[float, float, float] = (120e12, 270e12, 450e12)
+    unaligned_flops: tuple[float, float, float, float] = (120e12, 270e12, 450e12, 125e12)
     memory: float = 4e12
     l2: float = 12e12
     copy_engine: float = 385e9
@@ -51,9 +51,9 @@ class GPU:
     def library_rate(self, dtype: torch.dtype, precision: str = "ieee", alignment: int = 16) -> float:
         """Torch's FLOP/s; alignment: bytes that the rows of all operands are multiples of."""
         kind = kind_of(dtype, precision)
-        if kind or alignment >= 16:
+        if alignment >= 16 or kind == 2:
             return self.library_flops[kind]
-        return self.unaligned_flops[alignment.bit_length() - 2]
+        return self.unaligned_flops[3 if kind else alignment.bit_length() - 2]
 
     def seconds(self, multiplications: int, dtype: torch.dtype) -> float:
         """The time in which one SM multiplies and adds so often."""
@@ -63,9 +63,15 @@ class GPU:
         """The time that a program takes for a tile."""
         return self.tile_at(self.rate(dtype), gemm.block_m, gemm.block_n, K, dtype)
 
-    def tile_at(self, flops: float, block_m: int, block_n: int, K: int, dtype: torch.dtype) -> float:
-        """The same of any tile, where all SMs reach that many FLOP/s: small ones wait for their operands, out of L2."""
-        operands_s = (block_m + block_n) * K * dtype.itemsize * self.sms / self.l2
+    def tile_at(
+        self, flops: float, block_m: int, block_n: int, K: int, dtype: torch.dtype, sectors: bool = True
+    ) -> float:  # fmt: skip
+        """The same of any tile, where all SMs reach that many FLOP/s: small ones wait for their operands, out of L2.
+
+        sectors: the operands' rows begin at sectors of the cache, of 32 bytes. Else what TMA reads of a row takes one
+        more, and programs wait about twice as long.
+        """
+        operands_s = (block_m + block_n) * K * dtype.itemsize * self.sms / self.l2 * (1 if sectors else 2)
         return max(2 * block_m * block_n * K * self.sms / flops, operands_s) + TILE_END_S
 
 
@@ -78,11 +84,11 @@ GPUS = {
         GPU("NVIDIA H100 80GB HBM3", "runs", memory=2.8e12),
         GPU(
             "NVIDIA A100-SXM4-80GB", "compiled", 108, 166912, (250e12, 60e12, 7e12), (270e12, 130e12, 19e12),
-            240e12, (100e12, 180e12, 240e12), 1.6e12, 6e12, 250e9, 200e9, 18e9, 16e9, 160e9, 150e9,
+            240e12, (100e12, 180e12, 240e12, 60e12), 1.6e12, 6e12, 250e9, 200e9, 18e9, 16e9, 160e9, 150e9,
         ),
         GPU(
             "NVIDIA B200", "compiled", 148, 232448, (1400e12, 60e12, 10e12), (1700e12, 850e12, 70e12),
-            60e12, (150e12, 350e12, 600e12), 6.4e12, 18e12, 770e9, 640e9, 56e9, 48e9, 500e9, 470e9,
+            60e12, (150e12, 350e12, 600e12, 200e12), 6.4e12, 18e12, 770e9, 640e9, 56e9, 48e9, 500e9, 470e9,
         ),
     )
 }  # fmt: skip

@@ -37,7 +37,8 @@ KERNEL, STAGED, LIBRARY = "kernel", "staged", "library"  # who multiplies for a 
 # Seconds, H200.
 LAUNCH_S = 10e-6  # of a fused kernel, whatever its size
 LIBRARY_S, COLLECTIVE_S = 7e-6, 6e-6  # of the plain path: torch's GEMM and the collective, whatever their sizes
-FINISH_S = 2e-6  # a launch between others, whatever its size
+PASS_S = 2e-6  # a launch between others, whatever its size
+ACTIVATION_S = {None: 0.0, "relu": 0.3e-6, "silu": 2e-6, "gelu_tanh": 2.5e-6, "gelu": 6e-6}  # for a tile of 128 x 256
 SUM_S = 2.5e-6  # for a tile of this rank's rows: adding the partial sums of each peer
 GATE_S = 16e-6  # until the ranks have met and the copy engine may begin
 COPY_S, REDUCED_COPY_S = 7e-6, 9.5e-6  # a copy, whatever its size, and one that waits for tiles
@@ -66,13 +67,12 @@ FEATURES = 1024
 
 REGISTERS = 255
 
-# A local product is our kernel's if it takes at most WORTH of the library's time by the model, which is that precise.
-# Where operands are staged it may take WORTH_STAGING: the library's speed differs from size to size there. If the
-# library takes less than SHORT_S, launches decide, of which the model knows little, so it is the library's; but an
-# epilogue saves a launch. With tiles of FEW_ROWS a program has too little in flight to read memory at more than
-# FEW_ROWS_MEMORY of its speed.
-WORTH, WORTH_STAGING, SHORT_S = 1.02, 0.95, 12e-6
-FEW_ROWS, FEW_ROWS_MEMORY = 64, 0.8
+# A local product is our kernel's if it takes at most WORTH of the library's time by the model, which is that precise,
+# or with staged operands WORTH_STAGING, as the library's speed differs from size to size there; `fastest` has what
+# SHORT_S, STAGED_S and SHORT_K are for. Where rows or columns are at most NARROW, a program has too little in flight to
+# read memory at more than NARROW_MEMORY of its speed.
+WORTH, WORTH_STAGING, SHORT_S, STAGED_S, SHORT_K = 1.02, 0.9, 12e-6, 30e-6, 512
+NARROW, NARROW_MEMORY = 64, 0.8
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,11 @@ class Problem:
     sending: comm programs must send, into the two alternating inboxes.
     precision: how fp32 is multiplied, as gemm.precision says it.
     alignment: bytes that the rows of all operands are multiples of, where their layout is "pointers".
-    orientation, staged: of a local product, the layout that they would have in rows that TMA can take, and the bytes of
-        each matrix that it can't.
-    stored, separate: of a local product, the result's dtype (None: that of x), and whether it has an activation, or
-        another epilogue that the library's product takes a pass for.
+    Of a local product alone:
+    orientation, staged: the layout that the operands would have in rows that TMA can take, and the bytes of each matrix
+        that it can't. sectors: the rows of the others begin at sectors of the cache, of 32 bytes.
+    stored: the result's dtype; None: that of x.
+    activation, separate: its activation, and whether that or a bias takes the library another pass.
     """
 
     operation: str
@@ -107,7 +108,9 @@ class Problem:
     alignment: int = 2
     orientation: str = "TN"
     staged: tuple[int, ...] = ()
+    sectors: bool = True
     stored: torch.dtype | None = None
+    activation: str | None = None
     separate: bool = False
 
     @property
@@ -363,11 +366,12 @@ def predict(problem: Problem, config: GemmConfig | OverlapConfig) -> Prediction:
     """The time of one call. Of a fused operation, with even shards, as its last tile or its last rows end it."""
     gemm = getattr(config, "gemm", config)
     rate = problem.gpu.rate(problem.dtype, problem.precision, problem.tma)
-    tile_s = problem.gpu.tile_at(rate, gemm.block_m, gemm.block_n, problem.K, problem.dtype)
+    tile_s = problem.gpu.tile_at(rate, gemm.block_m, gemm.block_n, problem.K, problem.dtype, problem.sectors)
+    tile_s += ACTIVATION_S[problem.activation] * gemm.block_m * gemm.block_n / (128 * 256)
     alone_s = max(-(-problem.tiles(gemm)[1] // problem.programs) * tile_s, problem.least_s)
     if isinstance(config, GemmConfig):
-        if gemm.block_m <= FEW_ROWS:
-            alone_s = max(alone_s, problem.least_s / FEW_ROWS_MEMORY)
+        if min(problem.M, problem.N) <= NARROW:
+            alone_s = max(alone_s, problem.least_s / NARROW_MEMORY)
         return Prediction(LIBRARY_S + alone_s, LIBRARY_S, alone_s, 0.0)
     launch = _Launch(problem, config, tile_s)
     return Prediction(LAUNCH_S + launch.seconds(), LAUNCH_S, alone_s, problem.crossings * launch.wire_s)
@@ -480,28 +484,32 @@ LIBRARY_SPLITS = (1, 2, 4, 8)
 
 
 def predict_library(problem: Problem) -> Prediction:
-    """The time of a local product by torch's matmul, and of the pass that adds an activation to it."""
+    """The time of a local product by torch's matmul, and of the pass over the result that applies an activation."""
     product_s = library_s(problem)
-    if problem.separate:  # fp32 sums are written where the result would be, and read once more
-        widened = 0 if problem.stored == FP32 or problem.dtype == FP32 else 8
+    if problem.separate:
         itemsize = (problem.stored or problem.dtype).itemsize
-        product_s += FINISH_S + problem.M * problem.N * max(widened, 2 * itemsize) / problem.gpu.memory
+        product_s += PASS_S + 2 * problem.M * problem.N * itemsize / problem.gpu.memory
     return Prediction(LIBRARY_S + product_s, LIBRARY_S, product_s, 0.0)
 
 
-def predict_staged(problem: Problem, config: GemmConfig) -> Prediction:
-    """The time of a local product by our kernel, where what TMA can't take is copied before it or after it."""
-    alone = predict(replace(problem, layout=problem.orientation), config)
-    copies_s = len(problem.staged) * FINISH_S + 2 * sum(problem.staged) / problem.gpu.memory
+def predict_staged(problem: Problem, config: GemmConfig | None) -> Prediction:
+    """The time of a local product where what TMA can't take is copied before or after it. config: None: by torch."""
+    aligned = replace(problem, layout=problem.orientation)
+    alone = predict_library(aligned) if config is None else predict(aligned, config)
+    copies_s = len(problem.staged) * PASS_S + 2 * sum(problem.staged) / problem.gpu.memory
     return Prediction(alone.seconds + copies_s, alone.launch, alone.gemm + copies_s, 0.0)
 
 
 def fastest(problem: Problem, predicted: dict[str, Prediction]) -> str:
-    """The way that a local product takes, of those with predictions: ours if it takes hardly longer than torch's."""
+    """The way that a local product takes, of those with predictions: our kernel if it is as fast as torch or faster.
+
+    What the model knows too little of is torch's: what is short, but for an epilogue, which saves torch's second
+    launch; and sums so short that storing the result decides.
+    """
     library = predicted[LIBRARY].gemm
-    if library <= SHORT_S and not problem.separate:
-        return LIBRARY
-    most = {name: WORTH * library if name == KERNEL else WORTH_STAGING * library for name in (KERNEL, STAGED)}
+    short = library <= SHORT_S
+    known = (problem.tma or short) if problem.separate else not short and problem.tma and problem.K >= SHORT_K
+    most = {KERNEL: WORTH * library if known else 0.0, STAGED: WORTH_STAGING * library if library > STAGED_S else 0.0}
     ours = {name: predicted[name].gemm for name in most if name in predicted and predicted[name].gemm <= most[name]}
     return min(ours, key=ours.get, default=LIBRARY)
 

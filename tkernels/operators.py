@@ -68,8 +68,8 @@ def matmul(
     fp32, fp16, bf16; accumulated in fp32. w may be the view `w.t()` of a [K, N] matrix. activation: as in
     all_gather_matmul; out and out_dtype too. config: the tiles of our kernel. None: whichever is faster by the model
     multiplies, our kernel or torch; `tkernels.explain("matmul", M, N, K)` says which. Raises ValueError or TypeError.
-    Beside its result a call takes memory for copies of those of x, w and the result whose rows are no multiples of 16
-    bytes, if our kernel multiplies; or for an fp32 copy of the result, if torch multiplies and there is an activation.
+    Torch rounds to the result's dtype before an activation as well. Beside its result a call takes memory for copies
+    of those of x, w and the result whose rows are no multiples of 16 bytes, if it stages them, and for nothing else.
     """
     if isinstance(x, torch.Tensor) and x.dim() != 2:
         lead, options = Leading.of("matmul", x), {"out_dtype": out_dtype, "config": config}

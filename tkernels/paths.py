@@ -108,7 +108,7 @@ def explain_product(problem: model.Problem) -> Choice:
     ways.sort(key=lambda way: (way.name != taken, way.predicted.seconds))
     names = {
         model.KERNEL: "by our kernel",
-        model.STAGED: "by our kernel with copies of the operands in wider rows",
+        model.STAGED: "with copies in wider rows",
         model.LIBRARY: "by torch's matmul",
     }
     times = ", ".join(f"{1e6 * way.predicted.seconds:.0f} us {names[way.name]}" for way in ways)

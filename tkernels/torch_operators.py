@@ -39,9 +39,9 @@ from tkernels.comm import collectives
 from tkernels.comm.arguments import check_out
 from tkernels.comm.contexts import find_context
 from tkernels.comm.errors import TkernelsError
-from tkernels.dispatch import apply_transformed, define, register, transformed, wants_gradient, watched
+from tkernels.dispatch import PLAIN, apply_transformed, define, register, transformed, wants_gradient, watched
 from tkernels.gemm import matmul as _matmul
-from tkernels.gemm import precision
+from tkernels.gemm import may_stage, precision
 from tkernels.matmul_all_reduce import MatmulAllReduce
 from tkernels.matmul_reduce_scatter import MatmulReduceScatter
 
@@ -52,7 +52,8 @@ def _matmul_backward(ctx, dy):
     _refuse_fused_activation("matmul", *ctx.options)
     x, w = ctx.saved_tensors
     need_x, need_w, need_bias = ctx.needs_input_grad[:3]
-    return dy @ w if need_x else None, dy.t() @ x if need_w else None, dy.sum(0) if need_bias else None, None
+    dx, dw = _product(dy, w) if need_x else None, _product(dy.t(), x) if need_w else None
+    return dx, dw, dy.sum(0) if need_bias else None, None
 
 
 ops.matmul = define(
@@ -67,6 +68,13 @@ ops.matmul = define(
 def _with_unit_stride(matrix: torch.Tensor) -> torch.Tensor:
     # Gradients may arrive expanded (from sum()) or sliced; the kernels need one unit stride.
     return matrix if 1 in matrix.stride() and 0 not in matrix.stride() else matrix.contiguous()
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b on this rank, of a gradient: by torch, or by `matmul` where that may stage rows that TMA can't take."""
+    if transformed() or not PLAIN.issuperset((type(a), type(b))) or not may_stage(a, b):
+        return a @ b
+    return ops.matmul(_with_unit_stride(a), _with_unit_stride(b).t(), None, None)
 
 
 class _Replicated(torch.autograd.Function):
@@ -121,7 +129,7 @@ def _all_gather_matmul_backward(ctx, dy, dgathered):
     if dy is not None:
         dy = _with_unit_stride(dy)
         if ctx.needs_input_grad[1]:
-            dw = dy.t() @ (x if return_gathered else ops.all_gather(x, rows, context))
+            dw = _product(dy.t(), x if return_gathered else ops.all_gather(x, rows, context))
         # Unless the graph is retained, free the gathered rows before dx takes memory.
         del x
         ctx.maybe_clear_saved_tensors()
@@ -181,7 +189,7 @@ def _gradients_of_several(ctx, need_x, need_ws, need_biases, dys, dgathered):
     dys = [None if dy is None else _with_unit_stride(dy) for dy in dys]
     dx, dws = None, [need and dy is not None for need, dy in zip(need_ws, dys, strict=True)]
     x = ops.all_gather(x, rows, context) if any(dws) and not return_gathered else x
-    dws = [dy.t() @ x if wanted else None for wanted, dy in zip(dws, dys, strict=True)]
+    dws = [_product(dy.t(), x) if wanted else None for wanted, dy in zip(dws, dys, strict=True)]
     del x  # as in all_gather_matmul
     ctx.maybe_clear_saved_tensors()
     pairs = [(dy, w) for dy, w in zip(dys, ws, strict=True) if dy is not None]
@@ -274,7 +282,7 @@ def _matmul_reduce_scatter_backward(ctx, dy):
     elif need_w or need_bias:
         gathered = ops.all_gather(dy, rows, context)
     if need_w:
-        dw = gathered.t() @ x
+        dw = _product(gathered.t(), x)
     if need_bias:
         dbias = gathered.sum(0)
     return dx, dw, dbias, None, None, None, None
@@ -293,7 +301,7 @@ ops.matmul_reduce_scatter = define(
 def _matmul_reduce_scatter_backward_impl(dy_shard_m, x_shard_k, w_shard_k, need_bias, rows, context, path=None):
     dx, gathered = _all_gather_matmul_direct(dy_shard_m, w_shard_k.t(), None, None, "borrowed", rows, context, path)
     dbias = gathered.sum(0) if need_bias else gathered.new_empty(0)
-    return dx, gathered.t() @ x_shard_k, dbias
+    return dx, _product(gathered.t(), x_shard_k), dbias
 
 
 def _matmul_reduce_scatter_backward_fake(dy_shard_m, x_shard_k, w_shard_k, need_bias, rows, context, path=None):
@@ -326,8 +334,8 @@ def _matmul_all_reduce_backward(ctx, dy):
     need_x, need_w, need_bias = ctx.needs_input_grad[:3]
     dbias = dy.sum(0) if need_bias else None  # equal on all ranks, as dy is
     dy = replicated(dy, context)
-    dx = dy @ w if need_x else None
-    dw = dy.t() @ x if need_w else None
+    dx = _product(dy, w) if need_x else None
+    dw = _product(dy.t(), x) if need_w else None
     return dx, dw, dbias, None, None, None
 
 
