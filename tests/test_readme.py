@@ -115,7 +115,7 @@ def test_the_examples_on_several_ranks_run(ctx, name):
 
 def test_every_system_has_an_example():
     systems = ["P2PCommunicator", "forward_backward_pipelining", "FullyShard", "ZeroOptimizer", "OverlappedDDP"]
-    others = ["ColumnParallelLinear", "shim", "Matmul", "fsdp2"]
+    others = ["ColumnParallelLinear", "shim", "Matmul", "fsdp2", "symm_mem"]
     assert set(EXAMPLES) == {"ColwiseParallel", "parallelize", *systems, *others}
 
 
