@@ -29,6 +29,7 @@ from tkernels.layers import (
     ColwiseParallelGroup,
     PrepareModuleInput,
     PrepareModuleOutput,
+    Replicated,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -573,6 +574,63 @@ def test_parallelize_module_tells_of_replicas_whose_gradients_differ(ctx):
     with pytest.raises(MismatchError, match="the gradients of 2.weight, 2.bias, 0.weight, 0.bias differ between ranks"):
         model(x).square().sum().backward()
     assert isinstance(PrepareModuleOutput, type)
+
+
+@pytest.mark.ranks(2)
+def test_parallelize_module_takes_sequences_that_do_not_divide_as_dtensors(ctx):
+    """5 positions over 2 ranks, through a whole block; plain parts of 3 and 2 can't be told apart and are refused."""
+    mesh, x = tp_mesh(ctx), normal((BATCH, 5, HIDDEN), torch.float32, 1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 6), nn.Linear(6, HIDDEN))
+    twin = copy.deepcopy(model).double()
+    options = {"use_local_output": False}
+    split = {
+        "0": SequenceParallel(),
+        "1": ColwiseParallel(input_layouts=Shard(1), **options),
+        "2": RowwiseParallel(output_layouts=Shard(1), **options),
+    }
+    parallelize_module(model.to(ctx.device), mesh, split)
+    leaf = distribute_tensor(x.to(ctx.device), mesh, [Shard(1)]).requires_grad_()
+    truth = x.double().requires_grad_()
+    y, want = model(leaf), twin(truth)
+    assert y.placements == (Shard(1),)
+    assert_near(y, want, "output")
+    y.to_local().square().sum().backward()
+    want.square().sum().backward()
+    assert_near(leaf.grad, truth.grad, "input")
+    for (name, parameter), wanted in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert_near(parameter.grad, wanted.grad, name)
+
+    with tkernels.init(ctx.group.process_group) as own:  # which the error ends
+        linear = parallelize_module(nn.Linear(4, 4).to(ctx.device), own, ColwiseParallel(input_layouts=Shard(0)))
+        with pytest.raises(MismatchError, match=r"rows=\(3, 2\)"):
+            linear(torch.ones(3 - ctx.rank, 4, device=ctx.device))
+            own.check()
+
+
+@pytest.mark.ranks(2)
+def test_replicated_lets_a_module_find_plain_tensors_and_sums_gradients_where_asked(ctx):
+    """A norm of each rank's own features, and one outside: all parameters are DTensors, and clipping works."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.RMSNorm(HIDDEN), nn.Linear(HIDDEN, 2 * HIDDEN), nn.Unflatten(-1, (-1, HIDDEN)))
+    model += nn.Sequential(nn.RMSNorm(HIDDEN), nn.Flatten(-2), nn.Linear(2 * HIDDEN, HIDDEN))
+    twin, x = copy.deepcopy(model).double(), normal((4, HIDDEN), torch.float32, 1)
+    split = {
+        "0": Replicated(),
+        "1": ColwiseParallel(),
+        "3": Replicated(sum_gradients=True),
+        "5": RowwiseParallel(),
+    }
+    parallelize_module(model.to(ctx.device), tp_mesh(ctx), split)
+    model(x.to(ctx.device)).square().sum().backward()
+    twin(x.double()).square().sum().backward()
+    norms = [clip_grad_norm_(each.parameters(), 1e9) for each in (model, twin)]
+    assert_near(norms[0], norms[1], "norm")
+    for (name, parameter), wanted in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert parameter.grad.placements == parameter.placements
+        assert_near(parameter.grad, wanted.grad, name)
+    with pytest.raises(ValueError, match="'4' has no parameters of its own"):
+        parallelize_module(model, tp_mesh(ctx), {"4": Replicated()})
 
 
 @pytest.mark.ranks(2)

@@ -9,7 +9,8 @@ from torch.nn import functional
 
 from tkernels.comm import find_context
 from tkernels.layers.tensor_parallel.functions import copy_to_tensor_model_parallel_region
-from tkernels.layers.tensor_parallel.styles import ColwiseLinear, ColwiseParallel, gathered_products
+from tkernels.layers.tensor_parallel.modules import ColwiseLinear, gathered_products
+from tkernels.layers.tensor_parallel.styles import ColwiseParallel
 
 
 class ColwiseParallelGroup(ParallelStyle):

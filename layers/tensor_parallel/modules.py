@@ -1,0 +1,185 @@
+"""The modules that styles make: linears, embeddings and norms whose parameters are DTensors over one mesh.
+
+They get local tensors or DTensors and give either, compute on local tensors, and are subclasses of what they were.
+"""
+
+import dataclasses
+import functools
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.nn import functional
+
+import tkernels
+from tkernels.comm import find_context
+from tkernels.layers.tensor_parallel.dtensors import as_dtensor, chunk_sizes, local
+from tkernels.layers.tensor_parallel.functions import column_parallel_linear, in_autocast_dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a module's input comes and its output goes. context: the name of the context over the mesh's ranks."""
+
+    mesh: DeviceMesh
+    context: str
+    input: Placement
+    output: Placement
+    use_local_output: bool
+    transposed: bool  # whether a weight is [K, N], as that of transformers' Conv1D
+
+    def __deepcopy__(self, memo):
+        return self  # a copied module is on the same ranks
+
+    def enter(self, x: torch.Tensor, wanted: Placement, accepts) -> tuple[torch.Tensor, Placement, tuple]:
+        """An input's local tensor, its placement, and the global shape.
+
+        It is redistributed to `wanted` unless `accepts(placement)`. A plain input has equal parts on all ranks.
+        """
+        if not isinstance(x, DTensor):
+            placement = _positive(self.input, x.dim())
+            if accepts(placement):
+                shape = list(x.shape)
+                if placement.is_shard():
+                    shape[placement.dim] *= self.mesh.size()
+                return x, placement, tuple(shape)
+            x = DTensor.from_local(x, self.mesh, (placement,), run_check=False)
+        elif x.device_mesh != self.mesh:
+            raise ValueError(
+                f"the input is a DTensor on {x.device_mesh}, but the module's parameters are split over {self.mesh}; "
+                f"redistribute it, or pass its to_local()"
+            )
+        placement = x.placements[0]
+        if not accepts(placement):
+            x, placement = x.redistribute(placements=(wanted,)), wanted
+        return x.to_local(grad_placements=(placement,)), placement, tuple(x.shape)
+
+    def leave(self, y: torch.Tensor, placement: Placement, shape) -> torch.Tensor:
+        """This rank's part of an output of that global shape, in the layout and of the kind that are asked for."""
+        output = _positive(self.output, y.dim())
+        if self.use_local_output and output == placement:
+            return y
+        whole = as_dtensor(y, self.mesh, placement, shape)
+        if output != placement:
+            whole = whole.redistribute(placements=(output,))
+        return whole.to_local() if self.use_local_output else whole
+
+
+def _positive(placement: Placement, dims: int) -> Placement:
+    return Shard(placement.dim % dims) if placement.is_shard() and placement.dim < 0 else placement
+
+
+class ParallelModule:
+    """What the modules that a style has been given to have in common."""
+
+    kind: str  # the first word of the class's name
+    _layout: Layout
+
+    def _parts(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """This rank's weight [N, K] and bias of a linear layer, as autocast has nn.Linear take them."""
+        weight, device = local(self.weight), find_context(self._layout.context).device.type
+        return in_autocast_dtype(device, weight.t() if self._layout.transposed else weight, local(self.bias))
+
+
+class ColwiseLinear(ParallelModule):
+    """What ColwiseParallel makes of a linear layer. Collective: forward and backward."""
+
+    kind = "Colwise"
+    _siblings = None  # the layers that share the communication of its input
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self._product(x) if self._siblings is None else self._siblings.product(self, x)
+        return self._layout.leave(y, Shard(y.dim() - 1), (*y.shape[:-1], self.out_features))
+
+    def _enter(self, x: torch.Tensor) -> tuple[torch.Tensor, Placement, tuple]:
+        """As Layout.enter: a replicated input, or one split along a leading dimension."""
+        last = x.dim() - 1
+        x, placement, shape = self._layout.enter(
+            x, Replicate(), lambda given: given.is_replicate() or given.is_shard() and given.dim != last
+        )
+        return *in_autocast_dtype(x.device.type, x), placement, shape
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's out-features, of all positions."""
+        x, placement, shape = self._enter(x)
+        if placement.is_shard():
+            return gathered_products([self], x, placement.dim, shape[placement.dim])[0]
+        ctx = find_context(self._layout.context)
+        y = column_parallel_linear(x.reshape(-1, x.shape[-1]), *self._parts(), mesh=ctx)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def gathered_products(linears: list[ColwiseLinear], x: torch.Tensor, dim: int, length: int) -> list[torch.Tensor]:
+    """Collective. The products of an input that is split along `dim`, where all ranks together have `length`."""
+    ctx = find_context(linears[0]._layout.context)
+    weights, biases = map(list, zip(*(linear._parts() for linear in linears), strict=True))
+    keep = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+    options = {"return_gathered": keep, "gather_dim": dim, "rows": chunk_sizes(length, ctx.size), "ctx": ctx}
+    if len(linears) == 1:
+        y = tkernels.all_gather_matmul(x, weights[0], biases[0], **options)
+        return [y[0] if keep else y]
+    ys = tkernels.all_gather_matmul(x, weights, biases, **options)
+    return ys[0] if keep else ys
+
+
+class RowwiseLinear(ParallelModule):
+    """What RowwiseParallel makes of a linear layer. Collective: forward and backward."""
+
+    kind = "Rowwise"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layout, last = self._layout, x.dim() - 1
+        ctx = find_context(layout.context)
+        x, _, _ = layout.enter(x, Shard(last), lambda given: given == Shard(last))
+        (x,), (weight, bias) = in_autocast_dtype(ctx.device.type, x), self._parts()
+        shape = (*x.shape[:-1], self.out_features)
+        output = _positive(layout.output, x.dim())
+        if output.is_shard() and output.dim != last:
+            rows = chunk_sizes(x.shape[output.dim], ctx.size)
+            y = tkernels.matmul_reduce_scatter(x, weight, bias, scatter_dim=output.dim, rows=rows, ctx=ctx)
+            return layout.leave(y, output, shape)
+        y = tkernels.matmul_all_reduce(x, weight, bias, ctx=ctx)
+        return layout.leave(y, Replicate(), shape)
+
+
+class RowwiseEmbedding(ParallelModule):
+    """What RowwiseParallel makes of an nn.Embedding: split by the vocabulary. Collective: forward and backward.
+
+    (torch's own gives a weight of Shard(0) a gradient of Replicate: the whole vocabulary's, on every rank.)
+    """
+
+    kind = "Rowwise"
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        layout = self._layout
+        ctx = find_context(layout.context)
+        tokens, _, _ = layout.enter(tokens, Replicate(), Placement.is_replicate)
+        weight, sizes = local(self.weight), chunk_sizes(self.num_embeddings, ctx.size)
+        start, own = sum(sizes[: ctx.rank]), sizes[ctx.rank]
+        padding = None if self.padding_idx is None else self.padding_idx - start
+        absent = (tokens < start) | (tokens >= start + own)
+        mine = (tokens - start).masked_fill(absent, 0)
+        y = functional.embedding(mine, weight, padding if padding is not None and 0 <= padding < own else None)
+        y = y.masked_fill(absent.unsqueeze(-1), 0)
+        output = _positive(layout.output, y.dim())
+        if output.is_shard() and output.dim != y.dim() - 1:
+            parts = chunk_sizes(y.shape[output.dim], ctx.size)
+            part = tkernels.reduce_scatter(y.movedim(output.dim, 0).contiguous(), rows=parts, ctx=ctx)
+            return layout.leave(part.movedim(0, output.dim), output, y.shape)
+        return layout.leave(tkernels.all_reduce(y, ctx=ctx), Replicate(), y.shape)
+
+
+class SequenceModule(ParallelModule):
+    """What SequenceParallel makes of a module that has parameters: its own forward, on local tensors."""
+
+    kind = "Sequence"
+
+    def forward(self, x: torch.Tensor, *arguments, **options) -> torch.Tensor:
+        wanted = self._layout.input
+        x, placement, shape = self._layout.enter(x, wanted, lambda given: given == _positive(wanted, len(x.shape)))
+        return self._layout.leave(super().forward(x, *arguments, **options), placement, shape)
+
+
+@functools.cache
+def subclass(kind: type, base: type[ParallelModule]) -> type:
+    return type(base.kind + kind.__name__, (base, kind), {"__module__": base.__module__})
