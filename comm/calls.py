@@ -32,6 +32,8 @@ from tkernels.comm import capture
 # 20 bits: of a million pairs of calls that differ, one has equal numbers. They share a word with the epoch, whose 43
 # bits last for a year of calls that take 5 us each.
 CALL_BITS = 20
+FORM_BITS = 25  # of a message's form, for its bytes; the 6 bits above are its dtype's
+DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
 MAX_PREPARED = 1024  # calls that a workspace keeps prepared, and as many of local operations in all
 
 
@@ -69,6 +71,16 @@ def describe(tensor: torch.Tensor | None):
         if tensor.layout is torch.strided:
             raise
         raise TypeError(f"operations take strided tensors, not {tensor.layout}; pass a .to_dense() one") from error
+
+
+def form_of(dtype: torch.dtype, num_bytes: int) -> int:
+    """A number, 31 bits, for the form of a message, the same at both its ends: its dtype, and its bytes up to 2**25."""
+    return DTYPES.index(dtype) << FORM_BITS | min(num_bytes, (1 << FORM_BITS) - 1)
+
+
+def form_name(form: int) -> str:
+    dtype, num_bytes = divmod(form, 1 << FORM_BITS)
+    return f"{num_bytes} bytes of {DTYPES[dtype]}"
 
 
 class PreparedCalls:

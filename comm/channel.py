@@ -3,7 +3,8 @@
 A rank's inbox has `copies` slots. *Generation* n is the n-th slotful that a rank sends; it goes to slot
 (n - 1) % copies of its peer. Progress is recorded in two words for each program, which only grow:
 
-    full    in the receiver's memory, set by the sender: generation n is in its slot.
+    full    in the receiver's memory, set by the sender: generation n is in its slot; one word for each slot, whose low
+            bits are the form of what is there.
     free    in the sender's memory, set by the receiver: generation n has been copied out of its slot.
 
 Why no slot is overwritten before it is read: the sender writes generation g only after all its `free` words are at
@@ -11,7 +12,8 @@ least g - copies, the generation that was last in that slot. The receiver raises
 that generation.
 
 Why the receiver reads what was sent: it copies generation g out only after all `full` words are at least g. Each
-sending program raises its word by put_signal, after its own part of the data.
+sending program raises its word by put_signal, after its own part of the data. The form in the word, dtype and number of
+bytes, is compared with that of the receiver's tensor: it costs no message and no wait.
 
 Each end counts generations in its own device memory; the last program of the kernel that moves the data advances the
 count. Both ends count alike, since every message is the same number of generations for both. Nothing is ever reset, and
@@ -35,9 +37,20 @@ import triton
 import triton.language as tl
 
 from tkernels.comm.arguments import LARGEST, check_type, whole
-from tkernels.comm.calls import differences
+from tkernels.comm.calls import differences, form_of
 from tkernels.comm.context import Context, as_context
-from tkernels.comm.device import Net, begin_epoch, copy, end_epoch, operation, put_signal, quiet, signal, wait_signal
+from tkernels.comm.device import (
+    Net,
+    begin_epoch,
+    check_form,
+    copy,
+    end_epoch,
+    operation,
+    put_signal,
+    quiet,
+    signal,
+    wait_signal,
+)
 from tkernels.comm.errors import MismatchError, TkernelsError
 from tkernels.comm.fence import Fence
 from tkernels.comm.regions import ALIGNMENT, Regions, round_up
@@ -45,6 +58,8 @@ from tkernels.comm.regions import ALIGNMENT, Regions, round_up
 OP_SEND = operation("channel send")
 OP_RECEIVE = operation("channel receive")
 
+FORM_SHIFT = tl.constexpr(32)  # low bits of a `full` word, below its generation
+FORM_MASK = tl.constexpr((1 << 32) - 1)
 BLOCK_BYTES = 32 << 10  # what a program copies at a step
 PROGRAMS = {"simulated": 2, "nvshmem": 8}
 _WIDTHS = {16: torch.int32, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -53,14 +68,16 @@ _WIDTHS = {16: torch.int32, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: t
 # fmt: off
 @triton.jit(do_not_specialize=["rank", "peer"])
 def channel_wait_kernel(
-    words, state,  # [WORDS] here, raised by `peer`
+    words, state,  # [ROWS, WORDS] here, raised by `peer`: a row for each slot, or one for all
     table, rank, peer,
-    L, LAG: tl.constexpr, WORDS: tl.constexpr,
+    L, LAG: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, SHIFT: tl.constexpr,
 ):
     net = Net(table, rank)
     generation = begin_epoch(state) - LAG
+    if ROWS > 1:
+        words += (generation - 1) % ROWS * WORDS
     for index in range(WORDS):
-        wait_signal(words + index, generation, peer, index, net, L)
+        wait_signal(words + index, generation, peer, index, net, L, SHIFT=SHIFT)
 
 
 @triton.jit
@@ -71,35 +88,41 @@ def share_of(num_elements, share, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
     return first, tl.minimum(tl.maximum(num_elements - first, 0), share)
 
 
-@triton.jit(do_not_specialize=["rank", "peer", "num_elements", "share"])
+@triton.jit(do_not_specialize=["rank", "peer", "num_elements", "share", "form"])
 def channel_send_kernel(
-    data, slots, slot_stride, words, state,  # [num_elements], [copies, slot_stride], `full` [programs]
+    data, slots, slot_stride,  # [num_elements], [copies, slot_stride]
+    full, state,  # [copies, programs]
     table, rank, peer,
-    num_elements, share,
+    num_elements, share, form,
     L, COPIES: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):
     net = Net(table, rank)
     generation = begin_epoch(state)
     first, part = share_of(num_elements, share, data.dtype.element_ty, ALIGN)
     slot = slots + (generation - 1) % COPIES * slot_stride
-    put_signal(slot + first, data + first, part, words + tl.program_id(0), generation, peer, net, L, BLOCK, ALIGN)
+    word = full + (generation - 1) % COPIES * tl.num_programs(0) + tl.program_id(0)
+    raised = generation << FORM_SHIFT | tl.cast(form, tl.int64)
+    put_signal(slot + first, data + first, part, word, raised, peer, net, L, BLOCK, ALIGN)
     quiet(L)  # work ordered after this kernel may overwrite the data
     end_epoch(state, generation)
 
 
-@triton.jit(do_not_specialize=["rank", "peer", "num_elements", "share"])
+@triton.jit(do_not_specialize=["rank", "peer", "num_elements", "share", "form"])
 def channel_receive_kernel(
-    data, slots, slot_stride, words, state,  # [num_elements], [copies, slot_stride], `free` [programs]
+    data, slots, slot_stride,  # [num_elements], [copies, slot_stride]
+    full, free, state,  # [copies, programs], [programs]
     table, rank, peer,
-    num_elements, share,
+    num_elements, share, form,
     L, COPIES: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):
     net = Net(table, rank)
     generation = begin_epoch(state)
     first, part = share_of(num_elements, share, data.dtype.element_ty, ALIGN)
     slot = slots + (generation - 1) % COPIES * slot_stride
+    word = tl.load(full + (generation - 1) % COPIES * tl.num_programs(0) + tl.program_id(0))
+    check_form(tl.cast(form, tl.int64), word & FORM_MASK, peer, tl.program_id(0), net, L)
     copy(data + first, slot + first, part, BLOCK, ALIGN)
-    signal(words + tl.program_id(0), generation, peer, net, L)
+    signal(free + tl.program_id(0), generation, peer, net, L)
     end_epoch(state, generation)
 # fmt: on
 
@@ -112,22 +135,26 @@ class RemoteSignal:
 
     captured = None  # the wait's kernel reads the current state when it runs, in a graph or outside
 
-    def __init__(self, ctx: Context, dev, words, state, peer: int, lag: int, operation):
+    def __init__(self, ctx: Context, dev, words, state, peer: int, lag: int, operation, shift: int = 0):
+        """words: [programs], or [copies, programs], a row for each slot. shift: low bits that are no generation."""
         self.key = self
-        self._ctx, self._dev, self._words, self._state = ctx, dev, words, state
-        self._peer, self._lag, self._operation = peer, lag, operation
+        self._ctx, self._dev, self._words, self._state = ctx, dev, words.view(-1, words.shape[-1]), state
+        self._peer, self._lag, self._operation, self._shift = peer, lag, operation, shift
 
     def wait(self, stream):
         with self._dev.stream(stream):
             self._ctx.launch(
                 channel_wait_kernel, 1, words=self._words, state=self._state, table=self._ctx.table,
                 rank=self._ctx.rank, peer=self._peer, L=self._ctx.link(self._operation), LAG=self._lag,
-                WORDS=len(self._words), num_warps=1,
+                ROWS=len(self._words), WORDS=self._words.shape[1], SHIFT=self._shift, num_warps=1,
             )  # fmt: skip
 
     def query(self) -> bool:
         """Whether it is known to have happened; on a GPU always False, since reading would wait for a stream."""
-        return self._ctx.device.type == "cpu" and bool(self._words.min() > self._state[0] - self._lag)
+        if self._ctx.device.type != "cpu":
+            return False
+        finished = int(self._state[0]) - self._lag
+        return int(self._words[finished % len(self._words)].min()) >> self._shift > finished
 
 
 class End:
@@ -173,7 +200,8 @@ class Channel:
     num_programs: programs of the kernels that copy. Default: 8, or 2 simulated.
 
     Sends are received in the order in which they were made. Both ends run on the current stream. If one end is used
-    from several streams, its turns run in the order in which they were launched.
+    from several streams, its turns run in the order in which they were launched. A receive of another size or dtype
+    than was sent raises MismatchError, as a wait that has expired raises its error: on all ranks, and on GPUs later.
 
     Raises ValueError on every rank for a topology that doesn't match, MismatchError for other options that differ.
     """
@@ -196,9 +224,9 @@ class Channel:
         self.ctx, self.dst, self.src, self.copies, self.num_programs = ctx, dst, src, copies, num_programs
         self.slot_bytes = round_up(slot_bytes, ALIGNMENT)
         plan = Regions(
-            full=((num_programs,), torch.int64),
+            full=((copies, num_programs), torch.int64),
             free=((num_programs,), torch.int64),
-            spare=((num_programs,), torch.int64),
+            spare=((copies, num_programs), torch.int64),
             slots=((copies * self.slot_bytes,), torch.uint8),
         )
         self._memory = ctx.empty(plan.num_bytes, dtype=torch.uint8)
@@ -210,7 +238,9 @@ class Channel:
         dev = torch.get_device_module(ctx.device)
         self._sending, self._receiving = End(ctx.device, dev), End(ctx.device, dev)
         self.credit = RemoteSignal(ctx, dev, self._free, self._sending.state, dst, copies, OP_SEND)
-        self.arrival = RemoteSignal(ctx, dev, self._full, self._receiving.state, src, 0, OP_RECEIVE)
+        self.arrival = RemoteSignal(
+            ctx, dev, self._full, self._receiving.state, src, 0, OP_RECEIVE, FORM_SHIFT.value
+        )
         self._load(self._slots[:ALIGNMENT])
         ctx.group.barrier()  # no rank signals before every rank's words are zero
 
@@ -227,7 +257,8 @@ class Channel:
         for part in self._parts(tensor, "send", self.dst):
             self._load(part)
             with self._sending.turn(self.credit) as state:
-                self._launch(channel_send_kernel, OP_SEND, part, self._full, state, self.dst)
+                form = form_of(tensor.dtype, part.numel())
+                self._launch(channel_send_kernel, OP_SEND, part, state, self.dst, form, full=self._full)
 
     def receive(self, tensor: torch.Tensor) -> torch.Tensor:
         """Receive the next message of `src` into a contiguous tensor of the size that was sent, on the current stream.
@@ -237,7 +268,9 @@ class Channel:
         """
         for part in self._parts(tensor, "receive", self.src):
             with self._receiving.turn(self.arrival) as state:
-                self._launch(channel_receive_kernel, OP_RECEIVE, part, self._free, state, self.src)
+                form = form_of(tensor.dtype, part.numel())
+                words = {"full": self._full, "free": self._free}
+                self._launch(channel_receive_kernel, OP_RECEIVE, part, state, self.src, form, **words)
         return tensor
 
     def close(self):
@@ -276,21 +309,25 @@ class Channel:
             return
         state = torch.zeros(2, dtype=torch.int64, device=ctx.device)
         if not self._loaded:
-            for lag, operation in ((self.copies, OP_SEND), (0, OP_RECEIVE)):
-                RemoteSignal(ctx, dev, self._spare, state, ctx.rank, lag, operation).wait(dev.current_stream())
-        for kernel, operation in ((channel_send_kernel, OP_SEND), (channel_receive_kernel, OP_RECEIVE)):
-            self._launch(kernel, operation, part, self._spare, state, ctx.rank, num_bytes=0)
+            for words, lag, operation, shift in (
+                (self._spare[0], self.copies, OP_SEND, 0), (self._spare, 0, OP_RECEIVE, FORM_SHIFT.value),
+            ):  # fmt: skip
+                RemoteSignal(ctx, dev, words, state, ctx.rank, lag, operation, shift).wait(dev.current_stream())
+        full = self._spare
+        self._launch(channel_send_kernel, OP_SEND, part, state, ctx.rank, 0, 0, full=full)
+        self._launch(channel_receive_kernel, OP_RECEIVE, part, state, ctx.rank, 0, 0, full=full, free=full[0])
         self._loaded.add(variant)
 
-    def _launch(self, kernel, operation, part: torch.Tensor, words, state, peer: int, *, num_bytes: int | None = None):
+    def _launch(self, kernel, operation, part: torch.Tensor, state, peer: int, form: int, num_bytes=None, **words):
         align = _alignment(part)
         itemsize = _WIDTHS[align].itemsize
         num_elements = (part.numel() if num_bytes is None else num_bytes) // itemsize
         share = round_up(-(-num_elements // self.num_programs), 16 // itemsize)
         self.ctx.launch(
             kernel, self.num_programs, data=part.view(_WIDTHS[align]), num_elements=num_elements, share=share,
-            slots=self._slots.view(_WIDTHS[align]), slot_stride=self.slot_bytes // itemsize, words=words, state=state,
-            table=self.ctx.table, rank=self.ctx.rank, peer=peer, L=self.ctx.link(operation), COPIES=self.copies,
+            form=form, slots=self._slots.view(_WIDTHS[align]), slot_stride=self.slot_bytes // itemsize, state=state,
+            **words, table=self.ctx.table, rank=self.ctx.rank, peer=peer, L=self.ctx.link(operation),
+            COPIES=self.copies,
             # Without alignment each element needs its own address and mask, so a step copies fewer.
             BLOCK=BLOCK_BYTES // 4 // (1 if align == 16 else 4), ALIGN=align, num_warps=8, maxnreg=128,
         )  # fmt: skip

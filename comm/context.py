@@ -15,13 +15,24 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tkernels.comm import capture, contexts, interpreter, runtime
 from tkernels.comm.arguments import check_type, switch
-from tkernels.comm.calls import CALL_BITS, Call, Shared, Turn, describe, difference, differences, local_calls
+from tkernels.comm.calls import (
+    CALL_BITS,
+    Call,
+    Shared,
+    Turn,
+    describe,
+    difference,
+    differences,
+    form_name,
+    local_calls,
+)
 from tkernels.comm.device import (
     BEGUN,
     CLOCK,
     FAULT_FIELDS,
     FAULT_RECORD,
     FAULTS,
+    FORM,
     HOST_FLAG,
     OFFSETS,
     OP_OVERLAP,
@@ -81,8 +92,7 @@ def init(
         spends compiling its kernel counts.
     num_programs: programs of a persistent kernel. Default: the number of the GPU's SMs, or 4 simulated. With fewer, so
         that all contexts' operations fit on the GPU at once, they may run at the same time (see stream_order.py).
-    default: False leaves an existing default context in place, and nobody but the caller gets to use it: for a
-        library's own context.
+    default: False leaves an existing default context in place: for the ranks of one dimension, or a library's own.
     compare_calls: for debugging: ranks meet on the host in every call of an operation, unless it is captured. If their
         calls differ, or one is missing for timeout_s, they raise before anything is sent, with the lines of the
         program, and can go on. Without it, and in calls of the adapters to other libraries, kernels compare the calls
@@ -121,10 +131,9 @@ def as_context(mesh: "MeshLike" = None, what: str = "mesh") -> "Context":
     """The context over the ranks that an argument names.
 
     mesh: a Context, which is returned as it is; None for the current one. A process group of torch, or a mesh of one
-        dimension, gives the open context over its ranks: one that `init(default=True)` opened, the newest, or the one
-        that an earlier call of this function has made. If there is none, one is made, which is collective and leaves
-        the default context in place. It lasts as long as the process group, or until `finalize(mesh)`. To choose its
-        options, call `init(group, ...)` first.
+        dimension, gives the newest open context over its ranks, in their order. If there is none, one is made, which is
+        collective and leaves the default context in place. It lasts as long as the process group, or until
+        `finalize(mesh)`. To choose its options, call `init(mesh, ..., default=False)` first.
     what: the argument's name, for errors.
 
     Compiled code keeps the context that it was traced with. Threads may call it at the same time.
@@ -187,7 +196,7 @@ class Context:
 
     Attributes: group, rank, size, device, transport, timeout_s, num_programs, heap, name. For kernels: table, int64 on
         the device, of which the device verbs read; and transport_id, the constant of the transport. reported: whether
-        a failure has already been raised.
+        a failure has already been raised. shared: whether `as_context` finds it; False is for a library's own.
     """
 
     @capture.lasting()
@@ -217,7 +226,7 @@ class Context:
         self.timeout_s, self.num_programs = timeout_s, int(options["num_programs"])
         self._compares_calls = bool(options["compare_calls"])
         self.group.limit_s = timeout_s if self._compares_calls else None
-        self.shared = default  # whether `as_context` finds it
+        self.shared = True
         # Operations on a workspace take it; one rank alone has no order of calls to keep.
         self.turn = Turn(self._refuse_overlap) if self.size > 1 else contextlib.nullcontext()
         self._workspaces = Workspaces()
@@ -492,6 +501,12 @@ class Context:
             raise TkernelsError(
                 f"two threads of rank {fields['rank']} made calls of one context that overlapped, as the error there "
                 f"says. {AFRESH}"
+            )
+        if calls == FORM.value:
+            raise MismatchError(
+                f"{fields['operation']}: rank {fields['rank']} expects {form_name(fields['expected'])}, and rank "
+                f"{fields['peer']} has sent {form_name(fields['seen'])} (messages go in parts of a slot); both must "
+                f"name the same size and dtype. {AFRESH}"
             )
         if calls:
             numbers = divmod(calls, 1 << CALL_BITS)

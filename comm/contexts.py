@@ -3,7 +3,7 @@
 A context is open from `init` on. `finalize` meets the other ranks and frees its memory. A rank that leaves it without
 them, by an exception or in garbage collection, abandons it: the next `init` over the same ranks frees the memory, once
 none of them uses it any more. A context whose process group torch.distributed has destroyed is abandoned, too. A
-*shared* one is found by its ranks; the others belong to whoever opened them. torch operators carry a context's name,
+*shared* one is found by its ranks; the others belong to what opened them. torch operators carry a context's name,
 since their arguments are plain values.
 """
 
@@ -24,7 +24,7 @@ INIT, FINALIZE = "init()", "finalize() of "  # calls in which ranks may meet out
 # By name, in the order in which they were opened: those of init(default=True), and the others.
 _defaults, _others = {}, {}
 _abandoned = []
-_numbers = itertools.count(1)
+_numbers, _opened = itertools.count(1), itertools.count()
 _over = weakref.WeakKeyDictionary()  # process group -> the context that `shared_over` has found
 _making = collections.defaultdict(threading.Lock)  # by global ranks
 
@@ -63,7 +63,7 @@ def open_contexts(group: Group | None = None) -> list:
 
 
 def shared_over(process_group: dist.ProcessGroup, make=None):
-    """The shared open context over the ranks of a process group, the default one if there are several.
+    """The newest shared open context over the ranks of a process group.
 
     make: makes one if there is none, and is collective. Without it, None is returned then.
     """
@@ -74,9 +74,7 @@ def shared_over(process_group: dist.ProcessGroup, make=None):
         found = [each for each in open_contexts(group) if each.shared and each.group.alive]
         if not found and make is None:
             return None
-        context = found[-1] if found else make()
-        context.shared = True
-        _over[process_group] = context
+        _over[process_group] = context = max(found, key=lambda each: each.opened) if found else make()
         return context
 
 
@@ -93,6 +91,7 @@ def agree_on_name(group: Group) -> str:
 
 def enter(context, default: bool):
     """Open a context. default: as the default one, else only if there is no other."""
+    context.opened = next(_opened)
     (_defaults if default else _others)[context.name] = context
     _over.clear()
 

@@ -48,10 +48,12 @@ OFFSETS = tl.constexpr(10)
 
 # The fault words of a rank, in units of FAULT_RECORD words. Word 0 of the first unit is the flag. Then comes one record
 # for each rank of the group, written by that rank. Its last field is 0; or the calls of `rank` and `peer` if they
-# differ (`differing_calls`); or OVERLAP if calls of two threads of `rank` overlapped.
+# differ (`differing_calls`); or OVERLAP if calls of two threads of `rank` overlapped; or FORM if `rank` expected a
+# message of another form (`calls.form_of`) than the one that it has seen of `peer`.
 FAULT_RECORD = tl.constexpr(8)
 FAULT_FIELDS = ("written", "operation", "rank", "peer", "chunk", "expected", "seen", "calls")
 OVERLAP = tl.constexpr(-1)
+FORM = tl.constexpr(-2)
 
 CALL_BITS = tl.constexpr(calls.CALL_BITS)  # of a `begun` word, for the call's number; the high bits are the epoch
 CALL_MASK = tl.constexpr((1 << calls.CALL_BITS) - 1)
@@ -611,6 +613,15 @@ def _record_fault(source, chunk, epoch, seen, differing, net, L):
                 meet()
                 tl.atomic_xchg(record, tl.full((), 1, tl.int64), sem="release", scope="sys")
                 tl.atomic_xchg(theirs, tl.full((), 1, tl.int64), sem="release", scope="sys")
+
+
+@triton.jit
+def check_form(form, seen, source, chunk, net, L):
+    """Flag a fault if the message of rank `source` is of another form than expected; the host raises MismatchError."""
+    if seen != form:
+        _record_fault(source, chunk, form, seen, FORM, net, L)
+        if L.TRANSPORT == SIMULATED:
+            give_up(tl.load(net.table + FAULTS), tl.load(net.table + SIZE), FAULT_RECORD)
 
 
 @triton.jit

@@ -62,7 +62,7 @@ class SymmetricHeap:
             num_bytes = math.prod(shape) * dtype.itemsize
         except (TypeError, ValueError) as error:
             wrong, num_bytes = error, f"{type(error).__name__}, {error}"
-        offset = self._take(num_bytes)
+        offset = self.allocate(num_bytes)
         if wrong is not None:
             raise wrong
         memory = self.segment.local[offset : offset + num_bytes]
@@ -72,7 +72,7 @@ class SymmetricHeap:
 
     def reserve(self, num_bytes: int):
         """Collective, before `empty`. Set zeroed memory aside for `untouched`; `empty` takes the rest of it at last."""
-        self._reserve = self._take(num_bytes), round_up(num_bytes, ALIGNMENT)
+        self._reserve = self.allocate(num_bytes), round_up(num_bytes, ALIGNMENT)
         if not self.segment.fresh:
             self.segment.local[self._reserve[0] :][:num_bytes].zero_()
 
@@ -117,7 +117,7 @@ class SymmetricHeap:
         self._held, self._freed, self._reserve = {}, {}, (0, 0)
         self.segment.close()
 
-    def _take(self, num_bytes: int | str) -> int:
+    def allocate(self, num_bytes: int | str) -> int:
         """Collective. The offset of so many bytes, which are now held; a text, of what is wrong, matches no number."""
         space = self.segment.space
         while self._freed:
@@ -141,7 +141,7 @@ class SymmetricHeap:
         offset = first_fit(ranges, size) if fits else None
         if offset is None and self._reserve[1]:
             self._give_up_reserve()
-            return self._take(num_bytes)
+            return self.allocate(num_bytes)
         if offset is None:
             self._refuse(num_bytes, ranges, fits)
         mine = space.take(offset, size, self.group.name)
@@ -150,7 +150,7 @@ class SymmetricHeap:
             return offset
         if mine:  # elsewhere another thread came first, for another heap
             space.give_back(offset)
-        return self._take(num_bytes)
+        return self.allocate(num_bytes)
 
     def _give_up_reserve(self):
         offset, size = self._reserve

@@ -161,6 +161,7 @@ def test_a_sender_that_asks_for_no_credit_is_caught(ctx):
 @simulated_only
 @pytest.mark.ranks(2)
 def test_a_receiver_that_does_not_wait_is_caught(ctx):
+    """It finds the form of an earlier message, or none, and not that of its own."""
     for form in ("right", "wrong"):
         with tkernels.init(heap_bytes=1 << 20) as context:
             channel = ring(context)
@@ -168,16 +169,20 @@ def test_a_receiver_that_does_not_wait_is_caught(ctx):
                 channel.arrival.wait = lambda stream: None
             poison_slots(channel)
             late(context, 0, 0.2)
-            if form == "wrong" and ctx.rank == 0:
-                context.group.barrier()  # rank 1 has received, whatever there was
-            if ctx.rank == 0:
-                channel.send(message(ctx, 0, 0, (200,)))
-            else:
+            if ctx.rank == 1 and form == "wrong":
+                with pytest.raises(
+                    MismatchError, match="expects 200 bytes of torch.uint8, and rank 0 has sent 0 bytes"
+                ):
+                    channel.receive(torch.zeros(200, dtype=torch.uint8))
+            elif ctx.rank == 1:
                 got = channel.receive(torch.zeros(200, dtype=torch.uint8))
-                if form == "wrong":
-                    context.group.barrier()
-                assert got.equal(message(ctx, 0, 0, (200,))) == (form == "right")
+                assert got.equal(message(ctx, 0, 0, (200,)))
+            elif form == "right":
+                channel.send(message(ctx, 0, 0, (200,)))
             context.group.barrier()
+            if form == "wrong":
+                with pytest.raises(MismatchError):
+                    context.check()
 
 
 @pytest.mark.ranks(2)
@@ -218,6 +223,31 @@ def test_a_sender_that_never_sends_is_named(ctx):
                 time.sleep(0.01)
         assert (e.value.operation, e.value.rank, e.value.peer) == ("channel receive", 1, 0)
         assert (e.value.expected, e.value.seen) == (1, 0)
+
+
+@pytest.mark.ranks(2)
+@every_transport
+@pytest.mark.parametrize("kind", ["dtype", "size", "fewer slots"])
+def test_channel_receive_of_another_form_than_was_sent_is_named_on_every_rank(ctx, transport, kind):
+    shape, dtype, found = {
+        "dtype": ((64,), torch.float16, "128 bytes of torch.float16, and rank 0 has sent 128 bytes of torch.bfloat16"),
+        "size": ((40,), torch.bfloat16, "80 bytes of torch.bfloat16, and rank 0 has sent 128 bytes of torch.bfloat16"),
+        "fewer slots": ((200,), torch.bfloat16, "256 bytes of torch.bfloat16, and rank 0 has sent 128 bytes of torch"),
+    }[kind]
+    with tkernels.init(ctx.group.process_group, heap_bytes=1 << 20, transport=transport) as context:
+        channel = Channel(context, *[(1, None), (None, 0)][ctx.rank], slot_bytes=256, copies=2)
+        with pytest.raises(MismatchError) as e:
+            for number in range(3):  # of the first two it is right
+                if ctx.rank == 0:
+                    channel.send(torch.zeros(64, dtype=torch.bfloat16, device=ctx.device))
+                elif number < 2:
+                    channel.receive(torch.empty(64, dtype=torch.bfloat16, device=ctx.device))
+                else:
+                    channel.receive(torch.empty(shape, dtype=dtype, device=ctx.device))
+            while True:
+                context.check()
+                time.sleep(0.01)
+        assert f"channel receive: rank 1 expects {found}" in message_on_every_rank(ctx, e.value)
 
 
 @pytest.mark.ranks(3)

@@ -175,7 +175,7 @@ def test_a_rank_outside_the_group_is_refused(ctx):
 @pytest.mark.ranks(2)
 def test_a_meeting_that_fails_is_named_with_the_line_of_the_program(ctx):
     with mock.patch.object(dist, "all_gather_object", side_effect=RuntimeError("Connection closed by peer")):
-        told = r"heap.empty \(.*test_context.py:\d+\): the ranks can't meet, .*: Connection closed by peer$"
+        told = r"heap.allocate \(.*test_context.py:\d+\): the ranks can't meet, .*: Connection closed by peer$"
         with pytest.raises(TkernelsError, match=told):
             ctx.empty(3)
     ctx.free(ctx.empty(3))
@@ -515,7 +515,11 @@ def test_as_context_finds_or_makes_the_context_of_a_mesh_or_group(ctx):
     assert torch.equal(tkernels.all_reduce(one, ctx=mesh["tp"]), 2 * one)
     assert torch.equal(tkernels.all_reduce(one, ctx=mesh["dp"]), one)
     with tkernels.init(mesh["dp"], heap_bytes=1 << 20, default=False) as own:
-        assert own.size == 1 and as_context(mesh["dp"]) is dp  # what its opener has for itself alone is not found
+        assert as_context(mesh["dp"]) is own
+        own.shared = False
+    with tkernels.init(mesh["dp"], heap_bytes=1 << 20) as own:
+        own.shared = False  # before anybody has looked for it
+        assert own.size == 1 and as_context(mesh["dp"]) is dp
     with pytest.raises(ValueError, match="all_reduce: ctx: the mesh has 2 dimensions.*pass one .* for example mesh"):
         tkernels.all_reduce(one, ctx=mesh)
     with pytest.raises(ValueError, match=r"^parallelize: mesh: .* the ranks \[1, 0\], in another order than their"):
@@ -818,7 +822,7 @@ def test_ranks_out_of_step_all_hear_where_each_of_them_is(ctx):
     with pytest.raises(OutOfStepError) as caught:
         ctx.empty(4) if ctx.rank == 0 else ctx.group.barrier()
     message = message_on_every_rank(ctx, caught.value)
-    assert "rank 0 is in tkernels.comm.heap.empty (" in message and "rank 1 is in a call of the program's" in message
+    assert "rank 0 is in tkernels.comm.heap.allocate (" in message and "rank 1 is in a call of the program's" in message
     assert message.count(f"{os.path.basename(__file__)}:") == 2 and "the same calls in the same order" in message
 
     context = tkernels.init(heap_bytes=4 << 20)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import sys
 import warnings
@@ -332,7 +333,7 @@ def step_of(kind, rank, case, inputs=(24, 16)):
 
 
 @pytest.mark.ranks(2, timeout_s=300)
-def test_megatrons_linears_take_its_options_with_its_weights_and_marks(ctx):
+def test_column_and_row_parallel_linear_take_megatrons_options_with_its_weights_and_marks(ctx):
     with megatron_of(2):
         from megatron.core.tensor_parallel import layers as theirs
 
@@ -355,7 +356,7 @@ def test_megatrons_linears_take_its_options_with_its_weights_and_marks(ctx):
 
 @pytest.mark.ranks(2, timeout_s=300)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_megatrons_linears_add_to_main_grad_and_leave_gradients_to_backward_dw(ctx, sequence_parallel):
+def test_backward_dw_computes_what_was_deferred_and_backward_adds_to_main_grad(ctx, sequence_parallel):
     with megatron_of(2):
         from tkernels.layers.doors import megatron as ours
 
@@ -373,16 +374,33 @@ def test_megatrons_linears_add_to_main_grad_and_leave_gradients_to_backward_dw(c
             assert torch.equal(layer.weight.grad, want) and called == [1]
 
 
+def test_with_kernels_replaces_linears_wherever_a_specification_has_them():
+    from megatron.core.models.gpt import gpt_layer_specs as theirs
+
+    from tkernels.layers.doors import megatron as ours
+
+    spec = theirs.get_gpt_layer_local_spec(num_experts=2)
+    for given in (
+        spec,
+        functools.partial(dict, submodules=spec.submodules),
+        blocks(spec),
+    ):  # newer releases have partials
+        before = repr(given)
+        replaced = repr(ours.with_kernels(given))
+        for name in ("ColumnParallelLinear", "RowParallelLinear"):
+            assert f"doors.megatron.{name}" in replaced and f"tensor_parallel.layers.{name}" not in replaced
+        assert repr(given) == before and f"tensor_parallel.layers.{name}" in before
+
+
 def test_doors_megatron_names_the_extra_that_brings_megatron(monkeypatch):
-    for name in ("megatron.core", "tkernels.layers.doors.megatron"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setitem(sys.modules, "megatron", None)
+    monkeypatch.delitem(sys.modules, "tkernels.layers.doors.megatron", raising=False)
+    monkeypatch.setitem(sys.modules, "megatron.core.models.gpt", None)
     with pytest.raises(ImportError, match=r'needs megatron-core 0.15 or newer: pip install "tkernels\[interop\]"'):
         importlib.import_module("tkernels.layers.doors.megatron")
 
 
 @pytest.mark.ranks(2, timeout_s=300)
-def test_megatrons_checkpoints_of_one_load_into_the_other(ctx, tmp_path):
+def test_sharded_state_dict_of_one_loads_into_the_other(ctx, tmp_path):
     with megatron_of(2) as groups:
         from megatron.core import dist_checkpointing
         from megatron.core.models.gpt import gpt_layer_specs as theirs
@@ -435,7 +453,7 @@ def train_under_ddp(spec, change, steps=3, **ddp):
 
 
 @pytest.mark.ranks(4, timeout_s=300)
-def test_megatrons_ddp_and_optimizer_train_its_linears_on_our_kernels(ctx):
+def test_convert_trains_under_megatrons_ddp_and_optimizer_as_its_own_layers(ctx):
     with megatron_of(2):
         from megatron.core.models.gpt import gpt_layer_specs as theirs
 

@@ -685,7 +685,7 @@ def test_p2p_communicator_takes_a_mesh_a_process_group_or_a_context(ctx, backend
         got = comm.send_forward_recv_forward(value(ctx.rank, 1).to(comm.device), True, (3, 5))
         assert torch.equal(got.cpu(), value((ctx.rank + 2) % 4, 1))
         comm.close()
-    with pytest.raises(ValueError, match=r"mesh: .*2 dimensions, \('pp', 'dp'\).*mesh\['"):
+    with pytest.raises(ValueError, match=r"pp_group: the mesh has 2 dimensions, \('pp', 'dp'\); pass one"):
         P2PCommunicator(mesh, backend=backend)
 
 
@@ -703,6 +703,26 @@ def test_p2p_communicator_refuses_ranks_with_other_options(ctx):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("form", [((4, 3), torch.float32), ((4, 2), torch.int32), ((4, 4), torch.bfloat16)], ids=str)
+def test_irecv_of_another_size_or_dtype_than_was_sent_is_named_on_every_rank(ctx, form):
+    """Over channels, without an exchange of shapes."""
+    shape, dtype = form
+    with tkernels.init(ctx.group.process_group, heap_bytes=1 << 20, default=False) as own:
+        comm = P2PCommunicator(own, slot_bytes=4096)
+        with pytest.raises(
+            MismatchError, match="channel receive: rank 1 expects .*, and rank 0 has sent 32 bytes"
+        ) as e:
+            if ctx.rank == 0:
+                comm.isend(torch.ones(4, 2, device=comm.device), 1).release()
+            else:
+                comm.irecv(shape, dtype, 0)[1].wait()
+            while True:
+                own.check()
+                time.sleep(0.01)
+        message_on_every_rank(ctx, e.value)
+
+
+@pytest.mark.ranks(2)
 @every_backend
 def test_irecv_of_another_dtype_than_was_sent_is_refused_where_it_is_exchanged(ctx, backend):
     comm = P2PCommunicator(ctx, backend=backend, slot_bytes=4096, variable_seq_lengths=True)
@@ -711,7 +731,7 @@ def test_irecv_of_another_dtype_than_was_sent_is_refused_where_it_is_exchanged(c
     else:
         with pytest.raises(ValueError, match=r"recv_prev: rank 1 receives torch.float32, but a torch.bfloat16 tensor"):
             comm.irecv(None, torch.float32, 0)
-        comm._transport.receive("recv_prev", torch.empty(16, dtype=torch.uint8, device=comm.device)).wait(
+        comm._transport.receive("recv_prev", torch.empty(4, 2, dtype=torch.bfloat16, device=comm.device)).wait(
             comm.dev.current_stream()
         )  # or rank 0 waits for its message to leave
     comm.close()

@@ -19,7 +19,7 @@ from tkernels.comm.collectives import all_gather, all_reduce, reduce_scatter
 from tkernels.configs import with_room_for
 from tkernels.gemm import layout_of, multiply
 from tkernels.layers.cublasmp import epilogs
-from tkernels.layers.cublasmp.distributions import length, local_shape
+from tkernels.layers.cublasmp.distributions import Owned, length, local_shape
 from tkernels.layers.cublasmp.options import MatmulAlgoType, MatmulEpilog, MatmulResultScheme
 from tkernels.layers.cublasmp.problem import BGRAD, Layout, MatrixLayout, Problem
 from tkernels.layers.cublasmp.redistribution import Redistribution, indices
@@ -83,59 +83,55 @@ class Plan:
             and (MatmulEpilog.BIAS not in self.epilog or self.dtype == problem.a.dtype)
         )
 
-        rank, device = ctx.rank, ctx.device
+        rank, device, (trans_a, trans_b) = ctx.rank, ctx.device, self.transposes
         rows, columns = local_shape(layout.owned["d"][rank])
         strides = problem.by_columns().c.strides if self.inplace else (1, max(rows, 1))
         self.d_layout = MatrixLayout((rows, columns), strides)
-        shapes = {"a": (layout.m, layout.k), "b": (layout.k, layout.n), "d": (layout.m, layout.n)}
+        # From here on w, x and y stand for a, b and d.
+        transposed = {"a": trans_a, "b": not trans_b, "d": True}
+        shapes = {"a": (layout.m, layout.k), "b": (layout.n, layout.k), "d": (layout.n, layout.m)}
+        owned, wanted = (
+            {name: _transposed(each) if transposed[name] else each for name, each in by_name.items()}
+            for by_name in (layout.owned, layout.wanted)
+        )
         self.moves = {}
-        for name, wanted in layout.wanted.items():
-            shape, owned = shapes[name], layout.owned[name]
-            if name == "d":  # y is D transposed, and it moves from the pattern's distribution to the requested one
-                shape, owned, wanted = shape[::-1], _transposed(wanted), _transposed(owned)
-            elif self.transposes["ab".index(name)]:
-                shape = shape[::-1]
-            self.moves[name] = Redistribution(shape, owned, wanted[rank], device)
-        self.sums = self._plan_sums(rank, device) if self.has_gradient else None
+        for name in wanted:  # operands move to the pattern's distribution, and the result from it
+            source, target = (wanted, owned) if name == "d" else (owned, wanted)
+            self.moves[name] = Redistribution(shapes[name], source[name], target[name][rank], device)
+        self.sums = self._plan_sums(*(owned[name] for name in "abd"), ctx) if self.has_gradient else None
 
-    def _plan_sums(self, rank: int, device: torch.device):
-        """(length, indices that this rank sums, indices to return) of a bias gradient.
+    def _plan_sums(self, w: list[Owned], x: list[Owned], y: list[Owned], ctx: Context):
+        """(length, indices that this rank sums, indices to return) of a bias gradient, from what each rank owns.
 
         None if no sum over ranks is needed: this rank's own sum is complete, or the result scheme isn't FULL.
         """
-        layout, owned = self.layout, self.layout.owned
-        a, b, d = (
-            _transposed(owned[name]) if transposed else owned[name]
-            for name, transposed in zip("abd", (*self.transposes, False), strict=True)
-        )
+        layout, kept = self.layout, [columns for _, columns in y]
         if BGRAD in self.epilog:
-            extent, parts, summed, kept = layout.m, [o[0] for o in d], [o[1] for o in d], [o[0] for o in d]
-            complete = all(length(columns) == layout.n for columns in summed)
+            extent, parts, complete = layout.m, kept, all(length(rows) == layout.n for rows, _ in y)
         elif MatmulEpilog.BGRADA in self.epilog:
-            extent, parts, summed, kept = layout.m, [o[0] for o in a], [o[1] for o in a], [o[0] for o in d]
-            complete = parts == kept and all(length(columns) == layout.k for columns in summed)
+            extent, parts = layout.m, [rows for rows, _ in w]
+            complete = parts == kept and all(length(columns) == layout.k for _, columns in w)
         else:
-            extent, parts = layout.n, [o[1] for o in b]
-            kept = [((0, extent),)] * len(b)
-            complete = len(b) == 1
+            extent, parts, complete = layout.n, [rows for rows, _ in x], len(x) == 1
+            kept = [((0, extent),)] * len(x)
         partial = self.problem.preferences.epilog.bias_result_scheme != MatmulResultScheme.FULL
         if complete or partial:
             return None
-        return extent, indices(parts[rank], device), indices(kept[rank], device)
+        return extent, *(indices(owned[ctx.rank], ctx.device) for owned in (parts, kept))
 
     def run(self, ctx: Context, a, b, c, alpha: float, beta: float, inputs: dict):
         """Collective. D, or (D, {name: auxiliary output}), of operands and inputs as passed by the user."""
         (trans_a, trans_b), flip = self.transposes, self.flip  # order="C" passes transposes
         x, w = b if trans_b != flip else b.t(), a.t() if trans_a != flip else a
-        sum_of = x, w
-        if self.moves:
-            x, w = self._moved(ctx, x, w)
+        sum_of, moves = (x, w), self.moves
+        w = moves["a"](ctx, w) if "a" in moves else w
+        x = moves["b"](ctx, x) if "b" in moves else x
         if self.fusable and alpha == 1 and not beta:
             y, aux = self._product(ctx, x, w, bias_of(inputs), epilogs.FUSED[self.epilog], self.dtype), {}
         else:
             y = self._product(ctx, x, w, None, None, torch.float32).float()
-            if "d" in self.moves:
-                y = self.moves["d"](ctx, y)
+            if "d" in moves:
+                y = moves["d"](ctx, y)
             y = y.mul_(alpha) if alpha else y.zero_()  # as in BLAS: with alpha 0, the operands' values don't matter
             if beta:
                 y.add_(c if flip else c.t(), alpha=beta)
@@ -157,17 +153,6 @@ class Plan:
         if "bias" in inputs:
             return {"bias": bias_of(inputs)}
         return inputs if self.flip else {name: value.t() for name, value in inputs.items()}
-
-    def _moved(self, ctx: Context, x, w):
-        """x and w, redistributed where the layout requires it."""
-        trans_a, trans_b = self.transposes
-        if "a" in self.moves:
-            w = self.moves["a"](ctx, w.t() if trans_a else w)
-            w = w.t() if trans_a else w
-        if "b" in self.moves:
-            x = self.moves["b"](ctx, x if trans_b else x.t())
-            x = x if trans_b else x.t()
-        return x, w
 
     def _product(self, ctx: Context, x, w, bias, activation, dtype) -> torch.Tensor:
         """The GEMM and its communication: y in `dtype`, or in the wire's dtype if an unfused collective summed it."""

@@ -294,7 +294,7 @@ def _ranks_of(mesh, strategy: str) -> DataParallelRanks:
             raise ValueError("fully_shard: a mesh of two dimensions, (replicas, shards), needs names: mesh_dim_names=")
         replica, shard = (as_context(mesh[name]) for name in mesh.mesh_dim_names)
         return DataParallelRanks(mesh, (Replicate(), Shard(0)), shard, replica)
-    ctx = as_context(mesh)
+    ctx = as_context(mesh, "fully_shard: mesh")
     if not isinstance(mesh, DeviceMesh):
         mesh = DeviceMesh.from_group(ctx.group.process_group, ctx.device.type)
     if strategy == "replicate":

@@ -107,6 +107,7 @@ class TkernelsWire(Wire):
             num_programs=self.ctx.num_programs,
             default=False,
         )
+        ctx.shared = False
         wire = TkernelsWire(ctx)
         weakref.finalize(wire, Context.abandon, ctx).atexit = False  # for a wire that is never closed
         return wire

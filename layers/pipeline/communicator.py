@@ -26,13 +26,12 @@ import weakref
 from collections import Counter, deque
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
 from tkernels.comm import runtime
 from tkernels.comm.arguments import check_resolved, check_torch_dtype, whole
-from tkernels.comm.context import Context, as_context
+from tkernels.comm.calls import DTYPES
+from tkernels.comm.context import MeshLike, as_context, group_of
 from tkernels.comm.contexts import open_contexts
 from tkernels.comm.errors import LeaseError
 from tkernels.comm.fence import Fence
@@ -44,7 +43,6 @@ from tkernels.layers.pipeline.transports import EDGES, ChannelTransport, TorchTr
 ISSUE_ORDER = (EDGES, ("recv_prev", "send_next", "recv_next", "send_prev"))  # of even ranks, of odd ranks
 SLOT_BYTES = {"simulated": 4 << 20, "nvshmem": 32 << 20}
 MAX_DIMENSIONS = 8  # of a tensor whose shape is exchanged
-DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
 BACKENDS = ("tkernels", "torch")
 
 
@@ -126,7 +124,7 @@ class P2PCommunicator:
     """Collective. Transfers between each rank of a pipeline and its two neighbours; the first rank follows the last.
 
     pp_group: the pipeline's ranks, as `mesh` elsewhere: a DeviceMesh of one dimension, a ProcessGroup, a Context; None
-        is the current context, or all ranks if none is open.
+        is the current context, or with "torch" all ranks if none is open.
     config: Megatron's ModelParallelConfig, or another object with its attributes. dtype is its pipeline_dtype, and
         shapes are exchanged if it has variable_seq_lengths or mtp_standalone. How NCCL would be called (batch_p2p_comm,
         batch_p2p_sync, use_ring_exchange_p2p) has no meaning here, and timers are not started.
@@ -154,7 +152,7 @@ class P2PCommunicator:
 
     def __init__(
         self,
-        pp_group: Context | dist.ProcessGroup | DeviceMesh | None = None,
+        pp_group: MeshLike = None,
         config=None,
         *,
         backend="tkernels",
@@ -167,7 +165,7 @@ class P2PCommunicator:
         dev=None,
     ):
         own = hasattr(backend, "send") and hasattr(backend, "receive")  # made by the caller, and not together
-        self.group = group = group_of(pp_group)
+        self.group = group = ranks_of(pp_group, "P2PCommunicator: pp_group")
         self.rank, self.size = self.current_stage, self.total_stages = group.rank, group.size
         self.next_rank, self.prev_rank = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         self.is_pp_first_stage, self.is_pp_last_stage = self.rank == 0, self.rank == self.size - 1
@@ -471,17 +469,11 @@ class P2PCommunicator:
                 )
 
 
-def group_of(mesh) -> Group:
+def ranks_of(mesh, what: str) -> Group:
     """The ranks of a DeviceMesh of one dimension, a ProcessGroup or a Context; None: of the current context, or all."""
     if mesh is None and (contexts := open_contexts()):
         mesh = contexts[-1]
-    if isinstance(mesh, DeviceMesh):
-        if mesh.ndim != 1:
-            raise ValueError(
-                f"mesh: it has {mesh.ndim} dimensions, {mesh.mesh_dim_names}; pass one of them, for example mesh['pp']"
-            )
-        mesh = mesh.get_group()
-    return mesh.group if isinstance(mesh, Context) else mesh if isinstance(mesh, Group) else Group(mesh)
+    return mesh if isinstance(mesh, Group) else group_of(mesh, what)
 
 
 def _check_queues():

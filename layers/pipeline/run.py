@@ -18,8 +18,9 @@ from torch.utils._pytree import MappingKey, tree_flatten_with_path, tree_map, tr
 
 from tkernels.comm.arguments import whole
 from tkernels.comm.collectives import split_rows
+from tkernels.comm.context import MeshLike
 from tkernels.comm.group import listed
-from tkernels.layers.pipeline.communicator import P2PCommunicator, group_of, is_shape, map_shapes
+from tkernels.layers.pipeline.communicator import P2PCommunicator, is_shape, map_shapes, ranks_of
 from tkernels.layers.pipeline.memory import custom_backward, deallocate_output_tensor, leaves
 from tkernels.layers.pipeline.schedule import Step, schedule
 
@@ -77,7 +78,13 @@ class Stage(nn.Module):
 
 
 def split_into_stages(
-    embedding: nn.Module, blocks, head: nn.Module, *, model: nn.Module | None = None, mesh=None, num_chunks: int = 1
+    embedding: nn.Module,
+    blocks,
+    head: nn.Module,
+    *,
+    model: nn.Module | None = None,
+    mesh: MeshLike = None,
+    num_chunks: int = 1,
 ) -> nn.ModuleList:
     """This rank's chunks of a model: `embedding`, then `blocks`, then `head`, the blocks split as evenly as possible.
 
@@ -95,7 +102,8 @@ def split_into_stages(
     head that is tied to the embedding, is a separate parameter on each of them: sum its gradients over these ranks, or
     the values diverge at the first step.
     """
-    group, num_chunks, blocks = group_of(mesh), whole("pipeline: num_chunks", num_chunks, 1), list(blocks)
+    group, blocks = ranks_of(mesh, "split_into_stages: mesh"), list(blocks)
+    num_chunks = whole("pipeline: num_chunks", num_chunks, 1)
     num_parts = group.size * num_chunks
     if len(blocks) < num_parts:
         raise ValueError(

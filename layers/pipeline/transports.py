@@ -147,9 +147,9 @@ class _LateTransfer:
         self.parts = deque(range(0, tensor.nbytes, wire.channels[edge].slot_bytes))
 
     def part(self) -> torch.Tensor:
-        """The next slotful, as bytes."""
-        start = self.parts[0]
-        return self._tensor.view(-1).view(torch.uint8)[start : start + self._wire.channels[self.edge].slot_bytes]
+        """The next slotful."""
+        start, end = self.parts[0], self.parts[0] + self._wire.channels[self.edge].slot_bytes
+        return self._tensor.view(-1)[start // self._tensor.itemsize : end // self._tensor.itemsize]
 
     def moved(self):
         self.parts.popleft()
@@ -183,7 +183,7 @@ class TorchTransport:
         self._rank, self._size, self._ranks, self._dev = group.rank, group.size, ranks, dev
         self._idle = _idle.setdefault(dist.group.WORLD, {}).setdefault((backend, *ranks), [])
         if self._idle:
-            self._groups = self._idle.pop()
+            self._groups = [group() for group in self._idle.pop()]
             return
         self._groups = [
             dist.new_group(ranks, backend=backend, use_local_synchronization=len(ranks) < world)
@@ -224,4 +224,5 @@ class TorchTransport:
         return WorkCompletion(transfer(tensor, self._peer(edge), group=self._group(edge)), self._dev)
 
     def close(self):
-        self._idle.append(self._groups)
+        self._idle.append([weakref.ref(group) for group in self._groups])  # torch owns them
+        self._groups = ()

@@ -171,7 +171,7 @@ def _check_hits(pattern: str, hits: list[str], modules, matched: dict[str, str])
 
 def _swap_linears(model: nn.Module, plan: Mapping[str, str | Mapping], mesh) -> nn.Module:
     """Collective. parallelize in Megatron's vocabulary."""
-    ctx = as_context(mesh)
+    ctx = as_context(mesh, "parallelize: mesh")
     asked = _match(model, plan)
     styles = dict(asked)
     summed = _take_summed(model, styles)

@@ -22,7 +22,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from numbers import Integral
 
 import torch
@@ -52,7 +52,6 @@ from tkernels.overlap import TILE_COUNTS
 DEFAULT_TIMEOUT_S = 110.0
 NUM_CARRIERS = 12  # programs of a collective beside a GEMM, unless options set a number: enough to saturate SM stores
 MAX_PROGRAMS = 256  # upper bound on the programs of such kernels that a GPU runs at one time
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 _numbers = itertools.count()
 _ARGUMENTS = {  # fields of OverlapOptions that the constructors take under other names
@@ -111,6 +110,7 @@ class CommOverlapHelper:
         if group is not None:
             group_of("CommOverlapHelper", group)
         self.context = init(group, heap_bytes=heap_bytes, timeout_s=timeout_s(), default=False)
+        self.context.shared = False
         self.dev = torch.get_device_module(self.context.device)
         self._streams = {}
         self._dropped = weakref.finalize(self, Context.abandon, self.context)
@@ -141,24 +141,12 @@ class CommOverlapCore:
     def __init__(self, buffer_shape, buffer_dtype, helper, tp_size, comm_type, use_cublasmp, options: OverlapOptions):
         name = type(self).__name__
         _check_generation(name, use_cublasmp, comm_type)
-        self.shape = tuple(buffer_shape) if isinstance(buffer_shape, Iterable) else ()
-        if len(self.shape) != 2 or any(not isinstance(size, Integral) or size < 1 for size in self.shape):
-            raise ValueError(f"{name}: buffer_shape={buffer_shape!r} must be [tokens, hidden], two positive integers")
-        if buffer_dtype not in DTYPES:
-            raise TypeError(
-                f"{name}: buffer_dtype={buffer_dtype} must be float32, float16 or bfloat16; there is no fp8"
-            )
+        self.shape = checked_shape(f"{name}: buffer_shape", buffer_shape)
+        check_dtype(f"{name}: buffer_dtype", buffer_dtype)
         if not isinstance(helper, CommOverlapHelper):
             raise TypeError(f"{name}: helper must be a CommOverlapHelper, not {type(helper).__name__}")
         options = options.checked(lambda key: f"{name}: {_ARGUMENTS.get(key, key)}")
         _check_method(name, options, use_cublasmp)
-        if options.atomic_gemm:
-            raise ValueError(f"{name}: atomic_gemm=True needs fp8, which there is none of; pass atomic_gemm=False")
-        if options.gemm_priority != 0:
-            raise ValueError(
-                f"{name}: gemm_priority={options.gemm_priority}, but GEMMs run on the caller's stream; pass 0, and "
-                f"call from a stream with the priority that you want"
-            )
         self._helper, self.dtype = helper, buffer_dtype
         self.comm_type, self.options, self._cublasmp = comm_type, options, use_cublasmp
         self.rank, self.size = self.context.rank, self.context.size
@@ -483,18 +471,10 @@ class CommOverlap(CommOverlapCore):
         *,
         method: str | None = None,
     ):
-        options = OverlapOptions(
-            method=("pipeline" if comm_type == CommOverlapType.RS else "bulk") if method is None else method,
-            is_reduce_scatter=comm_type == CommOverlapType.RS,
-            num_sm=num_comm_sm,
-            cga_size=comm_cga_size,
-            set_sm_margin=set_sm_margin,
-            num_splits=num_splits,
-            atomic_gemm=atomic_gemm,
-            comm_priority=comm_priority,
-            gemm_priority=gemm_priority,
-            pipeline_rs_overlap_first_gemm=rs_overlap_first_gemm,
-        )
+        arguments = locals()
+        if method is None:
+            arguments["method"] = "pipeline" if comm_type == CommOverlapType.RS else "bulk"
+        options = _options(arguments)
         super().__init__(buffer_shape, buffer_dtype, helper, tp_size, comm_type, use_cublasmp, options)
         self._tell(num_max_streams)
 
@@ -531,19 +511,7 @@ class CommOverlapP2P(CommOverlapCore):
         aggregate: bool = False,
         use_cublasmp: bool = False,
     ):
-        options = OverlapOptions(
-            method="ring_exchange",
-            is_reduce_scatter=comm_type == CommOverlapType.RS,
-            num_sm=num_comm_sm,
-            cga_size=comm_cga_size,
-            set_sm_margin=set_sm_margin,
-            num_splits=tp_size,
-            aggregate=aggregate,
-            atomic_gemm=atomic_gemm,
-            use_ce=use_ce,
-            comm_priority=comm_priority,
-            gemm_priority=gemm_priority,
-        )
+        options = _options(locals() | {"method": "ring_exchange", "num_splits": tp_size})
         super().__init__(buffer_shape, buffer_dtype, helper, tp_size, comm_type, use_cublasmp, options)
         self._tell(num_max_streams)
 
@@ -553,6 +521,25 @@ class CommOverlapP2P(CommOverlapCore):
         if not self.options.use_ce:
             config = replace(config, num_comm=min(self.options.num_sm, available - 1))
         return config
+
+
+def checked_shape(where: str, shape) -> tuple[int, int]:
+    sizes = tuple(shape) if isinstance(shape, Iterable) else ()
+    if len(sizes) != 2 or any(not isinstance(size, Integral) or size < 1 for size in sizes):
+        raise ValueError(f"{where}={shape!r} must be [tokens, hidden], two positive integers")
+    return sizes
+
+
+def check_dtype(where: str, dtype):
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise TypeError(f"{where}={dtype!r} must be torch.float32, torch.float16 or torch.bfloat16; there is no fp8")
+
+
+def _options(arguments: dict) -> OverlapOptions:
+    """The options among a constructor's arguments."""
+    names = {field.name: _ARGUMENTS.get(field.name, field.name) for field in fields(OverlapOptions)}
+    found = {key: arguments[name] for key, name in names.items() if name in arguments}
+    return OverlapOptions(is_reduce_scatter=arguments["comm_type"] == CommOverlapType.RS, **found)
 
 
 def workspace_bytes(shape, dtype: torch.dtype, size: int) -> dict[str, int]:

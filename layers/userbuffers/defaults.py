@@ -71,8 +71,19 @@ class OverlapOptions:
     pipeline_rs_overlap_first_gemm: bool = False
 
     def checked(self, where) -> "OverlapOptions":
-        """The same with booleans for 0 and 1. `where(option)` begins the error for a value of a wrong type."""
-        return replace(self, **{key: checked_option(where(key), key, value) for key, value in vars(self).items()})
+        """The same with booleans for 0 and 1. `where(option)` begins the error for one that is wrong.
+
+        Raises TypeError for values of a wrong type, ValueError for those that these kernels have no use for.
+        """
+        options = replace(self, **{key: checked_option(where(key), key, value) for key, value in vars(self).items()})
+        if options.atomic_gemm:
+            raise ValueError(f"{where('atomic_gemm')}: atomic_gemm=True needs fp8, which there is none of; pass False")
+        if options.gemm_priority != 0:
+            raise ValueError(
+                f"{where('gemm_priority')}: gemm_priority={options.gemm_priority}, but GEMMs run on the caller's "
+                f"stream, which has a priority already; pass 0, and call from a stream with the priority that you want"
+            )
+        return options
 
     @property
     def without_effect(self) -> dict[str, str]:
@@ -170,7 +181,6 @@ def configure(
     ub_cfg: dict | None,
     tp_size: int,
     *,
-    mode: UserBufferQuantizationMode = UserBufferQuantizationMode.NONE,
     with_cublasmp: bool = False,
     comm_priority: int = 0,
     gemm_priority: int = 0,
@@ -196,8 +206,8 @@ def configure(
         if entry.get("is_reduce_scatter", reduces) != reduces:
             what = "a reduce-scatter" if reduces else "an all-gather"
             raise ValueError(f"ub_cfgs[{name!r}]: {method} of {name} is {what}; leave is_reduce_scatter out")
-        options[name] = replace(base, **entry, is_reduce_scatter=reduces)
-        _check(name, options[name], mode)
+        where = f"ub_cfgs[{name!r}]"
+        options[name] = replace(base, **entry | {"is_reduce_scatter": reduces}).checked(lambda key, where=where: where)
     for dgrad in _SWITCHABLE:
         wgrad = dgrad.replace("dgrad", "wgrad")
         if wgrad in options and options[dgrad].method != "bulk":
@@ -266,19 +276,6 @@ def _method(name: str, entry: dict, ways: tuple[str, ...], with_cublasmp: bool) 
         )
     backend = " with with_cublasmp=True" if with_cublasmp and method in _WAYS[name] else ""
     raise ValueError(f"ub_cfgs[{name!r}]: {name} can't have method {method!r}{backend}; it can have {', '.join(ways)}")
-
-
-def _check(name: str, options: OverlapOptions, mode: UserBufferQuantizationMode):
-    if options.atomic_gemm and mode is not UserBufferQuantizationMode.FP8:
-        raise ValueError(
-            f"ub_cfgs[{name!r}]: atomic_gemm=True needs fp8, but the quantization mode is {mode.name}; pass "
-            f"atomic_gemm=False"
-        )
-    if options.gemm_priority != 0:
-        raise ValueError(
-            f"ub_cfgs[{name!r}]: gemm_priority={options.gemm_priority}, but GEMMs run on the caller's stream, which "
-            f"has a priority already; pass 0, and call from a stream with the priority that you want"
-        )
 
 
 def without_effect(ub_cfg: dict | None, options: dict[str, OverlapOptions], tp_size: int) -> list[str]:

@@ -7,8 +7,6 @@ all ranks and leaves nothing initialised on any.
 import contextlib
 import os
 import warnings
-from collections.abc import Iterable
-from numbers import Integral
 
 import torch
 import torch.distributed as dist
@@ -18,11 +16,12 @@ from tkernels.comm.contexts import open_contexts
 from tkernels.comm.errors import MismatchError, OutOfStepError, TkernelsError
 from tkernels.comm.group import Group
 from tkernels.layers.userbuffers.communicators import (
-    DTYPES,
     CommOverlap,
     CommOverlapCore,
     CommOverlapHelper,
     CommOverlapP2P,
+    check_dtype,
+    checked_shape,
     get_stream_priority_range,
     group_of,
     heap_bytes,
@@ -198,11 +197,8 @@ def _check(world: Group, shape, tp_size, dtype, bootstrap_backend, tp_group):
         raise RuntimeError("initialize_ub: torch.distributed is not initialised; call init_process_group() before")
     if type(tp_size) is not int or tp_size < 1 or world.size % tp_size:
         raise ValueError(f"initialize_ub: tp_size={tp_size!r} must divide the {world.size} ranks of the default group")
-    sizes = list(shape) if isinstance(shape, Iterable) else []
-    if len(sizes) != 2 or any(not isinstance(size, Integral) or size < 1 for size in sizes):
-        raise ValueError(f"initialize_ub: shape={shape!r} must be [tokens, hidden], two positive integers")
-    if dtype not in DTYPES:
-        raise TypeError(f"initialize_ub: dtype={dtype!r} must be torch.float32, torch.float16 or torch.bfloat16")
+    checked_shape("initialize_ub: shape", shape)
+    check_dtype("initialize_ub: dtype", dtype)
     if tp_group is not None and group_of("initialize_ub: tp_group", tp_group).size != tp_size:
         raise ValueError(
             f"initialize_ub: tp_group has {dist.get_world_size(tp_group)} ranks, but tp_size={tp_size}; pass its size"
@@ -268,10 +264,7 @@ def _configurations(ub_cfgs, modes) -> list[dict | None]:
 def _resolve(configurations, modes, tp_size, with_cublasmp) -> dict[UserBufferQuantizationMode, dict]:
     lowest, highest = get_stream_priority_range()
     common = dict(with_cublasmp=with_cublasmp, comm_priority=highest, gemm_priority=lowest)
-    return {
-        mode: configure(ub_cfg, tp_size, mode=mode, **common)
-        for mode, ub_cfg in zip(modes, configurations, strict=True)
-    }
+    return {mode: configure(ub_cfg, tp_size, **common) for mode, ub_cfg in zip(modes, configurations, strict=True)}
 
 
 @contextlib.contextmanager

@@ -28,65 +28,40 @@ import types
 import warnings
 
 from tkernels.layers import userbuffers
-from tkernels.layers.userbuffers import registry
-from tkernels.layers.userbuffers.communicators import fill_userbuffers_buffer_for_all_gather
+from tkernels.layers.userbuffers import communicators, registry
 
 API_VERSION = "2.17.0"  # the TransformerEngine release whose interface this package follows
 MEGATRONS_LAYERS = "megatron.core.extensions.transformer_engine"
 
-_BASE = {
-    **{
-        name: getattr(registry, name)
-        for name in (
-            "UserBufferQuantizationMode",
-            "_2X_ACC_DGRAD",
-            "_2X_ACC_FPROP",
-            "_2X_ACC_WGRAD",
-            "_ub_communicators",
-            "destroy_ub",
-            "get_ub",
-            "get_ub_is_fp8",
-            "initialize_ub",
-            "is_ub_initialized",
-            "using_cublasmp_backend",
-        )
-    },
-    "fill_userbuffers_buffer_for_all_gather": fill_userbuffers_buffer_for_all_gather,
-}
-_LAYERS = {
-    name: getattr(userbuffers, name)
-    for name in ("Linear", "LayerNormLinear", "LayerNormMLP", "MultiheadAttention", "TransformerLayer")
-}
-_PARTS = ("DotProductAttention", "LayerNorm", "RMSNorm")
-_TOP = {name: _BASE[name] for name in ("initialize_ub", "destroy_ub", "UserBufferQuantizationMode")}
-_EXTENSIONS = {
-    name: getattr(userbuffers, name)
-    for name in (
-        "CommOverlap",
-        "CommOverlapAlgo",
-        "CommOverlapCore",
-        "CommOverlapHelper",
-        "CommOverlapP2P",
-        "CommOverlapType",
-        "bulk_overlap_ag_with_external_gemm",
-        "device_supports_multicast",
-        "general_gemm",
-        "get_stream_priority_range",
-        "nvte_built_with_cublasmp",
-        "ubuf_built_with_mpi",
-    )
-}
+
+def _of(module, names: str) -> dict:
+    return {name: getattr(module, name) for name in names.split()}
+
+
+_NAMES = "UserBufferQuantizationMode destroy_ub initialize_ub"
+_BASE = _of(
+    registry,
+    f"{_NAMES} _2X_ACC_DGRAD _2X_ACC_FPROP _2X_ACC_WGRAD _ub_communicators get_ub get_ub_is_fp8 is_ub_initialized "
+    f"using_cublasmp_backend",
+) | _of(communicators, "fill_userbuffers_buffer_for_all_gather")
+_TOP = _of(userbuffers, f"{_NAMES} Linear LayerNormLinear LayerNormMLP MultiheadAttention TransformerLayer")
+_EXTENSIONS = _of(
+    userbuffers,
+    "CommOverlap CommOverlapAlgo CommOverlapCore CommOverlapHelper CommOverlapP2P CommOverlapType "
+    "bulk_overlap_ag_with_external_gemm device_supports_multicast general_gemm get_stream_priority_range "
+    "nvte_built_with_cublasmp ubuf_built_with_mpi",
+)
 MODULES = {
     "transformer_engine": {"__version__": API_VERSION},
-    "transformer_engine.pytorch": {**_LAYERS, **_TOP},
-    "transformer_engine.pytorch.module": {**_LAYERS, **_TOP},
+    "transformer_engine.pytorch": _TOP,
+    "transformer_engine.pytorch.module": _TOP,
     "transformer_engine.pytorch.module.base": _BASE,
     "transformer_engine.pytorch.cpp_extensions": _EXTENSIONS,
     "transformer_engine.pytorch.distributed": {"gather_along_first_dim": userbuffers.gather_along_first_dim},
 }
 
 # Of a TransformerEngine that is installed, these stay its own.
-_OWN = {"transformer_engine.pytorch": {name: getattr(userbuffers, name) for name in _PARTS}}
+_OWN = {"transformer_engine.pytorch": _of(userbuffers, "DotProductAttention LayerNorm RMSNorm")}
 LACKING = {
     "transformer_engine.common": (),
     "transformer_engine.common.recipe": ("DelayedScaling",),
