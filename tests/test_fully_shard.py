@@ -818,6 +818,7 @@ def test_fully_shard_over_tensor_parallel_layers_places_and_trains_as_torchs(ctx
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16"])
 def test_fully_shard_gives_the_bits_of_torchs(ctx, policy, direct, monkeypatch):
     monkeypatch.setattr(layout, "DIRECT_NUMEL", direct)
+    monkeypatch.setattr(layout, "REDUCED_BYTES", direct * 8)  # at 100: in pieces of a few rows
     part = functools.partial(own, ctx)
     models = [shard(ctx, hybrid(ctx), each, mp_policy=policy) for each in (fully_shard, torch_fully_shard)]
     for model in models:
@@ -828,6 +829,16 @@ def test_fully_shard_gives_the_bits_of_torchs(ctx, policy, direct, monkeypatch):
             atol = 1e-4 if policy.param_dtype else 0
             torch.testing.assert_close(ours._local_tensor, theirs._local_tensor, rtol=0, atol=atol)
         assert ours.placements == theirs.placements and ours.dtype == theirs.dtype == torch.float32
+
+
+def test_fully_shard_reduces_in_pieces_that_a_workspace_holds():
+    shapes = [torch.Size(shape) for shape in ((4096, 14336), (14336, 4096), (4099, 4096), (4096,), (7,))]
+    for ranks in (2, 8):
+        whole = layout.Layout(shapes, ranks)
+        pieces = whole.pieces(torch.float32)
+        assert pieces[0][0] == 0 and pieces[-1][1] == whole.numel
+        assert all(first[1] == second[0] for first, second in zip(pieces, pieces[1:], strict=False))
+        assert all(0 < 4 * ranks * (stop - start) <= layout.REDUCED_BYTES for start, stop in pieces)
 
 
 @pytest.mark.ranks(2, 4)

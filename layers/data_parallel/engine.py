@@ -316,7 +316,7 @@ class Engine:
             self._sent.defer(lease)
         held = Lease(sums, dev=self.dev, name="gradients of shards")  # if it is only added to others
         with buffer.read(comm), self._sums.write(comm, ordered=True), held.write(comm), self.dev.stream(comm):
-            group.reduce(buffer.tensor, sums)
+            group.reduce(buffer.tensor, sums, layout)
             group.accumulate(parameters, layout, sums)
         self._sent.defer(buffer)
         self._sent.defer(held)

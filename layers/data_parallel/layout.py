@@ -8,6 +8,8 @@ k rows, at most one row more than needed, so that every rank sends equally much 
     whole      [R * S]     a's R * k rows | b's R * k rows | ...         a parameter is the first n rows of its part
     gradients  [R, S]      each rank's shard, one after the other        one reduce-scatter hands out the shards
 
+Large gradients are reduced in pieces of the shards: [R, s] of the first s elements of each, then of the next.
+
 Small parameters come first and are gathered together, then copied to their places; a large one is gathered straight
 into its place in `whole`, without the copy, and without the memory for it.
 """
@@ -20,6 +22,9 @@ import torch
 
 ALIGN = 16  # elements: what starts at a multiple of it can be read 16 bytes at a time
 DIRECT_NUMEL = 1 << 20  # elements from which a parameter is gathered by a collective of its own
+# Of gradients that one collective reduces: a workspace must hold a little more than that, and 200 us on NVLink are many
+# times what a launch costs.
+REDUCED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,11 @@ class Layout:
             whole[self.ranks * part.start :][: self.ranks * part.numel].view(self.ranks, part.numel)
             for part in self._packed
         ]
+
+    def pieces(self, dtype: torch.dtype) -> list[tuple[int, int]]:
+        """Ranges of the shard that are reduced one after the other, of at most REDUCED_BYTES over all ranks."""
+        step = max(REDUCED_BYTES // (self.ranks * dtype.itemsize) // ALIGN, 1) * ALIGN
+        return [(start, min(start + step, self.numel)) for start in range(0, self.numel, step)]
 
     @property
     def packed_numels(self) -> list[int]:

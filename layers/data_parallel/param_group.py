@@ -310,16 +310,27 @@ class ParamGroup:
         return self._layouts[key]
 
     def pack(self, grads: list[torch.Tensor | None], layout: Layout, buffer: torch.Tensor):
-        """Copy whole gradients into a buffer [R * S], by rank; one that is None counts as zero."""
+        """Copy whole gradients into a buffer [R * S], piece by piece and by rank; one that is None counts as zero."""
         dtypes = {grad.dtype for grad in grads if grad is not None} or {self.param_dtype}
         dtype = dtypes.pop() if len(dtypes) == 1 else buffer.dtype
         grads = [
             torch.zeros(part.shape, dtype=dtype, device=buffer.device) if grad is None else grad.to(dtype)
             for grad, part in zip(grads, layout.parts, strict=True)
         ]
-        torch._chunk_cat([grads[i] for i in layout.order], 0, layout.ranks, out=buffer.view(layout.ranks, -1))
+        pieces, ranks = layout.pieces(buffer.dtype), layout.ranks
+        if len(pieces) == 1:
+            torch._chunk_cat([grads[i] for i in layout.order], 0, ranks, out=buffer.view(ranks, -1))
+            return
+        for grad, part in zip(grads, layout.parts, strict=True):
+            rows, missing = grad.reshape(-1), ranks * part.numel - grad.numel()
+            rows = (nn.functional.pad(rows, (0, missing)) if missing else rows).view(ranks, part.numel)
+            for start, stop in pieces:
+                first, last = max(start, part.start), min(stop, part.start + part.numel)
+                if first < last:
+                    into = buffer[ranks * start : ranks * stop].view(ranks, -1)[:, first - start : last - start]
+                    into.copy_(rows[:, first - part.start : last - part.start])
 
-    def reduce(self, buffer: torch.Tensor, sums: torch.Tensor):
+    def reduce(self, buffer: torch.Tensor, sums: torch.Tensor, layout: Layout):
         """Collective. The mean over ranks of what `pack` has made, in `sums` [S]; `buffer` is used up.
 
         fp16 is divided before the sum, which it might not hold; other dtypes after it, once.
@@ -331,11 +342,14 @@ class ParamGroup:
             scale = 1
         if shard is not None:
             total = sums if sums.dtype == buffer.dtype else torch.empty_like(sums, dtype=buffer.dtype)
-            tkernels.reduce_scatter(buffer, out=total, ctx=shard)
         else:
             total = buffer
-        if replica is not None:
-            tkernels.all_reduce(total, out=total, ctx=replica)
+        for start, stop in layout.pieces(buffer.dtype):
+            piece = total[start:stop]
+            if shard is not None:
+                tkernels.reduce_scatter(buffer[layout.ranks * start : layout.ranks * stop], out=piece, ctx=shard)
+            if replica is not None:
+                tkernels.all_reduce(piece, out=piece, ctx=replica)
         if torch.promote_types(total.dtype, sums.dtype) != sums.dtype:
             torch.mul(total, scale, out=sums)  # rounded once
             return
