@@ -179,3 +179,11 @@ def test_the_rule_sees_a_violation(module, line):
 )
 def test_the_rule_lets_the_rest_through(module, line):
     assert not broken(module, line)
+
+
+def test_names_of_other_projects_are_written_in_one_way(checkout):
+    wrong = ("cuBlasMp", "CublasMp", "UserBuffers ", "Megatron-lm", "Transformer-Engine ")
+    for folder in ("layers", "tkernels", "comm", "tests"):
+        for file in (checkout / folder).rglob("*.py"):
+            if file != Path(__file__).resolve():
+                assert not [name for name in wrong if name in file.read_text()], file

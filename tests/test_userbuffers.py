@@ -765,7 +765,7 @@ def after_the_last_communicator(call):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("slow", [0, 1])
 def test_init_returns_when_all_ranks_are_ready(ctx, slow, tmp_path):
-    """R14: one rank is late, and the other one waits for it."""
+    """One rank is late, and the other one waits for it."""
     ready = tmp_path / "ready"
 
     def be_late():

@@ -731,7 +731,7 @@ def test_prepared_calls_do_not_hold_the_communicator_or_its_buffer(ctx):
 
 @pytest.mark.ranks(2)
 def test_a_first_call_needs_nothing_that_a_capture_forbids(ctx):
-    """R12, R13: as if captured, no rank is met; what would need to is refused, and leaves no harm."""
+    """As if captured, no rank is met; what would need to is refused, and leaves no harm."""
     te.initialize_ub([64, 32], 2, dtype=torch.float32)
     gather, scatter, bulk = (te.get_ub(name) for name in ("qkv_fprop", "proj_fprop", "qkv_dgrad"))
     # On the simulated runtime, tiles of the second product are split along K, and their sums need room.

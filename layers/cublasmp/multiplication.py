@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from tkernels.comm import Context, as_context
 from tkernels.comm.errors import TkernelsError
@@ -110,7 +112,7 @@ def _everyones(ctx: Context, request: _Request | Exception) -> list:
 
 
 def _resolved(ctx: Context, request: _Request | Exception) -> Layout:
-    """Collective. The layout of the ranks' problems, which is logged. Raises the same error on every rank."""
+    """Collective. The layout of the ranks' problems. Raises the same error on every rank, and warns of slow ones."""
     layout = resolve(_everyones(ctx, request), ctx.num_programs)
     if layout.wanted:
         warnings.warn(
@@ -204,7 +206,7 @@ class Matmul:
         effect.
     qualifiers: nvmath's array, which can transpose A and B, or a string such as "TN".
     options: MatmulOptions, or a dict of its fields.
-    ctx: the context; default, the current one.
+    mesh: a mesh of one dimension, a process group or a Context; default, the current context.
 
         with Matmul(a, b, distributions=[Slab.Y, Slab.Y, Slab.X], qualifiers="TN") as mm:
             mm.plan(epilog=MatmulEpilog.BIAS, epilog_inputs={"bias": bias})
@@ -231,9 +233,9 @@ class Matmul:
         quantization_scales=None,
         options=None,
         stream=None,
-        ctx: Context | None = None,
+        mesh: DeviceMesh | dist.ProcessGroup | Context | None = None,
     ):
-        self.ctx = as_context(ctx)
+        self.ctx = as_context(mesh)
         self._asked = distributions, qualifiers, options
         self._stream, self._own_c = stream, c
         request = _understand(
@@ -406,7 +408,7 @@ def matmul(
     options=None,
     preferences=None,
     stream=None,
-    ctx: Context | None = None,
+    mesh: DeviceMesh | dist.ProcessGroup | Context | None = None,
     totals=None,
 ):
     """Collective. D = epilog(alpha op(A) op(B) + beta C): Matmul's plan and execute in one call, with their arguments.
@@ -416,7 +418,7 @@ def matmul(
         call plans, unless the context has one rank, because a rank can't infer the global sizes from its own parts: the
         first of two ranks has as many columns of 5 as of 6.
     """
-    ctx = as_context(ctx)
+    ctx = as_context(mesh)
     with ctx.turn:
         request = _understand(
             ctx, {"a": a, "b": b, "c": c}, distributions, alpha, beta, qualifiers, quantization_scales, options,
