@@ -11,7 +11,7 @@ import triton.language as tl
 from transports import launches
 
 import tkernels
-from tkernels import choice, gemm, staging
+from tkernels import choice, gemm, library, staging
 from tkernels.comm import runtime
 from tkernels.comm.calls import PreparedCalls
 from tkernels.configs import GemmConfig
@@ -302,14 +302,9 @@ def test_matmul_is_what_the_choice_says_on_a_gpu_and_a_configuration_asks_for_th
 # What is staged
 
 
-@pytest.mark.parametrize("multiplies", ["kernel", "torch"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_matmul_of_staged_operands_is_exact_and_its_result_is_contiguous(
-    staged, monkeypatch, dtype, layout, multiplies
-):
-    if multiplies == "torch":
-        chosen(monkeypatch, lambda problem: ("staged", None))
+def test_matmul_of_staged_operands_is_exact_and_its_result_is_contiguous(staged, dtype, layout):
     for seed, (M, N, K) in enumerate([*AWKWARD_SHAPES, (65, 40, 31), (40, 31, 64), (64, 129, 48), (3, 8, 2100)]):
         x = operand(integers, (M, K), dtype, seed, LAYOUTS[layout][0])
         w = operand(integers, (N, K), dtype, seed + 100, LAYOUTS[layout][1])
@@ -430,3 +425,20 @@ def test_float32_is_multiplied_as_precisely_as_torch_is_told_by_any_of_its_switc
 def test_the_packages_matmul_computes_the_same_bits():
     x, w = normal((5, 12), torch.float32, 1, device=DEVICE), normal((7, 12), torch.float32, 2, device=DEVICE)
     assert torch.equal(tkernels.matmul(x, w, activation="gelu"), matmul(x, w, activation="gelu"))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_matmul_by_torch_sums_in_fp32_whatever_the_switches_and_leaves_them_alone(monkeypatch, dtype):
+    switch, name = torch.backends.cuda.matmul, f"allow_{'fp16' if dtype == torch.float16 else 'bf16'}"
+    name, seen = f"{name}_reduced_precision_reduction", []
+    state = lambda: (getattr(switch, name), getattr(switch, f"{name}_split_k"))  # noqa: E731
+    monkeypatch.setattr(library, "_multiply_alike", lambda *_: seen.append(state()))
+    x = torch.ones(2, 8, dtype=dtype, device="meta")
+    for before in ((True, True), (False, True), (False, False)):
+        setattr(switch, name, before)
+        try:
+            library.multiply_into(x.new_empty(2, 2), x, x, None, "ieee")
+            assert seen.pop() == (False, before[1]) and state() == before
+        finally:
+            setattr(switch, name, (True, True))

@@ -23,7 +23,6 @@ from tkernels.model import (
     KERNEL,
     LIBRARY,
     STAGED,
-    WORTH,
     Prediction,
     Problem,
     choose,
@@ -119,10 +118,9 @@ def product_ways(problem: Problem) -> dict[str, tuple[GemmConfig | None, Predict
 
     config = config_of(problem.layout)
     found = {KERNEL: (config, predict(problem, config))}
-    if problem.staged:
-        configs = (config_of(problem.orientation), None) if problem.dtype.itemsize == 2 else (None,)
-        staged = [(config, predict_staged(problem, config)) for config in configs]
-        found[STAGED] = min(staged, key=lambda each: each[1].gemm * (WORTH if each[0] is None else 1))
+    if problem.staged and problem.dtype.itemsize == 2:
+        config = config_of(problem.orientation)
+        found[STAGED] = config, predict_staged(problem, config)
     found[LIBRARY] = None, predict_library(problem)
     return found
 

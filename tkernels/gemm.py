@@ -444,10 +444,8 @@ class Matmul(NamedTuple):
         if self.config is not None:
             return self.by_kernel(x, w, bias, y, self.config)
         way, config = product_way(problem_of_product(x, w, y, self.precision, self.activation, bias is not None))
-        return (self.staged if way == STAGED else self.unstaged)(x, w, bias, y, config)
-
-    def unstaged(self, x, w, bias, y, config: GemmConfig | None):
-        """The function that multiplies operands where they lie. config: of our kernel; None: torch multiplies."""
+        if way == STAGED:
+            return self.staged(x, w, bias, y, config)
         return self.by_library(y) if config is None else self.by_kernel(x, w, bias, y, config)
 
     def by_kernel(self, x, w, bias, y, config: GemmConfig):
@@ -473,7 +471,7 @@ class Matmul(NamedTuple):
 
         return run
 
-    def staged(self, x, w, bias, y, config: GemmConfig | None):
+    def staged(self, x, w, bias, y, config: GemmConfig):
         """The same of copies of those operands, and into a copy of the result, whose rows TMA can't take.
 
         The copies are made in each call, also by the replays of a CUDA graph, and take memory until it ends.
@@ -484,7 +482,7 @@ class Matmul(NamedTuple):
         ]
         examples = (rows.empty("meta") if rows else matrix for rows, matrix in zip(wide, (x, w, y), strict=True))
         x_like, w_like, y_like = examples
-        multiply = self.unstaged(x_like, w_like, bias, y_like, config)
+        multiply = self.by_kernel(x_like, w_like, bias, y_like, config)
         (M, N), dtype, (wide_x, wide_w, wide_y), (stage_x, stage_w, unstage) = y.shape, y.dtype, wide, copies
 
         def run(x, w, bias, out):

@@ -1,7 +1,8 @@
 """The library's product: torch's own matmul, on GPUs cuBLAS. The plain path multiplies by it, and so do local products
 that it does faster than our kernel (choice.product_way).
 
-It sums in fp32, and rounds partial sums as torch's switches allow for torch.matmul.
+It sums in fp32 whatever torch's switches allow: by default cuBLAS rounds the partial sums of a product that it splits
+along K to the operands' 16 bits. Of 300 random problems that was seen in 15, by up to 2 % of a result.
 """
 
 import contextlib
@@ -24,7 +25,8 @@ def multiply_into(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: tor
         with in_precision(precision):
             _multiply_alike(out, x, w, bias)
     else:
-        _multiply_alike(out, x, w, bias)
+        with summing_in_fp32(x.dtype):
+            _multiply_alike(out, x, w, bias)
 
 
 def _multiply_alike(out, x, w, bias):
@@ -43,6 +45,24 @@ def activate_in_place(y: torch.Tensor, activation: str | None) -> torch.Tensor:
     elif activation is not None:
         torch.ops.aten.gelu_(y, approximate="tanh" if activation == "gelu_tanh" else "none")
     return y
+
+
+class summing_in_fp32:  # noqa: N801  # used as a function; as a generator it would take 2 us more
+    """In the block, torch rounds no partial sums of 16-bit matrices on GPUs."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.name = f"allow_{'bf16' if dtype == torch.bfloat16 else 'fp16'}_reduced_precision_reduction"
+
+    def __enter__(self):
+        switch = torch.backends.cuda.matmul
+        self.before = getattr(switch, self.name)
+        if self.before:
+            self.split = getattr(switch, f"{self.name}_split_k", True)  # whether it may split along K at all
+            setattr(switch, self.name, (False, self.split))
+
+    def __exit__(self, *_):
+        if self.before:
+            setattr(torch.backends.cuda.matmul, self.name, (True, self.split))
 
 
 @contextlib.contextmanager

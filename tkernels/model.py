@@ -492,10 +492,12 @@ def predict_library(problem: Problem) -> Prediction:
     return Prediction(LIBRARY_S + product_s, LIBRARY_S, product_s, 0.0)
 
 
-def predict_staged(problem: Problem, config: GemmConfig | None) -> Prediction:
-    """The time of a local product where what TMA can't take is copied before or after it. config: None: by torch."""
-    aligned = replace(problem, layout=problem.orientation)
-    alone = predict_library(aligned) if config is None else predict(aligned, config)
+def predict_staged(problem: Problem, config: GemmConfig) -> Prediction:
+    """The time of a local product by our kernel where what TMA can't take is copied before or after it.
+
+    Copies for torch's kernels don't pay: with them 34 random problems took 1.16 times as long in the geometric mean.
+    """
+    alone = predict(replace(problem, layout=problem.orientation), config)
     copies_s = len(problem.staged) * PASS_S + 2 * sum(problem.staged) / problem.gpu.memory
     return Prediction(alone.seconds + copies_s, alone.launch, alone.gemm + copies_s, 0.0)
 
