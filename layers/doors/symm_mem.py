@@ -66,8 +66,9 @@ def _add(name: str, ctx: Context):
             key = ctx.device.type.upper()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that a kernel of torch's is overridden
-                _library.impl("fused_all_gather_matmul", _fused_all_gather_matmul, key)
-                _library.impl("fused_matmul_reduce_scatter", _fused_matmul_reduce_scatter, key)
+                override = {"dispatch_key": key, "allow_override": True}  # torch 2.13's default, not 2.11's
+                _library.impl("fused_all_gather_matmul", _fused_all_gather_matmul, **override)
+                _library.impl("fused_matmul_reduce_scatter", _fused_matmul_reduce_scatter, **override)
 
 
 def _remove(name: str, ctx: Context):

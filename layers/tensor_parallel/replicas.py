@@ -51,11 +51,11 @@ class ReplicatedParameters:
                     value = self._check.watch_use(f"{self._path}{name}", value)
             if value is not parameter:
                 self._parameters[name] = parameter
-                vars(module)[name] = value
+                module._parameters[name] = value  # not an attribute, which torch.compile of torch 2.11 can't take away
 
     def _after(self, module, *_):
-        for name in self._parameters:
-            del vars(module)[name]
+        for name, parameter in self._parameters.items():
+            module._parameters[name] = parameter
         self._parameters.clear()
 
     def watched_by(self, check: "ReplicaCheck", path: str):
