@@ -1113,8 +1113,7 @@ def test_matmul_has_nvmaths_traits(ctx):
         case = Case(*UNEVEN, "TN", epilog, beta=1.0)
         distributions, parts = layouts(pattern, "TN", case, ctx.rank, ctx.size)
         a, b, c = (case.tensor(part.of(m), ctx) for part, m in zip(parts, (case.a, case.b, case.c), strict=True))
-        group = ctx.group.process_group  # stands for its newest context
-        with Matmul(a, b, c, beta=1.0, distributions=distributions, qualifiers="TN", mesh=group) as mm:
+        with Matmul(a, b, c, beta=1.0, distributions=distributions, qualifiers="TN", mesh=ctx) as mm:
             traits = mm.mm_traits
             assert (traits.M, traits.N, traits.K) == UNEVEN and traits.d_layout is None
             for layout, matrix, transposed in ((traits.a_layout, a, True), (traits.b_layout, b, False)):

@@ -16,6 +16,7 @@ from tkernels.comm.arguments import check_type
 from tkernels.comm.collectives import SUMMED
 from tkernels.comm.context import as_context
 from tkernels.layers.doors import log_once
+from tkernels.layers.lease import Lease
 
 AVG, SUM, PREMUL_SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM, dist.ReduceOp.PREMUL_SUM
 
@@ -108,22 +109,24 @@ class AllGather(_Comm):
             tkernels.all_gather(input_tensor, out=output_tensor, ctx=ctx)
             return None
         # FSDP2 asks on the stream that goes on to compute, and waits for what is returned.
-        device = torch.get_device_module(ctx.device)
-        self.stream = self.stream or device.Stream()
-        self.stream.wait_stream(device.current_stream())
-        with device.stream(self.stream):
+        dev = torch.get_device_module(ctx.device)
+        self.stream = self.stream or dev.Stream()
+        given, gathered = Lease(input_tensor, dev=dev), Lease(output_tensor, dev=dev)
+        with given.write():
+            pass  # the producer is whatever this stream has launched
+        with given.read(self.stream), gathered.write(self.stream), dev.stream(self.stream):
             tkernels.all_gather(input_tensor, out=output_tensor, ctx=ctx)
-            return _Gathered(device, self.stream.record_event())
+        return _Gathered(gathered)
 
 
 class _Gathered(dist.Work):
-    def __init__(self, device, event):
+    def __init__(self, lease: Lease):
         super().__init__()
-        self._device, self._event = device, event
+        self._lease = lease
 
     def wait(self, timeout=None) -> bool:
-        self._device.current_stream().wait_event(self._event)
-        return True
+        with self._lease.read():
+            return True
 
 
 class ReduceScatter(_Comm):
