@@ -11,7 +11,7 @@ backward, clipping and the update. Each system of ours stands beside torch's of 
 
 All begin with the same weights and see the same data; their losses are compared before a time is reported. One system
 is in memory at a time, each several times in turns. peak_bytes: of torch's allocator in a step, parameters and states
-included, but neither symmetric memory (heap_bytes) nor what NCCL allocates for itself.
+included, and of ours the symmetric memory that contexts hold. What NCCL allocates for itself is not included.
 
 Exit code 0: all was measured. 1: losses differ, or a rank failed. 2: wrong arguments.
 """
@@ -41,6 +41,7 @@ from bench.provenance import provenance
 from bench.records import append
 from tkernels.cli import file_to_write
 from tkernels.comm.context import Context
+from tkernels.comm.contexts import open_contexts
 from tkernels.launch import RankError, RankPool
 from tkernels.layers import OverlappedDDP, ZeroOptimizer, fully_shard
 from tkernels.layers.doors import fsdp2
@@ -170,7 +171,8 @@ def measure_kind(ctx: Context, kind: str, iterations: int) -> dict:
                     hosts.setdefault(name, []).append((time.perf_counter() - began) * 1e6)
                     loss.item()
                     took.append((time.perf_counter() - began) * 1e6)
-                peaks[name] = torch.cuda.max_memory_allocated() if ON_GPU else None
+                symmetric = 0 if name == "torch" else sum(each.heap.held_bytes for each in open_contexts())
+                peaks[name] = torch.cuda.max_memory_allocated() + symmetric if ON_GPU else None
                 samples.setdefault(name, []).extend(took)
                 del trained, loss
     head = {"op": "sharding", "shape": kind, "layout": "TN"}

@@ -39,10 +39,15 @@ class SymmetricHeap:
         self._reserve = 0, 0  # (offset, size), held too
 
     @property
+    def held_bytes(self) -> int:
+        """Of the tensors that this rank has allocated, and of what is set aside for captures."""
+        return sum(self._held.values())
+
+    @property
     def largest(self) -> int:
         """Bytes of the largest tensor that `empty` would give, as far as this rank knows."""
         ranges = merged([*self.segment.space.free, *self._freed.items(), self._reserve])
-        left = self.num_bytes - sum(self._held.values()) + self._reserve[1]
+        left = self.num_bytes - self.held_bytes + self._reserve[1]
         return min(left, max((size for _, size in ranges), default=0))
 
     @capture.lasting()
@@ -137,7 +142,7 @@ class SymmetricHeap:
         if not isinstance(num_bytes, int) or num_bytes == 0:
             return 0  # has no address, and nothing to give back
         size, ranges = round_up(num_bytes, ALIGNMENT), functools.reduce(common, free)
-        fits = size + sum(self._held.values()) <= self.num_bytes
+        fits = size + self.held_bytes <= self.num_bytes
         offset = first_fit(ranges, size) if fits else None
         if offset is None and self._reserve[1]:
             self._give_up_reserve()

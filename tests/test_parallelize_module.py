@@ -28,7 +28,6 @@ from tkernels.layers import (
     ColwiseParallel,
     ColwiseParallelGroup,
     PrepareModuleInput,
-    PrepareModuleOutput,
     Replicated,
     RowwiseParallel,
     SequenceParallel,
@@ -559,7 +558,7 @@ def test_parallelize_module_takes_a_mesh_a_group_or_a_context(ctx):
         assert model.weight.placements == (Shard(0),) and model.weight.device_mesh.size() == 2
     with tp_mesh(ctx):
         parallelize_module(nn.Linear(4, 4).to(ctx.device), parallelize_plan=ColwiseParallel())
-    with pytest.raises(TypeError, match="takes a DeviceMesh of one dimension, a ProcessGroup or a Context, not str"):
+    with pytest.raises(TypeError, match="takes a Context, a ProcessGroup or a DeviceMesh of one dimension, not str"):
         parallelize_module(nn.Linear(4, 4), "tp", ColwiseParallel())
 
 
@@ -573,7 +572,6 @@ def test_parallelize_module_tells_of_replicas_whose_gradients_differ(ctx):
     parallelize_module(model, tp_mesh(ctx), split)
     with pytest.raises(MismatchError, match="the gradients of 2.weight, 2.bias, 0.weight, 0.bias differ between ranks"):
         model(x).square().sum().backward()
-    assert isinstance(PrepareModuleOutput, type)
 
 
 @pytest.mark.ranks(2)

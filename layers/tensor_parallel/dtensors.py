@@ -4,42 +4,33 @@ import contextlib
 import copy
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor import DTensor, Placement
 
-from tkernels.comm import Context
+from tkernels.comm import Context, MeshLike
+from tkernels.comm.context import group_of
 from tkernels.comm.contexts import current_context
 
 
-def as_mesh(mesh: DeviceMesh | dist.ProcessGroup | Context | None) -> DeviceMesh:
+def as_mesh(mesh: MeshLike) -> DeviceMesh:
     """Resolve an argument that says which ranks: a mesh of one dimension over them. Not collective.
 
     A process group, or a Context's, becomes a mesh. None is the mesh of a surrounding `with mesh:`, else that of the
-    current context. Raises ValueError for a mesh of more dimensions and for a context without torch.distributed,
-    TypeError for anything else.
+    current context. Raises what `as_context` does, and ValueError for a context without torch.distributed.
     """
     if mesh is None:
         with contextlib.suppress(RuntimeError):  # no mesh is active
             mesh = _mesh_resources.get_current_mesh()
     if mesh is None:
         mesh = current_context()
+    group = group_of(mesh).process_group
     if isinstance(mesh, DeviceMesh):
-        if mesh.ndim != 1:
-            raise ValueError(
-                f"the mesh has {mesh.ndim} dimensions, {mesh.mesh_dim_names}; pass one of them, for example mesh['tp']"
-            )
         return mesh
-    if isinstance(mesh, dist.ProcessGroup):
-        # DTensors live where their group's ranks compute.
-        return DeviceMesh.from_group(mesh, "cuda" if torch.cuda.is_available() else "cpu")
-    if not isinstance(mesh, Context):
-        raise TypeError(
-            f"ranks: takes a DeviceMesh of one dimension, a ProcessGroup or a Context, not {type(mesh).__name__}"
-        )
-    if mesh.group.process_group is None:
+    if group is None:
         raise ValueError("parameters become DTensors, which need torch.distributed; call init_process_group() first")
-    return DeviceMesh.from_group(mesh.group.process_group, mesh.device.type)
+    if isinstance(mesh, Context):
+        return DeviceMesh.from_group(group, mesh.device.type)
+    return DeviceMesh.from_group(group, "cuda" if torch.cuda.is_available() else "cpu")  # where its ranks compute
 
 
 def chunk_sizes(size: int, ranks: int) -> tuple[int, ...]:
