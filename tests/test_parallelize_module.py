@@ -691,3 +691,27 @@ def test_parallelize_module_under_fully_shard(ctx, made_by, tmp_path):
         for (name, parameter), wanted in zip(model.named_parameters(), want, strict=True):
             assert_near(parameter, wanted, name, 2000)
             assert torch.equal(full(optimizer.state[parameter]["exp_avg"]), moments[name])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_parallelize_module_differentiates_penalties_on_gradients(ctx, split):
+    """The bias of the row layer is replicated, so its gradient, equal on all ranks, counts once."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).to(ctx.device)
+    twin, x = copy.deepcopy(model).double(), normal((2, 4, 6), torch.float32, 1, device=ctx.device)
+    place = Shard(1) if split else Replicate()
+    plan = {"0": ColwiseParallel(input_layouts=place), "2": RowwiseParallel(output_layouts=place)}
+    parallelize_module(model, tp_mesh(ctx), plan)
+
+    def penalty(model, x):
+        grads = torch.autograd.grad(model(x).sin().sum(), list(model.parameters()), create_graph=True)
+        squares = [grad.square().sum() for grad in grads]
+        total = sum(each.full_tensor() if isinstance(each, DTensor) else each for each in squares)
+        total.backward()
+        return [total, *(parameter.grad for parameter in model.parameters())]
+
+    got = penalty(model, x.chunk(2, 1)[ctx.rank] if split else x)
+    for mine, want in zip(got, penalty(twin, x.double()), strict=True):
+        if want is not None:  # the last bias has no part in any gradient
+            assert_near(mine, want, "penalty")

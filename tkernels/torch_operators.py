@@ -273,7 +273,8 @@ def _matmul_reduce_scatter_backward(ctx, dy):
     dy = dy.contiguous()
     need_x, need_w, need_bias = ctx.needs_input_grad[:3]
     dx = dw = dbias = None
-    if need_x and need_w and not wants_gradient(dy, x, w):
+    differentiable = wants_gradient(dy, x, w)
+    if need_x and need_w and not differentiable:
         dx, dw, dbias = ops.matmul_reduce_scatter_backward(dy, x, w, need_bias, rows, context, path)
         return dx, dw, dbias if need_bias else None, None, None, None, None
     if need_x:
@@ -284,7 +285,8 @@ def _matmul_reduce_scatter_backward(ctx, dy):
     if need_w:
         dw = _product(gathered.t(), x)
     if need_bias:
-        dbias = gathered.sum(0)
+        # Equal on all ranks, as an all-reduce's result is, so its own gradient counts once.
+        dbias = ops.all_reduce(dy.sum(0), context) if differentiable else gathered.sum(0)
     return dx, dw, dbias, None, None, None, None
 
 

@@ -166,6 +166,7 @@ def _process_group(world: dist.ProcessGroup, members: tuple[int, ...]) -> dist.P
     """Collective over `members`. Their process group, cached, since torch can't make such a group twice.
 
     Other processes need not take part, except where NCCL has a device bound to it: there it splits the default group's
-    communicator, so all processes have to make a group at that time.
+    communicator, so all processes have to make a group at that time. A group of all has a number for its name; that of
+    another one depends on how many groups a process has, which has to be alike on the members.
     """
-    return dist.new_group(list(members), use_local_synchronization=True)
+    return dist.new_group(list(members), use_local_synchronization=len(members) < world.size())
