@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from tkernels.comm import current_context
+from tkernels.comm import as_context, current_context
 from tkernels.layers.data_parallel.wire import open_wire
 from tkernels.testing.compare import integers
 
@@ -71,7 +71,7 @@ def test_a_backend_takes_what_it_can_use(ctx):
     wire = open_wire("test", "torch", ctx.group.process_group)
     assert (wire.rank, wire.size) == (ctx.rank, ctx.size)
     assert open_wire("test", wire) is wire
-    assert open_wire("test", "tkernels", ctx.group.process_group).ctx is ctx
+    assert open_wire("test", "tkernels", ctx.group.process_group).ctx is as_context(ctx.group.process_group)
     for backend in BACKENDS:
         with pytest.raises(TypeError, match="^test: mesh: takes a Context, a ProcessGroup or a DeviceMesh .*, not int"):
             open_wire("test", backend, 2)
