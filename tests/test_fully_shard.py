@@ -63,7 +63,7 @@ class StateSpace(nn.Module):
     def __init__(self):
         super().__init__()
         self.into, self.out = nn.Linear(FEATURES, 32, bias=False), nn.Linear(16, FEATURES, bias=False)
-        self.decay = nn.Parameter(torch.linspace(0.1, 0.9, 16))
+        self.decay = nn.Parameter(0.1 + 0.8 * torch.arange(16) / 15)
 
     def forward(self, x):
         values, gate = self.into(x).chunk(2, dim=-1)
