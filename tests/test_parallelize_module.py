@@ -349,6 +349,20 @@ def test_styles_compute_by_this_librarys_operations(ctx):
 
 
 @pytest.mark.ranks(2)
+def test_parallelize_module_computes_in_the_context_that_it_was_given(ctx):
+    """And over a mesh in the newest one over its ranks, which another part of the program may have made."""
+    group, given = ctx.group.process_group, tkernels.init(ctx.group.process_group, default=False)
+    with tkernels.init(group, num_programs=2, default=False) as newest:
+        plan = {"0": ColwiseParallelGroup("q", "k"), "1": RowwiseParallel(), "2": SequenceParallel()}
+        for mesh, name in ((given, given.name), (DeviceMesh.from_group(group, ctx.device.type), newest.name)):
+            first = nn.ModuleDict({"q": nn.Linear(6, 6), "k": nn.Linear(6, 6)})
+            model = nn.ModuleList([first, nn.Linear(6, 6), nn.LayerNorm(6)]).to(ctx.device)
+            parallelize_module(model, mesh, plan)
+            assert {each._layout.context for each in (*first.values(), *model[1:])} == {name}
+    given.finalize()
+
+
+@pytest.mark.ranks(2)
 def test_parallelize_module_is_for_copies_meta_compile_autocast_and_scalers(ctx):
     batch, mesh = tokens().to(ctx.device), tp_mesh(ctx)
     want_grads, _, (want, *_), _ = train(twin(), batch.cpu(), 1)

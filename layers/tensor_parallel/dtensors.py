@@ -7,15 +7,15 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor import DTensor, Placement
 
-from tkernels.comm import Context, MeshLike
+from tkernels.comm import Context, MeshLike, as_context
 from tkernels.comm.context import group_of
 from tkernels.comm.contexts import current_context
 
 
-def as_mesh(mesh: MeshLike) -> DeviceMesh:
-    """Resolve an argument that says which ranks: a mesh of one dimension over them. Not collective.
+def as_mesh_and_context(mesh: MeshLike) -> tuple[DeviceMesh, Context]:
+    """Collective. Resolve an argument that says which ranks: a mesh of one dimension over them, and their context.
 
-    A process group, or a Context's, becomes a mesh. None is the mesh of a surrounding `with mesh:`, else that of the
+    A Context is itself, over a mesh of its process group. None is the mesh of a surrounding `with mesh:`, else the
     current context. Raises what `as_context` does, and ValueError for a context without torch.distributed.
     """
     if mesh is None:
@@ -23,14 +23,10 @@ def as_mesh(mesh: MeshLike) -> DeviceMesh:
             mesh = _mesh_resources.get_current_mesh()
     if mesh is None:
         mesh = current_context()
-    group = group_of(mesh).process_group
-    if isinstance(mesh, DeviceMesh):
-        return mesh
-    if group is None:
+    if (group := group_of(mesh).process_group) is None:
         raise ValueError("parameters become DTensors, which need torch.distributed; call init_process_group() first")
-    if isinstance(mesh, Context):
-        return DeviceMesh.from_group(group, mesh.device.type)
-    return DeviceMesh.from_group(group, "cuda" if torch.cuda.is_available() else "cpu")  # where its ranks compute
+    ctx = as_context(mesh)
+    return mesh if isinstance(mesh, DeviceMesh) else DeviceMesh.from_group(group, ctx.device.type), ctx
 
 
 def chunk_sizes(size: int, ranks: int) -> tuple[int, ...]:

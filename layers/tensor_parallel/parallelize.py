@@ -16,7 +16,6 @@ from tkernels.comm.arguments import check_type
 from tkernels.comm.group import checksum, first_difference, listed
 from tkernels.layers.data_parallel.norms import is_split
 from tkernels.layers.owners import owner_of
-from tkernels.layers.tensor_parallel.dtensors import as_mesh
 from tkernels.layers.tensor_parallel.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from tkernels.layers.tensor_parallel.plan import Given, apply
 from tkernels.layers.tensor_parallel.replicas import (
@@ -102,7 +101,7 @@ def parallelize(
         styles, optional = plan, False
         if all(isinstance(each, Mapping) or each in (*STYLES, None) for each in plan.values()):
             return _swap_linears(model, plan, mesh)
-    return apply(model, as_mesh(mesh), lambda: _styles(model, styles, optional), src_data_rank, replicate_rest=True)
+    return apply(model, mesh, lambda: _styles(model, styles, optional), src_data_rank, replicate_rest=True)
 
 
 def _auto(model: nn.Module) -> dict[str, str]:

@@ -14,10 +14,10 @@ from torch.distributed.tensor.parallel import (
     style,
 )
 
-from tkernels.comm import Context, MismatchError, as_context
+from tkernels.comm import Context, MeshLike, MismatchError
 from tkernels.comm.arguments import check_type
 from tkernels.comm.group import first_difference, listed
-from tkernels.layers.tensor_parallel.dtensors import as_mesh, let_grad_scaler_see_all_ranks
+from tkernels.layers.tensor_parallel.dtensors import as_mesh_and_context, let_grad_scaler_see_all_ranks
 from tkernels.layers.tensor_parallel.replicas import ReplicaCheck
 from tkernels.layers.tensor_parallel.siblings import ColwiseParallelGroup, Share
 from tkernels.layers.tensor_parallel.styles import (
@@ -65,12 +65,12 @@ def parallelize_module(
         "a ParallelStyle, or a dict of paths to them",
     )  # fmt: skip
     plan = parallelize_plan if isinstance(parallelize_plan, Mapping) else {"": parallelize_plan}
-    return apply(module, as_mesh(device_mesh), lambda: _resolve(module, plan), src_data_rank)
+    return apply(module, device_mesh, lambda: _resolve(module, plan), src_data_rank)
 
 
 def apply(
     module: nn.Module,
-    mesh: DeviceMesh,
+    mesh: MeshLike,
     resolve: Callable[[], list[Given]],
     src_data_rank: int | None,
     replicate_rest: bool = False,
@@ -79,7 +79,7 @@ def apply(
 
     replicate_rest: make DTensors of the other parameters too, of all modules that use their own.
     """
-    ctx = as_context(mesh)
+    mesh, ctx = as_mesh_and_context(mesh)
     with ctx.group.checking():
         if mesh.device_type != ctx.device.type:
             raise ValueError(
@@ -98,7 +98,7 @@ def apply(
         tied = _tied(module, given)
     _check_agreement(module, given, ctx)
     for _, target, each in given:
-        each.src_data_rank = src_data_rank
+        each.src_data_rank, each.context = src_data_rank, ctx.name
         each._apply(target, mesh)
     for (first, name), *others in tied:
         for other, other_name in others:

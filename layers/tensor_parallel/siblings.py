@@ -28,6 +28,8 @@ class ColwiseParallelGroup(ParallelStyle):
     groups.
     """
 
+    context = None  # as Style's
+
     def __init__(
         self,
         *names: str,
@@ -68,7 +70,7 @@ class ColwiseParallelGroup(ParallelStyle):
         members = self.members("", module)
         for path, linear in members:
             self.style.check(path, linear, device_mesh.size())
-        self.style.src_data_rank = self.src_data_rank
+        self.style.src_data_rank, self.style.context = self.src_data_rank, self.context
         for _, linear in members:
             self.style._apply(linear, device_mesh)
         return Share([linear for _, linear in members])._apply(module, device_mesh)

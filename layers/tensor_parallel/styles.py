@@ -74,6 +74,7 @@ class Style(ParallelStyle):
 
     kinds = nn.Linear, nn.Embedding  # of modules that it can be given to
     nested = False  # whether these may have modules with parameters in them
+    context = None  # the name of the one that the plan was given for; None: that over the mesh
 
     def placement(self, module: nn.Module, name: str) -> Placement:
         """Of a parameter of the module that this style is given to."""
@@ -124,13 +125,16 @@ class Style(ParallelStyle):
     def convert(self, module: nn.Module, mesh: DeviceMesh, base: type, input: Placement, output: Placement):
         """Collective. Make DTensors of the parameters, and give the module the class and layout to use them."""
         self.check("", module, mesh.size())
-        context, transposed = as_context(mesh).name, _is_conv1d(module)
+        context, transposed = self.context_over(mesh), _is_conv1d(module)
         self.distribute(module, mesh)
         if transposed:
             module.out_features = module.nf
         module.__class__ = subclass(type(module), base)
         module._layout = Layout(mesh, context, input, output, self.use_local_output, transposed)
         return module
+
+    def context_over(self, mesh: DeviceMesh) -> str:
+        return self.context or as_context(mesh).name
 
     def distribute(self, module: nn.Module, mesh: DeviceMesh):
         """Collective. Make DTensors of a module's own parameters."""
@@ -249,7 +253,7 @@ class Replicated(Style):
             self.check(path, each, device_mesh.size())
         for _, each in own:
             self.distribute(each, device_mesh)
-            ReplicatedParameters(each, as_context(device_mesh).name, self.sum_gradients)
+            ReplicatedParameters(each, self.context_over(device_mesh), self.sum_gradients)
         return module
 
 
@@ -278,5 +282,5 @@ class SequenceParallel(Style, style.SequenceParallel):
             return self.by_torch(module, device_mesh)
         (sequence,) = self.sequence_sharding
         self.convert(module, device_mesh, SequenceModule, sequence, sequence)
-        ReplicatedParameters(module, as_context(device_mesh).name, sum_gradients=True)
+        ReplicatedParameters(module, self.context_over(device_mesh), sum_gradients=True)
         return module
