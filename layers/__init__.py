@@ -10,8 +10,6 @@ else:
     from tkernels.layers.data_parallel.fsdp import FullyShard
     from tkernels.layers.data_parallel.fully_shard import fully_shard, register_fsdp_forward_method
     from tkernels.layers.data_parallel.grad_bucket import GradBucket
-    from tkernels.layers.data_parallel.grad_hooks import GradReadyHooks, grad_ready_hooks
-    from tkernels.layers.data_parallel.norms import clip_grad_norm_
     from tkernels.layers.data_parallel.pools import (
         Bucket,
         FixedPoolAllocator,
@@ -21,13 +19,14 @@ else:
     )
     from tkernels.layers.data_parallel.state_dict import gather_state_dict, load_full_state_dict, sharded_state_dict
     from tkernels.layers.data_parallel.zero import ZeroOptimizer
+    from tkernels.layers.grad_hooks import GradReadyHooks, grad_ready_hooks
+    from tkernels.layers.gradients import all_reduce_sequence_parallel_grads, clip_grad_norm_
     from tkernels.layers.graphs import captured
     from tkernels.layers.lease import Keepalive, Lease, Slot, WorkCompletion
     from tkernels.layers.pipeline.communicator import P2PCommunicator, P2PHandle
     from tkernels.layers.pipeline.memory import custom_backward, deallocate_output_tensor
     from tkernels.layers.pipeline.run import forward_backward_pipelining, split_into_stages
     from tkernels.layers.tensor_parallel.functions import (
-        all_reduce_sequence_parallel_grads,
         column_parallel_linear,
         copy_to_tensor_model_parallel_region,
         gather_from_sequence_parallel_region,

@@ -18,7 +18,7 @@ from transports import by_copies, every_path, every_transport, gpu_only, interle
 import tkernels
 from tkernels.comm import MismatchError, TkernelsError, collectives
 from tkernels.demo.model import ModelConfig, Transformer, shard
-from tkernels.layers.tensor_parallel.functions import all_reduce_sequence_parallel_grads
+from tkernels.layers.gradients import all_reduce_sequence_parallel_grads
 from tkernels.testing.compare import integers
 
 pytestmark = gpu_only

@@ -22,8 +22,8 @@ from tkernels.demo.data import Text
 from tkernels.demo.model import ModelConfig, Transformer
 from tkernels.layers import all_reduce_sequence_parallel_grads, clip_grad_norm_, parallelize
 from tkernels.layers.data_parallel.ddp import OverlappedDDP, _Bucket, changing_main_grads, ensure_params_ready
-from tkernels.layers.data_parallel.grad_hooks import GradReadyHooks, grad_ready_hooks
 from tkernels.layers.data_parallel.wire import Wire
+from tkernels.layers.grad_hooks import GradReadyHooks, grad_ready_hooks
 from tkernels.testing.compare import integers
 
 BACKENDS = ["tkernels", "torch"]

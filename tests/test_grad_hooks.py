@@ -9,7 +9,7 @@ from streams import Simulator
 from torch.utils.checkpoint import checkpoint
 
 from tkernels.comm import LeaseError
-from tkernels.layers.data_parallel.grad_hooks import GradReadyHooks, grad_ready_hooks
+from tkernels.layers.grad_hooks import GradReadyHooks, grad_ready_hooks
 from tkernels.layers.lease import Slot
 
 

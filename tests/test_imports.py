@@ -98,6 +98,13 @@ APPLICATIONS = (
     "tune_command",
 )  # fmt: skip
 
+# What stands below each folder of layers, beside the files that stand below all of them.
+BELOW = {
+    "tensor_parallel": (), "data_parallel": ("tensor_parallel",), "pipeline": (), "cublasmp": (),
+    "userbuffers": ("tensor_parallel",), "doors": ("tensor_parallel", "data_parallel"),
+}  # fmt: skip
+BOTTOM = ("lease", "graphs", "owners", "marks", "grad_hooks")
+
 
 def imported(tree: ast.AST) -> Iterator[str]:
     """The dotted names that a module imports; `from a import b` counts as a.b, since b may be a module."""
@@ -126,7 +133,16 @@ def broken(module: str, source: str) -> list[str]:
         above = [f"tkernels.{part}" for part in APPLICATIONS]
         if within(module, *above):
             return False
-        return within(name, *above) or (within(name, "tkernels.layers") and not within(module, "tkernels.layers"))
+        if within(module, "tkernels.layers"):
+            return within(name, *above) or upwards(name)
+        return within(name, *above, "tkernels.layers")
+
+    def upwards(name: str) -> bool:
+        """Whether a module of layers imports one that stands above it, or beside it in another folder."""
+        here, there = (each.removeprefix("tkernels.layers.").partition(".")[0] for each in (module, name))
+        if here in BOTTOM:
+            return within(name, "tkernels.layers") and there not in BOTTOM
+        return here in BELOW and there in BELOW and there != here and there not in BELOW[here]
 
     return [name for name in imported(ast.parse(source)) if forbidden(name)]
 
@@ -156,6 +172,9 @@ def test_imports_go_from_layers_to_tkernels_to_comm(checkout):
         ("tkernels.gemm", "from tkernels.testing import plugin"),
         ("tkernels.doctor", "from tkernels.testing.compare import normal"),
         ("tkernels.layers.tensor_parallel.linear", "import tkernels.cli"),
+        ("tkernels.layers.tensor_parallel.functions", "from tkernels.layers.data_parallel.norms import counts"),
+        ("tkernels.layers.cublasmp.plan", "from tkernels.layers import pipeline"),
+        ("tkernels.layers.marks", "from tkernels.layers.tensor_parallel import linear"),
         ("tkernels.gemm", "from .tiles import offsets"),
         ("tkernels.gemm", "import comm.heap"),
         ("tkernels.comm.heap", "import nvshmem.core"),
@@ -174,6 +193,8 @@ def test_the_rule_sees_a_violation(module, line):
         ("tkernels.comm.heap", "from tkernels.comm import regions"),
         ("tkernels.gemm", "from tkernels.comm.device import put"),
         ("tkernels.layers.tensor_parallel.linear", "import tkernels"),
+        ("tkernels.layers.data_parallel.state_dict", "from tkernels.layers.tensor_parallel import linear"),
+        ("tkernels.layers.gradients", "from tkernels.layers.data_parallel import ddp"),
         ("tkernels.demo", "from tkernels.layers import linear"),
     ],
 )

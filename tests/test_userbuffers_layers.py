@@ -16,7 +16,7 @@ from transports import gpu_only, late, launches
 import tkernels
 from tkernels.comm.device import operation_name
 from tkernels.layers import userbuffers as te
-from tkernels.layers.data_parallel.grad_hooks import GradReadyHooks
+from tkernels.layers.grad_hooks import GradReadyHooks
 from tkernels.layers.userbuffers import communicators
 from tkernels.layers.userbuffers.transformer import rotate
 from tkernels.testing.compare import integers, normal

@@ -34,13 +34,12 @@ from tkernels.layers import ColumnParallelLinear, RowParallelLinear, gather_stat
 from tkernels.layers import userbuffers as te
 from tkernels.layers.data_parallel.ddp import OverlappedDDP
 from tkernels.layers.data_parallel.fsdp import FullyShard
-from tkernels.layers.data_parallel.norms import clip_grad_norm_
 from tkernels.layers.data_parallel.wire import TkernelsWire
 from tkernels.layers.data_parallel.zero import ZeroOptimizer
 from tkernels.layers.data_parallel.zero import optimizer as zero_optimizer
 from tkernels.layers.data_parallel.zero.gradients import OwnerGradients
 from tkernels.layers.data_parallel.zero.layout import ALIGNMENT, plan
-from tkernels.layers.tensor_parallel.functions import all_reduce_sequence_parallel_grads
+from tkernels.layers.gradients import all_reduce_sequence_parallel_grads, clip_grad_norm_
 from tkernels.layers.tensor_parallel.mlp import ParallelMLP
 from tkernels.testing.compare import assert_close_to
 

@@ -45,11 +45,12 @@ from tkernels.comm.errors import LeaseError, MismatchError
 from tkernels.comm.fence import EventCompletion, capturing
 from tkernels.comm.group import checksum, first_difference
 from tkernels.comm.regions import round_up
-from tkernels.layers.data_parallel.grad_hooks import GradReadyHooks
-from tkernels.layers.data_parallel.norms import counts, is_split, squared_norm
+from tkernels.layers.data_parallel.norms import counts, squared_norm
 from tkernels.layers.data_parallel.wire import Wire, open_wire
+from tkernels.layers.grad_hooks import GradReadyHooks
 from tkernels.layers.graphs import captured
 from tkernels.layers.lease import Lease, Slot
+from tkernels.layers.marks import is_split
 from tkernels.layers.owners import disown, own, owner_of, remove_owners
 
 ALIGN_BYTES = 128  # alignment of a parameter in its bucket: whole cache lines, and more than TMA requires

@@ -46,7 +46,7 @@ from torch.nn import functional
 
 import tkernels
 from tkernels.comm.contexts import find_context
-from tkernels.layers.data_parallel.grad_hooks import grad_ready_hooks
+from tkernels.layers.grad_hooks import grad_ready_hooks
 from tkernels.layers.tensor_parallel.functions import in_autocast_dtype
 
 

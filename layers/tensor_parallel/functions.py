@@ -24,17 +24,14 @@ mesh: the R ranks, as in `tkernels.comm.as_context`; None: those of the current 
 from collections.abc import Iterable
 
 import torch
-from torch.distributed.tensor import DTensor
 
 import tkernels
 from tkernels.comm.arguments import check_dense, check_tensors, check_type, whole
-from tkernels.comm.collectives import SUMMED, check_rows
+from tkernels.comm.collectives import check_rows
 from tkernels.comm.context import Context, MeshLike, as_context
 from tkernels.comm.contexts import find_context
 from tkernels.dispatch import apply_transformed
 from tkernels.gemm import check_operands
-from tkernels.layers.data_parallel.norms import gradient_of
-from tkernels.layers.owners import owner_of
 from tkernels.torch_operators import replicated
 
 
@@ -230,52 +227,3 @@ def reduce_scatter_to_sequence_parallel_region(
     """Collective. This rank's rows of the sum over ranks: x [M, ...] -> x_shard_m [M/R, ...]."""
     ctx = as_context(mesh, "reduce_scatter_to_sequence_parallel_region: mesh")
     return tkernels.reduce_scatter(x, rows=rows, ctx=ctx)
-
-
-def all_reduce_sequence_parallel_grads(module: torch.nn.Module, *, mesh: MeshLike = None):
-    """Collective. Sum over ranks, in place, the gradients of the parameters that have `sequence_parallel = True`.
-
-    Call it between backward and the optimizer's step. Such a parameter is replicated but used on this rank's rows only,
-    so its gradient is a partial sum. Set the mark on the norms between sequence-parallel layers (Megatron's mark and
-    meaning). There is one all-reduce per dtype.
-
-    A parameter's gradient is its main_grad if it has one, as OverlappedDDP's have. A missing gradient counts as zero
-    and receives the sum too, since another rank may have one. So a parameter that no rank has used gets a gradient of
-    zero instead of None, and momentum and weight decay apply to it. Raises, before anything is changed, ValueError for
-    a parameter of a ZeroOptimizer, which has taken its gradient and sums it itself, and TypeError for gradients that
-    can't be summed.
-    """
-    from tkernels.layers.data_parallel.ddp import changing_main_grads  # imported late: they depend on the other layers
-    from tkernels.layers.data_parallel.zero import ZeroOptimizer
-
-    caller, summed = "all_reduce_sequence_parallel_grads", []
-    ctx = as_context(mesh, f"{caller}: mesh")
-    check_type(f"{caller}: module", module, torch.nn.Module, "an nn.Module")
-    for name, parameter in module.named_parameters():
-        if not getattr(parameter, "sequence_parallel", False) or not parameter.requires_grad:
-            continue
-        if owner_of(parameter, ZeroOptimizer):
-            raise ValueError(
-                f"{caller}: {name} belongs to a ZeroOptimizer, which has taken its gradient "
-                f"and sums it over its tensor_parallel= ranks itself; leave out this call"
-            )
-        grad = gradient_of(parameter)
-        kind = parameter if grad is None else grad
-        if kind.layout is not torch.strided or kind.dtype not in SUMMED:
-            raise TypeError(
-                f"{caller}: sums dense gradients of float32, float16 and bfloat16, but that of {name} is {kind.dtype}, "
-                f"{kind.layout}"
-            )
-        summed.append(parameter)
-    grads = {}
-    for parameter in summed:
-        grad = gradient_of(parameter)
-        if grad is None:
-            grad = parameter.grad = torch.zeros_like(parameter)
-        local = grad.to_local() if isinstance(grad, DTensor) else grad  # of fully_shard: this rank's rows
-        grads.setdefault(grad.dtype, []).append(local)
-    with changing_main_grads(module.parameters()):
-        for same_dtype in grads.values():
-            total = tkernels.all_reduce(torch.cat([grad.reshape(-1) for grad in same_dtype]), ctx=ctx)
-            for grad, part in zip(same_dtype, total.split([grad.numel() for grad in same_dtype]), strict=True):
-                grad.copy_(part.view_as(grad))

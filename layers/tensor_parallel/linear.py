@@ -24,6 +24,7 @@ from tkernels.comm import Context, MeshLike, MismatchError, as_context, find_con
 from tkernels.comm.arguments import check_dense, check_type, whole
 from tkernels.comm.collectives import check_rows
 from tkernels.comm.group import checksum, first_difference
+from tkernels.layers.marks import MarkedModule
 from tkernels.layers.owners import attributes
 from tkernels.layers.tensor_parallel.functions import (
     column_parallel_linear,
@@ -31,45 +32,6 @@ from tkernels.layers.tensor_parallel.functions import (
     in_autocast_dtype,
     scatter_to_tensor_model_parallel_region,
 )
-
-
-class MarkedModule(nn.Module):
-    """A module whose parameters carry Megatron's marks, which its optimizers and gradient clipping read.
-
-    torch drops a parameter's attributes where it makes a new one of it: in copies, in to_empty, and where a state dict
-    is loaded by assignment. This class sets the marks again.
-    """
-
-    def _mark(self, name: str, **marks):
-        """Set attributes of a parameter, and of the parameters that later replace it."""
-        vars(self).setdefault("_marks", {}).setdefault(name, {}).update(marks)
-        vars(getattr(self, name)).update(marks)
-
-    def _mark_part(self, name: str, dim: int | None, size: int, stride: int = 1, **marks):
-        """Mark what is one of `size` ranks' parts of a parameter, split along `dim` in `stride` blocks; None: whole."""
-        part = dict(
-            tensor_model_parallel=dim is not None and size > 1, partition_dim=-1 if dim is None else dim,
-            partition_stride=1 if dim is None else stride,
-        )  # fmt: skip
-        self._mark(name, **part | marks)
-
-    def _mark_again(self):
-        for name, marks in vars(self).get("_marks", {}).items():
-            if (parameter := getattr(self, name, None)) is not None:
-                vars(parameter).update(marks | vars(parameter))  # attributes set since take precedence
-
-    def _apply(self, function, recurse=True):
-        super()._apply(function, recurse)
-        self._mark_again()
-        return self
-
-    def __setstate__(self, state):
-        super().__setstate__(state)
-        self._mark_again()
-
-    def _load_from_state_dict(self, *arguments):
-        super()._load_from_state_dict(*arguments)
-        self._mark_again()
 
 
 class ParallelLinear(MarkedModule):

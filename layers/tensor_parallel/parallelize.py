@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from tkernels.comm import Context, MeshLike, MismatchError, as_context
 from tkernels.comm.arguments import check_type
 from tkernels.comm.group import checksum, first_difference, listed
-from tkernels.layers.data_parallel.norms import is_split
+from tkernels.layers.marks import is_split
 from tkernels.layers.owners import owner_of
 from tkernels.layers.tensor_parallel.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from tkernels.layers.tensor_parallel.plan import Given, apply

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from tkernels.comm import MismatchError, find_context
 from tkernels.comm.group import listed
-from tkernels.layers.data_parallel.norms import is_split
+from tkernels.layers.marks import is_split
 from tkernels.layers.tensor_parallel.dtensors import local
 from tkernels.torch_operators import replicated
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 from tkernels.comm.collectives import check_rows, split_rows
+from tkernels.layers.marks import MarkedModule
 from tkernels.layers.tensor_parallel import dataflow
-from tkernels.layers.tensor_parallel.linear import MarkedModule
 from tkernels.layers.userbuffers import registry
 from tkernels.layers.userbuffers.communicators import CommOverlapType, group_of
 from tkernels.layers.userbuffers.distributed import Distributed, Gather

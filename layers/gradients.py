@@ -1,0 +1,128 @@
+"""What is done to a model's gradients between backward and the optimizer's step, whoever holds them."""
+
+import numbers
+from collections.abc import Iterable
+
+import torch
+from torch.distributed.tensor import DTensor
+
+import tkernels
+from tkernels.comm.arguments import check_dense, check_type
+from tkernels.comm.collectives import SUMMED
+from tkernels.comm.context import MeshLike, as_context
+from tkernels.layers.data_parallel.ddp import OverlappedDDP, changing_main_grads
+from tkernels.layers.data_parallel.norms import clip_scale, counts, norms_of, sum_of_squares
+from tkernels.layers.data_parallel.zero import ZeroOptimizer
+from tkernels.layers.marks import gradient_of
+from tkernels.layers.owners import owner_of
+
+
+def all_reduce_sequence_parallel_grads(module: torch.nn.Module, *, mesh: MeshLike = None):
+    """Collective. Sum over ranks, in place, the gradients of the parameters that have `sequence_parallel = True`.
+
+    Call it between backward and the optimizer's step. Such a parameter is replicated but used on this rank's rows only,
+    so its gradient is a partial sum. Set the mark on the norms between sequence-parallel layers (Megatron's mark and
+    meaning). There is one all-reduce per dtype.
+
+    A parameter's gradient is its main_grad if it has one, as OverlappedDDP's have. A missing gradient counts as zero
+    and receives the sum too, since another rank may have one. So a parameter that no rank has used gets a gradient of
+    zero instead of None, and momentum and weight decay apply to it. Raises, before anything is changed, ValueError for
+    a parameter of a ZeroOptimizer, which has taken its gradient and sums it itself, and TypeError for gradients that
+    can't be summed.
+    """
+    caller, summed = "all_reduce_sequence_parallel_grads", []
+    ctx = as_context(mesh, f"{caller}: mesh")
+    check_type(f"{caller}: module", module, torch.nn.Module, "an nn.Module")
+    for name, parameter in module.named_parameters():
+        if not getattr(parameter, "sequence_parallel", False) or not parameter.requires_grad:
+            continue
+        if owner_of(parameter, ZeroOptimizer):
+            raise ValueError(
+                f"{caller}: {name} belongs to a ZeroOptimizer, which has taken its gradient "
+                f"and sums it over its tensor_parallel= ranks itself; leave out this call"
+            )
+        grad = gradient_of(parameter)
+        kind = parameter if grad is None else grad
+        if kind.layout is not torch.strided or kind.dtype not in SUMMED:
+            raise TypeError(
+                f"{caller}: sums dense gradients of float32, float16 and bfloat16, but that of {name} is {kind.dtype}, "
+                f"{kind.layout}"
+            )
+        summed.append(parameter)
+    grads = {}
+    for parameter in summed:
+        grad = gradient_of(parameter)
+        if grad is None:
+            grad = parameter.grad = torch.zeros_like(parameter)
+        local = grad.to_local() if isinstance(grad, DTensor) else grad  # of fully_shard: this rank's rows
+        grads.setdefault(grad.dtype, []).append(local)
+    with changing_main_grads(module.parameters()):
+        for same_dtype in grads.values():
+            total = tkernels.all_reduce(torch.cat([grad.reshape(-1) for grad in same_dtype]), ctx=ctx)
+            for grad, part in zip(same_dtype, total.split([grad.numel() for grad in same_dtype]), strict=True):
+                grad.copy_(part.view_as(grad))
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, *, mesh: MeshLike = None
+) -> torch.Tensor:
+    """Collective. torch.nn.utils.clip_grad_norm_ for a model with parallel layers: by the 2-norm of the whole model.
+
+    Split parameters count on every rank, replicated ones once. torch's own would clip each rank's by another norm, and
+    replicated parameters would part.
+
+    mesh: the ranks that layers are split over, as in `tkernels.comm.as_context`; by default those of the current
+        context. It does not span pipeline stages: each stage has its own norm, whose squares are yet to be summed.
+
+    Call it once gradients are complete: after `all_reduce_sequence_parallel_grads`. OverlappedDDP's gradients are
+    clipped in `main_grad` and `.grad`; with its shards, pass `owned_parameters()`: the norm is that of all shards.
+
+    Returns the norm before clipping, one fp32 element, the same on every rank. Raises TypeError for what is no tensor,
+    has a sparse gradient, or is no number. Raises ValueError for max_norm < 0, for parameters that this rank has a
+    part of the gradients of (ZeroOptimizer clips by its `max_norm`), and if parameters of an OverlappedDDP are split,
+    but mesh has data-parallel ranks of it. DTensors, as those of fully_shard, count with all their parts.
+    """
+    ctx = as_context(mesh, "clip_grad_norm_: mesh")
+    _check_max_norm("clip_grad_norm_", max_norm)
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    for parameter in parameters:
+        check_dense("clip_grad_norm_", parameter=parameter)
+        if (grad := gradient_of(parameter)) is not None:
+            check_dense("clip_grad_norm_", gradient=grad)
+    wrappers = list(filter(None, {owner_of(parameter, OverlappedDDP): None for parameter in parameters}))
+    shards = {shard for wrapper in wrappers for shard in wrapper.shards}
+    for parameter in parameters:
+        for kind, way_out in (
+            (ZeroOptimizer, "pass max_norm= and tensor_parallel= to it"),
+            (OverlappedDDP, "pass its owned_parameters()"),
+        ):
+            owner = owner_of(parameter, kind)
+            if owner is not None and getattr(owner, "sharded", True) and parameter not in shards:
+                raise ValueError(
+                    f"clip_grad_norm_: parameters belong to {kind.__name__}, and this rank has a part of their "
+                    f"gradients alone; {way_out}"
+                )
+    for wrapper in wrappers:
+        wrapper.check_tensor_parallel("clip_grad_norm_", ctx)
+    with changing_main_grads(parameters):
+        parameters = [parameter for parameter in parameters if gradient_of(parameter) is not None]
+        whole = [parameter for parameter in parameters if parameter not in shards]
+        norms = dict(zip(whole, norms_of(map(gradient_of, whole)), strict=True))
+        total = sum_of_squares([norm for parameter, norm in norms.items() if counts(parameter, ctx)], ctx.device)
+        for wrapper in wrappers:
+            total += wrapper.squared_norm(shards.intersection(parameters), ctx)
+        norm = tkernels.all_reduce(total, ctx=ctx).sqrt().squeeze()
+        scale = clip_scale(norm, max_norm)
+        for grad in map(gradient_of, parameters):
+            grad.mul_(scale)  # an fp32 scalar: fp16 may not hold it
+    return norm
+
+
+def _check_max_norm(caller: str, max_norm: float):
+    """Raises TypeError unless max_norm is a number or a tensor of one, ValueError for one that would turn gradients."""
+    one = isinstance(max_norm, torch.Tensor) and max_norm.numel() == 1
+    if not one and not isinstance(max_norm, numbers.Real):
+        raise TypeError(f"{caller}: max_norm={max_norm!r} must be a number")
+    if not one and not max_norm >= 0:  # that of a tensor would be read back to the host
+        raise ValueError(f"{caller}: max_norm={max_norm} must not be negative or nan")
