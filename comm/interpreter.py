@@ -358,12 +358,61 @@ def fp32_to_bf16(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), quiet_nan, rounded).astype(np.uint16)
 
 
+# FP8, which the interpreter keeps as uint8 bit patterns. Stock carries no rounded mantissa into the exponent: 127 as
+# e4m3 becomes 64.
+
+FP8 = tl.float8e4nv, tl.float8e5
+
+
+@functools.cache
+def _fp8_values(dtype) -> np.ndarray:
+    """What the 128 bit patterns without a sign stand for, as float32: infinity and NaN come after the finite ones."""
+    codes, width, bias = np.arange(128), dtype.fp_mantissa_width, dtype.exponent_bias
+    exponent, mantissa = codes >> width, (codes & (1 << width) - 1) / (1 << width)
+    values = np.where(exponent == 0, mantissa * 2.0 ** (1 - bias), (1 + mantissa) * 2.0 ** (exponent - bias))
+    finite = 127 if dtype == tl.float8e4nv else 124
+    values[finite:] = np.nan
+    if dtype == tl.float8e5:
+        values[finite] = np.inf
+    return values.astype(np.float32)
+
+
+@functools.cache
+def _fp8_limits(dtype) -> np.ndarray:
+    """Between neighbours that are finite: the largest float32 that is rounded to the lower one."""
+    values = _fp8_values(dtype)
+    values = values[np.isfinite(values)]
+    middles = (values[1:] + values[:-1]) / 2  # exact in float32; a tie goes to the even pattern
+    middles[1::2] = np.nextafter(middles[1::2], np.float32(0))
+    return middles
+
+
+def fp8_to_fp32(bits: np.ndarray, dtype) -> np.ndarray:
+    """uint8 bit patterns of e4m3 or e5m2 -> float32, exactly."""
+    values = _fp8_values(dtype)
+    return np.concatenate([values, -values])[bits]
+
+
+def fp32_to_fp8(values: np.ndarray, dtype) -> np.ndarray:
+    """float32 -> uint8 bit patterns of e4m3 or e5m2, to nearest, ties to even.
+
+    What is beyond the largest finite value, infinity too, becomes that value, as on a GPU. NaN stays NaN.
+    """
+    codes = np.searchsorted(_fp8_limits(dtype), np.abs(values)).astype(np.uint8)
+    codes = np.where(np.isnan(values), np.uint8(127), codes)
+    return codes | np.signbit(values).astype(np.uint8) << np.uint8(7)
+
+
 def _is_bf16(handle) -> bool:
     return isinstance(handle, stock.TensorHandle) and handle.dtype.scalar == tl.bfloat16
 
 
 def _widened(handle):
-    return stock.TensorHandle(bf16_to_fp32(handle.data), tl.float32) if _is_bf16(handle) else handle
+    if _is_bf16(handle):
+        return stock.TensorHandle(bf16_to_fp32(handle.data), tl.float32)
+    if isinstance(handle, stock.TensorHandle) and handle.dtype.scalar in FP8:
+        return stock.TensorHandle(fp8_to_fp32(handle.data, handle.dtype.scalar), tl.float32)
+    return handle
 
 
 def _narrowed(handle):
@@ -408,7 +457,7 @@ class Builder(stock.InterpreterBuilder):
         return _in_fp32(super().create_fma, x, y, z)
 
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-        if any(not x.dtype.is_floating() or x.dtype.primitive_bitwidth == 8 for x in (a, b)):
+        if any(not x.dtype.is_floating() or x.dtype.is_fp8() and x.dtype.scalar not in FP8 for x in (a, b)):
             return super().create_dot(a, b, d, input_precision, max_num_imprecise_acc)
         # In fp32 at least, as tensor cores do. NumPy's matmul is fast only if both operands have the result's type.
         accumulator = np.promote_types(d.data.dtype, np.float32)
@@ -419,10 +468,17 @@ class Builder(stock.InterpreterBuilder):
 
     def cast_impl(self, src, dst_type):
         if dst_type.scalar == tl.bfloat16:
-            return src if _is_bf16(src) else _narrowed(stock.TensorHandle(src.data.astype(np.float32), tl.float32))
+            if _is_bf16(src):
+                return src
+            return _narrowed(stock.TensorHandle(_widened(src).data.astype(np.float32), tl.float32))
         return super().cast_impl(_widened(src), dst_type)
 
     def create_fp_to_fp(self, src, dst_type, rounding_mode):
+        if src.dtype.scalar in FP8:
+            return self.cast_impl(src, dst_type)
+        if dst_type.scalar in FP8 and rounding_mode == ir.ROUNDING_MODE.RTNE:
+            values = self.cast_impl(src, tl.float32).data
+            return stock.TensorHandle(fp32_to_fp8(values, dst_type.scalar), dst_type.scalar)
         if src.dtype.primitive_bitwidth == 8 or dst_type.scalar.primitive_bitwidth == 8:
             return super().create_fp_to_fp(src, dst_type, rounding_mode)
         nearest = self.cast_impl(src, dst_type)

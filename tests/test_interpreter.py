@@ -117,6 +117,34 @@ def test_bf16_to_and_from_other_types(dtype):
     assert torch.equal(cast(y, torch.bfloat16), y.to(torch.bfloat16))
 
 
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("dtype", FP8, ids=str)
+def test_fp8_rounds_to_nearest_even_and_saturates(dtype):
+    values = torch.arange(128, dtype=torch.uint8).view(dtype).float()
+    values = values[values.isfinite()]
+    middles = (values[1:] + values[:-1]) / 2
+    most = values.max().item()
+    near = torch.cat([values, middles, middles * (1 + 2**-20), middles * (1 - 2**-20)])
+    near = torch.cat([near, -near, near.new_zeros(1024 - 2 * near.numel())])
+    for x in (near, dense_fp32()):
+        got = cast(x, dtype)
+        assert torch.equal(got.isnan(), x.isnan())
+        want = x.clamp(-most, most).to(dtype)  # of infinity a GPU makes the largest number too
+        assert torch.equal(got.view(torch.uint8)[~x.isnan()], want.view(torch.uint8)[~x.isnan()])
+
+
+@pytest.mark.parametrize("other", [*FLOATS, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", FP8, ids=str)
+def test_all_fp8_values_to_and_from_other_floats(dtype, other):
+    x = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype)
+    wide = cast(x, other)
+    assert torch.equal(wide.nan_to_num(3.3), x.to(other).nan_to_num(3.3)) and torch.equal(wide.isnan(), x.isnan())
+    back, finite = cast(wide, dtype), wide.isfinite()
+    assert torch.equal(back.view(torch.uint8)[finite], x.view(torch.uint8)[finite])
+
+
 @triton.jit
 def constants_kernel(out, x, scale):
     i = tl.arange(0, 8)
@@ -417,7 +445,7 @@ def dot_kernel(out, a, b, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BLO
     tl.store(out + m * N + n, acc.to(out.dtype.element_ty))
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", [*FLOATS, *FP8], ids=str)
 def test_dot(dtype):
     M, N, K = 64, 32, 128
     g = torch.Generator().manual_seed(4)
@@ -427,7 +455,9 @@ def test_dot(dtype):
     dot_kernel[(1,)](out32, a, b, M, N, K, 32, K, num_warps=8, num_stages=3)
     dot_kernel[(1,)](out, a, b, M, N, K, 32, K)
     assert (out32 - exact).abs().max() < 1e-5 * exact.abs().max()
-    if dtype != torch.float32:
+    if dtype in FP8:
+        assert torch.equal(out.view(torch.uint8), out32.to(dtype).view(torch.uint8))
+    elif dtype != torch.float32:
         assert_ulps(out, out32.to(dtype), 0)
 
 
