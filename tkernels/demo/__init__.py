@@ -64,8 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
     ranks = arguments.ranks or default_ranks()
     steps, gradient, operations, problem = [], None, [], None
     with RankPool(ranks) as pool:
-        with report.waiting(f"starting {ranks} rank{'s' * (ranks > 1)} on the {RUNTIME} runtime"):
-            setup = pool.run(training.start, arguments.dtype, arguments.seed, KINDS[arguments.parallel])[0]
+        report.console.print(f"starting {ranks} rank{'s' * (ranks > 1)} on the {RUNTIME} runtime ...")
+        setup = pool.run(training.start, arguments.dtype, arguments.seed, KINDS[arguments.parallel])[0]
         report.setup(setup)
         with report.training(arguments.steps):
             while not problem and len(steps) < arguments.steps:

@@ -6,9 +6,6 @@
     fsdp    sequences, parts of parameters     parameters, and their gradients    the blocks before and after
     zero    sequences, parts of the optimizer  gradients, and parameters          backward; forward
     ddp     sequences                          gradients                          backward
-
-On GPUs a collective on one stream can block a collective on another. Each class therefore sums the losses at a point
-where its own stream has waited for all other communication.
 """
 
 import torch
@@ -16,19 +13,68 @@ from torch import nn
 from torch.nn import functional as F
 
 import tkernels
+from tkernels.comm.context import Context
 from tkernels.comm.regions import round_up
 from tkernels.demo import training
-from tkernels.demo.model import Block, Transformer, shard
+from tkernels.demo.model import Block, ModelConfig, Transformer, shard
 from tkernels.demo.operations import CountingCommunicator
-from tkernels.demo.training import Optimizer, Parallel, loss_part
+from tkernels.demo.training import Optimizer, loss_part
 from tkernels.layers import all_reduce_sequence_parallel_grads
 from tkernels.layers.data_parallel.ddp import OverlappedDDP
 from tkernels.layers.data_parallel.fully_shard import fully_shard
+from tkernels.layers.data_parallel.state_dict import gather_state_dict
 from tkernels.layers.data_parallel.zero import ZeroOptimizer
 from tkernels.layers.pipeline.run import forward_backward_pipelining, split_into_stages
 
 BUCKET_ELEMENTS = 1 << 15  # of a bucket: about a quarter of the model's gradients
 MICROBATCH = 2  # sequences
+
+
+class Parallel:
+    """A way to split the training over ranks, and a rank's part of it.
+
+    Collective, as are step, gradients and close. model: has the initial weights, and is split in place.
+
+    name: as --parallel takes it.
+    share: a rank's part, in words.
+    model: afterwards, the modules whose parameters the rank holds between two steps.
+    messages: (number, bytes) of what this rank sends past tkernels' operators, by name.
+    """
+
+    name: str
+    share: str
+    messages: dict[str, tuple[int, int]] = {}
+
+    def __init__(self, model: Transformer, config: ModelConfig, ctx: Context, loss_scale: float):
+        self.model, self.config, self.ctx, self.loss_scale = model, config, ctx, loss_scale
+
+    @staticmethod
+    def sizes(ranks: int) -> dict[str, int]:
+        """The sizes of ModelConfig that must change to be divisible by the ranks."""
+        raise NotImplementedError
+
+    def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Train on a batch, which every rank has in full. Returns its loss [1], the same on every rank."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """After the first step: the gradients that the optimizer got, whole, by the unsharded model's names.
+
+        They are gathered as the parameters are, in whose place they are for a moment. They are scaled as in backward,
+        since fp16 holds no small numbers.
+        """
+        parameters, gradients = dict(self.model.named_parameters()), self.optimizer.gradients()
+        values = {name: parameter.clone() for name, parameter in parameters.items()}
+        for name, parameter in parameters.items():
+            parameter.copy_(gradients[name] * self.loss_scale)
+        whole = gather_state_dict(self.model)
+        for name, parameter in parameters.items():
+            parameter.copy_(values[name])
+        return {name: value.float() / self.loss_scale for name, value in whole.items()}
+
+    def close(self):
+        """Free memory after the training."""
 
 
 class TensorParallel(Parallel):
@@ -50,11 +96,11 @@ class TensorParallel(Parallel):
     def step(self, tokens, targets):
         tokens, targets = (part.chunk(self.ctx.size)[self.ctx.rank] for part in (tokens, targets))
         loss = loss_part(self.model, self.config, tokens, targets, first_position=self.ctx.rank * len(tokens))
+        total = tkernels.all_reduce(loss.detach()[None], ctx=self.ctx)
         (loss * self.loss_scale).backward()
         all_reduce_sequence_parallel_grads(self.model, mesh=self.ctx)
-        loss = tkernels.all_reduce(loss.detach()[None], ctx=self.ctx)
         self.optimizer.step()
-        return loss
+        return total
 
 
 class PipelineParallel(Parallel):
@@ -82,7 +128,7 @@ class PipelineParallel(Parallel):
         losses = forward_backward_pipelining(
             self.model,
             list(zip(tokens.split(MICROBATCH, dim=1), targets.split(MICROBATCH, dim=1), strict=True)),
-            self._scaled_loss,
+            lambda logits, targets: F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()) * self.loss_scale,
             self.comm,
             tensor_shape=(self.config.sequence, MICROBATCH, self.config.features),
             overlap=True,
@@ -92,9 +138,6 @@ class PipelineParallel(Parallel):
         # Only the last stage has losses.
         loss = torch.stack(losses).mean() / self.loss_scale if losses else torch.zeros((), device=self.ctx.device)
         return tkernels.all_reduce(loss[None], ctx=self.ctx)
-
-    def _scaled_loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()) * self.loss_scale
 
     def gradients(self):
         return self.optimizer.gradients()  # of the stage's own parameters
@@ -113,19 +156,36 @@ class _Embeddings(nn.Module):
 
 
 class _SequencesApart(Parallel):
-    """Base class of data-parallel ways: every rank has a share of a batch's sequences."""
+    """Base class of data-parallel ways: every rank has a share of a batch's sequences.
+
+    what: of the model or the optimizer, a rank has. forward: the module to call, if it is not the model itself.
+    """
+
+    what = "1 of {ranks} parts of each parameter"
+    forward: nn.Module
 
     @staticmethod
     def sizes(ranks):
         return {"batch": round_up(training.BATCH, ranks)}
 
-    def loss_part(self, model, tokens, targets) -> torch.Tensor:
-        """This rank's part of the loss: the loss is the sum over ranks."""
-        tokens, targets = (part.chunk(self.ctx.size, dim=1)[self.ctx.rank] for part in (tokens, targets))
-        return loss_part(model, self.config, tokens, targets)
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        batch, R = self.config.batch, self.ctx.size
+        self.share = f"{batch // R} of {batch} sequences and {self.what.format(ranks=R)}"
+        self.forward = self.model
+        self.split()
 
-    def shares(self, what: str) -> str:
-        return f"{self.config.batch // self.ctx.size} of {self.config.batch} sequences and {what}"
+    def split(self):
+        """Split the training: give the model to the system that does it."""
+        raise NotImplementedError
+
+    def step(self, tokens, targets):
+        tokens, targets = (part.chunk(self.ctx.size, dim=1)[self.ctx.rank] for part in (tokens, targets))
+        loss = loss_part(self.forward, self.config, tokens, targets)  # the batch's is the sum over ranks
+        total = tkernels.all_reduce(loss.detach()[None], ctx=self.ctx)
+        (loss * self.ctx.size * self.loss_scale).backward()  # times R, since gradients are means over ranks
+        self.optimizer.step()
+        return total
 
 
 class FullySharded(_SequencesApart):
@@ -133,77 +193,52 @@ class FullySharded(_SequencesApart):
 
     name = "fsdp"
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.share = self.shares(f"1 of {self.ctx.size} parts of each parameter")
+    def split(self):
         for block in self.model.blocks:
             fully_shard(block, mesh=self.ctx)
-        self.model = fully_shard(self.model, mesh=self.ctx)
+        fully_shard(self.model, mesh=self.ctx)
         self.optimizer = Optimizer(self.model.named_parameters(), self.loss_scale)
-
-    def step(self, tokens, targets):
-        loss = self.loss_part(self.model, tokens, targets)
-        (loss * self.ctx.size * self.loss_scale).backward()  # times R, since gradients are means over ranks
-        self.optimizer.step()
-        return tkernels.all_reduce(loss.detach()[None], ctx=self.ctx)
 
 
 class Zero(_SequencesApart):
     """Each rank updates a part of the parameters: it receives their summed gradients and sends their new values."""
 
-    name = "zero"
+    name, what = "zero", "1 of {ranks} parts of the optimizer"
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.share = self.shares(f"1 of {self.ctx.size} parts of the optimizer")
-        self.zero = ZeroOptimizer(
+    def split(self):
+        self.optimizer = ZeroOptimizer(
             self.model.parameters(),
             torch.optim.AdamW,
             mesh=self.ctx,
             bucket_bytes=4 * BUCKET_ELEMENTS,
             overlap_gather=self.model,
             reduce_dtype=torch.float32,
-            loss_scale=None if self.loss_scale == 1 else self.loss_scale,
+            loss_scale=self.loss_scale,
             **training.ADAM,
         )
 
-    def step(self, tokens, targets):
-        loss = self.loss_part(self.model, tokens, targets)
-        total = tkernels.all_reduce(loss.detach()[None], ctx=self.ctx)
-        self.zero.scale(loss * self.ctx.size).backward()  # times R, since gradients are means over ranks
-        self.zero.step()
-        return total
-
     def gradients(self):
-        self.zero.ensure_params_ready()
-        state = self.zero.full_state_dict()["state"]
+        self.optimizer.ensure_params_ready()
+        state = self.optimizer.full_state_dict()["state"]
         names = [name for name, _ in self.model.named_parameters()]
         return {name: training.first_gradient(state[number]) for number, name in enumerate(names)}
 
     def close(self):
-        self.zero.ensure_params_ready()
-        self.zero.remove()
+        self.optimizer.ensure_params_ready()
+        self.optimizer.remove()
 
 
 class DataParallel(_SequencesApart):
-    """Gradients are summed on all ranks, a bucket at a time."""
+    """Gradients are averaged over all ranks, a bucket at a time."""
 
-    name = "ddp"
+    name, what = "ddp", "the whole model"
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.share = self.shares("the whole model")
-        self.ddp = OverlappedDDP(self.model, mesh=self.ctx, bucket_size=BUCKET_ELEMENTS, average=False)
+    def split(self):
+        self.forward = OverlappedDDP(self.model, mesh=self.ctx, bucket_size=BUCKET_ELEMENTS)
         self.optimizer = Optimizer(self.model.named_parameters(), self.loss_scale)
 
-    def step(self, tokens, targets):
-        loss = self.loss_part(self.ddp, tokens, targets)
-        (loss * self.loss_scale).backward()
-        self.optimizer.step()
-        return tkernels.all_reduce(loss.detach()[None], ctx=self.ctx)
-
     def close(self):
-        self.ddp.remove()
+        self.forward.remove()
 
 
 KINDS = {kind.name: kind for kind in (TensorParallel, PipelineParallel, FullySharded, Zero, DataParallel)}

@@ -1,7 +1,6 @@
 """Shows the demo's result: on the terminal, and as a picture."""
 
 import argparse
-import contextlib
 from pathlib import Path
 
 from rich.console import Console
@@ -19,13 +18,6 @@ class Report:
     def __init__(self, to_stderr: bool):
         self.console = Console(stderr=to_stderr, highlight=False)
         self.progress = Progress(*COLUMNS, console=self.console, transient=True, disable=not self.console.is_terminal)
-
-    def waiting(self, what: str):
-        """The context of something that takes a moment."""
-        if self.console.is_terminal:
-            return self.console.status(f"{what} ...")
-        self.console.print(f"{what} ...")
-        return contextlib.nullcontext()
 
     def setup(self, setup: dict):
         """Print the run's configuration, one fact a line."""
@@ -73,20 +65,15 @@ class Report:
                 took = "-" if row.seconds is None else f"{row.seconds:.2f}"
                 table.add_row(row.operation, f"{row.calls}", _bytes(row.sent_bytes), took)
             self.console.print(Padding(table, (1, 0, 0, 2), expand=False))
-        facts = {"time": f"{seconds:.0f} s"}
-        if plot:
-            facts = {"picture": plot} | facts
-        if gradient:
-            within = f"of step 1 within {gradient.error:.1e} of the unsharded model's (allowed {gradient.allowed:.1e})"
-            facts = {"gradients": within} | facts
-        self._print_facts(facts)
-        if problem:
-            self.console.print(Text(f"sharded and unsharded losses DISAGREE: {problem}", style="bold red"))
-        else:
-            verdict = f"{len(steps)} steps, {steps[0].sharded:.2f} to {steps[-1].sharded:.2f}"
+        within = f"of step 1 within {gradient.error:.1e} of the unsharded model's (allowed {gradient.allowed:.1e})"
+        facts = {"gradients": within, "picture": plot, "time": f"{seconds:.0f} s"}
+        self._print_facts({name: fact for name, fact in facts.items() if fact})
+        verdict = f"sharded and unsharded losses DISAGREE: {problem}"
+        if not problem:
+            losses = f"{steps[0].sharded:.2f} to {steps[-1].sharded:.2f}"
             within = max(step.difference for step in steps)
-            text = f"sharded and unsharded losses agree: {verdict}, within {within:.1e}"
-            self.console.print(Text(text, style="bold green"))
+            verdict = f"sharded and unsharded losses agree: {len(steps)} steps, {losses}, within {within:.1e}"
+        self.console.print(Text(verdict, style="bold red" if problem else "bold green"))
 
 
 def _bytes(number: int) -> str:
@@ -121,9 +108,8 @@ def draw(setup: dict, steps: list, path: Path):
     above.plot(numbers, [step.sharded for step in steps], color=red, marker="o", markersize=3, label="sharded")
     below.plot(numbers, [step.allowed for step in steps], color=grey, linewidth=2, label="allowed")
     below.plot(numbers, difference, color=blue, marker="o", markersize=3, linewidth=0.8, label="difference")
-    ranks = f"{setup['ranks']} rank{'s' * (setup['ranks'] > 1)}"
-    title = "A transformer on {ranks} ({parallel}), {dtype}, {runtime} runtime: sharded and unsharded losses"
-    above.set_title(title.format_map(setup | {"ranks": ranks}), fontsize=11, loc="left", pad=12)
+    title = "A transformer, {parallel} of {ranks}, {dtype}, {runtime} runtime: sharded and unsharded losses"
+    above.set_title(title.format_map(setup), fontsize=11, loc="left", pad=12)
     above.set_ylabel("loss (nats a character)")
     below.set(yscale="log", ylabel="difference", xlabel="step")
     below.xaxis.get_major_locator().set_params(integer=True)

@@ -3,7 +3,7 @@
 `start`, `step`, `worst_gradient` and `finish` run in a rank's process, where `_here` holds the models in between; the
 parent calls one after the other.
 
-How far may the two models differ? They compute the same numbers with two orders of addition. Let
+How far may the two differ? They add the same numbers in two orders, with at most three roundings more in one. Let
 
     u    half an epsilon of the dtype: the error of one rounding; u32 that of fp32
     n    roundings on the longest path of a value, there and back: 2 * 10 a layer (`ROUNDINGS_PER_LAYER`)
@@ -11,31 +11,25 @@ How far may the two models differ? They compute the same numbers with two orders
     L    the loss, which also bounds the effect on it of a relative error of the logits
     M    tokens of a step
 
-Rounding errors are independent, so they add up as a random walk. The result of a pass has the relative error
+Rounding errors are independent and add up as a random walk: the result of a pass has the relative error
 
     e = u sqrt(n) + u32 sqrt(n K)
 
-*Gradients.* In the first step both models have the same weights, bit for bit. Their gradients differ by two such
-errors, and by two of the sum over tokens, which torch's CPU kernels accumulate in the dtype itself for norms and
-embeddings: the k-th of M additions errs by up to u sqrt(k) of a term's size. So, relative to a gradient's norm, by
+*Gradients* of the first step, in which the weights are the same bit for bit, differ by two such errors, and by two of
+the sum over tokens, which torch's CPU kernels accumulate in the dtype itself for norms and embeddings. Relative to a
+gradient's norm that is 2e-5 in fp32, 0.14 in bf16; a gradient that lacks the share of one of two ranks is off by 1:
 
     2 (e + u sqrt(M / 2))
 
-2e-5 in fp32, 0.14 in bf16. A gradient that lacks the share of one of two ranks is off by about 1.
+*Losses* are means over M tokens. Each step leaves an error in the weights, which moves the later losses by as much
+again, to first order: the update is a smooth function of the gradient, thanks to Adam's large epsilon. If the errors of
+all steps add up without cancelling, after t steps
 
-*Losses* are means over M tokens, whose errors are independent. Each step leaves an error in the weights, which moves
-the later losses by as much again, to first order, since the update is a smooth function of the gradient. That is the
-purpose of Adam's large epsilon: with the usual one, an element whose gradient is mere noise moves by a full learning
-rate, in a random direction. Letting the errors of all steps add up without cancelling, we allow
-
-    L (2 e (t + 1) / sqrt(M) + 4 u32)    after t steps
+    L (2 e (t + 1) / sqrt(M) + 4 u32)
 
 In fp32 this is 5e-6 in the first step and 8e-5 in the 40th. Measured: up to a tenth of it in 400 steps of fp32, up to a
 hundredth in 200 of bf16; with half of the gradient of one bias lost, whichever bias, 1.6 to 1500 times as much by the
 third step in fp32.
-
-The ways to split only change the order of additions: sums of R ranks' or of P microbatches' sums in the place of one
-sum, which errs more than they do, and at most three roundings more.
 """
 
 import copy
@@ -52,7 +46,6 @@ from tkernels.comm.context import Context
 from tkernels.demo.data import Text
 from tkernels.demo.model import ModelConfig, Transformer
 from tkernels.demo.operations import Operation, Recorder
-from tkernels.layers.data_parallel.state_dict import gather_state_dict
 from tkernels.layers.tensor_parallel.dtensors import local
 from tkernels.shapes import DTYPES
 
@@ -115,53 +108,6 @@ def loss_part(model: nn.Module, config: ModelConfig, tokens, targets, first_posi
     return F.cross_entropy(logits, targets.flatten(), reduction="sum") / config.tokens
 
 
-class Parallel:
-    """A way to split the training over ranks, and a rank's part of it; the ways are in tkernels.demo.parallel.
-
-    Collective, as are step, gradients and close. model: has the initial weights, and is split in place.
-
-    name: as --parallel takes it.
-    share: a rank's part, in words.
-    model: afterwards, the modules whose parameters the rank holds between two steps.
-    messages: (number, bytes) of what this rank sends past tkernels' operators, by name.
-    """
-
-    name: str
-    share: str
-    messages: dict[str, tuple[int, int]] = {}
-
-    def __init__(self, model: Transformer, config: ModelConfig, ctx: Context, loss_scale: float):
-        self.model, self.config, self.ctx, self.loss_scale = model, config, ctx, loss_scale
-
-    @staticmethod
-    def sizes(ranks: int) -> dict[str, int]:
-        """The sizes of ModelConfig that must change to be divisible by the ranks."""
-        return {}
-
-    def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Train on a batch, which every rank has in full. Returns its loss [1], the same on every rank."""
-        raise NotImplementedError
-
-    @torch.no_grad()
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """After the first step: the gradients that the optimizer got, whole, by the unsharded model's names.
-
-        They are gathered as the parameters are, in whose place they are for a moment. They are scaled as in backward,
-        since fp16 holds no small numbers.
-        """
-        parameters, gradients = dict(self.model.named_parameters()), self.optimizer.gradients()
-        values = {name: parameter.clone() for name, parameter in parameters.items()}
-        for name, parameter in parameters.items():
-            parameter.copy_(gradients[name] * self.loss_scale)
-        whole = gather_state_dict(self.model)
-        for name, parameter in parameters.items():
-            parameter.copy_(values[name])
-        return {name: value.float() / self.loss_scale for name, value in whole.items()}
-
-    def close(self):
-        """Free memory after the training."""
-
-
 @dataclass(frozen=True)
 class Step:
     """The losses of one step, and how far they may differ. seconds: of the sharded model's step, of one rank."""
@@ -185,9 +131,9 @@ class Gradient:
 
 
 class _Training:
-    """The two models of one rank. kind: the way in which one of them is split."""
+    """The two models of one rank. kind: the way in which one of them is split, a class of tkernels.demo.parallel."""
 
-    def __init__(self, ctx: Context, dtype: torch.dtype, seed: int, kind: type[Parallel]):
+    def __init__(self, ctx: Context, dtype: torch.dtype, seed: int, kind: type):
         self.dtype, self.steps = dtype, 0
         self.text = Text.of_python_help()
         sizes = {"sequence": SEQUENCE, "batch": BATCH, "heads": HEADS, "layers": LAYERS} | kind.sizes(ctx.size)
@@ -204,7 +150,7 @@ class _Training:
 _here: _Training | None = None
 
 
-def start(ctx: Context, dtype: str, seed: int, kind: type[Parallel]) -> dict:
+def start(ctx: Context, dtype: str, seed: int, kind: type) -> dict:
     """Collective. Make both models. Returns what they are, by name."""
     global _here
     _here = _Training(ctx, DTYPES[dtype], seed, kind)
