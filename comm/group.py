@@ -1,5 +1,6 @@
 """Group: the ranks that work together, a torch process group or this process alone."""
 
+import collections
 import contextlib
 import json
 import logging
@@ -25,7 +26,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 PATIENCE_S = 60.0  # until a rank that waits on the host logs which ranks are missing
 
 _log = logging.getLogger("tkernels")
-_meetings: dict[tuple[int, ...], int] = {}  # number of meetings so far, by global ranks
+_meetings = collections.Counter()  # number of meetings so far, by `Group._key`
 _turns = weakref.WeakKeyDictionary()  # by process group: its meetings must not overlap
 
 
@@ -37,7 +38,7 @@ class Group:
     name = None  # of its context, the same on all ranks
     limit_s = None  # of a meeting in a call; None: that of torch.distributed
     _describe = None  # of the call in progress; see `during`
-    _number = 0  # of the last meeting that had a limit
+    _verdict = None  # the store's key for the outcome of the last meeting that had a limit
 
     def __init__(self, process_group: dist.ProcessGroup | None = None):
         """`process_group=None` is the default group, or one rank when torch.distributed is not initialised."""
@@ -97,16 +98,13 @@ class Group:
         function, line = _caller()
         operation, alike = self.described() or (function, {})
         alike = {"context": self.name} | alike
-        ranks = [None] * self.size
-        with self._turn, self._watched(f"{call or operation} ({line})"):
-            if self.limit_s is not None and self._describe:
-                self._await_all(call or operation, line)
+        call, ranks = call or operation, [None] * self.size
+        with self._turn, self._arriving(call, line):
             try:
-                dist.all_gather_object(ranks, (call or operation, line, alike, value), group=self.process_group)
+                dist.all_gather_object(ranks, (call, line, alike, value), group=self.process_group)
             except RuntimeError as error:  # from the backend
                 raise TkernelsError(
-                    f"{call or operation} ({line}): the ranks can't meet, perhaps as one has ended or was killed: "
-                    f"{error}"
+                    f"{call} ({line}): the ranks can't meet, perhaps as one has ended or was killed: {error}"
                 ) from error
         calls, lines, alike, values = zip(*ranks, strict=True)
         if len(set(calls)) > 1:
@@ -115,36 +113,70 @@ class Group:
             raise MismatchError(f"{calls[0]}: the ranks' calls differ, in {found}; {_way_out(alike)}")
         return list(values)
 
-    def _await_all(self, call: str, line: str):
+    @contextlib.contextmanager
+    def _arriving(self, call: str, line: str):
+        """Collective. Tell the others that this rank has come to a meeting, which the block holds.
+
+        If they don't come for long, log which are missing, and the last call of each. With `limit_s`, in a call, the
+        block begins once all are here, and OutOfStepError is raised if some are not within it.
+        """
+        store, key = _store(), self._key()
+        number = _meetings[key] = _meetings[key] + 1
+        timer = threading.Timer(PATIENCE_S, self._name_late, (store, number, f"{call} ({line})"))
+        timer.daemon = True
+        if store is not None:
+            with contextlib.suppress(RuntimeError):  # the process that serves it may have ended
+                store.set(f"{key}/{self.rank}", json.dumps([number, call, line]))
+                timer.start()
+        try:
+            if store is not None and self.limit_s is not None and self._describe:
+                self._await_all(store, number)
+            yield
+        finally:
+            timer.cancel()
+
+    def _last_calls(self, store: dist.Store) -> list[tuple[int, str, str]]:
+        """By rank: the number of the last meeting that it has come to, the call, and the line of the program."""
+        keys = [f"{self._key()}/{rank}" for rank in range(self.size)]
+        return [json.loads(store.get(key)) if store.check([key]) else (0, "no call", "of these ranks") for key in keys]
+
+    def _await_all(self, store: dist.Store, number: int):
         """Collective. Returns once all ranks are in this meeting; raises OutOfStepError if not all are in `limit_s`.
 
         All ranks do the same, the late ones too: whichever comes first, the last rank or the end of a limit, is final.
         """
-        store = _store()
-        if store is None:
-            return
-        self._number += 1
-        meeting = f"tkernels/{self.name}/meeting {self._number}"
-        keys, verdict = [f"{meeting}/{rank}" for rank in range(self.size)], f"{meeting}/verdict"
-        store.set(keys[self.rank], json.dumps([call, line]))
-        if store.check(keys):
+        verdict = f"{self._key()}/verdict {number}"
+        if all(met >= number for met, *_ in self._last_calls(store)):
             store.compare_set(verdict, "", "all are here")
         elif not _until(lambda: store.check([verdict]), self.limit_s):
-            here = [json.loads(store.get(key)) if store.check([key]) else None for key in keys]
             late = f"no call for {self.limit_s:g} s"
-            where = [each or [late, f"last in {self._last_of(rank)}"] for rank, each in enumerate(here)]
+            last = self._last_calls(store)
+            where = [(call, line) if met >= number else (late, f"last in {call} ({line})") for met, call, line in last]
             store.compare_set(verdict, "", json.dumps(where))
         found = store.get(verdict).decode()
         if found != "all are here":
             calls, lines = zip(*json.loads(found), strict=True)
             raise OutOfStepError(calls, lines, (None,) * self.size)
-        for key in (*keys, verdict) if self.rank == 0 else ():  # all have been in the meeting before this one
-            store.delete_key(key.replace(meeting, f"tkernels/{self.name}/meeting {self._number - 1}"))
+        if self.rank == 0 and self._verdict:  # all have been in the meeting before this one
+            store.delete_key(self._verdict)
+        self._verdict = verdict
 
-    def _last_of(self, rank: int) -> str:
-        """The rank's last meeting, as the log shows it."""
-        store, key = _store(), self._key(rank)
-        return store.get(key).decode().partition(" ")[2] if store.check([key]) else "no call of these ranks"
+    def _name_late(self, store: dist.Store, number: int, where: str):
+        late = []
+        with contextlib.suppress(RuntimeError):
+            for rank, (met, call, line) in enumerate(self._last_calls(store)):
+                if met < number:
+                    late.append(f"rank {rank}, which was last in {call} ({line})")
+        if late:
+            among = "" if self.size == dist.get_world_size() else f" (of global ranks {self.global_ranks})"
+            _log.warning(
+                "%s: rank %d waits on the host, %g s so far, for %s%s; all ranks must make the same calls in the same "
+                "order", where, self.rank, PATIENCE_S, ", and for ".join(late), among,
+            )  # fmt: skip
+
+    def _key(self) -> str:
+        """Of this process group in the store of all processes."""
+        return f"tkernels/{self.process_group.group_name}/{','.join(map(str, self.global_ranks))}"
 
     @contextlib.contextmanager
     def together(self, what: str, way_out: str):
@@ -152,15 +184,11 @@ class Group:
 
         what, way_out: for the error: what can't be done, and what helps.
         """
-        failure = None
-        try:
-            yield
-        except Exception as error:
-            failure = error
-        failures = self.gather(failure and f"{type(failure).__name__}: {failure}", what)
-        for rank, text in enumerate(failures):
-            if text:
-                raise TkernelsError(f"{what}, on rank {rank}: {text}. {way_out}") from failure
+        with self.checking():
+            try:
+                yield
+            except Exception as error:
+                raise TkernelsError(f"{what}: {type(error).__name__}: {error}. {way_out}") from error
 
     @contextlib.contextmanager
     def checking(self):
@@ -181,41 +209,6 @@ class Group:
             raise kind(f"{text} (on rank {rank})") from mine
         if mine is not None:
             raise mine
-
-    @contextlib.contextmanager
-    def _watched(self, where: str):
-        """Collective. If the block takes long, log which ranks have not arrived, and the last call of each."""
-        store, ranks = _store(), tuple(self.global_ranks)
-        number = _meetings[ranks] = _meetings.get(ranks, 0) + 1
-        timer = threading.Timer(PATIENCE_S, self._name_late, (store, number, where))
-        timer.daemon = True
-        if store is not None:
-            with contextlib.suppress(RuntimeError):  # the process that serves it may have ended
-                store.set(self._key(self.rank), f"{number} {where}")
-                timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-
-    def _name_late(self, store: dist.Store, number: int, where: str):
-        late = []
-        with contextlib.suppress(RuntimeError):
-            for rank in range(self.size):
-                key = self._key(rank)
-                told = store.get(key).decode() if store.check([key]) else "0 no call of these ranks"
-                met, _, last = told.partition(" ")
-                if int(met) < number:
-                    late.append(f"rank {rank}, which was last in {last}")
-        if late:
-            among = "" if self.size == dist.get_world_size() else f" (of global ranks {self.global_ranks})"
-            _log.warning(
-                "%s: rank %d waits on the host, %g s so far, for %s%s; all ranks must make the same calls in the same "
-                "order", where, self.rank, PATIENCE_S, ", and for ".join(late), among,
-            )  # fmt: skip
-
-    def _key(self, rank: int) -> str:
-        return f"tkernels/{','.join(map(str, self.global_ranks))}/{rank}"
 
     @contextlib.contextmanager
     def during(self, describe):
@@ -240,8 +233,8 @@ class Group:
             return [text if rank == self.rank else None for rank in ranks]
         told = dict.fromkeys(ranks)
         with contextlib.suppress(RuntimeError):  # the process that serves it may have ended
-            store.set(f"{self._key(self.rank)}/{topic}", text or "")
-            for rank, key in ((rank, f"{self._key(rank)}/{topic}") for rank in ranks):
+            store.set(f"{self._key()}/{self.rank}/{topic}", text or "")
+            for rank, key in ((rank, f"{self._key()}/{rank}/{topic}") for rank in ranks):
                 if _until(lambda key=key: store.check([key]), limit_s):
                     told[rank] = store.get(key).decode() or None
         return list(told.values())
