@@ -161,7 +161,7 @@ class End:
     """One end of a channel. Its turns run one after the other, on whatever streams and from whatever threads.
 
     state: [generation, programs that have finished], on the device.
-    gate: what the next turn waits for. `join` and `forget` are those of a slot, for `tkernels.layers.captured`.
+    gate: what the next turn waits for. `join` and `forget` are what a capture asks of it.
     """
 
     def __init__(self, device: torch.device, dev):
@@ -246,7 +246,7 @@ class Channel:
 
     @property
     def slots(self) -> tuple["End", "End"]:
-        """The two ends, for `tkernels.layers.captured` around a CUDA graph that sends or receives."""
+        """The two ends, for the `slots` of `captured` around a CUDA graph that sends or receives."""
         return self._sending, self._receiving
 
     def send(self, tensor: torch.Tensor):

@@ -92,9 +92,9 @@ class Fence:
 
 _ACROSS = {
     True: "a buffer was last used outside the CUDA graph that is being captured, and a graph can't wait for that; "
-    "capture inside `with tkernels.layers.captured(torch.cuda.graph(g), slots=[...])`, which orders it before",
+    "capture inside `with captured(torch.cuda.graph(g), slots=[...])`, which orders it before",
     False: "a buffer was last used inside a CUDA graph's capture, and nothing outside can wait for that; capture "
-    "inside `with tkernels.layers.captured(torch.cuda.graph(g), slots=[...])`, which leaves an event for what follows",
+    "inside `with captured(torch.cuda.graph(g), slots=[...])`, which leaves an event for what follows",
 }
 
 

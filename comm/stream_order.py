@@ -14,7 +14,7 @@ programs than there are SMs could not run at the same time. Where contexts leave
 Threads whose order differs between ranks need a stream and a context each, which leave each other room.
 
 What is not ordered: the replays of a CUDA graph, the messages of channels, kernels that a program launches itself, and
-torch.distributed's collectives, except those that this library's layers call.
+torch.distributed's collectives, except those that this library calls.
 """
 
 import functools
