@@ -32,6 +32,7 @@ from tkernels.comm.context import Context, MeshLike, as_context
 from tkernels.comm.contexts import find_context
 from tkernels.dispatch import apply_transformed
 from tkernels.gemm import check_operands
+from tkernels.leading import Leading
 from tkernels.torch_operators import replicated
 
 
@@ -136,16 +137,18 @@ def column_parallel_linear(
     *,
     mesh: MeshLike = None,
 ) -> torch.Tensor:
-    """x [M, K], w_shard_n [N/R, K], bias_shard_n [N/R] -> y_shard_n [M, N/R]. Collective in backward.
+    """x [..., K], w_shard_n [N/R, K], bias_shard_n [N/R] -> y_shard_n [..., N/R]. Collective in backward.
 
     x is replicated, and so is its gradient: the sum over ranks is sent while dy_shard_n @ w_shard_n is computed. All
     operands and the result have one dtype: fp32, fp16 or bf16. Under autocast, cast operands first. Raises ValueError
     or TypeError otherwise.
     """
-    ctx = as_context(mesh, "column_parallel_linear: mesh")
-    check_operands("column_parallel_linear", x, w_shard_n, bias_shard_n, None, ctx.device)
-    operands = x, w_shard_n, bias_shard_n
-    return apply_transformed("column_parallel_linear", _ColumnParallelLinear, *operands, ctx.name)
+    name, ctx = "column_parallel_linear", as_context(mesh, "column_parallel_linear: mesh")
+    if isinstance(x, torch.Tensor) and x.dim() != 2:
+        lead = Leading.of(name, x)
+        return lead.back(column_parallel_linear(lead.matrix(x), w_shard_n, bias_shard_n, mesh=ctx))
+    check_operands(name, x, w_shard_n, bias_shard_n, None, ctx.device)
+    return apply_transformed(name, _ColumnParallelLinear, x, w_shard_n, bias_shard_n, ctx.name)
 
 
 def copy_to_tensor_model_parallel_region(x: torch.Tensor, *, mesh: MeshLike = None) -> torch.Tensor:

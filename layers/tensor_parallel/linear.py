@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 import tkernels
 from tkernels.comm import Context, MeshLike, MismatchError, as_context, find_context
 from tkernels.comm.arguments import check_dense, check_type, whole
-from tkernels.comm.collectives import check_rows
 from tkernels.comm.group import checksum, first_difference
 from tkernels.layers.marks import MarkedModule
 from tkernels.layers.owners import attributes
@@ -35,7 +34,7 @@ from tkernels.layers.tensor_parallel.functions import (
 
 
 class ParallelLinear(MarkedModule):
-    """Base class of both layers: their parameters, how these are split, and how inputs are flattened to rows."""
+    """Base class of both layers: their parameters, how these are split, and what inputs they take."""
 
     partition_dim: int  # dimension of the weight that is split
 
@@ -166,10 +165,10 @@ class ParallelLinear(MarkedModule):
         return torch.cat([part for block in blocks for part in block], dim)
 
     def _operands(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """The input flattened to rows, the weight, and the bias to add, in autocast's dtype if autocast is on."""
+        """The input, the weight, and the bias to add, in autocast's dtype if autocast is on."""
         bias = None if self.return_bias else self.bias
         device = self.ctx.device.type  # an operand elsewhere, as on meta, is refused by the operation
-        return in_autocast_dtype(device, x.reshape(-1, self.weight.shape[1]), self.weight, bias)
+        return in_autocast_dtype(device, x, self.weight, bias)
 
     def _check_input(self, x: torch.Tensor, features: int, rows, hint: str = ""):
         name = type(self).__name__
@@ -251,17 +250,13 @@ class ColumnParallelLinear(ParallelLinear):
         rows: with sequence_parallel, every rank's length of the first dimension, if they differ.
         """
         ctx = self.ctx
-        own = self.feature_sizes[ctx.rank]
         self._check_input(x, self.in_features, rows)
-        flat, weight, bias = self._operands(x)
         if self.sequence_parallel:
-            rows = check_rows("ColumnParallelLinear", ctx, rows, own=x.shape[0])
-            flat_rows = tuple(count * x.shape[1:-1].numel() for count in rows)
             keep = self.keep_gathered and torch.is_grad_enabled() and self.weight.requires_grad
-            y = tkernels.all_gather_matmul(flat, weight, bias, return_gathered=keep, rows=flat_rows, ctx=ctx)
-            y = (y[0] if keep else y).view(sum(rows), *x.shape[1:-1], own)
+            y = tkernels.all_gather_matmul(*self._operands(x), return_gathered=keep, rows=rows, ctx=ctx)
+            y = y[0] if keep else y
         else:
-            y = column_parallel_linear(flat, weight, bias, mesh=ctx).view(*x.shape[:-1], own)
+            y = column_parallel_linear(*self._operands(x), mesh=ctx)
         if self.gather_output:
             y = gather_from_tensor_model_parallel_region(y, sizes=self.feature_sizes, mesh=ctx)
         return (y, self.bias) if self.return_bias else y
@@ -326,18 +321,14 @@ class RowParallelLinear(ParallelLinear):
         rows: with sequence_parallel, every rank's length of the first dimension, if it doesn't divide evenly.
         """
         ctx = self.ctx
-        own = self.feature_sizes[ctx.rank]
         if self.input_is_parallel:
+            own = self.feature_sizes[ctx.rank]
             self._check_input(x, own, rows, hint=f", rank {ctx.rank}'s part of {self.in_features} in-features")
         else:
             self._check_input(x, self.in_features, rows)
             x = scatter_to_tensor_model_parallel_region(x, sizes=self.feature_sizes, mesh=ctx)
-        flat, weight, bias = self._operands(x)
         if self.sequence_parallel:
-            rows = check_rows("RowParallelLinear", ctx, rows, total=x.shape[0])
-            flat_rows = tuple(count * x.shape[1:-1].numel() for count in rows)
-            y = tkernels.matmul_reduce_scatter(flat, weight, bias, rows=flat_rows, ctx=ctx)
-            y = y.view(rows[ctx.rank], *x.shape[1:-1], self.out_features)
+            y = tkernels.matmul_reduce_scatter(*self._operands(x), rows=rows, ctx=ctx)
         else:
-            y = tkernels.matmul_all_reduce(flat, weight, bias, ctx=ctx).view(*x.shape[:-1], self.out_features)
+            y = tkernels.matmul_all_reduce(*self._operands(x), ctx=ctx)
         return (y, self.bias) if self.return_bias else y

@@ -104,9 +104,7 @@ class ColwiseLinear(ParallelModule):
         x, placement, shape = self._enter(x)
         if placement.is_shard():
             return gathered_products([self], x, placement.dim, shape[placement.dim])[0]
-        ctx = find_context(self._layout.context)
-        y = column_parallel_linear(x.reshape(-1, x.shape[-1]), *self._parts(), mesh=ctx)
-        return y.view(*x.shape[:-1], y.shape[-1])
+        return column_parallel_linear(x, *self._parts(), mesh=find_context(self._layout.context))
 
 
 def gathered_products(linears: list[ColwiseLinear], x: torch.Tensor, dim: int, length: int) -> list[torch.Tensor]:
