@@ -11,6 +11,7 @@ import pytest
 import torch
 from tensor_parallel import assert_accurate, fill, own_part, whole_state
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from transports import gpu_only, late, launches
 
 import tkernels
@@ -221,7 +222,7 @@ def test_linear_and_its_kin_refuse_what_they_cannot_use():
         (lambda: te.Linear(8, 8, get_rng_state_tracker=lambda: None, **cpu), r"returned NoneType, which has no fork\("),
         *((lambda split=split: te.Linear(8, 8, parameters_split=split, **cpu), "parameters_split")
           for split in ("qkv", 3, [], {})),
-        (lambda: te.Linear(8, 8, tp_group="world", **cpu), "tp_group: a group is str and must be a torch"),
+        (lambda: te.Linear(8, 8, tp_group="world", **cpu), "tp_group: takes .* or a DeviceMesh .* not str"),
         (lambda: te.LayerNormLinear(8, 8, eps="x", **cpu), "eps='x' must be a number"),
         (lambda: te.LayerNormMLP(0, 8, **cpu), "hidden_size=0 must be a positive integer"),
         (lambda: te.LayerNormMLP(8, 8, eps=-1.0, **cpu), "eps=-1.0 must be a number"),
@@ -801,8 +802,9 @@ def test_a_group_of_other_ranks_than_the_domains_is_refused_wherever_it_comes_fr
 @pytest.mark.ranks(2)
 def test_a_group_says_the_size_by_itself(ctx):
     group = ctx.group.process_group
+    mesh = DeviceMesh.from_group(group, ctx.device.type)
     layers = (
-        te.Linear(H, 2 * H, parallel_mode="column", tp_group=group, device=ctx.device),
+        te.Linear(H, 2 * H, parallel_mode="column", tp_group=mesh, device=ctx.device),
         te.LayerNormMLP(H, FFN, set_parallel_mode=True, tp_group=group, device=ctx.device).requires_grad_(False),
         te.TransformerLayer(H, FFN, HEADS, set_parallel_mode=True, tp_group=group, device=ctx.device),
     )
@@ -810,6 +812,9 @@ def test_a_group_says_the_size_by_itself(ctx):
     assert layers[0].weight.shape == (H, H) and layers[1].fc1_weight.shape == (FFN // 2, H)
     with pytest.raises(ValueError, match="tp_group has 2 ranks, but tp_size=3"):
         te.Linear(H, 3 * H, parallel_mode="column", tp_group=group, tp_size=3, device=ctx.device)
+    x = torch.ones(S, H, device=ctx.device)
+    with torch.no_grad():
+        assert layers[0](x).shape == (S, H) and te.gather_along_first_dim(x, mesh)[0].shape == (2 * S, H)
 
 
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])

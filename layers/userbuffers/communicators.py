@@ -34,10 +34,9 @@ from tkernels.comm import capture, collectives, stream_order
 from tkernels.comm.calls import describe
 from tkernels.comm.capture import lasting
 from tkernels.comm.collectives import check_rows, split_rows
-from tkernels.comm.context import Context, init
+from tkernels.comm.context import Context, group_of, init
 from tkernels.comm.errors import TkernelsError
 from tkernels.comm.fence import Fence
-from tkernels.comm.group import Group
 from tkernels.comm.regions import round_up
 from tkernels.comm.workspace import LAMPORT_BYTES, most_packets
 from tkernels.configs import MAX_TILE_CHUNKS, MIN_CHUNK_ROWS, OverlapConfig, with_room_for
@@ -91,11 +90,15 @@ class CommOverlapHelper:
     """
 
     def __init__(self, world_group=None, intra_node_group=None, *, heap_bytes: int | None = None):
-        if world_group is not None and intra_node_group is not None:
-            world, ranks = (
-                group_of("CommOverlapHelper", each).global_ranks for each in (world_group, intra_node_group)
-            )
-            backends = dist.get_backend(world_group), dist.get_backend(intra_node_group)
+        given = {"world_group": world_group, "intra_node_group": intra_node_group}
+        groups = [
+            group_of(each, f"CommOverlapHelper: {name}").process_group
+            for name, each in given.items()
+            if each is not None
+        ]
+        if len(groups) == 2:
+            world, ranks = map(dist.get_process_group_ranks, groups)
+            backends = [*map(dist.get_backend, groups)]
             if backends[0] != backends[1]:
                 raise ValueError(
                     f"CommOverlapHelper: world_group has backend {backends[0]} and intra_node_group {backends[1]}; "
@@ -106,9 +109,7 @@ class CommOverlapHelper:
                     f"CommOverlapHelper: intra_node_group has the ranks {ranks}, but world_group only {world}; pass a "
                     f"part of world_group"
                 )
-        group = world_group if intra_node_group is None else intra_node_group
-        if group is not None:
-            group_of("CommOverlapHelper", group)
+        group = groups[-1] if groups else None
         self.context = init(group, heap_bytes=heap_bytes, timeout_s=timeout_s(), default=False)
         self.context.shared = False
         self.dev = torch.get_device_module(self.context.device)
@@ -589,7 +590,7 @@ def fill_userbuffers_buffer_for_all_gather(comm: CommOverlapCore, local_tensor: 
     _check_communicator(where, comm)
     if not isinstance(local_tensor, torch.Tensor):
         raise TypeError(f"{where}: local_tensor is {type(local_tensor).__name__} and must be a tensor")
-    ranks = comm.context.group.global_ranks if process_group is None else group_of(where, process_group).global_ranks
+    ranks = group_of(comm.context if process_group is None else process_group, f"{where}: process_group").global_ranks
     if ranks != comm.context.group.global_ranks:
         raise ValueError(
             f"{where}: process_group has the ranks {ranks}, but {comm!r} gathers from "
@@ -630,15 +631,6 @@ def bulk_overlap_ag_with_external_gemm(allgather_communicator: CommOverlapCore, 
 def _check_communicator(where: str, comm):
     if not isinstance(comm, CommOverlapCore):
         raise TypeError(f"{where}: {type(comm).__name__} is no communicator; pass a CommOverlap or a CommOverlapP2P")
-
-
-def group_of(where: str, process_group) -> Group:
-    """The ranks of a torch process group. Raises TypeError for anything else, ValueError if this rank is not in it."""
-    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(f"{where}: rank {dist.get_rank()} is not a member of the group that was passed")
-    if not isinstance(process_group, dist.ProcessGroup):
-        raise TypeError(f"{where}: a group is {type(process_group).__name__} and must be a torch process group")
-    return Group(process_group)
 
 
 def get_stream_priority_range(device_id: int = -1) -> tuple[int, int]:

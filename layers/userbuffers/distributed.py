@@ -5,8 +5,8 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from tkernels.comm.collectives import split_rows
+from tkernels.comm.context import group_of
 from tkernels.comm.group import all_gather_single, reduce_scatter_single
-from tkernels.layers.userbuffers.communicators import group_of
 
 
 class Distributed:
@@ -55,8 +55,8 @@ def gather_along_first_dim(inp: torch.Tensor, process_group, async_op: bool = Fa
     """
     if quantizer is not None:
         raise ValueError("gather_along_first_dim: quantizer is for fp8, which is not supported; leave it out")
-    group_of("gather_along_first_dim: process_group", dist.group.WORLD if process_group is None else process_group)
+    group = group_of(process_group, "gather_along_first_dim: process_group").process_group
     if not isinstance(inp, torch.Tensor) or inp.dim() == 0:
         raise TypeError(f"gather_along_first_dim: inp={inp!r} must be a tensor with rows")
-    out = inp.new_empty(inp.shape[0] * dist.get_world_size(process_group), *inp.shape[1:])
-    return out, all_gather_single(out, inp.contiguous(), group=process_group, async_op=async_op)
+    out = inp.new_empty(inp.shape[0] * dist.get_world_size(group), *inp.shape[1:])
+    return out, all_gather_single(out, inp.contiguous(), group=group, async_op=async_op)

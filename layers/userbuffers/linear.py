@@ -11,10 +11,11 @@ from torch import nn
 from torch.nn import functional
 
 from tkernels.comm.collectives import check_rows, split_rows
+from tkernels.comm.context import group_of
 from tkernels.layers.marks import MarkedModule
 from tkernels.layers.tensor_parallel import dataflow
 from tkernels.layers.userbuffers import registry
-from tkernels.layers.userbuffers.communicators import CommOverlapType, group_of
+from tkernels.layers.userbuffers.communicators import CommOverlapType
 from tkernels.layers.userbuffers.distributed import Distributed, Gather
 
 # The attributes that hold a layer's overlaps: for each, the type of its communicator, and whether it must be bulk.
@@ -45,7 +46,8 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
         if type(tp_size) is not int or tp_size < 1:
             raise ValueError(f"{name}: tp_size={tp_size!r} must be a positive integer")
         if tp_group is not None:  # determines the size by itself, as in TransformerEngine
-            asked, tp_size = tp_size, group_of(f"{name}: tp_group", tp_group).size
+            group = group_of(tp_group, f"{name}: tp_group")
+            asked, tp_size, tp_group = tp_size, group.size, group.process_group
             if asked not in (1, tp_size):
                 raise ValueError(f"{name}: tp_group has {tp_size} ranks, but tp_size={asked}")
         callables = {"init_method": init_method, "get_rng_state_tracker": get_rng_state_tracker}
@@ -109,11 +111,13 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
 
         Raises ValueError for a group of another size, or of other ranks than the communicators'.
         """
-        size = self.tp_size if tp_group is None else group_of("set_tensor_parallel_group", tp_group).size
-        if size != self.tp_size:
-            raise ValueError(f"{type(self).__name__}: the group has {size} ranks, but tp_size={self.tp_size}")
-        if tp_group is not None and self._overlaps():
-            registry.check_group(type(self).__name__, tp_group)
+        if tp_group is not None:
+            group = group_of(tp_group, "set_tensor_parallel_group: tp_group")
+            if group.size != self.tp_size:
+                raise ValueError(f"{type(self).__name__}: the group has {group.size} ranks, but tp_size={self.tp_size}")
+            if self._overlaps():
+                registry.check_group(type(self).__name__, group.process_group)
+            tp_group = group.process_group
         self.tp_group = tp_group
 
     def _overlaps(self) -> bool:

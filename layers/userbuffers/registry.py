@@ -11,7 +11,7 @@ import warnings
 import torch
 import torch.distributed as dist
 
-from tkernels.comm.context import Context
+from tkernels.comm.context import Context, MeshLike, group_of
 from tkernels.comm.contexts import open_contexts
 from tkernels.comm.errors import MismatchError, OutOfStepError, TkernelsError
 from tkernels.comm.group import Group
@@ -23,7 +23,6 @@ from tkernels.layers.userbuffers.communicators import (
     check_dtype,
     checked_shape,
     get_stream_priority_range,
-    group_of,
     heap_bytes,
     margin,
     timeout_s,
@@ -67,12 +66,13 @@ def initialize_ub(
     bootstrap_backend: str | None = None,
     with_cublasmp: bool = False,
     *,
-    tp_group: dist.ProcessGroup | None = None,
+    tp_group: MeshLike = None,
 ) -> None:
     """Collective over torch's default group. Create the communicators of all overlaps; call it before making layers.
 
     shape: [tokens, hidden], the largest of any call of a tensor-parallel group. Calls may have fewer tokens.
-    tp_size: ranks per domain. Domains are blocks of consecutive ranks, unless tp_group gives this rank's domain.
+    tp_size: ranks per domain. Domains are blocks of consecutive ranks, unless tp_group gives this rank's domain: a
+        process group, or a mesh of one dimension.
     quantization_modes: [NONE]. FP8 is refused, as is the deprecated use_fp8: the kernels have no fp8.
     dtype: of all operands.
     ub_cfgs: {GEMM: {option: value}}, see `defaults`; or a list with one such dict for each mode.
@@ -96,6 +96,7 @@ def initialize_ub(
     )  # fmt: skip
     with _agreed(world, asked=repr(asked)):
         timeout_s(), margin()
+        tp_group = None if tp_group is None else group_of(tp_group, "initialize_ub: tp_group").process_group
         with_cublasmp = boolean("initialize_ub: with_cublasmp", with_cublasmp)
         _check(world, shape, tp_size, dtype, bootstrap_backend, tp_group)
         modes = _modes(use_fp8, quantization_modes)
@@ -199,7 +200,7 @@ def _check(world: Group, shape, tp_size, dtype, bootstrap_backend, tp_group):
         raise ValueError(f"initialize_ub: tp_size={tp_size!r} must divide the {world.size} ranks of the default group")
     checked_shape("initialize_ub: shape", shape)
     check_dtype("initialize_ub: dtype", dtype)
-    if tp_group is not None and group_of("initialize_ub: tp_group", tp_group).size != tp_size:
+    if tp_group is not None and dist.get_world_size(tp_group) != tp_size:
         raise ValueError(
             f"initialize_ub: tp_group has {dist.get_world_size(tp_group)} ranks, but tp_size={tp_size}; pass its size"
         )
