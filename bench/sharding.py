@@ -26,8 +26,6 @@ import time
 from collections.abc import Callable
 
 import torch
-from rich import box
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.distributed import fsdp
@@ -37,19 +35,17 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import tkernels
+from bench import steps
 from bench.provenance import provenance
-from bench.records import append
-from tkernels.cli import file_to_write
 from tkernels.comm.context import Context
 from tkernels.comm.contexts import open_contexts
-from tkernels.launch import RankError, RankPool
 from tkernels.layers import OverlappedDDP, ZeroOptimizer, fully_shard
 from tkernels.layers.doors import fsdp2
 from tkernels.timing import agree
 
 ON_GPU = tkernels.RUNTIME == "nvshmem"
 DIM, INNER, HEADS, BLOCKS, LENGTH = (4096, 14336, 32, 4, 4096) if ON_GPU else (32, 64, 4, 2, 8)
-WARMUPS, ROUNDS, TIMEOUT_S = (3, 3, 600.0) if ON_GPU else (1, 1, 300.0)
+WARMUPS, ROUNDS = (3, 3) if ON_GPU else (1, 1)
 LOSS_ERROR = 0.02  # relative, after the steps of the warm-up: bf16 products, sums in different orders
 
 
@@ -207,40 +203,18 @@ def _alone(ctx: Context):
 
 def table(lines: list[dict]) -> Table:
     first = lines[0]
-    machine = f"{first['ranks']} x {first['gpu']}" if first["gpu"] else f"{first['ranks']} ranks, simulated"
-    title = f"training steps, {machine}, {first['blocks']} blocks of {first['K']}, ms, median of the slowest rank"
-    result = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    result.add_column("", no_wrap=True)
-    for heading in ("step", "p10-p90", "/ours", "host", "peak GiB", "/ours"):
-        result.add_column(heading, justify="right", no_wrap=True)
-    for line in lines:
-        for name in SYSTEMS[line["shape"]]:
-            us, peak = line[f"{name}_us"], line[f"{name}_peak_bytes"]
-            result.add_row(
-                f"{line['shape']}, {name}",
-                f"{us / 1e3:.2f}",
-                f"{line[f'{name}_p10_us'] / 1e3:.2f}-{line[f'{name}_p90_us'] / 1e3:.2f}",
-                f"{us / line['ours_us']:.3f}",
-                f"{line[f'{name}_host_us'] / 1e3:.2f}",
-                "-" if peak is None else f"{peak / 2**30:.2f}",
-                "-" if peak is None else f"{peak / line['ours_peak_bytes']:.3f}",
-            )
-    return result
+    return steps.table(f"training steps, {first['blocks']} blocks of {first['K']}", lines, _labels)
+
+
+def _labels(line: dict) -> dict[str, str]:
+    return {name: name for name in SYSTEMS[line["shape"]]}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.sharding", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() if ON_GPU else 2)
+    parser = steps.parser_of("sharding", __doc__, iterations=10)
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="with commas between them (default: all)")
-    parser.add_argument("--iterations", type=int, default=10, help="steps of each system in each round")
-    parser.add_argument("--json", type=file_to_write, metavar="PATH", help="append one JSON line for each kind")
     args = parser.parse_args(argv)
-    if args.ranks < 1 or (ON_GPU and args.ranks > torch.cuda.device_count()):
-        parser.error(f"--ranks {args.ranks}: there are {torch.cuda.device_count()} GPUs; at least one rank is needed")
-    if args.iterations < 1:
-        parser.error(f"--iterations {args.iterations}: measure at least once")
+    steps.check(parser, args)
     args.systems = args.systems.split(",")
     if unknown := [kind for kind in args.systems if kind not in SYSTEMS]:
         parser.error(f"--systems {unknown[0]}: there are {', '.join(SYSTEMS)}")
@@ -249,24 +223,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    console, lines = Console(width=None if sys.stdout.isatty() else 120, highlight=False), []
-    failed = False
-    with RankPool(args.ranks) as pool:
-        for kind in args.systems:
-            try:
-                line = pool.run(measure_kind, kind, args.iterations, timeout_s=TIMEOUT_S)[0]
-            except RankError as error:
-                line = {"shape": kind, "refused": str(error)}
-            if "refused" in line:
-                failed = True
-                console.print(f"{kind}: no number is reported: {line['refused']}", style="red", markup=False)
-                continue
-            lines.append(line)
-            if args.json is not None:
-                append(args.json, line)
-    if lines:
-        console.print(table(lines))
-    return 1 if failed else 0
+    return steps.run(args, {kind: (measure_kind, kind, args.iterations) for kind in args.systems}, table)
 
 
 if __name__ == "__main__":

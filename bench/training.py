@@ -22,24 +22,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from rich import box
-from rich.console import Console
 from rich.table import Table
 from torch.nn import functional as F
 
 import tkernels
+from bench import steps
 from bench.harness import with_host_times
 from bench.provenance import provenance
-from bench.records import append
-from tkernels.cli import file_to_write
 from tkernels.comm.context import Context
 from tkernels.comm.group import all_gather_single, reduce_scatter_single
-from tkernels.launch import RankError, RankPool
 from tkernels.layers import ColumnParallelLinear, RowParallelLinear
 from tkernels.timing import WARMUPS, agree, measure
 
 DTYPE = torch.bfloat16
-TIMEOUT_S = 600.0
 # Of a row, relative to its norm plus the RMS of all rows' norms: two ways to round partial sums and their gradients
 # stay below.
 ROW_ERROR = 0.05
@@ -190,15 +185,15 @@ def differs(got: list[torch.Tensor], want: list[torch.Tensor]) -> str | None:
 def measure_pair(ctx: Context, name: str, pair: Pair, tokens: int, iterations: int) -> dict:
     """Collective. The record of one pair, or {"op", "shape", "refused"}."""
     head = {"op": "training", "shape": f"llama70b-{name}", "layout": "TN"}
-    steps = Steps(ctx, pair, tokens)
-    want, got = steps.outcome("serial"), steps.outcome("ours")
+    ways = Steps(ctx, pair, tokens)
+    want, got = ways.outcome("serial"), ways.outcome("ours")
     ctx.check()
     reason = agree(ctx, differs(got, want))
     if reason is not None:
         return {**head, "refused": reason}
     del got, want
-    peaks = {f"{series}_peak_bytes": steps.peak_bytes(series) for series in SERIES}
-    calls = {series: steps.step(series) for series in SERIES}
+    peaks = {f"{series}_peak_bytes": ways.peak_bytes(series) for series in SERIES}
+    calls = {series: ways.step(series) for series in SERIES}
     timings, _ = measure(ctx, calls, iterations)
     timings = with_host_times(ctx, timings, calls)
     ctx.check()
@@ -213,70 +208,24 @@ def measure_pair(ctx: Context, name: str, pair: Pair, tokens: int, iterations: i
 
 def table(lines: list[dict]) -> Table:
     first = lines[0]
-    machine = f"{first['ranks']} x {first['gpu']}" if first["gpu"] else f"{first['ranks']} ranks, simulated"
-    title = f"forward and backward, {machine}, {first['M']} tokens, bf16, {first['transport']}, us, median"
-    result = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    result.add_column("", no_wrap=True)
-    for heading in ("time", "p10-p90", "/ours", "host", "peak MiB", "/ours"):
-        result.add_column(heading, justify="right", no_wrap=True)
-    for line in lines:
-        for series, label in SERIES.items():
-            peak, ours = line[f"{series}_peak_bytes"], line["ours_peak_bytes"]
-            host = line[f"{series}_host_us"]
-            result.add_row(
-                f"{line['shape']}, {label}",
-                f"{line[f'{series}_us']:.0f}",
-                f"{line[f'{series}_p10_us']:.0f}-{line[f'{series}_p90_us']:.0f}",
-                f"{line[f'{series}_us'] / line['ours_us']:.3f}",
-                "-" if host is None else f"{host:.0f}",
-                "-" if peak is None else f"{peak / 2**20:.0f}",
-                "-" if peak is None else f"{peak / ours:.3f}",
-            )
-    return result
+    title = f"forward and backward, {first['M']} tokens, bf16, {first['transport']}"
+    return steps.table(title, lines, lambda line: SERIES)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.training", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    simulated = tkernels.RUNTIME == "simulated"
-    parser.add_argument("--ranks", type=int, default=2 if simulated else torch.cuda.device_count())
+    parser = steps.parser_of("training", __doc__, iterations=20)
     parser.add_argument("--tokens", type=int, default=TOKENS[tkernels.RUNTIME], help="of all ranks")
-    parser.add_argument("--iterations", type=int, default=20)
-    parser.add_argument("--json", type=file_to_write, metavar="PATH", help="append one JSON line for each pair")
     args = parser.parse_args(argv)
-    if args.ranks < 1 or (not simulated and args.ranks > torch.cuda.device_count()):
-        parser.error(f"--ranks {args.ranks}: there are {torch.cuda.device_count()} GPUs; at least one rank is needed")
+    steps.check(parser, args)
     if args.tokens < 1 or args.tokens % args.ranks:
         parser.error(f"--tokens {args.tokens} must be shared evenly by {args.ranks} ranks")
-    if args.iterations < 1:
-        parser.error(f"--iterations {args.iterations}: measure at least once")
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
-    console, lines = Console(width=None if sys.stdout.isatty() else 120, highlight=False), []
-    failed = False
-    try:
-        with RankPool(args.ranks) as pool:
-            for name, pair in PAIRS[tkernels.RUNTIME].items():
-                line = pool.run(measure_pair, name, pair, args.tokens, args.iterations, timeout_s=TIMEOUT_S)[0]
-                if "refused" in line:
-                    failed = True
-                    console.print(
-                        f"{line['shape']}: no number is reported: {line['refused']}", style="red", markup=False
-                    )
-                    continue
-                lines.append(line)
-                if args.json is not None:
-                    append(args.json, line)
-    except RankError as error:
-        console.print(f"the ranks failed: {error}", style="red", markup=False)
-        return 1
-    if lines:
-        console.print(table(lines))
-    return 1 if failed else 0
+    args, pairs = parse(argv), PAIRS[tkernels.RUNTIME]
+    comparisons = {name: (measure_pair, name, pair, args.tokens, args.iterations) for name, pair in pairs.items()}
+    return steps.run(args, comparisons, table)
 
 
 if __name__ == "__main__":
