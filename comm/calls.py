@@ -64,6 +64,8 @@ def describe(tensor: torch.Tensor | None):
     """
     if tensor is None:
         return None
+    if isinstance(tensor, tuple):  # of tensors
+        return tuple(map(describe, tensor))
     try:
         lazy = tensor.is_neg() or tensor.is_conj()
         return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16, lazy

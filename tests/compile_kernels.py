@@ -42,7 +42,7 @@ from tkernels import gemm
 from tkernels.choice import gemm_config, overlap_config
 from tkernels.comm import channel, collectives, context, copies, device, runtime
 from tkernels.comm.device import PEER, Link, Net, arrived, completes, publish, put_signal, put_tile, tell, wait_signal
-from tkernels.configs import with_room_for
+from tkernels.configs import FP8, with_room_for
 from tkernels.staging import Rows
 from tkernels.trace import clocks
 from tkernels.trace.recorder import DEFAULT_MARKS, Recorder
@@ -80,6 +80,8 @@ class Case:
     put_block: int | None = None  # elements that a program copies at a step
     out: str | None = None  # the result's dtype, and that of partial sums on their way
     wire: str | None = None
+    scales: str = "row"  # of FP8: one for each "row" of x and of w, or for each "tensor"
+    precise: bool = False  # FP8's sums are promoted
 
     @property
     def name(self) -> str:
@@ -257,6 +259,21 @@ def _cases() -> list[Case]:
             cases.append(Case("channel", "", f"{end}_misaligned", ranks=2, transport=transport, misaligned=True))
     for transport in ("peer", "nvshmem"):
         cases.append(Case("round_trip", "", ranks=2, transport=transport))
+    return cases + _fp8_cases()
+
+
+def _fp8_cases() -> list[Case]:
+    cases = []
+    for label, shape in SHAPES.items():
+        if label == "unaligned":
+            shape = (1020, 1001, 1008)
+        for scales in ("row", "tensor"):
+            cases.append(Case("matmul", "float8_e4m3fn", f"{label}_{scales}", shape, scales=scales))
+        cases.append(Case("matmul", "float8_e4m3fn", f"{label}_precise", shape, precise=True))
+        cases.append(Case("matmul", "float8_e4m3fn", f"{label}_float32", shape, out="float32"))
+    for activation in ("relu", "gelu", "gelu_tanh", "silu"):
+        cases.append(Case("matmul", "float8_e4m3fn", label=activation, activation=activation, bias=True))
+    cases.append(Case("matmul", "float8_e5m2"))
     return cases
 
 
@@ -539,12 +556,18 @@ def _call(case: Case):
             x = matrix(rows[1] if case.operation == "all_gather_matmul" else M, K, case.x_transposed)
             operands = x, matrix(N, K, case.w_transposed), torch.empty(N, dtype=dtype) if case.bias else None
             options = {"out_dtype": case.out and getattr(torch, case.out)}
+            if dtype in FP8:
+                by_row, bias = case.scales == "row", torch.empty(N, dtype=torch.bfloat16) if case.bias else None
+                operands = x, matrix(N, K).view(torch.float8_e4m3fn), bias
+                scales = (torch.empty(each.shape[0] if by_row else 1) for each in operands[:2])
+                options |= dict(zip(("x_scale", "w_scale"), scales, strict=True), fast_accum=not case.precise)
             if case.operation in REDUCTIONS:
                 options["wire_dtype"] = case.wire and getattr(torch, case.wire)
             if case.operation in ("all_gather_matmul", "matmul_reduce_scatter"):
                 options["rows"] = rows
             if case.operation == "matmul":
-                config = gemm_config(M, N, K, dtype, gemm.layout_of(*operands[:2]), options["out_dtype"])
+                layout, precision = gemm.layout_of(*operands[:2]), gemm.precision(dtype, not case.precise)
+                config = gemm_config(M, N, K, dtype, layout, options["out_dtype"], precision=precision)
                 tkernels.matmul(*operands, case.activation, config=config, **options)
             else:
                 if case.copied or case.interleaved or case.landing or case.parts or case.put_block:

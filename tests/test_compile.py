@@ -77,7 +77,8 @@ def fits(facts):
 
 def tensor_cores(facts):
     constants = facts["constants"]
-    expected = "BLOCK_K" in constants and (facts["dtype"] in ("fp16", "bf16") or constants["PRECISION"] == "tf32")
+    tensors = facts["dtype"] in ("fp8", "fp16", "bf16")
+    expected = "BLOCK_K" in constants and (tensors or constants["PRECISION"] == "tf32")
     if expected != bool(facts["tensor_cores"]):
         return f"{facts['tensor_cores']} tensor-core instructions"
 

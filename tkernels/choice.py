@@ -17,7 +17,18 @@ from tkernels.comm.calls import local_calls
 from tkernels.comm.context import Context
 from tkernels.comm.contexts import current_context
 from tkernels.comm.errors import TkernelsError
-from tkernels.configs import DTYPES, LAYOUTS, OPERATIONS, GemmConfig, OverlapConfig, chunks_fit, name_of
+from tkernels.configs import (
+    DTYPES,
+    FP8,
+    LAYOUTS,
+    OPERATIONS,
+    GemmConfig,
+    OverlapConfig,
+    chunks_fit,
+    for_precision,
+    name_of,
+    result_dtype,
+)
 from tkernels.gpus import GPU, SIMULATED, gpu_here
 from tkernels.model import (
     KERNEL,
@@ -88,22 +99,23 @@ def forget_calls(ctx: Context):
 
 
 def gemm_config(
-    M: int, N: int, K: int, dtype: torch.dtype, layout: str, stored: torch.dtype | None = None, gpu: GPU | None = None
-) -> GemmConfig:
+    M: int, N: int, K: int, dtype: torch.dtype, layout: str, stored: torch.dtype | None = None, gpu: GPU | None = None,
+    precision: str = "ieee",
+) -> GemmConfig:  # fmt: skip
     """The configuration of `matmul`'s kernel for x [M, K] and w [N, K] by default. layout: as gemm.layout_of names it.
 
     stored: the dtype of the result, if it differs; larger elements take the shared memory of a stage. gpu: None: this
-    process's.
+    process's. precision: as gemm.precision says it.
     """
     try:
         known = choices_of(current_context())
     except TkernelsError:  # there is no context
         known = _choices_without_context()
-    key = (M, N, K, dtype, layout, stored, gpu)
+    key = (M, N, K, dtype, layout, stored, gpu, precision)
     if key not in known:
         config = known.tuned.get(bucket("matmul", M, N, K, dtype, layout))
-        config = config or default_config(M, N, dtype, layout != "pointers", gpu)
-        if stored is not None and stored.itemsize > dtype.itemsize:
+        config = for_precision(config or default_config(M, N, dtype, layout != "pointers", gpu), precision)
+        if stored is not None and stored.itemsize > result_dtype(dtype).itemsize:
             config = replace(config, num_stages=min(config.num_stages, 3))
         _keep(known, key, config)
     return known[key]
@@ -114,14 +126,17 @@ def product_ways(problem: Problem) -> dict[str, tuple[GemmConfig | None, Predict
 
     def config_of(layout: str) -> GemmConfig:
         sizes = problem.M, problem.N, problem.K
-        return gemm_config(*sizes, problem.dtype, layout, problem.stored, problem.gpu)
+        return gemm_config(*sizes, problem.dtype, layout, problem.stored, problem.gpu, problem.precision)
 
-    config = config_of(problem.layout)
-    found = {KERNEL: (config, predict(problem, config))}
-    if problem.staged and problem.dtype.itemsize == 2:
+    fp8, simulated = problem.dtype in FP8, problem.gpu is SIMULATED
+    config, found = config_of(problem.orientation if fp8 else problem.layout), {}
+    if not (fp8 and problem.staged) or simulated:  # to store such rows takes longer than to multiply FP8
+        found[KERNEL] = config, predict(problem, config)
+    if problem.staged and problem.dtype.itemsize <= 2:
         config = config_of(problem.orientation)
         found[STAGED] = config, predict_staged(problem, config)
-    found[LIBRARY] = None, predict_library(problem)
+    if problem.library:
+        found[LIBRARY] = None, predict_library(problem)
     return found
 
 
@@ -188,7 +203,7 @@ def bucket(operation: str, M: int, N: int, K: int, dtype: torch.dtype, layout: s
 def read_record(record: dict) -> tuple[Bucket, GemmConfig | OverlapConfig]:
     """(bucket's key, configuration) of a record with unchecked contents. Raises ValueError if they are invalid."""
     operation, *sizes, dtype, layout = key = tuple(record["key"].get(name) for name in KEY)
-    known = operation in OPERATIONS and dtype in map(name_of, DTYPES) and layout in LAYOUTS
+    known = operation in OPERATIONS and dtype in map(name_of, DTYPES + FP8) and layout in LAYOUTS
     whole = all(isinstance(size, int) and size > 0 and not size & (size - 1) for size in sizes)
     if not (known and whole):
         raise ValueError(f"there is no bucket {key}")

@@ -11,6 +11,7 @@ from tkernels.comm.regions import round_up
 
 OPERATIONS = ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # of operands alone, with scales
 LAYOUTS = ("TN", "NN", "NT", "TT", "pointers")
 MIN_CHUNK_ROWS = 16
 COUNT = (1 << 31) - 1  # most that a kernel's argument counts; tiles end before, at Triton's 2**20 elements of a tensor
@@ -222,15 +223,29 @@ def _copying(config: OverlapConfig, rows: int) -> OverlapConfig:
     return replace(config, num_comm=0, interleaved=False, copy_rows=max(round_up(rows, whole), whole))
 
 
-def with_room_for(config: OverlapConfig, stored: torch.dtype, dtype: torch.dtype) -> OverlapConfig:
-    """Adapt a configuration, by rule or tuned for results of the operands' dtype, to results of a wider dtype `stored`.
+def with_room_for(
+    config: OverlapConfig, stored: torch.dtype, dtype: torch.dtype, precision: str = "ieee"
+) -> OverlapConfig:
+    """Adapt a configuration, by rule or tuned for usual results of operands of `dtype`, to what takes more room.
 
-    Beside the load pipeline of 128 x 256 tiles there is no shared memory for fp32 slices. Through pointers, 128 x 64
-    tiles spill 2 registers unless they are stored in slices.
+    stored: the dtype of results. Beside the load pipeline of 128 x 256 tiles there is no shared memory for fp32 slices.
+    Through pointers, 128 x 64 tiles spill 2 registers unless they are stored in slices.
+    precision: as gemm.precision says it. Sums of FP8 that are promoted take a second accumulator (`for_precision`).
     """
-    if stored.itemsize == dtype.itemsize:
-        return config
-    return replace(config, gemm=replace(config.gemm, block_n=min(config.gemm.block_n, 128), split=2))
+    gemm = for_precision(config.gemm, precision)
+    if stored.itemsize > result_dtype(dtype).itemsize:
+        gemm = replace(gemm, block_n=min(gemm.block_n, 128), split=2)
+    return config if gemm == config.gemm else replace(config, gemm=gemm)
+
+
+def for_precision(gemm: GemmConfig, precision: str) -> GemmConfig:
+    """The tiles, or where sums are promoted narrower ones: two accumulators of 128 x 256 spill 50 to 130 registers."""
+    return replace(gemm, block_n=min(gemm.block_n, 128)) if precision == "promoted" else gemm
+
+
+def result_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of results, and of partial sums that are sent, unless another is asked for."""
+    return torch.bfloat16 if dtype in FP8 else dtype
 
 
 def name_of(dtype: torch.dtype) -> str:

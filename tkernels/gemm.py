@@ -5,6 +5,10 @@ M rows of x.  N rows of w (out-features).  K the dimension summed over.
 A persistent kernel: program p computes the BLOCK_M x BLOCK_N tiles p, p + num_programs, and so on until none are left.
 Operands are loaded through TMA descriptors where their layout allows and through pointers elsewhere. In either operand,
 either dimension may be contiguous.
+
+Operands of FP8 (e4m3, e5m2) come with fp32 scales: y = activation((x @ w.T) * x_scale * w_scale + bias). K must be
+contiguous in both, in rows of whole 16 bytes: of transposed ones Triton loads one operand through registers, at half of
+the speed or less.
 """
 
 import functools
@@ -21,9 +25,9 @@ from tkernels.comm import capture, runtime
 from tkernels.comm.arguments import check_out, check_resolved, check_tensors
 from tkernels.comm.calls import describe, local_calls
 from tkernels.comm.launch import PreparedLaunch
-from tkernels.configs import DTYPES, GemmConfig
+from tkernels.configs import DTYPES, FP8, GemmConfig, result_dtype
 from tkernels.gpus import GPU, gpu_here
-from tkernels.library import activate_in_place, multiply_into
+from tkernels.library import activate_in_place, multiply_into, multiply_scaled_into
 from tkernels.model import STAGED, Problem
 from tkernels.staging import SECTOR, Rows
 
@@ -44,6 +48,20 @@ class Matrix(NamedTuple):
     columns: object
 
 
+class Scales(NamedTuple):
+    """What dequantizes the product of FP8 operands, in fp32: tensors on the host, pointers in a kernel.
+
+    x: of x, one number, or one for each of its rows.  w: of w, one, or one for each of its rows, the out-features.
+    Kernels of other operands have None in place of both pointers.
+    """
+
+    x: object
+    w: object
+
+    def contiguous(self) -> "Scales":
+        return Scales(self.x.contiguous(), self.w.contiguous())
+
+
 class Tile(NamedTuple):
     """The constants of a product, one argument of its kernel: how its tiles are loaded, multiplied and finished.
 
@@ -51,6 +69,7 @@ class Tile(NamedTuple):
     OWN_GROUP_M: GROUP_M of a reduction's tiles of this rank's own rows.
     PARTS: some tiles are split along K.
     X_TRANSPOSED, W_TRANSPOSED: the descriptor is of the transposed matrix.
+    X_SCALE_STRIDE, W_SCALE_STRIDE: from a row's scale to the next; 0: one for all rows.
     """
 
     BLOCK_M: object
@@ -65,16 +84,19 @@ class Tile(NamedTuple):
     HAS_BIAS: object
     ACTIVATION: object
     PRECISION: object
+    X_SCALE_STRIDE: object
+    W_SCALE_STRIDE: object
 
     @classmethod
     def of(
         cls, gemm: GemmConfig, x: "Operand", w: "Operand", bias, activation: str | None, precision: str,
-        parts: bool = False, own_group: int | None = None,
+        parts: bool = False, own_group: int | None = None, scales: Scales | None = None,
     ) -> "Tile":  # fmt: skip
         """Those of the product of x and w, with tiles as `gemm` says."""
         tiles = gemm.block_m, gemm.block_n, gemm.block_k, gemm.group_m, own_group or gemm.group_m, gemm.split
         finish = bias is not None, ACTIVATIONS[activation], precision
-        return cls(*map(tl.constexpr, (*tiles, parts, x.transposed, w.transposed, *finish)))
+        strides = [int(scale.numel() > 1) for scale in scales or ()] or (0, 0)
+        return cls(*map(tl.constexpr, (*tiles, parts, x.transposed, w.transposed, *finish, *strides)))
 
 
 # fmt: off
@@ -118,7 +140,25 @@ def multiply_step(total, x, w, row, column, step, T):
     k = step * T.BLOCK_K
     x_tile = load_tile(x, row, k, T.BLOCK_M, T.BLOCK_K, T.X_TRANSPOSED)
     w_tile = load_tile(w, column, k, T.BLOCK_N, T.BLOCK_K, T.W_TRANSPOSED)
-    return tl.dot(x_tile, w_tile.T, total, input_precision=T.PRECISION)
+    if T.PRECISION == "promoted":
+        # Tensor cores sum FP8 with 13 bits of mantissa. Triton adds what they have summed over that many K in fp32.
+        PROMOTED: tl.constexpr = min(T.BLOCK_K, 128)
+        total = tl.dot(x_tile, w_tile.T, total, max_num_imprecise_acc=PROMOTED)
+    else:
+        total = tl.dot(x_tile, w_tile.T, total, input_precision=T.PRECISION)
+    return total
+
+
+@triton.jit
+def scaled(value, scales, row, num_rows, column, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr, T):
+    """Dequantize the first `num_rows` rows of an fp32 tile at (row, column); of other operands' tiles, nothing."""
+    if scales.x is not None:
+        rows = tl.arange(0, ROWS)
+        at = scales.x + (row + rows) * T.X_SCALE_STRIDE
+        value *= tl.load(at, mask=rows < num_rows, other=0.0)[:, None]
+        columns = column + tl.arange(0, COLUMNS)
+        value *= tl.load(scales.w + columns * T.W_SCALE_STRIDE, mask=columns < N, other=0.0)[None, :]
+    return value
 
 
 @triton.jit
@@ -179,6 +219,7 @@ def matmul_kernel(
     x, x_row_stride, x_column_stride,  # [M, K]
     w, w_row_stride, w_column_stride,  # [N, K]
     bias,  # [N]
+    x_scale, w_scale,  # Scales
     y, y_row_stride,  # [M, N]
     M, N, K,
     T,
@@ -200,7 +241,9 @@ def matmul_kernel(
         slices = slices_of(total, T.BLOCK_M, T.BLOCK_N, T.SPLIT)
         for number in tl.static_range(T.SPLIT):
             first = column + number * COLUMNS
-            value = finish(slices[number], bias, first, N, COLUMNS, T.HAS_BIAS, T.ACTIVATION)
+            scales = Scales(x_scale, w_scale)
+            value = scaled(slices[number], scales, row, M - row, first, N, T.BLOCK_M, COLUMNS, T)
+            value = finish(value, bias, first, N, COLUMNS, T.HAS_BIAS, T.ACTIVATION)
             store_tile(value, y, row, M - row, first, T.BLOCK_M, COLUMNS)
 
 
@@ -270,7 +313,8 @@ def layout_of(x: torch.Tensor, w: torch.Tensor) -> str:
     w is N where its dimension N is contiguous, and x is T where M is. "pointers" if TMA can't describe both operands
     and a result with contiguous rows of N elements.
     """
-    takes = w.shape[0] * w.element_size() % 16 == 0 and all(tma_allowed(in_rows(matrix)[0]) for matrix in (x, w))
+    takes = x.dtype in FP8 or w.shape[0] * w.element_size() % 16 == 0  # a result of FP8 is stored as it can be
+    takes = takes and all(tma_allowed(in_rows(matrix)[0]) for matrix in (x, w))
     return orientation_of(x, w) if takes else "pointers"
 
 
@@ -304,20 +348,32 @@ def problem_of_product(
     return Problem(
         "matmul", *y.shape, x.shape[1], x.dtype, "pointers" if beyond else orientation_of(x, w), precision=precision,
         alignment=alignment_of(x, w, y), orientation=orientation_of(x, w), stored=y.dtype, activation=activation,
-        separate=activation is not None or bias and y.dtype != x.dtype,
+        separate=activation is not None or bias and y.dtype != result_dtype(x.dtype), library=library_takes(x, w, y),
         staged=tuple(matrix.numel() * matrix.element_size() for matrix in beyond),
         sectors=all(matrix.stride(0) * matrix.element_size() % SECTOR == 0 for matrix in rows),
         programs=programs or runtime.default_programs(), gpu=gpu or gpu_here(),
     )  # fmt: skip
 
 
-def precision(dtype: torch.dtype) -> str:
-    """How fp32 operands are multiplied: in IEEE fp32, or in TF32 where torch's switches allow it for torch.matmul."""
+def library_takes(x, w, y) -> bool:
+    """Whether torch multiplies such operands: of FP8 with any scales to bf16, and in rows of whole 16 elements."""
+    return x.dtype not in FP8 or w.dtype == FP8[0] and y.dtype == torch.bfloat16 and y.shape[1] % 16 == 0
+
+
+def precision(dtype: torch.dtype, fast_accum: bool = True) -> str:
+    """How operands are multiplied and summed: fp32 as "ieee", or as "tf32" where torch's switches allow it.
+
+    FP8 without fast_accum: "promoted", the sums of each 128 of K are added in fp32. All else is "ieee".
+    """
+    if dtype in FP8:
+        return "ieee" if fast_accum else "promoted"
     # allow_tf32, the older name, mirrors this switch, but raises where any switch was set by its newer name.
     return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-def check_operands(name: str, x: torch.Tensor, w: torch.Tensor, bias, activation, device: torch.device):
+def check_operands(
+    name: str, x: torch.Tensor, w: torch.Tensor, bias, activation, device: torch.device, scales: Scales | None = None
+):
     """Check the operands of a matmul before anything is launched. Raises ValueError or TypeError."""
     check_tensors(name, x=x, w=w, **({} if bias is None else {"bias": bias}))
     for label, matrix in (("x", x), ("w", w)):
@@ -330,17 +386,23 @@ def check_operands(name: str, x: torch.Tensor, w: torch.Tensor, bias, activation
         check_resolved(name, label, matrix)
         if matrix.device != device:
             raise ValueError(f"{name}: {label} is on {matrix.device}, but the operation runs on {device}")
-    if x.dtype not in DTYPES or w.dtype != x.dtype:
-        raise TypeError(f"{name}: x is {x.dtype} and w is {w.dtype}; both must be float32, float16 or bfloat16 alike")
+    fp8 = x.dtype in FP8 and w.dtype in FP8
+    if not fp8 and (x.dtype not in DTYPES or w.dtype != x.dtype):
+        raise TypeError(
+            f"{name}: x is {x.dtype} and w is {w.dtype}; both must be float32, float16 or bfloat16 alike, or float8"
+        )
     if x.shape[1] != w.shape[1]:
         raise ValueError(
             f"{name}: x is {tuple(x.shape)} and w is {tuple(w.shape)}, but K, the second dimension, must match "
             f"(w as nn.Linear has it; pass w.t() for [K, N])"
         )
-    if bias is not None and (bias.shape != w.shape[:1] or bias.dtype != x.dtype or bias.device != device):
+    if fp8 or scales is not None:
+        check_scaled(name, x, w, scales, device)
+    right = bias is None or (bias.dtype in DTYPES if fp8 else bias.dtype == x.dtype)
+    if bias is not None and (bias.shape != w.shape[:1] or not right or bias.device != device):
         raise ValueError(
-            f"{name}: bias is {bias.dtype} {tuple(bias.shape)} on {bias.device}, but must be {x.dtype} "
-            f"({w.shape[0]},) on {device}"
+            f"{name}: bias is {bias.dtype} {tuple(bias.shape)} on {bias.device}, but must be "
+            f"{'torch.bfloat16, float16 or float32' if fp8 else x.dtype} ({w.shape[0]},) on {device}"
         )
     if bias is not None:
         check_resolved(name, "bias", bias)
@@ -348,12 +410,58 @@ def check_operands(name: str, x: torch.Tensor, w: torch.Tensor, bias, activation
         raise ValueError(f"{name}: activation={activation!r} is unknown; use {', '.join(map(str, ACTIVATIONS))}")
 
 
-def check_dtype(name: str, option: str, dtype: torch.dtype | None, default: torch.dtype) -> torch.dtype:
-    """The dtype that an option selects; None selects `default`. Raises TypeError for one that kernels can't store."""
+def check_scaled(name: str, x: torch.Tensor, w: torch.Tensor, scales: Scales | None, device: torch.device):
+    """Check operands of FP8, and scales. Raises ValueError or TypeError."""
+    if x.dtype not in FP8:
+        raise TypeError(f"{name}: x_scale and w_scale are of float8 operands, but x is {x.dtype}; leave them out")
+    if x.dtype == w.dtype == torch.float8_e5m2:
+        raise TypeError(f"{name}: x and w are both torch.float8_e5m2; torch multiplies that by e4m3 only, one of each")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise TypeError(
+            f"{name}: {torch.cuda.get_device_name(device)} has no float8 arithmetic; pass x.to(torch.bfloat16) * "
+            f"x_scale, and w likewise"
+        )
+    if scales is None or scales.x is None or scales.w is None:
+        raise TypeError(
+            f"{name}: float8 operands come with x_scale and w_scale, fp32, for (x @ w.T) * x_scale * w_scale; pass "
+            f"torch.ones(1) where there is nothing to scale"
+        )
+    for label, matrix in (("x", x), ("w", w)):
+        if matrix.numel() and (matrix.shape[1] % 16 or not tma_allowed(matrix)):
+            way = "pad K with zeros, in both" if matrix.shape[1] % 16 else f"pass {label}.contiguous()"
+            raise ValueError(
+                f"{name}: {label} is {tuple(matrix.shape)} of float8 with strides {matrix.stride()}, at byte "
+                f"{matrix.data_ptr() % 16} of 16, but tensor cores take K contiguous, in rows of multiples of 16 "
+                f"elements that begin at multiples of 16 bytes; {way}"
+            )
+    for label, scale, rows, shapes in (
+        ("x_scale", scales.x, x.shape[0], ((x.shape[0],), (x.shape[0], 1))),
+        ("w_scale", scales.w, w.shape[0], ((w.shape[0],), (w.shape[0], 1), (1, w.shape[0]))),
+    ):
+        if scale.dtype != torch.float32 or scale.device != device:
+            raise TypeError(f"{name}: {label} is {scale.dtype} on {scale.device}, but must be float32 on {device}")
+        if scale.numel() != 1 and tuple(scale.shape) not in shapes:
+            raise ValueError(
+                f"{name}: {label} is {tuple(scale.shape)}, but must be one number, or one a row: ({rows},) or "
+                f"{shapes[-1]}"
+            )
+        check_resolved(name, label, scale)
+
+
+def check_dtype(
+    name: str, option: str, dtype: torch.dtype | None, operands: torch.dtype, fp8=(torch.bfloat16, torch.float16)
+) -> torch.dtype:
+    """The dtype that an option selects; None selects the usual one. Raises TypeError for one that kernels can't store.
+
+    operands: their dtype. fp8: what may be stored of FP8 operands, beside float32.
+    """
+    default = result_dtype(operands)
     if dtype is None:
         return default
-    if dtype not in (default, torch.float32):
-        raise TypeError(f"{name}: {option}={dtype} must be {default}, the operands' dtype, or float32")
+    allowed = fp8 if operands in FP8 else (default,)
+    if dtype not in (*allowed, torch.float32):
+        which = " or ".join(map(str, allowed)) if operands in FP8 else f"{default}, the operands' dtype,"
+        raise TypeError(f"{name}: {option}={dtype} must be {which} or float32")
     return dtype
 
 
@@ -399,6 +507,8 @@ def matmul(
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     config: GemmConfig | None = None,
+    scales: Scales | None = None,
+    fast_accum: bool = True,
 ) -> torch.Tensor:
     """x [M, K], w [N, K], bias [N] -> activation(x @ w.T + bias) [M, N], in x's dtype (fp32, fp16, bf16) or out_dtype.
 
@@ -407,10 +517,12 @@ def matmul(
 
     out: a contiguous tensor that shares no memory with the operands; it is filled and returned.
     config: the tiles of our kernel; None: whichever is faster by the model multiplies, our kernel or torch.
+    scales, fast_accum: of FP8 operands, whose results are bf16 unless out_dtype says otherwise.
     """
     if out is not None:
         check_apart("matmul", out, x=x, w=w, bias=bias)
-    return multiply((activation, out_dtype, config, precision(x.dtype)), (x, w, bias, out))
+    options = activation, out_dtype, config, precision(x.dtype, fast_accum)
+    return multiply(options, (x, w, bias, out) if scales is None else (x, w, bias, out, scales))
 
 
 def multiply(options: tuple, tensors: tuple[torch.Tensor | None, ...]) -> torch.Tensor:
@@ -420,9 +532,9 @@ def multiply(options: tuple, tensors: tuple[torch.Tensor | None, ...]) -> torch.
 
 
 class Matmul(NamedTuple):
-    """A call of `matmul`, of x, w, bias and out, of which the last two may be None. It needs no context.
+    """A call of `matmul`, of x, w, bias and out, of which the last two may be None; and Scales. It needs no context.
 
-    precision: how fp32 operands are multiplied, as the function of this name says it.
+    precision: how operands are multiplied, as the function of this name says it.
     """
 
     activation: str | None = None
@@ -430,25 +542,25 @@ class Matmul(NamedTuple):
     config: GemmConfig | None = None
     precision: str = "ieee"
 
-    def prepare(self, x, w, bias, out):
+    def prepare(self, x, w, bias, out, scales: Scales | None = None):
         """The function of tensors like these that carries out the call; see `comm.calls.Call`."""
-        check_operands("matmul", x, w, bias, self.activation, runtime.device())
+        check_operands("matmul", x, w, bias, self.activation, runtime.device(), scales)
         (M, K), N = x.shape, w.shape[0]
         out_dtype = check_dtype("matmul", "out_dtype", self.out_dtype, x.dtype)
         y = check_result("matmul", out, x, (M, N), out_dtype)
         if M == 0 or N == 0:
-            return lambda x, w, bias, out: x.new_empty((M, N), dtype=out_dtype) if out is None else out
+            return lambda x, w, bias, out, scales=None: x.new_empty((M, N), dtype=out_dtype) if out is None else out
         if K == 0:  # a sum of nothing
-            run = self.prepare(zeros_along_k(x), zeros_along_k(w), bias, out)
-            return lambda x, w, bias, out: run(zeros_along_k(x), zeros_along_k(w), bias, out)
+            run = self.prepare(zeros_along_k(x), zeros_along_k(w), bias, out, scales)
+            return lambda x, w, *others: run(zeros_along_k(x), zeros_along_k(w), *others)
         if self.config is not None:
-            return self.by_kernel(x, w, bias, y, self.config)
+            return self.by_kernel(x, w, bias, y, self.config, scales)
         way, config = product_way(problem_of_product(x, w, y, self.precision, self.activation, bias is not None))
         if way == STAGED:
-            return self.staged(x, w, bias, y, config)
-        return self.by_library(y) if config is None else self.by_kernel(x, w, bias, y, config)
+            return self.staged(x, w, bias, y, config, scales)
+        return self.by_library(y) if config is None else self.by_kernel(x, w, bias, y, config, scales)
 
-    def by_kernel(self, x, w, bias, y, config: GemmConfig):
+    def by_kernel(self, x, w, bias, y, config: GemmConfig, scales: Scales | None):
         """The function whose product our kernel computes, of the operands where they lie."""
         (M, K), N, dtype = x.shape, w.shape[0], y.dtype
         x_operand = Operand.of(x, config.block_m, config.block_k, config.use_tma)
@@ -456,22 +568,23 @@ class Matmul(NamedTuple):
         y_operand = Operand.of(y, config.block_m, config.block_n // config.split, config.use_tma and y.stride(1) == 1)
         tiles = triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
         programs = min(tiles, runtime.default_programs(), config.max_programs or tiles)
+        x_scale, w_scale = scales or (None, None)
         launch = PreparedLaunch(
-            matmul_kernel, programs, varying=("x", "w", "bias", "y"),
+            matmul_kernel, programs, varying=("x", "w", "bias", "y") + (("x_scale", "w_scale") if scales else ()),
             **x_operand.named("x"), **w_operand.named("w"), bias=x if bias is None else bias,
-            y=y_operand.argument, y_row_stride=y.stride(0), M=M, N=N, K=K,
-            T=Tile.of(config, x_operand, w_operand, bias, self.activation, self.precision),
+            x_scale=x_scale, w_scale=w_scale, y=y_operand.argument, y_row_stride=y.stride(0), M=M, N=N, K=K,
+            T=Tile.of(config, x_operand, w_operand, bias, self.activation, self.precision, scales=scales),
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
 
-        def run(x, w, bias, out):
+        def run(x, w, bias, out, scales=None):
             y = x.new_empty((M, N), dtype=dtype) if out is None else out
-            launch(x, w, x if bias is None else bias.contiguous(), y)
+            launch(x, w, x if bias is None else bias.contiguous(), y, *(scales.contiguous() if scales else ()))
             return y
 
         return run
 
-    def staged(self, x, w, bias, y, config: GemmConfig):
+    def staged(self, x, w, bias, y, config: GemmConfig, scales: Scales | None):
         """The same of copies of those operands, and into a copy of the result, whose rows TMA can't take.
 
         The copies are made in each call, also by the replays of a CUDA graph, and take memory until it ends.
@@ -482,10 +595,10 @@ class Matmul(NamedTuple):
         ]
         examples = (rows.empty("meta") if rows else matrix for rows, matrix in zip(wide, (x, w, y), strict=True))
         x_like, w_like, y_like = examples
-        multiply = self.by_kernel(x_like, w_like, bias, y_like, config)
+        multiply = self.by_kernel(x_like, w_like, bias, y_like, config, scales)
         (M, N), dtype, (wide_x, wide_w, wide_y), (stage_x, stage_w, unstage) = y.shape, y.dtype, wide, copies
 
-        def run(x, w, bias, out):
+        def run(x, w, bias, out, scales=None):
             if stage_x:
                 stage_x(x, at := wide_x.empty(x.device))
                 x = at
@@ -494,8 +607,8 @@ class Matmul(NamedTuple):
                 w = at
             y = x.new_empty((M, N), dtype=dtype) if out is None else out
             if unstage is None:
-                return multiply(x, w, bias, y)
-            unstage(multiply(x, w, bias, wide_y.empty(x.device)), y)
+                return multiply(x, w, bias, y, scales)
+            unstage(multiply(x, w, bias, wide_y.empty(x.device), scales), y)
             return y
 
         return run
@@ -505,10 +618,14 @@ class Matmul(NamedTuple):
         capture.prepare_cublas()
         (M, N), dtype, precision, activation = y.shape, y.dtype, self.precision, self.activation
 
-        def run(x, w, bias, out):
+        def run(x, w, bias, out, scales=None):
             y = x.new_empty((M, N), dtype=dtype) if out is None else out
-            with_bias = bias is not None and x.dtype == dtype
-            multiply_into(y, x, w, bias.contiguous() if with_bias else None, precision)
+            with_bias = bias is not None and (bias if scales else x).dtype == dtype
+            added = bias.contiguous() if with_bias else None
+            if scales is None:
+                multiply_into(y, x, w, added, precision)
+            else:
+                multiply_scaled_into(y, x, w, added, scales, precision)
             if bias is not None and not with_bias:
                 y.add_(bias)
             return activate_in_place(y, activation)
@@ -533,8 +650,8 @@ def plan_finish(total: torch.Tensor, bias: torch.Tensor | None, activation: str 
 
 
 def zeros_along_k(matrix: torch.Tensor) -> torch.Tensor:
-    """One column of zeros in place of an operand without columns: kernels store a tile after its last step along K."""
-    return matrix.new_zeros((matrix.shape[0], 1))
+    """Zeros in place of an operand without columns: kernels store a tile after its last step along K."""
+    return matrix.new_zeros((matrix.shape[0], 16))
 
 
 def activation_reference(value: torch.Tensor, activation: str | None) -> torch.Tensor:

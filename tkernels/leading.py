@@ -32,6 +32,18 @@ class Leading(NamedTuple):
         """x as rows of K; a copy if they don't lie in memory in that order."""
         return x.movedim(self.dim, 0).reshape(math.prod(self.sizes), x.shape[-1])
 
+    def scale(self, x_scale: torch.Tensor | None) -> torch.Tensor | None:
+        """The scale of each row of x, [..., 1] or [...], as [M, 1]; what is one number, or none, as it is."""
+        if not isinstance(x_scale, torch.Tensor) or x_scale.numel() == 1:
+            return x_scale
+        one_a_row = x_scale.unsqueeze(-1) if x_scale.dim() == len(self.sizes) else x_scale
+        if one_a_row.dim() != len(self.sizes) + 1 or one_a_row.movedim(self.dim, 0).shape != (*self.sizes, 1):
+            raise ValueError(
+                f"{self.name}: x_scale is {tuple(x_scale.shape)}, but must be one number, or one a row, with the "
+                f"{len(self.sizes)} leading dimensions of x"
+            )
+        return self.matrix(one_a_row)
+
     def rows(self, lengths: tuple[int, ...]) -> tuple[int, ...]:
         """The matrix's rows by rank, from the lengths of the first dimension."""
         return tuple(length * math.prod(self.sizes[1:]) for length in lengths)

@@ -29,6 +29,19 @@ def multiply_into(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: tor
             _multiply_alike(out, x, w, bias)
 
 
+def multiply_scaled_into(
+    out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, scales, precision: str
+):  # fmt: skip
+    """The same of FP8 operands: out = x @ w.T * x_scale * w_scale + bias. scales: gemm.Scales, of any shapes."""
+    x_scale, w_scale = scales
+    if x_scale.numel() > 1 or w_scale.numel() > 1:  # torch takes either one for each operand, or one a row of each
+        x_scale = x_scale.reshape(-1, 1).expand(x.shape[0], 1).contiguous()
+        w_scale = w_scale.reshape(1, -1).expand(1, w.shape[0]).contiguous()
+    torch._scaled_mm(
+        x, w.t(), x_scale, w_scale, bias, out_dtype=out.dtype, use_fast_accum=precision != "promoted", out=out
+    )
+
+
 def _multiply_alike(out, x, w, bias):
     if bias is None:
         torch.mm(x, w.t(), out=out)

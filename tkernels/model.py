@@ -24,7 +24,17 @@ from typing import NamedTuple
 
 import torch
 
-from tkernels.configs import COPIES, DTYPES, MAX_LOOK, MIN_CHUNK_ROWS, GemmConfig, OverlapConfig, Wire, by_copy_engine
+from tkernels.configs import (
+    COPIES,
+    DTYPES,
+    MAX_LOOK,
+    MIN_CHUNK_ROWS,
+    GemmConfig,
+    OverlapConfig,
+    Wire,
+    by_copy_engine,
+    result_dtype,
+)
 from tkernels.gpus import GPU, H200, SIMULATED, TILE_END_S, gpu_here
 from tkernels.waves import end_of, waves_on
 
@@ -83,13 +93,14 @@ class Problem:
     ranks: of the group. programs: of a launch.
     mapped: copies and stores reach all ranks. stores: programs send by SM stores, not by NVSHMEM's calls.
     sending: comm programs must send, into the two alternating inboxes.
-    precision: how fp32 is multiplied, as gemm.precision says it.
+    precision: how operands are multiplied, as gemm.precision says it.
     alignment: bytes that the rows of all operands are multiples of, where their layout is "pointers".
     Of a local product alone:
     orientation, staged: the layout that the operands would have in rows that TMA can take, and the bytes of each matrix
         that it can't. sectors: the rows of the others begin at sectors of the cache, of 32 bytes.
-    stored: the result's dtype; None: that of x.
+    stored: the result's dtype; None: the usual one.
     activation, separate: its activation, and whether that or a bias takes the library another pass.
+    library: whether the library takes such operands at all.
     """
 
     operation: str
@@ -112,6 +123,7 @@ class Problem:
     stored: torch.dtype | None = None
     activation: str | None = None
     separate: bool = False
+    library: bool = True
 
     @property
     def gathers(self) -> bool:
@@ -128,7 +140,7 @@ class Problem:
 
     @property
     def row_bytes(self) -> int:
-        return (self.K if self.gathers else self.N) * self.dtype.itemsize
+        return (self.K if self.gathers else self.N) * sent_dtype(self.operation, self.dtype).itemsize
 
     @property
     def tma(self) -> bool:
@@ -151,13 +163,18 @@ class Problem:
     @property
     def least_s(self) -> float:
         """The time in which the operands and the result of the local GEMM pass through memory."""
-        elements = self.M * self.K + self.N * self.K + self.M * self.N
-        return elements * self.dtype.itemsize / self.gpu.memory
+        operands = (self.M + self.N) * self.K * self.dtype.itemsize
+        return (operands + self.M * self.N * result_dtype(self.dtype).itemsize) / self.gpu.memory
 
     def tiles(self, gemm: GemmConfig) -> tuple[int, int]:
         """(tiles of one rank's rows, tiles of them all)."""
         own = -(-self.rows // gemm.block_m) * -(-self.N // gemm.block_n)
         return own, own * self.ranks
+
+
+def sent_dtype(operation: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which an operation sends its rows by default, where its operands are of `dtype`."""
+    return dtype if operation == GATHER else result_dtype(dtype)
 
 
 # Candidates
@@ -176,18 +193,19 @@ def default_config(M: int, N: int, dtype: torch.dtype, tma: bool = True, gpu: GP
     if (gpu or gpu_here()).shared_bytes < H200.shared_bytes:
         # Below sm_90 Triton rewrites descriptors to pointers, whose loads it does not pipeline.
         size = 64 if dtype == FP32 or M <= 64 else 128
-        return GemmConfig(size, size, 16 if dtype == FP32 else 32, split=1, num_stages=4, use_tma=False)
+        return GemmConfig(size, size, 64 // dtype.itemsize, split=1, num_stages=4, use_tma=False)
     if dtype == FP32:
         # IEEE fp32 has no tensor cores. 4 warps would spill 160 registers; block_k = 32, in fused operations, 13.
         return GemmConfig(64, 64, 16, split=1)
     if not tma:
         # Through pointers, each element of a tile costs registers: 128 x 256 spills 900 times, 128 x 128 x 32 150.
         return GemmConfig(64 if M <= 64 else 128, 64, 32, split=1, num_warps=4 if M <= 64 else 8)
+    block_k = 128 // dtype.itemsize
     if M <= 64:
-        return GemmConfig(64, 128, 64, num_warps=4, num_stages=4)
+        return GemmConfig(64, 128, block_k, num_warps=4, num_stages=4)
     if N <= 128:
-        return GemmConfig(128, 128, 64, num_warps=8, num_stages=4)
-    return GemmConfig(num_stages=4)
+        return GemmConfig(128, 128, block_k, num_warps=8, num_stages=4)
+    return GemmConfig(block_k=block_k, num_stages=4)
 
 
 def wire_of(problem: Problem) -> Wire:
@@ -306,9 +324,10 @@ def reject(problem: Problem, config: GemmConfig | OverlapConfig) -> str | None:
     reduces = problem.operation in (SCATTER, ALL_REDUCE)
     # Staging beside the pipeline: slices of the result and of a peer's partial sums; with split-K tiles also a quarter
     # of a slice of fp32 partial sums, to be written, and to be read.
-    kernels = [(gemm.num_stages, itemsize * (2 if reduces else 1))]
+    result = result_dtype(problem.dtype).itemsize
+    kernels = [(gemm.num_stages, result * (2 if reduces else 1))]
     if isinstance(config, OverlapConfig) and config.max_splits > 1:
-        kernels.append((stages_of(gemm, config.max_splits), 2 * itemsize + 1 if reduces else itemsize + 2))
+        kernels.append((stages_of(gemm, config.max_splits), 2 * result + 1 if reduces else result + 2))
     for stages, staged in kernels:
         pipeline = stages * (gemm.block_m + gemm.block_n) * gemm.block_k * itemsize
         stored = gemm.block_m * gemm.block_n // gemm.split * staged
@@ -487,7 +506,7 @@ def predict_library(problem: Problem) -> Prediction:
     """The time of a local product by torch's matmul, and of the pass over the result that applies an activation."""
     product_s = library_s(problem)
     if problem.separate:
-        itemsize = (problem.stored or problem.dtype).itemsize
+        itemsize = (problem.stored or result_dtype(problem.dtype)).itemsize
         product_s += PASS_S + 2 * problem.M * problem.N * itemsize / problem.gpu.memory
     return Prediction(LIBRARY_S + product_s, LIBRARY_S, product_s, 0.0)
 
@@ -508,6 +527,8 @@ def fastest(problem: Problem, predicted: dict[str, Prediction]) -> str:
     What the model knows too little of is torch's: what is short, but for an epilogue, which saves torch's second
     launch; and sums so short that storing the result decides.
     """
+    if LIBRARY not in predicted:
+        return min(predicted, key=lambda name: predicted[name].gemm)
     library = predicted[LIBRARY].gemm
     short = library <= SHORT_S
     known = (problem.tma or short) if problem.separate else not short and problem.tma and problem.K >= SHORT_K
@@ -548,7 +569,8 @@ def features_that_pay(
     if ours >= library:
         return math.inf
     crossings = 2 if operation == ALL_REDUCE else 1
-    hidden_s = crossings * dtype.itemsize * (ranks - 1) / ranks / gpu.collective  # for each element that travels
+    sent_bytes = crossings * sent_dtype(operation, dtype).itemsize
+    hidden_s = sent_bytes * (ranks - 1) / ranks / gpu.collective  # for each element that travels
     return hidden_s / (2 / ours - 2 / library)
 
 

@@ -39,9 +39,10 @@ from tkernels.comm import collectives
 from tkernels.comm.arguments import check_out
 from tkernels.comm.contexts import find_context
 from tkernels.comm.errors import TkernelsError
+from tkernels.configs import result_dtype
 from tkernels.dispatch import PLAIN, apply_transformed, define, register, transformed, wants_gradient, watched
+from tkernels.gemm import Scales, may_stage, precision
 from tkernels.gemm import matmul as _matmul
-from tkernels.gemm import may_stage, precision
 from tkernels.matmul_all_reduce import MatmulAllReduce
 from tkernels.matmul_reduce_scatter import MatmulReduceScatter
 
@@ -62,6 +63,21 @@ ops.matmul = define(
     lambda x, w, bias, activation: x.new_empty((x.shape[0], w.shape[0])),
     _matmul_backward,
     saved=2,
+)
+
+
+def _scaled_matmul(x, w, x_scale, w_scale, bias, activation, out_dtype, fast_accum):
+    scaled = {"scales": Scales(x_scale, w_scale), "fast_accum": fast_accum}
+    return _matmul(x, w, bias, activation, out_dtype=out_dtype, **scaled)
+
+
+ops.scaled_matmul = define(
+    "scaled_matmul(Tensor x, Tensor w, Tensor x_scale, Tensor w_scale, Tensor? bias, str? activation,"
+    " ScalarType? out_dtype, bool fast_accum) -> Tensor",
+    _scaled_matmul,
+    lambda x, w, x_scale, w_scale, bias, activation, out_dtype, fast_accum: x.new_empty(
+        (x.shape[0], w.shape[0]), dtype=out_dtype or result_dtype(x.dtype)
+    ),
 )
 
 

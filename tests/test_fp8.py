@@ -1,0 +1,201 @@
+"""Products of FP8 operands: exact on small integers, within derived limits of fp64 on quantized values."""
+
+import pytest
+import torch
+from transports import Operators
+
+import tkernels
+from tkernels import gemm
+from tkernels.choice import product_way
+from tkernels.comm import runtime
+from tkernels.comm.calls import PreparedCalls
+from tkernels.configs import FP8, GemmConfig
+from tkernels.gemm import ACTIVATIONS, activation_reference
+from tkernels.model import Problem
+from tkernels.testing.compare import assert_close_to, integers, normal
+
+DEVICE = runtime.device()
+E4M3, E5M2 = FP8
+BF16 = torch.bfloat16
+KINDS = [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)]
+SHAPES = [(1, 16, 32), (1, 1, 16), (7, 13, 32), (65, 33, 144), (37, 96, 48)]
+
+
+def powers(rows: int, seed: int, low: int = -3, high: int = 3) -> torch.Tensor:
+    """Scales that are powers of two, one for each of `rows` rows; one for all: rows = 0."""
+    return (2.0 ** integers(rows or (), torch.float32, seed, low, high)).to(DEVICE)
+
+
+def quantized(shape, seed: int, dtype=E4M3, by_row: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normal values in FP8, and their scale."""
+    values = normal(shape, torch.float32, seed, device=DEVICE)
+    most = values.abs().amax(1, keepdim=True) if by_row else values.abs().amax()
+    scale = most / torch.finfo(dtype).max
+    return (values / scale).to(dtype), scale
+
+
+def truth(x, w, x_scale, w_scale, bias=None, activation=None) -> torch.Tensor:
+    """In fp64, of the operands as they are quantized."""
+    value = (x.double() * x_scale.double().reshape(-1, 1)) @ (w.double() * w_scale.double().reshape(-1, 1)).t()
+    return activation_reference(value if bias is None else value + bias.double(), activation)
+
+
+def sqnr(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Signal to noise, in dB."""
+    return float(10 * torch.log10(want.square().sum() / (got.double() - want).square().sum()))
+
+
+@pytest.fixture(params=["kernel", "library"])
+def way(request, monkeypatch):
+    """Who multiplies, where both can."""
+    chosen = gemm.product_way
+    monkeypatch.setattr(gemm, "local_calls", PreparedCalls())
+    if request.param == "library":
+        by_library = "library", None
+        monkeypatch.setattr(gemm, "product_way", lambda problem: by_library if problem.library else chosen(problem))
+    return request.param
+
+
+def one_or_rows(seed: int, M: int, N: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales of x and of w: one for all or one a row, in each combination and in each of their shapes."""
+    x_scale = powers(M, seed).view((M,) if seed % 8 > 3 else (M, 1)) if seed % 2 else powers(0, seed)
+    w_scale = powers(N, seed + 1).view([(N,), (N, 1), (1, N)][seed % 3]) if seed // 2 % 2 else powers(0, seed + 1)
+    return x_scale, w_scale.view(1) if w_scale.dim() == 0 and seed % 3 else w_scale
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids=str)
+def test_matmul_of_integers_is_exact_with_scales_that_are_powers_of_two(way, kinds):
+    for seed, (M, N, K) in enumerate(SHAPES):
+        x, w = integers((M, K), kinds[0], seed, -8, 8, DEVICE), integers((N, K), kinds[1], seed + 100, -4, 4, DEVICE)
+        bias = integers(N, BF16, seed + 200, device=DEVICE)
+        x_scale, w_scale = one_or_rows(seed, M, N)
+        want = truth(x, w, x_scale, w_scale, bias)
+        for out, fast in ((None, True), (torch.float32, False), (torch.float16, True)):
+            scales = {"x_scale": x_scale, "w_scale": w_scale}
+            got = tkernels.matmul(x, w, bias, **scales, out_dtype=out, fast_accum=fast)
+            assert got.dtype == (out or BF16) and torch.equal(got, want.to(got.dtype)), (M, N, K, out)
+    wrong = truth(x, w, x_scale, 2 * w_scale, bias)
+    assert not torch.equal(got.double(), wrong)
+
+
+@pytest.mark.parametrize("by_row", [True, False], ids=["rows", "tensor"])
+def test_matmul_of_quantized_values_is_within_derived_limits(way, by_row):
+    M, N, K = 40, 48, 272
+    (x, x_scale), (w, w_scale) = quantized((M, K), 1, by_row=by_row), quantized((N, K), 2, by_row=by_row)
+    for seed, activation in enumerate(ACTIVATIONS):
+        bias = normal(N, BF16, seed, device=DEVICE)
+        got = tkernels.matmul(x, w, bias, activation, x_scale=x_scale, w_scale=w_scale)
+        want = truth(x, w, x_scale, w_scale, bias, activation)
+        assert sqnr(got, want) > 50
+        # Torch rounds once more, before an activation.
+        assert_close_to(got, want, terms=K + 1, roundings=1 if way == "kernel" else 2)
+    exact = tkernels.matmul(x, w, x_scale=x_scale, w_scale=w_scale, out_dtype=torch.float32, fast_accum=False)
+    assert sqnr(exact, truth(x, w, x_scale, w_scale)) > 100
+    # And FP8 itself is as near as it can be.
+    full = normal((M, K), torch.float32, 1, device=DEVICE).double() @ normal((N, K), torch.float64, 2, DEVICE).t()
+    assert 25 < sqnr(exact, full) < 35
+
+
+def test_matmul_scales_before_bias_and_activation_and_repeats_its_bits():
+    x, w = integers((33, 32), E4M3, 1, -8, 8, DEVICE), integers((24, 32), E4M3, 2, -8, 8, DEVICE)
+    x_scale, w_scale, bias = powers(33, 3), powers(24, 4), integers(24, torch.float32, 5, -64, 64, DEVICE)
+    options = {"x_scale": x_scale, "w_scale": w_scale, "out_dtype": torch.float32}
+    got = tkernels.matmul(x, w, bias, "relu", **options)
+    assert torch.equal(got, truth(x, w, x_scale, w_scale, bias, "relu").float())
+    assert torch.equal(got, tkernels.matmul(x, w, bias, "relu", **options))
+    out = torch.full((33, 24), torch.nan, device=DEVICE)
+    assert tkernels.matmul(x, w, bias, "relu", out=out, **options) is out and torch.equal(out, got)
+    config = GemmConfig(32, 32, 32, split=1)
+    assert torch.equal(tkernels.matmul(x, w, bias, "relu", config=config, **options), got)
+
+
+def test_matmul_with_zero_scales_nan_and_sizes_of_zero(way):
+    x, w = integers((16, 32), E4M3, 1, 1, 8, DEVICE), integers((16, 32), E4M3, 2, 1, 8, DEVICE)
+    zero = torch.zeros(16, device=DEVICE)
+    assert tkernels.matmul(x, w, x_scale=zero, w_scale=powers(16, 3)).eq(0).all()
+    x[3, 5] = torch.nan
+    assert x.isnan().sum() == 1
+    got = tkernels.matmul(x, w, x_scale=powers(16, 3), w_scale=powers(0, 4))
+    assert got[3].isnan().all() and got.isnan().sum() == 16
+    got = tkernels.matmul(x[:2], w, x_scale=torch.tensor(torch.nan, device=DEVICE), w_scale=powers(0, 4))
+    assert got.isnan().all()
+    for M, N, K in ((0, 16, 16), (16, 0, 16), (3, 16, 0)):
+        got = tkernels.matmul(x.new_zeros(M, K), x.new_zeros(N, K), x_scale=powers(M, 1), w_scale=powers(N, 2))
+        assert got.shape == (M, N) and got.dtype == BF16 and got.eq(0).all()
+
+
+def test_matmul_takes_leading_dimensions_with_a_scale_a_row():
+    x, w = integers((2, 3, 5, 16), E4M3, 1, -8, 8, DEVICE), integers((24, 16), E4M3, 2, -8, 8, DEVICE)
+    x_scale, w_scale = powers(30, 3).view(2, 3, 5), powers(24, 4)
+    want = truth(x.view(30, 16), w, x_scale, w_scale).to(BF16).view(2, 3, 5, 24)
+    for each in (x_scale, x_scale.unsqueeze(-1)):
+        assert torch.equal(tkernels.matmul(x, w, x_scale=each, w_scale=w_scale), want)
+    # A scale of a column of a larger tensor is read where it lies, or copied.
+    both = torch.stack([powers(24, 4), powers(24, 5)], 1)
+    assert torch.equal(tkernels.matmul(x, w, x_scale=x_scale, w_scale=both[:, 0]), want)
+    with pytest.raises(ValueError, match=r"x_scale is \(2, 3\), but must be one number, or one a row"):
+        tkernels.matmul(x, w, x_scale=x_scale[..., 0], w_scale=w_scale)
+
+
+def test_matmul_reads_scales_on_the_device_alone():
+    """A call like an earlier one looks at no value: it allocates its result, and launches."""
+    x, w = integers((16, 32), E4M3, 1, -8, 8, DEVICE), integers((16, 32), E4M3, 2, -8, 8, DEVICE)
+    x_scale, w_scale = powers(16, 3), powers(0, 4)
+    first = tkernels.matmul(x, w, x_scale=x_scale, w_scale=w_scale)
+    with Operators() as operators:
+        again = gemm.matmul(x, w, scales=gemm.Scales(2 * x_scale, w_scale))
+    assert torch.equal(again, 2 * first)
+    assert operators.names == ["mul", "new_empty"]
+
+
+def test_matmul_is_an_operator_that_torch_compile_sees():
+    x, w = integers((16, 32), E4M3, 1, -8, 8, DEVICE), integers((24, 32), E4M3, 2, -8, 8, DEVICE)
+    bias, scales = integers(24, BF16, 3, device=DEVICE), (powers(16, 4), powers(24, 5))
+    arguments = x, w, *scales, bias, "relu", torch.float32, True
+    checks = "test_faketensor", "test_aot_dispatch_dynamic"  # the third compares values of FP8, which torch can't
+    torch.library.opcheck(torch.ops.tkernels.scaled_matmul.default, arguments, test_utils=checks)
+
+    def product(x, w, x_scale, w_scale):
+        return tkernels.matmul(x, w, bias, "relu", x_scale=x_scale, w_scale=w_scale) + 1
+
+    compiled = torch.compile(product, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x, w, *scales), product(x, w, *scales))
+
+
+def test_matmul_refuses_by_name_what_it_does_not_take():
+    x, w = integers((16, 32), E4M3, 1, -8, 8, DEVICE), integers((16, 32), E4M3, 2, -8, 8, DEVICE)
+    one = torch.ones(1, device=DEVICE)
+    for operands, options, error, words in (
+        ((x, w), {}, TypeError, "x_scale and w_scale is missing|x_scale and w_scale are missing"),
+        ((x, w), {"x_scale": one}, TypeError, "w_scale is missing"),
+        ((x, w), {"x_scale": one, "w_scale": 2.0}, TypeError, "w_scale=2.0 must be a tensor"),
+        ((x.to(BF16), w.to(BF16)), {"x_scale": one, "w_scale": one}, TypeError, "are of float8 operands, but x is"),
+        ((x, w.to(BF16)), {"x_scale": one, "w_scale": one}, TypeError, "x is .*e4m3fn and w is torch.bfloat16"),
+        ((x.to(E5M2), w.to(E5M2)), {"x_scale": one, "w_scale": one}, TypeError, "both torch.float8_e5m2"),
+        ((x[:, :24], w[:, :24]), {"x_scale": one, "w_scale": one}, ValueError, "x is .* pad K with zeros"),
+        ((x, w.t().contiguous().t()), {"x_scale": one, "w_scale": one}, ValueError, r"w is .* pass w.contiguous\(\)"),
+        ((x[:, 8:24], w[:, :16]), {"x_scale": one, "w_scale": one}, ValueError, r"pass x.contiguous\(\)"),
+        ((x, w), {"x_scale": one.double(), "w_scale": one}, TypeError, "x_scale is torch.float64"),
+        ((x, w), {"x_scale": one.expand(3), "w_scale": one}, ValueError, r"x_scale is \(3,\), but must be one"),
+        ((x, w), {"x_scale": one, "w_scale": one.expand(16, 2)}, ValueError, r"w_scale is \(16, 2\)"),
+        ((x, w), {"x_scale": one, "w_scale": one, "out_dtype": E4M3}, TypeError, "out_dtype=torch.float8_e4m3fn"),
+    ):
+        with pytest.raises(error, match=words):
+            tkernels.matmul(*operands, **options)
+    with pytest.raises(ValueError, match="products of float8 operands have no gradient"):
+        tkernels.matmul(x, w, x_scale=one, w_scale=one.clone().requires_grad_())
+
+
+@pytest.mark.parametrize("changes, way, tiles", [
+    ({}, "kernel", (128, 256, 128)),
+    ({"precision": "promoted"}, "library", None),
+    ({"N": 8200, "library": False, "staged": ()}, "kernel", (128, 256, 128)),
+    ({"N": 8200, "library": False, "staged": (), "precision": "promoted"}, "kernel", (128, 128, 128)),
+    ({"N": 8191, "library": False, "staged": (8192 * 8191 * 2,), "layout": "pointers"}, "staged", (128, 256, 128)),
+    ({"M": 4}, "library", None),
+])  # fmt: skip
+def test_product_way_of_fp8(changes, way, tiles):
+    problem = Problem("matmul", **{"M": 8192, "N": 8192, "K": 8192, "dtype": E4M3, "stored": BF16} | changes)
+    taken, config = product_way(problem)
+    assert taken == way
+    assert config is None if tiles is None else (config.block_m, config.block_n, config.block_k) == tiles
