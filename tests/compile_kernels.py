@@ -246,6 +246,12 @@ def _cases() -> list[Case]:
     cases.append(Case("all_reduce", "bfloat16", "one_shot", (64, 1, 4096), ranks=4, transport="nvshmem"))
     for dtype, activation in (("bfloat16", "gelu"), ("float32", "silu")):
         cases.append(Case("finish", dtype, activation=activation, bias=True))
+    for dtype, columns in itertools.product(("bfloat16", "float16", "float32"), (1000, 8192, 32768)):
+        cases.append(Case("quantize", dtype, f"rows_{columns}", shape=(1024, 1, columns)))
+    cases.append(Case("quantize", label="rows_e5m2", shape=(1024, 1, 8192), out="float8_e5m2"))
+    cases.append(Case("quantize", label="rows_power_of_two", shape=(1024, 1, 8192)))
+    for label, dtype in itertools.product(("largest", "parts"), ("bfloat16", "float32")):
+        cases.append(Case("quantize", dtype, label, shape=(1024, 1, 16384)))
     for dtype in ("bfloat16", "float32"):
         cases.append(Case("collect", dtype))
         cases.append(Case("collect", dtype, "misaligned", misaligned=True))
@@ -538,6 +544,12 @@ def _call(case: Case):
             copied = x, rows.empty("cpu")
             back = case.operation == "unstage"
             rows.plan_copy(x, back)(*copied[::-1] if back else copied)
+        elif case.operation == "quantize":
+            whole = case.label in ("largest", "parts")  # a whole tensor takes both kernels
+            fp8 = getattr(torch, case.out or "float8_e4m3fn")
+            tkernels.quantize(matrix(M, K), "tensor" if whole else "row", fp8, power_of_two="power" in case.label)
+            if whole:
+                _compiled[:] = [_compiled[case.label == "parts"]]
         elif case.operation == "collect":
             x, gathered, inbox, state = matrix(M // 4, K), matrix(M, K), matrix(2 * M, K), torch.empty(2).long()
             importlib.import_module("tkernels.all_gather_matmul")._collect(state, inbox, M, x, None, 0, M)(x, gathered)

@@ -34,6 +34,7 @@ _HOMES = {
         "matmul",
         "matmul_all_reduce",
         "matmul_reduce_scatter",
+        "quantize",
         "reduce_scatter",
     ),
     "tkernels.trace.recorder": ("tracing",),

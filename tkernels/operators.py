@@ -124,6 +124,34 @@ def matmul(
     return activation_reference(ops.matmul(x, w, bias, fused), separate)
 
 
+def quantize(
+    x: torch.Tensor,
+    scale: str = "row",
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    *,
+    power_of_two: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., K], fp32, fp16 or bf16 -> (q [..., K] in FP8, scale in fp32), where x is about q * scale. Not collective.
+
+    scale: "row", one for each row, [..., 1], or "tensor", one for all, []. It is dequantizing, as `x_scale` and
+        `w_scale` of the products are and torch's scaled ones: the largest magnitude, divided by the format's largest
+        number, 448 or 57344. Of zeros it is 2**-126, and they stay zeros.
+    dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+    power_of_two: round scales up to powers of two, as torchao's row-wise recipes do. The division then rounds nothing.
+
+    What isn't finite counts for no scale: NaN stays NaN, and infinity becomes NaN in both formats, of which e4m3 has
+    none. No element overflows. Elements are rounded to nearest even.
+    Rows are read where they lie; a tensor whose last dimension is not contiguous is copied first, and for "tensor" any
+    that is not contiguous. q is contiguous. On GPUs without FP8 (before compute capability 8.9) torch computes the
+    same, slowly, and the log says so. A call that would need a gradient is refused: there is none. Raises ValueError or
+    TypeError.
+    """
+    check_tensors("quantize", x=x)
+    if wants_gradient(x):
+        raise ValueError("quantize: has no gradient; pass x.detach(), or call under torch.no_grad()")
+    return ops.quantize(x, scale, dtype, power_of_two)
+
+
 def _shape(name: str, x: torch.Tensor) -> torch.Size:
     if not isinstance(x, torch.Tensor):
         check_tensors(name, x=x)

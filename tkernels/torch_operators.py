@@ -45,6 +45,8 @@ from tkernels.gemm import Scales, may_stage, precision
 from tkernels.gemm import matmul as _matmul
 from tkernels.matmul_all_reduce import MatmulAllReduce
 from tkernels.matmul_reduce_scatter import MatmulReduceScatter
+from tkernels.quantize import Quantize
+from tkernels.quantize import quantize as _quantize
 
 ops = types.SimpleNamespace()  # the functions of the operators
 
@@ -364,6 +366,13 @@ ops.matmul_all_reduce = define(
     _matmul_all_reduce_fake,
     _matmul_all_reduce_backward,
     saved=2,
+)
+
+
+ops.quantize = define(
+    "quantize(Tensor x, str scale, ScalarType dtype, bool power_of_two) -> (Tensor, Tensor)",
+    _quantize,
+    lambda x, *options: Quantize(*options).results(x),
 )
 
 

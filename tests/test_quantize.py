@@ -1,0 +1,183 @@
+"""quantize: bit for bit a plain expression of torch, and that against fp64; what isn't finite, zeros, any shape."""
+
+import importlib
+import logging
+import math
+
+import pytest
+import torch
+from torch.library import opcheck
+from transports import launches
+
+import tkernels
+from tkernels.comm import runtime
+from tkernels.comm.calls import PreparedCalls
+from tkernels.configs import DTYPES, FP8
+from tkernels.quantize import LEAST, quantize_reference
+from tkernels.testing.compare import normal, poison
+
+module = importlib.import_module("tkernels.quantize")
+DEVICE = runtime.device()
+SHAPES = [(1, 16), (5, 100), (19, 48), (2, 3, 31), (7,), (3, 1), (2, 700)]
+HALF_ULP = {torch.float8_e4m3fn: 2.0**-4, torch.float8_e5m2: 2.0**-3}
+HALF_OF_SMALLEST = {torch.float8_e4m3fn: 2.0**-10, torch.float8_e5m2: 2.0**-17}
+
+
+@pytest.fixture(params=["rows", "parts"])
+def kernels(request, monkeypatch):
+    """Programs take whole rows, or parts of one, whatever its length. -> their kernels, for scale="row"."""
+    monkeypatch.setattr(module, "local_calls", PreparedCalls())
+    monkeypatch.setattr(module, "ELEMENTS", 256)  # so that small shapes take several programs
+    if request.param == "rows":
+        return ["quantize_rows_kernel"]
+    monkeypatch.setattr(module, "LONGEST_ROW", 0)
+    return ["largest_kernel", "quantize_parts_kernel"]
+
+
+def spread(shape, dtype, seed=1):
+    """Values over many powers of two, of other sizes in each row."""
+    x = normal(shape, torch.float32, seed) * torch.exp2(normal((*shape[:-1], 1), torch.float32, seed + 1) * 4)
+    return x.to(dtype).to(DEVICE)
+
+
+def same_bits(got, want) -> bool:
+    """All but the bits of NaN, of which formats have several."""
+    (q, scale), (want_q, want_scale) = got, want
+    assert (q.dtype, scale.dtype, q.shape, scale.shape) == (
+        want_q.dtype, torch.float32, want_q.shape, want_scale.shape
+    )  # fmt: skip
+    assert q.is_contiguous() and scale.is_contiguous() and torch.equal(q.isnan(), want_q.isnan())
+    bits, want_bits = (each.view(torch.uint8).masked_fill(each.isnan(), 0) for each in (q, want_q))
+    return torch.equal(bits, want_bits) and torch.equal(scale, want_scale)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("scale", ["row", "tensor"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_quantize_gives_the_bits_of_a_plain_expression(kernels, dtype, scale):
+    for shape in SHAPES:
+        x = spread(shape, dtype)
+        for fp8 in FP8:
+            for power_of_two in (False, True):
+                with launches() as launched:
+                    got = tkernels.quantize(x, scale, fp8, power_of_two=power_of_two)
+                assert scale == "tensor" or [name for name, *_ in launched] == kernels
+                assert same_bits(got, quantize_reference(x, scale, fp8, power_of_two)), (shape, fp8, power_of_two)
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("fp8", FP8, ids=str)
+def test_quantize_is_within_half_a_step_of_fp64(fp8, power_of_two):
+    x = spread((70, 200), torch.float32)
+    for scale, largest in (("row", x.abs().amax(1, keepdim=True)), ("tensor", x.abs().amax())):
+        q, unit = tkernels.quantize(x, scale, fp8, power_of_two=power_of_two)
+        error = (q.double() * unit.double() - x.double()).abs()
+        allowed = torch.maximum(x.double().abs() * HALF_ULP[fp8], unit.double() * HALF_OF_SMALLEST[fp8])
+        assert (error <= allowed * (1 + 1e-6)).all()
+        assert (error > allowed / 2).any()  # so the limit is no wider than it must be
+        exact = largest.double() / torch.finfo(fp8).max
+        if power_of_two:
+            exact = torch.exp2(exact.log2().ceil())
+            assert torch.equal(unit.double(), exact)
+        assert ((unit.double() - exact).abs() <= exact * 2**-24).all()
+
+
+def test_quantize_keeps_a_product_25_db_above_its_noise():
+    x, w = normal((64, 512), torch.bfloat16, 1, DEVICE), normal((48, 512), torch.bfloat16, 2, DEVICE)
+    want = x.double() @ w.double().t()
+    for scale in ("row", "tensor"):
+        (a, a_scale), (b, b_scale) = tkernels.quantize(x, scale), tkernels.quantize(w, scale)
+        got = (a.double() @ b.double().t()) * a_scale.double() * b_scale.double().t()
+        assert 10 * torch.log10(want.square().sum() / (got - want).square().sum()) > 25
+
+
+@pytest.mark.parametrize("scale", ["row", "tensor"])
+def test_quantize_gives_nan_for_what_is_not_finite_and_scales_by_the_rest(kernels, scale):
+    x = spread((6, 40), torch.float32)
+    odd = x.clone()
+    odd[0, 3], odd[2, 39], odd[4, 0] = math.nan, math.inf, -math.inf
+    odd[5] = math.nan
+    rest = x.masked_fill(~odd.isfinite(), 0)
+    for fp8 in FP8:
+        (q, unit), (want, want_unit) = tkernels.quantize(odd, scale, fp8), tkernels.quantize(rest, scale, fp8)
+        assert torch.equal(q.isnan(), ~odd.isfinite()) and torch.equal(unit, want_unit)
+        assert torch.equal(q.float()[odd.isfinite()], want.float()[odd.isfinite()])
+        assert same_bits((q, unit), quantize_reference(odd, scale, fp8))
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("scale", ["row", "tensor"])
+def test_quantize_keeps_zeros_and_extremes(kernels, scale, power_of_two):
+    largest, smallest = torch.finfo(torch.float32).max, 2.0**-149
+    for values in ([0.0, -0.0], [largest, -1.0], [smallest, -smallest], [1e-38, 3e-39], [448.0, 449.0], [2.0**-126, 0]):
+        x = torch.tensor([values * 8], device=DEVICE)
+        for fp8 in FP8:
+            q, unit = tkernels.quantize(x, scale, fp8, power_of_two=power_of_two)
+            assert same_bits((q, unit), quantize_reference(x, scale, fp8, power_of_two))
+            assert q.float().isfinite().all() and unit.isfinite().all() and (unit >= LEAST.value).all(), values
+            assert torch.equal(q.float().signbit(), x.signbit()), values
+    mixed = torch.stack([torch.zeros(16), torch.full((16,), 3.0)]).to(DEVICE)
+    q, unit = tkernels.quantize(mixed, "row")
+    assert not q[0].any() and unit[0] == LEAST.value and torch.equal(q[1].float(), torch.full_like(mixed[1], 448.0))
+
+
+@pytest.mark.parametrize("scale", ["row", "tensor"])
+def test_quantize_reads_views_and_nothing_around_them(kernels, scale):
+    memory = poison(torch.empty(40, 100, device=DEVICE))
+    inside = memory[3:20, 4:68].copy_(spread((17, 64), torch.float32))
+    whole = spread((17, 64), torch.float32)
+    views = inside, whole.t(), whole[:, ::2], whole[::3], whole[:1].expand(5, 64), whole.view(17, 8, 8).movedim(0, 1)
+    for x in views:
+        assert same_bits(tkernels.quantize(x, scale), quantize_reference(x, scale)), (x.shape, x.stride())
+    assert memory[2].isnan().all() and memory[3:20, 68:].isnan().all()
+
+
+def test_quantize_takes_empty_tensors():
+    for shape in ((0, 16), (3, 0), (0,), (2, 0, 5)):
+        x = torch.empty(shape, device=DEVICE)
+        q, unit = tkernels.quantize(x)
+        assert q.shape == shape and unit.shape == (*shape[:-1], 1) and (unit == LEAST.value).all()
+        q, unit = tkernels.quantize(x, "tensor")
+        assert q.shape == shape and unit.shape == () and unit == LEAST.value
+
+
+@pytest.mark.parametrize("x, options, error, message", [
+    ([1.0], {}, TypeError, r"quantize: x=\[1.0\] must be a tensor"),
+    (torch.ones(()), {}, ValueError, r"takes x \[..., K\], but x is a scalar"),
+    (torch.ones(2, 4).double(), {}, TypeError, "x is torch.float64, but must be float32, float16 or bfloat16"),
+    (torch.ones(2, 4).to(torch.float8_e4m3fn), {}, TypeError, "x is torch.float8_e4m3fn, but must be"),
+    (torch.ones(2, 4), {"dtype": torch.int8}, TypeError, "dtype=torch.int8 must be torch.float8_e4m3fn or"),
+    (torch.ones(2, 4), {"scale": "block"}, ValueError, "scale='block' must be 'row' or 'tensor'"),
+    (torch._neg_view(torch.ones(2, 4)), {}, ValueError, "x is a negated or conjugated view"),
+    (torch.ones(2, 4, device="meta"), {}, ValueError, "x is on meta, but the operation runs on"),
+    (torch.ones(2, 4).requires_grad_(), {}, ValueError, r"has no gradient; pass x.detach\(\)"),
+])  # fmt: skip
+def test_quantize_refuses_by_name(x, options, error, message):
+    with pytest.raises(error, match=message):
+        tkernels.quantize(x if not isinstance(x, torch.Tensor) or x.is_meta else x.to(DEVICE), **options)
+
+
+def test_quantize_under_no_grad_takes_what_wants_a_gradient():
+    x = torch.ones(2, 4, device=DEVICE, requires_grad=True)
+    with torch.no_grad():
+        q, unit = tkernels.quantize(x)
+    assert not q.requires_grad and not unit.requires_grad
+
+
+def test_quantize_by_torch_where_a_gpu_has_no_fp8_is_the_same_and_said_once(monkeypatch, caplog):
+    monkeypatch.setattr(module, "local_calls", PreparedCalls())
+    monkeypatch.setattr(module, "_takes_fp8", lambda device: False)
+    module._say_slow.cache_clear()
+    x = spread((5, 40), torch.bfloat16)
+    with caplog.at_level(logging.WARNING, "tkernels"), launches() as launched:
+        got = tkernels.quantize(x)
+        tkernels.quantize(x[:3], "tensor")
+    assert not launched and "has no FP8, so torch quantizes" in caplog.text and len(caplog.records) == 1
+    monkeypatch.undo()
+    assert same_bits(got, tkernels.quantize(x))
+
+
+def test_quantize_passes_opcheck():
+    x = spread((5, 48), torch.bfloat16)
+    for options in (("row", torch.float8_e4m3fn, False), ("tensor", torch.float8_e5m2, True)):
+        opcheck(torch.ops.tkernels.quantize.default, (x, *options))

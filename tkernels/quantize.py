@@ -1,0 +1,234 @@
+"""q = x / scale in FP8, where scale makes the largest element the largest number of the format: x is about q * scale.
+
+    scale = largest(|x|) / 448 for e4m3, / 57344 for e5m2, in fp32: one a row, or one for all
+    q     = x * (1 / scale), rounded to nearest even
+
+A row that one program holds is read once. Longer rows and whole tensors take two kernels: maxima of parts of a row,
+then their maximum and the cast. A whole tensor is one row. Bits are the same on every run, and the same as those of
+`quantize_reference`.
+"""
+
+import functools
+import logging
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from tkernels.comm import runtime
+from tkernels.comm.arguments import check_resolved
+from tkernels.comm.calls import describe, local_calls
+from tkernels.comm.launch import PreparedLaunch
+from tkernels.comm.regions import round_up
+from tkernels.configs import DTYPES, FP8
+
+SCALES = ("row", "tensor")
+LONGEST_ROW = 32768  # that a program holds: 32 elements of each of 1024 threads, without spills
+ELEMENTS = 8192  # of a program with 8 warps
+MOST_PARTS = 1024  # of a row
+# Least scale, the smallest normal number of fp32: its inverse is finite, so a row of zeros gives zeros.
+LEAST = tl.constexpr(2.0**-126)
+INFINITY = tl.constexpr(float("inf"))
+
+_log = logging.getLogger("tkernels")
+
+
+# fmt: off
+@triton.jit
+def magnitude(x):
+    """|x| in fp32, 0 for what isn't finite."""
+    value = tl.abs(x.to(tl.float32))
+    return tl.where(value < INFINITY, value, 0.0)
+
+
+@triton.jit
+def scale_of(largest, MOST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """The scale of values up to `largest`, in a format whose largest number is MOST."""
+    scale = tl.maximum(tl.div_rn(largest, MOST), LEAST)
+    if POWER_OF_TWO:  # rounded up, in the bits: a mantissa that isn't 0 carries into the exponent
+        scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
+def divide(x, scale, DTYPE: tl.constexpr):
+    """x / scale in FP8; NaN for what isn't finite."""
+    x = x.to(tl.float32)
+    inverse = tl.div_rn(1.0, scale)
+    return tl.where(tl.abs(x) < INFINITY, x * inverse, float("nan")).to(DTYPE)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def quantize_rows_kernel(
+    x, x_stride, q, scale, rows, columns,  # [rows, columns], [rows, columns], [rows]
+    MOST: tl.constexpr, POWER_OF_TWO: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):
+    """Each program quantizes ROWS whole rows."""
+    row = tl.cast(tl.program_id(0), tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows) & (column < columns)
+    values = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
+    unit = scale_of(tl.max(magnitude(values), 1, keep_dims=True), MOST, POWER_OF_TWO)
+    tl.store(scale + row, unit, mask=row < rows)
+    tl.store(q + row * columns + column, divide(values, unit, q.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def largest_kernel(
+    x, x_stride, largest, columns, parts, part,  # [rows, columns], [rows, parts]; columns of a part
+    BLOCK: tl.constexpr,
+):
+    """The largest magnitude of each part of each row."""
+    row = tl.cast(tl.program_id(0) // parts, tl.int64)
+    start = tl.cast(tl.program_id(0) % parts, tl.int64) * part
+    end = tl.minimum(start + part, columns)
+    found = tl.zeros((BLOCK,), tl.float32)
+    for first in range(start, end, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        found = tl.maximum(found, magnitude(tl.load(x + row * x_stride + column, mask=column < end, other=0.0)))
+    tl.store(largest + tl.program_id(0), tl.max(found, 0))
+
+
+@triton.jit
+def quantize_parts_kernel(
+    x, x_stride, largest, q, scale, columns, parts, part,  # as above; [rows, columns], [rows]
+    MOST: tl.constexpr, POWER_OF_TWO: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Each program quantizes a part of a row, by the largest magnitude of all its parts. PARTS: room for them."""
+    row = tl.cast(tl.program_id(0) // parts, tl.int64)
+    start = tl.cast(tl.program_id(0) % parts, tl.int64) * part
+    end = tl.minimum(start + part, columns)
+    each = tl.arange(0, PARTS)
+    found = tl.max(tl.load(largest + row * parts + each, mask=each < parts, other=0.0), 0)
+    unit = scale_of(found, MOST, POWER_OF_TWO)
+    if start == 0:
+        tl.store(scale + row, unit)
+    for first in range(start, end, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        values = tl.load(x + row * x_stride + column, mask=column < end, other=0.0)
+        tl.store(q + row * columns + column, divide(values, unit, q.dtype.element_ty), mask=column < end)
+# fmt: on
+
+
+def quantize(x: torch.Tensor, scale: str, dtype: torch.dtype, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `tkernels.quantize`."""
+    options = scale, dtype, power_of_two
+    return local_calls.find((Quantize, *options, describe(x)), lambda: Quantize(*options).prepare(x))(x)
+
+
+class Quantize(NamedTuple):
+    """A call of `quantize`."""
+
+    scale: str
+    dtype: torch.dtype
+    power_of_two: bool
+
+    def prepare(self, x: torch.Tensor):
+        """The function of tensors like x that carries out the call."""
+        self.check(x)
+        q_like, scale_like = self.results(x.to("meta"))
+        if x.numel() == 0:
+            return lambda x: quantize_reference(x, *self)
+        if not _takes_fp8(x.device):
+            _say_slow(str(x.device))
+            return lambda x: quantize_reference(x, *self)
+        columns = x.shape[-1] if self.scale == "row" else x.numel()
+        plan = self.by_row if columns <= LONGEST_ROW else self.by_part
+        run = plan(in_rows_of(x, columns), q_like)
+
+        def call(x):
+            q, scale = torch.empty_like(q_like, device=x.device), torch.empty_like(scale_like, device=x.device)
+            run(in_rows_of(x, columns), q, scale)
+            return q, scale
+
+        return call
+
+    def check(self, x: torch.Tensor):
+        device = runtime.device()
+        if x.device != device:
+            raise ValueError(f"quantize: x is on {x.device}, but the operation runs on {device}")
+        if x.dim() == 0:
+            raise ValueError("quantize: takes x [..., K], but x is a scalar")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"quantize: x is {x.dtype}, but must be float32, float16 or bfloat16")
+        if self.dtype not in FP8:
+            raise TypeError(f"quantize: dtype={self.dtype} must be {' or '.join(map(str, FP8))}")
+        if self.scale not in SCALES:
+            raise ValueError(f"quantize: scale={self.scale!r} must be {' or '.join(map(repr, SCALES))}")
+        check_resolved("quantize", "x", x)
+
+    def results(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """q and scale, without values, where x is."""
+        shape = (*x.shape[:-1], 1) if self.scale == "row" else ()
+        return x.new_empty(x.shape, dtype=self.dtype), x.new_empty(shape, dtype=torch.float32)
+
+    def by_row(self, x: torch.Tensor, q: torch.Tensor):
+        """The launch for tensors like x [rows, columns], of rows that a program holds: a function of x, q and scale."""
+        (rows, columns), wide = x.shape, triton.next_power_of_2(x.shape[1])
+        together = max(ELEMENTS // wide, 1)
+        return PreparedLaunch(
+            quantize_rows_kernel, triton.cdiv(rows, together), varying=("x", "q", "scale"),
+            x=x, x_stride=x.stride(0), q=q, scale=q.new_empty(0, dtype=torch.float32), rows=rows, columns=columns,
+            MOST=torch.finfo(self.dtype).max, POWER_OF_TWO=self.power_of_two, ROWS=together, COLUMNS=wide,
+            num_warps=max(8, wide // 1024),
+        )  # fmt: skip
+
+    def by_part(self, x: torch.Tensor, q: torch.Tensor):
+        """The same for long rows, of which several programs take a part each."""
+        (rows, columns), programs = x.shape, 8 * runtime.default_programs()  # 2048 threads of each SM
+        parts = min(max(programs // rows, 1), MOST_PARTS, triton.cdiv(columns, ELEMENTS))
+        part = round_up(triton.cdiv(columns, parts), ELEMENTS)
+        parts = triton.cdiv(columns, part)
+        like = q.new_empty(0, dtype=torch.float32)
+        common = dict(
+            x=x, x_stride=x.stride(0), largest=like, columns=columns, parts=parts, part=part, BLOCK=ELEMENTS,
+            num_warps=8,
+        )  # fmt: skip
+        find = PreparedLaunch(largest_kernel, rows * parts, varying=("x", "largest"), **common)
+        cast = PreparedLaunch(
+            quantize_parts_kernel, rows * parts, varying=("x", "largest", "q", "scale"), q=q, scale=like,
+            MOST=torch.finfo(self.dtype).max, POWER_OF_TWO=self.power_of_two, PARTS=triton.next_power_of_2(parts),
+            **common,
+        )  # fmt: skip
+
+        def run(x, q, scale):
+            largest = x.new_empty(rows * parts, dtype=torch.float32)
+            find(x, largest)
+            cast(x, largest, q, scale)
+
+        return run
+
+
+def in_rows_of(x: torch.Tensor, columns: int) -> torch.Tensor:
+    """x as rows of so many columns that lie next to each other: a view, else a copy."""
+    rows = x.reshape(-1, columns)
+    return rows if columns == 1 or rows.stride(1) == 1 else rows.contiguous()
+
+
+def quantize_reference(
+    x: torch.Tensor, scale: str, dtype: torch.dtype = torch.float8_e4m3fn, power_of_two: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize` in torch: the same bits."""
+    x, most = x.float(), torch.finfo(dtype).max
+    finite = x.isfinite()
+    magnitude = torch.where(finite, x.abs(), 0)
+    if x.numel() == 0:  # nothing is scaled as zeros are
+        largest = x.new_zeros((*x.shape[:-1], 1) if scale == "row" else ())
+    else:
+        largest = magnitude.amax(-1, keepdim=True) if scale == "row" else magnitude.amax()
+    unit = (largest / most).clamp_min(LEAST.value)
+    if power_of_two:
+        mantissa, exponent = torch.frexp(unit)  # 0.5 <= mantissa < 1
+        unit = torch.ldexp(torch.ones_like(unit), exponent - (mantissa == 0.5).int())
+    return torch.where(finite, x * (1 / unit), torch.nan).to(dtype), unit
+
+
+def _takes_fp8(device: torch.device) -> bool:
+    """Whether Triton casts to FP8 there."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@functools.cache
+def _say_slow(device: str):
+    _log.warning("quantize: %s has no FP8, so torch quantizes, in several passes over memory", device)
