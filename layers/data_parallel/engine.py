@@ -42,6 +42,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from tkernels.comm import LeaseError
+from tkernels.layers.data_parallel.backward import Backward, backward_id, backward_runs
 from tkernels.layers.data_parallel.param_group import DataParallelRanks, Parameter, ParamGroup
 from tkernels.layers.data_parallel.pools import Bucket, MaxPoolAllocator, MaxPoolPlan
 from tkernels.layers.lease import Keepalive, Lease, Slot
@@ -114,7 +115,7 @@ class Engine:
         self._sum_slot = Slot(dev=self.dev, name="gradients of sharded parameters")
         self._weights = self._sums = None  # leases of these slots, during an iteration and during a backward
         self._sent = Keepalive()  # buffers of gradients that are being reduced
-        self._callback = lambda: None  # weak reference to the callback that ends the running backward
+        self._backward = Backward(self._end_backward)
         self._forwards = 0  # forwards that are running, of any unit
         self._learned = {}  # whether gradients are enabled -> units in the order of their use
         self._uses, self._expected = [], None
@@ -180,12 +181,9 @@ class Engine:
 
     def begin_backward(self, _=None):
         """Called before each backward of a unit, and of the root's outputs."""
-        if self._sums is not None and self._callback() is None:
-            self.end()  # clean up after a backward that failed
-        if self._sums is None:
-            callback = functools.partial(self._end_backward)  # only autograd holds it, as long as this backward lasts
-            torch.autograd.Variable._execution_engine.queue_callback(callback)
-            self._callback = weakref.ref(callback)
+        if self._backward.failed:
+            self.end()
+        if self._backward.begin():
             self.begin()
             self._sums = self._sum_slot.acquire()
             with self._sums.write():
@@ -217,10 +215,9 @@ class Engine:
             unit.close(stays=not self._reduced)
         self._reduced = False
         if self._sums is not None:
-            # Nothing has called the callback: backward failed. It may be there even so, once backward() has raised: the
-            # thread that ran backward drops it in its own time.
-            if self._callback() is None or not backward_runs():
+            if self._backward.failed:
                 self.forget_gradients()
+            self._backward.forget()
             with self._sums.read():
                 pass
             self._sum_slot.release(self._sums)
@@ -619,11 +616,11 @@ class Call:
     def to_come(self) -> bool:
         """Whether the running backward will still signal the end of this call."""
         node = self._node()
-        return node is not None and self._ended != _task() and torch._C._will_engine_execute_node(node)
+        return node is not None and self._ended != backward_id() and torch._C._will_engine_execute_node(node)
 
     @torch._disable_dynamo
     def _begin(self, _):
-        if self.open or self._ended == _task():  # opened by the gradient of another output
+        if self.open or self._ended == backward_id():  # opened by the gradient of another output
             return
         unit = self.unit
         unit.engine.begin_backward()
@@ -638,7 +635,7 @@ class Call:
     @torch._disable_dynamo
     def end(self):
         if self.open:
-            self.open, self._ended = False, _task()
+            self.open, self._ended = False, backward_id()
             self.unit._open_calls.remove(self)
             if self.tells and not any(call.to_come() for call in self.unit.calls):
                 self.unit.reduce()
@@ -675,15 +672,6 @@ def unit_of(module: nn.Module) -> Unit | None:
 def device_module(device: torch.device):
     """The module with the streams of a device; tests put a simulator here."""
     return torch.get_device_module(device)
-
-
-def backward_runs() -> bool:
-    """Whether the caller is a hook inside of a backward."""
-    return _task() != -1
-
-
-def _task() -> int:
-    return torch._C._current_graph_task_id()
 
 
 def _addresses(unit: Unit) -> list[int]:
