@@ -6,7 +6,8 @@ if __name__ == "layers":  # imported from a checkout's root; see tkernels/_alias
     alias("layers", "tkernels.layers")
 else:
     from tkernels.comm.fence import EventCompletion, Fence
-    from tkernels.layers.data_parallel.ddp import OverlappedDDP, ensure_params_ready
+    from tkernels.layers.data_parallel.bucket_engine import ensure_params_ready
+    from tkernels.layers.data_parallel.ddp import OverlappedDDP
     from tkernels.layers.data_parallel.fsdp import FullyShard
     from tkernels.layers.data_parallel.fully_shard import fully_shard, register_fsdp_forward_method
     from tkernels.layers.data_parallel.grad_bucket import GradBucket

@@ -21,7 +21,9 @@ from tkernels.demo import training
 from tkernels.demo.data import Text
 from tkernels.demo.model import ModelConfig, Transformer
 from tkernels.layers import all_reduce_sequence_parallel_grads, clip_grad_norm_, parallelize
-from tkernels.layers.data_parallel.ddp import OverlappedDDP, _Bucket, changing_main_grads, ensure_params_ready
+from tkernels.layers.data_parallel.bucket_engine import changing_main_grads, ensure_params_ready
+from tkernels.layers.data_parallel.ddp import OverlappedDDP
+from tkernels.layers.data_parallel.param_bucket import ParamBucket, Values
 from tkernels.layers.data_parallel.wire import Wire
 from tkernels.layers.grad_hooks import GradReadyHooks, grad_ready_hooks
 from tkernels.testing.compare import integers
@@ -406,7 +408,7 @@ def expected_gradients(ctx, model, batches, **options):
 def check_gradients(ddp, want):
     """This rank's part of every bucket is, to the bit, what `want` puts there."""
     places = dict(zip((p for p in ddp.module.parameters() if p.requires_grad), want, strict=True))
-    for bucket in ddp.buckets:
+    for bucket in ddp.engine.buckets:
         flat = torch.zeros(bucket.grads.slot.tensor.numel())
         for parameter in bucket.parameters:
             start = parameter.main_grad.storage_offset()
@@ -423,7 +425,7 @@ def check_awkward_gradients(ctx, backend, mode, overlap):
     ddp = OverlappedDDP(
         model, mesh=ctx, bucket_size=150, backend=backend, average=False, overlap_grad_reduce=overlap, **mode
     )
-    assert len(ddp.buckets) == 4
+    assert len(ddp.engine.buckets) == 4
     for step in range(4):
         batches = [batch_of(ctx, step, micro) for micro in range(3)]
         want = expected_gradients(ctx, plain, batches)
@@ -432,7 +434,7 @@ def check_awkward_gradients(ctx, backend, mode, overlap):
             for x in batches[:2]:
                 gradients(ddp, x)
         before_last = ddp.hooks._unreported[:]
-        assert before_last == ddp.buckets
+        assert before_last == ddp.engine.buckets
         gradients(ddp, batches[2])
         if overlap and step:
             assert ddp.hooks._unreported == []  # everything has been started, the deferred one's bucket last
@@ -476,7 +478,7 @@ def test_ranks_with_different_graphs_start_their_collectives_in_one_order(ctx, b
     plain = copy.deepcopy(model)
     ddp = OverlappedDDP(model, mesh=ctx, bucket_size=150, backend=backend, average=False)
     order = []
-    start = _Bucket.reduce
+    start = ParamBucket.reduce
     monkeypatch.setattr(ddp.hooks, "_on_ready", lambda bucket: (order.append(bucket.name), start(bucket)))
     for step in range(6):
         x = batch_of(ctx, step, 0)
@@ -487,7 +489,7 @@ def test_ranks_with_different_graphs_start_their_collectives_in_one_order(ctx, b
             warnings.simplefilter("ignore")  # that the overlap was lost once
             gradients(ddp, x, with_optional=with_optional)
         check_gradients(ddp, want)
-    assert order == [bucket.name for bucket in ddp.buckets] * 6
+    assert order == [bucket.name for bucket in ddp.engine.buckets] * 6
     assert ctx.group.gather(order) == [order] * ctx.size
     ddp.remove()
 
@@ -541,7 +543,9 @@ def test_a_second_wrapper_takes_the_parameters_over(ctx, mode):
         newer.zero_grad()
         newer(torch.ones(1, 8, device=ctx.device)).sum().backward()
         newer.finish_grad_sync()
-    levels = [] if newer._levels.across is None else [newer._levels.inside.ctx, newer._levels.across.ctx]
+    levels = (
+        [] if newer.engine.levels.across is None else [newer.engine.levels.inside.ctx, newer.engine.levels.across.ctx]
+    )
     newer.remove()
     assert all(level.closed for level in levels)
     assert all(map(torch.equal, model.parameters(), values))
@@ -718,7 +722,9 @@ def test_overlapped_ddp_refuses_changes_of_a_shard_of_what_no_sync_has_accumulat
             with ddp.no_sync():
                 ddp(x).sum().backward()
             ddp(x).sum().backward()
-            assert all(grad.eq(2.0).all() for param, grad in ddp.buckets[0].parts() if param is ddp.module.a.weight)
+            assert all(
+                grad.eq(2.0).all() for param, grad in ddp.engine.buckets[0].parts() if param is ddp.module.a.weight
+            )
             ddp.zero_grad()
     ddp.remove()
 
@@ -855,7 +861,7 @@ def test_a_wrapper_that_is_dropped_gives_its_instances_back(ctx):
         [parameter.fill_(1.0) for parameter in model.parameters()]
     for _ in range(2):
         ddp = OverlappedDDP(model, mesh=ctx, num_distributed_optimizer_instances=2)
-        levels = [ddp._levels.inside.ctx, ddp._levels.across.ctx]
+        levels = [ddp.engine.levels.inside.ctx, ddp.engine.levels.across.ctx]
         assert all(find_context(level.name) is level for level in levels)
         del ddp
         gc.collect()
@@ -1093,7 +1099,7 @@ def reduce_behind(stream_of):
 FORMS = {
     "default stream": (reduce_behind(lambda dev: dev.default_stream()), 2),
     "current stream": (reduce_behind(lambda dev: dev.current_stream()), 1),
-    "lease": (_Bucket.reduce, 0),
+    "lease": (ParamBucket.reduce, 0),
 }
 
 
@@ -1203,10 +1209,10 @@ def test_no_sync_inside_no_sync_ends_with_the_outer_one(overlap):
 
 
 def test_only_what_may_have_been_updated_is_gathered_again(monkeypatch):
-    simulated, gathered, gather = Simulated(**SHARDED), [], _Bucket.gather
+    simulated, gathered, gather = Simulated(**SHARDED), [], Values.gather
     sim, ddp = simulated.sim, simulated.ddp
     state = {name: value.clone() for name, value in ddp.module.state_dict().items()}
-    monkeypatch.setattr(_Bucket, "gather", lambda bucket: gathered.append(bucket) or gather(bucket))
+    monkeypatch.setattr(Values, "gather", lambda bucket: gathered.append(bucket) or gather(bucket))
     with sim:
         simulated.step()
         ddp.finish_grad_sync()
@@ -1228,9 +1234,9 @@ def test_only_what_may_have_been_updated_is_gathered_again(monkeypatch):
 
 @pytest.mark.parametrize("mode", [SHARDED, GATHERED_LATE], ids=["sharded", "gathered-late"])
 def test_what_forward_needs_first_is_gathered_first_and_waited_for_unless_that_overlaps(mode, monkeypatch):
-    simulated, gathered, gather = Simulated(bucket_size=64, **mode), [], _Bucket.gather
+    simulated, gathered, gather = Simulated(bucket_size=64, **mode), [], Values.gather
     sim, ddp = simulated.sim, simulated.ddp
-    monkeypatch.setattr(_Bucket, "gather", lambda bucket: gather(bucket) or gathered.extend(bucket.parameters))
+    monkeypatch.setattr(Values, "gather", lambda bucket: gather(bucket) or gathered.extend(bucket.parameters))
     with sim:
         simulated.step()
         ddp.finish_grad_sync()
@@ -1367,7 +1373,7 @@ def test_both_levels_of_a_reduction_are_in_order_on_the_comm_stream():
     simulated.sim.check()
     simulated.sim.run(starve=["comm"])
     assert [name for name in simulated.sim.log if "reduce" in name] == ["inside reduce_scatter", "across all_reduce"]
-    assert simulated.ddp.buckets[0].owned[0].main_grad.eq(4.0).all()
+    assert simulated.ddp.engine.buckets[0].owned[0].main_grad.eq(4.0).all()
 
 
 # ensure_params_ready
@@ -1478,7 +1484,7 @@ def test_readiness_is_nothing_once_the_wrapper_is_removed():
         ensure_params_ready([simulated.a.weight])
         simulated.a(torch.ones(64))
     assert sim.waits == 2
-    assert simulated.ddp._pre_hooks and not simulated.a._forward_pre_hooks
+    assert simulated.ddp.engine.handles and not simulated.a._forward_pre_hooks
     sim.check()
 
 
@@ -1489,9 +1495,9 @@ def test_a_capture_waits_for_nothing_of_outside(settled, monkeypatch):
     sim, ddp = simulated.sim, simulated.ddp
     if settled:
         with sim:
-            ddp._settle()
-            for bucket in ddp.buckets:
-                bucket.values.slot.join()
+            ddp.engine.settle()
+            for bucket in ddp.engine.buckets:
+                bucket.values.buffer.slot.join()
     sim.waits = 0
     monkeypatch.setattr(sim, "is_current_stream_capturing", lambda: True)
     with sim, sim.stream(simulated.one):
@@ -1669,7 +1675,7 @@ def test_forms_that_wait_for_one_stream_lose_the_gradients_of_another(ctx, backe
     right = all(ctx.group.gather(bool(grads.eq(sum(rank + 1.0 for rank in range(ctx.size))).all())))
     assert right == (races == 0 or (form == "current stream" and late == 1))
     ctx.group.barrier()
-    ddp.hooks._on_ready = _Bucket.reduce
+    ddp.hooks._on_ready = ParamBucket.reduce
     ddp.remove()
 
 
@@ -1758,7 +1764,7 @@ def test_backward_goes_on_while_a_reduction_is_open(ctx, backend):
     x, seen = torch.ones(16, 256, device=ctx.device, requires_grad=True), []
 
     def computed(_):  # backward, all but its end, which waits for the reductions
-        started = len(ddp.hooks._unreported) < len(ddp.buckets)
+        started = len(ddp.hooks._unreported) < len(ddp.engine.buckets)
         seen[:] = started, torch.cuda.current_stream().record_event(), ddp.comm_stream.record_event()
 
     x.register_hook(computed)

@@ -1,0 +1,512 @@
+"""The engine under `OverlappedDDP`: when gradients are reduced, a bucket at a time, and updated values gathered.
+
+Where a bucket's gradients and values lie, and which stream uses them when, is said in param_bucket.py; when the
+gradients of a bucket are complete, in grad_hooks.py; when a backward begins and ends, in backward.py. They add up to
+
+                  prepare               take_over
+    DELIVERED  ------------> PREPARED ------------> OPEN      `.grad` is the truth, then `main_grad` too, then alone
+        ^                                             |
+        +---------------------------------------------+
+                  deliver, at the end of backward
+
+Between two backwards, `.grad` is the truth, as in torch: it is `main_grad`, and whoever drops, zeroes, scales or
+replaces it has done so to the sum that the next backward adds to. While gradients are added, `.grad` is None.
+
+With the distributed optimizer, a rank keeps a shard of each bucket's sum and updates the same shard of the parameters,
+which are views of a buffer of their own; they are gathered after the update. With several instances of the distributed
+optimizer, an instance consists of R/I neighbouring ranks. Sums are scattered inside an instance and then all-reduced
+across instances, among the ranks that have the same shard.
+
+Collectives start in the order of the buckets on every rank, even if the autograd graphs of the ranks differ. Parameters
+are taken in reverse order, which approximates the order of their gradients.
+"""
+
+import contextlib
+import enum
+import functools
+import warnings
+import weakref
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from tkernels.comm.context import Context
+from tkernels.comm.errors import LeaseError
+from tkernels.layers.data_parallel.backward import Backward, backward_runs
+from tkernels.layers.data_parallel.norms import counts, squared_norm
+from tkernels.layers.data_parallel.param_bucket import Levels, ParamBucket, Values
+from tkernels.layers.grad_hooks import GradReadyHooks
+from tkernels.layers.graphs import captured
+from tkernels.layers.marks import is_split
+from tkernels.layers.owners import disown, own, owner_of
+
+
+class State(enum.Enum):
+    DELIVERED = "delivered"
+    PREPARED = "prepared"
+    OPEN = "open"
+
+
+class BucketEngine:
+    """Runs the buckets of some parameters of a module.
+
+    groups: the parameters of each bucket. overlap_grad_reduce: reduce during backward, not at its end.
+    overlap_param_gather: let each module's forward wait for its own parameters.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: list[list[nn.Parameter]],
+        levels: Levels,
+        *,
+        grad_dtype: torch.dtype | None,
+        overlap_grad_reduce: bool,
+        overlap_param_gather: bool,
+        comm_stream,
+        dev,
+    ):
+        self.module, self.levels, self.dev, self.comm_stream = module, levels, dev, comm_stream
+        self.overlap_param_gather = overlap_param_gather
+        self.buckets = [
+            ParamBucket(f"bucket {index}", members, grad_dtype, levels, comm_stream, dev)
+            for index, members in enumerate(groups)
+        ]
+        self.values = [bucket.values for bucket in self.buckets if bucket.values is not None]
+        self.shards = [values.shard for values in self.values]
+        self.bucket_of = {param: bucket for bucket in self.buckets for param in bucket.parameters}
+        names = {param: name for name, param in module.named_parameters()}
+        self.hooks = GradReadyHooks(
+            self.bucket_of,
+            ParamBucket.reduce,
+            buckets=self.bucket_of.values(),
+            names=[names[param] for param in self.bucket_of],
+            passes=self,
+        )
+        self.hooks.counting = overlap_grad_reduce
+        own([*self.bucket_of, *self.shards], self)
+        self.removed, self._sync = False, True
+        self.handed_out = not self.sharded  # whether somebody has asked for the shards
+        self._waits = SimpleNamespace(whole=False)
+        self._state = State.DELIVERED
+        self._reduced = None  # whether `.grad` is a sum over ranks, or this rank's own, by no_sync; None: neither
+        self._due = False  # a backward has ended that reduces
+        self._aside = {}  # the .grad of parameters to which autograd is adding
+        self._backward = Backward(self._end_backward)
+        self._stream = None  # that of the last backward's caller
+        _engines.add(self)
+        _watch_optimizers()
+        self.handles = [module.register_load_state_dict_pre_hook(_before_load_state_dict)]
+        if self.sharded:
+            self.handles += [
+                child.register_forward_pre_hook(functools.partial(_before_forward, self._waits))
+                for child in module.modules()
+                if any(param in self.bucket_of for param in child.parameters(recurse=False))
+            ]
+            self.handles.append(module.register_state_dict_pre_hook(_before_state_dict))
+
+    @property
+    def sharded(self) -> bool:
+        return self.levels.sharded
+
+    # Forward
+
+    @torch._disable_dynamo
+    def before_forward(self, compiled: bool):
+        """With shards: gather what may have been updated. compiled: whether the caller is being compiled."""
+        if any(values.awaits_gather for values in self.values):
+            unwritten = [values for values in self.values if values.unwritten]
+            self.gather()
+            for values in unwritten:
+                values.expect_update()
+        # A compiled module would break its graph at the hooks of the modules in it, so it is made to wait as a whole.
+        self._waits.whole = compiled or any(
+            module._compiled_call_impl is not None or hasattr(module, "_orig_mod")  # by compile(), torch.compile
+            for module in self.module.modules()
+        )
+        if self._waits.whole:
+            ensure_params_ready(self.bucket_of)
+
+    @torch._disable_dynamo
+    def watch(self, output):
+        """Hear of the backward that begins with these outputs."""
+        this = weakref.ref(self)  # outputs may outlive it
+
+        def begins(_):
+            if (engine := this()) is not None:
+                engine.enter_backward()
+
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                tensor.register_hook(begins)
+        return output
+
+    # Backward
+
+    def enter_backward(self, parameter: nn.Parameter | None = None):
+        """Called by whatever comes first in a backward: arrange for its end, and let `main_grad` be what .grad says.
+
+        parameter: to which autograd is about to add. It must not do so in place, or in another dtype's `.grad`.
+        """
+        if self.removed:
+            return
+        if self._backward.failed:
+            self._put_back()
+            if self._state is State.OPEN:
+                self._forget_gradients()
+            self._state = State.DELIVERED
+        if self._backward.begin() and self._state is State.DELIVERED:
+            self._prepare()
+        if parameter is not None and parameter.grad is not None:
+            self._aside[parameter], parameter.grad = parameter.grad, None
+
+    def begin(self, written: bool):
+        """Called before a gradient is taken. written: a kernel has added to `main_grad` already."""
+        if not backward_runs():
+            return  # after backward
+        early = self._state is not State.PREPARED
+        self.enter_backward()
+        if self._state is not State.OPEN:
+            if written and (early or self._reduced and any(bucket.must_be_shared for bucket in self.buckets)):
+                raise LeaseError(
+                    "OverlappedDDP: a kernel added to main_grad before this object knew that a backward had begun; "
+                    "call the wrapper, not its module, or begin by the wrapper's zero_grad()"
+                )
+            self._take_over()
+
+    def end_deferred(self):
+        """Called after the last gradient that was deferred."""
+        if self._state is State.OPEN and not self._backward.begun:
+            self._end_pass()
+
+    def _prepare(self):
+        self._check_marks()
+        self.hooks.reset()
+        for bucket in self.buckets:
+            bucket.prepare()
+        self._state = State.PREPARED
+
+    def _take_over(self):
+        self._check_frozen()
+        self._put_back()
+        if self._state is State.DELIVERED:
+            self._prepare()
+        for bucket in self.buckets:
+            bucket.take_over(reduced=bool(self._reduced))
+        self._state, self._reduced = State.OPEN, None
+
+    def _put_back(self):
+        for parameter, grad in self._aside.items():
+            parameter.grad = grad
+        self._aside = {}
+
+    def _end_backward(self):
+        self._put_back()
+        if self._state is not State.OPEN:
+            self._state = State.DELIVERED
+            return
+        self._stream = self.dev.current_stream()
+        self._due |= self._sync
+        if not self.hooks.waiting:
+            self._end_pass()
+
+    def _end_pass(self):
+        if self._due:
+            self.hooks.flush()
+            self._finish(self._stream)
+        else:
+            self._deliver(self._stream, reduced=False)
+
+    def _finish(self, stream):
+        if self._state is State.OPEN:
+            self.hooks.forget_deferred()
+            self._deliver(stream, reduced=True)
+        for bucket in self.buckets:
+            bucket.finish(stream)
+
+    def _deliver(self, stream, reduced: bool):
+        self._state, self._reduced, self._due = State.DELIVERED, reduced, False
+        for bucket in self.buckets:
+            bucket.deliver(stream, reduced)
+
+    def _forget_gradients(self):
+        """Discard what has been accumulated, and what a failed backward left."""
+        self.hooks.reset()
+        self.hooks.forget_deferred()
+        self._state, self._reduced, self._due, self._aside = State.DELIVERED, None, False, {}
+        self._backward.forget()
+
+    # What callers ask for; collective, but for `zero_grad`
+
+    def zero_grad(self):
+        self._check_there()
+        self._check_places()
+        self._forget_gradients()
+        for bucket in self.buckets:
+            bucket.drop()
+            bucket.zero()
+        self._state = State.PREPARED
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """A context in which backward accumulates and reduces nothing."""
+        before = self._sync, self.hooks.counting
+        self._sync = self.hooks.counting = False
+        try:
+            yield
+        finally:
+            self._sync, self.hooks.counting = before
+
+    def start(self):
+        """Start the reductions that have not started yet."""
+        self._check_there()
+        self._check_frozen()
+        if self._state is not State.OPEN:
+            if self._reduced and self._delivered:
+                self._check_marks()
+                return
+            self._take_over()  # what no_sync has accumulated, or the zeros of a rank that had no backward
+        self.hooks.flush()
+
+    def finish(self, stream=None):
+        """Order `stream` behind all reductions."""
+        self.start()
+        self._finish(self.dev.current_stream() if stream is None else stream)
+
+    def gather(self):
+        """Gather the shards, in the order of forward."""
+        if not self.handed_out:
+            self.handed_out = True  # warn only once
+            warnings.warn(
+                "OverlappedDDP: no optimizer can have updated the shards, since nobody has asked for them; make it of "
+                "owned_parameters(), not of parameters()",
+                stacklevel=3,
+            )
+        self._check_places()
+        self._gather()
+
+    def _gather(self):
+        for values in reversed(self.values):
+            values.gather()
+        if not self.overlap_param_gather:
+            ensure_params_ready(self.bucket_of)
+
+    def settle(self):
+        """End all tenancies, as required at both edges of a capture. Zeros of outside are not those of the graph."""
+        if self._state is State.PREPARED:
+            self._state = State.DELIVERED
+        if any(values.awaits_gather for values in self.values):
+            self._gather()
+        for bucket in self.buckets:
+            bucket.grads.end()
+        for values in self.values:
+            values.buffer.end()
+
+    @contextlib.contextmanager
+    def captured(self, graph, streams):
+        """Capture whole steps in a CUDA graph; see OverlappedDDP.captured."""
+        slots = [slot for bucket in self.buckets for slot in bucket.slots]
+
+        def settled_replay():
+            self.settle()
+            replay()
+
+        self.settle()
+        try:
+            with captured(graph, slots=slots, streams=[self.comm_stream, *streams], dev=self.dev) as replay:
+                yield settled_replay
+                self.settle()
+        except BaseException:
+            self._forget_gradients()
+            for values in self.values:
+                values.forget_update()  # the update was captured, but did not run
+            raise
+
+    def remove(self):
+        """Leave the module as it was, with its current values."""
+        self.removed = True
+        _engines.discard(self)
+        if any(values.awaits_gather for values in self.values):
+            self._gather()
+        ensure_params_ready(self.bucket_of)
+        self.hooks.remove()
+        for handle in self.handles:
+            handle.remove()
+        for param in self.bucket_of:
+            if _engine_of(param) is self:
+                del param.main_grad
+                param.grad = None
+        disown([*self.bucket_of, *self.shards], self)
+        self.levels.close()
+
+    # Norms
+
+    def check_tensor_parallel(self, caller: str, ctx: Context):
+        """Raises ValueError if parameters are split over ranks of `ctx` that are ranks of this object, too."""
+        group, ours = ctx.group, self.levels.whole.group
+        common = {*group.global_ranks} & {*ours.global_ranks} - {group.global_ranks[group.rank]}
+        if common and any(map(is_split, self.bucket_of)):
+            raise ValueError(
+                f"{caller}: some parameters are split over tensor-parallel ranks, but of the ranks of mesh, "
+                f"{sorted(common)} are data-parallel ranks of an OverlappedDDP, with the same parts; pass mesh=, the "
+                f"ranks that layers are split over"
+            )
+
+    def squared_norm(self, shards: set[nn.Parameter], tensor_parallel: Context) -> torch.Tensor:
+        """Collective. What this rank adds to the squared 2-norm over the tensor-parallel ranks, fp32 [1].
+
+        That is the sum over the data-parallel ranks of the gradients of their shards, with 0 for shards that are not
+        among `shards`. It counts replicated parameters on the first tensor-parallel rank alone.
+        """
+        device, split = self.buckets[0].grads.slot.tensor.device, any(map(is_split, self.bucket_of))
+        parts = [part for bucket in self.buckets if bucket.owned[0] in shards for part in bucket.parts()]
+        total = squared_norm((grad for param, grad in parts if not split or counts(param, tensor_parallel)), device)
+        if self.sharded:
+            self.levels.inside.all_reduce(total)
+        return total if split or tensor_parallel.rank == 0 else torch.zeros_like(total)
+
+    # What is refused
+
+    def check_step(self, parameters: set):
+        """Called before each optimizer's step, with its parameters."""
+        wrong = next((param for param in self.bucket_of if param in parameters), None)
+        if self.sharded and wrong is not None:
+            raise ValueError(
+                f"OverlappedDDP: an optimizer has {self._name_of(wrong)}, but each rank updates its shards of the "
+                f"parameters; make the optimizer of owned_parameters(), or pass use_distributed_optimizer=False and "
+                f"don't overlap the gathers"
+            )
+        others = {param for param in parameters if param.requires_grad and owner_of(param) is None}
+        missed = next((param for param in self.module.parameters() if param in others), None) if others else None
+        if missed is not None:
+            raise ValueError(
+                f"OverlappedDDP: an optimizer has {self._name_of(missed)}, which was unfrozen or added after the "
+                f"module was wrapped, so that each rank would train it by its own gradient; remove() this and wrap the "
+                f"module again"
+            )
+        unreduced = self._state is State.OPEN or self._reduced is False and self._delivered
+        if unreduced and (wrong is not None or not parameters.isdisjoint(self.shards)):
+            raise LeaseError(
+                "OverlappedDDP: an optimizer's step before the gradients are reduced: a backward failed (begin again "
+                "by the wrapper's zero_grad()), or all were in no_sync or deferred gradients have yet to come (call "
+                "finish_grad_sync() after them)"
+            )
+
+    def check_place(self, parameter: nn.Parameter, now: torch.Tensor):
+        """Raises LeaseError if `now`, which a parameter has become, is not where its bucket has it."""
+        if not self.bucket_of[parameter].holds(now):
+            raise LeaseError(
+                f"OverlappedDDP: {self._name_of(parameter)} is converted or moved, but its gradients and what ranks "
+                f"gather are not; do so before a module is wrapped, or remove() this and wrap it again"
+            )
+
+    @property
+    def _delivered(self) -> bool:
+        return any(bucket.delivered for bucket in self.buckets)
+
+    def _check_places(self):
+        for param in self.bucket_of:
+            self.check_place(param, param)
+
+    def _check_there(self):
+        if self.removed:
+            raise LeaseError("OverlappedDDP: it was removed from its module, perhaps for another one; use that")
+
+    def _check_marks(self):
+        if (name := self.hooks.stale_mark) is not None:
+            raise LeaseError(
+                f"OverlappedDDP: a kernel added to the main_grad of {name} (grad_added_to_main_grad) outside of a "
+                f"backward that this object knows of. Call the wrapper, not its module, or begin by its zero_grad(); a "
+                f"kernel that comes after backward is announced there, by grad_ready_hooks(param).defer(param)"
+            )
+
+    def _check_frozen(self):
+        frozen = next((param for param in self.bucket_of if not param.requires_grad), None)
+        if self.sharded and frozen is not None:
+            raise ValueError(
+                f"OverlappedDDP: {self._name_of(frozen)} was frozen after the module was wrapped, but lies in a shard "
+                f"that is updated as a whole, by weight decay too; wrap the module again"
+            )
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        return next(name for name, each in self.module.named_parameters() if each is parameter)
+
+
+@contextlib.contextmanager
+def changing_main_grads(params):
+    """A context in which the current stream changes `main_grad`. It begins as what `.grad` says; `.grad` follows.
+
+    Does nothing for parameters without buckets.
+    """
+    engines = set(filter(None, map(_engine_of, params)))
+    for engine in engines:
+        for bucket in () if engine._state is State.OPEN else engine.buckets:
+            bucket.prepare()
+    yield
+    for engine in engines:
+        for bucket in engine.buckets:
+            bucket.follow()
+            bucket.finish(engine.dev.current_stream())
+
+
+def ensure_params_ready(params):
+    """Order the current stream behind the gathers of these parameters, for code that reads them outside their modules.
+
+    Starts no gather, and waits once per bucket and stream. The stream may read the parameters until the next update.
+    Does nothing for parameters without an OverlappedDDP. Raises LeaseError if their gather has not been started.
+    """
+    for values in _values_of(params):
+        values.ready()
+
+
+def _values_of(params) -> dict[Values, None]:
+    owners = ((param, _engine_of(param)) for param in params)
+    buckets = (engine.bucket_of[param] for param, engine in owners if engine and param in engine.bucket_of)  # no shard
+    return {bucket.values: None for bucket in buckets if bucket.values is not None}
+
+
+def _before_forward(waits, module, _):
+    if not (waits.whole and torch.compiler.is_compiling()):
+        _ensure_own_ready(module)
+
+
+@torch._disable_dynamo
+def _ensure_own_ready(module):
+    ensure_params_ready(module.parameters(recurse=False))
+
+
+def _before_state_dict(module, *_):
+    ensure_params_ready(module.parameters())
+
+
+def _before_load_state_dict(module, state, prefix, metadata, *_):
+    """Order the load after gathers that are under way. A gather that has not started yet takes the loaded values."""
+    if metadata.get("assign_to_params_buffers"):
+        raise ValueError("OverlappedDDP: load_state_dict(assign=True) would leave it with the old parameters")
+    for values in _values_of(module.parameters()):
+        if not values.stale:
+            values.ready()
+
+
+def _engine_of(param) -> BucketEngine | None:
+    return owner_of(param, BucketEngine)
+
+
+_engines = weakref.WeakSet()  # all that may own an optimizer's parameters
+
+
+@functools.cache
+def _watch_optimizers():
+    register_optimizer_step_pre_hook(_before_step)
+
+
+@torch._disable_dynamo
+def _before_step(optimizer, *_):
+    engines = list(_engines)
+    if engines:
+        parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        for engine in engines:
+            engine.check_step(parameters)

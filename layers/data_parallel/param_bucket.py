@@ -1,0 +1,375 @@
+"""Buckets: contiguous gradients of parameters and, with shards, contiguous values; which stream uses them when.
+
+The gradients of a bucket are a slot of the lifetime core (`tkernels.layers.lease`), with one tenancy after the other:
+
+    tenancy               written by                                     read by
+    as `.grad` says       the stream on which backward begins
+    accumulated           the streams of hooks and of fused kernels
+    reduced               the comm stream, in place                      the stream of backward's caller
+
+The reduction is therefore ordered after every kernel that wrote a gradient, on whatever stream, and after nothing else.
+With shards the values are a slot of their own:
+
+    gathered              the comm stream, in place                      the streams of forward and backward
+    updated               the stream of the optimizer, its shard
+"""
+
+import contextlib
+
+import torch
+from torch import nn
+
+from tkernels.comm.errors import LeaseError
+from tkernels.comm.fence import EventCompletion, capturing
+from tkernels.comm.regions import round_up
+from tkernels.layers.data_parallel.wire import Wire
+from tkernels.layers.lease import Lease, Slot
+
+ALIGN_BYTES = 128  # alignment of a parameter in its bucket: whole cache lines, and more than TMA requires
+
+
+class Levels:
+    """Sums gradients inside an instance and, if there are several, across them; gathers values inside one."""
+
+    def __init__(self, whole: Wire, sharded: bool, instances: int, average: bool, largest: int):
+        self.whole = whole
+        self.inside, self.across = whole.split(instances, largest) if instances > 1 else (whole, None)
+        self.sharded, self.num_shards = sharded, self.inside.size if sharded else 1
+        self._scale = 1 / whole.size if average else 1.0
+        # What a rank contributes of a sum over ranks, so that the next one counts it once: all that have it do so.
+        self.share = (whole.size if average else 1) / (instances if sharded else whole.size)
+
+    def own(self, flat: torch.Tensor) -> torch.Tensor:
+        """The part that is valid on this rank after a reduction."""
+        return self.inside.part(flat) if self.sharded else flat
+
+    def reduce(self, grads: torch.Tensor):
+        """Collective. The sum or mean over all ranks, in place; with shards, of this rank's part."""
+        if self._scale != 1.0:
+            grads.mul_(self._scale)
+        if not self.sharded:
+            self.inside.all_reduce(grads)
+            return
+        shard = self.inside.reduce_scatter(grads)
+        if self.across is not None:
+            self.across.all_reduce(shard)
+
+    def close(self):
+        """Collective. Close the wires of the two levels, if there are two."""
+        if self.across is not None:
+            self.inside.close()
+            self.across.close()
+
+
+class Buffer:
+    """A slot with at most one open tenancy, whose readers may read until it ends."""
+
+    def __init__(self, numel: int, like: torch.Tensor, dtype: torch.dtype, dev, name: str):
+        self.slot = Slot(torch.empty(numel, dtype=dtype, device=like.device), dev=dev, name=name)
+        self._readers = []
+
+    @property
+    def lease(self) -> Lease:
+        """The open tenancy; begins a new one if there is none."""
+        if self.slot.lease is None or self.slot.lease.released:
+            self._readers = []
+            return self.slot.acquire()
+        return self.slot.lease
+
+    def read(self, stream):
+        """Order `stream` behind the writers; it may read until the end of the tenancy."""
+        lease = self.lease
+        if stream not in self._readers:
+            with lease.read(stream):
+                self._readers.append(stream)
+
+    def end(self):
+        """End the open tenancy, if any. All work of its readers must have been launched."""
+        if self.slot.lease is None or self.slot.lease.released:
+            return
+        for stream in self._readers:
+            self.slot.lease.read_by(EventCompletion(stream, capturing(self.slot.dev)))
+        self.slot.release(self.slot.lease)
+
+    @contextlib.contextmanager
+    def changed(self):
+        """A tenancy in which the current stream alone writes."""
+        self.end()
+        with self.lease.write() as tensor:
+            yield tensor
+        self.end()
+
+
+class ParamBucket:
+    """Parameters with contiguous gradients, which are reduced together.
+
+    grads: [n], where n is a multiple of the number of shards; zero between the parameters. values: of the parameters,
+    if they are sharded, or None. owned: the parameters, or the shard, that this rank's optimizer updates, each with its
+    `main_grad`. given: what each of them gets as `.grad`: its `main_grad`, or a part of `cast`, a copy in the
+    parameters' dtype.
+    """
+
+    def __init__(self, name: str, parameters: list[nn.Parameter], grad_dtype, levels: Levels, comm_stream, dev):
+        self.name, self.parameters, self.levels, self.comm_stream, self.dev = name, parameters, levels, comm_stream, dev
+        first = parameters[0]
+        self._kind = first.dtype, first.device
+        grad_dtype = first.dtype if grad_dtype is None else grad_dtype
+        align = ALIGN_BYTES // min(first.element_size(), grad_dtype.itemsize)
+        places, end = [], 0
+        for parameter in parameters:
+            places.append(slice(end, end + parameter.numel()))
+            end = round_up(end + parameter.numel(), align)
+        numel = round_up(max(end, 1), align * levels.num_shards)
+
+        self.grads = Buffer(numel, first, grad_dtype, dev, f"gradients of {name}")
+        self.zero()
+        for parameter, place in zip(parameters, places, strict=True):
+            parameter.main_grad = self.grads.slot.tensor[place].view(parameter.shape)
+        self.values, self.owned = None, parameters
+        if levels.sharded:
+            self.values = Values(name, parameters, places, numel, levels, comm_stream, dev)
+            self.owned = [self.values.shard]
+            self.values.shard.main_grad = levels.inside.part(self.grads.slot.tensor)
+        self._own = levels.own(self.grads.slot.tensor)  # the part in which sums over ranks are valid
+        self.cast, self.given = None, {owned: owned.main_grad for owned in self.owned}
+        self._left = None  # torch's write count of a shard's .grad, if no_sync has left more outside of the shard
+        if grad_dtype != first.dtype:
+            self.cast, begin = self._own.to(first.dtype), self._own.storage_offset()
+            for owned, grad in self.given.items():
+                self.given[owned] = self.cast[grad.storage_offset() - begin :][: grad.numel()].view(grad.shape)
+
+    def __repr__(self):
+        return f"{self.name} ({len(self.parameters)} parameters, {self.grads.slot.tensor.numel()} elements)"
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter still has its dtype and device or, with shards, lies in the buffer that is gathered."""
+        if self.values is None:
+            return (parameter.dtype, parameter.device) == self._kind
+        return self.values.holds(parameter)
+
+    @property
+    def slots(self) -> list[Slot]:
+        return [self.grads.slot] if self.values is None else [self.grads.slot, self.values.buffer.slot]
+
+    @property
+    def lease(self) -> Lease:
+        """The tenancy in which gradients accumulate."""
+        if self.grads.lease.state == "sealed":
+            self.grads.end()  # they have been read, and others come: deferred ones, in no_sync
+        return self.grads.lease
+
+    @property
+    def delivered(self) -> bool:
+        """Whether somebody may still use the gradients: they have not been set to None."""
+        return any(owned.grad is not None for owned in self.owned)
+
+    @property
+    def must_be_shared(self) -> bool:
+        """Whether `take_over` changes a sum over ranks that is to be added to."""
+        return self.delivered and (self.values is not None or self.levels.share != 1.0)
+
+    def drop(self):
+        for parameter in (*self.parameters, *self.owned):
+            parameter.grad = None
+        self._left = None
+
+    def zero(self):
+        with self.grads.changed() as grads:
+            grads.zero_()
+
+    @torch.no_grad()
+    def prepare(self):
+        """Let `main_grad` be what `.grad` says, which may have been dropped, changed or replaced. May be repeated."""
+        if not self.delivered:
+            self.zero()
+            return
+        replaced = {owned: given for owned, given in self.given.items() if owned.grad is not given}
+        if self._left is not None and (replaced or self.owned[0].grad._version != self._left):
+            raise LeaseError(
+                f"the gradients of {self.name} that no_sync has accumulated are changed in this rank's shard, but lie "
+                f"outside of it too; discard all by ddp.zero_grad(), and scale or clip after the backward that reduces"
+            )
+        if replaced or self.cast is not None:
+            with self.grads.changed():
+                for owned, given in replaced.items():
+                    if owned.grad is None:
+                        given.zero_()
+                    else:
+                        given.copy_(owned.grad)
+                        owned.grad = given
+                if self.cast is not None:  # told by the value: torch counts no writes of a graph's replay, or to .data
+                    self._own.copy_(torch.where(self.cast == self._own.to(self.cast.dtype), self._own, self.cast))
+
+    @torch.no_grad()
+    def take_over(self, reduced: bool):
+        """Take `.grad` off, so that gradients are added to `main_grad` alone. reduced: it is a sum over ranks."""
+        if self.values is not None:
+            self.values.confirm()
+        if reduced and self.must_be_shared:  # the next sum over ranks is to count it once
+            with self.grads.changed() as grads:
+                begin = self._own.storage_offset()
+                grads[:begin].zero_()
+                self._own.mul_(self.levels.share)
+                grads[begin + self._own.numel() :].zero_()
+        for parameter in self.parameters:
+            if parameter.grad is not None and parameter.grad is not self.given.get(parameter):
+                with self.grads.changed():  # set by hand or, in a shard, before it was wrapped
+                    parameter.main_grad.add_(parameter.grad)
+        self.drop()
+
+    def parts(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """The parameters of which this rank's shard has a part, each with that part of its gradient."""
+        grads, begin = self.grads.slot.tensor, self._own.storage_offset()
+        parts = []
+        for parameter in self.parameters:
+            start = parameter.main_grad.storage_offset()
+            first, last = max(start, begin), min(start + parameter.numel(), begin + self._own.numel())
+            if first < last:
+                parts.append((parameter, grads[first:last]))
+        return parts
+
+    def reduce(self):
+        """Collective. Sum the gradients on the comm stream, behind all work that accumulated them."""
+        self.grads.end()
+        with self.dev.stream(self.comm_stream), self.grads.lease.write(self.comm_stream) as grads:
+            self.levels.reduce(grads)
+            self.follow()
+        if self.values is not None:
+            self.values.updatable = True
+
+    def follow(self):
+        """Let a copy of the gradients in another dtype be what `main_grad` says, on the current stream."""
+        if self.cast is not None:
+            self.cast.copy_(self._own)
+        if self._left is not None:
+            self._left = self.owned[0].grad._version
+
+    def deliver(self, stream, reduced: bool):
+        """Let `.grad` be the sum over ranks or, if it is not reduced, what this rank has accumulated."""
+        if not reduced:
+            if self.cast is not None:
+                with self.dev.stream(stream), self.lease.write(stream, ordered=True):
+                    self.follow()
+            self.grads.read(stream)
+        for owned, given in self.given.items():
+            if owned.requires_grad:
+                owned.grad = given
+        self._left = None if reduced or self.values is None else self.owned[0].grad._version
+
+    def finish(self, stream):
+        """Order `stream` behind the reduction and, with shards, behind all readers of the values that it may update."""
+        self.grads.read(stream)
+        if self.values is not None and self.values.updatable:
+            self.values.begin_update(stream)
+
+
+class Values:
+    """The values of a bucket's parameters, views of `buffer` [n]; this rank's optimizer updates `shard` [n / ranks].
+
+    Torch doesn't tell whether an optimizer has run, so what is known is kept apart. updatable: gradients are reduced,
+    and values not gathered since. updating: the optimizer may be writing the shard. expects_update: it may still do so,
+    although values were gathered after the gradients.
+    """
+
+    def __init__(self, name: str, parameters, places, numel: int, levels: Levels, comm_stream, dev):
+        self.name, self.parameters, self.comm_stream, self.dev = name, parameters, comm_stream, dev
+        self._wire, first = levels.inside, parameters[0]
+        self.buffer = Buffer(numel, first, first.dtype, dev, f"parameters of {name}")
+        self.forget_update()
+        with torch.no_grad(), self.buffer.lease.write() as values:
+            values.zero_()
+            for parameter, place in zip(parameters, places, strict=True):
+                values[place].view(parameter.shape).copy_(parameter)
+                parameter.data = values[place].view(parameter.shape)
+        self.shard = nn.Parameter(self._wire.part(self.buffer.slot.tensor))
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        begin, nbytes = self.buffer.slot.tensor.data_ptr(), self.buffer.slot.tensor.nbytes
+        return parameter.numel() == 0 or 0 <= parameter.data_ptr() - begin < nbytes
+
+    @property
+    def unwritten(self) -> bool:
+        """Whether torch has seen no write to the shard since the optimizer's turn began; the next pass ends it."""
+        return self._version == self.shard._version
+
+    @property
+    def awaits_gather(self) -> bool:
+        """Whether the shard may have been updated, although torch has seen no write, and is to be gathered."""
+        return self.updating or self.expects_update
+
+    @property
+    def stale(self) -> bool:
+        """Whether the shard may have been updated, and the values have not been gathered since."""
+        return self.updating or self.expects_update and not self.unwritten
+
+    def expect_update(self):
+        """Go on expecting an update although the values were gathered: the optimizer may not have run yet."""
+        self.expects_update, self._version = True, self.shard._version
+
+    def confirm(self):
+        """Expect no update any more, unless there was one: the next pass begins."""
+        if not self.stale:
+            self.expects_update, self._version = False, None
+
+    def forget_update(self):
+        self.updating = self.expects_update = self.updatable = False
+        self._updaters = []  # the streams of the optimizer
+        self._version = None  # torch's write count of the shard when the optimizer's turn began
+
+    def begin_update(self, stream):
+        """The optimizer's turn: `stream` may update the shard, behind all readers."""
+        if not self.updating:
+            self.buffer.end()
+            self.updating, self._version = True, self.shard._version
+        if stream not in self._updaters:
+            with self.buffer.lease.write(stream):
+                self._updaters.append(stream)
+
+    def gather(self):
+        """Collective. Gather on the comm stream, behind the update on this stream and those of `begin_update`."""
+        self.begin_update(self.dev.current_stream())
+        if not self.unwritten:
+            # Makes torch refuse a backward that needs values saved by forward and overwritten since.
+            torch.autograd.graph.increment_version(self.parameters)
+        for stream in self._updaters:
+            with self.buffer.lease.write(stream):
+                pass  # the optimizer's kernels have been launched: records them as writes
+        self.buffer.end()
+        self.forget_update()
+        with self.dev.stream(self.comm_stream), self.buffer.lease.write(self.comm_stream) as values:
+            self._wire.all_gather(values)
+
+    def ready(self):
+        """Order the current stream behind the gather."""
+        if self.stale:
+            raise LeaseError(
+                f"the parameters of {self.name} have been updated by each rank for itself, and not been gathered; call "
+                f"start_param_sync() on every rank, or the OverlappedDDP itself, before they are used"
+            )
+        self.buffer.read(self.dev.current_stream())
+
+
+def by_size(params, bucket_size: float) -> list[list[nn.Parameter]]:
+    """Groups of parameters of one dtype, each of at most bucket_size elements unless it is a single parameter.
+
+    Those marked sequence_parallel have groups of their own. The sums over tensor-parallel ranks that they get need
+    shards with the same borders, which parameters that are split unevenly would move.
+    """
+    filling, full = {}, []
+    for param in params:
+        kind = param.dtype, bool(getattr(param, "sequence_parallel", False))
+        members = filling.setdefault(kind, [])
+        if members and sum(member.numel() for member in members) + param.numel() > bucket_size:
+            full.append(members)
+            members = filling[kind] = []
+        members.append(param)
+    return full + list(filling.values())
+
+
+def largest_bytes(groups: list[list[nn.Parameter]], grad_dtype: torch.dtype | None) -> int:
+    """At least the bytes of the largest bucket's gradients or values, before padding to the shards."""
+    itemsize = grad_dtype.itemsize if grad_dtype else 0
+    return max(
+        sum(round_up(each.numel() * max(each.element_size(), itemsize), 2 * ALIGN_BYTES) for each in members)
+        for members in groups
+    )
