@@ -3,9 +3,7 @@
     torchrun --nproc-per-node 4 -m tkernels.examples.train --tp 2 --steps 40 --checkpoints runs/llama
     torchrun --nproc-per-node 2 -m tkernels.examples.train --tp 1 --steps 80 --checkpoints runs/llama    # goes on
 
-On GPUs or, where there are none, on the CPU. The text is this file. All but one of the imports are torch's, and with
-torch's classes of the same names in place of that one the script trains the same.
-"""
+On GPUs, or else on the CPU. With torch's own in place of the names from tkernels it trains the same."""
 
 import argparse
 from pathlib import Path
@@ -45,25 +43,17 @@ def rotate(x):
     return torch.view_as_real(turned).flatten(-2).to(x.dtype)
 
 
-class FeedForward(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w1, self.w3 = (nn.Linear(DIM, 3 * DIM, bias=False) for _ in range(2))
-        self.w2 = nn.Linear(3 * DIM, DIM, bias=False)
-
-    def forward(self, x):
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
-
-
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.attention_norm, self.attention = nn.RMSNorm(DIM), Attention()
-        self.ffn_norm, self.feed_forward = nn.RMSNorm(DIM), FeedForward()
+        self.ffn_norm, self.w2 = nn.RMSNorm(DIM), nn.Linear(3 * DIM, DIM, bias=False)
+        self.w1, self.w3 = (nn.Linear(DIM, 3 * DIM, bias=False) for _ in range(2))
 
     def forward(self, x):
         x = x + self.attention(self.attention_norm(x))
-        return x + self.feed_forward(self.ffn_norm(x))
+        y = self.ffn_norm(x)
+        return x + self.w2(F.silu(self.w1(y)) * self.w3(y))
 
 
 class Llama(nn.Module):
@@ -79,10 +69,6 @@ class Llama(nn.Module):
             x = layer(x)
         return self.output(self.norm(x))
 
-    def init_weights(self):
-        for name, parameter in self.named_parameters():
-            nn.init.ones_(parameter) if "norm" in name else nn.init.normal_(parameter, std=0.05)
-
 
 # Between the layers each tensor-parallel rank has its part of the sequence, dimension 1.
 PLAN = {
@@ -90,8 +76,8 @@ PLAN = {
     "layers.*.*_norm": SequenceParallel(),
     "layers.*.attention.w[qkv]": ColwiseParallel(input_layouts=Shard(1)),
     "layers.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
-    "layers.*.feed_forward.w[13]": ColwiseParallel(input_layouts=Shard(1)),
-    "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+    "layers.*.w[13]": ColwiseParallel(input_layouts=Shard(1)),
+    "layers.*.w2": RowwiseParallel(output_layouts=Shard(1)),
     "norm": SequenceParallel(),
     "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
 }
@@ -102,21 +88,18 @@ def build(mesh, device):
     with torch.device("meta"):
         model = Llama()
     parallelize_module(model, mesh["tp"], PLAN)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in model.layers:
-        fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
-    fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh["dp"], mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     model.to_empty(device=device)
     torch.manual_seed(0)
-    model.init_weights()
-    norms = [parameter for name, parameter in model.named_parameters() if "norm" in name]
-    others = [parameter for name, parameter in model.named_parameters() if "norm" not in name]
-    return model, torch.optim.AdamW([{"params": others}, {"params": norms, "weight_decay": 0.0}], lr=3e-3)
+    for name, parameter in model.named_parameters():
+        nn.init.ones_(parameter) if "norm" in name else nn.init.normal_(parameter, std=0.05)
+    return model, torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 
 def batch(step, size, mesh, device):
     """Tokens and targets of this data-parallel rank; those of all ranks depend on the step alone."""
-    text = torch.tensor(list(Path(__file__).read_bytes()))
+    text = torch.tensor(list(Path(__file__).read_bytes()))  # the text is this file
     starts = torch.randint(len(text) - LENGTH, (size, 1), generator=torch.Generator().manual_seed(step))
     rows = text[starts + torch.arange(LENGTH + 1)].chunk(mesh["dp"].size())[mesh["dp"].get_local_rank()].to(device)
     return rows[:, :-1], rows[:, 1:]
