@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 4 -m tkernels.examples.train --tp 2 --steps 40 --checkpoints runs/llama
     torchrun --nproc-per-node 2 -m tkernels.examples.train --tp 1 --steps 80 --checkpoints runs/llama    # goes on
 
-On GPUs, or else on the CPU. With torch's own in place of the names from tkernels it trains the same."""
+On GPUs, or else on the CPU. With torch's own in place of the names from tkernels it trains the same.
+"""
 
 import argparse
 from pathlib import Path
