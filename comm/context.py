@@ -210,8 +210,8 @@ class Context:
             options = {
                 "transport": transport,
                 "timeout_s": timeout_s,
-                "num_programs": _default(num_programs, runtime.default_programs()),
-                "heap_bytes": _default(heap_bytes, DEFAULT_HEAP_BYTES[self.runtime]),
+                "num_programs": runtime.default_programs() if num_programs is None else num_programs,
+                "heap_bytes": DEFAULT_HEAP_BYTES[self.runtime] if heap_bytes is None else heap_bytes,
                 "runtime": self.runtime,
                 "compare_calls": switch("TKERNELS_COMPARE_CALLS") if compare_calls is None else compare_calls,
             }
@@ -308,9 +308,7 @@ class Context:
         head[BEGUN.value] = 0 if begun is None else begun.data_ptr()
         mine = segment.bases[self.rank]
         offsets = [base and base - mine for base in (*segment.bases, *segment.symmetric_bases)]
-        words = [*head, *offsets, *segment.pes]
-        with capture.beside(), capture.lasting():
-            return torch.tensor(words, dtype=torch.int64, device="cpu").to(self.device)
+        return self._on_device([*head, *offsets, *segment.pes])
 
     def __repr__(self):
         return f"Context({self.name}: rank {self.rank} of {self.size}, {self.runtime} runtime, {self.transport})"
@@ -348,9 +346,13 @@ class Context:
         if key not in self._constants:
             if len(self._constants) >= MAX_CONSTANTS:
                 del self._constants[next(iter(self._constants))]
-            with capture.beside(), capture.lasting():
-                self._constants[key] = torch.tensor(make(), dtype=torch.int64, device="cpu").to(self.device)
+            self._constants[key] = self._on_device(make())
         return self._constants[key]
+
+    def _on_device(self, values: list[int]) -> torch.Tensor:
+        """The numbers on the device, ready at once, also in a capture."""
+        with capture.beside(), capture.lasting():
+            return torch.tensor(values, dtype=torch.int64, device="cpu").to(self.device)
 
     @property
     def capturing(self) -> bool:
@@ -591,10 +593,6 @@ class Context:
         self.group.close()
         if error is not None and not reported:
             raise error
-
-
-def _default(value, default):
-    return default if value is None else value
 
 
 MeshLike = Context | dist.ProcessGroup | DeviceMesh | None  # what says which ranks: `as_context` resolves it

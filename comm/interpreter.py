@@ -16,13 +16,11 @@ import inspect
 import itertools
 import operator
 import os
-import queue
 import random
 import threading
 import time
 import types
 from concurrent import futures
-from concurrent.futures import Future
 
 import numpy as np
 import triton
@@ -199,7 +197,7 @@ def beside(task):
     Re-raises the exception of `task`, unless the block itself has raised.
     """
     launch = _Launch("beside", (1, 1, 1), _settings())
-    ended = _workers.start(lambda: _run_program(task, launch, (0, 0, 0)))
+    ended = _workers.submit(_run_program, task, launch, (0, 0, 0))
     try:
         yield
     except BaseException as error:
@@ -210,39 +208,19 @@ def beside(task):
     ended.result()
 
 
-def _wait(tasks: list[Future]):
+def _wait(tasks: list[futures.Future]):
     """Wait, waking up periodically: the OS may deliver a Ctrl-C to any thread, but Python handles it in this one."""
     while futures.wait(tasks, timeout=0.2).not_done:
         pass
 
 
-class _Workers:
-    """Threads that outlive a launch, since starting one costs as much as a small program. They end with the process."""
-
-    def __init__(self):
-        self._tasks, self._idle = queue.SimpleQueue(), threading.Semaphore(0)
-
-    def start(self, task) -> Future:
-        """Run `task` at once, on an idle thread or else a new one."""
-        ended = Future()
-        self._tasks.put((task, ended))
-        if not self._idle.acquire(blocking=False):
-            threading.Thread(target=self._work, name="tkernels-program", daemon=True).start()
-        return ended
-
-    def _work(self):
-        tasks, idle = self._tasks, self._idle
-        while True:
-            task, ended = tasks.get()
-            try:
-                ended.set_result(task())
-            except BaseException as error:
-                ended.set_exception(error)
-            del task, ended  # they hold the launch's memory
-            idle.release()
+def _start_workers():
+    """Threads that outlive a launch, since starting one costs as much as a small program; as many as are busy."""
+    global _workers
+    _workers = futures.ThreadPoolExecutor(1 << 20, "tkernels-program")
 
 
-_workers = _Workers()
+_start_workers()
 
 
 def _run_together(body, launch: _Launch, indices, num_threads: int) -> None:
@@ -264,7 +242,7 @@ def _run_together(body, launch: _Launch, indices, num_threads: int) -> None:
 
     try:
         while len(started) < num_threads:
-            started.append(_workers.start(run_programs))
+            started.append(_workers.submit(run_programs))
         _wait(started)
     except BaseException as interrupt:
         launch.abort(interrupt)
@@ -649,7 +627,7 @@ def install() -> None:
         resident=integer_from_environment("TKERNELS_RESIDENT", DEFAULT_RESIDENT),
         jitter_seed=integer_from_environment("TKERNELS_JITTER"),
     )
-    os.register_at_fork(after_in_child=_workers.__init__)
+    os.register_at_fork(after_in_child=_start_workers)
     _interpret_from_now_on()
     stock.interpreter_builder.__class__ = stock.InterpreterBuilder = Builder
     stock.interpreter_semantic.__class__ = stock.TritonSemantic = Semantic
