@@ -48,7 +48,7 @@ def permitted():
 
 
 @contextlib.contextmanager
-def beside():
+def uncaptured():
     """Under a capture, run the block's work on a stream that is not captured, and wait for it at the end."""
     if not underway():
         yield

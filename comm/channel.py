@@ -90,17 +90,17 @@ def share_of(num_elements, share, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank", "peer", "num_elements", "share", "form"])
 def channel_send_kernel(
-    data, slots, slot_stride,  # [num_elements], [copies, slot_stride]
-    full, state,  # [copies, programs]
+    data, slots, slot_stride,  # [num_elements], [SLOTS, slot_stride]
+    full, state,  # [SLOTS, programs]
     table, rank, peer,
     num_elements, share, form,
-    L, COPIES: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+    L, SLOTS: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):
     net = Net(table, rank)
     generation = begin_epoch(state)
     first, part = share_of(num_elements, share, data.dtype.element_ty, ALIGN)
-    slot = slots + (generation - 1) % COPIES * slot_stride
-    word = full + (generation - 1) % COPIES * tl.num_programs(0) + tl.program_id(0)
+    slot = slots + (generation - 1) % SLOTS * slot_stride
+    word = full + (generation - 1) % SLOTS * tl.num_programs(0) + tl.program_id(0)
     raised = generation << FORM_SHIFT | tl.cast(form, tl.int64)
     put_signal(slot + first, data + first, part, word, raised, peer, net, L, BLOCK, ALIGN)
     quiet(L)  # work ordered after this kernel may overwrite the data
@@ -109,17 +109,17 @@ def channel_send_kernel(
 
 @triton.jit(do_not_specialize=["rank", "peer", "num_elements", "share", "form"])
 def channel_receive_kernel(
-    data, slots, slot_stride,  # [num_elements], [copies, slot_stride]
-    full, free, state,  # [copies, programs], [programs]
+    data, slots, slot_stride,  # [num_elements], [SLOTS, slot_stride]
+    full, free, state,  # [SLOTS, programs], [programs]
     table, rank, peer,
     num_elements, share, form,
-    L, COPIES: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+    L, SLOTS: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):
     net = Net(table, rank)
     generation = begin_epoch(state)
     first, part = share_of(num_elements, share, data.dtype.element_ty, ALIGN)
-    slot = slots + (generation - 1) % COPIES * slot_stride
-    word = tl.load(full + (generation - 1) % COPIES * tl.num_programs(0) + tl.program_id(0))
+    slot = slots + (generation - 1) % SLOTS * slot_stride
+    word = tl.load(full + (generation - 1) % SLOTS * tl.num_programs(0) + tl.program_id(0))
     check_form(tl.cast(form, tl.int64), word & FORM_MASK, peer, tl.program_id(0), net, L)
     copy(data + first, slot + first, part, BLOCK, ALIGN)
     signal(free + tl.program_id(0), generation, peer, net, L)
@@ -238,9 +238,7 @@ class Channel:
         dev = torch.get_device_module(ctx.device)
         self._sending, self._receiving = End(ctx.device, dev), End(ctx.device, dev)
         self.credit = RemoteSignal(ctx, dev, self._free, self._sending.state, dst, copies, OP_SEND)
-        self.arrival = RemoteSignal(
-            ctx, dev, self._full, self._receiving.state, src, 0, OP_RECEIVE, FORM_SHIFT.value
-        )
+        self.arrival = RemoteSignal(ctx, dev, self._full, self._receiving.state, src, 0, OP_RECEIVE, FORM_SHIFT.value)
         self._load(self._slots[:ALIGNMENT])
         ctx.group.barrier()  # no rank signals before every rank's words are zero
 
@@ -327,7 +325,7 @@ class Channel:
             kernel, self.num_programs, data=part.view(_WIDTHS[align]), num_elements=num_elements, share=share,
             form=form, slots=self._slots.view(_WIDTHS[align]), slot_stride=self.slot_bytes // itemsize, state=state,
             **words, table=self.ctx.table, rank=self.ctx.rank, peer=peer, L=self.ctx.link(operation),
-            COPIES=self.copies,
+            SLOTS=self.copies,
             # Without alignment each element needs its own address and mask, so a step copies fewer.
             BLOCK=BLOCK_BYTES // 4 // (1 if align == 16 else 4), ALIGN=align, num_warps=8, maxnreg=128,
         )  # fmt: skip

@@ -58,14 +58,14 @@ OP_ALL_REDUCE = operation("all_reduce")
 OP_BARRIER = operation("barrier")
 
 BLOCK = 8192  # 2-byte elements that a program copies at a step; 12 programs of 8 warps then saturate NVLink
-CHUNK_BYTES = 256 << 10  # the most data behind one signal
+MAX_CHUNK_BYTES = 256 << 10  # the most data behind one signal
 MIN_CHUNK_BYTES = 4 << 10
 MAX_PROGRAMS = MIN_CHUNKS // 2
 ALONE_PROGRAMS = MIN_CHUNKS  # if nothing runs beside the collective
 MAX_BLOCK_BYTES = 2 * 4 * PACKET_BLOCK  # data of a block of packets, whose sums may have elements twice as large
 # Each copy has a fixed cost, a time in which programs move this many landed bytes to their destination. After the last
-# copy, its bytes are moved with no copy left to overlap. So a part of n * PIECE_BYTES is sent in sqrt(n) copies.
-PIECE_BYTES = 4 << 20
+# copy, its bytes are moved with no copy left to overlap. So a part of n * COPY_COST_BYTES is sent in sqrt(n) copies.
+COPY_COST_BYTES = 4 << 20
 LAMPORT_CALLS, LAMPORT_WORDS = tl.constexpr(2), tl.constexpr(3)  # indices into a workspace's state
 MOST_RANKS = 1 << 20
 SUMMED = (torch.float32, torch.float16, torch.bfloat16)
@@ -264,7 +264,7 @@ def reduce_kernel(
     L, GATHER: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):
     """Send each rank its part of x and sum what arrives; with GATHER, send the sum of the own part to every peer."""
-    PARTS: tl.constexpr = 0 if WHOLE else 1
+    OWN_PARTS: tl.constexpr = 0 if WHOLE else 1
     part_stride = tl.cast(part_stride, tl.int64)  # times R it may exceed 2**31
     net = Net(table, rank)
     epoch = begin_call(state, call, net, L)
@@ -277,7 +277,7 @@ def reduce_kernel(
             first = tl.cast(index, tl.int64) * chunk
             for step in range(1, L.RANKS):
                 target = (rank + step) % L.RANKS
-                start, part = part_of(starts, target * PARTS, x.dtype.element_ty, ALIGN)
+                start, part = part_of(starts, target * OWN_PARTS, x.dtype.element_ty, ALIGN)
                 mark(SEND, index, target, net, L)
                 put(
                     inbox + rank * part_stride + first, x + start + first,
@@ -285,7 +285,7 @@ def reduce_kernel(
                 )
             signal_all(ready + rank * max_chunks + index, epoch, net, L)
 
-    start, part = part_of(starts, rank * PARTS, x.dtype.element_ty, ALIGN)
+    start, part = part_of(starts, rank * OWN_PARTS, x.dtype.element_ty, ALIGN)
     own = out + start if GATHER else out
     gathered = (inbox + L.RANKS * part_stride).to(out.dtype)
     gathered_ready = ready + L.RANKS * max_chunks
@@ -394,7 +394,7 @@ def packets_kernel(
     OUT: tl.constexpr = out.dtype.element_ty
     BLOCK: tl.constexpr = WORDS * 32 // DTYPE.primitive_bitwidth
     OUT_WORDS: tl.constexpr = BLOCK * OUT.primitive_bitwidth // 32
-    PARTS: tl.constexpr = 0 if WHOLE else 1
+    OWN_PARTS: tl.constexpr = 0 if WHOLE else 1
     SAME: tl.constexpr = WHOLE or not REDUCE  # every rank is sent the same data
     net = Net(table, rank)
     epoch = begin_call(state, call, net, L)
@@ -404,7 +404,7 @@ def packets_kernel(
         packets += turn % 3 * inbox_stride
     else:
         packets += turn % 2 * inbox_stride
-    own_start, own = part_of(starts, rank * PARTS, DTYPE, ALIGN)
+    own_start, own = part_of(starts, rank * OWN_PARTS, DTYPE, ALIGN)
     blocks = tl.cdiv(max_part, BLOCK)
     for index in range(tl.program_id(0), blocks, tl.num_programs(0)):
         at = index * BLOCK + tl.arange(0, BLOCK)
@@ -692,10 +692,10 @@ class _Parts:
         self.num_programs = min(ctx.num_programs, max_programs)
         # One chunk for each program where the limits allow, so that chunks don't wait for each other's fence; multiples
         # of MIN_CHUNK_BYTES, thus whole 16-byte vectors.
-        chunk = max(min(-(-self.max_part // self.num_programs) * self.itemsize, CHUNK_BYTES), MIN_CHUNK_BYTES)
+        chunk = max(min(-(-self.max_part // self.num_programs) * self.itemsize, MAX_CHUNK_BYTES), MIN_CHUNK_BYTES)
         self.chunk = -(-chunk // MIN_CHUNK_BYTES) * MIN_CHUNK_BYTES // self.itemsize
         self.num_chunks = -(-self.max_part // self.chunk) or 1
-        pieces = max(round(math.sqrt(self.max_part * self.itemsize / PIECE_BYTES)), 1)
+        pieces = max(round(math.sqrt(self.max_part * self.itemsize / COPY_COST_BYTES)), 1)
         self.piece_chunks = -(-self.num_chunks // pieces)
         aligned = all(start * size % 16 == 0 for start in starts for size in (self.itemsize, out_itemsize))
         # New tensors are aligned: a new result, and the copy of an x that is not contiguous.

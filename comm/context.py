@@ -351,7 +351,7 @@ class Context:
 
     def _on_device(self, values: list[int]) -> torch.Tensor:
         """The numbers on the device, ready at once, also in a capture."""
-        with capture.beside(), capture.lasting():
+        with capture.uncaptured(), capture.lasting():
             return torch.tensor(values, dtype=torch.int64, device="cpu").to(self.device)
 
     @property

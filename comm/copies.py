@@ -176,7 +176,7 @@ class Copies:
         gate, begin = self._gates[captured], self._begin[captured]
         addresses = [tensor.data_ptr() for tensor in sources]
         if not self._on_gpu:
-            with interpreter.beside(lambda: self._carry_out(host_on_words, host_copy, begin, addresses)):
+            with interpreter.meanwhile(lambda: self._carry_out(host_on_words, host_copy, begin, addresses)):
                 launch(gate)
             return
         here, side = self._workspace.streams()

@@ -190,13 +190,13 @@ def _run_program(body, launch: _Launch, index: tuple[int, int, int]) -> None:
 
 
 @contextlib.contextmanager
-def beside(task):
+def meanwhile(task):
     """Run `task()` on another thread while the block launches kernels; return once both have ended.
 
     The task counts as a program for `jitter` and `aborted`; for it, `aborted` is true once the block has raised.
     Re-raises the exception of `task`, unless the block itself has raised.
     """
-    launch = _Launch("beside", (1, 1, 1), _settings())
+    launch = _Launch("meanwhile", (1, 1, 1), _settings())
     ended = _workers.submit(_run_program, task, launch, (0, 0, 0))
     try:
         yield

@@ -215,7 +215,7 @@ class Workspace:
 
     def _make(self, make, number: int, dtype=torch.int64) -> torch.Tensor:
         """make(number), with torch.zeros or torch.empty, on the context's device; ready at once, also in a capture."""
-        with capture.beside():
+        with capture.uncaptured():
             made = make(number, dtype=dtype, device=self.context.device)
         if self.context.capturing:
             self._kept.append(made)

@@ -155,7 +155,7 @@ def test_sums_are_rounded_once_to_another_dtype_where_asked(ctx, transport):
 @every_transport
 def test_parts_of_many_chunks_arrive_whole(ctx, transport):
     ctx = over(ctx, transport)
-    chunk = collectives.CHUNK_BYTES // 4  # with more programs, chunks are smaller
+    chunk = collectives.MAX_CHUNK_BYTES // 4  # with more programs, chunks are smaller
     for rows in ((2 * chunk + 8, chunk - 4), (1, 2 * chunk + 1)):
         shards = gathered(integers, ctx, rows, (), torch.float32, 1)
         assert torch.equal(tkernels.all_gather(shards[ctx.rank], rows=rows, ctx=ctx), torch.cat(shards))
@@ -172,7 +172,10 @@ def test_copies_of_several_pieces_arrive_whole_in_place_and_in_other_dtypes(ctx,
     ctx = over(ctx, transport)
     config, chunk = CONFIGS["copies"], collectives.MIN_CHUNK_BYTES // 4
     rows = [(9 * chunk + 8, 3 * chunk - 4, 0, 1)[: ctx.size], (2 * chunk,) * ctx.size]
-    with mock.patch.object(collectives, "PIECE_BYTES", 1024), mock.patch.object(collectives, "CHUNK_BYTES", 4096):
+    with (
+        mock.patch.object(collectives, "COPY_COST_BYTES", 1024),
+        mock.patch.object(collectives, "MAX_CHUNK_BYTES", 4096),
+    ):
         for seed, counts in enumerate(rows):
             late(ctx, seed % ctx.size, 0.02)
             shards = gathered(integers, ctx, counts, (), torch.float32, seed)
@@ -220,7 +223,7 @@ def sums_early(ctx, form):
         ctypes.c_int64.from_address(int(counter.handle.data.item())).value += 100
 
     with (
-        mock.patch.object(collectives, "CHUNK_BYTES", collectives.MIN_CHUNK_BYTES),
+        mock.patch.object(collectives, "MAX_CHUNK_BYTES", collectives.MIN_CHUNK_BYTES),
         mock.patch.object(collectives, "wait_chunk", wait_late),
         mock.patch.object(collectives, "count_up_to", count_for_all if form == "wrong" else count_up_to),
         poisoned_memory(),
@@ -351,7 +354,7 @@ def test_results_go_into_the_callers_memory_and_may_be_in_place(ctx, transport, 
         functools.partial(getattr(collectives, name), ctx, config=config)
         for name in ("all_gather", "reduce_scatter", "all_reduce")
     )
-    chunk = collectives.MIN_CHUNK_BYTES if ctx.runtime == "simulated" else collectives.CHUNK_BYTES
+    chunk = collectives.MIN_CHUNK_BYTES if ctx.runtime == "simulated" else collectives.MAX_CHUNK_BYTES
     large = chunk // 4 + 5  # two chunks, shared among programs
     shares = [((1, 0, 3, 2)[: ctx.size], (7,)), ((large,) * ctx.size, ()), ((8,) * ctx.size, (4,))]
     for seed, (rows, width) in enumerate(shares):

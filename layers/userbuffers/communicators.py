@@ -551,7 +551,7 @@ def workspace_bytes(shape, dtype: torch.dtype, size: int) -> dict[str, int]:
     part = max(round_up(rows, 128) * hidden, round_up(rows * hidden, collectives.BLOCK))
     part_bytes = rows * hidden * itemsize
     # A collective cuts a rank's part into at least as many chunks as it has programs.
-    num_chunks = max(-(-rows // MIN_CHUNK_ROWS), part_bytes // collectives.CHUNK_BYTES + 1, MAX_PROGRAMS)
+    num_chunks = max(-(-rows // MIN_CHUNK_ROWS), part_bytes // collectives.MAX_CHUNK_BYTES + 1, MAX_PROGRAMS)
     packet_bytes = min(part_bytes, collectives.DEFAULT.packet_bytes)
     inbox_bytes = size * part * itemsize
     return dict(

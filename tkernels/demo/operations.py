@@ -26,7 +26,7 @@ class Operation:
     seconds: float | None = None
 
 
-class Recorder(TorchDispatchMode):
+class OperatorCounter(TorchDispatchMode):
     """While entered, counts and times the operators of torch.ops.tkernels, including those that autograd calls."""
 
     def __init__(self, ctx: Context):

@@ -45,7 +45,7 @@ from torch.nn import functional as F
 from tkernels.comm.context import Context
 from tkernels.demo.data import Text
 from tkernels.demo.model import ModelConfig, Transformer
-from tkernels.demo.operations import Operation, Recorder
+from tkernels.demo.operations import Operation, OperatorCounter
 from tkernels.layers.tensor_parallel.dtensors import local
 from tkernels.shapes import DTYPES
 
@@ -144,7 +144,7 @@ class _Training:
         self.loss_scale = FP16_LOSS_SCALE if dtype == torch.float16 else 1.0
         self.sharded = kind(copy.deepcopy(self.unsharded), self.config, ctx, self.loss_scale)
         self.optimizer = Optimizer(self.unsharded.named_parameters(), self.loss_scale)
-        self.recorder = Recorder(ctx)
+        self.counter = OperatorCounter(ctx)
 
 
 _here: _Training | None = None
@@ -179,7 +179,7 @@ def step(ctx: Context) -> Step:
     tokens, targets = _here.text.batch(_here.config.sequence, _here.config.batch, _here.generator)
     tokens, targets = tokens.to(ctx.device), targets.to(ctx.device)
     began = time.perf_counter()
-    with _here.recorder:
+    with _here.counter:
         sharded = _here.sharded.step(tokens, targets).item()
     seconds = time.perf_counter() - began
     loss = loss_part(_here.unsharded, _here.config, tokens, targets)
@@ -206,6 +206,6 @@ def worst_gradient(ctx: Context) -> Gradient:
 def finish(ctx: Context) -> list[Operation]:
     """Collective. End the training. Returns what this rank called and sent."""
     messages = [Operation(name, *sent) for name, sent in _here.sharded.messages.items()]
-    operations = _here.recorder.operations() + messages
+    operations = _here.counter.operations() + messages
     _here.sharded.close()
     return operations
