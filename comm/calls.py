@@ -95,14 +95,14 @@ class PreparedCalls:
     def __len__(self):
         return len(self._prepared)
 
-    def find(self, key: tuple, prepare=None, *arguments):
-        """What is kept for that key. If nothing is, `prepare(*arguments)` makes it; without that, None is returned."""
+    def find(self, key: tuple, prepare, *arguments):
+        """What is kept for that key. If nothing is, `prepare(*arguments)` makes it."""
         try:
             found = self._prepared.get(key)
         except TypeError as error:  # parts of a key are hashed
             odd = ", ".join(reprlib.repr(part) for part in key if not isinstance(part, Hashable))
             raise TypeError(f"no option of an operation can be {odd} ({error})") from error
-        if found is None and prepare is not None:
+        if found is None:
             with capture.lasting():
                 found = prepare(*arguments)
             with self._lock:
@@ -111,10 +111,9 @@ class PreparedCalls:
                 self._prepared[key] = found
         return found
 
-    def clear(self, which=lambda prepared: True):
-        """Forget what `which` is true for; by default, all."""
+    def clear(self):
         with self._lock:
-            self._prepared = {key: found for key, found in self._prepared.items() if not which(found)}
+            self._prepared = {}
 
 
 local_calls = PreparedCalls()  # of local operations, which need no context
@@ -153,19 +152,20 @@ def difference(first: int, call: Shared | None, second: int, other: Shared | Non
     if call is None or other is None or call.operation != other.operation:
         by_rank = (f"rank {rank} is in {each or 'another call'}" for rank, each in ((first, call), (second, other)))
         return f"the ranks are out of step: {'; '.join(by_rank)}; all must make the same calls in the same order"
-    values = _differing([dict(call.fields), dict(other.fields)])
+    values = differing([dict(call.fields), dict(other.fields)])
     found = "; ".join(f"{name}: {a} on rank {first}, {b} on rank {second}" for name, (a, b) in values.items())
     return f"{call.operation}: the ranks' calls differ, in {found}; all must pass the same"
 
 
 def differences(ranks: list[dict]) -> str:
     """For errors: what the dicts of all ranks differ in, as in "M by rank: 8, 10". Empty if they agree."""
-    return "; ".join(f"{name} by rank: {', '.join(map(str, values))}" for name, values in _differing(ranks).items())
+    return "; ".join(f"{name} by rank: {', '.join(map(str, values))}" for name, values in differing(ranks).items())
 
 
-def _differing(ranks: list[dict]) -> dict[str, list]:
+def differing(ranks: list[dict]) -> dict[str, list]:
     """Every rank's value, by name, where they differ."""
-    found = {name: [each.get(name) for each in ranks] for name in ranks[0]}
+    names = dict.fromkeys(name for each in ranks for name in each)
+    found = {name: [each.get(name, "absent") for each in ranks] for name in names}
     return {name: values for name, values in found.items() if any(each != values[0] for each in values)}
 
 

@@ -1,11 +1,9 @@
 """Keeps a first call's one-time setup correct under a CUDA graph's capture and in inference mode.
 
-Under a capture, the setup must not become part of the graph: it is done outside of it, immediately.
-
 A capture records everything launched on its stream into the graph, so each replay would repeat it: zeroing an epoch,
 copying a schedule. By default it also forbids its thread any call that might wait for the device, such as loading a
 kernel. So kernels are compiled and loaded with the thread's capture mode relaxed, and memory is prepared on a stream
-that is not captured, which is then synchronised. In inference mode, the setup runs outside of that mode.
+that is not captured, which is then synchronised.
 """
 
 import contextlib

@@ -471,16 +471,16 @@ def barrier_kernel(state, table, rank, call, L):
 class CollectiveCall(NamedTuple):
     """A call of a collective, of x and out, which may be None. Operations can prepare it as a part of their own calls.
 
-    The functions below describe the options. A class has its name as `operation`, `shared`, and
+    A class has its name as `operation`, `shared`, and
     result: of x: every rank's rows, the result's shape and dtype, and the row of `out` at which x may begin, if x is in
         place. Raises ValueError or TypeError for what the collective does not take.
     bind: the launch, a function of x and the result, or None if there is nothing to move.
     """
 
-    rows: tuple[int, ...] | None = None
-    max_programs: int = MAX_PROGRAMS
+    rows: tuple[int, ...] | None = None  # row counts by rank, if they differ
+    max_programs: int = MAX_PROGRAMS  # the same on all ranks; fewer leave SMs to other work that runs beside it
     config: CollectiveConfig = DEFAULT
-    out_dtype: torch.dtype | None = None  # of a sum
+    out_dtype: torch.dtype | None = None  # of a sum, which is rounded to it once; None: that of x
 
     def prepare(self, ctx: Context, x: torch.Tensor, out):
         """The function of tensors like these that carries out the call; see `comm.calls.Call`."""
@@ -533,9 +533,8 @@ def all_gather(
 ) -> torch.Tensor:
     """Collective. Gathers every rank's rows: x_shard_m [M/R, ...] -> [M, ...], any dtype of 1, 2, 4 or 8 bytes.
 
-    rows: row counts by rank, if they differ. Raises ValueError if they don't fit, TypeError for a wider dtype.
-    max_programs: the same on all ranks; fewer leave SMs to other work that runs beside the collective.
-    out: contiguous, filled and returned. x_shard_m may be this rank's rows of it (in place).
+    out: contiguous, filled and returned. x_shard_m may be this rank's rows of it (in place). The other options are
+    those of `CollectiveCall`. Raises ValueError for rows that don't fit, TypeError for a wider dtype.
     """
     return ctx.call(AllGather(None if rows is None else tuple(rows), max_programs, config), x_shard_m, out)
 
@@ -574,12 +573,10 @@ def reduce_scatter(
     out_dtype: torch.dtype | None = None,
     config: CollectiveConfig = DEFAULT,
 ) -> torch.Tensor:
-    """Collective. Sums x [M, ...] over ranks and returns this rank's rows [M/R, ...]; fp32, fp16, bf16.
+    """Collective. Sums x [M, ...] over ranks, in fp32 in rank order, and returns this rank's rows [M/R, ...].
 
-    Summed in fp32 in rank order and rounded once, to x's dtype or out_dtype.
-    rows: row counts by rank, if M doesn't divide by R.
-    out: contiguous, filled and returned. It may be this rank's rows of x, which are sent to no peer: each element is
-    read and written by one program.
+    x: fp32, fp16, bf16. out: contiguous, filled and returned. It may be this rank's rows of x, which are sent to no
+    peer: each element is read and written by one program. The other options are those of `CollectiveCall`.
     """
     return ctx.call(ReduceScatter(None if rows is None else tuple(rows), max_programs, config, out_dtype), x, out)
 
@@ -614,14 +611,12 @@ def all_reduce(
     config: CollectiveConfig = DEFAULT,
     max_programs: int = ALONE_PROGRAMS,
 ) -> torch.Tensor:
-    """Collective. Sums x over ranks, into a new tensor or `out`; fp32, fp16, bf16. The same bits on every rank.
+    """Collective. Sums x over ranks, in fp32 in rank order; fp32, fp16, bf16. The same bits on every rank.
 
-    Summed in fp32 in rank order and rounded once, to x's dtype or out_dtype.
     out: contiguous, filled and returned. It may be x. In one shot, one program sends each element, then sums it, and no
     peer reads x. In two shots, a chunk's or block's owner returns its sums only after it has received that chunk from
     every rank, this one included, so the elements that they overwrite have been sent. Each element of a rank's own part
-    is read and written by one program.
-    max_programs: the same on all ranks; fewer leave SMs to other work that runs beside the collective.
+    is read and written by one program. The other options are those of `CollectiveCall`.
     """
     return ctx.call(AllReduce(None, max_programs, config, out_dtype), x, out)
 

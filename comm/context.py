@@ -323,10 +323,7 @@ class Context:
             self.abandon()
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Collective. An uninitialised tensor in symmetric memory; allocated until `free`, even if it is dropped.
-
-        See `SymmetricHeap.empty`.
-        """
+        """Collective. `SymmetricHeap.empty`: memory that is allocated until `free`, even if the tensor is dropped."""
         return self.heap.empty(*shape, dtype=dtype)
 
     def free(self, tensor: torch.Tensor):
@@ -334,7 +331,7 @@ class Context:
         self.heap.free(tensor)
 
     def workspace(self) -> Workspace:
-        """The current stream's workspace, see `Workspaces.current`. All ranks must create them in the same order."""
+        """The current stream's workspace. All ranks must create them in the same order."""
         return self._workspaces.current(self)
 
     def constant(self, key, make) -> torch.Tensor:
@@ -445,13 +442,10 @@ class Context:
         self._flag[0], self.reported = 1, True
         self.check()
 
-    def forget_calls(self, *which):
-        """Discard what has been prepared, so that later calls follow a new choice of configurations.
-
-        which: forget only what this function is true for.
-        """
+    def forget_calls(self):
+        """Discard what has been prepared, so that later calls follow a new choice of configurations."""
         for workspace in self._workspaces.values():
-            workspace.forget_calls(*which)
+            workspace.forget_calls()
 
     def refuse_after_fault(self):
         """Raise what `check` does if a failure of this rank is known. Costs next to nothing."""

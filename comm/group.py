@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tkernels.comm.arguments import check_type
-from tkernels.comm.calls import Turn, differences, module_of, place
+from tkernels.comm.calls import Turn, differences, differing, module_of, place
 from tkernels.comm.errors import MismatchError, OutOfStepError, TkernelsError
 from tkernels.comm.interpreter import integer_from_environment
 
@@ -266,17 +266,15 @@ def checksum(tensor: torch.Tensor) -> int:
 
 def first_difference(ranks: list[dict]) -> tuple[int, list] | None:
     """The first rank whose dict differs from rank 0's, and the names that differ; None if all agree."""
-    absent = object()
     for rank, theirs in enumerate(ranks):
-        names = [name for name in ranks[0] | theirs if ranks[0].get(name, absent) != theirs.get(name, absent)]
-        if names:
+        if names := list(differing([ranks[0], theirs])):
             return rank, names
     return None
 
 
-def listed(names: list[str], most: int = 5) -> str:
-    """For errors: the first `most` names, and how many more there are."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def listed(names: list[str]) -> str:
+    """For errors: the first 5 names, and how many more there are."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _store() -> dist.Store | None:

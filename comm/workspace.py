@@ -179,12 +179,11 @@ class Workspace:
             return self._calls.find(*key_and_prepare)
         with capture.permitted():
             found = self._calls.find(*key_and_prepare)
-        if found is not None:
-            self._captured_calls.add(found)
+        self._captured_calls.add(found)
         return found
 
-    def forget_calls(self, *which):
-        self._calls.clear(*which)
+    def forget_calls(self):
+        self._calls.clear()
 
     def streams(self):
         """The current stream, and a side stream for the copies of its calls."""

@@ -61,16 +61,6 @@ def test_the_newest_plans_are_kept_up_to_a_bound(monkeypatch):
     assert made[20:] == [11]
 
 
-def test_plans_can_be_asked_for_and_forgotten_one_by_one():
-    kept = PreparedCalls()
-    for key in range(4):
-        kept.find((key,), lambda: f"plan of {key}")  # noqa: B023
-    kept.clear(lambda plan: plan in ("plan of 1", "plan of 3"))
-    assert [kept.find((key,)) for key in range(4)] == ["plan of 0", None, "plan of 2", None]
-    kept.clear()
-    assert len(kept) == 0
-
-
 def test_a_plan_that_can_not_be_made_leaves_nothing():
     kept = PreparedCalls()
     with pytest.raises(ZeroDivisionError):
