@@ -112,8 +112,8 @@ class _Rank(NamedTuple):
 
     process: subprocess.Popen
     pipe: Connection  # calls out, results in
-    stacks: Connection  # what faulthandler writes on STACK_SIGNAL
     alive: Connection  # never used; the kernel kills the rank when it closes
+    stacks: io.BufferedRandom  # a file in memory; what faulthandler writes on STACK_SIGNAL, before the process ends
 
 
 class RankPool:
@@ -150,9 +150,10 @@ class RankPool:
         flags = subprocess._args_from_interpreter_flags()  # of this interpreter, as multiprocessing does
         with socket.create_server(("127.0.0.1", 0)) as listener:  # of the TCPStore that rank 0 serves
             for rank in range(self.ranks):
-                (pipe, its_pipe), (stacks, its_stacks), (its_alive, alive) = Pipe(), Pipe(False), Pipe(False)
-                with its_pipe, its_stacks, its_alive:
-                    files = [end.fileno() for end in (its_pipe, its_stacks, its_alive)]
+                (pipe, its_pipe), (its_alive, alive) = Pipe(), Pipe(False)
+                stacks = open(os.memfd_create("stacks"), "r+b")
+                with its_pipe, its_alive:
+                    files = [end.fileno() for end in (its_pipe, its_alive, stacks)]
                     files += [listener.fileno()] * (rank == 0)
                     place = rank, self.ranks, listener.getsockname()[1], *files
                     main = f"import sys; sys.path[:] = {sys.path!r}; from tkernels.launch import _main; _main{place}"
@@ -163,7 +164,7 @@ class RankPool:
                         pass_fds=files,
                         process_group=0,  # Ctrl-C at a terminal reaches this process alone, which ends the ranks
                     )
-                self._ranks.append(_Rank(process, pipe, stacks, alive))
+                self._ranks.append(_Rank(process, pipe, alive, stacks))
 
     def run(self, fn, *args, timeout_s: float = 300.0) -> list:
         """Run ``fn(ctx, *args)`` on every rank, as `launch` does; ctx is the same in every call until it has failed."""
@@ -316,8 +317,12 @@ class RankPool:
             rank.process.send_signal(STACK_SIGNAL)
         limit, text = time.monotonic() + STACKS_TIMEOUT_S, ""
         for number, rank in enumerate(self._ranks):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                rank.process.wait(max(0.0, limit - time.monotonic()))
             state = "still running" if number in running else "had finished"
-            text += f"rank {number} ({state}):\n{_read_stacks(rank.stacks, limit)}\n"
+            rank.stacks.seek(0)
+            stacks = rank.stacks.read().decode(errors="replace").strip()
+            text += f"rank {number} ({state}):\n{stacks or '  (no answer: stopped, or still starting)'}\n"
         return RankTimeoutError(running[0], "TimeoutError", text, headline)
 
 
@@ -376,21 +381,10 @@ def _bound(pipe: Connection, deadline: float):
             end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
 
 
-def _read_stacks(pipe: Connection, limit: float) -> str:
-    """What a rank writes to its end before it closes, or until the limit."""
-    text = b""
-    while multiprocessing.connection.wait([pipe], timeout=max(0.0, limit - time.monotonic())):
-        piece = os.read(pipe.fileno(), 1 << 16)
-        if not piece:
-            break
-        text += piece
-    return text.decode(errors="replace").strip() or "  (no answer: stopped, or still starting)"
-
-
 # Code that runs in a rank
 
 
-def _main(rank: int, ranks: int, port: int, pipe: int, stacks: int, alive: int, listener: int | None = None):
+def _main(rank: int, ranks: int, port: int, pipe: int, alive: int, stacks: int, listener: int | None = None):
     """A rank's process: answers messages until the parent closes the pipe. The last four are files."""
     _die_with_parent(alive)
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True, chain=True)  # then the process ends
