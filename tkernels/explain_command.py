@@ -60,9 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         raise argparse.ArgumentError(None, str(error)) from None
     (gpu,), ranks, answers = found, 1 if arguments.operation == "matmul" else arguments.ranks, []
-    dtype, precision = shapes.DTYPES[arguments.dtype.replace("tf32", "fp32")], "ieee"
-    if arguments.dtype == "tf32":
-        precision = "tf32"
+    dtype = shapes.DTYPES[arguments.dtype.replace("tf32", "fp32")]
+    precision = "tf32" if arguments.dtype == "tf32" else "ieee"
     console = Console(stderr=arguments.json == "-", highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     for operation, named in asked.items():
         for M, N, K in named.values():

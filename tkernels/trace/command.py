@@ -9,13 +9,13 @@ from pathlib import Path
 
 from tkernels.cli import count, file_to_write, write_output
 
-DIVIDED = {  # operation: which of M, N and K are divided by the ranks
-    "all_gather_matmul": "MN",
-    "matmul_reduce_scatter": "MK",
-    "matmul_all_reduce": "K",
-    "all_gather": "M",
-    "reduce_scatter": "M",
-    "all_reduce": "",
+OPERANDS = {  # of a rank, by operation; sizes in lower case are divided by the ranks
+    "all_gather_matmul": ("mK", "nK"),
+    "matmul_reduce_scatter": ("Mk", "Nk"),
+    "matmul_all_reduce": ("Mk", "Nk"),
+    "all_gather": ("mK",),
+    "reduce_scatter": ("MN",),
+    "all_reduce": ("MN",),
 }
 WARMUPS = 3
 PAUSE_US = 2000.0  # for the host to queue a recorded call
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser):
         "trace for https://ui.perfetto.dev and chrome://tracing, and print what the time went to."
     )
     parser.epilog = "example: tkernels trace all_gather_matmul --shape tiny --ranks 2"
-    parser.add_argument("operation", choices=DIVIDED, metavar="OP", help=", ".join(DIVIDED))
+    parser.add_argument("operation", choices=OPERANDS, metavar="OP", help=", ".join(OPERANDS))
     parser.add_argument(
         "--shape", required=True, metavar="NAME",
         help="MxNxK over all ranks, or a name of tkernels.shapes, which are listed for a wrong one; on the simulated "
@@ -71,8 +71,9 @@ def _check(operation: str, shape: str, sizes: tuple[int, int, int], ranks: int):
         raise ValueError(f"{ranks} rank has nobody to talk to, and nothing to record; pass --ranks of at least 2")
     if RUNTIME == "simulated" and (refusal := shapes.interpreter_refusal(sizes)):
         raise ValueError(refusal)
+    divided = "".join(OPERANDS[operation]) + ("m" if "scatter" in operation else "")  # the result's M
     named = zip("MNK", sizes, strict=True)
-    odd = [f"{name}={size}" for name, size in named if name in DIVIDED[operation] and size % ranks]
+    odd = [f"{name}={size}" for name, size in named if name.lower() in divided and size % ranks]
     if odd:
         raise ValueError(f"{operation} {shape}: {', '.join(odd)} doesn't divide by {ranks} ranks")
 
@@ -93,20 +94,13 @@ def record(ctx, operation: str, sizes: tuple[int, int, int], dtype: str, calls: 
     from tkernels.timing import Stopwatch
     from tkernels.trace.recorder import tracing
 
-    (M, N, K), R = sizes, ctx.size
-    operands = {
-        "all_gather_matmul": [(M // R, K), (N // R, K)],
-        "matmul_reduce_scatter": [(M, K // R), (N, K // R)],
-        "matmul_all_reduce": [(M, K // R), (N, K // R)],
-        "all_gather": [(M // R, K)],
-        "reduce_scatter": [(M, N)],
-        "all_reduce": [(M, N)],
-    }[operation]
-    operands = [torch.randn(shape, device=ctx.device).to(DTYPES[dtype]) for shape in operands]
+    named = dict(zip("MNKmnk", (*sizes, *(size // ctx.size for size in sizes)), strict=True))
+    shapes = [[named[name] for name in operand] for operand in OPERANDS[operation]]
+    operands = [torch.randn(shape, device=ctx.device).to(DTYPES[dtype]) for shape in shapes]
     if "matmul" in operation:
         function = functools.partial(getattr(operators, operation), ctx=ctx)
         x, w = operands
-        choose = functools.partial(overlap_config, ctx, operation, M, *w.shape, x.dtype, layout_of(x, w))
+        choose = functools.partial(overlap_config, ctx, operation, sizes[0], *w.shape, x.dtype, layout_of(x, w))
         config = choose()
         if config.copied:  # the copy engine leaves no marks; BY_PROGRAMS below avoids it too
             config = choose(sending=True)
