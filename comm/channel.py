@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 
 from tkernels.comm.arguments import LARGEST, check_type, whole
-from tkernels.comm.calls import differences, form_of
+from tkernels.comm.calls import form_of
 from tkernels.comm.context import Context, as_context
 from tkernels.comm.device import (
     Net,
@@ -51,7 +51,7 @@ from tkernels.comm.device import (
     signal,
     wait_signal,
 )
-from tkernels.comm.errors import MismatchError, TkernelsError
+from tkernels.comm.errors import TkernelsError
 from tkernels.comm.fence import Fence
 from tkernels.comm.regions import ALIGNMENT, Regions, round_up
 
@@ -341,27 +341,18 @@ def _check_options(ctx: Context, dst, src, options: dict):
 
     Raises the same error on every rank for bad options or a topology that doesn't match.
     """
-    try:
+    with ctx.group.checking():
         dst, src = (end if end is None else whole("channel: dst and src", end, -LARGEST) for end in (dst, src))
-        options = {name: whole(f"channel: {name}", value, -LARGEST) for name, value in options.items()}
-        told = dst, src, options
-    except (TypeError, ValueError) as error:
-        told = error  # for all ranks to raise
-    ends = ctx.group.gather(told)
-    if wrong := [each for each in ends if isinstance(each, Exception)]:
-        raise wrong[0]
-    if found := differences([theirs for _, _, theirs in ends]):
-        raise MismatchError(f"channel: the ranks' options differ, in {found}; all must pass the same")
-    for name, value in options.items():
-        if value < 1:
-            raise ValueError(f"channel: {name}={value} must be positive")
-    edges = {(rank, dst) for rank, (dst, _, _) in enumerate(ends) if dst is not None}
-    expected = {(src, rank) for rank, (_, src, _) in enumerate(ends) if src is not None}
+        options = {name: whole(f"channel: {name}", value, 1) for name, value in options.items()}
+    with ctx.group.during(lambda: ("channel", options)):
+        ends = ctx.group.gather((dst, src))
+    edges = {(rank, dst) for rank, (dst, _) in enumerate(ends) if dst is not None}
+    expected = {(src, rank) for rank, (_, src) in enumerate(ends) if src is not None}
     wrong = edges ^ expected or {edge for edge in edges if edge[0] == edge[1] or edge[1] not in range(ctx.size)}
     if wrong:
         a, b = min(wrong)
         raise ValueError(
             f"channel: from rank {a} to rank {b} there must be dst={b} on rank {a} and src={a} on rank {b}, which "
-            f"differ and are below {ctx.size}; dst and src by rank are {[(dst, src) for dst, src, _ in ends]}"
+            f"differ and are below {ctx.size}; dst and src by rank are {ends}"
         )
-    return told
+    return dst, src, options

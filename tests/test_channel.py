@@ -257,7 +257,7 @@ def test_wrong_arguments_are_refused_before_the_first_signal(ctx):
         Channel(ctx, after, None if ctx.rank == 1 else before, slot_bytes=256)
     with pytest.raises(ValueError, match="dst and src by rank are"):
         Channel(ctx, ctx.rank, ctx.rank, slot_bytes=256)
-    differing = "options differ, in slot_bytes by rank: 256, 512, 1024; all must pass the same"
+    differing = "channel: the ranks' calls differ, in slot_bytes by rank: 256, 512, 1024; all must pass the same"
     with pytest.raises(MismatchError, match=differing):
         Channel(ctx, after, before, slot_bytes=256 << ctx.rank)
     for wrong in ({"dst": "next"}, {"copies": 2.5}, {"slot_bytes": None if ctx.rank else 256}):  # the last of one rank
@@ -266,7 +266,7 @@ def test_wrong_arguments_are_refused_before_the_first_signal(ctx):
             Channel(ctx, **options)
     with pytest.raises(TypeError, match="takes a Context"):
         Channel(3, None, None, slot_bytes=256)
-    with pytest.raises(ValueError, match="copies=0 must be positive"):
+    with pytest.raises(ValueError, match="channel: copies=0 must be at least 1"):
         Channel(ctx, after, before, slot_bytes=256, copies=0)
     channel = Channel(
         ctx, *((1, None) if ctx.rank == 0 else (None, 0) if ctx.rank == 1 else (None, None)), slot_bytes=1
