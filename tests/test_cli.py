@@ -57,7 +57,7 @@ def test_version(capsys):
         ("demo --parallel sp", "invalid choice: 'sp'"),
         ("demo --runtime cuda", "invalid choice: 'cuda'"),
         ("demo --plot /no/such/folder/losses.png", "there is no folder /no/such/folder"),
-        ("demo --plot -", "--no-plot"),
+        ("demo --plot -", "--plot: takes a path, not '-'"),
         ("demo --plot losses.foo", "--plot losses.foo: a picture's name ends with one of "),
         ("demo --plot losses", "--plot losses: a picture's name ends with one of "),
         ("demo --json /", "it is a folder"),

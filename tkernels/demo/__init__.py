@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import json
 import time
-from pathlib import Path
 
 from tkernels.cli import count, file_to_write, write_output
 
@@ -26,24 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser):
     parser.add_argument("--ranks", type=count, metavar="N", help="default: 2, or all GPUs on the nvshmem runtime")
     parser.add_argument("--steps", type=count, metavar="N", default=40, help="default: 40")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="default: fp32")
-    parser.add_argument("--seed", type=_seed, metavar="N", default=0, help="of weights and batches; default: 0")
+    parser.add_argument("--seed", type=int, metavar="N", default=0, help="of weights and batches; default: 0")
     parser.add_argument(
-        "--plot", type=_picture, metavar="PATH", default="tkernels-demo.png",
+        "--plot", type=file_to_write, metavar="PATH", default="tkernels-demo.png",
         help="where the picture of the loss curves goes, in the format of its ending; default: tkernels-demo.png",
     )  # fmt: skip
     parser.add_argument("--no-plot", action="store_const", const=None, dest="plot", help="draw no picture")
-
-
-def _seed(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) >= 2**63:
-        raise argparse.ArgumentTypeError(f"takes a whole number from 0 to 2**63 - 1, not {text!r}")
-    return int(text)
-
-
-def _picture(text: str) -> Path:
-    if text == "-":
-        raise argparse.ArgumentTypeError("takes a path, not '-'; --no-plot draws no picture")
-    return file_to_write(text)
 
 
 def run(arguments: argparse.Namespace) -> int:
