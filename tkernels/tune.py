@@ -10,7 +10,6 @@ import dataclasses
 import datetime
 import functools
 import numbers
-import sys
 import time
 import warnings
 from collections import Counter
@@ -18,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.status import Status
 
 from tkernels import model, tuned
 from tkernels.choice import KEY, bucket, choices_of, forget_calls, problem_of
@@ -211,8 +210,9 @@ def tune(
     job = Job(operation, M, N, K, dtype, layout)
     job.check(ctx.size)
     check_grid({} if grid is None else grid, operation)
-    with torch.no_grad(), _Bar(str(job), shown=ctx.rank == 0) as bar:
-        outcome = _Search(ctx, job, budget_s, measure, bar).run(grid)
+    console = Console(stderr=True, quiet=ctx.rank > 0)  # a line with the search's stage, if it is a terminal
+    with torch.no_grad(), Status(f"{job} ...", console=console) as status:
+        outcome = _Search(ctx, job, budget_s, measure, status).run(grid)
     if operation != "matmul":
         outcome.choice = explain(operation, M, N, K, dtype, ctx=ctx)
     place = tuned.place(1, tuned.LOCAL) if operation == "matmul" else tuned.place(ctx.size, ctx.transport)
@@ -246,8 +246,8 @@ def _remember(record: dict) -> str | None:
 class _Search:
     """One search on this rank; all ranks run the same search in lockstep."""
 
-    def __init__(self, ctx: Context, job: Job, budget_s: float, measure, bar: "_Bar"):
-        self.ctx, self.job, self.measure, self.bar = ctx, job, measure, bar
+    def __init__(self, ctx: Context, job: Job, budget_s: float, measure, status: Status):
+        self.ctx, self.job, self.measure, self.status = ctx, job, measure, status
         self.began = time.monotonic()
         self.deadline = self.began + budget_s
         self.problem = problem_of(ctx, job.operation, *job.local(ctx.size), job.dtype, job.layout_of_calls(ctx.size))
@@ -266,13 +266,12 @@ class _Search:
             raise TkernelsError(f"tune: {self.job}: the default configuration failed: {reason}")
         found, refused = product(self.default, grid, self.problem) if grid else variants(self.default, self.problem)
         began, usable = time.monotonic(), []
-        self.bar.begin("comparing results", len(found))
-        for number, config in enumerate(found):
+        for number, config in enumerate(found, 1):
+            self.status.update(f"{self.job}: comparing results, {number} of {len(found)}")
             if config == self.default or (reason := self._try(config)) is None:
                 usable.append(config)
             else:
                 refused[reason] += 1
-            self.bar.done(number + 1)
         self.deadline += time.monotonic() - began  # these calls compile
         finished = self._agreed(time.monotonic() < self.deadline)
         if finished:
@@ -328,7 +327,7 @@ class _Search:
     def _round(self, configs: list, iterations: int):
         """Measure configurations alongside the default."""
         configs = list(dict.fromkeys([self.default, *configs]))
-        self.bar.begin(f"measuring {len(configs)}, {iterations} times", 0)
+        self.status.update(f"{self.job}: measuring {len(configs)}, {iterations} times")
         names = {describe(config, self.default): config for config in configs}
         calls = {name: functools.partial(self.operands[0].run, config) for name, config in names.items()}
         timings, _ = self.measure(self.ctx, {"library": self.operands[0].library, **calls}, iterations)
@@ -338,26 +337,3 @@ class _Search:
         for name, config in names.items():
             one = timings[name]
             self.measured[config] = Measured(config, name, one.us, one.p10_us, one.p90_us, iterations)
-
-
-class _Bar(Progress):
-    """One line with a search's current stage, which disappears at the end; none without a terminal.
-
-    shown: False on all ranks but one.
-    """
-
-    def __init__(self, title: str, shown: bool):
-        super().__init__(
-            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20), TimeElapsedColumn(),
-            console=Console(stderr=True, highlight=False, soft_wrap=True),
-            transient=True,
-            disable=not (shown and sys.stderr.isatty()),
-        )  # fmt: skip
-        self.title, self.stage = title, self.add_task(title)
-
-    def begin(self, stage: str, total: int):
-        """Begin a stage of `total` steps; 0 if its steps are not reported."""
-        self.update(self.stage, description=f"{self.title}: {stage}", total=total or None, completed=0)
-
-    def done(self, steps: int):
-        self.update(self.stage, completed=steps)
