@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor import parallel as torch_parallel
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
+from torch.utils.checkpoint import checkpoint
 
 import tkernels
 from tkernels import layers
@@ -31,6 +32,7 @@ from tkernels.layers import (
     Replicated,
     RowwiseParallel,
     SequenceParallel,
+    parallelize,
     parallelize_module,
 )
 from tkernels.testing.compare import integers, normal
@@ -346,6 +348,56 @@ def test_styles_compute_by_this_librarys_operations(ctx):
             patch.setattr(type(ctx), "call", lambda self, op, *t: calls.append(op.operation) or call(self, op, *t))
             module(x).sum().backward()
         assert calls == operations
+
+
+class Mixer(nn.Module):
+    """Reads its convolutions' parameters, one in a list, instead of calling them, as Mamba's mixers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(HIDDEN, HIDDEN, 3, groups=HIDDEN, padding=1)
+        self.others, self.norm = nn.ModuleList([nn.Conv1d(HIDDEN, HIDDEN, 1)]), nn.LayerNorm(HIDDEN)
+        self.up, self.down = nn.Linear(HIDDEN, FEATURES), nn.Linear(FEATURES, HIDDEN)
+        self.fails = False
+
+    def forward(self, x):
+        x = self.norm(x).transpose(1, 2)
+        x = functional.conv1d(x, self.conv.weight, self.conv.bias, padding=1, groups=HIDDEN)
+        x = functional.conv1d(x, self.others[0].weight, self.others[0].bias).transpose(1, 2)
+        if self.fails:
+            raise ArithmeticError
+        return self.down(functional.gelu(self.up(x)))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", ["eager", "compiled", "checkpointed", "sharded", "sharded-apart"])
+def test_parallelize_lets_modules_read_their_childrens_parameters(ctx, way):
+    torch.manual_seed(0)
+    model = nn.Sequential(Mixer(), Mixer())
+    twin, x = copy.deepcopy(model).double(), normal((BATCH, SEQUENCE, HIDDEN), torch.float32, 1)
+    parallelize(model.to(ctx.device), {"*.up": "colwise", "*.down": "rowwise"}, tp_mesh(ctx))
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    if way.startswith("sharded"):
+        ranks = init_device_mesh(ctx.device.type, (1, ctx.size), mesh_dim_names=("dp", "tp"))["dp"]
+        for module in (model[0].norm, model[1].norm) if way == "sharded-apart" else model:
+            layers.fully_shard(module, mesh=ranks)
+        layers.fully_shard(model, mesh=ranks)
+    run = torch.compile(model, backend="aot_eager") if way == "compiled" else model
+    if way == "checkpointed":
+        run = lambda x: model[1](checkpoint(model[0], x, use_reentrant=False))  # noqa: E731
+    model[1].fails = True
+    with pytest.raises(ArithmeticError):
+        model(x.to(ctx.device))
+    model[1].fails = False
+    assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
+    for _ in range(2):
+        y = run(x.to(ctx.device))
+        want = twin(x.double())
+        y.square().mean().backward()
+        want.square().mean().backward()
+        assert_near(y, want, "y")
+    for (name, parameter), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert_near(parameter.grad, other.grad, name)
 
 
 @pytest.mark.ranks(2)

@@ -18,7 +18,7 @@ from tkernels.comm import Context, MeshLike, MismatchError
 from tkernels.comm.arguments import check_type
 from tkernels.comm.group import first_difference, listed
 from tkernels.layers.tensor_parallel.dtensors import as_mesh_and_context, let_grad_scaler_see_all_ranks
-from tkernels.layers.tensor_parallel.replicas import ReplicaCheck
+from tkernels.layers.tensor_parallel.replicas import ReadsChildren, ReplicaCheck
 from tkernels.layers.tensor_parallel.siblings import ColwiseParallelGroup, Share
 from tkernels.layers.tensor_parallel.styles import (
     ColwiseParallel,
@@ -104,6 +104,7 @@ def apply(
         for other, other_name in others:
             other.register_parameter(other_name, first._parameters[name])
     ReplicaCheck.attach(module, ctx.name)
+    ReadsChildren.attach(module)
     let_grad_scaler_see_all_ranks()
     return module
 

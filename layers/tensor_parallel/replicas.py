@@ -36,12 +36,33 @@ class ReplicatedParameters:
         self.names = [name for name, _ in module.named_parameters(recurse=False)]
         self.sum_gradients, self._context = sum_gradients, context
         self._check, self._path = None, ""
-        self._parameters = {}  # that forward finds replaced
+        self._parameters, self._lent = {}, False  # that forward finds replaced, and whether the parent's forward does
+        self.has_reader = False  # ReadsChildren of a parent
         module.register_forward_pre_hook(self._before)
         module.register_forward_hook(self._after, always_call=True)
 
     def _before(self, module, _):
-        self._after(module)  # an interrupt may have ended the last forward
+        if not self._lent:
+            self._replace(module)
+
+    def _after(self, module, *_):
+        if not self._lent:
+            self._restore(module)
+
+    def lend(self, module: nn.Module):
+        """Replace them until `take_back`, where they are whole: a sharding system may gather them at a call alone."""
+        self._lent = False
+        own = [getattr(module, name) for name in self.names]
+        if all(isinstance(each, DTensor) and each.device_mesh.ndim == 1 and not is_part(each) for each in own):
+            self._replace(module)
+            self._lent = True
+
+    def take_back(self, module: nn.Module):
+        self._lent = False
+        self._restore(module)
+
+    def _replace(self, module):
+        self._restore(module)  # an interrupt may have ended the last forward
         for name in self.names:
             parameter = getattr(module, name)
             value = local(parameter)
@@ -53,7 +74,7 @@ class ReplicatedParameters:
                 self._parameters[name] = parameter
                 module._parameters[name] = value  # not an attribute, which torch.compile of torch 2.11 can't take away
 
-    def _after(self, module, *_):
+    def _restore(self, module):
         for name, parameter in self._parameters.items():
             module._parameters[name] = parameter
         self._parameters.clear()
@@ -67,6 +88,39 @@ class ReplicatedParameters:
         """The hooks that a module has."""
         owners = (getattr(hook, "__self__", None) for hook in module._forward_hooks.values())
         return next((owner for owner in owners if isinstance(owner, ReplicatedParameters)), None)
+
+
+class ReadsChildren:
+    """Hooks of a module whose forward may read the parameters of replicated children instead of calling them.
+
+    It finds plain tensors there, too: a mixer of Mamba, for example, reads its convolution's weight.
+
+    Sums of gradients concern what a child's own forward reads, so children with them are left out.
+    """
+
+    def __init__(self, module: nn.Module, children: list[tuple[nn.Module, ReplicatedParameters]]):
+        self._children = children
+        module.register_forward_pre_hook(self._before)
+        module.register_forward_hook(self._after, always_call=True)
+
+    def _before(self, module, _):
+        for child, hooks in self._children:
+            hooks.lend(child)
+
+    def _after(self, module, *_):
+        for child, hooks in self._children:
+            hooks.take_back(child)
+
+    @classmethod
+    def attach(cls, model: nn.Module):
+        """To every module in a model that has such children, each of which is lent by one parent."""
+        for module in model.modules():
+            found = [(child, ReplicatedParameters.of(child)) for child in _called(module)] if _calls(module) else []
+            found = [(child, own) for child, own in found if own and not (own.sum_gradients or own.has_reader)]
+            for _, hooks in found:
+                hooks.has_reader = True
+            if found:
+                cls(module, found)
 
 
 class ReplicaCheck:
@@ -112,7 +166,7 @@ class ReplicaCheck:
         for path, hooks in summing:
             hooks.watched_by(check, path)
         check._watch(model)
-        model.register_forward_pre_hook(check._before)
+        model.register_forward_pre_hook(check._before, prepend=True)  # it looks for parameters
 
     def _before(self, model, _):
         """Watch the parameters of the first forward, which may have been on the meta device, frozen or copied.
@@ -218,6 +272,19 @@ class ReplicaCheck:
         if self._handles.keys() <= self._split:
             while self._handles:
                 self._handles.popitem()[1].remove()
+
+
+def _calls(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _called(module: nn.Module):
+    """The children of a module, those in lists and dictionaries of modules included."""
+    for child in module.children():
+        if _calls(child):
+            yield child
+        else:
+            yield from _called(child)
 
 
 def is_part(parameter: torch.Tensor) -> bool:
