@@ -52,7 +52,7 @@ def test_sums_and_parts_are_exact_and_in_place(ctx, backend, kind):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_levels_are_neighbours_and_those_of_one_place(ctx, backend):
-    inside, across = open_wire("test", backend, ctx).split(2, largest=36 * 4)
+    inside, across = open_wire("test", backend, ctx).split(2)
     assert current_context().name == ctx.name
     assert inside.group.gather(ctx.rank) == [ctx.rank // 2 * 2, ctx.rank // 2 * 2 + 1]
     assert across.group.gather(ctx.rank) == [ctx.rank % 2, ctx.rank % 2 + 2]
@@ -61,8 +61,9 @@ def test_two_levels_are_neighbours_and_those_of_one_place(ctx, backend):
     across.all_reduce(own)
     inside.all_gather(x)
     assert torch.equal(x, sum(of_rank(ctx, rank) for rank in range(4)))
-    inside.close()
-    across.close()
+    for level, again in zip((inside, across), open_wire("test", backend, ctx).split(2), strict=True):
+        assert again.group.process_group is level.group.process_group
+        assert backend == "torch" or (again.ctx is level.ctx and level.ctx.timeout_s == ctx.timeout_s)
 
 
 @pytest.mark.ranks(2)

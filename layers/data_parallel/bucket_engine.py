@@ -340,7 +340,6 @@ class BucketEngine:
                 del param.main_grad
                 param.grad = None
         disown([*self.bucket_of, *self.shards], self)
-        self.levels.close()
 
     # Norms
 

@@ -16,7 +16,7 @@ from tkernels.comm.context import MeshLike
 from tkernels.comm.errors import MismatchError
 from tkernels.comm.group import checksum, first_difference
 from tkernels.layers.data_parallel.bucket_engine import BucketEngine
-from tkernels.layers.data_parallel.param_bucket import Levels, by_size, largest_bytes
+from tkernels.layers.data_parallel.param_bucket import Levels, by_size
 from tkernels.layers.data_parallel.wire import Wire, open_wire
 from tkernels.layers.owners import disown, own, remove_owners
 
@@ -106,13 +106,11 @@ class OverlappedDDP(nn.Module):
         _check_agreement(whole, options, params)
 
         dev = torch.get_device_module(next(iter(params.values())).device) if dev is None else dev
-        groups = by_size(reversed(params.values()), bucket_size)
-        instances, largest = num_distributed_optimizer_instances, largest_bytes(groups, grad_dtype)
         self.module = module
         self.engine = BucketEngine(
             module,
-            groups,
-            Levels(whole, sharded, instances, average, largest),
+            by_size(reversed(params.values()), bucket_size),
+            Levels(whole, sharded, num_distributed_optimizer_instances, average),
             grad_dtype=grad_dtype,
             overlap_grad_reduce=overlap_grad_reduce,
             overlap_param_gather=overlap_param_gather,

@@ -31,9 +31,9 @@ ALIGN_BYTES = 128  # alignment of a parameter in its bucket: whole cache lines, 
 class Levels:
     """Sums gradients inside an instance and, if there are several, across them; gathers values inside one."""
 
-    def __init__(self, whole: Wire, sharded: bool, instances: int, average: bool, largest: int):
+    def __init__(self, whole: Wire, sharded: bool, instances: int, average: bool):
         self.whole = whole
-        self.inside, self.across = whole.split(instances, largest) if instances > 1 else (whole, None)
+        self.inside, self.across = whole.split(instances) if instances > 1 else (whole, None)
         self.sharded, self.num_shards = sharded, self.inside.size if sharded else 1
         self._scale = 1 / whole.size if average else 1.0
         # What a rank contributes of a sum over ranks, so that the next one counts it once: all that have it do so.
@@ -53,12 +53,6 @@ class Levels:
         shard = self.inside.reduce_scatter(grads)
         if self.across is not None:
             self.across.all_reduce(shard)
-
-    def close(self):
-        """Collective. Close the wires of the two levels, if there are two."""
-        if self.across is not None:
-            self.inside.close()
-            self.across.close()
 
 
 class Buffer:
@@ -364,12 +358,3 @@ def by_size(params, bucket_size: float) -> list[list[nn.Parameter]]:
             members = filling[kind] = []
         members.append(param)
     return full + list(filling.values())
-
-
-def largest_bytes(groups: list[list[nn.Parameter]], grad_dtype: torch.dtype | None) -> int:
-    """At least the bytes of the largest bucket's gradients or values, before padding to the shards."""
-    itemsize = grad_dtype.itemsize if grad_dtype else 0
-    return max(
-        sum(round_up(each.numel() * max(each.element_size(), itemsize), 2 * ALIGN_BYTES) for each in members)
-        for members in groups
-    )

@@ -1,7 +1,6 @@
 """Wire: in-place sums and gathers on the current stream, by this library's collectives or torch.distributed's."""
 
 import functools
-import weakref
 
 import torch
 import torch.distributed as dist
@@ -9,9 +8,8 @@ import torch.distributed as dist
 import tkernels
 from tkernels.comm import runtime, stream_order
 from tkernels.comm.context import Context, MeshLike, as_context, group_of
-from tkernels.comm.contexts import programs_at_once
+from tkernels.comm.contexts import programs_at_once, shared_over
 from tkernels.comm.group import Group, all_gather_single, reduce_scatter_single
-from tkernels.comm.workspace import LAMPORT_BYTES, most_packets
 
 
 def open_wire(caller: str, backend: "str | Wire", mesh: MeshLike = None) -> "Wire":
@@ -57,19 +55,16 @@ class Wire:
         """Collective. Send this rank's part of x to all ranks, and fill the other parts with theirs."""
         raise NotImplementedError
 
-    def split(self, instances: int, largest: int) -> tuple["Wire", "Wire"]:
+    def split(self, instances: int) -> tuple["Wire", "Wire"]:
         """Collective. Two wires: over this rank's instance of R/instances neighbouring ranks, and over the ranks at the
         same position in all instances.
 
-        largest: bytes of the largest tensor that they will move. The caller must close both.
+        Whoever asks has the same process groups and contexts, which last as long as torch's default group.
         """
-        inside, across = _split(self.group, instances)
-        return self._level(inside, largest), self._level(across, largest)
+        inside, across = map(self._over, _split(self.group, instances))
+        return inside, across
 
-    def close(self):
-        """Collective. Free what `split` has made."""
-
-    def _level(self, process_group: dist.ProcessGroup, largest: int) -> "Wire":
+    def _over(self, process_group: dist.ProcessGroup) -> "Wire":
         raise NotImplementedError
 
 
@@ -94,23 +89,10 @@ class TkernelsWire(Wire):
         if self.size > 1:
             tkernels.all_gather(self.part(x, rows), rows=rows, out=x, ctx=self.ctx)
 
-    def close(self):
-        self.ctx.finalize()
-
-    def _level(self, process_group, largest):
-        ctx = tkernels.init(
-            process_group,
-            # One workspace: two inboxes with slack, and the landing buffer, each for the parts and the sums; packets.
-            heap_bytes=8 * largest + 16 * most_packets(process_group.size()) + 3 * LAMPORT_BYTES + (16 << 20),
-            transport=self.ctx.transport,
-            timeout_s=self.ctx.timeout_s,
-            num_programs=self.ctx.num_programs,
-            default=False,
-        )
-        ctx.shared = False
-        wire = TkernelsWire(ctx)
-        weakref.finalize(wire, Context.abandon, ctx).atexit = False  # for a wire that is never closed
-        return wire
+    def _over(self, process_group):
+        options = {name: getattr(self.ctx, name) for name in ("transport", "timeout_s", "num_programs")}
+        make = functools.partial(tkernels.init, process_group, default=False, **options)
+        return TkernelsWire(shared_over(process_group, make))
 
 
 class TorchWire(Wire):
@@ -144,7 +126,7 @@ class TorchWire(Wire):
             if part.numel():
                 collective(part, owner, group=self.group.process_group)
 
-    def _level(self, process_group, largest):
+    def _over(self, process_group):
         return TorchWire(Group(process_group))
 
 
