@@ -213,11 +213,12 @@ class Context:
                 "num_programs": runtime.default_programs() if num_programs is None else num_programs,
                 "heap_bytes": DEFAULT_HEAP_BYTES[self.runtime] if heap_bytes is None else heap_bytes,
                 "runtime": self.runtime,
+                "capability": runtime.capability(),
                 "compare_calls": switch("TKERNELS_COMPARE_CALLS") if compare_calls is None else compare_calls,
             }
             for name, kind, words in OPTION_TYPES:
                 check_type(f"init: {name}", options[name], kind, words)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, TkernelsError) as error:
             options = error  # for all ranks to raise
         asked, in_use = zip(*contexts.meet(self.group, contexts.INIT, options), strict=True)
         self._check_options(asked)
@@ -358,7 +359,8 @@ class Context:
 
     def link(self, operation: tl.constexpr | int) -> Link:
         """The constants of a launch of `operation` (`device.operation`): the argument L of its kernel."""
-        return Link(*map(tl.constexpr, (self.size, operation, self.transport_id)))
+        constants = (self.size, operation, self.transport_id, False, runtime.has_tma())
+        return Link(*map(tl.constexpr, constants))
 
     def launch(self, kernel, num_programs: int, *arguments, **options):
         """Run a kernel of `num_programs` programs, all resident at once, so that they may wait for each other.

@@ -64,6 +64,11 @@ POLLS_PER_LOOK = tl.constexpr(256)  # polls between two checks of the clock and 
 SET = tl.constexpr(0)
 ADD = tl.constexpr(1)
 
+# A reducing barrier: whether the argument is other than 0 in every thread of the program.
+_AGREE = "{ .reg .pred mine, all; setp.ne.s32 mine, $1, 0; bar.red.and.pred all, 0, mine; selp.s32 $0, 1, 0, all; "
+AGREE = tl.constexpr(_AGREE + "}")
+AGREE_BEFORE_TMA = tl.constexpr(_AGREE + "fence.proxy.async.global; }")
+
 OTHER_NAN = tl.constexpr(0x7FFF7FFF)  # one NaN in fp32, two in fp16 or bf16
 
 
@@ -81,12 +86,14 @@ class Link(NamedTuple):
     """The constants of a launch, one argument of its kernel (`Context.link`).
 
     RANKS: of the group.  OPERATION: see `operation`.  TRANSPORT: one of TRANSPORTS.  TRACE: make marks (comm/marks.py).
+    TMA: kernels use it, so that its accesses must be ordered with others; see `runtime.has_tma`.
     """
 
     RANKS: object
     OPERATION: object
     TRANSPORT: object
     TRACE: object = tl.constexpr(False)
+    TMA: object = tl.constexpr(True)
 
 
 class Mail(NamedTuple):
@@ -541,10 +548,11 @@ def wait_signal(signal_word, epoch, source, chunk, net, L, other=None, value=Non
                 if (seen < epoch) & lost:
                     _record_fault(source, chunk, epoch, seen, differing_calls(source, net), net, L)
                     seen = epoch
-        # The data came by a peer's stores, and the next read of it may go through the async proxy (TMA).
-        tl.inline_asm_elementwise(
-            "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
+        if L.TMA:
+            # The data came by a peer's stores, and the next read of it may go through the async proxy.
+            tl.inline_asm_elementwise(
+                "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+            )
 
 
 @triton.jit
@@ -663,10 +671,9 @@ def arrived(words, value, L):
         # Each warp has loaded the words itself, and one may have seen a value that another missed, but all must return
         # the same answer. The reducing barrier makes them agree, and passes what each thread has acquired on to all
         # threads. The proxy fence extends that to TMA loads.
+        agree: tl.constexpr = AGREE_BEFORE_TMA if L.TMA else AGREE
         there = tl.inline_asm_elementwise(
-            "{ .reg .pred mine, all; setp.ne.s32 mine, $1, 0; bar.red.and.pred all, 0, mine; selp.s32 $0, 1, 0, all; "
-            "fence.proxy.async.global; }",
-            "=r,r", [tl.min((seen >= value).to(tl.int32), 0)], dtype=tl.int32, is_pure=False, pack=1,
+            agree, "=r,r", [tl.min((seen >= value).to(tl.int32), 0)], dtype=tl.int32, is_pure=False, pack=1,
         ) != 0  # fmt: skip
     return there
 
@@ -678,7 +685,7 @@ def publish(L):
     Triton itself waits only until their shared memory may be reused (cp.async.bulk.wait_group.read), not until the
     stores are visible.
     """
-    if L.TRANSPORT != SIMULATED:
+    if L.TRANSPORT != SIMULATED and L.TMA:
         tl.inline_asm_elementwise(
             "cp.async.bulk.wait_group 0; fence.proxy.async.global; mov.u32 $0, 0;",
             "=r", [], dtype=tl.int32, is_pure=False, pack=1,
@@ -689,8 +696,7 @@ def publish(L):
 def _all_threads(condition):
     """Whether every thread of this program has found the condition, a scalar, true. The same for all of them."""
     return tl.inline_asm_elementwise(
-        "{ .reg .pred mine, all; setp.ne.s32 mine, $1, 0; bar.red.and.pred all, 0, mine; selp.s32 $0, 1, 0, all; }",
-        "=r,r", [condition.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        AGREE, "=r,r", [condition.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
     ) != 0  # fmt: skip
 
 

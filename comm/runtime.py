@@ -26,6 +26,7 @@ from tkernels.comm.errors import TkernelsError
 from tkernels.comm.group import Group
 
 NVSHMEM4PY = "0.4.1"  # the oldest version that works
+AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities: the oldest for which there are kernels; the first with TMA
 
 
 @dataclass
@@ -119,6 +120,40 @@ def gpus_left_out() -> str | None:
     if RUNTIME == "simulated" and ASKED == "auto" and torch.cuda.is_available():
         return candidates()["nvshmem"]
     return None
+
+
+def capability() -> tuple[int, int]:
+    """The compute capability by whose rules kernels are compiled and chosen: the GPU's; Hopper's where there is none.
+
+    TKERNELS_CAPABILITY=8.0 asks for the rules of an older one, to test them on a newer GPU.
+
+    Raises TkernelsError for a GPU older than Ampere, ValueError for a variable that names none from there to this one.
+    """
+    here = HOPPER
+    if RUNTIME == "nvshmem" and torch.cuda.is_available():
+        here = torch.cuda.get_device_capability()
+    if here < AMPERE:
+        raise TkernelsError(
+            f"{torch.cuda.get_device_name()} has compute capability {_dotted(here)}, and there are kernels for "
+            f"{_dotted(AMPERE)} (Ampere) and newer; TKERNELS_RUNTIME=simulated runs them on the CPU"
+        )
+    asked = os.environ.get("TKERNELS_CAPABILITY") or _dotted(here)
+    found = tuple(map(int, asked.split("."))) if re.fullmatch(r"\d+\.\d", asked) else ()
+    if not AMPERE <= found <= here:
+        raise ValueError(
+            f"TKERNELS_CAPABILITY={asked!r} must be a compute capability from {_dotted(AMPERE)} to this GPU's, "
+            f"{_dotted(here)}"
+        )
+    return found
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+def has_tma() -> bool:
+    """Whether kernels load and store through TMA descriptors, where layouts allow it."""
+    return capability() >= HOPPER
 
 
 def default_programs() -> int:

@@ -1,4 +1,4 @@
-"""Compile every GPU kernel for sm_90a, on a machine that need not have a GPU, and write down what came out as JSON.
+"""Compile every GPU kernel for sm_90a, and some for other GPUs, on a machine that need not have one; facts as JSON.
 
     TKERNELS_RUNTIME=nvshmem python tests/compile_kernels.py facts.json [NAME_OF_A_CASE ...]
 
@@ -38,18 +38,19 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import tkernels
-from tkernels import gemm
+from tkernels import gemm, gpus, tuned
 from tkernels.choice import gemm_config, overlap_config
 from tkernels.comm import channel, collectives, context, copies, device, runtime
 from tkernels.comm.device import PEER, Link, Net, arrived, completes, publish, put_signal, put_tile, tell, wait_signal
 from tkernels.configs import FP8, with_room_for
+from tkernels.gpus import GPU, GPUS, H200
 from tkernels.staging import Rows
 from tkernels.trace import clocks
 from tkernels.trace.recorder import DEFAULT_MARKS, Recorder
 from tkernels.variants import CHANGES
 
 WORKERS = 2
-MULTIPROCESSORS = 132  # of an H100 and an H200
+OTHER_GPUS = GPUS["NVIDIA A100-SXM4-80GB"], GPUS["NVIDIA B200"]
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,12 @@ class Case:
     wire: str | None = None
     scales: str = "row"  # of FP8: one for each "row" of x and of w, or for each "tensor"
     precise: bool = False  # FP8's sums are promoted
+    gpu: GPU = H200
 
     @property
     def name(self) -> str:
         parts = [self.operation, self.dtype, re.sub(r"\W+", "_", self.label).strip("_")]
+        parts += [] if self.gpu.sm == 90 else [f"sm_{self.gpu.sm}"]
         return "-".join(filter(None, parts + ([str(self.ranks), self.transport] if self.ranks > 1 else [])))
 
 
@@ -265,7 +268,27 @@ def _cases() -> list[Case]:
             cases.append(Case("channel", "", f"{end}_misaligned", ranks=2, transport=transport, misaligned=True))
     for transport in ("peer", "nvshmem"):
         cases.append(Case("round_trip", "", ranks=2, transport=transport))
-    return cases + _fp8_cases()
+    return cases + _fp8_cases() + _cases_of_other_gpus()
+
+
+def _cases_of_other_gpus() -> list[Case]:
+    cases = []
+    for gpu in OTHER_GPUS:
+        there = {"ranks": 4, "gpu": gpu}
+        cases.append(Case("matmul", label="large", gpu=gpu))
+        cases.append(Case("matmul", "float32", "tf32", tf32=True, gpu=gpu))
+        for operation, label in itertools.product(FUSED[:2], ("large", "narrow", "few_rows")):
+            cases.append(Case(operation, label=label, shape=SHAPES[label], **there))
+        cases.append(
+            Case("matmul_all_reduce", "float16", "gelu_copied", activation="gelu", bias=True, copied=True, **there)
+        )
+        if gpu.tensor_memory:
+            cases.append(Case("matmul_all_reduce", label="interleaved", ranks=2, interleaved=True, gpu=gpu))
+        else:
+            cases.append(Case("matmul_reduce_scatter", label="large_parts", parts=True, **there))
+        for label in ("aligned", "small"):
+            cases.append(Case("all_reduce", label=label, shape=COLLECTIVE_SHAPES[label], **there))
+    return cases
 
 
 def _fp8_cases() -> list[Case]:
@@ -458,6 +481,7 @@ class NoRanks:
 NO_CONTEXT = contextlib.nullcontext()
 
 _compiled = []
+_gpu = H200  # that the case in progress is compiled for
 
 
 @functools.cache
@@ -467,10 +491,12 @@ def prepare():
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    target = GPUTarget("cuda", 90, 32)
+    # Triton asks for the target once a device, so there is a device for each.
     driver.set_active(
         types.SimpleNamespace(
-            get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
+            get_current_target=lambda: GPUTarget("cuda", _gpu.sm, 32),
+            get_current_device=lambda: _gpu.sm,
+            get_current_stream=lambda device: 0,
         )
     )
     run = JITFunction.run
@@ -492,13 +518,16 @@ def prepare():
     runtime.open_segment = open_segment
     context.Group = NoRanks
     torch.cuda.current_device = lambda: 0
-    gpu = types.SimpleNamespace(multi_processor_count=MULTIPROCESSORS, name="NVIDIA H200")
-    torch.cuda.get_device_properties = lambda device: gpu
+    runtime.default_programs = lambda: _gpu.sms
+    runtime.capability = lambda: _gpu.capability
+    gpus.gpu_name = tuned.gpu_name = lambda: _gpu.name
 
 
 def run_case(name: str, describe=None) -> dict:
     """Compile one case and return what `describe` says of it, by default its facts; {"error": ...} or {"skip": ...}."""
+    global _gpu
     case = CASES.get(name)
+    _gpu = case.gpu if case else H200
     if case and case.transport == "nvshmem" and not _has_nvshmem():
         return {"skip": "nvidia-nvshmem-cu13 (3.4 to 3.6) is not installed, whose device code this would link"}
     prepare()
@@ -642,8 +671,10 @@ def facts_of(kernel) -> dict:
         "marks": "end_marks" in function.fn.__code__.co_names,
         "threads": threads,
         "num_stages": metadata.num_stages,
+        "sm": _gpu.sm,
+        "shared_bytes": _gpu.shared_bytes,
         **resources,
-        "tensor_cores": len(re.findall(r"\b[HQI]GMMA\b", sass)),
+        "tensor_cores": len(re.findall(r"\b(?:[HQI]GMMA|UTC[HQI]MMA|[HQI]MMA)\b", sass)),
         "tma_loads": len(_TMA_LOAD.findall(ptx)),
         "tma_stores": len(_TMA_STORE.findall(ptx)),
         "async_copies": len(re.findall(r"cp\.async\.c[ag]", ptx)),
@@ -689,13 +720,18 @@ def _signals_and_waits(ttgir: str) -> str:
     The pipeliner keeps the order of branches only where one needs what another gives.
     """
     lines = ttgir.splitlines()
-    dots = [number for number, line in enumerate(lines) if re.search(r"= (?:tt\.dot|ttng\.warp_group_dot) ", line)]
-    if not dots:
-        return ""
     indents = [len(line) - len(line.lstrip()) for line in lines]
-    first = max((n for n in range(dots[0]) if "scf.for" in lines[n] and indents[n] < indents[dots[0]]), default=0)
-    last = next(n for n in range(dots[0], len(lines)) if indents[n] <= indents[first] and lines[n].strip())
-    kinds = {"exch, relaxed, sys": "s", "add, acquire, sys": "w", "tt.dot ": "d", "warp_group_dot ": "d"}
+    dots = [
+        n for n, line in enumerate(lines) if re.search(r"\b(?:tt\.dot|ttng\.(?:warp_group_dot|tc_gen5_mma)) ", line)
+    ]
+    loops = [[n for n in range(dot) if "scf.for" in lines[n] and indents[n] < indents[dot]] for dot in dots]
+    if not any(loops):
+        return ""
+    dot, loop = next((dot, loop) for dot, loop in zip(dots, loops, strict=True) if loop)  # the first step may be peeled
+    first = loop[-1]
+    last = next(n for n in range(dot, len(lines)) if indents[n] <= indents[first] and lines[n].strip())
+    dots = dict.fromkeys(("tt.dot ", "warp_group_dot ", "tc_gen5_mma "), "d")
+    kinds = {"exch, relaxed, sys": "s", "add, acquire, sys": "w"} | dots
     return "".join(kind for line in lines[first:last] for text, kind in kinds.items() if text in line)
 
 
@@ -886,6 +922,10 @@ def call_sites(function, constants: dict, chain=()):
         if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Is, ast.IsNot)):
             same = (known(node.left) or [...])[0] is evaluate(node.comparators[0])
             return same == isinstance(node.ops[0], ast.Is)
+        if isinstance(node, ast.BoolOp):  # one value may decide, whatever the others are
+            deciding = isinstance(node.op, ast.Or)
+            if any(bool(value) == deciding for each in node.values for value in known(each)):
+                return deciding
         builtins = {"__builtins__": {"max": max, "min": min, "len": len}}
         return eval(compile(ast.Expression(node), file, "eval"), builtins, names)
 

@@ -12,9 +12,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tkernels import gpus
 from tkernels.configs import MAX_LOOK, GemmConfig, OverlapConfig
-from tkernels.gpus import GPUS, H200, SIMULATED, gpu_here
+from tkernels.gpus import GPUS, H200, SIMULATED
 from tkernels.model import (
     COPY_ENGINE,
     INTERLEAVED,
@@ -406,19 +405,6 @@ def test_features_that_pay_are_any_where_our_gemm_is_as_fast_and_few_where_the_l
     features = features_that_pay(AG, 4, FP32)
     lost = 2 * features * 8192 * 4096 * (1 / H200.flops[2] - 1 / H200.library_flops[2])
     assert lost == pytest.approx(8192 * 4096 * 4 * 3 / 4 / H200.collective)
-
-
-@pytest.mark.quick
-def test_gpu_here_is_h200_where_a_gpu_has_no_row(monkeypatch):
-    monkeypatch.setattr(gpus.runtime, "RUNTIME", "simulated")
-    assert gpu_here() is SIMULATED
-    monkeypatch.setattr(gpus.runtime, "RUNTIME", "nvshmem")
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert gpu_here() is H200
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    for name, gpu in (("NVIDIA B200", GPUS["NVIDIA B200"]), ("NVIDIA B7", H200)):
-        monkeypatch.setattr("torch.cuda.get_device_name", lambda name=name: name)
-        assert gpu_here() is gpu
 
 
 @pytest.mark.quick

@@ -83,7 +83,8 @@ class GemmConfig:
     split: column slices in which the epilogue stores a tile (Triton's EPILOGUE_SUBTILE); 2 halves the shared memory
         that it needs. Not split-K, which is OverlapConfig.max_splits.
     num_stages: of the load pipeline; a fused operation takes fewer where it splits tiles along K (model.stages_of).
-    use_tma: load and store through TMA descriptors where the layout allows; False: always through pointers.
+    use_tma: load and store through TMA descriptors where the layout allows and the GPU has TMA; False: always through
+        pointers.
     max_programs: limit for a local GEMM, which leaves SMs to kernels that run beside it.
     """
 

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser):
     )  # fmt: skip
     parser.add_argument("--ranks", type=count, metavar="N", default=2, help="default: 2")
     parser.add_argument(
-        "--gpu", metavar="NAME", default="H200", help="a part of its name; those known are listed for a wrong one; "
+        "--gpu", metavar="NAME", default="H200", help="its name or a part; those known are listed for a wrong one; "
         "default: H200",
     )  # fmt: skip
     parser.add_argument(
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     from tkernels.gpus import GPUS, KNOWN
     from tkernels.paths import by_rule, explain_product, local_sizes, usual_layout, usual_product, ways_of
 
-    found = [gpu for name, gpu in GPUS.items() if arguments.gpu.lower() in name.lower()]
+    found = rows_named(arguments.gpu)
     try:
         if arguments.operation not in (*model.FUSED, "matmul", "all"):
             raise ValueError(
@@ -90,6 +90,17 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         write_output("".join(json.dumps(answer) + "\n" for answer in answers), arguments.json)
     return 0
+
+
+def rows_named(asked: str) -> list:
+    """The GPUs of that name, or with it as a word of theirs, first those on which kernels have run; or as a part."""
+    from tkernels.gpus import GPUS
+
+    asked, names = asked.lower(), {gpu: name.lower() for name, gpu in GPUS.items()}
+    named = [[gpu for gpu, name in names.items() if asked == name]]
+    named.append([gpu for gpu, name in names.items() if asked in name.split() and gpu.known != "compiled"])
+    named.append([gpu for gpu, name in names.items() if asked in name.split()])
+    return next(filter(None, named), [gpu for gpu, name in names.items() if asked in name])
 
 
 def saving(ways) -> str:

@@ -275,10 +275,13 @@ class Operand:
 
     @classmethod
     def of(cls, matrix: torch.Tensor, block_rows: int, block_columns: int, use_tma: bool = True) -> "Operand":
-        """Describe a matrix: by a TMA descriptor if it has a unit stride and 16-byte aligned rows and base address."""
+        """Describe a matrix: by a TMA descriptor if it has a unit stride and 16-byte aligned rows and base address.
+
+        On a GPU without TMA Triton would rewrite descriptors to pointers, whose loads it does not pipeline.
+        """
         row_stride, column_stride = matrix.stride()
         plain, transposed = in_rows(matrix)
-        if use_tma and tma_allowed(plain):
+        if use_tma and runtime.has_tma() and tma_allowed(plain):
             block = [block_columns, block_rows] if transposed else [block_rows, block_columns]
             descriptor = TensorDescriptor(plain, list(plain.shape), list(plain.stride()), block)
             return cls(descriptor, row_stride, column_stride, True, transposed)

@@ -1,6 +1,6 @@
 """What the model knows of GPUs: one table, a row for each."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,9 +15,10 @@ class GPU:
     """The constants of a GPU: a row of `GPUS`. Rates are per second.
 
     known: "measured"; "runs": other constants are those of the GPU measured; "compiled": never run, from data sheets.
+    capability: the compute capability, whose rules its kernels follow.
     flops, library_flops: of our GEMM and of torch's, apart from the ends of their tiles: in 16 bits; in fp32 as TF32
         and as IEEE; in FP8, and in FP8 with sums that are promoted. Without the last two: it has no FP8.
-    pointer_flops: of our GEMM in 16 bits, where TMA can't take the operands.
+    pointer_flops: of our GEMM in 16 bits, where rows are not multiples of 16 bytes.
     unaligned_flops: of torch's in 16 bits, where rows are multiples of 2, 4 and 8 bytes; and as TF32, of 4 or 8 bytes.
     memory, l2: bytes that a kernel reads and writes, and that its programs read.
     copy_engine, stores: bytes to all peers together.
@@ -28,8 +29,9 @@ class GPU:
 
     name: str
     known: str = "measured"
+    capability: tuple[int, int] = runtime.HOPPER
     sms: int = 132
-    shared_bytes: int = 232448  # for one program
+    shared_bytes: int = 227 << 10  # for one program
     flops: tuple[float, ...] = (830e12, 45e12, 7e12, 1500e12, 1040e12)
     library_flops: tuple[float, ...] = (830e12, 400e12, 52e12, 1500e12, 1350e12)
     pointer_flops: float = 47e12
@@ -42,6 +44,16 @@ class GPU:
     reducing_program: float = 24e9
     interleaved: float = 225e9
     collective: float = 235e9
+
+    @property
+    def sm(self) -> int:
+        """The compute capability as compilers write it: 90 for 9.0."""
+        return 10 * self.capability[0] + self.capability[1]
+
+    @property
+    def tensor_memory(self) -> bool:
+        """Whether the sums of a tile are kept beside the registers: data center Blackwell, sm_100 to sm_110."""
+        return (10, 0) <= self.capability < (12, 0)
 
     def rate(self, dtype: torch.dtype, precision: str = "ieee", tma: bool = True) -> float:
         """Our FLOP/s; precision: as gemm.precision says it; tma: its descriptors can take the operands.
@@ -88,22 +100,63 @@ class GPU:
 
 H200 = GPU("NVIDIA H200")
 SIMULATED = GPU("simulated", "interpreted")
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        H200,
-        GPU("NVIDIA H100 80GB HBM3", "runs", memory=2.8e12),
-        GPU(
-            "NVIDIA A100-SXM4-80GB", "compiled", 108, 166912, (250e12, 60e12, 7e12), (270e12, 130e12, 19e12),
-            240e12, (100e12, 180e12, 240e12, 60e12), 1.6e12, 6e12, 250e9, 200e9, 18e9, 16e9, 160e9, 150e9,
-        ),
-        GPU(
-            "NVIDIA B200", "compiled", 148, 232448, (1400e12, 60e12, 10e12, 2800e12, 2000e12),
-            (1700e12, 850e12, 70e12, 3400e12, 3400e12), 60e12, (150e12, 350e12, 600e12, 200e12),
-            6.4e12, 18e12, 770e9, 640e9, 56e9, 48e9, 500e9, 470e9,
-        ),
+H200_SHEET = (989, 494, 67, 1979), 4.8, 450  # as the columns of DATA_SHEETS
+
+# What NVIDIA's data sheets and architecture whitepapers say, by name: compute capability; SMs; KiB of shared memory for
+# a program (CUDA C++ Programming Guide, compute capabilities); dense TFLOP/s in 16 bits with fp32 sums, as TF32, of
+# IEEE fp32, and in FP8; TB/s of memory; GB/s to peers in one direction, by NVLink or else by PCIe.
+DATA_SHEETS = {
+    "NVIDIA H100 PCIe": ((9, 0), 114, 227, (756, 378, 51, 1513), 2.0, 300),
+    "NVIDIA H100 NVL": ((9, 0), 132, 227, (835, 417, 60, 1671), 3.9, 300),
+    "NVIDIA H20": ((9, 0), 78, 227, (148, 74, 44, 296), 4.0, 450),
+    "NVIDIA GH200 480GB": ((9, 0), 132, 227, (990, 494, 67, 1979), 4.0, 450),
+    "NVIDIA A100-SXM4-80GB": ((8, 0), 108, 163, (312, 156, 19.5), 2.0, 300),
+    "NVIDIA A100-SXM4-40GB": ((8, 0), 108, 163, (312, 156, 19.5), 1.6, 300),
+    "NVIDIA RTX A6000": ((8, 6), 84, 99, (155, 77, 38.7), 0.77, 56),
+    "NVIDIA L40S": ((8, 9), 142, 99, (362, 183, 91.6, 733), 0.86, 32),
+    "NVIDIA GeForce RTX 4090": ((8, 9), 128, 99, (165, 83, 82.6, 330), 1.0, 32),
+    "NVIDIA B200": ((10, 0), 148, 227, (2250, 1100, 75, 4500), 7.7, 900),
+    "NVIDIA GB200": ((10, 0), 148, 227, (2500, 1250, 80, 5000), 8.0, 900),
+    "NVIDIA B300": ((10, 3), 160, 227, (2250, 1125, 75, 4500), 8.0, 900),
+    "NVIDIA GB300": ((10, 3), 160, 227, (2500, 1250, 80, 5000), 8.0, 900),
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition": ((12, 0), 188, 99, (500, 250, 120, 1000), 1.6, 64),
+    "NVIDIA GeForce RTX 5090": ((12, 0), 170, 99, (209, 105, 105, 419), 1.8, 64),
+}
+
+
+# Of torch's speed in 16 bits, what others measured of Triton's GEMMs (Triton's issues 6523, 6217), by major capability.
+TRITONS_SHARE = {8: 0.9, 9: 1.0, 10: 0.85, 12: 0.9}
+
+
+def by_data_sheet(name: str) -> GPU:
+    """The row of a GPU that nothing was measured on: the rates of H200, times the ratio of what data sheets say.
+
+    L2's by the number of SMs, each of which reads as many bytes a clock.
+    """
+    capability, sms, shared_kib, flops, memory, link = DATA_SHEETS[name]
+    (half, tf32, fp32, *fp8), memory, link = (
+        [theirs / ours for theirs, ours in zip(flops, H200_SHEET[0], strict=False)],
+        memory / H200_SHEET[1],
+        link / H200_SHEET[2],
     )
-}  # fmt: skip
+    fp8, share = fp8 * 2, TRITONS_SHARE[capability[0]]  # with sums that are promoted too
+    ratios = {
+        "flops": (half * share, tf32, fp32, *(ratio * share for ratio in fp8)),
+        "library_flops": (half, tf32, fp32, *fp8),
+        "unaligned_flops": (half, half, half, tf32),
+    }
+    scaled = {
+        field: tuple(ours * ratio for ours, ratio in zip(getattr(H200, field), each, strict=False))
+        for field, each in ratios.items()
+    }
+    links = ("copy_engine", "stores", "program", "reducing_program", "interleaved", "collective")
+    ratios = {"pointer_flops": half, "memory": memory, "l2": sms / H200.sms} | dict.fromkeys(links, link)
+    scaled |= {field: getattr(H200, field) * ratio for field, ratio in ratios.items()}
+    return GPU(name, "compiled", capability, sms, shared_kib << 10, **scaled)
+
+
+GPUS = {gpu.name: gpu for gpu in (H200, replace(H200, name="NVIDIA H100 80GB HBM3", known="runs", memory=2.8e12))}
+GPUS |= {name: by_data_sheet(name) for name in DATA_SHEETS}
 
 
 KNOWN = {
@@ -121,6 +174,15 @@ def gpu_name() -> str:
 
 
 def gpu_here() -> GPU:
-    """The row of this process's GPU; where it has none, that of H200."""
+    """The row of this process's GPU; where it has none, or the rules are another capability's, `row_of` that."""
     name = gpu_name()
-    return SIMULATED if name == SIMULATED.name else GPUS.get(name, H200)
+    if name == SIMULATED.name:
+        return SIMULATED
+    capability = runtime.capability()
+    gpu = GPUS.get(name)
+    return gpu if gpu and gpu.capability == capability else row_of(capability)
+
+
+def row_of(capability: tuple[int, int]) -> GPU:
+    """The first row of the newest capability that is no newer than this one."""
+    return max((gpu for gpu in GPUS.values() if gpu.capability <= capability), key=lambda gpu: gpu.capability)

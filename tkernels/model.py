@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 
+from tkernels.comm.runtime import HOPPER
 from tkernels.configs import (
     COPIES,
     DTYPES,
@@ -185,15 +186,16 @@ def default_config(M: int, N: int, dtype: torch.dtype, tma: bool = True, gpu: GP
 
     None of these spills registers. block_m depends on nothing that could differ between ranks.
     """
-    if (gpu or gpu_here()) is SIMULATED:
+    gpu = gpu or gpu_here()
+    if gpu is SIMULATED:
         # The interpreter's cost is per operation, hardly per element: a GEMM of 256 x 128 x 64 takes a third of the
         # time with tiles of 64 x 64 x 64 than with 32 x 32 x 32. Small GEMMs, as in tests, still get several tiles.
         size = 32 if M <= 128 else 64
         return GemmConfig(size, size, size, group_m=2)
-    if (gpu or gpu_here()).shared_bytes < H200.shared_bytes:
-        # Below sm_90 Triton rewrites descriptors to pointers, whose loads it does not pipeline.
-        size = 64 if dtype == FP32 or M <= 64 else 128
-        return GemmConfig(size, size, 64 // dtype.itemsize, split=1, num_stages=4, use_tma=False)
+    if dtype != FP32 and gpu.shared_bytes < H200.shared_bytes:
+        # Ampere and Ada have no TMA. Consumer Blackwell has, but spills in each load through it, and little memory.
+        size, warps = (64, 4) if M <= 64 else (128, 8)
+        return GemmConfig(size, size, 64 // dtype.itemsize, 8, 1, warps, num_stages=4, use_tma=False)
     if dtype == FP32:
         # IEEE fp32 has no tensor cores. 4 warps would spill 160 registers; block_k = 32, in fused operations, 13.
         return GemmConfig(64, 64, 16, split=1)
@@ -247,7 +249,8 @@ def ways(problem: Problem) -> dict[str, OverlapConfig | str]:
         num_comm = min(max(math.ceil(SPARE * needed), 2), num_comm)
     config = OverlapConfig(
         gemm, wire.chunk_rows, max(min(num_comm, programs - 1), 1), landing=wire.landing,
-        max_registers=255 if problem.dtype == FP32 else None,
+        # Else ptxas may spill to make room for a second program on an SM; it does not for Hopper in 16 bits.
+        max_registers=None if problem.dtype != FP32 and gpu.capability == HOPPER else 255,
     )  # fmt: skip
     found = {COPY_ENGINE: _copied(problem, config), INTERLEAVED: _interleaved(problem, config, product_s)}
     found[PROGRAMS] = config
@@ -280,7 +283,7 @@ def _interleaved(problem: Problem, config: OverlapConfig, product_s: float) -> O
         return "comm programs must send" if problem.sending else "stores reach no other machine"
     if problem.ranks > 2:
         return "among more than two ranks its steps spill registers"
-    if not problem.tma or problem.dtype == FP32:
+    if not problem.tma or not config.gemm.use_tma or problem.dtype == FP32:
         return "not measured without TMA or in fp32"
     if product_s < wire_s:
         return f"tiles would wait for the link: the GEMM takes {1e6 * product_s:.0f} us, the wire {1e6 * wire_s:.0f}"
@@ -326,7 +329,9 @@ def reject(problem: Problem, config: GemmConfig | OverlapConfig) -> str | None:
     # of a slice of fp32 partial sums, to be written, and to be read.
     result = result_dtype(problem.dtype).itemsize
     kernels = [(gemm.num_stages, result * (2 if reduces else 1))]
-    if isinstance(config, OverlapConfig) and config.max_splits > 1:
+    if not gemm.use_tma:
+        kernels = [(gemm.num_stages + 1, 0)]  # what is staged takes the place of the pipeline, which has a stage more
+    elif isinstance(config, OverlapConfig) and config.max_splits > 1 and not problem.gpu.tensor_memory:
         kernels.append((stages_of(gemm, config.max_splits), 2 * result + 1 if reduces else result + 2))
     for stages, staged in kernels:
         pipeline = stages * (gemm.block_m + gemm.block_n) * gemm.block_k * itemsize
