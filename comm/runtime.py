@@ -26,7 +26,8 @@ from tkernels.comm.errors import TkernelsError
 from tkernels.comm.group import Group
 
 NVSHMEM4PY = "0.4.1"  # the oldest version that works
-AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities: the oldest for which there are kernels; the first with TMA
+# Compute capabilities: the oldest for which there are kernels, the first with FP8, the first with TMA.
+AMPERE, ADA, HOPPER = (8, 0), (8, 9), (9, 0)
 
 
 @dataclass
@@ -154,6 +155,11 @@ def _dotted(capability: tuple[int, int]) -> str:
 def has_tma() -> bool:
     """Whether kernels load and store through TMA descriptors, where layouts allow it."""
     return capability() >= HOPPER
+
+
+def has_fp8() -> bool:
+    """Whether kernels multiply FP8, as the interpreter does."""
+    return capability() >= ADA
 
 
 def default_programs() -> int:

@@ -45,6 +45,12 @@ def sqnr(got: torch.Tensor, want: torch.Tensor) -> float:
     return float(10 * torch.log10(want.square().sum() / (got.double() - want).square().sum()))
 
 
+@pytest.fixture(autouse=True)
+def skip_where_there_is_none():
+    if not runtime.has_fp8():
+        pytest.skip("the GPU, or the one whose rules it follows, has no FP8")
+
+
 @pytest.fixture(params=["kernel", "library"])
 def way(request, monkeypatch):
     """Who multiplies, where both can."""

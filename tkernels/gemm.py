@@ -419,9 +419,9 @@ def check_scaled(name: str, x: torch.Tensor, w: torch.Tensor, scales: Scales | N
         raise TypeError(f"{name}: x_scale and w_scale are of float8 operands, but x is {x.dtype}; leave them out")
     if x.dtype == w.dtype == torch.float8_e5m2:
         raise TypeError(f"{name}: x and w are both torch.float8_e5m2; torch multiplies that by e4m3 only, one of each")
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+    if not runtime.has_fp8():
         raise TypeError(
-            f"{name}: {torch.cuda.get_device_name(device)} has no float8 arithmetic; pass x.to(torch.bfloat16) * "
+            f"{name}: {gpu_here().name} has no float8 arithmetic; pass x.to(torch.bfloat16) * "
             f"x_scale, and w likewise"
         )
     if scales is None or scales.x is None or scales.w is None:

@@ -226,7 +226,7 @@ def quantize_reference(
 
 def _takes_fp8(device: torch.device) -> bool:
     """Whether Triton casts to FP8 there."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+    return device.type != "cuda" or runtime.has_fp8()
 
 
 @functools.cache
