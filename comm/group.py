@@ -297,7 +297,7 @@ def _until(condition, limit_s: float) -> bool:
 def _caller() -> tuple[str, str]:
     """The library's function that uses a group, and the line of the program that called the library."""
     frame, function = sys._getframe(2), "a call of the program's own"
-    while module_of(frame) == __name__:
+    while module_of(frame) in (__name__, "contextlib"):
         frame = frame.f_back
     if module_of(frame).startswith("tkernels."):
         function = f"{module_of(frame)}.{frame.f_code.co_name}"

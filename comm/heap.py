@@ -54,22 +54,17 @@ class SymmetricHeap:
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Collective. An uninitialised contiguous tensor at the same offset on every rank, 256-byte aligned.
 
-        Raises MismatchError on every rank if shape or dtype give different sizes, HeapExhaustedError if it does
+        Raises on every rank MismatchError if shape or dtype give different sizes, HeapExhaustedError if it does
         not fit, ValueError for a negative size, TypeError for one that is no whole number and for what is no dtype.
         With TKERNELS_POISON=1 the memory is filled with NaN (all bits set).
         """
-        wrong = None
-        try:
+        with self.group.checking():
             poisoned = switch("TKERNELS_POISON")
             check_torch_dtype("symmetric allocation: dtype", dtype)
             extents = shape[0] if len(shape) == 1 and isinstance(shape[0], list | tuple) else shape
             shape = tuple(whole("symmetric allocation: size", extent) for extent in extents)
             num_bytes = math.prod(shape) * dtype.itemsize
-        except (TypeError, ValueError) as error:
-            wrong, num_bytes = error, f"{type(error).__name__}, {error}"
         offset = self.allocate(num_bytes)
-        if wrong is not None:
-            raise wrong
         memory = self.segment.local[offset : offset + num_bytes]
         if poisoned:
             memory.fill_(0xFF)
@@ -122,8 +117,8 @@ class SymmetricHeap:
         self._held, self._freed, self._reserve = {}, {}, (0, 0)
         self.segment.close()
 
-    def allocate(self, num_bytes: int | str) -> int:
-        """Collective. The offset of so many bytes, which are now held; a text, of what is wrong, matches no number."""
+    def allocate(self, num_bytes: int) -> int:
+        """Collective. The offset of so many bytes, which are now held."""
         space = self.segment.space
         while self._freed:
             space.give_back(self._freed.popitem()[0])
@@ -139,7 +134,7 @@ class SymmetricHeap:
                 f"{_by_rank(listed(list(map(str, theirs))) or 'none' for theirs in held)}; all must free the same "
                 f"tensors in the same order"
             )
-        if not isinstance(num_bytes, int) or num_bytes == 0:
+        if num_bytes == 0:
             return 0  # has no address, and nothing to give back
         size, ranges = round_up(num_bytes, ALIGNMENT), functools.reduce(common, free)
         fits = size + self.held_bytes <= self.num_bytes

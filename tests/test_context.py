@@ -175,7 +175,7 @@ def test_a_rank_outside_the_group_is_refused(ctx):
 @pytest.mark.ranks(2)
 def test_a_meeting_that_fails_is_named_with_the_line_of_the_program(ctx):
     with mock.patch.object(dist, "all_gather_object", side_effect=RuntimeError("Connection closed by peer")):
-        told = r"heap.allocate \(.*test_context.py:\d+\): the ranks can't meet, .*: Connection closed by peer$"
+        told = r"heap.empty \(.*test_context.py:\d+\): the ranks can't meet, .*: Connection closed by peer$"
         with pytest.raises(TkernelsError, match=told):
             ctx.empty(3)
     ctx.free(ctx.empty(3))
@@ -822,7 +822,7 @@ def test_ranks_out_of_step_all_hear_where_each_of_them_is(ctx):
     with pytest.raises(OutOfStepError) as caught:
         ctx.empty(4) if ctx.rank == 0 else ctx.group.barrier()
     message = message_on_every_rank(ctx, caught.value)
-    assert "rank 0 is in tkernels.comm.heap.allocate (" in message and "rank 1 is in a call of the program's" in message
+    assert "rank 0 is in tkernels.comm.heap.empty (" in message and "rank 1 is in a call of the program's" in message
     assert message.count(f"{os.path.basename(__file__)}:") == 2 and "the same calls in the same order" in message
 
     context = tkernels.init(heap_bytes=4 << 20)
