@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from rich.status import Status
 
-from tkernels import model, tuned
+from tkernels import model, operators, tuned
 from tkernels.choice import KEY, bucket, choices_of, forget_calls, problem_of
 from tkernels.comm import runtime
 from tkernels.comm.arguments import check_torch_dtype, check_type, whole
@@ -28,8 +28,7 @@ from tkernels.comm.context import Context, as_context
 from tkernels.comm.contexts import open_contexts
 from tkernels.comm.errors import TkernelsError
 from tkernels.configs import LAYOUTS, OPERATIONS, GemmConfig, OverlapConfig, name_of
-from tkernels.gemm import layout_of, matmul
-from tkernels.operators import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from tkernels.gemm import layout_of
 from tkernels.paths import Choice, explain, local_sizes
 from tkernels.rounding import tolerance
 from tkernels.timing import agree
@@ -120,14 +119,10 @@ class Operands:
 
     def run(self, config) -> torch.Tensor:
         """Collective, except for matmul. The result with `config`; None: the call chooses its configuration."""
-        ctx, x, w = self.ctx, self.x, self.w
-        if self.job.operation == "matmul":
-            return matmul(x, w, config=config)
-        if self.job.operation == "all_gather_matmul":
-            return all_gather_matmul(x, w, rows=self.rows, config=config, path="fused", ctx=ctx)
-        if self.job.operation == "matmul_reduce_scatter":
-            return matmul_reduce_scatter(x, w, rows=self.rows, config=config, path="fused", ctx=ctx)
-        return matmul_all_reduce(x, w, config=config, path="fused", ctx=ctx)
+        options = {} if self.job.operation == "matmul" else {"path": "fused", "ctx": self.ctx}
+        if self.job.operation in ("all_gather_matmul", "matmul_reduce_scatter"):
+            options["rows"] = self.rows
+        return getattr(operators, self.job.operation)(self.x, self.w, config=config, **options)
 
     def library(self) -> torch.Tensor:
         """This rank's local GEMM alone, by torch (cuBLAS on GPUs)."""
