@@ -38,7 +38,7 @@ class Group:
     name = None  # of its context, the same on all ranks
     limit_s = None  # of a meeting in a call; None: that of torch.distributed
     _describe = None  # of the call in progress; see `during`
-    _verdict = None  # the store's key for the outcome of the last meeting that had a limit
+    _number = 0  # of the last meeting that had a limit
 
     def __init__(self, process_group: dist.ProcessGroup | None = None):
         """`process_group=None` is the default group, or one rank when torch.distributed is not initialised."""
@@ -59,6 +59,8 @@ class Group:
         self.size = dist.get_world_size(self.process_group)
         self.global_ranks = dist.get_process_group_ranks(self.process_group)
         self._turn = _turns.setdefault(self.process_group, Turn(_refuse))
+        # Of this process group, in the store of all processes.
+        self._key = f"tkernels/{self.process_group.group_name}/{','.join(map(str, self.global_ranks))}"
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -120,51 +122,55 @@ class Group:
         If they don't come for long, log which are missing, and the last call of each. With `limit_s`, in a call, the
         block begins once all are here, and OutOfStepError is raised if some are not within it.
         """
-        store, key = _store(), self._key()
-        number = _meetings[key] = _meetings[key] + 1
+        store, meeting = _store(), None
+        if self.limit_s is not None and self._describe:
+            self._number += 1
+            meeting = f"tkernels/{self.name}/meeting {self._number}"
+        number = _meetings[self._key] = _meetings[self._key] + 1
         timer = threading.Timer(PATIENCE_S, self._name_late, (store, number, f"{call} ({line})"))
         timer.daemon = True
         if store is not None:
             with contextlib.suppress(RuntimeError):  # the process that serves it may have ended
-                store.set(f"{key}/{self.rank}", json.dumps([number, call, line]))
+                store.set(f"{self._key}/{self.rank}", json.dumps([number, meeting, call, line]))
                 timer.start()
         try:
-            if store is not None and self.limit_s is not None and self._describe:
-                self._await_all(store, number)
+            if meeting and store is not None:
+                self._await_all(store, meeting)
             yield
         finally:
             timer.cancel()
 
-    def _last_calls(self, store: dist.Store) -> list[tuple[int, str, str]]:
-        """By rank: the number of the last meeting that it has come to, the call, and the line of the program."""
-        keys = [f"{self._key()}/{rank}" for rank in range(self.size)]
-        return [json.loads(store.get(key)) if store.check([key]) else (0, "no call", "of these ranks") for key in keys]
+    def _last_calls(self, store: dist.Store) -> list[tuple[int, str | None, str, str]]:
+        """By rank: of the last meeting that it has come to, the number, the name, the call, the line of the program."""
+        keys, none = [f"{self._key}/{rank}" for rank in range(self.size)], (0, None, "no call", "of these ranks")
+        return [json.loads(store.get(key)) if store.check([key]) else none for key in keys]
 
-    def _await_all(self, store: dist.Store, number: int):
+    def _await_all(self, store: dist.Store, meeting: str):
         """Collective. Returns once all ranks are in this meeting; raises OutOfStepError if not all are in `limit_s`.
 
         All ranks do the same, the late ones too: whichever comes first, the last rank or the end of a limit, is final.
         """
-        verdict = f"{self._key()}/verdict {number}"
-        if all(met >= number for met, *_ in self._last_calls(store)):
+        verdict = f"{meeting}/verdict"  # until which no rank goes on
+        if all(name == meeting for _, name, *_ in self._last_calls(store)):
             store.compare_set(verdict, "", "all are here")
         elif not _until(lambda: store.check([verdict]), self.limit_s):
             late = f"no call for {self.limit_s:g} s"
             last = self._last_calls(store)
-            where = [(call, line) if met >= number else (late, f"last in {call} ({line})") for met, call, line in last]
+            where = [
+                (call, line) if name == meeting else (late, f"last in {call} ({line})") for _, name, call, line in last
+            ]
             store.compare_set(verdict, "", json.dumps(where))
         found = store.get(verdict).decode()
         if found != "all are here":
             calls, lines = zip(*json.loads(found), strict=True)
             raise OutOfStepError(calls, lines, (None,) * self.size)
-        if self.rank == 0 and self._verdict:  # all have been in the meeting before this one
-            store.delete_key(self._verdict)
-        self._verdict = verdict
+        if self.rank == 0:  # all have been in the meeting before this one
+            store.delete_key(f"tkernels/{self.name}/meeting {self._number - 1}/verdict")
 
     def _name_late(self, store: dist.Store, number: int, where: str):
         late = []
         with contextlib.suppress(RuntimeError):
-            for rank, (met, call, line) in enumerate(self._last_calls(store)):
+            for rank, (met, _, call, line) in enumerate(self._last_calls(store)):
                 if met < number:
                     late.append(f"rank {rank}, which was last in {call} ({line})")
         if late:
@@ -173,10 +179,6 @@ class Group:
                 "%s: rank %d waits on the host, %g s so far, for %s%s; all ranks must make the same calls in the same "
                 "order", where, self.rank, PATIENCE_S, ", and for ".join(late), among,
             )  # fmt: skip
-
-    def _key(self) -> str:
-        """Of this process group in the store of all processes."""
-        return f"tkernels/{self.process_group.group_name}/{','.join(map(str, self.global_ranks))}"
 
     @contextlib.contextmanager
     def together(self, what: str, way_out: str):
@@ -233,8 +235,8 @@ class Group:
             return [text if rank == self.rank else None for rank in ranks]
         told = dict.fromkeys(ranks)
         with contextlib.suppress(RuntimeError):  # the process that serves it may have ended
-            store.set(f"{self._key()}/{self.rank}/{topic}", text or "")
-            for rank, key in ((rank, f"{self._key()}/{rank}/{topic}") for rank in ranks):
+            store.set(f"{self._key}/{self.rank}/{topic}", text or "")
+            for rank, key in ((rank, f"{self._key}/{rank}/{topic}") for rank in ranks):
                 if _until(lambda key=key: store.check([key]), limit_s):
                     told[rank] = store.get(key).decode() or None
         return list(told.values())

@@ -357,14 +357,14 @@ def test_init_compare_calls_ends_with_the_limit_and_names_the_rank_that_is_missi
     for size in (64, len(x)):  # the larger one meets for memory before it compares
         tkernels.all_gather(x[:8], ctx=context)
         if ctx.rank == 1:
-            torch.distributed.barrier()  # behind the end of rank 0's wait
+            ctx.group.barrier()  # behind the end of rank 0's wait
         missing = r"rank 0 is in all_reduce \(.*; rank 1 is in no call for 0.5 s"
         short = 0.5 if ctx.rank == 0 else context.timeout_s  # of the call that fails alone: others may take longer
         with mock.patch.object(context.group, "limit_s", short):
             with pytest.raises(OutOfStepError, match=missing) as caught:
                 tkernels.all_reduce(x[:size], ctx=context)
         if ctx.rank == 0:
-            torch.distributed.barrier()
+            ctx.group.barrier()
         message = message_on_every_rank(ctx, caught.value)
         assert re.search(rf"for 0.5 s \(last in a.* \({re.escape(__file__)}:\d+\)\)", message)
     assert tkernels.all_reduce(x[:8], ctx=context).tolist() == [2.0] * 8
