@@ -40,6 +40,7 @@ from tkernels.layers.data_parallel.engine import State, unit_of
 from tkernels.layers.data_parallel.fsdp import FullyShard
 from tkernels.layers.data_parallel.fully_shard import fully_shard, register_fsdp_forward_method
 from tkernels.layers.data_parallel.param_group import ParamGroup
+from tkernels.layers.tensor_parallel.dataflow import DeferringModule
 from tkernels.testing.compare import assert_close_to, normal
 
 FEATURES = 8
@@ -953,7 +954,8 @@ def test_fully_shard_refuses_by_name(ctx):
     scalar.scale = nn.Parameter(torch.ones((), device=ctx.device))
     tied.layers[3].up.weight = tied.layers[0].up.weight
     fully_shard(tied.layers[0], mesh=mesh)
-    wide = hybrid(ctx).double()
+    wide, deferring = hybrid(ctx).double(), DeferringModule()
+    deferring.wgrad_store = []
     sharded = shard(ctx, hybrid(ctx))
     refused = [
         (lambda: fully_shard(3, mesh=mesh), TypeError, "module=3 must be an nn.Module"),
@@ -961,6 +963,7 @@ def test_fully_shard_refuses_by_name(ctx):
         (lambda: fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy()), ValueError, "CPUOffloadPolicy is"),
         (lambda: fully_shard(model, mesh=mesh, reshard_after_forward=2), TypeError, "True, False or None"),
         (lambda: fully_shard(model, mesh=mesh, shard_placement_fn=Shard), ValueError, "along their first dimension"),
+        (lambda: fully_shard(deferring, mesh=mesh), ValueError, "to backward_dw.* without delay_wgrad_compute"),
         (lambda: fully_shard(scalar, mesh=mesh), ValueError, r"scale of shape \(\) has no rows to split"),
         (lambda: fully_shard(tied, mesh=mesh), ValueError, r"up.weight is tied to up.*, as fully_shard\(\[a, b\]\)"),
         (lambda: fully_shard(wide, mesh=mesh), TypeError, "summed in float32, float16 or bfloat16, not torch.float64"),

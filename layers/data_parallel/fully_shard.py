@@ -30,6 +30,7 @@ from tkernels.comm.group import first_difference, listed
 from tkernels.layers.data_parallel.engine import STRATEGIES, Engine, Options, Unit, unit_of
 from tkernels.layers.data_parallel.param_group import DataParallelRanks, Parameter, ParamGroup, param_dtype_of
 from tkernels.layers.owners import own, owner_of
+from tkernels.layers.tensor_parallel.dataflow import DeferringModule
 
 _SHARDED = "_tkernels_sharded"  # on an original parameter that has been sharded: its name
 
@@ -82,7 +83,8 @@ def fully_shard(
 
     Raises ValueError or TypeError on every rank, before anything is changed, for what can't be sharded: CPU offload,
     shard_placement_fn, an integer reshard_after_forward, parameters without a dimension or elements, parameters tied
-    across units (shard those modules as one list). MismatchError if the ranks' modules differ.
+    across units (shard those modules as one list), layers that defer weight gradients. MismatchError if the ranks'
+    modules differ.
     """
     modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
     ranks = _ranks_of(mesh, strategy)
@@ -96,6 +98,8 @@ def fully_shard(
         whole("fully_shard: prefetch", prefetch)
         managed = _managed_modules(modules)
         places = _parameters_of(managed, ignored_params or set())
+        for part in managed:
+            _check_module(part)
         for name, homes in places.items():
             _check_parameter(name, _parameter_at(homes), mp_policy)
     for ctx in ranks.contexts:
@@ -365,6 +369,14 @@ def _tensor_parallel_mesh(modules: tuple[nn.Module, ...]) -> DeviceMesh | None:
 def _parameter_at(places: list[tuple[nn.Module, str]]) -> nn.Parameter:
     module, attribute = places[0]
     return module._parameters[attribute]
+
+
+def _check_module(module: nn.Module):
+    if isinstance(module, DeferringModule) and module.need_backward_dw():
+        raise ValueError(
+            f"fully_shard: a {type(module).__name__} leaves its weight's gradient to backward_dw, when backward has "
+            f"reduced gradients and given the parameters back; make it without delay_wgrad_compute"
+        )
 
 
 def _check_parameter(name: str, parameter: nn.Parameter, policy: MixedPrecisionPolicy):
