@@ -32,13 +32,14 @@ from tkernels.demo.model import ModelConfig, Transformer
 from tkernels.demo.training import ADAM_EPSILON, allowed_gradient, allowed_loss
 from tkernels.layers import ColumnParallelLinear, RowParallelLinear, gather_state_dict
 from tkernels.layers import userbuffers as te
+from tkernels.layers.data_parallel import engine
+from tkernels.layers.data_parallel import zero as zero_optimizer
 from tkernels.layers.data_parallel.ddp import OverlappedDDP
+from tkernels.layers.data_parallel.flat_group import plan
 from tkernels.layers.data_parallel.fsdp import FullyShard
+from tkernels.layers.data_parallel.layout import ALIGN
 from tkernels.layers.data_parallel.wire import TkernelsWire
 from tkernels.layers.data_parallel.zero import ZeroOptimizer
-from tkernels.layers.data_parallel.zero import optimizer as zero_optimizer
-from tkernels.layers.data_parallel.zero.gradients import OwnerGradients
-from tkernels.layers.data_parallel.zero.layout import ALIGNMENT, plan
 from tkernels.layers.gradients import all_reduce_sequence_parallel_grads, clip_grad_norm_
 from tkernels.layers.tensor_parallel.mlp import ParallelMLP
 from tkernels.testing.compare import assert_close_to
@@ -52,35 +53,38 @@ CONFIG = ModelConfig(vocabulary=29, sequence=8, batch=4, heads=2, head_features=
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("partition", ["elements", "parameters"])
 def test_every_element_has_one_owner_and_a_place(ranks, partition):
-    capacity = 5 * ranks * ALIGNMENT
+    capacity = 5 * ranks * ALIGN
     sizes = [1, 7, 16, 33, capacity, capacity + 1, 3, 2, 4, 64, 5, 6]
     parameters = [torch.zeros(size) for size in sizes]
-    fills = plan(parameters, capacity, ranks, partition)
-    assert {slice.parameter for fill in fills for slice in fill.slices} == set(parameters)
-    order = [min(sizes.index(slice.parameter.numel()) for slice in fill.slices) for fill in fills]
+    layouts = plan(parameters, capacity, ranks, partition)
+    assert {parameter for layout in layouts for parameter in layout.parameters} == set(parameters)
+    order = [min(sizes.index(parameter.numel()) for parameter in layout.parameters) for layout in layouts]
     assert order == sorted(order)
-    for fill in fills:
-        assert sum(fill.rows) == fill.elements
-        assert fill.large == (fill.slices[0].parameter.numel() > capacity)
-        assert fill.large or fill.elements <= capacity
-        ends = [0]
-        for slice in fill.slices:
-            assert slice.start % ALIGNMENT == 0 and slice.start >= ends[-1]
-            ends.append(slice.stop)
-        assert ends[-1] <= fill.elements
-        if partition == "elements" and not fill.large:
-            assert len(set(fill.rows)) == 1
-        if partition == "parameters":
-            edges = [sum(fill.rows[:rank]) for rank in range(ranks + 1)]
-            for slice in fill.slices:
-                assert any(
-                    first <= slice.start and slice.stop <= last for first, last in zip(edges, edges[1:], strict=False)
-                )
+    for layout in layouts:
+        large = layout.parameters[0].numel() > capacity
+        assert len(layout.parameters) == 1 if large else layout.numel <= capacity
+        flat = torch.zeros(layout.numel)
+        for view in layout.views(flat):
+            assert view.storage_offset() % ALIGN == 0
+            view += 1
+        assert sum(map(torch.Tensor.numel, layout.parameters)) == flat.sum() and flat.max() == 1
+        if partition == "elements":
+            assert len(set(layout.rows)) == 1
+        for index, parameter in enumerate(layout.parameters):
+            pieces = [layout.piece(index, rank) for rank in range(ranks)]
+            owned = [(first, last) for first, last in pieces if last > first]
+            assert [0, *(last for _, last in owned)] == [*(first for first, _ in owned), parameter.numel()]
+            if partition == "parameters":
+                assert len(owned) == 1
+            for rank, (first, last) in enumerate(pieces):
+                layout.views(flat)[index].view(-1)[first:last] = 2 + rank
+        for rank in range(ranks):
+            assert set(layout.part(flat, rank).tolist()) <= {0, 2 + rank}
 
 
 def test_whole_parameters_are_shared_out_evenly():
-    fills = plan([torch.zeros(size) for size in (64, 48, 16, 32)], 256, 2, "parameters")
-    assert [fill.rows for fill in fills] == [(80, 80)]
+    layouts = plan([torch.zeros(size) for size in (64, 48, 16, 32)], 256, 2, "parameters")
+    assert [layout.rows for layout in layouts] == [(80, 80)]
 
 
 # Like the unsharded training
@@ -145,13 +149,12 @@ def parted(ctx, steps=6, max_norm=0.05, **options):
     [
         {},
         {"stage": 1, "overlap_comm": False},
-        {"reduction": "all_reduce"},
         {"partition": "parameters"},
         {"overlap_gather": True},
         {"bucket_bytes": 1 << 20, "loss_scale": "dynamic"},
         {"backend": "torch"},
         {"backend": "torch", "partition": "parameters"},
-        {"backend": "torch", "reduction": "all_reduce", "overlap_gather": True},
+        {"backend": "torch", "overlap_gather": True},
     ],
     ids=str,
 )
@@ -243,7 +246,7 @@ SMALL = 1024  # bytes of a bucket
 @pytest.mark.parametrize("backend", ["tkernels", "torch"])
 def test_sums_are_exact(ctx, backend, partition):
     exact = Exact(ctx, SHAPES, bucket_bytes=SMALL, backend=backend, partition=partition)
-    assert any(shard.fill.large for shard in exact.zero._shards) and len(exact.zero._shards) >= 3
+    assert len(exact.zero.state_dict()["masters"]) >= 3
     for step in range(3):
         exact.backward(step)
         exact.step()
@@ -280,7 +283,7 @@ def test_micro_batches_add_up(ctx, stage, sync):
                 exact.backward((step, 1), used=lambda i, rank: i % 2 == 0)
             assert exact.parameters[0].grad is not None
             exact.backward((step, 2), used=lambda i, rank: i % 3 == 0)  # takes what the others have, too
-        assert all(parameter.grad is None for parameter in exact.parameters)
+        assert all(parameter.grad is None for parameter in exact.parameters if parameter.numel())
         if not sync:
             with exact.zero.no_sync():
                 exact.backward((step, 3), used=lambda i, rank: rank == 0)  # which `step` takes, on all ranks
@@ -370,7 +373,7 @@ def test_weights_that_are_loaded_count_or_are_refused(ctx):
     assert weight.eq(0.5).all()
     with torch.no_grad():
         weight.fill_(5.0)
-    with pytest.raises(ValueError, match="step: rank 0 finds parameters that were changed .* call refresh_masters"):
+    with pytest.raises(ValueError, match="step: parameter 0 of .* was changed .* call refresh_masters"):
         zero.step()
     zero.zero_grad()
     zero.refresh_masters()
@@ -520,7 +523,7 @@ def test_after_an_error_in_backward_or_step_training_goes_on(ctx):
     for step in range(3):
         if step == 0:
             model.table.sparse = True
-            with pytest.raises(TypeError, match="ZeroOptimizer: takes dense gradients"):
+            with pytest.raises(TypeError, match="the gradient of parameter 0 .* is sparse"):
                 model(numbers).sum().backward()
             model.table.sparse = False
             optimizers[0].zero_grad()
@@ -534,6 +537,27 @@ def test_after_an_error_in_backward_or_step_training_goes_on(ctx):
             each(numbers).square().sum().backward()
             optimizer.step()
         assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+@pytest.mark.ranks(2)
+def test_zero_optimizer_refuses_to_go_on_after_a_backward_that_failed_until_zero_grad(ctx):
+    exact = Exact(ctx, SHAPES, bucket_bytes=SMALL)
+
+    def fail(gradient):
+        raise RuntimeError("out of luck")
+
+    with pytest.raises(RuntimeError, match="out of luck"):
+        hook = exact.parameters[0].register_hook(fail)  # backward comes to it last
+        sum((parameter * (1 + ctx.rank)).sum() for parameter in exact.parameters).backward()
+    hook.remove()
+    for use in (exact.zero.step, lambda: exact.backward("lost")):
+        with pytest.raises(TkernelsError, match="backward has failed.* call zero_grad"):
+            use()
+    exact.zero.zero_grad()
+    exact.reference.zero_grad()
+    exact.backward("kept")
+    exact.step()
+    exact.check()
 
 
 @pytest.mark.ranks(2)
@@ -829,7 +853,9 @@ def test_frozen_parameters_have_numbers_in_the_full_state(ctx):
     with pytest.raises(ValueError, match="another parameters"):
         rest.load_state_dict(zero.state_dict())
     full["param_groups"][0]["params"] = [0, 1, 2][ctx.rank :]
-    with pytest.raises(ValueError, match=r"rank 1 gets groups of \[2\] parameters.*groups of \[3\]; .*frozen") as error:
+    with pytest.raises(
+        ValueError, match=r"got groups of \[2\] parameters.*groups of \[3\]; .*frozen.*on rank 1"
+    ) as error:
         rest.load_full_state_dict(full)
     message_on_every_rank(ctx, error.value)
 
@@ -845,7 +871,7 @@ def test_another_layout_is_refused(ctx):
         rest.load_state_dict(adam_of(ctx, other).full_state_dict())
     resumed = adam_of(ctx, model)
     state = resumed.state_dict()
-    with pytest.raises(ValueError, match="rank 1 gets one saved with another rank; save with full") as error:
+    with pytest.raises(ValueError, match="got a state saved with another rank; save with full.*on rank 1") as error:
         resumed.load_state_dict(ctx.group.gather(state)[0])  # one file for all
     message_on_every_rank(ctx, error.value)
 
@@ -906,7 +932,7 @@ def test_what_cannot_be_sharded_is_refused_on_every_rank(ctx, message):
 @pytest.mark.ranks(2)
 def test_ranks_that_differ_are_refused(ctx):
     parameter = nn.Parameter(torch.ones(4 + ctx.rank, device=ctx.device))
-    with pytest.raises(MismatchError, match="differ in stage, parameters") as refused:
+    with pytest.raises(MismatchError, match="differ in parameters, stage") as refused:
         ZeroOptimizer([parameter], torch.optim.SGD, mesh=ctx, stage=1 + ctx.rank)
     message_on_every_rank(ctx, refused.value)
     parameter = nn.Parameter(torch.ones(4, device=ctx.device))
@@ -970,7 +996,7 @@ def test_zero_optimizer_refuses_states_that_do_not_fit_on_every_rank_before_anyt
         (zero.load_full_state_dict, _spoilt(full, lambda state: state["masters"].update({0: None}))),
     ]
     for load, state in wrong:  # on one rank alone, and refused by both
-        with pytest.raises(ValueError, match="rank 1 gets") as refused:
+        with pytest.raises(ValueError, match="got .* \\(on rank 1\\)") as refused:
             load(state if ctx.rank else sharded if load == zero.load_state_dict else full)
         message_on_every_rank(ctx, refused.value)
     assert torch.equal(parameter, kept)
@@ -1030,6 +1056,7 @@ def simulate(patch, wrong=None, numel=16, steps=3, overlap_gather=True, reverse=
         sim.launch("reduce", lambda x: x.mul_(2), writes=[x])
         return x
 
+    patch.setattr(engine, "device_module", lambda device: sim)
     patch.setattr(TkernelsWire, "reduce_scatter", reduce_scatter)
     patch.setattr(TkernelsWire, "all_gather", lambda self, x, rows: sim.launch("gather", lambda x: None, writes=[x]))
     if wrong is not None:
@@ -1040,7 +1067,7 @@ def simulate(patch, wrong=None, numel=16, steps=3, overlap_gather=True, reverse=
         main = sim.current_stream()
         zero = ZeroOptimizer(
             towers.parameters(), torch.optim.SGD, mesh=OneRank(), lr=2.0**-8, momentum=0.5, bucket_bytes=64 * 3,
-            overlap_gather=towers if overlap_gather else None, dev=sim,
+            overlap_gather=towers if overlap_gather else None,
         )  # fmt: skip
         within = contextlib.ExitStack()
 
@@ -1086,16 +1113,16 @@ def test_no_timing_of_hooks_reductions_and_gathers_changes_a_bit(monkeypatch, st
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_zero_optimizer_copies_a_gradient_that_waited_on_the_stream_that_produced_it(monkeypatch):
-    """The hook that opens the bucket runs on another stream: a copy there would not be behind the gradient."""
-    copy_of = OwnerGradients._copy
+def test_zero_optimizer_orders_a_gradient_that_waited_behind_the_stream_that_produced_it(monkeypatch):
+    """The hook that completes the bucket may run on another stream, which is not behind the gradient."""
+    collect = engine.Unit.collect
 
-    def copy_on_the_hooks_stream(self, fill):
-        fill.early = [(slice, grad, self.dev.current_stream()) for slice, grad, _ in fill.early]
-        copy_of(self, fill)
+    def forgetful(self, parameter):
+        collect(self, parameter)
+        parameter.producer = None
 
     for reverse in (False, True):
-        sim, got, want = simulate(monkeypatch, (OwnerGradients, "_copy", copy_on_the_hooks_stream), reverse=reverse)
+        sim, got, want = simulate(monkeypatch, (engine.Unit, "collect", forgetful), reverse=reverse)
         assert bool(sim.races) == reverse
     sim.run(starve=["left"])
     assert not all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
@@ -1103,9 +1130,10 @@ def test_zero_optimizer_copies_a_gradient_that_waited_on_the_stream_that_produce
 
 def test_a_state_dict_comes_after_the_gathers_that_overlap_with_forward(monkeypatch):
     sim, tower = Simulator(), Tower(16, 1.0)
+    monkeypatch.setattr(engine, "device_module", lambda device: sim)
     monkeypatch.setattr(TkernelsWire, "all_gather", lambda self, x, rows: sim.launch("gather", writes=[x]))
     with sim:
-        zero = ZeroOptimizer(tower.parameters(), torch.optim.SGD, lr=1.0, mesh=OneRank(), overlap_gather=tower, dev=sim)
+        zero = ZeroOptimizer(tower.parameters(), torch.optim.SGD, lr=1.0, mesh=OneRank(), overlap_gather=tower)
         zero.step()
         state = {name: value.clone() for name, value in tower.state_dict().items()}
         zero.step()
@@ -1129,7 +1157,8 @@ def test_the_simulation_sees_missing_waits(monkeypatch):
 
 def test_a_newer_optimizer_comes_after_the_gathers_of_the_older_one(monkeypatch):
     sim, tower = Simulator(), Tower(16, 1.0)
-    options = {"lr": 1.0, "mesh": OneRank(), "overlap_gather": tower, "dev": sim}
+    options = {"lr": 1.0, "mesh": OneRank(), "overlap_gather": tower}
+    monkeypatch.setattr(engine, "device_module", lambda device: sim)
     monkeypatch.setattr(TkernelsWire, "all_gather", lambda self, x, rows: sim.launch("gather", writes=[x]))
     with sim:
         older = ZeroOptimizer(tower.parameters(), torch.optim.SGD, **options)
@@ -1140,7 +1169,7 @@ def test_a_newer_optimizer_comes_after_the_gathers_of_the_older_one(monkeypatch)
 
 def test_the_simulation_sees_a_forward_that_does_not_wait_for_its_parameters(monkeypatch):
     sim, *_ = simulate(monkeypatch, (ZeroOptimizer, "_await", lambda self, shard: None))
-    assert {race.kernels[0] for race in sim.races} == {"gather"}
+    assert {race.kernels[0] for race in sim.races} == {"copy_", "gather"}  # of the own part, and of the others
 
 
 def digest(parameters):
@@ -1400,7 +1429,7 @@ def test_zero_optimizer_sums_sequence_parallel_gradients_over_tensor_parallel_ra
     with tp, dp:
         for wrap, weight_decay in (
             (zero(stage=2, bucket_bytes=256), 0.1),
-            (zero(stage=1, backend="torch", partition="parameters", reduction="all_reduce"), 0.1),
+            (zero(stage=1, backend="torch", partition="parameters"), 0.1),
             (fully_sharded, 0.0),  # with them, what nobody has used decays
             (overlapped, 0.0),
             (overlapped_shards, 0.0),

@@ -23,13 +23,17 @@ contain units, the root above all, and those that are kept have memory of their 
 Who waits for whom is said by leases (lease.py): of a pool's slots, of the buffers of gradients, and of all shards and
 their gradients: a gather comes after the optimizer's step, a reduction after what was done with the gradients before,
 and what comes after backward after both.
+
+A unit without modules is *resident*: its parameters are a caller's, and whole for good (flat_group.py). No forward asks
+for them: `publish` gathers them after a step. And no call of a module tells when its gradients are complete: units are
+reduced in their order, once all gradients are there of a unit and of those before it, and at the end of backward.
 """
 
+import collections
 import contextlib
 import copy
 import dataclasses
 import enum
-import functools
 import logging
 import numbers
 import weakref
@@ -43,6 +47,7 @@ from torch.utils._pytree import tree_map
 
 from tkernels.comm import LeaseError
 from tkernels.layers.data_parallel.backward import Backward, backward_id, backward_runs
+from tkernels.layers.data_parallel.flat_group import FlatGroup
 from tkernels.layers.data_parallel.param_group import DataParallelRanks, Parameter, ParamGroup
 from tkernels.layers.data_parallel.pools import Bucket, MaxPoolAllocator, MaxPoolPlan
 from tkernels.layers.lease import Keepalive, Lease, Slot
@@ -56,11 +61,13 @@ _log = logging.getLogger("tkernels")
 class Options:
     """What the root's call of fully_shard says about all units.
 
-    prefetch: units that are gathered ahead. overlap: communicate on a stream of its own.
+    prefetch: units that are gathered ahead. overlap: communicate on a stream of its own. reductions: buffers of
+    gradients that may be on their way while the next one is filled.
     """
 
     prefetch: int = 1
     overlap: bool = True
+    reductions: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,13 +98,12 @@ class State(enum.Enum):
 
 
 class Engine:
-    """Runs the units inside one root module."""
+    """Runs the units inside one root module, or resident units."""
 
-    def __init__(self, root: "Unit"):
-        module = root.modules[0]
-        self.root = root
-        found = {}
-        for name, part in module.named_modules():
+    def __init__(self, root: "Unit", resident: dict["Unit", str] | None = None):
+        """resident: with their names, in the order in which they are reduced; the root is one of them."""
+        self.root, found = root, resident or {}
+        for name, part in () if resident else root.modules[0].named_modules():
             if (unit := unit_of(part)) is not None and unit not in found:
                 found[unit] = name
         self.units = list(found)
@@ -115,6 +121,7 @@ class Engine:
         self._sum_slot = Slot(dev=self.dev, name="gradients of sharded parameters")
         self._weights = self._sums = None  # leases of these slots, during an iteration and during a backward
         self._sent = Keepalive()  # buffers of gradients that are being reduced
+        self._sendings = collections.deque([0] * root.options.reductions, root.options.reductions)
         self._backward = Backward(self._end_backward)
         self._forwards = 0  # forwards that are running, of any unit
         self._learned = {}  # whether gradients are enabled -> units in the order of their use
@@ -172,7 +179,8 @@ class Engine:
 
     def _versions(self) -> int:
         """Torch's counts of writes to the sharded parameters, added up; they only grow."""
-        shards = (p.sharded for unit in self.units for group in unit.groups for p in group.parameters)
+        units = (unit for unit in self.units if not unit.resident)
+        shards = (p.sharded for unit in units for group in unit.groups for p in group.parameters)
         return sum(shard._version + shard._local_tensor._version for shard in shards)
 
     def _changed(self) -> bool:
@@ -182,14 +190,23 @@ class Engine:
     def begin_backward(self, _=None):
         """Called before each backward of a unit, and of the root's outputs."""
         if self._backward.failed:
+            if self.root.resident:  # what it has left would be added to
+                raise LeaseError("a backward has failed before this one; call zero_grad() after a failure")
             self.end()
         if self._backward.begin():
             self.begin()
-            self._sums = self._sum_slot.acquire()
-            with self._sums.write():
-                pass  # behind whatever this stream has launched: the last step's reads, zero_grad
-            for unit in self.units:
-                unit.missing = {parameter for group in unit.groups for parameter in group.trained}
+            self._begin_sums()
+
+    def _begin_sums(self):
+        self._sums = self._sum_slot.acquire()
+        with self._sums.write():
+            pass  # behind whatever this stream has launched: the last step's reads, zero_grad
+        self._expect_gradients()
+
+    def _expect_gradients(self):
+        for unit in self.units:
+            unit.missing = {parameter for group in unit.groups for parameter in group.trained}
+            unit.begun = unit.begun or unit.resident
 
     @torch._disable_dynamo
     def begin_root_backward(self, _):
@@ -204,6 +221,19 @@ class Engine:
         for unit in self.units:
             unit.reduce()
         self.end()
+
+    def reduce_in_turn(self):
+        """Reduce the resident units whose gradients are there, up to the first one that still misses some."""
+        for unit in self.units:
+            if unit.missing:
+                return
+            unit.reduce()
+
+    def reduce_again(self):
+        """Reduce what is left, and begin anew: a gradient has come a second time, by a backward inside of backward."""
+        for unit in self.units:
+            unit.reduce()
+        self._expect_gradients()
 
     @torch._disable_dynamo
     def end(self):
@@ -231,11 +261,105 @@ class Engine:
     def forget_gradients(self):
         """Discard gradients that have not been reduced: those that accumulate, or were left by a failed backward."""
         for unit in self.units:
-            unit.begun = False
+            unit.begun = unit.resident
             for group in unit.groups:
-                for parameter in group.parameters:
-                    if parameter.whole is not None:
-                        parameter.whole.grad = None
+                group.forget_gradients()
+
+    # Resident units
+
+    @classmethod
+    def resident(cls, groups: list[FlatGroup], overlap: bool) -> "Engine":
+        """With a resident unit for each of these groups, which are reduced in this order."""
+        units = [
+            Unit((), [group], DataParallelRanks(None, (), group.ctx), None, None, STRATEGIES["gradients"],
+                 Options(0, overlap, reductions=1), group.ctx.device)
+            for group in groups
+        ]  # fmt: skip
+        return cls(units[0], {unit: f"bucket {i}" for i, unit in enumerate(units)})
+
+    def watch(self) -> list:
+        """Reduce the gradients of backwards from here on. Returns the hooks' handles."""
+        return [hook for unit in self.units for group in unit.groups for hook in group.watch(unit.collect)]
+
+    def adopt(self):
+        """Collective. Move the parameters of resident units to where they stay, with rank 0's values."""
+        self.begin()
+        for unit in self.units:
+            for group in unit.groups:
+                lease = unit.leases[group] = self.pool.acquire(group.id)
+                with lease.write():
+                    group.adopt(lease.tensor)
+                comm = self._on_comm()
+                with lease.write(comm, ordered=True), self.dev.stream(comm):
+                    group.agree(lease.tensor)
+        self.copy_masters()
+
+    def copy_masters(self):
+        """Copy the parameters of resident units to their masters."""
+        self.end()
+        for unit in self.units:
+            for group, lease in unit.leases.items():
+                with lease.read() as whole:
+                    group.copy_masters(whole)
+
+    def publish(self):
+        """Collective. Gather resident units, whose masters have changed, the last one first: forward begins with it."""
+        self.end()
+        for unit in self.units:
+            for group, lease in unit.leases.items():
+                with lease.read():
+                    pass  # earlier work on this stream may have read the parameters
+                # Lets torch refuse a backward that needs what forward saved and the gather overwrites.
+                torch.autograd.graph.increment_version([parameter.whole for parameter in group.parameters])
+            unit.release()
+        self.begin()
+        for unit in reversed(self.units):
+            unit.gather()
+
+    @property
+    def failed(self) -> bool:
+        """Whether a backward has failed, and nobody has cleaned up after it. Asked outside of backward."""
+        return self._sums is not None
+
+    @contextlib.contextmanager
+    def step(self):
+        """Collective. A context in which this stream uses the sums of resident units and changes their masters.
+
+        Reduces units that no backward has reduced since the last step, even if backward is told to reduce none. At the
+        end all gradients are forgotten.
+        """
+        self.end()
+        owing = [unit for unit in self.units if unit.begun]
+        self._begin_sums()
+        for unit in owing:
+            unit.reduce(always=True)
+        try:
+            with self._sums.read():
+                yield
+        finally:
+            self.end()
+            self.forget_gradients()
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """A context in which backward reduces no resident units: gradients accumulate. All ranks must enter it."""
+        before = [unit.sync for unit in self.units]
+        for unit in self.units:
+            unit.sync, unit.begun = False, True
+        try:
+            yield
+        finally:
+            for unit, sync in zip(self.units, before, strict=True):
+                unit.sync = sync
+
+    def discard_gradients(self):
+        """Forget all gradients. Collective if a backward has failed on the way: other ranks have reduced all units."""
+        for unit in self.units if self.failed else ():
+            for group in unit.groups:
+                group.forget_gradients()
+            unit.reduce()
+        self.end()
+        self.forget_gradients()
 
     # Memory
 
@@ -265,7 +389,7 @@ class Engine:
         self.pool = MaxPoolAllocator(plan, strict_assignments="error", device=self.device, dev=self.dev)
         self._planned = planned
         if all(ctx.rank == 0 for ctx in self.root.ranks.contexts):
-            _log.info("fully_shard: the memory of gathered parameters\n%s", self.pool)
+            _log.info("the memory of gathered parameters\n%s", self.pool)
 
     # Communication
 
@@ -294,11 +418,9 @@ class Engine:
         current, comm = self.dev.current_stream(), self._on_comm()
         self._reduced = self._reduced or self.is_last_backward
         layout = group.layout_of(parameters)
-        self._sent.drain()  # one buffer at a time: this stream waits until the last one is free
-        empty = functools.partial(torch.empty, device=self.device)
-        buffer = Lease(empty(layout.ranks * layout.numel, dtype=group.reduce_dtype), dev=self.dev, name="gradients")
-        # On the stream that optimizers use it on, and free it.
-        sums = empty(layout.numel, dtype=group.dtype)
+        self._sent.drain(keep=sum(self._sendings))  # the oldest buffer's stream waits until it is free
+        buffer, sums = group.buffers(layout)  # on the stream that optimizers use it on, and free it
+        buffer, begun = Lease(buffer, dev=self.dev, name="gradients"), len(self._sent)
         with contextlib.ExitStack() as reading, buffer.write() as into:
             grads, elsewhere = [], []
             for parameter in parameters:
@@ -317,6 +439,7 @@ class Engine:
             group.accumulate(parameters, layout, sums)
         self._sent.defer(buffer)
         self._sent.defer(held)
+        self._sendings.append(len(self._sent) - begun)
 
     # Gathering ahead
 
@@ -346,7 +469,8 @@ class Engine:
 class Unit:
     """Modules whose parameters are gathered together while one of them computes.
 
-    modules: of one call of fully_shard; several are one unit. ranks, options: as fully_shard was told.
+    modules: of one call of fully_shard; several are one unit; none: it is resident. ranks, options: as fully_shard was
+    told.
     reshard_after_forward: None until the root is known, which alone keeps its parameters by default.
     sync: whether backward reduces. leases: by group, of what is gathered. uses: how many forwards, backwards, and
     recomputations inside a backward, keep the parameters whole. missing: parameters without a gradient yet in this
@@ -370,7 +494,7 @@ class Unit:
     ):
         self.modules, self.groups, self.ranks, self.policy, self.options = modules, groups, ranks, policy, options
         self.reshard_after_forward, self.strategy, self.device = reshard_after_forward, strategy, device
-        self.name, self.contains, self.engine = type(modules[0]).__name__, False, None
+        self.name, self.contains, self.engine = type(modules[0]).__name__ if modules else "resident", False, None
         self.sync, self.reshard_after_backward, self.kept = True, True, False
         self.forward_prefetch, self.backward_prefetch, self.exposed = [], [], False
         self.leases, self.uses, self.missing, self.begun = {}, 0, set(), False
@@ -384,6 +508,11 @@ class Unit:
             module.register_forward_hook(self.after_forward, always_call=True)
             module.register_state_dict_pre_hook(self.end_iteration)
             module.register_load_state_dict_pre_hook(self.end_iteration)
+
+    @property
+    def resident(self) -> bool:
+        """Whether its parameters are whole for good, and reduced in turn with those of others."""
+        return not self.modules
 
     @property
     def state(self) -> State:
@@ -499,7 +628,7 @@ class Unit:
         """Give everything back, whatever state the unit is in. stays: but for the memory of one that stays gathered."""
         self._reading.close()
         self.conceal()
-        if not (stays and self.stays):
+        if not (self.resident or stays and self.stays):
             self.release()
         self.uses, self.missing = 0, set()
         self._running.clear()
@@ -550,6 +679,8 @@ class Unit:
     def collect(self, parameter: Parameter):
         """Called with each gradient that autograd has completed, on the stream that has produced it."""
         self.engine.begin_backward()
+        if self.resident and parameter not in self.missing:
+            self.engine.reduce_again()
         self.begun = True
         self.missing.discard(parameter)
         parameter.producer = self.engine.dev.current_stream()
@@ -558,6 +689,8 @@ class Unit:
         if not self.missing:
             for call in [call for call in self._open_calls if not call.tells]:
                 call.end()
+            if self.resident:
+                self.engine.reduce_in_turn()
 
     def watch(self, output, begin, before=frozenset()):
         """Call `begin` before the backward of any of these outputs. before: nodes that have made inputs."""
@@ -575,9 +708,12 @@ class Unit:
             if tensor._is_view() and (node := _node_of(tensor)) is not None and node not in before:
                 node.register_prehook(begin)
 
-    def reduce(self):
-        """Reduce the gradients of the backwards that reached this unit, with zeros for parameters without one."""
-        if not self.reduces or not self.begun:
+    def reduce(self, always: bool = False):
+        """Reduce the gradients of the backwards that reached this unit, with zeros for parameters without one.
+
+        always: even if backward reduces none.
+        """
+        if not self.begun or not (always or self.reduces):
             return
         self.begun = False
         for group in self.groups:

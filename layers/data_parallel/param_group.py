@@ -11,6 +11,7 @@ both dimensions, placed as torch's FSDP2 places it: (_StridedShard(0), Shard(0))
 This module moves data on the current stream; who waits for whom is the engine's business.
 """
 
+import functools
 from dataclasses import dataclass, field
 
 import torch
@@ -309,6 +310,11 @@ class ParamGroup:
             self._layouts[key] = Layout([parameter.shape for parameter in parameters], self.ranks.parts)
         return self._layouts[key]
 
+    def buffers(self, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory for whole gradients [R * S], and for this rank's part of their mean [S]."""
+        empty = functools.partial(torch.empty, device=self.flat.device)
+        return empty(layout.ranks * layout.numel, dtype=self.reduce_dtype), empty(layout.numel, dtype=self.dtype)
+
     def pack(self, grads: list[torch.Tensor | None], layout: Layout, buffer: torch.Tensor):
         """Copy whole gradients into a buffer [R * S], piece by piece and by rank; one that is None counts as zero."""
         dtypes = {grad.dtype for grad in grads if grad is not None} or {self.param_dtype}
@@ -329,6 +335,12 @@ class ParamGroup:
                 if first < last:
                     into = buffer[ranks * start : ranks * stop].view(ranks, -1)[:, first - start : last - start]
                     into.copy_(rows[:, first - part.start : last - part.start])
+
+    def forget_gradients(self):
+        """Discard whole gradients."""
+        for parameter in self.parameters:
+            if parameter.whole is not None:
+                parameter.whole.grad = None
 
     def reduce(self, buffer: torch.Tensor, sums: torch.Tensor, layout: Layout):
         """Collective. The mean over ranks of what `pack` has made, in `sums` [S]; `buffer` is used up.

@@ -2,10 +2,10 @@
 
 R ranks.
 
-    backward   hooks copy gradients into a bucket; full buckets are reduced to their owners on the comm stream
-    step       owners average, unscale and clip; the optimizer updates their masters; every rank gathers all parameters
+    backward   full buckets of gradients are reduced to their owners on the comm stream
+    step       owners unscale and clip; the optimizer updates their masters; every rank gathers all parameters
 
-`layout` assigns parameters to owners, `gradients` moves gradients to them.
+What runs underneath is engine.py, with a resident unit for each bucket; what it moves, flat_group.py.
 """
 
 import contextlib
@@ -23,20 +23,14 @@ from tkernels.comm.arguments import check_tensors, check_torch_dtype, check_type
 from tkernels.comm.collectives import SUMMED
 from tkernels.comm.context import group_of
 from tkernels.comm.group import checksum, first_difference, listed
-from tkernels.comm.regions import round_up
-from tkernels.layers.data_parallel.engine import Unit
+from tkernels.layers.data_parallel.engine import Engine, Unit
+from tkernels.layers.data_parallel.flat_group import FlatGroup, plan
 from tkernels.layers.data_parallel.norms import check_norm, clip_scale, counts, squared_norm
 from tkernels.layers.data_parallel.wire import open_wire
-from tkernels.layers.data_parallel.zero.gradients import OwnerGradients
-from tkernels.layers.data_parallel.zero.layout import ALIGNMENT, Shard, is_partial, padded, plan
 from tkernels.layers.owners import disown, own, owner_of, remove_owners
 
 FIRST_LOSS_SCALE, GROWTH_INTERVAL = 2.0**16, 2000  # of a dynamic loss scale; as in torch.amp.GradScaler
-CHOICES = {
-    "stage": (1, 2),
-    "reduction": ("reduce_scatter", "all_reduce"),
-    "partition": ("elements", "parameters"),
-}
+CHOICES = {"stage": (1, 2), "partition": ("elements", "parameters")}
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -58,12 +52,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     stage: 2 reduces the gradients of every backward immediately, and no rank keeps full gradients. 1 has `no_sync`,
         which keeps them. With layers that defer weight gradients (delay_wgrad_compute) all full gradients are kept, and
         `step` reduces them.
-    bucket_bytes: bytes of one reduction. A larger parameter is reduced by itself, in its gradient's own storage.
+    bucket_bytes: bytes of one reduction. A larger parameter is reduced by itself.
     overlap_comm: reduce and gather on a stream other than the current one. The results are bit-identical.
     overlap_gather: a module. Parameters are gathered while its forward runs: each submodule waits, on the stream that
         it runs on, for the parameters that are registered on itself. Any other reader of parameters must call
         `ensure_params_ready` first.
-    reduction: "reduce_scatter", or "all_reduce", of whose result each rank uses its part.
     backend: "tkernels", or "torch" for torch.distributed on the process group of these ranks.
     partition: "elements" cuts every fill evenly, for elementwise optimizers; "parameters" keeps each parameter whole at
         one owner, for optimizers that look at a whole one (Muon, Adafactor), with parts of uneven size.
@@ -77,7 +70,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         steps are then those of the whole model. Without it max_norm and loss_scale are refused for such a model, and so
         are parameters marked sequence_parallel: their gradients come from a rank's rows alone, and `step` sums them
         over these ranks.
-    dev: the module that provides streams; torch's module of the device by default.
 
     Learning-rate schedulers and whatever else takes a torch optimizer take this one. Its param_groups, state and
     defaults are those of the wrapped optimizer: change learning rates there. Their params are this rank's masters.
@@ -89,7 +81,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     `refresh_masters` afterwards. After a step, `grad_norm` is the norm before clipping, a tensor, and `skipped` is
     whether the step was skipped. A parameter that no rank has used is left alone, as without sharding. Activation
     checkpointing with use_reentrant=True gives correct results, but each checkpoint ends a pass; prefer
-    use_reentrant=False.
+    use_reentrant=False. After a backward that failed call zero_grad; else the next backward or step raises.
 
     Raises ValueError or TypeError for parameters or options that can't be sharded, MismatchError if the ranks'
     parameters or options differ. `step` and the loading methods raise LeaseError once a parameter has been converted or
@@ -106,85 +98,84 @@ class ZeroOptimizer(torch.optim.Optimizer):
         bucket_bytes: int = 64 << 20,
         overlap_comm: bool = True,
         overlap_gather: nn.Module | None = None,
-        reduction: str = "reduce_scatter",
         backend: str = "tkernels",
         partition: str = "elements",
         reduce_dtype: torch.dtype | None = None,
         max_norm: float | None = None,
         loss_scale: float | str | None = None,
         tensor_parallel: MeshLike = None,
-        dev=None,
         **options,
     ):
         self.ctx = as_context(mesh, "ZeroOptimizer: mesh")
         with self.ctx.group.checking():
             groups, self._names, meshes = _param_groups(params)
+            if not callable(optimizer_class):
+                raise TypeError(f"ZeroOptimizer: optimizer_class={optimizer_class!r} must be a class of optimizers")
+            check_type("ZeroOptimizer: overlap_gather", overlap_gather, nn.Module | None, "an nn.Module")
+            if reduce_dtype is not None:
+                check_torch_dtype("ZeroOptimizer: reduce_dtype", reduce_dtype)
             if max_norm is not None or loss_scale is not None:
                 check_norm("ZeroOptimizer, with max_norm or loss_scale", meshes, tensor_parallel)
             if tensor_parallel is not None:
                 group_of(tensor_parallel, "ZeroOptimizer: tensor_parallel")
-        self._parameters = list(meshes)
-        self._frozen = [parameter for parameter in self._names if parameter not in meshes]
-        self._group_sizes = [len(group["params"]) for group in groups]
-        shapes = [(tuple(p.shape), p.dtype, p.requires_grad, is_partial(p)) for p in self._names]
+        shapes = [(tuple(p.shape), p.dtype, p.requires_grad, _is_partial(p)) for p in self._names]
         deferred = any(getattr(parameter, "skip_backward_post_hook", False) for parameter in meshes)
-        asked = dict(
-            stage=stage, bucket_bytes=bucket_bytes, overlap_comm=overlap_comm,
-            overlap_gather=overlap_gather is not None, reduction=reduction, backend=backend, partition=partition,
-            reduce_dtype=reduce_dtype, max_norm=max_norm, loss_scale=loss_scale,
+        layout = dict(partition=partition, bucket_bytes=bucket_bytes, parameters=shapes)
+        asked = layout | dict(
+            stage=stage, overlap_comm=overlap_comm, overlap_gather=overlap_gather is not None, backend=backend,
+            reduce_dtype=reduce_dtype, max_norm=max_norm, loss_scale=loss_scale, delay_wgrad_compute=deferred,
             optimizer_class=getattr(optimizer_class, "__name__", repr(optimizer_class)),
-            parameters=shapes, delay_wgrad_compute=deferred,
             tensor_parallel=tensor_parallel is not None, options=_plain(options), groups=[_plain(g) for g in groups],
         )  # fmt: skip
         _check(self.ctx, asked)
         contexts = {p: self.ctx if theirs is None else as_context(theirs) for p, theirs in meshes.items()}
-        tensor_parallel = None if tensor_parallel is None else as_context(tensor_parallel)
+        self._tensor_parallel = None if tensor_parallel is None else as_context(tensor_parallel)
         with self.ctx.group.checking():
-            _check_kinds(optimizer_class, overlap_gather, reduce_dtype)
             _check_parameters(contexts, self._names, backend, reduce_dtype, tensor_parallel)
-        remove_owners(self._parameters, ZeroOptimizer)  # orders the reads below after the previous optimizer's gathers
+        remove_owners(contexts, ZeroOptimizer)  # orders the reads below after the previous optimizer's gathers
         _check_parts(self.ctx, contexts, self._names)
         if tensor_parallel is not None:
-            _check_partial(self.ctx, tensor_parallel, contexts, self._names)
-        self.stage, self.max_norm, self._tensor_parallel = stage, max_norm, tensor_parallel
-        self._dynamic = loss_scale == "dynamic"
-        self.loss_scale = FIRST_LOSS_SCALE if self._dynamic else loss_scale
-        self._steps_at_scale = 0
+            _check_partial(self.ctx, self._tensor_parallel, contexts, self._names)
+        self.stage, self.max_norm, self._dynamic = stage, max_norm, loss_scale == "dynamic"
+        self.loss_scale, self._steps_at_scale = FIRST_LOSS_SCALE if self._dynamic else loss_scale, 0
         self.grad_norm, self.skipped, self._removed = None, False, False
-        self._layout = dict(
-            rank=self.ctx.rank, ranks=self.ctx.size, partition=partition, bucket_bytes=bucket_bytes, parameters=shapes
-        )
+        self._frozen = [parameter for parameter in self._names if parameter not in meshes]
+        self._group_sizes = [len(group["params"]) for group in groups]
+        self._layout = layout | dict(rank=self.ctx.rank, ranks=self.ctx.size)
 
-        self.dev = dev if dev is not None else torch.get_device_module(self.ctx.device)
-        self.comm_stream = self.dev.Stream() if overlap_comm else self.dev.current_stream()
         self._wires = {ctx: open_wire("ZeroOptimizer", backend, ctx) for ctx in (self.ctx, *contexts.values())}
-        self._across = None if tensor_parallel is None else open_wire("ZeroOptimizer", backend, tensor_parallel)
-        self._gradients = OwnerGradients(self.comm_stream, self.dev, reduction)
-        self._gradients.enabled = not deferred  # deferred gradients come after backward: `step` reduces all of them
-        for (ctx, dtype, _), parameters in _by_kind(contexts).items():
-            summed = reduce_dtype or dtype
-            wanted = min(-(-bucket_bytes // summed.itemsize), sum(map(padded, parameters)))
-            capacity = round_up(wanted, ctx.size * ALIGNMENT)
-            shards = [Shard(fill, ctx, self.dev) for fill in plan(parameters, capacity, ctx.size, partition)]
-            self._gradients.add_bucket(shards, capacity, summed, self._wires[ctx])
-        own(self._parameters, self)
-        self._hooks = self._gradients.start({parameter: self._names[parameter] for parameter in self._parameters})
-        self._shards = self._gradients.shards
-        self._shard_of = {slice.parameter: shard for shard in self._shards for slice in shard.fill.slices}
-        self._awaited = {}  # shard -> streams that are already ordered after its gather
-        self._versions = {}  # parameter -> torch's count of writes to it at its last gather
-        for shard in self._shards:
-            self._gather(shard, (shard.fill.elements, *(0 for _ in shard.fill.rows[1:])))  # rank 0's values
-        self.refresh_masters()
+        self._across = None if tensor_parallel is None else open_wire("ZeroOptimizer", backend, self._tensor_parallel)
+        buckets = [
+            FlatGroup(layout, self._names, ctx, self._wires[ctx], reduce_dtype, divisor=self.ctx.size)
+            for (ctx, dtype, _), parameters in _by_kind(contexts).items()
+            for layout in plan(parameters, bucket_bytes // (reduce_dtype or dtype).itemsize, ctx.size, partition)
+        ]
+        # One order for all: that in which backward completes them.
+        number_of = {parameter: number for number, parameter in enumerate(self._names)}
+        buckets.sort(key=lambda bucket: -min(map(number_of.get, bucket.layout.parameters)))
+        self._engine, self._buckets = Engine.resident(buckets, overlap=overlap_comm), buckets
+        self._piece_of = {piece.whole: piece for bucket in buckets for piece in bucket.parameters}
+        own(contexts, self)
+        self._hooks = self._engine.watch()
+        for unit in self._engine.units:
+            unit.sync = not deferred  # deferred gradients come after backward: `step` reduces all of them
+        self._engine.adopt()
+        self._gathered()
         self._overlap_gather = overlap_gather is not None
         if self._overlap_gather:
             self._wait_in_forward(overlap_gather)
 
-        piece_of = {piece.parameter: piece for shard in self._shards for piece in shard.pieces}
-        owned = [[piece_of[p] for p in group["params"] if p in piece_of] for group in groups]
+        owned = [
+            [
+                piece
+                for p in group["params"]
+                if (piece := self._piece_of.get(p)) is not None and piece.stop > piece.start
+            ]
+            for group in groups
+        ]
         self._pieces = [piece for pieces in owned for piece in pieces]  # in the order of the optimizer's state dict
-        own([piece.master for piece in self._pieces], self)
-        groups = [group | {"params": [p.master for p in pieces]} for group, pieces in zip(groups, owned, strict=True)]
+        own([piece.sharded for piece in self._pieces], self)
+        groups = [group | {"params": [p.sharded for p in pieces]} for group, pieces in zip(groups, owned, strict=True)]
         try:
             self.optimizer = optimizer_class(groups, **options)
         except Exception:  # a refusal, perhaps of an option: nobody is to take the gradients then
@@ -197,8 +188,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         raise TypeError("ZeroOptimizer: it belongs to its rank, and can't be copied or pickled; save its state_dict()")
 
     def __repr__(self):
-        sizes = f"{len(self._parameters)} parameters in {len(self._shards)} fills"
+        sizes = f"{len(self._piece_of)} parameters in {len(self._buckets)} buckets"
         return f"ZeroOptimizer({type(self.optimizer).__name__}, stage {self.stage}, rank {self.ctx.rank}, {sizes})"
+
+    @property
+    def comm_stream(self):
+        """The stream that gradients are reduced and parameters are gathered on; None without overlap_comm."""
+        return self._engine.comm_stream
 
     @property
     def param_groups(self) -> list[dict]:
@@ -241,13 +237,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "no_sync: stage 2 reduces each backward to the owners' shards, and adds it up there by itself; use "
                 "stage=1 to keep full gradients"
             )
-        with self._gradients.left_alone():
+        with self._engine.no_sync():
             yield
 
     @torch._disable_dynamo
+    @torch.no_grad()
     def zero_grad(self, set_to_none: bool = True):
         """Discard the gradients since the last step. Parameters' `.grad` become None in any case."""
-        self._gradients.discard()
+        self._engine.discard_gradients()
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -263,55 +260,53 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"ZeroOptimizer: {thawed} is to be trained, but was frozen when the optimizer was made; make a new "
                 f"one, or begin with requires_grad=True and freeze it afterwards"
             )
-        self._check_places()
         self._check_values()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self._gradients.collected():
-            for shard in self._shards:
-                if shard.partial and shard.grad.numel():
-                    self._across.all_reduce(shard.grad)
+        self._check_gradients()
+        with self._engine.step():
+            for group in self._buckets:
+                if _is_partial(group.parameters[0].whole) and group.total.numel():
+                    self._across.all_reduce(group.total)
             used, norm = self._exchange()
-            inverse = 1 / (self.ctx.size * (self.loss_scale or 1.0))
-            self.grad_norm = norm * inverse
+            self.grad_norm = norm / (self.loss_scale or 1.0)
             self.skipped = self.loss_scale is not None and not math.isfinite(self.grad_norm.item())
+            inverse = None if self.loss_scale is None else 1 / self.loss_scale
             if self._dynamic:
                 self._adapt_loss_scale()
             if not self.skipped:
                 if self.max_norm is not None:
-                    inverse = clip_scale(self.grad_norm, self.max_norm) * inverse
-                for shard in self._shards:
-                    shard.grad.mul_(inverse)
+                    inverse = clip_scale(self.grad_norm, self.max_norm) * (inverse or 1.0)
+                for bucket in self._buckets if inverse is not None else ():
+                    bucket.total.mul_(inverse)
                 for piece in self._pieces:
-                    piece.master.grad = piece.grad if piece.parameter in used else None
+                    piece.sharded.grad = piece.total if piece.whole in used else None
                 self.optimizer.step()
-                for piece in self._pieces:
-                    piece.master.grad = None
         if not self.skipped:
             self._publish()
         return loss
 
     def _exchange(self) -> tuple[set, torch.Tensor]:
-        """The parameters that some rank has used, and the norm of the sum of all gradients.
+        """The parameters that some rank has used, and the norm of the mean of all gradients.
 
         Takes one all-reduce per context, and one over `tensor_parallel`.
         """
-        norm, used = None, set(self._gradients.used)
+        norm, used = None, {parameter for parameter, piece in self._piece_of.items() if piece.used}
         for ctx, wire in self._wires.items():
-            shards = sorted((shard for shard in self._shards if shard.ctx is ctx), key=lambda shard: not shard.partial)
-            parameters = [slice.parameter for shard in shards for slice in shard.fill.slices]
+            parameters = [piece.whole for group in self._buckets if group.wire is wire for piece in group.parameters]
+            parameters.sort(key=_is_partial, reverse=True)
             unused = [parameter not in used for parameter in parameters]
             values = torch.ones(1 + len(parameters), device=ctx.device)
             if any(unused):
                 values[1:].masked_fill_(torch.tensor(unused).to(ctx.device), 0.0)
             # Every piece is counted once, by its owner: the main context includes all owners.
             if ctx is self.ctx:
-                counted = (piece.grad for piece in self._pieces if counts(piece.parameter, self._tensor_parallel))
+                counted = (piece.total for piece in self._pieces if counts(piece.whole, self._tensor_parallel))
                 values[:1] = squared_norm(counted, ctx.device)
             wire.all_reduce(values)
-            partial = sum(len(shard.fill.slices) for shard in shards if shard.partial)
+            partial = sum(map(_is_partial, parameters))
             if self._across is not None and (partial or ctx is self.ctx):
                 self._across.all_reduce(values[: 1 + partial])  # the norm, and who has used what these ranks share
             if ctx is self.ctx:
@@ -328,85 +323,86 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.loss_scale, self._steps_at_scale = self.loss_scale * 2, 0
 
     def _publish(self):
-        """Send the owners' masters to every rank, beginning with the parameters that forward needs first."""
-        for shard in reversed(self._shards):
-            with shard.lease.read():
-                pass  # earlier work on this stream may have read the parameters
-            shard.slot.release(shard.lease)
-            shard.lease = shard.slot.acquire()
-            with shard.lease.write():
-                shard.own.copy_(shard.master)
-            self._gather(shard, shard.fill.rows)
+        """Send the owners' masters to every rank."""
+        self._engine.publish()
+        self._gathered()
         if not self._overlap_gather:
             self.ensure_params_ready()
 
-    def _gather(self, shard: Shard, rows: tuple[int, ...]):
-        self._awaited[shard] = []
-        with self.dev.stream(self.comm_stream), shard.lease.write(ordered=True):
-            self._wires[shard.ctx].all_gather(shard.flat, rows)
-        # Makes torch refuse a backward that needs values saved by forward and overwritten since.
-        parameters = [slice.parameter for slice in shard.fill.slices]
-        torch.autograd.graph.increment_version(parameters)
-        self._versions |= {parameter: parameter._version for parameter in parameters}
+    def _gathered(self):
+        self._awaited = {unit: [] for unit in self._engine.units}
+        self._versions = {parameter: parameter._version for parameter in self._piece_of}
+
+    def _check_gradients(self):
+        """Raises TkernelsError for gradients that nothing would reduce, and for some that only a part is there of."""
+        if self._engine.failed:
+            raise TkernelsError(
+                "ZeroOptimizer: a backward has failed, and gradients that it has left are incomplete; call zero_grad() "
+                "after a failure"
+            )
+        for unit in self._engine.units:
+            late = [piece for piece in unit.groups[0].parameters if piece.whole.grad is not None]
+            if late and not unit.begun:
+                raise TkernelsError(
+                    f"ZeroOptimizer: {late[0].name} has a gradient that came after backward, when the others had been "
+                    f"reduced; set it before backward, which adds to it, or run backward inside of no_sync() (stage=1) "
+                    f"which leaves all gradients to step()"
+                )
 
     def _check_values(self):
         """Collective if parameters have been written to. Raises ValueError for a write that the gathers would undo."""
         if all(parameter._version == version for parameter, version in self._versions.items()):
             return
         self.ensure_params_ready()
-        problem = ""
-        for shard in self._shards:
-            now, kept = shard.own, shard.master.to(shard.own.dtype)
-            if not torch.where(now.isnan(), kept.isnan(), now == kept).all():
-                problem = (
-                    "finds parameters that were changed elsewhere, as by load_state_dict, which the next gather would "
-                    "undo; call refresh_masters() after such a change, on all ranks"
-                )
-        self._refuse("ZeroOptimizer.step", problem)
+        with self.ctx.group.checking():
+            for piece in self._pieces:
+                now, kept = piece.cut(piece.whole.detach()), piece.sharded.to(piece.whole.dtype)
+                if not torch.where(now.isnan(), kept.isnan(), now == kept).all():
+                    raise ValueError(
+                        f"ZeroOptimizer.step: {piece.name} was changed elsewhere, as by load_state_dict, which the "
+                        f"next gather would undo; call refresh_masters() after such a change, on all ranks"
+                    )
         self._versions = {parameter: parameter._version for parameter in self._versions}
 
     def _check_there(self):
+        """Raises LeaseError once the parameters are another's, or elsewhere."""
         if self._removed:
             raise LeaseError(
                 "ZeroOptimizer: it was removed from its parameters, perhaps for a newer one, and takes their gradients "
                 "no longer; use that, or make another one"
             )
+        for unit in self._engine.units:
+            unit.settle()
 
-    def _check_places(self):
-        moved = next((parameter for shard in self._shards for parameter in shard.moved), None)
-        if moved is not None:
-            raise LeaseError(
-                f"ZeroOptimizer: {self._names[moved]} has been converted or moved, so what the ranks gather would not "
-                f"come to it; do so before the optimizer is made, or make another one now"
-            )
-
-    def _await(self, shard: Shard):
-        stream = self.dev.current_stream()
-        if stream not in self._awaited[shard]:
-            shard.lease.filled.wait(stream)
-            self._awaited[shard].append(stream)
+    def _await(self, unit: Unit):
+        stream = self._engine.dev.current_stream()
+        if stream not in self._awaited[unit]:
+            for lease in unit.leases.values():
+                lease.filled.wait(stream)
+            self._awaited[unit].append(stream)
 
     def ensure_params_ready(self):
         """Order the current stream after the gathers of the last step, for readers that overlap_gather doesn't see."""
-        for shard in self._shards:
-            self._await(shard)
+        for unit in self._engine.units:
+            self._await(unit)
 
     def _wait_in_forward(self, root: nn.Module):
         this = weakref.ref(self)
+        unit_of = {piece.whole: i for i, bucket in enumerate(self._buckets) for piece in bucket.parameters}
 
-        def wait_for(shards):
+        def wait_for(numbers):
             @torch.compiler.disable
             def wait(module, *_):
                 if (optimizer := this()) is not None:
-                    for shard in shards:
-                        optimizer._await(shard)
+                    for number in numbers:
+                        optimizer._await(optimizer._engine.units[number])
 
             return wait
 
         for module in root.modules():
-            own = (self._shard_of.get(parameter) for parameter in module.parameters(recurse=False))
-            if shards := list(dict.fromkeys(shard for shard in own if shard is not None)):
-                wait = wait_for(shards)
+            own = (unit_of.get(parameter) for parameter in module.parameters(recurse=False))
+            if numbers := list(dict.fromkeys(number for number in own if number is not None)):
+                wait = wait_for(numbers)
                 self._hooks.append(module.register_forward_pre_hook(wait))
                 self._hooks.append(module.register_state_dict_pre_hook(wait))
                 self._hooks.append(module.register_load_state_dict_pre_hook(wait))
@@ -415,10 +411,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def refresh_masters(self):
         """Copy the parameters' values into the masters, after a change from outside that is the same on all ranks."""
         self._check_there()
-        self._check_places()
         self.ensure_params_ready()
-        for shard in self._shards:
-            shard.master.copy_(shard.own)
+        self._engine.copy_masters()
         self._versions = {parameter: parameter._version for parameter in self._versions}
 
     def remove(self):
@@ -429,7 +423,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.ensure_params_ready()
         for hook in self._hooks:
             hook.remove()
-        disown([*self._parameters, *(piece.master for piece in self._pieces)], self)
+        disown([*self._names, *(piece.sharded for piece in self._pieces)], self)
         self._removed = True
 
     def state_dict(self) -> dict:
@@ -441,7 +435,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return {
             "layout": self._layout,
             "optimizer": self.optimizer.state_dict(),
-            "masters": [shard.master for shard in self._shards],
+            "masters": [group.flat for group in self._buckets],
             "loss_scale": (self.loss_scale, self._steps_at_scale),
         }
 
@@ -452,33 +446,27 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises ValueError, on every rank and before anything is changed, for what is no such state, and for the state of
         another layout or rank.
         """
-        problem, layout = "", state.get("layout") if isinstance(state, Mapping) else None
-        if not isinstance(layout, Mapping):
-            problem = "gets no sharded state; a full one goes to load_full_state_dict"
-        elif differ := [name for name in self._layout if layout.get(name) != self._layout[name]]:
-            problem = (
-                f"gets one saved with another {', '.join(differ)}; save with full_state_dict, which any number of "
-                f"ranks and any layout can load"
-            )
-        elif _shapes(state.get("masters")) != [shard.master.shape for shard in self._shards]:
-            problem = "gets masters of other shapes than its own; the state was changed after it was saved"
-        elif _group_sizes(state.get("optimizer")) != _group_sizes(self.optimizer.state_dict()):
-            problem = "gets a state of the wrapped optimizer that has other param groups than its own"
-        self._refuse("load_state_dict", problem)
+        with self.ctx.group.checking():
+            layout = state.get("layout") if isinstance(state, Mapping) else None
+            if not isinstance(layout, Mapping):
+                raise ValueError("load_state_dict: got no sharded state; a full one goes to load_full_state_dict")
+            if differ := [name for name in self._layout if layout.get(name) != self._layout[name]]:
+                raise ValueError(
+                    f"load_state_dict: got a state saved with another {', '.join(differ)}; save with full_state_dict, "
+                    f"which any number of ranks and any layout can load"
+                )
+            if _shapes(state.get("masters")) != [group.flat.shape for group in self._buckets]:
+                raise ValueError("load_state_dict: got masters of other shapes, in a state that was changed since")
+            if _group_sizes(state.get("optimizer")) != _group_sizes(self.optimizer.state_dict()):
+                raise ValueError("load_state_dict: got a state of the wrapped optimizer that has other param groups")
         self._check_there()
-        self._check_places()
+        self._engine.end()
         self.optimizer.load_state_dict(state["optimizer"])
-        for shard, master in zip(self._shards, state["masters"], strict=True):
-            shard.master.copy_(master)
+        for group, master in zip(self._buckets, state["masters"], strict=True):
+            group.flat.copy_(master)
         if self._dynamic and state["loss_scale"][0] is not None:
             self.loss_scale, self._steps_at_scale = state["loss_scale"]
         self._publish()
-
-    def _refuse(self, caller: str, problem: str):
-        """Collective. Raises the first rank's problem on every rank; an empty string is no problem."""
-        problems = [f"rank {rank} {what}" for rank, what in enumerate(self.ctx.group.gather(problem)) if what]
-        if problems:
-            raise ValueError(f"{caller}: {problems[0]}")
 
     def full_state_dict(self) -> dict:
         """Collective. The state that the unsharded optimizer would have, on the CPU of every rank.
@@ -487,23 +475,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
         "masters" holds the trained parameters, in fp32, by number. Frozen parameters have numbers, too.
         """
         own = self.optimizer.state_dict()
-        number_of = {parameter: number for number, parameter in enumerate(self._names)}
-        shapes = [parameter.shape for parameter in self._names]
+        numbers = {parameter: number for number, parameter in enumerate(self._names)}
         state, masters = {}, {}
-        for ctx in self._wires:
+        for ctx, wire in self._wires.items():
             parts = [
-                (number_of[piece.parameter], piece.start, _to_cpu(piece.master), {
+                (numbers[piece.whole], piece.shape, piece.start, {"": _to_cpu(piece.sharded)} | {
                     name: _to_cpu(value) for name, value in own["state"].get(position, {}).items()
                 })
                 for position, piece in enumerate(self._pieces)
-                if self._shard_of[piece.parameter].ctx is ctx
+                if piece.group.wire is wire
             ]  # fmt: skip
-            for number, start, master, values in (
-                part for parts_of_rank in ctx.group.gather(parts) for part in parts_of_rank
-            ):
-                _place(masters, number, shapes[number], start, master, master.shape)
+            for number, shape, start, values in (part for parts in ctx.group.gather(parts) for part in parts):
+                master = values.pop("")
+                _place(masters, number, shape, start, master, master.shape)
                 for name, value in values.items():
-                    _place(state.setdefault(number, {}), name, shapes[number], start, value, master.shape)
+                    _place(state.setdefault(number, {}), name, shape, start, value, master.shape)
         numbers = iter(range(len(self._names)))
         groups = [
             group | {"params": [next(numbers) for _ in range(size)]}
@@ -519,27 +505,28 @@ class ZeroOptimizer(torch.optim.Optimizer):
         frozen. Raises ValueError, on every rank and before anything is changed, for what is no such state, for groups
         of other sizes, and for masters of other shapes than the parameters'.
         """
-        problem, sizes = "", _group_sizes(state)
-        masters = (state.get("masters") or {}) if sizes is not None else {}
-        shapes = {number: parameter.shape for number, parameter in enumerate(self._names)}
-        if sizes is None:
-            problem = "gets no state of an optimizer, which has \"state\" and \"param_groups\""
-        elif sizes != self._group_sizes:
-            problem = (
-                f"gets groups of {sizes} parameters, but has groups of {self._group_sizes}; make the optimizer for the "
-                f"same parameters in the same groups, frozen ones too"
-            )
-        elif not isinstance(masters, Mapping) or _shapes(masters.values()) != [*map(shapes.get, masters)]:
-            problem = "gets masters that are not tensors of its parameters' shapes, by number"
-        self._refuse("load_full_state_dict", problem)
+        numbers = {parameter: number for number, parameter in enumerate(self._names)}
+        with self.ctx.group.checking():
+            if (sizes := _group_sizes(state)) is None:
+                raise ValueError(
+                    'load_full_state_dict: got no state of an optimizer, which has "state" and "param_groups"'
+                )
+            if sizes != self._group_sizes:
+                raise ValueError(
+                    f"load_full_state_dict: got groups of {sizes} parameters for groups of {self._group_sizes}; make "
+                    f"the optimizer for the same parameters in the same groups, frozen ones too"
+                )
+            masters, shapes = state.get("masters") or {}, {n: p.shape for p, n in numbers.items()}
+            if not isinstance(masters, Mapping) or _shapes(masters.values()) != [*map(shapes.get, masters)]:
+                raise ValueError(
+                    "load_full_state_dict: got masters that are not tensors of its parameters' shapes, by number"
+                )
         self._check_there()
-        self._check_places()
-        number_of = {parameter: number for number, parameter in enumerate(self._names)}
         own = self.optimizer.state_dict()
         own["state"] = {
-            position: {name: piece.cut(value) for name, value in state["state"][number_of[piece.parameter]].items()}
+            position: {name: piece.cut(value) for name, value in state["state"][numbers[piece.whole]].items()}
             for position, piece in enumerate(self._pieces)
-            if number_of[piece.parameter] in state["state"]
+            if numbers[piece.whole] in state["state"]
         }
         own["param_groups"] = [
             theirs | {"params": mine["params"]}
@@ -549,8 +536,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.refresh_masters()
         if masters:
             for piece in self._pieces:
-                if number_of[piece.parameter] in masters:
-                    piece.master.copy_(piece.cut(masters[number_of[piece.parameter]]))
+                if numbers[piece.whole] in masters:
+                    piece.sharded.copy_(piece.cut(masters[numbers[piece.whole]]))
             self._publish()
         if self._dynamic and state.get("loss_scale") is not None:
             self.loss_scale = state["loss_scale"]
@@ -594,8 +581,13 @@ def _plain(options: dict) -> dict:
     return compared | ({"params": len(options["params"])} if "params" in options else {})
 
 
+def _is_partial(parameter: torch.Tensor) -> bool:
+    """Megatron's mark: a gradient of this rank's rows alone, which is yet to be summed over tensor-parallel ranks."""
+    return bool(getattr(parameter, "sequence_parallel", False))
+
+
 def _by_kind(contexts: dict[torch.Tensor, Context]) -> dict:
-    """(context, dtype, is_partial) -> its parameters, in the order of backward. Leaves out empty ones: no gradient.
+    """(context, dtype, whether partial) -> its parameters, in the order of backward. Empty ones have no gradient.
 
     By themselves, partial parameters have one layout on all tensor-parallel ranks, where split ones may differ in size:
     what an owner sums over those ranks is the same part on each.
@@ -603,7 +595,7 @@ def _by_kind(contexts: dict[torch.Tensor, Context]) -> dict:
     kinds = {}
     for parameter, ctx in reversed(contexts.items()):
         if parameter.numel():
-            kinds.setdefault((ctx, parameter.dtype, is_partial(parameter)), []).append(parameter)
+            kinds.setdefault((ctx, parameter.dtype, _is_partial(parameter)), []).append(parameter)
     return kinds
 
 
@@ -631,20 +623,11 @@ def _check(ctx: Context, asked: dict):
         raise ValueError(f"ZeroOptimizer: {name} looks at whole parameters; pass partition='parameters'")
 
 
-def _check_kinds(optimizer_class, overlap_gather, reduce_dtype):
-    if not callable(optimizer_class):
-        raise TypeError(f"ZeroOptimizer: optimizer_class={optimizer_class!r} must be a class of optimizers")
-    if overlap_gather is not None:
-        check_type("ZeroOptimizer: overlap_gather", overlap_gather, nn.Module, "an nn.Module")
-    if reduce_dtype is not None:
-        check_torch_dtype("ZeroOptimizer: reduce_dtype", reduce_dtype)
-
-
 def _check_parameters(
     contexts: dict[torch.Tensor, Context], names, backend: str, reduce_dtype: torch.dtype | None, tensor_parallel
 ):
     for parameter, ctx in contexts.items():
-        if is_partial(parameter) and tensor_parallel is None:
+        if _is_partial(parameter) and tensor_parallel is None:
             raise ValueError(
                 f"ZeroOptimizer: {names[parameter]} is marked sequence_parallel: its gradient comes from this rank's "
                 f"rows alone and is yet to be summed over the tensor-parallel ranks; pass tensor_parallel=, these "
@@ -672,7 +655,7 @@ def _check_partial(ctx: Context, tensor_parallel: Context, contexts: dict[torch.
 
     Of the data-parallel ranks, those count whose values all will have.
     """
-    partial = [parameter for parameter in contexts if is_partial(parameter)]
+    partial = [parameter for parameter in contexts if _is_partial(parameter)]
     mine = [(p.shape, p.dtype, None if contexts[p].rank else checksum(p)) for p in partial]
     theirs, problem = tensor_parallel.group.gather(mine), ""
     if len(set(map(len, theirs))) > 1:

@@ -1,0 +1,236 @@
+"""Groups of parameters that stay whole, and whose gradients and masters are cut over the ranks, anywhere.
+
+In all three buffers of a group its parameters lie one after the other, so that nothing is copied on the way to a
+collective but the gradients, once, into their buffer:
+
+    whole      [n]          a | b | c | ...      what computes: the caller's parameters are views of it
+    gradients  [n]          the same
+    flat       [rows[rank]] this rank's part, masters in fp32 at least: what the optimizer updates
+
+This module moves data on the current stream; who waits for whom is the engine's business.
+"""
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tkernels.comm import Context, LeaseError
+from tkernels.comm.regions import round_up
+from tkernels.layers.data_parallel.layout import ALIGN
+from tkernels.layers.data_parallel.param_group import Parameter
+from tkernels.layers.data_parallel.wire import Wire
+
+
+class FlatLayout:
+    """Parameters in order, which begin at multiples of ALIGN elements, and `rows`: the elements of each rank's part."""
+
+    def __init__(self, parameters: list[torch.Tensor], rows: tuple[int, ...]):
+        self.parameters, self.rows, self.numel = parameters, rows, sum(rows)
+        *self.starts, self.end = itertools.accumulate(map(padded, parameters), initial=0)
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters' places in `flat` [n]."""
+        return [
+            flat[start : start + parameter.numel()].view(parameter.shape)
+            for start, parameter in zip(self.starts, self.parameters, strict=True)
+        ]
+
+    def part(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
+        """A rank's part of `flat` [n]."""
+        return flat[sum(self.rows[:rank]) :][: self.rows[rank]]
+
+    def piece(self, index: int, rank: int) -> tuple[int, int]:
+        """First and last element of a parameter that lie in a rank's part; equal if there are none."""
+        start, begin = self.starts[index], sum(self.rows[:rank])
+        numel = self.parameters[index].numel()
+        first, last = (min(max(edge - start, 0), numel) for edge in (begin, begin + self.rows[rank]))
+        return first, last
+
+
+def plan(parameters: Iterable[torch.Tensor], capacity: int, ranks: int, partition: str) -> list[FlatLayout]:
+    """Lay out `parameters`, in order, in buckets of about `capacity` elements; a larger one has a bucket by itself.
+
+    partition: "elements" cuts each bucket into `ranks` equal parts. "parameters" gives each parameter to one rank:
+        those of a bucket are assigned from the largest down, each to the rank with the fewest elements so far.
+    """
+    capacity = round_up(capacity, ranks * ALIGN)
+    layouts, loads, batch, room = [], [0] * ranks, [], capacity
+    for parameter in parameters:
+        if batch and padded(parameter) > room:
+            layouts.append(_lay_out(batch, loads, partition))
+            batch, room = [], capacity
+        batch.append(parameter)
+        room -= padded(parameter)
+    return [*layouts, _lay_out(batch, loads, partition)] if batch else layouts
+
+
+def padded(parameter: torch.Tensor) -> int:
+    return round_up(parameter.numel(), ALIGN)
+
+
+def _lay_out(parameters: list[torch.Tensor], loads: list[int], partition: str) -> FlatLayout:
+    if partition == "elements":
+        rows = round_up(sum(map(padded, parameters)), len(loads) * ALIGN) // len(loads)
+        return FlatLayout(parameters, (rows,) * len(loads))
+    owned = [[] for _ in loads]
+    for parameter in sorted(parameters, key=torch.Tensor.numel, reverse=True):
+        owner = loads.index(min(loads))
+        loads[owner] += parameter.numel()
+        owned[owner].append(parameter)
+    return FlatLayout(list(itertools.chain(*owned)), tuple(sum(map(padded, theirs)) for theirs in owned))
+
+
+@dataclass(eq=False)
+class Piece(Parameter):
+    """A parameter of a resident unit. sharded: the master of this rank's part, elements `start` to `stop`.
+
+    total: the gradient of the master, once it is reduced. Both have the parameter's shape if they are the whole of it,
+    and are 1-D otherwise. address: of the parameter, in the gathered buffer. used: whether this rank has had a gradient
+    of it since the last step.
+    """
+
+    start: int = 0
+    stop: int = 0
+    total: torch.Tensor | None = None
+    address: int = 0
+    used: bool = False
+
+    def take_gradient(self) -> torch.Tensor | None:
+        grad = super().take_gradient()
+        self.used = self.used or grad is not None
+        return grad
+
+    def widen_gradient(self):
+        """Do nothing: it is the caller's `.grad`, in whose dtype autograd adds up."""
+
+    def cut(self, value):
+        """A copy of this piece of a tensor in the parameter's shape; any other value is returned whole."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.shape != self.shape:
+            return value.clone()
+        return value.reshape(-1)[self.start : self.stop].view(self.sharded.shape).clone()
+
+
+class FlatGroup:
+    """The parameters of a resident unit; see ParamGroup, which the engine takes in the same way.
+
+    flat: the masters [rows[rank]]. total: the gradients of these, reduced, if `has_total`. divisor: of the sums over
+    ranks.
+    """
+
+    in_place = False
+
+    def __init__(self, layout: FlatLayout, names, ctx: Context, wire: Wire, reduce_dtype: torch.dtype | None, divisor):
+        first = layout.parameters[0]
+        self.ctx, self.layout, self.wire, self.numel, self.divisor = ctx, layout, wire, layout.numel, divisor
+        self.param_dtype, self.kind = first.dtype, str(first.dtype).removeprefix("torch.")
+        self.reduce_dtype, self.id = reduce_dtype or first.dtype, self.kind
+        self.dtype = torch.promote_types(first.dtype, torch.float32)
+        self.flat, self.total = torch.zeros(2, layout.rows[wire.rank], dtype=self.dtype, device=first.device)
+        self.has_total = self.adopted = False
+        begin, self.parameters = sum(layout.rows[: wire.rank]), []
+        for index, parameter in enumerate(layout.parameters):
+            start, stop = layout.piece(index, wire.rank)
+            shape = parameter.shape if stop - start == parameter.numel() else (-1,)
+            place = slice(layout.starts[index] + start - begin, layout.starts[index] + stop - begin)
+            master, total = (flat[place].view(shape) for flat in (self.flat, self.total))
+            piece = Piece(names[parameter], [], nn.Parameter(master), parameter.shape, None, self, parameter)
+            piece.start, piece.stop, piece.total = start, stop, total
+            self.parameters.append(piece)
+
+    @property
+    def trained(self) -> list[Piece]:
+        return self.parameters  # one that is frozen later has no gradient, which counts as zero
+
+    def watch(self, hook: Callable) -> list:
+        """Call hook(piece) with each gradient. Returns the handles. Parameters keep neither the hook nor masters alive.
+
+        hook: a bound method.
+        """
+        return [
+            piece.whole.register_post_accumulate_grad_hook(_hook(weakref.WeakMethod(hook), weakref.ref(piece)))
+            for piece in self.parameters
+        ]
+
+    def settle(self, hook) -> bool:
+        """Raises LeaseError if parameters no longer lie in the gathered buffer."""
+        moved = next((piece.name for piece in self.parameters if piece.whole.data_ptr() != piece.address), None)
+        if self.adopted and moved is not None:
+            raise LeaseError(
+                f"{moved} has been converted or moved, so that what the ranks gather would not come to it; do so "
+                f"before the optimizer is made, or make another one now"
+            )
+        return False
+
+    def adopt(self, whole: torch.Tensor):
+        """Make the parameters views of the gathered buffer [n], with the values that they have."""
+        whole.zero_()
+        for piece, view in zip(self.parameters, self.layout.views(whole), strict=True):
+            view.copy_(piece.whole.detach())
+            # Views of one storage can't be saved by DCP's async_save; through dlpack each has a storage of its own.
+            piece.whole.data = torch.from_dlpack(view)
+            piece.address = view.data_ptr()
+        self.adopted = True
+
+    def agree(self, whole: torch.Tensor):
+        """Collective. Replace the gathered buffer [n] by rank 0's."""
+        self.wire.all_gather(whole, (self.numel, *(0 for _ in self.layout.rows[1:])))
+
+    def gather(self, whole: torch.Tensor):
+        """Collective. Fill the gathered buffer [n] with all ranks' masters."""
+        self.layout.part(whole, self.wire.rank).copy_(self.flat)
+        self.wire.all_gather(whole, self.layout.rows)
+
+    def copy_masters(self, whole: torch.Tensor):
+        """Copy this rank's part of the gathered buffer [n] to the masters."""
+        self.flat.copy_(self.layout.part(whole, self.wire.rank))
+
+    def layout_of(self, parameters: list[Piece]) -> FlatLayout:
+        return self.layout
+
+    def buffers(self, layout: FlatLayout) -> tuple[torch.Tensor, torch.Tensor]:
+        buffer = torch.empty(self.numel, dtype=self.reduce_dtype, device=self.flat.device)
+        return buffer, torch.empty_like(self.total) if self.has_total else self.total
+
+    def pack(self, grads: list[torch.Tensor | None], layout: FlatLayout, buffer: torch.Tensor):
+        """Copy gradients to their places in the buffer [n]; one that is None counts as zero."""
+        for grad, view in zip(grads, layout.views(buffer), strict=True):
+            view.zero_() if grad is None else view.copy_(grad)
+
+    def forget_gradients(self):
+        """Discard whole gradients, and the masters'."""
+        for piece in self.parameters:
+            piece.whole.grad, piece.used = None, False
+        self.has_total = False
+
+    def reduce(self, buffer: torch.Tensor, sums: torch.Tensor, layout: FlatLayout):
+        """Collective. The mean over ranks of this rank's part of the buffer, in `sums`; the buffer is used up.
+
+        fp16 is divided before the sum, which it might not hold; other dtypes after it, once.
+        """
+        before = buffer.dtype == torch.float16
+        if before:
+            buffer.mul_(1 / self.divisor)
+        sums.copy_(self.wire.reduce_scatter(buffer, layout.rows))
+        if not before:
+            sums.mul_(1 / self.divisor)
+
+    def accumulate(self, parameters: list[Piece], layout: FlatLayout, sums: torch.Tensor):
+        """Make these the masters' gradients, or add them to those that there are."""
+        if self.has_total:
+            self.total.add_(sums)
+        self.has_total = True
+
+
+def _hook(hook: weakref.WeakMethod, piece: weakref.ref):
+    @torch._disable_dynamo
+    def ready(parameter):
+        if (call := hook()) is not None and parameter.grad is not None:
+            call(piece())
+
+    return ready
