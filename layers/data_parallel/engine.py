@@ -417,19 +417,20 @@ class Engine:
         """Reduce the gradients of some of a group's parameters, with zeros for those that have none."""
         current, comm = self.dev.current_stream(), self._on_comm()
         self._reduced = self._reduced or self.is_last_backward
-        layout = group.layout_of(parameters)
+        layout, elsewhere = group.layout_of(parameters), []
         self._sent.drain(keep=sum(self._sendings))  # the oldest buffer's stream waits until it is free
-        buffer, sums = group.buffers(layout)  # on the stream that optimizers use it on, and free it
+        grads = [parameter.take_gradient() for parameter in parameters]
+        for parameter, grad in zip(parameters, grads, strict=True):
+            if grad is not None and parameter.producer not in (None, current):
+                elsewhere.append(Lease(grad, dev=self.dev, home=parameter.producer))
+        # On the stream that optimizers use sums on, and free them.
+        buffer, sums = group.buffers(layout, None if elsewhere else grads)
         buffer, begun = Lease(buffer, dev=self.dev, name="gradients"), len(self._sent)
         with contextlib.ExitStack() as reading, buffer.write() as into:
-            grads, elsewhere = [], []
-            for parameter in parameters:
-                grads.append(parameter.take_gradient())
-                if grads[-1] is not None and parameter.producer not in (None, current):
-                    elsewhere.append(Lease(grads[-1], dev=self.dev, home=parameter.producer))
-                    with elsewhere[-1].write(parameter.producer):
-                        pass
-                    reading.enter_context(elsewhere[-1].read(current))
+            for lease in elsewhere:
+                with lease.write(lease.home):
+                    pass
+                reading.enter_context(lease.read(current))
             group.pack(grads, layout, into)
         for lease in elsewhere:
             self._sent.defer(lease)

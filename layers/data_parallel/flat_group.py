@@ -61,27 +61,31 @@ def plan(parameters: Iterable[torch.Tensor], capacity: int, ranks: int, partitio
     layouts, loads, batch, room = [], [0] * ranks, [], capacity
     for parameter in parameters:
         if batch and padded(parameter) > room:
-            layouts.append(_lay_out(batch, loads, partition))
+            layouts.append(_lay_out(batch, capacity, loads, partition))
             batch, room = [], capacity
         batch.append(parameter)
         room -= padded(parameter)
-    return [*layouts, _lay_out(batch, loads, partition)] if batch else layouts
+    return [*layouts, _lay_out(batch, capacity, loads, partition)] if batch else layouts
 
 
 def padded(parameter: torch.Tensor) -> int:
     return round_up(parameter.numel(), ALIGN)
 
 
-def _lay_out(parameters: list[torch.Tensor], loads: list[int], partition: str) -> FlatLayout:
+def _lay_out(parameters: list[torch.Tensor], capacity: int, loads: list[int], partition: str) -> FlatLayout:
+    large = parameters[0].numel() > capacity  # without padding, its gradient is its buffer
     if partition == "elements":
         rows = round_up(sum(map(padded, parameters)), len(loads) * ALIGN) // len(loads)
-        return FlatLayout(parameters, (rows,) * len(loads))
+        end = parameters[0].numel() if large else rows * len(loads)
+        return FlatLayout(parameters, tuple(max(0, min(rows, end - rank * rows)) for rank in range(len(loads))))
     owned = [[] for _ in loads]
     for parameter in sorted(parameters, key=torch.Tensor.numel, reverse=True):
         owner = loads.index(min(loads))
         loads[owner] += parameter.numel()
         owned[owner].append(parameter)
-    return FlatLayout(list(itertools.chain(*owned)), tuple(sum(map(padded, theirs)) for theirs in owned))
+    return FlatLayout(
+        list(itertools.chain(*owned)), tuple(sum(p.numel() if large else padded(p) for p in theirs) for theirs in owned)
+    )
 
 
 @dataclass(eq=False)
@@ -193,14 +197,25 @@ class FlatGroup:
     def layout_of(self, parameters: list[Piece]) -> FlatLayout:
         return self.layout
 
-    def buffers(self, layout: FlatLayout) -> tuple[torch.Tensor, torch.Tensor]:
-        buffer = torch.empty(self.numel, dtype=self.reduce_dtype, device=self.flat.device)
-        return buffer, torch.empty_like(self.total) if self.has_total else self.total
+    def buffers(self, layout: FlatLayout, grads=None) -> tuple[torch.Tensor, torch.Tensor]:
+        """As of ParamGroup, but that one large gradient is its own buffer."""
+        sums = torch.empty_like(self.total) if self.has_total else self.total
+        first = grads[0] if grads else None
+        if (
+            first is not None
+            and first.is_contiguous()
+            and (first.numel(), first.dtype) == (self.numel, self.reduce_dtype)
+        ):
+            return first.view(-1), sums
+        return torch.empty(self.numel, dtype=self.reduce_dtype, device=self.flat.device), sums
 
     def pack(self, grads: list[torch.Tensor | None], layout: FlatLayout, buffer: torch.Tensor):
         """Copy gradients to their places in the buffer [n]; one that is None counts as zero."""
         for grad, view in zip(grads, layout.views(buffer), strict=True):
-            view.zero_() if grad is None else view.copy_(grad)
+            if grad is None:
+                view.zero_()
+            elif grad.data_ptr() != view.data_ptr():
+                view.copy_(grad)
 
     def forget_gradients(self):
         """Discard whole gradients, and the masters'."""

@@ -310,8 +310,11 @@ class ParamGroup:
             self._layouts[key] = Layout([parameter.shape for parameter in parameters], self.ranks.parts)
         return self._layouts[key]
 
-    def buffers(self, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory for whole gradients [R * S], and for this rank's part of their mean [S]."""
+    def buffers(self, layout: Layout, grads=None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory for whole gradients [R * S], and for this rank's part of their mean [S].
+
+        grads: what the first could be made of, if it is of this stream.
+        """
         empty = functools.partial(torch.empty, device=self.flat.device)
         return empty(layout.ranks * layout.numel, dtype=self.reduce_dtype), empty(layout.numel, dtype=self.dtype)
 
