@@ -35,7 +35,7 @@ def provenance(ctx: Context) -> dict:
         "nvshmem4py_version": version_of("nvshmem4py-cu13", "nvshmem4py-cu12"),
         "commit": commit,
         "dirty": bool(changes) if changes is not None else None,
-        "source_sha256": _digest(),
+        "source_sha256": source_digest(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
@@ -48,7 +48,8 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip()
 
 
-def _digest() -> str:
+def source_digest() -> str:
+    """Of the library and the benches as they are on disk."""
     digest = hashlib.sha256()
     for folder in ("comm", "tkernels", "layers", "bench"):
         for file in sorted((ROOT / folder).rglob("*.py")):

@@ -685,6 +685,43 @@ def way_by_rule(line) -> str:
 
 
 @pytest.mark.quick
+def test_queue_goes_on_where_it_stopped_and_tries_again_what_has_failed(checkout, tmp_path, capsys):
+    queue = load(checkout, "queue")
+    steps = (
+        queue.Step("good", "platform", 1, 0),
+        queue.Step("bad", "no_such_module {json}", 1, 0),
+        queue.Step("endless", "http.server 0", 0.01, 0),
+        queue.Step("long", "platform", 60, 0),
+        queue.Step("wide", "platform", 1, torch.cuda.device_count() + 1),
+    )
+    (tmp_path / "bad.jsonl").write_text("of an attempt before\n")
+    assert queue.main([str(tmp_path)], steps) == 1
+    said = capsys.readouterr().out.split()
+    assert said[:2] == ["good", "done"] and said[4:6] == ["bad", "FAILED"] and said[8:10] == ["endless", "FAILED"]
+    assert said[12:] == ["left:", "long"]
+    assert "no_such_module" in (tmp_path / "bad.log").read_text() and not (tmp_path / "bad.jsonl").exists()
+    assert [step.name for step in queue.left(steps, tmp_path, 0)] == ["bad", "endless", "long"]
+    assert queue.main([str(tmp_path), "--steps", "long,good", "--minutes", "60"], steps) == 0
+    assert capsys.readouterr().out.split()[:2] == ["long", "done"]
+    with mock.patch.object(queue, "source_digest", lambda: "of other code"):
+        assert len(queue.left(steps, tmp_path, 0)) == 4
+    with pytest.raises(SystemExit, match="2"):
+        queue.main([str(tmp_path), "--steps", "god"], steps)
+    assert "--steps god: there are good, bad" in capsys.readouterr().err
+
+
+@pytest.mark.quick
+def test_queue_names_modules_options_and_tests_that_exist(checkout):
+    for step in load(checkout, "queue").STEPS:
+        module, *arguments = step.command.split()
+        assert all((checkout / each).is_file() for each in arguments if each.startswith("tests/"))
+        if module != "pytest":
+            files = checkout / f"{module.replace('.', '/')}.py", checkout / "bench/steps.py"
+            source = "".join(file.read_text() for file in files)
+            assert all(f'"{each}"' in source for each in arguments if each.startswith("--")), step
+
+
+@pytest.mark.quick
 def test_judge_finds_the_models_choices_no_slower_than_those_of_the_rule_that_it_replaced(checkout):
     model, records = load(checkout, "model"), load(checkout, "records")
     lines = model.fused_records(records.RESULTS.glob("*.jsonl"))

@@ -212,8 +212,8 @@ class RowwiseParallel(Style, style.RowwiseParallel):
 class Replicated(Style):
     """A module whose parameters are the same on all ranks: DTensors outside, plain tensors in the module's forward.
 
-    And in that of the module around it, which may read them. With them every parameter of a model is a DTensor, as torch's clipping and foreach optimizers want it. Modules
-    inside of it get the style too, unless they have another.
+    And in that of the module around it, which may read them. With them every parameter of a model is a DTensor, as
+    torch's clipping and foreach optimizers want it. Modules inside of it get the style too, unless they have another.
 
     sum_gradients: sum the gradients over ranks in backward, where each rank uses the module for its own features, heads
         or rows alone: the norms of queries and keys, between a column and a row layer.
