@@ -644,6 +644,8 @@ def refuse_wrong_problems(ctx):
         (problem(a=a.half(), b=b.half(), epilog_inputs={"bias": bias.half()}, options={"compute_type": 77}), ValueError,
          "COMPUTE_32F_FAST_TF32 is for float32 operands, not torch.float16"),
         (problem(quantization_scales={}), ValueError, "quantization_scales are for fp8"),
+        (problem(a=a.detach().requires_grad_(last)), ValueError, f"{who}: cublasmp computes no gradients"),
+        (problem(totals=[24] if last else (24,)), TypeError, rf"{who}: totals=\[24\]: .* unhashable"),
         (problem(preferences={"epilog": {"aux_type": torch.float16}}), ValueError, "aux_type=torch.float16 must be"),
     ]  # fmt: skip
     if ctx.device.type == "cpu":

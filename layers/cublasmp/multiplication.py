@@ -56,13 +56,14 @@ class _Request(NamedTuple):
 
 def _understand(
     ctx, operands: dict, distributions, alpha, beta, qualifiers, scales, options, preferences, epilog, inputs, stream,
-    home: Home | None = None,
+    home: Home | None = None, totals=None,
 ) -> _Request | Exception:  # fmt: skip
     """This rank's request, or what is wrong with it, to be raised where the ranks meet.
 
     home: where the operands came from, if they are torch tensors already.
     """
     try:
+        _check_key(totals)
         inputs = _checked_inputs(inputs)
         held = {name: value for name, value in operands.items() if value is not None or name != "c"}
         with _on(ctx, stream):
@@ -78,6 +79,13 @@ def _understand(
         # The ranks exchange it, and not every exception can be sent; its type says what a caller can do about it.
         kind = next((kind for kind in (ValueError, TypeError, RuntimeError) if isinstance(error, kind)), TypeError)
         return kind(str(error))
+
+
+def _check_key(totals):
+    try:
+        hash(totals)
+    except TypeError as error:
+        raise TypeError(f"totals={totals!r}: plans are kept by it, as by a tuple (m, n, k), but: {error}") from None
 
 
 def _problem(a, b, c, distributions, qualifiers, options, preferences, epilog, inputs) -> Problem:
@@ -170,9 +178,10 @@ def _scalar(name: str, value, default: float) -> float:
         raise ValueError(f"{name}={value!r} is no real number") from None
 
 
-def _refuse_gradients(*tensors):
+def _no_gradients(*tensors) -> ValueError | None:
+    """What is wrong with a call whose operands want gradients."""
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        raise ValueError(
+        return ValueError(
             "cublasmp computes no gradients, and an operand wants one: call under torch.no_grad(), detach it, or use "
             "tkernels.all_gather_matmul, matmul_reduce_scatter or matmul_all_reduce, which have backward"
         )
@@ -300,7 +309,8 @@ class Matmul:
                 "finalize() gives it back"
             )
         operands = self._operands.values()
-        _refuse_gradients(*operands, *self._inputs.values())
+        if error := _no_gradients(*operands, *self._inputs.values()):
+            raise error
         with self.ctx.turn, _on(self.ctx, self._stream if stream is None else stream):
             result = self._plan.run(self.ctx, *operands, self._alpha, self._beta, self._inputs)
             return take_back(self._home, result, self._own_c if self._plan.inplace else None)
@@ -422,12 +432,16 @@ def matmul(
     with ctx.turn:
         request = _understand(
             ctx, {"a": a, "b": b, "c": c}, distributions, alpha, beta, qualifiers, quantization_scales, options,
-            preferences, epilog, epilog_inputs, stream,
+            preferences, epilog, epilog_inputs, stream, totals=totals,
         )  # fmt: skip
         plans, key, plan = _plans.setdefault(ctx, {}), None, None
-        if isinstance(request, _Request) and (totals is not None or ctx.size == 1):
-            key = request.problem, totals
-            plan = plans.get(key)
+        if isinstance(request, _Request):
+            if totals is not None or ctx.size == 1:
+                key = request.problem, totals
+                plan = plans.get(key)
+            request = _no_gradients(*request.operands.values(), *request.inputs.values()) or request
+        if plan is not None and isinstance(request, Exception):
+            raise request
         if plan is None and ctx.capturing:
             raise TkernelsError(
                 "cublasmp.matmul: a CUDA graph is being captured, and this problem has not been planned yet, which "
@@ -435,7 +449,6 @@ def matmul(
                 "Matmul and plan() before it"
             )
         layout = None if plan else _resolved(ctx, request)
-        _refuse_gradients(*request.operands.values(), *request.inputs.values())
         with _on(ctx, stream):
             if plan is None:
                 plan = _plan(ctx, request.problem, layout)

@@ -14,6 +14,9 @@ in the same state. If the generators or options of ranks differ, MismatchError i
 device draws its weights in reset_parameters.
 """
 
+import contextlib
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tkernels
 from tkernels.comm import Context, MeshLike, MismatchError, as_context, find_context
-from tkernels.comm.arguments import check_dense, check_type, whole
+from tkernels.comm.arguments import check_dense, check_torch_dtype, check_type, whole
 from tkernels.comm.group import checksum, first_difference
 from tkernels.layers.marks import MarkedModule
 from tkernels.layers.owners import attributes
@@ -33,31 +36,55 @@ from tkernels.layers.tensor_parallel.functions import (
 )
 
 
+def checking(ctx: Context, device):
+    """A block whose error on one rank all ranks raise. On the meta device, where modules are made alone, no meeting."""
+    return contextlib.nullcontext() if str(device) == "meta" else ctx.group.checking()
+
+
+def check_place(kind: str, device, dtype):
+    """Raise TypeError or ValueError for what is no device or dtype of parameters here."""
+    if dtype is not None:
+        check_torch_dtype(f"{kind}: dtype", dtype)
+        if not dtype.is_floating_point:
+            raise TypeError(f"{kind}: dtype={dtype} has no gradient; parameters are of a floating-point dtype")
+    try:
+        torch.empty(0, device=device, dtype=dtype)
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise ValueError(f"{kind}: device={device!r} is none that parameters can be on: {error}") from None
+
+
 class ParallelLinear(MarkedModule):
     """Base class of both layers: their parameters, how these are split, and what inputs they take."""
 
     partition_dim: int  # dimension of the weight that is split
 
     def _build(self, in_features, out_features, bias, dtype, device, mesh, init_method):
-        kind = type(self).__name__
-        ctx = as_context(mesh, f"{kind}: mesh")
-        in_features = whole(f"{kind}: in_features", in_features)
-        out_features = whole(f"{kind}: out_features", out_features)
-        self.partition_stride = whole(f"{kind}: partition_stride", self.partition_stride, 1)
+        ctx = as_context(mesh, f"{type(self).__name__}: mesh")
         # The context's name, which operators take: modules are copied and pickled, contexts are not.
         self.context_name, self._ranks, self._rank = ctx.name, ctx.group.global_ranks, ctx.rank
-        self.in_features, self.out_features = in_features, out_features
+        device = ctx.device if device is None else device
+        with checking(ctx, device):
+            self._check_options(ctx.size, in_features, out_features, dtype, device, init_method)
+        self._init_method = init_method
+        self._take(self._draw(bias, device, dtype))
+
+    def _check_options(self, ranks: int, in_features, out_features, dtype, device, init_method):
+        """Set what is split. Raises ValueError or TypeError for what a rank was given."""
+        kind = type(self).__name__
+        self.in_features = in_features = whole(f"{kind}: in_features", in_features)
+        self.out_features = out_features = whole(f"{kind}: out_features", out_features)
+        self.partition_stride = stride = whole(f"{kind}: partition_stride", self.partition_stride, 1)
+        if init_method is not None:
+            check_type(f"{kind}: init_method", init_method, Callable, "a function of the weight")
+        check_place(kind, device, dtype)
         what, features = (("out-features", out_features), ("in-features", in_features))[self.partition_dim]
-        stride = self.partition_stride
-        if features % stride or features // stride < ctx.size:
+        if features % stride or features // stride < ranks:
             blocks = f" in {stride} equal blocks" if stride > 1 else ""
             raise ValueError(
                 f"{kind}({in_features}, {out_features}): {features} {what} can't be split{blocks} over "
-                f"{ctx.size} ranks with at least one for each; use fewer ranks or nn.Linear"
+                f"{ranks} ranks with at least one for each; use fewer ranks or nn.Linear"
             )
-        self.feature_sizes = tuple(stride * size for size in tkernels.split_rows(features // stride, ctx.size))
-        self._init_method = init_method
-        self._take(self._draw(bias, device or ctx.device, dtype))
+        self.feature_sizes = tuple(stride * size for size in tkernels.split_rows(features // stride, ranks))
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, mesh: MeshLike = None, **options):
@@ -232,14 +259,17 @@ class ColumnParallelLinear(ParallelLinear):
         mesh: MeshLike = None,
         init_method=None,
     ):
-        if gather_output and partition_stride > 1:
-            raise ValueError(
-                "ColumnParallelLinear: gather_output=True takes partition_stride=1, the parts of one block"
-            )
         super().__init__()
         self.sequence_parallel, self.gather_output = sequence_parallel, gather_output
         self.return_bias, self.keep_gathered, self.partition_stride = return_bias, keep_gathered, partition_stride
         self._build(in_features, out_features, bias, dtype, device, mesh, init_method)
+
+    def _check_options(self, *arguments):
+        super()._check_options(*arguments)
+        if self.gather_output and self.partition_stride > 1:
+            raise ValueError(
+                "ColumnParallelLinear: gather_output=True takes partition_stride=1, the parts of one block"
+            )
 
     def partitioned(self) -> dict[str, int]:
         return {"weight": 0, "bias": 0}
@@ -297,15 +327,18 @@ class RowParallelLinear(ParallelLinear):
         mesh: MeshLike = None,
         init_method=None,
     ):
-        if sequence_parallel and not input_is_parallel:
-            raise ValueError(
-                "RowParallelLinear: sequence_parallel=True takes input_is_parallel=True, since the input is split by "
-                "features already"
-            )
         super().__init__()
         self.sequence_parallel, self.input_is_parallel = sequence_parallel, input_is_parallel
         self.return_bias = return_bias
         self._build(in_features, out_features, bias, dtype, device, mesh, init_method)
+
+    def _check_options(self, *arguments):
+        super()._check_options(*arguments)
+        if self.sequence_parallel and not self.input_is_parallel:
+            raise ValueError(
+                "RowParallelLinear: sequence_parallel=True takes input_is_parallel=True, since the input is split by "
+                "features already"
+            )
 
     def partitioned(self) -> dict[str, int]:
         return {"weight": 1}

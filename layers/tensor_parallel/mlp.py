@@ -4,9 +4,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tkernels.comm import MeshLike
+from tkernels.comm import MeshLike, as_context
+from tkernels.comm.arguments import whole
 from tkernels.gemm import ACTIVATIONS, activation_reference
-from tkernels.layers.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from tkernels.layers.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, checking
 
 KNOWN = (*filter(None, ACTIVATIONS), "swiglu")
 
@@ -36,12 +37,18 @@ class ParallelMLP(nn.Module):
         init_method=None,
     ):
         super().__init__()
-        if activation not in KNOWN:
-            raise ValueError(f"activation={activation!r} is unknown; use {', '.join(KNOWN[:-1])} or {KNOWN[-1]}")
+        ctx = as_context(mesh, "ParallelMLP: mesh")
+        with checking(ctx, device):
+            if not isinstance(activation, str) or activation not in KNOWN:
+                raise ValueError(
+                    f"ParallelMLP: activation={activation!r} is unknown; use {', '.join(KNOWN[:-1])} or {KNOWN[-1]}"
+                )
+            hidden = whole("ParallelMLP: hidden", hidden)
+            ffn_hidden = whole("ParallelMLP: ffn_hidden", ffn_hidden)
         self.activation = activation
         blocks = 2 if activation == "swiglu" else 1
         common = dict(
-            sequence_parallel=sequence_parallel, dtype=dtype, device=device, mesh=mesh, init_method=init_method
+            sequence_parallel=sequence_parallel, dtype=dtype, device=device, mesh=ctx, init_method=init_method
         )
         self.fc1 = ColumnParallelLinear(
             hidden, blocks * ffn_hidden, bias, partition_stride=blocks, keep_gathered=keep_gathered, **common

@@ -91,20 +91,19 @@ def parallelize(
     plan would split one; for heads that don't divide by the ranks (those of model.config). Raises MismatchError if the
     parameters or plans differ between ranks.
     """
-    check_type("parallelize: model", model, nn.Module, "an nn.Module")
     if isinstance(plan, DeviceMesh | dist.ProcessGroup | Context):  # torch's order
         plan, mesh = mesh, plan
-    if plan == "auto":
-        styles, optional = _auto(model), True
-    else:
-        check_type("parallelize: plan", plan, Mapping, "'auto', or a dict of patterns of module names to styles")
-        styles, optional = plan, False
-        if all(isinstance(each, Mapping) or each in (*STYLES, None) for each in plan.values()):
-            return _swap_linears(model, plan, mesh)
-    return apply(model, mesh, lambda: _styles(model, styles, optional), src_data_rank, replicate_rest=True)
+    if isinstance(plan, Mapping) and all(_is_megatrons(each) for each in plan.values()):
+        return _swap_linears(model, plan, mesh)
+    return apply(model, mesh, lambda: _styles(model, plan), src_data_rank, replicate_rest=True)
+
+
+def _is_megatrons(style) -> bool:
+    return isinstance(style, Mapping | None) or isinstance(style, str) and style in STYLES
 
 
 def _auto(model: nn.Module) -> dict[str, str]:
+    check_type("parallelize: model", model, nn.Module, "an nn.Module")
     plan = getattr(model, "tp_plan", None)
     if not plan:
         raise ValueError(
@@ -114,11 +113,11 @@ def _auto(model: nn.Module) -> dict[str, str]:
     return plan
 
 
-def _styles(model: nn.Module, plan: Mapping, optional: bool) -> list[Given]:
-    """What a plan of torch's or transformers' styles gives. optional: whether patterns may match nothing.
-
-    Raises ValueError or TypeError if it doesn't fit the model.
-    """
+def _styles(model: nn.Module, plan: str | Mapping) -> list[Given]:
+    """What a plan of torch's or transformers' styles gives. Raises ValueError or TypeError if it doesn't fit."""
+    optional = isinstance(plan, str) and plan == "auto"
+    plan = _auto(model) if optional else plan
+    _check_plan(model, plan)
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     given, matched = [], {}
     for pattern, word in plan.items():
@@ -126,7 +125,7 @@ def _styles(model: nn.Module, plan: Mapping, optional: bool) -> list[Given]:
         if not hits and optional:  # of modules or single parameters that this model need not have
             continue
         _check_hits(pattern, hits, modules, matched)
-        each = word if isinstance(word, ParallelStyle) else WORDS.get(word)
+        each = WORDS.get(word) if isinstance(word, str) else word if isinstance(word, ParallelStyle) else None
         if each is None:
             raise ValueError(
                 f"parallelize: the style of {pattern!r}, {word!r}, is none that this library has: "
@@ -159,6 +158,13 @@ def _siblings(model: nn.Module, given: list[Given]) -> list[Given]:
     ]
 
 
+def _check_plan(model: nn.Module, plan):
+    check_type("parallelize: model", model, nn.Module, "an nn.Module")
+    check_type("parallelize: plan", plan, Mapping, "'auto', or a dict of patterns of module names to styles")
+    for pattern in plan:
+        check_type("parallelize: a pattern of the plan", pattern, str, "a name of a module, perhaps with * in it")
+
+
 def _check_hits(pattern: str, hits: list[str], modules, matched: dict[str, str]):
     if not hits:
         raise ValueError(f"parallelize: {pattern!r} matches no module; the modules are {', '.join(modules) or 'none'}")
@@ -171,11 +177,12 @@ def _check_hits(pattern: str, hits: list[str], modules, matched: dict[str, str])
 def _swap_linears(model: nn.Module, plan: Mapping[str, str | Mapping], mesh) -> nn.Module:
     """Collective. parallelize in Megatron's vocabulary."""
     ctx = as_context(mesh, "parallelize: mesh")
-    asked = _match(model, plan)
-    styles = dict(asked)
-    summed = _take_summed(model, styles)
-    for name in styles:
-        _check_swappable(model, name)
+    with ctx.group.checking():
+        asked = _match(model, plan)
+        styles = dict(asked)
+        summed = _take_summed(model, styles)
+        for name in styles:
+            _check_swappable(model, name)
     _check_equal(model, asked, ctx)
     layers = {}
     for name, (style, options) in styles.items():
@@ -193,12 +200,13 @@ def _swap_linears(model: nn.Module, plan: Mapping[str, str | Mapping], mesh) -> 
 
 def _match(model: nn.Module, plan) -> dict[str, tuple[str, dict]]:
     """Module name -> (style, options), by the plan. Raises ValueError or TypeError if it doesn't fit the model."""
+    _check_plan(model, plan)
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     matched, styles = {}, {}
     for pattern, value in plan.items():
-        options = {"style": value} if isinstance(value, str) else dict(value)
+        options = dict(value) if isinstance(value, Mapping) else {"style": value}
         style = options.pop("style", None)
-        if style not in STYLES:
+        if not isinstance(style, str) or style not in STYLES:
             raise ValueError(f"parallelize: the style of {pattern!r} is {style!r}; use {' or '.join(STYLES)}")
         known = set(inspect.signature(STYLES[style]).parameters) - _NOT_OPTIONS if STYLES[style] else set()
         if unknown := sorted(set(options) - known):

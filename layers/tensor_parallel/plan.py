@@ -59,12 +59,7 @@ def parallelize_module(
     which the plan would split one, for an attention whose heads, by module.config, don't divide by the ranks; TypeError
     for a module that its style can't be given to; MismatchError for plans or models that differ between ranks.
     """
-    check_type("parallelize_module: module", module, nn.Module, "an nn.Module")
-    check_type(
-        "parallelize_module: parallelize_plan", parallelize_plan, (ParallelStyle, Mapping),
-        "a ParallelStyle, or a dict of paths to them",
-    )  # fmt: skip
-    plan = parallelize_plan if isinstance(parallelize_plan, Mapping) else {"": parallelize_plan}
+    plan = {"": parallelize_plan} if isinstance(parallelize_plan, ParallelStyle) else parallelize_plan
     return apply(module, device_mesh, lambda: _resolve(module, plan), src_data_rank)
 
 
@@ -111,8 +106,12 @@ def apply(
 
 def _resolve(module: nn.Module, plan: Mapping[str, ParallelStyle]) -> list[Given]:
     """What a plan gives, in its order. Raises ValueError or TypeError if it doesn't fit the module."""
+    check_type("parallelize_module: module", module, nn.Module, "an nn.Module")
+    words = "a ParallelStyle, or a dict of paths to them"
+    check_type("parallelize_module: parallelize_plan", plan, Mapping, words)
     given, matched = [], {}
     for pattern, each in plan.items():
+        check_type("parallelize_module: a path of the plan", pattern, str, "a module's name, or a pattern of names")
         check_type(f"parallelize_module: the style of {pattern!r}", each, ParallelStyle, "a ParallelStyle")
         found = {"": module}
         for token in pattern.split(".") if pattern else ():

@@ -97,6 +97,11 @@ class Style(ParallelStyle):
                 f"{what} belongs to an nn.MultiheadAttention, which reads its weight instead of calling it; write the "
                 f"attention with an nn.Linear"
             )
+        if isinstance(module, nn.Embedding) and module.max_norm is not None and self.kinds == Style.kinds:
+            raise ValueError(
+                f"{what}: max_norm={module.max_norm} scales the weight's rows in forward, which no rank could of its "
+                f"part alone; leave the embedding whole, or make it without max_norm"
+            )
         for name, parameter in module.named_parameters(recurse=not self.nested):
             if isinstance(parameter, DTensor):
                 raise ValueError(
