@@ -48,9 +48,11 @@ def check_tensors(operation: str, **operands):
 
 
 def check_dense(operation: str, **operands):
-    """Raise TypeError for operands, by name, that are no tensors or are sparse ones."""
+    """Raise TypeError for operands, by name, that are no tensors or are sparse or nested ones."""
     check_tensors(operation, **operands)
     for name, value in operands.items():
+        if getattr(value, "is_nested", False):
+            raise TypeError(f"{operation}: {name} must be one tensor, not a nested one; pass each of its parts")
         if getattr(value, "layout", torch.strided) is not torch.strided:
             raise TypeError(f"{operation}: {name} must be a strided tensor, not {value.layout}; pass a .to_dense() one")
 

@@ -44,6 +44,7 @@ def all_reduce_sequence_parallel_grads(module: torch.nn.Module, *, mesh: MeshLik
             )
         grad = gradient_of(parameter)
         kind = parameter if grad is None else grad
+        _check_place(caller, name, kind, ctx.device)
         if kind.layout is not torch.strided or kind.dtype not in SUMMED:
             raise TypeError(
                 f"{caller}: sums dense gradients of float32, float16 and bfloat16, but that of {name} is {kind.dtype}, "
@@ -91,6 +92,7 @@ def clip_grad_norm_(
         check_dense("clip_grad_norm_", parameter=parameter)
         if (grad := gradient_of(parameter)) is not None:
             check_dense("clip_grad_norm_", gradient=grad)
+            _check_place("clip_grad_norm_", f"the parameter of {tuple(parameter.shape)}", grad, ctx.device)
     engines = list(filter(None, {owner_of(parameter, BucketEngine): None for parameter in parameters}))
     shards = {shard for engine in engines for shard in engine.shards}
     for parameter in parameters:
@@ -118,6 +120,15 @@ def clip_grad_norm_(
         for grad in map(gradient_of, parameters):
             grad.mul_(scale)  # an fp32 scalar: fp16 may not hold it
     return norm
+
+
+def _check_place(caller: str, name: str, grad, device: torch.device):
+    """Raise TypeError or ValueError for a gradient that isn't a tensor where the ranks exchange them."""
+    check_type(f"{caller}: the gradient of {name}", grad, torch.Tensor, "a tensor")
+    if grad.device != device:
+        raise ValueError(
+            f"{caller}: the gradient of {name} is on {grad.device}, but the ranks sum on {device}; move the model there"
+        )
 
 
 def _check_max_norm(caller: str, max_norm: float):

@@ -484,6 +484,7 @@ def test_parallel_mlp_and_the_mappings_under_torch_func(ctx):
         layers.scatter_to_tensor_model_parallel_region,
         layers.gather_from_tensor_model_parallel_region,
     ):
+
         def slope(x, function=function):
             y = function(x * heavy, mesh=ctx)
             return (y * torch.ones_like(y).cumsum(0)).sum()
@@ -571,6 +572,17 @@ def test_wrong_arguments_are_refused_by_name(ctx):
         ColumnParallelLinear(4, 4, gather_output=True, partition_stride=2, mesh=ctx)
     with pytest.raises(ValueError, match="activation='tanh' is unknown; use relu, .* or swiglu"):
         ParallelMLP(4, 4, "tanh", mesh=ctx)
+
+    for error, message, wrong in (  # on one rank alone, while the other makes a layer
+        (TypeError, "ColumnParallelLinear: out_features='4' must be a whole number", {"out_features": "4"}),
+        (TypeError, "ColumnParallelLinear: dtype=torch.int64 has no gradient", {"dtype": torch.int64}),
+        (ValueError, "ColumnParallelLinear: device='nowhere' is none that parameters", {"device": "nowhere"}),
+        (TypeError, "ColumnParallelLinear: init_method=3 must be a function", {"init_method": 3}),
+    ):
+        with pytest.raises(error, match=rf"{message}(?s:.*) \(on rank 1\)"):
+            ColumnParallelLinear(**{"in_features": 4, "out_features": 4} | (wrong if ctx.rank else {}), mesh=ctx)
+    with pytest.raises(ValueError, match=r"activation=3 is unknown; .* \(on rank 1\)"):
+        ParallelMLP(4, 4, 3 if ctx.rank else "gelu", mesh=ctx)
 
     row = RowParallelLinear(4, 4, mesh=ctx)
     with pytest.raises(ValueError, match=r"is 4, but must be 2, rank \d's part of 4 in-features"):
@@ -686,8 +698,11 @@ def test_clip_grad_norm_takes_every_dense_gradient_and_refuses_the_rest_on_every
 
     whole = parameter(torch.ones(2))
     sparse = parameter(torch.ones(2).to_sparse())
+    elsewhere = nn.Parameter(torch.ones(2, device="meta"))  # rank 0 alone counts it, but all are to raise
+    elsewhere.grad = torch.ones(2, device="meta")
     for error, message, parameters, max_norm in (
         (TypeError, "gradient must be a strided tensor", [whole, sparse], 1.0),
+        (ValueError, r"gradient of the parameter of \(2,\) is on meta, but the", [whole, elsewhere], 1.0),
         (TypeError, "parameter=None must be a tensor", [whole, None], 1.0),
         (TypeError, "max_norm='1' must be a number", [whole], "1"),
         (ValueError, "max_norm=-1.0 must not be negative", [whole], -1.0),
@@ -709,6 +724,9 @@ def test_all_reduce_sequence_parallel_grads_changes_nothing_if_one_gradient_cann
     with pytest.raises(TypeError, match="but that of 2 is torch.float64"):
         layers.all_reduce_sequence_parallel_grads(model, mesh=ctx)
     assert model[0].grad.tolist() == [1.0, 1.0] and model[1].grad is None
+    model[2].main_grad = [1.0, 1.0]
+    with pytest.raises(TypeError, match=r"the gradient of 2=\[1.0, 1.0\] must be a tensor"):
+        layers.all_reduce_sequence_parallel_grads(model, mesh=ctx)
     with pytest.raises(TypeError, match="module=.* must be an nn.Module"):
         layers.all_reduce_sequence_parallel_grads(model.parameters(), mesh=ctx)
 

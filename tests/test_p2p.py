@@ -662,6 +662,28 @@ def test_p2p_communicator_raises_what_is_wrong_on_one_rank_on_every_rank(ctx):
 
 
 @pytest.mark.ranks(2)
+def test_an_exchange_that_is_wrong_in_one_direction_has_begun_in_none(ctx):
+    """The transfer of the other edge would be taken for the next call's."""
+    comm = P2PCommunicator(ctx, slot_bytes=1 << 12)
+    x, shape = torch.ones(2, 3, device=ctx.device), (2, 3)
+    both = dict(recv_prev=True, recv_next=True, tensor_shape=shape)
+    good = dict(output_tensor=x, input_tensor_grad=x)
+    for wrong, error, message in (
+        (dict(input_tensor_grad=3), TypeError, "takes tensors, or lists or dicts of them"),
+        (dict(output_tensor=x.double()), ValueError, "but the peer receives torch.float32"),
+        (dict(grad_shape="x"), TypeError, "shape 'x' of what"),
+        (dict(grad_shape=(2, -3)), ValueError, "must be at least 0"),
+    ):
+        with pytest.raises(error, match=message):
+            comm.send_forward_backward_recv_forward_backward(**good | both | wrong)
+    for number in range(3):
+        y = comm.send_forward_recv_forward(torch.full(shape, float(number), device=ctx.device), True, shape)
+        assert torch.equal(y, torch.full_like(y, number))
+    assert comm.open_handles == []
+    comm.close()
+
+
+@pytest.mark.ranks(2)
 def test_a_communicator_that_finds_no_room_leaves_none_behind(ctx):
     large = ctx.heap.largest // 3  # for one channel of two slots, and not for two
     with pytest.raises(HeapExhaustedError):

@@ -586,6 +586,12 @@ def test_a_plan_that_does_not_fit_is_refused_and_changes_nothing(ctx):
             "'up', 'column', .* for all of a plan, column and row",
         ),
         ({"up": {"sequence_parallel": True}}, ValueError, "style of 'up' is None"),
+        ({"up": None}, ValueError, "style of 'up' is None"),
+        ({"up": {"style": ["row"]}}, ValueError, r"style of 'up' is \['row'\]"),
+        ({"up": ["colwise"]}, ValueError, r"'up', \['colwise'\], is none"),
+        ({3: "row"}, TypeError, "a pattern of the plan=3 must be a name"),
+        ({"up" if ctx.rank else "upp": "row"}, ValueError, r"'upp' matches no module; .* \(on rank 0\)"),
+        (torch.ones(2) if ctx.rank else {"up": "row"}, TypeError, r"plan=tensor.* must be 'auto'.* \(on rank 1\)"),
         (
             {"up": {"style": "row", "gather_output": True}},
             ValueError,

@@ -567,6 +567,7 @@ def test_parallelize_module_refuses_before_anything_changed(ctx):
             attention=nn.MultiheadAttention(4, 2),
             watched=nn.Linear(4, 4),
             inner=nn.Sequential(nn.Linear(4, 4)),
+            tokens=nn.Embedding(8, 4, max_norm=1.0),
         )
     )
     model["watched"].weight.register_post_accumulate_grad_hook(lambda *_: None)
@@ -591,6 +592,9 @@ def test_parallelize_module_refuses_before_anything_changed(ctx):
             "weight of (1, 4) has 1 along dimension 0, which 2 ranks get as 1, 0",
         ),
         (None, TypeError, "parallelize_plan=None must be a ParallelStyle, or a dict"),
+        ({3: row}, TypeError, "a path of the plan=3 must be a module's name"),
+        ({"tokens": row}, ValueError, "'tokens': max_norm=1.0 scales the weight's rows in forward"),
+        ({"tokens": column}, ValueError, "'tokens': max_norm=1.0 scales the weight's rows in forward"),
     ]:
         with pytest.raises(error, match=re.escape(message)):
             parallelize_module(model, mesh, wrong)
@@ -606,6 +610,9 @@ def test_parallelize_module_refuses_before_anything_changed(ctx):
         parallelize_module(wrong, mesh, column)
     with pytest.raises(ValueError, match="'upp' matches no module.* [(]on rank 1[)]"):
         parallelize_module(model, mesh, {"up" if ctx.rank == 0 else "upp": column})
+    layer = parallelize_module(nn.Linear(4, 4), mesh, column)
+    with pytest.raises(TypeError, match=r"ColwiseLinear: x=\[1.0\] must be a tensor"):
+        layer([1.0])
     with pytest.raises(ValueError, match=r"the mesh has 2 dimensions, \('dp', 'tp'\)"):
         parallelize_module(
             model, init_device_mesh(ctx.device.type, (1, 2), mesh_dim_names=("dp", "tp")), {"up": column}

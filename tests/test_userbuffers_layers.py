@@ -235,6 +235,16 @@ def test_linear_and_its_kin_refuse_what_they_cannot_use():
         *((lambda wrong=wrong, each=each: each(wrong), "the input .* must be a tensor of")
           for wrong in (None, 3, [1.0], x[0, 0], x.numpy()) for each in (layer, attention, te.Linear(8, 8, **cpu))),
         (lambda: attention(x, rotary_pos_emb=3), "angles are int and must be a tensor"),
+        (lambda: attention(x, rotary_pos_emb=torch.ones(3, 1, 1, 4, device="meta")), "angles are on meta, but the"),
+        *((lambda wrong=wrong, each=each: each(wrong), message) for each in (layer, attention, te.Linear(8, 8, **cpu))
+          for wrong, message in ((x[..., :4], r"shape \[3, 2, 4\], but its last dimension must be 8"),
+                                 (x.to("meta"), "input is on meta, but the layer on cpu"),
+                                 (torch.nested.nested_tensor([x], layout=torch.jagged), "one tensor, not a nested"))),
+        (lambda: te.RMSNorm(8, **cpu)(x[..., :4]), r"x is \[3, 2, 4\] on cpu, but must be \[..., 8\] on cpu"),
+        (lambda: attention(x, attn_mask_type=x), "(?s)attn_mask_type=.* is not supported"),
+        (lambda: attention(x, "x", attn_mask_type="arbitrary"), "needs an attention_mask of booleans"),
+        (lambda: attention(x, x[None, None] > 0, attn_mask_type="arbitrary"), r"fit the scores, \[2, 2, 3, 3\]"),
+        (lambda: te.DotProductAttention(2, 4)(x, x.to_sparse(), x), "key must be a strided tensor"),
     ]  # fmt: skip
     for wrong, message in refused:
         with pytest.raises((TypeError, ValueError), match=message):

@@ -26,10 +26,10 @@ import weakref
 from collections import Counter, deque
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tkernels.comm import runtime
-from tkernels.comm.arguments import check_resolved, check_torch_dtype, whole
+from tkernels.comm.arguments import check_dense, check_resolved, check_torch_dtype, whole
 from tkernels.comm.calls import DTYPES
 from tkernels.comm.context import MeshLike, as_context, group_of
 from tkernels.comm.contexts import open_contexts
@@ -217,6 +217,7 @@ class P2PCommunicator:
         edge = "send_next" if dst == self.next_rank else "send_prev"
         if dst not in (self.next_rank, self.prev_rank):
             raise ValueError(self._no_neighbour("send to", dst))
+        self._check_send(edge, tensor)
         if deallocate:
             check_own(tensor)
         handle = self._send(edge, tensor, producers, home)
@@ -228,7 +229,11 @@ class P2PCommunicator:
         """Start to receive from `src`. Returns a new tensor, to be used after a wait for its handle, and the handle."""
         if src not in (self.next_rank, self.prev_rank):
             raise ValueError(self._no_neighbour("receive from", src))
-        return self._receive("recv_prev" if src == self.prev_rank else "recv_next", shape, dtype)
+        if dtype is not None:
+            check_torch_dtype("P2PCommunicator.irecv: dtype", dtype)
+        edge = "recv_prev" if src == self.prev_rank else "recv_next"
+        self._check_receive(edge, shape)
+        return self._receive(edge, shape, dtype)
 
     def drain(self, keep: int = 0):
         """Let go of the storage of all but the newest `keep` sends per direction, once its home stream is behind them.
@@ -338,10 +343,13 @@ class P2PCommunicator:
 
         Returns the tensors to be received, and the handles, both by edge.
         """
+        for edge, value in send.items():  # all of a call, before any of it has begun
+            self._check_send(edge, value, self.dtype)
+        for edge, shapes in receive.items():
+            self._check_receive(edge, shapes)
         received, handles = {}, {}
         for edge in ISSUE_ORDER[self.rank % 2]:
             if leaves(send.get(edge)):
-                self._check_dtype(edge, send[edge])
                 handles[edge] = self._send(edge, send[edge])
             elif edge in receive:
                 received[edge], handles[edge] = self._receive(edge, receive[edge], self.dtype)
@@ -350,22 +358,12 @@ class P2PCommunicator:
         return received, handles
 
     def _send(self, edge: str, value, producers=None, home=None) -> P2PHandle:
-        self._require_peer(edge)
-        tensors = leaves(value)
-        for tensor in tensors:
-            if tensor.device != self.device:
-                raise ValueError(f"{edge}: sends tensors on {self.device}, not on {tensor.device}; move it there first")
-            if not tensor.is_contiguous():
-                raise ValueError(
-                    f"{edge}: sends contiguous tensors, not one of strides {tensor.stride()}; pass .contiguous()"
-                )
-            check_resolved(edge, "the tensor", tensor)
         producers = [self.dev.current_stream()] if producers is None else producers
         self._let_go(next_send=edge)
         message = Keepalive()
         self._in_flight[edge].append(message)
         done = []
-        for tensor in tensors:
+        for tensor in leaves(value):
             if self.variable_seq_lengths:
                 header = torch.tensor(_header(tensor), dtype=torch.int64, device=self.device)
                 self._launch_send(edge, header, None, None, self._headers)
@@ -406,7 +404,6 @@ class P2PCommunicator:
         return lease.used
 
     def _receive(self, edge: str, shapes, dtype) -> tuple[object, P2PHandle]:
-        self._require_peer(edge)
         self._let_go()
         self._dropped.drain(keep=self.max_inflight)
         done, leases = [], []
@@ -460,13 +457,36 @@ class P2PCommunicator:
             f"({self.prev_rank}) and the one after it ({self.next_rank})"
         )
 
-    def _check_dtype(self, edge: str, value):
-        for tensor in leaves(value):
-            if tensor.dtype != self.dtype:
+    def _check_send(self, edge: str, value, dtype: torch.dtype | None = None):
+        """Raise ValueError or TypeError for what can't be sent. dtype: of all tensors; None: any."""
+        tensors = leaves(value)
+        if tensors:
+            self._require_peer(edge)
+        for tensor in tensors:
+            check_dense(edge, tensor=tensor)
+            if dtype not in (None, tensor.dtype):
                 raise ValueError(
-                    f"{edge}: a {tensor.dtype} tensor, but the peer receives {self.dtype}; pass dtype={tensor.dtype} "
-                    f"to P2PCommunicator on every rank"
+                    f"{edge}: a {tensor.dtype} tensor, but the peer receives {dtype}; pass dtype={tensor.dtype} to "
+                    f"P2PCommunicator on every rank"
                 )
+            if tensor.device != self.device:
+                raise ValueError(f"{edge}: sends tensors on {self.device}, not on {tensor.device}; move it there first")
+            if not tensor.is_contiguous():
+                raise ValueError(
+                    f"{edge}: sends contiguous tensors, not one of strides {tensor.stride()}; pass .contiguous()"
+                )
+            check_resolved(edge, "the tensor", tensor)
+            if self.variable_seq_lengths:
+                _header(tensor)
+
+    def _check_receive(self, edge: str, shapes):
+        """Raise ValueError or TypeError for what is no shape, or a list or dict of shapes."""
+        self._require_peer(edge)
+        for shape in tree_leaves(shapes, is_leaf=is_shape):
+            if not is_shape(shape) and not (shape is None and self.variable_seq_lengths):
+                raise TypeError(f"{edge}: the shape {shape!r} of what is received must be a tuple of sizes")
+            for size in shape or ():
+                whole(f"{edge}: a size of the shape {tuple(shape)}", size)
 
 
 def ranks_of(mesh, what: str) -> Group:

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import tkernels
 from tkernels.comm import find_context
+from tkernels.comm.arguments import check_dense
 from tkernels.layers.tensor_parallel.dtensors import as_dtensor, chunk_sizes, local
 from tkernels.layers.tensor_parallel.functions import column_parallel_linear, in_autocast_dtype
 
@@ -75,6 +76,9 @@ class ParallelModule:
     kind: str  # the first word of the class's name
     _layout: Layout
 
+    def _check_input(self, x):
+        check_dense(type(self).__name__, x=x)
+
     def _parts(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """This rank's weight [N, K] and bias of a linear layer, as autocast has nn.Linear take them."""
         weight, device = local(self.weight), find_context(self._layout.context).device.type
@@ -88,6 +92,7 @@ class ColwiseLinear(ParallelModule):
     _siblings = None  # the layers that share the communication of its input
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self._check_input(x)
         y = self._product(x) if self._siblings is None else self._siblings.product(self, x)
         return self._layout.leave(y, Shard(y.dim() - 1), (*y.shape[:-1], self.out_features))
 
@@ -126,6 +131,7 @@ class RowwiseLinear(ParallelModule):
     kind = "Rowwise"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self._check_input(x)
         layout, last = self._layout, x.dim() - 1
         ctx = find_context(layout.context)
         x, _, _ = layout.enter(x, Shard(last), lambda given: given == Shard(last))
@@ -149,6 +155,7 @@ class RowwiseEmbedding(ParallelModule):
     kind = "Rowwise"
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self._check_input(tokens)
         layout = self._layout
         ctx = find_context(layout.context)
         tokens, _, _ = layout.enter(tokens, Replicate(), Placement.is_replicate)
@@ -173,6 +180,7 @@ class SequenceModule(ParallelModule):
     kind = "Sequence"
 
     def forward(self, x: torch.Tensor, *arguments, **options) -> torch.Tensor:
+        self._check_input(x)
         wanted = self._layout.input
         x, placement, shape = self._layout.enter(x, wanted, lambda given: given == _positive(wanted, len(x.shape)))
         return self._layout.leave(super().forward(x, *arguments, **options), placement, shape)

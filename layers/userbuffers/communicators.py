@@ -139,21 +139,27 @@ class CommOverlapCore:
     names the options that change nothing here.
     """
 
-    def __init__(self, buffer_shape, buffer_dtype, helper, tp_size, comm_type, use_cublasmp, options: OverlapOptions):
+    def __init__(
+        self, buffer_shape, buffer_dtype, helper, tp_size, comm_type, use_cublasmp, options: OverlapOptions,
+        alike: bool = False,
+    ):  # fmt: skip
+        """alike: whether the ranks are known to pass the same; otherwise what one alone has wrong is raised on all."""
         name = type(self).__name__
-        _check_generation(name, use_cublasmp, comm_type)
-        self.shape = checked_shape(f"{name}: buffer_shape", buffer_shape)
-        check_dtype(f"{name}: buffer_dtype", buffer_dtype)
         if not isinstance(helper, CommOverlapHelper):
             raise TypeError(f"{name}: helper must be a CommOverlapHelper, not {type(helper).__name__}")
-        options = options.checked(lambda key: f"{name}: {_ARGUMENTS.get(key, key)}")
-        _check_method(name, options, use_cublasmp)
-        self._helper, self.dtype = helper, buffer_dtype
-        self.comm_type, self.options, self._cublasmp = comm_type, options, use_cublasmp
+        self._helper = helper
         self.rank, self.size = self.context.rank, self.context.size
-        if tp_size != self.size:
-            raise ValueError(f"{name}: tp_size={tp_size}, but the helper's group has {self.size} ranks")
-        self._margin = margin()
+        with contextlib.nullcontext() if alike else self.context.group.checking():
+            _check_generation(name, use_cublasmp, comm_type)
+            self.shape = checked_shape(f"{name}: buffer_shape", buffer_shape)
+            check_dtype(f"{name}: buffer_dtype", buffer_dtype)
+            options = options.checked(lambda key: f"{name}: {_ARGUMENTS.get(key, key)}")
+            _check_method(name, options, use_cublasmp)
+            if type(tp_size) is not int or tp_size != self.size:
+                raise ValueError(f"{name}: tp_size={tp_size!r}, but the helper's group has {self.size} ranks")
+            self._margin = margin()
+        self.dtype = buffer_dtype
+        self.comm_type, self.options, self._cublasmp = comm_type, options, use_cublasmp
         highest = get_stream_priority_range()[1]
         self.stream = self._helper.stream(options.comm_priority or highest)
         self._buffer, self._active, self._parts = None, self.shape, None
@@ -166,7 +172,8 @@ class CommOverlapCore:
         """Collective. The communicator with these options."""
         comm_type = CommOverlapType.RS if options.is_reduce_scatter else CommOverlapType.AG
         comm = cls.__new__(cls)
-        CommOverlapCore.__init__(comm, buffer_shape, buffer_dtype, helper, tp_size, comm_type, use_cublasmp, options)
+        common = buffer_shape, buffer_dtype, helper, tp_size, comm_type, use_cublasmp
+        CommOverlapCore.__init__(comm, *common, options, alike=True)
         return comm
 
     def _tell(self, num_max_streams):
@@ -474,7 +481,7 @@ class CommOverlap(CommOverlapCore):
     ):
         arguments = locals()
         if method is None:
-            arguments["method"] = "pipeline" if comm_type == CommOverlapType.RS else "bulk"
+            arguments["method"] = "pipeline" if comm_type is CommOverlapType.RS else "bulk"
         options = _options(arguments)
         super().__init__(buffer_shape, buffer_dtype, helper, tp_size, comm_type, use_cublasmp, options)
         self._tell(num_max_streams)
@@ -540,7 +547,7 @@ def _options(arguments: dict) -> OverlapOptions:
     """The options among a constructor's arguments."""
     names = {field.name: _ARGUMENTS.get(field.name, field.name) for field in fields(OverlapOptions)}
     found = {key: arguments[name] for key, name in names.items() if name in arguments}
-    return OverlapOptions(is_reduce_scatter=arguments["comm_type"] == CommOverlapType.RS, **found)
+    return OverlapOptions(is_reduce_scatter=arguments["comm_type"] is CommOverlapType.RS, **found)
 
 
 def workspace_bytes(shape, dtype: torch.dtype, size: int) -> dict[str, int]:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from tkernels.comm.arguments import check_dense
 from tkernels.comm.collectives import check_rows, split_rows
 from tkernels.comm.context import group_of
 from tkernels.layers.marks import MarkedModule
@@ -182,7 +183,7 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
             setattr(self, f"{prefix}bias", None)
 
     def _normalize(self, x: torch.Tensor) -> torch.Tensor:
-        check_input(type(self).__name__, x)
+        check_input(type(self).__name__, x, self.layer_norm_weight)
         return normalize(
             x, self.layer_norm_weight, self.layer_norm_bias, self.normalization, self.eps, self.zero_centered_gamma
         )
@@ -199,7 +200,7 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
     @torch.compiler.disable  # a trace can't look into communicators, which are Python objects
     def _product(self, x, weights, bias, mode, flags, ub_name, rows=None) -> torch.Tensor:
         """x [..., I] -> [..., O] by the dataflow that mode and flags select. weights: one parameter, or its parts."""
-        check_input(type(self).__name__, x)
+        check_input(type(self).__name__, x, weights[0])
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         inner = x.shape[1:-1].numel()
         if inner == 0:
@@ -468,10 +469,18 @@ def normalize(x, weight, bias, normalization: str, eps: float, zero_centered_gam
     return functional.layer_norm(x, gamma.shape, gamma, bias.to(x.dtype), eps)
 
 
-def check_input(kind: str, x):
+def check_input(kind: str, x, weight: torch.Tensor):
+    """Raise TypeError or ValueError unless x is a tensor that a parameter [..., features] can be applied to."""
     if not isinstance(x, torch.Tensor) or x.dim() < 2:
         found = f"has shape {list(x.shape)}" if isinstance(x, torch.Tensor) else f"is {type(x).__name__}"
         raise TypeError(f"{kind}: the input {found} and must be a tensor of [tokens, ..., features]")
+    check_dense(kind, x=x)
+    if x.device != weight.device:
+        raise ValueError(f"{kind}: the input is on {x.device}, but the layer on {weight.device}; move one of them")
+    if x.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"{kind}: the input has shape {list(x.shape)}, but its last dimension must be {weight.shape[-1]}"
+        )
 
 
 def check_number(kind: str, most: float, **numbers):

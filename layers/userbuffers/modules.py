@@ -2,6 +2,7 @@
 
 import torch
 
+from tkernels.comm.arguments import check_dense
 from tkernels.layers.userbuffers.linear import ParallelModule, given, normalize, refuse
 from tkernels.layers.userbuffers.transformer import AttentionModule, check_attention, check_inputs, checked_mask
 
@@ -37,6 +38,12 @@ class _Norm(ParallelModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., *normalized_shape] -> same shape."""
+        check_dense(self.normalization, x=x)
+        if x.shape[-self.weight.dim() :] != self.weight.shape or x.device != self.weight.device:
+            raise ValueError(
+                f"{self.normalization}: x is {list(x.shape)} on {x.device}, but must be [..., "
+                f"{', '.join(map(str, self.weight.shape))}] on {self.weight.device}"
+            )
         return normalize(x, self.weight, self.bias, self.normalization, self.eps, self.zero_centered_gamma)
 
 
@@ -126,7 +133,8 @@ class DotProductAttention(AttentionModule):
         Refused: sliding windows, recomputation, attention biases, sequences of several lengths and inference_params.
         """
         where = "DotProductAttention.forward"
-        mask_type, layout = attn_mask_type or self.attn_mask_type, qkv_format or self.qkv_format
+        mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        layout = self.qkv_format if qkv_format is None else qkv_format
         check_attention(where, mask_type, window_size, layout, self.sequence_parallel)
         check_inputs(where, **options)
         refuse(
@@ -135,6 +143,7 @@ class DotProductAttention(AttentionModule):
         )  # fmt: skip
         attention_mask = checked_mask(where, mask_type, attention_mask)
         parts = {"query": query_layer, "key": key_layer, "value": value_layer}
+        check_dense(where, **parts)
         heads = {"query": self.num_heads, "key": self.num_groups, "value": self.num_groups}
         for name, part in parts.items():
             width = self.widths[name == "value"]

@@ -85,8 +85,8 @@ def initialize_ub(
 
     Raises RuntimeError if UB is already initialised or torch.distributed is not, ValueError or TypeError for invalid
     arguments, and MismatchError if the ranks' arguments differ. An error of one rank, wherever it occurs, is raised on
-    all: ranks without one of their own raise TkernelsError with its text. Nothing is left behind then, and
-    initialize_ub may be called again.
+    all: ranks without one of their own raise ValueError or TypeError like it, for any other error TkernelsError, with
+    its text. Nothing is left behind then, and initialize_ub may be called again.
     """
     world = Group(None)
     asked = dict(
@@ -272,7 +272,8 @@ def _resolve(configurations, modes, tp_size, with_cublasmp) -> dict[UserBufferQu
 def _agreed(world: Group, domain: Group | None = None, asked: str | None = None):
     """Collective. An error of one rank in the block is raised on all; without any, MismatchError if `asked` differs.
 
-    A rank with an error raises its own. The others raise TkernelsError with the first failed rank's.
+    A rank with an error raises its own. The others raise one of the same kind, TypeError, ValueError or else
+    TkernelsError, with the first failed rank's.
     domain: ranks that meet inside the block.
     """
     error = None
@@ -282,13 +283,14 @@ def _agreed(world: Group, domain: Group | None = None, asked: str | None = None)
         error = caught
     if domain is not None and _has_ended(domain, error):
         error = None
-    found = world.gather((None if error is None else f"{type(error).__name__}: {error}", asked), AGREED)
-    failed = {rank: text for rank, (text, _) in enumerate(found) if text is not None}
+    kind = next((kind for kind in (TypeError, ValueError) if isinstance(error, kind)), TkernelsError)
+    found = world.gather((None if error is None else (kind, f"{type(error).__name__}: {error}"), asked), AGREED)
+    failed = {rank: failure for rank, (failure, _) in enumerate(found) if failure is not None}
     if error is not None:
         raise error
     if failed:
-        rank, text = next(iter(failed.items()))
-        raise TkernelsError(f"initialize_ub: failed on rank {rank}, so nothing is initialised on any rank: {text}")
+        rank, (kind, text) = next(iter(failed.items()))
+        raise kind(f"initialize_ub: failed on rank {rank}, so nothing is initialised on any rank: {text}")
     if len({theirs for _, theirs in found}) > 1:
         by_rank = "; ".join(f"rank {rank}: {theirs}" for rank, (_, theirs) in enumerate(found))
         raise MismatchError(f"initialize_ub: the ranks ask for different things: {by_rank}")

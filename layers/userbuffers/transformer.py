@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from tkernels.comm.arguments import check_dense
 from tkernels.layers.userbuffers.linear import (
     LayerNormLinear,
     Linear,
@@ -61,9 +62,12 @@ class AttentionModule(ParallelModule):
         attention_mask: as checked_mask returns it.
         """
         order, back = ((1, 2, 0, 3), (2, 0, 1, 3)) if layout == "sbhd" else ((0, 2, 1, 3), (0, 2, 1, 3))
+        query, key, _ = parts = [part.permute(order) for part in parts]
+        if attention_mask is not None:
+            _check_fits(type(self).__name__, attention_mask, (*query.shape[:3], key.shape[2]), query.device)
         with self._rng():
             context = functional.scaled_dot_product_attention(
-                *(part.permute(order) for part in parts),
+                *parts,
                 attn_mask=None if attention_mask is None else ~attention_mask,
                 dropout_p=self.attention_dropout if self.training else 0.0,
                 is_causal=mask_type == "causal",
@@ -217,7 +221,7 @@ class MultiheadAttention(AttentionModule):
 
         Refused: encoder_output, sliding windows, inference_params, attention biases and sequences of several lengths.
         """
-        mask_type = attn_mask_type or self.attn_mask_type
+        mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         check_attention("MultiheadAttention", mask_type, window_size, self.qkv_format, self.sequence_parallel)
         check_inputs(
             "MultiheadAttention.forward", encoder_output=encoder_output, inference_params=inference_params, **options
@@ -430,6 +434,8 @@ def rotate(x: torch.Tensor, angles: torch.Tensor, layout: str) -> torch.Tensor:
     """
     if not isinstance(angles, torch.Tensor):
         raise TypeError(f"rotary_pos_emb: angles are {type(angles).__name__} and must be a tensor, or a pair of them")
+    if angles.device != x.device:
+        raise ValueError(f"rotary_pos_emb: the angles are on {angles.device}, but the heads on {x.device}; move them")
     length, features = x.shape[FORMATS.index(layout)], math.inf if angles.dim() == 0 else angles.shape[-1]
     if angles.dim() != 4 or angles.shape[1:3] != (1, 1) or angles.shape[0] < length or features > x.shape[-1]:
         raise ValueError(
@@ -468,15 +474,26 @@ def checked_mask(kind: str, mask_type: str, attention_mask) -> torch.Tensor | No
     """The mask to apply. As in TransformerEngine, one that isn't asked for is ignored: frameworks always pass one."""
     if mask_type != "arbitrary":
         return None
-    if attention_mask is None or attention_mask.dtype is not torch.bool:
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.dtype is not torch.bool:
         raise ValueError(f"{kind}: attn_mask_type='arbitrary' needs an attention_mask of booleans")
+    check_dense(kind, attention_mask=attention_mask)
     return attention_mask
 
 
+def _check_fits(kind: str, mask: torch.Tensor, shape: tuple[int, ...], device: torch.device):
+    """Raise ValueError unless a mask is for scores of that shape."""
+    sizes = zip(mask.shape[::-1], shape[::-1], strict=False)
+    if mask.dim() > len(shape) or any(size not in (1, whole) for size, whole in sizes) or mask.device != device:
+        raise ValueError(
+            f"{kind}: attention_mask is {list(mask.shape)} on {mask.device}, but must fit the scores, {list(shape)} of "
+            f"[b, heads, s, s] on {device}"
+        )
+
+
 def check_attention(kind: str, mask: str, window, layout: str, sequence_parallel: bool):
-    if mask not in MASKS:
+    if not isinstance(mask, str) or mask not in MASKS:
         raise ValueError(f"{kind}: attn_mask_type={mask!r} is not supported; use {', '.join(MASKS)}")
     if window is not None and (not isinstance(window, (tuple, list)) or tuple(window) not in ((-1, -1), (-1, 0))):
         raise ValueError(f"{kind}: window_size={window} is not supported; leave it out")
-    if layout not in FORMATS or (layout == "bshd" and sequence_parallel):
+    if not isinstance(layout, str) or layout not in FORMATS or (layout == "bshd" and sequence_parallel):
         raise ValueError(f"{kind}: qkv_format={layout!r} is not supported; use sbhd, or bshd without sequence_parallel")
