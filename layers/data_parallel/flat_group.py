@@ -20,35 +20,9 @@ from torch import nn
 
 from tkernels.comm import Context, LeaseError
 from tkernels.comm.regions import round_up
-from tkernels.layers.data_parallel.layout import ALIGN
+from tkernels.layers.data_parallel.layout import ALIGN, FlatLayout
 from tkernels.layers.data_parallel.param_group import Parameter
 from tkernels.layers.data_parallel.wire import Wire
-
-
-class FlatLayout:
-    """Parameters in order, which begin at multiples of ALIGN elements, and `rows`: the elements of each rank's part."""
-
-    def __init__(self, parameters: list[torch.Tensor], rows: tuple[int, ...]):
-        self.parameters, self.rows, self.numel = parameters, rows, sum(rows)
-        *self.starts, self.end = itertools.accumulate(map(padded, parameters), initial=0)
-
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters' places in `flat` [n]."""
-        return [
-            flat[start : start + parameter.numel()].view(parameter.shape)
-            for start, parameter in zip(self.starts, self.parameters, strict=True)
-        ]
-
-    def part(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
-        """A rank's part of `flat` [n]."""
-        return flat[sum(self.rows[:rank]) :][: self.rows[rank]]
-
-    def piece(self, index: int, rank: int) -> tuple[int, int]:
-        """First and last element of a parameter that lie in a rank's part; equal if there are none."""
-        start, begin = self.starts[index], sum(self.rows[:rank])
-        numel = self.parameters[index].numel()
-        first, last = (min(max(edge - start, 0), numel) for edge in (begin, begin + self.rows[rank]))
-        return first, last
 
 
 def plan(parameters: Iterable[torch.Tensor], capacity: int, ranks: int, partition: str) -> list[FlatLayout]:

@@ -12,13 +12,18 @@ Large gradients are reduced in pieces of the shards: [R, s] of the first s eleme
 
 Small parameters come first and are gathered together, then copied to their places; a large one is gathered straight
 into its place in `whole`, without the copy, and without the memory for it.
+
+Parameters that stay whole, and are nobody's DTensors, lie one after the other instead, in a FlatLayout.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+from tkernels.comm.regions import round_up
 
 ALIGN = 16  # elements: what starts at a multiple of it can be read 16 bytes at a time
 DIRECT_NUMEL = 1 << 20  # elements from which a parameter is gathered by a collective of its own
@@ -92,3 +97,33 @@ class Layout:
     @property
     def packed_numels(self) -> list[int]:
         return [part.numel for part in self._packed]
+
+
+class FlatLayout:
+    """Parameters in order, which begin at multiples of `align` elements, and `rows`: the elements of each rank's part.
+
+    A rank's part begins anywhere, also inside of a parameter.
+    """
+
+    def __init__(self, parameters: list[torch.Tensor], rows: tuple[int, ...], align: int = ALIGN):
+        self.parameters, self.rows, self.numel = parameters, rows, sum(rows)
+        numels = (round_up(parameter.numel(), align) for parameter in parameters)
+        *self.starts, self.end = itertools.accumulate(numels, initial=0)
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters' places in `flat` [n]."""
+        return [
+            flat[start : start + parameter.numel()].view(parameter.shape)
+            for start, parameter in zip(self.starts, self.parameters, strict=True)
+        ]
+
+    def part(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
+        """A rank's part of `flat` [n]."""
+        return flat[sum(self.rows[:rank]) :][: self.rows[rank]]
+
+    def piece(self, index: int, rank: int) -> tuple[int, int]:
+        """First and last element of a parameter that lie in a rank's part; equal if there are none."""
+        start, begin = self.starts[index], sum(self.rows[:rank])
+        numel = self.parameters[index].numel()
+        first, last = (min(max(edge - start, 0), numel) for edge in (begin, begin + self.rows[rank]))
+        return first, last

@@ -22,6 +22,7 @@ from torch import nn
 from tkernels.comm.errors import LeaseError
 from tkernels.comm.fence import EventCompletion, capturing
 from tkernels.comm.regions import round_up
+from tkernels.layers.data_parallel.layout import FlatLayout
 from tkernels.layers.data_parallel.wire import Wire
 from tkernels.layers.lease import Lease, Slot
 
@@ -34,14 +35,11 @@ class Levels:
     def __init__(self, whole: Wire, sharded: bool, instances: int, average: bool):
         self.whole = whole
         self.inside, self.across = whole.split(instances) if instances > 1 else (whole, None)
-        self.sharded, self.num_shards = sharded, self.inside.size if sharded else 1
+        self.sharded = sharded
+        self.num_shards, self.shard = (self.inside.size, self.inside.rank) if sharded else (1, 0)
         self._scale = 1 / whole.size if average else 1.0
         # What a rank contributes of a sum over ranks, so that the next one counts it once: all that have it do so.
         self.share = (whole.size if average else 1) / (instances if sharded else whole.size)
-
-    def own(self, flat: torch.Tensor) -> torch.Tensor:
-        """The part that is valid on this rank after a reduction."""
-        return self.inside.part(flat) if self.sharded else flat
 
     def reduce(self, grads: torch.Tensor):
         """Collective. The sum or mean over all ranks, in place; with shards, of this rank's part."""
@@ -109,22 +107,20 @@ class ParamBucket:
         self._kind = first.dtype, first.device
         grad_dtype = first.dtype if grad_dtype is None else grad_dtype
         align = ALIGN_BYTES // min(first.element_size(), grad_dtype.itemsize)
-        places, end = [], 0
-        for parameter in parameters:
-            places.append(slice(end, end + parameter.numel()))
-            end = round_up(end + parameter.numel(), align)
-        numel = round_up(max(end, 1), align * levels.num_shards)
+        numel = max(sum(round_up(parameter.numel(), align) for parameter in parameters), 1)
+        rows = round_up(numel, align * levels.num_shards) // levels.num_shards
+        self.layout = FlatLayout(parameters, (rows,) * levels.num_shards, align)
 
-        self.grads = Buffer(numel, first, grad_dtype, dev, f"gradients of {name}")
+        self.grads = Buffer(self.layout.numel, first, grad_dtype, dev, f"gradients of {name}")
         self.zero()
-        for parameter, place in zip(parameters, places, strict=True):
-            parameter.main_grad = self.grads.slot.tensor[place].view(parameter.shape)
+        for parameter, view in zip(parameters, self.layout.views(self.grads.slot.tensor), strict=True):
+            parameter.main_grad = view
+        self._own = self.layout.part(self.grads.slot.tensor, levels.shard)  # in which sums over ranks are valid
         self.values, self.owned = None, parameters
         if levels.sharded:
-            self.values = Values(name, parameters, places, numel, levels, comm_stream, dev)
+            self.values = Values(name, self.layout, levels, comm_stream, dev)
             self.owned = [self.values.shard]
-            self.values.shard.main_grad = levels.inside.part(self.grads.slot.tensor)
-        self._own = levels.own(self.grads.slot.tensor)  # the part in which sums over ranks are valid
+            self.values.shard.main_grad = self._own
         self.cast, self.given = None, {owned: owned.main_grad for owned in self.owned}
         self._left = None  # torch's write count of a shard's .grad, if no_sync has left more outside of the shard
         if grad_dtype != first.dtype:
@@ -213,14 +209,12 @@ class ParamBucket:
 
     def parts(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """The parameters of which this rank's shard has a part, each with that part of its gradient."""
-        grads, begin = self.grads.slot.tensor, self._own.storage_offset()
-        parts = []
-        for parameter in self.parameters:
-            start = parameter.main_grad.storage_offset()
-            first, last = max(start, begin), min(start + parameter.numel(), begin + self._own.numel())
-            if first < last:
-                parts.append((parameter, grads[first:last]))
-        return parts
+        pieces = [self.layout.piece(index, self.levels.shard) for index in range(len(self.parameters))]
+        return [
+            (parameter, parameter.main_grad.view(-1)[first:last])
+            for parameter, (first, last) in zip(self.parameters, pieces, strict=True)
+            if first < last
+        ]
 
     def reduce(self):
         """Collective. Sum the gradients on the comm stream, behind all work that accumulated them."""
@@ -265,17 +259,17 @@ class Values:
     although values were gathered after the gradients.
     """
 
-    def __init__(self, name: str, parameters, places, numel: int, levels: Levels, comm_stream, dev):
-        self.name, self.parameters, self.comm_stream, self.dev = name, parameters, comm_stream, dev
-        self._wire, first = levels.inside, parameters[0]
-        self.buffer = Buffer(numel, first, first.dtype, dev, f"parameters of {name}")
+    def __init__(self, name: str, layout: FlatLayout, levels: Levels, comm_stream, dev):
+        self.name, self.parameters, self.comm_stream, self.dev = name, layout.parameters, comm_stream, dev
+        self._wire, first = levels.inside, self.parameters[0]
+        self.buffer = Buffer(layout.numel, first, first.dtype, dev, f"parameters of {name}")
         self.forget_update()
         with torch.no_grad(), self.buffer.lease.write() as values:
             values.zero_()
-            for parameter, place in zip(parameters, places, strict=True):
-                values[place].view(parameter.shape).copy_(parameter)
-                parameter.data = values[place].view(parameter.shape)
-        self.shard = nn.Parameter(self._wire.part(self.buffer.slot.tensor))
+            for parameter, view in zip(self.parameters, layout.views(values), strict=True):
+                view.copy_(parameter)
+                parameter.data = view
+        self.shard = nn.Parameter(layout.part(self.buffer.slot.tensor, levels.shard))
 
     def holds(self, parameter: torch.Tensor) -> bool:
         begin, nbytes = self.buffer.slot.tensor.data_ptr(), self.buffer.slot.tensor.nbytes
