@@ -129,7 +129,7 @@ class Send:
     source, first: the number of the call's tensor that is read, and the first byte there.
     to, num_bytes: the first byte in the landing of `target`, and the size.
     word, chunks: which word of `target`'s `delivered` is written after the copy, and its new value: the chunks there
-        then. Sends with the same word come in order, and the peer waits for each.
+        then. Sends with the same word come in order, and the peer waits for each. None: it is part of the next send.
     counter, tiles: the rows are there once this counter of the workspace exceeds `tiles` (`count_up_to`). 0 tiles: no
         wait, as the rows were there before the call, or an earlier send of the list waits for them.
     """
@@ -140,7 +140,7 @@ class Send:
     to: int
     num_bytes: int
     word: int
-    chunks: int
+    chunks: int | None
     counter: int = 0
     tiles: int = 0
 
@@ -159,7 +159,8 @@ class Copies:
             if send.tiles:
                 words[-1].append((WAIT_VALUE_64, counters + 8 * send.counter, send.tiles + 1))
             base = bases[send.target]
-            words.append([(WRITE_VALUE_64, base + delivered + 8 * send.word, send.chunks)])
+            write = WRITE_VALUE_64, base + delivered + 8 * send.word, send.chunks
+            words.append([] if send.chunks is None else [write])
             self._sends.append((send.source, send.first, base + landing + send.to, send.num_bytes))
         words[-1].append((WRITE_VALUE_64, workspace.copied.data_ptr(), 1))
         closed = [[(WAIT_VALUE_64, gate.data_ptr(), 1), (WRITE_VALUE_64, gate.data_ptr(), 0)] for gate in self._gates]
@@ -192,7 +193,8 @@ class Copies:
         for (source, first, goal, num_bytes), behind in zip(self._sends, self._behind, strict=True):
             if num_bytes:
                 copy(goal, addresses[source] + first, num_bytes)
-            on_words(behind)
+            if behind:
+                on_words(behind)
 
 
 def _operations(operations: list[tuple[int, int, int]]) -> ctypes.Array:

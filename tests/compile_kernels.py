@@ -42,7 +42,7 @@ from tkernels import gemm, gpus, tuned
 from tkernels.choice import gemm_config, overlap_config
 from tkernels.comm import channel, collectives, context, copies, device, runtime
 from tkernels.comm.device import PEER, Link, Net, arrived, completes, publish, put_signal, put_tile, tell, wait_signal
-from tkernels.configs import FP8, with_room_for
+from tkernels.configs import FP8, result_dtype, with_room_for
 from tkernels.gpus import GPU, GPUS, H200
 from tkernels.staging import Rows
 from tkernels.trace import clocks
@@ -268,7 +268,7 @@ def _cases() -> list[Case]:
             cases.append(Case("channel", "", f"{end}_misaligned", ranks=2, transport=transport, misaligned=True))
     for transport in ("peer", "nvshmem"):
         cases.append(Case("round_trip", "", ranks=2, transport=transport))
-    return cases + _fp8_cases() + _cases_of_other_gpus()
+    return cases + _cases_of_other_gpus() + _fp8_cases()
 
 
 def _cases_of_other_gpus() -> list[Case]:
@@ -292,16 +292,33 @@ def _cases_of_other_gpus() -> list[Case]:
 
 
 def _fp8_cases() -> list[Case]:
-    cases = []
-    for label, shape in SHAPES.items():
-        if label == "unaligned":
-            shape = (1020, 1001, 1008)
+    cases, fp8 = [], "float8_e4m3fn"
+    shapes = SHAPES | {"unaligned": (1020, 1001, 1008)}  # K must be whole 16 bytes
+    for operation in FUSED:
+        for label, shape in shapes.items():
+            cases.append(Case(operation, fp8, f"{label}_row", shape, ranks=4))
+        cases.append(Case(operation, fp8, "large_tensor", ranks=4, scales="tensor"))
+        cases.append(Case(operation, fp8, "large_precise", ranks=4, precise=True))
+        cases.append(Case(operation, fp8, "gelu_tanh", ranks=4, activation="gelu_tanh", bias=True))
+        cases.append(Case(operation, fp8, "large_float32", ranks=4, out="float32", wire="float32"))
+        for way in ("copied", "landing", "parts", "traced"):
+            cases.append(Case(operation, fp8, f"large_{way}", ranks=4, **{way: True}))
+        for way in ("copied", "landing"):
+            cases.append(Case(operation, fp8, f"uneven_{way}", ranks=4, **UNEVEN[4], **{way: True}))
+        for ranks in (2, 8):
+            cases.append(Case(operation, fp8, "uneven", ranks=ranks, **UNEVEN[ranks]))
+        cases.append(Case(operation, fp8, "large", ranks=4, transport="nvshmem"))
+        cases.append(Case(operation, fp8, "large", ranks=4))  # beside those with marks, and over NVSHMEM
+        cases.append(Case(operation, "float8_e5m2", ranks=4))
+    for operation in REDUCTIONS:  # between two ranks FP8 is never interleaved by rule
+        cases.append(Case(operation, fp8, "large_interleaved", ranks=4, interleaved=True))
+    for label, shape in shapes.items():
         for scales in ("row", "tensor"):
-            cases.append(Case("matmul", "float8_e4m3fn", f"{label}_{scales}", shape, scales=scales))
-        cases.append(Case("matmul", "float8_e4m3fn", f"{label}_precise", shape, precise=True))
-        cases.append(Case("matmul", "float8_e4m3fn", f"{label}_float32", shape, out="float32"))
+            cases.append(Case("matmul", fp8, f"{label}_{scales}", shape, scales=scales))
+        cases.append(Case("matmul", fp8, f"{label}_precise", shape, precise=True))
+        cases.append(Case("matmul", fp8, f"{label}_float32", shape, out="float32"))
     for activation in ("relu", "gelu", "gelu_tanh", "silu"):
-        cases.append(Case("matmul", "float8_e4m3fn", label=activation, activation=activation, bias=True))
+        cases.append(Case("matmul", fp8, label=activation, activation=activation, bias=True))
     cases.append(Case("matmul", "float8_e5m2"))
     return cases
 
@@ -613,8 +630,9 @@ def _call(case: Case):
             else:
                 if case.copied or case.interleaved or case.landing or case.parts or case.put_block:
                     config = overlap_config(ctx, case.operation, M, N, K, dtype, gemm.layout_of(*operands[:2]))
-                    stored = [given or dtype for name, given in options.items() if name.endswith("dtype")]
-                    config = with_room_for(config, max(stored, key=lambda each: each.itemsize), dtype)
+                    usual, how = result_dtype(dtype), gemm.precision(dtype, not case.precise)
+                    stored = [given or usual for name, given in options.items() if name.endswith("dtype")]
+                    config = with_room_for(config, max(stored, key=lambda each: each.itemsize), dtype, how)
                     if case.copied:
                         config = replace(config, num_comm=0)
                     if case.interleaved:

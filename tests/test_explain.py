@@ -78,6 +78,24 @@ def test_the_command_says_that_fp32_is_plain(capsys):
     assert answer["path"] == "plain" and "takes plain: torch multiplies fp32 so much faster on NVIDIA H200" in said
 
 
+@pytest.mark.quick
+def test_the_command_knows_fp8_and_refuses_what_has_none(capsys):
+    times = {}
+    for dtype in ("bf16", "fp8"):
+        _, answers = explain(f"all --shape llama70b-qkv --ranks 2 --dtype {dtype}", capsys)
+        times[dtype] = {answer["operation"]: answer["ways"][0] for answer in answers}
+    for operation, taken in times["fp8"].items():
+        assert taken["gemm_us"] < 0.6 * times["bf16"][operation]["gemm_us"] and "x128" in taken["how"]
+    for arguments, words in (
+        ("matmul --shape 8x8x24", "multiple of 16, but here it is 24"),
+        ("matmul_all_reduce --shape 64x64x1000 --ranks 2", "multiple of 16, but here it is 500"),
+        ("all --shape 8192x8192x8192 --gpu A6000", "NVIDIA RTX A6000 has no float8 arithmetic"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main(["explain", *arguments.split(), "--dtype", "fp8"])
+        assert words in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.ranks(2)
 def test_explain_predicts_each_way_on_a_gpu_as_the_command_does(ctx, monkeypatch):
     choice = tkernels.explain("matmul_all_reduce", 8192, 8192, 8192, ctx=ctx)

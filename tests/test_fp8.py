@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transports import Operators
+from transports import Operators, every_path, into_landing, poison_workspace, poisoned_memory
 
 import tkernels
 from tkernels import gemm
@@ -157,22 +157,23 @@ def test_matmul_reads_scales_on_the_device_alone():
 def test_matmul_is_an_operator_that_torch_compile_sees():
     x, w = integers((16, 32), E4M3, 1, -8, 8, DEVICE), integers((24, 32), E4M3, 2, -8, 8, DEVICE)
     bias, scales = integers(24, BF16, 3, device=DEVICE), (powers(16, 4), powers(24, 5))
-    arguments = x, w, *scales, bias, "relu", torch.float32, True
-    checks = "test_faketensor", "test_aot_dispatch_dynamic"  # the third compares values of FP8, which torch can't
-    torch.library.opcheck(torch.ops.tkernels.scaled_matmul.default, arguments, test_utils=checks)
 
     def product(x, w, x_scale, w_scale):
         return tkernels.matmul(x, w, bias, "relu", x_scale=x_scale, w_scale=w_scale) + 1
 
+    eager = product(x, w, *scales)
+    arguments = x, w, *scales, bias, "relu", torch.float32, True
+    checks = "test_faketensor", "test_aot_dispatch_dynamic"  # the third compares values of FP8, which torch can't
+    torch.library.opcheck(torch.ops.tkernels.scaled_matmul.default, arguments, test_utils=checks)
     compiled = torch.compile(product, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(x, w, *scales), product(x, w, *scales))
+    assert torch.equal(compiled(x, w, *scales), eager)
 
 
 def test_matmul_refuses_by_name_what_it_does_not_take():
     x, w = integers((16, 32), E4M3, 1, -8, 8, DEVICE), integers((16, 32), E4M3, 2, -8, 8, DEVICE)
     one = torch.ones(1, device=DEVICE)
     for operands, options, error, words in (
-        ((x, w), {}, TypeError, "x_scale and w_scale is missing|x_scale and w_scale are missing"),
+        ((x, w), {}, TypeError, "x_scale and w_scale are missing"),
         ((x, w), {"x_scale": one}, TypeError, "w_scale is missing"),
         ((x, w), {"x_scale": one, "w_scale": 2.0}, TypeError, "w_scale=2.0 must be a tensor"),
         ((x.to(BF16), w.to(BF16)), {"x_scale": one, "w_scale": one}, TypeError, "are of float8 operands, but x is"),
@@ -205,3 +206,116 @@ def test_product_way_of_fp8(changes, way, tiles):
     taken, config = product_way(problem)
     assert taken == way
     assert config is None if tiles is None else (config.block_m, config.block_n, config.block_k) == tiles
+
+
+# Operations of several ranks.
+
+UNEVEN = {2: [((33, 32), 40, 48), ((0, 65), 33, 64), ((1, 0), 16, 32), ((1, 1), 8, 16)], 3: [((33, 0, 5), 24, 32)]}
+
+
+def sharded(ctx, rows, N, K, seed, by_row=True):
+    """This rank's x_shard_m and w with their scales, and bias, different on every rank; and x and its scales whole."""
+    own = slice(sum(rows[: ctx.rank]), sum(rows[: ctx.rank + 1]))
+    x = integers((sum(rows), K), E4M3, seed, -8, 8, ctx.device)
+    x_scale = powers(sum(rows), seed + 1, -2, 2).to(ctx.device)
+    if not by_row:  # one a shard, which differs between them
+        x_scale = torch.cat([x_scale.new_full((count,), 2.0 ** (rank - 1)) for rank, count in enumerate(rows)])
+    w, w_scale = integers((N, K), E4M3, seed + 2 + ctx.rank, -8, 8, ctx.device), powers(N, seed + 5 + ctx.rank, -2, 2)
+    bias = integers(N, BF16, seed + 10 + ctx.rank, device=ctx.device)
+    own_scale = x_scale[own].view(-1, 1) if by_row else x_scale.new_full((), 2.0 ** (ctx.rank - 1))
+    return x[own], own_scale, w, w_scale, bias, x, x_scale.view(-1, 1)
+
+
+@pytest.mark.ranks(2, 3)
+@every_path
+def test_all_gather_matmul_carries_the_scales_of_each_row_or_shard(ctx, path):
+    for seed, (rows, N, K) in enumerate(UNEVEN[ctx.size]):
+        for by_row in (True, False):
+            x_shard, own_scale, w, w_scale, bias, x, x_scale = sharded(ctx, rows, N, K, seed, by_row)
+            poison_workspace(ctx)
+            scales = {"x_scale": own_scale, "w_scale": w_scale}
+            with poisoned_memory():
+                y, gathered, gathered_scales = tkernels.all_gather_matmul(
+                    x_shard, w, bias, "relu", True, **scales, rows=rows, path=path, ctx=ctx
+                )
+                plain = tkernels.all_gather_matmul(
+                    x_shard, w, **scales, rows=rows, path=path, ctx=ctx, out_dtype=torch.float32, fast_accum=False
+                )
+            assert torch.equal(y, truth(x, w, x_scale, w_scale, bias, "relu").to(BF16)), (rows, by_row)
+            assert torch.equal(plain, truth(x, w, x_scale, w_scale).float())
+            assert torch.equal(gathered.float(), x.float()) and torch.equal(gathered_scales, x_scale)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("num_comm", [0, 1], ids=["copies", "landing"])
+def test_all_gather_matmul_carries_scales_to_where_copies_go(ctx, num_comm):
+    for seed, rows in enumerate([(70, 66), (0, 33), (1, 1)]):
+        x_shard, own_scale, w, w_scale, bias, x, x_scale = sharded(ctx, rows, 40, 48, seed)
+        poison_workspace(ctx)
+        options = {"x_scale": own_scale, "w_scale": w_scale, "rows": rows, "return_gathered": "borrowed"}
+        results = into_landing(num_comm, ctx, "all_gather_matmul", x_shard, w, bias, **options)
+        y, gathered, gathered_scales = (each.clone() for each in results)
+        assert torch.equal(y, truth(x, w, x_scale, w_scale, bias).to(BF16)), rows
+        assert torch.equal(gathered.float(), x.float()) and torch.equal(gathered_scales, x_scale)
+
+
+@pytest.mark.ranks(2, 3)
+@every_path
+@pytest.mark.parametrize("gather", [False, True], ids=["matmul_reduce_scatter", "matmul_all_reduce"])
+def test_reductions_scale_each_part_of_k_before_they_send_it(ctx, path, gather):
+    for seed, (rows, N, K) in enumerate(UNEVEN[ctx.size]):
+        M, mine = sum(rows), 100 * (seed + 1) + 10 * ctx.rank
+        x, w = integers((M, K), E4M3, mine, -8, 8, ctx.device), integers((N, K), E4M3, mine + 1, -8, 8, ctx.device)
+        x_scale, w_scale = (each.to(ctx.device) for each in (powers(M, mine + 2, -2, 2), powers(N, mine + 3, -2, 2)))
+        if seed % 2:
+            x_scale, w_scale = x_scale.new_full((1,), 2.0**ctx.rank), w_scale.new_full((), 0.5)
+        bias = integers(N, BF16, seed, device=ctx.device)
+        want = sum(ctx.group.gather(truth(x, w, x_scale, w_scale).cpu())).to(ctx.device)
+        want = (want + bias.double()).relu()
+        poison_workspace(ctx)
+        options = {"x_scale": x_scale, "w_scale": w_scale, "path": path, "ctx": ctx, "wire_dtype": torch.float32}
+        if gather:
+            y = tkernels.matmul_all_reduce(x, w, bias, "relu", **options)
+        else:
+            want = want.split(rows)[ctx.rank]
+            y = tkernels.matmul_reduce_scatter(x, w, bias, "relu", rows=rows, **options)
+        assert torch.equal(y, want.to(BF16)), (rows, N, K)
+
+
+@pytest.mark.ranks(2)
+def test_operators_are_seen_by_torch_compile_and_take_leading_dimensions(ctx):
+    x, w = integers((3, 8, 32), E4M3, ctx.rank, -8, 8, ctx.device), integers((16, 32), E4M3, 7, -8, 8, ctx.device)
+    x_scale, w_scale = powers(24, 8 + ctx.rank).view(3, 8, 1), powers(16, 9)
+
+    def products(x, w, x_scale, w_scale):
+        options = {"x_scale": x_scale, "w_scale": w_scale, "ctx": ctx}
+        gathered = tkernels.all_gather_matmul(x, w, None, None, True, gather_dim=1, **options)
+        scattered = tkernels.matmul_reduce_scatter(x, w, scatter_dim=1, out_dtype=torch.float32, **options)
+        return *gathered, scattered, tkernels.matmul_all_reduce(x, w, activation="relu", **options)
+
+    eager = products(x, w, x_scale, w_scale)
+    assert [tuple(each.shape) for each in eager] == [(3, 16, 16), (3, 16, 32), (3, 16, 1), (3, 4, 16), (3, 8, 16)]
+    parts = [torch.stack(ctx.group.gather(each.float().cpu()), 1).view(3, 16, -1).double() for each in (x, x_scale)]
+    want = truth(parts[0].view(48, 32), w.cpu(), parts[1].view(48), w_scale.cpu()).view(3, 16, 16).to(ctx.device)
+    assert torch.equal(eager[0], want.to(BF16)) and torch.equal(eager[1].double().cpu(), parts[0])
+    summed = want[:, :8] + want[:, 8:]
+    summed = summed.relu()
+    assert sqnr(eager[3].relu(), summed[:, 4 * ctx.rank : 4 * ctx.rank + 4]) > 45 < sqnr(eager[4], summed)
+    compiled = torch.compile(products, backend="aot_eager", fullgraph=True)(x, w, x_scale, w_scale)
+    assert all(map(torch.equal, eager[:1] + eager[2:], compiled[:1] + compiled[2:]))
+    assert torch.equal(eager[1].float(), compiled[1].float())
+
+
+@pytest.mark.ranks(2)
+def test_operations_refuse_by_name_what_they_do_not_take(ctx):
+    x, w = integers((16, 32), E4M3, 1, device=ctx.device), integers((16, 32), E4M3, 2, device=ctx.device)
+    scales = {"x_scale": torch.ones(1, device=ctx.device), "w_scale": torch.ones(1, device=ctx.device), "ctx": ctx}
+    with pytest.raises(TypeError, match="take one weight, not a list"):
+        tkernels.all_gather_matmul(x, [w, w], **scales)
+    with pytest.raises(TypeError, match="x_scale and w_scale are missing"):
+        tkernels.matmul_all_reduce(x, w, ctx=ctx)
+    with pytest.raises(TypeError, match="wire_dtype=torch.float16 must be torch.bfloat16 or float32"):
+        tkernels.matmul_reduce_scatter(x, w, wire_dtype=torch.float16, **scales)
+    for name in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
+        with pytest.raises(ValueError, match=f"{name}: products of float8 operands have no gradient"):
+            getattr(tkernels, name)(x, w, torch.ones(16, device=ctx.device, requires_grad=True), **scales)

@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 import tkernels
 from tkernels.choice import forget_choices
@@ -144,6 +145,16 @@ def test_the_example_of_tuning_runs(ctx, tmp_path):
     assert isinstance(change, str) and 0 < us <= default_us
     assert len((tmp_path / "tuned.jsonl").read_text().splitlines()) == 1
     forget_choices(ctx)
+
+
+@pytest.mark.ranks(2)
+def test_the_example_of_fp8_runs(ctx):
+    (block,) = (block for block in blocks("python", GUIDES["tkernels/README.md"]) if "gathered, scales" in block)
+    names = {}
+    exec(compile(block, "tkernels/README.md, FP8", "exec"), names)
+    y, again = names["multiply"](ctx)
+    assert y.shape == (32 * ctx.size, 48)
+    torch.testing.assert_close(y, again)
 
 
 @pytest.mark.ranks(2)

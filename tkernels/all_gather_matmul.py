@@ -8,6 +8,9 @@ all programs compute from the start. The tiles of this rank's own rows come firs
 peers' rows, in the order in which they arrive. A tile waits for its chunks once, before its first step along K, and not
 at all once everything has arrived. tkernels.overlap decides which program computes which tile, and which are split.
 
+Of FP8 rows the scales travel beside them, one for each row, behind the same signals or counts. They lie behind all rows
+in the inbox. A rank that has one scale for all of its rows sends it for each, so that ranks need not agree.
+
 The inbox is one of two that alternate by the epoch's parity (tkernels.comm.workspace explains why two are enough), or
 the landing, which the copy engine writes into (tkernels.comm.copies).
 """
@@ -22,14 +25,28 @@ import triton.language as tl
 from tkernels.comm.collectives import check_rows
 from tkernels.comm.context import Context
 from tkernels.comm.copies import Copies, Send, await_copies, begin_landing, end_launch
-from tkernels.comm.device import Mail, Net, begin_call, copy, count, operation, publish, put_signal, wait_signal
+from tkernels.comm.device import (
+    NVSHMEM,
+    Mail,
+    Net,
+    begin_call,
+    copy,
+    count,
+    fence,
+    operation,
+    publish,
+    put,
+    put_signal,
+    wait_signal,
+)
 from tkernels.comm.launch import PreparedLaunch
 from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark
-from tkernels.configs import OverlapConfig
+from tkernels.configs import OverlapConfig, result_dtype
 from tkernels.fused import FusedCall, Inbox
 from tkernels.gemm import (
     Matrix,
     Operand,
+    Scales,
     Tile,
     activation_reference,
     check_apart,
@@ -64,11 +81,12 @@ from tkernels.overlap import (
     wait_chunks,
     waves_of,
 )
-from tkernels.paths import plan_all_gather_matmul
+from tkernels.paths import plan_all_gather_matmul, plan_scaled_all_gather_matmul
 from tkernels.waves import Waves, plan_waves
 
 OP = operation("all_gather_matmul")
 
+SCALES_BLOCK = tl.constexpr(256)  # scales that a program sends at a step
 COLLECT_BYTES = 16 << 10  # of gathered rows that one program copies: 64 for each of 256 threads, all in flight
 
 
@@ -120,6 +138,7 @@ def all_gather_matmul_kernel(
     x, x_memory,  # [M/R, K]; its pointer, to contiguous rows
     gathered, inbox, parity_rows,  # [parity_rows + M, K]; its pointer
     w, w_row_stride, w_column_stride,  # [N/R, K]
+    x_scale, w_scale, gathered_scales,  # Scales, [M/R] and [1] or [N/R]; [parity_rows * K / 4 + M]
     bias, y, y_row_stride,  # [N/R]; [M, N/R]
     sums,  # [.., BLOCK_N], fp32: partial sums of the tiles that are split along K
     schedule, tiles_m,  # see tile_schedule
@@ -146,6 +165,12 @@ def all_gather_matmul_kernel(
                 target = (rank + 1 + i % (L.RANKS - 1)) % L.RANKS
                 row = tl.cast(chunk * chunk_rows, tl.int64)
                 mark(SEND, chunk, target, net, L)
+                if gathered_scales is not None:
+                    num_rows = tl.maximum(tl.minimum(rows - row, chunk_rows), 0)
+                    theirs = gathered_scales + tl.cast(parity_row, tl.int64) * K // 4 + first_row + row
+                    put(theirs, x_scale + row, num_rows, target, net, L, SCALES_BLOCK, 4)
+                    if L.TRANSPORT == NVSHMEM:
+                        fence(L)
                 put_signal(
                     inbox + (parity_row + first_row + row) * K, x_memory + row * K,
                     tl.maximum(tl.minimum(rows - row, chunk_rows), 0) * K,
@@ -207,7 +232,14 @@ def all_gather_matmul_kernel(
                         wait_signal(parts_done, part.count - 1, rank, 0, net, L)
                 mark(STORE, out_row, column, net, L)
                 slices = slices_of(total, T.BLOCK_M, T.BLOCK_N, T.SPLIT)
-                place = Place(out_row, valid, column, True, None, None)
+                scales = Scales(x_scale, w_scale)
+                if x_scale is not None:
+                    own_row = out_row - first_row
+                    at = gathered_scales + tl.cast(parity_row, tl.int64) * K // 4 + out_row
+                    if (own_row >= 0) & (own_row < rows):
+                        at = x_scale + own_row
+                    scales = Scales(at, w_scale)
+                place = Place(out_row, valid, column, True, None, None, scales, 0)
                 finish_tile(slices, place, part, sums, sums_row, result, net, L, T)
                 if T.PARTS:
                     if part.number < part.count - 1:
@@ -221,22 +253,26 @@ def all_gather_matmul_kernel(
 # fmt: on
 
 
+SCALES = "x_scale", "w_scale", "gathered_scales"  # arguments of the kernel
+
+
 class AllGatherMatmul(FusedCall):
     """A call of x_shard_m [M/R, K], w [N/R, K], bias [N/R], y [M, N/R] and, to be filled, the gathered x [M, K].
 
     Each of the last three may be None. Returns y, and x gathered if `return_gathered` or if it is filled, else None.
+    With Scales, as one more tensor, it also returns those of x gathered [M, 1], or None.
     """
 
     __slots__ = ()
 
     operation = "all_gather_matmul"
 
-    def shared(self, ctx: Context, x, w, bias, out, gathered) -> dict:
+    def shared(self, ctx: Context, x, w, bias, out, gathered, scales=None) -> dict:
         travel = self.config and tuple(self.config.wire)
         same = {"dtype": x.dtype, "K": x.shape[1], "path": self.path, "chunk_rows and landing": travel}
         return same | {"rows": tuple(map(int, self.rows or (x.shape[0],) * ctx.size))}
 
-    def checked(self, ctx: Context, x, w, out, gathered) -> "AllGatherMatmul":
+    def checked(self, ctx: Context, x, w, out, gathered, scales=None) -> "AllGatherMatmul":
         out_dtype = check_dtype(self.operation, "out_dtype", self.out_dtype, x.dtype)
         if self.return_gathered not in (False, True, "borrowed"):
             raise ValueError(
@@ -250,34 +286,44 @@ class AllGatherMatmul(FusedCall):
     def sent_shape(self, x, w) -> tuple[int, int]:
         return sum(self.rows), x.shape[1]
 
-    def without_sending(self, ctx: Context, x, w, bias, out, gathered):
+    def without_sending(self, ctx: Context, x, w, bias, out, gathered, scales=None):
         (M, K), N, out_dtype, return_gathered = self.sent_shape(x, w), w.shape[0], self.out_dtype, self.return_gathered
         if ctx.size == 1 or M == 0 or K == 0:
 
-            def run_locally(x, w, bias, out, gathered):
-                x = x if K else x.new_empty((M, 0))  # nothing to gather
-                y = self.multiply(x, w, bias, out)
+            def run_locally(x, w, bias, out, gathered, scales=None):
+                if not K:  # nothing to gather, nor to scale
+                    x, scales = x.new_empty((M, 0)), scales and Scales(scales.w.new_ones(1), scales.w)
+                y = self.multiply(x, w, bias, out, scales)
                 if return_gathered:
                     gathered = (x.new_empty((M, K)) if gathered is None else gathered).copy_(x)
-                return y, gathered
+                if scales is None:
+                    return y, gathered
+                return y, gathered, scales.by_row(M).x.clone().view(-1, 1) if return_gathered else None
 
             return run_locally
         if N == 0:  # the peers still need this rank's rows, so it multiplies by one row of zeros
             check_result(self.operation, out, x, (M, N), out_dtype)
-            run = self.prepare(ctx, x, w.new_zeros((1, K)), None, None, gathered)
 
-            def run_without_features(x, w, bias, out, gathered):
-                _, gathered = run(x, w.new_zeros((1, K)), None, None, gathered)
-                return x.new_empty((M, N), dtype=out_dtype) if out is None else out, gathered
+            def others(w, gathered, scales=None):
+                one = () if scales is None else (Scales(scales.x, scales.w.new_ones(1)),)
+                return w.new_zeros((1, K)), None, None, gathered, *one
+
+            run = self.prepare(ctx, x, *others(w, gathered, scales))
+
+            def run_without_features(x, w, bias, out, *gathered):
+                _, *gathered = run(x, *others(w, *gathered))
+                return x.new_empty((M, N), dtype=out_dtype) if out is None else out, *gathered
 
             return run_without_features
         return None
 
-    def plain(self, ctx: Context, x, w, bias, out, gathered):
+    def plain(self, ctx: Context, x, w, bias, out, gathered, scales=None):
+        if scales is not None:
+            return plan_scaled_all_gather_matmul(ctx, x, gathered, self)
         options = self.activation, self.return_gathered, self.rows, self.out_dtype, self.precision
         return plan_all_gather_matmul(ctx, x, w, bias, out, gathered, *options)
 
-    def fused(self, ctx: Context, x, w, bias, out, gathered):
+    def fused(self, ctx: Context, x, w, bias, out, gathered, scales=None):
         config = self.configured(ctx, x, w, self.out_dtype)
         if config.interleaved:
             raise ValueError(
@@ -296,7 +342,8 @@ class AllGatherMatmul(FusedCall):
         sent = rows[ctx.rank] * row_bytes * (ctx.size - 1)
         # Any tile may be split if it is among the last ones. Tiles of own rows come first: their rows need not arrive.
         waves = plan_waves(tiles, tiles, K, num_programs, config, sent, dtype=x.dtype)
-        workspace, inbox, parity_rows = Inbox.of(ctx, config, chunks, M, K, x.dtype)
+        numbers = 0 if scales is None else M
+        workspace, inbox, parity_rows, inbox_scales = Inbox.of(ctx, config, chunks, M, K, x.dtype, numbers)
         workspace.reserve(0, 0, num_counters=TILE_COUNTS.value)
         y = check_result(self.operation, out, x, (M, N), out_dtype)
 
@@ -307,48 +354,68 @@ class AllGatherMatmul(FusedCall):
         w_operand = Operand.of(w, gemm.block_n, gemm.block_k, gemm.use_tma)
         y_operand = Operand.of(y, gemm.block_m, gemm.block_n // gemm.split, gemm.use_tma and not ragged and N > 1)
         s_operand = sums_of(tiles - waves.whole, waves.splits, gemm)
-        first_row = sum(rows[: ctx.rank])
         aligned = row_bytes % 16 == 0 and x.data_ptr() % 16 == 0
+        # Elements of FP8 are sent as many bytes at a step as those of 16 bits.
+        put_block = config.copy_block(aligned, ctx.size) * result_dtype(x.dtype).itemsize // itemsize
+        tile = Tile.of(gemm, x_operand, w_operand, bias, activation, precision, waves.splits > 1, scales=scales)
+        varying, scale_arguments = ("x", "x_memory", "w", "bias", "y", "sums"), dict.fromkeys(SCALES)
+        if scales is not None:
+            tile = tile._replace(X_SCALE_STRIDE=tl.constexpr(1))
+            scale_arguments = dict(zip(SCALES, (*scales.by_row(rows[ctx.rank]), inbox_scales), strict=True))
+            varying += SCALES[:2]
         launch = ctx.bind_call(
             all_gather_matmul_kernel, num_programs, workspace,
             x=x_operand.argument, x_memory=x,
             gathered=g_operand.argument, inbox=inbox, parity_rows=parity_rows,
-            **w_operand.named("w"), bias=x if bias is None else bias, y=y_operand.argument, y_row_stride=N,
+            **w_operand.named("w"), **scale_arguments,
+            bias=x if bias is None else bias, y=y_operand.argument, y_row_stride=N,
             sums=s_operand.argument,
             schedule=schedule, tiles_m=tiles_m, **waves._asdict(), num_counters=TILE_COUNTS.value,
             first_row=first_row, rows=rows[ctx.rank], N=N, K=K,
             num_comm=config.num_comm, chunks=chunks, chunk_rows=config.chunk_rows, sent_rows=config.sent_rows,
-            L=ctx.link(OP), EVEN=are_even(rows, config),
-            T=Tile.of(gemm, x_operand, w_operand, bias, activation, precision, waves.splits > 1),
-            S=Sending.of(config, config.copy_block(aligned, ctx.size), 16 if aligned else itemsize),
+            L=ctx.link(OP), EVEN=are_even(rows, config), T=tile,
+            S=Sending.of(config, put_block, 16 if aligned else itemsize),
             num_warps=gemm.num_warps, num_stages=stages_of(gemm, waves.splits), maxnreg=config.max_registers,
-            landing=config.landing, copied=config.copied, varying=("x", "x_memory", "w", "bias", "y", "sums"),
+            landing=config.landing, copied=config.copied, varying=varying,
         )  # fmt: skip
-        copies = Copies(ctx, workspace, _sends(ctx, rows, row_bytes, chunks, config)) if config.copied else None
+        copies = None
+        if config.copied:
+            copies = Copies(ctx, workspace, _sends(ctx, rows, row_bytes, chunks, config, scales is not None))
         make_sums = sums_maker(s_operand, x.device)
         borrowed = self.return_gathered == "borrowed" and config.landing  # of two inboxes only the device knows which
-        collect = None
+        collect = collect_scales = None
         if self.return_gathered and not borrowed:
             collect = _collect(workspace.state, inbox, parity_rows, x, gathered, first_row, M)
+            if scales is not None:
+                own, parity = scales.by_row(rows[ctx.rank]).x.view(-1, 1), parity_rows * K // 4
+                collect_scales = _collect(workspace.state, inbox_scales, parity, own, None, first_row, M)
 
-        def run(x, w, bias, out, gathered):
+        def run(x, w, bias, out, gathered, scales=None):
             if gathered is not None and x.data_ptr() != gathered.data_ptr() + first_row * row_bytes:
                 check_apart("all_gather_matmul", gathered, "return_gathered", x_shard_m=x)
             x = x.contiguous()
             y = x.new_empty((M, N), dtype=out_dtype) if out is None else out
-            tensors = x, x, w, x if bias is None else bias.contiguous(), y, make_sums()
+            scales = () if scales is None else scales.by_row(x.shape[0])
+            tensors = x, x, w, x if bias is None else bias.contiguous(), y, make_sums(), *scales
             if copies is None:
                 launch(*tensors)
             else:
-                copies.beside(functools.partial(launch, *tensors), x)
+                copies.beside(functools.partial(launch, *tensors), x, *scales[:1])
+            gathered_scales = None
             if borrowed:
                 # No peer writes there before this rank has entered the next call.
                 inbox[first_row : first_row + x.shape[0]].copy_(x.detach())
-                return y, inbox
-            if collect is not None:
+                gathered = inbox
+                if scales:
+                    gathered_scales = inbox_scales[:M].view(-1, 1)
+                    gathered_scales[first_row : first_row + x.shape[0], 0].copy_(scales.x)
+            elif collect is not None:
                 gathered = x.new_empty((M, K)) if gathered is None else gathered
                 collect(x, gathered)
-            return y, gathered
+                if scales:
+                    gathered_scales = scales.x.new_empty((M, 1))
+                    collect_scales(scales.x, gathered_scales)
+            return (y, gathered, gathered_scales) if scales else (y, gathered)
 
         return run
 
@@ -400,9 +467,10 @@ def _schedule(ctx: Context, rows, config: OverlapConfig) -> list[int]:
     return tile_schedule(rows, [ctx.rank], config) + tile_schedule(rows, peers, config)
 
 
-def _sends(ctx: Context, rows, row_bytes: int, chunks: int, config: OverlapConfig) -> list[Send]:
+def _sends(ctx: Context, rows, row_bytes: int, chunks: int, config: OverlapConfig, scaled: bool = False) -> list[Send]:
     """This rank's sends by the copy engine, in order of rows, each copy to all peers, the next rank first.
 
+    scaled: the scales of all rows come with the first ones.
     The last copy raises a peer's count of delivered chunks to `chunks`. A rank without rows sends nothing: peers only
     wait until it has entered the call.
     """
@@ -411,6 +479,8 @@ def _sends(ctx: Context, rows, row_bytes: int, chunks: int, config: OverlapConfi
         end = min(row + config.sent_rows, own)
         for step in range(1, ctx.size):
             target, to = (ctx.rank + step) % ctx.size, (first_row + row) * row_bytes
+            if scaled and row == 0:
+                sends.append(Send(target, 1, 0, sum(rows) * row_bytes + 4 * first_row, 4 * own, ctx.rank, None))
             delivered = chunks if end == own else end // config.chunk_rows
             sends.append(Send(target, 0, row * row_bytes, to, (end - row) * row_bytes, ctx.rank, delivered))
     return sends

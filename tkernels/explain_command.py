@@ -32,19 +32,21 @@ def add_arguments(parser: argparse.ArgumentParser):
         "default: H200",
     )  # fmt: skip
     parser.add_argument(
-        "--dtype", choices=("bf16", "fp16", "fp32", "tf32"), default="bf16",
-        help="tf32: fp32 where torch's switches allow TF32; default: bf16",
+        "--dtype", choices=("bf16", "fp16", "fp32", "tf32", "fp8"), default="bf16",
+        help="tf32: fp32 where torch's switches allow TF32; fp8: e4m3 with fast accumulation; default: bf16",
     )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns 0. Raises argparse.ArgumentError."""
+    import torch
     from rich.console import Console
 
     from tkernels import model, shapes
     from tkernels.gpus import GPUS, KNOWN
-    from tkernels.paths import by_rule, explain_product, local_sizes, usual_layout, usual_product, ways_of
+    from tkernels.paths import by_rule, check_depth, explain_product, local_sizes, usual_layout, usual_product, ways_of
 
+    dtype = (shapes.DTYPES | {"tf32": torch.float32, "fp8": torch.float8_e4m3fn})[arguments.dtype]
     found = rows_named(arguments.gpu)
     try:
         if arguments.operation not in (*model.FUSED, "matmul", "all"):
@@ -57,10 +59,14 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError("one rank multiplies alone: there is nothing to overlap; give --ranks of 2 or more")
         operations = model.FUSED if arguments.operation == "all" else (arguments.operation,)
         asked = shapes.find(operations, arguments.shape.split(","))
-    except ValueError as error:
+        found[0].rate(dtype)
+        for operation, named in asked.items():
+            ranks = 1 if operation == "matmul" else arguments.ranks
+            for sizes in named.values():
+                check_depth(local_sizes(operation, *sizes, ranks)[2], dtype)
+    except (ValueError, TypeError) as error:
         raise argparse.ArgumentError(None, str(error)) from None
     (gpu,), ranks, answers = found, 1 if arguments.operation == "matmul" else arguments.ranks, []
-    dtype = shapes.DTYPES[arguments.dtype.replace("tf32", "fp32")]
     precision = "tf32" if arguments.dtype == "tf32" else "ieee"
     console = Console(stderr=arguments.json == "-", highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     for operation, named in asked.items():
@@ -71,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
                 local = local_sizes(operation, M, N, K, ranks)
                 layout = usual_layout(*local, dtype)
                 problem = model.Problem(operation, *local, dtype, layout, ranks, gpu.sms, gpu, precision=precision)
-                width = problem.row_bytes // dtype.itemsize
+                width = N if operation != model.GATHER else K
                 choice = by_rule(operation, M, width, dtype, ranks, precision, gpu)
                 choice = replace(choice, ways=ways_of(problem, choice.path))
             ways = choice.ways

@@ -14,7 +14,7 @@ from tkernels.choice import overlap_config
 from tkernels.comm.context import Context
 from tkernels.comm.workspace import Workspace
 from tkernels.configs import OverlapConfig, with_room_for
-from tkernels.gemm import check_operands, layout_of, matmul
+from tkernels.gemm import Scales, check_operands, layout_of, matmul
 from tkernels.overlap import check_mapped
 from tkernels.paths import choose_path
 
@@ -22,7 +22,8 @@ from tkernels.paths import choose_path
 class FusedCall(NamedTuple):
     """A call of the tensors x, w, bias and out; the last two may be None. The public functions describe its options.
 
-    precision: how fp32 operands are multiplied, as gemm.precision says it.
+    Operands of FP8 come with Scales as the last tensor. Those of x may be one number, which may differ between ranks.
+    precision: how operands are multiplied, as gemm.precision says it.
 
     The class of an operation has its name as `operation`, `shared` as `comm.calls.Call` wants it, and five methods. All
     but `sent_shape` take the context and the tensors, and all but `checked` are called on what that returns:
@@ -43,7 +44,8 @@ class FusedCall(NamedTuple):
 
     def prepare(self, ctx: Context, x, w, bias, *results):
         """The function of tensors like these that carries out the call; see `comm.calls.Call`."""
-        check_operands(self.operation, x, w, bias, self.activation, ctx.device)
+        scales = results[-1] if isinstance(results[-1], Scales) else None
+        check_operands(self.operation, x, w, bias, self.activation, ctx.device, scales)
         call = self.checked(ctx, x, w, *results)
         path = choose_path(ctx, self.operation, *call.sent_shape(x, w), x.dtype, self.path, self.config, self.precision)
         call = call._replace(path=path)
@@ -52,10 +54,11 @@ class FusedCall(NamedTuple):
             carry_out = (call.plain if path == "plain" else call.fused)(ctx, x, w, bias, *results)
         return carry_out
 
-    def multiply(self, x, w, bias, out) -> torch.Tensor:
+    def multiply(self, x, w, bias, out, scales=None) -> torch.Tensor:
         """The product on this rank alone."""
-        config = self.config.gemm if self.config else None
-        return matmul(x, w, bias, self.activation, out=out, out_dtype=self.out_dtype, config=config)
+        options = {"out_dtype": self.out_dtype, "config": self.config.gemm if self.config else None}
+        options |= {"scales": scales, "fast_accum": self.precision != "promoted"}
+        return matmul(x, w, bias, self.activation, out=out, **options)
 
     def configured(self, ctx: Context, x, w, stored: torch.dtype) -> OverlapConfig:
         """The configuration of the fused kernel. stored: the widest dtype that it stores tiles in."""
@@ -63,7 +66,7 @@ class FusedCall(NamedTuple):
         if config is None:
             M, (N, K) = self.sent_shape(x, w)[0], w.shape
             config = overlap_config(ctx, self.operation, M, N, K, x.dtype, layout_of(x, w))
-            config = with_room_for(config, stored, x.dtype)
+            config = with_room_for(config, stored, x.dtype, self.precision)
         check_mapped(self.operation, ctx, config)
         return config
 
@@ -73,16 +76,21 @@ class Inbox(NamedTuple):
 
     matrix: [parity_rows + rows, columns], both of the inboxes that alternate, or the landing.
     parity_rows: row at which the second inbox begins; 0: there is only the landing.
+    behind: what lies behind the rows of the first inbox, and behind those of the second, in fp32.
     """
 
     workspace: Workspace
     matrix: torch.Tensor
     parity_rows: int
+    behind: torch.Tensor
 
     @classmethod
-    def of(cls, ctx: Context, config: OverlapConfig, chunks: int, rows: int, columns: int, dtype) -> "Inbox":
+    def of(
+        cls, ctx: Context, config: OverlapConfig, chunks: int, rows: int, columns: int, dtype, numbers: int = 0
+    ) -> "Inbox":  # fmt: skip
+        """numbers: so many of fp32 lie behind the rows."""
         row_bytes = columns * dtype.itemsize
-        num_bytes = max(rows, 4) * row_bytes
+        num_bytes = max(rows, 4) * row_bytes + 4 * numbers
         if config.landing:
             workspace = ctx.workspace().reserve(0, chunks, landing_bytes=num_bytes)
             memory, parity_rows = workspace.landing, 0
@@ -92,5 +100,7 @@ class Inbox(NamedTuple):
             # rows may be fp32, and two 16-bit rows are whole fp32 words.
             memory, parity_rows = workspace.inbox, triton.cdiv(workspace.inbox_bytes, row_bytes)
             parity_rows += parity_rows % 2
-        matrix = memory[: (parity_rows + rows) * row_bytes].view(dtype).view(-1, columns)
-        return cls(workspace, matrix, parity_rows)
+        end = (parity_rows + rows) * row_bytes
+        matrix = memory[:end].view(dtype).view(-1, columns)
+        behind = memory[rows * row_bytes : end + 4 * numbers] if numbers else memory[:0]
+        return cls(workspace, matrix, parity_rows, behind.view(torch.float32))

@@ -61,6 +61,10 @@ class Scales(NamedTuple):
     def contiguous(self) -> "Scales":
         return Scales(self.x.contiguous(), self.w.contiguous())
 
+    def by_row(self, rows: int) -> "Scales":
+        """The same, where x has one for each of its rows."""
+        return Scales(self.x.reshape(-1).expand(rows).contiguous(), self.w.contiguous())
+
 
 class Tile(NamedTuple):
     """The constants of a product, one argument of its kernel: how its tiles are loaded, multiplied and finished.

@@ -8,8 +8,8 @@ owner's inbox, followed by a signal; or the copy engine sends several chunks at 
 waits for a whole chunk: each sends its own finished tile while it computes the next one, and the program that sends a
 chunk's last tile signals. Tiles of this rank's own rows come last: their epilogue adds the peers' partial sums from the
 inbox, in a fixed order of ranks, then bias and activation.
-Partial sums are sent in the operands' dtype, or in fp32 on request, and are added in fp32. The result has the same bits
-on every run.
+Partial sums are sent in the operands' dtype (bf16 of FP8), or in fp32 on request, and are added in fp32. Those of FP8
+are scaled before, as scales are of this rank's part of K. The result has the same bits on every run.
 
 With GATHER, the same kernel is `matmul_all_reduce`. It also sends the finished chunks of this rank's rows to every
 peer: by the copy engine; or by the comm programs, joined by every program that has no tile left; or, interleaved, tile
@@ -47,11 +47,12 @@ from tkernels.comm.device import (
     wait_signal,
 )
 from tkernels.comm.marks import COLLECT, COMPUTE, SEND, STORE, WAIT, end_marks, mark
-from tkernels.configs import OverlapConfig
+from tkernels.configs import OverlapConfig, result_dtype
 from tkernels.fused import FusedCall, Inbox
 from tkernels.gemm import (
     Matrix,
     Operand,
+    Scales,
     Tile,
     activation_reference,
     check_dtype,
@@ -216,6 +217,7 @@ def send_tile(index, peers_entered, tiles, rows, result, mail, net, L, T, S):
 def matmul_reduce_kernel(
     x, x_row_stride, x_column_stride,  # [M, K/R]
     w, w_row_stride, w_column_stride,  # [N, K/R]
+    x_scale, w_scale,  # Scales
     bias, y, y_memory,  # [N]; [M/R, N], or [M, N] with GATHER; its pointer
     outbox, outbox_memory,  # [M - own rows, N], the peers' rows only; its pointer
     partials, inbox, parity_rows, part_stride,  # [parity_rows + R * part_stride (+ room for y), N]; its pointer
@@ -345,7 +347,8 @@ def matmul_reduce_kernel(
                 if not own:  # the outbox holds the rows after this rank's own, then those before
                     out_row = (x_row - own_end + M) % M
                 slices = slices_of(total, T.BLOCK_M, T.BLOCK_N, T.SPLIT)
-                place = Place(out_row, valid, column, own, parity_row + row, part_stride)
+                scales = Scales(x_scale, w_scale)
+                place = Place(out_row, valid, column, own, parity_row + row, part_stride, scales, x_row)
                 finish_tile(slices, place, part, sums, sums_row, result, net, L, T)
                 if S.GATHER or not own or part.number < part.count - 1:
                     if S.INTERLEAVED:  # then no tile is split
@@ -413,47 +416,52 @@ def matmul_reduce_kernel(
 
 
 class MatmulReduceScatter(FusedCall):
-    """A call of x_shard_k [M, K/R], w_shard_k [N, K/R], bias [N] and y [M/R, N]; each of the last two may be None."""
+    """A call of x_shard_k [M, K/R], w_shard_k [N, K/R], bias [N] and y [M/R, N]; each of the last two may be None.
+
+    Operands of FP8 come with Scales, of this rank's part of K.
+    """
 
     __slots__ = ()
 
     operation, number, gather = "matmul_reduce_scatter", OP.value, False  # gather: finished rows go to all ranks
 
-    def shared(self, ctx: Context, x, w, bias, out) -> dict:
-        same = {"dtype": x.dtype, "M": x.shape[0], "N": w.shape[0], "bias": bias is not None}
-        same |= {"activation": self.activation, "out_dtype": self.out_dtype or x.dtype}
-        same |= {"wire_dtype": self.wire_dtype or x.dtype, "path": self.path}
+    def shared(self, ctx: Context, x, w, bias, out, scales=None) -> dict:
+        usual = result_dtype(x.dtype)  # of FP8, a rank's operands may be of either kind
+        same = {"dtype": usual if scales is None else "float8", "M": x.shape[0], "N": w.shape[0]}
+        same |= {"bias": bias is not None, "activation": self.activation, "out_dtype": self.out_dtype or usual}
+        same |= {"wire_dtype": self.wire_dtype or usual, "path": self.path}
         same |= {"chunk_rows and landing": self.config and tuple(self.config.wire)}
         return same | {"rows": tuple(map(int, self.rows or split_rows(x.shape[0], ctx.size)))}
 
-    def checked(self, ctx: Context, x, w, out) -> "MatmulReduceScatter":
+    def checked(self, ctx: Context, x, w, out, scales=None) -> "MatmulReduceScatter":
         name, M = self.operation, x.shape[0]
         rows = split_rows(M, ctx.size) if self.gather else check_rows(name, ctx, self.rows, total=M)
         out_dtype = check_dtype(name, "out_dtype", self.out_dtype, x.dtype)
-        wire_dtype = check_dtype(name, "wire_dtype", self.wire_dtype, x.dtype)
+        wire_dtype = check_dtype(name, "wire_dtype", self.wire_dtype, x.dtype, fp8=(torch.bfloat16,))
         return self._replace(rows=rows, out_dtype=out_dtype, wire_dtype=wire_dtype)
 
     def sent_shape(self, x, w) -> tuple[int, int]:
         return x.shape[0], w.shape[0]
 
-    def without_sending(self, ctx: Context, x, w, bias, out):
+    def without_sending(self, ctx: Context, x, w, bias, out, scales=None):
         (M, N), out_dtype = self.sent_shape(x, w), self.out_dtype
         if ctx.size == 1 or M == 0:
             return self.multiply
         if N == 0:
             shape = M if self.gather else self.rows[ctx.rank], N
             check_result(self.operation, out, x, shape, out_dtype)
-            return lambda x, w, bias, out: x.new_empty(shape, dtype=out_dtype) if out is None else out
+            return lambda x, w, bias, out, *_: x.new_empty(shape, dtype=out_dtype) if out is None else out
         if x.shape[1] == 0:  # an empty part of K: this rank's partial sums are zeros
-            run = self.prepare(ctx, zeros_along_k(x), zeros_along_k(w), bias, out)
-            return lambda x, w, bias, out: run(zeros_along_k(x), zeros_along_k(w), bias, out)
+            others = () if scales is None else (scales,)
+            run = self.prepare(ctx, zeros_along_k(x), zeros_along_k(w), bias, out, *others)
+            return lambda x, w, *others: run(zeros_along_k(x), zeros_along_k(w), *others)
         return None
 
-    def plain(self, ctx: Context, x, w, bias, out):
+    def plain(self, ctx: Context, x, w, bias, out, scales=None):
         options = self.activation, self.rows, self.out_dtype, self.wire_dtype, self.gather, self.precision
         return plan_matmul_reduce(ctx, x, w, bias, out, *options)
 
-    def fused(self, ctx: Context, x, w, bias, out):
+    def fused(self, ctx: Context, x, w, bias, out, scales=None):
         rows, gather, out_dtype, wire_dtype = self.rows, self.gather, self.out_dtype, self.wire_dtype
         activation, precision = self.activation, self.precision
         (M, K), N, itemsize = x.shape, w.shape[0], wire_dtype.itemsize
@@ -479,7 +487,7 @@ class MatmulReduceScatter(FusedCall):
         if gather:  # the finished rows of y, in its own dtype
             inbox_rows += triton.cdiv(M * out_dtype.itemsize, itemsize)
         chunks = max(num_chunks(part, config) for part in rows)
-        workspace, inbox, parity_rows = Inbox.of(ctx, config, chunks, inbox_rows, N, wire_dtype)
+        workspace, inbox, parity_rows, _ = Inbox.of(ctx, config, chunks, inbox_rows, N, wire_dtype)
         # The counters are indexed with the workspace's num_chunks, which may be larger than this call's.
         num_counters = TILE_COUNTS.value + ctx.size * workspace.num_chunks
         workspace.reserve(0, 0, num_counters=num_counters)
@@ -505,11 +513,16 @@ class MatmulReduceScatter(FusedCall):
         o_operand = Operand.of(outbox, *box, store_tma)
         s_operand = sums_of(tiles - waves.whole, waves.splits, gemm)
         p_operand = Operand.of(inbox, *box, gemm.use_tma and N > 1)
-        # Wider elements take no more bytes a step, and so no more registers, than elements of the operands' dtype.
-        put_block = config.copy_block(aligned, ctx.size) * x.element_size() // max(x.element_size(), *travels)
+        # Wider elements take no more bytes a step, and so no more registers, than elements of the usual dtype.
+        usual, (x_scale, w_scale) = result_dtype(x.dtype).itemsize, scales or (None, None)
+        put_block = config.copy_block(aligned, ctx.size) * usual // max(usual, *travels)
+        tile = Tile.of(
+            gemm, x_operand, w_operand, bias, activation, precision, waves.splits > 1, own_group(config), scales
+        )
+        varying = "x", "w", "bias", "y", "y_memory", "outbox", "outbox_memory", "sums"
         launch = ctx.bind_call(
             matmul_reduce_kernel, num_programs, workspace,
-            **x_operand.named("x"), **w_operand.named("w"),
+            **x_operand.named("x"), **w_operand.named("w"), x_scale=x_scale, w_scale=w_scale,
             bias=x if bias is None else bias, y=y_operand.argument, y_memory=y,
             outbox=o_operand.argument, outbox_memory=outbox,
             partials=p_operand.argument, inbox=inbox, parity_rows=parity_rows, part_stride=part_stride,
@@ -519,12 +532,11 @@ class MatmulReduceScatter(FusedCall):
             M=M, N=N, K=K, own_first=first_rows[ctx.rank], own_end=first_rows[ctx.rank + 1],
             num_comm=config.num_comm, own_chunks=num_chunks(rows[ctx.rank], config), chunk_rows=config.chunk_rows,
             sent_rows=config.sent_rows, piece_rows=math.gcd(config.chunk_rows, PIECE_ROWS),
-            L=ctx.link(self.number),
-            T=Tile.of(gemm, x_operand, w_operand, bias, activation, precision, waves.splits > 1, own_group(config)),
+            L=ctx.link(self.number), T=tile,
             S=Sending.of(config, put_block, 16 if aligned else min(travels), gather),
             num_warps=gemm.num_warps, num_stages=stages_of(gemm, waves.splits), maxnreg=config.max_registers,
             landing=config.landing, copied=config.copied,
-            varying=("x", "w", "bias", "y", "y_memory", "outbox", "outbox_memory", "sums"),
+            varying=varying + (("x_scale", "w_scale") if scales else ()),
         )  # fmt: skip
         copies = None
         if config.copied:
@@ -533,11 +545,12 @@ class MatmulReduceScatter(FusedCall):
             copies = Copies(ctx, workspace, _copied(ctx, rows, peers, config, *sizes))
         make_sums = sums_maker(s_operand, x.device)
 
-        def run(x, w, bias, out):
+        def run(x, w, bias, out, scales=None):
             x = x.contiguous() if straighten else x
             y = x.new_empty(shape, dtype=out_dtype) if out is None else out
             outbox = x.new_empty(outbox_shape, dtype=wire_dtype)  # reused in stream order, after all that reads it
             tensors = x, w, x if bias is None else bias.contiguous(), y, y, outbox, outbox, make_sums()
+            tensors += scales.contiguous() if scales else ()
             if copies is None:
                 launch(*tensors)
             else:

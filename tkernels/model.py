@@ -28,6 +28,7 @@ from tkernels.comm.runtime import HOPPER
 from tkernels.configs import (
     COPIES,
     DTYPES,
+    FP8,
     MAX_LOOK,
     MIN_CHUNK_ROWS,
     GemmConfig,
@@ -285,6 +286,8 @@ def _interleaved(problem: Problem, config: OverlapConfig, product_s: float) -> O
         return "among more than two ranks its steps spill registers"
     if not problem.tma or not config.gemm.use_tma or problem.dtype == FP32:
         return "not measured without TMA or in fp32"
+    if problem.dtype in FP8:
+        return "between two ranks its steps spill registers, as FP8 has scales besides"
     if product_s < wire_s:
         return f"tiles would wait for the link: the GEMM takes {1e6 * product_s:.0f} us, the wire {1e6 * wire_s:.0f}"
     return replace(config, num_comm=0, interleaved=True)

@@ -62,9 +62,10 @@ def _is_scaled(name: str, x, operands: dict, x_scale, w_scale) -> bool:
         return False
     given = {"x_scale": x_scale, "w_scale": w_scale} | operands
     if x_scale is None or w_scale is None:
-        missing = " and ".join(label for label in ("x_scale", "w_scale") if given[label] is None)
+        one = "x_scale is" if x_scale is None else "w_scale is"
+        missing = "x_scale and w_scale are" if x_scale is w_scale is None else one
         raise TypeError(
-            f"{name}: {missing} is missing: float8 operands come with both scales, fp32, for "
+            f"{name}: {missing} missing: float8 operands come with both scales, fp32, for "
             f"(x @ w.T) * x_scale * w_scale; pass torch.ones(1) where there is nothing to scale"
         )
     check_tensors(name, **{label: each for label, each in given.items() if each is not None})
@@ -172,6 +173,9 @@ def all_gather_matmul(
     activation: str | None = None,
     return_gathered: bool | str | torch.Tensor = False,
     *,
+    x_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
+    fast_accum: bool = True,
     gather_dim: int = 0,
     rows: tuple[int, ...] | None = None,
     out: torch.Tensor | None = None,
@@ -179,7 +183,7 @@ def all_gather_matmul(
     config: OverlapConfig | None = None,
     path: str | None = None,
     ctx: Context | None = None,
-) -> torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor | list[torch.Tensor], torch.Tensor]:
+) -> torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor | list[torch.Tensor], torch.Tensor, ...]:
     """Collective. y_shard_n = activation(all_gather(x_shard_m) @ w_shard_n.T + bias).
 
     x_shard_m [M/R, K], w_shard_n [N/R, K], bias [N/R] -> y_shard_n [M, N/R]. x_shard_m is read in place; a copy is made
@@ -203,6 +207,10 @@ def all_gather_matmul(
         fp32. None: the choice of `tkernels.explain`. All ranks must pass the same; backward takes the same path.
     fp32, fp16, bf16; accumulated in fp32. w_shard_n may be the view `w.t()` of a [K, N/R] matrix. A call with out,
     out_dtype, config, or a return_gathered that is no bool has no gradient.
+
+    FP8, as in matmul: half the bytes travel, and their scales beside them. x_scale is this rank's: one a row, [M/R, 1]
+    or [M/R], or one number for the shard, which may differ between ranks, so that no maximum need be reduced over them.
+    w_scale [1] or [N/R]. With return_gathered the result is (y_shard_n, x gathered, its scales [M, 1]).
     Raises ValueError or TypeError before the first signal, HeapExhaustedError if the context's heap has no room for a
     larger call, WaitTimeoutError if a peer did not answer in time.
     """
@@ -212,17 +220,35 @@ def all_gather_matmul(
         lengths = collectives.check_rows("all_gather_matmul", ctx, rows, own=lead.sizes[0])
         into, options = lead.memory("return_gathered", return_gathered), {"out_dtype": out_dtype, "config": config}
         options |= {"rows": lead.rows(lengths), "out": lead.memory("out", out), "path": path, "ctx": ctx}
+        options |= {"x_scale": lead.scale(x_scale), "w_scale": w_scale, "fast_accum": fast_accum}
         result = all_gather_matmul(lead.matrix(x_shard_m), w_shard_n, bias, activation, into, **options)
-        y, gathered = result if isinstance(result, tuple) else (result, None)
+        y, gathered, *scales = result if isinstance(result, tuple) else (result, None)
         if isinstance(y, list):
             y = [lead.back(each, sum(lengths)) for each in y]
         else:
             y = lead.back(y, sum(lengths)) if out is None else out
         if gathered is None:
             return y
-        return y, return_gathered if into is gathered else lead.back(gathered, sum(lengths))
+        scales = [lead.back(each, sum(lengths)) for each in scales]
+        return y, return_gathered if into is gathered else lead.back(gathered, sum(lengths)), *scales
     rows = collectives.check_rows("all_gather_matmul", ctx, rows, own=shape[0])
+    beside = {"w_shard_n": w_shard_n, "bias": bias, "out": out}
+    if type(w_shard_n) not in SEVERAL and _is_scaled("all_gather_matmul", x_shard_m, beside, x_scale, w_scale):
+        options = activation, out_dtype, fast_accum
+        if out is None and config is None and not isinstance(return_gathered, (str, torch.Tensor)):
+            options = *options, return_gathered, rows, ctx.name, path
+            results = ops.scaled_all_gather_matmul(x_shard_m, w_shard_n, x_scale, w_scale, bias, *options)
+            return tuple(results) if return_gathered else results[0]
+        into = return_gathered if isinstance(return_gathered, torch.Tensor) else None
+        check_apart("all_gather_matmul", out, x_shard_m=x_shard_m, w_shard_n=w_shard_n, bias=bias, return_gathered=into)
+        check_apart("all_gather_matmul", into, "return_gathered", w_shard_n=w_shard_n, bias=bias)
+        wanted, how = into is not None or return_gathered, precision(x_shard_m.dtype, fast_accum)
+        call = AllGatherMatmul(activation, rows, out_dtype, config, path, how, wanted)
+        results = ctx.call(call, x_shard_m, w_shard_n, bias, out, into, Scales(x_scale, w_scale))
+        return results if wanted else results[0]
     if type(w_shard_n) in SEVERAL:
+        if x_scale is not None or w_scale is not None or x_shard_m.dtype in FP8:
+            raise TypeError("all_gather_matmul: float8 operands take one weight, not a list; pass them one by one")
         beyond = out, out_dtype, config, return_gathered if isinstance(return_gathered, str | torch.Tensor) else None
         ws, biases = _several(w_shard_n, bias, beyond)
         fused, separate = _split_activation(activation, x_shard_m, *ws, *biases)
@@ -271,6 +297,9 @@ def matmul_reduce_scatter(
     bias: torch.Tensor | None = None,
     activation: str | None = None,
     *,
+    x_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
+    fast_accum: bool = True,
     scatter_dim: int = 0,
     rows: tuple[int, ...] | None = None,
     out: torch.Tensor | None = None,
@@ -290,16 +319,29 @@ def matmul_reduce_scatter(
     rows: every rank's row count; needed where M does not divide by R.
     wire_dtype: of the partial sums that are sent, the operands' dtype or float32. A call with it has no gradient.
     activation, out, out_dtype, config, path, dtypes, views of w_shard_k, exceptions: as all_gather_matmul.
+
+    FP8, as in matmul: x_scale [1] or [M, 1] and w_scale [1] or [N] are of this rank's part of K, and are applied before
+    partial sums are sent. wire_dtype: then bf16 by default, or float32.
     """
     ctx, shape = as_context(ctx, "matmul_reduce_scatter: ctx"), _shape("matmul_reduce_scatter", x_shard_k)
     if scatter_dim or len(shape) != 2:
         lead = Leading.of("matmul_reduce_scatter", x_shard_k, "scatter_dim", scatter_dim)
         lengths = collectives.check_rows("matmul_reduce_scatter", ctx, rows, total=lead.sizes[0])
         options = {"out_dtype": out_dtype, "wire_dtype": wire_dtype, "config": config, "path": path, "ctx": ctx}
-        options |= {"rows": lead.rows(lengths), "out": lead.memory("out", out)}
+        options |= {"rows": lead.rows(lengths), "out": lead.memory("out", out), "fast_accum": fast_accum}
+        options |= {"x_scale": lead.scale(x_scale), "w_scale": w_scale}
         y = matmul_reduce_scatter(lead.matrix(x_shard_k), w_shard_k, bias, activation, **options)
         return lead.back(y, lengths[ctx.rank]).contiguous() if out is None else out
     rows = collectives.check_rows("matmul_reduce_scatter", ctx, rows, total=shape[0])
+    beside = {"w_shard_k": w_shard_k, "bias": bias, "out": out}
+    if _is_scaled("matmul_reduce_scatter", x_shard_k, beside, x_scale, w_scale):
+        if out is None and config is None:
+            options = activation, out_dtype, wire_dtype, fast_accum, rows, ctx.name, path
+            return ops.scaled_matmul_reduce_scatter(x_shard_k, w_shard_k, x_scale, w_scale, bias, *options)
+        check_apart("matmul_reduce_scatter", out, x_shard_k=x_shard_k, w_shard_k=w_shard_k, bias=bias)
+        options = activation, rows, out_dtype, config, path, precision(x_shard_k.dtype, fast_accum)
+        call = MatmulReduceScatter(*options, wire_dtype=wire_dtype)
+        return ctx.call(call, x_shard_k, w_shard_k, bias, out, Scales(x_scale, w_scale))
     if out is None and out_dtype is None and wire_dtype is None and config is None:
         fused, separate = _split_activation(activation, x_shard_k, w_shard_k, bias)
         y = ops.matmul_reduce_scatter(x_shard_k, w_shard_k, bias, fused, rows, ctx.name, path)
@@ -317,6 +359,9 @@ def matmul_all_reduce(
     bias: torch.Tensor | None = None,
     activation: str | None = None,
     *,
+    x_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
+    fast_accum: bool = True,
     out_dtype: torch.dtype | None = None,
     wire_dtype: torch.dtype | None = None,
     config: OverlapConfig | None = None,
@@ -330,9 +375,17 @@ def matmul_all_reduce(
     """
     if isinstance(x_shard_k, torch.Tensor) and x_shard_k.dim() != 2:
         lead, options = Leading.of("matmul_all_reduce", x_shard_k), {"out_dtype": out_dtype, "wire_dtype": wire_dtype}
-        options |= {"config": config, "path": path, "ctx": ctx}
+        options |= {"config": config, "path": path, "ctx": ctx, "fast_accum": fast_accum}
+        options |= {"x_scale": lead.scale(x_scale), "w_scale": w_scale}
         return lead.back(matmul_all_reduce(lead.matrix(x_shard_k), w_shard_k, bias, activation, **options))
     ctx = as_context(ctx, "matmul_all_reduce: ctx")
+    if _is_scaled("matmul_all_reduce", x_shard_k, {"w_shard_k": w_shard_k, "bias": bias}, x_scale, w_scale):
+        if config is None:
+            options = activation, out_dtype, wire_dtype, fast_accum, ctx.name, path
+            return ops.scaled_matmul_all_reduce(x_shard_k, w_shard_k, x_scale, w_scale, bias, *options)
+        options = activation, None, out_dtype, config, path, precision(x_shard_k.dtype, fast_accum)
+        call = MatmulAllReduce(*options, wire_dtype=wire_dtype)
+        return ctx.call(call, x_shard_k, w_shard_k, bias, None, Scales(x_scale, w_scale))
     if out_dtype is None and wire_dtype is None and config is None:
         fused, separate = _split_activation(activation, x_shard_k, w_shard_k, bias)
         y = ops.matmul_all_reduce(x_shard_k, w_shard_k, bias, fused, ctx.name, path)

@@ -33,7 +33,7 @@ import triton.language as tl
 from tkernels.comm.context import Context
 from tkernels.comm.device import arrived, wait_chunk
 from tkernels.configs import MAX_LOOK, MAX_TILE_CHUNKS, GemmConfig, OverlapConfig
-from tkernels.gemm import Operand, finish, halves, load_tile, store_tile, up_to
+from tkernels.gemm import Operand, finish, halves, load_tile, scaled, store_tile, up_to
 from tkernels.waves import MAX_SPLIT_TILES
 
 # A row of tiles in a schedule: shard (its rank), first row in the shard, first row in the whole matrix, number of valid
@@ -179,6 +179,7 @@ class Place(NamedTuple):
     row, valid, column: its first row there, the number of its rows, its first column.
     own: whether its rows are this rank's own. Then the first rank's partial sums of them are at `partial_row` of
     `partials`, and each next rank's are `part_stride` rows on.
+    scales, scale_row: gemm.Scales, and the place among those of x of its first row's.
     """
 
     row: object
@@ -187,6 +188,8 @@ class Place(NamedTuple):
     own: object
     partial_row: object
     part_stride: object
+    scales: object
+    scale_row: object
 
 
 # fmt: off
@@ -269,7 +272,7 @@ def end_of_tile(total, step, part):
 def finish_tile(slices, place, part, sums, sums_row, result, net, L, T):
     """Store a tile, in slices of its columns.
 
-    Of a part, the sums, for the tile's last part; of a peer's rows, to the outbox; else, finished, to y.
+    Of a part, the sums, for the tile's last part; of a peer's rows, scaled, to the outbox; else, finished, to y.
     sums, sums_row: fp32 [.., BLOCK_N], where parts leave their sums; those of the tile's first part are at that row.
     """
     COLUMNS: tl.constexpr = T.BLOCK_N // T.SPLIT
@@ -279,9 +282,11 @@ def finish_tile(slices, place, part, sums, sums_row, result, net, L, T):
         if part.number < part.count - 1:
             store_part(value, sums, sums_row + part.number * T.BLOCK_M, number * COLUMNS, T.BLOCK_M, COLUMNS)
         elif result.outbox_memory is not None and not place.own:
+            value = scale_slice(value, place, column, result, COLUMNS, T)
             store_tile(value, result.outbox, place.row, place.valid, column, T.BLOCK_M, COLUMNS)
         else:
             value = add_parts(value, sums, sums_row, number * COLUMNS, part.count, T.BLOCK_M, COLUMNS)
+            value = scale_slice(value, place, column, result, COLUMNS, T)
             if result.outbox_memory is not None:
                 for step in range(1, L.RANKS):
                     row = place.partial_row + (net.rank + step) % L.RANKS * place.part_stride
@@ -289,6 +294,14 @@ def finish_tile(slices, place, part, sums, sums_row, result, net, L, T):
                     value += load_tile(theirs, row, column, T.BLOCK_M, COLUMNS).to(tl.float32)
             value = finish(value, result.bias, column, result.y.columns, COLUMNS, T.HAS_BIAS, T.ACTIVATION)
             store_tile(value, result.y, place.row, place.valid, column, T.BLOCK_M, COLUMNS)
+
+
+@triton.jit
+def scale_slice(value, place, column, result, COLUMNS: tl.constexpr, T):
+    """A slice of a tile, `scaled`."""
+    return scaled(
+        value, place.scales, place.scale_row, place.valid, column, result.y.columns, T.BLOCK_M, COLUMNS, T
+    )
 
 
 @triton.jit

@@ -27,11 +27,11 @@ from tkernels.comm import capture, collectives, runtime
 from tkernels.comm.arguments import check_torch_dtype, check_type, whole
 from tkernels.comm.context import Context, as_context
 from tkernels.comm.regions import ALIGNMENT, round_up
-from tkernels.configs import GemmConfig, OverlapConfig, name_of
-from tkernels.gemm import check_result, layout_of, plan_finish, precision, problem_of_product
+from tkernels.configs import FP8, GemmConfig, OverlapConfig, name_of, result_dtype
+from tkernels.gemm import Scales, check_result, layout_of, multiply, plan_finish, precision, problem_of_product
 from tkernels.gpus import GPU, H200, SIMULATED, gpu_here
 from tkernels.library import multiply_into
-from tkernels.model import PLAIN_BYTES
+from tkernels.model import PLAIN_BYTES, sent_dtype
 
 PATHS = ("fused", "plain")
 
@@ -77,8 +77,9 @@ def explain(
 
     operation: "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce"; or "matmul", this rank's product of
         contiguous operands, whose path is "kernel", "staged" (of copies in wider rows) or "library" (torch's matmul).
-    fp32 is multiplied as torch's switches say. Raises ValueError for another operation, ValueError or TypeError for
-    what is no size or dtype, and TkernelsError without a context, since the choice depends on its number of ranks.
+    fp32 is multiplied as torch's switches say, FP8 with fast accumulation; a K that it can't have, and a GPU without it
+    are refused. Raises ValueError for another operation, ValueError or TypeError for what is no size or dtype, and
+    TkernelsError without a context, since the choice depends on its number of ranks.
     """
     check_type("explain: operation", operation, str, "a name")
     check_torch_dtype("explain: dtype", dtype)
@@ -122,10 +123,20 @@ def explain_product(problem: model.Problem) -> Choice:
 
 
 def usual_product(M: int, N: int, K: int, dtype: torch.dtype, precision: str, **place) -> model.Problem:
-    """The problem of a local product of contiguous operands. place: where, as problem_of_product has it."""
+    """The problem of a local product of contiguous operands. place: where, as problem_of_product has it.
+
+    Raises ValueError for a K that FP8 can't have.
+    """
     M, N, K = (max(size, 1) for size in (M, N, K))
-    operands = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((M, K), (N, K), (M, N)))
-    return problem_of_product(*operands, precision, **place)
+    check_depth(K, dtype)
+    x, w = (torch.empty(rows, K, dtype=dtype, device="meta") for rows in (M, N))
+    return problem_of_product(x, w, torch.empty(M, N, dtype=result_dtype(dtype), device="meta"), precision, **place)
+
+
+def check_depth(K: int, dtype: torch.dtype):
+    """Raises ValueError for a K, of one rank, that FP8 can't have."""
+    if dtype in FP8 and K % 16:
+        raise ValueError(f"explain: float8 takes a K, of each rank, that is a multiple of 16, but here it is {K}")
 
 
 def local_sizes(operation: str, M: int, N: int, K: int, ranks: int) -> tuple[int, int, int]:
@@ -134,7 +145,8 @@ def local_sizes(operation: str, M: int, N: int, K: int, ranks: int) -> tuple[int
 
 
 def usual_layout(M: int, N: int, K: int, dtype: torch.dtype) -> str:
-    """The layout of contiguous x [M, K] and w [N, K]."""
+    """The layout of contiguous x [M, K] and w [N, K]. Raises ValueError for a K that FP8 can't have."""
+    check_depth(K, dtype)
     return layout_of(*(torch.empty(rows, K, dtype=dtype, device="meta") for rows in (M, N)))
 
 
@@ -182,7 +194,7 @@ def by_rule(
     """The path by rule, on a GPU. The arguments are all that the ranks of a call share."""
     if size == 1:
         return Choice("fused", "one rank multiplies alone")
-    crossings, row_bytes = 2 if operation == "matmul_all_reduce" else 1, width * dtype.itemsize
+    crossings, row_bytes = 2 if operation == "matmul_all_reduce" else 1, width * sent_dtype(operation, dtype).itemsize
     senders, where = (1, "from each peer") if operation == "matmul_reduce_scatter" else (size - 1, "into each rank")
     num_bytes, limit = crossings * M * row_bytes * senders // size, model.plain_limit(operation, size)
     if num_bytes <= limit:
@@ -230,12 +242,38 @@ def plan_all_gather_matmul(
     return run
 
 
+def plan_scaled_all_gather_matmul(ctx: Context, x, gathered, call):
+    """Plan all_gather_matmul of FP8, `call`, as all_gather of the rows and of their scales, and `matmul`.
+
+    Returns a function (x, w, bias, out, gathered, scales) -> (y, the gathered x or None, and its scales or None).
+    """
+    rows, (M, K), returned = call.rows, (sum(call.rows), x.shape[1]), call.return_gathered
+    whole, whole_scales = _scratch(ctx, ((0,) if returned else (M, K), x.dtype), ((M,), torch.float32))
+    gather = collectives.AllGather(rows, collectives.ALONE_PROGRAMS)
+    own_scales, options = whole_scales[: rows[ctx.rank]], (call.activation, call.out_dtype, None, call.precision)
+    into = whole if not returned else whole_scales.new_empty((M, K), dtype=x.dtype) if gathered is None else gathered
+    gather_rows = gather.prepare(ctx, x.view(torch.uint8), into.view(torch.uint8))
+    gather_scales = gather.prepare(ctx, torch.empty_like(own_scales), whole_scales)
+
+    def run(x, w, bias, out, gathered, scales):
+        into = whole
+        if returned:
+            into = x.new_empty((M, K)) if gathered is None else gathered
+        all_scales = scales.x.new_empty((M,)) if returned else whole_scales
+        gather_rows(x.view(torch.uint8), into.view(torch.uint8))
+        gather_scales(scales.by_row(x.shape[0]).x, all_scales)
+        y = multiply(options, (into, w, bias, out, Scales(all_scales, scales.w)))
+        return (y, into, all_scales.view(-1, 1)) if returned else (y, None, None)
+
+    return run
+
+
 def plan_matmul_reduce(
     ctx: Context, x, w, bias, out, activation, rows, out_dtype, wire_dtype, gather: bool, precision
 ):  # fmt: skip
-    """Plan matmul_reduce_scatter, with `gather` matmul_all_reduce, as torch.mm and the collective.
+    """Plan matmul_reduce_scatter, with `gather` matmul_all_reduce, as torch.mm, of FP8 `matmul`, and the collective.
 
-    Returns a function (x, w, bias, out) -> y.
+    Returns a function (x, w, bias, out) -> y, or of FP8 (x, w, bias, out, scales) -> y.
     """
     (M, _), N = x.shape, w.shape[0]
     name, shape = ("matmul_all_reduce", (M, N)) if gather else ("matmul_reduce_scatter", (rows[ctx.rank], N))
@@ -249,8 +287,11 @@ def plan_matmul_reduce(
     kind, rows = (collectives.AllReduce, None) if gather else (collectives.ReduceScatter, rows)
     reduce = kind(rows, collectives.ALONE_PROGRAMS, out_dtype=dtype).prepare(ctx, partial, into)
 
-    def run(x, w, bias, out):
-        multiply_into(partial, x, w, None, precision)
+    def run(x, w, bias, out, scales=None):
+        if scales is None:
+            multiply_into(partial, x, w, None, precision)
+        else:
+            multiply((None, wire_dtype, None, precision), (x, w, None, partial, scales))
         if not separate:
             return reduce(partial, out)
         reduce(partial, sums)

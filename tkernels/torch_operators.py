@@ -25,11 +25,14 @@ If both dx and dw of matmul_reduce_scatter are needed, one operator computes the
 second matmul reads the gathered dy in the workspace, where it arrived and which no result of an operator may alias. It
 has no gradient; where dx and dw need one (double backward), they come from two operators.
 
+The operators of FP8, whose names begin with scaled_, have no gradient.
+
 The result of an all-reduce is one replicated tensor, so its gradient is taken as equal on all ranks (Megatron's
 "reduce from the tensor-parallel region"). Backward is collective where the table names a collective: all ranks must
 need the same gradients.
 """
 
+import functools
 import types
 
 import torch
@@ -169,6 +172,40 @@ ops.all_gather_matmul = define(
     _all_gather_matmul_backward,
     setup_context=_all_gather_matmul_setup,
     direct=_all_gather_matmul_direct,
+)
+
+
+def _scaled_all_gather_matmul_direct(
+    x, w, x_scale, w_scale, bias, activation, out_dtype, fast_accum, return_gathered, rows, context, path
+):
+    options = activation, tuple(rows), out_dtype, None, path, precision(x.dtype, fast_accum), return_gathered
+    call, scales = AllGatherMatmul(*options), Scales(x_scale, w_scale)
+    return find_context(context).call(call, x, w, bias, None, None, scales)
+
+
+def _scaled_all_gather_matmul_impl(x, w, x_scale, *arguments):
+    y, gathered, scales = _scaled_all_gather_matmul_direct(x, w, x_scale, *arguments)
+    if gathered is None:
+        return y, x.new_empty(0), x_scale.new_empty(0)
+    return y, gathered, scales
+
+
+def _scaled_all_gather_matmul_fake(
+    x, w, x_scale, w_scale, bias, activation, out_dtype, fast_accum, return_gathered, rows, context, path
+):
+    M = sum(rows)
+    gathered = x.new_empty((M, x.shape[1]) if return_gathered else (0,))
+    scales = x_scale.new_empty((M, 1) if return_gathered else (0,))
+    return x.new_empty((M, w.shape[0]), dtype=out_dtype or result_dtype(x.dtype)), gathered, scales
+
+
+ops.scaled_all_gather_matmul = define(
+    "scaled_all_gather_matmul(Tensor x_shard_m, Tensor w, Tensor x_scale, Tensor w_scale, Tensor? bias,"
+    " str? activation, ScalarType? out_dtype, bool fast_accum, bool return_gathered, SymInt[] rows, str context,"
+    " str? path) -> (Tensor, Tensor, Tensor)",
+    _scaled_all_gather_matmul_impl,
+    _scaled_all_gather_matmul_fake,
+    direct=_scaled_all_gather_matmul_direct,
 )
 
 
@@ -315,6 +352,36 @@ ops.matmul_reduce_scatter = define(
     _matmul_reduce_scatter_fake,
     _matmul_reduce_scatter_backward,
     saved=2,
+)
+
+
+def _scaled_reduction(kind, x, w, x_scale, w_scale, bias, activation, out_dtype, wire_dtype, fast_accum, *where):
+    *rows, context, path = where
+    rows = tuple(rows[0]) if rows else None
+    options = activation, rows, out_dtype, None, path, precision(x.dtype, fast_accum)
+    call, scales = kind(*options, wire_dtype=wire_dtype), Scales(x_scale, w_scale)
+    return find_context(context).call(call, x, w, bias, None, scales)
+
+
+def _scaled_reduction_fake(x, w, x_scale, w_scale, bias, activation, out_dtype, wire_dtype, fast_accum, *where):
+    *rows, context, _ = where
+    M = rows[0][find_context(context).rank] if rows else x.shape[0]
+    return x.new_empty((M, w.shape[0]), dtype=out_dtype or result_dtype(x.dtype))
+
+
+_SCALED = (
+    "(Tensor x_shard_k, Tensor w_shard_k, Tensor x_scale, Tensor w_scale, Tensor? bias, str? activation,"
+    " ScalarType? out_dtype, ScalarType? wire_dtype, bool fast_accum,"
+)
+ops.scaled_matmul_reduce_scatter = define(
+    f"scaled_matmul_reduce_scatter{_SCALED} SymInt[] rows, str context, str? path) -> Tensor",
+    functools.partial(_scaled_reduction, MatmulReduceScatter),
+    _scaled_reduction_fake,
+)
+ops.scaled_matmul_all_reduce = define(
+    f"scaled_matmul_all_reduce{_SCALED} str context, str? path) -> Tensor",
+    functools.partial(_scaled_reduction, MatmulAllReduce),
+    _scaled_reduction_fake,
 )
 
 

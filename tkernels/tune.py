@@ -27,7 +27,7 @@ from tkernels.comm.collectives import split_rows
 from tkernels.comm.context import Context, as_context
 from tkernels.comm.contexts import open_contexts
 from tkernels.comm.errors import TkernelsError
-from tkernels.configs import LAYOUTS, OPERATIONS, GemmConfig, OverlapConfig, name_of
+from tkernels.configs import FP8, LAYOUTS, OPERATIONS, GemmConfig, OverlapConfig, name_of
 from tkernels.gemm import layout_of
 from tkernels.paths import Choice, explain, local_sizes
 from tkernels.rounding import tolerance
@@ -201,6 +201,8 @@ def tune(
     ctx = as_context(ctx, "tune: ctx")
     M, N, K = whole("tune: M", M, 1), whole("tune: N", N, 1), whole("tune: K", K, 1)
     check_torch_dtype("tune: dtype", dtype)
+    if dtype in FP8:
+        raise ValueError(f"tune: {dtype} is not tuned; operations take what the model chooses, or config=")
     check_type("tune: budget_s", budget_s, numbers.Real, "a number of seconds")
     job = Job(operation, M, N, K, dtype, layout)
     job.check(ctx.size)
