@@ -8,6 +8,7 @@ outside of their group, each allocation at one offset on all ranks of the group 
 
 import functools
 import importlib.util
+import re
 from pathlib import Path
 
 import nvshmem.bindings.nvshmem as bindings
@@ -16,7 +17,7 @@ import torch
 import triton
 from cuda.core import Device
 
-from tkernels.comm import capture
+from tkernels.comm import capture, runtime
 from tkernels.comm.allocator import Space
 from tkernels.comm.errors import TkernelsError
 from tkernels.comm.group import Group
@@ -77,16 +78,59 @@ def open_segment(group: Group, num_bytes: int) -> Segment:
 
 @functools.cache
 def device_library() -> str:
-    """Path of NVSHMEM's device bitcode, which the transport `nvshmem` links into kernels."""
+    """Path of NVSHMEM's device bitcode, which the transport `nvshmem` links into kernels.
+
+    Raises TkernelsError if there is none, if its version is not that of the host library, whose state it reads, or if
+    this Triton can't read it.
+    """
     spec = importlib.util.find_spec("nvidia.nvshmem")
-    for folder in spec.submodule_search_locations if spec else []:
-        path = Path(folder) / "lib" / "libnvshmem_device.bc"
-        if path.exists():
+    for folder in map(Path, spec.submodule_search_locations if spec else []):
+        if path := bitcode_of(folder / "lib", runtime.capability()):
+            check_versions(nvshmem.get_version().libnvshmem_version, version_of_headers(folder))
             return str(path)
     raise TkernelsError(
-        "libnvshmem_device.bc was not found in nvidia-nvshmem-cu13; transport='nvshmem' needs version 3.4 to 3.6 of it "
-        "(transport='peer' does not)"
+        "transport='nvshmem' needs the device bitcode of NVSHMEM, version 3.4 or newer, which was not found: install "
+        f"nvidia-nvshmem-cu{runtime.cuda()} (transport='peer' does not need it)"
     )
+
+
+def bitcode_of(folder: Path, capability: tuple[int, int]) -> Path | None:
+    """The device bitcode for a GPU: of NVSHMEM 3.7 and newer, that of the newest architecture that is no newer.
+
+    Up to 3.6 there is one file for all.
+    """
+    names = {path: re.fullmatch(r"libnvshmem_device(?:_sm_(\d+))?\.bc", path.name) for path in folder.glob("*.bc")}
+    found = {int(name[1] or 0): path for path, name in names.items() if name}
+    return found.get(max((sm for sm in found if sm <= 10 * capability[0] + capability[1]), default=None))
+
+
+def version_of_headers(folder: Path) -> str:
+    """The version of the device code in a folder of NVSHMEM."""
+    text = (folder / "include" / "non_abi" / "nvshmem_version.h").read_text()
+    return ".".join(re.search(rf"NVSHMEM_VENDOR_{part}_VERSION (\d+)", text)[1] for part in ("MAJOR", "MINOR", "PATCH"))
+
+
+def check_versions(host: str, device: str):
+    """Raise TkernelsError unless the host library and the device code are of one version, which Triton can read."""
+    names = [f"nvidia-nvshmem-cu{cuda}" for cuda in (12, 13)]
+    installed = {name: version for name in names if (version := runtime.version_of(name))}
+    if len(installed) > 1:
+        both = " and ".join(f"{name} {version}" for name, version in installed.items())
+        raise TkernelsError(f"{both} are installed into one folder; uninstall both, then install one")
+    if host != device:
+        package, right = next(iter(installed.items()), ("the package", None))
+        found = {"host library": host, "device bitcode": device}
+        wrong = [name for name, version in found.items() if version != right]
+        raise TkernelsError(
+            f"NVSHMEM's host library is {host} and its device bitcode {device}, but they must be of one version; "
+            f"{package} is {right or 'not installed'}, so what is wrong is the {' and the '.join(wrong)}. Is another "
+            f"NVSHMEM in LD_LIBRARY_PATH or in conda?"
+        )
+    if runtime.numbers(device) >= [3, 8] and runtime.numbers(triton.__version__) < [3, 7]:
+        raise TkernelsError(
+            f"NVSHMEM {device}'s device bitcode is of a newer LLVM than that of triton {triton.__version__}, which "
+            f"can't read it; install nvidia-nvshmem-cu{runtime.cuda()}<3.8, or a newer triton"
+        )
 
 
 def _initialise_module(module, function, name, metadata_group, hash):

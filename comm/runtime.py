@@ -64,11 +64,16 @@ def candidates() -> dict[str, str | None]:
     if not torch.cuda.is_available():
         reason = "torch sees no CUDA device"
     elif importlib.util.find_spec("nvshmem") is None:
-        reason = "nvshmem4py is not installed (pip install nvshmem4py-cu13)"
-    elif (found := version_of("nvshmem4py-cu13", "nvshmem4py-cu12")) and _numbers(found) < _numbers(NVSHMEM4PY):
+        reason = f"nvshmem4py is not installed (pip install nvshmem4py-cu{cuda()})"
+    elif (found := version_of(f"nvshmem4py-cu{cuda()}")) and numbers(found) < numbers(NVSHMEM4PY):
         reason = (
             f"nvshmem4py {found} is installed, but {NVSHMEM4PY} or newer is needed "
-            "(pip install --upgrade nvshmem4py-cu13)"
+            f"(pip install --upgrade nvshmem4py-cu{cuda()})"
+        )
+    elif found is None and (other := version_of(f"nvshmem4py-cu{25 - cuda()}")):
+        reason = (
+            f"nvshmem4py-cu{25 - cuda()} {other} is installed, but torch is built for CUDA {torch.version.cuda} "
+            f"(pip install nvshmem4py-cu{cuda()})"
         )
     return {"nvshmem": reason, "simulated": None}
 
@@ -83,7 +88,12 @@ def version_of(*distributions: str) -> str | None:
     return None
 
 
-def _numbers(version: str) -> list[int]:
+def cuda() -> int:
+    """The major version of CUDA that torch is built for, 12 or 13; 13 without CUDA."""
+    return 12 if (torch.version.cuda or "").startswith("12.") else 13
+
+
+def numbers(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version)[:3]]
 
 

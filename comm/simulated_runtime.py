@@ -10,6 +10,7 @@ import os
 
 import torch
 
+from tkernels.comm.errors import TkernelsError
 from tkernels.comm.group import Group
 from tkernels.comm.runtime import Segment
 
@@ -27,6 +28,12 @@ def open_segment(group: Group, num_bytes: int) -> Segment:
             descriptor = os.memfd_create("tkernels", os.MFD_CLOEXEC)
             files.callback(os.close, descriptor)
             os.ftruncate(descriptor, num_bytes)
+        places = group.gather(_place())
+        if strangers := [rank for rank, place in enumerate(places) if place != places[0]]:
+            raise TkernelsError(
+                f"{what}: rank 0 and ranks {', '.join(map(str, strangers))} are on other machines, or in containers of "
+                f"one that don't see each other's processes, whatever their host names are. {way_out}"
+            )
         shared = group.gather((os.getpid(), descriptor))
         # One mapping and one torch storage per segment: the stock interpreter keys storages by address, and would copy
         # a second storage at the same address back onto the first after a launch, over what peers wrote meanwhile.
@@ -36,6 +43,15 @@ def open_segment(group: Group, num_bytes: int) -> Segment:
     segment = Segment(parts[group.rank], addresses, [0] * group.size, list(range(group.size)))
     segment.on_close = parts.clear  # the mappings live as long as this list or a tensor in it
     return segment
+
+
+def _place() -> tuple[str, int]:
+    """The start of the machine that this process runs on, and its process namespace; equal for ranks that share both.
+
+    Host names may be equal in containers on different machines, and process ids too.
+    """
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip(), os.stat("/proc/self/ns/pid").st_ino
 
 
 def _map(pid: int, descriptor: int, num_bytes: int) -> torch.Tensor:

@@ -528,6 +528,10 @@ def prepare():
     for name in ("nvshmem", "nvshmem.bindings", "nvshmem.bindings.nvshmem", "nvshmem.core", "cuda", "cuda.core"):
         sys.modules[name] = mock.MagicMock()  # nvshmem_runtime imports them; only its device_library is called
 
+    from tkernels.comm import nvshmem_runtime
+
+    nvshmem_runtime.check_versions = lambda host, device: None  # there is no host library
+
     def open_segment(group, num_bytes):
         memory = torch.empty(num_bytes, dtype=torch.uint8)
         bases = [memory.data_ptr()] * group.size
@@ -549,7 +553,7 @@ def run_case(name: str, describe=None) -> dict:
     case = CASES.get(name)
     _gpu = case.gpu if case else H200
     if case and case.transport == "nvshmem" and not _has_nvshmem():
-        return {"skip": "nvidia-nvshmem-cu13 (3.4 to 3.6) is not installed, whose device code this would link"}
+        return {"skip": "nvidia-nvshmem-cu13 is not installed, whose device code this would link"}
     prepare()
     _compiled.clear()
     try:

@@ -155,3 +155,18 @@ def test_links_are_read_from_nvidia_smi():
 def test_packages_have_the_version_of_the_one_of_their_names_that_is_installed():
     assert doctor._installed(("no-such-distribution", "nor-this")) == ("no-such-distribution", None)
     assert doctor._installed(("no-such-distribution", "pytest")) == ("pytest", pytest.__version__)
+
+
+@pytest.mark.quick
+def test_doctor_says_of_each_gpu_whether_it_was_measured_ran_or_was_only_compiled(monkeypatch):
+    names = {"NVIDIA H200": "sm_90", "NVIDIA H100 80GB HBM3": "sm_90", "NVIDIA A100-SXM4-80GB": "sm_80"}
+    names |= {"NVIDIA H800": "sm_90", "Tesla V100": "sm_70"}
+    found = doctor.Diagnosis({"links": [], "nvshmem_bitcode": None})
+    found.inventory["gpus"] = [doctor.GPU(0, name, 80, 100, sm) for name, sm in names.items()]
+    monkeypatch.setattr(runtime, "RUNTIME", "nvshmem")
+    monkeypatch.setattr(runtime, "candidates", lambda: {"nvshmem": None, "simulated": None})
+    doctor._choose(found)
+    said = [text.partition(":")[0] for text in found.known.values()]
+    assert said == ["measured", "runs", "compiled, never run", "compiled, never run", "too old"]
+    assert found.known["NVIDIA H800"].endswith("no row for NVIDIA H800, and takes that of NVIDIA H200")
+    assert found.problems == ["Tesla V100, sm_70, is too old: there are kernels for sm_80 and newer"]

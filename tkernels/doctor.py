@@ -94,6 +94,7 @@ class Diagnosis:
     """The doctor's findings.
 
     inventory: what is installed, and the GPUs and their links.
+    known: of each kind of GPU, by name: whether its kernels were measured, have run, or were compiled and never run.
     runtimes, transports: each with the reason why it cannot be used here, None if it can.
     seconds: how long each part of the diagnosis took.
     skipped: why nothing was tried.
@@ -101,6 +102,7 @@ class Diagnosis:
     """
 
     inventory: dict
+    known: dict[str, str] = field(default_factory=dict)
     runtime: str | None = None
     runtimes: dict[str, str | None] = field(default_factory=dict)
     transport: str | None = None
@@ -169,7 +171,7 @@ def find_software() -> dict:
         "cores": len(os.sched_getaffinity(0)),
         "packages": dict(map(_installed, PACKAGES)),
         "nvshmem_library": _nvshmem_file("libnvshmem_host.so*"),
-        "nvshmem_bitcode": _nvshmem_file("libnvshmem_device.bc"),
+        "nvshmem_bitcode": _nvshmem_file("libnvshmem_device*.bc"),
     }
 
 
@@ -252,8 +254,17 @@ def link_kinds(topology: str) -> dict[tuple[int, int], str]:
 
 
 def _choose(found: Diagnosis):
+    from tkernels import gpus
     from tkernels.comm import runtime
 
+    for gpu in found.inventory["gpus"]:
+        capability = divmod(int(gpu.architecture.removeprefix("sm_")), 10)
+        if capability >= runtime.AMPERE:
+            found.known[gpu.name] = gpus.known_of(gpu.name, capability)
+        else:
+            found.known[gpu.name] = f"too old: there are kernels for sm_{10 * runtime.AMPERE[0]} and newer"
+            if runtime.RUNTIME == "nvshmem":
+                found.problems.append(f"{gpu.name}, {gpu.architecture}, is {found.known[gpu.name]}")
     found.runtime, found.runtimes = runtime.RUNTIME, runtime.candidates()
     if found.runtimes[found.runtime] is not None:  # TKERNELS_RUNTIME asked for it
         found.problems.append(f"the {found.runtime} runtime was asked for, but {found.runtimes[found.runtime]}")
@@ -266,7 +277,7 @@ def _choose(found: Diagnosis):
         found.transports = {
             "simulated": "for the interpreter, on the simulated runtime",
             "peer": f"GPUs {unreachable[0]} can't access each other's memory" if unreachable else None,
-            "nvshmem": None if found.inventory["nvshmem_bitcode"] else "libnvshmem_device.bc is not here",
+            "nvshmem": None if found.inventory["nvshmem_bitcode"] else "its device bitcode is not here",
         }
     found.transport = next((name for name in ("simulated", "peer", "nvshmem") if not found.transports[name]), None)
     if found.transport is None:
@@ -395,6 +406,7 @@ def _say_gpus_and_choice(console, found: Diagnosis):
         reach = "peer access" if link.peer_access else "no peer access"
         links.setdefault(f"{link.description}, {reach}", []).append("-".join(map(str, link.gpus)))
     rows += [("link" if len(pairs) == 1 else "links", f"{', '.join(pairs)}: {text}") for text, pairs in links.items()]
+    rows += [("" if number else "known", text) for number, text in enumerate(found.known.values())]
     _say_rows(console, rows or [("GPUs", f"none: {found.inventory['cuda']}")])
     if found.runtime:
         choices = _choices("runtime", found.runtimes, found.runtime)

@@ -183,6 +183,18 @@ def gpu_here() -> GPU:
     return gpu if gpu and gpu.capability == capability else row_of(capability)
 
 
+def known_of(name: str, capability: tuple[int, int]) -> str:
+    """What is known of a GPU, in a sentence, beginning with "measured", "runs" or "compiled, never run".
+
+    Of one without a row: of its generation, whose kernels run at most.
+    """
+    words = {"measured": "measured", "runs": "runs", "compiled": "compiled, never run"}
+    if name in GPUS:
+        return f"{words[GPUS[name].known]}: {KNOWN[GPUS[name].known].format(gpu=name)}"
+    row = row_of(capability)
+    return f"compiled, never run: the model has no row for {name}, and takes that of {row.name}"
+
+
 def row_of(capability: tuple[int, int]) -> GPU:
     """The first row of the newest capability that is no newer than this one."""
     return max((gpu for gpu in GPUS.values() if gpu.capability <= capability), key=lambda gpu: gpu.capability)
