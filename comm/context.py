@@ -14,7 +14,7 @@ import triton.language as tl
 from torch.distributed.device_mesh import DeviceMesh
 
 from tkernels.comm import capture, contexts, interpreter, runtime
-from tkernels.comm.arguments import check_type, switch
+from tkernels.comm.arguments import check_type, switch, whole
 from tkernels.comm.calls import (
     CALL_BITS,
     Call,
@@ -54,13 +54,6 @@ from tkernels.comm.workspace import Workspace, Workspaces, most_lamport_bytes
 DEFAULT_HEAP_BYTES = {"simulated": 256 << 20, "nvshmem": 2 << 30}
 CAPTURE_BYTES = 256 << 20  # or an eighth of a heap: set aside for what calls first need in a CUDA graph's capture
 MAX_CONSTANTS = 1024
-OPTION_TYPES = (
-    ("transport", str, "a name"),
-    ("timeout_s", numbers.Real, "a number"),
-    ("num_programs", numbers.Integral, "an integer"),
-    ("heap_bytes", numbers.Integral, "an integer"),
-    ("compare_calls", numbers.Integral, "True or False"),  # 0 and 1 too
-)
 AFRESH = "The context can't be used any more; finalize() it and init() a new one"
 NAMES_LIMIT_S = 10.0  # once two ranks' calls have differed, for a rank to say which was its own
 MAX_TIMEOUT_S = 1e9  # kernels count nanoseconds in 64 bits
@@ -207,25 +200,18 @@ class Context:
         self.device = runtime.device()
         self.runtime = runtime.RUNTIME
         try:
-            options = {
-                "transport": transport,
-                "timeout_s": timeout_s,
-                "num_programs": runtime.default_programs() if num_programs is None else num_programs,
-                "heap_bytes": DEFAULT_HEAP_BYTES[self.runtime] if heap_bytes is None else heap_bytes,
-                "runtime": self.runtime,
-                "capability": runtime.capability(),
-                "compare_calls": switch("TKERNELS_COMPARE_CALLS") if compare_calls is None else compare_calls,
-            }
-            for name, kind, words in OPTION_TYPES:
-                check_type(f"init: {name}", options[name], kind, words)
+            options = _options(transport, timeout_s, num_programs, heap_bytes, compare_calls)
         except (TypeError, ValueError, TkernelsError) as error:
             options = error  # for all ranks to raise
         asked, in_use = zip(*contexts.meet(self.group, contexts.INIT, options), strict=True)
-        self._check_options(asked)
+        if wrong := [each for each in asked if isinstance(each, Exception)]:
+            raise wrong[0]
+        if found := differences(asked):
+            raise MismatchError(f"init: the ranks' options differ, in {found}; all must pass the same")
         contexts.give_back_unused(self.group, set().union(*in_use))
         self.name = self.group.name = contexts.agree_on_name(self.group)
-        self.timeout_s, self.num_programs = timeout_s, int(options["num_programs"])
-        self._compares_calls = bool(options["compare_calls"])
+        self.timeout_s, self.num_programs = timeout_s, options["num_programs"]
+        self._compares_calls = options["compare_calls"]
         self.group.limit_s = timeout_s if self._compares_calls else None
         self.shared = True
         # Operations on a workspace take it; one rank alone has no order of calls to keep.
@@ -236,7 +222,7 @@ class Context:
         self._mismatch = None  # the error's message, once two ranks' calls have differed
         self.recorder = None  # while a trace is made: allocates space for the marks of a launch's programs
 
-        self.heap = SymmetricHeap(self.group, int(options["heap_bytes"]), runtime.open_segment)
+        self.heap = SymmetricHeap(self.group, options["heap_bytes"], runtime.open_segment)
         try:
             self._prepare(transport)
         except BaseException:
@@ -281,21 +267,6 @@ class Context:
         self.reported = False
         self._interruption = None  # why this rank is out of step: a kernel that ended early, calls that overlapped
         self.table = self.make_table()
-
-    def _check_options(self, asked: tuple[dict | Exception, ...]):
-        """Raise the same error on every rank for options that differ (listed by rank) or are invalid."""
-        if wrong := [options for options in asked if isinstance(options, Exception)]:
-            raise wrong[0]
-        options = asked[0]
-        if found := differences(asked):
-            raise MismatchError(f"init: the ranks' options differ, in {found}; all must pass the same")
-        for name in ("timeout_s", "num_programs", "heap_bytes"):
-            if not options[name] > 0:
-                raise ValueError(f"init: {name}={options[name]} must be positive")
-        if options["timeout_s"] > MAX_TIMEOUT_S:
-            raise ValueError(f"init: timeout_s={options['timeout_s']} must be at most {MAX_TIMEOUT_S:g}, or 30 years")
-        if options["transport"] not in ("auto", *TRANSPORTS):
-            raise ValueError(f"init: transport={options['transport']!r} is unknown; use auto, {', '.join(TRANSPORTS)}")
 
     def make_table(self, begun: torch.Tensor | None = None) -> torch.Tensor:
         """What kernels find peers, limits and fault records by. begun: of the workspace whose table it is."""
@@ -589,6 +560,29 @@ class Context:
         self.group.close()
         if error is not None and not reported:
             raise error
+
+
+def _options(transport, timeout_s, num_programs, heap_bytes, compare_calls) -> dict:
+    """The options of `init` that all ranks must share, by name. Raises TypeError, ValueError or TkernelsError."""
+    check_type("init: transport", transport, str, "a name")
+    check_type("init: timeout_s", timeout_s, numbers.Real, "a number")
+    if transport not in ("auto", *TRANSPORTS):
+        raise ValueError(f"init: transport={transport!r} is unknown; use auto, {', '.join(TRANSPORTS)}")
+    if not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise ValueError(f"init: timeout_s={timeout_s} must be positive, and at most {MAX_TIMEOUT_S:g}, or 30 years")
+    num_programs = runtime.default_programs() if num_programs is None else num_programs
+    heap_bytes = DEFAULT_HEAP_BYTES[runtime.RUNTIME] if heap_bytes is None else heap_bytes
+    compare_calls = switch("TKERNELS_COMPARE_CALLS") if compare_calls is None else compare_calls
+    check_type("init: compare_calls", compare_calls, numbers.Integral, "True or False")  # 0 and 1 too
+    return {
+        "transport": transport,
+        "timeout_s": timeout_s,
+        "num_programs": whole("init: num_programs", num_programs, 1),
+        "heap_bytes": whole("init: heap_bytes", heap_bytes, 1),
+        "runtime": runtime.RUNTIME,
+        "capability": runtime.capability(),
+        "compare_calls": bool(compare_calls),
+    }
 
 
 MeshLike = Context | dist.ProcessGroup | DeviceMesh | None  # what says which ranks: `as_context` resolves it
