@@ -27,11 +27,8 @@ class SymmetricHeap:
     def __init__(self, group: Group, num_bytes: int, open_segment):
         """Collective. `open_segment(group, num_bytes)` is the runtime's; see `runtime.Segment`.
 
-        num_bytes: the most that it takes.
+        num_bytes: the most that it takes, the same on all ranks.
         """
-        asked = group.gather(num_bytes)
-        if len(set(asked)) > 1:
-            raise MismatchError(f"SymmetricHeap: ranks asked for different heap_bytes: {_by_rank(asked)}")
         self.group = group
         self.num_bytes = round_up(num_bytes, ALIGNMENT)
         self.segment = open_segment(group, self.num_bytes)
