@@ -18,6 +18,7 @@ from tkernels.layers.marks import gradient_of
 from tkernels.layers.owners import owner_of
 
 
+@torch.no_grad()
 def all_reduce_sequence_parallel_grads(module: torch.nn.Module, *, mesh: MeshLike = None):
     """Collective. Sum over ranks, in place, the gradients of the parameters that have `sequence_parallel = True`.
 

@@ -592,6 +592,7 @@ def test_parallelize_module_refuses_before_anything_changed(ctx):
             "weight of (1, 4) has 1 along dimension 0, which 2 ranks get as 1, 0",
         ),
         (None, TypeError, "parallelize_plan=None must be a ParallelStyle, or a dict"),
+        ({"up": ColwiseParallel(input_layouts=1.5)}, TypeError, "'up': input_layouts=1.5 must be a Placement"),
         ({3: row}, TypeError, "a path of the plan=3 must be a module's name"),
         ({"tokens": row}, ValueError, "'tokens': max_norm=1.0 scales the weight's rows in forward"),
         ({"tokens": column}, ValueError, "'tokens': max_norm=1.0 scales the weight's rows in forward"),

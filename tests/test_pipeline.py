@@ -582,6 +582,25 @@ def test_what_a_stage_passes_on_is_not_freed(ctx, constant, used):
             assert_close_to(mine, of_whole.grad, terms=256)
 
 
+def test_forward_backward_pipelining_refuses_arguments_before_anything_is_sent():
+    good = dict(stage_chunks=[Scale()], microbatches=[(torch.ones(8, 3), None)] * 2, loss_fn=F.mse_loss)
+    for wrong, error, message in (
+        (dict(stage_chunks=Scale()), TypeError, "stage_chunks is Scale; pass a list of this rank's chunks"),
+        (dict(microbatches=iter([])), TypeError, "microbatches=.* must be a list"),
+        (dict(microbatches=[torch.ones(8, 3)]), TypeError, "microbatch 0 is Tensor; each must be .input, target"),
+        (dict(loss_fn="mse"), TypeError, "loss_fn='mse' must be a function"),
+        (dict(no_sync_func=3), TypeError, "no_sync_func=3 must be a function"),
+        (dict(grad_sync_func=[print, print]), ValueError, "grad_sync_func has 2 functions for 1 chunks"),
+        (dict(tensor_shape=(8, -3)), ValueError, "tensor_shape: a size of the shape .* must be at least 0"),
+        (dict(tensor_shape="8x3"), TypeError, "tensor_shape: the shape '8x3' .* must be a tuple of sizes"),
+    ):
+        wire = Recorder()
+        comm = P2PCommunicator(Ranks(0, 2), backend=wire)
+        with pytest.raises(error, match=message):
+            forward_backward_pipelining(comm=comm, **{"tensor_shape": (8, 3)} | good | wrong)
+        assert not wire.trace and comm.open_handles == []
+
+
 @pytest.mark.parametrize("forward_only", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_what_the_next_stage_does_not_expect_is_refused_before_it_is_sent(forward_only, overlap):

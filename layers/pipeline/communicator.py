@@ -480,13 +480,8 @@ class P2PCommunicator:
                 _header(tensor)
 
     def _check_receive(self, edge: str, shapes):
-        """Raise ValueError or TypeError for what is no shape, or a list or dict of shapes."""
         self._require_peer(edge)
-        for shape in tree_leaves(shapes, is_leaf=is_shape):
-            if not is_shape(shape) and not (shape is None and self.variable_seq_lengths):
-                raise TypeError(f"{edge}: the shape {shape!r} of what is received must be a tuple of sizes")
-            for size in shape or ():
-                whole(f"{edge}: a size of the shape {tuple(shape)}", size)
+        check_shapes(edge, shapes, self.variable_seq_lengths)
 
 
 def ranks_of(mesh, what: str) -> Group:
@@ -531,6 +526,15 @@ def map_shapes(shapes, make):
 def is_shape(value) -> bool:
     """Whether it is the shape of one tensor, rather than a list or a dict of shapes."""
     return isinstance(value, list | tuple) and all(isinstance(size, numbers.Integral) for size in value)
+
+
+def check_shapes(what: str, shapes, exchanged: bool):
+    """Raise ValueError or TypeError for what is no shape and no pytree of shapes. exchanged: None is one, too."""
+    for shape in tree_leaves(shapes, is_leaf=is_shape):
+        if not is_shape(shape) and not (shape is None and exchanged):
+            raise TypeError(f"{what}: the shape {shape!r} of what is received must be a tuple of sizes")
+        for size in shape or ():
+            whole(f"{what}: a size of the shape {tuple(shape)}", size)
 
 
 def _wrapped_as(sent, shapes):

@@ -10,17 +10,18 @@ A rank's stages are its chunks of the model. A step computes and exchanges in th
 import contextlib
 import functools
 import inspect
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import MappingKey, tree_flatten_with_path, tree_map, tree_map_only
 
-from tkernels.comm.arguments import whole
+from tkernels.comm.arguments import check_type, whole
 from tkernels.comm.collectives import split_rows
 from tkernels.comm.context import MeshLike
 from tkernels.comm.group import listed
-from tkernels.layers.pipeline.communicator import P2PCommunicator, is_shape, map_shapes, ranks_of
+from tkernels.layers.pipeline.communicator import P2PCommunicator, check_shapes, is_shape, map_shapes, ranks_of
 from tkernels.layers.pipeline.memory import custom_backward, deallocate_output_tensor, leaves
 from tkernels.layers.pipeline.schedule import Step, schedule
 
@@ -172,7 +173,7 @@ def forward_backward_pipelining(
     microbatches: (input, target) or (input, target, options), the same number on every rank. The first part reads
         inputs, the last targets. options: keyword arguments of every part (masks, positions, ids), which are not sent:
         each rank has its own, and no gradient leaves through them.
-    loss_fn: (output of the last part, target) -> scalar.
+    loss_fn: (output of the last part, target) -> scalar; None on ranks without the last part.
     tensor_shape: of the tensors between stages, or a function of the microbatch's number; lists and dicts of shapes as
         in P2PCommunicator; None if the communicator exchanges shapes, or if there is one rank.
     forward_only: losses without gradients.
@@ -186,9 +187,10 @@ def forward_backward_pipelining(
     grad_sync_func: called with a chunk's parameters after its last backward, which is then in the context, too. Like
         no_sync_func, as in Megatron's config: a function, or a list of one for each chunk.
 
-    Returns the losses by microbatch, detached, on the rank of the last stage; [] on the others. Raises ValueError for
-    an impossible schedule, for missing shapes, for shapes other than those that a stage returns, and for overlap with a
-    communicator that exchanges shapes, because the host waits for them.
+    Returns the losses by microbatch, detached, on the rank of the last stage; [] on the others. Raises TypeError for
+    arguments that are none of these, before anything is sent, and ValueError for an impossible schedule, for missing
+    shapes, for shapes other than those that a stage returns, and for overlap with a communicator that exchanges shapes,
+    because the host waits for them.
     """
     if tensor_shape is None and comm.size > 1 and not comm.variable_seq_lengths:
         raise ValueError(
@@ -200,6 +202,10 @@ def forward_backward_pipelining(
             "pipeline: with variable_seq_lengths the host waits for each shape, so nothing would overlap; pass "
             "overlap=False, or a communicator without it and tensor_shape as a function of the microbatch"
         )
+    last = comm.rank == comm.size - 1
+    _check_arguments(stage_chunks, microbatches, loss_fn, no_sync_func, grad_sync_func, last)
+    if not callable(tensor_shape):
+        check_shapes("pipeline: tensor_shape", tensor_shape, comm.variable_seq_lengths or comm.size == 1)
     turns = schedule(
         comm.rank, comm.size, len(stage_chunks), len(microbatches), forward_only=forward_only, overlap=overlap
     )
@@ -216,6 +222,27 @@ def forward_backward_pipelining(
     comm.drain()
     assert not run.arriving and len(comm.open_handles) <= num_open, comm.open_handles
     return [run.losses[number].detach() for number in sorted(run.losses)]
+
+
+def _check_arguments(stage_chunks, microbatches, loss_fn, no_sync_func, grad_sync_func, last: bool):
+    if not isinstance(stage_chunks, Sequence | nn.ModuleList):
+        raise TypeError(f"pipeline: stage_chunks is {type(stage_chunks).__name__}; pass a list of this rank's chunks")
+    check_type("pipeline: microbatches", microbatches, Sequence, "a list, since it is counted before anything runs")
+    for number, each in enumerate(microbatches):
+        if not isinstance(each, tuple | list) or len(each) not in (2, 3):
+            raise TypeError(
+                f"pipeline: microbatch {number} is {type(each).__name__}; each must be (input, target) or (input, "
+                f"target, options)"
+            )
+    if loss_fn is not None or last:
+        check_type("pipeline: loss_fn", loss_fn, Callable, "a function of an output and a target")
+    for name, value in {"no_sync_func": no_sync_func, "grad_sync_func": grad_sync_func}.items():
+        functions, count = value if isinstance(value, list) else [value], len(stage_chunks)
+        if isinstance(value, list) and len(value) != count:
+            raise ValueError(f"pipeline: {name} has {len(value)} functions for {count} chunks; pass one each")
+        for function in functions:
+            if function is not None:
+                check_type(f"pipeline: {name}", function, Callable, "a function, or a list of one for each chunk")
 
 
 class _Run:

@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tkernels.comm import as_context
+from tkernels.comm.arguments import check_type
 from tkernels.layers.owners import attributes, owner_of
 from tkernels.layers.tensor_parallel.dtensors import chunk_sizes
 from tkernels.layers.tensor_parallel.modules import (
@@ -92,6 +93,9 @@ class Style(ParallelStyle):
         if not isinstance(module, self.kinds) and not _is_conv1d(module):
             kinds = " or ".join(f"nn.{kind.__name__}" for kind in self.kinds)
             raise TypeError(f"{what} is a {type(module).__module__}.{type(module).__name__}, and no {kinds}")
+        for option in ("input_layouts", "output_layouts"):
+            for layout in getattr(self, option, ()):
+                check_type(f"{what}: {option}", layout, Placement, "a Placement, as Replicate() and Shard(0) are")
         if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
             raise TypeError(
                 f"{what} belongs to an nn.MultiheadAttention, which reads its weight instead of calling it; write the "
