@@ -872,7 +872,8 @@ def test_what_does_not_fit_is_refused_on_every_rank(ctx):
     with pytest.raises(RuntimeError, match="no shards to gather"):
         OverlappedDDP(model, mesh=ctx).start_param_sync()
 
-    for wrong in ({"bucket_size": 0}, {"num_distributed_optimizer_instances": 3}, {"grad_dtype": torch.float64}):
+    instances, dtype = {"num_distributed_optimizer_instances": 3}, {"grad_dtype": torch.float64}
+    for wrong in ({"bucket_size": 0}, {"bucket_size": "40M"}, instances, dtype):
         with pytest.raises((TypeError, ValueError), match=r"^OverlappedDDP: .* \(on rank 1\)$") as error:
             OverlappedDDP(model, mesh=ctx, **(wrong if ctx.rank == 1 else {}))
         message_on_every_rank(ctx, error.value)

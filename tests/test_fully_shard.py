@@ -959,6 +959,8 @@ def test_fully_shard_refuses_by_name(ctx):
     sharded = shard(ctx, hybrid(ctx))
     refused = [
         (lambda: fully_shard(3, mesh=mesh), TypeError, "module=3 must be an nn.Module"),
+        (lambda: fully_shard(model, mesh=mesh, mp_policy="bf16"), TypeError, "mp_policy='bf16' must be torch's Mixed"),
+        (lambda: FullyShard(model, Dense if ctx.rank else 3, mesh=mesh), TypeError, r"classes .* \(on rank 0\)"),
         (lambda: fully_shard(model.layers, mesh=mesh), ValueError, "a ModuleList has no forward"),
         (lambda: fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy()), ValueError, "CPUOffloadPolicy is"),
         (lambda: fully_shard(model, mesh=mesh, reshard_after_forward=2), TypeError, "True, False or None"),

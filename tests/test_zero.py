@@ -954,6 +954,7 @@ def test_zero_optimizer_refuses_arguments_of_other_types_by_name_and_leaves_no_h
         ("takes a Context", {"tensor_parallel": "tp"}),
         ("parameter=3 must be a tensor", {"params": [3]}),
         ("a param group is a dict with params, not {}", {"params": [{}]}),
+        ("params=3 must be parameters, or groups of them", {"params": 3}),
         ("takes a Context", {"params": [{"params": [parameter], "mesh": "x"}]}),
     ):
         arguments = {"params": [parameter], "optimizer_class": torch.optim.SGD, "mesh": ctx, "lr": 1.0}

@@ -6,6 +6,7 @@ dimension need no care. DTensors, and modules that hold less than all parameters
 """
 
 import math
+import numbers
 
 import torch
 from torch import nn
@@ -84,6 +85,7 @@ class OverlappedDDP(nn.Module):
                     "OverlappedDDP: overlap_param_gather and num_distributed_optimizer_instances > 1 are about shards "
                     "of the parameters; leave out use_distributed_optimizer=False"
                 )
+            check_type("OverlappedDDP: bucket_size", bucket_size, numbers.Real | None, "a number of elements, or None")
             if bucket_size is not None and not bucket_size >= 1:
                 raise ValueError(f"OverlappedDDP: bucket_size={bucket_size} must be positive, or None")
             _check_parameters(params, grad_dtype)

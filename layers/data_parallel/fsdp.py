@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from tkernels.comm.arguments import check_type
+from tkernels.comm.arguments import check_type, whole
 from tkernels.layers.data_parallel.engine import unit_of
-from tkernels.layers.data_parallel.fully_shard import fully_shard
+from tkernels.layers.data_parallel.fully_shard import fully_shard, ranks_of
 
 
 class FullyShard(nn.Module):
@@ -39,19 +39,21 @@ class FullyShard(nn.Module):
         Raises ValueError or TypeError if no module is a unit, or the module itself; and what fully_shard raises.
         """
         super().__init__()
-        check_type("FullyShard: module", module, nn.Module, "an nn.Module")
-        for unit in units if isinstance(units, tuple) else (units,):
-            if not isinstance(unit, type):
-                raise TypeError(
-                    f"FullyShard: units are classes of modules, as in units=(nn.Linear,), not instances of "
-                    f"{type(unit).__name__}"
-                )
-        if isinstance(module, units):
-            raise ValueError("FullyShard: the module itself is of a unit's type; name the types of its parts")
-        parts = [part for part in module.modules() if isinstance(part, units)]
-        if not parts:
-            names = ", ".join(kind.__name__ for kind in (units if isinstance(units, tuple) else (units,)))
-            raise ValueError(f"FullyShard: no module is a unit: none is of the types {names}")
+        with ranks_of(mesh, strategy).checking():
+            check_type("FullyShard: module", module, nn.Module, "an nn.Module")
+            for unit in units if isinstance(units, tuple) else (units,):
+                if not isinstance(unit, type):
+                    raise TypeError(
+                        f"FullyShard: units are classes of modules, as in units=(nn.Linear,), not instances of "
+                        f"{type(unit).__name__}"
+                    )
+            if isinstance(module, units):
+                raise ValueError("FullyShard: the module itself is of a unit's type; name the types of its parts")
+            parts = [part for part in module.modules() if isinstance(part, units)]
+            if not parts:
+                names = ", ".join(kind.__name__ for kind in (units if isinstance(units, tuple) else (units,)))
+                raise ValueError(f"FullyShard: no module is a unit: none is of the types {names}")
+            whole("FullyShard: copies", copies, 1)
         options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(reduce_dtype=grad_dtype), "strategy": strategy}
         for part in reversed(parts):  # what is inside comes first
             fully_shard(part, **options)

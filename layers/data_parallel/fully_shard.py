@@ -11,7 +11,6 @@ What runs underneath is engine.py; what it moves, param_group.py and layout.py. 
 (FullyShard, ZeroOptimizer) calls `fully_shard` and `unit_of`, and adds no behaviour.
 """
 
-import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -87,11 +86,10 @@ def fully_shard(
     modules differ.
     """
     modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
-    ranks = _ranks_of(mesh, strategy)
+    ranks = ranks_of(mesh, strategy)
     device = ranks.contexts[0].device
-    with contextlib.ExitStack() as checking:
-        for ctx in reversed(ranks.contexts):
-            checking.enter_context(ctx.group.checking())
+    with ranks.checking():
+        check_type("fully_shard: mp_policy", mp_policy, MixedPrecisionPolicy, "torch's MixedPrecisionPolicy")
         if strategy not in STRATEGIES:
             raise ValueError(f"fully_shard: strategy={strategy!r} is unknown; use one of {', '.join(STRATEGIES)}")
         _refuse_options(reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims)
@@ -290,7 +288,7 @@ def _sharded_class(kind: type) -> type:
     return type(f"FSDP{kind.__name__}", (ShardedModule, kind), {"_unsharded": kind})
 
 
-def _ranks_of(mesh, strategy: str) -> DataParallelRanks:
+def ranks_of(mesh, strategy: str) -> DataParallelRanks:
     if mesh is None:
         mesh = init_device_mesh(torch._C._get_accelerator().type, (dist.get_world_size(),))
     if isinstance(mesh, DeviceMesh) and mesh.ndim == 2 and strategy != "replicate":

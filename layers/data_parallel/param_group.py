@@ -11,6 +11,7 @@ both dimensions, placed as torch's FSDP2 places it: (_StridedShard(0), Shard(0))
 This module moves data on the current stream; who waits for whom is the engine's business.
 """
 
+import contextlib
 import functools
 from dataclasses import dataclass, field
 
@@ -58,6 +59,14 @@ class DataParallelRanks:
     @property
     def contexts(self) -> list[Context]:
         return [ctx for ctx in (self.shard, self.replica) if ctx is not None]
+
+    @contextlib.contextmanager
+    def checking(self):
+        """Collective. What the block raises on one rank is raised on all of them."""
+        with contextlib.ExitStack() as checks:
+            for ctx in reversed(self.contexts):
+                checks.enter_context(ctx.group.checking())
+            yield
 
     def spec_of(self, parameter: torch.Tensor, beside: DeviceMesh | None = None) -> DTensorSpec:
         """Where the sharded parameter's parts lie.

@@ -545,6 +545,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
 def _param_groups(params) -> tuple[list[dict], dict[torch.Tensor, str], dict[torch.Tensor, MeshLike]]:
     """Groups with lists of parameters; names of all of them, in order; the mesh of those that require gradients."""
+    check_type("ZeroOptimizer: params", params, Iterable, "parameters, or groups of them, as torch's optimizers take")
     groups, names, meshes = list(params), {}, {}
     if groups and not isinstance(groups[0], dict):
         groups = [{"params": groups}]
