@@ -888,6 +888,8 @@ def test_the_buffer_holds_any_number_of_tokens_up_to_its_own(ctx):
         comm.get_buffer(shape=(12, 4))
     with pytest.raises(TypeError, match="the tensor is torch.float64, but the buffer is torch.float32"):
         comm.copy_into_buffer(torch.zeros(5, 4, dtype=torch.float64), True)
+    with pytest.raises(ValueError, match="copy_into_buffer: the tensor is on meta, not "):
+        comm.copy_into_buffer(torch.zeros(5, 4, device="meta"), True)
     with pytest.raises(ValueError, match="there is no fp8; pass None"):
         te.fill_userbuffers_buffer_for_all_gather(comm, mine, object(), None)
 

@@ -231,6 +231,10 @@ class CommOverlapCore:
             raise TypeError(f"copy_into_buffer: input is {type(input).__name__} and must be a tensor")
         if input.dtype != self.dtype:
             raise TypeError(f"copy_into_buffer: the tensor is {input.dtype}, but the buffer is {self.dtype}")
+        if input.device != self.context.device:
+            raise ValueError(
+                f"copy_into_buffer: the tensor is on {input.device}, not on {self.context.device}; move it"
+            )
         self.get_buffer(local_chunk, input.shape).copy_(input)
 
     def get_buffer(self, local_chunk: bool = False, shape=None) -> torch.Tensor:

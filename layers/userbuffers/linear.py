@@ -15,6 +15,7 @@ from tkernels.comm.collectives import check_rows, split_rows
 from tkernels.comm.context import group_of
 from tkernels.layers.marks import MarkedModule
 from tkernels.layers.tensor_parallel import dataflow
+from tkernels.layers.tensor_parallel.linear import check_place
 from tkernels.layers.userbuffers import registry
 from tkernels.layers.userbuffers.communicators import CommOverlapType
 from tkernels.layers.userbuffers.distributed import Distributed, Gather
@@ -135,6 +136,7 @@ class ParallelModule(dataflow.DeferringModule, MarkedModule):
 
     def _parameter(self, name: str, shape, dim: int | None, device, dtype, init_method=nn.init.zeros_, **marks):
         """Register this rank's part of a parameter, split along `dim` (None: not split), with Megatron's attributes."""
+        check_place(type(self).__name__, device, dtype)
         self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
         self._init_methods[name] = init_method
         self._initialize(name)
@@ -501,7 +503,7 @@ def divide(kind: str, what: str, size: int, parts: int) -> int:
 def refuse(where: str, **options):
     """Raise ValueError for any of the options that is set; these layers don't support them."""
     for name, value in options.items():
-        if value:
+        if isinstance(value, torch.Tensor) or value:
             raise ValueError(f"{where}: {name}={value!r} is not supported; leave it out")
 
 

@@ -30,7 +30,7 @@ class _Norm(ParallelModule):
         shape = hidden_size if normalized_shape is None else normalized_shape
         if shape is None:
             raise ValueError(f"{self.normalization}: there is no shape; pass normalized_shape")
-        shape, dtype = (shape,) if isinstance(shape, int) else tuple(shape), dtype or params_dtype
+        shape, dtype = (shape,) if isinstance(shape, int) else tuple(shape), params_dtype if dtype is None else dtype
         self._configure()
         self.eps = eps
         marks = {} if sequence_parallel is None else {"sequence_parallel": sequence_parallel}
