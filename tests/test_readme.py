@@ -1,7 +1,10 @@
 """README and the guides are true: their examples run, their links lead somewhere, the tree names every file."""
 
+import collections
 import contextlib
+import importlib.util
 import os
+import pydoc
 import re
 import runpy
 import subprocess
@@ -11,8 +14,11 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import tkernels
+import tkernels.layers
 from tkernels.choice import forget_choices
 
 ROOT = Path(__file__).parent.parent
@@ -128,6 +134,45 @@ def test_the_example_of_a_kernel_runs(ctx, tmp_path):
     names = runpy.run_path(str(path))
     with tkernels.init(ctx.group.process_group, heap_bytes=1 << 20) as own:
         assert names["shift"](own) == [10.0 * (1 - ctx.rank) + i for i in range(5)]
+
+
+MIGRATIONS = {  # (what the other has, the code that takes its place)
+    name: re.findall(r"^\| (.*`.+`.*) \| `(.+)` \|$", section, re.MULTILINE)
+    for name, section in re.findall(
+        r"^## Coming from (torch|Megatron)\n(.*?)(?=^## )", GUIDES["layers/README.md"], re.M | re.S
+    )
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", MIGRATIONS)
+def test_the_code_of_the_tables_of_migration_runs(ctx, name):
+    class Block(nn.Sequential):
+        def __init__(self):
+            super().__init__(collections.OrderedDict(up=nn.Linear(8, 16), down=nn.Linear(16, 8)))
+
+    mesh, made = init_device_mesh(ctx.device.type, (ctx.size,)), []
+    x, weight = torch.ones(4, 8, device=ctx.device), torch.ones(6, 8, device=ctx.device)
+    names = {name: getattr(tkernels.layers, name) for name in tkernels.layers.__all__}
+    names |= dict(mesh=mesh, Block=Block, x=x, weight=weight, torch=torch, tkernels=tkernels)
+    names |= dict(microbatches=[(x, torch.ones(4, 1, device=ctx.device))] * 2, loss=nn.functional.mse_loss)
+    for _, code in MIGRATIONS[name]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Block(), Block()).to(ctx.device)
+        parts = nn.Linear(8, 8, device=ctx.device), model, nn.Linear(8, 1, device=ctx.device)
+        with ctx:
+            made.append(eval(code, names | dict(model=model, parts=parts)))
+            if isinstance(made[-1], nn.Module):
+                made[-1](x)
+
+
+def test_tables_of_migration_name_what_there_is():
+    """So far as it is installed."""
+    assert [len(rows) for rows in MIGRATIONS.values()] == [10, 14]
+    for left, _ in sum(MIGRATIONS.values(), []):
+        for name in re.findall(r"`((?:torch|megatron)\.\S+)`", left):
+            if importlib.util.find_spec(name.partition(".")[0]):
+                assert pydoc.locate(name) is not None, name
 
 
 def test_the_example_of_leases_runs():
