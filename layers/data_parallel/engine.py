@@ -24,9 +24,9 @@ Who waits for whom is said by leases (lease.py): of a pool's slots, of the buffe
 their gradients: a gather comes after the optimizer's step, a reduction after what was done with the gradients before,
 and what comes after backward after both.
 
-A unit without modules is *resident*: its parameters are a caller's, and whole for good (flat_group.py). No forward asks
-for them: `publish` gathers them after a step. And no call of a module tells when its gradients are complete: units are
-reduced in their order, once all gradients are there of a unit and of those before it, and at the end of backward.
+A unit without modules is *resident* (resident.py): its parameters are a caller's, and whole for good. No call of a
+module tells when its gradients are complete, so these units are reduced in their order, once all gradients are there of
+a unit and of those before it, and at the end of backward.
 """
 
 import collections
@@ -47,7 +47,6 @@ from torch.utils._pytree import tree_map
 
 from tkernels.comm import LeaseError
 from tkernels.layers.data_parallel.backward import Backward, backward_id, backward_runs
-from tkernels.layers.data_parallel.flat_group import FlatGroup
 from tkernels.layers.data_parallel.param_group import DataParallelRanks, Parameter, ParamGroup
 from tkernels.layers.data_parallel.pools import Bucket, MaxPoolAllocator, MaxPoolPlan
 from tkernels.layers.lease import Keepalive, Lease, Slot
@@ -264,102 +263,6 @@ class Engine:
             unit.begun = unit.resident
             for group in unit.groups:
                 group.forget_gradients()
-
-    # Resident units
-
-    @classmethod
-    def resident(cls, groups: list[FlatGroup], overlap: bool) -> "Engine":
-        """With a resident unit for each of these groups, which are reduced in this order."""
-        units = [
-            Unit((), [group], DataParallelRanks(None, (), group.ctx), None, None, STRATEGIES["gradients"],
-                 Options(0, overlap, reductions=1), group.ctx.device)
-            for group in groups
-        ]  # fmt: skip
-        return cls(units[0], {unit: f"bucket {i}" for i, unit in enumerate(units)})
-
-    def watch(self) -> list:
-        """Reduce the gradients of backwards from here on. Returns the hooks' handles."""
-        return [hook for unit in self.units for group in unit.groups for hook in group.watch(unit.collect)]
-
-    def adopt(self):
-        """Collective. Move the parameters of resident units to where they stay, with rank 0's values."""
-        self.begin()
-        for unit in self.units:
-            for group in unit.groups:
-                lease = unit.leases[group] = self.pool.acquire(group.id)
-                with lease.write():
-                    group.adopt(lease.tensor)
-                comm = self._on_comm()
-                with lease.write(comm, ordered=True), self.dev.stream(comm):
-                    group.agree(lease.tensor)
-        self.copy_masters()
-
-    def copy_masters(self):
-        """Copy the parameters of resident units to their masters."""
-        self.end()
-        for unit in self.units:
-            for group, lease in unit.leases.items():
-                with lease.read() as whole:
-                    group.copy_masters(whole)
-
-    def publish(self):
-        """Collective. Gather resident units, whose masters have changed, the last one first: forward begins with it."""
-        self.end()
-        for unit in self.units:
-            for group, lease in unit.leases.items():
-                with lease.read():
-                    pass  # earlier work on this stream may have read the parameters
-                # Lets torch refuse a backward that needs what forward saved and the gather overwrites.
-                torch.autograd.graph.increment_version([parameter.whole for parameter in group.parameters])
-            unit.release()
-        self.begin()
-        for unit in reversed(self.units):
-            unit.gather()
-
-    @property
-    def failed(self) -> bool:
-        """Whether a backward has failed, and nobody has cleaned up after it. Asked outside of backward."""
-        return self._sums is not None
-
-    @contextlib.contextmanager
-    def step(self):
-        """Collective. A context in which this stream uses the sums of resident units and changes their masters.
-
-        Reduces units that no backward has reduced since the last step, even if backward is told to reduce none. At the
-        end all gradients are forgotten.
-        """
-        self.end()
-        owing = [unit for unit in self.units if unit.begun]
-        self._begin_sums()
-        for unit in owing:
-            unit.reduce(always=True)
-        try:
-            with self._sums.read():
-                yield
-        finally:
-            self.end()
-            self.forget_gradients()
-
-    @contextlib.contextmanager
-    def no_sync(self):
-        """A context in which backward reduces no resident units: gradients accumulate. All ranks must enter it."""
-        before = [unit.sync for unit in self.units]
-        for unit in self.units:
-            unit.sync, unit.begun = False, True
-        try:
-            yield
-        finally:
-            for unit, sync in zip(self.units, before, strict=True):
-                unit.sync = sync
-
-    def discard_gradients(self):
-        """Forget all gradients. Collective if a backward has failed on the way: other ranks have reduced all units."""
-        for unit in self.units if self.failed else ():
-            for group in unit.groups:
-                group.forget_gradients()
-            unit.reduce()
-        self.end()
-        self.forget_gradients()
 
     # Memory
 

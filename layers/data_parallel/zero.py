@@ -5,27 +5,27 @@ R ranks.
     backward   full buckets of gradients are reduced to their owners on the comm stream
     step       owners unscale and clip; the optimizer updates their masters; every rank gathers all parameters
 
-What runs underneath is engine.py, with a resident unit for each bucket; what it moves, flat_group.py.
+What runs underneath is resident.py, what it moves, flat_group.py.
 """
 
 import contextlib
 import math
 import reprlib
-import weakref
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 
 import torch
 from torch import nn
 
-from tkernels.comm import Context, LeaseError, MeshLike, MismatchError, TkernelsError, as_context
+from tkernels.comm import Context, MeshLike, MismatchError, TkernelsError, as_context
 from tkernels.comm.arguments import check_tensors, check_torch_dtype, check_type
 from tkernels.comm.collectives import SUMMED
 from tkernels.comm.context import group_of
 from tkernels.comm.group import checksum, first_difference, listed
-from tkernels.layers.data_parallel.engine import Engine, Unit
+from tkernels.layers.data_parallel.engine import Unit
 from tkernels.layers.data_parallel.flat_group import FlatGroup, plan
 from tkernels.layers.data_parallel.norms import check_norm, clip_scale, counts, squared_norm
+from tkernels.layers.data_parallel.resident import ResidentEngine
 from tkernels.layers.data_parallel.wire import open_wire
 from tkernels.layers.owners import disown, own, owner_of, remove_owners
 
@@ -138,7 +138,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             _check_partial(self.ctx, self._tensor_parallel, contexts, self._names)
         self.stage, self.max_norm, self._dynamic = stage, max_norm, loss_scale == "dynamic"
         self.loss_scale, self._steps_at_scale = FIRST_LOSS_SCALE if self._dynamic else loss_scale, 0
-        self.grad_norm, self.skipped, self._removed = None, False, False
+        self.grad_norm, self.skipped = None, False
         self._frozen = [parameter for parameter in self._names if parameter not in meshes]
         self._group_sizes = [len(group["params"]) for group in groups]
         self._layout = layout | dict(rank=self.ctx.rank, ranks=self.ctx.size)
@@ -153,26 +153,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # One order for all: that in which backward completes them.
         number_of = {parameter: number for number, parameter in enumerate(self._names)}
         buckets.sort(key=lambda bucket: -min(map(number_of.get, bucket.layout.parameters)))
-        self._engine, self._buckets = Engine.resident(buckets, overlap=overlap_comm), buckets
-        self._piece_of = {piece.whole: piece for bucket in buckets for piece in bucket.parameters}
+        self._engine, self._buckets = ResidentEngine(buckets, overlap=overlap_comm), buckets
         own(contexts, self)
-        self._hooks = self._engine.watch()
         for unit in self._engine.units:
             unit.sync = not deferred  # deferred gradients come after backward: `step` reduces all of them
-        self._engine.adopt()
-        self._gathered()
         self._overlap_gather = overlap_gather is not None
         if self._overlap_gather:
-            self._wait_in_forward(overlap_gather)
+            self._engine.wait_in_forward(overlap_gather)
 
-        owned = [
-            [
-                piece
-                for p in group["params"]
-                if (piece := self._piece_of.get(p)) is not None and piece.stop > piece.start
-            ]
-            for group in groups
-        ]
+        pieces = [[self._engine.piece_of[p] for p in group["params"] if p in self._engine.piece_of] for group in groups]
+        owned = [[piece for piece in theirs if piece.stop > piece.start] for theirs in pieces]
         self._pieces = [piece for pieces in owned for piece in pieces]  # in the order of the optimizer's state dict
         own([piece.sharded for piece in self._pieces], self)
         groups = [group | {"params": [p.sharded for p in pieces]} for group, pieces in zip(groups, owned, strict=True)]
@@ -188,7 +178,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         raise TypeError("ZeroOptimizer: it belongs to its rank, and can't be copied or pickled; save its state_dict()")
 
     def __repr__(self):
-        sizes = f"{len(self._piece_of)} parameters in {len(self._buckets)} buckets"
+        sizes = f"{len(self._engine.piece_of)} parameters in {len(self._buckets)} buckets"
         return f"ZeroOptimizer({type(self.optimizer).__name__}, stage {self.stage}, rank {self.ctx.rank}, {sizes})"
 
     @property
@@ -253,7 +243,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         closure: called first, with gradients enabled; `step` returns its value, as torch optimizers do.
         """
-        self._check_there()
+        self._engine.check()
         thawed = next((self._names[parameter] for parameter in self._frozen if parameter.requires_grad), None)
         if thawed is not None:
             raise TkernelsError(
@@ -265,7 +255,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_gradients()
         with self._engine.step():
             for group in self._buckets:
                 if _is_partial(group.parameters[0].whole) and group.total.numel():
@@ -293,7 +282,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Takes one all-reduce per context, and one over `tensor_parallel`.
         """
-        norm, used = None, {parameter for parameter, piece in self._piece_of.items() if piece.used}
+        norm, used = None, {parameter for parameter, piece in self._engine.piece_of.items() if piece.used}
         for ctx, wire in self._wires.items():
             parameters = [piece.whole for group in self._buckets if group.wire is wire for piece in group.parameters]
             parameters.sort(key=_is_partial, reverse=True)
@@ -325,106 +314,37 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _publish(self):
         """Send the owners' masters to every rank."""
         self._engine.publish()
-        self._gathered()
         if not self._overlap_gather:
-            self.ensure_params_ready()
-
-    def _gathered(self):
-        self._awaited = {unit: [] for unit in self._engine.units}
-        self._versions = {parameter: parameter._version for parameter in self._piece_of}
-
-    def _check_gradients(self):
-        """Raises TkernelsError for gradients that nothing would reduce, and for some that only a part is there of."""
-        if self._engine.failed:
-            raise TkernelsError(
-                "ZeroOptimizer: a backward has failed, and gradients that it has left are incomplete; call zero_grad() "
-                "after a failure"
-            )
-        for unit in self._engine.units:
-            late = [piece for piece in unit.groups[0].parameters if piece.whole.grad is not None]
-            if late and not unit.begun:
-                raise TkernelsError(
-                    f"ZeroOptimizer: {late[0].name} has a gradient that came after backward, when the others had been "
-                    f"reduced; set it before backward, which adds to it, or run backward inside of no_sync() (stage=1) "
-                    f"which leaves all gradients to step()"
-                )
+            self._engine.ready()
 
     def _check_values(self):
         """Collective if parameters have been written to. Raises ValueError for a write that the gathers would undo."""
-        if all(parameter._version == version for parameter, version in self._versions.items()):
-            return
-        self.ensure_params_ready()
-        with self.ctx.group.checking():
-            for piece in self._pieces:
-                now, kept = piece.cut(piece.whole.detach()), piece.sharded.to(piece.whole.dtype)
-                if not torch.where(now.isnan(), kept.isnan(), now == kept).all():
+        if self._engine.written:
+            with self.ctx.group.checking():
+                if changed := self._engine.changed():
                     raise ValueError(
-                        f"ZeroOptimizer.step: {piece.name} was changed elsewhere, as by load_state_dict, which the "
+                        f"ZeroOptimizer.step: {listed(changed)} changed elsewhere, as by load_state_dict, which the "
                         f"next gather would undo; call refresh_masters() after such a change, on all ranks"
                     )
-        self._versions = {parameter: parameter._version for parameter in self._versions}
-
-    def _check_there(self):
-        """Raises LeaseError once the parameters are another's, or elsewhere."""
-        if self._removed:
-            raise LeaseError(
-                "ZeroOptimizer: it was removed from its parameters, perhaps for a newer one, and takes their gradients "
-                "no longer; use that, or make another one"
-            )
-        for unit in self._engine.units:
-            unit.settle()
-
-    def _await(self, unit: Unit):
-        stream = self._engine.dev.current_stream()
-        if stream not in self._awaited[unit]:
-            for lease in unit.leases.values():
-                lease.filled.wait(stream)
-            self._awaited[unit].append(stream)
 
     def ensure_params_ready(self):
         """Order the current stream after the gathers of the last step, for readers that overlap_gather doesn't see."""
-        for unit in self._engine.units:
-            self._await(unit)
-
-    def _wait_in_forward(self, root: nn.Module):
-        this = weakref.ref(self)
-        unit_of = {piece.whole: i for i, bucket in enumerate(self._buckets) for piece in bucket.parameters}
-
-        def wait_for(numbers):
-            @torch.compiler.disable
-            def wait(module, *_):
-                if (optimizer := this()) is not None:
-                    for number in numbers:
-                        optimizer._await(optimizer._engine.units[number])
-
-            return wait
-
-        for module in root.modules():
-            own = (unit_of.get(parameter) for parameter in module.parameters(recurse=False))
-            if numbers := list(dict.fromkeys(number for number in own if number is not None)):
-                wait = wait_for(numbers)
-                self._hooks.append(module.register_forward_pre_hook(wait))
-                self._hooks.append(module.register_state_dict_pre_hook(wait))
-                self._hooks.append(module.register_load_state_dict_pre_hook(wait))
+        self._engine.ready()
 
     @torch.no_grad()
     def refresh_masters(self):
         """Copy the parameters' values into the masters, after a change from outside that is the same on all ranks."""
-        self._check_there()
-        self.ensure_params_ready()
+        self._engine.check()
+        self._engine.ready()
         self._engine.copy_masters()
-        self._versions = {parameter: parameter._version for parameter in self._versions}
 
     def remove(self):
         """Take the hooks off the parameters and modules. `step` and loading raise LeaseError then. May be repeated.
 
         A new ZeroOptimizer removes the previous one of its parameters in the same way.
         """
-        self.ensure_params_ready()
-        for hook in self._hooks:
-            hook.remove()
+        self._engine.remove()
         disown([*self._names, *(piece.sharded for piece in self._pieces)], self)
-        self._removed = True
 
     def state_dict(self) -> dict:
         """This rank's part of the state, for the same ranks and layout. `full_state_dict` is for any.
@@ -459,7 +379,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 raise ValueError("load_state_dict: got masters of other shapes, in a state that was changed since")
             if _group_sizes(state.get("optimizer")) != _group_sizes(self.optimizer.state_dict()):
                 raise ValueError("load_state_dict: got a state of the wrapped optimizer that has other param groups")
-        self._check_there()
+        self._engine.check()
         self._engine.end()
         self.optimizer.load_state_dict(state["optimizer"])
         for group, master in zip(self._buckets, state["masters"], strict=True):
@@ -521,7 +441,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 raise ValueError(
                     "load_full_state_dict: got masters that are not tensors of its parameters' shapes, by number"
                 )
-        self._check_there()
+        self._engine.check()
         own = self.optimizer.state_dict()
         own["state"] = {
             position: {name: piece.cut(value) for name, value in state["state"][numbers[piece.whole]].items()}

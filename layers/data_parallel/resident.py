@@ -1,0 +1,196 @@
+"""The engine under `ZeroOptimizer`: parameters stay whole, what updates them is split over the ranks.
+
+    backward   buckets of gradients are reduced in one order on all ranks, each rank's part to its masters
+    step       the caller updates the masters; parameters are gathered, those that forward needs first before the others
+
+No forward asks for the parameters: `publish` gathers them, and whoever reads them waits, by `ready`.
+"""
+
+import contextlib
+import weakref
+
+import torch
+from torch import nn
+
+from tkernels.comm import LeaseError
+from tkernels.layers.data_parallel.engine import STRATEGIES, Engine, Options, Unit
+from tkernels.layers.data_parallel.flat_group import FlatGroup
+from tkernels.layers.data_parallel.param_group import DataParallelRanks
+
+
+class ResidentEngine(Engine):
+    """Runs buckets of parameters, each of which is a unit, reduced in this order.
+
+    piece_of: by parameter. removed: whether it has let go of the parameters.
+    """
+
+    def __init__(self, buckets: list[FlatGroup], *, overlap: bool):
+        """Collective. Move the parameters to where they stay, with rank 0's values, and take their gradients."""
+        units = [
+            Unit((), [bucket], DataParallelRanks(None, (), bucket.ctx), None, None, STRATEGIES["gradients"],
+                 Options(0, overlap, reductions=1), bucket.ctx.device)
+            for bucket in buckets
+        ]  # fmt: skip
+        super().__init__(units[0], {unit: f"bucket {number}" for number, unit in enumerate(units)})
+        self.buckets, self.removed = buckets, False
+        self.piece_of = {piece.whole: piece for bucket in buckets for piece in bucket.parameters}
+        self._hooks = [hook for unit, bucket in zip(units, buckets, strict=True) for hook in bucket.watch(unit.collect)]
+        self.begin()
+        for unit, bucket in zip(units, buckets, strict=True):
+            lease = unit.leases[bucket] = self.pool.acquire(bucket.id)
+            with lease.write():
+                bucket.adopt(lease.tensor)
+            comm = self._on_comm()
+            with lease.write(comm, ordered=True), self.dev.stream(comm):
+                bucket.agree(lease.tensor)
+        self._gathered()
+        self.copy_masters()
+
+    def remove(self):
+        """Let go of the parameters; this stream may use them. May be repeated."""
+        self.ready()
+        for hook in self._hooks:
+            hook.remove()
+        self.removed = True
+
+    def check(self):
+        """Raises LeaseError once the parameters are another's, or elsewhere."""
+        if self.removed:
+            raise LeaseError(
+                "ZeroOptimizer: it was removed from its parameters, perhaps for a newer one, and takes their gradients "
+                "no longer; use that, or make another one"
+            )
+        for unit in self.units:
+            unit.settle()
+
+    # Values
+
+    def copy_masters(self):
+        """Copy this rank's parts of the parameters to their masters."""
+        self.end()
+        for unit in self.units:
+            for bucket, lease in unit.leases.items():
+                with lease.read() as whole:
+                    bucket.copy_masters(whole)
+        self._count_writes()
+
+    def publish(self):
+        """Collective. Gather the parameters from their masters, which have changed."""
+        self.end()
+        for unit in self.units:
+            for bucket, lease in unit.leases.items():
+                with lease.read():
+                    pass  # earlier work on this stream may have read the parameters
+                # Lets torch refuse a backward that needs what forward saved and the gather overwrites.
+                torch.autograd.graph.increment_version([piece.whole for piece in bucket.parameters])
+            unit.release()
+        self.begin()
+        for unit in reversed(self.units):  # forward begins with the last one
+            unit.gather()
+        self._gathered()
+
+    def _gathered(self):
+        self._awaited = {unit: [] for unit in self.units}  # streams that are ordered after the unit's gather
+        self._count_writes()
+
+    def _count_writes(self):
+        self._versions_seen = {parameter: parameter._version for parameter in self.piece_of}
+
+    def ready(self, units: list[Unit] | None = None):
+        """Order this stream after the gathers of these units, or of all."""
+        stream = self.dev.current_stream()
+        for unit in self.units if units is None else units:
+            if stream not in self._awaited[unit]:
+                for lease in unit.leases.values():
+                    lease.filled.wait(stream)
+                self._awaited[unit].append(stream)
+
+    def wait_in_forward(self, root: nn.Module):
+        """Let each module inside `root` wait for its own parameters, in its forward and for its state dict."""
+        this = weakref.ref(self)
+        number_of = {parameter: n for n, bucket in enumerate(self.buckets) for parameter in bucket.layout.parameters}
+
+        def wait_for(numbers):
+            @torch.compiler.disable
+            def wait(module, *_):
+                if (engine := this()) is not None:
+                    engine.ready([engine.units[number] for number in numbers])
+
+            return wait
+
+        for module in root.modules():
+            own = (number_of.get(parameter) for parameter in module.parameters(recurse=False))
+            if numbers := list(dict.fromkeys(number for number in own if number is not None)):
+                wait = wait_for(numbers)
+                self._hooks.append(module.register_forward_pre_hook(wait))
+                self._hooks.append(module.register_state_dict_pre_hook(wait))
+                self._hooks.append(module.register_load_state_dict_pre_hook(wait))
+
+    @property
+    def written(self) -> bool:
+        """Whether torch has counted writes to the parameters since they were gathered."""
+        return any(parameter._version != version for parameter, version in self._versions_seen.items())
+
+    def changed(self) -> list[str]:
+        """Names of parameters that are not what was gathered."""
+        self.ready()
+        names = []
+        for parameter, piece in self.piece_of.items():
+            now, kept = piece.cut(parameter.detach()), piece.sharded.to(parameter.dtype)
+            if not torch.where(now.isnan(), kept.isnan(), now == kept).all():
+                names.append(piece.name)
+        if not names:
+            self._count_writes()
+        return names
+
+    # Gradients
+
+    @contextlib.contextmanager
+    def step(self):
+        """Collective. A context in which this stream uses the sums of gradients, and changes the masters.
+
+        Reduces units that no backward has reduced since the last step, even if backward is told to reduce none. At the
+        end all gradients are forgotten. Before, raises LeaseError for gradients that nothing would reduce, and for what
+        a backward that failed has left.
+        """
+        if self._sums is not None:
+            raise LeaseError("ZeroOptimizer: a backward has failed before this step; call zero_grad() after a failure")
+        for unit in self.units:
+            late = [piece for piece in unit.groups[0].parameters if piece.whole.grad is not None]
+            if late and not unit.begun:
+                raise LeaseError(
+                    f"ZeroOptimizer: {late[0].name} has a gradient that came after backward, when the others had been "
+                    f"reduced; set it before backward, which adds to it, or run backward inside of no_sync() (stage=1) "
+                    f"which leaves all gradients to step()"
+                )
+        self.end()
+        owing = [unit for unit in self.units if unit.begun]
+        self._begin_sums()
+        for unit in owing:
+            unit.reduce(always=True)
+        try:
+            with self._sums.read():
+                yield
+        finally:
+            self.end()
+            self.forget_gradients()
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """A context in which backward reduces nothing: gradients accumulate. All ranks must enter it."""
+        before = [unit.sync for unit in self.units]
+        for unit in self.units:
+            unit.sync, unit.begun = False, True
+        try:
+            yield
+        finally:
+            for unit, sync in zip(self.units, before, strict=True):
+                unit.sync = sync
+
+    def discard_gradients(self):
+        """Forget all gradients. Collective if a backward has failed on the way: other ranks have reduced all units."""
+        for bucket, unit in zip(self.buckets, self.units, strict=True) if self._sums is not None else ():
+            bucket.forget_gradients()
+            unit.reduce()
+        self.end()
+        self.forget_gradients()
