@@ -304,10 +304,14 @@ class Engine:
         if group.in_place:
             return Lease(group.flat, dev=self.dev, name=group.id)
         comm = self._on_comm()
-        lease = self.pool.acquire(group.id)
+        lease = self.acquire(group)
         with self._weights.read(comm), lease.write(comm), self.dev.stream(comm):
             group.gather(lease.tensor)
         return lease
+
+    def acquire(self, group: ParamGroup) -> Lease:
+        """The memory to gather it into."""
+        return self.pool.acquire(group.id)
 
     def release(self, group: ParamGroup, lease: Lease):
         if self.pool.held(group.id):

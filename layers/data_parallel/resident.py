@@ -16,6 +16,7 @@ from tkernels.comm import LeaseError
 from tkernels.layers.data_parallel.engine import STRATEGIES, Engine, Options, Unit
 from tkernels.layers.data_parallel.flat_group import FlatGroup
 from tkernels.layers.data_parallel.param_group import DataParallelRanks
+from tkernels.layers.lease import Lease, Slot
 
 
 class ResidentEngine(Engine):
@@ -35,9 +36,12 @@ class ResidentEngine(Engine):
         self.buckets, self.removed = buckets, False
         self.piece_of = {piece.whole: piece for bucket in buckets for piece in bucket.parameters}
         self._hooks = [hook for unit, bucket in zip(units, buckets, strict=True) for hook in bucket.watch(unit.collect)]
-        self.begin()
+        self._slot_of = {}
         for unit, bucket in zip(units, buckets, strict=True):
-            lease = unit.leases[bucket] = self.pool.acquire(bucket.id)
+            # One after the other, since each gives up as much memory as it takes.
+            memory = torch.empty(bucket.numel, dtype=bucket.param_dtype, device=self.device)
+            self._slot_of[bucket] = Slot(memory, dev=self.dev, name=f"parameters of {unit.name}")
+            lease = unit.leases[bucket] = self.acquire(bucket)
             with lease.write():
                 bucket.adopt(lease.tensor)
             comm = self._on_comm()
@@ -45,6 +49,15 @@ class ResidentEngine(Engine):
                 bucket.agree(lease.tensor)
         self._gathered()
         self.copy_masters()
+
+    def _plan(self):
+        """Every bucket has memory of its own, for good."""
+
+    def acquire(self, group: FlatGroup) -> Lease:
+        return self._slot_of[group].acquire()
+
+    def release(self, group: FlatGroup, lease: Lease):
+        self._slot_of[group].release(lease)
 
     def remove(self):
         """Let go of the parameters; this stream may use them. May be repeated."""
