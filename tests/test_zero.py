@@ -3,6 +3,7 @@
 Gradients of small integers make everything exact: what is lost, doubled or averaged wrongly shows as inequality.
 """
 
+import collections
 import contextlib
 import copy
 import functools
@@ -35,7 +36,7 @@ from tkernels.layers import userbuffers as te
 from tkernels.layers.data_parallel import engine
 from tkernels.layers.data_parallel import zero as zero_optimizer
 from tkernels.layers.data_parallel.ddp import OverlappedDDP
-from tkernels.layers.data_parallel.flat_group import plan
+from tkernels.layers.data_parallel.flat_group import FlatGroup, plan
 from tkernels.layers.data_parallel.fsdp import FullyShard
 from tkernels.layers.data_parallel.layout import ALIGN
 from tkernels.layers.data_parallel.resident import ResidentEngine
@@ -1129,6 +1130,36 @@ def test_zero_optimizer_orders_a_gradient_that_waited_behind_the_stream_that_pro
         assert bool(sim.races) == reverse
     sim.run(starve=["left"])
     assert not all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("buffers", [2, 1])
+def test_zero_optimizer_fills_a_bucket_while_the_one_before_it_is_reduced(monkeypatch, buffers):
+    """Of four buckets, in two buffers: the third waits for the first one's, and for nothing else."""
+    sim, pack, fills, sums = Simulator(), FlatGroup.pack, itertools.count(), itertools.count()
+
+    def labelled(self, *arguments):
+        with sim.label(f"fill {next(fills)}"):
+            pack(self, *arguments)
+
+    def reduce_scatter(self, x, rows):
+        sim.launch(f"reduce {next(sums)}", lambda x: None, writes=[x])
+        return x
+
+    monkeypatch.setattr(engine, "device_module", lambda device: sim)
+    monkeypatch.setattr(FlatGroup, "pack", labelled)
+    monkeypatch.setattr(TkernelsWire, "reduce_scatter", reduce_scatter)
+    monkeypatch.setattr(TkernelsWire, "all_gather", lambda self, x, rows: None)
+    with sim:
+        parameters = [nn.Parameter(torch.ones(9)) for _ in range(4)]  # with padding: copied into buffers
+        zero = ZeroOptimizer(parameters, torch.optim.SGD, lr=1.0, mesh=OneRank(), bucket_bytes=64)
+        if buffers == 1:
+            zero._engine._sendings = collections.deque(maxlen=0)
+        sum((parameter * 2).sum() for parameter in parameters).backward()
+    sim.check()
+    sim.run(starve=["stream1"])
+    ends = {name: place for place, name in enumerate(sim.log)}
+    assert (ends["fill 1"] < ends["reduce 0"]) == (buffers == 2)
+    assert ends["reduce 0"] < ends["fill 2"] and (ends["fill 2"] < ends["reduce 1"]) == (buffers == 2)
 
 
 def test_a_state_dict_comes_after_the_gathers_that_overlap_with_forward(monkeypatch):
