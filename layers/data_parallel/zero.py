@@ -9,6 +9,7 @@ What runs underneath is resident.py, what it moves, flat_group.py.
 """
 
 import contextlib
+import itertools
 import math
 import reprlib
 from collections.abc import Iterable, Mapping
@@ -256,15 +257,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with self._engine.step():
-            for group in self._buckets:
-                if _is_partial(group.parameters[0].whole) and group.total.numel():
-                    self._across.all_reduce(group.total)
+            for bucket in self._buckets:
+                if _is_partial(bucket.layout.parameters[0]) and bucket.total.numel():
+                    self._across.all_reduce(bucket.total)
             used, norm = self._exchange()
             self.grad_norm = norm / (self.loss_scale or 1.0)
             self.skipped = self.loss_scale is not None and not math.isfinite(self.grad_norm.item())
             inverse = None if self.loss_scale is None else 1 / self.loss_scale
             if self._dynamic:
-                self._adapt_loss_scale()
+                self._steps_at_scale = 0 if self.skipped else self._steps_at_scale + 1
+                if self.skipped:
+                    self.loss_scale /= 2
+                elif self._steps_at_scale == GROWTH_INTERVAL:
+                    self.loss_scale, self._steps_at_scale = self.loss_scale * 2, 0
             if not self.skipped:
                 if self.max_norm is not None:
                     inverse = clip_scale(self.grad_norm, self.max_norm) * (inverse or 1.0)
@@ -284,7 +289,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         norm, used = None, {parameter for parameter, piece in self._engine.piece_of.items() if piece.used}
         for ctx, wire in self._wires.items():
-            parameters = [piece.whole for group in self._buckets if group.wire is wire for piece in group.parameters]
+            parameters = [p for bucket in self._buckets if bucket.wire is wire for p in bucket.layout.parameters]
             parameters.sort(key=_is_partial, reverse=True)
             unused = [parameter not in used for parameter in parameters]
             values = torch.ones(1 + len(parameters), device=ctx.device)
@@ -303,13 +308,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if any(unused):
                 used |= {p for p, flag in zip(parameters, values[1:].tolist(), strict=True) if flag > 0}
         return used, norm
-
-    def _adapt_loss_scale(self):
-        self._steps_at_scale = 0 if self.skipped else self._steps_at_scale + 1
-        if self.skipped:
-            self.loss_scale /= 2
-        elif self._steps_at_scale == GROWTH_INTERVAL:
-            self.loss_scale, self._steps_at_scale = self.loss_scale * 2, 0
 
     def _publish(self):
         """Send the owners' masters to every rank."""
@@ -355,7 +353,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return {
             "layout": self._layout,
             "optimizer": self.optimizer.state_dict(),
-            "masters": [group.flat for group in self._buckets],
+            "masters": [bucket.flat for bucket in self._buckets],
             "loss_scale": (self.loss_scale, self._steps_at_scale),
         }
 
@@ -375,15 +373,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     f"load_state_dict: got a state saved with another {', '.join(differ)}; save with full_state_dict, "
                     f"which any number of ranks and any layout can load"
                 )
-            if _shapes(state.get("masters")) != [group.flat.shape for group in self._buckets]:
+            if _shapes(state.get("masters")) != [bucket.flat.shape for bucket in self._buckets]:
                 raise ValueError("load_state_dict: got masters of other shapes, in a state that was changed since")
             if _group_sizes(state.get("optimizer")) != _group_sizes(self.optimizer.state_dict()):
                 raise ValueError("load_state_dict: got a state of the wrapped optimizer that has other param groups")
         self._engine.check()
         self._engine.end()
         self.optimizer.load_state_dict(state["optimizer"])
-        for group, master in zip(self._buckets, state["masters"], strict=True):
-            group.flat.copy_(master)
+        for bucket, master in zip(self._buckets, state["masters"], strict=True):
+            bucket.flat.copy_(master)
         if self._dynamic and state["loss_scale"][0] is not None:
             self.loss_scale, self._steps_at_scale = state["loss_scale"]
         self._publish()
@@ -399,13 +397,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         state, masters = {}, {}
         for ctx, wire in self._wires.items():
             parts = [
-                (numbers[piece.whole], piece.shape, piece.start, {"": _to_cpu(piece.sharded)} | {
-                    name: _to_cpu(value) for name, value in own["state"].get(position, {}).items()
-                })
+                (numbers[piece.whole], piece.shape, piece.start, own["state"].get(position, {}) | {"": piece.sharded})
                 for position, piece in enumerate(self._pieces)
                 if piece.group.wire is wire
-            ]  # fmt: skip
-            for number, shape, start, values in (part for parts in ctx.group.gather(parts) for part in parts):
+            ]
+            parts = [(*place, {name: _to_cpu(value) for name, value in values.items()}) for *place, values in parts]
+            for number, shape, start, values in itertools.chain(*ctx.group.gather(parts)):
                 master = values.pop("")
                 _place(masters, number, shape, start, master, master.shape)
                 for name, value in values.items():
