@@ -291,3 +291,35 @@ def test_parallelize_trains_under_torchs_pipelines(ctx, name):
                     (block.down.bias, expected.down.bias.grad),
                 ):
                     assert_close_to(found.grad.cpu(), true, terms=256)
+
+
+@pytest.mark.ranks(4, timeout_s=300)
+@pytest.mark.parametrize("strategy", [pytest.param(each, marks=own_gpus) for each in ("parameters", "optimizer")])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_fully_shard_trains_under_torchs_pipelines(ctx, name, strategy):
+    """Twice, since the first step shows that units keep their memory between micro-batches, and the second has it."""
+    make, num_chunks = SCHEDULES[name]
+    torch.manual_seed(0)
+    blocks, x, target = [TwoLinears() for _ in range(4)], torch.randn(2, 8, 16), torch.randn(2, 8, 16)
+    whole = nn.Sequential(*copy.deepcopy(blocks)).double()
+    for each in range(2):  # of the batch of each of the data-parallel ranks
+        (F.mse_loss(whole(x[each].double()), target[each].double()) / 2).backward()
+    with grid_of(ctx, "dp") as (mesh, pp, dp):
+        stages, mine, size = [], list(range(pp.rank, 2 * num_chunks, 2)), 2 // num_chunks
+        for number in mine:
+            chunk = nn.Sequential(*blocks[number * size : (number + 1) * size]).to(ctx.device)
+            for part in (*chunk, chunk):
+                fully_shard(part, mesh=mesh["dp"], strategy=strategy)
+            stages.append(PipelineStage(chunk, number, 2 * num_chunks, ctx.device, group=mesh.get_group("pp")))
+        schedule = make(stages if num_chunks > 1 else stages[0], 4, loss_fn=F.mse_loss)
+        for _ in range(2):
+            for stage in stages:
+                stage.submod.zero_grad()
+            schedule.step(
+                *[x[dp.rank].to(ctx.device)] * (mine[0] == 0),
+                **({"target": target[dp.rank].to(ctx.device), "losses": []} if pp.rank == 1 else {}),
+            )
+            for number, stage in zip(mine, stages, strict=True):
+                for part, block in enumerate(stage.submod):
+                    for found, true in zip(block.parameters(), whole[number * size + part].parameters(), strict=True):
+                        assert_close_to(found.grad.full_tensor().cpu(), true.grad, terms=256)

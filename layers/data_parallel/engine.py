@@ -115,7 +115,7 @@ class Engine:
         self.dev = device_module(self.device)
         self.comm_stream = self.dev.Stream() if root.options.overlap else None
         self.pool: MaxPoolAllocator | None = None
-        self._planned = None
+        self._planned, self.sharing = None, set()  # the units that take turns in the pool
         self._weight_slot = Slot(dev=self.dev, name="sharded parameters")
         self._sum_slot = Slot(dev=self.dev, name="gradients of sharded parameters")
         self._weights = self._sums = None  # leases of these slots, during an iteration and during a backward
@@ -221,6 +221,14 @@ class Engine:
             unit.reduce()
         self.end()
 
+    def reduce_accumulated(self):
+        """Collective, outside of backward. Reduce what backwards that reduced nothing have left."""
+        if self._backward.failed:
+            self.end()
+        self.begin()
+        self._begin_sums()
+        self._end_backward()
+
     def reduce_in_turn(self):
         """Reduce the resident units whose gradients are there, up to the first one that still misses some."""
         for unit in self.units:
@@ -268,10 +276,12 @@ class Engine:
 
     def _plan(self):
         """Make the pool, or another one if other units are kept now."""
+        sharing = {unit for unit in self.units if unit.shares_memory()}
         planned = [
-            (unit.shares_memory, *((group.param_dtype, group.in_place) for group in unit.groups)) for unit in self.units
+            (unit in sharing, *((group.param_dtype, group.in_place) for group in unit.groups)) for unit in self.units
         ]
-        if planned == self._planned:
+        # A backward that is to come needs the parameters where its forward had them.
+        if planned == self._planned or any(call.to_end() for unit in self.units for call in unit.calls):
             return
 
         def buckets(unit):
@@ -281,8 +291,8 @@ class Engine:
             for group in unit.groups:
                 group.id = f"{unit.name}:{group.kind}"
         plan = MaxPoolPlan.build(
-            {unit.name: buckets(unit) for unit in self.units if unit.shares_memory},
-            others=[bucket for unit in self.units if not unit.shares_memory for bucket in buckets(unit)],
+            {unit.name: buckets(unit) for unit in self.units if unit in sharing},
+            others=[bucket for unit in self.units if unit not in sharing for bucket in buckets(unit)],
             copies=1 + self.root.options.prefetch,
         )
         for unit in self.units:
@@ -290,7 +300,7 @@ class Engine:
         self.pool = None  # first, so that both are never there at once
         # Backward reads parameters at the addresses that forward saved, so a move is an error.
         self.pool = MaxPoolAllocator(plan, strict_assignments="error", device=self.device, dev=self.dev)
-        self._planned = planned
+        self._planned, self.sharing = planned, sharing
         if all(ctx.rank == 0 for ctx in self.root.ranks.contexts):
             _log.info("the memory of gathered parameters\n%s", self.pool)
 
@@ -433,11 +443,21 @@ class Unit:
         return self.engine is not None and self.engine.root is self
 
     @property
+    def _keeps(self) -> tuple[bool, bool]:
+        """Whether it is to keep its memory after forward, and after a backward."""
+        forward = self.is_root or self.strategy.stays
+        if self.reshard_after_forward is not None:
+            forward = not self.reshard_after_forward
+        return forward, self.strategy.stays or not self.reshard_after_backward
+
+    @property
+    def _has_own_memory(self) -> bool:
+        return self.engine is None or self not in self.engine.sharing
+
+    @property
     def reshards(self) -> bool:
         """Whether it gives its memory back after forward."""
-        if self.reshard_after_forward is None:
-            return not self.is_root and not self.strategy.stays
-        return self.reshard_after_forward
+        return not (self._keeps[0] and self._has_own_memory)
 
     @property
     def reduces(self) -> bool:
@@ -447,12 +467,11 @@ class Unit:
     @property
     def stays(self) -> bool:
         """Whether it keeps its memory after a backward."""
-        return self.strategy.stays or not self.reshard_after_backward
+        return self._keeps[1] and self._has_own_memory
 
-    @property
     def shares_memory(self) -> bool:
-        """Whether it takes turns with other units in the pool. What was kept once stays where it is."""
-        self.kept = self.kept or self.stays or not self.reshards
+        """Whether it is to take turns with other units in the pool. What was kept once stays where it is."""
+        self.kept = self.kept or any(self._keeps)
         return not self.contains and not self.kept
 
     def end_iteration(self, *_):
@@ -656,6 +675,10 @@ class Call:
 
     def watch_outputs(self, output):
         self.unit.watch(output, self._begin, self._before)
+
+    def to_end(self) -> bool:
+        """Whether no backward has ended this call yet. (Where none is to come, autograd's graph and this call go.)"""
+        return self._ended is None
 
     def to_come(self) -> bool:
         """Whether the running backward will still signal the end of this call."""

@@ -18,6 +18,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
+from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -126,6 +128,7 @@ def fully_shard(
                 buffer.data = buffer.to(device)
     for each in modules:
         each.__class__ = _sharded_class(type(each))
+        vars(each).setdefault(STATE_KEY, {})[fsdp.fully_shard.__wrapped__] = _PipelinesState(unit)
     unit.settle()
     return module
 
@@ -248,6 +251,17 @@ def _not_here(name: str):
 for _name, _method in inspect.getmembers(FSDPModule, inspect.isfunction):
     if not _name.startswith("_") and _name not in vars(ShardedModule):
         setattr(ShardedModule, _name, _not_here(_name))
+
+
+class _PipelinesState:
+    """What torch.distributed.pipelining finds as FSDP2's own state, to reduce at the end of a step what accumulated."""
+
+    def __init__(self, unit: Unit):
+        self._unit = unit
+        self._state_ctx, self.all_states = self, ()
+
+    def _root_post_backward_final_callback(self):
+        self._unit.engine.reduce_accumulated()
 
 
 class _Handle(UnshardHandle):
