@@ -461,6 +461,9 @@ def test_wrong_arguments_are_refused_by_name():
     ]:
         with pytest.raises(ValueError, match=message):
             call()
+    for wrong in ({"producers": 3}, {"producers": ["main"]}, {"home": "main"}):
+        with pytest.raises(TypeError, match="isend: .* must be a .*tream"):
+            comm.isend(torch.ones(1), 1, **wrong)
     options = {"variable_seq_lengths": True, "dev": sim, "stream": sim.Stream("any")}
     with pytest.raises(ValueError, match=r"variable_seq_lengths: sends up to 8 dimensions, not \(1, 1, 1"):
         P2PCommunicator(Ranks(0, 4), backend=Wire(sim), **options).send_forward(torch.ones([1] * 9), False)

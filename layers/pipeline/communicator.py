@@ -29,7 +29,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tkernels.comm import runtime
-from tkernels.comm.arguments import check_dense, check_resolved, check_torch_dtype, whole
+from tkernels.comm.arguments import check_dense, check_resolved, check_torch_dtype, check_type, whole
 from tkernels.comm.calls import DTYPES
 from tkernels.comm.context import MeshLike, as_context, group_of
 from tkernels.comm.contexts import open_contexts
@@ -218,6 +218,11 @@ class P2PCommunicator:
         if dst not in (self.next_rank, self.prev_rank):
             raise ValueError(self._no_neighbour("send to", dst))
         self._check_send(edge, tensor)
+        if producers is not None:
+            check_type("P2PCommunicator.isend: producers", producers, list | tuple, "a list of streams")
+        kind = type(self.dev.current_stream())
+        for stream in (*(producers or ()), home):
+            check_type("P2PCommunicator.isend: a stream", stream, kind | None, f"a {kind.__name__}")
         if deallocate:
             check_own(tensor)
         handle = self._send(edge, tensor, producers, home)
