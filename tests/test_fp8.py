@@ -11,7 +11,7 @@ from tkernels.comm import runtime
 from tkernels.comm.calls import PreparedCalls
 from tkernels.configs import FP8, GemmConfig
 from tkernels.gemm import ACTIVATIONS, activation_reference
-from tkernels.model import Problem
+from tkernels.model import Problem, candidates, choose, predict, reject, ways
 from tkernels.testing.compare import assert_close_to, integers, normal
 
 DEVICE = runtime.device()
@@ -319,3 +319,39 @@ def test_operations_refuse_by_name_what_they_do_not_take(ctx):
     for name in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
         with pytest.raises(ValueError, match=f"{name}: products of float8 operands have no gradient"):
             getattr(tkernels, name)(x, w, torch.ones(16, device=ctx.device, requires_grad=True), **scales)
+
+
+@pytest.mark.ranks(2)
+@every_path
+def test_operations_take_sizes_of_zero(ctx, path):
+    def fp8(rows, K, seed):
+        return integers((rows, K), E4M3, seed, -8, 8, ctx.device), powers(rows, seed + 1, -2, 2).to(ctx.device)
+
+    for M, N, K in ((5, 0, 16), (5, 8 * ctx.rank, 16), (0, 8, 16), (5, 8, 0)):
+        (x, x_scale), (w, w_scale) = fp8(M, K, 1), fp8(N, K, 2)
+        bias = integers(N, BF16, 3, device=ctx.device)
+        scales = {"x_scale": x_scale, "w_scale": w_scale, "path": path, "ctx": ctx}
+        y, gathered, gathered_scales = tkernels.all_gather_matmul(x, w, bias, None, True, **scales)
+        want = truth(x, w, x_scale, w_scale, bias).to(BF16)
+        assert torch.equal(y, torch.cat([want, want])) and gathered.shape == (2 * M, K)
+        if K:
+            assert torch.equal(gathered_scales, x_scale.reshape(-1).expand(M).repeat(2).view(-1, 1))
+    for M, N, K in ((4, 0, 16), (0, 8, 16), (4, 8, 0), (4, 8, 16 * ctx.rank)):
+        (x, x_scale), (w, w_scale) = fp8(M, K, 4 + ctx.rank), fp8(N, K, 6 + ctx.rank)
+        bias = integers(N, BF16, 8, device=ctx.device)
+        want = sum(ctx.group.gather(truth(x, w, x_scale, w_scale).cpu())).to(ctx.device) + bias.double()
+        scales = {"x_scale": x_scale, "w_scale": w_scale, "path": path, "ctx": ctx, "wire_dtype": torch.float32}
+        assert torch.equal(tkernels.matmul_all_reduce(x, w, bias, **scales), want.to(BF16)), (M, N, K)
+        got = tkernels.matmul_reduce_scatter(x, w, bias, **scales)
+        assert torch.equal(got, want.to(BF16).chunk(2)[ctx.rank] if M else want.to(BF16)), (M, N, K)
+
+
+def test_ways_of_fp8_are_those_of_half_the_bytes_or_of_bf16_partial_sums():
+    place = {"M": 8192, "N": 8192, "K": 8192, "ranks": 2}
+    for operation, share in (("all_gather_matmul", 0.5), ("matmul_reduce_scatter", 1), ("matmul_all_reduce", 1)):
+        usual, fp8 = (Problem(operation, **place, dtype=dtype) for dtype in (BF16, E4M3))
+        assert fp8.row_bytes == share * usual.row_bytes
+        assert predict(fp8, choose(fp8)).seconds < predict(usual, choose(usual)).seconds
+        assert isinstance(ways(fp8)["interleaved"], str)
+        for config in candidates(fp8):
+            assert config.gemm.block_k == 128 and reject(fp8, config) is None
