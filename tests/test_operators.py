@@ -365,7 +365,18 @@ def test_opcheck_passes_for_every_operator(ctx):
     ]
     for operator, arguments, out in into:
         opcheck(operator.default, arguments, {"out": out.to(ctx.device)})
-    checked = {operator._qualified_op_name for operator, *_ in cases + into}
+    x8, w8, one = x.to(torch.float8_e4m3fn).new_zeros(7, 16), x.to(torch.float8_e4m3fn).new_zeros(4, 16), x.new_ones(1)
+    finish, place = (one, one, None, "relu"), (rows, ctx.name, None)
+    scaled = [
+        (OPS.quantize, (x, "row", torch.float8_e4m3fn, False)),
+        (OPS.scaled_matmul, (x8, w8, *finish, None, True)),
+        (OPS.scaled_all_gather_matmul, (x8[: rows[ctx.rank]], w8, *finish, torch.float32, True, True, *place)),
+        (OPS.scaled_matmul_reduce_scatter, (x8, w8, *finish, None, None, True, *place)),
+        (OPS.scaled_matmul_all_reduce, (x8, w8, *finish, None, torch.float32, False, *place[1:])),
+    ]
+    for operator, arguments in scaled:  # the check that is left out compares arguments of FP8, which torch can't
+        opcheck(operator.default, arguments, test_utils=("test_faketensor", "test_aot_dispatch_dynamic"))
+    checked = {operator._qualified_op_name for operator, *_ in cases + into + scaled}
     assert checked == {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("tkernels::")}
 
 
