@@ -344,7 +344,7 @@ class Context:
 
     def bind(self, kernel, num_programs: int, *arguments, varying: tuple[str, ...] = (), **options) -> PreparedLaunch:
         """Prepare a launch to be repeated, with other tensors for the parameters that `varying` names."""
-        if self.transport == "nvshmem":
+        if self.transport == self.runtime == "nvshmem":
             from tkernels.comm.nvshmem_runtime import device_library
 
             options["extern_libs"] = {"libnvshmem_device": device_library()}

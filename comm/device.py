@@ -4,7 +4,7 @@ A launch uses one of three transports, the constant TRANSPORT:
 
 SIMULATED  Triton's interpreter; peers' memory is mapped into the process.
 PEER       compiled; NVSHMEM's memory is accessed by loads and stores at the addresses that nvshmem_ptr returns.
-NVSHMEM    compiled; NVSHMEM's own device calls, which also reach other nodes.
+NVSHMEM    NVSHMEM's own device calls, which also reach other nodes; in the interpreter those of simulated_network.py.
 
 All verbs are program-wide: every thread of a program must call them together. Their arguments come in one order: what,
 the value, who (a rank within the group), then `net` and `L` (see `Net` and `Link`). Signals are int64 words that only
@@ -21,10 +21,17 @@ import triton
 import triton.language as tl
 
 from tkernels.comm import calls, runtime
-from tkernels.comm.device_nvshmem import SIGNAL_ADD, SIGNAL_SET, getmem_block, putmem_block, putmem_signal_block
-from tkernels.comm.device_nvshmem import fence as nvshmem_fence
-from tkernels.comm.device_nvshmem import quiet as nvshmem_quiet
-from tkernels.comm.device_simulated import delay, give_up, spin, spin_packets
+from tkernels.comm.device_nvshmem import SIGNAL_ADD, SIGNAL_SET
+from tkernels.comm.device_simulated import delay, give_up, refuse_unmapped, spin, spin_packets
+
+if runtime.RUNTIME == "simulated":
+    from tkernels.comm.simulated_network import fence as nvshmem_fence
+    from tkernels.comm.simulated_network import getmem_block, putmem_block, putmem_signal_block
+    from tkernels.comm.simulated_network import quiet as nvshmem_quiet
+else:
+    from tkernels.comm.device_nvshmem import fence as nvshmem_fence
+    from tkernels.comm.device_nvshmem import getmem_block, putmem_block, putmem_signal_block
+    from tkernels.comm.device_nvshmem import quiet as nvshmem_quiet
 
 SIMULATED = tl.constexpr(0)
 PEER = tl.constexpr(1)
@@ -142,6 +149,8 @@ def peer(pointer, target, net, ALIGN: tl.constexpr = 1):
     ALIGN: alignment of the address in bytes, guaranteed by the caller. Below 16, stores to a peer are element by
     element.
     """
+    if INTERPRETED:
+        refuse_unmapped(net.table + OFFSETS, target, tl.load(net.table + RANK))
     return tl.multiple_of((pointer.to(tl.int64) + tl.load(net.table + OFFSETS + target)).to(pointer.dtype), ALIGN)
 
 
@@ -480,11 +489,11 @@ def completes(counter, number, L):
     bench/LOG.md), and only that one program executes it.
     """
     meet()
-    if L.TRANSPORT == SIMULATED:
+    if INTERPRETED:
         delay()
     complete = tl.atomic_add(counter, tl.full((), 1, tl.int64), sem="release", scope="gpu") == number - 1
     if complete:
-        if L.TRANSPORT != SIMULATED:  # the writes observed through the others' counts come before what it signals next
+        if not INTERPRETED:  # the writes observed through the others' counts come before what it signals next
             _fence_system()
     return complete
 
@@ -525,7 +534,7 @@ def wait_signal(signal_word, epoch, source, chunk, net, L, other=None, value=Non
     limit = tl.load(net.table + TIMEOUT_NS)
     rank = tl.load(net.table + RANK)
     limit = tl.where(rank == source, 2 * limit, limit)
-    if L.TRANSPORT == SIMULATED:
+    if INTERPRETED:
         faults, begun = tl.load(net.table + FAULTS), tl.load(net.table + BEGUN)
         if spin(signal_word, epoch << SHIFT, limit, faults, begun, rank, source, other, value) == 0:
             seen = tl.atomic_add(signal_word, tl.full((), 0, tl.int64), sem="acquire", scope="sys") >> SHIFT
@@ -628,7 +637,7 @@ def check_form(form, seen, source, chunk, net, L):
     """Flag a fault if the message of rank `source` is of another form than expected; the host raises MismatchError."""
     if seen != form:
         _record_fault(source, chunk, form, seen, FORM, net, L)
-        if L.TRANSPORT == SIMULATED:
+        if INTERPRETED:
             give_up(tl.load(net.table + FAULTS), tl.load(net.table + SIZE), FAULT_RECORD)
 
 
@@ -658,10 +667,10 @@ def quiet(L):
 def arrived(words, value, L):
     """One check of a block of local words [W]: whether every one is at least `value`. False negatives are allowed.
 
-    On the SIMULATED transport the result is always False.
+    In the interpreter the result is always False.
     Orders: if True, as `wait_signal` on each of the words.
     """
-    if L.TRANSPORT == SIMULATED:
+    if INTERPRETED:
         there = tl.full((), False, tl.int1)
     else:
         seen = tl.inline_asm_elementwise(
@@ -685,7 +694,7 @@ def publish(L):
     Triton itself waits only until their shared memory may be reused (cp.async.bulk.wait_group.read), not until the
     stores are visible.
     """
-    if L.TRANSPORT != SIMULATED and L.TMA:
+    if not INTERPRETED and L.TMA:
         tl.inline_asm_elementwise(
             "cp.async.bulk.wait_group 0; fence.proxy.async.global; mov.u32 $0, 0;",
             "=r", [], dtype=tl.int32, is_pure=False, pack=1,
@@ -756,20 +765,20 @@ def end_call(state, epoch, call, net, L):
     """
     compares = tl.program_id(0) == tl.num_programs(0) - 1
     same = tl.full((), False, tl.int1)
-    if L.TRANSPORT != SIMULATED:
+    if not INTERPRETED:
         # The words came ahead of the data. They are loaded before the atomic of end_epoch and looked at after it, so
         # that one latency hides the other.
         peers = (net.rank + 1 + tl.arange(0, triton.next_power_of_2(L.RANKS)) % (L.RANKS - 1)) % L.RANKS
         seen = tl.load(begun_words(net) + peers, mask=(peers < L.RANKS) & compares, other=0, volatile=True)
     last = end_epoch(state, epoch)
     if compares:
-        if L.TRANSPORT != SIMULATED:
+        if not INTERPRETED:
             same = _all_threads(tl.min((seen == (epoch << CALL_BITS | call)).to(tl.int32), 0))
         if not same:
             for step in range(1, L.RANKS):
                 source = (net.rank + step) % L.RANKS
                 wait_begun(epoch, source, net, L)
-                if L.TRANSPORT != SIMULATED:  # where every wait compares the calls at its end
+                if not INTERPRETED:  # where every wait compares the calls at its end
                     differing = differing_calls(source, net)
                     if differing != 0:
                         _record_fault(source, 0, epoch, epoch, differing, net, L)

@@ -19,7 +19,8 @@ class WaitExpired(TkernelsError):
     """Ends an interpreted launch after an expired wait; the context turns it into a WaitTimeoutError."""
 
 
-def _int(value) -> int:
+def as_int(value) -> int:
+    """A scalar of the interpreter, or a plain number."""
     data = value.handle.data if hasattr(value, "handle") else value
     return int(data.item()) if hasattr(data, "item") else int(getattr(data, "value", data))
 
@@ -32,7 +33,7 @@ def spin(signal, epoch, timeout_ns, fault_flag, begun, rank, source, other=None,
     epoch, as their words at `begun` tell, if it is not 0.
     """
     words = [(signal, epoch)] if other is None else [(signal, epoch), (other, value)]
-    words = [(ctypes.c_int64.from_address(_int(word)), _int(wanted)) for word, wanted in words]
+    words = [(ctypes.c_int64.from_address(as_int(word)), as_int(wanted)) for word, wanted in words]
     arrived = lambda: any(word.value >= wanted for word, wanted in words)  # noqa: E731
     return _poll(arrived, timeout_ns, fault_flag, begun, rank, source)
 
@@ -40,11 +41,11 @@ def spin(signal, epoch, timeout_ns, fault_flag, begun, rank, source, other=None,
 @interpreter.builtin
 def spin_packets(packets, num_packets, epoch, timeout_ns, fault_flag, begun, rank, source):
     """As `spin`, once all packets are here: 64-bit ones with the epoch in the upper half, 32-bit ones other than 0."""
-    num_words = _int(num_packets) * packets.dtype.element_ty.primitive_bitwidth // 32
-    words = numpy.ctypeslib.as_array((ctypes.c_uint32 * num_words).from_address(_int(packets)))
-    if num_words == _int(num_packets):
+    num_words = as_int(num_packets) * packets.dtype.element_ty.primitive_bitwidth // 32
+    words = numpy.ctypeslib.as_array((ctypes.c_uint32 * num_words).from_address(as_int(packets)))
+    if num_words == as_int(num_packets):
         return _poll(words.all, timeout_ns, fault_flag, begun, rank, source)
-    wanted = _int(epoch) & 0xFFFFFFFF
+    wanted = as_int(epoch) & 0xFFFFFFFF
     return _poll(lambda: (words[1::2] == wanted).all(), timeout_ns, fault_flag, begun, rank, source)
 
 
@@ -53,10 +54,10 @@ def _poll(arrived, timeout_ns, fault_flag, begun, rank, source):
 
     The thread sleeps between polls. Ranks outnumber cores, so a spinning rank would delay the one it waits for.
     """
-    flag = ctypes.c_int64.from_address(_int(fault_flag))
-    begun = _int(begun)
-    words = [ctypes.c_int64.from_address(begun + 8 * _int(each)) for each in (rank, source)] if begun else []
-    limit = time.monotonic_ns() + _int(timeout_ns)
+    flag = ctypes.c_int64.from_address(as_int(fault_flag))
+    begun = as_int(begun)
+    words = [ctypes.c_int64.from_address(begun + 8 * as_int(each)) for each in (rank, source)] if begun else []
+    limit = time.monotonic_ns() + as_int(timeout_ns)
     interpreter.jitter()
     pause = 20e-6
     while not arrived():
@@ -80,7 +81,8 @@ def give_up(faults, size, words):
     The records of `size` ranks, `words` words each, follow the flag at `faults`. Another program of this launch may be
     writing one now, and ending the launch at once would interrupt it.
     """
-    records = [ctypes.c_int64.from_address(_int(faults) + 8 * _int(words) * (1 + rank)) for rank in range(_int(size))]
+    first, record_bytes = as_int(faults), 8 * as_int(words)
+    records = [ctypes.c_int64.from_address(first + record_bytes * (1 + rank)) for rank in range(as_int(size))]
     limit = time.monotonic() + RECORD_LIMIT_S
     while not any(record.value for record in records) and not interpreter.aborted() and time.monotonic() < limit:
         time.sleep(1e-4)
@@ -97,3 +99,11 @@ def clock_ns() -> int:
 def delay():
     """A random pause if the interpreter has a jitter seed; otherwise nothing."""
     interpreter.jitter()
+
+
+@interpreter.builtin
+def refuse_unmapped(offsets, target, rank):
+    """Raise TkernelsError if the memory of rank `target` is not mapped in this process, whose rank is `rank`."""
+    target = as_int(target)
+    if target != as_int(rank) and not ctypes.c_int64.from_address(as_int(offsets) + 8 * target).value:
+        raise TkernelsError(f"rank {as_int(rank)} can't load or store in the memory of rank {target}, on another node")

@@ -11,7 +11,7 @@ reserved for END. Marks that found no place are counted too.
 import triton
 import triton.language as tl
 
-from tkernels.comm.device import SIMULATED, TRACE_BUFFER, TRACE_CAPACITY, globaltimer
+from tkernels.comm.device import INTERPRETED, TRACE_BUFFER, TRACE_CAPACITY, globaltimer
 from tkernels.comm.device_simulated import clock_ns
 
 # The activities, and what `first` and `second` mean for each.
@@ -32,7 +32,7 @@ MARK = tl.constexpr(4)  # words of a mark
 @triton.jit
 def clock(L):
     """The time in ns, by a clock that all programs of a rank share; other ranks' clocks may be ahead or behind."""
-    if L.TRANSPORT == SIMULATED:
+    if INTERPRETED:
         now = tl.full((), clock_ns(), tl.int64)
     else:
         now = globaltimer()
@@ -71,7 +71,7 @@ def end_marks(net, L):
     """The last mark of a program; its `first` is the SM that it ran on."""
     if L.TRACE:
         multiprocessor = tl.full((), 0, tl.int32)
-        if L.TRANSPORT != SIMULATED:
+        if not INTERPRETED:
             multiprocessor = tl.inline_asm_elementwise(
                 "mov.u32 $0, %smid;", "=r", [], dtype=tl.int32, is_pure=True, pack=1
             )

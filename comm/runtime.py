@@ -36,7 +36,7 @@ class Segment:
 
     local: this rank's part, uint8.
     bases: address of each rank's part as mapped here; 0 if loads and stores don't reach it (another node).
-    symmetric_bases: the address that names each rank's part in NVSHMEM device calls; 0 on the simulated runtime.
+    symmetric_bases: the address that names each rank's part in NVSHMEM device calls.
     pes: each rank's NVSHMEM processing element.
     space: which bytes of the local part are taken; by default it is this segment's alone.
     fresh: whether the local part was all zero at first.
@@ -182,7 +182,7 @@ def default_programs() -> int:
 def transports(segment: Segment) -> list[str]:
     """The transports that reach every rank of a segment, the preferred one first."""
     if RUNTIME == "simulated":
-        return ["simulated"]
+        return ["simulated"] if all(segment.bases) else ["nvshmem"]
     return ["peer", "nvshmem"] if all(segment.bases) else ["nvshmem"]
 
 

@@ -13,6 +13,7 @@ import torch
 from tkernels.comm.errors import TkernelsError
 from tkernels.comm.group import Group
 from tkernels.comm.runtime import Segment
+from tkernels.comm.simulated_network import connect, disconnect, nodes_of
 
 
 def open_segment(group: Group, num_bytes: int) -> Segment:
@@ -40,9 +41,17 @@ def open_segment(group: Group, num_bytes: int) -> Segment:
         with group.together(what, way_out):  # its end is also when all peers have opened the file, which then closes
             parts += [_map(pid, fd, num_bytes) for pid, fd in shared]
     addresses = [part.data_ptr() for part in parts]
-    segment = Segment(parts[group.rank], addresses, [0] * group.size, list(range(group.size)))
-    segment.on_close = parts.clear  # the mappings live as long as this list or a tensor in it
-    return segment
+    with group.checking():
+        nodes = nodes_of(group.global_ranks)
+    own = addresses[group.rank]
+    bases = [base if node == nodes[group.rank] else 0 for base, node in zip(addresses, nodes, strict=True)]
+    connect(own, num_bytes, addresses)
+
+    def close():  # the mappings live as long as this list or a tensor in it
+        disconnect(own)
+        parts.clear()
+
+    return Segment(parts[group.rank], bases, [own] * group.size, list(range(group.size)), on_close=close)
 
 
 def _place() -> tuple[str, int]:
