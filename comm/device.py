@@ -740,6 +740,8 @@ def begin_call(state, call, net, L):
     Orders: a peer that sees it sees everything that earlier launches did.
     """
     epoch = begin_epoch(state)
+    if L.TRANSPORT == NVSHMEM:
+        nvshmem_fence()  # its network may deliver what earlier launches put after what this one does
     pid = tl.program_id(0)
     if pid == tl.num_programs(0) - 1:  # it has the least to do if work is dealt out unevenly
         begun = begun_words(net)

@@ -144,6 +144,12 @@ def _current() -> _Program | None:
     return getattr(_thread, "program", None)
 
 
+def launch_number() -> int | None:
+    """The number of the calling program's launch, of those of this process; None outside of kernels."""
+    program = _current()
+    return program and program.launch.number
+
+
 def aborted() -> bool:
     """Whether another program of the calling program's launch has failed. Waits inside a kernel poll this."""
     program = _current()

@@ -3,8 +3,8 @@
 TKERNELS_NODES=0,0,1,1 names the node of each global rank. Loads and stores reach the ranks of one node alone, and a
 group that spans several has the transport `nvshmem`. Its calls promise here what NVSHMEM promises and no more:
 
-- A put returns once its source may be reused. It arrives later, before or after any other put, unless a fence of the
-  program that made both is between them.
+- A put returns once its source may be reused. It arrives later, before or after any other put, even of an earlier
+  kernel. A program's fence orders its later puts to a rank after its earlier ones, and after those of earlier kernels.
 - A put's signal arrives after its own data, and says nothing of other puts.
 - Only `quiet` waits for arrival, and only for that of its own program's puts; the end of a kernel does not.
 """
@@ -43,14 +43,17 @@ def nodes_of(ranks: list[int]) -> list[int]:
 
 @dataclass(eq=False)
 class _Put:
-    """A message on its way. program, fences: who made it, after how many. signal: (address, value, operation)."""
+    """A message on its way. program: who made it, as (launch, thread). signal: (address, value, operation).
 
-    program: int
-    fences: int
+    after: what must arrive before.
+    """
+
+    program: tuple[int | None, int]
     pe: int
     address: int
     data: bytes
-    signal: tuple[int, int, object] | None = None
+    signal: tuple[int, int, object] | None
+    after: list["_Put"]
 
 
 @dataclass
@@ -60,7 +63,7 @@ class _Network:
     segments: dict[int, tuple[int, list[int]]] = field(default_factory=dict)  # own address -> (bytes, all addresses)
     underway: list[_Put] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=threading.Condition)
-    fences: dict[int, int] = field(default_factory=dict)
+    fenced: dict[int, list[_Put]] = field(default_factory=dict)  # what was underway at a thread's last fence
     chance: random.Random = field(default_factory=lambda: random.Random(os.getpid()))
     thread: threading.Thread | None = None
 
@@ -89,18 +92,15 @@ class _Network:
             self.wait_until(lambda: self.underway)
             time.sleep(self.chance.random() * LATE_S)
             with self.changed:
-                put = self.chance.choice([each for each in self.underway if not self._fenced(each)])
+                ready = [put for put in self.underway if not any(each in self.underway for each in put.after)]
+                put = self.chance.choice(ready)
             ctypes.memmove(put.address, put.data, len(put.data))
             if put.signal:
                 _update(*put.signal)
             with self.changed:
                 self.underway.remove(put)
+                put.after = []  # or each would keep those before it
                 self.changed.notify_all()
-
-    def _fenced(self, put: _Put) -> bool:
-        """Whether a put to the same rank, of the same program and before one of its fences, is still underway."""
-        who = put.program, put.pe
-        return any((each.program, each.pe) == who and each.fences < put.fences for each in self.underway)
 
 
 def _update(address: int, value: int, operation):
@@ -125,13 +125,13 @@ def disconnect(start: int):
 
 @interpreter.builtin
 def putmem_signal_block(dst, src, num_bytes, signal, value, operation, pe):
-    pe, program = as_int(pe), threading.get_ident()
+    pe = as_int(pe)
     told = None
     if signal is not None:
         told = _network.address(as_int(signal), pe), as_int(value), _OPERATIONS[as_int(operation)]
     data = ctypes.string_at(as_int(src), as_int(num_bytes))
-    fences = _network.fences.get(program, 0)
-    _network.send(_Put(program, fences, pe, _network.address(as_int(dst), pe), data, told))
+    after = [put for put in _network.fenced.get(threading.get_ident(), ()) if put.pe == pe]
+    _network.send(_Put(_program(), pe, _network.address(as_int(dst), pe), data, told, after))
 
 
 @interpreter.builtin
@@ -146,11 +146,17 @@ def getmem_block(dst, src, num_bytes, pe):
 
 @interpreter.builtin
 def fence():
-    program = threading.get_ident()
-    _network.fences[program] = _network.fences.get(program, 0) + 1
+    launch, thread = program = _program()
+    with _network.changed:
+        earlier = [put for put in _network.underway if put.program == program or put.program[0] != launch]
+    _network.fenced[thread] = earlier
 
 
 @interpreter.builtin
 def quiet():
-    program = threading.get_ident()
+    program = _program()
     _network.wait_until(lambda: not any(put.program == program for put in _network.underway))
+
+
+def _program() -> tuple[int | None, int]:
+    return interpreter.launch_number(), threading.get_ident()
