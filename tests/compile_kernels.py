@@ -255,6 +255,8 @@ def _cases() -> list[Case]:
     cases.append(Case("quantize", label="rows_power_of_two", shape=(1024, 1, 8192)))
     for label, dtype in itertools.product(("largest", "parts"), ("bfloat16", "float32")):
         cases.append(Case("quantize", dtype, label, shape=(1024, 1, 16384)))
+    for dtype, columns in itertools.product(("bfloat16", "float32"), (1001, 8192)):
+        cases.append(Case("dequantize", dtype, str(columns), shape=(1024, 1, columns)))
     for dtype in ("bfloat16", "float32"):
         cases.append(Case("collect", dtype))
         cases.append(Case("collect", dtype, "misaligned", misaligned=True))
@@ -603,6 +605,8 @@ def _call(case: Case):
             tkernels.quantize(matrix(M, K), "tensor" if whole else "row", fp8, power_of_two="power" in case.label)
             if whole:
                 _compiled[:] = [_compiled[case.label == "parts"]]
+        elif case.operation == "dequantize":
+            tkernels.dequantize(matrix(M, K).to(torch.float8_e4m3fn), torch.empty(M, 1), dtype)
         elif case.operation == "collect":
             x, gathered, inbox, state = matrix(M // 4, K), matrix(M, K), matrix(2 * M, K), torch.empty(2).long()
             importlib.import_module("tkernels.all_gather_matmul")._collect(state, inbox, M, x, None, 0, M)(x, gathered)

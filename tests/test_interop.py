@@ -4,6 +4,7 @@
 """
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -387,3 +388,44 @@ def test_fully_shard_over_a_parallelized_model_trains_as_the_unsharded_model(ctx
     assert norms == pytest.approx(want, rel=1e-5)
     for name, value in full(twin).items():
         assert (full(model)[name] - value).abs().max() <= 1e-4 * value.abs().max(), name
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_parallelize_takes_torchaos_float8_linears(ctx, recipe):
+    """They multiply as torchao's emulation of them does, up to the noise of FP8, which both have beside the exact."""
+    float8 = pytest.importorskip("torchao.float8", reason="torchao is not installed")
+    config = float8.Float8LinearConfig.from_recipe_name(recipe)
+    config = dataclasses.replace(config, emulate=True)
+    torch.manual_seed(0)
+    whole = fill(torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 64)).bfloat16())
+    exact = copy.deepcopy(whole).double()
+    torchaos = float8.convert_to_float8_training(copy.deepcopy(whole), config=config)
+    x = torch.randn(24, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
+
+    def results(model, x):
+        x = x.requires_grad_()
+        y = model(x)
+        y.float().square().sum().backward()
+        grads = [
+            each.grad.full_tensor() if isinstance(each.grad, DTensor) else each.grad for each in model.parameters()
+        ]
+        return [each.detach().cpu().double() for each in (y, x.grad, *grads)]
+
+    want, torchaos = results(exact, x.double()), results(torchaos, x.clone())
+    for plan in ({"0": "colwise", "2": "rowwise"}, {"0": "column", "2": "row"}):
+        model = float8.convert_to_float8_training(copy.deepcopy(whole), config=config)
+        parallelize(model, plan, ctx).to(ctx.device)
+        made = model[0]._float8.recipe
+        assert (made.scale, made.gathers_again) == (recipe[:3].replace("ten", "tensor"), recipe.endswith("hp"))
+        assert made.power_of_two == (recipe != "tensorwise") and made.fast_accum and not made.fast_accum_backward
+        if "column" in plan.values():
+            continue
+        for got, theirs, right in zip(results(model, x.clone().to(ctx.device)), torchaos, want, strict=True):
+            noise, others = ((each - right).square().sum() for each in (got, theirs))
+            assert noise < 1.5 * others + 1e-5 * right.square().sum()  # no more than torchao's, beside bf16's
+    if recipe == "tensorwise":
+        odd = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+        model = float8.convert_to_float8_training(copy.deepcopy(whole), config=odd)
+        with pytest.raises(ValueError, match="a Float8Linear with .* has no equal here"):
+            parallelize(model, {"0": "colwise"}, ctx)

@@ -10,6 +10,7 @@ from torch.library import opcheck
 from transports import launches
 
 import tkernels
+import tkernels.operators
 from tkernels.comm import runtime
 from tkernels.comm.calls import PreparedCalls
 from tkernels.configs import DTYPES, FP8
@@ -132,6 +133,33 @@ def test_quantize_reads_views_and_nothing_around_them(kernels, scale):
     assert memory[2].isnan().all() and memory[3:20, 68:].isnan().all()
 
 
+@pytest.mark.parametrize("fp8", FP8, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dequantize_gives_the_bits_of_a_plain_expression(dtype, fp8):
+    for shape in (*SHAPES, (0, 4), (3, 0), (2, 5000)):
+        for scale in ("row", "tensor"):
+            q, unit = tkernels.quantize(spread(shape, torch.float32), scale, fp8)
+            x = tkernels.dequantize(q, unit, dtype)
+            assert x.dtype == dtype and torch.equal(x, (q.float() * unit).to(dtype)), (shape, scale)
+    q, unit = tkernels.quantize(spread((6, 40), torch.float32), power_of_two=True)
+    assert torch.equal(tkernels.dequantize(q, unit).double(), q.double() * unit.double())
+    assert torch.equal(tkernels.dequantize(q.t().contiguous().t(), unit), tkernels.dequantize(q, unit))
+    q.view(torch.uint8)[0, 0] = 0x7F  # NaN in both
+    assert tkernels.dequantize(q, unit)[0, 0].isnan()
+
+
+def test_dequantize_refuses_by_name():
+    q, unit = tkernels.quantize(torch.ones(3, 4, device=DEVICE))
+    with pytest.raises(TypeError, match="dequantize: q is torch.float32"):
+        tkernels.dequantize(q.float(), unit)
+    with pytest.raises(TypeError, match="scale torch.float64"):
+        tkernels.dequantize(q, unit.double())
+    with pytest.raises(ValueError, match=r"scale is \(3,\), but must be one number, or .* that is \(3, 1\)"):
+        tkernels.dequantize(q, unit[:, 0])
+    with pytest.raises(ValueError, match="has no gradient"):
+        tkernels.dequantize(q, unit.requires_grad_())
+
+
 def test_quantize_takes_empty_tensors():
     for shape in ((0, 16), (3, 0), (0,), (2, 0, 5)):
         x = torch.empty(shape, device=DEVICE)
@@ -181,3 +209,5 @@ def test_quantize_passes_opcheck():
     x = spread((5, 48), torch.bfloat16)
     for options in (("row", torch.float8_e4m3fn, False), ("tensor", torch.float8_e5m2, True)):
         opcheck(torch.ops.tkernels.quantize.default, (x, *options))
+    fake = "test_faketensor", "test_aot_dispatch_dynamic"  # the others compare FP8, which torch can't
+    opcheck(torch.ops.tkernels.dequantize.default, (*tkernels.quantize(x), torch.bfloat16), test_utils=fake)

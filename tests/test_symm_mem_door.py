@@ -222,3 +222,108 @@ def test_install_is_what_torch_compile_calls_for_a_model_of_torchs_tensor_parall
     for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
     ctx.check()
+
+
+# In FP8
+
+
+def quantized(values, dtype=torch.float8_e4m3fn):
+    """Small integers in FP8 with scales that are powers of two: products and sums are exact in any order."""
+    return values.to(dtype), torch.exp2(torch.arange(values[..., 0].numel(), device=values.device) % 4.0 - 2)
+
+
+def scaled_operands(ctx, sizes, features=(32, 16)):
+    """A [..., K] of this rank, its scales by row and in all; the weights, their scales, biases."""
+    A, A_scale = quantized(integers((*sizes, 32), torch.float32, 4 + ctx.rank, -2, 2, ctx.device))
+    A_scale = A_scale.view(*sizes, 1) * 2**ctx.rank
+    pairs = [quantized(integers((n, 32), torch.float32, n, -2, 2, ctx.device)) for n in features]
+    biases = [integers(n, torch.bfloat16, n, device=ctx.device) if n == 16 else None for n in features]
+    return A, A_scale, [w.t() for w, _ in pairs], [scale.view(1, -1) for _, scale in pairs], biases
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("scales", ["sharded", "replicated", "tensor"])
+@pytest.mark.parametrize("sizes, dim", [((8,), 0), ((2, 4), 1), ((2, 4), 0)], ids=str)
+def test_install_gives_torchs_scaled_all_gather_matmul(ctx, sizes, dim, scales):
+    mesh = mesh_of(ctx)
+    group = mesh.get_group().group_name
+    A, A_scale, Bs, B_scales, biases = scaled_operands(ctx, sizes)
+    if scales == "replicated":
+        A_scale = torch.cat(ctx.group.gather(A_scale.cpu()), dim).to(ctx.device)
+    elif scales == "tensor":
+        A_scale, B_scales = torch.tensor(0.5, device=ctx.device), [torch.tensor(2.0, device=ctx.device)] * 2
+    options = biases, [None, None], [torch.bfloat16, torch.float32 if biases[1] is None else torch.bfloat16]
+    arguments = A, Bs, A_scale, B_scales, dim, group, *options, [True, False]
+    with symm_mem.install(mesh), counted() as calls:
+        gathered, ys = OPS.fused_all_gather_scaled_matmul(*arguments)
+    assert calls == ["all_gather_matmul"] and gathered.dtype == A.dtype
+    want = torch.cat(ctx.group.gather(A.float().cpu()), dim).to(ctx.device)
+    assert torch.equal(gathered.float(), want)
+    strides = torch.empty_like(want.movedim(dim, 0), memory_format=torch.contiguous_format).movedim(0, dim).stride()
+    assert gathered.stride() == strides
+    if scales == "sharded":
+        A_scale = torch.cat(ctx.group.gather(A_scale.cpu()), dim).to(ctx.device)
+    for y, B, B_scale, bias, dtype in zip(ys, Bs, B_scales, biases, options[2], strict=True):
+        exact = (want @ B.float()) * A_scale * B_scale + (0 if bias is None else bias.float())
+        assert y.dtype == dtype and torch.equal(y, exact.to(dtype))
+        assert y.movedim(dim, 0).is_contiguous()
+    ctx.check()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize("sizes, dim", [((8,), 0), ((2, 4), 1), ((2, 4), 0)], ids=str)
+def test_install_gives_torchs_scaled_matmul_reduce_scatter(ctx, sizes, dim, op):
+    mesh = mesh_of(ctx)
+    group = mesh.get_group().group_name
+    A, A_scale, (B, _), (B_scale, _), _ = scaled_operands(ctx, sizes)
+    for flat in (False, True):
+        for scale, of_B in ((A_scale, B_scale), (torch.tensor(0.25, device=ctx.device), B_scale[0, 0])):
+            a = A.flatten(0, -2) if flat else A
+            scale = scale.flatten(0, -2) if flat and scale.numel() > 1 else scale
+            for dtype in (torch.bfloat16, torch.float32):
+                arguments = a, B, scale, of_B, op, dim, 0 if flat else dim, group, [*sizes, B.shape[1]]
+                with symm_mem.install(mesh), counted() as calls:
+                    got = OPS.fused_scaled_matmul_reduce_scatter(*arguments, out_dtype=dtype, use_fast_accum=True)
+                want = torch_symm_mem._fused_scaled_matmul_reduce_scatter_fallback(*arguments, out_dtype=dtype)
+                assert calls == ["matmul_reduce_scatter"] and got.dtype == dtype and same(got, want)
+    ctx.check()
+
+
+@pytest.mark.ranks(2)
+@simulated_only
+def test_install_leaves_to_torch_the_scaled_products_it_cannot_take_and_says_why(ctx):
+    group = ctx.group.process_group.group_name
+    A, A_scale, (B, _), (B_scale, _), _ = scaled_operands(ctx, (8,))
+    bf16, e5m2 = torch.bfloat16, torch.float8_e5m2
+
+    def gather(A=A, B=B, dtype=bf16, scale=None):
+        return OPS.fused_all_gather_scaled_matmul(
+            A, [B], A_scale, [B_scale], 0, group, [None], [scale], [dtype], [True]
+        )
+
+    def reduce(bias=None, op="sum"):
+        return OPS.fused_scaled_matmul_reduce_scatter(
+            A, B, A_scale, B_scale, op, 0, 0, group, [8, B.shape[1]], bias, None, bf16
+        )
+
+    cases = {
+        "operands are torch.bfloat16, torch.float8_e4m3fn": lambda: gather(A=A.bfloat16()),
+        "operands are torch.float8_e5m2, and not": lambda: gather(A.to(e5m2), B.t().to(e5m2).t()),
+        "results are None, or scaled": lambda: gather(dtype=None),
+        "results are torch.bfloat16, or scaled": lambda: gather(scale=torch.ones(1)),
+        "K=24 is no multiple of 16": lambda: gather(A[:, :24].contiguous(), B.t()[:, :24].contiguous().t()),
+        "not contiguous in A and B.t": lambda: gather(B=B.contiguous()),
+        "torch's adds a bias on every rank": lambda: reduce(torch.ones(B.shape[1], dtype=bf16)),
+        "reduce_op='max' is neither": lambda: reduce(op="max"),
+    }
+    for text, call in cases.items():
+        said = []
+        with symm_mem.install(ctx), counted() as calls, mock.patch.object(symm_mem, "log_once", said.append):
+            with contextlib.suppress(Exception):  # torch's own error, if it has one
+                call()
+        assert calls == [] and len(said) == 1 and text in said[0], (text, said)
+    bias = torch.arange(B.shape[1], dtype=bf16)
+    with symm_mem.install(ctx), mock.patch.object(symm_mem, "log_once"):
+        assert (reduce(bias).float() - reduce().float() - 2 * bias.float()).abs().max() <= 1  # roundings
+    ctx.check()

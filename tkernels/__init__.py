@@ -31,6 +31,7 @@ _HOMES = {
         "all_gather_matmul",
         "all_reduce",
         "barrier",
+        "dequantize",
         "matmul",
         "matmul_all_reduce",
         "matmul_reduce_scatter",

@@ -153,6 +153,18 @@ def quantize(
     return ops.quantize(x, scale, dtype, power_of_two)
 
 
+def dequantize(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """q * scale in one pass, rounded once: what `quantize` gave -> [..., K], fp32, fp16 or bf16. Not collective.
+
+    Of e4m3 or e5m2 and scales that are powers of two, bf16 is exact. There is no gradient. Raises ValueError or
+    TypeError.
+    """
+    check_tensors("dequantize", q=q, scale=scale)
+    if wants_gradient(scale):
+        raise ValueError("dequantize: has no gradient; pass scale.detach(), or call under torch.no_grad()")
+    return ops.dequantize(q, scale, dtype)
+
+
 def _shape(name: str, x: torch.Tensor) -> torch.Size:
     if not isinstance(x, torch.Tensor):
         check_tensors(name, x=x)

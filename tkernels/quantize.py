@@ -108,6 +108,19 @@ def quantize_parts_kernel(
         column = first + tl.arange(0, BLOCK)
         values = tl.load(x + row * x_stride + column, mask=column < end, other=0.0)
         tl.store(q + row * columns + column, divide(values, unit, q.dtype.element_ty), mask=column < end)
+
+
+@triton.jit
+def dequantize_kernel(
+    q, scale, scale_stride, x, columns,  # [rows, columns], [rows] or with a stride of 0 one for all, [rows, columns]
+    BLOCK: tl.constexpr,
+):
+    blocks = tl.cdiv(columns, BLOCK)
+    row = tl.cast(tl.program_id(0) // blocks, tl.int64)
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(q + row * columns + column, mask=column < columns, other=0.0).to(tl.float32)
+    value *= tl.load(scale + row * scale_stride)
+    tl.store(x + row * columns + column, value.to(x.dtype.element_ty), mask=column < columns)
 # fmt: on
 
 
@@ -198,6 +211,51 @@ class Quantize(NamedTuple):
             cast(x, largest, q, scale)
 
         return run
+
+
+def dequantize(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """See `tkernels.dequantize`."""
+    key = Dequantize, dtype, describe(q), describe(scale)
+    return local_calls.find(key, lambda: Dequantize(dtype).prepare(q, scale))(q, scale)
+
+
+class Dequantize(NamedTuple):
+    """A call of `dequantize`."""
+
+    dtype: torch.dtype
+
+    def prepare(self, q: torch.Tensor, scale: torch.Tensor):
+        """The function of tensors like these that carries out the call."""
+        device = runtime.device()
+        if q.dtype not in FP8 or scale.dtype != torch.float32 or self.dtype not in DTYPES:
+            raise TypeError(
+                f"dequantize: q is {q.dtype}, scale {scale.dtype} and dtype {self.dtype}, but they must be "
+                f"{' or '.join(map(str, FP8))}, torch.float32, and float32, float16 or bfloat16"
+            )
+        if q.dim() == 0 or scale.numel() != 1 and scale.shape != (*q.shape[:-1], 1):
+            raise ValueError(
+                f"dequantize: scale is {tuple(scale.shape)}, but must be one number, or one for each row of q "
+                f"{tuple(q.shape)}, that is {(*q.shape[:-1], 1)}"
+            )
+        if q.device != device or scale.device != device:
+            raise ValueError(f"dequantize: q is on {q.device}, scale on {scale.device}, but the operation on {device}")
+        shape = q.shape
+        if q.numel() == 0 or not _takes_fp8(device):
+            return lambda q, scale: (q.float() * scale).to(self.dtype)
+        columns = shape[-1] if scale.numel() > 1 else q.numel()
+        block = min(triton.next_power_of_2(columns), ELEMENTS // 2)
+        launch = PreparedLaunch(
+            dequantize_kernel, q.numel() // columns * triton.cdiv(columns, block), varying=("q", "scale", "x"),
+            q=q, scale=scale, scale_stride=int(scale.numel() > 1), x=torch.empty(0, dtype=self.dtype, device="meta"),
+            columns=columns, BLOCK=block, num_warps=8,
+        )  # fmt: skip
+
+        def call(q, scale):
+            x = torch.empty(shape, dtype=self.dtype, device=device)
+            launch(q.contiguous(), scale.contiguous(), x)
+            return x
+
+        return call
 
 
 def in_rows_of(x: torch.Tensor, columns: int) -> torch.Tensor:

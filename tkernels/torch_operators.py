@@ -49,6 +49,7 @@ from tkernels.gemm import matmul as _matmul
 from tkernels.matmul_all_reduce import MatmulAllReduce
 from tkernels.matmul_reduce_scatter import MatmulReduceScatter
 from tkernels.quantize import Quantize
+from tkernels.quantize import dequantize as _dequantize
 from tkernels.quantize import quantize as _quantize
 
 ops = types.SimpleNamespace()  # the functions of the operators
@@ -440,6 +441,11 @@ ops.quantize = define(
     "quantize(Tensor x, str scale, ScalarType dtype, bool power_of_two) -> (Tensor, Tensor)",
     _quantize,
     lambda x, *options: Quantize(*options).results(x),
+)
+ops.dequantize = define(
+    "dequantize(Tensor q, Tensor scale, ScalarType dtype) -> Tensor",
+    _dequantize,
+    lambda q, scale, dtype: q.new_empty(q.shape, dtype=dtype),
 )
 
 

@@ -28,6 +28,14 @@ from tkernels.comm.arguments import check_dense, check_torch_dtype, check_type, 
 from tkernels.comm.group import checksum, first_difference
 from tkernels.layers.marks import MarkedModule
 from tkernels.layers.owners import attributes
+from tkernels.layers.tensor_parallel.float8 import (
+    Float8,
+    MultipliesInFloat8,
+    Recipe,
+    check_features,
+    recipe_in,
+    recipe_of,
+)
 from tkernels.layers.tensor_parallel.functions import (
     column_parallel_linear,
     gather_from_tensor_model_parallel_region,
@@ -53,7 +61,7 @@ def check_place(kind: str, device, dtype):
         raise ValueError(f"{kind}: device={device!r} is none that parameters can be on: {error}") from None
 
 
-class ParallelLinear(MarkedModule):
+class ParallelLinear(MultipliesInFloat8, MarkedModule):
     """Base class of both layers: their parameters, how these are split, and what inputs they take."""
 
     partition_dim: int  # dimension of the weight that is split
@@ -85,6 +93,12 @@ class ParallelLinear(MarkedModule):
                 f"{ranks} ranks with at least one for each; use fewer ranks or nn.Linear"
             )
         self.feature_sizes = tuple(stride * size for size in tkernels.split_rows(features // stride, ranks))
+        if self.float8 is not None:
+            self._float8 = Float8(recipe_of(kind, self.float8))
+            split, whole_features = ("out_features", "in_features")[:: -1 if self.partition_dim else 1]
+            sizes = {"in_features": in_features, "out_features": out_features}
+            for size in self.feature_sizes:
+                check_features(kind, **{split: size, whole_features: sizes[whole_features]})
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, mesh: MeshLike = None, **options):
@@ -96,6 +110,7 @@ class ParallelLinear(MarkedModule):
         """
         check_type(f"{cls.__name__}.from_linear: linear", linear, nn.Linear, "an nn.Linear")
         has_bias = linear.bias is not None
+        options = {"float8": recipe_in(linear)} | options
         layer = cls(linear.in_features, linear.out_features, has_bias, device="meta", mesh=mesh, **options)
         layer._take(linear)
         return layer.train(linear.training)
@@ -195,7 +210,13 @@ class ParallelLinear(MarkedModule):
         """The input, the weight, and the bias to add, in autocast's dtype if autocast is on."""
         bias = None if self.return_bias else self.bias
         device = self.ctx.device.type  # an operand elsewhere, as on meta, is refused by the operation
+        if self._float8 is not None:  # which quantizes the weight, whatever its dtype
+            return *in_autocast_dtype(device, x), self.weight, bias
         return in_autocast_dtype(device, x, self.weight, bias)
+
+    def _in_float8(self, kind: str, x: torch.Tensor, rows=None, keep: bool = True) -> torch.Tensor:
+        x, weight, bias = self._operands(x)
+        return self._float8.product(kind, x, [weight], [weight], [bias], self.ctx, rows=rows, keep=keep)
 
     def _check_input(self, x: torch.Tensor, features: int, rows, hint: str = ""):
         name = type(self).__name__
@@ -216,7 +237,8 @@ class ParallelLinear(MarkedModule):
             raise ValueError(f"{name}: rows={rows} splits a sequence, but this layer has sequence_parallel=False")
 
     def extra_repr(self) -> str:
-        options = ", ".join(f"{name}={getattr(self, name)}" for name in self._options)
+        shown = [name for name in self._options if name != "float8" or self.float8 is not None]
+        options = ", ".join(f"{name}={getattr(self, name)}" for name in shown)
         ranks = len(self.feature_sizes)
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {options}, ranks={ranks}"
 
@@ -233,6 +255,9 @@ class ColumnParallelLinear(ParallelLinear):
         skip_bias_add). With gather_output the bias returned is still this rank's part, as in Megatron.
     keep_gathered: with sequence_parallel, keep the gathered input [s, ..., K] for the weight's gradient. False gathers
         it again in backward, which holds R times less memory (as Megatron does).
+    float8: "rowwise", "rowwise_with_gw_hp" or "tensorwise", for products of FP8, those of the output and of the input's
+        gradient, by torchao's recipes (layers/tensor_parallel/float8.py). Features must be multiples of 16 on every
+        rank. What is kept of the gathered input then is FP8; "rowwise_with_gw_hp" keeps nothing and gathers again.
     partition_stride: the weight consists of this many blocks, stacked along the out-features and each split over ranks:
         2 for the fused gate and up-projection of a gated MLP. This rank's parts of the blocks are stacked too.
     device: by default the context's. init_method: called on the full weight; the bias is then zero. None: as nn.Linear.
@@ -241,7 +266,7 @@ class ColumnParallelLinear(ParallelLinear):
     """
 
     partition_dim = 0
-    _options = ("sequence_parallel", "gather_output")
+    _options = ("sequence_parallel", "gather_output", "float8")
 
     def __init__(
         self,
@@ -254,6 +279,7 @@ class ColumnParallelLinear(ParallelLinear):
         return_bias: bool = False,
         keep_gathered: bool = True,
         partition_stride: int = 1,
+        float8: str | Recipe | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         mesh: MeshLike = None,
@@ -262,6 +288,7 @@ class ColumnParallelLinear(ParallelLinear):
         super().__init__()
         self.sequence_parallel, self.gather_output = sequence_parallel, gather_output
         self.return_bias, self.keep_gathered, self.partition_stride = return_bias, keep_gathered, partition_stride
+        self.float8 = float8
         self._build(in_features, out_features, bias, dtype, device, mesh, init_method)
 
     def _check_options(self, *arguments):
@@ -283,8 +310,13 @@ class ColumnParallelLinear(ParallelLinear):
         self._check_input(x, self.in_features, rows)
         if self.sequence_parallel:
             keep = self.keep_gathered and torch.is_grad_enabled() and self.weight.requires_grad
-            y = tkernels.all_gather_matmul(*self._operands(x), return_gathered=keep, rows=rows, ctx=ctx)
-            y = y[0] if keep else y
+            if self._float8 is not None:
+                y = self._in_float8("gather", x, rows, keep)
+            else:
+                y = tkernels.all_gather_matmul(*self._operands(x), return_gathered=keep, rows=rows, ctx=ctx)
+                y = y[0] if keep else y
+        elif self._float8 is not None:
+            y = self._in_float8("copy", x)
         else:
             y = column_parallel_linear(*self._operands(x), mesh=ctx)
         if self.gather_output:
@@ -301,7 +333,7 @@ class RowParallelLinear(ParallelLinear):
     input_is_parallel: the input is this rank's features, as a column layer returns them. False: it is replicated and
         split here; not with sequence_parallel.
     return_bias: forward returns (y, bias) and doesn't add the bias, for a fused kernel that does.
-    device, init_method: as in ColumnParallelLinear.
+    float8, device, init_method: as in ColumnParallelLinear.
 
     Parameters: weight [N, K/R] with tensor_model_parallel, partition_dim, partition_stride; bias [N], replicated. The
     bias's mark `sequence_parallel` means, as in Megatron, that its gradient comes from this rank's rows only and must
@@ -311,7 +343,7 @@ class RowParallelLinear(ParallelLinear):
 
     partition_dim = 1
     partition_stride = 1
-    _options = ("sequence_parallel", "input_is_parallel")
+    _options = ("sequence_parallel", "input_is_parallel", "float8")
 
     def __init__(
         self,
@@ -322,6 +354,7 @@ class RowParallelLinear(ParallelLinear):
         sequence_parallel: bool = False,
         input_is_parallel: bool = True,
         return_bias: bool = False,
+        float8: str | Recipe | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         mesh: MeshLike = None,
@@ -329,7 +362,7 @@ class RowParallelLinear(ParallelLinear):
     ):
         super().__init__()
         self.sequence_parallel, self.input_is_parallel = sequence_parallel, input_is_parallel
-        self.return_bias = return_bias
+        self.return_bias, self.float8 = return_bias, float8
         self._build(in_features, out_features, bias, dtype, device, mesh, init_method)
 
     def _check_options(self, *arguments):
@@ -360,7 +393,9 @@ class RowParallelLinear(ParallelLinear):
         else:
             self._check_input(x, self.in_features, rows)
             x = scatter_to_tensor_model_parallel_region(x, sizes=self.feature_sizes, mesh=ctx)
-        if self.sequence_parallel:
+        if self._float8 is not None:
+            y = self._in_float8("scatter" if self.sequence_parallel else "reduce", x, rows)
+        elif self.sequence_parallel:
             y = tkernels.matmul_reduce_scatter(*self._operands(x), rows=rows, ctx=ctx)
         else:
             y = tkernels.matmul_all_reduce(*self._operands(x), ctx=ctx)

@@ -7,6 +7,7 @@ from torch.nn import functional
 from tkernels.comm import MeshLike, as_context
 from tkernels.comm.arguments import whole
 from tkernels.gemm import ACTIVATIONS, activation_reference
+from tkernels.layers.tensor_parallel.float8 import Recipe
 from tkernels.layers.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, checking
 
 KNOWN = (*filter(None, ACTIVATIONS), "swiglu")
@@ -19,7 +20,7 @@ class ParallelMLP(nn.Module):
         stacked in fc1's weight [2 * ffn_hidden, hidden], gate first.
     sequence_parallel: input and output are this rank's part of the first dimension, gathered and reduce-scattered
         during the GEMMs. False: input and output are replicated.
-    keep_gathered, dtype, device, mesh, init_method: as in ColumnParallelLinear.
+    keep_gathered, float8, dtype, device, mesh, init_method: as in ColumnParallelLinear.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class ParallelMLP(nn.Module):
         *,
         sequence_parallel: bool = False,
         keep_gathered: bool = True,
+        float8: str | Recipe | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         mesh: MeshLike = None,
@@ -48,8 +50,9 @@ class ParallelMLP(nn.Module):
         self.activation = activation
         blocks = 2 if activation == "swiglu" else 1
         common = dict(
-            sequence_parallel=sequence_parallel, dtype=dtype, device=device, mesh=ctx, init_method=init_method
-        )
+            sequence_parallel=sequence_parallel, float8=float8, dtype=dtype, device=device, mesh=ctx,
+            init_method=init_method,
+        )  # fmt: skip
         self.fc1 = ColumnParallelLinear(
             hidden, blocks * ffn_hidden, bias, partition_stride=blocks, keep_gathered=keep_gathered, **common
         )

@@ -15,6 +15,7 @@ import tkernels
 from tkernels.comm import find_context
 from tkernels.comm.arguments import check_dense
 from tkernels.layers.tensor_parallel.dtensors import as_dtensor, chunk_sizes, local
+from tkernels.layers.tensor_parallel.float8 import Float8, MultipliesInFloat8
 from tkernels.layers.tensor_parallel.functions import column_parallel_linear, in_autocast_dtype
 
 
@@ -70,7 +71,7 @@ def _positive(placement: Placement, dims: int) -> Placement:
     return Shard(placement.dim % dims) if placement.is_shard() and placement.dim < 0 else placement
 
 
-class ParallelModule:
+class ParallelModule(MultipliesInFloat8):
     """What the modules that a style has been given to have in common."""
 
     kind: str  # the first word of the class's name
@@ -82,7 +83,10 @@ class ParallelModule:
     def _parts(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """This rank's weight [N, K] and bias of a linear layer, as autocast has nn.Linear take them."""
         weight, device = local(self.weight), find_context(self._layout.context).device.type
-        return in_autocast_dtype(device, weight.t() if self._layout.transposed else weight, local(self.bias))
+        weight = weight.t() if self._layout.transposed else weight
+        if self._float8 is not None:  # it is quantized, whatever its dtype
+            return weight, local(self.bias)
+        return in_autocast_dtype(device, weight, local(self.bias))
 
 
 class ColwiseLinear(ParallelModule):
@@ -107,6 +111,8 @@ class ColwiseLinear(ParallelModule):
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's out-features, of all positions."""
         x, placement, shape = self._enter(x)
+        if self._float8 is not None:
+            return float8_products([self], self._float8, x, placement, shape)[0]
         if placement.is_shard():
             return gathered_products([self], x, placement.dim, shape[placement.dim])[0]
         return column_parallel_linear(x, *self._parts(), mesh=find_context(self._layout.context))
@@ -125,6 +131,21 @@ def gathered_products(linears: list[ColwiseLinear], x: torch.Tensor, dim: int, l
     return ys[0] if keep else ys
 
 
+def float8_products(
+    linears: list[ColwiseLinear], float8: Float8, x: torch.Tensor, placement: Placement, shape
+) -> list[torch.Tensor]:
+    """Collective. The same in FP8, also of a replicated input: one product of all weights."""
+    ctx = find_context(linears[0]._layout.context)
+    weights, biases = zip(*(linear._parts() for linear in linears), strict=True)
+    operands = x, [linear.weight for linear in linears], weights, biases, ctx
+    if placement.is_shard():
+        lengths = chunk_sizes(shape[placement.dim], ctx.size)
+        y = float8.product("gather", *operands, placement.dim, lengths)
+    else:
+        y = float8.product("copy", *operands)
+    return [y] if len(linears) == 1 else list(y.split([len(weight) for weight in weights], -1))
+
+
 class RowwiseLinear(ParallelModule):
     """What RowwiseParallel makes of a linear layer. Collective: forward and backward."""
 
@@ -140,9 +161,15 @@ class RowwiseLinear(ParallelModule):
         output = _positive(layout.output, x.dim())
         if output.is_shard() and output.dim != last:
             rows = chunk_sizes(x.shape[output.dim], ctx.size)
-            y = tkernels.matmul_reduce_scatter(x, weight, bias, scatter_dim=output.dim, rows=rows, ctx=ctx)
+            if self._float8 is not None:
+                y = self._float8.product("scatter", x, [self.weight], [weight], [bias], ctx, output.dim, rows)
+            else:
+                y = tkernels.matmul_reduce_scatter(x, weight, bias, scatter_dim=output.dim, rows=rows, ctx=ctx)
             return layout.leave(y, output, shape)
-        y = tkernels.matmul_all_reduce(x, weight, bias, ctx=ctx)
+        if self._float8 is not None:
+            y = self._float8.product("reduce", x, [self.weight], [weight], [bias], ctx)
+        else:
+            y = tkernels.matmul_all_reduce(x, weight, bias, ctx=ctx)
         return layout.leave(y, Replicate(), shape)
 
 

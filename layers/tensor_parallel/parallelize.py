@@ -16,6 +16,7 @@ from tkernels.comm.arguments import check_type
 from tkernels.comm.group import checksum, first_difference, listed
 from tkernels.layers.marks import is_split
 from tkernels.layers.owners import owner_of
+from tkernels.layers.tensor_parallel.float8 import Recipe, recipe_in, recipe_of
 from tkernels.layers.tensor_parallel.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from tkernels.layers.tensor_parallel.plan import Given, apply
 from tkernels.layers.tensor_parallel.replicas import (
@@ -27,9 +28,11 @@ from tkernels.layers.tensor_parallel.replicas import (
 from tkernels.layers.tensor_parallel.siblings import Share
 from tkernels.layers.tensor_parallel.styles import (
     ColwiseParallel,
+    LinearStyle,
     Replicated,
     RowwiseParallel,
     SequenceParallel,
+    is_linear,
     reads_its_parameters,
 )
 
@@ -57,6 +60,7 @@ def parallelize(
     plan: str | Mapping[str, str | ParallelStyle | Mapping] = "auto",
     mesh: MeshLike = None,
     *,
+    float8: str | Recipe | None = None,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
     """Collective. Split the modules of `model` that a plan names over ranks, in place, and return it.
@@ -76,6 +80,9 @@ def parallelize(
         their parameters are summed over ranks in backward.
     mesh: of one dimension; a process group or a Context stands for one. It and the plan may change places, as in
         parallelize_module. None: the current context.
+    float8: a recipe, as of ColwiseParallel, for all linear layers that the plan gives a style by its name, except the
+        model's output embedding (get_output_embeddings) and those whose options name their own. Without it, linears
+        that torchao has made to Float8Linear have theirs.
     src_data_rank: as in parallelize_module. In Megatron's vocabulary all ranks must hold the same weights.
 
     The gradients of the parameters that stay whole are compared over ranks at the end of the first backward, whoever
@@ -94,8 +101,8 @@ def parallelize(
     if isinstance(plan, DeviceMesh | dist.ProcessGroup | Context):  # torch's order
         plan, mesh = mesh, plan
     if isinstance(plan, Mapping) and all(_is_megatrons(each) for each in plan.values()):
-        return _swap_linears(model, plan, mesh)
-    return apply(model, mesh, lambda: _styles(model, plan), src_data_rank, replicate_rest=True)
+        return _swap_linears(model, plan, mesh, float8)
+    return apply(model, mesh, lambda: _styles(model, plan, float8), src_data_rank, replicate_rest=True)
 
 
 def _is_megatrons(style) -> bool:
@@ -113,13 +120,15 @@ def _auto(model: nn.Module) -> dict[str, str]:
     return plan
 
 
-def _styles(model: nn.Module, plan: str | Mapping) -> list[Given]:
+def _styles(model: nn.Module, plan: str | Mapping, float8) -> list[Given]:
     """What a plan of torch's or transformers' styles gives. Raises ValueError or TypeError if it doesn't fit."""
     optional = isinstance(plan, str) and plan == "auto"
     plan = _auto(model) if optional else plan
     _check_plan(model, plan)
+    recipe = recipe_of("parallelize", float8)
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
-    given, matched = [], {}
+    given, matched, head = [], {}, getattr(model, "get_output_embeddings", lambda: None)()
+    quantized = {word: each.in_float8(recipe) for word, each in WORDS.items() if isinstance(each, LinearStyle)}
     for pattern, word in plan.items():
         hits = fnmatch.filter(modules, pattern)
         if not hits and optional:  # of modules or single parameters that this model need not have
@@ -133,7 +142,12 @@ def _styles(model: nn.Module, plan: str | Mapping) -> list[Given]:
                 f"is for can stay whole: pass the plan without it, as {{name: style for name, style in "
                 f"model.tp_plan.items() if name != {pattern!r}}}"
             )
-        given += [(name, modules[name], each) for name in dict.fromkeys(hits)]
+        for name in dict.fromkeys(hits):
+            module = modules[name]
+            in_float8 = (
+                recipe and isinstance(word, str) and word in quantized and is_linear(module) and module is not head
+            )
+            given.append((name, module, quantized[word] if in_float8 else each))
     unique = {}
     for name, module, each in given:  # a module that occurs twice
         unique.setdefault(id(module), (name, module, each))
@@ -174,11 +188,11 @@ def _check_hits(pattern: str, hits: list[str], modules, matched: dict[str, str])
         matched[name] = pattern
 
 
-def _swap_linears(model: nn.Module, plan: Mapping[str, str | Mapping], mesh) -> nn.Module:
+def _swap_linears(model: nn.Module, plan: Mapping[str, str | Mapping], mesh, float8) -> nn.Module:
     """Collective. parallelize in Megatron's vocabulary."""
     ctx = as_context(mesh, "parallelize: mesh")
     with ctx.group.checking():
-        asked = _match(model, plan)
+        asked = _match(model, plan, float8)
         styles = dict(asked)
         summed = _take_summed(model, styles)
         for name in styles:
@@ -198,7 +212,7 @@ def _swap_linears(model: nn.Module, plan: Mapping[str, str | Mapping], mesh) -> 
     return model
 
 
-def _match(model: nn.Module, plan) -> dict[str, tuple[str, dict]]:
+def _match(model: nn.Module, plan, float8) -> dict[str, tuple[str, dict]]:
     """Module name -> (style, options), by the plan. Raises ValueError or TypeError if it doesn't fit the model."""
     _check_plan(model, plan)
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
@@ -213,12 +227,15 @@ def _match(model: nn.Module, plan) -> dict[str, tuple[str, dict]]:
             raise ValueError(
                 f"parallelize: {pattern!r}: a {style} layer has no options {unknown}; it has {sorted(known) or 'none'}"
             )
+        if float8 is not None and STYLES[style]:
+            options = {"float8": float8} | options
         hits = fnmatch.filter(names, pattern)
         _check_hits(pattern, hits, names, matched)
         for name in hits:
             styles[name] = style, options
-            kind = type(model.get_submodule(name))
-            if STYLES[style] and kind is not nn.Linear:
+            linear = model.get_submodule(name)
+            kind = type(linear)
+            if STYLES[style] and kind is not nn.Linear and recipe_in(linear) is None:
                 raise TypeError(
                     f"parallelize: {pattern!r} matches {name!r}, which is a {kind.__module__}.{kind.__qualname__}, not "
                     f"exactly an nn.Linear"

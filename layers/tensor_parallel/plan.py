@@ -183,7 +183,7 @@ def _lora(path: str, module: nn.Module, each: ParallelStyle) -> list[Given]:
     rows = each.input_layouts[0] if colwise else each.output_layouts[0]
     other = Replicated(sum_gradients=rows.is_shard())  # it has this rank's rows alone
     parts = [(f"{path}.base_layer", module.base_layer, each)]
-    parts += [(f"{path}.{split}.{name}", linear, each) for name, linear in adapters[split].items()]
+    parts += [(f"{path}.{split}.{name}", linear, each.in_float8(None)) for name, linear in adapters[split].items()]
     return parts + [(f"{path}.{whole}.{name}", linear, other) for name, linear in adapters[whole].items()]
 
 

@@ -8,8 +8,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional
 
 from tkernels.comm import find_context
+from tkernels.layers.tensor_parallel.float8 import Float8, Recipe
 from tkernels.layers.tensor_parallel.functions import copy_to_tensor_model_parallel_region
-from tkernels.layers.tensor_parallel.modules import ColwiseLinear, gathered_products
+from tkernels.layers.tensor_parallel.modules import ColwiseLinear, float8_products, gathered_products
 from tkernels.layers.tensor_parallel.styles import ColwiseParallel
 
 
@@ -36,13 +37,17 @@ class ColwiseParallelGroup(ParallelStyle):
         input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
+        float8: str | Recipe | None = None,
     ):
         super().__init__()
         if len(set(names)) < 2 or len(set(names)) < len(names):
             raise ValueError(f"ColwiseParallelGroup: takes the names of two or more linears, each once, not {names}")
         self.names = names
         self.style = ColwiseParallel(
-            input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output
+            input_layouts=input_layouts,
+            output_layouts=output_layouts,
+            use_local_output=use_local_output,
+            float8=float8,
         )
 
     def __repr__(self) -> str:
@@ -86,10 +91,15 @@ class Share(ParallelStyle):
         return f"Share({len(self.linears)})"
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        siblings = Siblings(self.linears)
+        groups = {}  # those that multiply alike
         for linear in self.linears:
-            linear._siblings = siblings
-        module.register_forward_hook(siblings.forget, always_call=True)
+            groups.setdefault(linear._float8 and linear._float8.recipe, []).append(linear)
+        for recipe, linears in groups.items():
+            if len(linears) > 1:
+                siblings = Siblings(linears, recipe)
+                for linear in linears:
+                    linear._siblings = siblings
+                module.register_forward_hook(siblings.forget, always_call=True)
         return module
 
 
@@ -98,11 +108,13 @@ class Siblings:
 
     A split input is gathered at the first call of a sibling, for the products of all. A replicated one is passed on,
     with a gradient that is summed over ranks. Both are held until each sibling has been called, at most until the end
-    of the parent's forward.
+    of the parent's forward. In FP8 the product of either input is one for all.
     """
 
-    def __init__(self, linears: list[ColwiseLinear]):
-        self._linears = linears
+    def __init__(self, linears: list[ColwiseLinear], recipe: Recipe | None):
+        self._linears, self._float8 = linears, recipe and Float8(recipe)
+        for linear in linears if recipe else ():
+            linear._float8 = self._float8  # whose copies are those of all weights
         self.forget()
 
     def forget(self, *_):
@@ -126,7 +138,9 @@ class Siblings:
     def _take(self, linear: ColwiseLinear, x: torch.Tensor):
         self.forget()
         x, placement, shape = linear._enter(x)
-        if placement.is_shard():
+        if self._float8 is not None:
+            products = float8_products(self._linears, self._float8, x, placement, shape)
+        elif placement.is_shard():
             products = gathered_products(self._linears, x, placement.dim, shape[placement.dim])
         else:
             self._whole = copy_to_tensor_model_parallel_region(x, mesh=find_context(linear._layout.context))

@@ -14,6 +14,7 @@ torch's.
 A module keeps its identity, name and hooks: its class becomes a subclass, as fully_shard makes one.
 """
 
+import copy
 import functools
 import logging
 
@@ -32,6 +33,7 @@ from tkernels.comm import as_context
 from tkernels.comm.arguments import check_type
 from tkernels.layers.owners import attributes, owner_of
 from tkernels.layers.tensor_parallel.dtensors import chunk_sizes
+from tkernels.layers.tensor_parallel.float8 import Float8, Recipe, check_features, recipe_in, recipe_of
 from tkernels.layers.tensor_parallel.modules import (
     ColwiseLinear,
     Layout,
@@ -64,9 +66,9 @@ def _is_conv1d(module: nn.Module) -> bool:
     return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
 
 
-def _is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> bool:
     kind = type(module)
-    own = kind.forward is nn.Linear.forward or kind.__name__ in LINEARS
+    own = kind.forward is nn.Linear.forward or kind.__name__ in LINEARS or recipe_in(module) is not None
     return isinstance(module, nn.Linear) and own or _is_conv1d(module)
 
 
@@ -75,6 +77,7 @@ class Style(ParallelStyle):
 
     kinds = nn.Linear, nn.Embedding  # of modules that it can be given to
     nested = False  # whether these may have modules with parameters in them
+    float8: Recipe | None = None  # a linear multiplies in FP8
     context = None  # the name of the one that the plan was given for; None: that over the mesh
 
     def placement(self, module: nn.Module, name: str) -> Placement:
@@ -83,7 +86,7 @@ class Style(ParallelStyle):
 
     def takes(self, module: nn.Module) -> bool:
         """Whether the module computes with this library's operations; torch's style is applied to others."""
-        return _is_linear(module)
+        return is_linear(module)
 
     def check(self, path: str, module: nn.Module, ranks: int):
         """Raises ValueError or TypeError, naming `path`, for a module that the style can't be given to."""
@@ -130,6 +133,15 @@ class Style(ParallelStyle):
                     f"{placement.dim}, which {ranks} ranks get as {', '.join(map(str, sizes))}; use fewer ranks, or "
                     f"leave the module out of the plan"
                 )
+        if self.float8 is not None and not is_linear(module):
+            raise TypeError(f"{what} is a {type(module).__name__}, but float8 is for linear layers; leave it out")
+        if self.recipe(module) is not None:
+            sizes = list(module.weight.shape)
+            split = self.placement(module, "weight").dim
+            kinds = ("in_features", "out_features") if _is_conv1d(module) else ("out_features", "in_features")
+            for part in chunk_sizes(sizes[split], ranks):
+                sizes[split] = part
+                check_features(what, **dict(zip(kinds, sizes, strict=True)))
 
     def convert(self, module: nn.Module, mesh: DeviceMesh, base: type, input: Placement, output: Placement):
         """Collective. Make DTensors of the parameters, and give the module the class and layout to use them."""
@@ -138,12 +150,18 @@ class Style(ParallelStyle):
         self.distribute(module, mesh)
         if transposed:
             module.out_features = module.nf
+        recipe = self.recipe(module)
         module.__class__ = subclass(type(module), base)
+        module._float8 = recipe and Float8(recipe)
         module._layout = Layout(mesh, context, input, output, self.use_local_output, transposed)
         return module
 
     def context_over(self, mesh: DeviceMesh) -> str:
         return self.context or as_context(mesh).name
+
+    def recipe(self, module: nn.Module) -> Recipe | None:
+        """How the module is to multiply in FP8: as the style says, else as torchao's Float8Linear does."""
+        return self.float8 or recipe_in(module)
 
     def distribute(self, module: nn.Module, mesh: DeviceMesh):
         """Collective. Make DTensors of a module's own parameters."""
@@ -169,7 +187,24 @@ def _warn_slow(style: str, kind: str):
     )
 
 
-class ColwiseParallel(Style, style.ColwiseParallel):
+class LinearStyle(Style):
+    """A style of linear layers, with torch's arguments, and with float8."""
+
+    def __init__(self, *, float8: str | Recipe | None = None, **layouts):
+        super().__init__(**layouts)
+        self.float8 = recipe_of(type(self).__name__, float8)
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}{f', float8={self.float8}' if self.float8 else ''}"
+
+    def in_float8(self, recipe: Recipe | None) -> "LinearStyle":
+        """The style with that recipe."""
+        style = copy.copy(self)
+        style.float8 = recipe
+        return style
+
+
+class ColwiseParallel(LinearStyle, style.ColwiseParallel):
     """torch's ColwiseParallel, with torch's arguments: an nn.Linear whose out-features are split over ranks.
 
     input_layouts=Shard(d), this rank's part of a sequence along dimension d of [..., K] (any but the last): it is
@@ -177,6 +212,10 @@ class ColwiseParallel(Style, style.ColwiseParallel):
     The output is this rank's features [..., N/R]; other output_layouts come from torch's redistribution.
 
     A plain input that is split has equally many positions on all ranks; a DTensor has torch.chunk's.
+
+    float8: "rowwise", "rowwise_with_gw_hp" or "tensorwise", for products of FP8, as torchao's Float8Linear has them
+        (which needs no float8 here): those of the output and of the input's gradient. Features must be multiples of 16
+        on every rank. None: in the dtype of the input.
     """
 
     def placement(self, module: nn.Module, name: str) -> Placement:
@@ -188,7 +227,7 @@ class ColwiseParallel(Style, style.ColwiseParallel):
         return self.convert(module, device_mesh, ColwiseLinear, self.input_layouts[0], self.output_layouts[0])
 
 
-class RowwiseParallel(Style, style.RowwiseParallel):
+class RowwiseParallel(LinearStyle, style.RowwiseParallel):
     """torch's RowwiseParallel, with torch's arguments: an nn.Linear whose in-features are split over ranks.
 
     The input is this rank's features [..., K/R]. output_layouts=Replicate(), the default: every rank gets the sum,
@@ -196,6 +235,8 @@ class RowwiseParallel(Style, style.RowwiseParallel):
 
     Or an nn.Embedding, split by its vocabulary: the input is the tokens [...], by default whole on every rank
     (input_layouts=Replicate()), the output [..., K] as that of a linear.
+
+    float8: as in ColwiseParallel.
     """
 
     def placement(self, module: nn.Module, name: str) -> Placement:
@@ -207,7 +248,7 @@ class RowwiseParallel(Style, style.RowwiseParallel):
 
     def takes(self, module: nn.Module) -> bool:
         plain = type(module).forward is nn.Embedding.forward
-        return _is_linear(module) or plain and not (module.max_norm or module.sparse or module.scale_grad_by_freq)
+        return is_linear(module) or plain and not (module.max_norm or module.sparse or module.scale_grad_by_freq)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not self.takes(module):

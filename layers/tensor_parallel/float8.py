@@ -1,0 +1,273 @@
+"""FP8 in tensor-parallel linear layers: the output and the input's gradient are products of FP8, with fp32 scales.
+
+    layer            output                                     the input's gradient
+    copy             matmul(x, w)                               matmul_all_reduce(dy, w.T)
+    gather           all_gather_matmul(x_shard_m, w)            matmul_reduce_scatter(dy, w.T)
+    reduce           matmul_all_reduce(x, w)                    matmul(dy, w.T)
+    scatter          matmul_reduce_scatter(x, w)                all_gather_matmul(dy_shard_m, w.T)
+
+Copy and gather are column layers, of replicated and of split inputs; reduce and scatter are row layers. Each x, dy, w
+and w.T above is quantized on its own, along the dimension that the product sums over, and FP8 is what travels to a
+product. The weight's gradient dy.T @ x is a product in the dtype of x. Whichever of its operands has travelled is what
+was quantized (its rows, times their scales); the recipe with "gw_hp" gathers it again, unquantized.
+
+Copies of weights are kept from call to call until a weight changes (`Copies`).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import tkernels
+from tkernels.comm import Context, capture, find_context
+from tkernels.comm.collectives import check_rows
+from tkernels.configs import FP8
+from tkernels.leading import Leading
+
+MULTIPLE = 16  # of which the features on both sides of a layer are multiples on every rank
+_BACKWARD = {"copy": "reduce", "reduce": "copy", "gather": "scatter", "scatter": "gather"}
+
+
+class Recipe(NamedTuple):
+    """How a layer multiplies in FP8. The names are torchao's, and so is what they mean, but for the weight's gradient.
+
+    scale: "row", a scale for each row of an operand, or "tensor", one for all that a rank has of it.
+    power_of_two: scales are.
+    gradient: the dtype of dy; the others are e4m3.
+    gathers_again: for the weight's gradient, what has travelled in FP8 travels again as it was.
+    fast_accum, fast_accum_backward: of the output and of the input's gradient, as in tkernels.matmul.
+    """
+
+    scale: str = "row"
+    power_of_two: bool = True
+    gradient: torch.dtype = torch.float8_e4m3fn
+    gathers_again: bool = False
+    fast_accum: bool = True
+    fast_accum_backward: bool = False
+
+    def quantize(self, x: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[torch.Tensor, torch.Tensor]:
+        return tkernels.quantize(x, self.scale, dtype, power_of_two=self.power_of_two)
+
+
+RECIPES = {
+    "rowwise": Recipe(),
+    "rowwise_with_gw_hp": Recipe(gathers_again=True),
+    "tensorwise": Recipe("tensor", False, torch.float8_e5m2),
+}
+
+
+def recipe_of(caller: str, float8: str | Recipe | None) -> Recipe | None:
+    """The recipe of that name. Raises ValueError for none that this library has."""
+    if float8 is None or isinstance(float8, Recipe):
+        return float8
+    if not isinstance(float8, str) or float8 not in RECIPES:
+        raise ValueError(f"{caller}: float8={float8!r} is no recipe; use {', '.join(map(repr, RECIPES))} or None")
+    return RECIPES[float8]
+
+
+def recipe_in(module: torch.nn.Module) -> Recipe | None:
+    """The recipe of torchao's Float8Linear, None of other modules. Raises ValueError for one without an equal here.
+
+    The weight's gradient is more exact than torchao's where that multiplies it in FP8, and so is a weight that it
+    scales as a whole for the input's gradient of row-wise scales.
+    """
+    kind = type(module)
+    if kind.__name__ != "Float8Linear" or not kind.__module__.startswith("torchao."):
+        return None
+    config = module.config
+    casts = config.cast_config_input, config.cast_config_weight, config.cast_config_grad_output
+    scales = {cast.scaling_granularity.value for cast in casts}
+    plain = all(cast.scaling_type.value == "dynamic" and cast.target_dtype in FP8 for cast in casts)
+    e4m3 = all(cast.target_dtype == torch.float8_e4m3fn for cast in casts[:2])
+    if not plain or not e4m3 or len(scales) > 1 or config.enable_fsdp_float8_all_gather:
+        raise ValueError(
+            f"a Float8Linear with {config} has no equal here: all of input, weight and gradient are cast dynamically, "
+            f"with scales of one kind, the first two to e4m3, and weights are plain tensors "
+            f"(enable_fsdp_float8_all_gather=False)"
+        )
+    return Recipe(
+        scale="row" if scales == {"axiswise"} else "tensor",
+        power_of_two=config.round_scales_to_power_of_2,
+        gradient=casts[2].target_dtype,
+        gathers_again=config.cast_config_input_for_grad_weight.scaling_type.value == "disabled",
+        fast_accum=config.gemm_config_output.use_fast_accum,
+        fast_accum_backward=config.gemm_config_grad_input.use_fast_accum,
+    )
+
+
+def check_features(caller: str, **features: int):
+    """Raises ValueError unless a rank's features, by what they are, can be the rows of FP8 operands."""
+    for what, number in features.items():
+        if number % MULTIPLE:
+            raise ValueError(
+                f"{caller}: float8 takes features in multiples of {MULTIPLE} on every rank, but a rank has {number} "
+                f"{what.replace('_', '-')}; leave float8 out for this layer, or use other sizes or fewer ranks"
+            )
+
+
+_steps = 0  # of all optimizers: some write to weights past torch's count of writes
+
+
+@register_optimizer_step_post_hook
+def _count_step(*_):
+    global _steps
+    _steps += 1
+
+
+class Copies:
+    """Weights in FP8 as a layer multiplies them: stacked [N, K], and transposed [K, N], each with its scales.
+
+    They are kept while nothing tells that a weight may have changed: torch's count of writes to it, its address, an
+    optimizer's step, another parameter in its place (as fully_shard puts there after each gather). A write through
+    `weight.data` alone tells nothing. So copies are kept only for calls that record a gradient; others, and the graphs
+    of CUDA and torch.compile, make them anew.
+    """
+
+    def __init__(self):
+        self.forget()
+
+    def forget(self):
+        self._state, self._made = None, {}
+
+    def of(self, parameters, ws, recipe: Recipe, transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """The copy of ws [N, K], the local tensors of parameters. Writes to a DTensor count at the DTensor alone."""
+        stream = torch.cuda.current_stream().cuda_stream if ws[0].is_cuda else 0
+        state = recipe, _steps, stream, *(each._version for each in parameters)
+        state += tuple((w.data_ptr(), w._version, w.shape, w.stride(), w.dtype) for w in ws)
+        if state != self._state:
+            self._state, self._made = state, {}
+        if transposed not in self._made:
+            self._made[transposed] = quantized_weights(ws, recipe, transposed)
+        return self._made[transposed]
+
+    def __deepcopy__(self, memo):
+        return Copies()
+
+    def __reduce__(self):
+        return Copies, ()
+
+
+def quantized_weights(ws, recipe: Recipe, transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    w = ws[0] if len(ws) == 1 else torch.cat(ws)
+    return recipe.quantize(w.t() if transposed else w)
+
+
+class Float8:
+    """What a layer that multiplies in FP8 has: its recipe, and copies of its weights."""
+
+    def __init__(self, recipe: Recipe):
+        self.recipe, self.copies = recipe, Copies()
+
+    def product(
+        self, kind: str, x, parameters, ws, biases, ctx: Context, dim: int = 0, rows: tuple[int, ...] | None = None,
+        keep: bool = True,
+    ) -> torch.Tensor:  # fmt: skip
+        """x [..., K] times all weights [N, K], with the biases or None: [..., sum of N], in the dtype of x.
+
+        kind: of the table above. parameters: what the weights ws are this rank's parts of. rows: of every rank, of
+        dimension `dim`, which is gathered or scattered. keep: what is gathered in forward, for the weights' gradients;
+        else it is gathered again, as it was.
+        """
+        kept = self.copies, tuple(parameters)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or capture.underway() or ws[0].is_inference():
+            kept = None
+        lengths = None
+        if kind in ("gather", "scatter"):
+            lengths = check_rows("float8", ctx, rows, **{"own" if kind == "gather" else "total": x.shape[dim]})
+        lead = Leading.of("float8", x, lengths and f"{kind}_dim", dim)
+        rows = lengths and lead.rows(lengths)
+        keep = keep and kind == "gather" and not self.recipe.gathers_again
+        options = self.recipe, kept, kind, ctx.name, rows, keep
+        y = _Linear.apply(options, len(ws), lead.matrix(x), *ws, *biases)
+        if kind == "scatter":
+            return lead.back(y, lengths[ctx.rank]).contiguous()
+        return lead.back(y, sum(lengths) if kind == "gather" else None)
+
+
+class MultipliesInFloat8:
+    """What modules with a `weight` and FP8 copies of it have in common, beside nn.Module."""
+
+    _float8: Float8 | None = None
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        if name == "weight" and self._float8 is not None:
+            self._float8.copies.forget()
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, options, number, x, *tensors):
+        recipe, kept, kind, context, rows, keep = options
+        ws, biases = tensors[:number], tensors[number:]
+        bias = _stacked_bias(ws, biases)
+        keep = keep and any(ctx.needs_input_grad[2 + 1 : 2 + 1 + number])
+        operands = recipe.quantize(x), _weights(kept, ws, recipe, False)
+        y, gathered = _product(kind, operands, bias, x.dtype, recipe.fast_accum, keep, rows, context)
+        ctx.options, ctx.number = options, number
+        ctx.save_for_backward(*(gathered if keep else (x, None)), *ws)
+        ctx.dtype, ctx.kept = x.dtype, keep
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (recipe, kept, kind, context, rows, _), number = ctx.options, ctx.number
+        x, x_scale, *ws = ctx.saved_tensors
+        need_x, *needs = ctx.needs_input_grad[2:]
+        need_ws, need_biases = any(needs[:number]), any(needs[number:])
+        dy, dx, gathered, dws, dbiases = dy.contiguous(), None, None, [None] * number, [None] * number
+        if need_x:
+            keep = kind == "scatter" and need_ws and not recipe.gathers_again
+            operands = recipe.quantize(dy, recipe.gradient), _weights(kept, ws, recipe, True)
+            fast = recipe.fast_accum_backward
+            dx, gathered = _product(_BACKWARD[kind], operands, None, ctx.dtype, fast, keep, rows, context)
+        sizes, own = [len(w) for w in ws], dy
+        if need_ws:
+            if gathered is not None:
+                dy = tkernels.dequantize(*gathered, ctx.dtype)
+            elif kind == "scatter":
+                dy = tkernels.all_gather(dy, rows=rows, ctx=find_context(context))
+            if ctx.kept:
+                x = tkernels.dequantize(x, x_scale, ctx.dtype)
+            elif kind == "gather":
+                x = tkernels.all_gather(x, rows=rows, ctx=find_context(context))
+            parts = zip(ws, needs, dy.split(sizes, 1), strict=False)
+            dws = [(part.t() @ x).to(w.dtype) if need else None for w, need, part in parts]
+        if need_biases:
+            dbias = own.sum(0)
+            if kind == "scatter":
+                dbias = tkernels.all_reduce(dbias, ctx=find_context(context))
+            dbiases = [part if need else None for need, part in zip(needs[number:], dbias.split(sizes), strict=True)]
+        return None, None, dx, *dws, *dbiases
+
+
+def _stacked_bias(ws, biases) -> torch.Tensor | None:
+    given = next((bias for bias in biases if bias is not None), None)
+    if given is None or len(ws) == 1:
+        return given
+    return torch.cat([given.new_zeros(len(w)) if bias is None else bias for w, bias in zip(ws, biases, strict=True)])
+
+
+def _weights(kept: tuple[Copies, tuple] | None, ws, recipe: Recipe, transposed: bool):
+    if kept is None:
+        return quantized_weights(ws, recipe, transposed)
+    copies, parameters = kept
+    return copies.of(parameters, ws, recipe, transposed)
+
+
+def _product(kind, operands, bias, dtype, fast_accum, keep, rows, context):
+    """(y, what was gathered with its scales, if it is kept, else None), of quantized operands."""
+    (x, x_scale), (w, w_scale) = operands
+    options = {"x_scale": x_scale, "w_scale": w_scale, "out_dtype": dtype, "fast_accum": fast_accum}
+    if kind == "copy":
+        return tkernels.matmul(x, w, bias, **options), None
+    options["ctx"] = find_context(context)
+    if kind == "gather":
+        result = tkernels.all_gather_matmul(x, w, bias, return_gathered=keep, rows=rows, **options)
+        return (result[0], result[1:]) if keep else (result, None)
+    if kind == "scatter":
+        return tkernels.matmul_reduce_scatter(x, w, bias, rows=rows, **options), None
+    return tkernels.matmul_all_reduce(x, w, bias, **options), None

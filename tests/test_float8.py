@@ -1,0 +1,377 @@
+"""Tensor-parallel layers in FP8: their noise beside fp64, the copies of their weights, training beside bf16."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn import functional
+
+import tkernels
+from tkernels import layers
+from tkernels.comm import MismatchError
+from tkernels.layers import (
+    ColumnParallelLinear,
+    ColwiseParallel,
+    ColwiseParallelGroup,
+    ParallelMLP,
+    RowParallelLinear,
+    RowwiseParallel,
+    parallelize_module,
+)
+from tkernels.layers.tensor_parallel.float8 import RECIPES, Copies
+from tkernels.testing.compare import normal
+
+K, N, BATCH, SEQUENCE = 64, 96, 2, 12
+OUTPUT_DB, GRADIENT_DB = 25, 17
+
+
+def tp_mesh(ctx):
+    return init_device_mesh(ctx.device.type, (ctx.size,), mesh_dim_names=("tp",))
+
+
+def full(t):
+    return (t.full_tensor() if isinstance(t, DTensor) else t).detach().cpu().double()
+
+
+def decibels(got, want) -> float:
+    """The signal-to-noise ratio of a result."""
+    got, want = full(got), want.detach().double()
+    assert got.shape == want.shape
+    return (10 * torch.log10(want.square().sum() / (got - want).square().sum())).item()
+
+
+def linear(k=K, n=N, dtype=torch.bfloat16, bias=True, seed=3):
+    made = nn.Linear(k, n, bias, dtype=dtype)
+    with torch.no_grad():
+        made.weight.copy_(normal((n, k), dtype, seed) * k**-0.5)
+        if bias:
+            made.bias.copy_(normal(n, dtype, seed + 1))
+    return made
+
+
+LAYERS = {  # the style of each, and whether it splits the sequence of its input and of its output
+    "gather": (ColwiseParallel, True, False),
+    "copy": (ColwiseParallel, False, False),
+    "scatter": (RowwiseParallel, False, True),
+    "reduce": (RowwiseParallel, False, False),
+}
+
+
+def styled(kind: str, **options):
+    style, split, splits = LAYERS[kind]
+    if style is ColwiseParallel:
+        return style(input_layouts=Shard(1) if split else Replicate(), output_layouts=Replicate(), **options)
+    return style(input_layouts=Replicate(), output_layouts=Shard(1) if splits else Replicate(), **options)
+
+
+def run(ctx, model, kind: str, x, dy, part: bool = True):
+    """Collective. -> (y, dx) of all ranks. The model's parameters get gradients."""
+    _, split, splits = LAYERS[kind]
+    x = x.chunk(ctx.size, 1)[ctx.rank].contiguous() if split else x
+    x = x.to(ctx.device, copy=True).requires_grad_()
+    y = model(x)
+    y.backward((dy.chunk(ctx.size, 1)[ctx.rank] if splits else dy).to(ctx.device))
+    whole = [each.detach().cpu() for each in (y, x.grad)]
+    for at, apart in enumerate((splits, split)):
+        if apart:
+            whole[at] = torch.cat(ctx.group.gather(whole[at]), 1)
+    return whole
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_float8_layers_are_within_torchaos_limits_of_fp64(ctx, kind, recipe):
+    model = linear()
+    twin = copy.deepcopy(model).double()
+    x, dy = normal((BATCH, SEQUENCE, K), torch.bfloat16, 1), normal((BATCH, SEQUENCE, N), torch.bfloat16, 2)
+    x64 = x.double().requires_grad_()
+    want = twin(x64)
+    want.backward(dy.double())
+    parallelize_module(model.to(ctx.device), tp_mesh(ctx), styled(kind, float8=recipe))
+    y, dx = run(ctx, model, kind, x, dy)
+    assert y.dtype == dx.dtype == model.weight.grad.dtype == torch.bfloat16
+    assert OUTPUT_DB < decibels(y, want) < 40  # so something has been quantized
+    assert GRADIENT_DB < decibels(dx, x64.grad) < 40
+    dw = decibels(model.weight.grad, twin.weight.grad)
+    travels = kind in ("gather", "scatter") and recipe != "rowwise_with_gw_hp"
+    assert (GRADIENT_DB < dw < 40) if travels else dw > 45
+    assert decibels(model.bias.grad, twin.bias.grad) > 40
+    ctx.check()
+
+
+class Quantizations:
+    """The shapes that are quantized in a block."""
+
+    def __enter__(self):
+        self.real, self.shapes = tkernels.quantize, []
+        tkernels.quantize = lambda x, *options, **more: (
+            self.shapes.append(tuple(x.shape)) or self.real(x, *options, **more)
+        )
+        return self
+
+    def __exit__(self, *_):
+        tkernels.quantize = self.real
+
+    def weights(self, *shapes) -> int:
+        """How often what has one of these shapes; the others are forgotten too."""
+        found, self.shapes = sum(shape in shapes for shape in self.shapes), []
+        return found
+
+
+@pytest.mark.ranks(2)
+def test_float8_copies_of_weights_are_kept_until_a_weight_may_have_changed(ctx):
+    model = linear()
+    parallelize_module(model.to(ctx.device), tp_mesh(ctx), styled("reduce", float8="rowwise"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    shapes = (N, K // 2), (K // 2, N)
+    x, dy = normal((1, 8, K), torch.bfloat16, 1), normal((1, 8, N), torch.bfloat16, 2)
+
+    def outputs():
+        return run(ctx, model, "reduce", x, dy)
+
+    def changes(how):
+        before = outputs()
+        quantized.weights()
+        with torch.no_grad():
+            how()
+        after, made = outputs(), quantized.weights(*shapes)
+        fresh = copy.deepcopy(model)
+        assert isinstance(fresh._float8.copies, Copies) and fresh._float8.copies._made == {}
+        want = run(ctx, fresh, "reduce", x, dy)
+        quantized.weights()
+        assert all(map(torch.equal, after, want))
+        assert not torch.equal(before[0], after[0]) and not torch.equal(before[1], after[1])
+        return made
+
+    with Quantizations() as quantized:
+        first = outputs()
+        assert quantized.weights(*shapes) == 2  # as it is, and transposed
+        for _ in range(2):  # further microbatches
+            assert all(map(torch.equal, outputs(), first))
+            assert quantized.weights(*shapes) == 0
+        assert changes(lambda: model.weight.mul_(2)) == 2
+        assert changes(lambda: model.weight.to_local()[0].add_(1)) == 2
+        assert changes(optimizer.step) == 2
+        assert (
+            changes(lambda: model.load_state_dict({name: value * 3 for name, value in model.state_dict().items()})) == 2
+        )
+        assert changes(lambda: setattr(model, "weight", nn.Parameter(model.weight.detach() * 2))) == 2
+        assert (
+            changes(lambda: [model.weight.to_local().data.mul_(2), optimizer.zero_grad(), optimizer.step()]) == 2
+        )  # writes that don't count
+        for _ in range(2):  # neither kept nor used where no gradient is recorded
+            with torch.no_grad():
+                model.weight._local_tensor.data.mul_(2)
+                model(x.to(ctx.device).requires_grad_())
+            assert quantized.weights(*shapes) == 1
+    again = pickle.loads(pickle.dumps(model._float8.copies))
+    assert again._made == {}
+    ctx.check()
+
+
+class Attention(nn.Module):
+    def __init__(self, dtype=torch.bfloat16):
+        super().__init__()
+        self.q, self.k, self.v = linear(K, N, dtype), linear(K, 32, dtype, False, 5), linear(K, 32, dtype, True, 6)
+        self.o = linear(160, K, dtype, True, 7)
+
+    def forward(self, x):
+        return self.o(torch.cat([self.q(x), self.k(x), self.v(x)], -1).relu_())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("split", [True, False])
+def test_float8_siblings_are_one_product_of_all_their_weights(ctx, split):
+    layouts = {"input_layouts": Shard(1) if split else Replicate(), "float8": "rowwise"}
+    grouped, apart, twin = Attention(), Attention(), Attention().double()
+    parallelize_module(grouped.to(ctx.device), tp_mesh(ctx), {"": ColwiseParallelGroup("q", "k", "v", **layouts)})
+    parallelize_module(apart.to(ctx.device), tp_mesh(ctx), {"[qkv]": ColwiseParallel(**layouts)})
+    x = normal((BATCH, SEQUENCE, K), torch.bfloat16, 1)
+    x64 = x.double().requires_grad_()
+    shard = x.chunk(ctx.size, 1)[ctx.rank] if split else x
+    results = []
+    for model in (grouped, apart):
+        at = shard.clone().to(ctx.device).requires_grad_()
+        with Quantizations() as quantized:
+            ys = [each(at) for each in (model.q, model.k, model.v)]
+        assert quantized.weights(tuple(at.reshape(-1, K).shape)) == (1 if model is grouped else 3)
+        torch.cat(ys, -1).backward(torch.cat([torch.ones_like(y) for y in ys], -1))
+        results.append(
+            ([y.detach() for y in ys], at.grad, {n: p.grad for n, p in model.named_parameters() if "o." not in n})
+        )
+    assert all(map(torch.equal, results[0][0], results[1][0]))
+    (twin.q(x64).sum() + twin.k(x64).sum() + twin.v(x64).sum()).backward()
+    for _, dx, grads in results:
+        want = x64.grad.chunk(ctx.size, 1)[ctx.rank] if split else x64.grad
+        assert decibels(dx, want) > GRADIENT_DB
+        for name, grad in grads.items():
+            assert decibels(grad, twin.get_parameter(name).grad) > GRADIENT_DB, name
+    ctx.check()
+
+
+MEGATRON = [
+    (ColumnParallelLinear, {"sequence_parallel": True}),
+    (ColumnParallelLinear, {"sequence_parallel": True, "keep_gathered": False}),
+    (ColumnParallelLinear, {"gather_output": True}),
+    (RowParallelLinear, {"sequence_parallel": True}),
+    (RowParallelLinear, {"input_is_parallel": False}),
+]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind, options", MEGATRON)
+def test_float8_is_an_option_of_megatrons_layers(ctx, kind, options):
+    """Also of uneven rows, and of one that is empty."""
+    layer = kind.from_linear(linear(), mesh=ctx, float8="rowwise", **options).to(ctx.device)
+    twin, rows = linear().double(), (8, 0)
+    assert "float8=rowwise" in repr(layer)
+    x, dy = normal((8, 2, K), torch.bfloat16, 1), normal((8, 2, N), torch.bfloat16, 2)
+    x64 = x.double().requires_grad_()
+    want = twin(x64)
+    want.backward(dy.double())
+    split = options.get("sequence_parallel", False)
+    column = kind is ColumnParallelLinear
+
+    def mine(whole, by_rows, by_features):
+        whole = whole.split(rows)[ctx.rank] if by_rows else whole
+        return whole.chunk(ctx.size, -1)[ctx.rank].contiguous() if by_features else whole
+
+    parallel = not column and options.get("input_is_parallel", True)
+    at = mine(x, split and column, parallel).to(ctx.device).requires_grad_()
+    y = layer(at, rows=rows if split else None)
+    by_rows, by_features = split and not column, column and not options.get("gather_output")
+    y.backward(mine(dy, by_rows, by_features).to(ctx.device))
+    if y.numel():
+        assert decibels(y, mine(want, by_rows, by_features)) > OUTPUT_DB
+    if at.numel():
+        assert decibels(at.grad, mine(x64.grad, split and column, parallel)) > GRADIENT_DB
+    dw, db = layer.shard(twin.weight.grad, layer.partition_dim), twin.bias.grad
+    assert decibels(layer.weight.grad, dw) > (45 if options.get("keep_gathered") is False else GRADIENT_DB)
+    assert decibels(layer.bias.grad, layer.shard(db, 0) if column else db) > 40
+    ctx.check()
+
+
+@pytest.mark.ranks(2)
+def test_float8_trains_a_model_beside_bf16(ctx):
+    """The losses of 12 steps, those of FP8 within 3 % of bf16's."""
+
+    def losses(float8):
+        torch.manual_seed(0)
+        model = ParallelMLP(32, 64, "swiglu", sequence_parallel=True, dtype=torch.bfloat16, mesh=ctx, float8=float8)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        x = normal((16, 4, 32), torch.bfloat16, 1).chunk(ctx.size)[ctx.rank].to(ctx.device)
+        target = x.roll(1, -1).float().tanh()
+        found = []
+        for _ in range(12):
+            loss = functional.mse_loss(model(x).float(), target)
+            loss.backward()
+            layers.all_reduce_sequence_parallel_grads(model, mesh=ctx)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(sum(ctx.group.gather(loss.item())) / ctx.size)
+        return found
+
+    plain, rowwise = losses(None), losses("rowwise")
+    assert plain[-1] < 0.7 * plain[0] and plain != rowwise
+    assert rowwise == pytest.approx(plain, rel=0.03)
+    ctx.check()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("fully_shard", [torch_fully_shard, layers.fully_shard], ids=["torch", "ours"])
+def test_float8_under_fully_shard_trains_as_without_it(ctx, fully_shard):
+    """Of one tensor-parallel rank, over two that have the same batch. Gathers don't count as writes to a weight."""
+    mesh = init_device_mesh(ctx.device.type, (2, 1), mesh_dim_names=("dp", "tp"))
+    x = normal((4, 8, K), torch.bfloat16, 1).to(ctx.device)
+    found = []
+    for sharded in (False, True):
+        model = nn.Sequential(linear(), nn.GELU(), linear(N, K, seed=9)).to(ctx.device)
+        plan = {"0": ColwiseParallel(float8="rowwise"), "2": RowwiseParallel(float8="rowwise")}
+        parallelize_module(model, mesh["tp"], plan)
+        if sharded:
+            fully_shard(model[0], mesh=mesh["dp"])
+            fully_shard(model, mesh=mesh["dp"])
+        losses = []
+        for _ in range(3):
+            for _ in range(2):
+                loss = model(x).float().square().mean()
+                loss.backward()
+                losses.append(loss.item())
+            with torch.no_grad():  # no optimizer, whose step would be noticed
+                for parameter in model.parameters():
+                    parameter.add_(parameter.grad, alpha=-0.5)
+            model.zero_grad()
+        found.append(losses)
+    assert found[0] == found[1] and len(set(found[0])) == 3
+    ctx.check()
+
+
+@pytest.mark.ranks(2)
+def test_float8_under_autocast_quantizes_fp32_weights_and_gives_fp32_gradients(ctx):
+    model = nn.Sequential(linear(dtype=torch.float32), linear(N, K, torch.float32, seed=9))
+    twin = copy.deepcopy(model).double()
+    plan = {"0": ColwiseParallel(float8="rowwise"), "1": RowwiseParallel(float8="rowwise")}
+    parallelize_module(model.to(ctx.device), tp_mesh(ctx), plan)
+    x = normal((4, 8, K), torch.float32, 1)
+    with torch.autocast(ctx.device.type, torch.bfloat16):
+        y = model(x.to(ctx.device))
+    assert y.dtype == torch.bfloat16
+    y.float().square().sum().backward()
+    want = twin(x.double())
+    want.square().sum().backward()
+    assert decibels(y, want) > OUTPUT_DB - 3  # two layers
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert mine.grad.dtype == torch.float32 and decibels(mine.grad, theirs.grad) > GRADIENT_DB
+    ctx.check()
+
+
+@pytest.mark.ranks(2)
+def test_float8_is_refused_by_name(ctx):
+    mesh = tp_mesh(ctx)
+    with pytest.raises(ValueError, match="ColwiseParallel: float8='blockwise' is no recipe; use 'rowwise', "):
+        ColwiseParallel(float8="blockwise")
+    for style, sizes, what in (
+        (ColwiseParallel, (24, 64), "24 in-features"),
+        (ColwiseParallel, (64, 48), "24 out-features"),
+        (RowwiseParallel, (48, 64), "24 in-features"),
+        (RowwiseParallel, (64, 24), "24 out-features"),
+    ):
+        with pytest.raises(ValueError, match=f"'0' takes|'0': float8 takes .* multiples of 16 .* a rank has {what}"):
+            parallelize_module(nn.Sequential(nn.Linear(*sizes)), mesh, {"0": style(float8="rowwise")})
+    with pytest.raises(ValueError, match="ColumnParallelLinear: float8 takes .* has 24 out-features"):
+        ColumnParallelLinear(64, 48, float8="rowwise", mesh=ctx)
+    with pytest.raises(ValueError, match="RowParallelLinear: float8='fp8' is no recipe"):
+        RowParallelLinear(64, 64, float8="fp8", mesh=ctx)
+    with pytest.raises(TypeError, match="Embedding, but float8 is for linear layers"):
+        parallelize_module(nn.Embedding(64, 64), mesh, RowwiseParallel(float8="rowwise", input_layouts=Replicate()))
+    with pytest.raises(MismatchError, match="the plans of rank 0 and rank 1 differ"):
+        parallelize_module(linear(), mesh, ColwiseParallel(float8=("rowwise", None)[ctx.rank]))
+    model = parallelize_module(linear().to(ctx.device), mesh, ColwiseParallel(float8="rowwise"))
+    x = torch.ones(2, K, dtype=torch.bfloat16, device=ctx.device, requires_grad=True)
+    (dx,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable|does not require grad"):
+        dx.sum().backward()
+    ctx.check()
+
+
+@pytest.mark.ranks(2)
+def test_float8_layers_trace_without_a_break(ctx):
+    layer = ColumnParallelLinear.from_linear(linear(), mesh=ctx, float8="rowwise", sequence_parallel=True).to(
+        ctx.device
+    )
+    x = normal((8, K), torch.bfloat16, 1 + ctx.rank, ctx.device)
+    results = []
+    for call in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        at = x.clone().requires_grad_()
+        y = call(at)
+        y.float().square().sum().backward()
+        results.append([y.detach(), at.grad, layer.weight.grad])
+        layer.zero_grad()
+    assert all(map(torch.equal, *results))
+    ctx.check()
