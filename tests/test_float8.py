@@ -21,6 +21,7 @@ from tkernels.layers import (
     ParallelMLP,
     RowParallelLinear,
     RowwiseParallel,
+    parallelize,
     parallelize_module,
 )
 from tkernels.layers.tensor_parallel.float8 import RECIPES, Copies
@@ -374,4 +375,30 @@ def test_float8_layers_trace_without_a_break(ctx):
         results.append([y.detach(), at.grad, layer.weight.grad])
         layer.zero_grad()
     assert all(map(torch.equal, *results))
+    ctx.check()
+
+
+@pytest.mark.ranks(2)
+def test_parallelize_gives_float8_to_what_a_plan_names_by_a_word(ctx):
+    class Model(nn.Sequential):
+        def get_output_embeddings(self):
+            return self[3]
+
+    def recipes(model):
+        return [getattr(each, "_float8", None) and each._float8.recipe for each in model]
+
+    def made():
+        torch.manual_seed(0)
+        return Model(nn.Embedding(32, K), linear(), linear(N, K), linear(K, 32)).to(ctx.device)
+
+    rowwise, tensorwise = RECIPES["rowwise"], RECIPES["tensorwise"]
+    words = {"0": "embedding_rowwise", "1": "colwise", "2": "rowwise", "3": "colwise_gather_output"}
+    model = parallelize(made(), words | {"2": RowwiseParallel()}, ctx, float8="rowwise")
+    assert recipes(model) == [None, rowwise, None, None]
+    assert recipes(parallelize(made(), words, ctx, float8="tensorwise")) == [None, tensorwise, tensorwise, None]
+    assert recipes(parallelize(made(), words, ctx)) == [None] * 4  # a word's style is as it was
+    megatron = {"1": "column", "2": {"style": "row", "float8": None}}
+    assert recipes(parallelize(made(), megatron, ctx, float8="rowwise")) == [None, rowwise, None, None]
+    with pytest.raises(ValueError, match="parallelize: float8='fp8' is no recipe"):
+        parallelize(made(), words, ctx, float8="fp8")
     ctx.check()
